@@ -10,6 +10,7 @@ postgres_at_least=15
 nats_at_least=2.10
 # Makes the page with a terminal (edge/build.rs), and runs what the tests have from npm.
 node_at_least=18
+mdbook_version=0.5.4
 
 say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 fail() { printf 'gpuaas: %s\n' "$*" >&2; exit 1; }
@@ -323,6 +324,20 @@ without_daemons() {
     rm -f "$policy"
 }
 
+# mdBook, which builds deploy/docs: the one on PATH, or one that cargo compiles into .dev/tools.
+mdbook() { if have_mdbook; then command mdbook "$@"; else "$tools/mdbook/bin/mdbook" "$@"; fi; }
+have_mdbook() { [ -n "$(type -P mdbook)" ] && at_least "$(command mdbook --version | tr -dc '0-9.')" "$mdbook_version"; }
+
+ensure_mdbook() {
+    ! have_mdbook || return 0
+    ! [ -x "$tools/mdbook/bin/mdbook" ] || [ "$("$tools/mdbook/bin/mdbook" --version)" != "mdbook v$mdbook_version" ] || return 0
+    say "compiling mdBook $mdbook_version into .dev/tools"
+    CARGO_TARGET_DIR=$tools/mdbook/target cargo install --quiet --locked --no-default-features --root "$tools/mdbook" \
+        --version "$mdbook_version" mdbook ||
+        fail "mdBook cannot be compiled. Put one of version $mdbook_version or later on PATH."
+    rm -rf "$tools/mdbook/target"
+}
+
 # What the tests need beside that: a browser, sudo, systemd's analyzer, curl, other shells, Python for the contract's tools, and the proxies of
 # deploy/ingress.
 ensure_test_tools() {
@@ -335,7 +350,7 @@ ensure_test_tools() {
     # Shells that must understand gpuctl's completions.
     have zsh || missing+=(zsh)
     have fish || missing+=(fish)
-    # The README's recipes, which are followed word by word.
+    # The book's recipes, which are run word by word.
     have curl || missing+=(curl)
     need_python
     [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
@@ -346,6 +361,7 @@ ensure_test_tools() {
     ensure_faketime
     ensure_machine
     from_npm browser playwright-core "what drives the browser"
+    ensure_mdbook
 }
 
 # Everything that building and running need.

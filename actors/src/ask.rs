@@ -1,32 +1,32 @@
-//! What is asked and what can come back.
+//! The context of a command, and its results.
 
-use crate::place::command_id;
+use crate::sharding::command_id;
 use domain::{CommandId, EventId, Machine, Permit, Principal, Timestamp};
 use serde::{Deserialize, Serialize};
-use telemetry::Trace;
+use telemetry::SpanContext;
 
-/// Everything about a command but the command: who asks, until when the answer is of use, and what makes it repeatable.
+/// Everything about a command but the command: the caller, the deadline of its reply, and its idempotency key.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Asked {
+pub struct CommandContext {
     pub by: Principal,
     pub correlation_id: String,
     /// The trace that it belongs to (W3C Trace Context).
     pub traceparent: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tracestate: Option<String>,
-    /// Checked again when the command is taken out of the mailbox: nobody waits for it after that. By the clock of this process: a
-    /// command for another member carries the time that remains.
+    /// Checked again when the command leaves the mailbox: after the deadline no caller waits. By the clock of this process; a command
+    /// that is forwarded carries the remaining time.
     pub deadline: Timestamp,
     pub command: Option<CommandKey>,
-    /// Releases, operators and sagas under way: let in where new requests are turned away.
+    /// Releases, operators and sagas in progress: admitted where new requests are shed.
     pub urgent: bool,
-    /// Asked by the thousand, with nobody waiting: what comes of it is written behind what somebody waits for.
+    /// One of thousands, without a waiting caller: its commit comes after those for which a caller waits.
     #[serde(default)]
     pub patient: bool,
 }
 
-impl Asked {
-    /// Asked under `permit`, with an answer wanted until `deadline`.
+impl CommandContext {
+    /// A context under `permit`, with a deadline for the reply.
     #[must_use]
     pub fn new(permit: &Permit, correlation_id: impl Into<String>, deadline: Timestamp) -> Self {
         Self {
@@ -42,24 +42,24 @@ impl Asked {
     }
 
     #[must_use]
-    pub fn once(mut self, key: CommandKey) -> Self {
+    pub fn with_key(mut self, key: CommandKey) -> Self {
         self.command = Some(key);
         self
     }
 
     #[must_use]
-    pub const fn urgently(mut self) -> Self {
+    pub const fn urgent(mut self) -> Self {
         self.urgent = true;
         self
     }
 
     #[must_use]
-    pub const fn patiently(mut self) -> Self {
+    pub const fn patient(mut self) -> Self {
         self.patient = true;
         self
     }
 
-    /// As part of this trace; a state without a parent says nothing.
+    /// Sets the trace; a `tracestate` without a `traceparent` is dropped.
     #[must_use]
     pub fn traced(mut self, traceparent: Option<String>, tracestate: Option<String>) -> Self {
         self.tracestate = tracestate.filter(|_| traceparent.is_some());
@@ -67,100 +67,100 @@ impl Asked {
         self
     }
 
-    /// The span that asks, where it is in a trace.
+    /// The caller's span, where it is in a trace.
     #[must_use]
-    pub fn trace(&self) -> Option<Trace> {
-        self.traceparent.as_deref().and_then(Trace::parse)
+    pub fn trace(&self) -> Option<SpanContext> {
+        self.traceparent.as_deref().and_then(SpanContext::parse)
     }
 }
 
-/// What makes a command the same command when it comes again.
+/// The identity of a command, by which a resent one is recognized.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommandKey {
     pub id: CommandId,
     /// SHA-256 of the request: another request under the same id is refused.
     pub digest: [u8; 32],
-    /// Keep the reply, for one who asks again.
+    /// Store the reply, to answer a resent command with it.
     pub keep_reply: bool,
-    /// The outbox row that this command carries out.
+    /// The outbox row that this command settles.
     pub consumes: Option<EventId>,
 }
 
 impl CommandKey {
-    /// A command that somebody outside may send again.
+    /// A command that an external client may resend.
     #[must_use]
     pub const fn repeatable(id: CommandId, digest: [u8; 32]) -> Self {
         Self { id, digest, keep_reply: true, consumes: None }
     }
 
-    /// A command that only its directory sends again, after a change of owner. Its reply is not stored.
+    /// A command that only its directory resends, after a change of owner. Its reply is not stored.
     #[must_use]
     pub(crate) const fn internal(chance: u128) -> Self {
         let id = CommandId(uuid::Builder::from_random_bytes(chance.to_be_bytes()).into_uuid());
         Self { id, digest: [0; 32], keep_reply: false, consumes: None }
     }
 
-    /// The command that carries an event out, by its name: what follows from an event may turn out differently when it is worked on
-    /// again, and the one must not pass for the other.
+    /// The command that reacts to an event, by name: a reaction may come out differently when the event is redelivered, and the two
+    /// commands must not be taken for each other.
     #[must_use]
-    pub fn of_event(event: EventId, command: &str) -> Self {
+    pub fn for_event(event: EventId, command: &str) -> Self {
         let id = command_id(&[b"event", event.0.as_bytes(), command.as_bytes()]);
         Self { id, digest: [0; 32], keep_reply: false, consumes: Some(event) }
     }
 }
 
-/// An answer, and whether it was given before.
+/// A reply, and whether it is a replay.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Answered<R> {
+pub struct CommandReply<R> {
     pub reply: R,
-    /// True where the command had been carried out before and this is its first reply.
+    /// True where the command was executed before and this is its first reply.
     pub replayed: bool,
-    /// True where this command was committed: `false` where nothing had to change, or it was carried out before.
+    /// True where this command was committed; `false` where nothing had to change, or where it is a replay.
     pub written: bool,
     /// The entity's version after the command.
     pub version: i64,
 }
 
-pub type Answer<M> = Result<Answered<<M as Machine>::Reply>, AskError<<M as Machine>::Rejection>>;
+pub type AskResult<M> = Result<CommandReply<<M as Machine>::Reply>, AskError<<M as Machine>::Rejection>>;
 
 /// Why there is no reply.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum AskError<J> {
-    /// The machine said no. Nothing changed.
+    /// The machine refused. Nothing changed.
     #[error("{0}")]
     Rejected(J),
-    /// The asker may not ask this. Nothing changed.
+    /// The caller has no permission. Nothing changed.
     #[error("not allowed")]
     Denied,
-    /// The same command is being carried out at this moment.
+    /// The same command is in flight.
     #[error("the same command is in progress")]
     InProgress,
-    /// The command was carried out before, and nobody kept its reply.
+    /// The command was executed before, and its reply is not stored.
     #[error("the command was carried out before")]
     AlreadyDone,
-    /// Another request came under the same command id before. Nothing changed.
+    /// Another request used the same command id before. Nothing changed.
     #[error("the command id was used for another request")]
     Reused,
-    /// A name that must be unique is taken. Nothing changed.
+    /// A unique name is taken. Nothing changed.
     #[error("the database refused: {constraint}")]
     Taken { constraint: String },
-    /// Too much is waiting in front of the entity or its shard. Nothing changed.
+    /// The mailbox of the entity or the queue of its shard is full. Nothing changed.
     #[error("too many commands are waiting")]
     Overloaded,
-    /// The entity failed too often or its snapshot cannot be read; an operator must look. Nothing changed.
+    /// The entity failed too often or its snapshot cannot be read; it waits for an operator. Nothing changed.
     #[error("parked: {reason}")]
     Parked { reason: String },
-    /// Certainly not carried out; asking again may succeed.
+    /// Certainly not executed; a retry may succeed.
     #[error("unavailable: {reason}")]
     Unavailable { reason: String },
-    /// It may or may not have been carried out; asking again with the same command id is safe.
+    /// It may have been executed; a retry with the same command id is safe.
     #[error("the outcome is unknown: {reason}")]
     Unknown { reason: String },
-    /// The machine broke while deciding. Nothing changed.
+    /// The machine panicked while deciding. Nothing changed.
     #[error("the machine failed: {reason}")]
     Broken { reason: String },
-    /// The shard lives elsewhere. The directory retries; nobody else sees this.
+    /// Another member owns the shard. The directory retries; no other caller sees this.
     #[error("not the owner")]
     NotOwner,
 }

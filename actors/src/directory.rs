@@ -1,16 +1,16 @@
-//! Finds an entity wherever it lives and asks it: here, or through the bus at the member that owns its shard.
+//! Finds an entity and sends it commands: on this member, or over the bus on the member that owns its shard.
 
-mod limits;
-mod places;
+mod connection_quota;
+mod rate_limits;
 
-pub use limits::Unlimited;
+pub use rate_limits::QuotaUnavailable;
 
-use crate::ask::{Answer, Answered, AskError, Asked, CommandKey};
-use crate::cells::Cells;
+use crate::ask::{AskError, AskResult, CommandContext, CommandKey, CommandReply};
+use crate::connection_quota::ConnectionQuota;
 use crate::host::Host;
-use crate::place::shard_of;
-use crate::places::Places;
 use crate::ports::{Remote, RemoteError};
+use crate::rate_cells::RateCells;
+use crate::sharding::shard_of;
 use chrono::TimeDelta;
 use domain::id::Visitor;
 use domain::machine::Command as _;
@@ -20,40 +20,40 @@ use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
-use telemetry::Trace;
+use telemetry::SpanContext;
 use tracing::{Instrument as _, Span, error_span, field};
 use uuid::Uuid;
 
-/// The encoding between members. A member understands its own and the one before.
+/// The encoding between members. A member reads its own version and the one before.
 const VERSION: u16 = 1;
 
-/// The pause before a command for a shard that nobody holds is sent again.
-const RETRY: Duration = Duration::from_millis(25);
+/// The pause before a command for a shard without an owner is resent.
+const RETRY_PAUSE: Duration = Duration::from_millis(25);
 
-/// No asker waits longer than this for another member.
-const LONGEST: Duration = Duration::from_secs(600);
+/// The longest wait for another member.
+const TIMEOUT_MAX: Duration = Duration::from_secs(600);
 
-/// Asks any entity of the cluster.
+/// Sends commands to any entity of the cluster.
 #[derive(Clone)]
 pub struct Directory {
     host: Arc<Host>,
     remote: Arc<dyn Remote>,
-    /// How long a shard's owner is looked for, where that is less than a command's deadline.
-    seeks_for: Option<TimeDelta>,
-    /// Of the rate limits whose shards are here.
-    cells: Arc<Cells>,
-    /// What their owners have open.
-    places: Arc<Places>,
+    /// How long it waits for a shard to have an owner, where that is less than a command's deadline.
+    owner_timeout: Option<TimeDelta>,
+    /// The rate cells whose shards this member owns.
+    rate_cells: Arc<RateCells>,
+    /// The open connections whose shards this member owns.
+    connection_quota: Arc<ConnectionQuota>,
 }
 
-/// A command on its way to another member.
+/// A command that is forwarded to another member.
 #[derive(Serialize, Deserialize)]
 struct Request {
     v: u16,
     entity: EntityRef,
-    asked: Asked,
-    /// Milliseconds for which the asker still waits: the members' clocks need not agree. A member of an earlier release sends none, and
-    /// its deadline counts.
+    asked: CommandContext,
+    /// Milliseconds for which the caller still waits: the members' clocks need not agree. A member of an earlier release sends none;
+    /// then the deadline counts.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     remaining_ms: Option<u64>,
     command: serde_json::Value,
@@ -62,94 +62,101 @@ struct Request {
 #[derive(Serialize, Deserialize)]
 struct Response {
     v: u16,
-    answer: Encoded,
+    answer: EncodedReply,
 }
 
-/// Any machine's answer.
-type Encoded = Result<Answered<serde_json::Value>, AskError<serde_json::Value>>;
+/// The reply of any machine.
+type EncodedReply = Result<CommandReply<serde_json::Value>, AskError<serde_json::Value>>;
 
 impl Directory {
     #[must_use]
     pub fn new(host: Arc<Host>, remote: Arc<dyn Remote>) -> Self {
-        Self { host, remote, seeks_for: None, cells: Arc::default(), places: Arc::default() }
+        Self { host, remote, owner_timeout: None, rate_cells: Arc::default(), connection_quota: Arc::default() }
     }
 
-    /// The same, for those who rather come again than wait long for a shard that nobody holds.
+    /// A directory that waits less long for a shard without an owner; its callers retry later.
     #[must_use]
-    pub fn seeking_for(&self, at_most: TimeDelta) -> Self {
-        Self { seeks_for: Some(at_most), ..self.clone() }
+    pub fn with_owner_timeout(&self, at_most: TimeDelta) -> Self {
+        Self { owner_timeout: Some(at_most), ..self.clone() }
     }
 
-    /// Asks `command` of an entity, under a permit for it.
+    /// Sends `command` to an entity, under a permit for it.
     ///
-    /// While the shard moves or no member holds it, the command is sent again until its deadline. A command whose owner lost the shard
-    /// before it answered is sent to the next owner under the same command id: it is carried out once. A command that was sent and not
-    /// answered in time is not sent again; its command id makes it safe for the asker to do so.
+    /// While the shard moves or has no owner, the command is resent until its deadline. A command whose owner lost the shard before it
+    /// replied is resent to the next owner under the same command id, so it is executed once. A command that was sent and not answered
+    /// in time is not resent; its command id lets the caller do so safely.
     ///
     /// # Errors
     /// Every [`AskError`] but [`AskError::NotOwner`].
-    pub async fn ask<M: Machine>(&self, permit: &Permit, id: Uuid, command: M::Command, mut asked: Asked) -> Answer<M> {
-        if command.action() != permit.action() || &asked.by != permit.principal() {
+    pub async fn ask<M: Machine>(
+        &self,
+        permit: &Permit,
+        id: Uuid,
+        command: M::Command,
+        mut context: CommandContext,
+    ) -> AskResult<M> {
+        if command.action() != permit.action() || &context.by != permit.principal() {
             return Err(AskError::Denied);
         }
         let shard = shard_of(id);
-        let seek_until =
-            self.seeks_for.map_or(asked.deadline, |at_most| asked.deadline.min(self.host.world().now() + at_most));
-        let mut sending = Sending { named: asked.command.is_some(), lost: false };
+        let retry_until = self
+            .owner_timeout
+            .map_or(context.deadline, |at_most| context.deadline.min(self.host.environment().now() + at_most));
+        let mut in_flight = InFlightRequest { named: context.command.is_some(), lost: false };
         loop {
             let answer = if self.host.term(shard).is_some() {
-                Some(self.ask_here::<M>(id, command.clone(), asked.clone()).await)
+                Some(self.ask_local::<M>(id, command.clone(), context.clone()).await)
             } else {
-                asked.command.get_or_insert_with(|| CommandKey::internal(self.host.world().seed()));
-                self.ask_elsewhere::<M>(shard, id, &command, &asked).await
+                context.command.get_or_insert_with(|| CommandKey::internal(self.host.environment().seed()));
+                self.ask_remote::<M>(shard, id, &command, &context).await
             };
-            sending.lost |= answer.is_none();
-            let again = match &answer {
+            in_flight.lost |= answer.is_none();
+            let retry = match &answer {
                 None | Some(Err(AskError::NotOwner)) => true,
-                // What an earlier owner was sent is on its way to the store.
-                Some(Err(AskError::InProgress)) => sending.lost,
+                // The earlier owner's execution may still be in flight to the store.
+                Some(Err(AskError::InProgress)) => in_flight.lost,
                 Some(Ok(_) | Err(_)) => false,
             };
-            if again && self.host.world().now() + RETRY < seek_until {
-                tokio::time::sleep(RETRY).await;
+            if retry && self.host.environment().now() + RETRY_PAUSE < retry_until {
+                tokio::time::sleep(RETRY_PAUSE).await;
                 continue;
             }
             let changing = || AskError::Unavailable { reason: format!("shard {shard} is changing hands") };
-            return sending.concluded::<M>(match answer {
+            return in_flight.final_result::<M>(match answer {
                 None | Some(Err(AskError::NotOwner)) => Err(changing()),
                 Some(answer) => answer,
             });
         }
     }
 
-    /// In the asker's span, with one of its own only where somebody looks at the trace.
-    async fn ask_here<M: Machine>(&self, id: Uuid, command: M::Command, mut asked: Asked) -> Answer<M> {
-        match asked.trace() {
+    /// In the caller's span; with a span of its own only where the trace is sampled.
+    async fn ask_local<M: Machine>(&self, id: Uuid, command: M::Command, mut context: CommandContext) -> AskResult<M> {
+        match context.trace() {
             Some(trace) if trace.is_sampled() => {
-                let span = span_of(EntityRef { kind: M::KIND, id }, command.name(), &mut asked);
-                self.host.ask::<M>(id, command, asked).instrument(span).await
+                let span = span_of(EntityRef { kind: M::KIND, id }, command.name(), &mut context);
+                self.host.ask::<M>(id, command, context).instrument(span).await
             }
-            Some(_) | None => self.host.ask::<M>(id, command, asked).await,
+            Some(_) | None => self.host.ask::<M>(id, command, context).await,
         }
     }
 
-    /// `None` where the owner that it was sent to lost the shard before it answered.
-    async fn ask_elsewhere<M: Machine>(
+    /// `None` where the owner lost the shard before it replied.
+    async fn ask_remote<M: Machine>(
         &self,
         shard: Shard,
         id: Uuid,
         command: &M::Command,
-        asked: &Asked,
-    ) -> Option<Answer<M>> {
-        let Ok(patience) = (asked.deadline - self.host.world().now()).to_std() else {
+        context: &CommandContext,
+    ) -> Option<AskResult<M>> {
+        let Ok(timeout) = (context.deadline - self.host.environment().now()).to_std() else {
             return Some(Err(AskError::Unavailable { reason: "the time for an answer has passed".to_owned() }));
         };
         let payload = serde_json::to_value(command).and_then(|command| {
             serde_json::to_vec(&Request {
                 v: VERSION,
                 entity: EntityRef { kind: M::KIND, id },
-                asked: asked.clone(),
-                remaining_ms: Some(millis(patience)),
+                asked: context.clone(),
+                remaining_ms: Some(millis(timeout)),
                 command,
             })
         });
@@ -157,7 +164,7 @@ impl Directory {
             Ok(payload) => payload,
             Err(error) => return Some(Err(AskError::Broken { reason: error.to_string() })),
         };
-        Some(match self.remote.request(shard, payload, patience).await {
+        Some(match self.remote.request(shard, payload, timeout).await {
             Ok(response) => match serde_json::from_slice::<Response>(&response) {
                 Ok(response) => decode::<M>(response.answer),
                 Err(error) => Err(unreadable(error)),
@@ -169,15 +176,15 @@ impl Directory {
         })
     }
 
-    /// Serves a command that came from another member and was `in_transit` for so long; the answer is for it alone to read.
+    /// Executes a command that another member forwarded and that was `in_transit` for so long. The payload of the response is opaque.
     pub async fn serve(&self, payload: &[u8], in_transit: Duration) -> Vec<u8> {
-        if let Some(answer) = self.serve_cell(payload).or_else(|| self.serve_place(payload)) {
+        if let Some(answer) = self.serve_rate_limit(payload).or_else(|| self.serve_connection_quota(payload)) {
             return answer;
         }
         let answer = match serde_json::from_slice::<Request>(payload) {
-            Ok(request) if request.v <= VERSION => match self.by_this_clock(request, in_transit) {
-                Some(request) => request.entity.kind.visit(Serve { host: &self.host, request }).await,
-                // The asker waits no more. One that does all the same, since the clocks do not agree, sends it again.
+            Ok(request) if request.v <= VERSION => match self.with_local_deadline(request, in_transit) {
+                Some(request) => request.entity.kind.visit(RequestHandler { host: &self.host, request }).await,
+                // The caller waits no longer. One that still does, since the clocks differ, resends it.
                 None => Err(AskError::NotOwner),
             },
             Ok(request) => Err(AskError::Unavailable { reason: format!("encoding {} is not understood", request.v) }),
@@ -186,36 +193,36 @@ impl Directory {
         serde_json::to_vec(&Response { v: VERSION, answer }).unwrap_or_default()
     }
 
-    /// The request with its deadline by the clock of this process; `None` where its time has passed.
-    fn by_this_clock(&self, mut request: Request, in_transit: Duration) -> Option<Request> {
+    /// The request with its deadline by the clock of this process; `None` where the deadline has passed.
+    fn with_local_deadline(&self, mut request: Request, in_transit: Duration) -> Option<Request> {
         if let Some(remaining) = request.remaining_ms {
-            let remaining = Duration::from_millis(remaining).min(LONGEST).checked_sub(in_transit)?;
-            request.asked.deadline = self.host.world().now() + remaining;
+            let remaining = Duration::from_millis(remaining).min(TIMEOUT_MAX).checked_sub(in_transit)?;
+            request.asked.deadline = self.host.environment().now() + remaining;
         }
         Some(request)
     }
 
-    /// What lives in this process.
+    /// The host of this process.
     #[must_use]
     pub const fn host(&self) -> &Arc<Host> {
         &self.host
     }
 }
 
-/// What is known of a command that is sent until it is answered.
+/// A command that is sent until it is answered.
 #[derive(Clone, Copy)]
-struct Sending {
-    /// Its asker gave it an id.
+struct InFlightRequest {
+    /// Its caller named the command id.
     named: bool,
-    /// An owner may have carried it out and could not answer any more.
+    /// An owner may have executed it and lost the shard before it could reply.
     lost: bool,
 }
 
-impl Sending {
-    /// The answer to the asker. After an owner was lost, only what is certain whichever of them carried the command out.
-    fn concluded<M: Machine>(self, answer: Answer<M>) -> Answer<M> {
+impl InFlightRequest {
+    /// The result for the caller. After an owner was lost, only what is certain whichever of them executed the command.
+    fn final_result<M: Machine>(self, answer: AskResult<M>) -> AskResult<M> {
         let certain = match &answer {
-            // An id of the asker's leads to the first reply, or to the refusal of a command that was never carried out.
+            // A command id of the caller leads to the first reply, or to the rejection of a command that was never executed.
             Ok(_) => true,
             Err(AskError::Rejected(_) | AskError::AlreadyDone) => self.named,
             Err(AskError::Denied | AskError::Reused | AskError::Unknown { .. }) => true,
@@ -228,21 +235,21 @@ impl Sending {
     }
 }
 
-/// Serves a request as the machine of its kind.
-struct Serve<'a> {
+/// Executes a request as the machine of its kind.
+struct RequestHandler<'a> {
     host: &'a Arc<Host>,
     request: Request,
 }
 
-impl<'a> Visitor for Serve<'a> {
-    type Output = BoxFuture<'a, Encoded>;
+impl<'a> Visitor for RequestHandler<'a> {
+    type Output = BoxFuture<'a, EncodedReply>;
 
     fn visit<M: Machine>(self) -> Self::Output {
         let Self { host, mut request } = self;
         async move {
             let command: M::Command = serde_json::from_value(request.command)
                 .map_err(|error| AskError::Broken { reason: format!("the command cannot be read: {error}") })?;
-            // The asker's own span is at another member: whatever is logged here belongs to this one.
+            // The caller's span is at another member: log lines here belong to this span.
             let span = span_of(request.entity, command.name(), &mut request.asked);
             encode::<M>(host.ask::<M>(request.entity.id, command, request.asked).instrument(span).await)
         }
@@ -250,17 +257,17 @@ impl<'a> Visitor for Serve<'a> {
     }
 }
 
-/// The span in which an entity carries a command out; what the command causes belongs below it.
-fn span_of(entity: EntityRef, command: &'static str, asked: &mut Asked) -> Span {
-    let trace = asked.trace().map(Trace::child);
-    asked.traceparent = trace.map(Trace::traceparent);
+/// The span in which an entity executes a command; its consequences are child spans.
+fn span_of(entity: EntityRef, command: &'static str, context: &mut CommandContext) -> Span {
+    let trace = context.trace().map(SpanContext::child);
+    context.traceparent = trace.map(SpanContext::traceparent);
     error_span!(
         "command",
         service = "entities",
-        correlation_id = asked.correlation_id,
+        correlation_id = context.correlation_id,
         trace_id = trace.map(|trace| field::display(trace.trace_id())),
         span_id = trace.map(|trace| field::display(trace.span_id())),
-        otel.parent = trace.and_then(Trace::parent_to_export),
+        otel.parent = trace.and_then(SpanContext::parent_to_export),
         resource_name = %entity,
         command,
     )
@@ -270,36 +277,36 @@ fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn encode<M: Machine>(answer: Answer<M>) -> Encoded {
+fn encode<M: Machine>(answer: AskResult<M>) -> EncodedReply {
     match answer {
-        Ok(answered) => Ok(answered.of_reply(serde_json::to_value).map_err(unreadable)?),
-        Err(error) => Err(error.of_rejection(serde_json::to_value).map_err(unreadable)?),
+        Ok(answered) => Ok(answered.map_reply(serde_json::to_value).map_err(unreadable)?),
+        Err(error) => Err(error.map_rejection(serde_json::to_value).map_err(unreadable)?),
     }
 }
 
-fn decode<M: Machine>(answer: Encoded) -> Answer<M> {
+fn decode<M: Machine>(answer: EncodedReply) -> AskResult<M> {
     match answer {
-        Ok(answered) => Ok(answered.of_reply(serde_json::from_value).map_err(unreadable)?),
-        Err(error) => Err(error.of_rejection(serde_json::from_value).map_err(unreadable)?),
+        Ok(answered) => Ok(answered.map_reply(serde_json::from_value).map_err(unreadable)?),
+        Err(error) => Err(error.map_rejection(serde_json::from_value).map_err(unreadable)?),
     }
 }
 
-/// An answer was given, and what it was is lost: the command may have been carried out.
+/// The entity replied, and the reply is lost: the command may have been executed.
 fn unreadable<J>(error: serde_json::Error) -> AskError<J> {
     AskError::Unknown { reason: format!("the answer cannot be read: {error}") }
 }
 
-impl<R> Answered<R> {
-    fn of_reply<S, E>(self, turn: impl FnOnce(R) -> Result<S, E>) -> Result<Answered<S>, E> {
+impl<R> CommandReply<R> {
+    fn map_reply<S, E>(self, map: impl FnOnce(R) -> Result<S, E>) -> Result<CommandReply<S>, E> {
         let Self { reply, replayed, written, version } = self;
-        Ok(Answered { reply: turn(reply)?, replayed, written, version })
+        Ok(CommandReply { reply: map(reply)?, replayed, written, version })
     }
 }
 
 impl<J> AskError<J> {
-    fn of_rejection<K, E>(self, turn: impl FnOnce(J) -> Result<K, E>) -> Result<AskError<K>, E> {
+    fn map_rejection<K, E>(self, map: impl FnOnce(J) -> Result<K, E>) -> Result<AskError<K>, E> {
         Ok(match self {
-            Self::Rejected(rejection) => AskError::Rejected(turn(rejection)?),
+            Self::Rejected(rejection) => AskError::Rejected(map(rejection)?),
             Self::Denied => AskError::Denied,
             Self::InProgress => AskError::InProgress,
             Self::AlreadyDone => AskError::AlreadyDone,

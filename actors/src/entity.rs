@@ -1,70 +1,74 @@
-//! The ractor actor that hosts one entity's [`Shell`]: it carries out what the shell asks for, and awaits nothing in its mailbox.
+//! The ractor actor that hosts one entity's [`Shell`]: it executes the shell's outputs, and awaits nothing in its mailbox.
 
-use crate::ask::{Answer, AskError};
-use crate::host::{Exit, Facts, Host, Memory, Slot};
-use crate::ports::{StoreError, Term};
-use crate::shell::{Ask, Input, Now, Output, Shell, words_of};
-use domain::{Commit, EntityRef, Machine, Outcome};
+use crate::ask::{AskError, AskResult};
+use crate::host::{ActorExit, CommittedState, EntityFacts, Host, Slot};
+use crate::ports::{StoreReadError, Term};
+use crate::shell::{CommandRequest, Input, InputContext, Output, Shell, panic_message};
+use domain::{Commit, CommitOutcome, EntityRef, Machine};
 use futures::FutureExt;
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 use std::collections::BTreeMap;
 use std::marker::PhantomData;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use telemetry::Trace;
+use telemetry::SpanContext;
 use tokio::sync::oneshot;
 use tracing::{Instrument as _, Span, error_span};
 use uuid::Uuid;
 
 /// Hosts entities of machine `M`.
-pub(crate) struct Entity<M>(PhantomData<fn() -> M>);
+pub(crate) struct EntityActor<M>(PhantomData<fn() -> M>);
 
-impl<M> Entity<M> {
+impl<M> EntityActor<M> {
     pub(crate) const fn new() -> Self {
         Self(PhantomData)
     }
 }
 
-pub(crate) struct Start<M> {
+pub(crate) struct ActorArguments<M> {
     pub(crate) id: Uuid,
     pub(crate) term: Term,
     pub(crate) host: Arc<Host>,
-    pub(crate) facts: Arc<Facts>,
-    pub(crate) memory: Arc<Memory<M>>,
-    /// Its first command makes it.
+    pub(crate) facts: Arc<EntityFacts>,
+    pub(crate) memory: Arc<CommittedState<M>>,
+    /// Its first command creates it.
     pub(crate) new: bool,
 }
 
-pub(crate) enum Message<M: Machine> {
-    /// A command, with the one who waits for its answer.
-    Ask(Box<Ask<M>>, Waiter<M>),
-    Tell(Box<Input<M>>),
+pub(crate) enum EntityMessage<M: Machine> {
+    /// A command, with the channel of its caller.
+    Ask(Box<CommandRequest<M>>, Waiter<M>),
+    Input(Box<Input<M>>),
 }
 
-/// Who waits, and the place in the bounds that is free again with the answer.
+/// The waiting caller, and the queue slot that its reply frees.
 pub(crate) struct Waiter<M: Machine> {
-    pub(crate) answer: oneshot::Sender<Answer<M>>,
+    pub(crate) answer: oneshot::Sender<AskResult<M>>,
     pub(crate) slot: Slot,
-    /// In whose scope the command is carried out, and what is logged of it stands.
+    /// The span of the command's execution and its log lines.
     pub(crate) span: Span,
 }
 
-pub(crate) struct Hosted<M: Machine> {
+pub(crate) struct ActorState<M: Machine> {
     entity: EntityRef,
     shell: Shell<M>,
     host: Arc<Host>,
-    facts: Arc<Facts>,
-    memory: Arc<Memory<M>>,
+    facts: Arc<EntityFacts>,
+    memory: Arc<CommittedState<M>>,
     waiters: BTreeMap<u64, Waiter<M>>,
 }
 
-impl<M: Machine> Actor for Entity<M> {
-    type Msg = Message<M>;
-    type State = Hosted<M>;
-    type Arguments = Start<M>;
+impl<M: Machine> Actor for EntityActor<M> {
+    type Msg = EntityMessage<M>;
+    type State = ActorState<M>;
+    type Arguments = ActorArguments<M>;
 
-    async fn pre_start(&self, myself: ActorRef<Self::Msg>, start: Start<M>) -> Result<Hosted<M>, ActorProcessingErr> {
-        let Start { id, term, host, facts, memory, new } = start;
+    async fn pre_start(
+        &self,
+        myself: ActorRef<Self::Msg>,
+        start: ActorArguments<M>,
+    ) -> Result<ActorState<M>, ActorProcessingErr> {
+        let ActorArguments { id, term, host, facts, memory, new } = start;
         let (shell, first) = if new {
             (Shell::start_new(id, term), None)
         } else {
@@ -72,110 +76,110 @@ impl<M: Machine> Actor for Entity<M> {
             (shell, Some(load))
         };
         let entity = EntityRef { kind: M::KIND, id };
-        let mut hosted = Hosted { entity, shell, host, facts, memory, waiters: BTreeMap::new() };
-        hosted.carry_out(first.into_iter().collect(), &myself);
+        let mut hosted = ActorState { entity, shell, host, facts, memory, waiters: BTreeMap::new() };
+        hosted.execute(first.into_iter().collect(), &myself);
         Ok(hosted)
     }
 
     async fn handle(
         &self,
         myself: ActorRef<Self::Msg>,
-        message: Message<M>,
-        hosted: &mut Hosted<M>,
+        message: EntityMessage<M>,
+        hosted: &mut ActorState<M>,
     ) -> Result<(), ActorProcessingErr> {
         let input = match message {
-            Message::Ask(ask, waiter) => {
+            EntityMessage::Ask(ask, waiter) => {
                 hosted.waiters.insert(ask.token, waiter);
                 Input::Ask(*ask)
             }
-            Message::Tell(input) => *input,
+            EntityMessage::Input(input) => *input,
         };
-        let world = hosted.host.world();
-        let policy = world.policy();
-        let now = Now { at: world.now(), seed: world.seed(), policy: &policy };
+        let environment = hosted.host.environment();
+        let policy = environment.policy();
+        let now = InputContext { at: environment.now(), seed: environment.seed(), policy: &policy };
         let before = hosted.shell.version();
         let outputs = hosted.shell.on(input, now);
         hosted.facts.note(hosted.shell.state(), hosted.shell.version());
-        // Before anything is handed over or answered: what the store may have beyond it is not remembered.
-        hosted.memory.set(hosted.shell.settled());
+        // Before any output is executed: a state that the store may have gone beyond is not remembered.
+        hosted.memory.set(hosted.shell.committed_state());
         if hosted.shell.version() != before {
             hosted.host.changed(hosted.entity);
         }
-        hosted.carry_out(outputs, &myself);
+        hosted.execute(outputs, &myself);
         Ok(())
     }
 }
 
-impl<M: Machine> Hosted<M> {
-    fn carry_out(&mut self, outputs: Vec<Output<M>>, myself: &ActorRef<Message<M>>) {
+impl<M: Machine> ActorState<M> {
+    fn execute(&mut self, outputs: Vec<Output<M>>, myself: &ActorRef<EntityMessage<M>>) {
         for output in outputs {
             match output {
                 Output::Load => {
                     let (host, entity) = (Arc::clone(&self.host), self.entity);
-                    let broke = |reason| Input::Loaded(Err(StoreError::unavailable(reason)));
+                    let broke = |reason| Input::Loaded(Err(StoreReadError::unavailable(reason)));
                     let loading = async move { Input::Loaded(host.store().load(entity).await) };
-                    tell_later(myself, Span::current(), loading, broke);
+                    send_result(myself, Span::current(), loading, broke);
                 }
                 Output::Commit(commit) => {
-                    let (host, span) = (Arc::clone(&self.host), self.span_under_way());
-                    let broke = |reason| Input::Committed(Outcome::Unknown { reason });
+                    let (host, span) = (Arc::clone(&self.host), self.in_flight_span());
+                    let broke = |reason| Input::Committed(CommitOutcome::Unknown { reason });
                     let shown = commit_span(&span, &commit);
                     let committing = async move { Input::Committed(host.store().commit(*commit).await) };
-                    tell_later(myself, span, committing.instrument(shown), broke);
+                    send_result(myself, span, committing.instrument(shown), broke);
                 }
                 Output::LookUp(id) => {
-                    let (host, span) = (Arc::clone(&self.host), self.span_under_way());
-                    let broke = |reason| Input::Looked(Err(StoreError::unavailable(reason)));
-                    let looking = async move { Input::Looked(host.store().command(id).await) };
-                    tell_later(myself, span, looking, broke);
+                    let (host, span) = (Arc::clone(&self.host), self.in_flight_span());
+                    let broke = |reason| Input::LookedUp(Err(StoreReadError::unavailable(reason)));
+                    let looking = async move { Input::LookedUp(host.store().command(id).await) };
+                    send_result(myself, span, looking, broke);
                 }
                 Output::Reply(token, answer) => {
-                    let answer = self.if_it_may_be_true(answer);
+                    let answer = self.check_lease(answer);
                     if let Some(Waiter { answer: asker, slot, span: _ }) = self.waiters.remove(&token) {
-                        // The place first: whoever has the answer may ask the same again at once.
+                        // The slot first: with the reply the caller may send the same command again at once.
                         drop(slot);
-                        // Who does not wait any more is not owed an answer.
+                        // A caller that no longer waits has dropped its receiver.
                         let _ = asker.send(answer);
                     }
                 }
                 Output::Perform(effect) => self.host.effects().perform(effect),
-                Output::Sleep => self.leave(Exit::Asleep, myself),
-                Output::Die(reason) => self.leave(Exit::Died { reason }, myself),
-                Output::Lose(reason) => self.leave(Exit::Lost { reason }, myself),
-                Output::Park(reason) => self.leave(Exit::Parked { reason }, myself),
+                Output::Passivate => self.exit(ActorExit::Passivated, myself),
+                Output::Crash(reason) => self.exit(ActorExit::Crashed { reason }, myself),
+                Output::StoreOutage(reason) => self.exit(ActorExit::StoreOutage { reason }, myself),
+                Output::Park(reason) => self.exit(ActorExit::Parked { reason }, myself),
             }
         }
     }
 
-    /// The scope of the command that is being committed or looked up.
-    fn span_under_way(&self) -> Span {
-        let waiter = self.shell.under_way().and_then(|token| self.waiters.get(&token));
+    /// The span of the command that is being committed or looked up.
+    fn in_flight_span(&self) -> Span {
+        let waiter = self.shell.in_flight().and_then(|token| self.waiters.get(&token));
         waiter.map_or_else(Span::none, |waiter| waiter.span.clone())
     }
 
-    /// What was committed is true. What was only remembered, and a refusal decided from it, is so while the lease lasts.
-    fn if_it_may_be_true(&self, answer: Answer<M>) -> Answer<M> {
+    /// A committed reply is true. A reply from memory, or a rejection that was decided from it, is true only while the lease lasts.
+    fn check_lease(&self, answer: AskResult<M>) -> AskResult<M> {
         let from_memory = match &answer {
             Ok(answered) => !answered.written && !answered.replayed,
             Err(AskError::Rejected(_) | AskError::Unavailable { .. }) => true,
             Err(_) => false,
         };
-        if from_memory && !self.host.world().may_answer_from_memory() { Err(AskError::NotOwner) } else { answer }
+        if from_memory && !self.host.environment().may_answer_from_memory() { Err(AskError::NotOwner) } else { answer }
     }
 
-    /// Out of the directory first, so that whoever asks next wakes a fresh one; then away. The version check keeps the two apart.
-    fn leave(&self, exit: Exit, myself: &ActorRef<Message<M>>) {
-        self.host.left(self.entity, myself.get_id(), exit);
-        // What was sent meanwhile is still answered, by a shell that is over.
+    /// Leaves the directory first, so that the next command activates a new actor; then stops. The version check keeps the two apart.
+    fn exit(&self, exit: ActorExit, myself: &ActorRef<EntityMessage<M>>) {
+        self.host.actor_exited(self.entity, myself.get_id(), exit);
+        // Messages that arrive meanwhile are still answered, by a shell that has ended.
         if myself.drain().is_err() {
             myself.stop(None);
         }
     }
 }
 
-/// The time that a commit takes, for those who look at the trace.
+/// The span of a commit, where its trace is sampled.
 fn commit_span(above: &Span, commit: &Commit) -> Span {
-    match commit.traceparent.as_deref().and_then(Trace::parse) {
+    match commit.traceparent.as_deref().and_then(SpanContext::parse) {
         Some(trace) if trace.is_sampled() => {
             let trace = trace.child();
             error_span!(
@@ -191,10 +195,10 @@ fn commit_span(above: &Span, commit: &Commit) -> Span {
     }
 }
 
-/// Runs `work` beside the mailbox, in `span`, and puts what came of it into the mailbox, which handles it there too. Where it breaks,
-/// `broke` says what that means: the entity must not wait for it for ever.
-fn tell_later<M: Machine>(
-    myself: &ActorRef<Message<M>>,
+/// Runs `work` outside the mailbox, in `span`, and sends its result into the mailbox. Where it panics, `broke` makes the input: the
+/// entity must not wait for ever.
+fn send_result<M: Machine>(
+    myself: &ActorRef<EntityMessage<M>>,
     span: Span,
     work: impl Future<Output = Input<M>> + Send + 'static,
     broke: impl FnOnce(String) -> Input<M> + Send + 'static,
@@ -203,10 +207,10 @@ fn tell_later<M: Machine>(
     let telling = async move {
         let input = match AssertUnwindSafe(work).catch_unwind().await {
             Ok(input) => input,
-            Err(panic) => broke(format!("the store panicked: {}", words_of(&*panic))),
+            Err(panic) => broke(format!("the store panicked: {}", panic_message(&*panic))),
         };
-        // An actor that is gone has answered its waiters already.
-        let _ = myself.cast(Message::Tell(Box::new(input)));
+        // An actor that has stopped has answered its callers already.
+        let _ = myself.cast(EntityMessage::Input(Box::new(input)));
     };
     tokio::spawn(telling.instrument(span));
 }

@@ -1,26 +1,26 @@
-//! The entities of the shards that this process owns: woken by the first command, asleep when nobody needs them, with a bound in
-//! front of every mailbox, and parked where they fail too often.
+//! The entities of the shards that this process owns: activated by their first command, passivated when idle, with a bound in front of
+//! every mailbox, and parked where they fail too often.
 
-mod awake;
+mod activation;
 mod failures;
-mod rows;
 mod shard;
 mod slot;
+mod status;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use awake::{Facts, Memory};
-pub(crate) use failures::Exit;
-pub use rows::{EntityRow, EntityStatus, Figures, ShardRow};
+pub(crate) use activation::{CommittedState, EntityFacts};
+pub(crate) use failures::ActorExit;
 pub use slot::Slot;
+pub use status::{ActivationStatus, HostMetrics, HostedEntity, HostedShard};
 
-use crate::ask::{Answer, AskError, Asked};
-use crate::entity::{Entity, Message, Start, Waiter};
-use crate::place::shard_of;
-use crate::ports::{Effects, Store, World};
-use crate::shell::Ask;
-use crate::watch::{Watch, Watches};
-use awake::{Awake, Found, mailbox_of, put_to_sleep};
+use crate::ask::{AskError, AskResult, CommandContext};
+use crate::entity::{ActorArguments, EntityActor, EntityMessage, Waiter};
+use crate::ports::{Effects, Environment, Store};
+use crate::sharding::shard_of;
+use crate::shell::CommandRequest;
+use crate::watch::{EntityWatch, WatchRegistry};
+use activation::{Activation, MailboxHandle, mailbox_handle, passivate};
 use dashmap::DashMap;
 use domain::machine::Command as _;
 use domain::{CommandId, EntityRef, Machine, Shard};
@@ -37,17 +37,17 @@ use uuid::Uuid;
 /// Bounds and rules of the host.
 #[derive(Clone, Debug)]
 pub struct HostConfig {
-    /// Commands that may wait in front of one entity. Urgent ones have as many places again.
+    /// Commands that may wait for one entity. Urgent ones have as many slots again.
     pub per_entity: usize,
     /// Commands that may wait in one shard, likewise.
     pub per_shard: usize,
-    /// An entity that was not needed for so long is put to sleep.
-    pub sleep_after: Duration,
-    /// So many failures of its own within [`HostConfig::window`] park an entity.
+    /// An entity that is idle for so long is passivated.
+    pub passivate_after: Duration,
+    /// So many crashes within [`HostConfig::window`] park an entity.
     pub intensity: usize,
     pub window: Duration,
-    /// The pause after a first failure; it doubles with each further one, up to the longest. Whoever was lost with the store is wanted
-    /// soon after it is back.
+    /// The pause after a first failure; it doubles with each further one, up to the longest. After an outage of the store entities are
+    /// activated soon after it is back.
     pub backoff: Duration,
     pub longest_backoff: Duration,
 }
@@ -57,7 +57,7 @@ impl Default for HostConfig {
         Self {
             per_entity: 256,
             per_shard: 4096,
-            sleep_after: Duration::from_secs(60),
+            passivate_after: Duration::from_secs(60),
             intensity: 5,
             window: Duration::from_secs(60),
             backoff: Duration::from_millis(50),
@@ -66,17 +66,17 @@ impl Default for HostConfig {
     }
 }
 
-/// Everything that lives here.
+/// The hosted shards and entities.
 pub struct Host {
     config: HostConfig,
     store: Arc<dyn Store>,
     effects: Arc<dyn Effects>,
-    world: Arc<dyn World>,
+    environment: Arc<dyn Environment>,
     shards: DashMap<Shard, Arc<OwnedShard>>,
-    awake: DashMap<EntityRef, Awake>,
+    active: DashMap<EntityRef, Activation>,
     failures: DashMap<EntityRef, Failures>,
     in_flight: Arc<DashMap<CommandId, ()>>,
-    watches: Watches,
+    watches: WatchRegistry,
     tokens: AtomicU64,
     restarts: AtomicU64,
 }
@@ -87,18 +87,18 @@ impl Host {
         config: HostConfig,
         store: Arc<dyn Store>,
         effects: Arc<dyn Effects>,
-        world: Arc<dyn World>,
+        environment: Arc<dyn Environment>,
     ) -> Arc<Self> {
         Arc::new(Self {
             config,
             store,
             effects,
-            world,
+            environment,
             shards: DashMap::new(),
-            awake: DashMap::new(),
+            active: DashMap::new(),
             failures: DashMap::new(),
             in_flight: Arc::default(),
-            watches: Watches::default(),
+            watches: WatchRegistry::default(),
             tokens: AtomicU64::new(0),
             restarts: AtomicU64::new(0),
         })
@@ -112,13 +112,13 @@ impl Host {
         &*self.effects
     }
 
-    pub(crate) fn world(&self) -> &dyn World {
-        &*self.world
+    pub(crate) fn environment(&self) -> &dyn Environment {
+        &*self.environment
     }
 
-    /// Waits for changes of an entity that lives here.
+    /// Watches for changes of an entity of this member.
     #[must_use]
-    pub fn watch(&self, entity: EntityRef) -> Watch {
+    pub fn watch(&self, entity: EntityRef) -> EntityWatch {
         self.watches.watch(entity)
     }
 
@@ -126,87 +126,92 @@ impl Host {
         self.watches.changed(entity);
     }
 
-    /// Asks an entity that lives here.
-    pub async fn ask<M: Machine>(self: &Arc<Self>, id: Uuid, command: M::Command, asked: Asked) -> Answer<M> {
+    /// Sends a command to an entity of this member.
+    pub async fn ask<M: Machine>(
+        self: &Arc<Self>,
+        id: Uuid,
+        command: M::Command,
+        context: CommandContext,
+    ) -> AskResult<M> {
         let entity = EntityRef { kind: M::KIND, id };
-        let (deadline, now) = (asked.deadline, self.world.now());
-        let Ok(patience) = (deadline - now).to_std() else {
+        let (deadline, now) = (context.deadline, self.environment.now());
+        let Ok(timeout) = (deadline - now).to_std() else {
             return Err(AskError::Unavailable { reason: "the time for an answer has passed".to_owned() });
         };
-        let answered = self.put::<M>(entity, command, asked)?;
-        match tokio::time::timeout(patience, answered).await {
+        let answered = self.enqueue::<M>(entity, command, context)?;
+        match tokio::time::timeout(timeout, answered).await {
             Ok(Ok(answer)) => answer,
-            // The actor ended with the command in its hands: its shard was taken, or an operator restarted it.
+            // The actor stopped while it executed the command: its shard was taken over, or an operator restarted it.
             Ok(Err(_)) => Err(AskError::Unknown { reason: "the entity left while it was asked".to_owned() }),
             Err(_) => Err(AskError::Unknown { reason: "no answer in time".to_owned() }),
         }
     }
 
-    fn put<M: Machine>(
+    fn enqueue<M: Machine>(
         self: &Arc<Self>,
         entity: EntityRef,
         command: M::Command,
-        asked: Asked,
-    ) -> Result<oneshot::Receiver<Answer<M>>, AskError<M::Rejection>> {
+        context: CommandContext,
+    ) -> Result<oneshot::Receiver<AskResult<M>>, AskError<M::Rejection>> {
         let shard = shard_of(entity.id);
         let owned = self.shards.get(&shard).map(|owned| Arc::clone(&owned)).ok_or(AskError::NotOwner)?;
-        if !self.world.may_answer_from_memory() {
+        if !self.environment.may_answer_from_memory() {
             return Err(AskError::NotOwner);
         }
-        let lane = if asked.urgent { 2 } else { 1 };
+        let lane = if context.urgent { 2 } else { 1 };
         let mut slot = Slot::in_shard(&owned.waiting, self.config.per_shard * lane).ok_or(AskError::Overloaded)?;
-        // Checked after the place is taken: whoever closes the shard waits for those who hold one.
+        // Checked after the slot is taken: whoever closes the shard waits for all slots.
         if owned.closing.load(Ordering::SeqCst) {
             return Err(AskError::NotOwner);
         }
-        if let Some(key) = &asked.command {
+        if let Some(key) = &context.command {
             if self.in_flight.insert(key.id, ()).is_some() {
                 return Err(AskError::InProgress);
             }
             slot.command = Some((Arc::clone(&self.in_flight), key.id));
         }
-        let (mailbox, facts) = self.wake::<M>(entity, &owned, command.creates())?;
-        let slot = slot.and_in_front_of(&facts.waiting, self.config.per_entity * lane).ok_or(AskError::Overloaded)?;
+        let (mailbox, facts) = self.activate::<M>(entity, &owned, command.creates())?;
+        let slot = slot.and_in_entity(&facts.waiting, self.config.per_entity * lane).ok_or(AskError::Overloaded)?;
         let token = self.tokens.fetch_add(1, Ordering::Relaxed);
         let (answer, answered) = oneshot::channel();
-        let ask = Box::new(Ask { token, command, asked });
-        if mailbox.cast(Message::Ask(ask, Waiter { answer, slot, span: Span::current() })).is_err() {
-            self.forget_if_gone(entity, &mailbox);
+        let ask = Box::new(CommandRequest { token, command, context });
+        if mailbox.cast(EntityMessage::Ask(ask, Waiter { answer, slot, span: Span::current() })).is_err() {
+            self.remove_if_stopped(entity, &mailbox);
             return Err(AskError::NotOwner);
         }
         Ok(answered)
     }
 
-    /// The entity as it was committed last, where it is awake here and this process may answer from its memory; `None` says only
-    /// that the store has to be asked.
+    /// The last committed state of the entity, where it is active here and this process may reply from memory; `None` means only that
+    /// the store has to be read.
     #[must_use]
-    pub fn remembered<M: Machine>(&self, id: Uuid) -> Option<(Arc<M>, i64)> {
-        let awake = self.awake.get(&EntityRef { kind: M::KIND, id })?;
-        let settled = awake.memory.downcast_ref::<Memory<M>>()?.get()?;
-        // Asked after it was read: what was true under a fresh renewal is an answer.
-        let ours = !awake.owned.closing.load(Ordering::SeqCst) && self.world.may_answer_from_memory();
+    pub fn committed_state<M: Machine>(&self, id: Uuid) -> Option<(Arc<M>, i64)> {
+        let activation = self.active.get(&EntityRef { kind: M::KIND, id })?;
+        let settled = activation.memory.downcast_ref::<CommittedState<M>>()?.get()?;
+        // Checked after the state was read: what was true under a fresh lease is an answer.
+        let ours = !activation.owned.closing.load(Ordering::SeqCst) && self.environment.may_answer_from_memory();
         ours.then_some(settled)
     }
 
-    /// The entity's mailbox, with an actor behind it. `new`: the command that wakes it makes it.
-    fn wake<M: Machine>(
+    /// The entity's mailbox, with a running actor. `new`: the command that activates it creates it.
+    fn activate<M: Machine>(
         self: &Arc<Self>,
         entity: EntityRef,
         owned: &Arc<OwnedShard>,
         new: bool,
-    ) -> Result<Found<M>, AskError<M::Rejection>> {
+    ) -> Result<MailboxHandle<M>, AskError<M::Rejection>> {
         let other_kind = || AskError::Unavailable { reason: "the entity is of another kind".to_owned() };
-        if let Some(awake) = self.awake.get(&entity) {
-            return mailbox_of::<M>(&awake).ok_or_else(other_kind);
+        if let Some(activation) = self.active.get(&entity) {
+            return mailbox_handle::<M>(&activation).ok_or_else(other_kind);
         }
-        self.may_wake(entity)?;
-        let found = match self.awake.entry(entity) {
-            dashmap::Entry::Occupied(first) => mailbox_of::<M>(first.get()).ok_or_else(other_kind)?,
-            // It stands in the directory before it runs: it cannot leave before it has come.
+        self.may_activate(entity)?;
+        let found = match self.active.entry(entity) {
+            dashmap::Entry::Occupied(first) => mailbox_handle::<M>(first.get()).ok_or_else(other_kind)?,
+            // It is in the directory before it runs, so it cannot leave before it was added.
             dashmap::Entry::Vacant(vacant) => {
-                let facts = Arc::new(Facts::new(self.world.now()));
-                let memory = Arc::new(Memory::<M>::new());
-                let start = Start {
+                let facts = Arc::new(EntityFacts::new(self.environment.now()));
+                let memory = Arc::new(CommittedState::<M>::new());
+                let start = ActorArguments {
                     id: entity.id,
                     term: owned.term,
                     host: Arc::clone(self),
@@ -215,58 +220,58 @@ impl Host {
                     new,
                 };
                 let supervisor = owned.supervisor.get_cell();
-                let spawned = ActorRuntime::spawn_linked_instant(None, Entity::<M>::new(), start, supervisor);
+                let spawned = ActorRuntime::spawn_linked_instant(None, EntityActor::<M>::new(), start, supervisor);
                 let (mailbox, _) = spawned.map_err(|error| AskError::Unavailable { reason: error.to_string() })?;
-                vacant.insert(Awake {
+                vacant.insert(Activation {
                     owned: Arc::clone(owned),
                     actor: mailbox.get_id(),
                     cell: mailbox.get_cell(),
                     mailbox: Arc::new(mailbox.clone()),
                     facts: Arc::clone(&facts),
                     memory,
-                    put_to_sleep: put_to_sleep::<M>,
+                    passivate: passivate::<M>,
                 });
                 (mailbox, facts)
             }
         };
-        // Whoever took the shard meanwhile has swept the directory before the entity stood in it.
+        // A takeover meanwhile has swept the directory before the entity was in it.
         if owned.closing.load(Ordering::SeqCst) {
-            self.awake.remove_if(&entity, |_, awake| awake.actor == found.0.get_id());
+            self.active.remove_if(&entity, |_, activation| activation.actor == found.0.get_id());
             found.0.stop(None);
             return Err(AskError::NotOwner);
         }
         Ok(found)
     }
 
-    /// An actor that was killed with its supervisor, or never came to run, left without a word.
-    fn forget_if_gone<M: Machine>(&self, entity: EntityRef, mailbox: &ActorRef<Message<M>>) {
+    /// An actor that was killed with its supervisor, or never ran, did not remove itself.
+    fn remove_if_stopped<M: Machine>(&self, entity: EntityRef, mailbox: &ActorRef<EntityMessage<M>>) {
         if mailbox.get_status() == ActorStatus::Stopped {
-            self.awake.remove_if(&entity, |_, awake| awake.actor == mailbox.get_id());
+            self.active.remove_if(&entity, |_, activation| activation.actor == mailbox.get_id());
         }
     }
 
     /// Whether the entity has an actor.
     #[must_use]
-    pub fn is_awake(&self, entity: EntityRef) -> bool {
-        self.awake.contains_key(&entity)
+    pub fn is_active(&self, entity: EntityRef) -> bool {
+        self.active.contains_key(&entity)
     }
 
-    /// Puts an entity to sleep, unless somebody is asking it something. For whoever has woken many.
-    pub fn put_to_sleep(&self, entity: EntityRef) {
-        if let Some(awake) = self.awake.get(&entity) {
-            (awake.put_to_sleep)(&*awake.mailbox);
+    /// Passivates an entity that has no command in its mailbox. For workers that have activated many.
+    pub fn passivate(&self, entity: EntityRef) {
+        if let Some(activation) = self.active.get(&entity) {
+            (activation.passivate)(&*activation.mailbox);
         }
     }
 
-    /// Puts to sleep what nobody needed for [`HostConfig::sleep_after`], and forgets failures that are long past.
-    pub fn rest(&self) {
-        for awake in &self.awake {
-            if awake.facts.rested_for(self.config.sleep_after) {
-                (awake.put_to_sleep)(&*awake.mailbox);
+    /// Passivates what was idle for [`HostConfig::passivate_after`], and forgets old failures.
+    pub fn passivate_idle(&self) {
+        for activation in &self.active {
+            if activation.facts.is_idle_for(self.config.passivate_after) {
+                (activation.passivate)(&*activation.mailbox);
             }
         }
         let window = self.config.window * 10;
-        self.failures.retain(|_, failures| failures.matters(window));
+        self.failures.retain(|_, failures| failures.is_relevant(window));
     }
 }
 

@@ -1,76 +1,79 @@
-//! The protocol that carries a command from an entity's mailbox to durable truth, as a synchronous machine: no task, clock or
-//! channel. [`crate::entity`] hosts it in ractor; a simulation can drive it without.
+//! The protocol that executes a command of an entity's mailbox up to its durable commit, as a synchronous state machine: no task, clock
+//! or channel. [`crate::entity`] hosts it in ractor; a simulation can drive it without.
 //!
 //! ```text
 //! Loading ──loaded──▶ Ready ──decide──▶ Committing ──applied──▶ Ready            (reply, effects, next command)
 //!    ▲                  │                   ├──conflict──▶ Loading               (decide again)
 //!    │                  │                   ├──claimed──▶ Ready                  (decide again, without the names)
-//!    │                  └─no commit─▶Looking├──duplicate──▶ Ready                (the first reply again)
+//!    │                  └no commit▶LookingUp├──duplicate──▶ Ready                (replay of the first reply)
 //!    │                    (was it done      ├──refused, not applied──▶ Ready     (nothing changed)
-//!    └────────────────────before?)          └──fenced, unknown──▶ over           (sleep, or end and be loaded anew)
+//!    └────────────────────before?)          └──fenced, unknown──▶ Ended          (passivate, or end and reload)
 //! ```
 //!
-//! Persist, then speak: no reply and no effect leaves before [`Outcome::Applied`] has come in. An input that nothing waits for is
-//! not looked at.
+//! Persist, then reply: no reply and no effect leaves before [`CommitOutcome::Applied`] has come in. An input that the phase does not
+//! wait for is ignored.
 
-use crate::ask::{Answer, Answered, AskError, Asked};
-use crate::ports::{StoreError, Term};
+use crate::ask::{AskError, AskResult, CommandContext, CommandReply};
+use crate::ports::{StoreReadError, Term};
 use domain::authz::authorize;
-use domain::commit::{CommandRecord, Done, REFUSED, SetChange, Snapshot, Timer};
-use domain::machine::{Command as _, Refused, Trace};
+use domain::commit::{CommandRecord, CompletedCommand, REFUSED, SetChange, Snapshot, Timer};
+use domain::machine::{AuditedRefusal, Command as _, TraceContext};
 use domain::policy::PolicyBook;
 use domain::redact::redact;
-use domain::{CommandId, Commit, Ctx, Effect, EntityRef, EventId, Kind, Machine, Outcome, Step, Timestamp};
+use domain::{
+    CommandId, Commit, CommitOutcome, Effect, EntityKind, EntityRef, EventId, Machine, Timestamp, Transition,
+    TransitionContext,
+};
 use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use uuid::Uuid;
 
-/// A version that keeps moving under a decision is somebody else writing: after this many reloads the command is given back.
-const MOST_RELOADS: u8 = 3;
+/// A version that keeps changing during a decision has another writer: after this many reloads the command is refused.
+const RELOADS_MAX: u8 = 3;
 
-/// A command on its way through the shell. `token` names the one who waits for the answer.
+/// A command on its way through the shell. `token` identifies the waiting caller.
 #[derive(Clone, Debug)]
-pub struct Ask<M: Machine> {
+pub struct CommandRequest<M: Machine> {
     pub token: u64,
     pub command: M::Command,
-    pub asked: Asked,
+    pub context: CommandContext,
 }
 
-/// What the host tells the shell.
+/// The inputs of the shell.
 #[derive(Debug)]
 pub enum Input<M: Machine> {
-    Loaded(Result<Option<Snapshot>, StoreError>),
-    Ask(Ask<M>),
-    Committed(Outcome),
-    /// What was found of a command id.
-    Looked(Result<Option<Done>, StoreError>),
-    /// Nobody has needed the entity for a while.
-    Sleep,
+    Loaded(Result<Option<Snapshot>, StoreReadError>),
+    Ask(CommandRequest<M>),
+    Committed(CommitOutcome),
+    /// The stored result of a command id.
+    LookedUp(Result<Option<CompletedCommand>, StoreReadError>),
+    /// The entity is idle.
+    Passivate,
 }
 
-/// What the shell wants of its host, in this order.
+/// The outputs of the shell, to be executed in this order.
 #[derive(Debug)]
 pub enum Output<M: Machine> {
     Load,
     Commit(Box<Commit>),
     LookUp(CommandId),
-    Reply(u64, Answer<M>),
+    Reply(u64, AskResult<M>),
     Perform(Effect),
-    /// The entity is over, here: nobody has to worry.
-    Sleep,
-    /// Its own code failed: load it anew, and not without end.
-    Die(String),
-    /// The store did not say what is true: load it anew when it does. Nothing of it is the entity's doing.
-    Lose(String),
-    /// The snapshot cannot be read. It must be looked at; loading it again would end the same way.
+    /// The actor ends without a failure.
+    Passivate,
+    /// The machine failed: reload the entity, at most so often.
+    Crash(String),
+    /// The store could not be read or a commit's outcome is unknown: reload when the store is back. It is not the entity's failure.
+    StoreOutage(String),
+    /// The snapshot cannot be read. An operator must look at it; a reload would end the same way.
     Park(String),
 }
 
-/// What the world is like when an input comes in.
+/// The environment at the time of an input.
 #[derive(Clone, Copy, Debug)]
-pub struct Now<'a> {
+pub struct InputContext<'a> {
     pub at: Timestamp,
     pub seed: u128,
     pub policy: &'a PolicyBook,
@@ -83,17 +86,17 @@ pub struct Shell<M: Machine> {
     term: Term,
     state: Option<Arc<M>>,
     version: i64,
-    /// Nobody has looked whether there is one: it was woken by a command that makes it.
-    supposed: bool,
+    /// Whether it exists was not read: its first command creates it.
+    assumed_absent: bool,
     phase: Phase<M>,
-    waiting: VecDeque<Ask<M>>,
-    /// Names that the last decision claimed and other entities have: the first of the waiting commands is decided again without them.
+    waiting: VecDeque<CommandRequest<M>>,
+    /// Names that the last decision claimed and other entities hold: the first waiting command is decided again without them.
     holders: BTreeMap<String, Uuid>,
 }
 
 #[derive(Debug)]
 enum Phase<M: Machine> {
-    /// `reloads`: how often the first of the waiting commands has met a conflict.
+    /// `reloads`: the conflicts of the first waiting command.
     Loading {
         reloads: u8,
     },
@@ -101,87 +104,87 @@ enum Phase<M: Machine> {
         reloads: u8,
     },
     Committing {
-        ask: Ask<M>,
+        ask: CommandRequest<M>,
         next: Arc<M>,
-        then: Then<M>,
+        then: AfterCommit<M>,
         reloads: u8,
     },
-    Looking {
-        ask: Ask<M>,
-        otherwise: Unwritten<M>,
+    LookingUp {
+        ask: CommandRequest<M>,
+        otherwise: Uncommitted<M>,
         reloads: u8,
     },
-    Over,
+    Ended,
 }
 
-/// What is said when the commit stands.
+/// What follows the commit.
 #[derive(Debug)]
-enum Then<M: Machine> {
+enum AfterCommit<M: Machine> {
     Answer {
         reply: M::Reply,
         effects: Vec<Effect>,
     },
-    /// The commit keeps that it was refused, and nothing of the command.
+    /// The commit records the refusal, and nothing of the command.
     Refuse(M::Rejection),
 }
 
-/// What is written of a refusal that has to be audited.
+/// The commit of a refusal that has to be audited.
 #[derive(Debug)]
-struct Kept<M> {
+struct RefusalRecord<M> {
     commit: Box<Commit>,
     next: Arc<M>,
 }
 
-/// What the machine made of a command that is not carried out: no commit finds out whether it was before.
+/// A decision without a commit of the command: so a lookup finds whether it was executed before.
 #[derive(Debug)]
-enum Unwritten<M: Machine> {
-    Rejected { rejection: M::Rejection, kept: Option<Kept<M>> },
+enum Uncommitted<M: Machine> {
+    Rejected { rejection: M::Rejection, kept: Option<RefusalRecord<M>> },
     Unchanged { reply: M::Reply, effects: Vec<Effect> },
 }
 
-/// What the machine made of a command.
-enum Decided<M: Machine> {
-    Unwritten(Unwritten<M>),
+/// The decision of the machine.
+enum Decision<M: Machine> {
+    Uncommitted(Uncommitted<M>),
     Changed { commit: Box<Commit>, next: Arc<M>, reply: M::Reply, effects: Vec<Effect> },
 }
 
-/// How a command came to its reply.
-enum How {
+/// The source of a reply.
+enum ReplySource {
     Written,
     Unchanged,
     Replayed,
 }
 
 impl<M: Machine> Shell<M> {
-    /// A shell that asks for its snapshot at once.
+    /// A shell that loads its snapshot at once.
     pub fn start(id: Uuid, term: Term) -> (Self, Output<M>) {
         let phase = Phase::Loading { reloads: 0 };
         (Self::in_phase(id, term, phase, false), Output::Load)
     }
 
-    /// A shell for an entity that its first command makes: it supposes that there is none. The commit finds out, and whatever is
-    /// answered without a commit is looked up before.
+    /// A shell for an entity that its first command creates: it assumes that there is none. The commit verifies it, and a reply without
+    /// a commit loads the snapshot first.
     pub fn start_new(id: Uuid, term: Term) -> Self {
         let phase = Phase::Ready { reloads: 0 };
         Self::in_phase(id, term, phase, true)
     }
 
-    fn in_phase(id: Uuid, term: Term, phase: Phase<M>, supposed: bool) -> Self {
+    fn in_phase(id: Uuid, term: Term, phase: Phase<M>, assumed_absent: bool) -> Self {
         let (waiting, holders) = (VecDeque::new(), BTreeMap::new());
-        Self { id, term, state: None, version: 0, supposed, phase, waiting, holders }
+        Self { id, term, state: None, version: 0, assumed_absent, phase, waiting, holders }
     }
 
-    /// Takes one input and says what is to be done, in order.
-    pub fn on(&mut self, input: Input<M>, now: Now<'_>) -> Vec<Output<M>> {
+    /// Handles one input; returns the outputs, in order.
+    pub fn on(&mut self, input: Input<M>, now: InputContext<'_>) -> Vec<Output<M>> {
         let mut out = Vec::new();
         match input {
             Input::Loaded(loaded) => self.loaded(loaded, &mut out),
             Input::Ask(ask) => self.waiting.push_back(ask),
             Input::Committed(outcome) => self.committed(outcome, &mut out),
-            Input::Looked(found) => self.looked(found, &mut out),
-            Input::Sleep => {
+            Input::LookedUp(found) => self.looked_up(found, &mut out),
+            Input::Passivate => {
                 if matches!(self.phase, Phase::Ready { .. }) && self.waiting.is_empty() {
-                    self.over(Output::Sleep, &mut out);
+                    self.end(Output::Passivate, &mut out);
                 }
             }
         }
@@ -194,11 +197,11 @@ impl<M: Machine> Shell<M> {
         self.state.as_deref()
     }
 
-    /// The state and its version where they are the last of all: nothing is being committed, so the store holds no later ones.
-    pub fn settled(&self) -> Option<(Arc<M>, i64)> {
+    /// The state and its version where they are the latest: no commit is in flight, so the store holds no later ones.
+    pub fn committed_state(&self) -> Option<(Arc<M>, i64)> {
         match self.phase {
-            Phase::Ready { .. } | Phase::Looking { .. } => self.state.clone().map(|state| (state, self.version)),
-            Phase::Loading { .. } | Phase::Committing { .. } | Phase::Over => None,
+            Phase::Ready { .. } | Phase::LookingUp { .. } => self.state.clone().map(|state| (state, self.version)),
+            Phase::Loading { .. } | Phase::Committing { .. } | Phase::Ended => None,
         }
     }
 
@@ -206,11 +209,11 @@ impl<M: Machine> Shell<M> {
         self.version
     }
 
-    /// Whose command is being committed or looked up.
-    pub const fn under_way(&self) -> Option<u64> {
+    /// The token of the command that is being committed or looked up.
+    pub const fn in_flight(&self) -> Option<u64> {
         match &self.phase {
-            Phase::Committing { ask, .. } | Phase::Looking { ask, .. } => Some(ask.token),
-            Phase::Loading { .. } | Phase::Ready { .. } | Phase::Over => None,
+            Phase::Committing { ask, .. } | Phase::LookingUp { ask, .. } => Some(ask.token),
+            Phase::Loading { .. } | Phase::Ready { .. } | Phase::Ended => None,
         }
     }
 
@@ -218,49 +221,49 @@ impl<M: Machine> Shell<M> {
         EntityRef { kind: M::KIND, id: self.id }
     }
 
-    fn loaded(&mut self, loaded: Result<Option<Snapshot>, StoreError>, out: &mut Vec<Output<M>>) {
+    fn loaded(&mut self, loaded: Result<Option<Snapshot>, StoreReadError>, out: &mut Vec<Output<M>>) {
         let Phase::Loading { reloads } = self.phase else { return };
         match loaded {
             Ok(None) => {
-                (self.state, self.version, self.supposed) = (None, 0, false);
+                (self.state, self.version, self.assumed_absent) = (None, 0, false);
                 self.phase = Phase::Ready { reloads };
             }
             Ok(Some(snapshot)) => match serde_json::from_str::<M>(&snapshot.body) {
                 Ok(state) => {
-                    (self.state, self.version, self.supposed) = (Some(Arc::new(state)), snapshot.version, false);
+                    (self.state, self.version, self.assumed_absent) = (Some(Arc::new(state)), snapshot.version, false);
                     self.phase = Phase::Ready { reloads };
                 }
                 Err(error) => {
                     let reason = format!("the snapshot of version {} cannot be read: {error}", snapshot.version);
                     self.refuse_waiting(&AskError::Parked { reason: reason.clone() }, out);
-                    self.over(Output::Park(reason), out);
+                    self.end(Output::Park(reason), out);
                 }
             },
-            Err(StoreError { reason, is_altered: true }) => {
+            Err(StoreReadError { reason, is_altered: true }) => {
                 self.refuse_waiting(&AskError::Parked { reason: reason.clone() }, out);
-                self.over(Output::Park(reason), out);
+                self.end(Output::Park(reason), out);
             }
             Err(error) => {
                 self.refuse_waiting(&AskError::Unavailable { reason: error.to_string() }, out);
-                self.over(Output::Lose(error.to_string()), out);
+                self.end(Output::StoreOutage(error.to_string()), out);
             }
         }
     }
 
-    /// Decides the waiting commands, until one of them has to be committed or looked up.
-    fn work(&mut self, now: Now<'_>, out: &mut Vec<Output<M>>) {
+    /// Decides the waiting commands, until one has to be committed or looked up.
+    fn work(&mut self, now: InputContext<'_>, out: &mut Vec<Output<M>>) {
         loop {
             let reloads = match self.phase {
                 Phase::Ready { reloads } => reloads,
-                Phase::Loading { .. } | Phase::Committing { .. } | Phase::Looking { .. } => return,
-                Phase::Over => {
+                Phase::Loading { .. } | Phase::Committing { .. } | Phase::LookingUp { .. } => return,
+                Phase::Ended => {
                     self.refuse_waiting(&AskError::NotOwner, out);
                     return;
                 }
             };
             self.phase = Phase::Ready { reloads: 0 };
             let Some(ask) = self.waiting.pop_front() else { return };
-            if ask.asked.deadline < now.at {
+            if ask.context.deadline < now.at {
                 let reason = "the command waited longer than its asker".to_owned();
                 out.push(Output::Reply(ask.token, Err(AskError::Unavailable { reason })));
                 continue;
@@ -269,70 +272,84 @@ impl<M: Machine> Shell<M> {
         }
     }
 
-    fn decide(&mut self, ask: Ask<M>, reloads: u8, now: Now<'_>, out: &mut Vec<Output<M>>) {
-        // Who asks is checked where it is decided, whatever way the command came.
-        if authorize(&ask.asked.by, ask.command.action()).is_err() {
+    fn decide(&mut self, ask: CommandRequest<M>, reloads: u8, now: InputContext<'_>, out: &mut Vec<Output<M>>) {
+        // The permission is checked where it is decided, however the command arrived.
+        if authorize(&ask.context.by, ask.command.action()).is_err() {
             out.push(Output::Reply(ask.token, Err(AskError::Denied)));
             return;
         }
-        // A machine that panics takes nobody's answer with it: `out` may hold the reply to a command that is durable.
+        // A panic of the machine loses no reply: `out` may hold the reply to a command that is durable.
         let holders = std::mem::take(&mut self.holders);
-        match catch_unwind(AssertUnwindSafe(|| self.consider(&ask, &holders, now))) {
-            // Nothing is answered from a supposition.
-            Ok(Ok(Decided::Unwritten(_))) if self.supposed => {
+        match catch_unwind(AssertUnwindSafe(|| self.evaluate(&ask, &holders, now))) {
+            // No reply is given from the assumption.
+            Ok(Ok(Decision::Uncommitted(_))) if self.assumed_absent => {
                 self.waiting.push_front(ask);
                 self.phase = Phase::Loading { reloads };
                 out.push(Output::Load);
             }
-            Ok(Ok(Decided::Unwritten(otherwise))) => match &ask.asked.command {
-                // There may be nothing to do because it was carried out before: then its first reply is the answer.
+            Ok(Ok(Decision::Uncommitted(otherwise))) => match &ask.context.command {
+                // It may have been executed before: then its first reply is the answer.
                 Some(key) if key.keep_reply => {
                     out.push(Output::LookUp(key.id));
-                    self.phase = Phase::Looking { ask, otherwise, reloads };
+                    self.phase = Phase::LookingUp { ask, otherwise, reloads };
                 }
-                Some(_) | None => self.conclude(ask, otherwise, reloads, out),
+                Some(_) | None => self.reply_uncommitted(ask, otherwise, reloads, out),
             },
-            Ok(Ok(Decided::Changed { commit, next, reply, effects })) => {
+            Ok(Ok(Decision::Changed { commit, next, reply, effects })) => {
                 out.push(Output::Commit(commit));
-                self.phase = Phase::Committing { ask, next, then: Then::Answer { reply, effects }, reloads };
+                self.phase = Phase::Committing { ask, next, then: AfterCommit::Answer { reply, effects }, reloads };
             }
             Ok(Err(unwritable)) => {
                 let reason = unwritable.to_string();
                 out.push(Output::Reply(ask.token, Err(AskError::Broken { reason })));
             }
             Err(panic) => {
-                let reason = format!("{} panicked: {}", ask.command.name(), words_of(&*panic));
+                let reason = format!("{} panicked: {}", ask.command.name(), panic_message(&*panic));
                 out.push(Output::Reply(ask.token, Err(AskError::Broken { reason: reason.clone() })));
-                self.start_anew(Output::Die(reason), out);
+                self.fail_and_reload(Output::Crash(reason), out);
             }
         }
     }
 
-    /// Answers without carrying anything out; a refusal that has to be audited when that stands.
-    fn conclude(&mut self, ask: Ask<M>, unwritten: Unwritten<M>, reloads: u8, out: &mut Vec<Output<M>>) {
+    /// Replies without executing; a refusal that has to be audited, after its commit.
+    fn reply_uncommitted(
+        &mut self,
+        ask: CommandRequest<M>,
+        unwritten: Uncommitted<M>,
+        reloads: u8,
+        out: &mut Vec<Output<M>>,
+    ) {
         match unwritten {
-            Unwritten::Unchanged { reply, effects } => {
-                out.push(Output::Reply(ask.token, self.answer(reply, How::Unchanged)));
+            Uncommitted::Unchanged { reply, effects } => {
+                out.push(Output::Reply(ask.token, self.answer(reply, ReplySource::Unchanged)));
                 out.extend(effects.into_iter().map(Output::Perform));
             }
-            Unwritten::Rejected { rejection, kept: None } => {
+            Uncommitted::Rejected { rejection, kept: None } => {
                 out.push(Output::Reply(ask.token, Err(AskError::Rejected(rejection))));
             }
-            Unwritten::Rejected { rejection, kept: Some(Kept { commit, next }) } => {
+            Uncommitted::Rejected { rejection, kept: Some(RefusalRecord { commit, next }) } => {
                 out.push(Output::Commit(commit));
-                self.phase = Phase::Committing { ask, next, then: Then::Refuse(rejection), reloads };
+                self.phase = Phase::Committing { ask, next, then: AfterCommit::Refuse(rejection), reloads };
             }
         }
     }
 
-    /// Everything of a decision that the machine's own code has a part in.
-    fn consider(&self, ask: &Ask<M>, holders: &BTreeMap<String, Uuid>, now: Now<'_>) -> Result<Decided<M>, Unwritable> {
-        let ctx = Ctx {
+    /// Every part of a decision that runs the machine's own code.
+    fn evaluate(
+        &self,
+        ask: &CommandRequest<M>,
+        holders: &BTreeMap<String, Uuid>,
+        now: InputContext<'_>,
+    ) -> Result<Decision<M>, CommitBlocked> {
+        let ctx = TransitionContext {
             now: now.at,
             policy: now.policy,
-            by: &ask.asked.by,
-            correlation_id: &ask.asked.correlation_id,
-            trace: Trace { parent: ask.asked.traceparent.as_deref(), state: ask.asked.tracestate.as_deref() },
+            by: &ask.context.by,
+            correlation_id: &ask.context.correlation_id,
+            trace: TraceContext {
+                parent: ask.context.traceparent.as_deref(),
+                state: ask.context.tracestate.as_deref(),
+            },
             seed: now.seed,
             id: self.id,
             version: self.version,
@@ -346,56 +363,67 @@ impl<M: Machine> Shell<M> {
             Ok(step) => step,
             Err(rejection) => {
                 let refused = self.state.as_ref().and_then(|state| state.audit_refusal(&ask.command, &rejection, &ctx));
-                let kept = refused.map(|refused| self.keep(ask, refused, &rejection, &ctx)).transpose()?;
-                return Ok(Decided::Unwritten(Unwritten::Rejected { rejection, kept }));
+                let kept = refused.map(|refused| self.refusal_record(ask, refused, &rejection, &ctx)).transpose()?;
+                return Ok(Decision::Uncommitted(Uncommitted::Rejected { rejection, kept }));
             }
         };
         let Some(next) = step.next.take() else {
-            return Ok(Decided::Unwritten(Unwritten::Unchanged { reply: step.reply, effects: step.effects }));
+            return Ok(Decision::Uncommitted(Uncommitted::Unchanged { reply: step.reply, effects: step.effects }));
         };
         let commit = Box::new(self.commit(ask, &next, &step, &ctx)?);
-        Ok(Decided::Changed { commit, next: Arc::new(next), reply: step.reply, effects: step.effects })
+        Ok(Decision::Changed { commit, next: Arc::new(next), reply: step.reply, effects: step.effects })
     }
 
-    fn commit(&self, ask: &Ask<M>, next: &M, step: &Step<M>, ctx: &Ctx<'_>) -> Result<Commit, Unwritable> {
-        let command = match &ask.asked.command {
+    fn commit(
+        &self,
+        ask: &CommandRequest<M>,
+        next: &M,
+        step: &Transition<M>,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Commit, CommitBlocked> {
+        let command = match &ask.context.command {
             None => None,
             Some(key) => Some(CommandRecord {
                 id: key.id,
                 digest: key.digest,
-                reply: if key.keep_reply { Some(kept_reply(&step.reply)?) } else { None },
+                reply: if key.keep_reply { Some(redacted_reply(&step.reply)?) } else { None },
                 consumes: key.consumes,
             }),
         };
-        // Ids of events come after those that the machine took for itself.
+        // Ids of events follow those that the machine took itself.
         let outbox = (1 << 32_u64..).zip(&step.events);
-        let bare = self.bare_commit(ask, next, ctx)?;
+        let base = self.base_commit(ask, next, ctx)?;
         Ok(Commit {
             why: step.why.clone(),
             audit: step.audit.clone(),
             outbox: outbox.map(|(n, event)| (EventId(ctx.new_id(n)), event.clone())).collect(),
             postings: step.postings.clone(),
             command,
-            rests_on: bare.rests_on.iter().chain(&step.rests_on).copied().collect(),
-            ..bare
+            requires: base.requires.iter().chain(&step.requires).copied().collect(),
+            ..base
         })
     }
 
-    /// The command is not remembered: it was not carried out, and may be when it comes again.
-    fn keep(
+    /// The command id is not stored: the command was not executed, and may be when it is resent.
+    fn refusal_record(
         &self,
-        ask: &Ask<M>,
-        refused: Refused<M>,
+        ask: &CommandRequest<M>,
+        refused: AuditedRefusal<M>,
         rejection: &M::Rejection,
-        ctx: &Ctx<'_>,
-    ) -> Result<Kept<M>, Unwritable> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<RefusalRecord<M>, CommitBlocked> {
         let why = format!("{REFUSED}{rejection}");
-        let commit = Commit { why, audit: vec![refused.audit], ..self.bare_commit(ask, &refused.next, ctx)? };
-        Ok(Kept { commit: Box::new(commit), next: Arc::new(refused.next) })
+        let commit = Commit { why, audit: vec![refused.audit], ..self.base_commit(ask, &refused.next, ctx)? };
+        Ok(RefusalRecord { commit: Box::new(commit), next: Arc::new(refused.next) })
     }
 
-    /// The transition with nothing beside it.
-    fn bare_commit(&self, ask: &Ask<M>, next: &M, ctx: &Ctx<'_>) -> Result<Commit, Unwritable> {
+    /// The transition without events, postings or audit records.
+    fn base_commit(
+        &self,
+        ask: &CommandRequest<M>,
+        next: &M,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Commit, CommitBlocked> {
         Ok(Commit {
             entity: self.entity(),
             shard: self.term.shard,
@@ -405,95 +433,95 @@ impl<M: Machine> Shell<M> {
             from_state: self.state.as_deref().map(Machine::state),
             to_state: next.state(),
             keys: next.keys(),
-            claims: change_of(M::claims, self.state.as_deref(), next),
-            terms: change_of(M::terms, self.state.as_deref(), next),
+            claims: set_change(M::claims, self.state.as_deref(), next),
+            terms: set_change(M::terms, self.state.as_deref(), next),
             timer: timer_of(next),
             at: ctx.now,
             command_name: ask.command.name(),
             why: String::new(),
-            actor: ask.asked.by.to_string(),
-            correlation_id: ask.asked.correlation_id.clone(),
-            traceparent: ask.asked.traceparent.clone(),
-            tracestate: ask.asked.tracestate.clone(),
+            actor: ask.context.by.to_string(),
+            correlation_id: ask.context.correlation_id.clone(),
+            traceparent: ask.context.traceparent.clone(),
+            tracestate: ask.context.tracestate.clone(),
             audit: Vec::new(),
             outbox: Vec::new(),
             postings: Vec::new(),
             command: None,
-            rests_on: ask.asked.by.rests_on(ask.command.action()).into_iter().collect(),
-            patient: ask.asked.patient,
+            requires: ask.context.by.requires(ask.command.action()).into_iter().collect(),
+            patient: ask.context.patient,
         })
     }
 
-    fn committed(&mut self, outcome: Outcome, out: &mut Vec<Output<M>>) {
+    fn committed(&mut self, outcome: CommitOutcome, out: &mut Vec<Output<M>>) {
         let (ask, next, then, reloads) = match self.take_phase() {
             Phase::Committing { ask, next, then, reloads } => (ask, next, then, reloads),
-            other @ (Phase::Loading { .. } | Phase::Ready { .. } | Phase::Looking { .. } | Phase::Over) => {
+            other @ (Phase::Loading { .. } | Phase::Ready { .. } | Phase::LookingUp { .. } | Phase::Ended) => {
                 self.phase = other;
                 return;
             }
         };
         let refuse = |error, out: &mut Vec<Output<M>>| out.push(Output::Reply(ask.token, Err(error)));
         match outcome {
-            Outcome::Applied => {
-                (self.state, self.supposed) = (Some(next), false);
+            CommitOutcome::Applied => {
+                (self.state, self.assumed_absent) = (Some(next), false);
                 self.version += 1;
                 match then {
-                    Then::Answer { reply, effects } => {
-                        out.push(Output::Reply(ask.token, self.answer(reply, How::Written)));
+                    AfterCommit::Answer { reply, effects } => {
+                        out.push(Output::Reply(ask.token, self.answer(reply, ReplySource::Written)));
                         out.extend(effects.into_iter().map(Output::Perform));
                     }
-                    Then::Refuse(rejection) => refuse(AskError::Rejected(rejection), out),
+                    AfterCommit::Refuse(rejection) => refuse(AskError::Rejected(rejection), out),
                 }
             }
-            Outcome::Conflict if reloads < MOST_RELOADS => {
+            CommitOutcome::Conflict if reloads < RELOADS_MAX => {
                 self.waiting.push_front(ask);
                 self.phase = Phase::Loading { reloads: reloads + 1 };
                 out.push(Output::Load);
             }
-            Outcome::Conflict => {
+            CommitOutcome::Conflict => {
                 refuse(AskError::Unavailable { reason: "the entity keeps changing under the command".into() }, out);
             }
-            Outcome::Claimed { holders } if reloads < MOST_RELOADS => {
+            CommitOutcome::Claimed { holders } if reloads < RELOADS_MAX => {
                 self.waiting.push_front(ask);
                 self.holders = holders;
                 self.phase = Phase::Ready { reloads: reloads + 1 };
             }
-            Outcome::Claimed { .. } => {
+            CommitOutcome::Claimed { .. } => {
                 refuse(AskError::Unavailable { reason: "names that it claims keep changing hands".into() }, out);
             }
-            Outcome::Duplicate(done) => out.push(Output::Reply(ask.token, self.repeated(&ask, done))),
-            Outcome::Refused { constraint } => refuse(AskError::Taken { constraint }, out),
-            Outcome::NotApplied { reason } => refuse(AskError::Unavailable { reason }, out),
-            Outcome::Fenced => {
+            CommitOutcome::Duplicate(done) => out.push(Output::Reply(ask.token, self.replay(&ask, done))),
+            CommitOutcome::Refused { constraint } => refuse(AskError::Taken { constraint }, out),
+            CommitOutcome::NotApplied { reason } => refuse(AskError::Unavailable { reason }, out),
+            CommitOutcome::Fenced => {
                 refuse(AskError::NotOwner, out);
-                self.over(Output::Sleep, out);
+                self.end(Output::Passivate, out);
             }
-            Outcome::Unknown { reason } => {
+            CommitOutcome::Unknown { reason } => {
                 refuse(AskError::Unknown { reason: reason.clone() }, out);
-                self.start_anew(Output::Lose(format!("a commit's outcome is unknown: {reason}")), out);
+                self.fail_and_reload(Output::StoreOutage(format!("a commit's outcome is unknown: {reason}")), out);
             }
         }
     }
 
-    fn looked(&mut self, found: Result<Option<Done>, StoreError>, out: &mut Vec<Output<M>>) {
+    fn looked_up(&mut self, found: Result<Option<CompletedCommand>, StoreReadError>, out: &mut Vec<Output<M>>) {
         let (ask, otherwise, reloads) = match self.take_phase() {
-            Phase::Looking { ask, otherwise, reloads } => (ask, otherwise, reloads),
-            other @ (Phase::Loading { .. } | Phase::Ready { .. } | Phase::Committing { .. } | Phase::Over) => {
+            Phase::LookingUp { ask, otherwise, reloads } => (ask, otherwise, reloads),
+            other @ (Phase::Loading { .. } | Phase::Ready { .. } | Phase::Committing { .. } | Phase::Ended) => {
                 self.phase = other;
                 return;
             }
         };
         let answer = match found {
-            Ok(Some(done)) => self.repeated(&ask, done),
-            Ok(None) => return self.conclude(ask, otherwise, reloads, out),
+            Ok(Some(done)) => self.replay(&ask, done),
+            Ok(None) => return self.reply_uncommitted(ask, otherwise, reloads, out),
             Err(error) => Err(AskError::Unavailable { reason: error.to_string() }),
         };
         out.push(Output::Reply(ask.token, answer));
     }
 
-    /// The first reply to a command that came before.
-    fn repeated(&self, ask: &Ask<M>, done: Done) -> Answer<M> {
-        let same = ask.asked.command.as_ref().is_some_and(|key| key.digest == done.digest);
+    /// The first reply to a command that was executed before.
+    fn replay(&self, ask: &CommandRequest<M>, done: CompletedCommand) -> AskResult<M> {
+        let same = ask.context.command.as_ref().is_some_and(|key| key.digest == done.digest);
         if !same {
             return Err(AskError::Reused);
         }
@@ -501,19 +529,19 @@ impl<M: Machine> Shell<M> {
             return Err(AskError::AlreadyDone);
         };
         match serde_json::from_str(&reply) {
-            Ok(reply) => self.answer(reply, How::Replayed),
-            // It was carried out, and what came of it cannot be told.
+            Ok(reply) => self.answer(reply, ReplySource::Replayed),
+            // It was executed, and its reply cannot be read.
             Err(error) => Err(AskError::Unknown { reason: format!("the kept reply cannot be read: {error}") }),
         }
     }
 
-    const fn answer(&self, reply: M::Reply, how: How) -> Answer<M> {
+    const fn answer(&self, reply: M::Reply, how: ReplySource) -> AskResult<M> {
         let (replayed, written) = match how {
-            How::Written => (false, true),
-            How::Unchanged => (false, false),
-            How::Replayed => (true, false),
+            ReplySource::Written => (false, true),
+            ReplySource::Unchanged => (false, false),
+            ReplySource::Replayed => (true, false),
         };
-        Ok(Answered { reply, replayed, written, version: self.version })
+        Ok(CommandReply { reply, replayed, written, version: self.version })
     }
 
     const fn take_phase(&mut self) -> Phase<M> {
@@ -524,41 +552,41 @@ impl<M: Machine> Shell<M> {
         out.extend(self.waiting.drain(..).map(|ask| Output::Reply(ask.token, Err(error.clone()))));
     }
 
-    fn start_anew(&mut self, last: Output<M>, out: &mut Vec<Output<M>>) {
+    fn fail_and_reload(&mut self, last: Output<M>, out: &mut Vec<Output<M>>) {
         let not_asked = "the entity is being loaded anew".to_owned();
         self.refuse_waiting(&AskError::Unavailable { reason: not_asked }, out);
-        self.over(last, out);
+        self.end(last, out);
     }
 
-    fn over(&mut self, last: Output<M>, out: &mut Vec<Output<M>>) {
-        self.phase = Phase::Over;
+    fn end(&mut self, last: Output<M>, out: &mut Vec<Output<M>>) {
+        self.phase = Phase::Ended;
         self.refuse_waiting(&AskError::NotOwner, out);
         out.push(last);
     }
 }
 
-/// Why the next state is not written.
+/// Why the next state cannot be committed.
 #[derive(Debug, thiserror::Error)]
-enum Unwritable {
+enum CommitBlocked {
     #[error("the next state cannot be written down: {0}")]
     Json(#[from] serde_json::Error),
     #[error("the next state of the {kind} has {bytes} bytes, over its bound of {most}")]
-    TooLarge { kind: Kind, bytes: usize, most: usize },
+    TooLarge { kind: EntityKind, bytes: usize, most: usize },
 }
 
-fn snapshot_of<M: Machine>(next: &M) -> Result<String, Unwritable> {
+fn snapshot_of<M: Machine>(next: &M) -> Result<String, CommitBlocked> {
     let snapshot = serde_json::to_string(next)?;
     let (bytes, most) = (snapshot.len(), M::SNAPSHOT_MOST);
-    if bytes > most { Err(Unwritable::TooLarge { kind: M::KIND, bytes, most }) } else { Ok(snapshot) }
+    if bytes > most { Err(CommitBlocked::TooLarge { kind: M::KIND, bytes, most }) } else { Ok(snapshot) }
 }
 
-/// What the entity has from this transition on of such a set, and what it gives up.
-fn change_of<M: Machine>(of: impl Fn(&M) -> BTreeSet<String>, before: Option<&M>, next: &M) -> SetChange {
+/// The difference between the set of names before and after the transition.
+fn set_change<M: Machine>(of: impl Fn(&M) -> BTreeSet<String>, before: Option<&M>, next: &M) -> SetChange {
     let (had, has) = (before.map(&of).unwrap_or_default(), of(next));
     SetChange { added: has.difference(&had).cloned().collect(), dropped: had.difference(&has).cloned().collect() }
 }
 
-/// The row of the deadline index. Something overdue that time alone does not move is kept there to be seen, and not woken.
+/// The row of the deadline index. An overdue state without a timer is kept there to be seen, and not woken.
 fn timer_of<M: Machine>(entity: &M) -> Option<Timer> {
     let deadline = entity.deadline();
     let wake_at = entity.timer();
@@ -572,23 +600,23 @@ fn timer_of<M: Machine>(entity: &M) -> Option<Timer> {
     })
 }
 
-/// A reply as it is kept: what its fields call a secret is taken out (specification, *Idempotency record*).
-fn kept_reply(reply: &impl serde::Serialize) -> Result<String, serde_json::Error> {
+/// A reply as it is stored: secret fields are redacted (specification, *Idempotency record*).
+fn redacted_reply(reply: &impl serde::Serialize) -> Result<String, serde_json::Error> {
     let mut reply = serde_json::to_value(reply)?;
     redact(&mut reply);
     serde_json::to_string(&reply)
 }
 
-/// What a panic said.
-pub(crate) fn words_of(panic: &(dyn Any + Send)) -> &str {
+/// The message of a panic.
+pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> &str {
     match (panic.downcast_ref::<String>(), panic.downcast_ref::<&str>()) {
-        (Some(words), _) => words,
-        (None, Some(words)) => words,
+        (Some(message), _) => message,
+        (None, Some(message)) => message,
         (None, None) => "without words",
     }
 }
 
-/// Far enough away for every timer, near enough for every database: the year 9999.
+/// Far enough in the future for every timer, near enough for every database: the year 9999.
 const NEVER: Timestamp = match Timestamp::from_timestamp(253_370_764_800, 0) {
     Some(never) => never,
     None => Timestamp::MAX_UTC,

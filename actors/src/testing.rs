@@ -1,16 +1,19 @@
-//! What the tests of this crate share: a machine small enough to count with, a store in memory that can fail in every way that
-//! a real one can, and a world whose clock is tokio's.
+//! Test support of this crate: a counter as a small machine, an in-memory store that can fail in every way that a real one can, and an
+//! environment whose clock is tokio's.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use crate::ask::{Asked, CommandKey};
-use crate::place::{command_id, digest_of};
-use crate::ports::{Effects, Store, StoreError, Term, World};
+use crate::ask::{CommandContext, CommandKey};
+use crate::ports::{Effects, Environment, Store, StoreReadError, Term};
+use crate::sharding::{command_id, digest_of};
 use chrono::TimeDelta;
-use domain::authz::{Caller, Role};
-use domain::commit::{Done, Epoch, Snapshot};
+use domain::authz::{CallerIdentity, TokenRole};
+use domain::commit::{CompletedCommand, Epoch, Snapshot};
 use domain::policy::PolicyBook;
-use domain::{Action, CommandId, Commit, Ctx, Deadline, Effect, EntityRef, Event, Keys, Kind, Machine, NodeId};
-use domain::{Outcome, Principal, Shard, SkuId, Step, Timestamp};
+use domain::{
+    Action, CommandId, Commit, Deadline, Effect, EntityKind, EntityRef, Event, IndexKeys, Machine, NodeId,
+    TransitionContext,
+};
+use domain::{CommitOutcome, Principal, Shard, SkuId, Timestamp, Transition};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize, Serializer};
@@ -21,12 +24,12 @@ use tokio::sync::RwLock;
 use tokio::time::Instant;
 use uuid::Uuid;
 
-/// A counter that remembers what it counted. It takes the place of a SKU, since kinds are a closed list.
+/// A counter that stores what it counted. It uses the kind of a SKU, since kinds are a closed list.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Counter {
     pub(crate) tickets: Vec<u64>,
     pub(crate) waits_until: Option<Timestamp>,
-    /// Every decision from here panics.
+    /// Every later decision panics.
     pub(crate) poisoned: bool,
     #[serde(serialize_with = "unless_spoiled")]
     pub(crate) spoiled: bool,
@@ -42,7 +45,7 @@ fn unless_spoiled<S: Serializer>(spoiled: &bool, serializer: S) -> Result<S::Ok,
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Count {
-    /// Counts the ticket, however often it comes.
+    /// Counts the ticket, however often it is sent.
     Add(u64),
     /// Refuses a ticket that it has counted.
     AddOnce(u64),
@@ -79,12 +82,12 @@ pub(crate) enum Refusal {
 }
 
 impl Machine for Counter {
-    const KIND: Kind = Kind::Sku;
+    const KIND: EntityKind = EntityKind::Sku;
     type Command = Count;
     type Reply = usize;
     type Rejection = Refusal;
 
-    fn decide(state: Option<&Self>, command: Count, ctx: &Ctx<'_>) -> Result<Step<Self>, Refusal> {
+    fn decide(state: Option<&Self>, command: Count, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Refusal> {
         let mut next = state.cloned().unwrap_or_default();
         assert!(!next.poisoned, "poisoned");
         match command {
@@ -95,28 +98,28 @@ impl Machine for Counter {
                 let event =
                     Event::SkuStateChanged { sku_id: SkuId(ctx.id), from: None, to: format!("counted {ticket}") };
                 let effect = Effect::WakeNode(NodeId(Uuid::from_u128(ticket.into())));
-                return Ok(Step::to(next, count, "counted").event(event).effect(effect));
+                return Ok(Transition::to(next, count, "counted").event(event).effect(effect));
             }
-            Count::Read | Count::Tick => return Ok(Step::stay(next.tickets.len())),
+            Count::Read | Count::Tick => return Ok(Transition::stay(next.tickets.len())),
             Count::Wait(until) => next.waits_until = Some(until),
             Count::Poison => next.poisoned = true,
             Count::Spoil => next.spoiled = true,
         }
         let count = next.tickets.len();
-        Ok(Step::to(next, count, "changed"))
+        Ok(Transition::to(next, count, "changed"))
     }
 
     fn decide_without(
         state: Option<&Self>,
         command: Count,
         holders: &BTreeMap<String, Uuid>,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Refusal> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Refusal> {
         match command {
             Count::Add(ticket) if holders.contains_key(&format!("ticket/{ticket}")) => {
                 let counter = state.cloned().unwrap_or_default();
                 let count = counter.tickets.len();
-                Ok(Step::to(counter, count, "left out"))
+                Ok(Transition::to(counter, count, "left out"))
             }
             other => Self::decide(state, other, ctx),
         }
@@ -130,8 +133,8 @@ impl Machine for Counter {
         self.waits_until.map(|at| Deadline::new(at, "nobody has counted"))
     }
 
-    fn keys(&self) -> Keys {
-        Keys::default()
+    fn keys(&self) -> IndexKeys {
+        IndexKeys::default()
     }
 
     fn tick() -> Count {
@@ -143,8 +146,8 @@ pub(crate) fn worker() -> Principal {
     Principal::system("test")
 }
 
-pub(crate) fn user(user_id: &str, roles: &[Role]) -> Principal {
-    Principal::Caller(Caller {
+pub(crate) fn user(user_id: &str, roles: &[TokenRole]) -> Principal {
+    Principal::Caller(CallerIdentity {
         user_id: user_id.to_owned(),
         roles: roles.iter().copied().collect(),
         org_id: None,
@@ -156,12 +159,12 @@ pub(crate) fn user(user_id: &str, roles: &[Role]) -> Principal {
 }
 
 /// A command by a worker, good until `deadline`.
-pub(crate) fn asked(deadline: Timestamp) -> Asked {
+pub(crate) fn context(deadline: Timestamp) -> CommandContext {
     let permit = domain::authz::authorize(&worker(), Action::Advance).unwrap();
-    Asked::new(&permit, "correlation", deadline)
+    CommandContext::new(&permit, "correlation", deadline)
 }
 
-/// What a client sends as its `Idempotency-Key`.
+/// A command key for an `Idempotency-Key`.
 pub(crate) fn key(name: &str) -> CommandKey {
     CommandKey::repeatable(command_id(&[name.as_bytes()]), digest_of(&[name.as_bytes()]))
 }
@@ -170,28 +173,28 @@ pub(crate) fn term(shard: Shard, epoch: i64) -> Term {
     Term { shard, epoch: Epoch(epoch) }
 }
 
-/// What Postgres would hold.
+/// What Postgres would store.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Books {
+pub(crate) struct StoredState {
     pub(crate) entities: BTreeMap<EntityRef, Snapshot>,
-    pub(crate) commands: BTreeMap<CommandId, Done>,
+    pub(crate) commands: BTreeMap<CommandId, CompletedCommand>,
     pub(crate) claims: BTreeMap<String, Uuid>,
-    /// Shards without an entry take every epoch.
+    /// Shards without an entry accept every epoch.
     pub(crate) epochs: BTreeMap<Shard, Epoch>,
     pub(crate) commits: Vec<Commit>,
 }
 
-impl Books {
-    pub(crate) fn commit(&mut self, commit: &Commit) -> Outcome {
+impl StoredState {
+    pub(crate) fn commit(&mut self, commit: &Commit) -> CommitOutcome {
         if self.epochs.get(&commit.shard).is_some_and(|epoch| *epoch != commit.epoch) {
-            return Outcome::Fenced;
+            return CommitOutcome::Fenced;
         }
         if let Some(done) = commit.command.as_ref().and_then(|command| self.commands.get(&command.id)) {
-            return Outcome::Duplicate(done.clone());
+            return CommitOutcome::Duplicate(done.clone());
         }
         let version = self.entities.get(&commit.entity).map_or(0, |snapshot| snapshot.version);
         if version != commit.expected_version {
-            return Outcome::Conflict;
+            return CommitOutcome::Conflict;
         }
         let added = commit.claims.added.iter();
         let holders: BTreeMap<_, _> = added
@@ -199,167 +202,172 @@ impl Books {
             .filter(|(_, holder)| *holder != commit.entity.id)
             .collect();
         if !holders.is_empty() {
-            return Outcome::Claimed { holders };
+            return CommitOutcome::Claimed { holders };
         }
         self.claims.retain(|name, _| !commit.claims.dropped.contains(name));
         self.claims.extend(commit.claims.added.iter().map(|name| (name.clone(), commit.entity.id)));
         self.entities.insert(commit.entity, Snapshot { version: version + 1, body: commit.snapshot.clone() });
         if let Some(command) = &commit.command {
-            let done = Done { entity: commit.entity.id, digest: command.digest, reply: command.reply.clone() };
+            let done =
+                CompletedCommand { entity: commit.entity.id, digest: command.digest, reply: command.reply.clone() };
             self.commands.insert(command.id, done);
         }
         self.commits.push(commit.clone());
-        Outcome::Applied
+        CommitOutcome::Applied
     }
 
     pub(crate) fn counter(&self, id: Uuid) -> Counter {
-        let entity = EntityRef { kind: Kind::Sku, id };
+        let entity = EntityRef { kind: EntityKind::Sku, id };
         self.entities.get(&entity).map(|snapshot| serde_json::from_str(&snapshot.body).unwrap()).unwrap_or_default()
     }
 
-    /// Somebody else writes the counter: its version moves, and what it has counted does not.
-    pub(crate) fn disturb(&mut self, entity: EntityRef) {
+    /// Another writer changes the counter: its version rises, and what it has counted stays.
+    pub(crate) fn write_concurrently(&mut self, entity: EntityRef) {
         let body = serde_json::to_string(&Counter::default()).unwrap();
         self.entities.entry(entity).or_insert(Snapshot { version: 0, body }).version += 1;
     }
 }
 
-/// What goes wrong with one access to the store.
+/// The fault of one access to the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fault {
+pub(crate) enum StoreFault {
     None,
     /// Another writer comes first.
-    Disturbed,
+    ConcurrentWrite,
     /// The store cannot be reached: nothing is read, nothing is written.
     Unreachable,
-    /// The answer to a commit is lost, and it was not written.
+    /// The response to a commit is lost, and it was not committed.
     LostBefore,
-    /// The answer to a commit is lost, and it was written.
+    /// The response to a commit is lost, and it was committed.
     LostAfter,
-    /// A constraint forbids it.
-    Forbidden,
-    /// The store's own code breaks.
+    /// A constraint of the database refuses it.
+    ConstraintViolated,
+    /// The store panics.
     Panics,
 }
 
-/// A store in memory. What is asked of it takes `delay` and meets the next of `faults`.
+/// An in-memory store. Each access takes `delay` and meets the next of `faults`.
 #[derive(Default)]
-pub(crate) struct Ledger {
-    pub(crate) books: Mutex<Books>,
-    pub(crate) faults: Mutex<VecDeque<Fault>>,
+pub(crate) struct MemoryStore {
+    pub(crate) stored: Mutex<StoredState>,
+    pub(crate) faults: Mutex<VecDeque<StoreFault>>,
     pub(crate) delay: Mutex<Duration>,
-    /// Held for writing by a test, it holds loads or commits back.
+    /// While a test holds it for writing, loads or commits block.
     pub(crate) loads: RwLock<()>,
     pub(crate) commits: RwLock<()>,
     pub(crate) loaded: Mutex<usize>,
 }
 
-impl Ledger {
-    pub(crate) fn meets(&self, faults: impl IntoIterator<Item = Fault>) {
+impl MemoryStore {
+    pub(crate) fn inject_faults(&self, faults: impl IntoIterator<Item = StoreFault>) {
         self.faults.lock().unwrap().extend(faults);
     }
 
-    async fn takes_its_time(&self) -> Fault {
+    async fn next_fault(&self) -> StoreFault {
         let delay = *self.delay.lock().unwrap();
         if !delay.is_zero() {
             tokio::time::sleep(delay).await;
         }
-        let fault = self.faults.lock().unwrap().pop_front().unwrap_or(Fault::None);
-        assert!(!matches!(fault, Fault::Panics), "the store is broken");
+        let fault = self.faults.lock().unwrap().pop_front().unwrap_or(StoreFault::None);
+        assert!(!matches!(fault, StoreFault::Panics), "the store is broken");
         fault
     }
 
-    fn read<T>(fault: Fault, found: Option<T>) -> Result<Option<T>, StoreError> {
+    fn read<T>(fault: StoreFault, found: Option<T>) -> Result<Option<T>, StoreReadError> {
         match fault {
-            Fault::Unreachable | Fault::LostBefore | Fault::LostAfter => {
-                Err(StoreError::unavailable("unreachable".to_owned()))
+            StoreFault::Unreachable | StoreFault::LostBefore | StoreFault::LostAfter => {
+                Err(StoreReadError::unavailable("unreachable".to_owned()))
             }
-            Fault::None | Fault::Disturbed | Fault::Forbidden | Fault::Panics => Ok(found),
+            StoreFault::None | StoreFault::ConcurrentWrite | StoreFault::ConstraintViolated | StoreFault::Panics => {
+                Ok(found)
+            }
         }
     }
 }
 
-impl Store for Ledger {
-    fn load(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreError>> {
+impl Store for MemoryStore {
+    fn load(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreReadError>> {
         async move {
             let _open = self.loads.read().await;
-            let fault = self.takes_its_time().await;
+            let fault = self.next_fault().await;
             *self.loaded.lock().unwrap() += 1;
-            Self::read(fault, self.books.lock().unwrap().entities.get(&entity).cloned())
+            Self::read(fault, self.stored.lock().unwrap().entities.get(&entity).cloned())
         }
         .boxed()
     }
 
-    fn commit(&self, commit: Commit) -> BoxFuture<'_, Outcome> {
+    fn commit(&self, commit: Commit) -> BoxFuture<'_, CommitOutcome> {
         async move {
             let _open = self.commits.read().await;
-            let fault = self.takes_its_time().await;
-            let mut books = self.books.lock().unwrap();
-            let lost = || Outcome::Unknown { reason: "the connection broke".to_owned() };
+            let fault = self.next_fault().await;
+            let mut stored = self.stored.lock().unwrap();
+            let lost = || CommitOutcome::Unknown { reason: "the connection broke".to_owned() };
             match fault {
-                Fault::None => books.commit(&commit),
-                Fault::Disturbed => {
-                    books.disturb(commit.entity);
-                    books.commit(&commit)
+                StoreFault::None => stored.commit(&commit),
+                StoreFault::ConcurrentWrite => {
+                    stored.write_concurrently(commit.entity);
+                    stored.commit(&commit)
                 }
-                Fault::Unreachable | Fault::Panics => Outcome::NotApplied { reason: "unreachable".to_owned() },
-                Fault::LostBefore => lost(),
-                Fault::LostAfter => {
-                    books.commit(&commit);
+                StoreFault::Unreachable | StoreFault::Panics => {
+                    CommitOutcome::NotApplied { reason: "unreachable".to_owned() }
+                }
+                StoreFault::LostBefore => lost(),
+                StoreFault::LostAfter => {
+                    stored.commit(&commit);
                     lost()
                 }
-                Fault::Forbidden => Outcome::Refused { constraint: "unique_name".to_owned() },
+                StoreFault::ConstraintViolated => CommitOutcome::Refused { constraint: "unique_name".to_owned() },
             }
         }
         .boxed()
     }
 
-    fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>> {
+    fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<CompletedCommand>, StoreReadError>> {
         async move {
-            let fault = self.takes_its_time().await;
-            Self::read(fault, self.books.lock().unwrap().commands.get(&id).cloned())
+            let fault = self.next_fault().await;
+            Self::read(fault, self.stored.lock().unwrap().commands.get(&id).cloned())
         }
         .boxed()
     }
 }
 
-/// Keeps what was performed.
+/// Records the effects.
 #[derive(Default)]
-pub(crate) struct Performed(pub(crate) Mutex<Vec<Effect>>);
+pub(crate) struct EffectLog(pub(crate) Mutex<Vec<Effect>>);
 
-impl Effects for Performed {
+impl Effects for EffectLog {
     fn perform(&self, effect: Effect) {
         self.0.lock().unwrap().push(effect);
     }
 }
 
-/// A world whose time is tokio's, so that a test can pause it.
-pub(crate) struct Clockwork {
+/// An environment whose time is tokio's, so that a test can pause it.
+pub(crate) struct TestEnvironment {
     began: Instant,
     policy: Arc<PolicyBook>,
     seed: Mutex<u128>,
-    pub(crate) lease_is_over: Mutex<bool>,
+    pub(crate) lease_expired: Mutex<bool>,
     ahead: Mutex<TimeDelta>,
 }
 
-impl Clockwork {
+impl TestEnvironment {
     pub(crate) fn new() -> Self {
         Self {
             began: Instant::now(),
             policy: Arc::default(),
             seed: Mutex::new(1),
-            lease_is_over: Mutex::new(false),
+            lease_expired: Mutex::new(false),
             ahead: Mutex::default(),
         }
     }
 
-    /// Puts the clock `by` so much ahead.
+    /// Advances the clock.
     pub(crate) fn step(&self, by: TimeDelta) {
         *self.ahead.lock().unwrap() += by;
     }
 }
 
-impl World for Clockwork {
+impl Environment for TestEnvironment {
     fn now(&self) -> Timestamp {
         Timestamp::from_timestamp(1_800_000_000, 0).unwrap() + self.began.elapsed() + *self.ahead.lock().unwrap()
     }
@@ -375,12 +383,12 @@ impl World for Clockwork {
     }
 
     fn may_answer_from_memory(&self) -> bool {
-        !*self.lease_is_over.lock().unwrap()
+        !*self.lease_expired.lock().unwrap()
     }
 }
 
-/// Panics that a test means to happen are one line, without a backtrace.
-pub(crate) fn panics_are_short() {
+/// Expected panics print one line, without a backtrace.
+pub(crate) fn shorten_panic_output() {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         std::panic::set_hook(Box::new(|panic| {

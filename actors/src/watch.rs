@@ -1,4 +1,4 @@
-//! Who waits for an entity to change. A watch carries no news: whoever is woken reads what is true.
+//! Watches for changes of entities. A watch carries no data: the watcher reads the state after it was woken.
 
 use dashmap::DashMap;
 use domain::EntityRef;
@@ -6,27 +6,27 @@ use std::sync::Arc;
 use tokio::sync::Notify;
 use tokio::sync::futures::Notified;
 
-/// The entities of this process that somebody waits for.
+/// The entities of this process that have watchers.
 #[derive(Clone, Default)]
-pub(crate) struct Watches(Arc<DashMap<EntityRef, Watched>>);
+pub(crate) struct WatchRegistry(Arc<DashMap<EntityRef, WatchEntry>>);
 
-struct Watched {
+struct WatchEntry {
     changed: Arc<Notify>,
     watchers: usize,
 }
 
-/// One who waits; forgotten when dropped.
-pub struct Watch {
+/// A watcher of one entity; removed on drop.
+pub struct EntityWatch {
     entity: EntityRef,
     changed: Arc<Notify>,
-    watches: Watches,
+    watches: WatchRegistry,
 }
 
-impl Watches {
-    pub(crate) fn watch(&self, entity: EntityRef) -> Watch {
-        let mut watched = self.0.entry(entity).or_insert_with(|| Watched { changed: Arc::default(), watchers: 0 });
+impl WatchRegistry {
+    pub(crate) fn watch(&self, entity: EntityRef) -> EntityWatch {
+        let mut watched = self.0.entry(entity).or_insert_with(|| WatchEntry { changed: Arc::default(), watchers: 0 });
         watched.watchers += 1;
-        Watch { entity, changed: Arc::clone(&watched.changed), watches: self.clone() }
+        EntityWatch { entity, changed: Arc::clone(&watched.changed), watches: self.clone() }
     }
 
     pub(crate) fn changed(&self, entity: EntityRef) {
@@ -36,15 +36,15 @@ impl Watches {
     }
 }
 
-impl Watch {
-    /// Completes at the next change here after this call: create it before reading, await it after. What changes on another
-    /// member is not heard of.
+impl EntityWatch {
+    /// Completes at the next change on this member after this call: create it before reading, await it after. Changes on another member
+    /// do not complete it.
     pub fn changed(&self) -> Notified<'_> {
         self.changed.notified()
     }
 }
 
-impl Drop for Watch {
+impl Drop for EntityWatch {
     fn drop(&mut self) {
         self.watches.0.remove_if_mut(&self.entity, |_, watched| {
             watched.watchers -= 1;
@@ -57,17 +57,17 @@ impl Drop for Watch {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use domain::Kind;
+    use domain::EntityKind;
     use std::time::Duration;
     use uuid::Uuid;
 
     fn entity(n: u128) -> EntityRef {
-        EntityRef { kind: Kind::Sku, id: Uuid::from_u128(n) }
+        EntityRef { kind: EntityKind::Sku, id: Uuid::from_u128(n) }
     }
 
     #[tokio::test]
-    async fn a_change_wakes_those_who_wait_for_it_and_nobody_else() {
-        let watches = Watches::default();
+    async fn change_wakes_the_watchers_of_its_entity_alone() {
+        let watches = WatchRegistry::default();
         let (here, elsewhere) = (watches.watch(entity(1)), watches.watch(entity(2)));
         let (changed, unchanged) = (here.changed(), elsewhere.changed());
         watches.changed(entity(1));
@@ -76,8 +76,8 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_kept_of_those_who_have_gone() {
-        let watches = Watches::default();
+    fn dropped_watchers_are_removed() {
+        let watches = WatchRegistry::default();
         let (first, second) = (watches.watch(entity(1)), watches.watch(entity(1)));
         drop(first);
         assert_eq!(watches.0.len(), 1);

@@ -1,4 +1,4 @@
-//! The running agent: who it is, and the four things it does at once (poll, execute and report, beat, renew).
+//! The running agent: its identity, and its four concurrent loops (poll, execute and report, heartbeat, renew).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -18,39 +18,39 @@ use tracing::{info, warn};
 use uuid::Uuid;
 use wire::Verifiers;
 use wire::heartbeat::PollSettings;
-use wire::inventory::{ExecutorKind, Inventory};
-use wire::proof::Outcome;
+use wire::inventory::{ExecutorKind, NodeInventory};
+use wire::proof::FindingOutcome;
 
-use crate::api::{Api, ApiError, ClientError};
+use crate::api::{ClientError, NodeApiClient, NodeApiError};
 use crate::backoff::Backoff;
 use crate::chain;
-use crate::config::Config;
+use crate::config::AgentConfig;
 use crate::executor::Executor;
 use crate::gpus::Gpus;
-use crate::identity::{Identity, IdentityError, IdentityStore};
-use crate::inventory::{self, Look};
+use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
+use crate::inventory::{self, InventoryReading};
 use crate::journal::{Journal, JournalError};
 use crate::sandbox::Sandbox;
-use crate::simulate::{Misbehaviour, Simulated};
+use crate::simulate::{SimulatedExecutor, SimulatedFaults};
 use crate::ssh::{self, SshError, Sshd};
-use crate::store::{self, StoreError};
-use crate::system::{self, System, private};
-use crate::terminal::{Spools, Terminals};
+use crate::store::{self, FileError};
+use crate::system::{self, System, private_tmp};
+use crate::terminal::{Spools, TerminalSessions};
 
-mod beat;
 mod enroll;
 mod execute;
+mod heartbeat;
 mod poll;
 mod renew;
 mod terminal;
 
 /// First pause after a failure.
 const BACKOFF_BASE: Duration = Duration::from_millis(250);
-/// How long tasks that are under way may take to end when the agent is stopped. What does not make it is finished from the
-/// journal at the next start.
-const DRAIN_WITHIN: Duration = Duration::from_secs(20);
+/// How long tasks in flight may take to end when the agent is stopped. A task that does not end in time is finished from the journal at
+/// the next start.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Why the agent ends by itself. Each has an exit code of its own, so that a supervisor can tell what restarting helps.
+/// Why the agent exits by itself. Each reason has an exit code of its own, so that a supervisor knows when a restart helps.
 #[derive(Debug, thiserror::Error)]
 pub enum Fatal {
     #[error(
@@ -62,7 +62,7 @@ pub enum Fatal {
         "the enrollment token is refused: it is used, expired, or of another node. Ask an administrator to reissue the node's \
          enrollment"
     )]
-    EnrollmentRefused(#[source] ApiError),
+    EnrollmentRefused(#[source] NodeApiError),
     #[error(
         "the node is not enrolled and SVC_ENROLLMENT_TOKEN is not set. Ask an administrator to reissue the node's enrollment"
     )]
@@ -73,15 +73,15 @@ pub enum Fatal {
     )]
     CertificateExpired { not_after: chrono::DateTime<Utc> },
     #[error("the control plane no longer speaks this agent's protocol ({}). Upgrade the agent", wire::PROTOCOL)]
-    UpgradeRequired(#[source] ApiError),
+    UpgradeRequired(#[source] NodeApiError),
     #[error("another agent runs on the state folder; stop it first")]
     AlreadyRunning,
     #[error("the process could not be set up")]
     Runtime(#[source] std::io::Error),
     #[error(transparent)]
-    System(#[from] system::OpenError),
+    System(#[from] system::SystemOpenError),
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(#[from] FileError),
     #[error(transparent)]
     Identity(#[from] IdentityError),
     #[error(transparent)]
@@ -138,11 +138,11 @@ impl Fatal {
         }
     }
 
-    /// What no retry mends, whatever was being asked.
-    fn of(error: ApiError) -> Result<Self, ApiError> {
+    /// The errors that no retry corrects, whatever the call.
+    fn of(error: NodeApiError) -> Result<Self, NodeApiError> {
         if error.is_node_removed() {
             Ok(Self::NodeRemoved)
-        } else if error.status() == Some(StatusCode::UPGRADE_REQUIRED) && !error.is_of_an_older_control_plane() {
+        } else if error.status() == Some(StatusCode::UPGRADE_REQUIRED) && !error.is_from_older_control_plane() {
             Ok(Self::UpgradeRequired(error))
         } else {
             Err(error)
@@ -153,8 +153,8 @@ impl Fatal {
 /// Runs the agent on this machine until `stop` is cancelled.
 ///
 /// # Errors
-/// [`Fatal`], when it cannot go on.
-pub async fn run(config: Config, stop: CancellationToken) -> Result<(), Fatal> {
+/// [`Fatal`], when it cannot continue.
+pub async fn run(config: AgentConfig, stop: CancellationToken) -> Result<(), Fatal> {
     store::private_folder(&config.state_dir)?;
     let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref()));
     match gpus.as_ref() {
@@ -164,36 +164,40 @@ pub async fn run(config: Config, stop: CancellationToken) -> Result<(), Fatal> {
     }
     let executor = executor(&config, &gpus)?;
     if config.system.is_some() {
-        private::warn_of_logins_without();
+        private_tmp::warn_of_logins_without();
     }
     run_with(config, gpus, executor, stop).await
 }
 
-fn executor(config: &Config, gpus: &Arc<Gpus>) -> Result<Arc<dyn Executor>, Fatal> {
+fn executor(config: &AgentConfig, gpus: &Arc<Gpus>) -> Result<Arc<dyn Executor>, Fatal> {
     Ok(match &config.system {
-        Some(settings) => misbehaving(System::open(&config.state_dir, settings.clone(), Arc::clone(gpus))?, config),
-        None => misbehaving(Sandbox::open(&config.state_dir, Arc::clone(gpus))?, config),
+        Some(settings) => {
+            with_simulated_faults(System::open(&config.state_dir, settings.clone(), Arc::clone(gpus))?, config)
+        }
+        None => with_simulated_faults(Sandbox::open(&config.state_dir, Arc::clone(gpus))?, config),
     })
 }
 
-/// Removes every tenant from a machine that leaves, without a word to the control plane.
+/// Removes every tenant from a machine that is decommissioned, without contacting the control plane.
 ///
 /// # Errors
-/// [`Fatal`]: an agent runs, or something of a tenant cannot be removed.
-pub fn clean_up(config: &Config) -> Result<(), Fatal> {
+/// [`Fatal`]: an agent is running, or a tenant cannot be removed completely.
+pub fn clean_up(config: &AgentConfig) -> Result<(), Fatal> {
     store::private_folder(&config.state_dir)?;
-    let _only_one = lock(config)?;
+    let _only_one = lock_state_dir(config)?;
     let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref()));
     let executor = executor(config, &gpus)?;
-    ssh::end_left_over(&config.state_dir);
+    ssh::end_leftover_listener(&config.state_dir);
     let mut left = 0;
     for tenant in executor.tenants() {
         let allocation_id = tenant.allocation_id;
         let found = executor.release(&tenant).map(|released| released.findings);
         let remains: Vec<String> = match found {
-            Ok(findings) => {
-                findings.iter().filter(|finding| finding.outcome != Outcome::Gone).map(execute::described).collect()
-            }
+            Ok(findings) => findings
+                .iter()
+                .filter(|finding| finding.outcome != FindingOutcome::Gone)
+                .map(execute::describe_finding)
+                .collect(),
             Err(failure) => vec![failure.message],
         };
         if remains.is_empty() {
@@ -206,27 +210,27 @@ pub fn clean_up(config: &Config) -> Result<(), Fatal> {
     if left == 0 { Ok(()) } else { Err(Fatal::TenantsRemain { left }) }
 }
 
-/// The executor, with the faults that its simulated hardware was told to have.
-fn misbehaving(executor: impl Executor, config: &Config) -> Arc<dyn Executor> {
-    if config.misbehaviour == Misbehaviour::default() {
+/// The executor, with the configured faults of simulated hardware.
+fn with_simulated_faults(executor: impl Executor, config: &AgentConfig) -> Arc<dyn Executor> {
+    if config.simulated_faults == SimulatedFaults::default() {
         return Arc::new(executor);
     }
-    warn!(misbehaviour = ?config.misbehaviour, "the hardware is simulated to misbehave");
-    Arc::new(Simulated::new(executor, config.misbehaviour.clone()))
+    warn!(misbehaviour = ?config.simulated_faults, "the hardware is simulated to misbehave");
+    Arc::new(SimulatedExecutor::new(executor, config.simulated_faults.clone()))
 }
 
-/// Runs the agent over another machine than the one it is on.
+/// Runs the agent over an executor that is given, such as a fake machine.
 ///
 /// # Errors
-/// [`Fatal`], when it cannot go on.
+/// [`Fatal`], when it cannot continue.
 pub async fn run_with(
-    config: Config,
+    config: AgentConfig,
     gpus: Arc<Gpus>,
     executor: Arc<dyn Executor>,
     stop: CancellationToken,
 ) -> Result<(), Fatal> {
     store::private_folder(&config.state_dir)?;
-    let _only_one = lock(&config)?;
+    let _only_one = lock_state_dir(&config)?;
     let journal = Journal::open(&config.state_dir.join("journal.jsonl"), Utc::now())?;
     let identities = IdentityStore::new(&config);
     let recovery_key = identities.recovery_key()?;
@@ -236,12 +240,12 @@ pub async fn run_with(
         Some((settings, listen)) => Some(Sshd::prepare(&config.state_dir, &settings.keys, listen)?),
         None => None,
     };
-    let inventory = look(&gpus, executor.kind(), &config.state_dir).await.inventory;
+    let inventory = read_inventory(&gpus, executor.kind(), &config.state_dir).await.inventory;
 
     let found = identities.load()?;
-    // What an earlier life asked for is asked for again, with the same key: another would be taken for a clone's.
+    // A request of an earlier process is resent with the same key: the control plane would take another key for a clone of the node.
     let recovers = found.is_some() || identities.is_recovering()?;
-    let way = if recovers { enroll::Way::Recover } else { enroll::Way::Enroll };
+    let method = if recovers { enroll::EnrollmentMethod::Recover } else { enroll::EnrollmentMethod::Enroll };
     let identity = match found {
         Some(identity) if !identity.is_expired(Utc::now()) => identity,
         Some(identity) if config.enrollment_token.is_none() => {
@@ -256,19 +260,19 @@ pub async fn run_with(
                 inventory: inventory.clone(),
                 verifier_set_version: verifiers.version(),
             };
-            let obtained = tokio::select! {
-                obtained = applicant.apply(way) => obtained?,
+            let issued = tokio::select! {
+                issued = applicant.apply(method) => issued?,
                 () = stop.cancelled() => return Ok(()),
             };
-            enroll::follow(&identities, &config.verifier_set, &mut verifiers, &obtained.verifier_sets)?;
-            obtained.identity
+            enroll::follow_verifier_sets(&identities, &config.verifier_set, &mut verifiers, &issued.verifier_sets)?;
+            issued.identity
         }
     };
-    let api = Api::with_identity(&config, &identity)?;
+    let api = NodeApiClient::with_identity(&config, &identity)?;
     let (tasks, stop) = (TaskTracker::new(), stop.child_token());
     let spools = Spools::new(&config.state_dir, config.recording_spool_bytes);
     let agent = Arc::new(Agent {
-        terminals: Terminals::new(spools, tasks.clone(), stop.clone()),
+        terminals: TerminalSessions::new(spools, tasks.clone(), stop.clone()),
         slots: Arc::new(Semaphore::new(config.max_concurrent_tasks)),
         config,
         identities,
@@ -282,71 +286,71 @@ pub async fn run_with(
         session: RwLock::new(Session { api, identity, since: Instant::now() }),
         verifiers: Mutex::new(verifiers),
         recovering: tokio::sync::Mutex::default(),
-        under_way: Mutex::default(),
+        in_flight: Mutex::default(),
         lanes: Mutex::default(),
         poll_settings: watch::Sender::new(PollSettings::default()),
-        beat_now: Notify::new(),
-        heard: watch::Sender::new(0),
+        heartbeat_now: Notify::new(),
+        heartbeats_answered: watch::Sender::new(0),
         renew_within: watch::Sender::new(None),
         tasks,
         stop,
         fatal: Mutex::new(None),
     });
-    agent.live().await
+    agent.run_until_stopped().await
 }
 
-/// Everything that the parts of a running agent share.
+/// The state that the loops of a running agent share.
 struct Agent {
-    config: Config,
+    config: AgentConfig,
     identities: IdentityStore,
     recovery_key: SigningKey,
     boot_id: Uuid,
-    /// As it was when the agent started.
-    inventory: Inventory,
+    /// The inventory at the agent's start.
+    inventory: NodeInventory,
     gpus: Arc<Gpus>,
     executor: Arc<dyn Executor>,
     sshd: Option<Sshd>,
     journal: Journal,
     session: RwLock<Session>,
     verifiers: Mutex<Verifiers>,
-    /// Held by the one part of the agent that recovers the identity; the others wait for it. When a refused certificate was asked about last.
+    /// Held by the one loop that recovers the identity; the others wait for it. The value is when a refused certificate was last checked.
     recovering: tokio::sync::Mutex<Option<Instant>>,
     /// Attempts that this process executes or reports, by task and attempt.
-    under_way: Mutex<BTreeMap<(Uuid, u32), execute::Stage>>,
-    /// The last task of each allocation, which the next one waits for.
-    lanes: Mutex<BTreeMap<Uuid, execute::Lane>>,
+    in_flight: Mutex<BTreeMap<(Uuid, u32), execute::AttemptStage>>,
+    /// The last task of each allocation; the next task waits for it.
+    lanes: Mutex<BTreeMap<Uuid, execute::QueueTail>>,
     poll_settings: watch::Sender<PollSettings>,
-    /// Asks for a heartbeat before its time.
-    beat_now: Notify,
-    /// How many heartbeats were answered.
-    heard: watch::Sender<u64>,
-    /// Where the certificate's authority goes: over how long it is to be renewed.
+    /// Requests a heartbeat ahead of its schedule.
+    heartbeat_now: Notify,
+    /// The number of answered heartbeats.
+    heartbeats_answered: watch::Sender<u64>,
+    /// Set when the certificate's authority is retired: the window within which the certificate is to be renewed.
     renew_within: watch::Sender<Option<Duration>>,
     slots: Arc<Semaphore>,
-    terminals: Terminals,
+    terminals: TerminalSessions,
     tasks: TaskTracker,
     stop: CancellationToken,
     fatal: Mutex<Option<Fatal>>,
 }
 
 struct Session {
-    api: Api,
-    identity: Identity,
+    api: NodeApiClient,
+    identity: AgentIdentity,
     since: Instant,
 }
 
 impl Agent {
-    async fn live(self: Arc<Self>) -> Result<(), Fatal> {
-        self.send_recordings_left();
-        self.say_what_is_lost();
+    async fn run_until_stopped(self: Arc<Self>) -> Result<(), Fatal> {
+        self.upload_leftover_recordings();
+        self.report_lost_terminals();
         self.resume();
-        tokio::join!(self.poll(), self.beat(), self.renew(), self.let_tenants_in());
+        tokio::join!(self.poll(), self.send_heartbeats(), self.renew(), self.run_sshd());
         self.tasks.close();
-        let drained = tokio::time::timeout(DRAIN_WITHIN, self.tasks.wait()).await;
+        let drained = tokio::time::timeout(DRAIN_TIMEOUT, self.tasks.wait()).await;
         if drained.is_err() {
             warn!(tasks = self.tasks.len(), "tasks are left to the next start");
         }
-        match held(&self.fatal).take() {
+        match locked(&self.fatal).take() {
             Some(fatal) => Err(fatal),
             None => {
                 info!("stopped");
@@ -355,34 +359,34 @@ impl Agent {
         }
     }
 
-    async fn let_tenants_in(&self) {
+    async fn run_sshd(&self) {
         if let Some(sshd) = &self.sshd {
             sshd.run(&self.stop).await;
         }
     }
 
-    fn api(&self) -> Api {
+    fn api(&self) -> NodeApiClient {
         self.session.read().unwrap_or_else(PoisonError::into_inner).api.clone()
     }
 
-    fn identity(&self) -> Identity {
+    fn identity(&self) -> AgentIdentity {
         self.session.read().unwrap_or_else(PoisonError::into_inner).identity.clone()
     }
 
-    fn take_identity(&self, identity: Identity) -> Result<(), ClientError> {
-        let api = Api::with_identity(&self.config, &identity)?;
+    fn replace_identity(&self, identity: AgentIdentity) -> Result<(), ClientError> {
+        let api = NodeApiClient::with_identity(&self.config, &identity)?;
         *self.session.write().unwrap_or_else(PoisonError::into_inner) =
             Session { api, identity, since: Instant::now() };
         Ok(())
     }
 
-    /// Ends the agent. The first reason counts.
+    /// Stops the agent. The first reason is kept.
     fn fail(&self, fatal: Fatal) {
-        held(&self.fatal).get_or_insert(fatal);
+        locked(&self.fatal).get_or_insert(fatal);
         self.stop.cancel();
     }
 
-    /// Waits, unless the agent is stopped. Returns whether to go on.
+    /// Sleeps, unless the agent is stopped. Returns whether the agent continues.
     async fn pause(&self, length: Duration) -> bool {
         tokio::select! {
             () = tokio::time::sleep(length) => true,
@@ -390,9 +394,15 @@ impl Agent {
         }
     }
 
-    /// Says what went wrong with a call over `api` and waits as long as it takes. Returns whether to go on.
-    async fn recover_from(&self, api: &Api, error: ApiError, doing: &'static str, backoff: &mut Backoff) -> bool {
-        if error.is_of_the_certificate() && !self.replace_refused_certificate(api, &error).await {
+    /// Logs the failure of a call over `api` and waits for the backoff. Returns whether the agent continues.
+    async fn retry_after_failure(
+        &self,
+        api: &NodeApiClient,
+        error: NodeApiError,
+        doing: &'static str,
+        backoff: &mut Backoff,
+    ) -> bool {
+        if error.is_certificate_refusal() && !self.replace_refused_certificate(api, &error).await {
             return false;
         }
         let error = match Fatal::of(error) {
@@ -408,33 +418,33 @@ impl Agent {
     }
 }
 
-/// One line for a failed call that will be tried again.
-fn report_failure(error: &ApiError, doing: &'static str, pause: Duration) {
+/// Logs a failed call that will be retried.
+fn report_failure(error: &NodeApiError, doing: &'static str, pause: Duration) {
     let pause_ms = u64::try_from(pause.as_millis()).unwrap_or(u64::MAX);
     warn!(error_code = error.code(), error = chain(error), pause_ms, "{doing} failed; trying again");
 }
 
-async fn look(gpus: &Arc<Gpus>, executor: ExecutorKind, state_dir: &Path) -> Look {
+async fn read_inventory(gpus: &Arc<Gpus>, executor: ExecutorKind, state_dir: &Path) -> InventoryReading {
     let door = match executor {
-        // Its tenants are no users of the machine.
+        // Tenants of the sandbox are not users of the machine.
         ExecutorKind::Sandbox => None,
         ExecutorKind::System => ssh::host_key_fingerprint(state_dir),
     };
     let (shared, same) = (Arc::clone(gpus), door.clone());
     match tokio::task::spawn_blocking(move || inventory::read(&shared, executor, same)).await {
         Ok(look) => look,
-        // It can only have panicked; on this thread it will say so again.
+        // The thread can only have panicked; the same panic surfaces on this thread.
         Err(_) => inventory::read(gpus, executor, door),
     }
 }
 
-/// Two agents on one folder would each execute what the other's journal forbids.
-fn lock(config: &Config) -> Result<Flock<File>, Fatal> {
+/// Locks the state folder: with two agents on one folder, each would execute what the other's journal forbids.
+fn lock_state_dir(config: &AgentConfig) -> Result<Flock<File>, Fatal> {
     let path = config.state_dir.join("lock");
-    let file = File::create(&path).map_err(StoreError::at("open", &path))?;
+    let file = File::create(&path).map_err(FileError::at("open", &path))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|_| Fatal::AlreadyRunning)
 }
 
-fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,4 +1,4 @@
-//! The node-facing API as the agent calls it: TLS to the bundle's CA alone, the node's certificate as client identity.
+//! The client of the node API: TLS to the bundle's CA only, with the node's certificate as client identity.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,43 +14,43 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use uuid::Uuid;
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RenewRequest};
-use wire::error::{Envelope as ErrorEnvelope, INVALID_NODE_IDENTITY, reason};
+use wire::error::{ErrorEnvelope, INVALID_NODE_IDENTITY, reason};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer};
 use wire::recording::ChunkAnswer;
-use wire::task::{Envelope, Origin, ResultAnswer, TaskResult};
+use wire::task::{ResultAnswer, SignedEnvelope, TaskOrigin, TaskResult};
 
-use crate::config::Config;
-use crate::identity::Identity;
+use crate::config::AgentConfig;
+use crate::identity::AgentIdentity;
 
 const CORRELATION_ID: &str = "x-correlation-id";
 const TRACEPARENT: &str = "traceparent";
 const TRACESTATE: &str = "tracestate";
-const CONNECT_WITHIN: Duration = Duration::from_secs(5);
-const ANSWER_WITHIN: Duration = Duration::from_secs(20);
-/// What a task wait may take beyond the time it asked for.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(20);
+/// What a long poll may take beyond its requested timeout.
 const WAIT_MARGIN: Duration = Duration::from_secs(10);
-/// The longest answer that is read.
-const ANSWER_BYTES: usize = 4 * 1024 * 1024;
+/// The longest response body that is read.
+const MAX_RESPONSE_BYTES: usize = 4 * 1024 * 1024;
 
-/// A client of the node-facing API.
+/// A client of the node API.
 #[derive(Debug, Clone)]
-pub struct Api {
+pub struct NodeApiClient {
     client: Client,
     base: String,
-    /// Differs for each client that was made, and so for each certificate.
+    /// Unique for each client, and so for each certificate.
     made: Uuid,
 }
 
-/// A task as it came in.
+/// A task as received.
 #[derive(Debug, Clone)]
-pub struct Received {
-    pub envelope: Envelope,
+pub struct ReceivedTask {
+    pub envelope: SignedEnvelope,
     pub correlation_id: String,
 }
 
-/// Why a call did not end with the answer that was hoped for.
+/// Why a call did not succeed.
 #[derive(Debug, thiserror::Error)]
-pub enum ApiError {
+pub enum NodeApiError {
     #[error(
         "the control plane's certificate is refused: it does not chain to the bootstrap bundle's CA, or is for another host"
     )]
@@ -72,8 +72,8 @@ fn describe(error: Option<&ErrorEnvelope>) -> String {
     })
 }
 
-impl ApiError {
-    /// How long the control plane asks to be left alone.
+impl NodeApiError {
+    /// The `Retry-After` of the control plane.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self {
@@ -82,7 +82,7 @@ impl ApiError {
         }
     }
 
-    /// The status, if there was an answer.
+    /// The status, if there was a response.
     #[must_use]
     pub fn status(&self) -> Option<StatusCode> {
         match self {
@@ -103,15 +103,15 @@ impl ApiError {
         }
     }
 
-    /// Whether the answer tells this of what it refuses.
+    /// Whether the error's details name this key.
     #[must_use]
-    pub fn names(&self, detail: &str) -> bool {
+    pub fn has_detail(&self, detail: &str) -> bool {
         matches!(self, Self::Refused { error: Some(error), .. } if error.details.contains_key(detail))
     }
 
-    /// Whether the control plane speaks an older protocol than this agent, as replicas do that are yet to be upgraded.
+    /// Whether the control plane speaks an older protocol than this agent, as replicas do before their upgrade.
     #[must_use]
-    pub fn is_of_an_older_control_plane(&self) -> bool {
+    pub fn is_from_older_control_plane(&self) -> bool {
         match self {
             Self::Refused { status: StatusCode::UPGRADE_REQUIRED, error: Some(error), .. } => {
                 let newest = error.details.get("newest_protocol").and_then(serde_json::Value::as_u64);
@@ -125,11 +125,12 @@ impl ApiError {
         }
     }
 
-    /// Whether somebody did not take the node's certificate: whoever ends TLS, by an alert, or the control plane behind a proxy, in words.
+    /// Whether the node's certificate was refused: with a TLS alert by whatever terminates TLS, or with an error code by a control plane
+    /// behind a proxy.
     #[must_use]
-    pub fn is_of_the_certificate(&self) -> bool {
+    pub fn is_certificate_refusal(&self) -> bool {
         match self {
-            // nginx ends the handshake first, and refuses each request with a page of its own.
+            // nginx completes the handshake first, and refuses each request with an error page of its own.
             Self::CertificateRefused(_) | Self::Refused { status: StatusCode::BAD_REQUEST, error: None, .. } => true,
             Self::Refused { status: StatusCode::UNAUTHORIZED, error: Some(error), .. } => {
                 let of_the_certificate = [reason::CERTIFICATE_UNKNOWN, reason::CERTIFICATE_EXPIRED];
@@ -140,13 +141,13 @@ impl ApiError {
         }
     }
 
-    /// Whether the answer is the control plane's own, and not of something on the way to it.
+    /// Whether the response is the control plane's own, not that of a proxy in between.
     #[must_use]
-    pub fn is_the_control_planes(&self) -> bool {
+    pub fn is_from_control_plane(&self) -> bool {
         matches!(self, Self::Refused { error: Some(_), .. })
     }
 
-    /// Whether the node has left the inventory for good.
+    /// Whether the node was removed from the inventory permanently.
     #[must_use]
     pub fn is_node_removed(&self) -> bool {
         match self {
@@ -164,7 +165,7 @@ impl ApiError {
     }
 }
 
-/// Why no client can be made of the configuration.
+/// Why no client can be built from the configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     #[error("the CA bundle holds no usable certificate; install the bootstrap bundle again")]
@@ -175,33 +176,33 @@ pub enum ClientError {
     Client(#[source] reqwest::Error),
 }
 
-impl Api {
-    /// A client without a certificate, for enrolling.
+impl NodeApiClient {
+    /// A client without a certificate, for enrollment.
     ///
     /// # Errors
     /// [`ClientError`].
-    pub fn anonymous(config: &Config) -> Result<Self, ClientError> {
+    pub fn anonymous(config: &AgentConfig) -> Result<Self, ClientError> {
         Self::build(config, client_config(config)?.with_no_client_auth())
     }
 
-    /// A client that speaks as the node.
+    /// A client that authenticates as the node.
     ///
     /// # Errors
     /// [`ClientError`].
-    pub fn with_identity(config: &Config, identity: &Identity) -> Result<Self, ClientError> {
+    pub fn with_identity(config: &AgentConfig, identity: &AgentIdentity) -> Result<Self, ClientError> {
         Self::build(config, tls_as_node(config, identity)?)
     }
 
-    fn build(config: &Config, mut tls: ClientConfig) -> Result<Self, ClientError> {
+    fn build(config: &AgentConfig, mut tls: ClientConfig) -> Result<Self, ClientError> {
         tls.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
         let client = Client::builder()
             .tls_backend_preconfigured(tls)
-            // The node speaks to this one host: no proxy of the environment, no redirect.
+            // The node calls this one host only: no proxy from the environment, no redirects.
             .no_proxy()
             .redirect(reqwest::redirect::Policy::none())
-            .connect_timeout(CONNECT_WITHIN)
-            .timeout(ANSWER_WITHIN)
-            // A replica that is gone without a word is noticed while a poll is parked on it.
+            .connect_timeout(CONNECT_TIMEOUT)
+            .timeout(RESPONSE_TIMEOUT)
+            // Detects a dead replica while a long poll waits on it.
             .tcp_keepalive(Duration::from_secs(15))
             .http2_keep_alive_interval(Duration::from_secs(10))
             .http2_keep_alive_timeout(Duration::from_secs(5))
@@ -213,50 +214,50 @@ impl Api {
         Ok(Self { client, base, made: Uuid::new_v4() })
     }
 
-    /// Whether both show the same certificate, or neither any.
+    /// Whether both present the same certificate, or both none.
     #[must_use]
-    pub fn is(&self, other: &Self) -> bool {
+    pub fn has_same_certificate(&self, other: &Self) -> bool {
         self.made == other.made
     }
 
     /// Spends the enrollment token.
     ///
     /// # Errors
-    /// [`ApiError`].
-    pub async fn enroll(&self, request: &EnrollRequest) -> Result<EnrollAnswer, ApiError> {
+    /// [`NodeApiError`].
+    pub async fn enroll(&self, request: &EnrollRequest) -> Result<EnrollAnswer, NodeApiError> {
         self.post("enroll", request).await
     }
 
-    /// Asks for a nonce to sign.
+    /// Requests a nonce to sign.
     ///
     /// # Errors
-    /// [`ApiError`].
-    pub async fn nonce(&self) -> Result<NonceAnswer, ApiError> {
+    /// [`NodeApiError`].
+    pub async fn nonce(&self) -> Result<NonceAnswer, NodeApiError> {
         read(send(self.request(Method::GET, "recover/nonce")).await?).await
     }
 
-    /// Asks for the next identity with the spent token and the recovery key.
+    /// Requests the next identity with the spent token and the recovery key.
     ///
     /// # Errors
-    /// [`ApiError`].
-    pub async fn recover(&self, request: &RecoverRequest) -> Result<EnrollAnswer, ApiError> {
+    /// [`NodeApiError`].
+    pub async fn recover(&self, request: &RecoverRequest) -> Result<EnrollAnswer, NodeApiError> {
         self.post("recover", request).await
     }
 
-    /// Asks for a new certificate.
+    /// Requests a new certificate.
     ///
     /// # Errors
-    /// [`ApiError`].
-    pub async fn renew(&self, request: &RenewRequest) -> Result<EnrollAnswer, ApiError> {
+    /// [`NodeApiError`].
+    pub async fn renew(&self, request: &RenewRequest) -> Result<EnrollAnswer, NodeApiError> {
         self.post("certificate/renew", request).await
     }
 
-    /// Waits up to `timeout_seconds` (1 to 55) for a task. `session` is this process's own: what was handed to it is not handed to it
-    /// again while it works, and what was handed to an earlier one is.
+    /// Long-polls up to `timeout_seconds` (1 to 55) for a task. `session` identifies this process: a task that was dispatched to it is
+    /// not dispatched to it again while it works; a task that was dispatched to an earlier process is.
     ///
     /// # Errors
-    /// [`ApiError`].
-    pub async fn wait_task(&self, timeout_seconds: u32, session: Uuid) -> Result<Option<Received>, ApiError> {
+    /// [`NodeApiError`].
+    pub async fn wait_task(&self, timeout_seconds: u32, session: Uuid) -> Result<Option<ReceivedTask>, NodeApiError> {
         let within = Duration::from_secs(u64::from(timeout_seconds)) + WAIT_MARGIN;
         let query = [("timeout_seconds", timeout_seconds.to_string()), ("session", session.to_string())];
         let request = self.request(Method::GET, "tasks/wait").query(&query).timeout(within);
@@ -265,24 +266,24 @@ impl Api {
             return Ok(None);
         }
         let correlation_id = header(response.headers(), CORRELATION_ID).unwrap_or_default();
-        Ok(Some(Received { envelope: read(response).await?, correlation_id }))
+        Ok(Some(ReceivedTask { envelope: read(response).await?, correlation_id }))
     }
 
-    /// Reports a result, as part of what the task goes back to.
+    /// Reports a result, within the trace of its task.
     ///
     /// # Errors
-    /// [`ApiError`].
+    /// [`NodeApiError`].
     pub async fn post_result(
         &self,
         task_id: Uuid,
         result: &TaskResult,
-        origin: &Origin,
-    ) -> Result<ResultAnswer, ApiError> {
+        origin: &TaskOrigin,
+    ) -> Result<ResultAnswer, NodeApiError> {
         let path = format!("tasks/{task_id}/result");
         let mut request = self.request_of(Method::POST, &path, &origin.correlation_id);
         if let Some(traceparent) = &origin.traceparent {
             request = request.header(TRACEPARENT, traceparent);
-            // The one says nothing without the other.
+            // `tracestate` has no meaning without `traceparent`.
             if let Some(tracestate) = &origin.tracestate {
                 request = request.header(TRACESTATE, tracestate);
             }
@@ -290,19 +291,24 @@ impl Api {
         read(send(request.json(result)).await?).await
     }
 
-    /// Says that the node lives, and how it is.
+    /// Sends a heartbeat.
     ///
     /// # Errors
-    /// [`ApiError`].
-    pub async fn heartbeat(&self, heartbeat: &Heartbeat) -> Result<HeartbeatAnswer, ApiError> {
+    /// [`NodeApiError`].
+    pub async fn heartbeat(&self, heartbeat: &Heartbeat) -> Result<HeartbeatAnswer, NodeApiError> {
         self.post("heartbeat", heartbeat).await
     }
 
-    /// Brings a chunk of a terminal's recording.
+    /// Uploads a chunk of a terminal session's recording.
     ///
     /// # Errors
-    /// [`ApiError`].
-    pub async fn put_recorded(&self, session_id: Uuid, seq: u32, frames: Vec<u8>) -> Result<ChunkAnswer, ApiError> {
+    /// [`NodeApiError`].
+    pub async fn put_recording_chunk(
+        &self,
+        session_id: Uuid,
+        seq: u32,
+        frames: Vec<u8>,
+    ) -> Result<ChunkAnswer, NodeApiError> {
         let path = format!("terminals/{session_id}/recording/{seq}");
         let request = self.request(Method::PUT, &path).header(CONTENT_TYPE, "application/octet-stream").body(frames);
         read(send(request).await?).await
@@ -316,16 +322,16 @@ impl Api {
         self.client.request(method, format!("{}/{path}", self.base)).header(CORRELATION_ID, correlation_id)
     }
 
-    async fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, ApiError> {
+    async fn post<T: DeserializeOwned>(&self, path: &str, body: &impl Serialize) -> Result<T, NodeApiError> {
         read(send(self.request(Method::POST, path).json(body)).await?).await
     }
 }
 
-/// TLS to the bundle's CA alone, with the node's certificate.
+/// TLS to the bundle's CA only, with the node's certificate.
 ///
 /// # Errors
 /// [`ClientError`].
-pub fn tls_as_node(config: &Config, identity: &Identity) -> Result<ClientConfig, ClientError> {
+pub fn tls_as_node(config: &AgentConfig, identity: &AgentIdentity) -> Result<ClientConfig, ClientError> {
     let chain = CertificateDer::pem_slice_iter(identity.certificate_chain_pem.as_bytes())
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| ClientError::Identity(error.into()))?;
@@ -335,7 +341,7 @@ pub fn tls_as_node(config: &Config, identity: &Identity) -> Result<ClientConfig,
 }
 
 fn client_config(
-    config: &Config,
+    config: &AgentConfig,
 ) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, ClientError> {
     let mut roots = RootCertStore::empty();
     for certificate in CertificateDer::pem_slice_iter(config.ca_bundle_pem.as_bytes()) {
@@ -352,7 +358,7 @@ fn client_config(
     Ok(builder.with_root_certificates(roots))
 }
 
-async fn send(request: RequestBuilder) -> Result<Response, ApiError> {
+async fn send(request: RequestBuilder) -> Result<Response, NodeApiError> {
     let response = request.send().await.map_err(transport_error)?;
     let status = response.status();
     if status.is_success() {
@@ -361,49 +367,49 @@ async fn send(request: RequestBuilder) -> Result<Response, ApiError> {
     let retry_after =
         header(response.headers(), RETRY_AFTER.as_str()).and_then(|text| parse_retry_after(&text, Utc::now()));
     let error = body(response).await.ok().and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    Err(ApiError::Refused { status, error, retry_after })
+    Err(NodeApiError::Refused { status, error, retry_after })
 }
 
-async fn read<T: DeserializeOwned>(response: Response) -> Result<T, ApiError> {
+async fn read<T: DeserializeOwned>(response: Response) -> Result<T, NodeApiError> {
     let bytes = body(response).await?;
-    serde_json::from_slice(&bytes).map_err(|error| ApiError::Unreadable { why: error.to_string() })
+    serde_json::from_slice(&bytes).map_err(|error| NodeApiError::Unreadable { why: error.to_string() })
 }
 
-async fn body(mut response: Response) -> Result<Vec<u8>, ApiError> {
+async fn body(mut response: Response) -> Result<Vec<u8>, NodeApiError> {
     let mut bytes = Vec::new();
     while let Some(chunk) = response.chunk().await.map_err(transport_error)? {
-        if bytes.len() + chunk.len() > ANSWER_BYTES {
-            return Err(ApiError::Unreadable { why: format!("longer than {ANSWER_BYTES} bytes") });
+        if bytes.len() + chunk.len() > MAX_RESPONSE_BYTES {
+            return Err(NodeApiError::Unreadable { why: format!("longer than {MAX_RESPONSE_BYTES} bytes") });
         }
         bytes.extend_from_slice(&chunk);
     }
     Ok(bytes)
 }
 
-fn transport_error(error: reqwest::Error) -> ApiError {
+fn transport_error(error: reqwest::Error) -> NodeApiError {
     let mut cause = std::error::Error::source(&error);
     while let Some(inner) = cause {
         if let Some(rustls::Error::InvalidCertificate(_)) = tls_error(inner) {
-            return ApiError::Untrusted(error);
+            return NodeApiError::Untrusted(error);
         }
-        if is_of_the_certificate(inner) {
-            return ApiError::CertificateRefused(error);
+        if is_certificate_refusal(inner) {
+            return NodeApiError::CertificateRefused(error);
         }
         cause = inner.source();
     }
-    ApiError::Unreachable(error)
+    NodeApiError::Unreachable(error)
 }
 
-/// The alerts `unknown_ca` and `certificate_expired` (RFC 8446, section 6.2). In TLS 1.3 they come after the handshake is done here, and
-/// HTTP/2 keeps of what it reads then the words alone.
-fn is_of_the_certificate(error: &(dyn std::error::Error + 'static)) -> bool {
+/// The alerts `unknown_ca` and `certificate_expired` (RFC 8446, section 6.2). In TLS 1.3 they arrive after the handshake is complete on
+/// this side, and HTTP/2 keeps only the text of the read error.
+fn is_certificate_refusal(error: &(dyn std::error::Error + 'static)) -> bool {
     [AlertDescription::UnknownCA, AlertDescription::CertificateExpired].into_iter().any(|alert| {
         let alert = rustls::Error::AlertReceived(alert);
         tls_error(error) == Some(&alert) || error.to_string().contains(&alert.to_string())
     })
 }
 
-/// TLS errors come wrapped into I/O errors, more than once, and those skip what they wrap when asked for their source.
+/// TLS errors are wrapped into I/O errors, more than once, and those skip the wrapped error in `source`.
 fn tls_error<'a>(error: &'a (dyn std::error::Error + 'static)) -> Option<&'a rustls::Error> {
     let mut error = error;
     while let Some(wrapped) = error.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref) {
@@ -441,8 +447,8 @@ mod tests {
     }
 
     #[test]
-    fn only_the_one_reason_means_that_the_node_is_gone_for_good() {
-        let refused = |status: u16, code: &str, reason: &str| ApiError::Refused {
+    fn only_reason_node_removed_means_permanent_removal() {
+        let refused = |status: u16, code: &str, reason: &str| NodeApiError::Refused {
             status: StatusCode::from_u16(status).unwrap(),
             error: Some(ErrorEnvelope {
                 code: code.into(),

@@ -1,9 +1,9 @@
-//! How long to wait after a failure: exponential, saturating, with full jitter.
+//! The pause after a failure: exponential, saturating, with full jitter.
 
 use std::time::Duration;
 
-/// Counts failures in a row and turns them into pauses. The `n`-th pause is uniform between 0 and `base * 2^n`, never over
-/// `max` ("full jitter"), so that agents that failed together do not come back together.
+/// Counts consecutive failures and turns them into pauses. The `n`-th pause is uniform between 0 and `base * 2^n`, never over `max`
+/// ("full jitter"), so that agents that failed together do not retry together.
 #[derive(Debug, Clone)]
 pub struct Backoff {
     base: Duration,
@@ -12,24 +12,24 @@ pub struct Backoff {
 }
 
 impl Backoff {
-    /// A back-off that begins at `base` and saturates at `max`.
+    /// A backoff that starts at `base` and saturates at `max`.
     #[must_use]
     pub fn new(base: Duration, max: Duration) -> Self {
         Self { base, max, failures: 0 }
     }
 
-    /// Takes another upper bound, as the control plane sets it.
+    /// Changes the upper bound, as the control plane sets it.
     pub fn saturate_at(&mut self, max: Duration) {
         self.max = max;
     }
 
-    /// The next attempt starts afresh.
+    /// The next failure starts from `base` again.
     pub fn reset(&mut self) {
         self.failures = 0;
     }
 
-    /// The pause after one more failure. `chance` is uniform in `0.0..1.0`. A server's `Retry-After` is the least that is
-    /// waited, with jitter on top of it.
+    /// The pause after one more failure. `chance` is uniform in `0.0..1.0`. A server's `Retry-After` is the lower bound, with jitter
+    /// added.
     pub fn next(&mut self, chance: f64, retry_after: Option<Duration>) -> Duration {
         let ceiling = self.base.saturating_mul(1_u32.checked_shl(self.failures).unwrap_or(u32::MAX)).min(self.max);
         self.failures = self.failures.saturating_add(1);
@@ -66,7 +66,7 @@ mod tests {
         }
 
         #[test]
-        fn a_retry_after_is_never_undercut(chance in 0.0..1.0_f64, seconds in 0..3600_u64) {
+        fn pause_is_never_shorter_than_retry_after(chance in 0.0..1.0_f64, seconds in 0..3600_u64) {
             let least = Duration::from_secs(seconds);
             prop_assert!(Backoff::new(BASE, MAX).next(chance, Some(least)) >= least);
         }

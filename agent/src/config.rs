@@ -1,7 +1,7 @@
-//! What the agent has to know before it can speak: flags, environment, and the bootstrap bundle's environment file.
+//! The agent's configuration: flags, environment, and the bootstrap bundle's environment file.
 //!
-//! A flag wins over the environment, the environment over the file. Secrets have no flag, since every user of a machine can
-//! read the flags of its processes.
+//! A flag wins over the environment, the environment over the file. Secrets have no flag, since every user of a machine can read the
+//! flags of its processes.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -10,14 +10,14 @@ use clap::Parser;
 use uuid::Uuid;
 use wire::bundle::{EnvFileError, Variables, fingerprint, names};
 use wire::keys::SetError;
-use wire::{Token, VerifierSet};
+use wire::{SecretToken, VerifierSet};
 
-use crate::gpus::SimulatedGpus;
-use crate::simulate::{Misbehaviour, SimulatedFailure};
-use crate::store::{self, StoreError};
+use crate::gpus::GpuSimulation;
+use crate::run_as::RunAsError;
+use crate::simulate::{SimulatedFailure, SimulatedFaults};
+use crate::store::{self, FileError};
 use crate::system::Settings;
 use crate::system::sudoers::SudoCommand;
-use crate::whom::WrongUser;
 
 const STATE_DIR: &str = "SVC_NODE_AGENT_STATE_DIR";
 const DEFAULT_STATE_DIR: &str = "/var/lib/gpuaas-agent";
@@ -89,12 +89,12 @@ pub struct Flags {
     /// Remove every tenant from this machine, which leaves, and end. No agent may run on it
     #[arg(long)]
     pub clean_up: bool,
-    /// Give up the keyrings of whoever runs this, and end: what the agent runs as a tenant that it removes
+    /// Revokes the keyrings of the current user, and exits: the agent runs this as a tenant that it removes
     #[arg(long, hide = true)]
     pub forget_keyrings: bool,
 }
 
-/// How the agent keeps tenants apart.
+/// How the agent isolates tenants.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum ExecutorChoice {
     #[default]
@@ -104,13 +104,13 @@ pub enum ExecutorChoice {
 
 /// A complete configuration.
 #[derive(Debug, Clone)]
-pub struct Config {
+pub struct AgentConfig {
     pub node_id: Uuid,
-    /// Needed until the node is enrolled.
-    pub enrollment_token: Option<Token>,
-    /// Without a slash at its end.
+    /// Required until the node is enrolled.
+    pub enrollment_token: Option<SecretToken>,
+    /// Without a trailing slash.
     pub api_url: String,
-    /// Certificates that the API's server certificate has to chain to; no other root counts.
+    /// Trust anchors for the API's server certificate; no other root counts.
     pub ca_bundle_pem: String,
     pub node_cert_ca_bundle_path: PathBuf,
     pub cert_path: PathBuf,
@@ -120,15 +120,15 @@ pub struct Config {
     pub state_dir: PathBuf,
     pub max_concurrent_tasks: usize,
     pub recording_spool_bytes: u64,
-    /// What the `system` executor was told; `None` for `sandbox`.
+    /// Settings of the `system` executor; `None` for `sandbox`.
     pub system: Option<Settings>,
-    pub simulated_gpus: Option<SimulatedGpus>,
-    pub misbehaviour: Misbehaviour,
+    pub simulated_gpus: Option<GpuSimulation>,
+    pub simulated_faults: SimulatedFaults,
 }
 
-/// Why the agent cannot begin, and what to do about it.
+/// Why the agent cannot start, and what to do about it.
 #[derive(Debug, thiserror::Error)]
-pub enum ConfigError {
+pub enum AgentConfigError {
     #[error("the environment file {} is not there; write the bootstrap bundle to it, or name another with --env-file", .0.display())]
     NoEnvFile(PathBuf),
     #[error("the environment file {} cannot be used", path.display())]
@@ -158,46 +158,46 @@ pub enum ConfigError {
     )]
     Fingerprint { path: PathBuf, found: String, expected: String },
     #[error(transparent)]
-    User(#[from] WrongUser),
-    /// Two or more, so that an operator corrects them in one go.
+    User(#[from] RunAsError),
+    /// Two or more, so that an operator corrects them in one pass.
     #[error("{} problems: {}", .0.len(), listed(.0))]
     Several(Vec<Self>),
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(#[from] FileError),
 }
 
-fn listed(problems: &[ConfigError]) -> String {
+fn listed(problems: &[AgentConfigError]) -> String {
     problems.iter().map(|problem| crate::chain(problem)).collect::<Vec<_>>().join("; ")
 }
 
-/// What is wrong, collected.
+/// Collected configuration errors.
 #[derive(Default)]
-struct Problems(Vec<ConfigError>);
+struct Problems(Vec<AgentConfigError>);
 
 impl Problems {
-    fn note<T>(&mut self, result: Result<T, ConfigError>) -> Option<T> {
+    fn note<T>(&mut self, result: Result<T, AgentConfigError>) -> Option<T> {
         result.map_err(|problem| self.0.push(problem)).ok()
     }
 
-    /// Of at least one.
-    fn into_error(mut self) -> ConfigError {
+    /// Requires at least one problem.
+    fn into_error(mut self) -> AgentConfigError {
         match self.0.pop() {
             Some(only) if self.0.is_empty() => only,
             Some(last) => {
                 self.0.push(last);
-                ConfigError::Several(self.0)
+                AgentConfigError::Several(self.0)
             }
-            None => ConfigError::Several(self.0),
+            None => AgentConfigError::Several(self.0),
         }
     }
 }
 
-impl Config {
-    /// Puts the configuration together and writes the CA bundle's file if it is missing.
+impl AgentConfig {
+    /// Assembles the configuration and writes the CA bundle's file if it is missing.
     ///
     /// # Errors
-    /// [`ConfigError`] says everything that is missing or wrong, and what to do.
-    pub fn gather(flags: &Flags, environment: impl Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
+    /// [`AgentConfigError`] lists everything that is missing or wrong, and what to do.
+    pub fn gather(flags: &Flags, environment: impl Fn(&str) -> Option<String>) -> Result<Self, AgentConfigError> {
         let sources = Sources::open(flags, &environment)?;
         let state_dir = flags
             .state_dir
@@ -227,7 +227,7 @@ impl Config {
         };
         Ok(Self {
             node_id,
-            enrollment_token: sources.get(names::ENROLLMENT_TOKEN).map(Token::new),
+            enrollment_token: sources.get(names::ENROLLMENT_TOKEN).map(SecretToken::new),
             api_url,
             ca_bundle_pem,
             node_cert_ca_bundle_path: path(
@@ -241,12 +241,12 @@ impl Config {
             max_concurrent_tasks: usize::from(flags.max_concurrent_tasks),
             recording_spool_bytes: u64::from(flags.recording_spool_mib) * 1024 * 1024,
             system,
-            simulated_gpus: flags.simulate_gpus.map(|count| SimulatedGpus {
+            simulated_gpus: flags.simulate_gpus.map(|count| GpuSimulation {
                 count,
                 model: flags.gpu_model.clone(),
                 memory_mib: flags.gpu_memory_mib,
             }),
-            misbehaviour: Misbehaviour {
+            simulated_faults: SimulatedFaults {
                 provision_delay: Duration::from_millis(flags.simulate_provision_delay_ms),
                 failure: flags.simulate_failure,
             },
@@ -255,38 +255,38 @@ impl Config {
     }
 }
 
-fn node_id(flags: &Flags, sources: &Sources<'_>) -> Result<Uuid, ConfigError> {
+fn node_id(flags: &Flags, sources: &Sources<'_>) -> Result<Uuid, AgentConfigError> {
     match flags.node_id {
         Some(node_id) => Ok(node_id),
         None => sources
             .require(names::NODE_ID)?
             .parse()
-            .map_err(|_| ConfigError::Value { name: names::NODE_ID, expected: "a UUID" }),
+            .map_err(|_| AgentConfigError::Value { name: names::NODE_ID, expected: "a UUID" }),
     }
 }
 
-/// Without a slash at its end.
-fn api_url(flags: &Flags, sources: &Sources<'_>) -> Result<String, ConfigError> {
+/// Without a trailing slash.
+fn api_url(flags: &Flags, sources: &Sources<'_>) -> Result<String, AgentConfigError> {
     let api_url = sources.flag_or(flags.api_url.as_ref(), names::API_URL)?;
     let is_https = reqwest::Url::parse(&api_url).is_ok_and(|url| url.scheme() == "https" && url.has_host());
     if !is_https {
-        return Err(ConfigError::Value { name: names::API_URL, expected: "an https URL" });
+        return Err(AgentConfigError::Value { name: names::API_URL, expected: "an https URL" });
     }
     Ok(api_url.trim_end_matches('/').to_owned())
 }
 
-/// The environment, then the environment file. An empty value counts as none.
+/// The environment, then the environment file. An empty value counts as missing.
 struct Sources<'a> {
     environment: &'a dyn Fn(&str) -> Option<String>,
     file: Variables,
 }
 
 impl<'a> Sources<'a> {
-    fn open(flags: &Flags, environment: &'a dyn Fn(&str) -> Option<String>) -> Result<Self, ConfigError> {
+    fn open(flags: &Flags, environment: &'a dyn Fn(&str) -> Option<String>) -> Result<Self, AgentConfigError> {
         let named = flags.env_file.clone().or_else(|| environment(names::ENV_FILE).map(PathBuf::from));
         let Some(path) = named else { return Ok(Self { environment, file: Variables::default() }) };
-        let text = store::read_if_there(&path)?.ok_or_else(|| ConfigError::NoEnvFile(path.clone()))?;
-        let file = Variables::parse(&text).map_err(|source| ConfigError::EnvFile { path, source })?;
+        let text = store::read_if_there(&path)?.ok_or_else(|| AgentConfigError::NoEnvFile(path.clone()))?;
+        let file = Variables::parse(&text).map_err(|source| AgentConfigError::EnvFile { path, source })?;
         Ok(Self { environment, file })
     }
 
@@ -295,11 +295,11 @@ impl<'a> Sources<'a> {
         (self.environment)(name).filter(|value| !value.is_empty()).or_else(from_file).filter(|value| !value.is_empty())
     }
 
-    fn require(&self, name: &'static str) -> Result<String, ConfigError> {
-        self.get(name).ok_or(ConfigError::Missing { name })
+    fn require(&self, name: &'static str) -> Result<String, AgentConfigError> {
+        self.get(name).ok_or(AgentConfigError::Missing { name })
     }
 
-    fn flag_or(&self, flag: Option<&String>, name: &'static str) -> Result<String, ConfigError> {
+    fn flag_or(&self, flag: Option<&String>, name: &'static str) -> Result<String, AgentConfigError> {
         flag.map_or_else(|| self.require(name), |value| Ok(value.clone()))
     }
 }
@@ -312,19 +312,21 @@ const SHARED: &str = "SVC_NODE_AGENT_SHARED_FOLDERS";
 const DEVICES: &str = "SVC_NODE_AGENT_DEVICES";
 const SSH_LISTEN: &str = "SVC_NODE_AGENT_SSH_LISTEN";
 
-/// What the environment says of tenants' accounts; the rest is as in [`Settings::default`]. `None` where something is wrong, which is noted.
+/// The settings of tenants' accounts from the environment; the rest is as in [`Settings::default`]. `None` if something is wrong, which
+/// is noted.
 fn system_settings(sources: &Sources<'_>, problems: &mut Problems) -> Option<Settings> {
     let defaults = Settings::default();
     let folder = |name: &'static str, default: PathBuf| match sources.get(name).map(PathBuf::from) {
         Some(path) if path.is_absolute() && is_plain(&path) => Ok(path),
-        Some(_) => {
-            Err(ConfigError::Value { name, expected: "an absolute path without quotes, %, \\ and control characters" })
-        }
+        Some(_) => Err(AgentConfigError::Value {
+            name,
+            expected: "an absolute path without quotes, %, \\ and control characters",
+        }),
         None => Ok(default),
     };
     let uids = match sources.get(UIDS) {
         Some(text) => uid_range(&text)
-            .ok_or(ConfigError::Value { name: UIDS, expected: "a range of uids from 1000 on, as 70000-99999" }),
+            .ok_or(AgentConfigError::Value { name: UIDS, expected: "a range of uids from 1000 on, as 70000-99999" }),
         None => Ok(defaults.uids),
     };
     let (uids, sudo_commands) = (problems.note(uids), problems.note(sudo_commands(sources)));
@@ -344,32 +346,33 @@ fn system_settings(sources: &Sources<'_>, problems: &mut Problems) -> Option<Set
     })
 }
 
-fn sudo_commands(sources: &Sources<'_>) -> Result<Vec<SudoCommand>, ConfigError> {
+fn sudo_commands(sources: &Sources<'_>) -> Result<Vec<SudoCommand>, AgentConfigError> {
     let commands = sources.get(SUDO_COMMANDS).unwrap_or_default();
     let commands = commands.split(',').map(str::trim).filter(|command| !command.is_empty());
     commands
         .map(str::parse)
         .collect::<Result<_, _>>()
-        .map_err(|_| ConfigError::Value { name: SUDO_COMMANDS, expected: "absolute paths of programs, by commas" })
+        .map_err(|_| AgentConfigError::Value { name: SUDO_COMMANDS, expected: "absolute paths of programs, by commas" })
 }
 
-fn shared_folders(sources: &Sources<'_>) -> Result<Vec<PathBuf>, ConfigError> {
+fn shared_folders(sources: &Sources<'_>) -> Result<Vec<PathBuf>, AgentConfigError> {
     let shared = sources.get(SHARED).unwrap_or_default();
     let shared = shared.split(',').map(str::trim).filter(|path| !path.is_empty()).map(PathBuf::from);
     let shared: Vec<PathBuf> = shared.collect();
     if shared.iter().all(|path| path.is_absolute() && path.parent().is_some()) {
         return Ok(shared);
     }
-    Err(ConfigError::Value { name: SHARED, expected: "absolute paths of folders, by commas" })
+    Err(AgentConfigError::Value { name: SHARED, expected: "absolute paths of folders, by commas" })
 }
 
-fn ssh_listen(sources: &Sources<'_>) -> Result<Option<std::net::SocketAddr>, ConfigError> {
+fn ssh_listen(sources: &Sources<'_>) -> Result<Option<std::net::SocketAddr>, AgentConfigError> {
     let Some(text) = sources.get(SSH_LISTEN) else { return Ok(None) };
     let parsed = text.parse().map(Some);
-    parsed.map_err(|_| ConfigError::Value { name: SSH_LISTEN, expected: "an address with a port, as 0.0.0.0:2222" })
+    parsed
+        .map_err(|_| AgentConfigError::Value { name: SSH_LISTEN, expected: "an address with a port, as 0.0.0.0:2222" })
 }
 
-/// Whether a path can stand in a file of sshd's or systemd's and mean itself.
+/// Whether a path can be written into a file of sshd or systemd without escaping.
 fn is_plain(path: &Path) -> bool {
     let means_more = |c: char| c.is_control() || matches!(c, '"' | '\'' | '%' | '\\');
     path.to_str().is_some_and(|text| !text.chars().any(means_more))
@@ -378,19 +381,19 @@ fn is_plain(path: &Path) -> bool {
 fn uid_range(text: &str) -> Option<std::ops::RangeInclusive<u32>> {
     let (first, last) = text.split_once('-')?;
     let (first, last) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
-    // Below 1000 lie the system's own; the last two mean "nobody" and "no change".
+    // Uids below 1000 are the system's own; the last two mean "nobody" and "no change".
     (first >= 1000 && first <= last && last < u32::MAX - 1).then_some(first..=last)
 }
 
-fn ca_bundle(path: &Path, pem: Option<String>, expected: Option<String>) -> Result<String, ConfigError> {
+fn ca_bundle(path: &Path, pem: Option<String>, expected: Option<String>) -> Result<String, AgentConfigError> {
     let (found, is_new) = match store::read_if_there(path)? {
         Some(text) => (text, false),
-        None => (pem.ok_or_else(|| ConfigError::NoCaBundle(path.to_owned()))?, true),
+        None => (pem.ok_or_else(|| AgentConfigError::NoCaBundle(path.to_owned()))?, true),
     };
     if let Some(expected) = expected
         && fingerprint(&found) != expected
     {
-        return Err(ConfigError::Fingerprint { path: path.to_owned(), found: fingerprint(&found), expected });
+        return Err(AgentConfigError::Fingerprint { path: path.to_owned(), found: fingerprint(&found), expected });
     }
     if is_new {
         store::write_atomically(path, found.as_bytes(), store::PUBLIC)?;
@@ -414,7 +417,7 @@ mod tests {
         let at = |name: &str| folder.join(name).to_str().unwrap().to_owned();
         BootstrapBundle {
             node_id: Uuid::from_u128(5),
-            enrollment_token: Token::new("hunter2"),
+            enrollment_token: SecretToken::new("hunter2"),
             api_url: "https://nodes.example.com/".into(),
             task_signing_pubkeys: PublicKey::from(&key).to_string(),
             ca_bundle_path: at("etc/ca.pem"),
@@ -427,13 +430,14 @@ mod tests {
         }
     }
 
-    fn gather(folder: &Path, text: &str) -> Result<Config, ConfigError> {
+    fn gather(folder: &Path, text: &str) -> Result<AgentConfig, AgentConfigError> {
         let path = folder.join("agent.env");
         std::fs::write(&path, text).unwrap();
         let state_dir = Some(folder.join("state"));
-        Config::gather(&Flags { env_file: Some(path), state_dir, max_concurrent_tasks: 1, ..Flags::default() }, |_| {
-            None
-        })
+        AgentConfig::gather(
+            &Flags { env_file: Some(path), state_dir, max_concurrent_tasks: 1, ..Flags::default() },
+            |_| None,
+        )
     }
 
     #[test]
@@ -446,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bundle_s_environment_file_is_all_that_is_needed_and_the_ca_is_written_from_it() {
+    fn bundle_environment_file_is_sufficient_and_its_ca_is_written() {
         let folder = tempfile::tempdir().unwrap();
         let config = gather(folder.path(), &bundle(folder.path()).to_env_file().unwrap()).unwrap();
         assert_eq!(config.node_id, Uuid::from_u128(5));
@@ -457,14 +461,14 @@ mod tests {
     }
 
     #[test]
-    fn what_an_operator_says_of_accounts_is_taken_or_refused_by_name() {
+    fn account_settings_are_accepted_or_refused_by_name() {
         let folder = tempfile::tempdir().unwrap();
         let whole = bundle(folder.path()).to_env_file().unwrap();
         let path = folder.path().join("agent.env");
         std::fs::write(&path, whole).unwrap();
         let gather = |name: &'static str, value: &'static str| {
             let flags = Flags { env_file: Some(path.clone()), executor: ExecutorChoice::System, ..Flags::default() };
-            Config::gather(&flags, |asked| (asked == name).then(|| value.to_owned()))
+            AgentConfig::gather(&flags, |asked| (asked == name).then(|| value.to_owned()))
         };
         let settings = |name, value| gather(name, value).unwrap().system.unwrap();
         assert_eq!(settings("NONE", ""), Settings::default());
@@ -484,7 +488,7 @@ mod tests {
             (DEVICES, "../dev"),
         ] {
             assert!(
-                matches!(gather(name, value), Err(ConfigError::Value { name: told, .. }) if told == name),
+                matches!(gather(name, value), Err(AgentConfigError::Value { name: told, .. }) if told == name),
                 "{value}"
             );
         }
@@ -502,25 +506,25 @@ mod tests {
             _ => None,
         };
         let flags = Flags { api_url: Some("https://flag".to_owned()), ..Flags::default() };
-        let config = Config::gather(&flags, environment).unwrap();
+        let config = AgentConfig::gather(&flags, environment).unwrap();
         assert_eq!((config.node_id, config.api_url.as_str()), (Uuid::from_u128(6), "https://flag"));
     }
 
     #[test]
-    fn a_ca_bundle_that_is_not_the_bundle_s_is_refused() {
+    fn ca_file_that_differs_from_the_bundle_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let text = bundle(folder.path()).to_env_file().unwrap();
         let altered = BootstrapBundle { ca_bundle_pem: "other".into(), ..bundle(folder.path()) };
         let refused = gather(folder.path(), &altered.to_env_file().unwrap());
-        assert!(matches!(refused, Err(ConfigError::Fingerprint { .. })));
+        assert!(matches!(refused, Err(AgentConfigError::Fingerprint { .. })));
         assert!(!folder.path().join("etc/ca.pem").exists());
         std::fs::create_dir(folder.path().join("etc")).unwrap();
         std::fs::write(folder.path().join("etc/ca.pem"), "stale").unwrap();
-        assert!(matches!(gather(folder.path(), &text), Err(ConfigError::Fingerprint { .. })));
+        assert!(matches!(gather(folder.path(), &text), Err(AgentConfigError::Fingerprint { .. })));
     }
 
     #[test]
-    fn every_problem_of_a_configuration_is_named_at_once() {
+    fn all_configuration_problems_are_reported_together() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("agent.env");
         std::fs::write(&path, "SVC_NODE_ID=node-1\n").unwrap();
@@ -530,7 +534,7 @@ mod tests {
             SSH_LISTEN => Some("2222".to_owned()),
             _ => None,
         };
-        let error = Config::gather(&flags, environment).unwrap_err().to_string();
+        let error = AgentConfig::gather(&flags, environment).unwrap_err().to_string();
         for name in ["SVC_NODE_ID", "SVC_API_URL", "SVC_TASK_SIGNING_PUBKEYS", "SVC_CA_BUNDLE_PEM", UIDS, SSH_LISTEN] {
             assert_eq!(error.matches(name).count(), 1, "{name}: {error}");
         }
@@ -538,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_wrong_is_named_with_what_to_do() {
+    fn missing_or_invalid_settings_are_reported_with_the_remedy() {
         let folder = tempfile::tempdir().unwrap();
         let whole = bundle(folder.path()).to_env_file().unwrap();
         let without = |name: &str| {
@@ -550,9 +554,9 @@ mod tests {
             assert!(error.contains(name) && error.contains("bundle"), "{error}");
         }
         let plain = whole.replace("https://", "http://");
-        assert!(matches!(gather(folder.path(), &plain), Err(ConfigError::Value { name: "SVC_API_URL", .. })));
-        assert!(matches!(gather(folder.path(), "A=$(b)"), Err(ConfigError::EnvFile { .. })));
+        assert!(matches!(gather(folder.path(), &plain), Err(AgentConfigError::Value { name: "SVC_API_URL", .. })));
+        assert!(matches!(gather(folder.path(), "A=$(b)"), Err(AgentConfigError::EnvFile { .. })));
         let flags = Flags { env_file: Some(folder.path().join("absent")), ..Flags::default() };
-        assert!(matches!(Config::gather(&flags, |_| None), Err(ConfigError::NoEnvFile(_))));
+        assert!(matches!(AgentConfig::gather(&flags, |_| None), Err(AgentConfigError::NoEnvFile(_))));
     }
 }

@@ -1,23 +1,23 @@
-//! How the machine and its tenants stand, for an operator who cannot log in to it. It names allocations, devices and figures, and nothing of
-//! what tenants run.
+//! Diagnostics of the machine and its tenants, for an operator who cannot log in to it. They name allocations, devices and metrics, and
+//! nothing of what tenants run.
 
 use std::fs;
 use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::executor::{Executor, Output};
+use crate::executor::{Executor, TaskOutput};
 use crate::gpus::{DeviceUse, Gpus, MemoryUse};
 use crate::tenant::output;
 
-/// Lines of the kernel that are shown at most.
+/// The most kernel log lines that are shown.
 const LINES: usize = 20;
-/// Characters of each.
+/// The most characters of each line.
 const LINE: usize = 200;
 
-/// Looks at everything once.
+/// Collects all diagnostics once.
 #[must_use]
-pub fn collect(gpus: &Gpus, executor: &dyn Executor) -> Output {
+pub fn collect(gpus: &Gpus, executor: &dyn Executor) -> TaskOutput {
     let fitness = match executor.validate() {
         Ok(found) => json!({ "fit": true, "found": found }),
         Err(failure) => json!({ "fit": false, "code": failure.code, "why": failure.message }),
@@ -40,12 +40,12 @@ fn of_gpus(gpus: &Gpus) -> Value {
         Ok(list) => list
             .iter()
             .map(|gpu| {
-                let usage = match gpus.look_at(&gpu.uuid) {
+                let usage = match gpus.device_use(&gpu.uuid) {
                     DeviceUse::Idle => json!("idle"),
                     DeviceUse::BusyWith(pids) => json!({ "processes": pids.len() }),
                     DeviceUse::Unknown(why) => json!({ "unknown": why }),
                 };
-                let memory = match gpus.memory_of(&gpu.uuid) {
+                let memory = match gpus.memory_use(&gpu.uuid) {
                     MemoryUse::DriverOnly => json!("free"),
                     MemoryUse::Held { mib } => json!({ "held_mib": mib }),
                     MemoryUse::Unknown(why) => json!({ "unknown": why }),
@@ -69,7 +69,7 @@ fn processes() -> Option<usize> {
     Some(entries.filter(|entry| entry.file_name().to_string_lossy().bytes().all(|byte| byte.is_ascii_digit())).count())
 }
 
-/// What the kernel says of NVIDIA's devices (`Xid`), the latest last. `None` where its log cannot be read.
+/// The kernel's messages about NVIDIA devices (`Xid`), the latest last. `None` if the kernel log cannot be read.
 fn kernel_gpu_errors() -> Option<Vec<String>> {
     let ran = Command::new("dmesg").output().ok().filter(|ran| ran.status.success())?;
     Some(gpu_errors(&String::from_utf8_lossy(&ran.stdout)))
@@ -88,13 +88,13 @@ mod tests {
     use uuid::Uuid;
 
     use super::*;
-    use crate::gpus::SimulatedGpus;
+    use crate::gpus::GpuSimulation;
     use crate::sandbox::Sandbox;
 
     #[test]
-    fn a_machine_says_how_it_stands() {
+    fn diagnostics_describe_the_machine() {
         let folder = tempfile::tempdir().unwrap();
-        let asked = SimulatedGpus { count: 2, model: "H100".into(), memory_mib: 81_920 };
+        let asked = GpuSimulation { count: 2, model: "H100".into(), memory_mib: 81_920 };
         let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked)));
         let sandbox = Sandbox::open(folder.path(), Arc::clone(&gpus)).unwrap();
         let found = collect(&gpus, &sandbox);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn of_the_kernels_log_a_few_lines_about_gpus_are_shown() {
+    fn kernel_log_is_reduced_to_a_few_gpu_lines() {
         let log: String =
             (0..50).map(|n| format!("[{n}] NVRM: Xid (PCI:0000): {n}, {}\nother\n", "x".repeat(500))).collect();
         let shown = gpu_errors(&log);

@@ -1,85 +1,85 @@
-//! The agent's one door to the machine.
+//! The agent's only interface to the machine.
 
 use serde_json::{Map, Value};
 use wire::inventory::ExecutorKind;
-use wire::proof::Finding;
+use wire::proof::CleanupFinding;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
-use crate::terminal::Shell;
+use crate::terminal::ShellCommand;
 
-/// What a task found or made, as it goes into its result.
-pub type Output = Map<String, Value>;
+/// The output of a task, as it goes into its result.
+pub type TaskOutput = Map<String, Value>;
 
-/// Does what tasks ask for, on this machine. Every method blocks, and every method but [`Executor::reboot`] is
-/// idempotent: it may have run before, to its end or half-way, in this process or an earlier one.
+/// Executes tasks on this machine. Every method blocks, and every method but [`Executor::reboot`] is idempotent: it may have run before,
+/// completely or partially, in this process or an earlier one.
 pub trait Executor: Send + Sync + 'static {
-    /// What it can enforce between tenants.
+    /// The isolation that it can enforce between tenants.
     fn kind(&self) -> ExecutorKind;
 
-    /// Makes the tenant's place.
+    /// Sets the tenant up.
     ///
     /// # Errors
-    /// [`Failure`]; what was made so far is removed by a later release.
-    fn provision(&self, task: &Provision) -> Result<Output, Failure>;
+    /// [`TaskFailure`]; what was made so far is removed by a later release.
+    fn provision(&self, task: &Provision) -> Result<TaskOutput, TaskFailure>;
 
-    /// Writes the keys that open the tenant's login, in the one file that is the agent's for that, and nothing else.
+    /// Writes the tenant's authorized keys, in the one file that is the agent's for that, and nothing else.
     ///
     /// # Errors
-    /// `tenant_unknown` where the tenant's place is not here; [`Failure`] where it cannot be written.
-    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<Output, Failure>;
+    /// `tenant_unknown` if the tenant is not set up here; [`TaskFailure`] if the file cannot be written.
+    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<TaskOutput, TaskFailure>;
 
-    /// Removes the tenant's place, looks again for everything that a tenant can leave, and says what it found. Leftovers are
-    /// findings and no failure.
+    /// Removes the tenant, then checks everything that a tenant can leave, and returns the findings. Leftovers are findings, not a
+    /// failure.
     ///
     /// # Errors
-    /// [`Failure`] when it could not even look.
-    fn release(&self, task: &Release) -> Result<Released, Failure>;
+    /// [`TaskFailure`] when the checks could not be made.
+    fn release(&self, task: &Release) -> Result<ReleaseOutcome, TaskFailure>;
 
-    /// How the tenant's shell is begun. Changes nothing.
+    /// The command that starts the tenant's shell. Changes nothing.
     ///
     /// # Errors
-    /// `tenant_unknown` where the tenant's place is not here; [`Failure`] where it must not be entered.
-    fn shell(&self, task: &OpenTerminal) -> Result<Shell, Failure>;
+    /// `tenant_unknown` if the tenant is not set up here; [`TaskFailure`] if it must not be entered.
+    fn shell(&self, task: &OpenTerminal) -> Result<ShellCommand, TaskFailure>;
 
-    /// The tenants whose places are on the machine, as they would be removed.
+    /// The tenants that are set up on the machine, as release tasks.
     fn tenants(&self) -> Vec<Release>;
 
     /// Whether the machine is fit for tenants.
     ///
     /// # Errors
-    /// [`Failure`] says what is not.
-    fn validate(&self) -> Result<Output, Failure>;
+    /// [`TaskFailure`] names what is not.
+    fn validate(&self) -> Result<TaskOutput, TaskFailure>;
 
-    /// Starts the machine anew. Where that goes well it does not return; else it says why the machine goes on as it is.
-    fn reboot(&self) -> Failure;
+    /// Reboots the machine. On success it does not return; otherwise it returns why the machine was not rebooted.
+    fn reboot(&self) -> TaskFailure;
 }
 
 /// The outcome of a release.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Released {
-    pub output: Output,
-    pub findings: Vec<Finding>,
+pub struct ReleaseOutcome {
+    pub output: TaskOutput,
+    pub findings: Vec<CleanupFinding>,
 }
 
-/// Why a task failed, as the control plane is told.
+/// Why a task failed, as reported to the control plane.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
-pub struct Failure {
+pub struct TaskFailure {
     /// Machine-readable, such as `device_in_use`.
     pub code: &'static str,
     /// For the operator.
     pub message: String,
 }
 
-impl Failure {
+impl TaskFailure {
     /// A failure with its code and message.
     pub fn new(code: &'static str, message: impl Into<String>) -> Self {
         Self { code, message: message.into() }
     }
 }
 
-impl From<crate::store::StoreError> for Failure {
-    fn from(error: crate::store::StoreError) -> Self {
+impl From<crate::store::FileError> for TaskFailure {
+    fn from(error: crate::store::FileError) -> Self {
         Self::new("node_storage", crate::chain(&error))
     }
 }

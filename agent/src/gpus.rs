@@ -1,4 +1,4 @@
-//! The node's GPUs: NVIDIA's through NVML, made-up ones, or none.
+//! The node's GPUs: NVIDIA's through NVML, simulated ones, or none.
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
@@ -6,59 +6,59 @@ use nvml_wrapper::error::NvmlError;
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 use wire::heartbeat::GpuTelemetry;
-use wire::inventory::{Gpu, GpuSource};
+use wire::inventory::{GpuInfo, GpuSource};
 
 const MIB: u64 = 1024 * 1024;
 
-/// What `--simulate-gpus` asks for.
+/// The simulation that `--simulate-gpus` configures.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SimulatedGpus {
+pub struct GpuSimulation {
     pub count: u32,
     pub model: String,
     pub memory_mib: u64,
 }
 
-/// Where GPUs are looked for.
+/// The source of the list of GPUs.
 pub enum Gpus {
-    /// NVIDIA's driver is there.
+    /// NVIDIA's driver is installed.
     Nvml(Box<Nvml>),
-    /// Made up; they compute nothing and can be held by nobody but the agent's own records.
-    Simulated(Vec<Gpu>),
+    /// Simulated; they compute nothing, and only the agent's own records show who holds one.
+    Simulated(Vec<GpuInfo>),
     /// No driver, and nothing simulated.
     Absent { why: String },
 }
 
-/// What was found on a device.
+/// What uses a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum DeviceUse {
     /// Nothing runs on it.
     Idle,
     /// These processes use it.
     BusyWith(Vec<u32>),
-    /// It could not be looked at.
+    /// It could not be queried.
     Unknown(String),
 }
 
 /// What a device's memory holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum MemoryUse {
-    /// No more than the driver keeps for itself.
+    /// No more than the driver's own reservation.
     DriverOnly,
-    /// So much beyond that.
+    /// This much beyond the driver's reservation.
     Held { mib: u64 },
-    /// It could not be looked at.
+    /// It could not be queried.
     Unknown(String),
 }
 
-/// What a driver with its persistence daemon keeps on an idle device at the most.
+/// The most that a driver with its persistence daemon reserves on an idle device.
 const OF_THE_DRIVER_MIB: u64 = 1024;
 
 impl Gpus {
-    /// Uses what was asked to be simulated, else the driver where there is one.
+    /// Uses the configured simulation, otherwise the driver if there is one.
     #[must_use]
-    pub fn detect(node_id: Uuid, simulated: Option<&SimulatedGpus>) -> Self {
+    pub fn detect(node_id: Uuid, simulated: Option<&GpuSimulation>) -> Self {
         if let Some(simulated) = simulated {
-            return Self::Simulated(make_up(node_id, simulated));
+            return Self::Simulated(simulate(node_id, simulated));
         }
         match Nvml::init() {
             Ok(nvml) => Self::Nvml(Box::new(nvml)),
@@ -66,7 +66,7 @@ impl Gpus {
         }
     }
 
-    /// Where the list comes from.
+    /// The source of the list.
     #[must_use]
     pub fn source(&self) -> GpuSource {
         match self {
@@ -76,19 +76,19 @@ impl Gpus {
         }
     }
 
-    /// All GPUs, in order of index. One that the driver says is lost is not among them.
+    /// All GPUs, in order of index. A GPU that the driver reports as lost is left out.
     ///
     /// # Errors
-    /// The driver's, when it is there and does not answer: then nothing is known of any of them.
-    pub fn list(&self) -> Result<Vec<Gpu>, NvmlError> {
+    /// The driver's, when it is installed and does not answer: then nothing is known of any of them.
+    pub fn list(&self) -> Result<Vec<GpuInfo>, NvmlError> {
         match self {
-            Self::Nvml(nvml) => there((0..nvml.device_count()?).map(|index| read_gpu(nvml, index))),
+            Self::Nvml(nvml) => present((0..nvml.device_count()?).map(|index| read_gpu(nvml, index))),
             Self::Simulated(gpus) => Ok(gpus.clone()),
             Self::Absent { .. } => Ok(Vec::new()),
         }
     }
 
-    /// Load of each GPU. Made-up GPUs have none.
+    /// Load of each GPU. Simulated GPUs have none.
     #[must_use]
     pub fn telemetry(&self) -> Vec<GpuTelemetry> {
         match self {
@@ -99,9 +99,9 @@ impl Gpus {
         }
     }
 
-    /// Which processes compute on a device at this moment.
+    /// The processes that compute on a device at this moment.
     #[must_use]
-    pub fn look_at(&self, uuid: &str) -> DeviceUse {
+    pub fn device_use(&self, uuid: &str) -> DeviceUse {
         match self {
             Self::Nvml(nvml) => match nvml.device_by_uuid(uuid).and_then(|device| device.running_compute_processes()) {
                 Ok(processes) if processes.is_empty() => DeviceUse::Idle,
@@ -112,10 +112,10 @@ impl Gpus {
         }
     }
 
-    /// What is kept in a device's memory at this moment. The driver clears a page before it gives it to another process, so this
-    /// tells of processes that NVML does not list.
+    /// What a device's memory holds at this moment. The driver clears a page before it gives it to another process, so this also shows
+    /// processes that NVML does not list.
     #[must_use]
-    pub fn memory_of(&self, uuid: &str) -> MemoryUse {
+    pub fn memory_use(&self, uuid: &str) -> MemoryUse {
         match self {
             Self::Nvml(nvml) => match nvml.device_by_uuid(uuid).and_then(|device| device.memory_info()) {
                 Ok(memory) if memory.used / MIB <= OF_THE_DRIVER_MIB => MemoryUse::DriverOnly,
@@ -126,10 +126,10 @@ impl Gpus {
         }
     }
 
-    /// The number in the name of a device's node, `/dev/nvidiaN`. Made-up GPUs are numbered as they are listed.
+    /// The number in the name of a device's node, `/dev/nvidiaN`. Simulated GPUs are numbered in list order.
     ///
     /// # Errors
-    /// The driver's, when it is there and does not answer.
+    /// The driver's, when it is installed and does not answer.
     pub fn minor_of(&self, uuid: &str) -> Result<Option<u32>, NvmlError> {
         match self {
             Self::Nvml(nvml) => nvml.device_by_uuid(uuid)?.minor_number().map(Some),
@@ -139,15 +139,15 @@ impl Gpus {
     }
 }
 
-/// A GPU that has fallen off its bus is gone, which is an answer; any other error is none.
-fn there(read: impl Iterator<Item = Result<Gpu, NvmlError>>) -> Result<Vec<Gpu>, NvmlError> {
+/// A GPU that has fallen off its bus is absent, which is a valid answer; any other error is not.
+fn present(read: impl Iterator<Item = Result<GpuInfo, NvmlError>>) -> Result<Vec<GpuInfo>, NvmlError> {
     read.filter(|gpu| !matches!(gpu, Err(NvmlError::GpuLost))).collect()
 }
 
-fn read_gpu(nvml: &Nvml, index: u32) -> Result<Gpu, NvmlError> {
+fn read_gpu(nvml: &Nvml, index: u32) -> Result<GpuInfo, NvmlError> {
     let device = nvml.device_by_index(index)?;
     let name = device.name()?;
-    Ok(Gpu {
+    Ok(GpuInfo {
         index,
         uuid: device.uuid()?,
         vendor: "NVIDIA".to_owned(),
@@ -167,8 +167,8 @@ fn read_load(nvml: &Nvml, index: u32) -> Result<GpuTelemetry, NvmlError> {
     })
 }
 
-/// UUIDs follow from the node's id, so that a restarted agent has the same GPUs and two nodes never share one.
-fn make_up(node_id: Uuid, simulated: &SimulatedGpus) -> Vec<Gpu> {
+/// UUIDs are derived from the node's id, so that a restarted agent has the same GPUs and two nodes never share one.
+fn simulate(node_id: Uuid, simulated: &GpuSimulation) -> Vec<GpuInfo> {
     let uuid = |index: u32| {
         let digest = Sha256::new().chain_update(node_id.as_bytes()).chain_update(index.to_be_bytes()).finalize();
         let mut bytes = [0; 16];
@@ -176,7 +176,7 @@ fn make_up(node_id: Uuid, simulated: &SimulatedGpus) -> Vec<Gpu> {
         uuid::Builder::from_random_bytes(bytes).into_uuid()
     };
     (0..simulated.count)
-        .map(|index| Gpu {
+        .map(|index| GpuInfo {
             index,
             uuid: format!("GPU-{}", uuid(index)),
             vendor: "NVIDIA".to_owned(),
@@ -191,8 +191,8 @@ fn make_up(node_id: Uuid, simulated: &SimulatedGpus) -> Vec<Gpu> {
 mod tests {
     use super::*;
 
-    fn simulated(node: u128) -> Vec<Gpu> {
-        let asked = SimulatedGpus { count: 8, model: "H100".into(), memory_mib: 81_920 };
+    fn simulated(node: u128) -> Vec<GpuInfo> {
+        let asked = GpuSimulation { count: 8, model: "H100".into(), memory_mib: 81_920 };
         Gpus::detect(Uuid::from_u128(node), Some(&asked)).list().unwrap()
     }
 
@@ -206,15 +206,15 @@ mod tests {
     }
 
     #[test]
-    fn a_gpu_that_fell_off_its_bus_is_missing_and_a_driver_that_does_not_answer_says_nothing() {
+    fn lost_gpu_is_missing_and_unresponsive_driver_is_an_error() {
         let gpus = || simulated(1).into_iter().map(Ok);
-        let left = there(gpus().take(3).chain([Err(NvmlError::GpuLost)]).chain(gpus().skip(4))).unwrap();
+        let left = present(gpus().take(3).chain([Err(NvmlError::GpuLost)]).chain(gpus().skip(4))).unwrap();
         assert_eq!(left.len(), 7);
-        assert!(matches!(there(gpus().chain([Err(NvmlError::Timeout)])), Err(NvmlError::Timeout)));
+        assert!(matches!(present(gpus().chain([Err(NvmlError::Timeout)])), Err(NvmlError::Timeout)));
     }
 
     #[test]
-    fn a_machine_answers_with_its_gpus_or_with_the_reason_why_it_has_none() {
+    fn detection_lists_gpus_or_says_why_there_are_none() {
         match Gpus::detect(Uuid::nil(), None) {
             Gpus::Absent { why } => assert!(!why.is_empty()),
             gpus @ Gpus::Nvml(_) => {
@@ -222,7 +222,7 @@ mod tests {
                 assert!(list.iter().all(|gpu| gpu.uuid.starts_with("GPU-") && gpu.memory_mib > 0), "{list:?}");
                 assert_eq!(gpus.telemetry().len(), list.len());
                 for gpu in &list {
-                    assert!(!matches!(gpus.look_at(&gpu.uuid), DeviceUse::Unknown(_)), "{gpu:?}");
+                    assert!(!matches!(gpus.device_use(&gpu.uuid), DeviceUse::Unknown(_)), "{gpu:?}");
                 }
             }
             Gpus::Simulated(_) => panic!("nothing was asked to be simulated"),

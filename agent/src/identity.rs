@@ -1,9 +1,8 @@
-//! Who this node is: its keys, its certificate, and whose tasks it trusts, all on disk.
+//! The identity of this node on disk: its keys, its certificate, and the verifiers whose tasks it trusts.
 //!
-//! A certificate and its key are two files, and no file system renames two at once. So a new key waits in `pending.json`
-//! from before its CSR is sent; storing the certificate is the moment the identity changes; and an agent that died between
-//! the certificate and the key finishes the step when it starts. The old key stays until then. An answer that was lost is
-//! asked for again with the very same CSR.
+//! A certificate and its key are two files, and no file system renames two at once. So a new key waits in `pending.json` from before its
+//! CSR is sent; storing the certificate is the moment the identity changes; and an agent that crashed between the certificate and the key
+//! finishes the step when it starts. The old key stays until then. A lost answer is requested again with the same CSR.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -18,45 +17,45 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 use wire::bundle::fingerprint;
-use wire::enroll::{EnrollAnswer, Recovery};
+use wire::enroll::{EnrollAnswer, RecoveryState};
 use wire::keys::SetError;
-use wire::{Token, VerifierSet, Verifiers};
+use wire::{SecretToken, VerifierSet, Verifiers};
 use x509_parser::extensions::{GeneralName, ParsedExtension};
 
-use crate::config::Config;
-use crate::store::{self, StoreError};
+use crate::config::AgentConfig;
+use crate::store::{self, FileError};
 
-/// A certificate in force and its key.
+/// A valid certificate and its key.
 #[derive(Debug, Clone)]
-pub struct Identity {
+pub struct AgentIdentity {
     /// The leaf first, then its issuers.
     pub certificate_chain_pem: String,
     pub key_pem: SecretString,
     pub not_before: DateTime<Utc>,
     pub not_after: DateTime<Utc>,
-    /// The key identifier of the authority that certified it, lower-case hexadecimal; `None` where the certificate does not say.
+    /// The key identifier of the authority that issued it, lower-case hexadecimal; `None` if the certificate does not name one.
     pub authority: Option<String>,
-    /// When this process got it; `None` where it was there when the process began.
+    /// When this process received it; `None` if it was on disk when the process started.
     pub taken_at: Option<DateTime<Utc>>,
 }
 
-impl Identity {
-    /// Whether the certificate's time is over.
+impl AgentIdentity {
+    /// Whether the certificate has expired.
     #[must_use]
     pub fn is_expired(&self, now: DateTime<Utc>) -> bool {
         now >= self.not_after
     }
 
-    /// Whether the certificate's time is now, and neither over nor still to come.
+    /// Whether the certificate is valid now: neither expired nor in the future.
     #[must_use]
     pub fn is_in_force(&self, now: DateTime<Utc>) -> bool {
         self.not_before <= now && !self.is_expired(now)
     }
 
-    /// When to renew: after half of its life and up to a tenth of it more. `chance` is uniform in `0.0..1.0`.
+    /// When to renew: after half of its lifetime and up to a tenth of it more. `chance` is uniform in `0.0..1.0`.
     ///
-    /// Its life begins when it was taken. By its own word it begins earlier, so that clocks may run behind: of one that lives shortly, half
-    /// would be over before it is there.
+    /// The lifetime begins when the certificate was received. Its `notBefore` is earlier, as a tolerance for slow clocks: half of a short
+    /// lifetime, counted from there, would be over before the certificate arrives.
     #[must_use]
     pub fn renew_at(&self, chance: f64) -> DateTime<Utc> {
         let begins = self.taken_at.map_or(self.not_before, |taken_at| taken_at.max(self.not_before));
@@ -65,7 +64,7 @@ impl Identity {
     }
 }
 
-/// What a new key is for.
+/// The purpose of a new key.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "for", rename_all = "snake_case")]
 enum Purpose {
@@ -80,14 +79,14 @@ enum Purpose {
     Renew,
 }
 
-/// A key whose certificate is asked for.
+/// A key whose certificate is requested.
 #[derive(Serialize, Deserialize)]
-pub struct Pending {
+pub struct PendingKey {
     #[serde(flatten)]
     purpose: Purpose,
     #[serde(serialize_with = "expose")]
     key_pem: SecretString,
-    /// PKCS #10; sent unchanged as often as it takes.
+    /// PKCS #10; resent unchanged.
     pub csr_pem: String,
 }
 
@@ -95,11 +94,11 @@ fn expose<S: serde::Serializer>(secret: &SecretString, serializer: S) -> Result<
     serializer.serialize_str(secret.expose_secret())
 }
 
-/// Why the identity cannot be read, made or taken.
+/// Why the identity cannot be read, created or accepted.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(#[from] FileError),
     #[error("{what} cannot be read; remove {} and ask an administrator to reissue the node's enrollment", path.display())]
     Unreadable { what: &'static str, path: PathBuf, why: String },
     #[error(
@@ -129,7 +128,7 @@ pub struct IdentityStore {
 impl IdentityStore {
     /// The files that `config` names.
     #[must_use]
-    pub fn new(config: &Config) -> Self {
+    pub fn new(config: &AgentConfig) -> Self {
         Self {
             node_id: config.node_id,
             cert: config.cert_path.clone(),
@@ -142,8 +141,8 @@ impl IdentityStore {
     /// The identity, if the node has one. Finishes a change that a crash interrupted.
     ///
     /// # Errors
-    /// [`IdentityError`] when the files do not fit together.
-    pub fn load(&self) -> Result<Option<Identity>, IdentityError> {
+    /// [`IdentityError`] when the files are inconsistent.
+    pub fn load(&self) -> Result<Option<AgentIdentity>, IdentityError> {
         let Some(chain) = store::read_if_there(&self.cert)? else { return Ok(None) };
         let certificate =
             self.parse(&chain).map_err(|why| self.unreadable("the node's certificate", &self.cert, why))?;
@@ -162,32 +161,32 @@ impl IdentityStore {
         Ok(Some(certificate.with(chain, key_pem)))
     }
 
-    /// The key and CSR for a first identity: those that were sent with this token before, or new ones, stored.
+    /// The key and CSR for a first identity: those that were sent with this token before, otherwise new ones, stored.
     ///
     /// # Errors
     /// [`IdentityError`].
-    pub fn pending_enrollment(&self, token: &Token) -> Result<Pending, IdentityError> {
+    pub fn pending_enrollment(&self, token: &SecretToken) -> Result<PendingKey, IdentityError> {
         let token_sha256 = hex::encode(Sha256::digest(token.expose().as_bytes()));
         self.pending(Purpose::Enroll { token_sha256 })
     }
 
-    /// The key and CSR for a recovery from this generation: those that were sent before, or new ones, stored.
+    /// The key and CSR for a recovery from this generation: those that were sent before, otherwise new ones, stored.
     ///
     /// # Errors
     /// [`IdentityError`].
-    pub fn pending_recovery(&self, identity_generation: u64) -> Result<Pending, IdentityError> {
+    pub fn pending_recovery(&self, identity_generation: u64) -> Result<PendingKey, IdentityError> {
         self.pending(Purpose::Recover { identity_generation })
     }
 
-    /// The key and CSR for a renewal: those that were sent before, or new ones, stored.
+    /// The key and CSR for a renewal: those that were sent before, otherwise new ones, stored.
     ///
     /// # Errors
     /// [`IdentityError`].
-    pub fn pending_renewal(&self) -> Result<Pending, IdentityError> {
+    pub fn pending_renewal(&self) -> Result<PendingKey, IdentityError> {
         self.pending(Purpose::Renew)
     }
 
-    /// Whether a recovery was begun that no answer has ended.
+    /// Whether a recovery is pending without an answer.
     ///
     /// # Errors
     /// [`IdentityError`].
@@ -195,26 +194,26 @@ impl IdentityStore {
         Ok(self.read_pending()?.is_some_and(|pending| matches!(pending.purpose, Purpose::Recover { .. })))
     }
 
-    fn pending(&self, purpose: Purpose) -> Result<Pending, IdentityError> {
+    fn pending(&self, purpose: Purpose) -> Result<PendingKey, IdentityError> {
         if let Some(pending) = self.read_pending()?
             && pending.purpose == purpose
         {
             return Ok(pending);
         }
         let key = KeyPair::generate_for(&PKCS_ECDSA_P256_SHA256).map_err(IdentityError::Key)?;
-        // The control plane takes the public key alone and writes the names itself.
+        // The control plane uses the public key only and writes the names itself.
         let request = CertificateParams::default().serialize_request(&key).map_err(IdentityError::Key)?;
         let csr_pem = request.pem().map_err(IdentityError::Key)?;
-        let pending = Pending { purpose, key_pem: SecretString::from(key.serialize_pem()), csr_pem };
+        let pending = PendingKey { purpose, key_pem: SecretString::from(key.serialize_pem()), csr_pem };
         self.write_json("pending.json", &pending)?;
         Ok(pending)
     }
 
-    /// Takes the certificate that was asked for with `pending`.
+    /// Stores the certificate that was requested with `pending`.
     ///
     /// # Errors
     /// [`IdentityError::ForeignCertificate`] when it is for another key or node; the old identity is then unchanged.
-    pub fn commit(&self, pending: &Pending, answer: &EnrollAnswer) -> Result<Identity, IdentityError> {
+    pub fn commit(&self, pending: &PendingKey, answer: &EnrollAnswer) -> Result<AgentIdentity, IdentityError> {
         let foreign = |why| IdentityError::ForeignCertificate { why };
         let chain = joined(&answer.certificate_pem, &answer.chain_pem);
         let certificate = self.parse(&chain).map_err(|_| foreign("it does not parse"))?;
@@ -225,24 +224,24 @@ impl IdentityStore {
             return Err(foreign("it does not name the node"));
         }
         self.write_json("recovery.json", &answer.recovery)?;
-        // A control plane of before there were several sends the one authority as the chain.
+        // A control plane from before there were several authorities sends the one authority as the chain.
         let bundle = answer.node_ca_bundle_pem.as_ref().unwrap_or(&answer.chain_pem);
         if !bundle.trim().is_empty() {
             self.store_node_cas(bundle)?;
         }
         store::write_atomically(&self.cert, chain.as_bytes(), store::PUBLIC)?;
-        Ok(Identity { taken_at: Some(Utc::now()), ..self.finish(pending, chain, &certificate)? })
+        Ok(AgentIdentity { taken_at: Some(Utc::now()), ..self.finish(pending, chain, &certificate)? })
     }
 
-    /// Keeps the authorities that certify nodes.
+    /// Stores the authorities that issue nodes' certificates.
     ///
     /// # Errors
-    /// [`IdentityError`]; those of before are then unchanged.
+    /// [`IdentityError`]; the previous ones are then unchanged.
     pub fn store_node_cas(&self, bundle_pem: &str) -> Result<(), IdentityError> {
         Ok(store::write_atomically(&self.node_ca, bundle_pem.as_bytes(), store::PUBLIC)?)
     }
 
-    /// The fingerprint of the authorities that are kept, where there are any.
+    /// The fingerprint of the stored authorities, if there are any.
     ///
     /// # Errors
     /// [`IdentityError`]
@@ -250,14 +249,19 @@ impl IdentityStore {
         Ok(store::read_if_there(&self.node_ca)?.map(|pem| fingerprint(&pem)))
     }
 
-    /// The certificate is stored; its key follows.
-    fn finish(&self, pending: &Pending, chain: String, certificate: &Certificate) -> Result<Identity, IdentityError> {
+    /// The certificate is stored; stores its key.
+    fn finish(
+        &self,
+        pending: &PendingKey,
+        chain: String,
+        certificate: &Certificate,
+    ) -> Result<AgentIdentity, IdentityError> {
         store::write_atomically(&self.key, pending.key_pem.expose_secret().as_bytes(), store::PRIVATE)?;
         store::remove(&self.folder.join("pending.json"))?;
         Ok(certificate.with(chain, pending.key_pem.clone()))
     }
 
-    /// The Ed25519 key that signs clean-up proofs; made once.
+    /// The Ed25519 key that signs clean-up proofs; created once.
     ///
     /// # Errors
     /// [`IdentityError`].
@@ -275,15 +279,15 @@ impl IdentityStore {
         Ok(key)
     }
 
-    /// What the control plane said about recovering this identity.
+    /// What the control plane sent for the recovery of this identity.
     ///
     /// # Errors
     /// [`IdentityError`].
-    pub fn recovery(&self) -> Result<Option<Recovery>, IdentityError> {
+    pub fn recovery(&self) -> Result<Option<RecoveryState>, IdentityError> {
         self.read_json("recovery.json", "the recovery record")
     }
 
-    /// The verifier set in force: the last one that was accepted, unless a new bundle was installed since.
+    /// The current verifier set: the last one that was accepted, unless a new bundle was installed since.
     ///
     /// # Errors
     /// [`IdentityError`].
@@ -296,7 +300,7 @@ impl IdentityStore {
         Ok(Verifiers::trusting(set)?)
     }
 
-    /// Keeps the set that was accepted.
+    /// Stores the accepted set.
     ///
     /// # Errors
     /// [`IdentityError`].
@@ -304,7 +308,7 @@ impl IdentityStore {
         self.write_json("verifiers.json", &TrustedSets { bundle: bundle.clone(), current: current.clone() })
     }
 
-    fn read_pending(&self) -> Result<Option<Pending>, IdentityError> {
+    fn read_pending(&self) -> Result<Option<PendingKey>, IdentityError> {
         self.read_json("pending.json", "the key that is being certified")
     }
 
@@ -315,7 +319,7 @@ impl IdentityStore {
     ) -> Result<Option<T>, IdentityError> {
         let path = self.folder.join(name);
         let Some(text) = store::read_if_there(&path)? else { return Ok(None) };
-        // serde_json's messages quote numbers and words of the text at most, and the key is neither.
+        // serde_json's messages quote numbers and words of the text at most; the key is neither.
         serde_json::from_str(&text).map(Some).map_err(|error| self.unreadable(what, &path, error.to_string()))
     }
 
@@ -357,7 +361,7 @@ impl IdentityStore {
 
 #[derive(Serialize, Deserialize)]
 struct TrustedSets {
-    /// The bundle's set that `current` goes back to.
+    /// The bundle's set from which `current` was followed.
     bundle: VerifierSet,
     current: VerifierSet,
 }
@@ -372,8 +376,8 @@ struct Certificate {
 }
 
 impl Certificate {
-    fn with(&self, certificate_chain_pem: String, key_pem: SecretString) -> Identity {
-        Identity {
+    fn with(&self, certificate_chain_pem: String, key_pem: SecretString) -> AgentIdentity {
+        AgentIdentity {
             certificate_chain_pem,
             key_pem,
             not_before: self.not_before,
@@ -433,18 +437,18 @@ mod tests {
             certificate_pem: request.signed_by(&issuer).unwrap().pem(),
             chain_pem: ca_pem,
             not_after: Utc::now(),
-            recovery: Recovery { identity_generation: 1, remaining: 5 },
+            recovery: RecoveryState { identity_generation: 1, remaining: 5 },
             verifier_sets: vec![],
             node_ca_bundle_pem: None,
         }
     }
 
     #[test]
-    fn an_enrolled_identity_is_loaded_again_and_its_key_is_private() {
+    fn enrolled_identity_is_reloaded_and_its_key_is_private() {
         let folder = tempfile::tempdir().unwrap();
         let store = store_in(folder.path());
         assert!(store.load().unwrap().is_none());
-        let pending = store.pending_enrollment(&Token::new("t")).unwrap();
+        let pending = store.pending_enrollment(&SecretToken::new("t")).unwrap();
         let identity = store.commit(&pending, &answer(&pending.csr_pem, NODE)).unwrap();
         let loaded = store.load().unwrap().unwrap();
         assert_eq!(loaded.certificate_chain_pem, identity.certificate_chain_pem);
@@ -456,19 +460,19 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_that_was_lost_is_asked_for_with_the_same_csr_and_another_token_with_another() {
+    fn lost_answer_is_requested_with_the_same_csr_and_a_new_token_with_a_new_one() {
         let folder = tempfile::tempdir().unwrap();
         let store = store_in(folder.path());
-        let first = store.pending_enrollment(&Token::new("one")).unwrap().csr_pem;
-        assert_eq!(store_in(folder.path()).pending_enrollment(&Token::new("one")).unwrap().csr_pem, first);
-        assert_ne!(store.pending_enrollment(&Token::new("two")).unwrap().csr_pem, first);
+        let first = store.pending_enrollment(&SecretToken::new("one")).unwrap().csr_pem;
+        assert_eq!(store_in(folder.path()).pending_enrollment(&SecretToken::new("one")).unwrap().csr_pem, first);
+        assert_ne!(store.pending_enrollment(&SecretToken::new("two")).unwrap().csr_pem, first);
     }
 
     #[test]
-    fn a_crash_between_certificate_and_key_is_finished_at_the_next_start() {
+    fn crash_between_certificate_and_key_is_completed_at_the_next_start() {
         let folder = tempfile::tempdir().unwrap();
         let store = store_in(folder.path());
-        let first = store.pending_enrollment(&Token::new("t")).unwrap();
+        let first = store.pending_enrollment(&SecretToken::new("t")).unwrap();
         store.commit(&first, &answer(&first.csr_pem, NODE)).unwrap();
         let old_key = std::fs::read(&store.key).unwrap();
 
@@ -483,11 +487,11 @@ mod tests {
     }
 
     #[test]
-    fn a_certificate_for_another_key_or_node_is_not_taken() {
+    fn certificate_for_another_key_or_node_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let store = store_in(folder.path());
-        let other = store.pending_enrollment(&Token::new("other")).unwrap();
-        let pending = store.pending_enrollment(&Token::new("t")).unwrap();
+        let other = store.pending_enrollment(&SecretToken::new("other")).unwrap();
+        let pending = store.pending_enrollment(&SecretToken::new("t")).unwrap();
         for sent in [answer(&other.csr_pem, NODE), answer(&pending.csr_pem, Uuid::from_u128(6))] {
             let refused = store.commit(&pending, &sent);
             assert!(matches!(refused, Err(IdentityError::ForeignCertificate { .. })));
@@ -496,10 +500,10 @@ mod tests {
     }
 
     #[test]
-    fn a_key_that_does_not_belong_to_the_certificate_is_said_so() {
+    fn key_that_does_not_match_the_certificate_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let store = store_in(folder.path());
-        let pending = store.pending_enrollment(&Token::new("t")).unwrap();
+        let pending = store.pending_enrollment(&SecretToken::new("t")).unwrap();
         store.commit(&pending, &answer(&pending.csr_pem, NODE)).unwrap();
         std::fs::write(&store.key, KeyPair::generate().unwrap().serialize_pem()).unwrap();
         assert!(matches!(store.load(), Err(IdentityError::KeyMismatch { .. })));
@@ -509,14 +513,14 @@ mod tests {
     }
 
     #[test]
-    fn the_recovery_key_is_made_once() {
+    fn recovery_key_is_created_once() {
         let folder = tempfile::tempdir().unwrap();
         let key = store_in(folder.path()).recovery_key().unwrap();
         assert_eq!(store_in(folder.path()).recovery_key().unwrap(), key);
     }
 
     #[test]
-    fn accepted_verifier_keys_are_kept_until_another_bundle_is_installed() {
+    fn accepted_verifier_keys_are_stored_until_another_bundle_is_installed() {
         use wire::keys::{KeyStatus, PublicKey, VerifierKey};
         let folder = tempfile::tempdir().unwrap();
         let store = store_in(folder.path());
@@ -531,9 +535,9 @@ mod tests {
     }
 
     #[test]
-    fn renewal_falls_between_half_and_six_tenths_of_the_certificate_s_life() {
+    fn renewal_falls_between_half_and_six_tenths_of_the_certificate_lifetime() {
         let not_before = Utc::now();
-        let identity = Identity {
+        let identity = AgentIdentity {
             certificate_chain_pem: String::new(),
             key_pem: SecretString::from(String::new()),
             not_before,
@@ -546,10 +550,10 @@ mod tests {
         assert!(identity.is_expired(identity.not_after) && !identity.is_expired(not_before));
         assert!(identity.is_in_force(not_before) && !identity.is_in_force(identity.not_after));
         assert!(!identity.is_in_force(not_before - Duration::from_secs(1)), "made under a clock that was ahead");
-        let taken = |after| Identity { taken_at: Some(not_before + after), ..identity.clone() };
+        let taken = |after| AgentIdentity { taken_at: Some(not_before + after), ..identity.clone() };
         let backdated = taken(Duration::from_secs(900));
         assert_eq!(backdated.renew_at(0.0), not_before + Duration::from_secs(950), "in the half of what is left of it");
-        let behind = Identity { taken_at: Some(not_before - Duration::from_secs(900)), ..identity.clone() };
+        let behind = AgentIdentity { taken_at: Some(not_before - Duration::from_secs(900)), ..identity.clone() };
         assert_eq!(behind.renew_at(0.0), identity.renew_at(0.0), "by a clock that runs behind");
     }
 }

@@ -1,4 +1,4 @@
-//! What the node is made of, how loaded it is, and whether something is missing.
+//! The node's hardware, its load, and missing hardware.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,34 +7,34 @@ use std::sync::{Mutex, PoisonError};
 use chrono::{DateTime, Utc};
 use sysinfo::{Disks, System};
 use uuid::Uuid;
-use wire::heartbeat::{Alert, Classification, Health, HealthStatus, Telemetry};
-use wire::inventory::{ExecutorKind, Gpu, Inventory};
+use wire::heartbeat::{Alert, Classification, HealthLevel, HealthReport, Telemetry};
+use wire::inventory::{ExecutorKind, GpuInfo, NodeInventory};
 
 use crate::gpus::Gpus;
-use crate::store::{self, StoreError};
+use crate::store::{self, FileError};
 
 const MIB: u64 = 1024 * 1024;
 const GIB: u64 = 1024 * MIB;
 
-/// What was found in the machine.
+/// The inventory as it was read.
 #[derive(Debug)]
-pub struct Look {
-    /// Without GPUs where their list could not be read.
-    pub inventory: Inventory,
-    /// Why it could not.
+pub struct InventoryReading {
+    /// Without GPUs if their list could not be read.
+    pub inventory: NodeInventory,
+    /// Why the list of GPUs could not be read.
     pub unreadable: Option<String>,
 }
 
 /// Reads the node's hardware and software.
 #[must_use]
-pub fn read(gpus: &Gpus, executor: ExecutorKind, ssh_host_key_fingerprint: Option<String>) -> Look {
+pub fn read(gpus: &Gpus, executor: ExecutorKind, ssh_host_key_fingerprint: Option<String>) -> InventoryReading {
     let system = system();
     let (listed, unreadable) = match gpus.list() {
         Ok(listed) => (listed, None),
         Err(error) => (Vec::new(), Some(error.to_string())),
     };
     let cpus = system.as_ref().map_or(&[][..], |system| system.cpus());
-    let inventory = Inventory {
+    let inventory = NodeInventory {
         hostname: System::host_name().unwrap_or_else(|_| "unknown".to_owned()),
         kernel: System::kernel_version().unwrap_or_else(|_| "unknown".to_owned()),
         cpu_model: cpus.first().map_or_else(|| "unknown".to_owned(), |cpu| cpu.brand().trim().to_owned()),
@@ -46,29 +46,29 @@ pub fn read(gpus: &Gpus, executor: ExecutorKind, ssh_host_key_fingerprint: Optio
         executor,
         ssh_host_key_fingerprint,
     };
-    Look { inventory, unreadable }
+    InventoryReading { inventory, unreadable }
 }
 
-/// The kernel's id of this boot.
+/// The kernel's boot id.
 ///
 /// # Errors
-/// [`StoreError`] where the kernel does not say.
-pub fn boot_id() -> Result<Uuid, StoreError> {
+/// [`FileError`] when the kernel does not provide it.
+pub fn boot_id() -> Result<Uuid, FileError> {
     let path = Path::new("/proc/sys/kernel/random/boot_id");
     let text = store::read_if_there(path)?.unwrap_or_default();
-    text.trim().parse().map_err(|error| StoreError::at("read", path)(std::io::Error::other(error)))
+    text.trim().parse().map_err(|error| FileError::at("read", path)(std::io::Error::other(error)))
 }
 
 /// Measures load between calls.
-pub struct Meter(Mutex<Option<System>>);
+pub struct LoadMeter(Mutex<Option<System>>);
 
-impl Default for Meter {
+impl Default for LoadMeter {
     fn default() -> Self {
         Self(Mutex::new(system()))
     }
 }
 
-impl Meter {
+impl LoadMeter {
     /// Load since the last call (processors) and at this moment (everything else).
     #[must_use]
     pub fn read(&self, gpus: &Gpus) -> Telemetry {
@@ -101,40 +101,39 @@ fn disk_space() -> Option<(u64, u64)> {
     Some(by_device.values().fold((0, 0), |sum, disk| (sum.0 + disk.0, sum.1 + disk.1)))
 }
 
-/// So many heartbeats in a row without a list of GPUs are a fault of the machine. Fewer are the driver's hiccup: whoever rents there would
-/// not pay for it, from then on to the end.
-const UNREADABLE_BEATS: u32 = 3;
+/// This many consecutive heartbeats without a list of GPUs are a fault of the machine. Fewer are a transient failure of the driver: as a
+/// fault they would stop the charge of its allocations from then on to their end.
+const UNREADABLE_HEARTBEATS: u32 = 3;
 
-/// What is judged of the GPUs, from heartbeat to heartbeat.
+/// The health of the GPUs, from heartbeat to heartbeat.
 #[derive(Debug)]
-pub struct Watch {
-    /// What the node had when the agent started; where that could not be read, what was read first.
-    had: Vec<Gpu>,
-    /// What was read last.
-    last: Vec<Gpu>,
+pub struct GpuMonitor {
+    /// The GPUs at the agent's start; if they could not be read then, the first list that was read.
+    had: Vec<GpuInfo>,
+    /// The list that was read last.
+    last: Vec<GpuInfo>,
     missing_since: BTreeMap<String, DateTime<Utc>>,
     unreadable: Option<Unreadable>,
 }
 
-/// Since when the list cannot be read, and how often that was tried.
+/// Since when the list cannot be read, and in how many attempts.
 #[derive(Clone, Copy, Debug)]
 struct Unreadable {
     since: DateTime<Utc>,
-    beats: u32,
+    heartbeats: u32,
 }
 
-impl Watch {
-    /// Of the GPUs that the node had at the agent's start.
+impl GpuMonitor {
+    /// Monitors the GPUs that the node had at the agent's start.
     #[must_use]
-    pub fn of(had: &[Gpu]) -> Self {
+    pub fn of(had: &[GpuInfo]) -> Self {
         Self { had: had.to_vec(), last: had.to_vec(), missing_since: BTreeMap::new(), unreadable: None }
     }
 
-    /// What a look says of the machine's health. Of GPUs that could not be read nothing is known: they are reported as they were read last,
-    /// beside an alert that says so.
+    /// The machine's health by a reading. If the GPUs could not be read, the last list is reported, together with an alert that says so.
     #[must_use]
-    pub fn judge(&mut self, look: Look, now: DateTime<Utc>) -> (Inventory, Health) {
-        let Look { mut inventory, unreadable } = look;
+    pub fn assess_reading(&mut self, reading: InventoryReading, now: DateTime<Utc>) -> (NodeInventory, HealthReport) {
+        let InventoryReading { mut inventory, unreadable } = reading;
         let Some(why) = unreadable else {
             self.unreadable = None;
             if self.had.is_empty() {
@@ -144,8 +143,8 @@ impl Watch {
             let health = assess(&self.had, &inventory.gpus, &mut self.missing_since, now);
             return (inventory, health);
         };
-        let before = self.unreadable.unwrap_or(Unreadable { since: now, beats: 0 });
-        let unreadable = Unreadable { beats: before.beats.saturating_add(1), ..before };
+        let before = self.unreadable.unwrap_or(Unreadable { since: now, heartbeats: 0 });
+        let unreadable = Unreadable { heartbeats: before.heartbeats.saturating_add(1), ..before };
         self.unreadable = Some(unreadable);
         inventory.gpus.clone_from(&self.last);
         let mut health = assess(&self.had, &self.last, &mut self.missing_since, now);
@@ -156,15 +155,15 @@ impl Watch {
 }
 
 impl Unreadable {
-    const fn status(self) -> HealthStatus {
-        if self.beats < UNREADABLE_BEATS { HealthStatus::Warning } else { HealthStatus::Critical }
+    const fn status(self) -> HealthLevel {
+        if self.heartbeats < UNREADABLE_HEARTBEATS { HealthLevel::Warning } else { HealthLevel::Critical }
     }
 
     fn alert(self, why: &str) -> Alert {
         let mut classifications = vec![Classification::PreventAllocation];
         classifications.push(match self.status() {
-            HealthStatus::Critical => Classification::BillingCredit,
-            HealthStatus::Ok | HealthStatus::Warning => Classification::Warn,
+            HealthLevel::Critical => Classification::BillingCredit,
+            HealthLevel::Ok | HealthLevel::Warning => Classification::Warn,
         });
         Alert {
             probe_id: "gpu.unreadable".to_owned(),
@@ -177,9 +176,14 @@ impl Unreadable {
     }
 }
 
-/// What is missing of the GPUs that the node had. `since` remembers when each was first missed.
-fn assess(had: &[Gpu], has: &[Gpu], since: &mut BTreeMap<String, DateTime<Utc>>, now: DateTime<Utc>) -> Health {
-    let missing = |gpu: &&Gpu| !has.iter().any(|other| other.uuid == gpu.uuid);
+/// The GPUs that are missing. `since` remembers when each was first missed.
+fn assess(
+    had: &[GpuInfo],
+    has: &[GpuInfo],
+    since: &mut BTreeMap<String, DateTime<Utc>>,
+    now: DateTime<Utc>,
+) -> HealthReport {
+    let missing = |gpu: &&GpuInfo| !has.iter().any(|other| other.uuid == gpu.uuid);
     since.retain(|uuid, _| had.iter().filter(missing).any(|gpu| gpu.uuid == *uuid));
     let alerts: Vec<Alert> = had
         .iter()
@@ -193,7 +197,7 @@ fn assess(had: &[Gpu], has: &[Gpu], since: &mut BTreeMap<String, DateTime<Utc>>,
             tenant_message: "A GPU of this node has failed.".to_owned(),
         })
         .collect();
-    Health { status: if alerts.is_empty() { HealthStatus::Ok } else { HealthStatus::Critical }, alerts }
+    HealthReport { status: if alerts.is_empty() { HealthLevel::Ok } else { HealthLevel::Critical }, alerts }
 }
 
 #[cfg(test)]
@@ -203,68 +207,72 @@ mod tests {
 
     use super::*;
 
-    fn gpu(index: u32) -> Gpu {
-        Gpu { index, uuid: format!("GPU-{index}"), vendor: "NVIDIA".into(), model: "H100".into(), memory_mib: 1 }
+    fn gpu(index: u32) -> GpuInfo {
+        GpuInfo { index, uuid: format!("GPU-{index}"), vendor: "NVIDIA".into(), model: "H100".into(), memory_mib: 1 }
     }
 
     #[test]
-    fn a_gpu_that_vanishes_is_an_alert_from_its_first_absence_until_it_is_back() {
+    fn vanished_gpu_is_an_alert_until_it_returns() {
         let had = [gpu(0), gpu(1)];
         let (mut since, start) = (BTreeMap::new(), Utc::now());
-        assert_eq!(assess(&had, &had, &mut since, start).status, HealthStatus::Ok);
+        assert_eq!(assess(&had, &had, &mut since, start).status, HealthLevel::Ok);
         let later = start + TimeDelta::minutes(1);
         let _ = assess(&had, &had[..1], &mut since, start);
         let health = assess(&had, &had[..1], &mut since, later);
-        assert_eq!(health.status, HealthStatus::Critical);
+        assert_eq!(health.status, HealthLevel::Critical);
         assert_eq!((health.alerts[0].target.as_str(), health.alerts[0].since), ("GPU-1", start));
         assert!(assess(&had, &had, &mut since, later).alerts.is_empty());
         assert!(since.is_empty());
     }
 
-    /// What is found of a machine with these GPUs, or without an answer of its driver.
-    fn look(listed: Result<&[Gpu], &str>) -> Look {
-        let Look { inventory, .. } = read(&Gpus::Absent { why: String::new() }, ExecutorKind::Sandbox, None);
+    /// A reading of a machine with these GPUs, or without an answer of its driver.
+    fn reading(listed: Result<&[GpuInfo], &str>) -> InventoryReading {
+        let InventoryReading { inventory, .. } =
+            read(&Gpus::Absent { why: String::new() }, ExecutorKind::Sandbox, None);
         match listed {
-            Ok(gpus) => Look { inventory: Inventory { gpus: gpus.to_vec(), ..inventory }, unreadable: None },
-            Err(why) => Look { inventory, unreadable: Some(why.to_owned()) },
+            Ok(gpus) => {
+                InventoryReading { inventory: NodeInventory { gpus: gpus.to_vec(), ..inventory }, unreadable: None }
+            }
+            Err(why) => InventoryReading { inventory, unreadable: Some(why.to_owned()) },
         }
     }
 
     #[test]
-    fn a_driver_that_does_not_answer_is_a_fault_only_after_some_heartbeats() {
+    fn unresponsive_driver_is_a_fault_only_after_several_heartbeats() {
         let had = [gpu(0), gpu(1)];
-        let (mut watch, start) = (Watch::of(&had), Utc::now());
-        let beat = |n: i64| start + TimeDelta::seconds(30 * n);
-        for (n, wanted) in [(0, HealthStatus::Warning), (1, HealthStatus::Warning), (2, HealthStatus::Critical)] {
-            let (inventory, health) = watch.judge(look(Err("Timeout")), beat(n));
+        let (mut monitor, start) = (GpuMonitor::of(&had), Utc::now());
+        let heartbeat_at = |n: i64| start + TimeDelta::seconds(30 * n);
+        for (n, wanted) in [(0, HealthLevel::Warning), (1, HealthLevel::Warning), (2, HealthLevel::Critical)] {
+            let (inventory, health) = monitor.assess_reading(reading(Err("Timeout")), heartbeat_at(n));
             assert_eq!((health.status, &inventory.gpus[..]), (wanted, &had[..]), "as it was read last");
             assert_eq!((health.alerts[0].probe_id.as_str(), health.alerts[0].since), ("gpu.unreadable", start));
         }
-        assert_eq!(watch.judge(look(Ok(&had)), beat(3)).1.status, HealthStatus::Ok);
-        // The next hiccup is counted from its own beginning.
-        assert_eq!(watch.judge(look(Err("Timeout")), beat(4)).1.status, HealthStatus::Warning);
+        assert_eq!(monitor.assess_reading(reading(Ok(&had)), heartbeat_at(3)).1.status, HealthLevel::Ok);
+        // The next failure is counted from its own beginning.
+        assert_eq!(monitor.assess_reading(reading(Err("Timeout")), heartbeat_at(4)).1.status, HealthLevel::Warning);
     }
 
     #[test]
-    fn a_gpu_that_is_missing_stays_so_while_the_driver_does_not_answer() {
+    fn missing_gpu_stays_missing_while_the_driver_does_not_answer() {
         let had = [gpu(0), gpu(1)];
-        let (mut watch, now) = (Watch::of(&had), Utc::now());
-        assert_eq!(watch.judge(look(Ok(&had[..1])), now).1.status, HealthStatus::Critical);
-        let (inventory, health) = watch.judge(look(Err("Timeout")), now);
-        assert_eq!((health.status, health.alerts.len(), inventory.gpus.len()), (HealthStatus::Critical, 2, 1));
+        let (mut monitor, now) = (GpuMonitor::of(&had), Utc::now());
+        assert_eq!(monitor.assess_reading(reading(Ok(&had[..1])), now).1.status, HealthLevel::Critical);
+        let (inventory, health) = monitor.assess_reading(reading(Err("Timeout")), now);
+        assert_eq!((health.status, health.alerts.len(), inventory.gpus.len()), (HealthLevel::Critical, 2, 1));
     }
 
     #[test]
-    fn where_the_driver_did_not_answer_at_the_start_what_it_says_first_is_what_the_node_has() {
-        let (mut watch, now) = (Watch::of(&[]), Utc::now());
-        let _ = watch.judge(look(Err("Timeout")), now);
-        assert_eq!(watch.judge(look(Ok(&[gpu(0)])), now).1.status, HealthStatus::Ok);
-        assert_eq!(watch.judge(look(Ok(&[])), now).1.status, HealthStatus::Critical);
+    fn first_list_of_a_driver_that_was_unresponsive_at_start_is_the_baseline() {
+        let (mut monitor, now) = (GpuMonitor::of(&[]), Utc::now());
+        let _ = monitor.assess_reading(reading(Err("Timeout")), now);
+        assert_eq!(monitor.assess_reading(reading(Ok(&[gpu(0)])), now).1.status, HealthLevel::Ok);
+        assert_eq!(monitor.assess_reading(reading(Ok(&[])), now).1.status, HealthLevel::Critical);
     }
 
     #[test]
     fn the_inventory_of_this_machine_is_plausible() {
-        let Look { inventory, unreadable } = read(&Gpus::Absent { why: String::new() }, ExecutorKind::Sandbox, None);
+        let InventoryReading { inventory, unreadable } =
+            read(&Gpus::Absent { why: String::new() }, ExecutorKind::Sandbox, None);
         assert_eq!(unreadable, None);
         assert!(inventory.cpu_cores > 0 && inventory.memory_mib > 0, "{inventory:?}");
         assert!(boot_id().is_ok());

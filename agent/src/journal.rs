@@ -1,9 +1,9 @@
-//! What this agent has taken on, begun, done and reported, on disk, so that kill -9 at any moment loses no effect and
-//! repeats none that must not be repeated.
+//! The journal of accepted, started, finished and reported tasks on disk, so that kill -9 at any moment loses no effect and repeats none
+//! that must not be repeated.
 //!
-//! Append-only JSON lines. A line that decides whether an effect may happen (`started`, `done`) is synced before the agent
-//! goes on; lines that wait together share one sync. A torn last line is what a crash leaves, and is dropped; a broken line
-//! elsewhere is damage, and stops the agent.
+//! Append-only JSON lines. A line that decides whether an effect may happen (`started`, `done`) is synced before the agent continues;
+//! lines that wait together share one sync. A torn last line is what a crash leaves, and is dropped; a broken line elsewhere is
+//! corruption, and stops the agent.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -18,25 +18,25 @@ use tokio::sync::oneshot;
 use uuid::Uuid;
 use wire::task::{OpenTerminal, Task, TaskPayload, TaskResult, TaskStatus};
 
-use crate::store::{self, StoreError};
+use crate::store::{self, FileError};
 
-/// How long past its expiry a task is remembered. A copy of it that arrives later is refused as expired; the margin is for
-/// clocks that are set back.
+/// How long past its expiry a task is remembered. A copy of it that arrives later is refused as expired; the margin covers clocks that
+/// are set back.
 const REMEMBERED_AFTER_EXPIRY: TimeDelta = TimeDelta::minutes(10);
-/// Lines beyond the needed ones before the file is rewritten.
+/// Superfluous lines before the file is compacted.
 const SLACK_LINES: usize = 4096;
-/// Lines that share one sync at most.
+/// The most lines that share one sync.
 const BATCH: usize = 256;
 
-/// One task, at the latest attempt this agent has accepted.
+/// One task, at the latest attempt that this agent has accepted.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Record {
+pub struct TaskRecord {
     pub attempt: u32,
     pub payload: TaskPayload,
     pub phase: Phase,
 }
 
-/// How far an attempt has come.
+/// The phase of an attempt.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Phase {
     /// Verified; its effect has not begun.
@@ -52,30 +52,30 @@ pub enum Phase {
 /// One line of the file.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-pub enum Line {
+pub enum JournalEntry {
     Accepted { payload: TaskPayload },
     Started { task_id: Uuid, attempt: u32, at: DateTime<Utc> },
     Done { task_id: Uuid, result: TaskResult },
-    Reported { task_id: Uuid, attempt: u32, ended: Ended, at: DateTime<Utc> },
+    Reported { task_id: Uuid, attempt: u32, ended: ReportOutcome, at: DateTime<Utc> },
 }
 
 /// How the reporting of a result ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Ended {
+pub enum ReportOutcome {
     /// The control plane has it.
     Recorded,
     /// The control plane will never take it.
     GivenUp,
 }
 
-impl Line {
-    /// Whether the agent has to wait until the line is on disk for good.
+impl JournalEntry {
+    /// Whether the agent has to wait until the line is durable.
     fn is_durable(&self) -> bool {
         match self {
             Self::Started { .. } | Self::Done { .. } => true,
-            // Losing `accepted` means that the control plane dispatches again, losing `reported` that the result is sent
-            // twice; both are harmless.
+            // Losing `accepted` means that the control plane redispatches, losing `reported` that the result is resent; both are
+            // harmless.
             Self::Accepted { .. } | Self::Reported { .. } => false,
         }
     }
@@ -85,7 +85,7 @@ impl Line {
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(#[from] FileError),
     #[error(
         "line {line} of the journal {} is damaged; move the file away to start without it, and look at the node's allocations \
          before giving it work",
@@ -103,21 +103,21 @@ pub enum JournalError {
     Closed,
 }
 
-type Records = BTreeMap<Uuid, Record>;
+type Records = BTreeMap<Uuid, TaskRecord>;
 type Written = oneshot::Sender<Result<(), JournalError>>;
 
 /// The journal of one agent. Cheap to share behind an `Arc`; its writer is a thread that ends with the last handle.
 #[derive(Debug)]
 pub struct Journal {
     records: Arc<Mutex<Records>>,
-    writer: mpsc::Sender<(Line, Written)>,
+    writer: mpsc::Sender<(JournalEntry, Written)>,
 }
 
 impl Journal {
-    /// Opens or creates the journal at `path` and rewrites it without what is no longer needed at `now`.
+    /// Opens or creates the journal at `path` and compacts it to what is still needed at `now`.
     ///
     /// # Errors
-    /// [`JournalError`] when it cannot be read, or is damaged.
+    /// [`JournalError`] when it cannot be read, or is corrupt.
     pub fn open(path: &Path, now: DateTime<Utc>) -> Result<Self, JournalError> {
         let text = store::read_if_there(path)?.unwrap_or_default();
         let mut records = read(&text, path)?;
@@ -133,21 +133,21 @@ impl Journal {
         Ok(Self { records, writer })
     }
 
-    /// What is known of a task.
+    /// The record of a task.
     #[must_use]
-    pub fn record(&self, task_id: Uuid) -> Option<Record> {
+    pub fn record(&self, task_id: Uuid) -> Option<TaskRecord> {
         lock(&self.records).get(&task_id).cloned()
     }
 
     /// Tasks whose result the control plane does not have yet, oldest id first.
     #[must_use]
-    pub fn unreported(&self) -> Vec<Record> {
-        let open = |record: &&Record| !matches!(record.phase, Phase::Reported(_));
+    pub fn unreported(&self) -> Vec<TaskRecord> {
+        let open = |record: &&TaskRecord| !matches!(record.phase, Phase::Reported(_));
         lock(&self.records).values().filter(open).cloned().collect()
     }
 
-    /// Whether this agent has cleaned the allocation up. An order to set it up that arrives after that is a late one: the GPUs may be
-    /// somebody else's by now.
+    /// Whether this agent has cleaned the allocation up. A provision task that arrives after that is late: the GPUs may belong to another
+    /// allocation by now.
     #[must_use]
     pub fn has_released(&self, allocation_id: Uuid) -> bool {
         lock(&self.records).values().any(|record| releases(record, allocation_id))
@@ -155,31 +155,31 @@ impl Journal {
 
     /// Whether this agent has begun to clean the allocation up: from then on nothing opens it.
     #[must_use]
-    pub fn is_leaving(&self, allocation_id: Uuid) -> bool {
+    pub fn is_in_clean_up(&self, allocation_id: Uuid) -> bool {
         lock(&self.records).values().any(|record| {
             let begun = record.phase != Phase::Accepted;
             begun && matches!(&record.payload.task, Task::Release(release) if release.allocation_id == allocation_id)
         })
     }
 
-    /// The terminal sessions that were begun and are not at the end of their lifetime.
+    /// The terminal sessions that were started and whose lifetime is not over.
     #[must_use]
     pub fn terminals_begun(&self, now: DateTime<Utc>) -> Vec<OpenTerminal> {
         lock(&self.records).values().filter_map(|record| terminal_of(record, now)).cloned().collect()
     }
 
-    /// Appends a line. Returns when it is written, and on disk where an effect hangs on it.
+    /// Appends a line. Returns when it is written, and durable if an effect depends on it.
     ///
     /// # Errors
-    /// [`JournalError`]; the caller must not go on as if the line were there.
-    pub async fn append(&self, line: Line) -> Result<(), JournalError> {
+    /// [`JournalError`]; the caller must not continue as if the line were written.
+    pub async fn append(&self, line: JournalEntry) -> Result<(), JournalError> {
         let (written, answer) = oneshot::channel();
         self.writer.send((line, written)).map_err(|_| JournalError::Closed)?;
         answer.await.map_err(|_| JournalError::Closed)?
     }
 }
 
-fn releases(record: &Record, allocation_id: Uuid) -> bool {
+fn releases(record: &TaskRecord, allocation_id: Uuid) -> bool {
     let succeeded = match &record.phase {
         Phase::Done(result) | Phase::Reported(result) => result.status == TaskStatus::Succeeded,
         Phase::Accepted | Phase::Started => false,
@@ -187,8 +187,8 @@ fn releases(record: &Record, allocation_id: Uuid) -> bool {
     succeeded && matches!(&record.payload.task, Task::Release(release) if release.allocation_id == allocation_id)
 }
 
-/// The session that the record began, while it may live.
-fn terminal_of(record: &Record, now: DateTime<Utc>) -> Option<&OpenTerminal> {
+/// The session that the record started, during its lifetime.
+fn terminal_of(record: &TaskRecord, now: DateTime<Utc>) -> Option<&OpenTerminal> {
     let Task::OpenTerminal(open) = &record.payload.task else { return None };
     let begun = match &record.phase {
         Phase::Done(result) | Phase::Reported(result) => result.status == TaskStatus::Succeeded,
@@ -199,7 +199,7 @@ fn terminal_of(record: &Record, now: DateTime<Utc>) -> Option<&OpenTerminal> {
 
 fn read(text: &str, path: &Path) -> Result<Records, JournalError> {
     let mut records = Records::new();
-    // What follows the last line feed was being written when the agent died.
+    // Text after the last line feed was being written when the agent crashed.
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
     for (index, line) in whole.lines().enumerate() {
         match serde_json::from_str(line) {
@@ -211,26 +211,26 @@ fn read(text: &str, path: &Path) -> Result<Records, JournalError> {
 }
 
 /// A line of an attempt that a later one has replaced changes nothing.
-fn apply(records: &mut Records, line: Line) {
+fn apply(records: &mut Records, line: JournalEntry) {
     match line {
-        Line::Accepted { payload } => {
+        JournalEntry::Accepted { payload } => {
             let known = records.get(&payload.task_id).is_some_and(|record| record.attempt > payload.attempt);
             if !known {
-                let record = Record { attempt: payload.attempt, payload, phase: Phase::Accepted };
+                let record = TaskRecord { attempt: payload.attempt, payload, phase: Phase::Accepted };
                 records.insert(record.payload.task_id, record);
             }
         }
-        Line::Started { task_id, attempt, .. } => {
+        JournalEntry::Started { task_id, attempt, .. } => {
             if let Some(record) = records.get_mut(&task_id).filter(|record| record.attempt == attempt) {
                 record.phase = Phase::Started;
             }
         }
-        Line::Done { task_id, result } => {
+        JournalEntry::Done { task_id, result } => {
             if let Some(record) = records.get_mut(&task_id).filter(|record| record.attempt == result.attempt) {
                 record.phase = Phase::Done(result);
             }
         }
-        Line::Reported { task_id, attempt, .. } => {
+        JournalEntry::Reported { task_id, attempt, .. } => {
             if let Some(record) = records.get_mut(&task_id).filter(|record| record.attempt == attempt)
                 && let Phase::Done(result) = &record.phase
             {
@@ -240,7 +240,7 @@ fn apply(records: &mut Records, line: Line) {
     }
 }
 
-fn is_needed(record: &Record, now: DateTime<Utc>) -> bool {
+fn is_needed(record: &TaskRecord, now: DateTime<Utc>) -> bool {
     if terminal_of(record, now).is_some() {
         return true;
     }
@@ -252,23 +252,23 @@ fn is_needed(record: &Record, now: DateTime<Utc>) -> bool {
     }
 }
 
-fn lines_of(record: &Record) -> Vec<Line> {
+fn lines_of(record: &TaskRecord) -> Vec<JournalEntry> {
     let (task_id, attempt) = (record.payload.task_id, record.attempt);
-    let mut lines = vec![Line::Accepted { payload: record.payload.clone() }];
+    let mut lines = vec![JournalEntry::Accepted { payload: record.payload.clone() }];
     match &record.phase {
         Phase::Accepted => {}
-        Phase::Started => lines.push(Line::Started { task_id, attempt, at: record.payload.issued_at }),
-        Phase::Done(result) => lines.push(Line::Done { task_id, result: result.clone() }),
+        Phase::Started => lines.push(JournalEntry::Started { task_id, attempt, at: record.payload.issued_at }),
+        Phase::Done(result) => lines.push(JournalEntry::Done { task_id, result: result.clone() }),
         Phase::Reported(result) => {
             let at = result.finished_at;
-            lines.push(Line::Done { task_id, result: result.clone() });
-            lines.push(Line::Reported { task_id, attempt, ended: Ended::Recorded, at });
+            lines.push(JournalEntry::Done { task_id, result: result.clone() });
+            lines.push(JournalEntry::Reported { task_id, attempt, ended: ReportOutcome::Recorded, at });
         }
     }
     lines
 }
 
-fn encode(line: &Line, into: &mut Vec<u8>) -> io::Result<()> {
+fn encode(line: &JournalEntry, into: &mut Vec<u8>) -> io::Result<()> {
     serde_json::to_writer(&mut *into, line)?;
     into.push(b'\n');
     Ok(())
@@ -277,26 +277,26 @@ fn encode(line: &Line, into: &mut Vec<u8>) -> io::Result<()> {
 struct WriterFile {
     path: PathBuf,
     file: File,
-    /// Bytes known to be whole lines.
+    /// Bytes that are known to be whole lines.
     length: u64,
     lines: usize,
 }
 
 impl WriterFile {
-    fn rewrite(path: &Path, records: &Records) -> Result<Self, StoreError> {
+    fn rewrite(path: &Path, records: &Records) -> Result<Self, FileError> {
         let mut bytes = Vec::new();
         let mut lines = 0;
         for line in records.values().flat_map(lines_of) {
-            encode(&line, &mut bytes).map_err(StoreError::at("encode", path))?;
+            encode(&line, &mut bytes).map_err(FileError::at("encode", path))?;
             lines += 1;
         }
         store::write_atomically(path, &bytes, store::PRIVATE)?;
         let file =
-            OpenOptions::new().append(true).mode(store::PRIVATE).open(path).map_err(StoreError::at("open", path))?;
+            OpenOptions::new().append(true).mode(store::PRIVATE).open(path).map_err(FileError::at("open", path))?;
         Ok(Self { path: path.to_owned(), file, length: bytes.len() as u64, lines })
     }
 
-    fn append(&mut self, batch: &[(Line, Written)]) -> io::Result<()> {
+    fn append(&mut self, batch: &[(JournalEntry, Written)]) -> io::Result<()> {
         let mut bytes = Vec::new();
         for (line, _) in batch {
             encode(line, &mut bytes)?;
@@ -318,7 +318,7 @@ impl WriterFile {
     }
 }
 
-fn write_until_closed(mut file: WriterFile, lines: &mpsc::Receiver<(Line, Written)>, records: &Mutex<Records>) {
+fn write_until_closed(mut file: WriterFile, lines: &mpsc::Receiver<(JournalEntry, Written)>, records: &Mutex<Records>) {
     while let Ok(first) = lines.recv() {
         let mut batch = vec![first];
         batch.extend(lines.try_iter().take(BATCH - 1));
@@ -326,7 +326,7 @@ fn write_until_closed(mut file: WriterFile, lines: &mpsc::Receiver<(Line, Writte
             Ok(()) => {
                 for (line, written) in batch {
                     apply(&mut lock(records), line);
-                    // Nobody may be waiting any more; the line counts all the same.
+                    // The caller may have stopped waiting; the line counts all the same.
                     let _ = written.send(Ok(()));
                 }
             }
@@ -350,7 +350,7 @@ fn compact_if_long(file: &mut WriterFile, records: &Mutex<Records>) {
     records.retain(|_, record| is_needed(record, now));
     match WriterFile::rewrite(&file.path, &records) {
         Ok(shorter) => *file = shorter,
-        // The long file is as good as the short one.
+        // The uncompacted file is equivalent.
         Err(error) => tracing::warn!(error = crate::chain(&error), "the journal could not be compacted"),
     }
 }
@@ -400,10 +400,10 @@ mod tests {
         let task_id = Uuid::from_u128(task);
         let at = Utc::now();
         let lines = [
-            Line::Accepted { payload: payload(task, attempt, soon()) },
-            Line::Started { task_id, attempt, at },
-            Line::Done { task_id, result: result(attempt) },
-            Line::Reported { task_id, attempt, ended: Ended::Recorded, at },
+            JournalEntry::Accepted { payload: payload(task, attempt, soon()) },
+            JournalEntry::Started { task_id, attempt, at },
+            JournalEntry::Done { task_id, result: result(attempt) },
+            JournalEntry::Reported { task_id, attempt, ended: ReportOutcome::Recorded, at },
         ];
         for line in lines.into_iter().take(steps) {
             journal.append(line).await.unwrap();
@@ -415,21 +415,21 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn from_the_beginning_of_its_clean_up_on_nothing_opens_an_allocation() {
+    async fn allocation_in_clean_up_is_never_opened_again() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Journal::open(&folder.path().join("journal"), Utc::now()).unwrap();
         let allocation_id = Uuid::from_u128(9);
         let release = Release { allocation_id, user_name: "gpu-9".to_owned(), devices: Vec::new() };
         let payload = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
         let task_id = payload.task_id;
-        journal.append(Line::Accepted { payload }).await.unwrap();
-        assert!(!journal.is_leaving(allocation_id));
-        journal.append(Line::Started { task_id, attempt: 1, at: Utc::now() }).await.unwrap();
-        assert!(journal.is_leaving(allocation_id) && !journal.is_leaving(Uuid::from_u128(10)));
+        journal.append(JournalEntry::Accepted { payload }).await.unwrap();
+        assert!(!journal.is_in_clean_up(allocation_id));
+        journal.append(JournalEntry::Started { task_id, attempt: 1, at: Utc::now() }).await.unwrap();
+        assert!(journal.is_in_clean_up(allocation_id) && !journal.is_in_clean_up(Uuid::from_u128(10)));
     }
 
     #[tokio::test]
-    async fn a_terminal_that_was_begun_is_remembered_to_the_end_of_its_lifetime() {
+    async fn started_terminal_is_remembered_until_its_lifetime_ends() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
         let journal = Journal::open(&path, Utc::now()).unwrap();
@@ -440,13 +440,13 @@ mod tests {
                 allocation_id: Uuid::nil(),
                 user_name: "gpu-9".to_owned(),
                 ends_at,
-                recording: wire::recording::Terms::default(),
+                recording: wire::recording::RecordTerms::default(),
             };
             let payload = TaskPayload { task: Task::OpenTerminal(open), ..payload(task, 1, soon()) };
             let task_id = payload.task_id;
-            journal.append(Line::Accepted { payload }).await.unwrap();
-            journal.append(Line::Done { task_id, result: TaskResult { status, ..result(1) } }).await.unwrap();
-            let ended = Line::Reported { task_id, attempt: 1, ended: Ended::Recorded, at: Utc::now() };
+            journal.append(JournalEntry::Accepted { payload }).await.unwrap();
+            journal.append(JournalEntry::Done { task_id, result: TaskResult { status, ..result(1) } }).await.unwrap();
+            let ended = JournalEntry::Reported { task_id, attempt: 1, ended: ReportOutcome::Recorded, at: Utc::now() };
             journal.append(ended).await.unwrap();
         }
         drop(journal);
@@ -459,16 +459,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_allocation_counts_as_released_from_its_successful_clean_up_on() {
+    async fn allocation_is_released_from_its_successful_clean_up_on() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Journal::open(&folder.path().join("journal"), Utc::now()).unwrap();
         let allocation_id = Uuid::from_u128(9);
         let release = Release { allocation_id, user_name: "gpu-9".to_owned(), devices: Vec::new() };
         let payload = TaskPayload { task: Task::Release(release), ..payload(1, 1, soon()) };
         let task_id = payload.task_id;
-        journal.append(Line::Accepted { payload }).await.unwrap();
+        journal.append(JournalEntry::Accepted { payload }).await.unwrap();
         assert!(!journal.has_released(allocation_id));
-        journal.append(Line::Done { task_id, result: result(1) }).await.unwrap();
+        journal.append(JournalEntry::Done { task_id, result: result(1) }).await.unwrap();
         assert!(journal.has_released(allocation_id));
         assert!(!journal.has_released(Uuid::from_u128(10)));
     }
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_file_cut_anywhere_opens_to_a_prefix_of_what_was_written() {
+    async fn journal_truncated_anywhere_opens_to_a_prefix() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
         let journal = Journal::open(&path, Utc::now()).unwrap();
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn appending_after_a_torn_line_does_not_glue_two_lines_together() {
+    async fn append_after_a_torn_line_does_not_join_two_lines() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
         fs::write(&path, "{\"event\":\"acc").unwrap();
@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_line_in_the_middle_is_damage() {
+    fn broken_line_in_the_middle_is_corruption() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
         fs::write(&path, "nonsense\n{}\n").unwrap();
@@ -537,21 +537,21 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_later_attempt_replaces_an_earlier_one_and_not_the_other_way_round() {
+    async fn later_attempt_replaces_an_earlier_one_and_not_vice_versa() {
         let folder = tempfile::tempdir().unwrap();
         let journal = Journal::open(&folder.path().join("journal"), Utc::now()).unwrap();
         walk(&journal, 1, 1, 2).await;
         walk(&journal, 1, 2, 2).await;
         // The first attempt ends late.
         let task_id = Uuid::from_u128(1);
-        journal.append(Line::Done { task_id, result: result(1) }).await.unwrap();
+        journal.append(JournalEntry::Done { task_id, result: result(1) }).await.unwrap();
         assert_eq!(phase(&journal, 1), Phase::Started);
         walk(&journal, 1, 1, 1).await;
         assert_eq!(journal.record(task_id).unwrap().attempt, 2);
     }
 
     #[tokio::test]
-    async fn only_what_may_still_come_again_is_remembered() {
+    async fn only_tasks_that_may_be_resent_are_remembered() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
         let journal = Journal::open(&path, Utc::now()).unwrap();
@@ -565,12 +565,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_long_journal_is_rewritten_while_it_is_used() {
+    async fn long_journal_is_compacted_while_in_use() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal");
         let journal = Journal::open(&path, Utc::now()).unwrap();
         walk(&journal, 1, 1, 1).await;
-        let line = Line::Accepted { payload: payload(1, 1, soon()) };
+        let line = JournalEntry::Accepted { payload: payload(1, 1, soon()) };
         for _ in 0..SLACK_LINES + 10 {
             journal.append(line.clone()).await.unwrap();
         }

@@ -1,8 +1,8 @@
-//! The node agent: the part of the control plane that lives on a rented machine.
+//! The node agent: the part of the control plane that runs on a node.
 //!
-//! It gets an identity with a single-use token ([`identity`]), long-polls for signed tasks, decides what to do with each
-//! ([`plan`], pure), writes down what it is about to do and did ([`journal`]), and does it through one trait over the machine
-//! ([`executor`]). [`agent`] ties these together; everything it needs to know is in [`config`].
+//! It gets an identity with a single-use token ([`identity`]), long-polls for signed tasks, decides what to do with each ([`plan`],
+//! pure), journals what it is about to do and did ([`journal`]), and does it through one trait over the machine ([`executor`]). [`agent`]
+//! ties these together; its configuration is in [`config`].
 
 pub mod agent;
 pub mod api;
@@ -15,9 +15,10 @@ pub mod identity;
 pub mod inventory;
 pub mod journal;
 pub mod logging;
-pub mod login;
+pub mod login_defaults;
 pub mod plan;
 pub mod reservations;
+pub mod run_as;
 pub mod sandbox;
 pub mod simulate;
 pub mod ssh;
@@ -25,7 +26,6 @@ pub mod store;
 pub mod system;
 pub mod tenant;
 pub mod terminal;
-pub mod whom;
 
 /// An error and its causes on one line, for a log field.
 #[must_use]

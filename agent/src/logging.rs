@@ -1,28 +1,28 @@
 //! Structured logs: one JSON object a line on standard error, with the fields of the specification (*Observability surface*).
 
-use telemetry::{HostFields, Lines};
+use telemetry::{HostFields, LogLines};
 use tracing_subscriber::layer::SubscriberExt as _;
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Registry};
 use uuid::Uuid;
 
-/// What a node's machine is to a lab.
+/// The role of a node's machine in a lab.
 const HOST_ROLE: &str = "worker_compute";
 
-/// Sends all events of the process to standard error. `filter` is in the syntax of `RUST_LOG`; `node_id` is missing before the
+/// Sends all events of the process to standard error. `filter` is in the syntax of `RUST_LOG`; `node_id` is `None` until the
 /// configuration is read.
 ///
 /// # Errors
-/// `SVC_HOST_ROLE` is none of the lab's, or the process has a subscriber already.
+/// `SVC_HOST_ROLE` is not a role of the lab, or the process has a subscriber already.
 pub fn init(filter: &str, node_id: Option<Uuid>) -> anyhow::Result<()> {
     let host = host_fields(|name| std::env::var(name).ok(), node_id)?;
     let filter = EnvFilter::try_new(filter).unwrap_or_else(|_| EnvFilter::new("info"));
-    let lines = Lines::new(std::io::stderr, "node-agent", &host);
+    let lines = LogLines::new(std::io::stderr, "node-agent", &host);
     Registry::default().with(filter).with(lines).try_init()?;
     Ok(())
 }
 
-/// A node says which it is, on which machine, whether it is told or not.
+/// The host fields of a node always name its node id and role, configured or not.
 fn host_fields(environment: impl Fn(&str) -> Option<String>, node_id: Option<Uuid>) -> anyhow::Result<HostFields> {
     let told = HostFields::gather(environment)?;
     let own_name = || nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_node_says_which_it_is_and_on_which_machine() {
+    fn log_lines_name_the_node_and_its_host_role() {
         let node = Uuid::from_u128(7);
         let fields = host_fields(|_| None, Some(node)).unwrap();
         assert_eq!(fields.host_role.as_deref(), Some("worker_compute"));

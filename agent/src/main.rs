@@ -4,9 +4,9 @@ use std::process::ExitCode;
 
 use agent::agent::Fatal;
 use agent::chain;
-use agent::config::{Config, ConfigError, Flags};
-use agent::system::keyrings::forget_own;
-use agent::whom::become_user;
+use agent::config::{AgentConfig, AgentConfigError, Flags};
+use agent::run_as::become_user;
+use agent::system::keyrings::revoke_own;
 use clap::Parser as _;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -18,17 +18,17 @@ const WRONG_CONFIGURATION: u8 = 2;
 fn main() -> ExitCode {
     let flags = Flags::parse();
     if flags.forget_keyrings {
-        return if forget_own().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+        return if revoke_own().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
     // Before anything is opened, and before there is a second thread.
-    let whom = become_user(&flags).map_err(ConfigError::from);
-    // Fails only where one is installed already, which is this one.
+    let user = become_user(&flags).map_err(AgentConfigError::from);
+    // Fails only if one is installed already, which is this one.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
-    let gathered = whom.and_then(|()| Config::gather(&flags, |name| std::env::var(name).ok()));
+    let gathered = user.and_then(|()| AgentConfig::gather(&flags, |name| std::env::var(name).ok()));
     let node_id = gathered.as_ref().ok().map(|config| config.node_id);
     if let Err(error) = agent::logging::init(&flags.log, node_id) {
         use std::io::Write as _;
-        // There is no log to say it in.
+        // There is no log yet.
         let _ = writeln!(std::io::stderr(), "gpuaas-agent: {error:#}");
         return ExitCode::from(WRONG_CONFIGURATION);
     }
@@ -53,8 +53,8 @@ fn not_set_up(error: std::io::Error) -> Box<Fatal> {
     Box::new(Fatal::Runtime(error))
 }
 
-fn run(config: Config) -> Result<(), Box<Fatal>> {
-    // Two threads at least: one may be held up by a disk for a moment.
+fn run(config: AgentConfig) -> Result<(), Box<Fatal>> {
+    // At least two threads: one may be blocked by a disk for a moment.
     let threads = std::thread::available_parallelism().map_or(2, |cores| cores.get().max(2));
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
     let runtime = runtime.map_err(not_set_up)?;
@@ -62,14 +62,14 @@ fn run(config: Config) -> Result<(), Box<Fatal>> {
         let stop = CancellationToken::new();
         let mut terminate = signal(SignalKind::terminate()).map_err(not_set_up)?;
         let mut interrupt = signal(SignalKind::interrupt()).map_err(not_set_up)?;
-        let asked = stop.clone();
+        let stop_signal = stop.clone();
         tokio::spawn(async move {
             tokio::select! {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
             }
             info!("stopping");
-            asked.cancel();
+            stop_signal.cancel();
         });
         info!(
             version = env!("CARGO_PKG_VERSION"),
@@ -80,7 +80,7 @@ fn run(config: Config) -> Result<(), Box<Fatal>> {
         );
         agent::agent::run(config, stop).await.map_err(Box::new)
     });
-    // An effect that is still under way goes on from the journal at the next start.
+    // An effect in flight continues from the journal at the next start.
     runtime.shutdown_background();
     ended
 }

@@ -1,7 +1,7 @@
-//! Which allocation holds which GPU of this node, as the agent remembers it over restarts.
+//! Which allocation holds which GPU of this node, as the agent stores it across restarts.
 //!
 //! ```text
-//! STATE/allocations/<id>/allocation.json   first to come, last to go
+//! STATE/allocations/<id>/allocation.json   written first, removed last
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,24 +14,24 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
-use wire::inventory::Device;
-use wire::proof::{Checked, Finding, Outcome};
+use wire::inventory::DeviceRef;
+use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::task::{Provision, Release};
 
-use crate::executor::Failure;
+use crate::executor::TaskFailure;
 use crate::gpus::Gpus;
-use crate::store::{self, StoreError};
+use crate::store::{self, FileError};
 
 /// The name of an allocation's record in its folder.
 pub const RECORD: &str = "allocation.json";
 
-/// What the agent remembers of an allocation.
+/// The stored record of an allocation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reservation {
     pub allocation_id: Uuid,
     pub user_name: String,
     pub sku: String,
-    pub devices: Vec<Device>,
+    pub devices: Vec<DeviceRef>,
     pub provisioned_at: DateTime<Utc>,
 }
 
@@ -42,11 +42,11 @@ pub struct Reservations {
 }
 
 impl Reservations {
-    /// Takes over what an earlier agent left under `state_dir`.
+    /// Loads the reservations that an earlier agent stored under `state_dir`.
     ///
     /// # Errors
-    /// [`StoreError`] when the folder cannot be made or read.
-    pub fn open(state_dir: &Path) -> Result<Self, StoreError> {
+    /// [`FileError`] when the folder cannot be created or read.
+    pub fn open(state_dir: &Path) -> Result<Self, FileError> {
         let folder = state_dir.join("allocations");
         store::private_folder(&folder)?;
         let held = Mutex::new(read(&folder)?);
@@ -57,28 +57,28 @@ impl Reservations {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where an allocation's things lie.
+    /// The folder of an allocation.
     #[must_use]
     pub fn folder_of(&self, allocation_id: Uuid) -> PathBuf {
         self.folder.join(allocation_id.to_string())
     }
 
-    /// The allocations that hold something.
+    /// All reservations.
     #[must_use]
     pub fn all(&self) -> Vec<Reservation> {
         self.lock().values().cloned().collect()
     }
 
-    /// The allocation, where it is on this node under this name.
+    /// The reservation of an allocation, if it is on this node under this user name.
     ///
     /// # Errors
     /// `tenant_unknown`.
-    pub fn of_tenant(&self, allocation_id: Uuid, user_name: &str) -> Result<Reservation, Failure> {
+    pub fn of_tenant(&self, allocation_id: Uuid, user_name: &str) -> Result<Reservation, TaskFailure> {
         let found = self.lock().get(&allocation_id).filter(|held| held.user_name == user_name).cloned();
-        found.ok_or_else(|| Failure::new("tenant_unknown", "the allocation is not set up on this node"))
+        found.ok_or_else(|| TaskFailure::new("tenant_unknown", "the allocation is not set up on this node"))
     }
 
-    /// The same, as they would be removed.
+    /// All reservations as release tasks.
     #[must_use]
     pub fn tenants(&self) -> Vec<Release> {
         let release = |held: Reservation| Release {
@@ -89,32 +89,32 @@ impl Reservations {
         self.all().into_iter().map(release).collect()
     }
 
-    /// Their ids, in text, for an output.
+    /// Their ids as text, for an output.
     #[must_use]
     pub fn ids(&self) -> BTreeSet<String> {
         self.lock().keys().map(Uuid::to_string).collect()
     }
 
-    /// Writes down that the allocation holds its devices, unless another holds one of them.
+    /// Stores that the allocation holds its devices, unless another one holds any of them.
     ///
     /// # Errors
-    /// `device_unknown`, `device_in_use`, `allocation_differs`; `node_storage` where it cannot be written.
-    pub fn reserve(&self, task: &Provision, gpus: &Gpus) -> Result<(), Failure> {
-        let known = gpus.list().map_err(|error| Failure::new("gpu_driver", error.to_string()))?;
+    /// `device_unknown`, `device_in_use`, `allocation_differs`; `node_storage` if it cannot be written.
+    pub fn reserve(&self, task: &Provision, gpus: &Gpus) -> Result<(), TaskFailure> {
+        let known = gpus.list().map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
         if let Some(device) = task.devices.iter().find(|device| !known.iter().any(|gpu| gpu.uuid == device.uuid)) {
-            return Err(Failure::new("device_unknown", format!("this node has no GPU {}", device.uuid)));
+            return Err(TaskFailure::new("device_unknown", format!("this node has no GPU {}", device.uuid)));
         }
         let mut held = self.lock();
         for device in &task.devices {
             if let Some(holder) = holder_of(&held, device, task.allocation_id) {
                 let message = format!("GPU {} is held by allocation {holder}", device.uuid);
-                return Err(Failure::new("device_in_use", message));
+                return Err(TaskFailure::new("device_in_use", message));
             }
         }
         let provisioned_at = match held.get(&task.allocation_id) {
             Some(before) if before.devices != task.devices || before.user_name != task.user_name => {
                 let message = "the allocation is on this node already, with other devices or another user";
-                return Err(Failure::new("allocation_differs", message));
+                return Err(TaskFailure::new("allocation_differs", message));
             }
             Some(before) => before.provisioned_at,
             None => Utc::now(),
@@ -128,26 +128,26 @@ impl Reservations {
         };
         if held.get(&task.allocation_id) != Some(&reservation) {
             let text = serde_json::to_vec_pretty(&reservation)
-                .map_err(|error| Failure::new("node_storage", error.to_string()))?;
+                .map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
             store::write_atomically(&self.folder_of(task.allocation_id).join(RECORD), &text, store::PRIVATE)?;
             held.insert(task.allocation_id, reservation);
         }
         Ok(())
     }
 
-    /// Gives the devices back, which only a node without leftovers may do.
+    /// Frees the devices, which requires a node without leftovers of the tenant.
     ///
     /// # Errors
-    /// `node_storage` where the allocation's folder cannot be removed.
-    pub fn give_back(&self, allocation_id: Uuid) -> Result<(), Failure> {
+    /// `node_storage` if the allocation's folder cannot be removed.
+    pub fn free(&self, allocation_id: Uuid) -> Result<(), TaskFailure> {
         let folder = self.folder_of(allocation_id);
         let mut held = self.lock();
         match fs::remove_dir_all(&folder) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                Err(StoreError::at("remove", &folder)(error).into())
+                Err(FileError::at("remove", &folder)(error).into())
             }
             Ok(()) | Err(_) => {
-                store::sync_folder(&self.folder).map_err(|error| StoreError::at("sync", &self.folder)(error))?;
+                store::sync_folder(&self.folder).map_err(|error| FileError::at("sync", &self.folder)(error))?;
                 held.remove(&allocation_id);
                 Ok(())
             }
@@ -156,48 +156,48 @@ impl Reservations {
 
     /// Whether the allocation still holds anything.
     #[must_use]
-    pub fn look(&self, allocation_id: Uuid) -> Finding {
+    pub fn check_removed(&self, allocation_id: Uuid) -> CleanupFinding {
         let held = self.lock().contains_key(&allocation_id) || self.folder_of(allocation_id).exists();
-        Finding {
-            what: Checked::DeviceReservation,
+        CleanupFinding {
+            what: CleanupCheck::DeviceReservation,
             looked_for: allocation_id.to_string(),
-            outcome: if held { Outcome::Present } else { Outcome::Gone },
+            outcome: if held { FindingOutcome::Present } else { FindingOutcome::Gone },
             detail: held.then(|| "kept until nothing else of the tenant is left".to_owned()),
         }
     }
 
-    /// Whether something can be written where the reservations lie.
+    /// Whether the folder of the reservations is writable.
     ///
     /// # Errors
-    /// [`StoreError`].
-    pub fn try_writing(&self) -> Result<(), StoreError> {
+    /// [`FileError`].
+    pub fn check_writable(&self) -> Result<(), FileError> {
         let probe = self.folder.join(".validate");
         store::write_atomically(&probe, b"", store::PRIVATE)?;
         store::remove(&probe)
     }
 }
 
-fn holder_of(held: &BTreeMap<Uuid, Reservation>, device: &Device, but: Uuid) -> Option<Uuid> {
+fn holder_of(held: &BTreeMap<Uuid, Reservation>, device: &DeviceRef, but: Uuid) -> Option<Uuid> {
     let holds =
         |other: &&Reservation| other.allocation_id != but && other.devices.iter().any(|held| held.uuid == device.uuid);
     held.values().find(holds).map(|other| other.allocation_id)
 }
 
-fn read(folder: &Path) -> Result<BTreeMap<Uuid, Reservation>, StoreError> {
+fn read(folder: &Path) -> Result<BTreeMap<Uuid, Reservation>, FileError> {
     let mut held = BTreeMap::new();
-    for entry in fs::read_dir(folder).map_err(StoreError::at("read", folder))? {
-        let entry = entry.map_err(StoreError::at("read", folder))?;
+    for entry in fs::read_dir(folder).map_err(FileError::at("read", folder))? {
+        let entry = entry.map_err(FileError::at("read", folder))?;
         let Some(allocation_id) = entry.file_name().to_str().and_then(|name| name.parse::<Uuid>().ok()) else {
             continue;
         };
         let path = entry.path().join(RECORD);
-        // A folder without one was being made or removed; the task comes again.
+        // A folder without a record was being created or removed; the task is sent again.
         let Some(text) = store::read_if_there(&path)? else { continue };
-        let reservation: Reservation = serde_json::from_str(&text)
-            .map_err(|error| StoreError::at("understand", &path)(io::Error::other(error)))?;
+        let reservation: Reservation =
+            serde_json::from_str(&text).map_err(|error| FileError::at("understand", &path)(io::Error::other(error)))?;
         held.insert(allocation_id, reservation);
     }
-    // The folder's mode is part of the promise that tenants cannot read each other's keys from outside.
-    fs::set_permissions(folder, fs::Permissions::from_mode(0o700)).map_err(StoreError::at("protect", folder))?;
+    // The folder's mode is part of the guarantee that tenants cannot read each other's keys.
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o700)).map_err(FileError::at("protect", folder))?;
     Ok(held)
 }

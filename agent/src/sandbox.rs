@@ -1,13 +1,12 @@
 //! An executor without root: a tenant is a folder, and processes that carry its mark.
 //!
-//! It separates nothing that the operating system would enforce, and says so (`isolation: none`); it is for development,
-//! for simulated nodes and for nodes with one tenant. What it promises it keeps: one allocation for each device, nothing
-//! made twice, and a clean-up that really looks.
+//! It isolates nothing by means of the operating system, and says so (`isolation: none`); it is for development, for simulated nodes and
+//! for nodes with one tenant. It does guarantee: one allocation for each device, nothing created twice, and a clean-up that is verified.
 //!
 //! ```text
-//! STATE/allocations/<id>/allocation.json   the reservation; first to come, last to go
+//! STATE/allocations/<id>/allocation.json   the reservation; written first, removed last
 //!                       /authorized_keys   the agent's, outside the home
-//!                       /environment       what the tenant's processes start with
+//!                       /environment       the environment of the tenant's processes
 //!                       /home/ /tmp/
 //! ```
 
@@ -18,21 +17,21 @@ use std::sync::Arc;
 
 use serde_json::json;
 use wire::inventory::ExecutorKind;
-use wire::proof::{Checked, Outcome};
+use wire::proof::{CleanupCheck, FindingOutcome};
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
-use crate::executor::{Executor, Failure, Output, Released};
+use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
 use crate::gpus::Gpus;
 use crate::reservations::{RECORD, Reservations};
-use crate::store::{self, StoreError};
+use crate::store::{self, FileError};
 use crate::tenant::{self, output};
-use crate::terminal::Shell;
+use crate::terminal::ShellCommand;
 
+pub mod leftovers;
 pub mod processes;
-pub mod traces;
 
+use leftovers::SandboxLeftovers;
 use processes::ProcessTable;
-use traces::Traces;
 
 /// See the module's documentation.
 pub struct Sandbox {
@@ -42,22 +41,22 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Takes over the allocations that an earlier agent left under `state_dir`.
+    /// Loads the allocations that an earlier agent stored under `state_dir`.
     ///
     /// # Errors
-    /// [`StoreError`] when the folder cannot be made or read.
-    pub fn open(state_dir: &Path, gpus: Arc<Gpus>) -> Result<Self, StoreError> {
+    /// [`FileError`] when the folder cannot be created or read.
+    pub fn open(state_dir: &Path, gpus: Arc<Gpus>) -> Result<Self, FileError> {
         Ok(Self { gpus, processes: ProcessTable::default(), reservations: Reservations::open(state_dir)? })
     }
 
-    fn furnish(&self, task: &Provision, folder: &Path) -> Result<(), Failure> {
+    fn furnish(&self, task: &Provision, folder: &Path) -> Result<(), TaskFailure> {
         for (name, mode) in [("home", 0o700), ("tmp", 0o700)] {
             let path = folder.join(name);
             DirBuilder::new()
                 .recursive(true)
                 .mode(mode)
                 .create(&path)
-                .map_err(|error| Failure::from(StoreError::at("create", &path)(error)))?;
+                .map_err(|error| TaskFailure::from(FileError::at("create", &path)(error)))?;
         }
         let keys = tenant::authorized_keys(&task.authorized_keys);
         store::write_without_sync(&folder.join("authorized_keys"), keys.as_bytes(), store::PUBLIC)?;
@@ -66,7 +65,7 @@ impl Sandbox {
             tenant::environment(task.allocation_id, &task.user_name, &task.devices, &at("home"), &at("tmp"))
                 .render()
                 .map_err(|error| {
-                Failure::new("invalid_task", format!("the tenant's environment cannot be written: {error}"))
+                TaskFailure::new("invalid_task", format!("the tenant's environment cannot be written: {error}"))
             })?;
         Ok(store::write_without_sync(&folder.join("environment"), environment.as_bytes(), store::PUBLIC)?)
     }
@@ -75,8 +74,8 @@ impl Sandbox {
     fn clear(&self, folder: &Path) {
         let Ok(entries) = fs::read_dir(folder) else { return };
         for entry in entries.flatten().filter(|entry| entry.file_name() != RECORD) {
-            // What could not be removed is found by the look that follows.
-            let _ = traces::remove_tree(&entry.path());
+            // Entries that could not be removed are found by the check that follows.
+            let _ = leftovers::remove_tree(&entry.path());
         }
     }
 }
@@ -86,7 +85,7 @@ impl Executor for Sandbox {
         ExecutorKind::Sandbox
     }
 
-    fn provision(&self, task: &Provision) -> Result<Output, Failure> {
+    fn provision(&self, task: &Provision) -> Result<TaskOutput, TaskFailure> {
         tenant::check(task)?;
         self.reservations.reserve(task, &self.gpus)?;
         let folder = self.reservations.folder_of(task.allocation_id);
@@ -100,7 +99,7 @@ impl Executor for Sandbox {
         ]))
     }
 
-    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<Output, Failure> {
+    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<TaskOutput, TaskFailure> {
         tenant::check_authorized_keys(&task.authorized_keys)?;
         let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
         let path = self.reservations.folder_of(tenant.allocation_id).join("authorized_keys");
@@ -108,35 +107,35 @@ impl Executor for Sandbox {
         Ok(output([("authorized_keys_path", json!(path)), ("keys", json!(task.authorized_keys.len()))]))
     }
 
-    fn release(&self, task: &Release) -> Result<Released, Failure> {
+    fn release(&self, task: &Release) -> Result<ReleaseOutcome, TaskFailure> {
         let folder = self.reservations.folder_of(task.allocation_id);
         let ended = self.processes.end_all(task.allocation_id, &folder);
-        let traces = Traces::of(task.allocation_id, ended.seen.clone());
+        let leftovers = SandboxLeftovers::of(task.allocation_id, ended.seen.clone());
         self.clear(&folder);
-        traces.remove();
+        leftovers.remove();
 
-        // From here on everything is looked at again, whatever the removal thought it did.
+        // From here on everything is checked, independently of the removal's results.
         let mut findings = vec![
-            self.processes.look(task.allocation_id, &folder, &ended),
-            tenant::look_at_path(Checked::Home, &folder.join("home")),
-            tenant::look_at_path(Checked::AuthorizedKeys, &folder.join("authorized_keys")),
+            self.processes.check_removed(task.allocation_id, &folder, &ended),
+            tenant::check_path_removed(CleanupCheck::Home, &folder.join("home")),
+            tenant::check_path_removed(CleanupCheck::AuthorizedKeys, &folder.join("authorized_keys")),
         ];
-        findings.extend(traces.look());
-        findings.push(tenant::look_at_processes(&self.gpus, &task.devices));
-        if findings.iter().all(|finding| finding.outcome == Outcome::Gone) {
-            self.reservations.give_back(task.allocation_id)?;
+        findings.extend(leftovers.check_removed());
+        findings.push(tenant::check_device_processes(&self.gpus, &task.devices));
+        if findings.iter().all(|finding| finding.outcome == FindingOutcome::Gone) {
+            self.reservations.free(task.allocation_id)?;
         }
-        findings.push(self.reservations.look(task.allocation_id));
-        Ok(Released { output: output([("processes_ended", json!(ended.seen.len()))]), findings })
+        findings.push(self.reservations.check_removed(task.allocation_id));
+        Ok(ReleaseOutcome { output: output([("processes_ended", json!(ended.seen.len()))]), findings })
     }
 
-    fn shell(&self, task: &OpenTerminal) -> Result<Shell, Failure> {
+    fn shell(&self, task: &OpenTerminal) -> Result<ShellCommand, TaskFailure> {
         let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
-        // Here a tenant is whom the agent is, and root is nobody's to give. The program does not even start so.
+        // In the sandbox a tenant is the agent's own user, and must not be root. The program does not even start so.
         if nix::unistd::Uid::effective().is_root() {
             let message =
                 "the agent runs as root and has no users of its own for tenants; use --user, or --executor system";
-            return Err(Failure::new("sandbox_is_root", message));
+            return Err(TaskFailure::new("sandbox_is_root", message));
         }
         let folder = self.reservations.folder_of(task.allocation_id);
         let (home, tmp) = (folder.join("home"), folder.join("tmp"));
@@ -149,17 +148,17 @@ impl Executor for Sandbox {
         self.reservations.tenants()
     }
 
-    fn validate(&self) -> Result<Output, Failure> {
-        let gpus = self.gpus.list().map_err(|error| Failure::new("gpu_driver", error.to_string()))?;
-        self.reservations.try_writing()?;
+    fn validate(&self) -> Result<TaskOutput, TaskFailure> {
+        let gpus = self.gpus.list().map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
+        self.reservations.check_writable()?;
         Ok(output([
             ("gpus", json!(gpus.iter().map(|gpu| gpu.uuid.as_str()).collect::<Vec<_>>())),
             ("allocations", json!(self.reservations.ids())),
         ]))
     }
 
-    fn reboot(&self) -> Failure {
-        Failure::new("unsupported", "an agent with the sandbox executor does not restart the machine that it is on")
+    fn reboot(&self) -> TaskFailure {
+        TaskFailure::new("unsupported", "an agent with the sandbox executor does not restart the machine that it is on")
     }
 }
 

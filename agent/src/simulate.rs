@@ -1,70 +1,69 @@
-//! Faults and delays of a simulated machine. Only a node with simulated GPUs can have them, so that no real node can be told
-//! to fail.
+//! Faults and delays of simulated hardware. Only a node with simulated GPUs can have them, so that no real node can be made to fail.
 
 use std::time::Duration;
 
 use wire::inventory::ExecutorKind;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
-use crate::executor::{Executor, Failure, Output, Released};
-use crate::terminal::Shell;
+use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
+use crate::terminal::ShellCommand;
 
-/// Which kind of task fails on the simulated machine.
+/// The kind of task that fails on simulated hardware.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum SimulatedFailure {
     Provision,
     Release,
 }
 
-/// How the simulated machine misbehaves.
+/// The configured faults and delays.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Misbehaviour {
+pub struct SimulatedFaults {
     pub provision_delay: Duration,
     pub failure: Option<SimulatedFailure>,
 }
 
-/// An executor on a machine that misbehaves.
-pub struct Simulated<E> {
+/// An executor on simulated hardware with faults.
+pub struct SimulatedExecutor<E> {
     inner: E,
-    misbehaviour: Misbehaviour,
+    simulated_faults: SimulatedFaults,
 }
 
-impl<E: Executor> Simulated<E> {
-    /// Puts the misbehaviour in front of `inner`.
-    pub fn new(inner: E, misbehaviour: Misbehaviour) -> Self {
-        Self { inner, misbehaviour }
+impl<E: Executor> SimulatedExecutor<E> {
+    /// Wraps `inner`.
+    pub fn new(inner: E, simulated_faults: SimulatedFaults) -> Self {
+        Self { inner, simulated_faults }
     }
 
-    fn fail_if(&self, kind: SimulatedFailure) -> Result<(), Failure> {
-        if self.misbehaviour.failure == Some(kind) {
-            Err(Failure::new("simulated_failure", "this node simulates hardware that fails (--simulate-failure)"))
+    fn fail_if(&self, kind: SimulatedFailure) -> Result<(), TaskFailure> {
+        if self.simulated_faults.failure == Some(kind) {
+            Err(TaskFailure::new("simulated_failure", "this node simulates hardware that fails (--simulate-failure)"))
         } else {
             Ok(())
         }
     }
 }
 
-impl<E: Executor> Executor for Simulated<E> {
+impl<E: Executor> Executor for SimulatedExecutor<E> {
     fn kind(&self) -> ExecutorKind {
         self.inner.kind()
     }
 
-    fn provision(&self, task: &Provision) -> Result<Output, Failure> {
-        std::thread::sleep(self.misbehaviour.provision_delay);
+    fn provision(&self, task: &Provision) -> Result<TaskOutput, TaskFailure> {
+        std::thread::sleep(self.simulated_faults.provision_delay);
         self.fail_if(SimulatedFailure::Provision)?;
         self.inner.provision(task)
     }
 
-    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<Output, Failure> {
+    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<TaskOutput, TaskFailure> {
         self.inner.reconcile_keys(task)
     }
 
-    fn release(&self, task: &Release) -> Result<Released, Failure> {
+    fn release(&self, task: &Release) -> Result<ReleaseOutcome, TaskFailure> {
         self.fail_if(SimulatedFailure::Release)?;
         self.inner.release(task)
     }
 
-    fn shell(&self, task: &OpenTerminal) -> Result<Shell, Failure> {
+    fn shell(&self, task: &OpenTerminal) -> Result<ShellCommand, TaskFailure> {
         self.inner.shell(task)
     }
 
@@ -72,11 +71,11 @@ impl<E: Executor> Executor for Simulated<E> {
         self.inner.tenants()
     }
 
-    fn validate(&self) -> Result<Output, Failure> {
+    fn validate(&self) -> Result<TaskOutput, TaskFailure> {
         self.inner.validate()
     }
 
-    fn reboot(&self) -> Failure {
+    fn reboot(&self) -> TaskFailure {
         self.inner.reboot()
     }
 }

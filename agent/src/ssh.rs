@@ -1,14 +1,14 @@
-//! The door through which tenants come in: an sshd of the agent's own where it is told an address, else the machine's.
+//! SSH access of tenants: an sshd of the agent's own if it is configured with an address, otherwise the machine's.
 //!
 //! ```text
 //! STATE/ssh/sshd_config     written at each start
-//!          /host_key(.pub)  made once: what the control plane tells tenants to expect
+//!          /host_key(.pub)  created once: the host key that the control plane tells tenants to expect
 //!          /sshd.pid        while it listens
 //!          /gpuaas-sshd-... the machine's sshd under the name of its PAM service
 //! /etc/pam.d/gpuaas-sshd-...   while it listens: gives each tenant its own /tmp
 //! ```
 //!
-//! The agent's own one lets in nobody but tenants, and those with a key alone. Whoever it has let in stays when it is started anew.
+//! The agent's own sshd admits only tenants, and only with a key. Established connections survive its restart.
 
 use std::fs;
 use std::io;
@@ -28,34 +28,34 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::backoff::Backoff;
-use crate::login;
-use crate::store::{self, StoreError};
-use crate::system::private;
+use crate::login_defaults;
+use crate::store::{self, FileError};
+use crate::system::private_tmp;
 
 /// The machine's own host key.
-const OF_THE_MACHINE: &str = "/etc/ssh/ssh_host_ed25519_key.pub";
-/// Where Debian and others keep the folder that sshd insists on.
+const MACHINE_HOST_KEY: &str = "/etc/ssh/ssh_host_ed25519_key.pub";
+/// The folder that sshd requires on Debian and others.
 const RUN_FOLDER: &str = "/run/sshd";
-/// Says that an agent of this state made that folder.
-const MADE: &str = "run-folder-made";
-/// Where PAM looks for what a service demands.
+/// Marks that an agent with this state folder created the run folder.
+const RUN_FOLDER_MARKER: &str = "run-folder-made";
+/// The folder of PAM's service configurations.
 const PAM: &str = "/etc/pam.d";
 const PROGRAMS: [&str; 3] = ["/usr/sbin/sshd", "/usr/local/sbin/sshd", "/usr/bin/sshd"];
 const BACKOFF_BASE: Duration = Duration::from_millis(500);
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
-const ENDS_WITHIN: Duration = Duration::from_secs(5);
-/// Whatever it says on one line beyond this is another line of the log: strangers choose some of its words.
-const LINE_MOST: u64 = 1024;
+const END_TIMEOUT: Duration = Duration::from_secs(5);
+/// Output on one line beyond this length becomes another line of the log: strangers choose some of its text.
+const MAX_LINE: u64 = 1024;
 
-/// Why tenants cannot come in.
+/// Why tenants have no SSH access.
 #[derive(Debug, thiserror::Error)]
 pub enum SshError {
     #[error("no sshd is installed; install openssh-server, or leave SVC_NODE_AGENT_SSH_LISTEN out")]
     NoProgram,
-    #[error("{tool} failed: {said}")]
-    Tool { tool: &'static str, said: String },
+    #[error("{tool} failed: {stderr}")]
+    Tool { tool: &'static str, stderr: String },
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(#[from] FileError),
 }
 
 /// An sshd of the agent's own.
@@ -63,11 +63,11 @@ pub enum SshError {
 pub struct Sshd {
     program: PathBuf,
     folder: PathBuf,
-    /// `None` where the machine's PAM cannot give tenants a `/tmp` of their own.
+    /// `None` if the machine's PAM cannot give tenants a `/tmp` of their own.
     service: Option<PamService>,
 }
 
-/// What logins by this sshd go through. Its name is this agent's own, so that agents on one machine do not take it from each other.
+/// The PAM service of this sshd's logins. Its name is unique for this agent, so that agents on one machine do not replace each other's.
 #[derive(Debug, Clone)]
 struct PamService {
     name: String,
@@ -75,7 +75,7 @@ struct PamService {
 
 impl PamService {
     fn of(state_dir: &Path) -> Option<Self> {
-        let known = Path::new(PAM).is_dir() && private::is_known_to_pam();
+        let known = Path::new(PAM).is_dir() && private_tmp::is_known_to_pam();
         known.then(|| Self { name: Self::name(state_dir) })
     }
 
@@ -88,8 +88,8 @@ impl PamService {
         Path::new(PAM).join(name)
     }
 
-    /// Keys alone let anybody in, which sshd decides. Where systemd runs, the machine's own service puts logins into their users' slices.
-    fn write(&self, systemd: bool) -> Result<(), StoreError> {
+    /// Only keys authenticate, which sshd decides. With systemd, the machine's own service puts logins into their users' slices.
+    fn write(&self, systemd: bool) -> Result<(), FileError> {
         let machines = if systemd && Self::path("sshd").exists() {
             "account include sshd\nsession include sshd\n"
         } else {
@@ -104,7 +104,7 @@ impl PamService {
 }
 
 impl Sshd {
-    /// Writes everything that it starts with, and ends one that an earlier agent has left.
+    /// Writes everything that sshd needs at its start, and ends a listener that an earlier agent left.
     ///
     /// # Errors
     /// [`SshError`].
@@ -118,22 +118,22 @@ impl Sshd {
             let arguments = ["-q", "-t", "ed25519", "-N", "", "-C", "", "-f"];
             run("ssh-keygen", std::process::Command::new("ssh-keygen").args(arguments).arg(&key))?;
         }
-        sshd.make_run_folder().map_err(StoreError::at("create", Path::new(RUN_FOLDER)))?;
+        sshd.make_run_folder().map_err(FileError::at("create", Path::new(RUN_FOLDER)))?;
         let systemd = Path::new("/run/systemd/system").is_dir();
         if let Some(service) = sshd.service.clone() {
             service.write(systemd)?;
-            sshd.take_the_name_of(&service).map_err(StoreError::at("link", &sshd.folder))?;
+            sshd.use_service_name(&service).map_err(FileError::at("link", &sshd.folder))?;
         } else {
             warn!(error_code = "pam_namespace_missing", "logins by SSH see the machine's /tmp; install pam_namespace");
         }
         sshd.configure(keys, listen, systemd)?;
-        sshd.end_the_last_one();
+        sshd.end_previous_listener();
         Ok(sshd)
     }
 
-    /// Before OpenSSH 9.8 a PAM service is named as the program was started.
-    fn take_the_name_of(&mut self, service: &PamService) -> io::Result<()> {
-        // sshd starts itself again by this path, which has to be absolute.
+    /// Before OpenSSH 9.8 the PAM service's name is the program's name.
+    fn use_service_name(&mut self, service: &PamService) -> io::Result<()> {
+        // sshd re-executes itself by this path, which has to be absolute.
         let link = self.folder.canonicalize()?.join(&service.name);
         match fs::remove_file(&link) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -144,9 +144,9 @@ impl Sshd {
         Ok(())
     }
 
-    /// Writes the configuration, and has sshd check it. One that names its PAM service is not understood before OpenSSH 9.8.
+    /// Writes the configuration, and lets sshd check it. sshd before OpenSSH 9.8 does not understand the PAM service's name in it.
     fn configure(&self, keys: &Path, listen: SocketAddr, systemd: bool) -> Result<(), SshError> {
-        // Without a service of its own, PAM puts logins into their users' slices where systemd runs, and is of no use elsewhere.
+        // Without a service of its own, PAM puts logins into their users' slices if systemd runs, and is of no use otherwise.
         let pam = systemd || self.service.is_some();
         let base = self.configuration(keys, listen, pam);
         let named = self.service.as_ref().map(|service| format!("{base}PAMServiceName {}\n", service.name));
@@ -161,10 +161,10 @@ impl Sshd {
         checked
     }
 
-    /// Where it is not there, the machine has no sshd of its own, and a machine that leaves is to have none of it.
+    /// If it does not exist, the machine has no sshd of its own, and a decommissioned machine is to keep none of it.
     fn make_run_folder(&self) -> io::Result<()> {
         if !Path::new(RUN_FOLDER).exists() {
-            fs::write(self.folder.join(MADE), "")?;
+            fs::write(self.folder.join(RUN_FOLDER_MARKER), "")?;
             fs::create_dir(RUN_FOLDER)?;
         }
         Ok(())
@@ -209,23 +209,23 @@ impl Sshd {
         )
     }
 
-    /// Keeps it running until `stop` is cancelled.
+    /// Keeps sshd running until `stop` is cancelled.
     pub async fn run(&self, stop: &CancellationToken) {
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
         while !stop.is_cancelled() {
             let ended = match self.command().spawn() {
                 Ok(mut sshd) => {
                     info!("tenants can come in by SSH");
-                    if let Some(said) = sshd.stderr.take() {
-                        // Until the last one has closed it: whom it has let in outlives it.
-                        tokio::spawn(log(said));
+                    if let Some(stderr) = sshd.stderr.take() {
+                        // Reads until the last holder has closed it: the connections outlive the listener.
+                        tokio::spawn(log(stderr));
                     }
                     let began = std::time::Instant::now();
                     let ended = tokio::select! {
                         ended = sshd.wait() => ended.map(|status| status.to_string()),
                         () = stop.cancelled() => {
-                            self.end_the_last_one();
-                            let _ = tokio::time::timeout(ENDS_WITHIN, sshd.wait()).await;
+                            self.end_previous_listener();
+                            let _ = tokio::time::timeout(END_TIMEOUT, sshd.wait()).await;
                             if let Some(service) = &self.service {
                                 let _ = store::remove(&PamService::path(&service.name));
                             }
@@ -250,46 +250,46 @@ impl Sshd {
     }
 
     fn command(&self) -> Command {
-        let [shell, words @ ..] = login::words();
+        let [shell, words @ ..] = login_defaults::command_prefix();
         let mut command = Command::new(shell);
         command.args(words).arg(&self.program).args(["-D", "-e", "-f"]).arg(self.config());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         command
     }
 
-    /// Ends the listener that the file names, and nobody whom it has let in.
-    fn end_the_last_one(&self) {
+    /// Ends the listener that the pid file names, and none of its connections.
+    fn end_previous_listener(&self) {
         end_listener(&self.pid_file(), &self.config());
     }
 }
 
-/// Who came in and who did not, and why it cannot let anybody in.
-async fn log(said: impl AsyncRead + Unpin) {
-    let mut said = BufReader::new(said);
-    while let Some(line) = line(&mut said).await {
+/// Logs sshd's messages: logins, refused logins, and errors.
+async fn log(stderr: impl AsyncRead + Unpin) {
+    let mut stderr = BufReader::new(stderr);
+    while let Some(line) = line(&mut stderr).await {
         info!(said = line, "sshd");
     }
 }
 
-/// The next line, or as much of it as is logged as one.
-async fn line(said: &mut (impl AsyncBufRead + Unpin)) -> Option<String> {
+/// The next line, cut at the length that is logged.
+async fn line(stderr: &mut (impl AsyncBufRead + Unpin)) -> Option<String> {
     let mut line = Vec::new();
-    let read = said.take(LINE_MOST).read_until(b'\n', &mut line).await;
+    let read = stderr.take(MAX_LINE).read_until(b'\n', &mut line).await;
     read.is_ok_and(|read| read > 0).then(|| String::from_utf8_lossy(&line).trim_end().to_owned())
 }
 
-/// Ends what an agent of this state left listening.
-pub fn end_left_over(state_dir: &Path) {
+/// Ends a listener that an agent with this state folder left.
+pub fn end_leftover_listener(state_dir: &Path) {
     let folder = state_dir.join("ssh");
     end_listener(&folder.join("sshd.pid"), &folder.join("sshd_config"));
     let _ = store::remove(&PamService::path(&PamService::name(state_dir)));
-    if folder.join(MADE).exists() && !is_run_folder_used() {
-        // Not where somebody else has put something into it.
+    if folder.join(RUN_FOLDER_MARKER).exists() && !is_run_folder_used() {
+        // Fails if it is not empty.
         let _ = fs::remove_dir(RUN_FOLDER);
     }
 }
 
-/// Whether another sshd runs, of another agent or the machine's own: without the folder it lets nobody in.
+/// Whether another sshd runs, of another agent or the machine's own: without the folder it admits no login.
 fn is_run_folder_used() -> bool {
     let commands = fs::read_dir("/proc").into_iter().flatten().flatten().map(|entry| entry.path().join("cmdline"));
     let is_sshd = |command: Vec<u8>| {
@@ -310,19 +310,20 @@ fn end_listener(pid_file: &Path, config: &Path) {
         String::from_utf8_lossy(&command).contains(&config.display().to_string())
     };
     let began = std::time::Instant::now();
-    // Another process may have the number by now.
-    while is_ours() && began.elapsed() < ENDS_WITHIN {
+    // Another process may have the pid by now.
+    while is_ours() && began.elapsed() < END_TIMEOUT {
         let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
         std::thread::sleep(Duration::from_millis(20));
     }
     let _ = store::remove(pid_file);
 }
 
-/// The host key of the door that tenants of an agent with this state come in by, as SSH clients show it; `None` where there is none.
+/// The host key of the sshd that admits tenants of an agent with this state folder, in the form that SSH clients show; `None` if there is
+/// none.
 #[must_use]
 pub fn host_key_fingerprint(state_dir: &Path) -> Option<String> {
     let own = state_dir.join("ssh/host_key.pub");
-    let path = if own.exists() { own } else { PathBuf::from(OF_THE_MACHINE) };
+    let path = if own.exists() { own } else { PathBuf::from(MACHINE_HOST_KEY) };
     fingerprint(&fs::read_to_string(path).ok()?)
 }
 
@@ -333,7 +334,7 @@ fn fingerprint(public_key: &str) -> Option<String> {
 }
 
 fn run(tool: &'static str, command: &mut std::process::Command) -> Result<(), SshError> {
-    let failed = |said: String| SshError::Tool { tool, said };
+    let failed = |stderr: String| SshError::Tool { tool, stderr };
     let ran = command.stdin(Stdio::null()).output().map_err(|error: io::Error| failed(error.to_string()))?;
     if ran.status.success() { Ok(()) } else { Err(failed(String::from_utf8_lossy(&ran.stderr).trim().to_owned())) }
 }
@@ -345,19 +346,19 @@ mod tests {
     use nix::sys::stat::{Mode, umask};
 
     #[tokio::test]
-    async fn what_sshd_says_is_logged_line_by_line_and_no_line_is_too_long() {
+    async fn sshd_output_is_logged_in_lines_of_bounded_length() {
         let long = "x".repeat(1500);
-        let said = format!("Server listening.\r\n{long}\nthe last");
-        let mut said = BufReader::with_capacity(7, said.as_bytes());
+        let stderr = format!("Server listening.\r\n{long}\nthe last");
+        let mut stderr = BufReader::with_capacity(7, stderr.as_bytes());
         let mut lines = Vec::new();
-        while let Some(line) = line(&mut said).await {
+        while let Some(line) = line(&mut stderr).await {
             lines.push(line);
         }
         assert_eq!(lines, ["Server listening.", &long[..1024], &long[1024..], "the last"]);
     }
 
     #[tokio::test]
-    async fn whoever_sshd_lets_in_inherits_a_logins_mask_and_chance_to_survive_and_not_the_agents() {
+    async fn sshd_session_has_login_umask_and_oom_score_not_the_agents() {
         umask(Mode::from_bits_truncate(0o077));
         fs::write("/proc/self/oom_score_adj", "500").unwrap();
         let folder = tempfile::tempdir().unwrap();
@@ -369,14 +370,14 @@ mod tests {
         )
         .unwrap();
         let sshd = Sshd { program, folder: folder.path().to_owned(), service: None };
-        let said = sshd.command().output().await.unwrap().stderr;
-        let said = String::from_utf8(said).unwrap();
+        let stderr = sshd.command().output().await.unwrap().stderr;
+        let stderr = String::from_utf8(stderr).unwrap();
         let config = sshd.config().display().to_string();
-        assert_eq!(said.lines().collect::<Vec<_>>(), ["0022", "0", &format!("-D -e -f {config}")]);
+        assert_eq!(stderr.lines().collect::<Vec<_>>(), ["0022", "0", &format!("-D -e -f {config}")]);
     }
 
     #[test]
-    fn a_key_s_fingerprint_is_what_ssh_keygen_prints() {
+    fn key_fingerprint_equals_ssh_keygen() {
         let key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHljwaG/IIDOAyX8sBd6dFhjytL6vAi5Gh4CqwpunUqG demo";
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("key.pub");

@@ -1,47 +1,47 @@
-//! Files that survive a power cut whole: written beside their name, synced, renamed, the folder synced.
+//! Files that survive a power failure whole: written beside their name, synced, renamed, the folder synced.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-/// Only the agent's user reads it.
+/// Readable for the agent's user only.
 pub const PRIVATE: u32 = 0o600;
-/// Everybody may read it.
+/// Readable for everybody.
 pub const PUBLIC: u32 = 0o644;
 
 /// A file or folder of the agent could not be read or written.
 #[derive(Debug, thiserror::Error)]
 #[error("could not {doing} {}", path.display())]
-pub struct StoreError {
+pub struct FileError {
     doing: &'static str,
     path: PathBuf,
     #[source]
     source: io::Error,
 }
 
-impl StoreError {
-    /// Wraps an I/O error with what was attempted, as in "could not read PATH".
+impl FileError {
+    /// Wraps an I/O error with the operation, as in "could not read PATH".
     pub fn at(doing: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_owned();
         move |source| Self { doing, path, source }
     }
 }
 
-/// Replaces `path` by `bytes` with the given mode, all or nothing, and durably.
+/// Replaces `path` by `bytes` with the given mode, atomically and durably.
 ///
 /// # Errors
-/// [`StoreError`]; the old content is then still there.
-pub fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> Result<(), StoreError> {
-    replace(path, bytes, mode, true).map_err(StoreError::at("write", path))
+/// [`FileError`]; the old content is then unchanged.
+pub fn write_atomically(path: &Path, bytes: &[u8], mode: u32) -> Result<(), FileError> {
+    replace(path, bytes, mode, true).map_err(FileError::at("write", path))
 }
 
-/// Replaces `path` all or nothing, for what can be made again after a power cut.
+/// Replaces `path` atomically, for content that can be recreated after a power failure.
 ///
 /// # Errors
-/// [`StoreError`]; the old content is then still there.
-pub fn write_without_sync(path: &Path, bytes: &[u8], mode: u32) -> Result<(), StoreError> {
-    replace(path, bytes, mode, false).map_err(StoreError::at("write", path))
+/// [`FileError`]; the old content is then unchanged.
+pub fn write_without_sync(path: &Path, bytes: &[u8], mode: u32) -> Result<(), FileError> {
+    replace(path, bytes, mode, false).map_err(FileError::at("write", path))
 }
 
 fn replace(path: &Path, bytes: &[u8], mode: u32, durable: bool) -> io::Result<()> {
@@ -53,13 +53,13 @@ fn replace(path: &Path, bytes: &[u8], mode: u32, durable: bool) -> io::Result<()
     name.push(path.file_name().ok_or_else(|| io::Error::other("the path names no file"))?);
     name.push(".new");
     let temporary = folder.join(name);
-    // What a crash left behind may have another mode.
+    // A file that a crash left may have another mode.
     match fs::remove_file(&temporary) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         Ok(()) | Err(_) => {}
     }
     let mut file = OpenOptions::new().write(true).create_new(true).mode(mode).open(&temporary)?;
-    // The process's mask may have taken bits away.
+    // The process's umask may have removed bits.
     file.set_permissions(Permissions::from_mode(mode))?;
     file.write_all(bytes)?;
     if durable {
@@ -72,39 +72,39 @@ fn replace(path: &Path, bytes: &[u8], mode: u32, durable: bool) -> io::Result<()
     Ok(())
 }
 
-/// Makes a folder that only the agent's user can enter.
+/// Creates a folder that only the agent's user can enter.
 ///
 /// # Errors
-/// [`StoreError`].
-pub fn private_folder(path: &Path) -> Result<(), StoreError> {
+/// [`FileError`].
+pub fn private_folder(path: &Path) -> Result<(), FileError> {
     let make = || {
         DirBuilder::new().recursive(true).mode(0o700).create(path)?;
         fs::set_permissions(path, Permissions::from_mode(0o700))
     };
-    make().map_err(StoreError::at("create", path))
+    make().map_err(FileError::at("create", path))
 }
 
-/// The content of a file, or nothing where there is no such file.
+/// The content of a file, or `None` if there is no such file.
 ///
 /// # Errors
-/// [`StoreError`] for anything but a missing file.
-pub fn read_if_there(path: &Path) -> Result<Option<String>, StoreError> {
+/// [`FileError`] for anything but a missing file.
+pub fn read_if_there(path: &Path) -> Result<Option<String>, FileError> {
     match fs::read_to_string(path) {
         Ok(text) => Ok(Some(text)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(StoreError::at("read", path)(error)),
+        Err(error) => Err(FileError::at("read", path)(error)),
     }
 }
 
-/// Removes a file durably; one that is not there is fine.
+/// Removes a file durably; a missing file is fine.
 ///
 /// # Errors
-/// [`StoreError`].
-pub fn remove(path: &Path) -> Result<(), StoreError> {
+/// [`FileError`].
+pub fn remove(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {
-        Ok(()) => sync_folder(folder_of(path)).map_err(StoreError::at("sync the folder of", path)),
+        Ok(()) => sync_folder(folder_of(path)).map_err(FileError::at("sync the folder of", path)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(error) => Err(StoreError::at("remove", path)(error)),
+        Err(error) => Err(FileError::at("remove", path)(error)),
     }
 }
 
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_crash_left_half_written_does_not_stand_in_the_way() {
+    fn half_written_file_of_a_crash_does_not_block_the_next_write() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("key");
         fs::write(folder.path().join(".key.new"), b"half").unwrap();
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_file_is_nothing_and_removing_it_is_fine() {
+    fn missing_file_reads_as_none_and_is_removed_without_error() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("absent");
         assert_eq!(read_if_there(&path).unwrap(), None);

@@ -1,15 +1,15 @@
-//! An executor on a machine of its own: a tenant is a Linux user that never was before and leaves nothing behind.
+//! An executor on a dedicated machine: a tenant is a Linux user with a new uid who leaves nothing behind.
 //!
 //! ```text
 //! HOMES/<name>/                  0700, the tenant's
 //! KEYS/<name>                    authorized keys: root's, outside the home, readable for sshd
 //! /etc/sudoers.d/gpuaas-<name>   the few commands it may run as root
 //! STATE/accounts.json            which uids were ever given
-//! STATE/allocations/<id>/        the reservation; first to come, last to go
-//! STATE/private/                 each tenant's own /tmp, /var/tmp and /dev/shm ([`private`])
+//! STATE/allocations/<id>/        the reservation; written first, removed last
+//! STATE/private/                 each tenant's own /tmp, /var/tmp and /dev/shm ([`private_tmp`])
 //! ```
 //!
-//! Devices are kept apart by who owns their nodes ([`guard`]). Whatever a release finds left keeps the devices reserved.
+//! Devices are isolated by the owners of their nodes ([`device_guard`]). Any leftover that a release finds keeps the devices reserved.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -23,56 +23,56 @@ use std::time::Duration;
 
 use serde_json::json;
 use wire::inventory::ExecutorKind;
-use wire::proof::{Checked, Finding, Outcome};
+use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
-use crate::executor::{Executor, Failure, Output, Released};
+use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
 use crate::gpus::Gpus;
 use crate::reservations::Reservations;
-use crate::store::{self, StoreError};
+use crate::store::{self, FileError};
 use crate::tenant::{self, output};
-use crate::terminal::Shell;
+use crate::terminal::ShellCommand;
 
 pub mod accounts;
-pub mod guard;
+pub mod device_guard;
 pub mod keyrings;
+pub mod leftovers;
 pub mod mounts;
-pub mod private;
+pub mod private_tmp;
 pub mod processes;
 pub mod search;
 pub mod sudoers;
-pub mod traces;
 pub mod walk;
 
-use accounts::{Account, Accounts};
-use guard::Guard;
-use private::Private;
+use accounts::{Accounts, TenantAccount};
+use device_guard::DeviceGuard;
+use leftovers::TenantLeftovers;
+use private_tmp::PrivateTmp;
 use sudoers::SudoCommand;
-use traces::Traces;
 
-/// New homes begin with a copy of this.
+/// The skeleton of new homes.
 const SKELETON: &str = "/etc/skel";
-/// As often as one release removes what is left.
-const REMOVALS: usize = 3;
-/// How long a machine may take to go down.
-const RESTARTS_WITHIN: Duration = Duration::from_secs(120);
+/// How often one release removes what is left.
+const REMOVAL_PASSES: usize = 3;
+/// How long a reboot may take to begin.
+const REBOOT_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What an operator decides about tenants' accounts.
+/// An operator's settings of tenants' accounts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Settings {
-    /// Uids that nothing else on the machine gives out. Each is given once.
+    /// Uids that nothing else on the machine assigns. Each is given once.
     pub uids: RangeInclusive<u32>,
     pub homes: PathBuf,
-    /// What sshd is told as `AuthorizedKeysFile KEYS/%u`.
+    /// The folder that sshd has as `AuthorizedKeysFile KEYS/%u`.
     pub keys: PathBuf,
     pub sudo_commands: Vec<SudoCommand>,
-    /// Folders beside the usual ones (`/tmp` and the like) in which every user may leave files.
+    /// Folders in addition to the usual ones (`/tmp` and the like) that every user may write to.
     pub shared: Vec<PathBuf>,
-    /// Where the GPUs' device nodes lie.
+    /// The folder of the GPUs' device nodes.
     pub devices: PathBuf,
-    /// The agent's own program, which is run as a tenant to give up what only the tenant can.
+    /// The agent's own program, which is run as a tenant to revoke what only the tenant can revoke.
     pub program: PathBuf,
-    /// Where the agent's own sshd listens; `None`: the machine's own lets tenants in.
+    /// The address of the agent's own sshd; `None`: the machine's own sshd admits tenants.
     pub ssh_listen: Option<SocketAddr>,
 }
 
@@ -97,14 +97,14 @@ pub struct System {
     gpus: Arc<Gpus>,
     reservations: Reservations,
     accounts: Accounts,
-    guard: Guard,
-    private: Private,
+    guard: DeviceGuard,
+    private: PrivateTmp,
     queues: PathBuf,
 }
 
-/// Why the machine cannot be used like this.
+/// Why the executor cannot run on the machine.
 #[derive(Debug, thiserror::Error)]
-pub enum OpenError {
+pub enum SystemOpenError {
     #[error("the system executor makes users and needs root; run the agent as root, or with --executor sandbox")]
     NotRoot,
     #[error(
@@ -115,50 +115,50 @@ pub enum OpenError {
     #[error("homes cannot lie in {}: tenants have a /tmp, /var/tmp and /dev/shm of their own; set SVC_NODE_AGENT_HOMES to another folder", .0.display())]
     HomesAreCovered(PathBuf),
     #[error(transparent)]
-    Store(#[from] StoreError),
+    Store(#[from] FileError),
     #[error("the tenants' own folders cannot be made")]
-    Private(#[source] Failure),
+    Private(#[source] TaskFailure),
     #[error("the devices cannot be guarded")]
-    Guard(#[source] Failure),
+    Guard(#[source] TaskFailure),
 }
 
 impl System {
-    /// Takes over the tenants that an earlier agent left, and closes every device that none of them holds.
+    /// Loads the tenants that an earlier agent left, and closes every device that none of them holds.
     ///
     /// # Errors
-    /// [`OpenError`].
-    pub fn open(state_dir: &Path, settings: Settings, gpus: Arc<Gpus>) -> Result<Self, OpenError> {
+    /// [`SystemOpenError`].
+    pub fn open(state_dir: &Path, settings: Settings, gpus: Arc<Gpus>) -> Result<Self, SystemOpenError> {
         if !nix::unistd::Uid::effective().is_root() {
-            return Err(OpenError::NotRoot);
+            return Err(SystemOpenError::NotRoot);
         }
-        if !sees_the_machines_mounts() {
-            return Err(OpenError::OwnMounts);
+        if !has_host_mounts() {
+            return Err(SystemOpenError::OwnMounts);
         }
-        if Private::covers(&settings.homes) {
-            return Err(OpenError::HomesAreCovered(settings.homes));
+        if PrivateTmp::covers(&settings.homes) {
+            return Err(SystemOpenError::HomesAreCovered(settings.homes));
         }
         let reservations = Reservations::open(state_dir)?;
-        let private = Private::open(state_dir)?;
+        let private = PrivateTmp::open(state_dir)?;
         let accounts = Accounts::open(state_dir, settings.uids.clone())?;
         let make_keys = || {
             DirBuilder::new().recursive(true).mode(0o755).create(&settings.keys)?;
             fs::set_permissions(&settings.keys, fs::Permissions::from_mode(0o755))
         };
-        make_keys().map_err(StoreError::at("create", &settings.keys))?;
-        let guard = Guard::of_this_machine(settings.devices.clone());
+        make_keys().map_err(FileError::at("create", &settings.keys))?;
+        let guard = DeviceGuard::of_this_machine(settings.devices.clone());
         let queues = state_dir.join("mqueue");
         let system = Self { settings, gpus, reservations, accounts, guard, private, queues };
-        system.make_what_is_private().map_err(OpenError::Private)?;
-        system.close_what_is_free().map_err(OpenError::Guard)?;
-        system.open_what_is_held().map_err(OpenError::Guard)?;
+        system.restore_private_tmp().map_err(SystemOpenError::Private)?;
+        system.close_free_devices().map_err(SystemOpenError::Guard)?;
+        system.open_held_devices().map_err(SystemOpenError::Guard)?;
         Ok(system)
     }
 
-    /// Device nodes and slices are the kernel's and systemd's: after a restart of the machine they are as they were made.
-    fn open_what_is_held(&self) -> Result<(), Failure> {
+    /// Device nodes and slices belong to the kernel and systemd: a reboot resets them.
+    fn open_held_devices(&self) -> Result<(), TaskFailure> {
         for reservation in self.reservations.all() {
-            // One whose account was being made, or is being cleaned up, gets its devices with the task that comes again.
-            match self.accounts.of(reservation.allocation_id).filter(Account::is_there) {
+            // An allocation whose account was being made, or is being cleaned up, gets its devices when its task is sent again.
+            match self.accounts.of(reservation.allocation_id).filter(TenantAccount::is_there) {
                 Some(account) => self.guard.open(&self.gpus, &reservation.devices, &account)?,
                 None => self.guard.close(&self.gpus, &reservation.devices)?,
             }
@@ -166,17 +166,17 @@ impl System {
         Ok(())
     }
 
-    /// What lies in memory is gone after a restart of the machine.
-    fn make_what_is_private(&self) -> Result<(), Failure> {
+    /// Folders in memory are gone after a reboot.
+    fn restore_private_tmp(&self) -> Result<(), TaskFailure> {
         let accounts = self.reservations.all().into_iter().filter_map(|held| self.accounts.of(held.allocation_id));
-        accounts.filter(Account::is_there).try_for_each(|account| self.private.make(&account))
+        accounts.filter(TenantAccount::is_there).try_for_each(|account| self.private.make(&account))
     }
 
-    fn close_what_is_free(&self) -> Result<(), Failure> {
+    fn close_free_devices(&self) -> Result<(), TaskFailure> {
         let held = self.reservations.all();
-        let gpus = self.gpus.list().map_err(|error| Failure::new("gpu_driver", error.to_string()))?;
+        let gpus = self.gpus.list().map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
         let free = gpus.iter().filter(|gpu| !held.iter().any(|one| one.devices.iter().any(|it| it.uuid == gpu.uuid)));
-        self.guard.close(&self.gpus, &free.map(wire::inventory::Device::from).collect::<Vec<_>>())
+        self.guard.close(&self.gpus, &free.map(wire::inventory::DeviceRef::from).collect::<Vec<_>>())
     }
 
     fn home_of(&self, user_name: &str) -> PathBuf {
@@ -187,54 +187,60 @@ impl System {
         self.settings.keys.join(user_name)
     }
 
-    fn release_account(&self, task: &Release, account: &Account) -> Result<Released, Failure> {
+    fn release_account(&self, task: &Release, account: &TenantAccount) -> Result<ReleaseOutcome, TaskFailure> {
         let (home, keys) = (self.home_of(&account.name), self.keys_of(&account.name));
         let (homes, shared) = (&self.settings.homes, &self.settings.shared);
-        let traces = Traces { account, home: &home, homes, shared, private: &self.private, queues: &self.queues };
-        // No new login, nothing more to run as root, no device to open: then what runs is ended, then what lies is removed.
+        let leftovers =
+            TenantLeftovers { account, home: &home, homes, shared, private: &self.private, queues: &self.queues };
+        // First no new login, no sudo and no device; then processes are ended; then files are removed.
         let _ = store::remove(&keys);
         sudoers::forbid(&account.name);
         self.guard.close(&self.gpus, &task.devices)?;
         let mut ended = processes::end_all(account);
-        traces.remove();
+        leftovers.remove();
         self.accounts.remove(account);
         self.guard.forget_slice(account);
-        // A program that cron or at began meanwhile.
+        // A program that cron or at started in between.
         ended += processes::end_all(account);
-        keyrings::forget(account, &self.settings.program);
+        keyrings::revoke(account, &self.settings.program);
 
-        // From here on everything is looked at again, whatever the removal thought it did.
-        let mut findings = self.look_for(task, account, &traces);
-        for _ in 1..REMOVALS {
-            if findings.iter().all(|finding| finding.outcome == Outcome::Gone) {
+        // From here on everything is checked, independently of the removal's results.
+        let mut findings = self.check_all_removed(task, account, &leftovers);
+        for _ in 1..REMOVAL_PASSES {
+            if findings.iter().all(|finding| finding.outcome == FindingOutcome::Gone) {
                 break;
             }
-            // A neighbour may have moved something out of the removal's way.
+            // A neighbour may have moved a file out of the removal's way.
             ended += processes::end_all(account);
-            traces.remove();
-            findings = self.look_for(task, account, &traces);
+            leftovers.remove();
+            findings = self.check_all_removed(task, account, &leftovers);
         }
-        if findings.iter().all(|finding| finding.outcome == Outcome::Gone) {
-            self.reservations.give_back(task.allocation_id)?;
+        if findings.iter().all(|finding| finding.outcome == FindingOutcome::Gone) {
+            self.reservations.free(task.allocation_id)?;
             self.accounts.forget(task.allocation_id)?;
         }
-        findings.push(self.reservations.look(task.allocation_id));
-        Ok(Released { output: output([("processes_ended", json!(ended))]), findings })
+        findings.push(self.reservations.check_removed(task.allocation_id));
+        Ok(ReleaseOutcome { output: output([("processes_ended", json!(ended))]), findings })
     }
 }
 
 impl System {
-    fn look_for(&self, task: &Release, account: &Account, traces: &Traces<'_>) -> Vec<Finding> {
-        let mut findings = self.accounts.look(account);
+    fn check_all_removed(
+        &self,
+        task: &Release,
+        account: &TenantAccount,
+        leftovers: &TenantLeftovers<'_>,
+    ) -> Vec<CleanupFinding> {
+        let mut findings = self.accounts.check_removed(account);
         findings.extend([
-            processes::look(account),
-            sudoers::look(&account.name),
-            tenant::look_at_path(Checked::AuthorizedKeys, &self.keys_of(&account.name)),
+            processes::check_removed(account),
+            sudoers::check_removed(&account.name),
+            tenant::check_path_removed(CleanupCheck::AuthorizedKeys, &self.keys_of(&account.name)),
         ]);
-        findings.extend(traces.look());
-        findings.push(keyrings::look(account));
-        findings.push(tenant::look_at_processes(&self.gpus, &task.devices));
-        findings.push(tenant::look_at_memory(&self.gpus, &task.devices));
+        findings.extend(leftovers.check_removed());
+        findings.push(keyrings::check_removed(account));
+        findings.push(tenant::check_device_processes(&self.gpus, &task.devices));
+        findings.push(tenant::check_device_memory(&self.gpus, &task.devices));
         findings
     }
 }
@@ -244,7 +250,7 @@ impl Executor for System {
         ExecutorKind::System
     }
 
-    fn provision(&self, task: &Provision) -> Result<Output, Failure> {
+    fn provision(&self, task: &Provision) -> Result<TaskOutput, TaskFailure> {
         tenant::check(task)?;
         self.guard.check(&self.gpus)?;
         self.reservations.reserve(task, &self.gpus)?;
@@ -254,7 +260,7 @@ impl Executor for System {
         self.private.make(&account)?;
         let may_sudo = sudoers::allow(&account.name, &self.settings.sudo_commands)?;
         self.guard.open(&self.gpus, &task.devices, &account)?;
-        // Last: with its keys the tenant can come in, and everything is there.
+        // Last: with its keys the tenant can log in, and everything else is ready.
         let lines = tenant::authorized_keys(&task.authorized_keys);
         store::write_atomically(&keys, lines.as_bytes(), store::PUBLIC)?;
         Ok(output([
@@ -268,19 +274,20 @@ impl Executor for System {
         ]))
     }
 
-    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<Output, Failure> {
+    fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<TaskOutput, TaskFailure> {
         tenant::check_authorized_keys(&task.authorized_keys)?;
         let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
         let account = self.accounts.of(task.allocation_id).filter(|account| account.name == tenant.user_name);
-        // Half removed, it must not be opened again.
-        let account = account.filter(Account::is_there);
-        let account = account.ok_or_else(|| Failure::new("tenant_unknown", "the allocation has no account here"))?;
+        // An account that is being removed must not be opened again.
+        let account = account.filter(TenantAccount::is_there);
+        let account =
+            account.ok_or_else(|| TaskFailure::new("tenant_unknown", "the allocation has no account here"))?;
         let path = self.keys_of(&account.name);
         store::write_atomically(&path, tenant::authorized_keys(&task.authorized_keys).as_bytes(), store::PUBLIC)?;
         Ok(output([("authorized_keys_path", json!(path)), ("keys", json!(task.authorized_keys.len()))]))
     }
 
-    fn release(&self, task: &Release) -> Result<Released, Failure> {
+    fn release(&self, task: &Release) -> Result<ReleaseOutcome, TaskFailure> {
         tenant::check_user_name(&task.user_name)?;
         match self.accounts.of(task.allocation_id) {
             Some(account) => self.release_account(task, &account),
@@ -288,29 +295,30 @@ impl Executor for System {
         }
     }
 
-    fn shell(&self, task: &OpenTerminal) -> Result<Shell, Failure> {
+    fn shell(&self, task: &OpenTerminal) -> Result<ShellCommand, TaskFailure> {
         let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
         let account = self.accounts.of(task.allocation_id).filter(|account| account.name == tenant.user_name);
-        let account = account.ok_or_else(|| Failure::new("tenant_unknown", "the allocation has no account here"))?;
+        let account =
+            account.ok_or_else(|| TaskFailure::new("tenant_unknown", "the allocation has no account here"))?;
         let home = self.home_of(&account.name);
         let home_text = home.to_string_lossy();
         let environment = tenant::environment(task.allocation_id, &account.name, &tenant.devices, &home_text, "/tmp");
         let shell = tenant::login_shell(&environment, &home, Some(account.uid));
-        Ok(self.private.around(&account, self.guard.in_slice(&account, shell)))
+        Ok(self.private.wrap_shell(&account, self.guard.in_slice(&account, shell)))
     }
 
     fn tenants(&self) -> Vec<Release> {
         self.reservations.tenants()
     }
 
-    fn validate(&self) -> Result<Output, Failure> {
+    fn validate(&self) -> Result<TaskOutput, TaskFailure> {
         self.guard.check(&self.gpus)?;
-        self.reservations.try_writing()?;
+        self.reservations.check_writable()?;
         let uids_left = self.accounts.uids_left();
         if uids_left == 0 {
-            return Err(Failure::new("uids_exhausted", "no uid is left to give; widen SVC_NODE_AGENT_UIDS"));
+            return Err(TaskFailure::new("uids_exhausted", "no uid is left to give; widen SVC_NODE_AGENT_UIDS"));
         }
-        let gpus = self.gpus.list().map_err(|error| Failure::new("gpu_driver", error.to_string()))?;
+        let gpus = self.gpus.list().map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
         Ok(output([
             ("gpus", json!(gpus.iter().map(|gpu| gpu.uuid.as_str()).collect::<Vec<_>>())),
             ("allocations", json!(self.reservations.ids())),
@@ -319,7 +327,7 @@ impl Executor for System {
         ]))
     }
 
-    fn reboot(&self) -> Failure {
+    fn reboot(&self) -> TaskFailure {
         let (program, args) = if Path::new("/run/systemd/system").is_dir() {
             ("systemctl", &["reboot"][..])
         } else {
@@ -327,47 +335,47 @@ impl Executor for System {
         };
         match Command::new(program).args(args).output() {
             Ok(ran) if ran.status.success() => {
-                // The agent ends with the machine; what it says of the restart it says when it is started again.
-                std::thread::sleep(RESTARTS_WITHIN);
-                Failure::new("reboot_failed", "the machine was told to restart, and goes on as it is")
+                // The agent ends with the machine; it reports the reboot after its next start.
+                std::thread::sleep(REBOOT_TIMEOUT);
+                TaskFailure::new("reboot_failed", "the machine was told to restart, and goes on as it is")
             }
             Ok(ran) => {
-                Failure::new("reboot_failed", format!("{program}: {}", String::from_utf8_lossy(&ran.stderr).trim()))
+                TaskFailure::new("reboot_failed", format!("{program}: {}", String::from_utf8_lossy(&ran.stderr).trim()))
             }
-            Err(error) => Failure::new("reboot_failed", format!("{program} cannot be run: {error}")),
+            Err(error) => TaskFailure::new("reboot_failed", format!("{program} cannot be run: {error}")),
         }
     }
 }
 
 impl System {
-    /// No account was ever given to the allocation, or its clean-up ended well: there is a name and no uid to look for.
-    fn release_nothing(&self, task: &Release) -> Result<Released, Failure> {
+    /// No account was ever given to the allocation, or its clean-up is complete: there is a name, but no uid to search for.
+    fn release_nothing(&self, task: &Release) -> Result<ReleaseOutcome, TaskFailure> {
         self.guard.close(&self.gpus, &task.devices)?;
-        let gone = |what| Finding {
+        let gone = |what| CleanupFinding {
             what,
             looked_for: task.allocation_id.to_string(),
-            outcome: Outcome::Gone,
+            outcome: FindingOutcome::Gone,
             detail: Some("no account of the allocation is on this node".to_owned()),
         };
-        let mut findings: Vec<Finding> = Checked::of_an_account().map(gone).collect();
+        let mut findings: Vec<CleanupFinding> = CleanupCheck::account_checks().map(gone).collect();
         findings.extend([
-            sudoers::look(&task.user_name),
-            tenant::look_at_path(Checked::AuthorizedKeys, &self.keys_of(&task.user_name)),
-            tenant::look_at_processes(&self.gpus, &task.devices),
-            tenant::look_at_memory(&self.gpus, &task.devices),
+            sudoers::check_removed(&task.user_name),
+            tenant::check_path_removed(CleanupCheck::AuthorizedKeys, &self.keys_of(&task.user_name)),
+            tenant::check_device_processes(&self.gpus, &task.devices),
+            tenant::check_device_memory(&self.gpus, &task.devices),
         ]);
-        if findings.iter().all(|finding| finding.outcome == Outcome::Gone) {
-            self.reservations.give_back(task.allocation_id)?;
+        if findings.iter().all(|finding| finding.outcome == FindingOutcome::Gone) {
+            self.reservations.free(task.allocation_id)?;
         }
-        findings.push(self.reservations.look(task.allocation_id));
-        Ok(Released { output: output([("processes_ended", json!(0))]), findings })
+        findings.push(self.reservations.check_removed(task.allocation_id));
+        Ok(ReleaseOutcome { output: output([("processes_ended", json!(0))]), findings })
     }
 }
 
 /// Whether this process has the same mounts as the machine's first one.
-fn sees_the_machines_mounts() -> bool {
+fn has_host_mounts() -> bool {
     let namespace = |process: &str| fs::read_link(Path::new("/proc").join(process).join("ns/mnt")).ok();
-    // Who may not look at that of the first process may read its table: the numbers in it are of that namespace alone.
+    // Without access to the namespace of the first process, its mount table is compared: the mount ids in it are unique to a namespace.
     let table = |process: &str| {
         let text = fs::read_to_string(Path::new("/proc").join(process).join("mountinfo")).ok()?;
         text.lines().next().and_then(|line| line.split(' ').next()).map(str::to_owned)
@@ -378,15 +386,16 @@ fn sees_the_machines_mounts() -> bool {
     }
 }
 
-/// Makes the tenant's home, or finds the one that it made before. Its parent is root's, so nobody can put something else in its place
-/// meanwhile.
-fn make_home(home: &Path, account: &Account) -> Result<(), Failure> {
-    let failed = |error: io::Error| Failure::from(StoreError::at("make the home", home)(error));
+/// Creates the tenant's home, or finds the one that was created before. Its parent is root's, so no other user can replace it meanwhile.
+fn make_home(home: &Path, account: &TenantAccount) -> Result<(), TaskFailure> {
+    let failed = |error: io::Error| TaskFailure::from(FileError::at("make the home", home)(error));
     match home.symlink_metadata() {
         Ok(metadata) if metadata.is_dir() && metadata.uid() == account.uid => return Ok(()),
-        // A crash came between making it and giving it away: nothing of a tenant can be in it.
+        // A crash happened between its creation and its change of owner: it cannot contain anything of a tenant.
         Ok(metadata) if metadata.is_dir() && metadata.uid() == 0 => fs::remove_dir_all(home).map_err(failed)?,
-        Ok(_) => return Err(Failure::new("home_exists", format!("{} is there and not the tenant's", home.display()))),
+        Ok(_) => {
+            return Err(TaskFailure::new("home_exists", format!("{} is there and not the tenant's", home.display())));
+        }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(failed(error)),
     }

@@ -1,4 +1,4 @@
-//! What every executor checks and finds out about a tenant, whatever it can enforce.
+//! Checks and values that all executors share, whatever isolation they enforce.
 
 use std::io;
 use std::path::Path;
@@ -6,15 +6,15 @@ use std::path::Path;
 use serde_json::json;
 use uuid::Uuid;
 use wire::bundle::Variables;
-use wire::inventory::Device;
-use wire::proof::{Checked, Finding, Outcome};
+use wire::inventory::DeviceRef;
+use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::task::Provision;
 
-use crate::executor::{Failure, Output};
+use crate::executor::{TaskFailure, TaskOutput};
 use crate::gpus::{DeviceUse, Gpus, MemoryUse};
-use crate::terminal::Shell;
+use crate::terminal::ShellCommand;
 
-/// The mark of a tenant's processes: this variable in their environment, with the allocation's id as value.
+/// The mark of a tenant's processes: this environment variable, with the allocation's id as value.
 pub const MARKER: &str = "GPUAAS_ALLOCATION_ID";
 
 const KEY_TYPES: [&str; 7] = [
@@ -27,41 +27,41 @@ const KEY_TYPES: [&str; 7] = [
     "sk-ecdsa-sha2-nistp256@openssh.com",
 ];
 
-/// Refuses a task whose values could mean something else than a name and keys once they stand in a file.
+/// Refuses a task with values that could be more than a name and keys when they are written to a file.
 ///
 /// # Errors
 /// `invalid_task`.
-pub fn check(task: &Provision) -> Result<(), Failure> {
+pub fn check(task: &Provision) -> Result<(), TaskFailure> {
     check_user_name(&task.user_name)?;
     check_authorized_keys(&task.authorized_keys)
 }
 
 /// # Errors
-/// `invalid_task` where one of them is more, or less, than a key on a line.
-pub fn check_authorized_keys(keys: &[String]) -> Result<(), Failure> {
+/// `invalid_task` if one of them is not exactly one key on one line.
+pub fn check_authorized_keys(keys: &[String]) -> Result<(), TaskFailure> {
     keys.iter().try_for_each(|key| check_authorized_key(key))
 }
 
 /// # Errors
-/// `invalid_task` where the name is none that every tool takes for a name.
-pub fn check_user_name(name: &str) -> Result<(), Failure> {
+/// `invalid_task` if not every tool accepts the name as a user name.
+pub fn check_user_name(name: &str) -> Result<(), TaskFailure> {
     let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
     let begins_well = name.starts_with(|c: char| c.is_ascii_lowercase() || c == '_');
     if begins_well && name.len() <= 32 && name.chars().all(plain) {
         Ok(())
     } else {
-        Err(Failure::new("invalid_task", "the user name is not [a-z_][a-z0-9_-]* of 32 characters at most"))
+        Err(TaskFailure::new("invalid_task", "the user name is not [a-z_][a-z0-9_-]* of 32 characters at most"))
     }
 }
 
 /// One key on one line, without options: those could run commands as the tenant's login.
-fn check_authorized_key(key: &str) -> Result<(), Failure> {
+fn check_authorized_key(key: &str) -> Result<(), TaskFailure> {
     let mut words = key.split(' ');
     let known = words.next().is_some_and(|kind| KEY_TYPES.contains(&kind)) && words.next().is_some();
     if known && !key.chars().any(char::is_control) {
         Ok(())
     } else {
-        Err(Failure::new("invalid_task", "an authorized key is not one line of `type base64 [comment]`"))
+        Err(TaskFailure::new("invalid_task", "an authorized key is not one line of `type base64 [comment]`"))
     }
 }
 
@@ -71,9 +71,9 @@ pub fn authorized_keys(keys: &[String]) -> String {
     keys.iter().flat_map(|key| [key.as_str(), "\n"]).collect()
 }
 
-/// What the tenant's processes start with. `CUDA_VISIBLE_DEVICES` is a convenience and protects nothing.
+/// The environment of the tenant's processes. `CUDA_VISIBLE_DEVICES` is a convenience and protects nothing.
 #[must_use]
-pub fn environment(allocation_id: Uuid, user_name: &str, devices: &[Device], home: &str, tmp: &str) -> Variables {
+pub fn environment(allocation_id: Uuid, user_name: &str, devices: &[DeviceRef], home: &str, tmp: &str) -> Variables {
     let allocation_id = allocation_id.to_string();
     let devices: Vec<&str> = devices.iter().map(|device| device.uuid.as_str()).collect();
     let devices = devices.join(",");
@@ -91,7 +91,7 @@ pub fn environment(allocation_id: Uuid, user_name: &str, devices: &[Device], hom
 
 /// A login shell on a terminal, in the tenant's home.
 #[must_use]
-pub fn login_shell(environment: &Variables, home: &Path, user: Option<u32>) -> Shell {
+pub fn login_shell(environment: &Variables, home: &Path, user: Option<u32>) -> ShellCommand {
     let program = if Path::new("/bin/bash").exists() { "/bin/bash" } else { "/bin/sh" };
     let own = environment.iter().map(|(name, value)| (name.to_owned(), value.to_owned()));
     let of_a_terminal = [
@@ -101,7 +101,7 @@ pub fn login_shell(environment: &Variables, home: &Path, user: Option<u32>) -> S
         ("LANG", "C.UTF-8"),
     ];
     let of_a_terminal = of_a_terminal.map(|(name, value)| (name.to_owned(), value.to_owned()));
-    Shell {
+    ShellCommand {
         program: program.into(),
         arguments: vec!["-l".to_owned()],
         launcher: Vec::new(),
@@ -111,42 +111,47 @@ pub fn login_shell(environment: &Variables, home: &Path, user: Option<u32>) -> S
     }
 }
 
-/// The fields of an output.
-pub fn output<const N: usize>(pairs: [(&str, serde_json::Value); N]) -> Output {
+/// An output with these fields.
+pub fn output<const N: usize>(pairs: [(&str, serde_json::Value); N]) -> TaskOutput {
     pairs.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
 }
 
-/// The UUIDs of devices, as they go into an output.
+/// The UUIDs of devices, as in an output.
 #[must_use]
-pub fn uuids(devices: &[Device]) -> serde_json::Value {
+pub fn uuids(devices: &[DeviceRef]) -> serde_json::Value {
     json!(devices.iter().map(|device| device.uuid.as_str()).collect::<Vec<_>>())
 }
 
-/// Whether anything still computes on the devices.
+/// Whether any process still computes on the devices.
 #[must_use]
-pub fn look_at_processes(gpus: &Gpus, devices: &[Device]) -> Finding {
-    look(gpus, devices, Checked::GpuProcesses, |uuid| match gpus.look_at(uuid) {
-        DeviceUse::Idle => (Outcome::Gone, None),
-        DeviceUse::BusyWith(pids) => (Outcome::Present, Some(format!("{uuid} is used by processes {pids:?}"))),
-        DeviceUse::Unknown(why) => (Outcome::Unknown, Some(format!("{uuid}: {why}"))),
+pub fn check_device_processes(gpus: &Gpus, devices: &[DeviceRef]) -> CleanupFinding {
+    check_removed(gpus, devices, CleanupCheck::GpuProcesses, |uuid| match gpus.device_use(uuid) {
+        DeviceUse::Idle => (FindingOutcome::Gone, None),
+        DeviceUse::BusyWith(pids) => (FindingOutcome::Present, Some(format!("{uuid} is used by processes {pids:?}"))),
+        DeviceUse::Unknown(why) => (FindingOutcome::Unknown, Some(format!("{uuid}: {why}"))),
     })
 }
 
-/// Whether anything is still kept in the devices' memory.
+/// Whether the devices' memory is still in use.
 #[must_use]
-pub fn look_at_memory(gpus: &Gpus, devices: &[Device]) -> Finding {
-    look(gpus, devices, Checked::GpuMemory, |uuid| match gpus.memory_of(uuid) {
-        MemoryUse::DriverOnly => (Outcome::Gone, None),
-        MemoryUse::Held { mib } => (Outcome::Present, Some(format!("{uuid} holds {mib} MiB"))),
-        MemoryUse::Unknown(why) => (Outcome::Unknown, Some(format!("{uuid}: {why}"))),
+pub fn check_device_memory(gpus: &Gpus, devices: &[DeviceRef]) -> CleanupFinding {
+    check_removed(gpus, devices, CleanupCheck::GpuMemory, |uuid| match gpus.memory_use(uuid) {
+        MemoryUse::DriverOnly => (FindingOutcome::Gone, None),
+        MemoryUse::Held { mib } => (FindingOutcome::Present, Some(format!("{uuid} holds {mib} MiB"))),
+        MemoryUse::Unknown(why) => (FindingOutcome::Unknown, Some(format!("{uuid}: {why}"))),
     })
 }
 
-/// The worst of what is found on each device.
-fn look(gpus: &Gpus, devices: &[Device], what: Checked, at: impl Fn(&str) -> (Outcome, Option<String>)) -> Finding {
+/// The worst outcome over the devices.
+fn check_removed(
+    gpus: &Gpus,
+    devices: &[DeviceRef],
+    what: CleanupCheck,
+    at: impl Fn(&str) -> (FindingOutcome, Option<String>),
+) -> CleanupFinding {
     let looked_for = devices.iter().map(|device| device.uuid.as_str()).collect::<Vec<_>>().join(" ");
     let (outcomes, details): (Vec<_>, Vec<_>) = devices.iter().map(|device| at(&device.uuid)).unzip();
-    let outcome = [Outcome::Present, Outcome::Unknown].into_iter().find(|worse| outcomes.contains(worse));
+    let outcome = [FindingOutcome::Present, FindingOutcome::Unknown].into_iter().find(|worse| outcomes.contains(worse));
     let mut details: Vec<String> = details.into_iter().flatten().collect();
     if details.is_empty() {
         match gpus {
@@ -156,22 +161,22 @@ fn look(gpus: &Gpus, devices: &[Device], what: Checked, at: impl Fn(&str) -> (Ou
         }
     }
     let detail = (!details.is_empty()).then(|| details.join("; "));
-    Finding { what, looked_for, outcome: outcome.unwrap_or(Outcome::Gone), detail }
+    CleanupFinding { what, looked_for, outcome: outcome.unwrap_or(FindingOutcome::Gone), detail }
 }
 
-/// What a look found: nothing, these, or that it could not look.
-pub fn finding(what: Checked, looked_for: String, found: io::Result<Vec<String>>) -> Finding {
+/// The finding of a check: nothing, these paths, or that the check failed.
+pub fn finding(what: CleanupCheck, looked_for: String, found: io::Result<Vec<String>>) -> CleanupFinding {
     let (outcome, detail) = match found {
-        Ok(left) if left.is_empty() => (Outcome::Gone, None),
-        Ok(left) => (Outcome::Present, Some(left.join(", "))),
-        Err(error) => (Outcome::Unknown, Some(error.to_string())),
+        Ok(left) if left.is_empty() => (FindingOutcome::Gone, None),
+        Ok(left) => (FindingOutcome::Present, Some(left.join(", "))),
+        Err(error) => (FindingOutcome::Unknown, Some(error.to_string())),
     };
-    Finding { what, looked_for, outcome, detail }
+    CleanupFinding { what, looked_for, outcome, detail }
 }
 
 /// Whether anything is at `path`.
 #[must_use]
-pub fn look_at_path(what: Checked, path: &Path) -> Finding {
+pub fn check_path_removed(what: CleanupCheck, path: &Path) -> CleanupFinding {
     let found = match path.symlink_metadata() {
         Ok(_) => Ok(vec![path.display().to_string()]),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),

@@ -1,9 +1,9 @@
-//! The agent's end of terminals: a shell on a pseudo-terminal for each session, as the allocation's user, and the stream on which the
-//! control plane reaches it.
+//! The agent's end of terminal sessions: a shell on a pseudo-terminal for each session, as the allocation's user, and the stream on which
+//! the control plane reaches it.
 //!
-//! The shell, the count of its output and what is kept of it live here and nowhere else, so that no replica that dies takes anything of
-//! a session along. The session ends with its program, when the control plane says so, or at its lifetime, which the agent keeps to by
-//! itself. An agent that is stopped says of each that it is lost; one that was killed is followed by one that says it.
+//! The shell, its output position and the buffered output live here and nowhere else, so that no replica that fails takes anything of a
+//! session with it. The session ends with its program, on request of the control plane, or at its lifetime, which the agent enforces by
+//! itself. An agent that is stopped reports each session as lost; after a kill, the next agent reports it.
 
 mod output;
 mod recording;
@@ -23,40 +23,40 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{Instrument as _, info, warn};
 use uuid::Uuid;
-use wire::recording::Mode;
+use wire::recording::RecordMode;
 use wire::task::OpenTerminal;
 
-use crate::executor::Failure;
-use crate::login;
+use crate::executor::TaskFailure;
+use crate::login_defaults;
 use recording::{Recorder, Upload};
 
 pub use recording::Spools;
-pub use stream::{NoStream, NotSent, Socket, Way};
+pub use stream::{StreamError, TerminalSocket, TerminalTransport, UploadError};
 
-/// Sessions of one allocation at once, whatever the control plane says.
-const OF_ONE_ALLOCATION: usize = 64;
+/// The most concurrent sessions of one allocation, independent of the control plane's own limit.
+const MAX_PER_ALLOCATION: usize = 64;
 
-/// Sessions of before that are spoken of at once.
-const LOST_AT_ONCE: usize = 16;
+/// How many lost sessions are reported concurrently.
+const CONCURRENT_LOST_REPORTS: usize = 16;
 
-/// The size of a terminal whose user has not said theirs.
+/// The size of a terminal until its user sets it.
 const ROWS: u16 = 24;
 const COLUMNS: u16 = 80;
 
-/// Recordings that are sent at once.
-const SENDS_AT_ONCE: usize = 4;
+/// How many recordings are uploaded concurrently.
+const CONCURRENT_UPLOADS: usize = 4;
 
-/// Messages to a session that are on their way.
-const QUEUE: usize = 16;
-/// Messages from a session that are on their way: few, so that what comes meanwhile becomes one long message and not many short ones.
-const SAID: usize = 2;
+/// The capacity of the channel to a session.
+const INBOUND_QUEUE: usize = 16;
+/// The capacity of the channel from a session: small, so that output in between becomes one long message instead of many short ones.
+const OUTBOUND_QUEUE: usize = 2;
 
-/// How a tenant's shell is begun: with this environment and no other, since the agent's own holds its secrets.
+/// How a tenant's shell is started: with this environment only, since the agent's own holds its secrets.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Shell {
+pub struct ShellCommand {
     pub program: PathBuf,
     pub arguments: Vec<String>,
-    /// Root's command that goes before it and becomes it, such as one that puts it into a slice. Empty: none.
+    /// A command of root that precedes the shell and executes it, such as one that puts it into a slice. Empty: none.
     pub launcher: Vec<String>,
     /// Uid and gid; `None`: the agent's own.
     pub user: Option<u32>,
@@ -64,13 +64,13 @@ pub struct Shell {
     pub environment: Vec<(String, String)>,
 }
 
-impl Shell {
-    /// Begun like a login, launched, and only then the user's.
-    fn words(&self) -> Vec<String> {
-        let mut words: Vec<String> = login::words().map(str::to_owned).into();
+impl ShellCommand {
+    /// With the defaults of a login first, then the launcher, then the change of user.
+    fn command_line(&self) -> Vec<String> {
+        let mut words: Vec<String> = login_defaults::command_prefix().map(str::to_owned).into();
         words.extend(self.launcher.iter().cloned());
         if let Some(id) = self.user {
-            // A tool, since who has become somebody else cannot do what goes before. Without root's groups.
+            // A tool, since a process that has changed its user cannot do what precedes. Without root's groups.
             let becomes = ["setpriv", &format!("--reuid={id}"), &format!("--regid={id}"), "--clear-groups", "--"];
             words.extend(becomes.map(str::to_owned));
         }
@@ -81,37 +81,37 @@ impl Shell {
 }
 
 /// By session.
-type Live = Arc<Mutex<BTreeMap<Uuid, Running>>>;
+type LiveSessions = Arc<Mutex<BTreeMap<Uuid, LiveSession>>>;
 
-struct Running {
+struct LiveSession {
     allocation_id: Uuid,
-    /// Cancelled when the allocation is being given back.
-    given_back: CancellationToken,
+    /// Cancelled when the allocation is released.
+    released: CancellationToken,
 }
 
-/// The sessions that run.
+/// The running sessions.
 #[derive(Clone)]
-pub struct Terminals {
-    live: Live,
+pub struct TerminalSessions {
+    live: LiveSessions,
     spools: Spools,
     sends: Arc<Semaphore>,
     tasks: TaskTracker,
     stop: CancellationToken,
 }
 
-impl Terminals {
+impl TerminalSessions {
     #[must_use]
     pub fn new(spools: Spools, tasks: TaskTracker, stop: CancellationToken) -> Self {
-        Self { live: Arc::default(), spools, sends: Arc::new(Semaphore::new(SENDS_AT_ONCE)), tasks, stop }
+        Self { live: Arc::default(), spools, sends: Arc::new(Semaphore::new(CONCURRENT_UPLOADS)), tasks, stop }
     }
 
-    /// Sends what an earlier agent has recorded and not sent. To be called before any session begins.
-    pub fn send_what_is_left(&self, way: &Arc<dyn Way>) {
-        for session_id in self.spools.left() {
-            let (spools, way, sends) = (self.spools.clone(), Arc::clone(way), Arc::clone(&self.sends));
+    /// Uploads what an earlier agent has recorded and not uploaded. To be called before any session is started.
+    pub fn upload_leftovers(&self, transport: &Arc<dyn TerminalTransport>) {
+        for session_id in self.spools.leftover_sessions() {
+            let (spools, transport, sends) = (self.spools.clone(), Arc::clone(transport), Arc::clone(&self.sends));
             let stop = self.stop.clone();
             self.tasks.spawn(async move {
-                match Upload::of_left(&spools, session_id, way, sends, stop).await {
+                match Upload::of_leftover(&spools, session_id, transport, sends, stop).await {
                     Ok(upload) => upload.run().await,
                     Err(error) => {
                         warn!(terminal_session_id = %session_id, error = %error, "a recording that was left cannot be read");
@@ -121,30 +121,36 @@ impl Terminals {
         }
     }
 
-    /// Begins a session: its shell runs when this returns.
+    /// Starts a session: its shell runs when this returns.
     ///
     /// # Errors
     /// `too_many_terminals`, `terminal_over`, `recording_unavailable`, `terminal_shell`.
-    pub async fn begin(&self, task: &OpenTerminal, shell: &Shell, way: Arc<dyn Way>) -> Result<(), Failure> {
+    pub async fn begin(
+        &self,
+        task: &OpenTerminal,
+        shell: &ShellCommand,
+        transport: Arc<dyn TerminalTransport>,
+    ) -> Result<(), TaskFailure> {
         let left = (task.ends_at - Utc::now()).to_std();
-        let left = left.map_err(|_| Failure::new("terminal_over", "the session's lifetime is over"))?;
-        let place = Place::take(self, task.session_id, task.allocation_id)?;
-        let (recorder, upload) = self.record(task, &way).await?;
-        let failed = |error: pty_process::Error| Failure::new("terminal_shell", format!("no shell: {error}"));
+        let left = left.map_err(|_| TaskFailure::new("terminal_over", "the session's lifetime is over"))?;
+        let slot = SessionSlot::take(self, task.session_id, task.allocation_id)?;
+        let (recorder, upload) = self.record(task, &transport).await?;
+        let failed = |error: pty_process::Error| TaskFailure::new("terminal_shell", format!("no shell: {error}"));
         let (pty, child) = spawn(shell).map_err(failed)?;
-        let (to_session, from_stream) = mpsc::channel(QUEUE);
-        let (to_stream, from_session) = mpsc::channel(SAID);
+        let (to_session, from_stream) = mpsc::channel(INBOUND_QUEUE);
+        let (to_stream, from_session) = mpsc::channel(OUTBOUND_QUEUE);
         let over = CancellationToken::new();
-        let stream = stream::Stream { session_id: task.session_id, way, to_session, from_session, over: over.clone() };
+        let stream =
+            stream::Stream { session_id: task.session_id, transport, to_session, from_session, over: over.clone() };
         let stop = self.stop.clone();
-        let ends = session::Ends { over, stop, given_back: place.given_back.clone() };
+        let ends = session::SessionCancellation { over, stop, released: slot.released.clone() };
         let session = session::Session::new(pty, child, recorder, from_stream, to_stream, left, ends);
         self.tasks.spawn(stream.run().in_current_span());
         self.tasks.spawn(upload.run().in_current_span());
         self.tasks.spawn(
             async move {
                 session.run().await;
-                drop(place);
+                drop(slot);
                 info!("the terminal session is over");
             }
             .in_current_span(),
@@ -154,15 +160,19 @@ impl Terminals {
     }
 }
 
-impl Terminals {
-    /// The allocation is about to be given back: that its shells end from now on is no word of their programs.
-    pub fn give_back(&self, allocation_id: Uuid) {
+impl TerminalSessions {
+    /// The allocation is about to be released: the exit of its shells from now on is not their programs' own.
+    pub fn release_allocation(&self, allocation_id: Uuid) {
         let live = self.live.lock().unwrap_or_else(PoisonError::into_inner);
-        live.values().filter(|it| it.allocation_id == allocation_id).for_each(|it| it.given_back.cancel());
+        live.values().filter(|it| it.allocation_id == allocation_id).for_each(|it| it.released.cancel());
     }
 
-    /// A session that must be recorded and cannot be does not begin.
-    async fn record(&self, task: &OpenTerminal, way: &Arc<dyn Way>) -> Result<(Recorder, Upload), Failure> {
+    /// Starts the recording. A session that must be recorded and cannot be does not start.
+    async fn record(
+        &self,
+        task: &OpenTerminal,
+        transport: &Arc<dyn TerminalTransport>,
+    ) -> Result<(Recorder, Upload), TaskFailure> {
         let spools = self.spools.clone();
         let (session_id, terms) = (task.session_id, task.recording);
         let begin = move || {
@@ -172,24 +182,24 @@ impl Terminals {
             (spool, recorder, begun)
         };
         let begun = tokio::task::spawn_blocking(begin).await;
-        let unavailable = |why: String| Failure::new("recording_unavailable", format!("no recording: {why}"));
+        let unavailable = |why: String| TaskFailure::new("recording_unavailable", format!("no recording: {why}"));
         let (spool, recorder, begun) = begun.map_err(|error| unavailable(error.to_string()))?;
         if let Err(why) = begun {
-            if terms.mode == Mode::Strict {
+            if terms.mode == RecordMode::Strict {
                 return Err(unavailable(why.to_string()));
             }
             warn!(terminal_session_id = %session_id, %why, "a terminal session begins without its recording");
         }
-        Ok((recorder, Upload::new(spool, Arc::clone(way), Arc::clone(&self.sends), self.stop.clone())))
+        Ok((recorder, Upload::new(spool, Arc::clone(transport), Arc::clone(&self.sends), self.stop.clone())))
     }
 
-    /// Says of sessions that an earlier life of the agent began that they are lost.
-    pub async fn say_lost(&self, sessions: Vec<OpenTerminal>, way: &dyn Way) {
+    /// Reports the sessions that an earlier process of the agent started as lost.
+    pub async fn report_lost(&self, sessions: Vec<OpenTerminal>, transport: &dyn TerminalTransport) {
         let say = |session: OpenTerminal| async move {
             let until = tokio::time::Instant::now() + (session.ends_at - Utc::now()).to_std().unwrap_or_default();
-            stream::say_lost(session.session_id, way, until).await;
+            stream::report_lost(session.session_id, transport, until).await;
         };
-        let all = futures::stream::iter(sessions).for_each_concurrent(LOST_AT_ONCE, say);
+        let all = futures::stream::iter(sessions).for_each_concurrent(CONCURRENT_LOST_REPORTS, say);
         tokio::select! {
             () = all => {}
             () = self.stop.cancelled() => {}
@@ -197,35 +207,35 @@ impl Terminals {
     }
 }
 
-/// A session's place among those of its allocation; given back when it is dropped.
-struct Place {
+/// A session's slot within the limit of its allocation; freed when it is dropped.
+struct SessionSlot {
     session_id: Uuid,
-    given_back: CancellationToken,
-    live: Live,
+    released: CancellationToken,
+    live: LiveSessions,
 }
 
-impl Place {
-    fn take(terminals: &Terminals, session_id: Uuid, allocation_id: Uuid) -> Result<Self, Failure> {
+impl SessionSlot {
+    fn take(terminals: &TerminalSessions, session_id: Uuid, allocation_id: Uuid) -> Result<Self, TaskFailure> {
         let mut live = terminals.live.lock().unwrap_or_else(PoisonError::into_inner);
-        if live.values().filter(|it| it.allocation_id == allocation_id).count() >= OF_ONE_ALLOCATION {
-            return Err(Failure::new("too_many_terminals", "the allocation has too many terminals"));
+        if live.values().filter(|it| it.allocation_id == allocation_id).count() >= MAX_PER_ALLOCATION {
+            return Err(TaskFailure::new("too_many_terminals", "the allocation has too many terminals"));
         }
-        let given_back = CancellationToken::new();
-        live.insert(session_id, Running { allocation_id, given_back: given_back.clone() });
-        Ok(Self { session_id, given_back, live: Arc::clone(&terminals.live) })
+        let released = CancellationToken::new();
+        live.insert(session_id, LiveSession { allocation_id, released: released.clone() });
+        Ok(Self { session_id, released, live: Arc::clone(&terminals.live) })
     }
 }
 
-impl Drop for Place {
+impl Drop for SessionSlot {
     fn drop(&mut self) {
         self.live.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.session_id);
     }
 }
 
-fn spawn(shell: &Shell) -> pty_process::Result<(pty_process::Pty, Child)> {
+fn spawn(shell: &ShellCommand) -> pty_process::Result<(pty_process::Pty, Child)> {
     let (pty, pts) = pty_process::open()?;
     pty.resize(pty_process::Size::new(ROWS, COLUMNS))?;
-    let words = shell.words();
+    let words = shell.command_line();
     let (program, arguments) = words.split_first().ok_or_else(|| std::io::Error::other("there is no shell"))?;
     let command = pty_process::Command::new(program)
         .args(arguments)
@@ -235,7 +245,7 @@ fn spawn(shell: &Shell) -> pty_process::Result<(pty_process::Pty, Child)> {
         .kill_on_drop(true);
     if let Some(id) = shell.user {
         let owner = (nix::unistd::Uid::from_raw(id), nix::unistd::Gid::from_raw(id));
-        // Its programs open the terminal by name, too.
+        // Its programs also open the terminal by name.
         nix::unistd::fchown(pts.as_fd(), Some(owner.0), Some(owner.1)).map_err(std::io::Error::from)?;
     }
     let child = command.spawn(pts)?;
@@ -243,8 +253,8 @@ fn spawn(shell: &Shell) -> pty_process::Result<(pty_process::Pty, Child)> {
 }
 
 #[cfg(test)]
-#[path = "../tests/not_run/mod.rs"]
-mod not_run;
+#[path = "../tests/skipped/mod.rs"]
+mod skipped;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
@@ -254,12 +264,12 @@ mod tests {
     use nix::unistd::{Gid, Uid, setgroups};
     use tokio::io::AsyncReadExt as _;
 
-    /// What a shell that runs this script says on its terminal.
-    async fn said(shell: &Shell, script: &str) -> String {
-        let shell = Shell { arguments: vec!["-c".to_owned(), script.to_owned()], ..shell.clone() };
+    /// The output of a shell that runs this script on its terminal.
+    async fn said(shell: &ShellCommand, script: &str) -> String {
+        let shell = ShellCommand { arguments: vec!["-c".to_owned(), script.to_owned()], ..shell.clone() };
         let (mut pty, mut child) = spawn(&shell).unwrap();
         let (mut said, mut part) = (Vec::new(), [0; 4096]);
-        // EIO: the last one who had the terminal has closed it.
+        // EIO: the last process that had the terminal has closed it.
         while let Ok(read @ 1..) = pty.read(&mut part).await {
             said.extend_from_slice(&part[..read]);
         }
@@ -267,14 +277,21 @@ mod tests {
         String::from_utf8(said).unwrap()
     }
 
-    fn shell(user: Option<u32>) -> Shell {
+    fn shell(user: Option<u32>) -> ShellCommand {
         let environment = vec![("PATH".to_owned(), "/usr/bin:/bin:/usr/sbin:/sbin".to_owned())];
         let launcher = Vec::new();
-        Shell { program: "/bin/sh".into(), arguments: Vec::new(), launcher, user, folder: "/".into(), environment }
+        ShellCommand {
+            program: "/bin/sh".into(),
+            arguments: Vec::new(),
+            launcher,
+            user,
+            folder: "/".into(),
+            environment,
+        }
     }
 
     #[tokio::test]
-    async fn a_shell_has_a_logins_mask_and_chance_to_survive_and_not_the_agents() {
+    async fn shell_has_login_umask_and_oom_score_not_the_agents() {
         umask(Permissions::from_bits_truncate(0o077));
         std::fs::write("/proc/self/oom_score_adj", "500").unwrap();
         let said = said(&shell(None), "umask; cat /proc/self/oom_score_adj").await;
@@ -282,14 +299,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn whatever_launches_a_tenants_shell_it_and_its_terminal_are_the_tenants_without_roots_groups() {
+    async fn launched_shell_and_terminal_belong_to_the_tenant_without_root_groups() {
         if !Uid::effective().is_root() {
-            return not_run::not_run("it needs root, to begin the shell of another user");
+            return skipped::report_skipped("it needs root, to begin the shell of another user");
         }
         setgroups(&[Gid::from_raw(4), Gid::from_raw(0)]).unwrap();
         let launched = ["env", "IN_SLICE=yes"].map(str::to_owned).into();
         for (launcher, in_slice) in [(Vec::new(), "no"), (launched, "yes")] {
-            let shell = Shell { launcher, ..shell(Some(70_001)) };
+            let shell = ShellCommand { launcher, ..shell(Some(70_001)) };
             let said = said(&shell, "id -u; id -G; stat -c %u:%g $(tty); echo ${IN_SLICE:-no}; tty > $(tty)").await;
             let said: Vec<&str> = said.split_whitespace().collect();
             assert_eq!(&said[..4], ["70001", "70001", "70001:70001", in_slice]);

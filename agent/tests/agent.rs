@@ -1,9 +1,9 @@
 //! The agent as a process against a control plane of this process, over mutual TLS.
 #![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub)]
 
-mod fake;
-mod generations;
-mod not_run;
+mod fake_control_plane;
+mod protocol_generations;
+mod skipped;
 
 use std::time::Duration;
 
@@ -18,12 +18,12 @@ use wire::PublicKey;
 use wire::bundle::{BootstrapBundle, fingerprint};
 use wire::inventory::{ExecutorKind, GpuSource};
 use wire::proof::CleanupReport;
-use wire::task::{Envelope, Reboot, TASK_TYPE, Task, TaskPayload, TaskStatus, sign};
+use wire::task::{Reboot, SignedEnvelope, TASK_TYPE, Task, TaskPayload, TaskStatus, sign};
 
-use fake::{AgentProcess, Fake, TOKEN, authority, enrolled, eventually};
+use fake_control_plane::{FakeControlPlane, SpawnedAgent, TOKEN, authority, enrolled, eventually};
 
 #[tokio::test]
-async fn a_node_enrolls_makes_an_allocation_and_proves_that_it_is_gone() {
+async fn node_enrolls_provisions_and_proves_the_clean_up() {
     let (fake, folder, mut agent) = enrolled(&[]).await;
     let allocation_id = Uuid::now_v7();
     let provision = fake.provision(allocation_id);
@@ -37,17 +37,17 @@ async fn a_node_enrolls_makes_an_allocation_and_proves_that_it_is_gone() {
     fake.dispatch(&release);
     let gone = fake.result_of(release.task_id).await;
     assert_eq!(gone.status, TaskStatus::Succeeded, "{gone:?}");
-    let recovery_key = fake.seen().recovery_key.unwrap();
+    let recovery_key = fake.calls().recovery_key.unwrap();
     let report = CleanupReport::open(&gone.proof.unwrap(), &recovery_key).unwrap();
     assert!(report.is_clean(wire::inventory::ExecutorKind::Sandbox));
     let bound = (report.node_id, report.allocation_id, report.task_id, report.attempt);
     assert_eq!(bound, (fake.node_id, allocation_id, release.task_id, 1));
-    let boot_id = fake.seen().heartbeats[0].boot_id;
+    let boot_id = fake.calls().heartbeats[0].boot_id;
     assert_eq!(report.boot_id, boot_id);
     assert!(!std::path::Path::new(&home).exists());
     assert!(folder.path().join("etc/node-ca.pem").exists());
     {
-        let seen = fake.seen();
+        let seen = fake.calls();
         let inventory = &seen.heartbeats[0].inventory;
         assert_eq!((inventory.gpu_source, inventory.executor), (GpuSource::Simulated, ExecutorKind::Sandbox));
         assert_eq!(inventory.gpus.len(), 2);
@@ -70,7 +70,7 @@ async fn a_node_enrolls_makes_an_allocation_and_proves_that_it_is_gone() {
 }
 
 #[tokio::test]
-async fn a_task_that_is_altered_forged_expired_or_another_node_s_is_refused_and_the_next_one_is_done() {
+async fn altered_forged_expired_or_foreign_task_is_refused_and_the_next_executed() {
     let (fake, _folder, agent) = enrolled(&[]).await;
     let good = || fake.payload(Task::Validate {});
     let mut altered = fake.sign(&good());
@@ -79,7 +79,7 @@ async fn a_task_that_is_altered_forged_expired_or_another_node_s_is_refused_and_
     fake.dispatch_envelope(altered);
     let stranger = SigningKey::from_bytes(&[66; 32]);
     fake.dispatch_envelope(sign(&stranger, &PublicKey::from(&stranger).key_id(), &good()).unwrap());
-    // A trusted name on a stranger's signature.
+    // A trusted key id on a stranger's signature.
     fake.dispatch_envelope(sign(&stranger, &PublicKey::from(&fake.signer).key_id(), &good()).unwrap());
     fake.dispatch(&TaskPayload { expires_at: Utc::now() - TimeDelta::seconds(1), ..good() });
     fake.dispatch(&TaskPayload { node_id: Uuid::now_v7(), ..good() });
@@ -87,7 +87,7 @@ async fn a_task_that_is_altered_forged_expired_or_another_node_s_is_refused_and_
     fake.dispatch(&last);
 
     assert_eq!(fake.result_of(last.task_id).await.status, TaskStatus::Succeeded);
-    assert_eq!(fake.seen().results.len(), 1);
+    assert_eq!(fake.calls().results.len(), 1);
     assert_eq!(agent.count("task started"), 1);
     for code in ["task_signature_invalid", "task_key_unknown", "task_expired", "task_for_another_node"] {
         assert!(agent.has_code(code), "no line has code {code}");
@@ -95,7 +95,7 @@ async fn a_task_that_is_altered_forged_expired_or_another_node_s_is_refused_and_
 }
 
 #[tokio::test]
-async fn a_task_of_an_unknown_type_is_answered_with_what_to_do() {
+async fn task_of_an_unknown_type_is_answered_with_the_remedy() {
     let (fake, _folder, agent) = enrolled(&[]).await;
     let known = fake.payload(Task::Validate {});
     let mut value = serde_json::to_value(&known).unwrap();
@@ -106,31 +106,31 @@ async fn a_task_of_an_unknown_type_is_answered_with_what_to_do() {
     foreign["node_id"] = json!(Uuid::now_v7());
     foreign["task_id"] = json!(Uuid::now_v7());
     for value in [&foreign, &value] {
-        fake.dispatch_envelope(Envelope::sign(&fake.signer, &id, TASK_TYPE, bytes(value)));
+        fake.dispatch_envelope(SignedEnvelope::sign(&fake.signer, &id, TASK_TYPE, bytes(value)));
     }
     let result = fake.result_of(known.task_id).await;
     let error = result.error.unwrap();
     assert_eq!((result.status, error.code.as_str()), (TaskStatus::Failed, "task_type_unknown"));
     assert!(error.message.contains("node.sing") && error.message.ends_with("upgrade the agent"), "{error:?}");
     assert!(agent.has_code("task_kind_unknown"));
-    assert_eq!((fake.seen().results.len(), agent.count("task started")), (1, 0));
+    assert_eq!((fake.calls().results.len(), agent.count("task started")), (1, 0));
 }
 
 #[tokio::test]
-async fn a_machine_says_how_it_stands_and_is_not_started_anew_twice() {
+async fn machine_is_diagnosed_and_never_rebooted_twice() {
     let (fake, _folder, agent) = enrolled(&[]).await;
     let asked = fake.payload(Task::Diagnose {});
     fake.dispatch(&asked);
     let said = fake.result_of(asked.task_id).await;
     assert_eq!((said.status, &said.output["fitness"]["fit"]), (TaskStatus::Succeeded, &json!(true)));
 
-    // In another boot than the one that was to end: it has happened.
-    let boot_id = fake.seen().heartbeats[0].boot_id;
+    // The boot id differs from the task's: the reboot has happened.
+    let boot_id = fake.calls().heartbeats[0].boot_id;
     let before = fake.payload(Task::Reboot(Reboot { boot_id: Uuid::now_v7() }));
     fake.dispatch(&before);
     let done = fake.result_of(before.task_id).await;
     assert_eq!((done.status, &done.output["boot_id"]), (TaskStatus::Succeeded, &json!(boot_id)));
-    // This machine is not the agent's to restart.
+    // The agent must not reboot this machine.
     let now = fake.payload(Task::Reboot(Reboot { boot_id }));
     fake.dispatch(&now);
     assert_eq!(fake.result_of(now.task_id).await.error.unwrap().code, "unsupported");
@@ -138,37 +138,37 @@ async fn a_machine_says_how_it_stands_and_is_not_started_anew_twice() {
 }
 
 #[tokio::test]
-async fn a_replayed_task_gets_the_stored_result_and_a_higher_attempt_is_executed() {
+async fn replayed_task_gets_the_stored_result_and_a_higher_attempt_is_executed() {
     let (fake, _folder, agent) = enrolled(&[]).await;
     let task = fake.payload(Task::Validate {});
     fake.dispatch(&task);
     let first = fake.result_of(task.task_id).await;
     fake.dispatch(&task);
-    eventually(|| (fake.seen().results.len() == 2).then_some(())).await;
-    assert_eq!(fake.seen().results[1].1, first);
+    eventually(|| (fake.calls().results.len() == 2).then_some(())).await;
+    assert_eq!(fake.calls().results[1].1, first);
     assert_eq!(agent.count("task started"), 1);
 
     let again = TaskPayload { attempt: 2, ..task };
     fake.dispatch(&again);
-    eventually(|| fake.seen().results.iter().any(|result| result.1.attempt == 2).then_some(())).await;
+    eventually(|| fake.calls().results.iter().any(|result| result.1.attempt == 2).then_some(())).await;
     assert_eq!(agent.count("task started"), 2);
 }
 
 #[tokio::test]
-async fn after_kill_9_between_effect_and_result_the_stored_result_is_sent_and_nothing_is_done_twice() {
+async fn after_kill_9_between_effect_and_result_the_stored_result_is_sent_once_executed() {
     let (fake, folder, agent) = enrolled(&[]).await;
-    fake.behave().results = StatusCode::SERVICE_UNAVAILABLE;
+    fake.behaviour().results = StatusCode::SERVICE_UNAVAILABLE;
     let task = fake.provision(Uuid::now_v7());
     fake.dispatch(&task);
-    let lost = eventually(|| fake.seen().results.first().map(|result| result.1.clone())).await;
+    let lost = eventually(|| fake.calls().results.first().map(|result| result.1.clone())).await;
     agent.kill_9();
 
-    fake.behave().results = StatusCode::OK;
-    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    fake.behaviour().results = StatusCode::OK;
+    let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
     assert_eq!(fake.result_of(task.task_id).await, lost);
     assert_eq!(agent.count("task started"), 0);
     assert_eq!(agent.count("enrolled"), 0);
-    assert_eq!(fake.seen().csrs.len(), 1);
+    assert_eq!(fake.calls().csrs.len(), 1);
 }
 
 #[tokio::test]
@@ -176,27 +176,27 @@ async fn after_kill_9_in_the_middle_of_an_effect_the_task_is_executed_again() {
     let (fake, folder, agent) = enrolled(&["--simulate-provision-delay-ms", "60000"]).await;
     let task = fake.provision(Uuid::now_v7());
     fake.dispatch(&task);
-    agent.says("task started").await;
+    agent.wait_for_message("task started").await;
     agent.kill_9();
-    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
     assert_eq!(fake.result_of(task.task_id).await.status, TaskStatus::Succeeded);
     assert_eq!(agent.count("task started"), 1);
 }
 
 #[tokio::test]
-async fn polling_and_other_tasks_go_on_while_one_task_takes_long() {
+async fn polling_and_other_tasks_continue_during_a_long_task() {
     let (fake, _folder, _agent) = enrolled(&["--simulate-provision-delay-ms", "60000"]).await;
     let slow = fake.provision(Uuid::now_v7());
     fake.dispatch(&slow);
     let quick = fake.payload(Task::Validate {});
     fake.dispatch(&quick);
     fake.result_of(quick.task_id).await;
-    let running = eventually(|| fake.seen().heartbeats.last()?.running.first().copied()).await;
+    let running = eventually(|| fake.calls().heartbeats.last()?.running.first().copied()).await;
     assert_eq!((running.task_id, running.attempt), (slow.task_id, 1));
 }
 
 #[tokio::test]
-async fn a_release_that_comes_during_the_provisioning_waits_for_its_end() {
+async fn release_during_provisioning_waits_for_its_end() {
     let (fake, _folder, _agent) = enrolled(&["--simulate-provision-delay-ms", "300"]).await;
     let allocation_id = Uuid::now_v7();
     let (provision, release) = (fake.provision(allocation_id), fake.release(allocation_id));
@@ -210,7 +210,7 @@ async fn a_release_that_comes_during_the_provisioning_waits_for_its_end() {
 }
 
 #[tokio::test]
-async fn a_failing_machine_is_reported_with_its_code() {
+async fn machine_failure_is_reported_with_its_code() {
     let (fake, _folder, _agent) = enrolled(&["--simulate-failure", "release"]).await;
     let task = fake.release(Uuid::now_v7());
     fake.dispatch(&task);
@@ -220,81 +220,81 @@ async fn a_failing_machine_is_reported_with_its_code() {
 }
 
 #[tokio::test]
-async fn a_result_that_the_control_plane_refuses_for_good_is_given_up_loudly_and_not_sent_after_a_restart() {
+async fn permanently_refused_result_is_dropped_with_an_error_and_not_resent() {
     let (fake, folder, agent) = enrolled(&[]).await;
-    fake.behave().results = StatusCode::CONFLICT;
+    fake.behaviour().results = StatusCode::CONFLICT;
     let task = fake.payload(Task::Validate {});
     fake.dispatch(&task);
-    agent.complains_of("stale_attempt").await;
+    agent.wait_for_error_code("stale_attempt").await;
     sleep(Duration::from_millis(100)).await;
     agent.kill_9();
-    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
-    agent.says("polling").await;
+    let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    agent.wait_for_message("polling").await;
     sleep(Duration::from_millis(200)).await;
-    assert_eq!(fake.seen().results.len(), 1);
+    assert_eq!(fake.calls().results.len(), 1);
 }
 
 #[tokio::test]
-async fn an_enroll_answer_that_was_lost_is_asked_for_with_the_same_csr_also_after_kill_9() {
-    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
-    fake.behave().lose_enroll_answers = usize::MAX;
+async fn lost_enroll_answer_is_requested_with_the_same_csr_also_after_kill_9() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    fake.behaviour().lose_enroll_answers = usize::MAX;
     let bundle = fake.bundle(folder.path());
-    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
-    eventually(|| (fake.seen().csrs.len() >= 2).then_some(())).await;
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    eventually(|| (fake.calls().csrs.len() >= 2).then_some(())).await;
     agent.kill_9();
-    fake.behave().lose_enroll_answers = 0;
-    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
-    agent.says("enrolled").await;
-    let seen = fake.seen();
+    fake.behaviour().lose_enroll_answers = 0;
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("enrolled").await;
+    let seen = fake.calls();
     assert!(seen.csrs.iter().all(|csr| *csr == seen.csrs[0]));
 }
 
 #[tokio::test]
-async fn a_control_plane_of_another_ca_never_sees_the_token() {
-    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+async fn control_plane_of_another_ca_never_receives_the_token() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
     let (_, other_ca) = authority();
     let bundle = BootstrapBundle {
         ca_bundle_fingerprint: fingerprint(&other_ca),
         ca_bundle_pem: other_ca,
         ..fake.bundle(folder.path())
     };
-    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
-    agent.complains_of("tls_untrusted").await;
-    assert!(fake.seen().csrs.is_empty());
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_error_code("tls_untrusted").await;
+    assert!(fake.calls().csrs.is_empty());
 }
 
 #[tokio::test]
-async fn a_refused_token_and_a_missing_token_end_the_agent_with_what_to_do() {
-    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
-    fake.behave().refuse_enrollment = true;
+async fn refused_or_missing_token_ends_the_agent_with_the_remedy() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    fake.behaviour().refuse_enrollment = true;
     let bundle = fake.bundle(folder.path());
-    let mut agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    let mut agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
     assert_eq!(agent.exit().await.code(), Some(3));
     let last = agent.lines().pop().unwrap();
     assert_eq!(last["error_code"], "enrollment_rejected");
     assert!(last["error"].as_str().unwrap().contains("reissue"), "{last}");
 
-    let bundle = BootstrapBundle { enrollment_token: wire::Token::new(""), ..bundle };
-    let mut agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    let bundle = BootstrapBundle { enrollment_token: wire::SecretToken::new(""), ..bundle };
+    let mut agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
     assert_eq!(agent.exit().await.code(), Some(3));
     assert!(agent.has_code("no_enrollment_token"));
 }
 
 #[tokio::test]
-async fn a_removed_node_s_agent_ends_with_a_code_of_its_own() {
+async fn agent_of_a_removed_node_ends_with_its_own_exit_code() {
     let (fake, _folder, mut agent) = enrolled(&[]).await;
-    fake.behave().node_removed = true;
+    fake.behaviour().node_removed = true;
     assert_eq!(agent.exit().await.code(), Some(4));
     assert!(agent.has_code("node_removed"));
 }
 
 #[tokio::test]
-async fn a_certificate_is_renewed_in_its_second_half_and_used_from_then_on() {
-    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
-    fake.behave().certificate_life = TimeDelta::seconds(6);
-    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
-    eventually(|| (fake.seen().certificates.len() >= 2).then_some(())).await;
-    assert!(fake.seen().renewals >= 1);
+async fn certificate_is_renewed_in_its_second_half_and_then_used() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    fake.behaviour().certificate_life = TimeDelta::seconds(6);
+    let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    eventually(|| (fake.calls().certificates.len() >= 2).then_some(())).await;
+    assert!(fake.calls().renewals >= 1);
     assert!(!agent.has_code("certificate_expired"));
     let task = fake.payload(Task::Validate {});
     fake.dispatch(&task);
@@ -302,70 +302,70 @@ async fn a_certificate_is_renewed_in_its_second_half_and_used_from_then_on() {
 }
 
 #[tokio::test]
-async fn a_certificate_that_is_backdated_by_more_than_it_lives_is_not_renewed_at_once() {
-    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+async fn certificate_backdated_beyond_its_lifetime_is_not_renewed_immediately() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
     // Long enough for any machine: half of it is half an hour.
-    (fake.behave().certificate_life, fake.behave().backdated_by) = (TimeDelta::hours(1), TimeDelta::hours(3));
-    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
-    agent.says("polling").await;
+    (fake.behaviour().certificate_life, fake.behaviour().backdated_by) = (TimeDelta::hours(1), TimeDelta::hours(3));
+    let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    agent.wait_for_message("polling").await;
     for _ in 0..3 {
         let task = fake.payload(Task::Validate {});
         fake.dispatch(&task);
         fake.result_of(task.task_id).await;
     }
-    assert_eq!(fake.seen().renewals, 0, "it is due in half an hour");
+    assert_eq!(fake.calls().renewals, 0, "it is due in half an hour");
 }
 
 #[tokio::test]
-async fn an_expired_certificate_is_recovered_with_the_spent_token_also_when_the_answer_is_lost() {
-    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
-    fake.behave().certificate_life = TimeDelta::seconds(3);
+async fn expired_certificate_is_recovered_with_the_spent_token_despite_a_lost_answer() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    fake.behaviour().certificate_life = TimeDelta::seconds(3);
     let bundle = fake.bundle(folder.path());
-    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
-    agent.says("enrolled").await;
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("enrolled").await;
     agent.kill_9();
     sleep(Duration::from_secs(4)).await;
-    fake.behave().lose_recovery_answers = true;
-    fake.behave().certificate_life = TimeDelta::hours(1);
-    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
-    agent.says("recovered").await;
-    agent.says("polling").await;
-    let seen = fake.seen();
+    fake.behaviour().lose_recovery_answers = true;
+    fake.behaviour().certificate_life = TimeDelta::hours(1);
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("recovered").await;
+    agent.wait_for_message("polling").await;
+    let seen = fake.calls();
     assert_eq!((seen.generation, seen.recoveries.len()), (2, 1));
 }
 
 #[tokio::test]
-async fn a_certificate_by_an_authority_that_is_not_trusted_any_more_is_replaced_also_behind_a_proxy() {
+async fn certificate_by_an_untrusted_authority_is_replaced_also_behind_a_proxy() {
     let (fake, _folder, agent) = enrolled(&[]).await;
-    agent.says("polling").await;
-    fake.behave().trusted_authorities = Some(vec!["00".into()]);
-    fake.behave().refuse_the_first_certificate = true;
-    agent.says("recovered").await;
+    agent.wait_for_message("polling").await;
+    fake.behaviour().trusted_authorities = Some(vec!["00".into()]);
+    fake.behaviour().refuse_the_first_certificate = true;
+    agent.wait_for_message("recovered").await;
     let task = fake.payload(Task::Validate {});
     fake.dispatch(&task);
     fake.result_of(task.task_id).await;
-    let seen = fake.seen();
+    let seen = fake.calls();
     assert_eq!((seen.generation, seen.recoveries.len()), (2, 1), "once, whoever of its parts was refused");
 }
 
 #[tokio::test]
-async fn a_certificate_that_the_control_plane_trusts_costs_no_recovery_whoever_on_the_way_refuses_it() {
+async fn trusted_certificate_refused_by_a_proxy_spends_no_recovery() {
     let (fake, _folder, agent) = enrolled(&[]).await;
-    agent.says("polling").await;
-    let shown = fake.seen().certificates[0].clone();
-    fake.behave().trusted_authorities = Some(vec![authority_of(&shown)]);
-    fake.behave().refuse_the_first_certificate = true;
-    agent.complains_of("certificate_not_replaced").await;
+    agent.wait_for_message("polling").await;
+    let shown = fake.calls().certificates[0].clone();
+    fake.behaviour().trusted_authorities = Some(vec![authority_of(&shown)]);
+    fake.behaviour().refuse_the_first_certificate = true;
+    agent.wait_for_error_code("certificate_not_replaced").await;
     sleep(Duration::from_secs(1)).await;
-    assert_eq!(fake.seen().recoveries.len(), 0);
-    fake.behave().refuse_the_first_certificate = false;
+    assert_eq!(fake.calls().recoveries.len(), 0);
+    fake.behaviour().refuse_the_first_certificate = false;
     let task = fake.payload(Task::Validate {});
     fake.dispatch(&task);
     fake.result_of(task.task_id).await;
-    assert_eq!(fake.seen().generation, 1);
+    assert_eq!(fake.calls().generation, 1);
 }
 
-/// The key identifier of whoever certified it.
+/// The key identifier of the certificate's issuer.
 fn authority_of(certificate: &[u8]) -> String {
     use x509_parser::extensions::ParsedExtension;
     use x509_parser::prelude::FromDer as _;
@@ -378,11 +378,11 @@ fn authority_of(certificate: &[u8]) -> String {
 }
 
 #[tokio::test]
-async fn a_task_by_a_key_that_was_rotated_in_just_now_is_done_and_not_refused() {
+async fn task_by_a_freshly_rotated_key_is_executed() {
     let (mut fake, _folder, agent) = enrolled(&[]).await;
-    agent.says("polling").await;
+    agent.wait_for_message("polling").await;
     let second = SigningKey::from_bytes(&[2; 32]);
-    fake.behave().verifier_sets = vec![Fake::rotation(1, &second, &fake.signer)];
+    fake.behaviour().verifier_sets = vec![FakeControlPlane::rotation(1, &second, &fake.signer)];
     fake.signer = second;
     let task = fake.payload(Task::Validate {});
     fake.dispatch(&task);
@@ -394,28 +394,28 @@ async fn a_task_by_a_key_that_was_rotated_in_just_now_is_done_and_not_refused() 
 }
 
 #[tokio::test]
-async fn a_machine_that_lost_its_certificate_recovers_where_its_token_is_spent() {
+async fn machine_without_certificate_recovers_with_a_spent_token() {
     let (fake, folder, agent) = enrolled(&[]).await;
     agent.kill_9();
     std::fs::remove_file(folder.path().join("etc/node.pem")).unwrap();
     std::fs::remove_file(folder.path().join("etc/node.key")).unwrap();
-    fake.behave().refuse_enrollment = true;
-    let agent = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
-    agent.says("recovered").await;
-    agent.says("polling").await;
+    fake.behaviour().refuse_enrollment = true;
+    let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    agent.wait_for_message("recovered").await;
+    agent.wait_for_message("polling").await;
 }
 
 #[tokio::test]
-async fn an_expired_certificate_without_a_token_ends_the_agent_with_what_to_do() {
-    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
-    fake.behave().certificate_life = TimeDelta::seconds(3);
+async fn expired_certificate_without_a_token_ends_the_agent_with_the_remedy() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
+    fake.behaviour().certificate_life = TimeDelta::seconds(3);
     let bundle = fake.bundle(folder.path());
-    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
-    agent.says("enrolled").await;
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("enrolled").await;
     agent.kill_9();
     sleep(Duration::from_secs(4)).await;
-    let without = BootstrapBundle { enrollment_token: wire::Token::new(""), ..bundle.clone() };
-    let mut agent = AgentProcess::start(folder.path(), &without, &[]);
+    let without = BootstrapBundle { enrollment_token: wire::SecretToken::new(""), ..bundle.clone() };
+    let mut agent = SpawnedAgent::start(folder.path(), &without, &[]);
     assert_eq!(agent.exit().await.code(), Some(5));
     let last = agent.lines().pop().unwrap();
     assert!(last["error"].as_str().unwrap().contains("reissue"), "{last}");
@@ -423,61 +423,62 @@ async fn an_expired_certificate_without_a_token_ends_the_agent_with_what_to_do()
     // What the reissue's restart command does: a new token, no certificate, no key.
     std::fs::remove_file(folder.path().join("etc/node.pem")).unwrap();
     std::fs::remove_file(folder.path().join("etc/node.key")).unwrap();
-    fake.behave().certificate_life = TimeDelta::hours(1);
-    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
-    agent.says("polling").await;
+    fake.behaviour().certificate_life = TimeDelta::hours(1);
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    agent.wait_for_message("polling").await;
 }
 
 #[tokio::test]
 async fn rotated_task_keys_are_followed_through_the_heartbeat_and_remembered() {
     let (mut fake, folder, agent) = enrolled(&[]).await;
     let (second, third) = (SigningKey::from_bytes(&[2; 32]), SigningKey::from_bytes(&[3; 32]));
-    fake.behave().verifier_sets = vec![Fake::rotation(1, &second, &fake.signer), Fake::rotation(2, &third, &second)];
-    agent.says("task-signing keys rotated").await;
+    fake.behaviour().verifier_sets =
+        vec![FakeControlPlane::rotation(1, &second, &fake.signer), FakeControlPlane::rotation(2, &third, &second)];
+    agent.wait_for_message("task-signing keys rotated").await;
     agent.kill_9();
 
     let bundle = fake.bundle(folder.path());
     fake.signer = third;
-    let agent = AgentProcess::start(folder.path(), &bundle, &[]);
-    // By then the killed agent's poll, which could take the task along, is gone too.
-    agent.says("polling").await;
+    let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
+    // By then the killed agent's poll, which could receive the task, is gone too.
+    agent.wait_for_message("polling").await;
     let task = fake.payload(Task::Validate {});
     fake.dispatch(&task);
     fake.result_of(task.task_id).await;
-    eventually(|| (fake.seen().heartbeats.last()?.verifier_set_version == 2).then_some(())).await;
+    eventually(|| (fake.calls().heartbeats.last()?.verifier_set_version == 2).then_some(())).await;
 }
 
 #[tokio::test]
-async fn a_verifier_set_of_a_stranger_or_of_a_lower_version_is_refused_and_the_trust_that_was_there_stays() {
+async fn verifier_set_of_a_stranger_or_lower_version_is_refused_and_trust_is_unchanged() {
     let (fake, folder, agent) = enrolled(&[]).await;
     let (second, stranger) = (SigningKey::from_bytes(&[2; 32]), SigningKey::from_bytes(&[9; 32]));
-    fake.behave().verifier_sets = vec![Fake::rotation(5, &second, &fake.signer)];
-    agent.says("task-signing keys rotated").await;
+    fake.behaviour().verifier_sets = vec![FakeControlPlane::rotation(5, &second, &fake.signer)];
+    agent.wait_for_message("task-signing keys rotated").await;
     let kept = found(folder.path(), "verifiers.json");
     let before = std::fs::read(&kept).unwrap();
-    // Nobody whom the agent knows has signed this one; the other is older than what it has.
-    let mut forged = Fake::rotation(6, &stranger, &stranger);
-    forged.signatures[0].key_id = Fake::rotation(6, &stranger, &second).signatures[0].key_id.clone();
-    fake.behave().verifier_sets = vec![forged, Fake::rotation(9, &stranger, &stranger)];
-    agent.says("a set of task-signing keys is refused").await;
-    fake.behave().lowest_set = Some(Fake::rotation(4, &stranger, &second));
-    let beats = fake.seen().heartbeats.len();
-    eventually(|| (fake.seen().heartbeats.len() > beats + 2).then_some(())).await;
-    assert_eq!(fake.seen().heartbeats.last().unwrap().verifier_set_version, 5);
+    // This set is signed by no key that the agent trusts; the other is older than the current one.
+    let mut forged = FakeControlPlane::rotation(6, &stranger, &stranger);
+    forged.signatures[0].key_id = FakeControlPlane::rotation(6, &stranger, &second).signatures[0].key_id.clone();
+    fake.behaviour().verifier_sets = vec![forged, FakeControlPlane::rotation(9, &stranger, &stranger)];
+    agent.wait_for_message("a set of task-signing keys is refused").await;
+    fake.behaviour().lowest_set = Some(FakeControlPlane::rotation(4, &stranger, &second));
+    let beats = fake.calls().heartbeats.len();
+    eventually(|| (fake.calls().heartbeats.len() > beats + 2).then_some(())).await;
+    assert_eq!(fake.calls().heartbeats.last().unwrap().verifier_set_version, 5);
     assert_eq!(std::fs::read(&kept).unwrap(), before, "what is kept is not touched by what is refused");
 }
 
 #[tokio::test]
-async fn the_authorities_of_nodes_are_followed_and_a_certificate_of_one_that_goes_is_renewed_early() {
+async fn node_authorities_are_followed_and_a_certificate_of_a_retired_one_is_renewed_early() {
     let (fake, folder, agent) = enrolled(&[]).await;
     let bundle = "-----BEGIN CERTIFICATE-----\none\n-----END CERTIFICATE-----\n".repeat(2);
-    fake.behave().node_authorities = Some(bundle.clone());
-    agent.says("the authorities of nodes changed").await;
+    fake.behaviour().node_authorities = Some(bundle.clone());
+    agent.wait_for_message("the authorities of nodes changed").await;
     assert_eq!(std::fs::read_to_string(found(folder.path(), "node-ca.pem")).unwrap(), bundle);
-    assert_eq!(fake.seen().renewals, 0, "a certificate of a day is not due");
-    fake.behave().renew_within_seconds = Some(1);
-    agent.says("certificate renewed").await;
-    fake.behave().renew_within_seconds = None;
+    assert_eq!(fake.calls().renewals, 0, "a certificate of a day is not due");
+    fake.behaviour().renew_within_seconds = Some(1);
+    agent.wait_for_message("certificate renewed").await;
+    fake.behaviour().renew_within_seconds = None;
 }
 
 /// The file of that name below the folder.
@@ -496,17 +497,17 @@ fn found(folder: &std::path::Path, name: &str) -> std::path::PathBuf {
 }
 
 #[tokio::test]
-async fn a_second_agent_on_the_same_state_does_not_run() {
+async fn second_agent_on_the_same_state_folder_does_not_start() {
     let (fake, folder, _agent) = enrolled(&[]).await;
-    let mut second = AgentProcess::start(folder.path(), &fake.bundle(folder.path()), &[]);
+    let mut second = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
     assert_eq!(second.exit().await.code(), Some(7));
 }
 
 #[tokio::test]
-async fn a_wrong_configuration_is_said_so_on_one_json_line() {
-    let (fake, folder) = (Fake::start().await, tempfile::tempdir().unwrap());
+async fn wrong_configuration_is_reported_on_one_json_line() {
+    let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
     let bundle = BootstrapBundle { api_url: "http://plain".into(), ..fake.bundle(folder.path()) };
-    let mut agent = AgentProcess::start(folder.path(), &bundle, &[]);
+    let mut agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
     assert_eq!(agent.exit().await.code(), Some(2));
     let last = agent.lines().pop().unwrap();
     assert_eq!(last["error_code"], json!("configuration"));
@@ -514,9 +515,9 @@ async fn a_wrong_configuration_is_said_so_on_one_json_line() {
 }
 
 #[tokio::test]
-async fn an_agent_that_would_keep_tenants_as_root_does_not_start_and_says_what_to_do() {
+async fn sandbox_agent_as_root_does_not_start_and_names_the_remedy() {
     if !nix::unistd::Uid::effective().is_root() {
-        return not_run::not_run("it needs root, which is refused");
+        return skipped::report_skipped("it needs root, which is refused");
     }
     let start = |more: &[&str]| {
         let ran =

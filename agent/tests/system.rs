@@ -2,10 +2,10 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub)]
 
-mod hostile;
-mod machine;
-mod not_run;
-mod private;
+mod hostile_tenants;
+mod overlay;
+mod private_tmp;
+mod skipped;
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,13 +17,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use agent::executor::Executor as _;
-use agent::gpus::{Gpus, SimulatedGpus};
+use agent::gpus::{GpuSimulation, Gpus};
 use agent::system::{Settings, System};
-use machine::{Seen, View};
+use overlay::{FileRecord, View};
 use uuid::Uuid;
-use wire::inventory::{Device, ExecutorKind};
-use wire::proof::{Checked, CleanupReport, Finding, Outcome};
-use wire::recording::Terms;
+use wire::inventory::{DeviceRef, ExecutorKind};
+use wire::proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
+use wire::recording::RecordTerms;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 const STATE: &str = "/var/lib/gpuaas-agent";
@@ -47,7 +47,7 @@ impl Node {
         }
         // Every machine has it from its first change of a user on.
         fs::write("/etc/.pwd.lock", "").unwrap();
-        let asked = SimulatedGpus { count: 4, model: "H100".into(), memory_mib: 81_920 };
+        let asked = GpuSimulation { count: 4, model: "H100".into(), memory_mib: 81_920 };
         let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked)));
         let sudo_commands = vec!["/bin/sleep".parse().unwrap()];
         let (shared, program) = (vec!["/scratch".into()], env!("CARGO_BIN_EXE_gpuaas-agent").into());
@@ -56,9 +56,9 @@ impl Node {
         Self { system: System::open(Path::new(STATE), settings, Arc::clone(&gpus)).unwrap(), gpus }
     }
 
-    fn devices(&self, which: &[usize]) -> Vec<Device> {
+    fn devices(&self, which: &[usize]) -> Vec<DeviceRef> {
         let all = self.gpus.list().unwrap();
-        which.iter().map(|index| Device::from(&all[*index])).collect()
+        which.iter().map(|index| DeviceRef::from(&all[*index])).collect()
     }
 
     fn provision(&self, id: Uuid, name: &str, devices: &[usize]) -> Provision {
@@ -72,7 +72,7 @@ impl Node {
         }
     }
 
-    fn release(&self, id: Uuid, name: &str, devices: &[usize]) -> Vec<Finding> {
+    fn release(&self, id: Uuid, name: &str, devices: &[usize]) -> Vec<CleanupFinding> {
         let task = Release { allocation_id: id, user_name: name.into(), devices: self.devices(devices) };
         self.system.release(&task).unwrap().findings
     }
@@ -84,8 +84,8 @@ impl Node {
 }
 
 /// Everything on this machine that could have changed.
-fn look(except: &[&Path]) -> BTreeMap<String, Seen> {
-    View::of("/").look(except, |listing| fs::read_to_string(listing).unwrap_or_default())
+fn snapshot(except: &[&Path]) -> BTreeMap<String, FileRecord> {
+    View::of("/").snapshot(except, |listing| fs::read_to_string(listing).unwrap_or_default())
 }
 
 fn run(program: &str, args: &[&str]) -> String {
@@ -109,7 +109,7 @@ fn spawn(uid: u32, script: &str) -> Child {
     shell(uid, script).stdout(Stdio::null()).spawn().unwrap()
 }
 
-fn assert_clean(findings: &[Finding]) {
+fn assert_clean(findings: &[CleanupFinding]) {
     let report = CleanupReport {
         node_id: Uuid::nil(),
         allocation_id: Uuid::nil(),
@@ -119,14 +119,14 @@ fn assert_clean(findings: &[Finding]) {
         checked_at: chrono::Utc::now(),
         findings: findings.to_vec(),
     };
-    let missing: Vec<_> = report.not_looked_for(ExecutorKind::System).collect();
+    let missing: Vec<_> = report.missing_checks(ExecutorKind::System).collect();
     let left: Vec<_> = report.leftovers().collect();
     assert!(report.is_clean(ExecutorKind::System), "left: {left:#?}\nnot looked for: {missing:?}");
 }
 
-fn outcome(findings: &[Finding], what: Checked) -> Outcome {
+fn outcome(findings: &[CleanupFinding], what: CleanupCheck) -> FindingOutcome {
     let worst = findings.iter().filter(|finding| finding.what == what).map(|finding| finding.outcome);
-    worst.max_by_key(|outcome| *outcome != Outcome::Gone).unwrap()
+    worst.max_by_key(|outcome| *outcome != FindingOutcome::Gone).unwrap()
 }
 
 fn eventually(what: impl Fn() -> bool) {
@@ -143,8 +143,8 @@ fn mode(path: impl AsRef<Path>) -> (u32, u32, u32) {
 }
 
 #[test]
-fn a_tenant_has_an_account_its_devices_and_the_few_commands_it_may_run_as_root() {
-    machine::alone("a_tenant_has_an_account_its_devices_and_the_few_commands_it_may_run_as_root", || {
+fn tenant_has_an_account_its_devices_and_its_sudo_commands() {
+    overlay::alone("tenant_has_an_account_its_devices_and_its_sudo_commands", || {
         let node = Node::start();
         let id = Uuid::from_u128(1);
         let output = node.system.provision(&node.provision(id, NAME, &[0, 2])).unwrap();
@@ -167,7 +167,7 @@ fn a_tenant_has_an_account_its_devices_and_the_few_commands_it_may_run_as_root()
         assert!(can(neighbour, "cat /dev/nvidia1"));
         assert!(!can(neighbour, "cat /dev/nvidia0") && !can(neighbour, "ls /home/tena"));
 
-        // Asked again, by the same agent and by the next one.
+        // Repeated, by the same agent and by the next one.
         assert_eq!(node.make(id, NAME, &[0, 2]), uid);
         assert_eq!(Node::start().make(id, NAME, &[0, 2]), uid);
         assert!(can(uid, "cat /dev/nvidia0"), "a restart takes no device from who holds it");
@@ -175,8 +175,8 @@ fn a_tenant_has_an_account_its_devices_and_the_few_commands_it_may_run_as_root()
 }
 
 #[test]
-fn a_machine_that_was_started_anew_has_its_tenants_devices_as_they_were() {
-    machine::alone("a_machine_that_was_started_anew_has_its_tenants_devices_as_they_were", || {
+fn reboot_restores_the_tenants_device_access() {
+    overlay::alone("reboot_restores_the_tenants_device_access", || {
         let uid = Node::start().make(Uuid::from_u128(1), NAME, &[1]);
         // As the kernel makes them: open to everybody.
         for minor in 0..4 {
@@ -192,35 +192,35 @@ fn a_machine_that_was_started_anew_has_its_tenants_devices_as_they_were() {
 }
 
 #[test]
-fn a_tenant_who_left_something_everywhere_is_gone_without_a_trace() {
-    machine::alone("a_tenant_who_left_something_everywhere_is_gone_without_a_trace", || {
+fn tenant_with_leftovers_everywhere_is_removed_completely() {
+    overlay::alone("tenant_with_leftovers_everywhere_is_removed_completely", || {
         let node = Node::start();
-        // An account of an earlier time in the backups must stay as it was.
+        // An older account in the backups must stay unchanged.
         fs::write("/etc/passwd-", "old:x:900:900::/:/bin/sh\n").unwrap();
         fs::create_dir_all("/tmp/others").unwrap();
         fs::set_permissions("/tmp/others", fs::Permissions::from_mode(0o1777)).unwrap();
         let state = [Path::new(STATE), Path::new(UIDS)];
-        let before = look(&state);
+        let before = snapshot(&state);
 
         let id = Uuid::from_u128(1);
         let uid = node.make(id, NAME, &[0, 1]);
         litter(uid);
         let findings = node.release(id, NAME, &[0, 1]);
         assert_clean(&findings);
-        let differences = View::of("/").differences(&before, &look(&state));
+        let differences = View::of("/").differences(&before, &snapshot(&state));
         assert!(differences.is_empty(), "{differences:#?}");
         assert_clean(&node.release(id, NAME, &[0, 1]));
         assert_ne!(node.make(Uuid::from_u128(2), NAME, &[0]), uid, "a uid is never used twice");
     });
 }
 
-/// By the numbers of the calls, since no tool for keys is on every machine.
+/// By system call numbers, since not every machine has a tool for keys.
 const KEYS: &str = "exec perl -e 'my ($add, $ctl) = `uname -m` =~ /aarch64/ ? (217, 219) : (248, 250); \
     my ($kind, $name, $secret) = (q(user), q(mine), q(secret)); \
     for my $ring (-4, -5) { syscall($add, $kind, $name, $secret, 6, $ring) > 0 or die } \
     syscall($ctl, 22, -1, -4) > 0 or die'";
 
-/// Everything that a tenant, and what runs as root in its name, can leave behind.
+/// Creates everything that a tenant, and processes that run as root on its behalf, can leave behind.
 fn litter(uid: u32) {
     for script in [
         "mkdir -p ~/closed/deep && echo x > ~/closed/deep/x && chmod 000 ~/closed",
@@ -234,28 +234,28 @@ fn litter(uid: u32) {
     ] {
         assert!(can(uid, &format!("HOME=/home/{NAME}; {script}")), "{script}");
     }
-    // A queue, as mq_open makes it.
+    // A queue, as mq_open creates it.
     fs::create_dir_all("/run/queues").unwrap();
     run("mount", &["-t", "mqueue", "mqueue", "/run/queues"]);
     fs::write("/run/queues/q", "").unwrap();
     run("chown", &[&uid.to_string(), "/run/queues/q"]);
     run("umount", &["/run/queues"]);
     fs::remove_dir("/run/queues").unwrap();
-    // What cron, sudo and a login keep of it.
+    // What cron, sudo and a login store of it.
     for folder in ["/var/spool/cron/crontabs", "/var/mail", "/run/sudo/ts", "/var/lib/sudo/lectured"] {
         if Path::new(folder).is_dir() {
             fs::write(Path::new(folder).join(NAME), "x").unwrap();
         }
     }
-    // What root in its name, or a program with the right to, made immutable.
+    // Files that were made immutable by root on its behalf, or by a program with that capability.
     run("chattr", &["+i", &format!("/home/{NAME}/fixed/x"), &format!("/home/{NAME}/fixed"), "/tmp/fixed"]);
-    // Mounts in the home: one of its own, and one of the machine's own files, which must outlive it.
+    // Mounts in the home: one of its own, and one of the machine's own files, which must not be removed.
     for mounted in ["own", "etc"] {
         fs::create_dir(format!("/home/{NAME}/{mounted}")).unwrap();
     }
     run("mount", &["-t", "tmpfs", "tmpfs", &format!("/home/{NAME}/own")]);
     run("mount", &["--bind", "/etc", &format!("/home/{NAME}/etc")]);
-    // Processes: one that ignores signals, one that runs as root in its name, one that forks for ever.
+    // Processes: one that ignores signals, one that runs as root on its behalf, one that forks endlessly.
     let scripts = [
         "trap '' TERM HUP; while true; do sleep 1; done",
         "exec sudo -n /bin/sleep 1000",
@@ -267,8 +267,8 @@ fn litter(uid: u32) {
 }
 
 #[test]
-fn what_cannot_be_removed_is_reported_and_keeps_the_devices() {
-    machine::alone("what_cannot_be_removed_is_reported_and_keeps_the_devices", || {
+fn unremovable_leftover_is_reported_and_keeps_the_devices_reserved() {
+    overlay::alone("unremovable_leftover_is_reported_and_keeps_the_devices_reserved", || {
         let node = Node::start();
         let (id, next) = (Uuid::from_u128(1), Uuid::from_u128(2));
         let uid = node.make(id, NAME, &[0]);
@@ -279,13 +279,13 @@ fn what_cannot_be_removed_is_reported_and_keeps_the_devices() {
         run("mount", &["-o", "remount,ro", "/tmp/stuck"]);
 
         let findings = node.release(id, NAME, &[0]);
-        assert_eq!(outcome(&findings, Checked::Tmp), Outcome::Present);
-        assert_eq!(outcome(&findings, Checked::PasswdEntry), Outcome::Gone);
-        assert_eq!(outcome(&findings, Checked::DeviceReservation), Outcome::Present);
+        assert_eq!(outcome(&findings, CleanupCheck::Tmp), FindingOutcome::Present);
+        assert_eq!(outcome(&findings, CleanupCheck::PasswdEntry), FindingOutcome::Gone);
+        assert_eq!(outcome(&findings, CleanupCheck::DeviceReservation), FindingOutcome::Present);
         let refused = node.system.provision(&node.provision(next, "next", &[0])).unwrap_err();
         assert_eq!(refused.code, "device_in_use");
 
-        // The account is gone and its uid is known all the same, also to the next agent.
+        // The account is gone, but the next agent still knows its uid.
         run("mount", &["-o", "remount,rw", "/tmp/stuck"]);
         let node = Node::start();
         assert_clean(&node.release(id, NAME, &[0]));
@@ -295,8 +295,8 @@ fn what_cannot_be_removed_is_reported_and_keeps_the_devices() {
 }
 
 #[test]
-fn a_home_that_became_a_link_takes_nothing_with_it() {
-    machine::alone("a_home_that_became_a_link_takes_nothing_with_it", || {
+fn home_replaced_by_a_symlink_is_not_followed_on_removal() {
+    overlay::alone("home_replaced_by_a_symlink_is_not_followed_on_removal", || {
         let node = Node::start();
         let id = Uuid::from_u128(1);
         node.make(id, NAME, &[0]);
@@ -312,7 +312,7 @@ fn a_home_that_became_a_link_takes_nothing_with_it() {
     });
 }
 
-/// What a shell, a format of files or a terminal could take for more than text.
+/// Values that a shell, a file format or a terminal could interpret.
 const HOSTILE: [&str; 9] = [
     "$(touch /tmp/HIT)",
     "`touch /tmp/HIT`",
@@ -326,11 +326,11 @@ const HOSTILE: [&str; 9] = [
 ];
 
 #[test]
-fn no_value_of_a_task_is_ever_more_than_a_value() {
-    machine::alone("no_value_of_a_task_is_ever_more_than_a_value", || {
+fn task_values_are_never_interpreted() {
+    overlay::alone("task_values_are_never_interpreted", || {
         let node = Node::start();
         let state = [Path::new(STATE), Path::new(UIDS)];
-        let before = look(&state);
+        let before = snapshot(&state);
         for (n, hostile) in HOSTILE.into_iter().enumerate() {
             let id = Uuid::from_u128(100 + n as u128);
             let plain = node.provision(id, NAME, &[0]);
@@ -342,7 +342,7 @@ fn no_value_of_a_task_is_ever_more_than_a_value() {
             );
             let nobody = Release { allocation_id: id, user_name: hostile.into(), devices: Vec::new() };
             assert_eq!(node.system.release(&nobody).unwrap_err().code, "invalid_task", "{hostile:?}");
-            let devices = vec![Device { index: 0, uuid: hostile.into() }];
+            let devices = vec![DeviceRef { index: 0, uuid: hostile.into() }];
             assert_eq!(refused(&Provision { devices, ..plain.clone() }), "device_unknown", "{hostile:?}");
             for key in [
                 hostile.to_owned(),
@@ -350,12 +350,12 @@ fn no_value_of_a_task_is_ever_more_than_a_value() {
                 format!("ssh-ed25519 AAAA\n{hostile}"),
                 format!("ssh-ed25519 AAAA {hostile}"),
             ] {
-                // The name of a SKU stands in the agent's own record alone.
+                // The name of a SKU is written to the agent's own record only.
                 let task = Provision { authorized_keys: vec![key.clone()], sku: hostile.into(), ..plain.clone() };
                 match node.system.provision(&task) {
                     Err(refused) => assert_eq!(refused.code, "invalid_task", "{key:?}"),
                     Ok(_) => {
-                        // A comment, on the one line that there is.
+                        // The comment stays on its one line.
                         let written = fs::read_to_string("/etc/ssh/gpuaas-keys/tena").unwrap();
                         assert_eq!((written.lines().count(), written), (1, format!("ssh-ed25519 AAAA {hostile}\n")));
                         assert_clean(&node.release(id, NAME, &[0]));
@@ -363,14 +363,14 @@ fn no_value_of_a_task_is_ever_more_than_a_value() {
                 }
             }
         }
-        let differences = View::of("/").differences(&before, &look(&state));
+        let differences = View::of("/").differences(&before, &snapshot(&state));
         assert!(differences.is_empty(), "{differences:#?}");
     });
 }
 
 #[test]
-fn a_user_of_the_machine_is_neither_taken_over_nor_removed() {
-    machine::alone("a_user_of_the_machine_is_neither_taken_over_nor_removed", || {
+fn existing_user_of_the_machine_is_neither_reused_nor_removed() {
+    overlay::alone("existing_user_of_the_machine_is_neither_reused_nor_removed", || {
         let node = Node::start();
         let id = Uuid::from_u128(1);
         let passwd = fs::read_to_string("/etc/passwd").unwrap();
@@ -382,14 +382,14 @@ fn a_user_of_the_machine_is_neither_taken_over_nor_removed() {
 }
 
 #[test]
-fn an_agent_that_died_between_any_two_steps_is_followed_by_one_that_cleans_up() {
-    machine::alone("an_agent_that_died_between_any_two_steps_is_followed_by_one_that_cleans_up", || {
+fn crash_between_any_two_steps_is_cleaned_up_by_the_next_agent() {
+    overlay::alone("crash_between_any_two_steps_is_cleaned_up_by_the_next_agent", || {
         let state = [Path::new(STATE), Path::new(UIDS)];
         let before = {
             let _ = Node::start();
-            look(&state)
+            snapshot(&state)
         };
-        // What the steps made so far, undone from the last to the first.
+        // The completed steps, undone from the last to the first.
         let undo: [fn(); 4] = [
             || fs::remove_file("/etc/ssh/gpuaas-keys/tena").unwrap(),
             || fs::remove_file("/etc/sudoers.d/gpuaas-tena").unwrap(),
@@ -403,8 +403,8 @@ fn an_agent_that_died_between_any_two_steps_is_followed_by_one_that_cleans_up() 
             Node::start().make(id, NAME, &[0]);
             undo.iter().take(steps).for_each(|undo| undo());
             assert_clean(&Node::start().release(id, NAME, &[0]));
-            // The tool that stood in for the crash wrote its own backups.
-            let differences = View::of("/").differences(&before, &look(&state));
+            // The tool that simulated the crash wrote its own backups.
+            let differences = View::of("/").differences(&before, &snapshot(&state));
             let traces: Vec<_> =
                 differences.iter().filter(|it| !it.starts_with("/etc/") || it.contains("tena")).collect();
             assert!(traces.is_empty(), "{traces:#?}");
@@ -418,27 +418,27 @@ fn reconcile(id: Uuid, name: &str, keys: &[&str]) -> ReconcileSshKeys {
 }
 
 #[test]
-fn keys_are_written_into_the_one_file_that_is_the_agents_and_nowhere_else() {
-    machine::alone("keys_are_written_into_the_one_file_that_is_the_agents_and_nowhere_else", || {
+fn authorized_keys_are_written_to_the_agents_file_only() {
+    overlay::alone("authorized_keys_are_written_to_the_agents_file_only", || {
         let (id, other) = (Uuid::from_u128(1), Uuid::from_u128(2));
         let node = Node::start();
         let uid = node.make(id, NAME, &[0]);
         node.make(other, "neighbour", &[1]);
-        // Whatever the tenant puts where other systems look.
+        // Paths of the tenant that other systems read.
         assert!(can(
             uid,
             "rm -rf /home/tena/.ssh; ln -s /etc/ssh /home/tena/.ssh; echo mine > /home/tena/authorized_keys"
         ));
         let file = "/etc/ssh/gpuaas-keys/tena";
         let except = [Path::new(STATE), Path::new(UIDS), Path::new(file)];
-        let before = look(&except);
+        let before = snapshot(&except);
         for keys in [&["ssh-ed25519 AAAA", "ssh-ed25519 BBBB"][..], &["ssh-ed25519 BBBB"], &["ssh-ed25519 BBBB"], &[]] {
             node.system.reconcile_keys(&reconcile(id, NAME, keys)).unwrap();
             let written = fs::read_to_string(file).unwrap();
             assert_eq!(written.lines().collect::<Vec<_>>(), keys);
             assert_eq!(mode(file), (0o644, 0, 0));
         }
-        // Something else in the file's place is not followed.
+        // A link in the file's place is not followed.
         fs::write("/srv/precious", "x").unwrap();
         fs::remove_file(file).unwrap();
         symlink("/srv/precious", file).unwrap();
@@ -446,7 +446,7 @@ fn keys_are_written_into_the_one_file_that_is_the_agents_and_nowhere_else() {
         assert_eq!(fs::read_to_string("/srv/precious").unwrap(), "x");
         assert_eq!(fs::read_to_string(file).unwrap(), "ssh-ed25519 CCCC\n");
         fs::remove_file("/srv/precious").unwrap();
-        let differences = View::of("/").differences(&before, &look(&except));
+        let differences = View::of("/").differences(&before, &snapshot(&except));
         assert!(differences.is_empty(), "{differences:#?}");
 
         let code = |task: &ReconcileSshKeys| node.system.reconcile_keys(task).unwrap_err().code;
@@ -460,7 +460,7 @@ fn keys_are_written_into_the_one_file_that_is_the_agents_and_nowhere_else() {
         }
         assert_eq!(code(&reconcile(id, "neighbour", &[])), "tenant_unknown");
         assert_eq!(code(&reconcile(Uuid::from_u128(9), "root", &["ssh-ed25519 AAAA"])), "tenant_unknown");
-        // Of two tenants one ends: its file is gone for good, the other's stays.
+        // Of two tenants one is released: its file is removed, the other's stays.
         assert_clean(&node.release(id, NAME, &[0]));
         assert_eq!(code(&reconcile(id, NAME, &["ssh-ed25519 AAAA"])), "tenant_unknown");
         assert!(!Path::new(file).exists());
@@ -469,8 +469,8 @@ fn keys_are_written_into_the_one_file_that_is_the_agents_and_nowhere_else() {
 }
 
 #[test]
-fn a_tenants_shell_is_begun_as_the_tenant_and_never_as_root() {
-    machine::alone("a_tenants_shell_is_begun_as_the_tenant_and_never_as_root", || {
+fn tenant_shell_starts_as_the_tenant_and_never_as_root() {
+    overlay::alone("tenant_shell_starts_as_the_tenant_and_never_as_root", || {
         let node = Node::start();
         let id = Uuid::from_u128(1);
         let uid = node.make(id, NAME, &[0]);
@@ -481,7 +481,7 @@ fn a_tenants_shell_is_begun_as_the_tenant_and_never_as_root() {
                 allocation_id,
                 user_name: user_name.into(),
                 ends_at,
-                recording: Terms::default(),
+                recording: RecordTerms::default(),
             })
         };
         let shell = ask(id, NAME).unwrap();
@@ -494,11 +494,11 @@ fn a_tenants_shell_is_begun_as_the_tenant_and_never_as_root() {
 }
 
 #[test]
-fn two_agents_on_one_machine_neither_share_uids_nor_judge_each_others_tenants() {
-    machine::alone("two_agents_on_one_machine_neither_share_uids_nor_judge_each_others_tenants", || {
+fn two_agents_on_one_machine_share_no_uids_and_ignore_each_others_tenants() {
+    overlay::alone("two_agents_on_one_machine_share_no_uids_and_ignore_each_others_tenants", || {
         fs::write("/etc/passwd-", "old:x:900:900::/:/bin/sh\n").unwrap();
         let one = Node::start();
-        // With the same range of uids, the same homes and a state of its own. Devices are never another agent's.
+        // With the same range of uids, the same homes and a state folder of its own. Devices are never shared between agents.
         let settings = Settings {
             devices: "/dev/none".into(),
             program: env!("CARGO_BIN_EXE_gpuaas-agent").into(),

@@ -7,27 +7,27 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-mod not_run;
+mod skipped;
 
-/// The units as they are shipped.
+/// The units in the package.
 fn units() -> Vec<PathBuf> {
     let from = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("deploy/systemd");
     fs::read_dir(from).unwrap().map(|entry| entry.unwrap().path()).collect()
 }
 
-/// What the agent's unit says under these names.
-fn said_of_the_agent(names: &[&str]) -> Vec<String> {
+/// The agent unit's values of these settings.
+fn agent_unit_settings(names: &[&str]) -> Vec<String> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("deploy/systemd/gpuaas-agent.service");
     let text = fs::read_to_string(path).unwrap();
     let lines = text.lines().filter_map(|line| line.split_once('='));
     lines.filter(|(name, _)| names.contains(name)).map(|(_, value)| value.to_owned()).collect()
 }
 
-/// `setpriv`'s word for what the agent's unit leaves of root.
+/// The agent unit's capability bounding set in the form of `setpriv`.
 fn bounding_set() -> String {
-    let left = said_of_the_agent(&["CapabilityBoundingSet"]).join(" ").to_lowercase();
+    let left = agent_unit_settings(&["CapabilityBoundingSet"]).join(" ").to_lowercase();
     let names = left.split_whitespace().map(|name| name.strip_prefix("cap_").unwrap());
-    // A capability that this machine does not have can be neither given nor taken.
+    // A capability that this machine does not have can be neither granted nor dropped.
     let has = Command::new("setpriv").arg("--dump").output().unwrap().stdout;
     let has = String::from_utf8(has).unwrap();
     let here = has.lines().find_map(|line| line.strip_prefix("Capability bounding set: ")).unwrap();
@@ -47,17 +47,18 @@ fn systemd_reads_every_unit_without_a_complaint() {
     assert_eq!(units.len(), 2);
     for unit in units {
         let (_, said) = analyze(&["verify"], &unit);
-        // The programs are not installed where this runs. That they start under the units is shown on a booted machine (tests/it/installed.rs).
+        // The programs are not installed here. That they start under the units is tested on a booted machine
+        // (tests/it/systemd_installation.rs).
         let complaints: Vec<_> = said.lines().filter(|line| !line.contains("/usr/local/bin/gpuaas")).collect();
         assert!(complaints.is_empty(), "{}: {complaints:#?}", unit.display());
     }
 }
 
 #[test]
-fn no_unit_is_more_exposed_than_its_work_demands() {
+fn unit_exposure_stays_within_its_bound() {
     for unit in units() {
-        // In tenths: a control plane needs its sockets alone; an agent is root among tenants, may have no mounts of its own, and no filter that
-        // they would inherit.
+        // In tenths: a control plane needs its sockets only; an agent is root on a machine with tenants, may have no mounts of its own,
+        // and no filter that tenants would inherit.
         let limit = if unit.ends_with("gpuaas.service") { "15" } else { "87" };
         let (ok, said) = analyze(&["security", "--offline=yes", &format!("--threshold={limit}")], &unit);
         assert!(ok, "{}", said.lines().last().unwrap_or_default());
@@ -65,8 +66,8 @@ fn no_unit_is_more_exposed_than_its_work_demands() {
 }
 
 #[test]
-fn nothing_that_the_agents_unit_puts_on_it_for_good_goes_on_to_tenants() {
-    // Filters of system calls and namespaces go to every descendant, and there is no way back.
+fn irrevocable_restrictions_of_the_agent_unit_are_not_set() {
+    // Filters of system calls and namespaces are inherited by every descendant, irrevocably.
     let for_good = [
         "LockPersonality",
         "MemoryDenyWriteExecute",
@@ -80,13 +81,13 @@ fn nothing_that_the_agents_unit_puts_on_it_for_good_goes_on_to_tenants() {
         "SystemCallArchitectures",
         "SystemCallFilter",
     ];
-    assert_eq!(said_of_the_agent(&for_good), Vec::<String>::new());
-    assert_eq!(said_of_the_agent(&["NoNewPrivileges"]), ["no"]);
-    // Of limits the soft one, which whoever has it may raise.
-    assert_eq!(said_of_the_agent(&["LimitCORE", "LimitNPROC", "LimitNOFILE"]), ["0:infinity"]);
+    assert_eq!(agent_unit_settings(&for_good), Vec::<String>::new());
+    assert_eq!(agent_unit_settings(&["NoNewPrivileges"]), ["no"]);
+    // The soft limits, which a process may raise itself.
+    assert_eq!(agent_unit_settings(&["LimitCORE", "LimitNPROC", "LimitNOFILE"]), ["0:infinity"]);
 }
 
-/// An sshd that lets root in with one key, on a port that only root may listen on.
+/// An sshd that admits root with one key, on a port that only root may listen on.
 struct Sshd {
     folder: tempfile::TempDir,
     port: u16,
@@ -94,7 +95,7 @@ struct Sshd {
 }
 
 impl Sshd {
-    /// Begun with what the agent's unit leaves of root.
+    /// Started with the agent unit's capabilities.
     fn start() -> Self {
         let folder = tempfile::tempdir().unwrap();
         for key in ["host_key", "key"] {
@@ -134,9 +135,9 @@ impl Sshd {
 }
 
 #[test]
-fn what_the_agents_unit_leaves_of_root_is_enough_for_an_sshd_that_lets_people_in() {
+fn agent_unit_capabilities_suffice_for_sshd_logins() {
     if !nix::unistd::Uid::effective().is_root() || !Path::new("/usr/sbin/sshd").exists() {
-        return not_run::not_run("it needs root and openssh-server");
+        return skipped::report_skipped("it needs root and openssh-server");
     }
     let _ = fs::create_dir("/run/sshd");
     let mut sshd = Sshd::start();

@@ -1,8 +1,7 @@
-//! The public API: one page of routes, one file per noun (decisions 4, 5 and 7).
+//! The public API: one table of routes, one file per noun (decisions 4, 5 and 7).
 
 mod access_token;
 mod allocation;
-mod asking;
 mod audit;
 mod billing;
 mod browser_page;
@@ -24,74 +23,76 @@ mod platform_role;
 mod policy;
 mod processor_event;
 mod protected_resource;
+mod read_model;
 mod recording;
 mod refund;
+mod request_context;
 mod routing;
 mod runtime;
 mod service_account;
 mod sku;
 mod ssh_key;
 mod statement;
-mod stored;
 mod terminal;
 mod terminal_page;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use stored::{current, find};
+pub(crate) use read_model::{current, find};
 
-use crate::correlation::{Outermost, Service};
+use crate::correlation::{ScopeSettings, Service};
 use crate::error::Code;
-use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
-use crate::rate_limit::Group;
+use crate::limits::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::rate_limit::RateLimitGroup;
 use crate::services::Services;
 use axum::routing::get;
 use axum::{Extension, Router};
-use routing::{Routes, Row, Verb, Who};
+use routing::{Access, RouteKind, Routes, Row};
 use std::time::Duration;
 use utoipa::openapi::OpenApi;
 use utoipa_axum::routes;
 
-/// How long a request may take to its answer's head: a command and the saga's first answer to it, and some reading.
-const REQUEST_WITHIN: Duration = Duration::from_secs(20);
-/// How many requests are served at once.
-const AT_ONCE: usize = 1024;
-/// The same, on the operators' own address.
-const OPERATORS_AT_ONCE: usize = 64;
+/// The timeout of a request, up to the head of its response: a command, the saga's first reply to it, and some reads.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
+/// How many requests are served concurrently.
+const MAX_CONCURRENT_REQUESTS: usize = 1024;
+/// The same, on the operators' listener.
+const MAX_CONCURRENT_OPERATOR_REQUESTS: usize = 64;
 
 /// The public API, ready to be served.
 pub fn router(services: Services) -> Router {
-    let outermost = Outermost::of(Service { name: "api", tells_route: false }, &services);
+    let scope_settings = ScopeSettings::of(Service { name: "api", shows_route: false }, &services);
     let (router, api) = routes();
     let router = router
         .layer(Extension(document::Document::of(&api, &services)))
-        .layer(Extension(access_token::Failures::default()))
-        .layer(Extension(capacity::LastCount::default()))
+        .layer(Extension(access_token::FailedAttempts::default()))
+        .layer(Extension(capacity::CapacityCache::default()))
         .with_state(services);
-    finished(router, outermost)
+    with_common_layers(router, scope_settings)
 }
 
-/// What an operator and their tools ask of a process, whatever its roles: figures, health, stats. It is served in clear, on an address
-/// that the operator keeps to themselves.
+/// The operators' listener of a process, whatever its roles: metrics, health, stats. It is served in clear text, on an address that only
+/// the operator reaches.
 pub fn operations(services: Services) -> Router {
-    let outermost = Outermost::of(Service { name: "operations", tells_route: false }, &services);
+    let scope_settings = ScopeSettings::of(Service { name: "operations", shows_route: false }, &services);
     let router = Router::new()
         .route("/metrics", get(health::metrics_page))
         .route("/api/v1/healthz", get(health::healthz))
         .route("/api/v1/readyz", get(health::readiness))
         .route("/api/v1/internal/stats", get(internal::stats));
-    let router = bounded(router, RequestTimeout(REQUEST_WITHIN), Concurrency::at_most(OPERATORS_AT_ONCE));
-    finished(router.with_state(services), outermost)
+    let router =
+        bounded(router, RequestTimeout(REQUEST_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT_OPERATOR_REQUESTS));
+    with_common_layers(router.with_state(services), scope_settings)
 }
 
-/// A row: who, what, where (the group whose rate limit holds, where it is not `Api`) => the handler, and what it may refuse beside what
-/// every route of its form may.
-macro_rules! page {
-    ($($who:ident $verb:ident $path:literal $(($group:ident))? => $noun:ident :: $handler:ident $(, $refuses:ident)*;)+) => {
+/// A row: the access, the kind, the path (and the rate-limit group, where it is not `Api`) => the handler, and the error codes beside
+/// those of every route of its kind.
+macro_rules! route_table {
+    ($($access:ident $kind:ident $path:literal $(($group:ident))? => $noun:ident :: $handler:ident $(, $refuses:ident)*;)+) => {
         Routes::new()$(.row(
             &Row {
-                who: Who::$who,
-                verb: Verb::$verb,
+                access: Access::$access,
+                kind: RouteKind::$kind,
                 path: $path,
                 group: group!($($group)?),
                 operation_id: concat!(stringify!($noun), "_", stringify!($handler)),
@@ -105,16 +106,16 @@ macro_rules! page {
 
 macro_rules! group {
     () => {
-        Group::Api
+        RateLimitGroup::Api
     };
     ($group:ident) => {
-        Group::$group
+        RateLimitGroup::$group
     };
 }
 
 #[rustfmt::skip]
 fn routes() -> (Router<Services>, OpenApi) {
-    page! {
+    route_table! {
         Anyone Get       "/api/v1/healthz"                                  => health::healthz;
         Internal Get     "/api/v1/readyz"                                   => health::readyz;
         Internal Get     "/metrics"                                         => health::metrics;
@@ -271,5 +272,5 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Post      "/api/v1/admin/runtime/entities/{kind}/{id}/restart" => runtime::restart, NotFound;
         Admin  Post      "/api/v1/admin/runtime/members/{member}/workers/{worker}/restart" => runtime::restart_worker, NotFound, StateConflict;
     }
-    .finish(RequestTimeout(REQUEST_WITHIN), Concurrency::at_most(AT_ONCE))
+    .finish(RequestTimeout(REQUEST_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT_REQUESTS))
 }

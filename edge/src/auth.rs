@@ -1,9 +1,9 @@
-//! Who a user is: OAuth 2.0 bearer tokens (RFC 6750) that are JSON Web Tokens of the identity provider (RFC 9068 in
-//! spirit; Keycloak's claims by default), verified against its published keys.
+//! Authentication: OAuth 2.0 bearer tokens (RFC 6750) that are JSON Web Tokens of the identity provider (RFC 9068 in spirit; Keycloak's
+//! claims by default), verified against its published keys.
 //!
-//! A token is believed for its signature by a key of the provider under an algorithm of the allowlist, never for what its
-//! own header brings along (`jwk`, `jku`, `x5u`, `x5c` are not read). Tokens of service accounts are signed by the control plane itself
-//! ([`service_token`]) and told apart by their key id.
+//! A token is verified by a key of the provider under an algorithm of the allowlist, never by what its own header contains (`jwk`, `jku`,
+//! `x5u`, `x5c` are not read). Tokens of service accounts are signed by the control plane itself ([`service_token`]) and distinguished by
+//! their key id.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -37,14 +37,14 @@ const MAX_TOKEN_LEN: usize = 16 * 1024;
 
 /// The program that makes a request, and the key by which it was known when it got its token.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Acting {
+pub struct ActingServiceAccount {
     pub account: ServiceAccountId,
     pub key: ServiceAccountKeyId,
     /// The service's own key that the token is signed with.
     pub signed_by: String,
 }
 
-/// Who makes a request, as the token says.
+/// The caller of a request, by its token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caller {
     pub user_id: String,
@@ -53,9 +53,9 @@ pub struct Caller {
     pub project_id: Option<String>,
     pub plan: Option<String>,
     pub token_expires_at: DateTime<Utc>,
-    /// The service account that acts for the user; `None` where the user asks.
-    pub acting: Option<Acting>,
-    /// The user's e-mail address, where the provider says that it has verified it.
+    /// The service account that acts for the user; `None` where the user acts.
+    pub acting: Option<ActingServiceAccount>,
+    /// The user's e-mail address, where the provider has verified it.
     pub verified_email: Option<String>,
 }
 
@@ -77,11 +77,11 @@ impl Caller {
     }
 }
 
-/// A caller with the role `admin`; anybody else is answered `forbidden`.
+/// A caller with the role `admin`; every other caller is answered `forbidden`.
 #[derive(Clone, Debug)]
 pub struct Admin(pub Caller);
 
-/// What a token must be to be believed.
+/// What a token must satisfy to be accepted.
 #[derive(Clone, Debug)]
 pub struct TokenRules {
     /// Exactly the `iss` claim.
@@ -91,14 +91,14 @@ pub struct TokenRules {
     /// Asymmetric ones only.
     pub algorithms: Vec<Algorithm>,
     pub claims: ClaimPaths,
-    /// How far the provider's clock may be ahead, for `nbf` and `iat`. `exp` is taken to the letter.
+    /// How far the provider's clock may be ahead, for `nbf` and `iat`. `exp` has no leeway.
     pub leeway: Duration,
     /// The provider's client as which `gpuctl` logs people in. Tokens of other clients are good, too.
     pub client_id: String,
 }
 
 impl TokenRules {
-    /// The algorithms taken where none are configured.
+    /// The algorithms that are accepted where none are configured.
     pub const ALGORITHMS: [Algorithm; 6] =
         [Algorithm::RS256, Algorithm::PS256, Algorithm::ES256, Algorithm::ES384, Algorithm::EdDSA, Algorithm::RS384];
 
@@ -132,9 +132,9 @@ impl Authenticator {
         Self { rules, jwks, service_tokens: None }
     }
 
-    /// Believes what the control plane itself signs for service accounts, too.
+    /// Accepts the tokens that the control plane signs for service accounts, too.
     #[must_use]
-    pub fn issuing(self, service_tokens: ServiceTokens) -> Self {
+    pub fn with_service_tokens(self, service_tokens: ServiceTokens) -> Self {
         Self { service_tokens: Some(service_tokens), ..self }
     }
 
@@ -144,7 +144,7 @@ impl Authenticator {
         self.service_tokens.as_ref()
     }
 
-    /// Whose tokens are believed: the identity provider's name, under which its discovery document lies.
+    /// The issuer of accepted tokens: the identity provider's URL, under which its discovery document lies.
     #[must_use]
     pub fn issuer(&self) -> &str {
         &self.rules.issuer
@@ -165,17 +165,16 @@ impl Authenticator {
     /// The caller that the request's bearer token names.
     ///
     /// # Errors
-    /// `unauthenticated` where there is no token to be believed; `service_unavailable` where the provider's keys have never
-    /// been had.
+    /// `unauthenticated` where there is no valid token; `service_unavailable` where the provider's keys were never fetched.
     pub async fn authenticate(&self, headers: &HeaderMap) -> Result<Caller, ApiError> {
-        self.believe(bearer(headers)?).await
+        self.verify_token(bearer(headers)?).await
     }
 
     /// The caller that an access token names at this moment.
     ///
     /// # Errors
     /// As [`Authenticator::authenticate`].
-    pub async fn believe(&self, token: &str) -> Result<Caller, ApiError> {
+    pub async fn verify_token(&self, token: &str) -> Result<Caller, ApiError> {
         self.verify(token, Utc::now()).await.map_err(|fault| {
             let error = match &fault {
                 TokenFault::NoKeys(_) | TokenFault::Store(_) => return ApiError::unavailable(fault),
@@ -206,11 +205,11 @@ impl Authenticator {
         })
     }
 
-    /// Whether a service account still stands behind a token that was verified before: for what lasts longer than a request.
+    /// Whether the service account and key of a verified token are still valid: for connections that outlast a request.
     ///
     /// # Errors
     /// Where Postgres cannot be read.
-    pub async fn still_acts(&self, acting: &Acting) -> Result<bool, ApiError> {
+    pub async fn is_still_authorized(&self, acting: &ActingServiceAccount) -> Result<bool, ApiError> {
         match &self.service_tokens {
             Some(tokens) => Ok(tokens.account_of(acting).await?.is_some()),
             None => Ok(false),
@@ -218,8 +217,8 @@ impl Authenticator {
     }
 
     async fn verify(&self, token: &str, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
-        let token = claims::Presented::parse(token)?;
-        if let Some(tokens) = self.service_tokens.as_ref().filter(|tokens| tokens.are_signed_by(&token.kid)) {
+        let token = claims::UnverifiedToken::parse(token)?;
+        if let Some(tokens) = self.service_tokens.as_ref().filter(|tokens| tokens.is_own_key(&token.kid)) {
             return tokens.caller(&token, now).await;
         }
         let algorithm = token.algorithm(&self.rules.algorithms)?;

@@ -1,7 +1,7 @@
 //! Extractors that answer with the envelope for everything that can be wrong with a request.
 //!
-//! Request types are strict (`#[serde(deny_unknown_fields)]`); what is refused names the field and the position, and never
-//! repeats the value, which may be a secret in the wrong place.
+//! Request types are strict (`#[serde(deny_unknown_fields)]`); a refusal names the field and the position, and never repeats the value,
+//! which may be a misplaced secret.
 
 use std::{fmt::Write as _, time::Duration};
 
@@ -19,7 +19,7 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::error::{ApiError, Code};
 
-pub(crate) mod whole;
+pub(crate) mod integers;
 
 /// The largest body read, in bytes; a layer may set another with `axum::Extension(BodyLimit(..))`.
 #[derive(Clone, Copy, Debug)]
@@ -31,8 +31,8 @@ impl Default for BodyLimit {
     }
 }
 
-/// The slowest a body may arrive; a layer may set another with `axum::Extension(BodyPace { .. })`. A sender that is slower holds a
-/// connection and a place among the requests for next to nothing.
+/// The slowest rate of a body; a layer may set another with `axum::Extension(BodyPace { .. })`. A slower client holds a connection and a
+/// request slot for next to nothing.
 #[derive(Clone, Copy, Debug)]
 pub struct BodyPace {
     /// How long a body may take before its rate counts.
@@ -76,11 +76,11 @@ const DRAIN_TIME: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub struct Json<T>(pub T);
 
-/// A JSON body that may be left out, for requests whose every field may be.
+/// An optional JSON body, for requests all of whose fields are optional.
 #[derive(Debug)]
 pub struct JsonOrDefault<T>(pub T);
 
-/// Of a request that says all in its path: a body is not read.
+/// For a request that is complete in its path: a body is not read.
 #[derive(Debug)]
 pub struct NoBody;
 
@@ -144,12 +144,12 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Form<T> {
     }
 }
 
-/// What is wrong is not repeated: it may be a secret in the wrong place.
+/// The invalid value is not repeated: it may be a misplaced secret.
 async fn parse_form<T: DeserializeOwned>(bytes: Bytes) -> Result<T, ApiError> {
     let refuse = || {
         ApiError::invalid_request("The body cannot be read as a form: send each field once, percent-encoded in UTF-8.")
     };
-    // A NUL is let pass, as in the fields that nobody knows: nothing of a form is stored as it came.
+    // A NUL is accepted, as in unknown fields: nothing of a form is stored as received.
     let form = Request::post("/").header(header::CONTENT_TYPE, "application/x-www-form-urlencoded");
     let form = form.body(Body::from(bytes)).map_err(ApiError::internal)?;
     axum::Form::from_request(form, &()).await.map(|axum::Form(value)| value).map_err(|_| refuse())
@@ -201,7 +201,7 @@ pub(crate) fn require_json(headers: &HeaderMap) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Of two media types nobody knows which one is meant.
+/// Two media types are ambiguous.
 fn once(headers: &HeaderMap) -> Result<(), ApiError> {
     if headers.get_all(header::CONTENT_TYPE).iter().nth(1).is_none() {
         return Ok(());
@@ -218,7 +218,7 @@ pub async fn read_body(request: Request) -> Result<Bytes, ApiError> {
     read_body_claiming(request, |_| Ok(())).await
 }
 
-/// As [`read_body`]; `claim` is told how many bytes are held before each further part is, and may refuse.
+/// As [`read_body`]; before each further part `claim` receives the number of bytes held, and may refuse.
 pub(crate) async fn read_body_claiming(
     request: Request,
     mut claim: impl FnMut(usize) -> Result<(), ApiError>,
@@ -277,37 +277,37 @@ async fn drain(body: Body) {
 }
 
 /// Reads JSON strictly: one object, no unknown fields, no NUL in any text (Postgres stores none). A whole number may have a point or an
-/// exponent ([`whole`]).
+/// exponent ([`integers`]).
 ///
 /// # Errors
 /// `invalid_request`, naming the field and the position.
 pub fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, ApiError> {
-    // serde reads a struct from a list too, field by field in their order; nobody means that.
+    // serde reads a struct from a list too, field by field in their order; no client intends that.
     if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[') {
         return Err(ApiError::invalid_request("The body is a JSON list; send an object with named fields."));
     }
     let value = match read_json(bytes) {
-        Err(NotRead { error, .. }) if whole::wants_digits(&error) => {
-            let in_digits = whole::in_digits_throughout(bytes);
+        Err(JsonReadError { error, .. }) if integers::wants_digits(&error) => {
+            let in_digits = integers::in_digits_throughout(bytes);
             read_json(in_digits.as_deref().unwrap_or(bytes))
         }
         read => read,
     };
-    let value = value.map_err(|NotRead { path, error }| json_error(&path, &error))?;
+    let value = value.map_err(|JsonReadError { path, error }| json_error(&path, &error))?;
     refuse_nul(bytes)?;
     Ok(value)
 }
 
-struct NotRead {
+struct JsonReadError {
     path: String,
     error: serde_json::Error,
 }
 
-fn read_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, NotRead> {
+fn read_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, JsonReadError> {
     let mut reader = serde_json::Deserializer::from_slice(bytes);
     let value = serde_path_to_error::deserialize(&mut reader)
-        .map_err(|error| NotRead { path: error.path().to_string(), error: error.into_inner() })?;
-    reader.end().map_err(|error| NotRead { path: ".".to_owned(), error })?;
+        .map_err(|error| JsonReadError { path: error.path().to_string(), error: error.into_inner() })?;
+    reader.end().map_err(|error| JsonReadError { path: ".".to_owned(), error })?;
     Ok(value)
 }
 
@@ -316,7 +316,7 @@ fn refuse_nul(bytes: &[u8]) -> Result<(), ApiError> {
     if !bytes.windows(ESCAPED_NUL.len()).any(|window| window == ESCAPED_NUL) {
         return Ok(());
     }
-    // The six bytes may also be an escaped backslash before harmless digits; only the parsed texts tell.
+    // The six bytes may also be an escaped backslash before harmless digits; only the parsed texts decide.
     let holds_nul = serde_json::from_slice::<Value>(bytes).is_ok_and(|value| has_nul(&value));
     if holds_nul {
         Err(ApiError::invalid_request("The body has a NUL character in a text; remove it."))
@@ -351,7 +351,7 @@ fn json_error(path: &str, error: &serde_json::Error) -> ApiError {
     if matches!(path, "." | "?") { answer } else { answer.detail("field", printable(path)) }
 }
 
-/// serde's words without the offending value and without the position.
+/// serde's message without the invalid value and without the position.
 fn without_value(message: &str) -> String {
     let message = message.rsplit_once(" at line ").map_or(message, |(before, _)| before);
     if message.starts_with("UUID parsing failed") {
@@ -361,14 +361,14 @@ fn without_value(message: &str) -> String {
         if message.starts_with(kind)
             && let Some((_, expected)) = message.rsplit_once(", expected ")
         {
-            return format!("{kind}, expected {}", in_words_of_json(expected));
+            return format!("{kind}, expected {}", expected_type(expected));
         }
     }
     printable(message)
 }
 
-/// What serde expects, without the names of our types.
-fn in_words_of_json(expected: &str) -> String {
+/// The type that serde expects, without the names of our types.
+fn expected_type(expected: &str) -> String {
     match expected {
         "a sequence" => "a list".to_owned(),
         other if other.starts_with("struct ") => "an object with named fields".to_owned(),
@@ -427,7 +427,7 @@ fn path_error(rejection: PathRejection) -> ApiError {
     }
 }
 
-/// Reads a query string (without its `?`) strictly. A whole number may have a point or an exponent ([`whole`]).
+/// Reads a query string (without its `?`) strictly. A whole number may have a point or an exponent ([`integers`]).
 ///
 /// # Errors
 /// `invalid_request`, naming the parameter.
@@ -446,7 +446,7 @@ pub fn parse_query<T: DeserializeOwned>(query: &str) -> Result<T, ApiError> {
         };
         let text = std::error::Error::source(&rejection).map_or_else(|| rejection.to_string(), ToString::to_string);
         let in_digits =
-            text.strip_suffix(": invalid digit found in string").and_then(|name| whole::in_query(&query, name));
+            text.strip_suffix(": invalid digit found in string").and_then(|name| integers::in_query(&query, name));
         match in_digits {
             Some(in_digits) => query = in_digits.into(),
             None => return Err(query_error(&text)),
@@ -454,7 +454,7 @@ pub fn parse_query<T: DeserializeOwned>(query: &str) -> Result<T, ApiError> {
     }
 }
 
-/// The refusal of a query, of serde's words about it.
+/// The refusal of a query, made of serde's message.
 fn query_error(text: &str) -> ApiError {
     let (field, reason) = text.split_once(": ").unwrap_or(("", text));
     let looks_like_a_field = !field.is_empty() && !field.contains(' ');
@@ -478,7 +478,7 @@ fn query_error(text: &str) -> ApiError {
     }
 }
 
-/// Refuses a query where a route takes none.
+/// Refuses a query on a route without parameters.
 ///
 /// # Errors
 /// `invalid_request`, naming the first parameter.
@@ -492,14 +492,14 @@ pub(crate) fn refuse_query(uri: &Uri) -> Result<(), ApiError> {
 }
 
 /// The layer that does so before anything else of the route.
-pub(crate) async fn takes_no_query(request: Request, next: Next) -> Response {
+pub(crate) async fn reject_query(request: Request, next: Next) -> Response {
     match refuse_query(request.uri()) {
         Ok(()) => next.run(request).await,
         Err(error) => error.into_response(),
     }
 }
 
-/// The name of a parameter that the route does not have, and serde's words about those that it has.
+/// The name of an unknown parameter, and serde's list of the known ones.
 fn unknown_parameter(text: &str) -> Option<(&str, &str)> {
     let (_, rest) = text.split_once("unknown field `")?;
     rest.split_once("`, ")
@@ -555,7 +555,7 @@ mod tests {
             .route("/maybe", post(|JsonOrDefault(_): JsonOrDefault<NewNode>| async { "fine" }))
             .route("/nodes/{id}", get(|Path(_): Path<Uuid>| async { "fine" }))
             .route("/search", get(|Query(_): Query<Filter>| async { "fine" }))
-            .layer(RequestScope(crate::testing::outermost(Service { name: "api", tells_route: false })))
+            .layer(RequestScope(crate::testing::scope_settings(Service { name: "api", shows_route: false })))
     }
 
     async fn send(request: Request) -> (u16, Value) {

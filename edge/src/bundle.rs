@@ -1,14 +1,14 @@
-//! The bootstrap bundle as this installation hands it out (service specification, "Bootstrap bundle").
+//! The bootstrap bundle of this installation (service specification, "Bootstrap bundle").
 //!
-//! It is the only source of what a node needs to enroll. The paths in it are those of an installed agent; a machine that keeps its
-//! files elsewhere says so by flags of the agent, not by changing the bundle.
+//! It is the only source of what a node needs to enroll. The paths in it are those of an installed agent; a machine with other paths sets
+//! flags of the agent, and does not change the bundle.
 
 use crate::error::ApiError;
 use crate::services::Services;
 use domain::NodeId;
 use secrecy::{ExposeSecret, SecretString};
 use std::fmt::Write as _;
-use wire::Token;
+use wire::SecretToken;
 use wire::bundle::env_file::quote;
 use wire::bundle::{BootstrapBundle, fingerprint, names};
 
@@ -17,7 +17,7 @@ const AGENT_FOLDER: &str = "/var/lib/gpuaas-agent";
 const ENV_FILE: &str = "/etc/gpuaas/agent.env";
 const UNIT: &str = "gpuaas-agent.service";
 
-/// What the script does; what it does it with stands before it, quoted.
+/// The body of the script; its quoted parameters precede it.
 const SCRIPT: &str = include_str!("bundle/bootstrap.sh");
 
 /// The bundle that carries `token`, for the one node that the token was issued to. It is a secret from here on: its answer is not
@@ -28,7 +28,7 @@ pub fn bootstrap_bundle(services: &Services, node_id: NodeId, token: SecretStrin
     let trust = &services.trust;
     BootstrapBundle {
         node_id: node_id.0,
-        enrollment_token: Token::new(token.expose_secret()),
+        enrollment_token: SecretToken::new(token.expose_secret()),
         api_url: services.addresses.node_url.clone(),
         task_signing_pubkeys: trust.bundled_verifier_keys(),
         ca_bundle_path: at("ca.pem"),
@@ -46,7 +46,7 @@ pub fn bootstrap_bundle(services: &Services, node_id: NodeId, token: SecretStrin
 /// # Errors
 /// `internal_error` where a value holds a NUL, which no file of an environment can carry.
 pub fn bootstrap_script(bundle: &BootstrapBundle) -> Result<String, ApiError> {
-    let (env_file, unit) = places(bundle);
+    let (env_file, unit) = target_paths(bundle);
     let environment = bundle.to_env_file().map_err(ApiError::internal)?;
     let values = [
         ("node_id", bundle.node_id.to_string().as_str()),
@@ -64,14 +64,14 @@ pub fn bootstrap_script(bundle: &BootstrapBundle) -> Result<String, ApiError> {
     Ok([first, "\n", &values.concat(), rest].concat())
 }
 
-/// One command for a shell of root on the node's machine: it puts the new token into the agent's environment file, removes the
-/// certificate and key that there are, and restarts the agent. Each step is taken where the one before it went well: on a full disk, or
-/// a machine that was never set up, everything stays as it is.
+/// One root shell command for the node's machine: it writes the new token into the agent's environment file, removes the existing
+/// certificate and key, and restarts the agent. Each step runs only where the one before it succeeded: on a full disk, or a machine that
+/// was never set up, nothing changes.
 ///
 /// # Errors
 /// `internal_error` where a value holds a NUL.
 pub fn restart_command(bundle: &BootstrapBundle) -> Result<String, ApiError> {
-    let (env_file, unit) = places(bundle);
+    let (env_file, unit) = target_paths(bundle);
     let [file, new] = [env_file.to_owned(), format!("{env_file}.new")].map(|path| quote(&path));
     let token = names::ENROLLMENT_TOKEN;
     let line = quote(&format!("{token}={}", quote(bundle.enrollment_token.expose())));
@@ -87,7 +87,7 @@ pub fn restart_command(bundle: &BootstrapBundle) -> Result<String, ApiError> {
 }
 
 /// The agent's environment file and its unit: those of the package, else those of `deploy/systemd`.
-fn places(bundle: &BootstrapBundle) -> (&str, &str) {
+fn target_paths(bundle: &BootstrapBundle) -> (&str, &str) {
     let package = &bundle.package;
     (package.env_file_path.as_deref().unwrap_or(ENV_FILE), package.systemd_unit_name.as_deref().unwrap_or(UNIT))
 }

@@ -1,7 +1,7 @@
-//! The scope of a request: its correlation id, its trace, its span, and the one place where errors become bodies.
+//! The scope of a request: its correlation id, its trace, its span, and the one place where errors are rendered.
 //!
-//! `X-Correlation-Id` is taken from the request when it is 1 to 128 characters of `[A-Za-z0-9._-]`, else made; it is
-//! always in the response. W3C Trace Context (`traceparent`, `tracestate`) is read and carried on with a span of ours.
+//! `X-Correlation-Id` is accepted from the request when it is 1 to 128 characters of `[A-Za-z0-9._-]`, else generated; it is always in the
+//! response. W3C Trace Context (`traceparent`, `tracestate`) is read and continued with a span of ours.
 
 use std::{
     convert::Infallible,
@@ -10,7 +10,7 @@ use std::{
     task::{Context, Poll},
 };
 
-use actors::Asked;
+use actors::CommandContext;
 
 use axum::{
     body::Body,
@@ -24,20 +24,20 @@ use futures::{
     future::{BoxFuture, ready},
 };
 use serde_json::Value;
-use telemetry::{Sampling, Trace};
+use telemetry::{Sampling, SpanContext};
 use tower::Layer;
 use tracing::{Instrument, Span, debug, error, error_span, field, info, warn};
 
-use crate::error::{ApiError, Code, Envelope, Parts, Unrendered};
-use crate::figures::{Counting, HttpFigures, UNMATCHED};
+use crate::error::{ApiError, Code, Envelope, Parts, PendingErrorResponse};
+use crate::malformed_request::MalformedRequest;
+use crate::metrics::{HttpMetrics, InFlightRequest, UNMATCHED};
 use crate::services::Services;
-use crate::unreadable::Unreadable;
 
 /// The header that carries the correlation id, in and out.
 pub const CORRELATION_ID: HeaderName = HeaderName::from_static("x-correlation-id");
 const TRACEPARENT: &str = "traceparent";
 const TRACESTATE: &str = "tracestate";
-/// W3C Trace Context asks to carry at least 512 characters of `tracestate`; what is longer is dropped.
+/// W3C Trace Context requires at least 512 characters of `tracestate` to be propagated; a longer one is dropped.
 const TRACESTATE_MAX: usize = 512;
 
 /// Ties together whatever one request caused: log lines, events, commands, tasks.
@@ -45,10 +45,10 @@ const TRACESTATE_MAX: usize = 512;
 pub struct CorrelationId(Arc<str>);
 
 impl CorrelationId {
-    /// The longest id taken over, in characters.
+    /// The longest accepted id, in characters.
     pub const MAX_LEN: usize = 128;
 
-    /// `None` where the text is no acceptable id.
+    /// `None` where the text is not an acceptable id.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let acceptable = (1..=Self::MAX_LEN).contains(&text.len())
@@ -56,7 +56,7 @@ impl CorrelationId {
         acceptable.then(|| Self(text.into()))
     }
 
-    /// A new id, for a request that brought none.
+    /// A new id, for a request without one.
     #[must_use]
     pub fn make() -> Self {
         Self(uuid::Uuid::now_v7().to_string().into())
@@ -84,10 +84,10 @@ impl fmt::Display for CorrelationId {
 }
 
 /// The caller's trace; `None` where there is none or it is malformed.
-fn trace_in(headers: &HeaderMap) -> Option<Trace> {
+fn trace_in(headers: &HeaderMap) -> Option<SpanContext> {
     let mut parents = headers.get_all(TRACEPARENT).iter();
     let (Some(parent), None) = (parents.next(), parents.next()) else { return None };
-    Trace::parse(parent.to_str().ok()?)
+    SpanContext::parse(parent.to_str().ok()?)
 }
 
 /// Vendor data, passed on untouched.
@@ -102,28 +102,28 @@ fn tracestate_in(headers: &HeaderMap) -> Option<String> {
 pub struct Service {
     pub name: &'static str,
     /// Adds `route` and `method` to the details of errors, as the terminal gateway does.
-    pub tells_route: bool,
+    pub shows_route: bool,
 }
 
-/// What a handler may know of the request it serves.
+/// The correlation and trace of a request, for its handler.
 #[derive(Clone, Debug)]
 pub struct Scope {
     pub correlation_id: CorrelationId,
     /// The span of this request, in the caller's trace or one that begins here.
-    pub trace: Trace,
+    pub trace: SpanContext,
     pub tracestate: Option<String>,
     span: Span,
 }
 
 impl Scope {
-    /// A command that this request asks, as part of its trace.
+    /// The context of a command that this request sends, as part of its trace.
     #[must_use]
-    pub fn asked(&self, permit: &Permit, deadline: Timestamp) -> Asked {
-        Asked::new(permit, self.correlation_id.as_str(), deadline)
+    pub fn command_context(&self, permit: &Permit, deadline: Timestamp) -> CommandContext {
+        CommandContext::new(permit, self.correlation_id.as_str(), deadline)
             .traced(Some(self.trace.traceparent()), self.tracestate.clone())
     }
 
-    /// Records whose scope the request runs in.
+    /// Records the caller's organization and project.
     pub fn record_caller(&self, org_id: Option<&str>, project_id: Option<&str>) {
         if let Some(org_id) = org_id {
             self.span.record("org_id", org_id);
@@ -133,7 +133,7 @@ impl Scope {
         }
     }
 
-    /// Records what the request is about, such as `node/018f…`.
+    /// Records the resource of the request, such as `node/018f…`.
     pub fn record_resource(&self, name: impl fmt::Display) {
         self.span.record("resource_name", field::display(name));
     }
@@ -151,44 +151,44 @@ impl<S: Send + Sync> FromRequestParts<S> for Scope {
     }
 }
 
-/// What the outermost layer of a router is made of.
+/// The settings of a router's outermost layer.
 #[derive(Clone)]
-pub struct Outermost {
+pub struct ScopeSettings {
     pub service: Service,
-    pub figures: HttpFigures,
+    pub metrics: HttpMetrics,
     /// How many of the traces that begin here are sampled.
     pub sampling: Sampling,
 }
 
-impl Outermost {
+impl ScopeSettings {
     #[must_use]
     pub fn of(service: Service, services: &Services) -> Self {
-        Self { service, figures: services.figures.of_service(service.name), sampling: services.sampling }
+        Self { service, metrics: services.metrics.for_service(service.name), sampling: services.sampling }
     }
 }
 
 /// The outermost layer of every router: opens the request's span, answers every failure with the envelope, logs and counts once.
 ///
-/// It is written out, and no `from_fn`: that one's box keeps room for the request for as long as the answer is waited for.
+/// Written out instead of `from_fn`, whose box would hold the request until the response.
 #[derive(Clone)]
-pub struct RequestScope(pub Outermost);
+pub struct RequestScope(pub ScopeSettings);
 
 impl<S> Layer<S> for RequestScope {
-    type Service = Scoped<S>;
+    type Service = RequestScopeService<S>;
 
-    fn layer(&self, inner: S) -> Scoped<S> {
-        Scoped { inner, outermost: self.0.clone() }
+    fn layer(&self, inner: S) -> RequestScopeService<S> {
+        RequestScopeService { inner, scope_settings: self.0.clone() }
     }
 }
 
 /// A router in its [`RequestScope`].
 #[derive(Clone)]
-pub struct Scoped<S> {
+pub struct RequestScopeService<S> {
     inner: S,
-    outermost: Outermost,
+    scope_settings: ScopeSettings,
 }
 
-impl<S> tower::Service<Request> for Scoped<S>
+impl<S> tower::Service<Request> for RequestScopeService<S>
 where
     S: tower::Service<Request, Response = Response, Error = Infallible>,
     S::Future: Send + 'static,
@@ -202,8 +202,8 @@ where
     }
 
     fn call(&mut self, mut request: Request) -> Self::Future {
-        let begun = Begun::of(&self.outermost, &mut request);
-        if let Some(unreadable) = request.extensions_mut().remove::<Unreadable>() {
+        let begun = StartedRequest::of(&self.scope_settings, &mut request);
+        if let Some(unreadable) = request.extensions_mut().remove::<MalformedRequest>() {
             return ready(Ok(begun.end(unreadable.into_response()))).boxed();
         }
         let span = begun.scope.span.clone();
@@ -213,25 +213,25 @@ where
 }
 
 /// A request that is being worked on.
-struct Begun {
+struct StartedRequest {
     service: Service,
     scope: Scope,
     method: Method,
     path: Option<MatchedPath>,
-    counting: Counting,
+    in_flight: InFlightRequest,
 }
 
-impl Begun {
-    fn of(outermost: &Outermost, request: &mut Request) -> Self {
-        let service = outermost.service;
+impl StartedRequest {
+    fn of(scope_settings: &ScopeSettings, request: &mut Request) -> Self {
+        let service = scope_settings.service;
         let path = request.extensions().get::<MatchedPath>().cloned();
         let route = path.as_ref().map_or(UNMATCHED, MatchedPath::as_str);
         let method = request.method().clone();
-        let counting = outermost.figures.began(route, &method);
+        let in_flight = scope_settings.metrics.start(route, &method);
         let correlation_id = CorrelationId::of(request.headers());
         let above = trace_in(request.headers());
-        let trace = above.map_or_else(|| Trace::begin(outermost.sampling), Trace::child);
-        // What is passed on without the parent that it belongs to says nothing.
+        let trace = above.map_or_else(|| SpanContext::begin(scope_settings.sampling), SpanContext::child);
+        // A tracestate without its traceparent has no meaning.
         let tracestate = above.and_then(|_| tracestate_in(request.headers()));
         let span = error_span!(
             "request",
@@ -251,14 +251,14 @@ impl Begun {
         );
         let scope = Scope { correlation_id, trace, tracestate, span };
         request.extensions_mut().insert(scope.clone());
-        Self { service, scope, method, path, counting }
+        Self { service, scope, method, path, in_flight }
     }
 
     fn end(self, response: Response) -> Response {
-        let Self { service, scope, method, path, counting } = self;
+        let Self { service, scope, method, path, in_flight } = self;
         let route = path.as_ref().map_or(UNMATCHED, MatchedPath::as_str);
         let _entered = scope.span.enter();
-        let finished = Finished { service, scope: &scope, method: &method, route, counting: &counting };
+        let finished = FinishedRequest { service, scope: &scope, method: &method, route, in_flight: &in_flight };
         let mut response = finished.finish(response);
         if scope.trace.is_sampled() {
             scope.span.record("http.response.status_code", response.status().as_u16());
@@ -266,22 +266,22 @@ impl Begun {
         if let Ok(value) = HeaderValue::from_str(scope.correlation_id.as_str()) {
             response.headers_mut().insert(CORRELATION_ID, value);
         }
-        counting.ended(response.status());
+        in_flight.finish(response.status());
         response
     }
 }
 
-struct Finished<'a> {
+struct FinishedRequest<'a> {
     service: Service,
     scope: &'a Scope,
     method: &'a Method,
     route: &'a str,
-    counting: &'a Counting,
+    in_flight: &'a InFlightRequest,
 }
 
-impl Finished<'_> {
+impl FinishedRequest<'_> {
     fn finish(&self, mut response: Response) -> Response {
-        if let Some(Unrendered(parts)) = response.extensions_mut().remove::<Unrendered>() {
+        if let Some(PendingErrorResponse(parts)) = response.extensions_mut().remove::<PendingErrorResponse>() {
             self.log_failure(&parts);
             return self.render(&parts, response);
         }
@@ -293,7 +293,7 @@ impl Finished<'_> {
         response
     }
 
-    /// A failure that a layer below answered in its own words gets the envelope too; one that is JSON was meant so.
+    /// A plain-text failure of a layer below gets the envelope too; a JSON one is deliberate.
     fn adopt(&self, response: Response) -> Response {
         let status = response.status();
         let is_json = response
@@ -320,7 +320,7 @@ impl Finished<'_> {
         details.insert("service".into(), self.service.name.into());
         details.insert("trace_id".into(), self.scope.trace.trace_id().to_string().into());
         details.insert("span_id".into(), self.scope.trace.span_id().to_string().into());
-        if self.service.tells_route {
+        if self.service.shows_route {
             details.insert("route".into(), self.route.into());
             details.insert("method".into(), Value::from(self.method.as_str()));
         }
@@ -344,7 +344,7 @@ impl Finished<'_> {
 
     fn log_failure(&self, parts: &Parts) {
         let error_code = parts.code.as_str();
-        self.counting.failed(parts.code);
+        self.in_flight.count_error(parts.code);
         if self.scope.trace.is_sampled() {
             self.scope.span.record("error_code", error_code);
         }
@@ -361,7 +361,7 @@ impl Finished<'_> {
             Code::InternalError => {
                 error!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}")
             }
-            // Login failures are looked at, whatever their number (service specification, "Errors").
+            // Login failures need attention, whatever their number (service specification, "Errors").
             Code::Unauthenticated
             | Code::InvalidNodeIdentity
             | Code::TokenInvalid
@@ -396,7 +396,7 @@ impl Finished<'_> {
     }
 
     fn elapsed_ms(&self) -> u64 {
-        u64::try_from(self.counting.elapsed().as_millis()).unwrap_or(u64::MAX)
+        u64::try_from(self.in_flight.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 }
 
@@ -416,7 +416,7 @@ mod tests {
     use super::*;
     use crate::testing::body_json;
 
-    const API: Service = Service { name: "api", tells_route: false };
+    const API: Service = Service { name: "api", shows_route: false };
     const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
     fn router(service: Service) -> Router {
@@ -426,7 +426,7 @@ mod tests {
             .route("/login", get(|| async { ApiError::new(Code::Unauthenticated, "Log in.") }))
             .route("/starting", get(|| async { ApiError::new(Code::ServiceUnavailable, "Not yet.").expected() }))
             .route("/bare", get(|| async { (StatusCode::BAD_REQUEST, "plain words") }))
-            .layer(RequestScope(crate::testing::outermost(service)))
+            .layer(RequestScope(crate::testing::scope_settings(service)))
     }
 
     async fn get_with(path: &str, headers: &[(&str, &str)], service: Service) -> Response {
@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_good_correlation_id_comes_back_and_a_bad_one_is_replaced() {
+    async fn valid_correlation_id_is_echoed_and_an_invalid_one_is_replaced() {
         let kept = get_with("/fine", &[("x-correlation-id", "job-17.retry_2")], API).await;
         assert_eq!(kept.headers()["x-correlation-id"], "job-17.retry_2");
         let too_long = "a".repeat(129);
@@ -466,20 +466,20 @@ mod tests {
         assert_eq!(body["details"]["span_id"].as_str().unwrap().len(), 16);
         assert!(!body.to_string().contains("secret cause"));
         assert!(body["details"].get("route").is_none());
-        let read_by_agents: wire::error::Envelope = serde_json::from_value(body).unwrap();
+        let read_by_agents: wire::error::ErrorEnvelope = serde_json::from_value(body).unwrap();
         assert_eq!(read_by_agents.code, "internal_error");
     }
 
     #[tokio::test]
     async fn the_terminal_gateway_adds_route_and_method() {
-        let gateway = Service { name: "terminal-gateway", tells_route: true };
+        let gateway = Service { name: "terminal-gateway", shows_route: true };
         let body = body_json(get_with("/broken", &[], gateway).await).await;
         assert_eq!(body["details"]["route"], "/broken");
         assert_eq!(body["details"]["method"], "GET");
     }
 
     #[tokio::test]
-    async fn a_failure_in_plain_words_gets_the_envelope() {
+    async fn plain_text_failure_gets_the_envelope() {
         let response = get_with("/bare", &[], API).await;
         assert_eq!(response.status(), 400);
         assert_eq!(response.headers()["content-type"], "application/json");
@@ -487,7 +487,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_trace_goes_on_with_a_span_of_ours() {
+    async fn trace_continues_with_a_span_of_ours() {
         let response = get_with("/fine", &[("traceparent", PARENT)], API).await;
         let body = axum::body::to_bytes(response.into_body(), 1024).await.unwrap();
         let onward = std::str::from_utf8(&body).unwrap();
@@ -510,7 +510,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_failure_is_logged_once_with_its_cause_at_the_level_of_who_must_wake_up() {
+    async fn failure_is_logged_once_with_its_cause_at_the_level_of_its_urgency() {
         let log = Log::default();
         let writer = log.clone();
         let subscriber = tracing_subscriber::fmt().json().with_writer(move || writer.clone()).finish();
@@ -531,12 +531,12 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_request_without_a_trace_begins_one_that_nobody_looks_at() {
+    async fn request_without_a_trace_begins_an_unsampled_one() {
         for bad in [None, Some("00-00000000000000000000000000000000-00f067aa0ba902b7-01"), Some("no trace")] {
             let headers: Vec<_> = bad.iter().map(|text| ("traceparent", *text)).collect();
             let response = get_with("/fine", &headers, API).await;
             let body = axum::body::to_bytes(response.into_body(), 1024).await.unwrap();
-            let onward = Trace::parse(std::str::from_utf8(&body).unwrap()).unwrap();
+            let onward = SpanContext::parse(std::str::from_utf8(&body).unwrap()).unwrap();
             assert!(!onward.is_sampled());
         }
     }
@@ -555,7 +555,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_accepted_is_exactly_the_alphabet(text in "[ -~\u{80}-\u{ff}]{0,140}") {
+        fn correlation_id_accepts_exactly_its_alphabet(text in "[ -~\u{80}-\u{ff}]{0,140}") {
             let expected = !text.is_empty() && text.chars().count() <= 128
                 && text.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c));
             prop_assert_eq!(CorrelationId::parse(&text).is_some(), expected);

@@ -1,5 +1,5 @@
-//! Notifications that are delivered to an address outside: one attempt at a time. When a delivery is repeated, and when it is given up, the
-//! machine of its endpoint decides.
+//! Delivery of notifications to external addresses, one attempt at a time. The endpoint's state machine decides on retries and on giving
+//! up.
 
 pub mod email;
 pub mod webhook;
@@ -7,36 +7,36 @@ pub mod webhook;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use chrono::{DateTime, Utc};
-use domain::notification_endpoint::{Failure, Message, NotificationEndpoint, Target};
+use domain::notification_endpoint::{DeliveryFailure, NotificationEndpoint, QueuedNotification, Target};
 use email::{Mail, Mailer};
 use persistence::envelope::{EnvelopeError, KeyRing};
-use persistence::rewrap::webhook_secret_place;
+use persistence::rewrap::webhook_secret_context;
 use secrecy::{ExposeSecret as _, SecretSlice};
 use std::sync::Arc;
 use thiserror::Error;
 use uuid::Uuid;
-use webhook::{Signed, Webhooks};
+use webhook::{SignedWebhook, Webhooks};
 
 /// An attempt to deliver a notification that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{why}")]
-pub struct Undelivered {
-    /// Another attempt would fail in the same way.
+pub struct SendFailure {
+    /// A retry would fail in the same way.
     pub is_final: bool,
     /// For the endpoint's owner: one line without credentials.
     pub why: String,
 }
 
-impl From<Undelivered> for Failure {
-    fn from(undelivered: Undelivered) -> Self {
-        let Undelivered { is_final, why } = undelivered;
+impl From<SendFailure> for DeliveryFailure {
+    fn from(undelivered: SendFailure) -> Self {
+        let SendFailure { is_final, why } = undelivered;
         Self { why, is_final, is_gone: false, retry_after_seconds: None }
     }
 }
 
 /// Delivers to endpoints of every kind. Cheap to clone.
 #[derive(Clone)]
-pub struct Delivery {
+pub struct NotificationSender {
     pub webhooks: Webhooks,
     /// `None` where no mail server is configured.
     pub mailer: Option<Mailer>,
@@ -44,27 +44,27 @@ pub struct Delivery {
     pub at_rest: Arc<KeyRing>,
 }
 
-impl Delivery {
+impl NotificationSender {
     /// Makes one attempt at a message.
     ///
     /// # Errors
-    /// [`Failure`], as the endpoint's owner reads it.
+    /// [`DeliveryFailure`], as the endpoint's owner reads it.
     pub async fn attempt(
         &self,
         endpoint: &NotificationEndpoint,
-        message: &Message,
+        message: &QueuedNotification,
         now: DateTime<Utc>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), DeliveryFailure> {
         match &endpoint.target {
             Target::Webhook { url } => {
                 let secrets =
-                    self.secrets(endpoint, now).map_err(|_| Undelivered::for_now("its secret cannot be read"))?;
-                let signed = Signed { id: message.id, body: &message.body, secrets: &secrets };
+                    self.secrets(endpoint, now).map_err(|_| SendFailure::temporary("its secret cannot be read"))?;
+                let signed = SignedWebhook { id: message.id, body: &message.body, secrets: &secrets };
                 self.webhooks.send(url, &signed, now).await
             }
             Target::Email { address } => {
                 let Some(mailer) = &self.mailer else {
-                    return Err(Undelivered::for_now("no mail server is configured").into());
+                    return Err(SendFailure::temporary("no mail server is configured").into());
                 };
                 let (message_id, endpoint_id) = (message.id.to_string(), endpoint.id.to_string());
                 let mail = Mail { message_id: &message_id, endpoint_id: &endpoint_id, body: &message.body };
@@ -79,7 +79,7 @@ impl Delivery {
     /// [`EnvelopeError`]
     pub fn seal(&self, endpoint: Uuid, secret: &SecretSlice<u8>) -> Result<String, EnvelopeError> {
         let row = endpoint.to_string();
-        Ok(STANDARD.encode(self.at_rest.seal(&webhook_secret_place(&row), secret.expose_secret())?))
+        Ok(STANDARD.encode(self.at_rest.seal(&webhook_secret_context(&row), secret.expose_secret())?))
     }
 
     /// The secrets that sign the endpoint's messages, the newest first.
@@ -94,30 +94,30 @@ impl Delivery {
         let row = endpoint.id.to_string();
         let open = |sealed: &str| {
             let sealed = STANDARD.decode(sealed).map_err(|_| EnvelopeError::Refused)?;
-            self.at_rest.open(&webhook_secret_place(&row), &sealed)
+            self.at_rest.open(&webhook_secret_context(&row), &sealed)
         };
         endpoint.secrets(now).map(open).collect()
     }
 }
 
-impl Undelivered {
+impl SendFailure {
     /// Characters of a reason.
     pub const LONGEST: usize = 300;
 
-    /// A failure that another attempt would meet again.
+    /// A permanent failure: a retry would fail in the same way.
     #[must_use]
-    pub fn finally(why: &str) -> Self {
+    pub fn permanent(why: &str) -> Self {
         Self { is_final: true, why: one_line(why, Self::LONGEST) }
     }
 
     /// A failure that may be over at the next attempt.
     #[must_use]
-    pub fn for_now(why: &str) -> Self {
+    pub fn temporary(why: &str) -> Self {
         Self { is_final: false, why: one_line(why, Self::LONGEST) }
     }
 }
 
-/// A text from outside on one line of bounded length: no control characters, none that turn the direction of what follows.
+/// An external text on one line of bounded length, without control characters and without characters that change the text direction.
 fn one_line(text: &str, longest: usize) -> String {
     let turns = |c: char| matches!(c, '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let words = text.split(|c: char| c.is_control() || c.is_whitespace() || turns(c)).filter(|word| !word.is_empty());

@@ -1,9 +1,8 @@
 //! The one error of the API and the envelope that carries it.
 //!
-//! An [`ApiError`] has two halves: what the caller may read (code, message, details) and what the operator needs (the
-//! cause). The first is rendered, the second logged, both exactly once, by the request scope
-//! ([`crate::correlation::RequestScope`]), which alone knows the correlation id, the trace and the route.
-//! The codes are the closed table in [`code`] (the API's decisions, section 1, "Errors").
+//! An [`ApiError`] has two halves: what the caller may read (code, message, details) and what the operator needs (the cause). The first is
+//! rendered, the second logged, both exactly once, by the request scope ([`crate::correlation::RequestScope`]), which alone has the
+//! correlation id, the trace and the route. The codes are the closed table in [`code`] (the API's decisions, section 1, "Errors").
 
 use std::{borrow::Cow, error::Error, fmt, sync::Arc, time::Duration};
 
@@ -19,14 +18,14 @@ mod code;
 
 pub use code::Code;
 
-/// The body of every answer that is no success (service specification, "Errors").
+/// The body of every error response (service specification, "Errors").
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Error)]
 pub struct Envelope {
     /// Machine-readable, from the closed table of codes.
     #[schema(value_type = String, example = "invalid_request")]
     pub code: Code,
-    /// For a person; says what to do next.
+    /// For a person, with the next step.
     pub message: String,
     /// The id under which operators find this request.
     pub correlation_id: String,
@@ -35,7 +34,7 @@ pub struct Envelope {
     pub details: Map<String, Value>,
 }
 
-/// An answer that is no success.
+/// An error response.
 pub struct ApiError(Box<Parts>);
 
 pub(crate) struct Parts {
@@ -48,12 +47,12 @@ pub(crate) struct Parts {
     pub(crate) expected: bool,
 }
 
-/// What [`ApiError::into_response`] leaves for the request scope to render and log.
+/// The parts that [`ApiError::into_response`] leaves for the request scope to render and log.
 #[derive(Clone)]
-pub(crate) struct Unrendered(pub(crate) Arc<Parts>);
+pub(crate) struct PendingErrorResponse(pub(crate) Arc<Parts>);
 
 impl ApiError {
-    /// An error with the code's own status and, where the code asks for it, its `Retry-After`.
+    /// An error with the code's own status and, where the code has one, its `Retry-After`.
     #[must_use]
     pub fn new(code: Code, message: impl Into<Cow<'static, str>>) -> Self {
         Self(Box::new(Parts {
@@ -72,7 +71,7 @@ impl ApiError {
         Self::new(Code::InvalidRequest, message)
     }
 
-    /// `what` names the resource as the API calls it: "node", "allocation".
+    /// `what` names the resource as the API does: "node", "allocation".
     #[must_use]
     pub fn not_found(what: &str) -> Self {
         Self::new(Code::NotFound, format!("There is no such {what}, or it is not yours to see."))
@@ -83,14 +82,14 @@ impl ApiError {
         Self::new(Code::Forbidden, message)
     }
 
-    /// A fault of ours. The cause goes to the log alone.
+    /// An internal error. The cause goes to the log alone.
     #[must_use]
     pub fn internal(cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::new(Code::InternalError, "The service failed on this request; quote the correlation id to the operator.")
             .because(cause)
     }
 
-    /// Something that is needed cannot be had at the moment; trying again is safe.
+    /// A dependency is unavailable at the moment; a retry is safe.
     #[must_use]
     pub fn unavailable(cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::new(
@@ -100,7 +99,7 @@ impl ApiError {
         .because(cause)
     }
 
-    /// The queue in front of what was asked is full.
+    /// The queue in front of the resource is full.
     #[must_use]
     pub fn overloaded() -> Self {
         Self::new(Code::Overloaded, "The service is too busy; try again after the time in Retry-After.")
@@ -133,7 +132,7 @@ impl ApiError {
         self
     }
 
-    /// It is as it should be, and nobody has to look at it: logged as INFO whatever its code.
+    /// An expected error, which needs no attention: logged as INFO whatever its code.
     #[must_use]
     pub fn expected(mut self) -> Self {
         self.0.expected = true;
@@ -206,7 +205,7 @@ impl IntoResponse for ApiError {
         for (name, value) in &parts.headers {
             response.headers_mut().append(name, value.clone());
         }
-        response.extensions_mut().insert(Unrendered(Arc::from(parts)));
+        response.extensions_mut().insert(PendingErrorResponse(Arc::from(parts)));
         response
     }
 }
@@ -217,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unavailable_and_overloaded_say_when_to_come_back() {
+    fn unavailable_and_overloaded_have_retry_after() {
         for error in
             [ApiError::overloaded(), ApiError::unavailable("the store is away"), ApiError::new(Code::RateLimited, "")]
         {
@@ -229,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cause_is_the_operators_alone() {
+    fn cause_is_logged_and_never_rendered() {
         #[derive(Debug, thiserror::Error)]
         #[error("could not read the row")]
         struct Outer(#[source] std::io::Error);

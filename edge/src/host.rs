@@ -1,8 +1,7 @@
 //! The address of a node as an operator writes it: a DNS name or an IP address, in its one canonical spelling.
 //!
-//! The C library's resolver reads `0x7f.1`, `2130706433` and `0177.0.0.1` as 127.0.0.1. None of them is a host here: a
-//! name whose last label is a number must be a dotted decimal address (the rule of the WHATWG URL standard, "ends in a
-//! number"), without leading zeros.
+//! The C library's resolver reads `0x7f.1`, `2130706433` and `0177.0.0.1` as 127.0.0.1. None of them is a host here: a name whose last
+//! label is a number must be a dotted decimal address (the rule of the WHATWG URL standard, "ends in a number"), without leading zeros.
 
 use std::{
     fmt,
@@ -15,12 +14,12 @@ use crate::error::{ApiError, Code};
 
 /// A DNS name (lower case, without its trailing dot) or an IP address.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Host {
+pub enum HostAddress {
     Name(String),
     Address(IpAddr),
 }
 
-/// Why a text is no host.
+/// Why a text is not a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum HostError {
     #[error("the host is empty")]
@@ -39,14 +38,14 @@ pub enum HostError {
     Localhost,
 }
 
-impl Host {
+impl HostAddress {
     /// The longest name (RFC 1035, section 2.3.4, without the root's dot).
     pub const MAX_LEN: usize = 253;
 
     /// Reads a host.
     ///
     /// # Errors
-    /// What is no host, or one in an odd spelling.
+    /// Not a host, or one in an odd spelling.
     pub fn parse(text: &str) -> Result<Self, HostError> {
         if text.is_empty() {
             return Err(HostError::Empty);
@@ -73,7 +72,7 @@ impl Host {
         }
         let name = name.to_ascii_lowercase();
         if ends_in_a_number(&name) {
-            // The dot at the end of an address is a spelling of nobody but the C library.
+            // Only the C library accepts a dot at the end of an address.
             let address: Ipv4Addr = text.parse().map_err(|_| HostError::OddAddress)?;
             return Ok(Self::Address(address.into()));
         }
@@ -91,7 +90,7 @@ fn ends_in_a_number(name: &str) -> bool {
     hexadecimal || last.bytes().all(|byte| byte.is_ascii_digit())
 }
 
-impl fmt::Display for Host {
+impl fmt::Display for HostAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Name(name) => f.write_str(name),
@@ -119,16 +118,16 @@ mod tests {
 
     #[test]
     fn names_and_addresses_are_read() {
-        assert_eq!(Host::parse("gpu-17.Example.COM."), Ok(Host::Name("gpu-17.example.com".into())));
-        assert_eq!(Host::parse("node"), Ok(Host::Name("node".into())));
-        assert_eq!(Host::parse("10.0.0.7"), Ok(Host::Address([10, 0, 0, 7].into())));
-        assert_eq!(Host::parse("[2001:db8::7]").unwrap().to_string(), "2001:db8::7");
-        assert_eq!(Host::parse("2001:db8::7").unwrap().to_string(), "2001:db8::7");
-        assert_eq!(Host::parse("1.example"), Ok(Host::Name("1.example".into())));
+        assert_eq!(HostAddress::parse("gpu-17.Example.COM."), Ok(HostAddress::Name("gpu-17.example.com".into())));
+        assert_eq!(HostAddress::parse("node"), Ok(HostAddress::Name("node".into())));
+        assert_eq!(HostAddress::parse("10.0.0.7"), Ok(HostAddress::Address([10, 0, 0, 7].into())));
+        assert_eq!(HostAddress::parse("[2001:db8::7]").unwrap().to_string(), "2001:db8::7");
+        assert_eq!(HostAddress::parse("2001:db8::7").unwrap().to_string(), "2001:db8::7");
+        assert_eq!(HostAddress::parse("1.example"), Ok(HostAddress::Name("1.example".into())));
     }
 
     #[test]
-    fn odd_spellings_of_addresses_are_no_hosts() {
+    fn odd_spellings_of_addresses_are_refused() {
         for odd in [
             "0x7f.1",
             "0x7f000001",
@@ -154,20 +153,20 @@ mod tests {
             "١٢٧.0.0.1",
             "[::1]:22",
         ] {
-            assert_eq!(Host::parse(odd), Err(HostError::OddAddress), "{odd}");
+            assert_eq!(HostAddress::parse(odd), Err(HostError::OddAddress), "{odd}");
         }
     }
 
     #[test]
     fn localhost_is_refused_in_every_spelling() {
         for name in ["localhost", "LOCALHOST", "localhost.", "a.localhost", "a.b.LocalHost."] {
-            assert_eq!(Host::parse(name), Err(HostError::Localhost), "{name}");
+            assert_eq!(HostAddress::parse(name), Err(HostError::Localhost), "{name}");
         }
-        assert!(Host::parse("localhost.example").is_ok());
+        assert!(HostAddress::parse("localhost.example").is_ok());
     }
 
     #[test]
-    fn what_is_no_name_is_refused() {
+    fn invalid_host_name_is_refused() {
         for (text, error) in [
             ("", HostError::Empty),
             (".", HostError::Label),
@@ -186,22 +185,22 @@ mod tests {
             ("a。b", HostError::Character),
             ("a_b", HostError::Character),
         ] {
-            assert_eq!(Host::parse(text), Err(error), "{text:?}");
+            assert_eq!(HostAddress::parse(text), Err(error), "{text:?}");
         }
-        assert_eq!(Host::parse(&"a".repeat(64)), Err(HostError::Label));
-        assert_eq!(Host::parse(&vec!["a"; 128].join(".")), Err(HostError::TooLong));
-        assert!(Host::parse(&vec!["a"; 127].join(".")).is_ok());
+        assert_eq!(HostAddress::parse(&"a".repeat(64)), Err(HostError::Label));
+        assert_eq!(HostAddress::parse(&vec!["a"; 128].join(".")), Err(HostError::TooLong));
+        assert!(HostAddress::parse(&vec!["a"; 127].join(".")).is_ok());
     }
 
     proptest! {
         #[test]
-        fn a_host_reads_back_as_itself_and_holds_nothing_dangerous(text in "\\PC{0,40}|[0-9a-fx.:\\[\\]-]{1,24}|[a-z.-]{1,300}") {
-            if let Ok(host) = Host::parse(&text) {
+        fn parsed_host_round_trips_and_has_only_safe_characters(text in "\\PC{0,40}|[0-9a-fx.:\\[\\]-]{1,24}|[a-z.-]{1,300}") {
+            if let Ok(host) = HostAddress::parse(&text) {
                 let shown = host.to_string();
-                prop_assert!(shown.len() <= Host::MAX_LEN);
+                prop_assert!(shown.len() <= HostAddress::MAX_LEN);
                 prop_assert!(!shown.starts_with('-'));
                 prop_assert!(shown.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-:".contains(&byte)));
-                prop_assert_eq!(Host::parse(&shown), Ok(host));
+                prop_assert_eq!(HostAddress::parse(&shown), Ok(host));
             }
         }
     }

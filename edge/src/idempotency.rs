@@ -1,11 +1,10 @@
-//! `Idempotency-Key` (IETF draft-ietf-httpapi-idempotency-key-header-07): what makes a request the same request when it comes
-//! again.
+//! `Idempotency-Key` (IETF draft-ietf-httpapi-idempotency-key-header-07): what identifies a repeated request.
 //!
-//! The command id is a hash of principal, method, route and key; with it goes a digest of method, path and body. Both are stored
-//! with the command's commit, for a day, and the answer beside them before it is sent ([`keyed`]). A repetition gets that answer on any
-//! replica, before anything of the request is resolved; another request under the same key is refused.
+//! The command id is a hash of principal, method, route and key; with it goes a digest of method, path and body. Both are stored with the
+//! command's commit, for a day, and the response beside them before it is sent ([`context`]). A repetition gets that response on any
+//! replica, before anything of the request is resolved; a different request under the same key is refused.
 
-use actors::place::{command_id, digest_of};
+use actors::sharding::{command_id, digest_of};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method};
 use axum::response::{IntoResponseParts, ResponseParts};
 use domain::{CommandId, Principal};
@@ -14,22 +13,22 @@ use std::convert::Infallible;
 
 use crate::error::{ApiError, Code};
 
+pub(crate) mod context;
 mod counters;
-pub(crate) mod keyed;
-mod stored;
+mod stored_response;
 
-pub use counters::{COUNTERS, Counters};
+pub use counters::{COUNTERS, IdempotencyCounters};
 
 /// The header that brings a key.
 pub const IDEMPOTENCY_KEY: HeaderName = HeaderName::from_static("idempotency-key");
-/// The header of an answer that was given before.
+/// The header of a replayed response.
 pub const IDEMPOTENCY_REPLAYED: HeaderName = HeaderName::from_static("idempotency-replayed");
 /// The longest key, in characters.
 pub const MAX_LEN: usize = 255;
-/// What a key is made of, for the API's description. (Blanks around a header's value are not part of it.)
+/// The pattern of a key, for the API's description. (Blanks around a header's value are not part of it.)
 pub const PATTERN: &str = "^[!-~]([ -~]*[!-~])?$";
 
-/// What a client calls its request.
+/// The client's name of a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IdempotencyKey(String);
 
@@ -37,7 +36,7 @@ impl IdempotencyKey {
     /// The key of a request; `None` where it has none.
     ///
     /// # Errors
-    /// `invalid_request` where the key is empty, longer than [`MAX_LEN`], not printable ASCII, or given twice.
+    /// `invalid_request` where the key is empty, longer than [`MAX_LEN`], not printable ASCII, or present twice.
     pub fn of(headers: &HeaderMap) -> Result<Option<Self>, ApiError> {
         let mut given = headers.get_all(IDEMPOTENCY_KEY).iter();
         let Some(value) = given.next() else { return Ok(None) };
@@ -53,7 +52,7 @@ impl IdempotencyKey {
         Ok(Some(Self(text.to_owned())))
     }
 
-    /// What is missing where a key must be.
+    /// The error where a key is required.
     #[must_use]
     pub fn required() -> ApiError {
         refuse(
@@ -66,7 +65,7 @@ fn refuse(why: &str) -> ApiError {
     ApiError::invalid_request(format!("Header `Idempotency-Key` {why}.")).detail("field", "Idempotency-Key")
 }
 
-/// The line of a request: what it is about, whoever sends it.
+/// The method and path of a request, independent of its caller.
 #[derive(Clone, Debug)]
 pub struct RequestLine {
     pub method: Method,
@@ -95,7 +94,7 @@ impl RequestLine {
     }
 }
 
-/// The refusal of a key that came with another request before.
+/// The refusal of a key that was used with a different request.
 #[must_use]
 pub fn key_reused() -> ApiError {
     ApiError::new(
@@ -114,7 +113,7 @@ pub fn in_progress() -> ApiError {
     )
 }
 
-/// The refusal of a repetition whose first answer was not stored.
+/// The refusal of a repetition whose first response was not stored.
 #[must_use]
 pub fn answer_not_stored() -> ApiError {
     ApiError::new(
@@ -123,11 +122,11 @@ pub fn answer_not_stored() -> ApiError {
     )
 }
 
-/// Says in an answer's headers whether it was given before.
+/// Marks a response as replayed in its headers.
 #[derive(Clone, Copy, Debug)]
-pub struct Replayed(pub bool);
+pub struct ReplayedResponse(pub bool);
 
-impl Replayed {
+impl ReplayedResponse {
     /// The same, in the headers of a refusal.
     #[must_use]
     pub fn refused(self, error: ApiError) -> ApiError {
@@ -135,7 +134,7 @@ impl Replayed {
     }
 }
 
-impl IntoResponseParts for Replayed {
+impl IntoResponseParts for ReplayedResponse {
     type Error = Infallible;
 
     fn into_response_parts(self, mut parts: ResponseParts) -> Result<ResponseParts, Infallible> {
@@ -172,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_key_is_refused() {
+    fn invalid_idempotency_key_is_refused() {
         let long = "k".repeat(256);
         let wrong: [&[&[u8]]; 5] = [&[b""], &[b"\"\""], &[long.as_bytes()], &["ключ".as_bytes()], &[b"one", b"two"]];
         for wrong in wrong {
@@ -182,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_request_is_the_same_command_and_another_is_told_apart() {
+    fn same_request_has_the_same_command_id_and_another_a_different_one() {
         let by = Principal::system("ann");
         let command = |by: &Principal, path: &str, name: &str, body: serde_json::Value| {
             (line(path).command_id(by, &key(name)), line(path).digest(&body).unwrap())

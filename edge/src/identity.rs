@@ -1,4 +1,4 @@
-//! Who a node is: the certificate that its TLS connection proved, to this process or to a trusted proxy in front of it ([`proxies`]).
+//! Node identity: the client certificate that was verified by TLS in this process or by a trusted proxy in front of it ([`proxies`]).
 //!
 //! TLS verified the chain when the connection began, or long before when it was resumed; so the end of the certificate
 //! and the node in the path are checked at each request. The node's state and its identity generation are the
@@ -27,7 +27,7 @@ use x509_parser::{
 use crate::{
     correlation::Scope,
     error::{ApiError, Code},
-    identity::forwarded::NotForwarded,
+    identity::forwarded::ForwardedCertificateError,
     keys::KeysInForce,
     tls::Peer,
 };
@@ -65,7 +65,7 @@ impl fmt::Display for TrustDomain {
     }
 }
 
-/// What a node's certificate says.
+/// The content of a node's certificate.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeCertificate {
     pub node_id: Uuid,
@@ -77,9 +77,9 @@ pub struct NodeCertificate {
     pub authority: String,
 }
 
-/// Why a certificate, although it verified, is no node's.
+/// Why a verified certificate is not a node's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum NotANode {
+pub enum NodeCertificateError {
     #[error("the certificate cannot be read")]
     Malformed,
     #[error("the certificate does not name exactly one node of this trust domain")]
@@ -91,16 +91,21 @@ impl NodeCertificate {
     ///
     /// # Errors
     /// Where it is not one of this trust domain's node certificates.
-    pub fn parse(der: &[u8], trust_domain: &TrustDomain) -> Result<Self, NotANode> {
-        let (rest, certificate) = X509Certificate::from_der(der).map_err(|_| NotANode::Malformed)?;
+    pub fn parse(der: &[u8], trust_domain: &TrustDomain) -> Result<Self, NodeCertificateError> {
+        let (rest, certificate) = X509Certificate::from_der(der).map_err(|_| NodeCertificateError::Malformed)?;
         if !rest.is_empty() {
-            return Err(NotANode::Malformed);
+            return Err(NodeCertificateError::Malformed);
         }
-        let names = certificate.subject_alternative_name().map_err(|_| NotANode::Malformed)?.ok_or(NotANode::Name)?;
-        let [GeneralName::URI(uri)] = names.value.general_names.as_slice() else { return Err(NotANode::Name) };
-        let time = |seconds| DateTime::from_timestamp(seconds, 0).ok_or(NotANode::Malformed);
+        let names = certificate
+            .subject_alternative_name()
+            .map_err(|_| NodeCertificateError::Malformed)?
+            .ok_or(NodeCertificateError::Name)?;
+        let [GeneralName::URI(uri)] = names.value.general_names.as_slice() else {
+            return Err(NodeCertificateError::Name);
+        };
+        let time = |seconds| DateTime::from_timestamp(seconds, 0).ok_or(NodeCertificateError::Malformed);
         Ok(Self {
-            node_id: trust_domain.node_of(uri).ok_or(NotANode::Name)?,
+            node_id: trust_domain.node_of(uri).ok_or(NodeCertificateError::Name)?,
             serial: hex::encode(certificate.raw_serial()),
             not_before: time(certificate.validity().not_before.timestamp())?,
             not_after: time(certificate.validity().not_after.timestamp())?,
@@ -120,7 +125,7 @@ fn authority_of(certificate: &X509Certificate<'_>) -> Option<String> {
 
 /// Why a node's request is refused with `invalid_node_identity`; `details.reason` of the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
+pub enum IdentityRefusal {
     CertificateMissing,
     CertificateUnknown,
     CertificateExpired,
@@ -128,7 +133,7 @@ pub enum Reason {
     NodeRemoved,
 }
 
-impl Reason {
+impl IdentityRefusal {
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -141,41 +146,44 @@ impl Reason {
     }
 }
 
-/// The answer to a node that is not let in.
+/// The response to a node that is not authenticated.
 #[must_use]
-pub fn refuse(reason: Reason) -> ApiError {
+pub fn refuse(reason: IdentityRefusal) -> ApiError {
     let message = match reason {
-        Reason::CertificateMissing => {
+        IdentityRefusal::CertificateMissing => {
             "This route needs the node's client certificate; connect with the one from enrollment."
         }
-        Reason::CertificateUnknown => "The client certificate is not this node's current one; enroll again or recover.",
-        Reason::CertificateExpired => "The node's certificate has expired; recover with the enrollment token.",
-        Reason::NodeFenced => {
+        IdentityRefusal::CertificateUnknown => {
+            "The client certificate is not this node's current one; enroll again or recover."
+        }
+        IdentityRefusal::CertificateExpired => "The node's certificate has expired; recover with the enrollment token.",
+        IdentityRefusal::NodeFenced => {
             "The node is fenced until the release of its allocation is settled; ask the operator for retry-release."
         }
-        Reason::NodeRemoved => "The node has been removed; register the machine as a new node.",
+        IdentityRefusal::NodeRemoved => "The node has been removed; register the machine as a new node.",
     };
     ApiError::new(Code::InvalidNodeIdentity, message).detail("reason", reason.as_str())
 }
 
-/// The answer to a node whose certificate came through a proxy and does not count.
-fn refuse_forwarded(why: &NotForwarded) -> ApiError {
+/// The response to a node whose forwarded certificate is not accepted.
+fn refuse_forwarded(why: &ForwardedCertificateError) -> ApiError {
     let refused = match why {
-        NotForwarded::Expired => refuse(Reason::CertificateExpired),
-        NotForwarded::Unverified(_) => refuse(Reason::CertificateUnknown),
+        ForwardedCertificateError::Expired => refuse(IdentityRefusal::CertificateExpired),
+        ForwardedCertificateError::Unverified(_) => refuse(IdentityRefusal::CertificateUnknown),
         // The node can do nothing about it: its operator reads the cause in the log.
-        NotForwarded::Twice
-        | NotForwarded::HopByHop
-        | NotForwarded::TooLong
-        | NotForwarded::NotText
-        | NotForwarded::NotAByteSequence
-        | NotForwarded::NotOneElement
-        | NotForwarded::NoCertificate
-        | NotForwarded::NotEncoded
-        | NotForwarded::NotOneCertificate => {
+        ForwardedCertificateError::Twice
+        | ForwardedCertificateError::HopByHop
+        | ForwardedCertificateError::TooLong
+        | ForwardedCertificateError::NotText
+        | ForwardedCertificateError::NotAByteSequence
+        | ForwardedCertificateError::NotOneElement
+        | ForwardedCertificateError::NoCertificate
+        | ForwardedCertificateError::NotEncoded
+        | ForwardedCertificateError::NotOneCertificate => {
             let message = "The proxy in front did not forward exactly one client certificate; its operator compares its \
                            configuration with deploy/ingress.";
-            ApiError::new(Code::InvalidNodeIdentity, message).detail("reason", Reason::CertificateUnknown.as_str())
+            ApiError::new(Code::InvalidNodeIdentity, message)
+                .detail("reason", IdentityRefusal::CertificateUnknown.as_str())
         }
     };
     refused.because(why.clone())
@@ -205,14 +213,14 @@ where
             None => return Err(ApiError::internal("a node route is served without TLS")),
         };
         let certificate = shown
-            .ok_or_else(|| refuse(Reason::CertificateMissing))?
-            .map_err(|cause| refuse(Reason::CertificateUnknown).because(cause))?;
+            .ok_or_else(|| refuse(IdentityRefusal::CertificateMissing))?
+            .map_err(|cause| refuse(IdentityRefusal::CertificateUnknown).because(cause))?;
         let params = RawPathParams::from_request_parts(parts, state).await.map_err(ApiError::internal)?;
         let named = params.iter().find(|(key, _)| matches!(*key, "id" | "node_id")).map(|(_, value)| value.to_owned());
         let named = named.ok_or_else(|| ApiError::internal("a node route names no node"))?;
-        // A session that began while its authority was trusted verifies nothing again.
+        // A session that began while its authority was trusted is not verified again.
         if !KeysInForce::from_ref(state).load().node.trusts(&certificate.authority) {
-            return Err(refuse(Reason::CertificateUnknown).because("its authority is retired"));
+            return Err(refuse(IdentityRefusal::CertificateUnknown).because("its authority is retired"));
         }
         let identity = admit(certificate, &named, Utc::now())?;
         if let Some(scope) = parts.extensions.get::<Scope>() {
@@ -227,14 +235,14 @@ fn admit(certificate: NodeCertificate, named: &str, now: DateTime<Utc>) -> Resul
         ApiError::invalid_request("The node id in the path cannot be read: expected a UUID.").detail("field", "id")
     })?;
     if named != certificate.node_id {
-        return Err(refuse(Reason::CertificateUnknown)
+        return Err(refuse(IdentityRefusal::CertificateUnknown)
             .because(format!("certificate of {} used for {named}", certificate.node_id)));
     }
     if now >= certificate.not_after {
-        return Err(refuse(Reason::CertificateExpired));
+        return Err(refuse(IdentityRefusal::CertificateExpired));
     }
     if now < certificate.not_before {
-        return Err(refuse(Reason::CertificateUnknown).because("the certificate is not valid yet"));
+        return Err(refuse(IdentityRefusal::CertificateUnknown).because("the certificate is not valid yet"));
     }
     let NodeCertificate { node_id, serial, not_after, authority, .. } = certificate;
     Ok(NodeIdentity { node_id, serial, not_after, authority })
@@ -265,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_node_is_admitted_on_its_own_path_while_its_certificate_lasts() {
+    fn node_is_admitted_on_its_own_path_while_its_certificate_is_valid() {
         let node_id = Uuid::now_v7();
         let good = certificate(node_id);
         assert_eq!(admit(good.clone(), &node_id.to_string(), Utc::now()).unwrap().node_id, node_id);
@@ -279,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_node_of_this_trust_domain_in_its_one_spelling_is_read() {
+    fn only_canonical_node_uris_of_this_trust_domain_are_accepted() {
         let domain = TrustDomain::parse("gpu.example").unwrap();
         let node_id = Uuid::now_v7();
         assert_eq!(domain.node_of(&domain.node_uri(node_id)), Some(node_id));

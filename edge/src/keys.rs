@@ -1,7 +1,7 @@
-//! The keys in force: what this process signs tasks and service accounts' tokens with, certifies nodes with, and lets nodes in by.
+//! The keys in force: those that this process signs tasks and service accounts' tokens with, certifies nodes with, and verifies nodes by.
 //!
-//! Where each key stands is an entity ([`KeySet`]); the private halves lie sealed beside it, one secret a key. Both are read together,
-//! at the start and whenever an operator has rotated, and replaced as one: a request sees the keys of before or those of after.
+//! The state of each key set is an entity ([`KeySet`]); the private keys are sealed beside it, one secret per key. Both are read together,
+//! at the start and after a rotation, and replaced as one: a request sees either the old keys or the new ones.
 
 mod member;
 mod service;
@@ -11,36 +11,39 @@ pub use member::{MacKey, MemberKeys};
 pub use service::ServiceKeys;
 
 use crate::identity::TrustDomain;
-use crate::node_ca::{Authority, IssueError, Issued, NodeCa, NodeCaError};
-use actors::place::id_of_name;
+use crate::node_ca::{CaCertificate, IssueError, IssuedCertificate, NodeCa, NodeCaError};
+use actors::sharding::id_of_name;
 use arc_swap::ArcSwap;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use chrono::{DateTime, TimeDelta, Utc};
-use domain::key_set::{Basis, Change, Key, KeySet, Link, Listed, NewKey, Phase, Purpose, Rejection, Signature};
-use domain::{EntityRef, Kind};
+use domain::key_set::{
+    ChangeBasis, KeyEntry, KeySet, KeySetChange, KeySetPurpose, KeySetSignature, NewKey, Phase, Rejection, TrustLink,
+    TrustedKey,
+};
+use domain::{EntityKind, EntityRef};
 use ed25519_dalek::SigningKey;
 use persistence::secrets::{Secret, SecretError};
 use persistence::{Reads, Secrets, StoreError};
 use secrecy::{ExposeSecret as _, SecretSlice, SecretString};
 use serde_json::json;
 use sha2::{Digest as _, Sha256};
-use signers::{Kept, in_use};
+use signers::{SignerKeyNames, in_use};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use uuid::Uuid;
 use wire::envelope::KeySignature;
 use wire::keys::{KeyStatus, SetError, VerifierKey};
-use wire::task::{Envelope, TASK_TYPE, TaskPayload};
+use wire::task::{SignedEnvelope, TASK_TYPE, TaskPayload};
 use wire::{PublicKey, VerifierSet};
 
 /// A node CA lasts ten years; its certificates a day. It is replaced by rotation, not by waiting.
-const CA_LIFE: TimeDelta = TimeDelta::days(3650);
+const CA_LIFETIME: TimeDelta = TimeDelta::days(3650);
 
-/// A private half that no set knows was made for a change that came to nothing, once it is so old.
-const FORSAKEN_AFTER: TimeDelta = TimeDelta::hours(1);
+/// A private key that is in no set belongs to a change that failed, once it is this old.
+const ORPHANED_AFTER: TimeDelta = TimeDelta::hours(1);
 
-/// The keys in force, in this process. Cheap to clone; what is loaded stays as it is.
+/// The keys in force, in this process. Cheap to clone; a loaded snapshot does not change.
 #[derive(Clone)]
 pub struct KeysInForce(Arc<ArcSwap<Keys>>);
 
@@ -76,27 +79,27 @@ pub enum KeysError {
     #[error(transparent)]
     Secret(#[from] SecretError),
     #[error("the {purpose} keys are damaged: {what}")]
-    Damaged { purpose: Purpose, what: String },
+    Damaged { purpose: KeySetPurpose, what: String },
     #[error(transparent)]
     Authority(#[from] NodeCaError),
 }
 
-fn damaged(purpose: Purpose, what: impl std::fmt::Display) -> KeysError {
+fn damaged(purpose: KeySetPurpose, what: impl std::fmt::Display) -> KeysError {
     KeysError::Damaged { purpose, what: what.to_string() }
 }
 
 /// The id of the one entity that the keys of a purpose are.
 #[must_use]
-pub fn set_id(purpose: Purpose) -> Uuid {
-    id_of_name(Kind::KeySet, purpose.name())
+pub fn set_id(purpose: KeySetPurpose) -> Uuid {
+    id_of_name(EntityKind::KeySet, purpose.name())
 }
 
-/// The keys of a purpose as they were committed last; `None` where none was ever rotated.
+/// The committed key set of a purpose; `None` where it was never rotated.
 ///
 /// # Errors
 /// [`KeysError`]
-pub async fn stored(reads: &Reads, purpose: Purpose) -> Result<Option<KeySet>, KeysError> {
-    let row = reads.entity(EntityRef { kind: Kind::KeySet, id: set_id(purpose) }).await?;
+pub async fn stored(reads: &Reads, purpose: KeySetPurpose) -> Result<Option<KeySet>, KeysError> {
+    let row = reads.entity(EntityRef { kind: EntityKind::KeySet, id: set_id(purpose) }).await?;
     row.map(|row| serde_json::from_str(&row.body).map_err(|error| damaged(purpose, error))).transpose()
 }
 
@@ -104,7 +107,7 @@ impl Keys {
     /// Reads them, or makes the first ones where this is the cluster's first process.
     ///
     /// # Errors
-    /// [`KeysError`], also where the key ring does not open what is sealed.
+    /// [`KeysError`], also where the key ring cannot open a sealed key.
     pub async fn read(secrets: &Secrets, reads: &Reads, domain: &TrustDomain) -> Result<Self, KeysError> {
         Ok(Self {
             task: TaskKeys::read(secrets, reads).await?,
@@ -125,98 +128,98 @@ impl Keys {
     }
 
     /// Every key that is not retired, with its set.
-    pub fn all(&self) -> impl Iterator<Item = (Purpose, &Key)> {
+    pub fn all(&self) -> impl Iterator<Item = (KeySetPurpose, &KeyEntry)> {
         self.sets().into_iter().flat_map(|set| set.keys.iter().map(|key| (set.purpose, key)))
     }
 
-    /// The names of secrets that nothing will ever need again: of retired keys, and of changes that came to nothing.
+    /// The names of secrets that are no longer needed: of retired keys, and of changes that failed.
     #[must_use]
-    pub fn forsaken(&self, now: DateTime<Utc>) -> Vec<String> {
+    pub fn orphaned_secrets(&self, now: DateTime<Utc>) -> Vec<String> {
         fn those_of<'a, K>(
             set: &'a KeySet,
-            held: &'a [Held<K>],
+            held: &'a [StoredPrivateKey<K>],
         ) -> impl Iterator<Item = (&'a KeySet, &'a str, &'a String, DateTime<Utc>)> {
             held.iter().map(move |held| (set, held.id.as_str(), &held.secret, held.made_at))
         }
-        let forsaken = |set: &KeySet, id: &str, made_at| match set.key(id) {
+        let is_orphaned = |set: &KeySet, id: &str, made_at| match set.key(id) {
             Some(key) => key.standing.phase() == Phase::Retired,
-            None => made_at < now - FORSAKEN_AFTER,
+            None => made_at < now - ORPHANED_AFTER,
         };
         let all = those_of(&self.task.set, &self.task.held)
             .chain(those_of(&self.node.set, &self.node.held))
             .chain(those_of(&self.service.set, &self.service.held))
             .chain(those_of(&self.member.set, &self.member.held));
-        all.filter(|(set, id, _, made_at)| forsaken(set, id, *made_at)).map(|(.., name, _)| name.clone()).collect()
+        all.filter(|(set, id, _, made_at)| is_orphaned(set, id, *made_at)).map(|(.., name, _)| name.clone()).collect()
     }
 }
 
-/// A private half, and under which name it is kept.
-struct Held<K> {
+/// A private key, and the name of its secret.
+struct StoredPrivateKey<K> {
     id: String,
     key: K,
     secret: String,
     made_at: DateTime<Utc>,
 }
 
-/// What tasks are signed with, and what agents are told of it.
+/// The keys that sign tasks, and the verifier sets that agents receive.
 pub struct TaskKeys {
     pub set: KeySet,
-    held: Vec<Held<SigningKey>>,
+    held: Vec<StoredPrivateKey<SigningKey>>,
     /// In the order of their versions.
     published: Vec<VerifierSet>,
 }
 
-const KEPT: Kept = Kept {
-    purpose: Purpose::TaskSigning,
-    names: "task_signing/",
+const SECRET_NAMES: SignerKeyNames = SignerKeyNames {
+    purpose: KeySetPurpose::TaskSigning,
+    prefix: "task_signing/",
     first: "task_signing/active",
     id_of: |key| PublicKey::from(key).key_id(),
 };
 
 impl TaskKeys {
     async fn read(secrets: &Secrets, reads: &Reads) -> Result<Self, KeysError> {
-        let (set, held) = KEPT.read(secrets, reads).await?;
+        let (set, held) = SECRET_NAMES.read(secrets, reads).await?;
         Self::of(set, held)
     }
 
-    fn of(set: KeySet, held: Vec<Held<SigningKey>>) -> Result<Self, KeysError> {
+    fn of(set: KeySet, held: Vec<StoredPrivateKey<SigningKey>>) -> Result<Self, KeysError> {
         let published = set.chain.iter().map(published).collect::<Result<Vec<_>, _>>()?;
         Ok(Self { set, held, published })
     }
 
-    /// One key that was never rotated, for tests of what is around it.
+    /// One key that was never rotated, for tests.
     ///
     /// # Errors
     /// Never: it is well-formed.
-    pub fn founded(key: SigningKey, at: DateTime<Utc>) -> Result<Self, KeysError> {
-        let (set, held) = KEPT.founded(key, at);
+    pub fn with_first_key(key: SigningKey, at: DateTime<Utc>) -> Result<Self, KeysError> {
+        let (set, held) = SECRET_NAMES.with_first_key(key, at);
         Self::of(set, held)
     }
 
-    /// The keys that are trusted and here: the active one first, then the others, newest first.
-    fn signers(&self) -> impl Iterator<Item = (Phase, &Held<SigningKey>)> {
+    /// The trusted keys whose private halves are loaded: the active one first, then the others, newest first.
+    fn signers(&self) -> impl Iterator<Item = (Phase, &StoredPrivateKey<SigningKey>)> {
         in_use(&self.set, &self.held)
     }
 
-    /// Signs a task with the active key, and while one is in grace with that too: an agent that was not told of the rotation yet knows
-    /// the older one, and loses no task.
+    /// Signs a task with the active key, and while another is in its grace period with that too: an agent that has not received the
+    /// rotation yet trusts the older one, and loses no task.
     ///
     /// # Errors
     /// The payload does not serialise, which no order does.
-    pub fn sign(&self, payload: &TaskPayload) -> Result<Envelope, serde_json::Error> {
+    pub fn sign(&self, payload: &TaskPayload) -> Result<SignedEnvelope, serde_json::Error> {
         let bytes = serde_json::to_vec(payload)?;
         let signing = self.signers().filter(|(phase, _)| matches!(phase, Phase::Active | Phase::Grace));
         let signatures = signing.map(|(_, held)| KeySignature::over(&held.key, &held.id, TASK_TYPE, &bytes)).collect();
-        Ok(Envelope { payload_type: TASK_TYPE.to_owned(), payload: bytes, signatures })
+        Ok(SignedEnvelope { payload_type: TASK_TYPE.to_owned(), payload: bytes, signatures })
     }
 
-    /// The sets that an agent lacks whose newest is `version`, lowest first.
+    /// The verifier sets that an agent with the newest version `version` lacks, lowest first.
     #[must_use]
     pub fn sets_after(&self, version: u64) -> Vec<VerifierSet> {
         self.published.iter().filter(|set| set.version > version).cloned().collect()
     }
 
-    /// The active key as it stands in a bundle.
+    /// The active key in the form of a bundle.
     #[must_use]
     pub fn bundled(&self) -> String {
         let active = self.signers().next().map(|(_, held)| PublicKey::from(&held.key));
@@ -224,8 +227,8 @@ impl TaskKeys {
         VerifierSet { version: 0, keys, signatures: Vec::new() }.to_env_value()
     }
 
-    /// What the change comes to, signed by every key that is trusted now: whoever trusts any of them follows.
-    fn signed(&self, change: &Change) -> Result<Result<Vec<Signature>, Rejection>, SetError> {
+    /// The result of the change, signed by every key that is trusted now: a verifier that trusts any of them accepts it.
+    fn signed(&self, change: &KeySetChange) -> Result<Result<Vec<KeySetSignature>, Rejection>, SetError> {
         let listed = match self.set.listed_after(change) {
             Ok(listed) => listed,
             Err(rejection) => return Ok(Err(rejection)),
@@ -233,7 +236,7 @@ impl TaskKeys {
         let keys = listed.iter().filter_map(verifier_key).collect();
         let signers: Vec<_> = self.signers().map(|(_, held)| (held.id.as_str(), &held.key)).collect();
         let set = VerifierSet::sign(self.set.version + 1, keys, &signers)?;
-        let kept = |signature: &KeySignature| Signature {
+        let kept = |signature: &KeySignature| KeySetSignature {
             by: signature.key_id.clone(),
             value: STANDARD.encode(&signature.signature),
         };
@@ -241,13 +244,13 @@ impl TaskKeys {
     }
 }
 
-fn published(link: &Link) -> Result<VerifierSet, KeysError> {
-    let unreadable = |what: &str| damaged(Purpose::TaskSigning, format!("version {} has {what}", link.version));
+fn published(link: &TrustLink) -> Result<VerifierSet, KeysError> {
+    let unreadable = |what: &str| damaged(KeySetPurpose::TaskSigning, format!("version {} has {what}", link.version));
     let keys: Vec<_> = link.keys.iter().filter_map(verifier_key).collect();
     if keys.len() != link.keys.len() {
         return Err(unreadable("a key that cannot be read"));
     }
-    let signature = |kept: &Signature| {
+    let signature = |kept: &KeySetSignature| {
         let value = STANDARD.decode(&kept.value).map_err(|_| unreadable("a signature that cannot be read"))?;
         Ok(KeySignature { key_id: kept.by.clone(), signature: value })
     };
@@ -255,7 +258,7 @@ fn published(link: &Link) -> Result<VerifierSet, KeysError> {
     Ok(VerifierSet { version: link.version, keys, signatures })
 }
 
-fn verifier_key(listed: &Listed) -> Option<VerifierKey> {
+fn verifier_key(listed: &TrustedKey) -> Option<VerifierKey> {
     let status = match listed.phase {
         Phase::Staged => KeyStatus::Staged,
         Phase::Active => KeyStatus::Active,
@@ -265,14 +268,14 @@ fn verifier_key(listed: &Listed) -> Option<VerifierKey> {
     Some(VerifierKey { key_id: listed.id.clone(), public_key: listed.public.parse().ok()?, status })
 }
 
-/// Who certifies nodes, and whose certificates let them in.
+/// The authorities that certify nodes, and those whose certificates are accepted.
 pub struct NodeAuthorities {
     pub set: KeySet,
     issuing: NodeCa,
-    held: Vec<Held<()>>,
+    held: Vec<StoredPrivateKey<()>>,
     /// Staged, active and in grace; the active one first.
-    trusted: Vec<(Phase, Authority)>,
-    /// The authority that the cluster began with: certificates of before there were several name none.
+    trusted: Vec<(Phase, CaCertificate)>,
+    /// The cluster's first authority: certificates from before there were several name none.
     pub founding: String,
 }
 
@@ -281,7 +284,7 @@ const FIRST_NODE_CA: &str = "node_ca";
 
 impl NodeAuthorities {
     async fn read(secrets: &Secrets, reads: &Reads, domain: &TrustDomain) -> Result<Self, KeysError> {
-        let stored = stored(reads, Purpose::NodeCa).await?;
+        let stored = stored(reads, KeySetPurpose::NodeCa).await?;
         if stored.is_none() && secrets.get(FIRST_NODE_CA).await?.is_none() {
             let made = new_authority(domain, Utc::now())?;
             secrets.get_or_create(FIRST_NODE_CA, || (made.value, made.public)).await?;
@@ -291,11 +294,11 @@ impl NodeAuthorities {
     }
 
     fn of(stored: Option<KeySet>, secrets: &[Secret], domain: &TrustDomain) -> Result<Self, KeysError> {
-        let lacking = |what: &str| damaged(Purpose::NodeCa, what);
+        let lacking = |what: &str| damaged(KeySetPurpose::NodeCa, what);
         let mut held = Vec::new();
         for secret in secrets {
             let pem = secret.public["certificate_pem"].as_str().ok_or_else(|| lacking("a certificate is missing"))?;
-            held.push((Authority::read(pem)?, secret));
+            held.push((CaCertificate::read(pem)?, secret));
         }
         let set = match stored {
             Some(set) => set,
@@ -303,7 +306,7 @@ impl NodeAuthorities {
                 let first = held.iter().find(|(_, secret)| secret.name == FIRST_NODE_CA);
                 let (first, secret) = first.ok_or_else(|| lacking("there is none"))?;
                 let key = NewKey { id: first.id.clone(), public: first.certificate_pem.clone() };
-                KeySet::founded(Purpose::NodeCa, key, secret.created_at)
+                KeySet::founded(KeySetPurpose::NodeCa, key, secret.created_at)
             }
         };
         let active = set.keys.iter().find(|key| key.standing.phase() == Phase::Active);
@@ -316,7 +319,7 @@ impl NodeAuthorities {
         let issuing = NodeCa::load(domain.clone(), &authority.certificate_pem, &SecretString::from(key.to_owned()))?;
         let held = held
             .iter()
-            .map(|(authority, secret)| Held {
+            .map(|(authority, secret)| StoredPrivateKey {
                 id: authority.id.clone(),
                 key: (),
                 secret: secret.name.clone(),
@@ -326,23 +329,23 @@ impl NodeAuthorities {
         Self::over(set, issuing, held)
     }
 
-    fn over(set: KeySet, issuing: NodeCa, held: Vec<Held<()>>) -> Result<Self, KeysError> {
+    fn over(set: KeySet, issuing: NodeCa, held: Vec<StoredPrivateKey<()>>) -> Result<Self, KeysError> {
         let mut trusted = Vec::new();
         for listed in set.listed() {
-            trusted.push((listed.phase, Authority::read(&listed.public)?));
+            trusted.push((listed.phase, CaCertificate::read(&listed.public)?));
         }
         trusted.sort_by_key(|(phase, _)| *phase != Phase::Active);
         let founding = set.keys.first().map(|key| key.id.clone()).unwrap_or_default();
         Ok(Self { set, issuing, held, trusted, founding })
     }
 
-    /// One authority that was never rotated, for tests of what is around it.
+    /// One authority that was never rotated, for tests.
     ///
     /// # Errors
     /// Never: it is well-formed.
-    pub fn founded(ca: NodeCa, at: DateTime<Utc>) -> Result<Self, KeysError> {
+    pub fn with_first_key(ca: NodeCa, at: DateTime<Utc>) -> Result<Self, KeysError> {
         let key = NewKey { id: ca.authority().id.clone(), public: ca.certificate_pem().to_owned() };
-        Self::over(KeySet::founded(Purpose::NodeCa, key, at), ca, Vec::new())
+        Self::over(KeySet::founded(KeySetPurpose::NodeCa, key, at), ca, Vec::new())
     }
 
     /// Certifies by the active authority. See [`NodeCa::issue`].
@@ -355,11 +358,11 @@ impl NodeAuthorities {
         csr_pem: &str,
         not_before: DateTime<Utc>,
         not_after: DateTime<Utc>,
-    ) -> Result<Issued, IssueError> {
+    ) -> Result<IssuedCertificate, IssueError> {
         self.issuing.issue(node_id, csr_pem, not_before, not_after)
     }
 
-    /// All authorities whose certificates are good, PEM, the active one first: what TLS verifies nodes by.
+    /// All trusted authorities, PEM, the active one first: TLS verifies nodes by them.
     #[must_use]
     pub fn bundle_pem(&self) -> String {
         self.trusted.iter().map(|(_, authority)| authority.certificate_pem.as_str()).collect()
@@ -377,7 +380,7 @@ impl NodeAuthorities {
         self.trusted.iter().any(|(_, authority)| authority.key_id == key_id)
     }
 
-    /// Whether the authority of this key identifier certifies no more: whose certificate is its should renew.
+    /// Whether the authority of this key identifier no longer certifies: nodes with its certificate should renew.
     #[must_use]
     pub fn is_outgoing(&self, key_id: &str) -> bool {
         self.trusted.iter().any(|(phase, authority)| *phase == Phase::Grace && authority.key_id == key_id)
@@ -398,45 +401,45 @@ impl NodeAuthorities {
     }
 }
 
-/// A key that is to be staged: the private half to be kept, and what may be known of it.
-struct Made {
+/// A key to be staged: its private half, to be stored, and its public part.
+struct NewKeyMaterial {
     value: SecretSlice<u8>,
     public: serde_json::Value,
     key: NewKey,
 }
 
-fn new_authority(domain: &TrustDomain, now: DateTime<Utc>) -> Result<Made, NodeCaError> {
-    let created = NodeCa::create(domain.clone(), now, now + CA_LIFE)?;
+fn new_authority(domain: &TrustDomain, now: DateTime<Utc>) -> Result<NewKeyMaterial, NodeCaError> {
+    let created = NodeCa::create(domain.clone(), now, now + CA_LIFETIME)?;
     let authority = created.ca.authority();
-    Ok(Made {
+    Ok(NewKeyMaterial {
         value: SecretSlice::from(created.key_pem.expose_secret().as_bytes().to_vec()),
         public: json!({ "certificate_pem": authority.certificate_pem }),
         key: NewKey { id: authority.id.clone(), public: authority.certificate_pem.clone() },
     })
 }
 
-/// Makes a key of the purpose and keeps its private half, sealed. It counts for nothing until it is staged.
+/// Makes a key of the purpose and stores its private half, sealed. It has no effect until it is staged.
 ///
 /// # Errors
 /// [`KeysError`]
-pub async fn make(secrets: &Secrets, domain: &TrustDomain, purpose: Purpose) -> Result<NewKey, KeysError> {
+pub async fn make(secrets: &Secrets, domain: &TrustDomain, purpose: KeySetPurpose) -> Result<NewKey, KeysError> {
     let (prefix, made) = match purpose {
-        Purpose::TaskSigning => (KEPT.names.to_owned(), KEPT.made()),
-        Purpose::ServiceTokens => (service::KEPT.names.to_owned(), service::KEPT.made()),
-        Purpose::MemberMessages => (member::KEPT.names.to_owned(), member::KEPT.made()),
-        Purpose::NodeCa => (format!("{NODE_CAS}/"), new_authority(domain, Utc::now())?),
-        Purpose::AtRest => return Err(damaged(purpose, "they are the operator's to make")),
+        KeySetPurpose::TaskSigning => (SECRET_NAMES.prefix.to_owned(), SECRET_NAMES.generate()),
+        KeySetPurpose::ServiceTokens => (service::SECRET_NAMES.prefix.to_owned(), service::SECRET_NAMES.generate()),
+        KeySetPurpose::MemberMessages => (member::SECRET_NAMES.prefix.to_owned(), member::SECRET_NAMES.generate()),
+        KeySetPurpose::NodeCa => (format!("{NODE_CAS}/"), new_authority(domain, Utc::now())?),
+        KeySetPurpose::AtRest => return Err(damaged(purpose, "they are the operator's to make")),
     };
     secrets.create(&format!("{prefix}{}", made.key.id), &made.value, made.public).await?;
     Ok(made.key)
 }
 
-/// All authorities whose certificates are good, PEM; `None` where no member has made one yet.
+/// All trusted authorities, PEM; `None` where no member has made one yet.
 ///
 /// # Errors
 /// [`KeysError`]
 pub async fn node_authorities_pem(secrets: &Secrets, reads: &Reads) -> Result<Option<String>, KeysError> {
-    if let Some(set) = stored(reads, Purpose::NodeCa).await? {
+    if let Some(set) = stored(reads, KeySetPurpose::NodeCa).await? {
         return Ok(Some(set.listed().iter().map(|listed| listed.public.as_str()).collect()));
     }
     let first = secrets.get(FIRST_NODE_CA).await?;
@@ -444,24 +447,32 @@ pub async fn node_authorities_pem(secrets: &Secrets, reads: &Reads) -> Result<Op
 }
 
 impl Keys {
-    /// What a change is asked with: the version that it was prepared on, and the signatures for what comes of it.
+    /// The basis of a change: the version that it was prepared on, and the signatures of its result.
     ///
     /// # Errors
     /// [`KeysError`] where the set cannot be signed; the inner one is why the change cannot be.
-    pub fn prepare(&self, purpose: Purpose, change: &Change) -> Result<Result<Basis, Rejection>, KeysError> {
+    pub fn prepare(
+        &self,
+        purpose: KeySetPurpose,
+        change: &KeySetChange,
+    ) -> Result<Result<ChangeBasis, Rejection>, KeysError> {
         let (set, signatures) = match purpose {
-            Purpose::TaskSigning => {
+            KeySetPurpose::TaskSigning => {
                 let signed = self.task.signed(change).map_err(|error| damaged(purpose, error))?;
                 (&self.task.set, signed)
             }
-            Purpose::NodeCa => (&self.node.set, self.node.set.listed_after(change).map(|_| Vec::new())),
-            Purpose::ServiceTokens => (&self.service.set, self.service.set.listed_after(change).map(|_| Vec::new())),
-            Purpose::MemberMessages => (&self.member.set, self.member.set.listed_after(change).map(|_| Vec::new())),
-            Purpose::AtRest => return Ok(Err(Rejection::OtherPurpose)),
+            KeySetPurpose::NodeCa => (&self.node.set, self.node.set.listed_after(change).map(|_| Vec::new())),
+            KeySetPurpose::ServiceTokens => {
+                (&self.service.set, self.service.set.listed_after(change).map(|_| Vec::new()))
+            }
+            KeySetPurpose::MemberMessages => {
+                (&self.member.set, self.member.set.listed_after(change).map(|_| Vec::new()))
+            }
+            KeySetPurpose::AtRest => return Ok(Err(Rejection::OtherPurpose)),
         };
         let first = set.keys.first().ok_or_else(|| damaged(purpose, "there is none"))?;
         let founding = NewKey { id: first.id.clone(), public: first.public.clone() };
         let founded_at = first.made_at;
-        Ok(signatures.map(|signatures| Basis { purpose, version: set.version, founding, founded_at, signatures }))
+        Ok(signatures.map(|signatures| ChangeBasis { purpose, version: set.version, founding, founded_at, signatures }))
     }
 }

@@ -1,39 +1,38 @@
-//! Every byte that comes in over HTTP and TLS: the public API and the node API.
+//! The HTTP and TLS edge: the public API, the node API, and the clients of external services.
 //!
-//! This crate ends TLS, authenticates, reads and checks what was sent, asks the actors or reads the store, and answers;
-//! whatever goes wrong is answered with one envelope ([`error::Envelope`]). Nothing is decided here that a machine of
-//! `domain` decides.
+//! This crate terminates TLS, authenticates, parses and validates requests, sends commands to the actors or reads the store, and responds.
+//! Every failure has the same envelope ([`error::Envelope`]). Decisions belong to the state machines of `domain`; none is made here.
 
 #![forbid(unsafe_code)]
 
-pub mod answer;
 pub mod api;
 pub mod auth;
 pub mod body;
-mod buckets;
+mod body_admission;
 pub mod bundle;
+pub mod connection_quota;
 pub mod correlation;
 pub mod delivery;
 pub mod error;
-pub mod figures;
 pub mod host;
 pub mod idempotency;
 pub mod identity;
 pub mod keys;
 pub mod limits;
+pub mod long_poll;
+mod malformed_request;
+pub mod metrics;
 pub mod node_api;
 pub mod node_ca;
 pub mod notifications;
-mod outward;
+mod outbound_http;
 pub mod page;
-pub mod places;
 pub mod platform_roles;
-pub mod polls;
 pub mod probe;
 pub mod processor;
 pub mod rate_limit;
-mod reception;
 pub(crate) mod recording;
+pub mod rejection_response;
 pub mod runtime;
 pub mod secret_shape;
 pub mod services;
@@ -43,7 +42,7 @@ pub mod tasks;
 pub mod terminal;
 pub mod tls;
 pub mod token;
-mod unreadable;
+mod token_bucket;
 pub mod webhook;
 mod websocket;
 

@@ -1,5 +1,4 @@
-//! What every router gets around it: a bound on time, a bound on number, a net under panics, and answers for paths and
-//! methods that do not exist.
+//! The common layers of every router: a timeout, a bound on concurrency, panic handling, and responses for unknown paths and methods.
 
 use std::{
     any::Any,
@@ -23,16 +22,16 @@ use tower::{Service, layer::layer_fn};
 use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::{
-    correlation::{Outermost, RequestScope},
+    correlation::{RequestScope, ScopeSettings},
     error::{ApiError, Code},
 };
 
-/// How long a request may take to its answer's head. A long poll has a router of its own with a longer one; what comes
-/// after the head (a stream of events, a WebSocket) is not bounded by it.
+/// Timeout for the head of the response. Long polls have a router of their own with a longer one; what follows the head (a stream of
+/// events, a WebSocket) is not bounded by it.
 #[derive(Clone, Copy, Debug)]
 pub struct RequestTimeout(pub Duration);
 
-/// How many requests a group of routes serves at once; over it, they are refused and not queued.
+/// How many requests a group of routes serves at once; over it, requests are refused and not queued.
 #[derive(Clone, Debug)]
 pub struct Concurrency(Arc<Semaphore>);
 
@@ -53,16 +52,19 @@ pub fn bounded<S: Clone + Send + Sync + 'static>(
 }
 
 /// Finishes a router: unknown paths and methods and panics are answered with the envelope. Nothing may be added outside.
-pub fn finished<S: Clone + Send + Sync + 'static>(router: Router<S>, outermost: Outermost) -> Router<S> {
+pub fn with_common_layers<S: Clone + Send + Sync + 'static>(
+    router: Router<S>,
+    scope_settings: ScopeSettings,
+) -> Router<S> {
     router
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(CatchPanicLayer::custom(panicked))
-        .layer(RequestScope(outermost))
+        .layer(RequestScope(scope_settings))
 }
 
-/// Both bounds in one service, and no `from_fn`: each layer has boxes of its own in every request that waits, and that of an `async fn`
-/// keeps room for the request for as long.
+/// Both bounds in one service, instead of two `from_fn` layers: each layer costs a box in every waiting request, and that of an `async fn`
+/// holds the request as long.
 #[derive(Clone)]
 struct Bounded<S> {
     inner: S,
@@ -92,7 +94,7 @@ where
         let answering = tokio::time::timeout(limit, self.inner.call(request));
         let answer = answering.map(move |answered| {
             drop(permit);
-            // Where it took too long, the handler is dropped where it waits; what it had asked for may still happen.
+            // On a timeout the handler is dropped where it waits; a command that it sent may still be committed.
             answered
                 .unwrap_or_else(|_| Ok(ApiError::unavailable(format!("no answer within {limit:?}")).into_response()))
         });
@@ -112,12 +114,12 @@ async fn wrong_method() -> ApiError {
 }
 
 fn panicked(payload: Box<dyn Any + Send>) -> Response {
-    let said = payload
+    let reason = payload
         .downcast_ref::<String>()
         .map(String::as_str)
         .or_else(|| payload.downcast_ref::<&str>().copied())
         .unwrap_or("a value that is no text");
-    ApiError::internal(format!("a handler panicked: {said}")).into_response()
+    ApiError::internal(format!("a handler panicked: {reason}")).into_response()
 }
 
 #[cfg(test)]
@@ -141,7 +143,7 @@ mod tests {
             .route("/slow", get(|| async { std::future::pending::<()>().await }))
             .route("/held", get(move || async move { release.notified().await }));
         let bounded = bounded(routes, RequestTimeout(Duration::from_millis(300)), Concurrency::at_most(2));
-        finished(bounded, crate::testing::outermost(Service { name: "api", tells_route: false }))
+        with_common_layers(bounded, crate::testing::scope_settings(Service { name: "api", shows_route: false }))
     }
 
     async fn send(router: &Router, method: &str, path: &str) -> Response {
@@ -168,7 +170,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_panic_is_an_internal_error_that_keeps_its_reason_to_itself() {
+    async fn panic_is_an_internal_error_without_its_reason() {
         let (status, code, body) = refused("POST", "/panics").await;
         assert_eq!((status, code.as_str()), (500, "internal_error"));
         assert!(!body.to_string().contains("hidden"));
@@ -183,7 +185,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn over_the_bound_requests_are_refused_and_under_it_again_served() {
+    async fn requests_over_the_concurrency_bound_are_refused_and_under_it_served() {
         let release = Arc::new(Notify::new());
         let router = router(Arc::clone(&release));
         let held: Vec<_> = (0..2)

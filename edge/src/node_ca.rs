@@ -1,8 +1,7 @@
 //! The certificate authority of the nodes.
 //!
-//! It certifies a public key for one node and one span of time. Of a certificate request it takes the key and nothing
-//! else: names, extensions and CA flags in it are the wish of whoever wrote it. Its own key leaves this module once, for
-//! the caller to encrypt and store.
+//! It certifies a public key for one node and a validity period. Of a certificate request only the key is used: names, extensions and CA
+//! flags in it are ignored. The authority's own key leaves this module once, for the caller to encrypt and store.
 
 use chrono::{DateTime, Duration, SubsecRound, Utc};
 use rand::Rng;
@@ -32,7 +31,7 @@ use zeroize::Zeroizing;
 
 use crate::identity::TrustDomain;
 
-/// The longest request read, in bytes; one with an RSA key of 8,192 bits takes 3 kB.
+/// The longest request read, in bytes; one with an RSA key of 8,192 bits has 3 kB.
 const MAX_CSR_LEN: usize = 16 * 1024;
 const RSA_BITS: std::ops::RangeInclusive<usize> = 2048..=8192;
 /// Clocks of nodes may run behind by this much.
@@ -41,13 +40,13 @@ const BACKDATED_BY: Duration = Duration::minutes(1);
 /// A certificate authority for node certificates.
 pub struct NodeCa {
     issuer: Issuer<'static, KeyPair>,
-    authority: Authority,
+    authority: CaCertificate,
     trust_domain: TrustDomain,
 }
 
-/// An authority as far as everybody may know it.
+/// The public part of an authority.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Authority {
+pub struct CaCertificate {
     /// The first 16 hexadecimal digits of the certificate's SHA-256.
     pub id: String,
     pub certificate_pem: String,
@@ -56,7 +55,7 @@ pub struct Authority {
     pub not_after: DateTime<Utc>,
 }
 
-impl Authority {
+impl CaCertificate {
     /// Reads a certificate authority's certificate.
     ///
     /// # Errors
@@ -90,14 +89,14 @@ pub struct CreatedNodeCa {
 
 /// A certificate that was issued.
 #[derive(Clone, Debug)]
-pub struct Issued {
+pub struct IssuedCertificate {
     pub certificate_pem: String,
     /// The certificates between the node's and the trust anchor, the anchor last.
     pub chain_pem: String,
     /// Lower-case hexadecimal, as [`crate::identity::NodeCertificate`] reads it.
     pub serial: String,
     pub not_after: DateTime<Utc>,
-    /// The [`Authority::id`] of whoever certified it.
+    /// The [`CaCertificate::id`] of the authority that certified it.
     pub authority: String,
 }
 
@@ -114,7 +113,7 @@ pub enum IssueError {
     Sign(#[source] rcgen::Error),
 }
 
-/// What is wrong with a certificate request. The words are for the one who made it.
+/// What is wrong with a certificate request. The messages are for its author.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum CsrError {
     #[error("it is longer than {MAX_CSR_LEN} bytes")]
@@ -171,10 +170,10 @@ impl NodeCa {
     /// Reads an authority back from its certificate and key.
     ///
     /// # Errors
-    /// Where one of them cannot be read, they do not belong together, or the certificate is no authority's.
+    /// Where one of them cannot be read, they do not belong together, or the certificate is not an authority's.
     pub fn load(trust_domain: TrustDomain, certificate_pem: &str, key_pem: &SecretString) -> Result<Self, NodeCaError> {
         let key = KeyPair::from_pem(key_pem.expose_secret()).map_err(NodeCaError::of)?;
-        let authority = Authority::read(certificate_pem)?;
+        let authority = CaCertificate::read(certificate_pem)?;
         let (_, block) = parse_x509_pem(certificate_pem.as_bytes()).map_err(NodeCaError::of)?;
         let certificate = block.parse_x509().map_err(NodeCaError::of)?;
         if certificate.public_key().subject_public_key.data != rcgen::PublicKeyData::der_bytes(&key) {
@@ -191,7 +190,7 @@ impl NodeCa {
     }
 
     #[must_use]
-    pub const fn authority(&self) -> &Authority {
+    pub const fn authority(&self) -> &CaCertificate {
         &self.authority
     }
 
@@ -206,7 +205,7 @@ impl NodeCa {
         csr_pem: &str,
         not_before: DateTime<Utc>,
         not_after: DateTime<Utc>,
-    ) -> Result<Issued, IssueError> {
+    ) -> Result<IssuedCertificate, IssueError> {
         let key = key_of_request(csr_pem)?;
         if not_after <= not_before {
             return Err(IssueError::NoValidity);
@@ -225,7 +224,7 @@ impl NodeCa {
         serial: &SerialNumber,
         not_before: DateTime<Utc>,
         not_after: DateTime<Utc>,
-    ) -> Result<Issued, IssueError> {
+    ) -> Result<IssuedCertificate, IssueError> {
         let not_after = not_after.trunc_subsecs(0);
         let uri = self.trust_domain.node_uri(node_id);
         let mut params = CertificateParams::default();
@@ -239,7 +238,7 @@ impl NodeCa {
         params.not_before = offset(not_before - BACKDATED_BY).map_err(|_| IssueError::NoValidity)?;
         params.not_after = offset(not_after).map_err(|_| IssueError::NoValidity)?;
         let certificate = params.signed_by(key, &self.issuer).map_err(IssueError::Sign)?;
-        Ok(Issued {
+        Ok(IssuedCertificate {
             certificate_pem: certificate.pem(),
             chain_pem: self.authority.certificate_pem.clone(),
             authority: self.authority.id.clone(),
@@ -267,7 +266,7 @@ fn offset(at: DateTime<Utc>) -> Result<OffsetDateTime, time::error::ComponentRan
     OffsetDateTime::from_unix_timestamp(at.timestamp())
 }
 
-/// Takes the public key out of a request whose signature proves that its sender holds the private one.
+/// Extracts the public key of a request whose signature proves that its sender holds the private one.
 fn key_of_request(csr_pem: &str) -> Result<SubjectPublicKeyInfo, CsrError> {
     if csr_pem.len() > MAX_CSR_LEN {
         return Err(CsrError::TooLong);
@@ -368,7 +367,7 @@ mod tests {
         csr(key, params)
     }
 
-    fn issue(ca: &NodeCa, node_id: Uuid, csr_pem: &str) -> Result<Issued, IssueError> {
+    fn issue(ca: &NodeCa, node_id: Uuid, csr_pem: &str) -> Result<IssuedCertificate, IssueError> {
         ca.issue(node_id, csr_pem, Utc::now(), Utc::now() + Duration::hours(24))
     }
 
@@ -413,7 +412,7 @@ mod tests {
 
     /// With one serial, certificates from a plain and from a hostile request over the same key are the same bytes.
     #[test]
-    fn a_certificate_holds_nothing_of_the_request_but_its_key() {
+    fn certificate_takes_only_the_key_of_the_request() {
         let (ca, node_id, now) = (ca(), Uuid::now_v7(), Utc::now());
         for algorithm in [&PKCS_ED25519, &PKCS_ECDSA_P256_SHA256, &PKCS_ECDSA_P384_SHA384, &PKCS_RSA_SHA256] {
             let key = KeyPair::generate_for(algorithm).unwrap();
@@ -469,7 +468,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_whose_signature_is_not_of_its_key_is_refused() {
+    fn request_with_a_signature_of_another_key_is_refused() {
         let key = KeyPair::generate_for(&PKCS_ED25519).unwrap();
         let mut bytes = der(&plain_csr(&key));
         *bytes.last_mut().unwrap() ^= 1;
@@ -489,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_one_request_is_refused() {
+    fn text_that_is_not_one_certificate_request_is_refused() {
         let key = KeyPair::generate_for(&PKCS_ED25519).unwrap();
         let good = plain_csr(&key);
         let mut trailing = der(&good);
@@ -522,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn an_authority_is_read_back_and_only_with_its_own_key() {
+    fn authority_is_loaded_only_with_its_own_key() {
         let created = NodeCa::create(domain(), Utc::now(), Utc::now() + Duration::days(1)).unwrap();
         assert!(NodeCa::load(domain(), created.ca.certificate_pem(), &created.key_pem).is_ok());
         let other = NodeCa::create(domain(), Utc::now(), Utc::now() + Duration::days(1)).unwrap();

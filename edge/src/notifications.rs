@@ -1,13 +1,13 @@
-//! Notifications: from the bus to those who listen here (specification, *Notification channel*).
+//! Notifications: from the bus to the subscribers of this replica (specification, *Notification channel*).
 //!
-//! A replica subscribes to a channel once, while somebody here listens to it, and hands each message to them all. Everyone has a queue
-//! of a few messages; whoever is so slow that it is full is put out, and holds nobody up. What nobody hears is gone.
+//! A replica subscribes to a channel once, while it has subscribers for it, and fans each message out to all of them. Each subscriber has a
+//! queue of a few messages; one whose queue is full is disconnected and delays no other. A message without a subscriber is dropped.
 
 mod connection;
 mod message;
 
 pub(crate) use connection::{Connection, FULL};
-pub use message::{About, NotificationData, NotificationMessage, encoded, test_message};
+pub use message::{EventHeader, NotificationData, NotificationMessage, encoded, test_message};
 
 use axum::extract::ws::Utf8Bytes;
 use dashmap::DashMap;
@@ -25,57 +25,57 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::AbortHandle;
 use tokio_util::sync::CancellationToken;
 
-/// Messages that wait for one who listens.
+/// Messages that wait for one subscriber.
 const QUEUE: usize = 32;
-/// A message is no longer; what is longer is none of ours.
-const LONGEST: usize = 8 * 1024;
-/// How soon it is tried again where the bus cannot be reached.
-const SUBSCRIBES_AGAIN_AFTER: Duration = Duration::from_secs(1);
-/// How long a new listener waits for the bus before it is told that it listens.
-const SUBSCRIBES_WITHIN: Duration = Duration::from_secs(2);
+/// The maximum length of a message; a longer one is not ours.
+const MAX_MESSAGE: usize = 8 * 1024;
+/// Delay before a retry where the bus cannot be reached.
+const RESUBSCRIBE_DELAY: Duration = Duration::from_secs(1);
+/// How long a new subscriber waits for the bus before it is reported as subscribed.
+const SUBSCRIBE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What is needed of the bus: core subjects, where nothing is kept.
-pub trait Bus: Send + Sync + 'static {
-    /// Heard from when this returns. `None`: there is no connection.
+/// What is needed of the bus: core subjects, which store nothing.
+pub trait NotificationBus: Send + Sync + 'static {
+    /// Subscribed when this returns. `None`: there is no connection.
     fn listen(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, Vec<u8>>>>;
 }
 
-/// Who listens here. Cheap to clone.
+/// The subscribers of this replica. Cheap to clone.
 #[derive(Clone)]
 pub struct Notifications(Arc<Parts>);
 
 struct Parts {
-    bus: Option<Arc<dyn Bus>>,
-    channels: DashMap<Channel, Listeners>,
+    bus: Option<Arc<dyn NotificationBus>>,
+    channels: DashMap<Channel, ChannelSubscribers>,
     next: AtomicU64,
-    figures: Figures,
+    metrics: NotificationMetrics,
 }
 
 /// Of one channel.
-struct Listeners {
-    here: BTreeMap<u64, Ear>,
-    carrier: AbortHandle,
+struct ChannelSubscribers {
+    subscribers: BTreeMap<u64, Subscriber>,
+    relay_task: AbortHandle,
     /// Whether the bus carries it.
-    carried: watch::Receiver<bool>,
+    subscribed: watch::Receiver<bool>,
 }
 
-/// Where one who listens is handed a message.
+/// Where a subscriber receives its messages.
 #[derive(Clone)]
-struct Ear {
+struct Subscriber {
     queue: mpsc::Sender<Utf8Bytes>,
     slow: CancellationToken,
 }
 
 #[derive(Clone)]
-pub(crate) struct Figures {
+pub(crate) struct NotificationMetrics {
     connections: IntGauge,
     /// Messages that were written to a connection.
     forwarded: IntCounter,
-    /// Messages that could not be: the connection was gone or too slow.
+    /// Messages that could not be written: the connection was closed or too slow.
     write_errors: IntCounter,
 }
 
-impl Figures {
+impl NotificationMetrics {
     fn register(registry: &Registry) -> prometheus::Result<Self> {
         let connections =
             IntGauge::new("ws_notifications_active_connections", "Connections for notifications to this process.")?;
@@ -98,75 +98,78 @@ impl Figures {
 impl Notifications {
     /// # Errors
     /// Where the registry has metrics of these names.
-    pub fn register(registry: &Registry, bus: Option<Arc<dyn Bus>>) -> prometheus::Result<Self> {
-        let figures = Figures::register(registry)?;
-        Ok(Self(Arc::new(Parts { bus, channels: DashMap::new(), next: AtomicU64::default(), figures })))
+    pub fn register(registry: &Registry, bus: Option<Arc<dyn NotificationBus>>) -> prometheus::Result<Self> {
+        let metrics = NotificationMetrics::register(registry)?;
+        Ok(Self(Arc::new(Parts { bus, channels: DashMap::new(), next: AtomicU64::default(), metrics })))
     }
 
-    pub(crate) fn figures(&self) -> &Figures {
-        &self.0.figures
+    pub(crate) fn metrics(&self) -> &NotificationMetrics {
+        &self.0.metrics
     }
 
-    /// Listens to these channels, until what is returned is dropped. Once it returns, what is said is heard, unless the bus is away.
-    pub(crate) async fn listen(&self, channels: Vec<Channel>) -> Listening {
+    /// Subscribes to these channels until the returned value is dropped. Once it returns, messages are received, unless the bus is
+    /// unreachable.
+    pub(crate) async fn listen(&self, channels: Vec<Channel>) -> Subscription {
         let (queue, messages) = mpsc::channel(QUEUE);
-        let ear = Ear { queue, slow: CancellationToken::new() };
+        let subscriber = Subscriber { queue, slow: CancellationToken::new() };
         let id = self.0.next.fetch_add(1, Ordering::Relaxed);
-        let listening = Listening { notifications: self.clone(), id, channels, messages, slow: ear.slow.clone() };
-        let carried: Vec<_> = listening.channels.iter().map(|channel| self.join(channel, id, ear.clone())).collect();
+        let subscription =
+            Subscription { notifications: self.clone(), id, channels, messages, slow: subscriber.slow.clone() };
+        let subscribed: Vec<_> =
+            subscription.channels.iter().map(|channel| self.join(channel, id, subscriber.clone())).collect();
         let all = async {
-            for mut carried in carried {
-                let _ = carried.wait_for(|carried| *carried).await;
+            for mut subscribed in subscribed {
+                let _ = subscribed.wait_for(|subscribed| *subscribed).await;
             }
         };
-        let _ = tokio::time::timeout(SUBSCRIBES_WITHIN, all).await;
-        listening
+        let _ = tokio::time::timeout(SUBSCRIBE_TIMEOUT, all).await;
+        subscription
     }
 
-    fn join(&self, channel: &Channel, id: u64, ear: Ear) -> watch::Receiver<bool> {
+    fn join(&self, channel: &Channel, id: u64, subscriber: Subscriber) -> watch::Receiver<bool> {
         let mut listeners = self.0.channels.entry(channel.clone()).or_insert_with(|| {
-            let (told, carried) = watch::channel(false);
-            let carrier = tokio::spawn(self.clone().carry(channel.clone(), told)).abort_handle();
-            Listeners { here: BTreeMap::new(), carrier, carried }
+            let (set_subscribed, subscribed) = watch::channel(false);
+            let relay_task = tokio::spawn(self.clone().relay(channel.clone(), set_subscribed)).abort_handle();
+            ChannelSubscribers { subscribers: BTreeMap::new(), relay_task, subscribed }
         });
-        listeners.here.insert(id, ear);
-        listeners.carried.clone()
+        listeners.subscribers.insert(id, subscriber);
+        listeners.subscribed.clone()
     }
 
     fn leave(&self, channel: &Channel, id: u64) {
         let Entry::Occupied(mut listeners) = self.0.channels.entry(channel.clone()) else { return };
-        listeners.get_mut().here.remove(&id);
-        if listeners.get().here.is_empty() {
-            listeners.remove().carrier.abort();
+        listeners.get_mut().subscribers.remove(&id);
+        if listeners.get().subscribers.is_empty() {
+            listeners.remove().relay_task.abort();
         }
     }
 
-    /// Hands on what the bus says on the channel, until nobody here listens to it any more.
-    async fn carry(self, channel: Channel, told: watch::Sender<bool>) {
+    /// Relays the channel's messages from the bus until this replica has no subscriber for it.
+    async fn relay(self, channel: Channel, set_subscribed: watch::Sender<bool>) {
         let Some(bus) = &self.0.bus else { return };
         loop {
             if let Some(mut messages) = bus.listen(channel.subject()).await {
-                let _ = told.send(true);
+                let _ = set_subscribed.send(true);
                 while let Some(message) = messages.next().await {
-                    self.hand_on(&channel, message);
+                    self.broadcast(&channel, message);
                 }
             }
-            tokio::time::sleep(SUBSCRIBES_AGAIN_AFTER).await;
+            tokio::time::sleep(RESUBSCRIBE_DELAY).await;
         }
     }
 
-    fn hand_on(&self, channel: &Channel, message: Vec<u8>) {
+    fn broadcast(&self, channel: &Channel, message: Vec<u8>) {
         let length = message.len();
-        let Some(text) = Utf8Bytes::try_from(message).ok().filter(|_| length <= LONGEST) else {
+        let Some(text) = Utf8Bytes::try_from(message).ok().filter(|_| length <= MAX_MESSAGE) else {
             return tracing::warn!(length, "a message on a notification's subject is none");
         };
         let Some(listeners) = self.0.channels.get(channel) else { return };
-        for ear in listeners.here.values() {
-            match ear.queue.try_send(text.clone()) {
+        for subscriber in listeners.subscribers.values() {
+            match subscriber.queue.try_send(text.clone()) {
                 Ok(()) => {}
                 Err(mpsc::error::TrySendError::Full(_)) => {
-                    self.0.figures.write_errors.inc();
-                    ear.slow.cancel();
+                    self.0.metrics.write_errors.inc();
+                    subscriber.slow.cancel();
                 }
                 // It leaves at this moment.
                 Err(mpsc::error::TrySendError::Closed(_)) => {}
@@ -175,17 +178,17 @@ impl Notifications {
     }
 }
 
-/// One who listens; they leave when this is dropped.
-pub(crate) struct Listening {
+/// One subscriber; dropping it unsubscribes.
+pub(crate) struct Subscription {
     notifications: Notifications,
     id: u64,
     channels: Vec<Channel>,
     messages: mpsc::Receiver<Utf8Bytes>,
-    /// It was handed more than it took.
+    /// Its queue overflowed.
     slow: CancellationToken,
 }
 
-impl Drop for Listening {
+impl Drop for Subscription {
     fn drop(&mut self) {
         for channel in &self.channels {
             self.notifications.leave(channel, self.id);

@@ -17,15 +17,15 @@ use subtle::ConstantTimeEq;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use crate::body::whole::in_digits;
+use crate::body::integers::in_digits;
 use crate::{body, error::ApiError};
 
 /// The most items of one page.
 pub const MAX_LIMIT: u32 = 200;
-/// The items of a page whose size was not asked for.
+/// The default size of a page.
 pub const DEFAULT_LIMIT: u32 = 50;
 
-/// The parameter that may be given several times: all of its values hold, as if they stood in one with commas in between.
+/// The parameter that may be repeated: its values count as one comma-separated list.
 const LABEL: &str = "label";
 
 const VERSION: u8 = 1;
@@ -36,7 +36,7 @@ const TOKEN_LEN: usize = 1 + 8 + 16 + TAG_LEN;
 #[derive(Debug, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub struct PageQuery {
-    /// How many items to answer with.
+    /// The number of items per page.
     #[param(minimum = 1, maximum = 200, default = 50)]
     #[allow(dead_code)]
     limit: Option<u32>,
@@ -46,14 +46,14 @@ pub struct PageQuery {
     page_token: Option<String>,
 }
 
-/// Which way a list runs over (created_at, id).
+/// The direction of a list over (created_at, id).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
     NewestFirst,
     OldestFirst,
 }
 
-/// The place of an item in its list. Times are compared in microseconds, as Postgres keeps them.
+/// The position of an item in its list. Times are compared in microseconds, as Postgres stores them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Position {
     pub created_at: DateTime<Utc>,
@@ -77,7 +77,7 @@ pub struct Page {
     binding: [u8; 32],
 }
 
-/// One page as it is answered.
+/// One page of items.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct Items<T> {
     pub items: Vec<T>,
@@ -127,8 +127,7 @@ impl<F: DeserializeOwned> Listing<F> {
 }
 
 impl<F: Serialize> Listing<F> {
-    /// The page of the list called `name` that was asked for. `owner` is whatever else the list depends on, such as the
-    /// caller whose allocations it shows.
+    /// The requested page of the list `name`. `owner` is the scope that the list depends on, such as the caller whose allocations it shows.
     ///
     /// # Errors
     /// `invalid_request` where the token is not one of this list, filter and order.
@@ -149,7 +148,7 @@ impl<F: Serialize> Listing<F> {
 }
 
 impl Page {
-    /// How many rows to read: one more than is answered, which tells whether there is a next page.
+    /// How many rows to read: one more than is returned, which shows whether there is a next page.
     #[must_use]
     pub fn rows_to_read(&self) -> i64 {
         i64::from(self.limit) + 1
@@ -193,7 +192,7 @@ fn refuse(parameter: &str, why: &str) -> ApiError {
     ApiError::invalid_request(format!("Query parameter `{parameter}` {why}.")).detail("field", parameter)
 }
 
-/// Each part goes in with its length, so that no two lists share a digest.
+/// Each part is hashed with its length, so that no two lists share a digest.
 fn digest<const N: usize>(parts: [&[u8]; N]) -> [u8; 32] {
     let mut hash = Sha256::new();
     hash.update(b"gpuaas page token v1");
@@ -342,7 +341,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_token_gives_back_its_position(micros in -1_000_000_000_000_000_i64..4_000_000_000_000_000, id: u128, binding: [u8; 32]) {
+        fn page_token_round_trips_its_position(micros in -1_000_000_000_000_000_i64..4_000_000_000_000_000, id: u128, binding: [u8; 32]) {
             let position = Position { created_at: DateTime::from_timestamp_micros(micros).unwrap(), id: Uuid::from_u128(id) };
             prop_assert_eq!(open(&seal(&position, &binding), &binding), Some(position));
         }
@@ -356,7 +355,7 @@ mod tests {
         }
 
         #[test]
-        fn no_text_is_taken_for_a_token(text in "\\PC{0,90}", binding: [u8; 32]) {
+        fn arbitrary_text_is_not_a_page_token(text in "\\PC{0,90}", binding: [u8; 32]) {
             prop_assert_eq!(open(&text, &binding), None);
         }
     }

@@ -1,4 +1,4 @@
-//! How often platform roles are asked for and changed (specification, *Observability surface*).
+//! Metrics of requests for platform roles and their changes (specification, *Observability surface*).
 
 use axum::http::Method;
 use prometheus::{IntCounter, Registry};
@@ -40,8 +40,8 @@ impl PlatformRoleCounters {
         })
     }
 
-    /// Counts a request as it comes in.
-    pub(crate) fn asked(&self, method: &Method) {
+    /// Counts a request at its arrival.
+    pub(crate) fn count_request(&self, method: &Method) {
         match *method {
             Method::POST => self.bind_requests.inc(),
             Method::DELETE => self.revoke_requests.inc(),
@@ -49,26 +49,26 @@ impl PlatformRoleCounters {
         }
     }
 
-    /// Counts one that is turned away before it is looked at.
-    pub(crate) fn turned_away(&self, error: &ApiError) {
+    /// Counts a request that is refused before it is processed.
+    pub(crate) fn count_refused(&self, error: &ApiError) {
         if error.code() == Code::Forbidden {
             self.admin_denied.inc();
         }
-        self.failed(error);
+        self.count_unavailable(error);
     }
 
-    /// Counts an administrator's change by what came of it.
-    pub(crate) fn changed<T>(&self, outcome: &Result<T, ApiError>) {
+    /// Counts an administrator's change by its outcome.
+    pub(crate) fn count_change<T>(&self, outcome: &Result<T, ApiError>) {
         match outcome {
             Ok(_) => self.mutation_success.inc(),
             Err(error) => {
                 self.mutation_failure.inc();
-                self.failed(error);
+                self.count_unavailable(error);
             }
         }
     }
 
-    pub(crate) fn failed(&self, error: &ApiError) {
+    pub(crate) fn count_unavailable(&self, error: &ApiError) {
         if error.code() == Code::ServiceUnavailable {
             self.service_unavailable.inc();
         }

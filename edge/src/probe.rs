@@ -1,8 +1,8 @@
 //! The reachability probe of a node: one TCP connection to an address that was checked.
 //!
-//! A probe makes the service connect where a request says, so it is a way into the service's own network. It resolves
-//! once, checks every address that came, connects to the address it checked and to no other, sends nothing and follows
-//! nothing (service specification, "Limits": probe targets).
+//! A probe makes the service connect to a host that a request names, so it could reach the service's own network. It resolves once, checks
+//! every address in the result, connects to the checked address and to no other, sends nothing and follows nothing (service specification,
+//! "Limits": probe targets).
 
 use std::{
     future::Future,
@@ -19,10 +19,10 @@ use tokio::net::TcpStream;
 
 use crate::{
     error::{ApiError, Code},
-    host::Host,
+    host::HostAddress,
 };
 
-/// How many addresses of one name are looked at; a name with more is refused whole.
+/// How many addresses of one name are checked; a name with more is refused as a whole.
 const MAX_ADDRESSES: usize = 16;
 
 /// Turns a name into addresses.
@@ -42,13 +42,13 @@ impl Resolve for SystemResolver {
 /// The addresses that may be probed.
 #[derive(Clone, Debug, Default)]
 pub struct ProbeTargets {
-    /// `NODE_PROBE_ALLOWED_CIDRS`; empty where none are configured. It narrows, it never admits what is denied anyway.
+    /// `NODE_PROBE_ALLOWED_CIDRS`; empty where none are configured. It narrows the targets, and never admits a denied one.
     pub allowed: Vec<IpNet>,
 }
 
 /// Why an address is not connected to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
-pub enum Denied {
+pub enum DeniedAddress {
     #[error("loopback")]
     Loopback,
     #[error("unspecified")]
@@ -71,17 +71,17 @@ pub enum Denied {
     TooMany,
 }
 
-impl From<Denied> for ApiError {
-    fn from(denied: Denied) -> Self {
-        // Which address it was would tell what the service's resolver knows.
+impl From<DeniedAddress> for ApiError {
+    fn from(denied: DeniedAddress) -> Self {
+        // The address would reveal what the service's resolver knows.
         Self::new(Code::ProbeTargetDenied, format!("The probe target is refused: its address is {denied}. Use an address of the node that the control plane may reach."))
             .detail("field", "host")
     }
 }
 
-/// What a probe found; a target that is refused was never asked.
+/// The result of a probe; a refused target is never contacted.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Probed {
+pub enum Reachability {
     Reachable,
     /// With the reason, for the operator who registers the node.
     Unreachable(String),
@@ -105,22 +105,22 @@ impl Probe {
     /// Connects to the host's port and closes the connection at once.
     ///
     /// # Errors
-    /// [`Denied`] where any of the host's addresses may not be connected to; nothing was connected to then.
-    pub async fn probe(&self, host: &Host, port: u16) -> Result<Probed, Denied> {
+    /// [`DeniedAddress`] where any of the host's addresses may not be connected to; nothing was connected to then.
+    pub async fn probe(&self, host: &HostAddress, port: u16) -> Result<Reachability, DeniedAddress> {
         let deadline = tokio::time::Instant::now() + self.timeout;
         let addresses = match host {
-            Host::Address(address) => vec![*address],
-            Host::Name(name) => match tokio::time::timeout_at(deadline, self.resolver.resolve(name)).await {
+            HostAddress::Address(address) => vec![*address],
+            HostAddress::Name(name) => match tokio::time::timeout_at(deadline, self.resolver.resolve(name)).await {
                 Ok(Ok(addresses)) if addresses.is_empty() => {
-                    return Ok(Probed::Unreachable("the name has no address".into()));
+                    return Ok(Reachability::Unreachable("the name has no address".into()));
                 }
                 Ok(Ok(addresses)) => addresses,
-                Ok(Err(_)) => return Ok(Probed::Unreachable("the name does not resolve".into())),
-                Err(_) => return Ok(Probed::Unreachable("resolving the name took too long".into())),
+                Ok(Err(_)) => return Ok(Reachability::Unreachable("the name does not resolve".into())),
+                Err(_) => return Ok(Reachability::Unreachable("resolving the name took too long".into())),
             },
         };
         if addresses.len() > MAX_ADDRESSES {
-            return Err(Denied::TooMany);
+            return Err(DeniedAddress::TooMany);
         }
         // All are checked before any is connected to: a name with one good and one bad address is a trap.
         for address in &addresses {
@@ -129,12 +129,12 @@ impl Probe {
         let mut reason = String::new();
         for address in addresses {
             match tokio::time::timeout_at(deadline, TcpStream::connect(SocketAddr::new(address, port))).await {
-                Ok(Ok(_)) => return Ok(Probed::Reachable),
+                Ok(Ok(_)) => return Ok(Reachability::Reachable),
                 Ok(Err(error)) => reason = connect_error(&error).to_owned(),
-                Err(_) => return Ok(Probed::Unreachable("connecting took too long".into())),
+                Err(_) => return Ok(Reachability::Unreachable("connecting took too long".into())),
             }
         }
-        Ok(Probed::Unreachable(reason))
+        Ok(Reachability::Unreachable(reason))
     }
 }
 
@@ -156,20 +156,20 @@ impl ProbeTargets {
     ///
     /// # Errors
     /// The class of addresses that forbids it.
-    pub fn check(&self, address: IpAddr) -> Result<(), Denied> {
+    pub fn check(&self, address: IpAddr) -> Result<(), DeniedAddress> {
         let meant = embedded_or_same(address)?;
         if self.allowed.is_empty() || self.allowed.iter().any(|network| network.contains(&meant)) {
             return Ok(());
         }
-        Err(Denied::OutsideAllowlist)
+        Err(DeniedAddress::OutsideAllowlist)
     }
 }
 
-/// The IPv4 address that an IPv6 address stands for, or the address itself.
+/// The IPv4 address that is embedded in an IPv6 address, or the address itself.
 ///
 /// # Errors
-/// [`Denied`] where it is of a class that nothing may be connected to.
-pub(crate) fn embedded_or_same(address: IpAddr) -> Result<IpAddr, Denied> {
+/// [`DeniedAddress`] where it is of a class that nothing may be connected to.
+pub(crate) fn embedded_or_same(address: IpAddr) -> Result<IpAddr, DeniedAddress> {
     match address {
         IpAddr::V4(v4) => check_v4(v4).map(|()| address),
         IpAddr::V6(v6) => Ok(check_v6(v6)?.map_or(address, IpAddr::from)),
@@ -182,44 +182,44 @@ const METADATA_V4: [Ipv4Addr; 3] =
 const METADATA_V6: [Ipv6Addr; 2] =
     [Ipv6Addr::new(0xfd00, 0x0ec2, 0, 0, 0, 0, 0, 0x254), Ipv6Addr::new(0xfd20, 0xce, 0, 0, 0, 0, 0, 0x254)];
 
-fn check_v4(address: Ipv4Addr) -> Result<(), Denied> {
+fn check_v4(address: Ipv4Addr) -> Result<(), DeniedAddress> {
     let [first, ..] = address.octets();
     if address.is_loopback() {
-        Err(Denied::Loopback)
+        Err(DeniedAddress::Loopback)
     } else if first == 0 {
         // 0.0.0.0 connects to this machine, and the rest of 0.0.0.0/8 is "this network".
-        Err(Denied::Unspecified)
+        Err(DeniedAddress::Unspecified)
     } else if address.octets() == [169, 254, 169, 254] || METADATA_V4.contains(&address) {
-        Err(Denied::Metadata)
+        Err(DeniedAddress::Metadata)
     } else if address.is_link_local() {
-        Err(Denied::LinkLocal)
+        Err(DeniedAddress::LinkLocal)
     } else if address.is_multicast() {
-        Err(Denied::Multicast)
+        Err(DeniedAddress::Multicast)
     } else if first >= 240 {
-        Err(Denied::Broadcast)
+        Err(DeniedAddress::Broadcast)
     } else {
         Ok(())
     }
 }
 
-/// Answers with the IPv4 address that an IPv6 address stands for, where it stands for one.
-fn check_v6(address: Ipv6Addr) -> Result<Option<Ipv4Addr>, Denied> {
+/// Resolves to the IPv4 address that is embedded in an IPv6 address, where there is one.
+fn check_v6(address: Ipv6Addr) -> Result<Option<Ipv4Addr>, DeniedAddress> {
     let [a, b, c, d, e, f, g, h] = address.segments();
     let v4 = |high: u16, low: u16| Ipv4Addr::from((u32::from(high) << 16) | u32::from(low));
     if address.is_unspecified() {
-        return Err(Denied::Unspecified);
+        return Err(DeniedAddress::Unspecified);
     }
     if address.is_loopback() {
-        return Err(Denied::Loopback);
+        return Err(DeniedAddress::Loopback);
     }
     if address.is_multicast() {
-        return Err(Denied::Multicast);
+        return Err(DeniedAddress::Multicast);
     }
     if address.is_unicast_link_local() {
-        return Err(Denied::LinkLocal);
+        return Err(DeniedAddress::LinkLocal);
     }
     if METADATA_V6.contains(&address) {
-        return Err(Denied::Metadata);
+        return Err(DeniedAddress::Metadata);
     }
     let embedded = match (a, b, c, d, e, f) {
         // IPv4-compatible, IPv4-mapped (RFC 4291), IPv4-translated (RFC 2765), NAT64 (RFC 6052).
@@ -229,7 +229,7 @@ fn check_v6(address: Ipv6Addr) -> Result<Option<Ipv4Addr>, Denied> {
         // ISATAP (RFC 5214) carries it in the interface id.
         (_, _, _, _, 0 | 0x200, 0x5efe) => Some(v4(g, h)),
         // Local-use NAT64 (RFC 8215) may put it anywhere; Teredo (RFC 4380) obfuscates it.
-        (0x64, 0xff9b, 1, ..) | (0x2001, 0, ..) => return Err(Denied::Embedding),
+        (0x64, 0xff9b, 1, ..) | (0x2001, 0, ..) => return Err(DeniedAddress::Embedding),
         _ => None,
     };
     if let Some(embedded) = embedded {
@@ -256,42 +256,42 @@ mod tests {
         ProbeTargets::default()
     }
 
-    fn check(address: &str) -> Result<(), Denied> {
+    fn check(address: &str) -> Result<(), DeniedAddress> {
         anywhere().check(address.parse().unwrap())
     }
 
     #[test]
     fn forbidden_addresses_are_denied_by_their_class() {
         for (address, denied) in [
-            ("127.0.0.1", Denied::Loopback),
-            ("127.255.255.254", Denied::Loopback),
-            ("0.0.0.0", Denied::Unspecified),
-            ("0.1.2.3", Denied::Unspecified),
-            ("169.254.169.254", Denied::Metadata),
-            ("100.100.100.200", Denied::Metadata),
-            ("169.254.0.1", Denied::LinkLocal),
-            ("224.0.0.1", Denied::Multicast),
-            ("239.255.255.255", Denied::Multicast),
-            ("240.0.0.1", Denied::Broadcast),
-            ("255.255.255.255", Denied::Broadcast),
-            ("::", Denied::Unspecified),
-            ("::1", Denied::Loopback),
-            ("ff02::1", Denied::Multicast),
-            ("fe80::1", Denied::LinkLocal),
-            ("febf::1", Denied::LinkLocal),
-            ("fd00:ec2::254", Denied::Metadata),
-            ("::ffff:127.0.0.1", Denied::Loopback),
-            ("::ffff:169.254.169.254", Denied::Metadata),
-            ("::ffff:0.0.0.0", Denied::Unspecified),
-            ("::127.0.0.1", Denied::Loopback),
-            ("::ffff:0:127.0.0.1", Denied::Loopback),
-            ("64:ff9b::127.0.0.1", Denied::Loopback),
-            ("64:ff9b::a9fe:a9fe", Denied::Metadata),
-            ("64:ff9b:1::1", Denied::Embedding),
-            ("2002:7f00:1::", Denied::Loopback),
-            ("2002:a9fe:a9fe::1", Denied::Metadata),
-            ("2001:db8::5efe:127.0.0.1", Denied::Loopback),
-            ("2001:0:1::1", Denied::Embedding),
+            ("127.0.0.1", DeniedAddress::Loopback),
+            ("127.255.255.254", DeniedAddress::Loopback),
+            ("0.0.0.0", DeniedAddress::Unspecified),
+            ("0.1.2.3", DeniedAddress::Unspecified),
+            ("169.254.169.254", DeniedAddress::Metadata),
+            ("100.100.100.200", DeniedAddress::Metadata),
+            ("169.254.0.1", DeniedAddress::LinkLocal),
+            ("224.0.0.1", DeniedAddress::Multicast),
+            ("239.255.255.255", DeniedAddress::Multicast),
+            ("240.0.0.1", DeniedAddress::Broadcast),
+            ("255.255.255.255", DeniedAddress::Broadcast),
+            ("::", DeniedAddress::Unspecified),
+            ("::1", DeniedAddress::Loopback),
+            ("ff02::1", DeniedAddress::Multicast),
+            ("fe80::1", DeniedAddress::LinkLocal),
+            ("febf::1", DeniedAddress::LinkLocal),
+            ("fd00:ec2::254", DeniedAddress::Metadata),
+            ("::ffff:127.0.0.1", DeniedAddress::Loopback),
+            ("::ffff:169.254.169.254", DeniedAddress::Metadata),
+            ("::ffff:0.0.0.0", DeniedAddress::Unspecified),
+            ("::127.0.0.1", DeniedAddress::Loopback),
+            ("::ffff:0:127.0.0.1", DeniedAddress::Loopback),
+            ("64:ff9b::127.0.0.1", DeniedAddress::Loopback),
+            ("64:ff9b::a9fe:a9fe", DeniedAddress::Metadata),
+            ("64:ff9b:1::1", DeniedAddress::Embedding),
+            ("2002:7f00:1::", DeniedAddress::Loopback),
+            ("2002:a9fe:a9fe::1", DeniedAddress::Metadata),
+            ("2001:db8::5efe:127.0.0.1", DeniedAddress::Loopback),
+            ("2001:0:1::1", DeniedAddress::Embedding),
         ] {
             assert_eq!(check(address), Err(denied), "{address}");
         }
@@ -318,12 +318,12 @@ mod tests {
         assert_eq!(check("10.0.0.9"), Ok(()));
         assert_eq!(check("::ffff:10.0.0.9"), Ok(()));
         assert_eq!(check("fd12::1"), Ok(()));
-        assert_eq!(check("10.0.1.9"), Err(Denied::OutsideAllowlist));
-        assert_eq!(check("::ffff:10.0.1.9"), Err(Denied::OutsideAllowlist));
-        assert_eq!(check("127.0.0.1"), Err(Denied::Loopback), "the list never admits what is denied anyway");
+        assert_eq!(check("10.0.1.9"), Err(DeniedAddress::OutsideAllowlist));
+        assert_eq!(check("::ffff:10.0.1.9"), Err(DeniedAddress::OutsideAllowlist));
+        assert_eq!(check("127.0.0.1"), Err(DeniedAddress::Loopback), "the list never admits what is denied anyway");
     }
 
-    /// A resolver that knows what it is told, as a hostile DNS server would say it.
+    /// A resolver with fixed answers, as a hostile DNS server would give them.
     #[derive(Default)]
     struct Names {
         table: BTreeMap<&'static str, Vec<IpAddr>>,
@@ -373,18 +373,18 @@ mod tests {
             "①②⑦.0.0.1",
             "127。0。0。1",
         ] {
-            match Host::parse(spelling) {
+            match HostAddress::parse(spelling) {
                 Err(_) => {}
                 Ok(host) => assert!(system.probe(&host, port).await.is_err(), "{spelling} was probed"),
             }
         }
         let nobody_came = tokio::time::timeout(Duration::from_millis(100), v4.accept()).await;
         assert!(nobody_came.is_err());
-        assert_eq!(Host::parse("localhost."), Err(HostError::Localhost));
+        assert_eq!(HostAddress::parse("localhost."), Err(HostError::Localhost));
     }
 
     #[tokio::test]
-    async fn a_name_that_hides_a_forbidden_address_is_refused_whole() {
+    async fn name_with_any_forbidden_address_is_refused() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
         let mut names = Names::default();
@@ -392,9 +392,9 @@ mod tests {
         names.table.insert("metadata.example", vec!["::ffff:169.254.169.254".parse().unwrap()]);
         names.table.insert("many.example", vec!["203.0.113.7".parse().unwrap(); 17]);
         let (probe, names) = probe(names);
-        assert_eq!(probe.probe(&Host::Name("rebind.example".into()), port).await, Err(Denied::Loopback));
-        assert_eq!(probe.probe(&Host::Name("metadata.example".into()), 80).await, Err(Denied::Metadata));
-        assert_eq!(probe.probe(&Host::Name("many.example".into()), 80).await, Err(Denied::TooMany));
+        assert_eq!(probe.probe(&HostAddress::Name("rebind.example".into()), port).await, Err(DeniedAddress::Loopback));
+        assert_eq!(probe.probe(&HostAddress::Name("metadata.example".into()), 80).await, Err(DeniedAddress::Metadata));
+        assert_eq!(probe.probe(&HostAddress::Name("many.example".into()), 80).await, Err(DeniedAddress::TooMany));
         assert_eq!(names.asked.load(Ordering::SeqCst), 3, "each name is resolved once");
         assert!(tokio::time::timeout(Duration::from_millis(50), listener.accept()).await.is_err());
     }
@@ -405,20 +405,20 @@ mod tests {
         names.table.insert("empty.example", vec![]);
         let (probe, _) = probe(names);
         for name in ["nowhere.example", "empty.example"] {
-            assert!(matches!(probe.probe(&Host::Name(name.into()), 22).await, Ok(Probed::Unreachable(_))));
+            assert!(matches!(probe.probe(&HostAddress::Name(name.into()), 22).await, Ok(Reachability::Unreachable(_))));
         }
     }
 
     #[test]
-    fn the_refusal_does_not_tell_the_address() {
-        let error = ApiError::from(Denied::Metadata);
+    fn refusal_does_not_reveal_the_address() {
+        let error = ApiError::from(DeniedAddress::Metadata);
         assert_eq!(error.code(), Code::ProbeTargetDenied);
         assert!(!error.message().contains("169.254"));
     }
 
     proptest! {
         #[test]
-        fn whatever_hides_a_loopback_address_is_denied(low in any::<[u8; 3]>(), interface: u64) {
+        fn embedded_loopback_addresses_are_denied(low in any::<[u8; 3]>(), interface: u64) {
             let v4 = u32::from_be_bytes([127, low[0], low[1], low[2]]);
             let hidden = |prefix: u128| Ipv6Addr::from(prefix | u128::from(v4));
             let mut spellings = vec![hidden(0), hidden(0xffff << 32), hidden(0xffff_0000_u128 << 32), hidden(0x0064_ff9b_u128 << 96)];

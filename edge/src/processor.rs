@@ -1,7 +1,7 @@
-//! The payment processor, as this service asks it: one port, spoken to in Stripe's API ([`stripe`]).
+//! The port of the payment processor; its adapter is Stripe's API ([`stripe`]).
 //!
-//! The processor knows our ids: they stand in the `metadata` of whatever we make there. So an answer that was lost is looked for before
-//! anything is asked again, whether or not the processor heeds an `Idempotency-Key`.
+//! The processor stores our ids in the `metadata` of the objects that we create. A request whose response was lost is therefore looked up
+//! before it is retried, whether or not the processor honours an `Idempotency-Key`.
 
 use chrono::{DateTime, Utc};
 use domain::money::Currency;
@@ -13,51 +13,51 @@ use thiserror::Error;
 pub mod signature;
 pub mod stripe;
 
-/// What is asked of a payment processor. Each request has an end in time, and an answer of bounded length.
+/// The operations of a payment processor. Each request has a timeout, and a response of bounded length.
 pub trait Processor: Send + Sync + 'static {
-    /// Opens a payment there, or finds it open: however often it is asked for the same payment, it is the same one.
-    fn checkout<'a>(&'a self, wanted: &'a Checkout) -> Answer<'a, Opened>;
+    /// Opens a payment at the processor, or finds it open: repeated calls for one payment lead to the same object.
+    fn checkout<'a>(&'a self, wanted: &'a Checkout) -> ProcessorFuture<'a, OpenedCheckout>;
 
-    /// What was opened for a payment of ours, at or after `since`.
-    fn find_payment(&self, payment_id: PaymentId, since: DateTime<Utc>) -> Answer<'_, Option<Opened>>;
+    /// The object that was opened for a payment of ours, at or after `since`.
+    fn find_payment(&self, payment_id: PaymentId, since: DateTime<Utc>) -> ProcessorFuture<'_, Option<OpenedCheckout>>;
 
-    /// How a payment stands there, by any id that the processor has for it; `None` where it knows none of that id.
-    fn payment<'a>(&'a self, processor_id: &'a str) -> Answer<'a, Option<Standing>>;
+    /// The state of a payment, by any id that the processor has for it; `None` where the id is unknown.
+    fn payment<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>>;
 
-    /// Ends a payment that nobody has made: how it stands then, which may be paid.
-    fn cancel<'a>(&'a self, processor_id: &'a str) -> Answer<'a, Option<Standing>>;
+    /// Cancels an unpaid payment and returns its state, which may be paid.
+    fn cancel<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>>;
 
-    /// Gives money back to whoever paid. The balance is the business of whoever asks: the processor may cap nothing.
-    fn refund<'a>(&'a self, wanted: &'a RefundRequest) -> Answer<'a, RefundStanding>;
+    /// Refunds money to the payer. The caller checks the balance: the processor may not cap refunds.
+    fn refund<'a>(&'a self, wanted: &'a RefundRequest) -> ProcessorFuture<'a, ProcessorRefundRecord>;
 
-    /// All that was given back of a payment there, by us or by somebody at the processor.
-    fn refunds_of<'a>(&'a self, processor_id: &'a str) -> Answer<'a, Vec<RefundStanding>>;
+    /// All refunds of a payment, by us or by an operator at the processor.
+    fn refunds_of<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Vec<ProcessorRefundRecord>>;
 
     /// Payments that were made at or after `since`.
-    fn payments_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<Standing>>;
+    fn payments_since(&self, since: DateTime<Utc>) -> ProcessorFuture<'_, ProcessorListing<ProcessorPayment>>;
 
     /// Refunds that were made at or after `since`.
-    fn refunds_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<RefundStanding>>;
+    fn refunds_since(&self, since: DateTime<Utc>) -> ProcessorFuture<'_, ProcessorListing<ProcessorRefundRecord>>;
 
     /// Disputes that were opened at or after `since`.
-    fn disputes_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<Dispute>>;
+    fn disputes_since(&self, since: DateTime<Utc>) -> ProcessorFuture<'_, ProcessorListing<Dispute>>;
 }
 
-/// What becomes of a request to the processor.
-pub type Answer<'a, T> = BoxFuture<'a, Result<T, ProcessorError>>;
+/// The result of a request to the processor.
+pub type ProcessorFuture<'a, T> = BoxFuture<'a, Result<T, ProcessorError>>;
 
-/// What was made since then. Whoever shares the account at the processor may have made anything there, and any number of it: what cannot be
-/// read, or is too much, is named and does not hide the rest.
+/// The objects created since then. Other users of the account at the processor may have created any objects there, in any number: those
+/// that cannot be read, or are too many, are named and do not hide the rest.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Listing<T> {
+pub struct ProcessorListing<T> {
     pub found: Vec<T>,
     /// By the processor's ids.
     pub unread: Vec<String>,
-    /// More is listed than is looked through: the oldest of it, where the newest comes first.
+    /// The list is longer than what was read: the oldest is missing, where the newest comes first.
     pub is_cut: bool,
 }
 
-impl<T> Listing<T> {
+impl<T> ProcessorListing<T> {
     /// All that there is.
     #[must_use]
     pub const fn of(found: Vec<T>) -> Self {
@@ -65,25 +65,25 @@ impl<T> Listing<T> {
     }
 }
 
-/// A payment that somebody wants to make.
+/// A payment to be opened.
 #[derive(Clone, Debug)]
 pub struct Checkout {
     pub payment_id: PaymentId,
     pub amount_minor: i64,
     pub currency: Currency,
-    /// Where the user comes back to when it is paid, or not.
+    /// Where the user returns to after paying, or cancelling.
     pub success_url: String,
     pub cancel_url: String,
-    /// What was asked before.
-    pub before: Before,
+    /// The result of earlier attempts.
+    pub before: PriorCheckout,
 }
 
-/// What may be at the processor when a payment is to be opened.
+/// What may exist at the processor when a payment is to be opened.
 #[derive(Clone, Debug)]
-pub enum Before {
-    /// Nobody has asked before.
+pub enum PriorCheckout {
+    /// Nothing was requested before.
     Nothing,
-    /// Somebody has, then or later, and did not hear the answer.
+    /// A request was sent at or after this time, and its response was lost.
     Since(DateTime<Utc>),
     /// It is open under this id.
     Known(String),
@@ -91,59 +91,60 @@ pub enum Before {
 
 /// A payment that is open at the processor.
 #[derive(Clone, Debug)]
-pub struct Opened {
+pub struct OpenedCheckout {
     pub processor_id: String,
-    pub way: Way,
+    pub way: CheckoutMethod,
 }
 
 /// How its user pays.
 #[derive(Clone, Debug)]
-pub enum Way {
+pub enum CheckoutMethod {
     /// On the processor's own page.
     Hosted { url: String },
-    /// On a page of ours, whose script shows the processor this secret. It is the payer's alone.
+    /// On a page of ours, whose script presents this secret to the processor. It is the payer's alone.
     Page { client_secret: SecretString },
-    /// It is closed there: nobody can pay any more.
+    /// It is closed: it can no longer be paid.
     Closed,
 }
 
-impl Opened {
-    /// Where its user pays; none where nobody can pay any more. It may hold a secret of the payer's: it is shown to them, and not kept.
+impl OpenedCheckout {
+    /// Where the user pays; `None` where it can no longer be paid. It may contain a secret of the payer: it is shown to them, and not
+    /// stored.
     #[must_use]
     pub fn url(&self, public_url: &str, payment_id: PaymentId) -> Option<String> {
         match &self.way {
-            Way::Hosted { url } => Some(url.clone()),
+            CheckoutMethod::Hosted { url } => Some(url.clone()),
             // In the fragment, which no server sees.
-            Way::Page { client_secret } => {
+            CheckoutMethod::Page { client_secret } => {
                 let (here, secret) = (public_url.trim_end_matches('/'), client_secret.expose_secret());
                 Some(format!("{here}/billing/checkout/{payment_id}#{secret}"))
             }
-            Way::Closed => None,
+            CheckoutMethod::Closed => None,
         }
     }
 }
 
 /// A payment, as the processor has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Standing {
-    /// Of what the money is under once it is paid (`pi_…`); until then it may be that of the page (`cs_…`).
+pub struct ProcessorPayment {
+    /// The id that the money is under once it is paid (`pi_…`); until then it may be that of the checkout session (`cs_…`).
     pub processor_id: String,
-    /// Ours; none where it was made at the processor.
+    /// Ours; `None` where it was created at the processor.
     pub payment_id: Option<PaymentId>,
     pub amount_minor: i64,
     pub currency: Currency,
-    pub status: Status,
+    pub status: ProcessorPaymentStatus,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Status {
+pub enum ProcessorPaymentStatus {
     /// Its user may pay.
     Open,
-    /// The last attempt was declined; the user may try another way.
+    /// The last attempt was declined; the user may try another payment method.
     Declined {
         why: String,
     },
-    /// Under way at the processor.
+    /// In flight at the processor.
     Processing,
     Paid {
         charge_id: Option<String>,
@@ -152,7 +153,7 @@ pub enum Status {
     Expired,
 }
 
-/// Money to be given back.
+/// A refund to be made.
 #[derive(Clone, Debug)]
 pub struct RefundRequest {
     pub refund_id: RefundId,
@@ -163,19 +164,19 @@ pub struct RefundRequest {
 
 /// A refund, as the processor has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RefundStanding {
+pub struct ProcessorRefundRecord {
     pub processor_refund_id: String,
-    /// Ours; none where it was made at the processor.
+    /// Ours; `None` where it was created at the processor.
     pub refund_id: Option<RefundId>,
     /// By which the processor names the payment.
     pub of: Option<String>,
     pub amount_minor: i64,
     pub currency: Currency,
-    pub status: RefundStatus,
+    pub status: ProcessorRefundStatus,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RefundStatus {
+pub enum ProcessorRefundStatus {
     Pending,
     Succeeded,
     /// The money stays with us.
@@ -195,28 +196,28 @@ pub struct Dispute {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DisputeStatus {
-    /// The bank asks; no money has moved.
+    /// The bank inquires; no money has moved.
     Inquiry,
     /// The money was taken.
     Opened,
-    /// It was given back to us.
+    /// The money was returned to us.
     Won,
 }
 
-/// Why the processor did not do what was asked.
+/// Why the processor did not carry out a request.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum ProcessorError {
-    /// It understood, and does not do it; asking again is no use.
+    /// It refused; a retry has no use.
     #[error("the payment processor refused: {why}")]
     Refused {
         /// In the processor's words.
         code: Option<String>,
         why: String,
     },
-    /// It was not done; it may be asked again.
+    /// It was not carried out; it may be retried.
     #[error("the payment processor cannot be asked at the moment: {0}")]
     Later(String),
-    /// It may have been done: look before asking again.
+    /// It may have been carried out: look it up before a retry.
     #[error("the payment processor gave no answer to rely on: {0}")]
     Unknown(String),
 }

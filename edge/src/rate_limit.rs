@@ -1,8 +1,8 @@
-//! How often a caller may ask (decisions 2, *Rate limit*): per group of routes and user, over the whole cluster, by policy.
+//! Rate limits (decisions 2, *Rate limit*): per group of routes and user, over the whole cluster, by policy.
 //!
-//! The route's middleware says which group it is in, and writes the headers; the extractor that finds out who asks takes the request
-//! out of the quota. The quota's cell is kept by the owner of its shard; while that one cannot be reached, requests are let in and
-//! counted, but for groups that keep a quota of their own in each process.
+//! The route's middleware sets the group and writes the headers; the extractor that authenticates the caller takes the request out of the
+//! quota. The owner of the shard holds the quota's cell; while the owner cannot be reached, requests are admitted and counted, except for
+//! groups that have a quota of their own in each process.
 
 mod address;
 mod node;
@@ -11,16 +11,16 @@ pub use address::AddressLimit;
 pub use node::NodeLimit;
 
 use actors::Directory;
-use actors::cells::Cells;
-use actors::place::command_id;
+use actors::rate_cells::RateCells;
+use actors::sharding::command_id;
 use axum::extract::{Request, State};
 use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, request};
 use axum::middleware::Next;
 use axum::response::Response;
 use dashmap::DashMap;
 use domain::Timestamp;
-use domain::policy::{Key, PolicyBook, Scopes};
-use domain::rate_limit::{Verdict, WINDOW};
+use domain::policy::{PolicyBook, PolicyKey, Scopes};
+use domain::rate_limit::{RateDecision, WINDOW};
 use prometheus::{IntCounterVec, Opts, Registry};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -28,24 +28,24 @@ use uuid::Uuid;
 
 use crate::error::{ApiError, Code};
 
-/// How long the keeper of a cell may take. Who is not answered is let in.
-const ASK_WITHIN: Duration = Duration::from_millis(100);
+/// Timeout for the owner of a cell. Without an answer the request is admitted.
+const ASK_TIMEOUT: Duration = Duration::from_millis(100);
 /// Refusals that are remembered, about 2 MB.
-const REMEMBERED: usize = 16_384;
+const CACHED_CELLS: usize = 16_384;
 
-const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
-const STANDING: HeaderName = HeaderName::from_static("ratelimit");
+const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
+const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 
 /// Routes that share a quota.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Group {
+pub enum RateLimitGroup {
     Api,
     TerminalToken,
     Financial,
     AdminOverview,
 }
 
-impl Group {
+impl RateLimitGroup {
     pub const ALL: [Self; 4] = [Self::Api, Self::TerminalToken, Self::Financial, Self::AdminOverview];
 
     /// As headers and metrics name it.
@@ -60,17 +60,17 @@ impl Group {
     }
 
     #[must_use]
-    pub const fn key(self) -> Key {
+    pub const fn key(self) -> PolicyKey {
         match self {
-            Self::Api => Key::RateLimitApi,
-            Self::TerminalToken => Key::RateLimitTerminalToken,
-            Self::Financial => Key::RateLimitFinancial,
-            Self::AdminOverview => Key::RateLimitAdminOverview,
+            Self::Api => PolicyKey::RateLimitApi,
+            Self::TerminalToken => PolicyKey::RateLimitTerminalToken,
+            Self::Financial => PolicyKey::RateLimitFinancial,
+            Self::AdminOverview => PolicyKey::RateLimitAdminOverview,
         }
     }
 
-    /// Has a quota in this process while the cluster's cannot be asked: what costs money or opens a machine.
-    const fn is_kept_here(self) -> bool {
+    /// Has a quota in this process while the cluster's cannot be reached: what costs money or opens a machine.
+    const fn has_local_quota(self) -> bool {
         match self {
             Self::TerminalToken | Self::Financial => true,
             Self::Api | Self::AdminOverview => false,
@@ -84,36 +84,36 @@ pub struct RateLimiter(Arc<Parts>);
 
 struct Parts {
     directory: Directory,
-    /// Quotas for when the cluster's cannot be asked.
-    here: Cells,
-    /// Cells that another member said were used up, and until when nothing can have changed: a cell only ever fills.
-    used_up: DashMap<Uuid, UsedUp>,
-    strangers: AddressLimit,
+    /// Quotas for when the cluster's cannot be reached.
+    local: RateCells,
+    /// Cells that their owner reported as exhausted, and until when that cannot change: a cell only ever fills.
+    refusals: DashMap<Uuid, ExhaustedCell>,
+    unauthenticated: AddressLimit,
     decisions: IntCounterVec,
     fail_open: IntCounterVec,
 }
 
 #[derive(Clone, Copy)]
-struct UsedUp {
+struct ExhaustedCell {
     limit: u32,
     until: Instant,
     full_at: Instant,
 }
 
-/// What became of a request: the header's numbers.
+/// The outcome for a request: the numbers of the header.
 #[derive(Clone, Copy, Debug)]
-struct Standing {
-    group: Group,
+struct QuotaDecision {
+    group: RateLimitGroup,
     limit: u32,
-    /// `None` where the limiter could not be asked.
-    verdict: Option<Verdict>,
+    /// `None` where the limiter could not be reached.
+    verdict: Option<RateDecision>,
 }
 
-/// A limited route's word to whoever finds out who asks, and where its middleware waits for the caller's standing.
+/// Marks a limited route for the authenticating extractor, and carries the decision back to the route's middleware.
 #[derive(Clone)]
-pub(crate) struct Limited {
-    group: Group,
-    standing: Arc<OnceLock<Standing>>,
+pub(crate) struct LimitedRoute {
+    group: RateLimitGroup,
+    decision: Arc<OnceLock<QuotaDecision>>,
 }
 
 impl RateLimiter {
@@ -130,127 +130,132 @@ impl RateLimiter {
         )?;
         registry.register(Box::new(decisions.clone()))?;
         registry.register(Box::new(fail_open.clone()))?;
-        for group in Group::ALL {
+        for group in RateLimitGroup::ALL {
             // So that a rate can be seen from the first one on.
             fail_open.with_label_values(&[group.name()]).inc_by(0);
         }
         Ok(Self(Arc::new(Parts {
             directory,
-            here: Cells::default(),
-            used_up: DashMap::new(),
-            strangers: AddressLimit::default(),
+            local: RateCells::default(),
+            refusals: DashMap::new(),
+            unauthenticated: AddressLimit::default(),
             decisions,
             fail_open,
         })))
     }
 
-    /// Takes a request of `user_id` out of the quota of the route's group; nothing on a route that has none.
+    /// Takes a request of `user_id` out of the quota of the route's group; a no-op on a route without one.
     ///
     /// # Errors
     /// `rate_limited` where the quota is used up.
     pub(crate) async fn take(
         &self,
-        asked: Option<&Limited>,
+        route: Option<&LimitedRoute>,
         scopes: &Scopes,
         policy: &PolicyBook,
         now: Timestamp,
     ) -> Result<(), ApiError> {
-        let Some(asked) = asked else { return Ok(()) };
-        let group = asked.group;
+        let Some(route) = route else { return Ok(()) };
+        let group = route.group;
         let limit = u32::try_from(policy.int(group.key(), scopes, now)).unwrap_or(1);
         let user = scopes.user_id.as_deref().unwrap_or_default();
         let cell = command_id(&[b"rate limit", group.name().as_bytes(), user.as_bytes()]).0;
         let verdict = self.ask(group, cell, limit).await;
-        let standing = Standing { group, limit, verdict };
-        let _ = asked.standing.set(standing);
+        let decision = QuotaDecision { group, limit, verdict };
+        let _ = route.decision.set(decision);
         match verdict {
-            Some(verdict) if !verdict.admitted => Err(standing.refusal(verdict)),
+            Some(verdict) if !verdict.admitted => Err(decision.refusal(verdict)),
             Some(_) | None => Ok(()),
         }
     }
 
-    async fn ask(&self, group: Group, cell: Uuid, limit: u32) -> Option<Verdict> {
+    async fn ask(&self, group: RateLimitGroup, cell: Uuid, limit: u32) -> Option<RateDecision> {
         let begin = Instant::now();
-        if let Some(verdict) = self.0.known_to_be_used_up(cell, limit, begin) {
+        if let Some(verdict) = self.0.cached_refusal(cell, limit, begin) {
             self.0.count(group, verdict.admitted);
             return Some(verdict);
         }
-        match self.0.directory.take(cell, limit, ASK_WITHIN).await {
+        match self.0.directory.check_rate_limit(cell, limit, ASK_TIMEOUT).await {
             Ok(verdict) => {
                 if !verdict.admitted {
-                    self.0.remember(cell, limit, verdict, begin);
+                    self.0.cache_refusal(cell, limit, verdict, begin);
                 }
                 self.0.count(group, verdict.admitted);
                 Some(verdict)
             }
             Err(error) => {
                 self.0.fail_open.with_label_values(&[group.name()]).inc();
-                tracing::debug!(%error, group = group.name(), "a rate limit could not be asked");
-                if !group.is_kept_here() {
+                tracing::debug!(%error, group = group.name(), "a rate limit's owner could not be reached");
+                if !group.has_local_quota() {
                     self.0.decisions.with_label_values(&[group.name(), "failed_open"]).inc();
                     return None;
                 }
-                let verdict = self.0.here.take_or_share(cell, limit, begin);
+                let verdict = self.0.local.take_or_share(cell, limit, begin);
                 self.0.count(group, verdict.admitted);
                 Some(verdict)
             }
         }
     }
 
-    /// Counts a refused access token against its address. Who has a good token is never hindered, whoever shares the address: this only
-    /// ends the answers, and the warnings in the log, that a flood of bad ones would cause.
+    /// Counts a refused access token against its address. A caller with a valid token is never limited by this, also on a shared address:
+    /// it only ends the responses, and the warnings in the log, that a flood of bad tokens would cause.
     ///
     /// # Errors
     /// `rate_limited` where the address has had too many.
-    pub fn token_refused(&self, parts: &request::Parts, policy: &PolicyBook, now: Timestamp) -> Result<(), ApiError> {
-        self.asked_by_nobody(&parts.extensions, policy, now)
+    pub fn count_refused_token(
+        &self,
+        parts: &request::Parts,
+        policy: &PolicyBook,
+        now: Timestamp,
+    ) -> Result<(), ApiError> {
+        self.admit_unauthenticated(&parts.extensions, policy, now)
     }
 
-    /// Counts a question that needs no token against its address, which has one quota for these and for its bad tokens: an id and a name
+    /// Counts a request that needs no token against its address, which has one quota for these and for its bad tokens: an id and a name
     /// that have to be guessed are no less a secret.
     ///
     /// # Errors
     /// `rate_limited` where the address has had too many.
-    pub fn asked_by_nobody(
+    pub fn admit_unauthenticated(
         &self,
         connection: &Extensions,
         policy: &PolicyBook,
         now: Timestamp,
     ) -> Result<(), ApiError> {
-        self.0.strangers.admit(connection, Key::RateLimitAuthenticationFailures, policy, now)
+        self.0.unauthenticated.admit(connection, PolicyKey::RateLimitAuthenticationFailures, policy, now)
     }
 }
 
 impl Parts {
-    fn count(&self, group: Group, admitted: bool) {
+    fn count(&self, group: RateLimitGroup, admitted: bool) {
         let decision = if admitted { "admitted" } else { "limited" };
         self.decisions.with_label_values(&[group.name(), decision]).inc();
     }
 
-    fn known_to_be_used_up(&self, cell: Uuid, limit: u32, now: Instant) -> Option<Verdict> {
-        let used_up = *self.used_up.get(&cell)?;
-        (used_up.limit == limit && now < used_up.until).then(|| Verdict {
+    fn cached_refusal(&self, cell: Uuid, limit: u32, now: Instant) -> Option<RateDecision> {
+        let refusals = *self.refusals.get(&cell)?;
+        (refusals.limit == limit && now < refusals.until).then(|| RateDecision {
             admitted: false,
             remaining: 0,
-            full_after: used_up.full_at.saturating_duration_since(now),
-            retry_after: used_up.until.saturating_duration_since(now),
+            full_after: refusals.full_at.saturating_duration_since(now),
+            retry_after: refusals.until.saturating_duration_since(now),
         })
     }
 
-    /// Counted from before the question was sent, so that nobody is refused for longer than the keeper would have.
-    fn remember(&self, cell: Uuid, limit: u32, verdict: Verdict, begin: Instant) {
-        if self.used_up.len() >= REMEMBERED {
-            self.used_up.retain(|_, used_up| used_up.until > begin);
+    /// Counted from before the query was sent, so that no caller is refused for longer than by the owner.
+    fn cache_refusal(&self, cell: Uuid, limit: u32, verdict: RateDecision, begin: Instant) {
+        if self.refusals.len() >= CACHED_CELLS {
+            self.refusals.retain(|_, refusals| refusals.until > begin);
         }
-        if self.used_up.len() < REMEMBERED {
+        if self.refusals.len() < CACHED_CELLS {
             let (until, full_at) = (begin + verdict.retry_after, begin + verdict.full_after);
-            self.used_up.insert(cell, UsedUp { limit, until, full_at });
+            self.refusals.insert(cell, ExhaustedCell { limit, until, full_at });
         }
     }
 }
 
-impl Standing {
-    fn refusal(self, verdict: Verdict) -> ApiError {
+impl QuotaDecision {
+    fn refusal(self, verdict: RateDecision) -> ApiError {
         let per = WINDOW.as_secs();
         let message = format!(
             "{} requests in {per} s are the most here, and you have made them; go on after the time in Retry-After.",
@@ -266,16 +271,16 @@ impl Standing {
                 headers.insert(header.clone(), value);
             }
         };
-        set(&POLICY, format!("\"{name}\";q={limit};w={window}"));
-        // Where nobody could be asked, nothing is known of what is left.
+        set(&RATELIMIT_POLICY, format!("\"{name}\";q={limit};w={window}"));
+        // Where the limiter could not be reached, the remaining quota is unknown.
         if let Some(verdict) = self.verdict {
-            set(&STANDING, format!("\"{name}\";r={};t={}", verdict.remaining, whole_seconds(verdict.full_after)));
+            set(&RATELIMIT, format!("\"{name}\";r={};t={}", verdict.remaining, whole_seconds(verdict.full_after)));
         }
     }
 }
 
 /// The refusal of every limit.
-fn limited(message: String, key: Key, limit: u32, retry_after: Duration) -> ApiError {
+fn limited(message: String, key: PolicyKey, limit: u32, retry_after: Duration) -> ApiError {
     ApiError::new(Code::RateLimited, message)
         .retry_after(retry_after)
         .detail("policy_key", key.name())
@@ -290,12 +295,12 @@ fn whole_seconds(duration: Duration) -> u64 {
 }
 
 /// The middleware of a limited route.
-pub(crate) async fn in_group(State(group): State<Group>, mut request: Request, next: Next) -> Response {
-    let standing = Arc::new(OnceLock::new());
-    request.extensions_mut().insert(Limited { group, standing: Arc::clone(&standing) });
+pub(crate) async fn in_group(State(group): State<RateLimitGroup>, mut request: Request, next: Next) -> Response {
+    let decision = Arc::new(OnceLock::new());
+    request.extensions_mut().insert(LimitedRoute { group, decision: Arc::clone(&decision) });
     let mut response = next.run(request).await;
-    if let Some(standing) = standing.get() {
-        standing.write(response.headers_mut());
+    if let Some(decision) = decision.get() {
+        decision.write(response.headers_mut());
     }
     response
 }

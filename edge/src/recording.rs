@@ -1,37 +1,37 @@
-//! Recordings of terminal sessions: what an agent may send of one, and whether there is room for it.
+//! Recordings of terminal sessions: what an agent may upload, and whether there is room for it.
 //!
-//! Made by the agent (decision 0023), kept by `persistence::recordings`, shown as asciicast ([`asciicast`]).
+//! The agent makes a recording (decision 0020), `persistence::recordings` stores it, and it is shown as asciicast ([`asciicast`]).
 
 pub(crate) mod asciicast;
 
 use crate::error::{ApiError, Code};
 use crate::services::Services;
-use domain::policy::{Key, Scopes};
-use domain::recording::{Mode, Terms};
+use domain::policy::{PolicyKey, Scopes};
+use domain::recording::{RecordingMode, RecordingTerms};
 use prometheus::{IntCounter, Registry};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::time::Instant;
-use wire::recording::{CHUNK_MOST, Frames, What};
+use wire::recording::{CHUNK_MAX, FrameContent, Frames};
 
 /// How long a sum of all recordings is good: a chunk more or less does not matter.
-const SUM_IS_GOOD_FOR: Duration = Duration::from_secs(10);
-/// How soon an agent comes again that found no room.
-const NO_ROOM_FOR: Duration = Duration::from_secs(30);
+const TOTAL_CACHE_TTL: Duration = Duration::from_secs(10);
+/// `Retry-After` for an agent whose chunk found no room.
+const NO_ROOM_RETRY_AFTER: Duration = Duration::from_secs(30);
 
-/// The terms as agents are told them.
-pub(crate) fn on_the_wire(terms: Terms) -> wire::recording::Terms {
+/// The terms in the form that agents receive.
+pub(crate) fn on_the_wire(terms: RecordingTerms) -> wire::recording::RecordTerms {
     let mode = match terms.mode {
-        Mode::Off => wire::recording::Mode::Off,
-        Mode::BestEffort => wire::recording::Mode::BestEffort,
-        Mode::Strict => wire::recording::Mode::Strict,
+        RecordingMode::Off => wire::recording::RecordMode::Off,
+        RecordingMode::BestEffort => wire::recording::RecordMode::BestEffort,
+        RecordingMode::Strict => wire::recording::RecordMode::Strict,
     };
-    wire::recording::Terms { mode, most_bytes: terms.most_bytes }
+    wire::recording::RecordTerms { mode, most_bytes: terms.most_bytes }
 }
 
-/// What the frames of a chunk say, where they are frames.
+/// The summary of a chunk's frames, where they are valid.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Summary {
+pub(crate) struct ChunkSummary {
     pub(crate) lost_bytes: u64,
     pub(crate) micros: u64,
     pub(crate) ends: bool,
@@ -40,22 +40,22 @@ pub(crate) struct Summary {
 /// Reads a chunk through. Whatever cannot be shown later is refused now.
 ///
 /// # Errors
-/// `payload_too_large`, and `invalid_request` with the place.
-pub(crate) fn summary(seq: u32, frames: &[u8]) -> Result<Summary, ApiError> {
-    if frames.len() > CHUNK_MOST {
-        return Err(ApiError::new(Code::PayloadTooLarge, format!("A chunk has at most {CHUNK_MOST} bytes."))
-            .detail("limit_bytes", CHUNK_MOST));
+/// `payload_too_large`, and `invalid_request` with the position.
+pub(crate) fn summary(seq: u32, frames: &[u8]) -> Result<ChunkSummary, ApiError> {
+    if frames.len() > CHUNK_MAX {
+        return Err(ApiError::new(Code::PayloadTooLarge, format!("A chunk has at most {CHUNK_MAX} bytes."))
+            .detail("limit_bytes", CHUNK_MAX));
     }
     if frames.is_empty() {
         return Err(ApiError::invalid_request("A chunk has a frame at least."));
     }
-    let mut summary = Summary::default();
+    let mut summary = ChunkSummary::default();
     for (index, frame) in Frames::of(frames).enumerate() {
         let frame = frame.map_err(|wrong| {
             ApiError::invalid_request(format!("The chunk is no frames from byte {} on.", wrong.at))
                 .detail("at", wrong.at)
         })?;
-        let begins = matches!(frame.what, What::Begin { .. });
+        let begins = matches!(frame.what, FrameContent::Begin { .. });
         if begins != (seq == 0 && index == 0) {
             return Err(ApiError::invalid_request("The first frame of a recording, and no other, begins it."));
         }
@@ -67,31 +67,35 @@ pub(crate) fn summary(seq: u32, frames: &[u8]) -> Result<Summary, ApiError> {
         }
         summary.micros = frame.micros;
         match frame.what {
-            What::Gap { bytes } => summary.lost_bytes = summary.lost_bytes.saturating_add(bytes),
-            What::End(_) => summary.ends = true,
-            What::Begin { .. } | What::Output(_) | What::Resize { .. } | What::Paused | What::Resumed => {}
+            FrameContent::Gap { bytes } => summary.lost_bytes = summary.lost_bytes.saturating_add(bytes),
+            FrameContent::End(_) => summary.ends = true,
+            FrameContent::Begin { .. }
+            | FrameContent::Output(_)
+            | FrameContent::Resize { .. }
+            | FrameContent::Paused
+            | FrameContent::Resumed => {}
         }
     }
     Ok(summary)
 }
 
-/// What this process has taken in, and how much there is altogether; cheap to clone.
+/// What this process has received, and a cached total of all recordings; cheap to clone.
 #[derive(Clone)]
-pub(crate) struct Shelf(Arc<Parts>);
+pub(crate) struct RecordingIntake(Arc<Parts>);
 
 struct Parts {
     all: Mutex<Option<(Instant, u64)>>,
-    figures: Figures,
+    metrics: RecordingMetrics,
 }
 
-struct Figures {
+struct RecordingMetrics {
     kept: IntCounter,
     bytes: IntCounter,
     refused: IntCounter,
     no_room: IntCounter,
 }
 
-impl Shelf {
+impl RecordingIntake {
     /// # Errors
     /// Where the registry has metrics of these names.
     pub(crate) fn register(registry: &Registry) -> prometheus::Result<Self> {
@@ -99,7 +103,7 @@ impl Shelf {
             let counter = IntCounter::new(name, help)?;
             registry.register(Box::new(counter.clone())).map(|()| counter)
         };
-        let figures = Figures {
+        let metrics = RecordingMetrics {
             kept: counter("terminal_recording_chunks_total", "Chunks of terminal recordings that were kept.")?,
             bytes: counter("terminal_recording_bytes_total", "Bytes of terminal recordings that were kept.")?,
             refused: counter("terminal_recording_refused_total", "Chunks of terminal recordings that were refused.")?,
@@ -108,44 +112,44 @@ impl Shelf {
                 "Chunks of terminal recordings for which the policies leave no room.",
             )?,
         };
-        Ok(Self(Arc::new(Parts { all: Mutex::new(None), figures })))
+        Ok(Self(Arc::new(Parts { all: Mutex::new(None), metrics })))
     }
 
-    pub(crate) fn kept(&self, bytes: usize) {
-        self.0.figures.kept.inc();
-        self.0.figures.bytes.inc_by(bytes as u64);
+    pub(crate) fn count_stored(&self, bytes: usize) {
+        self.0.metrics.kept.inc();
+        self.0.metrics.bytes.inc_by(bytes as u64);
     }
 
-    pub(crate) fn refused(&self) {
-        self.0.figures.refused.inc();
+    pub(crate) fn count_refused(&self) {
+        self.0.metrics.refused.inc();
     }
 
-    /// Refuses what would be more than the policies let be kept, for the time being: room comes with time, or from an operator.
+    /// Refuses, for the time being, a chunk over the size that the policies allow: room comes with time, or from an operator.
     ///
     /// # Errors
     /// `service_unavailable`
     pub(crate) async fn check_room(&self, services: &Services, owner: &str, scopes: &Scopes) -> Result<(), ApiError> {
-        let (policy, now) = (services.world.policy(), services.world.now());
+        let (policy, now) = (services.environment.policy(), services.environment.now());
         let most = |key| policy.int(key, scopes, now).unsigned_abs() * 1024 * 1024;
         let recordings = services.trust.secrets.recordings();
         let of_owner = recordings.bytes(Some(owner)).await.map_err(ApiError::unavailable)?;
-        let key = if of_owner >= most(Key::TerminalRecordingMaxUser) {
-            Key::TerminalRecordingMaxUser
-        } else if self.all(services).await? >= most(Key::TerminalRecordingMaxTotal) {
-            Key::TerminalRecordingMaxTotal
+        let key = if of_owner >= most(PolicyKey::TerminalRecordingMaxUser) {
+            PolicyKey::TerminalRecordingMaxUser
+        } else if self.total_bytes(services).await? >= most(PolicyKey::TerminalRecordingMaxTotal) {
+            PolicyKey::TerminalRecordingMaxTotal
         } else {
             return Ok(());
         };
-        self.0.figures.no_room.inc();
+        self.0.metrics.no_room.inc();
         tracing::warn!(policy_key = key.name(), "there is no room for a terminal's recording: policy {}", key.name());
         let error = ApiError::unavailable(format!("no room for recordings: {}", key.name()));
-        Err(error.detail("policy_key", key.name()).retry_after(NO_ROOM_FOR))
+        Err(error.detail("policy_key", key.name()).retry_after(NO_ROOM_RETRY_AFTER))
     }
 
-    async fn all(&self, services: &Services) -> Result<u64, ApiError> {
+    async fn total_bytes(&self, services: &Services) -> Result<u64, ApiError> {
         let known = *self.0.all.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((at, sum)) = known
-            && at.elapsed() < SUM_IS_GOOD_FOR
+            && at.elapsed() < TOTAL_CACHE_TTL
         {
             return Ok(sum);
         }
@@ -159,35 +163,35 @@ impl Shelf {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use wire::recording::{Ended, Frame};
+    use wire::recording::{Frame, RecordingEnd};
 
-    fn chunk(frames: &[(u64, What)]) -> Vec<u8> {
+    fn chunk(frames: &[(u64, FrameContent)]) -> Vec<u8> {
         let mut bytes = Vec::new();
         frames.iter().for_each(|(micros, what)| Frame { micros: *micros, what: what.clone() }.write(&mut bytes));
         bytes
     }
 
-    fn begin() -> What {
-        What::Begin { columns: 80, rows: 24 }
+    fn begin() -> FrameContent {
+        FrameContent::Begin { columns: 80, rows: 24 }
     }
 
-    fn output() -> What {
-        What::Output(b"x".to_vec())
-    }
-
-    #[test]
-    fn an_honest_chunk_is_summed_up() {
-        let first = chunk(&[(0, begin()), (5, What::Gap { bytes: 7 }), (5, output())]);
-        assert_eq!(summary(0, &first).unwrap(), Summary { lost_bytes: 7, micros: 5, ends: false });
-        let last = chunk(&[(9, What::End(Ended::Session))]);
-        assert_eq!(summary(4, &last).unwrap(), Summary { lost_bytes: 0, micros: 9, ends: true });
+    fn output() -> FrameContent {
+        FrameContent::Output(b"x".to_vec())
     }
 
     #[test]
-    fn a_hostile_chunk_is_refused_with_its_fault() {
-        let too_long = chunk(&[(0, What::Output(vec![b'x'; CHUNK_MOST]))]);
+    fn valid_chunk_is_summarized() {
+        let first = chunk(&[(0, begin()), (5, FrameContent::Gap { bytes: 7 }), (5, output())]);
+        assert_eq!(summary(0, &first).unwrap(), ChunkSummary { lost_bytes: 7, micros: 5, ends: false });
+        let last = chunk(&[(9, FrameContent::End(RecordingEnd::Session))]);
+        assert_eq!(summary(4, &last).unwrap(), ChunkSummary { lost_bytes: 0, micros: 9, ends: true });
+    }
+
+    #[test]
+    fn invalid_chunk_is_refused_with_its_fault() {
+        let too_long = chunk(&[(0, FrameContent::Output(vec![b'x'; CHUNK_MAX]))]);
         assert_eq!(summary(1, &too_long).unwrap_err().code(), Code::PayloadTooLarge);
-        let end = What::End(Ended::Session);
+        let end = FrameContent::End(RecordingEnd::Session);
         for (seq, frames) in [
             (0, chunk(&[(0, output())])),
             (0, chunk(&[(0, begin()), (0, begin())])),

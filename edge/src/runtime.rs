@@ -1,9 +1,9 @@
-//! What an operator sees of the running cluster, and may do to it. The process that serves the edge implements [`Runtime`]; here are
-//! the shapes (decisions 7, *runtime*).
+//! An operator's view of the running cluster, and the operations on it. The process that serves the edge implements [`Runtime`]; its data
+//! types are here (decisions 7, *runtime*).
 
 use chrono::{DateTime, Utc};
-use domain::runtime::Part;
-use domain::{EntityRef, Kind, MemberId};
+use domain::runtime::RuntimePart;
+use domain::{EntityKind, EntityRef, MemberId};
 use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -15,32 +15,32 @@ use uuid::Uuid;
 pub trait Runtime: Send + Sync + 'static {
     /// The supervision trees of all living members, merged.
     fn tree(&self, filter: TreeFilter) -> BoxFuture<'_, Result<Tree, RuntimeError>>;
-    /// Where one entity lives and what it is doing there; `None` where no such entity was ever committed.
+    /// The owner of an entity and its state there; `None` where no such entity was ever committed.
     fn entity(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<EntityNode>, RuntimeError>>;
-    /// A row of a member's supervision tree; `None` where no such member lives, or it has no such row.
+    /// A worker of a member's supervision tree; `None` where there is no such member, or no such worker.
     fn worker(&self, member: MemberId, name: &str) -> BoxFuture<'_, Result<Option<WorkerNode>, RuntimeError>>;
-    /// Starts a part anew: an entity, its failures forgotten on every member; or a worker, whatever it was doing.
-    fn restart(&self, part: Part) -> BoxFuture<'_, Result<Restarted, RuntimeError>>;
+    /// Restarts a part: an entity, with its failure count reset on every member; or a worker, whatever it was doing.
+    fn restart(&self, part: RuntimePart) -> BoxFuture<'_, Result<RestartOutcome, RuntimeError>>;
     /// The members, and what each owns.
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>>;
-    /// Tells the other members that the identity provider's keys have changed. Best effort: they find out by themselves when they meet
-    /// a key that they do not know.
+    /// Notifies the other members that the identity provider's keys have changed. Best effort: they refresh by themselves at the first
+    /// unknown key.
     fn provider_keys_changed(&self);
-    /// Whether this process can serve: what `readyz` says.
+    /// Whether this process can serve: the result of `readyz`.
     fn readiness(&self) -> BoxFuture<'_, Readiness>;
-    /// This process, as it stands.
+    /// The current state of this process.
     fn stats(&self) -> Stats;
-    /// Figures in the Prometheus text format.
+    /// Metrics in the Prometheus text format.
     fn metrics(&self) -> String;
 }
 
-/// What came of an order to start a part anew.
+/// The outcome of a restart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Restarted {
+pub enum RestartOutcome {
     Anew,
     /// Nothing of it ran.
     Nothing,
-    /// A member that lives did not answer: it may have done it, or do it still.
+    /// A living member did not answer: it may have restarted the part, or still do so.
     Unknown,
 }
 
@@ -49,7 +49,7 @@ pub enum Restarted {
 #[error("the runtime cannot be reported: {0}")]
 pub struct RuntimeError(pub String);
 
-/// What of the tree is wanted. Without any of it: a summary, and what needs an operator.
+/// Which parts of the tree to return. Without a filter: a summary, and what needs an operator.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -66,17 +66,17 @@ pub struct TreeFilter {
     pub parked: Option<bool>,
     /// With every member's shards one by one.
     pub shards: Option<bool>,
-    /// At most so many entities, 1 to 1000; 100 where it is not given.
+    /// The maximum number of entities, 1 to 1000; 100 by default.
     #[param(minimum = 1, maximum = 1000)]
     pub limit: Option<u32>,
 }
 
-/// What kinds of entities there are, for the API's description.
+/// The kinds of entities, for the API's description.
 #[must_use]
 pub fn kinds() -> Object {
     ObjectBuilder::new()
         .schema_type(SchemaType::new(Type::String))
-        .enum_values(Some(Kind::ALL.iter().map(|kind| kind.as_str())))
+        .enum_values(Some(EntityKind::ALL.iter().map(|kind| kind.as_str())))
         .build()
 }
 
@@ -84,7 +84,7 @@ pub fn kinds() -> Object {
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Tree {
     pub members: Vec<MemberNode>,
-    /// Members that live and did not answer in time, by id.
+    /// Living members that did not answer in time, by id.
     pub silent: Vec<Uuid>,
     /// All committed entities, counted by kind and state.
     pub entities_by_kind: BTreeMap<String, BTreeMap<String, u64>>,
@@ -106,19 +106,19 @@ pub struct MemberNode {
     pub started_at: DateTime<Utc>,
     pub version: String,
     pub workers: Vec<WorkerNode>,
-    /// How many shards it owns.
+    /// The number of shards that it owns.
     pub shards: u64,
-    /// Its shards one by one, where the filter asks for them: they hang under `entities`, and their entities under them.
+    /// Its shards one by one, where the filter selects them: their parent is `entities`, and their entities are below them.
     #[serde(default)]
     pub owned_shards: Vec<ShardNode>,
-    /// How many entities are awake in it.
+    /// The number of entities that are activated in it.
     pub awake: u64,
-    /// Commands that wait in front of its entities.
+    /// Commands in the mailboxes of its entities.
     pub mailbox_depth: u64,
-    /// The version of each set of keys that it goes by, by its purpose.
+    /// The version of each key set that it uses, by its purpose.
     #[serde(default)]
     pub key_sets: BTreeMap<String, u64>,
-    /// The key of the key ring that seals there.
+    /// The key of the key ring that it seals with.
     #[serde(default)]
     pub seals_with: String,
     /// By how much its clock is ahead of Postgres' clock, in milliseconds, as it measured last.
@@ -126,31 +126,31 @@ pub struct MemberNode {
     pub clock_offset_ms: Option<i64>,
 }
 
-/// Something that runs as long as its process.
+/// A worker: it runs as long as its process.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct WorkerNode {
     pub name: String,
-    /// The row that it hangs under; `root` at the top.
+    /// Its parent; `root` at the top.
     pub under: String,
     pub what: String,
     pub state: WorkerState,
     pub since: DateTime<Utc>,
     pub restarts: u64,
     pub last_error: Option<String>,
-    /// True where an operator can start it anew; what hangs below it is started anew with it.
+    /// True where an operator can restart it; its children are restarted with it.
     #[serde(default)]
     pub restartable: bool,
-    /// What waits for it, where something does.
+    /// Its queue, where it has one.
     #[serde(default)]
     pub queue: Option<QueueNode>,
 }
 
-/// How a row of the tree stands.
+/// The state of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerState {
     Running,
-    /// It ended, and is started again in a moment.
+    /// It ended, and is restarted in a moment.
     BackingOff,
     /// It ended too often, and waits for an operator.
     Parked,
@@ -170,28 +170,28 @@ impl WorkerState {
     }
 }
 
-/// What waits for a worker.
+/// The queue of a worker.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct QueueNode {
-    /// Handed to nobody yet.
+    /// Not dispatched yet.
     pub waiting: u64,
-    /// Being worked on.
+    /// Being processed.
     pub under_way: u64,
-    /// So many may wait; what comes then is turned away or found later. Absent where a store without that bound keeps them.
+    /// The bound on the queue; what exceeds it is refused or found later. Absent where a store without that bound holds them.
     pub bound: Option<u64>,
 }
 
-/// A shard in a member's hands.
+/// A shard, as its owner sees it.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct ShardNode {
     pub shard: u8,
-    /// The member's term over it: raised by every takeover.
+    /// The term of its ownership: raised by every takeover.
     pub epoch: i64,
     pub state: ShardState,
     pub since: DateTime<Utc>,
-    /// How many of its entities are awake.
+    /// The number of its activated entities.
     pub awake: u64,
-    /// Commands that wait in front of them.
+    /// Commands in their mailboxes.
     pub mailbox_depth: u64,
 }
 
@@ -199,11 +199,11 @@ pub struct ShardNode {
 #[serde(rename_all = "snake_case")]
 pub enum ShardState {
     Open,
-    /// It is being handed over: what is under way is answered, and nothing new is taken.
+    /// It is being handed over: commands in flight are answered, and no new ones are accepted.
     Closing,
 }
 
-/// One entity: where it lives, what state it is in, and why it waits.
+/// One entity: its owner, its state, and why it waits.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct EntityNode {
     pub kind: String,
@@ -213,16 +213,16 @@ pub struct EntityNode {
     pub member: Option<Uuid>,
     pub member_name: Option<String>,
     pub status: EntityStatus,
-    /// The state of its machine, as it was committed last.
+    /// The committed state of its state machine.
     pub state: Option<String>,
     pub version: i64,
-    /// Since when it is in that state, or awake.
+    /// Since when it is in that state, or activated.
     pub since: Option<DateTime<Utc>>,
-    /// What it waits for, in words.
+    /// What it waits for, as a text.
     pub waits_for: Option<String>,
-    /// Until when.
+    /// The deadline of the wait.
     pub deadline_at: Option<DateTime<Utc>>,
-    /// When it looks at itself next, if nobody asks it before.
+    /// Its next timer, unless a command comes before.
     #[serde(default)]
     pub wakes_at: Option<DateTime<Utc>>,
     pub overdue: bool,
@@ -231,14 +231,14 @@ pub struct EntityNode {
     pub last_error: Option<String>,
 }
 
-/// How an entity stands with the member that owns its shard.
+/// The activation state of an entity at its owner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum EntityStatus {
     Awake,
-    /// Nobody needs it; the next command or its own time wakes it.
+    /// It is passivated; the next command or its timer activates it.
     Asleep,
-    /// It ended in failure lately, and is left alone for a moment.
+    /// It failed recently, and is restarted after a backoff.
     BackingOff,
     /// It failed too often, and waits for an operator.
     Parked,
@@ -256,12 +256,12 @@ impl EntityStatus {
     }
 }
 
-impl From<actors::host::EntityStatus> for EntityStatus {
-    fn from(status: actors::host::EntityStatus) -> Self {
+impl From<actors::host::ActivationStatus> for EntityStatus {
+    fn from(status: actors::host::ActivationStatus) -> Self {
         match status {
-            actors::host::EntityStatus::Awake => Self::Awake,
-            actors::host::EntityStatus::BackingOff => Self::BackingOff,
-            actors::host::EntityStatus::Parked => Self::Parked,
+            actors::host::ActivationStatus::Awake => Self::Awake,
+            actors::host::ActivationStatus::BackingOff => Self::BackingOff,
+            actors::host::ActivationStatus::Parked => Self::Parked,
         }
     }
 }
@@ -274,7 +274,7 @@ pub struct ClusterReport {
     /// The member that answers.
     pub answered_by: Uuid,
     pub members: Vec<MemberReport>,
-    /// Shards that nobody owns at this moment.
+    /// Shards that no member owns at this moment.
     pub unowned_shards: u64,
 }
 
@@ -286,21 +286,21 @@ pub struct MemberReport {
     pub roles: Vec<String>,
     /// Since its last renewal in Postgres, in milliseconds.
     pub silent_for_ms: u64,
-    /// Since its last word over NATS, in milliseconds; absent where it was not heard at all.
+    /// Since its last heartbeat over NATS, in milliseconds; absent where there was none.
     pub unheard_for_ms: Option<u64>,
-    /// By how much its clock is ahead of Postgres' clock, in milliseconds, as it measured last; absent where it has not said so yet.
+    /// By how much its clock is ahead of Postgres' clock, in milliseconds, as it measured last; absent where it has not reported it yet.
     pub clock_offset_ms: Option<i64>,
     /// The shards that it owns, in order.
     pub shards: Vec<u8>,
 }
 
-/// Whether a process can serve, and what is missing.
+/// Whether a process can serve, and which checks fail.
 #[derive(Clone, Debug, Serialize, Deserialize, ToSchema)]
 pub struct Readiness {
     pub ready: bool,
-    /// Each check by name; `ok`, or what is wrong.
+    /// Each check by name; `ok`, or the fault.
     pub checks: BTreeMap<String, String>,
-    /// It has never been ready: it is on its way, and nobody has to look.
+    /// It has never been ready: it is starting, and needs no attention.
     #[serde(skip)]
     pub starting: bool,
 }
@@ -311,7 +311,7 @@ impl From<persistence::StoreError> for RuntimeError {
     }
 }
 
-/// One process as it stands, read from its memory alone.
+/// The current state of one process, read from its memory alone.
 #[derive(Clone, Debug, Default, Serialize, Deserialize, ToSchema)]
 pub struct Stats {
     pub member: StatsMember,
@@ -321,13 +321,13 @@ pub struct Stats {
     pub database_pool: StatsPool,
     /// True while it is connected to NATS.
     pub nats_connected: bool,
-    /// True while its renewal in Postgres is fresh: only then it answers from memory.
+    /// True while its lease in Postgres is fresh: only then it answers from memory.
     pub lease_fresh: bool,
     /// Nodes whose agent waits here for a task.
     pub parked_polls: u64,
     /// Nodes' connections that are open here.
     pub node_connections: u64,
-    /// What runs in it.
+    /// The entities that are activated in it.
     pub workers: Vec<WorkerNode>,
 }
 
@@ -348,11 +348,11 @@ pub struct StatsEntities {
     pub awake: u64,
     /// Failed too often, waiting for an operator.
     pub parked: u64,
-    /// Failed lately, started again.
+    /// Failed recently, restarted.
     pub failing: u64,
     /// Commands that wait in front of them.
     pub mailbox_depth: u64,
-    /// How often one ended in failure since the process began.
+    /// The number of failures since the process began.
     pub failures_total: u64,
 }
 

@@ -1,9 +1,9 @@
-//! Texts that look like secrets. What people write as a reason or a name is kept and shown as it is; a secret that was pasted there
-//! would stay for ever, so it is refused at the door.
+//! Detection of texts that look like secrets. Reasons and names are stored and shown as written; a secret that was pasted there would stay
+//! forever, so it is refused at the edge.
 
-use crate::token::Purpose;
+use crate::token::TokenPurpose;
 
-/// The least characters of something that is taken for a secret.
+/// The minimum length, in characters, of a suspected secret.
 const LEAST: usize = 16;
 
 /// Whether the text holds something of the form of a private key, a token of ours, a JWT, a bearer header, or a URL's password.
@@ -21,7 +21,7 @@ const fn is_token_char(c: char) -> bool {
 
 fn is_our_token(word: &str) -> bool {
     let follows = |prefix: &str| word.find(prefix).is_some_and(|at| word.len() - at - prefix.len() >= LEAST);
-    Purpose::ALL.into_iter().any(|purpose| follows(purpose.prefix()))
+    TokenPurpose::ALL.into_iter().any(|purpose| follows(purpose.prefix()))
 }
 
 /// Three base64url parts, the first of which is a JSON object (RFC 7515, section 7.1).
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_looks_like_a_secret_is_told_from_what_people_write() {
+    fn secrets_are_distinguished_from_ordinary_text() {
         for secret in [
             "-----BEGIN OPENSSH PRIVATE KEY----- AAAA",
             "use gpuenr_AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA, quick",

@@ -1,17 +1,17 @@
-//! What the handlers are given: the actors to ask, the store to read, and the keys to sign with.
+//! The dependencies of the handlers: the actors, the store, and the keys.
 
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
-use crate::delivery::Delivery;
+use crate::connection_quota::ConnectionQuotas;
+use crate::delivery::NotificationSender;
 use crate::error::{ApiError, Code};
-use crate::figures::Figures;
 use crate::identity::TrustDomain;
 use crate::keys::KeysInForce;
+use crate::long_poll::LongPolls;
+use crate::metrics::EdgeMetrics;
 use crate::node_api::nonce::Nonces;
 use crate::notifications::Notifications;
-use crate::places::Places;
 use crate::platform_roles::PlatformRoleCounters;
-use crate::polls::Polls;
 use crate::probe::Probe;
 use crate::processor::Processor;
 use crate::processor::signature::WebhookSecrets;
@@ -20,7 +20,7 @@ use crate::runtime::Runtime;
 use crate::terminal::Terminals;
 use crate::tls::connections::Connections;
 use actors::Directory;
-use actors::ports::World;
+use actors::ports::Environment;
 use axum::extract::FromRef;
 use domain::money::Currency;
 use persistence::envelope::KeyRing;
@@ -36,24 +36,24 @@ pub struct Services(Arc<Parts>);
 pub struct Parts {
     pub directory: Directory,
     pub reads: Reads,
-    pub world: Arc<dyn World>,
+    pub environment: Arc<dyn Environment>,
     pub runtime: Arc<dyn Runtime>,
     pub authenticator: Arc<Authenticator>,
     pub limiter: RateLimiter,
     /// Opens the forced refresh of the provider's keys; without it that route is not there.
     pub jwks_refresh_token: Option<InternalToken>,
     pub probe: Probe,
-    pub polls: Polls,
+    pub polls: LongPolls,
     /// The ends of terminal sessions that are in this process.
     pub terminals: Terminals,
-    /// Who listens here for notifications.
+    /// The subscribers of notifications on this replica.
     pub notifications: Notifications,
     /// Sends webhooks and e-mails.
-    pub delivery: Delivery,
-    /// What users have open.
-    pub places: Places,
+    pub delivery: NotificationSender,
+    /// The quotas of long-lived connections.
+    pub connection_quotas: ConnectionQuotas,
     pub connections: Connections,
-    pub figures: Figures,
+    pub metrics: EdgeMetrics,
     /// How many of the traces that begin here are sampled.
     pub sampling: Sampling,
     pub trust: Trust,
@@ -61,28 +61,28 @@ pub struct Parts {
     pub stats_token: Option<InternalToken>,
     pub platform_roles: PlatformRoleCounters,
     pub addresses: Addresses,
-    /// How users pay; none where no payment processor is configured.
+    /// The payment processor; `None` where none is configured.
     pub payments: Option<Payments>,
     /// The agent's package, as bundles name it.
     pub package: wire::bundle::Package,
-    /// Cancelled when this process ends: what waits long answers then.
+    /// Cancelled when this process stops: long waits end then.
     pub stopping: tokio_util::sync::CancellationToken,
 }
 
 /// The keys that this process issues and signs with.
 pub struct Trust {
     pub domain: TrustDomain,
-    /// Signs tasks, certifies nodes and says whose certificates let them in; replaced when keys are rotated.
+    /// Signs tasks, certifies nodes and verifies node certificates; replaced when keys are rotated.
     pub keys: KeysInForce,
-    /// Keeps the private halves of the keys that are made.
+    /// Stores the private keys that are made.
     pub secrets: Secrets,
-    /// The first keys of a bundle, where they are configured; else the active one stands there.
+    /// The first keys of a bundle, where they are configured; else the active one.
     pub bootstrap_verifier_keys: Vec<String>,
-    /// By what agents trust the API's certificate, PEM.
+    /// The authority by which agents trust the API's certificate, PEM.
     pub api_ca_pem: String,
-    /// Makes the nonces of recoveries, and knows them again.
+    /// Makes and verifies the nonces of recoveries.
     pub nonces: Nonces,
-    /// Seals what is kept of a request and must not be readable at rest.
+    /// Seals the parts of a request that must not be readable at rest.
     pub at_rest: Arc<KeyRing>,
 }
 
@@ -92,18 +92,18 @@ pub struct Addresses {
     pub node_url: String,
     /// Where users' terminals connect; `wss://`.
     pub terminal_url: String,
-    /// Whose pages may open terminals, beside those of the public URL.
+    /// Origins that may open terminals, besides that of the public URL.
     pub terminal_origins: Vec<String>,
 }
 
-/// The payment processor, and what its users' browsers are told of it.
+/// The payment processor, and the settings for its users' browsers.
 pub struct Payments {
     pub processor: Arc<dyn Processor>,
-    /// Whose webhooks are believed.
+    /// The secrets that verify webhooks.
     pub webhook_secrets: WebhookSecrets,
     /// In which accounts are opened by their first payment.
     pub currency: Currency,
-    /// What our own page for payments is given, where it is used.
+    /// The settings of our own payment page, where it is used.
     pub page: Option<PaymentPage>,
 }
 
@@ -114,7 +114,7 @@ pub struct PaymentPage {
     pub publishable_key: String,
     /// The processor's script.
     pub script_url: String,
-    /// The origin that the script asks.
+    /// The origin that the script connects to.
     pub api_origin: String,
 }
 
@@ -143,7 +143,7 @@ impl Parts {
     pub fn payments(&self) -> Result<&Payments, ApiError> {
         self.payments.as_ref().ok_or_else(|| {
             let message = "No payment processor is configured; the operator sets SVC_PAYMENTS_SECRET_KEY and \
-                           SVC_PAYMENTS_WEBHOOK_SECRETS (see the README, Payments).";
+                           SVC_PAYMENTS_WEBHOOK_SECRETS (see the book, operator/payments.md).";
             ApiError::new(Code::ServiceUnavailable, message).expected()
         })
     }

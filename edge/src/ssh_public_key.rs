@@ -1,16 +1,16 @@
-//! SSH public keys as users and administrators hand them in: one line of OpenSSH text (RFC 4253, section 6.6).
+//! SSH public keys as users and administrators upload them: one line of OpenSSH text (RFC 4253, section 6.6).
 //!
-//! Only the key is kept: an option prefix would grant or restrict on the node, a comment is anybody's text.
+//! Only the key is stored: an option prefix would grant or restrict on the node, a comment is arbitrary text.
 
 use ssh_key::{HashAlg, PublicKey, public::KeyData};
 use thiserror::Error;
 
-/// The longest text read, in bytes; an RSA key of 16,384 bits takes 2.8 kB.
+/// The longest text read, in bytes; an RSA key of 16,384 bits has 2.8 kB.
 const MAX_LEN: usize = 8 * 1024;
 const RSA_MIN_BITS: u32 = 2048;
 const RSA_MAX_BITS: u32 = 16_384;
 
-/// A public key that may stand in an `authorized_keys` file.
+/// A public key that may be written to an `authorized_keys` file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SshPublicKey {
     /// The algorithm's name, such as `ssh-ed25519`.
@@ -21,7 +21,7 @@ pub struct SshPublicKey {
     pub fingerprint: String,
 }
 
-/// Why a text is not taken for a public key. The words are for the person who sent it.
+/// Why a text is not accepted as a public key. The messages are for its author.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum SshPublicKeyError {
     #[error("the key is empty")]
@@ -42,7 +42,7 @@ pub enum SshPublicKeyError {
     Malformed,
 }
 
-/// The types taken, as `ssh-keygen -t` makes them today. DSA is broken, certificates are not keys.
+/// The accepted types, as `ssh-keygen -t` makes them today. DSA is broken, certificates are not keys.
 const TYPES: [&str; 7] = [
     "ssh-ed25519",
     "ssh-rsa",
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_as_it_is_may_be_sent() {
+    fn public_key_file_is_accepted_unchanged() {
         let (text, fingerprint) = GOOD[0];
         for file in [format!("{text}\n"), format!("{text}\r\n"), format!("  {text} ")] {
             assert_eq!(SshPublicKey::parse(&file).unwrap().fingerprint, fingerprint);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn options_lines_and_foreign_text_are_refused() {
+    fn options_extra_lines_and_other_text_are_refused() {
         let good = GOOD[0].0;
         for bad in [
             format!("command=\"/bin/sh\" {good}"),
@@ -202,7 +202,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_text_makes_the_reader_fail(kind in prop::sample::select(TYPES.to_vec()), rest in "[ -~]{0,120}") {
+        fn parser_does_not_panic_on_any_public_key_text(kind in prop::sample::select(TYPES.to_vec()), rest in "[ -~]{0,120}") {
             let _ = SshPublicKey::parse(&format!("{kind} {rest}"));
         }
     }

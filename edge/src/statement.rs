@@ -1,7 +1,7 @@
-//! An account's month, to be read, filed and added up (decision 0028): as JSON where the API answers, as CSV with every posting, as PDF.
+//! An account's month, to be read, filed and added up (decision 0025): as JSON where the API answers, as CSV with every posting, as PDF.
 //!
-//! A statement is a stretch of the account's ledger without a gap. It opens with the balance where the one before closed, and what its lines
-//! come to is the difference to where it closes, to the millionth of a minor unit.
+//! A statement covers a period of the account's ledger without a gap. It opens with the closing balance of the one before, and the sum of
+//! its lines is the difference to its closing balance, to the millionth of a minor unit.
 
 mod amount;
 mod csv;
@@ -15,8 +15,8 @@ pub(crate) use pdf::{MEDIA_TYPE as PDF, printed};
 
 use domain::Timestamp;
 use domain::billing_account::Holder;
-use domain::money::{Currency, Micro};
-use persistence::read::{LedgerPlace, LedgerSum};
+use domain::money::{Currency, MicroAmount};
+use persistence::read::{LedgerPosition, LedgerSum};
 use uuid::Uuid;
 
 /// One month of one account.
@@ -26,23 +26,23 @@ pub(crate) struct Statement {
     pub(crate) holder: Holder,
     pub(crate) currency: Currency,
     pub(crate) month: Month,
-    pub(crate) opening: LedgerPlace,
-    pub(crate) closing: LedgerPlace,
+    pub(crate) opening: LedgerPosition,
+    pub(crate) closing: LedgerPosition,
     /// The postings by allocation and kind.
     pub(crate) lines: Vec<Line>,
     pub(crate) as_of: Timestamp,
 }
 
-/// What the postings of one kind for one allocation come to.
+/// The sum of the postings of one kind for one allocation.
 #[derive(Clone, Debug)]
 pub(crate) struct Line {
     pub(crate) sum: LedgerSum,
-    /// What was rented; none where there is no allocation, or where many were put together.
-    pub(crate) rented: Option<Rented>,
+    /// The SKU and GPUs of the allocation; `None` where there is no allocation, or where many are summed up.
+    pub(crate) rented: Option<AllocationUsage>,
 }
 
 #[derive(Clone, Debug)]
-pub(crate) struct Rented {
+pub(crate) struct AllocationUsage {
     pub(crate) sku: String,
     pub(crate) gpu_count: u32,
     pub(crate) user_id: String,
@@ -60,7 +60,7 @@ impl Statement {
 
     /// Whether its lines lead from where it opens to where it closes.
     pub(crate) fn adds_up(&self) -> bool {
-        let (effect, postings) = self.lines.iter().fold((Micro::ZERO, 0_u64), |(effect, postings), line| {
+        let (effect, postings) = self.lines.iter().fold((MicroAmount::ZERO, 0_u64), |(effect, postings), line| {
             (effect.plus(line.sum.effect), postings + line.sum.postings)
         });
         self.opening.balance.plus(effect) == self.closing.balance && Ok(postings) == u64::try_from(self.postings())

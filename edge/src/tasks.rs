@@ -3,32 +3,32 @@
 use crate::services::Trust;
 use chrono::TimeDelta;
 use domain::TaskType;
-use domain::node::{Order, Place, What};
+use domain::node::{AgentTask, TaskKind, TenantSlot};
 use domain::{NodeId, Timestamp};
-use wire::inventory::Device;
-use wire::task::{Envelope, OpenTerminal, Provision, Reboot, ReconcileSshKeys, Release, Task, TaskPayload};
+use wire::inventory::DeviceRef;
+use wire::task::{OpenTerminal, Provision, Reboot, ReconcileSshKeys, Release, SignedEnvelope, Task, TaskPayload};
 
-/// How long a signed task may be begun, at most: long enough for a clock that is a little off and an agent that is busy, short
-/// enough that a copy of it is soon worthless. The order itself is offered, newly signed, for as long as it stands.
-const BEGUN_WITHIN: TimeDelta = TimeDelta::minutes(10);
+/// The longest validity of a signed task: long enough for a clock that is slightly off and a busy agent, short enough that a copy of it
+/// soon expires. The task is offered, newly signed, for as long as it is pending.
+const START_DEADLINE: TimeDelta = TimeDelta::minutes(10);
 
-/// False where the order's own deadline has passed: its allocation gives the attempt up, and nobody may begin it.
+/// False where the task's own deadline has passed: its allocation gives up the attempt, and no agent may begin it.
 #[must_use]
-pub fn is_in_time(order: &Order, now: Timestamp) -> bool {
+pub fn is_in_time(order: &AgentTask, now: Timestamp) -> bool {
     now < order.work.deadline_at
 }
 
-/// The task that an order is, for the agent of `node_id`. It expires with the order, and after ten minutes at the latest. `None`: agents
-/// have no such task, and no machine orders one.
+/// The signed task for the agent of `node_id`. It expires with the order's deadline, and after ten minutes at the latest. `None`: agents
+/// have no such task, and no state machine orders one.
 #[must_use]
-pub fn payload(node_id: NodeId, order: &Order, now: Timestamp) -> Option<TaskPayload> {
+pub fn payload(node_id: NodeId, order: &AgentTask, now: Timestamp) -> Option<TaskPayload> {
     Some(TaskPayload {
         node_id: node_id.0,
         task_id: order.work.task_id.0,
         attempt: order.work.attempt,
         issued_at: now,
-        expires_at: order.work.deadline_at.min(now + BEGUN_WITHIN),
-        origin: order.work.origin.clone().map(|origin| wire::task::Origin {
+        expires_at: order.work.deadline_at.min(now + START_DEADLINE),
+        origin: order.work.origin.clone().map(|origin| wire::task::TaskOrigin {
             correlation_id: origin.correlation_id,
             traceparent: origin.traceparent,
             tracestate: origin.tracestate,
@@ -41,23 +41,28 @@ pub fn payload(node_id: NodeId, order: &Order, now: Timestamp) -> Option<TaskPay
 ///
 /// # Errors
 /// The order is of a type that agents do not have, which no machine orders.
-pub fn signed(trust: &Trust, node_id: NodeId, order: &Order, now: Timestamp) -> Result<Envelope, NotATask> {
-    let payload = payload(node_id, order, now).ok_or(NotATask::NoSuchType)?;
-    trust.keys.load().task.sign(&payload).map_err(NotATask::Unwritable)
+pub fn signed(
+    trust: &Trust,
+    node_id: NodeId,
+    order: &AgentTask,
+    now: Timestamp,
+) -> Result<SignedEnvelope, TaskEncodingError> {
+    let payload = payload(node_id, order, now).ok_or(TaskEncodingError::NoSuchType)?;
+    trust.keys.load().task.sign(&payload).map_err(TaskEncodingError::Unwritable)
 }
 
-/// Why an order cannot be handed to an agent.
+/// Why a task cannot be dispatched.
 #[derive(Debug, thiserror::Error)]
-pub enum NotATask {
+pub enum TaskEncodingError {
     #[error("agents have no task of this type")]
     NoSuchType,
     #[error("the task cannot be written")]
     Unwritable(#[source] serde_json::Error),
 }
 
-fn task(order: &Order) -> Option<Task> {
+fn task(order: &AgentTask) -> Option<Task> {
     Some(match &order.what {
-        What::Provision { place, keys } => Task::Provision(Provision {
+        TaskKind::Provision { place, keys } => Task::Provision(Provision {
             allocation_id: place.allocation_id.0,
             user_name: place.placed.user_name.clone(),
             authorized_keys: keys.iter().map(|key| key.public_key.clone()).collect(),
@@ -65,29 +70,29 @@ fn task(order: &Order) -> Option<Task> {
             sku: place.sku.clone(),
             deadline_at: order.work.deadline_at,
         }),
-        What::Release { place } => Task::Release(Release {
+        TaskKind::Release { place } => Task::Release(Release {
             allocation_id: place.allocation_id.0,
             user_name: place.placed.user_name.clone(),
             devices: devices(place),
         }),
-        What::ReconcileLogins { place, keys } => Task::ReconcileSshKeys(ReconcileSshKeys {
+        TaskKind::ReconcileLogins { place, keys } => Task::ReconcileSshKeys(ReconcileSshKeys {
             allocation_id: place.allocation_id.0,
             user_name: place.placed.user_name.clone(),
             authorized_keys: keys.iter().map(|key| key.public_key.clone()).collect(),
         }),
-        What::OpenTerminal { place, session_id, ends_at, recording } => Task::OpenTerminal(OpenTerminal {
+        TaskKind::OpenTerminal { place, session_id, ends_at, recording } => Task::OpenTerminal(OpenTerminal {
             session_id: session_id.0,
             allocation_id: place.allocation_id.0,
             user_name: place.placed.user_name.clone(),
             ends_at: *ends_at,
             recording: crate::recording::on_the_wire(*recording),
         }),
-        What::OfNode { task_type: TaskType::NodeValidate, .. } => Task::Validate {},
-        What::OfNode { task_type: TaskType::DiagnosticsCollect, .. } => Task::Diagnose {},
-        What::OfNode { task_type: TaskType::NodeReboot, boot_id } => {
+        TaskKind::OfNode { task_type: TaskType::NodeValidate, .. } => Task::Validate {},
+        TaskKind::OfNode { task_type: TaskType::DiagnosticsCollect, .. } => Task::Diagnose {},
+        TaskKind::OfNode { task_type: TaskType::NodeReboot, boot_id } => {
             Task::Reboot(Reboot { boot_id: boot_id.as_ref()?.parse().ok()? })
         }
-        What::OfNode {
+        TaskKind::OfNode {
             task_type:
                 TaskType::AllocationProvision
                 | TaskType::AllocationRelease
@@ -100,29 +105,29 @@ fn task(order: &Order) -> Option<Task> {
     })
 }
 
-fn devices(place: &Place) -> Vec<Device> {
-    place.placed.devices.iter().map(|device| Device { index: device.index, uuid: device.uuid.clone() }).collect()
+fn devices(place: &TenantSlot) -> Vec<DeviceRef> {
+    place.placed.devices.iter().map(|device| DeviceRef { index: device.index, uuid: device.uuid.clone() }).collect()
 }
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use domain::allocation::{AuthorizedKey, Placed};
-    use domain::node::Work;
-    use domain::recording::{Mode, Terms};
-    use domain::task_type::WhenStale;
-    use domain::{AllocationId, Origin, SshKeyId, TaskId};
+    use domain::allocation::{AuthorizedKey, Placement};
+    use domain::node::PendingTask;
+    use domain::recording::{RecordingMode, RecordingTerms};
+    use domain::task_type::StaleTaskAction;
+    use domain::{AllocationId, RequestOrigin, SshKeyId, TaskId};
     use uuid::Uuid;
 
-    fn order(deadline_at: Timestamp, what: What) -> Order {
-        Order {
-            work: Work {
+    fn order(deadline_at: Timestamp, what: TaskKind) -> AgentTask {
+        AgentTask {
+            work: PendingTask {
                 task_id: TaskId(Uuid::from_u128(3)),
                 attempt: 2,
                 ordered_at: Timestamp::UNIX_EPOCH,
                 deadline_at,
-                origin: Some(Origin {
+                origin: Some(RequestOrigin {
                     correlation_id: "c-1".into(),
                     traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into()),
                     tracestate: None,
@@ -132,11 +137,11 @@ mod tests {
         }
     }
 
-    fn place() -> Place {
-        Place {
+    fn place() -> TenantSlot {
+        TenantSlot {
             allocation_id: AllocationId(Uuid::from_u128(2)),
-            placed: Placed {
-                devices: vec![domain::event::Device { index: 1, uuid: "GPU-1".into() }],
+            placed: Placement {
+                devices: vec![domain::event::GpuDevice { index: 1, uuid: "GPU-1".into() }],
                 host: "10.0.0.1".into(),
                 port: 22,
                 user_name: "gpu-2".into(),
@@ -147,16 +152,16 @@ mod tests {
         }
     }
 
-    fn release() -> What {
-        What::Release { place: place() }
+    fn release() -> TaskKind {
+        TaskKind::Release { place: place() }
     }
 
-    fn payload(node_id: NodeId, order: &Order, now: Timestamp) -> TaskPayload {
+    fn payload(node_id: NodeId, order: &AgentTask, now: Timestamp) -> TaskPayload {
         super::payload(node_id, order, now).unwrap()
     }
 
     #[test]
-    fn a_task_expires_with_its_order_and_after_ten_minutes_at_the_latest() {
+    fn task_expires_with_its_deadline_and_after_ten_minutes_at_the_latest() {
         let now = Timestamp::from_timestamp(1_800_000_000, 0).unwrap();
         let soon = now + TimeDelta::seconds(30);
         let node = NodeId(Uuid::from_u128(1));
@@ -167,31 +172,31 @@ mod tests {
         assert!(!is_in_time(&order(now, release()), now));
     }
 
-    /// One table says what becomes of a stale task ([`TaskType`]); what agents do must agree with it.
+    /// One table defines what happens to a stale task ([`TaskType`]); the agents' behaviour must agree with it.
     #[test]
-    fn what_agents_may_do_twice_is_what_is_offered_twice() {
+    fn repeatable_tasks_are_those_that_agents_may_repeat() {
         let now = Timestamp::UNIX_EPOCH;
         let boot_id = Some(Uuid::from_u128(9).to_string());
         let session_id = domain::TerminalSessionId(Uuid::from_u128(9));
-        let recording = Terms { mode: Mode::Strict, most_bytes: 7 };
-        let terminal = What::OpenTerminal { place: place(), session_id, ends_at: now, recording };
-        let reconcile = What::ReconcileLogins { place: place(), keys: Vec::new() };
-        let orders = [release(), What::Provision { place: place(), keys: Vec::new() }, reconcile, terminal]
+        let recording = RecordingTerms { mode: RecordingMode::Strict, most_bytes: 7 };
+        let terminal = TaskKind::OpenTerminal { place: place(), session_id, ends_at: now, recording };
+        let reconcile = TaskKind::ReconcileLogins { place: place(), keys: Vec::new() };
+        let orders = [release(), TaskKind::Provision { place: place(), keys: Vec::new() }, reconcile, terminal]
             .into_iter()
-            .chain(TaskType::ORDERED.map(|task_type| What::OfNode { task_type, boot_id: boot_id.clone() }));
+            .chain(TaskType::ORDERED.map(|task_type| TaskKind::OfNode { task_type, boot_id: boot_id.clone() }));
         for what in orders {
             let task = payload(NodeId(Uuid::nil()), &order(now, what), now).task;
             let task_type = TaskType::parse(task.kind()).unwrap();
-            assert_eq!(task.is_idempotent(), task_type.when_stale() == WhenStale::Requeue, "{task_type}");
+            assert_eq!(task.is_idempotent(), task_type.when_stale() == StaleTaskAction::Requeue, "{task_type}");
         }
         for task_type in TaskType::ALL.iter().filter(|it| !TaskType::ORDERED.contains(it)) {
-            let order = order(now, What::OfNode { task_type: *task_type, boot_id: boot_id.clone() });
+            let order = order(now, TaskKind::OfNode { task_type: *task_type, boot_id: boot_id.clone() });
             assert!(super::payload(NodeId(Uuid::nil()), &order, now).is_none(), "{task_type}");
         }
     }
 
     #[test]
-    fn a_task_says_everything_that_the_agent_acts_on() {
+    fn task_contains_everything_that_the_agent_needs() {
         let now = Timestamp::UNIX_EPOCH;
         let until = now + TimeDelta::minutes(1);
         let key = AuthorizedKey {
@@ -201,7 +206,7 @@ mod tests {
         };
         let provision = payload(
             NodeId(Uuid::from_u128(1)),
-            &order(until, What::Provision { place: place(), keys: vec![key] }),
+            &order(until, TaskKind::Provision { place: place(), keys: vec![key] }),
             now,
         );
         assert_eq!(
@@ -210,7 +215,7 @@ mod tests {
         );
         let origin = provision.origin.as_ref().unwrap();
         assert_eq!((origin.correlation_id.as_str(), origin.traceparent.is_some()), ("c-1", true));
-        let devices = vec![Device { index: 1, uuid: "GPU-1".into() }];
+        let devices = vec![DeviceRef { index: 1, uuid: "GPU-1".into() }];
         let expected = Provision {
             allocation_id: Uuid::from_u128(2),
             user_name: "gpu-2".into(),
@@ -225,10 +230,10 @@ mod tests {
         assert_eq!(release.task, Task::Release(expected));
         let session_id = domain::TerminalSessionId(Uuid::from_u128(9));
         let ends_at = now + TimeDelta::hours(4);
-        let recording = Terms { mode: Mode::Strict, most_bytes: 7 };
+        let recording = RecordingTerms { mode: RecordingMode::Strict, most_bytes: 7 };
         let open = payload(
             NodeId(Uuid::from_u128(1)),
-            &order(until, What::OpenTerminal { place: place(), session_id, ends_at, recording }),
+            &order(until, TaskKind::OpenTerminal { place: place(), session_id, ends_at, recording }),
             now,
         );
         let expected = OpenTerminal {
@@ -236,7 +241,7 @@ mod tests {
             allocation_id: Uuid::from_u128(2),
             user_name: "gpu-2".into(),
             ends_at,
-            recording: wire::recording::Terms { mode: wire::recording::Mode::Strict, most_bytes: 7 },
+            recording: wire::recording::RecordTerms { mode: wire::recording::RecordMode::Strict, most_bytes: 7 },
         };
         assert_eq!((open.task, open.expires_at), (Task::OpenTerminal(expected), until));
     }

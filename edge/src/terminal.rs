@@ -1,8 +1,8 @@
 //! Terminals: the gateway that users connect to, and the two ends of a session in this process.
 //!
-//! A session's agent holds a stream to some replica, and its user is connected to some gateway. In one process the two are joined here;
-//! in two they are joined over the bus ([`relay`]), sealed. Nothing of a session is kept here but who is connected at this moment: its
-//! state is its machine's, its output the agent's.
+//! A session's agent holds a stream to some replica, and its user is connected to some gateway. Within one process the two are joined here;
+//! across two processes they are joined over the bus ([`relay`]), sealed. Only the current connections are stored here: the session's state
+//! belongs to its state machine, its output to the agent.
 
 mod browser;
 mod gateway;
@@ -10,28 +10,28 @@ pub mod relay;
 mod seal;
 mod watch;
 
-use crate::polls::Polls;
-use crate::recording::Shelf;
-use crate::token::{self, Purpose, TokenHash};
+use crate::long_poll::LongPolls;
+use crate::recording::RecordingIntake;
+use crate::token::{self, TokenHash, TokenPurpose};
 use dashmap::DashMap;
 use domain::TerminalSessionId;
 use prometheus::{IntCounter, IntGauge, Registry};
-use relay::Bus;
+use relay::TerminalBus;
 use secrecy::{ExposeSecret as _, SecretSlice, SecretString};
 use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
-use wire::terminal::{Down, Up};
+use wire::terminal::{TerminalCommand, TerminalEvent};
 
 pub use gateway::{PATH, beside, router};
-pub(crate) use watch::{Ending, until_over};
+pub(crate) use watch::{SessionEnd, until_session_ends};
 
-/// The subprotocol that a connection speaks (decisions 5, *Terminal*).
+/// The subprotocol of a connection (decisions 5, *Terminal*).
 pub const PROTOCOL: &str = "gpu.terminal.v1";
 
-/// Messages from one end to the other that are on their way.
+/// Messages in flight from one end to the other.
 const QUEUE: usize = 16;
 
 /// The ends of sessions that are here; cheap to clone.
@@ -39,19 +39,19 @@ const QUEUE: usize = 16;
 pub struct Terminals(Arc<Parts>);
 
 struct Parts {
-    /// The sessions whose agents hold their stream to this process.
-    ends: DashMap<Uuid, Arc<End>>,
-    waits: Polls<TerminalSessionId>,
+    /// The sessions whose agents stream to this process.
+    ends: DashMap<Uuid, Arc<AgentEnd>>,
+    waits: LongPolls<TerminalSessionId>,
     relay: Option<relay::Relay>,
-    figures: Figures,
-    shelf: Shelf,
+    metrics: TerminalMetrics,
+    recording_intake: RecordingIntake,
 }
 
 #[derive(Clone)]
-pub(crate) struct Figures {
-    /// Tokens that let a connection in.
+pub(crate) struct TerminalMetrics {
+    /// Tokens that were accepted.
     pub(crate) consumed: IntCounter,
-    /// Tokens that were used before, and shown again.
+    /// Tokens that were presented again after they were spent.
     pub(crate) replayed: IntCounter,
     /// Connections of users, now.
     pub(crate) connections: IntGauge,
@@ -59,7 +59,7 @@ pub(crate) struct Figures {
     pub(crate) streams: IntGauge,
 }
 
-impl Figures {
+impl TerminalMetrics {
     fn register(registry: &Registry) -> prometheus::Result<Self> {
         let counter = |name, help| {
             let counter = IntCounter::new(name, help)?;
@@ -88,15 +88,15 @@ impl Terminals {
     /// Where the registry has metrics of these names.
     pub fn register(
         registry: &Registry,
-        bus: Option<Arc<dyn Bus>>,
+        bus: Option<Arc<dyn TerminalBus>>,
         secret: SecretSlice<u8>,
     ) -> prometheus::Result<Self> {
         let parts = Arc::new(Parts {
             ends: DashMap::new(),
-            waits: Polls::default(),
+            waits: LongPolls::default(),
             relay: bus.map(|bus| relay::Relay::new(bus, secret)),
-            figures: Figures::register(registry)?,
-            shelf: Shelf::register(registry)?,
+            metrics: TerminalMetrics::register(registry)?,
+            recording_intake: RecordingIntake::register(registry)?,
         });
         if let Some(relay) = &parts.relay {
             relay.listen(Arc::downgrade(&parts));
@@ -104,199 +104,204 @@ impl Terminals {
         Ok(Self(parts))
     }
 
-    pub(crate) fn figures(&self) -> &Figures {
-        &self.0.figures
+    pub(crate) fn metrics(&self) -> &TerminalMetrics {
+        &self.0.metrics
     }
 
-    /// Where recordings are taken in.
-    pub(crate) fn shelf(&self) -> &Shelf {
-        &self.0.shelf
+    /// Where recordings are received.
+    pub(crate) fn recording_intake(&self) -> &RecordingIntake {
+        &self.0.recording_intake
     }
 
-    /// Something happened to the session: whoever holds an end of it looks.
+    /// Wakes the connections of a session: its state has changed.
     pub fn wake(&self, session: TerminalSessionId) {
         self.0.waits.wake(session);
     }
 
-    pub(crate) fn waits(&self) -> &Polls<TerminalSessionId> {
+    pub(crate) fn waits(&self) -> &LongPolls<TerminalSessionId> {
         &self.0.waits
     }
 
-    /// Takes in an agent's stream. A later one of the same session takes its place.
-    pub(crate) fn take_in(&self, session: TerminalSessionId, down: mpsc::Sender<Down>) -> Stream {
-        let end = Arc::new(End { down, user: Mutex::default(), gone: CancellationToken::new() });
+    /// Registers an agent's stream. A later stream of the same session replaces it.
+    pub(crate) fn register_stream(
+        &self,
+        session: TerminalSessionId,
+        down: mpsc::Sender<TerminalCommand>,
+    ) -> AgentStream {
+        let end = Arc::new(AgentEnd { down, user: Mutex::default(), gone: CancellationToken::new() });
         if let Some(before) = self.0.ends.insert(session.0, Arc::clone(&end)) {
             before.gone.cancel();
         }
-        self.0.figures.streams.inc();
+        self.0.metrics.streams.inc();
         // A user may be waiting for it.
         self.wake(session);
         if let Some(relay) = &self.0.relay {
             relay.announce(session);
         }
-        Stream { session, end, terminals: self.clone() }
+        AgentStream { session, end, terminals: self.clone() }
     }
 
-    /// Joins a user's connection with the session's agent, wherever its stream ends. `None`: nowhere, for the time being.
+    /// Joins a user's connection with the session's agent, wherever its stream ends. `None`: no replica has the stream at present.
     pub(crate) async fn link(&self, session: TerminalSessionId, attachment: u32, from: Option<u64>) -> Option<Link> {
         match self.end(session) {
             Some(end) => end.join(attachment, from).await,
-            None => self.0.relay.as_ref()?.reach(session, attachment, from).await,
+            None => self.0.relay.as_ref()?.connect(session, attachment, from).await,
         }
     }
 
     /// The session's stream, where it is here.
-    fn end(&self, session: TerminalSessionId) -> Option<Arc<End>> {
+    fn end(&self, session: TerminalSessionId) -> Option<Arc<AgentEnd>> {
         self.0.ends.get(&session.0).map(|end| Arc::clone(&end))
     }
 }
 
 /// An agent's stream that is here; it leaves when it is dropped.
-pub(crate) struct Stream {
+pub(crate) struct AgentStream {
     session: TerminalSessionId,
-    end: Arc<End>,
+    end: Arc<AgentEnd>,
     terminals: Terminals,
 }
 
-impl Stream {
-    /// Hands on what the agent says.
-    pub(crate) async fn deliver(&self, said: Up) {
-        self.end.deliver(said).await;
+impl AgentStream {
+    /// Forwards a message of the agent.
+    pub(crate) async fn deliver(&self, event: TerminalEvent) {
+        self.end.deliver(event).await;
     }
 
-    /// Until another stream has taken its place.
-    pub(crate) async fn gone(&self) {
+    /// Completes when another stream has replaced this one.
+    pub(crate) async fn replaced(&self) {
         self.end.gone.cancelled().await;
     }
 }
 
-impl Drop for Stream {
+impl Drop for AgentStream {
     fn drop(&mut self) {
         self.end.gone.cancel();
         lock(&self.end.user).take();
         self.terminals.0.ends.remove_if(&self.session.0, |_, end| Arc::ptr_eq(end, &self.end));
-        self.terminals.0.figures.streams.dec();
+        self.terminals.0.metrics.streams.dec();
     }
 }
 
-/// The agent's end of a session, and who is joined to it.
-pub(crate) struct End {
-    down: mpsc::Sender<Down>,
-    user: Mutex<Option<User>>,
+/// The agent's end of a session, and the user that is joined to it.
+pub(crate) struct AgentEnd {
+    down: mpsc::Sender<TerminalCommand>,
+    user: Mutex<Option<AttachedUser>>,
     gone: CancellationToken,
 }
 
-struct User {
+struct AttachedUser {
     attachment: u32,
-    up: mpsc::Sender<Up>,
-    /// Another has come in its place, or it went.
-    parted: CancellationToken,
+    up: mpsc::Sender<TerminalEvent>,
+    /// Cancelled when another user replaces this one, or when the user leaves.
+    detached: CancellationToken,
 }
 
-impl End {
+impl AgentEnd {
     /// Whether a connection of that number could be joined at this moment.
-    fn admits(&self, attachment: u32) -> bool {
-        self.may_follow(lock(&self.user).as_ref(), attachment)
+    fn can_join(&self, attachment: u32) -> bool {
+        self.may_replace(lock(&self.user).as_ref(), attachment)
     }
 
-    fn may_follow(&self, user: Option<&User>, attachment: u32) -> bool {
+    fn may_replace(&self, user: Option<&AttachedUser>, attachment: u32) -> bool {
         !self.gone.is_cancelled() && user.is_none_or(|user| user.attachment <= attachment)
     }
 
     /// `None` where a later connection is joined, or the stream is gone.
     async fn join(self: &Arc<Self>, attachment: u32, from: Option<u64>) -> Option<Link> {
         let (up, receiver) = mpsc::channel(QUEUE);
-        let parted = CancellationToken::new();
+        let detached = CancellationToken::new();
         {
             let mut user = lock(&self.user);
-            if !self.may_follow(user.as_ref(), attachment) {
+            if !self.may_replace(user.as_ref(), attachment) {
                 return None;
             }
-            if let Some(before) = user.replace(User { attachment, up, parted: parted.clone() }) {
-                before.parted.cancel();
+            if let Some(before) = user.replace(AttachedUser { attachment, up, detached: detached.clone() }) {
+                before.detached.cancel();
             }
         }
-        let held = Held { end: Arc::clone(self), attachment, parted };
-        self.down.send(Down::Attach { attachment, from }).await.ok()?;
+        let held = AttachmentGuard { end: Arc::clone(self), attachment, detached };
+        self.down.send(TerminalCommand::Attach { attachment, from }).await.ok()?;
         Some(Link { attachment, up: receiver, down: self.down.clone(), _held: Some(held) })
     }
 
-    async fn deliver(&self, said: Up) {
-        let Some((said, up, parted)) = self.hand_over(said) else { return };
+    async fn deliver(&self, event: TerminalEvent) {
+        let Some((event, up, detached)) = self.offer(event) else { return };
         tokio::select! {
-            _ = up.send(said) => {}
-            () = parted.cancelled() => {}
+            _ = up.send(event) => {}
+            () = detached.cancelled() => {}
         }
     }
 
-    /// Hands it to whom it is for; what is for an earlier connection is for nobody. It comes back with them where they have to be waited for.
-    fn hand_over(&self, said: Up) -> Option<(Up, mpsc::Sender<Up>, CancellationToken)> {
+    /// Offers a message to its recipient; a message for an earlier connection is dropped. The message comes back with the recipient's queue
+    /// where that is full.
+    fn offer(&self, event: TerminalEvent) -> Option<(TerminalEvent, mpsc::Sender<TerminalEvent>, CancellationToken)> {
         let user = lock(&self.user);
         let user = user.as_ref()?;
-        let is_for = match &said {
-            Up::Attached { attachment, .. } | Up::Output { attachment, .. } | Up::Taken { attachment, .. } => {
-                *attachment == user.attachment
-            }
-            Up::Exited { .. } | Up::Recording { .. } => true,
-            // The session's own machine says it, with the reason.
-            Up::Lost => false,
+        let is_for = match &event {
+            TerminalEvent::Attached { attachment, .. }
+            | TerminalEvent::Output { attachment, .. }
+            | TerminalEvent::Taken { attachment, .. } => *attachment == user.attachment,
+            TerminalEvent::Exited { .. } | TerminalEvent::Recording { .. } => true,
+            // The session's own state machine reports it, with the reason.
+            TerminalEvent::Lost => false,
         };
         if !is_for {
             return None;
         }
-        match user.up.try_send(said) {
+        match user.up.try_send(event) {
             Ok(()) | Err(TrySendError::Closed(_)) => None,
-            Err(TrySendError::Full(said)) => Some((said, user.up.clone(), user.parted.clone())),
+            Err(TrySendError::Full(event)) => Some((event, user.up.clone(), user.detached.clone())),
         }
     }
 }
 
-/// A user's place at an agent's end; given back when it is dropped.
-struct Held {
-    end: Arc<End>,
+/// A user's attachment to an agent's end; released on drop.
+struct AttachmentGuard {
+    end: Arc<AgentEnd>,
     attachment: u32,
-    parted: CancellationToken,
+    detached: CancellationToken,
 }
 
-impl Drop for Held {
+impl Drop for AttachmentGuard {
     fn drop(&mut self) {
-        if self.parted.is_cancelled() {
+        if self.detached.is_cancelled() {
             return;
         }
-        self.parted.cancel();
-        lock(&self.end.user).take_if(|user| user.parted.is_cancelled());
+        self.detached.cancel();
+        lock(&self.end.user).take_if(|user| user.detached.is_cancelled());
         let (end, attachment) = (Arc::clone(&self.end), self.attachment);
         tokio::spawn(async move {
             let Ok(permit) = end.down.reserve().await else { return };
-            // The same connection may be joined again by now: after its `Attach` this would put it out.
+            // The same connection may be joined again by now: a `Detach` after its `Attach` would disconnect it.
             let user = lock(&end.user);
             if user.as_ref().is_none_or(|user| user.attachment != attachment) {
-                permit.send(Down::Detach { attachment });
+                permit.send(TerminalCommand::Detach { attachment });
             }
         });
     }
 }
 
-/// A user's connection, joined with the session's agent. It parts when it is dropped; `up` ends where the agent is gone.
+/// A user's connection, joined with the session's agent. Dropping it detaches; `up` ends where the agent is gone.
 pub(crate) struct Link {
     attachment: u32,
-    up: mpsc::Receiver<Up>,
-    down: mpsc::Sender<Down>,
-    _held: Option<Held>,
+    up: mpsc::Receiver<TerminalEvent>,
+    down: mpsc::Sender<TerminalCommand>,
+    _held: Option<AttachmentGuard>,
 }
 
-/// A token as it is handed out: the secret, and which session it is for.
+/// A token as it is issued: the secret, and the session that it is for.
 pub(crate) fn mint(session: Uuid) -> (SecretString, TokenHash) {
-    let minted = token::mint(Purpose::Terminal);
+    let minted = token::mint(TokenPurpose::Terminal);
     (format!("{}.{}", minted.token.expose_secret(), session.simple()).into(), minted.hash)
 }
 
-/// The session that a token is for, and its hash; `None` where it has not even the form of one.
+/// The session that a token is for, and its hash; `None` where the form is not that of a token.
 pub(crate) fn read_token(presented: &SecretString) -> Option<(TerminalSessionId, TokenHash)> {
     let (secret, session) = presented.expose_secret().rsplit_once('.')?;
     let well_formed = session.len() == 32 && session.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
     let session = Uuid::try_parse(session).ok().filter(|_| well_formed)?;
-    Some((TerminalSessionId(session), token::read(Purpose::Terminal, &secret.to_owned().into())?))
+    Some((TerminalSessionId(session), token::read(TokenPurpose::Terminal, &secret.to_owned().into())?))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

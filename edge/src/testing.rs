@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Shared fixtures of this crate's tests.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -13,33 +13,33 @@ pub(crate) async fn body_json(response: Response) -> Value {
     serde_json::from_slice(&bytes).unwrap_or_else(|_| panic!("not JSON: {}", String::from_utf8_lossy(&bytes)))
 }
 
-/// The outermost layer of a router that stands alone.
-pub(crate) fn outermost(service: crate::correlation::Service) -> crate::correlation::Outermost {
-    let figures = figures().of_service(service.name);
-    crate::correlation::Outermost { service, figures, sampling: telemetry::Sampling::NEVER }
+/// The outermost layer of a standalone router.
+pub(crate) fn scope_settings(service: crate::correlation::Service) -> crate::correlation::ScopeSettings {
+    let metrics = metrics().for_service(service.name);
+    crate::correlation::ScopeSettings { service, metrics, sampling: telemetry::Sampling::NEVER }
 }
 
-/// Figures in a registry of their own.
-pub(crate) fn figures() -> crate::figures::Figures {
-    crate::figures::Figures::register(&prometheus::Registry::new()).unwrap()
+/// Metrics in a registry of their own.
+pub(crate) fn metrics() -> crate::metrics::EdgeMetrics {
+    crate::metrics::EdgeMetrics::register(&prometheus::Registry::new()).unwrap()
 }
 
-/// The ends of terminals of a replica that stands alone.
+/// The terminals of a standalone replica.
 pub(crate) fn terminals() -> crate::terminal::Terminals {
     let secret = secrecy::SecretSlice::from(vec![7; 32]);
     crate::terminal::Terminals::register(&prometheus::Registry::new(), None, secret).unwrap()
 }
 
-/// Nobody listens, and there is no bus.
+/// No subscribers, and no bus.
 pub(crate) fn notifications() -> crate::notifications::Notifications {
     crate::notifications::Notifications::register(&prometheus::Registry::new(), None).unwrap()
 }
 
 /// Webhooks to the internet, and no mail server.
-pub(crate) fn delivery() -> crate::delivery::Delivery {
+pub(crate) fn delivery() -> crate::delivery::NotificationSender {
     install_crypto();
     let webhooks = crate::delivery::webhook::Webhooks::new(crate::delivery::webhook::WebhookSettings::default());
-    crate::delivery::Delivery { webhooks: webhooks.unwrap(), mailer: None, at_rest: key_ring() }
+    crate::delivery::NotificationSender { webhooks: webhooks.unwrap(), mailer: None, at_rest: key_ring() }
 }
 
 /// A key ring of one key.

@@ -1,5 +1,5 @@
-//! TLS as the service ends it itself: configuration here, the listener in [`serve`], session tickets in [`tickets`], and
-//! what is connected in [`connections`].
+//! TLS termination: the configuration here, the listener in [`serve`], session tickets in [`tickets`], and the open connections in
+//! [`connections`].
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -13,59 +13,66 @@ use rustls::{
 };
 use thiserror::Error;
 
-use crate::buckets::network_of;
-use crate::identity::{NodeCertificate, NotANode, TrustDomain, forwarded::NotForwarded, ingress::Ingress};
+use crate::identity::{
+    NodeCertificate, NodeCertificateError, TrustDomain, forwarded::ForwardedCertificateError, ingress::Ingress,
+};
+use crate::token_bucket::network_of;
 
 pub mod admission;
-mod bare;
 pub mod connections;
+mod http1;
 pub mod serve;
 pub mod tickets;
 
-/// Who makes a request; handlers take it as `ConnectInfo<Peer>`.
+/// The peer of a request; handlers take it as `ConnectInfo<Peer>`.
 #[derive(Clone, Debug)]
 pub struct Peer {
     /// Of the client; without its port where it came through a proxy.
     pub address: SocketAddr,
-    /// The address is that of a balancer or proxy which does not say for whom the connection is: it stands for many clients.
+    /// The address is that of a load balancer or proxy which does not name its client: many clients share it.
     stands_for_many: bool,
-    shown: Shown,
+    shown: CertificateSource,
     /// Whether the session was resumed from a ticket, in which case the certificate comes out of the ticket.
     pub resumed: bool,
 }
 
-/// Where the client's certificate comes from.
+/// The source of the client's certificate.
 #[derive(Clone, Debug)]
-enum Shown {
-    /// As TLS verified it when the session began. It is read once: what it says is a third of what it is, and is kept as long as the connection.
-    InTls(Option<Arc<Result<NodeCertificate, NotANode>>>),
-    /// As a trusted proxy says, of this one request.
-    ToAProxy(Result<Option<CertificateDer<'static>>, NotForwarded>),
+enum CertificateSource {
+    /// As TLS verified it when the session began. It is parsed once: the parsed form is a third of the size, and is stored as long as the
+    /// connection.
+    InTls(Option<Arc<Result<NodeCertificate, NodeCertificateError>>>),
+    /// As a trusted proxy forwards it, for this one request.
+    ToAProxy(Result<Option<CertificateDer<'static>>, ForwardedCertificateError>),
 }
 
 impl Peer {
-    /// Who holds a connection; `shown` is its certificate, where nodes use the listener.
-    pub(crate) fn new(address: SocketAddr, shown: Option<Result<NodeCertificate, NotANode>>, resumed: bool) -> Self {
-        Self { address, stands_for_many: false, shown: Shown::InTls(shown.map(Arc::new)), resumed }
+    /// The peer of a connection; `shown` is its certificate, where nodes use the listener.
+    pub(crate) fn new(
+        address: SocketAddr,
+        shown: Option<Result<NodeCertificate, NodeCertificateError>>,
+        resumed: bool,
+    ) -> Self {
+        Self { address, stands_for_many: false, shown: CertificateSource::InTls(shown.map(Arc::new)), resumed }
     }
 
-    /// Who holds a connection to a listener behind `ingress`.
+    /// The peer of a connection to a listener behind `ingress`.
     pub(crate) fn connected(
         address: SocketAddr,
-        shown: Option<Result<NodeCertificate, NotANode>>,
+        shown: Option<Result<NodeCertificate, NodeCertificateError>>,
         resumed: bool,
         ingress: &Ingress,
     ) -> Self {
         Self { stands_for_many: ingress.is_balancer(address.ip()), ..Self::new(address, shown, resumed) }
     }
 
-    /// The client that an HTTP proxy names in front of this connection, or all its clients where it names none.
+    /// The client that an HTTP proxy in front of this connection names, or all its clients where it names none.
     pub(crate) fn forwarded_for(&self, client: Option<IpAddr>) -> Self {
         let address = client.map_or(self.address, |client| SocketAddr::new(client, 0));
         Self { address, stands_for_many: client.is_none(), ..self.clone() }
     }
 
-    /// The network that bounds per address count this peer against; `None` where the address stands for many clients.
+    /// The network that the per-address bounds count this peer against; `None` where many clients share the address.
     pub(crate) fn network(&self) -> Option<IpAddr> {
         (!self.stands_for_many).then(|| network_of(self.address.ip()))
     }
@@ -74,23 +81,23 @@ impl Peer {
     pub(crate) fn behind_a_proxy(
         &self,
         address: SocketAddr,
-        certificate: Result<Option<CertificateDer<'static>>, NotForwarded>,
+        certificate: Result<Option<CertificateDer<'static>>, ForwardedCertificateError>,
     ) -> Self {
         let stands_for_many = address == self.address;
-        Self { address, stands_for_many, shown: Shown::ToAProxy(certificate), resumed: self.resumed }
+        Self { address, stands_for_many, shown: CertificateSource::ToAProxy(certificate), resumed: self.resumed }
     }
 
-    /// What the client's own certificate says; `None` where it showed none.
+    /// The client's own certificate; `None` where it presented none.
     ///
     /// # Errors
-    /// Where a proxy's word for it does not count.
+    /// Where forwarded certificates are not accepted.
     pub(crate) fn certificate(
         &self,
         trust_domain: &TrustDomain,
-    ) -> Result<Option<Result<NodeCertificate, NotANode>>, &NotForwarded> {
+    ) -> Result<Option<Result<NodeCertificate, NodeCertificateError>>, &ForwardedCertificateError> {
         match &self.shown {
-            Shown::InTls(certificate) => Ok(certificate.as_deref().cloned()),
-            Shown::ToAProxy(told) => {
+            CertificateSource::InTls(certificate) => Ok(certificate.as_deref().cloned()),
+            CertificateSource::ToAProxy(told) => {
                 let told = told.as_ref()?;
                 Ok(told.as_ref().map(|certificate| NodeCertificate::parse(certificate, trust_domain)))
             }
@@ -117,11 +124,11 @@ pub enum TlsConfigError {
 
 /// The settings of a listener.
 pub struct ServerTls<'a> {
-    /// The server's certificate and what is between it and its authority.
+    /// The server's certificate and its intermediates.
     pub certificate_chain_pem: &'a str,
     pub key_pem: &'a str,
-    /// Authorities of client certificates (the node CA, and its predecessor while nodes still hold its certificates);
-    /// without them no client is asked for one. A client that shows none is let in all the same: routes decide.
+    /// Authorities of client certificates (the node CA, and its predecessor while nodes still hold its certificates); without them no
+    /// client certificate is requested. A client without one is accepted all the same: routes decide.
     pub client_authorities_pem: Option<&'a str>,
     /// Without it no session is resumed.
     pub tickets: Option<Arc<dyn ProducesTickets>>,
@@ -153,7 +160,7 @@ pub fn server_config(settings: &ServerTls<'_>) -> Result<ServerConfig, TlsConfig
     Ok(config)
 }
 
-/// Who verifies client certificates against these authorities, PEM. A client that shows none is let in.
+/// The verifier of client certificates against these authorities, PEM. A client without a certificate is accepted.
 pub(crate) fn client_verifier(authorities_pem: &str) -> Result<Arc<dyn ClientCertVerifier>, TlsConfigError> {
     let mut roots = RootCertStore::empty();
     for authority in certificates(authorities_pem, TlsConfigError::ClientAuthorities)? {

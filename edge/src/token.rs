@@ -1,8 +1,7 @@
 //! Tokens that the service mints: 256 random bits behind a readable prefix, shown once, stored as a SHA-256 hash,
 //! compared in constant time.
 //!
-//! A plain hash is enough: what is hashed is random, so there is nothing to guess. The prefix tells a person and a secret
-//! scanner what was found.
+//! A plain hash is enough: the input is random, so it cannot be guessed. The prefix identifies the token for people and secret scanners.
 
 use std::fmt;
 
@@ -16,18 +15,18 @@ use zeroize::Zeroize;
 const SECRET_BYTES: usize = 32;
 const SECRET_CHARS: usize = 43;
 
-/// What a token is good for; each has its own prefix, so that one is never taken for another.
+/// The purpose of a token; each has its own prefix, so that one is never accepted for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Purpose {
+pub enum TokenPurpose {
     /// Admits a node to enrollment, later to recovery (service specification, "Enrollment token").
     Enrollment,
     /// Lets a service account get access tokens (specification, "Authentication" 8).
     ServiceAccountKey,
-    /// Lets one connection into a terminal session (specification, "Authentication" 7).
+    /// Admits one connection to a terminal session (specification, "Authentication" 7).
     Terminal,
 }
 
-impl Purpose {
+impl TokenPurpose {
     pub const ALL: [Self; 3] = [Self::Enrollment, Self::ServiceAccountKey, Self::Terminal];
 
     #[must_use]
@@ -40,31 +39,31 @@ impl Purpose {
     }
 }
 
-/// What is stored of a token.
+/// The stored form of a token.
 #[derive(Clone, Copy)]
 pub struct TokenHash([u8; 32]);
 
 /// A fresh token and its hash.
-pub struct Minted {
+pub struct MintedToken {
     pub token: SecretString,
     pub hash: TokenHash,
 }
 
 /// Makes a token.
 #[must_use]
-pub fn mint(purpose: Purpose) -> Minted {
+pub fn mint(purpose: TokenPurpose) -> MintedToken {
     let mut secret = [0_u8; SECRET_BYTES];
     rand::rng().fill_bytes(&mut secret);
     let mut text = String::with_capacity(purpose.prefix().len() + SECRET_CHARS);
     text.push_str(purpose.prefix());
     URL_SAFE_NO_PAD.encode_string(secret, &mut text);
     secret.zeroize();
-    Minted { hash: TokenHash::of(&text), token: text.into() }
+    MintedToken { hash: TokenHash::of(&text), token: text.into() }
 }
 
-/// The hash of a token that somebody presents; `None` where the text has not even the form of one.
+/// The hash of a presented token; `None` where the text does not have the form of one.
 #[must_use]
-pub fn read(purpose: Purpose, presented: &SecretString) -> Option<TokenHash> {
+pub fn read(purpose: TokenPurpose, presented: &SecretString) -> Option<TokenHash> {
     let text = presented.expose_secret();
     let secret = text.strip_prefix(purpose.prefix())?;
     let well_formed = secret.len() == SECRET_CHARS
@@ -94,7 +93,7 @@ impl TokenHash {
     }
 }
 
-/// Not even the hash belongs in a log: whoever can write it into the database has made a token.
+/// Not even the hash belongs in a log: writing it into the database would make a token valid.
 impl fmt::Debug for TokenHash {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("TokenHash(..)")
@@ -110,39 +109,39 @@ mod tests {
 
     #[test]
     fn a_minted_token_is_read_back_to_its_hash() {
-        let minted = mint(Purpose::Enrollment);
+        let minted = mint(TokenPurpose::Enrollment);
         assert!(minted.token.expose_secret().starts_with("gpuenr_"));
         assert_eq!(minted.token.expose_secret().len(), "gpuenr_".len() + 43);
-        assert!(read(Purpose::Enrollment, &minted.token).unwrap().matches(&minted.hash));
+        assert!(read(TokenPurpose::Enrollment, &minted.token).unwrap().matches(&minted.hash));
         assert!(TokenHash::from_bytes(minted.hash.to_bytes()).matches(&minted.hash));
     }
 
     #[test]
     fn no_two_tokens_are_alike() {
-        let tokens: HashSet<[u8; 32]> = (0..1_000).map(|_| mint(Purpose::Enrollment).hash.to_bytes()).collect();
+        let tokens: HashSet<[u8; 32]> = (0..1_000).map(|_| mint(TokenPurpose::Enrollment).hash.to_bytes()).collect();
         assert_eq!(tokens.len(), 1_000);
     }
 
     #[test]
-    fn what_is_no_token_is_not_hashed() {
-        let good = mint(Purpose::Enrollment).token;
+    fn invalid_token_is_not_hashed() {
+        let good = mint(TokenPurpose::Enrollment).token;
         let good = good.expose_secret();
         let too_short = &good[..good.len() - 1];
         for bad in
             ["", "gpuenr_", too_short, &format!("{good}x"), &format!(" {good}"), &good.replace("gpuenr_", "gpuxxx_")]
         {
-            assert!(read(Purpose::Enrollment, &SecretString::from(bad.to_owned())).is_none(), "{bad}");
+            assert!(read(TokenPurpose::Enrollment, &SecretString::from(bad.to_owned())).is_none(), "{bad}");
         }
     }
 
     #[test]
     fn another_token_does_not_match() {
-        assert!(!mint(Purpose::Enrollment).hash.matches(&mint(Purpose::Enrollment).hash));
+        assert!(!mint(TokenPurpose::Enrollment).hash.matches(&mint(TokenPurpose::Enrollment).hash));
     }
 
     #[test]
     fn neither_token_nor_hash_shows_in_debug_output() {
-        let minted = mint(Purpose::Enrollment);
+        let minted = mint(TokenPurpose::Enrollment);
         assert_eq!(format!("{:?}", minted.hash), "TokenHash(..)");
         assert!(!format!("{:?}", minted.token).contains("gpuenr_"));
     }

@@ -1,17 +1,17 @@
-//! What the payment processor tells us, on a listener of its own (decisions 6, *Webhook*).
+//! The payment processor's webhooks, on a listener of their own (decisions 6, *Webhook*).
 //!
-//! A body is believed by its signature, stored under the processor's id for the event, and answered; what follows from it is worked on after
-//! that. Whatever goes wrong before it is stored is answered so that the processor sends it again, and nothing is lost; what came before is
-//! answered as if it had come for the first time, and does nothing.
+//! A body is verified by its signature, stored under the processor's id for the event, and acknowledged; it is processed after that. Any
+//! failure before it is stored has a response that makes the processor retry, so that nothing is lost; a duplicate is acknowledged like the
+//! first delivery and has no effect.
 
 mod body;
 mod counters;
 
-pub use body::{body_of, kept};
-pub use counters::{COUNTERS, Counters};
+pub use body::{body_of, seal_body};
+pub use counters::{COUNTERS, WebhookCounters};
 
 use actors::AskError;
-use actors::place::id_of_name;
+use actors::sharding::id_of_name;
 use axum::extract::{Request, State};
 use axum::http::HeaderMap;
 use axum::routing::post;
@@ -19,61 +19,61 @@ use axum::{Json, Router};
 use chrono::TimeDelta;
 use domain::authz::authorize;
 use domain::processor_event::{Command, ProcessorEvent, Rejection};
-use domain::{Action, Kind, Principal};
+use domain::{Action, EntityKind, Principal};
 use serde::Serialize;
 use std::time::Duration;
 use uuid::Uuid;
 
 use crate::body::read_body;
-use crate::correlation::{Outermost, Scope, Service};
+use crate::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
+use crate::correlation::{Scope, ScopeSettings, Service};
 use crate::error::{ApiError, Code};
-use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
+use crate::limits::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::processor::signature::SignatureError;
 use crate::processor::stripe::event::StripeEvent;
-use crate::reception::{Reception, ReceptionLimits, received};
 use crate::services::Services;
 use crate::tls::serve::ListenerLimits;
 
-/// Where the processor is told to send its events.
+/// The path that the processor sends its events to.
 pub const PATH: &str = "/webhooks/payments";
 
-/// The header that shows who sent it.
+/// The header with the signature.
 const SIGNATURE: &str = "stripe-signature";
 /// The longest body, in bytes. The processor's own events are under 64 KiB.
 const BODY_BYTES: usize = 256 * 1024;
-/// How many are taken in at once. Over it the processor is told to send again, which it does for days.
-const AT_ONCE: usize = 256;
+/// Requests at once. Over it the processor is asked to retry, which it does for days.
+const MAX_CONCURRENT: usize = 256;
 /// How many connections there are. The processor has a few; the rest is room in which strangers do not crowd it out.
-const CONNECTIONS: usize = 8192;
+const MAX_CONNECTIONS: usize = 8192;
 const CONNECTIONS_PER_ADDRESS: u32 = 256;
-/// How long storing may take. The processor waits longer than that.
-const STORED_WITHIN: TimeDelta = TimeDelta::seconds(6);
-const REQUEST_WITHIN: Duration = Duration::from_secs(10);
+/// Timeout for storing. The processor waits longer than that.
+const STORE_TIMEOUT: TimeDelta = TimeDelta::seconds(6);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What the processor reads of it: that it need not send it again.
+/// The acknowledgement: the processor need not retry.
 #[derive(Debug, Serialize)]
-struct Received {
+struct WebhookReceipt {
     received: bool,
 }
 
 /// The route, ready to be served.
 pub fn router(services: Services) -> Router {
-    let outermost = Outermost::of(Service { name: "webhook", tells_route: false }, &services);
+    let scope_settings = ScopeSettings::of(Service { name: "webhook", shows_route: false }, &services);
     let route = Router::new().route(PATH, post(receive));
-    let route = bounded(route, RequestTimeout(REQUEST_WITHIN), Concurrency::at_most(AT_ONCE));
-    let reception = Reception::new(ReceptionLimits::of_bodies_up_to(BODY_BYTES)).counting_refusals(|| {
+    let route = bounded(route, RequestTimeout(REQUEST_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT));
+    let admission = BodyAdmission::new(BodyAdmissionLimits::of_bodies_up_to(BODY_BYTES)).counting_refusals(|| {
         COUNTERS.received.inc();
         COUNTERS.invalid_payload.inc();
     });
-    finished(received(route, reception).with_state(services), outermost)
+    with_common_layers(admit_bodies(route, admission).with_state(services), scope_settings)
 }
 
-/// The bounds of its listener: it is reached from anywhere, by one who needs little.
+/// The bounds of its listener: it is open to the internet, for one client that needs little.
 #[must_use]
 pub fn listener_limits() -> ListenerLimits {
     ListenerLimits {
-        connections: CONNECTIONS,
-        pending: CONNECTIONS / 2,
+        connections: MAX_CONNECTIONS,
+        pending: MAX_CONNECTIONS / 2,
         pending_per_address: CONNECTIONS_PER_ADDRESS / 2,
         open_per_address: CONNECTIONS_PER_ADDRESS,
         header_read_timeout: Duration::from_secs(10),
@@ -81,24 +81,30 @@ pub fn listener_limits() -> ListenerLimits {
     }
 }
 
-async fn receive(State(services): State<Services>, scope: Scope, request: Request) -> Result<Json<Received>, ApiError> {
+async fn receive(
+    State(services): State<Services>,
+    scope: Scope,
+    request: Request,
+) -> Result<Json<WebhookReceipt>, ApiError> {
     COUNTERS.received.inc();
     let secrets = &services.payments()?.webhook_secrets;
     let signature = signature(request.headers());
     let body = read_body(request).await.inspect_err(|_| COUNTERS.invalid_payload.inc())?;
-    signature.and_then(|signature| secrets.verify(&signature, &body, services.world.now())).map_err(not_believed)?;
+    signature
+        .and_then(|signature| secrets.verify(&signature, &body, services.environment.now()))
+        .map_err(signature_refused)?;
     let event = StripeEvent::read(&body)
-        .map_err(|error| not_kept(ApiError::invalid_request(format!("The body is signed, but {error}."))))?;
+        .map_err(|error| payload_refused(ApiError::invalid_request(format!("The body is signed, but {error}."))))?;
     let id = id_of_event(&event.id);
-    scope.record_resource(format_args!("{}/{id}", Kind::ProcessorEvent));
+    scope.record_resource(format_args!("{}/{id}", EntityKind::ProcessorEvent));
     store(&services, &scope, id, event, &body).await?;
-    Ok(Json(Received { received: true }))
+    Ok(Json(WebhookReceipt { received: true }))
 }
 
-/// The id of the entity that keeps the processor's event of this id.
+/// The id of the entity that stores the processor's event of this id.
 #[must_use]
 pub fn id_of_event(event_id: &str) -> Uuid {
-    id_of_name(Kind::ProcessorEvent, event_id)
+    id_of_name(EntityKind::ProcessorEvent, event_id)
 }
 
 fn signature(headers: &HeaderMap) -> Result<String, SignatureError> {
@@ -107,10 +113,11 @@ fn signature(headers: &HeaderMap) -> Result<String, SignatureError> {
     signature.to_str().map(str::to_owned).map_err(|_| SignatureError::Unreadable)
 }
 
-/// Kept once, whoever else takes it in at this moment; and where nothing follows from its type, that is all.
+/// Stores the event once, however many deliveries arrive at this moment; an event without effect ends here.
 async fn store(services: &Services, scope: &Scope, id: Uuid, event: StripeEvent, body: &[u8]) -> Result<(), ApiError> {
-    let body_enc = kept(&services.trust.at_rest, id, body).map_err(|error| not_stored(ApiError::internal(error)))?;
-    let nothing_follows = !event.is_of_consequence();
+    let body_enc =
+        seal_body(&services.trust.at_rest, id, body).map_err(|error| store_failed(ApiError::internal(error)))?;
+    let nothing_follows = !event.has_effect();
     let receive = Command::Receive {
         digest: hex::encode(event.digest()),
         object_id: event.object_id(),
@@ -121,8 +128,8 @@ async fn store(services: &Services, scope: &Scope, id: Uuid, event: StripeEvent,
         nothing_follows,
     };
     let permit = authorize(&Principal::system("webhook"), Action::Advance).map_err(ApiError::internal)?;
-    let asked = scope.asked(&permit, services.world.now() + STORED_WITHIN);
-    match services.directory.ask::<ProcessorEvent>(&permit, id, receive, asked).await {
+    let context = scope.command_context(&permit, services.environment.now() + STORE_TIMEOUT);
+    match services.directory.ask::<ProcessorEvent>(&permit, id, receive, context).await {
         Ok(answered) => {
             if nothing_follows && answered.written {
                 COUNTERS.processed();
@@ -132,18 +139,18 @@ async fn store(services: &Services, scope: &Scope, id: Uuid, event: StripeEvent,
         Err(AskError::Rejected(Rejection::Differs)) => {
             let message =
                 "Another event came under this id before, and that one is kept; an event's id is never used twice.";
-            Err(not_kept(ApiError::invalid_request(message).detail("field", "id")))
+            Err(payload_refused(ApiError::invalid_request(message).detail("field", "id")))
         }
-        Err(AskError::Overloaded) => Err(not_stored(ApiError::overloaded())),
+        Err(AskError::Overloaded) => Err(store_failed(ApiError::overloaded())),
         Err(error) => {
             let message = "The event is not stored; send it again after the time in Retry-After.";
-            Err(not_stored(ApiError::new(Code::ServiceUnavailable, message).because(error)))
+            Err(store_failed(ApiError::new(Code::ServiceUnavailable, message).because(error)))
         }
     }
 }
 
-/// Nothing is told of what is not the processor's but that it is not; of an old one, how old it may be.
-fn not_believed(error: SignatureError) -> ApiError {
+/// A body that is not the processor's gets only that answer; one with an old signature also the limit on its age.
+fn signature_refused(error: SignatureError) -> ApiError {
     COUNTERS.signature_failures.inc();
     let (reason, message) = match error {
         SignatureError::NoHeader => ("signature_missing", "Send the header Stripe-Signature, once."),
@@ -169,12 +176,12 @@ fn not_believed(error: SignatureError) -> ApiError {
     ApiError::invalid_request(message).detail("reason", reason).because(error)
 }
 
-fn not_kept(error: ApiError) -> ApiError {
+fn payload_refused(error: ApiError) -> ApiError {
     COUNTERS.invalid_payload.inc();
     error
 }
 
-fn not_stored(error: ApiError) -> ApiError {
+fn store_failed(error: ApiError) -> ApiError {
     COUNTERS.persist_failures.inc();
     error
 }

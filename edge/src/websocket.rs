@@ -1,4 +1,4 @@
-//! What every WebSocket here has in common: whose pages may open one, how it is closed, and how much a client may say.
+//! What all WebSockets have in common: the origins that may open one, how it is closed, and the bound on control messages.
 
 use crate::error::ApiError;
 use crate::services::Services;
@@ -9,14 +9,14 @@ use std::time::Duration;
 use tokio::time::Instant;
 use tokio_tungstenite::tungstenite;
 
-/// How long a word may take to leave a connection that ends.
-pub(crate) const CLOSES_WITHIN: Duration = Duration::from_secs(2);
+/// Timeout for the close frame of a connection.
+pub(crate) const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Control messages and pings a second, on average and at once; more is no person.
-const CONTROLS_A_SECOND: u64 = 50;
-const CONTROLS_AT_ONCE: u64 = 200;
+/// Control messages and pings per second, on average and as a burst; no person sends more.
+const CONTROLS_PER_SECOND: u64 = 50;
+const CONTROL_BURST: u64 = 200;
 
-/// A close code, with a word for people.
+/// A close code with its reason phrase.
 pub(crate) type Close = (u16, &'static str);
 
 pub(crate) const TOKEN: Close = (4401, "token_invalid");
@@ -29,10 +29,10 @@ pub(crate) fn frame((code, reason): Close) -> Message {
 }
 
 pub(crate) async fn close_now(socket: &mut WebSocket, why: Close) {
-    let _ = tokio::time::timeout(CLOSES_WITHIN, socket.send(frame(why))).await;
+    let _ = tokio::time::timeout(CLOSE_TIMEOUT, socket.send(frame(why))).await;
 }
 
-/// What is answered to one who asks for no WebSocket.
+/// The response to a request that is not a WebSocket upgrade.
 pub(crate) fn no_upgrade(error: WebSocketUpgradeRejection) -> ApiError {
     ApiError::new(
         crate::error::Code::UpgradeRequired,
@@ -41,7 +41,7 @@ pub(crate) fn no_upgrade(error: WebSocketUpgradeRejection) -> ApiError {
     .because(error)
 }
 
-/// A browser says from where its page is; whoever says nothing is no browser.
+/// A browser sends the origin of its page; a client without one is not a browser.
 pub(crate) fn check_origin(services: &Services, headers: &HeaderMap) -> Result<(), ApiError> {
     let Some(origin) = headers.get(header::ORIGIN) else { return Ok(()) };
     let own = origin_of(&services.addresses.public_url);
@@ -58,7 +58,7 @@ pub(crate) fn origin_of(url: &str) -> String {
     reqwest::Url::parse(url).map(|url| url.origin().ascii_serialization()).unwrap_or_default()
 }
 
-/// What the client offers as subprotocols, one after the other.
+/// The subprotocols that the client offers, in order.
 pub(crate) fn offered(headers: &HeaderMap) -> Result<Vec<&str>, ApiError> {
     let mut offered = Vec::new();
     for value in headers.get_all(header::SEC_WEBSOCKET_PROTOCOL) {
@@ -68,7 +68,7 @@ pub(crate) fn offered(headers: &HeaderMap) -> Result<Vec<&str>, ApiError> {
     Ok(offered)
 }
 
-/// How many control messages may still come.
+/// The bucket of control messages that a client may still send.
 pub(crate) struct Controls {
     left: u64,
     at: Instant,
@@ -76,16 +76,16 @@ pub(crate) struct Controls {
 
 impl Default for Controls {
     fn default() -> Self {
-        Self { left: CONTROLS_AT_ONCE, at: Instant::now() }
+        Self { left: CONTROL_BURST, at: Instant::now() }
     }
 }
 
 impl Controls {
     pub(crate) fn take(&mut self) -> bool {
         let passed = u64::try_from(self.at.elapsed().as_millis()).unwrap_or(u64::MAX);
-        let again = passed.saturating_mul(CONTROLS_A_SECOND) / 1000;
-        if again > 0 {
-            self.left = self.left.saturating_add(again).min(CONTROLS_AT_ONCE);
+        let refilled = passed.saturating_mul(CONTROLS_PER_SECOND) / 1000;
+        if refilled > 0 {
+            self.left = self.left.saturating_add(refilled).min(CONTROL_BURST);
             self.at = Instant::now();
         }
         self.left.checked_sub(1).map(|left| self.left = left).is_some()

@@ -12,7 +12,7 @@ const again = (why, seconds = 0) => ({ kind: "again", why, next: null, seconds }
 const closed = (why, next = null) => ({ kind: "closed", why, next });
 
 /**
- * What the end of a WebSocket means (README, *Terminals*).
+ * What the end of a WebSocket means (the book, user/terminals.md).
  * @param {number} code
  * @param {{code: number | null, signal: number | null} | null} exit  how the program ended, where that was said
  * @returns {Verdict}

@@ -1,15 +1,15 @@
-//! The audit log's chain (decisions 7): what was written is sealed a moment later, outside the hot statement, into one SHA-256
-//! chain per shard, whose heads are signed and kept apart. [`seal`] extends the chains, [`verify`] recomputes them, [`forget`] lets
-//! old months go without breaking them.
+//! The audit log's hash chain (decisions 7): audit rows are sealed a moment after their commit, outside the hot statement, into one
+//! SHA-256 chain per shard, whose heads are signed and stored elsewhere as well. [`seal`] extends the chains, [`verify`] recomputes
+//! them, [`drop_month`] removes old months without breaking them.
 //!
-//! Who can hide what from whom is said in `deploy/decisions/0008-the-audit-chain.md`.
+//! The threat model is in `deploy/decisions/0008-audit-chain.md`.
 
 mod chain;
-mod forget;
+mod retention;
 mod seal;
 mod verify;
 
-pub use chain::{AuditKey, AuditKeys, BadKey, Head, SignedHead};
-pub use forget::{ForgetError, Forgotten, forget};
-pub use seal::{Broken, Sealer, Turn};
-pub use verify::{Finding, Kind, Report, Verify, verify};
+pub use chain::{AuditKey, AuditKeys, ChainHead, InvalidAuditKey, SignedHead};
+pub use retention::{DropMonthError, DroppedMonth, drop_month};
+pub use seal::{BrokenChain, SealRun, Sealer};
+pub use verify::{AuditFinding, AuditReport, AuditVerification, FindingKind, verify};

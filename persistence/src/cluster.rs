@@ -1,7 +1,7 @@
-//! The cluster's books: who lives, who owns which shard, and under which epoch. Postgres is the one authority (design 6). Ages on its
-//! clock are shown and decide nothing: a member loses its shards by a takeover from who has watched it, on a monotonic clock, not beat.
+//! Members and shard ownership: who is alive, and who owns which shard under which epoch. Postgres is the one authority (design 6).
+//! Ages on its clock are shown and decide nothing: a takeover requires an owner without heartbeats, as observed on a monotonic clock.
 
-use crate::error::{Doing, StoreError, damaged};
+use crate::error::{OperationContext, StoreError, damaged};
 use domain::commit::Epoch;
 use domain::id::{MemberId, Shard};
 use domain::machine::Timestamp;
@@ -20,27 +20,27 @@ pub const fn incarnation_of(epoch: Epoch) -> i64 {
     epoch.0 >> TERM_BITS
 }
 
-/// A running process, as it reports itself.
+/// A running process, as it registers itself.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Member {
     pub id: MemberId,
-    /// For people: host and process, or a name that was given.
+    /// For people: host and process, or a configured name.
     pub name: String,
     pub started_at: Timestamp,
-    /// Version, roles, addresses: what the other members and operators are shown.
+    /// Version, roles and addresses, for the other members and operators.
     pub details: serde_json::Value,
 }
 
-/// A member, and how long ago it was heard here.
+/// A member, with its last heartbeat.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Heard {
+pub struct MemberHeartbeat {
     pub member: Member,
-    /// The time of its last beat, which tells one beat from another and nothing else: the database's clock can be set.
-    pub beat_at: Timestamp,
+    /// The time of its last heartbeat, which distinguishes heartbeats and nothing else: the database's clock can be set.
+    pub heartbeat_at: Timestamp,
     pub silent_for: Duration,
 }
 
-/// Who owns a shard.
+/// The owner of a shard.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ownership {
     pub shard: Shard,
@@ -48,7 +48,7 @@ pub struct Ownership {
     pub epoch: Epoch,
 }
 
-/// The cluster's books.
+/// Members and shards in Postgres.
 #[derive(Clone, Debug)]
 pub struct Cluster {
     pub(crate) pool: PgPool,
@@ -60,11 +60,11 @@ impl Cluster {
         Self { pool }
     }
 
-    /// Says that `member` lives. To be called every second. Answers the database's time.
+    /// Stores a heartbeat of `member`, to be called every second. Returns the database's time.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn beat(&self, member: &Member) -> Result<Timestamp, StoreError> {
+    pub async fn heartbeat(&self, member: &Member) -> Result<Timestamp, StoreError> {
         sqlx::query_scalar(
             "INSERT INTO member (id, name, started_at, beat_at, details) VALUES ($1, $2, $3, clock_timestamp(), $4)
              ON CONFLICT (id) DO UPDATE SET name = excluded.name, beat_at = excluded.beat_at, details = excluded.details
@@ -79,8 +79,8 @@ impl Cluster {
         .doing("beating")
     }
 
-    /// A process's first beat. Earlier processes of its name that have certainly ended are deleted, so that no member has to wait for their
-    /// silence before it takes their shards. One that may still run stays: it may be answering from its memory.
+    /// A process's first heartbeat. Earlier processes of its name that have certainly ended are deleted, so that no member has to wait
+    /// for their timeout before it takes over their shards. One that may still run stays: it may be replying from its memory.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -96,7 +96,7 @@ impl Cluster {
             }
             let done = sqlx::query("DELETE FROM member WHERE id = $1 AND beat_at = $2")
                 .bind(earlier.member.id.0)
-                .bind(earlier.beat_at)
+                .bind(earlier.heartbeat_at)
                 .execute(&self.pool)
                 .await
                 .doing("deleting an earlier process of this name")?;
@@ -104,14 +104,14 @@ impl Cluster {
                 tracing::info!(member.name = name, "takes the place of an earlier process of its name");
             }
         }
-        self.beat(member).await
+        self.heartbeat(member).await
     }
 
-    /// Every member that is known, living or not, by id.
+    /// Every known member, alive or not, by id.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn members(&self) -> Result<Vec<Heard>, StoreError> {
+    pub async fn members(&self) -> Result<Vec<MemberHeartbeat>, StoreError> {
         let rows = sqlx::query(
             "SELECT id, name, started_at, beat_at, details,
                     greatest(extract(epoch FROM clock_timestamp() - beat_at), 0)::float8 AS silent
@@ -119,14 +119,14 @@ impl Cluster {
         )
         .fetch_all(&self.pool)
         .await;
-        rows.and_then(|rows| rows.iter().map(heard).collect()).doing("reading the members")
+        rows.and_then(|rows| rows.iter().map(member_heartbeat).collect()).doing("reading the members")
     }
 
-    /// The members that were heard within `within` on the database's clock, by id: to be shown, not to be acted on.
+    /// The members with a heartbeat within `within` on the database's clock, by id: to be shown, not to be acted on.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn living(&self, within: Duration) -> Result<Vec<Heard>, StoreError> {
+    pub async fn alive(&self, within: Duration) -> Result<Vec<MemberHeartbeat>, StoreError> {
         let rows = sqlx::query(
             "SELECT id, name, started_at, beat_at, details,
                     greatest(extract(epoch FROM clock_timestamp() - beat_at), 0)::float8 AS silent
@@ -135,10 +135,10 @@ impl Cluster {
         .bind(within.as_secs_f64())
         .fetch_all(&self.pool)
         .await;
-        rows.and_then(|rows| rows.iter().map(heard).collect()).doing("reading the members")
+        rows.and_then(|rows| rows.iter().map(member_heartbeat).collect()).doing("reading the members")
     }
 
-    /// Forgets a member that ended in order. Its shards should have been handed over before.
+    /// Removes a member that ended in order. Its shards should have been handed over before.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -147,11 +147,11 @@ impl Cluster {
         done.map(drop).doing("removing a member")
     }
 
-    /// Forgets members that have been silent for `silent_for` and own nothing. Answers how many.
+    /// Removes members without a heartbeat for `silent_for` that own nothing. Returns how many.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn forget_silent(&self, silent_for: Duration) -> Result<u64, StoreError> {
+    pub async fn remove_silent(&self, silent_for: Duration) -> Result<u64, StoreError> {
         sqlx::query(
             "DELETE FROM member WHERE beat_at < clock_timestamp() - make_interval(secs => $1)
              AND NOT EXISTS (SELECT 1 FROM shard WHERE shard.owner = member.id)",
@@ -172,10 +172,10 @@ impl Cluster {
         rows.and_then(|rows| rows.iter().map(ownership).collect()).doing("reading the shards")
     }
 
-    /// Makes `me` the owner of those of `seen` that still are as they were seen, and whose owner is nobody, has no row, or has not beaten
-    /// since the beat in `watched`: each with an epoch one higher. Waits for batches in flight, which commit under the old epoch. The
-    /// answer holds what was won; the rest went to another or came back to life. That the owner has been silent for long enough since
-    /// that beat is the caller's to know.
+    /// Makes `me` the owner of those of `seen` that are unchanged, and whose owner is `NULL`, has no row, or has sent no heartbeat
+    /// since the one in `watched`: each with an epoch one higher. Waits for batches in flight, which commit under the old epoch. The
+    /// result holds what was won; the rest went to another member or its owner is alive. Whether the owner was silent for long enough
+    /// since that heartbeat is the caller's decision.
     ///
     /// # Errors
     /// [`StoreError`]; whether the takeover happened is then to be read from [`Cluster::shards`].
@@ -212,8 +212,8 @@ impl Cluster {
         .await
     }
 
-    /// Gives those of `mine` that still are ours under these epochs to `to` (`None`: to nobody): each with an epoch one higher.
-    /// From then on nothing of ours commits there.
+    /// Hands those of `mine` that this member still owns under these epochs over to `to` (`None`: no owner): each with an epoch one
+    /// higher. From then on this member commits nothing there.
     ///
     /// # Errors
     /// [`StoreError`]; whether the handover happened is then to be read from [`Cluster::shards`].
@@ -263,8 +263,8 @@ impl Cluster {
         incarnation.doing("reading the incarnation")
     }
 
-    /// To be called once on a database that was restored from a backup, while no member runs: takes every shard from its owner
-    /// and lifts all epochs above any that the lost time can have seen. Answers the new incarnation.
+    /// To be called once on a database that was restored from a backup, while no member runs: takes every shard from its owner and
+    /// raises all epochs above any that the lost time can have seen. Returns the new incarnation.
     ///
     /// # Errors
     /// [`StoreError`]; nothing has changed then.
@@ -287,15 +287,19 @@ impl Cluster {
     }
 }
 
-fn heard(row: &PgRow) -> Result<Heard, sqlx::Error> {
+fn member_heartbeat(row: &PgRow) -> Result<MemberHeartbeat, sqlx::Error> {
     let member = Member {
         id: MemberId(row.try_get("id")?),
         name: row.try_get("name")?,
         started_at: row.try_get("started_at")?,
         details: row.try_get("details")?,
     };
-    let beat_at = row.try_get("beat_at")?;
-    Ok(Heard { member, beat_at, silent_for: Duration::try_from_secs_f64(row.try_get("silent")?).map_err(damaged)? })
+    let heartbeat_at = row.try_get("beat_at")?;
+    Ok(MemberHeartbeat {
+        member,
+        heartbeat_at,
+        silent_for: Duration::try_from_secs_f64(row.try_get("silent")?).map_err(damaged)?,
+    })
 }
 
 fn ownership(row: &PgRow) -> Result<Ownership, sqlx::Error> {

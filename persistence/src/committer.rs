@@ -1,28 +1,28 @@
-//! The group committer: everything that is waiting *now* becomes durable in one statement (design 5).
+//! The group committer: everything that waits at the moment becomes durable in one statement (design 5).
 //!
-//! Two workers with a connection each; every shard belongs to one of them, so that a shard's transitions are numbered and made
-//! durable by one hand. Whoever runs a worker ([`Committer::run_lane`]) may start it again after a panic: what waits stays, what was being
-//! written is [`Outcome::Unknown`]. There is no timer: while one batch is being committed, the next one fills. A transition is in a batch
-//! whole or not at all, and one that fails takes no other with it. What can wait (`Commit::patient`) is written in batches of its own, by
-//! turns with what somebody waits for.
+//! Two workers (lanes) with a connection each; every shard belongs to one of them, so that a shard's transitions are numbered and
+//! committed by one worker. A supervisor runs a worker ([`Committer::run_lane`]) and may restart it after a panic: the queue stays, the
+//! batch in flight is [`CommitOutcome::Unknown`]. There is no timer: while one batch is being committed, the next one fills. A
+//! transition is in a batch whole or not at all, and one that fails takes no other with it. Patient transitions (`Commit::patient`) are
+//! written in batches of their own, alternating with those for which a caller waits.
 //!
-//! | the store says | the outcome |
+//! | the response of the database | the outcome |
 //! | --- | --- |
-//! | written | [`Outcome::Applied`] |
-//! | another version, or the id is taken | [`Outcome::Conflict`] |
-//! | the command id was used | [`Outcome::Duplicate`] |
-//! | another entity has a name that is claimed | [`Outcome::Claimed`] |
-//! | the shard has another owner or epoch | [`Outcome::Fenced`] |
-//! | a rule of the database forbids it | the batch is halved until it stands alone: [`Outcome::Refused`], the rest commits |
-//! | any other error, the connection alive | rolled back: [`Outcome::NotApplied`] (deadlocks are tried again first) |
-//! | no connection, queue full, shutting down | never sent: [`Outcome::NotApplied`] |
-//! | the connection lost or silent after sending | [`Outcome::Unknown`], and the backend is ended before the next batch |
+//! | written | [`CommitOutcome::Applied`] |
+//! | another version, or the id is taken | [`CommitOutcome::Conflict`] |
+//! | the command id was used | [`CommitOutcome::Duplicate`] |
+//! | another entity holds a claimed name | [`CommitOutcome::Claimed`] |
+//! | the shard has another owner or epoch | [`CommitOutcome::Fenced`] |
+//! | a constraint refuses it | the batch is halved until the transition is alone: [`CommitOutcome::Refused`], the rest commits |
+//! | any other error, the connection alive | rolled back: [`CommitOutcome::NotApplied`] (deadlocks are retried first) |
+//! | no connection, queue full, shutting down | not sent: [`CommitOutcome::NotApplied`] |
+//! | the connection lost, or no response in time | [`CommitOutcome::Unknown`], and the backend is ended before the next batch |
 
 mod batch;
+mod in_flight;
 mod metrics;
 mod queues;
 mod sequence;
-mod under_way;
 mod worker;
 
 pub use metrics::CommitterMetrics;
@@ -30,48 +30,48 @@ pub use sequence::Sequences;
 pub use worker::WorkerStatus;
 
 use crate::outbox::OutboxRow;
-use crate::seal::Seals;
+use crate::snapshot_seal::SnapshotSealer;
 use batch::Job;
-use domain::commit::{Commit, Outcome};
+use domain::commit::{Commit, CommitOutcome};
 use domain::id::{MemberId, Shard};
 use futures::FutureExt;
-use queues::{Queues, Ways};
+use in_flight::InFlightCommits;
+use queues::{QueueSenders, Queues};
 use sqlx::PgPool;
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep};
-use under_way::UnderWay;
 use uuid::Uuid;
 use worker::Worker;
 
-/// How long the fate of what is under way is waited for.
-const CERTAIN_WITHIN: Duration = Duration::from_secs(2);
-/// How often it is looked at. It is waited for seldom: after a lost connection, and where an entity was stopped in the middle.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// How long a load waits for commits in flight.
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
+/// The interval of that check. It is rarely needed: after a lost connection, and where an actor was stopped during a commit.
+const SETTLE_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// How the committer is set up.
+/// The settings of the committer.
 #[derive(Clone, Debug)]
 pub struct CommitterConfig {
-    /// Who we are to the shard table: a batch commits only where this member owns the shard.
+    /// The member id in the shard table: a batch commits only where this member owns the shard.
     pub member: MemberId,
     /// Workers, each with a connection of its own.
     pub workers: usize,
-    /// Transitions that may wait at one worker; over it a commit is [`Outcome::NotApplied`]. Those that can wait have as many places.
+    /// Transitions that may wait at one worker; over it a commit is [`CommitOutcome::NotApplied`]. Patient ones have an equal bound.
     pub queue: usize,
     /// Transitions in one statement, at most.
     pub batch: usize,
-    /// Postings in a statement of transitions that can wait, so that it keeps nobody else waiting for long.
+    /// Postings in a statement of patient transitions, so that it delays no other batch for long.
     pub patient_postings: usize,
-    /// After this the server gives a batch up.
+    /// The server cancels a batch after this.
     pub statement_timeout: Duration,
-    /// What snapshots are sealed with. `None`: by nothing, in tests of what has no keys.
-    pub seals: Option<Seals>,
-    /// The shards' counters. A committer that is started anew under the same epochs must be given the same ones.
+    /// Seals snapshots. `None`: they are not sealed, in tests without keys.
+    pub seals: Option<SnapshotSealer>,
+    /// The shards' counters. A committer that is restarted under the same epochs must get the same ones.
     pub sequences: Sequences,
-    /// Called by a worker when the database has answered a batch and nobody has been told. Tests stop or fail a worker there.
-    pub answered: Option<fn()>,
+    /// Called by a worker when the database has answered a batch and no caller has its outcome. Tests stop or fail a worker there.
+    pub on_response: Option<fn()>,
 }
 
 impl CommitterConfig {
@@ -86,7 +86,7 @@ impl CommitterConfig {
             statement_timeout: Duration::from_secs(5),
             seals: None,
             sequences: Sequences::default(),
-            answered: None,
+            on_response: None,
         }
     }
 }
@@ -99,21 +99,21 @@ pub struct Committer {
 
 struct Inner {
     lanes: Vec<Lane>,
-    under_way: UnderWay,
-    seals: Option<Seals>,
+    in_flight: InFlightCommits,
+    seals: Option<SnapshotSealer>,
     metrics: CommitterMetrics,
     stop: watch::Sender<bool>,
 }
 
 struct Lane {
-    jobs: Ways,
+    jobs: QueueSenders,
     status: Arc<Mutex<WorkerStatus>>,
     /// Outlives the task that runs it.
     worker: Arc<tokio::sync::Mutex<(Worker, Queues)>>,
 }
 
 impl Committer {
-    /// Starts the workers, each as a task that nothing looks after.
+    /// Starts the workers, each as a task without a supervisor.
     #[must_use]
     pub fn start(
         pool: &PgPool,
@@ -130,7 +130,7 @@ impl Committer {
 
     /// A committer whose workers are run by [`Committer::run_lane`]. They connect with the pool's options, on connections of their own.
     ///
-    /// What was applied is handed to `published`, so that it need not be read back; what does not fit is left to the poll for orphans.
+    /// Applied events are sent to `published`, so that they need not be read back; those over its bound are left to the outbox poll.
     #[must_use]
     pub fn new(
         pool: &PgPool,
@@ -148,31 +148,31 @@ impl Committer {
                 Worker::new(number, &options, config.clone(), metrics.clone(), published.clone(), Arc::clone(&status));
             lanes.push(Lane { jobs, status, worker: Arc::new(tokio::sync::Mutex::new((worker, queues))) });
         }
-        let under_way = UnderWay::default();
-        Self { inner: Arc::new(Inner { lanes, under_way, seals: config.seals, metrics, stop }) }
+        let in_flight = InFlightCommits::default();
+        Self { inner: Arc::new(Inner { lanes, in_flight, seals: config.seals, metrics, stop }) }
     }
 
-    /// Runs one worker until [`Committer::close`]; one that runs already is waited for first. When it is dropped or panics, it can be run
-    /// again: what waits is still there.
+    /// Runs one worker until [`Committer::close`]; a running one is awaited first. When it is dropped or panics, it can be restarted:
+    /// its queue is still there.
     pub async fn run_lane(&self, number: usize) {
         if let Some(lane) = self.inner.lanes.get(number) {
             run(Arc::clone(&lane.worker), self.inner.stop.subscribe()).await;
         }
     }
 
-    /// Makes one transition durable, together with what else is waiting, and says what became of it.
-    pub async fn commit(&self, commit: Commit) -> Outcome {
+    /// Commits one transition, in a batch with what else is waiting.
+    pub async fn commit(&self, commit: Commit) -> CommitOutcome {
         let (shard, patient) = (commit.shard, commit.patient);
         let (answer, outcome) = oneshot::channel();
-        let outcome = match Job::new(commit, answer, self.inner.seals.as_ref(), &self.inner.under_way) {
+        let outcome = match Job::new(commit, answer, self.inner.seals.as_ref(), &self.inner.in_flight) {
             Err(refused) => refused,
             Ok(job) => match self.lane(shard).jobs.of(patient).try_send(job) {
                 Ok(()) => {
                     self.inner.metrics.waiting.inc();
-                    // The worker ended while it wrote the transition.
-                    outcome
-                        .await
-                        .unwrap_or_else(|_| Outcome::Unknown { reason: "the committer's worker ended".to_owned() })
+                    // The worker ended while it wrote the batch.
+                    outcome.await.unwrap_or_else(|_| CommitOutcome::Unknown {
+                        reason: "the committer's worker ended".to_owned(),
+                    })
                 }
                 Err(mpsc::error::TrySendError::Full(_)) => not_applied("the commit queue is full"),
                 Err(mpsc::error::TrySendError::Closed(_)) => not_applied("the committer is shut down"),
@@ -182,37 +182,36 @@ impl Committer {
         outcome
     }
 
-    /// Waits until the store holds of the entity what it will hold: nothing of it is on its way from here, and no batch of its lane is
-    /// of unknown fate. `false` where that is not so in time. To be asked before the entity is read to be decided on: what was handed
-    /// over outlives the one who did so.
-    pub async fn certain(&self, entity: Uuid, shard: Shard) -> bool {
+    /// Waits until no commit of the entity is in flight from here, and no batch of its lane has an unknown outcome. Returns `false`
+    /// where that takes too long. To be called before a load of the entity for a decision: a commit may outlive its caller.
+    pub async fn wait_settled(&self, entity: Uuid, shard: Shard) -> bool {
         let in_doubt = || self.lane(shard).status.lock().unwrap_or_else(PoisonError::into_inner).in_doubt;
-        let until = Instant::now() + CERTAIN_WITHIN;
-        while self.inner.under_way.has(entity) || in_doubt() {
+        let until = Instant::now() + SETTLE_TIMEOUT;
+        while self.inner.in_flight.has(entity) || in_doubt() {
             if Instant::now() >= until {
                 return false;
             }
-            sleep(LOOK_EVERY).await;
+            sleep(SETTLE_POLL_INTERVAL).await;
         }
         true
     }
 
-    /// What each worker is doing, for the supervision tree.
+    /// The status of each worker, for the supervision tree.
     #[must_use]
     pub fn workers(&self) -> Vec<WorkerStatus> {
         let read = |lane: &Lane| {
             let mut status = lane.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            (status.waiting, status.bound) = lane.jobs.filled();
+            (status.waiting, status.bound) = lane.jobs.depth();
             status
         };
         self.inner.lanes.iter().map(read).collect()
     }
 
-    /// Takes nothing more, commits what is waiting, and ends.
+    /// Refuses new commits, commits the queues, and ends.
     pub async fn close(&self) {
         self.inner.stop.send_replace(true);
         for lane in &self.inner.lanes {
-            // A worker that runs ends first; what it has left, or one that does not run, is drained here.
+            // A running worker ends first; the rest of its queue, or that of one that does not run, is drained here.
             let draining = AssertUnwindSafe(run(Arc::clone(&lane.worker), self.inner.stop.subscribe()));
             if draining.catch_unwind().await.is_err() {
                 tracing::error!("a committer worker panicked while it was drained; what it wrote last is unknown");
@@ -230,6 +229,6 @@ async fn run(worker: Arc<tokio::sync::Mutex<(Worker, Queues)>>, stop: watch::Rec
     worker.run(queues, stop).await;
 }
 
-fn not_applied(reason: &str) -> Outcome {
-    Outcome::NotApplied { reason: reason.to_owned() }
+fn not_applied(reason: &str) -> CommitOutcome {
+    CommitOutcome::NotApplied { reason: reason.to_owned() }
 }

@@ -1,11 +1,11 @@
-//! Envelope encryption of what must be readable again: AES-256-GCM under a fresh data key for every value, the data key sealed
-//! under a key of the key ring (the key-encryption keys, KEK). The place of the value (table, column and row id) is
-//! authenticated with both, so that a sealed value moved elsewhere does not open.
+//! Envelope encryption of values that must be readable again: AES-256-GCM under a fresh data key for every value, the data key sealed
+//! under a key of the key ring (the key-encryption keys, KEK). The seal context of the value (table, column and row id) is
+//! authenticated with both, so that a sealed value that was moved elsewhere does not open.
 //!
 //! # Key ring file
-//! Lines of text; `#` begins a comment. `key ID BASE64` gives a key of 32 bytes (an id is 1 to 64 of `[A-Za-z0-9._-]`),
-//! `active ID` names the one that seals. The others still open, so a key is rotated by adding a new one, making it active, having
-//! everything sealed anew ([`crate::rewrap`]), and removing the old when nothing is sealed under it.
+//! Lines of text; `#` begins a comment. `key ID BASE64` defines a key of 32 bytes (an id is 1 to 64 of `[A-Za-z0-9._-]`), `active ID`
+//! names the one that seals. The others still open: a key is rotated by adding a new one, making it active, rewrapping everything
+//! ([`crate::rewrap`]), and removing the old one when nothing is sealed under it.
 //!
 //! # Sealed value, version 1
 //! `1 · length of key id · key id · nonce (12) · sealed data key (32 + 16) · nonce (12) · ciphertext + 16`.
@@ -30,16 +30,16 @@ const KEY: usize = 32;
 const NONCE: usize = 12;
 const TAG: usize = 16;
 
-/// Where a sealed value lives. What was sealed for one place opens in no other.
+/// The seal context: where a sealed value is stored. A value that was sealed for one context opens in no other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place<'a> {
+pub struct SealContext<'a> {
     pub table: &'a str,
     pub column: &'a str,
     pub row: &'a str,
 }
 
-impl Place<'_> {
-    /// Each part with its length before it: `("a", "bc")` and `("ab", "c")` are different places.
+impl SealContext<'_> {
+    /// Each part is length-prefixed: `("a", "bc")` and `("ab", "c")` are different contexts.
     fn associated_data(&self, layer: u8, key_id: &str) -> Vec<u8> {
         let mut data = vec![VERSION, layer];
         for part in [self.table, self.column, self.row, key_id] {
@@ -53,7 +53,7 @@ impl Place<'_> {
 const DATA_KEY: u8 = b'k';
 const DATA: u8 = b'd';
 
-/// The key-encryption keys by id, and which of them seals.
+/// The key-encryption keys by id, and the active one.
 pub struct KeyRing {
     active: String,
     keys: BTreeMap<String, Zeroizing<[u8; KEY]>>,
@@ -89,13 +89,13 @@ pub enum EnvelopeError {
     Short,
     #[error("the value is sealed under key {0:?}, which is not in the key ring")]
     UnknownKey(String),
-    /// Another key under the same id, another place, or altered bytes: which of them cannot be told.
+    /// Another key under the same id, another context, or altered bytes: they cannot be distinguished.
     #[error("the sealed value does not open here")]
     Refused,
 }
 
 impl KeyRing {
-    /// Reads the file described above.
+    /// Reads the file in the format above.
     ///
     /// # Errors
     /// [`KeyRingError`] names the line, never its content.
@@ -113,8 +113,8 @@ impl KeyRing {
         Self::parse(&text)
     }
 
-    /// Makes a key ring of one fresh key and writes it where no file is yet, readable by its owner alone. For development:
-    /// production brings its own.
+    /// Creates a key ring of one fresh key and writes it where no file is yet, readable by its owner alone. For development: production
+    /// brings its own.
     ///
     /// # Errors
     /// [`KeyRingError::File`] where the file exists or cannot be written.
@@ -182,42 +182,42 @@ impl KeyRing {
         self.keys.contains_key(id)
     }
 
-    /// How everything begins that the active key has sealed.
+    /// The first bytes of every value that the active key has sealed.
     #[must_use]
-    pub fn mark(&self) -> Vec<u8> {
+    pub fn active_prefix(&self) -> Vec<u8> {
         // An id has 64 characters at most.
         let length = u8::try_from(self.active.len()).unwrap_or(u8::MAX);
         [&[VERSION, length], self.active.as_bytes()].concat()
     }
 
-    /// Seals anew, under the active key, what was sealed for the same place under any key of the ring.
+    /// Rewraps under the active key what was sealed for the same context under any key of the ring.
     ///
     /// # Errors
     /// [`EnvelopeError`], as [`KeyRing::open`].
-    pub fn reseal(&self, place: &Place<'_>, sealed: &[u8]) -> Result<Vec<u8>, EnvelopeError> {
-        self.seal(place, self.open(place, sealed)?.expose_secret())
+    pub fn reseal(&self, context: &SealContext<'_>, sealed: &[u8]) -> Result<Vec<u8>, EnvelopeError> {
+        self.seal(context, self.open(context, sealed)?.expose_secret())
     }
 
-    /// Seals `plain` for `place` under the active key.
+    /// Seals `plain` for `context` under the active key.
     ///
     /// # Errors
     /// [`EnvelopeError::Refused`] where the value is longer than the cipher allows (64 GiB).
-    pub fn seal(&self, place: &Place<'_>, plain: &[u8]) -> Result<Vec<u8>, EnvelopeError> {
+    pub fn seal(&self, context: &SealContext<'_>, plain: &[u8]) -> Result<Vec<u8>, EnvelopeError> {
         let id = self.active.as_str();
         let kek = self.keys.get(id).ok_or_else(|| EnvelopeError::UnknownKey(id.to_owned()))?;
         let data_key = Zeroizing::new(<[u8; KEY]>::generate());
         let mut sealed = vec![VERSION, u8::try_from(id.len()).map_err(|_| EnvelopeError::Refused)?];
         sealed.extend_from_slice(id.as_bytes());
-        sealed.extend_from_slice(&encrypt(kek, &place.associated_data(DATA_KEY, id), data_key.as_slice())?);
-        sealed.extend_from_slice(&encrypt(&data_key, &place.associated_data(DATA, id), plain)?);
+        sealed.extend_from_slice(&encrypt(kek, &context.associated_data(DATA_KEY, id), data_key.as_slice())?);
+        sealed.extend_from_slice(&encrypt(&data_key, &context.associated_data(DATA, id), plain)?);
         Ok(sealed)
     }
 
-    /// Opens what was sealed for the same place, under any key of the ring.
+    /// Opens what was sealed for the same context, under any key of the ring.
     ///
     /// # Errors
-    /// [`EnvelopeError`]: cut short, of another format, under a missing key, or not meant for this place.
-    pub fn open(&self, place: &Place<'_>, sealed: &[u8]) -> Result<SecretSlice<u8>, EnvelopeError> {
+    /// [`EnvelopeError`]: cut short, of another format, under a missing key, or of another context.
+    pub fn open(&self, context: &SealContext<'_>, sealed: &[u8]) -> Result<SecretSlice<u8>, EnvelopeError> {
         let (&version, rest) = sealed.split_first().ok_or(EnvelopeError::Short)?;
         if version != VERSION {
             return Err(EnvelopeError::Format(version));
@@ -227,9 +227,9 @@ impl KeyRing {
         let (wrapped, data) = rest.split_at_checked(NONCE + KEY + TAG).ok_or(EnvelopeError::Short)?;
         let id = std::str::from_utf8(id).map_err(|_| EnvelopeError::Refused)?;
         let kek = self.keys.get(id).ok_or_else(|| EnvelopeError::UnknownKey(id.to_owned()))?;
-        let data_key = decrypt(kek, &place.associated_data(DATA_KEY, id), wrapped)?;
+        let data_key = decrypt(kek, &context.associated_data(DATA_KEY, id), wrapped)?;
         let data_key = Zeroizing::new(<[u8; KEY]>::try_from(data_key.as_slice()).map_err(|_| EnvelopeError::Refused)?);
-        let mut plain = decrypt(&data_key, &place.associated_data(DATA, id), data)?;
+        let mut plain = decrypt(&data_key, &context.associated_data(DATA, id), data)?;
         Ok(SecretSlice::from(std::mem::take(&mut *plain)))
     }
 }
@@ -243,7 +243,7 @@ fn cipher(key: &[u8; KEY]) -> Aes256Gcm {
     Aes256Gcm::new(key)
 }
 
-/// Nonce and ciphertext.
+/// Returns nonce and ciphertext.
 fn encrypt(key: &[u8; KEY], aad: &[u8], msg: &[u8]) -> Result<Vec<u8>, EnvelopeError> {
     let nonce = <[u8; NONCE]>::generate();
     let mut out = nonce.to_vec();
@@ -262,7 +262,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const HERE: Place<'_> = Place { table: "secret", column: "sealed", row: "node-ca" };
+    const CONTEXT: SealContext<'_> = SealContext { table: "secret", column: "sealed", row: "node-ca" };
 
     fn ring(active: &str, ids: &[(&str, u8)]) -> KeyRing {
         let mut text = format!("active {active}\n");
@@ -274,52 +274,52 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_sealed_opens_in_its_place_and_in_no_other(plain: Vec<u8>, at in 0_usize..200, bit in 0_u8..8) {
+        fn sealed_value_opens_in_its_context_and_in_no_other(plain: Vec<u8>, at in 0_usize..200, bit in 0_u8..8) {
             let ring = ring("a", &[("a", 1)]);
-            let sealed = ring.seal(&HERE, &plain).unwrap();
-            let opened = ring.open(&HERE, &sealed).unwrap();
+            let sealed = ring.seal(&CONTEXT, &plain).unwrap();
+            let opened = ring.open(&CONTEXT, &sealed).unwrap();
             prop_assert_eq!(opened.expose_secret(), plain.as_slice());
 
-            for place in [Place { row: "node-cb", ..HERE }, Place { column: "x", ..HERE }, Place { table: "t", ..HERE }] {
-                prop_assert_eq!(ring.open(&place, &sealed).unwrap_err(), EnvelopeError::Refused);
+            for context in [SealContext { row: "node-cb", ..CONTEXT }, SealContext { column: "x", ..CONTEXT }, SealContext { table: "t", ..CONTEXT }] {
+                prop_assert_eq!(ring.open(&context, &sealed).unwrap_err(), EnvelopeError::Refused);
             }
             let mut altered = sealed.clone();
             let at = at % altered.len();
             altered[at] ^= 1 << bit;
-            prop_assert!(ring.open(&HERE, &altered).is_err());
-            prop_assert!(ring.open(&HERE, &sealed[..at]).is_err());
+            prop_assert!(ring.open(&CONTEXT, &altered).is_err());
+            prop_assert!(ring.open(&CONTEXT, &sealed[..at]).is_err());
         }
     }
 
     #[test]
     fn a_key_is_rotated_by_adding_one_and_making_it_active() {
-        let sealed = ring("a", &[("a", 1)]).seal(&HERE, b"x").unwrap();
+        let sealed = ring("a", &[("a", 1)]).seal(&CONTEXT, b"x").unwrap();
         let rotated = ring("b", &[("a", 1), ("b", 2)]);
-        assert_eq!(rotated.open(&HERE, &sealed).unwrap().expose_secret(), b"x");
-        let anew = rotated.seal(&HERE, b"x").unwrap();
+        assert_eq!(rotated.open(&CONTEXT, &sealed).unwrap().expose_secret(), b"x");
+        let anew = rotated.seal(&CONTEXT, b"x").unwrap();
         let old = ring("a", &[("a", 1)]);
-        assert_eq!(old.open(&HERE, &anew).unwrap_err(), EnvelopeError::UnknownKey("b".to_owned()));
+        assert_eq!(old.open(&CONTEXT, &anew).unwrap_err(), EnvelopeError::UnknownKey("b".to_owned()));
     }
 
     #[test]
     fn another_key_under_the_same_id_does_not_open_it() {
-        let sealed = ring("a", &[("a", 1)]).seal(&HERE, b"x").unwrap();
-        assert_eq!(ring("a", &[("a", 2)]).open(&HERE, &sealed).unwrap_err(), EnvelopeError::Refused);
+        let sealed = ring("a", &[("a", 1)]).seal(&CONTEXT, b"x").unwrap();
+        assert_eq!(ring("a", &[("a", 2)]).open(&CONTEXT, &sealed).unwrap_err(), EnvelopeError::Refused);
     }
 
     #[test]
-    fn the_same_value_never_looks_the_same_twice() {
+    fn same_value_is_sealed_differently_each_time() {
         let ring = ring("a", &[("a", 1)]);
-        assert_ne!(ring.seal(&HERE, b"x").unwrap(), ring.seal(&HERE, b"x").unwrap());
+        assert_ne!(ring.seal(&CONTEXT, b"x").unwrap(), ring.seal(&CONTEXT, b"x").unwrap());
     }
 
     #[test]
-    fn another_format_is_named() {
-        assert_eq!(ring("a", &[("a", 1)]).open(&HERE, &[9, 9]).unwrap_err(), EnvelopeError::Format(9));
+    fn unknown_format_is_reported_by_number() {
+        assert_eq!(ring("a", &[("a", 1)]).open(&CONTEXT, &[9, 9]).unwrap_err(), EnvelopeError::Format(9));
     }
 
     #[test]
-    fn a_broken_key_ring_is_refused_by_line_and_never_quoted() {
+    fn malformed_key_ring_is_refused_by_line_without_quoting_it() {
         let short = format!("active a\nkey a {}", STANDARD.encode([7_u8; 31]));
         for text in ["key a !!!\nactive a", &short, "active a", "key", "", "active a\nactive a"] {
             let error = KeyRing::parse(text).unwrap_err();
@@ -329,11 +329,11 @@ mod tests {
     }
 
     #[test]
-    fn a_made_key_ring_is_its_owners_alone_and_is_never_overwritten() {
+    fn created_key_ring_is_readable_by_its_owner_alone_and_never_overwritten() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("kek");
-        let sealed = KeyRing::create(&path).unwrap().seal(&HERE, b"x").unwrap();
-        assert_eq!(KeyRing::load(&path).unwrap().open(&HERE, &sealed).unwrap().expose_secret(), b"x");
+        let sealed = KeyRing::create(&path).unwrap().seal(&CONTEXT, b"x").unwrap();
+        assert_eq!(KeyRing::load(&path).unwrap().open(&CONTEXT, &sealed).unwrap().expose_secret(), b"x");
         assert!(KeyRing::create(&path).is_err());
         #[cfg(unix)]
         {

@@ -1,8 +1,8 @@
-//! What a statement outside the committer can fail with.
+//! Errors of statements outside the committer.
 
-use crate::seal::Refused;
+use crate::snapshot_seal::SealRefusal;
 
-/// A statement failed. `doing` is for the operator's eye; what a caller of the API is told is the edge's to choose.
+/// A statement failed. `doing` is for the operator; the edge chooses what a caller of the API sees.
 #[derive(Debug, thiserror::Error)]
 #[error("the store failed while {doing}")]
 pub struct StoreError {
@@ -12,24 +12,24 @@ pub struct StoreError {
 }
 
 impl StoreError {
-    /// True where the database answers, and gave this up after the time that it had for it.
+    /// True where the database answered that the statement exceeded its timeout.
     #[must_use]
     pub fn took_too_long(&self) -> bool {
         const QUERY_CANCELED: &str = "57014";
         self.source.as_database_error().and_then(sqlx::error::DatabaseError::code).as_deref() == Some(QUERY_CANCELED)
     }
 
-    /// Why a stored snapshot is not decided from, where that is it.
+    /// Why a stored snapshot is refused, where that is the error.
     #[must_use]
     #[expect(clippy::wildcard_enum_match_arm, reason = "not our enum: a refusal has one form there")]
-    pub fn seal_refused(&self) -> Option<Refused> {
+    pub fn seal_refused(&self) -> Option<SealRefusal> {
         match &self.source {
             sqlx::Error::Decode(source) => source.downcast_ref().copied(),
             _ => None,
         }
     }
 
-    /// True where the database could not be reached or had no time: trying again may help.
+    /// True where the database was unreachable or overloaded: a retry may help.
     #[must_use]
     #[expect(clippy::wildcard_enum_match_arm, reason = "not our enum: whatever is new there is a defect")]
     pub fn is_unavailable(&self) -> bool {
@@ -41,7 +41,7 @@ impl StoreError {
             | sqlx::Error::PoolClosed
             | sqlx::Error::WorkerCrashed => true,
             sqlx::Error::Database(error) => {
-                // Connection exceptions, rollbacks, lack of resources, operator intervention, lock not available.
+                // Connection exceptions, rollbacks, insufficient resources, operator intervention, lock not available.
                 let code = error.code().unwrap_or_default();
                 ["08", "40", "53", "57", "55P03"].iter().any(|class| code.starts_with(class))
             }
@@ -50,18 +50,18 @@ impl StoreError {
     }
 }
 
-/// Names what was being done.
-pub(crate) trait Doing<T> {
+/// Adds the operation that failed.
+pub(crate) trait OperationContext<T> {
     fn doing(self, doing: &'static str) -> Result<T, StoreError>;
 }
 
-impl<T> Doing<T> for Result<T, sqlx::Error> {
+impl<T> OperationContext<T> for Result<T, sqlx::Error> {
     fn doing(self, doing: &'static str) -> Result<T, StoreError> {
         self.map_err(|source| StoreError { doing, source })
     }
 }
 
-/// A row that does not mean what this release expects.
+/// A row that this release cannot decode.
 pub(crate) fn damaged(error: impl std::error::Error + Send + Sync + 'static) -> sqlx::Error {
     sqlx::Error::Decode(Box::new(error))
 }

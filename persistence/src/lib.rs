@@ -1,21 +1,20 @@
-//! What is true, on Postgres: group commit, outbox, reads, cluster ownership, sealed secrets and the schema.
+//! The store on Postgres: group commit, outbox, reads, shard ownership, sealed secrets and the schema.
 //!
-//! Two ways in. [`committer::Committer`] is the only one that writes an entity's state, history, audit, events and command ids:
-//! all of a transition or none of it, many transitions in one statement. Everything else reads ([`read`]), keeps the cluster's
-//! own books ([`cluster`], with the marks of what is parked), stores answers for repetitions ([`answers`]) or cleans up ([`outbox`],
-//! [`sweep`]).
+//! [`committer::Committer`] alone writes an entity's state, history, audit records, events and command ids: all of a transition or none
+//! of it, many transitions in one statement. The other modules read ([`read`]), store members and shard ownership ([`cluster`], with
+//! the marks of parked entities), store responses for replays ([`idempotency`]) or remove what is obsolete ([`outbox`], [`sweep`]).
 //!
 //! Statements are checked against a real server by this crate's tests, not by macros at compile time
 //! (`deploy/decisions/0002-sql-checked-by-tests.md`).
 
 #![forbid(unsafe_code)]
 
-pub mod answers;
 pub mod audit;
 pub mod cluster;
 pub mod committer;
 pub mod envelope;
 pub mod error;
+pub mod idempotency;
 pub mod lease;
 pub mod loader;
 pub mod migrate;
@@ -25,18 +24,18 @@ pub mod pool;
 pub mod read;
 pub mod recordings;
 pub mod rewrap;
-pub mod seal;
 pub mod secrets;
+pub mod snapshot_seal;
 pub mod sweep;
 
-pub use answers::Answers;
 pub use cluster::Cluster;
 pub use committer::{Committer, CommitterConfig};
 pub use error::StoreError;
+pub use idempotency::IdempotencyRecords;
 pub use lease::{Lease, Leases};
 pub use loader::Loader;
 pub use outbox::{Outbox, OutboxRow};
 pub use read::Reads;
 pub use recordings::Recordings;
-pub use seal::Seals;
 pub use secrets::Secrets;
+pub use snapshot_seal::SnapshotSealer;

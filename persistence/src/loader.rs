@@ -1,5 +1,5 @@
-//! The group loader, the committer's counterpart: entities that are asked for *now* are read with one query. There is no timer. One that
-//! is asked for alone is read at once; while a query is under way, what is asked for gathers for the next.
+//! The group loader, the committer's counterpart: entities that are requested at the moment are read with one query. There is no timer.
+//! A single request is read at once; while a query is in flight, further requests collect for the next.
 
 use crate::error::StoreError;
 use crate::read::Reads;
@@ -12,23 +12,23 @@ use std::time::Duration;
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::time::timeout;
 
-/// Queries under way at most. A load that is slow keeps those of its own lane waiting.
+/// Queries in flight at most. A slow load delays only those of its own lane.
 pub const LANES: usize = 4;
 
 /// Entities in one query: some milliseconds of the database's time.
-const IN_ONE: usize = 256;
+const BATCH_MAX: usize = 256;
 
-/// How long a query may take. A server that does not answer must not keep a lane for itself.
-const WITHIN: Duration = Duration::from_secs(3);
+/// The timeout of a query. A server that does not answer must not block a lane.
+const QUERY_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Loads that may wait in a lane; over it a load waits for its place.
-const QUEUE: usize = 4096;
+/// Loads that may wait in a lane; over it a load waits for room.
+const QUEUE_BOUND: usize = 4096;
 
-type Answer = Result<Option<Snapshot>, Arc<StoreError>>;
+type LoadResult = Result<Option<Snapshot>, Arc<StoreError>>;
 
 struct Load {
     entity: EntityRef,
-    answer: oneshot::Sender<Answer>,
+    answer: oneshot::Sender<LoadResult>,
 }
 
 /// A handle; clones share the lanes.
@@ -46,7 +46,7 @@ struct Lane {
     queue: Arc<Mutex<mpsc::Receiver<Load>>>,
 }
 
-/// The lane ended with the load in hand.
+/// The lane ended during the load.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     #[error(transparent)]
@@ -56,7 +56,7 @@ pub enum LoadError {
 }
 
 impl Loader {
-    /// Starts the lanes, each as a task that nothing looks after.
+    /// Starts the lanes, each as a task without a supervisor.
     #[must_use]
     pub fn start(reads: &Reads) -> Self {
         let loader = Self::new(reads);
@@ -70,20 +70,20 @@ impl Loader {
     #[must_use]
     pub fn new(reads: &Reads) -> Self {
         let lane = |_| {
-            let (loads, queue) = mpsc::channel(QUEUE);
+            let (loads, queue) = mpsc::channel(QUEUE_BOUND);
             Lane { loads, queue: Arc::new(Mutex::new(queue)) }
         };
         Self { reads: reads.clone(), lanes: (0..LANES).map(lane).collect(), next: Arc::default() }
     }
 
-    /// Runs one of the [`LANES`] for as long as it is polled. When it is dropped or panics, it can be run again: what waits is still there.
+    /// Runs one of the [`LANES`] for as long as it is polled. When it is dropped or panics, it can be restarted: its queue is still there.
     pub async fn run_lane(&self, number: usize) {
         if let Some(lane) = self.lanes.get(number) {
             serve(self.reads.clone(), Arc::clone(&lane.queue)).await;
         }
     }
 
-    /// The entity as it was committed last: read after this was asked for. `None`: there is none of this id and kind.
+    /// The last committed snapshot, read after this call. `None`: there is no entity of this id and kind.
     ///
     /// # Errors
     /// [`LoadError`]
@@ -97,23 +97,23 @@ impl Loader {
 
 async fn serve(reads: Reads, queue: Arc<Mutex<mpsc::Receiver<Load>>>) {
     let mut queue = queue.lock().await;
-    let mut loads = Vec::with_capacity(IN_ONE);
-    while queue.recv_many(&mut loads, IN_ONE).await > 0 {
-        // Who does not wait any more need not be read for.
+    let mut loads = Vec::with_capacity(BATCH_MAX);
+    while queue.recv_many(&mut loads, BATCH_MAX).await > 0 {
+        // Loads whose caller no longer waits are dropped.
         loads.retain(|load| !load.answer.is_closed());
         answer(&reads, std::mem::take(&mut loads)).await;
     }
 }
 
-/// One that cannot be read takes no other with it: then each is read alone, unless it is the database that cannot be reached.
+/// An unreadable snapshot fails no other: each is then read alone, unless the database is unavailable.
 async fn answer(reads: &Reads, loads: Vec<Load>) {
     let entities: Vec<_> = loads.iter().map(|load| load.entity).collect();
     match read(reads, &entities).await {
-        Ok(found) => tell(loads, &found),
+        Ok(found) => send_snapshots(loads, &found),
         Err(error) if loads.len() > 1 && !error.is_unavailable() => {
             for load in loads {
                 let alone = read(reads, &[load.entity]).await;
-                // The asker may be gone: then nobody is told.
+                // The caller may have stopped waiting.
                 let _ = load.answer.send(alone.map(|mut found| found.remove(&load.entity)).map_err(Arc::new));
             }
         }
@@ -126,13 +126,13 @@ async fn answer(reads: &Reads, loads: Vec<Load>) {
     }
 }
 
-/// A connection whose query was given up is closed.
+/// A connection whose query timed out is closed.
 async fn read(reads: &Reads, entities: &[EntityRef]) -> Result<HashMap<EntityRef, Snapshot>, StoreError> {
     let late = || Err(StoreError { doing: "loading entities", source: sqlx::Error::PoolTimedOut });
-    timeout(WITHIN, reads.snapshots(entities)).await.unwrap_or_else(|_| late())
+    timeout(QUERY_TIMEOUT, reads.snapshots(entities)).await.unwrap_or_else(|_| late())
 }
 
-fn tell(loads: Vec<Load>, found: &HashMap<EntityRef, Snapshot>) {
+fn send_snapshots(loads: Vec<Load>, found: &HashMap<EntityRef, Snapshot>) {
     for load in loads {
         let _ = load.answer.send(Ok(found.get(&load.entity).cloned()));
     }

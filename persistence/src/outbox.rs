@@ -1,7 +1,7 @@
-//! Rows of the outbox: events that are not yet settled. The committer writes them and deletes the one whose effect it commits;
-//! here are those that nothing follows from, deleted when the broker has acknowledged them.
+//! The outbox: events that are not settled yet. The committer writes them and deletes the one whose reaction it commits; events without
+//! a reaction are deleted here when the broker has acknowledged them.
 
-use crate::error::{Doing, StoreError};
+use crate::error::{OperationContext, StoreError};
 use domain::commit::Epoch;
 use domain::event::Event;
 use domain::id::{EventId, Shard};
@@ -9,7 +9,7 @@ use domain::machine::Timestamp;
 use sqlx::PgPool;
 use uuid::Uuid;
 
-/// An event on its way to the broker. `(shard, epoch, seq)` is the order of commits within a shard.
+/// An event to be published. `(shard, epoch, seq)` is the order of commits within a shard.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OutboxRow {
     pub id: EventId,
@@ -36,8 +36,8 @@ impl Outbox {
         Self { pool }
     }
 
-    /// Deletes the rows of these events: the broker has acknowledged them and nothing follows, or what follows turned out to
-    /// change nothing. Rows that are gone already are no error. Answers how many went.
+    /// Deletes the rows of these events: the broker has acknowledged them and there is no reaction, or the reaction changed nothing.
+    /// Missing rows are no error. Returns how many were deleted.
     ///
     /// # Errors
     /// [`StoreError`]; the rows then stay and are published again, which is harmless.

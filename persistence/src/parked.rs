@@ -1,13 +1,13 @@
-//! Which entities are parked: left alone until an operator restarts them, whoever owns their shard. A mark for the owners beside the
-//! state of the entity, not a part of it.
+//! Parked entities: no owner of their shard activates them until an operator restarts them. A mark beside the state of the entity, not
+//! a part of it.
 
 use crate::cluster::Cluster;
-use crate::error::{Doing, StoreError, damaged};
-use domain::id::{EntityRef, Kind, Shard};
+use crate::error::{OperationContext, StoreError, damaged};
+use domain::id::{EntityKind, EntityRef, Shard};
 use sqlx::Row;
 use uuid::Uuid;
 
-/// What is kept of an error: an operator reads it, and it comes from anywhere.
+/// The stored length of an error: an operator reads it, and it has any origin.
 const LONGEST_REASON: usize = 2000;
 
 impl Cluster {
@@ -31,7 +31,7 @@ impl Cluster {
         .doing("parking an entity")
     }
 
-    /// Takes the mark away.
+    /// Removes the mark.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -40,7 +40,7 @@ impl Cluster {
         done.map(drop).doing("taking an entity's mark away")
     }
 
-    /// The parked entities of these shards, and why. Kinds that only another release knows are left to it.
+    /// The parked entities of these shards, and why. Kinds that only another release knows are left out.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -52,7 +52,7 @@ impl Cluster {
             .await
             .doing("reading parked entities")?;
         let read = |row: &sqlx::postgres::PgRow| -> Result<Option<(EntityRef, String)>, sqlx::Error> {
-            let kind = Kind::parse(row.try_get::<&str, _>("kind")?);
+            let kind = EntityKind::parse(row.try_get::<&str, _>("kind")?);
             let (id, reason): (Uuid, String) = (row.try_get("entity")?, row.try_get("reason")?);
             Ok(kind.map(|kind| (EntityRef { kind, id }, reason)))
         };

@@ -1,39 +1,39 @@
-//! How this process reaches Postgres.
+//! Connections of this process to Postgres.
 
-mod kept;
-mod undelayed;
+mod nodelay_proxy;
+mod read_pool;
 
-pub(crate) use kept::Kept;
+use nodelay_proxy::through_nodelay_proxy;
+pub(crate) use read_pool::ReadPool;
 use secrecy::{ExposeSecret, SecretString};
 use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgSslMode};
 use sqlx::{ConnectOptions as _, Connection as _, Postgres, Transaction};
 use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
-use undelayed::undelayed;
 
-/// A connection that rested longer is asked whether it lives before a statement is trusted to it.
+/// A connection that was idle for longer is pinged before a statement is sent on it.
 const IDLE: Duration = Duration::from_millis(500);
 
-/// How long the first connection may take.
-const CONNECTS_WITHIN: Duration = Duration::from_secs(5);
+/// The timeout of the first connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Where the database is and how many connections the reads may hold, and everything else that is neither a read nor a
-/// commit likewise. The committer's workers hold one more each.
+/// The database's address, and the bound of connections for reads, and likewise for everything that is neither a read nor a commit.
+/// Each of the committer's workers has one more.
 #[derive(Clone, Debug)]
 pub struct PoolConfig {
     /// `postgres://user:password@host:port/database`; client certificates by `sslcert` and `sslkey`; a socket's folder by
     /// `?host=/folder`.
     pub url: SecretString,
-    /// The authority that signed the server's certificate. With it the link is TLS and the server's name is checked. Without
-    /// it only a socket or a loopback address is spoken to, since everything would pass in clear.
+    /// The authority that signed the server's certificate. With it the connection is TLS and the server's name is verified. Without it
+    /// only a socket or a loopback address is accepted, since everything would pass in clear.
     pub ca: Option<PathBuf>,
     /// As `pg_stat_activity` shows this process.
     pub application_name: String,
     pub connections: u32,
     /// How long a read waits for a connection.
     pub acquire_timeout: Duration,
-    /// After this the server gives a read up.
+    /// The server cancels a read after this.
     pub statement_timeout: Duration,
 }
 
@@ -53,28 +53,28 @@ impl PoolConfig {
 
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
-    // The source is left out: it may quote the URL, and with it the password.
+    // The source is omitted: it may quote the URL, and with it the password.
     #[error("the database URL cannot be read: it should look like postgres://user:password@host:5432/database")]
     Url,
     #[error("the way to the database cannot be laid")]
-    Way(#[source] std::io::Error),
+    Proxy(#[source] std::io::Error),
     #[error("the database at {host} is not local and no certificate authority is configured to know it by")]
     Unverified { host: String },
 }
 
-/// A pool that connects when it is first used. To be called within the runtime.
+/// A pool that connects on first use. To be called within the runtime.
 ///
 /// # Errors
-/// [`PoolError`] where the URL is malformed, or names a foreign host that could not be verified.
+/// [`PoolError`] where the URL is malformed, or names a remote host that could not be verified.
 pub fn open(config: &PoolConfig) -> Result<PgPool, PoolError> {
     let milliseconds = config.statement_timeout.as_millis().to_string();
     let options = connect_options(config)?.options([("statement_timeout", milliseconds.as_str())]);
-    let options = undelayed(options).map_err(PoolError::Way)?;
+    let options = through_nodelay_proxy(options).map_err(PoolError::Proxy)?;
     Ok(PgPoolOptions::new()
         .max_connections(config.connections)
         .acquire_timeout(config.acquire_timeout)
         .idle_timeout(Duration::from_secs(300))
-        // The library asks a connection whether it lives before and after each use. After is enough for one that was used just now.
+        // The library pings a connection before and after each use. After is enough for one that was used just now.
         .test_before_acquire(false)
         .before_acquire(|connection, rested| {
             Box::pin(async move {
@@ -97,8 +97,8 @@ pub fn check(config: &PoolConfig) -> Result<(), PoolError> {
 
 /// Why there is no connection to the database.
 #[derive(Debug, thiserror::Error)]
-pub enum NoConnection {
-    /// It does not answer, or takes no connections at this moment.
+pub enum ConnectionError {
+    /// It does not answer, or accepts no connections at the moment.
     #[error("the database at {at} cannot be reached")]
     Down {
         at: String,
@@ -116,17 +116,17 @@ pub enum NoConnection {
     Pool(#[from] PoolError),
 }
 
-/// Makes one connection and closes it, so that its failure is told plainly: a pool only reports that none came in time.
+/// Opens one connection and closes it, so that its error is reported: a pool only reports a timeout.
 ///
 /// # Errors
-/// [`NoConnection`] with the server's own words as the source.
-pub async fn reach(config: &PoolConfig) -> Result<(), NoConnection> {
+/// [`ConnectionError`] with the server's own message as the source.
+pub async fn check_connection(config: &PoolConfig) -> Result<(), ConnectionError> {
     let options = connect_options(config)?;
-    let at = place(&options);
-    let connecting = tokio::time::timeout(CONNECTS_WITHIN, options.connect());
+    let at = address(&options);
+    let connecting = tokio::time::timeout(CONNECT_TIMEOUT, options.connect());
     let failed = match connecting.await {
         Ok(Ok(connection)) => {
-            // It was reached; how the connection ends changes nothing.
+            // It was reached; how the connection closes does not matter.
             let _ = connection.close().await;
             return Ok(());
         }
@@ -134,14 +134,14 @@ pub async fn reach(config: &PoolConfig) -> Result<(), NoConnection> {
         Err(_) => sqlx::Error::Io(std::io::ErrorKind::TimedOut.into()),
     };
     Err(if is_refusal(&failed) {
-        NoConnection::Refused { at, source: failed }
+        ConnectionError::Refused { at, source: failed }
     } else {
-        NoConnection::Down { at, source: failed }
+        ConnectionError::Down { at, source: failed }
     })
 }
 
-/// Where the database is, without user and password.
-fn place(options: &PgConnectOptions) -> String {
+/// The database's address, without user and password.
+fn address(options: &PgConnectOptions) -> String {
     let database = options.get_database().unwrap_or_default();
     match options.get_socket() {
         Some(socket) => format!("{}/{database}", socket.display()),
@@ -155,9 +155,9 @@ fn is_refusal(error: &sqlx::Error) -> bool {
     matches!(error, sqlx::Error::Tls(_)) || code.is_some_and(|code| code.starts_with("28") || code.starts_with("3D"))
 }
 
-/// Begins a transaction, whole or not at all: whoever does not wait for it any more leaves no connection in the middle of one. (The
-/// library takes it for begun only when it has the answer; a beginning that is dropped before would go back to the pool as it is, and
-/// what is done on that connection afterwards would never be committed.)
+/// Begins a transaction, cancel-safe: a caller that is dropped leaves no connection inside a transaction. (The library marks it as
+/// begun only with the response; a `BEGIN` that is dropped before would return to the pool as it is, and later statements on that
+/// connection would never be committed.)
 pub(crate) async fn begin(
     pool: &PgPool,
     statement: &'static str,
@@ -167,8 +167,8 @@ pub(crate) async fn begin(
     begun.await.unwrap_or(Err(sqlx::Error::WorkerCrashed))
 }
 
-/// The same, of one that locks what others wait for: the server ends it where this process does not go on with it. One that hangs in the
-/// middle, however long, would keep its shards from everybody.
+/// The same, for a transaction with contended locks: the server ends it where this process stalls. One that hangs inside the
+/// transaction would otherwise block its shards for every member.
 pub(crate) async fn begin_locking(pool: &PgPool) -> Result<Transaction<'static, Postgres>, sqlx::Error> {
     begin(pool, "BEGIN; SET LOCAL idle_in_transaction_session_timeout = '3s'").await
 }
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn a_foreign_host_is_not_spoken_to_in_clear() {
+    fn remote_host_without_tls_is_refused() {
         let refused = reach("postgres://u:secret@db.example/x?sslmode=disable", None).unwrap_err();
         assert!(matches!(&refused, PoolError::Unverified { host } if host == "db.example"));
         let verified = reach("postgres://u:secret@db.example/x?sslmode=disable", Some("/ca.pem")).unwrap();
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_and_loopback_need_no_authority() {
+    fn socket_and_loopback_need_no_certificate_authority() {
         for url in ["postgres://u@127.0.0.1/x", "postgres://u@[::1]/x", "postgres:///x?host=/run/postgresql"] {
             assert!(reach(url, None).is_ok(), "{url}");
         }

@@ -1,7 +1,8 @@
-//! Reads that never enter a mailbox. What they answer was committed; how fresh it is, is the transaction's instant.
+//! Reads past the mailboxes. They return committed rows, as fresh as the transaction's instant.
 //!
-//! Bodies come as the JSON text that was committed: whoever asks knows the machine and decodes it.
+//! Bodies are the JSON text that was committed: the caller knows the machine and decodes it.
 
+mod account_statement;
 mod audit;
 mod bindings;
 mod entity;
@@ -11,24 +12,23 @@ mod keys;
 mod ledger;
 mod policy;
 mod shard;
-mod statement;
 mod waiting;
 
-pub use audit::{AuditFilter, AuditPlace, AuditRow, AuditSeal};
+pub use account_statement::{LedgerPosition, LedgerSum, SUM_TIMEOUT};
+pub use audit::{AuditFilter, AuditPosition, AuditRow, AuditRowSeal};
 pub use bindings::{BindingFilter, BindingRow};
-pub use entity::{Cursor, EntityRow, HistoryRow, InUse, ListFilter, NodeRow, StateCount};
+pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, NodeRow, SkuReferences, StateCount};
 pub use gpus::GpuCount;
-pub use inspect::{Inspected, Inspection, Pending, Standing};
-pub use keys::Dependent;
-pub use ledger::{Cost, Disagreement, LedgerFilter, LedgerReport, LedgerRow, Money};
+pub use inspect::{InspectedEntity, Inspection, OutboxBacklog, WaitingCounts};
+pub use keys::DependentNode;
+pub use ledger::{AllocationCost, LedgerDiscrepancy, LedgerFilter, LedgerReport, LedgerRow, PrepaidTotal};
 pub use policy::{PolicyFilter, PolicyRow};
-pub use shard::{Due, Orphans, OutboxCursor, Overdue};
-pub use statement::{ADDED_UP_WITHIN, LedgerPlace, LedgerSum};
-pub use waiting::{Waiting, WaitingFilter};
+pub use shard::{DueTimer, OutboxCursor, OverdueEntities, UnsettledEvents};
+pub use waiting::{WaitingEntity, WaitingFilter};
 
-use crate::answers::Answers;
-use crate::pool::Kept;
-use crate::seal::Seals;
+use crate::idempotency::IdempotencyRecords;
+use crate::pool::ReadPool;
+use crate::snapshot_seal::SnapshotSealer;
 use sqlx::PgPool;
 
 /// The most rows of one page.
@@ -38,39 +38,39 @@ pub const PAGE_MAX: u32 = 1000;
 #[derive(Clone, Debug)]
 pub struct Reads {
     pool: PgPool,
-    kept: Kept,
-    seals: Option<Seals>,
+    read_pool: ReadPool,
+    seals: Option<SnapshotSealer>,
 }
 
 impl Reads {
     #[must_use]
     pub fn new(pool: PgPool) -> Self {
-        Self { kept: Kept::like(&pool), pool, seals: None }
+        Self { read_pool: ReadPool::like(&pool), pool, seals: None }
     }
 
-    /// Snapshots that are decided from must have their seal.
+    /// Requires a seal on snapshots that are loaded for decisions.
     #[must_use]
-    pub fn sealed(self, seals: Seals) -> Self {
+    pub fn sealed(self, seals: SnapshotSealer) -> Self {
         Self { seals: Some(seals), ..self }
     }
 
-    /// The stored answers of requests, over the same connections.
+    /// The stored responses of requests, over the same connections.
     #[must_use]
-    pub fn answers(&self) -> Answers {
-        Answers::new(self.kept.clone())
+    pub fn idempotency_records(&self) -> IdempotencyRecords {
+        IdempotencyRecords::new(self.read_pool.clone())
     }
 }
 
-/// Some rows of a list, and where the next ones begin.
+/// A page of a list, and where the next one begins.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Page<T, P> {
+pub struct RowPage<T, P> {
     pub items: Vec<T>,
-    /// `None`: these were the last.
+    /// `None` on the last page.
     pub next: Option<P>,
 }
 
-impl<T, P> Page<T, P> {
-    /// From one row more than was asked for, if there is one.
+impl<T, P> RowPage<T, P> {
+    /// From one row more than requested, where there is one.
     fn of(mut items: Vec<T>, limit: u32, place: impl Fn(&T) -> P) -> Self {
         let limit = limit.clamp(1, PAGE_MAX) as usize;
         let more = items.len() > limit;

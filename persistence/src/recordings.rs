@@ -1,10 +1,10 @@
-//! Recordings of terminal sessions: sealed chunks, each kept once, in the order in which they were made.
+//! Recordings of terminal sessions: sealed chunks, each stored once, in their order.
 //!
-//! They are bulk and no state: who may have one, and on which terms it is made, is said by its session's machine. A recording has a key
-//! of its own ([`DataKey`]), sealed under the key ring beside it; with that key it is gone.
+//! They are bulk data and no state: who may read one, and under which terms it is made, is decided by its session's machine. A
+//! recording has a data key of its own ([`DataKey`]), sealed under the key ring beside it; deleting that key destroys the recording.
 
-use crate::envelope::{DataKey, EnvelopeError, KeyRing, Place};
-use crate::error::{Doing, StoreError};
+use crate::envelope::{DataKey, EnvelopeError, KeyRing, SealContext};
+use crate::error::{OperationContext, StoreError};
 use crate::read::Cursor;
 use domain::machine::Timestamp;
 use domain::{AllocationId, NodeId, TerminalSessionId};
@@ -13,7 +13,7 @@ use sqlx::postgres::PgRow;
 use sqlx::{PgPool, Postgres, QueryBuilder, Row};
 use std::sync::Arc;
 
-/// What can be known of a recording without opening it.
+/// The metadata of a recording, without its content.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Recording {
     pub session: TerminalSessionId,
@@ -23,7 +23,7 @@ pub struct Recording {
     pub chunks: u32,
     pub bytes: u64,
     pub lost_bytes: u64,
-    /// The time of the last frame, since the session's beginning.
+    /// The time of the last frame, since the session began.
     pub micros: u64,
     /// No chunk follows.
     pub ended: bool,
@@ -31,44 +31,44 @@ pub struct Recording {
     pub updated_at: Timestamp,
 }
 
-/// Whose a chunk is.
+/// The session and owner of a chunk.
 #[derive(Clone, Debug)]
-pub struct Of<'a> {
+pub struct ChunkOwner<'a> {
     pub session: TerminalSessionId,
     pub owner: &'a str,
     pub allocation: AllocationId,
     pub node: NodeId,
 }
 
-/// A chunk as it came in.
+/// A chunk as the agent uploads it.
 #[derive(Clone, Copy, Debug)]
 pub struct Chunk<'a> {
     pub seq: u32,
     pub frames: &'a [u8],
-    /// What its frames say.
+    /// As its frames report.
     pub lost_bytes: u64,
     pub micros: u64,
     pub ends: bool,
 }
 
 impl Chunk<'_> {
-    /// What it takes, with what stands around it: many small ones are not for nothing.
+    /// The bytes that it is charged, with an overhead: many small chunks are not free.
     #[must_use]
     pub const fn cost(&self) -> u64 {
-        self.frames.len() as u64 + AROUND
+        self.frames.len() as u64 + CHUNK_OVERHEAD
     }
 }
 
-/// Both are good: the chunk is there, once.
+/// The result of storing a chunk: it is stored, once, in either case.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kept {
+pub enum ChunkOutcome {
     New,
-    Already,
+    Duplicate,
 }
 
-/// Why a chunk is not taken, now or ever.
+/// Why a chunk is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotTaken {
+pub enum ChunkRejected {
     #[error("another chunk {seq} is kept")]
     Differs { seq: u32 },
     #[error("chunk {next} comes next")]
@@ -82,7 +82,7 @@ pub enum NotTaken {
 #[derive(Debug, thiserror::Error)]
 pub enum RecordingError {
     #[error(transparent)]
-    NotTaken(#[from] NotTaken),
+    Rejected(#[from] ChunkRejected),
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error("the recording of session {session} does not open")]
@@ -93,7 +93,7 @@ pub enum RecordingError {
     },
 }
 
-/// Which recordings.
+/// A filter of recordings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RecordingFilter {
     pub owner: Option<String>,
@@ -111,13 +111,13 @@ const COLUMNS: &str =
     "SELECT session_id, owner, allocation_id, node_id, chunks, bytes, lost_bytes, micros, ended, created_at, updated_at
                        FROM recording";
 
-/// What a chunk takes beside its frames.
-pub const AROUND: u64 = 128;
+/// The overhead of a chunk beside its frames.
+pub const CHUNK_OVERHEAD: u64 = 128;
 
-/// Nothing more is counted as lost than a reader of JSON can count.
-const LOST_MOST: u64 = 1 << 53;
+/// The most lost bytes that are counted: what JSON readers can represent.
+const LOST_BYTES_MAX: u64 = 1 << 53;
 
-/// How often a chunk is tried that meets itself.
+/// The attempts to store a chunk that races with itself.
 const TRIES: u32 = 5;
 
 impl Recordings {
@@ -125,37 +125,42 @@ impl Recordings {
         Self { pool, ring }
     }
 
-    /// Keeps a chunk, where it is the next one and the recording does not grow over `most` bytes. One that is there already is fine.
+    /// Stores a chunk, where it is the next one and the recording does not exceed `most` bytes. A stored one is accepted again.
     ///
     /// # Errors
     /// [`RecordingError`]
-    pub async fn keep(&self, of: &Of<'_>, chunk: &Chunk<'_>, most: u64) -> Result<Kept, RecordingError> {
+    pub async fn store_chunk(
+        &self,
+        of: &ChunkOwner<'_>,
+        chunk: &Chunk<'_>,
+        most: u64,
+    ) -> Result<ChunkOutcome, RecordingError> {
         for _ in 0..TRIES {
-            let Some((found, key)) = self.found(of.session).await? else {
+            let Some((found, key)) = self.find(of.session).await? else {
                 self.begin(of).await?;
                 continue;
             };
             if chunk.seq < found.chunks {
-                return self.same(of.session, &key, chunk).await;
+                return self.check_duplicate(of.session, &key, chunk).await;
             }
             if found.ended {
-                return Err(NotTaken::Ended.into());
+                return Err(ChunkRejected::Ended.into());
             }
             if chunk.seq > found.chunks {
-                return Err(NotTaken::OutOfOrder { next: found.chunks }.into());
+                return Err(ChunkRejected::OutOfOrder { next: found.chunks }.into());
             }
             if found.bytes.saturating_add(chunk.cost()) > most {
-                return Err(NotTaken::Full.into());
+                return Err(ChunkRejected::Full.into());
             }
             if self.add(of.session, &key, chunk, most).await? {
-                return Ok(Kept::New);
+                return Ok(ChunkOutcome::New);
             }
         }
-        // Whoever came in between each time is the same agent.
-        Err(NotTaken::OutOfOrder { next: chunk.seq }.into())
+        // The competing writer each time is the same agent.
+        Err(ChunkRejected::OutOfOrder { next: chunk.seq }.into())
     }
 
-    async fn found(&self, session: TerminalSessionId) -> Result<Option<(Recording, DataKey)>, RecordingError> {
+    async fn find(&self, session: TerminalSessionId) -> Result<Option<(Recording, DataKey)>, RecordingError> {
         const DOING: &str = "reading a recording";
         let row = sqlx::query(
             "SELECT session_id, owner, allocation_id, node_id, chunks, bytes, lost_bytes, micros, ended, created_at, updated_at, key_enc
@@ -168,15 +173,15 @@ impl Recordings {
         let Some(row) = row else { return Ok(None) };
         let sealed: Vec<u8> = row.try_get("key_enc").doing(DOING)?;
         let id = session.to_string();
-        let key = self.ring.open_data_key(&key_place(&id), &sealed);
+        let key = self.ring.open_data_key(&key_context(&id), &sealed);
         let key = key.map_err(|source| RecordingError::Sealed { session, source })?;
         Ok(Some((recording(&row).doing(DOING)?, key)))
     }
 
-    async fn begin(&self, of: &Of<'_>) -> Result<(), RecordingError> {
+    async fn begin(&self, of: &ChunkOwner<'_>) -> Result<(), RecordingError> {
         let id = of.session.to_string();
         let sealed = |source| RecordingError::Sealed { session: of.session, source };
-        let (_, key_enc) = self.ring.make_data_key(&key_place(&id)).map_err(sealed)?;
+        let (_, key_enc) = self.ring.make_data_key(&key_context(&id)).map_err(sealed)?;
         sqlx::query(
             "INSERT INTO recording (session_id, owner, allocation_id, node_id, key_id, key_enc)
              VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (session_id) DO NOTHING",
@@ -193,7 +198,7 @@ impl Recordings {
         Ok(())
     }
 
-    /// All in one statement, so that it happens whole or not at all. `false`: another was faster.
+    /// All in one statement, so that it is atomic. `false`: another was faster.
     async fn add(
         &self,
         session: TerminalSessionId,
@@ -202,7 +207,7 @@ impl Recordings {
         most: u64,
     ) -> Result<bool, RecordingError> {
         let row = chunk_row(session, chunk.seq);
-        let sealed = key.seal(&chunk_place(&row), chunk.frames);
+        let sealed = key.seal(&chunk_context(&row), chunk.frames);
         let sealed = sealed.map_err(|source| RecordingError::Sealed { session, source })?;
         let added = sqlx::query(
             "WITH next AS (
@@ -215,27 +220,32 @@ impl Recordings {
         .bind(session.0)
         .bind(column(chunk.seq))
         .bind(whole(chunk.cost()))
-        .bind(whole(chunk.lost_bytes.min(LOST_MOST)))
+        .bind(whole(chunk.lost_bytes.min(LOST_BYTES_MAX)))
         .bind(whole(chunk.micros))
         .bind(chunk.ends)
         .bind(whole(most))
         .bind(sealed)
-        .bind(whole(LOST_MOST))
+        .bind(whole(LOST_BYTES_MAX))
         .execute(&self.pool)
         .await
         .doing("keeping a chunk of a recording")?;
         Ok(added.rows_affected() == 1)
     }
 
-    async fn same(&self, session: TerminalSessionId, key: &DataKey, chunk: &Chunk<'_>) -> Result<Kept, RecordingError> {
-        let kept = self.opened(session, key, chunk.seq, 1).await?;
+    async fn check_duplicate(
+        &self,
+        session: TerminalSessionId,
+        key: &DataKey,
+        chunk: &Chunk<'_>,
+    ) -> Result<ChunkOutcome, RecordingError> {
+        let kept = self.open_chunks(session, key, chunk.seq, 1).await?;
         match kept.first() {
-            Some(kept) if kept.expose_secret() == chunk.frames => Ok(Kept::Already),
-            Some(_) | None => Err(NotTaken::Differs { seq: chunk.seq }.into()),
+            Some(kept) if kept.expose_secret() == chunk.frames => Ok(ChunkOutcome::Duplicate),
+            Some(_) | None => Err(ChunkRejected::Differs { seq: chunk.seq }.into()),
         }
     }
 
-    async fn opened(
+    async fn open_chunks(
         &self,
         session: TerminalSessionId,
         key: &DataKey,
@@ -256,7 +266,7 @@ impl Recordings {
             let seq: i32 = row.try_get("seq").doing(DOING)?;
             let sealed: Vec<u8> = row.try_get("frames_enc").doing(DOING)?;
             let row = chunk_row(session, seq.unsigned_abs());
-            key.open(&chunk_place(&row), &sealed).map_err(|source| RecordingError::Sealed { session, source })
+            key.open(&chunk_context(&row), &sealed).map_err(|source| RecordingError::Sealed { session, source })
         };
         rows.iter().map(open).collect()
     }
@@ -271,8 +281,8 @@ impl Recordings {
         from: u32,
         limit: u32,
     ) -> Result<Vec<SecretSlice<u8>>, RecordingError> {
-        match self.found(session).await? {
-            Some((_, key)) => self.opened(session, &key, from, limit).await,
+        match self.find(session).await? {
+            Some((_, key)) => self.open_chunks(session, &key, from, limit).await,
             None => Ok(Vec::new()),
         }
     }
@@ -313,7 +323,7 @@ impl Recordings {
         rows.iter().map(recording).collect::<Result<_, _>>().doing("listing recordings")
     }
 
-    /// How many bytes are kept: of the owner, or altogether.
+    /// The bytes that are stored: of the owner, or altogether.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -328,11 +338,11 @@ impl Recordings {
         Ok(sum.unsigned_abs())
     }
 
-    /// Deletes a recording. One that is not there is fine.
+    /// Deletes a recording. A missing one is no error.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn forget(&self, session: TerminalSessionId) -> Result<(), StoreError> {
+    pub async fn delete(&self, session: TerminalSessionId) -> Result<(), StoreError> {
         sqlx::query("DELETE FROM recording WHERE session_id = $1")
             .bind(session.0)
             .execute(&self.pool)
@@ -359,20 +369,20 @@ fn recording(row: &PgRow) -> Result<Recording, sqlx::Error> {
     })
 }
 
-/// Where a recording's own key is sealed.
-pub(crate) const fn key_place(session: &str) -> Place<'_> {
-    Place { table: "recording", column: "key_enc", row: session }
+/// The seal context of a recording's own key.
+pub(crate) const fn key_context(session: &str) -> SealContext<'_> {
+    SealContext { table: "recording", column: "key_enc", row: session }
 }
 
-const fn chunk_place(row: &str) -> Place<'_> {
-    Place { table: "recording_chunk", column: "frames_enc", row }
+const fn chunk_context(row: &str) -> SealContext<'_> {
+    SealContext { table: "recording_chunk", column: "frames_enc", row }
 }
 
 fn chunk_row(session: TerminalSessionId, seq: u32) -> String {
     format!("{session}/{seq}")
 }
 
-/// Nothing of this kind comes near the end of the column.
+/// No such number comes near the column's maximum.
 fn whole(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }

@@ -1,91 +1,91 @@
-//! What is sealed under which key of the key ring, and the way to another: everything that is sealed, wherever it lies.
+//! Which values are sealed under which key of the key ring, and how they are rewrapped: everything that is sealed, wherever it is stored.
 //!
-//! Two tables hold sealed values, `secret` and `recording` (of each recording its own key, under which its chunks are sealed), whose rows are
-//! sealed anew here, each by itself; and so do entities ([`IN_ENTITIES`]): those are only found here, and sealed anew by a command like every
-//! other change. So a run that is interrupted anywhere goes on with what is left.
+//! Two tables hold sealed values, `secret` and `recording` (of each recording its own data key, under which its chunks are sealed),
+//! whose rows are rewrapped here, each by itself. So do entities ([`SEALED_FIELDS`]): those are only found here, and rewrapped by a
+//! command like every other change. So a run that is interrupted anywhere continues with the rest.
 
-use crate::envelope::{EnvelopeError, KeyRing, Place};
-use crate::error::{Doing, StoreError};
-use crate::recordings::key_place;
-use crate::secrets::{SecretError, place};
+use crate::envelope::{EnvelopeError, KeyRing, SealContext};
+use crate::error::{OperationContext, StoreError};
+use crate::recordings::key_context;
+use crate::secrets::{SecretError, secret_context};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use domain::{EntityRef, Kind};
+use domain::{EntityKind, EntityRef};
 use sqlx::postgres::PgRow;
 use sqlx::{PgPool, Row};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use uuid::Uuid;
 
-const RECORDINGS_AT_ONCE: i64 = 200;
+const RECORDINGS_PER_BATCH: i64 = 200;
 
-/// The first characters of a sealed value in base64, which hold the id of its key, whatever that is.
-const HEAD: i32 = 92;
+/// The first characters of a sealed value in base64, which hold the id of its key, of any length.
+const PREFIX_CHARS: i32 = 92;
 
-/// A value of an entity that is sealed, in base64.
+/// A sealed field of an entity, in base64.
 #[derive(Clone, Copy, Debug)]
 pub struct SealedField {
-    pub kind: Kind,
-    /// Where it lies in the entity's body.
+    pub kind: EntityKind,
+    /// Its path in the entity's body.
     path: &'static [&'static str],
 }
 
-/// What entities hold that is sealed: allocations the request as it came in, what the payment processor said as it came, and the secrets that
-/// sign webhooks.
-pub const IN_ENTITIES: [SealedField; 4] = [
-    SealedField { kind: Kind::Allocation, path: &["asked", "scheduler_request_enc"] },
-    SealedField { kind: Kind::ProcessorEvent, path: &["body_enc"] },
-    SealedField { kind: Kind::NotificationEndpoint, path: &["secret_enc"] },
-    SealedField { kind: Kind::NotificationEndpoint, path: FORMER_SECRET },
+/// The sealed fields of entities: of allocations the original request, of processor events the original body, and the secrets that sign
+/// webhooks.
+pub const SEALED_FIELDS: [SealedField; 4] = [
+    SealedField { kind: EntityKind::Allocation, path: &["asked", "scheduler_request_enc"] },
+    SealedField { kind: EntityKind::ProcessorEvent, path: &["body_enc"] },
+    SealedField { kind: EntityKind::NotificationEndpoint, path: &["secret_enc"] },
+    SealedField { kind: EntityKind::NotificationEndpoint, path: FORMER_SECRET },
 ];
 
 const FORMER_SECRET: &[&str] = &["former_secret", "secret_enc"];
 
 impl SealedField {
-    /// True of the secret that signed webhooks before the present one.
+    /// True of the secret that signed webhooks before the current one.
     #[must_use]
     pub fn is_former_secret(&self) -> bool {
         self.path == FORMER_SECRET
     }
 
-    fn place<'a>(&self, row: &'a str) -> Place<'a> {
-        Place { table: "entity", column: self.path.last().copied().unwrap_or_default(), row }
+    fn context<'a>(&self, row: &'a str) -> SealContext<'a> {
+        SealContext { table: "entity", column: self.path.last().copied().unwrap_or_default(), row }
     }
 }
 
-/// What the body of the payment processor's event is sealed for, by the entity's id.
+/// The seal context of a processor event's body, by the entity's id.
 #[must_use]
-pub const fn body_place(row: &str) -> Place<'_> {
-    Place { table: "entity", column: "body_enc", row }
+pub const fn body_context(row: &str) -> SealContext<'_> {
+    SealContext { table: "entity", column: "body_enc", row }
 }
 
-/// What a secret that signs webhooks is sealed for, by the endpoint's id.
+/// The seal context of a secret that signs webhooks, by the endpoint's id.
 #[must_use]
-pub const fn webhook_secret_place(row: &str) -> Place<'_> {
-    Place { table: "entity", column: "secret_enc", row }
+pub const fn webhook_secret_context(row: &str) -> SealContext<'_> {
+    SealContext { table: "entity", column: "secret_enc", row }
 }
 
-/// How many values are sealed under a key.
-pub type Sealed = BTreeMap<String, u64>;
+/// The number of sealed values by key.
+pub type SealedCounts = BTreeMap<String, u64>;
 
-/// Everything that is sealed, and the ring to seal with.
+/// Everything that is sealed, with the ring that seals.
 #[derive(Clone, Debug)]
 pub struct Rewrap {
     pool: PgPool,
     ring: Arc<KeyRing>,
 }
 
-/// An entity's value that another key than the active one has sealed.
+/// An entity's value that is sealed under another key than the active one.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Outdated {
+pub struct OutdatedValue {
     pub entity: EntityRef,
     /// Base64.
     pub sealed: String,
 }
 
-/// The key ring does not fit what is sealed.
+/// The key ring does not fit the sealed values.
 #[derive(Debug, thiserror::Error)]
-pub enum Unfit {
+pub enum KeyRingMismatch {
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(
@@ -112,11 +112,11 @@ impl Rewrap {
         self.ring.active()
     }
 
-    /// How many values are sealed under each key.
+    /// Counts the sealed values under each key.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn sealed(&self) -> Result<Sealed, StoreError> {
+    pub async fn sealed(&self) -> Result<SealedCounts, StoreError> {
         let rows = sqlx::query(
             "SELECT key_id, count(*) AS count FROM (
                  SELECT key_id FROM secret
@@ -139,7 +139,7 @@ impl Rewrap {
                  ) AS in_entities
              ) AS sealed GROUP BY key_id",
         )
-        .bind(HEAD)
+        .bind(PREFIX_CHARS)
         .fetch_all(&self.pool)
         .await
         .doing("counting sealed values")?;
@@ -147,29 +147,29 @@ impl Rewrap {
         rows.iter().map(counted).collect::<Result<_, sqlx::Error>>().doing("counting sealed values")
     }
 
-    /// Whether everything that is sealed can be opened, as far as that can be told without opening all of it: every key is there that
-    /// something is sealed under, and each of the service's own secrets opens.
+    /// Whether everything that is sealed can be opened, as far as that is known without opening all of it: the ring has every key that
+    /// a value is sealed under, and each of the service's own secrets opens.
     ///
     /// # Errors
-    /// [`Unfit`] names the key and says what to do.
-    pub async fn check(&self) -> Result<(), Unfit> {
+    /// [`KeyRingMismatch`] names the key and the remedy.
+    pub async fn check(&self) -> Result<(), KeyRingMismatch> {
         let lacking = self.sealed().await?.into_iter().find(|(id, _)| !self.ring.has(id));
         if let Some((id, count)) = lacking {
-            return Err(Unfit::Missing { id, count });
+            return Err(KeyRingMismatch::Missing { id, count });
         }
         let rows = sqlx::query("SELECT name, key_id, sealed FROM secret").fetch_all(&self.pool).await;
         for row in rows.doing("reading secrets")? {
             let read = |row: &PgRow| Ok((row.try_get("name")?, row.try_get("key_id")?, row.try_get("sealed")?));
             let (name, id, sealed): (String, String, Vec<u8>) = read(&row).doing("reading secrets")?;
-            if self.ring.open(&place(&name), &sealed).is_err() {
-                return Err(Unfit::Wrong { id, name });
+            if self.ring.open(&secret_context(&name), &sealed).is_err() {
+                return Err(KeyRingMismatch::Wrong { id, name });
             }
         }
         Ok(())
     }
 
-    /// Seals the service's own secrets anew that another key than the active one has sealed. Answers how many there were. Of several
-    /// members that do it at once each row is written by one.
+    /// Rewraps the service's own secrets that are sealed under another key than the active one. Returns how many there were. Of several
+    /// members that do so at once, one writes each row.
     ///
     /// # Errors
     /// [`SecretError`]; what was sealed anew before stays so.
@@ -184,7 +184,7 @@ impl Rewrap {
         for row in rows {
             let (name, sealed): (String, Vec<u8>) =
                 (row.try_get("name").doing(DOING)?, row.try_get("sealed").doing(DOING)?);
-            let anew = self.ring.reseal(&place(&name), &sealed);
+            let anew = self.ring.reseal(&secret_context(&name), &sealed);
             let anew = anew.map_err(|source| SecretError::Sealed { name: name.clone(), source })?;
             let written = sqlx::query("UPDATE secret SET sealed = $1, key_id = $2 WHERE name = $3 AND sealed = $4")
                 .bind(anew)
@@ -199,7 +199,7 @@ impl Rewrap {
         Ok(sealed_anew)
     }
 
-    /// Seals the keys of recordings anew that another key than the active one has sealed, some at a time. Answers how many there were.
+    /// Rewraps the keys of recordings that are sealed under another key than the active one, in batches. Returns how many there were.
     ///
     /// # Errors
     /// [`SecretError`]; what was sealed anew before stays so.
@@ -212,7 +212,7 @@ impl Rewrap {
             )
             .bind(self.ring.active())
             .bind(after)
-            .bind(RECORDINGS_AT_ONCE)
+            .bind(RECORDINGS_PER_BATCH)
             .fetch_all(&self.pool)
             .await
             .doing(DOING)?;
@@ -223,7 +223,7 @@ impl Rewrap {
                 let (session, sealed): (Uuid, Vec<u8>) =
                     (row.try_get("session_id").doing(DOING)?, row.try_get("key_enc").doing(DOING)?);
                 let name = session.to_string();
-                let anew = self.ring.reseal(&key_place(&name), &sealed);
+                let anew = self.ring.reseal(&key_context(&name), &sealed);
                 let anew = anew.map_err(|source| SecretError::Sealed { name: format!("recording {name}"), source })?;
                 let written = sqlx::query(
                     "UPDATE recording SET key_enc = $1, key_id = $2 WHERE session_id = $3 AND key_enc = $4",
@@ -241,7 +241,7 @@ impl Rewrap {
         }
     }
 
-    /// Entities whose value another key than the active one has sealed, in the order of their ids, after `after`.
+    /// Entities whose value is sealed under another key than the active one, in the order of their ids, after `after`.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -250,9 +250,9 @@ impl Rewrap {
         field: SealedField,
         after: Option<Uuid>,
         limit: u32,
-    ) -> Result<Vec<Outdated>, StoreError> {
+    ) -> Result<Vec<OutdatedValue>, StoreError> {
         const DOING: &str = "reading sealed values of entities";
-        let (kind, mark) = (field.kind, self.ring.mark());
+        let (kind, mark) = (field.kind, self.ring.active_prefix());
         let rows = sqlx::query(
             "SELECT id, body #>> $2 AS sealed FROM entity
              WHERE kind = $1 AND body #>> $2 IS NOT NULL AND id > $3
@@ -262,25 +262,25 @@ impl Rewrap {
         .bind(kind.as_str())
         .bind(field.path)
         .bind(after.unwrap_or(Uuid::nil()))
-        .bind(HEAD)
+        .bind(PREFIX_CHARS)
         .bind(i32::try_from(mark.len()).unwrap_or(i32::MAX))
         .bind(mark)
         .bind(i64::from(limit))
         .fetch_all(&self.pool)
         .await;
         let outdated = |row: &PgRow| {
-            Ok(Outdated { entity: EntityRef { kind, id: row.try_get("id")? }, sealed: row.try_get("sealed")? })
+            Ok(OutdatedValue { entity: EntityRef { kind, id: row.try_get("id")? }, sealed: row.try_get("sealed")? })
         };
         rows.doing(DOING)?.iter().map(outdated).collect::<Result<_, sqlx::Error>>().doing(DOING)
     }
 
-    /// The same value, sealed under the active key.
+    /// The value, rewrapped under the active key.
     ///
     /// # Errors
     /// [`EnvelopeError`]
-    pub fn reseal(&self, field: SealedField, outdated: &Outdated) -> Result<String, EnvelopeError> {
+    pub fn reseal(&self, field: SealedField, outdated: &OutdatedValue) -> Result<String, EnvelopeError> {
         let row = outdated.entity.id.to_string();
         let sealed = STANDARD.decode(&outdated.sealed).map_err(|_| EnvelopeError::Refused)?;
-        Ok(STANDARD.encode(self.ring.reseal(&field.place(&row), &sealed)?))
+        Ok(STANDARD.encode(self.ring.reseal(&field.context(&row), &sealed)?))
     }
 }

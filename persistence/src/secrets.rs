@@ -1,8 +1,8 @@
-//! Keys of the control plane itself: the node authority's, the task signers', the TLS tickets'. Sealed at rest
-//! ([`crate::envelope`]), with what may be known of them (certificates, public keys) beside.
+//! Secrets of the control plane itself: the node authority's, the task signers' and the TLS tickets' keys. Sealed at rest
+//! ([`crate::envelope`]), with their public parts (certificates, public keys) beside.
 
-use crate::envelope::{EnvelopeError, KeyRing, Place};
-use crate::error::{Doing, StoreError};
+use crate::envelope::{EnvelopeError, KeyRing, SealContext};
+use crate::error::{OperationContext, StoreError};
 use crate::recordings::Recordings;
 use crate::rewrap::Rewrap;
 use domain::machine::Timestamp;
@@ -16,7 +16,7 @@ use std::sync::Arc;
 pub struct Secret {
     pub name: String,
     pub value: SecretSlice<u8>,
-    /// What may be known of it.
+    /// Its public part.
     pub public: serde_json::Value,
     /// The key of the key ring that it is sealed under.
     pub key_id: String,
@@ -48,7 +48,7 @@ impl Secrets {
         Self { pool, ring }
     }
 
-    /// Everything that is sealed, here and elsewhere.
+    /// Everything that is sealed, here and in other tables.
     #[must_use]
     pub fn rewrap(&self) -> Rewrap {
         Rewrap::new(self.pool.clone(), Arc::clone(&self.ring))
@@ -73,8 +73,8 @@ impl Secrets {
         row.map(|row| self.open(&row)).transpose()
     }
 
-    /// The secret of that name; where there is none, `make` makes it (value and public part). Of several members that make it at
-    /// once one is heard, and all get that one's.
+    /// The secret of that name; where there is none, `make` creates it (value and public part). Of several members that do so at once,
+    /// one succeeds, and all get its secret.
     ///
     /// # Errors
     /// [`SecretError`]
@@ -88,7 +88,7 @@ impl Secrets {
         }
         let (value, public) = make();
         let sealed = |source| SecretError::Sealed { name: name.to_owned(), source };
-        let bytes = self.ring.seal(&place(name), value.expose_secret()).map_err(sealed)?;
+        let bytes = self.ring.seal(&secret_context(name), value.expose_secret()).map_err(sealed)?;
         sqlx::query(
             "INSERT INTO secret (name, key_id, sealed, public) VALUES ($1, $2, $3, $4) ON CONFLICT (name) DO NOTHING",
         )
@@ -103,7 +103,7 @@ impl Secrets {
         secret.ok_or(StoreError { doing: "reading a secret back", source: sqlx::Error::RowNotFound }.into())
     }
 
-    /// Keeps a new secret.
+    /// Stores a new secret.
     ///
     /// # Errors
     /// [`SecretError::Store`] also where there is one of that name.
@@ -114,7 +114,7 @@ impl Secrets {
         public: serde_json::Value,
     ) -> Result<(), SecretError> {
         let sealed = |source| SecretError::Sealed { name: name.to_owned(), source };
-        let bytes = self.ring.seal(&place(name), value.expose_secret()).map_err(sealed)?;
+        let bytes = self.ring.seal(&secret_context(name), value.expose_secret()).map_err(sealed)?;
         sqlx::query("INSERT INTO secret (name, key_id, sealed, public) VALUES ($1, $2, $3, $4)")
             .bind(name)
             .bind(self.ring.active())
@@ -126,7 +126,7 @@ impl Secrets {
         Ok(())
     }
 
-    /// Forgets a secret for good. One that is not there is fine.
+    /// Deletes a secret. A missing one is no error.
     ///
     /// # Errors
     /// [`SecretError::Store`]
@@ -139,7 +139,7 @@ impl Secrets {
         Ok(())
     }
 
-    /// The secrets whose names begin so, by name.
+    /// The secrets whose names have this prefix, by name.
     ///
     /// # Errors
     /// [`SecretError::Sealed`] where the key ring does not open one of them.
@@ -158,7 +158,7 @@ impl Secrets {
         const DOING: &str = "reading a secret";
         let name: String = row.try_get("name").doing(DOING)?;
         let sealed: Vec<u8> = row.try_get("sealed").doing(DOING)?;
-        let value = self.ring.open(&place(&name), &sealed);
+        let value = self.ring.open(&secret_context(&name), &sealed);
         let value = value.map_err(|source| SecretError::Sealed { name: name.clone(), source })?;
         Ok(Secret {
             value,
@@ -170,6 +170,6 @@ impl Secrets {
     }
 }
 
-pub(crate) const fn place(name: &str) -> Place<'_> {
-    Place { table: "secret", column: "sealed", row: name }
+pub(crate) const fn secret_context(name: &str) -> SealContext<'_> {
+    SealContext { table: "secret", column: "sealed", row: name }
 }

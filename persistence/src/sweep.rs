@@ -1,19 +1,19 @@
-//! What grows by itself and must be kept small: remembered commands past their day, and the months of the partitioned logs.
+//! Sweeps: expired command records, counts of entities, and the partitions of the logs by month.
 
-use crate::error::{Doing, StoreError};
+use crate::error::{OperationContext, StoreError};
 use crate::pool::begin_locking;
 use sqlx::PgPool;
 use std::time::Duration;
 
-/// How long a command's reply is kept (decisions 2, *Idempotency-Key*).
-pub const COMMANDS_KEPT: Duration = Duration::from_secs(24 * 60 * 60);
+/// How long a command's reply is stored (decisions 2, *Idempotency-Key*).
+pub const COMMAND_RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
 
-/// Forgets up to `limit` commands older than `kept`, by the database's clock. Answers how many went: fewer than `limit` means
-/// that none is left. Several members may sweep at once; they pass over each other's rows.
+/// Deletes up to `limit` commands older than `kept`, by the database's clock. Returns how many: fewer than `limit` means that none is
+/// left. Several members may sweep at once; they skip each other's rows.
 ///
 /// # Errors
 /// [`StoreError`]
-pub async fn forget_commands(pool: &PgPool, kept: Duration, limit: u32) -> Result<u64, StoreError> {
+pub async fn delete_commands(pool: &PgPool, kept: Duration, limit: u32) -> Result<u64, StoreError> {
     sqlx::query(
         "DELETE FROM command WHERE id IN (
              SELECT id FROM command WHERE created_at < now() - make_interval(secs => $1)
@@ -27,29 +27,29 @@ pub async fn forget_commands(pool: &PgPool, kept: Duration, limit: u32) -> Resul
     .doing("forgetting old commands")
 }
 
-/// Adds up how many entities there are: what many commits appended becomes one row for each kind and state.
+/// Compacts the counts of entities: what many commits appended becomes one row for each kind and state.
 ///
 /// # Errors
 /// [`StoreError`]
-pub async fn add_up_counts(pool: &PgPool) -> Result<(), StoreError> {
+pub async fn compact_counts(pool: &PgPool) -> Result<(), StoreError> {
     let add_up = "WITH gone AS (DELETE FROM entity_count RETURNING kind, state, change)
                   INSERT INTO entity_count (kind, state, change)
                   SELECT kind, state, sum(change) FROM gone GROUP BY kind, state HAVING sum(change) <> 0";
     one_at_a_time(pool, add_up).await.doing("adding up the counts of entities")
 }
 
-/// Counts the entities anew, whatever was appended: what was committed by a release that appends nothing is counted too. A commit and
-/// what it appends are seen together or not at all, so nothing is missed and nothing is counted twice.
+/// Recounts the entities, whatever was appended: so commits of a release that appends nothing are counted too. A commit and its
+/// appended row are seen together or not at all, so nothing is missed or counted twice.
 ///
 /// # Errors
 /// [`StoreError`]
-pub async fn count_anew(pool: &PgPool) -> Result<(), StoreError> {
+pub async fn recount_entities(pool: &PgPool) -> Result<(), StoreError> {
     let count = "WITH gone AS (DELETE FROM entity_count)
                  INSERT INTO entity_count (kind, state, change) SELECT kind, state, count(*) FROM entity GROUP BY kind, state";
     one_at_a_time(pool, count).await.doing("counting entities anew")
 }
 
-/// Two of them at once would each take what the other one took as well.
+/// Two at once would each delete what the other has deleted as well.
 async fn one_at_a_time(pool: &PgPool, statement: &'static str) -> Result<(), sqlx::Error> {
     let mut transaction = begin_locking(pool).await?;
     sqlx::query("SELECT pg_advisory_xact_lock(7311704871502)").execute(&mut *transaction).await?;
@@ -57,8 +57,8 @@ async fn one_at_a_time(pool: &PgPool, statement: &'static str) -> Result<(), sql
     transaction.commit().await
 }
 
-/// Makes the partitions of history and audit for this month and `months_ahead` more. To be called at start and now and then:
-/// what has no month goes to a default partition, so that a late call costs order and no row. Answers how many were made.
+/// Creates the partitions of history and audit for this month and `months_ahead` more. To be called at start and from time to time:
+/// rows without a partition go to a default partition, so that a late call loses no row. Returns how many were created.
 ///
 /// # Errors
 /// [`StoreError`]

@@ -1,4 +1,4 @@
-//! `gpuaas audit`: the audit log's chains verified, its heads shown, an old month dropped.
+//! `gpuaas audit`: verifies the audit log's chains, shows its heads, drops an old month.
 
 use crate::cluster::nats;
 use crate::trust;
@@ -6,7 +6,7 @@ use crate::workers::audit_seal::archived;
 use anyhow::{Context, bail};
 use chrono::{TimeDelta, Utc};
 use domain::Shard;
-use persistence::audit::{AuditKeys, Report, SignedHead, Verify, forget, verify};
+use persistence::audit::{AuditKeys, AuditReport, AuditVerification, SignedHead, drop_month, verify};
 use persistence::envelope::KeyRing;
 use persistence::pool::{self, PoolConfig};
 use persistence::{Reads, Secrets};
@@ -18,30 +18,30 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 
-/// What `gpuaas audit` does, and where the database is.
+/// The subcommand of `gpuaas audit`, and the database.
 #[derive(Debug, clap::Args)]
 pub struct AuditArgs {
     #[command(subcommand)]
-    what: What,
+    what: AuditSubcommand,
     #[arg(long, env = "SVC_DATABASE_URL", hide_env_values = true, global = true)]
     database_url: Option<SecretString>,
-    /// What the database's certificate is verified by.
+    /// The authorities that the database's certificate is verified with.
     #[arg(long, env = "SVC_DATABASE_CA_PATH", global = true)]
     database_ca: Option<PathBuf>,
-    /// The key ring, by which the audit key is opened.
+    /// The key ring that opens the audit key.
     #[arg(long, env = "SVC_KEK_FILE", global = true)]
     kek_file: Option<PathBuf>,
 }
 
 #[derive(Debug, clap::Subcommand)]
-enum What {
-    /// Recomputes every chain. Ends with 0 where nothing is wrong, with 1 where something is, with 2 where that is not known.
+enum AuditSubcommand {
+    /// Recomputes every chain. Exits with 0 where all is well, with 1 where something is wrong, with 2 where that is not known.
     Verify(VerifyArgs),
-    /// Shows the newest signed head of every shard, one JSON a line: keep them where nobody who runs this can change them.
+    /// Shows the newest signed head of every shard, one JSON a line: keep them where operators of this service cannot change them.
     Heads,
-    /// Shows the public key by which heads are verified.
+    /// Shows the public key that verifies heads.
     Key,
-    /// Drops a past month, after signing where each chain goes on.
+    /// Drops a past month, after signing a checkpoint for each chain.
     Forget {
         /// As 2026-03.
         month: String,
@@ -62,19 +62,19 @@ struct VerifyArgs {
     /// A file of heads that were kept elsewhere, as `gpuaas audit heads` writes them.
     #[arg(long)]
     heads: Option<PathBuf>,
-    /// A row may wait so long for its seal.
+    /// How long a row may wait for its seal.
     #[arg(long, default_value_t = 10)]
     unsealed_after_seconds: u32,
-    /// Where the archive of heads is; without it the database is compared with --heads alone.
+    /// The NATS server with the archive of heads; without it the database is compared with --heads alone.
     #[arg(long, env = "SVC_NATS_URL", hide_env_values = true)]
     nats_url: Option<SecretString>,
     #[arg(long, env = "SVC_NATS_CA_PATH")]
     nats_ca: Option<PathBuf>,
 }
 
-/// Does it, and says how it went as an exit code.
+/// Runs the subcommand, and returns the result as an exit code.
 pub async fn run(args: AuditArgs) -> ExitCode {
-    match carry_out(args).await {
+    match execute(args).await {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(error) => {
@@ -84,24 +84,24 @@ pub async fn run(args: AuditArgs) -> ExitCode {
     }
 }
 
-async fn carry_out(args: AuditArgs) -> anyhow::Result<bool> {
+async fn execute(args: AuditArgs) -> anyhow::Result<bool> {
     let pool = database(&args)?;
     let mut out = std::io::stdout().lock();
     match &args.what {
-        What::Verify(how) => verified(&args, how, &pool, &mut out).await,
-        What::Heads => {
+        AuditSubcommand::Verify(how) => verified(&args, how, &pool, &mut out).await,
+        AuditSubcommand::Heads => {
             for head in Reads::new(pool).audit_heads().await? {
                 writeln!(out, "{}", serde_json::to_string(&head)?)?;
             }
             Ok(true)
         }
-        What::Key => {
+        AuditSubcommand::Key => {
             writeln!(out, "{}", trust::audit_key(&secrets(&args, &pool)?).await?.public_key())?;
             Ok(true)
         }
-        What::Forget { month } => {
+        AuditSubcommand::Forget { month } => {
             let key = trust::audit_key(&secrets(&args, &pool)?).await?;
-            let gone = forget(&pool, &key, month, Utc::now()).await?;
+            let gone = drop_month(&pool, &key, month, Utc::now()).await?;
             writeln!(out, "{} is dropped; {} chains go on from a signed checkpoint", gone.month, gone.shards)?;
             Ok(true)
         }
@@ -140,7 +140,7 @@ async fn verified(args: &AuditArgs, how: &VerifyArgs, pool: &PgPool, out: &mut i
         strange = none;
     }
     let shards = if how.shard.is_empty() { (0..=u8::MAX).collect() } else { how.shard.clone() };
-    let what = Verify {
+    let what = AuditVerification {
         shards: shards.into_iter().map(Shard).collect(),
         keys,
         heads,
@@ -151,11 +151,17 @@ async fn verified(args: &AuditArgs, how: &VerifyArgs, pool: &PgPool, out: &mut i
         let source = error.source.to_string();
         anyhow::Error::new(error).context(source)
     })?;
-    tell(out, how.json, &report, what.heads.len(), strange)?;
+    print_report(out, how.json, &report, what.heads.len(), strange)?;
     Ok(report.findings.is_empty() && strange == 0)
 }
 
-fn tell(out: &mut impl Write, as_json: bool, report: &Report, compared: usize, strange: u64) -> std::io::Result<()> {
+fn print_report(
+    out: &mut impl Write,
+    as_json: bool,
+    report: &AuditReport,
+    compared: usize,
+    strange: u64,
+) -> std::io::Result<()> {
     if as_json {
         let ok = report.findings.is_empty() && strange == 0;
         let answer = json!({

@@ -1,162 +1,167 @@
-//! Which member owns which shard, and how members reach each other (design 6): Postgres says who owns, NATS says who lives and
-//! carries everything.
+//! Ownership of shards and messages between members (design 6): Postgres decides ownership; NATS carries heartbeats and all
+//! messages.
 
 pub mod assignment;
 pub mod authentication;
 pub mod bus;
 pub mod clock;
+pub mod failure_detector;
 pub mod gather;
-pub mod hearing;
 pub mod nats;
 pub mod ownership;
 pub mod permissions;
 pub mod process;
 pub mod requests;
 
-use crate::config::Role;
-use clock::Clock;
+use crate::config::ProcessRole;
+use clock::MemberClock;
 use domain::commit::Epoch;
 use domain::{MemberId, Shard, Timestamp};
-use persistence::cluster::{Heard, Member, Ownership};
+use persistence::cluster::{Member, MemberHeartbeat, Ownership};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::watch;
 
-/// How often a member says in Postgres that it lives.
-pub const BEAT: Duration = Duration::from_secs(1);
+/// How often a member writes its heartbeat to Postgres.
+pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// After so much silence in Postgres a member's shards may be taken. It can commit nothing in that time that the epoch would not
-/// refuse afterwards, so that the number decides about speed and never about correctness.
-pub const SILENCE: Duration = Duration::from_secs(3);
+/// After this time without a heartbeat in Postgres a member's shards may be taken over. What it tries to commit afterwards is refused
+/// by the epoch, so that the number decides about speed and never about correctness.
+pub const FAILURE_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// How long a renewal lets a member answer from its memory: it stops before the others may take its shards.
-pub const LEASE: Duration = Duration::from_millis(2500);
+/// How long a heartbeat lets a member answer from its memory: it stops before the others may take over its shards.
+pub const LEASE_DURATION: Duration = Duration::from_millis(2500);
 
-/// A shard is given only to a member whose last beat is no older: one that has missed a beat may be going.
-pub const PROMPT: Duration = Duration::from_millis(1500);
+/// A shard is handed over only to a member whose last heartbeat is no older: one that has missed a heartbeat may be failing.
+pub const RECENT_HEARTBEAT: Duration = Duration::from_millis(1500);
 
-/// What this member knows of the cluster, as it was read last.
-pub struct View {
+/// What this member knows of the cluster, as it was last read.
+pub struct ClusterView {
     pub me: Member,
-    pub clock: Clock,
-    seen: Mutex<Seen>,
+    pub clock: MemberClock,
+    state: Mutex<ClusterState>,
     owners: watch::Sender<Owners>,
 }
 
-/// The owner of a shard, and its term.
+/// The owner of a shard, with the epoch of the ownership.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ShardOwner {
     pub member: MemberId,
     pub epoch: Epoch,
 }
 
-/// Who owns which shard.
+/// The owner of each shard.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Owners(BTreeMap<Shard, ShardOwner>);
 
 impl Owners {
-    /// `None` where no member does, as far as this one has read.
+    /// `None` where no member owns the shard, as far as this one has read.
     #[must_use]
     pub fn of(&self, shard: Shard) -> Option<ShardOwner> {
         self.0.get(&shard).copied()
     }
 }
 
-/// A member's last beat in Postgres. Its age is measured here, on a monotonic clock: Postgres' own clock can be set.
+/// A member's last heartbeat in Postgres. Its age is measured here, on a monotonic clock: Postgres' own clock can be set.
 #[derive(Clone, Copy, Debug)]
-pub struct Beat {
-    /// Tells it from other beats.
+pub struct ObservedHeartbeat {
+    /// Distinguishes it from other heartbeats.
     pub at: Timestamp,
     since: Instant,
-    /// It was the first that this process saw of the member, and old by Postgres' clock.
+    /// It was the first that this process read of the member, and already old by Postgres' clock.
     was_old: bool,
 }
 
-impl Beat {
-    /// No other has been seen for so long that the member does not answer from its memory any more.
-    fn is_silent(self, now: Instant) -> bool {
-        now.duration_since(self.since) >= SILENCE
+impl ObservedHeartbeat {
+    /// No newer heartbeat was read for so long that the member no longer answers from its memory.
+    fn is_expired(self, now: Instant) -> bool {
+        now.duration_since(self.since) >= FAILURE_TIMEOUT
     }
 }
 
 #[derive(Clone, Default)]
-pub struct Seen {
-    pub living: Vec<Heard>,
+pub struct ClusterState {
+    pub living: Vec<MemberHeartbeat>,
     pub shards: Vec<Ownership>,
-    /// When each member was heard over NATS last.
-    pub heard: BTreeMap<MemberId, Instant>,
-    /// The last beat in Postgres of every member that has a row there.
-    pub beats: BTreeMap<MemberId, Beat>,
-    /// Of this member's own last renewal in Postgres, counted from before it was sent.
+    /// When the last message of each member arrived over NATS.
+    pub heard_at: BTreeMap<MemberId, Instant>,
+    /// The last heartbeat in Postgres of every member that has a row there.
+    pub heartbeats: BTreeMap<MemberId, ObservedHeartbeat>,
+    /// The time of this member's own last heartbeat in Postgres, taken before it was sent.
     pub renewed_at: Option<Instant>,
-    /// A renewal after a lapse. Another member may have taken shards in the meantime, so that it counts when the shards have been read
-    /// after it.
+    /// A heartbeat after the lease had lapsed. Another member may have taken over shards in the meantime, so that it renews the lease only
+    /// when the shards have been read after it.
     pub renewed_after_lapse: Option<Instant>,
-    /// The others hear each other and not this member: it owns nothing until they do.
-    pub cut_off: bool,
-    /// The books were read without a gap since then. Whoever was not looking does not know who was silent.
+    /// The others receive each other's messages and not this member's: it owns nothing until they do.
+    pub partitioned: bool,
+    /// The table of members was read without a gap since then. A member that did not read does not know which others were silent.
     pub watching_since: Option<Instant>,
     read_at: Option<Instant>,
 }
 
-impl Seen {
-    /// The books were read at `now`.
-    pub fn read(&mut self, now: Instant) {
-        let gap = self.read_at.is_none_or(|before| now.duration_since(before) > SILENCE / 2);
+impl ClusterState {
+    /// Records that the table of members was read at `now`.
+    pub fn record_read(&mut self, now: Instant) {
+        let gap = self.read_at.is_none_or(|before| now.duration_since(before) > FAILURE_TIMEOUT / 2);
         if gap {
             self.watching_since = Some(now);
         }
         self.read_at = Some(now);
     }
 
-    /// These members have rows in the books at `now`. Answers those that live.
-    pub fn watch(&mut self, members: Vec<Heard>, now: Instant) -> Vec<Heard> {
-        let beat = |heard: &Heard| match self.beats.get(&heard.member.id) {
-            Some(beat) if beat.at == heard.beat_at => *beat,
-            Some(_) => Beat { at: heard.beat_at, since: now, was_old: false },
-            None => Beat { at: heard.beat_at, since: now, was_old: heard.silent_for >= SILENCE },
+    /// Takes in the rows of all members, read at `now`. Returns those that live.
+    pub fn record_heartbeats(&mut self, members: Vec<MemberHeartbeat>, now: Instant) -> Vec<MemberHeartbeat> {
+        let beat = |heartbeat: &MemberHeartbeat| match self.heartbeats.get(&heartbeat.member.id) {
+            Some(beat) if beat.at == heartbeat.heartbeat_at => *beat,
+            Some(_) => ObservedHeartbeat { at: heartbeat.heartbeat_at, since: now, was_old: false },
+            None => ObservedHeartbeat {
+                at: heartbeat.heartbeat_at,
+                since: now,
+                was_old: heartbeat.silent_for >= FAILURE_TIMEOUT,
+            },
         };
-        self.beats = members.iter().map(|heard| (heard.member.id, beat(heard))).collect();
-        let lives =
-            |heard: &Heard| self.beats.get(&heard.member.id).is_some_and(|it| !it.was_old && !it.is_silent(now));
+        self.heartbeats = members.iter().map(|heartbeat| (heartbeat.member.id, beat(heartbeat))).collect();
+        let lives = |heartbeat: &MemberHeartbeat| {
+            self.heartbeats.get(&heartbeat.member.id).is_some_and(|it| !it.was_old && !it.is_expired(now))
+        };
         members.into_iter().filter(lives).collect()
     }
 
-    /// Whether a member answers from its memory no more, as far as Postgres tells: it has no row there, or has not beaten for long enough.
+    /// Whether a member's heartbeat in Postgres has expired, so that it no longer answers from its memory: it has no row, or an old one.
     #[must_use]
-    pub fn has_fallen_silent(&self, member: MemberId, now: Instant) -> bool {
-        self.beats.get(&member).is_none_or(|beat| beat.is_silent(now))
+    pub fn heartbeat_expired(&self, member: MemberId, now: Instant) -> bool {
+        self.heartbeats.get(&member).is_none_or(|beat| beat.is_expired(now))
     }
 
-    /// Over NATS, lately.
+    /// Whether a message of the member has arrived recently over NATS.
     #[must_use]
-    pub fn hears(&self, member: MemberId, now: Instant) -> bool {
-        self.heard.get(&member).is_some_and(|at| now.duration_since(*at) < hearing::HEARD_WITHIN)
+    pub fn has_recent_message_from(&self, member: MemberId, now: Instant) -> bool {
+        self.heard_at.get(&member).is_some_and(|at| now.duration_since(*at) < failure_detector::HEARTBEAT_TIMEOUT)
     }
 
-    /// Whether a member that is silent in Postgres may lose its shards by `now`. While this member could not read the books, nobody
-    /// could write them: then whoever still speaks over NATS gets as long as silence takes to be heard in Postgres again.
+    /// Whether the shards of a member without a heartbeat in Postgres may be taken over at `now`. While this member could not reach
+    /// Postgres, the others could not either: then a member that still sends over NATS gets one failure timeout for its next heartbeat.
     #[must_use]
-    pub fn may_take_from(&self, silent: MemberId, now: Instant) -> bool {
-        let watched = self.watching_since.is_some_and(|since| now.duration_since(since) >= SILENCE);
-        watched || !self.hears(silent, now)
+    pub fn may_take_over_from(&self, silent: MemberId, now: Instant) -> bool {
+        let watched = self.watching_since.is_some_and(|since| now.duration_since(since) >= FAILURE_TIMEOUT);
+        watched || !self.has_recent_message_from(silent, now)
     }
 }
 
-impl View {
+impl ClusterView {
     #[must_use]
     pub fn new(me: Member) -> Self {
-        Self { me, clock: Clock::default(), seen: Mutex::default(), owners: watch::Sender::default() }
+        Self { me, clock: MemberClock::default(), state: Mutex::default(), owners: watch::Sender::default() }
     }
 
-    /// Takes in what was read of the books at `now`, every member with a row among it. Answers those that live.
-    pub fn learn(&self, members: Vec<Heard>, shards: &[Ownership], now: Instant) -> Vec<Heard> {
-        self.note(|seen| {
-            seen.read(now);
-            seen.heard.retain(|_, at| now.duration_since(*at) < hearing::HEARD_WITHIN * 5);
-            seen.living = seen.watch(members, now);
-            seen.shards = shards.to_vec();
+    /// Takes in the rows of all members and shards, read at `now`. Returns the members that live.
+    pub fn update(&self, members: Vec<MemberHeartbeat>, shards: &[Ownership], now: Instant) -> Vec<MemberHeartbeat> {
+        self.change_state(|state| {
+            state.record_read(now);
+            state.heard_at.retain(|_, at| now.duration_since(*at) < failure_detector::HEARTBEAT_TIMEOUT * 5);
+            state.living = state.record_heartbeats(members, now);
+            state.shards = shards.to_vec();
         });
         let owner = |at: &Ownership| Some((at.shard, ShardOwner { member: at.owner?, epoch: at.epoch }));
         let owners = Owners(shards.iter().filter_map(owner).collect());
@@ -167,96 +172,100 @@ impl View {
             }
             changed
         });
-        self.seen().living
+        self.state().living
     }
 
-    /// Whether the books were read longer ago than that.
+    /// Whether the last read is older than `age`.
     #[must_use]
     pub fn is_older_than(&self, age: Duration) -> bool {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.read_at.is_none_or(|at| at.elapsed() > age)
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.read_at.is_none_or(|at| at.elapsed() > age)
     }
 
-    /// Who owns the shards, as it was read last and from then on.
+    /// The owners of the shards, as last read, and their changes.
     #[must_use]
     pub fn owners(&self) -> watch::Receiver<Owners> {
         self.owners.subscribe()
     }
 
-    /// The shards whose owner does not have `role`, and that this member works on for it: they are divided among the living members with
-    /// the role. Empty where this member has not read of itself yet.
+    /// The shards whose owner does not have `role` and that this member processes in its place: they are divided among the living members
+    /// with the role. Empty where this member has not read its own row yet.
     #[must_use]
-    pub fn shards_without(&self, role: Role) -> Vec<Shard> {
-        let seen = self.seen();
-        let having: Vec<_> =
-            seen.living.iter().filter(|heard| has_role(&heard.member, role)).map(|heard| heard.member.id).collect();
-        if !having.contains(&self.me.id) {
+    pub fn shards_without(&self, role: ProcessRole) -> Vec<Shard> {
+        let state = self.state();
+        let with_role: Vec<_> = state
+            .living
+            .iter()
+            .filter(|heartbeat| has_role(&heartbeat.member, role))
+            .map(|heartbeat| heartbeat.member.id)
+            .collect();
+        if !with_role.contains(&self.me.id) {
             return Vec::new();
         }
-        let divided = assignment::assign(&having);
+        let divided = assignment::assign(&with_role);
         let lacks = |owned: &&Ownership| {
             owned
                 .owner
-                .is_some_and(|owner| seen.living.iter().any(|it| it.member.id == owner) && !having.contains(&owner))
+                .is_some_and(|owner| state.living.iter().any(|it| it.member.id == owner) && !with_role.contains(&owner))
         };
-        let shards = seen.shards.iter().filter(lacks).map(|owned| owned.shard);
+        let shards = state.shards.iter().filter(lacks).map(|owned| owned.shard);
         shards.filter(|shard| divided.get(shard) == Some(&self.me.id)).collect()
     }
 
-    /// How many living members have each role. Empty where this member has not read of any yet.
+    /// How many living members have each role. Empty where this member has read no rows yet.
     #[must_use]
     pub fn role_members(&self) -> BTreeMap<&'static str, usize> {
-        let living = self.seen().living;
+        let living = self.state().living;
         if living.is_empty() {
             return BTreeMap::new();
         }
-        let count = |role: Role| living.iter().filter(|heard| has_role(&heard.member, role)).count();
-        Role::ALL.into_iter().map(|role| (role.name(), count(role))).collect()
+        let count = |role: ProcessRole| living.iter().filter(|heartbeat| has_role(&heartbeat.member, role)).count();
+        ProcessRole::ALL.into_iter().map(|role| (role.name(), count(role))).collect()
     }
 
-    /// Whether a member lives that is of a release which does not authenticate its messages: while a cluster is upgraded.
+    /// Whether a member lives whose release does not authenticate its messages: during an upgrade of the cluster.
     #[must_use]
     pub fn has_unauthenticated_members(&self) -> bool {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.living.iter().any(|heard| heard.member.details["authenticates"] != true)
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.living.iter().any(|heartbeat| heartbeat.member.details["authenticates"] != true)
     }
 
     #[must_use]
-    pub fn seen(&self) -> Seen {
-        self.seen.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    pub fn state(&self) -> ClusterState {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    pub fn note(&self, change: impl FnOnce(&mut Seen)) {
-        change(&mut self.seen.lock().unwrap_or_else(PoisonError::into_inner));
+    pub fn change_state(&self, change: impl FnOnce(&mut ClusterState)) {
+        change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// A renewal that was sent at `before` has been made. Answers whether the one before it had lapsed; then the renewal counts with
-    /// [`View::confirm`].
-    pub fn renewed(&self, before: Instant) -> bool {
-        let lapsed = !self.is_fresh();
-        self.note(|seen| {
-            let renewal = if lapsed { &mut seen.renewed_after_lapse } else { &mut seen.renewed_at };
+    /// Records a heartbeat in Postgres that was sent at `before`. Returns whether the lease had lapsed; then it is renewed by
+    /// [`ClusterView::confirm_renewal`].
+    pub fn record_renewal(&self, before: Instant) -> bool {
+        let lapsed = !self.has_fresh_lease();
+        self.change_state(|state| {
+            let renewal = if lapsed { &mut state.renewed_after_lapse } else { &mut state.renewed_at };
             *renewal = Some(before);
         });
         lapsed
     }
 
-    /// The shards have been read since `renewal` was made, and followed.
-    pub fn confirm(&self, renewal: Instant) {
-        self.note(|seen| seen.renewed_at = seen.renewed_at.max(Some(renewal)));
+    /// Renews the lease: the shards were read after `renewal`, and applied.
+    pub fn confirm_renewal(&self, renewal: Instant) {
+        self.change_state(|state| state.renewed_at = state.renewed_at.max(Some(renewal)));
     }
 
-    /// True while this member's own renewal is fresh: only then it may answer from its memory.
+    /// Whether this member's own lease is fresh: only then it may answer from its memory.
     #[must_use]
-    pub fn is_fresh(&self) -> bool {
-        let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.renewed_at.is_some_and(|at| at.elapsed() < LEASE)
+    pub fn has_fresh_lease(&self) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.renewed_at.is_some_and(|at| at.elapsed() < LEASE_DURATION)
     }
 }
 
-/// Whether a member has a role, by what it says of itself.
+/// Whether a member has a role, by its own row.
 #[must_use]
-pub fn has_role(member: &Member, role: Role) -> bool {
+pub fn has_role(member: &Member, role: ProcessRole) -> bool {
     member.details["roles"].as_array().is_some_and(|roles| roles.iter().any(|it| it == role.name()))
 }
 
@@ -266,28 +275,28 @@ mod tests {
     use serde_json::json;
     use uuid::Uuid;
 
-    fn heard(id: u128, roles: &[&str]) -> Heard {
+    fn heartbeat(id: u128, roles: &[&str]) -> MemberHeartbeat {
         let (id, started_at) = (MemberId(Uuid::from_u128(id)), domain::Timestamp::UNIX_EPOCH);
         let member = Member { id, name: id.to_string(), started_at, details: json!({ "roles": roles }) };
-        Heard { member, beat_at: started_at, silent_for: Duration::ZERO }
+        MemberHeartbeat { member, heartbeat_at: started_at, silent_for: Duration::ZERO }
     }
 
     #[test]
     fn members_with_a_role_divide_the_shards_whose_owner_lacks_it() {
         let living = [
-            heard(1, &["entities"]),
-            heard(2, &["entities", "billing"]),
-            heard(3, &["billing"]),
-            heard(4, &["billing"]),
+            heartbeat(1, &["entities"]),
+            heartbeat(2, &["entities", "billing"]),
+            heartbeat(3, &["billing"]),
+            heartbeat(4, &["billing"]),
         ];
         let owner = |shard: Shard| living[usize::from(shard.0 % 2)].member.id;
         let owned = |shard| Ownership { shard, owner: Some(owner(shard)), epoch: Epoch(1) };
         let shards: Vec<_> = Shard::all().map(owned).collect();
         let share = |id: usize| {
-            let view = View::new(living[id].member.clone());
-            assert!(view.shards_without(Role::Billing).is_empty(), "it has read nothing yet");
-            view.learn(living.to_vec(), &shards, Instant::now());
-            view.shards_without(Role::Billing)
+            let view = ClusterView::new(living[id].member.clone());
+            assert!(view.shards_without(ProcessRole::Billing).is_empty(), "it has read nothing yet");
+            view.update(living.to_vec(), &shards, Instant::now());
+            view.shards_without(ProcessRole::Billing)
         };
         assert!(share(0).is_empty(), "it is of another role");
         let mut divided: Vec<_> = (1..4).flat_map(share).collect();
@@ -298,75 +307,89 @@ mod tests {
     }
 
     #[test]
-    fn after_an_outage_of_postgres_who_speaks_over_nats_gets_time_to_come_back() {
+    fn member_heard_over_nats_gets_time_to_return_after_an_outage_of_postgres() {
         let (other, begin) = (MemberId(Uuid::from_u128(2)), Instant::now());
-        let mut seen = Seen::default();
+        let mut state = ClusterState::default();
         let at = |seconds: u64| begin + Duration::from_secs(seconds);
-        seen.read(at(0));
-        seen.read(at(1));
-        // Ten seconds without Postgres; everybody's beats there are old, and nobody is dead.
-        seen.read(at(11));
-        assert!(seen.may_take_from(other, at(11)), "nothing at all is heard of it");
-        seen.heard.insert(other, at(11));
-        assert!(!seen.may_take_from(other, at(11)));
+        state.record_read(at(0));
+        state.record_read(at(1));
+        // Ten seconds without Postgres: all heartbeats there are old, and no member is dead.
+        state.record_read(at(11));
+        assert!(state.may_take_over_from(other, at(11)), "no message of it has arrived");
+        state.heard_at.insert(other, at(11));
+        assert!(!state.may_take_over_from(other, at(11)));
         for second in 12..=14 {
-            seen.read(at(second));
-            seen.heard.insert(other, at(second));
+            state.record_read(at(second));
+            state.heard_at.insert(other, at(second));
         }
-        assert!(seen.may_take_from(other, at(14)), "it speaks, and does not reach Postgres: it can commit nothing");
+        assert!(
+            state.may_take_over_from(other, at(14)),
+            "it sends, and does not reach Postgres: it can commit nothing"
+        );
     }
 
-    fn beating(n: u128, second: i64, silent_for: Duration) -> Heard {
+    fn heartbeat_at(n: u128, second: i64, silent_for: Duration) -> MemberHeartbeat {
         let at = |second| domain::Timestamp::UNIX_EPOCH + chrono::TimeDelta::seconds(second);
         let id = MemberId(Uuid::from_u128(n));
         let member = Member { id, name: n.to_string(), started_at: at(0), details: serde_json::Value::Null };
-        Heard { member, beat_at: at(second), silent_for }
+        MemberHeartbeat { member, heartbeat_at: at(second), silent_for }
     }
 
     #[test]
-    fn a_step_of_postgres_clock_makes_no_member_silent() {
+    fn step_of_the_postgres_clock_expires_no_heartbeat() {
         let (other, begin, day) = (MemberId(Uuid::from_u128(2)), Instant::now(), Duration::from_secs(86_400));
-        let mut seen = Seen::default();
-        assert_eq!(seen.watch(vec![beating(2, 1, Duration::ZERO)], begin).len(), 1);
+        let mut state = ClusterState::default();
+        assert_eq!(state.record_heartbeats(vec![heartbeat_at(2, 1, Duration::ZERO)], begin).len(), 1);
         let moment = |millis| begin + Duration::from_millis(millis);
-        assert_eq!(seen.watch(vec![beating(2, 1, day)], moment(500)).len(), 1, "the clock went a day ahead");
-        assert!(!seen.has_fallen_silent(other, moment(500)));
-        assert_eq!(seen.watch(vec![beating(2, -86_400, Duration::ZERO)], moment(1000)).len(), 1, "and two days back");
-        assert!(
-            seen.watch(vec![beating(2, -86_400, Duration::ZERO)], moment(4000)).is_empty(),
-            "it has not beaten since"
+        assert_eq!(
+            state.record_heartbeats(vec![heartbeat_at(2, 1, day)], moment(500)).len(),
+            1,
+            "the clock went a day ahead"
         );
-        assert!(seen.has_fallen_silent(other, moment(4000)));
+        assert!(!state.heartbeat_expired(other, moment(500)));
+        assert_eq!(
+            state.record_heartbeats(vec![heartbeat_at(2, -86_400, Duration::ZERO)], moment(1000)).len(),
+            1,
+            "and two days back"
+        );
+        assert!(
+            state.record_heartbeats(vec![heartbeat_at(2, -86_400, Duration::ZERO)], moment(4000)).is_empty(),
+            "no heartbeat since"
+        );
+        assert!(state.heartbeat_expired(other, moment(4000)));
     }
 
     #[test]
-    fn a_member_that_was_silent_before_this_process_came_is_watched_before_its_shards_go() {
+    fn member_with_an_old_heartbeat_at_the_first_read_is_watched_before_its_takeover() {
         let (other, begin, minute) = (MemberId(Uuid::from_u128(2)), Instant::now(), Duration::from_secs(60));
-        let mut seen = Seen::default();
-        assert!(seen.watch(vec![beating(2, 1, minute)], begin).is_empty(), "nothing is assigned to it");
-        assert!(!seen.has_fallen_silent(other, begin), "the clock may have been set");
-        assert!(seen.watch(vec![beating(2, 1, minute)], begin + SILENCE).is_empty());
-        assert!(seen.has_fallen_silent(other, begin + SILENCE));
-        assert!(seen.watch(Vec::new(), begin).is_empty());
-        assert!(seen.has_fallen_silent(other, begin), "it has no row any more");
+        let mut state = ClusterState::default();
+        assert!(
+            state.record_heartbeats(vec![heartbeat_at(2, 1, minute)], begin).is_empty(),
+            "nothing is assigned to it"
+        );
+        assert!(!state.heartbeat_expired(other, begin), "the clock may have been set");
+        assert!(state.record_heartbeats(vec![heartbeat_at(2, 1, minute)], begin + FAILURE_TIMEOUT).is_empty());
+        assert!(state.heartbeat_expired(other, begin + FAILURE_TIMEOUT));
+        assert!(state.record_heartbeats(Vec::new(), begin).is_empty());
+        assert!(state.heartbeat_expired(other, begin), "it has no row any more");
     }
 
     #[test]
-    fn a_renewal_after_a_lapse_counts_when_the_shards_were_read() {
-        let view = View::new(beating(1, 0, Duration::ZERO).member);
+    fn renewal_after_a_lapse_counts_after_the_shards_were_read() {
+        let view = ClusterView::new(heartbeat_at(1, 0, Duration::ZERO).member);
         let renewal = Instant::now();
-        assert!(view.renewed(renewal));
-        assert!(!view.is_fresh());
-        view.confirm(renewal);
-        assert!(view.is_fresh());
-        assert!(!view.renewed(Instant::now()), "the next one follows in time");
+        assert!(view.record_renewal(renewal));
+        assert!(!view.has_fresh_lease());
+        view.confirm_renewal(renewal);
+        assert!(view.has_fresh_lease());
+        assert!(!view.record_renewal(Instant::now()), "the next one follows in time");
     }
 
     #[test]
-    fn who_was_heard_long_ago_is_not_heard() {
+    fn old_message_of_a_member_does_not_count_as_recent() {
         let (other, begin) = (MemberId(Uuid::from_u128(2)), Instant::now());
-        let seen = Seen { heard: BTreeMap::from([(other, begin)]), ..Seen::default() };
-        assert!(seen.hears(other, begin + hearing::HEARD_WITHIN / 2));
-        assert!(!seen.hears(other, begin + hearing::HEARD_WITHIN));
+        let state = ClusterState { heard_at: BTreeMap::from([(other, begin)]), ..ClusterState::default() };
+        assert!(state.has_recent_message_from(other, begin + failure_detector::HEARTBEAT_TIMEOUT / 2));
+        assert!(!state.has_recent_message_from(other, begin + failure_detector::HEARTBEAT_TIMEOUT));
     }
 }

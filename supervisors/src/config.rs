@@ -1,5 +1,5 @@
-//! How a control-plane process is set up: everything from the environment, read once and checked at once, so that a mistake is
-//! named before anything starts.
+//! The configuration of a control-plane process: all of it from environment variables, read and validated at once, so that a mistake is
+//! reported before anything starts.
 
 mod identity;
 mod ingress;
@@ -8,10 +8,10 @@ mod node_api;
 mod payments;
 mod variables;
 
-pub use identity::Identity;
-pub use mail::Mail;
+pub use identity::IdentityConfig;
+pub use mail::MailSettings;
 pub use node_api::NodeProxies;
-pub use payments::Payments;
+pub use payments::PaymentsConfig;
 pub use variables::{ConfigError, Problem};
 
 use anyhow::Context;
@@ -36,7 +36,7 @@ use variables::Variables;
 use wire::VerifierSet;
 use wire::bundle::Package;
 
-/// What `gpuaas serve` reads from `SVC_*`.
+/// The settings of `gpuaas serve`, from `SVC_*`.
 #[derive(Debug)]
 pub struct Config {
     pub database_url: SecretString,
@@ -45,31 +45,31 @@ pub struct Config {
     pub nats_ca: Option<PathBuf>,
     /// Seals secrets at rest. Nothing starts without it.
     pub key_ring: Arc<KeyRing>,
-    /// Until when snapshots without a seal are taken: while the release before, which does not seal, still runs.
+    /// The time until which snapshots without a seal are accepted: while the previous release, which does not seal, still runs.
     pub unsealed_until: Option<Timestamp>,
     pub public_listen: SocketAddr,
     pub node_listen: SocketAddr,
-    /// Who stands in front of the node API, if anybody does.
+    /// The proxies in front of the node API, if there are any.
     pub node_proxies: Option<NodeProxies>,
-    /// What holds connections to the listeners for many clients.
+    /// The proxies and load balancers that hold connections to the listeners for many clients.
     pub ingress: Ingress,
-    /// Where the payment processor sends its events.
+    /// The address for the payment processor's webhooks.
     pub webhook_listen: SocketAddr,
-    /// Where operators and their tools ask for figures, in clear.
+    /// The address for operators and their tools (metrics, health), in clear.
     pub operations_listen: SocketAddr,
-    /// Lets the operator's tools read this process's stats.
+    /// The token that opens this process's stats to the operator's tools.
     pub stats_token: Option<InternalToken>,
     pub public_url: String,
-    /// Where users' terminals connect.
+    /// The URL for users' terminals.
     pub terminal_url: String,
-    /// Whose pages may open terminals, beside those of the public URL.
+    /// The origins whose pages may open terminals, beside the public URL.
     pub terminal_origins: Vec<String>,
     pub node_public_url: String,
     pub tls_cert: PathBuf,
     pub tls_key: PathBuf,
-    /// What agents and users trust the server certificate by.
+    /// The trust anchor of the server certificate, for agents and users.
     pub tls_ca: PathBuf,
-    pub identity: Identity,
+    pub identity: IdentityConfig,
     pub member_name: String,
     pub trust_domain: TrustDomain,
     pub probe_allowed: Vec<IpNet>,
@@ -78,19 +78,19 @@ pub struct Config {
     /// The agent's package, as bundles name it.
     pub package: Package,
     /// The payment processor, where one is configured.
-    pub payments: Option<Payments>,
-    /// The mail server that notifications go out by, where one is configured.
-    pub mail: Option<Mail>,
-    /// Private networks in which webhooks may have their receivers.
+    pub payments: Option<PaymentsConfig>,
+    /// The mail server for notifications, where one is configured.
+    pub mail: Option<MailSettings>,
+    /// Private networks in which receivers of webhooks are allowed.
     pub notification_allowed: Vec<IpNet>,
     /// Authorities of mail servers and of webhooks' receivers, beside the system's.
     pub notification_ca: Option<PathBuf>,
-    pub roles: BTreeSet<Role>,
+    pub roles: BTreeSet<ProcessRole>,
 }
 
-/// A part of the control plane that can run in a process of its own.
+/// A role: a part of the control plane that can run in a process of its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Role {
+pub enum ProcessRole {
     /// The public API.
     Api,
     /// The API for node agents, over mutual TLS.
@@ -101,17 +101,17 @@ pub enum Role {
     Entities,
     /// Charges billing accounts.
     Billing,
-    /// Turns events into commands.
+    /// Performs the reactions to events.
     Provisioning,
-    /// Publishes what was committed.
+    /// Publishes committed events.
     OutboxRelay,
-    /// Tells people of events.
+    /// Notifies users of events.
     NotificationRelay,
-    /// Takes in what the payment processor says.
+    /// Receives the payment processor's webhooks.
     Webhook,
 }
 
-impl Role {
+impl ProcessRole {
     pub const ALL: [Self; 9] = [
         Self::Api,
         Self::NodeApi,
@@ -144,13 +144,13 @@ impl Role {
     }
 }
 
-/// What `--roles` takes, for people.
+/// The help text of `--roles`.
 #[must_use]
 pub fn roles_help() -> String {
-    format!("All, or any of {}, with commas", Role::names())
+    format!("All, or any of {}, with commas", ProcessRole::names())
 }
 
-impl FromStr for Role {
+impl FromStr for ProcessRole {
     type Err = anyhow::Error;
     fn from_str(name: &str) -> anyhow::Result<Self> {
         Self::ALL
@@ -163,10 +163,10 @@ impl FromStr for Role {
 /// `all`, or a list with commas.
 ///
 /// # Errors
-/// Where a name is no role's.
-pub fn parse_roles(text: &str) -> anyhow::Result<BTreeSet<Role>> {
+/// Where a name is no role.
+pub fn parse_roles(text: &str) -> anyhow::Result<BTreeSet<ProcessRole>> {
     if text.trim() == "all" {
-        return Ok(Role::ALL.into());
+        return Ok(ProcessRole::ALL.into());
     }
     text.split(',').map(|name| name.trim().parse()).collect()
 }
@@ -282,7 +282,7 @@ fn database(variables: &mut Variables<'_>) -> (String, Option<PathBuf>) {
                     "{CA} is not set, but {error}; it must name the authorities of its certificate, PEM"
                 ));
             }
-            Err(error @ (PoolError::Url | PoolError::Way(_))) => variables.wrong(format!("{URL}: {error}")),
+            Err(error @ (PoolError::Url | PoolError::Proxy(_))) => variables.wrong(format!("{URL}: {error}")),
         }
     }
     (url, ca)
@@ -356,9 +356,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn roles_are_all_or_named_and_a_wrong_one_is_told_the_right_ones() {
-        assert_eq!(parse_roles("all").unwrap(), Role::ALL.into());
-        assert_eq!(parse_roles("api, node-api").unwrap(), [Role::Api, Role::NodeApi].into());
+    fn unknown_role_is_refused_with_the_list_of_roles() {
+        assert_eq!(parse_roles("all").unwrap(), ProcessRole::ALL.into());
+        assert_eq!(parse_roles("api, node-api").unwrap(), [ProcessRole::Api, ProcessRole::NodeApi].into());
         let error = parse_roles("api,webshop").unwrap_err().to_string();
         assert!(error.contains("webshop") && error.contains("outbox-relay"), "{error}");
     }
@@ -412,13 +412,13 @@ mod tests {
     }
 
     #[test]
-    fn terminals_are_at_the_public_url_unless_told() {
+    fn terminal_url_defaults_to_the_public_url() {
         assert_eq!(terminal_url("https://gpu.example/"), "wss://gpu.example/ws/v1/terminal");
     }
 
     #[test]
     fn every_role_runs_alone() {
-        for role in Role::ALL {
+        for role in ProcessRole::ALL {
             assert_eq!(parse_roles(role.name()).unwrap(), [role].into());
         }
     }

@@ -1,14 +1,14 @@
-//! `gpuaas dev`: a whole environment on one machine, of real parts, with the main job run through it.
+//! `gpuaas dev`: a whole environment on one machine, of real servers, with the main job run through it.
 //!
-//! Each part is a value that starts, says where it is, and stops what it started when it is dropped; a child process stops even
-//! when this one is killed ([`process`]). The test harness builds its worlds of the same parts.
+//! Each part is a value that starts a server, knows its address, and stops it when it is dropped; a child process stops even
+//! when this one is killed ([`process`]). The test harness builds its clusters from the same parts.
 
 use std::io::Write as _;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
-use domain::policy::{Key, PolicyBook, Scopes};
+use domain::policy::{PolicyBook, PolicyKey, Scopes};
 use futures::future::try_join_all;
 use nix::fcntl::{Flock, FlockArg};
 use persistence::envelope::KeyRing;
@@ -16,19 +16,19 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::config::Role;
-use agents::{AgentProcess, AgentSettings, Place, SimulatedGpus, SystemAgent};
-use api::Api;
+use crate::config::ProcessRole;
+use agents::{AgentDirectories, AgentProcess, AgentSettings, SimulatedGpus, SystemAgent};
+use api::DevApi;
 use balancer::Balancer;
-use environment::{Environment, EnvironmentFile};
+use environment::{EnvironmentFile, EnvironmentVariables};
 use identity::IdentityProvider;
-use kept::Kept;
-use main_job::{Listener, MainJob};
-use nats::{Nats, NatsUser};
+use main_job::{MainJob, StepListener};
+use nats::{NatsServer, NatsUser};
 use pki::Authority;
-use postgres::Postgres;
+use postgres::PostgresServer;
 use processor::PaymentProcessor;
-use replica::{Listens, Replica, ReplicaSettings};
+use replica::{ListenAddresses, Replica, ReplicaSettings};
+use settings::SavedSettings;
 
 pub mod agents;
 pub mod api;
@@ -36,7 +36,6 @@ pub mod balancer;
 pub mod environment;
 pub mod files;
 pub mod identity;
-pub mod kept;
 pub mod main_job;
 pub mod nats;
 pub mod pki;
@@ -44,32 +43,33 @@ pub mod postgres;
 pub mod process;
 pub mod processor;
 pub mod replica;
+pub mod settings;
 
 /// The SKU of the main job, by its name.
 const SKU: &str = "the main job's SKU";
 
-/// The setting that opens the forced refresh of the identity provider's keys; given on to whoever uses the environment.
+/// The setting that enables the forced refresh of the identity provider's keys; it is passed on to the environment's users.
 const REFRESH_TOKEN: &str = "INTERNAL_JWKS_REFRESH_TOKEN";
 
-/// What the replicas are told as this process is: which proxies stand in front of them.
-const HANDED_ON: [&str; 2] = ["SVC_NODE_CLIENT_IDENTITY", "SVC_NODE_TRUSTED_PROXIES"];
+/// Variables that are passed on to the replicas: the proxies in front of them.
+const FORWARDED_VARIABLES: [&str; 2] = ["SVC_NODE_CLIENT_IDENTITY", "SVC_NODE_TRUSTED_PROXIES"];
 
-/// The NATS user of whoever looks from outside: `SVC_NATS_URL` of `.dev/env`.
+/// The NATS user for clients outside the replicas: `SVC_NATS_URL` of `.dev/env`.
 const OPERATOR: &str = "operator";
-/// What the main job asks about one node, with room.
-const REQUESTS_OF_A_NODE: i64 = 25;
-/// Until the agents of an earlier start are in contact again.
-const COMES_BACK_WITHIN: Duration = Duration::from_secs(30);
-/// What an agent logs once it is in contact.
+/// An upper bound of the main job's requests about one node.
+const REQUESTS_PER_NODE: i64 = 25;
+/// How long the agents of an earlier start may take until they poll again.
+const AGENT_RESUME_TIMEOUT: Duration = Duration::from_secs(30);
+/// The log message of an agent that polls.
 const POLLS: &str = "\"polling\"";
-/// Noted when the main job is done: what an earlier start left without it is not gone on with.
+/// Saved when the main job is done: data of an earlier start without it is not resumed.
 const DONE: &str = "the main job is done";
-const LOOK_EVERY: Duration = Duration::from_millis(500);
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Flags of `gpuaas dev`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DevArgs {
-    /// Run the main job in a new environment below --dir, which is thrown away, and end: with 0 when it succeeded
+    /// Run the main job in a new environment below --dir, which is removed afterwards, and exit: with 0 when it succeeded
     #[arg(long)]
     pub once: bool,
     /// Begin anew: remove the data, addresses and passwords of earlier starts
@@ -78,7 +78,7 @@ pub struct DevArgs {
     /// Control-plane replicas
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub replicas: u8,
-    /// Keep tenants in folders, also where this is root: no users are made on this machine
+    /// Keep tenants in folders, also as root: no users are created on this machine
     #[arg(long)]
     pub sandbox: bool,
     /// Nodes, each with an agent and simulated GPUs; those of earlier starts are kept
@@ -92,16 +92,16 @@ pub struct DevArgs {
     pub dir: PathBuf,
 }
 
-/// Starts everything, with the data of the last start where there is some, else runs the main job; then stays up until it is interrupted (or
-/// ends, with `--once`).
+/// Starts everything, with the data of the last start where there is some, else runs the main job; then stays up until it is interrupted
+/// (or ends, with `--once`).
 ///
 /// # Errors
-/// Says which part or which step failed, and why. Everything that was started is stopped then too.
+/// Names the part or the step that failed, and the reason. Everything that was started is stopped in this case, too.
 pub async fn run(args: DevArgs) -> anyhow::Result<()> {
     let begin = Instant::now();
-    let mut interrupted = Interrupted::listen()?;
+    let mut interrupted = InterruptSignal::listen()?;
     let mut environment = tokio::select! {
-        started = Dev::start(&args) => started?,
+        started = DevEnvironment::start(&args) => started?,
         () = interrupted.wait() => bail!("interrupted while starting"),
     };
     let result = tokio::select! {
@@ -109,27 +109,27 @@ pub async fn run(args: DevArgs) -> anyhow::Result<()> {
         () = interrupted.wait() => Err(anyhow::anyhow!("interrupted during the main job")),
     };
     match &result {
-        Ok(()) if environment.is_resumed => say(&format!(
+        Ok(()) if environment.is_resumed => print_line(&format!(
             "Up with the data, addresses and passwords of the last start, after {:.1} s. To begin anew: --fresh",
             begin.elapsed().as_secs_f32()
         )),
-        Ok(()) => say(&format!("The main job is done, {:.1} s after the start.", begin.elapsed().as_secs_f32())),
-        Err(_) => say(&format!("The main job failed. Logs: {}", environment.logs.display())),
+        Ok(()) => print_line(&format!("The main job is done, {:.1} s after the start.", begin.elapsed().as_secs_f32())),
+        Err(_) => print_line(&format!("The main job failed. Logs: {}", environment.logs.display())),
     }
     if result.is_ok() && !args.once {
-        environment.introduce();
+        environment.print_addresses();
         tokio::select! {
             () = environment.watch() => {}
             () = interrupted.wait() => {}
         }
     }
-    say("Stopping.");
+    print_line("Stopping.");
     environment.stop().await;
     result
 }
 
 /// A running environment. The order of the fields is the order in which a drop stops them.
-struct Dev {
+struct DevEnvironment {
     env_file: EnvironmentFile,
     agents: Vec<AgentProcess>,
     replicas: Vec<Replica>,
@@ -138,73 +138,74 @@ struct Dev {
     webhook: Balancer,
     identity: IdentityProvider,
     processor: PaymentProcessor,
-    nats: Nats,
-    postgres: Postgres,
+    nats: NatsServer,
+    postgres: PostgresServer,
     authority: Authority,
     logs: PathBuf,
     agent_settings: AgentSettings,
     makes_users: bool,
-    /// What agents have for themselves alone, where this process is root.
-    place: Option<Place>,
-    kept: Kept,
+    /// The directories of agents that create users, where this process is root.
+    directories: Option<AgentDirectories>,
+    saved: SavedSettings,
     is_resumed: bool,
     _lock: Flock<std::fs::File>,
 }
 
-impl Dev {
+impl DevEnvironment {
     async fn start(args: &DevArgs) -> anyhow::Result<Self> {
-        let clock = Clock::default();
+        let clock = Stopwatch::default();
         let dir = if args.once { args.dir.join("once") } else { args.dir.clone() };
-        files::passable_folder(&dir)?;
+        files::traversable_folder(&dir)?;
         let folder = dir.canonicalize()?;
         let lock = lock(&folder)?;
-        let kept_path = folder.join("kept.json");
-        let is_resumed = !args.once && !args.fresh && Kept::open(&kept_path)?.get(DONE).is_some();
+        let saved_path = folder.join("kept.json");
+        let is_resumed = !args.once && !args.fresh && SavedSettings::open(&saved_path)?.get(DONE).is_some();
         let run = folder.join("run");
         let logs = folder.join("logs");
         let gpuaas = std::env::current_exe().context("this program's own path is unknown")?;
-        let agent = files::find_beside(&gpuaas, "gpuaas-agent")?;
+        let agent = files::find_sibling(&gpuaas, "gpuaas-agent")?;
         let is_root = nix::unistd::Uid::effective().is_root();
-        let place = if is_root { Some(Place::take(&folder)?) } else { None };
+        let directories = if is_root { Some(AgentDirectories::claim(&folder)?) } else { None };
         files::remove_folder(&logs)?;
         if !is_resumed {
-            // An earlier start may have left tenants on this machine, and their agents' state says who they are.
+            // An earlier start may have left tenants on this machine; their agents' state names them.
             agents::clean_up(&agent, &run.join("agents"))?;
-            // First, so that nothing goes on with what is half removed.
+            // First, so that nothing resumes half-removed data.
             for file in ["kept.json", "key-ring"] {
                 files::remove_file(&folder.join(file))?;
             }
-            Postgres::remove_data(&folder.join("postgres"))?;
+            PostgresServer::remove_data(&folder.join("postgres"))?;
             let parts = ["pki", "nats", "localstripe"].map(|part| folder.join(part));
-            for left in parts.iter().chain([&run]).chain(place.as_ref().map(|place| &place.folder)) {
+            for left in parts.iter().chain([&run]).chain(directories.as_ref().map(|directories| &directories.folder)) {
                 files::remove_folder(left)?;
             }
         }
         for new in [&run, &logs] {
             files::private_folder(new)?;
         }
-        let kept = if args.once { Kept::nothing() } else { Kept::open(&kept_path)? };
+        let saved = if args.once { SavedSettings::ephemeral() } else { SavedSettings::open(&saved_path)? };
 
         let authority = Authority::restore(&folder.join("pki"))?;
         let names: Vec<String> = (1..=args.replicas).map(|number| format!("replica-{number}")).collect();
         let users = std::iter::once(NatsUser::operator(OPERATOR))
-            .chain(names.iter().map(|name| replica::member(name, &Role::ALL.into())));
+            .chain(names.iter().map(|name| replica::member(name, &ProcessRole::ALL.into())));
         let (postgres_folder, nats_folder) = (folder.join("postgres"), folder.join("nats"));
         let (processor_folder, processor_log) = (folder.join("localstripe"), logs.join("localstripe.log"));
         let (postgres, nats, identity, mut processor) = tokio::try_join!(
-            Postgres::restore(&postgres_folder, &authority, &kept),
-            Nats::restore(&nats_folder, &authority, users.collect(), &kept),
-            IdentityProvider::restore(&kept),
-            PaymentProcessor::restore(&processor_folder, &processor_log, authority.certificate_path(), &kept),
+            PostgresServer::restore(&postgres_folder, &authority, &saved),
+            NatsServer::restore(&nats_folder, &authority, users.collect(), &saved),
+            IdentityProvider::restore(&saved),
+            PaymentProcessor::restore(&processor_folder, &processor_log, authority.certificate_path(), &saved),
         )?;
         let at = postgres.data_folder().display();
         clock.lap(&format!("Postgres on port {} (data in {at})", postgres.port()));
         clock.lap(&format!("NATS on port {}, identity provider at {}", nats.port(), identity.auth_url()));
         clock.lap(&format!("payment processor (localstripe) at {}", processor.url()));
 
-        let listens = names.iter().map(|name| Listens::restore(name, &kept)).collect::<anyhow::Result<Vec<_>>>()?;
-        let balancer = async |name: &str, target: fn(&Listens) -> std::net::SocketAddr| {
-            let port = kept.port(name)?.number;
+        let listens =
+            names.iter().map(|name| ListenAddresses::restore(name, &saved)).collect::<anyhow::Result<Vec<_>>>()?;
+        let balancer = async |name: &str, target: fn(&ListenAddresses) -> std::net::SocketAddr| {
+            let port = saved.port(name)?.number;
             anyhow::Ok(Balancer::start_at(port, listens.iter().map(target).collect()).await?)
         };
         let public = balancer("the public API's port", |listens| listens.public).await?;
@@ -225,13 +226,13 @@ impl Dev {
             audience: identity::AUDIENCE.to_owned(),
             public_url: format!("https://{}", public.address()),
             node_public_url: format!("https://{}", node.address()),
-            stats_token: kept.secret("INTERNAL_STATS_TOKEN", "", 32)?,
+            stats_token: saved.secret("INTERNAL_STATS_TOKEN", "", 32)?,
             variables: std::iter::once((
                 REFRESH_TOKEN.to_owned(),
-                kept.value(REFRESH_TOKEN, || Ok(files::random_hex(32)))?,
+                saved.value(REFRESH_TOKEN, || Ok(files::random_hex(32)))?,
             ))
             .chain(processor.variables(main_job::CURRENCY))
-            .chain(HANDED_ON.iter().filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?))))
+            .chain(FORWARDED_VARIABLES.iter().filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?))))
             .collect(),
         };
         let starting = names.iter().zip(listens).map(|(name, listens)| {
@@ -245,12 +246,12 @@ impl Dev {
 
         let env_file = variables(&settings, &replicas, &identity, &nats, &postgres)?.write(&folder.join("env"))?;
         let no_users = if args.sandbox { Some("--sandbox".to_owned()) } else { agents::why_no_users(&run) };
-        let agents_folder = match (&no_users, &place) {
-            // They are nobody, who may not come to this folder.
-            (Some(_), Some(place)) => place.folder.join("agents"),
+        let agents_folder = match (&no_users, &directories) {
+            // They run as `nobody`, who may not enter this folder.
+            (Some(_), Some(directories)) => directories.folder.join("agents"),
             (Some(_), None) | (None, _) => run.join("agents"),
         };
-        let gpus = kept.value("GPUs of a node", || Ok(args.gpus.to_string()))?.parse()?;
+        let gpus = saved.value("GPUs of a node", || Ok(args.gpus.to_string()))?.parse()?;
         let agent_settings = AgentSettings {
             executable: agent,
             folder: agents_folder,
@@ -278,18 +279,18 @@ impl Dev {
             logs,
             agent_settings,
             makes_users: no_users.is_none(),
-            place,
-            kept,
+            directories,
+            saved,
             is_resumed,
             _lock: lock,
         })
     }
 
-    /// The main job; or, on the data of an earlier start, its agents again, and more nodes where more are wanted.
+    /// Runs the main job; or, on the data of an earlier start, starts its agents again, and adds nodes where more are requested.
     async fn main_job(&mut self, args: &DevArgs) -> anyhow::Result<()> {
-        let clock = Clock::default();
+        let clock = Stopwatch::default();
         if self.is_resumed {
-            self.agents_again(&clock).await?;
+            self.resume_agents(&clock).await?;
         }
         let there = u8::try_from(self.agents.len()).unwrap_or(u8::MAX);
         if self.is_resumed && there >= args.nodes {
@@ -299,7 +300,7 @@ impl Dev {
         let second_admin = self.api("admin2").await?;
         let user = self.api("user").await?;
         clock.lap("admin, admin2 and user logged in");
-        self.make_room(&admin, args.nodes, &clock).await?;
+        self.raise_rate_limit(&admin, args.nodes, &clock).await?;
         let admin_subjects = [subject(&self.identity, "admin")?, subject(&self.identity, "admin2")?];
         let job = MainJob {
             admin: &admin,
@@ -309,17 +310,17 @@ impl Dev {
             processor: &self.processor,
             listener: &clock,
         };
-        let sku = match self.kept.get(SKU) {
+        let sku = match self.saved.get(SKU) {
             Some(sku) if self.is_resumed => sku,
-            Some(_) | None => job.offer(&self.agent_settings).await?,
+            Some(_) | None => job.publish_sku(&self.agent_settings).await?,
         };
-        self.kept.set(SKU, &sku)?;
+        self.saved.set(SKU, &sku)?;
         let names: Vec<String> = (there + 1..=args.nodes).map(|number| format!("node-{number}")).collect();
         let settings = (u32::from(there)..).zip(&names).map(|(number, _)| self.agent_settings_of(number));
         let settings = settings.collect::<anyhow::Result<Vec<_>>>()?;
         let onboarding = names.iter().zip(&settings).map(|(name, settings)| job.onboard(name, &sku, settings));
         for (name, (id, agent)) in names.iter().zip(try_join_all(onboarding).await?) {
-            self.kept.set(name, &id)?;
+            self.saved.set(name, &id)?;
             self.agents.push(agent);
         }
         if self.is_resumed {
@@ -327,14 +328,14 @@ impl Dev {
         }
         job.pay_in().await?;
         main_job::top_up(&self.api("user2").await?, "user2", &self.processor, &clock).await?;
-        job.rent_and_return(&sku, self.agent_settings.gpus.count.div_ceil(2)).await?;
-        self.kept.set(DONE, "yes")
+        job.rent_and_release(&sku, self.agent_settings.gpus.count.div_ceil(2)).await?;
+        self.saved.set(DONE, "yes")
     }
 
-    /// Starts the agents of an earlier start and waits until they are in contact.
-    async fn agents_again(&mut self, clock: &Clock) -> anyhow::Result<()> {
+    /// Starts the agents of an earlier start and waits until they poll.
+    async fn resume_agents(&mut self, clock: &Stopwatch) -> anyhow::Result<()> {
         let names = (1_u32..).map(|number| (number - 1, format!("node-{number}")));
-        let there = names.map_while(|(number, name)| self.kept.get(&name).map(|_| (number, name)));
+        let there = names.map_while(|(number, name)| self.saved.get(&name).map(|_| (number, name)));
         let there: Vec<_> = there.collect();
         for (number, name) in &there {
             let settings = self.agent_settings_of(*number)?;
@@ -346,14 +347,14 @@ impl Dev {
             })?;
             self.agents.push(agent);
         }
-        let until = Instant::now() + COMES_BACK_WITHIN;
-        // A node that was removed meanwhile has an agent that ends, and is no reason to refuse the start.
+        let until = Instant::now() + AGENT_RESUME_TIMEOUT;
+        // The agent of a node that was removed meanwhile exits; that does not fail the start.
         for agent in &mut self.agents {
             let name = agent.name().to_owned();
             let polls =
                 |agent: &AgentProcess| std::fs::read_to_string(agent.log()).is_ok_and(|log| log.contains(POLLS));
             while !polls(agent) && agent.is_running() && Instant::now() < until {
-                tokio::time::sleep(LOOK_EVERY / 5).await;
+                tokio::time::sleep(CHECK_INTERVAL / 5).await;
             }
             clock.lap(&match agent.exit_status() {
                 Some(status) => format!("the agent of {name} has ended ({status}): {}", agent.log().display()),
@@ -364,20 +365,20 @@ impl Dev {
         Ok(())
     }
 
-    /// How the agent of this number is started.
+    /// The settings of the agent with this number.
     fn agent_settings_of(&self, number: u32) -> anyhow::Result<AgentSettings> {
-        let system = match &self.place {
-            Some(place) if self.makes_users => Some(SystemAgent::new(place, number)?),
+        let system = match &self.directories {
+            Some(directories) if self.makes_users => Some(SystemAgent::new(directories, number)?),
             Some(_) | None => None,
         };
         Ok(AgentSettings { system, ..self.agent_settings.clone() })
     }
 
-    /// Many nodes at once are more requests than an administrator has in a minute: the limit is raised as any operator would.
-    async fn make_room(&self, admin: &Api, nodes: u8, clock: &Clock) -> anyhow::Result<()> {
-        let key = Key::RateLimitApi;
+    /// Raises the rate limit as an operator would: many nodes at once are more requests than an administrator has in a minute.
+    async fn raise_rate_limit(&self, admin: &DevApi, nodes: u8, clock: &Stopwatch) -> anyhow::Result<()> {
+        let key = PolicyKey::RateLimitApi;
         let has = PolicyBook::default().int(key, &Scopes::global(), chrono::Utc::now());
-        let needed = i64::from(nodes) * REQUESTS_OF_A_NODE;
+        let needed = i64::from(nodes) * REQUESTS_PER_NODE;
         if needed <= has {
             return Ok(());
         }
@@ -391,17 +392,17 @@ impl Dev {
         Ok(())
     }
 
-    async fn api(&self, username: &str) -> anyhow::Result<Api> {
+    async fn api(&self, username: &str) -> anyhow::Result<DevApi> {
         let person = self.identity.person(username).with_context(|| format!("nobody is called {username}"))?;
         let client = (identity::CLIENT_ID, self.identity.client_secret());
         let person = (person.username.as_str(), &person.password);
         let token = api::log_in(self.identity.auth_url(), identity::REALM, client, person).await?;
         let http = api::https_client(self.authority.certificate_path())?;
-        Ok(Api::new(http, &format!("https://{}", self.public.address()), token))
+        Ok(DevApi::new(http, &format!("https://{}", self.public.address()), token))
     }
 
-    /// Where everything is, for the person at the terminal.
-    fn introduce(&self) {
+    /// Prints the addresses of the environment.
+    fn print_addresses(&self) {
         let mut lines = vec![
             String::new(),
             format!("  public API         https://{}", self.public.address()),
@@ -426,18 +427,18 @@ impl Dev {
         lines.push(format!("  logs               {}", self.logs.display()));
         lines.push("\nNext, in another terminal:".to_owned());
         lines.push(format!("  . {}", self.env_file.path().display()));
-        // Built by deploy/up with everything else; README, "By command line".
-        if let Ok(gpuctl) = files::find_beside(&self.agent_settings.executable, "gpuctl") {
+        // Built by deploy/up with everything else; the book's user/login.md says how to use it.
+        if let Ok(gpuctl) = files::find_sibling(&self.agent_settings.executable, "gpuctl") {
             let gpuctl = gpuctl.display();
             lines.push(format!(
                 "  printf '%s\\n' \"$SVC_USER_PASSWORD\" | {gpuctl} login --username \"$SVC_USER_USERNAME\" --password-stdin && {gpuctl} skus list"
             ));
         }
         lines.push("\nUp until Ctrl-C; the next start goes on with the same data, addresses and passwords.".to_owned());
-        say(&lines.join("\n"));
+        print_line(&lines.join("\n"));
     }
 
-    /// Says so when a part ends that nobody stopped. It is not started again: killing one is how failover is looked at.
+    /// Reports parts that end by themselves. They are not restarted, so that killing one shows the failover.
     async fn watch(&mut self) {
         let mut told = std::collections::BTreeSet::new();
         loop {
@@ -450,23 +451,23 @@ impl Dev {
             ];
             for (running, name) in replicas.chain(agents).chain(stores) {
                 if !running && told.insert(name.clone()) {
-                    say(&format!("{name} has ended."));
+                    print_line(&format!("{name} has ended."));
                 }
             }
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(CHECK_INTERVAL).await;
         }
     }
 
-    /// Stops in the order in which nobody misses what is gone: agents, control plane, the stores.
+    /// Stops the parts in the order of their dependencies: agents, control plane, stores.
     async fn stop(mut self) {
         futures::future::join_all(self.agents.iter_mut().map(AgentProcess::stop)).await;
-        // Tenants are data: they stay with it.
-        if !self.kept.keeps() {
+        // Tenants are data: they are kept with it.
+        if !self.saved.is_persistent() {
             if let Err(error) = agents::clean_up(&self.agent_settings.executable, &self.agent_settings.folder) {
-                say(&format!("{error:#}. The next start tries again."));
+                print_line(&format!("{error:#}. The next start tries again."));
             }
-            if let Some(place) = &self.place {
-                let _ = files::remove_folder(&place.folder);
+            if let Some(directories) = &self.directories {
+                let _ = files::remove_folder(&directories.folder);
             }
         }
         futures::future::join_all(self.replicas.iter_mut().map(Replica::stop)).await;
@@ -476,19 +477,19 @@ impl Dev {
     }
 }
 
-/// What whoever works in a shell with an environment of these parts is to know: `.dev/env`.
+/// The variables of `.dev/env`, for clients of the environment in a shell.
 ///
 /// # Errors
-/// A part lacks what every environment has.
+/// Where a part lacks a variable.
 pub fn variables(
     settings: &ReplicaSettings,
     replicas: &[Replica],
     identity: &IdentityProvider,
-    nats: &Nats,
-    postgres: &Postgres,
-) -> anyhow::Result<Environment> {
+    nats: &NatsServer,
+    postgres: &PostgresServer,
+) -> anyhow::Result<EnvironmentVariables> {
     let exposed = |secret: &SecretString| secret.expose_secret().to_owned();
-    let mut env = Environment::default();
+    let mut env = EnvironmentVariables::default();
     env.set_all("SVC_BASE_URL", Some(settings.public_url.clone()), replicas.iter().map(Replica::public_url));
     env.set_all("SVC_NODE_API_URL", Some(settings.node_public_url.clone()), replicas.iter().map(Replica::node_url));
     env.set_all("SVC_OPERATIONS_URL", None, replicas.iter().map(Replica::operations_url));
@@ -499,10 +500,10 @@ pub fn variables(
     env.set("SVC_OIDC_ISSUER", identity.issuer());
     env.set("SVC_CA_BUNDLE_PATH", settings.ca_path.display().to_string());
     env.set("SVC_DATABASE_URL", exposed(&postgres.url()));
-    // What a proxy in front of them can show.
+    // For a proxy in front of the replicas.
     env.set("SVC_TLS_CERT_PATH", settings.certificate.certificate_path.display().to_string());
     env.set("SVC_TLS_KEY_PATH", settings.certificate.key_path.display().to_string());
-    // What `gpuaas audit` needs beside.
+    // For `gpuaas audit`.
     env.set("SVC_DATABASE_CA_PATH", settings.ca_path.display().to_string());
     env.set("SVC_NATS_CA_PATH", settings.ca_path.display().to_string());
     env.set("SVC_KEK_FILE", settings.key_ring_path.display().to_string());
@@ -510,7 +511,7 @@ pub fn variables(
     env.set("SVC_REALM", identity::REALM);
     let given_on = settings.variables.iter().find(|(name, _)| name == REFRESH_TOKEN);
     env.set(REFRESH_TOKEN, given_on.map(|(_, value)| value.clone()).context("the replicas have a refresh token")?);
-    // Where somebody pays, and what signs the processor's webhooks.
+    // The address for paying, and the secret that signs the processor's webhooks.
     for (name, value) in settings.variables.iter().filter(|(name, _)| name.starts_with("SVC_PAYMENTS_")) {
         env.set(name, value);
     }
@@ -530,7 +531,7 @@ pub fn variables(
     Ok(env)
 }
 
-/// The `sub` of this person's tokens.
+/// The `sub` of this user's tokens.
 fn subject(identity: &IdentityProvider, username: &str) -> anyhow::Result<String> {
     let person = identity.person(username).with_context(|| format!("nobody is called {username}"))?;
     Ok(person.id.to_string())
@@ -548,12 +549,12 @@ fn lock(folder: &std::path::Path) -> anyhow::Result<Flock<std::fs::File>> {
         })
 }
 
-/// Ctrl-C, or a polite signal from whoever runs this.
-struct Interrupted {
+/// Ctrl-C, or a termination signal of the parent.
+struct InterruptSignal {
     signals: [tokio::signal::unix::Signal; 3],
 }
 
-impl Interrupted {
+impl InterruptSignal {
     fn listen() -> std::io::Result<Self> {
         let signals =
             [signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?, signal(SignalKind::hangup())?];
@@ -571,17 +572,17 @@ impl Interrupted {
 }
 
 /// Prints steps with their time.
-struct Clock {
+struct Stopwatch {
     last: std::sync::Mutex<Instant>,
 }
 
-impl Default for Clock {
+impl Default for Stopwatch {
     fn default() -> Self {
         Self { last: std::sync::Mutex::new(Instant::now()) }
     }
 }
 
-impl Clock {
+impl Stopwatch {
     /// A step that began when the one before it ended.
     fn lap(&self, step: &str) {
         let mut last = self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -590,13 +591,13 @@ impl Clock {
     }
 }
 
-impl Listener for Clock {
+impl StepListener for Stopwatch {
     fn done(&self, step: &str, took: Duration) {
-        say(&format!("{:>8.3} s  {step}", took.as_secs_f64()));
+        print_line(&format!("{:>8.3} s  {step}", took.as_secs_f64()));
     }
 }
 
-fn say(text: &str) {
-    // Nobody may be listening any more; that is no reason to leave processes behind.
+fn print_line(text: &str) {
+    // Standard output may be closed; the child processes must be stopped all the same.
     let _ = writeln!(std::io::stdout(), "{text}");
 }

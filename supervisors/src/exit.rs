@@ -1,12 +1,12 @@
 //! Exit statuses of `gpuaas`, which service managers act on. The numbers are those of `sysexits.h`.
 
 use crate::config::ConfigError;
-use persistence::pool::NoConnection;
+use persistence::pool::ConnectionError;
 use std::process::ExitCode;
 
-/// `EX_CONFIG`: an operator has to correct a setting first, so that a restart is of no use.
+/// `EX_CONFIG`: an operator has to correct a setting first, so that a restart does not help.
 pub const CONFIGURATION: u8 = 78;
-/// `EX_UNAVAILABLE`: the database cannot be reached. A restart finds it when it is there.
+/// `EX_UNAVAILABLE`: the database cannot be reached. A restart succeeds once it is back.
 pub const UNAVAILABLE: u8 = 69;
 const FAILURE: u8 = 1;
 
@@ -21,8 +21,8 @@ fn status_of(error: &anyhow::Error) -> u8 {
         return CONFIGURATION;
     }
     match error.downcast_ref() {
-        Some(NoConnection::Refused { .. } | NoConnection::Pool(_)) => CONFIGURATION,
-        Some(NoConnection::Down { .. }) => UNAVAILABLE,
+        Some(ConnectionError::Refused { .. } | ConnectionError::Pool(_)) => CONFIGURATION,
+        Some(ConnectionError::Down { .. }) => UNAVAILABLE,
         None => FAILURE,
     }
 }
@@ -32,12 +32,12 @@ fn status_of(error: &anyhow::Error) -> u8 {
 mod tests {
     use super::*;
     use anyhow::Context as _;
-    use persistence::pool::{PoolConfig, reach};
+    use persistence::pool::{PoolConfig, check_connection};
 
     #[tokio::test]
-    async fn an_unreachable_database_has_a_status_of_its_own_and_is_named() {
+    async fn unreachable_database_has_its_own_exit_status_and_is_named() {
         let url = "postgres://gpuaas:hunter2@127.0.0.1:1/gpuaas";
-        let error = reach(&PoolConfig::new(url.into(), None)).await.err().map(anyhow::Error::from);
+        let error = check_connection(&PoolConfig::new(url.into(), None)).await.err().map(anyhow::Error::from);
         let error = error.expect("nothing listens there");
         let text = format!("{error:#}");
         assert!(text.starts_with("the database at 127.0.0.1:1/gpuaas cannot be reached: "), "{text}");
@@ -46,7 +46,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_configuration_and_any_other_failure_differ() {
+    fn configuration_errors_have_another_exit_status_than_other_failures() {
         let wrong = Err::<(), _>(ConfigError::of("SVC_NATS_URL is not set")).context("serve");
         assert_eq!(wrong.map_err(|error| status_of(&error)), Err(CONFIGURATION));
         assert_eq!(status_of(&anyhow::anyhow!("a port is taken")), FAILURE);

@@ -1,7 +1,7 @@
-//! `gpuaas ledger`: every balance recomputed from its entries.
+//! `gpuaas ledger`: recomputes every balance from its postings.
 
 use anyhow::Context;
-use domain::money::Micro;
+use domain::money::MicroAmount;
 use persistence::Reads;
 use persistence::pool::{self, PoolConfig};
 use persistence::read::LedgerReport;
@@ -11,21 +11,21 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// What `gpuaas ledger` does, and where the database is.
+/// The subcommand of `gpuaas ledger`, and the database.
 #[derive(Debug, clap::Args)]
 pub struct LedgerArgs {
     #[command(subcommand)]
-    what: What,
+    what: LedgerSubcommand,
     #[arg(long, env = "SVC_DATABASE_URL", hide_env_values = true, global = true)]
     database_url: Option<SecretString>,
-    /// What the database's certificate is verified by.
+    /// The authorities that the database's certificate is verified with.
     #[arg(long, env = "SVC_DATABASE_CA_PATH", global = true)]
     database_ca: Option<PathBuf>,
 }
 
 #[derive(Debug, clap::Subcommand)]
-enum What {
-    /// Adds up every account's entries, and compares the sums with what the accounts believe. Ends with 0 where they agree, with 1 where
+enum LedgerSubcommand {
+    /// Adds up every account's postings, and compares the sums with the accounts' balances. Exits with 0 where they agree, with 1 where
     /// they do not, with 2 where that is not known.
     Verify {
         /// Answer in JSON.
@@ -34,9 +34,9 @@ enum What {
     },
 }
 
-/// Does it, and says how it went as an exit code.
+/// Runs the subcommand, and returns the result as an exit code.
 pub async fn run(args: LedgerArgs) -> ExitCode {
-    match carry_out(args).await {
+    match execute(args).await {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::from(1),
         Err(error) => {
@@ -46,20 +46,20 @@ pub async fn run(args: LedgerArgs) -> ExitCode {
     }
 }
 
-async fn carry_out(args: LedgerArgs) -> anyhow::Result<bool> {
+async fn execute(args: LedgerArgs) -> anyhow::Result<bool> {
     let url = args.database_url.context("SVC_DATABASE_URL is not set; it must name a postgres:// URL")?;
     let mut config = PoolConfig::new(url, args.database_ca);
     (config.application_name, config.connections) = ("gpuaas ledger".to_owned(), 1);
-    let What::Verify { json } = args.what;
+    let LedgerSubcommand::Verify { json } = args.what;
     let report = Reads::new(pool::open(&config)?).verify_ledger().await.map_err(|error| {
         let source = error.source.to_string();
         anyhow::Error::new(error).context(source)
     })?;
-    tell(&mut std::io::stdout().lock(), json, &report)?;
+    print_report(&mut std::io::stdout().lock(), json, &report)?;
     Ok(report.holds())
 }
 
-fn tell(out: &mut impl Write, as_json: bool, report: &LedgerReport) -> std::io::Result<()> {
+fn print_report(out: &mut impl Write, as_json: bool, report: &LedgerReport) -> std::io::Result<()> {
     if as_json {
         let answer = json!({
             "ok": report.holds(),
@@ -72,25 +72,25 @@ fn tell(out: &mut impl Write, as_json: bool, report: &LedgerReport) -> std::io::
         return writeln!(out, "{answer:#}");
     }
     for found in &report.disagreements {
-        let believed = found.believed.map_or_else(|| "nothing".to_owned(), |micro| Micro::of(micro).to_string());
+        let believed = found.believed.map_or_else(|| "nothing".to_owned(), |micro| MicroAmount::of(micro).to_string());
         writeln!(
             out,
             "account {}: it believes to have {believed} after {} postings; the sum of its {} postings is {}, {} of them out of line",
             found.account,
             found.believed_postings.unwrap_or(0),
             found.postings,
-            Micro::of(found.entries),
+            MicroAmount::of(found.entries),
             found.out_of_line
         )?;
     }
     for (currency, books) in &report.books {
-        let books: Vec<_> = books.iter().map(|(book, micro)| format!("{book} {}", Micro::of(*micro))).collect();
+        let books: Vec<_> = books.iter().map(|(book, micro)| format!("{book} {}", MicroAmount::of(*micro))).collect();
         writeln!(out, "{currency}: {}", books.join(", "))?;
     }
     let (accounts, postings) = (report.accounts, report.postings);
     writeln!(
         out,
         "{postings} postings of {accounts} accounts were added up: the difference is {}",
-        Micro::of(report.difference())
+        MicroAmount::of(report.difference())
     )
 }

@@ -11,7 +11,7 @@ use supervisors::node_ca_command::{self, NodeCaArgs};
 use supervisors::seal_command::{self, SealArgs};
 use supervisors::{config, exit, logging, serve};
 
-/// Gives memory back after a burst, and touches no page of a buffer before somebody writes to it (decisions/0014).
+/// Returns memory after a burst, and touches no page of a buffer before it is written (decisions/0014).
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
@@ -34,18 +34,18 @@ enum Command {
     },
     /// Starts a whole environment on this machine and runs the main job in it.
     Dev(DevArgs),
-    /// To be run once on a database that was restored from a backup, while no member runs: what it has forgotten must not be taken for
-    /// something new. Frees every shard and lifts every epoch.
+    /// Starts a new incarnation of a database that was restored from a backup; run it once, while no member runs. What the backup has lost
+    /// must not be taken for something new. It releases every shard and raises every epoch.
     BeginIncarnation,
-    /// Verifies the audit log, shows its heads, drops an old month of it.
+    /// Verifies the audit log, shows its heads, drops an old month.
     Audit(AuditArgs),
     /// Verifies the ledger: every balance against its entries.
     Ledger(LedgerArgs),
-    /// Seals stored snapshots that an operator answers for: after an upgrade from a release that does not seal, or one that was refused.
+    /// Seals stored snapshots that an operator vouches for: after an upgrade from a release without seals, or after a refused snapshot.
     SealSnapshots(SealArgs),
     /// Prints the authorities of node certificates, PEM, for the proxies in front of the node API (deploy/ingress).
     NodeCa(NodeCaArgs),
-    /// Prints what a member's user of NATS may publish and subscribe to, as the server's configuration wants it.
+    /// Prints what a member's NATS user may publish and subscribe to, in the format of the server's configuration.
     NatsPermissions {
         /// The member's name: SVC_MEMBER_NAME, and the name of the user
         #[arg(long)]
@@ -57,7 +57,7 @@ enum Command {
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    // There is one provider in the whole graph; a second call could only be a mistake of ours.
+    // The dependency graph has one provider; a second installation could only be a bug.
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     match run(Arguments::parse()).await {
         Ok(code) => code,
@@ -91,7 +91,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         Command::NodeCa(args) => node_ca_command::run(args).await?,
         Command::NatsPermissions { name, roles } => {
             use std::io::Write;
-            let permissions = permissions::of(&name, &config::parse_roles(&roles)?);
+            let permissions = permissions::for_member(&name, &config::parse_roles(&roles)?);
             writeln!(std::io::stdout(), "{:#}", permissions.as_config())?;
         }
         Command::Ledger(args) => return Ok(ledger_command::run(args).await),

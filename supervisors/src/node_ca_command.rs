@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub struct NodeCaArgs {
     #[arg(long, env = "SVC_DATABASE_URL", hide_env_values = true)]
     database_url: SecretString,
-    /// What the database's certificate is verified by.
+    /// The authorities that the database's certificate is verified with.
     #[arg(long, env = "SVC_DATABASE_CA_PATH")]
     database_ca: Option<PathBuf>,
     /// The key ring.
@@ -23,10 +23,10 @@ pub struct NodeCaArgs {
     kek_file: PathBuf,
 }
 
-/// Prints them, PEM.
+/// Prints the authorities, PEM.
 ///
 /// # Errors
-/// Where the database cannot be read, or no member has made the authority yet.
+/// Where the database cannot be read, or no member has created the authority yet.
 pub async fn run(args: NodeCaArgs) -> anyhow::Result<()> {
     let ring = KeyRing::load(&args.kek_file).context("SVC_KEK_FILE cannot be used")?;
     let database = PoolConfig::new(args.database_url, args.database_ca);

@@ -1,30 +1,30 @@
-//! The running cluster as an operator sees it: what this process knows of itself, put together with what the others say and what
-//! the database holds.
+//! The running cluster as an operator sees it: this process's own state, together with the other members' answers and the
+//! database's content.
 
-mod here;
+mod local;
 
 use crate::cluster::bus::Bus;
 use crate::cluster::gather::{answer_all, ask_all};
-use crate::cluster::{Seen, View};
-use crate::figures::ProcessFigures;
+use crate::cluster::{ClusterState, ClusterView};
+use crate::metrics::ProcessMetrics;
 use crate::supervisor::{Supervisor, WorkerRow};
-use crate::tree::{BESIDE, COMMITTER, LOADER};
+use crate::tree::{COMMITTER_ROWS, LOADER_ROWS, NOT_NEEDED_FOR_READINESS};
 use actors::Host;
-use actors::host::{self, EntityRow};
-use actors::place::shard_of;
+use actors::host::{self, HostedEntity};
+use actors::sharding::shard_of;
 use chrono::{TimeDelta, Utc};
-use domain::runtime::Part as Restartable;
-use domain::{EntityRef, Kind, MemberId};
+use domain::runtime::RuntimePart as Restartable;
+use domain::{EntityKind, EntityRef, MemberId};
 use edge::keys::KeysInForce;
-use edge::polls::Polls;
+use edge::long_poll::LongPolls;
 use edge::runtime::{
-    ClusterReport, EntityNode, EntityStatus, MemberNode, MemberReport, Readiness, Restarted, Runtime, RuntimeError,
-    Stats, Tree, TreeFilter, WorkerNode, WorkerState,
+    ClusterReport, EntityNode, EntityStatus, MemberNode, MemberReport, Readiness, RestartOutcome, Runtime,
+    RuntimeError, Stats, Tree, TreeFilter, WorkerNode, WorkerState,
 };
 use edge::tls::connections::Connections;
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use persistence::read::{Waiting, WaitingFilter};
+use persistence::read::{WaitingEntity, WaitingFilter};
 use persistence::{Cluster, Committer, OutboxRow, Reads};
 use serde::{Deserialize, Serialize};
 use sqlx::PgPool;
@@ -34,38 +34,38 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use tokio::sync::mpsc;
 use uuid::Uuid;
 
-/// How many entities a tree shows where nothing else is asked for.
-const SHOWN: u32 = 100;
+/// How many entities a tree shows by default.
+const DEFAULT_LIMIT: u32 = 100;
 
-/// A tick that lies further ahead stands for never.
-const SEEN_AHEAD: TimeDelta = TimeDelta::days(3650);
+/// A tick that lies further ahead means never.
+const NEVER_AFTER: TimeDelta = TimeDelta::days(3650);
 
-/// What one process can say, and whom it asks for the rest.
+/// The runtime state of one process, and its access to the rest of the cluster.
 pub struct Operations {
-    pub view: Arc<View>,
+    pub view: Arc<ClusterView>,
     pub bus: Bus,
     pub host: Arc<Host>,
     pub supervisor: Supervisor,
     pub committer: Committer,
     pub reads: Reads,
     pub cluster: Cluster,
-    pub figures: Arc<ProcessFigures>,
+    pub metrics: Arc<ProcessMetrics>,
     pub pool: PgPool,
-    pub polls: Polls,
+    pub polls: LongPolls,
     pub connections: Connections,
     pub keys: KeysInForce,
     /// The id of the key-encryption key that seals here.
     pub seals_with: String,
-    /// What was committed and the relay has not taken.
+    /// The queue of committed events that the relay has not taken yet.
     pub committed: mpsc::Sender<OutboxRow>,
     pub been_ready: AtomicBool,
 }
 
-/// What the members ask each other.
+/// A request from one member to the others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Question {
-    /// What runs there, with the entities of `ids` and all that are parked or backing off; its shards too, where they are wanted.
+enum RuntimeRequest {
+    /// The member's workers, with the entities of `ids` and all that are parked or backing off; its shards too, where requested.
     Part {
         ids: Vec<Uuid>,
         #[serde(default)]
@@ -82,15 +82,15 @@ enum Question {
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Said {
-    Part(Box<Part>),
+enum RuntimeReply {
+    Part(Box<MemberRuntime>),
     Restarted(bool),
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Part {
+struct MemberRuntime {
     node: MemberNode,
-    entities: Vec<EntityRow>,
+    entities: Vec<HostedEntity>,
 }
 
 impl Operations {
@@ -98,27 +98,29 @@ impl Operations {
     ///
     /// # Errors
     /// Where the subscription ends.
-    pub async fn answer(&self) -> anyhow::Result<()> {
-        answer_all(&self.bus, &self.view, |question| self.say(&question)).await
+    pub async fn serve_peers(&self) -> anyhow::Result<()> {
+        answer_all(&self.bus, &self.view, |request| self.reply_to(&request)).await
     }
 
-    async fn gather(&self, ids: Vec<Uuid>, shards: bool) -> (BTreeMap<MemberId, Part>, Vec<MemberId>) {
-        let question = Question::Part { ids, shards };
-        let own = self.say(&question);
-        let gathered = ask_all(&self.bus, &self.view, &question, own).await;
-        let parts = gathered.answers.into_iter().filter_map(|(id, said)| match said {
-            Said::Part(part) => Some((id, *part)),
-            Said::Restarted(_) => None,
+    async fn gather(&self, ids: Vec<Uuid>, shards: bool) -> (BTreeMap<MemberId, MemberRuntime>, Vec<MemberId>) {
+        let request = RuntimeRequest::Part { ids, shards };
+        let own = self.reply_to(&request);
+        let gathered = ask_all(&self.bus, &self.view, &request, own).await;
+        let parts = gathered.answers.into_iter().filter_map(|(id, reply)| match reply {
+            RuntimeReply::Part(part) => Some((id, *part)),
+            RuntimeReply::Restarted(_) => None,
         });
         (parts.collect(), gathered.silent)
     }
 
     async fn make_tree(&self, filter: TreeFilter) -> Result<Tree, RuntimeError> {
-        let limit = filter.limit.unwrap_or(SHOWN).clamp(1, 1000);
+        let limit = filter.limit.unwrap_or(DEFAULT_LIMIT).clamp(1, 1000);
         let now = Utc::now();
         let kind = match &filter.kind {
             None => None,
-            Some(name) => Some(Kind::parse(name).ok_or_else(|| RuntimeError(format!("there is no kind {name:?}")))?),
+            Some(name) => {
+                Some(EntityKind::parse(name).ok_or_else(|| RuntimeError(format!("there is no kind {name:?}")))?)
+            }
         };
         let only_parked = filter.parked == Some(true);
         let wanted = WaitingFilter {
@@ -132,9 +134,10 @@ impl Operations {
         waiting.truncate(limit as usize);
         let ids = waiting.iter().map(|row| row.entity.id).collect();
         let (parts, silent) = self.gather(ids, filter.shards == Some(true)).await;
-        let rows: BTreeMap<Uuid, &EntityRow> =
+        let rows: BTreeMap<Uuid, &HostedEntity> =
             parts.values().flat_map(|part| &part.entities).map(|row| (row.id, row)).collect();
-        let troubled: Vec<_> = rows.values().filter(|row| row.status != host::EntityStatus::Awake).copied().collect();
+        let troubled: Vec<_> =
+            rows.values().filter(|row| row.status != host::ActivationStatus::Awake).copied().collect();
         if only_parked || filter.kind.is_none() && filter.state.is_none() && filter.overdue.is_none() {
             let known: BTreeSet<_> = waiting.iter().map(|row| row.entity.id).collect();
             let missing = troubled.iter().map(|row| row.id).filter(|id| !known.contains(id));
@@ -146,7 +149,7 @@ impl Operations {
         }
         let owners = self.owners();
         let mut entities: Vec<_> =
-            waiting.iter().map(|at| shown(at, rows.get(&at.entity.id).copied(), &owners)).collect();
+            waiting.iter().map(|at| entity_node(at, rows.get(&at.entity.id).copied(), &owners)).collect();
         if only_parked {
             entities.retain(|entity| entity.status == EntityStatus::Parked);
         }
@@ -156,7 +159,7 @@ impl Operations {
         }
         Ok(Tree {
             overdue: self.reads.overdue(now, 1).await?.count,
-            parked: troubled.iter().filter(|row| row.status == host::EntityStatus::Parked).count() as u64,
+            parked: troubled.iter().filter(|row| row.status == host::ActivationStatus::Parked).count() as u64,
             members: parts.values().map(|part| part.node.clone()).collect(),
             silent: silent.into_iter().map(|id| id.0).collect(),
             entities_by_kind,
@@ -170,7 +173,7 @@ impl Operations {
         let Some(at) = self.reads.waiting(&wanted, 1).await?.pop() else { return Ok(None) };
         let (parts, _) = self.gather(vec![entity.id], false).await;
         let row = parts.values().flat_map(|part| &part.entities).find(|row| row.id == entity.id);
-        Ok(Some(shown(&at, row, &self.owners())))
+        Ok(Some(entity_node(&at, row, &self.owners())))
     }
 
     async fn find_worker(&self, member: MemberId, name: &str) -> Result<Option<WorkerNode>, RuntimeError> {
@@ -182,48 +185,52 @@ impl Operations {
         Ok(workers.into_iter().find(|worker| worker.name == name))
     }
 
-    async fn restart(&self, part: Restartable) -> Result<Restarted, RuntimeError> {
-        let (question, by) = match part {
+    async fn restart(&self, part: Restartable) -> Result<RestartOutcome, RuntimeError> {
+        let (request, by) = match part {
             Restartable::Entity { entity } => {
                 self.cluster.unpark(entity).await?;
-                // Whoever owns it, or still has an actor of it.
-                (Question::Restart { entity }, None)
+                // For the member that owns it, or still has an actor of it.
+                (RuntimeRequest::Restart { entity }, None)
             }
-            Restartable::Worker { member, worker } => (Question::RestartWorker { member, worker }, Some(member)),
+            Restartable::Worker { member, worker } => (RuntimeRequest::RestartWorker { member, worker }, Some(member)),
         };
-        let own = self.say(&question);
-        let gathered = ask_all(&self.bus, &self.view, &question, own).await;
-        let done = gathered.answers.values().any(|said| matches!(said, Said::Restarted(true)));
+        let own = self.reply_to(&request);
+        let gathered = ask_all(&self.bus, &self.view, &request, own).await;
+        let done = gathered.answers.values().any(|reply| matches!(reply, RuntimeReply::Restarted(true)));
         let missing = by.map_or(!gathered.silent.is_empty(), |member| gathered.silent.contains(&member));
         Ok(match (done, missing) {
-            (true, _) => Restarted::Anew,
-            (false, true) => Restarted::Unknown,
-            (false, false) => Restarted::Nothing,
+            (true, _) => RestartOutcome::Anew,
+            (false, true) => RestartOutcome::Unknown,
+            (false, false) => RestartOutcome::Nothing,
         })
     }
 
-    /// Who owns each shard, by id and name.
+    /// The owner of each shard, by id and name.
     fn owners(&self) -> BTreeMap<u8, (Uuid, Option<String>)> {
-        let seen = self.view.seen();
+        let state = self.view.state();
         let name = |id: MemberId| {
-            seen.living.iter().find(|heard| heard.member.id == id).map(|heard| heard.member.name.clone())
+            state
+                .living
+                .iter()
+                .find(|heartbeat| heartbeat.member.id == id)
+                .map(|heartbeat| heartbeat.member.name.clone())
         };
-        let owned = seen.shards.iter().filter_map(|at| at.owner.map(|owner| (at.shard.0, (owner.0, name(owner)))));
+        let owned = state.shards.iter().filter_map(|at| at.owner.map(|owner| (at.shard.0, (owner.0, name(owner)))));
         owned.collect()
     }
 
     async fn report(&self) -> Result<ClusterReport, RuntimeError> {
         let incarnation = self.cluster.incarnation().await?;
         let shards = self.cluster.shards().await?;
-        // As this member watched them: a step of the database's clock makes no dead one live.
-        let Seen { living, heard, .. } = self.view.seen();
-        let member = |at: &persistence::cluster::Heard| MemberReport {
+        // By this member's own view: a step of the database's clock makes no dead member live.
+        let ClusterState { living, heard_at, .. } = self.view.state();
+        let member = |at: &persistence::cluster::MemberHeartbeat| MemberReport {
             id: at.member.id.0,
             name: at.member.name.clone(),
             started_at: at.member.started_at,
             roles: serde_json::from_value(at.member.details["roles"].clone()).unwrap_or_default(),
             silent_for_ms: millis(at.silent_for),
-            unheard_for_ms: heard.get(&at.member.id).map(|heard| millis(heard.elapsed())),
+            unheard_for_ms: heard_at.get(&at.member.id).map(|heard_at| millis(heard_at.elapsed())),
             clock_offset_ms: at.member.details["clock_offset_ms"].as_i64(),
             shards: shards.iter().filter(|o| o.owner == Some(at.member.id)).map(|o| o.shard.0).collect(),
         };
@@ -237,21 +244,21 @@ impl Operations {
         })
     }
 
-    async fn check(&self) -> Readiness {
+    async fn check_readiness(&self) -> Readiness {
         let store = match self.cluster.incarnation().await {
             Ok(_) => "ok".to_owned(),
             Err(error) => error.to_string(),
         };
-        let seen = self.view.seen();
-        let owned = seen.shards.iter().filter(|at| at.owner.is_some()).count();
+        let state = self.view.state();
+        let owned = state.shards.iter().filter(|at| at.owner.is_some()).count();
         let shards = if owned == domain::Shard::COUNT { "ok".to_owned() } else { format!("{owned} of 256 are owned") };
-        let member = match (self.view.is_fresh(), seen.cut_off) {
+        let member = match (self.view.has_fresh_lease(), state.partitioned) {
             (false, _) => "this member's renewal is overdue",
             (true, true) => "the other members hear each other over NATS and not this one",
             (true, false) => "ok",
         };
         let member = member.to_owned();
-        // Without NATS the cluster serves on; a replica that has never had it cannot reach the others' shards.
+        // Without NATS the cluster keeps serving; a replica that never had it cannot reach the others' shards.
         let bus = if self.bus.is_connected() { "ok" } else { "not connected" }.to_owned();
         let workers = workers_check(&self.supervisor.rows());
         let ready = [&store, &shards, &member, &workers].into_iter().all(|check| check == "ok");
@@ -262,12 +269,12 @@ impl Operations {
     }
 }
 
-/// `ok`, or the workers that do not work and without which this process cannot serve. A lane of the committer or the loader that does not
-/// run at this moment holds up its part of all commands; others are given their time to come back.
+/// `ok`, or the failed workers without which this process cannot serve. A lane of the committer or the loader that is not running blocks
+/// its part of all commands; other workers are given time to recover.
 fn workers_check(rows: &[WorkerRow]) -> String {
-    let is_lane = |row: &WorkerRow| COMMITTER.contains(&row.row.name) || LOADER.contains(&row.row.name);
+    let is_lane = |row: &WorkerRow| COMMITTER_ROWS.contains(&row.row.name) || LOADER_ROWS.contains(&row.row.name);
     let fails = |row: &&WorkerRow| match row.state {
-        WorkerState::Parked => !BESIDE.contains(&row.row.name),
+        WorkerState::Parked => !NOT_NEEDED_FOR_READINESS.contains(&row.row.name),
         WorkerState::BackingOff | WorkerState::Stopped => is_lane(row),
         WorkerState::Running => false,
     };
@@ -276,11 +283,15 @@ fn workers_check(rows: &[WorkerRow]) -> String {
     if failing.is_empty() { "ok".to_owned() } else { failing.join(", ") }
 }
 
-/// What the database holds of an entity, with what its host says of it.
-fn shown(at: &Waiting, row: Option<&EntityRow>, owners: &BTreeMap<u8, (Uuid, Option<String>)>) -> EntityNode {
+/// An entity as the database stores it, with its status at its host.
+fn entity_node(
+    at: &WaitingEntity,
+    row: Option<&HostedEntity>,
+    owners: &BTreeMap<u8, (Uuid, Option<String>)>,
+) -> EntityNode {
     let shard = shard_of(at.entity.id).0;
     let owner = owners.get(&shard);
-    let parked = row.filter(|row| row.status != host::EntityStatus::Awake).and_then(|row| row.waits_for.clone());
+    let parked = row.filter(|row| row.status != host::ActivationStatus::Awake).and_then(|row| row.waits_for.clone());
     EntityNode {
         kind: at.entity.kind.to_string(),
         id: at.entity.id,
@@ -293,7 +304,7 @@ fn shown(at: &Waiting, row: Option<&EntityRow>, owners: &BTreeMap<u8, (Uuid, Opt
         since: Some(at.updated_at),
         waits_for: parked.or_else(|| at.reason.clone().filter(|reason| !reason.is_empty())),
         deadline_at: at.deadline_at,
-        wakes_at: at.wake_at.filter(|wake_at| *wake_at < Utc::now() + SEEN_AHEAD),
+        wakes_at: at.wake_at.filter(|wake_at| *wake_at < Utc::now() + NEVER_AFTER),
         overdue: at.deadline_at.is_some_and(|deadline| deadline < Utc::now()),
         mailbox_depth: row.map_or(0, |row| row.mailbox_depth as u64),
         restarts: row.map_or(0, |row| row.restarts),
@@ -305,10 +316,10 @@ fn millis(duration: std::time::Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// The runtime that the edge serves.
-pub struct Reported(pub Arc<Operations>);
+/// The cluster's runtime, as the edge serves it.
+pub struct ClusterRuntime(pub Arc<Operations>);
 
-impl Runtime for Reported {
+impl Runtime for ClusterRuntime {
     fn tree(&self, filter: TreeFilter) -> BoxFuture<'_, Result<Tree, RuntimeError>> {
         self.0.make_tree(filter).boxed()
     }
@@ -322,7 +333,7 @@ impl Runtime for Reported {
         async move { self.0.find_worker(member, &name).await }.boxed()
     }
 
-    fn restart(&self, part: Restartable) -> BoxFuture<'_, Result<Restarted, RuntimeError>> {
+    fn restart(&self, part: Restartable) -> BoxFuture<'_, Result<RestartOutcome, RuntimeError>> {
         self.0.restart(part).boxed()
     }
 
@@ -336,7 +347,7 @@ impl Runtime for Reported {
     }
 
     fn readiness(&self) -> BoxFuture<'_, Readiness> {
-        self.0.check().boxed()
+        self.0.check_readiness().boxed()
     }
 
     fn stats(&self) -> Stats {
@@ -344,8 +355,8 @@ impl Runtime for Reported {
     }
 
     fn metrics(&self) -> String {
-        self.0.figures.keys(&self.0.keys.load(), Utc::now());
-        self.0.figures.page(self.0.moment())
+        self.0.metrics.set_key_ages(&self.0.keys.load(), Utc::now());
+        self.0.metrics.render(self.0.sample())
     }
 }
 
@@ -356,7 +367,7 @@ mod tests {
 
     fn rows(states: &[(&str, WorkerState)]) -> Vec<WorkerRow> {
         let state = |name| states.iter().find(|(named, _)| *named == name).map_or(WorkerState::Running, |(_, it)| *it);
-        let row = |row: &crate::tree::Row| WorkerRow {
+        let row = |row: &crate::tree::TreeRow| WorkerRow {
             row: *row,
             state: state(row.name),
             since: Utc::now(),
@@ -368,15 +379,15 @@ mod tests {
     }
 
     #[test]
-    fn a_process_serves_on_without_what_it_can_do_without_and_with_what_comes_back() {
+    fn process_is_ready_without_optional_workers_and_while_others_back_off() {
         assert_eq!(workers_check(&rows(&[])), "ok");
         assert_eq!(workers_check(&rows(&[("sweep", WorkerState::Parked), ("timers", WorkerState::BackingOff)])), "ok");
         assert_eq!(workers_check(&rows(&[("timers", WorkerState::Parked)])), "timers is parked");
     }
 
     #[test]
-    fn a_process_with_a_lane_that_does_not_run_is_not_ready() {
-        for lane in COMMITTER.iter().chain(&LOADER) {
+    fn process_with_a_stopped_lane_is_not_ready() {
+        for lane in COMMITTER_ROWS.iter().chain(&LOADER_ROWS) {
             let check = workers_check(&rows(&[(*lane, WorkerState::BackingOff)]));
             assert_eq!(check, format!("{lane} is backing_off"));
         }

@@ -1,4 +1,4 @@
-//! `gpuaas seal-snapshots`: an operator answers for what is stored.
+//! `gpuaas seal-snapshots`: seals stored snapshots that an operator vouches for.
 
 use crate::trust;
 use anyhow::Context;
@@ -11,16 +11,16 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use uuid::Uuid;
 
-/// Which snapshots to seal, and where they are.
+/// The snapshots to seal, and the database.
 #[derive(Debug, clap::Args)]
 pub struct SealArgs {
-    /// The one entity that an operator has looked at after its row was refused. Without it: every entity that has no seal, as after an
-    /// upgrade from a release that does not seal; one whose seal does not hold is left as it is.
+    /// The one entity that an operator has inspected after its row was refused. Without it: every entity without a seal, as after an
+    /// upgrade from a release that does not seal; one whose seal does not match is left as it is.
     #[arg(long)]
     entity: Option<Uuid>,
     #[arg(long, env = "SVC_DATABASE_URL", hide_env_values = true)]
     database_url: Option<SecretString>,
-    /// What the database's certificate is verified by.
+    /// The authorities that the database's certificate is verified with.
     #[arg(long, env = "SVC_DATABASE_CA_PATH")]
     database_ca: Option<PathBuf>,
     /// The key ring that seals secrets at rest.

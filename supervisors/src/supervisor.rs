@@ -1,7 +1,7 @@
-//! Hosts the rows of [`crate::tree`] as ractor actors under one root. A worker that ends is started again after a pause; one that
-//! keeps ending is parked and shown; its siblings live on.
+//! Runs the rows of [`crate::tree`] as ractor actors under one root. A worker that ends is restarted after a pause; one that
+//! keeps ending is parked and shown; its siblings run on.
 
-use crate::tree::{Restart, Row};
+use crate::tree::{RestartPolicy, TreeRow};
 use chrono::Utc;
 use domain::Timestamp;
 use edge::runtime::WorkerState;
@@ -15,43 +15,43 @@ use std::time::{Duration, Instant};
 use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument as _;
 
-/// What a worker does, started anew at each restart.
-pub type Work = Arc<dyn Fn() -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync>;
+/// The task of a worker; each restart starts it anew.
+pub type WorkerTask = Arc<dyn Fn() -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync>;
 
 /// A worker as an operator sees it.
 #[derive(Clone, Debug)]
 pub struct WorkerRow {
-    pub row: Row,
+    pub row: TreeRow,
     pub state: WorkerState,
     pub since: Timestamp,
     pub restarts: u64,
     pub last_error: Option<String>,
-    /// It works, or something below it does.
+    /// The row has a task, or a row below it does.
     pub restartable: bool,
 }
 
-/// The whole tree of this process.
+/// The supervision tree of this process.
 #[derive(Clone)]
 pub struct Supervisor {
-    root: ActorRef<Order>,
-    book: Book,
+    root: ActorRef<RootMessage>,
+    table: WorkerTable,
 }
 
-struct Entry {
-    row: Row,
-    work: Option<Work>,
-    actor: Option<ActorRef<Finished>>,
+struct WorkerEntry {
+    row: TreeRow,
+    work: Option<WorkerTask>,
+    actor: Option<ActorRef<TaskExit>>,
     state: WorkerState,
     since: Timestamp,
-    /// An operator has ended it: that is no failure.
-    told_to: bool,
+    /// An operator has requested a restart: the end that follows counts as no failure.
+    restart_requested: bool,
     recent: VecDeque<Instant>,
     restarts: u64,
     last_error: Option<String>,
 }
 
-/// What the root is told.
-pub enum Order {
+/// A message to the root.
+pub enum RootMessage {
     Start(&'static str),
 }
 
@@ -61,54 +61,54 @@ impl Supervisor {
     /// # Errors
     /// Where the root cannot be started.
     pub async fn start() -> anyhow::Result<Self> {
-        let book = Arc::new(Mutex::new(BTreeMap::new()));
-        let (root, _) = Actor::spawn(None, Root, Arc::clone(&book)).await?;
-        Ok(Self { root, book })
+        let table = Arc::new(Mutex::new(BTreeMap::new()));
+        let (root, _) = Actor::spawn(None, Root, Arc::clone(&table)).await?;
+        Ok(Self { root, table })
     }
 
     /// Adds a row that only groups others.
-    pub fn group(&self, row: Row) {
-        lock(&self.book).insert(row.name, Entry::new(row, None));
+    pub fn group(&self, row: TreeRow) {
+        lock(&self.table).insert(row.name, WorkerEntry::new(row, None));
     }
 
-    /// Adds a row and starts its work.
-    pub fn add(&self, row: Row, work: Work) {
-        lock(&self.book).insert(row.name, Entry::new(row, Some(work)));
-        self.order(row.name);
+    /// Adds a row and starts its task.
+    pub fn add(&self, row: TreeRow, work: WorkerTask) {
+        lock(&self.table).insert(row.name, WorkerEntry::new(row, Some(work)));
+        self.request_start(row.name);
     }
 
-    /// An operator has looked: starts a worker and what hangs below it anew, whatever it was doing. `false` where there is nothing of
-    /// that name that runs.
+    /// Restarts a worker and everything below it, in whatever state they are, at an operator's request. `false` where no row of that name
+    /// has a task.
     #[must_use]
     pub fn restart(&self, name: &str) -> bool {
-        let mut book = lock(&self.book);
+        let mut table = lock(&self.table);
         let mut starting = Vec::new();
-        for name in &below(&book, name) {
-            let Some(entry) = book.get_mut(name).filter(|entry| entry.work.is_some()) else { continue };
+        for name in &subtree(&table, name) {
+            let Some(entry) = table.get_mut(name).filter(|entry| entry.work.is_some()) else { continue };
             entry.recent.clear();
             match &entry.actor {
-                // Its end is what starts it again.
+                // Its exit starts it again.
                 Some(actor) => {
-                    entry.told_to = true;
+                    entry.restart_requested = true;
                     actor.stop(Some("restarted by an operator".to_owned()));
                 }
                 None => entry.enter(WorkerState::BackingOff),
             }
             starting.push(*name);
         }
-        drop(book);
-        // Whoever still runs is passed over, and started when it has ended.
-        starting.iter().for_each(|name| self.order(name));
+        drop(table);
+        // A worker that still runs is skipped here, and started when it has ended.
+        starting.iter().for_each(|name| self.request_start(name));
         !starting.is_empty()
     }
 
     /// Stops everything at or below `name`, children first.
     pub async fn stop(&self, name: &str) {
         let stopping: Vec<_> = {
-            let mut book = lock(&self.book);
-            let names = below(&book, name);
+            let mut table = lock(&self.table);
+            let names = subtree(&table, name);
             let stop = |name: &&'static str| {
-                let entry = book.get_mut(name)?;
+                let entry = table.get_mut(name)?;
                 entry.enter(WorkerState::Stopped);
                 entry.work = None;
                 entry.actor.take()
@@ -122,7 +122,7 @@ impl Supervisor {
         }
     }
 
-    /// Under whom the shards' supervisors run.
+    /// The parent of the shards' supervisors.
     #[must_use]
     pub fn root(&self) -> ActorCell {
         self.root.get_cell()
@@ -131,27 +131,27 @@ impl Supervisor {
     /// Every row, in the order of its name.
     #[must_use]
     pub fn rows(&self) -> Vec<WorkerRow> {
-        let book = lock(&self.book);
-        let works = |name: &&'static str| book.get(name).is_some_and(|entry| entry.work.is_some());
-        book.values().map(|entry| entry.row(below(&book, entry.row.name).iter().any(works))).collect()
+        let table = lock(&self.table);
+        let works = |name: &&'static str| table.get(name).is_some_and(|entry| entry.work.is_some());
+        table.values().map(|entry| entry.row(subtree(&table, entry.row.name).iter().any(works))).collect()
     }
 
-    fn order(&self, name: &'static str) {
-        if self.root.cast(Order::Start(name)).is_err() {
+    fn request_start(&self, name: &'static str) {
+        if self.root.cast(RootMessage::Start(name)).is_err() {
             tracing::error!(name, "the root supervisor is gone");
         }
     }
 }
 
-impl Entry {
-    fn new(row: Row, work: Option<Work>) -> Self {
+impl WorkerEntry {
+    fn new(row: TreeRow, work: Option<WorkerTask>) -> Self {
         Self {
             row,
             work,
             actor: None,
             state: WorkerState::Running,
             since: Utc::now(),
-            told_to: false,
+            restart_requested: false,
             recent: VecDeque::new(),
             restarts: 0,
             last_error: None,
@@ -163,13 +163,13 @@ impl Entry {
         self.since = Utc::now();
     }
 
-    /// Notes an end and says when to start again; `None` where it is parked.
-    fn ended(&mut self, error: String) -> Option<Duration> {
-        let Restart { pause, longest, intensity, window } = self.row.restart;
+    /// Records an exit and returns the pause before the restart; `None` where the worker is parked.
+    fn record_exit(&mut self, error: String) -> Option<Duration> {
+        let RestartPolicy { pause, longest, intensity, window } = self.row.restart;
         let now = Instant::now();
         self.actor = None;
         self.restarts += 1;
-        if std::mem::take(&mut self.told_to) {
+        if std::mem::take(&mut self.restart_requested) {
             self.enter(WorkerState::BackingOff);
             return Some(Duration::ZERO);
         }
@@ -192,15 +192,15 @@ impl Entry {
     }
 }
 
-type Entries = BTreeMap<&'static str, Entry>;
-type Book = Arc<Mutex<Entries>>;
+type WorkerEntries = BTreeMap<&'static str, WorkerEntry>;
+type WorkerTable = Arc<Mutex<WorkerEntries>>;
 
-/// What is called so and everything below it, from above to below.
-fn below(book: &Entries, name: &str) -> Vec<&'static str> {
-    let mut found: Vec<_> = book.get(name).map(|entry| entry.row.name).into_iter().collect();
+/// The row of this name and everything below it, parents first.
+fn subtree(table: &WorkerEntries, name: &str) -> Vec<&'static str> {
+    let mut found: Vec<_> = table.get(name).map(|entry| entry.row.name).into_iter().collect();
     let mut next = 0;
     while let Some(parent) = found.get(next).copied() {
-        found.extend(book.values().filter(|entry| entry.row.under == parent).map(|entry| entry.row.name));
+        found.extend(table.values().filter(|entry| entry.row.parent == parent).map(|entry| entry.row.name));
         next += 1;
     }
     found
@@ -210,23 +210,23 @@ fn below(book: &Entries, name: &str) -> Vec<&'static str> {
 struct Root;
 
 impl Actor for Root {
-    type Msg = Order;
-    type State = Book;
-    type Arguments = Book;
+    type Msg = RootMessage;
+    type State = WorkerTable;
+    type Arguments = WorkerTable;
 
-    async fn pre_start(&self, _: ActorRef<Order>, book: Book) -> Result<Book, ActorProcessingErr> {
-        Ok(book)
+    async fn pre_start(&self, _: ActorRef<RootMessage>, table: WorkerTable) -> Result<WorkerTable, ActorProcessingErr> {
+        Ok(table)
     }
 
     async fn handle(
         &self,
-        myself: ActorRef<Order>,
-        Order::Start(name): Order,
-        book: &mut Book,
+        myself: ActorRef<RootMessage>,
+        RootMessage::Start(name): RootMessage,
+        table: &mut WorkerTable,
     ) -> Result<(), ActorProcessingErr> {
         let work = {
-            let mut book = lock(book);
-            let Some(entry) = book.get_mut(name).filter(|entry| entry.actor.is_none()) else { return Ok(()) };
+            let mut table = lock(table);
+            let Some(entry) = table.get_mut(name).filter(|entry| entry.actor.is_none()) else { return Ok(()) };
             if entry.work.is_some() {
                 entry.enter(WorkerState::Running);
             }
@@ -235,8 +235,8 @@ impl Actor for Root {
         let Some(work) = work else { return Ok(()) };
         match Actor::spawn_linked(None, Worker { name }, work, myself.get_cell()).await {
             Ok((actor, _)) => {
-                if let Some(entry) = lock(book).get_mut(name) {
-                    // It may have been told to stop while it was started.
+                if let Some(entry) = lock(table).get_mut(name) {
+                    // It may have been stopped while it was being started.
                     if entry.work.is_none() {
                         actor.stop(None);
                     } else {
@@ -244,16 +244,16 @@ impl Actor for Root {
                     }
                 }
             }
-            Err(error) => ended(&myself, book, name, error.to_string()),
+            Err(error) => handle_exit(&myself, table, name, error.to_string()),
         }
         Ok(())
     }
 
     async fn handle_supervisor_evt(
         &self,
-        myself: ActorRef<Order>,
+        myself: ActorRef<RootMessage>,
         event: SupervisionEvent,
-        book: &mut Book,
+        table: &mut WorkerTable,
     ) -> Result<(), ActorProcessingErr> {
         let (cell, error) = match event {
             SupervisionEvent::ActorFailed(cell, error) => (cell, error.to_string()),
@@ -262,50 +262,50 @@ impl Actor for Root {
             }
             SupervisionEvent::ActorStarted(_) | SupervisionEvent::ProcessGroupChanged(_) => return Ok(()),
         };
-        let of = |entry: &Entry| entry.actor.as_ref().is_some_and(|actor| actor.get_id() == cell.get_id());
-        let found = lock(book).values().find(|entry| of(entry)).map(|entry| entry.row.name);
-        // The shards' supervisors end when their shard goes; that is no failure.
+        let of = |entry: &WorkerEntry| entry.actor.as_ref().is_some_and(|actor| actor.get_id() == cell.get_id());
+        let found = lock(table).values().find(|entry| of(entry)).map(|entry| entry.row.name);
+        // A shard's supervisor ends when its shard is released; that is no failure.
         let Some(name) = found else { return Ok(()) };
-        ended(&myself, book, name, error);
+        handle_exit(&myself, table, name, error);
         Ok(())
     }
 }
 
-fn ended(root: &ActorRef<Order>, book: &Book, name: &'static str, error: String) {
-    let mut book = lock(book);
-    let Some(entry) = book.get_mut(name).filter(|entry| entry.work.is_some()) else { return };
-    let told_to = entry.told_to;
-    match entry.ended(error.clone()) {
-        Some(pause) if told_to => {
+fn handle_exit(root: &ActorRef<RootMessage>, table: &WorkerTable, name: &'static str, error: String) {
+    let mut table = lock(table);
+    let Some(entry) = table.get_mut(name).filter(|entry| entry.work.is_some()) else { return };
+    let restart_requested = entry.restart_requested;
+    match entry.record_exit(error.clone()) {
+        Some(pause) if restart_requested => {
             tracing::info!(worker = name, "{name} is started anew, as an operator wants it");
-            root.send_after(pause, move || Order::Start(name));
+            root.send_after(pause, move || RootMessage::Start(name));
         }
         Some(pause) => {
             tracing::warn!(worker = name, error, "{name} ended; it is started again in {pause:?}");
-            root.send_after(pause, move || Order::Start(name));
+            root.send_after(pause, move || RootMessage::Start(name));
         }
         None => tracing::error!(worker = name, error, "{name} ended too often and is parked"),
     }
 }
 
-/// One row's actor: it lives as long as its work.
+/// The actor of one row: it lives as long as its task.
 struct Worker {
     name: &'static str,
 }
 
-/// The work has come to its end.
-pub(crate) struct Finished(String);
+/// The task has ended, for this reason.
+pub(crate) struct TaskExit(String);
 
 impl Actor for Worker {
-    type Msg = Finished;
-    /// Dropping it ends the work, however the actor ended.
+    type Msg = TaskExit;
+    /// Dropping it ends the task, however the actor ended.
     type State = AbortOnDropHandle<()>;
-    type Arguments = Work;
+    type Arguments = WorkerTask;
 
     async fn pre_start(
         &self,
-        myself: ActorRef<Finished>,
-        begin: Work,
+        myself: ActorRef<TaskExit>,
+        begin: WorkerTask,
     ) -> Result<AbortOnDropHandle<()>, ActorProcessingErr> {
         let name = self.name;
         let work = async move {
@@ -315,22 +315,22 @@ impl Actor for Worker {
                 Err(panic) => format!("it panicked: {}", panic_text(&*panic)),
             };
             tracing::debug!(worker = name, "{how}");
-            let _ = myself.cast(Finished(how));
+            let _ = myself.cast(TaskExit(how));
         };
         Ok(AbortOnDropHandle::new(tokio::spawn(work.instrument(tracing::error_span!("worker", service = name)))))
     }
 
     async fn handle(
         &self,
-        _: ActorRef<Finished>,
-        Finished(how): Finished,
+        _: ActorRef<TaskExit>,
+        TaskExit(how): TaskExit,
         _: &mut AbortOnDropHandle<()>,
     ) -> Result<(), ActorProcessingErr> {
         Err(how.into())
     }
 }
 
-/// What a panic said.
+/// The message of a panic.
 #[must_use]
 pub fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
     let text = panic.downcast_ref::<&str>().copied();
@@ -345,21 +345,21 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 #[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 mod tests {
     use super::*;
-    use crate::config::Role;
+    use crate::config::ProcessRole;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    const PATIENT: Restart = Restart {
+    const TEST_POLICY: RestartPolicy = RestartPolicy {
         pause: Duration::from_millis(1),
         longest: Duration::from_millis(4),
         intensity: 3,
         window: Duration::from_secs(60),
     };
 
-    fn row(name: &'static str, under: &'static str) -> Row {
-        Row { name, under, roles: &Role::ALL, restart: PATIENT, what: "a test's worker" }
+    fn row(name: &'static str, parent: &'static str) -> TreeRow {
+        TreeRow { name, parent, roles: &ProcessRole::ALL, restart: TEST_POLICY, description: "a test's worker" }
     }
 
-    fn counting(runs: &Arc<AtomicUsize>, end: fn() -> anyhow::Result<()>) -> Work {
+    fn counting(runs: &Arc<AtomicUsize>, end: fn() -> anyhow::Result<()>) -> WorkerTask {
         let runs = Arc::clone(runs);
         Arc::new(move || {
             runs.fetch_add(1, Ordering::SeqCst);
@@ -367,7 +367,7 @@ mod tests {
         })
     }
 
-    fn endless() -> Work {
+    fn endless() -> WorkerTask {
         Arc::new(|| std::future::pending().boxed())
     }
 
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_keeps_ending_is_parked_with_its_error_and_its_sibling_lives_on() {
+    async fn worker_that_keeps_ending_is_parked_with_its_error_and_its_sibling_runs_on() {
         let supervisor = Supervisor::start().await.unwrap();
         let runs = Arc::default();
         supervisor.add(row("sound", "root"), endless());
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_panic_is_a_failure_like_any_other() {
+    async fn panic_of_a_worker_counts_as_a_failure() {
         let supervisor = Supervisor::start().await.unwrap();
         supervisor.add(row("frail", "root"), counting(&Arc::default(), || panic!("cannot go on")));
         let parked = until(&supervisor, "frail", WorkerState::Parked).await;
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_operator_starts_a_parked_worker_again() {
+    async fn parked_worker_is_restarted_by_an_operator() {
         let supervisor = Supervisor::start().await.unwrap();
         let runs = Arc::default();
         supervisor.add(row("broken", "root"), counting(&runs, || anyhow::bail!("still")));
@@ -415,7 +415,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn an_operator_starts_a_running_worker_anew_however_often_and_a_group_with_all_that_hangs_below_it() {
+    async fn operator_restarts_of_a_worker_or_a_group_are_unbounded_and_never_park_it() {
         let supervisor = Supervisor::start().await.unwrap();
         let runs: [Arc<AtomicUsize>; 2] = Default::default();
         supervisor.group(row("group", "root"));
@@ -440,7 +440,7 @@ mod tests {
         };
         ran(0, 1).await;
         // More often than it may fail.
-        for restarts in 1..=2 * PATIENT.intensity {
+        for restarts in 1..=2 * TEST_POLICY.intensity {
             until(&supervisor, "one", WorkerState::Running).await;
             assert!(supervisor.restart("one"));
             ran(0, 1 + restarts).await;
@@ -448,7 +448,7 @@ mod tests {
         ran(1, 1).await;
         until(&supervisor, "one", WorkerState::Running).await;
         assert!(supervisor.restart("group"));
-        ran(0, 2 + 2 * PATIENT.intensity).await;
+        ran(0, 2 + 2 * TEST_POLICY.intensity).await;
         ran(1, 2).await;
         let rows = supervisor.rows();
         assert!(rows.iter().all(|row| row.restartable && row.last_error.is_none()), "{rows:?}");
@@ -458,9 +458,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn stopping_a_group_stops_what_hangs_below_it_and_drops_its_work() {
-        struct Held(Arc<AtomicUsize>);
-        impl Drop for Held {
+    async fn stopping_a_group_stops_its_children_and_drops_their_tasks() {
+        struct RunGuard(Arc<AtomicUsize>);
+        impl Drop for RunGuard {
             fn drop(&mut self) {
                 self.0.fetch_sub(1, Ordering::SeqCst);
             }
@@ -473,7 +473,7 @@ mod tests {
             row("child", "group"),
             Arc::new(move || {
                 counter.fetch_add(1, Ordering::SeqCst);
-                let held = Held(Arc::clone(&counter));
+                let held = RunGuard(Arc::clone(&counter));
                 async move {
                     let _held = held;
                     std::future::pending().await

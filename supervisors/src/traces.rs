@@ -1,8 +1,8 @@
-//! The spans of sampled traces, sent to a collector (OTLP over HTTP), where `OTEL_EXPORTER_OTLP_ENDPOINT` names one.
+//! Exports the spans of sampled traces to a collector (OTLP over HTTP), where `OTEL_EXPORTER_OTLP_ENDPOINT` names one.
 //!
-//! A span's ids are made where its work begins and travel with it (logs, NATS, outbox, agents), so that what is exported is what
-//! the logs say. A span is exported when it has the field `otel.parent`, which only spans of sampled traces do. Spans wait in a
-//! bounded queue; what does not fit, or no collector takes, is counted and dropped: nothing of ours waits for a collector.
+//! A span's ids are created where its work begins and are propagated (logs, NATS, outbox, agents), so that exported spans match the
+//! logs. A span is exported when it has the field `otel.parent`, which only spans of sampled traces have. Spans wait in a
+//! bounded queue; those that do not fit, or that no collector accepts, are counted and dropped: the service never waits for a collector.
 
 use anyhow::Context as _;
 use opentelemetry::trace::{SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
@@ -27,22 +27,22 @@ const QUEUE: usize = 8192;
 const BATCH: usize = 512;
 /// How long the first span of a batch waits for others.
 const LINGER: Duration = Duration::from_millis(500);
-const SENT_WITHIN: Duration = Duration::from_secs(10);
-/// How long the last spans may take at the end.
-const LAST_WITHIN: Duration = Duration::from_secs(2);
+const EXPORT_TIMEOUT: Duration = Duration::from_secs(10);
+/// The timeout of the last export at the shutdown.
+const FINAL_EXPORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 const ENDPOINTS: [&str; 2] = ["OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"];
 const RATIO: &str = "OTEL_TRACES_SAMPLER_ARG";
 
-/// Takes the spans of sampled traces as they end.
-pub struct Collecting {
+/// The tracing layer that collects the spans of sampled traces as they end.
+pub struct SpanCollector {
     to: mpsc::Sender<SpanData>,
     dropped: IntCounter,
     scope: InstrumentationScope,
 }
 
-/// Sends what was collected.
-pub struct Traces {
+/// Sends the collected spans.
+pub struct TraceExporter {
     from: Mutex<mpsc::Receiver<SpanData>>,
     exporter: SpanExporter,
     exported: IntCounter,
@@ -50,12 +50,14 @@ pub struct Traces {
     pub sampling: Sampling,
 }
 
-/// Both halves, where a collector is configured. The exporter reads endpoint, headers and time-out from the `OTEL_EXPORTER_OTLP_*`
-/// variables itself.
+/// The collecting layer and the exporter, where a collector is configured. The exporter reads endpoint, headers and timeout from the
+/// `OTEL_EXPORTER_OTLP_*` variables itself.
 ///
 /// # Errors
 /// Names the variable that cannot be used.
-pub fn configured(environment: impl Fn(&str) -> Option<String>) -> anyhow::Result<Option<(Collecting, Traces)>> {
+pub fn configured(
+    environment: impl Fn(&str) -> Option<String>,
+) -> anyhow::Result<Option<(SpanCollector, TraceExporter)>> {
     let set = |name: &str| environment(name).filter(|value| !value.trim().is_empty());
     if ENDPOINTS.iter().all(|name| set(name).is_none()) {
         return Ok(None);
@@ -68,12 +70,12 @@ pub fn configured(environment: impl Fn(&str) -> Option<String>) -> anyhow::Resul
             .filter(|ratio| (0.0..=1.0).contains(ratio))
             .with_context(|| format!("{RATIO} is {text:?}; it must be the share of traces to sample, 0 to 1"))?,
     };
-    let client = reqwest::Client::builder().timeout(SENT_WITHIN).build()?;
+    let client = reqwest::Client::builder().timeout(EXPORT_TIMEOUT).build()?;
     let mut exporter = SpanExporter::builder()
         .with_http()
         .with_http_client(client)
         .with_protocol(Protocol::HttpBinary)
-        .with_timeout(SENT_WITHIN)
+        .with_timeout(EXPORT_TIMEOUT)
         .build()
         .with_context(|| format!("{} cannot be used", ENDPOINTS[0]))?;
     exporter.set_resource(&resource(set("OTEL_SERVICE_NAME"), set("SVC_MEMBER_NAME")));
@@ -81,9 +83,9 @@ pub fn configured(environment: impl Fn(&str) -> Option<String>) -> anyhow::Resul
     let dropped = IntCounter::new("trace_spans_dropped_total", "Spans that no collector took, or that did not fit.")?;
     let exported = IntCounter::new("trace_spans_exported_total", "Spans that the collector took.")?;
     let scope = InstrumentationScope::builder("gpuaas").with_version(env!("CARGO_PKG_VERSION")).build();
-    let collecting = Collecting { to, dropped: dropped.clone(), scope };
+    let collecting = SpanCollector { to, dropped: dropped.clone(), scope };
     let sampling = Sampling::of_ratio(ratio);
-    Ok(Some((collecting, Traces { from: Mutex::new(from), exporter, exported, dropped, sampling })))
+    Ok(Some((collecting, TraceExporter { from: Mutex::new(from), exporter, exported, dropped, sampling })))
 }
 
 fn resource(service: Option<String>, member: Option<String>) -> Resource {
@@ -96,7 +98,7 @@ fn resource(service: Option<String>, member: Option<String>) -> Resource {
         .build()
 }
 
-impl Traces {
+impl TraceExporter {
     /// # Errors
     /// Where the registry has metrics of these names.
     pub fn register(&self, registry: &Registry) -> Result<(), prometheus::Error> {
@@ -118,7 +120,7 @@ impl Traces {
         }
     }
 
-    /// Sends what is left, for a moment.
+    /// Sends the remaining spans, within a short timeout.
     pub async fn finish(&self) {
         let sending = async {
             let mut from = self.from.lock().await;
@@ -126,12 +128,12 @@ impl Traces {
                 self.send(batch(first, &mut from), true).await;
             }
         };
-        if tokio::time::timeout(LAST_WITHIN, sending).await.is_err() {
+        if tokio::time::timeout(FINAL_EXPORT_TIMEOUT, sending).await.is_err() {
             tracing::info!("the last spans did not reach the collector in time");
         }
     }
 
-    /// Whether the collector took them; said once when that changes.
+    /// Exports a batch. Returns whether the collector accepted it; a change is logged once.
     async fn send(&self, spans: Vec<SpanData>, reached: bool) -> bool {
         let count = spans.len() as u64;
         match self.exporter.export(spans).await {
@@ -164,14 +166,14 @@ fn batch(first: SpanData, from: &mut mpsc::Receiver<SpanData>) -> Vec<SpanData> 
 }
 
 /// A span of a sampled trace that has not ended.
-struct Open {
+struct OpenSpan {
     began: SystemTime,
-    said: Said,
+    fields: SpanFields,
 }
 
 /// The fields of a span.
 #[derive(Default)]
-struct Said {
+struct SpanFields {
     trace_id: Option<TraceId>,
     span_id: Option<SpanId>,
     parent: Option<SpanId>,
@@ -180,7 +182,7 @@ struct Said {
     attributes: Vec<KeyValue>,
 }
 
-impl Said {
+impl SpanFields {
     fn text(&mut self, name: &'static str, text: String) {
         match name {
             "trace_id" => self.trace_id = TraceId::from_hex(&text).ok(),
@@ -192,7 +194,7 @@ impl Said {
     }
 }
 
-impl Visit for Said {
+impl Visit for SpanFields {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         self.text(field.name(), format!("{value:?}"));
     }
@@ -217,53 +219,55 @@ impl Visit for Said {
     }
 }
 
-impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collecting {
+impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for SpanCollector {
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
-        // What is not sampled costs a look at a name.
+        // A span that is not sampled costs only the lookup of a field name.
         if attributes.fields().field("otel.parent").is_none() {
             return;
         }
-        let mut said = Said::default();
-        attributes.record(&mut said);
-        if let (Some(_), Some(span)) = (said.parent, context.span(id)) {
-            span.extensions_mut().insert(Open { began: SystemTime::now(), said });
+        let mut fields = SpanFields::default();
+        attributes.record(&mut fields);
+        if let (Some(_), Some(span)) = (fields.parent, context.span(id)) {
+            span.extensions_mut().insert(OpenSpan { began: SystemTime::now(), fields });
         }
     }
 
     fn on_record(&self, id: &Id, values: &Record<'_>, context: Context<'_, S>) {
         if let Some(span) = context.span(id)
-            && let Some(open) = span.extensions_mut().get_mut::<Open>()
+            && let Some(open) = span.extensions_mut().get_mut::<OpenSpan>()
         {
-            values.record(&mut open.said);
+            values.record(&mut open.fields);
         }
     }
 
     fn on_event(&self, event: &Event<'_>, context: Context<'_, S>) {
         if *event.metadata().level() == Level::ERROR
             && let Some(span) = context.event_span(event)
-            && let Some(open) = span.extensions_mut().get_mut::<Open>()
+            && let Some(open) = span.extensions_mut().get_mut::<OpenSpan>()
         {
-            open.said.failed = true;
+            open.fields.failed = true;
         }
     }
 
     fn on_close(&self, id: Id, context: Context<'_, S>) {
         let Some(span) = context.span(&id) else { return };
-        let Some(Open { began, said }) = span.extensions_mut().remove::<Open>() else { return };
-        let (Some(trace_id), Some(span_id), Some(parent)) = (said.trace_id, said.span_id, said.parent) else { return };
+        let Some(OpenSpan { began, fields }) = span.extensions_mut().remove::<OpenSpan>() else { return };
+        let (Some(trace_id), Some(span_id), Some(parent)) = (fields.trace_id, fields.span_id, fields.parent) else {
+            return;
+        };
         let ended = SpanData {
             span_context: SpanContext::new(trace_id, span_id, TraceFlags::SAMPLED, false, TraceState::NONE),
             parent_span_id: parent,
-            parent_span_is_remote: said.is_server,
-            span_kind: if said.is_server { SpanKind::Server } else { SpanKind::Internal },
+            parent_span_is_remote: fields.is_server,
+            span_kind: if fields.is_server { SpanKind::Server } else { SpanKind::Internal },
             name: span.name().into(),
             start_time: began,
             end_time: SystemTime::now(),
-            attributes: said.attributes,
+            attributes: fields.attributes,
             dropped_attributes_count: 0,
             events: SpanEvents::default(),
             links: SpanLinks::default(),
-            status: if said.failed { Status::error("") } else { Status::Unset },
+            status: if fields.failed { Status::error("") } else { Status::Unset },
             instrumentation_scope: self.scope.clone(),
         };
         if self.to.try_send(ended).is_err() {
@@ -276,16 +280,16 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for Collecting {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use telemetry::Trace;
+    use telemetry::SpanContext;
     use tracing_subscriber::layer::SubscriberExt as _;
 
-    fn collecting(queue: usize) -> (Collecting, mpsc::Receiver<SpanData>) {
+    fn collecting(queue: usize) -> (SpanCollector, mpsc::Receiver<SpanData>) {
         let (to, from) = mpsc::channel(queue);
         let dropped = IntCounter::new("dropped", "dropped").unwrap();
-        (Collecting { to, dropped, scope: InstrumentationScope::builder("tests").build() }, from)
+        (SpanCollector { to, dropped, scope: InstrumentationScope::builder("tests").build() }, from)
     }
 
-    fn work(trace: Trace) -> tracing::Span {
+    fn work(trace: SpanContext) -> tracing::Span {
         tracing::error_span!(
             "work",
             trace_id = %trace.trace_id(),
@@ -296,12 +300,12 @@ mod tests {
     }
 
     #[test]
-    fn a_span_of_a_sampled_trace_is_collected_under_its_own_ids_and_another_is_not() {
+    fn only_spans_of_sampled_traces_are_collected_and_under_their_own_ids() {
         let (collecting, mut spans) = collecting(8);
-        let looked_at = Trace::begin(Sampling::of_ratio(1.0)).child();
+        let looked_at = SpanContext::begin(Sampling::of_ratio(1.0)).child();
         tracing::subscriber::with_default(tracing_subscriber::registry().with(collecting), || {
             work(looked_at).record("http.response.status_code", 503_u16);
-            drop(work(Trace::begin(Sampling::NEVER)));
+            drop(work(SpanContext::begin(Sampling::NEVER)));
             drop(tracing::error_span!("nothing of ours", trace_id = "x"));
         });
         let span = spans.try_recv().unwrap();
@@ -313,19 +317,19 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_dropped_and_counted() {
+    fn spans_above_the_queue_bound_are_dropped_and_counted() {
         let (collecting, _spans) = collecting(2);
         let dropped = collecting.dropped.clone();
         tracing::subscriber::with_default(tracing_subscriber::registry().with(collecting), || {
             for _ in 0..5 {
-                drop(work(Trace::begin(Sampling::of_ratio(1.0))));
+                drop(work(SpanContext::begin(Sampling::of_ratio(1.0))));
             }
         });
         assert_eq!(dropped.get(), 3);
     }
 
     #[test]
-    fn nothing_is_exported_unless_it_is_asked_for_and_a_ratio_is_a_ratio() {
+    fn export_is_off_by_default_and_a_ratio_above_one_is_refused() {
         assert!(configured(|_| None).unwrap().is_none());
         let wrong = configured(|name| match name {
             "OTEL_EXPORTER_OTLP_ENDPOINT" => Some("http://127.0.0.1:1".to_owned()),

@@ -1,4 +1,4 @@
-//! The keys of the control plane: made once for the cluster, sealed at rest, the same in every replica.
+//! The keys of the control plane: created once for the cluster, sealed at rest, the same in every replica.
 
 use anyhow::Context;
 use domain::Timestamp;
@@ -10,17 +10,17 @@ use edge::services::Trust;
 use edge::tls::tickets::SharedTickets;
 use persistence::audit::AuditKey;
 use persistence::envelope::KeyRing;
-use persistence::{Seals, Secrets};
+use persistence::{Secrets, SnapshotSealer};
 use rand::Rng;
 use secrecy::{ExposeSecret, SecretSlice};
 use serde_json::json;
 use std::sync::Arc;
 use wire::VerifierSet;
 
-/// Puts together what the edge trusts and is trusted by.
+/// Assembles the keys and authorities that the edge verifies with and signs with.
 ///
 /// # Errors
-/// Where the key ring does not open what is sealed, or a key is damaged.
+/// Where the key ring does not open a sealed value, or a key is damaged.
 pub async fn load(
     secrets: &Secrets,
     domain: TrustDomain,
@@ -54,7 +54,7 @@ pub async fn tickets(secrets: &Secrets) -> anyhow::Result<SharedTickets> {
     Ok(SharedTickets::new(secret.value)?)
 }
 
-/// Of which the keys are made that seal terminals between two replicas.
+/// The secret from which the keys are derived that seal terminals between two replicas.
 ///
 /// # Errors
 /// As [`load`].
@@ -72,13 +72,13 @@ pub async fn audit_key(secrets: &Secrets) -> anyhow::Result<AuditKey> {
     Ok(AuditKey::new(SigningKey::from_bytes(seed)))
 }
 
-/// What binds stored snapshots to the members that committed them.
+/// The seals that bind stored snapshots to the members that committed them.
 ///
 /// # Errors
 /// As [`load`].
-pub async fn seals(secrets: &Secrets, accepts_unsealed_until: Option<Timestamp>) -> anyhow::Result<Seals> {
+pub async fn seals(secrets: &Secrets, accepts_unsealed_until: Option<Timestamp>) -> anyhow::Result<SnapshotSealer> {
     let secret = secrets.get_or_create("snapshot_seal", || (random(32), json!({}))).await?;
-    Ok(Seals::new(&secret.value, accepts_unsealed_until)?)
+    Ok(SnapshotSealer::new(&secret.value, accepts_unsealed_until)?)
 }
 
 fn random(bytes: usize) -> SecretSlice<u8> {

@@ -1,8 +1,8 @@
-//! From `POST /api/v1/allocations` to `active`, and whole cycles of renting and giving back, on one replica of the release build with 64
-//! simulated nodes whose agents speak the node API over mutual TLS and do their tasks at once.
+//! The latency from `POST /api/v1/allocations` to `active`, and whole cycles of renting and releasing, on one replica of the release build
+//! with 64 simulated nodes whose agents use the node API over mutual TLS and execute their tasks at once.
 //!
-//! Beside it stands what no such service can be faster than here: the same number of durable commits, one after the other for each
-//! cycle, each one statement that writes a snapshot, a history row and an event (`floor`). The ratio says how much of the time is ours.
+//! The baseline is a lower bound of such a service: the same number of durable commits, one after the other for each
+//! cycle, each one statement that writes a snapshot, a history row and an event (`floor`). The ratio shows how much of the time is ours.
 
 use anyhow::{Context, ensure};
 use futures::future::join_all;
@@ -13,24 +13,24 @@ use sqlx::PgPool;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use supervisors::dev::identity::Person;
-use tests::bench::{Plan, Report, Turns, median, release_build, rounded};
-use tests::world::client::Client;
-use tests::world::hand::HandAgent;
-use tests::world::{CREDIT, REGION, World, id_of};
+use supervisors::dev::identity::DemoUser;
+use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, median, release_build, rounded};
+use tests::cluster::client::Client;
+use tests::cluster::fake_agent::FakeAgent;
+use tests::cluster::{CREDIT, REGION, TestCluster, id_of};
 use uuid::Uuid;
 
 const NODES: usize = 64;
 const GPUS: u32 = 8;
 const AT_ONCE: [usize; 2] = [1, 32];
 
-/// Commits that one cycle waits for, one after the other: request, admit, reserve, reserved, provision, report, provisioned; release,
+/// The sequential commits of one cycle: request, admit, reserve, reserved, provision, report, provisioned; release,
 /// clean, report, cleaned.
 const COMMITS: usize = 11;
-/// Of those, what the way to `active` waits for.
+/// The sequential commits until `active`.
 const COMMITS_TO_ACTIVE: usize = 7;
 
-/// Slurm 22.05 with 64 nodes on two cores: what a cluster scheduler needs for the same.
+/// Slurm 22.05 with 64 nodes on two cores: the same for a cluster scheduler.
 const SLURM_P50_MS: f64 = 990.0;
 const SLURM_CYCLES_PER_SECOND: f64 = 32.0;
 
@@ -39,31 +39,31 @@ fn main() -> anyhow::Result<()> {
 }
 
 async fn run() -> anyhow::Result<()> {
-    let plan = Plan::from_environment()?;
+    let plan = MeasurementPlan::from_environment()?;
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
-    let mut world = World::plan()
+    let mut cluster = TestCluster::builder()
         .binaries(&release_build()?)
         .policy("allocation.max_concurrent_per_user", 10_000)
         .variable("RUST_LOG", "warn")
         .start()
         .await;
-    let fleet = Fleet::onboard(&mut world).await;
-    let floor = Floor::prepare(&world.pool).await?;
-    let users = Tenants::of(&world).await?;
+    let fleet = Fleet::onboard(&mut cluster).await;
+    let floor = Floor::prepare(&cluster.pool).await?;
+    let users = Tenants::of(&cluster).await?;
 
-    // Warm: caches, connections, prepared statements.
+    // Warm-up: caches, connections, prepared statements.
     users.cycles(AT_ONCE[1], Duration::from_secs(1)).await?;
-    let mut turns = Turns::default();
+    let mut turns = PairedSamples::default();
     let mut loads: Vec<Vec<Load>> = vec![Vec::new(); AT_ONCE.len()];
     let mut to_active_floor = Vec::new();
-    let mut spent: Vec<Spent> = Vec::new();
+    let mut spent: Vec<CpuTime> = Vec::new();
     for _ in 0..plan.rounds {
         for (at_once, of_it) in AT_ONCE.iter().zip(&mut loads) {
-            let before = Spent::so_far(&world)?;
+            let before = CpuTime::so_far(&cluster)?;
             let load = users.cycles(*at_once, plan.each).await?;
             if *at_once == AT_ONCE[1] {
-                spent.push(Spent::so_far(&world)?.since(&before).over(load.cycles));
+                spent.push(CpuTime::so_far(&cluster)?.since(&before).over(load.cycles));
             }
             of_it.push(load);
         }
@@ -72,30 +72,30 @@ async fn run() -> anyhow::Result<()> {
         to_active_floor.push(floor.time_to_active().await?);
     }
 
-    let mut report = Report::new("allocate", "cycles/s", "bare commits of the same steps", &turns);
+    let mut report = BenchReport::new("allocate", "cycles/s", "bare commits of the same steps", &turns);
     for (at_once, of_it) in AT_ONCE.iter().zip(&loads) {
         let middle = |of: fn(&Load) -> f64| rounded(median(&of_it.iter().map(of).collect::<Vec<_>>()));
         report = report
-            .figure(format!("to_active_p50_ms_at_{at_once}"), middle(|load| load.p50_ms))
-            .figure(format!("to_active_p99_ms_at_{at_once}"), middle(|load| load.p99_ms))
-            .figure(format!("cycles_per_second_at_{at_once}"), middle(|load| load.cycles_per_second));
+            .metric(format!("to_active_p50_ms_at_{at_once}"), middle(|load| load.p50_ms))
+            .metric(format!("to_active_p99_ms_at_{at_once}"), middle(|load| load.p99_ms))
+            .metric(format!("cycles_per_second_at_{at_once}"), middle(|load| load.cycles_per_second));
     }
     for (from, to) in [("request", "reserved"), ("reserved", "provisioned"), ("release", "cleaned")] {
-        report = report.figure(format!("{from}_to_{to}_p50_ms"), rounded(between(&world.pool, from, to).await?));
+        report = report.metric(format!("{from}_to_{to}_p50_ms"), rounded(between(&cluster.pool, from, to).await?));
     }
     for (n, (who, _)) in spent.first().into_iter().flat_map(|spent| &spent.0).enumerate() {
         let each: Vec<f64> = spent.iter().map(|spent| spent.0[n].1).collect();
-        report = report.figure(format!("cpu_of_{who}_ms_per_cycle_at_32"), rounded(median(&each)));
+        report = report.metric(format!("cpu_of_{who}_ms_per_cycle_at_32"), rounded(median(&each)));
     }
     let cycles: usize = loads.iter().flatten().map(|load| load.cycles).sum();
     let aim = |met: bool| if met { "met" } else { "missed" };
-    let p50 = report.figures["to_active_p50_ms_at_1"].as_f64().unwrap_or(f64::MAX);
+    let p50 = report.metrics["to_active_p50_ms_at_1"].as_f64().unwrap_or(f64::MAX);
     report
-        .figure("floor_to_active_ms", rounded(median(&to_active_floor)))
-        .figure("slurm_p50_ms", SLURM_P50_MS)
-        .figure("slurm_cycles_per_second", SLURM_CYCLES_PER_SECOND)
-        .figure("aim_p50_under_20_ms", aim(p50 < 20.0))
-        .figure("aim_300_cycles_per_second", aim(turns.ours() >= 300.0))
+        .metric("floor_to_active_ms", rounded(median(&to_active_floor)))
+        .metric("slurm_p50_ms", SLURM_P50_MS)
+        .metric("slurm_cycles_per_second", SLURM_CYCLES_PER_SECOND)
+        .metric("aim_p50_under_20_ms", aim(p50 < 20.0))
+        .metric("aim_300_cycles_per_second", aim(turns.ours() >= 300.0))
         .condition("nodes", NODES)
         .condition("cycles", cycles)
         .condition("replicas", 1)
@@ -105,13 +105,13 @@ async fn run() -> anyhow::Result<()> {
         .condition("connection", "kept alive; TLS, HTTP/2")
         .condition("waiting", "one stream of events for each allocation")
         .publish()?;
-    // The agents go first: what is torn off in the middle is no part of the figures.
+    // The agents stop first: requests that are interrupted are not measured.
     fleet.leave();
-    world.end().await;
+    cluster.shutdown().await;
     Ok(())
 }
 
-/// The median time between two decisions of the same allocation, over the whole run: where the time goes.
+/// The median time between two transitions of the same allocation, over the whole run.
 async fn between(pool: &PgPool, from: &str, to: &str) -> anyhow::Result<f64> {
     let statement = "SELECT percentile_cont(0.5) WITHIN GROUP (ORDER BY extract(epoch FROM later.at - earlier.at)::float8 * 1000) \
                      FROM history earlier JOIN history later ON later.entity = earlier.entity \
@@ -120,16 +120,16 @@ async fn between(pool: &PgPool, from: &str, to: &str) -> anyhow::Result<f64> {
     median.with_context(|| format!("no allocation went from {from} to {to}"))
 }
 
-/// Processor time by process, in milliseconds: what a rate on a machine that does other things as well does not say.
-struct Spent(Vec<(&'static str, f64)>);
+/// CPU time by process, in milliseconds, which does not depend on other load of the machine.
+struct CpuTime(Vec<(&'static str, f64)>);
 
-impl Spent {
-    fn so_far(world: &World) -> anyhow::Result<Self> {
+impl CpuTime {
+    fn so_far(cluster: &TestCluster) -> anyhow::Result<Self> {
         let of = |pid: Option<u32>| processor_time(pid.context("a process has ended")?);
         Ok(Self(vec![
-            ("replica", of(world.replicas[0].pid())?),
-            ("postgres", of(world.postgres.pid())?),
-            ("nats", of(world.nats.pid())?),
+            ("replica", of(cluster.replicas[0].pid())?),
+            ("postgres", of(cluster.postgres.pid())?),
+            ("nats", of(cluster.nats.pid())?),
             ("client_and_agents", of(Some(std::process::id()))?),
         ]))
     }
@@ -143,7 +143,7 @@ impl Spent {
     }
 }
 
-/// Of a process, and of those of its children that live where it has the work done by such (Postgres), in milliseconds.
+/// The CPU time of a process and, for Postgres, of its living children, in milliseconds.
 fn processor_time(pid: u32) -> anyhow::Result<f64> {
     let tick = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK)?.context("the clock has no tick")? as f64;
     let mut ticks = 0.0;
@@ -151,7 +151,7 @@ fn processor_time(pid: u32) -> anyhow::Result<f64> {
         let name = entry?.file_name();
         let Some(each) = name.to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
         let Ok(stat) = std::fs::read_to_string(format!("/proc/{each}/stat")) else { continue };
-        // After the name, which may hold anything: state, parent, …, user time, system time (proc(5), fields 3, 4, 14, 15).
+        // After the name, which may contain anything: state, parent, …, user time, system time (proc(5), fields 3, 4, 14, 15).
         let Some((head, rest)) = stat.rsplit_once(')') else { continue };
         let fields: Vec<&str> = rest.split_whitespace().collect();
         let session = head.contains("(postgres") && fields[1] == pid.to_string();
@@ -162,28 +162,28 @@ fn processor_time(pid: u32) -> anyhow::Result<f64> {
     Ok(ticks / tick * 1000.0)
 }
 
-/// Simulated nodes that do what they are told at once.
+/// Simulated nodes that execute their tasks at once.
 struct Fleet {
     serving: Vec<tokio::task::JoinHandle<()>>,
 }
 
 impl Fleet {
-    async fn onboard(world: &mut World) -> Self {
-        world.offer("h100", GPUS).await;
+    async fn onboard(cluster: &mut TestCluster) -> Self {
+        cluster.offer_sku("h100", GPUS).await;
         let mut bundles = Vec::with_capacity(NODES);
         for _ in 0..NODES {
-            let node = world.register("h100").await;
-            bundles.push(world.bundle(&node).await);
+            let node = cluster.register("h100").await;
+            bundles.push(cluster.bundle(&node).await);
         }
         let mut serving = Vec::with_capacity(NODES);
         for some in bundles.chunks(8) {
-            let agents = join_all(some.iter().map(|bundle| HandAgent::enroll(bundle, GPUS))).await;
+            let agents = join_all(some.iter().map(|bundle| FakeAgent::enroll(bundle, GPUS))).await;
             serving.extend(agents.into_iter().map(|agent| tokio::spawn(Arc::new(agent).serve())));
         }
         let active = "/api/v1/admin/nodes?limit=200";
         let all =
             |nodes: &Value| nodes["items"].as_array().is_some_and(|it| it.iter().all(|node| node["state"] == "active"));
-        world.admin.wait_until(active, "all nodes are active", all).await;
+        cluster.admin.wait_until(active, "all nodes are active", all).await;
         Self { serving }
     }
 
@@ -194,7 +194,7 @@ impl Fleet {
     }
 }
 
-/// Those who rent and give back, one for each that does so at once: what one user does is one entity's business, and so in order.
+/// The users, one for each concurrent cycle: the requests of one user go to one entity, and so are sequential.
 struct Tenants {
     http: reqwest::Client,
     base: String,
@@ -211,9 +211,9 @@ struct Load {
 }
 
 impl Tenants {
-    async fn of(world: &World) -> anyhow::Result<Self> {
+    async fn of(cluster: &TestCluster) -> anyhow::Result<Self> {
         use secrecy::ExposeSecret as _;
-        let ca = std::fs::read(world.authority.certificate_path())?;
+        let ca = std::fs::read(cluster.authority.certificate_path())?;
         let http = reqwest::Client::builder()
             .tls_certs_only(reqwest::Certificate::from_pem_bundle(&ca)?)
             .no_proxy()
@@ -222,15 +222,15 @@ impl Tenants {
         let mut tokens = Vec::new();
         for number in 0..AT_ONCE[1] {
             let name = format!("tenant-{number}");
-            world.identity.admit(Person::new(&name, &["user"]));
-            world.credit(&name, CREDIT).await;
-            tokens.push(world.identity.token_of(&name)?.expose_secret().to_owned());
+            cluster.identity.admit(DemoUser::new(&name, &["user"]));
+            cluster.credit(&name, CREDIT).await;
+            tokens.push(cluster.identity.token_of(&name)?.expose_secret().to_owned());
         }
-        let client: Client = world.at_replica(0, "user");
+        let client: Client = cluster.at_replica(0, "user");
         Ok(Self { http, base: client.base().to_owned(), tokens })
     }
 
-    /// So many cycles at once for a while, each: rent, wait for `active`, release, wait for `released`.
+    /// Runs concurrent cycles for a while, each: rent, wait for `active`, release, wait for `released`.
     async fn cycles(&self, at_once: usize, during: Duration) -> anyhow::Result<Load> {
         let done = &AtomicUsize::new(0);
         let began = Instant::now();
@@ -261,19 +261,19 @@ impl Tenants {
         })
     }
 
-    /// How long it took to `active`. One stream of the allocation's transitions tells of its whole life.
+    /// Runs one cycle and returns the time until `active`. One event stream of the allocation reports all its states.
     async fn cycle(&self, token: &str) -> anyhow::Result<Duration> {
         let began = Instant::now();
         let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": GPUS });
         let created = self.post(token, "/api/v1/allocations", &wanted).await?;
         let path = format!("/api/v1/allocations/{}", id_of(&created));
         let url = format!("{}{path}/events", self.base);
-        let mut told = self.http.get(url).bearer_auth(token).send().await?.error_for_status()?;
-        let mut heard = String::new();
-        hear_of("active", &mut told, &mut heard).await.with_context(|| path.clone())?;
+        let mut response = self.http.get(url).bearer_auth(token).send().await?.error_for_status()?;
+        let mut received = String::new();
+        wait_for_event("active", &mut response, &mut received).await.with_context(|| path.clone())?;
         let took = began.elapsed();
         self.post(token, &format!("{path}/release"), &json!({})).await?;
-        hear_of("released", &mut told, &mut heard).await.with_context(|| path.clone())?;
+        wait_for_event("released", &mut response, &mut received).await.with_context(|| path.clone())?;
         Ok(took)
     }
 
@@ -286,18 +286,19 @@ impl Tenants {
     }
 }
 
-/// Reads the stream until it tells of this state.
-async fn hear_of(state: &str, told: &mut reqwest::Response, heard: &mut String) -> anyhow::Result<()> {
+/// Reads the event stream until this state.
+async fn wait_for_event(state: &str, response: &mut reqwest::Response, received: &mut String) -> anyhow::Result<()> {
     let wanted = format!("\"state\":\"{state}\"");
-    while !heard.contains(&wanted) {
-        let more = tokio::time::timeout(Duration::from_secs(60), told.chunk()).await.context("nothing for 60 s")??;
-        let more = more.with_context(|| format!("the stream ended without {state}: {heard}"))?;
-        heard.push_str(&String::from_utf8_lossy(&more));
+    while !received.contains(&wanted) {
+        let more =
+            tokio::time::timeout(Duration::from_secs(60), response.chunk()).await.context("nothing for 60 s")??;
+        let more = more.with_context(|| format!("the stream ended without {state}: {received}"))?;
+        received.push_str(&String::from_utf8_lossy(&more));
     }
     Ok(())
 }
 
-/// The commits of a cycle without anything around them.
+/// The bare commits of a cycle.
 struct Floor {
     pool: PgPool,
 }
@@ -328,7 +329,7 @@ impl Floor {
         Ok(())
     }
 
-    /// Cycles a second of bare commits, so many at once.
+    /// Concurrent cycles of bare commits per second.
     async fn cycles(&self, at_once: usize, during: Duration) -> anyhow::Result<f64> {
         let began = Instant::now();
         let one = |_| async {
@@ -346,7 +347,7 @@ impl Floor {
         Ok(done as f64 / began.elapsed().as_secs_f64())
     }
 
-    /// How long the commits on the way to `active` take with nothing else going on, in milliseconds.
+    /// The time of the commits until `active` without other load, in milliseconds.
     async fn time_to_active(&self) -> anyhow::Result<f64> {
         let mut times = Vec::new();
         for _ in 0..50 {

@@ -1,8 +1,8 @@
 //! The public API under load, against a plain handler in the same run that verifies the same token and does the same one read or write
-//! of SQL: a user's SSH keys read (one read), and one of them made the default (one write; ours with its history, idempotency record
-//! and policy). Both ends speak HTTP/1.1 over TLS on kept connections, each as a process of its own; the client costs next to nothing.
+//! of SQL: reading a user's SSH keys (one read), and making one of them the default (one write; ours with its history, idempotency record
+//! and policy). Both ends use HTTP/1.1 over TLS on persistent connections, each as a process of its own; the client's cost is negligible.
 //!
-//! Beside it: an allocation read, which its owner answers from memory, and how long writes take at half of the most there are.
+//! Further metrics: reading an allocation, which its owner serves from memory, and the latency of writes at half of the maximal rate.
 
 #[path = "api/baseline.rs"]
 mod baseline;
@@ -15,17 +15,17 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
-use supervisors::dev::identity::Person;
-use tests::bench::caller::{Caller, Request};
-use tests::bench::{Plan, Report, Turns, median, release_build, rounded};
-use tests::world::client::Client;
-use tests::world::{World, id_of};
+use supervisors::dev::identity::DemoUser;
+use tests::bench::http_client::{BenchClient, Request};
+use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, median, release_build, rounded};
+use tests::cluster::client::Client;
+use tests::cluster::{TestCluster, id_of};
 use tokio::sync::Mutex;
 use uuid::Uuid;
 
 /// Users with a connection each.
 const AT_ONCE: usize = 32;
-/// Of what the plain handler does, ours has to do so much.
+/// The targets: the share of the plain handler's rate that ours has to reach.
 const GET_AIM: f64 = 0.70;
 const POST_AIM: f64 = 0.50;
 const P99_AIM_MS: f64 = 50.0;
@@ -41,35 +41,35 @@ fn main() -> anyhow::Result<()> {
 }
 
 async fn run() -> anyhow::Result<()> {
-    let plan = Plan::from_environment()?;
+    let plan = MeasurementPlan::from_environment()?;
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
-    let world = World::plan()
+    let cluster = TestCluster::builder()
         .binaries(&release_build()?)
         .policy("rate_limit.api_requests_per_minute", 1_000_000)
         .variable("RUST_LOG", "warn")
         .start()
         .await;
-    match measure(&world, plan).await {
+    match measure(&cluster, plan).await {
         Ok(report) => {
-            world.end().await;
+            cluster.shutdown().await;
             report.publish()
         }
-        // The world goes as it stands, and tells where it lies.
+        // A failed benchmark keeps the cluster's folder and prints its path.
         Err(error) => panic!("{error:?}"),
     }
 }
 
-async fn measure(world: &World, plan: Plan) -> anyhow::Result<Report> {
-    let users = Users::prepare(world).await?;
-    let plain = Baseline::start(world, &users.names()).await?;
+async fn measure(cluster: &TestCluster, plan: MeasurementPlan) -> anyhow::Result<BenchReport> {
+    let users = Users::prepare(cluster).await?;
+    let plain = Baseline::start(cluster, &users.names()).await?;
 
-    let ours = users.connect(&world.replicas[0].public_url(), world).await?;
-    let theirs = users.connect(&plain.url, world).await?;
-    let [mut get, mut post] = [Turns::default(), Turns::default()];
+    let ours = users.connect(&cluster.replicas[0].public_url(), cluster).await?;
+    let theirs = users.connect(&plain.url, cluster).await?;
+    let [mut get, mut post] = [PairedSamples::default(), PairedSamples::default()];
     let (mut remembered, mut p50, mut p99) = (Vec::new(), Vec::new(), Vec::new());
     for callers in [&ours, &theirs] {
-        // Warm: connections, prepared statements, keys.
+        // Warm-up: connections, prepared statements, keys.
         load(callers, Duration::from_secs(1), User::keys).await?;
         load(callers, Duration::from_secs(1), User::make_default).await?;
     }
@@ -84,16 +84,16 @@ async fn measure(world: &World, plan: Plan) -> anyhow::Result<Report> {
     }
 
     let aim = |met: bool| if met { "met" } else { "missed" };
-    Ok(Report::new("api", "GET/s", "a plain axum handler", &get)
-        .figure("post_per_second", rounded(post.ours()))
-        .figure("post_baseline_per_second", rounded(post.baseline()))
-        .figure("post_ratio", rounded(post.ratio()))
-        .figure("get_from_memory_per_second", rounded(median(&remembered)))
-        .figure("post_p50_ms_at_half_load", rounded(median(&p50)))
-        .figure("post_p99_ms_at_half_load", rounded(median(&p99)))
-        .figure("aim_get_ratio_0.70", aim(get.ratio() >= GET_AIM))
-        .figure("aim_post_ratio_0.50", aim(post.ratio() >= POST_AIM))
-        .figure("aim_post_p99_under_50_ms_at_half_load", aim(median(&p99) < P99_AIM_MS))
+    Ok(BenchReport::new("api", "GET/s", "a plain axum handler", &get)
+        .metric("post_per_second", rounded(post.ours()))
+        .metric("post_baseline_per_second", rounded(post.baseline()))
+        .metric("post_ratio", rounded(post.ratio()))
+        .metric("get_from_memory_per_second", rounded(median(&remembered)))
+        .metric("post_p50_ms_at_half_load", rounded(median(&p50)))
+        .metric("post_p99_ms_at_half_load", rounded(median(&p99)))
+        .metric("aim_get_ratio_0.70", aim(get.ratio() >= GET_AIM))
+        .metric("aim_post_ratio_0.50", aim(post.ratio() >= POST_AIM))
+        .metric("aim_post_p99_under_50_ms_at_half_load", aim(median(&p99) < P99_AIM_MS))
         .condition("replicas", 1)
         .condition("users", AT_ONCE)
         .condition("connection", "kept alive; TLS, HTTP/1.1; one for each user, on both ends")
@@ -101,7 +101,7 @@ async fn measure(world: &World, plan: Plan) -> anyhow::Result<Report> {
         .condition("post", "POST /api/v1/ssh-keys/{id}/default, another key each time, with an Idempotency-Key"))
 }
 
-/// Those who ask, and what they ask for.
+/// The users and their resources.
 struct Users(Vec<User>);
 
 #[derive(Clone)]
@@ -113,26 +113,26 @@ struct User {
 }
 
 /// A user with a connection.
-struct Connected {
+struct UserConnection {
     user: User,
-    caller: Mutex<Caller>,
+    caller: Mutex<BenchClient>,
 }
 
 impl Users {
-    /// Each with two keys and an allocation that was refused: there is neither money nor a node for it.
-    async fn prepare(world: &World) -> anyhow::Result<Self> {
+    /// Creates users with two keys each and a refused allocation: there is neither money nor a node for it.
+    async fn prepare(cluster: &TestCluster) -> anyhow::Result<Self> {
         let sku = json!({
             "name": "none-there", "gpu": {"vendor": "NVIDIA", "model": "H100", "memory_mib": 81920, "count": 8},
             "cpu": {"model": "any", "cores": 2}, "memory_mib": 4096, "storage_gib": 10,
             "allowed_regions": ["test-1"], "price": {"currency": "USD", "amount_minor_per_gpu_hour": 250},
         });
-        let sku = world.admin.post("/api/v1/admin/skus", &sku).await.created();
-        world.activate(id_of(&sku)).await;
+        let sku = cluster.admin.post("/api/v1/admin/skus", &sku).await.created();
+        cluster.activate(id_of(&sku)).await;
         let prepared = (0..AT_ONCE).map(|number| async move {
             let name = format!("caller-{number}");
-            world.identity.admit(Person::new(&name, &["user"]));
-            let token = world.identity.token_of(&name)?.expose_secret().to_owned();
-            let client = world.at_replica(0, &name);
+            cluster.identity.admit(DemoUser::new(&name, &["user"]));
+            let token = cluster.identity.token_of(&name)?.expose_secret().to_owned();
+            let client = cluster.at_replica(0, &name);
             let keys = try_join_all([0, 1].map(|n| add_key(&client, number * 2 + n))).await?;
             let wanted = json!({"sku": "none-there", "gpu_count": 1});
             let refused = client.post("/api/v1/allocations", &wanted).await;
@@ -147,10 +147,10 @@ impl Users {
         self.0.iter().map(|user| (user.name.clone(), user.keys)).collect()
     }
 
-    async fn connect(&self, base: &str, world: &World) -> anyhow::Result<Vec<Connected>> {
+    async fn connect(&self, base: &str, cluster: &TestCluster) -> anyhow::Result<Vec<UserConnection>> {
         let connected = self.0.iter().map(|user| async move {
-            let caller = Caller::connect(base, world.authority.certificate_path()).await?;
-            anyhow::Ok(Connected { user: user.clone(), caller: Mutex::new(caller) })
+            let caller = BenchClient::connect(base, cluster.authority.certificate_path()).await?;
+            anyhow::Ok(UserConnection { user: user.clone(), caller: Mutex::new(caller) })
         });
         try_join_all(connected).await
     }
@@ -185,18 +185,18 @@ impl User {
     }
 }
 
-/// Answers a second to all callers at once, each asking again as soon as it is answered.
+/// Responses per second to all users at once, each sending the next request after the response.
 async fn load(
-    callers: &[Connected],
+    callers: &[UserConnection],
     during: Duration,
     request: impl Fn(&User, usize) -> Request + Copy,
 ) -> anyhow::Result<f64> {
     let began = Instant::now();
-    let one = async |connected: &Connected| {
+    let one = async |connected: &UserConnection| {
         let mut caller = connected.caller.lock().await;
         let mut done = 0_usize;
         while began.elapsed() < during {
-            caller.ask(&request(&connected.user, done)).await?;
+            caller.send(&request(&connected.user, done)).await?;
             done += 1;
         }
         anyhow::Ok(done)
@@ -209,11 +209,11 @@ async fn load(
     Ok(done as f64 / began.elapsed().as_secs_f64())
 }
 
-/// Writes at a rate, in microseconds from when each was due: what waits behind a slow one counts as slow.
-async fn paced(callers: &[Connected], during: Duration, per_second: f64) -> anyhow::Result<Histogram<u64>> {
+/// Latencies of writes at a fixed rate, in microseconds from the time when each was due: requests behind a slow one count as slow.
+async fn paced(callers: &[UserConnection], during: Duration, per_second: f64) -> anyhow::Result<Histogram<u64>> {
     let began = Instant::now();
     let interval = Duration::from_secs_f64(callers.len() as f64 / per_second.max(1.0));
-    let one = async |(number, connected): (usize, &Connected)| {
+    let one = async |(number, connected): (usize, &UserConnection)| {
         let mut caller = connected.caller.lock().await;
         let mut times = Histogram::<u64>::new(3)?;
         let mut due = began + interval.mul_f64(number as f64 / AT_ONCE as f64);
@@ -222,7 +222,7 @@ async fn paced(callers: &[Connected], during: Duration, per_second: f64) -> anyh
             if began.elapsed() >= during {
                 break;
             }
-            caller.ask(&connected.user.make_default(turn)).await?;
+            caller.send(&connected.user.make_default(turn)).await?;
             times.record(u64::try_from(due.elapsed().as_micros())?)?;
             due += interval;
         }

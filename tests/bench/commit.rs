@@ -2,15 +2,15 @@
 //! pgbench, in turns.
 //!
 //! A transition is: the shard's epoch locked and checked, a snapshot updated under its version, a history row, an audit row, an
-//! event, a command id, a moved deadline, and the deletion of the event that it carries out. Beside it stands the rate of bare
-//! `UNNEST` batches (snapshot, history and event alone, nothing checked but the version): the ceiling that batching has here.
+//! event, a command id, a moved deadline, and the deletion of the event that it executes. A further metric is the rate of bare
+//! `UNNEST` batches (snapshot, history and event alone, only the version checked): the upper bound of batching here.
 
 use anyhow::{Context, ensure};
-use domain::audit::{Audit, AuditAction};
-use domain::commit::{CommandRecord, Commit, Epoch, Outcome, Timer};
+use domain::audit::{AuditAction, AuditRecord};
+use domain::commit::{CommandRecord, Commit, CommitOutcome, Epoch, Timer};
 use domain::event::Event;
-use domain::id::{CommandId, EntityRef, EventId, Kind, MemberId, Shard, SkuId};
-use domain::machine::Keys;
+use domain::id::{CommandId, EntityKind, EntityRef, EventId, MemberId, Shard, SkuId};
+use domain::machine::IndexKeys;
 use hdrhistogram::Histogram;
 use persistence::committer::CommitterMetrics;
 use persistence::{Cluster, Committer, CommitterConfig};
@@ -21,28 +21,28 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 use tests::bench::postgres::{self, Postgres};
-use tests::bench::{Plan, Report, Turns, median, rounded};
+use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, median, rounded};
 use tokio::sync::mpsc;
 use uuid::Uuid;
 
 const ENTITIES: u32 = 20_480;
 const CLIENTS: u32 = 16;
-/// Submitters at once; the last is what is compared.
+/// Concurrent submitters; the last number is compared.
 const SUBMITTERS: [u32; 4] = [1, 64, 256, 512];
 /// Bare batches: connections and transitions in each.
 const RAW: (u32, u32) = (2, 256);
 
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
-    let plan = Plan::from_environment()?;
+    let plan = MeasurementPlan::from_environment()?;
     let server = Postgres::start()?;
-    let ours = Ours::prepare(server.database("ours").await?).await?;
+    let ours = CommitterBench::prepare(server.database("ours").await?).await?;
     let theirs = Baseline::prepare(&server).await?;
-    let raw = Raw::prepare(server.database("raw").await?).await?;
+    let raw = BareBatches::prepare(server.database("raw").await?).await?;
 
     server.age().await?;
 
-    let mut turns = Turns::default();
+    let mut turns = PairedSamples::default();
     let mut rates: Vec<Vec<Load>> = vec![Vec::new(); SUBMITTERS.len()];
     let mut raw_rates = Vec::new();
     for _ in 0..plan.rounds {
@@ -56,18 +56,18 @@ async fn main() -> anyhow::Result<()> {
     ours.check().await?;
     theirs.check().await?;
 
-    let mut report = Report::new("commit", "transitions/s", "pgbench, one transaction each", &turns);
+    let mut report = BenchReport::new("commit", "transitions/s", "pgbench, one transaction each", &turns);
     for (submitters, loads) in SUBMITTERS.iter().zip(&rates) {
         let middle = |of: fn(&Load) -> f64| rounded(median(&loads.iter().map(of).collect::<Vec<_>>()));
         report = report
-            .figure(format!("submitters_{submitters}_per_s"), middle(|load| load.rate))
-            .figure(format!("submitters_{submitters}_p50_ms"), middle(|load| load.p50))
-            .figure(format!("submitters_{submitters}_p99_ms"), middle(|load| load.p99))
-            .figure(format!("submitters_{submitters}_batch_mean"), middle(|load| load.batch));
+            .metric(format!("submitters_{submitters}_per_s"), middle(|load| load.rate))
+            .metric(format!("submitters_{submitters}_p50_ms"), middle(|load| load.p50))
+            .metric(format!("submitters_{submitters}_p99_ms"), middle(|load| load.p99))
+            .metric(format!("submitters_{submitters}_batch_mean"), middle(|load| load.batch));
     }
     let version: String = sqlx::query_scalar("SHOW server_version").fetch_one(&ours.pool).await?;
     report = report
-        .figure("raw_unnest_per_s", rounded(median(&raw_rates)))
+        .metric("raw_unnest_per_s", rounded(median(&raw_rates)))
         .condition("postgres", version)
         .condition("fsync", "on")
         .condition("synchronous_commit", "on")
@@ -93,8 +93,8 @@ struct Load {
     batch: f64,
 }
 
-/// A snapshot of about the size of a node with its GPUs. Made once: what a machine takes to write its own is not the
-/// committer's, and pgbench does not do it.
+/// A snapshot of about the size of a node with its GPUs. Made once: the serialization by the state machine is not the
+/// committer's work, and pgbench does not do it.
 static BODY: LazyLock<String> = LazyLock::new(|| {
     let gpu =
         |index| json!({"index": index, "uuid": format!("GPU-{index:08}-aaaa-bbbb-cccc-0123456789ab"), "held_by": null});
@@ -105,22 +105,22 @@ fn entity_id(n: u32) -> Uuid {
     Uuid::from_u128(0x0190_0000_0000_7000_8000_0000_0000_0000 | u128::from(n))
 }
 
-struct Ours {
+struct CommitterBench {
     pool: PgPool,
     committer: Committer,
     registry: prometheus::Registry,
-    /// Every entity with its version and the event that its next transition carries out.
+    /// Every entity with its version and the event that its next transition executes.
     entities: Vec<tokio::sync::Mutex<(i64, EventId)>>,
 }
 
-impl Ours {
+impl CommitterBench {
     async fn prepare(pool: PgPool) -> anyhow::Result<Arc<Self>> {
         let me = MemberId(Uuid::now_v7());
         let cluster = Cluster::new(pool.clone());
         cluster.take_over(me, &cluster.shards().await?, &std::collections::BTreeMap::new()).await?;
         let registry = prometheus::Registry::new();
         let (publish, mut published) = mpsc::channel(1024);
-        // The relay's place: rows are taken and dropped.
+        // In place of the relay: published rows are dropped.
         tokio::spawn(async move { while published.recv().await.is_some() {} });
         let metrics = CommitterMetrics::register(&registry)?;
         let committer = Committer::start(&pool, CommitterConfig::new(me), metrics, publish);
@@ -145,7 +145,7 @@ impl Ours {
     async fn transition(&self, n: u32) -> anyhow::Result<()> {
         let mut entity = self.entities[n as usize].lock().await;
         let (version, last) = *entity;
-        let id = EntityRef { kind: Kind::Sku, id: entity_id(n) };
+        let id = EntityRef { kind: EntityKind::Sku, id: entity_id(n) };
         let event = EventId(Uuid::now_v7());
         let now = chrono::Utc::now();
         let consumes = (version > 0).then_some(last);
@@ -157,7 +157,7 @@ impl Ours {
             snapshot: BODY.clone(),
             from_state: Some("draft"),
             to_state: "active",
-            keys: Keys::default(),
+            keys: IndexKeys::default(),
             claims: domain::commit::SetChange::default(),
             terms: domain::commit::SetChange::default(),
             timer: Some(Timer { wake_at: now, deadline_at: Some(now), reason: "the agent confirms".to_owned() }),
@@ -168,7 +168,7 @@ impl Ours {
             correlation_id: "0af7651916cd43dd8448eb211c80319c".to_owned(),
             traceparent: None,
             tracestate: None,
-            audit: vec![Audit::new(AuditAction::SkusActivate, id, json!({"reason": "asked for"}))],
+            audit: vec![AuditRecord::new(AuditAction::SkusActivate, id, json!({"reason": "asked for"}))],
             outbox: vec![(event, Event::SkuStateChanged { sku_id: SkuId(id.id), from: None, to: "active".to_owned() })],
             postings: Vec::new(),
             command: Some(CommandRecord {
@@ -177,11 +177,11 @@ impl Ours {
                 reply: Some(r#"{"ok": true}"#.to_owned()),
                 consumes,
             }),
-            rests_on: Vec::new(),
+            requires: Vec::new(),
             patient: false,
         };
         let outcome = self.committer.commit(commit).await;
-        ensure!(outcome == Outcome::Applied, "{outcome:?}");
+        ensure!(outcome == CommitOutcome::Applied, "{outcome:?}");
         *entity = (version + 1, event);
         Ok(())
     }
@@ -229,7 +229,7 @@ impl Ours {
         histogram.map_or((0.0, 0.0), |histogram| (histogram.get_sample_count() as f64, histogram.get_sample_sum()))
     }
 
-    /// Every transition that was answered has all its rows.
+    /// Asserts that every acknowledged transition has all its rows.
     async fn check(&self) -> anyhow::Result<()> {
         let mut transitions = 0;
         for entity in &self.entities {
@@ -249,7 +249,7 @@ impl Ours {
     }
 }
 
-/// The same rows by hand.
+/// The same rows in one transaction each, by pgbench.
 struct Baseline<'a> {
     server: &'a Postgres,
     pool: PgPool,
@@ -288,7 +288,7 @@ impl<'a> Baseline<'a> {
     async fn load(&self, each: Duration) -> anyhow::Result<f64> {
         let round = self.rounds.replace(self.rounds.get() + 1);
         let event = Event::SkuStateChanged { sku_id: SkuId(entity_id(1)), from: None, to: "active".to_owned() };
-        // As parameters, since they come from outside with every transition.
+        // As parameters, since every transition brings them.
         let json = [
             ("body", BODY.clone()),
             ("event", serde_json::to_string(&event)?),
@@ -312,7 +312,7 @@ impl<'a> Baseline<'a> {
         rate.with_context(|| format!("pgbench said no rate:\n{text}"))
     }
 
-    /// It wrote what we write.
+    /// Asserts that it wrote the same rows.
     async fn check(&self) -> anyhow::Result<()> {
         let written: (i64, i64, i64, i64) = sqlx::query_as(
             "SELECT (SELECT sum(version - 1)::bigint FROM entity), (SELECT count(*) FROM history),
@@ -345,7 +345,7 @@ async fn fill(pool: &PgPool) -> anyhow::Result<()> {
 }
 
 /// Batches with nothing but a snapshot, a history row and an event.
-struct Raw {
+struct BareBatches {
     pool: PgPool,
     /// The version of all entities of a batch.
     versions: Arc<Vec<AtomicI64>>,
@@ -366,14 +366,14 @@ const BARE: &str = "WITH item AS MATERIALIZED (
      FROM updated
  ) SELECT id FROM updated";
 
-impl Raw {
+impl BareBatches {
     async fn prepare(pool: PgPool) -> anyhow::Result<Self> {
         fill(&pool).await?;
         let versions = (0..ENTITIES / RAW.1).map(|_| AtomicI64::new(1)).collect();
         Ok(Self { pool, versions: Arc::new(versions) })
     }
 
-    /// Transitions a second. Every connection has entities of its own and goes through them in turn.
+    /// Transitions per second. Every connection has entities of its own and updates them in turn.
     async fn load(&self, each: Duration) -> anyhow::Result<f64> {
         let began = Instant::now();
         let connections: Vec<_> = (0..RAW.0)

@@ -1,61 +1,61 @@
 //! How exact the rate limit of a cluster is: one caller at five times their limit, at three replicas at once, for five minutes. What is
 //! admitted is compared with what the limit allows, burst + rate × time, and has to be within 1 % of it. A second caller within their
-//! limit shows that nobody else pays for the first.
+//! limit shows that other callers are not affected by the first.
 
 use anyhow::ensure;
 use futures::future::try_join_all;
 use secrecy::ExposeSecret as _;
 use std::time::{Duration, Instant};
-use supervisors::dev::identity::Person;
-use tests::bench::caller::{Caller, Request};
-use tests::bench::{Plan, Report, Turns, release_build, rounded};
-use tests::world::World;
+use supervisors::dev::identity::DemoUser;
+use tests::bench::http_client::{BenchClient, Request};
+use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, release_build, rounded};
+use tests::cluster::TestCluster;
 
 const REPLICAS: usize = 3;
-/// Connections of the hasty caller to each replica.
+/// Connections of the caller over the limit to each replica.
 const AT_ONCE: usize = 4;
 /// Requests a minute: the burst, and the rate.
 const LIMIT: u32 = 600;
-/// So many times the limit is asked for.
+/// The request rate as a multiple of the limit.
 const HASTE: u32 = 5;
-/// The aim is for so long; `BENCH_SECONDS` shortens a look.
+/// The duration for which the target is set; `BENCH_SECONDS` shortens a trial run.
 const SECONDS: f64 = 300.0;
-/// Of what the limit allows, so much may be missing or too much.
+/// The tolerated deviation from the limit.
 const WITHIN: f64 = 0.01;
-/// Requests a second of the one who keeps to the limit.
+/// Requests a second of the caller within the limit.
 const PATIENT: f64 = 2.0;
 
 fn main() -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
-        let during = Plan::of_seconds(SECONDS)?.each;
-        let world = World::plan()
+        let during = MeasurementPlan::of_seconds(SECONDS)?.each;
+        let cluster = TestCluster::builder()
             .binaries(&release_build()?)
             .replicas(REPLICAS)
             .policy("rate_limit.api_requests_per_minute", LIMIT)
             .variable("RUST_LOG", "warn")
             .start()
             .await;
-        world.settled().await;
-        match measure(&world, during).await {
+        cluster.wait_for_balanced_shards().await;
+        match measure(&cluster, during).await {
             Ok(report) => {
-                world.end().await;
+                cluster.shutdown().await;
                 report.publish()
             }
-            // The world goes as it stands, and tells where it lies.
+            // A failed benchmark keeps the cluster's folder and prints its path.
             Err(error) => panic!("{error:?}"),
         }
     })
 }
 
-async fn measure(world: &World, during: Duration) -> anyhow::Result<Report> {
-    let (hasty, patient) = (token_of(world, "hasty")?, token_of(world, "patient")?);
+async fn measure(cluster: &TestCluster, during: Duration) -> anyhow::Result<BenchReport> {
+    let (hasty, patient) = (token_of(cluster, "hasty")?, token_of(cluster, "patient")?);
     let mut callers = Vec::new();
     for number in 0..REPLICAS * AT_ONCE {
-        callers.push(connect(world, number % REPLICAS).await?);
+        callers.push(connect(cluster, number % REPLICAS).await?);
     }
-    let mut others = connect(world, 0).await?;
-    let unasked = fail_open(world).await?;
+    let mut others = connect(cluster, 0).await?;
+    let unasked = fail_open(cluster).await?;
 
     let began = Instant::now();
     let per_second = f64::from(LIMIT) / 60.0 * f64::from(HASTE) / callers.len() as f64;
@@ -71,32 +71,32 @@ async fn measure(world: &World, during: Duration) -> anyhow::Result<Report> {
     let admitted = f64::from(of_hasty.iter().map(|count| count.admitted).sum::<u32>());
     let expected = f64::from(LIMIT) + f64::from(LIMIT) / 60.0 * elapsed;
     let offered = f64::from(asked) / elapsed / (f64::from(LIMIT) / 60.0);
-    // The burst is over when less than this was asked for, and nothing would have been limited.
+    // With fewer requests than this, the burst alone would have admitted all.
     ensure!(f64::from(asked) > 1.5 * expected, "{asked} requests are too few to show anything");
-    let mut turns = Turns::default();
+    let mut turns = PairedSamples::default();
     turns.round(admitted, expected);
     let aim = |met: bool| if met { "met" } else { "missed" };
-    Ok(Report::new("limiter", "admitted", "burst + rate x time", &turns)
-        .figure("deviation_percent", rounded((admitted / expected - 1.0) * 100.0))
-        .figure("seconds", rounded(elapsed))
-        .figure("asked", asked)
-        .figure("asked_times_the_limit", rounded(offered))
-        .figure("let_in_unasked", fail_open(world).await? - unasked)
-        .figure("refused_of_another_caller_within_their_limit", of_patient.asked - of_patient.admitted)
-        .figure("aim_within_1_percent", aim((admitted / expected - 1.0).abs() <= WITHIN))
+    Ok(BenchReport::new("limiter", "admitted", "burst + rate x time", &turns)
+        .metric("deviation_percent", rounded((admitted / expected - 1.0) * 100.0))
+        .metric("seconds", rounded(elapsed))
+        .metric("asked", asked)
+        .metric("asked_times_the_limit", rounded(offered))
+        .metric("let_in_unasked", fail_open(cluster).await? - unasked)
+        .metric("refused_of_another_caller_within_their_limit", of_patient.asked - of_patient.admitted)
+        .metric("aim_within_1_percent", aim((admitted / expected - 1.0).abs() <= WITHIN))
         .condition("replicas", REPLICAS)
         .condition("limit", format!("{LIMIT} a minute, asked for {HASTE} times"))
         .condition("seconds_of_the_aim", SECONDS)
         .condition("connections", callers.len()))
 }
 
-fn token_of(world: &World, name: &str) -> anyhow::Result<String> {
-    world.identity.admit(Person::new(name, &["user"]));
-    Ok(world.identity.token_of(name)?.expose_secret().to_owned())
+fn token_of(cluster: &TestCluster, name: &str) -> anyhow::Result<String> {
+    cluster.identity.admit(DemoUser::new(name, &["user"]));
+    Ok(cluster.identity.token_of(name)?.expose_secret().to_owned())
 }
 
-async fn connect(world: &World, replica: usize) -> anyhow::Result<Caller> {
-    Caller::connect(&world.replicas[replica].public_url(), world.authority.certificate_path()).await
+async fn connect(cluster: &TestCluster, replica: usize) -> anyhow::Result<BenchClient> {
+    BenchClient::connect(&cluster.replicas[replica].public_url(), cluster.authority.certificate_path()).await
 }
 
 struct Count {
@@ -104,9 +104,9 @@ struct Count {
     admitted: u32,
 }
 
-/// Asks at a rate; what was held up is caught up with.
+/// Sends requests at a fixed rate; delayed ones are caught up with.
 async fn ask(
-    caller: &mut Caller,
+    caller: &mut BenchClient,
     token: &str,
     from: Instant,
     until: Instant,
@@ -127,11 +127,11 @@ async fn ask(
     Ok(count)
 }
 
-/// How many requests the replicas let in without an answer of the quota's keeper.
-async fn fail_open(world: &World) -> anyhow::Result<u64> {
+/// The number of requests that the replicas admitted without a reply of the rate cell's owner.
+async fn fail_open(cluster: &TestCluster) -> anyhow::Result<u64> {
     let mut sum = 0;
     for index in 0..REPLICAS {
-        let stats = world.operator_at(index).get("/metrics").await;
+        let stats = cluster.operator_at(index).get("/metrics").await;
         let line = stats.text.lines().find(|line| line.starts_with("api_ratelimit_fail_open_total{group=\"api\"}"));
         let value = line.and_then(|line| line.rsplit(' ').next()).unwrap_or("0");
         sum += value.parse::<u64>()?;

@@ -1,41 +1,42 @@
-//! What a parked poll costs: agents with certificates of their own wait for tasks at one process of the node API, over mutual TLS, and its
-//! resident memory is looked at while they become more; the slope is what one of them takes. Beside it, in the same run, HAProxy holds the
-//! same requests over the same mutual TLS in its tarpit, which has no connection behind it. Both are measured over HTTP/1.1, where a
-//! connection is a poll and little else, and over HTTP/2, which agents speak: one connection for all that they say. While all are parked, tasks are handed to some of them: how long that takes from the request of a tenant.
+//! The memory of a long poll: agents with certificates of their own wait for tasks at one process of the node API, over mutual TLS, and its
+//! resident memory is measured while their number grows; the slope is the memory of one. The baseline, in the same run, is HAProxy with the
+//! same requests over the same mutual TLS in its tarpit, which has no upstream connection. Both are measured over HTTP/1.1, where a
+//! connection is a poll and little else, and over HTTP/2, as agents use it: one connection for all requests. While all polls wait, tasks
+//! are dispatched to some of them: the latency is measured from the request of a tenant.
 //!
-//! The waiting ends live in this process, the nodes' machines in another one. `BENCH_POLLS` takes fewer than the 15,000, and so does the
+//! The polls run in this process, the nodes' entities in another one. `BENCH_POLLS` sets a smaller number than 15,000, as does the
 //! limit of open files.
 
 #[path = "polls/fleet.rs"]
 mod fleet;
 #[path = "polls/haproxy.rs"]
 mod haproxy;
-#[path = "polls/parked.rs"]
-mod parked;
+#[path = "polls/parked_polls.rs"]
+mod parked_polls;
 
 use anyhow::{Context, ensure};
 use fleet::Fleet;
 use haproxy::Haproxy;
 use hdrhistogram::Histogram;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use parked::{Parked, Speaks, Target};
+use parked_polls::{HttpVersion, ParkedPolls, Target};
 use serde_json::json;
 use std::time::{Duration, Instant};
 use tests::bench::memory::{resident_kib, slope};
-use tests::bench::{Report, Turns, fewer, median, programs, rounded};
-use tests::world::{REGION, World, id_of};
+use tests::bench::{BenchReport, PairedSamples, count_from_env, median, programs, rounded};
+use tests::cluster::{REGION, TestCluster, id_of};
 
 const POLLS: usize = 15_000;
-/// At so many counts, evenly apart, memory is looked at.
+/// The number of measurements of the memory, at evenly spaced counts.
 const LOOKS: usize = 5;
-/// How long a process is left alone before it is looked at.
+/// The pause before the memory of a process is measured.
 const SETTLES_IN: Duration = Duration::from_secs(3);
-/// Tasks handed out, one after the other.
+/// The number of tasks that are dispatched, one after the other.
 const HANDED: usize = 200;
 const AT_MOST_KB: f64 = 24.0;
 const AT_MOST_RATIO: f64 = 1.1;
 const AIM_RATIO: f64 = 0.8;
-/// The replica whose process holds the polls; the other one has everything else.
+/// The replica with the polls; the other one has everything else.
 const HOLDS: usize = 1;
 
 fn main() -> anyhow::Result<()> {
@@ -45,9 +46,10 @@ fn main() -> anyhow::Result<()> {
 async fn run() -> anyhow::Result<()> {
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
-    // Of the process that holds them, and of this one: a connection each, and what else a process has open.
-    let polls = fewer("BENCH_POLLS")?.unwrap_or(POLLS).min(usize::try_from(most)?.saturating_sub(1000)).max(LOOKS);
-    let mut world = World::plan()
+    // The open files of that process, and of this one: a connection for each poll, and the others of a process.
+    let polls =
+        count_from_env("BENCH_POLLS")?.unwrap_or(POLLS).min(usize::try_from(most)?.saturating_sub(1000)).max(LOOKS);
+    let mut cluster = TestCluster::builder()
         .replicas(2)
         .binaries(&programs()?)
         .variable("RUST_LOG", "warn")
@@ -56,46 +58,46 @@ async fn run() -> anyhow::Result<()> {
         .policy("allocation.max_concurrent_per_user", 10_000)
         .start()
         .await;
-    match measure(&mut world, polls).await {
+    match measure(&mut cluster, polls).await {
         Ok(report) => {
-            world.end().await;
+            cluster.shutdown().await;
             report.publish()
         }
-        // The world goes as it stands, and tells where it lies.
+        // A failed benchmark keeps the cluster's folder and prints its path.
         Err(error) => panic!("{error:?}"),
     }
 }
 
-async fn measure(world: &mut World, polls: usize) -> anyhow::Result<Report> {
-    let fleet = Fleet::enroll(world, polls).await?;
+async fn measure(cluster: &mut TestCluster, polls: usize) -> anyhow::Result<BenchReport> {
+    let fleet = Fleet::enroll(cluster, polls).await?;
     let mut ours = Vec::new();
     let mut theirs = Vec::new();
     let mut latencies = None;
-    for speaks in [Speaks::Http1, Speaks::Http2] {
-        let target = Target::new(&world.replicas[HOLDS].node_url(), world.authority.certificate_path(), speaks)?;
-        let pid = world.replicas[HOLDS].pid().context("the replica has ended")?;
-        let mut parked = Parked::at(target);
-        let look = async |count: usize| parked_at(world, count).await;
+    for speaks in [HttpVersion::Http1, HttpVersion::Http2] {
+        let target = Target::new(&cluster.replicas[HOLDS].node_url(), cluster.authority.certificate_path(), speaks)?;
+        let pid = cluster.replicas[HOLDS].pid().context("the replica has ended")?;
+        let mut parked = ParkedPolls::at(target);
+        let look = async |count: usize| parked_at(cluster, count).await;
         ours.push(slope(&grow(&mut parked, &fleet, pid, look).await?));
-        if speaks == Speaks::Http2 {
-            latencies = Some(hand_out(world, &fleet, &mut parked).await?);
+        if speaks == HttpVersion::Http2 {
+            latencies = Some(hand_out(cluster, &fleet, &mut parked).await?);
         }
         drop(parked);
-        // From the beginning: memory that a process has had once it does not ask for again.
-        world.replicas[HOLDS].stop().await;
-        world.restart_replica(HOLDS).await;
+        // In a new process, since freed memory is reused and would not be measured.
+        cluster.replicas[HOLDS].stop().await;
+        cluster.restart_replica(HOLDS).await;
 
-        let haproxy = Haproxy::start(world, fleet.authorities(), polls)?;
-        let mut held = Parked::at(Target::new(&haproxy.url(), world.authority.certificate_path(), speaks)?);
+        let haproxy = Haproxy::start(cluster, fleet.authorities(), polls)?;
+        let mut held = ParkedPolls::at(Target::new(&haproxy.url(), cluster.authority.certificate_path(), speaks)?);
         theirs.push(slope(&grow(&mut held, &fleet, haproxy.pid(), async |_: usize| Ok(())).await?));
     }
     let (from_request, from_answer) = latencies.context("nothing was handed out")?;
     report(polls, [ours[0], ours[1]], [theirs[0], theirs[1]], &from_request, &from_answer)
 }
 
-/// Parks ever more, and looks at the process's memory at each step: polls and KiB.
+/// Adds polls, and measures the process's memory at each step: polls and KiB.
 async fn grow(
-    parked: &mut Parked,
+    parked: &mut ParkedPolls,
     fleet: &Fleet,
     pid: u32,
     all_there: impl AsyncFn(usize) -> anyhow::Result<()>,
@@ -112,9 +114,9 @@ async fn grow(
     Ok(seen)
 }
 
-/// Waits until the process that holds the polls says that it holds so many.
-async fn parked_at(world: &World, count: usize) -> anyhow::Result<()> {
-    let url = format!("{}/metrics", world.replicas[HOLDS].operations_url());
+/// Waits until the process reports this number of polls.
+async fn parked_at(cluster: &TestCluster, count: usize) -> anyhow::Result<()> {
+    let url = format!("{}/metrics", cluster.replicas[HOLDS].operations_url());
     let until = Instant::now() + Duration::from_secs(120);
     loop {
         let text = reqwest::get(&url).await?.text().await?;
@@ -128,11 +130,11 @@ async fn parked_at(world: &World, count: usize) -> anyhow::Result<()> {
     }
 }
 
-/// From a tenant's request, and from its answer, to the task in the agent's hands, in microseconds.
+/// The latencies from a tenant's request, and from its response, to the task at the agent, in microseconds.
 async fn hand_out(
-    world: &World,
+    cluster: &TestCluster,
     fleet: &Fleet,
-    parked: &mut Parked,
+    parked: &mut ParkedPolls,
 ) -> anyhow::Result<(Histogram<u64>, Histogram<u64>)> {
     let (mut from_request, mut from_answer) = (Histogram::<u64>::new(3)?, Histogram::<u64>::new(3)?);
     for turn in 0..HANDED.min(fleet.len()) {
@@ -140,9 +142,9 @@ async fn hand_out(
         let node = fleet.node(number);
         let wanted = json!({"sku": fleet::SKU, "region_code": REGION, "gpu_count": 1, "node_id": node});
         let asked = Instant::now();
-        let created = world.user.post("/api/v1/allocations", &wanted).await.created();
+        let created = cluster.user.post("/api/v1/allocations", &wanted).await.created();
         let answered = Instant::now();
-        let handed = tokio::time::timeout(Duration::from_secs(30), parked.handed(number)).await;
+        let handed = tokio::time::timeout(Duration::from_secs(30), parked.wait_for_task(number)).await;
         let handed = handed.with_context(|| format!("node {node} got no task for {}", id_of(&created)))??;
         from_request.record(u64::try_from((handed - asked).as_micros())?)?;
         from_answer.record(u64::try_from(handed.saturating_duration_since(answered).as_micros())?)?;
@@ -156,23 +158,23 @@ fn report(
     theirs: [f64; 2],
     from_request: &Histogram<u64>,
     from_answer: &Histogram<u64>,
-) -> anyhow::Result<Report> {
-    let mut turns = Turns::default();
+) -> anyhow::Result<BenchReport> {
+    let mut turns = PairedSamples::default();
     turns.round(ours[0], theirs[0]);
     let ratio = median(&[ours[0] / theirs[0]]);
     let aim = |met: bool| if met { "met" } else { "missed" };
     let ms = |times: &Histogram<u64>, quantile| rounded(times.value_at_quantile(quantile) as f64 / 1000.0);
-    Ok(Report::new("polls", "KiB each", "HAProxy tarpit", &turns)
-        .figure("http2_kib_each", rounded(ours[1]))
-        .figure("http2_haproxy_kib_each", rounded(theirs[1]))
-        .figure("http2_ratio", rounded(ours[1] / theirs[1]))
-        .figure("request_to_task_p50_ms", ms(from_request, 0.5))
-        .figure("request_to_task_p99_ms", ms(from_request, 0.99))
-        .figure("answer_to_task_p50_ms", ms(from_answer, 0.5))
-        .figure("answer_to_task_p99_ms", ms(from_answer, 0.99))
-        .figure("at_most_24_kib", aim(ours[0] <= AT_MOST_KB))
-        .figure("at_most_1.1_times_haproxy", aim(ratio <= AT_MOST_RATIO))
-        .figure("aim_0.8_times_haproxy", aim(ratio <= AIM_RATIO))
+    Ok(BenchReport::new("polls", "KiB each", "HAProxy tarpit", &turns)
+        .metric("http2_kib_each", rounded(ours[1]))
+        .metric("http2_haproxy_kib_each", rounded(theirs[1]))
+        .metric("http2_ratio", rounded(ours[1] / theirs[1]))
+        .metric("request_to_task_p50_ms", ms(from_request, 0.5))
+        .metric("request_to_task_p99_ms", ms(from_request, 0.99))
+        .metric("answer_to_task_p50_ms", ms(from_answer, 0.5))
+        .metric("answer_to_task_p99_ms", ms(from_answer, 0.99))
+        .metric("at_most_24_kib", aim(ours[0] <= AT_MOST_KB))
+        .metric("at_most_1.1_times_haproxy", aim(ratio <= AT_MOST_RATIO))
+        .metric("aim_0.8_times_haproxy", aim(ratio <= AIM_RATIO))
         .condition("polls", polls)
         .condition(
             "memory",

@@ -1,7 +1,7 @@
-//! Webhooks taken in, a second, against a plain handler in the same run that checks the same signature and does one INSERT for each event.
-//! Ours keeps each event sealed, with its history and what follows from it, and works on it while the next ones come in: those of payments, of
-//! which each is told to whom it concerns (here to nobody: others share the account). Beside that, events from which nothing follows.
-//! Both ends speak HTTP/1.1 over TLS on kept connections, each as a process of its own.
+//! Accepted webhooks per second, against a plain handler in the same run that checks the same signature and does one INSERT for each event.
+//! Ours stores each event sealed, with its history and reactions, and processes it while the next ones arrive: events of payments, of
+//! which each is sent to its payment (here to none: the account is shared). A further metric are events without reactions.
+//! Both ends use HTTP/1.1 over TLS on persistent connections, each as a process of its own.
 
 use anyhow::{Context, ensure};
 use axum::Router;
@@ -22,20 +22,20 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use tests::bench::caller::{Caller, Request};
-use tests::bench::{Plan, Report, Turns, encrypted, median, programs, rounded};
-use tests::world::World;
-use tests::world::desk::{Desk, SECRET, event, signature};
+use tests::bench::http_client::{BenchClient, Request};
+use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, median, programs, rounded, tls_listener};
+use tests::cluster::TestCluster;
+use tests::cluster::fake_processor::{FakeProcessor, SECRET, event, signature};
 use tokio::sync::Mutex;
 
 const VARIABLE: &str = "BENCH_WEBHOOK_BASELINE";
-/// Connections, with an event under way on each.
+/// Connections, with one event in flight on each.
 const AT_ONCE: usize = 64;
 const AIM_PER_SECOND: f64 = 2_000.0;
-/// How long may be waited until everything is worked on.
+/// The timeout until all events are processed.
 const DRAINED_WITHIN: Duration = Duration::from_secs(120);
 
-/// Events so far, of both: none comes twice.
+/// The number of events so far, of both, so that each is unique.
 static NUMBER: AtomicU64 = AtomicU64::new(0);
 
 fn main() -> anyhow::Result<()> {
@@ -49,62 +49,62 @@ fn main() -> anyhow::Result<()> {
 }
 
 async fn run() -> anyhow::Result<()> {
-    let plan = Plan::from_environment()?;
-    let desk = Desk::start().await;
-    let world = World::plan().binaries(&programs()?).variable("RUST_LOG", "warn");
-    let world = desk.plan(world).start().await;
-    match measure(&world, plan).await {
+    let plan = MeasurementPlan::from_environment()?;
+    let fake_processor = FakeProcessor::start().await;
+    let cluster = TestCluster::builder().binaries(&programs()?).variable("RUST_LOG", "warn");
+    let cluster = fake_processor.configure(cluster).start().await;
+    match measure(&cluster, plan).await {
         Ok(report) => {
-            world.end().await;
+            cluster.shutdown().await;
             report.publish()
         }
-        // The world goes as it stands, and tells where it lies.
+        // A failed benchmark keeps the cluster's folder and prints its path.
         Err(error) => panic!("{error:?}"),
     }
 }
 
-async fn measure(world: &World, plan: Plan) -> anyhow::Result<Report> {
-    let plain = Baseline::start(world).await?;
-    let url = world.replicas[0].webhook_url();
-    let ours = connect(url.strip_suffix(PATH).context("a webhook URL ends with its path")?, world).await?;
-    let theirs = connect(&plain.url, world).await?;
+async fn measure(cluster: &TestCluster, plan: MeasurementPlan) -> anyhow::Result<BenchReport> {
+    let plain = Baseline::start(cluster).await?;
+    let url = cluster.replicas[0].webhook_url();
+    let ours = connect(url.strip_suffix(PATH).context("a webhook URL ends with its path")?, cluster).await?;
+    let theirs = connect(&plain.url, cluster).await?;
     for callers in [&ours, &theirs] {
         load(callers, PAYMENT, Duration::from_secs(1)).await?;
     }
-    drained(world).await?;
-    let mut turns = Turns::default();
+    drained(cluster).await?;
+    let mut turns = PairedSamples::default();
     let (mut worked, mut kept, mut p50, mut p99) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for _ in 0..plan.rounds {
         let began = Instant::now();
         let (rate, taken) = load(&ours, PAYMENT, plan.each).await?;
-        drained(world).await?;
+        drained(cluster).await?;
         worked.push(taken as f64 / began.elapsed().as_secs_f64());
         turns.round(rate, load(&theirs, PAYMENT, plan.each).await?.0);
         kept.push(load(&ours, OF_NO_CONSEQUENCE, plan.each).await?.0);
         let times = paced(&ours, plan.each, rate / 2.0).await?;
         p50.push(times.value_at_quantile(0.5) as f64 / 1000.0);
         p99.push(times.value_at_quantile(0.99) as f64 / 1000.0);
-        drained(world).await?;
+        drained(cluster).await?;
     }
     let met = |rate: f64| if rate >= AIM_PER_SECOND { "met" } else { "missed" };
     let kept = median(&kept);
-    Ok(Report::new("webhook", "events/s", "a plain axum handler and an INSERT", &turns)
-        .figure("taken_in_and_worked_on_per_second", rounded(median(&worked)))
-        .figure("p50_ms_at_half_load", rounded(median(&p50)))
-        .figure("p99_ms_at_half_load", rounded(median(&p99)))
-        .figure("of_no_consequence_per_second", rounded(kept))
-        .figure("aim_2000_per_second", met(turns.ours()))
-        .figure("aim_2000_per_second_of_no_consequence", met(kept))
+    Ok(BenchReport::new("webhook", "events/s", "a plain axum handler and an INSERT", &turns)
+        .metric("taken_in_and_worked_on_per_second", rounded(median(&worked)))
+        .metric("p50_ms_at_half_load", rounded(median(&p50)))
+        .metric("p99_ms_at_half_load", rounded(median(&p99)))
+        .metric("of_no_consequence_per_second", rounded(kept))
+        .metric("aim_2000_per_second", met(turns.ours()))
+        .metric("aim_2000_per_second_of_no_consequence", met(kept))
         .condition("replicas", 1)
         .condition("connections", AT_ONCE)
         .condition("body_bytes", body(0, PAYMENT).len()))
 }
 
-/// Of somebody's payment.
+/// An event of a payment.
 const PAYMENT: &str = "payment_intent.succeeded";
 const OF_NO_CONSEQUENCE: &str = "invoice.updated";
 
-/// An event of usual size.
+/// An event of typical size.
 fn body(number: u64, event_type: &str) -> String {
     let lines: Vec<Value> = (0..12)
         .map(|line| json!({ "id": format!("il_{number}_{line}"), "amount": 1_000 + line, "currency": "usd", "description": "one of a dozen lines" }))
@@ -120,20 +120,20 @@ fn next(event_type: &str) -> Request {
     Request::signed(PATH, &signature("v1", 0, &body), &body)
 }
 
-async fn connect(base: &str, world: &World) -> anyhow::Result<Vec<Mutex<Caller>>> {
-    let ca = world.authority.certificate_path();
-    let connecting = (0..AT_ONCE).map(|_| Caller::connect(base, ca));
+async fn connect(base: &str, cluster: &TestCluster) -> anyhow::Result<Vec<Mutex<BenchClient>>> {
+    let ca = cluster.authority.certificate_path();
+    let connecting = (0..AT_ONCE).map(|_| BenchClient::connect(base, ca));
     Ok(try_join_all(connecting).await?.into_iter().map(Mutex::new).collect())
 }
 
-/// Answers a second on all connections at once, and how many there were.
-async fn load(callers: &[Mutex<Caller>], event_type: &str, during: Duration) -> anyhow::Result<(f64, u64)> {
+/// Responses per second on all connections at once, and their number.
+async fn load(callers: &[Mutex<BenchClient>], event_type: &str, during: Duration) -> anyhow::Result<(f64, u64)> {
     let began = Instant::now();
-    let one = async |caller: &Mutex<Caller>| {
+    let one = async |caller: &Mutex<BenchClient>| {
         let mut caller = caller.lock().await;
         let mut done = 0_u64;
         while began.elapsed() < during {
-            caller.ask(&next(event_type)).await?;
+            caller.send(&next(event_type)).await?;
             done += 1;
         }
         anyhow::Ok(done)
@@ -146,17 +146,17 @@ async fn load(callers: &[Mutex<Caller>], event_type: &str, during: Duration) -> 
     Ok((done as f64 / began.elapsed().as_secs_f64(), done))
 }
 
-/// Events at a rate, in microseconds from when each was due.
-async fn paced(callers: &[Mutex<Caller>], during: Duration, per_second: f64) -> anyhow::Result<Histogram<u64>> {
+/// Latencies of events at a fixed rate, in microseconds from the time when each was due.
+async fn paced(callers: &[Mutex<BenchClient>], during: Duration, per_second: f64) -> anyhow::Result<Histogram<u64>> {
     let began = Instant::now();
     let interval = Duration::from_secs_f64(callers.len() as f64 / per_second.max(1.0));
-    let one = async |(number, caller): (usize, &Mutex<Caller>)| {
+    let one = async |(number, caller): (usize, &Mutex<BenchClient>)| {
         let mut caller = caller.lock().await;
         let mut times = Histogram::<u64>::new(3)?;
         let mut due = began + interval.mul_f64(number as f64 / AT_ONCE as f64);
         while due.duration_since(began) < during {
             tokio::time::sleep_until(due.into()).await;
-            caller.ask(&next(PAYMENT)).await?;
+            caller.send(&next(PAYMENT)).await?;
             times.record(u64::try_from(due.elapsed().as_micros())?)?;
             due += interval;
         }
@@ -169,12 +169,12 @@ async fn paced(callers: &[Mutex<Caller>], during: Duration, per_second: f64) -> 
     Ok(times)
 }
 
-/// Waits until every event is worked on.
-async fn drained(world: &World) -> anyhow::Result<()> {
+/// Waits until every event is processed.
+async fn drained(cluster: &TestCluster) -> anyhow::Result<()> {
     let until = Instant::now() + DRAINED_WITHIN;
     loop {
         let statement = "SELECT EXISTS (SELECT 1 FROM entity WHERE kind = 'processor_event' AND state <> 'processed')";
-        let waits: bool = sqlx::query_scalar(statement).fetch_one(&world.pool).await?;
+        let waits: bool = sqlx::query_scalar(statement).fetch_one(&cluster.pool).await?;
         if !waits {
             return Ok(());
         }
@@ -197,12 +197,12 @@ struct Settings {
 }
 
 impl Baseline {
-    async fn start(world: &World) -> anyhow::Result<Self> {
+    async fn start(cluster: &TestCluster) -> anyhow::Result<Self> {
         let table = "CREATE TABLE plain (id text PRIMARY KEY, body jsonb NOT NULL, received_at timestamptz NOT NULL DEFAULT now())";
-        sqlx::query(table).execute(&world.pool).await?;
-        let certificate = world.authority.server_certificate("plain")?;
+        sqlx::query(table).execute(&cluster.pool).await?;
+        let certificate = cluster.authority.server_certificate("plain")?;
         let settings = Settings {
-            database: world.postgres.url().expose_secret().to_owned(),
+            database: cluster.postgres.url().expose_secret().to_owned(),
             certificate: certificate.certificate_path,
             key: certificate.key_path,
         };
@@ -218,7 +218,7 @@ impl Baseline {
 
 impl Drop for Baseline {
     fn drop(&mut self) {
-        // It has nothing to lose.
+        // It has no state to lose.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
@@ -235,7 +235,7 @@ async fn serve(settings: Settings) -> anyhow::Result<()> {
     let pool = PgPoolOptions::new().max_connections(16).connect(&settings.database).await?;
     let secrets = WebhookSecrets::new(&[SECRET.into()]).context("the secret is one")?;
     let router = Router::new().route(PATH, post(take)).with_state(Plain { pool, secrets });
-    encrypted::serve(router, &settings.certificate, &settings.key).await
+    tls_listener::serve(router, &settings.certificate, &settings.key).await
 }
 
 async fn take(State(plain): State<Plain>, headers: HeaderMap, body: Bytes) -> Result<(), StatusCode> {

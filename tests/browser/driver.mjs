@@ -1,4 +1,4 @@
-// Does in a real browser what a test says, a line of JSON for each, and answers with a line: `{"done": …}` or `{"failed": "…"}`.
+// Drives a real browser: executes the commands of a test, a line of JSON each, and responds with a line: `{"done": …}` or `{"failed": "…"}`.
 //   node driver.mjs FOLDER-WITH-NODE_MODULES CHROMIUM [FLAG...]
 import { createRequire } from "node:module";
 import { createInterface } from "node:readline";
@@ -7,7 +7,7 @@ const [installed, executablePath, ...args] = process.argv.slice(2);
 const { chromium } = createRequire(`${installed}/`)("playwright-core");
 const WITHIN = 20_000;
 
-// The test's authority is nobody else's; whom the page talks to is written down.
+// The test's authority signs no other host; the requests of the page are logged.
 const browser = await chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-quic", ...args] });
 const context = await browser.newContext({ ignoreHTTPSErrors: true, viewport: { width: 1000, height: 600 } });
 const page = await context.newPage();
@@ -36,7 +36,7 @@ const ACTS = {
   press: ({ key }) => page.keyboard.press(key),
   resize: ({ width, height }) => page.setViewportSize({ width, height }),
   dark: ({ is }) => page.emulateMedia({ colorScheme: is ? "dark" : "light" }),
-  // What can be seen there, or nothing.
+  // The visible text of the element, or nothing.
   shown: async ({ at }) => ((await page.isVisible(at)) ? page.innerText(at) : null),
   // The rows of the terminal, as they are drawn.
   screen: () => page.locator(".xterm-rows > div").allTextContents(),
@@ -45,7 +45,7 @@ const ACTS = {
   seen: () => seen,
 };
 
-// What a failed test shows of the page's connections.
+// The page's connections, which a failed test prints.
 page.on("websocket", (socket) => {
   const log = (...what) => console.error(new Date().toISOString(), ...what);
   log("connects", socket.url());

@@ -1,37 +1,38 @@
-//! Money while everything dies in turn: users rent and give back, windows last a second, and replicas, Postgres and NATS are killed. In
-//! the end the books add up, by the operator's own command, and no invariant was ever seen broken.
+//! Billing under crashes: users rent and release, windows last a second, and replicas, Postgres and NATS are killed in turn. In
+//! the end the ledger is balanced, by the operator's own command, and no invariant violation was counted.
 
 use crate::billing::{
-    BALANCE, cost, dear_sku, expect_exact, expect_verified_by_the_program, owed, short_windows, wanted,
+    BALANCE, allocation_request, cost, expect_exact, expect_ledger_verify_succeeds, expected_cost, expensive_sku,
+    short_windows,
 };
 use reqwest::Method;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
-use tests::world::client::Client;
-use tests::world::id_of;
-use tests::world::tenants::Rented;
+use tests::cluster::client::Client;
+use tests::cluster::handles::AllocationHandle;
+use tests::cluster::id_of;
 
 const REPLICAS: usize = 2;
 const NODES: usize = 3;
-/// So many rounds of deaths at least; more where a busy machine lets too few of those who rent come to run between them.
+/// The minimum of rounds of crashes; there are more if too few allocations become active between them on a busy machine.
 const ROUNDS: u64 = 2;
 const MOST_ROUNDS: u64 = 8;
 const COME_TO_RUN: usize = 3;
 
-/// Rents and gives back, until it is enough, and answers what it had.
-async fn rent_again_and_again(by: Client, enough: Arc<AtomicBool>, ran: Arc<AtomicUsize>) -> Vec<Rented> {
+/// Rents and releases until it is stopped, and returns the allocations.
+async fn rent_repeatedly(by: Client, enough: Arc<AtomicBool>, ran: Arc<AtomicUsize>) -> Vec<AllocationHandle> {
     let mut had = Vec::new();
     while !enough.load(Ordering::SeqCst) {
-        let answer = by.insist(Method::POST, "/api/v1/allocations", Some(&wanted(1))).await;
-        // Another has the machine; or it was not to be had while so much was dead.
+        let answer = by.request_until_final(Method::POST, "/api/v1/allocations", Some(&allocation_request(1))).await;
+        // Another user has the machine, or it was not available during the crashes.
         if !answer.status.is_success() {
             tokio::time::sleep(Duration::from_millis(200)).await;
             continue;
         }
-        let rented = Rented::new(id_of(&answer.body), by.clone());
+        let rented = AllocationHandle::new(id_of(&answer.body), by.clone());
         had.push(rented.clone());
-        if comes_to_run(&rented).await {
+        if becomes_active(&rented).await {
             tokio::time::sleep(Duration::from_millis(2_300)).await;
             ran.fetch_add(1, Ordering::SeqCst);
         }
@@ -41,8 +42,8 @@ async fn rent_again_and_again(by: Client, enough: Arc<AtomicBool>, ran: Arc<Atom
     had
 }
 
-/// Whether it is active within a few seconds; whoever has to wait for longer gives it back.
-async fn comes_to_run(rented: &Rented) -> bool {
+/// Whether it is active within a few seconds; otherwise the caller releases it.
+async fn becomes_active(rented: &AllocationHandle) -> bool {
     for _ in 0..40 {
         if rented.get().await["state"] == "active" {
             return true;
@@ -53,21 +54,21 @@ async fn comes_to_run(rented: &Rented) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whatever_dies_while_money_moves_the_books_add_up() {
-    let mut world = short_windows().replicas(REPLICAS).start().await;
-    dear_sku(&mut world).await;
+async fn ledger_is_balanced_after_replicas_postgres_and_nats_are_killed() {
+    let mut cluster = short_windows().replicas(REPLICAS).start().await;
+    expensive_sku(&mut cluster).await;
     for _ in 0..NODES {
-        world.node("dear").await;
+        cluster.node("dear").await;
     }
     for user in ["user", "user2"] {
-        world.credit(user, 90_000).await;
+        cluster.credit(user, 90_000).await;
     }
-    // One runs through it all.
-    let lasting = world.rent("dear", 1).await;
+    // One allocation runs through all of it.
+    let lasting = cluster.rent("dear", 1).await;
     lasting.expect_state("active").await;
     let (enough, ran) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
-    let people = [world.user.clone(), world.other_user.clone()];
-    let rents = |by| tokio::spawn(rent_again_and_again(by, Arc::clone(&enough), Arc::clone(&ran)));
+    let people = [cluster.user.clone(), cluster.other_user.clone()];
+    let rents = |by| tokio::spawn(rent_repeatedly(by, Arc::clone(&enough), Arc::clone(&ran)));
     let renting = people.clone().map(rents);
 
     for round in 0..MOST_ROUNDS {
@@ -75,22 +76,22 @@ async fn whatever_dies_while_money_moves_the_books_add_up() {
             break;
         }
         for replica in 0..REPLICAS {
-            world.kill9_replica(replica);
+            cluster.kill9_replica(replica);
             tokio::time::sleep(Duration::from_millis(700)).await;
-            world.restart_replica(replica).await;
+            cluster.restart_replica(replica).await;
         }
-        world.nats.kill9();
+        cluster.nats.kill9();
         tokio::time::sleep(Duration::from_millis(900)).await;
-        world.nats.start_again().await.expect("NATS starts");
-        world.postgres.kill9();
+        cluster.nats.start_again().await.expect("NATS starts");
+        cluster.postgres.kill9();
         tokio::time::sleep(Duration::from_millis(400 + 600 * (round % 2))).await;
-        world.postgres.start_again().await.expect("Postgres starts");
+        cluster.postgres.start_again().await.expect("Postgres starts");
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
     enough.store(true, Ordering::SeqCst);
     let mut had = Vec::new();
     for (by, renting) in people.iter().zip(renting) {
-        had.push((by.clone(), renting.await.expect("nobody is refused for good")));
+        had.push((by.clone(), renting.await.expect("no user is refused permanently")));
     }
     lasting.release().await;
     had[0].1.push(lasting);
@@ -103,18 +104,18 @@ async fn whatever_dies_while_money_moves_the_books_add_up() {
         by.wait_until(BALANCE, "nothing runs", |it| it["running"] == 0 && it["held_minor"] == 0).await;
         let all = expect_exact(by).await;
         for (id, released) in over {
-            let expected = if released["active_at"].is_null() { 0 } else { owed(&released, 36_000) };
+            let expected = if released["active_at"].is_null() { 0 } else { expected_cost(&released, 36_000) };
             assert_eq!(cost(&all, id), (expected, 0), "{released}");
             paid_for += usize::from(expected > 0);
         }
     }
     assert!(paid_for >= COME_TO_RUN, "only {paid_for} came to run");
-    expect_verified_by_the_program(&world).await;
-    for replica in &world.replicas {
+    expect_ledger_verify_succeeds(&cluster).await;
+    for replica in &cluster.replicas {
         let page = reqwest::get(format!("{}/metrics", replica.operations_url())).await.expect("figures are shown");
         let page = page.text().await.expect("figures are text");
         let broken: Vec<_> = page.lines().filter(|line| line.starts_with("invariant_violations_total{")).collect();
         assert!(!broken.is_empty() && broken.iter().all(|line| line.ends_with(" 0")), "{broken:?}");
     }
-    world.end().await;
+    cluster.shutdown().await;
 }

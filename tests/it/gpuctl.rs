@@ -4,43 +4,43 @@ use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 use std::os::unix::fs::PermissionsExt as _;
 use std::time::Duration;
-use tests::world::gpuctl::{Gpuctl, OnScreen};
-use tests::world::{REGION, World, ssh_public_key};
+use tests::cluster::gpuctl::{Gpuctl, PtySession};
+use tests::cluster::{REGION, TestCluster, ssh_public_key};
 use uuid::Uuid;
 
-/// An allocation of whoever is logged in there, active.
-async fn rented(gpuctl: &Gpuctl) -> String {
+/// An active allocation of the user who is logged in.
+async fn rent_active_allocation(gpuctl: &Gpuctl) -> String {
     let wanted = ["-o", "json", "-q", "allocations", "create", "--sku", "h100", "--region", REGION];
     let made = gpuctl.run(&wanted).await.json();
     assert_eq!(made["state"], "active", "{made}");
     made["id"].as_str().unwrap().to_owned()
 }
 
-/// A terminal in a terminal, at its shell's prompt.
-async fn opened(gpuctl: &Gpuctl, allocation: &str, more: &[&str]) -> OnScreen {
-    let mut screen = gpuctl.in_terminal(&[&["terminal", allocation][..], more].concat(), 100, 30);
-    // Its prompt, whatever that is to this machine.
-    screen.shows_something().await;
+/// A `gpuctl` terminal session in a pseudo-terminal, at the prompt of its shell.
+async fn open_terminal(gpuctl: &Gpuctl, allocation: &str, more: &[&str]) -> PtySession {
+    let mut screen = gpuctl.run_in_pty(&[&["terminal", allocation][..], more].concat(), 100, 30);
+    // Waits for its prompt, which depends on the machine.
+    screen.expect_any_output().await;
     screen.enter("PS1='ready> '; stty -echo; echo be''gun\r").await;
-    screen.shows("begun").await;
+    screen.expect_output("begun").await;
     screen
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
-    let mut world = World::start().await;
-    world.node("h100").await;
-    let gpuctl = world.gpuctl();
+async fn user_logs_in_rents_watches_and_releases_by_command_line() {
+    let mut cluster = TestCluster::start().await;
+    cluster.node("h100").await;
+    let gpuctl = cluster.gpuctl();
     assert!(gpuctl.run(&["whoami"]).await.failed(3).contains("gpuctl login"));
-    let said = world.log_in(&gpuctl, "user").await.ok();
-    assert!(said.contains("as user"), "{said}");
-    // The server's address alone is enough: it names the identity provider and the client.
-    let address_alone = world.gpuctl().without("SVC_OIDC_ISSUER").without("SVC_CLIENT_ID");
-    world.log_in(&address_alone, "user").await.ok();
+    let output = cluster.log_in(&gpuctl, "user").await.ok();
+    assert!(output.contains("as user"), "{output}");
+    // The server's address is enough: the server names the identity provider and the client.
+    let address_alone = cluster.gpuctl().without("SVC_OIDC_ISSUER").without("SVC_CLIENT_ID");
+    cluster.log_in(&address_alone, "user").await.ok();
     let kept = gpuctl.folder().join("default.json");
     assert_eq!(std::fs::metadata(&kept).unwrap().permissions().mode() & 0o777, 0o600);
     let login: Value = serde_json::from_slice(&std::fs::read(&kept).unwrap()).unwrap();
-    world.keep_secret("the token of a login", login["access_token"].as_str().unwrap());
+    cluster.register_secret("the token of a login", login["access_token"].as_str().unwrap());
     let who = gpuctl.run(&["-o", "json", "whoami"]).await.json();
     assert_eq!((who["name"].as_str(), &who["roles"]), (Some("user"), &json!(["user"])), "{who}");
 
@@ -51,7 +51,7 @@ async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
     let skus = gpuctl.run(&["skus", "list"]).await.ok();
     assert!(skus.starts_with("NAME") && skus.contains("h100") && skus.contains(REGION), "{skus}");
 
-    // Not in a terminal, progress is a line for each step.
+    // Without a terminal, progress is one line for each step.
     let created = gpuctl.run(&["allocations", "create", "--sku", "h100", "--gpus", "2"]).await;
     let steps: Vec<&str> = ["requested", "provisioning", "active"]
         .into_iter()
@@ -72,7 +72,7 @@ async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
     let history = gpuctl.run(&["-o", "json", "allocations", "events", &id]).await.json();
     assert_eq!(history["items"].as_array().unwrap().last().unwrap()["state"], "active", "{history}");
 
-    // Whoever follows sees the release to its end, and is not asked for a thing.
+    // `--follow` shows the release to its end, without a prompt.
     let follows = gpuctl.command(&["-o", "json", "allocations", "events", "--follow", &id]).spawn().unwrap();
     let released = gpuctl.run(&["-o", "json", "-q", "allocations", "release", &id]).await.json();
     assert_eq!(released["state"], "released", "{released}");
@@ -90,17 +90,17 @@ async fn a_user_logs_in_rents_watches_and_gives_back_by_command_line() {
     assert_eq!(gpuctl.run(&["logout"]).await.ok().trim(), "Logged out.");
     assert!(!kept.exists());
     gpuctl.run(&["allocations", "list"]).await.failed(3);
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn allocations_and_nodes_are_named_labelled_and_found_by_command_line() {
-    let mut world = World::start().await;
+    let mut cluster = TestCluster::start().await;
     // One for each of the two allocations.
-    let node = world.node("h100").await;
-    world.node("h100").await;
-    let user = world.logged_in("user").await;
-    let other = rented(&user).await;
+    let node = cluster.node("h100").await;
+    cluster.node("h100").await;
+    let user = cluster.logged_in("user").await;
+    let other = rent_active_allocation(&user).await;
     let named = ["--name", "train 7", "--label", "env=dev", "--label", "example.com/team=ml"];
     let wanted = ["-o", "json", "-q", "allocations", "create", "--sku", "h100", "--region", REGION];
     let made = user.run(&[&wanted[..], &named].concat()).await.json();
@@ -128,7 +128,7 @@ async fn allocations_and_nodes_are_named_labelled_and_found_by_command_line() {
     assert!(user.run(&["allocations", "show", "serve"]).await.failed(2).contains("fits 2 allocations"));
     user.run(&["allocations", "set", &other, "--no-name"]).await.ok();
 
-    let admin = world.logged_in("admin").await;
+    let admin = cluster.logged_in("admin").await;
     let node_id = node.id.to_string();
     admin.run(&["nodes", "set", &node_id, "--name", "rack 7", "--label", "row=b"]).await.ok();
     let nodes = admin.run(&["-o", "json", "nodes", "list", "-l", "row", "--name", "rack 7"]).await.json();
@@ -141,14 +141,14 @@ async fn allocations_and_nodes_are_named_labelled_and_found_by_command_line() {
     assert_eq!(user.run(&["-o", "json", "allocations", "show", &id]).await.json()["name"], "serve");
     user.run(&["allocations", "set", &id, "--name", "late"]).await.failed(6);
     node.expect_state("active").await;
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_user_looks_after_their_money_by_command_line() {
-    let mut world = World::start().await;
-    world.node("h100").await;
-    let gpuctl = world.logged_in("user").await;
+async fn user_manages_the_billing_account_by_command_line() {
+    let mut cluster = TestCluster::start().await;
+    cluster.node("h100").await;
+    let gpuctl = cluster.logged_in("user").await;
     let balance = gpuctl.run(&["-o", "json", "billing", "balance"]).await.json();
     let (minor, currency) = (balance["balance_minor"].as_i64().unwrap(), balance["currency"].as_str().unwrap());
     let amount = format!("{}.{:02} {currency}", minor / 100, minor % 100);
@@ -184,20 +184,20 @@ async fn a_user_looks_after_their_money_by_command_line() {
     gpuctl.run(&["billing", "accounts"]).await.failed(4);
 
     let account = balance["id"].as_str().unwrap();
-    let admin = world.logged_in("admin").await;
+    let admin = cluster.logged_in("admin").await;
     let accounts = admin.run(&["billing", "accounts", "--limit", "1000"]).await.ok();
     assert!(accounts.contains(account), "{accounts}");
     let theirs = admin.run(&["billing", "ledger", "--account", account, "--limit", "1"]).await.ok();
     assert!(theirs.contains(currency), "{theirs}");
     assert!(admin.run(&["billing", "balance", "--account", account]).await.ok().contains("opened"));
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_goes_wrong_is_told_with_the_servers_words_and_an_exit_code_of_its_own() {
-    let mut world = World::start().await;
-    world.node("h100").await;
-    let gpuctl = world.logged_in("user").await;
+async fn errors_show_the_message_of_the_server_and_a_distinct_exit_code() {
+    let mut cluster = TestCluster::start().await;
+    cluster.node("h100").await;
+    let gpuctl = cluster.logged_in("user").await;
     let nobody = Uuid::now_v7().to_string();
 
     assert!(gpuctl.run(&["allocations", "show", "not-an-id"]).await.failed(5).contains("gpuctl allocations list"));
@@ -249,25 +249,25 @@ async fn what_goes_wrong_is_told_with_the_servers_words_and_an_exit_code_of_its_
     let late = late.await.failed(10);
     assert!(late.contains("--follow"), "{late}");
 
-    // In a terminal progress is one line, and whoever is tired of it goes; what was asked for stays.
+    // In a terminal progress is one line; Ctrl-C stops the waiting, not the request.
     let line = ["allocations", "create", "--sku", "h100", "--gpus", "8", "--queue", "60s"];
-    let mut screen = gpuctl.in_terminal(&line, 120, 30);
-    screen.shows(": requested, ").await;
+    let mut screen = gpuctl.run_in_pty(&line, 120, 30);
+    screen.expect_output(": requested, ").await;
     screen.enter("\u{3}").await;
-    assert_eq!(screen.ends().await.code(), Some(130), "{}", screen.text());
+    assert_eq!(screen.wait_for_exit().await.code(), Some(130), "{}", screen.text());
     assert!(screen.text().contains("goes on without being watched"), "{}", screen.text());
 
-    // A token goes to no other server than its own, and to one that is not there in vain.
+    // A token is sent to its own server alone, and one that is not reachable is an error.
     let elsewhere = gpuctl.run(&["--server", "https://127.0.0.1:9", "skus", "list"]).await.failed(3);
     assert!(elsewhere.contains("not at https://127.0.0.1:9"), "{elsewhere}");
-    let away = world.gpuctl_at("https://127.0.0.1:9").with("SVC_ACCESS_TOKEN", "a-token");
+    let away = cluster.gpuctl_at("https://127.0.0.1:9").with("SVC_ACCESS_TOKEN", "a-token");
     assert!(away.run(&["skus", "list"]).await.failed(9).contains("cannot be reached"));
-    // Whom the authority in hand does not vouch for.
+    // A server that the configured authority did not sign.
     let other = gpuctl.home().join("other.pem");
     std::fs::copy(authority_of_another(gpuctl.home()), &other).unwrap();
     let distrusted = gpuctl.run(&["--ca-bundle", other.to_str().unwrap(), "skus", "list"]).await.failed(9);
     assert!(distrusted.contains("certificate") && distrusted.contains("--ca-bundle"), "{distrusted}");
-    // A login that has ended, and nothing to renew it with; a wrong password; a token that never was one.
+    // An expired login without a refresh token; a wrong password; an invalid token.
     let kept = gpuctl.folder().join("default.json");
     let mut login: Value = serde_json::from_slice(&std::fs::read(&kept).unwrap()).unwrap();
     login["expires_at"] = json!("2026-01-01T00:00:00Z");
@@ -275,14 +275,14 @@ async fn what_goes_wrong_is_told_with_the_servers_words_and_an_exit_code_of_its_
     assert!(gpuctl.run(&["skus", "list"]).await.failed(3).contains("gpuctl login"));
     let wrong = gpuctl.run_with(&["login", "--username", "user", "--password-stdin"], "wrong\n").await.failed(3);
     assert!(wrong.contains("Invalid user credentials"), "{wrong}");
-    let forged = world.gpuctl().with("SVC_ACCESS_TOKEN", "no-token");
+    let forged = cluster.gpuctl().with("SVC_ACCESS_TOKEN", "no-token");
     assert!(forged.run(&["skus", "list"]).await.failed(3).contains("unauthenticated (401)"));
 
-    for allocation in gpuctl_items(&world.user.get("/api/v1/allocations").await.ok()) {
+    for allocation in gpuctl_items(&cluster.user.get("/api/v1/allocations").await.ok()) {
         let path = format!("/api/v1/allocations/{allocation}/release");
-        world.user.post(&path, &json!({})).await.accepted();
+        cluster.user.post(&path, &json!({})).await.accepted();
     }
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 fn gpuctl_items(list: &Value) -> Vec<String> {
@@ -295,10 +295,10 @@ fn authority_of_another(folder: &std::path::Path) -> std::path::PathBuf {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn administrators_see_and_steer_the_service_by_command_line() {
-    let mut world = World::start().await;
-    let node = world.node("h100").await;
-    let gpuctl = world.logged_in("admin").await;
+async fn administrators_inspect_and_control_the_service_by_command_line() {
+    let mut cluster = TestCluster::start().await;
+    let node = cluster.node("h100").await;
+    let gpuctl = cluster.logged_in("admin").await;
     let id = node.id.to_string();
     let listed = gpuctl.run(&["nodes", "list", "--state", "active"]).await.ok();
     assert!(listed.contains(&id) && listed.contains(&node.name), "{listed}");
@@ -328,11 +328,11 @@ async fn administrators_see_and_steer_the_service_by_command_line() {
     assert!(rows.contains("nodes.quarantine") && rows.contains("a look"), "{rows}");
     let tree = gpuctl.run(&["tree"]).await.ok();
     assert!(tree.contains("replica-1") && tree.contains("node: "), "{tree}");
-    // Nothing is started anew without a confirmation; the node is named by its host, the worker by its member.
+    // Nothing is restarted without a confirmation; the node is named by its host, the worker by its member.
     let entity = format!("node/{id}");
     assert!(gpuctl.run(&["restart", &entity]).await.failed(2).contains("--yes"));
     gpuctl.run(&["restart", &entity, "--reason", "a test wants it", "--yes"]).await.ok();
-    let worker = ["restart", "figures", "--member", "replica-1", "--reason", "a test wants it", "--yes"];
+    let worker = ["restart", "metrics", "--member", "replica-1", "--reason", "a test wants it", "--yes"];
     assert!(gpuctl.run(&worker).await.ok().contains("started anew"));
     assert!(gpuctl.run(&["entity", &entity]).await.ok().contains("active"));
     assert!(gpuctl.run(&["cluster"]).await.ok().contains("replica-1"));
@@ -343,13 +343,13 @@ async fn administrators_see_and_steer_the_service_by_command_line() {
     let away = gpuctl.run(&["nodes", "remove", &id, "--reason", "a test wants it", "--yes"]).await;
     assert_ne!(away.code, 0, "an active node is not removed");
 
-    // A program of the administrator's logs in with its own key, and sees the tree.
+    // A service account of the administrator logs in with its own key, and reads the tree.
     let account = gpuctl.run(&["-o", "json", "service-accounts", "create", "ci", "--role", "admin"]).await.json();
     let account = account["id"].as_str().unwrap();
     let key = gpuctl.run(&["-o", "json", "service-accounts", "add-key", account]).await.json();
     let secret = key["client_secret"].as_str().unwrap();
-    world.keep_secret("the secret of a service account", secret);
-    let program = world.gpuctl();
+    cluster.register_secret("the secret of a service account", secret);
+    let program = cluster.gpuctl();
     let client = key["client_id"].as_str().unwrap();
     let typed = format!("{secret}\n");
     program.run_with(&["login", "--service-account", client, "--secret-stdin"], &typed).await.ok();
@@ -358,190 +358,190 @@ async fn administrators_see_and_steer_the_service_by_command_line() {
     program.run(&["tree"]).await.failed(3);
     assert!(gpuctl.run(&["nodes", "tasks", &id]).await.ok().contains("Ended:"));
     assert!(gpuctl.run(&["completions", "bash"]).await.ok().contains("gpuctl"));
-    // What the shell's script runs at the TAB key.
+    // What the completion script of the shell runs at the TAB key.
     let mut completes = gpuctl.command(&["--", "gpuctl", "nodes", "show", &id[..4]]);
     completes.env("GPUCTL_COMPLETE", "bash").env("_CLAP_COMPLETE_INDEX", "3").env("_CLAP_IFS", "\n");
     let offered = completes.output().await.unwrap();
     assert!(String::from_utf8(offered.stdout).unwrap().contains(&id), "the node's id is offered");
     node.expect_state("active").await;
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_user_types_in_a_terminal_of_their_own_resizes_it_and_gets_the_exit_status() {
-    let mut world = World::start().await;
-    world.node("h100").await;
-    let gpuctl = world.logged_in("user").await;
-    let allocation = rented(&gpuctl).await;
-    let mut screen = opened(&gpuctl, &allocation, &[]).await;
+async fn gpuctl_terminal_takes_input_resizes_and_returns_the_exit_status() {
+    let mut cluster = TestCluster::start().await;
+    cluster.node("h100").await;
+    let gpuctl = cluster.logged_in("user").await;
+    let allocation = rent_active_allocation(&gpuctl).await;
+    let mut screen = open_terminal(&gpuctl, &allocation, &[]).await;
     assert!(screen.is_raw());
     screen.enter("stty size; tty | grep -c pts\r").await;
-    screen.shows("30 100").await;
+    screen.expect_output("30 100").await;
     screen.resize(132, 43);
     screen.enter("sleep 0.3; stty size\r").await;
-    screen.shows("43 132").await;
-    // Control characters are the shell's.
+    screen.expect_output("43 132").await;
+    // Control characters go to the shell.
     screen.enter("sleep 1000\r").await;
     tokio::time::sleep(Duration::from_millis(500)).await;
     screen.enter("\u{3}").await;
     screen.enter("echo went-on-$((40 + 2))\r").await;
-    screen.shows("went-on-42").await;
-    // More than any buffer in between holds.
+    screen.expect_output("went-on-42").await;
+    // More than all buffers in between take.
     screen.enter("seq 1 200000 | tail -c 900000; echo th''rough\r").await;
-    screen.shows("through").await;
+    screen.expect_output("through").await;
     assert!(screen.text().contains("199999\r\n200000\r\n"));
     screen.enter("exit 7\r").await;
-    assert_eq!(screen.ends().await.code(), Some(7), "{}", screen.text());
+    assert_eq!(screen.wait_for_exit().await.code(), Some(7), "{}", screen.text());
     assert!(!screen.is_raw());
 
-    // A shell that a signal ends, as shells tell of it.
-    let mut screen = opened(&gpuctl, &allocation, &[]).await;
+    // A shell that a signal ends: its exit status is that of shells.
+    let mut screen = open_terminal(&gpuctl, &allocation, &[]).await;
     screen.enter("kill -9 $$\r").await;
-    assert_eq!(screen.ends().await.code(), Some(137));
-    world.end().await;
+    assert_eq!(screen.wait_for_exit().await.code(), Some(137));
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_shell_that_was_left_runs_on_and_a_terminal_is_whole_again_after_a_signal() {
-    let mut world = World::start().await;
-    world.node("h100").await;
-    let gpuctl = world.logged_in("user").await;
-    let allocation = rented(&gpuctl).await;
-    let mut screen = opened(&gpuctl, &allocation, &[]).await;
+async fn detached_shell_keeps_running_and_a_signal_restores_the_terminal_modes() {
+    let mut cluster = TestCluster::start().await;
+    cluster.node("h100").await;
+    let gpuctl = cluster.logged_in("user").await;
+    let allocation = rent_active_allocation(&gpuctl).await;
+    let mut screen = open_terminal(&gpuctl, &allocation, &[]).await;
     screen.enter("kept=of-before; echo not a ~. here\r").await;
-    screen.shows("not a ~. here").await;
+    screen.expect_output("not a ~. here").await;
     screen.enter("~?").await;
-    screen.shows("leave; the shell runs on").await;
-    // What asks the terminal, and what tells it how to speak to the program.
+    screen.expect_output("leave; the shell runs on").await;
+    // Sequences that query the terminal, and that set its modes.
     let asks = r"printf '\033[6n\033]11;?\007\033[?2004hask%s\n' ed";
     screen.enter(&format!("\r{asks}\r")).await;
-    screen.shows("asked").await;
+    screen.expect_output("asked").await;
     assert!(screen.text().contains("\u{1b}[6n") && screen.text().contains("\u{1b}]11;?"), "a live question is asked");
     screen.enter("\r~.").await;
-    assert_eq!(screen.ends().await.code(), Some(0));
-    let told = screen.text();
-    let session = told.rsplit("--session ").next().unwrap().trim().to_owned();
-    session.parse::<Uuid>().unwrap_or_else(|error| panic!("{error}: {told}"));
+    assert_eq!(screen.wait_for_exit().await.code(), Some(0));
+    let text = screen.text();
+    let session = text.rsplit("--session ").next().unwrap().trim().to_owned();
+    session.parse::<Uuid>().unwrap_or_else(|error| panic!("{error}: {text}"));
 
     let listed = gpuctl.run(&["-o", "json", "terminal", "sessions", "list", &allocation]).await.json();
     assert_eq!(gpuctl_items(&listed), std::slice::from_ref(&session), "it is found by who rents, too");
-    world.logged_in("user2").await.run(&["terminal", "sessions", "list", &allocation]).await.failed(5);
+    cluster.logged_in("user2").await.run(&["terminal", "sessions", "list", &allocation]).await.failed(5);
 
-    let mut screen = gpuctl.in_terminal(&["terminal", &allocation, "--session", &session], 80, 24);
-    // What was shown before is shown again, and asks nothing.
-    screen.shows("not a ~. here").await;
-    screen.shows("asked").await;
+    let mut screen = gpuctl.run_in_pty(&["terminal", &allocation, "--session", &session], 80, 24);
+    // Earlier output is shown again, without its queries.
+    screen.expect_output("not a ~. here").await;
+    screen.expect_output("asked").await;
     let again = screen.text();
     assert!(
         !again.contains("\u{1b}[6n") && !again.contains("\u{1b}]11;?") && again.contains("\u{1b}[?2004hasked"),
         "{again:?}"
     );
-    // From then on the program is heard again.
+    // From then on queries of the program are passed on again.
     tokio::time::sleep(Duration::from_secs(1)).await;
     screen.enter("printf '\\033[5nnow%s\\n' heard\r").await;
-    screen.shows("\u{1b}[5nnowheard").await;
+    screen.expect_output("\u{1b}[5nnowheard").await;
     screen.enter("echo \"$kept-$((1 + 1))\"\r").await;
-    screen.shows("of-before-2").await;
+    screen.expect_output("of-before-2").await;
     kill(screen.pid(), Signal::SIGTERM).unwrap();
-    assert_eq!(screen.ends().await.code(), Some(128 + 15));
+    assert_eq!(screen.wait_for_exit().await.code(), Some(128 + 15));
     assert!(!screen.is_raw(), "the terminal is the user's again");
     assert!(screen.text().contains("\u{1b}[?25h"), "what a program may have left on is off");
     assert!(screen.text().contains(&format!("--session {session}")), "{}", screen.text());
 
-    // Another connection puts this one out; the shell is there for either.
-    let mut screen = gpuctl.in_terminal(&["terminal", &allocation, "--session", &session], 80, 24);
-    screen.shows("of-before-2").await;
-    let mut other = gpuctl.in_terminal(&["terminal", &allocation, "--session", &session], 80, 24);
-    other.shows("of-before-2").await;
-    assert_eq!(screen.ends().await.code(), Some(6));
+    // Another connection replaces this one; the shell continues.
+    let mut screen = gpuctl.run_in_pty(&["terminal", &allocation, "--session", &session], 80, 24);
+    screen.expect_output("of-before-2").await;
+    let mut other = gpuctl.run_in_pty(&["terminal", &allocation, "--session", &session], 80, 24);
+    other.expect_output("of-before-2").await;
+    assert_eq!(screen.wait_for_exit().await.code(), Some(6));
     assert!(screen.text().contains("4409") && screen.text().contains(&format!("--session {session}")));
     drop(other);
 
-    // Nor has it ended where no way back is found.
+    // Nor does the session end if the reconnection fails.
     let back = ["terminal", &allocation, "--session", &session, "--reconnect-for", "1s"];
-    let mut screen = gpuctl.in_terminal(&back, 80, 24);
-    screen.shows("of-before-2").await;
-    world.kill9_replica(0);
-    let code = screen.ends().await.code().unwrap();
+    let mut screen = gpuctl.run_in_pty(&back, 80, 24);
+    screen.expect_output("of-before-2").await;
+    cluster.kill9_replica(0);
+    let code = screen.wait_for_exit().await.code().unwrap();
     assert!(matches!(code, 8 | 9) && screen.text().contains(&format!("--session {session}")), "{}", screen.text());
-    world.restart_replica(0).await;
+    cluster.restart_replica(0).await;
 
-    // One that is released under its user's hands.
-    let mut screen = gpuctl.in_terminal(&["terminal", &allocation, "--session", &session], 80, 24);
-    screen.shows("of-before-2").await;
+    // An allocation that is released while its terminal is open.
+    let mut screen = gpuctl.run_in_pty(&["terminal", &allocation, "--session", &session], 80, 24);
+    screen.expect_output("of-before-2").await;
     gpuctl.run(&["allocations", "release", &allocation]).await.ok();
-    assert_eq!(screen.ends().await.code(), Some(6));
+    assert_eq!(screen.wait_for_exit().await.code(), Some(6));
     assert!(screen.text().contains("was released"), "{}", screen.text());
     assert!(!screen.is_raw());
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_waits_for_a_terminal_that_does_not_come_is_told_what_for_and_can_leave() {
-    let mut world = World::start().await;
-    let node = world.node("h100").await;
-    // It takes connections, and says nothing.
+async fn waiting_for_a_terminal_shows_the_reason_and_can_be_cancelled() {
+    let mut cluster = TestCluster::start().await;
+    let node = cluster.node("h100").await;
+    // A server that accepts connections and sends nothing.
     let hangs = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let gpuctl =
-        world.gpuctl_at(&format!("http://{}", hangs.local_addr().unwrap())).with("SVC_ACCESS_TOKEN", "a-token");
-    let mut screen = gpuctl.in_terminal(&["terminal", &Uuid::now_v7().to_string()], 80, 24);
-    screen.shows("waiting for the service (Ctrl-C leaves)").await;
+        cluster.gpuctl_at(&format!("http://{}", hangs.local_addr().unwrap())).with("SVC_ACCESS_TOKEN", "a-token");
+    let mut screen = gpuctl.run_in_pty(&["terminal", &Uuid::now_v7().to_string()], 80, 24);
+    screen.expect_output("waiting for the service (Ctrl-C leaves)").await;
     screen.enter("typed too early\u{3}").await;
-    assert_eq!(screen.ends().await.code(), Some(130), "{}", screen.text());
+    assert_eq!(screen.wait_for_exit().await.code(), Some(130), "{}", screen.text());
     assert!(!screen.is_raw() && !screen.text().contains("runs on"), "{}", screen.text());
 
-    // A service that lets in, and hears nothing of the node.
-    let gpuctl = world.logged_in("user").await;
-    let allocation = rented(&gpuctl).await;
-    world.lose_agent(&node);
-    let mut screen = gpuctl.in_terminal(&["terminal", &allocation], 80, 24);
-    screen.shows("waiting for the node (Ctrl-C leaves)").await;
+    // A service that accepts the connection, and has no stream of the node.
+    let gpuctl = cluster.logged_in("user").await;
+    let allocation = rent_active_allocation(&gpuctl).await;
+    cluster.lose_agent(&node);
+    let mut screen = gpuctl.run_in_pty(&["terminal", &allocation], 80, 24);
+    screen.expect_output("waiting for the node (Ctrl-C leaves)").await;
     screen.enter("\u{3}").await;
-    assert_eq!(screen.ends().await.code(), Some(130), "{}", screen.text());
+    assert_eq!(screen.wait_for_exit().await.code(), Some(130), "{}", screen.text());
     assert!(screen.text().contains("--session "), "{}", screen.text());
-    world.find_agent(&node);
-    world.end().await;
+    cluster.resume_agent(&node);
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_replica_that_serves_the_terminal_is_killed_and_the_session_goes_on() {
-    let mut world = World::plan().replicas(3).start().await;
-    world.node("h100").await;
-    let gpuctl = world.logged_in("user").await;
-    let allocation = rented(&gpuctl).await;
-    let mut screen = opened(&gpuctl, &allocation, &[]).await;
+async fn gpuctl_terminal_session_survives_a_kill_of_its_replica() {
+    let mut cluster = TestCluster::builder().replicas(3).start().await;
+    cluster.node("h100").await;
+    let gpuctl = cluster.logged_in("user").await;
+    let allocation = rent_active_allocation(&gpuctl).await;
+    let mut screen = open_terminal(&gpuctl, &allocation, &[]).await;
     screen.enter("for i in $(seq 1 300); do echo line-$i; sleep 0.02; done; echo all''done\r").await;
-    screen.shows("line-20\r").await;
-    let serving = serving(&world).await;
-    world.kill9_replica(serving);
-    // Typed while there is no connection, or on the new one: it comes through.
-    screen.shows("alldone").await;
+    screen.expect_output("line-20\r").await;
+    let serving = serving(&cluster).await;
+    cluster.kill9_replica(serving);
+    // Input that is typed without a connection, or on the new one, is delivered.
+    screen.expect_output("alldone").await;
     let lines: Vec<String> =
         screen.text().lines().filter(|line| line.starts_with("line-")).map(|line| line.trim().to_owned()).collect();
     let expected: Vec<String> = (1..=300).map(|i| format!("line-{i}")).collect();
     assert_eq!(lines, expected);
     screen.enter("exit 3\r").await;
-    assert_eq!(screen.ends().await.code(), Some(3), "{}", screen.text());
-    world.restart_replica(serving).await;
-    world.end().await;
+    assert_eq!(screen.wait_for_exit().await.code(), Some(3), "{}", screen.text());
+    cluster.restart_replica(serving).await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_recorded_user_is_told_and_recordings_are_listed_kept_and_played_back() {
-    let mut world = World::start().await;
-    world.node("h100").await;
-    let gpuctl = world.logged_in("user").await;
-    let allocation = rented(&gpuctl).await;
-    let mut screen = gpuctl.in_terminal(&["terminal", &allocation], 100, 30);
-    let told = "is recorded by the service (policy terminal.recording_enabled, mode best-effort)";
-    screen.shows(told).await;
+async fn recorded_user_is_notified_and_recordings_are_listed_saved_and_played_back() {
+    let mut cluster = TestCluster::start().await;
+    cluster.node("h100").await;
+    let gpuctl = cluster.logged_in("user").await;
+    let allocation = rent_active_allocation(&gpuctl).await;
+    let mut screen = gpuctl.run_in_pty(&["terminal", &allocation], 100, 30);
+    let notice = "is recorded by the service (policy terminal.recording_enabled, mode best-effort)";
+    screen.expect_output(notice).await;
     screen.enter("PS1='ready> '; stty -echo; echo be''gun\r").await;
-    screen.shows("begun").await;
+    screen.expect_output("begun").await;
     let hostile = r"printf '\033]0;owned\007\033]52;c;b3duZWQ=\007\033[6n\033[31mcome%s\033[0m\n' again";
     screen.enter(&format!("sleep 3; {hostile}; exit\r")).await;
-    assert!(screen.ends().await.success());
+    assert!(screen.wait_for_exit().await.success());
 
-    let until = std::time::Instant::now() + tests::world::PATIENCE;
+    let until = std::time::Instant::now() + tests::cluster::WAIT_TIMEOUT;
     let recording = loop {
         let listed = gpuctl.run(&["-o", "json", "recordings", "list", &allocation]).await.json();
         match listed["items"].as_array().unwrap().as_slice() {
@@ -563,39 +563,39 @@ async fn a_recorded_user_is_told_and_recordings_are_listed_kept_and_played_back(
     assert!(kept == streamed && kept.contains("comeagain"), "{streamed}");
     gpuctl.run(&["recordings", "play", &recording]).await.failed(2);
 
-    // At four times the pace, and drawing is all that it does.
+    // Played at four times the speed; the player only draws.
     let began = std::time::Instant::now();
-    let mut player = gpuctl.in_terminal(&["recordings", "play", &recording, "--speed", "4"], 80, 24);
-    player.shows("comeagain").await;
-    assert!(player.ends().await.success(), "{}", player.text());
+    let mut player = gpuctl.run_in_pty(&["recordings", "play", &recording, "--speed", "4"], 80, 24);
+    player.expect_output("comeagain").await;
+    assert!(player.wait_for_exit().await.success(), "{}", player.text());
     assert!(began.elapsed() > Duration::from_millis(600), "it is played at its own pace");
     let text = player.text();
     assert!(text.contains("\u{1b}[31mcomeagain\u{1b}[0m"), "{text:?}");
     assert!(!text.contains("owned") && !text.contains("b3du") && !text.contains("\u{1b}[6n"), "{text:?}");
     assert!(!player.is_raw());
-    // Paused it stands still, and whoever has seen enough goes.
-    let mut player = gpuctl.in_terminal(&["recordings", "play", &recording], 100, 30);
-    player.shows("begun").await;
+    // It can be paused and left.
+    let mut player = gpuctl.run_in_pty(&["recordings", "play", &recording], 100, 30);
+    player.expect_output("begun").await;
     player.enter(" ").await;
-    player.look(Duration::from_secs(4)).await;
-    while player.look(Duration::from_secs(4)).await {}
+    player.read_output(Duration::from_secs(4)).await;
+    while player.read_output(Duration::from_secs(4)).await {}
     assert!(!player.text().contains("comeagain"), "{}", player.text());
     player.enter("q").await;
-    assert!(player.ends().await.success() && !player.is_raw(), "{}", player.text());
+    assert!(player.wait_for_exit().await.success() && !player.is_raw(), "{}", player.text());
 
-    let other = world.logged_in("user2").await;
+    let other = cluster.logged_in("user2").await;
     other.run(&["recordings", "download", &recording]).await.failed(5);
     other.run(&["recordings", "list", "--all"]).await.failed(4);
-    let admin = world.logged_in("admin").await;
+    let admin = cluster.logged_in("admin").await;
     let all = admin.run(&["-o", "json", "recordings", "list", "--all"]).await.json();
     assert_eq!(all["items"][0]["id"], json!(recording), "{all}");
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 /// The replica with the user's connection.
-pub(crate) async fn serving(world: &World) -> usize {
-    for index in 0..world.replicas.len() {
-        let page = world.operator_at(index).once(reqwest::Method::GET, "/metrics", None).await.text;
+pub(crate) async fn serving(cluster: &TestCluster) -> usize {
+    for index in 0..cluster.replicas.len() {
+        let page = cluster.operator_at(index).send_once(reqwest::Method::GET, "/metrics", None).await.text;
         if page.lines().any(|line| line == "terminal_connections 1") {
             return index;
         }

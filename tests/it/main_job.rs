@@ -1,17 +1,17 @@
-//! The main job: a node is onboarded, rented and given back, and everything that must be known of it is known.
+//! The main job: a node is onboarded, rented and released, with all events, audit rows and responses.
 
 use async_nats::jetstream::{self, Message};
 use futures::StreamExt;
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::time::Duration;
-use tests::world::World;
+use tests::cluster::TestCluster;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_node_is_onboarded_rented_and_given_back() {
-    let mut world = World::start().await;
-    let node = world.node("h100").await;
-    let allocation = world.rent("h100", 4).await;
+async fn node_is_onboarded_rented_and_released() {
+    let mut cluster = TestCluster::start().await;
+    let node = cluster.node("h100").await;
+    let allocation = cluster.rent("h100", 4).await;
     let active = allocation.expect_state("active").await;
     assert_eq!(active["devices"].as_array().map(Vec::len), Some(4), "{active}");
     assert_eq!(active["node_id"], node.id.to_string());
@@ -20,7 +20,7 @@ async fn a_node_is_onboarded_rented_and_given_back() {
     let held = node.get().await;
     assert_eq!((held["gpus_total"].as_u64(), held["state"].as_str()), (Some(8), Some("active")), "{held}");
     assert_ne!(held["gpus_free"], 8, "{held}");
-    let home = world.agent_folder(&node).join(format!("state/allocations/{}/home", allocation.id));
+    let home = cluster.agent_folder(&node).join(format!("state/allocations/{}/home", allocation.id));
     assert!(home.is_dir(), "the tenant has a home on the node");
 
     allocation.release().await;
@@ -30,19 +30,22 @@ async fn a_node_is_onboarded_rented_and_given_back() {
     let free = node.expect_all_free().await;
     assert_eq!((free["gpus_free"].as_u64(), free["state"].as_str()), (Some(8), Some("active")), "{free}");
     assert!(!home.exists(), "nothing of the tenant is left on the node");
-    let left = std::fs::read_dir(world.agent_folder(&node).join("state/allocations")).unwrap().count();
+    let left = std::fs::read_dir(cluster.agent_folder(&node).join("state/allocations")).unwrap().count();
     assert_eq!(left, 0, "the node keeps nothing of its tenants");
 
     let states: Vec<_> = released["status_history"].as_array().unwrap().iter().map(|step| &step["state"]).collect();
     assert_eq!(states, ["requested", "provisioning", "active", "releasing", "released"]);
-    assert_eq!(world.states_of(allocation.id).await, ["requested", "provisioning", "active", "releasing", "released"]);
-    let lived = world.states_of(node.id).await;
+    assert_eq!(
+        cluster.states_of(allocation.id).await,
+        ["requested", "provisioning", "active", "releasing", "released"]
+    );
+    let lived = cluster.states_of(node.id).await;
     assert_eq!(lived, ["registered", "bootstrap-issued", "enrolling", "active"]);
-    expect_audited(&world, node.id, &["nodes.create", "nodes.issue_enrollment_token", "nodes.enroll"]).await;
-    expect_audited(&world, allocation.id, &["allocations.request", "allocations.release"]).await;
+    expect_audited(&cluster, node.id, &["nodes.create", "nodes.issue_enrollment_token", "nodes.enroll"]).await;
+    expect_audited(&cluster, allocation.id, &["allocations.request", "allocations.release"]).await;
 
-    world.expect_settled().await;
-    let told = events(&world).await;
+    cluster.expect_settled().await;
+    let published = events(&cluster).await;
     for subject in [
         "sku.state_changed",
         "node.state_changed",
@@ -55,13 +58,13 @@ async fn a_node_is_onboarded_rented_and_given_back() {
         "node.tenant_gone",
         "provisioning.released",
     ] {
-        assert!(told.contains(subject), "nobody was told of {subject}; the bus has {told:?}");
+        assert!(published.contains(subject), "{subject} was not published; the streams have {published:?}");
     }
-    world.end().await;
+    cluster.shutdown().await;
 }
 
-async fn expect_audited(world: &World, target: uuid::Uuid, actions: &[&str]) {
-    let audited = world.audit_of(target).await;
+async fn expect_audited(cluster: &TestCluster, target: uuid::Uuid, actions: &[&str]) {
+    let audited = cluster.audit_of(target).await;
     for action in actions {
         let row = audited.iter().find(|(_, named, ..)| named == action);
         let (actor, _, metadata, correlation_id) = row.unwrap_or_else(|| panic!("no {action} in {audited:?}"));
@@ -69,9 +72,9 @@ async fn expect_audited(world: &World, target: uuid::Uuid, actions: &[&str]) {
     }
 }
 
-/// Everything that the streams keep; each message is looked at.
-async fn events(world: &World) -> BTreeSet<String> {
-    let context = jetstream::new(world.bus().await);
+/// The subjects of all messages in the streams; each message is checked.
+async fn events(cluster: &TestCluster) -> BTreeSet<String> {
+    let context = jetstream::new(cluster.bus().await);
     let mut subjects = BTreeSet::new();
     for name in ["PROVISIONING", "NODES"] {
         let stream = context.get_stream(name).await.expect("the stream is there");
@@ -88,7 +91,7 @@ async fn events(world: &World) -> BTreeSet<String> {
     subjects
 }
 
-/// CloudEvents 1.0 in its JSON format, with the headers of the specification, and nothing secret.
+/// Asserts a CloudEvent 1.0 in JSON format, with the headers of the specification and without secrets.
 fn expect_cloud_event(message: &Message) {
     let event: Value = serde_json::from_slice(&message.payload).expect("an event is JSON");
     assert_eq!(event["specversion"], "1.0", "{event}");

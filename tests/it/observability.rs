@@ -1,4 +1,4 @@
-//! What operators see: one trace through everything, spans at a collector, figures of every process, and its stats.
+//! Observability: one trace through all processes, spans at a collector, metrics of every process, and its stats.
 
 mod collector;
 mod page;
@@ -10,21 +10,21 @@ use page::Page;
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
-use tests::world::{PATIENCE, REGION, Rented, World, id_of};
+use tests::cluster::{AllocationHandle, REGION, TestCluster, WAIT_TIMEOUT, id_of};
 use uuid::Uuid;
 
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const CALLER: &str = "00f067aa0ba902b7";
 
-/// A trace of the caller's own that is sampled.
+/// The `traceparent` of a sampled trace of the caller.
 fn traceparent() -> String {
     format!("00-{TRACE}-{CALLER}-01")
 }
 
 /// A request for GPUs, as part of the caller's trace.
-async fn rent_traced(world: &World, correlation_id: &str) -> Rented {
+async fn rent_traced(cluster: &TestCluster, correlation_id: &str) -> AllocationHandle {
     let body = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 2 });
-    let request = world
+    let request = cluster
         .user
         .request(Method::POST, "/api/v1/allocations")
         .header("Idempotency-Key", Uuid::new_v4().to_string())
@@ -32,58 +32,58 @@ async fn rent_traced(world: &World, correlation_id: &str) -> Rented {
         .header("traceparent", traceparent())
         .header("tracestate", "vendor=1")
         .json(&body);
-    let made = world.user.send(request).await;
+    let made = cluster.user.send(request).await;
     assert_eq!(made.headers["x-correlation-id"], correlation_id);
-    Rented::new(id_of(&made.created()), world.user.clone())
+    AllocationHandle::new(id_of(&made.created()), cluster.user.clone())
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_trace_leads_from_the_request_to_the_agent_and_back_to_the_active_allocation() {
-    let mut world = World::plan().replicas(2).start().await;
-    let node = world.node("h100").await;
-    let allocation = rent_traced(&world, "job-17").await;
+async fn one_trace_covers_the_request_the_agent_and_the_active_allocation() {
+    let mut cluster = TestCluster::builder().replicas(2).start().await;
+    let node = cluster.node("h100").await;
+    let allocation = rent_traced(&cluster, "job-17").await;
     allocation.expect_state("active").await;
 
-    // The agent's own lines.
-    let log = world.agent_log(&node);
+    // The log lines of the agent.
+    let log = cluster.agent_log(&node);
     let lines: Vec<Value> = log.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let finished = lines.iter().find(|line| line["message"] == "task finished").expect("the agent did its task");
     assert_eq!((&finished["trace_id"], &finished["correlation_id"]), (&json!(TRACE), &json!("job-17")), "{finished}");
     assert_ne!(finished["span_id"], CALLER, "the agent's work is a span of its own");
     assert_eq!(finished["resource_name"], format!("allocation/{}", allocation.id));
 
-    // The control plane's lines about its result.
+    // The log lines of the control plane about its result.
     let reported = |line: &Value| line["message"].as_str().is_some_and(|text| text.starts_with("task succeeded"));
-    let line = (0..2).flat_map(|index| world.replica_lines(index)).find(reported).expect("the result was recorded");
+    let line = (0..2).flat_map(|index| cluster.replica_lines(index)).find(reported).expect("the result was recorded");
     assert_eq!((&line["trace_id"], &line["correlation_id"]), (&json!(TRACE), &json!("job-17")), "{line}");
 
-    // The transition that it led to, and what the bus was told of it.
+    // The resulting transition, and its event.
     let (active,): (String,) =
         sqlx::query_as("SELECT correlation_id FROM history WHERE entity = $1 AND to_state = 'active'")
             .bind(allocation.id)
-            .fetch_one(&world.pool)
+            .fetch_one(&cluster.pool)
             .await
             .unwrap();
     assert_eq!(active, "job-17");
-    let told = headers_of(&world, "provisioning.active", allocation.id).await;
-    let header = |name: &str| told.get(name).map(|value| value.as_str().to_owned()).unwrap_or_default();
-    assert!(header("traceparent").starts_with(&format!("00-{TRACE}-")), "{told:?}");
-    assert!(!header("traceparent").contains(CALLER), "{told:?}");
+    let headers = headers_of(&cluster, "provisioning.active", allocation.id).await;
+    let header = |name: &str| headers.get(name).map(|value| value.as_str().to_owned()).unwrap_or_default();
+    assert!(header("traceparent").starts_with(&format!("00-{TRACE}-")), "{headers:?}");
+    assert!(!header("traceparent").contains(CALLER), "{headers:?}");
     assert_eq!((header("tracestate").as_str(), header("x-correlation-id").as_str()), ("vendor=1", "job-17"));
 
     allocation.release().await;
     allocation.expect_state("released").await;
-    world.end().await;
+    cluster.shutdown().await;
 }
 
-/// The headers of the event of that type about that allocation.
-async fn headers_of(world: &World, subject: &str, allocation: Uuid) -> async_nats::HeaderMap {
-    let context = jetstream::new(world.bus().await);
+/// The headers of the event of this type about this allocation.
+async fn headers_of(cluster: &TestCluster, subject: &str, allocation: Uuid) -> async_nats::HeaderMap {
+    let context = jetstream::new(cluster.bus().await);
     let stream = context.get_stream("PROVISIONING").await.unwrap();
     let config = jetstream::consumer::pull::Config { filter_subject: subject.to_owned(), ..Default::default() };
     let consumer = stream.create_consumer(config).await.unwrap();
     let mut messages = consumer.messages().await.unwrap();
-    tokio::time::timeout(PATIENCE, async {
+    tokio::time::timeout(WAIT_TIMEOUT, async {
         loop {
             let message = messages.next().await.unwrap().unwrap();
             if String::from_utf8_lossy(&message.payload).contains(&allocation.to_string()) {
@@ -92,16 +92,17 @@ async fn headers_of(world: &World, subject: &str, allocation: Uuid) -> async_nat
         }
     })
     .await
-    .expect("the bus is told")
+    .expect("the event is published")
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_collector_is_sent_the_spans_of_a_request_at_its_edge_and_at_the_owner() {
+async fn collector_receives_the_spans_of_a_request_at_the_edge_and_at_the_owner() {
     let collector = Collector::start().await;
-    let mut world = World::plan().replicas(2).variable("OTEL_EXPORTER_OTLP_ENDPOINT", &collector.url()).start().await;
-    let sku = world.offer("h100", 8).await;
-    let owner = world.owner_of("sku", sku).await;
-    let elsewhere = world.at_replica(1 - owner, "admin");
+    let mut cluster =
+        TestCluster::builder().replicas(2).variable("OTEL_EXPORTER_OTLP_ENDPOINT", &collector.url()).start().await;
+    let sku = cluster.offer_sku("h100", 8).await;
+    let owner = cluster.owner_of("sku", sku).await;
+    let elsewhere = cluster.at_replica(1 - owner, "admin");
     let request = elsewhere
         .request(Method::PATCH, &format!("/api/v1/admin/skus/{sku}"))
         .header("traceparent", traceparent())
@@ -123,22 +124,22 @@ async fn a_collector_is_sent_the_spans_of_a_request_at_its_edge_and_at_the_owner
     assert_eq!(asked.attribute("http.response.status_code").as_deref(), Some("200"));
     assert!(asked.is_server && !command.is_server);
     assert!(spans.iter().all(|span| span.ended >= span.began));
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_process_shows_its_figures_health_and_stats_whatever_its_roles() {
-    let mut world = World::plan()
+async fn every_process_serves_metrics_health_and_stats_in_every_role() {
+    let mut cluster = TestCluster::builder()
         .replicas(2)
         .variable_of(1, "SVC_ROLES", "entities,billing,outbox-relay,provisioning")
         .start()
         .await;
-    let node = world.node("h100").await;
-    let allocation = world.rent("h100", 2).await;
+    let node = cluster.node("h100").await;
+    let allocation = cluster.rent("h100", 2).await;
     allocation.expect_state("active").await;
     let http = reqwest::Client::new();
     let (mut figures, mut batches) = (Vec::new(), 0);
-    for replica in &world.replicas {
+    for replica in &cluster.replicas {
         let url = replica.operations_url();
         for path in ["/api/v1/healthz", "/api/v1/readyz"] {
             assert_eq!(http.get(format!("{url}{path}")).send().await.unwrap().status(), 200, "{path}");
@@ -152,14 +153,15 @@ async fn every_process_shows_its_figures_health_and_stats_whatever_its_roles() {
             let refused = http.get(&stats).header("authorization", wrong).send().await.unwrap();
             assert_eq!(refused.status(), 401, "{wrong:?}");
         }
-        let stats: Value = http.get(&stats).bearer_auth(&world.stats_token).send().await.unwrap().json().await.unwrap();
+        let stats: Value =
+            http.get(&stats).bearer_auth(&cluster.stats_token).send().await.unwrap().json().await.unwrap();
         assert_eq!(stats["member"]["name"], replica.name());
         assert!(stats["lease_fresh"] == true && stats["nats_connected"] == true, "{stats}");
         batches +=
             stats["committer"].as_array().unwrap().iter().filter_map(|worker| worker["batches"].as_u64()).sum::<u64>();
         assert!(stats["entities"]["shards"].as_u64() > Some(0), "{stats}");
     }
-    assert!(batches > 0, "what the world did was committed by somebody");
+    assert!(batches > 0, "no process has counted commits");
     for (index, page) in figures.iter().enumerate() {
         for name in [
             "provisioning_queue_depth",
@@ -183,21 +185,21 @@ async fn every_process_shows_its_figures_health_and_stats_whatever_its_roles() {
     assert_eq!(figures[0].value("http_requests_total", &rented), Some(1.0));
     let polls = [("service", "node-api"), ("route", "/internal/v1/nodes/{id}/tasks/wait")];
     assert!(figures[0].value("http_requests_total", &polls) > Some(0.0));
-    // A process without the API listens for operators alone.
-    assert!(http.get(world.replicas[1].public_url()).send().await.unwrap_err().is_connect());
-    eventually(&world, 1, |page| page.value("nats_consumer_lag", &[("stream", "PROVISIONING")]) == Some(0.0)).await;
+    // A process without the API has the operations listener alone.
+    assert!(http.get(cluster.replicas[1].public_url()).send().await.unwrap_err().is_connect());
+    eventually(&cluster, 1, |page| page.value("nats_consumer_lag", &[("stream", "PROVISIONING")]) == Some(0.0)).await;
 
     allocation.release().await;
     allocation.expect_state("released").await;
     node.expect_all_free().await;
-    world.end().await;
+    cluster.shutdown().await;
 }
 
-/// Waits until a replica's page of figures is as wanted.
-async fn eventually(world: &World, replica: usize, wanted: impl Fn(&Page) -> bool) {
-    let until = Instant::now() + PATIENCE;
+/// Waits until a replica's metrics page satisfies the condition.
+async fn eventually(cluster: &TestCluster, replica: usize, wanted: impl Fn(&Page) -> bool) {
+    let until = Instant::now() + WAIT_TIMEOUT;
     loop {
-        let page = reqwest::get(format!("{}/metrics", world.replicas[replica].operations_url())).await.unwrap();
+        let page = reqwest::get(format!("{}/metrics", cluster.replicas[replica].operations_url())).await.unwrap();
         let text = page.text().await.unwrap();
         if wanted(&Page::parse(&text)) {
             return;
@@ -208,81 +210,81 @@ async fn eventually(world: &World, replica: usize, wanted: impl Fn(&Page) -> boo
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_waits_for_a_node_or_fails_on_it_shows_in_the_figures() {
-    let mut world = World::start().await;
-    let node = world.node_with("h100", &["--simulate-failure", "provision"]).await;
-    let failed = world.rent("h100", 1).await;
+async fn queued_and_failed_allocations_show_in_the_metrics() {
+    let mut cluster = TestCluster::start().await;
+    let node = cluster.node_with("h100", &["--simulate-failure", "provision"]).await;
+    let failed = cluster.rent("h100", 1).await;
     failed.expect_state("released").await;
-    eventually(&world, 0, |page| page.value("provisioning_failures_total", &[]) == Some(1.0)).await;
+    eventually(&cluster, 0, |page| page.value("provisioning_failures_total", &[]) == Some(1.0)).await;
 
     let body = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 8, "queue_seconds": 600 });
-    world.mend_agent(&node, &[]).await;
-    let holder = world.rent("h100", 8).await;
+    cluster.restart_agent_with_flags(&node, &[]).await;
+    let holder = cluster.rent("h100", 8).await;
     holder.expect_state("active").await;
-    let queued = world.user.post("/api/v1/allocations", &body).await.created();
-    eventually(&world, 0, |page| page.value("provisioning_queue_depth", &[]) == Some(1.0)).await;
-    let queued = Rented::new(id_of(&queued), world.user.clone());
+    let queued = cluster.user.post("/api/v1/allocations", &body).await.created();
+    eventually(&cluster, 0, |page| page.value("provisioning_queue_depth", &[]) == Some(1.0)).await;
+    let queued = AllocationHandle::new(id_of(&queued), cluster.user.clone());
     queued.release().await;
     queued.expect_state("released").await;
-    eventually(&world, 0, |page| page.value("provisioning_queue_depth", &[]) == Some(0.0)).await;
+    eventually(&cluster, 0, |page| page.value("provisioning_queue_depth", &[]) == Some(0.0)).await;
     holder.release().await;
     holder.expect_state("released").await;
-    world.expects_error("simulated_failure");
-    world.end().await;
+    cluster.allow_error("simulated_failure");
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broken_invariant_is_counted_and_wakes_someone() {
-    let mut world = World::start().await;
-    let node = world.node("h100").await;
-    let allocation = world.rent("h100", 2).await;
+async fn invariant_violation_is_counted_and_logged_as_an_error() {
+    let mut cluster = TestCluster::start().await;
+    let node = cluster.node("h100").await;
+    let allocation = cluster.rent("h100", 2).await;
     allocation.expect_state("active").await;
     let violations =
         |id: &'static str| move |page: &Page| page.value("invariant_violations_total", &[("id", id)]) > Some(0.0);
 
-    // The allocation believes to have GPUs that its node does not hold.
+    // The allocation has GPUs that its node does not hold.
     let (body,): (Value,) =
-        sqlx::query_as("SELECT body FROM entity WHERE id = $1").bind(node.id).fetch_one(&world.pool).await.unwrap();
+        sqlx::query_as("SELECT body FROM entity WHERE id = $1").bind(node.id).fetch_one(&cluster.pool).await.unwrap();
     let emptied = "UPDATE entity SET body = jsonb_set(body, '{holds}', '{}') WHERE id = $1";
-    sqlx::query(emptied).bind(node.id).execute(&world.pool).await.unwrap();
-    eventually(&world, 0, violations("I2")).await;
+    sqlx::query(emptied).bind(node.id).execute(&cluster.pool).await.unwrap();
+    eventually(&cluster, 0, violations("I2")).await;
     let mended = "UPDATE entity SET body = $2 WHERE id = $1";
-    sqlx::query(mended).bind(node.id).bind(&body).execute(&world.pool).await.unwrap();
+    sqlx::query(mended).bind(node.id).bind(&body).execute(&cluster.pool).await.unwrap();
 
-    // The history knows of a transition that the entity does not.
+    // The history has a transition that the entity does not have.
     let ahead = "UPDATE history SET version = version + $2 WHERE entity = $1";
-    sqlx::query(ahead).bind(allocation.id).bind(10).execute(&world.pool).await.unwrap();
-    eventually(&world, 0, violations("I1")).await;
-    sqlx::query(ahead).bind(allocation.id).bind(-10).execute(&world.pool).await.unwrap();
+    sqlx::query(ahead).bind(allocation.id).bind(10).execute(&cluster.pool).await.unwrap();
+    eventually(&cluster, 0, violations("I1")).await;
+    sqlx::query(ahead).bind(allocation.id).bind(-10).execute(&cluster.pool).await.unwrap();
 
-    // A node that waits to be enrolled, for ever.
-    let waiting = world.register("h100").await;
-    world.bundle(&waiting).await;
-    sqlx::query("DELETE FROM deadline WHERE entity = $1").bind(waiting.id).execute(&world.pool).await.unwrap();
-    eventually(&world, 0, violations("I8")).await;
+    // A node that waits for its enrollment without a deadline.
+    let waiting = cluster.register("h100").await;
+    cluster.bundle(&waiting).await;
+    sqlx::query("DELETE FROM deadline WHERE entity = $1").bind(waiting.id).execute(&cluster.pool).await.unwrap();
+    eventually(&cluster, 0, violations("I8")).await;
 
-    // Somebody did what no audit row tells of.
+    // A user's transition without an audit row.
     let unseen = "UPDATE history SET actor = 'user:nobody' WHERE entity = $1 AND command = 'reserved'";
-    sqlx::query(unseen).bind(allocation.id).execute(&world.pool).await.unwrap();
-    eventually(&world, 0, violations("I7")).await;
+    sqlx::query(unseen).bind(allocation.id).execute(&cluster.pool).await.unwrap();
+    eventually(&cluster, 0, violations("I7")).await;
 
-    // A deleted account is given a key again.
+    // A deleted account has a key again.
     let accounts = "/api/v1/service-accounts";
-    let account = world.user.post(accounts, &json!({ "name": "gone" })).await.created();
+    let account = cluster.user.post(accounts, &json!({ "name": "gone" })).await.created();
     let keys = format!("{accounts}/{}/keys", id_of(&account));
-    world.user.once(Method::POST, &keys, None).await.created();
+    cluster.user.send_once(Method::POST, &keys, None).await.created();
     let (with_key,): (Value,) = sqlx::query_as("SELECT body FROM entity WHERE id = $1")
         .bind(id_of(&account))
-        .fetch_one(&world.pool)
+        .fetch_one(&cluster.pool)
         .await
         .unwrap();
-    world.user.delete(&format!("{accounts}/{}", id_of(&account))).await;
+    cluster.user.delete(&format!("{accounts}/{}", id_of(&account))).await;
     let revived = "UPDATE entity SET body = jsonb_set(body, '{keys}', $2->'keys') WHERE id = $1";
-    sqlx::query(revived).bind(id_of(&account)).bind(&with_key).execute(&world.pool).await.unwrap();
-    eventually(&world, 0, violations("I6")).await;
+    sqlx::query(revived).bind(id_of(&account)).bind(&with_key).execute(&cluster.pool).await.unwrap();
+    eventually(&cluster, 0, violations("I6")).await;
 
     allocation.release().await;
     allocation.expect_state("released").await;
-    world.expects_error("invariant_violated");
-    world.end().await;
+    cluster.allow_error("invariant_violated");
+    cluster.shutdown().await;
 }

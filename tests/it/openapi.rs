@@ -1,10 +1,10 @@
-//! The description of the API that it serves itself.
+//! The OpenAPI description that the service serves.
 
 use serde_json::Value;
 use std::collections::BTreeSet;
-use tests::world::World;
+use tests::cluster::TestCluster;
 
-/// What the service has, by path below `/api/v1`.
+/// The routes of the service, by path below `/api/v1`.
 const ROUTES: &[(&str, &[&str])] = &[
     ("/healthz", &["get"]),
     ("/readyz", &["get"]),
@@ -58,9 +58,9 @@ const ROUTES: &[(&str, &[&str])] = &[
 ];
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_description_is_served_is_openapi_3_1_and_has_every_route() {
-    let world = World::start().await;
-    let description = world.stranger().get("/api/v1/openapi.json").await.ok();
+async fn served_description_is_openapi_3_1_and_has_every_route() {
+    let cluster = TestCluster::start().await;
+    let description = cluster.anonymous_client().get("/api/v1/openapi.json").await.ok();
     let version = description["openapi"].as_str().unwrap_or_default();
     assert!(version.starts_with("3.1"), "{version}");
     let paths = description["paths"].as_object().expect("it has paths");
@@ -81,13 +81,13 @@ async fn the_description_is_served_is_openapi_3_1_and_has_every_route() {
             }
         }
     }
-    world.end().await;
+    cluster.shutdown().await;
 }
 
-/// An operation names its answers; those that are no success are the one envelope, and every reference leads somewhere.
+/// Asserts that an operation lists its responses, that errors use the error envelope, and that every reference resolves.
 fn expect_described(description: &Value, path: &str, method: &str, operation: &Value) {
     let responses = operation["responses"].as_object().unwrap_or_else(|| panic!("{method} {path} has no responses"));
-    // Where a WebSocket begins, 101 is the success (RFC 6455, section 4.2.2).
+    // For a WebSocket upgrade the success is 101 (RFC 6455, section 4.2.2).
     let succeeds = |status: &String| status.starts_with('2') || status == "101";
     assert!(responses.keys().any(succeeds), "{method} {path} never succeeds");
     for (status, response) in responses.iter().filter(|(status, _)| status.starts_with(['4', '5'])) {

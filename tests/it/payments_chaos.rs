@@ -1,15 +1,16 @@
-//! Money from end to end while everything goes wrong: people pay in at the processor, rent, give back and ask for refunds; what the processor
-//! says is repeated, reordered and forged, at two replicas at once; replicas, NATS and Postgres die, clocks are wrong, answers are lost,
-//! and prices, windows and the grace change. In the end the processor's books and ours say the same to the millionth.
+//! Money from end to end under faults of every kind: users top up at the processor, rent, release and request refunds; the processor's
+//! webhooks are repeated, reordered and forged, at two replicas at once; replicas, NATS and Postgres crash, clocks are wrong, responses are
+//! lost, and prices, windows and the grace period change. In the end the ledger agrees with the processor to the millionth.
 //!
-//! Chance is seeded, and the seed is printed: `CHAOS_SEED` repeats its choices, though not the machine's pace.
+//! The random choices are seeded, and the seed is printed: `CHAOS_SEED` repeats the choices, though not their timing.
 
 use crate::billing::{
-    BALANCE, dear_sku, expect_exact, expect_verified_by_the_program, micro, owed, said, short_windows, wanted,
+    BALANCE, allocation_request, count_events, expect_exact, expect_ledger_verify_succeeds, expected_cost,
+    expensive_sku, micro, short_windows,
 };
 use chrono::TimeDelta;
 use domain::RefundId;
-use domain::payment::{Payment, RefundStatus, Taking};
+use domain::payment::{Payment, RefundDebit, RefundStatus};
 use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom as _, SliceRandom as _};
 use rand::{RngExt as _, SeedableRng as _};
@@ -20,40 +21,40 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use supervisors::dev::processor::intent_in;
-use tests::world::client::{Answer, Client};
-use tests::world::desk::event;
-use tests::world::payments::{Outside, SAID_AGAIN_WITHIN, checkout};
-use tests::world::tenants::Rented;
-use tests::world::{CURRENCY, PATIENCE, World, id_of};
+use tests::cluster::client::{ApiResponse, Client};
+use tests::cluster::fake_processor::event;
+use tests::cluster::handles::AllocationHandle;
+use tests::cluster::payments::{ProcessorClient, RESEND_TIMEOUT, checkout};
+use tests::cluster::{CURRENCY, TestCluster, WAIT_TIMEOUT, id_of};
 use uuid::Uuid;
 
 const REPLICAS: usize = 2;
-/// The one whose clock is put on and back.
-const MISTAKEN: usize = 1;
-/// A node that enforces nothing takes one tenant at a time, and each of the people has one.
+/// The replica whose clock is set forward and back.
+const SKEWED_REPLICA: usize = 1;
+/// A node without isolation takes one tenant at a time, and each user has a node.
 const PEOPLE: [&str; 3] = ["user", "user2", "admin"];
-/// What a GPU costs an hour, in turns; 1 and 2 minor units a second.
+/// The alternating prices of a GPU per hour: 1 and 2 minor units a second.
 const PRICES: [i64; 2] = [3_600, 7_200];
 
-/// Asks until there is an answer that is about what was asked, and not about the moment: a replica whose clock is wrong holds good tokens for
-/// bad ones, and one that cannot reach the processor says so.
-async fn ask(by: &Client, method: Method, path: &str, body: Option<&Value>) -> Answer {
+/// Retries until the response is not transient: a replica whose clock is wrong takes valid tokens for invalid
+/// ones, and one that cannot reach the processor responds so.
+async fn request_with_retries(by: &Client, method: Method, path: &str, body: Option<&Value>) -> ApiResponse {
     let key = Uuid::new_v4().to_string();
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + WAIT_TIMEOUT;
     loop {
         let request = by.request(method.clone(), path).header("Idempotency-Key", &key);
         let request = if let Some(body) = body { request.json(body) } else { request };
         let why = match by.try_send(request).await {
-            Ok(answer) if is_of_the_moment(&answer) => answer.to_string(),
+            Ok(answer) if is_transient(&answer) => answer.to_string(),
             Ok(answer) => return answer,
             Err(error) => error.to_string(),
         };
-        assert!(Instant::now() < until, "{method} {path}: no answer within {PATIENCE:?}; the last: {why}");
+        assert!(Instant::now() < until, "{method} {path}: no answer within {WAIT_TIMEOUT:?}; the last: {why}");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
-fn is_of_the_moment(answer: &Answer) -> bool {
+fn is_transient(answer: &ApiResponse) -> bool {
     let statuses = [
         StatusCode::UNAUTHORIZED,
         StatusCode::TOO_MANY_REQUESTS,
@@ -63,15 +64,15 @@ fn is_of_the_moment(answer: &Answer) -> bool {
     statuses.contains(&answer.status) || answer.code() == "idempotency_in_progress"
 }
 
-/// Somebody who pays and rents, and what came of it.
+/// A user who pays and rents, and the outcome.
 struct Person {
     by: Client,
-    outside: Outside,
+    outside: ProcessorClient,
     chance: StdRng,
-    /// Pays in little, rents much and never gives it back.
+    /// Tops up little, rents much and never releases.
     is_careless: bool,
-    rented: Vec<Rented>,
-    /// By payment: what it is called at the processor.
+    rented: Vec<AllocationHandle>,
+    /// By payment: its id at the processor.
     payments: BTreeMap<Uuid, String>,
     paid: Vec<Uuid>,
     secrets: Vec<String>,
@@ -80,11 +81,11 @@ struct Person {
 
 impl Person {
     async fn live(mut self, enough: Arc<AtomicBool>) -> Self {
-        self.pay_in().await;
+        self.top_up().await;
         while !enough.load(Ordering::SeqCst) {
             match self.chance.random_range(0..10_u8) {
-                0..3 => self.pay_in().await,
-                3..5 => self.ask_back().await,
+                0..3 => self.top_up().await,
+                3..5 => self.request_refund().await,
                 5.. => self.rent().await,
             }
             let pause = self.chance.random_range(50..400);
@@ -93,17 +94,17 @@ impl Person {
         self
     }
 
-    /// Asked twice under one key now and then, which is once; one in eight turns back before the card.
-    async fn pay_in(&mut self) {
+    /// Sometimes sent twice under one idempotency key, which is one payment; one in eight is abandoned before the card is entered.
+    async fn top_up(&mut self) {
         let amount =
             if self.is_careless { self.chance.random_range(50..90) } else { self.chance.random_range(2_000..9_000) };
         let body = checkout(amount);
         let key = Uuid::new_v4().to_string();
         let times = if self.chance.random_bool(0.3) { 2 } else { 1 };
         let asked = (0..times).map(|_| begin(&self.by, &key, &body));
-        let begun: BTreeSet<_> = futures::future::join_all(asked).await.into_iter().collect();
-        assert_eq!(begun.len(), 1, "one key, one payment: {begun:?}");
-        for (id, url) in begun {
+        let started: BTreeSet<_> = futures::future::join_all(asked).await.into_iter().collect();
+        assert_eq!(started.len(), 1, "one key, one payment: {started:?}");
+        for (id, url) in started {
             let intent = intent_in(&url).expect("the page is of an intent");
             self.secrets.push(url.split_once('#').expect("the page is ours").1.to_owned());
             if self.payments.is_empty() || self.chance.random_bool(0.875) {
@@ -115,24 +116,25 @@ impl Person {
         }
     }
 
-    async fn ask_back(&mut self) {
+    async fn request_refund(&mut self) {
         let Some(of) = self.paid.choose(&mut self.chance) else { return };
         let mut wanted = json!({ "payment_id": of, "reason": "a test needs it" });
-        // A part of it; or all that is left, now and then.
+        // A part of it, or sometimes the rest.
         if self.chance.random_bool(0.8) {
             wanted["amount_minor"] = json!(self.chance.random_range(1..900));
         }
-        let answer = ask(&self.by, Method::POST, "/api/v1/billing/refunds", Some(&wanted)).await;
-        // Not there yet, spent, more than is left: said, and nothing is done.
+        let answer = request_with_retries(&self.by, Method::POST, "/api/v1/billing/refunds", Some(&wanted)).await;
+        // Not deposited yet, spent, more than the rest: refused without an effect.
         assert!([201, 400, 402, 409].contains(&answer.status.as_u16()), "{answer}");
         self.refunds_asked += usize::from(answer.status == StatusCode::CREATED);
     }
 
     async fn rent(&mut self) {
         let gpus = if self.is_careless { 8 } else { self.chance.random_range(1..=2) };
-        let answer = ask(&self.by, Method::POST, "/api/v1/allocations", Some(&wanted(gpus))).await;
+        let answer =
+            request_with_retries(&self.by, Method::POST, "/api/v1/allocations", Some(&allocation_request(gpus))).await;
         if answer.status == StatusCode::CREATED {
-            let rented = Rented::new(id_of(&answer.body), self.by.clone());
+            let rented = AllocationHandle::new(id_of(&answer.body), self.by.clone());
             self.rented.push(rented.clone());
             self.use_up(&rented).await;
         } else {
@@ -140,42 +142,42 @@ impl Person {
         }
     }
 
-    /// Has it for a while; who is careless, until the money is gone.
-    async fn use_up(&mut self, rented: &Rented) {
+    /// Uses the allocation for a while; a careless user, until the balance is depleted.
+    async fn use_up(&mut self, rented: &AllocationHandle) {
         let seconds = if self.is_careless { 12 } else { self.chance.random_range(2..5) };
         let until = Instant::now() + Duration::from_secs(seconds);
         while Instant::now() < until {
-            let seen = ask(&self.by, Method::GET, &rented.path(), None).await.ok();
+            let seen = request_with_retries(&self.by, Method::GET, &rented.path(), None).await.ok();
             if ["releasing", "release_failed", "released"].contains(&seen["state"].as_str().unwrap_or_default()) {
                 return;
             }
             tokio::time::sleep(Duration::from_millis(200)).await;
         }
-        give_back(&self.by, rented).await;
+        release(&self.by, rented).await;
     }
 }
 
-async fn give_back(by: &Client, rented: &Rented) {
-    ask(by, Method::POST, &format!("{}/release", rented.path()), Some(&json!({}))).await.accepted();
+async fn release(by: &Client, rented: &AllocationHandle) {
+    request_with_retries(by, Method::POST, &format!("{}/release", rented.path()), Some(&json!({}))).await.accepted();
 }
 
-/// Begins a payment, or finds it begun under this key: its id and its page. A replica whose clock is behind refuses the amount, since the policy
-/// that admits it does not hold yet there. That refusal is stored under the key, so the next attempt has the next key.
+/// Starts a payment under this key, once: its id and its page. A replica whose clock is behind refuses the amount, since the policy
+/// that admits it does not apply there yet. That refusal is stored under the key, so the next attempt has another key.
 async fn begin(by: &Client, key: &str, body: &Value) -> (Uuid, String) {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + WAIT_TIMEOUT;
     let mut refused = 0;
     loop {
         let key = format!("{key}-{refused}");
         let request = by.request(Method::POST, "/api/v1/billing/checkout-sessions").header("Idempotency-Key", key);
         let why = match by.try_send(request.json(body)).await {
-            Ok(answer) if is_of_the_moment(&answer) => answer.to_string(),
+            Ok(answer) if is_transient(&answer) => answer.to_string(),
             Ok(answer) if answer.body["details"]["policy_key"] == "billing.minimum_deposit_minor" => {
                 refused += 1;
                 answer.to_string()
             }
             Ok(answer) => {
-                let begun = answer.created();
-                return (id_of(&begun), begun["url"].as_str().expect("a payment has a page").to_owned());
+                let started = answer.created();
+                return (id_of(&started), started["url"].as_str().expect("a payment has a page").to_owned());
             }
             Err(error) => error.to_string(),
         };
@@ -184,51 +186,59 @@ async fn begin(by: &Client, key: &str, body: &Value) -> (Uuid, String) {
     }
 }
 
-/// Repeats, in the processor's name, what it has said and what it never says in this order, at all replicas at once; and says what is not
-/// true, which nobody can sign.
-async fn repeat_and_forge(outside: Outside, mut chance: StdRng, enough: Arc<AtomicBool>) -> Told {
-    let mut told = Told::default();
-    // By the event's id: what is said again is said in the same words.
-    let mut said: BTreeMap<String, String> = BTreeMap::new();
+/// Replays the processor's webhooks in its name, in orders in which it never sends them, to all replicas at once; and sends forged ones,
+/// which it cannot sign.
+async fn replay_and_forge_webhooks(
+    outside: ProcessorClient,
+    mut chance: StdRng,
+    enough: Arc<AtomicBool>,
+) -> WebhookCounts {
+    let mut counts = WebhookCounts::default();
+    // By the event's id: a repeated event has the same body.
+    let mut webhooks: BTreeMap<String, String> = BTreeMap::new();
     while !enough.load(Ordering::SeqCst) {
         for intent in outside.all("payment_intents").await {
             let id = intent["id"].as_str().expect("an intent has an id");
             match intent["status"].as_str() {
-                Some("succeeded") => remember(&mut said, "payment_intent.succeeded", id, &intent),
-                Some("canceled") => remember(&mut said, "payment_intent.canceled", id, &intent),
-                Some(_) | None => told.forged += forge(&outside, &intent, chance.random_range(0..4)).await,
+                Some("succeeded") => record_event(&mut webhooks, "payment_intent.succeeded", id, &intent),
+                Some("canceled") => record_event(&mut webhooks, "payment_intent.canceled", id, &intent),
+                Some(_) | None => {
+                    counts.forged += send_forged_webhook(&outside, &intent, chance.random_range(0..4)).await
+                }
             }
         }
         for refund in outside.all("refunds").await {
             let id = refund["id"].as_str().expect("a refund has an id");
-            ["refund.updated", "refund.created"].into_iter().for_each(|what| remember(&mut said, what, id, &refund));
+            ["refund.updated", "refund.created"]
+                .into_iter()
+                .for_each(|what| record_event(&mut webhooks, what, id, &refund));
         }
-        let mut order: Vec<&String> = said.values().collect();
+        let mut order: Vec<&String> = webhooks.values().collect();
         order.shuffle(&mut chance);
         for body in order.into_iter().take(12) {
-            let at_all = (0..2 * outside.replicas()).map(|turn| outside.say(turn % outside.replicas(), body));
+            let at_all = (0..2 * outside.replicas()).map(|turn| outside.send_webhook(turn % outside.replicas(), body));
             let answers = futures::future::join_all(at_all).await;
-            told.taken += answers.iter().flatten().filter(|answer| answer.status.is_success()).count();
+            counts.accepted += answers.iter().flatten().filter(|answer| answer.status.is_success()).count();
         }
         tokio::time::sleep(Duration::from_millis(300)).await;
     }
-    told
+    counts
 }
 
-fn remember(said: &mut BTreeMap<String, String>, what: &str, object_id: &str, object: &Value) {
+fn record_event(webhooks: &mut BTreeMap<String, String>, what: &str, object_id: &str, object: &Value) {
     let id = format!("evt_{}_{object_id}", what.replace('.', "_"));
-    said.entry(id.clone()).or_insert_with(|| event(&id, what, object));
+    webhooks.entry(id.clone()).or_insert_with(|| event(&id, what, object));
 }
 
-/// How often an event was taken in, and how often somebody said in vain that a payment was made.
+/// The number of accepted webhooks, and of refused forgeries.
 #[derive(Default)]
-struct Told {
-    taken: usize,
+struct WebhookCounts {
+    accepted: usize,
     forged: usize,
 }
 
-/// Says of what nobody has paid that it was paid, badly signed. Answers how often that was refused as such.
-async fn forge(outside: &Outside, intent: &Value, how: usize) -> usize {
+/// Sends events of payments that were not made, with invalid signatures. Returns the number that was refused for that reason.
+async fn send_forged_webhook(outside: &ProcessorClient, intent: &Value, how: usize) -> usize {
     let mut paid = intent.clone();
     paid["status"] = json!("succeeded");
     paid["amount_received"] = intent["amount"].clone();
@@ -243,23 +253,23 @@ async fn forge(outside: &Outside, intent: &Value, how: usize) -> usize {
         .clone();
     let mut refused = 0;
     for replica in 0..outside.replicas() {
-        let Ok(answer) = outside.say_under(replica, &signature, &body).await else { continue };
+        let Ok(answer) = outside.send_webhook_with_signature(replica, &signature, &body).await else { continue };
         assert!(!answer.status.is_success(), "{signature}: {answer}");
         refused += usize::from(answer.status == StatusCode::BAD_REQUEST);
     }
     refused
 }
 
-/// What goes wrong, and what is changed meanwhile.
+/// A fault, or a change of a setting.
 #[derive(Clone, Copy, Debug)]
-enum Trouble {
+enum Fault {
     ReplicaDies(usize),
     AllReplicasDie,
     NatsDies,
     PostgresDies,
-    ProcessorIsAway,
-    /// What it was asked is done, and nobody hears.
-    ProcessorsAnswersAreLost,
+    ProcessorIsDown,
+    /// Requests are executed, and their responses are dropped.
+    ProcessorResponsesAreLost,
     ServicesClock,
     PostgresClock,
     Price,
@@ -267,123 +277,124 @@ enum Trouble {
     Grace,
 }
 
-const TROUBLES: [Trouble; 12] = [
-    Trouble::ReplicaDies(0),
-    Trouble::ReplicaDies(1),
-    Trouble::AllReplicasDie,
-    Trouble::NatsDies,
-    Trouble::PostgresDies,
-    Trouble::ProcessorIsAway,
-    Trouble::ProcessorsAnswersAreLost,
-    Trouble::ServicesClock,
-    Trouble::PostgresClock,
-    Trouble::Price,
-    Trouble::Window,
-    Trouble::Grace,
+const FAULTS: [Fault; 12] = [
+    Fault::ReplicaDies(0),
+    Fault::ReplicaDies(1),
+    Fault::AllReplicasDie,
+    Fault::NatsDies,
+    Fault::PostgresDies,
+    Fault::ProcessorIsDown,
+    Fault::ProcessorResponsesAreLost,
+    Fault::ServicesClock,
+    Fault::PostgresClock,
+    Fault::Price,
+    Fault::Window,
+    Fault::Grace,
 ];
 
-impl Trouble {
-    async fn befall(self, world: &mut World, chance: &mut StdRng) {
+impl Fault {
+    async fn inject(self, cluster: &mut TestCluster, chance: &mut StdRng) {
         let mut pause = Duration::from_millis(chance.random_range(300..1_500));
         match self {
             Self::ReplicaDies(replica) => {
-                world.kill9_replica(replica);
+                cluster.kill9_replica(replica);
                 tokio::time::sleep(pause).await;
-                world.restart_replica(replica).await;
+                cluster.restart_replica(replica).await;
             }
             Self::AllReplicasDie => {
-                (0..REPLICAS).for_each(|replica| world.kill9_replica(replica));
+                (0..REPLICAS).for_each(|replica| cluster.kill9_replica(replica));
                 tokio::time::sleep(pause).await;
                 for replica in 0..REPLICAS {
-                    world.restart_replica(replica).await;
+                    cluster.restart_replica(replica).await;
                 }
             }
             Self::NatsDies => {
-                world.nats.kill9();
+                cluster.nats.kill9();
                 tokio::time::sleep(pause).await;
-                world.nats.start_again().await.expect("NATS starts");
+                cluster.nats.start_again().await.expect("NATS starts");
             }
             Self::PostgresDies => {
-                world.postgres.kill9();
+                cluster.postgres.kill9();
                 tokio::time::sleep(pause).await;
-                world.postgres.start_again().await.expect("Postgres starts");
+                cluster.postgres.start_again().await.expect("Postgres starts");
             }
-            Self::ProcessorIsAway => {
-                world.payments().line.cut();
+            Self::ProcessorIsDown => {
+                cluster.payments().link.cut();
                 tokio::time::sleep(pause).await;
-                world.payments().line.mend();
+                cluster.payments().link.restore();
             }
-            Self::ProcessorsAnswersAreLost => {
-                world.payments().line.lose_answers_to("POST /v1/");
+            Self::ProcessorResponsesAreLost => {
+                cluster.payments().link.drop_responses_to("POST /v1/");
                 tokio::time::sleep(pause).await;
-                world.payments().line.cut();
-                world.payments().line.mend();
+                cluster.payments().link.cut();
+                cluster.payments().link.restore();
             }
             Self::ServicesClock | Self::PostgresClock => {
                 let clock =
-                    if matches!(self, Self::ServicesClock) { &world.service_clock } else { &world.postgres_clock };
-                let clock = clock.as_ref().expect("the plan has it");
+                    if matches!(self, Self::ServicesClock) { &cluster.service_clock } else { &cluster.postgres_clock };
+                let clock = clock.as_ref().expect("the builder has it");
                 pause += Duration::from_secs(1);
                 for ahead in [TimeDelta::hours(1), TimeDelta::zero(), TimeDelta::minutes(-20), TimeDelta::zero()] {
-                    clock.put(ahead);
+                    clock.set_offset(ahead);
                     tokio::time::sleep(pause).await;
                 }
             }
-            Self::Price => set_price(world, *PRICES.choose(chance).expect("there are prices")).await,
-            Self::Window => world.set_policy("billing.window_seconds", chance.random_range(1..4)).await,
-            Self::Grace => world.set_policy("billing.depletion_grace_seconds", chance.random_range(0..4)).await,
+            Self::Price => set_price(cluster, *PRICES.choose(chance).expect("there are prices")).await,
+            Self::Window => cluster.set_policy("billing.window_seconds", chance.random_range(1..4)).await,
+            Self::Grace => cluster.set_policy("billing.depletion_grace_seconds", chance.random_range(0..4)).await,
         }
     }
 }
 
-async fn set_price(world: &mut World, minor: i64) {
-    let sku = world.offer("dear", 8).await;
+async fn set_price(cluster: &mut TestCluster, minor: i64) {
+    let sku = cluster.offer_sku("dear", 8).await;
     let price = json!({ "price": { "currency": CURRENCY, "amount_minor_per_gpu_hour": minor } });
-    world.admin.insist(Method::PATCH, &format!("/api/v1/admin/skus/{sku}"), Some(&price)).await.ok();
+    cluster.admin.request_until_final(Method::PATCH, &format!("/api/v1/admin/skus/{sku}"), Some(&price)).await.ok();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whatever_goes_wrong_while_people_pay_the_processors_books_and_ours_say_the_same() {
+async fn ledger_agrees_with_the_processor_after_faults_of_every_kind() {
     let seed = std::env::var("CHAOS_SEED").ok().and_then(|text| text.parse().ok()).unwrap_or_else(rand::random::<u64>);
     eprintln!("CHAOS_SEED={seed}");
     let mut chance = StdRng::seed_from_u64(seed);
-    let plan = short_windows().replicas(REPLICAS).with_processor().clock_of(MISTAKEN).postgres_clock();
-    let plan = plan.policy("billing.minimum_deposit_minor", 50).variable("SVC_PAYMENTS_RECONCILE_SECONDS", "3");
-    let mut world = plan.start().await;
-    dear_sku(&mut world).await;
-    set_price(&mut world, PRICES[0]).await;
+    let builder = short_windows().replicas(REPLICAS).with_processor().clock_of(SKEWED_REPLICA).postgres_clock();
+    let builder = builder.policy("billing.minimum_deposit_minor", 50).variable("SVC_PAYMENTS_RECONCILE_SECONDS", "3");
+    let mut cluster = builder.start().await;
+    expensive_sku(&mut cluster).await;
+    set_price(&mut cluster, PRICES[0]).await;
     for _ in PEOPLE {
-        world.node("dear").await;
+        cluster.node("dear").await;
     }
     let enough = Arc::new(AtomicBool::new(false));
-    let people = people(&world, &mut chance).map(|person| tokio::spawn(person.live(Arc::clone(&enough))));
-    let forging = repeat_and_forge(world.outside(), StdRng::from_rng(&mut chance), Arc::clone(&enough));
+    let people = people(&cluster, &mut chance).map(|person| tokio::spawn(person.live(Arc::clone(&enough))));
+    let forging =
+        replay_and_forge_webhooks(cluster.processor_client(), StdRng::from_rng(&mut chance), Arc::clone(&enough));
     let forging = tokio::spawn(forging);
 
     // Each of them twice, in any order.
-    let mut troubles = [TROUBLES, TROUBLES].concat();
-    troubles.shuffle(&mut chance);
-    for trouble in troubles {
+    let mut faults = [FAULTS, FAULTS].concat();
+    faults.shuffle(&mut chance);
+    for fault in faults {
         let began = Instant::now();
-        trouble.befall(&mut world, &mut chance).await;
-        eprintln!("{trouble:?} took {:?}", began.elapsed());
+        fault.inject(&mut cluster, &mut chance).await;
+        eprintln!("{fault:?} took {:?}", began.elapsed());
         let quiet = chance.random_range(1_000..2_500);
         tokio::time::sleep(Duration::from_millis(quiet)).await;
     }
     enough.store(true, Ordering::SeqCst);
-    let told = forging.await.expect("what is forged is refused");
-    let mut lived = Vec::new();
+    let counts = forging.await.expect("what is forged is refused");
+    let mut users = Vec::new();
     for person in people {
-        lived.push(person.await.expect("nobody is refused for good"));
+        users.push(person.await.expect("no user is refused permanently"));
     }
-    eprintln!("{} webhooks were taken in, and {} forged ones refused", told.taken, told.forged);
-    assert!(told.taken >= 50, "{}", told.taken);
-    for person in &lived {
-        person.secrets.iter().for_each(|secret| world.keep_secret("a client secret", secret));
+    eprintln!("{} webhooks were taken in, and {} forged ones refused", counts.accepted, counts.forged);
+    assert!(counts.accepted >= 50, "{}", counts.accepted);
+    for person in &users {
+        person.secrets.iter().for_each(|secret| cluster.register_secret("a client secret", secret));
     }
 
-    for person in &lived {
-        let (balance, spent) = expect_settled(&world, person).await;
+    for person in &users {
+        let (balance, spent) = expect_settled(&cluster, person).await;
         eprintln!(
             "{} payments, {} of them paid; {} refunds; {} allocations at {spent}; {balance} are left",
             person.payments.len(),
@@ -392,21 +403,21 @@ async fn whatever_goes_wrong_while_people_pay_the_processors_books_and_ours_say_
             person.rented.len()
         );
     }
-    assert!(lived.iter().all(|person| !person.paid.is_empty() && !person.rented.is_empty()));
-    assert!(lived.iter().any(|person| person.refunds_asked > 0), "something was asked back");
-    assert!(said(&world, "billing.balance_depleted").await > 0, "somebody's money was used up");
-    let dead = world.admin.get("/api/v1/admin/billing/processor-events?state=dead").await.ok();
+    assert!(users.iter().all(|person| !person.paid.is_empty() && !person.rented.is_empty()));
+    assert!(users.iter().any(|person| person.refunds_asked > 0), "something was asked back");
+    assert!(count_events(&cluster, "billing.balance_depleted").await > 0, "a balance was depleted");
+    let dead = cluster.admin.get("/api/v1/admin/billing/processor-events?state=dead").await.ok();
     assert_eq!(dead["items"], json!([]));
-    expect_verified_by_the_program(&world).await;
-    expect_figures(&world).await;
-    world.end().await;
+    expect_ledger_verify_succeeds(&cluster).await;
+    expect_metrics(&cluster).await;
+    cluster.shutdown().await;
 }
 
-fn people(world: &World, chance: &mut StdRng) -> [Person; PEOPLE.len()] {
-    let callers = [&world.user, &world.other_user, &world.admin];
+fn people(cluster: &TestCluster, chance: &mut StdRng) -> [Person; PEOPLE.len()] {
+    let callers = [&cluster.user, &cluster.other_user, &cluster.admin];
     std::array::from_fn(|index| Person {
         by: callers[index].clone(),
-        outside: world.outside(),
+        outside: cluster.processor_client(),
         chance: StdRng::from_rng(chance),
         is_careless: index == 1,
         rented: Vec::new(),
@@ -417,23 +428,23 @@ fn people(world: &World, chance: &mut StdRng) -> [Person; PEOPLE.len()] {
     })
 }
 
-/// Everything of this person's is over, and adds up: what was paid was deposited once, what was paid back was taken once, each allocation cost
-/// what its time cost, and the rest is the balance. Answers that and what was spent.
-async fn expect_settled(world: &World, person: &Person) -> (i64, i64) {
+/// Asserts that everything of this user is final and exact: payments are deposited once, refunds are debited once, each allocation cost
+/// what its time costs, and the rest is the balance. Returns the balance and the charges.
+async fn expect_settled(cluster: &TestCluster, person: &Person) -> (i64, i64) {
     let mut over = Vec::new();
     for rented in &person.rented {
         if rented.get().await["state"] != "released" {
-            give_back(&person.by, rented).await;
+            release(&person.by, rented).await;
         }
-        over.push(rented.expect_state_within(SAID_AGAIN_WITHIN, "released").await);
+        over.push(rented.expect_state_within(RESEND_TIMEOUT, "released").await);
     }
     person.by.wait_until(BALANCE, "nothing runs", |it| it["running"] == 0 && it["held_minor"] == 0).await;
     let (mut deposits, mut refunds) = (BTreeMap::new(), BTreeMap::new());
     for (id, intent) in &person.payments {
-        let payment = expect_agreed(world, *id, intent).await;
+        let payment = expect_agreement_with_processor(cluster, *id, intent).await;
         if person.paid.contains(id) {
             deposits.insert(id.to_string(), payment.amount_minor * 1_000_000);
-            refunds.insert(id.to_string(), paid_back(&payment) * 1_000_000);
+            refunds.insert(id.to_string(), refunded_amount(&payment) * 1_000_000);
         }
     }
     let all = expect_exact(&person.by).await;
@@ -458,20 +469,20 @@ async fn expect_settled(world: &World, person: &Person) -> (i64, i64) {
     (balance, spent)
 }
 
-/// What it has cost its user. With what was written off that is its price from the beginning to the end.
+/// What an allocation has cost its user. Together with the write-off that is its price from start to end.
 fn expect_cost(all: &[Value], allocation: &Value) -> i64 {
     let (paid, written_off) = crate::billing::cost(all, id_of(allocation));
     let price = micro(&allocation["price"]["amount_minor_per_gpu_hour"]) * micro(&allocation["gpu_count"]);
-    let expected = if allocation["active_at"].is_null() { 0 } else { owed(allocation, price).max(0) };
+    let expected = if allocation["active_at"].is_null() { 0 } else { expected_cost(allocation, price).max(0) };
     assert_eq!(paid + written_off, expected, "{allocation}");
     assert!(written_off >= 0, "{allocation}");
     paid
 }
 
-fn paid_back(payment: &Payment) -> i64 {
+fn refunded_amount(payment: &Payment) -> i64 {
     let paid = payment.refunds.values().filter(|refund| is_paid(refund));
     paid.filter_map(|refund| match refund.taking {
-        Taking::Taken { amount_minor } => Some(amount_minor),
+        RefundDebit::Taken { amount_minor } => Some(amount_minor),
         _ => None,
     })
     .sum()
@@ -481,10 +492,10 @@ fn is_paid(refund: &domain::payment::Refund) -> bool {
     refund.at_processor.as_ref().is_some_and(|at| at.status == RefundStatus::Succeeded)
 }
 
-/// The processor's books and the payment say the same: who paid has it deposited, and each refund that was taken was paid back there, once.
-async fn expect_agreed(world: &World, id: Uuid, intent: &str) -> Payment {
-    let outside = world.outside();
-    let until = Instant::now() + SAID_AGAIN_WITHIN;
+/// Asserts that the payment agrees with the processor: what was paid is deposited, and each debited refund was paid there, once.
+async fn expect_agreement_with_processor(cluster: &TestCluster, id: Uuid, intent: &str) -> Payment {
+    let outside = cluster.processor_client();
+    let until = Instant::now() + RESEND_TIMEOUT;
     loop {
         let intents = outside.all("payment_intents").await;
         let of_it = |it: &&Value| it["metadata"]["payment_id"] == id.to_string() && it["status"] == "succeeded";
@@ -496,18 +507,18 @@ async fn expect_agreed(world: &World, id: Uuid, intent: &str) -> Payment {
             let before = there.insert(RefundId(id), micro(&refund["amount"]));
             assert_eq!(before, None, "it is paid back once: {refund}");
         }
-        let payment = world.stored_payment(id).await.expect("it was begun");
+        let payment = cluster.stored_payment(id).await.expect("it was begun");
         let ours = payment.refunds.iter().filter(|(_, refund)| is_paid(refund));
         let ours: BTreeMap<RefundId, i64> = ours
             .filter_map(|(id, refund)| match refund.taking {
-                Taking::Taken { amount_minor } => Some((*id, amount_minor)),
+                RefundDebit::Taken { amount_minor } => Some((*id, amount_minor)),
                 _ => None,
             })
             .collect();
         let is_over = payment.refunds.values().all(|refund| match &refund.taking {
-            Taking::Taken { .. } => is_paid(refund),
-            Taking::Refused { .. } | Taking::GivenBack { .. } => true,
-            Taking::Asked { .. } => false,
+            RefundDebit::Taken { .. } => is_paid(refund),
+            RefundDebit::Refused { .. } | RefundDebit::GivenBack { .. } => true,
+            RefundDebit::Asked { .. } => false,
         });
         let is_deposited = domain::Machine::state(&payment) == "deposited";
         if is_over && is_deposited != paid.is_empty() && ours == there {
@@ -518,9 +529,9 @@ async fn expect_agreed(world: &World, id: Uuid, intent: &str) -> Payment {
     }
 }
 
-/// Nothing was ever seen broken, and what accounts believe is what the ledger says.
-async fn expect_figures(world: &World) {
-    for replica in &world.replicas {
+/// Asserts by the metrics that no invariant was violated, and that balances agree with the ledger.
+async fn expect_metrics(cluster: &TestCluster) {
+    for replica in &cluster.replicas {
         let page = reqwest::get(format!("{}/metrics", replica.operations_url())).await.expect("figures are shown");
         let page = page.text().await.expect("figures are text");
         let of = |name: &str| page.lines().filter(|line| line.starts_with(name)).map(str::to_owned).collect::<Vec<_>>();

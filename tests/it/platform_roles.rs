@@ -1,62 +1,65 @@
-//! Platform roles and what two people decide together, over three replicas.
+//! Platform roles and decisions with two approvals, over three replicas.
 
 use reqwest::Method;
 use serde_json::{Value, json};
-use tests::world::{World, id_of, sku_body};
+use tests::cluster::{TestCluster, id_of, sku_body};
 
 const BINDINGS: &str = "/api/v1/admin/platform-roles/bindings";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_revoked_role_is_refused_by_every_replica_at_once() {
-    let world = World::plan().replicas(3).start().await;
-    let subject = world.identity.person("user").unwrap().id;
-    let at = |replica: usize| world.at_replica(replica, "user");
+async fn revoked_role_is_refused_by_every_replica_at_once() {
+    let cluster = TestCluster::builder().replicas(3).start().await;
+    let subject = cluster.identity.person("user").unwrap().id;
+    let at = |replica: usize| cluster.at_replica(replica, "user");
     let revoke = format!("{BINDINGS}?subject={subject}&role=inventory_owner");
     for round in 0..5 {
-        world.bind("user", "inventory_owner").await;
+        cluster.bind("user", "inventory_owner").await;
         for replica in 0..3 {
             at(replica).get("/api/v1/admin/skus").await.ok();
         }
-        world.at_replica(round % 3, "admin").delete(&revoke).await.ok();
+        cluster.at_replica(round % 3, "admin").delete(&revoke).await.ok();
         for replica in 0..3 {
-            at(replica).once(Method::GET, "/api/v1/admin/skus", None).await.refused(403, "forbidden");
+            at(replica).send_once(Method::GET, "/api/v1/admin/skus", None).await.expect_error(403, "forbidden");
         }
     }
-    let figures = world.operator_at(0).once(Method::GET, "/metrics", None).await.text;
+    let figures = cluster.operator_at(0).send_once(Method::GET, "/metrics", None).await.text;
     for name in ["list_requests", "bind_requests", "revoke_requests", "mutation_success", "mutation_failure"] {
         assert!(figures.contains(&format!("api_platform_role_{name}_total")), "{figures}");
     }
     for name in ["admin_denied", "service_unavailable"] {
         assert!(figures.contains(&format!("api_platform_role_{name}_total 0")), "{figures}");
     }
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn two_people_at_different_replicas_decide_once_and_an_old_approval_expires() {
-    let world = World::plan().replicas(3).policy("sku.approval_ttl_seconds", 15).start().await;
-    world.bind("admin", "platform_operations").await;
-    world.bind("admin2", "inventory_owner").await;
-    let sku = world.admin.post("/api/v1/admin/skus", &sku_body("h100", 8)).await.created();
+async fn approvals_at_different_replicas_activate_once_and_an_old_approval_expires() {
+    let cluster = TestCluster::builder().replicas(3).policy("sku.approval_ttl_seconds", 15).start().await;
+    cluster.bind("admin", "platform_operations").await;
+    cluster.bind("admin2", "inventory_owner").await;
+    let sku = cluster.admin.post("/api/v1/admin/skus", &sku_body("h100", 8)).await.created();
     let path = format!("/api/v1/admin/skus/{}", id_of(&sku));
     let activate = format!("{path}/activate");
     let reason = json!({ "reason": "tested" });
-    let first = world.admin.post(&activate, &reason).await;
+    let first = cluster.admin.post(&activate, &reason).await;
     assert_eq!(first.status.as_u16(), 202, "{first}");
     let waits = |sku: &Value| sku["approvals"].as_array().is_some_and(|approvals| !approvals.is_empty());
-    assert!(waits(&world.second_admin.get("/api/v1/admin/skus").await.ok()["items"][0]));
-    let waiting = world.admin.get(&format!("/api/v1/admin/runtime/entities/sku/{}", id_of(&sku))).await.ok();
+    assert!(waits(&cluster.second_admin.get("/api/v1/admin/skus").await.ok()["items"][0]));
+    let waiting = cluster.admin.get(&format!("/api/v1/admin/runtime/entities/sku/{}", id_of(&sku))).await.ok();
     let reason_to_wait = "to activate it, a second person in role inventory_owner has to approve";
     assert_eq!(waiting["entity"]["waits_for"], reason_to_wait, "{waiting}");
-    world.admin.wait_within(std::time::Duration::from_secs(90), &path, "the approval expired", |sku| !waits(sku)).await;
+    cluster
+        .admin
+        .wait_within(std::time::Duration::from_secs(90), &path, "the approval expired", |sku| !waits(sku))
+        .await;
 
-    let (one, two) = (world.at_replica(0, "admin"), world.at_replica(1, "admin2"));
+    let (one, two) = (cluster.at_replica(0, "admin"), cluster.at_replica(1, "admin2"));
     let answers = tokio::join!(one.post(&activate, &reason), two.post(&activate, &reason));
     let mut statuses = [answers.0.status.as_u16(), answers.1.status.as_u16()];
     statuses.sort_unstable();
     assert_eq!(statuses, [200, 202], "{} {}", answers.0, answers.1);
-    let audited = world.audit_of(id_of(&sku)).await;
+    let audited = cluster.audit_of(id_of(&sku)).await;
     let count = |action: &str| audited.iter().filter(|(_, named, ..)| named == action).count();
     assert_eq!((count("skus.activate"), count("skus.approve"), count("skus.expire_approval")), (1, 3, 1));
-    world.end().await;
+    cluster.shutdown().await;
 }

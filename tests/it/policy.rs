@@ -1,9 +1,9 @@
-//! Policy values in a running cluster: written at one replica, they hold at all.
+//! Policy values in a running cluster: written at one replica, they apply at all.
 
 use futures::StreamExt as _;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
-use tests::world::{World, id_of};
+use tests::cluster::{TestCluster, id_of};
 
 const VALUES: &str = "/api/v1/admin/policy-values";
 const RESOLVE: &str = "/api/v1/admin/policy-values/resolve?key=billing.window_seconds";
@@ -13,10 +13,10 @@ fn window(seconds: i64) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_value_written_at_one_replica_holds_at_all_within_a_second_and_its_word_names_nobody() {
-    let world = World::plan().replicas(3).start().await;
-    let mut words = world.bus().await.subscribe("policy.invalidate.>").await.unwrap();
-    let admins: Vec<_> = (0..3).map(|index| world.at_replica(index, "admin")).collect();
+async fn policy_value_applies_at_all_replicas_within_a_second_and_its_event_names_no_user() {
+    let cluster = TestCluster::builder().replicas(3).start().await;
+    let mut words = cluster.bus().await.subscribe("policy.invalidate.>").await.unwrap();
+    let admins: Vec<_> = (0..3).map(|index| cluster.at_replica(index, "admin")).collect();
     for (n, admin) in admins.iter().enumerate() {
         let value = 100 + i64::try_from(n).unwrap();
         let mut body = window(value);
@@ -38,20 +38,20 @@ async fn a_value_written_at_one_replica_holds_at_all_within_a_second_and_its_wor
         assert_eq!(event["data"]["value_id"], written["id"]);
         assert!(!event.to_string().contains("a.b.>"), "{event}");
     }
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_value_that_lies_ahead_holds_from_its_second_on_at_every_replica_also_one_that_was_started_anew() {
-    let mut world = World::plan().replicas(3).start().await;
-    world.admin.post(VALUES, &window(100)).await.created();
+async fn future_policy_value_applies_on_time_at_every_replica_also_after_a_restart() {
+    let mut cluster = TestCluster::builder().replicas(3).start().await;
+    cluster.admin.post(VALUES, &window(100)).await.created();
     let from = chrono::Utc::now() + chrono::TimeDelta::seconds(8);
     let mut body = window(200);
     body["effective_at"] = json!(from);
-    world.admin.post(VALUES, &body).await.created();
-    world.kill9_replica(2);
-    world.restart_replica(2).await;
-    let admins: Vec<_> = (0..3).map(|index| world.at_replica(index, "admin")).collect();
+    cluster.admin.post(VALUES, &body).await.created();
+    cluster.kill9_replica(2);
+    cluster.restart_replica(2).await;
+    let admins: Vec<_> = (0..3).map(|index| cluster.at_replica(index, "admin")).collect();
     for admin in &admins {
         admin.wait_until(RESOLVE, "the first value holds", |it| it["value"] == 100).await;
     }
@@ -70,33 +70,33 @@ async fn a_value_that_lies_ahead_holds_from_its_second_on_at_every_replica_also_
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn while_the_bus_is_down_a_written_value_is_seen_by_all_within_a_minute() {
-    let mut world = World::plan().replicas(3).start().await;
-    // Whoever owns the values owns them still when the bus is gone.
-    world.settled().await;
-    world.set_policy("billing.window_seconds", 100).await;
-    let listed = world.admin.get(&format!("{VALUES}?key=billing.window_seconds")).await.ok();
+async fn policy_value_written_during_a_nats_outage_applies_within_a_minute() {
+    let mut cluster = TestCluster::builder().replicas(3).start().await;
+    // The owner of the values stays the same without NATS.
+    cluster.wait_for_balanced_shards().await;
+    cluster.set_policy("billing.window_seconds", 100).await;
+    let listed = cluster.admin.get(&format!("{VALUES}?key=billing.window_seconds")).await.ok();
     let statement = "SELECT id FROM entity WHERE kind = 'policy' AND body::text LIKE '%' || $1 || '%'";
     let id: uuid::Uuid = sqlx::query_scalar(statement)
         .bind(id_of(&listed["items"][0]).to_string())
-        .fetch_one(&world.pool)
+        .fetch_one(&cluster.pool)
         .await
         .unwrap();
-    let owner = world.owner_of("policy", id).await;
-    world.nats.stop().await;
-    // Who owns the values takes the write; the others cannot be told.
+    let owner = cluster.owner_of("policy", id).await;
+    cluster.nats.stop().await;
+    // The owner of the values accepts the write; the others cannot be notified.
     let begin = Instant::now();
-    world.at_replica(owner, "admin").post(VALUES, &window(200)).await.created();
+    cluster.at_replica(owner, "admin").post(VALUES, &window(200)).await.created();
     for index in 0..3 {
-        let admin = world.at_replica(index, "admin");
+        let admin = cluster.at_replica(index, "admin");
         admin.wait_within(Duration::from_secs(60), RESOLVE, "the value holds", |it| it["value"] == 200).await;
     }
     assert!(begin.elapsed() < Duration::from_secs(60));
-    world.nats.start_again().await.unwrap();
-    world.expect_settled().await;
-    world.end().await;
+    cluster.nats.start_again().await.unwrap();
+    cluster.expect_settled().await;
+    cluster.shutdown().await;
 }

@@ -1,38 +1,38 @@
-//! The rate limit of a cluster: one quota however many replicas are asked, and none where nobody can be asked.
+//! The rate limit of a cluster: one quota however many replicas get the requests, and none while its owner is not available.
 
-use actors::place::{command_id, shard_of};
+use actors::sharding::{command_id, shard_of};
 use reqwest::Method;
 use serde_json::json;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tests::world::World;
+use tests::cluster::TestCluster;
 use uuid::Uuid;
 
 const LIMIT: u32 = 60;
 
-/// Limits `user`, and nobody else, to one request a second.
-async fn limited() -> (World, String) {
-    let world = World::plan().replicas(3).start().await;
-    world.settled().await;
-    let user = world.identity.person("user").expect("there is a user").id.to_string();
+/// Limits `user` alone to one request a second.
+async fn start_with_limit() -> (TestCluster, String) {
+    let cluster = TestCluster::builder().replicas(3).start().await;
+    cluster.wait_for_balanced_shards().await;
+    let user = cluster.identity.person("user").expect("there is a user").id.to_string();
     let body = json!({
         "key": "rate_limit.api_requests_per_minute", "value": LIMIT, "scope": { "user_id": user }, "reason": "a test",
     });
-    world.admin.post("/api/v1/admin/policy-values", &body).await.created();
+    cluster.admin.post("/api/v1/admin/policy-values", &body).await.created();
     for index in 0..3 {
         let path = format!("/api/v1/admin/policy-values/resolve?key=rate_limit.api_requests_per_minute&user_id={user}");
-        let admin = world.at_replica(index, "admin");
+        let admin = cluster.at_replica(index, "admin");
         admin.wait_until(&path, "the limit holds", |resolved| resolved["value"] == LIMIT).await;
     }
-    (world, user)
+    (cluster, user)
 }
 
-/// How often the replicas' limiters said this, by the name and labels of the counter.
-async fn counted(world: &World, counter: &str) -> u64 {
+/// The sum of a counter of the replicas' limiters, by its name and labels.
+async fn metric_total(cluster: &TestCluster, counter: &str) -> u64 {
     let mut sum = 0;
     for index in 0..3 {
         let Ok(figures) =
-            world.operator_at(index).try_send(world.operator_at(index).request(Method::GET, "/metrics")).await
+            cluster.operator_at(index).try_send(cluster.operator_at(index).request(Method::GET, "/metrics")).await
         else {
             continue;
         };
@@ -45,18 +45,18 @@ async fn counted(world: &World, counter: &str) -> u64 {
 const FAIL_OPEN: &str = "api_ratelimit_fail_open_total{group=\"api\"}";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn three_replicas_at_many_times_the_limit_admit_burst_and_rate_times_time() {
-    let (world, _) = limited().await;
-    let world = Arc::new(world);
+async fn three_replicas_at_many_times_the_limit_admit_burst_plus_rate_times_time() {
+    let (cluster, _) = start_with_limit().await;
+    let cluster = Arc::new(cluster);
     let begin = Instant::now();
     let until = begin + Duration::from_secs(10);
     let mut askers = Vec::new();
     for index in 0..3 {
-        let user = world.at_replica(index, "user");
+        let user = cluster.at_replica(index, "user");
         askers.push(tokio::spawn(async move {
             let (mut admitted, mut asked) = (0_u32, 0_u32);
             while Instant::now() < until {
-                let answer = user.once(Method::GET, "/api/v1/skus", None).await;
+                let answer = user.send_once(Method::GET, "/api/v1/skus", None).await;
                 asked += 1;
                 match answer.status.as_u16() {
                     200 => admitted += 1,
@@ -76,89 +76,89 @@ async fn three_replicas_at_many_times_the_limit_admit_burst_and_rate_times_time(
     }
     let elapsed = begin.elapsed().as_secs_f64();
     let expected = f64::from(LIMIT) + f64::from(LIMIT) / 60.0 * elapsed;
-    let unasked = counted(&world, FAIL_OPEN).await as f64;
+    let unasked = metric_total(&cluster, FAIL_OPEN).await as f64;
     assert!(f64::from(asked) > 2.0 * expected, "{asked} requests are too few to show anything");
     let admitted = f64::from(admitted);
     assert!(
         admitted >= expected - 3.0 && admitted <= expected + 1.0 + unasked,
         "{admitted}, not {expected} (+ {unasked})"
     );
-    let Ok(world) = Arc::try_unwrap(world) else { panic!("somebody still asks") };
-    world.end().await;
+    let Ok(cluster) = Arc::try_unwrap(cluster) else { panic!("a request is still in flight") };
+    cluster.shutdown().await;
 }
 
 /// The replica that owns the cell's shard.
-async fn keeper(world: &World, cell: Uuid) -> usize {
-    let cluster = world.admin.get("/api/v1/admin/runtime/cluster").await.ok();
+async fn owner_of_cell(cluster: &TestCluster, cell: Uuid) -> usize {
+    let report = cluster.admin.get("/api/v1/admin/runtime/cluster").await.ok();
     let owns = |member: &serde_json::Value| member["shards"].as_array().unwrap().contains(&json!(shard_of(cell).0));
-    let owner = cluster["members"].as_array().unwrap().iter().find(|member| owns(member)).unwrap()["name"].clone();
-    world.replicas.iter().position(|replica| owner == replica.name()).unwrap()
+    let owner = report["members"].as_array().unwrap().iter().find(|member| owns(member)).unwrap()["name"].clone();
+    cluster.replicas.iter().position(|replica| owner == replica.name()).unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn where_the_keeper_of_a_quota_dies_requests_are_let_in_and_counted() {
-    let (mut world, user) = limited().await;
-    let ask = async |world: &World, index: usize| {
-        world.at_replica(index, "user").once(Method::GET, "/api/v1/skus", None).await.status.as_u16()
+async fn requests_are_admitted_and_counted_while_the_owner_of_a_rate_cell_is_dead() {
+    let (mut cluster, user) = start_with_limit().await;
+    let ask = async |cluster: &TestCluster, index: usize| {
+        cluster.at_replica(index, "user").send_once(Method::GET, "/api/v1/skus", None).await.status.as_u16()
     };
-    while ask(&world, 0).await == 200 {}
+    while ask(&cluster, 0).await == 200 {}
     let cell = command_id(&[b"rate limit", b"api", user.as_bytes()]).0;
-    let owner = keeper(&world, cell).await;
+    let owner = owner_of_cell(&cluster, cell).await;
     let survivor = (owner + 1) % 3;
-    let before = counted(&world, FAIL_OPEN).await;
-    world.kill9_replica(owner);
+    let before = metric_total(&cluster, FAIL_OPEN).await;
+    cluster.kill9_replica(owner);
     let killed = Instant::now();
     let mut let_in = 0;
     while killed.elapsed() < Duration::from_millis(2500) {
-        let_in += u32::from(ask(&world, survivor).await == 200);
+        let_in += u32::from(ask(&cluster, survivor).await == 200);
     }
-    assert!(let_in > 3, "only {let_in} were let in while nobody could be asked");
-    assert!(counted(&world, FAIL_OPEN).await > before);
-    // The next owner keeps the quota.
+    assert!(let_in > 3, "only {let_in} were admitted while no owner was reachable");
+    assert!(metric_total(&cluster, FAIL_OPEN).await > before);
+    // The next owner enforces the quota.
     let until = killed + Duration::from_secs(30);
-    while ask(&world, survivor).await == 200 {
-        assert!(Instant::now() < until, "nobody limits any more");
+    while ask(&cluster, survivor).await == 200 {
+        assert!(Instant::now() < until, "no replica limits any more");
     }
-    world.restart_replica(owner).await;
-    world.end().await;
+    cluster.restart_replica(owner).await;
+    cluster.shutdown().await;
 }
 
-/// What is left of `user`'s quota, as this replica says as soon as it can ask whoever keeps it: until then it lets in and says nothing.
-async fn left(world: &World, index: usize) -> u32 {
+/// The rest of `user`'s quota, as this replica reports it once it reaches the owner of the cell: until then it admits without a report.
+async fn remaining(cluster: &TestCluster, index: usize) -> u32 {
     let until = Instant::now() + Duration::from_secs(30);
     loop {
-        let answer = world.at_replica(index, "user").once(Method::GET, "/api/v1/skus", None).await;
+        let answer = cluster.at_replica(index, "user").send_once(Method::GET, "/api/v1/skus", None).await;
         if let Some(standing) = answer.headers.get("ratelimit") {
             let standing = standing.to_str().unwrap();
             let left = standing.split(';').find_map(|part| part.strip_prefix("r="));
             return left.unwrap_or_else(|| panic!("{standing}")).parse().unwrap();
         }
-        assert!(Instant::now() < until, "nobody says what is left of the quota");
+        assert!(Instant::now() < until, "no replica reports the rest of the quota");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn whoever_takes_a_quota_over_in_order_goes_on_counting() {
-    let (mut world, user) = limited().await;
+async fn orderly_takeover_of_a_rate_cell_keeps_its_count() {
+    let (mut cluster, user) = start_with_limit().await;
     let cell = command_id(&[b"rate limit", b"api", user.as_bytes()]).0;
-    let mut owner = keeper(&world, cell).await;
-    // It fills again from the first question on.
+    let mut owner = owner_of_cell(&cluster, cell).await;
+    // The bucket refills from the first request on.
     let began = Instant::now();
-    // Asked there alone, so that nobody else remembers anything.
+    // Only this replica is used, so that no other has a cached state.
     for _ in 0..50 {
-        left(&world, owner).await;
+        remaining(&cluster, owner).await;
     }
-    // It leaves, and somebody else owns the shard; when it is back, the shard comes back too or stays: in order, either way.
-    world.replicas[owner].stop().await;
+    // It stops, and another replica owns the shard; when it is back, the shard moves back or stays: in order, either way.
+    cluster.replicas[owner].stop().await;
     let survivor = (owner + 1) % 3;
-    let left_over = left(&world, survivor).await;
+    let left_over = remaining(&cluster, survivor).await;
     let drained = u32::try_from(began.elapsed().as_secs()).unwrap() + 1;
     assert!(left_over <= 10 + drained, "{left_over} are left after {drained} s: the quota began anew");
-    world.replicas[owner].start_again().await.unwrap();
-    world.settled().await;
-    owner = keeper(&world, cell).await;
-    let left_over = left(&world, owner).await;
+    cluster.replicas[owner].start_again().await.unwrap();
+    cluster.wait_for_balanced_shards().await;
+    owner = owner_of_cell(&cluster, cell).await;
+    let left_over = remaining(&cluster, owner).await;
     let drained = u32::try_from(began.elapsed().as_secs()).unwrap() + 1;
     assert!(left_over <= 10 + drained, "{left_over} are left after {drained} s: the quota began anew");
-    world.end().await;
+    cluster.shutdown().await;
 }

@@ -1,7 +1,7 @@
-//! Thousands of connections that ask for nothing, or slowly: those who use the service do not notice them.
+//! Thousands of connections without requests or with slow ones: they do not affect the users of the service.
 //!
-//! The attackers have one address and many, speak HTTP/1.1 and HTTP/2, and stop at each point at which a connection can be stopped before
-//! anybody knows whose it is.
+//! The attackers have one address and many, use HTTP/1.1 and HTTP/2, and stop at each point at which a connection can be stopped before
+//! the caller is known.
 
 use futures::future::join_all;
 use reqwest::Method;
@@ -13,7 +13,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use tests::world::{PATIENCE, World};
+use tests::cluster::{TestCluster, WAIT_TIMEOUT};
 use tokio::io::AsyncWriteExt;
 use tokio::net::{TcpSocket, TcpStream};
 use tokio_rustls::TlsConnector;
@@ -21,9 +21,9 @@ use tokio_rustls::client::TlsStream;
 
 const TOKEN: &str = "/api/v1/service-accounts/token";
 
-/// Without a byte, from one address and from many.
+/// Connections without a byte, from one address and from many.
 const SILENT: usize = 3000;
-/// TLS and then nothing, or half a header.
+/// Connections with TLS and then nothing, or half a header.
 const WITHOUT_A_REQUEST: usize = 400;
 /// HTTP/1.1 requests whose body stops.
 const SLOW_BODIES: usize = 1400;
@@ -31,15 +31,15 @@ const SLOW_BODIES: usize = 1400;
 const MULTIPLEXED: usize = 20;
 const STREAMS: usize = 100;
 
-/// How long users are watched, and how long any of their requests may take on a machine that does all of this at once.
+/// How long users are observed, and how long any of their requests may take on a machine that does all of this at once.
 const WATCHED: Duration = Duration::from_secs(4);
 const SOON: Duration = Duration::from_secs(10);
 
-/// A store that takes as long for a small query is held up by the machine, and may be as late for the service.
+/// If a small query takes longer than this, the machine delays the database, and may delay the service as much.
 const LATE: Duration = Duration::from_millis(250);
 
-/// The answer, and how long the store took at most for a small query meanwhile, asked past the service.
-async fn beside_the_store<T>(world: &World, asking: impl Future<Output = T>) -> (T, Duration) {
+/// The result, and the longest time of a small query at the database meanwhile, sent without the service.
+async fn beside_the_store<T>(cluster: &TestCluster, asking: impl Future<Output = T>) -> (T, Duration) {
     let (answered, mut slowest) = (AtomicBool::new(false), Duration::ZERO);
     let asking = async {
         let answer = asking.await;
@@ -49,7 +49,7 @@ async fn beside_the_store<T>(world: &World, asking: impl Future<Output = T>) -> 
     let watching = async {
         while !answered.load(Ordering::SeqCst) {
             let began = Instant::now();
-            sqlx::query("SELECT count(*) FROM entity").execute(&world.pool).await.unwrap();
+            sqlx::query("SELECT count(*) FROM entity").execute(&cluster.pool).await.unwrap();
             slowest = slowest.max(began.elapsed());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -58,16 +58,16 @@ async fn beside_the_store<T>(world: &World, asking: impl Future<Output = T>) -> 
     (answer, slowest)
 }
 
-/// Attackers with one way to one listener.
+/// Attackers of one listener, with one protocol.
 struct Attacker {
     tls: TlsConnector,
     to: SocketAddr,
 }
 
 impl Attacker {
-    fn new(world: &World, to: SocketAddr, protocol: &str) -> Self {
+    fn new(cluster: &TestCluster, to: SocketAddr, protocol: &str) -> Self {
         let mut roots = RootCertStore::empty();
-        for authority in CertificateDer::pem_file_iter(world.authority.certificate_path()).unwrap() {
+        for authority in CertificateDer::pem_file_iter(cluster.authority.certificate_path()).unwrap() {
             roots.add(authority.unwrap()).unwrap();
         }
         let mut config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
@@ -88,17 +88,17 @@ impl Attacker {
         self.tls.connect(ServerName::try_from("127.0.0.1").unwrap(), stream).await.ok()
     }
 
-    /// Connections on which so much was sent.
+    /// Connections on which these bytes were sent.
     async fn stopped_after(&self, count: usize, bytes: &str) -> Vec<TlsStream<TcpStream>> {
         let mut stopped = Vec::new();
-        // So many at once as two processors work off in a moment.
+        // As many at once as two processors can handle in a moment.
         for some in (0..count).collect::<Vec<_>>().chunks(50) {
-            let begun = some.iter().map(|n| async move {
+            let started = some.iter().map(|n| async move {
                 let mut stream = self.secured(*n).await?;
                 stream.write_all(bytes.as_bytes()).await.ok()?;
                 Some(stream)
             });
-            stopped.extend(join_all(begun).await.into_iter().flatten());
+            stopped.extend(join_all(started).await.into_iter().flatten());
         }
         stopped
     }
@@ -127,25 +127,25 @@ fn announced(path: &str, kind: &str) -> String {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn users_service_accounts_and_nodes_are_served_under_five_thousand_slow_connections() {
-    let mut world = World::start().await;
-    let account = world.user.post("/api/v1/service-accounts", &json!({ "name": "robot" })).await.created();
+    let mut cluster = TestCluster::start().await;
+    let account = cluster.user.post("/api/v1/service-accounts", &json!({ "name": "robot" })).await.created();
     let keys = format!("/api/v1/service-accounts/{}/keys", account["id"].as_str().unwrap());
-    let key = world.user.post(&keys, &json!({})).await.created();
+    let key = cluster.user.post(&keys, &json!({})).await.created();
     let form = [
         ("grant_type", "client_credentials".to_owned()),
         ("client_id", account["id"].as_str().unwrap().to_owned()),
         ("client_secret", key["client_secret"].as_str().unwrap().to_owned()),
     ];
-    let listens = world.replicas[0].listens();
-    let users = Attacker::new(&world, listens.public, "http/1.1");
-    let nodes = Attacker::new(&world, listens.node, "http/1.1");
-    let multiplexing = Attacker::new(&world, listens.public, "h2");
+    let listens = cluster.replicas[0].listens();
+    let users = Attacker::new(&cluster, listens.public, "http/1.1");
+    let nodes = Attacker::new(&cluster, listens.node, "http/1.1");
+    let multiplexing = Attacker::new(&cluster, listens.public, "h2");
 
     let attacked = AtomicBool::new(false);
     let attack = async {
         let silent = join_all((0..SILENT).map(|n| {
             let attacker = if n % 3 == 0 { &nodes } else { &users };
-            // Three of four from one address: more than one address may have pending, at the public listener.
+            // Three of four from one address: more than one address may have pending at the public listener.
             attacker.connect(n, n % 4 != 3)
         }));
         let silent: Vec<_> = silent.await.into_iter().flatten().collect();
@@ -167,26 +167,29 @@ async fn users_service_accounts_and_nodes_are_served_under_five_thousand_slow_co
             if attacked_at.is_none() && attacked.load(Ordering::SeqCst) {
                 attacked_at = Some(Instant::now());
             }
-            // Each with connections of its own: that a user can still come in is half of it.
-            let user = world.at_replica(0, "user");
-            let robot = world.stranger().request(Method::POST, TOKEN).form(&form);
+            // Each on connections of its own, since users must also be able to connect.
+            let user = cluster.at_replica(0, "user");
+            let robot = cluster.anonymous_client().request(Method::POST, TOKEN).form(&form);
             let asked = Instant::now();
             let asking = async {
                 let answers = tokio::join!(
-                    user.once(Method::GET, "/api/v1/skus", None),
+                    user.send_once(Method::GET, "/api/v1/skus", None),
                     user.send(robot),
-                    user.once(Method::GET, "/api/v1/healthz", None),
+                    user.send_once(Method::GET, "/api/v1/healthz", None),
                 );
                 <[_; 3]>::from(answers)
             };
-            let (answers, store) = beside_the_store(&world, asking).await;
+            let (answers, store) = beside_the_store(&cluster, asking).await;
             assert!(asked.elapsed() < SOON, "it took {:?}", asked.elapsed());
             for answer in &answers {
                 let excused = store > LATE && answer.body["code"] == "service_unavailable";
                 assert!(answer.status == 200 || excused, "{answer}; the store took {store:?} at most");
             }
             served |= attacked_at.is_some() && answers.iter().all(|answer| answer.status == 200);
-            assert!(attacked_at.is_none_or(|at| at.elapsed() < PATIENCE), "all are served at some time: {answers:?}");
+            assert!(
+                attacked_at.is_none_or(|at| at.elapsed() < WAIT_TIMEOUT),
+                "all are served at some time: {answers:?}"
+            );
         }
     };
     let ((silent, secured, streams), ()) = tokio::join!(attack, watch);
@@ -194,14 +197,14 @@ async fn users_service_accounts_and_nodes_are_served_under_five_thousand_slow_co
     let multiplexed: usize = streams.iter().flatten().map(Vec::len).sum();
     assert!(held + multiplexed >= 5000, "{held} connections and {multiplexed} streams were begun");
 
-    // A node comes in as well: it enrolls where the others only began to.
-    let node = world.node("h100").await;
+    // A node can connect as well: it enrolls at the listener that is attacked.
+    let node = cluster.node("h100").await;
     node.expect_all_free().await;
-    let page = world.operator_at(0).once(Method::GET, "/metrics", None).await.text;
+    let page = cluster.operator_at(0).send_once(Method::GET, "/metrics", None).await.text;
     let refused = page.lines().any(|line| {
         line.starts_with("listener_connections_refused_total{reason=\"address_pending\"}") && !line.ends_with(" 0")
     });
     assert!(refused, "one address had more connections than it may have");
     drop((silent, secured, streams));
-    world.end().await;
+    cluster.shutdown().await;
 }

@@ -1,28 +1,28 @@
-//! Linux users on a machine of their own, through the whole service: there while an allocation is active, gone without a trace afterwards.
+//! Linux users on a disposable machine, through the whole service: they exist while an allocation is active, and leave no trace afterwards.
 
-use crate::ssh::Client;
+use crate::ssh_access::SshClient;
 use reqwest::Method;
 use serde_json::{Value, json};
-use tests::not_run::not_run;
-use tests::world::machine::Machine;
-use tests::world::{GPU_MEMORY_MIB, OnboardedNode, REGION, Rented, World, id_of, ssh_public_key};
+use tests::cluster::test_machine::TestMachine;
+use tests::cluster::{AllocationHandle, GPU_MEMORY_MIB, NodeHandle, REGION, TestCluster, id_of, ssh_public_key};
+use tests::skipped::report_skipped;
 
 pub(crate) const GPUS: u32 = 4;
-/// The agent's own state, the uids that were given, and logs that only grow: all that a tenant may leave.
+/// The agent's own state, the assigned uids, and append-only logs: all that a tenant may leave behind.
 const MAY_CHANGE: [&str; 3] = ["/var/lib/gpuaas-agent", "/var/lib/gpuaas-uids.json", "/var/log"];
 
-/// A node whose agent is root on a machine that is thrown away, set up by the bootstrap script.
-pub(crate) async fn onboarded(world: &mut World) -> Option<(OnboardedNode, Machine)> {
-    world.offer("h100x4", GPUS).await;
-    let node = world.register("h100x4").await;
-    let mut machine = world.machine(&node.name)?;
+/// A node whose agent runs as root on a disposable machine, set up by the bootstrap script.
+pub(crate) async fn onboarded(cluster: &mut TestCluster) -> Option<(NodeHandle, TestMachine)> {
+    cluster.offer_sku("h100x4", GPUS).await;
+    let node = cluster.register("h100x4").await;
+    let mut machine = cluster.machine(&node.name)?;
     for minor in 0..GPUS {
         machine.run(&format!("mknod -m 666 /dev/nvidia{minor} c 1 3"));
     }
-    // Every machine has them from its first change of a user and its first sudo on.
+    // Every machine has these files after its first change of a user and its first sudo.
     machine.run("touch /etc/.pwd.lock; mkdir -m 0711 /run/sudo; mkdir -m 0700 /run/sudo/ts; mkdir /srv/precious; echo x > /srv/precious/file");
     let path = format!("{}/bootstrap-script", node.path());
-    let written = world.admin.post(&path, &json!({ "format": "script" })).await.ok();
+    let written = cluster.admin.post(&path, &json!({ "format": "script" })).await.ok();
     let script = written["script"].as_str().expect("a script").to_owned();
     for _ in 0..2 {
         assert!(machine.run(&script).contains("is set up"), "it can be run twice");
@@ -32,43 +32,43 @@ pub(crate) async fn onboarded(world: &mut World) -> Option<(OnboardedNode, Machi
     Some((node, machine))
 }
 
-pub(crate) fn start(machine: &mut Machine, variables: &[(&str, &str)]) {
+pub(crate) fn start(machine: &mut TestMachine, variables: &[(&str, &str)]) {
     let (gpus, memory) = (GPUS.to_string(), GPU_MEMORY_MIB.to_string());
     let flags = ["--simulate-gpus", &gpus, "--gpu-memory-mib", &memory];
     let sudo = ("SVC_NODE_AGENT_SUDO_COMMANDS", "/bin/sleep");
     machine.start_agent(&flags, &[&[sudo], variables].concat());
 }
 
-pub(crate) async fn rent(world: &World, node: &OnboardedNode, gpus: u32) -> (Rented, Value, String) {
-    rent_with(world, node, gpus, &ssh_public_key("ann")).await
+pub(crate) async fn rent(cluster: &TestCluster, node: &NodeHandle, gpus: u32) -> (AllocationHandle, Value, String) {
+    rent_with(cluster, node, gpus, &ssh_public_key("ann")).await
 }
 
 pub(crate) async fn rent_with(
-    world: &World,
-    node: &OnboardedNode,
+    cluster: &TestCluster,
+    node: &NodeHandle,
     gpus: u32,
     public_key: &str,
-) -> (Rented, Value, String) {
+) -> (AllocationHandle, Value, String) {
     let key = json!({ "name": format!("key {}", rand::random::<u32>()), "public_key": public_key });
-    let key = world.user.post("/api/v1/ssh-keys", &key).await.created();
+    let key = cluster.user.post("/api/v1/ssh-keys", &key).await.created();
     let wanted = json!({
         "sku": "h100x4", "region_code": REGION, "gpu_count": gpus, "node_id": node.id, "ssh_key_ids": [key["id"]],
     });
-    let created = world.user.post("/api/v1/allocations", &wanted).await.created();
-    let allocation = Rented::new(id_of(&created), world.user.clone());
+    let created = cluster.user.post("/api/v1/allocations", &wanted).await.created();
+    let allocation = AllocationHandle::new(id_of(&created), cluster.user.clone());
     let active = allocation.expect_state("active").await;
     let user = active["ssh"]["username"].as_str().expect("a login").to_owned();
     (allocation, active, user)
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_linux_user_is_there_while_its_allocation_is_and_gone_without_a_trace_afterwards() {
-    let mut world = World::start().await;
-    let Some((node, mut machine)) = onboarded(&mut world).await else { return world.end().await };
-    let before = machine.look(&MAY_CHANGE);
+async fn linux_user_exists_while_its_allocation_is_active_and_leaves_no_trace() {
+    let mut cluster = TestCluster::start().await;
+    let Some((node, mut machine)) = onboarded(&mut cluster).await else { return cluster.shutdown().await };
+    let before = machine.snapshot(&MAY_CHANGE);
     let mut uids = Vec::new();
     for hostile in [behaves, litters, swaps_its_home] {
-        let (allocation, active, user) = rent(&world, &node, 2).await;
+        let (allocation, active, user) = rent(&cluster, &node, 2).await;
         let uid = machine.run(&format!("id -u {user}")).trim().to_owned();
         assert!(!uids.contains(&uid), "a uid is never used twice");
         uids.push(uid);
@@ -84,19 +84,19 @@ async fn a_linux_user_is_there_while_its_allocation_is_and_gone_without_a_trace_
         let released = allocation.expect_state("released").await;
         assert!(released["failure"].is_null(), "{released}");
         node.expect_all_free().await;
-        let differences = machine.view().differences(&before, &machine.look(&MAY_CHANGE));
+        let differences = machine.view().differences(&before, &machine.snapshot(&MAY_CHANGE));
         assert!(differences.is_empty(), "{differences:#?}");
     }
     assert!(machine.stop_agent().is_some_and(|status| status.success()));
-    world.end().await;
+    cluster.shutdown().await;
 }
 
-fn behaves(machine: &Machine, user: &str) {
+fn behaves(machine: &TestMachine, user: &str) {
     assert!(machine.can(user, "echo work > ~/result && mkdir ~/.cache"));
 }
 
-/// Everything that a tenant, and what runs as root in its name, can leave behind.
-fn litters(machine: &Machine, user: &str) {
+/// Leaves everything behind that a tenant can, also by the commands that it may run as root.
+fn litters(machine: &TestMachine, user: &str) {
     for script in [
         "mkdir -p ~/closed/deep && echo x > ~/closed/deep/x && chmod 000 ~/closed",
         "rm -rf ~/.ssh; ln -s /etc ~/.ssh",
@@ -114,25 +114,25 @@ fn litters(machine: &Machine, user: &str) {
         "exec sudo -n /bin/sleep 1000",
         "ulimit -u 64; while true; do sleep 1000 & sleep 1000 & done",
     ] {
-        machine.leave_running(user, script);
+        machine.spawn_as(user, script);
     }
-    let begun = std::time::Instant::now();
+    let started = std::time::Instant::now();
     while machine.view().processes().len() < 40 {
-        assert!(begun.elapsed().as_secs() < 20, "it does not fork");
+        assert!(started.elapsed().as_secs() < 20, "it does not fork");
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
 }
 
-/// What is in the home's place is not the home.
-fn swaps_its_home(machine: &Machine, user: &str) {
+/// Replaces the home folder with a link.
+fn swaps_its_home(machine: &TestMachine, user: &str) {
     machine.run(&format!("rm -rf /home/{user} && ln -s /srv/precious /home/{user}"));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_node_whose_clean_up_cannot_be_proved_takes_nobody_and_says_what_is_left() {
-    let mut world = World::plan().policy("allocation.release_backoff_max_seconds", 1).start().await;
-    let Some((node, mut machine)) = onboarded(&mut world).await else { return world.end().await };
-    let (allocation, _, user) = rent(&world, &node, 1).await;
+async fn node_without_a_clean_up_proof_takes_no_tenant_and_shows_what_is_left() {
+    let mut cluster = TestCluster::builder().policy("allocation.release_backoff_max_seconds", 1).start().await;
+    let Some((node, mut machine)) = onboarded(&mut cluster).await else { return cluster.shutdown().await };
+    let (allocation, _, user) = rent(&cluster, &node, 1).await;
     machine.run("mkdir /tmp/stuck && mount -t tmpfs -o mode=1777 tmpfs /tmp/stuck");
     assert!(machine.can(&user, "echo x > /tmp/stuck/x"));
     machine.run("mount -o remount,ro /tmp/stuck");
@@ -140,16 +140,16 @@ async fn a_node_whose_clean_up_cannot_be_proved_takes_nobody_and_says_what_is_le
     let says = |seen: &Value| {
         seen["gpus_free"] == 0 && seen["unschedulable_reason"].as_str().is_some_and(|why| why.contains("in /tmp"))
     };
-    world.admin.wait_until(&node.path(), "the node says what is left", says).await;
+    cluster.admin.wait_until(&node.path(), "the node says what is left", says).await;
     let other = json!({ "sku": "h100x4", "region_code": REGION, "gpu_count": 1, "node_id": node.id });
-    world
+    cluster
         .other_user
-        .once(Method::POST, "/api/v1/allocations", Some(&other))
+        .send_once(Method::POST, "/api/v1/allocations", Some(&other))
         .await
-        .refused(409, "insufficient_capacity");
+        .expect_error(409, "insufficient_capacity");
     assert!(!machine.can(&user, "true"), "the user itself is gone");
 
-    // The agent dies in between; the next one goes on from its journal.
+    // The agent is killed in between; the next one continues from its journal.
     machine.kill9_agent();
     machine.run("mount -o remount,rw /tmp/stuck");
     start(&mut machine, &[]);
@@ -157,30 +157,31 @@ async fn a_node_whose_clean_up_cannot_be_proved_takes_nobody_and_says_what_is_le
     assert_eq!(node.expect_all_free().await["unschedulable_reason"], Value::Null);
     assert!(!machine.view().at("/tmp/stuck/x").exists());
     assert!(machine.stop_agent().is_some_and(|status| status.success()));
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_user_comes_in_by_ssh_with_the_key_and_no_more_after_the_release() {
-    let mut world = World::start().await;
-    let Some((node, mut machine)) = onboarded(&mut world).await else { return world.end().await };
+async fn user_logs_in_by_ssh_until_the_release_and_not_afterwards() {
+    let mut cluster = TestCluster::start().await;
+    let Some((node, mut machine)) = onboarded(&mut cluster).await else { return cluster.shutdown().await };
     if !supervisors::dev::agents::has_sshd() {
-        not_run("a login by SSH needs openssh-server");
-        return world.end().await;
+        report_skipped("a login by SSH needs openssh-server");
+        return cluster.shutdown().await;
     }
-    let before = machine.look(&MAY_CHANGE);
+    let before = machine.snapshot(&MAY_CHANGE);
     machine.stop_agent();
     let port = u64::from(supervisors::dev::process::free_port().unwrap());
     start(&mut machine, &[("SVC_NODE_AGENT_SSH_LISTEN", &format!("127.0.0.1:{port}"))]);
-    let reached = world.admin.request(Method::PATCH, &node.path()).json(&json!({ "host": "127.0.0.1", "port": port }));
-    world.admin.send(reached).await.ok();
-    // The host key is told with the agent's first word.
+    let reached =
+        cluster.admin.request(Method::PATCH, &node.path()).json(&json!({ "host": "127.0.0.1", "port": port }));
+    cluster.admin.send(reached).await.ok();
+    // The agent reports the host key with its first message.
     let runs = |seen: &Value| seen["state"] == "active";
-    world.admin.wait_until(&node.path(), "the node is active", runs).await;
+    cluster.admin.wait_until(&node.path(), "the node is active", runs).await;
     tokio::time::sleep(std::time::Duration::from_secs(1)).await;
 
-    let (ann, eve) = (Client::new(), Client::new());
-    let (allocation, active, user) = rent_with(&world, &node, 1, &ann.public_key()).await;
+    let (ann, eve) = (SshClient::new(), SshClient::new());
+    let (allocation, active, user) = rent_with(&cluster, &node, 1, &ann.public_key()).await;
     let ssh = &active["ssh"];
     assert_eq!((&ssh["host"], &ssh["port"]), (&json!("127.0.0.1"), &json!(port)), "{ssh}");
     let login = format!("{user}@127.0.0.1");
@@ -195,12 +196,12 @@ async fn a_user_comes_in_by_ssh_with_the_key_and_no_more_after_the_release() {
     assert!(ann.run(port, &login, &format!("cat /dev/nvidia{held}")).is_ok());
     assert!(ann.run(port, &login, &format!("cat /dev/nvidia{}", (held + 1) % u64::from(GPUS))).is_err());
     assert!(ann.run(port, &login, "sudo -n /bin/sleep 0").is_ok() && ann.run(port, &login, "sudo -n id").is_err());
-    // Nobody else's key, and nobody who is no tenant.
+    // No other user's key, and no login of a user who is no tenant.
     assert!(eve.run(port, &login, "true").unwrap_err().contains("Permission denied"));
     assert!(ann.run(port, "root@127.0.0.1", "true").unwrap_err().contains("Permission denied"));
-    // A session that is open ends with the allocation.
+    // An open session ends with the allocation.
     let open = std::thread::spawn(move || (ann.run(port, &login, "echo x > /tmp/x; sleep 1000"), ann, login));
-    // In a /tmp of the tenant's own.
+    // In the tenant's private /tmp.
     let own = format!("/var/lib/gpuaas-agent/private/tmp/{user}");
     while !machine.view().at(&own).join("x").exists() {
         std::thread::sleep(std::time::Duration::from_millis(50));
@@ -214,10 +215,10 @@ async fn a_user_comes_in_by_ssh_with_the_key_and_no_more_after_the_release() {
 
     assert!(machine.stop_agent().is_some_and(|status| status.success()));
     assert!(ann.run(port, &login, "true").unwrap_err().contains("refused"), "its door is closed");
-    // An agent that was killed leaves its door open; the next one takes it over.
+    // An agent that was killed leaves its sshd running; the next one takes it over.
     let variables = [("SVC_NODE_AGENT_SSH_LISTEN", &*format!("127.0.0.1:{port}"))];
     start(&mut machine, &variables);
-    let listens = |machine: &Machine| machine.view().at("/var/lib/gpuaas-agent/ssh/sshd.pid").exists();
+    let listens = |machine: &TestMachine| machine.view().at("/var/lib/gpuaas-agent/ssh/sshd.pid").exists();
     while !listens(&machine) {
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
@@ -228,39 +229,39 @@ async fn a_user_comes_in_by_ssh_with_the_key_and_no_more_after_the_release() {
     assert!(machine.stop_agent().is_some_and(|status| status.success()));
     machine.run("rmdir /run/sshd");
     start(&mut machine, &[]);
-    let differences = machine.view().differences(&before, &machine.look(&MAY_CHANGE));
+    let differences = machine.view().differences(&before, &machine.snapshot(&MAY_CHANGE));
     let agents_own = |it: &&String| it.starts_with("process ");
     let traces: Vec<_> = differences.iter().filter(|it| !agents_own(it)).collect();
     assert!(traces.is_empty(), "{traces:#?}");
     machine.stop_agent();
-    world.end().await;
+    cluster.shutdown().await;
 }
 
-/// A machine that says it restarts, and does not.
+/// A shutdown program that reports a reboot and does nothing.
 const STUBBORN: &str = "rm -f /usr/sbin/shutdown /sbin/shutdown; \
      printf '#!/bin/sh\\necho \"$@\" >>/run/asked\\n' >/usr/sbin/shutdown; chmod 755 /usr/sbin/shutdown";
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_machine_is_told_to_restart_once_whatever_becomes_of_its_agent() {
-    let mut world = World::start().await;
-    let Some((node, mut machine)) = onboarded(&mut world).await else { return world.end().await };
-    // The agent that is killed in the middle of it says so when it is back.
-    world.expects_error("outcome_unknown");
+async fn reboot_task_reboots_the_machine_once_whatever_happens_to_its_agent() {
+    let mut cluster = TestCluster::start().await;
+    let Some((node, mut machine)) = onboarded(&mut cluster).await else { return cluster.shutdown().await };
+    // An agent that is killed during the task reports that after its restart.
+    cluster.allow_error("outcome_unknown");
     machine.run(STUBBORN);
     let tasks = format!("{}/tasks", node.path());
-    world.admin.post(&tasks, &json!({ "type": "node.reboot", "reason": "a new kernel" })).await.created();
-    let asked = |machine: &Machine| std::fs::read_to_string(machine.view().at("/run/asked")).unwrap_or_default();
+    cluster.admin.post(&tasks, &json!({ "type": "node.reboot", "reason": "a new kernel" })).await.created();
+    let asked = |machine: &TestMachine| std::fs::read_to_string(machine.view().at("/run/asked")).unwrap_or_default();
     let began = std::time::Instant::now();
     while asked(&machine).is_empty() {
-        assert!(began.elapsed().as_secs() < 30, "the machine was never told to restart");
+        assert!(began.elapsed().as_secs() < 30, "the machine never got the reboot task");
         tokio::time::sleep(std::time::Duration::from_millis(50)).await;
     }
     machine.kill9_agent();
     start(&mut machine, &[]);
-    let said = |seen: &Value| seen["ended"][0]["error"]["code"] == "outcome_unknown";
-    world.admin.wait_until(&tasks, "the agent says that it does not know", said).await;
+    let output = |seen: &Value| seen["ended"][0]["error"]["code"] == "outcome_unknown";
+    cluster.admin.wait_until(&tasks, "the agent says that it does not know", output).await;
     assert_eq!(asked(&machine), "-r now\n", "and does not do it twice");
     assert_eq!(node.get().await["state"], "active");
     assert!(machine.stop_agent().is_some_and(|status| status.success()));
-    world.end().await;
+    cluster.shutdown().await;
 }

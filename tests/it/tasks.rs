@@ -1,48 +1,50 @@
-//! Tasks and their results, and who gets the last GPU.
+//! Tasks and their results, and contention for the last GPU.
 
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::sync::Arc;
-use tests::world::hand::HandAgent;
-use tests::world::{GPUS, REGION, Rented, World, id_of};
+use tests::cluster::fake_agent::FakeAgent;
+use tests::cluster::{AllocationHandle, GPUS, REGION, TestCluster, id_of};
 use uuid::Uuid;
 use wire::task::{Task, TaskResult};
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_result_is_recorded_once_and_never_changed() {
-    let mut world = World::plan()
+async fn task_result_is_recorded_once_and_never_changed() {
+    let mut cluster = TestCluster::builder()
         .policy("allocation.release_timeout_seconds", 5)
         .policy("allocation.release_backoff_max_seconds", 1)
         .start()
         .await;
-    let (node, foreign) = (world.register("h100").await, world.register("h100").await);
-    let (bundle, of_foreign) = (world.bundle(&node).await, world.bundle(&foreign).await);
-    let agent = HandAgent::onboard(&bundle, GPUS).await;
+    let (node, foreign) = (cluster.register("h100").await, cluster.register("h100").await);
+    let (bundle, of_foreign) = (cluster.bundle(&node).await, cluster.bundle(&foreign).await);
+    let agent = FakeAgent::onboard(&bundle, GPUS).await;
     let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 2, "node_id": node.id });
-    let allocation =
-        Rented::new(id_of(&world.user.post("/api/v1/allocations", &wanted).await.created()), world.user.clone());
+    let allocation = AllocationHandle::new(
+        id_of(&cluster.user.post("/api/v1/allocations", &wanted).await.created()),
+        cluster.user.clone(),
+    );
     let task = agent.next_task().await;
     assert_eq!((task.node_id, task.task.allocation_id()), (node.id, Some(allocation.id)));
 
-    // Of another node, and of nobody.
-    let stranger = HandAgent::onboard(&of_foreign, GPUS).await;
-    stranger.report(task.task_id, &stranger.success(&task)).await.refused(404, "not_found");
-    agent.report(Uuid::now_v7(), &agent.success(&task)).await.refused(404, "not_found");
+    // A task of another node, and an unknown one.
+    let stranger = FakeAgent::onboard(&of_foreign, GPUS).await;
+    stranger.report(task.task_id, &stranger.success(&task)).await.expect_error(404, "not_found");
+    agent.report(Uuid::now_v7(), &agent.success(&task)).await.expect_error(404, "not_found");
     assert_eq!(allocation.get().await["state"], "provisioning");
 
-    // Twice at once, and once more.
+    // Twice concurrently, and once more.
     let done = agent.success(&task);
     let (one, two) = tokio::join!(agent.report(task.task_id, &done), agent.report(task.task_id, &done));
     let mut recorded = [one.ok(), two.ok()].map(|answer| answer["recorded"].as_str().unwrap().to_owned());
     recorded.sort();
     assert_eq!(recorded, ["already", "new"]);
     assert_eq!(agent.report(task.task_id, &done).await.ok()["recorded"], "already");
-    agent.report(task.task_id, &agent.failure(&task)).await.refused(409, "state_conflict");
+    agent.report(task.task_id, &agent.failure(&task)).await.expect_error(409, "state_conflict");
     let told_more = TaskResult { output: Value::as_object(&json!({ "more": 1 })).unwrap().clone(), ..done.clone() };
-    agent.report(task.task_id, &told_more).await.refused(409, "state_conflict");
+    agent.report(task.task_id, &told_more).await.expect_error(409, "state_conflict");
     allocation.expect_state("active").await;
 
-    // The release's first attempt is not answered in time: it is stale when its result comes.
+    // The first attempt of the release times out: it is stale when its result arrives.
     allocation.release().await;
     let first = agent.next_task().await;
     allocation.expect_state("release_failed").await;
@@ -54,7 +56,7 @@ async fn a_result_is_recorded_once_and_never_changed() {
     };
     assert!(matches!(second.task, Task::Release(_)));
     if first.task_id == second.task_id {
-        agent.report(first.task_id, &agent.failure(&first)).await.refused(409, "stale_attempt");
+        agent.report(first.task_id, &agent.failure(&first)).await.expect_error(409, "stale_attempt");
     }
     let without_proof = TaskResult { proof: None, ..agent.success(&second) };
     assert_eq!(agent.report(second.task_id, &without_proof).await.ok()["recorded"], "new");
@@ -65,7 +67,7 @@ async fn a_result_is_recorded_once_and_never_changed() {
             break task;
         }
     };
-    // A proof that somebody else signed proves nothing.
+    // A proof with another signature is invalid.
     let forged = TaskResult { proof: stranger.success(&third).proof, ..agent.success(&third) };
     assert_eq!(agent.report(third.task_id, &forged).await.ok()["recorded"], "new");
     allocation.expect_state("release_failed").await;
@@ -78,47 +80,47 @@ async fn a_result_is_recorded_once_and_never_changed() {
     assert_eq!(agent.report(fourth.task_id, &agent.success(&fourth)).await.ok()["recorded"], "new");
     allocation.expect_state("released").await;
     node.expect_all_free().await;
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn of_two_users_after_the_last_gpu_one_gets_it_and_the_other_is_told_what_there_is() {
-    let mut world = World::plan().replicas(2).start().await;
-    world.offer("lone", 1).await;
-    let node = world.register("lone").await;
-    let bundle = world.bundle(&node).await;
-    let agent = Arc::new(HandAgent::onboard(&bundle, 1).await);
+async fn last_gpu_goes_to_one_of_two_users_and_the_other_sees_the_free_capacity() {
+    let mut cluster = TestCluster::builder().replicas(2).start().await;
+    cluster.offer_sku("lone", 1).await;
+    let node = cluster.register("lone").await;
+    let bundle = cluster.bundle(&node).await;
+    let agent = Arc::new(FakeAgent::onboard(&bundle, 1).await);
     let serving = tokio::spawn(Arc::clone(&agent).serve());
     let wanted = json!({ "sku": "lone", "region_code": REGION, "gpu_count": 1 });
     for _ in 0..5 {
         let ask = |index: usize, username: &str| {
-            let by = world.at_replica(index, username);
+            let by = cluster.at_replica(index, username);
             let wanted = wanted.clone();
-            async move { (by.once(Method::POST, "/api/v1/allocations", Some(&wanted)).await, by) }
+            async move { (by.send_once(Method::POST, "/api/v1/allocations", Some(&wanted)).await, by) }
         };
         let ((one, user), (two, other)) = tokio::join!(ask(0, "user"), ask(1, "user2"));
         let (won, by, lost) = if one.status.is_success() { (one, user, two) } else { (two, other, one) };
-        let allocation = Rented::new(id_of(&won.created()), by);
-        let refused = lost.refused(409, "insufficient_capacity");
+        let allocation = AllocationHandle::new(id_of(&won.created()), by);
+        let refused = lost.expect_error(409, "insufficient_capacity");
         let details = &refused.body["details"];
         assert!(details["suggestion"].is_string() && details["allocation_id"].is_string(), "{refused}");
         allocation.expect_state("active").await;
-        world.expect_every_gpu_held_once().await;
+        cluster.expect_every_gpu_held_once().await;
         allocation.release().await;
         allocation.expect_state("released").await;
         node.expect_all_free().await;
     }
     serving.abort();
-    world.end().await;
+    cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn one_key_rents_once_however_often_it_is_sent_and_belongs_to_one_request() {
-    let mut world = World::plan().replicas(2).start().await;
-    let node = world.node("h100").await;
+async fn idempotency_key_rents_once_and_belongs_to_one_request() {
+    let mut cluster = TestCluster::builder().replicas(2).start().await;
+    let node = cluster.node("h100").await;
     let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 1 });
     let send = |index: usize, body: Value| {
-        let by = world.at_replica(index, "user");
+        let by = cluster.at_replica(index, "user");
         let request =
             by.request(Method::POST, "/api/v1/allocations").header("Idempotency-Key", "the-one-key").json(&body);
         async move { by.send(request).await }
@@ -128,15 +130,15 @@ async fn one_key_rents_once_however_often_it_is_sent_and_belongs_to_one_request(
     assert_eq!(again.headers.get("idempotency-replayed").map(|it| it.to_str().unwrap()), Some("true"), "{again}");
     assert_eq!(again.created()["id"], first["id"]);
     let other = json!({ "sku": "h100", "region_code": REGION, "gpu_count": 2 });
-    send(1, other).await.refused(422, "idempotency_key_reused");
-    let without = world.user.request(Method::POST, "/api/v1/allocations").json(&wanted);
-    world.user.send(without).await.refused(400, "invalid_request");
-    let all = world.user.get("/api/v1/allocations").await.ok();
+    send(1, other).await.expect_error(422, "idempotency_key_reused");
+    let without = cluster.user.request(Method::POST, "/api/v1/allocations").json(&wanted);
+    cluster.user.send(without).await.expect_error(400, "invalid_request");
+    let all = cluster.user.get("/api/v1/allocations").await.ok();
     assert_eq!(all["items"].as_array().map(Vec::len), Some(1), "{all}");
-    let allocation = Rented::new(id_of(&first), world.user.clone());
+    let allocation = AllocationHandle::new(id_of(&first), cluster.user.clone());
     allocation.expect_state("active").await;
     allocation.release().await;
     allocation.expect_state("released").await;
     node.expect_all_free().await;
-    world.end().await;
+    cluster.shutdown().await;
 }

@@ -1,12 +1,12 @@
-//! The house as it was laid out: who depends on whom, what the pure crate may name, and what no source may say.
+//! The conventions of the workspace: dependencies between crates, those of the pure crate, and what no source may contain.
 
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Who may depend on whom (design 3). What is not here is not allowed.
-const ARROWS: [(&str, &[&str]); 10] = [
+/// The allowed dependencies between crates (design 3).
+const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 10] = [
     ("domain", &[]),
     ("wire", &[]),
     ("telemetry", &[]),
@@ -15,19 +15,19 @@ const ARROWS: [(&str, &[&str]); 10] = [
     ("edge", &["domain", "wire", "telemetry", "actors", "persistence"]),
     ("supervisors", &["domain", "wire", "telemetry", "actors", "persistence", "edge"]),
     ("agent", &["wire", "telemetry"]),
-    // What an outside client has, and nothing else.
+    // The dependencies of an outside client.
     ("gpuctl", &[]),
     ("tests", &["domain", "wire", "telemetry", "actors", "agent", "persistence", "edge", "supervisors"]),
 ];
 
-/// The crates of the outside world that `domain` may name: plain data, and errors.
-const OF_DOMAIN: [&str; 5] = ["serde", "serde_json", "thiserror", "uuid", "chrono"];
+/// The third-party crates that `domain` may use: plain data, and errors.
+const DOMAIN_DEPENDENCIES: [&str; 5] = ["serde", "serde_json", "thiserror", "uuid", "chrono"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the crate lies in the workspace").to_owned()
 }
 
-/// Normal and build dependencies of each of our crates, from the manifests.
+/// The normal and build dependencies of each crate of the workspace, from the manifests.
 fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let ran = Command::new(cargo)
@@ -48,10 +48,10 @@ fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
 #[test]
 fn dependencies_point_one_way() {
     let found = dependencies();
-    let known: BTreeSet<&str> = ARROWS.iter().map(|(name, _)| *name).collect();
+    let known: BTreeSet<&str> = ALLOWED_DEPENDENCIES.iter().map(|(name, _)| *name).collect();
     let there: BTreeSet<&str> = found.keys().map(String::as_str).collect();
     assert_eq!(there, known, "a crate came or went: give it its place in the table of arrows");
-    for (name, allowed) in ARROWS {
+    for (name, allowed) in ALLOWED_DEPENDENCIES {
         let ours: BTreeSet<&str> = found[name].iter().map(String::as_str).filter(|it| known.contains(it)).collect();
         let forbidden: Vec<_> = ours.iter().filter(|it| !allowed.contains(it)).collect();
         assert!(forbidden.is_empty(), "{name} must not depend on {forbidden:?}");
@@ -59,16 +59,16 @@ fn dependencies_point_one_way() {
 }
 
 #[test]
-fn the_domain_names_nothing_but_plain_data() {
+fn domain_depends_on_plain_data_crates_alone() {
     let found = &dependencies()["domain"];
-    let foreign: Vec<_> = found.iter().filter(|it| !OF_DOMAIN.contains(&it.as_str())).collect();
+    let foreign: Vec<_> = found.iter().filter(|it| !DOMAIN_DEPENDENCIES.contains(&it.as_str())).collect();
     assert!(foreign.is_empty(), "domain depends on {foreign:?}");
 }
 
-/// What `gpuaas serve` reads of its environment.
+/// The environment variables of `gpuaas serve`.
 #[test]
-fn every_variable_of_an_installation_stands_in_the_readme() {
-    let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
+fn every_variable_of_an_installation_is_documented() {
+    let page = std::fs::read_to_string(root().join("deploy/docs/src/reference/configuration.md")).unwrap();
     let sources = ["config.rs", "config/mail.rs", "config/payments.rs"].map(|file| format!("supervisors/src/{file}"));
     let is_variable = |text: &&str| {
         ["SVC_", "NODE_", "INTERNAL_"].iter().any(|prefix| text.starts_with(prefix))
@@ -80,12 +80,12 @@ fn every_variable_of_an_installation_stands_in_the_readme() {
         found.extend(text.split('"').filter(is_variable).map(str::to_owned));
     }
     assert!(found.len() > 30, "{found:?}");
-    let lacking: Vec<_> = found.iter().filter(|name| !readme.contains(&format!("`{name}`"))).collect();
-    assert!(lacking.is_empty(), "README.md says nothing of {lacking:?}");
+    let lacking: Vec<_> = found.iter().filter(|name| !page.contains(&format!("`{name}`"))).collect();
+    assert!(lacking.is_empty(), "deploy/docs/src/reference/configuration.md says nothing of {lacking:?}");
 }
 
 #[test]
-fn the_domain_s_own_lints_ban_clocks_chance_and_the_environment() {
+fn domain_lints_ban_clocks_randomness_and_the_environment() {
     let lints =
         std::fs::read_to_string(root().join("actors/domain/clippy.toml")).expect("domain has its own clippy.toml");
     for banned in [
@@ -102,7 +102,7 @@ fn the_domain_s_own_lints_ban_clocks_chance_and_the_environment() {
 }
 
 #[test]
-fn the_domain_waits_for_nothing() {
+fn domain_has_no_async_code() {
     for (path, text) in sources().into_iter().filter(|(path, _)| path.starts_with("actors/domain/src")) {
         for word in ["async fn", "async move", ".await", "std::fs", "std::net", "std::thread", "tokio"] {
             assert!(!text.contains(word), "{} says {word}", path.display());
@@ -112,7 +112,7 @@ fn the_domain_waits_for_nothing() {
 
 #[test]
 fn no_source_names_a_machine_or_a_registry() {
-    // Put together here, so that this file does not say them itself.
+    // Assembled here, so that this file does not contain them.
     let here = root().display().to_string();
     let places = [["/Us", "ers/"], ["/ro", "ot/"]].map(|parts| parts.concat()).into_iter().chain([here]);
     let hosts = [
@@ -136,7 +136,7 @@ fn no_source_names_a_machine_or_a_registry() {
 }
 
 #[test]
-fn nothing_is_left_to_be_done_later() {
+fn no_source_has_a_marker_of_unfinished_work() {
     let words = [["TO", "DO"], ["FIX", "ME"], ["todo", "!("], ["unimplemented", "!("], ["#[ig", "nore"]]
         .map(|parts| parts.concat());
     for (path, text) in sources() {
@@ -146,13 +146,13 @@ fn nothing_is_left_to_be_done_later() {
     }
 }
 
-/// What stands between two marks, everywhere in a text.
+/// Every part of a text between two marks.
 fn between<'a>(text: &'a str, before: &str, after: char) -> impl Iterator<Item = &'a str> {
     text.split(before).skip(1).filter_map(move |rest| rest.split(after).next())
 }
 
 #[test]
-fn every_alert_leads_to_a_runbook_and_is_about_figures_that_there_are() {
+fn every_alert_has_a_runbook_and_names_existing_metrics() {
     let files = |folder: &str| {
         let entries = std::fs::read_dir(root().join(folder)).expect("the folder is there");
         let paths = entries.map(|entry| entry.expect("an entry").path());
@@ -206,15 +206,90 @@ fn every_row_of_the_specification_names_tests_that_exist_or_is_marked_not_built(
     }
 }
 
-/// Whether the text has a function of that name under an attribute that makes it a test.
+/// The words of a name, in lower case: `ReadPool` and `read_pool` have the same two.
+fn words_of(name: &str) -> BTreeSet<String> {
+    let mut words = vec![String::new()];
+    for letter in name.chars() {
+        if letter == '_' || letter == '-' || letter.is_uppercase() {
+            words.push(String::new());
+        }
+        if letter.is_alphanumeric() {
+            words.last_mut().expect("there is one").extend(letter.to_lowercase());
+        }
+    }
+    words.into_iter().filter(|word| !word.is_empty()).collect()
+}
+
+/// The names that a Rust source declares: types, and tests. With each, whether it is a type that is public without bounds.
+fn declared_names(text: &str) -> Vec<(String, bool)> {
+    let (mut names, mut is_test) = (Vec::new(), false);
+    for line in text.lines().map(str::trim) {
+        is_test |= line.starts_with("#[test]") || line.starts_with("#[tokio::test");
+        let public = line.strip_prefix("pub ");
+        let item = public.or_else(|| line.split_once(") ").filter(|(it, _)| it.starts_with("pub(")).map(|(_, it)| it));
+        let item = item.unwrap_or(line);
+        let declares = |keyword: &str| item.strip_prefix(keyword).map(name_at_start);
+        if let Some(name) = ["struct ", "enum ", "trait ", "union "].into_iter().find_map(declares) {
+            names.push((name, public.is_some()));
+        }
+        if let Some(name) = ["fn ", "async fn "].into_iter().find_map(declares) {
+            if is_test {
+                names.push((name, false));
+            }
+            is_test = false;
+        }
+    }
+    names
+}
+
+fn name_at_start(text: &str) -> String {
+    text.chars().take_while(|letter| letter.is_alphanumeric() || *letter == '_').collect()
+}
+
+#[test]
+fn names_contain_no_word_that_the_glossary_excludes() {
+    let glossary = std::fs::read_to_string(root().join("deploy/docs/src/glossary.md")).expect("the glossary is there");
+    let (_, excluded) = glossary.split_once("## Words that no name contains").expect("the glossary has the list");
+    let excluded: BTreeSet<String> = excluded.split('`').skip(1).step_by(2).map(str::to_owned).collect();
+    assert!(excluded.len() > 20, "{excluded:?}");
+    let mut found = Vec::new();
+    for (path, text) in sources().into_iter().filter(|(path, _)| path.extension().is_some_and(|it| it == "rs")) {
+        let declared = declared_names(&text).into_iter().map(|(name, _)| name);
+        let names = path.iter().map(|part| part.to_string_lossy().replace(".rs", "")).chain(declared);
+        found.extend(
+            names
+                .filter(|name| !words_of(name).is_disjoint(&excluded))
+                .map(|name| format!("{}: {name}", path.display())),
+        );
+    }
+    assert!(found.is_empty(), "deploy/docs/src/glossary.md has other words for:\n{}", found.join("\n"));
+}
+
+#[test]
+fn public_type_names_are_unique() {
+    // What every machine, route or module has one of.
+    const SHARED: [&str; 6] = ["Command", "Reply", "Rejection", "Phase", "View", "Error"];
+    let mut homes: BTreeMap<String, BTreeSet<PathBuf>> = BTreeMap::new();
+    for (path, text) in sources().into_iter().filter(|(path, _)| path.extension().is_some_and(|it| it == "rs")) {
+        for (name, _) in
+            declared_names(&text).into_iter().filter(|(name, is_public)| *is_public && !SHARED.contains(&&**name))
+        {
+            homes.entry(name).or_default().insert(path.clone());
+        }
+    }
+    homes.retain(|_, paths| paths.len() > 1);
+    assert!(homes.is_empty(), "types of one name: {homes:#?}");
+}
+
+/// Whether the text has a test function of this name.
 fn is_test(text: &str, function: &str) -> bool {
     let Some(at) = text.find(&format!("fn {function}(")) else { return false };
-    // Between the end of what stands before and the function.
+    // Between the end of the previous item and the function.
     let above = text[..at].rsplit("}\n").next().unwrap_or_default();
     above.contains("#[test]") || above.contains("#[tokio::test")
 }
 
-/// Everything that git knows or would take up, as text, by its path in the workspace.
+/// Every text file that git tracks or would add, by its path in the workspace.
 fn sources() -> Vec<(PathBuf, String)> {
     let ran = Command::new("git")
         .args(["ls-files", "--cached", "--others", "--exclude-standard", "-z"])
@@ -225,7 +300,7 @@ fn sources() -> Vec<(PathBuf, String)> {
     let listed = String::from_utf8(ran.stdout).expect("paths are text");
     let paths = listed.split('\0').filter(|path| !path.is_empty() && *path != "Cargo.lock").map(PathBuf::from);
     let read = paths.filter_map(|path| {
-        // What was removed and not yet committed is listed too; what is no text says nothing.
+        // Files that were removed and not yet committed are listed too; binary files are skipped.
         let text = std::fs::read_to_string(root().join(&path)).ok()?;
         Some((path, text))
     });

@@ -5,7 +5,7 @@ import { createServer } from 'node:http';
 import { webcrypto } from 'node:crypto';
 import { pathToFileURL } from 'node:url';
 
-// Node.js 18 has it, and not under this name.
+// Node.js 18 has it under another name.
 globalThis.crypto ??= webcrypto;
 const { default: Provider } = await import(pathToFileURL(`${process.argv[2]}/node_modules/oidc-provider/lib/index.js`));
 
@@ -33,7 +33,7 @@ const provider = new Provider(issuer, {
         response_types: ['code'],
         id_token_signed_response_alg: 'ES256',
     }, {
-        // The command line: a port of its own each time (RFC 8252), or a code for another device (RFC 8628).
+        // The command line: another port each time (RFC 8252), or a device code (RFC 8628).
         client_id: 'gpuctl',
         application_type: 'native',
         token_endpoint_auth_method: 'none',
@@ -43,7 +43,7 @@ const provider = new Provider(issuer, {
         id_token_signed_response_alg: 'ES256',
     }],
     pkce: { required: () => true },
-    // Claims elsewhere than Keycloak has them: one named by a URL, others nested.
+    // Claims in other places than Keycloak has them: one named by a URL, others nested.
     extraTokenClaims: (_, token) => ({
         'https://gpu.example/roles': token.accountId?.startsWith('admin') ? ['user', 'admin'] : ['user'],
         uid: `foreign:${token.accountId}`,

@@ -1,10 +1,10 @@
-//! What all benchmarks share: ours and the baseline in turns within one run, the median of their ratios, a table for people and
+//! The common part of all benchmarks: ours and the baseline in turns within one run, the median of their ratios, a table for people and
 //! `target/bench/NAME.json` for machines.
 
-pub mod caller;
-pub mod encrypted;
+pub mod http_client;
 pub mod memory;
 pub mod postgres;
+pub mod tls_listener;
 
 use anyhow::{Context, ensure};
 use comfy_table::{Table, presets};
@@ -13,25 +13,25 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// How long a benchmark takes: rounds of so many seconds for each thing that is measured. `BENCH_ROUNDS` and `BENCH_SECONDS`
-/// shorten a look; figures that are compared come from the defaults (of seconds: 4, where the benchmark does not say another).
+/// The length of a benchmark: rounds, and seconds for each measurement of a round. `BENCH_ROUNDS` and `BENCH_SECONDS`
+/// shorten a trial run; results that are compared come from the defaults (4 seconds, unless the benchmark sets another).
 #[derive(Clone, Copy, Debug)]
-pub struct Plan {
+pub struct MeasurementPlan {
     pub rounds: usize,
     pub each: Duration,
 }
 
-impl Plan {
+impl MeasurementPlan {
     /// # Errors
-    /// Where one of the variables is not a number.
+    /// If one of the variables is not a number.
     pub fn from_environment() -> anyhow::Result<Self> {
         Self::of_seconds(4.0)
     }
 
-    /// The same, where each thing takes another time unless told.
+    /// As [`MeasurementPlan::from_environment`], with another default of the seconds.
     ///
     /// # Errors
-    /// Where one of the variables is not a number.
+    /// If one of the variables is not a number.
     pub fn of_seconds(default: f64) -> anyhow::Result<Self> {
         let number = |name: &str, default: f64| match std::env::var(name) {
             Ok(text) => text.parse::<f64>().with_context(|| format!("{name}={text} is not a number")),
@@ -42,14 +42,14 @@ impl Plan {
     }
 }
 
-/// What was measured in turns: one value of each in every round, so that whatever slows the machine slows both.
+/// Measurements in turns: one value of each in every round, so that a slow machine slows down both.
 #[derive(Clone, Debug, Default)]
-pub struct Turns {
+pub struct PairedSamples {
     ours: Vec<f64>,
     baseline: Vec<f64>,
 }
 
-impl Turns {
+impl PairedSamples {
     pub fn round(&mut self, ours: f64, baseline: f64) {
         self.ours.push(ours);
         self.baseline.push(baseline);
@@ -87,28 +87,28 @@ pub fn median(values: &[f64]) -> f64 {
 
 /// A benchmark's result.
 #[derive(Clone, Debug)]
-pub struct Report {
+pub struct BenchReport {
     pub name: &'static str,
     pub unit: &'static str,
     pub ours: f64,
     pub baseline_name: &'static str,
     pub baseline: f64,
     pub ratio: f64,
-    /// Whatever else was measured, by a name that ends in its unit.
-    pub figures: Map<String, Value>,
+    /// Further measurements, by a name that ends in its unit.
+    pub metrics: Map<String, Value>,
     pub conditions: Map<String, Value>,
 }
 
-impl Report {
+impl BenchReport {
     #[must_use]
-    pub fn new(name: &'static str, unit: &'static str, baseline_name: &'static str, turns: &Turns) -> Self {
+    pub fn new(name: &'static str, unit: &'static str, baseline_name: &'static str, turns: &PairedSamples) -> Self {
         let (ours, baseline, ratio) = (turns.ours(), turns.baseline(), turns.ratio());
-        Self { name, unit, ours, baseline_name, baseline, ratio, figures: Map::new(), conditions: machine() }
+        Self { name, unit, ours, baseline_name, baseline, ratio, metrics: Map::new(), conditions: machine() }
     }
 
     #[must_use]
-    pub fn figure(mut self, name: impl Into<String>, value: impl Into<Value>) -> Self {
-        self.figures.insert(name.into(), value.into());
+    pub fn metric(mut self, name: impl Into<String>, value: impl Into<Value>) -> Self {
+        self.metrics.insert(name.into(), value.into());
         self
     }
 
@@ -126,7 +126,7 @@ impl Report {
             "ours": rounded(self.ours),
             "baseline": {"name": self.baseline_name, "value": rounded(self.baseline)},
             "ratio": rounded(self.ratio),
-            "figures": self.figures,
+            "figures": self.metrics,
             "conditions": self.conditions,
         })
     }
@@ -134,7 +134,7 @@ impl Report {
     /// Prints the table and writes the file.
     ///
     /// # Errors
-    /// Where the file cannot be written.
+    /// If the file cannot be written.
     pub fn publish(&self) -> anyhow::Result<()> {
         let folder = target_folder()?.join("bench");
         std::fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
@@ -144,14 +144,14 @@ impl Report {
 
         let mut table = Table::new();
         table.load_style(presets::UTF8_BORDERS_ONLY).set_header([self.name, self.unit]);
-        table.add_row(["ours".to_owned(), show(&json!(rounded(self.ours)))]);
-        table.add_row([self.baseline_name.to_owned(), show(&json!(rounded(self.baseline)))]);
+        table.add_row(["ours".to_owned(), display(&json!(rounded(self.ours)))]);
+        table.add_row([self.baseline_name.to_owned(), display(&json!(rounded(self.baseline)))]);
         table.add_row(["ratio (median of the rounds)".to_owned(), format!("{:.1}", self.ratio)]);
-        for (name, value) in &self.figures {
-            table.add_row([name.clone(), show(value)]);
+        for (name, value) in &self.metrics {
+            table.add_row([name.clone(), display(value)]);
         }
         for (name, value) in &self.conditions {
-            table.add_row([format!("({name})"), show(value)]);
+            table.add_row([format!("({name})"), display(value)]);
         }
         let mut out = std::io::stdout().lock();
         writeln!(out, "{table}\nwritten to {}", path.display())?;
@@ -159,20 +159,20 @@ impl Report {
     }
 }
 
-/// To three places: what is beyond them is noise.
+/// Rounds to three decimal places: the rest is noise.
 #[must_use]
 pub fn rounded(value: f64) -> f64 {
     (value * 1000.0).round() / 1000.0
 }
 
-fn show(value: &Value) -> String {
+fn display(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         Value::Null | Value::Bool(_) | Value::Number(_) | Value::Array(_) | Value::Object(_) => value.to_string(),
     }
 }
 
-/// What the machine is, as far as it matters to a figure.
+/// The machine's properties that matter to a measurement.
 fn machine() -> Map<String, Value> {
     let mut conditions = Map::new();
     let cores = std::thread::available_parallelism().map_or(0, std::num::NonZero::get);
@@ -186,10 +186,10 @@ fn machine() -> Map<String, Value> {
     conditions
 }
 
-/// `target/release`, whatever profile this is built in.
+/// `target/release`, independent of this program's profile.
 ///
 /// # Errors
-/// Where it is not built.
+/// If it is not built.
 pub fn release_build() -> anyhow::Result<PathBuf> {
     let this = std::env::current_exe()?;
     let folder = this.parent().and_then(Path::parent).context("this program does not lie in a build folder")?;
@@ -201,10 +201,10 @@ pub fn release_build() -> anyhow::Result<PathBuf> {
     Ok(folder.to_owned())
 }
 
-/// The release build, unless this is a look at how a benchmark itself works: `BENCH_PROGRAMS` names another folder.
+/// The release build; `BENCH_PROGRAMS` names another folder, to try out a benchmark itself.
 ///
 /// # Errors
-/// Where it is not there.
+/// If it does not exist.
 pub fn programs() -> anyhow::Result<PathBuf> {
     match std::env::var_os("BENCH_PROGRAMS") {
         Some(folder) => Ok(Path::new(&folder).canonicalize()?),
@@ -212,16 +212,16 @@ pub fn programs() -> anyhow::Result<PathBuf> {
     }
 }
 
-/// How many a variable asks for, in place of the usual number.
+/// The number that a variable sets instead of the default.
 ///
 /// # Errors
-/// Where it is no number.
-pub fn fewer(variable: &str) -> anyhow::Result<Option<usize>> {
+/// If it is no number.
+pub fn count_from_env(variable: &str) -> anyhow::Result<Option<usize>> {
     let asked = std::env::var(variable).ok();
     asked.map(|text| text.parse().with_context(|| format!("{variable}={text} is no number"))).transpose()
 }
 
-/// The build folder that this program lies in.
+/// The build folder of this program.
 fn target_folder() -> anyhow::Result<PathBuf> {
     let program = std::env::current_exe().context("where this program lies")?;
     let folder = program.ancestors().find(|folder| folder.join("CACHEDIR.TAG").exists());
@@ -233,8 +233,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ratio_is_the_median_of_the_rounds_and_not_of_the_sums() {
-        let mut turns = Turns::default();
+    fn ratio_is_the_median_of_the_rounds_and_not_of_the_sums() {
+        let mut turns = PairedSamples::default();
         for (ours, baseline) in [(80.0, 10.0), (8.0, 4.0), (90.0, 10.0)] {
             turns.round(ours, baseline);
         }
@@ -245,10 +245,10 @@ mod tests {
     }
 
     #[test]
-    fn the_file_has_the_agreed_shape() {
-        let mut turns = Turns::default();
+    fn report_has_the_documented_json_shape() {
+        let mut turns = PairedSamples::default();
         turns.round(10.0, 4.0);
-        let json = Report::new("x", "transitions/s", "pgbench", &turns).figure("p50_ms", 1.5).to_json();
+        let json = BenchReport::new("x", "transitions/s", "pgbench", &turns).metric("p50_ms", 1.5).to_json();
         assert_eq!(json["ours"], 10.0);
         assert_eq!(json["baseline"], json!({"name": "pgbench", "value": 4.0}));
         assert_eq!(json["ratio"], 2.5);

@@ -1,10 +1,10 @@
-//! What the tests and benchmarks of the whole service share.
+//! The common part of the tests and benchmarks of the whole service.
 
 pub mod bench;
-pub mod booted;
-#[path = "../../agent/tests/not_run/mod.rs"]
-pub mod not_run;
-#[path = "../../agent/tests/machine/mod.rs"]
+pub mod cluster;
+#[path = "../../agent/tests/overlay/mod.rs"]
 #[allow(clippy::unwrap_used)]
 pub mod overlay;
-pub mod world;
+#[path = "../../agent/tests/skipped/mod.rs"]
+pub mod skipped;
+pub mod systemd_container;

@@ -1,5 +1,5 @@
-//! An allocation: one rental of GPUs on one node, and the saga that provisions and releases it (specification,
-//! *States and transitions*; decisions 5).
+//! An allocation: GPUs of one node that one user rents, and the saga that provisions and releases it (specification, *States and
+//! transitions*; decisions 5).
 //!
 //! ```text
 //! requested ──reserved──▶ provisioning ──provisioned──▶ active ──release──▶ releasing ──cleaned──▶ released
@@ -9,64 +9,64 @@
 //!                                                                       release_failed ──force─────────┘
 //! ```
 //!
-//! The allocation tells a node what to do through its events, and hears back through commands that are facts. It never learns
-//! of a node by itself. `releasing` ends in `released` only on the node's clean-up proof, or by an administrator's force.
+//! The allocation sends requests to a node through its events, and receives the results through commands that are facts. It never reads a
+//! node itself. `releasing` ends in `released` only on the node's clean-up proof, or by an administrator's force.
 
 mod billing;
-mod logins;
 mod revision;
 mod saga;
+mod ssh_access;
+mod status_history;
 #[cfg(test)]
 mod tests;
-mod view;
 
-use crate::again::Again;
-use crate::audit::Refusals;
+use crate::audit::RefusalAudit;
 use crate::authz::Action;
 use crate::billing_account::Holder;
-use crate::event::Device;
+use crate::event::GpuDevice;
 use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
-use crate::machine::{self, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
+use crate::machine::{self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::metadata::{Metadata, MetadataPatch};
 use crate::money::Price;
 use crate::policy::Scopes;
+use crate::resend_timer::ResendTimer;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-pub use logins::Logins;
-pub use view::{Failure, StatusEntry};
+pub use ssh_access::SshAccess;
+pub use status_history::{AllocationFailure, StatusEntry};
 
-/// An allocation and where its saga stands.
+/// An allocation and the state of its saga.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Allocation {
     pub id: AllocationId,
-    pub asked: Request,
+    pub asked: AllocationRequest,
     pub requested_at: Timestamp,
     pub phase: Phase,
-    /// Why it could not be had, where it could not.
-    pub failure: Option<Failure>,
+    /// Why it failed, where it did.
+    pub failure: Option<AllocationFailure>,
     pub history: Vec<StatusEntry>,
     pub active_at: Option<Timestamp>,
     pub release_requested_at: Option<Timestamp>,
-    /// A critical fault of its node: from then on nothing is billed.
+    /// A critical fault of its node: from then on it is not billed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub fault: Option<Fault>,
-    /// When it says again what nobody has answered.
+    pub fault: Option<NodeFault>,
+    /// When it resends what was not answered.
     #[serde(default)]
-    pub again: Option<Again>,
-    /// Who may log in, once that is not as it was asked for.
+    pub again: Option<ResendTimer>,
+    /// The SSH keys that open it, once they differ from those of the request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub logins: Option<Logins>,
+    pub logins: Option<SshAccess>,
     /// Its name and labels.
     #[serde(default, skip_serializing_if = "Metadata::is_empty")]
     pub metadata: Metadata,
     #[serde(default)]
-    pub refusals: Refusals,
+    pub refusals: RefusalAudit,
 }
 
-/// What a user asks for, with what must not change under them resolved: the price.
+/// A user's request, with the price resolved, which must not change later.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Request {
+pub struct AllocationRequest {
     pub user_id: String,
     pub org_id: Option<String>,
     pub project_id: Option<String>,
@@ -76,29 +76,29 @@ pub struct Request {
     pub region_code: Option<String>,
     pub node_id: Option<NodeId>,
     pub gpu_count: u32,
-    /// Those that open it at its beginning.
+    /// The SSH keys that open it at first.
     pub ssh_keys: Vec<AuthorizedKey>,
-    /// True where no key was named: whichever is the user's default key opens it.
+    /// True where no key was named: the user's default key opens it, whichever that is.
     #[serde(default)]
     pub follows_default: bool,
-    /// Of the user's keys, when they were read.
+    /// The revision of the user's keys at which they were read.
     #[serde(default)]
     pub logins_revision: u64,
     pub isolation_model: String,
     pub price: Price,
-    /// How long to wait for capacity; `None`: an answer at once.
+    /// How long to wait for capacity; `None`: answer at once.
     pub queue_seconds: Option<u32>,
-    /// The request as it came in, sealed by the edge (AES-256-GCM envelope, base64). Kept, and never served.
+    /// The request as received, sealed by the edge (AES-256-GCM envelope, base64). It is stored and never served.
     #[serde(default)]
     pub scheduler_request_enc: Option<String>,
-    /// The allocation's at its beginning; empty once the allocation has it.
+    /// The allocation's first metadata; empty once the allocation has it.
     #[serde(default, skip_serializing_if = "Metadata::is_empty")]
     pub metadata: Metadata,
 }
 
-/// What was wrong with its machine.
+/// A critical fault of its machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Fault {
+pub struct NodeFault {
     pub at: Timestamp,
     pub reason: String,
 }
@@ -113,76 +113,76 @@ pub struct AuthorizedKey {
     pub fingerprint: String,
 }
 
-/// Where an allocation lies.
+/// The devices and the login of an allocation on its node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Placed {
-    pub devices: Vec<Device>,
+pub struct Placement {
+    pub devices: Vec<GpuDevice>,
     pub host: String,
     pub port: u16,
     pub user_name: String,
     pub region_code: String,
-    /// The host key to expect, in OpenSSH's `SHA256:` form; `None` where the node's agent did not say.
+    /// The expected host key, in OpenSSH's `SHA256:` form; `None` where the node's agent did not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_fingerprint: Option<String>,
 }
 
-/// The six states, each with what is known only there.
+/// The six states, each with the data that exists only in it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Phase {
     Requested {
         until: Timestamp,
-        /// When capacity is looked for again, for a request that queues.
+        /// When capacity is searched again, for a request that queues.
         look_again_at: Option<Timestamp>,
     },
     Provisioning {
         node_id: NodeId,
-        placed: Placed,
+        placed: Placement,
         until: Timestamp,
     },
     Active {
         node_id: NodeId,
-        placed: Placed,
+        placed: Placement,
     },
     Releasing {
         node_id: NodeId,
-        placed: Placed,
+        placed: Placement,
         attempt: u32,
         until: Timestamp,
     },
     ReleaseFailed {
         node_id: NodeId,
-        placed: Placed,
+        placed: Placement,
         attempt: u32,
         reason: String,
-        next: AfterFailure,
+        next: ReleaseRetry,
     },
     Released {
         at: Timestamp,
-        last: Option<(NodeId, Placed)>,
+        last: Option<(NodeId, Placement)>,
     },
 }
 
 /// What a failed release waits for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum AfterFailure {
+pub enum ReleaseRetry {
     /// The next attempt.
     RetryAt(Timestamp),
-    /// The attempts are used up and the node is fenced: an administrator's `retry-release` or `force-release`. The instant is
-    /// since when.
+    /// The attempts are used up and the node is fenced: an administrator's `retry-release` or `force-release` is needed. The instant is
+    /// the start of the wait.
     Operator(Timestamp),
 }
 
-/// What can be asked of an allocation, and the facts it is told.
+/// The requests to an allocation, and the facts that it receives.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
-    Request(Box<Request>),
+    Request(Box<AllocationRequest>),
     Release {
         issue: Option<String>,
     },
-    /// Its user, or an administrator, changes its name or its labels.
+    /// The user or an administrator changes its name or its labels.
     Revise {
         metadata: MetadataPatch,
         if_version: Option<i64>,
@@ -193,12 +193,12 @@ pub enum Command {
     ForceRelease {
         reason: String,
     },
-    /// A node holds the devices for it.
+    /// A node has reserved the devices.
     Reserved {
         node_id: NodeId,
-        placed: Placed,
+        placed: Placement,
     },
-    /// No node can take it; `suggestion` says what could be had instead.
+    /// No node has capacity; `suggestion` names an alternative.
     NoCapacity {
         suggestion: Option<String>,
     },
@@ -206,21 +206,21 @@ pub enum Command {
     OverQuota {
         limit: i64,
     },
-    /// The account does not cover it; `message` says what is missing.
+    /// The account does not cover it; `message` says how much is missing.
     Unaffordable {
         message: String,
     },
-    /// No node is cleaned after a tenant as the allocation's isolation model says.
+    /// No node offers the clean-up that the allocation's isolation model requires.
     NotIsolated,
-    /// The account is depleted, and the grace over.
+    /// The account is depleted, and the grace period has ended.
     Uncover,
-    /// A critical fault of the node was noticed then.
+    /// A critical fault of the node was detected at this time.
     Faulted {
         node_id: NodeId,
         at: Timestamp,
         reason: String,
     },
-    /// The account has a meter for it, and asks how it stands.
+    /// The account has a meter for it, and asks for its state.
     StillMetered {
         is_running: bool,
     },
@@ -242,30 +242,30 @@ pub enum Command {
         #[serde(default)]
         detail: String,
     },
-    /// Its tenant still counts it against the quota; with the revision of the tenant's keys.
+    /// The tenant still counts it against the quota; with the revision of the tenant's keys.
     StillCounted {
         #[serde(default)]
         logins_revision: u64,
     },
-    /// Its user, or an administrator, says which keys open it; `None`: the user's default key. `keys` are those of them that the user
+    /// The user or an administrator chooses the keys that open it; `None`: the user's default key. `keys` are those of them that the user
     /// has at that revision.
     ChooseLogins {
         chosen: Option<Vec<SshKeyId>>,
         keys: Vec<AuthorizedKey>,
         logins_revision: u64,
     },
-    /// What that choice comes to at this revision of the user's keys.
+    /// The keys that this choice resolves to at this revision of the user's keys.
     AdoptLogins {
         chosen: Option<Vec<SshKeyId>>,
         keys: Vec<AuthorizedKey>,
         logins_revision: u64,
     },
-    /// The node has written who may log in.
+    /// The node has written the SSH keys.
     LoginsWritten {
         node_id: NodeId,
         revision: u64,
     },
-    /// The request as it came in, sealed anew under another key.
+    /// The request as received, sealed under another key.
     Reseal {
         scheduler_request_enc: String,
     },
@@ -337,7 +337,7 @@ impl machine::Command for Command {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(tag = "rejection", rename_all = "snake_case")]
 pub enum Rejection {
-    /// Also where the caller must not learn that it exists.
+    /// Also where the caller must not learn that the allocation exists.
     #[error("there is no such allocation")]
     NotFound,
     #[error("the allocation exists already")]
@@ -361,20 +361,23 @@ pub enum Rejection {
 /// The most GPUs that one allocation may ask for: more than any machine holds.
 pub const MAX_GPUS: u32 = 64;
 
-/// How often a queued request looks for capacity again.
-pub const LOOK_AGAIN: chrono::TimeDelta = chrono::TimeDelta::seconds(2);
+/// The interval at which a queued request searches for capacity.
+pub const CAPACITY_RETRY_INTERVAL: chrono::TimeDelta = chrono::TimeDelta::seconds(2);
 
 impl Machine for Allocation {
-    const KIND: crate::Kind = crate::Kind::Allocation;
-    /// Thirty-two SSH keys, as they were asked for and as they hold, thirty-two lines of history, and thirty-two labels, as they were asked
-    /// for and as they are.
+    const KIND: crate::EntityKind = crate::EntityKind::Allocation;
+    /// Thirty-two SSH keys (requested and resolved), thirty-two history entries, and thirty-two labels (requested and current).
     const SNAPSHOT_MOST: usize = 160 * 1024;
     type Command = Command;
-    /// The allocation as it stands after the command.
+    /// The allocation after the command.
     type Reply = Box<Self>;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
             (None, Command::Request(request)) => Self::request(*request, ctx),
             (Some(_), Command::Request(_)) => Err(Rejection::Exists),
@@ -384,7 +387,12 @@ impl Machine for Allocation {
     }
 
     /// Mutations of keys are audited with their result, refusals too (specification, *Audit log entry*).
-    fn audit_refusal(&self, command: &Command, rejection: &Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
+    fn audit_refusal(
+        &self,
+        command: &Command,
+        rejection: &Rejection,
+        ctx: &TransitionContext<'_>,
+    ) -> Option<AuditedRefusal<Self>> {
         self.audit_refused_choice(command, rejection, ctx)
     }
 
@@ -403,10 +411,10 @@ impl Machine for Allocation {
             Phase::Releasing { node_id, attempt, until, .. } => {
                 Some(Deadline::new(*until, format!("node {node_id} has not proved the clean-up (attempt {attempt})")))
             }
-            Phase::ReleaseFailed { node_id, next: AfterFailure::RetryAt(at), reason, .. } => {
+            Phase::ReleaseFailed { node_id, next: ReleaseRetry::RetryAt(at), reason, .. } => {
                 Some(Deadline::new(*at, format!("clean-up on node {node_id} failed ({reason}): waiting to try again")))
             }
-            Phase::ReleaseFailed { node_id, next: AfterFailure::Operator(since), reason, .. } => Some(Deadline::new(
+            Phase::ReleaseFailed { node_id, next: ReleaseRetry::Operator(since), reason, .. } => Some(Deadline::new(
                 *since,
                 format!("clean-up on node {node_id} failed too often ({reason}): needs retry-release or force-release"),
             )),
@@ -416,10 +424,10 @@ impl Machine for Allocation {
 
     fn timer(&self) -> Option<Timestamp> {
         let end = match &self.phase {
-            // Looking for capacity is asking again.
+            // The search for capacity replaces the resend.
             Phase::Requested { until, look_again_at: Some(look) } => return Some(*look.min(until)),
-            // Nothing but a person moves it on.
-            Phase::ReleaseFailed { next: AfterFailure::Operator(_), .. } => None,
+            // Only an operator ends this state.
+            Phase::ReleaseFailed { next: ReleaseRetry::Operator(_), .. } => None,
             Phase::Requested { look_again_at: None, .. }
             | Phase::Provisioning { .. }
             | Phase::Active { .. }
@@ -431,8 +439,8 @@ impl Machine for Allocation {
         end.into_iter().chain(again).min()
     }
 
-    fn keys(&self) -> Keys {
-        Keys { owner: Some(self.asked.user_id.clone()), sku: Some(self.asked.sku_id.0), unique_name: None }
+    fn keys(&self) -> IndexKeys {
+        IndexKeys { owner: Some(self.asked.user_id.clone()), sku: Some(self.asked.sku_id.0), unique_name: None }
     }
 
     fn terms(&self) -> BTreeSet<String> {
@@ -465,9 +473,9 @@ impl Allocation {
         self.asked.scopes()
     }
 
-    /// The node and place that it has, or had last.
+    /// The node and placement that it has, or had last.
     #[must_use]
-    pub const fn place(&self) -> Option<(NodeId, &Placed)> {
+    pub const fn placement(&self) -> Option<(NodeId, &Placement)> {
         match &self.phase {
             Phase::Provisioning { node_id, placed, .. }
             | Phase::Active { node_id, placed }
@@ -488,8 +496,8 @@ impl Allocation {
     }
 }
 
-impl Request {
-    /// Who pays.
+impl AllocationRequest {
+    /// The account holder who pays.
     #[must_use]
     pub fn holder(&self) -> Holder {
         Holder::paying_for(&self.user_id, self.org_id.as_deref())

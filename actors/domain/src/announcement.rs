@@ -1,15 +1,15 @@
-//! What an operator says to everybody who listens at that moment, of maintenance for example. It is said once and cannot be taken back;
-//! what is kept of it is who said what, and when.
+//! An operator's announcement to all clients that are connected at that moment, of maintenance for example. It is sent once and cannot be
+//! taken back; the entity records who announced what, and when.
 
-use crate::audit::{Audit, AuditAction};
+use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
 use crate::event::Event;
-use crate::id::{AnnouncementId, EntityRef, Kind};
-use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::id::{AnnouncementId, EntityKind, EntityRef};
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-/// How loud it is.
+/// The severity of an announcement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
@@ -22,7 +22,7 @@ pub enum Severity {
 pub struct Announcement {
     pub id: AnnouncementId,
     pub severity: Severity,
-    /// For people, in one line.
+    /// The text, in one line.
     pub message: String,
     /// As the audit log names an actor.
     pub by: String,
@@ -73,28 +73,30 @@ pub enum Rejection {
 }
 
 impl Machine for Announcement {
-    const KIND: Kind = Kind::Announcement;
+    const KIND: EntityKind = EntityKind::Announcement;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let (severity, message) = match (state, command) {
             (None, Command::Announce { severity, message }) => (severity, message),
             (Some(_), Command::Announce { .. }) => return Err(Rejection::Exists),
-            (Some(_), Command::Tick) => return Ok(Step::stay(Reply::Done)),
+            (Some(_), Command::Tick) => return Ok(Transition::stay(Reply::Done)),
             (None, Command::Tick) => return Err(Rejection::NotFound),
         };
         let id = AnnouncementId(ctx.id);
         let metadata = json!({ "severity": severity, "message": message });
         let it = Self { id, severity, message, by: ctx.by.to_string(), at: ctx.now };
         let reply = Reply::Announced { announcement: Box::new(it.clone()) };
-        let target = EntityRef { kind: Kind::Announcement, id: ctx.id };
-        Ok(Step::to(it, reply, "announced").event(Event::Announced { announcement_id: id }).audit(Audit::new(
-            AuditAction::NotificationsBroadcast,
-            target,
-            metadata,
-        )))
+        let target = EntityRef { kind: EntityKind::Announcement, id: ctx.id };
+        Ok(Transition::to(it, reply, "announced")
+            .event(Event::Announced { announcement_id: id })
+            .audit(AuditRecord::new(AuditAction::NotificationsBroadcast, target, metadata)))
     }
 
     fn state(&self) -> &'static str {
@@ -105,8 +107,8 @@ impl Machine for Announcement {
         None
     }
 
-    fn keys(&self) -> Keys {
-        Keys::default()
+    fn keys(&self) -> IndexKeys {
+        IndexKeys::default()
     }
 
     fn tick() -> Command {
@@ -122,14 +124,14 @@ mod tests {
     use crate::policy::PolicyBook;
     use uuid::Uuid;
 
-    fn decide(state: Option<&Announcement>, command: Command) -> Result<Step<Announcement>, Rejection> {
+    fn decide(state: Option<&Announcement>, command: Command) -> Result<Transition<Announcement>, Rejection> {
         let (policy, by) = (PolicyBook::default(), Principal::system("an operator"));
-        let ctx = Ctx {
+        let ctx = TransitionContext {
             now: Timestamp::UNIX_EPOCH,
             policy: &policy,
             by: &by,
             correlation_id: "c",
-            trace: machine::Trace::default(),
+            trace: machine::TraceContext::default(),
             seed: 1,
             id: Uuid::from_u128(9),
             version: 0,
@@ -138,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_said_once_and_audited_with_its_words() {
+    fn announcement_is_published_once_and_audited_with_its_text() {
         let announce = || Command::Announce { severity: Severity::Warning, message: "Maintenance at noon.".to_owned() };
         let step = decide(None, announce()).unwrap();
         assert_eq!(step.events, [Event::Announced { announcement_id: AnnouncementId(Uuid::from_u128(9)) }]);

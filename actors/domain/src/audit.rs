@@ -1,15 +1,15 @@
-//! What is audited, as one table to review (specification, *Audit log entry*: every onboarding, failure, reissue, lifecycle
-//! action, SSH key mutation and policy change).
+//! The audited actions, as one table to review (specification, *Audit log entry*: every onboarding, failure, reissue, lifecycle action,
+//! SSH key mutation and policy change).
 
 use crate::id::EntityRef;
 use crate::machine::Timestamp;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 
-/// The rows: what it is called in the log, and when it is written.
+/// The rows: the name in the log, and when a row is written.
 macro_rules! actions {
     ($($variant:ident $name:literal: $when:literal;)+) => {
-        /// What was done, or failed.
+        /// An action that was done, or that failed.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
         pub enum AuditAction {
             $(#[doc = $when] $variant,)+
@@ -128,35 +128,35 @@ actions! {
     RuntimeRestart "runtime.restart": "an operator had an entity or a worker started anew";
 }
 
-/// One row of the audit log. Who, when and under which correlation id is the shell's to add.
+/// One row of the audit log. The shell adds the actor, the time and the correlation id.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Audit {
+pub struct AuditRecord {
     pub action: AuditAction,
     pub target: EntityRef,
     /// Identifiers and reasons; never a secret.
     pub metadata: serde_json::Value,
 }
 
-impl Audit {
+impl AuditRecord {
     #[must_use]
     pub const fn new(action: AuditAction, target: EntityRef, metadata: serde_json::Value) -> Self {
         Self { action, target, metadata }
     }
 }
 
-/// Of refusals one is audited in so long: whoever is refused can ask again at once, and must not fill the log.
-pub const REFUSALS_APART: TimeDelta = TimeDelta::minutes(1);
+/// The interval between audited refusals: a refused caller can repeat the request at once, and must not fill the log.
+pub const REFUSAL_AUDIT_INTERVAL: TimeDelta = TimeDelta::minutes(1);
 
 /// When an entity's last refusal was audited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Refusals(Option<Timestamp>);
+pub struct RefusalAudit(Option<Timestamp>);
 
-impl Refusals {
-    /// The same after a refusal that is to be audited; `None` where one was audited a moment ago.
+impl RefusalAudit {
+    /// The state after a refusal that is to be audited; `None` where one was audited within the interval.
     #[must_use]
     pub fn audited(self, now: Timestamp) -> Option<Self> {
-        let due = self.0.is_none_or(|last| now >= last + REFUSALS_APART || now < last);
+        let due = self.0.is_none_or(|last| now >= last + REFUSAL_AUDIT_INTERVAL || now < last);
         due.then_some(Self(Some(now)))
     }
 }
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn every_action_has_a_name_of_its_own_that_says_no_secret() {
+    fn every_audit_action_has_a_unique_name() {
         let names: BTreeSet<_> = AuditAction::ALL.iter().map(|action| action.as_str()).collect();
         assert_eq!(names.len(), AuditAction::ALL.len());
         assert!(
@@ -189,9 +189,9 @@ mod tests {
     }
 
     #[test]
-    fn of_many_refusals_one_a_minute_is_audited() {
+    fn one_refusal_per_minute_is_audited() {
         let second = |n| Timestamp::UNIX_EPOCH + TimeDelta::seconds(n);
-        let (mut refusals, mut audited) = (Refusals::default(), Vec::new());
+        let (mut refusals, mut audited) = (RefusalAudit::default(), Vec::new());
         for n in 0..200 {
             if let Some(next) = refusals.audited(second(n)) {
                 refusals = next;

@@ -1,7 +1,7 @@
-//! Who may ask what. Only [`authorize`] makes a [`Permit`], and no command can be asked without one. The rules stand in one
-//! table, so that they can be reviewed as text.
+//! Authorization. Only [`authorize`] makes a [`Permit`], and no command can be sent without one. The rules are one table, so that they can
+//! be reviewed as text.
 
-use crate::commit::Footing;
+use crate::commit::Precondition;
 use crate::id::{NodeId, ServiceAccountId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -10,7 +10,7 @@ use std::fmt;
 /// A role from the identity provider's token (decisions, *Scopes*).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Role {
+pub enum TokenRole {
     User,
     Admin,
 }
@@ -45,36 +45,36 @@ impl fmt::Display for PlatformRole {
     }
 }
 
-/// The platform roles of a subject as Postgres had them at this request. What is done in one of them is committed only if the
-/// bindings still are at the version that was read (I6).
+/// The platform roles of a subject as read from Postgres for this request. A command in one of them commits only if the bindings are still
+/// at the version that was read (I6).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Grant {
     pub roles: BTreeSet<PlatformRole>,
-    pub from: Footing,
+    pub from: Precondition,
 }
 
 /// A person or program with a verified token.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Caller {
+pub struct CallerIdentity {
     /// The token's `sub`.
     pub user_id: String,
-    pub roles: BTreeSet<Role>,
+    pub roles: BTreeSet<TokenRole>,
     pub org_id: Option<String>,
     pub project_id: Option<String>,
     pub plan: Option<String>,
     /// The platform roles, where the request needed one.
     #[serde(default)]
     pub grant: Option<Grant>,
-    /// The service account that acts for the user, where it is not the user who asks.
+    /// The service account that acts for the user, where the caller is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service_account: Option<ServiceAccountId>,
 }
 
-/// Who asks.
+/// Who acts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Principal {
-    Caller(Caller),
+    Caller(CallerIdentity),
     /// A node's agent, known by its client certificate or its enrollment token.
     Node(NodeId),
     /// A worker of the control plane itself, by its name in the supervision tree.
@@ -89,23 +89,23 @@ impl Principal {
 
     #[must_use]
     pub fn is_admin(&self) -> bool {
-        matches!(self, Self::Caller(caller) if caller.roles.contains(&Role::Admin))
+        matches!(self, Self::Caller(caller) if caller.roles.contains(&TokenRole::Admin))
     }
 
-    /// True where the role is bound to the caller, whom the identity provider has not put out either. A platform role is a person's:
-    /// no service account acts in it, so that nobody approves for two.
+    /// True where the role is bound to the caller, and the identity provider still gives the caller a role. Platform roles are for
+    /// persons: no service account acts in one, so that one person cannot give two approvals.
     #[must_use]
     pub fn holds(&self, role: PlatformRole) -> bool {
-        let granted = |caller: &Caller| caller.grant.as_ref().is_some_and(|grant| grant.roles.contains(&role));
+        let granted = |caller: &CallerIdentity| caller.grant.as_ref().is_some_and(|grant| grant.roles.contains(&role));
         matches!(self, Self::Caller(caller)
             if !caller.roles.is_empty() && caller.service_account.is_none() && granted(caller))
     }
 
-    /// What must not have changed when a command by this principal is committed: the bindings, where they alone allow the action.
+    /// The precondition of a command by this principal: the role bindings, where only they allow the action.
     #[must_use]
-    pub fn rests_on(&self, action: Action) -> Option<Footing> {
+    pub fn requires(&self, action: Action) -> Option<Precondition> {
         let Self::Caller(caller) = self else { return None };
-        let without = Self::Caller(Caller { grant: None, ..caller.clone() });
+        let without = Self::Caller(CallerIdentity { grant: None, ..caller.clone() });
         if authorize(&without, action).is_ok() { None } else { caller.grant.as_ref().map(|grant| grant.from) }
     }
 
@@ -120,7 +120,7 @@ impl Principal {
 impl fmt::Display for Principal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Caller(Caller { service_account: Some(id), .. }) => write!(f, "service-account:{id}"),
+            Self::Caller(CallerIdentity { service_account: Some(id), .. }) => write!(f, "service-account:{id}"),
             Self::Caller(caller) => write!(f, "user:{}", caller.user_id),
             Self::Node(id) => write!(f, "node:{id}"),
             Self::System(name) => write!(f, "system:{name}"),
@@ -128,7 +128,7 @@ impl fmt::Display for Principal {
     }
 }
 
-/// What can be asked, at the grain at which it is allowed.
+/// The actions that are authorized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Action {
@@ -136,9 +136,9 @@ pub enum Action {
     ManageNodes,
     /// Create and change catalog entries.
     ManageSkus,
-    /// See the whole catalog, with what waits for an approval.
+    /// See the whole catalog, with the changes that wait for an approval.
     SeeSkus,
-    /// Approve what changes a catalog entry's status. The machine wants two people, one in each role.
+    /// Approve changes of a catalog entry's status. The state machine requires two people, one in each role.
     ApproveSkus,
     /// Bind platform roles to subjects, and revoke them.
     BindPlatformRoles,
@@ -150,43 +150,43 @@ pub enum Action {
     RescueAllocations,
     /// Set policy values.
     ManagePolicy,
-    /// See where the service's own keys stand, and rotate them.
+    /// See the states of the service's own keys, and rotate them.
     RotateKeys,
-    /// Rent GPUs.
+    /// Request allocations.
     Rent,
-    /// Give back what one rents oneself; an administrator anybody's. The machine checks whose it is.
+    /// Release one's own allocations; an administrator anyone's. The state machine checks the owner.
     Release,
-    /// Name and label what one rents oneself; an administrator anybody's. The machine checks whose it is.
+    /// Name and label one's own allocations; an administrator anyone's. The state machine checks the owner.
     ReviseAllocations,
-    /// Open terminals on what one rents oneself, and connect to them. A service account opens none. The machine checks whose it is.
+    /// Open terminals on one's own allocations, and connect to them. A service account opens none. The state machine checks the owner.
     OpenTerminals,
-    /// See everybody's terminal sessions, and close them.
+    /// See all terminal sessions, and close them.
     OperateTerminals,
-    /// Read the recordings of one's own terminal sessions; an administrator anybody's. A service account reads none. The machine
-    /// checks whose it is.
+    /// Read the recordings of one's own terminal sessions; an administrator anyone's. A service account reads none. The state machine
+    /// checks the owner.
     ReadRecordings,
-    /// See everybody's billing accounts and their ledgers.
+    /// See all billing accounts and their ledgers.
     SeeBilling,
-    /// Open billing accounts, give and take by a reason.
+    /// Open billing accounts, credit and debit them with a reason.
     AdjustBilling,
-    /// Have what the payment processor said tried anew, or dismiss it.
+    /// Retry or dismiss events of the payment processor.
     SettleProcessorEvents,
-    /// Say something to everybody who listens.
+    /// Announce something to all connected clients.
     Announce,
-    /// Bring money into one's own account, or one's organisation's.
+    /// Pay into one's own account, or one's organization's.
     Pay,
-    /// Ask back what one paid oneself. A service account asks for none. The machine checks whose it is.
+    /// Request a refund of one's own payment. A service account requests none. The state machine checks the payer.
     AskMoneyBack,
-    /// Keep one's own SSH keys.
+    /// Manage one's own SSH keys.
     KeepKeys,
-    /// Make, change and delete one's own service accounts; an administrator changes and deletes anybody's. A service account
-    /// makes and changes none. The machine checks whose it is.
+    /// Create, change and delete one's own service accounts; an administrator changes and deletes anyone's. A service account creates and
+    /// changes none. The state machine checks the owner.
     KeepServiceAccounts,
-    /// Choose where one is told of events, and one's organization; an administrator anybody's. The machine checks whose it is.
+    /// Manage one's own notification endpoints, and one's organization's; an administrator anyone's. The state machine checks the owner.
     KeepNotificationEndpoints,
-    /// What a node's agent says and asks, of its own node alone. The machine checks which.
+    /// Commands of a node's agent, for its own node alone. The state machine checks which.
     SpeakForNode,
-    /// What the control plane's workers tell the machines.
+    /// Commands of the control plane's workers.
     Advance,
 }
 
@@ -273,18 +273,18 @@ enum Rule {
     Admin,
     /// An administrator, and no service account.
     AdminInPerson,
-    /// An administrator, or somebody in one of these platform roles.
+    /// An administrator, or a caller in one of these platform roles.
     AdminOr(&'static [PlatformRole]),
-    /// Somebody in one of these platform roles; being an administrator is not enough.
+    /// A caller in one of these platform roles; being an administrator is not enough.
     OneOf(&'static [PlatformRole]),
     AnyRole,
-    /// Any role, and no service account: what a person answers for with their own log-in.
+    /// Any role, and no service account: a person acts with their own login.
     Person,
     Node,
     System,
 }
 
-/// The proof that [`authorize`] said yes. It names who asked and for what; commands carry it.
+/// The proof that [`authorize`] allowed the action. It names the principal and the action; commands carry it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Permit {
     principal: Principal,
@@ -306,8 +306,8 @@ impl Permit {
 /// May `principal` do `action`?
 ///
 /// # Errors
-/// [`Denied`] says which action was refused to whom.
-pub fn authorize(principal: &Principal, action: Action) -> Result<Permit, Denied> {
+/// [`PermissionDenied`] says which action was refused to whom.
+pub fn authorize(principal: &Principal, action: Action) -> Result<Permit, PermissionDenied> {
     let allowed = match (action.rule(), principal) {
         (Rule::Admin, who) => who.is_admin(),
         (Rule::AdminInPerson, Principal::Caller(caller)) => principal.is_admin() && caller.service_account.is_none(),
@@ -321,13 +321,13 @@ pub fn authorize(principal: &Principal, action: Action) -> Result<Permit, Denied
     if allowed {
         Ok(Permit { principal: principal.clone(), action })
     } else {
-        Err(Denied { principal: principal.to_string(), action })
+        Err(PermissionDenied { principal: principal.to_string(), action })
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{principal} may not {action:?}")]
-pub struct Denied {
+pub struct PermissionDenied {
     /// As the audit log names an actor.
     pub principal: String,
     pub action: Action,
@@ -340,28 +340,28 @@ mod tests {
     use std::fmt::Write as _;
     use uuid::Uuid;
 
-    fn caller(roles: &[Role], platform: &[PlatformRole]) -> Principal {
-        let footing = Footing { entity: Uuid::from_u128(1), version: 3 };
-        Principal::Caller(Caller {
+    fn caller(roles: &[TokenRole], platform: &[PlatformRole]) -> Principal {
+        let precondition = Precondition { entity: Uuid::from_u128(1), version: 3 };
+        Principal::Caller(CallerIdentity {
             user_id: "u".into(),
             roles: roles.iter().copied().collect(),
             org_id: None,
             project_id: None,
             plan: None,
-            grant: Some(Grant { roles: platform.iter().copied().collect(), from: footing }),
+            grant: Some(Grant { roles: platform.iter().copied().collect(), from: precondition }),
             service_account: None,
         })
     }
 
-    fn account(roles: &[Role]) -> Principal {
+    fn account(roles: &[TokenRole]) -> Principal {
         let Principal::Caller(owner) = caller(roles, &PlatformRole::ALL) else { unreachable!() };
         let service_account = Some(ServiceAccountId(Uuid::nil()));
-        Principal::Caller(Caller { service_account, ..owner })
+        Principal::Caller(CallerIdentity { service_account, ..owner })
     }
 
     #[test]
     fn a_service_account_acts_under_its_own_name_for_its_owner() {
-        let account = account(&[Role::User]);
+        let account = account(&[TokenRole::User]);
         assert_eq!(account.to_string(), "service-account:00000000-0000-0000-0000-000000000000");
         assert!(account.is_user("u"));
     }
@@ -370,12 +370,12 @@ mod tests {
     fn the_permission_matrix_is_as_reviewed() {
         let mut who = vec![
             ("nobody", caller(&[], &PlatformRole::ALL)),
-            ("user", caller(&[Role::User], &[])),
-            ("admin", caller(&[Role::Admin], &[])),
+            ("user", caller(&[TokenRole::User], &[])),
+            ("admin", caller(&[TokenRole::Admin], &[])),
         ];
-        who.extend(PlatformRole::ALL.map(|role| (role.name(), caller(&[Role::User], &[role]))));
-        who.push(("user's account", account(&[Role::User])));
-        who.push(("admin's account", account(&[Role::Admin])));
+        who.extend(PlatformRole::ALL.map(|role| (role.name(), caller(&[TokenRole::User], &[role]))));
+        who.push(("user's account", account(&[TokenRole::User])));
+        who.push(("admin's account", account(&[TokenRole::Admin])));
         who.push(("node", Principal::Node(NodeId(Uuid::nil()))));
         who.push(("system", Principal::system("x")));
         let width = Action::ALL.map(|action| format!("{action:?}").len()).into_iter().max().unwrap();
@@ -393,19 +393,19 @@ mod tests {
     }
 
     #[test]
-    fn what_a_platform_role_alone_allows_rests_on_its_bindings() {
-        let all = caller(&[Role::Admin], &PlatformRole::ALL);
-        let operator = caller(&[Role::User], &[PlatformRole::PlatformOperations]);
-        let footing = Some(Footing { entity: Uuid::from_u128(1), version: 3 });
-        assert_eq!(all.rests_on(Action::ApproveSkus), footing);
-        assert_eq!(all.rests_on(Action::SeeSkus), None, "an administrator may without");
-        assert_eq!(operator.rests_on(Action::SeeSkus), footing);
-        assert_eq!(operator.rests_on(Action::Rent), None);
-        assert_eq!(Principal::system("x").rests_on(Action::Advance), None);
+    fn action_allowed_only_by_a_platform_role_requires_its_bindings() {
+        let all = caller(&[TokenRole::Admin], &PlatformRole::ALL);
+        let operator = caller(&[TokenRole::User], &[PlatformRole::PlatformOperations]);
+        let precondition = Some(Precondition { entity: Uuid::from_u128(1), version: 3 });
+        assert_eq!(all.requires(Action::ApproveSkus), precondition);
+        assert_eq!(all.requires(Action::SeeSkus), None, "an administrator may without");
+        assert_eq!(operator.requires(Action::SeeSkus), precondition);
+        assert_eq!(operator.requires(Action::Rent), None);
+        assert_eq!(Principal::system("x").requires(Action::Advance), None);
     }
 
     #[test]
-    fn a_caller_of_the_release_before_is_understood() {
+    fn caller_of_the_previous_release_is_read() {
         let before = r#"{"caller":{"user_id":"u","roles":["admin"],"org_id":null,"project_id":null,"plan":null}}"#;
         assert!(serde_json::from_str::<Principal>(before).unwrap().is_admin());
     }

@@ -1,10 +1,10 @@
-//! A billing account: prepaid money, and the meters of what it is spent on (decisions 6; the design is in deploy/decisions/0025).
+//! A billing account: prepaid money, and the meters of what it is spent on (decisions 6; the design is in deploy/decisions/0022).
 //!
-//! It belongs to a user, or to the org that the user's token names. The allocation's saga asks it before anything else to hold what
-//! a first window costs; from then on it hears of the allocation by [`Command::Usage`] alone, which says all that is known each time, so
-//! that it may come late, twice and in any order. A meter counts from its allocation's beginning; what is due is the difference to what was
-//! charged before (`Rate::over`), so that nothing is lost and nothing is charged twice, however long the windows are and however late they
-//! are worked on.
+//! It belongs to a user, or to the organization that the user's token names. The allocation's saga first asks it to hold the cost of a
+//! first window; after that it learns of the allocation by [`Command::Usage`] alone, which carries all that is known each time, so that it
+//! may arrive late, twice and in any order. A meter counts from its allocation's start; what is due is the difference to what was charged
+//! before (`HourlyRate::over`), so that nothing is lost and nothing is charged twice, however long the windows are and however late they
+//! are processed.
 //!
 //! ```text
 //! open ──next window not covered──▶ grace ──its end: what runs is released──▶ depleted
@@ -18,26 +18,26 @@ mod payments;
 #[cfg(test)]
 mod tests;
 
-use crate::again::Again;
-use crate::audit::{Audit, AuditAction};
+use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
-use crate::id::{AllocationId, BillingAccountId, EntityRef, Kind, PaymentId, RefundId};
+use crate::id::{AllocationId, BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId};
 use crate::ledger::PostingKind;
-use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
-use crate::money::{Currency, HIGHEST_BALANCE_MINOR, Micro, Price, Rate};
-use crate::policy::{Key, Scopes};
-use accrual::Draft;
-use payments::Spent;
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::money::{Currency, HIGHEST_BALANCE_MINOR, HourlyRate, MicroAmount, Price};
+use crate::policy::{PolicyKey, Scopes};
+use crate::resend_timer::ResendTimer;
+use accrual::AccountUpdate;
+use payments::AllocationCost;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::fmt;
 
 pub use accrual::Window;
-pub use meter::{Meter, Run};
-pub use payments::{How, Moved, Refunded};
+pub use meter::{MeterRun, UsageMeter};
+pub use payments::{PostingRecord, PostingResult, RefundedCost};
 
-/// Whose an account is.
+/// The owner of an account.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Holder {
@@ -46,7 +46,7 @@ pub enum Holder {
 }
 
 impl Holder {
-    /// Who pays for what this user rents: the org, where their token names one.
+    /// The holder who pays for this user's allocations: the organization, where the token names one.
     #[must_use]
     pub fn paying_for(user_id: &str, org_id: Option<&str>) -> Self {
         org_id.map_or_else(|| Self::User(user_id.to_owned()), |org| Self::Org(org.to_owned()))
@@ -56,7 +56,7 @@ impl Holder {
         matches!(self, Self::User(id) if id == user_id)
     }
 
-    /// The org whose it is.
+    /// The organization, where it is the holder.
     #[must_use]
     pub fn org_id(&self) -> Option<&str> {
         match self {
@@ -90,26 +90,26 @@ pub struct BillingAccount {
     pub id: BillingAccountId,
     pub holder: Holder,
     pub currency: Currency,
-    /// What is in the ledger's `prepaid` for it: the sum of its entries.
-    pub balance: Micro,
+    /// Its balance in the ledger's `prepaid` account: the sum of its entries.
+    pub balance: MicroAmount,
     /// How many postings it has.
     pub postings: i64,
-    pub meters: BTreeMap<AllocationId, Meter>,
-    /// Allocations that were billed to their end lately: what is said of them late is not billed again.
+    pub meters: BTreeMap<AllocationId, UsageMeter>,
+    /// Allocations that ended lately and were billed to their end: late usage of them is not billed again.
     pub ended: BTreeMap<AllocationId, Timestamp>,
-    /// The window that is running, while something is metered.
+    /// The current window, while any allocation is metered.
     pub window: Option<Window>,
-    /// The balance is below the threshold, and that was said, or it was never above.
+    /// The balance is below the threshold and the event was published, or it was never above.
     pub is_low: bool,
     pub depletion: Option<Depletion>,
-    /// When it asks again how its allocations stand.
-    pub again: Option<Again>,
-    /// What payments moved lately: said again, it is answered again and not posted again.
+    /// When it asks its allocations for their state again.
+    pub again: Option<ResendTimer>,
+    /// The recent postings of payments: a repeated command is answered again and not posted again.
     #[serde(default)]
-    pub moved: BTreeMap<String, Moved>,
-    /// What was given back of allocations' costs.
+    pub moved: BTreeMap<String, PostingRecord>,
+    /// The refunds of allocations' costs.
     #[serde(default)]
-    pub refunded: BTreeMap<AllocationId, Refunded>,
+    pub refunded: BTreeMap<AllocationId, RefundedCost>,
     pub opened_at: Timestamp,
 }
 
@@ -118,9 +118,9 @@ pub struct BillingAccount {
 pub struct Depletion {
     /// The end of the last window that was covered.
     pub at: Timestamp,
-    /// The grace is over: what runs is released, and what accrues from then on is ours to bear.
+    /// The end of the grace period: running allocations are released, and what accrues from then on is written off.
     pub release_at: Timestamp,
-    /// It has come to that.
+    /// The grace period has ended.
     pub is_over: bool,
 }
 
@@ -131,7 +131,7 @@ pub enum Command {
         holder: Holder,
         currency: Currency,
     },
-    /// Sets aside what a first window of the allocation costs, if that is there.
+    /// Holds the cost of a first window of the allocation, if the account covers it.
     Hold {
         holder: Holder,
         allocation_id: AllocationId,
@@ -139,58 +139,58 @@ pub enum Command {
         price: Price,
         gpu_count: u32,
     },
-    /// All that is known of when the allocation was and is used. Without a beginning and with an end: it never will be.
+    /// All that is known of the allocation's usage. With an end and without a start: it never starts.
     Usage {
         allocation_id: AllocationId,
         from: Option<Timestamp>,
         until: Option<Timestamp>,
     },
-    /// An operator gives, or with a negative amount takes.
+    /// An operator credits the account, or debits it with a negative amount.
     Adjust {
         amount_minor: i64,
         currency: Currency,
         reason: String,
     },
-    /// A payment is there. It opens the account, where there is none.
+    /// A payment is credited. It opens the account, where there is none.
     Deposit {
         payment_id: PaymentId,
         holder: Holder,
         currency: Currency,
         amount_minor: i64,
     },
-    /// Sets aside what a payer asks back, if that is there; where it is not exact, less will do.
+    /// Debits a refund that the payer requests, if the account covers it; where it is not exact, a smaller amount is debited.
     TakeRefund {
         refund_id: RefundId,
         payment_id: PaymentId,
         amount_minor: i64,
         is_exact: bool,
     },
-    /// The processor has not paid it.
+    /// Credits a refund that the processor did not pay.
     GiveBackRefund {
         refund_id: RefundId,
         payment_id: PaymentId,
         amount_minor: i64,
     },
-    /// Of a payment something was taken back at the processor.
+    /// Debits a part of a payment that was taken back at the processor.
     Reverse {
         reversal_id: String,
         payment_id: PaymentId,
         is_dispute: bool,
         amount_minor: i64,
     },
-    /// And is there again.
+    /// Credits it again after its undoing.
     UndoReversal {
         reversal_id: String,
         payment_id: PaymentId,
         is_dispute: bool,
         amount_minor: i64,
     },
-    /// An operator gives back of what an allocation has cost: so much, or all that is left of it.
+    /// An operator refunds an amount of an allocation's cost, or all that is left of it.
     RefundAllocation {
         refund_id: RefundId,
         allocation_id: AllocationId,
-        /// What it has cost, by the ledger, where it is not metered any more.
-        cost: Option<Micro>,
+        /// Its cost by the ledger, where it is not metered any more.
+        cost: Option<MicroAmount>,
         /// When it ended.
         ended_at: Option<Timestamp>,
         amount_minor: Option<i64>,
@@ -244,7 +244,7 @@ pub enum Rejection {
     #[error("there is no such billing account")]
     NotFound,
     #[error("{needed} minor units are needed, and {available} are available")]
-    InsufficientBalance { needed: Micro, available: Micro },
+    InsufficientBalance { needed: MicroAmount, available: MicroAmount },
     #[error("the account is in {account}, and this is in {given}")]
     CurrencyDiffers { account: String, given: String },
     #[error("an adjustment is at most {max} minor units, and not zero")]
@@ -252,7 +252,7 @@ pub enum Rejection {
     #[error("an account holds at most {HIGHEST_BALANCE_MINOR} minor units")]
     Full,
     #[error("of what the allocation has cost {left} minor units are left")]
-    MoreThanCost { left: Micro },
+    MoreThanCost { left: MicroAmount },
     #[error("the allocation ended longer than {days} days ago")]
     TooLate { days: i64 },
     #[error("so much was given back of the allocation in too many pieces")]
@@ -262,21 +262,25 @@ pub enum Rejection {
 }
 
 impl Machine for BillingAccount {
-    const KIND: Kind = Kind::BillingAccount;
-    /// A meter for each allocation of the quota (10,000 at most), and what is remembered of payments and refunds.
+    const KIND: EntityKind = EntityKind::BillingAccount;
+    /// A meter for each allocation of the quota (10,000 at most), and what is remembered of postings and refunds.
     const SNAPSHOT_MOST: usize = 4096 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
             (None, Command::Open { holder, currency }) => {
                 let account = Self::opened(holder, currency, ctx);
                 let audit = account.audit(AuditAction::BillingOpen, json!({ "currency": account.currency.as_str() }));
-                Ok(Draft::of(&account).step_shown("opened by an operator", ctx).audit(audit))
+                Ok(AccountUpdate::of(&account).transition_with_account("opened by an operator", ctx).audit(audit))
             }
-            // What costs nothing needs no money, and yet a meter.
+            // An allocation without a price needs no money, but it has a meter.
             (None, Command::Hold { holder, allocation_id, user_id, price, gpu_count }) => {
                 let account = Self::opened(holder, price.currency.clone(), ctx);
                 account.hold(allocation_id, user_id, &price, gpu_count, ctx)
@@ -285,7 +289,7 @@ impl Machine for BillingAccount {
                 let account = Self::opened(holder, currency.clone(), ctx);
                 account.deposit(payment_id, &currency, amount_minor, ctx)
             }
-            (None, Command::Usage { .. } | Command::Tick) => Ok(Step::stay(Reply::Done)),
+            (None, Command::Usage { .. } | Command::Tick) => Ok(Transition::stay(Reply::Done)),
             (
                 None,
                 Command::Adjust { .. }
@@ -295,7 +299,7 @@ impl Machine for BillingAccount {
                 | Command::UndoReversal { .. }
                 | Command::RefundAllocation { .. },
             ) => Err(Rejection::NotFound),
-            (Some(account), Command::Open { currency, .. }) => account.open_again(&currency),
+            (Some(account), Command::Open { currency, .. }) => account.reopen(&currency),
             (Some(account), Command::Hold { holder: _, allocation_id, user_id, price, gpu_count }) => {
                 account.hold(allocation_id, user_id, &price, gpu_count, ctx)
             }
@@ -323,9 +327,14 @@ impl Machine for BillingAccount {
             (
                 Some(account),
                 Command::RefundAllocation { refund_id, allocation_id, cost, ended_at, amount_minor, reason },
-            ) => {
-                account.refund_allocation(refund_id, allocation_id, Spent { cost, ended_at }, amount_minor, reason, ctx)
-            }
+            ) => account.refund_allocation(
+                refund_id,
+                allocation_id,
+                AllocationCost { cost, ended_at },
+                amount_minor,
+                reason,
+                ctx,
+            ),
             (Some(account), Command::Tick) => Ok(account.tick(ctx)),
         }
     }
@@ -352,10 +361,10 @@ impl Machine for BillingAccount {
         [window, release, self.again.map(|again| again.at)].into_iter().flatten().min()
     }
 
-    fn keys(&self) -> Keys {
+    fn keys(&self) -> IndexKeys {
         match &self.holder {
-            Holder::User(user_id) => Keys { owner: Some(user_id.clone()), ..Keys::default() },
-            Holder::Org(_) => Keys::default(),
+            Holder::User(user_id) => IndexKeys { owner: Some(user_id.clone()), ..IndexKeys::default() },
+            Holder::Org(_) => IndexKeys::default(),
         }
     }
 
@@ -365,17 +374,17 @@ impl Machine for BillingAccount {
 }
 
 impl BillingAccount {
-    fn opened(holder: Holder, currency: Currency, ctx: &Ctx<'_>) -> Self {
+    fn opened(holder: Holder, currency: Currency, ctx: &TransitionContext<'_>) -> Self {
         Self {
             id: BillingAccountId(ctx.id),
             holder,
             currency,
-            balance: Micro::ZERO,
+            balance: MicroAmount::ZERO,
             postings: 0,
             meters: BTreeMap::new(),
             ended: BTreeMap::new(),
             window: None,
-            // An account that begins with nothing has not fallen below anything.
+            // An empty account is low from the start: its balance did not fall below the threshold.
             is_low: true,
             depletion: None,
             again: None,
@@ -385,9 +394,9 @@ impl BillingAccount {
         }
     }
 
-    fn open_again(&self, currency: &Currency) -> Result<Step<Self>, Rejection> {
+    fn reopen(&self, currency: &Currency) -> Result<Transition<Self>, Rejection> {
         self.in_currency(currency)?;
-        Ok(Step::stay(Reply::Account { account: Box::new(self.clone()) }))
+        Ok(Transition::stay(Reply::Account { account: Box::new(self.clone()) }))
     }
 
     fn in_currency(&self, given: &Currency) -> Result<(), Rejection> {
@@ -398,62 +407,63 @@ impl BillingAccount {
         Err(Rejection::CurrencyDiffers { account, given })
     }
 
-    /// What could be held for something new: the balance without what is held, and without what runs may cost for a window from `now`. The
-    /// running window may end later than that, where windows were longer when it began: it is covered to its end.
+    /// The amount that could be held for a new allocation: the balance without what is held, and without what running allocations may cost
+    /// for a window from `now`. The current window may end later than that, where windows were longer when it began: it is covered to its
+    /// end.
     #[must_use]
-    pub fn available(&self, now: Timestamp, window: chrono::TimeDelta) -> Micro {
+    pub fn available(&self, now: Timestamp, window: chrono::TimeDelta) -> MicroAmount {
         let until = self.window.map_or(now + window, |running| running.ends_at.max(now + window));
         self.balance.minus(self.reserved(until))
     }
 
-    /// What must be there for all that is held and runs, where the next charge is at `until`.
-    fn reserved(&self, until: Timestamp) -> Micro {
+    /// The amount that covers everything held and running, where the next charge is at `until`.
+    fn reserved(&self, until: Timestamp) -> MicroAmount {
         self.meters.values().map(|meter| meter.reserved(until)).sum()
     }
 
-    /// True where the balance covers what can accrue until the next charge. In the grace after a depletion, and after it, each
-    /// allocation has an end of its own instead (`Run::cut_at`).
+    /// True where the balance covers what can accrue until the next charge. In the grace period after a depletion, and after it, each
+    /// allocation has a cut-off time of its own instead (`MeterRun::cut_at`).
     #[must_use]
     pub fn is_covered_until_the_next_charge(&self) -> bool {
         let in_grace = self.depletion.is_some_and(|depletion| !depletion.is_over);
-        !self.meters.values().any(Meter::accrues) || !in_grace && self.runs_are_covered()
+        !self.meters.values().any(UsageMeter::accrues) || !in_grace && self.runs_are_covered()
     }
 
-    /// The balance is enough for what runs, not counting what is held for others.
+    /// The balance covers the running allocations, without the holds of others.
     fn runs_are_covered(&self) -> bool {
         self.window.is_some_and(|window| {
             let running = self.meters.values().filter(|meter| meter.run.is_some());
-            running.map(|meter| meter.reserved(window.ends_at)).sum::<Micro>() <= self.balance
+            running.map(|meter| meter.reserved(window.ends_at)).sum::<MicroAmount>() <= self.balance
         })
     }
 
-    /// What is set aside for what is not active yet.
+    /// The sum of the holds for allocations that are not active yet.
     #[must_use]
-    pub fn held(&self) -> Micro {
+    pub fn held(&self) -> MicroAmount {
         self.meters.values().filter(|meter| meter.run.is_none()).map(|meter| meter.held).sum()
     }
 
-    /// What runs costs an hour, in minor units.
+    /// The cost of the running allocations per hour, in minor units.
     #[must_use]
     pub fn burn_minor_per_hour(&self) -> i64 {
         self.running().map(|(meter, _)| meter.rate.minor_per_hour()).fold(0, i64::saturating_add)
     }
 
-    /// What accrued until `now` and is not posted.
+    /// The amount that accrued until `now` and is not posted.
     #[must_use]
-    pub fn accrued(&self, now: Timestamp) -> Micro {
+    pub fn accrued(&self, now: Timestamp) -> MicroAmount {
         self.running().map(|(meter, run)| run.due(meter.rate, now)).sum()
     }
 
-    /// Who rents what is metered.
+    /// The user who rents the metered allocation.
     #[must_use]
-    pub fn renter<'a>(&'a self, meter: &'a Meter) -> &'a str {
+    pub fn renter<'a>(&'a self, meter: &'a UsageMeter) -> &'a str {
         let (Holder::User(holder) | Holder::Org(holder)) = &self.holder;
         meter.user_id.as_deref().unwrap_or(holder)
     }
 
-    /// Those whose allocation is active.
-    pub fn running(&self) -> impl Iterator<Item = (&Meter, &Run)> {
+    /// The meters of active allocations.
+    pub fn running(&self) -> impl Iterator<Item = (&UsageMeter, &MeterRun)> {
         self.meters.values().filter_map(|meter| meter.run.as_ref().map(|run| (meter, run)))
     }
 
@@ -463,30 +473,30 @@ impl BillingAccount {
         user_id: String,
         price: &Price,
         gpu_count: u32,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         if self.meters.contains_key(&allocation_id) || self.ended.contains_key(&allocation_id) {
-            return Ok(Step::stay(Reply::Done));
+            return Ok(Transition::stay(Reply::Done));
         }
-        let rate = Rate::of(price, gpu_count);
-        let mut draft = Draft::of(self);
+        let rate = HourlyRate::of(price, gpu_count);
+        let mut draft = AccountUpdate::of(self);
         draft.settle(ctx);
-        let window = ctx.policy.seconds(Key::BillingWindow, &self.holder.scopes(), ctx.now);
+        let window = ctx.policy.seconds(PolicyKey::BillingWindow, &self.holder.scopes(), ctx.now);
         let needed = rate.over(ctx.now, ctx.now + window);
         if rate.minor_per_hour() > 0 {
             self.in_currency(&price.currency)?;
             let available = draft.account.available(ctx.now, window);
-            if available < needed || available <= Micro::ZERO {
+            if available < needed || available <= MicroAmount::ZERO {
                 return Err(Rejection::InsufficientBalance { needed, available });
             }
-            // It goes on with what is left.
+            // The account is open again with its remaining balance.
             draft.account.depletion = draft.account.depletion.filter(|depletion| !depletion.is_over);
         }
         let user_id = Some(user_id).filter(|user_id| !self.holder.is_user(user_id));
-        let meter = Meter { user_id, rate, held: needed, run: None };
+        let meter = UsageMeter { user_id, rate, held: needed, run: None };
         draft.account.meters.insert(allocation_id, meter);
-        draft.account.again = Some(Again::first(ctx.now));
-        Ok(draft.step(format!("a window of allocation {allocation_id} is held"), ctx))
+        draft.account.again = Some(ResendTimer::first(ctx.now));
+        Ok(draft.transition(format!("a window of allocation {allocation_id} is held"), ctx))
     }
 
     fn usage(
@@ -494,18 +504,18 @@ impl BillingAccount {
         allocation_id: AllocationId,
         from: Option<Timestamp>,
         until: Option<Timestamp>,
-        ctx: &Ctx<'_>,
-    ) -> Step<Self> {
-        let Some(meter) = self.meters.get(&allocation_id) else { return Step::stay(Reply::Done) };
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let Some(meter) = self.meters.get(&allocation_id) else { return Transition::stay(Reply::Done) };
         if meter.run.is_some() && until.is_none() {
-            return Step::stay(Reply::Done);
+            return Transition::stay(Reply::Done);
         }
-        let mut draft = Draft::of(self);
+        let mut draft = AccountUpdate::of(self);
         match (from, until) {
-            (None, None) => return Step::stay(Reply::Done),
+            (None, None) => return Transition::stay(Reply::Done),
             (None, Some(_)) if meter.run.is_none() => draft.drop_hold(allocation_id, ctx),
-            // Said by somebody who did not know more: it did begin.
-            (None, Some(_)) => return Step::stay(Reply::Done),
+            // From a sender that knew less: it did start.
+            (None, Some(_)) => return Transition::stay(Reply::Done),
             (Some(from), until) => {
                 draft.settle_until(from.min(ctx.now), ctx);
                 draft.begin(allocation_id, from, ctx);
@@ -517,7 +527,7 @@ impl BillingAccount {
         }
         draft.settle(ctx);
         let since = if until.is_none() { "metered" } else { "metered no more" };
-        draft.step(format!("allocation {allocation_id} is {since}"), ctx)
+        draft.transition(format!("allocation {allocation_id} is {since}"), ctx)
     }
 
     fn adjust(
@@ -525,14 +535,14 @@ impl BillingAccount {
         amount_minor: i64,
         currency: &Currency,
         reason: String,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
-        let max = ctx.policy.int(Key::BillingAdjustmentMax, &self.holder.scopes(), ctx.now);
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        let max = ctx.policy.int(PolicyKey::BillingAdjustmentMax, &self.holder.scopes(), ctx.now);
         let amount =
-            Micro::of_minor(amount_minor).filter(|_| amount_minor != 0 && (-max..=max).contains(&amount_minor));
+            MicroAmount::of_minor(amount_minor).filter(|_| amount_minor != 0 && (-max..=max).contains(&amount_minor));
         let amount = amount.ok_or(Rejection::Amount { max })?;
         self.in_currency(currency)?;
-        let mut draft = Draft::of(self);
+        let mut draft = AccountUpdate::of(self);
         draft.settle(ctx);
         let audit = self.audit(
             AuditAction::BillingAdjust,
@@ -543,29 +553,33 @@ impl BillingAccount {
                 return Err(Rejection::Full);
             }
             draft.post(PostingKind::Credit, amount, None, Some(reason));
-            draft.money_came_in(ctx);
+            draft.after_credit(ctx);
         } else {
-            let window = ctx.policy.seconds(Key::BillingWindow, &self.holder.scopes(), ctx.now);
-            let (needed, available) = (Micro::ZERO.minus(amount), draft.account.available(ctx.now, window));
+            let window = ctx.policy.seconds(PolicyKey::BillingWindow, &self.holder.scopes(), ctx.now);
+            let (needed, available) = (MicroAmount::ZERO.minus(amount), draft.account.available(ctx.now, window));
             if available < needed {
                 return Err(Rejection::InsufficientBalance { needed, available });
             }
             draft.post(PostingKind::Debit, needed, None, Some(reason));
         }
-        Ok(draft.step_shown("adjusted by an operator", ctx).audit(audit))
+        Ok(draft.transition_with_account("adjusted by an operator", ctx).audit(audit))
     }
 
-    fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
-        let mut draft = Draft::of(self);
-        draft.ask_again(ctx);
+    fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let mut draft = AccountUpdate::of(self);
+        draft.resend_unanswered(ctx);
         draft.settle(ctx);
-        if draft.account == *self { Step::stay(Reply::Done) } else { draft.step("what was due is done", ctx) }
+        if draft.account == *self {
+            Transition::stay(Reply::Done)
+        } else {
+            draft.transition("what was due is done", ctx)
+        }
     }
 
-    fn audit(&self, action: AuditAction, mut metadata: serde_json::Value) -> Audit {
+    fn audit(&self, action: AuditAction, mut metadata: serde_json::Value) -> AuditRecord {
         if let Some(fields) = metadata.as_object_mut() {
             fields.insert("holder".to_owned(), json!(self.holder.to_string()));
         }
-        Audit::new(action, EntityRef { kind: Kind::BillingAccount, id: self.id.0 }, metadata)
+        AuditRecord::new(action, EntityRef { kind: EntityKind::BillingAccount, id: self.id.0 }, metadata)
     }
 }

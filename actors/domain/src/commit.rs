@@ -1,19 +1,19 @@
-//! What the shell hands to the store, and what the store answers. Plain data, so that a simulation can stand in for Postgres.
+//! What the shell passes to the store, and what the store returns. Plain data, so that a simulation can replace Postgres.
 
-use crate::audit::Audit;
+use crate::audit::AuditRecord;
 use crate::event::Event;
 use crate::id::{CommandId, EntityRef, EventId, Shard};
 use crate::ledger::Posting;
-use crate::machine::{Keys, Timestamp};
+use crate::machine::{IndexKeys, Timestamp};
 use std::collections::BTreeMap;
 use uuid::Uuid;
 
-/// An owner's term over a shard. Raised by every takeover, checked by every commit, never lowered.
+/// The number of an ownership of a shard. Every takeover raises it, every commit checks it, and it is never lowered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
 pub struct Epoch(pub i64);
 
-/// One transition, ready to be made durable: the snapshot and everything that is written with it or not at all.
+/// One transition, ready to be made durable: the snapshot and everything that is written together with it.
 #[derive(Clone, Debug)]
 pub struct Commit {
     pub entity: EntityRef,
@@ -25,10 +25,10 @@ pub struct Commit {
     pub snapshot: String,
     pub from_state: Option<&'static str>,
     pub to_state: &'static str,
-    pub keys: Keys,
+    pub keys: IndexKeys,
     pub claims: SetChange,
     pub terms: SetChange,
-    /// When the entity wants to be woken, and why it is waiting.
+    /// The entity's next wake-up, and what it waits for.
     pub timer: Option<Timer>,
     pub at: Timestamp,
     pub command_name: &'static str,
@@ -38,24 +38,24 @@ pub struct Commit {
     pub correlation_id: String,
     pub traceparent: Option<String>,
     pub tracestate: Option<String>,
-    pub audit: Vec<Audit>,
+    pub audit: Vec<AuditRecord>,
     pub outbox: Vec<(EventId, Event)>,
     /// Rows of the ledger, for the entity that is a billing account.
     pub postings: Vec<Posting>,
     pub command: Option<CommandRecord>,
-    /// Others that must not have changed.
-    pub rests_on: Vec<Footing>,
-    /// Nobody waits for it, and there may be thousands at once: written behind what somebody waits for.
+    /// Versions of other entities that must still hold.
+    pub requires: Vec<Precondition>,
+    /// No caller waits for this commit, and there may be thousands at once: it is written after the commits that a caller waits for.
     pub patient: bool,
 }
 
-/// How the history begins to say why, where a transition keeps that a command was refused, and nothing of the command.
+/// The prefix of the history's reason, where a transition only records that a command was refused.
 pub const REFUSED: &str = "refused: ";
 
-/// Another entity at the version at which it was read. A transition that rests on it is written only while it is still at that
-/// version; otherwise it is a [`Outcome::Conflict`], and nothing was written.
+/// Another entity at the version at which it was read. A transition that requires it commits only while the entity is still at that
+/// version; otherwise the result is [`CommitOutcome::Conflict`], and nothing was written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Footing {
+pub struct Precondition {
     pub entity: Uuid,
     pub version: i64,
 }
@@ -73,40 +73,40 @@ pub struct SetChange {
 pub struct Timer {
     /// The next tick.
     pub wake_at: Timestamp,
-    /// The state's end, where it has one: past it the entity is overdue.
+    /// The state's deadline, where it has one: past it the entity is overdue.
     pub deadline_at: Option<Timestamp>,
     pub reason: String,
 }
 
-/// What makes a repeated command recognisable.
+/// What identifies a repeated command.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommandRecord {
     pub id: CommandId,
     /// SHA-256 of the request: another request under the same id is refused.
     pub digest: [u8; 32],
-    /// The reply as JSON, given again to a repetition. `None` where nobody will ask again.
+    /// The reply as JSON, returned when the command is repeated. `None` where no caller repeats it.
     pub reply: Option<String>,
-    /// The outbox row that this command carries out; it goes in the same commit.
+    /// The outbox row that this command handles; the same commit deletes it.
     pub consumes: Option<EventId>,
 }
 
-/// What became of a [`Commit`].
+/// The result of a [`Commit`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum CommitOutcome {
     /// Durable.
     Applied,
-    /// The entity's version is another, or that of something that the transition rests on: it must be loaded and the command
-    /// decided again.
+    /// The version of the entity, or of an entity that the transition requires, differs: the entity must be loaded and the command decided
+    /// again.
     Conflict,
-    /// Other entities have names that the transition claims; nothing was written.
+    /// Other entities hold values that the transition claims; nothing was written.
     Claimed { holders: BTreeMap<String, Uuid> },
     /// The command id was used before; nothing was written.
-    Duplicate(Done),
-    /// The shard is no longer ours under this epoch; nothing was written.
+    Duplicate(CompletedCommand),
+    /// The shard is not owned under this epoch any more; nothing was written.
     Fenced,
-    /// A rule of the database forbids it (a name that is taken); nothing was written.
+    /// A constraint of the database forbids it (a name that is taken); nothing was written.
     Refused { constraint: String },
-    /// Certainly nothing was written; the store could not be reached or is overloaded.
+    /// Nothing was written, for certain; the store could not be reached or is overloaded.
     NotApplied { reason: String },
     /// It may or may not have been written.
     Unknown { reason: String },
@@ -114,7 +114,7 @@ pub enum Outcome {
 
 /// A command that was carried out before.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Done {
+pub struct CompletedCommand {
     pub entity: Uuid,
     pub digest: [u8; 32],
     pub reply: Option<String>,

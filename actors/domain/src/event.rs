@@ -1,8 +1,8 @@
-//! What happened, for the rest of the system to hear. One variant and one row of [`Event::row`] each.
+//! Domain events. Each is one variant and one row of [`Event::row`].
 //!
-//! An event's `data` holds identifiers, the old and new state and a reason code, and nothing that a stranger on the bus must
-//! not read (specification, *Events*). The consequence of an event is a function, [`Event::reaction`]: the worker that hears it
-//! asks the command that it names, under the event's id, so that hearing it twice does nothing twice.
+//! An event's `data` holds identifiers, the old and new state and a reason code, and nothing that a stranger on the bus must not read
+//! (specification, *Events*). The consequence of an event is a function, [`Event::reaction`]: the worker that receives the event sends the
+//! command that the function returns, under the event's id, so that a second delivery has no effect.
 
 mod reaction;
 mod stream;
@@ -10,22 +10,22 @@ mod stream;
 pub use reaction::Reaction;
 pub use stream::Stream;
 
-use crate::allocation::Placed;
+use crate::allocation::Placement;
 use crate::billing_account::Holder;
 use crate::id::{
-    AllocationId, AnnouncementId, BillingAccountId, EntityRef, KeySetId, Kind, NodeId, PaymentId, PolicyId,
+    AllocationId, AnnouncementId, BillingAccountId, EntityKind, EntityRef, KeySetId, NodeId, PaymentId, PolicyId,
     PolicyValueId, ProcessorEventId, RefundId, SkuId, TerminalSessionId,
 };
-use crate::key_set::Purpose;
+use crate::key_set::KeySetPurpose;
 use crate::machine::Timestamp;
 use crate::money::Currency;
 use crate::policy;
-use crate::recording::Terms;
+use crate::recording::RecordingTerms;
 use serde::{Deserialize, Serialize};
 
 /// A GPU as the node's driver names it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Device {
+pub struct GpuDevice {
     pub index: u32,
     pub uuid: String,
 }
@@ -34,7 +34,7 @@ pub struct Device {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "fact", rename_all = "snake_case")]
 pub enum Event {
-    // The allocation's saga speaks.
+    // Published by the allocation's saga.
     AllocationRequested {
         allocation_id: AllocationId,
     },
@@ -84,24 +84,24 @@ pub enum Event {
         reason: String,
     },
 
-    /// Who may log in is another than its node was told.
+    /// The SSH keys of the allocation differ from those that its node knows.
     LoginsChanged {
         allocation_id: AllocationId,
         node_id: NodeId,
         revision: u64,
     },
-    /// Its terminal sessions are over.
+    /// The allocation's terminal sessions are to be closed.
     TerminalsUnwanted {
         allocation_id: AllocationId,
         user_id: String,
     },
 
-    /// The node's certificates were revoked: every terminal session on it is over.
+    /// The node's certificates were revoked: every terminal session on it is closed.
     TerminalsCutOff {
         node_id: NodeId,
     },
 
-    /// All that is known of when it was used: from when on, and until when. It may be billed for that while alone.
+    /// All that is known of the time in which it was used: its start and its end. Only that time may be billed.
     UsageChanged {
         allocation_id: AllocationId,
         holder: Holder,
@@ -109,39 +109,39 @@ pub enum Event {
         until: Option<Timestamp>,
     },
 
-    // The billing account speaks.
+    // Published by the billing account.
     /// The balance has fallen below the threshold.
     BalanceLow {
         account_id: BillingAccountId,
         holder: Holder,
     },
-    /// The next window is not covered: unless money comes in, what runs is released then.
+    /// The balance does not cover the next window: unless money comes in, what runs is released then.
     BalanceDepleted {
         account_id: BillingAccountId,
         holder: Holder,
         release_at: Timestamp,
     },
-    /// The grace is over.
+    /// The grace period has ended.
     AllocationUncovered {
         account_id: BillingAccountId,
         allocation_id: AllocationId,
     },
-    /// The account asks how it stands.
+    /// The account asks for the allocation's state.
     AllocationMetered {
         account_id: BillingAccountId,
         allocation_id: AllocationId,
         is_running: bool,
     },
 
-    /// What was paid is there.
+    /// The payment was credited to the account.
     PaymentDeposited {
         payment_id: PaymentId,
         account_id: BillingAccountId,
-        /// Its payment had not heard the answer. For everybody else it is no news.
+        /// A resent answer, because the payment did not receive the first one. It is no news for other consumers.
         #[serde(default)]
         is_again: bool,
     },
-    /// What was paid cannot be there: the account is in another currency.
+    /// The payment cannot be credited: the account is in another currency.
     DepositRefused {
         payment_id: PaymentId,
         account_id: BillingAccountId,
@@ -149,7 +149,7 @@ pub enum Event {
         #[serde(default)]
         is_again: bool,
     },
-    /// So much is set aside for the payer; where it is refused, nothing.
+    /// The amount that is debited for the payer's refund; where the refund is refused, nothing.
     RefundTaken {
         payment_id: PaymentId,
         refund_id: RefundId,
@@ -164,7 +164,7 @@ pub enum Event {
         #[serde(default)]
         is_again: bool,
     },
-    /// What the processor did not pay is there again.
+    /// A refund that the processor did not pay is credited again.
     RefundGivenBack {
         payment_id: PaymentId,
         refund_id: RefundId,
@@ -172,7 +172,7 @@ pub enum Event {
         #[serde(default)]
         is_again: bool,
     },
-    /// What was done at the processor is posted; `is_undone`: and that it is undone.
+    /// A reversal at the processor is posted; `is_undone`: and so is its undoing.
     ReversalPosted {
         payment_id: PaymentId,
         reversal_id: String,
@@ -182,12 +182,12 @@ pub enum Event {
         is_again: bool,
     },
 
-    // The payment speaks.
-    /// It was created, and nobody has said that the processor has it.
+    // Published by the payment.
+    /// It was created, and it is not known whether the processor has it.
     PaymentOpeningDue {
         payment_id: PaymentId,
     },
-    /// How it stands at the processor is to be looked at; `is_over`: nobody waits for it any more.
+    /// Its state at the processor is to be read; `is_over`: the time to pay has ended, it is to be canceled.
     PaymentCheckDue {
         payment_id: PaymentId,
         processor_id: String,
@@ -208,7 +208,7 @@ pub enum Event {
         amount_minor: i64,
         is_exact: bool,
     },
-    /// It was taken from the account, and the processor is to pay it.
+    /// It was debited from the account, and the processor is to pay it.
     RefundDue {
         payment_id: PaymentId,
         refund_id: RefundId,
@@ -216,7 +216,7 @@ pub enum Event {
         amount_minor: i64,
         currency: Currency,
     },
-    /// The processor did not.
+    /// The processor did not pay it.
     RefundFailed {
         payment_id: PaymentId,
         refund_id: RefundId,
@@ -228,7 +228,7 @@ pub enum Event {
         payment_id: PaymentId,
         refund_id: RefundId,
     },
-    /// Something was taken back at the processor that was not asked here.
+    /// Money was taken back at the processor without a request from here.
     PaymentReversed {
         payment_id: PaymentId,
         holder: Holder,
@@ -236,7 +236,7 @@ pub enum Event {
         is_dispute: bool,
         amount_minor: i64,
     },
-    /// And is there again.
+    /// Such money came back.
     ReversalUndone {
         payment_id: PaymentId,
         holder: Holder,
@@ -245,12 +245,12 @@ pub enum Event {
         amount_minor: i64,
     },
 
-    /// The payment processor said something that nobody has heeded.
+    /// An event of the payment processor is not processed yet.
     ProcessorEventDue {
         processor_event_id: ProcessorEventId,
     },
 
-    // The node speaks.
+    // Published by the node.
     NodeStateChanged {
         node_id: NodeId,
         from: Option<String>,
@@ -260,7 +260,7 @@ pub enum Event {
     DevicesReserved {
         node_id: NodeId,
         allocation_id: AllocationId,
-        placed: Placed,
+        placed: Placement,
     },
     TenantReady {
         node_id: NodeId,
@@ -281,12 +281,12 @@ pub enum Event {
         allocation_id: AllocationId,
         attempt: u32,
         reason: String,
-        /// What is left and where, or why the agent could not look; empty in events of earlier releases.
+        /// What is left and where, or why the agent could not check; empty in events of earlier releases.
         #[serde(default)]
         detail: String,
     },
 
-    /// A critical fault of the machine, noticed then.
+    /// A critical fault of the machine, detected at this time.
     TenantFaulted {
         node_id: NodeId,
         allocation_id: AllocationId,
@@ -294,30 +294,30 @@ pub enum Event {
         reason: String,
     },
 
-    /// The agent has written who may log in.
+    /// The agent has written the SSH keys that may log in.
     LoginsWritten {
         node_id: NodeId,
         allocation_id: AllocationId,
         revision: u64,
     },
-    /// The agent could not begin the session.
+    /// The agent could not start the session.
     TerminalFailed {
         session_id: TerminalSessionId,
         node_id: NodeId,
         reason: String,
     },
 
-    // The terminal session speaks.
+    // Published by the terminal session.
     TerminalOpened {
         session_id: TerminalSessionId,
         allocation_id: AllocationId,
         node_id: NodeId,
         ends_at: Timestamp,
-        /// From then on nobody waits for it.
+        /// Until when the agent may start it.
         begin_until: Timestamp,
-        /// Absent from the release before.
+        /// Absent in events of the previous release.
         #[serde(default)]
-        recording: Terms,
+        recording: RecordingTerms,
     },
     TerminalClosed {
         session_id: TerminalSessionId,
@@ -326,49 +326,49 @@ pub enum Event {
         reason: String,
     },
 
-    // The tenant speaks.
+    // Published by the tenant.
     AllocationCounted {
         allocation_id: AllocationId,
-        /// Of the tenant's keys.
+        /// The revision of the tenant's keys.
         #[serde(default)]
         logins_revision: u64,
     },
-    /// Who may log in to the allocation is to be looked at again.
+    /// The SSH keys of the allocation are to be resolved again.
     LoginsStale {
         allocation_id: AllocationId,
         user_id: String,
     },
 
-    // The catalog speaks.
+    // Published by the catalog.
     SkuStateChanged {
         sku_id: SkuId,
         from: Option<String>,
         to: String,
     },
 
-    // An administrator has set a value or taken one back: what every process remembers of the policy is old.
+    // An administrator has written or revoked a value: every process's cached policy is stale.
     PolicyWritten {
         policy_id: PolicyId,
         value_id: PolicyValueId,
-        policy: policy::Key,
+        policy: policy::PolicyKey,
         effective_at: Timestamp,
     },
 
-    // An operator has rotated keys: what every process remembers of them is old.
+    // An operator has rotated keys: every process's cached keys are stale.
     TrustChanged {
         set_id: KeySetId,
-        purpose: Purpose,
+        purpose: KeySetPurpose,
         version: u64,
     },
 
-    // An operator speaks to everybody.
+    // An operator's announcement to all connected clients.
     Announced {
         announcement_id: AnnouncementId,
     },
 }
 
 impl Event {
-    /// The subject on which every process hears that keys were rotated.
+    /// The subject that notifies every process of a key rotation.
     pub const TRUST_CHANGED: &'static str = "node.trust_changed";
 
     /// Type and stream of every event: the row to review when one is added.
@@ -424,7 +424,7 @@ impl Event {
             Self::TerminalClosed { .. } => ("terminal.closed", Terminals),
             Self::AllocationCounted { .. } => ("provisioning.counted", Provisioning),
             Self::SkuStateChanged { .. } => ("sku.state_changed", Nodes),
-            // Its subject ends in the key, so that whoever cares for one key hears of that one.
+            // The subject ends in the key, so that a consumer can subscribe to one key.
             Self::PolicyWritten { policy, .. } => (policy.invalidation(), Policy),
             Self::TrustChanged { .. } => (Self::TRUST_CHANGED, Nodes),
             Self::Announced { .. } => ("notification.announced", Notifications),
@@ -437,7 +437,7 @@ impl Event {
         self.row().0
     }
 
-    /// Whom it is about: the CloudEvents `subject`.
+    /// The entity that it is about: the CloudEvents `subject`.
     #[must_use]
     pub const fn about(&self) -> EntityRef {
         match self {
@@ -458,10 +458,10 @@ impl Event {
             | Self::AllocationUncovered { allocation_id, .. }
             | Self::AllocationMetered { allocation_id, .. }
             | Self::AllocationCounted { allocation_id, .. } => {
-                EntityRef { kind: Kind::Allocation, id: allocation_id.0 }
+                EntityRef { kind: EntityKind::Allocation, id: allocation_id.0 }
             }
             Self::BalanceLow { account_id, .. } | Self::BalanceDepleted { account_id, .. } => {
-                EntityRef { kind: Kind::BillingAccount, id: account_id.0 }
+                EntityRef { kind: EntityKind::BillingAccount, id: account_id.0 }
             }
             Self::PaymentDeposited { payment_id, .. }
             | Self::DepositRefused { payment_id, .. }
@@ -477,9 +477,9 @@ impl Event {
             | Self::RefundFailed { payment_id, .. }
             | Self::RefundSucceeded { payment_id, .. }
             | Self::PaymentReversed { payment_id, .. }
-            | Self::ReversalUndone { payment_id, .. } => EntityRef { kind: Kind::Payment, id: payment_id.0 },
+            | Self::ReversalUndone { payment_id, .. } => EntityRef { kind: EntityKind::Payment, id: payment_id.0 },
             Self::ProcessorEventDue { processor_event_id } => {
-                EntityRef { kind: Kind::ProcessorEvent, id: processor_event_id.0 }
+                EntityRef { kind: EntityKind::ProcessorEvent, id: processor_event_id.0 }
             }
             Self::NodeStateChanged { node_id, .. }
             | Self::TenantFaulted { node_id, .. }
@@ -489,14 +489,16 @@ impl Event {
             | Self::TenantGone { node_id, .. }
             | Self::TenantRemains { node_id, .. }
             | Self::TerminalsCutOff { node_id }
-            | Self::LoginsWritten { node_id, .. } => EntityRef { kind: Kind::Node, id: node_id.0 },
+            | Self::LoginsWritten { node_id, .. } => EntityRef { kind: EntityKind::Node, id: node_id.0 },
             Self::TerminalFailed { session_id, .. }
             | Self::TerminalOpened { session_id, .. }
-            | Self::TerminalClosed { session_id, .. } => EntityRef { kind: Kind::TerminalSession, id: session_id.0 },
-            Self::SkuStateChanged { sku_id, .. } => EntityRef { kind: Kind::Sku, id: sku_id.0 },
-            Self::PolicyWritten { policy_id, .. } => EntityRef { kind: Kind::Policy, id: policy_id.0 },
-            Self::TrustChanged { set_id, .. } => EntityRef { kind: Kind::KeySet, id: set_id.0 },
-            Self::Announced { announcement_id } => EntityRef { kind: Kind::Announcement, id: announcement_id.0 },
+            | Self::TerminalClosed { session_id, .. } => {
+                EntityRef { kind: EntityKind::TerminalSession, id: session_id.0 }
+            }
+            Self::SkuStateChanged { sku_id, .. } => EntityRef { kind: EntityKind::Sku, id: sku_id.0 },
+            Self::PolicyWritten { policy_id, .. } => EntityRef { kind: EntityKind::Policy, id: policy_id.0 },
+            Self::TrustChanged { set_id, .. } => EntityRef { kind: EntityKind::KeySet, id: set_id.0 },
+            Self::Announced { announcement_id } => EntityRef { kind: EntityKind::Announcement, id: announcement_id.0 },
         }
     }
 }

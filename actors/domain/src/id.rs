@@ -40,9 +40,9 @@ macro_rules! typed_id {
 }
 
 typed_id! {
-    /// A GPU machine in the inventory. A removed node comes back only under a new one.
+    /// A GPU machine in the inventory. A removed node returns only under a new id.
     NodeId,
-    /// One rental of GPUs on one node.
+    /// GPUs of one node that one user rents.
     AllocationId,
     /// An entry of the SKU catalog.
     SkuId,
@@ -50,52 +50,52 @@ typed_id! {
     SshKeyId,
     /// A program that acts for a user.
     ServiceAccountId,
-    /// One of a service account's keys; the key itself is never kept.
+    /// One of a service account's keys; the key itself is never stored.
     ServiceAccountKeyId,
     /// A unit of work for a node's agent.
     TaskId,
-    /// An enrollment token's public handle; the token itself is never kept.
+    /// An enrollment token's public handle; the token itself is never stored.
     TokenId,
-    /// A domain event, and the command that carries out its consequence.
+    /// A domain event, and the command that is its reaction.
     EventId,
-    /// What makes a command the same command when it comes twice.
+    /// The identity of a command: a repeated command has the same id.
     CommandId,
-    /// A running control-plane process.
+    /// A replica of the control plane, as the others see it.
     MemberId,
     /// A platform role bound to a subject.
     BindingId,
     /// The policy values of one scope.
     PolicyId,
-    /// One policy value that was written.
+    /// One version of a policy value.
     PolicyValueId,
     /// One shell on an allocation's machine.
     TerminalSessionId,
     /// The keys of one purpose.
     KeySetId,
-    /// The prepaid money of a user or an org.
+    /// The billing account of a user or an organization.
     BillingAccountId,
-    /// What an operator said to everybody.
+    /// An operator's announcement to all connected clients.
     AnnouncementId,
-    /// Money that somebody brings in through the payment processor.
+    /// A payment through the payment processor.
     PaymentId,
-    /// What somebody asked back, of a payment or of an allocation's cost.
+    /// A refund of a payment or of an allocation's cost.
     RefundId,
-    /// What the payment processor told us under one id of its own.
+    /// An event of the payment processor, by one id of its own.
     ProcessorEventId,
-    /// Where somebody is told of events outside of the API.
+    /// A receiver of notifications outside of the API.
     NotificationEndpointId,
 }
 
 macro_rules! kinds {
     ($($(#[$doc:meta])* $kind:ident = $name:literal: $machine:path),+ $(,)?) => {
-        /// Which machine an entity runs.
+        /// The kind of an entity, which determines its state machine.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
         #[serde(rename_all = "snake_case")]
-        pub enum Kind {
+        pub enum EntityKind {
             $($(#[$doc])* $kind,)+
         }
 
-        impl Kind {
+        impl EntityKind {
             pub const ALL: &'static [Self] = &[$(Self::$kind),+];
 
             #[must_use]
@@ -103,13 +103,13 @@ macro_rules! kinds {
                 match self { $(Self::$kind => $name),+ }
             }
 
-            /// The kind of that name, as it stands in URLs, tables and the supervision tree.
+            /// The kind of that name, as in URLs, tables and the supervision tree.
             #[must_use]
             pub fn parse(name: &str) -> Option<Self> {
                 Self::ALL.iter().copied().find(|kind| kind.as_str() == name)
             }
 
-            /// Calls `visitor` with the kind's machine: the one place where a kind becomes a type.
+            /// Calls `visitor` with the kind's state machine: the one place where a kind becomes a type.
             pub fn visit<V: Visitor>(self, visitor: V) -> V::Output {
                 match self { $(Self::$kind => visitor.visit::<$machine>()),+ }
             }
@@ -121,48 +121,48 @@ kinds! {
     Node = "node": crate::node::Node,
     Allocation = "allocation": crate::allocation::Allocation,
     Sku = "sku": crate::sku::Sku,
-    /// One user's standing with the service: their SSH keys and the allocations counted against their quota.
+    /// One user's SSH keys and the allocations counted against their quota.
     Tenant = "tenant": crate::tenant::Tenant,
     /// The platform roles that are bound to one subject.
-    Bindings = "bindings": crate::bindings::Bindings,
-    /// A program that acts for its owner, and the keys by which it is known.
+    Bindings = "bindings": crate::role_bindings::RoleBindings,
+    /// A program that acts for its owner, and the keys by which it authenticates.
     ServiceAccount = "service_account": crate::service_account::ServiceAccount,
     /// The policy values of one scope.
     Policy = "policy": crate::policy::ScopeValues,
-    /// One shell on an allocation's machine, and who is connected to it.
+    /// One shell on an allocation's machine, and its connection.
     TerminalSession = "terminal_session": crate::terminal_session::TerminalSession,
-    /// The keys of one purpose, and where each stands in its rotation.
+    /// The keys of one purpose, and the state of each in its rotation.
     KeySet = "key_set": crate::key_set::KeySet,
-    /// The prepaid money of a user or an org, and the meters of what it is spent on.
+    /// The prepaid money of a user or an organization, and the meters of the allocations that spend it.
     BillingAccount = "billing_account": crate::billing_account::BillingAccount,
-    /// What an operator said to everybody.
+    /// An operator's announcement to all connected clients.
     Announcement = "announcement": crate::announcement::Announcement,
-    /// Money that somebody brings in through the payment processor, and what goes back of it.
+    /// A payment through the payment processor, and its refunds and reversals.
     Payment = "payment": crate::payment::Payment,
-    /// What the payment processor told us, once.
+    /// An event of the payment processor.
     ProcessorEvent = "processor_event": crate::processor_event::ProcessorEvent,
-    /// Where a user or an organization is told of events outside of the API, and the messages that wait for it.
+    /// A receiver of a user's or an organization's notifications outside of the API, and its queue.
     NotificationEndpoint = "notification_endpoint": crate::notification_endpoint::NotificationEndpoint,
-    /// What operators had done to a part of the running cluster.
-    Runtime = "runtime": crate::runtime::Operated,
+    /// The restarts of a part of the running cluster that operators asked for.
+    Runtime = "runtime": crate::runtime::RestartRecord,
 }
 
-/// What is done with an entity whose kind is known only when it is met. See [`Kind::visit`].
+/// A function over an entity whose kind is known only at run time. See [`EntityKind::visit`].
 pub trait Visitor {
     type Output;
     fn visit<M: Machine>(self) -> Self::Output;
 }
 
-impl fmt::Display for Kind {
+impl fmt::Display for EntityKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
     }
 }
 
-/// One entity: what kind of machine, and which.
+/// One entity: its kind and its id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct EntityRef {
-    pub kind: Kind,
+    pub kind: EntityKind,
     pub id: Uuid,
 }
 
@@ -172,7 +172,7 @@ impl fmt::Display for EntityRef {
     }
 }
 
-/// One of the 256 parts that the entities are spread over; the unit of ownership in the cluster.
+/// One of the 256 parts of the entities; the unit of ownership in the cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Shard(pub u8);

@@ -1,17 +1,17 @@
-//! What must always hold (design 2), each as one predicate under its id. Property tests and simulations check them after every
-//! step; in production each is a counter that must stay 0.
+//! The invariants (design 2), each as one predicate under its id. Property tests and simulations check them after every transition; in
+//! production each is a counter that must stay 0.
 
 use crate::allocation::{Allocation, Phase};
 use crate::billing_account::{BillingAccount, Depletion};
-use crate::id::{AllocationId, Kind, NodeId};
+use crate::id::{AllocationId, EntityKind, NodeId};
 use crate::ledger::Posting;
 use crate::machine::{Machine, Timestamp};
-use crate::money::Micro;
-use crate::node::{HoldPhase, Life, Node};
+use crate::money::MicroAmount;
+use crate::node::{HoldPhase, Node, Phase as NodePhase};
 use crate::payment::{self, Payment, Refund};
 use crate::processor_event::ProcessorEvent;
 use crate::service_account::ServiceAccount;
-use crate::terminal_session::{SPENT, TerminalSession};
+use crate::terminal_session::{SPENT_TOKENS, TerminalSession};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// I1: an acknowledged transition is never lost, an unacknowledged one applied at most once. Given what was acknowledged and
@@ -45,16 +45,16 @@ pub fn i2_a_gpu_has_one_tenant(
         !unproven || node.gpus_free() == 0
     };
     nodes.values().all(|node| each_gpu_is_held_once(node) && unproven_is_closed(node))
-        && each_believed_place_is_held(nodes, allocations)
+        && each_allocation_holds_its_gpus(nodes, allocations)
 }
 
-/// I2, between the two: who believes to have GPUs has them held.
+/// I2, between the two: an allocation that has GPUs has a hold on them at its node.
 #[must_use]
-pub fn each_believed_place_is_held(
+pub fn each_allocation_holds_its_gpus(
     nodes: &BTreeMap<NodeId, Node>,
     allocations: &BTreeMap<AllocationId, Allocation>,
 ) -> bool {
-    let believed_is_held = |allocation: &Allocation| match (&allocation.phase, allocation.place()) {
+    let believed_is_held = |allocation: &Allocation| match (&allocation.phase, allocation.placement()) {
         (Phase::Provisioning { .. } | Phase::Active { .. }, Some((node_id, placed))) => nodes
             .get(&node_id)
             .and_then(|node| node.holds.get(&allocation.id))
@@ -72,35 +72,34 @@ pub fn each_believed_place_is_held(
     allocations.values().all(believed_is_held)
 }
 
-/// I3: the sum of an account's entries is its balance, at every posting; none is missing, and no while is charged twice. That a posting
-/// sums to zero, its form sees to. Given all of the account's postings, in their order.
+/// I3: the sum of an account's entries is its balance, at every posting; none is missing, and no time is charged twice. The form of a
+/// posting ensures that it sums to zero. Given all of the account's postings, in their order.
 #[must_use]
 pub fn i3_the_balance_is_the_sum_of_its_entries(account: &BillingAccount, postings: &[Posting]) -> bool {
-    let (mut sum, mut starts) = (Micro::ZERO, BTreeSet::new());
+    let (mut sum, mut starts) = (MicroAmount::ZERO, BTreeSet::new());
     let adds_up = (1..).zip(postings).all(|(number, posting): (i64, _)| {
         sum = sum.plus(posting.effect());
         let charged = posting.usage.zip(posting.charged_from());
         let first = charged.is_none_or(|(usage, from)| starts.insert((usage.allocation_id, from)));
-        posting.number == number && posting.balance == sum && posting.amount > Micro::ZERO && first
+        posting.number == number && posting.balance == sum && posting.amount > MicroAmount::ZERO && first
     });
     let count = i64::try_from(postings.len()).unwrap_or(i64::MAX);
     adds_up && account.postings == count && account.balance == sum
 }
 
-/// I3, of what runs: until the next charge no more can accrue than the balance covers, whatever policies, prices and clocks do within a window.
-/// What runs in a grace, or after it, has an end of its own instead.
+/// Allocations in a grace period, or after it, have a cut-off time of their own instead.
 #[must_use]
-pub fn i3_what_accrues_is_covered(account: &BillingAccount) -> bool {
+pub fn i3_accrual_is_covered(account: &BillingAccount) -> bool {
     account.is_covered_until_the_next_charge()
 }
 
-/// Is this account on its way somewhere?
+/// Is this account in a transient state?
 #[must_use]
 pub const fn account_is_transient(account: &BillingAccount) -> bool {
     matches!(account.depletion, Some(Depletion { is_over: false, .. }))
 }
 
-/// Is this payment, or something that goes back of it, on its way somewhere?
+/// Is this payment, or a refund or reversal of it, in a transient state?
 #[must_use]
 pub fn payment_is_transient(payment: &Payment) -> bool {
     match payment.phase {
@@ -110,13 +109,14 @@ pub fn payment_is_transient(payment: &Payment) -> bool {
     }
 }
 
-/// Is something still to follow from what the processor said?
+/// Is this event of the processor still to be processed?
 #[must_use]
 pub const fn processor_event_is_transient(event: &ProcessorEvent) -> bool {
     event.is_open()
 }
 
-/// I3, of payments: no more is given back on request than was paid, and beside what was taken at the processor nothing is left of it.
+/// I3, of payments: refunds on request never exceed what was paid, and together with what was taken back at the processor they leave at
+/// least nothing.
 #[must_use]
 pub fn i3_no_more_is_refunded_than_was_paid(payment: &Payment) -> bool {
     let asked = payment.refunds.values().map(Refund::gone_minor).fold(0, i64::saturating_add);
@@ -137,21 +137,21 @@ pub fn i5_a_task_takes_effect_once<T: Ord>(effects: &BTreeMap<(T, u32), u32>) ->
 
 /// A transition, as the history has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Recorded {
+pub struct HistoryEntry {
     pub version: i64,
     pub command: String,
     /// As the audit log names an actor.
     pub actor: String,
     pub to_state: String,
-    /// It keeps that the command was refused.
+    /// It only records that the command was refused.
     pub refused: bool,
-    /// Whether the commit wrote an audit row; `None` where that was not looked for.
+    /// Whether the commit wrote an audit row; `None` where that was not checked.
     pub audited: Option<bool>,
 }
 
-/// I6: a node that is being removed, or is gone, has nothing left and gets nothing. Given its last transitions, in their order.
+/// I6: a node that is being removed, or is gone, holds nothing and gets nothing. Given its last transitions, in their order.
 #[must_use]
-pub fn i6_a_removed_node_gets_nothing(node: &Node, recorded: &[Recorded]) -> bool {
+pub fn i6_a_removed_node_gets_nothing(node: &Node, recorded: &[HistoryEntry]) -> bool {
     if !node.life.is_gone() {
         return true;
     }
@@ -162,31 +162,31 @@ pub fn i6_a_removed_node_gets_nothing(node: &Node, recorded: &[Recorded]) -> boo
     node.identity.token.is_none() && node.identity.certificates.is_empty() && node.holds.is_empty() && !got_something
 }
 
-/// I6: a deleted service account has no key that would be known again.
+/// I6: a deleted service account has no key that could still authenticate.
 #[must_use]
 pub fn i6_a_deleted_account_has_no_keys(account: &ServiceAccount) -> bool {
     account.state() != "deleted" || account.keys.is_empty()
 }
 
-/// I7: what people do, or programs in their name, is audited in the transaction that does it.
+/// I7: what people do, or service accounts for them, is audited in the transaction that does it.
 #[must_use]
-pub fn i7_what_people_do_is_audited(kind: Kind, step: &Recorded) -> bool {
+pub fn i7_actions_of_people_are_audited(kind: EntityKind, step: &HistoryEntry) -> bool {
     let by_people = ["user:", "service-account:"].iter().any(|prefix| step.actor.starts_with(prefix));
-    // It sets a place aside for what is made, and audited, in the next commit.
-    let prepares = kind == Kind::Tenant && ["expect_account", "expect_terminal"].contains(&step.command.as_str());
+    // It reserves a slot for an entity that is created, and audited, in the next commit.
+    let prepares = kind == EntityKind::Tenant && ["expect_account", "expect_terminal"].contains(&step.command.as_str());
     !by_people || prepares || step.audited != Some(false)
 }
 
 /// I8: a transient state has a deadline with a reason that an operator can read.
 #[must_use]
-pub fn i8_what_is_transient_has_an_end<M: Machine>(entity: &M, transient: bool) -> bool {
+pub fn i8_transient_states_have_a_deadline<M: Machine>(entity: &M, transient: bool) -> bool {
     match entity.deadline() {
         Some(deadline) => !deadline.reason.is_empty() && deadline.at < Timestamp::MAX_UTC,
         None => !transient,
     }
 }
 
-/// Is this allocation on its way somewhere?
+/// Is this allocation in a transient state?
 #[must_use]
 pub const fn allocation_is_transient(allocation: &Allocation) -> bool {
     match allocation.phase {
@@ -198,36 +198,43 @@ pub const fn allocation_is_transient(allocation: &Allocation) -> bool {
     }
 }
 
-/// I4, for terminals: each connection that was let in spent a token of its own. Given how many connections each token let in.
+/// I4, for terminals: each admitted connection spent a token of its own. Given how many connections each token admitted.
 #[must_use]
-pub fn a_terminal_token_lets_one_in<T: Ord>(session: &TerminalSession, let_in: &BTreeMap<T, u32>) -> bool {
+pub fn i4_terminal_token_admits_one_connection<T: Ord>(session: &TerminalSession, let_in: &BTreeMap<T, u32>) -> bool {
     let distinct: BTreeSet<_> = session.spent.iter().collect();
-    let remembered = usize::try_from(session.attachments).unwrap_or(usize::MAX).min(SPENT);
+    let remembered = usize::try_from(session.attachments).unwrap_or(usize::MAX).min(SPENT_TOKENS);
     i4_a_token_is_consumed_once(let_in) && distinct.len() == session.spent.len() && distinct.len() == remembered
 }
 
-/// I4, as far as a stored session shows it: what it has let in is what it has spent, and what is spent is not offered again.
+/// I4, as far as a stored session shows it: it has admitted as many connections as tokens were spent, and a spent token is not valid
+/// again.
 #[must_use]
-pub fn a_spent_terminal_token_is_gone(session: &TerminalSession) -> bool {
+pub fn i4_spent_terminal_token_is_void(session: &TerminalSession) -> bool {
     let nothing_more = BTreeMap::<u8, u32>::new();
     let offered = session.token.as_ref().is_some_and(|token| session.spent.contains(&token.sha256));
-    a_terminal_token_lets_one_in(session, &nothing_more) && !offered
+    i4_terminal_token_admits_one_connection(session, &nothing_more) && !offered
 }
 
-/// Is this session on its way somewhere? Whatever it does, it has an end.
+/// Is this session in a transient state? Every session that is not closed has a deadline.
 #[must_use]
 pub const fn terminal_session_is_transient(session: &TerminalSession) -> bool {
     session.closed().is_none()
 }
 
-/// Is this node on its way somewhere?
+/// Is this node in a transient state?
 #[must_use]
 pub const fn node_is_transient(node: &Node) -> bool {
     match node.life {
-        Life::BootstrapIssued { .. } | Life::Enrolling { .. } | Life::Draining { .. } | Life::Removing { .. } => true,
-        Life::Registered | Life::Active | Life::Offline | Life::Quarantined { .. } | Life::Retired | Life::Removed => {
-            false
-        }
+        NodePhase::BootstrapIssued { .. }
+        | NodePhase::Enrolling { .. }
+        | NodePhase::Draining { .. }
+        | NodePhase::Removing { .. } => true,
+        NodePhase::Registered
+        | NodePhase::Active
+        | NodePhase::Offline
+        | NodePhase::Quarantined { .. }
+        | NodePhase::Retired
+        | NodePhase::Removed => false,
     }
 }
 
@@ -237,7 +244,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn i1_finds_a_loss_and_a_version_that_was_given_twice() {
+    fn i1_detects_a_loss_and_a_duplicate_version() {
         assert!(i1_nothing_acknowledged_is_lost(&[], 0));
         assert!(i1_nothing_acknowledged_is_lost(&[1, 2, 3], 3));
         assert!(i1_nothing_acknowledged_is_lost(&[1, 3], 4), "what was not acknowledged may be there");
@@ -246,8 +253,8 @@ mod tests {
     }
 
     #[test]
-    fn i7_finds_what_somebody_did_unseen() {
-        let step = |actor: &str, audited| Recorded {
+    fn i7_detects_an_unaudited_action() {
+        let step = |actor: &str, audited| HistoryEntry {
             version: 1,
             command: "retire".to_owned(),
             actor: actor.to_owned(),
@@ -255,18 +262,18 @@ mod tests {
             refused: false,
             audited,
         };
-        let holds = |step: &Recorded| i7_what_people_do_is_audited(Kind::Node, step);
+        let holds = |step: &HistoryEntry| i7_actions_of_people_are_audited(EntityKind::Node, step);
         assert!(holds(&step("user:ann", Some(true))));
         assert!(holds(&step("user:ann", None)), "what is too old to be looked for is not judged");
         assert!(holds(&step("system:timers", Some(false))));
         assert!(!holds(&step("user:ann", Some(false))));
         assert!(!holds(&step("service-account:7", Some(false))));
-        let place = Recorded { command: "expect_account".to_owned(), ..step("user:ann", Some(false)) };
-        assert!(i7_what_people_do_is_audited(Kind::Tenant, &place) && !holds(&place));
+        let place = HistoryEntry { command: "expect_account".to_owned(), ..step("user:ann", Some(false)) };
+        assert!(i7_actions_of_people_are_audited(EntityKind::Tenant, &place) && !holds(&place));
     }
 
     #[test]
-    fn i4_and_i5_find_what_happened_twice() {
+    fn i4_and_i5_detect_duplicates() {
         assert!(i4_a_token_is_consumed_once(&BTreeMap::from([("a", 1), ("b", 0)])));
         assert!(!i4_a_token_is_consumed_once(&BTreeMap::from([("a", 2)])));
         assert!(i5_a_task_takes_effect_once(&BTreeMap::from([(("a", 1), 1), (("a", 2), 1)])));

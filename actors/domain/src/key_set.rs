@@ -1,46 +1,46 @@
-//! The keys of one purpose, and where each of them stands in its rotation (design 8; decisions 4, *Tasks*).
+//! The keys of one purpose, and the state of each in its rotation (design 8; decisions 4, *Tasks*).
 //!
 //! ```text
 //! staged ──activate──▶ active ──the activation of the next──▶ grace ──retire──▶ retired
 //!    └──────────────────────────────retire──────────────────────────────────────▶
 //! ```
 //!
-//! What is staged is trusted everywhere before anything depends on it; what is in grace is trusted until nothing depends on it any
-//! more. Only the halves that may be known are here: the private ones lie sealed beside, made and opened at the edge. Where no key was
-//! ever rotated there is no such entity, and the one key that was made with the cluster is active, in version 0.
+//! A staged key is trusted everywhere before anything depends on it; a key in grace is trusted until nothing depends on it any more. Only
+//! the public parts are here: the private parts are stored sealed beside, generated and opened at the edge. Where no key was ever rotated
+//! there is no such entity, and the one key that was generated with the cluster is active, in version 0.
 
-use crate::audit::{Audit, AuditAction};
+use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
 use crate::event::Event;
-use crate::id::{EntityRef, KeySetId, Kind};
-use crate::machine::{self, Ctx, Deadline, Effect, Keys, Machine, Step, Timestamp};
+use crate::id::{EntityKind, EntityRef, KeySetId};
+use crate::machine::{self, Deadline, Effect, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::policy::{self, Scopes};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::fmt;
 
-/// Retired keys that are remembered.
-const REMEMBERED: usize = 8;
-/// Links of the chain that are kept: whoever slept through more rotations than these are has to be enrolled anew.
-const LINKS: usize = 512;
+/// The bound of retired keys in the set.
+const MAX_RETIRED: usize = 8;
+/// The bound of links in the chain: an agent that missed more rotations has to be enrolled anew.
+const MAX_LINKS: usize = 512;
 
-/// What the keys are for.
+/// The purpose of a key set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Purpose {
-    /// They sign what agents execute.
+pub enum KeySetPurpose {
+    /// They sign tasks for agents.
     TaskSigning,
-    /// They certify nodes.
+    /// They sign nodes' certificates.
     NodeCa,
     /// They sign the access tokens of service accounts.
     ServiceTokens,
-    /// They authenticate what the members send each other.
+    /// They authenticate messages between members.
     MemberMessages,
-    /// They seal what must be readable again; the keys themselves are in the operator's key ring alone.
+    /// They seal stored values that must be readable again; the keys themselves are in the operator's key ring alone.
     AtRest,
 }
 
-impl Purpose {
+impl KeySetPurpose {
     pub const ALL: [Self; 5] =
         [Self::TaskSigning, Self::NodeCa, Self::ServiceTokens, Self::MemberMessages, Self::AtRest];
 
@@ -56,7 +56,7 @@ impl Purpose {
     }
 }
 
-impl fmt::Display for Purpose {
+impl fmt::Display for KeySetPurpose {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
     }
@@ -64,43 +64,43 @@ impl fmt::Display for Purpose {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeySet {
-    pub purpose: Purpose,
-    /// Rises with every change of what is trusted; 0 is what the cluster began with.
+    pub purpose: KeySetPurpose,
+    /// Rises with every change of the trusted keys; 0 is the version that the cluster began with.
     pub version: u64,
-    /// In the order in which they came, the retired ones among them.
-    pub keys: Vec<Key>,
-    /// What was trusted in each version since the first, signed by the one before: the way back for whoever slept.
-    pub chain: Vec<Link>,
+    /// In the order of their creation, with the retired ones.
+    pub keys: Vec<KeyEntry>,
+    /// The trusted keys of each version since the first, signed by keys of the version before: an agent that missed rotations follows it.
+    pub chain: Vec<TrustLink>,
 }
 
-/// A key, as far as it may be known.
+/// The public part of a key and its state.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Key {
+pub struct KeyEntry {
     pub id: String,
     /// A public key or a certificate, in text.
     pub public: String,
-    pub standing: Standing,
+    pub standing: KeyState,
     pub made_at: Timestamp,
     pub entered_at: Timestamp,
 }
 
-/// Where a key stands.
+/// The state of a key in its rotation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "phase", rename_all = "snake_case")]
-pub enum Standing {
+pub enum KeyState {
     /// Trusted, and not used yet; overdue from `until` on.
     Staged {
         until: Timestamp,
     },
     Active,
-    /// Trusted, and used no more but for those who know no other; from `until` on it waits for its end.
+    /// Trusted, and used only for verifiers that do not know a newer key; from `until` on it waits for its retirement.
     Grace {
         until: Timestamp,
     },
     Retired,
 }
 
-/// A [`Standing`] in one word.
+/// The phase of a [`KeyState`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
@@ -122,7 +122,7 @@ impl Phase {
     }
 }
 
-impl Standing {
+impl KeyState {
     #[must_use]
     pub const fn phase(self) -> Phase {
         match self {
@@ -134,48 +134,48 @@ impl Standing {
     }
 }
 
-/// What was trusted in one version.
+/// The trusted keys of one version.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Link {
+pub struct TrustLink {
     pub version: u64,
-    pub keys: Vec<Listed>,
+    pub keys: Vec<TrustedKey>,
     /// By keys of the version before.
-    pub signatures: Vec<Signature>,
+    pub signatures: Vec<KeySetSignature>,
 }
 
 /// A trusted key as it is published.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Listed {
+pub struct TrustedKey {
     pub id: String,
     pub public: String,
     pub phase: Phase,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Signature {
+pub struct KeySetSignature {
     pub by: String,
     /// Base64.
     pub value: String,
 }
 
-/// A key that comes.
+/// A new key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NewKey {
     pub id: String,
     pub public: String,
 }
 
-/// What is to become of the set.
+/// A change of the set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "change", rename_all = "snake_case")]
-pub enum Change {
+pub enum KeySetChange {
     Stage {
         key: NewKey,
     },
     Activate {
         id: String,
     },
-    /// `dependents`: how many need the key and no other, as counted just before. `force`: whoever does is cut off.
+    /// `dependents`: how many entities depend on this key alone, as counted just before. `force`: they are cut off.
     Retire {
         id: String,
         dependents: u64,
@@ -183,32 +183,32 @@ pub enum Change {
     },
 }
 
-/// What a change was prepared on, and the signatures that were made for what comes of it.
+/// The version that a change was prepared for, and the signatures of its outcome.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Basis {
-    pub purpose: Purpose,
+pub struct ChangeBasis {
+    pub purpose: KeySetPurpose,
     pub version: u64,
-    /// The key that the cluster began with, where no other ever came.
+    /// The key that the cluster began with, where no key was rotated yet.
     pub founding: NewKey,
     pub founded_at: Timestamp,
-    pub signatures: Vec<Signature>,
+    pub signatures: Vec<KeySetSignature>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     Rotate {
-        change: Change,
-        on: Basis,
+        change: KeySetChange,
+        on: ChangeBasis,
         reason: String,
     },
-    /// From here on this key of the key ring seals; what is sealed under the others is to be sealed anew.
+    /// From now on this key of the key ring seals; what is sealed under the others is to be resealed.
     Adopt {
         id: String,
         outgoing: Vec<String>,
         reason: String,
     },
-    /// Nothing is sealed under the key any more.
+    /// No value is sealed under the key any more.
     Emptied {
         id: String,
     },
@@ -218,9 +218,9 @@ pub enum Command {
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
         match self {
-            Self::Rotate { change: Change::Stage { .. }, .. } => "stage",
-            Self::Rotate { change: Change::Activate { .. }, .. } => "activate",
-            Self::Rotate { change: Change::Retire { .. }, .. } => "retire",
+            Self::Rotate { change: KeySetChange::Stage { .. }, .. } => "stage",
+            Self::Rotate { change: KeySetChange::Activate { .. }, .. } => "activate",
+            Self::Rotate { change: KeySetChange::Retire { .. }, .. } => "retire",
             Self::Adopt { .. } => "adopt",
             Self::Emptied { .. } => "emptied",
             Self::Tick => "tick",
@@ -238,7 +238,7 @@ impl machine::Command for Command {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
-    /// The version that the set is in after the command, and the key that moved.
+    /// The version of the set after the command, and the key that changed.
     At {
         version: u64,
         id: String,
@@ -270,28 +270,32 @@ pub enum Rejection {
 }
 
 impl Machine for KeySet {
-    const KIND: Kind = Kind::KeySet;
+    const KIND: EntityKind = EntityKind::KeySet;
     /// The chain of 512 task key versions.
     const SNAPSHOT_MOST: usize = 512 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match command {
             Command::Rotate { change, on, reason } => {
                 let founded = Self::founded(on.purpose, on.founding, on.founded_at);
                 state.unwrap_or(&founded).rotate(&change, on.version, on.signatures, &reason, ctx)
             }
             Command::Adopt { id, outgoing, reason } => {
-                let empty = Self { purpose: Purpose::AtRest, version: 0, keys: Vec::new(), chain: Vec::new() };
+                let empty = Self { purpose: KeySetPurpose::AtRest, version: 0, keys: Vec::new(), chain: Vec::new() };
                 state.unwrap_or(&empty).adopt(&id, &outgoing, &reason, ctx)
             }
             Command::Emptied { id } => match state {
-                Some(set) if set.purpose == Purpose::AtRest => Ok(set.emptied(&id, ctx)),
+                Some(set) if set.purpose == KeySetPurpose::AtRest => Ok(set.emptied(&id, ctx)),
                 Some(_) | None => Err(Rejection::OtherPurpose),
             },
-            Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::Tick => Ok(Transition::stay(Reply::Done)),
         }
     }
 
@@ -309,8 +313,8 @@ impl Machine for KeySet {
         Some(Deadline::new(until, format!("{purpose}: key {id} {what}")))
     }
 
-    fn keys(&self) -> Keys {
-        Keys { unique_name: Some(self.purpose.name().to_owned()), ..Keys::default() }
+    fn keys(&self) -> IndexKeys {
+        IndexKeys { unique_name: Some(self.purpose.name().to_owned()), ..IndexKeys::default() }
     }
 
     fn tick() -> Command {
@@ -321,98 +325,98 @@ impl Machine for KeySet {
 impl KeySet {
     /// The set that a cluster begins with.
     #[must_use]
-    pub fn founded(purpose: Purpose, key: NewKey, at: Timestamp) -> Self {
-        let key = Key { id: key.id, public: key.public, standing: Standing::Active, made_at: at, entered_at: at };
+    pub fn founded(purpose: KeySetPurpose, key: NewKey, at: Timestamp) -> Self {
+        let key = KeyEntry { id: key.id, public: key.public, standing: KeyState::Active, made_at: at, entered_at: at };
         Self { purpose, version: 0, keys: vec![key], chain: Vec::new() }
     }
 
     #[must_use]
-    pub fn key(&self, id: &str) -> Option<&Key> {
+    pub fn key(&self, id: &str) -> Option<&KeyEntry> {
         self.keys.iter().find(|key| key.id == id)
     }
 
-    /// The keys that count, as they are published.
+    /// The keys that are not retired, as they are published.
     #[must_use]
-    pub fn listed(&self) -> Vec<Listed> {
-        let listed = |key: &Key| Listed { id: key.id.clone(), public: key.public.clone(), phase: key.standing.phase() };
+    pub fn listed(&self) -> Vec<TrustedKey> {
+        let listed =
+            |key: &KeyEntry| TrustedKey { id: key.id.clone(), public: key.public.clone(), phase: key.standing.phase() };
         self.keys.iter().map(listed).filter(|listed| listed.phase != Phase::Retired).collect()
     }
 
-    /// What would be published after `change`: what whoever prepares it has to sign.
+    /// The keys that would be published after `change`: the caller that prepares it has to sign them.
     ///
-    /// # Errors
-    /// As the change itself would be refused, whatever depends on the key.
-    pub fn listed_after(&self, change: &Change) -> Result<Vec<Listed>, Rejection> {
+    /// As the change itself would be refused, whether or not anything depends on the key.
+    pub fn listed_after(&self, change: &KeySetChange) -> Result<Vec<TrustedKey>, Rejection> {
         let (staged, grace) = (Timestamp::MAX_UTC, Timestamp::MAX_UTC);
         Ok(self.changed(change, Timestamp::UNIX_EPOCH, staged, grace)?.listed())
     }
 
-    fn waiting(&self) -> impl Iterator<Item = (&Key, Timestamp)> {
+    fn waiting(&self) -> impl Iterator<Item = (&KeyEntry, Timestamp)> {
         self.keys.iter().filter_map(|key| match key.standing {
-            Standing::Staged { until } | Standing::Grace { until } => Some((key, until)),
-            Standing::Active | Standing::Retired => None,
+            KeyState::Staged { until } | KeyState::Grace { until } => Some((key, until)),
+            KeyState::Active | KeyState::Retired => None,
         })
     }
 
     fn rotate(
         &self,
-        change: &Change,
+        change: &KeySetChange,
         version: u64,
-        signatures: Vec<Signature>,
+        signatures: Vec<KeySetSignature>,
         reason: &str,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
-        if self.purpose == Purpose::AtRest {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        if self.purpose == KeySetPurpose::AtRest {
             return Err(Rejection::OtherPurpose);
         }
         if version != self.version {
             return Err(Rejection::Moved);
         }
-        if let Change::Retire { id, dependents, force: false } = change {
+        if let KeySetChange::Retire { id, dependents, force: false } = change {
             self.is_free(id, *dependents, ctx.now)?;
         }
-        let staged_until = ctx.now + seconds(policy::Key::KeysRotationOverdue, ctx);
+        let staged_until = ctx.now + seconds(policy::PolicyKey::KeysRotationOverdue, ctx);
         let grace_until = ctx.now + self.grace(ctx);
         let mut next = self.changed(change, ctx.now, staged_until, grace_until)?;
-        next.chain.push(Link { version: next.version, keys: next.listed(), signatures });
-        let surplus = next.chain.len().saturating_sub(LINKS);
+        next.chain.push(TrustLink { version: next.version, keys: next.listed(), signatures });
+        let surplus = next.chain.len().saturating_sub(MAX_LINKS);
         next.chain.drain(..surplus);
         let (action, id, forced, cut_off) = match change {
-            Change::Stage { key } => (AuditAction::KeysStage, &key.id, false, 0),
-            Change::Activate { id } => (AuditAction::KeysActivate, id, false, 0),
-            Change::Retire { id, dependents, force } => (AuditAction::KeysRetire, id, *force, *dependents),
+            KeySetChange::Stage { key } => (AuditAction::KeysStage, &key.id, false, 0),
+            KeySetChange::Activate { id } => (AuditAction::KeysActivate, id, false, 0),
+            KeySetChange::Retire { id, dependents, force } => (AuditAction::KeysRetire, id, *force, *dependents),
         };
         let metadata = json!({
             "purpose": self.purpose, "key_id": id, "version": next.version, "reason": reason, "forced": forced,
             "cut_off": cut_off,
         });
-        Ok(next.told(action, id, metadata, reason, ctx))
+        Ok(next.published(action, id, metadata, reason, ctx))
     }
 
-    /// How long a key that was active is needed: until the last task that it signed has ended, the last certificate, or the last token.
-    fn grace(&self, ctx: &Ctx<'_>) -> chrono::TimeDelta {
+    /// How long a formerly active key is needed: until the last task that it signed, the last certificate or the last token has ended.
+    fn grace(&self, ctx: &TransitionContext<'_>) -> chrono::TimeDelta {
         match self.purpose {
-            Purpose::TaskSigning => seconds(policy::Key::KeysTaskGrace, ctx),
-            Purpose::NodeCa => seconds(policy::Key::NodeCertificateTtl, ctx),
-            // As long as any token can live: how long those lived that were issued is nobody's memory.
-            Purpose::ServiceTokens => policy::Key::AuthServiceAccountTokenTtl.longest(),
-            // An event is believed for less than that (`supervisors::cluster::authentication`).
-            Purpose::MemberMessages => chrono::TimeDelta::hours(24),
-            Purpose::AtRest => seconds(policy::Key::KeysRotationOverdue, ctx),
+            KeySetPurpose::TaskSigning => seconds(policy::PolicyKey::KeysTaskGrace, ctx),
+            KeySetPurpose::NodeCa => seconds(policy::PolicyKey::NodeCertificateTtl, ctx),
+            // As long as any token can live: the lifetimes of issued tokens are not stored.
+            KeySetPurpose::ServiceTokens => policy::PolicyKey::AuthServiceAccountTokenTtl.longest(),
+            // A message is accepted for less than that (`supervisors::cluster::authentication`).
+            KeySetPurpose::MemberMessages => chrono::TimeDelta::hours(24),
+            KeySetPurpose::AtRest => seconds(policy::PolicyKey::KeysRotationOverdue, ctx),
         }
     }
 
-    /// Whether what these keys have signed is believed for its time alone, since nobody keeps a list of it.
+    /// Whether signatures of these keys are valid for a time alone, because there is no list of what they signed.
     const fn signs(&self) -> bool {
         match self.purpose {
-            Purpose::TaskSigning | Purpose::ServiceTokens | Purpose::MemberMessages => true,
-            Purpose::NodeCa | Purpose::AtRest => false,
+            KeySetPurpose::TaskSigning | KeySetPurpose::ServiceTokens | KeySetPurpose::MemberMessages => true,
+            KeySetPurpose::NodeCa | KeySetPurpose::AtRest => false,
         }
     }
 
     fn is_free(&self, id: &str, dependents: u64, now: Timestamp) -> Result<(), Rejection> {
         match self.key(id).map(|key| key.standing) {
-            Some(Standing::Grace { until }) if self.signs() && now < until => {
+            Some(KeyState::Grace { until }) if self.signs() && now < until => {
                 Err(Rejection::InGrace { id: id.to_owned(), until })
             }
             Some(_) if dependents > 0 => Err(Rejection::InUse { id: id.to_owned(), dependents }),
@@ -422,36 +426,36 @@ impl KeySet {
 
     fn changed(
         &self,
-        change: &Change,
+        change: &KeySetChange,
         now: Timestamp,
         staged_until: Timestamp,
         grace_until: Timestamp,
     ) -> Result<Self, Rejection> {
         let mut next = Self { version: self.version + 1, ..self.clone() };
         match change {
-            Change::Stage { key } => {
+            KeySetChange::Stage { key } => {
                 if self.key(&key.id).is_some() {
                     return Err(Rejection::Exists { id: key.id.clone() });
                 }
                 if let Some(staged) = self.keys.iter().find(|key| key.standing.phase() == Phase::Staged) {
                     return Err(Rejection::AlreadyStaged { id: staged.id.clone() });
                 }
-                let standing = Standing::Staged { until: staged_until };
+                let standing = KeyState::Staged { until: staged_until };
                 let (id, public) = (key.id.clone(), key.public.clone());
-                next.keys.push(Key { id, public, standing, made_at: now, entered_at: now });
+                next.keys.push(KeyEntry { id, public, standing, made_at: now, entered_at: now });
             }
-            Change::Activate { id } => {
+            KeySetChange::Activate { id } => {
                 self.in_phase(id, &[Phase::Staged])?;
                 next.activate(id, now, grace_until);
             }
-            Change::Retire { id, .. } => {
+            KeySetChange::Retire { id, .. } => {
                 if self.in_phase(id, &[Phase::Staged, Phase::Grace, Phase::Active])? == Phase::Active {
                     return Err(Rejection::StillActive { id: id.clone() });
                 }
-                next.enter(id, Standing::Retired, now);
+                next.enter(id, KeyState::Retired, now);
             }
         }
-        next.forget_the_oldest();
+        next.forget_oldest();
         Ok(next)
     }
 
@@ -463,22 +467,22 @@ impl KeySet {
 
     fn activate(&mut self, id: &str, now: Timestamp, grace_until: Timestamp) {
         for key in &mut self.keys {
-            if key.standing == Standing::Active {
-                (key.standing, key.entered_at) = (Standing::Grace { until: grace_until }, now);
+            if key.standing == KeyState::Active {
+                (key.standing, key.entered_at) = (KeyState::Grace { until: grace_until }, now);
             }
         }
-        self.enter(id, Standing::Active, now);
+        self.enter(id, KeyState::Active, now);
     }
 
-    fn enter(&mut self, id: &str, standing: Standing, now: Timestamp) {
+    fn enter(&mut self, id: &str, standing: KeyState, now: Timestamp) {
         for key in self.keys.iter_mut().filter(|key| key.id == id) {
             (key.standing, key.entered_at) = (standing, now);
         }
     }
 
-    fn forget_the_oldest(&mut self) {
-        let retired = |key: &Key| key.standing == Standing::Retired;
-        while self.keys.iter().filter(|key| retired(key)).count() > REMEMBERED {
+    fn forget_oldest(&mut self) {
+        let retired = |key: &KeyEntry| key.standing == KeyState::Retired;
+        while self.keys.iter().filter(|key| retired(key)).count() > MAX_RETIRED {
             let oldest =
                 self.keys.iter().enumerate().filter(|(_, key)| retired(key)).min_by_key(|(_, key)| key.entered_at);
             let Some(at) = oldest.map(|(at, _)| at) else { return };
@@ -486,53 +490,66 @@ impl KeySet {
         }
     }
 
-    fn adopt(&self, id: &str, outgoing: &[String], reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        if self.purpose != Purpose::AtRest {
+    fn adopt(
+        &self,
+        id: &str,
+        outgoing: &[String],
+        reason: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        if self.purpose != KeySetPurpose::AtRest {
             return Err(Rejection::OtherPurpose);
         }
         let (mut next, until) = (self.clone(), ctx.now + self.grace(ctx));
         let mut known = |id: &str, standing| {
             if next.key(id).is_none() {
                 let (id, public) = (id.to_owned(), String::new());
-                next.keys.push(Key { id, public, standing, made_at: ctx.now, entered_at: ctx.now });
+                next.keys.push(KeyEntry { id, public, standing, made_at: ctx.now, entered_at: ctx.now });
             }
         };
-        known(id, Standing::Retired);
-        outgoing.iter().filter(|other| *other != id).for_each(|other| known(other, Standing::Retired));
+        known(id, KeyState::Retired);
+        outgoing.iter().filter(|other| *other != id).for_each(|other| known(other, KeyState::Retired));
         for other in outgoing.iter().filter(|other| *other != id) {
-            // One that is in use again, from a backup or an old ring, has to be emptied again.
-            if next.key(other).is_some_and(|key| key.standing == Standing::Retired) {
-                next.enter(other, Standing::Grace { until }, ctx.now);
+            // A key that is in use again, from a backup or an old ring, has to be emptied again.
+            if next.key(other).is_some_and(|key| key.standing == KeyState::Retired) {
+                next.enter(other, KeyState::Grace { until }, ctx.now);
             }
         }
-        if next.key(id).is_some_and(|key| key.standing != Standing::Active) {
+        if next.key(id).is_some_and(|key| key.standing != KeyState::Active) {
             next.activate(id, ctx.now, until);
         }
-        next.forget_the_oldest();
+        next.forget_oldest();
         if next == *self {
-            return Ok(Step::stay(next.reply(id)));
+            return Ok(Transition::stay(next.reply(id)));
         }
         next.version += 1;
         let metadata = json!({ "purpose": self.purpose, "key_id": id, "outgoing": outgoing, "reason": reason });
-        Ok(next.told(AuditAction::KeysActivate, id, metadata, reason, ctx))
+        Ok(next.published(AuditAction::KeysActivate, id, metadata, reason, ctx))
     }
 
-    fn emptied(&self, id: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    fn emptied(&self, id: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         if self.key(id).is_none_or(|key| key.standing.phase() != Phase::Grace) {
-            return Step::stay(self.reply(id));
+            return Transition::stay(self.reply(id));
         }
         let mut next = Self { version: self.version + 1, ..self.clone() };
-        next.enter(id, Standing::Retired, ctx.now);
-        next.forget_the_oldest();
+        next.enter(id, KeyState::Retired, ctx.now);
+        next.forget_oldest();
         let metadata = json!({ "purpose": self.purpose, "key_id": id, "version": next.version });
-        next.told(AuditAction::KeysRetire, id, metadata, "nothing is sealed under it any more", ctx)
+        next.published(AuditAction::KeysRetire, id, metadata, "nothing is sealed under it any more", ctx)
     }
 
-    fn told(self, action: AuditAction, id: &str, metadata: serde_json::Value, why: &str, ctx: &Ctx<'_>) -> Step<Self> {
-        let audit = Audit::new(action, EntityRef { kind: Kind::KeySet, id: ctx.id }, metadata);
+    fn published(
+        self,
+        action: AuditAction,
+        id: &str,
+        metadata: serde_json::Value,
+        why: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let audit = AuditRecord::new(action, EntityRef { kind: EntityKind::KeySet, id: ctx.id }, metadata);
         let event = Event::TrustChanged { set_id: KeySetId(ctx.id), purpose: self.purpose, version: self.version };
         let reply = self.reply(id);
-        Step::to(self, reply, why).audit(audit).event(event).effect(Effect::ReadKeys)
+        Transition::to(self, reply, why).audit(audit).event(event).effect(Effect::ReadKeys)
     }
 
     fn reply(&self, id: &str) -> Reply {
@@ -540,7 +557,7 @@ impl KeySet {
     }
 }
 
-fn seconds(key: policy::Key, ctx: &Ctx<'_>) -> chrono::TimeDelta {
+fn seconds(key: policy::PolicyKey, ctx: &TransitionContext<'_>) -> chrono::TimeDelta {
     ctx.policy.seconds(key, &Scopes::global(), ctx.now)
 }
 

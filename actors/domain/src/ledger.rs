@@ -1,26 +1,26 @@
-//! The ledger's postings (decisions 6). Each moves an amount from one named book to another, so that one that does not sum to zero
-//! has no spelling: neither here nor in the table, whose rows are the same.
+//! The ledger's postings (decisions 6). Each moves an amount from one named account of the ledger to another, so that a posting that does
+//! not sum to zero cannot be expressed: neither here nor in the table, whose rows are the same.
 
 use crate::id::{AllocationId, PaymentId};
 use crate::machine::Timestamp;
-use crate::money::{Currency, Micro};
+use crate::money::{Currency, MicroAmount};
 use serde::{Deserialize, Serialize};
 
-/// A named account of the ledger. `prepaid` is what we owe a customer: its balance is theirs.
+/// A named account of the ledger. `prepaid` is what the service owes its customers: a customer's balance is theirs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Book {
+pub enum LedgerAccount {
     Prepaid,
     Revenue,
     Adjustments,
     WriteOff,
-    /// What the payment processor has, or has taken, for us.
+    /// What the payment processor holds, or has taken, for the service.
     ProcessorClearing,
-    /// What payers get back.
+    /// What is refunded to payers.
     Refunds,
 }
 
-impl Book {
+impl LedgerAccount {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -34,37 +34,37 @@ impl Book {
     }
 }
 
-/// Why money moves, and with that between which books.
+/// The kind of a posting, which determines the two ledger accounts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PostingKind {
-    /// An allocation was used for a while.
+    /// The usage of an allocation in a period.
     Usage,
-    /// Of what was charged for an allocation a part was not owed: it ended earlier.
+    /// A part of an allocation's charge that was not owed: it ended earlier.
     UsageCredit,
-    /// An allocation ran on after its account was depleted and the grace was over: ours to bear.
+    /// The usage of an allocation after its account was depleted and the grace period had ended.
     WriteOff,
-    /// Of what was written off a part did not even accrue.
+    /// A part of a write-off that did not accrue.
     WriteOffReversal,
-    /// Given by an operator.
+    /// A credit by an operator.
     Credit,
-    /// Taken by an operator.
+    /// A debit by an operator.
     Debit,
-    /// Paid in through the payment processor.
+    /// A payment through the payment processor.
     Deposit,
-    /// Of a payment, asked back by its payer.
+    /// A refund of a payment, requested by its payer.
     Refund,
-    /// Such a refund did not reach the payer.
+    /// A refund that did not reach the payer.
     RefundReturned,
-    /// Of what an allocation had cost, given by an operator.
+    /// A refund of an allocation's cost, by an operator.
     AllocationRefund,
-    /// Of a payment, given back by somebody at the payment processor.
+    /// A refund of a payment that was made at the payment processor.
     Reversal,
-    /// Such a reversal did not reach the payer, or was none.
+    /// A reversal that did not reach the payer, or was none.
     ReversalUndone,
-    /// Of a payment, taken by the payer's bank.
+    /// A chargeback of a payment by the payer's bank.
     Dispute,
-    /// The bank has given it back.
+    /// A chargeback that the bank has returned.
     DisputeWon,
 }
 
@@ -112,25 +112,25 @@ impl PostingKind {
         Self::ALL.into_iter().find(|kind| kind.name() == name)
     }
 
-    /// From which book, to which.
+    /// The debited and the credited ledger account.
     #[must_use]
-    pub const fn books(self) -> (Book, Book) {
+    pub const fn books(self) -> (LedgerAccount, LedgerAccount) {
         match self {
-            Self::Usage => (Book::Prepaid, Book::Revenue),
-            Self::UsageCredit => (Book::Revenue, Book::Prepaid),
-            Self::WriteOff => (Book::WriteOff, Book::Revenue),
-            Self::WriteOffReversal => (Book::Revenue, Book::WriteOff),
-            Self::Credit => (Book::Adjustments, Book::Prepaid),
-            Self::Debit => (Book::Prepaid, Book::Adjustments),
-            Self::Deposit | Self::DisputeWon => (Book::ProcessorClearing, Book::Prepaid),
-            Self::Refund | Self::Reversal => (Book::Prepaid, Book::Refunds),
-            Self::RefundReturned | Self::ReversalUndone => (Book::Refunds, Book::Prepaid),
-            Self::AllocationRefund => (Book::Revenue, Book::Prepaid),
-            Self::Dispute => (Book::Prepaid, Book::ProcessorClearing),
+            Self::Usage => (LedgerAccount::Prepaid, LedgerAccount::Revenue),
+            Self::UsageCredit => (LedgerAccount::Revenue, LedgerAccount::Prepaid),
+            Self::WriteOff => (LedgerAccount::WriteOff, LedgerAccount::Revenue),
+            Self::WriteOffReversal => (LedgerAccount::Revenue, LedgerAccount::WriteOff),
+            Self::Credit => (LedgerAccount::Adjustments, LedgerAccount::Prepaid),
+            Self::Debit => (LedgerAccount::Prepaid, LedgerAccount::Adjustments),
+            Self::Deposit | Self::DisputeWon => (LedgerAccount::ProcessorClearing, LedgerAccount::Prepaid),
+            Self::Refund | Self::Reversal => (LedgerAccount::Prepaid, LedgerAccount::Refunds),
+            Self::RefundReturned | Self::ReversalUndone => (LedgerAccount::Refunds, LedgerAccount::Prepaid),
+            Self::AllocationRefund => (LedgerAccount::Revenue, LedgerAccount::Prepaid),
+            Self::Dispute => (LedgerAccount::Prepaid, LedgerAccount::ProcessorClearing),
         }
     }
 
-    /// True of what charges an allocation for a while: no while is charged twice.
+    /// True of a posting that charges an allocation for a period: no period is charged twice.
     #[must_use]
     pub const fn charges(self) -> bool {
         match self {
@@ -157,61 +157,69 @@ pub struct Posting {
     /// The account's postings are numbered from 1, without a gap.
     pub number: i64,
     pub kind: PostingKind,
-    /// More than zero: the kind says which way.
-    pub amount: Micro,
+    /// More than zero: the kind determines the direction.
+    pub amount: MicroAmount,
     pub currency: Currency,
-    /// What is in `prepaid` after it.
-    pub balance: Micro,
-    pub usage: Option<Usage>,
-    /// What of a payment or a refund it is for.
-    pub source: Option<Source>,
-    /// Why, where a person says so.
+    /// The account's balance after it.
+    pub balance: MicroAmount,
+    pub usage: Option<UsagePeriod>,
+    /// The payment or refund that caused it.
+    pub source: Option<PostingSource>,
+    /// The reason, where a person gave one.
     pub reason: Option<String>,
 }
 
-/// What a posting is for: an allocation, and the while in which it was used.
+/// The allocation and the period that a posting charges.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Usage {
+pub struct UsagePeriod {
     pub allocation_id: AllocationId,
     pub from: Timestamp,
     pub until: Timestamp,
-    /// What the account has paid for it by then, in all.
-    pub cost: Micro,
+    /// The account's total cost of it by then.
+    pub cost: MicroAmount,
 }
 
-/// What a posting goes back to.
+/// The cause of a posting.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Source {
+pub struct PostingSource {
     pub payment_id: Option<PaymentId>,
-    /// The payment's, the refund's or the reversal's own id: of each kind there is one posting for it.
+    /// The id of the payment, refund or reversal: there is one posting of each kind for it.
     pub reference: String,
 }
 
 impl Posting {
-    /// What it does to the account's balance.
+    /// The change of the account's balance.
     #[must_use]
-    pub fn effect(&self) -> Micro {
+    pub fn effect(&self) -> MicroAmount {
         match self.kind.books() {
-            (Book::Prepaid, _) => Micro::ZERO.minus(self.amount),
-            (_, Book::Prepaid) => self.amount,
+            (LedgerAccount::Prepaid, _) => MicroAmount::ZERO.minus(self.amount),
+            (_, LedgerAccount::Prepaid) => self.amount,
             (
-                Book::Revenue | Book::Adjustments | Book::WriteOff | Book::ProcessorClearing | Book::Refunds,
-                Book::Revenue | Book::Adjustments | Book::WriteOff | Book::ProcessorClearing | Book::Refunds,
-            ) => Micro::ZERO,
+                LedgerAccount::Revenue
+                | LedgerAccount::Adjustments
+                | LedgerAccount::WriteOff
+                | LedgerAccount::ProcessorClearing
+                | LedgerAccount::Refunds,
+                LedgerAccount::Revenue
+                | LedgerAccount::Adjustments
+                | LedgerAccount::WriteOff
+                | LedgerAccount::ProcessorClearing
+                | LedgerAccount::Refunds,
+            ) => MicroAmount::ZERO,
         }
     }
 
-    /// From when on it charges, where it does: no two postings of an allocation have the same.
+    /// The start of the period that it charges, where it does: no two postings of an allocation have the same.
     #[must_use]
     pub fn charged_from(&self) -> Option<Timestamp> {
         self.usage.filter(|_| self.kind.charges()).map(|usage| usage.from)
     }
 
-    /// Its two entries: what each book gains. They sum to zero.
+    /// Its two entries: the change of each ledger account. They sum to zero.
     #[must_use]
-    pub fn entries(&self) -> [(Book, Micro); 2] {
+    pub fn entries(&self) -> [(LedgerAccount, MicroAmount); 2] {
         let (from, to) = self.kind.books();
-        [(from, Micro::ZERO.minus(self.amount)), (to, self.amount)]
+        [(from, MicroAmount::ZERO.minus(self.amount)), (to, self.amount)]
     }
 }
 

@@ -1,22 +1,20 @@
 //! The decisions of the control plane, as pure functions.
 //!
-//! Everything here is a value or a function over values: no runtime, no clock, no chance, no environment, no input or
-//! output (`clippy.toml` beside this crate bans them). A machine is given its state, a command and a [`Ctx`], and answers
-//! with a [`Step`] or a rejection. Who stores, speaks and waits is the business of the crates above.
+//! Everything here is a value or a function over values: no runtime, no clock, no randomness, no environment, no input or output
+//! (`clippy.toml` beside this crate bans them). A state machine is given its state, a command and a [`TransitionContext`], and returns a
+//! [`Transition`] or a rejection. The crates above store, publish and wait.
 
 #![forbid(unsafe_code)]
-// Over our own enums a match names the whole world: a new variant must be thought about everywhere.
+// A match over our own enums lists every variant, so that a new variant has to be considered in each place.
 #![deny(clippy::wildcard_enum_match_arm)]
-// `async` has no place in a decision; nothing here could be awaited.
+// No decision awaits anything, so nothing here is `async`.
 #![deny(clippy::unused_async, clippy::disallowed_methods, clippy::disallowed_types)]
 
-pub mod again;
 pub mod allocation;
 pub mod announcement;
 pub mod audit;
 pub mod authz;
 pub mod billing_account;
-pub mod bindings;
 pub mod commit;
 pub mod event;
 pub mod id;
@@ -36,6 +34,8 @@ pub mod processor_event;
 pub mod rate_limit;
 pub mod recording;
 pub mod redact;
+pub mod resend_timer;
+pub mod role_bindings;
 pub mod runtime;
 pub mod service_account;
 pub mod sku;
@@ -44,12 +44,12 @@ pub mod tenant;
 pub mod terminal_session;
 
 pub use authz::{Action, Permit, Principal};
-pub use commit::{Commit, Outcome};
+pub use commit::{Commit, CommitOutcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityRef, EventId, KeySetId, Kind, MemberId,
-    NodeId, NotificationEndpointId, PaymentId, PolicyId, PolicyValueId, ProcessorEventId, RefundId, ServiceAccountId,
-    ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
+    AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityKind, EntityRef, EventId, KeySetId,
+    MemberId, NodeId, NotificationEndpointId, PaymentId, PolicyId, PolicyValueId, ProcessorEventId, RefundId,
+    ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
 };
-pub use machine::{Ctx, Deadline, Effect, Keys, Machine, Origin, Step, Timestamp};
+pub use machine::{Deadline, Effect, IndexKeys, Machine, RequestOrigin, Timestamp, Transition, TransitionContext};
 pub use task_type::TaskType;

@@ -1,10 +1,10 @@
-//! What every entity is: a pure state machine, and what it is told about the world when it decides.
+//! What every entity is: a pure state machine, and the context that it decides in.
 
-use crate::audit::Audit;
+use crate::audit::AuditRecord;
 use crate::authz::{Action, Principal};
-use crate::commit::Footing;
+use crate::commit::Precondition;
 use crate::event::Event;
-use crate::id::{Kind, NodeId, TerminalSessionId};
+use crate::id::{EntityKind, NodeId, TerminalSessionId};
 use crate::ledger::Posting;
 use crate::policy::PolicyBook;
 use chrono::{DateTime, Utc};
@@ -17,27 +17,29 @@ use uuid::Uuid;
 /// An instant, in UTC.
 pub type Timestamp = DateTime<Utc>;
 
-/// An entity's machine. `decide` is the whole of its behaviour: no await, no clock, no chance.
+/// An entity's state machine. `decide` is all of its behaviour: no await, no clock, no randomness.
 ///
-/// An entity that was never created has no state: `decide(None, …)` is where it is born, and a command that cannot create
-/// is rejected there.
+/// An entity that was never created has no state: `decide(None, …)` creates it, and rejects a command that cannot create.
 pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sync + 'static {
-    const KIND: Kind;
-    /// Bytes of the entity's snapshot as JSON. A transition to a larger one is not carried out. The machine bounds what grows in it by
-    /// itself, so that nobody meets this bound.
+    const KIND: EntityKind;
+    /// The bound of the entity's snapshot as JSON, in bytes. A transition to a larger snapshot is not carried out. The machine bounds what
+    /// grows in it by itself, so that this bound is never reached.
     const SNAPSHOT_MOST: usize = 64 * 1024;
     type Command: Command;
     type Reply: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static;
     type Rejection: std::error::Error + Clone + Serialize + DeserializeOwned + Send + Sync + 'static;
 
-    /// What follows from `command` in `state`.
+    /// The transition that `command` causes in `state`.
     ///
-    /// # Errors
-    /// A rejection is an answer: nothing changed, and it says why.
-    fn decide(state: Option<&Self>, command: Self::Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Self::Rejection>;
+    /// A rejection is a reply: nothing changed, and it says why.
+    fn decide(
+        state: Option<&Self>,
+        command: Self::Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Self::Rejection>;
 
-    /// As [`Machine::decide`], after the store refused what was decided: other entities have names that it claims. `holders` are those
-    /// names and the entities that have them. What is decided now must not claim them.
+    /// As [`Machine::decide`], after the store refused the first decision because other entities hold values that it claims. `holders` are
+    /// those values and the entities that hold them. The new decision must not claim them.
     ///
     /// # Errors
     /// As [`Machine::decide`].
@@ -45,69 +47,70 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
         state: Option<&Self>,
         command: Self::Command,
         holders: &BTreeMap<String, Uuid>,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Self::Rejection> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Self::Rejection> {
         let _ = holders;
         Self::decide(state, command, ctx)
     }
 
-    /// What is kept of a refusal, where it has to be audited. Nothing else may change with it, and the machine bounds it
-    /// ([`Refusals`](crate::audit::Refusals)): a refusal that is not kept costs no commit.
+    /// The state and the audit record to write with a refusal, where it has to be audited. Nothing else may change with it, and the
+    /// machine bounds how often it happens ([`RefusalAudit`](crate::audit::RefusalAudit)): a refusal that is not audited costs no commit.
     fn audit_refusal(
         &self,
         command: &Self::Command,
         rejection: &Self::Rejection,
-        ctx: &Ctx<'_>,
-    ) -> Option<Refused<Self>> {
+        ctx: &TransitionContext<'_>,
+    ) -> Option<AuditedRefusal<Self>> {
         let _ = (command, rejection, ctx);
         None
     }
 
-    /// The state's name, as the API and the history show it.
+    /// The state's name in the API and in the history.
     fn state(&self) -> &'static str;
 
-    /// Until when this state may last, and what it is waiting for. `None`: the state may last for ever.
+    /// Until when this state may last, and what it waits for. `None`: the state may last for ever.
     fn deadline(&self) -> Option<Deadline>;
 
-    /// When the machine wants its next `Tick`; at the latest at its deadline.
+    /// When the machine needs its next `Tick`, at the latest at its deadline.
     fn timer(&self) -> Option<Timestamp> {
         self.deadline().map(|deadline| deadline.at)
     }
 
-    /// What it is found by, beside its id. Fixed at creation, so that no index hinders an update.
-    fn keys(&self) -> Keys;
+    /// The keys by which the entity is found, beside its id. They are fixed at creation, so that no index slows an update down.
+    fn keys(&self) -> IndexKeys;
 
-    /// Names that no other entity of any kind may have while this one has them; each commit keeps them unique. They begin with what
-    /// they name, as `gpu/`.
+    /// Values that no other entity of any kind may have while this one has them; each commit keeps them unique. They begin with what they
+    /// name, as `gpu/`.
     fn claims(&self) -> BTreeSet<String> {
         BTreeSet::new()
     }
 
-    /// What lists find it by that changes in its life, as its labels. Others may have the same; each commit keeps the index of them.
+    /// The terms by which lists find the entity and that change during its life, such as its labels. Several entities may have the same
+    /// term; each commit updates the index of terms.
     fn terms(&self) -> BTreeSet<String> {
         BTreeSet::new()
     }
 
-    /// The command that makes the machine look at its whole state and emit what is missing.
+    /// The command that makes the machine check its whole state and emit what is missing.
     fn tick() -> Self::Command;
 }
 
-/// A command names itself (for the history) and what the one who asks must be allowed to do.
+/// A command has a name (for the history) and the action that its sender must be allowed to do.
 pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static {
     fn name(&self) -> &'static str;
     fn action(&self) -> Action;
 
-    /// True of a command that makes the entity: under a new id there is nothing to load before it.
+    /// True of a command that creates the entity: under a new id there is nothing to load first.
     fn creates(&self) -> bool {
         false
     }
 }
 
-/// The end that a state must not outlive unseen.
+/// The time by which a state must have been left. A state past its deadline is overdue and is shown to operators.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Deadline {
     pub at: Timestamp,
-    /// What is being waited for, in an operator's words.
+    /// What the entity waits for, for operators to read.
     pub reason: String,
 }
 
@@ -117,46 +120,46 @@ impl Deadline {
     }
 }
 
-/// What an entity is found by.
+/// The index keys of an entity.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Keys {
-    /// The user whom it belongs to.
+pub struct IndexKeys {
+    /// The user who owns it.
     pub owner: Option<String>,
-    /// The catalog entry that it is one of.
+    /// The SKU that it belongs to.
     pub sku: Option<Uuid>,
-    /// A name that no other entity of the kind may have.
+    /// A name that is unique among the entities of the kind.
     pub unique_name: Option<String>,
 }
 
-/// What a machine is told when it decides.
+/// The context of a decision.
 #[derive(Clone, Debug)]
-pub struct Ctx<'a> {
+pub struct TransitionContext<'a> {
     pub now: Timestamp,
     pub policy: &'a PolicyBook,
     pub by: &'a Principal,
     pub correlation_id: &'a str,
     /// The trace that the command belongs to.
-    pub trace: Trace<'a>,
-    /// Chance, given from outside: ids that a transition makes are derived from it.
+    pub trace: TraceContext<'a>,
+    /// Randomness, given from outside: ids that a transition creates are derived from it.
     pub seed: u128,
-    /// The id of the entity that decides.
+    /// The id of the entity.
     pub id: Uuid,
-    /// The version it decides from; 0 before it exists.
+    /// The version that the decision is made from; 0 before the entity exists.
     pub version: i64,
 }
 
-/// The trace that a command belongs to (W3C Trace Context), carried on and not looked into.
+/// The trace that a command belongs to (W3C Trace Context). It is passed on and not interpreted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Trace<'a> {
+pub struct TraceContext<'a> {
     /// `traceparent`
     pub parent: Option<&'a str>,
     /// `tracestate`
     pub state: Option<&'a str>,
 }
 
-/// The request that something goes back to, kept where its consequences outlive its commands.
+/// The request that caused something, stored where its consequences outlive its commands.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, serde::Deserialize)]
-pub struct Origin {
+pub struct RequestOrigin {
     pub correlation_id: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub traceparent: Option<String>,
@@ -164,22 +167,22 @@ pub struct Origin {
     pub tracestate: Option<String>,
 }
 
-impl Ctx<'_> {
-    /// What this command goes back to.
+impl TransitionContext<'_> {
+    /// The request that caused this command.
     #[must_use]
-    pub fn origin(&self) -> Origin {
-        Origin {
+    pub fn origin(&self) -> RequestOrigin {
+        RequestOrigin {
             correlation_id: self.correlation_id.to_owned(),
             traceparent: self.trace.parent.map(str::to_owned),
             tracestate: self.trace.state.map(str::to_owned),
         }
     }
 
-    /// The `n`th new id of this transition, a UUIDv7 at [`Ctx::now`].
+    /// The `n`th new id of this transition, a UUIDv7 at [`TransitionContext::now`].
     #[must_use]
     pub fn new_id(&self, n: u64) -> Uuid {
         let millis = u64::try_from(self.now.timestamp_millis()).unwrap_or(0);
-        // Odd multipliers are bijections on the seed's bits: ids of one transition never meet.
+        // Odd multipliers are bijections on the seed's bits, so the ids of one transition differ.
         let mixed = self.seed ^ (u128::from(n) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835);
         let mut random = [0; 10];
         random.copy_from_slice(&mixed.to_be_bytes()[..10]);
@@ -187,40 +190,40 @@ impl Ctx<'_> {
     }
 }
 
-/// What follows from a command: the next state, what is said of it, and the answer.
+/// The outcome of a command: the next state, what is published and written with it, and the reply.
 #[derive(Clone, Debug)]
-pub struct Step<M: Machine> {
-    /// `None`: nothing changed, nothing is written, the answer alone is given.
+pub struct Transition<M: Machine> {
+    /// `None`: nothing changes and nothing is written; only the reply is sent.
     pub next: Option<M>,
-    /// What other parts of the system must hear; kept in the outbox by the same commit.
+    /// Events for other parts of the system; stored in the outbox by the same commit.
     pub events: Vec<Event>,
-    /// What was done by whom; kept in the audit log by the same commit.
-    pub audit: Vec<Audit>,
-    /// What moves in the ledger; written by the same commit.
+    /// Who did what; stored in the audit log by the same commit.
+    pub audit: Vec<AuditRecord>,
+    /// Postings to the ledger; written by the same commit.
     pub postings: Vec<Posting>,
-    /// What is worth doing at once when the commit stands, and harmless to lose.
+    /// Effects that are triggered after the commit, and that may be lost.
     pub effects: Vec<Effect>,
-    /// Others that the decision looked at and that must not have changed when it is committed.
-    pub rests_on: Vec<Footing>,
+    /// Versions of other entities that the decision was based on and that must not have changed when it commits.
+    pub requires: Vec<Precondition>,
     pub reply: M::Reply,
-    /// Kept in the history: why the entity is where it is.
+    /// Stored in the history: why the entity is in its state.
     pub why: String,
 }
 
-/// What is written with a refusal.
+/// The state and the audit record that are written with a refusal.
 #[derive(Clone, Debug)]
-pub struct Refused<M> {
+pub struct AuditedRefusal<M> {
     pub next: M,
-    pub audit: Audit,
+    pub audit: AuditRecord,
 }
 
-impl<M: Machine> Step<M> {
-    /// The entity moves on to `next`.
+impl<M: Machine> Transition<M> {
+    /// The entity changes to `next`.
     pub fn to(next: M, reply: M::Reply, why: impl Into<String>) -> Self {
         Self { next: Some(next), why: why.into(), ..Self::stay(reply) }
     }
 
-    /// Nothing changes; only the answer is given.
+    /// Nothing changes; only the reply is sent.
     pub fn stay(reply: M::Reply) -> Self {
         Self {
             next: None,
@@ -228,7 +231,7 @@ impl<M: Machine> Step<M> {
             audit: Vec::new(),
             postings: Vec::new(),
             effects: Vec::new(),
-            rests_on: Vec::new(),
+            requires: Vec::new(),
             reply,
             why: String::new(),
         }
@@ -241,7 +244,7 @@ impl<M: Machine> Step<M> {
     }
 
     #[must_use]
-    pub fn audit(mut self, audit: Audit) -> Self {
+    pub fn audit(mut self, audit: AuditRecord) -> Self {
         self.audit.push(audit);
         self
     }
@@ -253,8 +256,8 @@ impl<M: Machine> Step<M> {
     }
 
     #[must_use]
-    pub fn resting_on(mut self, footing: Footing) -> Self {
-        self.rests_on.push(footing);
+    pub fn precondition(mut self, precondition: Precondition) -> Self {
+        self.requires.push(precondition);
         self
     }
 
@@ -265,19 +268,18 @@ impl<M: Machine> Step<M> {
     }
 }
 
-/// The closed vocabulary of what a transition asks of this moment's world. All of it may be lost: what must not be lost is
-/// an [`Event`].
+/// The effects that a transition may ask of the running processes. Each of them may be lost: what must not be lost is an [`Event`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
-    /// A parked poll of this node has something to fetch.
+    /// A long poll of this node has tasks to fetch.
     WakeNode(NodeId),
-    /// The node's identity is void: its connections are closed on every replica.
+    /// The node's identity is revoked: its connections are closed on every replica.
     CloseNode(NodeId),
-    /// Whoever holds an end of this session looks at it: it may be over, or somebody else's.
+    /// Every connection of this session reads the session again: it may be closed, or another connection may have replaced it.
     WakeTerminal(TerminalSessionId),
-    /// This process should read the policy values now; the others hear of it by the event.
+    /// This process reloads the policy values now; the other processes are notified by the event.
     ReadPolicy,
-    /// This process should read the keys in force now; the others hear of it by the event.
+    /// This process reloads the keys in force now; the other processes are notified by the event.
     ReadKeys,
 }
 
@@ -287,15 +289,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ids_of_one_transition_are_version_seven_and_never_meet() {
+    fn ids_of_one_transition_are_version_seven_and_distinct() {
         let policy = PolicyBook::default();
         let by = Principal::system("test");
-        let ctx = Ctx {
+        let ctx = TransitionContext {
             now: DateTime::UNIX_EPOCH,
             policy: &policy,
             by: &by,
             correlation_id: "c",
-            trace: Trace::default(),
+            trace: TraceContext::default(),
             seed: 7,
             id: Uuid::nil(),
             version: 0,

@@ -1,7 +1,6 @@
-//! The name and the labels of a node or an allocation: what people call it, and what they find it by. Neither is unique, and no
-//! decision depends on them.
+//! The name and the labels of a node or an allocation, for people and for searches. Neither is unique, and no decision depends on them.
 //!
-//! The edge checks what a name, a key and a value may be; a machine counts the labels.
+//! The edge validates names, keys and values; a state machine bounds the number of labels.
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::{BTreeMap, BTreeSet};
@@ -20,17 +19,17 @@ pub struct Metadata {
 /// A change of a [`Metadata`], as a JSON merge patch (RFC 7396).
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MetadataPatch {
-    #[serde(default, skip_serializing_if = "Patch::is_keep")]
-    pub name: Patch<String>,
-    /// Of the labels that are named, the new value; `None` removes one.
-    #[serde(default, skip_serializing_if = "Patch::is_keep")]
-    pub labels: Patch<BTreeMap<String, Option<String>>>,
+    #[serde(default, skip_serializing_if = "PatchValue::is_keep")]
+    pub name: PatchValue<String>,
+    /// The new values of the named labels; `None` removes a label.
+    #[serde(default, skip_serializing_if = "PatchValue::is_keep")]
+    pub labels: PatchValue<BTreeMap<String, Option<String>>>,
 }
 
 /// A member of a JSON merge patch: left out, null, or a value. A struct leaves `Keep` out by `skip_serializing_if` and reads it by
 /// `default`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub enum Patch<T> {
+pub enum PatchValue<T> {
     #[default]
     Keep,
     Remove,
@@ -48,7 +47,7 @@ impl Metadata {
         self.name.is_none() && self.labels.is_empty()
     }
 
-    /// The same, where the labels are within their bound.
+    /// The metadata itself, where the labels are within their bound.
     ///
     /// # Errors
     /// [`TooManyLabels`]
@@ -56,20 +55,20 @@ impl Metadata {
         if self.labels.len() > MAX_LABELS { Err(TooManyLabels) } else { Ok(self) }
     }
 
-    /// What the patch makes of it.
+    /// The metadata after the patch.
     ///
     /// # Errors
     /// [`TooManyLabels`]
     pub fn patched(&self, patch: &MetadataPatch) -> Result<Self, TooManyLabels> {
         let name = match &patch.name {
-            Patch::Keep => self.name.clone(),
-            Patch::Remove => None,
-            Patch::Set(name) => Some(name.clone()),
+            PatchValue::Keep => self.name.clone(),
+            PatchValue::Remove => None,
+            PatchValue::Set(name) => Some(name.clone()),
         };
         let labels = match &patch.labels {
-            Patch::Keep => self.labels.clone(),
-            Patch::Remove => BTreeMap::new(),
-            Patch::Set(changes) => {
+            PatchValue::Keep => self.labels.clone(),
+            PatchValue::Remove => BTreeMap::new(),
+            PatchValue::Set(changes) => {
                 let mut labels = self.labels.clone();
                 for (key, value) in changes {
                     match value {
@@ -108,31 +107,31 @@ pub fn label_term(key: &str, value: Option<&str>) -> String {
 }
 
 impl MetadataPatch {
-    /// True where nothing is named that could change.
+    /// True where the patch names no member.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.name.is_keep() && self.labels.is_keep()
     }
 }
 
-impl<T> Patch<T> {
+impl<T> PatchValue<T> {
     #[must_use]
     pub const fn is_keep(&self) -> bool {
         matches!(self, Self::Keep)
     }
 
-    /// The same with another value.
+    /// The same member with a mapped value.
     #[must_use]
-    pub fn map<U>(self, f: impl FnOnce(T) -> U) -> Patch<U> {
+    pub fn map<U>(self, f: impl FnOnce(T) -> U) -> PatchValue<U> {
         match self {
-            Self::Keep => Patch::Keep,
-            Self::Remove => Patch::Remove,
-            Self::Set(value) => Patch::Set(f(value)),
+            Self::Keep => PatchValue::Keep,
+            Self::Remove => PatchValue::Remove,
+            Self::Set(value) => PatchValue::Set(f(value)),
         }
     }
 }
 
-impl<T: Serialize> Serialize for Patch<T> {
+impl<T: Serialize> Serialize for PatchValue<T> {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::Keep | Self::Remove => serializer.serialize_none(),
@@ -141,7 +140,7 @@ impl<T: Serialize> Serialize for Patch<T> {
     }
 }
 
-impl<'de, T: Deserialize<'de>> Deserialize<'de> for Patch<T> {
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for PatchValue<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         Ok(Option::deserialize(deserializer)?.map_or(Self::Remove, Self::Set))
     }

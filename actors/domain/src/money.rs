@@ -51,15 +51,15 @@ impl Price {
     }
 }
 
-/// Millionths of a minor unit; negative where it is owed.
+/// An amount in millionths of a minor unit; negative where it is owed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Micro(i64);
+pub struct MicroAmount(i64);
 
 /// Millionths in one minor unit.
 pub const MICRO_PER_MINOR: i64 = 1_000_000;
 
-impl Micro {
+impl MicroAmount {
     pub const ZERO: Self = Self(0);
 
     #[must_use]
@@ -67,7 +67,7 @@ impl Micro {
         Self(micro)
     }
 
-    /// `None` where so much cannot be counted.
+    /// `None` where the amount overflows.
     #[must_use]
     pub fn of_minor(minor: i64) -> Option<Self> {
         minor.checked_mul(MICRO_PER_MINOR).map(Self)
@@ -85,13 +85,13 @@ impl Micro {
         self.0 == 0
     }
 
-    /// Whole minor units, rounded down: what is shown is never more than what is there.
+    /// Whole minor units, rounded down: a shown amount is never more than the real one.
     #[must_use]
     pub const fn minor(self) -> i64 {
         self.0.div_euclid(MICRO_PER_MINOR)
     }
 
-    /// The nearest that can be counted. Balances are kept far from where that differs ([`HIGHEST_BALANCE_MINOR`]).
+    /// The nearest representable amount. Balances are far from where that differs ([`HIGHEST_BALANCE_MINOR`]).
     fn nearest(micro: i128) -> Self {
         Self(i64::try_from(micro).unwrap_or(if micro < 0 { i64::MIN } else { i64::MAX }))
     }
@@ -107,14 +107,14 @@ impl Micro {
     }
 }
 
-impl std::iter::Sum for Micro {
+impl std::iter::Sum for MicroAmount {
     fn sum<I: Iterator<Item = Self>>(amounts: I) -> Self {
         Self::nearest(amounts.map(|amount| i128::from(amount.0)).sum())
     }
 }
 
-/// In minor units, with all six digits of the rest.
-impl fmt::Display for Micro {
+/// In minor units, with six decimal places.
+impl fmt::Display for MicroAmount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (sign, all) = (if self.0 < 0 { "-" } else { "" }, self.0.unsigned_abs());
         let unit = MICRO_PER_MINOR.unsigned_abs();
@@ -122,15 +122,15 @@ impl fmt::Display for Micro {
     }
 }
 
-/// No account may hold more. Ninety times as much could still be counted.
+/// The bound of a balance. Ninety times as much is still representable.
 pub const HIGHEST_BALANCE_MINOR: i64 = 100_000_000_000;
 
-/// What all GPUs of one allocation cost together: minor units per hour.
+/// The cost of all GPUs of one allocation: minor units per hour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Rate(i64);
+pub struct HourlyRate(i64);
 
-impl Rate {
+impl HourlyRate {
     #[must_use]
     pub fn of(price: &Price, gpu_count: u32) -> Self {
         Self(price.amount_minor_per_gpu_hour.saturating_mul(i64::from(gpu_count)))
@@ -141,20 +141,20 @@ impl Rate {
         self.0
     }
 
-    /// What is owed from `from` to `until`, rounded down to the millionth; nothing where `until` is earlier. Whoever charges piece by
-    /// piece charges the difference to what was charged before: so the remainder of each piece is carried into the next, and an hour
-    /// costs its price however it is cut.
+    /// The cost from `from` to `until`, rounded down to the millionth; nothing where `until` is earlier. A caller that charges piece by
+    /// piece charges the difference to what was charged before: so the remainder of each piece is carried into the next, and an hour costs
+    /// its price however it is divided.
     #[must_use]
-    pub fn over(self, from: Timestamp, until: Timestamp) -> Micro {
+    pub fn over(self, from: Timestamp, until: Timestamp) -> MicroAmount {
         let micros = i128::from(until.timestamp_micros()) - i128::from(from.timestamp_micros());
         // Minor units an hour are millionths in 3,600 microseconds.
-        Micro::nearest(i128::from(self.0) * micros.max(0) / 3600)
+        MicroAmount::nearest(i128::from(self.0) * micros.max(0) / 3600)
     }
 
-    /// The last instant until which `amount` pays for the time from `from` on, to the microsecond: the inverse of [`Rate::over`]. `None`
-    /// where it pays for longer than can be counted.
+    /// The last instant until which `amount` pays for the time from `from` on, to the microsecond: the inverse of [`HourlyRate::over`].
+    /// `None` where it exceeds the range of timestamps.
     #[must_use]
-    pub fn paid_until(self, from: Timestamp, amount: Micro) -> Option<Timestamp> {
+    pub fn paid_until(self, from: Timestamp, amount: MicroAmount) -> Option<Timestamp> {
         let below_the_next_millionth = (i128::from(amount.0.max(0)) + 1) * 3600 - 1;
         let micros = below_the_next_millionth.checked_div(i128::from(self.0.max(0)))?;
         from.checked_add_signed(TimeDelta::microseconds(i64::try_from(micros).ok()?))
@@ -194,46 +194,46 @@ mod tests {
     }
 
     #[test]
-    fn an_amount_is_shown_whole_and_with_its_rest() {
+    fn amount_is_displayed_with_six_decimals() {
         for (micro, text, minor) in
             [(0, "0.000000", 0), (1_500_000, "1.500000", 1), (-1, "-0.000001", -1), (-2_000_000, "-2.000000", -2)]
         {
-            let amount = Micro::of(micro);
+            let amount = MicroAmount::of(micro);
             assert_eq!((amount.to_string().as_str(), amount.minor()), (text, minor));
         }
-        assert_eq!(Micro::of_minor(i64::MAX), None);
-        assert_eq!(Micro::of(i64::MAX).plus(Micro::of(1)), Micro::of(i64::MAX));
+        assert_eq!(MicroAmount::of_minor(i64::MAX), None);
+        assert_eq!(MicroAmount::of(i64::MAX).plus(MicroAmount::of(1)), MicroAmount::of(i64::MAX));
     }
 
     proptest! {
         #[test]
-        fn an_hour_costs_its_price_however_it_is_cut(
+        fn an_hour_costs_its_price_however_it_is_divided(
             amount in 0..=HIGHEST_PRICE_MINOR, gpus in 1_u32..=64, mut cuts in prop::collection::vec(0_i64..=3_600_000_000, 0..40)
         ) {
-            let rate = Rate::of(&Price::new("EUR", amount).unwrap(), gpus);
+            let rate = HourlyRate::of(&Price::new("EUR", amount).unwrap(), gpus);
             let begin = Timestamp::from_timestamp(1_800_000_000, 0).unwrap();
             cuts.push(3_600_000_000);
             cuts.sort_unstable();
-            let mut charged = Micro::ZERO;
+            let mut charged = MicroAmount::ZERO;
             for cut in cuts {
                 let due = rate.over(begin, begin + chrono::TimeDelta::microseconds(cut)).minus(charged);
-                prop_assert!(due >= Micro::ZERO);
+                prop_assert!(due >= MicroAmount::ZERO);
                 charged = charged.plus(due);
             }
-            prop_assert_eq!(charged, Micro::of_minor(amount * i64::from(gpus)).unwrap());
+            prop_assert_eq!(charged, MicroAmount::of_minor(amount * i64::from(gpus)).unwrap());
         }
 
         #[test]
         fn paid_until_is_the_last_microsecond_that_the_amount_covers(
             amount in 0..=HIGHEST_PRICE_MINOR, gpus in 1_u32..=64, micro in 0_i64..=2_000_000_000_000
         ) {
-            let rate = Rate::of(&Price::new("EUR", amount).unwrap(), gpus);
+            let rate = HourlyRate::of(&Price::new("EUR", amount).unwrap(), gpus);
             let begin = Timestamp::from_timestamp(1_800_000_000, 0).unwrap();
-            match rate.paid_until(begin, Micro::of(micro)) {
+            match rate.paid_until(begin, MicroAmount::of(micro)) {
                 None => prop_assert_eq!(amount, 0),
                 Some(until) => {
-                    prop_assert!(rate.over(begin, until) <= Micro::of(micro));
-                    prop_assert!(rate.over(begin, until + TimeDelta::microseconds(1)) > Micro::of(micro));
+                    prop_assert!(rate.over(begin, until) <= MicroAmount::of(micro));
+                    prop_assert!(rate.over(begin, until + TimeDelta::microseconds(1)) > MicroAmount::of(micro));
                 }
             }
         }

@@ -9,86 +9,87 @@
 //!                                                       retired ────┘──remove──▶ removing ──▶ removed
 //! ```
 //!
-//! A node that never was active is retired too, which voids its token and certificate; `remove` takes retired nodes alone.
+//! A node that never was active is retired too, which revokes its token and certificate; `remove` accepts retired nodes only.
 //!
-//! The node's actor alone gives its GPUs away, by UUID, and takes them back only on the agent's clean-up proof. It keeps the
-//! hashes of its token, the serials of its certificates, and the work that its agent has not reported on; secrets and
-//! signatures are the edge's business.
+//! Only the node's actor assigns its GPUs, by UUID, and frees them only on the agent's clean-up proof. It stores the hashes of its token,
+//! the serials of its certificates, and the tasks without a result; the edge handles secrets and signatures.
 
-mod claims;
-mod contact;
-mod known_tasks;
-mod life;
-mod logins;
+mod agent_contact;
+mod gpu_claims;
+mod lifecycle;
 mod onboarding;
 mod recovery;
-pub mod reports;
+pub mod report_reasons;
+mod ssh_access;
+mod task_support;
 mod tasks;
 mod tenancy;
-mod terminals;
+mod terminal_tasks;
 #[cfg(test)]
 mod tests;
 
-use crate::allocation::{AuthorizedKey, Placed};
-use crate::audit::{Audit, AuditAction, Refusals};
+use crate::allocation::{AuthorizedKey, Placement};
+use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::authz::Action;
-use crate::event::{Device, Event};
-use crate::id::{AllocationId, EntityRef, Kind, NodeId, SkuId, TaskId, TerminalSessionId, TokenId};
-use crate::machine::{self, Command as _, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
+use crate::event::{Event, GpuDevice};
+use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, SkuId, TaskId, TerminalSessionId, TokenId};
+use crate::machine::{
+    self, AuditedRefusal, Command as _, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
+};
 use crate::metadata::{Metadata, MetadataPatch};
-use crate::recording::Terms;
+use crate::recording::RecordingTerms;
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
 
-pub use contact::{Gpu, Health, HealthStatus, Inventory, Seen};
-pub use logins::{HeldLogins, LoginOrder};
-pub use onboarding::{Certificate, Enrollment, Identity, Token};
-pub use recovery::{Nonce, Recovery, Reissue};
-pub use tasks::{NodeTask, TaskPhase};
-pub use tenancy::{Hold, HoldPhase, Order, Place, Verdict, What, Work, user_name};
-pub use terminals::TerminalOrder;
+pub use agent_contact::{AgentContact, NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory};
+pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials};
+pub use recovery::{IdentityRecovery, Nonce, Reissue};
+pub use ssh_access::{HoldSshAccess, SshKeysTask};
+pub use tasks::{NodeTask, NodeTaskPhase};
+pub use tenancy::{AgentTask, Hold, HoldPhase, PendingTask, TaskKind, TaskOutcome, TenantSlot, user_name};
+pub use terminal_tasks::TerminalTask;
 
-/// Why an enrolled node is not active: it is not the machine that its SKU promises.
+/// Why an enrolled node is not active: its inventory differs from its SKU.
 const INVENTORY_MISMATCH: &str = "inventory_mismatch";
-/// The class of an alert that keeps new tenants from the node for as long as it stands (decisions 7, *Health alert*).
+/// The class of an alert that prevents new allocations on the node while it is active (decisions 7, *Health alert*).
 const PREVENT_ALLOCATION: &str = "prevent_allocation";
 
-/// A node and everything that its decisions need.
+/// The state of a node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Node {
     pub id: NodeId,
     pub registration: Registration,
     pub registered_at: Timestamp,
-    pub life: Life,
+    pub life: Phase,
     pub entered_at: Timestamp,
-    /// Why it is in its state, in a code and a sentence.
-    pub reason: Reason,
-    pub probe: Option<Probe>,
-    pub identity: Identity,
-    pub inventory: Option<Inventory>,
-    pub seen: Option<Seen>,
-    pub health: Health,
-    /// Who holds which of its GPUs.
+    /// The reason of its state, as a code and a sentence.
+    pub reason: StateReason,
+    pub probe: Option<ProbeOutcome>,
+    pub identity: NodeCredentials,
+    pub inventory: Option<ReportedInventory>,
+    pub seen: Option<AgentContact>,
+    pub health: NodeHealth,
+    /// The allocations that hold its GPUs.
     pub holds: BTreeMap<AllocationId, Hold>,
-    /// The allocations whose failed release keeps the node from getting tasks.
+    /// The allocations whose failed release fences the node: it gets no tasks.
     pub fenced_by: BTreeSet<AllocationId>,
-    /// What an administrator ordered of the node itself, and what came of it.
+    /// Tasks of the node itself that administrators ordered, with their results.
     #[serde(default)]
     pub tasks: BTreeMap<TaskId, NodeTask>,
     #[serde(default)]
-    pub refusals: Refusals,
-    /// UUIDs of GPUs that are this node's alone in the cluster.
+    pub refusals: RefusalAudit,
+    /// UUIDs of GPUs that this node has claimed in the cluster.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub claimed_gpus: BTreeSet<String>,
-    /// UUIDs of GPUs that the node reports and that are another node's.
+    /// UUIDs of GPUs that the node reports and that another node has claimed.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub contested_gpus: BTreeMap<String, NodeId>,
 }
 
-/// What an administrator says of a node.
+/// A node's data from its administrator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Registration {
     pub host: String,
@@ -96,7 +97,7 @@ pub struct Registration {
     pub ssh_username: String,
     pub ssh_public_key: String,
     pub ssh_key_fingerprint: String,
-    pub sku: Promise,
+    pub sku: PromisedHardware,
     pub region_code: String,
     pub gpus_total: u32,
     pub onboarding_mode: OnboardingMode,
@@ -105,9 +106,9 @@ pub struct Registration {
     pub metadata: Metadata,
 }
 
-/// What the catalog promises of the node's SKU, as it was when the node was registered.
+/// The hardware that the catalog promised for the node's SKU when the node was registered.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Promise {
+pub struct PromisedHardware {
     pub sku_id: SkuId,
     pub name: String,
     pub gpu_model: String,
@@ -123,24 +124,24 @@ pub enum OnboardingMode {
     Maas,
 }
 
-/// What came of the reachability probe at creation.
+/// The outcome of the reachability probe at creation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Probe {
+pub struct ProbeOutcome {
     pub reachable: bool,
     pub checked_at: Timestamp,
     pub error: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reason {
+pub struct StateReason {
     pub code: String,
     pub message: String,
 }
 
-/// The states.
+/// The states of a node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
-pub enum Life {
+pub enum Phase {
     Registered,
     BootstrapIssued {
         until: Timestamp,
@@ -153,9 +154,9 @@ pub enum Life {
     Draining {
         until: Timestamp,
     },
-    /// It returns to `was` once it is found in order.
+    /// It returns to `was` once the quarantine is released.
     Quarantined {
-        was: Box<Life>,
+        was: Box<Phase>,
     },
     Retired,
     Removing {
@@ -164,7 +165,7 @@ pub enum Life {
     Removed,
 }
 
-impl Life {
+impl Phase {
     #[must_use]
     pub const fn name(&self) -> &'static str {
         match self {
@@ -181,35 +182,35 @@ impl Life {
         }
     }
 
-    /// True where the node has no identity yet: there is nothing of it that could be out of order.
+    /// True where the node has no identity yet that could have faults.
     #[must_use]
-    pub const fn is_unborn(&self) -> bool {
+    pub const fn has_no_identity(&self) -> bool {
         matches!(self, Self::Registered | Self::BootstrapIssued { .. })
     }
 
-    /// True where nothing of the node's identity holds any more.
+    /// True where the node's identity is revoked for good.
     #[must_use]
     pub const fn is_gone(&self) -> bool {
         matches!(self, Self::Removing { .. } | Self::Removed)
     }
 }
 
-/// What can be asked of a node, said by its agent, or told it by the saga.
+/// The commands of a node: requests of administrators, messages of its agent, and facts of the saga.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
-    // An administrator asks.
+    // Requests of administrators.
     Register {
         registration: Box<Registration>,
-        probe: Option<Probe>,
+        probe: Option<ProbeOutcome>,
     },
     Revise {
         host: Option<String>,
         port: Option<u16>,
         ssh_username: Option<String>,
-        /// Of the new address, where one was asked for.
+        /// The probe of the new address, where one was requested.
         #[serde(default)]
-        probe: Option<Probe>,
+        probe: Option<ProbeOutcome>,
         #[serde(default, skip_serializing_if = "MetadataPatch::is_empty")]
         metadata: MetadataPatch,
         if_version: Option<i64>,
@@ -245,47 +246,47 @@ pub enum Command {
         reason: String,
     },
 
-    // The agent says.
+    // Messages of the agent.
     Enroll(Box<Enrollment>),
-    Recover(Box<Recovery>),
+    Recover(Box<IdentityRecovery>),
     Renew {
         serial: String,
-        issued: Certificate,
+        issued: CertificateRecord,
     },
-    /// It waits for work.
+    /// The agent polls for tasks.
     Poll {
         serial: String,
     },
     Heartbeat {
         serial: String,
-        seen: Box<Seen>,
-        inventory: Box<Inventory>,
-        health: Box<Health>,
+        seen: Box<AgentContact>,
+        inventory: Box<ReportedInventory>,
+        health: Box<NodeHealth>,
     },
     Report {
         serial: String,
         task_id: TaskId,
         attempt: u32,
-        verdict: Verdict,
-        /// What a task of the node itself found, for who ordered it.
+        verdict: TaskOutcome,
+        /// The output of a task of the node itself, for the administrator who ordered it.
         #[serde(default)]
         output: Option<Value>,
     },
-    /// It wants nothing but to be known: it holds its end of a terminal.
+    /// The agent authenticates for its side of a terminal connection.
     Identify {
         serial: String,
     },
 
-    // The saga tells.
+    // Facts of the saga.
     Reserve {
         allocation_id: AllocationId,
         gpu_count: u32,
         keys: Vec<AuthorizedKey>,
-        /// Which change of the keys these are.
+        /// The revision of these keys.
         #[serde(default)]
         revision: u64,
     },
-    /// Who may log in to an allocation here, from this change of its keys on.
+    /// The SSH keys of an allocation on this node, from this revision on.
     ReconcileLogins {
         allocation_id: AllocationId,
         revision: u64,
@@ -321,9 +322,9 @@ pub enum Command {
         ends_at: Timestamp,
         begin_until: Timestamp,
         #[serde(default)]
-        recording: Terms,
+        recording: RecordingTerms,
     },
-    /// A terminal session is over.
+    /// A terminal session was closed.
     ForgetTerminal {
         session_id: TerminalSessionId,
         allocation_id: AllocationId,
@@ -401,15 +402,15 @@ impl machine::Command for Command {
     }
 }
 
-/// The answer to a command, by what was asked.
+/// The reply to a command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
-    /// To an administrator: the node as it stands after the command.
+    /// To an administrator: the node after the command.
     Node {
         node: Box<Node>,
     },
-    /// To an administrator: the node's task, and the node as it stands.
+    /// To an administrator: the node's task, and the node after the command.
     Task {
         task_id: TaskId,
         node: Box<Node>,
@@ -421,18 +422,18 @@ pub enum Reply {
         identity_generation: u32,
         recoveries_left: u32,
     },
-    /// To a recovery with a state that another machine has recovered with: it gets nothing, and the node is in quarantine.
+    /// To a recovery with a state that another machine has recovered with: it gets no certificate, and the node is quarantined.
     CloneSuspected,
-    /// The work that the agent has not reported on, oldest first.
+    /// The tasks without a result, oldest first.
     Work {
-        orders: Vec<Order>,
+        orders: Vec<AgentTask>,
     },
     /// When the next heartbeat is expected.
     Heard {
         next_heartbeat_seconds: u32,
     },
     Reserved {
-        placed: Placed,
+        placed: Placement,
     },
     Done,
 }
@@ -460,9 +461,9 @@ pub enum Rejection {
     #[error("the node is not in order: {why}")]
     NotInOrder { why: String },
 
-    // Enrollment: one public code, the cause for logs and audit.
+    // Enrollment: one public code; the cause is for logs and audit.
     #[error("the enrollment token does not hold: {cause}")]
-    TokenRefused { cause: TokenCause },
+    TokenRefused { cause: EnrollmentTokenFault },
 
     // Identity.
     #[error("the certificate is not one of the node's present identity")]
@@ -476,7 +477,7 @@ pub enum Rejection {
     #[error("the node speaks for {id} alone")]
     ForeignNode { id: NodeId },
 
-    // Work.
+    // Tasks.
     #[error("the node has no such task")]
     TaskUnknown,
     #[error("{task_type} is not ordered by administrators")]
@@ -495,10 +496,10 @@ pub enum Rejection {
     NotEnoughGpus { free: u32, wanted: u32 },
 }
 
-/// Why a token does not hold; never told to the one who presented it.
+/// Why a token is not valid; never sent to the agent that presented it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
-pub enum TokenCause {
+pub enum EnrollmentTokenFault {
     #[error("no token was issued")]
     NoneIssued,
     #[error("it is another token")]
@@ -524,14 +525,18 @@ pub enum TokenCause {
 }
 
 impl Machine for Node {
-    const KIND: Kind = Kind::Node;
-    /// As much as another machine, and thirty-two labels.
+    const KIND: EntityKind = EntityKind::Node;
+    /// As much as other entities, and thirty-two labels.
     const SNAPSHOT_MOST: usize = 80 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
             (None, Command::Register { registration, probe }) => Self::register(*registration, probe, ctx),
             (Some(_), Command::Register { .. }) => Err(Rejection::Exists),
@@ -544,16 +549,21 @@ impl Machine for Node {
         state: Option<&Self>,
         command: Command,
         holders: &BTreeMap<String, Uuid>,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match state {
             Some(node) => node.advance_without(command, holders, ctx),
             None => Self::decide(state, command, ctx),
         }
     }
 
-    /// A refused enrollment or recovery: the one who tried hears one public code, the log keeps the true cause.
-    fn audit_refusal(&self, command: &Command, rejection: &Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
+    /// A refused enrollment or recovery: the caller gets one public code, the audit log records the true cause.
+    fn audit_refusal(
+        &self,
+        command: &Command,
+        rejection: &Rejection,
+        ctx: &TransitionContext<'_>,
+    ) -> Option<AuditedRefusal<Self>> {
         let (Command::Enroll(_) | Command::Recover(_), Rejection::TokenRefused { .. } | Rejection::Removed) =
             (command, rejection)
         else {
@@ -561,7 +571,7 @@ impl Machine for Node {
         };
         let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };
         let metadata = json!({ "cause": rejection.to_string(), "result": "refused" });
-        Some(Refused { next, audit: self.audit(AuditAction::NodesRefuseEnrollment, metadata) })
+        Some(AuditedRefusal { next, audit: self.audit(AuditAction::NodesRefuseEnrollment, metadata) })
     }
 
     fn state(&self) -> &'static str {
@@ -570,51 +580,51 @@ impl Machine for Node {
 
     fn deadline(&self) -> Option<Deadline> {
         let of_its_life = match &self.life {
-            Life::BootstrapIssued { until } => {
+            Phase::BootstrapIssued { until } => {
                 Some(Deadline::new(*until, "no agent has enrolled with the issued token"))
             }
-            Life::Enrolling { until } if self.reason.code == INVENTORY_MISMATCH => {
+            Phase::Enrolling { until } if self.reason.code == INVENTORY_MISMATCH => {
                 Some(Deadline::new(*until, self.reason.message.clone()))
             }
-            Life::Enrolling { until } => Some(Deadline::new(*until, "the agent has not polled with its certificate")),
-            Life::Draining { until } => {
+            Phase::Enrolling { until } => Some(Deadline::new(*until, "the agent has not polled with its certificate")),
+            Phase::Draining { until } => {
                 let left = self.holds.len();
                 Some(Deadline::new(*until, format!("{left} allocations have not ended")))
             }
-            Life::Removing { until } => Some(Deadline::new(*until, "the node's connections are being closed")),
-            Life::Registered
-            | Life::Active
-            | Life::Offline
-            | Life::Quarantined { .. }
-            | Life::Retired
-            | Life::Removed => None,
+            Phase::Removing { until } => Some(Deadline::new(*until, "the node's connections are being closed")),
+            Phase::Registered
+            | Phase::Active
+            | Phase::Offline
+            | Phase::Quarantined { .. }
+            | Phase::Retired
+            | Phase::Removed => None,
         };
-        let others = self.task_deadline().into_iter().chain(self.logins_deadline());
+        let others = self.task_deadline().into_iter().chain(self.ssh_keys_deadline());
         of_its_life.into_iter().chain(others).min_by_key(|deadline| deadline.at)
     }
 
     fn timer(&self) -> Option<Timestamp> {
         let of_its_life = match &self.life {
-            Life::BootstrapIssued { until } | Life::Enrolling { until } | Life::Removing { until } => Some(*until),
-            Life::Active => self.seen.as_ref().map(|seen| seen.silent_at),
-            // A drain ends with its last allocation, not with time.
-            Life::Draining { .. }
-            | Life::Registered
-            | Life::Offline
-            | Life::Quarantined { .. }
-            | Life::Retired
-            | Life::Removed => None,
+            Phase::BootstrapIssued { until } | Phase::Enrolling { until } | Phase::Removing { until } => Some(*until),
+            Phase::Active => self.seen.as_ref().map(|seen| seen.silent_at),
+            // A drain ends with the last allocation, not at a time.
+            Phase::Draining { .. }
+            | Phase::Registered
+            | Phase::Offline
+            | Phase::Quarantined { .. }
+            | Phase::Retired
+            | Phase::Removed => None,
         };
-        let of_tenants = self.asks_again_at().into_iter().chain(self.logins_are_due_at());
-        of_its_life.into_iter().chain(of_tenants).chain(self.task_is_due_at()).min()
+        let of_tenants = self.next_resend_at().into_iter().chain(self.ssh_keys_due_at());
+        of_its_life.into_iter().chain(of_tenants).chain(self.task_due_at()).min()
     }
 
-    fn keys(&self) -> Keys {
-        Keys { owner: None, sku: Some(self.registration.sku.sku_id.0), unique_name: None }
+    fn keys(&self) -> IndexKeys {
+        IndexKeys { owner: None, sku: Some(self.registration.sku.sku_id.0), unique_name: None }
     }
 
     fn claims(&self) -> BTreeSet<String> {
-        self.claimed_gpus.iter().map(|uuid| claims::claim_of(uuid)).collect()
+        self.claimed_gpus.iter().map(|uuid| gpu_claims::gpu_claim(uuid)).collect()
     }
 
     fn terms(&self) -> BTreeSet<String> {
@@ -627,7 +637,7 @@ impl Machine for Node {
 }
 
 impl Node {
-    fn advance(&self, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match command {
             Command::Register { .. } => Err(Rejection::Exists),
             Command::Revise { host, port, ssh_username, probe, metadata, if_version } => {
@@ -653,12 +663,12 @@ impl Node {
             }
             Command::Report { serial, task_id, attempt, verdict, output } => {
                 let mut step = self.report(&serial, (task_id, attempt), verdict, output, ctx)?;
-                step.why = reports::why(task_id, &step.why);
+                step.why = report_reasons::why(task_id, &step.why);
                 Ok(step)
             }
             Command::Identify { serial } => {
-                self.known(&serial, ctx)?;
-                Ok(Step::stay(Reply::Done))
+                self.check_certificate(&serial, ctx)?;
+                Ok(Transition::stay(Reply::Done))
             }
             Command::Reserve { allocation_id, gpu_count, keys, revision } => {
                 self.reserve(allocation_id, gpu_count, keys, revision, ctx)
@@ -683,24 +693,24 @@ impl Node {
                 Ok(self.forget_terminal(session_id, allocation_id))
             }
             Command::Tick => {
-                let step = self.stale_tasks(self.ask_again(self.tick(ctx), ctx), ctx);
-                Ok(self.stale_logins(step, ctx))
+                let step = self.expire_stale_tasks(self.confirm_holds(self.tick(ctx), ctx), ctx);
+                Ok(self.retry_stale_ssh_keys(step, ctx))
             }
         }
     }
 
-    /// The node in another state, with the reason and the event that tells of it.
-    fn moved(&self, life: Life, code: &str, message: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    /// The node in another state, with the reason and the event of the change.
+    fn change_phase(&self, life: Phase, code: &str, message: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let mut next = self.clone();
         let event = next.enter(life, code, message, ctx);
-        next.answered(message).event(event)
+        next.transition_with_node(message).event(event)
     }
 
-    fn enter(&mut self, life: Life, code: &str, message: &str, ctx: &Ctx<'_>) -> Event {
+    fn enter(&mut self, life: Phase, code: &str, message: &str, ctx: &TransitionContext<'_>) -> Event {
         let from = self.life.name().to_owned();
         self.life = life;
         self.entered_at = ctx.now;
-        self.reason = Reason { code: code.to_owned(), message: message.to_owned() };
+        self.reason = StateReason { code: code.to_owned(), message: message.to_owned() };
         Event::NodeStateChanged {
             node_id: self.id,
             from: Some(from),
@@ -709,32 +719,32 @@ impl Node {
         }
     }
 
-    /// The step to this node, answered with the node itself.
-    fn answered(self, why: impl Into<String>) -> Step<Self> {
+    /// The transition to this node, with the node as its reply.
+    fn transition_with_node(self, why: impl Into<String>) -> Transition<Self> {
         let reply = Reply::Node { node: Box::new(self.clone()) };
-        Step::to(self, reply, why)
+        Transition::to(self, reply, why)
     }
 
     fn wrong_state(&self, command: &Command) -> Rejection {
         Rejection::WrongState { state: self.life.name().to_owned(), command: command.name().to_owned() }
     }
 
-    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> Audit {
-        Audit::new(action, self.entity(), metadata)
+    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {
+        AuditRecord::new(action, self.entity(), metadata)
     }
 
     const fn entity(&self) -> EntityRef {
-        EntityRef { kind: Kind::Node, id: self.id.0 }
+        EntityRef { kind: EntityKind::Node, id: self.id.0 }
     }
 
-    /// The GPUs that nobody holds, in the order of their index. Before an agent has reported there are none.
-    pub fn free_devices(&self) -> impl Iterator<Item = Device> + '_ {
+    /// The GPUs without a hold, in the order of their index. Before the agent's first report there are none.
+    pub fn free_devices(&self) -> impl Iterator<Item = GpuDevice> + '_ {
         let held: BTreeSet<&str> =
             self.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| device.uuid.as_str()).collect();
         self.inventory
             .iter()
             .flat_map(|inventory| &inventory.gpus)
             .filter(move |gpu| !held.contains(gpu.uuid.as_str()))
-            .map(|gpu| Device { index: gpu.index, uuid: gpu.uuid.clone() })
+            .map(|gpu| GpuDevice { index: gpu.index, uuid: gpu.uuid.clone() })
     }
 }

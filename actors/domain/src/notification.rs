@@ -1,18 +1,18 @@
-//! What people are told at once, and whom (specification, *Notification channel*; decisions 7). A notification is a word about an event,
-//! for those who may know of it: identifiers, states and reason codes. Nothing is kept of it, and nobody waits for it.
+//! Live notifications and their audiences (specification, *Notification channel*; decisions 7). A notification is a message about an
+//! event, for those who may know of it: identifiers, states and reason codes. It is not stored, and no sender waits for it.
 //!
-//! Each is told to whoever would find the same thing in the API: what is rented to its renter, an account to its holder, the inventory to those
-//! who run it.
+//! Each is sent to those who would find the same data in the API: an allocation's to its renter, an account's to its holder, the
+//! inventory's to operators.
 
 use crate::announcement::Severity;
 use crate::billing_account::Holder;
 use crate::event::{Event, Stream};
 use crate::id::{AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, TerminalSessionId};
 use crate::machine::Timestamp;
-use crate::policy::Key;
+use crate::policy::PolicyKey;
 use serde::Serialize;
 
-/// Where those who listen hear of it.
+/// The channel on which subscribers receive it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Channel {
     User(String),
@@ -31,7 +31,7 @@ impl Channel {
         }
     }
 
-    /// The subject on the bus. An id comes from outside: written in base32 (RFC 4648, without padding) it is one word and no wildcard.
+    /// The subject on the bus. Ids come from outside: in base32 (RFC 4648, without padding) an id is one token and no wildcard.
     #[must_use]
     pub fn subject(&self) -> String {
         match self {
@@ -55,28 +55,28 @@ fn base32(bytes: &[u8]) -> String {
     text
 }
 
-/// Whom it concerns. Who that is at this moment is looked up by whoever tells them.
+/// The audience of a notification. The sender resolves it to users at the time of sending.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Audience {
-    /// Whose account it is: a user, or everybody whose token names the org.
+    /// The holder of an account: a user, or every user whose token names the organization.
     Holder(Holder),
-    /// Into whose account it was paid.
-    PaidInto(PaymentId),
-    /// Who rents the allocation.
+    /// The holder of the account that a payment was paid into.
+    PaymentHolder(PaymentId),
+    /// The user who rents the allocation.
     Renter(AllocationId),
-    /// Who rents on the node.
-    RentersOn(NodeId),
-    /// Whose terminal it is.
-    UserOf(TerminalSessionId),
-    /// Who holds the platform role `platform_operations`.
+    /// The users who rent on the node.
+    NodeRenters(NodeId),
+    /// The user of the terminal session.
+    SessionUser(TerminalSessionId),
+    /// The users in platform role `platform_operations`.
     Operators,
-    /// Everybody who listens; the words are the announcement's.
-    Everybody(AnnouncementId),
+    /// All connected clients; the text is the announcement's.
+    AllClients(AnnouncementId),
 }
 
-/// What is said of it.
+/// The details of a notification.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Data {
+pub struct NotificationDetails {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub allocation_id: Option<AllocationId>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -95,33 +95,33 @@ pub struct Data {
     pub from_state: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<String>,
-    /// A code.
+    /// A reason code.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
-    /// Of a clean-up.
+    /// The number of the clean-up attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub attempt: Option<u32>,
-    /// When what runs is released, unless money comes in.
+    /// When running allocations are released, unless money comes in.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub release_at: Option<Timestamp>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub severity: Option<Severity>,
-    /// An operator's words to everybody.
+    /// The text of an announcement.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
 }
 
-/// Something to be told to somebody.
+/// A message about an event, and its audience.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Notice {
+pub struct Notification {
     pub audience: Audience,
-    /// The policy that switches it off, resolved for whoever is told.
-    pub switch: Option<Key>,
-    pub data: Data,
+    /// The policy that switches it off, resolved for each recipient.
+    pub switch: Option<PolicyKey>,
+    pub data: NotificationDetails,
 }
 
-/// The events that are told of, by their stream: nobody listens to the others for it.
-pub const TOLD: &[(Stream, &[&str])] = &[
+/// The events with a notification, by their stream: the workers subscribe to no others for it.
+pub const NOTIFIED_EVENTS: &[(Stream, &[&str])] = &[
     (
         Stream::Provisioning,
         &[
@@ -150,121 +150,147 @@ pub const TOLD: &[(Stream, &[&str])] = &[
     (Stream::Notifications, &["notification.announced"]),
 ];
 
-/// Whether a webhook or an e-mail address can be told of events of this type. What an operator says to everybody is for those who listen.
+/// Whether events of this type can be delivered to a webhook or an e-mail address. Announcements are for connected clients only.
 #[must_use]
-pub fn is_delivered(event: &str) -> bool {
-    let streams = TOLD.iter().filter(|(stream, _)| *stream != Stream::Notifications);
-    streams.flat_map(|(_, events)| events.iter()).any(|told| *told == event)
+pub fn is_deliverable(event: &str) -> bool {
+    let streams = NOTIFIED_EVENTS.iter().filter(|(stream, _)| *stream != Stream::Notifications);
+    streams.flat_map(|(_, events)| events.iter()).any(|notified| *notified == event)
 }
 
-impl Notice {
-    const fn new(audience: Audience, data: Data) -> Self {
+impl Notification {
+    const fn new(audience: Audience, data: NotificationDetails) -> Self {
         Self { audience, switch: None, data }
     }
 
-    fn unless_switched_off(self, switch: Key) -> Self {
+    fn with_switch(self, switch: PolicyKey) -> Self {
         Self { switch: Some(switch), ..self }
     }
 
-    /// Who is told what of an event: the row to review when one is added.
+    /// The notifications of an event: the row to review when one is added.
     #[must_use]
     pub fn of(event: &Event) -> Vec<Self> {
-        let renter = |allocation_id: AllocationId, data: Data| {
-            vec![Self::new(Audience::Renter(allocation_id), Data { allocation_id: Some(allocation_id), ..data })]
+        let renter = |allocation_id: AllocationId, data: NotificationDetails| {
+            vec![Self::new(
+                Audience::Renter(allocation_id),
+                NotificationDetails { allocation_id: Some(allocation_id), ..data },
+            )]
         };
-        let of_payment = |payment_id: PaymentId, data: Data| {
-            vec![Self::new(Audience::PaidInto(payment_id), Data { payment_id: Some(payment_id), ..data })]
+        let of_payment = |payment_id: PaymentId, data: NotificationDetails| {
+            vec![Self::new(
+                Audience::PaymentHolder(payment_id),
+                NotificationDetails { payment_id: Some(payment_id), ..data },
+            )]
         };
-        let in_state = |state: &str| Data { state: Some(state.to_owned()), ..Data::default() };
+        let in_state =
+            |state: &str| NotificationDetails { state: Some(state.to_owned()), ..NotificationDetails::default() };
         match event.clone() {
-            // The payment had not heard it; whom else it concerns was told the first time.
+            // A resent event for the payment: other recipients were notified the first time.
             Event::PaymentDeposited { is_again: true, .. }
             | Event::DepositRefused { is_again: true, .. }
             | Event::RefundRefused { is_again: true, .. }
             | Event::RefundGivenBack { is_again: true, .. }
             | Event::ReversalPosted { is_again: true, .. } => Vec::new(),
             Event::AllocationActive { allocation_id, node_id } => {
-                renter(allocation_id, Data { node_id: Some(node_id), ..in_state("active") })
+                renter(allocation_id, NotificationDetails { node_id: Some(node_id), ..in_state("active") })
             }
             Event::ProvisioningFailed { allocation_id, reason, .. } => {
-                renter(allocation_id, Data { reason: Some(reason), ..Data::default() })
+                renter(allocation_id, NotificationDetails { reason: Some(reason), ..NotificationDetails::default() })
             }
             Event::AllocationReleased { allocation_id, reason, .. } => {
-                renter(allocation_id, Data { reason: Some(reason), ..in_state("released") })
+                renter(allocation_id, NotificationDetails { reason: Some(reason), ..in_state("released") })
             }
             Event::ReleaseFailed { allocation_id, attempt, reason, .. } => {
-                let data = Data { attempt: Some(attempt), reason: Some(reason), ..in_state("release_failed") };
+                let data =
+                    NotificationDetails { attempt: Some(attempt), reason: Some(reason), ..in_state("release_failed") };
                 renter(allocation_id, data)
             }
             Event::ReleaseExhausted { allocation_id, node_id, attempt } => {
-                let data = Data {
+                let data = NotificationDetails {
                     allocation_id: Some(allocation_id),
                     node_id: Some(node_id),
                     attempt: Some(attempt),
-                    ..Data::default()
+                    ..NotificationDetails::default()
                 };
                 vec![Self::new(Audience::Operators, data)]
             }
-            Event::TenantFaulted { node_id, allocation_id, reason, .. } => {
-                renter(allocation_id, Data { node_id: Some(node_id), reason: Some(reason), ..Data::default() })
-            }
+            Event::TenantFaulted { node_id, allocation_id, reason, .. } => renter(
+                allocation_id,
+                NotificationDetails { node_id: Some(node_id), reason: Some(reason), ..NotificationDetails::default() },
+            ),
             Event::NodeStateChanged { node_id, from, to, reason } => {
-                let data = Data { node_id: Some(node_id), ..in_state(&to) };
-                // Why, is for those who run it: to a tenant the allocation says what it means for them.
-                let all = Data { from_state: from, reason: Some(reason), ..data.clone() };
-                vec![Self::new(Audience::Operators, all), Self::new(Audience::RentersOn(node_id), data)]
+                let data = NotificationDetails { node_id: Some(node_id), ..in_state(&to) };
+                // The reason is for operators: a tenant learns the consequence from the allocation.
+                let all = NotificationDetails { from_state: from, reason: Some(reason), ..data.clone() };
+                vec![Self::new(Audience::Operators, all), Self::new(Audience::NodeRenters(node_id), data)]
             }
             Event::TerminalOpened { session_id, allocation_id, .. } => {
-                let data =
-                    Data { session_id: Some(session_id), allocation_id: Some(allocation_id), ..in_state("opened") };
-                vec![Self::new(Audience::UserOf(session_id), data)]
+                let data = NotificationDetails {
+                    session_id: Some(session_id),
+                    allocation_id: Some(allocation_id),
+                    ..in_state("opened")
+                };
+                vec![Self::new(Audience::SessionUser(session_id), data)]
             }
             Event::TerminalClosed { session_id, allocation_id, reason, .. } => {
-                let data = Data {
+                let data = NotificationDetails {
                     session_id: Some(session_id),
                     allocation_id: Some(allocation_id),
                     reason: Some(reason),
                     ..in_state("closed")
                 };
-                vec![Self::new(Audience::UserOf(session_id), data)]
+                vec![Self::new(Audience::SessionUser(session_id), data)]
             }
             Event::BalanceLow { account_id, holder } => {
-                let data = Data { account_id: Some(account_id), ..Data::default() };
-                let notice = Self::new(Audience::Holder(holder), data);
-                vec![notice.unless_switched_off(Key::NotificationLowBalance)]
+                let data = NotificationDetails { account_id: Some(account_id), ..NotificationDetails::default() };
+                let notification = Self::new(Audience::Holder(holder), data);
+                vec![notification.with_switch(PolicyKey::NotificationLowBalance)]
             }
             Event::BalanceDepleted { account_id, holder, release_at } => {
-                let data = Data { account_id: Some(account_id), release_at: Some(release_at), ..Data::default() };
-                let notice = Self::new(Audience::Holder(holder), data);
-                vec![notice.unless_switched_off(Key::NotificationBalanceDepleted)]
+                let data = NotificationDetails {
+                    account_id: Some(account_id),
+                    release_at: Some(release_at),
+                    ..NotificationDetails::default()
+                };
+                let notification = Self::new(Audience::Holder(holder), data);
+                vec![notification.with_switch(PolicyKey::NotificationBalanceDepleted)]
             }
             Event::PaymentDeposited { payment_id, account_id, .. } => {
-                of_payment(payment_id, Data { account_id: Some(account_id), ..in_state("deposited") })
+                of_payment(payment_id, NotificationDetails { account_id: Some(account_id), ..in_state("deposited") })
             }
             Event::DepositRefused { payment_id, account_id, reason, .. } => {
-                let data = Data { account_id: Some(account_id), reason: Some(reason), ..in_state("refused") };
+                let data =
+                    NotificationDetails { account_id: Some(account_id), reason: Some(reason), ..in_state("refused") };
                 of_payment(payment_id, data)
             }
             Event::RefundSucceeded { payment_id, refund_id } => {
-                of_payment(payment_id, Data { refund_id: Some(refund_id), ..in_state("succeeded") })
+                of_payment(payment_id, NotificationDetails { refund_id: Some(refund_id), ..in_state("succeeded") })
             }
             Event::RefundRefused { payment_id, refund_id, account_id, .. } => {
-                let data = Data { account_id: Some(account_id), refund_id: Some(refund_id), ..in_state("refused") };
+                let data = NotificationDetails {
+                    account_id: Some(account_id),
+                    refund_id: Some(refund_id),
+                    ..in_state("refused")
+                };
                 of_payment(payment_id, data)
             }
             Event::RefundGivenBack { payment_id, refund_id, account_id, .. } => {
-                let data = Data { account_id: Some(account_id), refund_id: Some(refund_id), ..in_state("returned") };
+                let data = NotificationDetails {
+                    account_id: Some(account_id),
+                    refund_id: Some(refund_id),
+                    ..in_state("returned")
+                };
                 of_payment(payment_id, data)
             }
             Event::ReversalPosted { payment_id, account_id, is_undone, .. } => {
                 let state = in_state(if is_undone { "reversal_undone" } else { "reversed" });
-                of_payment(payment_id, Data { account_id: Some(account_id), ..state })
+                of_payment(payment_id, NotificationDetails { account_id: Some(account_id), ..state })
             }
             Event::Announced { announcement_id } => {
-                let data = Data { announcement_id: Some(announcement_id), ..Data::default() };
-                vec![Self::new(Audience::Everybody(announcement_id), data)]
+                let data =
+                    NotificationDetails { announcement_id: Some(announcement_id), ..NotificationDetails::default() };
+                vec![Self::new(Audience::AllClients(announcement_id), data)]
             }
-            // Steps on the way, of which nobody outside has to know, and what the parts of the system say to each other.
+            // Intermediate steps that no user has to know, and messages between the parts of the system.
             Event::AllocationRequested { .. }
             | Event::ProvisioningStarted { .. }
             | Event::ReservationUnwanted { .. }
@@ -311,22 +337,22 @@ mod tests {
     use std::fmt::Write as _;
 
     #[test]
-    fn who_is_told_what_is_as_reviewed() {
+    fn recipients_of_every_event_are_as_reviewed() {
         let mut table = String::new();
         for event in every_event() {
-            for notice in Notice::of(&event) {
-                let whom = match &notice.audience {
+            for notification in Notification::of(&event) {
+                let whom = match &notification.audience {
                     Audience::Holder(_) => "the account's holder",
-                    Audience::PaidInto(_) => "the holder of the account it was paid into",
+                    Audience::PaymentHolder(_) => "the holder of the account it was paid into",
                     Audience::Renter(_) => "who rents the allocation",
-                    Audience::RentersOn(_) => "who rents on the node",
-                    Audience::UserOf(_) => "whose terminal it is",
+                    Audience::NodeRenters(_) => "who rents on the node",
+                    Audience::SessionUser(_) => "whose terminal it is",
                     Audience::Operators => "platform_operations",
-                    Audience::Everybody(_) => "everybody",
+                    Audience::AllClients(_) => "everybody",
                 };
-                let data = serde_json::to_value(&notice.data).unwrap();
+                let data = serde_json::to_value(&notification.data).unwrap();
                 let fields: Vec<_> = data.as_object().unwrap().keys().map(String::as_str).collect();
-                let switch = notice.switch.map(|key| format!(", by {}", key.name())).unwrap_or_default();
+                let switch = notification.switch.map(|key| format!(", by {}", key.name())).unwrap_or_default();
                 writeln!(table, "{} -> {whom}{switch}: {}", event.subject(), fields.join(" ")).unwrap();
             }
         }
@@ -334,11 +360,11 @@ mod tests {
     }
 
     #[test]
-    fn the_relay_listens_to_the_events_that_are_told_of_and_to_no_others() {
+    fn relay_subscribes_to_exactly_the_events_with_notifications() {
         for event in every_event() {
             let (subject, stream) = event.row();
-            let listens = TOLD.iter().any(|(of, subjects)| *of == stream && subjects.contains(&subject));
-            assert_eq!(listens, !Notice::of(&event).is_empty(), "{subject}");
+            let listens = NOTIFIED_EVENTS.iter().any(|(of, subjects)| *of == stream && subjects.contains(&subject));
+            assert_eq!(listens, !Notification::of(&event).is_empty(), "{subject}");
         }
     }
 

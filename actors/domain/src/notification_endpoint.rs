@@ -1,28 +1,28 @@
-//! Where a user or an organization is told of events outside of the API: a webhook's URL or an e-mail address, and the messages that wait
-//! for it (issue 16, *First use*; the design is in deploy/decisions/0034).
+//! A notification endpoint: a webhook's URL or an e-mail address of a user or an organization, and the queue of messages for it (issue 16,
+//! *First use*; the design is in deploy/decisions/0031).
 //!
 //! ```text
 //! active ──an attempt fails, or messages are dead──▶ failing ──an attempt succeeds, none is dead──▶ active
 //!    └── its owner, 410 Gone, or days of failures ──▶ disabled ──its owner──▶ active          each ──▶ deleted
 //! ```
 //!
-//! A message waits in the endpoint's queue until an attempt succeeds. Each message has its own backoff, and the endpoint pauses after a
-//! failure, so that a receiver that is down is asked once per pause and not once per message. What was tried too often, or for too long, or
-//! finds the queue full is a dead letter, which its owner or an operator sends again or dismisses.
+//! A message stays in the endpoint's queue until an attempt succeeds. Each message has its own backoff, and the endpoint pauses after a
+//! failure, so that a failing receiver gets one request per pause and not one per message. A message that was tried too often, or for too
+//! long, or that finds the queue full, is a dead letter, which its owner or an operator resends or dismisses.
 
 mod queue;
 
 #[cfg(test)]
 mod tests;
 
-pub use queue::{Attempt, BODY_MOST, Message, Queue, Waiting};
+pub use queue::{BODY_MOST, DeliveryAttempt, DeliveryQueue, QueueEntry, QueuedNotification};
 
-use crate::audit::{Audit, AuditAction};
-use crate::authz::{Action, Caller, Principal};
+use crate::audit::{AuditAction, AuditRecord};
+use crate::authz::{Action, CallerIdentity, Principal};
 use crate::billing_account::Holder;
-use crate::id::{EntityRef, Kind, NotificationEndpointId};
-use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
-use crate::policy::{Key, Scopes};
+use crate::id::{EntityKind, EntityRef, NotificationEndpointId};
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::policy::{PolicyKey, Scopes};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -31,19 +31,19 @@ use uuid::Uuid;
 
 /// The longest URL or e-mail address, in bytes.
 pub const ADDRESS_MOST: usize = 2048;
-/// How long the secret before is used beside its successor, so that receivers are changed without a gap.
-const FORMER_SECRET_KEPT_FOR: TimeDelta = TimeDelta::hours(24);
+/// How long the former secret is used beside its successor, so that receivers can change without a gap.
+const FORMER_SECRET_TTL: TimeDelta = TimeDelta::hours(24);
 /// An endpoint that has failed for so long, without one success, is disabled (Standard Webhooks, *Operational considerations*).
 const DISABLED_AFTER: TimeDelta = TimeDelta::days(5);
-/// What is kept of a reason, in characters.
-const REASON_MOST: usize = 200;
-/// The states of an endpoint that is there. Deleted ones stay as tombstones, of which a holder may have any number.
+/// The bound of a stored reason, in characters.
+const MAX_REASON_CHARS: usize = 200;
+/// The states of an endpoint that is not deleted. Deleted ones stay as tombstones, of which a holder may have any number.
 pub const PRESENT: [&str; 3] = ["active", "failing", "disabled"];
-/// The event of a message that its owner asks for, to try the endpoint.
+/// The event of a test message.
 pub const TEST: &str = "notification.test";
 
-/// The events of which an e-mail tells unless its owner chooses others: money that ends, and machines that are lost.
-pub const MAILED: &[&str] = &[
+/// The events that an e-mail address gets unless its owner chooses others: depletion, and lost machines.
+pub const DEFAULT_EMAIL_EVENTS: &[&str] = &[
     "billing.balance_low",
     "billing.balance_depleted",
     "provisioning.failed",
@@ -60,15 +60,15 @@ pub struct NotificationEndpoint {
     pub target: Target,
     /// The secret that signs messages, sealed, in base64. An e-mail address has none.
     pub secret_enc: Option<String>,
-    /// The secret before, and until when it signs too.
+    /// The former secret, and until when it signs too.
     pub former_secret: Option<FormerSecret>,
-    /// The types of events that it is told of; `None`: all.
+    /// The event types that it gets; `None`: all.
     pub events: Option<BTreeSet<String>>,
-    /// Which of the holder's places it has; `None` of the e-mail address that came with a token.
+    /// Its slot among the holder's; `None` for the e-mail address that came with a token.
     pub place: Option<u16>,
     pub created_by: String,
     pub created_at: Timestamp,
-    pub queue: Queue,
+    pub queue: DeliveryQueue,
     pub phase: Phase,
 }
 
@@ -92,7 +92,7 @@ pub enum Phase {
     /// Nothing is queued and nothing is sent.
     Disabled {
         since: Timestamp,
-        because: Disabled,
+        because: DisableCause,
     },
     Deleted {
         at: Timestamp,
@@ -102,16 +102,16 @@ pub enum Phase {
 /// Why an endpoint is disabled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Disabled {
+pub enum DisableCause {
     /// Its owner disabled it.
     ByOwner,
     /// It answered 410 Gone.
     Gone,
-    /// It failed for days.
+    /// Every attempt failed for days.
     Failing,
 }
 
-impl Disabled {
+impl DisableCause {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -122,9 +122,9 @@ impl Disabled {
     }
 }
 
-/// What changes of an endpoint; `None` stays as it is.
+/// A change of an endpoint; `None` keeps the value.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Change {
+pub struct EndpointChange {
     pub url: Option<String>,
     /// `Some(None)`: all events.
     pub events: Option<Option<BTreeSet<String>>>,
@@ -141,46 +141,46 @@ pub enum Command {
         events: Option<BTreeSet<String>>,
         place: u16,
     },
-    /// The identity provider has verified this address of the user's.
+    /// The identity provider has verified this address of the user.
     Introduce {
         user_id: String,
         address: String,
     },
     Change {
-        change: Change,
+        change: EndpointChange,
     },
     RotateSecret {
         secret_enc: String,
     },
     Delete,
-    /// Something that it is to be told.
+    /// A message for the endpoint.
     Enqueue {
-        message: Message,
+        message: QueuedNotification,
     },
-    /// Its owner tries it.
+    /// A test by its owner.
     Test {
         body: String,
     },
-    /// The receiver has the message.
+    /// The receiver has accepted the message.
     Delivered {
         message_id: Uuid,
     },
-    /// An attempt came to nothing.
+    /// An attempt failed.
     Failed {
         message_id: Uuid,
-        failure: Failure,
+        failure: DeliveryFailure,
     },
-    /// Sends dead letters again: one, or all.
+    /// Resends dead letters: one, or all.
     Resend {
         message_id: Option<Uuid>,
         reason: Option<String>,
     },
-    /// Gives dead letters up: one, or all.
+    /// Dismisses dead letters: one, or all.
     Dismiss {
         message_id: Option<Uuid>,
         reason: Option<String>,
     },
-    /// The same secret, or the one before, under another key of the key ring.
+    /// The same secret, or the former one, sealed under another key of the key ring.
     Reseal {
         secret_enc: String,
         is_former: bool,
@@ -188,15 +188,15 @@ pub enum Command {
     Tick,
 }
 
-/// Why an attempt came to nothing.
+/// Why an attempt failed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Failure {
+pub struct DeliveryFailure {
     pub why: String,
-    /// Another attempt at this message would come to nothing, too.
+    /// Another attempt at this message would fail, too.
     pub is_final: bool,
-    /// The receiver says that it is there no more.
+    /// The receiver answers that it is gone.
     pub is_gone: bool,
-    /// The receiver says how long to wait.
+    /// The pause that the receiver asks for.
     pub retry_after_seconds: Option<u32>,
 }
 
@@ -248,7 +248,7 @@ pub enum Reply {
     Shown {
         endpoint: Box<NotificationEndpoint>,
     },
-    /// So many dead letters were concerned.
+    /// The number of dead letters that were concerned.
     Letters {
         count: u32,
         endpoint: Box<NotificationEndpoint>,
@@ -259,7 +259,7 @@ pub enum Reply {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(tag = "rejection", rename_all = "snake_case")]
 pub enum Rejection {
-    /// Also where it is somebody else's, who is not to know of it.
+    /// Also where it belongs to another holder.
     #[error("there is no such notification endpoint")]
     NotFound,
     #[error("the notification endpoint exists already")]
@@ -277,17 +277,21 @@ pub enum Rejection {
 }
 
 impl Machine for NotificationEndpoint {
-    const KIND: Kind = Kind::NotificationEndpoint;
-    /// The bounds of [`Queue`], and as much again for how JSON writes a text inside of a text.
+    const KIND: EntityKind = EntityKind::NotificationEndpoint;
+    /// The bounds of [`DeliveryQueue`], and as much again for the escaping of JSON within JSON.
     const SNAPSHOT_MOST: usize = 1024 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let Some(endpoint) = state else { return Self::begin(command, ctx) };
         if let Command::Introduce { address, .. } = command {
-            return Ok(endpoint.introduced_again(address));
+            return Ok(endpoint.address_changed(address));
         }
         if matches!(endpoint.phase, Phase::Deleted { .. }) {
             return match command {
@@ -303,15 +307,15 @@ impl Machine for NotificationEndpoint {
                 | Command::Delivered { .. }
                 | Command::Failed { .. }
                 | Command::Reseal { .. }
-                | Command::Tick => Ok(Step::stay(Reply::Done)),
+                | Command::Tick => Ok(Transition::stay(Reply::Done)),
             };
         }
-        if command_is_a_person_s(&command) && !endpoint.is_for(ctx.by) {
+        if is_user_command(&command) && !endpoint.is_for(ctx.by) {
             return Err(Rejection::NotFound);
         }
         match command {
             Command::Create { .. } => Err(Rejection::Exists),
-            Command::Introduce { .. } | Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::Introduce { .. } | Command::Tick => Ok(Transition::stay(Reply::Done)),
             Command::Change { change } => endpoint.changed(change, ctx),
             Command::RotateSecret { secret_enc } => endpoint.secret_rotated(secret_enc, ctx),
             Command::Delete => Ok(endpoint.deleted(ctx)),
@@ -325,13 +329,13 @@ impl Machine for NotificationEndpoint {
         }
     }
 
-    /// Somebody else took the place at the same time.
+    /// Another request took the slot at the same time.
     fn decide_without(
         _: Option<&Self>,
         _: Command,
         _: &BTreeMap<String, Uuid>,
-        _: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        _: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         Err(Rejection::PlaceTaken)
     }
 
@@ -355,8 +359,8 @@ impl Machine for NotificationEndpoint {
         }
     }
 
-    fn keys(&self) -> Keys {
-        Keys { owner: Some(self.holder.to_string()), ..Keys::default() }
+    fn keys(&self) -> IndexKeys {
+        IndexKeys { owner: Some(self.holder.to_string()), ..IndexKeys::default() }
     }
 
     fn claims(&self) -> BTreeSet<String> {
@@ -373,20 +377,20 @@ impl Machine for NotificationEndpoint {
     }
 }
 
-/// On one line, and no longer than what is kept.
-fn short(why: &str) -> String {
-    why.chars().map(|it| if it.is_control() { ' ' } else { it }).take(REASON_MOST).collect()
+/// On one line, and within the bound.
+fn truncated(why: &str) -> String {
+    why.chars().map(|it| if it.is_control() { ' ' } else { it }).take(MAX_REASON_CHARS).collect()
 }
 
-fn command_is_a_person_s(command: &Command) -> bool {
+fn is_user_command(command: &Command) -> bool {
     machine::Command::action(command) == Action::KeepNotificationEndpoints
 }
 
 impl NotificationEndpoint {
-    /// True where `who` may see and change it: the user, whoever's token names the organization, or an administrator.
+    /// True where `who` may see and change it: the user, a user whose token names the organization, or an administrator.
     #[must_use]
     pub fn is_for(&self, who: &Principal) -> bool {
-        let is_holder = |caller: &Caller| match &self.holder {
+        let is_holder = |caller: &CallerIdentity| match &self.holder {
             Holder::User(id) => caller.user_id == *id,
             Holder::Org(id) => caller.org_id.as_ref() == Some(id),
         };
@@ -394,7 +398,7 @@ impl NotificationEndpoint {
             && (who.is_admin() || matches!(who, Principal::Caller(caller) if is_holder(caller)))
     }
 
-    /// True where it is to be told of events of this type.
+    /// True where it gets events of this type.
     #[must_use]
     pub fn wants(&self, event: &str) -> bool {
         let is_chosen = self.events.as_ref().is_none_or(|events| events.contains(event));
@@ -418,32 +422,32 @@ impl NotificationEndpoint {
         matches!(&self.target, Target::Email { address } if address == wanted)
     }
 
-    /// The policies that hold for it.
+    /// The scopes in which its policies are resolved.
     #[must_use]
     pub fn scopes(&self) -> Scopes {
         self.holder.scopes()
     }
 
-    fn begin(command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn begin(command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match command {
             Command::Create { holder, target, secret_enc, events, place } => {
-                let limit = ctx.policy.int(Key::NotificationEndpoints, &holder.scopes(), ctx.now);
+                let limit = ctx.policy.int(PolicyKey::NotificationEndpoints, &holder.scopes(), ctx.now);
                 if i64::from(place) >= limit {
                     return Err(Rejection::TooMany { limit });
                 }
                 let endpoint = Self::new(holder, target, secret_enc, events, Some(place), ctx);
-                // Whoever asks for another holder's endpoint is refused before it is there.
+                // A request for another holder's endpoint is refused before the endpoint exists.
                 if !endpoint.is_for(ctx.by) {
                     return Err(Rejection::NotFound);
                 }
                 let audit = endpoint.audit(AuditAction::NotificationEndpointsCreate, &json!({}));
-                Ok(Step::to(endpoint.clone(), endpoint.shown(), "its owner made it").audit(audit))
+                Ok(Transition::to(endpoint.clone(), endpoint.shown(), "its owner made it").audit(audit))
             }
             Command::Introduce { user_id, address } => {
-                let events = MAILED.iter().map(|event| (*event).to_owned()).collect();
+                let events = DEFAULT_EMAIL_EVENTS.iter().map(|event| (*event).to_owned()).collect();
                 let (holder, target) = (Holder::User(user_id), Target::Email { address });
                 let endpoint = Self::new(holder, target, None, Some(events), None, ctx);
-                Ok(Step::to(endpoint, Reply::Done, "the identity provider has verified the address"))
+                Ok(Transition::to(endpoint, Reply::Done, "the identity provider has verified the address"))
             }
             Command::Change { .. }
             | Command::RotateSecret { .. }
@@ -455,7 +459,7 @@ impl NotificationEndpoint {
             | Command::Delivered { .. }
             | Command::Failed { .. }
             | Command::Reseal { .. }
-            | Command::Tick => Ok(Step::stay(Reply::Done)),
+            | Command::Tick => Ok(Transition::stay(Reply::Done)),
         }
     }
 
@@ -465,7 +469,7 @@ impl NotificationEndpoint {
         secret_enc: Option<String>,
         events: Option<BTreeSet<String>>,
         place: Option<u16>,
-        ctx: &Ctx<'_>,
+        ctx: &TransitionContext<'_>,
     ) -> Self {
         Self {
             id: NotificationEndpointId(ctx.id),
@@ -477,21 +481,25 @@ impl NotificationEndpoint {
             place,
             created_by: ctx.by.to_string(),
             created_at: ctx.now,
-            queue: Queue::default(),
+            queue: DeliveryQueue::default(),
             phase: Phase::Active,
         }
     }
 
-    /// The address follows the identity provider's. Whether it is used, and for what, stays its owner's choice.
-    fn introduced_again(&self, address: String) -> Step<Self> {
+    /// The address follows the identity provider's. Its use stays the owner's choice.
+    fn address_changed(&self, address: String) -> Transition<Self> {
         let target = Target::Email { address };
         if self.target == target || matches!(self.phase, Phase::Deleted { .. }) {
-            return Step::stay(Reply::Done);
+            return Transition::stay(Reply::Done);
         }
-        Step::to(Self { target, ..self.clone() }, Reply::Done, "the identity provider has verified another address")
+        Transition::to(
+            Self { target, ..self.clone() },
+            Reply::Done,
+            "the identity provider has verified another address",
+        )
     }
 
-    fn changed(&self, change: Change, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn changed(&self, change: EndpointChange, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         let mut next = self.clone();
         if let Some(to) = change.url {
             let Target::Webhook { url } = &mut next.target else { return Err(Rejection::NotAWebhook) };
@@ -502,7 +510,7 @@ impl NotificationEndpoint {
         }
         match (change.is_enabled, self.phase) {
             (Some(false), Phase::Active) => {
-                next.phase = Phase::Disabled { since: ctx.now, because: Disabled::ByOwner };
+                next.phase = Phase::Disabled { since: ctx.now, because: DisableCause::ByOwner };
             }
             (Some(true), Phase::Disabled { .. }) => {
                 next.phase = Phase::Active;
@@ -511,21 +519,21 @@ impl NotificationEndpoint {
             _ => {}
         }
         if next == *self {
-            return Ok(Step::stay(self.shown()));
+            return Ok(Transition::stay(self.shown()));
         }
         let audit = next.audit(AuditAction::NotificationEndpointsUpdate, &json!({ "is_enabled": next.is_enabled() }));
-        Ok(Step::to(next.clone(), next.shown(), "its owner changed it").audit(audit))
+        Ok(Transition::to(next.clone(), next.shown(), "its owner changed it").audit(audit))
     }
 
-    fn secret_rotated(&self, secret_enc: String, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn secret_rotated(&self, secret_enc: String, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         let Some(former) = self.secret_enc.clone() else { return Err(Rejection::NotAWebhook) };
-        let former = FormerSecret { secret_enc: former, until: ctx.now + FORMER_SECRET_KEPT_FOR };
+        let former = FormerSecret { secret_enc: former, until: ctx.now + FORMER_SECRET_TTL };
         let next = Self { secret_enc: Some(secret_enc), former_secret: Some(former), ..self.clone() };
         let audit = next.audit(AuditAction::NotificationEndpointsRotateSecret, &json!({}));
-        Ok(Step::to(next.clone(), next.shown(), "its owner rotated the secret").audit(audit))
+        Ok(Transition::to(next.clone(), next.shown(), "its owner rotated the secret").audit(audit))
     }
 
-    fn deleted(&self, ctx: &Ctx<'_>) -> Step<Self> {
+    fn deleted(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let audit = self.audit(
             AuditAction::NotificationEndpointsDelete,
             &json!({ "waiting": self.queue.waiting.len(), "dead_letters": self.queue.dead.len() }),
@@ -533,61 +541,66 @@ impl NotificationEndpoint {
         let next = Self {
             secret_enc: None,
             former_secret: None,
-            queue: Queue::default(),
+            queue: DeliveryQueue::default(),
             phase: Phase::Deleted { at: ctx.now },
             ..self.clone()
         };
-        Step::to(next, Reply::Done, "its owner deleted it").audit(audit)
+        Transition::to(next, Reply::Done, "its owner deleted it").audit(audit)
     }
 
-    fn enqueued(&self, message: Message, ctx: &Ctx<'_>) -> Step<Self> {
-        if !self.wants(&message.event) || self.queue.knows(message.id) {
-            return Step::stay(Reply::Done);
+    fn enqueued(&self, message: QueuedNotification, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        if !self.wants(&message.event) || self.queue.contains(message.id) {
+            return Transition::stay(Reply::Done);
         }
         let mut next = self.clone();
         next.queue.push(message, ctx.now);
-        Step::to(next, Reply::Done, "there is something to tell")
+        Transition::to(next, Reply::Done, "there is something to tell")
     }
 
-    fn tested(&self, body: String, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn tested(&self, body: String, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         if self.phase != Phase::Active {
             return Err(Rejection::IsDisabled);
         }
         let mut next = self.clone();
-        next.queue.push(Message { id: ctx.new_id(0), event: TEST.to_owned(), body }, ctx.now);
+        next.queue.push(QueuedNotification { id: ctx.new_id(0), event: TEST.to_owned(), body }, ctx.now);
         let audit = self.audit(AuditAction::NotificationEndpointsTest, &json!({}));
-        Ok(Step::to(next.clone(), next.shown(), "its owner tries it").audit(audit))
+        Ok(Transition::to(next.clone(), next.shown(), "its owner tries it").audit(audit))
     }
 
-    fn delivered(&self, message_id: Uuid, ctx: &Ctx<'_>) -> Step<Self> {
+    fn delivered(&self, message_id: Uuid, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let mut next = self.clone();
         if !next.queue.delivered(message_id, ctx.now) {
-            return Step::stay(Reply::Done);
+            return Transition::stay(Reply::Done);
         }
-        Step::to(next, Reply::Done, "the receiver has a message")
+        Transition::to(next, Reply::Done, "the receiver has a message")
     }
 
-    fn failed(&self, message_id: Uuid, failure: Failure, ctx: &Ctx<'_>) -> Step<Self> {
-        let most = ctx.policy.int(Key::NotificationDeliveryMaxAttempts, &self.scopes(), ctx.now);
-        let failure = Failure { why: short(&failure.why), ..failure };
+    fn failed(&self, message_id: Uuid, failure: DeliveryFailure, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let most = ctx.policy.int(PolicyKey::NotificationDeliveryMaxAttempts, &self.scopes(), ctx.now);
+        let failure = DeliveryFailure { why: truncated(&failure.why), ..failure };
         let mut next = self.clone();
         if !next.queue.failed(message_id, &failure, most, ctx) {
-            return Step::stay(Reply::Done);
+            return Transition::stay(Reply::Done);
         }
         let for_days = next.queue.failing_since.is_some_and(|since| ctx.now - since >= DISABLED_AFTER);
         let because = match (failure.is_gone, for_days) {
-            (true, _) => Some(Disabled::Gone),
-            (false, true) => Some(Disabled::Failing),
+            (true, _) => Some(DisableCause::Gone),
+            (false, true) => Some(DisableCause::Failing),
             (false, false) => None,
         };
         if let (Some(because), Phase::Active) = (because, self.phase) {
             next.phase = Phase::Disabled { since: ctx.now, because };
-            return Step::to(next, Reply::Done, format!("it is disabled: {}", because.name()));
+            return Transition::to(next, Reply::Done, format!("it is disabled: {}", because.name()));
         }
-        Step::to(next, Reply::Done, "an attempt came to nothing")
+        Transition::to(next, Reply::Done, "an attempt came to nothing")
     }
 
-    fn resent(&self, message_id: Option<Uuid>, reason: Option<&str>, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn resent(
+        &self,
+        message_id: Option<Uuid>,
+        reason: Option<&str>,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         if self.phase != Phase::Active {
             return Err(Rejection::IsDisabled);
         }
@@ -596,7 +609,12 @@ impl NotificationEndpoint {
         self.letters(next, count, AuditAction::NotificationEndpointsResend, message_id, reason)
     }
 
-    fn dismissed(&self, message_id: Option<Uuid>, reason: Option<&str>, _: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn dismissed(
+        &self,
+        message_id: Option<Uuid>,
+        reason: Option<&str>,
+        _: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let mut next = self.clone();
         let count = next.queue.dismiss(message_id);
         self.letters(next, count, AuditAction::NotificationEndpointsDismiss, message_id, reason)
@@ -609,27 +627,27 @@ impl NotificationEndpoint {
         action: AuditAction,
         message_id: Option<Uuid>,
         reason: Option<&str>,
-    ) -> Result<Step<Self>, Rejection> {
+    ) -> Result<Transition<Self>, Rejection> {
         if count == 0 && message_id.is_some() {
             return Err(Rejection::NoSuchLetter);
         }
         let reply = Reply::Letters { count, endpoint: Box::new(next.clone()) };
         if count == 0 {
-            return Ok(Step::stay(reply));
+            return Ok(Transition::stay(reply));
         }
         let audit = self.audit(action, &json!({ "message_id": message_id, "count": count, "reason": reason }));
-        Ok(Step::to(next, reply, format!("{count} dead letters were settled")).audit(audit))
+        Ok(Transition::to(next, reply, format!("{count} dead letters were settled")).audit(audit))
     }
 
-    fn resealed(&self, anew: String, is_former: bool) -> Step<Self> {
+    fn resealed(&self, anew: String, is_former: bool) -> Transition<Self> {
         let mut next = self.clone();
         let sealed = match is_former {
             true => next.former_secret.as_mut().map(|former| &mut former.secret_enc),
             false => next.secret_enc.as_mut(),
         };
-        let Some(sealed) = sealed else { return Step::stay(Reply::Done) };
+        let Some(sealed) = sealed else { return Transition::stay(Reply::Done) };
         *sealed = anew;
-        Step::to(next, Reply::Done, "the key at rest was rotated")
+        Transition::to(next, Reply::Done, "the key at rest was rotated")
     }
 
     #[must_use]
@@ -641,16 +659,16 @@ impl NotificationEndpoint {
         Reply::Shown { endpoint: Box::new(self.clone()) }
     }
 
-    fn audit(&self, action: AuditAction, more: &Value) -> Audit {
+    fn audit(&self, action: AuditAction, more: &Value) -> AuditRecord {
         let (kind, host) = match &self.target {
             Target::Webhook { url } => ("webhook", url.split('/').nth(2).unwrap_or_default()),
             Target::Email { .. } => ("email", ""),
         };
-        // A URL may hold a secret in its path, and an address is a person's.
+        // A URL may hold a secret in its path, and an address is personal data.
         let mut metadata = json!({ "holder": self.holder.to_string(), "kind": kind, "host": host });
         if let (Some(metadata), Some(more)) = (metadata.as_object_mut(), more.as_object()) {
             metadata.extend(more.clone());
         }
-        Audit::new(action, EntityRef { kind: Kind::NotificationEndpoint, id: self.id.0 }, metadata)
+        AuditRecord::new(action, EntityRef { kind: EntityKind::NotificationEndpoint, id: self.id.0 }, metadata)
     }
 }

@@ -1,79 +1,79 @@
-//! A payment: money that a user brings in through the payment processor, and what goes back of it (decisions 6; the design is in
-//! deploy/decisions/0026).
+//! A payment: money that a user pays in through the payment processor, and its refunds and reversals (decisions 6; the design is in
+//! deploy/decisions/0023).
 //!
 //! ```text
 //! created ──the processor has it──▶ open ──paid──▶ paid ──the account has it──▶ deposited
 //!    └──────nobody opened it────────┴──canceled, expired──▶ canceled, expired    └─the account cannot have it──▶ refused
 //! ```
 //!
-//! Whoever has paid has paid: money that arrives after an end counts as any other. What the processor says comes late, twice, in any order or
-//! never; each fact is kept under the processor's own id and only ever grows (asked, taken, succeeded, failed; stands, undone), so that the sum
-//! is the same whatever came first. What is still owed to somebody, the account or the processor, is looked up in the whole state
-//! (`owed.rs`) and said until it is answered.
+//! Money that arrives after an end counts as any other. Messages of the processor arrive late, twice, in any order or never; each fact is
+//! stored under the processor's own id and only ever advances (asked, taken, succeeded, failed; posted, undone), so that the sum does not
+//! depend on the order. What is still owed, to the account or the processor, is derived from the whole state (`processor_calls.rs`) and
+//! resent until it is answered.
 
-mod owed;
+mod processor_calls;
 mod refund;
 mod reversal;
 #[cfg(test)]
 mod tests;
 
-use crate::again::Again;
-use crate::audit::{Audit, AuditAction};
+use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Action, Principal};
 use crate::billing_account::Holder;
-use crate::id::{BillingAccountId, EntityRef, Kind, PaymentId, RefundId};
-use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::id::{BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId};
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR};
-use crate::policy::{Key, Scopes};
+use crate::policy::{PolicyKey, Scopes};
+use crate::resend_timer::ResendTimer;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
 
-pub use owed::Errand;
-pub use refund::{AtProcessor, Refund, RefundStatus, Taking};
-pub use reversal::{Made, Reversal};
+pub use processor_calls::ProcessorCall;
+pub use refund::{ProcessorRefund, Refund, RefundDebit, RefundStatus};
+pub use reversal::{Reversal, ReversalOrigin};
 
-/// How long somebody may take to pay. Then it is canceled at the processor.
+/// The time to pay. After that the payment is canceled at the processor.
 pub const OPEN_FOR: TimeDelta = TimeDelta::hours(24);
-/// What follows inside of the control plane takes milliseconds; after that somebody should look.
+/// What follows inside the control plane takes milliseconds; after this time an operator should look.
 const OVERDUE_AFTER: TimeDelta = TimeDelta::hours(1);
-/// Banks take days.
+/// The same for refunds: banks take days.
 const REFUND_OVERDUE_AFTER: TimeDelta = TimeDelta::days(14);
-/// So many refunds of one payment, and as many reversals.
-const MOST: usize = 100;
+/// The bound of refunds of one payment, and of reversals.
+const MAX_REFUNDS: usize = 100;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Payment {
     pub id: PaymentId,
-    /// Into whose account it goes.
+    /// The holder of the account that it is paid into.
     pub holder: Holder,
-    /// Who pays, and may ask for it back.
+    /// The user who pays, and may request a refund.
     pub payer: String,
     pub amount_minor: i64,
     pub currency: Currency,
-    /// Where the payer is sent when it is done, and where when they turn back.
+    /// Where the payer's browser is sent after payment, and after cancellation.
     pub success_url: String,
     pub cancel_url: String,
     pub phase: Phase,
-    /// What the processor calls it: what was opened, and once it is paid what was paid.
+    /// The processor's id: of what was opened, and once it is paid of what was paid.
     pub processor_id: Option<String>,
     pub charge_id: Option<String>,
     /// Why the last attempt to pay was declined.
     pub declined: Option<String>,
-    /// What was asked back here, and what goes back because no account can have it.
+    /// The refunds that were requested here, and the refund of a deposit that no account can have.
     pub refunds: BTreeMap<RefundId, Refund>,
-    /// What was taken back at the processor, by the processor's ids.
+    /// The reversals at the processor, by the processor's ids.
     pub reversals: BTreeMap<String, Reversal>,
-    /// When what is owed is said again.
-    pub again: Option<Again>,
+    /// When outstanding requests are resent.
+    pub again: Option<ResendTimer>,
     pub created_at: Timestamp,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Phase {
-    /// The processor does not know of it, as far as we know.
+    /// It is not known whether the processor has it.
     Created {
         until: Timestamp,
     },
@@ -85,12 +85,12 @@ pub enum Phase {
     Paid {
         at: Timestamp,
     },
-    /// It is in the account.
+    /// It is credited to the account.
     Deposited {
         paid_at: Timestamp,
         at: Timestamp,
     },
-    /// No account can have it: it goes back to its payer.
+    /// No account can have it: it is refunded to its payer.
     Refused {
         paid_at: Timestamp,
         at: Timestamp,
@@ -106,27 +106,27 @@ pub enum Phase {
     },
 }
 
-/// How an attempt to pay came to nothing.
+/// How an attempt to pay failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Outcome {
+pub enum PaymentFailure {
     /// The payer may try again.
     Declined,
     Canceled,
     Expired,
 }
 
-/// What was taken back at the processor, or came back from there, without our asking.
+/// A step of a reversal at the processor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum What {
-    /// Somebody refunded it at the processor.
+pub enum ReversalStep {
+    /// It was refunded at the processor.
     Refund,
-    /// Such a refund did not reach the payer: the money is back.
+    /// Such a refund did not reach the payer: the money returned.
     RefundFailed,
-    /// The payer's bank took it.
+    /// The payer's bank took the money back.
     DisputeOpened,
-    /// And gave it back.
+    /// The bank returned it.
     DisputeWon,
 }
 
@@ -142,15 +142,15 @@ pub enum Command {
         success_url: String,
         cancel_url: String,
     },
-    /// The processor's object for it is there.
+    /// The processor has an object for it.
     Opened {
         processor_id: String,
     },
-    /// The processor knows nothing of it: that is its end where nobody may open it any more.
+    /// The processor has no object for it: the payment expires where it may not be opened any more.
     Lapse {
         why: String,
     },
-    /// The money is there: all of it, under the processor's id for the payment itself.
+    /// It was paid in full, under the processor's id for the payment itself.
     Paid {
         processor_id: String,
         amount_minor: i64,
@@ -159,50 +159,50 @@ pub enum Command {
     },
     NotPaid {
         processor_id: String,
-        outcome: Outcome,
+        outcome: PaymentFailure,
         why: String,
     },
-    /// The account has it.
+    /// The account was credited.
     Deposited,
-    /// The account cannot have it.
+    /// The account cannot be credited.
     DepositRefused {
         why: String,
     },
-    /// The payer wants it back: so much, or all that can be had.
+    /// The payer requests a refund of an amount, or of all that is left.
     Refund {
         refund_id: RefundId,
         amount_minor: Option<i64>,
         reason: String,
     },
-    /// So much was taken from the account for it.
+    /// The amount that was debited from the account for it.
     RefundTaken {
         refund_id: RefundId,
         amount_minor: i64,
     },
-    /// The account does not have it.
+    /// The account does not cover it.
     RefundRefused {
         refund_id: RefundId,
         why: String,
     },
-    /// How the refund stands at the processor.
+    /// The refund's state at the processor.
     RefundAt {
         refund_id: RefundId,
         processor_refund_id: String,
         status: RefundStatus,
         amount_minor: i64,
     },
-    /// What the processor would not pay back is in the account again.
+    /// A refund that the processor did not pay is credited again.
     GivenBack {
         refund_id: RefundId,
     },
-    /// Something was done at the processor that was not asked here. What is opened and undone has one id.
+    /// A reversal at the processor. Its opening and its undoing have one id.
     Reversed {
         reversal_id: String,
-        what: What,
+        what: ReversalStep,
         amount_minor: i64,
         currency: Currency,
     },
-    /// The account has posted it, or that it is undone.
+    /// The account has posted the reversal, or its undoing.
     ReversalPosted {
         reversal_id: String,
         is_undone: bool,
@@ -284,21 +284,25 @@ pub enum Rejection {
     TooLate { days: i64 },
     #[error("of the payment {left} minor units are left")]
     MoreThanLeft { left: i64 },
-    #[error("so many refunds were asked of it already: {MOST}")]
+    #[error("so many refunds were asked of it already: {MAX_REFUNDS}")]
     TooManyRefunds,
     #[error("the payment has no such refund, or nothing was taken for it")]
     RefundUnknown,
 }
 
 impl Machine for Payment {
-    const KIND: Kind = Kind::Payment;
+    const KIND: EntityKind = EntityKind::Payment;
     /// A hundred refunds and a hundred reversals.
     const SNAPSHOT_MOST: usize = 256 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let Some(payment) = state else { return Self::begin(command, ctx) };
         match command {
             Command::Create { .. } => Err(Rejection::Exists),
@@ -349,19 +353,19 @@ impl Machine for Payment {
                 refunds.chain(self.reversals.values().filter_map(Reversal::deadline)).min_by_key(|deadline| deadline.at)
             }
             Phase::Refused { at, .. } => self.deadline_of_refused(at),
-            // A reversal of what was not paid waits for the payment, which would be another story.
+            // A reversal of an unpaid payment waits for the payment, which has its own deadline.
             Phase::Canceled { .. } | Phase::Expired { .. } => None,
         }
     }
 
     fn timer(&self) -> Option<Timestamp> {
-        // The end of the time to pay is acted upon when it is looked after next, which is within the hour.
+        // The end of the time to pay is handled at the next status check, which is within the hour.
         self.again.map(|again| again.at)
     }
 
-    fn keys(&self) -> Keys {
-        // Whoever shares the account sees what came into it.
-        Keys { owner: Some(self.holder.to_string()), ..Keys::default() }
+    fn keys(&self) -> IndexKeys {
+        // All users of the account see its payments.
+        IndexKeys { owner: Some(self.holder.to_string()), ..IndexKeys::default() }
     }
 
     fn tick() -> Command {
@@ -370,7 +374,7 @@ impl Machine for Payment {
 }
 
 impl Payment {
-    fn begin(command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn begin(command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match command {
             Command::Create { account_id, holder, payer, amount_minor, currency, success_url, cancel_url } => {
                 let payment = Self {
@@ -387,12 +391,12 @@ impl Payment {
                     declined: None,
                     refunds: BTreeMap::new(),
                     reversals: BTreeMap::new(),
-                    again: Some(Again::first(ctx.now)),
+                    again: Some(ResendTimer::first(ctx.now)),
                     created_at: ctx.now,
                 };
                 payment.create(account_id, ctx)
             }
-            Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::Tick => Ok(Transition::stay(Reply::Done)),
             Command::Opened { .. }
             | Command::Lapse { .. }
             | Command::Paid { .. }
@@ -409,13 +413,13 @@ impl Payment {
         }
     }
 
-    fn create(self, account_id: BillingAccountId, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn create(self, account_id: BillingAccountId, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         let scopes = match ctx.by {
             Principal::Caller(caller) => Scopes::from(caller),
             Principal::Node(_) | Principal::System(_) => self.holder.scopes(),
         };
-        let [min, max] =
-            [Key::BillingMinimumDeposit, Key::BillingMaximumDeposit].map(|key| ctx.policy.int(key, &scopes, ctx.now));
+        let [min, max] = [PolicyKey::BillingMinimumDeposit, PolicyKey::BillingMaximumDeposit]
+            .map(|key| ctx.policy.int(key, &scopes, ctx.now));
         if !(min..=max).contains(&self.amount_minor) {
             return Err(Rejection::Amount { min, max });
         }
@@ -424,29 +428,29 @@ impl Payment {
             json!({ "amount_minor": self.amount_minor, "currency": self.currency.as_str(), "account_id": account_id }),
         );
         let reply = self.shown();
-        Ok(Step::to(self, reply, "somebody wants to pay").audit(audit))
+        Ok(Transition::to(self, reply, "somebody wants to pay").audit(audit))
     }
 
-    fn opened(&self, processor_id: String, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn opened(&self, processor_id: String, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match self.phase {
             Phase::Created { until } => {
                 let phase = Phase::Open { until };
                 let next = Self { phase, processor_id: Some(processor_id), ..self.clone() };
-                Ok(self.to(next, "the payer can pay", ctx))
+                Ok(self.transition(next, "the payer can pay", ctx))
             }
-            // The first one counts; whoever opened another one sees that here, and cancels it.
+            // The first one counts; a worker that opened another one sees that here, and cancels it.
             Phase::Open { .. } | Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. } => {
-                Ok(Step::stay(self.shown()))
+                Ok(Transition::stay(self.shown()))
             }
             Phase::Canceled { .. } | Phase::Expired { .. } => Err(Rejection::Over { state: self.state().to_owned() }),
         }
     }
 
-    fn lapse(&self, why: String, ctx: &Ctx<'_>) -> Step<Self> {
+    fn lapse(&self, why: String, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match self.phase {
             Phase::Created { until } if ctx.now >= until => {
                 let next = Self { phase: Phase::Expired { at: ctx.now, why }, ..self.clone() };
-                self.to(next, "nobody opened it at the processor", ctx)
+                self.transition(next, "nobody opened it at the processor", ctx)
             }
             Phase::Created { .. }
             | Phase::Open { .. }
@@ -454,7 +458,7 @@ impl Payment {
             | Phase::Deposited { .. }
             | Phase::Refused { .. }
             | Phase::Canceled { .. }
-            | Phase::Expired { .. } => Step::stay(Reply::Done),
+            | Phase::Expired { .. } => Transition::stay(Reply::Done),
         }
     }
 
@@ -464,9 +468,9 @@ impl Payment {
         amount_minor: i64,
         currency: &Currency,
         charge_id: Option<String>,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
-        self.is_about(self.amount_minor, amount_minor, currency)?;
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        self.check_amount(self.amount_minor, amount_minor, currency)?;
         if self.paid_at().is_some() {
             return self.paid_again(processor_id, charge_id, ctx);
         }
@@ -477,66 +481,74 @@ impl Payment {
             declined: None,
             ..self.clone()
         };
-        Ok(self.to(next, "paid", ctx))
+        Ok(self.transition(next, "paid", ctx))
     }
 
     fn paid_again(
         &self,
         processor_id: String,
         charge_id: Option<String>,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         if let Some(paid) = self.processor_id.as_ref().filter(|paid| **paid != processor_id) {
             return Err(Rejection::PaidTwice { as_of: paid.clone(), again: processor_id });
         }
         if self.charge_id.is_some() || charge_id.is_none() {
-            return Ok(Step::stay(Reply::Done));
+            return Ok(Transition::stay(Reply::Done));
         }
-        Ok(self.to(Self { charge_id, ..self.clone() }, "the charge is known", ctx))
+        Ok(self.transition(Self { charge_id, ..self.clone() }, "the charge is known", ctx))
     }
 
-    fn not_paid(&self, processor_id: &str, outcome: Outcome, why: String, ctx: &Ctx<'_>) -> Step<Self> {
-        // Of something else that was opened for it by mistake it is true, and no news.
+    fn not_paid(
+        &self,
+        processor_id: &str,
+        outcome: PaymentFailure,
+        why: String,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        // For an object that was opened for it by mistake this is true, and irrelevant.
         let is_this = self.processor_id.as_deref().is_none_or(|known| known == processor_id);
         let is_open = matches!(self.phase, Phase::Created { .. } | Phase::Open { .. });
         if !is_this || !is_open {
-            return Step::stay(Reply::Done);
+            return Transition::stay(Reply::Done);
         }
         let at = ctx.now;
         let (next, so) = match outcome {
-            Outcome::Declined if self.declined.as_ref() == Some(&why) => return Step::stay(Reply::Done),
-            Outcome::Declined => (Self { declined: Some(why), ..self.clone() }, "an attempt to pay was declined"),
-            Outcome::Canceled => (Self { phase: Phase::Canceled { at, why }, ..self.clone() }, "canceled"),
-            Outcome::Expired => (Self { phase: Phase::Expired { at, why }, ..self.clone() }, "not paid in time"),
+            PaymentFailure::Declined if self.declined.as_ref() == Some(&why) => return Transition::stay(Reply::Done),
+            PaymentFailure::Declined => {
+                (Self { declined: Some(why), ..self.clone() }, "an attempt to pay was declined")
+            }
+            PaymentFailure::Canceled => (Self { phase: Phase::Canceled { at, why }, ..self.clone() }, "canceled"),
+            PaymentFailure::Expired => (Self { phase: Phase::Expired { at, why }, ..self.clone() }, "not paid in time"),
         };
-        self.to(next, so, ctx)
+        self.transition(next, so, ctx)
     }
 
-    fn deposited(&self, ctx: &Ctx<'_>) -> Step<Self> {
-        let Phase::Paid { at: paid_at } = self.phase else { return Step::stay(Reply::Done) };
+    fn deposited(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let Phase::Paid { at: paid_at } = self.phase else { return Transition::stay(Reply::Done) };
         let next = Self { phase: Phase::Deposited { paid_at, at: ctx.now }, ..self.clone() };
-        self.to(next, "the account has it", ctx)
+        self.transition(next, "the account has it", ctx)
     }
 
-    /// What is left of it goes back to its payer, as a refund that nobody has to ask for.
-    fn deposit_refused(&self, why: String, ctx: &Ctx<'_>) -> Step<Self> {
-        let Phase::Paid { at: paid_at } = self.phase else { return Step::stay(Reply::Done) };
+    /// What is left of it is refunded to its payer, without a request.
+    fn deposit_refused(&self, why: String, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let Phase::Paid { at: paid_at } = self.phase else { return Transition::stay(Reply::Done) };
         let mut next = self.clone();
         let left = self.left_minor();
         if left > 0 {
-            next.refunds.insert(self.id_of_refused(), Refund::of_what_no_account_has(left, &why, ctx));
+            next.refunds.insert(self.refused_deposit_refund_id(), Refund::of_refused_deposit(left, &why, ctx));
         }
         next.phase = Phase::Refused { paid_at, at: ctx.now, why };
-        self.to(next, "no account can have it", ctx)
+        self.transition(next, "no account can have it", ctx)
     }
 
-    /// True while nobody has paid it, and somebody still can.
+    /// True while it is unpaid and can still be paid.
     #[must_use]
     pub const fn is_to_be_paid(&self) -> bool {
         matches!(self.phase, Phase::Created { .. } | Phase::Open { .. })
     }
 
-    /// When the processor had the money.
+    /// When the processor received the money.
     #[must_use]
     pub const fn paid_at(&self) -> Option<Timestamp> {
         match self.phase {
@@ -545,7 +557,7 @@ impl Payment {
         }
     }
 
-    /// What of it was not given back, nor is on its way back.
+    /// What is left of it after refunds and reversals, with those in progress.
     #[must_use]
     pub fn left_minor(&self) -> i64 {
         let gone = self.refunds.values().map(Refund::gone_minor);
@@ -553,28 +565,31 @@ impl Payment {
         if self.paid_at().is_some() { self.amount_minor.saturating_sub(gone).max(0) } else { 0 }
     }
 
-    fn is_about(&self, expected: i64, amount_minor: i64, currency: &Currency) -> Result<(), Rejection> {
+    fn check_amount(&self, expected: i64, amount_minor: i64, currency: &Currency) -> Result<(), Rejection> {
         if (expected, &self.currency) == (amount_minor, currency) {
             return Ok(());
         }
-        let said = |amount: i64, currency: &Currency| format!("{amount} minor units of {}", currency.as_str());
-        Err(Rejection::Differs { expected: said(expected, &self.currency), given: said(amount_minor, currency) })
+        let described = |amount: i64, currency: &Currency| format!("{amount} minor units of {}", currency.as_str());
+        Err(Rejection::Differs {
+            expected: described(expected, &self.currency),
+            given: described(amount_minor, currency),
+        })
     }
 
     fn shown(&self) -> Reply {
         Reply::Payment { payment: Box::new(self.clone()) }
     }
 
-    fn audit(&self, action: AuditAction, mut metadata: serde_json::Value) -> Audit {
+    fn audit(&self, action: AuditAction, mut metadata: serde_json::Value) -> AuditRecord {
         if let Some(fields) = metadata.as_object_mut() {
             fields.insert("holder".to_owned(), json!(self.holder.to_string()));
             fields.insert("payer".to_owned(), json!(self.payer));
         }
-        Audit::new(action, EntityRef { kind: Kind::Payment, id: self.id.0 }, metadata)
+        AuditRecord::new(action, EntityRef { kind: EntityKind::Payment, id: self.id.0 }, metadata)
     }
 }
 
-/// A number of minor units that money could have.
+/// True of a valid amount in minor units.
 const fn is_an_amount(minor: i64) -> bool {
     minor > 0 && minor <= HIGHEST_BALANCE_MINOR
 }

@@ -1,18 +1,18 @@
-//! Where an allocation goes: on the node that was asked for, or best fit over the nodes of the SKU and region. The choice is a
-//! proposal; the node's own actor decides whether it reserves (design, I2).
+//! Placement of an allocation: on the requested node, or best fit over the nodes of the SKU and region. The choice is a proposal; the
+//! node's own actor decides whether it reserves (design, I2).
 
 use crate::id::NodeId;
 use crate::node::Node;
 
-/// A node as the placement sees it.
+/// A node as a candidate of a placement.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate {
     pub node_id: NodeId,
     pub region_code: String,
     pub gpus_free: u32,
-    /// GPUs that would be free, if no alert of the node's agent prevented new allocations.
+    /// GPUs that would be free without an alert of the node's agent that prevents new allocations.
     pub gpus_withheld: u32,
-    /// It holds devices for this allocation already: an earlier try got this far.
+    /// It holds devices for this allocation already, from an earlier attempt.
     pub holds_it: bool,
 }
 
@@ -29,26 +29,26 @@ impl Candidate {
     }
 }
 
-/// What is wanted.
+/// The requirements of a placement.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wanted<'a> {
+pub struct PlacementRequest<'a> {
     pub node_id: Option<NodeId>,
     pub region_code: Option<&'a str>,
     pub gpu_count: u32,
 }
 
-impl Wanted<'_> {
-    /// Whether it may be placed there at all.
+impl PlacementRequest<'_> {
+    /// Whether the candidate meets the requirements, apart from free GPUs.
     fn fits(&self, candidate: &Candidate) -> bool {
         self.node_id.is_none_or(|node_id| node_id == candidate.node_id)
             && self.region_code.is_none_or(|region| region == candidate.region_code)
     }
 }
 
-/// The nodes to ask, in this order: one that holds devices for the allocation already, then the tightest fit, so that large
-/// requests find room later. Equal fits are told apart by `spread`, so that requests that come at once do not all ask the same node.
+/// The nodes to ask, in this order: one that holds devices for the allocation already, then the tightest fit, so that large requests find
+/// room later. Equal fits are ordered by `spread`, so that simultaneous requests do not all ask the same node.
 #[must_use]
-pub fn order(candidates: &[Candidate], wanted: &Wanted<'_>, spread: u128) -> Vec<NodeId> {
+pub fn order(candidates: &[Candidate], wanted: &PlacementRequest<'_>, spread: u128) -> Vec<NodeId> {
     let mut fitting: Vec<_> = candidates
         .iter()
         .filter(|candidate| candidate.holds_it || candidate.gpus_free >= wanted.gpu_count)
@@ -60,9 +60,9 @@ pub fn order(candidates: &[Candidate], wanted: &Wanted<'_>, spread: u128) -> Vec
     fitting.into_iter().map(|candidate| candidate.node_id).collect()
 }
 
-/// What could be had instead, in a sentence for the user, and what a fault withholds, in another.
+/// An alternative, in a sentence for the user, and the GPUs that a fault withholds, in another.
 #[must_use]
-pub fn suggestion(candidates: &[Candidate], wanted: &Wanted<'_>) -> String {
+pub fn suggestion(candidates: &[Candidate], wanted: &PlacementRequest<'_>) -> String {
     let withheld: u32 = candidates.iter().filter(|it| wanted.fits(it)).map(|it| it.gpus_withheld).sum();
     let instead = instead(candidates, wanted);
     match withheld {
@@ -74,7 +74,7 @@ pub fn suggestion(candidates: &[Candidate], wanted: &Wanted<'_>) -> String {
     }
 }
 
-fn instead(candidates: &[Candidate], wanted: &Wanted<'_>) -> String {
+fn instead(candidates: &[Candidate], wanted: &PlacementRequest<'_>) -> String {
     let most = |here: &dyn Fn(&&Candidate) -> bool| {
         candidates.iter().filter(here).max_by_key(|candidate| candidate.gpus_free).filter(|best| best.gpus_free > 0)
     };
@@ -113,8 +113,8 @@ mod tests {
         }
     }
 
-    fn wanted(gpu_count: u32) -> Wanted<'static> {
-        Wanted { node_id: None, region_code: None, gpu_count }
+    fn wanted(gpu_count: u32) -> PlacementRequest<'static> {
+        PlacementRequest { node_id: None, region_code: None, gpu_count }
     }
 
     #[test]
@@ -125,23 +125,23 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_holds_it_already_is_asked_again_before_any_other() {
+    fn node_that_holds_the_allocation_is_asked_first() {
         let mut candidates = [node(1, "a", 4), node(2, "a", 0)];
         candidates[1].holds_it = true;
         assert_eq!(order(&candidates, &wanted(4), 1).first(), Some(&candidates[1].node_id));
     }
 
     #[test]
-    fn a_named_node_is_the_only_one_asked() {
+    fn only_the_named_node_is_asked() {
         let candidates = [node(1, "a", 4), node(2, "a", 4)];
-        let named = Wanted { node_id: Some(candidates[1].node_id), ..wanted(1) };
+        let named = PlacementRequest { node_id: Some(candidates[1].node_id), ..wanted(1) };
         assert_eq!(order(&candidates, &named, 1), [candidates[1].node_id]);
     }
 
     #[test]
     fn the_suggestion_names_another_region_that_has_room() {
         let candidates = [node(1, "a", 1), node(2, "b", 8)];
-        let here = Wanted { region_code: Some("a"), ..wanted(4) };
+        let here = PlacementRequest { region_code: Some("a"), ..wanted(4) };
         assert!(suggestion(&candidates, &here).contains("Region b"));
     }
 
@@ -161,10 +161,10 @@ mod tests {
             text.ends_with("7 GPUs would be free, but health alerts of their nodes prevent new allocations."),
             "{text}"
         );
-        // Of what was not asked for, nothing is said.
-        let here = Wanted { region_code: Some("b"), ..wanted(4) };
+        // Candidates outside the request are not mentioned.
+        let here = PlacementRequest { region_code: Some("b"), ..wanted(4) };
         assert!(suggestion(&among, &here).contains(" 3 GPUs would be free"), "{}", suggestion(&among, &here));
-        let named = Wanted { node_id: Some(among[1].node_id), ..wanted(4) };
+        let named = PlacementRequest { node_id: Some(among[1].node_id), ..wanted(4) };
         assert!(!suggestion(&among, &named).contains("would be free"), "{}", suggestion(&among, &named));
     }
 

@@ -1,29 +1,31 @@
-//! Business values: the catalog of keys (decisions 7, *Policy keys*). A machine reads a value at the moment of use, through
-//! `Ctx::policy`: a [`PolicyBook`], which resolves it for whom it is asked. Who sets a value asks the machine of its scope,
-//! [`ScopeValues`].
+//! Policies: the catalog of keys (decisions 7, *Policy keys*). A state machine reads a value at the moment of use, through
+//! `TransitionContext::policy`: a [`PolicyBook`], which resolves it for its subject. Values are written through the state machine of their
+//! scope, [`ScopeValues`].
 
 mod applies_to;
 mod book;
 mod scope_values;
 
 pub use applies_to::AppliesTo;
-pub use book::{Crossing, NotAdmitted, PolicyBook, Resolved, Scope, Scopes};
-pub use scope_values::{Command, Expected, NewValue, Rejection, Reply, ScopeValues, TakeBack, Written};
+pub use book::{CrossingBounds, PolicyBook, PolicyScope, PolicyValueError, ResolvedPolicy, Scopes};
+pub use scope_values::{
+    Command, ExpectedValue, PolicyRevocation, PolicyVersion, PolicyWrite, Rejection, Reply, ScopeValues,
+};
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A value by its key's type.
+/// A value of the key's type.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
-pub enum Value {
+pub enum PolicyValue {
     Bool(bool),
     Int(i64),
     Text(String),
 }
 
-/// As JSON writes it: 120, true, "user-revoke".
-impl fmt::Display for Value {
+/// In JSON: 120, true, "user-revoke".
+impl fmt::Display for PolicyValue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Bool(value) => value.fmt(f),
@@ -33,9 +35,9 @@ impl fmt::Display for Value {
     }
 }
 
-/// What a key admits.
+/// The values that a key admits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bounds {
+pub enum ValueBounds {
     /// Inclusive.
     Int {
         default: i64,
@@ -51,7 +53,7 @@ pub enum Bounds {
     },
 }
 
-/// Whom a row applies to: the callers of requests, where it does not say.
+/// The subjects that a row applies to: the callers of requests, where it does not say.
 macro_rules! applies_to {
     () => {
         AppliesTo::Caller
@@ -66,11 +68,11 @@ macro_rules! policy_keys {
         /// A key of the policy catalog.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
         #[serde(into = "&'static str", try_from = "String")]
-        pub enum Key {
+        pub enum PolicyKey {
             $(#[doc = $meaning] $variant,)+
         }
 
-        impl Key {
+        impl PolicyKey {
             pub const ALL: &'static [Self] = &[$(Self::$variant),+];
 
             #[must_use]
@@ -78,18 +80,18 @@ macro_rules! policy_keys {
                 match self { $(Self::$variant => $name),+ }
             }
 
-            /// The subject on which every process hears that a value of the key was written (specification, *Events*).
+            /// The subject that notifies every process that a value of the key was written (specification, *Events*).
             #[must_use]
             pub const fn invalidation(self) -> &'static str {
                 match self { $(Self::$variant => concat!("policy.invalidate.", $name)),+ }
             }
 
             #[must_use]
-            pub const fn bounds(self) -> Bounds {
+            pub const fn bounds(self) -> ValueBounds {
                 match self { $(Self::$variant => $bounds),+ }
             }
 
-            /// Whom its values are resolved for, and with that in which scopes it may be set.
+            /// The subject for which its values are resolved, which determines the scopes in which it may be set.
             #[must_use]
             pub const fn applies_to(self) -> AppliesTo {
                 match self { $(Self::$variant => applies_to!($($applies_to)?)),+ }
@@ -103,16 +105,16 @@ macro_rules! policy_keys {
     };
 }
 
-const fn int(default: i64, min: i64, max: i64) -> Bounds {
-    Bounds::Int { default, min, max }
+const fn int(default: i64, min: i64, max: i64) -> ValueBounds {
+    ValueBounds::Int { default, min, max }
 }
 
-const fn one_of(default: &'static str, of: &'static [&'static str]) -> Bounds {
-    Bounds::Enum { default, of }
+const fn one_of(default: &'static str, of: &'static [&'static str]) -> ValueBounds {
+    ValueBounds::Enum { default, of }
 }
 
-const fn switch(default: bool) -> Bounds {
-    Bounds::Bool { default }
+const fn switch(default: bool) -> ValueBounds {
+    ValueBounds::Bool { default }
 }
 
 policy_keys! {
@@ -176,43 +178,43 @@ policy_keys! {
     SkuApprovalTtl = "sku.approval_ttl_seconds" for Service: int(86_400, 5, 2_592_000), "How long one approval of a SKU's change waits for the second.";
 }
 
-/// The isolation model under which a node is installed anew after each tenant.
+/// The isolation model that reimages a node after each tenant.
 pub const FULL_REIMAGE: &str = "full-reimage";
 
-/// Keys that bound each other: the first is never over the second, for anybody, at any time.
-pub const ORDERED: [(Key, Key); 1] = [(Key::BillingMinimumDeposit, Key::BillingMaximumDeposit)];
+/// Keys that bound each other: the first never exceeds the second, for any subject at any time.
+pub const ORDERED: [(PolicyKey, PolicyKey); 1] = [(PolicyKey::BillingMinimumDeposit, PolicyKey::BillingMaximumDeposit)];
 
-impl From<Key> for &'static str {
-    fn from(key: Key) -> Self {
+impl From<PolicyKey> for &'static str {
+    fn from(key: PolicyKey) -> Self {
         key.name()
     }
 }
 
-impl TryFrom<String> for Key {
-    type Error = UnknownKey;
+impl TryFrom<String> for PolicyKey {
+    type Error = UnknownPolicyKey;
 
-    fn try_from(name: String) -> Result<Self, UnknownKey> {
-        Self::parse(&name).ok_or(UnknownKey(name))
+    fn try_from(name: String) -> Result<Self, UnknownPolicyKey> {
+        Self::parse(&name).ok_or(UnknownPolicyKey(name))
     }
 }
 
 /// A key that this release does not know.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("there is no policy key {0:?}")]
-pub struct UnknownKey(String);
+pub struct UnknownPolicyKey(String);
 
-impl Key {
+impl PolicyKey {
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|key| key.name() == name)
     }
 
     #[must_use]
-    pub fn default_value(self) -> Value {
+    pub fn default_value(self) -> PolicyValue {
         match self.bounds() {
-            Bounds::Int { default, .. } => Value::Int(default),
-            Bounds::Enum { default, .. } => Value::Text(default.to_owned()),
-            Bounds::Bool { default } => Value::Bool(default),
+            ValueBounds::Int { default, .. } => PolicyValue::Int(default),
+            ValueBounds::Enum { default, .. } => PolicyValue::Text(default.to_owned()),
+            ValueBounds::Bool { default } => PolicyValue::Bool(default),
         }
     }
 
@@ -220,8 +222,8 @@ impl Key {
     #[must_use]
     pub const fn longest(self) -> chrono::TimeDelta {
         match self.bounds() {
-            Bounds::Int { max, .. } => chrono::TimeDelta::seconds(max),
-            Bounds::Enum { .. } | Bounds::Bool { .. } => chrono::TimeDelta::zero(),
+            ValueBounds::Int { max, .. } => chrono::TimeDelta::seconds(max),
+            ValueBounds::Enum { .. } | ValueBounds::Bool { .. } => chrono::TimeDelta::zero(),
         }
     }
 
@@ -229,25 +231,26 @@ impl Key {
     #[must_use]
     pub const fn most(self) -> i64 {
         match self.bounds() {
-            Bounds::Int { max, .. } => max,
-            Bounds::Enum { .. } | Bounds::Bool { .. } => 0,
+            ValueBounds::Int { max, .. } => max,
+            ValueBounds::Enum { .. } | ValueBounds::Bool { .. } => 0,
         }
     }
 
-    /// True of a value that the key admits and that nothing carries out yet: it is not written. One that was written before holds.
+    /// True of a value that the key admits and that is not implemented yet: it cannot be written. One that was written before stays in
+    /// force.
     #[must_use]
-    pub fn is_not_built(self, value: &Value) -> bool {
-        self == Self::AllocationIsolationModel && *value == Value::Text(FULL_REIMAGE.to_owned())
+    pub fn is_not_built(self, value: &PolicyValue) -> bool {
+        self == Self::AllocationIsolationModel && *value == PolicyValue::Text(FULL_REIMAGE.to_owned())
     }
 
     /// True where `value` is of the key's type and inside its bounds.
     #[must_use]
-    pub fn admits(self, value: &Value) -> bool {
+    pub fn admits(self, value: &PolicyValue) -> bool {
         match (self.bounds(), value) {
-            (Bounds::Int { min, max, .. }, Value::Int(value)) => (min..=max).contains(value),
-            (Bounds::Enum { of, .. }, Value::Text(value)) => of.contains(&value.as_str()),
-            (Bounds::Bool { .. }, Value::Bool(_)) => true,
-            (Bounds::Int { .. } | Bounds::Enum { .. } | Bounds::Bool { .. }, _) => false,
+            (ValueBounds::Int { min, max, .. }, PolicyValue::Int(value)) => (min..=max).contains(value),
+            (ValueBounds::Enum { of, .. }, PolicyValue::Text(value)) => of.contains(&value.as_str()),
+            (ValueBounds::Bool { .. }, PolicyValue::Bool(_)) => true,
+            (ValueBounds::Int { .. } | ValueBounds::Enum { .. } | ValueBounds::Bool { .. }, _) => false,
         }
     }
 }
@@ -261,7 +264,7 @@ mod tests {
     #[test]
     fn the_catalog_is_as_reviewed() {
         let mut table = String::new();
-        for key in Key::ALL {
+        for key in PolicyKey::ALL {
             writeln!(table, "{} {:?} {:?}", key.name(), key.applies_to(), key.bounds()).unwrap();
         }
         insta::assert_snapshot!(table);
@@ -269,13 +272,13 @@ mod tests {
 
     #[test]
     fn every_default_lies_within_its_own_bounds() {
-        for key in Key::ALL {
+        for key in PolicyKey::ALL {
             assert!(key.admits(&key.default_value()), "{}", key.name());
-            assert_eq!(Key::parse(key.name()), Some(*key));
+            assert_eq!(PolicyKey::parse(key.name()), Some(*key));
             assert_eq!(key.invalidation(), format!("policy.invalidate.{}", key.name()));
             let written = serde_json::to_string(key).unwrap();
             assert_eq!(
-                (written.as_str(), serde_json::from_str::<Key>(&written).unwrap()),
+                (written.as_str(), serde_json::from_str::<PolicyKey>(&written).unwrap()),
                 (&*format!("{:?}", key.name()), *key)
             );
         }

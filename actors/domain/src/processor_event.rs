@@ -1,54 +1,54 @@
-//! What the payment processor told us, once (decisions 6, *Webhook*; the design is in deploy/decisions/0032).
+//! An event of the payment processor, received by webhook (decisions 6, *Webhook*; the design is in deploy/decisions/0029).
 //!
 //! ```text
 //! received ──worked on──▶ processed ◀── where nothing follows from its type, at once
 //!    └─failed─▶ retrying ─┘   └─too often─▶ dead ──an operator──▶ retrying, dismissed
 //! ```
 //!
-//! The processor sends an event until it is answered 200, and after that now and then once more: the entity's id is made of the processor's,
-//! so that however often it comes there is one. What it says of a payment is the payment's to judge; here is kept that it was said, and
-//! whether somebody has listened.
+//! The processor resends an event until it is answered 200, and occasionally after that: the entity's id is derived from the processor's,
+//! so that there is one entity however often it arrives. The payment decides what follows from the event; here is stored that it was
+//! received, and whether it was processed.
 
 #[cfg(test)]
 mod tests;
 
-use crate::again::Again;
-use crate::audit::{Audit, AuditAction};
+use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
 use crate::event::Event;
-use crate::id::{EntityRef, Kind, ProcessorEventId};
-use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
-use crate::policy::{Key, Scopes};
+use crate::id::{EntityKind, EntityRef, ProcessorEventId};
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::policy::{PolicyKey, Scopes};
+use crate::resend_timer::ResendTimer;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-/// What follows inside of the control plane takes milliseconds; after that somebody should look.
+/// What follows inside the control plane takes milliseconds; after this time an operator should look.
 const OVERDUE_AFTER: TimeDelta = TimeDelta::hours(1);
-/// How long the body is kept after nobody needs it any more: as long as the processor shows its events.
+/// How long the body is stored after processing: as long as the processor shows its events.
 pub const BODY_KEPT_FOR: TimeDelta = TimeDelta::days(30);
-/// What is kept of a reason, in characters.
-const LONGEST_REASON: usize = 500;
+/// The bound of a stored reason, in characters.
+const MAX_REASON_CHARS: usize = 500;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessorEvent {
     pub id: ProcessorEventId,
-    /// The processor's own (`evt_…`).
+    /// The processor's id (`evt_…`).
     pub event_id: String,
-    /// As the processor calls it, `payment_intent.succeeded` for example.
+    /// The processor's type, `payment_intent.succeeded` for example.
     pub event_type: String,
-    /// What it is about, by the processor's id.
+    /// The processor's id of the object that it is about.
     pub object_id: Option<String>,
-    /// When the processor says it came about.
+    /// The processor's time of the event.
     pub occurred_at: Option<Timestamp>,
     pub received_at: Timestamp,
-    /// SHA-256 of what it says, by which another event under the same id is told apart.
+    /// SHA-256 of the content, which distinguishes another event under the same id.
     pub digest: String,
-    /// The body as it came, sealed, in base64: there may be names and addresses in it. `None` once it is forgotten.
+    /// The body as received, sealed, in base64: it may contain names and addresses. `None` once it is removed.
     pub body_enc: Option<String>,
-    /// How often it was worked on in vain, since it was received or an operator had it tried anew.
+    /// The number of failed attempts, since it was received or an operator retried it.
     pub attempts: u32,
-    /// Why the last attempt came to nothing.
+    /// Why the last attempt failed.
     pub last_error: Option<String>,
     pub phase: Phase,
 }
@@ -56,42 +56,42 @@ pub struct ProcessorEvent {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Phase {
-    /// Nobody has worked on it to an end.
+    /// Not processed yet.
     Received {
-        again: Again,
+        again: ResendTimer,
     },
-    /// It was worked on in vain, and is tried again.
+    /// Processing failed, and is retried.
     Retrying {
-        again: Again,
+        again: ResendTimer,
     },
-    /// It was tried in vain so often that an operator has to say what becomes of it.
+    /// Processing failed too often: an operator has to retry or dismiss it.
     Dead {
         since: Timestamp,
     },
     Processed {
         at: Timestamp,
-        outcome: Outcome,
+        outcome: ProcessingOutcome,
     },
-    /// An operator has said that it is nothing.
+    /// An operator has dismissed it.
     Dismissed {
         at: Timestamp,
         reason: String,
     },
 }
 
-/// What it came to.
+/// The outcome of its processing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Outcome {
-    /// A payment of ours has heard it.
+pub enum ProcessingOutcome {
+    /// A payment of the service received it.
     Told,
-    /// It concerns something that was not made here.
+    /// It concerns an object that was not created by the service.
     NotOurs,
     /// Nothing follows from events of its type.
     NothingToDo,
 }
 
-impl Outcome {
+impl ProcessingOutcome {
     pub const ALL: [Self; 3] = [Self::Told, Self::NotOurs, Self::NothingToDo];
 
     #[must_use]
@@ -107,7 +107,7 @@ impl Outcome {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
-    /// It came in, with a signature that holds.
+    /// It was received, with a valid signature.
     Receive {
         event_id: String,
         event_type: String,
@@ -115,27 +115,27 @@ pub enum Command {
         occurred_at: Option<Timestamp>,
         digest: String,
         body_enc: String,
-        /// Nothing follows from events of its type: there is nothing to work on.
+        /// Nothing follows from events of its type: there is nothing to process.
         #[serde(default)]
         nothing_follows: bool,
     },
-    /// Whoever it concerns has heard it, or it concerns nobody.
+    /// It was processed, or it concerns no payment.
     Processed {
-        outcome: Outcome,
+        outcome: ProcessingOutcome,
     },
-    /// It could not be carried out as it stands.
+    /// Processing failed.
     Failed {
         why: String,
     },
-    /// An operator has it worked on anew.
+    /// An operator retries it.
     Retry {
         reason: String,
     },
-    /// An operator says that nothing is to follow from it.
+    /// An operator dismisses it.
     Dismiss {
         reason: String,
     },
-    /// The same body under another key of the key ring.
+    /// The same body, sealed under another key of the key ring.
     Reseal {
         body_enc: String,
     },
@@ -168,7 +168,7 @@ impl machine::Command for Command {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
-    /// It is kept; `is_new`: since now.
+    /// It is stored; `is_new`: by this command.
     Kept {
         is_new: bool,
     },
@@ -190,17 +190,23 @@ pub enum Rejection {
 }
 
 impl Machine for ProcessorEvent {
-    const KIND: Kind = Kind::ProcessorEvent;
+    const KIND: EntityKind = EntityKind::ProcessorEvent;
     /// The webhook's body of up to 256 KiB, packed and sealed.
     const SNAPSHOT_MOST: usize = 512 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let Some(event) = state else { return Self::begin(command, ctx) };
         match command {
-            Command::Receive { digest, .. } if digest == event.digest => Ok(Step::stay(Reply::Kept { is_new: false })),
+            Command::Receive { digest, .. } if digest == event.digest => {
+                Ok(Transition::stay(Reply::Kept { is_new: false }))
+            }
             Command::Receive { .. } => Err(Rejection::Differs),
             Command::Processed { outcome } => Ok(event.processed(outcome, ctx)),
             Command::Failed { why } => Ok(event.failed(&why, ctx)),
@@ -226,7 +232,7 @@ impl Machine for ProcessorEvent {
             Phase::Received { .. } | Phase::Retrying { .. } => {
                 Some(Deadline::new(self.received_at + OVERDUE_AFTER, "what the payment processor said is to be heeded"))
             }
-            // Overdue from its beginning on: nothing goes on by itself.
+            // Overdue from its start on: no retry happens by itself.
             Phase::Dead { since } => {
                 Some(Deadline::new(since, "an operator is to have it tried again or to dismiss it"))
             }
@@ -244,8 +250,8 @@ impl Machine for ProcessorEvent {
         }
     }
 
-    fn keys(&self) -> Keys {
-        Keys::default()
+    fn keys(&self) -> IndexKeys {
+        IndexKeys::default()
     }
 
     fn tick() -> Command {
@@ -254,12 +260,12 @@ impl Machine for ProcessorEvent {
 }
 
 impl ProcessorEvent {
-    fn begin(command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn begin(command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match command {
             Command::Receive { event_id, event_type, object_id, occurred_at, digest, body_enc, nothing_follows } => {
                 let phase = match nothing_follows {
-                    true => Phase::Processed { at: ctx.now, outcome: Outcome::NothingToDo },
-                    false => Phase::Received { again: Again::first(ctx.now) },
+                    true => Phase::Processed { at: ctx.now, outcome: ProcessingOutcome::NothingToDo },
+                    false => Phase::Received { again: ResendTimer::first(ctx.now) },
                 };
                 let event = Self {
                     id: ProcessorEventId(ctx.id),
@@ -275,10 +281,10 @@ impl ProcessorEvent {
                     phase,
                 };
                 let due = (!nothing_follows).then(|| event.due());
-                let step = Step::to(event, Reply::Kept { is_new: true }, "the payment processor said it");
-                Ok(due.into_iter().fold(step, Step::event))
+                let step = Transition::to(event, Reply::Kept { is_new: true }, "the payment processor said it");
+                Ok(due.into_iter().fold(step, Transition::event))
             }
-            Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::Tick => Ok(Transition::stay(Reply::Done)),
             Command::Processed { .. }
             | Command::Failed { .. }
             | Command::Retry { .. }
@@ -287,51 +293,51 @@ impl ProcessorEvent {
         }
     }
 
-    /// What is carried out is carried out, whoever had given it up meanwhile.
-    fn processed(&self, outcome: Outcome, ctx: &Ctx<'_>) -> Step<Self> {
+    /// The outcome counts, even where the attempts were given up in the meantime.
+    fn processed(&self, outcome: ProcessingOutcome, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match self.phase {
             Phase::Received { .. } | Phase::Retrying { .. } | Phase::Dead { .. } => {
                 let next = Self { phase: Phase::Processed { at: ctx.now, outcome }, ..self.clone() };
-                Step::to(next, Reply::Done, "it was heeded")
+                Transition::to(next, Reply::Done, "it was heeded")
             }
-            Phase::Processed { .. } | Phase::Dismissed { .. } => Step::stay(Reply::Done),
+            Phase::Processed { .. } | Phase::Dismissed { .. } => Transition::stay(Reply::Done),
         }
     }
 
-    fn failed(&self, why: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    fn failed(&self, why: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let (Phase::Received { again } | Phase::Retrying { again }) = self.phase else {
-            return Step::stay(Reply::Done);
+            return Transition::stay(Reply::Done);
         };
-        let most = ctx.policy.int(Key::BillingWebhookMaxAttempts, &Scopes::global(), ctx.now);
+        let most = ctx.policy.int(PolicyKey::BillingWebhookMaxAttempts, &Scopes::global(), ctx.now);
         let attempts = self.attempts.saturating_add(1);
         let (phase, so) = if i64::from(attempts) < most {
             (Phase::Retrying { again: again.next(ctx.now) }, "it could not be carried out, and is tried again")
         } else {
             (Phase::Dead { since: ctx.now }, "it was tried in vain too often")
         };
-        let last_error = Some(why.chars().take(LONGEST_REASON).collect());
-        Step::to(Self { phase, attempts, last_error, ..self.clone() }, Reply::Done, so)
+        let last_error = Some(why.chars().take(MAX_REASON_CHARS).collect());
+        Transition::to(Self { phase, attempts, last_error, ..self.clone() }, Reply::Done, so)
     }
 
-    fn retry(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        self.waits_for_an_operator()?;
-        let again = Again::first(ctx.now);
+    fn retry(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        self.check_awaits_operator()?;
+        let again = ResendTimer::first(ctx.now);
         let next = Self { phase: Phase::Retrying { again }, attempts: 0, ..self.clone() };
         let reply = next.shown();
-        Ok(Step::to(next, reply, "an operator has it tried again")
+        Ok(Transition::to(next, reply, "an operator has it tried again")
             .event(self.due())
             .audit(self.audit(AuditAction::ProcessorEventsRetry, reason)))
     }
 
-    fn dismiss(&self, reason: String, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        self.waits_for_an_operator()?;
+    fn dismiss(&self, reason: String, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        self.check_awaits_operator()?;
         let audit = self.audit(AuditAction::ProcessorEventsDismiss, &reason);
         let next = Self { phase: Phase::Dismissed { at: ctx.now, reason }, ..self.clone() };
         let reply = next.shown();
-        Ok(Step::to(next, reply, "an operator has dismissed it").audit(audit))
+        Ok(Transition::to(next, reply, "an operator has dismissed it").audit(audit))
     }
 
-    fn waits_for_an_operator(&self) -> Result<(), Rejection> {
+    fn check_awaits_operator(&self) -> Result<(), Rejection> {
         match self.phase {
             Phase::Retrying { .. } | Phase::Dead { .. } => Ok(()),
             Phase::Received { .. } | Phase::Processed { .. } | Phase::Dismissed { .. } => {
@@ -340,18 +346,18 @@ impl ProcessorEvent {
         }
     }
 
-    fn resealed(&self, body_enc: String) -> Step<Self> {
+    fn resealed(&self, body_enc: String) -> Transition<Self> {
         if self.body_enc.is_none() {
-            return Step::stay(Reply::Done);
+            return Transition::stay(Reply::Done);
         }
         let next = Self { body_enc: Some(body_enc), ..self.clone() };
-        Step::to(next, Reply::Done, "the key at rest was rotated")
+        Transition::to(next, Reply::Done, "the key at rest was rotated")
     }
 
-    fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
+    fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let said_again = |phase| {
             let next = Self { phase, ..self.clone() };
-            Step::to(next, Reply::Done, "nobody has heeded it yet").event(self.due())
+            Transition::to(next, Reply::Done, "nobody has heeded it yet").event(self.due())
         };
         match self.phase {
             Phase::Received { again } if again.is_due(ctx.now) => {
@@ -364,17 +370,17 @@ impl ProcessorEvent {
                 if self.body_enc.is_some() && ctx.now >= at + BODY_KEPT_FOR =>
             {
                 let next = Self { body_enc: None, ..self.clone() };
-                Step::to(next, Reply::Done, "nobody needs its body any more")
+                Transition::to(next, Reply::Done, "nobody needs its body any more")
             }
             Phase::Received { .. }
             | Phase::Retrying { .. }
             | Phase::Dead { .. }
             | Phase::Processed { .. }
-            | Phase::Dismissed { .. } => Step::stay(Reply::Done),
+            | Phase::Dismissed { .. } => Transition::stay(Reply::Done),
         }
     }
 
-    /// True while something is still to follow from it, or an operator to say what.
+    /// True while it is to be processed, or an operator has to decide.
     #[must_use]
     pub const fn is_open(&self) -> bool {
         match self.phase {
@@ -391,13 +397,13 @@ impl ProcessorEvent {
         Reply::Shown { event: Box::new(self.clone()) }
     }
 
-    fn audit(&self, action: AuditAction, reason: &str) -> Audit {
-        let target = EntityRef { kind: Kind::ProcessorEvent, id: self.id.0 };
+    fn audit(&self, action: AuditAction, reason: &str) -> AuditRecord {
+        let target = EntityRef { kind: EntityKind::ProcessorEvent, id: self.id.0 };
         let metadata = json!({
             "event_id": self.event_id,
             "event_type": self.event_type,
             "reason": reason,
         });
-        Audit::new(action, target, metadata)
+        AuditRecord::new(action, target, metadata)
     }
 }

@@ -1,50 +1,50 @@
-//! How many requests a minute: the generic cell rate algorithm (ITU-T I.371), which admits a whole minute's quota at once and then one
-//! request whenever its share of the minute has passed.
+//! Rate limits: the generic cell rate algorithm (ITU-T I.371), which admits a whole minute's quota at once and then one request whenever
+//! its share of the minute has passed.
 //!
-//! It is kept as a level that drains, in whole numbers: a request raises it by one minute of nanoseconds, and each nanosecond lowers it
-//! by the limit. So nothing is rounded, whatever the limit, and a limit that changes finds its cell as it is.
+//! The state is a level that drains, in integers: a request raises it by one minute of nanoseconds, and each nanosecond lowers it by the
+//! limit. So nothing is rounded, whatever the limit, and after a change of the limit the cell stays valid.
 
 use std::time::Duration;
 
-/// What a limit counts.
+/// The period of a limit.
 pub const WINDOW: Duration = Duration::from_secs(60);
 const WINDOW_NS: u64 = 60_000_000_000;
 
 /// The highest limit: the level of a full cell is within 64 bits.
 pub const MOST: u32 = 1_000_000;
 
-/// One caller's standing in one group of routes. Empty at first.
+/// The state of one caller's limit in one group of routes. Empty at first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Cell {
+pub struct RateCell {
     level: u64,
-    /// When the level was so, in nanoseconds of its keeper's clock.
+    /// The time of the level, in nanoseconds of the owner's clock.
     at: u64,
 }
 
-/// A cell on its way from one keeper to the next.
+/// A cell in transit from one owner to the next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Handed {
+pub struct CellHandover {
     pub level: u64,
-    /// Nanoseconds since the level was so.
+    /// The age of the level in nanoseconds.
     pub age: u64,
 }
 
-/// What became of a request, and what the caller may hope for.
+/// The decision on a request, and the remaining quota.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Verdict {
+pub struct RateDecision {
     pub admitted: bool,
-    /// Requests that would be admitted at this moment.
+    /// The number of requests that would be admitted at this moment.
     pub remaining: u32,
-    /// Until the whole quota is there again.
+    /// The time until the whole quota is available.
     pub full_after: Duration,
-    /// Until the next request is admitted; zero where there is quota left.
+    /// The time until the next request is admitted; zero where there is quota left.
     pub retry_after: Duration,
 }
 
-impl Cell {
+impl RateCell {
     /// Takes one request of `limit` a minute at `now`.
     #[must_use]
-    pub fn take(&mut self, limit: u32, now: u64) -> Verdict {
+    pub fn take(&mut self, limit: u32, now: u64) -> RateDecision {
         let limit = u64::from(limit.clamp(1, MOST));
         let capacity = limit * WINDOW_NS;
         let drained = now.saturating_sub(self.at).saturating_mul(limit);
@@ -54,7 +54,7 @@ impl Cell {
         self.level = if admitted { level + WINDOW_NS } else { level };
         self.at = self.at.max(now);
         let missing = (self.level + WINDOW_NS).saturating_sub(capacity);
-        Verdict {
+        RateDecision {
             admitted,
             remaining: u32::try_from((capacity - self.level) / WINDOW_NS).unwrap_or(MOST),
             full_after: Duration::from_nanos(self.level.div_ceil(limit)),
@@ -62,21 +62,25 @@ impl Cell {
         }
     }
 
-    /// The cell as it goes to another keeper, whose clock is another one; `None` where it says nothing.
+    /// The cell for another owner, whose clock differs; `None` where it is idle.
     #[must_use]
-    pub const fn handed(&self, now: u64) -> Option<Handed> {
-        if self.is_idle(now) { None } else { Some(Handed { level: self.level, age: now.saturating_sub(self.at) }) }
+    pub const fn handover(&self, now: u64) -> Option<CellHandover> {
+        if self.is_idle(now) {
+            None
+        } else {
+            Some(CellHandover { level: self.level, age: now.saturating_sub(self.at) })
+        }
     }
 
-    /// Goes on from where another keeper was, unless more was taken here. What was taken elsewhere comes once or twice or late; it is
-    /// never counted twice.
-    pub fn go_on_from(&mut self, handed: Handed, now: u64) {
+    /// Merges the state of another owner, unless more was taken here. A handover may arrive once, twice or late; no request is counted
+    /// twice.
+    pub fn merge(&mut self, handed: CellHandover, now: u64) {
         if handed.level > self.level {
             *self = Self { level: handed.level, at: now.saturating_sub(handed.age) };
         }
     }
 
-    /// True where the cell says no more than a new one would.
+    /// True where the cell equals a new one.
     #[must_use]
     pub const fn is_idle(&self, now: u64) -> bool {
         now.saturating_sub(self.at) >= WINDOW_NS
@@ -91,13 +95,13 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    fn admitted(cell: &mut Cell, limit: u32, at: impl IntoIterator<Item = u64>) -> u64 {
+    fn admitted(cell: &mut RateCell, limit: u32, at: impl IntoIterator<Item = u64>) -> u64 {
         at.into_iter().map(|now| u64::from(cell.take(limit, now).admitted)).sum()
     }
 
     #[test]
     fn a_caller_has_the_burst_and_then_the_rate() {
-        let mut cell = Cell::default();
+        let mut cell = RateCell::default();
         assert_eq!(admitted(&mut cell, 120, [0; 200]), 120);
         let refused = cell.take(120, 0);
         assert_eq!((refused.admitted, refused.remaining), (false, 0));
@@ -109,25 +113,25 @@ mod tests {
     }
 
     #[test]
-    fn another_keeper_goes_on_where_the_one_before_was_and_counts_nothing_twice() {
-        let (mut first, mut next) = (Cell::default(), Cell::default());
+    fn next_owner_merges_the_cell_and_counts_no_request_twice() {
+        let (mut first, mut next) = (RateCell::default(), RateCell::default());
         assert_eq!(admitted(&mut first, 60, [1000 * SECOND; 50]), 50);
         // Four seconds later, by clocks that began at other times.
-        let handed = first.handed(1004 * SECOND).unwrap();
-        next.go_on_from(handed, 70 * SECOND);
-        next.go_on_from(handed, 70 * SECOND);
+        let handed = first.handover(1004 * SECOND).unwrap();
+        next.merge(handed, 70 * SECOND);
+        next.merge(handed, 70 * SECOND);
         assert_eq!(admitted(&mut next, 60, [70 * SECOND; 50]), 14, "ten of the burst, four of the time");
-        next.go_on_from(handed, 71 * SECOND);
+        next.merge(handed, 71 * SECOND);
         assert_eq!(admitted(&mut next, 60, [71 * SECOND; 50]), 1, "what comes late changes nothing");
-        assert_eq!(first.handed(1061 * SECOND), None, "an idle cell is not worth a word");
-        next.go_on_from(Handed { level: u64::MAX, age: u64::MAX }, 71 * SECOND);
+        assert_eq!(first.handover(1061 * SECOND), None, "an idle cell is not worth a word");
+        next.merge(CellHandover { level: u64::MAX, age: u64::MAX }, 71 * SECOND);
         let (full, again) = (next.take(60, 200 * SECOND), next.take(60, 201 * SECOND));
         assert!(!full.admitted && again.admitted, "nonsense is a full cell, and no more than that");
     }
 
     #[test]
-    fn a_new_limit_holds_at_once_and_a_lower_one_locks_nobody_out() {
-        let mut cell = Cell::default();
+    fn changed_limit_applies_at_once_and_a_lower_one_still_admits() {
+        let mut cell = RateCell::default();
         assert_eq!(admitted(&mut cell, MOST, [0; 1000]), 1000);
         let lowered = cell.take(60, 0);
         assert_eq!((lowered.admitted, lowered.retry_after), (false, Duration::from_secs(1)));
@@ -135,20 +139,20 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_goes_back_gives_nothing_away() {
-        let mut cell = Cell::default();
+    fn clock_set_back_admits_no_extra_requests() {
+        let mut cell = RateCell::default();
         assert_eq!(admitted(&mut cell, 10, [5 * SECOND; 10]), 10);
         assert!(!cell.take(10, 0).admitted);
         assert!(cell.take(10, 11 * SECOND).admitted);
     }
 
     proptest! {
-        /// Whoever always asks gets burst + rate × time, to the request.
+        /// A caller that always asks gets exactly burst + rate × time.
         #[test]
         fn under_a_steady_load_it_admits_exactly_burst_and_rate_times_time(
             limit in prop_oneof![1u32..2000, Just(999_983), Just(MOST)], millis in 0u64..3000
         ) {
-            let mut cell = Cell::default();
+            let mut cell = RateCell::default();
             let burst = admitted(&mut cell, limit, std::iter::repeat_n(0, limit as usize + 1));
             prop_assert_eq!(burst, u64::from(limit));
             let end = millis * 1_000_000;
@@ -163,7 +167,7 @@ mod tests {
         fn no_stretch_of_time_admits_more_than_burst_and_rate(
             limit in 1u32..50, pauses in prop::collection::vec(0u64..3 * SECOND, 1..300)
         ) {
-            let (mut cell, mut now, mut taken) = (Cell::default(), 0, Vec::new());
+            let (mut cell, mut now, mut taken) = (RateCell::default(), 0, Vec::new());
             for pause in pauses {
                 now += pause;
                 let verdict = cell.take(limit, now);
@@ -182,7 +186,7 @@ mod tests {
 
         #[test]
         fn retry_after_is_when_the_next_is_admitted_and_not_before(limit in 1u32..1000, asked in 1usize..3000, at in 0u64..SECOND) {
-            let mut cell = Cell::default();
+            let mut cell = RateCell::default();
             admitted(&mut cell, limit, std::iter::repeat_n(at, asked));
             let mut probe = cell;
             let verdict = probe.take(limit, at);

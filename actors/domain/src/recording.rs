@@ -1,22 +1,22 @@
-//! On which terms a terminal session is recorded (decisions 5, *Terminal*; 7, `terminal.recording_*`).
+//! The terms on which a terminal session is recorded (decisions 5, *Terminal*; 7, `terminal.recording_*`).
 
 use crate::machine::Timestamp;
-use crate::policy::{Key, PolicyBook, Scopes};
+use crate::policy::{PolicyBook, PolicyKey, Scopes};
 use serde::{Deserialize, Serialize};
 
-/// Whether a session is recorded, and what happens where it cannot be.
+/// Whether a session is recorded, and what happens where the recording fails.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Mode {
+pub enum RecordingMode {
     #[default]
     Off,
-    /// The session goes on, and the recording says how much of it is missing.
+    /// The session continues, and the recording says how much of it is missing.
     BestEffort,
-    /// Nothing is shown that is not recorded: the session waits, and ends where there is nothing to wait for.
+    /// No output is shown before it is recorded: the session waits, and ends where a wait has no prospect.
     Strict,
 }
 
-impl Mode {
+impl RecordingMode {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -27,31 +27,31 @@ impl Mode {
     }
 }
 
-/// What the policies say of a session.
+/// The recording terms of a session, from the policies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Terms {
-    pub mode: Mode,
+pub struct RecordingTerms {
+    pub mode: RecordingMode,
     /// The longest recording; 0 where there is none.
     pub most_bytes: u64,
 }
 
 const MIB: u64 = 1024 * 1024;
 
-impl Terms {
-    /// As the policies are at `now`.
+impl RecordingTerms {
+    /// The terms by the policies at `now`.
     #[must_use]
-    pub fn by_policy(policy: &PolicyBook, scopes: &Scopes, now: Timestamp) -> Self {
-        if !policy.is_on(Key::TerminalRecordingEnabled, scopes, now) {
+    pub fn from_policy(policy: &PolicyBook, scopes: &Scopes, now: Timestamp) -> Self {
+        if !policy.is_on(PolicyKey::TerminalRecordingEnabled, scopes, now) {
             return Self::default();
         }
-        let strict = policy.text(Key::TerminalRecordingMode, scopes, now) == "strict";
-        let mode = if strict { Mode::Strict } else { Mode::BestEffort };
-        let most = policy.int(Key::TerminalRecordingMaxSession, scopes, now).unsigned_abs();
+        let strict = policy.text(PolicyKey::TerminalRecordingMode, scopes, now) == "strict";
+        let mode = if strict { RecordingMode::Strict } else { RecordingMode::BestEffort };
+        let most = policy.int(PolicyKey::TerminalRecordingMaxSession, scopes, now).unsigned_abs();
         Self { mode, most_bytes: most * MIB }
     }
 
     #[must_use]
     pub fn is_on(self) -> bool {
-        self.mode != Mode::Off
+        self.mode != RecordingMode::Off
     }
 }

@@ -1,9 +1,9 @@
-//! Takes out of a JSON value what must not be kept: the text of every field whose name says that it is a secret. Replies are kept for
-//! repetitions of their request (specification, *Idempotency record*); what is redacted there is redacted in the repeated answer.
+//! Redaction of JSON values that are stored: the text of every field whose name marks it as a secret is replaced. Replies are stored for
+//! repeated requests (specification, *Idempotency record*); what is redacted there is redacted in the repeated answer.
 
 use serde_json::Value;
 
-/// What stands in the place of a secret.
+/// The replacement of a secret.
 pub const REDACTED: &str = "[redacted]";
 
 /// Last words of names of secret fields: `password`, `client_secret`, `enrollment_token`. An id or a hash of one has another last
@@ -21,7 +21,7 @@ pub const SECRET_WORDS: [&str; 10] = [
     "bearer",
 ];
 
-/// Ends of names of secret fields that are more than one word: a `public_key` and a `recovery_public_key` may be known.
+/// Endings of names of secret fields that are more than one word: `public_key` and `recovery_public_key` are no secrets.
 pub const SECRET_ENDS: [&str; 4] = ["private_key", "private_key_pem", "api_key", "restart_command"];
 
 /// Whether a field of this name holds a secret.
@@ -32,7 +32,7 @@ pub fn is_secret(name: &str) -> bool {
     SECRET_WORDS.contains(&last) || SECRET_ENDS.iter().any(|end| name.ends_with(end))
 }
 
-/// Redacts in place, at any depth. Texts alone are replaced, so that the value keeps its form.
+/// Redacts in place, at any depth. Only strings are replaced, so that the value keeps its structure.
 pub fn redact(value: &mut Value) {
     match value {
         Value::Object(fields) => {
@@ -66,7 +66,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn texts_under_secret_names_go_and_the_rest_stays() {
+    fn strings_under_secret_names_are_redacted_and_others_stay() {
         let mut body = json!({
             "id": "1", "token_id": "2", "token_sha256": [1, 2], "public_key": "ssh-ed25519 A", "key_id": "k",
             "enrollment_token": "S", "client_secret": "S", "Password": "S", "ssh_private_key_enc": "S", "api-key": "S",
@@ -94,7 +94,7 @@ mod tests {
     }
 
     proptest! {
-        /// However deep it stands, and in whatever list.
+        /// At any depth, and in any list.
         #[test]
         fn no_depth_hides_a_secret(depth in 0_usize..40, lists in prop::collection::vec(any::<bool>(), 40)) {
             let mut body = json!({"a_secret": "sown-by-this-test"});

@@ -1,28 +1,28 @@
-//! A part of the running cluster, as operators treat it: an entity's actor, or a worker of a member.
+//! Restarts of a part of the running cluster by operators: an entity's actor, or a worker of a member.
 //!
-//! What runs is nobody's state, and an entity that is parked can decide nothing. So that somebody wants it started anew is decided and
-//! audited here, in a commit of its own, before anything is done about it (I7).
+//! Processes have no persistent state, and a parked entity cannot decide. So a requested restart is decided and audited here, in a commit
+//! of its own, before it is executed (I7).
 
-use crate::audit::{Audit, AuditAction};
+use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
-use crate::id::{EntityRef, Kind, MemberId};
-use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::id::{EntityKind, EntityRef, MemberId};
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::fmt;
 
-/// What can be started anew.
+/// A part that can be restarted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "part", rename_all = "snake_case")]
-pub enum Part {
-    /// An entity's actor, wherever it lives.
+pub enum RuntimePart {
+    /// An entity's actor, at its owner.
     Entity { entity: EntityRef },
     /// A row of one member's supervision tree.
     Worker { member: MemberId, worker: String },
 }
 
 /// Its name: no two parts have the same.
-impl fmt::Display for Part {
+impl fmt::Display for RuntimePart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Entity { entity } => write!(f, "entity/{entity}"),
@@ -31,17 +31,17 @@ impl fmt::Display for Part {
     }
 }
 
-/// What operators had done to a part.
+/// The restarts of a part.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Operated {
-    pub part: Part,
+pub struct RestartRecord {
+    pub part: RuntimePart,
     pub restarts: u32,
-    pub last: Restart,
+    pub last: RestartEntry,
 }
 
-/// Who wanted it started anew, when and why.
+/// Who restarted it, when and why.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Restart {
+pub struct RestartEntry {
     /// As the audit log names an actor.
     pub by: String,
     pub at: Timestamp,
@@ -51,7 +51,7 @@ pub struct Restart {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
-    Restart { what: Part, reason: Option<String> },
+    Restart { what: RuntimePart, reason: Option<String> },
     Tick,
 }
 
@@ -71,9 +71,9 @@ impl machine::Command for Command {
     }
 }
 
-/// It is written down: now it may be done.
+/// The restart is committed: it may be executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Noted;
+pub struct Reply;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(tag = "rejection", rename_all = "snake_case")]
@@ -82,22 +82,26 @@ pub enum Rejection {
     AnotherPart,
 }
 
-impl Machine for Operated {
-    const KIND: Kind = Kind::Runtime;
+impl Machine for RestartRecord {
+    const KIND: EntityKind = EntityKind::Runtime;
     type Command = Command;
-    type Reply = Noted;
+    type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        let Command::Restart { what, reason } = command else { return Ok(Step::stay(Noted)) };
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        let Command::Restart { what, reason } = command else { return Ok(Transition::stay(Reply)) };
         if state.is_some_and(|it| it.part != what) {
             return Err(Rejection::AnotherPart);
         }
         let audit = audit(&what, reason.as_deref(), ctx);
         let why = format!("{what} is to be started anew");
         let restarts = state.map_or(0, |it| it.restarts).saturating_add(1);
-        let last = Restart { by: ctx.by.to_string(), at: ctx.now, reason };
-        Ok(Step::to(Self { part: what, restarts, last }, Noted, why).audit(audit))
+        let last = RestartEntry { by: ctx.by.to_string(), at: ctx.now, reason };
+        Ok(Transition::to(Self { part: what, restarts, last }, Reply, why).audit(audit))
     }
 
     fn state(&self) -> &'static str {
@@ -108,8 +112,8 @@ impl Machine for Operated {
         None
     }
 
-    fn keys(&self) -> Keys {
-        Keys::default()
+    fn keys(&self) -> IndexKeys {
+        IndexKeys::default()
     }
 
     fn tick() -> Command {
@@ -117,16 +121,16 @@ impl Machine for Operated {
     }
 }
 
-/// About the entity itself, where it is one: whoever looks for what happened to it finds it there.
-fn audit(part: &Part, reason: Option<&str>, ctx: &Ctx<'_>) -> Audit {
+/// The record is about the entity itself, where the part is one, so that it is found under the entity.
+fn audit(part: &RuntimePart, reason: Option<&str>, ctx: &TransitionContext<'_>) -> AuditRecord {
     let (target, metadata) = match part {
-        Part::Entity { entity } => (*entity, json!({ "reason": reason })),
-        Part::Worker { member, worker } => {
-            let record = EntityRef { kind: Kind::Runtime, id: ctx.id };
+        RuntimePart::Entity { entity } => (*entity, json!({ "reason": reason })),
+        RuntimePart::Worker { member, worker } => {
+            let record = EntityRef { kind: EntityKind::Runtime, id: ctx.id };
             (record, json!({ "member": member, "worker": worker, "reason": reason }))
         }
     };
-    Audit::new(AuditAction::RuntimeRestart, target, metadata)
+    AuditRecord::new(AuditAction::RuntimeRestart, target, metadata)
 }
 
 #[cfg(test)]
@@ -139,29 +143,29 @@ mod tests {
 
     const RECORD: Uuid = Uuid::from_u128(9);
 
-    fn decide(state: Option<&Operated>, command: Command) -> Result<Step<Operated>, Rejection> {
+    fn decide(state: Option<&RestartRecord>, command: Command) -> Result<Transition<RestartRecord>, Rejection> {
         let (policy, by) = (PolicyBook::default(), Principal::system("an operator"));
-        let ctx = Ctx {
+        let ctx = TransitionContext {
             now: Timestamp::UNIX_EPOCH,
             policy: &policy,
             by: &by,
             correlation_id: "c",
-            trace: machine::Trace::default(),
+            trace: machine::TraceContext::default(),
             seed: 1,
             id: RECORD,
             version: 0,
         };
-        Operated::decide(state, command, &ctx)
+        RestartRecord::decide(state, command, &ctx)
     }
 
-    fn restart(what: &Part) -> Command {
+    fn restart(what: &RuntimePart) -> Command {
         Command::Restart { what: what.clone(), reason: Some("it hangs".to_owned()) }
     }
 
-    fn parts() -> [Part; 2] {
-        let entity = EntityRef { kind: Kind::Node, id: Uuid::from_u128(1) };
+    fn parts() -> [RuntimePart; 2] {
+        let entity = EntityRef { kind: EntityKind::Node, id: Uuid::from_u128(1) };
         let member = MemberId(Uuid::from_u128(2));
-        [Part::Entity { entity }, Part::Worker { member, worker: "timers".to_owned() }]
+        [RuntimePart::Entity { entity }, RuntimePart::Worker { member, worker: "timers".to_owned() }]
     }
 
     #[test]
@@ -179,8 +183,8 @@ mod tests {
     #[test]
     fn the_audit_row_is_about_the_entity_or_names_the_worker() {
         let [entity, worker] = parts().map(|part| decide(None, restart(&part)).unwrap().audit.remove(0));
-        assert_eq!(entity.target, EntityRef { kind: Kind::Node, id: Uuid::from_u128(1) });
-        assert_eq!(worker.target, EntityRef { kind: Kind::Runtime, id: RECORD });
+        assert_eq!(entity.target, EntityRef { kind: EntityKind::Node, id: Uuid::from_u128(1) });
+        assert_eq!(worker.target, EntityRef { kind: EntityKind::Runtime, id: RECORD });
         assert_eq!(worker.metadata["worker"], "timers");
         assert_eq!(worker.metadata["member"], Uuid::from_u128(2).to_string());
     }
@@ -192,7 +196,7 @@ mod tests {
         let kept = decide(None, restart(&one)).unwrap().next.unwrap();
         assert_eq!(decide(Some(&kept), restart(&other)).err(), Some(Rejection::AnotherPart));
         let written = serde_json::to_string(&kept).unwrap();
-        assert_eq!(serde_json::from_str::<Operated>(&written).unwrap(), kept);
+        assert_eq!(serde_json::from_str::<RestartRecord>(&written).unwrap(), kept);
         assert!(decide(Some(&kept), Command::Tick).unwrap().next.is_none());
     }
 }

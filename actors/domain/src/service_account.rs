@@ -1,12 +1,13 @@
 //! A service account: a program that acts for a user, its owner (specification, *Authentication* 8; decisions 7).
 //!
-//! It is known by keys, of which several are valid at once, so that they can be exchanged without a gap. What it may do is fixed when it
-//! is made: roles that its maker had, in the organisation, project and plan that the maker had. A deleted one stays as its own tombstone.
+//! It authenticates by keys, of which several are valid at once, so that they can be exchanged without a gap. Its permissions are fixed
+//! when it is created: roles that its creator had, in the organization, project and plan of the creator. A deleted one stays as its own
+//! tombstone.
 
-use crate::audit::{Audit, AuditAction};
-use crate::authz::{Action, Caller, Principal, Role};
-use crate::id::{EntityRef, Kind, ServiceAccountId, ServiceAccountKeyId};
-use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::audit::{AuditAction, AuditRecord};
+use crate::authz::{Action, CallerIdentity, Principal, TokenRole};
+use crate::id::{EntityKind, EntityRef, ServiceAccountId, ServiceAccountKeyId};
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::policy::{self, Scopes};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -16,25 +17,25 @@ use std::collections::{BTreeMap, BTreeSet};
 pub struct ServiceAccount {
     pub id: ServiceAccountId,
     pub name: String,
-    pub owner: Owner,
-    pub roles: BTreeSet<Role>,
-    /// Those that are valid. A revoked one is gone; the audit log knows it.
+    pub owner: ServiceAccountOwner,
+    pub roles: BTreeSet<TokenRole>,
+    /// The valid keys. A revoked one is removed; the audit log has it.
     pub keys: BTreeMap<ServiceAccountKeyId, AccountKey>,
     pub created_by: String,
     pub created_at: Timestamp,
     pub deleted_at: Option<Timestamp>,
 }
 
-/// For whom it acts.
+/// The user for whom it acts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Owner {
+pub struct ServiceAccountOwner {
     pub user_id: String,
     pub org_id: Option<String>,
     pub project_id: Option<String>,
     pub plan: Option<String>,
 }
 
-/// What is kept of a key: enough to recognise it.
+/// What is stored of a key: enough to verify it.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AccountKey {
     pub sha256: [u8; 32],
@@ -42,7 +43,7 @@ pub struct AccountKey {
     pub created_at: Timestamp,
 }
 
-/// Whoever can write a hash into the database has made a key: not even that belongs in a log.
+/// A hash that is written into the database makes a valid key: not even hashes are logged.
 impl std::fmt::Debug for AccountKey {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("AccountKey").field("created_at", &self.created_at).finish_non_exhaustive()
@@ -52,10 +53,10 @@ impl std::fmt::Debug for AccountKey {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
-    /// For whoever asks, with some of the roles that they have.
+    /// For the caller, with some of the caller's roles.
     Create {
         name: String,
-        roles: BTreeSet<Role>,
+        roles: BTreeSet<TokenRole>,
     },
     AddKey {
         sha256: [u8; 32],
@@ -99,7 +100,7 @@ pub enum Reply {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(tag = "rejection", rename_all = "snake_case")]
 pub enum Rejection {
-    /// Also where it is somebody else's, who is not to know of it.
+    /// Also where it belongs to another user.
     #[error("there is no such service account")]
     NotFound,
     #[error("there is no such key")]
@@ -113,22 +114,26 @@ pub enum Rejection {
 }
 
 impl Machine for ServiceAccount {
-    const KIND: Kind = Kind::ServiceAccount;
+    const KIND: EntityKind = EntityKind::ServiceAccount;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let Some(account) = state else {
             return match command {
                 Command::Create { name, roles } => Self::create(name, roles, ctx),
                 Command::AddKey { .. } | Command::RevokeKey { .. } | Command::Delete => Err(Rejection::NotFound),
-                Command::Tick => Ok(Step::stay(Reply::Done)),
+                Command::Tick => Ok(Transition::stay(Reply::Done)),
             };
         };
         match command {
             Command::Create { .. } => Err(Rejection::Exists),
-            Command::Tick => Ok(Step::stay(Reply::Done)),
+            Command::Tick => Ok(Transition::stay(Reply::Done)),
             Command::AddKey { .. } | Command::RevokeKey { .. } | Command::Delete if !account.is_for(ctx.by) => {
                 Err(Rejection::NotFound)
             }
@@ -146,8 +151,8 @@ impl Machine for ServiceAccount {
         None
     }
 
-    fn keys(&self) -> Keys {
-        Keys { owner: Some(self.owner.user_id.clone()), ..Keys::default() }
+    fn keys(&self) -> IndexKeys {
+        IndexKeys { owner: Some(self.owner.user_id.clone()), ..IndexKeys::default() }
     }
 
     fn tick() -> Command {
@@ -161,7 +166,7 @@ impl ServiceAccount {
         self.deleted_at.is_none()
     }
 
-    /// True where `who` may see and change it: its owner or an administrator, as long as it is there.
+    /// True where `who` may see and change it: its owner or an administrator, unless it is deleted.
     #[must_use]
     pub fn is_for(&self, who: &Principal) -> bool {
         self.is_active() && (who.is_user(&self.owner.user_id) || who.is_admin())
@@ -170,11 +175,15 @@ impl ServiceAccount {
     /// The scopes in which its policy values are resolved: its owner's.
     #[must_use]
     pub fn scopes(&self) -> Scopes {
-        let Owner { user_id, org_id, project_id, plan } = self.owner.clone();
+        let ServiceAccountOwner { user_id, org_id, project_id, plan } = self.owner.clone();
         Scopes { user_id: Some(user_id), project_id, org_id, plan }
     }
 
-    fn create(name: String, roles: BTreeSet<Role>, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn create(
+        name: String,
+        roles: BTreeSet<TokenRole>,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let Principal::Caller(maker) = ctx.by else { return Err(Rejection::RolesNotHeld) };
         if roles.is_empty() || !roles.iter().all(|role| holds(maker, *role)) {
             return Err(Rejection::RolesNotHeld);
@@ -182,7 +191,7 @@ impl ServiceAccount {
         let account = Self {
             id: ServiceAccountId(ctx.id),
             name,
-            owner: Owner {
+            owner: ServiceAccountOwner {
                 user_id: maker.user_id.clone(),
                 org_id: maker.org_id.clone(),
                 project_id: maker.project_id.clone(),
@@ -197,11 +206,11 @@ impl ServiceAccount {
         let audit =
             account.audit(AuditAction::ServiceAccountsCreate, &json!({ "name": account.name, "roles": account.roles }));
         let reply = Reply::Account { account: Box::new(account.clone()) };
-        Ok(Step::to(account, reply, "created by its owner").audit(audit))
+        Ok(Transition::to(account, reply, "created by its owner").audit(audit))
     }
 
-    fn add_key(&self, sha256: [u8; 32], ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        let limit = ctx.policy.int(policy::Key::AuthServiceAccountKeysMax, &self.scopes(), ctx.now);
+    fn add_key(&self, sha256: [u8; 32], ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        let limit = ctx.policy.int(policy::PolicyKey::AuthServiceAccountKeysMax, &self.scopes(), ctx.now);
         if i64::try_from(self.keys.len()).unwrap_or(i64::MAX) >= limit {
             return Err(Rejection::TooManyKeys { limit });
         }
@@ -209,38 +218,38 @@ impl ServiceAccount {
         let mut next = self.clone();
         next.keys.insert(id, AccountKey { sha256, created_by: ctx.by.to_string(), created_at: ctx.now });
         let audit = self.audit(AuditAction::ServiceAccountsAddKey, &json!({ "key_id": id }));
-        Ok(Step::to(next, Reply::Key { id, created_at: ctx.now }, format!("key {id} was added")).audit(audit))
+        Ok(Transition::to(next, Reply::Key { id, created_at: ctx.now }, format!("key {id} was added")).audit(audit))
     }
 
-    fn revoke_key(&self, id: ServiceAccountKeyId, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn revoke_key(&self, id: ServiceAccountKeyId, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         let mut next = self.clone();
         let key = next.keys.remove(&id).ok_or(Rejection::KeyNotFound)?;
         let age = (ctx.now - key.created_at).num_seconds();
         let audit = self.audit(AuditAction::ServiceAccountsRevokeKey, &json!({ "key_id": id, "age_seconds": age }));
-        Ok(Step::to(next, Reply::Done, format!("key {id} was revoked")).audit(audit))
+        Ok(Transition::to(next, Reply::Done, format!("key {id} was revoked")).audit(audit))
     }
 
-    fn delete(&self, ctx: &Ctx<'_>) -> Step<Self> {
+    fn delete(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let mut next = self.clone();
         let revoked: Vec<_> = std::mem::take(&mut next.keys).into_keys().collect();
         next.deleted_at = Some(ctx.now);
         let audit =
             self.audit(AuditAction::ServiceAccountsDelete, &json!({ "name": self.name, "revoked_key_ids": revoked }));
-        Step::to(next, Reply::Done, "deleted").audit(audit)
+        Transition::to(next, Reply::Done, "deleted").audit(audit)
     }
 
-    fn audit(&self, action: AuditAction, more: &Value) -> Audit {
+    fn audit(&self, action: AuditAction, more: &Value) -> AuditRecord {
         let mut metadata = json!({ "owner_user_id": self.owner.user_id });
         if let (Some(metadata), Some(more)) = (metadata.as_object_mut(), more.as_object()) {
             metadata.extend(more.clone());
         }
-        Audit::new(action, EntityRef { kind: Kind::ServiceAccount, id: self.id.0 }, metadata)
+        AuditRecord::new(action, EntityRef { kind: EntityKind::ServiceAccount, id: self.id.0 }, metadata)
     }
 }
 
-/// An administrator can do whatever a user can.
-fn holds(maker: &Caller, role: Role) -> bool {
-    maker.roles.contains(&role) || (role == Role::User && maker.roles.contains(&Role::Admin))
+/// An administrator has every permission of a user.
+fn holds(maker: &CallerIdentity, role: TokenRole) -> bool {
+    maker.roles.contains(&role) || (role == TokenRole::User && maker.roles.contains(&TokenRole::Admin))
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! An entry of the SKU catalog: what a kind of machine consists of, where it may stand and what it costs (decisions 3, *SKU*).
+//! An entry of the SKU catalog: the hardware of a kind of machine, its regions and its price (decisions 3, *SKU*).
 //!
 //! ```text
 //! draft ──activate──▶ active ──deprecate──▶ deprecated
@@ -9,43 +9,43 @@
 //!                      └──activate───── inactive
 //! ```
 //!
-//! Nodes are registered for active entries alone. A deprecated one can still be rented while its nodes last, and is not shown to
-//! those who look for something to rent. Every change of status needs two people's approval (`approval.rs`).
+//! Nodes are registered for active entries alone. A deprecated one can still be rented while it has nodes, and is not shown in the catalog
+//! of offers. Every change of status needs two people's approval (`approval.rs`).
 
 mod approval;
 #[cfg(test)]
 mod tests;
 
-use crate::audit::{Audit, AuditAction};
+use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Action, PlatformRole};
 use crate::event::Event;
-use crate::id::{EntityRef, Kind, SkuId};
-use crate::machine::{self, Ctx, Deadline, Keys, Machine, Step, Timestamp};
+use crate::id::{EntityKind, EntityRef, SkuId};
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::money::Price;
-use crate::node::Promise;
+use crate::node::PromisedHardware;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-pub use approval::{Approve, InUse, Seen};
+pub use approval::{ApprovalContext, ApprovalRequest, SkuUsage};
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sku {
     pub id: SkuId,
-    pub spec: Spec,
-    pub status: Status,
-    /// Every price that it ever had, oldest first; the last one counts for new allocations.
+    pub spec: SkuSpec,
+    pub status: CatalogStatus,
+    /// All of its prices, oldest first; the last one applies to new allocations.
     pub prices: Vec<PriceVersion>,
-    /// Those that led to its status: none of a draft, else two.
+    /// The approvals of its status: none of a draft, else two.
     pub approvals: Vec<Approval>,
     /// The change that waits for a second approval.
     #[serde(default)]
-    pub pending: Option<Pending>,
+    pub pending: Option<PendingChange>,
     pub created_at: Timestamp,
 }
 
-/// What the entry promises.
+/// The hardware that the entry promises.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Spec {
+pub struct SkuSpec {
     /// Unique in the catalog.
     pub name: String,
     pub gpu_vendor: String,
@@ -66,39 +66,39 @@ pub struct PriceVersion {
     pub from: Timestamp,
 }
 
-/// One person's yes to a change of status, in one of the two roles that it needs.
+/// One person's approval of a change of status, in one of the two roles that it needs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Approval {
-    pub change: Change,
+    pub change: StatusChange,
     pub role: PlatformRole,
     /// The subject who gave it.
     pub user_id: String,
     pub at: Timestamp,
     pub reason: String,
-    /// Of a SKU in use that is to be deactivated: who is affected, and the way back.
+    /// For the deactivation of a SKU in use: who is affected, and the way back.
     pub impact_review: Option<String>,
     pub rollback_plan: Option<String>,
-    /// Who referred to the SKU then.
-    pub in_use: InUse,
+    /// The usage of the SKU at that time.
+    pub in_use: SkuUsage,
 }
 
-/// A change that one person wants. Another has until then.
+/// A change with one approval. The second is possible until `until`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pending {
+pub struct PendingChange {
     pub first: Approval,
     pub until: Timestamp,
 }
 
-/// What two people decide on.
+/// A change of status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Change {
+pub enum StatusChange {
     Activate,
     Deprecate,
     Deactivate,
 }
 
-impl Change {
+impl StatusChange {
     pub const ALL: [Self; 3] = [Self::Activate, Self::Deprecate, Self::Deactivate];
 
     #[must_use]
@@ -112,20 +112,22 @@ impl Change {
 
     /// The status that it leads to.
     #[must_use]
-    pub const fn to(self) -> Status {
+    pub const fn to(self) -> CatalogStatus {
         match self {
-            Self::Activate => Status::Active,
-            Self::Deprecate => Status::Deprecated,
-            Self::Deactivate => Status::Inactive,
+            Self::Activate => CatalogStatus::Active,
+            Self::Deprecate => CatalogStatus::Deprecated,
+            Self::Deactivate => CatalogStatus::Inactive,
         }
     }
 
-    /// Where it may begin.
-    const fn may_follow(self, status: Status) -> bool {
+    /// Whether it is possible in this status.
+    const fn may_change_from(self, status: CatalogStatus) -> bool {
         match self {
-            Self::Activate => matches!(status, Status::Draft | Status::Deprecated | Status::Inactive),
-            Self::Deprecate => matches!(status, Status::Active),
-            Self::Deactivate => matches!(status, Status::Active | Status::Deprecated),
+            Self::Activate => {
+                matches!(status, CatalogStatus::Draft | CatalogStatus::Deprecated | CatalogStatus::Inactive)
+            }
+            Self::Deprecate => matches!(status, CatalogStatus::Active),
+            Self::Deactivate => matches!(status, CatalogStatus::Active | CatalogStatus::Deprecated),
         }
     }
 
@@ -140,14 +142,14 @@ impl Change {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Status {
+pub enum CatalogStatus {
     Draft,
     Active,
     Deprecated,
     Inactive,
 }
 
-impl Status {
+impl CatalogStatus {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -163,7 +165,7 @@ impl Status {
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     Create {
-        spec: Box<Spec>,
+        spec: Box<SkuSpec>,
         price: Price,
     },
     Revise {
@@ -171,7 +173,7 @@ pub enum Command {
         allowed_regions: Option<Vec<String>>,
     },
     /// One approval of a change of status.
-    Approve(Box<Approve>),
+    Approve(Box<ApprovalRequest>),
     Tick,
 }
 
@@ -206,21 +208,25 @@ pub enum Rejection {
     /// The approver does not hold the role that they name, or neither of the two.
     #[error("the approver does not hold {}", role.map_or("either role", PlatformRole::name))]
     RoleNotHeld { role: Option<PlatformRole> },
-    /// A SKU in use is deactivated with this text alone.
+    /// The deactivation of a SKU in use requires this text.
     #[error("the SKU is in use, and {field} is missing")]
     ReviewMissing { field: String },
-    /// The SKU is not at the version beside which the world was looked at.
+    /// The SKU is not at the version at which the approval's context was read.
     #[error("the SKU has changed since it was looked at")]
     Moved,
 }
 
 impl Machine for Sku {
-    const KIND: Kind = Kind::Sku;
+    const KIND: EntityKind = EntityKind::Sku;
     type Command = Command;
     type Reply = Box<Self>;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
             (None, Command::Create { spec, price }) => Ok(Self::create(*spec, price, ctx)),
             (Some(_), Command::Create { .. }) => Err(Rejection::Exists),
@@ -236,11 +242,11 @@ impl Machine for Sku {
     }
 
     fn deadline(&self) -> Option<Deadline> {
-        self.pending.as_ref().map(Pending::deadline)
+        self.pending.as_ref().map(PendingChange::deadline)
     }
 
-    fn keys(&self) -> Keys {
-        Keys { owner: None, sku: None, unique_name: Some(self.spec.name.clone()) }
+    fn keys(&self) -> IndexKeys {
+        IndexKeys { owner: None, sku: None, unique_name: Some(self.spec.name.clone()) }
     }
 
     fn tick() -> Command {
@@ -249,16 +255,16 @@ impl Machine for Sku {
 }
 
 impl Sku {
-    /// What a new allocation pays.
+    /// The price of a new allocation.
     #[must_use]
     pub fn price(&self) -> Option<&Price> {
         self.prices.last().map(|version| &version.price)
     }
 
-    /// What a node of this SKU must live up to.
+    /// The hardware that a node of this SKU must have.
     #[must_use]
-    pub fn promise(&self) -> Promise {
-        Promise {
+    pub fn promise(&self) -> PromisedHardware {
+        PromisedHardware {
             sku_id: self.id,
             name: self.spec.name.clone(),
             gpu_model: self.spec.gpu_model.clone(),
@@ -268,27 +274,32 @@ impl Sku {
         }
     }
 
-    fn create(spec: Spec, price: Price, ctx: &Ctx<'_>) -> Step<Self> {
+    fn create(spec: SkuSpec, price: Price, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let sku = Self {
             id: SkuId(ctx.id),
             spec,
-            status: Status::Draft,
+            status: CatalogStatus::Draft,
             prices: vec![PriceVersion { price, from: ctx.now }],
             approvals: Vec::new(),
             pending: None,
             created_at: ctx.now,
         };
         let audit = sku.audit(AuditAction::SkusCreate, json!({ "name": sku.spec.name }));
-        sku.clone().said(None, "created by an administrator").audit(audit)
+        sku.clone().status_changed(None, "created by an administrator").audit(audit)
     }
 
-    fn revise(&self, price: Option<Price>, allowed_regions: Option<Vec<String>>, ctx: &Ctx<'_>) -> Step<Self> {
+    fn revise(
+        &self,
+        price: Option<Price>,
+        allowed_regions: Option<Vec<String>>,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let mut next = self.clone();
         if let Some(price) = price.filter(|price| Some(price) != self.price()) {
             next.prices.push(PriceVersion { price, from: ctx.now });
         }
         next.spec.allowed_regions = allowed_regions.unwrap_or(next.spec.allowed_regions);
-        // Who approved, approved of what there was.
+        // An approval covers the entry as it was.
         let differs = next != *self;
         let withdrawn = if differs { next.pending.take() } else { None };
         let audit = self.audit(
@@ -299,16 +310,16 @@ impl Sku {
             }),
         );
         let reply = Box::new(next.clone());
-        Step::to(next, reply, "revised by an administrator").audit(audit)
+        Transition::to(next, reply, "revised by an administrator").audit(audit)
     }
 
-    fn said(self, from: Option<String>, why: &str) -> Step<Self> {
+    fn status_changed(self, from: Option<String>, why: &str) -> Transition<Self> {
         let event = Event::SkuStateChanged { sku_id: self.id, from, to: self.status.name().to_owned() };
         let reply = Box::new(self.clone());
-        Step::to(self, reply, why).event(event)
+        Transition::to(self, reply, why).event(event)
     }
 
-    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> Audit {
-        Audit::new(action, EntityRef { kind: Kind::Sku, id: self.id.0 }, metadata)
+    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {
+        AuditRecord::new(action, EntityRef { kind: EntityKind::Sku, id: self.id.0 }, metadata)
     }
 }

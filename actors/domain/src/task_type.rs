@@ -1,21 +1,21 @@
-//! Every type of task that an agent can be given, as one table: its name on the wire, and what becomes of a task that was handed out and
-//! not reported on in time (decisions 4, *Task types*; specification, *Stale dispatched node tasks*).
+//! Every task type of agents, as one table: its name on the wire, and what happens with a dispatched task that has no result in time
+//! (decisions 4, *Task types*; specification, *Stale dispatched node tasks*).
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What becomes of a task whose time is over without a report.
+/// What happens with an overdue task without a result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WhenStale {
-    /// Its effect may happen twice: it is offered again under a higher attempt.
+pub enum StaleTaskAction {
+    /// Its effect may happen twice: it is dispatched again with a higher attempt.
     Requeue,
-    /// Nobody waits for it any more.
+    /// No client waits for it any more.
     Expire,
-    /// Its effect must not happen twice, and nobody knows whether it did: an operator looks and resumes it.
+    /// Its effect must not happen twice, and it is unknown whether it happened: an operator checks and resumes it.
     AwaitOperator,
 }
 
-impl WhenStale {
+impl StaleTaskAction {
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -43,8 +43,8 @@ macro_rules! task_types {
             }
 
             #[must_use]
-            pub const fn when_stale(self) -> WhenStale {
-                match self { $(Self::$variant => WhenStale::$when_stale),+ }
+            pub const fn when_stale(self) -> StaleTaskAction {
+                match self { $(Self::$variant => StaleTaskAction::$when_stale),+ }
             }
 
             /// What the agent does.
@@ -69,7 +69,7 @@ task_types! {
 }
 
 impl TaskType {
-    /// The first protocol whose agents do it, as far as they do not say themselves what they do; `None` where such an agent never does.
+    /// The first protocol whose agents support it, where they do not report their task types; `None` where such an agent never does.
     #[must_use]
     pub const fn since(self) -> Option<u16> {
         match self {
@@ -79,7 +79,7 @@ impl TaskType {
         }
     }
 
-    /// The types that an administrator orders for a node. The others follow from what is done with allocations, or are of no release yet.
+    /// The types that an administrator orders for a node. The others follow from actions on allocations, or are not released yet.
     pub const ORDERED: [Self; 3] = [Self::NodeValidate, Self::DiagnosticsCollect, Self::NodeReboot];
 
     #[must_use]

@@ -1,45 +1,47 @@
-//! A tenant: one user's standing with the service. Their SSH keys (specification, *SSH key*), the allocations that count
-//! against their quota (policy `allocation.max_concurrent_per_user`), and the places for service accounts and terminal sessions that are
-//! being made (policies `auth.service_accounts_per_user`, `terminal.sessions_per_allocation`). The limits span entities, so that they can
-//! only be kept where all of them are counted: in this one mailbox.
+//! A tenant: one user's SSH keys (specification, *SSH key*), the allocations that count against their quota (policy
+//! `allocation.max_concurrent_per_user`), and the slots for service accounts and terminal sessions that are being created (policies
+//! `auth.service_accounts_per_user`, `terminal.sessions_per_allocation`). The limits span entities, so they can only be enforced where all
+//! of them are counted: in this one mailbox.
 
-mod accounts;
-mod keys;
-mod terminals;
+mod service_account_slots;
+mod ssh_keys;
+mod terminal_slots;
 
-use crate::again::Again;
-use crate::audit::{Audit, AuditAction, Refusals};
+use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::authz::Action;
 use crate::event::Event;
-use crate::id::{AllocationId, EntityRef, Kind, ServiceAccountId, SshKeyId, TerminalSessionId};
-use crate::machine::{self, Command as _, Ctx, Deadline, Keys, Machine, Refused, Step, Timestamp};
-use crate::policy::{Key, Scopes};
+use crate::id::{AllocationId, EntityKind, EntityRef, ServiceAccountId, SshKeyId, TerminalSessionId};
+use crate::machine::{
+    self, AuditedRefusal, Command as _, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
+};
+use crate::policy::{PolicyKey, Scopes};
+use crate::resend_timer::ResendTimer;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 
-pub use keys::{KeyCause, SshKey};
+pub use ssh_keys::{SshKey, SshKeyFault};
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tenant {
     pub user_id: String,
     pub keys: BTreeMap<SshKeyId, SshKey>,
-    /// Raised with each change of the keys, so that of two allocations' readings the later one counts.
+    /// Raised with each change of the keys, so that of two reads for an allocation the later one counts.
     #[serde(default)]
     pub logins_revision: u64,
-    /// Asked for and not released.
+    /// Requested and not released.
     pub live: BTreeSet<AllocationId>,
-    /// When it asks again whether they are over.
+    /// When it asks again whether they have ended.
     #[serde(default)]
-    pub again: Option<Again>,
-    /// Service accounts that were admitted a moment ago, by what a repetition of their creation shares with it, and since when.
+    pub again: Option<ResendTimer>,
+    /// Service accounts that were admitted recently, by the part of the id that a repeated creation shares, and since when.
     #[serde(default)]
     pub expected_accounts: BTreeMap<u64, Timestamp>,
-    /// Terminal sessions that were admitted a moment ago, by allocation.
+    /// Terminal sessions that were admitted recently, by allocation.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub expected_terminals: BTreeMap<AllocationId, BTreeMap<TerminalSessionId, Timestamp>>,
     #[serde(default)]
-    pub refusals: Refusals,
+    pub refusals: RefusalAudit,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,10 +54,10 @@ pub enum Command {
         public_key: String,
         fingerprint: String,
     },
-    /// Keeps that a key was refused before it could be read: the log names the cause, and nothing of what was sent.
+    /// Records that a key was refused before it could be parsed: the audit log has the cause, and nothing of what was sent.
     RefuseKey {
         user_id: String,
-        cause: KeyCause,
+        cause: SshKeyFault,
     },
     DeleteKey {
         key: SshKeyId,
@@ -67,39 +69,39 @@ pub enum Command {
     Admit {
         user_id: String,
         allocation_id: AllocationId,
-        scopes: AskedScopes,
-        /// Of the keys that the allocation knows.
+        scopes: QuotaScopes,
+        /// The revision of the keys that the allocation knows.
         #[serde(default)]
         logins_revision: u64,
     },
     Forget {
         allocation_id: AllocationId,
     },
-    /// Keeps a place for a service account that is about to be made, if the limit admits one more beside those that are there.
+    /// Reserves a slot for a service account that is being created, if the limit admits one more beside the existing ones.
     ExpectAccount {
         user_id: String,
         account: ServiceAccountId,
-        /// Those that a read found a moment ago.
+        /// The existing ones, by a recent read.
         there: BTreeSet<ServiceAccountId>,
-        scopes: AskedScopes,
+        scopes: QuotaScopes,
     },
-    /// Keeps a place for a terminal session that is about to be opened, likewise.
+    /// Reserves a slot for a terminal session that is being opened, likewise.
     ExpectTerminal {
         user_id: String,
         allocation_id: AllocationId,
         session: TerminalSessionId,
         there: BTreeSet<TerminalSessionId>,
-        /// Sessions that are over: they no longer take a place.
+        /// Sessions that are closed: they occupy no slot.
         #[serde(default)]
         over: BTreeSet<TerminalSessionId>,
-        scopes: AskedScopes,
+        scopes: QuotaScopes,
     },
     Tick,
 }
 
 /// The scopes in which the quota is resolved: those of the request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AskedScopes {
+pub struct QuotaScopes {
     pub org_id: Option<String>,
     pub project_id: Option<String>,
     pub plan: Option<String>,
@@ -157,38 +159,47 @@ pub enum Rejection {
 }
 
 impl Machine for Tenant {
-    const KIND: Kind = Kind::Tenant;
+    const KIND: EntityKind = EntityKind::Tenant;
     /// As many SSH keys (1,000) and allocations (10,000) as the largest policies admit.
     const SNAPSHOT_MOST: usize = 2048 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         if let Some(tenant) = state
             && command.action() == Action::KeepKeys
-            && !tenant.lets_keep_keys(ctx.by)
+            && !tenant.may_manage_keys(ctx.by)
         {
-            // Nobody learns from it whose key it is.
+            // The reply does not reveal whose key it is.
             return Err(Rejection::NotFound);
         }
         let Some(tenant) = state else {
             return match &command {
-                // A tenant comes to be with the first thing that is kept of them.
+                // A tenant is created with its first stored data.
                 Command::AddKey { user_id, .. }
                 | Command::RefuseKey { user_id, .. }
                 | Command::Admit { user_id, .. }
                 | Command::ExpectAccount { user_id, .. }
                 | Command::ExpectTerminal { user_id, .. } => Self::new(&user_id.clone()).advance(command.clone(), ctx),
                 Command::DeleteKey { .. } | Command::MakeDefault { .. } => Err(Rejection::NotFound),
-                Command::Forget { .. } | Command::Tick => Ok(Step::stay(Reply::Done)),
+                Command::Forget { .. } | Command::Tick => Ok(Transition::stay(Reply::Done)),
             };
         };
         tenant.advance(command, ctx)
     }
 
     /// Mutations of keys are audited with their result, refusals too (specification, *Audit log entry*).
-    fn audit_refusal(&self, command: &Command, rejection: &Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
+    fn audit_refusal(
+        &self,
+        command: &Command,
+        rejection: &Rejection,
+        ctx: &TransitionContext<'_>,
+    ) -> Option<AuditedRefusal<Self>> {
         let (action, key) = match command {
             Command::AddKey { .. } => (AuditAction::SshKeysCreate, None),
             Command::DeleteKey { key } => (AuditAction::SshKeysDelete, Some(key)),
@@ -202,7 +213,7 @@ impl Machine for Tenant {
         };
         let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };
         let metadata = json!({ "ssh_key_id": key, "result": "refused", "cause": rejection.to_string() });
-        Some(Refused { next, audit: audit(action, metadata, ctx) })
+        Some(AuditedRefusal { next, audit: audit(action, metadata, ctx) })
     }
 
     fn state(&self) -> &'static str {
@@ -217,8 +228,8 @@ impl Machine for Tenant {
         self.again.map(|again| again.at)
     }
 
-    fn keys(&self) -> Keys {
-        Keys { owner: Some(self.user_id.clone()), sku: None, unique_name: None }
+    fn keys(&self) -> IndexKeys {
+        IndexKeys { owner: Some(self.user_id.clone()), sku: None, unique_name: None }
     }
 
     fn tick() -> Command {
@@ -236,11 +247,11 @@ impl Tenant {
             again: None,
             expected_accounts: BTreeMap::new(),
             expected_terminals: BTreeMap::new(),
-            refusals: Refusals::default(),
+            refusals: RefusalAudit::default(),
         }
     }
 
-    fn advance(&self, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match command {
             Command::AddKey { user_id: _, name, key_type, public_key, fingerprint } => {
                 self.add_key(name, key_type, public_key, fingerprint, ctx)
@@ -262,57 +273,59 @@ impl Tenant {
         }
     }
 
-    /// The end of an allocation may not have been heard: then it would count for ever.
-    fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
-        let Some(again) = self.again.filter(|again| again.is_due(ctx.now)) else { return Step::stay(Reply::Done) };
+    /// The event of an allocation's end may have been lost: then it would count for ever.
+    fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let Some(again) = self.again.filter(|again| again.is_due(ctx.now)) else {
+            return Transition::stay(Reply::Done);
+        };
         let next = Self { again: Some(again.next(ctx.now)), ..self.clone() };
         let logins_revision = self.logins_revision;
         let asked = self.live.iter().map(|id| Event::AllocationCounted { allocation_id: *id, logins_revision });
-        asked.fold(Step::to(next, Reply::Done, "asking which of its allocations are over"), Step::event)
+        asked.fold(Transition::to(next, Reply::Done, "asking which of its allocations are over"), Transition::event)
     }
 
     fn admit(
         &self,
         allocation_id: AllocationId,
-        scopes: AskedScopes,
+        scopes: QuotaScopes,
         logins_revision: u64,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         if self.live.contains(&allocation_id) {
-            return Ok(Step::stay(Reply::Done));
+            return Ok(Transition::stay(Reply::Done));
         }
-        let limit = ctx.policy.int(Key::AllocationMaxConcurrent, &self.scopes(scopes), ctx.now);
+        let limit = ctx.policy.int(PolicyKey::AllocationMaxConcurrent, &self.scopes(scopes), ctx.now);
         if i64::try_from(self.live.len()).unwrap_or(i64::MAX) >= limit {
             return Err(Rejection::OverQuota { limit });
         }
         let mut next = self.clone();
         next.live.insert(allocation_id);
-        next.again = Some(Again::first(ctx.now));
-        let step = Step::to(next, Reply::Done, format!("allocation {allocation_id} counts against the quota"));
-        // Of what changed between its request and now it was not told: it was not counted yet.
+        next.again = Some(ResendTimer::first(ctx.now));
+        let step = Transition::to(next, Reply::Done, format!("allocation {allocation_id} counts against the quota"));
+        // It was not notified of changes between its request and now, because it was not counted yet.
         let knows = logins_revision >= self.logins_revision;
         let stale = Event::LoginsStale { allocation_id, user_id: self.user_id.clone() };
         Ok(if knows { step } else { step.event(stale) })
     }
 
-    fn scopes(&self, AskedScopes { org_id, project_id, plan }: AskedScopes) -> Scopes {
+    fn scopes(&self, QuotaScopes { org_id, project_id, plan }: QuotaScopes) -> Scopes {
         Scopes { user_id: Some(self.user_id.clone()), project_id, org_id, plan }
     }
 
-    fn forget(&self, allocation_id: AllocationId) -> Step<Self> {
+    fn forget(&self, allocation_id: AllocationId) -> Transition<Self> {
         if !self.live.contains(&allocation_id) {
-            return Step::stay(Reply::Done);
+            return Transition::stay(Reply::Done);
         }
         let mut next = self.clone();
         next.live.remove(&allocation_id);
         next.again = next.again.filter(|_| !next.live.is_empty());
-        Step::to(next, Reply::Done, format!("allocation {allocation_id} has ended"))
+        Transition::to(next, Reply::Done, format!("allocation {allocation_id} has ended"))
     }
 }
 
-/// A row about the tenant that decides.
-const fn audit(action: AuditAction, metadata: serde_json::Value, ctx: &Ctx<'_>) -> Audit {
-    Audit::new(action, EntityRef { kind: Kind::Tenant, id: ctx.id }, metadata)
+/// An audit record about this tenant.
+const fn audit(action: AuditAction, metadata: serde_json::Value, ctx: &TransitionContext<'_>) -> AuditRecord {
+    AuditRecord::new(action, EntityRef { kind: EntityKind::Tenant, id: ctx.id }, metadata)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! A terminal session: one shell on an allocation's machine, and who is connected to it (specification, *Authentication* 7; decisions 5,
+//! A terminal session: one shell on an allocation's machine, and its connection (specification, *Authentication* 7; decisions 5,
 //! *Terminal*).
 //!
 //! ```text
@@ -6,22 +6,24 @@
 //!    └──never attached──▶ closed       └──detached for too long, or in the way of a new session──▶ closed
 //! ```
 //!
-//! The shell runs and its output is kept by the node's agent; what is here says whether it may. A connection is let in by a token that
-//! is used once. Each one gets a number, so that a later one puts an earlier one out.
+//! The node's agent runs the shell and stores its output; this state machine decides whether it may. A connection is admitted by a token
+//! that is used once. Each connection gets a number, so that a later one replaces an earlier one.
 
-use crate::audit::{Audit, AuditAction, Refusals};
+use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::authz::{Action, Principal};
-use crate::commit::Footing;
+use crate::commit::Precondition;
 use crate::event::Event;
-use crate::id::{AllocationId, EntityRef, Kind, NodeId, TerminalSessionId};
-use crate::machine::{self, Ctx, Deadline, Effect, Keys, Machine, Refused, Step, Timestamp};
+use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TerminalSessionId};
+use crate::machine::{
+    self, AuditedRefusal, Deadline, Effect, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
+};
 use crate::policy::{self, Scopes};
-use crate::recording::Terms;
+use crate::recording::RecordingTerms;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::fmt;
 
-mod recorded;
+mod recording;
 
 /// A session, from its first token to its tombstone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -29,42 +31,42 @@ pub struct TerminalSession {
     pub id: TerminalSessionId,
     pub allocation_id: AllocationId,
     pub node_id: NodeId,
-    pub owner: Owner,
+    pub owner: SessionOwner,
     pub opened_at: Timestamp,
-    /// When it is closed whatever it does. Fixed at its beginning, so that nobody lives for ever by coming again.
+    /// When it is closed in any case. Fixed at its start, so that reconnecting does not extend it.
     pub ends_at: Timestamp,
     pub phase: Phase,
-    /// How many connections were let in; the last one's number.
+    /// The number of admitted connections, which is the last one's number.
     pub attachments: u32,
-    /// The token that lets the next connection in; an earlier one is void.
-    pub token: Option<Token>,
-    /// The tokens that were used last, so that a replay is known for one.
-    pub spent: Vec<Digest>,
+    /// The token that admits the next connection; an earlier one is void.
+    pub token: Option<SessionToken>,
+    /// The tokens that were used last, so that a replay is detected.
+    pub spent: Vec<TokenDigest>,
     #[serde(default)]
-    pub refusals: Refusals,
-    /// On which terms it is recorded at this moment.
+    pub refusals: RefusalAudit,
+    /// The current recording terms.
     #[serde(default)]
-    pub recording: Terms,
+    pub recording: RecordingTerms,
     #[serde(default)]
-    pub tape: Tape,
+    pub tape: RecordingState,
 }
 
-/// What is there of its recording.
+/// The state of its recording.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Tape {
+pub enum RecordingState {
     /// It was never recorded.
     #[default]
     Blank,
-    /// Some of it at least was to be recorded.
+    /// At least a part of it was to be recorded.
     Used,
-    /// It was kept as long as recordings are.
+    /// Its retention time has passed.
     Forgotten,
 }
 
-/// Whose it is, with the scopes in which its policies are resolved.
+/// The owner, with the scopes in which its policies are resolved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Owner {
+pub struct SessionOwner {
     pub user_id: String,
     pub org_id: Option<String>,
     pub project_id: Option<String>,
@@ -74,32 +76,32 @@ pub struct Owner {
 /// The SHA-256 hash of a token.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
-pub struct Digest(pub [u8; 32]);
+pub struct TokenDigest(pub [u8; 32]);
 
-/// Whoever can write a hash into the database has made a token: not even that belongs in a log.
-impl fmt::Debug for Digest {
+/// A hash that is written into the database makes a valid token: not even hashes are logged.
+impl fmt::Debug for TokenDigest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Digest(..)")
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Token {
-    pub sha256: Digest,
+pub struct SessionToken {
+    pub sha256: TokenDigest,
     pub expires_at: Timestamp,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Phase {
-    /// Its token was not used yet.
+    /// Its first token was not used yet.
     Opened {
         until: Timestamp,
     },
     Attached {
         since: Timestamp,
     },
-    /// The shell runs on, and nobody is connected.
+    /// The shell continues without a connection.
     Detached {
         since: Timestamp,
         /// When it is closed unless a connection comes back. `None` in snapshots of earlier releases: at the session's end.
@@ -112,25 +114,25 @@ pub enum Phase {
     },
 }
 
-/// Why a session is over.
+/// Why a session was closed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "why", rename_all = "snake_case")]
 pub enum CloseReason {
     /// Its program ended.
-    Exited { exit: Exit },
-    /// The node could not begin it, or lost it.
+    Exited { exit: ShellExit },
+    /// The node could not start it, or lost it.
     Failed { code: String },
     /// Its first token was not used in time.
     NeverAttached,
     /// An administrator closed it, or revoked its node's certificates.
     Killed,
-    /// Its allocation is no longer active.
+    /// Its allocation is not active any more.
     AllocationEnded,
-    /// It lived as long as policy `terminal.session_max_ttl_seconds` lets it.
+    /// It reached the lifetime of policy `terminal.session_max_ttl_seconds`.
     Lifetime,
-    /// No connection came back for as long as policy `terminal.detached_ttl_seconds` waits.
+    /// No connection came back within policy `terminal.detached_ttl_seconds`.
     DetachedExpired,
-    /// It was the oldest detached session when its user opened one more than the limit.
+    /// It was the oldest detached session when its user opened one above the limit.
     Displaced,
     /// Its user ended it.
     EndedByUser,
@@ -156,48 +158,48 @@ impl CloseReason {
 /// How the session's program ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Exit {
+pub enum ShellExit {
     Code(i32),
     Signal(i32),
 }
 
-/// The fault of a session whose agent was stopped or started anew.
+/// The fault of a session whose agent was stopped or restarted.
 pub const AGENT_RESTARTED: &str = "agent_restarted";
 
-/// How many used tokens are remembered.
-pub const SPENT: usize = 16;
+/// The bound of remembered spent tokens.
+pub const SPENT_TOKENS: usize = 16;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
-    /// The owner of an active allocation wants a shell. `active`: the allocation as it was read.
+    /// The owner of an active allocation opens a shell. `active`: the allocation's version that was read.
     Open {
         allocation_id: AllocationId,
         node_id: NodeId,
-        token_sha256: Digest,
-        active: Footing,
+        token_sha256: TokenDigest,
+        active: Precondition,
     },
-    /// Its owner wants to connect to it again.
+    /// Its owner requests a token to reconnect.
     IssueToken {
-        token_sha256: Digest,
-        active: Footing,
+        token_sha256: TokenDigest,
+        active: Precondition,
     },
-    /// A connection shows a token.
+    /// A connection presents a token.
     Attach {
-        token_sha256: Digest,
-        active: Footing,
+        token_sha256: TokenDigest,
+        active: Precondition,
     },
-    /// The connection of that number is gone.
+    /// The connection of that number was closed.
     Detach {
         attachment: u32,
     },
-    /// The node's agent says that the program ended.
+    /// The node's agent reports that the program ended.
     End {
-        exit: Exit,
+        exit: ShellExit,
     },
-    /// The node's agent says that it was stopped or started anew, and that the program went with it.
+    /// The node's agent reports that it was stopped or restarted, and the program with it.
     Lose,
-    /// The node could not begin it, or lost it.
+    /// The node could not start it, or lost it.
     Fail {
         node_id: NodeId,
         code: String,
@@ -207,17 +209,17 @@ pub enum Command {
     },
     /// Its owner ends it.
     EndByUser,
-    /// Its owner opens one session more than the limit. Refused unless it is detached.
+    /// Its owner opens a session above the limit. Rejected unless this one is detached.
     Displace,
-    /// Its allocation is being given back.
+    /// Its allocation is being released.
     Revoke,
     /// An administrator has revoked the certificates of its node.
     CutOff,
-    /// A policy about recordings may have changed.
+    /// A policy of recordings may have changed.
     HeedPolicy,
-    /// Somebody wants to read its recording.
+    /// A caller reads its recording.
     ReadRecording,
-    /// Its recording is older than it is kept.
+    /// Its recording is past its retention time.
     ForgetRecording,
     Tick,
 }
@@ -269,18 +271,18 @@ impl machine::Command for Command {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
-    /// Until when the token can be used.
+    /// The expiry of the token.
     Issued {
         expires_at: Timestamp,
         #[serde(default)]
-        recording: Terms,
+        recording: RecordingTerms,
     },
-    /// The connection is let in under this number.
+    /// The connection is admitted under this number.
     Attached {
         attachment: u32,
         session: Box<TerminalSession>,
     },
-    /// The session as it stands.
+    /// The session after the command.
     Session {
         session: Box<TerminalSession>,
     },
@@ -290,7 +292,7 @@ pub enum Reply {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(tag = "rejection", rename_all = "snake_case")]
 pub enum Rejection {
-    /// Also where it is somebody else's, who is not to know of it.
+    /// Also where it belongs to another user.
     #[error("there is no such terminal session")]
     NotFound,
     #[error("the terminal session exists already")]
@@ -300,13 +302,13 @@ pub enum Rejection {
     #[error("the terminal session is not detached")]
     NotDetached,
     #[error("the terminal token does not hold: {cause}")]
-    TokenRefused { cause: TokenCause },
+    TokenRefused { cause: TerminalTokenFault },
 }
 
-/// Why a token does not hold; never told to the one who shows it.
+/// Why a token is not valid; never sent to the client that presented it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
-pub enum TokenCause {
+pub enum TerminalTokenFault {
     #[error("it is another token")]
     Mismatch,
     #[error("it was used before")]
@@ -316,12 +318,16 @@ pub enum TokenCause {
 }
 
 impl Machine for TerminalSession {
-    const KIND: Kind = Kind::TerminalSession;
+    const KIND: EntityKind = EntityKind::TerminalSession;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
             (None, Command::Open { allocation_id, node_id, token_sha256, active }) => {
                 Self::open(allocation_id, node_id, token_sha256, active, ctx)
@@ -332,12 +338,17 @@ impl Machine for TerminalSession {
         }
     }
 
-    /// A token that does not hold: the one who showed it hears one public code, the log keeps the true cause.
-    fn audit_refusal(&self, command: &Command, rejection: &Rejection, ctx: &Ctx<'_>) -> Option<Refused<Self>> {
+    /// A refused token: the client gets one public code, the audit log records the true cause.
+    fn audit_refusal(
+        &self,
+        command: &Command,
+        rejection: &Rejection,
+        ctx: &TransitionContext<'_>,
+    ) -> Option<AuditedRefusal<Self>> {
         let (Command::Attach { .. }, Rejection::TokenRefused { cause }) = (command, rejection) else { return None };
         let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };
         let metadata = json!({ "cause": cause.to_string(), "result": "refused" });
-        Some(Refused { next, audit: self.audit(AuditAction::TerminalsRefuseToken, &metadata) })
+        Some(AuditedRefusal { next, audit: self.audit(AuditAction::TerminalsRefuseToken, &metadata) })
     }
 
     fn state(&self) -> &'static str {
@@ -355,8 +366,8 @@ impl Machine for TerminalSession {
         }
     }
 
-    fn keys(&self) -> Keys {
-        Keys { owner: Some(self.owner.user_id.clone()), ..Keys::default() }
+    fn keys(&self) -> IndexKeys {
+        IndexKeys { owner: Some(self.owner.user_id.clone()), ..IndexKeys::default() }
     }
 
     fn tick() -> Command {
@@ -397,34 +408,34 @@ impl TerminalSession {
     fn open(
         allocation_id: AllocationId,
         node_id: NodeId,
-        token_sha256: Digest,
-        active: Footing,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        token_sha256: TokenDigest,
+        active: Precondition,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let Principal::Caller(caller) = ctx.by else { return Err(Rejection::NotFound) };
-        let owner = Owner {
+        let owner = SessionOwner {
             user_id: caller.user_id.clone(),
             org_id: caller.org_id.clone(),
             project_id: caller.project_id.clone(),
             plan: caller.plan.clone(),
         };
         let scopes = owner.scopes();
-        let expires_at = ctx.now + ctx.policy.seconds(policy::Key::TerminalTokenTtl, &scopes, ctx.now);
-        let recording = Terms::by_policy(ctx.policy, &scopes, ctx.now);
+        let expires_at = ctx.now + ctx.policy.seconds(policy::PolicyKey::TerminalTokenTtl, &scopes, ctx.now);
+        let recording = RecordingTerms::from_policy(ctx.policy, &scopes, ctx.now);
         let session = Self {
             id: TerminalSessionId(ctx.id),
             allocation_id,
             node_id,
             owner,
             opened_at: ctx.now,
-            ends_at: ctx.now + ctx.policy.seconds(policy::Key::TerminalSessionMaxTtl, &scopes, ctx.now),
+            ends_at: ctx.now + ctx.policy.seconds(policy::PolicyKey::TerminalSessionMaxTtl, &scopes, ctx.now),
             phase: Phase::Opened { until: expires_at },
             attachments: 0,
-            token: Some(Token { sha256: token_sha256, expires_at }),
+            token: Some(SessionToken { sha256: token_sha256, expires_at }),
             spent: Vec::new(),
-            refusals: Refusals::default(),
+            refusals: RefusalAudit::default(),
             recording,
-            tape: if recording.is_on() { Tape::Used } else { Tape::Blank },
+            tape: if recording.is_on() { RecordingState::Used } else { RecordingState::Blank },
         };
         let audit =
             session.audit(AuditAction::TerminalsOpen, &json!({ "node_id": node_id, "recording": recording.mode }));
@@ -436,13 +447,13 @@ impl TerminalSession {
             begin_until: expires_at,
             recording,
         };
-        Ok(Step::to(session, Reply::Issued { expires_at, recording }, "opened by the allocation's user")
+        Ok(Transition::to(session, Reply::Issued { expires_at, recording }, "opened by the allocation's user")
             .event(opened)
             .audit(audit)
-            .resting_on(active))
+            .precondition(active))
     }
 
-    fn advance(&self, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match command {
             Command::Open { .. } => Err(Rejection::Exists),
             Command::IssueToken { token_sha256, active } => self.issue_token(token_sha256, active, ctx),
@@ -466,15 +477,15 @@ impl TerminalSession {
                 let metadata = json!({ "fault": code });
                 Ok(self.close(CloseReason::Failed { code }, AuditAction::TerminalsClose, &metadata, ctx))
             }
-            Command::Fail { .. } => Ok(Step::stay(Reply::Done)),
+            Command::Fail { .. } => Ok(Transition::stay(Reply::Done)),
             Command::Kill { reason } => {
                 let metadata = json!({ "reason": reason });
-                Ok(self.answered(self.close(CloseReason::Killed, AuditAction::TerminalsKill, &metadata, ctx)))
+                Ok(self.with_session_reply(self.close(CloseReason::Killed, AuditAction::TerminalsKill, &metadata, ctx)))
             }
             Command::EndByUser => {
                 let step =
                     self.by_owner(ctx)?.close(CloseReason::EndedByUser, AuditAction::TerminalsClose, &json!({}), ctx);
-                Ok(self.answered(step))
+                Ok(self.with_session_reply(step))
             }
             Command::Displace => {
                 let it = self.by_owner(ctx)?;
@@ -492,96 +503,106 @@ impl TerminalSession {
                 let metadata = json!({ "cause": "node_revoked" });
                 Ok(self.close(CloseReason::Killed, AuditAction::TerminalsClose, &metadata, ctx))
             }
-            Command::HeedPolicy => Ok(self.heed_policy(ctx)),
+            Command::HeedPolicy => Ok(self.apply_recording_policy(ctx)),
             Command::ReadRecording => self.read_recording(ctx),
             Command::ForgetRecording => Ok(self.forget_recording()),
             Command::Tick => Ok(self.tick(ctx)),
         }
     }
 
-    /// Itself, where its owner asks.
-    fn by_owner(&self, ctx: &Ctx<'_>) -> Result<&Self, Rejection> {
+    /// The session itself, where the caller is its owner.
+    fn by_owner(&self, ctx: &TransitionContext<'_>) -> Result<&Self, Rejection> {
         if ctx.by.is_user(&self.owner.user_id) { Ok(self) } else { Err(Rejection::NotFound) }
     }
 
-    /// The step with the session as its reply.
-    fn answered(&self, mut step: Step<Self>) -> Step<Self> {
+    /// The transition with the session as its reply.
+    fn with_session_reply(&self, mut step: Transition<Self>) -> Transition<Self> {
         let session = Box::new(step.next.clone().unwrap_or_else(|| self.clone()));
         step.reply = Reply::Session { session };
         step
     }
 
-    /// When a detached session ends: at the latest with its lifetime.
+    /// When a detached session is closed: at the latest at the end of its lifetime.
     fn detached_until(&self, until: Option<Timestamp>) -> Timestamp {
         until.unwrap_or(self.ends_at).min(self.ends_at)
     }
 
-    fn issue_token(&self, token_sha256: Digest, active: Footing, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        self.by_owner(ctx)?.living(ctx)?;
-        let ttl = ctx.policy.seconds(policy::Key::TerminalTokenTtl, &self.scopes(), ctx.now);
+    fn issue_token(
+        &self,
+        token_sha256: TokenDigest,
+        active: Precondition,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        self.by_owner(ctx)?.check_open(ctx)?;
+        let ttl = ctx.policy.seconds(policy::PolicyKey::TerminalTokenTtl, &self.scopes(), ctx.now);
         let expires_at = (ctx.now + ttl).min(self.ends_at);
         let mut next = self.clone();
-        next.token = Some(Token { sha256: token_sha256, expires_at });
+        next.token = Some(SessionToken { sha256: token_sha256, expires_at });
         match &mut next.phase {
             Phase::Opened { until } => *until = expires_at,
-            // The token lets a connection in for as long as it says.
+            // The token admits a connection until its expiry.
             Phase::Detached { until: Some(until), .. } => *until = expires_at.max(*until),
             Phase::Detached { until: None, .. } | Phase::Attached { .. } | Phase::Closed { .. } => {}
         }
         let audit = self.audit(AuditAction::TerminalsIssueToken, &json!({}));
-        Ok(Step::to(
+        Ok(Transition::to(
             next,
             Reply::Issued { expires_at, recording: self.recording },
             "a token to connect again was issued",
         )
         .audit(audit)
-        .resting_on(active))
+        .precondition(active))
     }
 
-    fn attach(&self, shown: Digest, active: Footing, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn attach(
+        &self,
+        shown: TokenDigest,
+        active: Precondition,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let refused = |cause| Err(Rejection::TokenRefused { cause });
         if self.spent.contains(&shown) {
-            return refused(TokenCause::Spent);
+            return refused(TerminalTokenFault::Spent);
         }
-        self.living(ctx)?;
+        self.check_open(ctx)?;
         match &self.token {
             Some(token) if token.sha256 == shown && ctx.now < token.expires_at => {}
-            Some(token) if token.sha256 == shown => return refused(TokenCause::Expired),
-            Some(_) | None => return refused(TokenCause::Mismatch),
+            Some(token) if token.sha256 == shown => return refused(TerminalTokenFault::Expired),
+            Some(_) | None => return refused(TerminalTokenFault::Mismatch),
         }
         let mut next = self.clone();
         next.token = None;
         next.spent.push(shown);
-        if next.spent.len() > SPENT {
+        if next.spent.len() > SPENT_TOKENS {
             next.spent.remove(0);
         }
         next.attachments = self.attachments.saturating_add(1);
         next.phase = Phase::Attached { since: ctx.now };
         let audit = self.audit(AuditAction::TerminalsAttach, &json!({ "attachment": next.attachments }));
         let reply = Reply::Attached { attachment: next.attachments, session: Box::new(next.clone()) };
-        Ok(Step::to(next, reply, "a connection showed the token")
+        Ok(Transition::to(next, reply, "a connection showed the token")
             .audit(audit)
-            .resting_on(active)
-            // Whoever was connected before is put out.
+            .precondition(active)
+            // The previous connection is closed.
             .effect(Effect::WakeTerminal(self.id)))
     }
 
-    fn detach(&self, attachment: u32, ctx: &Ctx<'_>) -> Step<Self> {
+    fn detach(&self, attachment: u32, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Attached { .. } if attachment == self.attachments => {
-                let ttl = ctx.policy.seconds(policy::Key::TerminalDetachedTtl, &self.scopes(), ctx.now);
+                let ttl = ctx.policy.seconds(policy::PolicyKey::TerminalDetachedTtl, &self.scopes(), ctx.now);
                 let phase = Phase::Detached { since: ctx.now, until: Some(ctx.now + ttl) };
                 let next = Self { phase, ..self.clone() };
-                Step::to(next, Reply::Done, "the connection is gone")
+                Transition::to(next, Reply::Done, "the connection is gone")
             }
-            // Another came in its place, or it is over.
+            // Another connection has replaced it, or the session is closed.
             Phase::Opened { .. } | Phase::Attached { .. } | Phase::Detached { .. } | Phase::Closed { .. } => {
-                Step::stay(Reply::Done)
+                Transition::stay(Reply::Done)
             }
         }
     }
 
-    fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
+    fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let over = |reason| self.close(reason, AuditAction::TerminalsClose, &json!({}), ctx);
         match &self.phase {
             Phase::Opened { until } if ctx.now >= *until => over(CloseReason::NeverAttached),
@@ -590,13 +611,13 @@ impl TerminalSession {
                 over(CloseReason::DetachedExpired)
             }
             Phase::Opened { .. } | Phase::Attached { .. } | Phase::Detached { .. } | Phase::Closed { .. } => {
-                Step::stay(Reply::Done)
+                Transition::stay(Reply::Done)
             }
         }
     }
 
-    /// Its deadline may not have been heard of yet: what is over is over from the instant on.
-    fn living(&self, ctx: &Ctx<'_>) -> Result<(), Rejection> {
+    /// Checks that it is not closed. Its deadline may not have been processed yet: a session past its deadline counts as closed.
+    fn check_open(&self, ctx: &TransitionContext<'_>) -> Result<(), Rejection> {
         let over = |reason: &CloseReason| Err(Rejection::Closed { reason: reason.code().to_owned() });
         match &self.phase {
             Phase::Closed { reason, .. } => over(reason),
@@ -610,10 +631,16 @@ impl TerminalSession {
         }
     }
 
-    /// Closing twice is closing once; the first reason stands.
-    fn close(&self, reason: CloseReason, action: AuditAction, more: &Value, ctx: &Ctx<'_>) -> Step<Self> {
+    /// A second close has no effect; the first reason stays.
+    fn close(
+        &self,
+        reason: CloseReason,
+        action: AuditAction,
+        more: &Value,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         if self.closed().is_some() {
-            return Step::stay(Reply::Done);
+            return Transition::stay(Reply::Done);
         }
         let code = reason.code();
         let mut metadata = json!({ "code": code, "attachments": self.attachments });
@@ -625,20 +652,20 @@ impl TerminalSession {
             reason: code.to_owned(),
         };
         let next = Self { phase: Phase::Closed { at: ctx.now, reason }, token: None, ..self.clone() };
-        Step::to(next, Reply::Done, format!("closed: {code}"))
+        Transition::to(next, Reply::Done, format!("closed: {code}"))
             .event(closed)
             .audit(self.audit(action, &metadata))
             .effect(Effect::WakeTerminal(self.id))
     }
 
-    fn audit(&self, action: AuditAction, more: &Value) -> Audit {
+    fn audit(&self, action: AuditAction, more: &Value) -> AuditRecord {
         let mut metadata = json!({ "user_id": self.owner.user_id, "allocation_id": self.allocation_id });
         extend(&mut metadata, more);
-        Audit::new(action, EntityRef { kind: Kind::TerminalSession, id: self.id.0 }, metadata)
+        AuditRecord::new(action, EntityRef { kind: EntityKind::TerminalSession, id: self.id.0 }, metadata)
     }
 }
 
-impl Owner {
+impl SessionOwner {
     #[must_use]
     pub fn scopes(&self) -> Scopes {
         Scopes {

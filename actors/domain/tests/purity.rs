@@ -1,9 +1,9 @@
-//! The domain depends on plain data alone: nothing that runs, waits, looks at a clock or reaches out.
+//! The domain depends on plain data crates alone: no runtime, no clock, no input or output.
 
 const MANIFEST: &str = include_str!("../Cargo.toml");
 
 #[test]
-fn the_domain_names_no_crate_of_the_outside_world_but_plain_data() {
+fn domain_depends_on_plain_data_crates_only() {
     let dependencies: Vec<_> = MANIFEST
         .lines()
         .skip_while(|line| line.trim() != "[dependencies]")
@@ -14,7 +14,7 @@ fn the_domain_names_no_crate_of_the_outside_world_but_plain_data() {
         .filter_map(|line| line.split(['.', '=', ' ']).next())
         .collect();
     assert_eq!(dependencies, ["serde", "serde_json", "thiserror", "uuid", "chrono"]);
-    // Nor by another way in.
+    // Nor in another kind of dependency.
     let sections: Vec<_> = MANIFEST.lines().map(str::trim).filter(|line| line.starts_with('[')).collect();
     assert_eq!(sections, ["[package]", "[lints]", "[dependencies]", "[dev-dependencies]"]);
 }

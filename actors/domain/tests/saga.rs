@@ -1,8 +1,9 @@
-//! The machines together: nodes, allocations and tenants in a world whose messages come late, twice and in any order, whose agents
-//! fail, and whose people change their minds. Whatever happens, the invariants hold after every step; and once everybody
-//! behaves, every saga ends and nothing is left behind.
+//! The state machines together: a simulation of nodes, allocations and tenants with messages that arrive late, twice and in any order,
+//! failing agents, and users who change their requests. The invariants hold after every step; and once no more faults occur, every saga
+//! ends and nothing is left behind.
 //!
-//! One run is decided by its list of moves. The long run makes its moves from one seed and prints it: `SAGA_SEED=7 cargo test -p domain`.
+//! One run is determined by its list of steps. The long run takes its steps from one seed and prints it:
+//! `SAGA_SEED=7 cargo test -p domain`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -10,20 +11,20 @@
 mod agent;
 #[path = "saga/bus.rs"]
 mod bus;
-#[path = "saga/moves.rs"]
-mod moves;
-#[path = "saga/settle.rs"]
-mod settle;
-#[path = "saga/world.rs"]
-mod world;
+#[path = "saga/convergence.rs"]
+mod convergence;
+#[path = "saga/simulation.rs"]
+mod simulation;
+#[path = "saga/steps.rs"]
+mod steps;
 
 use domain::Machine as _;
-use moves::{Move, Moves};
 use proptest::prelude::*;
-use world::{Delivery, World};
+use simulation::{Delivery, Simulation};
+use steps::{RandomSteps, SimulationStep};
 
-fn live(delivery: Delivery, moves: &[Move]) -> World {
-    let mut world = World::new(delivery);
+fn live(delivery: Delivery, moves: &[SimulationStep]) -> Simulation {
+    let mut world = Simulation::new(delivery);
     for step in moves {
         world.make(*step);
         world.check();
@@ -36,25 +37,25 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 192, max_shrink_iters: 4096, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn every_saga_ends_where_an_events_command_is_applied_once(moves in prop::collection::vec(any::<Move>(), 0..160)) {
+    fn every_saga_ends_with_commands_applied_once(moves in prop::collection::vec(any::<SimulationStep>(), 0..160)) {
         live(Delivery::Once, &moves);
     }
 
     #[test]
-    fn every_saga_ends_where_nothing_keeps_a_command_from_coming_twice(
-        moves in prop::collection::vec(any::<Move>(), 0..160)
+    fn every_saga_ends_with_duplicate_commands(
+        moves in prop::collection::vec(any::<SimulationStep>(), 0..160)
     ) {
         live(Delivery::Again, &moves);
     }
 
     #[test]
-    fn every_saga_ends_where_events_are_lost(moves in prop::collection::vec(any::<Move>(), 0..160)) {
+    fn every_saga_ends_with_lost_events(moves in prop::collection::vec(any::<SimulationStep>(), 0..160)) {
         live(Delivery::Lossy, &moves);
     }
 }
 
 #[test]
-fn an_event_that_is_lost_costs_seconds_and_not_the_deadline() {
+fn lost_event_delays_a_saga_by_seconds() {
     let subjects = [
         "provisioning.requested",
         "node.devices_reserved",
@@ -65,9 +66,9 @@ fn an_event_that_is_lost_costs_seconds_and_not_the_deadline() {
         "provisioning.released",
     ];
     for subject in subjects {
-        let mut world = World::new(Delivery::Once);
+        let mut world = Simulation::new(Delivery::Once);
         let begin = world.now;
-        world.make(Move::Request { user: 0, gpus: 1, queue: 1, wish: 0 });
+        world.make(SimulationStep::Request { user: 0, gpus: 1, queue: 1, wish: 0 });
         world.settle_losing(subject);
         let took = (world.now - begin).num_seconds();
         let seen: Vec<_> = world.history(0).collect();
@@ -77,24 +78,24 @@ fn an_event_that_is_lost_costs_seconds_and_not_the_deadline() {
 }
 
 #[test]
-fn a_change_of_keys_reaches_the_machine_though_what_was_said_of_it_is_lost() {
+fn key_change_reaches_the_machine_although_events_are_lost() {
     for subject in ["provisioning.logins_stale", "provisioning.logins_changed", "node.logins_written"] {
-        let mut world = World::new(Delivery::Once);
-        world.make(Move::ChangeKeys { user: 0, how: 0 });
-        world.make(Move::Request { user: 0, gpus: 0, queue: 1, wish: 0 });
-        world.make(Move::DeliverAll);
-        world.make(Move::ChangeKeys { user: 0, how: 0 });
-        world.make(Move::ChangeKeys { user: 0, how: 5 });
+        let mut world = Simulation::new(Delivery::Once);
+        world.make(SimulationStep::ChangeKeys { user: 0, how: 0 });
+        world.make(SimulationStep::Request { user: 0, gpus: 0, queue: 1, wish: 0 });
+        world.make(SimulationStep::DeliverAll);
+        world.make(SimulationStep::ChangeKeys { user: 0, how: 0 });
+        world.make(SimulationStep::ChangeKeys { user: 0, how: 5 });
         world.settle_losing(subject);
     }
 }
 
 #[test]
-fn a_long_life_from_one_seed_leaves_nothing_behind() {
+fn long_seeded_run_leaves_nothing_behind() {
     let seed = option_env!("SAGA_SEED").and_then(|seed| seed.parse().ok()).unwrap_or(20_261_121);
     eprintln!("SAGA_SEED={seed}");
     for (n, delivery) in [Delivery::Once, Delivery::Again, Delivery::Lossy].into_iter().enumerate() {
-        let mut moves = Moves::from_seed(seed + n as u64);
+        let mut moves = RandomSteps::from_seed(seed + n as u64);
         for _ in 0..6 {
             let part: Vec<_> = moves.by_ref().take(1500).collect();
             live(delivery, &part);
@@ -103,42 +104,42 @@ fn a_long_life_from_one_seed_leaves_nothing_behind() {
 }
 
 #[test]
-fn in_a_calm_world_a_rental_is_had_and_given_back() {
-    let mut world = World::new(Delivery::Once);
-    world.make(Move::Request { user: 0, gpus: 1, queue: 0, wish: 0 });
+fn allocation_is_provisioned_and_released_without_faults() {
+    let mut world = Simulation::new(Delivery::Once);
+    world.make(SimulationStep::Request { user: 0, gpus: 1, queue: 0, wish: 0 });
     world.settle();
     let seen: Vec<_> = world.history(0).collect();
     assert_eq!(seen, ["requested", "provisioning", "active", "releasing", "released"]);
 }
 
 #[test]
-fn a_placement_and_an_order_that_arrive_after_the_end_leave_no_tenant_behind() {
-    let mut world = World::new(Delivery::Again);
-    world.make(Move::Request { user: 0, gpus: 0, queue: 1, wish: 0 });
+fn late_placement_and_task_leave_no_tenant_behind() {
+    let mut world = Simulation::new(Delivery::Again);
+    world.make(SimulationStep::Request { user: 0, gpus: 0, queue: 1, wish: 0 });
     let id = *world.allocations.keys().next().unwrap();
     world.deliver_a("provisioning.requested", true);
     world.deliver_a("node.devices_reserved", false);
     world.deliver_a("provisioning.started", true);
     world.release(id);
     world.deliver_a("provisioning.release_requested", false);
-    (0..2).for_each(|node| world.make(Move::Diligent { node, luck: agent::LUCKY }));
+    (0..2).for_each(|node| world.make(SimulationStep::Diligent { node, luck: agent::LUCKY }));
     world.deliver_a("node.tenant_gone", false);
     assert_eq!(world.allocations[&id].state(), "released");
 
-    // Everything once more, and nobody knows that it is over.
+    // All messages are delivered again, after the end.
     world.deliver_a("provisioning.requested", false);
     world.deliver_a("provisioning.started", false);
-    (0..2).for_each(|node| world.make(Move::Poll { node }));
+    (0..2).for_each(|node| world.make(SimulationStep::Poll { node }));
     world.check();
     world.settle();
 }
 
 #[test]
-fn the_worlds_moves_reach_every_corner() {
+fn random_steps_reach_every_state() {
     let mut reached = std::collections::BTreeSet::new();
     for seed in 0..24 {
         let delivery = if seed % 2 == 0 { Delivery::Once } else { Delivery::Again };
-        let moves: Vec<_> = Moves::from_seed(seed).take(400).collect();
+        let moves: Vec<_> = RandomSteps::from_seed(seed).take(400).collect();
         reached.extend(live(delivery, &moves).reached);
     }
     let corners = [

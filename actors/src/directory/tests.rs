@@ -4,13 +4,13 @@ mod encoding;
 
 use super::*;
 use crate::host::HostConfig;
-use crate::ports::World;
-use crate::testing::{Clockwork, Fault, Ledger, Performed, key, panics_are_short, term, user};
+use crate::ports::Environment;
+use crate::testing::{EffectLog, MemoryStore, StoreFault, TestEnvironment, key, shorten_panic_output, term, user};
 use domain::allocation::{Allocation, AuthorizedKey, Command, Rejection};
-use domain::authz::{Action, Role, authorize};
+use domain::authz::{Action, TokenRole, authorize};
 use domain::commit::Epoch;
 use domain::money::Price;
-use domain::{Kind, Principal, SkuId, SshKeyId};
+use domain::{EntityKind, Principal, SkuId, SshKeyId};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use std::collections::VecDeque;
@@ -20,9 +20,9 @@ use tokio::time::sleep;
 const ALLOCATION: Uuid = Uuid::from_u128(0x70);
 const SECOND: Duration = Duration::from_secs(1);
 
-/// What a user asks for.
-pub(crate) fn request() -> domain::allocation::Request {
-    domain::allocation::Request {
+/// The request of a user.
+pub(crate) fn request() -> domain::allocation::AllocationRequest {
+    domain::allocation::AllocationRequest {
         user_id: "ann".into(),
         org_id: None,
         project_id: Some("p".into()),
@@ -52,17 +52,17 @@ fn rent() -> Command {
 }
 
 fn ann() -> Principal {
-    user("ann", &[Role::User])
+    user("ann", &[TokenRole::User])
 }
 
-/// What becomes of one request on the bus.
+/// The fate of one request on the bus.
 enum Fate {
     Fails(RemoteError),
-    /// Delivered and carried out; the answer does not come back.
+    /// Delivered and executed; the response is lost.
     AnswerLost,
-    /// Delivered and carried out; the answer comes back mangled.
+    /// Delivered and executed; the response is corrupted.
     AnswerMangled,
-    /// Delivered and carried out; the owner is lost before it answers.
+    /// Delivered and executed; the owner is lost before it replies.
     OwnerLost,
 }
 
@@ -119,30 +119,31 @@ impl Remote for Bus {
     }
 }
 
-/// One store, two members: `here` is asked, `there` may own the shard.
+/// One store, two members: `here` receives the commands, `there` may own the shard.
 struct Pair {
     here: Directory,
     there: Directory,
     bus: Arc<Bus>,
-    store: Arc<Ledger>,
-    world: Arc<Clockwork>,
+    store: Arc<MemoryStore>,
+    environment: Arc<TestEnvironment>,
 }
 
 impl Pair {
     fn new() -> Self {
-        Self::with_clocks(Arc::new(Clockwork::new()), Arc::new(Clockwork::new()))
+        Self::with_clocks(Arc::new(TestEnvironment::new()), Arc::new(TestEnvironment::new()))
     }
 
-    fn with_clocks(here: Arc<Clockwork>, there: Arc<Clockwork>) -> Self {
-        panics_are_short();
-        let store = Arc::<Ledger>::default();
-        let member = |bus: &Arc<Bus>, world: &Arc<Clockwork>| {
-            let host = Host::new(HostConfig::default(), store.clone(), Arc::<Performed>::default(), world.clone());
+    fn with_clocks(here: Arc<TestEnvironment>, there: Arc<TestEnvironment>) -> Self {
+        shorten_panic_output();
+        let store = Arc::<MemoryStore>::default();
+        let member = |bus: &Arc<Bus>, environment: &Arc<TestEnvironment>| {
+            let host =
+                Host::new(HostConfig::default(), store.clone(), Arc::<EffectLog>::default(), environment.clone());
             Directory::new(host, bus.clone())
         };
         let other = member(&Bus::with(None), &there);
         let bus = Bus::with(Some(other.clone()));
-        Self { here: member(&bus, &here), there: other, bus, store, world: here }
+        Self { here: member(&bus, &here), there: other, bus, store, environment: here }
     }
 
     async fn owned_here() -> Self {
@@ -157,19 +158,19 @@ impl Pair {
         pair
     }
 
-    async fn ask(&self, by: &Principal, command: Command, key: Option<CommandKey>) -> Answer<Allocation> {
+    async fn ask(&self, by: &Principal, command: Command, key: Option<CommandKey>) -> AskResult<Allocation> {
         let permit = authorize(by, command.action()).unwrap();
-        let asked = Asked::new(&permit, "c", self.world.now() + SECOND);
-        self.here.ask::<Allocation>(&permit, ALLOCATION, command, Asked { command: key, ..asked }).await
+        let asked = CommandContext::new(&permit, "c", self.environment.now() + SECOND);
+        self.here.ask::<Allocation>(&permit, ALLOCATION, command, CommandContext { command: key, ..asked }).await
     }
 
     fn commits(&self) -> usize {
-        self.store.books.lock().unwrap().commits.len()
+        self.store.stored.lock().unwrap().commits.len()
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_lives_here_is_asked_without_the_bus() {
+async fn entity_of_this_member_is_reached_without_the_bus() {
     let pair = Pair::owned_here().await;
     let answered = pair.ask(&ann(), rent(), None).await.unwrap();
     assert_eq!((answered.reply.asked.clone(), answered.written, answered.version), (request(), true, 1));
@@ -177,7 +178,7 @@ async fn what_lives_here_is_asked_without_the_bus() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_lives_elsewhere_is_asked_over_the_bus_with_the_same_answers() {
+async fn entity_of_another_member_is_reached_over_the_bus_with_the_same_replies() {
     let pair = Pair::owned_there().await;
     let first = pair.ask(&ann(), rent(), Some(key("k"))).await.unwrap();
     assert_eq!((first.reply.asked.clone(), first.replayed, first.version), (request(), false, 1));
@@ -186,30 +187,30 @@ async fn what_lives_elsewhere_is_asked_over_the_bus_with_the_same_answers() {
     let other = CommandKey { digest: [9; 32], ..key("k") };
     assert_eq!(pair.ask(&ann(), rent(), Some(other)).await, Err(AskError::Reused));
     assert_eq!(pair.ask(&ann(), rent(), None).await, Err(AskError::Rejected(Rejection::Exists)));
-    pair.store.meets([Fault::Forbidden]);
+    pair.store.inject_faults([StoreFault::ConstraintViolated]);
     let taken = pair.ask(&ann(), Command::Release { issue: None }, None).await;
     assert_eq!(taken, Err(AskError::Taken { constraint: "unique_name".to_owned() }));
     assert_eq!((pair.bus.sent(), pair.commits()), (5, 1));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_permit_for_another_action_or_another_asker_is_no_permit() {
+async fn permit_for_another_action_or_principal_is_denied() {
     let pair = Pair::owned_here().await;
     let permit = authorize(&ann(), Action::Release).unwrap();
-    let asked = Asked::new(&permit, "c", pair.world.now() + SECOND);
+    let asked = CommandContext::new(&permit, "c", pair.environment.now() + SECOND);
     let answer = pair.here.ask::<Allocation>(&permit, ALLOCATION, rent(), asked.clone()).await;
     assert_eq!(answer, Err(AskError::Denied));
-    let stolen = authorize(&user("bob", &[Role::User]), Action::Rent).unwrap();
+    let stolen = authorize(&user("bob", &[TokenRole::User]), Action::Rent).unwrap();
     assert_eq!(pair.here.ask::<Allocation>(&stolen, ALLOCATION, rent(), asked).await, Err(AskError::Denied));
     assert_eq!((pair.commits(), pair.bus.sent()), (0, 0));
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_owner_checks_again_what_came_over_the_bus() {
+async fn owner_checks_the_permission_of_a_forwarded_command() {
     let pair = Pair::owned_there().await;
     let permit = authorize(&ann(), Action::Rent).unwrap();
-    let asked = Asked::new(&permit, "c", pair.world.now() + SECOND);
-    let entity = EntityRef { kind: Kind::Allocation, id: ALLOCATION };
+    let asked = CommandContext::new(&permit, "c", pair.environment.now() + SECOND);
+    let entity = EntityRef { kind: EntityKind::Allocation, id: ALLOCATION };
     let command = serde_json::to_value(Command::ForceRelease { reason: "mine".into() }).unwrap();
     let forged = serde_json::to_vec(&Request { v: VERSION, entity, asked, remaining_ms: None, command }).unwrap();
     let response: Response = serde_json::from_slice(&pair.there.serve(&forged, Duration::ZERO).await).unwrap();
@@ -217,7 +218,7 @@ async fn the_owner_checks_again_what_came_over_the_bus() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shard_that_changes_hands_is_asked_until_somebody_has_it() {
+async fn command_for_a_moving_shard_is_resent_until_it_has_an_owner() {
     let pair = Pair::new();
     pair.bus.next_is([Fate::Fails(RemoteError::NoResponders)]);
     let there = Arc::clone(&pair.there.host);
@@ -226,16 +227,16 @@ async fn a_shard_that_changes_hands_is_asked_until_somebody_has_it() {
         there.open(term(shard_of(ALLOCATION), 1), None).await.unwrap();
     });
     assert!(pair.ask(&ann(), rent(), None).await.unwrap().written);
-    assert!(pair.bus.sent() > 10, "nobody answered, then the other was not the owner, then it was");
+    assert!(pair.bus.sent() > 10, "no member answered, then the other was not the owner, then it was");
     taking.await.unwrap();
     assert_eq!(pair.commits(), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_owner_that_was_fenced_here_finds_the_new_one_there() {
+async fn command_of_a_fenced_owner_is_resent_to_the_new_owner() {
     let pair = Pair::owned_here().await;
     let shard = shard_of(ALLOCATION);
-    pair.store.books.lock().unwrap().epochs.insert(shard, Epoch(2));
+    pair.store.stored.lock().unwrap().epochs.insert(shard, Epoch(2));
     let (here, there) = (Arc::clone(&pair.here.host), Arc::clone(&pair.there.host));
     let moving = tokio::spawn(async move {
         sleep(SECOND / 10).await;
@@ -243,40 +244,40 @@ async fn an_owner_that_was_fenced_here_finds_the_new_one_there() {
         there.open(term(shard, 2), None).await.unwrap();
     });
     let mut answer = pair.ask(&ann(), rent(), Some(key("k"))).await;
-    // What was under way in the very moment is for the asker to ask again.
+    // A command that was in flight at that moment is for the caller to resend.
     while let Err(AskError::Unknown { .. }) = answer {
         answer = pair.ask(&ann(), rent(), Some(key("k"))).await;
     }
     assert!(answer.unwrap().written);
     moving.await.unwrap();
-    assert_eq!(pair.store.books.lock().unwrap().commits[0].epoch, Epoch(2));
+    assert_eq!(pair.store.stored.lock().unwrap().commits[0].epoch, Epoch(2));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_shard_that_nobody_holds_is_unavailable_at_the_deadline() {
+async fn shard_without_an_owner_is_unavailable_at_the_deadline() {
     let pair = Pair::new();
-    let began = pair.world.now();
+    let began = pair.environment.now();
     let answer = pair.ask(&ann(), rent(), None).await;
     assert!(matches!(answer, Err(AskError::Unavailable { .. })), "{answer:?}");
-    let waited = pair.world.now() - began;
+    let waited = pair.environment.now() - began;
     assert!(waited <= chrono::TimeDelta::seconds(1) && waited > chrono::TimeDelta::milliseconds(900), "{waited}");
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_sent_and_not_answered_is_unknown_and_safe_to_ask_again() {
+async fn command_without_a_reply_is_unknown_and_safe_to_resend() {
     let pair = Pair::owned_there().await;
     for fate in [Fate::AnswerLost, Fate::AnswerMangled] {
         pair.bus.next_is([fate]);
         let answer = pair.ask(&ann(), rent(), Some(key("k"))).await;
         assert!(matches!(answer, Err(AskError::Unknown { .. })), "{answer:?}");
     }
-    assert_eq!(pair.bus.sent(), 2, "the directory does not send again what may have been carried out");
+    assert_eq!(pair.bus.sent(), 2, "the directory does not resend a command that may have been executed");
     assert!(pair.ask(&ann(), rent(), Some(key("k"))).await.unwrap().replayed);
     assert_eq!(pair.commits(), 1);
 }
 
 #[tokio::test(start_paused = true)]
-async fn command_whose_owner_is_lost_is_sent_to_the_next_one_and_carried_out_once() {
+async fn command_whose_owner_is_lost_is_resent_to_the_next_owner_and_executed_once() {
     for (fate, replayed) in [(Fate::Fails(RemoteError::OwnerChanged), false), (Fate::OwnerLost, true)] {
         let pair = Pair::owned_there().await;
         pair.bus.next_is([fate]);
@@ -287,7 +288,7 @@ async fn command_whose_owner_is_lost_is_sent_to_the_next_one_and_carried_out_onc
 }
 
 #[tokio::test(start_paused = true)]
-async fn command_without_an_id_is_carried_out_once_though_its_owner_is_lost() {
+async fn command_without_an_id_is_executed_once_when_its_owner_is_lost() {
     let pair = Pair::owned_there().await;
     pair.bus.next_is([Fate::Fails(RemoteError::OwnerChanged)]);
     assert!(pair.ask(&ann(), rent(), None).await.unwrap().written);
@@ -301,20 +302,20 @@ async fn command_without_an_id_is_carried_out_once_though_its_owner_is_lost() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn command_whose_owner_is_lost_and_that_no_other_takes_is_unknown_at_the_deadline() {
+async fn command_whose_owner_is_lost_without_a_successor_is_unknown_at_the_deadline() {
     let pair = Pair::owned_there().await;
     pair.bus.next_is([Fate::OwnerLost]);
     pair.bus.next_is((0..100).map(|_| Fate::Fails(RemoteError::NoResponders)));
     let answer = pair.ask(&ann(), rent(), Some(key("k"))).await;
-    assert!(matches!(answer, Err(AskError::Unknown { .. })), "it was carried out: {answer:?}");
+    assert!(matches!(answer, Err(AskError::Unknown { .. })), "it was executed: {answer:?}");
 }
 
 #[tokio::test(start_paused = true)]
-async fn owner_whose_clock_is_off_counts_the_time_that_remains() {
+async fn owner_with_a_skewed_clock_uses_the_remaining_time() {
     for off in [-30, 30] {
-        let there = Clockwork::new();
+        let there = TestEnvironment::new();
         there.step(TimeDelta::seconds(off));
-        let pair = Pair::with_clocks(Arc::new(Clockwork::new()), Arc::new(there));
+        let pair = Pair::with_clocks(Arc::new(TestEnvironment::new()), Arc::new(there));
         pair.there.host.open(term(shard_of(ALLOCATION), 1), None).await.unwrap();
         assert!(pair.ask(&ann(), rent(), None).await.unwrap().written, "{off} s");
         assert_eq!(pair.bus.sent(), 1);
@@ -322,7 +323,7 @@ async fn owner_whose_clock_is_off_counts_the_time_that_remains() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn command_that_was_in_transit_longer_than_its_asker_waits_is_not_carried_out() {
+async fn command_in_transit_past_its_deadline_is_not_executed() {
     let pair = Pair::owned_there().await;
     *pair.bus.in_transit.lock().unwrap() = SECOND + SECOND / 10;
     let answer = pair.ask(&ann(), rent(), None).await;
@@ -331,27 +332,33 @@ async fn command_that_was_in_transit_longer_than_its_asker_waits_is_not_carried_
 }
 
 #[tokio::test(start_paused = true)]
-async fn places_are_kept_by_the_owner_of_their_shard_alone() {
-    use crate::places::Word;
+async fn connection_quota_is_held_by_the_owner_of_its_shard_alone() {
+    use crate::connection_quota::QuotaRequest;
     let pair = Pair::owned_there().await;
     let take = async |n: u128| {
         let place = Uuid::from_u128(n);
-        pair.here.place(ALLOCATION, place, Word::Take { most: 2 }, SECOND).await.unwrap()
+        pair.here.update_connection_quota(ALLOCATION, place, QuotaRequest::Acquire { most: 2 }, SECOND).await.unwrap()
     };
     assert_eq!([take(1).await, take(2).await, take(3).await], [true, true, false]);
-    let left = pair.there.place(ALLOCATION, Uuid::from_u128(1), Word::Leave, SECOND).await;
+    let left = pair.there.update_connection_quota(ALLOCATION, Uuid::from_u128(1), QuotaRequest::Release, SECOND).await;
     assert_eq!((left.unwrap(), take(3).await), (false, true));
     let elsewhere = Uuid::from_u128(0x71);
     assert_ne!(shard_of(ALLOCATION), shard_of(elsewhere));
-    let nobodys = pair.here.place(elsewhere, Uuid::from_u128(1), Word::Keep, SECOND).await;
-    assert_eq!(nobodys, Err(Unlimited::NotKept), "who does not own the shard keeps nothing of it");
+    let of_another_owner =
+        pair.here.update_connection_quota(elsewhere, Uuid::from_u128(1), QuotaRequest::Renew, SECOND).await;
+    assert_eq!(
+        of_another_owner,
+        Err(QuotaUnavailable::NotStored),
+        "a member that does not own the shard stores nothing of it"
+    );
     *pair.bus.other.lock().unwrap() = None;
-    let unheard = pair.here.place(ALLOCATION, Uuid::from_u128(4), Word::Keep, SECOND).await;
-    assert_eq!(unheard, Err(Unlimited::Away(RemoteError::NoResponders)));
+    let of_an_unreachable_owner =
+        pair.here.update_connection_quota(ALLOCATION, Uuid::from_u128(4), QuotaRequest::Renew, SECOND).await;
+    assert_eq!(of_an_unreachable_owner, Err(QuotaUnavailable::Unreachable(RemoteError::NoResponders)));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_bus_that_cannot_be_reached_is_unavailable() {
+async fn unreachable_bus_is_unavailable() {
     let pair = Pair::owned_there().await;
     pair.bus.next_is([Fate::Fails(RemoteError::Unreachable("no route".to_owned()))]);
     let answer = pair.ask(&ann(), rent(), None).await;
@@ -359,21 +366,21 @@ async fn a_bus_that_cannot_be_reached_is_unavailable() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_asked_after_its_deadline_is_not_sent() {
+async fn command_past_its_deadline_is_not_sent() {
     let pair = Pair::owned_there().await;
     let permit = authorize(&ann(), Action::Rent).unwrap();
-    let asked = Asked::new(&permit, "c", pair.world.now() - SECOND);
+    let asked = CommandContext::new(&permit, "c", pair.environment.now() - SECOND);
     let answer = pair.here.ask::<Allocation>(&permit, ALLOCATION, rent(), asked).await;
     assert!(matches!(answer, Err(AskError::Unavailable { .. })), "{answer:?}");
     assert_eq!(pair.bus.sent(), 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_cannot_be_understood_is_answered_and_not_carried_out() {
+async fn malformed_request_is_answered_and_not_executed() {
     let pair = Pair::owned_there().await;
     let permit = authorize(&ann(), Action::Rent).unwrap();
-    let asked = Asked::new(&permit, "c", pair.world.now() + SECOND);
-    let entity = EntityRef { kind: Kind::Allocation, id: ALLOCATION };
+    let asked = CommandContext::new(&permit, "c", pair.environment.now() + SECOND);
+    let entity = EntityRef { kind: EntityKind::Allocation, id: ALLOCATION };
     let newer = Request {
         v: VERSION + 1,
         entity,

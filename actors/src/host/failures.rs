@@ -1,9 +1,9 @@
-//! Entities that ended in failure: left alone for a while, and parked where they fail too often by their own doing.
+//! Entities whose actors failed: they back off, and are parked where they crash too often.
 
-use super::rows::{EntityRow, EntityStatus};
+use super::status::{ActivationStatus, HostedEntity};
 use super::{Host, HostConfig};
 use crate::ask::AskError;
-use crate::place::shard_of;
+use crate::sharding::shard_of;
 use domain::{EntityRef, Timestamp};
 use ractor::ActorId;
 use std::collections::VecDeque;
@@ -12,13 +12,13 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// How often an entity failed lately, and whether it is parked for it.
+/// The recent failures of an entity, and whether it is parked.
 #[derive(Debug, Default)]
 pub(super) struct Failures {
-    /// Those of its own doing: they count against it.
+    /// Crashes of the entity itself: they count against it.
     recent: VecDeque<Instant>,
-    /// How often in a row the store could not say what is true of it. An outage is nobody's poison: this alone never parks.
-    losses: u32,
+    /// Store outages in a row. A store outage never parks an entity.
+    store_outages: u32,
     last: Option<Instant>,
     total: u64,
     last_error: String,
@@ -26,15 +26,15 @@ pub(super) struct Failures {
     pub(super) parked: Option<String>,
 }
 
-/// How an entity's actor came to its end.
+/// How an entity's actor ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Exit {
-    Asleep,
-    /// The store could not say what is true.
-    Lost {
+pub(crate) enum ActorExit {
+    Passivated,
+    /// The store could not be read, or a commit's outcome is unknown.
+    StoreOutage {
         reason: String,
     },
-    Died {
+    Crashed {
         reason: String,
     },
     Parked {
@@ -43,8 +43,8 @@ pub(crate) enum Exit {
 }
 
 impl Host {
-    /// An entity that failed lately is left alone for a while, and one that failed too often until an operator has looked.
-    pub(super) fn may_wake<J>(&self, entity: EntityRef) -> Result<(), AskError<J>> {
+    /// An entity that failed backs off, and one that is parked waits for an operator.
+    pub(super) fn may_activate<J>(&self, entity: EntityRef) -> Result<(), AskError<J>> {
         let Some(failures) = self.failures.get(&entity) else { return Ok(()) };
         if let Some(reason) = &failures.parked {
             return Err(AskError::Parked { reason: reason.clone() });
@@ -58,33 +58,33 @@ impl Host {
         }
     }
 
-    pub(crate) fn left(&self, entity: EntityRef, actor: ActorId, exit: Exit) {
-        // Noted before it is out of the directory, so that nobody wakes it in between.
+    pub(crate) fn actor_exited(&self, entity: EntityRef, actor: ActorId, exit: ActorExit) {
+        // Recorded before it leaves the directory, so that no command activates it in between.
         match exit {
-            Exit::Asleep => {}
-            Exit::Lost { reason } => self.lost(entity, reason),
-            Exit::Died { reason } => self.died(entity, reason),
-            Exit::Parked { reason } => {
-                self.fail(entity, reason, |failures, reason| self.park(entity, failures, reason))
+            ActorExit::Passivated => {}
+            ActorExit::StoreOutage { reason } => self.record_store_outage(entity, reason),
+            ActorExit::Crashed { reason } => self.record_crash(entity, reason),
+            ActorExit::Parked { reason } => {
+                self.record_failure(entity, reason, |failures, reason| self.park(entity, failures, reason))
             }
         }
-        self.awake.remove_if(&entity, |_, awake| awake.actor == actor);
+        self.active.remove_if(&entity, |_, activation| activation.actor == actor);
     }
 
-    fn lost(&self, entity: EntityRef, reason: String) {
-        // No warning: whoever lost the store warns, once, and not for every entity.
+    fn record_store_outage(&self, entity: EntityRef, reason: String) {
+        // No warning: the store's client warns, once, and not for every entity.
         tracing::info!(resource_name = %entity, error_code = "entity_lost", error = %reason, "{entity} waits for the store");
         let window = self.config.window;
-        self.fail(entity, reason, |failures, _| {
+        self.record_failure(entity, reason, |failures, _| {
             let in_a_row = failures.last.is_some_and(|last| last.elapsed() < window);
-            failures.losses = if in_a_row { failures.losses.saturating_add(1) } else { 1 };
+            failures.store_outages = if in_a_row { failures.store_outages.saturating_add(1) } else { 1 };
         });
     }
 
-    fn died(&self, entity: EntityRef, reason: String) {
+    fn record_crash(&self, entity: EntityRef, reason: String) {
         let window = self.config.window;
-        self.fail(entity, reason, |failures, reason| {
-            failures.losses = 0;
+        self.record_failure(entity, reason, |failures, reason| {
+            failures.store_outages = 0;
             failures.recent.retain(|at| at.elapsed() < window);
             failures.recent.push_back(Instant::now());
             if failures.recent.len() >= self.config.intensity {
@@ -95,13 +95,13 @@ impl Host {
         });
     }
 
-    fn fail(&self, entity: EntityRef, reason: String, how: impl FnOnce(&mut Failures, &str)) {
+    fn record_failure(&self, entity: EntityRef, reason: String, how: impl FnOnce(&mut Failures, &str)) {
         self.restarts.fetch_add(1, Ordering::Relaxed);
         let mut failures = self.failures.entry(entity).or_default();
         how(&mut failures, &reason);
         failures.last = Some(Instant::now());
         failures.total += 1;
-        failures.last_at = Some(self.world.now());
+        failures.last_at = Some(self.environment.now());
         failures.last_error = reason;
     }
 
@@ -116,42 +116,47 @@ impl Host {
         });
     }
 
-    /// The entity was parked by an earlier owner of its shard, and nobody has restarted it.
-    pub fn keep_parked(&self, entity: EntityRef, reason: String) {
+    /// The entity was parked by an earlier owner of its shard, and no operator has restarted it.
+    pub fn restore_parked(&self, entity: EntityRef, reason: String) {
         let mut failures = self.failures.entry(entity).or_default();
-        failures.last_at = Some(self.world.now());
+        failures.last_at = Some(self.environment.now());
         failures.last_error.clone_from(&reason);
         failures.parked = Some(reason);
     }
 
-    /// An operator has looked: the entity's failures are forgotten and its actor, if it has one, is started anew. `false` where
-    /// nothing of it is known here.
+    /// An operator restarts the entity: its failures are forgotten and its actor, if it has one, is restarted. `false` where the entity
+    /// is neither active nor failed here.
     #[must_use]
     pub fn restart(&self, entity: EntityRef) -> bool {
         let forgotten = self.failures.remove(&entity).is_some();
-        let stopped = self.awake.remove(&entity).map(|(_, awake)| awake.cell.stop(Some("restart".to_owned())));
+        let stopped =
+            self.active.remove(&entity).map(|(_, activation)| activation.cell.stop(Some("restart".to_owned())));
         forgotten || stopped.is_some()
     }
 }
 
 impl Failures {
     fn pause(&self, config: &HostConfig) -> Duration {
-        let in_a_row = if self.losses > 0 { self.losses } else { u32::try_from(self.recent.len()).unwrap_or(u32::MAX) };
+        let in_a_row = if self.store_outages > 0 {
+            self.store_outages
+        } else {
+            u32::try_from(self.recent.len()).unwrap_or(u32::MAX)
+        };
         let doublings = in_a_row.saturating_sub(1).min(10);
         (config.backoff * 2_u32.pow(doublings)).min(config.longest_backoff)
     }
 
-    /// Worth remembering: parked, or failed within `window`.
-    pub(super) fn matters(&self, window: Duration) -> bool {
+    /// Parked, or failed within `window`.
+    pub(super) fn is_relevant(&self, window: Duration) -> bool {
         self.parked.is_some() || self.last.is_some_and(|last| last.elapsed() < window)
     }
 
-    pub(super) fn row(&self, entity: EntityRef) -> EntityRow {
-        EntityRow {
+    pub(super) fn row(&self, entity: EntityRef) -> HostedEntity {
+        HostedEntity {
             kind: entity.kind,
             id: entity.id,
             shard: shard_of(entity.id),
-            status: if self.parked.is_some() { EntityStatus::Parked } else { EntityStatus::BackingOff },
+            status: if self.parked.is_some() { ActivationStatus::Parked } else { ActivationStatus::BackingOff },
             state: None,
             since: self.last_at,
             version: 0,

@@ -1,9 +1,9 @@
-//! The shards in this process's hands, each with a supervisor of its own for its entities.
+//! The owned shards, each with a supervisor for its entities.
 
 use super::Host;
-use super::failures::Exit;
-use crate::place::shard_of;
+use super::failures::ActorExit;
 use crate::ports::Term;
+use crate::sharding::shard_of;
 use domain::{Shard, Timestamp};
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A shard in this process's hands.
+/// A shard that this process owns.
 pub(super) struct OwnedShard {
     pub(super) term: Term,
     pub(super) since: Timestamp,
@@ -21,7 +21,7 @@ pub(super) struct OwnedShard {
 }
 
 impl Host {
-    /// Takes a shard into this process's hands, under the term that the database granted.
+    /// Opens a shard under the term that the database granted.
     ///
     /// # Errors
     /// When the shard's supervisor cannot be started.
@@ -33,19 +33,18 @@ impl Host {
         };
         let owned = OwnedShard {
             term,
-            since: self.world.now(),
+            since: self.environment.now(),
             closing: AtomicBool::new(false),
             waiting: Arc::default(),
             supervisor,
         };
-        // What lived under an earlier term cannot commit under this one.
+        // Actors of an earlier term cannot commit under this one.
         self.lose(term.shard);
         self.shards.insert(term.shard, Arc::new(owned));
         Ok(())
     }
 
-    /// Gives a shard out of this process's hands: no new commands, those under way are answered (at most for `grace`), then its
-    /// entities are gone from here.
+    /// Closes a shard: no new commands, those in flight are answered (at most for `grace`), then its entities are removed from here.
     pub async fn close(&self, shard: Shard, grace: Duration) {
         let Some(owned) = self.shards.get(&shard).map(|owned| Arc::clone(&owned)) else { return };
         owned.closing.store(true, Ordering::SeqCst);
@@ -56,7 +55,7 @@ impl Host {
         self.drop_shard(shard, &owned);
     }
 
-    /// The shard was taken by another member: whatever is under way here cannot be committed any more.
+    /// The shard was taken over by another member: what is in flight here cannot be committed any more.
     pub fn lose(&self, shard: Shard) {
         if let Some(owned) = self.shards.get(&shard).map(|owned| Arc::clone(&owned)) {
             owned.closing.store(true, Ordering::SeqCst);
@@ -67,17 +66,17 @@ impl Host {
     fn drop_shard(&self, shard: Shard, owned: &Arc<OwnedShard>) {
         self.shards.remove_if(&shard, |_, now| Arc::ptr_eq(now, owned));
         let mut leaving = Vec::new();
-        self.awake.retain(|_, awake| {
-            let stays = !Arc::ptr_eq(&awake.owned, owned);
+        self.active.retain(|_, activation| {
+            let stays = !Arc::ptr_eq(&activation.owned, owned);
             if !stays {
-                leaving.push(awake.cell.clone());
+                leaving.push(activation.cell.clone());
             }
             stays
         });
         for cell in leaving {
             cell.stop(None);
         }
-        // Whoever owns the shard next makes its own experience.
+        // The next owner records failures of its own.
         self.failures.retain(|entity, _| shard_of(entity.id) != shard);
         owned.supervisor.stop(None);
     }
@@ -97,7 +96,7 @@ impl Host {
     }
 }
 
-/// The supervisor of one shard's entities: one child's end is that child's alone.
+/// The supervisor of one shard's entities: the end of one child affects no other.
 struct ShardSupervisor {
     host: Arc<Host>,
 }
@@ -119,9 +118,14 @@ impl Actor for ShardSupervisor {
     ) -> Result<(), ActorProcessingErr> {
         match event {
             SupervisionEvent::ActorFailed(cell, error) => {
-                let found = self.host.awake.iter().find(|awake| awake.actor == cell.get_id()).map(|awake| *awake.key());
+                let found = self
+                    .host
+                    .active
+                    .iter()
+                    .find(|activation| activation.actor == cell.get_id())
+                    .map(|activation| *activation.key());
                 if let Some(entity) = found {
-                    self.host.left(entity, cell.get_id(), Exit::Died { reason: error.to_string() });
+                    self.host.actor_exited(entity, cell.get_id(), ActorExit::Crashed { reason: error.to_string() });
                 }
             }
             SupervisionEvent::ActorStarted(_)

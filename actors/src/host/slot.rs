@@ -1,12 +1,11 @@
-//! The bounds in front of everything: a place for each command that waits (design 6, *Overload*).
+//! The bounds of mailboxes: a slot for each command that waits (design 6, *Overload*).
 
 use dashmap::DashMap;
 use domain::CommandId;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A place in the bounds in front of a shard and an entity of it, and in the set of commands that are under way. Free again on
-/// drop.
+/// A slot of a shard and of an entity, and an entry in the set of commands in flight. Freed on drop.
 pub struct Slot {
     shard: Arc<AtomicUsize>,
     entity: Option<Arc<AtomicUsize>>,
@@ -14,14 +13,14 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// Counted before it is compared: of two that come for the last place, one at most stays.
+    /// Counted before it is compared: of two requests for the last slot, at most one gets it.
     pub(super) fn in_shard(waiting: &Arc<AtomicUsize>, bound: usize) -> Option<Self> {
         let before = waiting.fetch_add(1, Ordering::SeqCst);
         let slot = Self { shard: Arc::clone(waiting), entity: None, command: None };
         (before < bound).then_some(slot)
     }
 
-    pub(super) fn and_in_front_of(mut self, waiting: &Arc<AtomicUsize>, bound: usize) -> Option<Self> {
+    pub(super) fn and_in_entity(mut self, waiting: &Arc<AtomicUsize>, bound: usize) -> Option<Self> {
         let before = waiting.fetch_add(1, Ordering::SeqCst);
         self.entity = Some(Arc::clone(waiting));
         (before < bound).then_some(self)
@@ -36,7 +35,7 @@ impl Drop for Slot {
         if let Some(entity) = &self.entity {
             entity.fetch_sub(1, Ordering::SeqCst);
         }
-        // Last: whoever closes the shard waits for it.
+        // Last: closing the shard waits for it.
         self.shard.fetch_sub(1, Ordering::SeqCst);
     }
 }

@@ -4,37 +4,37 @@
 
 use super::*;
 use crate::ask::CommandKey;
-use crate::place::{command_id, digest_of};
-use crate::testing::{Books, Count, Counter, Refusal, asked, term};
+use crate::sharding::{command_id, digest_of};
+use crate::testing::{Count, Counter, Refusal, StoredState, context, term};
 use domain::commit::Epoch;
-use domain::{Kind, Shard};
+use domain::{EntityKind, Shard};
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-const COUNTER: EntityRef = EntityRef { kind: Kind::Sku, id: Uuid::from_u128(7) };
+const COUNTER: EntityRef = EntityRef { kind: EntityKind::Sku, id: Uuid::from_u128(7) };
 const SHARD: Shard = Shard(3);
 
-/// One thing that happens.
+/// One step of the simulation.
 #[derive(Clone, Debug)]
 enum Move {
-    Ask(Asking),
-    /// What the store was asked comes to its end, like this.
+    Ask(TestCommand),
+    /// The pending request to the store ends, like this.
     Deliver(End),
-    /// A commit whose answer was lost long ago arrives at the store.
+    /// A commit whose response was lost earlier arrives at the store.
     ArriveLate,
-    Sleep,
+    Passivate,
     /// So many seconds pass.
     Pass(i64),
-    /// Another member takes the shard; a shell that is started from here has the new epoch.
+    /// Another member takes over the shard; a shell that is started from here has the new epoch.
     TakeOver,
 }
 
 #[derive(Clone, Debug)]
-struct Asking {
-    /// The ticket; asks with the same one are the same command.
+struct TestCommand {
+    /// The ticket; requests with the same one are the same command.
     ticket: u64,
     once: bool,
-    /// With a command id; without, each ask is a command of its own.
+    /// With a command id; without one, each request is a command of its own.
     keyed: bool,
     keep_reply: bool,
     read: bool,
@@ -44,25 +44,25 @@ struct Asking {
 #[derive(Clone, Copy, Debug)]
 enum End {
     Well,
-    /// Somebody else writes first.
-    Disturbed,
+    /// Another writer comes first.
+    ConcurrentWrite,
     NotApplied,
     Refused,
     LostAfter,
     LostBefore,
-    /// Lost now, written later, perhaps behind the back of the next shell.
+    /// Lost now, written later, perhaps during the life of the next shell.
     LostForNow,
 }
 
 fn moves() -> impl Strategy<Value = Vec<Move>> {
     let asking = (0..6_u64, any::<bool>(), any::<bool>(), any::<bool>(), 0..5_u8, 0..6_i64).prop_map(
         |(ticket, once, keyed, keep_reply, read, patience)| {
-            Move::Ask(Asking { ticket, once, keyed, keep_reply, read: read == 0, patience })
+            Move::Ask(TestCommand { ticket, once, keyed, keep_reply, read: read == 0, patience })
         },
     );
     let end = prop_oneof![
         8 => Just(End::Well),
-        2 => Just(End::Disturbed),
+        2 => Just(End::ConcurrentWrite),
         1 => Just(End::NotApplied),
         1 => Just(End::Refused),
         1 => Just(End::LostAfter),
@@ -73,40 +73,40 @@ fn moves() -> impl Strategy<Value = Vec<Move>> {
         8 => asking,
         12 => end.prop_map(Move::Deliver),
         1 => Just(Move::ArriveLate),
-        1 => Just(Move::Sleep),
+        1 => Just(Move::Passivate),
         1 => (1..4_i64).prop_map(Move::Pass),
         1 => Just(Move::TakeOver),
     ];
     prop::collection::vec(one, 1..120)
 }
 
-/// The store's side of what the shell asked for.
+/// A request of the shell to the store.
 #[derive(Debug)]
-enum Pending {
+enum StoreRequest {
     Load,
     Commit(Box<Commit>),
     LookUp(CommandId),
 }
 
-/// The shell, the store, and everything that was said.
-struct Universe {
-    books: Books,
+/// The shell, the store, and all requests and replies.
+struct Simulation {
+    stored: StoredState,
     shell: Option<Shell<Counter>>,
-    pending: Option<Pending>,
+    pending: Option<StoreRequest>,
     late: Vec<Commit>,
     epoch: i64,
     now: i64,
     token: u64,
-    /// The ticket and the command id of each ask; a command without an id has a ticket of its own.
+    /// The ticket and the command id of each request; a command without an id has a ticket of its own.
     asks: BTreeMap<u64, (u64, Option<CommandId>, bool)>,
-    answers: BTreeMap<u64, Answer<Counter>>,
+    answers: BTreeMap<u64, AskResult<Counter>>,
     policy: PolicyBook,
 }
 
-impl Universe {
+impl Simulation {
     fn new() -> Self {
         Self {
-            books: Books { epochs: [(SHARD, Epoch(1))].into(), ..Books::default() },
+            stored: StoredState { epochs: [(SHARD, Epoch(1))].into(), ..StoredState::default() },
             shell: None,
             pending: None,
             late: Vec::new(),
@@ -119,25 +119,25 @@ impl Universe {
         }
     }
 
-    fn take(&mut self, one: Move) {
+    fn apply(&mut self, one: Move) {
         match one {
             Move::Ask(asking) => self.ask(&asking),
             Move::Deliver(end) => self.deliver(end),
             Move::ArriveLate => {
                 if let Some(commit) = self.late.pop() {
-                    self.books.commit(&commit);
+                    self.stored.commit(&commit);
                 }
             }
-            Move::Sleep => self.input(Input::Sleep),
+            Move::Passivate => self.input(Input::Passivate),
             Move::Pass(seconds) => self.now += seconds,
             Move::TakeOver => {
                 self.epoch += 1;
-                self.books.epochs.insert(SHARD, Epoch(self.epoch));
+                self.stored.epochs.insert(SHARD, Epoch(self.epoch));
             }
         }
     }
 
-    fn ask(&mut self, asking: &Asking) {
+    fn ask(&mut self, asking: &TestCommand) {
         self.token += 1;
         let token = self.token;
         let ticket = if asking.keyed { asking.ticket } else { 1_000 + token };
@@ -146,8 +146,8 @@ impl Universe {
             (false, true) => Count::AddOnce(ticket),
             (false, false) => Count::Add(ticket),
         };
-        let mut about = asked(self.at() + chrono::TimeDelta::seconds(asking.patience));
-        // The same ticket with other words is another request under the same id.
+        let mut about = context(self.at() + chrono::TimeDelta::seconds(asking.patience));
+        // The same ticket with another command is another request under the same id.
         let id = command_id(&[b"ticket", &ticket.to_be_bytes()]);
         if asking.keyed && !asking.read {
             let digest = digest_of(&[command_name(&command)]);
@@ -155,16 +155,16 @@ impl Universe {
         }
         self.asks.insert(token, (ticket, about.command.as_ref().map(|key| key.id), asking.read));
         if self.shell.is_none() {
-            // Every other one supposes that there is no counter yet, rightly or not.
+            // Every other shell assumes that there is no counter yet, rightly or not.
             if token.is_multiple_of(2) {
                 self.shell = Some(Shell::start_new(COUNTER.id, term(SHARD, self.epoch)));
             } else {
                 let (shell, output) = Shell::start(COUNTER.id, term(SHARD, self.epoch));
                 self.shell = Some(shell);
-                self.heard(vec![output]);
+                self.execute(vec![output]);
             }
         }
-        self.input(Input::Ask(Ask { token, command, asked: about }));
+        self.input(Input::Ask(CommandRequest { token, command, context: about }));
     }
 
     fn at(&self) -> Timestamp {
@@ -174,20 +174,20 @@ impl Universe {
     fn input(&mut self, input: Input<Counter>) {
         let at = self.at();
         let Some(shell) = &mut self.shell else { return };
-        let outputs = shell.on(input, Now { at, seed: u128::from(self.token) << 70, policy: &self.policy });
-        self.heard(outputs);
+        let outputs = shell.on(input, InputContext { at, seed: u128::from(self.token) << 70, policy: &self.policy });
+        self.execute(outputs);
     }
 
-    fn heard(&mut self, outputs: Vec<Output<Counter>>) {
+    fn execute(&mut self, outputs: Vec<Output<Counter>>) {
         for output in outputs {
             match output {
-                Output::Load => self.waits_for(Pending::Load),
-                Output::Commit(commit) => self.waits_for(Pending::Commit(commit)),
-                Output::LookUp(id) => self.waits_for(Pending::LookUp(id)),
+                Output::Load => self.set_pending(StoreRequest::Load),
+                Output::Commit(commit) => self.set_pending(StoreRequest::Commit(commit)),
+                Output::LookUp(id) => self.set_pending(StoreRequest::LookUp(id)),
                 Output::Reply(token, answer) => self.answered(token, answer),
-                // It follows a reply that was checked against the store.
+                // It follows a reply that is checked against the store.
                 Output::Perform(_) => {}
-                Output::Sleep | Output::Die(_) | Output::Lose(_) => {
+                Output::Passivate | Output::Crash(_) | Output::StoreOutage(_) => {
                     assert!(self.pending.is_none(), "it left while it waits for {:?}", self.pending);
                     self.shell = None;
                 }
@@ -196,21 +196,21 @@ impl Universe {
         }
     }
 
-    fn waits_for(&mut self, pending: Pending) {
+    fn set_pending(&mut self, pending: StoreRequest) {
         let before = self.pending.replace(pending);
         assert!(before.is_none(), "it waits for two things: {before:?} and {:?}", self.pending);
     }
 
-    fn answered(&mut self, token: u64, answer: Answer<Counter>) {
+    fn answered(&mut self, token: u64, answer: AskResult<Counter>) {
         let (ticket, _, read) = self.asks[&token];
         match &answer {
             Ok(_) if read => {}
-            // Persist, then speak.
+            // Persist, then reply.
             Ok(answered) => {
                 assert_eq!(self.times_counted(ticket), 1, "{ticket} is acknowledged");
                 assert_ne!(answered.written, answered.replayed);
             }
-            // Refused for what it did itself, or for what another request did.
+            // Refused since this or another request counted the ticket.
             Err(AskError::Rejected(Refusal::Counted(counted))) => assert_eq!(self.times_counted(*counted), 1),
             Err(_) => {}
         }
@@ -218,44 +218,44 @@ impl Universe {
     }
 
     fn times_counted(&self, ticket: u64) -> usize {
-        self.books.counter(COUNTER.id).tickets.iter().filter(|counted| **counted == ticket).count()
+        self.stored.counter(COUNTER.id).tickets.iter().filter(|counted| **counted == ticket).count()
     }
 
     fn deliver(&mut self, end: End) {
-        let unreachable = || StoreError::unavailable("unreachable".to_owned());
-        let reads = matches!(end, End::Well | End::Disturbed | End::Refused);
+        let unreachable = || StoreReadError::unavailable("unreachable".to_owned());
+        let reads = matches!(end, End::Well | End::ConcurrentWrite | End::Refused);
         match self.pending.take() {
             None => {}
-            Some(Pending::Load) if reads => {
-                let found = self.books.entities.get(&COUNTER).cloned();
+            Some(StoreRequest::Load) if reads => {
+                let found = self.stored.entities.get(&COUNTER).cloned();
                 self.input(Input::Loaded(Ok(found)));
             }
-            Some(Pending::LookUp(id)) if reads => {
-                let found = self.books.commands.get(&id).cloned();
-                self.input(Input::Looked(Ok(found)));
+            Some(StoreRequest::LookUp(id)) if reads => {
+                let found = self.stored.commands.get(&id).cloned();
+                self.input(Input::LookedUp(Ok(found)));
             }
-            Some(Pending::Load) => self.input(Input::Loaded(Err(unreachable()))),
-            Some(Pending::LookUp(_)) => self.input(Input::Looked(Err(unreachable()))),
-            Some(Pending::Commit(commit)) => {
+            Some(StoreRequest::Load) => self.input(Input::Loaded(Err(unreachable()))),
+            Some(StoreRequest::LookUp(_)) => self.input(Input::LookedUp(Err(unreachable()))),
+            Some(StoreRequest::Commit(commit)) => {
                 let outcome = self.commit(*commit, end);
                 self.input(Input::Committed(outcome));
             }
         }
     }
 
-    fn commit(&mut self, commit: Commit, end: End) -> Outcome {
-        let lost = Outcome::Unknown { reason: "the connection broke".to_owned() };
+    fn commit(&mut self, commit: Commit, end: End) -> CommitOutcome {
+        let lost = CommitOutcome::Unknown { reason: "the connection broke".to_owned() };
         match end {
-            End::Well => self.books.commit(&commit),
-            End::Disturbed => {
-                self.books.disturb(COUNTER);
-                self.books.commit(&commit)
+            End::Well => self.stored.commit(&commit),
+            End::ConcurrentWrite => {
+                self.stored.write_concurrently(COUNTER);
+                self.stored.commit(&commit)
             }
-            End::NotApplied => Outcome::NotApplied { reason: "full".to_owned() },
-            End::Refused => Outcome::Refused { constraint: "name".to_owned() },
+            End::NotApplied => CommitOutcome::NotApplied { reason: "full".to_owned() },
+            End::Refused => CommitOutcome::Refused { constraint: "name".to_owned() },
             End::LostBefore => lost,
             End::LostAfter => {
-                self.books.commit(&commit);
+                self.stored.commit(&commit);
                 lost
             }
             End::LostForNow => {
@@ -265,30 +265,30 @@ impl Universe {
         }
     }
 
-    /// Everything comes to its end, and then the whole is looked at.
+    /// Completes all requests, then checks the invariants.
     fn settle(&mut self) {
         while self.pending.is_some() {
             self.deliver(End::Well);
         }
         while let Some(commit) = self.late.pop() {
-            self.books.commit(&commit);
+            self.stored.commit(&commit);
         }
         assert_eq!(self.asks.keys().collect::<Vec<_>>(), self.answers.keys().collect::<Vec<_>>());
-        let tickets = self.books.counter(COUNTER.id).tickets;
+        let tickets = self.stored.counter(COUNTER.id).tickets;
         let distinct: BTreeSet<_> = tickets.iter().collect();
         assert_eq!(distinct.len(), tickets.len(), "counted twice: {tickets:?}");
-        assert_eq!(self.books.commits.len(), tickets.len());
+        assert_eq!(self.stored.commits.len(), tickets.len());
         for (ticket, answers) in self.answers_by_ticket() {
             let done = answers.iter().any(|answer| answer.is_ok() || matches!(answer, Err(AskError::AlreadyDone)));
             let unknown = answers.iter().any(|answer| matches!(answer, Err(AskError::Unknown { .. })));
             match self.times_counted(ticket) {
                 0 => assert!(!done, "ticket {ticket} was acknowledged and lost: {answers:?}"),
-                _ => assert!(done || unknown, "ticket {ticket} was counted, and everybody told no: {answers:?}"),
+                _ => assert!(done || unknown, "ticket {ticket} was counted, and every reply denies it: {answers:?}"),
             }
         }
     }
 
-    fn answers_by_ticket(&self) -> BTreeMap<u64, Vec<&Answer<Counter>>> {
+    fn answers_by_ticket(&self) -> BTreeMap<u64, Vec<&AskResult<Counter>>> {
         let mut by_ticket = BTreeMap::<_, Vec<_>>::new();
         for (token, answer) in &self.answers {
             let (ticket, _, read) = self.asks[token];
@@ -308,11 +308,11 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2_000, ..ProptestConfig::default() })]
 
     #[test]
-    fn nothing_acknowledged_is_lost_nothing_is_done_twice_and_every_ask_is_answered_once(moves in moves()) {
-        let mut universe = Universe::new();
+    fn acknowledged_commands_are_executed_once_and_every_request_is_answered_once(moves in moves()) {
+        let mut simulation = Simulation::new();
         for one in moves {
-            universe.take(one);
+            simulation.apply(one);
         }
-        universe.settle();
+        simulation.settle();
     }
 }

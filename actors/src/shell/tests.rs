@@ -2,10 +2,10 @@
 
 use super::*;
 use crate::ask::CommandKey;
-use crate::testing::{Books, Count, Counter, Refusal, asked, key, panics_are_short, term, user, worker};
-use domain::authz::{Role, authorize};
+use crate::testing::{Count, Counter, Refusal, StoredState, context, key, shorten_panic_output, term, user, worker};
+use domain::authz::{TokenRole, authorize};
 use domain::tenant::{self, Tenant};
-use domain::{Kind, NodeId, Principal, Shard};
+use domain::{EntityKind, NodeId, Principal, Shard};
 use domain::{allocation::Allocation, node::Node};
 
 const COUNTER: Uuid = Uuid::from_u128(7);
@@ -23,33 +23,33 @@ struct Bench<M: Machine> {
 
 impl<M: Machine> Bench<M> {
     fn starting() -> Self {
-        panics_are_short();
+        shorten_panic_output();
         let (shell, load) = Shell::start(COUNTER, term(Shard(3), 9));
         assert!(matches!(load, Output::Load));
         Self { shell, now: at(100), policy: PolicyBook::default() }
     }
 
-    /// Woken by a command that makes it.
-    fn supposing() -> Self {
-        panics_are_short();
+    /// Activated by a command that creates the entity.
+    fn assuming_absence() -> Self {
+        shorten_panic_output();
         Self { shell: Shell::start_new(COUNTER, term(Shard(3), 9)), now: at(100), policy: PolicyBook::default() }
     }
 
-    /// What comes out, each as one line.
+    /// The outputs, each as one line.
     fn on(&mut self, input: Input<M>) -> Vec<String> {
         self.raw(input).iter().map(line::<M>).collect()
     }
 
     fn raw(&mut self, input: Input<M>) -> Vec<Output<M>> {
-        self.shell.on(input, Now { at: self.now, seed: 42, policy: &self.policy })
+        self.shell.on(input, InputContext { at: self.now, seed: 42, policy: &self.policy })
     }
 
     fn ask(&mut self, token: u64, command: M::Command) -> Vec<String> {
-        self.on(Input::Ask(Ask { token, command, asked: asked(at(200)) }))
+        self.on(Input::Ask(CommandRequest { token, command, context: context(at(200)) }))
     }
 
     fn ask_once(&mut self, token: u64, command: M::Command, key: CommandKey) -> Vec<String> {
-        self.on(Input::Ask(Ask { token, command, asked: asked(at(200)).once(key) }))
+        self.on(Input::Ask(CommandRequest { token, command, context: context(at(200)).with_key(key) }))
     }
 }
 
@@ -69,7 +69,7 @@ fn line<M: Machine>(output: &Output<M>) -> String {
         Output::Load => "load".to_owned(),
         Output::Commit(commit) => format!("commit {} from {}", commit.command_name, commit.expected_version),
         Output::LookUp(_) => "look up".to_owned(),
-        Output::Reply(token, Ok(Answered { reply, replayed, written, version })) => {
+        Output::Reply(token, Ok(CommandReply { reply, replayed, written, version })) => {
             let how = match (replayed, written) {
                 (false, true) => "written",
                 (false, false) => "unchanged",
@@ -86,9 +86,9 @@ fn line<M: Machine>(output: &Output<M>) -> String {
             Effect::ReadPolicy => "read policy".to_owned(),
             Effect::ReadKeys => "read keys".to_owned(),
         },
-        Output::Sleep => "sleep".to_owned(),
-        Output::Die(reason) => format!("die: {reason}"),
-        Output::Lose(reason) => format!("lose: {reason}"),
+        Output::Passivate => "sleep".to_owned(),
+        Output::Crash(reason) => format!("die: {reason}"),
+        Output::StoreOutage(reason) => format!("lose: {reason}"),
         Output::Park(reason) => format!("park: {reason}"),
     }
 }
@@ -98,31 +98,31 @@ fn loaded(version: i64, tickets: &[u64]) -> Input<Counter> {
     Input::Loaded(Ok(Some(Snapshot { version, body: serde_json::to_string(&counter).unwrap() })))
 }
 
-fn done(key: &CommandKey, reply: Option<&str>) -> Done {
-    Done { entity: COUNTER, digest: key.digest, reply: reply.map(str::to_owned) }
+fn done(key: &CommandKey, reply: Option<&str>) -> CompletedCommand {
+    CompletedCommand { entity: COUNTER, digest: key.digest, reply: reply.map(str::to_owned) }
 }
 
-fn unreachable() -> StoreError {
-    StoreError::unavailable("unreachable".to_owned())
+fn unreachable() -> StoreReadError {
+    StoreReadError::unavailable("unreachable".to_owned())
 }
 
 #[test]
-fn a_command_waits_for_the_snapshot_is_committed_and_only_then_answered() {
+fn command_is_answered_only_after_load_and_commit() {
     let mut bench = Bench::starting();
     assert_eq!(bench.ask(1, Count::Add(3)), NOTHING);
     assert_eq!(bench.on(loaded(5, &[1, 2])), ["commit add from 5"]);
     assert_eq!(bench.shell.version(), 5);
-    assert_eq!(bench.on(Input::Committed(Outcome::Applied)), ["1: 3 written at 6", "wake 3"]);
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Applied)), ["1: 3 written at 6", "wake 3"]);
     assert_eq!(bench.shell.version(), 6);
     assert_eq!(bench.shell.state().unwrap().tickets, [1, 2, 3]);
 }
 
 #[test]
-fn what_was_never_created_is_decided_from_nothing() {
+fn command_for_an_entity_that_does_not_exist_is_decided_without_a_state() {
     let mut bench = Bench::<Counter>::starting();
     assert_eq!(bench.on(Input::Loaded(Ok(None))), NOTHING);
     assert_eq!(bench.ask(1, Count::Add(1)), ["commit add from 0"]);
-    assert_eq!(bench.on(Input::Committed(Outcome::Applied)), ["1: 1 written at 1", "wake 1"]);
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Applied)), ["1: 1 written at 1", "wake 1"]);
 }
 
 #[test]
@@ -132,35 +132,39 @@ fn a_command_that_changes_nothing_is_answered_without_a_commit() {
 }
 
 #[test]
-fn commands_are_answered_in_the_order_in_which_they_came() {
+fn commands_are_answered_in_order_of_arrival() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
     assert_eq!(bench.ask(2, Count::Read), NOTHING);
     assert_eq!(bench.ask(3, Count::Add(4)), NOTHING);
     assert_eq!(bench.ask(4, Count::Read), NOTHING);
-    let applied = bench.on(Input::Committed(Outcome::Applied));
+    let applied = bench.on(Input::Committed(CommitOutcome::Applied));
     assert_eq!(applied, ["1: 3 written at 6", "wake 3", "2: 3 unchanged at 6", "commit add from 6"]);
-    let applied = bench.on(Input::Committed(Outcome::Applied));
+    let applied = bench.on(Input::Committed(CommitOutcome::Applied));
     assert_eq!(applied, ["3: 4 written at 7", "wake 4", "4: 4 unchanged at 7"]);
 }
 
 #[test]
-fn a_commit_carries_everything_that_is_written_with_it() {
+fn commit_contains_all_rows_of_the_transition() {
     let mut bench = Bench::ready();
     let by = worker();
-    let asked = Asked { traceparent: Some("00-trace".to_owned()), ..asked(at(200)) };
+    let context = CommandContext { traceparent: Some("00-trace".to_owned()), ..context(at(200)) };
     let event = EventId(Uuid::from_u128(77));
-    let ask = Ask { token: 1, command: Count::Add(3), asked: asked.once(CommandKey::of_event(event, "add")) };
+    let ask = CommandRequest {
+        token: 1,
+        command: Count::Add(3),
+        context: context.with_key(CommandKey::for_event(event, "add")),
+    };
     let outputs = bench.raw(Input::Ask(ask));
     let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
-    assert_eq!(commit.entity, EntityRef { kind: Kind::Sku, id: COUNTER });
+    assert_eq!(commit.entity, EntityRef { kind: EntityKind::Sku, id: COUNTER });
     assert_eq!((commit.shard, commit.epoch.0, commit.expected_version), (Shard(3), 9, 5));
     assert_eq!((commit.from_state, commit.to_state), (Some("counting"), "counting"));
     assert_eq!((commit.at, commit.why.as_str()), (at(100), "counted"));
     assert_eq!((commit.actor.clone(), commit.correlation_id.as_str()), (by.to_string(), "correlation"));
     assert_eq!(commit.traceparent.as_deref(), Some("00-trace"));
     let command = commit.command.as_ref().unwrap();
-    assert_eq!(command.id, CommandKey::of_event(event, "add").id);
+    assert_eq!(command.id, CommandKey::for_event(event, "add").id);
     assert_eq!((command.consumes, &command.reply), (Some(event), &None));
     assert_eq!(commit.outbox.len(), 1);
     assert_eq!(commit.outbox[0].0.0.get_version_num(), 7);
@@ -169,18 +173,18 @@ fn a_commit_carries_everything_that_is_written_with_it() {
 }
 
 #[test]
-fn a_reply_is_kept_for_one_who_may_ask_again() {
+fn reply_is_stored_for_a_repeatable_command_only() {
     let mut bench = Bench::ready();
-    let ask = Ask { token: 1, command: Count::Add(3), asked: asked(at(200)).once(key("k")) };
+    let ask = CommandRequest { token: 1, command: Count::Add(3), context: context(at(200)).with_key(key("k")) };
     let outputs = bench.raw(Input::Ask(ask));
     let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
     assert_eq!(commit.command.as_ref().unwrap().reply.as_deref(), Some("3"));
 }
 
 #[test]
-fn the_deadline_index_says_when_to_wake_and_what_is_waited_for() {
+fn timer_row_has_the_wake_up_time_and_the_deadline_with_its_reason() {
     let mut bench = Bench::ready();
-    let ask = Ask { token: 1, command: Count::Wait(at(500)), asked: asked(at(200)) };
+    let ask = CommandRequest { token: 1, command: Count::Wait(at(500)), context: context(at(200)) };
     let outputs = bench.raw(Input::Ask(ask));
     let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
     let reason = "nobody has counted".to_owned();
@@ -191,34 +195,34 @@ fn the_deadline_index_says_when_to_wake_and_what_is_waited_for() {
 fn snapshot_that_no_member_committed_parks_the_entity() {
     let mut bench = Bench::<Counter>::starting();
     assert_eq!(bench.ask(1, Count::Read), NOTHING);
-    let altered = StoreError { reason: "the row was altered".to_owned(), is_altered: true };
+    let altered = StoreReadError { reason: "the row was altered".to_owned(), is_altered: true };
     let said = bench.on(Input::Loaded(Err(altered)));
     assert_eq!(said, ["1: parked: the row was altered", "park: the row was altered"]);
 }
 
 #[test]
-fn step_to_a_snapshot_over_the_bound_is_refused_and_the_entity_serves_on() {
+fn transition_to_a_snapshot_over_the_bound_is_refused_and_the_entity_stays_active() {
     let mut bench = Bench::starting();
-    // Twenty digits and a comma each: the next one is too much.
+    // Twenty digits and a comma each: the next one exceeds the bound.
     let tickets = vec![u64::MAX; Counter::SNAPSHOT_MOST / 21];
     assert_eq!(bench.on(loaded(5, &tickets)), NOTHING);
     let refused = bench.ask(1, Count::Add(u64::MAX));
     assert!(refused[0].starts_with("1: the machine failed: the next state of the sku has"), "{refused:?}");
     assert!(refused[0].contains("over its bound of 65536"), "{refused:?}");
-    assert!(bench.ask(2, Count::Read)[0].starts_with("2: "), "reading goes on");
+    assert!(bench.ask(2, Count::Read)[0].starts_with("2: "), "reads are still served");
 }
 
 #[test]
-fn claim_of_a_name_that_another_entity_has_is_decided_again_without_it_and_not_without_end() {
+fn claim_that_another_entity_holds_is_dropped_and_retried_a_bounded_number_of_times() {
     let claimed =
-        || Input::Committed(Outcome::Claimed { holders: [("ticket/3".to_owned(), Uuid::from_u128(9))].into() });
+        || Input::Committed(CommitOutcome::Claimed { holders: [("ticket/3".to_owned(), Uuid::from_u128(9))].into() });
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
     let outputs = bench.raw(claimed());
     let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
     let next: Counter = serde_json::from_str(&commit.snapshot).unwrap();
     assert_eq!(next.tickets, [1, 2], "the counter leaves the other one's ticket out");
-    assert_eq!(bench.on(Input::Committed(Outcome::Applied)), ["1: 2 written at 6"]);
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Applied)), ["1: 2 written at 6"]);
 
     assert_eq!(bench.ask(2, Count::Add(4)), ["commit add from 6"]);
     for _ in 0..3 {
@@ -229,51 +233,51 @@ fn claim_of_a_name_that_another_entity_has_is_decided_again_without_it_and_not_w
 }
 
 #[test]
-fn a_conflict_loads_again_and_decides_the_same_command_again_before_those_behind_it() {
+fn conflict_reloads_and_retries_the_command_before_later_ones() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
     assert_eq!(bench.ask(2, Count::Read), NOTHING);
-    assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Conflict)), ["load"]);
     assert_eq!(bench.on(loaded(6, &[1, 2, 9])), ["commit add from 6"]);
-    let applied = bench.on(Input::Committed(Outcome::Applied));
+    let applied = bench.on(Input::Committed(CommitOutcome::Applied));
     assert_eq!(applied, ["1: 4 written at 7", "wake 3", "2: 4 unchanged at 7"]);
 }
 
 #[test]
-fn a_command_that_comes_while_the_entity_is_loaded_again_waits_for_it() {
+fn command_that_arrives_during_a_reload_waits_for_it() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
-    assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Conflict)), ["load"]);
     assert_eq!(bench.ask(2, Count::Read), NOTHING);
     assert_eq!(bench.on(loaded(6, &[9])), ["commit add from 6"]);
-    assert_eq!(bench.on(Input::Committed(Outcome::Applied)).len(), 3);
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Applied)).len(), 3);
 }
 
 #[test]
-fn after_three_reloads_a_command_is_given_back_and_the_next_starts_with_none() {
+fn command_is_refused_after_three_reloads_and_the_next_has_three_of_its_own() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
     assert_eq!(bench.ask(2, Count::Add(4)), NOTHING);
     for version in 6..9 {
-        assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
+        assert_eq!(bench.on(Input::Committed(CommitOutcome::Conflict)), ["load"]);
         assert_eq!(bench.on(loaded(version, &[])), [format!("commit add from {version}")]);
     }
-    let given_back = bench.on(Input::Committed(Outcome::Conflict));
+    let given_back = bench.on(Input::Committed(CommitOutcome::Conflict));
     assert_eq!(
         given_back,
         ["1: unavailable: the entity keeps changing under the command", "commit add from 8"],
         "the second command meets the state as it was loaded last"
     );
-    assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Conflict)), ["load"]);
     assert_eq!(bench.on(loaded(9, &[])), ["commit add from 9"]);
-    assert_eq!(bench.on(Input::Committed(Outcome::Applied)), ["2: 1 written at 10", "wake 4"]);
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Applied)), ["2: 1 written at 10", "wake 4"]);
 }
 
 #[test]
-fn a_duplicate_gets_the_first_reply_and_performs_nothing() {
+fn duplicate_command_gets_the_first_reply_and_has_no_effects() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask_once(1, Count::Add(3), key("k")), ["commit add from 5"]);
-    let duplicate = Outcome::Duplicate(done(&key("k"), Some("2")));
+    let duplicate = CommitOutcome::Duplicate(done(&key("k"), Some("2")));
     assert_eq!(bench.on(Input::Committed(duplicate)), ["1: 2 replayed at 5"]);
     assert_eq!(bench.shell.version(), 5);
     assert_eq!(bench.ask(2, Count::Read), ["2: 2 unchanged at 5"]);
@@ -283,33 +287,33 @@ fn a_duplicate_gets_the_first_reply_and_performs_nothing() {
 fn another_request_under_a_used_command_id_is_refused() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask_once(1, Count::Add(3), key("k")), ["commit add from 5"]);
-    let other = Done { digest: [9; 32], ..done(&key("k"), Some("2")) };
-    let reused = bench.on(Input::Committed(Outcome::Duplicate(other)));
+    let other = CompletedCommand { digest: [9; 32], ..done(&key("k"), Some("2")) };
+    let reused = bench.on(Input::Committed(CommitOutcome::Duplicate(other)));
     assert_eq!(reused, ["1: the command id was used for another request"]);
 }
 
 #[test]
-fn a_duplicate_whose_reply_nobody_kept_is_said_to_be_done() {
+fn duplicate_command_without_a_stored_reply_is_already_done() {
     let mut bench = Bench::ready();
-    let event = CommandKey::of_event(EventId(Uuid::from_u128(77)), "step");
+    let event = CommandKey::for_event(EventId(Uuid::from_u128(77)), "step");
     assert_eq!(bench.ask_once(1, Count::Add(3), event.clone()), ["commit add from 5"]);
-    let duplicate = Outcome::Duplicate(done(&event, None));
+    let duplicate = CommitOutcome::Duplicate(done(&event, None));
     assert_eq!(bench.on(Input::Committed(duplicate)), ["1: the command was carried out before"]);
 }
 
 #[test]
-fn a_kept_reply_that_cannot_be_read_leaves_its_asker_uncertain() {
+fn stored_reply_that_cannot_be_decoded_is_an_unknown_outcome() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask_once(1, Count::Add(3), key("k")), ["commit add from 5"]);
-    let answers = bench.raw(Input::Committed(Outcome::Duplicate(done(&key("k"), Some("{")))));
+    let answers = bench.raw(Input::Committed(CommitOutcome::Duplicate(done(&key("k"), Some("{")))));
     assert!(matches!(answers.as_slice(), [Output::Reply(1, Err(AskError::Unknown { .. }))]), "{answers:?}");
 }
 
 #[test]
-fn what_the_store_refuses_is_answered_and_the_entity_lives_on() {
+fn refusal_by_the_store_is_answered_and_the_entity_stays_active() {
     let refusals = [
-        (Outcome::Refused { constraint: "unique_name".into() }, "1: the database refused: unique_name"),
-        (Outcome::NotApplied { reason: "full".into() }, "1: unavailable: full"),
+        (CommitOutcome::Refused { constraint: "unique_name".into() }, "1: the database refused: unique_name"),
+        (CommitOutcome::NotApplied { reason: "full".into() }, "1: unavailable: full"),
     ];
     for (outcome, answer) in refusals {
         let mut bench = Bench::ready();
@@ -320,20 +324,20 @@ fn what_the_store_refuses_is_answered_and_the_entity_lives_on() {
 }
 
 #[test]
-fn a_fenced_shell_goes_to_sleep_and_sends_everybody_to_the_owner() {
+fn fenced_shell_ends_and_answers_not_owner() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
     assert_eq!(bench.ask(2, Count::Read), NOTHING);
-    assert_eq!(bench.on(Input::Committed(Outcome::Fenced)), ["1: not the owner", "2: not the owner", "sleep"]);
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Fenced)), ["1: not the owner", "2: not the owner", "sleep"]);
     assert_eq!(bench.ask(3, Count::Read), ["3: not the owner"]);
 }
 
 #[test]
-fn an_unknown_outcome_is_told_as_unknown_and_ends_the_shell() {
+fn unknown_outcome_is_answered_as_unknown_and_ends_the_shell() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
     assert_eq!(bench.ask(2, Count::Read), NOTHING);
-    let died = bench.on(Input::Committed(Outcome::Unknown { reason: "broke".into() }));
+    let died = bench.on(Input::Committed(CommitOutcome::Unknown { reason: "broke".into() }));
     assert_eq!(
         died,
         [
@@ -349,16 +353,19 @@ fn an_unknown_outcome_is_told_as_unknown_and_ends_the_shell() {
 fn a_rejection_is_an_answer() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::AddOnce(2)), ["1: ticket 2 was counted"]);
-    let event = CommandKey::of_event(EventId(Uuid::from_u128(77)), "step");
+    let event = CommandKey::for_event(EventId(Uuid::from_u128(77)), "step");
     assert_eq!(bench.ask_once(2, Count::AddOnce(2), event), ["2: ticket 2 was counted"]);
     assert_eq!(bench.ask(3, Count::Read), ["3: 2 unchanged at 5"]);
 }
 
 #[test]
-fn a_rejected_repetition_gets_its_first_reply() {
+fn repeated_command_that_is_rejected_now_gets_its_first_reply() {
     let cases = [
         (Ok(Some(done(&key("k"), Some("2")))), "1: 2 replayed at 5"),
-        (Ok(Some(Done { digest: [9; 32], ..done(&key("k"), None) })), "1: the command id was used for another request"),
+        (
+            Ok(Some(CompletedCommand { digest: [9; 32], ..done(&key("k"), None) })),
+            "1: the command id was used for another request",
+        ),
         (Ok(None), "1: ticket 2 was counted"),
         (Err(unreachable()), "1: unavailable: the store cannot be read: unreachable"),
     ];
@@ -366,49 +373,55 @@ fn a_rejected_repetition_gets_its_first_reply() {
         let mut bench = Bench::ready();
         assert_eq!(bench.ask_once(1, Count::AddOnce(2), key("k")), ["look up"]);
         assert_eq!(bench.ask(2, Count::Read), NOTHING);
-        assert_eq!(bench.on(Input::Sleep), NOTHING);
-        assert_eq!(bench.on(Input::Looked(found)), [answer, "2: 2 unchanged at 5"]);
+        assert_eq!(bench.on(Input::Passivate), NOTHING);
+        assert_eq!(bench.on(Input::LookedUp(found)), [answer, "2: 2 unchanged at 5"]);
     }
 }
 
 #[test]
-fn a_repetition_with_nothing_left_to_do_gets_its_first_reply() {
+fn repeated_command_that_changes_nothing_gets_its_first_reply() {
     let cases = [
         (Ok(Some(done(&key("k"), Some("1")))), "1: 1 replayed at 5"),
-        (Ok(Some(Done { digest: [9; 32], ..done(&key("k"), None) })), "1: the command id was used for another request"),
+        (
+            Ok(Some(CompletedCommand { digest: [9; 32], ..done(&key("k"), None) })),
+            "1: the command id was used for another request",
+        ),
         (Ok(None), "1: 2 unchanged at 5"),
         (Err(unreachable()), "1: unavailable: the store cannot be read: unreachable"),
     ];
     for (found, answer) in cases {
         let mut bench = Bench::ready();
         assert_eq!(bench.ask_once(1, Count::Read, key("k")), ["look up"]);
-        assert_eq!(bench.on(Input::Looked(found)), [answer]);
+        assert_eq!(bench.on(Input::LookedUp(found)), [answer]);
     }
-    // What an event asks has nobody who reads the reply.
-    let event = CommandKey::of_event(EventId(Uuid::from_u128(77)), "step");
+    // A command that reacts to an event has no reader of its reply.
+    let event = CommandKey::for_event(EventId(Uuid::from_u128(77)), "step");
     assert_eq!(Bench::ready().ask_once(1, Count::Read, event), ["1: 2 unchanged at 5"]);
 }
 
 #[test]
-fn a_command_that_waited_longer_than_its_asker_is_not_carried_out() {
+fn command_past_its_deadline_is_not_executed() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
     assert_eq!(bench.ask(2, Count::Add(4)), NOTHING);
     assert_eq!(bench.ask(3, Count::Read), NOTHING);
     bench.now = at(200);
-    bench.shell.waiting[0].asked.deadline = at(199);
-    let applied = bench.on(Input::Committed(Outcome::Applied));
+    bench.shell.waiting[0].context.deadline = at(199);
+    let applied = bench.on(Input::Committed(CommitOutcome::Applied));
     let too_late = "2: unavailable: the command waited longer than its asker";
     assert_eq!(applied, ["1: 3 written at 6", "wake 3", too_late, "3: 3 unchanged at 6"]);
 }
 
 #[test]
-fn whoever_asks_is_checked_where_it_is_decided() {
+fn permission_is_checked_where_the_command_is_decided() {
     let mut bench = Bench::ready();
-    let strangers = [user("ann", &[Role::Admin]), Principal::Node(NodeId(COUNTER))];
+    let strangers = [user("ann", &[TokenRole::Admin]), Principal::Node(NodeId(COUNTER))];
     for by in strangers {
-        let asked = Asked { by, ..asked(at(200)) };
-        assert_eq!(bench.on(Input::Ask(Ask { token: 1, command: Count::Add(3), asked })), ["1: not allowed"]);
+        let context = CommandContext { by, ..context(at(200)) };
+        assert_eq!(
+            bench.on(Input::Ask(CommandRequest { token: 1, command: Count::Add(3), context })),
+            ["1: not allowed"]
+        );
     }
 }
 
@@ -425,7 +438,7 @@ fn a_snapshot_that_cannot_be_read_parks_the_entity() {
 }
 
 #[test]
-fn an_entity_that_cannot_be_loaded_says_so_and_is_over() {
+fn failed_load_is_answered_as_unavailable_and_ends_the_shell() {
     let mut bench = Bench::<Counter>::starting();
     assert_eq!(bench.ask(1, Count::Read), NOTHING);
     let why = "the store cannot be read: unreachable";
@@ -434,22 +447,22 @@ fn an_entity_that_cannot_be_loaded_says_so_and_is_over() {
 }
 
 #[test]
-fn a_conflict_whose_reload_fails_gives_the_command_back() {
+fn conflict_whose_reload_fails_is_answered_as_unavailable() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Add(3)), ["commit add from 5"]);
-    assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Conflict)), ["load"]);
     let why = "the store cannot be read: unreachable";
     let died = bench.on(Input::Loaded(Err(unreachable())));
     assert_eq!(died, [format!("1: unavailable: {why}"), format!("lose: {why}")]);
 }
 
 #[test]
-fn a_panic_of_the_machine_does_not_swallow_the_reply_to_what_is_durable() {
+fn panic_of_the_machine_loses_no_reply_to_a_committed_command() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Poison), ["commit poison from 5"]);
     assert_eq!(bench.ask(2, Count::Add(3)), NOTHING);
     assert_eq!(bench.ask(3, Count::Add(4)), NOTHING);
-    let died = bench.on(Input::Committed(Outcome::Applied));
+    let died = bench.on(Input::Committed(CommitOutcome::Applied));
     assert_eq!(
         died,
         [
@@ -462,30 +475,30 @@ fn a_panic_of_the_machine_does_not_swallow_the_reply_to_what_is_durable() {
 }
 
 #[test]
-fn a_next_state_that_cannot_be_written_down_is_not_taken() {
+fn next_state_that_cannot_be_encoded_is_refused() {
     let mut bench = Bench::ready();
     assert_eq!(bench.ask(1, Count::Spoil), ["1: the machine failed: the next state cannot be written down: spoiled"]);
     assert_eq!(bench.ask(2, Count::Add(3)), ["commit add from 5"]);
 }
 
 #[test]
-fn only_an_idle_entity_sleeps() {
+fn only_an_idle_entity_is_passivated() {
     let mut loading = Bench::<Counter>::starting();
-    assert_eq!(loading.on(Input::Sleep), NOTHING);
+    assert_eq!(loading.on(Input::Passivate), NOTHING);
     assert_eq!(loading.on(loaded(5, &[])), NOTHING);
     assert_eq!(loading.ask(1, Count::Add(3)), ["commit add from 5"]);
-    assert_eq!(loading.on(Input::Sleep), NOTHING);
-    assert_eq!(loading.on(Input::Committed(Outcome::Applied)), ["1: 1 written at 6", "wake 3"]);
-    assert_eq!(loading.on(Input::Sleep), ["sleep"]);
-    assert_eq!(loading.on(Input::Sleep), NOTHING);
+    assert_eq!(loading.on(Input::Passivate), NOTHING);
+    assert_eq!(loading.on(Input::Committed(CommitOutcome::Applied)), ["1: 1 written at 6", "wake 3"]);
+    assert_eq!(loading.on(Input::Passivate), ["sleep"]);
+    assert_eq!(loading.on(Input::Passivate), NOTHING);
     assert_eq!(loading.ask(2, Count::Read), ["2: not the owner"]);
 }
 
-/// What nothing waits for: a snapshot, an outcome and a finding, in every phase that did not ask for them.
+/// Unexpected inputs: a snapshot, an outcome and a lookup result, in every phase that did not ask for them.
 #[test]
-fn an_input_that_nothing_waits_for_changes_nothing() {
-    type Way = fn(&mut Bench<Counter>);
-    let phases: [(&str, Way, &[&str]); 5] = [
+fn input_that_the_phase_does_not_expect_is_ignored() {
+    type Setup = fn(&mut Bench<Counter>);
+    let phases: [(&str, Setup, &[&str]); 5] = [
         ("loading", |_| {}, &["loaded"]),
         ("ready", |bench| drop(bench.on(loaded(5, &[1, 2]))), &[]),
         (
@@ -508,7 +521,7 @@ fn an_input_that_nothing_waits_for_changes_nothing() {
             "over",
             |bench| {
                 bench.on(loaded(5, &[1, 2]));
-                bench.on(Input::Sleep);
+                bench.on(Input::Passivate);
             },
             &[],
         ),
@@ -516,8 +529,8 @@ fn an_input_that_nothing_waits_for_changes_nothing() {
     for (phase, reach, awaited) in phases {
         for (name, stray) in [
             ("loaded", loaded as fn(i64, &[u64]) -> Input<Counter>),
-            ("committed", |_, _| Input::Committed(Outcome::Applied)),
-            ("looked", |_, _| Input::Looked(Ok(None))),
+            ("committed", |_, _| Input::Committed(CommitOutcome::Applied)),
+            ("looked", |_, _| Input::LookedUp(Ok(None))),
         ] {
             if awaited.contains(&name) {
                 continue;
@@ -531,68 +544,72 @@ fn an_input_that_nothing_waits_for_changes_nothing() {
     }
 }
 
-/// The real machines through the same shell: an allocation that is asked for twice, and a node that nobody registered.
+/// The real machines through the same shell: a repeated request for an allocation, and an unregistered node.
 #[test]
-fn a_repeated_request_for_an_allocation_is_answered_with_the_first_one() {
+fn repeated_request_for_an_allocation_gets_the_first_reply() {
     let mut bench = Bench::<Allocation>::starting();
-    let mut books = Books::default();
-    let permit = authorize(&user("ann", &[Role::User]), domain::Action::Rent).unwrap();
-    let asked = Asked::new(&permit, "c", at(200)).once(key("create"));
+    let mut stored = StoredState::default();
+    let permit = authorize(&user("ann", &[TokenRole::User]), domain::Action::Rent).unwrap();
+    let context = CommandContext::new(&permit, "c", at(200)).with_key(key("create"));
     let command = domain::allocation::Command::Request(Box::new(crate::directory::tests::request()));
     bench.on(Input::Loaded(Ok(None)));
-    let ask = |token| Ask { token, command: command.clone(), asked: asked.clone() };
+    let ask = |token| CommandRequest { token, command: command.clone(), context: context.clone() };
     let outputs = bench.raw(Input::Ask(ask(1)));
     let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
     assert_eq!((commit.from_state, commit.to_state), (None, "requested"));
     assert!(commit.timer.is_some());
-    assert_eq!(books.commit(commit), Outcome::Applied);
-    let answers = bench.raw(Input::Committed(Outcome::Applied));
+    assert_eq!(stored.commit(commit), CommitOutcome::Applied);
+    let answers = bench.raw(Input::Committed(CommitOutcome::Applied));
     let [Output::Reply(1, Ok(first))] = answers.as_slice() else { panic!("{answers:?}") };
 
     assert_eq!(bench.on(Input::Ask(ask(2))), ["look up"], "it exists: perhaps because of this very command");
-    let answers = bench.raw(Input::Looked(Ok(books.commands.get(&key("create").id).cloned())));
+    let answers = bench.raw(Input::LookedUp(Ok(stored.commands.get(&key("create").id).cloned())));
     let [Output::Reply(2, Ok(second))] = answers.as_slice() else { panic!("{answers:?}") };
     assert_eq!((&second.reply, second.replayed), (&first.reply, true));
 }
 
 #[test]
-fn a_node_that_nobody_registered_is_not_found() {
+fn unregistered_node_is_not_found() {
     let mut bench = Bench::<Node>::starting();
     bench.on(Input::Loaded(Ok(None)));
     assert_eq!(bench.ask(1, domain::node::Command::Tick), ["1: there is no such node"]);
 }
 
 #[test]
-fn a_counter_at_rest_rejects_what_it_counted_before() {
+fn idle_counter_rejects_a_counted_ticket() {
     let mut bench = Bench::ready();
-    let outputs = bench.raw(Input::Ask(Ask { token: 1, command: Count::AddOnce(1), asked: asked(at(200)) }));
+    let outputs =
+        bench.raw(Input::Ask(CommandRequest { token: 1, command: Count::AddOnce(1), context: context(at(200)) }));
     let [Output::Reply(1, Err(AskError::Rejected(refusal)))] = outputs.as_slice() else { panic!("{outputs:?}") };
     assert_eq!(*refusal, Refusal::Counted(1));
 }
 
 #[test]
-fn what_is_supposed_to_be_new_is_committed_without_a_look() {
-    let mut bench = Bench::<Counter>::supposing();
+fn creating_command_is_committed_without_a_load() {
+    let mut bench = Bench::<Counter>::assuming_absence();
     assert_eq!(bench.ask(1, Count::Add(1)), ["commit add from 0"]);
-    assert!(bench.shell.settled().is_none(), "the store may be ahead");
-    assert_eq!(bench.on(Input::Committed(Outcome::Applied)), ["1: 1 written at 1", "wake 1"]);
+    assert!(bench.shell.committed_state().is_none(), "the store may be ahead");
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Applied)), ["1: 1 written at 1", "wake 1"]);
     assert_eq!(bench.ask(2, Count::Read), ["2: 1 unchanged at 1"]);
-    assert_eq!(bench.shell.settled().map(|(counter, version)| (counter.tickets.clone(), version)), Some((vec![1], 1)));
+    assert_eq!(
+        bench.shell.committed_state().map(|(counter, version)| (counter.tickets.clone(), version)),
+        Some((vec![1], 1))
+    );
 }
 
 #[test]
-fn a_wrong_supposition_is_found_out_by_the_commit_and_by_whatever_needs_none() {
-    let mut bench = Bench::<Counter>::supposing();
+fn wrong_assumption_of_absence_is_found_by_the_commit_or_by_a_load() {
+    let mut bench = Bench::<Counter>::assuming_absence();
     assert_eq!(bench.ask(1, Count::Read), ["load"]);
     assert_eq!(bench.on(loaded(5, &[1, 2])), ["1: 2 unchanged at 5"]);
 
-    let mut bench = Bench::<Counter>::supposing();
+    let mut bench = Bench::<Counter>::assuming_absence();
     assert_eq!(bench.ask_once(1, Count::AddOnce(1), key("k")), ["commit add_once from 0"]);
-    assert_eq!(bench.on(Input::Committed(Outcome::Conflict)), ["load"]);
+    assert_eq!(bench.on(Input::Committed(CommitOutcome::Conflict)), ["load"]);
     assert_eq!(bench.on(loaded(5, &[1, 2])).len(), 1, "it is looked whether that was this command");
 }
 
-/// A tenant with one key; the command that registers it is refused from then on, and that has to be audited, once a minute.
+/// A tenant with one key; the command that registers it is refused from then on, and that is audited, once a minute.
 fn tenant() -> (Bench<Tenant>, tenant::Command) {
     let add = tenant::Command::AddKey {
         user_id: "ann".into(),
@@ -604,62 +621,63 @@ fn tenant() -> (Bench<Tenant>, tenant::Command) {
     let mut bench = Bench::<Tenant>::starting();
     assert_eq!(bench.on(Input::Loaded(Ok(None))), NOTHING);
     assert_eq!(bench.ask_as_ann(1, add.clone(), None), ["commit add_key from 0"]);
-    bench.on(Input::Committed(Outcome::Applied));
+    bench.on(Input::Committed(CommitOutcome::Applied));
     (bench, add)
 }
 
 impl Bench<Tenant> {
     fn ask_as_ann(&mut self, token: u64, command: tenant::Command, key: Option<CommandKey>) -> Vec<String> {
-        let asked = Asked { by: user("ann", &[Role::User]), command: key, ..asked(at(200)) };
-        self.on(Input::Ask(Ask { token, command, asked }))
+        let context = CommandContext { by: user("ann", &[TokenRole::User]), command: key, ..context(at(200)) };
+        self.on(Input::Ask(CommandRequest { token, command, context }))
     }
 }
 
 #[test]
-fn a_refusal_that_must_be_audited_is_told_when_it_stands() {
+fn audited_refusal_is_answered_after_its_commit() {
     let (mut bench, add) = tenant();
-    let asked = Asked { by: user("ann", &[Role::User]), ..asked(at(200)) };
-    let out = bench.raw(Input::Ask(Ask { token: 2, command: add.clone(), asked }));
+    let context = CommandContext { by: user("ann", &[TokenRole::User]), ..context(at(200)) };
+    let out = bench.raw(Input::Ask(CommandRequest { token: 2, command: add.clone(), context }));
     let [Output::Commit(commit)] = out.as_slice() else { panic!("{out:?}") };
     assert_eq!((commit.audit.len(), commit.audit[0].action.as_str()), (1, "ssh_keys.create"));
     assert_eq!(commit.audit[0].metadata["result"], "refused");
-    assert!(commit.command.is_none() && commit.outbox.is_empty(), "nothing of the command is carried out");
-    let told = bench.on(Input::Committed(Outcome::Applied));
-    assert_eq!(told.len(), 1);
-    assert!(told[0].starts_with("2: the key is registered already"), "{told:?}");
+    assert!(commit.command.is_none() && commit.outbox.is_empty(), "nothing of the command is committed");
+    let replies = bench.on(Input::Committed(CommitOutcome::Applied));
+    assert_eq!(replies.len(), 1);
+    assert!(replies[0].starts_with("2: the key is registered already"), "{replies:?}");
     assert_eq!(bench.shell.version(), 2);
-    // Another in the same minute costs no commit.
-    let told = bench.ask_as_ann(3, add.clone(), None);
-    assert!(told[0].starts_with("3: the key is registered already"), "{told:?}");
+    // Another refusal in the same minute costs no commit.
+    let replies = bench.ask_as_ann(3, add.clone(), None);
+    assert!(replies[0].starts_with("3: the key is registered already"), "{replies:?}");
     bench.now += chrono::TimeDelta::minutes(1);
     assert_eq!(bench.ask_as_ann(4, add, None), ["commit add_key from 2"]);
 }
 
 #[test]
-fn a_refused_repetition_of_what_was_carried_out_is_no_refusal() {
+fn refused_repetition_of_an_executed_command_gets_its_first_reply() {
     let (mut bench, add) = tenant();
     let key = key("add");
     assert_eq!(bench.ask_as_ann(2, add, Some(key.clone())), ["look up"]);
     let reply = serde_json::to_string(&tenant::Reply::Done).unwrap();
-    assert_eq!(bench.on(Input::Looked(Ok(Some(done(&key, Some(&reply)))))), ["2: Done replayed at 1"]);
+    assert_eq!(bench.on(Input::LookedUp(Ok(Some(done(&key, Some(&reply)))))), ["2: Done replayed at 1"]);
 }
 
 #[test]
-fn a_refusal_whose_row_cannot_be_written_is_not_told() {
+fn audited_refusal_without_a_commit_is_not_answered_as_refused() {
     let (mut bench, add) = tenant();
     for (outcome, told) in [
-        (Outcome::NotApplied { reason: "down".into() }, "2: unavailable: down"),
-        (Outcome::Unknown { reason: "cut".into() }, "2: the outcome is unknown: cut"),
+        (CommitOutcome::NotApplied { reason: "down".into() }, "2: unavailable: down"),
+        (CommitOutcome::Unknown { reason: "cut".into() }, "2: the outcome is unknown: cut"),
     ] {
         assert_eq!(bench.ask_as_ann(2, add.clone(), None), ["commit add_key from 1"]);
         assert_eq!(bench.on(Input::Committed(outcome))[0], told);
     }
 }
 
-/// What a field calls a secret is not kept, whatever machine it comes from.
+/// Secret fields of a reply are not stored, whatever machine they come from.
 #[test]
-fn a_reply_is_kept_without_its_secrets() {
+fn stored_reply_has_no_secrets() {
     let kept =
-        kept_reply(&serde_json::json!({"node": {"token": {"secret": "S"}, "name": "n"}, "access_token": "S"})).unwrap();
+        redacted_reply(&serde_json::json!({"node": {"token": {"secret": "S"}, "name": "n"}, "access_token": "S"}))
+            .unwrap();
     assert!(!kept.contains("\"S\"") && kept.contains("[redacted]") && kept.contains("\"n\""), "{kept}");
 }

@@ -1,7 +1,7 @@
 //! How the node gets an identity with its token: by enrollment the first time, by recovery once the token is spent.
 //!
-//! Which of the two it is only the control plane knows for certain: the answer to an enrollment may have been lost, and an administrator
-//! may have issued the token anew. So what is refused the one way is tried the other way, once.
+//! Only the control plane knows for certain which of the two applies: the answer to an enrollment may have been lost, and an
+//! administrator may have reissued the token. So a request that is refused by one method is tried once with the other.
 
 use std::time::Duration;
 
@@ -10,44 +10,44 @@ use reqwest::StatusCode;
 use tracing::{info, warn};
 use uuid::Uuid;
 use wire::enroll::{EnrollAnswer, EnrollRequest, RecoverRequest};
-use wire::inventory::Inventory;
-use wire::{PROTOCOL, PublicKey, Token, VerifierSet, Verifiers};
+use wire::inventory::NodeInventory;
+use wire::{PROTOCOL, PublicKey, SecretToken, VerifierSet, Verifiers};
 
 use super::{BACKOFF_BASE, Fatal, report_failure};
-use crate::api::{Api, ApiError};
+use crate::api::{NodeApiClient, NodeApiError};
 use crate::backoff::Backoff;
 use crate::chain;
-use crate::config::Config;
-use crate::identity::{Identity, IdentityStore, Pending};
+use crate::config::AgentConfig;
+use crate::identity::{AgentIdentity, IdentityStore, PendingKey};
 
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 
-/// A node without an identity that holds.
+/// A node without a valid identity.
 pub(super) struct Applicant<'a> {
-    pub(super) config: &'a Config,
+    pub(super) config: &'a AgentConfig,
     pub(super) identities: &'a IdentityStore,
     pub(super) recovery_key: &'a SigningKey,
     pub(super) boot_id: Uuid,
-    pub(super) inventory: Inventory,
+    pub(super) inventory: NodeInventory,
     pub(super) verifier_set_version: u64,
 }
 
-/// The way to a certificate.
+/// The two methods to get a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum EnrollmentMethod {
     Enroll,
     Recover,
 }
 
-impl Way {
-    const fn other(self) -> Self {
+impl EnrollmentMethod {
+    const fn fallback(self) -> Self {
         match self {
             Self::Enroll => Self::Recover,
             Self::Recover => Self::Enroll,
         }
     }
 
-    const fn done(self) -> &'static str {
+    const fn completed(self) -> &'static str {
         match self {
             Self::Enroll => "enrolled",
             Self::Recover => "recovered",
@@ -55,28 +55,28 @@ impl Way {
     }
 }
 
-/// An identity, and the verifier sets that came with it.
-pub(super) struct Obtained {
-    pub(super) identity: Identity,
+/// An issued identity, and the verifier sets that came with it.
+pub(super) struct IssuedIdentity {
+    pub(super) identity: AgentIdentity,
     pub(super) verifier_sets: Vec<VerifierSet>,
 }
 
-/// An answer, and the key that it is for.
-type Answered = (Pending, EnrollAnswer);
+/// An answer, and the key that it certifies.
+type CertificateAnswer = (PendingKey, EnrollAnswer);
 
 impl Applicant<'_> {
-    /// Gets an identity, for as long as it takes. The key and the CSR are on disk before the token leaves the machine, and are the
-    /// same in every attempt, so that an answer that was lost is given again.
-    pub(super) async fn apply(&self, first: Way) -> Result<Obtained, Fatal> {
+    /// Requests an identity until the answer is final. The key and the CSR are on disk before the token leaves the machine, and are the
+    /// same in every attempt, so that a lost answer is answered again.
+    pub(super) async fn apply(&self, first: EnrollmentMethod) -> Result<IssuedIdentity, Fatal> {
         let token = self.config.enrollment_token.as_ref().ok_or(Fatal::NoEnrollmentToken)?;
-        let api = Api::anonymous(self.config)?;
-        let (way, (pending, answer)) = match self.go(first, &api, token).await? {
+        let api = NodeApiClient::anonymous(self.config)?;
+        let (method, (pending, answer)) = match self.request_until_final(first, &api, token).await? {
             Ok(answered) => (first, answered),
             Err(refused) if refused.status() == Some(StatusCode::UNAUTHORIZED) => {
-                info!("the token is refused to {first:?}; trying to {:?}", first.other());
-                let answered = self.go(first.other(), &api, token).await?;
-                // What was wanted first is what the operator is told about.
-                (first.other(), answered.map_err(|_| Fatal::EnrollmentRefused(refused))?)
+                info!("the token is refused to {first:?}; trying to {:?}", first.fallback());
+                let answered = self.request_until_final(first.fallback(), &api, token).await?;
+                // The operator is told the refusal of the first method.
+                (first.fallback(), answered.map_err(|_| Fatal::EnrollmentRefused(refused))?)
             }
             Err(refused) => return Err(Fatal::EnrollmentRefused(refused)),
         };
@@ -86,17 +86,22 @@ impl Applicant<'_> {
             recoveries_left = answer.recovery.remaining,
             certificate_not_after = %identity.not_after,
             "{}",
-            way.done()
+            method.completed()
         );
-        Ok(Obtained { identity, verifier_sets: answer.verifier_sets })
+        Ok(IssuedIdentity { identity, verifier_sets: answer.verifier_sets })
     }
 
-    async fn go(&self, way: Way, api: &Api, token: &Token) -> Result<Result<Answered, ApiError>, Fatal> {
+    async fn request_until_final(
+        &self,
+        method: EnrollmentMethod,
+        api: &NodeApiClient,
+        token: &SecretToken,
+    ) -> Result<Result<CertificateAnswer, NodeApiError>, Fatal> {
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
         loop {
-            let answered = match way {
-                Way::Enroll => self.enroll(api, token).await?,
-                Way::Recover => self.recover(api, token).await?,
+            let answered = match method {
+                EnrollmentMethod::Enroll => self.enroll(api, token).await?,
+                EnrollmentMethod::Recover => self.recover(api, token).await?,
             };
             let error = match answered {
                 Ok(answered) => return Ok(Ok(answered)),
@@ -111,7 +116,11 @@ impl Applicant<'_> {
         }
     }
 
-    async fn enroll(&self, api: &Api, token: &Token) -> Result<Result<Answered, ApiError>, Fatal> {
+    async fn enroll(
+        &self,
+        api: &NodeApiClient,
+        token: &SecretToken,
+    ) -> Result<Result<CertificateAnswer, NodeApiError>, Fatal> {
         let pending = self.identities.pending_enrollment(token)?;
         let request = EnrollRequest {
             enrollment_token: token.clone(),
@@ -126,8 +135,12 @@ impl Applicant<'_> {
         Ok(api.enroll(&request).await.map(|answer| (pending, answer)))
     }
 
-    async fn recover(&self, api: &Api, token: &Token) -> Result<Result<Answered, ApiError>, Fatal> {
-        // Where no answer ever came the identity is in its first generation, if there is one.
+    async fn recover(
+        &self,
+        api: &NodeApiClient,
+        token: &SecretToken,
+    ) -> Result<Result<CertificateAnswer, NodeApiError>, Fatal> {
+        // If no answer ever arrived, the identity, if there is one, is in its first generation.
         let identity_generation = self.identities.recovery()?.map_or(1, |recovery| recovery.identity_generation);
         let pending = self.identities.pending_recovery(identity_generation)?;
         let nonce = match api.nonce().await {
@@ -150,10 +163,10 @@ impl Applicant<'_> {
     }
 }
 
-/// Whether asking again with the same token cannot help.
-fn is_final(error: &ApiError) -> bool {
-    // Another replica, or this one in a moment, is upgraded.
-    if error.is_of_an_older_control_plane() {
+/// Whether a retry with the same token cannot help.
+fn is_final(error: &NodeApiError) -> bool {
+    // Another replica is upgraded already, or this one will be shortly.
+    if error.is_from_older_control_plane() {
         return false;
     }
     match error.status() {
@@ -165,9 +178,8 @@ fn is_final(error: &ApiError) -> bool {
     }
 }
 
-/// Takes newer verifier sets over and keeps them. A set that is refused is the operator's to look at; the trust that was
-/// there stays.
-pub(super) fn follow(
+/// Follows newer verifier sets and stores them. A refused set is left to the operator; the trusted set does not change.
+pub(super) fn follow_verifier_sets(
     identities: &IdentityStore,
     bundle: &VerifierSet,
     verifiers: &mut Verifiers,

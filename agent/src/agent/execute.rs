@@ -12,113 +12,113 @@ use reqwest::StatusCode;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tracing::{Instrument as _, error, info, warn};
 use uuid::Uuid;
-use wire::proof::{CleanupReport, Finding};
-use wire::task::{Envelope, Origin, Reboot, Release, Task, TaskError, TaskPayload, TaskResult, TaskStatus};
+use wire::proof::{CleanupFinding, CleanupReport};
+use wire::task::{Reboot, Release, SignedEnvelope, Task, TaskError, TaskOrigin, TaskPayload, TaskResult, TaskStatus};
 
-use super::poll::scope_of;
-use super::{Agent, BACKOFF_BASE, Fatal, held};
-use crate::api::ApiError;
+use super::poll::task_span;
+use super::{Agent, BACKOFF_BASE, Fatal, locked};
+use crate::api::NodeApiError;
 use crate::backoff::Backoff;
 use crate::chain;
 use crate::diagnose;
-use crate::executor::{Executor, Failure, Output};
-use crate::journal::{Ended, Line, Phase};
-use crate::plan::{Plan, plan};
+use crate::executor::{Executor, TaskFailure, TaskOutput};
+use crate::journal::{JournalEntry, Phase, ReportOutcome};
+use crate::plan::{TaskPlan, plan};
 
 const REPORT_BACKOFF_MAX: Duration = Duration::from_secs(30);
 
-/// How far this process is with an attempt.
+/// The stage of an attempt in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(super) enum AttemptStage {
     Executing,
     Reporting,
 }
 
-/// The tail of an allocation's queue: resolves when the task that holds the other end is over.
-pub(super) struct Lane {
+/// The tail of an allocation's queue: resolves when the task that holds the other end is finished.
+pub(super) struct QueueTail {
     last: (Uuid, u32),
     over: oneshot::Receiver<()>,
 }
 
-/// A task's place in its allocation's queue. Dropping it lets the next one go on.
-struct Place {
+/// A task's slot in its allocation's queue. Dropping it releases the next task.
+struct QueueSlot {
     before: Option<oneshot::Receiver<()>>,
     _over: Option<oneshot::Sender<()>>,
 }
 
 impl Agent {
-    /// Goes on with what the journal says is unfinished.
+    /// Continues the attempts that are unfinished in the journal.
     pub(super) fn resume(self: &Arc<Self>) {
         for record in self.journal.unreported() {
             let payload = record.payload.clone();
-            let (span, origin) = scope_of(&payload, &Uuid::now_v7().to_string());
+            let (span, origin) = task_span(&payload, &Uuid::now_v7().to_string());
             let _entered = span.enter();
             match plan(record.attempt, payload.task.is_idempotent(), Some(&record), false) {
-                Plan::Resend(result) => {
+                TaskPlan::Resend(result) => {
                     info!("a result from before the restart is sent again");
                     self.spawn_report(payload.task_id, result, origin);
                 }
-                Plan::Execute if payload.expires_at <= Utc::now() => {
+                TaskPlan::Execute if payload.expires_at <= Utc::now() => {
                     warn!(error_code = "task_expired", "the task expired before its end; the control plane decides");
                 }
-                Plan::Execute => {
+                TaskPlan::Execute => {
                     info!(was_started = record.phase == Phase::Started, "a task from before the restart goes on");
                     self.spawn_execution(payload, origin, None);
                 }
-                Plan::OutcomeUnknown => self.spawn_unknown_outcome(payload, origin),
-                Plan::UnderWay | Plan::Stale { .. } => {}
+                TaskPlan::OutcomeUnknown => self.spawn_unknown_outcome(payload, origin),
+                TaskPlan::InFlight | TaskPlan::Stale { .. } => {}
             }
         }
     }
 
-    pub(super) fn is_under_way(&self, task_id: Uuid, attempt: u32) -> bool {
-        held(&self.under_way).contains_key(&(task_id, attempt))
+    pub(super) fn is_in_flight(&self, task_id: Uuid, attempt: u32) -> bool {
+        locked(&self.in_flight).contains_key(&(task_id, attempt))
     }
 
-    /// Executes and reports beside the polling. `slot` bounds how many execute at once; a task from before a restart has
-    /// none yet.
+    /// Executes and reports in a task of its own, beside the polling. `slot` bounds the concurrent executions; a task from before a
+    /// restart has none yet.
     pub(super) fn spawn_execution(
         self: &Arc<Self>,
         payload: TaskPayload,
-        origin: Origin,
+        origin: TaskOrigin,
         slot: Option<OwnedSemaphorePermit>,
     ) {
         let agent = Arc::clone(self);
         let key = (payload.task_id, payload.attempt);
-        held(&self.under_way).insert(key, Stage::Executing);
-        // Taken here, so that the order of arrival is the order of execution.
-        let place = self.queue_up(&payload);
+        locked(&self.in_flight).insert(key, AttemptStage::Executing);
+        // Enqueued here, so that tasks are executed in their order of arrival.
+        let queue_slot = self.enqueue(&payload);
         self.tasks.spawn(
             async move {
-                if let Some(result) = agent.execute(&payload, place, slot).await {
+                if let Some(result) = agent.execute(&payload, queue_slot, slot).await {
                     agent.report(payload.task_id, result, &origin).await;
                 }
-                held(&agent.under_way).remove(&key);
+                locked(&agent.in_flight).remove(&key);
             }
             .instrument(tracing::Span::current()),
         );
     }
 
-    /// Sends a stored result again, unless that is under way.
-    pub(super) fn spawn_report(self: &Arc<Self>, task_id: Uuid, result: TaskResult, origin: Origin) {
+    /// Resends a stored result, unless it is in flight.
+    pub(super) fn spawn_report(self: &Arc<Self>, task_id: Uuid, result: TaskResult, origin: TaskOrigin) {
         let key = (task_id, result.attempt);
-        if held(&self.under_way).insert(key, Stage::Reporting).is_some() {
+        if locked(&self.in_flight).insert(key, AttemptStage::Reporting).is_some() {
             return;
         }
         let agent = Arc::clone(self);
         self.tasks.spawn(
             async move {
                 agent.report(task_id, result, &origin).await;
-                held(&agent.under_way).remove(&key);
+                locked(&agent.in_flight).remove(&key);
             }
             .instrument(tracing::Span::current()),
         );
     }
 
-    /// Says of a task that must not happen twice that nobody knows whether it happened.
-    pub(super) fn spawn_unknown_outcome(self: &Arc<Self>, payload: TaskPayload, origin: Origin) {
+    /// Reports that the outcome of a task that must not be executed twice is unknown.
+    pub(super) fn spawn_unknown_outcome(self: &Arc<Self>, payload: TaskPayload, origin: TaskOrigin) {
         let known = match &payload.task {
-            Task::Reboot(reboot) => restarted(reboot, self.boot_id),
+            Task::Reboot(reboot) => reboot_outcome(reboot, self.boot_id),
             Task::Provision(_)
             | Task::Release(_)
             | Task::ReconcileSshKeys(_)
@@ -126,13 +126,16 @@ impl Agent {
             | Task::Validate {}
             | Task::Diagnose {} => None,
         };
-        let unknown = || Err(Failure::new("outcome_unknown", "the agent ended while the task was under way"));
+        let unknown = || Err(TaskFailure::new("outcome_unknown", "the agent ended while the task was under way"));
         let now = Utc::now();
         let result = outcome(&payload, known.unwrap_or_else(unknown), now, now);
         let agent = Arc::clone(self);
         self.tasks.spawn(
             async move {
-                if agent.write(Line::Done { task_id: payload.task_id, result: result.clone() }).await {
+                if agent
+                    .append_to_journal(JournalEntry::Done { task_id: payload.task_id, result: result.clone() })
+                    .await
+                {
                     agent.spawn_report(payload.task_id, result, origin);
                 }
             }
@@ -143,11 +146,11 @@ impl Agent {
     async fn execute(
         self: &Arc<Self>,
         payload: &TaskPayload,
-        mut place: Place,
+        mut queue_slot: QueueSlot,
         slot: Option<OwnedSemaphorePermit>,
     ) -> Option<TaskResult> {
-        if let Some(before) = place.before.take() {
-            // An error means that the one before is over too.
+        if let Some(before) = queue_slot.before.take() {
+            // An error means that the task before is finished, too.
             let _ = before.await;
         }
         let _slot = match slot {
@@ -163,13 +166,13 @@ impl Agent {
             return None;
         }
         let (task_id, attempt) = (payload.task_id, payload.attempt);
-        if !self.write(Line::Started { task_id, attempt, at: started_at }).await {
+        if !self.append_to_journal(JournalEntry::Started { task_id, attempt, at: started_at }).await {
             return None;
         }
         info!("task started");
         let done = self.do_task(payload).await;
         let result = outcome(payload, done, started_at, Utc::now());
-        if !self.write(Line::Done { task_id, result: result.clone() }).await {
+        if !self.append_to_journal(JournalEntry::Done { task_id, result: result.clone() }).await {
             return None;
         }
         let duration_ms = (result.finished_at - result.started_at).num_milliseconds();
@@ -179,66 +182,66 @@ impl Agent {
                 warn!(status = "failed", duration_ms, error_code = error.code, error = error.message, "task finished");
             }
         }
-        held(&self.under_way).insert((task_id, attempt), Stage::Reporting);
+        locked(&self.in_flight).insert((task_id, attempt), AttemptStage::Reporting);
         Some(result)
     }
 
-    async fn do_task(self: &Arc<Self>, payload: &TaskPayload) -> Result<Effect, Failure> {
+    async fn do_task(self: &Arc<Self>, payload: &TaskPayload) -> Result<Effect, TaskFailure> {
         if let Task::Provision(provision) = &payload.task
             && self.journal.has_released(provision.allocation_id)
         {
-            return Err(Failure::new("allocation_released", "the allocation was cleaned up on this node already"));
+            return Err(TaskFailure::new("allocation_released", "the allocation was cleaned up on this node already"));
         }
         if let Task::ReconcileSshKeys(reconcile) = &payload.task
-            && self.journal.is_leaving(reconcile.allocation_id)
+            && self.journal.is_in_clean_up(reconcile.allocation_id)
         {
-            return Err(Failure::new("allocation_released", "the allocation is being cleaned up on this node"));
+            return Err(TaskFailure::new("allocation_released", "the allocation is being cleaned up on this node"));
         }
         let (executor, gpus) = (Arc::clone(&self.executor), Arc::clone(&self.gpus));
-        let seal = Seal {
+        let proof_context = ProofContext {
             node_id: self.config.node_id,
             task_id: payload.task_id,
             attempt: payload.attempt,
             boot_id: self.boot_id,
             key: self.recovery_key.clone(),
         };
-        let done: Box<dyn FnOnce() -> Result<Effect, Failure> + Send> = match payload.task.clone() {
+        let done: Box<dyn FnOnce() -> Result<Effect, TaskFailure> + Send> = match payload.task.clone() {
             Task::Provision(provision) => Box::new(move || executor.provision(&provision).map(Effect::plain)),
             Task::Release(release) => {
-                self.terminals.give_back(release.allocation_id);
-                Box::new(move || seal.release(executor.as_ref(), &release))
+                self.terminals.release_allocation(release.allocation_id);
+                Box::new(move || proof_context.release(executor.as_ref(), &release))
             }
             Task::ReconcileSshKeys(task) => Box::new(move || executor.reconcile_keys(&task).map(Effect::plain)),
             Task::Validate {} => Box::new(move || executor.validate().map(Effect::plain)),
             Task::Diagnose {} => Box::new(move || Ok(Effect::plain(diagnose::collect(&gpus, executor.as_ref())))),
-            Task::Reboot(reboot) => {
-                Box::new(move || restarted(&reboot, seal.boot_id).unwrap_or_else(|| Err(executor.reboot())))
-            }
-            // A terminal lives on after its task, and is no matter of the executor's alone.
+            Task::Reboot(reboot) => Box::new(move || {
+                reboot_outcome(&reboot, proof_context.boot_id).unwrap_or_else(|| Err(executor.reboot()))
+            }),
+            // A terminal outlives its task and needs more than the executor.
             Task::OpenTerminal(open) => return self.open_terminal(&open).await.map(Effect::plain),
         };
         tokio::task::spawn_blocking(done).await.unwrap_or_else(|panic| {
             let message = format!("the executor ended without an answer: {panic}");
-            Err(Failure::new("executor_panicked", message))
+            Err(TaskFailure::new("executor_panicked", message))
         })
     }
 
-    /// Sends the result until it is recorded, or refused for good.
-    async fn report(&self, task_id: Uuid, result: TaskResult, origin: &Origin) {
+    /// Sends the result until it is recorded, or refused permanently.
+    async fn report(&self, task_id: Uuid, result: TaskResult, origin: &TaskOrigin) {
         let attempt = result.attempt;
         let mut backoff = Backoff::new(BACKOFF_BASE, REPORT_BACKOFF_MAX);
         let ended = loop {
             let api = self.api();
             let answer = tokio::select! {
                 answer = api.post_result(task_id, &result, origin) => answer,
-                // A result that is on its way gets a last moment; what fails then waits in the journal.
-                () = self.stopped_for(Duration::from_secs(2)) => return,
+                // A result in flight gets a short grace period; after that it waits in the journal.
+                () = self.grace_after_stop(Duration::from_secs(2)) => return,
             };
             match answer {
-                Ok(_) => break Ended::Recorded,
-                Err(error) if self.may_be_overtaken(task_id) && is_overtaken(&error) => {
+                Ok(_) => break ReportOutcome::Recorded,
+                Err(error) if self.may_be_superseded(task_id) && is_superseded(&error) => {
                     info!("nobody waits for the result any more");
-                    break Ended::GivenUp;
+                    break ReportOutcome::GivenUp;
                 }
                 Err(error) if is_refused_for_good(&error) => {
                     error!(
@@ -246,31 +249,31 @@ impl Agent {
                         error = chain(&error),
                         "the control plane will not take the result; giving it up"
                     );
-                    break Ended::GivenUp;
+                    break ReportOutcome::GivenUp;
                 }
                 Err(error) => {
-                    if !self.recover_from(&api, error, "reporting the result", &mut backoff).await {
+                    if !self.retry_after_failure(&api, error, "reporting the result", &mut backoff).await {
                         return;
                     }
                 }
             }
         };
-        self.write(Line::Reported { task_id, attempt, ended, at: Utc::now() }).await;
+        self.append_to_journal(JournalEntry::Reported { task_id, attempt, ended, at: Utc::now() }).await;
     }
 
-    /// A session may be over before its beginning is reported, keys may have changed again, and the tenant may be gone.
-    fn may_be_overtaken(&self, task_id: Uuid) -> bool {
+    /// A session may have ended before its beginning is reported, keys may have changed again, and the tenant may be gone.
+    fn may_be_superseded(&self, task_id: Uuid) -> bool {
         let of_passing = |task: &Task| matches!(task, Task::OpenTerminal(_) | Task::ReconcileSshKeys(_));
         self.journal.record(task_id).is_some_and(|record| of_passing(&record.payload.task))
     }
 
-    async fn stopped_for(&self, length: Duration) {
+    async fn grace_after_stop(&self, length: Duration) {
         self.stop.cancelled().await;
         tokio::time::sleep(length).await;
     }
 
     /// An agent that cannot write its journal must not act.
-    async fn write(&self, line: Line) -> bool {
+    async fn append_to_journal(&self, line: JournalEntry) -> bool {
         match self.journal.append(line).await {
             Ok(()) => true,
             Err(error) => {
@@ -280,38 +283,38 @@ impl Agent {
         }
     }
 
-    fn queue_up(&self, payload: &TaskPayload) -> Place {
-        let Some(allocation_id) = payload.task.allocation_id() else { return Place { before: None, _over: None } };
-        let mut lanes = held(&self.lanes);
-        // Lanes whose last task is over are of no use to anybody.
+    fn enqueue(&self, payload: &TaskPayload) -> QueueSlot {
+        let Some(allocation_id) = payload.task.allocation_id() else { return QueueSlot { before: None, _over: None } };
+        let mut lanes = locked(&self.lanes);
+        // Queues whose last task is finished are dropped.
         lanes.retain(|_, lane| matches!(lane.over.try_recv(), Err(oneshot::error::TryRecvError::Empty)));
         let (sender, over) = oneshot::channel();
         let last = (payload.task_id, payload.attempt);
-        let before = lanes.insert(allocation_id, Lane { last, over });
+        let before = lanes.insert(allocation_id, QueueTail { last, over });
         if let Some(before) = &before {
             info!(waits_for = %before.last.0, "the task waits for the allocation's task before it");
         }
-        Place { before: before.map(|lane| lane.over), _over: Some(sender) }
+        QueueSlot { before: before.map(|lane| lane.over), _over: Some(sender) }
     }
 }
 
-/// The outcome of a restart that has happened: the machine is in another boot than the one that was to end.
-fn restarted(task: &Reboot, boot_id: Uuid) -> Option<Result<Effect, Failure>> {
+/// The outcome of a reboot that has happened: the machine has another boot id than the task names.
+fn reboot_outcome(task: &Reboot, boot_id: Uuid) -> Option<Result<Effect, TaskFailure>> {
     (task.boot_id != boot_id).then(|| {
         let output = [("boot_id".to_owned(), boot_id.to_string().into())];
         Ok(Effect::plain(output.into_iter().collect()))
     })
 }
 
-/// What is said of a task that this agent does not know.
-pub(super) fn not_done(kind: &str, attempt: u32) -> TaskResult {
+/// The result of a task whose type this agent does not know.
+pub(super) fn unknown_type_result(kind: &str, attempt: u32) -> TaskResult {
     let now = Utc::now();
     let (version, protocol) = (env!("CARGO_PKG_VERSION"), wire::PROTOCOL);
     let message = format!("agent {version} (protocol {protocol}) knows no task of type {kind:?}; upgrade the agent");
     TaskResult {
         attempt,
         status: TaskStatus::Failed,
-        output: Output::new(),
+        output: TaskOutput::new(),
         error: Some(TaskError { code: "task_type_unknown".to_owned(), message }),
         proof: None,
         started_at: now,
@@ -319,22 +322,22 @@ pub(super) fn not_done(kind: &str, attempt: u32) -> TaskResult {
     }
 }
 
-/// What a task that did not fail outright came to.
+/// What a task that did not fail outright produced.
 struct Effect {
-    output: Output,
-    proof: Option<Envelope>,
-    /// The effect is not what was asked for, though there is a proof of what it is.
-    shortfall: Option<Failure>,
+    output: TaskOutput,
+    proof: Option<SignedEnvelope>,
+    /// Why the outcome falls short of what was requested, although there is a proof.
+    shortfall: Option<TaskFailure>,
 }
 
 impl Effect {
-    fn plain(output: Output) -> Self {
+    fn plain(output: TaskOutput) -> Self {
         Self { output, proof: None, shortfall: None }
     }
 }
 
-/// What binds a clean-up proof to its occasion.
-struct Seal {
+/// What binds a clean-up proof to its attempt and boot.
+struct ProofContext {
     node_id: Uuid,
     task_id: Uuid,
     attempt: u32,
@@ -342,8 +345,8 @@ struct Seal {
     key: ed25519_dalek::SigningKey,
 }
 
-impl Seal {
-    fn release(&self, executor: &dyn Executor, task: &Release) -> Result<Effect, Failure> {
+impl ProofContext {
+    fn release(&self, executor: &dyn Executor, task: &Release) -> Result<Effect, TaskFailure> {
         let released = executor.release(task)?;
         let report = CleanupReport {
             node_id: self.node_id,
@@ -354,29 +357,29 @@ impl Seal {
             checked_at: Utc::now(),
             findings: released.findings,
         };
-        let proof = report.seal(&self.key).map_err(|error| Failure::new("proof", error.to_string()))?;
-        let left: Vec<String> = report.leftovers().map(described).collect();
+        let proof = report.seal(&self.key).map_err(|error| TaskFailure::new("proof", error.to_string()))?;
+        let left: Vec<String> = report.leftovers().map(describe_finding).collect();
         let shortfall = (!report.is_clean(executor.kind()))
-            .then(|| Failure::new("cleanup_incomplete", format!("not certainly gone: {}", left.join(", "))));
+            .then(|| TaskFailure::new("cleanup_incomplete", format!("not certainly gone: {}", left.join(", "))));
         Ok(Effect { output: released.output, proof: Some(proof), shortfall })
     }
 }
 
-/// A finding with what was found, or why the look failed.
-pub(super) fn described(finding: &Finding) -> String {
+/// A finding with what was found, or why the check failed.
+pub(super) fn describe_finding(finding: &CleanupFinding) -> String {
     let detail = finding.detail.as_deref().map(|detail| format!(" ({detail})")).unwrap_or_default();
     format!("{:?} {}{detail}", finding.what, finding.looked_for)
 }
 
 fn outcome(
     payload: &TaskPayload,
-    done: Result<Effect, Failure>,
+    done: Result<Effect, TaskFailure>,
     started_at: DateTime<Utc>,
     finished_at: DateTime<Utc>,
 ) -> TaskResult {
     let (output, proof, failure) = match done {
         Ok(effect) => (effect.output, effect.proof, effect.shortfall),
-        Err(failure) => (Output::new(), None, Some(failure)),
+        Err(failure) => (TaskOutput::new(), None, Some(failure)),
     };
     TaskResult {
         attempt: payload.attempt,
@@ -389,16 +392,15 @@ fn outcome(
     }
 }
 
-/// The task is not there any more, or at a later attempt.
-fn is_overtaken(error: &ApiError) -> bool {
+/// The task does not exist any more, or is at a later attempt.
+fn is_superseded(error: &NodeApiError) -> bool {
     error.status() == Some(StatusCode::NOT_FOUND) || error.code() == "stale_attempt"
 }
 
-/// Answers that no repetition of the same result changes: the attempt is over, the task is not this node's, or the result is
-/// malformed.
-fn is_refused_for_good(error: &ApiError) -> bool {
-    // What a proxy on the way says of it is not the control plane's word.
-    error.is_the_control_planes()
+/// Answers that resending the same result cannot change: the attempt is over, the task is not this node's, or the result is malformed.
+fn is_refused_for_good(error: &NodeApiError) -> bool {
+    // An answer of a proxy in between is not the control plane's.
+    error.is_from_control_plane()
         && error.status().is_some_and(|status| {
             matches!(
                 status,

@@ -1,65 +1,66 @@
-//! The task wait: ask, verify, decide, hand over, ask again.
+//! The task poll: request, verify, decide, dispatch, repeat.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use chrono::Utc;
-use telemetry::Trace;
+use telemetry::SpanContext;
 use tracing::{Instrument as _, Span, error, error_span, field, info, warn};
-use wire::task::{Envelope, OpenError, Origin, SignatureError, TaskPayload, TaskRefused, open};
+use wire::task::{EnvelopeSignatureError, SignedEnvelope, TaskOpenError, TaskOrigin, TaskPayload, TaskRefusal, open};
 
-use super::execute::not_done;
-use super::{Agent, BACKOFF_BASE, Fatal, held};
-use crate::api::Received;
+use super::execute::unknown_type_result;
+use super::{Agent, BACKOFF_BASE, Fatal, locked};
+use crate::api::ReceivedTask;
 use crate::backoff::Backoff;
 use crate::chain;
-use crate::journal::{JournalError, Line};
-use crate::plan::{Plan, plan};
+use crate::journal::{JournalEntry, JournalError};
+use crate::plan::{TaskPlan, plan};
 
-/// "No task" before this time is an answer of a server that does not wait, such as one that is being stopped.
-const TOO_SOON: Duration = Duration::from_millis(500);
+/// "No task" before this time is the answer of a server that does not wait, such as one that is being stopped.
+const MIN_EMPTY_POLL: Duration = Duration::from_millis(500);
 
-/// Longest pause after a poll that brought nothing to do; the next task may be a good one.
-const FRUITLESS_MAX: Duration = Duration::from_secs(2);
+/// Longest pause after a poll without a new task; the next task may be executable.
+const FRUITLESS_BACKOFF_MAX: Duration = Duration::from_secs(2);
 
-/// How long the first poll, and a task by an unknown key, wait for the answer to a heartbeat.
-const HEARD_WITHIN: Duration = Duration::from_secs(3);
+/// How long the first poll, and a task with an unknown key, wait for the answer to a heartbeat.
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// Whether something was gained by a poll.
+/// Whether a poll brought a new task.
 #[derive(PartialEq, Eq)]
-enum Gain {
+enum PollOutcome {
     Task,
-    /// The task was refused, or is known; asking at once would bring it again.
-    Nothing,
+    /// The task was refused, or is known; an immediate poll would return it again.
+    NoNewTask,
 }
 
 impl Agent {
     pub(super) async fn poll(self: &Arc<Self>) {
         let settings = *self.poll_settings.borrow();
         let mut backoff = Backoff::new(BACKOFF_BASE, Duration::from_secs(u64::from(settings.backoff_max_seconds)));
-        let mut fruitless = Backoff::new(BACKOFF_BASE, FRUITLESS_MAX);
+        let mut fruitless = Backoff::new(BACKOFF_BASE, FRUITLESS_BACKOFF_MAX);
         let mut is_polling = false;
         let session = uuid::Uuid::new_v4();
-        // Keys may have rotated while nobody was here: the answer to a heartbeat says so, and the first task is then known.
-        let mut heard = self.heard.subscribe();
+        // Keys may have rotated while the agent was down: the answer to a heartbeat announces them, so that the first task can be
+        // verified.
+        let mut heartbeats = self.heartbeats_answered.subscribe();
         tokio::select! {
-            _ = heard.wait_for(|answers| *answers > 0) => {}
-            () = tokio::time::sleep(HEARD_WITHIN) => {}
+            _ = heartbeats.wait_for(|answers| *answers > 0) => {}
+            () = tokio::time::sleep(HEARTBEAT_TIMEOUT) => {}
             () = self.stop.cancelled() => return,
         }
         loop {
-            // No task is asked for that could not be begun.
+            // A task is requested only when it can be started.
             let slot = tokio::select! {
                 slot = Arc::clone(&self.slots).acquire_owned() => slot,
                 () = self.stop.cancelled() => return,
             };
             let Ok(slot) = slot else { return };
-            if !self.certificate_holds().await {
+            if !self.ensure_valid_certificate().await {
                 return;
             }
             let settings = *self.poll_settings.borrow();
             backoff.saturate_at(Duration::from_secs(u64::from(settings.backoff_max_seconds)));
-            let asked_at = Instant::now();
+            let polled_at = Instant::now();
             let api = self.api();
             let answer = tokio::select! {
                 answer = api.wait_task(settings.timeout_seconds.clamp(1, 55), session) => answer,
@@ -70,13 +71,13 @@ impl Agent {
                     if !std::mem::replace(&mut is_polling, true) {
                         info!("polling");
                     }
-                    let gain = match received {
-                        Some(received) => self.take(received, slot).await,
-                        None if asked_at.elapsed() < TOO_SOON => Gain::Nothing,
-                        None => Gain::Task,
+                    let outcome = match received {
+                        Some(received) => self.accept(received, slot).await,
+                        None if polled_at.elapsed() < MIN_EMPTY_POLL => PollOutcome::NoNewTask,
+                        None => PollOutcome::Task,
                     };
                     backoff.reset();
-                    if gain == Gain::Task {
+                    if outcome == PollOutcome::Task {
                         fruitless.reset();
                     } else if !self.pause(fruitless.next(rand::random(), None)).await {
                         return;
@@ -84,7 +85,7 @@ impl Agent {
                 }
                 Err(error) => {
                     is_polling = false;
-                    if !self.recover_from(&api, error, "polling", &mut backoff).await {
+                    if !self.retry_after_failure(&api, error, "polling", &mut backoff).await {
                         return;
                     }
                 }
@@ -92,120 +93,121 @@ impl Agent {
         }
     }
 
-    async fn take(self: &Arc<Self>, received: Received, slot: tokio::sync::OwnedSemaphorePermit) -> Gain {
+    async fn accept(self: &Arc<Self>, received: ReceivedTask, slot: tokio::sync::OwnedSemaphorePermit) -> PollOutcome {
         let correlation_id = received.correlation_id.as_str();
         let payload = match self.open(&received.envelope).await {
             Ok(payload) => payload,
             Err(error) => {
-                error!(correlation_id, error_code = code_of(&error), error = chain(&error), "a task is refused");
-                self.decline(error, correlation_id);
-                return Gain::Nothing;
+                error!(correlation_id, error_code = error_code_of(&error), error = chain(&error), "a task is refused");
+                self.reject_unknown_type(error, correlation_id);
+                return PollOutcome::NoNewTask;
             }
         };
-        let (span, origin) = scope_of(&payload, correlation_id);
-        self.take_verified(payload, origin, slot).instrument(span).await
+        let (span, origin) = task_span(&payload, correlation_id);
+        self.accept_verified(payload, origin, slot).instrument(span).await
     }
 
-    /// The task, where a trusted key signed it. The keys may have been rotated faster than heartbeats follow one another: before one is
-    /// taken for a stranger's, the control plane is asked.
-    async fn open(&self, envelope: &Envelope) -> Result<TaskPayload, OpenError> {
-        let mut heard = self.heard.subscribe();
-        // The first answer may be to a heartbeat that was under way before.
+    /// The task, if a trusted key signed it. Keys may rotate faster than heartbeats follow each other: before a task is rejected for an
+    /// unknown key, a heartbeat asks the control plane for newer keys.
+    async fn open(&self, envelope: &SignedEnvelope) -> Result<TaskPayload, TaskOpenError> {
+        let mut heartbeats = self.heartbeats_answered.subscribe();
+        // The first answer may belong to a heartbeat that was in flight before.
         for _ in 0..2 {
-            match self.opened(envelope) {
-                Err(OpenError::Signature(SignatureError::UnknownKey)) => {}
+            match self.try_open(envelope) {
+                Err(TaskOpenError::Signature(EnvelopeSignatureError::UnknownKey)) => {}
                 opened => return opened,
             }
-            self.beat_now.notify_one();
+            self.heartbeat_now.notify_one();
             tokio::select! {
-                _ = heard.changed() => {}
-                () = tokio::time::sleep(HEARD_WITHIN) => break,
+                _ = heartbeats.changed() => {}
+                () = tokio::time::sleep(HEARTBEAT_TIMEOUT) => break,
                 () = self.stop.cancelled() => break,
             }
         }
-        self.opened(envelope)
+        self.try_open(envelope)
     }
 
-    fn opened(&self, envelope: &Envelope) -> Result<TaskPayload, OpenError> {
-        let verifiers = held(&self.verifiers).clone();
+    fn try_open(&self, envelope: &SignedEnvelope) -> Result<TaskPayload, TaskOpenError> {
+        let verifiers = locked(&self.verifiers).clone();
         open(envelope, &verifiers)
     }
 
-    /// A task for this node of a kind that it does not know is answered, so that nobody waits for it.
-    fn decline(self: &Arc<Self>, error: OpenError, correlation_id: &str) {
-        let OpenError::UnknownKind { kind, bound } = error else { return };
+    /// A task for this node of an unknown type gets a result, so that the control plane does not wait for it.
+    fn reject_unknown_type(self: &Arc<Self>, error: TaskOpenError, correlation_id: &str) {
+        let TaskOpenError::UnknownKind { kind, bound } = error else { return };
         if bound.node_id != self.config.node_id || Utc::now() >= bound.expires_at {
             return;
         }
-        let unsaid = || Origin { correlation_id: correlation_id.to_owned(), traceparent: None, tracestate: None };
-        let origin = bound.origin.unwrap_or_else(unsaid);
-        self.spawn_report(bound.task_id, not_done(&kind, bound.attempt), origin);
+        let own_origin =
+            || TaskOrigin { correlation_id: correlation_id.to_owned(), traceparent: None, tracestate: None };
+        let origin = bound.origin.unwrap_or_else(own_origin);
+        self.spawn_report(bound.task_id, unknown_type_result(&kind, bound.attempt), origin);
     }
 
-    async fn take_verified(
+    async fn accept_verified(
         self: &Arc<Self>,
         payload: TaskPayload,
-        origin: Origin,
+        origin: TaskOrigin,
         slot: tokio::sync::OwnedSemaphorePermit,
-    ) -> Gain {
+    ) -> PollOutcome {
         if let Err(refused) = payload.check(self.config.node_id, Utc::now()) {
             let error = chain(&refused);
             match refused {
-                TaskRefused::ForAnotherNode { .. } => {
+                TaskRefusal::ForAnotherNode { .. } => {
                     error!(error_code = "task_for_another_node", error, "a task is refused");
                 }
-                // It lay too long on its way; the control plane offers what still stands anew.
-                TaskRefused::Expired { .. } => warn!(error_code = "task_expired", error, "a task is refused"),
+                // It was delayed in transit; the control plane redispatches it if it is still wanted.
+                TaskRefusal::Expired { .. } => warn!(error_code = "task_expired", error, "a task is refused"),
             }
-            return Gain::Nothing;
+            return PollOutcome::NoNewTask;
         }
         let (task_id, attempt) = (payload.task_id, payload.attempt);
         let record = self.journal.record(task_id);
-        let under_way = record.as_ref().is_some_and(|record| self.is_under_way(task_id, record.attempt));
-        match plan(attempt, payload.task.is_idempotent(), record.as_ref(), under_way) {
-            Plan::Execute => match self.journal.append(Line::Accepted { payload: payload.clone() }).await {
+        let in_flight = record.as_ref().is_some_and(|record| self.is_in_flight(task_id, record.attempt));
+        match plan(attempt, payload.task.is_idempotent(), record.as_ref(), in_flight) {
+            TaskPlan::Execute => match self.journal.append(JournalEntry::Accepted { payload: payload.clone() }).await {
                 Ok(()) => {
                     self.spawn_execution(payload, origin, Some(slot));
-                    Gain::Task
+                    PollOutcome::Task
                 }
-                Err(error) => self.lose_journal(error),
+                Err(error) => self.fail_on_journal(error),
             },
-            Plan::UnderWay => {
+            TaskPlan::InFlight => {
                 info!("the task is under way already");
-                Gain::Nothing
+                PollOutcome::NoNewTask
             }
-            Plan::Resend(result) => {
+            TaskPlan::Resend(result) => {
                 info!("the task was done before: sending its result again");
                 self.spawn_report(task_id, result, origin);
-                Gain::Nothing
+                PollOutcome::NoNewTask
             }
-            Plan::Stale { begun } => {
+            TaskPlan::Stale { begun } => {
                 warn!(begun, error_code = "stale_attempt", "an older attempt than the one begun is ignored");
-                Gain::Nothing
+                PollOutcome::NoNewTask
             }
-            Plan::OutcomeUnknown => {
+            TaskPlan::OutcomeUnknown => {
                 error!(error_code = "outcome_unknown", "the task began in an earlier life and must not happen twice");
                 self.spawn_unknown_outcome(payload, origin);
-                Gain::Task
+                PollOutcome::Task
             }
         }
     }
 
-    fn lose_journal(&self, error: JournalError) -> Gain {
+    fn fail_on_journal(&self, error: JournalError) -> PollOutcome {
         self.fail(Fatal::Journal(error));
-        Gain::Nothing
+        PollOutcome::NoNewTask
     }
 }
 
-/// The span of a task, and what goes back with its result: the request that the task says it goes back to, in a span of the
-/// agent's own. `correlation_id`: that of the answer it came in, for a control plane that does not say.
-pub(super) fn scope_of(payload: &TaskPayload, correlation_id: &str) -> (Span, Origin) {
-    let said = payload.origin.as_ref();
-    let trace = said.and_then(|said| Trace::parse(said.traceparent.as_deref()?)).map(Trace::child);
-    let origin = Origin {
-        correlation_id: said.map_or_else(|| correlation_id.to_owned(), |said| said.correlation_id.clone()),
-        traceparent: trace.map(Trace::traceparent),
-        tracestate: said.and_then(|said| said.tracestate.clone()),
+/// The span of a task, and the origin that its result returns: the request that the task names, in a span of the agent's own.
+/// `correlation_id`: that of the answer in which the task came, for a control plane that names none.
+pub(super) fn task_span(payload: &TaskPayload, correlation_id: &str) -> (Span, TaskOrigin) {
+    let named = payload.origin.as_ref();
+    let trace = named.and_then(|named| SpanContext::parse(named.traceparent.as_deref()?)).map(SpanContext::child);
+    let origin = TaskOrigin {
+        correlation_id: named.map_or_else(|| correlation_id.to_owned(), |named| named.correlation_id.clone()),
+        traceparent: trace.map(SpanContext::traceparent),
+        tracestate: named.and_then(|named| named.tracestate.clone()),
     };
     let allocation_id = payload.task.allocation_id();
     let span = error_span!(
@@ -222,12 +224,12 @@ pub(super) fn scope_of(payload: &TaskPayload, correlation_id: &str) -> (Span, Or
     (span, origin)
 }
 
-fn code_of(error: &OpenError) -> &'static str {
+fn error_code_of(error: &TaskOpenError) -> &'static str {
     match error {
-        OpenError::Signature(SignatureError::UnknownKey) => "task_key_unknown",
-        OpenError::Signature(SignatureError::Mismatch) => "task_signature_invalid",
-        OpenError::NotATask { .. } => "not_a_task",
-        OpenError::UnknownKind { .. } => "task_kind_unknown",
-        OpenError::Malformed(_) => "task_malformed",
+        TaskOpenError::Signature(EnvelopeSignatureError::UnknownKey) => "task_key_unknown",
+        TaskOpenError::Signature(EnvelopeSignatureError::Mismatch) => "task_signature_invalid",
+        TaskOpenError::NotATask { .. } => "not_a_task",
+        TaskOpenError::UnknownKind { .. } => "task_kind_unknown",
+        TaskOpenError::Malformed(_) => "task_malformed",
     }
 }

@@ -1,4 +1,4 @@
-//! The certificate's renewal, from half of its life on.
+//! The certificate's renewal, from half of its lifetime on.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -7,27 +7,27 @@ use chrono::{DateTime, Utc};
 use tracing::{info, warn};
 use wire::enroll::{NonceAnswer, RenewRequest};
 
-use super::enroll::{Applicant, Way};
+use super::enroll::{Applicant, EnrollmentMethod};
 use super::{Agent, BACKOFF_BASE, Fatal};
-use crate::api::{Api, ApiError};
+use crate::api::{NodeApiClient, NodeApiError};
 use crate::backoff::Backoff;
-use crate::identity::Identity;
+use crate::identity::AgentIdentity;
 
 const BACKOFF_MAX: Duration = Duration::from_secs(60);
 
-/// A session so young is not given up because of one refused certificate.
-const SETTLED: Duration = Duration::from_secs(2);
+/// A session younger than this is not abandoned because of one refused certificate.
+const SESSION_SETTLE_TIME: Duration = Duration::from_secs(2);
 
-/// How soon the control plane is asked again about a certificate that somebody refuses.
-const ASKS_AGAIN_AFTER: Duration = Duration::from_secs(5);
+/// How soon the control plane is asked again about a refused certificate.
+const RECHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Why there is no new certificate yet.
-enum Failed {
-    Call(ApiError),
+enum RenewalError {
+    Call(NodeApiError),
     Fatal(Fatal),
 }
 
-impl From<Fatal> for Failed {
+impl From<Fatal> for RenewalError {
     fn from(fatal: Fatal) -> Self {
         Self::Fatal(fatal)
     }
@@ -40,7 +40,7 @@ impl Agent {
             let wait = (identity.renew_at(rand::random()) - Utc::now()).to_std().unwrap_or(Duration::ZERO);
             tokio::select! {
                 () = tokio::time::sleep(wait) => {}
-                () = self.authority_goes() => {}
+                () = self.early_renewal_due() => {}
                 () = self.stop.cancelled() => return,
             }
             self.renew_within.send_replace(None);
@@ -50,8 +50,8 @@ impl Agent {
         }
     }
 
-    /// Until the control plane wants the certificate renewed before its time, and a random part of the time that it gives a fleet for it.
-    async fn authority_goes(&self) {
+    /// Resolves when the control plane wants the certificate renewed early, after a random part of the window that it grants the fleet.
+    async fn early_renewal_due(&self) {
         let mut wanted = self.renew_within.subscribe();
         let Ok(within) = wanted.wait_for(Option::is_some).await.map(|within| within.unwrap_or_default()) else {
             return std::future::pending().await;
@@ -60,35 +60,35 @@ impl Agent {
         tokio::time::sleep(within.mul_f64(rand::random())).await;
     }
 
-    /// Tries until there is a new certificate. Returns whether the agent goes on.
+    /// Retries until there is a new certificate. Returns whether the agent continues.
     async fn renew_once(&self) -> bool {
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
         loop {
             let not_after = self.identity().not_after;
-            if !self.certificate_holds().await {
+            if !self.ensure_valid_certificate().await {
                 return false;
             }
             if self.identity().not_after != not_after {
-                // It had expired and was recovered meanwhile.
+                // It expired and was recovered in between.
                 return true;
             }
             let api = self.api();
-            let asked = tokio::select! {
-                asked = self.ask_for_renewal(&api) => asked,
-                // The key waits on disk for the next start.
+            let renewed = tokio::select! {
+                renewed = self.request_renewal(&api) => renewed,
+                // The key stays on disk for the next start.
                 () = self.stop.cancelled() => return false,
             };
-            match asked {
+            match renewed {
                 Ok(identity) => {
                     info!(certificate_not_after = %identity.not_after, "certificate renewed");
                     return true;
                 }
-                Err(Failed::Call(error)) => {
-                    if !self.recover_from(&api, error, "renewing the certificate", &mut backoff).await {
+                Err(RenewalError::Call(error)) => {
+                    if !self.retry_after_failure(&api, error, "renewing the certificate", &mut backoff).await {
                         return false;
                     }
                 }
-                Err(Failed::Fatal(fatal)) => {
+                Err(RenewalError::Fatal(fatal)) => {
                     self.fail(fatal);
                     return false;
                 }
@@ -96,19 +96,18 @@ impl Agent {
         }
     }
 
-    async fn ask_for_renewal(&self, api: &Api) -> Result<Identity, Failed> {
+    async fn request_renewal(&self, api: &NodeApiClient) -> Result<AgentIdentity, RenewalError> {
         let pending = self.identities.pending_renewal().map_err(Fatal::from)?;
         let request = RenewRequest { csr_pem: pending.csr_pem.clone() };
-        let answer = api.renew(&request).await.map_err(Failed::Call)?;
+        let answer = api.renew(&request).await.map_err(RenewalError::Call)?;
         let identity = self.identities.commit(&pending, &answer).map_err(Fatal::from)?;
-        self.take_identity(identity.clone()).map_err(Fatal::from)?;
+        self.replace_identity(identity.clone()).map_err(Fatal::from)?;
         self.follow_verifiers(&answer.verifier_sets);
         Ok(identity)
     }
 
-    /// Looks at the certificate's end before it is shown to anybody, and recovers an identity that has ended. Returns whether the
-    /// agent goes on.
-    pub(super) async fn certificate_holds(&self) -> bool {
+    /// Checks the certificate's expiry before it is presented, and recovers an expired identity. Returns whether the agent continues.
+    pub(super) async fn ensure_valid_certificate(&self) -> bool {
         if !self.identity().is_expired(Utc::now()) {
             return true;
         }
@@ -121,35 +120,36 @@ impl Agent {
             recovered = self.recover(identity.not_after) => recovered,
             () = self.stop.cancelled() => return false,
         };
-        self.goes_on_after(recovered)
+        self.handle_recovery(recovered)
     }
 
-    /// Somebody did not take the certificate that `api` shows. Where the control plane itself would not, since its authority is not trusted
-    /// any more or it is not in force by the control plane's clock, the identity is recovered as an expired one is: there is no way to
-    /// renew it. Returns whether the agent goes on.
-    pub(super) async fn replace_refused_certificate(&self, api: &Api, refused: &ApiError) -> bool {
-        let mut asked_at = self.recovering.lock().await;
+    /// A peer refused the certificate that `api` presents. If the control plane itself would refuse it, because its authority is not
+    /// trusted any more or it is not valid by the control plane's clock, the identity is recovered like an expired one: it cannot be
+    /// renewed. Returns whether the agent continues.
+    pub(super) async fn replace_refused_certificate(&self, api: &NodeApiClient, refused: &NodeApiError) -> bool {
+        let mut last_check = self.recovering.lock().await;
         let (identity, is_in_use, age) = {
             let session = self.session.read().unwrap_or_else(PoisonError::into_inner);
-            (session.identity.clone(), session.api.is(api), session.since.elapsed())
+            (session.identity.clone(), session.api.has_same_certificate(api), session.since.elapsed())
         };
-        // What was refused is the one before, or a replica has not heard of the new authority: the same request decides it.
-        if self.config.enrollment_token.is_none() || !is_in_use || age < SETTLED {
+        // The refused certificate is the previous one, or a replica does not know the new authority yet: resending the request decides
+        // it.
+        if self.config.enrollment_token.is_none() || !is_in_use || age < SESSION_SETTLE_TIME {
             return true;
         }
-        if asked_at.is_some_and(|at| at.elapsed() < ASKS_AGAIN_AFTER) {
+        if last_check.is_some_and(|at| at.elapsed() < RECHECK_INTERVAL) {
             return true;
         }
-        *asked_at = Some(Instant::now());
-        let said = match Api::anonymous(&self.config) {
+        *last_check = Some(Instant::now());
+        let answer = match NodeApiClient::anonymous(&self.config) {
             Ok(anonymous) => tokio::select! {
-                said = anonymous.nonce() => said,
+                answer = anonymous.nonce() => answer,
                 () = self.stop.cancelled() => return false,
             },
-            Err(error) => return self.goes_on_after(Err(error.into())),
+            Err(error) => return self.handle_recovery(Err(error.into())),
         };
-        match said {
-            Ok(said) if is_good(&identity, &said, refused) => {
+        match answer {
+            Ok(answer) if is_accepted(&identity, &answer, refused) => {
                 warn!(
                     error_code = "certificate_not_replaced",
                     "the control plane trusts the certificate's authority, so that recovering would not help: either the certificate was \
@@ -167,14 +167,14 @@ impl Agent {
                     recovered = self.recover(identity.not_after) => recovered,
                     () = self.stop.cancelled() => return false,
                 };
-                self.goes_on_after(recovered)
+                self.handle_recovery(recovered)
             }
-            // The call that was refused is made again, and then this is asked again.
+            // The refused call is retried, and then this check runs again.
             Err(_) => true,
         }
     }
 
-    fn goes_on_after(&self, recovered: Result<(), Fatal>) -> bool {
+    fn handle_recovery(&self, recovered: Result<(), Fatal>) -> bool {
         recovered.map_err(|fatal| self.fail(fatal)).is_ok()
     }
 
@@ -189,24 +189,24 @@ impl Agent {
             recovery_key: &self.recovery_key,
             boot_id: self.boot_id,
             inventory: self.inventory.clone(),
-            verifier_set_version: super::held(&self.verifiers).version(),
+            verifier_set_version: super::locked(&self.verifiers).version(),
         };
-        let obtained = applicant.apply(Way::Recover).await?;
-        self.take_identity(obtained.identity)?;
-        self.follow_verifiers(&obtained.verifier_sets);
+        let issued = applicant.apply(EnrollmentMethod::Recover).await?;
+        self.replace_identity(issued.identity)?;
+        self.follow_verifiers(&issued.verifier_sets);
         Ok(())
     }
 }
 
-/// Whether the control plane would take the certificate, as far as its authority and its time go. One that was made under a clock
-/// that was ahead is not in force yet.
-fn is_good(identity: &Identity, said: &NonceAnswer, refused: &ApiError) -> bool {
-    if said.server_time.is_some_and(|now| !identity.is_in_force(now)) {
+/// Whether the control plane would accept the certificate, as far as its authority and validity go. A certificate that was issued while a
+/// clock was ahead is not valid yet.
+fn is_accepted(identity: &AgentIdentity, answer: &NonceAnswer, refused: &NodeApiError) -> bool {
+    if answer.server_time.is_some_and(|now| !identity.is_in_force(now)) {
         return false;
     }
-    match (&said.node_authorities, &identity.authority) {
+    match (&answer.node_authorities, &identity.authority) {
         (Some(trusted), Some(authority)) => trusted.contains(authority),
-        // A control plane of before proxies were thought of does not say: an alert is its own.
-        (Some(_) | None, _) => !matches!(refused, ApiError::CertificateRefused(_)),
+        // A control plane older than proxy support does not send its authorities: an alert is its own.
+        (Some(_) | None, _) => !matches!(refused, NodeApiError::CertificateRefused(_)),
     }
 }

@@ -1,4 +1,4 @@
-//! Terminals of this node's tenants: begun by a task, reached over a stream of the node's own.
+//! Terminals of this node's tenants: started by a task, reached over a stream that the node opens.
 
 use std::sync::Arc;
 
@@ -20,33 +20,33 @@ use wire::terminal::MESSAGE;
 
 use super::Agent;
 use crate::api::tls_as_node;
-use crate::executor::{Failure, Output};
-use crate::terminal::{NoStream, NotSent, Socket, Way};
+use crate::executor::{TaskFailure, TaskOutput};
+use crate::terminal::{StreamError, TerminalSocket, TerminalTransport, UploadError};
 
 impl Agent {
-    pub(super) async fn open_terminal(self: &Arc<Self>, task: &OpenTerminal) -> Result<Output, Failure> {
+    pub(super) async fn open_terminal(self: &Arc<Self>, task: &OpenTerminal) -> Result<TaskOutput, TaskFailure> {
         let (executor, asked) = (Arc::clone(&self.executor), task.clone());
         let shell = tokio::task::spawn_blocking(move || executor.shell(&asked)).await;
         let shell = shell.unwrap_or_else(|panic| {
-            Err(Failure::new("executor_panicked", format!("the executor ended without an answer: {panic}")))
+            Err(TaskFailure::new("executor_panicked", format!("the executor ended without an answer: {panic}")))
         })?;
-        self.terminals.begin(task, &shell, self.own_way()).await?;
-        Ok(Output::new())
+        self.terminals.begin(task, &shell, self.transport()).await?;
+        Ok(TaskOutput::new())
     }
 }
 
 impl Agent {
-    /// Recordings that an earlier agent has left are sent.
-    pub(super) fn send_recordings_left(self: &Arc<Self>) {
-        self.terminals.send_what_is_left(&self.own_way());
+    /// Uploads recordings that an earlier agent left.
+    pub(super) fn upload_leftover_recordings(self: &Arc<Self>) {
+        self.terminals.upload_leftovers(&self.transport());
     }
 
-    fn own_way(self: &Arc<Self>) -> Arc<dyn Way> {
-        Arc::new(OwnWay(Arc::clone(self)))
+    fn transport(self: &Arc<Self>) -> Arc<dyn TerminalTransport> {
+        Arc::new(NodeTransport(Arc::clone(self)))
     }
 
-    /// A shell does not outlive its agent: those of the agent's life before are lost, and nobody has said so.
-    pub(super) fn say_what_is_lost(self: &Arc<Self>) {
+    /// A shell does not outlive its agent: the sessions of the previous process are lost, and the control plane has not been notified.
+    pub(super) fn report_lost_terminals(self: &Arc<Self>) {
         let lost = self.journal.terminals_begun(Utc::now());
         if lost.is_empty() {
             return;
@@ -54,22 +54,22 @@ impl Agent {
         info!(sessions = lost.len(), "terminal sessions from before the restart may be lost");
         let agent = Arc::clone(self);
         self.tasks.spawn(async move {
-            let way = OwnWay(Arc::clone(&agent));
-            agent.terminals.say_lost(lost, &way).await;
+            let transport = NodeTransport(Arc::clone(&agent));
+            agent.terminals.report_lost(lost, &transport).await;
         });
     }
 }
 
-/// The way of this node, with the certificate that it has at that moment.
-struct OwnWay(Arc<Agent>);
+/// The transport of this node, with its certificate at the time of the call.
+struct NodeTransport(Arc<Agent>);
 
-impl Way for OwnWay {
-    fn open(&self, session_id: Uuid) -> BoxFuture<'_, Result<Socket, NoStream>> {
+impl TerminalTransport for NodeTransport {
+    fn open(&self, session_id: Uuid) -> BoxFuture<'_, Result<TerminalSocket, StreamError>> {
         async move {
             let Agent { config, .. } = self.0.as_ref();
-            let cut = |error: &dyn std::error::Error| NoStream::Cut(crate::chain(error));
+            let cut = |error: &dyn std::error::Error| StreamError::Cut(crate::chain(error));
             let mut tls = tls_as_node(config, &self.0.identity()).map_err(|error| cut(&error))?;
-            // A WebSocket begins with an upgrade, which HTTP/2 does not have.
+            // A WebSocket starts with an upgrade, which HTTP/2 does not have.
             tls.alpn_protocols = vec![b"http/1.1".to_vec()];
             let base = reqwest::Url::parse(&config.api_url).map_err(|error| cut(&error))?;
             let host = base.host_str().unwrap_or_default().trim_matches(['[', ']']).to_owned();
@@ -88,25 +88,27 @@ impl Way for OwnWay {
                 .max_write_buffer_size(8 * MESSAGE);
             match client_async_with_config(request, stream, Some(limits)).await {
                 Ok((socket, _)) => Ok(socket),
-                Err(Error::Http(answer)) if matches!(answer.status().as_u16(), 404 | 409) => Err(NoStream::Over),
-                Err(Error::Http(answer)) => Err(NoStream::Cut(format!("answered {}", answer.status()))),
+                Err(Error::Http(answer)) if matches!(answer.status().as_u16(), 404 | 409) => Err(StreamError::Over),
+                Err(Error::Http(answer)) => Err(StreamError::Cut(format!("answered {}", answer.status()))),
                 Err(error) => Err(cut(&error)),
             }
         }
         .boxed()
     }
 
-    fn send_recorded(&self, session_id: Uuid, seq: u32, frames: Vec<u8>) -> BoxFuture<'_, Result<(), NotSent>> {
+    fn send_chunk(&self, session_id: Uuid, seq: u32, frames: Vec<u8>) -> BoxFuture<'_, Result<(), UploadError>> {
         async move {
-            let sent = self.0.api().put_recorded(session_id, seq, frames).await;
+            let sent = self.0.api().put_recording_chunk(session_id, seq, frames).await;
             sent.map(|_| ()).map_err(|error| match error.status() {
                 Some(StatusCode::BAD_REQUEST | StatusCode::CONFLICT | StatusCode::PAYLOAD_TOO_LARGE) => {
-                    NotSent::Refused(crate::chain(&error))
+                    UploadError::Refused(crate::chain(&error))
                 }
-                // A replica of the release before knows no recordings, and says so without naming the session.
-                Some(StatusCode::NOT_FOUND) if error.names("session_id") => NotSent::Refused(crate::chain(&error)),
-                // An identity that has expired is renewed by other parts of the agent.
-                Some(_) | None => NotSent::Later { after: error.retry_after(), why: crate::chain(&error) },
+                // A replica of the previous release has no recordings, and answers without naming the session.
+                Some(StatusCode::NOT_FOUND) if error.has_detail("session_id") => {
+                    UploadError::Refused(crate::chain(&error))
+                }
+                // An expired identity is renewed by other parts of the agent.
+                Some(_) | None => UploadError::Later { after: error.retry_after(), why: crate::chain(&error) },
             })
         }
         .boxed()

@@ -1,4 +1,4 @@
-//! A tenant's processes, found in `/proc` and ended.
+//! A tenant's processes: finding them in `/proc` and terminating them.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -9,18 +9,18 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use uuid::Uuid;
-use wire::proof::{Checked, Finding, Outcome};
+use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
 use crate::tenant::MARKER;
 
-/// How long a process may take to end by itself after SIGTERM.
+/// How long a process may take to exit after SIGTERM.
 const GRACE: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// The kernel's table of processes.
+/// The kernel's process table.
 pub struct ProcessTable {
     pub(super) proc: PathBuf,
-    /// How long the killing goes on before the processes are reported as present.
+    /// How long processes are killed before they are reported as present.
     pub(super) give_up_after: Duration,
 }
 
@@ -30,10 +30,10 @@ impl Default for ProcessTable {
     }
 }
 
-/// What ending a tenant's processes came to.
+/// The result of terminating a tenant's processes.
 #[derive(Debug, Clone, Default)]
-pub struct Ended {
-    /// Every process of the tenant that was seen.
+pub struct Termination {
+    /// Every process of the tenant that was found.
     pub seen: BTreeSet<i32>,
     /// Why the table could not be read.
     pub unreadable: Option<String>,
@@ -47,16 +47,16 @@ struct Process {
 }
 
 impl ProcessTable {
-    /// Asks every process of the allocation to end, then kills, until two looks in a row find none: a process that forked
-    /// while the table was read may have been missed by the first.
+    /// Sends SIGTERM to every process of the allocation, then SIGKILL, until two scans in a row find none: the first may have missed a
+    /// process that forked while the table was read.
     #[must_use]
-    pub fn end_all(&self, allocation_id: Uuid, folder: &Path) -> Ended {
-        let mut ended = Ended::default();
+    pub fn end_all(&self, allocation_id: Uuid, folder: &Path) -> Termination {
+        let mut ended = Termination::default();
         let (begun, mut quiet) = (Instant::now(), false);
         loop {
             let found = match self.find(allocation_id, folder) {
                 Ok(found) => found,
-                Err(error) => return Ended { unreadable: Some(error.to_string()), ..ended },
+                Err(error) => return Termination { unreadable: Some(error.to_string()), ..ended },
             };
             if found.is_empty() {
                 if quiet || ended.seen.is_empty() {
@@ -68,7 +68,7 @@ impl ProcessTable {
             quiet = false;
             let signal = if begun.elapsed() < GRACE { Signal::SIGTERM } else { Signal::SIGKILL };
             for pid in &found {
-                // SIGTERM once each, SIGKILL as often as it takes. One that is gone already is what is wanted.
+                // SIGTERM once for each, SIGKILL repeatedly. It is fine if a process has exited already.
                 if ended.seen.insert(*pid) || signal == Signal::SIGKILL {
                     let _ = kill(Pid::from_raw(*pid), signal);
                 }
@@ -80,34 +80,39 @@ impl ProcessTable {
         }
     }
 
-    /// Looks again.
+    /// Checks that no process is left.
     #[must_use]
-    pub fn look(&self, allocation_id: Uuid, folder: &Path, ended: &Ended) -> Finding {
+    pub fn check_removed(&self, allocation_id: Uuid, folder: &Path, ended: &Termination) -> CleanupFinding {
         let found = match &ended.unreadable {
             Some(why) => Err(why.clone()),
             None => self.find(allocation_id, folder).map_err(|error| error.to_string()),
         };
         let (outcome, detail) = match found {
-            Ok(pids) if pids.is_empty() => (Outcome::Gone, None),
-            Ok(pids) => (Outcome::Present, Some(format!("processes {pids:?}"))),
-            Err(why) => (Outcome::Unknown, Some(why)),
+            Ok(pids) if pids.is_empty() => (FindingOutcome::Gone, None),
+            Ok(pids) => (FindingOutcome::Present, Some(format!("processes {pids:?}"))),
+            Err(why) => (FindingOutcome::Unknown, Some(why)),
         };
-        Finding { what: Checked::Processes, looked_for: format!("{MARKER}={allocation_id}"), outcome, detail }
+        CleanupFinding {
+            what: CleanupCheck::Processes,
+            looked_for: format!("{MARKER}={allocation_id}"),
+            outcome,
+            detail,
+        }
     }
 
-    /// Processes that carry the mark or work in the folder, what they started, and the sessions they lead.
+    /// Processes that carry the mark or work in the folder, their descendants, and the sessions they lead.
     fn find(&self, allocation_id: Uuid, folder: &Path) -> std::io::Result<BTreeSet<i32>> {
         let mark = format!("{MARKER}={allocation_id}");
         let mut table = Vec::new();
         for entry in fs::read_dir(&self.proc)? {
             let entry = entry?;
             let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-            // It may end while it is looked at.
+            // It may exit while it is read.
             if let Some(process) = read_process(&entry.path(), pid, mark.as_bytes(), folder) {
                 table.push(process);
             }
         }
-        let own = own_line(&table);
+        let own = own_ancestors(&table);
         let mut found: BTreeSet<i32> =
             table.iter().filter(|process| process.marked).map(|process| process.pid).collect();
         loop {
@@ -126,7 +131,7 @@ impl ProcessTable {
 }
 
 /// The agent and its ancestors, which are never a tenant's.
-fn own_line(table: &[Process]) -> BTreeSet<i32> {
+fn own_ancestors(table: &[Process]) -> BTreeSet<i32> {
     let mut line = BTreeSet::new();
     let mut pid = Pid::this().as_raw();
     while pid > 0 && line.insert(pid) {
@@ -137,7 +142,7 @@ fn own_line(table: &[Process]) -> BTreeSet<i32> {
 
 fn read_process(path: &Path, pid: i32, mark: &[u8], folder: &Path) -> Option<Process> {
     let stat = fs::read_to_string(path.join("stat")).ok()?;
-    // The name in parentheses may hold spaces and parentheses itself.
+    // The name in parentheses may contain spaces and parentheses.
     let mut fields = stat.get(stat.rfind(')')? + 2..)?.split(' ');
     let is_dead = matches!(fields.next()?, "Z" | "X");
     let parent = fields.next()?.parse().ok()?;
@@ -146,7 +151,7 @@ fn read_process(path: &Path, pid: i32, mark: &[u8], folder: &Path) -> Option<Pro
     if is_dead {
         return None;
     }
-    // Not readable for processes of others, which cannot be a tenant's here: the executor has no root to give.
+    // Not readable for processes of other users, which cannot be a tenant's here: the executor gives no root.
     let environment = fs::read(path.join("environ")).unwrap_or_default();
     let marked = environment.split(|byte| *byte == 0).any(|variable| variable == mark)
         || fs::read_link(path.join("cwd")).is_ok_and(|cwd| cwd.starts_with(folder));

@@ -9,11 +9,11 @@ use chrono::Utc;
 use tempfile::TempDir;
 use uuid::Uuid;
 use wire::bundle::Variables;
-use wire::inventory::Device;
-use wire::proof::{CleanupReport, Finding};
+use wire::inventory::DeviceRef;
+use wire::proof::{CleanupFinding, CleanupReport};
 
 use super::*;
-use crate::gpus::SimulatedGpus;
+use crate::gpus::GpuSimulation;
 use crate::tenant::MARKER;
 
 struct Fixture {
@@ -24,15 +24,15 @@ struct Fixture {
 
 fn fixture() -> Fixture {
     let folder = tempfile::tempdir().unwrap();
-    let asked = SimulatedGpus { count: 4, model: "H100".into(), memory_mib: 1 };
+    let asked = GpuSimulation { count: 4, model: "H100".into(), memory_mib: 1 };
     let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked)));
     let sandbox = Sandbox::open(folder.path(), Arc::clone(&gpus)).unwrap();
     Fixture { folder, sandbox, gpus }
 }
 
 impl Fixture {
-    fn device(&self, index: usize) -> Device {
-        Device::from(&self.gpus.list().unwrap()[index])
+    fn device(&self, index: usize) -> DeviceRef {
+        DeviceRef::from(&self.gpus.list().unwrap()[index])
     }
 
     fn provision(&self, allocation_id: Uuid, devices: &[usize]) -> Provision {
@@ -56,7 +56,7 @@ impl Fixture {
     }
 }
 
-fn report(findings: Vec<Finding>) -> CleanupReport {
+fn report(findings: Vec<CleanupFinding>) -> CleanupReport {
     CleanupReport {
         node_id: Uuid::nil(),
         allocation_id: Uuid::nil(),
@@ -68,11 +68,11 @@ fn report(findings: Vec<Finding>) -> CleanupReport {
     }
 }
 
-fn outcome(findings: &[Finding], what: Checked) -> Outcome {
+fn outcome(findings: &[CleanupFinding], what: CleanupCheck) -> FindingOutcome {
     findings.iter().find(|finding| finding.what == what).unwrap().outcome
 }
 
-/// A tenant's process in a session of its own, as a login would have it.
+/// A tenant's process in a session of its own, as a login creates it.
 fn tenant(allocation_id: Uuid, script: &str) -> Child {
     let mut command = Command::new("setsid");
     command.args(["sh", "-c", script]).env(MARKER, allocation_id.to_string()).spawn().unwrap()
@@ -90,7 +90,7 @@ fn eventually(what: impl Fn() -> bool) -> bool {
 }
 
 #[test]
-fn an_allocation_is_made_used_and_removed_without_a_trace() {
+fn allocation_is_set_up_used_and_removed_without_leftovers() {
     let fixture = fixture();
     let id = Uuid::now_v7();
     let output = fixture.sandbox.provision(&fixture.provision(id, &[0, 1])).unwrap();
@@ -127,7 +127,7 @@ fn provisioning_and_releasing_again_changes_nothing() {
 }
 
 #[test]
-fn a_device_is_held_by_one_allocation_also_after_a_restart() {
+fn device_is_held_by_one_allocation_across_a_restart() {
     let fixture = fixture();
     let (one, two) = (Uuid::now_v7(), Uuid::now_v7());
     fixture.sandbox.provision(&fixture.provision(one, &[0, 1])).unwrap();
@@ -142,7 +142,7 @@ fn a_device_is_held_by_one_allocation_also_after_a_restart() {
 }
 
 #[test]
-fn two_allocations_after_the_last_device_at_once_get_it_once() {
+fn concurrent_requests_for_the_last_device_allocate_it_once() {
     let fixture = fixture();
     let won = std::thread::scope(|scope| {
         let tries: Vec<_> = (0..16)
@@ -154,7 +154,7 @@ fn two_allocations_after_the_last_device_at_once_get_it_once() {
 }
 
 #[test]
-fn the_same_allocation_with_other_devices_is_refused() {
+fn same_allocation_with_other_devices_is_refused() {
     let fixture = fixture();
     let id = Uuid::now_v7();
     fixture.sandbox.provision(&fixture.provision(id, &[0])).unwrap();
@@ -163,7 +163,7 @@ fn the_same_allocation_with_other_devices_is_refused() {
 }
 
 #[test]
-fn hostile_parameters_are_refused_before_anything_is_made() {
+fn hostile_parameters_are_refused_before_any_change() {
     let fixture = fixture();
     let id = Uuid::now_v7();
     let good = || fixture.provision(id, &[0]);
@@ -178,7 +178,7 @@ fn hostile_parameters_are_refused_before_anything_is_made() {
     for task in tasks {
         assert_eq!(fixture.sandbox.provision(&task).unwrap_err().code, "invalid_task", "{task:?}");
     }
-    let unknown = vec![Device { index: 0, uuid: "GPU-none".into() }];
+    let unknown = vec![DeviceRef { index: 0, uuid: "GPU-none".into() }];
     let refused = fixture.sandbox.provision(&Provision { devices: unknown, ..good() }).unwrap_err();
     assert_eq!(refused.code, "device_unknown");
     assert!(!fixture.allocation(id).exists());
@@ -189,7 +189,7 @@ fn release_ends_every_process_of_the_tenant_and_no_other() {
     let fixture = fixture();
     let (id, other) = (Uuid::now_v7(), Uuid::now_v7());
     fixture.sandbox.provision(&fixture.provision(id, &[0])).unwrap();
-    // One ignores SIGTERM, one has shed its environment, one keeps forking.
+    // One ignores SIGTERM, one has cleared its environment, one keeps forking.
     let scripts = [
         "trap '' TERM; sleep 600 & wait; sleep 600",
         "env -i sleep 600 & wait",
@@ -200,7 +200,9 @@ fn release_ends_every_process_of_the_tenant_and_no_other() {
     let table = ProcessTable::default();
     let folder = fixture.allocation(id);
     let reaper = std::thread::spawn(move || tenants.iter_mut().for_each(|child| drop(child.wait())));
-    assert!(eventually(|| { !matches!(table.look(id, &folder, &processes::Ended::default()).outcome, Outcome::Gone) }));
+    assert!(eventually(|| {
+        !matches!(table.check_removed(id, &folder, &processes::Termination::default()).outcome, FindingOutcome::Gone)
+    }));
     std::thread::sleep(Duration::from_millis(100));
 
     let released = fixture.sandbox.release(&fixture.release(id, &[0])).unwrap();
@@ -213,7 +215,7 @@ fn release_ends_every_process_of_the_tenant_and_no_other() {
 }
 
 #[test]
-fn files_with_the_allocation_s_prefix_and_closed_folders_are_removed() {
+fn files_with_the_allocation_prefix_and_closed_folders_are_removed() {
     let fixture = fixture();
     let id = Uuid::now_v7();
     fixture.sandbox.provision(&fixture.provision(id, &[0])).unwrap();
@@ -233,7 +235,7 @@ fn files_with_the_allocation_s_prefix_and_closed_folders_are_removed() {
 }
 
 /// A process table with one process that carries the mark and that no signal reaches.
-fn haunted(folder: &Path, allocation_id: Uuid) -> ProcessTable {
+fn table_with_unkillable_process(folder: &Path, allocation_id: Uuid) -> ProcessTable {
     // Above the largest id that a kernel gives.
     let ghost = folder.join("2000000000");
     fs::create_dir_all(&ghost).unwrap();
@@ -243,17 +245,17 @@ fn haunted(folder: &Path, allocation_id: Uuid) -> ProcessTable {
 }
 
 #[test]
-fn a_leftover_is_reported_and_keeps_the_devices_from_the_next_tenant() {
+fn leftover_is_reported_and_keeps_the_devices_reserved() {
     let mut fixture = fixture();
     let (id, next) = (Uuid::now_v7(), Uuid::now_v7());
     fixture.sandbox.provision(&fixture.provision(id, &[0])).unwrap();
     let proc = tempfile::tempdir().unwrap();
-    fixture.sandbox.processes = haunted(proc.path(), id);
+    fixture.sandbox.processes = table_with_unkillable_process(proc.path(), id);
 
     let findings = fixture.sandbox.release(&fixture.release(id, &[0])).unwrap().findings;
-    assert_eq!(outcome(&findings, Checked::Processes), Outcome::Present);
-    assert_eq!(outcome(&findings, Checked::Home), Outcome::Gone);
-    assert_eq!(outcome(&findings, Checked::DeviceReservation), Outcome::Present);
+    assert_eq!(outcome(&findings, CleanupCheck::Processes), FindingOutcome::Present);
+    assert_eq!(outcome(&findings, CleanupCheck::Home), FindingOutcome::Gone);
+    assert_eq!(outcome(&findings, CleanupCheck::DeviceReservation), FindingOutcome::Present);
     assert!(!report(findings).is_clean(ExecutorKind::Sandbox));
     let refused = fixture.sandbox.provision(&fixture.provision(next, &[0])).unwrap_err();
     assert_eq!(refused.code, "device_in_use");
@@ -270,12 +272,12 @@ fn a_process_table_that_cannot_be_read_is_unknown_and_not_clean() {
     let id = Uuid::now_v7();
     fixture.sandbox.processes = ProcessTable { proc: "/nonexistent".into(), ..ProcessTable::default() };
     let findings = fixture.sandbox.release(&fixture.release(id, &[0])).unwrap().findings;
-    assert_eq!(outcome(&findings, Checked::Processes), Outcome::Unknown);
+    assert_eq!(outcome(&findings, CleanupCheck::Processes), FindingOutcome::Unknown);
     assert!(!report(findings).is_clean(ExecutorKind::Sandbox));
 }
 
 #[test]
-fn keys_are_written_for_a_tenant_that_is_here_and_for_nobody_else() {
+fn keys_are_written_for_a_present_tenant_only() {
     let fixture = fixture();
     let id = Uuid::from_u128(1);
     fixture.sandbox.provision(&fixture.provision(id, &[0])).unwrap();

@@ -1,10 +1,10 @@
-//! A tenant's Linux account: made with a uid and gid that this node never used before, and removed from every file that names it.
+//! A tenant's Linux account: created with a uid and gid that this node never used before, and removed from every file that names it.
 //!
-//! shadow's tools do the work. They copy each file to a backup (`passwd-`) before they change it, and such a copy would remember a
-//! tenant who is gone: the copies are put back as they were.
+//! The tools of `shadow` change the files. They copy each file to a backup (`passwd-`) first, and such a copy would keep a removed
+//! tenant: the backups are restored as they were.
 //!
 //! Several agents may have tenants on one machine. They change its files one after the other, and give no uid that another one has given
-//! ([`Machine`]).
+//! ([`SharedState`]).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, FileTimes};
@@ -18,60 +18,61 @@ use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
-use wire::proof::{Checked, Finding, Outcome};
+use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
-use crate::executor::Failure;
-use crate::store::{self, StoreError};
+use crate::executor::TaskFailure;
+use crate::store::{self, FileError};
 
-/// The files that name accounts, and what a look at them is called in the proof. Each may have a backup beside it (`passwd-`).
-const FILES: [(&str, Checked); 6] = [
-    ("passwd", Checked::PasswdEntry),
-    ("shadow", Checked::PasswdEntry),
-    ("group", Checked::GroupEntry),
-    ("gshadow", Checked::GroupEntry),
-    ("subuid", Checked::SubuidEntry),
-    ("subgid", Checked::SubuidEntry),
+/// The files that name accounts, and the check of each in the proof. Each may have a backup beside it (`passwd-`).
+const FILES: [(&str, CleanupCheck); 6] = [
+    ("passwd", CleanupCheck::PasswdEntry),
+    ("shadow", CleanupCheck::PasswdEntry),
+    ("group", CleanupCheck::GroupEntry),
+    ("gshadow", CleanupCheck::GroupEntry),
+    ("subuid", CleanupCheck::SubuidEntry),
+    ("subgid", CleanupCheck::SubuidEntry),
 ];
 
 const ETC: &str = "/etc";
-/// As often as a tool is run that finds the accounts locked by another program, and the pause between: it waits 15 s itself.
+/// How often a tool is run when another program has locked the accounts, and the pause between: the tool itself waits 15 s.
 const TOOL_RUNS: usize = 3;
 const TOOL_PAUSE: Duration = Duration::from_secs(1);
 
 /// A tenant's account. Its gid is its uid.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Account {
+pub struct TenantAccount {
     pub name: String,
     pub uid: u32,
 }
 
-impl Account {
-    /// Whether the machine has it.
+impl TenantAccount {
+    /// Whether the machine has the account.
     #[must_use]
     pub fn is_there(&self) -> bool {
-        number_of("passwd", &self.name) == Some(self.uid)
+        id_of("passwd", &self.name) == Some(self.uid)
     }
 }
 
-/// What is remembered over restarts: which uids were given, and to whom.
+/// The ledger that is stored across restarts: which uids were given, and to which allocation.
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Ledger {
     /// The highest uid that was ever given on this node.
     last_uid: Option<u32>,
-    accounts: BTreeMap<Uuid, Account>,
+    accounts: BTreeMap<Uuid, TenantAccount>,
 }
 
-/// The uids that each agent of this machine has given, by the file of its ledger: the first and the last. Within them others have none.
+/// The uids that each agent of this machine has given, by the file of its ledger: the first and the last. Other agents give none between
+/// them.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Claims(BTreeMap<PathBuf, (u32, u32)>);
+struct UidClaims(BTreeMap<PathBuf, (u32, u32)>);
 
-impl Claims {
+impl UidClaims {
     /// Whether another agent may have given the uid.
     fn has_another(&self, ledger: &Path, uid: u32) -> bool {
         self.0.iter().any(|(of, (first, last))| of != ledger && (*first..=*last).contains(&uid))
     }
 
-    /// Notes that the agent of this ledger gives the uid. An agent whose ledger is gone has left the machine.
+    /// Records that the agent of this ledger gives the uid. An agent whose ledger is gone has left the machine.
     fn claim(&mut self, ledger: &Path, uid: u32) {
         self.0.retain(|of, _| of == ledger || of.exists());
         let (first, last) = self.0.get(ledger).copied().unwrap_or((uid, uid));
@@ -80,68 +81,71 @@ impl Claims {
 }
 
 /// What the agents of one machine share.
-struct Machine {
-    /// Held by whichever agent changes the machine's accounts.
+struct SharedState {
+    /// Held by the agent that changes the machine's accounts.
     lock: PathBuf,
     claims: PathBuf,
 }
 
-impl Default for Machine {
+impl Default for SharedState {
     fn default() -> Self {
         Self { lock: "/run/gpuaas-accounts.lock".into(), claims: "/var/lib/gpuaas-uids.json".into() }
     }
 }
 
-impl Machine {
-    /// Keeps other agents from the accounts until it is dropped.
-    fn lock(&self) -> Result<File, StoreError> {
+impl SharedState {
+    /// Excludes other agents from the accounts until it is dropped.
+    fn lock(&self) -> Result<File, FileError> {
         let lock = || {
             let file = File::options().create(true).append(true).open(&self.lock)?;
             file.lock().map(|()| file)
         };
-        lock().map_err(StoreError::at("lock the accounts with", &self.lock))
+        lock().map_err(FileError::at("lock the accounts with", &self.lock))
     }
 
-    fn claims(&self) -> Result<Claims, Failure> {
+    fn claims(&self) -> Result<UidClaims, TaskFailure> {
         let text = store::read_if_there(&self.claims)?;
         let claims = text.map(|text| serde_json::from_str(&text)).transpose();
         let damaged = |error| {
             let path = self.claims.display();
             let message =
                 format!("{path} cannot be read ({error}); restore it, or remove it while no agent has tenants");
-            Failure::new("node_storage", message)
+            TaskFailure::new("node_storage", message)
         };
         Ok(claims.map_err(damaged)?.unwrap_or_default())
     }
 
-    fn write(&self, claims: &Claims) -> Result<(), Failure> {
-        let text = serde_json::to_vec(claims).map_err(|error| Failure::new("node_storage", error.to_string()))?;
+    fn write(&self, claims: &UidClaims) -> Result<(), TaskFailure> {
+        let text = serde_json::to_vec(claims).map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
         Ok(store::write_atomically(&self.claims, &text, store::PRIVATE)?)
     }
 
-    /// Runs one of shadow's tools, which refuse to work beside one another.
-    fn run(&self, tool: &str, args: &[&str]) -> Result<(), Failure> {
+    /// Runs one of shadow's tools, which refuse to run concurrently.
+    fn run(&self, tool: &str, args: &[&str]) -> Result<(), TaskFailure> {
         let _alone = self.lock()?;
         let mut runs = 1;
         loop {
             let before: Vec<_> =
-                backups().into_iter().map(Kept::of).collect::<io::Result<_>>().map_err(failed(tool))?;
+                backups().into_iter().map(FileBackup::of).collect::<io::Result<_>>().map_err(failed(tool))?;
             let ran = Command::new(tool).args(args).env("LC_ALL", "C").output();
-            for kept in before {
-                kept.put_back().map_err(failed(tool))?;
+            for backup in before {
+                backup.restore().map_err(failed(tool))?;
             }
             let ran = ran.map_err(failed(tool))?;
             if ran.status.success() {
                 return Ok(());
             }
             let message = String::from_utf8_lossy(&ran.stderr);
-            // Another program of the machine changes them: a package that is installed, an administrator.
+            // Another program of the machine changes them: a package installation, an administrator.
             if runs < TOOL_RUNS && message.contains("try again later") {
                 runs += 1;
                 std::thread::sleep(TOOL_PAUSE);
                 continue;
             }
-            return Err(Failure::new("account_tools", format!("{tool} failed ({}): {}", ran.status, message.trim())));
+            return Err(TaskFailure::new(
+                "account_tools",
+                format!("{tool} failed ({}): {}", ran.status, message.trim()),
+            ));
         }
     }
 }
@@ -151,24 +155,24 @@ pub struct Accounts {
     uids: RangeInclusive<u32>,
     ledger_path: PathBuf,
     ledger: Mutex<Ledger>,
-    machine: Machine,
+    machine: SharedState,
 }
 
 impl Accounts {
     /// # Errors
-    /// [`StoreError`] when the ledger cannot be read. It must not be lost: a uid that was given once could be given again.
-    pub fn open(state_dir: &Path, uids: RangeInclusive<u32>) -> Result<Self, StoreError> {
-        Self::open_on(Machine::default(), state_dir, uids)
+    /// [`FileError`] when the ledger cannot be read. It must not be lost: a uid that was given once could be given again.
+    pub fn open(state_dir: &Path, uids: RangeInclusive<u32>) -> Result<Self, FileError> {
+        Self::open_on(SharedState::default(), state_dir, uids)
     }
 
-    fn open_on(machine: Machine, state_dir: &Path, uids: RangeInclusive<u32>) -> Result<Self, StoreError> {
+    fn open_on(machine: SharedState, state_dir: &Path, uids: RangeInclusive<u32>) -> Result<Self, FileError> {
         let ledger_path = state_dir.join("accounts.json");
         let ledger = match store::read_if_there(&ledger_path)? {
             Some(text) => serde_json::from_str(&text)
-                .map_err(|error| StoreError::at("understand", &ledger_path)(io::Error::other(error)))?,
+                .map_err(|error| FileError::at("understand", &ledger_path)(io::Error::other(error)))?,
             None => Ledger::default(),
         };
-        // There from the start, so that no tenant is what made it.
+        // Created at the start, so that its creation is not a change that a tenant causes.
         drop(machine.lock()?);
         Ok(Self { uids, ledger_path, ledger: Mutex::new(ledger), machine })
     }
@@ -179,29 +183,29 @@ impl Accounts {
 
     /// The account that was given to an allocation.
     #[must_use]
-    pub fn of(&self, allocation_id: Uuid) -> Option<Account> {
+    pub fn of(&self, allocation_id: Uuid) -> Option<TenantAccount> {
         self.lock().accounts.get(&allocation_id).cloned()
     }
 
-    /// How many uids can still be given.
+    /// The number of uids that can still be given.
     #[must_use]
     pub fn uids_left(&self) -> u32 {
         let next = self.lock().last_uid.map_or(*self.uids.start(), |last| last.saturating_add(1));
         (*self.uids.end()).saturating_add(1).saturating_sub(next.max(*self.uids.start()))
     }
 
-    /// Gives the allocation an account, the same one whenever it is asked, and makes it.
+    /// Gives the allocation an account, the same one for each call, and creates it.
     ///
     /// # Errors
     /// `uids_exhausted`, `user_exists`, `node_storage`, `account_tools`.
-    pub fn make(&self, allocation_id: Uuid, name: &str, home: &Path) -> Result<Account, Failure> {
-        if let Some(uid) = entry_of(name)? {
-            // Before anything is written down: a release must never take somebody else for this tenant.
+    pub fn make(&self, allocation_id: Uuid, name: &str, home: &Path) -> Result<TenantAccount, TaskFailure> {
+        if let Some(uid) = uid_of(name)? {
+            // Checked before anything is stored: a release must never remove another user's account as this tenant's.
             return self.of(allocation_id).filter(|account| account.name == name && account.uid == uid).ok_or_else(
-                || Failure::new("user_exists", format!("the node has a user {name} already, with uid {uid}")),
+                || TaskFailure::new("user_exists", format!("the node has a user {name} already, with uid {uid}")),
             );
         }
-        let account = self.give(allocation_id, name)?;
+        let account = self.assign(allocation_id, name)?;
         let id = account.uid.to_string();
         if !is_named(&Path::new(ETC).join("group"), &account)? {
             self.machine.run("groupadd", &["--gid", &id, "--", &account.name])?;
@@ -215,9 +219,9 @@ impl Accounts {
             ["--home-dir", &home],
             ["--shell", shell],
             ["--comment", ""],
-            // No password, and not locked: sshd lets nobody into a locked account, whatever key they have.
+            // No password, but not locked: sshd refuses a locked account, whatever its keys.
             ["--password", "*"],
-            // Only so that it does not warn about the range, and hands out no subordinate ids.
+            // Avoids the warning about the range, and assigns no subordinate ids.
             ["-K", &lowest],
             ["-K", &highest],
             ["-K", "SUB_UID_COUNT=0"],
@@ -229,25 +233,25 @@ impl Accounts {
         Ok(account)
     }
 
-    /// Removes the account from every file that names it. Those that still do are found by [`Accounts::look`].
-    pub fn remove(&self, account: &Account) {
-        if number_of("passwd", &account.name) == Some(account.uid) {
+    /// Removes the account from every file that names it. [`Accounts::check_removed`] finds those that still do.
+    pub fn remove(&self, account: &TenantAccount) {
+        if id_of("passwd", &account.name) == Some(account.uid) {
             let _ = self.machine.run("userdel", &["--", &account.name]);
         }
-        if number_of("group", &account.name) == Some(account.uid) {
+        if id_of("group", &account.name) == Some(account.uid) {
             let _ = self.machine.run("groupdel", &["--", &account.name]);
         }
-        // A crash between a tool and what puts its backups back leaves them; then they are cleaned line by line.
+        // A crash between a tool and the restore of its backups leaves them; then they are cleaned line by line.
         let Ok(_alone) = self.machine.lock() else { return };
         for backup in backups() {
             let _ = without_lines_of(&backup, account);
         }
     }
 
-    /// Looks for the account in every file that could name it.
+    /// Checks every file that could name the account.
     #[must_use]
-    pub fn look(&self, account: &Account) -> Vec<Finding> {
-        [Checked::PasswdEntry, Checked::GroupEntry, Checked::SubuidEntry]
+    pub fn check_removed(&self, account: &TenantAccount) -> Vec<CleanupFinding> {
+        [CleanupCheck::PasswdEntry, CleanupCheck::GroupEntry, CleanupCheck::SubuidEntry]
             .map(|what| {
                 let files = FILES.iter().filter(|(_, of)| *of == what);
                 let paths = files.flat_map(|(file, _)| [Path::new(ETC).join(file), backup_of(file)]);
@@ -260,21 +264,21 @@ impl Accounts {
                     }
                 }
                 let outcome = match (found.is_empty(), &unreadable) {
-                    (false, _) => Outcome::Present,
-                    (true, Some(_)) => Outcome::Unknown,
-                    (true, None) => Outcome::Gone,
+                    (false, _) => FindingOutcome::Present,
+                    (true, Some(_)) => FindingOutcome::Unknown,
+                    (true, None) => FindingOutcome::Gone,
                 };
                 let detail = if found.is_empty() { unreadable } else { Some(found.join(", ")) };
-                Finding { what, looked_for: format!("{} ({})", account.name, account.uid), outcome, detail }
+                CleanupFinding { what, looked_for: format!("{} ({})", account.name, account.uid), outcome, detail }
             })
             .to_vec()
     }
 
-    /// Forgets whose the account was. Its uid stays given for ever.
+    /// Forgets the allocation of the account. Its uid is never given again.
     ///
     /// # Errors
     /// `node_storage`.
-    pub fn forget(&self, allocation_id: Uuid) -> Result<(), Failure> {
+    pub fn forget(&self, allocation_id: Uuid) -> Result<(), TaskFailure> {
         let mut ledger = self.lock();
         if ledger.accounts.remove(&allocation_id).is_some() {
             self.write(&ledger)?;
@@ -282,14 +286,14 @@ impl Accounts {
         Ok(())
     }
 
-    /// Written down before the account is made: a crash in between costs a uid and gives none twice.
-    fn give(&self, allocation_id: Uuid, name: &str) -> Result<Account, Failure> {
+    /// Stored before the account is created: a crash in between wastes a uid and gives none twice.
+    fn assign(&self, allocation_id: Uuid, name: &str) -> Result<TenantAccount, TaskFailure> {
         let mut ledger = self.lock();
         if let Some(account) = ledger.accounts.get(&allocation_id) {
             return Ok(account.clone());
         }
         let _alone = self.machine.lock()?;
-        let (taken, mut claims) = (numbers_in_use()?, self.machine.claims()?);
+        let (taken, mut claims) = (ids_in_use()?, self.machine.claims()?);
         let is_free = |uid: &u32| !taken.contains(uid) && !claims.has_another(&self.ledger_path, *uid);
         let first = ledger.last_uid.map_or(*self.uids.start(), |last| last.saturating_add(1)).max(*self.uids.start());
         let uid = (first..=*self.uids.end()).find(is_free).ok_or_else(|| {
@@ -298,27 +302,27 @@ impl Accounts {
                 self.uids.start(),
                 self.uids.end()
             );
-            Failure::new("uids_exhausted", message)
+            TaskFailure::new("uids_exhausted", message)
         })?;
         claims.claim(&self.ledger_path, uid);
         self.machine.write(&claims)?;
-        let account = Account { name: name.to_owned(), uid };
+        let account = TenantAccount { name: name.to_owned(), uid };
         ledger.last_uid = Some(uid);
         ledger.accounts.insert(allocation_id, account.clone());
         self.write(&ledger)?;
         Ok(account)
     }
 
-    fn write(&self, ledger: &Ledger) -> Result<(), Failure> {
+    fn write(&self, ledger: &Ledger) -> Result<(), TaskFailure> {
         let text =
-            serde_json::to_vec_pretty(ledger).map_err(|error| Failure::new("node_storage", error.to_string()))?;
+            serde_json::to_vec_pretty(ledger).map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
         Ok(store::write_atomically(&self.ledger_path, &text, store::PRIVATE)?)
     }
 }
 
-fn failed(tool: &str) -> impl FnOnce(io::Error) -> Failure {
+fn failed(tool: &str) -> impl FnOnce(io::Error) -> TaskFailure {
     let tool = tool.to_owned();
-    move |error| Failure::new("account_tools", format!("{tool} cannot be run: {error}"))
+    move |error| TaskFailure::new("account_tools", format!("{tool} cannot be run: {error}"))
 }
 
 fn backup_of(file: &str) -> PathBuf {
@@ -329,13 +333,13 @@ fn backups() -> Vec<PathBuf> {
     FILES.iter().map(|(file, _)| backup_of(file)).collect()
 }
 
-/// A file as it was.
-struct Kept {
+/// The backup of a file.
+struct FileBackup {
     path: PathBuf,
-    was: Option<Was>,
+    was: Option<FileState>,
 }
 
-struct Was {
+struct FileState {
     bytes: Vec<u8>,
     mode: u32,
     uid: u32,
@@ -343,10 +347,10 @@ struct Was {
     modified: SystemTime,
 }
 
-impl Kept {
+impl FileBackup {
     fn of(path: PathBuf) -> io::Result<Self> {
         let was = match fs::metadata(&path) {
-            Ok(metadata) => Some(Was {
+            Ok(metadata) => Some(FileState {
                 bytes: fs::read(&path)?,
                 mode: metadata.mode() & 0o7777,
                 uid: metadata.uid(),
@@ -359,7 +363,7 @@ impl Kept {
         Ok(Self { path, was })
     }
 
-    fn put_back(self) -> io::Result<()> {
+    fn restore(self) -> io::Result<()> {
         match self.was {
             None => match fs::remove_file(&self.path) {
                 Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -371,18 +375,18 @@ impl Kept {
     }
 }
 
-impl Was {
+impl FileState {
     fn write(&self, path: &Path) -> io::Result<()> {
         store::write_without_sync(path, &self.bytes, self.mode).map_err(io::Error::other)?;
         chown(path, Some(self.uid), Some(self.gid))?;
-        // After the change of owner, which takes bits away.
+        // After the change of owner, which removes mode bits.
         fs::set_permissions(path, fs::Permissions::from_mode(self.mode))?;
         fs::File::options().append(true).open(path)?.set_times(FileTimes::new().set_modified(self.modified))
     }
 }
 
-/// Whether a line is about the account: by its name; by its number where the file has one; as a member of a group.
-fn names(file: &Path, line: &str, account: &Account) -> bool {
+/// Whether a line is about the account: by its name; by its uid if the file has one; as a member of a group.
+fn names_account(file: &Path, line: &str, account: &TenantAccount) -> bool {
     let fields: Vec<&str> = line.split(':').collect();
     let file = file.file_name().and_then(|name| name.to_str()).unwrap_or_default().trim_end_matches('-');
     let id = account.uid.to_string();
@@ -397,43 +401,43 @@ fn names(file: &Path, line: &str, account: &Account) -> bool {
         }
 }
 
-fn is_named(path: &Path, account: &Account) -> Result<bool, Failure> {
+fn is_named(path: &Path, account: &TenantAccount) -> Result<bool, TaskFailure> {
     let text = store::read_if_there(path)?.unwrap_or_default();
-    Ok(text.lines().any(|line| names(path, line, account)))
+    Ok(text.lines().any(|line| names_account(path, line, account)))
 }
 
-fn without_lines_of(path: &Path, account: &Account) -> io::Result<()> {
-    let kept = Kept::of(path.to_owned())?;
-    let Some(mut was) = kept.was else { return Ok(()) };
+fn without_lines_of(path: &Path, account: &TenantAccount) -> io::Result<()> {
+    let backup = FileBackup::of(path.to_owned())?;
+    let Some(mut was) = backup.was else { return Ok(()) };
     let text = String::from_utf8_lossy(&was.bytes).into_owned();
-    if !text.lines().any(|line| names(path, line, account)) {
+    if !text.lines().any(|line| names_account(path, line, account)) {
         return Ok(());
     }
-    let lines = text.lines().filter(|line| !names(path, line, account));
+    let lines = text.lines().filter(|line| !names_account(path, line, account));
     was.bytes = lines.flat_map(|line| [line, "\n"]).collect::<String>().into_bytes();
     was.write(path)
 }
 
 /// The uid of a user, from the machine's own file or from a directory service.
-fn entry_of(name: &str) -> Result<Option<u32>, Failure> {
-    if let Some(uid) = number_of("passwd", name) {
+fn uid_of(name: &str) -> Result<Option<u32>, TaskFailure> {
+    if let Some(uid) = id_of("passwd", name) {
         return Ok(Some(uid));
     }
     match nix::unistd::User::from_name(name) {
         Ok(user) => Ok(user.map(|user| user.uid.as_raw())),
-        Err(error) => Err(Failure::new("account_tools", format!("users cannot be looked up: {error}"))),
+        Err(error) => Err(TaskFailure::new("account_tools", format!("users cannot be looked up: {error}"))),
     }
 }
 
 /// The number beside a name in the machine's own file of users or groups.
-fn number_of(file: &str, name: &str) -> Option<u32> {
+fn id_of(file: &str, name: &str) -> Option<u32> {
     let text = store::read_if_there(&Path::new(ETC).join(file)).ok()??;
     let mut entries = text.lines().map(|line| line.split(':'));
     entries.find_map(|mut fields| (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?)
 }
 
 /// Every uid and gid that the machine's own files name.
-fn numbers_in_use() -> Result<BTreeSet<u32>, Failure> {
+fn ids_in_use() -> Result<BTreeSet<u32>, TaskFailure> {
     let mut numbers = BTreeSet::new();
     for file in ["passwd", "group"] {
         let text = store::read_if_there(&Path::new(ETC).join(file))?.unwrap_or_default();
@@ -448,13 +452,13 @@ fn numbers_in_use() -> Result<BTreeSet<u32>, Failure> {
 mod tests {
     use super::*;
 
-    fn account() -> Account {
-        Account { name: "tena".into(), uid: 70_001 }
+    fn account() -> TenantAccount {
+        TenantAccount { name: "tena".into(), uid: 70_001 }
     }
 
     #[test]
-    fn a_line_is_the_tenant_s_by_name_by_number_and_by_membership() {
-        let names = |file: &str, line: &str| names(Path::new(file), line, &account());
+    fn account_line_is_recognized_by_name_uid_and_membership() {
+        let names_account = |file: &str, line: &str| names_account(Path::new(file), line, &account());
         for (file, line) in [
             ("/etc/passwd", "tena:x:70001:70001::/home/tena:/bin/bash"),
             ("/etc/passwd-", "other:x:70001:1::/home/other:/bin/bash"),
@@ -466,7 +470,7 @@ mod tests {
             ("/etc/subuid", "tena:100000:65536"),
             ("/etc/subgid-", "70001:100000:65536"),
         ] {
-            assert!(names(file, line), "{file} {line}");
+            assert!(names_account(file, line), "{file} {line}");
         }
         for (file, line) in [
             ("/etc/passwd", "tenant:x:1:1::/home/tena:/bin/sh"),
@@ -475,51 +479,51 @@ mod tests {
             ("/etc/subuid", "ann:70001:65536"),
             ("/etc/passwd", ""),
         ] {
-            assert!(!names(file, line), "{file} {line}");
+            assert!(!names_account(file, line), "{file} {line}");
         }
     }
 
     #[test]
-    fn a_uid_is_given_once_whatever_becomes_of_its_allocation_and_its_agent() {
+    fn uid_is_given_once_across_releases_and_restarts() {
         let folder = tempfile::tempdir().unwrap();
         let open = || open(folder.path(), 70_000..=70_002).unwrap();
         let (one, two, three) = (Uuid::from_u128(1), Uuid::from_u128(2), Uuid::from_u128(3));
         let accounts = open();
-        let first = accounts.give(one, "one").unwrap();
-        assert_eq!(accounts.give(one, "one").unwrap(), first);
+        let first = accounts.assign(one, "one").unwrap();
+        assert_eq!(accounts.assign(one, "one").unwrap(), first);
         accounts.forget(one).unwrap();
         let accounts = open();
-        let second = accounts.give(two, "two").unwrap();
-        let again = accounts.give(one, "one").unwrap();
+        let second = accounts.assign(two, "two").unwrap();
+        let again = accounts.assign(one, "one").unwrap();
         assert_eq!([first.uid, second.uid, again.uid], [70_000, 70_001, 70_002]);
         assert_eq!(accounts.uids_left(), 0);
-        assert_eq!(accounts.give(three, "three").unwrap_err().code, "uids_exhausted");
+        assert_eq!(accounts.assign(three, "three").unwrap_err().code, "uids_exhausted");
         assert_eq!(accounts.of(two), Some(second));
     }
 
-    /// An agent on a machine whose agents' shared files lie in the folder, too.
-    fn open(folder: &Path, uids: RangeInclusive<u32>) -> Result<Accounts, StoreError> {
+    /// Accounts of an agent whose folder also holds the machine's shared files.
+    fn open(folder: &Path, uids: RangeInclusive<u32>) -> Result<Accounts, FileError> {
         open_beside(folder, folder, uids)
     }
 
-    fn open_beside(machine: &Path, folder: &Path, uids: RangeInclusive<u32>) -> Result<Accounts, StoreError> {
-        let machine = Machine { lock: machine.join("lock"), claims: machine.join("uids.json") };
+    fn open_beside(machine: &Path, folder: &Path, uids: RangeInclusive<u32>) -> Result<Accounts, FileError> {
+        let machine = SharedState { lock: machine.join("lock"), claims: machine.join("uids.json") };
         Accounts::open_on(machine, folder, uids)
     }
 
     #[test]
-    fn two_agents_on_one_machine_give_no_uid_twice_until_one_has_left() {
+    fn two_agents_on_one_machine_never_give_the_same_uid() {
         let machine = tempfile::tempdir().unwrap();
         let [one, two] = ["one", "two"].map(|name| machine.path().join(name));
         let agent = |folder: &Path| open_beside(machine.path(), folder, 70_000..=70_005).unwrap();
         let mut given = Vec::new();
         for n in 0..2 {
-            given.push(agent(&one).give(Uuid::from_u128(2 * n), "one").unwrap().uid);
-            given.push(agent(&two).give(Uuid::from_u128(2 * n + 1), "two").unwrap().uid);
+            given.push(agent(&one).assign(Uuid::from_u128(2 * n), "one").unwrap().uid);
+            given.push(agent(&two).assign(Uuid::from_u128(2 * n + 1), "two").unwrap().uid);
         }
         assert_eq!(given, [70_000, 70_001, 70_002, 70_003]);
         fs::remove_dir_all(&two).unwrap();
-        let next = || agent(&one).give(Uuid::new_v4(), "one").unwrap().uid;
+        let next = || agent(&one).assign(Uuid::new_v4(), "one").unwrap().uid;
         assert_eq!([next(), next()], [70_004, 70_005]);
         assert_eq!(fs::read_to_string(machine.path().join("uids.json")).unwrap().matches("accounts.json").count(), 1);
     }
@@ -528,13 +532,13 @@ mod tests {
     fn uid_that_another_agent_gave_is_not_free() {
         let (ours, theirs) = (Path::new("/a/accounts.json"), Path::new("/b/accounts.json"));
         let claims =
-            Claims(BTreeMap::from([(ours.to_owned(), (70_000, 70_004)), (theirs.to_owned(), (70_002, 70_006))]));
+            UidClaims(BTreeMap::from([(ours.to_owned(), (70_000, 70_004)), (theirs.to_owned(), (70_002, 70_006))]));
         let free: Vec<u32> = (70_000..=70_008).filter(|uid| !claims.has_another(ours, *uid)).collect();
         assert_eq!(free, [70_000, 70_001, 70_007, 70_008]);
     }
 
     #[test]
-    fn a_ledger_that_cannot_be_read_gives_no_uid() {
+    fn unreadable_ledger_gives_no_uid() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("accounts.json"), "{").unwrap();
         assert!(open(folder.path(), 70_000..=70_001).is_err());

@@ -1,4 +1,4 @@
-//! What is mounted on the machine, and what of it is a tenant's doing: in its own folders, or through FUSE, which needs no root.
+//! The machine's mounts, and which of them are a tenant's: in its own folders, or through FUSE, which needs no root.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -11,11 +11,11 @@ use std::path::{Path, PathBuf};
 
 use nix::mount::{MntFlags, umount2};
 
-use super::accounts::Account;
+use super::accounts::TenantAccount;
 use super::walk;
 
-/// File systems whose files are what a kernel says of itself, and no account's. A look into them may fail for reasons of their own
-/// (`/proc/<pid>` of a process that ends).
+/// File systems whose files are the kernel's own, and no account's. Reading them may fail for reasons of their own (`/proc/<pid>` of a
+/// process that exits).
 const PSEUDO: [&str; 18] = [
     "autofs",
     "binfmt_misc",
@@ -37,20 +37,20 @@ const PSEUDO: [&str; 18] = [
     "tracefs",
 ];
 
-/// The mounts of this machine, by where they are. Of several on one place the last, which is the one that is seen.
+/// The mounts of this machine by mount point. Of several on one mount point the last, which is the visible one.
 #[derive(Debug, Default)]
 pub struct Mounts {
     by_path: BTreeMap<PathBuf, Mount>,
-    /// The last parts of their paths, for a quick no.
+    /// The last components of their paths, for a quick check.
     names: BTreeSet<OsString>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 struct Mount {
-    /// Its files are what some user's program says.
+    /// Its files are provided by a user's program.
     is_fuse: bool,
     is_pseudo: bool,
-    /// Who mounted it, as FUSE notes it.
+    /// The user that mounted it, as FUSE records it.
     user: Option<u32>,
 }
 
@@ -61,7 +61,7 @@ impl Mounts {
         Ok(Self::read(&fs::read("/proc/self/mountinfo")?))
     }
 
-    /// proc(5): the fourth field is the place; behind a dash come type, source and options of the file system.
+    /// proc(5): the fourth field is the mount point; behind a dash come type, source and options of the file system.
     fn read(table: &[u8]) -> Self {
         let mount = |line: &[u8]| {
             let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
@@ -80,28 +80,28 @@ impl Mounts {
         Self { by_path, names }
     }
 
-    /// Whether something is mounted there.
+    /// Whether the path is a mount point.
     #[must_use]
     pub fn has(&self, path: &Path) -> bool {
         self.by_path.contains_key(path)
     }
 
-    /// Whether anything is mounted under this name, wherever.
+    /// Whether any mount point has this name.
     #[must_use]
     pub fn has_named(&self, name: &OsStr) -> bool {
         self.names.contains(name)
     }
 
-    /// Mounted strictly below the folder, and to be looked into: what a user's own program or the kernel shows there is no account's file.
-    pub fn to_be_looked_into_below<'a>(&'a self, folder: &'a Path) -> impl Iterator<Item = PathBuf> + 'a {
+    /// Mount points strictly below the folder whose files are to be searched: files that a user's program or the kernel provides are no
+    /// account's.
+    pub fn searchable_below<'a>(&'a self, folder: &'a Path) -> impl Iterator<Item = PathBuf> + 'a {
         let below = self.by_path.iter().filter(move |(point, _)| point.starts_with(folder) && *point != folder);
         below.filter(|(_, mount)| !mount.is_fuse && !mount.is_pseudo).map(|(point, _)| point.clone())
     }
 
-    /// What the tenant has mounted, or had mounted for it, deepest first: at or below its folders, whatever shows as its own, and through
-    /// FUSE anywhere.
+    /// The tenant's mounts, deepest first: at or below its folders, mounts that are shown as its own, and FUSE mounts anywhere.
     #[must_use]
-    pub fn of(&self, account: &Account, folders: &[PathBuf]) -> Vec<PathBuf> {
+    pub fn of(&self, account: &TenantAccount, folders: &[PathBuf]) -> Vec<PathBuf> {
         let is_the_tenants = |point: &Path, mount: &Mount| {
             mount.user == Some(account.uid)
                 || folders.iter().any(|folder| point.starts_with(folder))
@@ -116,20 +116,20 @@ impl Mounts {
     }
 }
 
-/// Takes it away, without a step through a link that somebody may have put in the way.
+/// Unmounts it, without following a link that another user may have placed on the path.
 ///
 /// # Errors
-/// It is still there, or what is there is something else by now.
+/// It is still mounted, or something else is there by now.
 pub fn unmount(point: &Path) -> io::Result<()> {
     let (Some(parent), Some(name)) = (point.parent(), point.file_name()) else {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     };
     let folder = walk::open_without_links(parent)?;
-    // Detached: what holds it open is dead or dies.
+    // Detached: the processes that hold it open are dead or about to exit.
     Ok(umount2(&walk::path_in(folder.as_fd(), name), MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?)
 }
 
-/// Blanks and the like stand as octal numbers in the table.
+/// Blanks and the like are octal numbers in the table.
 fn unescaped(field: &[u8]) -> PathBuf {
     let (mut bytes, mut rest) = (Vec::with_capacity(field.len()), field);
     while let Some((byte, after)) = rest.split_first() {
@@ -164,18 +164,18 @@ mod tests {
         cut off\n";
 
     #[test]
-    fn a_mount_is_the_tenant_s_by_its_place_and_by_who_mounted_it() {
+    fn mount_belongs_to_the_tenant_by_path_and_by_mounting_user() {
         let mounts = Mounts::read(TABLE);
-        let account = Account { name: "tena".into(), uid: 70_001 };
+        let account = TenantAccount { name: "tena".into(), uid: 70_001 };
         let theirs = mounts.of(&account, &[PathBuf::from("/home/tena")]);
         assert_eq!(theirs, [PathBuf::from("/home/tena/a b\\040c"), PathBuf::from("/opt/data")]);
         assert!(mounts.has(Path::new("/tmp/mine")) && !mounts.has(Path::new("/tmp")));
     }
 
     #[test]
-    fn what_a_users_program_or_the_kernel_shows_is_not_looked_into() {
+    fn fuse_and_pseudo_file_systems_are_not_searched() {
         let mounts = Mounts::read(TABLE);
-        let below: Vec<_> = mounts.to_be_looked_into_below(Path::new("/tmp")).collect();
+        let below: Vec<_> = mounts.searchable_below(Path::new("/tmp")).collect();
         assert_eq!(below, [PathBuf::from("/tmp/scratch")]);
     }
 }

@@ -1,4 +1,4 @@
-//! Ends every process of a uid, also one that forks without end, and those that it started as root through sudo.
+//! Ends every process of a uid, even if it forks endlessly, and the processes that it started as root through sudo.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,15 +11,15 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use wire::proof::{Checked, Finding, Outcome};
+use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
-use super::accounts::Account;
+use super::accounts::TenantAccount;
 
 const GIVE_UP_AFTER: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Kills until two looks in a row find nothing, and says how many processes were seen.
-pub fn end_all(account: &Account) -> usize {
+/// Kills until two scans in a row find nothing, and returns how many processes were found.
+pub fn end_all(account: &TenantAccount) -> usize {
     let (begun, mut seen, mut quiet) = (Instant::now(), BTreeSet::new(), false);
     while begun.elapsed() < GIVE_UP_AFTER {
         let Ok(found) = find(account.uid) else { break };
@@ -41,34 +41,34 @@ pub fn end_all(account: &Account) -> usize {
     seen.len()
 }
 
-/// Looks again.
+/// Checks that no process is left.
 #[must_use]
-pub fn look(account: &Account) -> Finding {
+pub fn check_removed(account: &TenantAccount) -> CleanupFinding {
     let (outcome, detail) = match find(account.uid) {
-        Ok(pids) if pids.is_empty() => (Outcome::Gone, None),
-        Ok(pids) => (Outcome::Present, Some(format!("processes {pids:?}"))),
-        Err(error) => (Outcome::Unknown, Some(error.to_string())),
+        Ok(pids) if pids.is_empty() => (FindingOutcome::Gone, None),
+        Ok(pids) => (FindingOutcome::Present, Some(format!("processes {pids:?}"))),
+        Err(error) => (FindingOutcome::Unknown, Some(error.to_string())),
     };
-    Finding { what: Checked::Processes, looked_for: format!("uid {}", account.uid), outcome, detail }
+    CleanupFinding { what: CleanupCheck::Processes, looked_for: format!("uid {}", account.uid), outcome, detail }
 }
 
-/// One signal to all processes of the uid at once, from a process that is one of them: the kernel gives it to every one there is
-/// before another fork can end, which no walk through the table can promise.
+/// Sends one signal to all processes of the uid at once, from a process that is one of them: the kernel delivers it to each of them
+/// before another fork can complete, which no scan of the process table can guarantee.
 fn kill_everything_of(uid: u32) {
-    // The shell's own `kill`: it needs no program that the tenant's limits could keep from starting.
+    // The shell's built-in `kill`: it needs no program that the tenant's limits could prevent from starting.
     let mut shell = Command::new("/bin/sh");
     shell.args(["-c", "kill -s KILL -- -1"]).uid(uid).gid(uid).current_dir("/").env_clear();
     let _ = shell.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
 }
 
-/// Every process with the uid in any of its four, and what it started through sudo.
+/// Every process with the uid in any of its four uid fields, and what it started through sudo.
 fn find(uid: u32) -> io::Result<BTreeSet<i32>> {
     let mark = format!("SUDO_UID={uid}");
     let mut found = BTreeSet::new();
     for entry in fs::read_dir("/proc")? {
         let entry = entry?;
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
-        // It may end while it is looked at.
+        // It may exit while it is read.
         if is_of(&entry.path(), uid, mark.as_bytes()).unwrap_or(false) {
             found.insert(pid);
         }
@@ -80,7 +80,7 @@ fn find(uid: u32) -> io::Result<BTreeSet<i32>> {
 fn is_of(process: &Path, uid: u32, mark: &[u8]) -> io::Result<bool> {
     let status = fs::read_to_string(process.join("status"))?;
     let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
-    // What is dead and waits for its parent to notice runs nothing and holds nothing.
+    // A zombie runs nothing and holds nothing.
     if field("State:").is_some_and(|state| state.trim_start().starts_with(['Z', 'X'])) {
         return Ok(false);
     }

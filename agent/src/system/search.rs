@@ -1,7 +1,7 @@
-//! A search for what a tenant owns, among folders that others change meanwhile.
+//! A search for the files of a tenant in folders that other users change at the same time.
 //!
-//! A pass in which nothing changed has seen everything. What changed is searched again, for a bounded time: after that a neighbour's changes
-//! in its own folders are reported and decide over nothing, or it could keep any release from its proof.
+//! A pass without changes has seen everything. Changed folders are searched again, for a bounded time: after that, a neighbour's changes
+//! in its own folders are reported but do not decide, otherwise a neighbour could keep any release from its proof.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -13,75 +13,79 @@ use std::time::{Duration, Instant};
 use tracing::{info, warn};
 
 use super::mounts::Mounts;
-use super::walk::{self, Entry, Scope, Trouble};
+use super::walk::{self, SearchScope, WalkEntry, WalkError};
 
-/// As many paths as a finding names.
+/// The most paths that a finding names.
 const NAMED: usize = 20;
-/// As many troubles as an error or a line of the log names.
-const TROUBLES_NAMED: usize = 3;
+/// The most errors that an error or a log line names.
+const ERRORS_NAMED: usize = 3;
 const PASSES: usize = 8;
-/// Passes after the first begin within this time.
-const AGAIN_WITHIN: Duration = Duration::from_millis(500);
+/// Passes after the first start within this time.
+const RESEARCH_WINDOW: Duration = Duration::from_millis(500);
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// What a search came to.
+/// The result of a search.
 #[derive(Debug, Default)]
-pub struct Searched {
-    /// What the account owns; the first of it, where it is much.
+pub struct SearchResult {
+    /// What the account owns; the first of it, if it is much.
     pub owned: Vec<PathBuf>,
-    /// Where others' folders changed until the last pass.
-    pub unsettled: Vec<Trouble>,
+    /// Folders of other users that changed until the last pass.
+    pub unsettled: Vec<WalkError>,
 }
 
-/// Searches `folders` for what `id` owns, at any depth, but not below what it owns: that goes with it.
+/// Searches `folders` for what `id` owns, at any depth, but not below it: that is removed with it.
 ///
 /// # Errors
-/// A place could not be looked at; the error names it and says why.
-pub fn owned_by(id: u32, folders: impl Fn(&Mounts) -> Vec<PathBuf>) -> io::Result<Searched> {
+/// A path could not be searched; the error names it and says why.
+pub fn owned_by(id: u32, folders: impl Fn(&Mounts) -> Vec<PathBuf>) -> io::Result<SearchResult> {
     let (mut owners, mut until): (Option<BTreeSet<u32>>, _) = (None, None);
     for pass in 1_usize.. {
-        // Anew each time: something may have been mounted meanwhile.
+        // Read for each pass: something may have been mounted meanwhile.
         let mounts = Mounts::of_this_machine()?;
         let mut owned = Vec::new();
-        let note = |entry: &Entry<'_>| {
+        let note = |entry: &WalkEntry<'_>| {
             owned.push(entry.path());
             if owned.len() < NAMED { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         };
-        let scope = Scope { id, owners: owners.as_ref() };
-        let troubles = walk::owned_by(scope, &folders(&mounts), &mounts, note);
-        let until = *until.get_or_insert_with(|| Instant::now() + AGAIN_WITHIN);
+        let scope = SearchScope { id, owners: owners.as_ref() };
+        let errors = walk::owned_by(scope, &folders(&mounts), &mounts, note);
+        let until = *until.get_or_insert_with(|| Instant::now() + RESEARCH_WINDOW);
         let is_last = pass >= PASSES || Instant::now() >= until;
-        if !owned.is_empty() || troubles.is_empty() || is_last {
-            return judge(id, owned, troubles);
+        if !owned.is_empty() || errors.is_empty() || is_last {
+            return search_result(id, owned, errors);
         }
-        // What was seen in folders of the others holds: who did not change theirs has moved nothing into them.
-        let changed: BTreeSet<u32> = troubles.iter().map(|trouble| trouble.owner).collect();
-        let failed = troubles.iter().any(|trouble| matches!(trouble.cause, walk::Cause::Failed(_)));
+        // The results for unchanged folders of other users hold: an owner who changed nothing has moved nothing into them.
+        let changed: BTreeSet<u32> = errors.iter().map(|error| error.owner).collect();
+        let failed = errors.iter().any(|error| matches!(error.cause, walk::WalkErrorCause::Failed(_)));
         owners = (!failed).then_some(changed);
         thread::sleep(PAUSE);
     }
-    Ok(Searched::default())
+    Ok(SearchResult::default())
 }
 
-fn judge(id: u32, mut owned: Vec<PathBuf>, troubles: Vec<Trouble>) -> io::Result<Searched> {
+fn search_result(id: u32, mut owned: Vec<PathBuf>, errors: Vec<WalkError>) -> io::Result<SearchResult> {
     owned.sort();
-    let (decisive, unsettled): (Vec<_>, Vec<_>) = troubles.into_iter().partition(|trouble| trouble.is_decisive(id));
+    let (decisive, unsettled): (Vec<_>, Vec<_>) = errors.into_iter().partition(|error| error.is_decisive(id));
     if !decisive.is_empty() && owned.is_empty() {
-        let error = named(&decisive);
+        let error = describe_errors(&decisive);
         warn!(uid = id, error_code = "search_failed", error, "what a tenant left cannot be searched for");
         return Err(io::Error::other(error));
     }
     if !unsettled.is_empty() {
-        info!(uid = id, places = named(&unsettled), "folders of other accounts changed while they were searched");
+        info!(
+            uid = id,
+            places = describe_errors(&unsettled),
+            "folders of other accounts changed while they were searched"
+        );
     }
-    Ok(Searched { owned, unsettled })
+    Ok(SearchResult { owned, unsettled })
 }
 
-/// The first of them, each with its path and what the kernel said.
+/// The first of them, each with its path and the kernel's error.
 #[must_use]
-pub fn named(troubles: &[Trouble]) -> String {
-    let mut text: Vec<String> = troubles.iter().take(TROUBLES_NAMED).map(ToString::to_string).collect();
-    if let Some(more @ 1..) = troubles.len().checked_sub(TROUBLES_NAMED) {
+pub fn describe_errors(errors: &[WalkError]) -> String {
+    let mut text: Vec<String> = errors.iter().take(ERRORS_NAMED).map(ToString::to_string).collect();
+    if let Some(more @ 1..) = errors.len().checked_sub(ERRORS_NAMED) {
         text.push(format!("and {more} more"));
     }
     text.join("; ")
@@ -91,25 +95,30 @@ pub fn named(troubles: &[Trouble]) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::system::walk::Cause;
+    use crate::system::walk::WalkErrorCause;
     use nix::errno::Errno;
 
-    fn trouble(owner: u32, cause: Cause) -> Trouble {
-        Trouble { path: "/tmp/n".into(), owner, cause }
+    fn error(owner: u32, cause: WalkErrorCause) -> WalkError {
+        WalkError { path: "/tmp/n".into(), owner, cause }
     }
 
     #[test]
-    fn search_that_failed_names_path_and_errno_and_one_that_others_disturbed_succeeds() {
-        let failed = judge(7, Vec::new(), vec![trouble(8, Cause::Changed), trouble(0, Cause::Failed(Errno::EIO))]);
+    fn failed_search_names_path_and_errno_and_disturbed_search_succeeds() {
+        let failed = search_result(
+            7,
+            Vec::new(),
+            vec![error(8, WalkErrorCause::Changed), error(0, WalkErrorCause::Failed(Errno::EIO))],
+        );
         assert_eq!(failed.unwrap_err().to_string(), "/tmp/n: EIO: I/O error");
-        let disturbed = judge(7, Vec::new(), vec![trouble(8, Cause::Moved); 5]).unwrap();
+        let disturbed = search_result(7, Vec::new(), vec![error(8, WalkErrorCause::Moved); 5]).unwrap();
         assert!(disturbed.owned.is_empty());
-        assert!(named(&disturbed.unsettled).ends_with("; and 2 more"));
+        assert!(describe_errors(&disturbed.unsettled).ends_with("; and 2 more"));
     }
 
     #[test]
-    fn what_was_found_is_reported_whatever_could_not_be_searched() {
-        let found = judge(7, vec!["/tmp/x".into()], vec![trouble(0, Cause::Failed(Errno::EIO))]).unwrap();
+    fn findings_are_reported_despite_search_errors() {
+        let found =
+            search_result(7, vec!["/tmp/x".into()], vec![error(0, WalkErrorCause::Failed(Errno::EIO))]).unwrap();
         assert_eq!(found.owned, [PathBuf::from("/tmp/x")]);
     }
 }

@@ -4,46 +4,46 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
 
-use wire::proof::{Checked, Finding};
+use wire::proof::{CleanupCheck, CleanupFinding};
 
-use crate::executor::Failure;
+use crate::executor::TaskFailure;
 use crate::store;
-use crate::tenant::look_at_path;
+use crate::tenant::check_path_removed;
 
 const FOLDER: &str = "/etc/sudoers.d";
 const MODE: u32 = 0o440;
 
-/// One command, by its absolute path, with any arguments. Nothing in it means more to sudo than itself.
+/// One command, by its absolute path, with any arguments. Nothing in it has a special meaning for sudo.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SudoCommand(String);
 
 /// Why a command cannot be allowed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not the absolute path of one program without wildcards")]
-pub struct NotACommand(String);
+pub struct InvalidSudoCommand(String);
 
 impl FromStr for SudoCommand {
-    type Err = NotACommand;
+    type Err = InvalidSudoCommand;
 
-    fn from_str(text: &str) -> Result<Self, NotACommand> {
+    fn from_str(text: &str) -> Result<Self, InvalidSudoCommand> {
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '/' | '-' | '_' | '.' | '+');
         let is_program = text.starts_with('/') && !text.ends_with('/') && text.len() > 1 && text.chars().all(plain);
         let climbs = text.split('/').any(|part| part == ".." || part == ".");
-        if is_program && !climbs { Ok(Self(text.to_owned())) } else { Err(NotACommand(text.to_owned())) }
+        if is_program && !climbs { Ok(Self(text.to_owned())) } else { Err(InvalidSudoCommand(text.to_owned())) }
     }
 }
 
-/// Where the tenant's file lies. sudo skips names with a dot or a tilde; a tenant's name has neither.
+/// The path of the tenant's file. sudo skips names with a dot or a tilde; a tenant's name has neither.
 #[must_use]
 pub fn path_of(user_name: &str) -> PathBuf {
     Path::new(FOLDER).join(format!("gpuaas-{user_name}"))
 }
 
-/// Lets the tenant run these commands. Without sudo on the node, or without commands, there is nothing to write.
+/// Allows the tenant these commands. Without sudo on the node, or without commands, there is nothing to write.
 ///
 /// # Errors
-/// `sudoers` where `visudo` refuses the file, `node_storage`.
-pub fn allow(user_name: &str, commands: &[SudoCommand]) -> Result<bool, Failure> {
+/// `sudoers` if `visudo` refuses the file, `node_storage`.
+pub fn allow(user_name: &str, commands: &[SudoCommand]) -> Result<bool, TaskFailure> {
     if commands.is_empty() || !Path::new(FOLDER).is_dir() {
         return Ok(false);
     }
@@ -56,24 +56,24 @@ pub fn allow(user_name: &str, commands: &[SudoCommand]) -> Result<bool, Failure>
         Ok(ran) if ran.status.success() => Ok(store::write_atomically(&path_of(user_name), text.as_bytes(), MODE)?),
         Ok(ran) => {
             let said = [ran.stdout, ran.stderr].concat();
-            Err(Failure::new("sudoers", format!("visudo refuses it: {}", String::from_utf8_lossy(&said).trim())))
+            Err(TaskFailure::new("sudoers", format!("visudo refuses it: {}", String::from_utf8_lossy(&said).trim())))
         }
-        Err(error) => Err(Failure::new("sudoers", format!("visudo cannot be run: {error}"))),
+        Err(error) => Err(TaskFailure::new("sudoers", format!("visudo cannot be run: {error}"))),
     };
     store::remove(&draft)?;
     outcome.map(|()| true)
 }
 
-/// Takes it away again.
+/// Removes the tenant's file.
 pub fn forbid(user_name: &str) {
-    // What could not be removed is found by the look.
+    // A file that could not be removed is found by the check.
     let _ = store::remove(&path_of(user_name));
 }
 
 /// Whether the tenant's file is there.
 #[must_use]
-pub fn look(user_name: &str) -> Finding {
-    look_at_path(Checked::SudoersFile, &path_of(user_name))
+pub fn check_removed(user_name: &str) -> CleanupFinding {
+    check_path_removed(CleanupCheck::SudoersFile, &path_of(user_name))
 }
 
 fn render(user_name: &str, commands: &[SudoCommand]) -> String {
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_single_programs_can_be_allowed() {
+    fn only_single_programs_are_allowed_in_sudoers() {
         for refused in
             ["", "ALL", "/", "nvidia-smi", "/usr/bin/*", "/bin/sh, ALL", "/a\nb", "!/bin/sh", "/usr/../bin/sh", "/a/"]
         {

@@ -1,8 +1,8 @@
-//! A walk through folders that tenants write to while it goes on.
+//! A walk through folders that tenants write to at the same time.
 //!
-//! It goes from an open folder to what is in it by name, follows no link and crosses no mount, so it never leaves the folder that it began
-//! in, and what is removed is removed where it was found. It keeps few folders open, however deep it gets. What it cannot look at does not
-//! end it: the rest is searched, and each such place is reported as a [`Trouble`].
+//! It goes from an open folder to its entries by name, follows no link and crosses no mount, so it never leaves the folder in which it
+//! started, and an entry is removed where it was found. It keeps few folders open, at any depth. A path that it cannot read does not end
+//! it: the rest is searched, and each such path is reported as a [`WalkError`].
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, OsStr};
@@ -23,64 +23,64 @@ use nix::unistd::{UnlinkatFlags, fchown, unlinkat};
 
 use super::mounts::Mounts;
 
-/// Folders nearest to the one that is looked into, which are kept open.
+/// The folders nearest to the current one, which are kept open.
 const OPEN: usize = 64;
-/// Folders nearest to the start, which are kept open too: the way back to them cannot be lost.
+/// The folders nearest to the start, which are kept open too: the path back to them cannot be lost.
 const PINNED: usize = 32;
-/// As often as one walk looks for a lost way back from the top.
-const LOST_WAYS: usize = 16;
-/// The kernel's clock for changes of files may lie behind its clock by so much.
+/// How often one walk reopens a lost path from the top.
+const MAX_LOST_PATHS: usize = 16;
+/// The kernel's clock for file times may lag behind its clock by this much.
 const CLOCK_LAG: Duration = Duration::from_millis(10);
-/// As much of a path as a message shows. Tenants nest folders without bound.
+/// The length of a path in a message. Tenants nest folders without bound.
 const SHOWN: usize = 256;
 const FOLDER: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
 
-/// A place that a walk could not look at as it is.
+/// A path that a walk could not read.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Trouble {
+pub struct WalkError {
     pub path: PathBuf,
-    /// Whoever is able to bring it about: the owner of the folder, or, in a sticky folder, of the entry.
+    /// The user who is able to cause it: the owner of the folder, or, in a sticky folder, of the entry.
     pub owner: u32,
-    pub cause: Cause,
+    pub cause: WalkErrorCause,
 }
 
-/// Why a place could not be looked at as it is.
+/// Why a path could not be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Cause {
-    /// Entries came or went while the folder was listed.
+pub enum WalkErrorCause {
+    /// Entries were added or removed while the folder was listed.
     Changed,
     /// The entry was listed and is not there.
     Vanished(Errno),
-    /// The folder is not where the walk came from.
+    /// The folder is not where the walk entered it.
     Moved,
     Failed(Errno),
 }
 
-impl Trouble {
-    /// Whether the account may decide over the outcome of a search for what `id` owns. What another account changes in its own folders must
-    /// not: its owner could as well have copied what is in them.
+impl WalkError {
+    /// Whether the error decides a search for what `id` owns. Changes by another account in its own folders must not: their owner could
+    /// as well have copied what is in them.
     #[must_use]
     pub fn is_decisive(&self, id: u32) -> bool {
         match self.cause {
-            Cause::Failed(_) => true,
-            Cause::Moved => self.owner == 0 || self.owner == id,
-            Cause::Changed | Cause::Vanished(_) => self.owner == id,
+            WalkErrorCause::Failed(_) => true,
+            WalkErrorCause::Moved => self.owner == 0 || self.owner == id,
+            WalkErrorCause::Changed | WalkErrorCause::Vanished(_) => self.owner == id,
         }
     }
 }
 
-impl fmt::Display for Trouble {
+impl fmt::Display for WalkError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let path = shortened(&self.path);
         match self.cause {
-            Cause::Changed => write!(f, "{path}: it changed while it was listed"),
-            Cause::Moved => write!(f, "{path}: it was moved while it was searched"),
-            Cause::Vanished(errno) | Cause::Failed(errno) => write!(f, "{path}: {errno}"),
+            WalkErrorCause::Changed => write!(f, "{path}: it changed while it was listed"),
+            WalkErrorCause::Moved => write!(f, "{path}: it was moved while it was searched"),
+            WalkErrorCause::Vanished(errno) | WalkErrorCause::Failed(errno) => write!(f, "{path}: {errno}"),
         }
     }
 }
 
-/// A path as a message shows it.
+/// A path as shown in a message.
 #[must_use]
 pub fn shortened(path: &Path) -> String {
     let text = path.display().to_string();
@@ -90,60 +90,62 @@ pub fn shortened(path: &Path) -> String {
     }
 }
 
-/// Something in a folder.
-pub struct Entry<'a> {
+/// An entry of a folder.
+pub struct WalkEntry<'a> {
     folder: BorrowedFd<'a>,
     name: &'a OsStr,
     start: &'a Path,
     /// The folders between the start and the entry.
-    way: &'a [CString],
+    ancestors: &'a [CString],
     is_folder: bool,
     /// Device and inode.
     id: (u64, u64),
 }
 
-/// Which folders a search looks into.
+/// Which folders a search enters.
 #[derive(Debug, Clone, Copy)]
-pub struct Scope<'a> {
-    /// What owns what is searched for: a uid, which is a gid, too.
+pub struct SearchScope<'a> {
+    /// The owner to search for: a uid, which is also a gid.
     pub id: u32,
-    /// Of the folders that lie directly in a start only those of these owners, and those that everybody may write to. `None`: all.
+    /// Restricts the folders directly below a start to those of these owners, and those that everybody may write to. `None`: all.
     pub owners: Option<&'a BTreeSet<u32>>,
 }
 
-/// Looks through folders for what an account owns; not below what it owns, that goes with it, nor into what is mounted there. `found`
-/// may end the walk. Returns what could not be looked at.
+/// Searches folders for what an account owns; not below what it owns, which is removed with it, nor in mounts. `found` may end the walk.
+/// Returns the paths that could not be read.
 pub fn owned_by(
-    scope: Scope<'_>,
+    scope: SearchScope<'_>,
     folders: &[PathBuf],
     mounts: &Mounts,
-    found: impl FnMut(&Entry<'_>) -> ControlFlow<()>,
-) -> Vec<Trouble> {
+    found: impl FnMut(&WalkEntry<'_>) -> ControlFlow<()>,
+) -> Vec<WalkError> {
     let mut search = Search { scope, found, is_over: false };
-    let mut troubles = Vec::new();
+    let mut errors = Vec::new();
     for start in folders {
         // The folder itself may be a link of the machine's own.
         match openat(AT_FDCWD, start, FOLDER.difference(OFlag::O_NOFOLLOW), Mode::empty()) {
-            Ok(opened) => troubles.extend(Walk::of(start, mounts).run(opened, &mut search)),
-            // One that is not there has nothing in it, nor has a file that something is mounted on.
+            Ok(opened) => errors.extend(Walk::of(start, mounts).run(opened, &mut search)),
+            // A missing folder has nothing in it, nor has a file that something is mounted on.
             Err(Errno::ENOENT | Errno::ENOTDIR) => {}
-            Err(errno) => troubles.push(Trouble { path: start.clone(), owner: 0, cause: Cause::Failed(errno) }),
+            Err(errno) => {
+                errors.push(WalkError { path: start.clone(), owner: 0, cause: WalkErrorCause::Failed(errno) })
+            }
         }
         if search.is_over {
             break;
         }
     }
-    troubles
+    errors
 }
 
 struct Search<'a, F> {
-    scope: Scope<'a>,
+    scope: SearchScope<'a>,
     found: F,
     is_over: bool,
 }
 
-impl<F: FnMut(&Entry<'_>) -> ControlFlow<()>> Visitor for Search<'_, F> {
-    fn entry(&mut self, entry: &Entry<'_>, status: &FileStat) -> Result<bool, Errno> {
+impl<F: FnMut(&WalkEntry<'_>) -> ControlFlow<()>> Visitor for Search<'_, F> {
+    fn entry(&mut self, entry: &WalkEntry<'_>, status: &FileStat) -> Result<bool, Errno> {
         if self.is_over {
             return Ok(false);
         }
@@ -152,7 +154,7 @@ impl<F: FnMut(&Entry<'_>) -> ControlFlow<()>> Visitor for Search<'_, F> {
             return Ok(false);
         }
         let is_left_out = |owners: &BTreeSet<u32>| {
-            entry.way.is_empty() && !owners.contains(&status.st_uid) && status.st_mode & 0o022 == 0
+            entry.ancestors.is_empty() && !owners.contains(&status.st_uid) && status.st_mode & 0o022 == 0
         };
         Ok(entry.is_folder && !self.scope.owners.is_some_and(is_left_out))
     }
@@ -162,10 +164,10 @@ impl<F: FnMut(&Entry<'_>) -> ControlFlow<()>> Visitor for Search<'_, F> {
     }
 }
 
-/// Removes what is at a path, with all in it, also where it was made immutable. The folders on the way are to be root's alone.
+/// Removes the entry at a path with its content, also if it was made immutable. The folders of the path must be root's alone.
 ///
 /// # Errors
-/// Something of it is left.
+/// Some of it is left.
 pub fn remove_at(path: &Path, mounts: &Mounts, owner: u32) -> io::Result<()> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
@@ -181,21 +183,22 @@ pub fn remove_at(path: &Path, mounts: &Mounts, owner: u32) -> io::Result<()> {
         Err(error) => return Err(error.into()),
     };
     let id = (status.st_dev, status.st_ino);
-    let entry = Entry { folder: folder.as_fd(), name, start: parent, way: &[], is_folder: is_folder(&status), id };
+    let entry =
+        WalkEntry { folder: folder.as_fd(), name, start: parent, ancestors: &[], is_folder: is_folder(&status), id };
     entry.remove(mounts, owner)
 }
 
-/// Removes everything in the folder at a path, which stays. The folders on the way are to be root's alone.
+/// Removes everything in the folder at a path, which stays. The folders of the path must be root's alone.
 pub fn empty(path: &Path, owner: u32) {
     if let Ok(opened) = openat(AT_FDCWD, path, FOLDER, Mode::empty()) {
         Walk::of(path, &Mounts::default()).run(opened, &mut Removal { owner });
     }
 }
 
-/// The folder at a path without any link in it, opened so that nobody can swap a part of the way meanwhile.
+/// The folder at a path without any link in it, opened so that no user can replace a component meanwhile.
 ///
 /// # Errors
-/// It is not there, or not a folder, or a link is on the way.
+/// It does not exist, is not a folder, or its path has a link.
 pub fn open_without_links(path: &Path) -> io::Result<OwnedFd> {
     let mut folder = openat(AT_FDCWD, "/", FOLDER, Mode::empty())?;
     for part in path.components() {
@@ -210,27 +213,27 @@ pub fn open_without_links(path: &Path) -> io::Result<OwnedFd> {
     Ok(folder)
 }
 
-/// A path by which others find what has this name in an open folder, whatever becomes of the way to that.
+/// A path by which another process finds this name in an open folder, independent of the folder's own path.
 #[must_use]
 pub fn path_in(folder: BorrowedFd<'_>, name: &OsStr) -> PathBuf {
     PathBuf::from(format!("/proc/{}/fd/{}", std::process::id(), folder.as_raw_fd())).join(name)
 }
 
-impl Entry<'_> {
-    /// Where it was when it was found.
+impl WalkEntry<'_> {
+    /// Its path when it was found.
     #[must_use]
     pub fn path(&self) -> PathBuf {
-        joined(self.start, self.way).join(self.name)
+        joined(self.start, self.ancestors).join(self.name)
     }
 
-    /// Removes it, with all in it, following no link, also where it was made immutable. Its folders are given to `owner` and closed to
-    /// everybody else before, so that no other account goes on filling them.
+    /// Removes it with its content, following no link, also if it was made immutable. Its folders are given to `owner` and closed to all
+    /// other users first, so that no other account keeps filling them.
     ///
     /// # Errors
-    /// Something of it is left.
+    /// Some of it is left.
     pub fn remove(&self, mounts: &Mounts, owner: u32) -> io::Result<()> {
         let path = self.path();
-        // What lies behind it is not the tenant's.
+        // A mounted file system is not the tenant's.
         if mounts.has(&path) {
             return Err(io::Error::from(io::ErrorKind::ResourceBusy));
         }
@@ -242,10 +245,10 @@ impl Entry<'_> {
         if id_of(&opened) != Some(self.id) {
             return Err(Errno::ESTALE.into());
         }
-        let troubles = Walk::of(&path, mounts).run(opened, &mut Removal { owner });
+        let errors = Walk::of(&path, mounts).run(opened, &mut Removal { owner });
         match unlink(self.folder, self.name, UnlinkatFlags::RemoveDir) {
             Ok(()) | Err(Errno::ENOENT) => Ok(()),
-            Err(errno) => Err(troubles.first().map_or_else(|| errno.into(), |why| io::Error::other(why.to_string()))),
+            Err(errno) => Err(errors.first().map_or_else(|| errno.into(), |why| io::Error::other(why.to_string()))),
         }
     }
 }
@@ -257,13 +260,13 @@ struct Removal {
 impl Visitor for Removal {
     fn open(&mut self, folder: BorrowedFd<'_>, status: &FileStat) {
         if status.st_uid != self.owner || status.st_mode & 0o777 != 0o700 {
-            // What is not theirs to change fails where it is removed.
+            // A failure to change shows when the entry is removed.
             let _ = fchown(folder, Some(self.owner.into()), Some(self.owner.into()));
             let _ = fchmod(folder, Mode::S_IRWXU);
         }
     }
 
-    fn entry(&mut self, entry: &Entry<'_>, _: &FileStat) -> Result<bool, Errno> {
+    fn entry(&mut self, entry: &WalkEntry<'_>, _: &FileStat) -> Result<bool, Errno> {
         if !entry.is_folder {
             unlink(entry.folder, entry.name, UnlinkatFlags::NoRemoveDir)?;
         }
@@ -275,7 +278,7 @@ impl Visitor for Removal {
     }
 }
 
-/// Removes one name from a folder, also where either was made immutable.
+/// Removes one name from a folder, also if either was made immutable.
 fn unlink(folder: BorrowedFd<'_>, name: &OsStr, flag: UnlinkatFlags) -> Result<(), Errno> {
     match unlinkat(folder, name, flag) {
         Err(Errno::EPERM) => {
@@ -288,35 +291,35 @@ fn unlink(folder: BorrowedFd<'_>, name: &OsStr, flag: UnlinkatFlags) -> Result<(
     }
 }
 
-/// The folder of that name in another. `EXDEV` where something is mounted there.
+/// The folder of that name in another. `EXDEV` if it is a mount point.
 fn open_below<P: ?Sized + nix::NixPath>(folder: impl AsFd + Copy, name: &P) -> Result<OwnedFd, Errno> {
     let how = OpenHow::new().flags(FOLDER).resolve(ResolveFlag::RESOLVE_NO_XDEV | ResolveFlag::RESOLVE_NO_SYMLINKS);
     match openat2(folder, name, how) {
-        // A kernel before 5.6. The table of mounts is all that is left there.
+        // A kernel before 5.6, which leaves only the mount table to check.
         Err(Errno::ENOSYS) => openat(folder, name, FOLDER, Mode::empty()),
-        // The folder above was moved while this went through.
+        // The folder above was moved meanwhile.
         Err(Errno::EAGAIN) => openat2(folder, name, how),
         opened => opened,
     }
 }
 
-/// Whether something is mounted over that name, which then need not answer.
+/// Whether the name is a mount point, whose file system need not answer.
 fn is_mounted_over(folder: BorrowedFd<'_>, name: &OsStr) -> bool {
     let how = OpenHow::new().flags(OFlag::O_PATH | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC);
     matches!(openat2(folder, name, how.resolve(ResolveFlag::RESOLVE_NO_XDEV)), Err(Errno::EXDEV))
 }
 
-/// What is done on the way.
+/// The actions of a walk.
 trait Visitor {
     /// A folder is about to be listed.
     fn open(&mut self, _folder: BorrowedFd<'_>, _status: &FileStat) {}
-    /// Sees everything that is in a folder, and says of a folder whether to go into it.
-    fn entry(&mut self, entry: &Entry<'_>, status: &FileStat) -> Result<bool, Errno>;
-    /// Sees a folder that was gone into, from the one above.
+    /// Called for each entry of a folder; for a folder it returns whether to enter it.
+    fn entry(&mut self, entry: &WalkEntry<'_>, status: &FileStat) -> Result<bool, Errno>;
+    /// Called when a folder has been left, with its parent.
     fn leave(&mut self, _folder: BorrowedFd<'_>, _name: &OsStr) -> Result<(), Errno> {
         Ok(())
     }
-    /// Whether a folder that changed since the walk began is trouble.
+    /// Whether a folder that changed since the walk began is an error.
     fn notes_changes(&self) -> bool {
         false
     }
@@ -326,23 +329,23 @@ trait Visitor {
 struct Walk<'a> {
     mounts: &'a Mounts,
     start: &'a Path,
-    /// When it began, less what the kernel's clock for files may lie behind.
+    /// When it began, less the lag of the kernel's clock for file times.
     began: (i64, i64),
     levels: Vec<Level>,
     /// The names of all levels but the first.
-    way: Vec<CString>,
-    lost_ways: usize,
-    troubles: Vec<Trouble>,
+    ancestors: Vec<CString>,
+    lost_paths: usize,
+    errors: Vec<WalkError>,
 }
 
-/// A folder on the way.
+/// A folder on the current path.
 struct Level {
-    /// `None` where it had to be closed for those below it.
+    /// `None` if it had to be closed for those below it.
     folder: Option<OwnedFd>,
-    /// Device and inode, by which it is known again.
+    /// Device and inode, which identify it again.
     id: (u64, u64),
     owner: u32,
-    /// The folders in it that are yet to be walked through, and who can move them.
+    /// The folders in it that are yet to be entered, and who can move them.
     below: Vec<(CString, u32)>,
 }
 
@@ -351,10 +354,10 @@ impl<'a> Walk<'a> {
         let began = SystemTime::now() - CLOCK_LAG;
         let began = began.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let began = (i64::try_from(began.as_secs()).unwrap_or(i64::MAX), i64::from(began.subsec_nanos()));
-        Self { mounts, start, began, levels: Vec::new(), way: Vec::new(), lost_ways: 0, troubles: Vec::new() }
+        Self { mounts, start, began, levels: Vec::new(), ancestors: Vec::new(), lost_paths: 0, errors: Vec::new() }
     }
 
-    fn run(mut self, start: OwnedFd, visitor: &mut impl Visitor) -> Vec<Trouble> {
+    fn run(mut self, start: OwnedFd, visitor: &mut impl Visitor) -> Vec<WalkError> {
         let first = self.level(start, visitor);
         self.levels.extend(first);
         while let Some(level) = self.levels.last_mut() {
@@ -363,18 +366,18 @@ impl<'a> Walk<'a> {
                 None => self.go_back(visitor),
             }
         }
-        self.troubles
+        self.errors
     }
 
     fn go_into(&mut self, name: CString, owner: u32, visitor: &mut impl Visitor) {
         let Some(folder) = self.levels.last().and_then(|level| level.folder.as_ref()) else { return };
         let opened = match open_below(folder, name.as_c_str()) {
             Ok(opened) => opened,
-            // What is mounted is a start of its own, or not to be looked into.
+            // A mount point is a start of its own, or not to be searched.
             Err(Errno::EXDEV) => return,
             Err(errno) => return self.note(Some(&name), owner, cause(errno)),
         };
-        self.way.push(name);
+        self.ancestors.push(name);
         match self.level(opened, visitor) {
             Some(level) => {
                 self.levels.push(level);
@@ -382,37 +385,37 @@ impl<'a> Walk<'a> {
                     self.levels[far_above].folder = None;
                 }
             }
-            None => drop(self.way.pop()),
+            None => drop(self.ancestors.pop()),
         }
     }
 
     fn go_back(&mut self, visitor: &mut impl Visitor) {
-        let (Some(done), name) = (self.levels.pop(), self.way.pop()) else { return };
+        let (Some(done), name) = (self.levels.pop(), self.ancestors.pop()) else { return };
         let (Some(above), Some(name)) = (self.levels.last_mut(), name) else { return };
         if above.folder.is_none() {
             above.folder = reopened(&done, above.id);
         }
         let owner = above.owner;
         let Some(folder) = above.folder.as_ref() else {
-            self.note(Some(&name), owner, Cause::Moved);
-            return self.find_the_way();
+            self.note(Some(&name), owner, WalkErrorCause::Moved);
+            return self.reopen_levels();
         };
         if let Err(errno) = visitor.leave(folder.as_fd(), OsStr::from_bytes(name.to_bytes())) {
             self.note(Some(&name), owner, cause(errno));
         }
     }
 
-    /// Opens the last level by its names from the nearest one above it that is open. Levels that are not where they were are given up.
-    fn find_the_way(&mut self) {
+    /// Opens the last level by its names from the nearest open level above. Levels that were moved are abandoned.
+    fn reopen_levels(&mut self) {
         let open = self.levels.iter().rposition(|level| level.folder.is_some());
         let Some(open) = open else { return self.levels.clear() };
-        self.lost_ways += 1;
+        self.lost_paths += 1;
         let mut at: Option<OwnedFd> = None;
         let mut reached = open;
-        while self.lost_ways <= LOST_WAYS && reached + 1 < self.levels.len() {
+        while self.lost_paths <= MAX_LOST_PATHS && reached + 1 < self.levels.len() {
             let above = at.as_ref().or(self.levels[open].folder.as_ref());
             // The names begin at the second level.
-            let next = above.and_then(|above| open_below(above, self.way[reached].as_c_str()).ok());
+            let next = above.and_then(|above| open_below(above, self.ancestors[reached].as_c_str()).ok());
             let is_it = |next: &OwnedFd| id_of(next) == Some(self.levels[reached + 1].id);
             let Some(next) = next.filter(is_it) else { break };
             at = Some(next);
@@ -421,17 +424,17 @@ impl<'a> Walk<'a> {
         if at.is_some() {
             self.levels[reached].folder = at;
         }
-        let Some(lost) = self.way.get(reached).cloned() else { return };
+        let Some(lost) = self.ancestors.get(reached).cloned() else { return };
         self.levels.truncate(reached + 1);
-        self.way.truncate(reached);
+        self.ancestors.truncate(reached);
         let owner = self.levels[reached].owner;
-        self.note(Some(&lost), owner, Cause::Moved);
+        self.note(Some(&lost), owner, WalkErrorCause::Moved);
     }
 
-    fn note(&mut self, name: Option<&CStr>, owner: u32, cause: Cause) {
-        let mut path = joined(self.start, &self.way);
+    fn note(&mut self, name: Option<&CStr>, owner: u32, cause: WalkErrorCause) {
+        let mut path = joined(self.start, &self.ancestors);
         path.extend(name.map(|name| OsStr::from_bytes(name.to_bytes())));
-        self.troubles.push(Trouble { path, owner, cause });
+        self.errors.push(WalkError { path, owner, cause });
     }
 
     /// `None` where the folder cannot be listed.
@@ -439,7 +442,7 @@ impl<'a> Walk<'a> {
         let status = match fstat(&folder) {
             Ok(status) => status,
             Err(errno) => {
-                self.note(None, 0, Cause::Failed(errno));
+                self.note(None, 0, WalkErrorCause::Failed(errno));
                 return None;
             }
         };
@@ -448,7 +451,7 @@ impl<'a> Walk<'a> {
         // A second opening, since listing moves on in the first.
         let mut listing = match Dir::openat(&folder, ".", FOLDER, Mode::empty()) {
             Ok(listing) => listing,
-            // It was removed since it was opened, and what is removed is empty.
+            // It was removed since it was opened, and a removed folder is empty.
             Err(Errno::ENOENT) => return None,
             Err(errno) => {
                 self.note(None, owner, cause(errno));
@@ -470,15 +473,15 @@ impl<'a> Walk<'a> {
                 continue;
             }
             let text = OsStr::from_bytes(name.to_bytes());
-            if self.mounts.has_named(text) && self.mounts.has(&joined(self.start, &self.way).join(text)) {
+            if self.mounts.has_named(text) && self.mounts.has(&joined(self.start, &self.ancestors).join(text)) {
                 continue;
             }
             let seen = match fstatat(&folder, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
                 Ok(seen) => seen,
-                // In a sticky folder only its owner could take it away, and does so all the time.
+                // In a sticky folder only its owner could remove it, and may do so at any time.
                 Err(Errno::ENOENT) if is_sticky => continue,
                 Err(Errno::ENOENT) => {
-                    self.note(Some(name), owner, Cause::Vanished(Errno::ENOENT));
+                    self.note(Some(name), owner, WalkErrorCause::Vanished(Errno::ENOENT));
                     continue;
                 }
                 Err(_) if is_mounted_over(folder.as_fd(), text) => continue,
@@ -487,8 +490,9 @@ impl<'a> Walk<'a> {
                     continue;
                 }
             };
-            let (start, way, id) = (self.start, self.way.as_slice(), (seen.st_dev, seen.st_ino));
-            let entry = Entry { folder: folder.as_fd(), name: text, start, way, is_folder: is_folder(&seen), id };
+            let (start, ancestors, id) = (self.start, self.ancestors.as_slice(), (seen.st_dev, seen.st_ino));
+            let entry =
+                WalkEntry { folder: folder.as_fd(), name: text, start, ancestors, is_folder: is_folder(&seen), id };
             match visitor.entry(&entry, &seen) {
                 Ok(true) => below.push((name.to_owned(), if is_sticky { seen.st_uid } else { owner })),
                 Ok(false) => {}
@@ -496,7 +500,7 @@ impl<'a> Walk<'a> {
             }
         }
         if visitor.notes_changes() && !is_sticky && fstat(&folder).is_ok_and(|now| self.is_since(&now)) {
-            self.note(None, owner, Cause::Changed);
+            self.note(None, owner, WalkErrorCause::Changed);
         }
         Some(Level { folder: Some(folder), id: (status.st_dev, status.st_ino), owner, below })
     }
@@ -506,7 +510,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// The folder above one that was walked through, if it is still the one that the walk came from.
+/// The parent of a folder that was left, if it is still the one that the walk entered it from.
 fn reopened(below: &Level, id: (u64, u64)) -> Option<OwnedFd> {
     let above = openat(below.folder.as_ref()?, "..", FOLDER, Mode::empty()).ok()?;
     (id_of(&above) == Some(id)).then_some(above)
@@ -516,17 +520,19 @@ fn id_of(folder: &OwnedFd) -> Option<(u64, u64)> {
     fstat(folder).ok().map(|status| (status.st_dev, status.st_ino))
 }
 
-/// What another's renaming and removing looks like, and what does not.
-const fn cause(errno: Errno) -> Cause {
+/// Separates errors that another user's renames and removals cause from other errors.
+const fn cause(errno: Errno) -> WalkErrorCause {
     match errno {
-        Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::ESTALE | Errno::EAGAIN => Cause::Vanished(errno),
-        errno => Cause::Failed(errno),
+        Errno::ENOENT | Errno::ENOTDIR | Errno::ELOOP | Errno::ESTALE | Errno::EAGAIN => {
+            WalkErrorCause::Vanished(errno)
+        }
+        errno => WalkErrorCause::Failed(errno),
     }
 }
 
-fn joined(start: &Path, way: &[CString]) -> PathBuf {
+fn joined(start: &Path, ancestors: &[CString]) -> PathBuf {
     let mut path = start.to_owned();
-    path.extend(way.iter().map(|name| OsStr::from_bytes(name.to_bytes())));
+    path.extend(ancestors.iter().map(|name| OsStr::from_bytes(name.to_bytes())));
     path
 }
 
@@ -548,12 +554,12 @@ mod tests {
 
     fn found_in(folder: &Path) -> Vec<PathBuf> {
         let mut found = Vec::new();
-        let note = |entry: &Entry<'_>| {
+        let note = |entry: &WalkEntry<'_>| {
             found.push(entry.path());
             ControlFlow::Continue(())
         };
-        let scope = Scope { id: own(), owners: None };
-        let decisive = |trouble: &Trouble| matches!(trouble.cause, Cause::Failed(_));
+        let scope = SearchScope { id: own(), owners: None };
+        let decisive = |error: &WalkError| matches!(error.cause, WalkErrorCause::Failed(_));
         assert!(!owned_by(scope, &[folder.to_owned()], &Mounts::default(), note).iter().any(decisive));
         found.sort();
         found
@@ -563,19 +569,19 @@ mod tests {
         remove_at(path, &Mounts::default(), own())
     }
 
-    fn run(start: &Path, visitor: &mut impl Visitor) -> Vec<Trouble> {
+    fn run(start: &Path, visitor: &mut impl Visitor) -> Vec<WalkError> {
         let opened = openat(AT_FDCWD, start, FOLDER, Mode::empty()).unwrap();
         Walk::of(start, &Mounts::default()).run(opened, visitor)
     }
 
-    /// Goes into every folder, calls `seen` for each entry, and counts what it leaves.
-    struct Everything<F> {
+    /// Enters every folder, calls `seen` for each entry, and counts the folders that it leaves.
+    struct RecordingVisitor<F> {
         seen: F,
         left: usize,
     }
 
-    impl<F: FnMut(&Entry<'_>)> Visitor for Everything<F> {
-        fn entry(&mut self, entry: &Entry<'_>, _: &FileStat) -> Result<bool, Errno> {
+    impl<F: FnMut(&WalkEntry<'_>)> Visitor for RecordingVisitor<F> {
+        fn entry(&mut self, entry: &WalkEntry<'_>, _: &FileStat) -> Result<bool, Errno> {
             (self.seen)(entry);
             Ok(entry.is_folder)
         }
@@ -597,7 +603,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_owned_is_found_and_nothing_is_followed_out_of_the_folder() {
+    fn owned_files_are_found_and_no_link_is_followed() {
         let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         fs::write(elsewhere.path().join("file"), "x").unwrap();
         symlink(elsewhere.path(), folder.path().join("link")).unwrap();
@@ -611,7 +617,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tree_of_any_depth_is_walked_through_and_removed_with_few_files_open() {
+    fn tree_of_any_depth_is_walked_and_removed_with_few_open_files() {
         let folder = tempfile::tempdir().unwrap();
         let top = folder.path().join("top");
         fs::create_dir(&top).unwrap();
@@ -619,7 +625,7 @@ mod tests {
         drop(openat(&bottom, "file", OFlag::O_CREAT | OFlag::O_WRONLY, Mode::from_bits_truncate(0o600)).unwrap());
         drop(bottom);
         let mut seen = 0;
-        let mut everything = Everything { seen: |_: &Entry<'_>| seen += 1, left: 0 };
+        let mut everything = RecordingVisitor { seen: |_: &WalkEntry<'_>| seen += 1, left: 0 };
         assert_eq!(run(&top, &mut everything), []);
         assert_eq!(seen, 3_001);
         remove(&top).unwrap();
@@ -627,31 +633,31 @@ mod tests {
     }
 
     #[test]
-    fn folder_that_is_moved_during_a_walk_costs_only_itself() {
+    fn folder_moved_during_a_walk_affects_only_itself() {
         let folder = tempfile::tempdir().unwrap();
         let (top, elsewhere) = (folder.path().join("top"), folder.path().join("elsewhere"));
         fs::create_dir(&top).unwrap();
         fs::create_dir(&elsewhere).unwrap();
         let depth = 4 * OPEN;
         drop(nest(&top, depth));
-        // By the time that the bottom is reached this one is closed.
+        // When the bottom is reached, this one is closed.
         let below_the_pinned = ["deep"; 2 * PINNED].iter().fold(top.clone(), |path, name| path.join(name));
         let mut seen = 0;
-        let swap = |_: &Entry<'_>| {
+        let swap = |_: &WalkEntry<'_>| {
             seen += 1;
             if seen == depth {
                 fs::rename(&below_the_pinned, elsewhere.join("x")).unwrap();
             }
         };
-        let mut everything = Everything { seen: swap, left: 0 };
-        let troubles = run(&top, &mut everything);
+        let mut everything = RecordingVisitor { seen: swap, left: 0 };
+        let errors = run(&top, &mut everything);
         let (left, owner) = (everything.left, own());
-        assert_eq!(troubles, [Trouble { path: below_the_pinned.clone(), owner, cause: Cause::Moved }]);
+        assert_eq!(errors, [WalkError { path: below_the_pinned.clone(), owner, cause: WalkErrorCause::Moved }]);
         assert_eq!(left, depth - 1, "all but the one that was moved");
     }
 
     #[test]
-    fn folder_above_the_search_that_is_moved_is_found_again_from_the_top_or_given_up() {
+    fn moved_ancestor_folder_is_reopened_from_the_top_or_abandoned() {
         let folder = tempfile::tempdir().unwrap();
         let (top, elsewhere) = (folder.path().join("top"), folder.path().join("elsewhere"));
         fs::create_dir(&top).unwrap();
@@ -661,38 +667,43 @@ mod tests {
         let at = |level: usize| vec!["deep"; level].iter().fold(top.clone(), |path, name| path.join(name));
         let (upper, lower) = (at(PINNED + 10), at(PINNED + 20));
         let mut seen = 0;
-        let swap = |_: &Entry<'_>| {
+        let swap = |_: &WalkEntry<'_>| {
             seen += 1;
             if seen == depth {
                 fs::rename(&lower, elsewhere.join("lower")).unwrap();
                 fs::rename(&upper, elsewhere.join("upper")).unwrap();
             }
         };
-        let mut everything = Everything { seen: swap, left: 0 };
-        let troubles = run(&top, &mut everything);
+        let mut everything = RecordingVisitor { seen: swap, left: 0 };
+        let errors = run(&top, &mut everything);
         let left = everything.left;
-        let paths: Vec<_> = troubles.iter().map(|trouble| (&trouble.path, trouble.cause)).collect();
-        assert_eq!(paths, [(&lower, Cause::Moved), (&upper, Cause::Moved)]);
-        // Those between the two are given up; everything above is left in order.
+        let paths: Vec<_> = errors.iter().map(|error| (&error.path, error.cause)).collect();
+        assert_eq!(paths, [(&lower, WalkErrorCause::Moved), (&upper, WalkErrorCause::Moved)]);
+        // Those between the two are abandoned; everything above is left in order.
         assert_eq!(left, depth - (PINNED + 20) + PINNED + 9);
     }
 
     #[test]
-    fn what_another_account_changes_in_its_folders_decides_over_no_search() {
-        let trouble = |owner, cause| Trouble { path: "/tmp/x".into(), owner, cause };
+    fn changes_of_another_account_in_its_folders_decide_no_search() {
+        let error = |owner, cause| WalkError { path: "/tmp/x".into(), owner, cause };
         let (tenant, other) = (70_001, 70_002);
-        for cause in [Cause::Changed, Cause::Moved, Cause::Vanished(Errno::ENOENT), Cause::Vanished(Errno::ELOOP)] {
-            assert!(!trouble(other, cause).is_decisive(tenant), "{cause:?}");
-            assert!(trouble(tenant, cause).is_decisive(tenant), "{cause:?}");
+        for cause in [
+            WalkErrorCause::Changed,
+            WalkErrorCause::Moved,
+            WalkErrorCause::Vanished(Errno::ENOENT),
+            WalkErrorCause::Vanished(Errno::ELOOP),
+        ] {
+            assert!(!error(other, cause).is_decisive(tenant), "{cause:?}");
+            assert!(error(tenant, cause).is_decisive(tenant), "{cause:?}");
         }
         for owner in [0, tenant, other] {
-            assert!(trouble(owner, Cause::Failed(Errno::EIO)).is_decisive(tenant));
+            assert!(error(owner, WalkErrorCause::Failed(Errno::EIO)).is_decisive(tenant));
         }
-        assert_eq!(trouble(other, Cause::Failed(Errno::EIO)).to_string(), "/tmp/x: EIO: I/O error");
+        assert_eq!(error(other, WalkErrorCause::Failed(Errno::EIO)).to_string(), "/tmp/x: EIO: I/O error");
     }
 
     #[test]
-    fn removed_folder_is_closed_to_those_who_fill_it() {
+    fn folder_under_removal_is_closed_to_other_writers() {
         let folder = tempfile::tempdir().unwrap();
         let open = folder.path().join("open");
         fs::create_dir_all(open.join("below")).unwrap();
@@ -708,7 +719,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_swapped_for_a_link_between_look_and_removal_leads_nowhere() {
+    fn entry_swapped_for_a_symlink_before_removal_is_not_followed() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         for name in ["shared", "shared/mine", "precious", "precious/mine"] {
@@ -716,41 +727,41 @@ mod tests {
         }
         fs::write(at("shared/mine/file"), "x").unwrap();
         fs::write(at("precious/mine/file"), "x").unwrap();
-        let swap_and_remove = |entry: &Entry<'_>| {
+        let swap_and_remove = |entry: &WalkEntry<'_>| {
             if entry.name == "mine" {
                 fs::rename(at("shared"), at("moved")).unwrap();
                 symlink(at("precious"), at("shared")).unwrap();
                 entry.remove(&Mounts::default(), own()).unwrap();
             }
         };
-        let mut everything = Everything { seen: swap_and_remove, left: 0 };
+        let mut everything = RecordingVisitor { seen: swap_and_remove, left: 0 };
         run(&at("shared"), &mut everything);
         assert!(at("precious/mine/file").exists());
         assert!(!at("moved/mine").exists());
     }
 
     #[test]
-    fn folder_that_was_put_in_the_place_of_another_is_not_removed() {
+    fn folder_that_replaced_another_is_not_removed() {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
         for name in ["mine", "precious"] {
             fs::create_dir(at(name)).unwrap();
         }
         let mut refused = 0;
-        let swap_and_remove = |entry: &Entry<'_>| {
+        let swap_and_remove = |entry: &WalkEntry<'_>| {
             if entry.name == "mine" {
                 fs::rename(at("mine"), at("moved")).unwrap();
                 fs::rename(at("precious"), at("mine")).unwrap();
                 refused += usize::from(entry.remove(&Mounts::default(), own()).is_err());
             }
         };
-        run(folder.path(), &mut Everything { seen: swap_and_remove, left: 0 });
+        run(folder.path(), &mut RecordingVisitor { seen: swap_and_remove, left: 0 });
         assert_eq!(refused, 1);
         assert!(at("mine").exists());
     }
 
     #[test]
-    fn a_way_with_a_link_in_it_is_not_gone() {
+    fn path_with_a_symlink_is_never_followed() {
         let folder = tempfile::tempdir().unwrap();
         let real = folder.path().canonicalize().unwrap();
         fs::create_dir_all(real.join("a/b")).unwrap();

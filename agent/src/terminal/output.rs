@@ -1,17 +1,17 @@
-//! What a session's program said, as far as it is kept. Counted in bytes from the session's beginning.
+//! The buffered output of a session's program. Positions are bytes from the session's beginning.
 
 use std::collections::VecDeque;
 
-/// The last bytes, at most so many.
+/// The last bytes, up to a limit.
 #[derive(Debug)]
-pub(super) struct Output {
+pub(super) struct OutputBuffer {
     kept: VecDeque<u8>,
     most: usize,
     end: u64,
 }
 
-impl Output {
-    pub(super) fn keeping(most: usize) -> Self {
+impl OutputBuffer {
+    pub(super) fn with_capacity(most: usize) -> Self {
         Self { kept: VecDeque::new(), most, end: 0 }
     }
 
@@ -20,12 +20,12 @@ impl Output {
         self.end
     }
 
-    /// The position of the first byte that is still there.
+    /// The position of the first byte that is still buffered.
     pub(super) fn start(&self) -> u64 {
         self.end - self.kept.len() as u64
     }
 
-    /// Adds what was said; the oldest goes where there is too much.
+    /// Appends output; the oldest bytes are dropped over the limit.
     pub(super) fn push(&mut self, bytes: &[u8]) {
         self.end += bytes.len() as u64;
         self.kept.extend(bytes);
@@ -33,7 +33,7 @@ impl Output {
         self.kept.drain(..over);
     }
 
-    /// At most `most` bytes from `position` on; nothing where it is gone or not there yet.
+    /// At most `most` bytes from `position` on; empty if they are dropped or not there yet.
     pub(super) fn from(&self, position: u64, most: usize) -> Vec<u8> {
         let Some(skip) = position.checked_sub(self.start()).and_then(|skip| usize::try_from(skip).ok()) else {
             return Vec::new();
@@ -54,11 +54,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_gives_back_what_was_said_as_far_as_it_is_kept(
+        fn buffer_returns_pushed_output_within_its_capacity(
             parts in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..40), 0..20),
             most in 1..100_usize, at in 0..900_u64, length in 0..100_usize,
         ) {
-            let mut output = Output::keeping(most);
+            let mut output = OutputBuffer::with_capacity(most);
             let said: Vec<u8> = parts.concat();
             parts.iter().for_each(|part| output.push(part));
             prop_assert_eq!(output.end(), said.len() as u64);

@@ -1,13 +1,13 @@
-//! The recording of a session, from the program's words to the control plane.
+//! The recording of a session, from the program's output to the control plane.
 //!
-//! What the program says is written to a spool on this machine before anybody sees it ([`recorder`]), in chunks that are counted
-//! ([`spool`]), and each chunk is sent until the control plane has it ([`upload`]). So neither a control plane that is away nor an agent that
-//! is killed costs a byte that was shown; the next agent sends what is left.
+//! Output is written to a spool on this machine before it is shown to the user ([`recorder`]), in numbered chunks ([`spool`]), and each
+//! chunk is resent until the control plane has it ([`upload`]). So neither an unavailable control plane nor an agent that is killed loses
+//! a byte that was shown; the next agent uploads what is left.
 
 mod recorder;
 mod spool;
 mod upload;
 
-pub(super) use recorder::{Came, Recorder};
+pub(super) use recorder::{Recorder, RecorderEvent};
 pub use spool::Spools;
 pub(super) use upload::Upload;

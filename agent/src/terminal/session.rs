@@ -1,11 +1,11 @@
-//! One session: a shell on its pseudo-terminal, what it said, and who is connected.
+//! One session: a shell on its pseudo-terminal, its buffered output, and its attachment.
 //!
-//! The program is read only as long as whoever is connected keeps up, so that a slow reader stops it and nothing here grows. While nobody
-//! is connected it runs on, and of its output the last part is kept. A session outlives its program until its user says that all of the output
-//! has come: what was sent may have been lost with a connection of which nobody knows yet that it is.
+//! The program is read only as long as the attached user keeps up, so that a slow reader stops it and nothing here grows. Without an
+//! attachment it runs on, and the last part of its output is buffered. A session outlives its program until its user confirms that all of
+//! the output has arrived: messages may have been lost with a connection that is not yet known to be cut.
 
-mod connected;
-mod gathering;
+mod attachment;
+mod read_buffer;
 
 use std::collections::VecDeque;
 use std::os::unix::process::ExitStatusExt as _;
@@ -21,41 +21,41 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, interval, sleep, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
-use wire::recording::Mode;
-use wire::terminal::{Down, Exit, INPUT_WINDOW, KEPT, OUTPUT_WINDOW, Up};
+use wire::recording::RecordMode;
+use wire::terminal::{INPUT_WINDOW, OUTPUT_WINDOW, ProgramExit, RETAINED_OUTPUT, TerminalCommand, TerminalEvent};
 
-use super::output::Output;
-use super::recording::{Came, Recorder};
-use connected::Connected;
-use gathering::Gathering;
+use super::output::OutputBuffer;
+use super::recording::{Recorder, RecorderEvent};
+use attachment::Attachment;
+use read_buffer::ReadBuffer;
 
-/// How long the rest of the output is waited for after its shell's end, or after its reader has caught up: something in the background may
-/// hold the terminal open.
-const REST: Duration = Duration::from_millis(250);
-/// More than a kernel holds of a terminal: who goes on writing in the background after so much has nothing more from before.
-const HELD: u64 = 64 * 1024;
-/// How long a program that ended waits for a user to say that all has come, or for one to come and hear how it ended. Longer than a gateway
-/// takes to see that a user is gone.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
-/// How long it waits for one who has not had all of the output, and is gone.
-const COMES_BACK_WITHIN: Duration = Duration::from_secs(600);
-/// With nobody connected and the buffer full, output is read at this pace, so that one who writes without end costs little.
-const UNHEARD_PAUSE: Duration = Duration::from_millis(10);
-/// How often it is said that the program ended, until that is known.
-const SAID_AGAIN: Duration = Duration::from_secs(1);
-/// How long an agent that is being stopped waits to be heard.
-const LAST_WORDS: Duration = Duration::from_secs(2);
-/// Between asking the processes to end and ending them.
-const GRACE: Duration = Duration::from_secs(2);
+/// How long remaining output is awaited after the shell's exit, or after its reader has caught up: a background process may hold the
+/// terminal open.
+const OUTPUT_IDLE_TIMEOUT: Duration = Duration::from_millis(250);
+/// More than a kernel buffers for a terminal: if a background process writes more than this, no output from before the exit is left.
+const PTY_BUFFER_BOUND: u64 = 64 * 1024;
+/// How long a program that exited waits for a user to confirm its output, or for one to attach and see how it ended. Longer than a
+/// gateway takes to detect that a user is gone.
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long it waits for a user who has not received all of the output, and is gone.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(600);
+/// Without an attachment and with a full buffer, output is read at this interval, so that an endless writer costs little.
+const DETACHED_READ_PAUSE: Duration = Duration::from_millis(10);
+/// How often the exit is resent until it is acknowledged.
+const RESEND_INTERVAL: Duration = Duration::from_secs(1);
+/// How long an agent that is being stopped waits for the acknowledgement.
+const STOP_TIMEOUT: Duration = Duration::from_secs(2);
+/// The grace period between SIGHUP and SIGKILL.
+const KILL_GRACE: Duration = Duration::from_secs(2);
 
 /// How long the end of a recording may take to be written.
-const RECORDS_WITHIN: Duration = Duration::from_secs(2);
+const RECORDING_END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What the stream brings.
+/// A message from the stream.
 #[derive(Debug)]
-pub(super) enum Heard {
-    Said(Down),
-    /// The stream is cut: whoever was connected over it is not, for the time being.
+pub(super) enum StreamMessage {
+    Received(TerminalCommand),
+    /// The stream is cut: its user is detached for the time being.
     Cut,
 }
 
@@ -64,66 +64,66 @@ pub(super) struct Session {
     writer: OwnedWritePty,
     child: Child,
     pid: Option<Pid>,
-    output: Output,
+    output: OutputBuffer,
     recorder: Recorder,
-    /// How it is recorded, where that has changed and was not said yet.
-    recording: Option<Mode>,
-    connected: Option<Connected>,
-    /// When somebody last came, went, or had more of the output.
-    stirred_at: Instant,
-    /// The last one's number: what comes from an earlier one is late.
-    newest: u32,
-    /// Up to where somebody has acknowledged the output.
+    /// The recording mode, if it has changed and the user has not been notified.
+    recording: Option<RecordMode>,
+    attachment: Option<Attachment>,
+    /// When a user last attached, detached, or acknowledged output.
+    last_activity_at: Instant,
+    /// The number of the last attachment: messages of an earlier one are late.
+    newest_attachment: u32,
+    /// The position up to which a user has acknowledged the output.
     acknowledged: u64,
-    /// Typed, and not taken by the program yet.
+    /// Input that the program has not taken yet.
     typed: VecDeque<u8>,
-    ended: Option<Ended>,
+    ended: Option<ExitedProgram>,
     /// Nothing more can be read.
-    silent: bool,
+    is_eof: bool,
     /// Since when its output is read; `None` while that waits for a reader.
     reads_since: Option<Instant>,
-    /// Before then output that nobody hears is not read.
+    /// Until then output is not read, because no user is attached.
     read_after: Instant,
-    heard: mpsc::Receiver<Heard>,
-    say: mpsc::Sender<Up>,
+    inbox: mpsc::Receiver<StreamMessage>,
+    outbox: mpsc::Sender<TerminalEvent>,
     ends_at: Instant,
-    ends: Ends,
+    ends: SessionCancellation,
 }
 
 /// What ends a session from outside.
-pub(super) struct Ends {
-    /// Whoever holds a part of the session lets go of it.
+pub(super) struct SessionCancellation {
+    /// All parts of the session end.
     pub(super) over: CancellationToken,
     /// The agent is being stopped.
     pub(super) stop: CancellationToken,
-    /// The allocation is being given back, which ends its programs.
-    pub(super) given_back: CancellationToken,
+    /// The allocation is being released, which ends its programs.
+    pub(super) released: CancellationToken,
 }
 
-/// A program that is over.
+/// A program that exited.
 #[derive(Clone, Copy)]
-struct Ended {
-    exit: Exit,
+struct ExitedProgram {
+    exit: ProgramExit,
     at: Instant,
-    /// So much was read since.
+    /// Bytes that were read since.
     read: u64,
 }
 
-impl Ended {
-    fn now(exit: Exit) -> Self {
+impl ExitedProgram {
+    fn now(exit: ProgramExit) -> Self {
         Self { exit, at: Instant::now(), read: 0 }
     }
 }
 
-/// Why the loop is left.
-enum End {
-    /// The program ended and its output has come, or nobody comes for it.
-    Exited(Exit),
-    /// The control plane says so, for itself or for the user.
-    Told,
+/// Why the loop ended.
+enum SessionEnd {
+    /// The program exited and its output has arrived, or no user attaches for it.
+    Exited(ProgramExit),
+    /// The control plane requests it, for itself or for the user.
+    Closed,
     /// The agent is being stopped.
     Stopped,
-    /// The lifetime, or nobody to speak to.
+    /// The lifetime is over, or the stream is gone.
     Over,
 }
 
@@ -132,10 +132,10 @@ impl Session {
         pty: Pty,
         child: Child,
         recorder: Recorder,
-        heard: mpsc::Receiver<Heard>,
-        say: mpsc::Sender<Up>,
+        inbox: mpsc::Receiver<StreamMessage>,
+        outbox: mpsc::Sender<TerminalEvent>,
         left: Duration,
-        ends: Ends,
+        ends: SessionCancellation,
     ) -> Self {
         let (reader, writer) = pty.into_split();
         let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).map(Pid::from_raw);
@@ -145,277 +145,287 @@ impl Session {
             writer,
             child,
             pid,
-            output: Output::keeping(KEPT),
+            output: OutputBuffer::with_capacity(RETAINED_OUTPUT),
             recorder,
             recording: None,
-            connected: None,
-            stirred_at: now,
-            newest: 0,
+            attachment: None,
+            last_activity_at: now,
+            newest_attachment: 0,
             acknowledged: 0,
             typed: VecDeque::new(),
             ended: None,
-            silent: false,
+            is_eof: false,
             reads_since: None,
             read_after: now,
-            heard,
-            say,
+            inbox,
+            outbox,
             ends_at: now + left,
             ends,
         }
     }
 
     pub(super) async fn run(mut self) {
-        let end = self.live().await;
-        // A disk that hangs keeps nobody waiting.
-        let _ = timeout(RECORDS_WITHIN, self.recorder.finish()).await;
+        let end = self.run_until_end().await;
+        // A disk that hangs does not block the end.
+        let _ = timeout(RECORDING_END_TIMEOUT, self.recorder.finish()).await;
         match end {
-            // The control plane knows why, and says that it is over.
-            End::Exited(_) if self.ends.given_back.is_cancelled() => self.until_told().await,
-            End::Exited(exit) => self.say_until_heard(&Up::Exited { exit }).await,
-            End::Told => {
+            // The control plane knows the reason, and sends that the session is over.
+            SessionEnd::Exited(_) if self.ends.released.is_cancelled() => self.wait_for_close().await,
+            SessionEnd::Exited(exit) => self.resend_until_closed(&TerminalEvent::Exited { exit }).await,
+            SessionEnd::Closed => {
                 let exit = self.end_processes().await;
-                self.say_until_heard(&Up::Exited { exit }).await;
+                self.resend_until_closed(&TerminalEvent::Exited { exit }).await;
             }
-            End::Stopped => {
-                let ended = self.ended.filter(|_| !self.ends.given_back.is_cancelled());
-                let how = ended.map_or(Up::Lost, |it| Up::Exited { exit: it.exit });
+            SessionEnd::Stopped => {
+                let ended = self.ended.filter(|_| !self.ends.released.is_cancelled());
+                let how = ended.map_or(TerminalEvent::Lost, |it| TerminalEvent::Exited { exit: it.exit });
                 self.end_processes().await;
-                let _ = timeout(LAST_WORDS, self.say_until_heard(&how)).await;
+                let _ = timeout(STOP_TIMEOUT, self.resend_until_closed(&how)).await;
             }
-            End::Over => {}
+            SessionEnd::Over => {}
         }
         self.ends.over.cancel();
         self.end_processes().await;
     }
 
-    /// The control plane says that the session is over once it knows how it ended. What is said may be cut off.
-    async fn say_until_heard(&mut self, how: &Up) {
-        let mut again = interval(SAID_AGAIN);
-        let say = self.say.clone();
+    /// The control plane sends that the session is over once it knows how it ended. Messages may be lost with a cut stream, so they are
+    /// resent.
+    async fn resend_until_closed(&mut self, how: &TerminalEvent) {
+        let mut resend = interval(RESEND_INTERVAL);
+        let outbox = self.outbox.clone();
         loop {
             tokio::select! {
-                heard = self.heard.recv() => match heard {
-                    Some(Heard::Said(Down::Close)) | None => return,
-                    // Whoever comes back hears what they lack, and the end after it.
-                    Some(Heard::Said(said)) => self.hear(said),
-                    Some(Heard::Cut) => self.part(),
+                message = self.inbox.recv() => match message {
+                    Some(StreamMessage::Received(TerminalCommand::Close)) | None => return,
+                    // A user who attaches again receives the missing output, and the exit after it.
+                    Some(StreamMessage::Received(command)) => self.handle(command),
+                    Some(StreamMessage::Cut) => self.detach(),
                 },
-                permit = say.reserve(), if self.has_to_say() => {
+                permit = outbox.reserve(), if self.has_pending_message() => {
                     let Ok(permit) = permit else { return };
-                    self.say_next(permit);
+                    self.send_next(permit);
                 }
-                _ = again.tick(), if !self.has_to_say() => drop(self.say.try_send(how.clone())),
+                _ = resend.tick(), if !self.has_pending_message() => drop(self.outbox.try_send(how.clone())),
                 () = self.ends.over.cancelled() => return,
                 () = sleep_until(self.ends_at) => return,
             }
         }
     }
 
-    async fn until_told(&mut self) {
-        let told = async { while !matches!(self.heard.recv().await, Some(Heard::Said(Down::Close)) | None) {} };
+    async fn wait_for_close(&mut self) {
+        let closed = async {
+            while !matches!(self.inbox.recv().await, Some(StreamMessage::Received(TerminalCommand::Close)) | None) {}
+        };
         tokio::select! {
-            () = told => {}
+            () = closed => {}
             () = self.ends.over.cancelled() => {}
             () = sleep_until(self.ends_at) => {}
         }
     }
 
-    async fn live(&mut self) -> End {
-        let mut gathering = Gathering::new();
-        let say = self.say.clone();
+    async fn run_until_end(&mut self) -> SessionEnd {
+        let mut read_buffer = ReadBuffer::new();
+        let outbox = self.outbox.clone();
         loop {
-            self.take_stock(&gathering);
-            if let Some(exit) = self.is_over() {
-                return End::Exited(exit);
+            self.update_read_state(&read_buffer);
+            if let Some(exit) = self.finished_exit() {
+                return SessionEnd::Exited(exit);
             }
             let may_read = self.may_read();
             let (read_after, read_until) = (self.read_after, self.read_until());
             tokio::select! {
-                () = self.ends.over.cancelled() => return End::Over,
-                () = self.ends.stop.cancelled() => return End::Stopped,
+                () = self.ends.over.cancelled() => return SessionEnd::Over,
+                () = self.ends.stop.cancelled() => return SessionEnd::Stopped,
                 () = sleep_until(self.ends_at) => {
                     debug!("the session's lifetime is over");
-                    return End::Over;
+                    return SessionEnd::Over;
                 }
-                heard = self.heard.recv() => match heard {
-                    Some(Heard::Said(Down::Close)) => return End::Told,
-                    None => return End::Over,
-                    Some(Heard::Said(said)) => self.hear(said),
-                    Some(Heard::Cut) => self.part(),
+                message = self.inbox.recv() => match message {
+                    Some(StreamMessage::Received(TerminalCommand::Close)) => return SessionEnd::Closed,
+                    None => return SessionEnd::Over,
+                    Some(StreamMessage::Received(command)) => self.handle(command),
+                    Some(StreamMessage::Cut) => self.detach(),
                 },
-                permit = say.reserve(), if self.has_to_say() => {
-                    let Ok(permit) = permit else { return End::Over };
-                    self.say_next(permit);
+                permit = outbox.reserve(), if self.has_pending_message() => {
+                    let Ok(permit) = permit else { return SessionEnd::Over };
+                    self.send_next(permit);
                 }
-                read = timeout_at(read_until, gathering.read(&mut self.reader, read_after)), if may_read => match read {
-                    Ok(Ok(1..)) => self.came(gathering.take()),
+                read = timeout_at(read_until, read_buffer.read(&mut self.reader, read_after)), if may_read => match read {
+                    Ok(Ok(1..)) => self.record_output(read_buffer.take()),
                     // EIO: every process of the terminal has closed it.
-                    Ok(Ok(0) | Err(_)) => self.silent = true,
-                    Err(_) if gathering.is_empty() => self.silent = true,
-                    Err(_) => self.came(gathering.take()),
+                    Ok(Ok(0) | Err(_)) => self.is_eof = true,
+                    Err(_) if read_buffer.is_empty() => self.is_eof = true,
+                    Err(_) => self.record_output(read_buffer.take()),
                 },
-                came = self.recorder.comes(), if self.recorder.is_busy() => match came {
-                    Came::Show(bytes) => self.said(&bytes),
-                    Came::Ended => self.recording = Some(Mode::Off),
-                    Came::MustEnd => return End::Told,
+                event = self.recorder.next_event(), if self.recorder.is_busy() => match event {
+                    RecorderEvent::Show(bytes) => self.buffer_output(&bytes),
+                    RecorderEvent::Ended => self.recording = Some(RecordMode::Off),
+                    RecorderEvent::MustEnd => return SessionEnd::Closed,
                 },
-                written = self.writer.write(self.typed.as_slices().0), if !self.typed.is_empty() => self.took(written.ok()),
-                status = self.child.wait(), if self.ended.is_none() => self.exited(status.ok()),
+                written = self.writer.write(self.typed.as_slices().0), if !self.typed.is_empty() => self.consume_input(written.ok()),
+                status = self.child.wait(), if self.ended.is_none() => self.note_exit(status.ok()),
                 () = sleep(Duration::from_secs(1)), if self.ended.is_some() => {}
             }
         }
     }
 
-    /// What has come about by itself.
-    fn take_stock(&mut self, gathering: &Gathering) {
+    /// Updates what changed without a message.
+    fn update_read_state(&mut self, read_buffer: &ReadBuffer) {
         self.reads_since = self.may_read().then(|| self.reads_since.unwrap_or_else(Instant::now));
-        let is_past_the_rest = self.ended.is_some_and(|it| it.read >= HELD && it.at.elapsed() >= REST);
-        if is_past_the_rest && gathering.is_empty() {
-            self.silent = true;
+        let is_past_the_rest =
+            self.ended.is_some_and(|it| it.read >= PTY_BUFFER_BOUND && it.at.elapsed() >= OUTPUT_IDLE_TIMEOUT);
+        if is_past_the_rest && read_buffer.is_empty() {
+            self.is_eof = true;
         }
-        if self.has_said_all() && !self.typed.is_empty() {
-            self.took(None);
+        if self.is_drained() && !self.typed.is_empty() {
+            self.consume_input(None);
         }
     }
 
     fn may_read(&self) -> bool {
-        !self.silent
+        !self.is_eof
             && self.recorder.has_room()
-            && (self.connected.is_none() || self.output.end() - self.acknowledged < OUTPUT_WINDOW)
+            && (self.attachment.is_none() || self.output.end() - self.acknowledged < OUTPUT_WINDOW)
     }
 
-    /// When reading that brings nothing ends.
+    /// When a read without output ends.
     fn read_until(&self) -> Instant {
-        let rest = self.ended.zip(self.reads_since).map(|(ended, since)| ended.at.max(since) + REST);
+        let rest = self.ended.zip(self.reads_since).map(|(ended, since)| ended.at.max(since) + OUTPUT_IDLE_TIMEOUT);
         rest.unwrap_or(self.ends_at)
     }
 
-    /// The output will not grow.
-    fn has_said_all(&self) -> bool {
-        self.ended.is_some() && self.silent && self.recorder.is_settled()
+    /// Whether the output is complete.
+    fn is_drained(&self) -> bool {
+        self.ended.is_some() && self.is_eof && self.recorder.is_flushed()
     }
 
-    fn has_to_say(&self) -> bool {
-        let owes = |it: &Connected| it.is_owed_words(&self.output, self.has_said_all());
-        self.connected.as_ref().is_some_and(|it| self.recording.is_some() || owes(it))
+    fn has_pending_message(&self) -> bool {
+        let owes = |it: &Attachment| it.has_pending(&self.output, self.is_drained());
+        self.attachment.as_ref().is_some_and(|it| self.recording.is_some() || owes(it))
     }
 
-    fn say_next(&mut self, permit: mpsc::Permit<'_, Up>) {
-        let is_all = self.has_said_all();
-        let Some(connected) = &mut self.connected else { return };
-        if let Some(up) = connected.next_words(&mut self.recording, &self.output, is_all) {
+    fn send_next(&mut self, permit: mpsc::Permit<'_, TerminalEvent>) {
+        let is_all = self.is_drained();
+        let Some(attachment) = &mut self.attachment else { return };
+        if let Some(up) = attachment.next_message(&mut self.recording, &self.output, is_all) {
             permit.send(up);
         }
     }
 
-    fn is_over(&self) -> Option<Exit> {
-        let ended = self.ended.filter(|_| self.has_said_all())?;
-        let waited = ended.at.max(self.stirred_at).elapsed();
-        let is_heard_out = match &self.connected {
-            Some(it) => !self.has_to_say() && (it.has_all || waited >= ANSWERS_WITHIN),
-            None if self.acknowledged < self.output.end() => waited >= COMES_BACK_WITHIN,
-            None => waited >= ANSWERS_WITHIN,
+    fn finished_exit(&self) -> Option<ProgramExit> {
+        let ended = self.ended.filter(|_| self.is_drained())?;
+        let waited = ended.at.max(self.last_activity_at).elapsed();
+        let is_confirmed = match &self.attachment {
+            Some(it) => !self.has_pending_message() && (it.has_all || waited >= CONFIRM_TIMEOUT),
+            None if self.acknowledged < self.output.end() => waited >= RECONNECT_TIMEOUT,
+            None => waited >= CONFIRM_TIMEOUT,
         };
-        (is_heard_out || self.ends.given_back.is_cancelled()).then_some(ended.exit)
+        (is_confirmed || self.ends.released.is_cancelled()).then_some(ended.exit)
     }
 
-    fn hear(&mut self, said: Down) {
-        match said {
-            Down::Attach { attachment, from } if attachment >= self.newest => self.attach(attachment, from),
-            Down::Detach { attachment } if self.is_connected(attachment) => self.part(),
-            Down::Input { attachment, bytes } if self.is_connected(attachment) => {
-                // Who sends more than its window has not kept to the protocol.
+    fn handle(&mut self, command: TerminalCommand) {
+        match command {
+            TerminalCommand::Attach { attachment, from } if attachment >= self.newest_attachment => {
+                self.attach(attachment, from)
+            }
+            TerminalCommand::Detach { attachment } if self.is_connected(attachment) => self.detach(),
+            TerminalCommand::Input { attachment, bytes } if self.is_connected(attachment) => {
+                // A client that sends more than its window violates the protocol.
                 if (self.typed.len() + bytes.len()) as u64 <= 2 * INPUT_WINDOW {
                     self.typed.extend(bytes);
                 }
             }
-            Down::Ack { attachment, position } if self.is_connected(attachment) => {
-                let sent = self.connected.as_ref().map_or(0, |it| it.next);
+            TerminalCommand::Ack { attachment, position } if self.is_connected(attachment) => {
+                let sent = self.attachment.as_ref().map_or(0, |it| it.next);
                 let position = position.min(sent);
                 if position > self.acknowledged {
                     self.acknowledged = position;
-                    self.stirred_at = Instant::now();
+                    self.last_activity_at = Instant::now();
                 }
             }
-            Down::Received { attachment, position } => {
+            TerminalCommand::Received { attachment, position } => {
                 let end = self.output.end();
-                if let Some(it) = self.connected.as_mut().filter(|it| it.attachment == attachment) {
+                if let Some(it) = self.attachment.as_mut().filter(|it| it.id == attachment) {
                     it.has_all |= position >= end;
                 }
             }
-            Down::Resize { columns, rows } => {
+            TerminalCommand::Resize { columns, rows } => {
                 let (columns, rows) = (columns.max(1), rows.max(1));
                 let _ = self.writer.resize(Size::new(rows, columns));
                 self.recorder.resize(columns, rows);
             }
-            Down::Record { terms } => {
+            TerminalCommand::Record { terms } => {
                 if self.recorder.change(terms) {
                     self.recording = Some(self.recorder.mode());
                 }
             }
-            Down::Attach { .. } | Down::Detach { .. } | Down::Input { .. } | Down::Ack { .. } | Down::Close => {}
+            TerminalCommand::Attach { .. }
+            | TerminalCommand::Detach { .. }
+            | TerminalCommand::Input { .. }
+            | TerminalCommand::Ack { .. }
+            | TerminalCommand::Close => {}
         }
     }
 
     fn is_connected(&self, attachment: u32) -> bool {
-        self.connected.as_ref().is_some_and(|it| it.attachment == attachment)
+        self.attachment.as_ref().is_some_and(|it| it.id == attachment)
     }
 
     fn attach(&mut self, attachment: u32, from: Option<u64>) {
         let wanted = from.unwrap_or(self.acknowledged).min(self.output.end());
         let next = wanted.max(self.output.start());
-        self.newest = attachment;
+        self.newest_attachment = attachment;
         self.acknowledged = next;
-        self.stirred_at = Instant::now();
-        self.connected = Some(Connected::new(attachment, wanted, next));
-        // A change may have been said to one whose connection was cut just then.
+        self.last_activity_at = Instant::now();
+        self.attachment = Some(Attachment::new(attachment, wanted, next));
+        // A change may have been sent over a connection that was cut just then.
         self.recording = Some(self.recorder.mode());
     }
 
-    fn part(&mut self) {
-        self.connected = None;
-        self.stirred_at = Instant::now();
+    fn detach(&mut self) {
+        self.attachment = None;
+        self.last_activity_at = Instant::now();
     }
 
-    /// The program said it; it is shown once it is recorded.
-    fn came(&mut self, bytes: &[u8]) {
+    /// Records the program's output; it is shown once it is recorded.
+    fn record_output(&mut self, bytes: &[u8]) {
         if let Some(ended) = &mut self.ended {
             ended.read += bytes.len() as u64;
         }
         self.recorder.output(bytes);
     }
 
-    fn said(&mut self, bytes: &[u8]) {
+    fn buffer_output(&mut self, bytes: &[u8]) {
         self.output.push(bytes);
-        if self.connected.is_none() && self.ended.is_none() && self.output.start() > self.acknowledged {
-            self.read_after = Instant::now() + UNHEARD_PAUSE;
+        if self.attachment.is_none() && self.ended.is_none() && self.output.start() > self.acknowledged {
+            self.read_after = Instant::now() + DETACHED_READ_PAUSE;
         }
     }
 
-    fn took(&mut self, written: Option<usize>) {
-        // Nobody reads any more: what was typed is for nobody.
+    fn consume_input(&mut self, written: Option<usize>) {
+        // If the program reads no more, the remaining input is dropped.
         let taken = written.unwrap_or(self.typed.len());
         self.typed.drain(..taken);
-        if let Some(connected) = &mut self.connected {
-            connected.taken += taken as u64;
+        if let Some(attachment) = &mut self.attachment {
+            attachment.taken += taken as u64;
         }
     }
 
-    fn exited(&mut self, status: Option<ExitStatus>) {
-        self.ended = Some(Ended::now(exit_of(status)));
-        // What is left is little, and not to be missed.
+    fn note_exit(&mut self, status: Option<ExitStatus>) {
+        self.ended = Some(ExitedProgram::now(exit_of(status)));
+        // The remaining output is small, and is to be read without a pause.
         self.read_after = Instant::now();
     }
 
-    /// The session's own processes: the shell and what has not left its group. What a user has put into the background of the machine
-    /// goes with the allocation.
-    async fn end_processes(&mut self) -> Exit {
+    /// Ends the session's own processes: the shell and its process group. What a user has put into the background of the machine ends
+    /// with the allocation.
+    async fn end_processes(&mut self) -> ProgramExit {
         if let Some(ended) = self.ended {
             return ended.exit;
         }
         let signal = |signal| self.pid.map(|pid| killpg(pid, signal));
         signal(Signal::SIGHUP);
-        let status = match tokio::time::timeout(GRACE, self.child.wait()).await {
+        let status = match tokio::time::timeout(KILL_GRACE, self.child.wait()).await {
             Ok(status) => status,
             Err(_) => {
                 signal(Signal::SIGKILL);
@@ -423,18 +433,18 @@ impl Session {
             }
         };
         let exit = exit_of(status.ok());
-        self.ended = Some(Ended::now(exit));
+        self.ended = Some(ExitedProgram::now(exit));
         exit
     }
 }
 
-fn exit_of(status: Option<ExitStatus>) -> Exit {
+fn exit_of(status: Option<ExitStatus>) -> ProgramExit {
     let how = status.map(|status| (status.code(), status.signal()));
     match how {
-        Some((Some(code), _)) => Exit::Code(code),
-        Some((None, Some(signal))) => Exit::Signal(signal),
-        // Nobody knows.
-        Some((None, None)) | None => Exit::Code(-1),
+        Some((Some(code), _)) => ProgramExit::Code(code),
+        Some((None, Some(signal))) => ProgramExit::Signal(signal),
+        // The exit status is unknown.
+        Some((None, None)) | None => ProgramExit::Code(-1),
     }
 }
 

@@ -1,6 +1,6 @@
-//! The fields by which a lab tells its machines apart (specification, *Observability surface*).
+//! The fields that tell the machines of a lab apart (specification, *Observability surface*).
 
-/// Fields that every line of a process carries, where they are configured.
+/// Fields of every log line of a process, if they are configured.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HostFields {
     pub host_role: Option<String>,
@@ -9,10 +9,10 @@ pub struct HostFields {
     pub node_id: Option<String>,
 }
 
-/// What a machine of a lab may be.
+/// The roles of a lab's machines.
 const ROLES: [&str; 3] = ["platform_control", "app_control", "worker_compute"];
 
-/// `SVC_HOST_ROLE` names no role of the lab.
+/// `SVC_HOST_ROLE` is not a role of the lab.
 #[derive(Debug, PartialEq, Eq)]
 pub struct UnknownHostRole(pub String);
 
@@ -25,10 +25,10 @@ impl std::fmt::Display for UnknownHostRole {
 impl std::error::Error for UnknownHostRole {}
 
 impl HostFields {
-    /// From `SVC_HOST_ROLE`, `SVC_HOST_NAME`, `SVC_LAB_STACK` and `SVC_NODE_ID`; without the first and second, `None` each.
+    /// From `SVC_HOST_ROLE`, `SVC_HOST_NAME`, `SVC_LAB_STACK` and `SVC_NODE_ID`; `None` for a variable that is not set.
     ///
     /// # Errors
-    /// The role is none of the lab's.
+    /// The role is not one of the lab's.
     pub fn gather(environment: impl Fn(&str) -> Option<String>) -> Result<Self, UnknownHostRole> {
         let get = |name| environment(name).filter(|value| !value.trim().is_empty());
         let host_role = get("SVC_HOST_ROLE");
@@ -45,7 +45,7 @@ impl HostFields {
         })
     }
 
-    /// Names and values of what is configured, in order.
+    /// Names and values of the configured fields, in order.
     pub fn fields(&self) -> impl Iterator<Item = (&'static str, &str)> {
         [
             ("host_role", &self.host_role),
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_says_what_it_was_told_and_a_role_that_there_is_not_is_refused() {
+    fn host_fields_follow_the_environment_and_an_unknown_role_is_refused() {
         let set = |name: &str| match name {
             "SVC_HOST_ROLE" => Some("app_control".to_owned()),
             "SVC_LAB_STACK" => Some("three-host".to_owned()),

@@ -1,9 +1,9 @@
-//! What every process of ours says of itself in the same way: the trace that work belongs to, and lines of log.
+//! Telemetry that all our processes share: the trace context of work, and log lines.
 
 mod host;
 mod lines;
 mod trace;
 
 pub use host::{HostFields, UnknownHostRole};
-pub use lines::Lines;
-pub use trace::{Sampling, Trace};
+pub use lines::LogLines;
+pub use trace::{Sampling, SpanContext};

@@ -1,10 +1,10 @@
 //! Structured logs: one JSON object a line (specification, *Observability surface*).
 //!
-//! A line holds the event's own fields, then those of the spans around it, the innermost first; no name stands twice. Inside a
-//! scope (a span with a `correlation_id`: a request, an event, a command, a task) the required fields are all there, `null` where
-//! there is nothing to say: a field is left out only where no scope is.
+//! A line holds the event's own fields, then those of the enclosing spans, the innermost first; no name occurs twice. Inside a scope (a
+//! span with a `correlation_id`: a request, an event, a command, a task) all required fields are present, `null` if they have no value: a
+//! field is left out only outside of a scope.
 //!
-//! Spans that set a scope are of level ERROR: whatever filter narrows the log, the lines that are left keep their ids.
+//! Spans that set a scope are of level ERROR: whatever the log filter, the remaining lines keep their ids.
 
 use crate::HostFields;
 use serde_json::{Value, to_string};
@@ -16,22 +16,22 @@ use tracing::{Event, Subscriber};
 use tracing_subscriber::layer::{Context, Layer};
 use tracing_subscriber::registry::LookupSpan;
 
-/// What every line inside a scope carries beside its correlation id.
+/// The fields of every line inside a scope, in addition to its correlation id.
 const IN_SCOPE: [&str; 6] = ["trace_id", "span_id", "org_id", "project_id", "error_code", "resource_name"];
 
-/// Fields for the export of spans alone.
+/// The prefix of fields for the export of spans only.
 const NOT_LOGGED: &str = "otel.";
 
-/// A layer that writes lines to what `make` returns, one write each.
-pub struct Lines<M> {
+/// A layer that writes each line to what `make` returns, in one write.
+pub struct LogLines<M> {
     make: M,
     service: &'static str,
     /// `"name":"value",` for each.
     host: String,
 }
 
-impl<M> Lines<M> {
-    /// `service`: the name where no span has another.
+impl<M> LogLines<M> {
+    /// `service`: the name if no span has another.
     pub fn new(make: M, service: &'static str, fields: &HostFields) -> Self {
         let mut host = String::new();
         for (name, value) in fields.fields() {
@@ -80,12 +80,12 @@ impl Visit for Fields {
     }
 
     fn record_f64(&mut self, field: &Field, value: f64) {
-        // What is no number in JSON is null.
+        // A number that JSON cannot represent is null.
         self.set(field, Value::from(value).to_string());
     }
 }
 
-impl<S, M, W> Layer<S> for Lines<M>
+impl<S, M, W> Layer<S> for LogLines<M>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     M: Fn() -> W + 'static,
@@ -120,12 +120,12 @@ where
             }
         }
         let line = self.line(event, &fields);
-        // A log that cannot be written has nowhere to say so.
+        // A failure to write the log cannot be logged.
         let _ = (self.make)().write_all(line.as_bytes());
     }
 }
 
-impl<M> Lines<M> {
+impl<M> LogLines<M> {
     fn line(&self, event: &Event<'_>, fields: &Fields) -> String {
         let has = |name: &str| fields.0.iter().any(|(known, _)| *known == name);
         let now = chrono::Utc::now().to_rfc3339_opts(chrono::SecondsFormat::Micros, true);
@@ -151,7 +151,7 @@ impl<M> Lines<M> {
     }
 }
 
-/// Names are ours, and need no escaping.
+/// Names are constants, and need no escaping.
 fn push(line: &mut String, name: &str, json: &str) {
     let _ = write!(line, r#""{name}":{json},"#);
 }
@@ -188,14 +188,14 @@ mod tests {
         let sink = Shared::default();
         let written = sink.clone();
         let host = HostFields { node_id: Some("n-1".to_owned()), ..HostFields::default() };
-        let subscriber = Registry::default().with(Lines::new(move || sink.clone(), "tests", &host));
+        let subscriber = Registry::default().with(LogLines::new(move || sink.clone(), "tests", &host));
         tracing::subscriber::with_default(subscriber, story);
         let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
         text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
     }
 
     #[test]
-    fn a_line_has_the_fields_of_its_event_and_of_the_spans_around_it_once() {
+    fn log_line_has_event_and_span_fields_once() {
         let lines = lines_of(|| {
             let outer = tracing::error_span!("request", service = "api", attempt = 1_u64, org_id = Empty);
             let _outer = outer.enter();
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn inside_a_scope_every_required_field_is_there_and_outside_none_is_made_up() {
+    fn required_fields_are_present_in_a_scope_and_absent_outside() {
         let lines = lines_of(|| {
             tracing::info!("before any scope");
             let _scope = tracing::error_span!("request", correlation_id = "c-1", trace_id = Empty).entered();
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn no_text_breaks_out_of_its_line() {
+    fn no_text_breaks_the_json_line() {
         let hostile = "a\"},{\n\r\u{0}\u{2028}\u{7f}😀";
         let lines = lines_of(|| tracing::info!(resource_name = hostile, what = ?hostile, "{hostile}"));
         let [line] = lines.as_slice() else { panic!("{lines:?}") };

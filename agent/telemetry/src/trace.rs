@@ -1,11 +1,11 @@
-//! Which trace a piece of work belongs to, and which span of it the work is (W3C Trace Context, level 1).
+//! The trace and span of a piece of work (W3C Trace Context, level 1).
 
 use rand::Rng as _;
 use std::fmt;
 
-/// A span's place in its trace. Cheap to copy: it becomes text where it leaves the process.
+/// A span within its trace. Cheap to copy: it becomes text where it leaves the process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Trace {
+pub struct SpanContext {
     trace_id: u128,
     span_id: u64,
     /// Zero: the trace begins with this span.
@@ -15,13 +15,13 @@ pub struct Trace {
 
 const SAMPLED: u8 = 1;
 
-impl Trace {
+impl SpanContext {
     /// A trace that begins here.
     #[must_use]
     pub fn begin(sampling: Sampling) -> Self {
         // All zero would be no trace id.
         let trace_id = random_u128() | 1 << 127;
-        Self { trace_id, span_id: new_span_id(), parent_id: 0, flags: u8::from(sampling.takes(trace_id)) }
+        Self { trace_id, span_id: new_span_id(), parent_id: 0, flags: u8::from(sampling.samples(trace_id)) }
     }
 
     /// The span that a `traceparent` names; `None` where the text is malformed, as the recommendation asks.
@@ -46,7 +46,7 @@ impl Trace {
         Self { span_id: new_span_id(), parent_id: self.span_id, ..self }
     }
 
-    /// Whether somebody wants to see its spans.
+    /// Whether its spans are exported.
     #[must_use]
     pub const fn is_sampled(self) -> bool {
         self.flags & SAMPLED != 0
@@ -64,16 +64,16 @@ impl Trace {
         Hex64(self.span_id)
     }
 
-    /// The span above, as a span's field `otel.parent`: there only where the trace is sampled, all zero where it begins.
+    /// The parent span, as a span's field `otel.parent`: present only if the trace is sampled, all zero for a root span.
     #[must_use]
     pub fn parent_to_export(self) -> Option<tracing::field::DisplayValue<Hex64>> {
         self.is_sampled().then(|| tracing::field::display(Hex64(self.parent_id)))
     }
 
-    /// The `traceparent` of whatever this span causes.
+    /// The `traceparent` of work that this span causes.
     #[must_use]
     pub fn traceparent(self) -> String {
-        // Of the flags, level 1 knows one; what a caller means by another is not ours to pass on.
+        // Level 1 defines one flag; a caller's other flags are not forwarded.
         format!("00-{}-{}-{:02x}", self.trace_id(), self.span_id(), self.flags & SAMPLED)
     }
 }
@@ -113,28 +113,28 @@ impl fmt::Display for Hex64 {
     }
 }
 
-/// How many of the traces that begin here are sampled. Who continues a trace goes by its flag.
+/// The share of new traces that are sampled. A continued trace goes by its own flag.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Sampling {
-    /// Of the 56 bits that a trace id ends with, those below are taken.
+    /// Trace ids whose last 56 bits are below this are sampled.
     below: u64,
 }
 
 const CHANCE_BITS: u32 = 56;
 
 impl Sampling {
-    /// Nobody looks.
+    /// No trace is sampled.
     pub const NEVER: Self = Self { below: 0 };
 
     /// This share of the traces, 0 to 1.
     #[must_use]
     pub fn of_ratio(ratio: f64) -> Self {
         let all = (1_u64 << CHANCE_BITS) as f64;
-        // Saturates at both ends, and what is no number is none.
+        // Saturates at both ends; NaN is zero.
         Self { below: (ratio.clamp(0.0, 1.0) * all) as u64 }
     }
 
-    const fn takes(self, trace_id: u128) -> bool {
+    const fn samples(self, trace_id: u128) -> bool {
         ((trace_id as u64) & ((1 << CHANCE_BITS) - 1)) < self.below
     }
 }
@@ -148,8 +148,8 @@ mod tests {
     const PARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
 
     #[test]
-    fn a_child_stays_in_the_trace_under_a_span_of_its_own() {
-        let above = Trace::parse(PARENT).unwrap();
+    fn child_keeps_the_trace_with_a_new_span() {
+        let above = SpanContext::parse(PARENT).unwrap();
         let below = above.child();
         assert_eq!(below.trace_id().to_string(), "4bf92f3577b34da6a3ce929d0e0e4736");
         assert_ne!(below.span_id(), above.span_id());
@@ -169,32 +169,32 @@ mod tests {
             "00-+bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
             "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-more",
         ] {
-            assert_eq!(Trace::parse(bad), None, "{bad}");
+            assert_eq!(SpanContext::parse(bad), None, "{bad}");
         }
-        assert!(Trace::parse("01-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-more").is_some());
+        assert!(SpanContext::parse("01-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01-more").is_some());
     }
 
     #[test]
-    fn the_ratio_is_the_share_of_traces_that_are_taken() {
+    fn ratio_is_the_share_of_sampled_traces() {
         let taken = |ratio| {
             let sampling = Sampling::of_ratio(ratio);
-            (0..4000).filter(|_| Trace::begin(sampling).is_sampled()).count()
+            (0..4000).filter(|_| SpanContext::begin(sampling).is_sampled()).count()
         };
         assert_eq!((taken(0.0), taken(1.0), taken(f64::NAN), taken(-3.0)), (0, 4000, 0, 0));
         assert!((800..1200).contains(&taken(0.25)));
-        assert!(!Trace::begin(Sampling::NEVER).is_sampled());
+        assert!(!SpanContext::begin(Sampling::NEVER).is_sampled());
     }
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_again(trace_id in 1_u128.., span_id in 1_u64.., sampled: bool) {
-            let trace = Trace { trace_id, span_id, parent_id: 0, flags: u8::from(sampled) };
-            prop_assert_eq!(Trace::parse(&trace.traceparent()), Some(trace));
+        fn traceparent_round_trips(trace_id in 1_u128.., span_id in 1_u64.., sampled: bool) {
+            let trace = SpanContext { trace_id, span_id, parent_id: 0, flags: u8::from(sampled) };
+            prop_assert_eq!(SpanContext::parse(&trace.traceparent()), Some(trace));
         }
 
         #[test]
         fn no_text_makes_the_parser_fail(text in "\\PC{0,80}") {
-            let _ = Trace::parse(&text);
+            let _ = SpanContext::parse(&text);
         }
     }
 }

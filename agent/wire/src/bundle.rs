@@ -1,13 +1,13 @@
-//! The bootstrap bundle: everything a node needs to enroll, and the only source of it.
+//! The bootstrap bundle: everything that a node needs to enroll, and the only source of it.
 //!
-//! It is served as JSON under the names of the agent's environment variables, and rendered to the environment file that a
-//! POSIX shell, systemd's `EnvironmentFile=` and the agent itself all read alike.
+//! It is served as JSON under the names of the agent's environment variables, and rendered to an environment file that a POSIX shell,
+//! systemd's `EnvironmentFile=` and the agent all read alike.
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
-use crate::secret::Token;
+use crate::secret::SecretToken;
 
 pub mod env_file;
 
@@ -19,7 +19,7 @@ pub struct BootstrapBundle {
     #[serde(rename = "SVC_NODE_ID")]
     pub node_id: Uuid,
     #[serde(rename = "SVC_ENROLLMENT_TOKEN")]
-    pub enrollment_token: Token,
+    pub enrollment_token: SecretToken,
     /// Base URL of the node-facing API.
     #[serde(rename = "SVC_API_URL")]
     pub api_url: String,
@@ -38,11 +38,11 @@ pub struct BootstrapBundle {
     pub ca_bundle_pem: String,
     /// [`fingerprint`] of `ca_bundle_pem`.
     pub ca_bundle_fingerprint: String,
-    #[serde(default, deserialize_with = "nothing_as_default")]
+    #[serde(default, deserialize_with = "null_as_default")]
     pub package: Package,
 }
 
-/// Where the agent's package comes from and where it goes, as far as the installation says so: null where it does not.
+/// The source and the target of the agent's package, as far as the installation configures them: null otherwise.
 #[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Package {
     /// Reference in an OCI registry.
@@ -70,8 +70,8 @@ impl Package {
     }
 }
 
-/// Bundles of before had null for a package of which nothing is said.
-fn nothing_as_default<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Package, D::Error> {
+/// Older bundles had null for a package without any item.
+fn null_as_default<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Package, D::Error> {
     Option::deserialize(deserializer).map(Option::unwrap_or_default)
 }
 
@@ -150,7 +150,7 @@ impl BootstrapBundle {
             node_id: required(names::NODE_ID)?
                 .parse()
                 .map_err(|_| EnvFileError::Value { name: names::NODE_ID, expected: "a UUID" })?,
-            enrollment_token: Token::new(required(names::ENROLLMENT_TOKEN)?),
+            enrollment_token: SecretToken::new(required(names::ENROLLMENT_TOKEN)?),
             api_url: required(names::API_URL)?,
             task_signing_pubkeys: required(names::TASK_SIGNING_PUBKEYS)?,
             ca_bundle_path: required(names::CA_BUNDLE_PATH)?,

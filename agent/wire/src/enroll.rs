@@ -7,18 +7,18 @@ use uuid::Uuid;
 use ed25519_dalek::{Signature, Signer as _, SigningKey};
 use sha2::{Digest as _, Sha256};
 
-use crate::inventory::Inventory;
+use crate::inventory::NodeInventory;
 use crate::keys::{PublicKey, VerifierSet};
-use crate::secret::Token;
+use crate::secret::SecretToken;
 
-/// Begins every signed recovery, so that its signature can be taken for nothing else.
+/// The domain separator of a signed recovery, so that its signature is valid for nothing else.
 const RECOVERY_DOMAIN: &[u8] = b"gpuaas-recovery-v1\0";
 
-/// Body of `POST /internal/v1/nodes/{id}/enroll`. The token is spent by the first such request that succeeds; the same
-/// request sent again (same key in the CSR) is answered with the same certificate.
+/// Body of `POST /internal/v1/nodes/{id}/enroll`. The token is spent by the first such request that succeeds; a retry (same key in the
+/// CSR) is answered with the same certificate.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct EnrollRequest {
-    pub enrollment_token: Token,
+    pub enrollment_token: SecretToken,
     /// PKCS #10, PEM. Only its public key and its signature count.
     pub csr_pem: String,
     /// Ed25519 key that signs clean-up proofs and, after an expired certificate, the recovery of the identity.
@@ -26,10 +26,10 @@ pub struct EnrollRequest {
     pub boot_id: Uuid,
     pub agent_version: String,
     pub protocol: u16,
-    /// Highest verifier set the agent has accepted; the bundle's keys are 0.
+    /// Highest verifier set that the agent has accepted; the bundle's keys are version 0.
     #[serde(default)]
     pub verifier_set_version: u64,
-    pub inventory: Inventory,
+    pub inventory: NodeInventory,
 }
 
 /// Body of `POST /internal/v1/nodes/{id}/certificate/renew`.
@@ -48,11 +48,11 @@ pub struct EnrollAnswer {
     pub chain_pem: String,
     /// End of the certificate's validity.
     pub not_after: DateTime<Utc>,
-    pub recovery: Recovery,
-    /// Verifier sets that the agent may not know yet, lowest version first.
+    pub recovery: RecoveryState,
+    /// Verifier sets that the agent may not have yet, lowest version first.
     #[serde(default)]
     pub verifier_sets: Vec<VerifierSet>,
-    /// All authorities that certify nodes, PEM; more than one while they change.
+    /// All authorities that certify nodes, PEM; more than one during a rotation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_ca_bundle_pem: Option<String>,
 }
@@ -63,21 +63,21 @@ pub struct NonceAnswer {
     /// To be signed as it is.
     pub nonce: String,
     pub expires_at: DateTime<Utc>,
-    /// By which clock a certificate's end is judged.
+    /// The clock by which a certificate's validity is judged.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub server_time: Option<DateTime<Utc>>,
-    /// The key identifiers (RFC 5280, section 4.2.1.2) of the authorities whose certificates let nodes in, lower-case hexadecimal. A
-    /// certificate that somebody refuses although it is by one of them is not mended by a recovery.
+    /// The key identifiers (RFC 5280, section 4.2.1.2) of the authorities whose certificates are accepted, lower-case hexadecimal. If a
+    /// certificate by one of them is refused, a recovery does not help.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_authorities: Option<Vec<String>>,
 }
 
-/// Body of `POST /internal/v1/nodes/{id}/recover`. Sent again with the same CSR and a new nonce where its answer was lost.
+/// Body of `POST /internal/v1/nodes/{id}/recover`. If its answer is lost, it is retried with the same CSR and a new nonce.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RecoverRequest {
     /// The token that was spent at enrollment.
-    pub enrollment_token: Token,
-    /// As the last answer told it; 1 where none came.
+    pub enrollment_token: SecretToken,
+    /// As in the last answer; 1 if none was received.
     pub identity_generation: u64,
     pub nonce: String,
     /// PKCS #10, PEM.
@@ -110,7 +110,7 @@ impl RecoverRequest {
     }
 }
 
-/// What a recovery's signature is over: a prefix, the node's id (16 bytes), the nonce with its length before it (4 bytes, big-endian),
+/// The bytes that a recovery signs: a prefix, the node's id (16 bytes), the nonce with its length before it (4 bytes, big-endian),
 /// SHA-256 of the CSR's PEM text, and the identity generation (8 bytes, big-endian).
 #[must_use]
 pub fn recovery_bytes(node_id: Uuid, nonce: &str, csr_pem: &str, identity_generation: u64) -> Vec<u8> {
@@ -128,10 +128,10 @@ pub fn recovery_bytes(node_id: Uuid, nonce: &str, csr_pem: &str, identity_genera
 
 /// What the agent needs to recover an expired identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Recovery {
+pub struct RecoveryState {
     /// Generation of the node's identity; the first is 1.
     pub identity_generation: u64,
-    /// Recoveries left before an operator has to look.
+    /// Recoveries left before an operator has to act.
     pub remaining: u32,
 }
 
@@ -141,11 +141,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_recovery_is_signed_for_one_node_one_nonce_one_request_and_one_generation() {
+    fn recovery_signature_covers_node_nonce_request_and_generation() {
         let key = SigningKey::from_bytes(&[1; 32]);
         let node = Uuid::from_u128(5);
         let mut signed = RecoverRequest {
-            enrollment_token: Token::new("t"),
+            enrollment_token: SecretToken::new("t"),
             identity_generation: 1,
             nonce: "n".into(),
             csr_pem: "csr".into(),

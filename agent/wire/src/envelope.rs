@@ -4,18 +4,18 @@
 use ed25519_dalek::{Signer as _, SigningKey, VerifyingKey};
 use serde::{Deserialize, Serialize};
 
-/// A payload, what it is, and who signed it. Verify before looking inside: [`crate::Verifiers::verify`] for tasks,
-/// [`Envelope::verify_with`] for one known key.
+/// A payload, its type, and its signatures. Verify before reading it: [`crate::Verifiers::verify`] for tasks,
+/// [`SignedEnvelope::verify_with`] for one known key.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Envelope {
-    /// Media type of the payload; signed too, so that one kind of message never passes for another.
+pub struct SignedEnvelope {
+    /// Media type of the payload; signed too, so that one type of message never passes for another.
     pub payload_type: String,
     #[serde(with = "crate::base64_bytes")]
     pub payload: Vec<u8>,
     pub signatures: Vec<KeySignature>,
 }
 
-/// One signature and the name of the key that made it. The name only helps to find the key.
+/// One signature and the id of the key that made it. The id only helps to find the key.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KeySignature {
     pub key_id: String,
@@ -26,14 +26,14 @@ pub struct KeySignature {
 
 /// No trusted key made any of the signatures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum SignatureError {
+pub enum EnvelopeSignatureError {
     #[error("the envelope carries no signature by a key that is trusted here")]
     UnknownKey,
     #[error("the signature does not match the payload: it was altered, or signed by another key")]
     Mismatch,
 }
 
-impl Envelope {
+impl SignedEnvelope {
     /// Signs `payload` with one key.
     #[must_use]
     pub fn sign(key: &SigningKey, key_id: &str, payload_type: &str, payload: Vec<u8>) -> Self {
@@ -44,13 +44,13 @@ impl Envelope {
     /// The payload, if any of the signatures was made by `key`.
     ///
     /// # Errors
-    /// [`SignatureError::Mismatch`] when none was.
-    pub fn verify_with(&self, key: &VerifyingKey) -> Result<&[u8], SignatureError> {
+    /// [`EnvelopeSignatureError::Mismatch`] when none was.
+    pub fn verify_with(&self, key: &VerifyingKey) -> Result<&[u8], EnvelopeSignatureError> {
         let signed = pae(&self.payload_type, &self.payload);
         if self.signatures.iter().any(|signature| signature.is_by(key, &signed)) {
             Ok(&self.payload)
         } else {
-            Err(SignatureError::Mismatch)
+            Err(EnvelopeSignatureError::Mismatch)
         }
     }
 }
@@ -94,16 +94,16 @@ mod tests {
     #[test]
     fn a_payload_is_not_accepted_under_another_type() {
         let key = SigningKey::from_bytes(&[7; 32]);
-        let mut envelope = Envelope::sign(&key, "k", "application/a", b"{}".to_vec());
+        let mut envelope = SignedEnvelope::sign(&key, "k", "application/a", b"{}".to_vec());
         assert_eq!(envelope.verify_with(&key.verifying_key()), Ok(&b"{}"[..]));
         envelope.payload_type = "application/b".to_owned();
-        assert_eq!(envelope.verify_with(&key.verifying_key()), Err(SignatureError::Mismatch));
+        assert_eq!(envelope.verify_with(&key.verifying_key()), Err(EnvelopeSignatureError::Mismatch));
     }
 
     #[test]
     fn signatures_of_the_wrong_length_are_refused_and_do_not_panic() {
         let key = SigningKey::from_bytes(&[7; 32]);
-        let mut envelope = Envelope::sign(&key, "k", "t", b"x".to_vec());
+        let mut envelope = SignedEnvelope::sign(&key, "k", "t", b"x".to_vec());
         for length in [0, 1, 63, 65, 4096] {
             envelope.signatures[0].signature = vec![0; length];
             assert!(envelope.verify_with(&key.verifying_key()).is_err());

@@ -1,10 +1,10 @@
-//! Liveness: what an agent says of itself at the pace that the control plane sets.
+//! Liveness: an agent's heartbeat at the interval that the control plane sets.
 
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::inventory::Inventory;
+use crate::inventory::NodeInventory;
 use crate::keys::VerifierSet;
 
 /// Body of `POST /internal/v1/nodes/{id}/heartbeat`.
@@ -15,22 +15,23 @@ pub struct Heartbeat {
     pub agent_version: String,
     pub protocol: u16,
     pub sent_at: DateTime<Utc>,
-    pub inventory: Inventory,
+    pub inventory: NodeInventory,
     pub telemetry: Telemetry,
-    pub health: Health,
-    /// Highest verifier set the agent has accepted; the bundle's keys are 0.
+    pub health: HealthReport,
+    /// Highest verifier set that the agent has accepted; the bundle's keys are version 0.
     pub verifier_set_version: u64,
-    /// Tasks whose effect is under way.
+    /// Tasks whose effect is in flight.
     pub running: Vec<RunningTask>,
-    /// [`fingerprint`](crate::bundle::fingerprint) of the node-CA bundle that the agent keeps.
+    /// [`fingerprint`](crate::bundle::fingerprint) of the node-CA bundle that the agent has stored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_ca_bundle_fingerprint: Option<String>,
-    /// The kinds of task that the agent does ([`KINDS`](crate::task::KINDS)). Who does not say is given what agents of its protocol do.
+    /// The types of task that the agent executes ([`TASK_TYPES`](crate::task::TASK_TYPES)). An agent that sends none gets those of its
+    /// protocol version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub task_types: Option<Vec<String>>,
 }
 
-/// A task under way on the node.
+/// A task in flight on the node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunningTask {
     pub task_id: Uuid,
@@ -66,16 +67,16 @@ pub struct GpuTelemetry {
 
 /// The agent's judgement of the node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Health {
-    pub status: HealthStatus,
+pub struct HealthReport {
+    pub status: HealthLevel,
     #[serde(default)]
     pub alerts: Vec<Alert>,
 }
 
-/// The worst of a node's alerts, in one word.
+/// The worst of a node's alerts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum HealthStatus {
+pub enum HealthLevel {
     Ok,
     Warning,
     Critical,
@@ -85,17 +86,17 @@ pub enum HealthStatus {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Alert {
     pub probe_id: String,
-    /// What it is about, such as a GPU's UUID or a path.
+    /// Its subject, such as a GPU's UUID or a path.
     pub target: String,
     pub since: DateTime<Utc>,
     pub classifications: Vec<Classification>,
     /// For the operator.
     pub message: String,
-    /// For the tenant; names no internals.
+    /// For the tenant; contains no internals.
     pub tenant_message: String,
 }
 
-/// What an alert asks of the control plane.
+/// What an alert requests of the control plane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Classification {
@@ -109,16 +110,16 @@ pub enum Classification {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeartbeatAnswer {
     pub server_time: DateTime<Utc>,
-    /// Seconds until the next heartbeat is wanted.
+    /// Seconds until the next heartbeat is expected.
     pub next_heartbeat_seconds: u32,
-    /// Every verifier set above the version that the heartbeat named, lowest first.
+    /// Every verifier set above the version in the heartbeat, lowest first.
     #[serde(default)]
     pub verifier_sets: Vec<VerifierSet>,
     pub poll: PollSettings,
-    /// The authorities that certify nodes, PEM, where the agent keeps others.
+    /// The authorities that certify nodes, PEM, if the agent has stored others.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub node_ca_bundle_pem: Option<String>,
-    /// The authority of the certificate that the agent showed goes: it is to be renewed at some moment of this time.
+    /// The authority of the agent's certificate is retired: the certificate is to be renewed at some moment within this time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub renew_within_seconds: Option<u32>,
 }

@@ -1,10 +1,10 @@
-//! What a node is made of, as its agent found it.
+//! A node's hardware and software, as its agent reports it.
 
 use serde::{Deserialize, Serialize};
 
 /// The hardware and software of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Inventory {
+pub struct NodeInventory {
     pub hostname: String,
     /// Kernel release, as `uname -r` prints it.
     pub kernel: String,
@@ -14,17 +14,17 @@ pub struct Inventory {
     pub memory_mib: u64,
     pub storage_gib: u64,
     /// In order of `index`.
-    pub gpus: Vec<Gpu>,
+    pub gpus: Vec<GpuInfo>,
     pub gpu_source: GpuSource,
     pub executor: ExecutorKind,
-    /// The host key that tenants meet when they come in by SSH, in OpenSSH's `SHA256:` form; absent where they cannot.
+    /// The SSH host key that tenants see, in OpenSSH's `SHA256:` form; absent if there is no SSH access.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ssh_host_key_fingerprint: Option<String>,
 }
 
 /// One GPU of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Gpu {
+pub struct GpuInfo {
     /// The driver's index; it may change over a reboot, the UUID does not.
     pub index: u32,
     /// The driver's UUID, `GPU-` and 36 characters.
@@ -36,30 +36,30 @@ pub struct Gpu {
 
 /// A GPU as tasks name it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct Device {
+pub struct DeviceRef {
     pub index: u32,
     pub uuid: String,
 }
 
-impl From<&Gpu> for Device {
-    fn from(gpu: &Gpu) -> Self {
+impl From<&GpuInfo> for DeviceRef {
+    fn from(gpu: &GpuInfo) -> Self {
         Self { index: gpu.index, uuid: gpu.uuid.clone() }
     }
 }
 
-/// Where the agent has its list of GPUs from.
+/// The source of the agent's list of GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GpuSource {
     /// NVIDIA's management library.
     Nvml,
-    /// Made up by `--simulate-gpus`.
+    /// Simulated by `--simulate-gpus`.
     Simulated,
     /// The node has no GPU that the agent can see.
     None,
 }
 
-/// How the agent separates tenants.
+/// How the agent isolates tenants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ExecutorKind {

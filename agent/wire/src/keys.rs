@@ -1,7 +1,7 @@
-//! Whose signatures an agent accepts on tasks, and how that set changes without ever breaking an agent.
+//! The verifier set: the keys whose signatures an agent accepts on tasks, and its rotation, which never cuts off an agent.
 //!
-//! The keys of the bootstrap bundle are version 0. Each later [`VerifierSet`] is itself signed by a key of the set before
-//! it, and only higher versions count, so that neither a stranger nor a replay can move the trust.
+//! The keys of the bootstrap bundle are version 0. Each later [`VerifierSet`] is itself signed by a key of the set before it, and only
+//! higher versions are accepted, so that neither a stranger nor a replay can change the trust.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -12,9 +12,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use sha2::{Digest as _, Sha256};
 
 use crate::base64_bytes;
-use crate::envelope::{Envelope, KeySignature, SignatureError, pae};
+use crate::envelope::{EnvelopeSignatureError, KeySignature, SignedEnvelope, pae};
 
-/// Payload type under which verifier sets are signed.
+/// Payload type of verifier sets.
 pub const VERIFIER_SET_TYPE: &str = "application/vnd.gpuaas.verifier-set+json";
 
 /// An Ed25519 public key; base64 of its 32 bytes in text. Points that are invalid or of small order do not parse.
@@ -39,7 +39,7 @@ impl PublicKey {
         self.0.to_bytes()
     }
 
-    /// A name that follows from the key: the first 16 hexadecimal digits of its SHA-256.
+    /// The key's id, derived from the key: the first 16 hexadecimal digits of its SHA-256.
     #[must_use]
     pub fn key_id(&self) -> String {
         hex::encode(&Sha256::digest(self.to_bytes())[..8])
@@ -94,15 +94,15 @@ impl<'de> Deserialize<'de> for PublicKey {
     }
 }
 
-/// Where a key stands in its rotation. An agent accepts signatures by all three; they differ for whoever signs.
+/// The status of a key in its rotation. An agent accepts signatures by all three; they differ for the signer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeyStatus {
     /// Signs tasks.
     Active,
-    /// Will sign tasks once every agent knows it.
+    /// Will sign tasks once every agent has it.
     Staged,
-    /// Signed tasks that may still be under way.
+    /// Signed tasks that may still be in flight.
     Grace,
 }
 
@@ -116,7 +116,7 @@ impl KeyStatus {
     }
 }
 
-/// A key and its place in the rotation.
+/// A key and its status in the rotation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VerifierKey {
     pub key_id: String,
@@ -125,7 +125,7 @@ pub struct VerifierKey {
 }
 
 impl VerifierKey {
-    /// A key under the name that follows from it.
+    /// A key under its derived id.
     #[must_use]
     pub fn new(public_key: PublicKey, status: KeyStatus) -> Self {
         Self { key_id: public_key.key_id(), public_key, status }
@@ -135,7 +135,7 @@ impl VerifierKey {
 /// One version of the keys whose tasks an agent executes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VerifierSet {
-    /// Rises with each rotation. 0 is the bundle's, which nobody signs.
+    /// Incremented by each rotation. 0 is the bundle's, which is not signed.
     pub version: u64,
     pub keys: Vec<VerifierKey>,
     /// Over [`VerifierSet::signed_bytes`] as [`VERIFIER_SET_TYPE`], by keys of the set before this one.
@@ -143,7 +143,7 @@ pub struct VerifierSet {
     pub signatures: Vec<KeySignature>,
 }
 
-/// Why a verifier set is not taken.
+/// Why a verifier set is not accepted.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SetError {
     #[error("verifier set {version} has no active key")]
@@ -157,7 +157,7 @@ pub enum SetError {
         version: u64,
         trusted_version: u64,
         #[source]
-        source: SignatureError,
+        source: EnvelopeSignatureError,
     },
     #[error("entry {position} of the task-signing keys is not [key_id:][status:]base64 of an Ed25519 public key")]
     Entry { position: usize },
@@ -167,7 +167,7 @@ impl VerifierSet {
     /// A set of the given version, signed by keys of its predecessor.
     ///
     /// # Errors
-    /// [`SetError`] when the set has no active key or a name twice.
+    /// [`SetError`] when the set has no active key or an id twice.
     pub fn sign(version: u64, keys: Vec<VerifierKey>, signers: &[(&str, &SigningKey)]) -> Result<Self, SetError> {
         let mut set = Self { version, keys, signatures: Vec::new() };
         set.validate()?;
@@ -213,8 +213,8 @@ impl VerifierSet {
         })
     }
 
-    /// Reads the text of `SVC_TASK_SIGNING_PUBKEYS` as version 0: entries separated by commas, each
-    /// `[key_id:][status:]base64`. Without a status a key is active, without a name it has [`PublicKey::key_id`].
+    /// Reads the text of `SVC_TASK_SIGNING_PUBKEYS` as version 0: entries separated by commas, each `[key_id:][status:]base64`. Without a
+    /// status a key is active, without an id it has [`PublicKey::key_id`].
     ///
     /// # Errors
     /// [`SetError`] when an entry does not parse or the set has no active key.
@@ -251,8 +251,8 @@ impl VerifierSet {
         }
     }
 
-    fn find_signer(&self, signatures: &[KeySignature], signed: &[u8]) -> Result<&VerifierKey, SignatureError> {
-        let mut failure = SignatureError::UnknownKey;
+    fn find_signer(&self, signatures: &[KeySignature], signed: &[u8]) -> Result<&VerifierKey, EnvelopeSignatureError> {
+        let mut failure = EnvelopeSignatureError::UnknownKey;
         for signature in signatures {
             let Some(key) = self.keys.iter().find(|key| key.key_id == signature.key_id) else {
                 continue;
@@ -260,7 +260,7 @@ impl VerifierSet {
             if signature.is_by(key.public_key.verifying_key(), signed) {
                 return Ok(key);
             }
-            failure = SignatureError::Mismatch;
+            failure = EnvelopeSignatureError::Mismatch;
         }
         Err(failure)
     }
@@ -299,19 +299,19 @@ impl Verifiers {
     /// Trusts `set` without a signature: the bundle's keys, or what this agent stored after accepting it.
     ///
     /// # Errors
-    /// [`SetError`] when the set has no active key or a name twice.
+    /// [`SetError`] when the set has no active key or an id twice.
     pub fn trusting(set: VerifierSet) -> Result<Self, SetError> {
         set.validate()?;
         Ok(Self { current: set })
     }
 
-    /// The set in force.
+    /// The current set.
     #[must_use]
     pub fn current(&self) -> &VerifierSet {
         &self.current
     }
 
-    /// Its version, as heartbeats name it.
+    /// Its version, as sent in heartbeats.
     #[must_use]
     pub fn version(&self) -> u64 {
         self.current.version
@@ -320,20 +320,19 @@ impl Verifiers {
     /// The payload, if a trusted key (active, staged or grace) signed it. The caller still has to compare `payload_type`.
     ///
     /// # Errors
-    /// [`SignatureError`] when no trusted key did.
-    pub fn verify(&self, envelope: &Envelope) -> Result<Vec<u8>, SignatureError> {
+    /// [`EnvelopeSignatureError`] when no trusted key did.
+    pub fn verify(&self, envelope: &SignedEnvelope) -> Result<Vec<u8>, EnvelopeSignatureError> {
         let signed = pae(&envelope.payload_type, &envelope.payload);
         self.current.find_signer(&envelope.signatures, &signed)?;
         Ok(envelope.payload.clone())
     }
 
-    /// Walks a chain of newer sets, lowest version first, each accepted by the one before. Versions that are known already
-    /// are passed over, and so are sets from before this agent's bundle, which keys that it never knew have signed. Returns
-    /// whether the trust moved.
+    /// Follows a chain of newer sets, lowest version first, each accepted by the one before. Versions that are known already are skipped,
+    /// and so are sets from before this agent's bundle, which keys that it never had have signed. Returns whether the trust changed.
     ///
     /// # Errors
-    /// [`SetError`] of the first refused set above the version that the walk arrived at: trust that the control plane has
-    /// and this agent lacks. What was accepted stays.
+    /// [`SetError`] of the first refused set above the version that was reached: trust that the control plane has and this agent lacks.
+    /// What was accepted stays.
     pub fn follow(&mut self, sets: &[VerifierSet]) -> Result<bool, SetError> {
         let before = self.version();
         let mut ordered: Vec<&VerifierSet> = sets.iter().filter(|set| set.version > before).collect();
@@ -379,19 +378,19 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_that_slept_through_several_rotations_follows_the_chain_in_any_order() {
+    fn agent_that_missed_several_rotations_follows_the_chain_in_any_order() {
         let mut verifiers = trusting(1);
         let chain = [set(5, 4, 3), set(1, 2, 1), set(2, 3, 2)];
         assert_eq!(verifiers.follow(&chain), Ok(true));
         assert_eq!(verifiers.version(), 5);
-        let task = Envelope::sign(&key(4), &id(4), "t", b"x".to_vec());
+        let task = SignedEnvelope::sign(&key(4), &id(4), "t", b"x".to_vec());
         assert_eq!(verifiers.verify(&task), Ok(b"x".to_vec()));
-        let old = Envelope::sign(&key(1), &id(1), "t", b"x".to_vec());
-        assert_eq!(verifiers.verify(&old), Err(SignatureError::UnknownKey));
+        let old = SignedEnvelope::sign(&key(1), &id(1), "t", b"x".to_vec());
+        assert_eq!(verifiers.verify(&old), Err(EnvelopeSignatureError::UnknownKey));
     }
 
     #[test]
-    fn a_set_signed_by_a_stranger_is_refused_and_what_came_before_it_stays() {
+    fn verifier_set_signed_by_a_stranger_is_refused_and_earlier_sets_stay() {
         let mut verifiers = trusting(1);
         let refused = verifiers.follow(&[set(1, 2, 1), set(2, 9, 9)]).unwrap_err();
         assert!(matches!(refused, SetError::Untrusted { version: 2, trusted_version: 1, .. }), "{refused}");
@@ -404,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_whose_bundle_is_younger_than_the_first_rotations_passes_them_over() {
+    fn agent_with_a_newer_bundle_skips_older_rotations() {
         // The bundle holds the key of set 2; sets 1 and 2 were signed before it was made.
         let mut verifiers = trusting(3);
         assert_eq!(verifiers.follow(&[set(1, 2, 1), set(2, 3, 2), set(3, 4, 3)]), Ok(true));
@@ -412,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn an_older_or_equal_version_never_comes_back() {
+    fn older_or_equal_version_is_never_accepted() {
         let current = set(3, 1, 1);
         for offered in [0, 2, 3] {
             assert_eq!(current.accept_next(&set(offered, 2, 1)), Err(SetError::NotNewer { offered, current: 3 }));
@@ -434,7 +433,7 @@ mod tests {
         for altered in [keys, status, version] {
             assert!(matches!(
                 verifiers.current().accept_next(&altered),
-                Err(SetError::Untrusted { source: SignatureError::Mismatch, .. })
+                Err(SetError::Untrusted { source: EnvelopeSignatureError::Mismatch, .. })
             ));
         }
     }
@@ -444,15 +443,15 @@ mod tests {
         let keys = vec![listed(1, KeyStatus::Active), listed(2, KeyStatus::Staged), listed(3, KeyStatus::Grace)];
         let verifiers = Verifiers::trusting(VerifierSet::sign(1, keys, &[]).unwrap()).unwrap();
         for seed in [1, 2, 3] {
-            assert!(verifiers.verify(&Envelope::sign(&key(seed), &id(seed), "t", b"x".to_vec())).is_ok());
+            assert!(verifiers.verify(&SignedEnvelope::sign(&key(seed), &id(seed), "t", b"x".to_vec())).is_ok());
         }
-        // A trusted name on a stranger's signature.
-        let forged = Envelope::sign(&key(9), &id(1), "t", b"x".to_vec());
-        assert_eq!(verifiers.verify(&forged), Err(SignatureError::Mismatch));
+        // A trusted key id on a stranger's signature.
+        let forged = SignedEnvelope::sign(&key(9), &id(1), "t", b"x".to_vec());
+        assert_eq!(verifiers.verify(&forged), Err(EnvelopeSignatureError::Mismatch));
     }
 
     #[test]
-    fn a_set_without_an_active_key_or_with_a_name_twice_is_refused() {
+    fn verifier_set_without_an_active_key_or_with_a_duplicate_id_is_refused() {
         let none = VerifierSet::sign(1, vec![listed(1, KeyStatus::Staged)], &[]);
         assert_eq!(none, Err(SetError::NoActiveKey { version: 1 }));
         let twice = VerifierSet::sign(1, vec![listed(1, KeyStatus::Active), listed(1, KeyStatus::Grace)], &[]);

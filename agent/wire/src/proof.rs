@@ -1,13 +1,13 @@
-//! The clean-up proof: what a node looked for after a tenant left, and what it found.
+//! The clean-up proof: what a node checked after a tenant was released, and what it found.
 //!
-//! A node is schedulable again only with this report, signed by the Ed25519 key that its agent made at enrollment.
+//! A node is schedulable again only with this report, signed by the Ed25519 key that its agent created at enrollment.
 
 use chrono::{DateTime, Utc};
 use ed25519_dalek::SigningKey;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::envelope::{Envelope, SignatureError};
+use crate::envelope::{EnvelopeSignatureError, SignedEnvelope};
 use crate::inventory::ExecutorKind;
 use crate::keys::PublicKey;
 
@@ -23,34 +23,34 @@ pub struct CleanupReport {
     pub attempt: u32,
     pub boot_id: Uuid,
     pub checked_at: DateTime<Utc>,
-    pub findings: Vec<Finding>,
+    pub findings: Vec<CleanupFinding>,
 }
 
-/// One thing that was looked for.
+/// The finding of one check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Finding {
-    pub what: Checked,
+pub struct CleanupFinding {
+    pub what: CleanupCheck,
     /// Path, name or pattern.
     pub looked_for: String,
-    pub outcome: Outcome,
+    pub outcome: FindingOutcome,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
 }
 
-/// What a look found. Only `gone` is clean.
+/// The outcome of a check. Only `gone` is clean.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Outcome {
+pub enum FindingOutcome {
     Gone,
     Present,
-    /// It could not be looked at.
+    /// It could not be checked.
     Unknown,
 }
 
-/// Where a tenant can leave traces.
+/// What is checked for leftovers of a tenant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Checked {
+pub enum CleanupCheck {
     PasswdEntry,
     GroupEntry,
     SubuidEntry,
@@ -68,14 +68,14 @@ pub enum Checked {
     Processes,
     GpuProcesses,
     GpuMemory,
-    /// The agent's own record of who holds which GPU.
+    /// The agent's own record of the GPUs that the allocation holds.
     DeviceReservation,
-    /// Runtime folders, lock files, crash dumps, and what sudo and systemd remember of a user.
+    /// Runtime folders, lock files, crash dumps, and what sudo and systemd store of a user.
     SessionFiles,
 }
 
-impl Checked {
-    /// What every executor has to look at, whatever it can enforce.
+impl CleanupCheck {
+    /// The checks of every executor, whatever isolation it enforces.
     pub const REQUIRED: [Self; 10] = [
         Self::Home,
         Self::AuthorizedKeys,
@@ -89,7 +89,7 @@ impl Checked {
         Self::DeviceReservation,
     ];
 
-    /// What an executor that makes users has to look at beyond that.
+    /// The further checks of an executor that creates users.
     pub const REQUIRED_OF_SYSTEM: [Self; 9] = [
         Self::PasswdEntry,
         Self::GroupEntry,
@@ -102,7 +102,7 @@ impl Checked {
         Self::SessionFiles,
     ];
 
-    /// Everything that a node with this executor has to look at.
+    /// All checks of a node with this executor.
     pub fn required(executor: ExecutorKind) -> impl Iterator<Item = Self> {
         let more = match executor {
             ExecutorKind::Sandbox => &[][..],
@@ -111,8 +111,8 @@ impl Checked {
         Self::REQUIRED.into_iter().chain(more.iter().copied())
     }
 
-    /// What is told by a tenant's uid, and so is nowhere where no uid was given.
-    pub fn of_an_account() -> impl Iterator<Item = Self> {
+    /// The checks by a tenant's uid, which find nothing if no uid was given.
+    pub fn account_checks() -> impl Iterator<Item = Self> {
         [
             Self::PasswdEntry,
             Self::GroupEntry,
@@ -133,11 +133,11 @@ impl Checked {
     }
 }
 
-/// Why an envelope is no report of this node.
+/// Why an envelope is not a report of this node.
 #[derive(Debug, thiserror::Error)]
 pub enum ProofError {
     #[error("the clean-up report is not signed with the node's recovery key")]
-    Signature(#[from] SignatureError),
+    Signature(#[from] EnvelopeSignatureError),
     #[error("the signed payload is of type {found:?}, not {CLEANUP_REPORT_TYPE}")]
     NotAReport { found: String },
     #[error("the signed clean-up report does not parse")]
@@ -145,37 +145,37 @@ pub enum ProofError {
 }
 
 impl CleanupReport {
-    /// Whether everything that a node with this executor must look for was looked for, and everything that was is gone.
+    /// Whether every check of a node with this executor was made, and found nothing.
     #[must_use]
     pub fn is_clean(&self, executor: ExecutorKind) -> bool {
-        self.leftovers().next().is_none() && self.not_looked_for(executor).next().is_none()
+        self.leftovers().next().is_none() && self.missing_checks(executor).next().is_none()
     }
 
     /// Findings other than `gone`.
-    pub fn leftovers(&self) -> impl Iterator<Item = &Finding> {
-        self.findings.iter().filter(|finding| finding.outcome != Outcome::Gone)
+    pub fn leftovers(&self) -> impl Iterator<Item = &CleanupFinding> {
+        self.findings.iter().filter(|finding| finding.outcome != FindingOutcome::Gone)
     }
 
-    /// What the report leaves out of [`Checked::required`].
-    pub fn not_looked_for(&self, executor: ExecutorKind) -> impl Iterator<Item = Checked> {
-        Checked::required(executor).filter(|what| !self.findings.iter().any(|finding| finding.what == *what))
+    /// The checks of [`CleanupCheck::required`] that the report lacks.
+    pub fn missing_checks(&self, executor: ExecutorKind) -> impl Iterator<Item = CleanupCheck> {
+        CleanupCheck::required(executor).filter(|what| !self.findings.iter().any(|finding| finding.what == *what))
     }
 
     /// Signs the report with the node's recovery key.
     ///
     /// # Errors
-    /// The report does not serialise, which no value of these types does.
-    pub fn seal(&self, key: &SigningKey) -> Result<Envelope, serde_json::Error> {
+    /// The report does not serialise, which never happens for these types.
+    pub fn seal(&self, key: &SigningKey) -> Result<SignedEnvelope, serde_json::Error> {
         let key_id = PublicKey::from(key).key_id();
-        Ok(Envelope::sign(key, &key_id, CLEANUP_REPORT_TYPE, serde_json::to_vec(self)?))
+        Ok(SignedEnvelope::sign(key, &key_id, CLEANUP_REPORT_TYPE, serde_json::to_vec(self)?))
     }
 
-    /// Verifies the signature of the node whose recovery key is `key`, and reads the report. The caller compares node,
-    /// allocation, task, attempt and boot with what it asked for.
+    /// Verifies the signature of the node whose recovery key is `key`, and reads the report. The caller compares node, allocation, task,
+    /// attempt and boot with its request.
     ///
     /// # Errors
     /// [`ProofError`] when it is not signed by that key, of another type, or does not parse.
-    pub fn open(envelope: &Envelope, key: &PublicKey) -> Result<Self, ProofError> {
+    pub fn open(envelope: &SignedEnvelope, key: &PublicKey) -> Result<Self, ProofError> {
         let bytes = envelope.verify_with(key.verifying_key())?;
         if envelope.payload_type != CLEANUP_REPORT_TYPE {
             return Err(ProofError::NotAReport { found: envelope.payload_type.clone() });
@@ -197,28 +197,33 @@ mod tests {
             attempt: 1,
             boot_id: Uuid::from_u128(4),
             checked_at: DateTime::from_timestamp(1_800_000_000, 0).unwrap(),
-            findings: Checked::REQUIRED
+            findings: CleanupCheck::REQUIRED
                 .into_iter()
-                .map(|what| Finding { what, looked_for: "x".into(), outcome: Outcome::Gone, detail: None })
+                .map(|what| CleanupFinding {
+                    what,
+                    looked_for: "x".into(),
+                    outcome: FindingOutcome::Gone,
+                    detail: None,
+                })
                 .collect(),
         }
     }
 
     #[test]
-    fn a_report_is_clean_only_when_everything_was_looked_for_and_is_gone() {
+    fn report_is_clean_only_if_every_check_was_made_and_found_nothing() {
         let sandbox = ExecutorKind::Sandbox;
         assert!(report().is_clean(sandbox));
-        for outcome in [Outcome::Present, Outcome::Unknown] {
+        for outcome in [FindingOutcome::Present, FindingOutcome::Unknown] {
             let mut dirty = report();
             dirty.findings[3].outcome = outcome;
             assert!(!dirty.is_clean(sandbox));
             assert_eq!(dirty.leftovers().count(), 1);
         }
-        for index in 0..Checked::REQUIRED.len() {
+        for index in 0..CleanupCheck::REQUIRED.len() {
             let mut partial = report();
             partial.findings.remove(index);
             assert!(!partial.is_clean(sandbox));
-            assert_eq!(partial.not_looked_for(sandbox).collect::<Vec<_>>(), [Checked::REQUIRED[index]]);
+            assert_eq!(partial.missing_checks(sandbox).collect::<Vec<_>>(), [CleanupCheck::REQUIRED[index]]);
         }
         let mut empty = report();
         empty.findings.clear();
@@ -226,9 +231,9 @@ mod tests {
     }
 
     #[test]
-    fn an_executor_that_makes_users_has_to_look_for_users_too() {
-        let missing: Vec<_> = report().not_looked_for(ExecutorKind::System).collect();
-        assert_eq!(missing, Checked::REQUIRED_OF_SYSTEM);
+    fn system_executor_requires_account_checks() {
+        let missing: Vec<_> = report().missing_checks(ExecutorKind::System).collect();
+        assert_eq!(missing, CleanupCheck::REQUIRED_OF_SYSTEM);
         assert!(!report().is_clean(ExecutorKind::System));
     }
 
@@ -249,7 +254,7 @@ mod tests {
     fn a_signed_message_of_another_type_is_no_report() {
         let key = SigningKey::from_bytes(&[5; 32]);
         let bytes = serde_json::to_vec(&report()).unwrap();
-        let other = Envelope::sign(&key, "k", "application/json", bytes);
+        let other = SignedEnvelope::sign(&key, "k", "application/json", bytes);
         assert!(matches!(CleanupReport::open(&other, &PublicKey::from(&key)), Err(ProofError::NotAReport { .. })));
     }
 }

@@ -1,7 +1,7 @@
 //! Tasks that the control plane gives a node, and their results.
 //!
-//! A task travels as an [`Envelope`] of type [`TASK_TYPE`]. The agent verifies the signature first ([`open`]), then whether
-//! the task is for it and in time ([`TaskPayload::check`]), and executes nothing that is outside the signed bytes.
+//! A task is transmitted as a [`SignedEnvelope`] of type [`TASK_TYPE`]. The agent verifies the signature first ([`open`]), then whether
+//! the task is for it and not expired ([`TaskPayload::check`]), and executes nothing outside the signed bytes.
 
 use chrono::{DateTime, Utc};
 use ed25519_dalek::SigningKey;
@@ -9,32 +9,32 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use uuid::Uuid;
 
-pub use crate::envelope::{Envelope, KeySignature, SignatureError};
-pub use crate::inventory::Device;
+pub use crate::envelope::{EnvelopeSignatureError, KeySignature, SignedEnvelope};
+pub use crate::inventory::DeviceRef;
 pub use crate::keys::{KeyStatus, VerifierKey, VerifierSet, Verifiers};
 
 /// Payload type of tasks.
 pub const TASK_TYPE: &str = "application/vnd.gpuaas.task+json";
 
-/// What the signature binds: one attempt of one task, on one node, for a time.
+/// What the signature covers: one attempt of one task, on one node, until it expires.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TaskPayload {
     pub node_id: Uuid,
     pub task_id: Uuid,
-    /// From 1; rises when the control plane dispatches the task again.
+    /// From 1; incremented when the control plane dispatches the task again.
     pub attempt: u32,
     pub issued_at: DateTime<Utc>,
     /// From this moment on the agent does not begin the task.
     pub expires_at: DateTime<Utc>,
-    /// The request that the task goes back to; absent from control planes that do not say.
+    /// The request that caused the task; absent from control planes that do not send it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub origin: Option<Origin>,
+    pub origin: Option<TaskOrigin>,
     pub task: Task,
 }
 
-/// What the agent logs of a task and sends back with its result: correlation id and trace (W3C Trace Context).
+/// The correlation id and trace (W3C Trace Context) of a task, which the agent logs and returns with the result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Origin {
+pub struct TaskOrigin {
     pub correlation_id: String,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub traceparent: Option<String>,
@@ -46,25 +46,25 @@ pub struct Origin {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "type")]
 pub enum Task {
-    /// Make a tenant's place on the node. Idempotent.
+    /// Set a tenant up on the node. Idempotent.
     #[serde(rename = "allocation.provision")]
     Provision(Provision),
-    /// Remove a tenant's place and prove that nothing is left. Idempotent.
+    /// Remove a tenant and prove that nothing is left. Idempotent.
     #[serde(rename = "allocation.release")]
     Release(Release),
-    /// Write the keys that open a tenant's login, these and no others. Idempotent.
+    /// Write a tenant's authorized keys, these and no others. Idempotent.
     #[serde(rename = "ssh_keys.reconcile")]
     ReconcileSshKeys(ReconcileSshKeys),
-    /// Begin a tenant's terminal session. It happens once: the shell that it began may be in use.
+    /// Start a tenant's terminal session. Not idempotent: the shell that it started may be in use.
     #[serde(rename = "terminal.open")]
     OpenTerminal(OpenTerminal),
-    /// Look at the node and say whether it is fit for tenants. Idempotent.
+    /// Check whether the node is fit for tenants. Idempotent.
     #[serde(rename = "node.validate")]
     Validate {},
-    /// Say how the node and its tenants stand. Idempotent.
+    /// Collect diagnostics of the node and its tenants. Idempotent.
     #[serde(rename = "diagnostics.collect")]
     Diagnose {},
-    /// Start the machine anew. It must not happen twice.
+    /// Reboot the machine. It must not be executed twice.
     #[serde(rename = "node.reboot")]
     Reboot(Reboot),
 }
@@ -72,7 +72,7 @@ pub enum Task {
 /// Parameters of `node.reboot`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reboot {
-    /// The boot that is to end. In any other the machine was started anew already.
+    /// The boot that is to end. In any other boot the machine was rebooted already.
     pub boot_id: Uuid,
 }
 
@@ -84,9 +84,9 @@ pub struct Provision {
     pub user_name: String,
     /// OpenSSH public keys, one each, without options.
     pub authorized_keys: Vec<String>,
-    pub devices: Vec<Device>,
+    pub devices: Vec<DeviceRef>,
     pub sku: String,
-    /// When the control plane gives the attempt up.
+    /// When the control plane gives up the attempt.
     pub deadline_at: DateTime<Utc>,
 }
 
@@ -95,7 +95,7 @@ pub struct Provision {
 pub struct ReconcileSshKeys {
     pub allocation_id: Uuid,
     pub user_name: String,
-    /// OpenSSH public keys, one each, without options. None: nobody logs in.
+    /// OpenSSH public keys, one each, without options. Empty: no login.
     pub authorized_keys: Vec<String>,
 }
 
@@ -104,7 +104,7 @@ pub struct ReconcileSshKeys {
 pub struct Release {
     pub allocation_id: Uuid,
     pub user_name: String,
-    pub devices: Vec<Device>,
+    pub devices: Vec<DeviceRef>,
 }
 
 /// Parameters of `terminal.open`.
@@ -113,11 +113,11 @@ pub struct OpenTerminal {
     pub session_id: Uuid,
     pub allocation_id: Uuid,
     pub user_name: String,
-    /// The session's lifetime: from then on the agent keeps nothing of it, whoever says what.
+    /// The end of the session's lifetime: from then on the agent keeps nothing of it, whatever it is asked.
     pub ends_at: DateTime<Utc>,
-    /// On which terms it is recorded; a control plane that says nothing wants no recording.
+    /// The terms of its recording; a control plane that sends none wants no recording.
     #[serde(default)]
-    pub recording: crate::recording::Terms,
+    pub recording: crate::recording::RecordTerms,
 }
 
 impl Task {
@@ -147,7 +147,7 @@ impl Task {
         }
     }
 
-    /// Whether an attempt whose outcome is unknown may simply be executed again.
+    /// Whether an attempt with an unknown outcome may be executed again.
     #[must_use]
     pub fn is_idempotent(&self) -> bool {
         match self {
@@ -161,9 +161,9 @@ impl Task {
     }
 }
 
-/// Why a correctly signed task is not begun.
+/// Why a correctly signed task is not started.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum TaskRefused {
+pub enum TaskRefusal {
     #[error("task {task_id} is for node {for_node}, this is node {this_node}")]
     ForAnotherNode { task_id: Uuid, for_node: Uuid, this_node: Uuid },
     #[error("task {task_id} attempt {attempt} expired at {expires_at}")]
@@ -171,18 +171,18 @@ pub enum TaskRefused {
 }
 
 impl TaskPayload {
-    /// Whether node `node_id` may begin this task at `now`.
+    /// Whether node `node_id` may start this task at `now`.
     ///
     /// # Errors
-    /// [`TaskRefused`] when it is for another node or expired.
-    pub fn check(&self, node_id: Uuid, now: DateTime<Utc>) -> Result<(), TaskRefused> {
+    /// [`TaskRefusal`] when it is for another node or expired.
+    pub fn check(&self, node_id: Uuid, now: DateTime<Utc>) -> Result<(), TaskRefusal> {
         if self.node_id != node_id {
             let (task_id, for_node) = (self.task_id, self.node_id);
-            return Err(TaskRefused::ForAnotherNode { task_id, for_node, this_node: node_id });
+            return Err(TaskRefusal::ForAnotherNode { task_id, for_node, this_node: node_id });
         }
         if now >= self.expires_at {
             let (task_id, attempt, expires_at) = (self.task_id, self.attempt, self.expires_at);
-            return Err(TaskRefused::Expired { task_id, attempt, expires_at });
+            return Err(TaskRefusal::Expired { task_id, attempt, expires_at });
         }
         Ok(())
     }
@@ -191,54 +191,54 @@ impl TaskPayload {
 /// Signs a task.
 ///
 /// # Errors
-/// The payload does not serialise, which no value of these types does.
-pub fn sign(key: &SigningKey, key_id: &str, payload: &TaskPayload) -> Result<Envelope, serde_json::Error> {
-    Ok(Envelope::sign(key, key_id, TASK_TYPE, serde_json::to_vec(payload)?))
+/// The payload does not serialise, which never happens for these types.
+pub fn sign(key: &SigningKey, key_id: &str, payload: &TaskPayload) -> Result<SignedEnvelope, serde_json::Error> {
+    Ok(SignedEnvelope::sign(key, key_id, TASK_TYPE, serde_json::to_vec(payload)?))
 }
 
-/// Why an envelope is not a task that this agent can understand and trust.
+/// Why an envelope is not a task that this agent can read and trust.
 #[derive(Debug, thiserror::Error)]
-pub enum OpenError {
+pub enum TaskOpenError {
     #[error("the task's signature is refused")]
-    Signature(#[from] SignatureError),
+    Signature(#[from] EnvelopeSignatureError),
     #[error("the signed payload is of type {found:?}, not {TASK_TYPE}")]
     NotATask { found: String },
     #[error("the signed task is of type {kind:?}, which this agent (protocol {}) does not know", crate::PROTOCOL)]
-    UnknownKind { kind: String, bound: Box<Bound> },
+    UnknownKind { kind: String, bound: Box<TaskHeader> },
     #[error("the signed task does not parse")]
     Malformed(#[source] serde_json::Error),
 }
 
-/// What is signed beside the work itself: enough to say of a task of an unknown kind that it is not done.
+/// The signed fields beside the work itself: enough to report that a task of an unknown type is not executed.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct Bound {
+pub struct TaskHeader {
     pub node_id: Uuid,
     pub task_id: Uuid,
     pub attempt: u32,
     pub expires_at: DateTime<Utc>,
     #[serde(default)]
-    pub origin: Option<Origin>,
+    pub origin: Option<TaskOrigin>,
 }
 
 /// Verifies the signature and reads the task from the signed bytes.
 ///
 /// # Errors
-/// [`OpenError`] when it is not signed by a trusted key, is of another type, or is a kind of task unknown here.
-pub fn open(envelope: &Envelope, verifiers: &Verifiers) -> Result<TaskPayload, OpenError> {
+/// [`TaskOpenError`] when it is not signed by a trusted key, is of another type, or is a task of an unknown type.
+pub fn open(envelope: &SignedEnvelope, verifiers: &Verifiers) -> Result<TaskPayload, TaskOpenError> {
     let bytes = verifiers.verify(envelope)?;
     if envelope.payload_type != TASK_TYPE {
-        return Err(OpenError::NotATask { found: envelope.payload_type.clone() });
+        return Err(TaskOpenError::NotATask { found: envelope.payload_type.clone() });
     }
     serde_json::from_slice(&bytes).map_err(|error| match (kind_of(&bytes), serde_json::from_slice(&bytes)) {
-        (Some(kind), Ok(bound)) if !KINDS.contains(&kind.as_str()) => {
-            OpenError::UnknownKind { kind, bound: Box::new(bound) }
+        (Some(kind), Ok(bound)) if !TASK_TYPES.contains(&kind.as_str()) => {
+            TaskOpenError::UnknownKind { kind, bound: Box::new(bound) }
         }
-        (Some(_) | None, _) => OpenError::Malformed(error),
+        (Some(_) | None, _) => TaskOpenError::Malformed(error),
     })
 }
 
-/// The kinds of task that an agent of this build does. It says them with its heartbeats, and is given no others.
-pub const KINDS: [&str; 7] = [
+/// The types of task that an agent of this build executes. It sends them with its heartbeats, and is given no others.
+pub const TASK_TYPES: [&str; 7] = [
     "allocation.provision",
     "allocation.release",
     "ssh_keys.reconcile",
@@ -258,14 +258,14 @@ fn kind_of(bytes: &[u8]) -> Option<String> {
 pub struct TaskResult {
     pub attempt: u32,
     pub status: TaskStatus,
-    /// What the task found or made; its shape depends on the task's type.
+    /// The output of the task; its shape depends on the task's type.
     #[serde(default)]
     pub output: Map<String, Value>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<TaskError>,
     /// The signed [`crate::proof::CleanupReport`] of a release.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub proof: Option<Envelope>,
+    pub proof: Option<SignedEnvelope>,
     pub started_at: DateTime<Utc>,
     pub finished_at: DateTime<Utc>,
 }
@@ -288,13 +288,13 @@ pub struct TaskError {
 /// Answer (200) to a result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResultAnswer {
-    pub recorded: Recorded,
+    pub recorded: ResultReceipt,
 }
 
-/// Whether the result was new to the control plane. Both mean that it is safe there.
+/// Whether the result was new to the control plane. In both cases it is stored there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Recorded {
+pub enum ResultReceipt {
     New,
     Already,
 }
@@ -329,7 +329,7 @@ mod tests {
         }
     }
 
-    fn signed(payload: &TaskPayload) -> Envelope {
+    fn signed(payload: &TaskPayload) -> SignedEnvelope {
         sign(&key(), &PublicKey::from(&key()).key_id(), payload).unwrap()
     }
 
@@ -344,25 +344,31 @@ mod tests {
         for position in 0..good.payload.len() {
             let mut altered = good.clone();
             altered.payload[position] ^= 1;
-            assert!(matches!(open(&altered, &verifiers()), Err(OpenError::Signature(SignatureError::Mismatch))));
+            assert!(matches!(
+                open(&altered, &verifiers()),
+                Err(TaskOpenError::Signature(EnvelopeSignatureError::Mismatch))
+            ));
         }
     }
 
     #[test]
-    fn a_task_signed_by_a_stranger_or_by_nobody_is_refused() {
+    fn unsigned_or_foreign_signed_task_is_refused() {
         let stranger = sign(&SigningKey::from_bytes(&[9; 32]), "stranger", &payload()).unwrap();
-        assert!(matches!(open(&stranger, &verifiers()), Err(OpenError::Signature(SignatureError::UnknownKey))));
+        assert!(matches!(
+            open(&stranger, &verifiers()),
+            Err(TaskOpenError::Signature(EnvelopeSignatureError::UnknownKey))
+        ));
         let mut bare = signed(&payload());
         bare.signatures.clear();
-        assert!(matches!(open(&bare, &verifiers()), Err(OpenError::Signature(SignatureError::UnknownKey))));
+        assert!(matches!(open(&bare, &verifiers()), Err(TaskOpenError::Signature(EnvelopeSignatureError::UnknownKey))));
     }
 
     #[test]
     fn another_signed_message_does_not_pass_for_a_task() {
         let id = PublicKey::from(&key()).key_id();
         let bytes = serde_json::to_vec(&payload()).unwrap();
-        let other = Envelope::sign(&key(), &id, crate::keys::VERIFIER_SET_TYPE, bytes);
-        assert!(matches!(open(&other, &verifiers()), Err(OpenError::NotATask { .. })));
+        let other = SignedEnvelope::sign(&key(), &id, crate::keys::VERIFIER_SET_TYPE, bytes);
+        assert!(matches!(open(&other, &verifiers()), Err(TaskOpenError::NotATask { .. })));
     }
 
     #[test]
@@ -370,9 +376,9 @@ mod tests {
         let id = PublicKey::from(&key()).key_id();
         let mut value = serde_json::to_value(payload()).unwrap();
         value["task"] = serde_json::json!({"type": "node.sing"});
-        let envelope = Envelope::sign(&key(), &id, TASK_TYPE, serde_json::to_vec(&value).unwrap());
+        let envelope = SignedEnvelope::sign(&key(), &id, TASK_TYPE, serde_json::to_vec(&value).unwrap());
         assert!(
-            matches!(open(&envelope, &verifiers()), Err(OpenError::UnknownKind { kind, bound }) if kind == "node.sing" && bound.task_id == payload().task_id)
+            matches!(open(&envelope, &verifiers()), Err(TaskOpenError::UnknownKind { kind, bound }) if kind == "node.sing" && bound.task_id == payload().task_id)
         );
     }
 
@@ -381,7 +387,7 @@ mod tests {
         let id = PublicKey::from(&key()).key_id();
         let mut value = serde_json::to_value(payload()).unwrap();
         value["priority"] = 7.into();
-        let envelope = Envelope::sign(&key(), &id, TASK_TYPE, serde_json::to_vec(&value).unwrap());
+        let envelope = SignedEnvelope::sign(&key(), &id, TASK_TYPE, serde_json::to_vec(&value).unwrap());
         assert_eq!(open(&envelope, &verifiers()).unwrap(), payload());
     }
 
@@ -390,7 +396,7 @@ mod tests {
         let task = payload();
         assert!(matches!(
             task.check(Uuid::from_u128(99), task.issued_at),
-            Err(TaskRefused::ForAnotherNode { for_node, .. }) if for_node == task.node_id
+            Err(TaskRefusal::ForAnotherNode { for_node, .. }) if for_node == task.node_id
         ));
     }
 
@@ -399,7 +405,7 @@ mod tests {
         let task = payload();
         let node = task.node_id;
         assert_eq!(task.check(node, task.expires_at - TimeDelta::milliseconds(1)), Ok(()));
-        assert!(matches!(task.check(node, task.expires_at), Err(TaskRefused::Expired { .. })));
+        assert!(matches!(task.check(node, task.expires_at), Err(TaskRefusal::Expired { .. })));
     }
 
     #[test]
@@ -407,7 +413,7 @@ mod tests {
         for task in [Task::Validate {}, Task::Diagnose {}, Task::Reboot(Reboot { boot_id: Uuid::nil() })] {
             let value = serde_json::to_value(&task).unwrap();
             assert_eq!(value["type"], task.kind());
-            assert!(KINDS.contains(&task.kind()));
+            assert!(TASK_TYPES.contains(&task.kind()));
         }
     }
 }

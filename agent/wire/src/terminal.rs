@@ -1,35 +1,36 @@
-//! What the two ends of a terminal say to each other: the agent, which has the shell and keeps its output, and whoever is connected to
-//! it. Each message is one binary WebSocket message on the stream of the session (`…/terminals/{session_id}/stream`).
+//! The messages of a terminal session between the agent, which has the shell and buffers its output, and the attached user. Each message
+//! is one binary WebSocket message on the stream of the session (`…/terminals/{session_id}/stream`).
 //!
-//! Output is counted in bytes from the session's beginning. So an end that was cut off says how far it came, and goes on from there as
-//! long as the agent still has it. Numbers are big-endian; a text in the fields is none.
+//! Positions are bytes of output since the session's beginning. So a side that was cut off names its position, and continues from there
+//! as long as the agent still buffers it. Numbers are big-endian; no field is text.
 
-use crate::recording::{Mode, Terms};
+use crate::recording::{RecordMode, RecordTerms};
 use serde::{Deserialize, Serialize};
 
-/// Output that may be on its way without being acknowledged. Past it the shell is read no further, and its program waits.
+/// Output that may be in flight without acknowledgement. Above it the shell is read no further, and its program waits.
 pub const OUTPUT_WINDOW: u64 = 128 * 1024;
 
-/// Output that the agent keeps, acknowledged or not, for one who comes back.
-pub const KEPT: usize = 256 * 1024;
+/// Output that the agent buffers, acknowledged or not, for a user who attaches again.
+pub const RETAINED_OUTPUT: usize = 256 * 1024;
 
-/// Input that may be on its way without having been taken by the program.
+/// Input that may be in flight without having been taken by the program.
 pub const INPUT_WINDOW: u64 = 64 * 1024;
 
 /// The most bytes of input or output in one message.
 pub const CHUNK: usize = 16 * 1024;
 
-/// The longest message, with what stands around its bytes.
+/// The longest message, with the header of its bytes.
 pub const MESSAGE: usize = CHUNK + 64;
 
-/// How often either end says something, and after how long a silence it counts as gone.
-pub const SAYS_EVERY_SECONDS: u64 = 5;
-pub const SILENT_AFTER_SECONDS: u64 = 15;
+/// How often either side sends a message, and after how much silence it counts as gone.
+pub const KEEPALIVE_SECONDS: u64 = 5;
+pub const SILENCE_TIMEOUT_SECONDS: u64 = 15;
 
 /// To the agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Down {
-    /// The connection of this number is there, and wants the output from this position on; `None`: what nobody has acknowledged.
+pub enum TerminalCommand {
+    /// The connection of this number attaches, and requests the output from this position on; `None`: from the last acknowledged
+    /// position.
     Attach {
         attachment: u32,
         from: Option<u64>,
@@ -38,17 +39,17 @@ pub enum Down {
     Detach {
         attachment: u32,
     },
-    /// What was typed.
+    /// Input of the user.
     Input {
         attachment: u32,
         bytes: Vec<u8>,
     },
-    /// Whoever is connected has the output up to here.
+    /// The attached client has the output up to here.
     Ack {
         attachment: u32,
         position: u64,
     },
-    /// To an [`Up::Output`] without bytes: the user's own end says that all up to here has come there.
+    /// In reply to a [`TerminalEvent::Output`] without bytes: the user's own client confirms all output up to here.
     Received {
         attachment: u32,
         position: u64,
@@ -61,39 +62,40 @@ pub enum Down {
     Close,
     /// From now on it is recorded on these terms.
     Record {
-        terms: Terms,
+        terms: RecordTerms,
     },
 }
 
 /// From the agent.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Up {
-    /// To [`Down::Attach`]: output follows from this position on; so many bytes before it were wanted and are gone.
+pub enum TerminalEvent {
+    /// In reply to [`TerminalCommand::Attach`]: output follows from this position on; `lost` bytes before it were requested and are
+    /// dropped.
     Attached { attachment: u32, position: u64, lost: u64 },
-    /// Without bytes it asks: nothing more will be said, has all of it come?
+    /// Without bytes it asks whether all output has arrived: nothing more will follow.
     Output { attachment: u32, position: u64, bytes: Vec<u8> },
-    /// So much of this connection's input was taken by the program.
+    /// The program has taken this much of the connection's input.
     Taken { attachment: u32, bytes: u64 },
-    /// The program ended, and all that it said was sent before.
-    Exited { exit: Exit },
-    /// What is shown from here on is recorded so.
-    Recording { mode: Mode },
-    /// The agent was stopped, or started anew: the program went with it, and nobody knows how it ended.
+    /// The program exited, and all of its output was sent before.
+    Exited { exit: ProgramExit },
+    /// The mode in which output is recorded from here on.
+    Recording { mode: RecordMode },
+    /// The agent was stopped or restarted: the program ended with it, and its exit status is unknown.
     Lost,
 }
 
-/// How a program ended.
+/// The exit of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Exit {
+pub enum ProgramExit {
     Code(i32),
     Signal(i32),
 }
 
-/// A message that is not understood.
+/// A message that does not parse.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0} bytes are no terminal message")]
-pub struct Malformed(pub usize);
+pub struct MalformedMessage(pub usize);
 
 const ATTACH: u8 = 1;
 const ATTACH_FROM: u8 = 2;
@@ -112,7 +114,7 @@ const EXIT_SIGNAL: u8 = 133;
 const RECORDING: u8 = 134;
 const LOST: u8 = 140;
 
-impl Down {
+impl TerminalCommand {
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         match self {
@@ -133,8 +135,8 @@ impl Down {
     }
 
     /// # Errors
-    /// [`Malformed`]
-    pub fn decode(message: &[u8]) -> Result<Self, Malformed> {
+    /// [`MalformedMessage`]
+    pub fn decode(message: &[u8]) -> Result<Self, MalformedMessage> {
         let mut reader = Reader::of(message)?;
         let read = match reader.kind {
             ATTACH => Self::Attach { attachment: reader.u32()?, from: None },
@@ -145,14 +147,14 @@ impl Down {
             RECEIVED => Self::Received { attachment: reader.u32()?, position: reader.u64()? },
             RESIZE => Self::Resize { columns: reader.u16()?, rows: reader.u16()? },
             CLOSE => Self::Close,
-            RECORD => Self::Record { terms: Terms { mode: reader.mode()?, most_bytes: reader.u64()? } },
-            _ => return Err(Malformed(message.len())),
+            RECORD => Self::Record { terms: RecordTerms { mode: reader.mode()?, most_bytes: reader.u64()? } },
+            _ => return Err(MalformedMessage(message.len())),
         };
         reader.end().map(|()| read)
     }
 }
 
-impl Up {
+impl TerminalEvent {
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
         match self {
@@ -163,36 +165,36 @@ impl Up {
                 joined(OUTPUT, &[&attachment.to_be_bytes(), &position.to_be_bytes(), bytes])
             }
             Self::Taken { attachment, bytes } => joined(TAKEN, &[&attachment.to_be_bytes(), &bytes.to_be_bytes()]),
-            Self::Exited { exit: Exit::Code(code) } => joined(EXIT_CODE, &[&code.to_be_bytes()]),
-            Self::Exited { exit: Exit::Signal(signal) } => joined(EXIT_SIGNAL, &[&signal.to_be_bytes()]),
+            Self::Exited { exit: ProgramExit::Code(code) } => joined(EXIT_CODE, &[&code.to_be_bytes()]),
+            Self::Exited { exit: ProgramExit::Signal(signal) } => joined(EXIT_SIGNAL, &[&signal.to_be_bytes()]),
             Self::Recording { mode } => vec![RECORDING, byte_of(*mode)],
             Self::Lost => vec![LOST],
         }
     }
 
     /// # Errors
-    /// [`Malformed`]
-    pub fn decode(message: &[u8]) -> Result<Self, Malformed> {
+    /// [`MalformedMessage`]
+    pub fn decode(message: &[u8]) -> Result<Self, MalformedMessage> {
         let mut reader = Reader::of(message)?;
         let read = match reader.kind {
             ATTACHED => Self::Attached { attachment: reader.u32()?, position: reader.u64()?, lost: reader.u64()? },
             OUTPUT => Self::Output { attachment: reader.u32()?, position: reader.u64()?, bytes: reader.rest() },
             TAKEN => Self::Taken { attachment: reader.u32()?, bytes: reader.u64()? },
-            EXIT_CODE => Self::Exited { exit: Exit::Code(i32::from_be_bytes(reader.take()?)) },
-            EXIT_SIGNAL => Self::Exited { exit: Exit::Signal(i32::from_be_bytes(reader.take()?)) },
+            EXIT_CODE => Self::Exited { exit: ProgramExit::Code(i32::from_be_bytes(reader.take()?)) },
+            EXIT_SIGNAL => Self::Exited { exit: ProgramExit::Signal(i32::from_be_bytes(reader.take()?)) },
             RECORDING => Self::Recording { mode: reader.mode()? },
             LOST => Self::Lost,
-            _ => return Err(Malformed(message.len())),
+            _ => return Err(MalformedMessage(message.len())),
         };
         reader.end().map(|()| read)
     }
 }
 
-const fn byte_of(mode: Mode) -> u8 {
+const fn byte_of(mode: RecordMode) -> u8 {
     match mode {
-        Mode::Off => 0,
-        Mode::BestEffort => 1,
-        Mode::Strict => 2,
+        RecordMode::Off => 0,
+        RecordMode::BestEffort => 1,
+        RecordMode::Strict => 2,
     }
 }
 
@@ -210,38 +212,38 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    fn of(message: &'a [u8]) -> Result<Self, Malformed> {
+    fn of(message: &'a [u8]) -> Result<Self, MalformedMessage> {
         let whole = message.len();
         match message.split_first() {
             Some((kind, left)) if whole <= MESSAGE => Ok(Self { kind: *kind, left, whole }),
-            Some(_) | None => Err(Malformed(whole)),
+            Some(_) | None => Err(MalformedMessage(whole)),
         }
     }
 
-    fn take<const N: usize>(&mut self) -> Result<[u8; N], Malformed> {
-        let (taken, left) = self.left.split_first_chunk().ok_or(Malformed(self.whole))?;
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], MalformedMessage> {
+        let (taken, left) = self.left.split_first_chunk().ok_or(MalformedMessage(self.whole))?;
         self.left = left;
         Ok(*taken)
     }
 
-    fn u16(&mut self) -> Result<u16, Malformed> {
+    fn u16(&mut self) -> Result<u16, MalformedMessage> {
         self.take().map(u16::from_be_bytes)
     }
 
-    fn u32(&mut self) -> Result<u32, Malformed> {
+    fn u32(&mut self) -> Result<u32, MalformedMessage> {
         self.take().map(u32::from_be_bytes)
     }
 
-    fn u64(&mut self) -> Result<u64, Malformed> {
+    fn u64(&mut self) -> Result<u64, MalformedMessage> {
         self.take().map(u64::from_be_bytes)
     }
 
-    fn mode(&mut self) -> Result<Mode, Malformed> {
+    fn mode(&mut self) -> Result<RecordMode, MalformedMessage> {
         match self.take()? {
-            [0] => Ok(Mode::Off),
-            [1] => Ok(Mode::BestEffort),
-            [2] => Ok(Mode::Strict),
-            [_] => Err(Malformed(self.whole)),
+            [0] => Ok(RecordMode::Off),
+            [1] => Ok(RecordMode::BestEffort),
+            [2] => Ok(RecordMode::Strict),
+            [_] => Err(MalformedMessage(self.whole)),
         }
     }
 
@@ -249,8 +251,8 @@ impl<'a> Reader<'a> {
         std::mem::take(&mut self.left).to_vec()
     }
 
-    fn end(&self) -> Result<(), Malformed> {
-        if self.left.is_empty() { Ok(()) } else { Err(Malformed(self.whole)) }
+    fn end(&self) -> Result<(), MalformedMessage> {
+        if self.left.is_empty() { Ok(()) } else { Err(MalformedMessage(self.whole)) }
     }
 }
 
@@ -260,60 +262,61 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn a_mode() -> impl Strategy<Value = Mode> {
-        prop_oneof![Just(Mode::Off), Just(Mode::BestEffort), Just(Mode::Strict)]
+    fn a_mode() -> impl Strategy<Value = RecordMode> {
+        prop_oneof![Just(RecordMode::Off), Just(RecordMode::BestEffort), Just(RecordMode::Strict)]
     }
 
-    fn a_down() -> impl Strategy<Value = Down> {
+    fn a_down() -> impl Strategy<Value = TerminalCommand> {
         let bytes = || prop::collection::vec(any::<u8>(), 0..200);
         prop_oneof![
-            (any::<u32>(), any::<Option<u64>>()).prop_map(|(attachment, from)| Down::Attach { attachment, from }),
-            any::<u32>().prop_map(|attachment| Down::Detach { attachment }),
-            (any::<u32>(), bytes()).prop_map(|(attachment, bytes)| Down::Input { attachment, bytes }),
-            (any::<u32>(), any::<u64>()).prop_map(|(attachment, position)| Down::Ack { attachment, position }),
-            (any::<u32>(), any::<u64>()).prop_map(|(attachment, position)| Down::Received { attachment, position }),
-            (any::<u16>(), any::<u16>()).prop_map(|(columns, rows)| Down::Resize { columns, rows }),
-            Just(Down::Close),
-            (a_mode(), any::<u64>()).prop_map(|(mode, most_bytes)| Down::Record { terms: Terms { mode, most_bytes } }),
+            (any::<u32>(), any::<Option<u64>>())
+                .prop_map(|(attachment, from)| TerminalCommand::Attach { attachment, from }),
+            any::<u32>().prop_map(|attachment| TerminalCommand::Detach { attachment }),
+            (any::<u32>(), bytes()).prop_map(|(attachment, bytes)| TerminalCommand::Input { attachment, bytes }),
+            (any::<u32>(), any::<u64>())
+                .prop_map(|(attachment, position)| TerminalCommand::Ack { attachment, position }),
+            (any::<u32>(), any::<u64>())
+                .prop_map(|(attachment, position)| TerminalCommand::Received { attachment, position }),
+            (any::<u16>(), any::<u16>()).prop_map(|(columns, rows)| TerminalCommand::Resize { columns, rows }),
+            Just(TerminalCommand::Close),
+            (a_mode(), any::<u64>())
+                .prop_map(|(mode, most_bytes)| TerminalCommand::Record { terms: RecordTerms { mode, most_bytes } }),
         ]
     }
 
-    fn an_up() -> impl Strategy<Value = Up> {
+    fn an_up() -> impl Strategy<Value = TerminalEvent> {
         let bytes = || prop::collection::vec(any::<u8>(), 0..200);
         prop_oneof![
-            (any::<u32>(), any::<u64>(), any::<u64>()).prop_map(|(attachment, position, lost)| Up::Attached {
-                attachment,
-                position,
-                lost
-            }),
-            (any::<u32>(), any::<u64>(), bytes()).prop_map(|(attachment, position, bytes)| Up::Output {
+            (any::<u32>(), any::<u64>(), any::<u64>())
+                .prop_map(|(attachment, position, lost)| TerminalEvent::Attached { attachment, position, lost }),
+            (any::<u32>(), any::<u64>(), bytes()).prop_map(|(attachment, position, bytes)| TerminalEvent::Output {
                 attachment,
                 position,
                 bytes
             }),
-            (any::<u32>(), any::<u64>()).prop_map(|(attachment, bytes)| Up::Taken { attachment, bytes }),
-            any::<i32>().prop_map(|code| Up::Exited { exit: Exit::Code(code) }),
-            any::<i32>().prop_map(|signal| Up::Exited { exit: Exit::Signal(signal) }),
-            a_mode().prop_map(|mode| Up::Recording { mode }),
-            Just(Up::Lost),
+            (any::<u32>(), any::<u64>()).prop_map(|(attachment, bytes)| TerminalEvent::Taken { attachment, bytes }),
+            any::<i32>().prop_map(|code| TerminalEvent::Exited { exit: ProgramExit::Code(code) }),
+            any::<i32>().prop_map(|signal| TerminalEvent::Exited { exit: ProgramExit::Signal(signal) }),
+            a_mode().prop_map(|mode| TerminalEvent::Recording { mode }),
+            Just(TerminalEvent::Lost),
         ]
     }
 
     proptest! {
         #[test]
-        fn what_is_said_is_understood(down in a_down(), up in an_up()) {
-            prop_assert_eq!(Down::decode(&down.encode()), Ok(down.clone()));
-            prop_assert_eq!(Up::decode(&up.encode()), Ok(up.clone()));
-            prop_assert!(Up::decode(&down.encode()).is_err() && Down::decode(&up.encode()).is_err());
+        fn messages_round_trip(down in a_down(), up in an_up()) {
+            prop_assert_eq!(TerminalCommand::decode(&down.encode()), Ok(down.clone()));
+            prop_assert_eq!(TerminalEvent::decode(&up.encode()), Ok(up.clone()));
+            prop_assert!(TerminalEvent::decode(&down.encode()).is_err() && TerminalCommand::decode(&up.encode()).is_err());
         }
 
         #[test]
         fn rubbish_is_refused_and_nothing_breaks(rubbish in prop::collection::vec(any::<u8>(), 0..64)) {
-            // What is understood is said the same way again: no message has two forms.
-            if let Ok(down) = Down::decode(&rubbish) {
+            // What parses is encoded to the same bytes: no message has two forms.
+            if let Ok(down) = TerminalCommand::decode(&rubbish) {
                 prop_assert_eq!(&down.encode(), &rubbish);
             }
-            if let Ok(up) = Up::decode(&rubbish) {
+            if let Ok(up) = TerminalEvent::decode(&rubbish) {
                 prop_assert_eq!(&up.encode(), &rubbish);
             }
         }
@@ -322,21 +325,27 @@ mod tests {
     #[test]
     fn the_bytes_are_as_reviewed() {
         let hex = |message: Vec<u8>| hex::encode(message);
-        assert_eq!(hex(Down::Attach { attachment: 1, from: None }.encode()), "0100000001");
-        assert_eq!(hex(Down::Attach { attachment: 1, from: Some(258) }.encode()), "02000000010000000000000102");
-        assert_eq!(hex(Down::Input { attachment: 1, bytes: b"ls".to_vec() }.encode()), "04000000016c73");
-        assert_eq!(hex(Down::Resize { columns: 80, rows: 24 }.encode()), "0600500018");
-        assert_eq!(hex(Down::Received { attachment: 1, position: 258 }.encode()), "09000000010000000000000102");
+        assert_eq!(hex(TerminalCommand::Attach { attachment: 1, from: None }.encode()), "0100000001");
         assert_eq!(
-            hex(Up::Output { attachment: 1, position: 2, bytes: b"x".to_vec() }.encode()),
+            hex(TerminalCommand::Attach { attachment: 1, from: Some(258) }.encode()),
+            "02000000010000000000000102"
+        );
+        assert_eq!(hex(TerminalCommand::Input { attachment: 1, bytes: b"ls".to_vec() }.encode()), "04000000016c73");
+        assert_eq!(hex(TerminalCommand::Resize { columns: 80, rows: 24 }.encode()), "0600500018");
+        assert_eq!(
+            hex(TerminalCommand::Received { attachment: 1, position: 258 }.encode()),
+            "09000000010000000000000102"
+        );
+        assert_eq!(
+            hex(TerminalEvent::Output { attachment: 1, position: 2, bytes: b"x".to_vec() }.encode()),
             "8200000001000000000000000278"
         );
-        assert_eq!(hex(Up::Exited { exit: Exit::Code(-1) }.encode()), "84ffffffff");
+        assert_eq!(hex(TerminalEvent::Exited { exit: ProgramExit::Code(-1) }.encode()), "84ffffffff");
     }
 
     #[test]
     fn an_endless_message_is_refused() {
-        assert_eq!(Down::decode(&vec![INPUT; MESSAGE + 1]), Err(Malformed(MESSAGE + 1)));
-        assert_eq!(Up::decode(&[]), Err(Malformed(0)));
+        assert_eq!(TerminalCommand::decode(&vec![INPUT; MESSAGE + 1]), Err(MalformedMessage(MESSAGE + 1)));
+        assert_eq!(TerminalEvent::decode(&[]), Err(MalformedMessage(0)));
     }
 }

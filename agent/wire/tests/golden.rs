@@ -1,5 +1,5 @@
-//! Every message as JSON, reviewed as text. A change here is a change of the wire: an older agent or control plane has to
-//! understand it, or `PROTOCOL` rises.
+//! Every message as JSON, reviewed as text. A change here is a change of the protocol: an older agent or control plane has to understand
+//! it, otherwise `PROTOCOL` is incremented.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use chrono::{DateTime, TimeDelta, Utc};
@@ -10,20 +10,20 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 use uuid::Uuid;
 use wire::bundle::{BootstrapBundle, Package, fingerprint};
-use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, Recovery, RenewRequest};
+use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RecoveryState, RenewRequest};
 use wire::heartbeat::{
-    Alert, Classification, GpuTelemetry, Health, HealthStatus, Heartbeat, HeartbeatAnswer, PollSettings, RunningTask,
-    Telemetry,
+    Alert, Classification, GpuTelemetry, HealthLevel, HealthReport, Heartbeat, HeartbeatAnswer, PollSettings,
+    RunningTask, Telemetry,
 };
-use wire::inventory::{ExecutorKind, Gpu, GpuSource, Inventory};
+use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
 use wire::keys::{KeyStatus, VerifierKey};
-use wire::proof::{Checked, CleanupReport, Finding, Outcome};
-use wire::recording::{Mode, Terms};
+use wire::proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
+use wire::recording::{RecordMode, RecordTerms};
 use wire::task::{
-    Device, OpenTerminal, Provision, ReconcileSshKeys, Recorded, Release, ResultAnswer, Task, TaskError, TaskPayload,
-    TaskResult, TaskStatus,
+    DeviceRef, OpenTerminal, Provision, ReconcileSshKeys, Release, ResultAnswer, ResultReceipt, Task, TaskError,
+    TaskPayload, TaskResult, TaskStatus,
 };
-use wire::{PROTOCOL, PublicKey, Token, VerifierSet};
+use wire::{PROTOCOL, PublicKey, SecretToken, VerifierSet};
 
 /// Serialising, reading back and serialising again gives the same text.
 fn round_trips<T: Serialize + DeserializeOwned>(message: &T) {
@@ -52,15 +52,15 @@ fn key(seed: u8) -> SigningKey {
     SigningKey::from_bytes(&[seed; 32])
 }
 
-fn inventory() -> Inventory {
-    Inventory {
+fn inventory() -> NodeInventory {
+    NodeInventory {
         hostname: "node-1".into(),
         kernel: "6.1.0".into(),
         cpu_model: "AMD EPYC 9654".into(),
         cpu_cores: 192,
         memory_mib: 1_547_264,
         storage_gib: 30_720,
-        gpus: vec![Gpu {
+        gpus: vec![GpuInfo {
             index: 0,
             uuid: "GPU-4f7d2a6e-0000-0000-0000-000000000000".into(),
             vendor: "NVIDIA".into(),
@@ -73,8 +73,8 @@ fn inventory() -> Inventory {
     }
 }
 
-fn device() -> Device {
-    Device { index: 0, uuid: "GPU-4f7d2a6e-0000-0000-0000-000000000000".into() }
+fn device() -> DeviceRef {
+    DeviceRef { index: 0, uuid: "GPU-4f7d2a6e-0000-0000-0000-000000000000".into() }
 }
 
 fn verifier_set() -> VerifierSet {
@@ -107,16 +107,16 @@ fn report() -> CleanupReport {
         boot_id: id(9),
         checked_at: at(5),
         findings: vec![
-            Finding {
-                what: Checked::Home,
+            CleanupFinding {
+                what: CleanupCheck::Home,
                 looked_for: "allocations/a/home".into(),
-                outcome: Outcome::Gone,
+                outcome: FindingOutcome::Gone,
                 detail: None,
             },
-            Finding {
-                what: Checked::DevShm,
+            CleanupFinding {
+                what: CleanupCheck::DevShm,
                 looked_for: "/dev/shm".into(),
-                outcome: Outcome::Unknown,
+                outcome: FindingOutcome::Unknown,
                 detail: Some("permission denied".into()),
             },
         ],
@@ -126,7 +126,7 @@ fn report() -> CleanupReport {
 #[test]
 fn enroll_request() {
     golden!(EnrollRequest {
-        enrollment_token: Token::new("token"),
+        enrollment_token: SecretToken::new("token"),
         csr_pem: "-----BEGIN CERTIFICATE REQUEST-----\n".into(),
         recovery_public_key: PublicKey::from(&key(5)),
         boot_id: id(9),
@@ -143,7 +143,7 @@ fn enroll_answer() {
         certificate_pem: "-----BEGIN CERTIFICATE-----\n".into(),
         chain_pem: String::new(),
         not_after: at(86_400),
-        recovery: Recovery { identity_generation: 1, remaining: 5 },
+        recovery: RecoveryState { identity_generation: 1, remaining: 5 },
         verifier_sets: vec![verifier_set()],
         node_ca_bundle_pem: Some("-----BEGIN CERTIFICATE-----\n".into()),
     });
@@ -162,7 +162,7 @@ fn nonce_answer() {
 #[test]
 fn recover_request() {
     let mut request = RecoverRequest {
-        enrollment_token: Token::new("token"),
+        enrollment_token: SecretToken::new("token"),
         identity_generation: 1,
         nonce: "AQID".into(),
         csr_pem: "-----BEGIN CERTIFICATE REQUEST-----\n".into(),
@@ -201,8 +201,8 @@ fn heartbeat() {
                 power_milliwatts: None,
             }],
         },
-        health: Health {
-            status: HealthStatus::Critical,
+        health: HealthReport {
+            status: HealthLevel::Critical,
             alerts: vec![Alert {
                 probe_id: "gpu.ecc".into(),
                 target: device().uuid,
@@ -269,7 +269,7 @@ fn open_terminal_payload() {
         allocation_id: id(3),
         user_name: "gpu-3f2a".into(),
         ends_at: at(14_400),
-        recording: Terms { mode: Mode::Strict, most_bytes: 67_108_864 },
+        recording: RecordTerms { mode: RecordMode::Strict, most_bytes: 67_108_864 },
     })));
 }
 
@@ -285,7 +285,7 @@ fn reboot_payload() {
 
 #[test]
 fn payload_with_its_origin() {
-    let origin = wire::task::Origin {
+    let origin = wire::task::TaskOrigin {
         correlation_id: "job-17".into(),
         traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into()),
         tracestate: Some("vendor=1".into()),
@@ -326,7 +326,7 @@ fn failed_result() {
 
 #[test]
 fn result_answers() {
-    golden!([ResultAnswer { recorded: Recorded::New }, ResultAnswer { recorded: Recorded::Already }]);
+    golden!([ResultAnswer { recorded: ResultReceipt::New }, ResultAnswer { recorded: ResultReceipt::Already }]);
 }
 
 #[test]
@@ -336,7 +336,7 @@ fn cleanup_report() {
 
 #[test]
 fn error_envelope() {
-    let error = wire::error::Envelope {
+    let error = wire::error::ErrorEnvelope {
         code: wire::error::INVALID_NODE_IDENTITY.into(),
         message: "This node was removed. Register it as a new node.".into(),
         correlation_id: "c-1".into(),
@@ -350,7 +350,7 @@ fn bundle() -> BootstrapBundle {
     let ca = "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n";
     BootstrapBundle {
         node_id: id(1),
-        enrollment_token: Token::new("it's a $ecret"),
+        enrollment_token: SecretToken::new("it's a $ecret"),
         api_url: "https://nodes.example.com".into(),
         task_signing_pubkeys: VerifierSet { version: 0, ..verifier_set() }.to_env_value(),
         ca_bundle_path: "/etc/gpuaas/ca.pem".into(),

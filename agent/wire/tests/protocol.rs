@@ -1,5 +1,5 @@
-//! Messages of older generations of the protocol, as they were recorded (`protocol/README.md`): all of them are understood, and what is
-//! written today has everything that an older peer reads.
+//! Messages of older protocol generations, as they were recorded (`protocol/README.md`): all of them parse, and what is written today has
+//! every field that an older peer reads.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use serde::Serialize;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RenewRequest};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer};
 use wire::proof::CleanupReport;
-use wire::task::{Envelope, ResultAnswer, TaskPayload, TaskResult};
+use wire::task::{ResultAnswer, SignedEnvelope, TaskPayload, TaskResult};
 use wire::{OLDEST_PROTOCOL, PROTOCOL};
 
 fn tests() -> PathBuf {
@@ -29,20 +29,20 @@ fn recorded(generation: u16) -> BTreeMap<String, Value> {
     files.map(|file| message(file.unwrap().path())).collect()
 }
 
-/// Those of the generation in force.
+/// Those of the current generation.
 fn in_force() -> BTreeMap<String, Value> {
     let files = fs::read_dir(tests().join("snapshots")).unwrap().map(|file| file.unwrap().path());
     let read = |path: PathBuf| {
         let name = path.file_stem()?.to_str()?.strip_prefix("golden__")?.to_owned();
         let text = fs::read_to_string(&path).unwrap();
         let (_, body) = text.strip_prefix("---\n")?.split_once("\n---\n")?;
-        // The environment file is no JSON.
+        // The environment file is not JSON.
         Some((name, serde_json::from_str(body).ok()?))
     };
     files.filter_map(read).collect()
 }
 
-/// As the types of today read it and write it again.
+/// Parses a message with the current types and serialises it again.
 fn understood<T: Serialize + DeserializeOwned>(message: &Value) -> Value {
     let read: T = serde_json::from_value(message.clone()).unwrap_or_else(|error| panic!("{error}: {message:#}"));
     serde_json::to_value(read).unwrap()
@@ -57,19 +57,19 @@ fn reading(name: &str) -> Option<fn(&Value) -> Value> {
         "recover_request" => understood::<RecoverRequest>,
         "heartbeat" => understood::<Heartbeat>,
         "heartbeat_answer" => understood::<HeartbeatAnswer>,
-        "task_envelope" => understood::<Envelope>,
+        "task_envelope" => understood::<SignedEnvelope>,
         "succeeded_result" | "failed_result" => understood::<TaskResult>,
         "result_answers" => understood::<Vec<ResultAnswer>>,
         "cleanup_report" => understood::<CleanupReport>,
-        "error_envelope" => understood::<wire::error::Envelope>,
+        "error_envelope" => understood::<wire::error::ErrorEnvelope>,
         payload if payload.ends_with("_payload") => understood::<TaskPayload>,
-        // The node API's own type reads it; see `generations.rs` there.
+        // Parsed by the node API's own type; see `generations.rs` there.
         "wait_query" => return None,
         other => panic!("nothing here reads {other}"),
     })
 }
 
-/// Where `newer` lacks something of `older`, or has it in another form.
+/// Fields that `newer` lacks of `older`, or has in another form.
 fn lost(older: &Value, newer: &Value, at: &str, same_values: bool) -> Vec<String> {
     match (older, newer) {
         (Value::Object(older), Value::Object(newer)) => older
@@ -124,11 +124,11 @@ fn every_message_of_the_two_generations_before_is_understood_and_nothing_of_it_i
 }
 
 #[test]
-fn a_generation_only_adds_to_what_the_one_before_says() {
+fn generation_only_adds_to_the_previous_one() {
     for generation in OLDEST_PROTOCOL..PROTOCOL {
         let newer = if generation + 1 == PROTOCOL { in_force() } else { recorded(generation + 1) };
         for (name, older) in recorded(generation) {
-            // Of the generation in force the agent's own request is the record.
+            // The agent's own request is the record of the current generation.
             if name == "wait_query" && generation + 1 == PROTOCOL {
                 continue;
             }

@@ -1,14 +1,14 @@
-//! What is rented: GPUs asked for, watched until they are there, and given back.
+//! Allocations: creating them, waiting until they are active, and releasing them.
 
 use crate::api::{Api, Query};
 use crate::confirm::Confirm;
 use crate::events::Transitions;
-use crate::failure::{Ended, Failure};
-use crate::labels::{Change, Metadata, Selector, with_names};
-use crate::out::{Column, say_always};
+use crate::failure::{ExitStatus, Failure};
+use crate::labels::{Metadata, MetadataChange, Selector, with_names};
+use crate::output::{Column, print_notice};
 use crate::progress::Progress;
 use crate::reference::{self, ALLOCATION, NODE, Ref, SSH_KEY, ids, items};
-use crate::{complete, duration, text};
+use crate::{completion, duration, text};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -23,12 +23,12 @@ pub(crate) enum Command {
     List(List),
     /// One allocation.
     Show {
-        #[arg(add = complete::of(&ALLOCATION))]
+        #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
     },
     /// Gives an allocation back, and waits until the node is clean.
     Release {
-        #[arg(add = complete::of(&ALLOCATION))]
+        #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
         /// What was wrong with it, where something was.
         #[arg(long, value_name = "TEXT")]
@@ -41,27 +41,27 @@ pub(crate) enum Command {
     Set(Set),
     /// Chooses the keys that open an allocation, in place of those that do.
     SshKeys {
-        #[arg(add = complete::of(&ALLOCATION))]
+        #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
         /// A key that opens it, and again for more.
-        #[arg(long = "ssh-key", value_name = "ID|NAME", required_unless_present = "default", add = complete::of(&SSH_KEY))]
+        #[arg(long = "ssh-key", value_name = "ID|NAME", required_unless_present = "default", add = completion::of(&SSH_KEY))]
         ssh_keys: Vec<Ref>,
         /// Your default key, whichever that is.
         #[arg(long, conflicts_with = "ssh_keys")]
         default: bool,
     },
     /// Administrators: tries a release again that failed.
-    RetryRelease(Order),
+    RetryRelease(AllocationAction),
     /// Administrators: gives an allocation up whose node cannot prove that it is clean. The node is fenced.
     ForceRelease {
         #[command(flatten)]
-        order: Order,
+        order: AllocationAction,
         #[command(flatten)]
         confirm: Confirm,
     },
     /// What has become of an allocation so far.
     Events {
-        #[arg(add = complete::of(&ALLOCATION))]
+        #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
         /// Go on until it is released.
         #[arg(long, short)]
@@ -70,8 +70,8 @@ pub(crate) enum Command {
 }
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct Order {
-    #[arg(add = complete::of(&ALLOCATION))]
+pub(crate) struct AllocationAction {
+    #[arg(add = completion::of(&ALLOCATION))]
     allocation: Ref,
     /// Why; it stands in the audit log.
     #[arg(long, value_name = "TEXT")]
@@ -79,18 +79,18 @@ pub(crate) struct Order {
 }
 
 #[derive(Debug, clap::Args)]
-#[command(group(clap::ArgGroup::new("changes").args(Change::IDS).required(true).multiple(true)))]
+#[command(group(clap::ArgGroup::new("changes").args(MetadataChange::IDS).required(true).multiple(true)))]
 pub(crate) struct Set {
-    #[arg(add = complete::of(&ALLOCATION))]
+    #[arg(add = completion::of(&ALLOCATION))]
     allocation: Ref,
     #[command(flatten)]
-    change: Change,
+    change: MetadataChange,
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Create {
     /// What kind of machine: `gpuctl skus list` shows them.
-    #[arg(long, add = complete::sku_names())]
+    #[arg(long, add = completion::sku_names())]
     sku: String,
     /// How many GPUs, all on one node.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
@@ -99,13 +99,13 @@ pub(crate) struct Create {
     #[arg(long, value_name = "CODE")]
     region: Option<String>,
     /// On this node; on the one that fits best where it is left out.
-    #[arg(long, value_name = "ID|HOST", add = complete::of(&NODE))]
+    #[arg(long, value_name = "ID|HOST", add = completion::of(&NODE))]
     node: Option<Ref>,
     /// For the project that your login is for.
     #[arg(long, value_name = "ID")]
     project: Option<String>,
     /// A key that opens it, and again for more; your default key where it is left out.
-    #[arg(long = "ssh-key", value_name = "ID|NAME", add = complete::of(&SSH_KEY))]
+    #[arg(long = "ssh-key", value_name = "ID|NAME", add = completion::of(&SSH_KEY))]
     ssh_keys: Vec<Ref>,
     /// Wait in line for so long where there is no capacity (`90s`, `10m`).
     #[arg(long, value_name = "TIME", value_parser = duration::parse)]
@@ -135,7 +135,7 @@ pub(crate) struct List {
     #[arg(long, conflicts_with = "state")]
     all: bool,
     /// Those of this SKU.
-    #[arg(long, add = complete::sku_names())]
+    #[arg(long, add = completion::sku_names())]
     sku: Option<String>,
     /// Administrators: those of this user.
     #[arg(long, value_name = "ID")]
@@ -187,7 +187,7 @@ const ALONE: [Column; 27] = [
     ("overdue", "/overdue"),
 ];
 
-/// The longest list that is read to find its newest entries: the API lists from the oldest on.
+/// The most entries that are read to find the newest ones, since the API lists the oldest first.
 const READ: usize = 10_000;
 
 const HISTORY: [Column; 3] = [("AT", "/at"), ("STATE", "/state"), ("WHY", "/reason")];
@@ -219,12 +219,12 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         }
         Command::RetryRelease(order) => {
             let id = reference::allocation(&order.allocation, api).await?;
-            ordered(id, "retry-release", &order.reason, api).await
+            send_action(id, "retry-release", &order.reason, api).await
         }
         Command::ForceRelease { order, confirm } => {
             let id = reference::allocation(&order.allocation, api).await?;
             confirm.ask(&format!("Give allocation {id} up without the proof that its node is clean?"))?;
-            ordered(id, "force-release", &order.reason, api).await
+            send_action(id, "force-release", &order.reason, api).await
         }
         Command::Events { allocation, follow: false } => {
             let found = api.get(&path(reference::allocation(&allocation, api).await?), &[]).await?;
@@ -236,7 +236,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     }
 }
 
-async fn ordered(id: Uuid, verb: &str, reason: &str, api: &Api) -> Result<(), Failure> {
+async fn send_action(id: Uuid, verb: &str, reason: &str, api: &Api) -> Result<(), Failure> {
     let path = format!("/api/v1/admin/allocations/{id}/{verb}");
     api.out.show(&api.post(&path, &json!({ "reason": reason })).await?, &ALONE)
 }
@@ -256,7 +256,7 @@ async fn list(which: List, api: &Api) -> Result<(), Failure> {
     api.out.list(&newest, &with_names(&IN_A_LIST, &newest))
 }
 
-/// The newest of them, the newest first. `next_page` is where those begin that were not read.
+/// The newest entries, newest first. `next_page` is the token of those that were not read.
 fn newest(page: &Value, limit: usize) -> Value {
     let mut all: Vec<&Value> = items(page).iter().collect();
     let requested_at = |item: &Value| item["requested_at"].as_str().and_then(|at| at.parse::<DateTime<Utc>>().ok());
@@ -291,15 +291,15 @@ async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
         return api.out.show(&made, &ALONE);
     }
     let is_there = |state: &str| matches!(state, "active" | "released");
-    let ended = watch(api, id, Transitions::of(api, id), wanted.wait.timeout, is_there).await?;
+    let final_state = watch(api, id, Transitions::of(api, id), wanted.wait.timeout, is_there).await?;
     let made = api.get(&path(id), &[]).await?;
     api.out.show(&made, &ALONE)?;
-    if ended == "active" {
-        api.out.say(&format!("Open it with: gpuctl terminal {id}"));
+    if final_state == "active" {
+        api.out.notice(&format!("Open it with: gpuctl terminal {id}"));
         return Ok(());
     }
     let why = made["failure"]["message"].as_str().unwrap_or("it was released before it was active");
-    Err(Failure::new(Ended::Refused, format!("the allocation could not be set up: {why}")))
+    Err(Failure::new(ExitStatus::Refused, format!("the allocation could not be set up: {why}")))
 }
 
 async fn release(id: Uuid, issue: Option<String>, wait: &Wait, api: &Api) -> Result<(), Failure> {
@@ -308,13 +308,13 @@ async fn release(id: Uuid, issue: Option<String>, wait: &Wait, api: &Api) -> Res
     if wait.no_wait || released["state"] == "released" {
         return api.out.show(&released, &ALONE);
     }
-    // From the release on.
+    // Transitions from the release on.
     let transitions = Transitions::of(api, id).after(released["generation"].as_i64().unwrap_or_default() - 1);
     watch(api, id, transitions, wait.timeout, |state| state == "released").await?;
     api.out.show(&api.get(&path(id), &[]).await?, &ALONE)
 }
 
-/// Tells of every transition until there is one into a state that is waited for, and returns that state.
+/// Reports every transition until one leads to an awaited state, and returns that state.
 async fn watch(
     api: &Api,
     id: Uuid,
@@ -340,13 +340,13 @@ async fn watch(
         watched = tokio::time::timeout(limit, watched) => watched,
         _ = tokio::signal::ctrl_c() => {
             drop(progress);
-            say_always(&format!("{what} goes on without being watched: gpuctl allocations show {id}"));
+            print_notice(&format!("{what} goes on without being watched: gpuctl allocations show {id}"));
             std::process::exit(130);
         }
     };
     watched.unwrap_or_else(|_| {
         let seconds = limit.as_secs();
-        Err(Failure::new(Ended::TooLate, format!("{what} is still {last} after {seconds} s"))
+        Err(Failure::new(ExitStatus::TooLate, format!("{what} is still {last} after {seconds} s"))
             .next(format!("It goes on: gpuctl allocations events {id} --follow")))
     })
 }
@@ -370,7 +370,7 @@ async fn follow(id: Uuid, api: &Api) -> Result<(), Failure> {
 
 fn id_of(made: &Value) -> Result<Uuid, Failure> {
     let id = made["id"].as_str().and_then(|id| id.parse().ok());
-    id.ok_or_else(|| Failure::new(Ended::Server, "the server's answer names no allocation"))
+    id.ok_or_else(|| Failure::new(ExitStatus::Server, "the server's answer names no allocation"))
 }
 
 #[cfg(test)]
@@ -378,7 +378,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn newest_allocations_come_first_and_the_oldest_are_cut() {
+    fn newest_allocations_are_listed_first_and_the_oldest_are_cut() {
         let item = |id: u32, at: &str| json!({ "id": id, "requested_at": at });
         let page = json!({
             "items": [item(1, "2026-11-22T01:00:00Z"), item(3, "2026-11-22T03:00:00Z"), item(2, "2026-11-22T02:00:00Z")],

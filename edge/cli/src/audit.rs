@@ -1,8 +1,8 @@
-//! Administrators and auditors: who did what to whom.
+//! The audit log, for administrators and auditors.
 
 use crate::api::{Api, Query};
 use crate::failure::Failure;
-use crate::out::Column;
+use crate::output::Column;
 use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
@@ -10,11 +10,11 @@ use uuid::Uuid;
 pub(crate) enum Command {
     /// The audit log, newest first.
     #[command(visible_alias = "ls")]
-    List(Which),
+    List(AuditFilter),
 }
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct Which {
+pub(crate) struct AuditFilter {
     /// Who did it: user:…, node:…, service_account:… or system:….
     #[arg(long)]
     actor: Option<String>,
@@ -52,16 +52,16 @@ const ROWS: [Column; 7] = [
 ];
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
-    let Command::List(which) = command;
+    let Command::List(filter) = command;
     let given = [
-        ("actor", which.actor),
-        ("action", which.action),
-        ("target_kind", which.target_kind),
-        ("target_id", which.target.map(|id| id.to_string())),
-        ("correlation_id", which.correlation_id),
-        ("from", which.from.map(|at| at.to_rfc3339())),
-        ("until", which.until.map(|at| at.to_rfc3339())),
+        ("actor", filter.actor),
+        ("action", filter.action),
+        ("target_kind", filter.target_kind),
+        ("target_id", filter.target.map(|id| id.to_string())),
+        ("correlation_id", filter.correlation_id),
+        ("from", filter.from.map(|at| at.to_rfc3339())),
+        ("until", filter.until.map(|at| at.to_rfc3339())),
     ];
     let query: Query<'_> = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
-    api.out.list(&api.list("/api/v1/admin/audit-log", &query, which.limit.into()).await?, &ROWS)
+    api.out.list(&api.list("/api/v1/admin/audit-log", &query, filter.limit.into()).await?, &ROWS)
 }

@@ -1,15 +1,14 @@
-//! Prepaid money: what there is, what it went to, what something would cost, and a month of it in a file. How it comes and goes back is in
-//! `payments.rs`.
+//! Billing: balance, ledger, estimates, and monthly statements as files. Payments and refunds are in `payments.rs`.
 
 pub(crate) mod accounts;
 
 use crate::api::{Api, Query};
-use crate::complete;
+use crate::completion;
 use crate::failure::Failure;
 use crate::money;
-use crate::out::Column;
+use crate::output::Column;
 use crate::reference::{self, ACCOUNT, ALLOCATION, PAYMENT, Ref};
-use crate::{duration, file, payments};
+use crate::{download, duration, payments};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -20,14 +19,14 @@ pub(crate) enum Command {
     /// What there is, how fast it is spent and how long it lasts.
     Balance {
         #[command(flatten)]
-        of: Of,
+        of: AccountSelector,
     },
     /// What it went to and came from, newest first.
     Ledger(Ledger),
     /// What something would cost, and whether your balance covers it.
     Estimate {
         /// What kind of machine: `gpuctl skus list` shows them.
-        #[arg(long, add = complete::sku_names())]
+        #[arg(long, add = completion::sku_names())]
         sku: String,
         /// How many GPUs, all on one node.
         #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
@@ -39,7 +38,7 @@ pub(crate) enum Command {
     /// The months of which there are statements, latest first.
     Statements {
         #[command(flatten)]
-        of: Of,
+        of: AccountSelector,
         /// At most so many.
         #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
@@ -52,7 +51,7 @@ pub(crate) enum Command {
     Payments(payments::Payments),
     /// One payment, and what went back of it.
     Payment {
-        #[arg(add = complete::of(&PAYMENT))]
+        #[arg(add = completion::of(&PAYMENT))]
         payment: Ref,
     },
     /// Asks a payment back, or gives back of what an allocation has cost.
@@ -67,21 +66,21 @@ pub(crate) enum Command {
 
 /// Whose.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Of {
+pub(crate) struct AccountSelector {
     /// Administrators: this account; your own, or your organisation's, where it is left out.
-    #[arg(long, value_name = "ID|USER", add = complete::of(&ACCOUNT))]
+    #[arg(long, value_name = "ID|USER", add = completion::of(&ACCOUNT))]
     account: Option<Ref>,
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Ledger {
     #[command(flatten)]
-    of: Of,
+    of: AccountSelector,
     /// Of this kind, such as usage or credit.
     #[arg(long)]
     kind: Option<String>,
     /// For this allocation.
-    #[arg(long, value_name = "ID", add = complete::of(&ALLOCATION))]
+    #[arg(long, value_name = "ID", add = completion::of(&ALLOCATION))]
     allocation: Option<Ref>,
     /// Posted at this instant (2026-11-22T12:00:00Z) or later.
     #[arg(long, value_name = "INSTANT")]
@@ -100,7 +99,7 @@ pub(crate) struct Statement {
     #[arg(value_parser = month)]
     month: String,
     #[command(flatten)]
-    of: Of,
+    of: AccountSelector,
     /// In a file: every posting for a spreadsheet, or pages to file.
     #[arg(long = "as", value_enum, value_name = "FORM")]
     form: Option<Form>,
@@ -210,7 +209,7 @@ const LINES: [Column; 7] = [
     ("CHANGE", "/change"),
 ];
 
-impl Of {
+impl AccountSelector {
     async fn path(&self, own: &str, api: &Api) -> Result<String, Failure> {
         Ok(match &self.account {
             Some(account) => format!("{}/{}/{own}", ACCOUNT.path, account.id(&ACCOUNT, api).await?),
@@ -219,24 +218,26 @@ impl Of {
     }
 }
 
-/// Of whoever is logged in.
+/// The balance of the caller's own account.
 pub(crate) const OWN_BALANCE: &str = "/api/v1/billing/balance";
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
-        Command::Balance { of: Of { account: None } } => api.out.show(&api.get(OWN_BALANCE, &[]).await?, &BALANCE),
-        Command::Balance { of: Of { account: Some(account) } } => accounts::metered(&account, api).await,
+        Command::Balance { of: AccountSelector { account: None } } => {
+            api.out.show(&api.get(OWN_BALANCE, &[]).await?, &BALANCE)
+        }
+        Command::Balance { of: AccountSelector { account: Some(account) } } => accounts::metered(&account, api).await,
         Command::Ledger(which) => ledger(which, api).await,
         Command::Estimate { sku, gpus, time } => estimate(sku, gpus, time, api).await,
         Command::Statements { of, limit } => {
             let page = api.list(&of.path("statements", api).await?, &[], limit.into()).await?;
             api.out.list(&page, &MONTHS)
         }
-        Command::Statement(Statement { month, of, form: None, .. }) => shown(&month, &of, api).await,
+        Command::Statement(Statement { month, of, form: None, .. }) => show_statement(&month, &of, api).await,
         Command::Statement(Statement { month, of, form: Some(form), to }) => {
             let path = of.path(&format!("statements/{month}/{}", form.name()), api).await?;
             let to = to.unwrap_or_else(|| PathBuf::from(format!("statement-{month}.{}", form.name())));
-            file::keep(api, &path, form.media_type(), "the statement", &to).await
+            download::save(api, &path, form.media_type(), "the statement", &to).await
         }
         Command::TopUp(wanted) => payments::top_up(wanted, api).await,
         Command::Payments(which) => payments::list(which, api).await,
@@ -248,7 +249,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     }
 }
 
-/// For people the answer says besides for how long the balance is enough, with what runs already. Scripts get what the service answered.
+/// For people the output also says how long the balance lasts, including what runs already. Scripts get the service's response.
 async fn estimate(sku: String, gpus: u16, time: Option<Duration>, api: &Api) -> Result<(), Failure> {
     let mut query: Query<'_> = vec![("sku", sku), ("gpu_count", gpus.to_string())];
     query.extend(time.map(|time| ("seconds", time.as_secs().to_string())));
@@ -261,11 +262,11 @@ async fn estimate(sku: String, gpus: u16, time: Option<Duration>, api: &Api) -> 
         found["whole_time"] = coverage(&found, &balance, time).into();
     }
     let lasts = found["lasts_seconds"].as_u64().map(Duration::from_secs);
-    found["lasts"] = json!(lasts.map(|time| format!("{}, alone", duration::shown(time))));
+    found["lasts"] = json!(lasts.map(|time| format!("{}, alone", duration::to_text(time))));
     api.out.show(&found, &ESTIMATE)
 }
 
-/// Whether the balance is enough for the whole time, and for how long where it is not. What runs already is paid from it, too.
+/// Whether the balance covers the whole time, and how long it lasts where it does not. Running allocations are paid from it too.
 fn coverage(estimate: &Value, balance: &Value, time: Duration) -> String {
     let number = |value: &Value| i128::from(value.as_i64().unwrap_or_default());
     let (seconds, burn) = (i128::from(time.as_secs()), number(&balance["burn_minor_per_hour"]));
@@ -283,7 +284,7 @@ fn coverage(estimate: &Value, balance: &Value, time: Duration) -> String {
     if lasts == 0 {
         "no".to_owned()
     } else {
-        format!("no, for {}{beside}", duration::shown(Duration::from_secs(lasts)))
+        format!("no, for {}{beside}", duration::to_text(Duration::from_secs(lasts)))
     }
 }
 
@@ -303,7 +304,7 @@ async fn ledger(which: Ledger, api: &Api) -> Result<(), Failure> {
     api.out.list(&page, &POSTINGS)
 }
 
-async fn shown(month: &str, of: &Of, api: &Api) -> Result<(), Failure> {
+async fn show_statement(month: &str, of: &AccountSelector, api: &Api) -> Result<(), Failure> {
     let mut found = api.get(&of.path(&format!("statements/{month}"), api).await?, &[]).await?;
     if api.out.is_json() {
         return api.out.json(&found);
@@ -327,20 +328,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn estimate_says_whether_the_whole_time_is_covered_beside_what_runs() {
+    fn estimate_says_whether_the_balance_covers_the_time_beside_running_allocations() {
         let estimate = |available: i64| json!({ "currency": "USD", "available_micro": available, "cost_micro": 800_000_000_i64, "minor_per_hour": 100, "is_covered": true });
         let time = Duration::from_secs(8 * 3600);
-        let said =
+        let coverage_text =
             |available: i64, burn: i64| coverage(&estimate(available), &json!({ "burn_minor_per_hour": burn }), time);
-        assert_eq!(said(800_000_000, 0), "yes");
-        assert_eq!(said(799_999_999, 0), "no, for 7h 59m 59s");
-        assert_eq!(said(800_000_000, 100), "no, for 4h, beside what runs now");
-        assert_eq!(said(1_600_000_000, 100), "yes, beside what runs now");
-        assert_eq!(said(-5, 0), "no");
+        assert_eq!(coverage_text(800_000_000, 0), "yes");
+        assert_eq!(coverage_text(799_999_999, 0), "no, for 7h 59m 59s");
+        assert_eq!(coverage_text(800_000_000, 100), "no, for 4h, beside what runs now");
+        assert_eq!(coverage_text(1_600_000_000, 100), "yes, beside what runs now");
+        assert_eq!(coverage_text(-5, 0), "no");
     }
 
     #[test]
-    fn a_month_is_a_year_and_a_month() {
+    fn month_is_a_year_and_a_month() {
         assert_eq!(month("2026-11").as_deref(), Ok("2026-11"));
         for wrong in ["", "2026", "2026-13", "2026-1", "11-2026", "2026-11-01", "2026/11", "../../x"] {
             assert!(month(wrong).is_err(), "{wrong}");

@@ -1,8 +1,8 @@
-//! How many GPUs are free.
+//! Free GPUs by SKU and region.
 
 use crate::api::Api;
 use crate::failure::Failure;
-use crate::out::Column;
+use crate::output::Column;
 use serde_json::json;
 
 const FREE: [Column; 4] =

@@ -1,9 +1,9 @@
-//! Steps that cannot be taken back: a person at a terminal is asked first, and a script says `--yes`.
+//! Confirmation of irreversible commands: a user at a terminal is asked, and a script passes `--yes`.
 
 use crate::failure::Failure;
 use std::io::{self, BufRead, BufReader, IsTerminal as _, Read as _};
 
-/// A longer answer is no `yes`.
+/// The longest line that is read as an answer.
 const LONGEST: u64 = 64;
 
 #[derive(Debug, clap::Args)]
@@ -14,7 +14,7 @@ pub(crate) struct Confirm {
 }
 
 impl Confirm {
-    /// Asks `question` on the terminal. Without a terminal `--yes` is the only way on.
+    /// Asks `question` on the terminal. Without a terminal `--yes` is required.
     pub(crate) fn ask(&self, question: &str) -> Result<(), Failure> {
         if self.yes {
             return Ok(());
@@ -23,11 +23,11 @@ impl Confirm {
             return Err(Failure::usage("this asks for a confirmation, and there is no terminal to ask in")
                 .next("Confirm it on the command line: --yes"));
         }
-        confirmed(question, &mut BufReader::new(io::stdin().lock()), &mut io::stderr().lock())
+        read_confirmation(question, &mut BufReader::new(io::stdin().lock()), &mut io::stderr().lock())
     }
 }
 
-fn confirmed(question: &str, answers: &mut impl BufRead, screen: &mut impl io::Write) -> Result<(), Failure> {
+fn read_confirmation(question: &str, answers: &mut impl BufRead, screen: &mut impl io::Write) -> Result<(), Failure> {
     let unread = |error: io::Error| Failure::usage(format!("no answer can be read: {error}"));
     write!(screen, "{} [y/N] ", crate::text::plain(question)).and_then(|()| screen.flush()).map_err(unread)?;
     let mut line = String::new();
@@ -46,7 +46,7 @@ mod tests {
     fn only_yes_confirms() {
         let answered = |line: &str| {
             let mut screen = Vec::new();
-            let confirmed = confirmed("Remove node 7?", &mut line.as_bytes(), &mut screen).is_ok();
+            let confirmed = read_confirmation("Remove node 7?", &mut line.as_bytes(), &mut screen).is_ok();
             (confirmed, String::from_utf8_lossy(&screen).into_owned())
         };
         assert_eq!(answered("y\n"), (true, "Remove node 7? [y/N] ".to_owned()));

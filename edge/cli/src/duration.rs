@@ -1,8 +1,8 @@
-//! A time that is given on the command line, as `humantime` reads it: `90s`, `15m`, `1h 30m`, `2d`.
+//! Durations on the command line, as `humantime` parses them: `90s`, `15m`, `1h 30m`, `2d`.
 
 use std::time::Duration;
 
-/// The longest time that anything of the service takes: what is estimated for a year.
+/// The longest duration in the API: an estimate for a year.
 const LONGEST: Duration = Duration::from_secs(366 * 24 * 3600);
 
 pub(crate) fn parse(text: &str) -> Result<Duration, String> {
@@ -14,7 +14,7 @@ pub(crate) fn parse(text: &str) -> Result<Duration, String> {
 }
 
 /// `8h`, `1h 30m`: whole seconds.
-pub(crate) fn shown(time: Duration) -> String {
+pub(crate) fn to_text(time: Duration) -> String {
     humantime::format_duration(Duration::from_secs(time.as_secs())).to_string()
 }
 
@@ -23,13 +23,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_time_is_numbers_with_units() {
+    fn duration_is_numbers_with_units() {
         for (text, seconds) in [("90s", 90), ("15m", 900), ("2h", 7200), ("1h 30m", 5400), ("1d", 86_400), ("0s", 0)] {
             assert_eq!(parse(text), Ok(Duration::from_secs(seconds)), "{text}");
         }
         for bad in ["", "s", "90", "-1s", "99999999999999999999s", "367d", "1 parsec"] {
             assert!(parse(bad).is_err(), "{bad}");
         }
-        assert_eq!(shown(Duration::from_millis(5_400_900)), "1h 30m");
+        assert_eq!(to_text(Duration::from_millis(5_400_900)), "1h 30m");
     }
 }

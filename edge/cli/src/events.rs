@@ -1,31 +1,31 @@
-//! An allocation's transitions as they happen: server-sent events, taken up again after the last one where the stream is cut.
+//! The event stream of an allocation (server-sent events), resumed after the last event where the connection breaks.
 
 use crate::api::Api;
-use crate::failure::{Ended, Failure, chain};
+use crate::failure::{ExitStatus, Failure, chain};
 use serde_json::Value;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 
-/// The stream says something every 15 s.
-const SILENT_AFTER: Duration = Duration::from_secs(45);
-/// For how long a stream that was cut is looked for.
-const PATIENCE: Duration = Duration::from_secs(60);
-const PAUSE_FIRST: Duration = Duration::from_millis(200);
-const PAUSE_LAST: Duration = Duration::from_secs(5);
-/// An event is no longer, and neither is a line.
-const LONGEST: usize = 256 * 1024;
+/// The server sends a comment every 15 s.
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(45);
+/// How long a broken stream is retried.
+const RETRY_FOR: Duration = Duration::from_secs(60);
+const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(200);
+const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(5);
+/// The longest event, and the longest line.
+const MAX_EVENT_BYTES: usize = 256 * 1024;
 
-/// The transitions of one allocation, each once.
+/// The transitions of one allocation, each exactly once.
 pub(crate) struct Transitions<'a> {
     api: &'a Api,
     path: String,
     last: Option<String>,
     ready: VecDeque<Value>,
-    open: Option<Open>,
+    open: Option<OpenStream>,
 }
 
-struct Open {
+struct OpenStream {
     answer: reqwest::Response,
     parser: Parser,
 }
@@ -36,17 +36,17 @@ impl<'a> Transitions<'a> {
         Self { api, path, last: None, ready: VecDeque::new(), open: None }
     }
 
-    /// Those after this generation of the allocation.
+    /// Only those after this generation of the allocation.
     #[must_use]
     pub(crate) fn after(mut self, generation: i64) -> Self {
         self.last = Some(generation.max(0).to_string());
         self
     }
 
-    /// The next one. After `released` there is none: whoever asks then waits in vain.
+    /// The next transition. After `released` there is none, and this waits forever.
     pub(crate) async fn next(&mut self) -> Result<Value, Failure> {
         let mut lost_at: Option<Instant> = None;
-        let mut pause = PAUSE_FIRST;
+        let mut pause = FIRST_RETRY_PAUSE;
         loop {
             if let Some(event) = self.ready.pop_front() {
                 return Ok(event);
@@ -56,62 +56,69 @@ impl<'a> Transitions<'a> {
                 None => self.begin().await,
             };
             let failure = match read {
-                Ok(Read::Begun) => continue,
-                Ok(Read::More) => {
+                Ok(ReadOutcome::Begun) => continue,
+                Ok(ReadOutcome::More) => {
                     lost_at = None;
                     continue;
                 }
-                Err(Lost::Again(failure)) => failure,
-                Err(Lost::ForGood(failure)) => return Err(failure),
+                Err(StreamError::Retryable(failure)) => failure,
+                Err(StreamError::Final(failure)) => return Err(failure),
             };
             self.open = None;
-            if lost_at.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+            if lost_at.get_or_insert_with(Instant::now).elapsed() > RETRY_FOR {
                 return Err(failure);
             }
             let asked = failure.answer.and_then(|answer| answer.retry_after);
-            tokio::time::sleep(asked.unwrap_or(pause).min(PATIENCE)).await;
-            pause = (pause * 2).min(PAUSE_LAST);
+            tokio::time::sleep(asked.unwrap_or(pause).min(RETRY_FOR)).await;
+            pause = (pause * 2).min(LONGEST_RETRY_PAUSE);
         }
     }
 
-    async fn begin(&mut self) -> Result<Read, Lost> {
+    async fn begin(&mut self) -> Result<ReadOutcome, StreamError> {
         let answer =
-            self.api.stream(&self.path, self.last.as_deref()).await.map_err(|failure| match failure.ended {
-                Ended::Network | Ended::Server | Ended::RateLimited => Lost::Again(failure),
-                // The token was renewed just now, where it could be.
-                Ended::LoggedOut if failure.answer.is_some() => Lost::Again(failure),
-                _ => Lost::ForGood(failure),
+            self.api.stream(&self.path, self.last.as_deref()).await.map_err(|failure| match failure.exit_status {
+                ExitStatus::Network | ExitStatus::Server | ExitStatus::RateLimited => StreamError::Retryable(failure),
+                // The token was renewed just now, where that was possible.
+                ExitStatus::LoggedOut if failure.answer.is_some() => StreamError::Retryable(failure),
+                _ => StreamError::Final(failure),
             })?;
-        self.open = Some(Open { answer, parser: Parser::default() });
-        Ok(Read::Begun)
+        self.open = Some(OpenStream { answer, parser: Parser::default() });
+        Ok(ReadOutcome::Begun)
     }
 }
 
-enum Read {
+enum ReadOutcome {
     Begun,
     More,
 }
 
-enum Lost {
-    Again(Failure),
-    ForGood(Failure),
+enum StreamError {
+    Retryable(Failure),
+    Final(Failure),
 }
 
-impl Open {
-    async fn read(&mut self, last: &mut Option<String>, ready: &mut VecDeque<Value>) -> Result<Read, Lost> {
-        let cut = |why: &str| Lost::Again(Failure::new(Ended::Network, format!("the stream of events is cut: {why}")));
-        let chunk = tokio::time::timeout(SILENT_AFTER, self.answer.chunk()).await.map_err(|_| cut("silence"))?;
+impl OpenStream {
+    async fn read(
+        &mut self,
+        last: &mut Option<String>,
+        ready: &mut VecDeque<Value>,
+    ) -> Result<ReadOutcome, StreamError> {
+        let cut = |why: &str| {
+            StreamError::Retryable(Failure::new(ExitStatus::Network, format!("the stream of events is cut: {why}")))
+        };
+        let chunk = tokio::time::timeout(SILENCE_TIMEOUT, self.answer.chunk()).await.map_err(|_| cut("silence"))?;
         let chunk = chunk.map_err(|error| cut(&chain(&error)))?.ok_or_else(|| cut("it ended"))?;
-        let wrong = |why: &str| Lost::ForGood(Failure::new(Ended::Server, format!("the stream of events is {why}")));
+        let wrong =
+            |why: &str| StreamError::Final(Failure::new(ExitStatus::Server, format!("the stream of events is {why}")));
         for event in self.parser.feed(&chunk).map_err(|TooLong| wrong("endless"))? {
             if event.name != "transition" {
                 continue;
             }
-            let said: Value = serde_json::from_str(&event.data).map_err(|_| wrong("no JSON"))?;
+            let data_json: Value = serde_json::from_str(&event.data).map_err(|_| wrong("no JSON"))?;
             *last = event.id.or_else(|| last.take());
-            ready.push_back(said);
+            ready.push_back(data_json);
         }
-        Ok(Read::More)
+        Ok(ReadOutcome::More)
     }
 }
 
@@ -126,7 +133,7 @@ struct Event {
 #[derive(Debug, PartialEq)]
 struct TooLong;
 
-/// Bytes into events.
+/// An incremental parser of the event stream.
 #[derive(Default)]
 struct Parser {
     line: Vec<u8>,
@@ -146,7 +153,7 @@ impl Parser {
                 let line = String::from_utf8_lossy(&line).into_owned();
                 events.extend(self.take(line.strip_suffix('\r').unwrap_or(&line)));
             }
-            if self.line.len() + self.data.len() > LONGEST {
+            if self.line.len() + self.data.len() > MAX_EVENT_BYTES {
                 return Err(TooLong);
             }
         }
@@ -168,7 +175,7 @@ impl Parser {
                 self.data.push('\n');
                 self.data.push_str(value);
             }
-            // A comment, or something that a later server says.
+            // A comment, or a field of a later release.
             _ => {}
         }
         None
@@ -185,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn events_are_the_same_however_they_are_cut_up() {
+    fn events_are_parsed_regardless_of_chunk_boundaries() {
         let text = ":waiting\n\nid: 3\nevent: transition\ndata: {\"a\":\ndata: 1}\n\nid:4\r\nevent:other\r\ndata:x\r\n\r\ndata: half";
         let all = parsed(text, text.len());
         assert_eq!(all.len(), 2, "{all:?}");
@@ -197,11 +204,11 @@ mod tests {
     }
 
     #[test]
-    fn a_line_or_an_event_without_end_is_refused() {
+    fn oversized_line_or_event_is_refused() {
         let mut parser = Parser::default();
-        assert_eq!(parser.feed(&vec![b'x'; LONGEST + 1]), Err(TooLong));
+        assert_eq!(parser.feed(&vec![b'x'; MAX_EVENT_BYTES + 1]), Err(TooLong));
         let mut parser = Parser::default();
-        let endless = "data: 0123456789\n".repeat(LONGEST / 8);
+        let endless = "data: 0123456789\n".repeat(MAX_EVENT_BYTES / 8);
         assert_eq!(parser.feed(endless.as_bytes()), Err(TooLong));
     }
 }

@@ -1,4 +1,4 @@
-//! Why a command did not do what it was asked: for people on standard error, for scripts as JSON there and as the exit code.
+//! Failures of commands: as text on standard error for people, as JSON there and as the exit code for scripts.
 
 use crate::routes;
 use crate::text::plain;
@@ -7,20 +7,20 @@ use serde_json::{Value, json};
 use std::fmt::{self, Write as _};
 use std::time::Duration;
 
-/// The exit codes. A number that was given out keeps its meaning.
+/// The exit codes. A number never changes its meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Ended {
-    /// Nothing of the below: a fault of this program or of this machine.
+pub(crate) enum ExitStatus {
+    /// None of the below: a fault of this program or of this machine.
     Failed = 1,
     /// The command line, or a value in it, cannot be acted on as it is.
     Usage = 2,
-    /// Nobody is logged in, or the login has ended.
+    /// No login, or an expired one.
     LoggedOut = 3,
-    /// Whoever is logged in may not do this.
+    /// The caller is not authorized.
     Forbidden = 4,
-    /// There is no such thing, or not for this caller.
+    /// The resource does not exist, or not for this caller.
     NotFound = 5,
-    /// The service refuses, as things stand: a conflict, no capacity, no money.
+    /// The service refuses in the current state: a conflict, no capacity, no money.
     Refused = 6,
     /// Too many requests, for longer than was worth waiting.
     RateLimited = 7,
@@ -28,11 +28,11 @@ pub(crate) enum Ended {
     Server = 8,
     /// The service, the identity provider or the node cannot be reached.
     Network = 9,
-    /// It did not come about in the time that it was given.
+    /// It did not happen before the timeout.
     TooLate = 10,
 }
 
-impl Ended {
+impl ExitStatus {
     pub(crate) const fn code(self) -> u8 {
         self as u8
     }
@@ -41,17 +41,17 @@ impl Ended {
 /// One failure.
 #[derive(Debug)]
 pub(crate) struct Failure {
-    pub(crate) ended: Ended,
+    pub(crate) exit_status: ExitStatus,
     pub(crate) message: String,
     /// What to do next.
     pub(crate) next: Option<String>,
-    /// What the service said, where it was the one that refused.
-    pub(crate) answer: Option<Box<Refusal>>,
+    /// The service's error response, where the service refused.
+    pub(crate) answer: Option<Box<ErrorResponse>>,
 }
 
-/// The service's own words (its error envelope).
+/// The service's error envelope.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Refusal {
+pub(crate) struct ErrorResponse {
     pub(crate) status: u16,
     pub(crate) code: String,
     pub(crate) correlation_id: String,
@@ -60,16 +60,16 @@ pub(crate) struct Refusal {
 }
 
 impl Failure {
-    pub(crate) fn new(ended: Ended, message: impl Into<String>) -> Self {
-        Self { ended, message: message.into(), next: None, answer: None }
+    pub(crate) fn new(exit_status: ExitStatus, message: impl Into<String>) -> Self {
+        Self { exit_status, message: message.into(), next: None, answer: None }
     }
 
     pub(crate) fn usage(message: impl Into<String>) -> Self {
-        Self::new(Ended::Usage, message)
+        Self::new(ExitStatus::Usage, message)
     }
 
     pub(crate) fn network(message: impl Into<String>, cause: impl std::error::Error) -> Self {
-        Self::new(Ended::Network, format!("{}: {}", message.into(), chain(&cause)))
+        Self::new(ExitStatus::Network, format!("{}: {}", message.into(), chain(&cause)))
     }
 
     #[must_use]
@@ -78,32 +78,35 @@ impl Failure {
         self
     }
 
-    /// A refusal of the service.
+    /// The failure for an error response of the service.
     pub(crate) fn of_answer(status: StatusCode, body: &Value, retry_after: Option<Duration>) -> Self {
         let text = |name: &str| body[name].as_str().unwrap_or_default();
         let (code, message) = (text("code"), text("message"));
         if code.is_empty() {
-            return Self::new(Ended::Server, format!("the server answered {status}, and not as this service does"))
-                .next("Check the address of the server: `gpuctl whoami` shows it.");
+            return Self::new(
+                ExitStatus::Server,
+                format!("the server answered {status}, and not as this service does"),
+            )
+            .next("Check the address of the server: `gpuctl whoami` shows it.");
         }
-        let ended = match (status.as_u16(), code) {
-            (401, _) => Ended::LoggedOut,
-            (403, _) => Ended::Forbidden,
-            (404, _) => Ended::NotFound,
-            (402 | 409 | 412 | 422, _) => Ended::Refused,
-            (429, _) => Ended::RateLimited,
-            (500.., _) => Ended::Server,
-            (_, _) => Ended::Usage,
+        let exit_status = match (status.as_u16(), code) {
+            (401, _) => ExitStatus::LoggedOut,
+            (403, _) => ExitStatus::Forbidden,
+            (404, _) => ExitStatus::NotFound,
+            (402 | 409 | 412 | 422, _) => ExitStatus::Refused,
+            (429, _) => ExitStatus::RateLimited,
+            (500.., _) => ExitStatus::Server,
+            (_, _) => ExitStatus::Usage,
         };
-        let refusal = Refusal {
+        let response = ErrorResponse {
             status: status.as_u16(),
             code: code.to_owned(),
             correlation_id: text("correlation_id").to_owned(),
             details: body["details"].clone(),
             retry_after,
         };
-        let next = next_after(&refusal).map(str::to_owned);
-        Self { ended, message: routes::for_people(message), next, answer: Some(Box::new(refusal)) }
+        let next = remedy(&response).map(str::to_owned);
+        Self { exit_status, message: routes::for_people(message), next, answer: Some(Box::new(response)) }
     }
 
     /// The service's code, where it refused.
@@ -111,9 +114,9 @@ impl Failure {
         self.answer.as_ref().map_or("", |answer| &answer.code)
     }
 
-    /// As scripts read it.
+    /// The failure as JSON, for scripts.
     pub(crate) fn to_json(&self) -> Value {
-        let mut error = json!({ "message": self.message, "exit_code": self.ended.code(), "next": self.next });
+        let mut error = json!({ "message": self.message, "exit_code": self.exit_status.code(), "next": self.next });
         if let Some(answer) = &self.answer {
             error["code"] = json!(answer.code);
             error["status"] = json!(answer.status);
@@ -124,9 +127,9 @@ impl Failure {
     }
 }
 
-/// What a person does next, where the service's own message, made for callers of the API, leaves that open.
-fn next_after(refusal: &Refusal) -> Option<&'static str> {
-    Some(match refusal.code.as_str() {
+/// What the user can do next, where the service's message, written for API clients, does not say it.
+fn remedy(response: &ErrorResponse) -> Option<&'static str> {
+    Some(match response.code.as_str() {
         "unauthenticated" => "Log in again: gpuctl login",
         "forbidden" => "`gpuctl whoami` shows who you are and your roles; an administrator can give you another one.",
         "not_found" => "Look the id up: `gpuctl <noun> list` shows what there is for you.",
@@ -180,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn every_refusal_has_the_exit_code_of_its_class() {
+    fn every_error_status_has_its_exit_code() {
         let table = [
             (400, "invalid_request", 2),
             (401, "unauthenticated", 3),
@@ -195,13 +198,13 @@ mod tests {
             (502, "upstream_error", 8),
             (503, "overloaded", 8),
         ];
-        for (status, code, ended) in table {
-            assert_eq!(refused(status, code).ended.code(), ended, "{status} {code}");
+        for (status, code, exit_status) in table {
+            assert_eq!(refused(status, code).exit_status.code(), exit_status, "{status} {code}");
         }
     }
 
     #[test]
-    fn a_refusal_quotes_the_server_and_says_what_to_do_next() {
+    fn failure_quotes_the_server_and_names_the_next_step() {
         insta::assert_snapshot!(refused(409, "insufficient_capacity"), @r"
         error: The server's own words.
           code: insufficient_capacity (409)
@@ -226,13 +229,13 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_of_something_else_is_no_refusal_of_the_service() {
+    fn response_without_the_envelope_is_a_server_failure() {
         let failure = Failure::of_answer(StatusCode::BAD_GATEWAY, &json!("<html>"), None);
-        assert_eq!((failure.ended, failure.answer), (Ended::Server, None));
+        assert_eq!((failure.exit_status, failure.answer), (ExitStatus::Server, None));
     }
 
     #[test]
-    fn what_a_server_says_cannot_move_the_cursor() {
+    fn server_message_cannot_move_the_cursor() {
         let body = json!({ "code": "x", "message": "a\u{1b}[2Jb\r\nc", "correlation_id": "\u{7}" });
         let shown = Failure::of_answer(StatusCode::CONFLICT, &body, None).to_string();
         assert!(!shown.contains(['\u{1b}', '\r', '\u{7}']), "{shown:?}");

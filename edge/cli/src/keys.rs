@@ -1,16 +1,16 @@
-//! Administrators: the phases of the service's own keys, and their next step.
+//! The service's own keys and their rotation, for administrators.
 
 use crate::api::Api;
 use crate::confirm::Confirm;
 use crate::failure::Failure;
-use crate::out::{Column, tabled};
+use crate::output::{Column, table_text};
 use crate::text::cell;
 use clap::ValueEnum;
 use serde_json::{Value, json};
 use std::time::Duration;
 
-/// How often the progress of sealing is read.
-const READS_EVERY: Duration = Duration::from_secs(1);
+/// How often the progress of rewrapping is polled.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 const PATH: &str = "/api/v1/admin/keys";
 
 #[derive(Debug, clap::Subcommand)]
@@ -22,12 +22,12 @@ pub(crate) enum Command {
     Stage {
         purpose: Purpose,
         #[command(flatten)]
-        step: Step,
+        step: KeyStep,
     },
     /// Puts a staged key to use; the one before stays trusted, in grace.
     Activate {
         #[command(flatten)]
-        change: Change,
+        change: KeyAction,
         /// Also while a replica does not know the key.
         #[arg(long)]
         force: bool,
@@ -35,7 +35,7 @@ pub(crate) enum Command {
     /// Ends the trust in a key, and destroys its private half.
     Retire {
         #[command(flatten)]
-        change: Change,
+        change: KeyAction,
         /// Also before a signing key's grace has ended, and where nodes have certificates by this authority alone.
         #[arg(long)]
         force: bool,
@@ -43,21 +43,21 @@ pub(crate) enum Command {
     /// Seals all secrets with the active key of the key ring, and waits until none is sealed with another.
     Rewrap {
         #[command(flatten)]
-        step: Step,
+        step: KeyStep,
     },
 }
 
 /// Which key takes a step, and why.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Change {
+pub(crate) struct KeyAction {
     purpose: Purpose,
     key: String,
     #[command(flatten)]
-    step: Step,
+    step: KeyStep,
 }
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct Step {
+pub(crate) struct KeyStep {
     /// Why; it stands in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
@@ -88,8 +88,8 @@ impl Purpose {
     }
 }
 
-impl Change {
-    /// What the API takes.
+impl KeyAction {
+    /// The body of the API's request.
     fn body(&self, force: bool) -> Value {
         json!({ "purpose": self.purpose.name(), "key_id": self.key, "reason": self.step.reason, "force": force })
     }
@@ -114,54 +114,54 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         }
         Command::Stage { purpose, step } => {
             step.confirm.ask(&format!("Stage a key for {}?", purpose.name()))?;
-            changed("stage", &json!({ "purpose": purpose.name(), "reason": step.reason }), api).await
+            take_step("stage", &json!({ "purpose": purpose.name(), "reason": step.reason }), api).await
         }
         Command::Activate { change, force } => {
             let (key, purpose) = (&change.key, change.purpose.name());
             change.step.confirm.ask(&format!("Activate key {key} for {purpose}?"))?;
-            changed("activate", &change.body(force), api).await
+            take_step("activate", &change.body(force), api).await
         }
         Command::Retire { change, force } => {
             let (key, purpose) = (&change.key, change.purpose.name());
             change.step.confirm.ask(&format!("Retire key {key} of {purpose}, and destroy its private half?"))?;
-            changed("retire", &change.body(force), api).await
+            take_step("retire", &change.body(force), api).await
         }
         Command::Rewrap { step } => {
             step.confirm.ask("Seal all secrets with the active key of the key ring?")?;
-            rewrapped(&step.reason, api).await
+            rewrap(&step.reason, api).await
         }
     }
 }
 
-/// The key's id is the result: scripts go on with it.
-async fn changed(step: &str, body: &Value, api: &Api) -> Result<(), Failure> {
+/// Prints the key's id as the result, for scripts.
+async fn take_step(step: &str, body: &Value, api: &Api) -> Result<(), Failure> {
     let changed = api.post(&format!("{PATH}/{step}"), body).await?;
     api.out.done(&changed, &cell(&changed["key_id"]))?;
     if changed["waiting_for"].as_array().is_some_and(|members| !members.is_empty()) {
         let members = cell(&changed["waiting_for"]);
-        api.out.say(&format!("Not yet known to: {members}; `gpuctl keys list` shows when it is."));
+        api.out.notice(&format!("Not yet known to: {members}; `gpuctl keys list` shows when it is."));
     }
     for node in changed["cut_off"].as_array().into_iter().flatten() {
         let [id, host, until] = ["node_id", "host", "certificate_not_after"].map(|name| cell(&node[name]));
-        api.out.say(&format!("Cut off: node {id} ({host}), whose certificate was good until {until}."));
+        api.out.notice(&format!("Cut off: node {id} ({host}), whose certificate was good until {until}."));
     }
     Ok(())
 }
 
-/// Waits until the keys in grace seal nothing.
-async fn rewrapped(reason: &str, api: &Api) -> Result<(), Failure> {
+/// Waits until no value is sealed under the keys in grace.
+async fn rewrap(reason: &str, api: &Api) -> Result<(), Failure> {
     let mut at_rest = api.post(&format!("{PATH}/rewrap"), &json!({ "reason": reason })).await?;
     let mut last = None;
     loop {
         let in_grace: Vec<&Value> = keys(&at_rest).iter().filter(|key| key["phase"] == "grace").collect();
         let left: u64 = in_grace.iter().filter_map(|key| key["sealed"].as_u64()).sum();
         if last.replace(left) != Some(left) {
-            api.out.say(&format!("{left} values are left to be sealed with the active key."));
+            api.out.notice(&format!("{left} values are left to be sealed with the active key."));
         }
         if in_grace.is_empty() {
             break;
         }
-        tokio::time::sleep(READS_EVERY).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
         at_rest = api.get(PATH, &[]).await?["at_rest"].take();
     }
     if api.out.is_json() {
@@ -182,7 +182,7 @@ fn shown(all: &Value) -> String {
     for set in all["sets"].as_array().into_iter().flatten() {
         let row = |key: &Value| {
             let nodes = key["dependents"].as_u64().map(|count| format!("{count} nodes"));
-            with(
+            with_fields(
                 key,
                 &[
                     ("purpose", set["purpose"].clone()),
@@ -196,12 +196,12 @@ fn shown(all: &Value) -> String {
     let at_rest = &all["at_rest"];
     rows.extend(keys(at_rest).iter().map(|key| {
         let sealed = format!("{} values", cell(&key["sealed"]));
-        with(
+        with_fields(
             key,
             &[("purpose", json!("at_rest")), ("version", at_rest["version"].clone()), ("needed_by", json!(sealed))],
         )
     }));
-    let mut text = tabled(&rows, &KEYS);
+    let mut text = table_text(&rows, &KEYS);
     for replica in all["replicas"].as_array().into_iter().flatten() {
         let versions = replica["versions"].as_object().into_iter().flatten();
         let versions: Vec<_> = versions.map(|(purpose, version)| format!("{purpose} {}", cell(version))).collect();
@@ -211,7 +211,7 @@ fn shown(all: &Value) -> String {
     text
 }
 
-fn with(key: &Value, more: &[(&str, Value)]) -> Value {
+fn with_fields(key: &Value, more: &[(&str, Value)]) -> Value {
     let mut row = key.clone();
     for (name, value) in more {
         row[*name] = value.clone();

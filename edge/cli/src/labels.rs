@@ -1,13 +1,13 @@
-//! The names and labels of nodes and allocations: as they are given, changed and looked for on the command line.
+//! Names and labels of nodes and allocations on the command line: in new resources, changes and filters.
 
 use crate::api::Query;
 use crate::failure::Failure;
-use crate::out::Column;
+use crate::output::Column;
 use crate::reference::items;
 use serde_json::{Map, Value};
 use std::str::FromStr;
 
-/// A label as it stands on the command line.
+/// A label on the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Label {
     key: String,
@@ -52,7 +52,7 @@ impl Metadata {
 /// What changes of a name and of labels.
 #[derive(Debug, clap::Args)]
 #[group(skip)]
-pub(crate) struct Change {
+pub(crate) struct MetadataChange {
     /// A name for people; it need not be unique.
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
@@ -67,7 +67,7 @@ pub(crate) struct Change {
     removed: Vec<String>,
 }
 
-impl Change {
+impl MetadataChange {
     /// The arguments' ids, for commands that need one of them or of others.
     pub(crate) const IDS: [&'static str; 4] = ["name", "no_name", "labels", "removed"];
 
@@ -115,7 +115,7 @@ impl Selector {
     }
 }
 
-/// The columns of a list, with one of names after the first where anything in it has a name.
+/// The columns of a list, with a column of names after the first where any entry has a name.
 pub(crate) fn with_names(columns: &[Column], page: &Value) -> Vec<Column> {
     let mut columns = columns.to_vec();
     if items(page).iter().any(|item| item["name"].is_string()) {
@@ -134,7 +134,7 @@ mod tests {
     #[derive(Debug, clap::Parser)]
     struct Given {
         #[command(flatten)]
-        change: Change,
+        change: MetadataChange,
     }
 
     fn patch(words: &[&str]) -> Value {
@@ -143,19 +143,19 @@ mod tests {
     }
 
     #[test]
-    fn change_is_a_merge_patch_of_what_was_named() {
+    fn metadata_change_is_a_merge_patch_of_the_given_arguments() {
         assert_eq!(patch(&[]), json!({}));
         assert_eq!(patch(&["--no-name"]), json!({ "name": null }));
         assert_eq!(
             patch(&["--name", "a b", "--label", "env=dev", "--label", "example.com/x=", "--remove-label", "old"]),
             json!({ "name": "a b", "labels": { "env": "dev", "example.com/x": "", "old": null } })
         );
-        // The service says what a value may be.
+        // The service validates values.
         assert_eq!(patch(&["--label", "a=b=c"]), json!({ "labels": { "a": "b=c" } }));
     }
 
     #[test]
-    fn label_that_is_set_and_removed_or_has_no_value_is_refused() {
+    fn contradictory_or_invalid_label_arguments_are_refused() {
         for words in [["--label", "a=1", "--label", "a=2"], ["--label", "a=1", "--remove-label", "a"]] {
             let given = Given::try_parse_from(["x"].iter().chain(&words)).unwrap();
             assert!(given.change.patch().is_err(), "{words:?}");
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn list_has_a_column_of_names_where_anything_has_one() {
+    fn list_has_a_name_column_where_any_entry_has_a_name() {
         let columns = [("ID", "/id"), ("STATE", "/state")];
         let page = |name: Value| json!({ "items": [{ "id": 1, "name": null }, { "id": 2, "name": name }] });
         assert_eq!(with_names(&columns, &page(json!("a"))), [("ID", "/id"), ("NAME", "/name"), ("STATE", "/state")]);

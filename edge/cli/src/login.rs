@@ -1,17 +1,17 @@
-//! Logging in and out, and the session of whoever is logged in.
+//! Logging in and out, and the session of the logged-in user.
 
 mod loopback;
 pub(crate) mod provider;
 mod resource;
 pub(crate) mod store;
 
-use crate::failure::{Ended, Failure};
-use crate::out::{Column, Out, say_always};
-use crate::{Connection, variable, web};
+use crate::failure::{ExitStatus, Failure};
+use crate::output::{Column, Output, print_notice};
+use crate::{Connection, http_client, variable};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use chrono::{DateTime, TimeDelta, Utc};
-use provider::{Asking, Discovered, Granted, Provider, discover};
+use provider::{ClientConfig, Provider, ProviderMetadata, TokenGrant, discover};
 use reqwest::Url;
 use resource::Resource;
 use secrecy::{ExposeSecret as _, SecretString};
@@ -20,11 +20,11 @@ use std::io::{self, BufRead as _, IsTerminal as _, Read as _};
 use store::{Login, Store};
 use tokio::sync::Mutex;
 
-/// A token that ends so soon is exchanged before it is used.
-const SPARE: TimeDelta = TimeDelta::seconds(20);
-const LONGEST_PASSWORD: u64 = 4096;
+/// A token that expires within this time is renewed before it is used.
+const RENEW_BEFORE_END: TimeDelta = TimeDelta::seconds(20);
+const MAX_PASSWORD_BYTES: u64 = 4096;
 
-const WHO: [Column; 12] = [
+const IDENTITY: [Column; 12] = [
     ("server", "/server"),
     ("issuer", "/issuer"),
     ("profile", "/profile"),
@@ -80,8 +80,8 @@ pub(crate) struct LoginArgs {
     secret_stdin: bool,
 }
 
-/// The ways to log in.
-enum Way {
+/// The methods of logging in.
+enum LoginMethod {
     Browser(String),
     Device(String),
     Password(String),
@@ -93,15 +93,16 @@ pub(crate) async fn login(args: LoginArgs, connection: &Connection) -> Result<()
         Some(client) => as_service_account(client, &args, &server, connection).await?,
         None => as_person(&args, &server, connection).await?,
     };
-    let held = connection.store.hold()?;
+    let lock = connection.store.lock()?;
     connection.store.write(&login)?;
-    drop(held);
-    let who = described(&login, connection.store.profile());
-    let name = [&who["name"], &who["user_id"]].into_iter().find_map(Value::as_str).unwrap_or("somebody").to_owned();
-    connection.out.done(&who, &format!("Logged in at {server} as {}.", crate::text::plain(&name)))
+    drop(lock);
+    let identity = identity_of(&login, connection.store.profile());
+    let name =
+        [&identity["name"], &identity["user_id"]].into_iter().find_map(Value::as_str).unwrap_or("somebody").to_owned();
+    connection.out.done(&identity, &format!("Logged in at {server} as {}.", crate::text::plain(&name)))
 }
 
-/// The server is asked first: a mistyped address is found before a password is entered.
+/// The server is contacted first, so that a mistyped address is found before a password is entered.
 async fn as_person(args: &LoginArgs, server: &Url, connection: &Connection) -> Result<Login, Failure> {
     let ca_bundle = connection.ca_bundle()?;
     let issuer = args.issuer.clone().or_else(|| variable("SVC_OIDC_ISSUER"));
@@ -109,21 +110,21 @@ async fn as_person(args: &LoginArgs, server: &Url, connection: &Connection) -> R
     let client_id = args.client_id.clone().or_else(|| variable("SVC_CLIENT_ID")).unwrap_or(client_id);
     let client_secret = args.client_secret.clone().or_else(|| variable("SVC_CLIENT_SECRET").map(SecretString::from));
     let (http, found) = discover(&issuer, ca_bundle.as_deref()).await?;
-    let asking = Asking {
+    let config = ClientConfig {
         client_id: client_id.clone(),
         client_secret: client_secret.clone(),
         scopes: args.scopes.clone(),
         resource: args.resource.clone(),
     };
-    let provider = Provider::new(http, &found.token_endpoint, asking)?;
-    let granted = match args.way(&found)? {
-        Way::Password(username) => {
+    let provider = Provider::new(http, &found.token_endpoint, config)?;
+    let granted = match args.login_method(&found)? {
+        LoginMethod::Password(username) => {
             provider.by_password(&username, &secret("Password: ", args.password_stdin, PASSWORD_STDIN)?).await?
         }
-        Way::Device(endpoint) => provider.by_device(&endpoint).await?,
-        Way::Browser(endpoint) => provider.by_browser(&endpoint, &issuer, !args.no_open).await?,
+        LoginMethod::Device(endpoint) => provider.by_device(&endpoint).await?,
+        LoginMethod::Browser(endpoint) => provider.by_browser(&endpoint, &issuer, !args.no_open).await?,
     };
-    let Granted { access_token, refresh_token, expires_at } = granted;
+    let TokenGrant { access_token, refresh_token, expires_at } = granted;
     Ok(Login {
         server: server.to_string(),
         ca_bundle,
@@ -131,7 +132,7 @@ async fn as_person(args: &LoginArgs, server: &Url, connection: &Connection) -> R
         token_endpoint: found.token_endpoint,
         revocation_endpoint: found.revocation_endpoint,
         client_id,
-        // Needed again only where the login can be gone on with.
+        // Needed again only to refresh the login.
         client_secret: client_secret.filter(|_| refresh_token.is_some()),
         service_account: false,
         expires_at: expires_at.or_else(|| end_of(&access_token)),
@@ -151,16 +152,16 @@ async fn as_service_account(
         Some(secret) => secret.clone(),
         None => secret("Client secret: ", args.secret_stdin, SECRET_STDIN)?,
     };
-    // The control plane itself issues these.
+    // The control plane itself issues these tokens.
     let token_endpoint = format!("{}/api/v1/service-accounts/token", server.as_str().trim_end_matches('/'));
     let http = provider::http(server.as_str(), ca_bundle.as_deref())?;
-    let asking = Asking {
+    let config = ClientConfig {
         client_id: client.to_owned(),
         client_secret: Some(client_secret.clone()),
         scopes: Vec::new(),
         resource: None,
     };
-    let granted = Provider::new(http, &token_endpoint, asking)?.by_client_credentials().await?;
+    let granted = Provider::new(http, &token_endpoint, config)?.by_client_credentials().await?;
     Ok(Login {
         server: server.to_string(),
         ca_bundle,
@@ -177,13 +178,13 @@ async fn as_service_account(
 }
 
 impl LoginArgs {
-    fn way(&self, found: &Discovered) -> Result<Way, Failure> {
+    fn login_method(&self, found: &ProviderMetadata) -> Result<LoginMethod, Failure> {
         let lacks = |what: &str| Failure::usage(format!("this identity provider offers no {what}"));
         if let Some(username) = &self.username {
-            return Ok(Way::Password(username.clone()));
+            return Ok(LoginMethod::Password(username.clone()));
         }
-        let device = found.device_authorization_endpoint.clone().map(Way::Device);
-        let browser = found.authorization_endpoint.clone().map(Way::Browser);
+        let device = found.device_authorization_endpoint.clone().map(LoginMethod::Device);
+        let browser = found.authorization_endpoint.clone().map(LoginMethod::Browser);
         if self.device {
             return device.ok_or_else(|| lacks("log-in by device code"));
         }
@@ -210,11 +211,11 @@ fn has_display() -> bool {
 const PASSWORD_STDIN: &str = "--password-stdin";
 const SECRET_STDIN: &str = "--secret-stdin";
 
-/// A secret: of one line of standard input, or of the terminal, where it is not shown.
+/// Reads a secret: a line of standard input, or from the terminal without echo.
 fn secret(prompt: &str, from_stdin: bool, option: &str) -> Result<SecretString, Failure> {
     if from_stdin {
         let mut line = String::new();
-        let read = io::stdin().lock().take(LONGEST_PASSWORD).read_line(&mut line);
+        let read = io::stdin().lock().take(MAX_PASSWORD_BYTES).read_line(&mut line);
         read.map_err(|error| Failure::usage(format!("nothing can be read from standard input: {error}")))?;
         return Ok(line.trim_end_matches(['\n', '\r']).to_owned().into());
     }
@@ -227,11 +228,11 @@ fn secret(prompt: &str, from_stdin: bool, option: &str) -> Result<SecretString, 
 }
 
 pub(crate) async fn logout(connection: &Connection) -> Result<(), Failure> {
-    let held = connection.store.hold()?;
-    // One that cannot be read is removed too.
+    let lock = connection.store.lock()?;
+    // A login that cannot be read is removed too.
     let login = connection.store.read().ok().flatten();
-    let was = connection.store.remove()?;
-    drop(held);
+    let was_logged_in = connection.store.remove()?;
+    drop(lock);
     if let Some(login) = &login
         && let Some(endpoint) = &login.revocation_endpoint
     {
@@ -241,54 +242,54 @@ pub(crate) async fn logout(connection: &Connection) -> Result<(), Failure> {
             Err(failure) => Err(failure),
         };
         if let Err(failure) = revoked {
-            say_always(&format!(
+            print_notice(&format!(
                 "The tokens are gone from here, but live on where they are known: {}",
                 failure.message
             ));
         }
     }
-    let sentence = if was { "Logged out." } else { "Nobody was logged in." };
-    connection.out.done(&json!({ "logged_out": was }), sentence)
+    let sentence = if was_logged_in { "Logged out." } else { "Nobody was logged in." };
+    connection.out.done(&json!({ "logged_out": was_logged_in }), sentence)
 }
 
-/// Who is logged in, and whether the service agrees.
+/// Shows who is logged in, as the service sees it.
 pub(crate) async fn whoami(connection: &Connection) -> Result<(), Failure> {
     let login = connection.login()?;
     let api = connection.api()?;
     let me = api.get("/api/v1/me", &[]).await?;
     let login = match login {
-        // It may have been renewed just now.
+        // It may have been renewed by the request.
         Some(_) => connection.login()?,
         None => None,
     };
-    let mut who = match login {
-        Some(login) => described(&login, connection.store.profile()),
+    let mut identity = match login {
+        Some(login) => identity_of(&login, connection.store.profile()),
         None => {
             let token = api.session().token().await?;
-            let mut who = claims(&token);
-            who["server"] = json!(connection.named_server()?.to_string());
-            who["renewable"] = json!(false);
-            who
+            let mut identity = claims(&token);
+            identity["server"] = json!(connection.named_server()?.to_string());
+            identity["renewable"] = json!(false);
+            identity
         }
     };
-    // The service's word comes before what the token says of its owner.
+    // What the service says of the caller takes precedence over the token's claims.
     for field in ["user_id", "roles", "platform_roles", "auth_kind", "org_id", "project_id", "plan"] {
-        who[field] = me[field].clone();
+        identity[field] = me[field].clone();
     }
-    connection.out.show(&who, &WHO)
+    connection.out.show(&identity, &IDENTITY)
 }
 
-fn described(login: &Login, profile: &str) -> Value {
-    let mut who = claims(&login.access_token);
-    who["server"] = json!(login.server);
-    who["issuer"] = json!(login.issuer);
-    who["profile"] = json!(profile);
-    who["token_expires_at"] = json!(login.expires_at);
-    who["renewable"] = json!(login.is_renewable());
-    who
+fn identity_of(login: &Login, profile: &str) -> Value {
+    let mut identity = claims(&login.access_token);
+    identity["server"] = json!(login.server);
+    identity["issuer"] = json!(login.issuer);
+    identity["profile"] = json!(profile);
+    identity["token_expires_at"] = json!(login.expires_at);
+    identity["renewable"] = json!(login.is_renewable());
+    identity
 }
 
-/// What the token says of its owner, where it can be read here. It is shown and believed by nobody: the service looks for itself.
+/// The claims of the token, where they can be read here. They are shown and never trusted: the service verifies the token.
 fn claims(token: &SecretString) -> Value {
     let claims = payload(token).unwrap_or_default();
     let text = |names: &[&str]| names.iter().find_map(|name| claims[*name].as_str()).map(str::to_owned);
@@ -312,27 +313,27 @@ fn end_of(token: &SecretString) -> Option<DateTime<Utc>> {
     DateTime::from_timestamp(payload(token)?["exp"].as_i64()?, 0)
 }
 
-/// The tokens of whoever is logged in.
+/// The tokens of the logged-in user.
 pub(crate) enum Session {
-    /// A token that was given from outside, as it is.
-    Given(SecretString),
-    Kept {
+    /// A token that the user gave, used as it is.
+    AccessToken(SecretString),
+    StoredLogin {
         store: Store,
         login: Box<Mutex<Login>>,
-        out: Out,
+        out: Output,
     },
 }
 
 impl Session {
-    pub(crate) fn kept(store: Store, login: Login, out: Out) -> Self {
-        Self::Kept { store, login: Box::new(Mutex::new(login)), out }
+    pub(crate) fn stored(store: Store, login: Login, out: Output) -> Self {
+        Self::StoredLogin { store, login: Box::new(Mutex::new(login)), out }
     }
 
-    /// A token that holds, as far as is known here.
+    /// A token that is valid, as far as this process knows.
     pub(crate) async fn token(&self) -> Result<SecretString, Failure> {
         let login = match self {
-            Self::Given(token) => return Ok(token.clone()),
-            Self::Kept { login, .. } => login,
+            Self::AccessToken(token) => return Ok(token.clone()),
+            Self::StoredLogin { login, .. } => login,
         };
         let (token, expires_at, renewable) = {
             let login = login.lock().await;
@@ -340,34 +341,36 @@ impl Session {
         };
         let left = expires_at.map(|at| at - Utc::now());
         match left {
-            Some(left) if left < SPARE && renewable => {
+            Some(left) if left < RENEW_BEFORE_END && renewable => {
                 self.renew(&token).await?;
                 Ok(login.lock().await.access_token.clone())
             }
             Some(left) if left < TimeDelta::zero() => {
-                Err(Failure::new(Ended::LoggedOut, "your login has ended").next("Log in again: gpuctl login"))
+                Err(Failure::new(ExitStatus::LoggedOut, "your login has ended").next("Log in again: gpuctl login"))
             }
             Some(_) | None => Ok(token),
         }
     }
 
-    /// Exchanges a token that does not hold. `false` where there is nothing to exchange it for.
+    /// Renews a token that was refused. `false` where it cannot be renewed.
     pub(crate) async fn renew(&self, token: &SecretString) -> Result<bool, Failure> {
-        let Self::Kept { store, login: kept, out } = self else { return Ok(false) };
-        let mut mine = kept.lock().await;
+        let Self::StoredLogin { store, login: stored, out } = self else { return Ok(false) };
+        let mut mine = stored.lock().await;
         let waiting = store.clone();
-        let held = tokio::task::spawn_blocking(move || waiting.hold()).await;
-        let _held = held.map_err(|error| Failure::new(Ended::Failed, error.to_string()))??;
-        // Another process may have been here first, and the provider may take an old refresh token for a stolen one.
-        let Some(kept) = store.read()? else {
-            return Err(Failure::new(Ended::LoggedOut, "you have logged out meanwhile").next("Log in: gpuctl login"));
+        let lock = tokio::task::spawn_blocking(move || waiting.lock()).await;
+        let _lock = lock.map_err(|error| Failure::new(ExitStatus::Failed, error.to_string()))??;
+        // Another process may have renewed it already, and the provider may treat the use of an old refresh token as theft.
+        let Some(stored) = store.read()? else {
+            return Err(
+                Failure::new(ExitStatus::LoggedOut, "you have logged out meanwhile").next("Log in: gpuctl login")
+            );
         };
-        if kept.server != mine.server {
-            let at = &kept.server;
-            return Err(Failure::new(Ended::LoggedOut, format!("you have logged in at {at} meanwhile")));
+        if stored.server != mine.server {
+            let at = &stored.server;
+            return Err(Failure::new(ExitStatus::LoggedOut, format!("you have logged in at {at} meanwhile")));
         }
-        let is_new = kept.access_token.expose_secret() != token.expose_secret();
-        *mine = kept;
+        let is_new = stored.access_token.expose_secret() != token.expose_secret();
+        *mine = stored;
         if is_new {
             return Ok(true);
         }
@@ -376,20 +379,20 @@ impl Session {
             Some(refresh_token) => Provider::of(&mine)?.renew(refresh_token).await?,
             None => return Ok(false),
         };
-        let Granted { access_token, refresh_token, expires_at } = granted;
+        let TokenGrant { access_token, refresh_token, expires_at } = granted;
         mine.expires_at = expires_at.or_else(|| end_of(&access_token));
         mine.access_token = access_token;
         mine.refresh_token = refresh_token.or_else(|| mine.refresh_token.clone());
         if let Err(failure) = store.write(&mine) {
-            out.say(&format!("Your login was renewed and could not be kept: {}", failure.message));
+            out.notice(&format!("Your login was renewed and could not be kept: {}", failure.message));
         }
         Ok(true)
     }
 }
 
-/// The servers are the same one.
+/// Whether both addresses have the same origin.
 pub(crate) fn same_server(one: &str, other: &str) -> bool {
-    let origin = |text: &str| web::address(text).ok().map(|url| url.origin());
+    let origin = |text: &str| http_client::address(text).ok().map(|url| url.origin());
     origin(one).is_some() && origin(one) == origin(other)
 }
 

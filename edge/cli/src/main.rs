@@ -1,17 +1,18 @@
-//! `gpuctl`: the service's command line. It has nothing of the service's but its public API: what it does, any client can do.
+//! `gpuctl`: the command line of the service. It uses the public API alone, as any client can.
 //!
-//! One file a noun. `gpuctl <noun> <verb>`; what is done to one thing takes its id first; `--output json` prints what the API answered.
+//! One file per noun. `gpuctl <noun> <verb>`; a command on one resource takes its id first; `--output json` prints the response of the
+//! API.
 //!
-//! | command | asks |
+//! | command | uses |
 //! | --- | --- |
-//! | `login` · `logout` · `whoami` | the identity provider (OpenID Connect Discovery), and keeps the tokens under `$XDG_CONFIG_HOME/gpuctl` |
+//! | `login` · `logout` · `whoami` | the identity provider (OpenID Connect Discovery), and stores the tokens under `$XDG_CONFIG_HOME/gpuctl` |
 //! | `skus list` · `show` · `create` · `update` · `activate` · `deprecate` · `deactivate` | `GET /api/v1/skus`, `/api/v1/admin/skus…` |
 //! | `capacity` | `GET /api/v1/capacity` |
-//! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `events [--follow]` · `retry-release` · `force-release` | `/api/v1/allocations…`, and its stream of events until it is there |
+//! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `events [--follow]` · `retry-release` · `force-release` | `/api/v1/allocations…`, and its stream of events until it is active |
 //! | `ssh ALLOCATION [-- COMMAND…]` | the user's own ssh, with the host key that the allocation names |
 //! | `terminal sessions list` · `show` · `end` · `kill` | `/api/v1/allocations/{id}/terminal-sessions…`, `/api/v1/admin/terminal-sessions…` |
-//! | `terminal ALLOCATION` | `POST …/terminal-tokens`, then the WebSocket, again and again while connections are lost |
-//! | `notifications watch` · `broadcast` | the WebSocket `/api/v1/notifications/ws`, again and again; `POST /api/v1/admin/notifications/broadcast` |
+//! | `terminal ALLOCATION` | `POST …/terminal-tokens`, then the WebSocket, with reconnects |
+//! | `notifications watch` · `broadcast` | the WebSocket `/api/v1/notifications/ws`, with reconnects; `POST /api/v1/admin/notifications/broadcast` |
 //! | `recordings list` · `show` · `download` · `play` | `GET …/recordings`, `GET /api/v1/recordings/{id}` and its `asciicast` |
 //! | `billing balance` · `ledger` · `estimate` · `statements` · `statement [--as csv\|pdf]` · `accounts` · `open-account` · `adjust` | `/api/v1/billing…`, and `/api/v1/admin/billing/accounts…` with `--account` |
 //! | `billing top-up [--wait]` · `payments` · `payment` · `refund` | `POST /api/v1/billing/checkout-sessions`, and the page that it names; `/api/v1/billing/payments…`, `POST /api/v1/billing/refunds` |
@@ -24,23 +25,24 @@
 //! | `policy catalog` · `list` · `set` · `unset` · `resolve` | `/api/v1/admin/polic…` |
 //! | `audit list` | `GET /api/v1/admin/audit-log` |
 //! | `overview` · `tree` · `cluster` · `entity` · `restart` | `GET /api/v1/admin/overview`, `/api/v1/admin/runtime…` |
-//! | `completions SHELL` | nothing; the TAB key asks what fits there |
+//! | `completions SHELL` | nothing; completion lists candidates from the API |
 //!
-//! Exit codes are those of [`failure::Ended`]; `ssh` and `terminal` end with what the program there ended with.
+//! The exit codes are those of [`failure::ExitStatus`]; `ssh` and `terminal` exit with the status of the remote program.
 //!
-//! A further noun is its file here, one variant of [`Command`], one arm of [`run`] and its routes in [`routes::COMMANDS`].
+//! A new noun is a file here, a variant of [`Command`], an arm of [`execute`] and its routes in [`routes::COMMANDS`].
 
 mod allocations;
 mod api;
 mod audit;
 mod billing;
 mod capacity;
-mod complete;
+mod completion;
 mod confirm;
+mod download;
 mod duration;
 mod events;
 mod failure;
-mod file;
+mod http_client;
 mod keys;
 mod labels;
 mod login;
@@ -48,7 +50,7 @@ mod money;
 mod nodes;
 mod notification_endpoints;
 mod notifications;
-mod out;
+mod output;
 mod overview;
 mod payments;
 mod policy;
@@ -61,22 +63,21 @@ mod routes;
 mod runtime;
 mod service_accounts;
 mod skus;
-mod socket;
 mod ssh;
 mod ssh_keys;
 mod terminal;
 mod text;
 mod tree;
-mod web;
+mod websocket;
 
 use api::Api;
 use clap::{CommandFactory as _, Parser, Subcommand};
 use clap_complete::env::Shells;
 use clap_complete::{CompleteEnv, Shell};
-use failure::{Ended, Failure};
+use failure::{ExitStatus, Failure};
 use login::store::{Login, Store};
 use login::{LoginArgs, Session};
-use out::{Format, Out, say_always};
+use output::{Output, OutputFormat, print_notice};
 use reqwest::Url;
 use secrecy::SecretString;
 use std::path::PathBuf;
@@ -116,7 +117,7 @@ struct Common {
     access_token: Option<SecretString>,
     /// How results are printed.
     #[arg(long, short, global = true, value_enum, value_name = "FORMAT", default_value_t)]
-    output: Format,
+    output: OutputFormat,
     /// Print results and errors, and nothing else.
     #[arg(long, short, global = true)]
     quiet: bool,
@@ -201,27 +202,28 @@ fn idempotency_key(text: &str) -> Result<String, String> {
 }
 
 fn main() -> ExitCode {
-    // A shell that completes a command line is answered here, and that is all.
+    // A completion request of a shell is answered here, and the process ends.
     CompleteEnv::with_factory(Arguments::command).var(COMPLETE).complete();
     let arguments = Arguments::parse();
     let format = arguments.common.output;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let runtime = runtime.map_err(|error| Failure::new(Ended::Failed, format!("this machine gives no room: {error}")));
+    let runtime =
+        runtime.map_err(|error| Failure::new(ExitStatus::Failed, format!("this machine gives no room: {error}")));
     match runtime.and_then(|runtime| runtime.block_on(run(arguments))) {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
             match format {
-                Format::Table => say_always(&failure.to_string()),
-                Format::Json => say_always(&failure.to_json().to_string()),
+                OutputFormat::Table => print_notice(&failure.to_string()),
+                OutputFormat::Json => print_notice(&failure.to_json().to_string()),
             }
-            ExitCode::from(failure.ended.code())
+            ExitCode::from(failure.exit_status.code())
         }
     }
 }
 
 async fn run(arguments: Arguments) -> Result<u8, Failure> {
     let mut connection = Connection::of(arguments.common)?;
-    // A word in the middle of a raw terminal would be taken for the shell's.
+    // A notice in the middle of a raw terminal would look like output of the shell.
     connection.out.quiet |= matches!(&arguments.command, Command::Terminal(args) if args.is_interactive());
     execute(arguments.command, connection).await
 }
@@ -261,7 +263,7 @@ async fn execute(command: Command, connection: Connection) -> Result<u8, Failure
 /// The variable by which a shell's script asks this program for completions.
 const COMPLETE: &str = "GPUCTL_COMPLETE";
 
-fn completions(shell: Shell, out: Out) -> Result<(), Failure> {
+fn completions(shell: Shell, out: Output) -> Result<(), Failure> {
     out.line(completion_script(shell)?.trim_end())
 }
 
@@ -271,23 +273,23 @@ fn completion_script(shell: Shell) -> Result<String, Failure> {
     let completer = shells.completer(&shell.to_string());
     let completer = completer.ok_or_else(|| Failure::usage(format!("there are no completions for {shell}")))?;
     let written = completer.write_registration(COMPLETE, "gpuctl", "gpuctl", "gpuctl", &mut script);
-    written.map_err(|error| Failure::new(Ended::Failed, error.to_string()))?;
+    written.map_err(|error| Failure::new(ExitStatus::Failed, error.to_string()))?;
     Ok(String::from_utf8_lossy(&script).into_owned())
 }
 
-/// A setting of the environment. Empty is not set. The parser does not read these: what it reads stands in every usage line.
+/// An environment variable. Empty counts as unset. Clap does not read these: variables that it reads appear in every usage line.
 pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// Which service, as whom.
+/// The service's address and the credentials of a command.
 pub(crate) struct Connection {
     server: Option<String>,
     ca_bundle: Option<PathBuf>,
     token: Option<SecretString>,
     key: Option<String>,
     pub(crate) store: Store,
-    pub(crate) out: Out,
+    pub(crate) out: Output,
 }
 
 impl Connection {
@@ -299,34 +301,34 @@ impl Connection {
             token: common.access_token.or_else(|| variable("SVC_ACCESS_TOKEN").map(SecretString::from)),
             key: common.idempotency_key,
             store: Store::of_user(&profile)?,
-            out: Out { format: common.output, quiet: common.quiet },
+            out: Output { format: common.output, quiet: common.quiet },
         })
     }
 
-    /// The service's address, as it was given.
+    /// The service's address, as the user gave it.
     pub(crate) fn named_server(&self) -> Result<Url, Failure> {
         let Some(server) = &self.server else {
             return Err(Failure::usage("no server was named").next("Say which: --server URL, or SVC_BASE_URL."));
         };
-        web::address(server)
+        http_client::address(server)
     }
 
-    /// As it can be found from any folder.
+    /// The absolute path, valid from any working directory.
     pub(crate) fn ca_bundle(&self) -> Result<Option<PathBuf>, Failure> {
         let Some(path) = &self.ca_bundle else { return Ok(None) };
         let whole = path.canonicalize();
         whole.map(Some).map_err(|error| Failure::usage(format!("{}: {error}", path.display())))
     }
 
-    /// The login; `None` where a token was given in its place.
+    /// The stored login; `None` where a token was given instead.
     pub(crate) fn login(&self) -> Result<Option<Login>, Failure> {
         if self.token.is_some() {
             return Ok(None);
         }
-        let logged_out = |why: String| Failure::new(Ended::LoggedOut, why).next("Log in: gpuctl login");
+        let logged_out = |why: String| Failure::new(ExitStatus::LoggedOut, why).next("Log in: gpuctl login");
         let profile = self.store.profile();
         let login = self.store.read()?.ok_or_else(|| logged_out(format!("nobody is logged in ({profile})")))?;
-        // A token goes to nobody but the server that it was asked for.
+        // A token is sent only to the server for which it was issued.
         match &self.server {
             Some(server) if !login::same_server(server, &login.server) => {
                 let at = &login.server;
@@ -340,11 +342,11 @@ impl Connection {
         let (server, ca_bundle, session) = match (self.login()?, &self.token) {
             (Some(login), _) => {
                 let ca_bundle = self.ca_bundle()?.or_else(|| login.ca_bundle.clone());
-                let server = web::address(&login.server)?;
-                (server, ca_bundle, Session::kept(self.store.clone(), login, self.out))
+                let server = http_client::address(&login.server)?;
+                (server, ca_bundle, Session::stored(self.store.clone(), login, self.out))
             }
-            (None, Some(token)) => (self.named_server()?, self.ca_bundle()?, Session::Given(token.clone())),
-            (None, None) => return Err(Failure::new(Ended::LoggedOut, "nobody is logged in")),
+            (None, Some(token)) => (self.named_server()?, self.ca_bundle()?, Session::AccessToken(token.clone())),
+            (None, None) => return Err(Failure::new(ExitStatus::LoggedOut, "nobody is logged in")),
         };
         Api::new(server, ca_bundle.as_ref(), session, self.key.clone(), self.out)
     }

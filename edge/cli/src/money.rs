@@ -1,9 +1,9 @@
-//! Amounts as people write them: `20.00 USD`, exact in both directions. The API counts in minor units and in millionths of them.
+//! Amounts of money as text: `20.00 USD`, exact in both directions. The API has minor units and millionths of them.
 
 use serde_json::{Map, Value};
 use std::str::FromStr;
 
-/// What a minor unit is divided into.
+/// The micro units in a minor unit.
 pub(crate) const MICRO: i128 = 1_000_000;
 const MICRO_DIGITS: usize = 6;
 
@@ -48,13 +48,13 @@ impl FromStr for Amount {
 }
 
 impl Amount {
-    /// The currency that stands beside the number.
+    /// The currency beside the number.
     pub(crate) fn currency(&self) -> Option<&str> {
         self.currency.as_deref()
     }
 
-    /// In minor units of `currency`. Without a currency of its own the amount has all its decimals, so that a count of cents is never
-    /// taken for one of dollars.
+    /// In minor units of `currency`. Without a currency of its own the amount must have all decimals, so that cents are never mistaken for
+    /// dollars.
     pub(crate) fn minor(&self, currency: &str) -> Result<i64, String> {
         if let Some(own) = self.currency().filter(|own| *own != currency) {
             return Err(format!("the amount is in {own}, and {currency} is meant"));
@@ -100,7 +100,7 @@ fn in_currency(value: &Value, outer: Option<&str>) -> Value {
                 shown.insert(name.clone(), in_currency(field, currency));
             }
             let Some(currency) = currency else { return Value::Object(shown) };
-            // `…_micro` comes after `…_minor` of the same amount, and takes its place.
+            // `…_micro` comes after `…_minor` of the same amount, and replaces it.
             for (unit, finer) in [("minor", 0), ("micro", MICRO_DIGITS)] {
                 for (name, field) in fields {
                     if let (Some(short), Some(number)) = (without_unit(name, unit), field.as_i64()) {
@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn amount_is_read_to_the_last_digit() {
+    fn amount_is_parsed_exactly() {
         for (text, currency, expected) in [
             ("20.00", "USD", 2000),
             ("20.00 USD", "USD", 2000),
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn amount_that_could_be_meant_otherwise_is_refused() {
+    fn ambiguous_amount_is_refused() {
         for (text, currency) in [
             ("2000", "USD"),
             ("20.0", "USD"),
@@ -200,7 +200,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn amount_that_was_shown_is_read_as_the_same_number(number in -999_999_999_999_999_i64..=999_999_999_999_999, code in "(USD|EUR|JPY|KWD|CLF|QQQ)") {
+        fn displayed_amount_is_parsed_as_the_same_number(number in -999_999_999_999_999_i64..=999_999_999_999_999, code in "(USD|EUR|JPY|KWD|CLF|QQQ)") {
             prop_assert_eq!(minor(&shown(number, 0, &code), &code), Ok(number));
         }
     }

@@ -1,14 +1,14 @@
-//! Administrators: the machines, and what is done to them. How one becomes a node is in `onboarding.rs`.
+//! Nodes, for administrators: the inventory, tasks and state changes. Onboarding is in `onboarding.rs`.
 
 mod onboarding;
 
 use crate::api::{Api, Query};
-use crate::complete;
+use crate::completion;
 use crate::confirm::Confirm;
 use crate::failure::Failure;
-use crate::labels::{Change, Selector, with_names};
-use crate::out::Column;
-use crate::reference::{Kind, NODE, Ref};
+use crate::labels::{MetadataChange, Selector, with_names};
+use crate::output::Column;
+use crate::reference::{NODE, Ref, ResourceKind};
 use clap::ValueEnum;
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -22,7 +22,7 @@ pub(crate) enum Command {
         #[arg(long)]
         state: Option<String>,
         /// Those of this SKU.
-        #[arg(long, add = complete::sku_names())]
+        #[arg(long, add = completion::sku_names())]
         sku: Option<String>,
         #[command(flatten)]
         selector: Selector,
@@ -32,7 +32,7 @@ pub(crate) enum Command {
     },
     /// One machine.
     Show {
-        #[arg(add = complete::of(&NODE))]
+        #[arg(add = completion::of(&NODE))]
         node: Ref,
     },
     /// Makes a machine known; its agent is installed with `script` or `token`.
@@ -48,12 +48,12 @@ pub(crate) enum Command {
     Reissue(onboarding::Reissue),
     /// Its tasks: open ones, and what became of others.
     Tasks {
-        #[arg(add = complete::of(&NODE))]
+        #[arg(add = completion::of(&NODE))]
         node: Ref,
     },
     /// Orders a task.
     Run {
-        #[arg(add = complete::of(&NODE))]
+        #[arg(add = completion::of(&NODE))]
         node: Ref,
         task: TaskType,
         /// Why; it stands in the audit log.
@@ -62,7 +62,7 @@ pub(crate) enum Command {
     },
     /// Goes on with a task that was withheld.
     Resume {
-        #[arg(add = complete::of(&NODE))]
+        #[arg(add = completion::of(&NODE))]
         node: Ref,
         /// The task's id, or its beginning.
         task: Ref,
@@ -73,29 +73,29 @@ pub(crate) enum Command {
     /// Takes it out of use.
     Retire {
         #[command(flatten)]
-        order: Order,
+        order: NodeAction,
         /// Let what runs on it end first.
         #[arg(long)]
         drain: bool,
     },
     /// Takes a retired one into use again.
-    Reactivate(Order),
+    Reactivate(NodeAction),
     /// Removes a retired one for good.
     Remove {
         #[command(flatten)]
-        order: Order,
+        order: NodeAction,
         #[command(flatten)]
         confirm: Confirm,
     },
     /// Places nothing new on it until an operator has looked.
-    Quarantine(Order),
+    Quarantine(NodeAction),
     /// Ends a quarantine.
-    ReleaseQuarantine(Order),
+    ReleaseQuarantine(NodeAction),
 }
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct Order {
-    #[arg(add = complete::of(&NODE))]
+pub(crate) struct NodeAction {
+    #[arg(add = completion::of(&NODE))]
     node: Ref,
     /// Why; it stands in the audit log.
     #[arg(long, value_name = "TEXT")]
@@ -104,9 +104,9 @@ pub(crate) struct Order {
 
 #[derive(Debug, clap::Args)]
 #[group(skip)]
-#[command(group(clap::ArgGroup::new("changes").args(Change::IDS).args(["host", "port", "ssh_user"]).required(true).multiple(true)))]
+#[command(group(clap::ArgGroup::new("changes").args(MetadataChange::IDS).args(["host", "port", "ssh_user"]).required(true).multiple(true)))]
 pub(crate) struct Update {
-    #[arg(add = complete::of(&NODE))]
+    #[arg(add = completion::of(&NODE))]
     node: Ref,
     /// Its new address: a name or an IP address.
     #[arg(long)]
@@ -118,7 +118,7 @@ pub(crate) struct Update {
     #[arg(long, value_name = "NAME")]
     ssh_user: Option<String>,
     #[command(flatten)]
-    change: Change,
+    change: MetadataChange,
 }
 
 /// The tasks that an operator may order.
@@ -146,7 +146,7 @@ impl TaskType {
 }
 
 /// An open task of one node.
-const TASK: Kind = Kind {
+const TASK: ResourceKind = ResourceKind {
     noun: "open task",
     listed_by: "gpuctl nodes tasks",
     path: NODE.path,
@@ -252,18 +252,18 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let path = format!("{}/retire", path(node_id(&order.node, api).await?));
             api.out.show(&api.post(&path, &body).await?, &ALONE)
         }
-        Command::Reactivate(order) => ordered(&order, "reactivate", api).await,
+        Command::Reactivate(order) => send_action(&order, "reactivate", api).await,
         Command::Remove { order, confirm } => {
             let id = node_id(&order.node, api).await?;
             confirm.ask(&format!("Remove node {} ({id}) for good?", order.node))?;
-            ordered(&order, "remove", api).await
+            send_action(&order, "remove", api).await
         }
-        Command::Quarantine(order) => ordered(&order, "quarantine", api).await,
-        Command::ReleaseQuarantine(order) => ordered(&order, "release-quarantine", api).await,
+        Command::Quarantine(order) => send_action(&order, "quarantine", api).await,
+        Command::ReleaseQuarantine(order) => send_action(&order, "release-quarantine", api).await,
     }
 }
 
-async fn ordered(order: &Order, verb: &str, api: &Api) -> Result<(), Failure> {
+async fn send_action(order: &NodeAction, verb: &str, api: &Api) -> Result<(), Failure> {
     let body = json!({ "reason": order.reason });
     let path = format!("{}/{verb}", path(node_id(&order.node, api).await?));
     api.out.show(&api.post(&path, &body).await?, &ALONE)
@@ -302,7 +302,7 @@ async fn resume(node: &Ref, task: &Ref, reason: &str, api: &Api) -> Result<(), F
             let open: Vec<Value> = open
                 .map(|task| json!({ "id": task["task_id"], "type": task["type"], "state": task["state"] }))
                 .collect();
-            task.among(&TASK, &open)?
+            task.resolve_among(&TASK, &open)?
         }
     };
     api.out.show(&api.post(&format!("{tasks}/{id}/resume"), &json!({ "reason": reason })).await?, &ORDERED)

@@ -1,10 +1,10 @@
-//! Where events are told outside of the API: webhooks and e-mail addresses, and the messages that could not be delivered.
+//! Notification endpoints: webhooks and e-mail addresses, and their dead letters.
 
 use crate::api::{Api, Query};
-use crate::complete;
+use crate::completion;
 use crate::confirm::Confirm;
 use crate::failure::Failure;
-use crate::out::Column;
+use crate::output::Column;
 use crate::reference::{NOTIFICATION_ENDPOINT, Ref};
 use serde_json::{Map, Value, json};
 use uuid::Uuid;
@@ -31,7 +31,7 @@ pub(crate) enum Command {
     Create(Create),
     /// One endpoint, with its last attempts.
     Show {
-        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
         endpoint: Ref,
     },
     /// Changes an endpoint, or switches it on or off.
@@ -39,29 +39,29 @@ pub(crate) enum Command {
     /// Deletes an endpoint, with the messages that wait for it.
     #[command(visible_alias = "rm")]
     Delete {
-        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
         endpoint: Ref,
         #[command(flatten)]
         confirm: Confirm,
     },
     /// Prints the secret that signs a webhook's messages.
     Secret {
-        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
         endpoint: Ref,
     },
     /// Gives a webhook another secret. The one before signs for 24 hours beside it.
     RotateSecret {
-        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
         endpoint: Ref,
     },
     /// Sends the endpoint a test message.
     Test {
-        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
         endpoint: Ref,
     },
     /// Messages that were tried in vain too often.
     DeadLetters {
-        #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+        #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
         endpoint: Ref,
     },
     /// Sends dead letters again.
@@ -90,7 +90,7 @@ pub(crate) struct Create {
 #[derive(Debug, clap::Args)]
 #[command(group = clap::ArgGroup::new("change").required(true).multiple(true))]
 pub(crate) struct Set {
-    #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+    #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
     endpoint: Ref,
     /// Where a webhook's messages are posted.
     #[arg(long, group = "change")]
@@ -111,7 +111,7 @@ pub(crate) struct Set {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Letters {
-    #[arg(value_name = "ENDPOINT", add = complete::of(&NOTIFICATION_ENDPOINT))]
+    #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
     endpoint: Ref,
     /// This message alone.
     #[arg(long, value_name = "ID")]
@@ -162,7 +162,7 @@ const DEAD: [Column; 5] = [
 
 const SECRET: [Column; 1] = [("secret", "/secret")];
 
-/// Administrators' list of everybody's.
+/// The administrators' list of all endpoints.
 const EVERYBODYS: &str = "/api/v1/admin/notification-endpoints";
 
 fn path(endpoint: Uuid) -> String {
@@ -206,7 +206,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::RotateSecret { endpoint } => {
             let id = endpoint.id(&NOTIFICATION_ENDPOINT, api).await?;
             api.out.show(&api.post_empty(&format!("{}/secret", path(id))).await?, &SECRET)?;
-            api.out.say("Messages are signed with the secret before, too, for 24 hours.");
+            api.out.notice("Messages are signed with the secret before, too, for 24 hours.");
             Ok(())
         }
         Command::Test { endpoint } => {
@@ -242,7 +242,7 @@ async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
         return Ok(());
     }
     let id = crate::text::cell(&made["id"]);
-    api.out.say(&format!("Its receiver needs the secret: gpuctl notification-endpoints secret {id}"));
+    api.out.notice(&format!("Its receiver needs the secret: gpuctl notification-endpoints secret {id}"));
     Ok(())
 }
 

@@ -1,10 +1,11 @@
-//! What happens to what is yours, as it happens. Nothing is kept for who does not listen: whoever was away reads what is true.
+//! Watching notifications over a WebSocket, and broadcasting announcements. Nothing is stored for disconnected clients: after a gap the
+//! user reads the current state.
 
 use crate::api::Api;
-use crate::failure::{Ended, Failure};
-use crate::socket::{self, Asked, Socket};
+use crate::failure::{ExitStatus, Failure};
+use crate::http_client;
 use crate::text::cell;
-use crate::web;
+use crate::websocket::{self, Socket, WebSocketRequest};
 use futures::StreamExt as _;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue, SEC_WEBSOCKET_PROTOCOL};
 use secrecy::{ExposeSecret as _, SecretString};
@@ -15,12 +16,12 @@ use tokio_tungstenite::tungstenite::Message;
 const PATH: &str = "/api/v1/notifications/ws";
 const PROTOCOL: &str = "gpu.notifications.v1";
 
-/// The server asks every 15 s whether somebody is there.
-const SILENT_AFTER: Duration = Duration::from_secs(45);
-/// For how long a connection that was lost is looked for.
-const PATIENCE: Duration = Duration::from_secs(60);
-const PAUSE_FIRST: Duration = Duration::from_millis(200);
-const PAUSE_LAST: Duration = Duration::from_secs(5);
+/// The server sends a ping every 15 s.
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(45);
+/// How long a lost connection is retried.
+const RETRY_FOR: Duration = Duration::from_secs(60);
+const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(200);
+const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(5);
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -52,75 +53,81 @@ pub(crate) enum Severity {
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
         Command::Watch { count, r#type } => {
-            Watching { api, prefix: r#type.unwrap_or_default(), left: count, greeted: false }.run().await
+            NotificationWatcher { api, prefix: r#type.unwrap_or_default(), left: count, greeted: false }.run().await
         }
         Command::Broadcast { message, severity } => {
             let severity = format!("{severity:?}").to_lowercase();
             let body = json!({ "severity": severity, "message": message });
-            let said = api.post("/api/v1/admin/notifications/broadcast", &body).await?;
-            api.out.done(&said, "Said to everybody who listens.")
+            let announced = api.post("/api/v1/admin/notifications/broadcast", &body).await?;
+            api.out.done(&announced, "Said to everybody who listens.")
         }
     }
 }
 
-/// Why a connection is over.
-enum Over {
-    /// As many as were wanted have come.
+/// Why a connection ended.
+enum StreamEnd {
+    /// The requested number of notifications has arrived.
     Done,
-    /// It is worth another attempt.
+    /// It is worth a retry.
     Lost(Failure),
-    /// The token does not hold any more: with another it goes on.
+    /// The token has expired; a renewed one may work.
     Stale(Failure),
 }
 
-struct Watching<'a> {
+struct NotificationWatcher<'a> {
     api: &'a Api,
     prefix: String,
     left: Option<u64>,
     greeted: bool,
 }
 
-impl Watching<'_> {
+impl NotificationWatcher<'_> {
     async fn run(mut self) -> Result<(), Failure> {
         let mut lost_at: Option<Instant> = None;
-        let mut pause = PAUSE_FIRST;
+        let mut pause = FIRST_RETRY_PAUSE;
         loop {
             let token = self.api.session().token().await?;
-            let over = match self.connect(&token).await {
+            let end = match self.connect(&token).await {
                 Ok(socket) => {
-                    (lost_at, pause) = (None, PAUSE_FIRST);
+                    (lost_at, pause) = (None, FIRST_RETRY_PAUSE);
                     self.listen(socket).await?
                 }
-                Err(failure) => again(failure)?,
+                Err(failure) => retryable(failure)?,
             };
-            let failure = match over {
-                Over::Done => return Ok(()),
-                Over::Stale(failure) if !self.api.session().renew(&token).await? => return Err(failure),
-                Over::Stale(failure) | Over::Lost(failure) => failure,
+            let failure = match end {
+                StreamEnd::Done => return Ok(()),
+                StreamEnd::Stale(failure) if !self.api.session().renew(&token).await? => return Err(failure),
+                StreamEnd::Stale(failure) | StreamEnd::Lost(failure) => failure,
             };
-            if lost_at.get_or_insert_with(Instant::now).elapsed() > PATIENCE {
+            if lost_at.get_or_insert_with(Instant::now).elapsed() > RETRY_FOR {
                 return Err(failure);
             }
             let asked = failure.answer.as_ref().and_then(|answer| answer.retry_after);
-            tokio::time::sleep(asked.unwrap_or(pause).min(PATIENCE)).await;
-            pause = (pause * 2).min(PAUSE_LAST);
+            tokio::time::sleep(asked.unwrap_or(pause).min(RETRY_FOR)).await;
+            pause = (pause * 2).min(LONGEST_RETRY_PAUSE);
         }
     }
 
     async fn connect(&self, token: &SecretString) -> Result<Socket, Failure> {
-        let url = web::address(&self.api.at(PATH))?;
+        let url = http_client::address(&self.api.at(PATH))?;
         let mut bearer = HeaderValue::from_str(&format!("Bearer {}", token.expose_secret()))
             .map_err(|_| Failure::usage("your access token cannot be sent"))?;
         bearer.set_sensitive(true);
         let protocol = HeaderValue::from_static(PROTOCOL);
         let headers = HeaderMap::from_iter([(AUTHORIZATION, bearer), (SEC_WEBSOCKET_PROTOCOL, protocol)]);
-        socket::open(self.api, Asked { what: "channel of notifications", url, protocol: PROTOCOL, headers }).await
+        websocket::open(
+            self.api,
+            WebSocketRequest { what: "channel of notifications", url, protocol: PROTOCOL, headers },
+        )
+        .await
     }
 
-    async fn listen(&mut self, mut socket: Socket) -> Result<Over, Failure> {
-        let cut = |why: String| Over::Lost(Failure::new(Ended::Network, format!("notifications are cut off: {why}")));
+    async fn listen(&mut self, mut socket: Socket) -> Result<StreamEnd, Failure> {
+        let cut = |why: String| {
+            StreamEnd::Lost(Failure::new(ExitStatus::Network, format!("notifications are cut off: {why}")))
+        };
         loop {
-            let message = match tokio::time::timeout(SILENT_AFTER, socket.next()).await {
+            let message = match tokio::time::timeout(SILENCE_TIMEOUT, socket.next()).await {
                 Err(_) => return Ok(cut("silence".to_owned())),
                 Ok(None) => return Ok(cut("it ended".to_owned())),
                 Ok(Some(Err(error))) => return Ok(cut(error.to_string())),
@@ -128,83 +135,91 @@ impl Watching<'_> {
             };
             match message {
                 Message::Text(text) => {
-                    let told: Value = serde_json::from_str(&text).map_err(|_| {
-                        Failure::new(Ended::Server, "the server says something that is no notification")
+                    let notification: Value = serde_json::from_str(&text).map_err(|_| {
+                        Failure::new(ExitStatus::Server, "the server says something that is no notification")
                     })?;
-                    if self.tell(&told)? {
-                        return Ok(Over::Done);
+                    if self.print(&notification)? {
+                        return Ok(StreamEnd::Done);
                     }
                 }
                 Message::Close(frame) => {
                     let (code, reason) =
                         frame.map_or((1005, String::new()), |frame| (frame.code.into(), cell(&json!(&*frame.reason))));
-                    return self.ended(code, reason);
+                    return self.end_of_close_code(code, reason);
                 }
                 Message::Binary(_) | Message::Ping(_) | Message::Pong(_) | Message::Frame(_) => {}
             }
         }
     }
 
-    fn ended(&self, code: u16, reason: String) -> Result<Over, Failure> {
+    fn end_of_close_code(&self, code: u16, reason: String) -> Result<StreamEnd, Failure> {
         match code {
-            4401 | 4408 => Ok(Over::Stale(
-                Failure::new(Ended::LoggedOut, "your access token has ended").next("Log in again: gpuctl login"),
+            4401 | 4408 => Ok(StreamEnd::Stale(
+                Failure::new(ExitStatus::LoggedOut, "your access token has ended").next("Log in again: gpuctl login"),
             )),
-            4403 => Err(Failure::new(Ended::Forbidden, format!("you may not listen any more: {reason}"))),
-            4429 => Err(Failure::new(Ended::Refused, "you have as many connections for notifications as one may have")
-                .next("Close another one first.")),
+            4403 => Err(Failure::new(ExitStatus::Forbidden, format!("you may not listen any more: {reason}"))),
+            4429 => {
+                Err(Failure::new(ExitStatus::Refused, "you have as many connections for notifications as one may have")
+                    .next("Close another one first."))
+            }
             _ => {
                 if code == 4413 {
-                    self.api.out.say("You were too slow: notifications were lost.");
+                    self.api.out.notice("You were too slow: notifications were lost.");
                 }
-                Ok(Over::Lost(Failure::new(Ended::Network, format!("notifications are cut off: {code} {reason}"))))
+                Ok(StreamEnd::Lost(Failure::new(
+                    ExitStatus::Network,
+                    format!("notifications are cut off: {code} {reason}"),
+                )))
             }
         }
     }
 
-    /// Whether it was the last that was wanted.
-    fn tell(&mut self, told: &Value) -> Result<bool, Failure> {
-        let kind = told["type"].as_str().unwrap_or_default();
+    /// Whether it was the last that the user wanted.
+    fn print(&mut self, notification: &Value) -> Result<bool, Failure> {
+        let kind = notification["type"].as_str().unwrap_or_default();
         if kind == "notifications.ready" {
-            let channels = cell(&told["data"]["channels"]);
+            let channels = cell(&notification["data"]["channels"]);
             let (word, until) =
-                (if self.greeted { "Again listening" } else { "Listening" }, cell(&told["data"]["expires_at"]));
+                (if self.greeted { "Again listening" } else { "Listening" }, cell(&notification["data"]["expires_at"]));
             self.greeted = true;
-            self.api.out.say(&format!("{word} to {channels}, until {until} by this token."));
+            self.api.out.notice(&format!("{word} to {channels}, until {until} by this token."));
             return Ok(false);
         }
         if kind.starts_with("notifications.") || !kind.starts_with(&self.prefix) {
             return Ok(false);
         }
         if self.api.out.is_json() {
-            self.api.out.line(&told.to_string())?;
+            self.api.out.line(&notification.to_string())?;
         } else {
-            self.api.out.line(&line(told))?;
+            self.api.out.line(&line(notification))?;
         }
         self.left = self.left.map(|left| left - 1);
         Ok(self.left == Some(0))
     }
 }
 
-/// What is safe to try again, and what is not.
-fn again(failure: Failure) -> Result<Over, Failure> {
-    match failure.ended {
-        Ended::Network | Ended::Server | Ended::RateLimited => Ok(Over::Lost(failure)),
-        Ended::LoggedOut => Ok(Over::Stale(failure)),
-        Ended::Failed | Ended::Usage | Ended::Forbidden | Ended::NotFound | Ended::Refused | Ended::TooLate => {
-            Err(failure)
-        }
+/// Whether a failed connection is worth a retry.
+fn retryable(failure: Failure) -> Result<StreamEnd, Failure> {
+    match failure.exit_status {
+        ExitStatus::Network | ExitStatus::Server | ExitStatus::RateLimited => Ok(StreamEnd::Lost(failure)),
+        ExitStatus::LoggedOut => Ok(StreamEnd::Stale(failure)),
+        ExitStatus::Failed
+        | ExitStatus::Usage
+        | ExitStatus::Forbidden
+        | ExitStatus::NotFound
+        | ExitStatus::Refused
+        | ExitStatus::TooLate => Err(failure),
     }
 }
 
-/// When, what, of what, and what else is said of it.
-fn line(told: &Value) -> String {
-    let data = told["data"].as_object();
-    let of = told["subject"].as_str().and_then(|subject| subject.split_once('/')).map_or("", |(_, id)| id);
-    // What it happened to stands there already.
+/// The time, type, subject and data of a notification on one line.
+fn line(notification: &Value) -> String {
+    let data = notification["data"].as_object();
+    let of = notification["subject"].as_str().and_then(|subject| subject.split_once('/')).map_or("", |(_, id)| id);
+    // The subject is already on the line.
     let more = data.into_iter().flatten().filter(|(_, value)| value.as_str() != Some(of));
     let more: Vec<_> = more.map(|(name, value)| format!("{}={}", cell(&json!(name)), cell(value))).collect();
-    let [time, kind, subject] = ["time", "type", "subject"].map(|name| cell(&told[name]));
+    let [time, kind, subject] = ["time", "type", "subject"].map(|name| cell(&notification[name]));
     format!("{time}  {kind:<28}  {subject}  {}", more.join(" ")).trim_end().to_owned()
 }
 
@@ -213,13 +228,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_notification_is_a_line_that_moves_no_cursor() {
-        let told = json!({
+    fn notification_is_one_line_without_control_characters() {
+        let notification = json!({
             "time": "2026-11-22T01:02:03.456Z", "type": "node.state_changed", "subject": "node/0198",
             "data": { "node_id": "0198", "from_state": "active", "state": "offline", "reason": "a\u{1b}[2J\nb" },
         });
         assert_eq!(
-            line(&told),
+            line(&notification),
             "2026-11-22 01:02:03Z  node.state_changed            node/0198  from_state=active reason=a\u{fffd}[2J b state=offline"
         );
     }

@@ -1,8 +1,8 @@
-//! Administrators: the service on one screen.
+//! The overview of the service, for administrators.
 
 use crate::api::Api;
 use crate::failure::Failure;
-use crate::out::Column;
+use crate::output::Column;
 use crate::text::cell;
 use serde_json::Value;
 

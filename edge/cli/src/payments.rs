@@ -1,21 +1,21 @@
-//! Money that is brought in, and given back: what `gpuctl billing` asks of the payment processor through the service.
+//! Payments and refunds: the commands of `gpuctl billing` that use the payment processor.
 
 use crate::api::{Api, Query};
 use crate::billing::OWN_BALANCE;
 use crate::billing::accounts::currency_of;
-use crate::complete;
+use crate::completion;
 use crate::duration;
-use crate::failure::{Ended, Failure};
+use crate::failure::{ExitStatus, Failure};
 use crate::money::Amount;
-use crate::out::{Column, say_always};
+use crate::output::{Column, print_notice};
 use crate::progress::Progress;
 use crate::reference::{self, ACCOUNT, ALLOCATION, PAYMENT as PAYMENT_KIND, Ref};
 use serde_json::{Value, json};
 use std::time::Duration;
 use uuid::Uuid;
 
-/// How often a payment is looked at while it is waited for.
-const LOOKS_EVERY: Duration = Duration::from_secs(1);
+/// How often a payment is polled while it is awaited.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct TopUp {
@@ -45,7 +45,7 @@ pub(crate) struct TopUp {
 #[derive(Debug, clap::Args)]
 pub(crate) struct Payments {
     /// Administrators: those into this account.
-    #[arg(long, value_name = "ID|USER", add = complete::of(&ACCOUNT))]
+    #[arg(long, value_name = "ID|USER", add = completion::of(&ACCOUNT))]
     account: Option<Ref>,
     /// Those in this state: created, open, paid, deposited, refused, canceled, expired.
     #[arg(long)]
@@ -58,10 +58,10 @@ pub(crate) struct Payments {
 #[derive(Debug, clap::Args)]
 pub(crate) struct Refund {
     /// A payment that you made.
-    #[arg(long, value_name = "ID", required_unless_present = "allocation", conflicts_with = "allocation", add = complete::of(&PAYMENT_KIND))]
+    #[arg(long, value_name = "ID", required_unless_present = "allocation", conflicts_with = "allocation", add = completion::of(&PAYMENT_KIND))]
     payment: Option<Ref>,
     /// Billing operators: an allocation, of whose cost is given back.
-    #[arg(long, value_name = "ID", add = complete::of(&ALLOCATION))]
+    #[arg(long, value_name = "ID", add = completion::of(&ALLOCATION))]
     allocation: Option<Ref>,
     /// How much: 5.00, or "5.00 USD"; all there is where it is left out.
     #[arg(long)]
@@ -144,17 +144,17 @@ pub(crate) async fn top_up(wanted: TopUp, api: &Api) -> Result<(), Failure> {
         body["currency"] = currency.into();
     }
     let begun = api.post("/api/v1/billing/checkout-sessions", &body).await?;
-    let (id, url) = begun_as(&begun)?;
+    let (id, url) = checkout_of(&begun)?;
     if wanted.wait {
-        // The result is the payment, once it is there.
-        say_always(&format!("Pay at: {url}"));
+        // The result is the payment, once it is deposited.
+        print_notice(&format!("Pay at: {url}"));
     } else {
         api.out.show(&begun, &CHECKOUT)?;
     }
     if !wanted.no_open && open::that_detached(url).is_err() {
-        say_always("No browser could be opened here; open that address yourself.");
+        print_notice("No browser could be opened here; open that address yourself.");
     }
-    if wanted.wait { deposited(id, wanted.timeout, api).await } else { Ok(()) }
+    if wanted.wait { wait_until_deposited(id, wanted.timeout, api).await } else { Ok(()) }
 }
 
 pub(crate) async fn list(which: Payments, api: &Api) -> Result<(), Failure> {
@@ -171,7 +171,7 @@ pub(crate) async fn show(payment: &Ref, api: &Api) -> Result<(), Failure> {
     if api.out.is_json() {
         return api.out.json(&found);
     }
-    // What was taken back is in the payment's currency.
+    // Reversals are in the payment's currency.
     let currency = found["currency"].clone();
     for reversal in found["reversals"].as_array_mut().into_iter().flatten() {
         reversal["currency"] = currency.clone();
@@ -192,7 +192,7 @@ pub(crate) async fn refund(wanted: Refund, api: &Api) -> Result<(), Failure> {
         None => None,
     };
     let amount = match &wanted.amount {
-        Some(amount) => Some(refunded(amount, payment, allocation, api).await?),
+        Some(amount) => Some(refund_minor_units(amount, payment, allocation, api).await?),
         None => None,
     };
     let given = [
@@ -208,8 +208,14 @@ pub(crate) async fn refund(wanted: Refund, api: &Api) -> Result<(), Failure> {
     api.out.show(&api.post("/api/v1/billing/refunds", &body).await?, &REFUND)
 }
 
-/// What goes back, in minor units of what was paid with. A refund names no currency in the API: the amount's own has to be the same.
-async fn refunded(amount: &Amount, payment: Option<Uuid>, allocation: Option<Uuid>, api: &Api) -> Result<i64, Failure> {
+/// The amount of a refund, in minor units of the payment's currency. The API takes no currency for a refund, so the amount's own must be
+/// the same.
+async fn refund_minor_units(
+    amount: &Amount,
+    payment: Option<Uuid>,
+    allocation: Option<Uuid>,
+    api: &Api,
+) -> Result<i64, Failure> {
     let currency = match (payment, allocation) {
         (Some(payment), _) => currency_of(&api.get(&path(payment), &[]).await?)?,
         (None, Some(allocation)) => currency_of(&api.get(&crate::allocations::path(allocation), &[]).await?["price"])?,
@@ -218,8 +224,8 @@ async fn refunded(amount: &Amount, payment: Option<Uuid>, allocation: Option<Uui
     amount.minor(&currency).map_err(Failure::usage)
 }
 
-/// Waits until the money is in the account, or will not come.
-async fn deposited(id: Uuid, limit: Duration, api: &Api) -> Result<(), Failure> {
+/// Waits until the payment is deposited, or has failed.
+async fn wait_until_deposited(id: Uuid, limit: Duration, api: &Api) -> Result<(), Failure> {
     let what = format!("Payment {id}");
     let progress = Progress::begin(api.out, &what);
     let mut last = String::new();
@@ -238,14 +244,14 @@ async fn deposited(id: Uuid, limit: Duration, api: &Api) -> Result<(), Failure> 
             if matches!(state, "deposited" | "refused" | "canceled" | "expired") {
                 return Ok::<Value, Failure>(found);
             }
-            tokio::time::sleep(LOOKS_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     };
     let watched = tokio::time::timeout(limit, watched).await;
     drop(progress);
     let Ok(found) = watched else {
         let seconds = limit.as_secs();
-        return Err(Failure::new(Ended::TooLate, format!("{what} is not in your account after {seconds} s"))
+        return Err(Failure::new(ExitStatus::TooLate, format!("{what} is not in your account after {seconds} s"))
             .next(format!("It goes on: gpuctl billing payment {id}")));
     };
     let found = found?;
@@ -254,19 +260,19 @@ async fn deposited(id: Uuid, limit: Duration, api: &Api) -> Result<(), Failure> 
         Some("deposited") => Ok(()),
         Some("refused") => {
             let why = found["reason"].as_str().unwrap_or("the account cannot have it");
-            Err(Failure::new(Ended::Refused, format!("what was paid goes back to its payer: {why}")))
+            Err(Failure::new(ExitStatus::Refused, format!("what was paid goes back to its payer: {why}")))
         }
-        state => Err(Failure::new(Ended::Refused, format!("nothing was paid: it is {}", state.unwrap_or("lost")))),
+        state => Err(Failure::new(ExitStatus::Refused, format!("nothing was paid: it is {}", state.unwrap_or("lost")))),
     }
 }
 
-fn begun_as(begun: &Value) -> Result<(Uuid, &str), Failure> {
+fn checkout_of(begun: &Value) -> Result<(Uuid, &str), Failure> {
     let id = begun["id"].as_str().and_then(|id| id.parse().ok());
     let is_of_the_web = |url: &&str| {
         (url.starts_with("https://") || url.starts_with("http://")) && url.bytes().all(|byte| byte.is_ascii_graphic())
     };
     let url = begun["url"].as_str().filter(is_of_the_web);
-    id.zip(url).ok_or_else(|| Failure::new(Ended::Server, "the server's answer says not where to pay"))
+    id.zip(url).ok_or_else(|| Failure::new(ExitStatus::Server, "the server's answer says not where to pay"))
 }
 
 #[cfg(test)]
@@ -274,11 +280,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_an_address_of_the_web_is_given_to_a_browser() {
+    fn only_web_addresses_are_opened_in_a_browser() {
         let id = "018f4e2a-7c1b-7000-8000-000000000001";
-        assert!(begun_as(&json!({"id": id, "url": "https://pay.example/#s"})).is_ok());
+        assert!(checkout_of(&json!({"id": id, "url": "https://pay.example/#s"})).is_ok());
         for url in ["file:///etc/passwd", "javascript:alert(1)", "--help", "https://a\u{1b}[2J", ""] {
-            assert!(begun_as(&json!({"id": id, "url": url})).is_err(), "{url}");
+            assert!(checkout_of(&json!({"id": id, "url": url})).is_err(), "{url}");
         }
     }
 }

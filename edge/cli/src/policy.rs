@@ -1,10 +1,10 @@
-//! Administrators: limits, lifetimes and switches, read at run time.
+//! Policies, for administrators: limits, lifetimes and switches that are read at run time.
 
 use crate::api::{Api, Query};
-use crate::complete;
+use crate::completion;
 use crate::failure::Failure;
-use crate::out::Column;
-use crate::reference::{Kind, Ref};
+use crate::output::Column;
+use crate::reference::{Ref, ResourceKind};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 
@@ -16,7 +16,7 @@ pub(crate) enum Command {
     #[command(visible_alias = "ls")]
     List {
         /// This key alone.
-        #[arg(long, add = complete::policy_keys())]
+        #[arg(long, add = completion::policy_keys())]
         key: Option<String>,
         #[command(flatten)]
         scope: Scope,
@@ -31,7 +31,7 @@ pub(crate) enum Command {
     },
     /// Sets a value: for everybody, or for whom it is said.
     Set {
-        #[arg(add = complete::policy_keys())]
+        #[arg(add = completion::policy_keys())]
         key: String,
         /// A number, true, false, or a word.
         value: String,
@@ -49,7 +49,7 @@ pub(crate) enum Command {
     },
     /// Takes a value back: the less specific one holds again.
     Unset {
-        #[arg(add = complete::policy_keys())]
+        #[arg(add = completion::policy_keys())]
         key: String,
         #[command(flatten)]
         scope: Scope,
@@ -59,7 +59,7 @@ pub(crate) enum Command {
     },
     /// What holds for somebody, and what it comes from.
     Resolve {
-        #[arg(add = complete::policy_keys())]
+        #[arg(add = completion::policy_keys())]
         key: String,
         #[command(flatten)]
         scope: Scope,
@@ -113,7 +113,7 @@ const RESOLVED: [Column; 5] =
 
 const PATH: &str = "/api/v1/admin/policy-values";
 
-const VALUE: Kind = Kind {
+const VALUE: ResourceKind = ResourceKind {
     noun: "policy value",
     listed_by: "gpuctl policy list",
     path: PATH,
@@ -138,12 +138,12 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         }
         Command::Set { key, value, scope, reason, effective_at, old_value } => {
             let scope: Value = scope.fields().map(|(name, value)| (name.to_owned(), Value::from(value))).collect();
-            let mut body = json!({ "key": key, "value": typed(&value), "scope": scope, "reason": reason });
+            let mut body = json!({ "key": key, "value": parse_value(&value), "scope": scope, "reason": reason });
             if let Some(at) = effective_at {
                 body["effective_at"] = json!(at);
             }
             if let Some(old) = old_value {
-                body["old_value"] = typed(&old);
+                body["old_value"] = parse_value(&old);
             }
             let written = api.post(PATH, &body).await?;
             api.out.list(&json!({ "items": [written], "next_page": null }), &VALUES)
@@ -162,8 +162,8 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     }
 }
 
-/// As its key wants it: the server says where it wants another type.
-fn typed(text: &str) -> Value {
+/// The value with the type that its text has: the server refuses a wrong type.
+fn parse_value(text: &str) -> Value {
     match text {
         "true" => Value::Bool(true),
         "false" => Value::Bool(false),
@@ -177,10 +177,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_value_is_what_it_looks_like() {
-        assert_eq!(typed("5"), json!(5));
-        assert_eq!(typed("true"), json!(true));
-        assert_eq!(typed("best-effort"), json!("best-effort"));
-        assert_eq!(typed("1e3"), json!("1e3"));
+    fn policy_value_has_the_type_of_its_text() {
+        assert_eq!(parse_value("5"), json!(5));
+        assert_eq!(parse_value("true"), json!(true));
+        assert_eq!(parse_value("best-effort"), json!("best-effort"));
+        assert_eq!(parse_value("1e3"), json!("1e3"));
     }
 }

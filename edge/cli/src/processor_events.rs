@@ -1,9 +1,9 @@
-//! Billing operators: what the payment processor sent, and what became of it.
+//! Events of the payment processor and their outcome, for billing operators.
 
 use crate::api::{Api, Query};
-use crate::complete;
+use crate::completion;
 use crate::failure::Failure;
-use crate::out::Column;
+use crate::output::Column;
 use crate::reference::{PROCESSOR_EVENT, Ref};
 use serde_json::json;
 
@@ -24,18 +24,18 @@ pub(crate) enum Command {
     },
     /// One event.
     Show {
-        #[arg(add = complete::of(&PROCESSOR_EVENT))]
+        #[arg(add = completion::of(&PROCESSOR_EVENT))]
         event: Ref,
     },
     /// Processes a dead event again.
-    Retry(Order),
+    Retry(EventAction),
     /// Ends a dead event without processing it.
-    Dismiss(Order),
+    Dismiss(EventAction),
 }
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct Order {
-    #[arg(add = complete::of(&PROCESSOR_EVENT))]
+pub(crate) struct EventAction {
+    #[arg(add = completion::of(&PROCESSOR_EVENT))]
     event: Ref,
     /// Why; it stands in the audit log.
     #[arg(long, value_name = "TEXT")]
@@ -81,12 +81,12 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let id = event.id(&PROCESSOR_EVENT, api).await?;
             api.out.show(&api.get(&format!("{}/{id}", PROCESSOR_EVENT.path), &[]).await?, &ALONE)
         }
-        Command::Retry(order) => ordered(&order, "retry", api).await,
-        Command::Dismiss(order) => ordered(&order, "dismiss", api).await,
+        Command::Retry(order) => send_action(&order, "retry", api).await,
+        Command::Dismiss(order) => send_action(&order, "dismiss", api).await,
     }
 }
 
-async fn ordered(order: &Order, verb: &str, api: &Api) -> Result<(), Failure> {
+async fn send_action(order: &EventAction, verb: &str, api: &Api) -> Result<(), Failure> {
     let id = order.event.id(&PROCESSOR_EVENT, api).await?;
     let body = json!({ "reason": order.reason });
     api.out.show(&api.post(&format!("{}/{id}/{verb}", PROCESSOR_EVENT.path), &body).await?, &ALONE)

@@ -1,26 +1,26 @@
-//! What goes on while a command waits: a line that changes in a terminal, a line for each step elsewhere.
+//! The progress of a command that waits: a spinner in a terminal, a line per step elsewhere.
 
-use crate::out::Out;
+use crate::output::Output;
 use crate::text::plain;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{self, IsTerminal as _};
 use std::time::Duration;
 
-const TURNS_EVERY: Duration = Duration::from_millis(100);
+const TICK_INTERVAL: Duration = Duration::from_millis(100);
 
 pub(crate) struct Progress {
-    out: Out,
+    out: Output,
     line: Option<ProgressBar>,
 }
 
 impl Progress {
-    pub(crate) fn begin(out: Out, what: &str) -> Self {
+    pub(crate) fn begin(out: Output, what: &str) -> Self {
         let line = (!out.quiet && io::stderr().is_terminal()).then(|| {
             let line = ProgressBar::new_spinner();
             if let Ok(style) = ProgressStyle::with_template("{spinner} {msg} ({elapsed})") {
                 line.set_style(style);
             }
-            line.enable_steady_tick(TURNS_EVERY);
+            line.enable_steady_tick(TICK_INTERVAL);
             line
         });
         if let Some(line) = &line {
@@ -32,7 +32,7 @@ impl Progress {
     pub(crate) fn step(&self, what: &str) {
         match &self.line {
             Some(line) => line.set_message(plain(what)),
-            None => self.out.say(&plain(what)),
+            None => self.out.notice(&plain(what)),
         }
     }
 }

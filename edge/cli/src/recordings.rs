@@ -1,38 +1,38 @@
-//! Recordings of terminals: what a session showed, found, kept in a file and played back. Its owner and administrators read it, and each
-//! reading is audited.
+//! Recordings of terminal sessions: listing, downloading and playing them. The session's owner and administrators may read one, and each
+//! read is audited.
 
 mod play;
-pub(crate) mod tame;
+pub(crate) mod sanitize;
 
 use crate::allocations;
 use crate::api::{Api, Query};
-use crate::complete;
+use crate::completion;
+use crate::download;
 use crate::failure::Failure;
-use crate::file;
-use crate::out::Column;
+use crate::output::Column;
 use crate::reference::{self, RECORDING, Ref};
-use crate::terminal::sessions::Listed;
+use crate::terminal::sessions::TerminalSelector;
 use play::PlayArgs;
 use std::path::PathBuf;
 use uuid::Uuid;
 
 const ASCIICAST: &str = "application/x-asciicast";
-/// As failures name it.
+/// Its name in failures.
 const WHAT: &str = "the recording";
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
     /// The recordings of an allocation's terminals.
     #[command(visible_alias = "ls")]
-    List(Listed),
+    List(TerminalSelector),
     /// What there is of one; its id is the session's.
     Show {
-        #[arg(add = complete::of(&RECORDING))]
+        #[arg(add = completion::of(&RECORDING))]
         recording: Ref,
     },
     /// Keeps one in a file that asciinema and its players read (asciicast v2).
     Download {
-        #[arg(add = complete::of(&RECORDING))]
+        #[arg(add = completion::of(&RECORDING))]
         recording: Ref,
         /// The file, which must not be there; `-` is standard output. RECORDING.cast where it is left out.
         #[arg(long, value_name = "FILE")]
@@ -67,7 +67,7 @@ const ALONE: [Column; 10] = [
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
-        Command::List(Listed { allocation, user, limit, .. }) => {
+        Command::List(TerminalSelector { allocation, user, limit, .. }) => {
             let path = match allocation {
                 Some(allocation) => {
                     format!("{}/recordings", allocations::path(reference::allocation(&allocation, api).await?))
@@ -89,12 +89,12 @@ fn path(recording: Uuid) -> String {
     format!("/api/v1/recordings/{recording}")
 }
 
-/// Where the recording is read as asciicast.
+/// The path of the recording as asciicast.
 fn asciicast(recording: Uuid) -> String {
     format!("{}/asciicast", path(recording))
 }
 
 async fn download(api: &Api, recording: Uuid, to: Option<PathBuf>) -> Result<(), Failure> {
     let to = to.unwrap_or_else(|| PathBuf::from(format!("{recording}.cast")));
-    file::keep(api, &asciicast(recording), ASCIICAST, WHAT, &to).await
+    download::save(api, &asciicast(recording), ASCIICAST, WHAT, &to).await
 }

@@ -1,28 +1,28 @@
-//! What a command is told to act on: a whole id, the beginning of one id alone, or a name.
+//! References to resources on the command line: a whole id, a unique prefix of one, or a name.
 //!
-//! A whole id is taken as it is. Anything else is looked up in the list that the API has of its kind, and has to match one entry.
+//! A whole id is taken as it is. Any other text is looked up in the API's list of the kind, and must match one entry.
 
 use crate::api::{Api, Query};
-use crate::failure::{Ended, Failure};
+use crate::failure::{ExitStatus, Failure};
 use crate::text::{cell, plain};
 use serde_json::{Value, json};
 use std::fmt;
 use std::str::FromStr;
 use uuid::Uuid;
 
-/// The longest name of anything in the service.
-const LONGEST: usize = 255;
-/// A shorter beginning of an id is more likely a slip.
+/// The longest name of a resource.
+const MAX_NAME_LEN: usize = 255;
+/// A shorter prefix of an id is more likely a typing error.
 const SHORTEST_PREFIX: usize = 4;
-/// How many entries of a list are searched.
-const SEARCHED: usize = 10_000;
-/// How many candidates an error names.
-const LISTED: usize = 8;
+/// The most entries of a list that are searched.
+const MAX_SEARCHED: usize = 10_000;
+/// The most candidates that an error names.
+const MAX_CANDIDATES_LISTED: usize = 8;
 
-/// A kind of thing that has ids.
+/// A kind of resource that has ids.
 #[derive(Debug)]
-pub(crate) struct Kind {
-    /// As messages call it.
+pub(crate) struct ResourceKind {
+    /// Its name in messages.
     pub(crate) noun: &'static str,
     /// The command that lists them.
     pub(crate) listed_by: &'static str,
@@ -30,83 +30,83 @@ pub(crate) struct Kind {
     pub(crate) path: &'static str,
     /// The fields that name one, beside `id`.
     pub(crate) names: &'static [&'static str],
-    /// The fields by which a person tells two of them apart.
+    /// The fields that describe one to the user.
     pub(crate) shown: &'static [&'static str],
 }
 
-pub(crate) const ALLOCATION: Kind = Kind {
+pub(crate) const ALLOCATION: ResourceKind = ResourceKind {
     noun: "allocation",
     listed_by: "gpuctl allocations list --all",
     path: "/api/v1/allocations",
     names: &["/name"],
     shown: &["/name", "/sku", "/state"],
 };
-pub(crate) const NODE: Kind = Kind {
+pub(crate) const NODE: ResourceKind = ResourceKind {
     noun: "node",
     listed_by: "gpuctl nodes list",
     path: "/api/v1/admin/nodes",
     names: &["/name", "/host"],
     shown: &["/name", "/host", "/state"],
 };
-pub(crate) const SKU: Kind = Kind {
+pub(crate) const SKU: ResourceKind = ResourceKind {
     noun: "SKU",
     listed_by: "gpuctl skus list --all",
     path: "/api/v1/admin/skus",
     names: &["/name"],
     shown: &["/name", "/status"],
 };
-pub(crate) const SSH_KEY: Kind = Kind {
+pub(crate) const SSH_KEY: ResourceKind = ResourceKind {
     noun: "SSH key",
     listed_by: "gpuctl ssh-keys list",
     path: "/api/v1/ssh-keys",
     names: &["/name"],
     shown: &["/name", "/fingerprint"],
 };
-pub(crate) const SERVICE_ACCOUNT: Kind = Kind {
+pub(crate) const SERVICE_ACCOUNT: ResourceKind = ResourceKind {
     noun: "service account",
     listed_by: "gpuctl service-accounts list",
     path: "/api/v1/service-accounts",
     names: &["/name"],
     shown: &["/name"],
 };
-pub(crate) const PAYMENT: Kind = Kind {
+pub(crate) const PAYMENT: ResourceKind = ResourceKind {
     noun: "payment",
     listed_by: "gpuctl billing payments",
     path: "/api/v1/billing/payments",
     names: &[],
     shown: &["/state", "/created_at"],
 };
-pub(crate) const ACCOUNT: Kind = Kind {
+pub(crate) const ACCOUNT: ResourceKind = ResourceKind {
     noun: "billing account",
     listed_by: "gpuctl billing accounts",
     path: "/api/v1/admin/billing/accounts",
     names: &["/user_id", "/org_id"],
     shown: &["/user_id", "/org_id"],
 };
-pub(crate) const PROCESSOR_EVENT: Kind = Kind {
+pub(crate) const PROCESSOR_EVENT: ResourceKind = ResourceKind {
     noun: "processor event",
     listed_by: "gpuctl processor-events list",
     path: "/api/v1/admin/billing/processor-events",
     names: &["/event_id"],
     shown: &["/event_id", "/state"],
 };
-pub(crate) const NOTIFICATION_ENDPOINT: Kind = Kind {
+pub(crate) const NOTIFICATION_ENDPOINT: ResourceKind = ResourceKind {
     noun: "notification endpoint",
     listed_by: "gpuctl notification-endpoints list",
     path: "/api/v1/notification-endpoints",
     names: &["/url", "/address"],
     shown: &["/kind", "/url", "/address"],
 };
-/// Of everybody: administrators alone read that list.
-pub(crate) const TERMINAL_SESSION: Kind = Kind {
+/// The sessions of all users: administrators alone read that list.
+pub(crate) const TERMINAL_SESSION: ResourceKind = ResourceKind {
     noun: "terminal session",
     listed_by: "gpuctl terminal sessions list --all",
     path: "/api/v1/admin/terminal-sessions",
     names: &[],
     shown: &["/user_id", "/state"],
 };
-/// Of everybody: administrators alone read that list.
-pub(crate) const RECORDING: Kind = Kind {
+/// The recordings of all users: administrators alone read that list.
+pub(crate) const RECORDING: ResourceKind = ResourceKind {
     noun: "recording",
     listed_by: "gpuctl recordings list",
     path: "/api/v1/admin/recordings",
@@ -114,7 +114,7 @@ pub(crate) const RECORDING: Kind = Kind {
     shown: &["/user_id", "/created_at"],
 };
 
-/// What stands on the command line.
+/// A reference as it is on the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Ref(String);
 
@@ -122,7 +122,8 @@ impl FromStr for Ref {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let good = !text.trim().is_empty() && text.chars().count() <= LONGEST && !text.chars().any(char::is_control);
+        let good =
+            !text.trim().is_empty() && text.chars().count() <= MAX_NAME_LEN && !text.chars().any(char::is_control);
         good.then(|| Self(text.to_owned())).ok_or("an id, the beginning of one, or a name of up to 255 characters")
     }
 }
@@ -134,32 +135,32 @@ impl fmt::Display for Ref {
 }
 
 impl Ref {
-    /// The id that is meant.
-    pub(crate) async fn id(&self, kind: &Kind, api: &Api) -> Result<Uuid, Failure> {
+    /// Resolves the reference to an id.
+    pub(crate) async fn id(&self, kind: &ResourceKind, api: &Api) -> Result<Uuid, Failure> {
         self.id_in(kind, kind.path, api).await
     }
 
-    /// The same, among those that the API lists at `path`.
-    pub(crate) async fn id_in(&self, kind: &Kind, path: &str, api: &Api) -> Result<Uuid, Failure> {
+    /// Resolves it among the resources that the API lists at `path`.
+    pub(crate) async fn id_in(&self, kind: &ResourceKind, path: &str, api: &Api) -> Result<Uuid, Failure> {
         if let Ok(id) = self.0.parse() {
             return Ok(id);
         }
-        let page = api.list(path, &[], SEARCHED).await.map_err(|failure| self.unlisted(kind, failure))?;
+        let page = api.list(path, &[], MAX_SEARCHED).await.map_err(|failure| self.unlisted(kind, failure))?;
         if !page["next_page"].is_null() {
-            let why = format!("there are over {SEARCHED} {}s, too many to search for `{self}`", kind.noun);
+            let why = format!("there are over {MAX_SEARCHED} {}s, too many to search for `{self}`", kind.noun);
             return Err(Failure::usage(why).next("Give the whole id."));
         }
-        self.among(kind, items(&page))
+        self.resolve_among(kind, items(&page))
     }
 
-    /// The id that is meant among these.
-    pub(crate) fn among(&self, kind: &Kind, items: &[Value]) -> Result<Uuid, Failure> {
+    /// Resolves it among these resources.
+    pub(crate) fn resolve_among(&self, kind: &ResourceKind, items: &[Value]) -> Result<Uuid, Failure> {
         if let Ok(id) = self.0.parse() {
             return Ok(id);
         }
-        // Users choose names, and administrators act on everybody's allocations: one that is called as another's id begins is no better
-        // than that other.
-        let fits = |item: &&Value| self.names(kind, item) || self.begins(item);
+        // Users choose names, and administrators act on all allocations: a name that equals a prefix of another's id is ambiguous with
+        // that id.
+        let fits = |item: &&Value| self.matches_name(kind, item) || self.matches_prefix(item);
         let found: Vec<&Value> = items.iter().filter(fits).collect();
         match found[..] {
             [] => Err(self.unknown(kind)),
@@ -168,36 +169,43 @@ impl Ref {
         }
     }
 
-    fn names(&self, kind: &Kind, item: &Value) -> bool {
+    fn matches_name(&self, kind: &ResourceKind, item: &Value) -> bool {
         kind.names.iter().any(|name| item.pointer(name).and_then(Value::as_str) == Some(&self.0))
     }
 
-    fn begins(&self, item: &Value) -> bool {
+    fn matches_prefix(&self, item: &Value) -> bool {
         let id = item["id"].as_str().unwrap_or_default();
         self.0.len() >= SHORTEST_PREFIX && id.starts_with(&self.0.to_ascii_lowercase())
     }
 
-    fn unknown(&self, kind: &Kind) -> Failure {
+    fn unknown(&self, kind: &ResourceKind) -> Failure {
         let (noun, listed_by) = (kind.noun, kind.listed_by);
-        Failure::new(Ended::NotFound, format!("there is no {noun} whose id begins with `{self}` or that is called so"))
-            .next(format!("{listed_by} shows what there is; {SHORTEST_PREFIX} characters of an id are the fewest."))
+        Failure::new(
+            ExitStatus::NotFound,
+            format!("there is no {noun} whose id begins with `{self}` or that is called so"),
+        )
+        .next(format!("{listed_by} shows what there is; {SHORTEST_PREFIX} characters of an id are the fewest."))
     }
 
-    fn ambiguous(&self, kind: &Kind, found: &[&Value]) -> Failure {
-        let shown = found.iter().take(LISTED).map(|item| candidate(kind, item)).collect::<Vec<_>>().join(", ");
-        let more = if found.len() > LISTED { ", and others" } else { "" };
+    fn ambiguous(&self, kind: &ResourceKind, found: &[&Value]) -> Failure {
+        let shown =
+            found.iter().take(MAX_CANDIDATES_LISTED).map(|item| candidate(kind, item)).collect::<Vec<_>>().join(", ");
+        let more = if found.len() > MAX_CANDIDATES_LISTED { ", and others" } else { "" };
         let (count, noun) = (found.len(), kind.noun);
         Failure::usage(format!("`{self}` fits {count} {noun}s: {shown}{more}")).next("Give more of the id.")
     }
 
-    /// What is looked up in a list that the caller may not read.
-    fn unlisted(&self, kind: &Kind, failure: Failure) -> Failure {
-        if failure.ended != Ended::Forbidden {
+    /// The failure where the caller may not read the list.
+    fn unlisted(&self, kind: &ResourceKind, failure: Failure) -> Failure {
+        if failure.exit_status != ExitStatus::Forbidden {
             return failure;
         }
         let noun = kind.noun;
-        Failure::new(Ended::Forbidden, format!("`{self}` is no whole id, and you may not read the list of all {noun}s"))
-            .next(format!("Give the whole id of the {noun}."))
+        Failure::new(
+            ExitStatus::Forbidden,
+            format!("`{self}` is no whole id, and you may not read the list of all {noun}s"),
+        )
+        .next(format!("Give the whole id of the {noun}."))
     }
 }
 
@@ -206,23 +214,23 @@ pub(crate) fn items(page: &Value) -> &[Value] {
     page["items"].as_array().map_or(&[], Vec::as_slice)
 }
 
-fn id_of(item: &Value, kind: &Kind) -> Result<Uuid, Failure> {
+fn id_of(item: &Value, kind: &ResourceKind) -> Result<Uuid, Failure> {
     let id = item["id"].as_str().and_then(|id| id.parse().ok());
-    id.ok_or_else(|| Failure::new(Ended::Server, format!("the server lists a {} without an id", kind.noun)))
+    id.ok_or_else(|| Failure::new(ExitStatus::Server, format!("the server lists a {} without an id", kind.noun)))
 }
 
-fn candidate(kind: &Kind, item: &Value) -> String {
+fn candidate(kind: &ResourceKind, item: &Value) -> String {
     format!("{} ({})", cell(&item["id"]), label(kind, item))
 }
 
-/// By what a person knows it.
-pub(crate) fn label(kind: &Kind, item: &Value) -> String {
+/// A short description of a resource for the user.
+pub(crate) fn label(kind: &ResourceKind, item: &Value) -> String {
     let known = kind.shown.iter().filter_map(|field| item.pointer(field).filter(|value| !value.is_null()));
     plain(&known.map(cell).collect::<Vec<_>>().join(" "))
 }
 
-/// Several of a kind, each looked up.
-pub(crate) async fn ids(refs: &[Ref], kind: &Kind, api: &Api) -> Result<Vec<Uuid>, Failure> {
+/// Resolves several references of a kind.
+pub(crate) async fn ids(refs: &[Ref], kind: &ResourceKind, api: &Api) -> Result<Vec<Uuid>, Failure> {
     let mut ids = Vec::with_capacity(refs.len());
     for reference in refs {
         ids.push(reference.id(kind, api).await?);
@@ -230,22 +238,22 @@ pub(crate) async fn ids(refs: &[Ref], kind: &Kind, api: &Api) -> Result<Vec<Uuid
     Ok(ids)
 }
 
-/// Allocations: those that have not ended come first, so that the ids of old ones stand in nobody's way.
+/// Resolves an allocation. Live ones are searched first, so that the ids of released ones do not make a prefix ambiguous.
 pub(crate) async fn allocation(reference: &Ref, api: &Api) -> Result<Uuid, Failure> {
     if let Ok(id) = reference.0.parse() {
         return Ok(id);
     }
-    let live = live_allocations(&Vec::new(), SEARCHED, api).await?;
-    match reference.among(&ALLOCATION, items(&live)) {
-        Err(failure) if failure.ended == Ended::NotFound => reference.id(&ALLOCATION, api).await,
+    let live = live_allocations(&Vec::new(), MAX_SEARCHED, api).await?;
+    match reference.resolve_among(&ALLOCATION, items(&live)) {
+        Err(failure) if failure.exit_status == ExitStatus::NotFound => reference.id(&ALLOCATION, api).await,
         found => found,
     }
 }
 
-/// The states of an allocation that has not ended.
+/// The states of a live allocation.
 const LIVE: [&str; 5] = ["requested", "provisioning", "active", "releasing", "release_failed"];
 
-/// Those that have not ended, up to `limit` of each state: the API lists by one state.
+/// Live allocations, up to `limit` of each state, since the API filters by one state.
 pub(crate) async fn live_allocations(query: &Query<'_>, limit: usize, api: &Api) -> Result<Value, Failure> {
     let mut all = Vec::new();
     let mut more = Value::Null;
@@ -275,7 +283,7 @@ mod tests {
     }
 
     fn found(text: &str) -> Result<String, Failure> {
-        text.parse::<Ref>().unwrap().among(&NODE, &nodes()).map(|id| id.to_string())
+        text.parse::<Ref>().unwrap().resolve_among(&NODE, &nodes()).map(|id| id.to_string())
     }
 
     #[test]
@@ -292,28 +300,28 @@ mod tests {
     #[test]
     fn ambiguous_prefix_lists_the_candidates() {
         let failure = found("0198f").unwrap_err();
-        assert_eq!(failure.ended, Ended::Usage);
+        assert_eq!(failure.exit_status, ExitStatus::Usage);
         for part in ["fits 2 nodes", "00000000000a (gpu-1.example active)", "00000000000b (gpu-2.example offline)"] {
             assert!(failure.message.contains(part), "{failure}");
         }
     }
 
     #[test]
-    fn name_that_is_the_beginning_of_another_id_is_ambiguous() {
+    fn name_that_is_a_prefix_of_another_id_is_ambiguous() {
         let failure = found("0198").unwrap_err();
-        assert_eq!(failure.ended, Ended::Usage);
+        assert_eq!(failure.exit_status, ExitStatus::Usage);
         assert!(failure.message.contains("fits 3 nodes"), "{failure}");
     }
 
     #[test]
-    fn name_finds_what_has_it_alone_and_is_ambiguous_where_two_have_it() {
+    fn unique_name_resolves_and_a_shared_one_is_ambiguous() {
         let named = |id: &str, name: &str| json!({ "id": id, "name": name, "sku": "h100", "state": "active" });
         let ids = ["0198f000-0000-7000-8000-00000000000a", "0198f000-0000-7000-8000-00000000000b"];
         let found = |text: &str, second: &str| {
-            text.parse::<Ref>().unwrap().among(&ALLOCATION, &[named(ids[0], "train"), named(ids[1], second)])
+            text.parse::<Ref>().unwrap().resolve_among(&ALLOCATION, &[named(ids[0], "train"), named(ids[1], second)])
         };
         assert_eq!(found("train", "serve").unwrap().to_string(), ids[0]);
-        assert_eq!(found("train", "train").unwrap_err().ended, Ended::Usage);
+        assert_eq!(found("train", "train").unwrap_err().exit_status, ExitStatus::Usage);
         assert_eq!(found(ids[1], "train").unwrap().to_string(), ids[1]);
     }
 
@@ -321,7 +329,7 @@ mod tests {
     fn unknown_or_too_short_prefix_is_not_found() {
         for text in ["0299a", "02", "gpu-9.example"] {
             let failure = found(text).unwrap_err();
-            assert_eq!(failure.ended, Ended::NotFound, "{text}");
+            assert_eq!(failure.exit_status, ExitStatus::NotFound, "{text}");
             assert!(failure.next.unwrap().contains("gpuctl nodes list"));
         }
         for bad in ["", " ", "a\nb"] {

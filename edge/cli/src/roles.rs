@@ -1,9 +1,9 @@
-//! Administrators: who has which platform role.
+//! Bindings of platform roles, for administrators.
 
 use crate::api::{Api, Query};
 use crate::failure::Failure;
-use crate::out::Column;
-use crate::reference::{Kind, Ref};
+use crate::output::Column;
+use crate::reference::{Ref, ResourceKind};
 use clap::ValueEnum;
 use serde_json::json;
 
@@ -81,7 +81,7 @@ const BINDINGS: [Column; 6] = [
 
 const PATH: &str = "/api/v1/admin/platform-roles/bindings";
 
-const BINDING: Kind = Kind {
+const BINDING: ResourceKind = ResourceKind {
     noun: "binding",
     listed_by: "gpuctl roles list",
     path: PATH,

@@ -1,7 +1,7 @@
-//! Which command calls which route of the API. What the service writes for callers of its API names routes; a person at a terminal reads
-//! the commands in their place. The test compares the table with the API's description.
+//! The routes of the API and the commands that call them. Messages of the service name routes; for users of the command line they are
+//! replaced by commands. The test compares the table with the API's description.
 
-/// A route as the API describes it, and a command that calls it. Words in capitals stand for values.
+/// A route as the API describes it, and a command that calls it. Words in capitals are placeholders.
 pub(crate) const COMMANDS: [(&str, &str); 121] = [
     ("GET /api/v1/me", "whoami"),
     ("GET /api/v1/capacity", "capacity"),
@@ -138,8 +138,8 @@ pub(crate) const COMMANDS: [(&str, &str); 121] = [
     ("POST /api/v1/admin/runtime/members/{member}/workers/{worker}/restart", "restart WORKER --member MEMBER"),
 ];
 
-/// A message of the service for a person at a terminal: routes become commands, and where in a request that nobody sees something is
-/// wrong is left out.
+/// A message of the service for the user of the command line: routes become commands, and positions in the request's body are left out,
+/// since the user does not see it.
 pub(crate) fn for_people(message: &str) -> String {
     let mut words: Vec<String> = Vec::new();
     for word in without_position(message).split(' ') {
@@ -157,22 +157,22 @@ pub(crate) fn for_people(message: &str) -> String {
     words.join(" ")
 }
 
-/// The command that calls the route, which may have values or names in its braces.
+/// The command that calls the route, whose parameters may be values or names in braces.
 fn command_of(method: &str, path: &str) -> Option<&'static str> {
     let found = COMMANDS.iter().filter(|(route, _)| {
         route.split_once(' ').is_some_and(|(known, template)| known == method && fits(template, path))
     });
-    // A part of its own goes before a name in braces.
+    // A literal part takes precedence over a name in braces.
     found.min_by_key(|(route, _)| route.matches('{').count()).map(|(_, command)| *command)
 }
 
-/// Whether the path is one of the template's.
+/// Whether the path matches the template.
 fn fits(template: &str, path: &str) -> bool {
     let same = |(part, given): (&str, &str)| part == given || (part.starts_with('{') && !given.is_empty());
     template.split('/').count() == path.split('/').count() && template.split('/').zip(path.split('/')).all(same)
 }
 
-/// Without ` (line 1, column 15)` and ` at line 1, column 15`.
+/// Removes ` (line 1, column 15)` and ` at line 1, column 15`.
 fn without_position(message: &str) -> String {
     let mut text = message.to_owned();
     for (begin, end) in [(" (line ", ")"), (" at line ", "")] {

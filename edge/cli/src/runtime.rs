@@ -1,9 +1,9 @@
-//! Administrators: members and entities of the running cluster, and what is started anew. The tree is in `tree.rs`.
+//! The running cluster, for administrators: members, entities and restarts. The tree is in `tree.rs`.
 
 use crate::api::Api;
 use crate::confirm::Confirm;
-use crate::failure::{Ended, Failure};
-use crate::out::Column;
+use crate::failure::{ExitStatus, Failure};
+use crate::output::Column;
 use serde_json::{Value, json};
 use std::str::FromStr;
 use uuid::Uuid;
@@ -150,7 +150,7 @@ async fn member_id(name: &str, api: &Api) -> Result<Uuid, Failure> {
     let members = cluster["members"].as_array().into_iter().flatten();
     let found = members.filter(|member| member["name"] == name).find_map(id_of);
     found.ok_or_else(|| {
-        Failure::new(Ended::NotFound, format!("no member is called {name}")).next("`gpuctl cluster` shows them.")
+        Failure::new(ExitStatus::NotFound, format!("no member is called {name}")).next("`gpuctl cluster` shows them.")
     })
 }
 

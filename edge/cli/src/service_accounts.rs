@@ -1,11 +1,11 @@
-//! Accounts for programs: they act for their owner, with keys of their own. `gpuctl login --service-account` logs in with such a key.
+//! Service accounts: programs that act for their owner, with keys of their own. `gpuctl login --service-account` logs in with such a key.
 
 use crate::api::{Api, Query};
-use crate::complete;
+use crate::completion;
 use crate::confirm::Confirm;
 use crate::failure::Failure;
-use crate::out::Column;
-use crate::reference::{Kind, Ref, SERVICE_ACCOUNT};
+use crate::output::Column;
+use crate::reference::{Ref, ResourceKind, SERVICE_ACCOUNT};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -30,32 +30,32 @@ pub(crate) enum Command {
     },
     /// One service account, with its keys.
     Show {
-        #[arg(value_name = "SERVICE-ACCOUNT", add = complete::of(&SERVICE_ACCOUNT))]
+        #[arg(value_name = "SERVICE-ACCOUNT", add = completion::of(&SERVICE_ACCOUNT))]
         account: Ref,
     },
     /// Deletes a service account. Its keys and tokens end with the answer.
     #[command(visible_alias = "rm")]
     Delete {
-        #[arg(value_name = "SERVICE-ACCOUNT", add = complete::of(&SERVICE_ACCOUNT))]
+        #[arg(value_name = "SERVICE-ACCOUNT", add = completion::of(&SERVICE_ACCOUNT))]
         account: Ref,
         #[command(flatten)]
         confirm: Confirm,
     },
     /// Makes a key, and prints its id and secret: once, here.
     AddKey {
-        #[arg(value_name = "SERVICE-ACCOUNT", add = complete::of(&SERVICE_ACCOUNT))]
+        #[arg(value_name = "SERVICE-ACCOUNT", add = completion::of(&SERVICE_ACCOUNT))]
         account: Ref,
     },
     /// Revokes a key. Tokens that were issued for it end with the answer.
     RevokeKey {
-        #[arg(value_name = "SERVICE-ACCOUNT", add = complete::of(&SERVICE_ACCOUNT))]
+        #[arg(value_name = "SERVICE-ACCOUNT", add = completion::of(&SERVICE_ACCOUNT))]
         account: Ref,
         key: Ref,
     },
 }
 
 /// A key of one account.
-const KEY: Kind = Kind {
+const KEY: ResourceKind = ResourceKind {
     noun: "key",
     listed_by: "gpuctl service-accounts show",
     path: SERVICE_ACCOUNT.path,
@@ -100,7 +100,8 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             }
             let made = api.post(SERVICE_ACCOUNT.path, &body).await?;
             api.out.show(&made, &ALONE)?;
-            api.out.say(&format!("Give it a key: gpuctl service-accounts add-key {}", crate::text::cell(&made["id"])));
+            api.out
+                .notice(&format!("Give it a key: gpuctl service-accounts add-key {}", crate::text::cell(&made["id"])));
             Ok(())
         }
         Command::Show { account } => {
@@ -121,14 +122,14 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let id = account.id(&SERVICE_ACCOUNT, api).await?;
             let issued = api.post_empty(&format!("{}/keys", path(id))).await?;
             api.out.show(&issued, &ISSUED)?;
-            api.out.say("The secret is shown this once. Log in with it: gpuctl login --service-account CLIENT-ID");
+            api.out.notice("The secret is shown this once. Log in with it: gpuctl login --service-account CLIENT-ID");
             Ok(())
         }
         Command::RevokeKey { account, key } => {
             let id = account.id(&SERVICE_ACCOUNT, api).await?;
             let key = match key.to_string().parse() {
                 Ok(key) => key,
-                Err(_) => key.among(&KEY, keys(&api.get(&path(id), &[]).await?))?,
+                Err(_) => key.resolve_among(&KEY, keys(&api.get(&path(id), &[]).await?))?,
             };
             let revoked = api.delete(&format!("{}/keys/{key}", path(id)), &[]).await?;
             api.out.done(&revoked, &format!("Key {key} is revoked."))

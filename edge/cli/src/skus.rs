@@ -1,11 +1,11 @@
-//! What can be rented; and for administrators, what is offered, and at which price.
+//! The SKU catalog: active SKUs for users, and the whole catalog with prices for administrators.
 
 mod admin;
 
 use crate::api::{Api, Query};
-use crate::complete;
+use crate::completion;
 use crate::failure::Failure;
-use crate::out::Column;
+use crate::output::Column;
 use crate::reference::{Ref, SKU};
 use admin::{Create, Decision, Update};
 
@@ -26,7 +26,7 @@ pub(crate) enum Command {
     },
     /// Administrators: one SKU, with who has approved what.
     Show {
-        #[arg(add = complete::of(&SKU))]
+        #[arg(add = completion::of(&SKU))]
         sku: Ref,
     },
     /// Administrators: makes a draft.

@@ -1,10 +1,11 @@
-//! `gpuctl ssh`: the user's own ssh, told everything that the allocation answers. The host key is pinned: what the host offers is looked up,
-//! compared with the fingerprint that came over the service's own TLS, and written into a file that is this allocation's alone.
+//! `gpuctl ssh`: runs the user's own ssh with the address and the host key of the allocation. The host key is pinned: the key that the
+//! host offers is compared with the fingerprint from the API, which came over TLS, and written to a known-hosts file of this allocation
+//! alone.
 
 use crate::Connection;
 use crate::allocations;
-use crate::complete;
-use crate::failure::{Ended, Failure};
+use crate::completion;
+use crate::failure::{ExitStatus, Failure};
 use crate::login::store::write_private;
 use crate::reference::{self, ALLOCATION, Ref};
 use base64::Engine as _;
@@ -17,15 +18,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A node may take a moment to open its door to a new tenant.
-const OPENS_WITHIN: Duration = Duration::from_secs(20);
-const LOOKS_EVERY: Duration = Duration::from_millis(500);
-/// What a host says of its keys is no longer.
-const LONGEST: usize = 64 * 1024;
+/// How long a new tenant's SSH access may take to appear on the node.
+const HOST_KEY_TIMEOUT: Duration = Duration::from_secs(20);
+const SCAN_INTERVAL: Duration = Duration::from_millis(500);
+/// The longest output of a host key scan.
+const MAX_SCAN_BYTES: usize = 64 * 1024;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct SshArgs {
-    #[arg(add = complete::of(&ALLOCATION))]
+    #[arg(add = completion::of(&ALLOCATION))]
     allocation: Ref,
     /// The private key to come in with, as `ssh -i` has it.
     #[arg(long, short, value_name = "FILE")]
@@ -44,8 +45,8 @@ pub(crate) struct SshArgs {
     command: Vec<OsString>,
 }
 
-/// The way in.
-struct Door {
+/// The SSH address of an allocation, and its host key.
+struct SshTarget {
     host: String,
     port: u16,
     user: String,
@@ -56,47 +57,47 @@ pub(crate) async fn run(args: SshArgs, connection: &Connection) -> Result<u8, Fa
     let api = connection.api()?;
     let allocation = reference::allocation(&args.allocation, &api).await?;
     let found = api.get(&allocations::path(allocation), &[]).await?;
-    let door = Door::of(&found)?;
+    let target = SshTarget::of(&found)?;
     let known = connection.store.known_hosts()?.join(allocation.to_string());
     let alias = format!("gpu-{allocation}");
-    let checked = match &door.fingerprint {
+    let checked = match &target.fingerprint {
         Some(fingerprint) => {
-            pin(&door, fingerprint, &alias, &known)?;
+            pin(&target, fingerprint, &alias, &known)?;
             "yes"
         }
         None if args.accept_unknown_host_key => "accept-new",
         None => {
-            return Err(Failure::new(Ended::Refused, "the service does not know this node's host key")
+            return Err(Failure::new(ExitStatus::Refused, "the service does not know this node's host key")
                 .next("Compare it yourself when ssh shows it: --accept-unknown-host-key"));
         }
     };
     if args.print_config {
-        // Whoever reads it is somewhere else.
+        // The block is used from another folder, so the path must be absolute.
         let identity = args.identity.map(|path| std::path::absolute(&path).unwrap_or(path));
-        connection.out.line(&door.config(&alias, &known, checked, identity.as_deref()))?;
+        connection.out.line(&target.config(&alias, &known, checked, identity.as_deref()))?;
         return Ok(0);
     }
     let mut ssh = Command::new("ssh");
-    for option in door.options(&alias, &known, checked) {
+    for option in target.options(&alias, &known, checked) {
         ssh.args(["-o", &option]);
     }
     if let Some(identity) = &args.identity {
         ssh.arg("-i").arg(identity);
     }
-    ssh.args(&args.ssh_args).args(["-p", &door.port.to_string(), "-l", &door.user, "--", &door.host]);
+    ssh.args(&args.ssh_args).args(["-p", &target.port.to_string(), "-l", &target.user, "--", &target.host]);
     ssh.args(&args.command);
-    // In this process's place: the terminal, the signals and the exit status are ssh's.
+    // Replaces this process, so that the terminal, the signals and the exit status are ssh's.
     let error = ssh.exec();
-    Err(Failure::new(Ended::Failed, format!("ssh cannot be run: {error}")).next("Install an OpenSSH client."))
+    Err(Failure::new(ExitStatus::Failed, format!("ssh cannot be run: {error}")).next("Install an OpenSSH client."))
 }
 
-impl Door {
+impl SshTarget {
     fn of(allocation: &Value) -> Result<Self, Failure> {
         let state = allocation["state"].as_str().unwrap_or_default();
         let ssh = &allocation["ssh"];
         if state != "active" || ssh.is_null() {
             return Err(Failure::new(
-                Ended::Refused,
+                ExitStatus::Refused,
                 format!("the allocation is {state}; only an active one can be logged in to"),
             )
             .next("Wait for it: gpuctl allocations events --follow"));
@@ -104,7 +105,10 @@ impl Door {
         let text = |name: &str| ssh[name].as_str().filter(|text| is_name(text)).map(str::to_owned);
         let port = ssh["port"].as_u64().and_then(|port| u16::try_from(port).ok());
         let (Some(host), Some(port), Some(user)) = (text("host"), port, text("username")) else {
-            return Err(Failure::new(Ended::Server, "the server's answer names no host, port and user to log in to"));
+            return Err(Failure::new(
+                ExitStatus::Server,
+                "the server's answer names no host, port and user to log in to",
+            ));
         };
         Ok(Self { host, port, user, fingerprint: ssh["host_key_fingerprint"].as_str().map(str::to_owned) })
     }
@@ -115,7 +119,7 @@ impl Door {
             format!("UserKnownHostsFile=\"{}\"", known.display()),
             "GlobalKnownHostsFile=/dev/null".to_owned(),
             format!("StrictHostKeyChecking={checked}"),
-            // Nothing but the service says which keys are the host's.
+            // The service alone decides on the host's keys.
             "UpdateHostKeys=no".to_owned(),
             "CheckHostIP=no".to_owned(),
         ]
@@ -136,30 +140,30 @@ impl Door {
     }
 }
 
-/// What can be a host or a user, and no option, no command and no second word of ssh's.
+/// Whether a text is a valid host or user, and cannot be taken for an option, a command or a second argument of ssh.
 fn is_name(text: &str) -> bool {
     let good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':');
     !text.is_empty() && text.len() <= 255 && !text.starts_with('-') && text.chars().all(good)
 }
 
-/// Leaves in `known` the one key of the host that has this fingerprint.
-fn pin(door: &Door, fingerprint: &str, alias: &str, known: &Path) -> Result<(), Failure> {
+/// Writes to `known` the host's key with this fingerprint.
+fn pin(target: &SshTarget, fingerprint: &str, alias: &str, known: &Path) -> Result<(), Failure> {
     let before = std::fs::read_to_string(known).unwrap_or_default();
     if matching(&before, fingerprint).is_some() {
         return Ok(());
     }
-    let until = Instant::now() + OPENS_WITHIN;
+    let until = Instant::now() + HOST_KEY_TIMEOUT;
     loop {
-        let offered = scan(door)?;
+        let offered = scan(target)?;
         if let Some((kind, key)) = matching(&offered, fingerprint) {
             let line = format!("{alias} {kind} {key}\n");
             return write_private(known, line.as_bytes())
-                .map_err(|error| Failure::new(Ended::Failed, format!("{}: {error}", known.display())));
+                .map_err(|error| Failure::new(ExitStatus::Failed, format!("{}: {error}", known.display())));
         }
-        let Door { host, port, .. } = door;
+        let SshTarget { host, port, .. } = target;
         if !offered.is_empty() {
             return Err(Failure::new(
-                Ended::Refused,
+                ExitStatus::Refused,
                 format!(
                     "{host} port {port} has none but other host keys than {fingerprint}, which the \
                  service names: somebody may be listening in between, and nothing was sent"
@@ -168,29 +172,33 @@ fn pin(door: &Door, fingerprint: &str, alias: &str, known: &Path) -> Result<(), 
             .next("Tell the service's operator."));
         }
         if Instant::now() >= until {
-            return Err(Failure::new(Ended::Network, format!("{host} port {port} does not answer as an SSH server"))
-                .next(
-                    "Ask the operator whether the node can be reached from here; `gpuctl terminal` needs no way to it.",
-                ));
+            return Err(Failure::new(
+                ExitStatus::Network,
+                format!("{host} port {port} does not answer as an SSH server"),
+            )
+            .next(
+                "Ask the operator whether the node can be reached from here; `gpuctl terminal` needs no way to it.",
+            ));
         }
-        std::thread::sleep(LOOKS_EVERY);
+        std::thread::sleep(SCAN_INTERVAL);
     }
 }
 
-/// What the host offers: lines of `host type key`. Nothing where it does not answer.
-fn scan(door: &Door) -> Result<String, Failure> {
+/// The host keys that the host offers: lines of `host type key`. Empty where it does not respond.
+fn scan(target: &SshTarget) -> Result<String, Failure> {
     let mut scan = Command::new("ssh-keyscan");
-    scan.args(["-T", "5", "-t", "ed25519,ecdsa,rsa", "-p", &door.port.to_string(), "--", &door.host]);
+    scan.args(["-T", "5", "-t", "ed25519,ecdsa,rsa", "-p", &target.port.to_string(), "--", &target.host]);
     let ran = scan.stdin(Stdio::null()).stderr(Stdio::null()).output();
     let ran = ran.map_err(|error| {
-        Failure::new(Ended::Failed, format!("ssh-keyscan cannot be run: {error}")).next("Install an OpenSSH client.")
+        Failure::new(ExitStatus::Failed, format!("ssh-keyscan cannot be run: {error}"))
+            .next("Install an OpenSSH client.")
     })?;
-    let mut said = ran.stdout;
-    said.truncate(LONGEST);
-    Ok(String::from_utf8_lossy(&said).lines().filter(|line| !line.starts_with('#')).collect::<Vec<_>>().join("\n"))
+    let mut scanned = ran.stdout;
+    scanned.truncate(MAX_SCAN_BYTES);
+    Ok(String::from_utf8_lossy(&scanned).lines().filter(|line| !line.starts_with('#')).collect::<Vec<_>>().join("\n"))
 }
 
-/// The first key of these lines with the fingerprint, its type and its body.
+/// The type and the body of the first key with the fingerprint.
 fn matching(lines: &str, fingerprint: &str) -> Option<(String, String)> {
     lines.lines().find_map(|line| {
         let mut words = line.split_ascii_whitespace().skip(1);
@@ -215,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_key_with_the_fingerprint_is_believed() {
+    fn only_the_host_key_with_the_fingerprint_is_accepted() {
         let offered = format!("h ssh-rsa not-base64!\n[h]:22 ssh-ed25519 {OTHER}\n[h]:22 ssh-ed25519 {KEY}\n");
         assert_eq!(matching(&offered, &fingerprint()), Some(("ssh-ed25519".to_owned(), KEY.to_owned())));
         assert_eq!(matching(&format!("h ssh-ed25519 {OTHER}"), &fingerprint()), None);
@@ -223,11 +231,11 @@ mod tests {
     }
 
     #[test]
-    fn a_host_or_user_that_would_be_an_option_is_refused() {
-        let door = |host: &str, username: &str| {
-            Door::of(&json!({ "state": "active", "ssh": { "host": host, "port": 22, "username": username } }))
+    fn host_or_user_that_could_be_an_option_is_refused() {
+        let target = |host: &str, username: &str| {
+            SshTarget::of(&json!({ "state": "active", "ssh": { "host": host, "port": 22, "username": username } }))
         };
-        assert!(door("gpu-1.example", "u-01").is_ok() && door("::1", "u").is_ok());
+        assert!(target("gpu-1.example", "u-01").is_ok() && target("::1", "u").is_ok());
         for (host, user) in [
             ("-oProxyCommand=touch /tmp/owned", "u"),
             ("h", "-oProxyCommand=x"),
@@ -237,16 +245,20 @@ mod tests {
             ("", "u"),
             ("h", "a b"),
         ] {
-            assert_eq!(door(host, user).err().map(|failure| failure.ended), Some(Ended::Server), "{host:?} {user:?}");
+            assert_eq!(
+                target(host, user).err().map(|failure| failure.exit_status),
+                Some(ExitStatus::Server),
+                "{host:?} {user:?}"
+            );
         }
-        let early = Door::of(&json!({ "state": "provisioning", "ssh": null }));
-        assert_eq!(early.err().map(|failure| failure.ended), Some(Ended::Refused));
+        let early = SshTarget::of(&json!({ "state": "provisioning", "ssh": null }));
+        assert_eq!(early.err().map(|failure| failure.exit_status), Some(ExitStatus::Refused));
     }
 
     #[test]
-    fn a_host_block_says_what_the_command_line_would() {
-        let door = Door { host: "gpu-1.example".into(), port: 2222, user: "u-01".into(), fingerprint: None };
-        insta::assert_snapshot!(door.config("gpu-x", Path::new("/k/x"), "yes", Some(Path::new("/id"))), @r#"
+    fn config_block_has_the_options_of_the_command_line() {
+        let target = SshTarget { host: "gpu-1.example".into(), port: 2222, user: "u-01".into(), fingerprint: None };
+        insta::assert_snapshot!(target.config("gpu-x", Path::new("/k/x"), "yes", Some(Path::new("/id"))), @r#"
         Host gpu-x
           HostName gpu-1.example
           Port 2222

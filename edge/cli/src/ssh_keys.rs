@@ -1,9 +1,9 @@
-//! The keys that open what is rented. Public ones: a private key never leaves its owner's machine.
+//! SSH public keys that open allocations. A private key never leaves its owner's machine.
 
 use crate::api::Api;
-use crate::complete;
+use crate::completion;
 use crate::failure::Failure;
-use crate::out::Column;
+use crate::output::Column;
 use crate::reference::{Ref, SSH_KEY};
 use crate::text::plain;
 use serde_json::json;
@@ -11,8 +11,8 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// A public key is no longer.
-const LONGEST: u64 = 16 * 1024;
+/// The longest file of a public key.
+const MAX_KEY_FILE_BYTES: u64 = 16 * 1024;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -20,7 +20,7 @@ pub(crate) enum Command {
     #[command(visible_alias = "ls")]
     List {
         #[command(flatten)]
-        of: Of,
+        of: UserSelector,
         /// At most so many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
@@ -38,36 +38,36 @@ pub(crate) enum Command {
     },
     /// One key.
     Show {
-        #[arg(add = complete::of(&SSH_KEY))]
+        #[arg(add = completion::of(&SSH_KEY))]
         key: Ref,
         #[command(flatten)]
-        of: Of,
+        of: UserSelector,
     },
     /// Removes a key.
     #[command(visible_alias = "rm")]
     Delete {
-        #[arg(add = complete::of(&SSH_KEY))]
+        #[arg(add = completion::of(&SSH_KEY))]
         key: Ref,
         #[command(flatten)]
-        of: Of,
+        of: UserSelector,
     },
     /// Opens what you rent with this key where nothing else is said.
     Default {
-        #[arg(add = complete::of(&SSH_KEY))]
+        #[arg(add = completion::of(&SSH_KEY))]
         key: Ref,
         #[command(flatten)]
-        of: Of,
+        of: UserSelector,
     },
 }
 
 #[derive(Debug, clap::Args)]
-pub(crate) struct Of {
+pub(crate) struct UserSelector {
     /// Administrators: of this user.
     #[arg(long, value_name = "ID", value_parser = user_id)]
     user: Option<String>,
 }
 
-impl Of {
+impl UserSelector {
     fn path(&self) -> String {
         match &self.user {
             Some(user) => format!("/api/v1/admin/users/{user}/ssh-keys"),
@@ -121,7 +121,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     }
 }
 
-/// The one public key that is in a file; `-` is standard input.
+/// The single public key in a file; `-` is standard input.
 pub(crate) fn public_key(file: &Path) -> Result<String, Failure> {
     let wrong = |why: String| Failure::usage(format!("{}: {why}", file.display()));
     let unread = |error: io::Error| wrong(error.to_string());
@@ -130,20 +130,20 @@ pub(crate) fn public_key(file: &Path) -> Result<String, Failure> {
         Some("-") => Box::new(io::stdin().lock()),
         _ => Box::new(File::open(file).map_err(unread)?),
     };
-    source.take(LONGEST + 1).read_to_string(&mut text).map_err(unread)?;
+    source.take(MAX_KEY_FILE_BYTES + 1).read_to_string(&mut text).map_err(unread)?;
     if text.contains("PRIVATE KEY") {
         return Err(wrong(
             "this is a private key, which is never sent anywhere; give the file that ends in .pub".into(),
         ));
     }
     let key = text.trim();
-    if text.len() as u64 > LONGEST || key.lines().count() != 1 {
+    if text.len() as u64 > MAX_KEY_FILE_BYTES || key.lines().count() != 1 {
         return Err(wrong("this is not one public key in OpenSSH's form".to_owned()));
     }
     Ok(key.to_owned())
 }
 
-/// What stands after the key's type and its body.
+/// The comment after the key's type and its body.
 fn comment(key: &str) -> Option<String> {
     let comment = plain(key.splitn(3, ' ').nth(2)?.trim());
     (!comment.is_empty()).then_some(comment)
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_public_key_is_read_and_a_private_one_goes_nowhere() {
+    fn one_public_key_is_read_and_a_private_one_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let file = |content: &str| {
             let path = folder.path().join("key");
@@ -176,7 +176,7 @@ mod tests {
             String::new(),
         ] {
             let failure = file(&bad).unwrap_err();
-            assert!(failure.ended.code() == 2 && !failure.message.contains("hidden"), "{failure}");
+            assert!(failure.exit_status.code() == 2 && !failure.message.contains("hidden"), "{failure}");
         }
     }
 }

@@ -1,20 +1,20 @@
-//! `gpuctl terminal`: a shell on an allocation in the user's own terminal, which goes on when connections are lost.
+//! `gpuctl terminal`: a shell on an allocation in the user's terminal. The session survives lost connections.
 
-mod again;
 mod connection;
 mod escape;
-pub(crate) mod raw;
+pub(crate) mod raw_mode;
 pub(crate) mod screen;
+mod scrollback;
 mod session;
 pub(crate) mod sessions;
 
 use crate::api::Api;
-use crate::complete;
+use crate::completion;
 use crate::duration;
-use crate::failure::{Ended, Failure};
-use crate::out::say_always;
+use crate::failure::{ExitStatus, Failure};
+use crate::output::print_notice;
 use crate::reference::{self, ALLOCATION, Ref};
-use session::{Over, Session};
+use session::{Session, SessionEnd};
 use std::io::{self, IsTerminal as _};
 use std::time::Duration;
 use uuid::Uuid;
@@ -24,7 +24,7 @@ use uuid::Uuid;
 pub(crate) struct TerminalArgs {
     #[command(subcommand)]
     command: Option<Command>,
-    #[arg(required = true, add = complete::of(&ALLOCATION))]
+    #[arg(required = true, add = completion::of(&ALLOCATION))]
     allocation: Option<Ref>,
     /// Go back to a shell that was left; `gpuctl terminal sessions list` shows which there are.
     #[arg(long, value_name = "ID")]
@@ -44,7 +44,7 @@ pub(crate) enum Command {
     Sessions(sessions::Command),
 }
 
-/// A terminal that is opened here.
+/// The parameters of a terminal session.
 struct Terminal {
     allocation: Uuid,
     session: Option<Uuid>,
@@ -53,7 +53,7 @@ struct Terminal {
 }
 
 impl TerminalArgs {
-    /// Whether it takes the user's terminal.
+    /// Whether it opens a session in the user's terminal.
     pub(crate) const fn is_interactive(&self) -> bool {
         self.command.is_none()
     }
@@ -83,30 +83,31 @@ async fn open(args: Terminal, api: &Api) -> Result<u8, Failure> {
             .next(format!("Run a command without one: gpuctl ssh {allocation} -- COMMAND")));
     }
     let mut session = Session::begin(args, api)?;
-    let over = session.live().await;
-    let left_behind = session.left_behind().filter(|_| over.as_ref().map_or_else(may_go_on, Over::may_run_on));
-    // The user's own terminal is theirs again before anything is said.
-    let unclean = !matches!(over, Ok(Over::Exited { .. }));
+    let end = session.run().await;
+    let still_running =
+        session.still_running().filter(|_| end.as_ref().map_or_else(may_still_run, SessionEnd::may_still_run));
+    // The terminal is restored before anything is printed.
+    let unclean = !matches!(end, Ok(SessionEnd::Exited { .. }));
     session.finish(unclean).await;
-    if let Some(id) = left_behind {
-        say_always(&format!("The shell runs on. Back to it: gpuctl terminal {allocation} --session {id}"));
+    if let Some(id) = still_running {
+        print_notice(&format!("The shell runs on. Back to it: gpuctl terminal {allocation} --session {id}"));
     }
-    match over.map_err(|failure| explained(failure, allocation))? {
-        Over::Exited { code: Some(code), .. } => Ok(u8::try_from(code & 0xff).unwrap_or(u8::MAX)),
-        Over::Exited { code: None, signal } => Ok(by_signal(signal.unwrap_or_default())),
-        Over::Signalled(signal) => Ok(by_signal(signal)),
-        Over::Left => Ok(0),
-        Over::Closed(code) => Err(closed(code)),
+    match end.map_err(|failure| with_session_list(failure, allocation))? {
+        SessionEnd::Exited { code: Some(code), .. } => Ok(u8::try_from(code & 0xff).unwrap_or(u8::MAX)),
+        SessionEnd::Exited { code: None, signal } => Ok(exit_code_of_signal(signal.unwrap_or_default())),
+        SessionEnd::Signalled(signal) => Ok(exit_code_of_signal(signal)),
+        SessionEnd::Left => Ok(0),
+        SessionEnd::Closed(code) => Err(failure_of_close_code(code)),
     }
 }
 
-/// Whether a session may still be there after this: nobody has said that it, or what it was on, is not.
-const fn may_go_on(failure: &Failure) -> bool {
-    !matches!(failure.ended, Ended::NotFound | Ended::Refused)
+/// Whether the session may still run after this failure: the service has not said that it, or its allocation, is gone.
+const fn may_still_run(failure: &Failure) -> bool {
+    !matches!(failure.exit_status, ExitStatus::NotFound | ExitStatus::Refused)
 }
 
-/// With what to do where there are too many.
-fn explained(failure: Failure, allocation: Uuid) -> Failure {
+/// Adds a hint where the limit of sessions is reached.
+fn with_session_list(failure: Failure, allocation: Uuid) -> Failure {
     let key = failure.answer.as_ref().map(|answer| &answer.details["policy_key"]);
     match key {
         Some(key) if key == "terminal.sessions_per_allocation" => {
@@ -116,20 +117,20 @@ fn explained(failure: Failure, allocation: Uuid) -> Failure {
     }
 }
 
-/// As a shell tells of it.
-fn by_signal(signal: i32) -> u8 {
+/// The exit code of a signal, as shells report it.
+fn exit_code_of_signal(signal: i32) -> u8 {
     u8::try_from(128_i32.saturating_add(signal)).unwrap_or(u8::MAX)
 }
 
-/// A session that the service ended, by its close code.
-fn closed(code: u16) -> Failure {
-    let (ended, why) = match code {
-        4403 => (Ended::Refused, "the allocation was released, or an administrator closed the session"),
-        4408 => (Ended::Refused, "the session has reached the end of its time; a new one can be opened"),
-        4409 => (Ended::Refused, "another connection has taken this session over"),
-        4401 => (Ended::Refused, "the service takes none of its own tokens for this session"),
-        1011 => (Ended::Server, "the node could not run the session"),
-        _ => (Ended::Server, "the service closed the connection"),
+/// The failure for a close code of the service.
+fn failure_of_close_code(code: u16) -> Failure {
+    let (exit_status, why) = match code {
+        4403 => (ExitStatus::Refused, "the allocation was released, or an administrator closed the session"),
+        4408 => (ExitStatus::Refused, "the session has reached the end of its time; a new one can be opened"),
+        4409 => (ExitStatus::Refused, "another connection has taken this session over"),
+        4401 => (ExitStatus::Refused, "the service takes none of its own tokens for this session"),
+        1011 => (ExitStatus::Server, "the node could not run the session"),
+        _ => (ExitStatus::Server, "the service closed the connection"),
     };
-    Failure::new(ended, format!("{why} (close code {code})"))
+    Failure::new(exit_status, format!("{why} (close code {code})"))
 }

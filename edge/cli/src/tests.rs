@@ -26,7 +26,7 @@ fn the_commands_are_what_they_were() {
 }
 
 #[test]
-fn what_is_no_command_line_ends_with_2() {
+fn invalid_command_line_exits_with_2() {
     for bad in [
         "gpuctl allocations create",
         "gpuctl allocations create --sku x --gpus 0",
@@ -57,17 +57,17 @@ fn what_is_no_command_line_ends_with_2() {
         "gpuctl --idempotency-key= whoami",
     ] {
         let error = Arguments::try_parse_from(bad.split(' ')).unwrap_err();
-        assert_eq!(error.exit_code(), i32::from(Ended::Usage.code()), "{bad}");
+        assert_eq!(error.exit_code(), i32::from(ExitStatus::Usage.code()), "{bad}");
     }
 }
 
 #[test]
-fn login_takes_a_server_and_nothing_else() {
+fn login_requires_a_server_alone() {
     assert!(Arguments::try_parse_from(["gpuctl", "login", "--server", "https://gpu.example"]).is_ok());
 }
 
 #[test]
-fn settings_of_the_environment_stand_in_no_usage_line() {
+fn environment_variables_are_not_in_usage_lines() {
     fn arguments_of(command: &clap::Command, found: &mut Vec<String>) {
         found.extend(command.get_arguments().filter(|argument| argument.get_env().is_some()).map(ToString::to_string));
         command.get_subcommands().for_each(|sub| arguments_of(sub, found));
@@ -87,7 +87,7 @@ fn bare_program_and_bare_nouns_show_their_help() {
 }
 
 #[test]
-fn dangerous_commands_take_a_confirmation() {
+fn irreversible_commands_require_a_confirmation() {
     for dangerous in [
         "nodes remove NODE --reason r",
         "allocations force-release ALLOCATION --reason r",
@@ -104,7 +104,7 @@ fn dangerous_commands_take_a_confirmation() {
 }
 
 #[test]
-fn completions_are_scripts_that_their_shells_read() {
+fn completion_scripts_are_valid_for_their_shells() {
     for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
         let script = completion_script(shell).unwrap();
         assert!(script.contains(COMPLETE), "{shell}: the script asks the program");

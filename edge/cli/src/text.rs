@@ -1,9 +1,9 @@
-//! What others wrote, as it is shown in a terminal: nothing of it moves the cursor.
+//! Foreign text in a terminal, without control characters.
 
 use chrono::{DateTime, Utc};
 use serde_json::Value;
 
-/// Longer texts are cut in tables; `--output json` has all of it.
+/// The longest text in a table; `--output json` has the whole.
 const LONGEST: usize = 200;
 
 /// The text with every control character (and what turns the direction of text) replaced; a line break becomes a space.
@@ -43,7 +43,7 @@ pub(crate) fn cell(value: &Value) -> String {
 }
 
 fn instant(text: &str) -> Option<String> {
-    // Cheaper than to try every text.
+    // Cheaper than parsing every text.
     let looks = text.len() >= 20 && text.as_bytes().get(10) == Some(&b'T');
     let at: DateTime<Utc> = looks.then(|| text.parse().ok())??;
     Some(at.format("%Y-%m-%d %H:%M:%SZ").to_string())

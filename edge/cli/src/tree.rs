@@ -1,13 +1,13 @@
-//! Administrators: what runs in the cluster, and why anything waits.
+//! The supervision tree of the cluster, for administrators.
 
 use crate::api::{Api, Query};
 use crate::failure::Failure;
-use crate::out::{Column, tabled};
+use crate::output::{Column, table_text};
 use crate::text::{cell, plain};
 use serde_json::Value;
 use std::fmt::Write as _;
 
-/// Workers hang no deeper; a tree that says otherwise is cut.
+/// The deepest level of workers that is shown; a deeper tree is truncated.
 const DEEPEST: usize = 16;
 
 #[derive(Debug, clap::Args)]
@@ -56,7 +56,7 @@ fn items<'a>(of: &'a Value, name: &str) -> &'a [Value] {
     of[name].as_array().map_or(&[], Vec::as_slice)
 }
 
-/// Writing into a text does not fail.
+/// Writing to a string cannot fail.
 fn drawn(tree: &Value) -> String {
     let mut text = String::new();
     for member in items(tree, "members") {
@@ -82,7 +82,7 @@ fn drawn(tree: &Value) -> String {
     let _ = writeln!(text, "overdue: {}, parked: {}", cell(&tree["overdue"]), cell(&tree["parked"]));
     let entities = items(tree, "entities");
     if !entities.is_empty() {
-        let _ = writeln!(text, "\n{}", tabled(entities, &ENTITIES));
+        let _ = writeln!(text, "\n{}", table_text(entities, &ENTITIES));
     }
     if tree["truncated"] == true {
         text.push_str("There are more; narrow the selection with --kind and --state.\n");
@@ -114,7 +114,7 @@ fn below(text: &mut String, member: &Value, parent: &str, depth: usize) {
     }
 }
 
-/// What waits in a worker's queue, of how much it holds.
+/// The length of a worker's queue, and its bound.
 fn queue(queue: &Value) -> String {
     if queue.is_null() {
         return String::new();

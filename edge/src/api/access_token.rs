@@ -1,6 +1,6 @@
 //! Access tokens for service accounts: OAuth 2.0 client credentials (RFC 6749, section 4.4).
 //!
-//! Refusals come in the service's own envelope; `details.error` holds the code that the RFC gives them (section 5.2).
+//! Errors use the service's own envelope; `details.error` has the code of the RFC (section 5.2).
 
 use axum::extract::{ConnectInfo, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
@@ -8,7 +8,7 @@ use axum::{Extension, Json};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use chrono::TimeDelta;
-use domain::policy::Key;
+use domain::policy::PolicyKey;
 use domain::service_account::ServiceAccount;
 use domain::{ServiceAccountId, ServiceAccountKeyId};
 use secrecy::{ExposeSecret as _, SecretString};
@@ -21,35 +21,38 @@ use uuid::Uuid;
 
 use crate::auth::service_token::ServiceTokens;
 use crate::body::Form;
-use crate::buckets::{Buckets, Rate, network_of};
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
-use crate::rate_limit::Limited;
+use crate::rate_limit::LimitedRoute;
 use crate::services::Services;
 use crate::tls::Peer;
-use crate::token::{Purpose, TokenHash, read};
+use crate::token::{TokenHash, TokenPurpose, read};
+use crate::token_bucket::{Rate, TokenBuckets, network_of};
 
 const BASIC: &str = "Basic realm=\"gpuaas\"";
 
-/// Who is refused how often: a secret of 256 bits is not guessed, but whoever tries fills the log. The right secret is never held up.
+/// Limits on failed attempts: a secret of 256 bits cannot be guessed, but attempts fill the log. A correct secret is never limited.
 const PER_ACCOUNT: Rate = Rate { burst: 10, interval: Duration::from_secs(6) };
 const PER_ADDRESS: Rate = Rate { burst: 60, interval: Duration::from_secs(1) };
-const REMEMBERED: usize = 16_384;
+const MAX_TRACKED: usize = 16_384;
 
-/// The failed attempts of a while.
+/// The recent failed attempts, by account and by network address.
 #[derive(Clone)]
-pub(super) struct Failures(Arc<(Buckets<Uuid>, Buckets<IpAddr>)>);
+pub(super) struct FailedAttempts(Arc<(TokenBuckets<Uuid>, TokenBuckets<IpAddr>)>);
 
-impl Default for Failures {
+impl Default for FailedAttempts {
     fn default() -> Self {
         let now = Instant::now();
-        Self(Arc::new((Buckets::new(PER_ACCOUNT, REMEMBERED, now), Buckets::new(PER_ADDRESS, REMEMBERED, now))))
+        Self(Arc::new((
+            TokenBuckets::new(PER_ACCOUNT, MAX_TRACKED, now),
+            TokenBuckets::new(PER_ADDRESS, MAX_TRACKED, now),
+        )))
     }
 }
 
-impl Failures {
-    /// Counts a failure, and turns it into `rate_limited` where there were too many.
-    fn count(&self, account: Option<Uuid>, address: IpAddr, refused: ApiError) -> ApiError {
+impl FailedAttempts {
+    /// Counts a failed attempt, and returns `rate_limited` in place of `refused` where there were too many.
+    fn record(&self, account: Option<Uuid>, address: IpAddr, refused: ApiError) -> ApiError {
         let now = Instant::now();
         let (accounts, addresses) = &*self.0;
         let by_address = addresses.take(network_of(address), now);
@@ -69,7 +72,7 @@ impl Failures {
     }
 }
 
-/// A request for an access token. The credentials stand here or in an `Authorization: Basic` header.
+/// A request for an access token. The credentials are here or in an `Authorization: Basic` header.
 #[derive(Deserialize, ToSchema)]
 pub(super) struct AccessTokenRequest {
     /// `client_credentials`.
@@ -86,7 +89,7 @@ pub(super) struct AccessTokenRequest {
     scope: Option<String>,
 }
 
-/// As RFC 6749 has it, section 5.1.
+/// The response of RFC 6749, section 5.1.
 #[derive(Serialize, ToSchema)]
 pub(super) struct AccessToken {
     access_token: String,
@@ -98,8 +101,8 @@ pub(super) struct AccessToken {
 
 /// Gives a service account an access token.
 ///
-/// OAuth 2.0 client credentials (RFC 6749, section 4.4). A refusal has the code of section 5.2 in `details.error`. The answer is a
-/// secret: it is stored nowhere. It counts as a request of the account's owner.
+/// OAuth 2.0 client credentials (RFC 6749, section 4.4). An error has the code of section 5.2 in `details.error`. The response is a
+/// secret: it is not stored. It counts as a request of the account's owner.
 #[utoipa::path(
     post,
     path = "/",
@@ -108,16 +111,16 @@ pub(super) struct AccessToken {
 )]
 pub(super) async fn issue(
     State(services): State<Services>,
-    Extension(failures): Extension<Failures>,
+    Extension(failures): Extension<FailedAttempts>,
     peer: Option<Extension<ConnectInfo<Peer>>>,
-    limited: Option<Extension<Limited>>,
+    limited: Option<Extension<LimitedRoute>>,
     scope: Scope,
     headers: HeaderMap,
     Form(request): Form<AccessTokenRequest>,
 ) -> Result<([(HeaderName, HeaderValue); 2], Json<AccessToken>), ApiError> {
     let address = peer.map_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED), |Extension(ConnectInfo(peer))| peer.address.ip());
-    let asked_for = Credentials::of(&headers, &request).map_err(|error| match error.code() {
-        Code::Unauthenticated => failures.count(None, address, error),
+    let credentials = Credentials::of(&headers, &request).map_err(|error| match error.code() {
+        Code::Unauthenticated => failures.record(None, address, error),
         _ => error,
     })?;
     match request.grant_type.as_deref() {
@@ -128,17 +131,17 @@ pub(super) async fn issue(
     if request.scope.as_deref().is_some_and(|scope| !scope.is_empty()) {
         return Err(malformed("invalid_scope", "There are no scopes here; leave `scope` out."));
     }
-    let Credentials { client_id, secret, by_header } = asked_for;
+    let Credentials { client_id, secret, by_header } = credentials;
     scope.record_resource(format_args!("service_account/{client_id}"));
     let tokens = services.authenticator.service_tokens();
     let tokens = tokens.ok_or_else(|| ApiError::internal("this process signs no tokens"))?;
-    let (account, key) = recognised(tokens, client_id, &secret)
+    let (account, key) = authenticate(tokens, client_id, &secret)
         .await?
-        .map_err(|why| failures.count(Some(client_id), address, refused(by_header, why)))?;
-    let (policy, now) = (services.world.policy(), services.world.now());
-    // A request of the owner's like any other.
+        .map_err(|why| failures.record(Some(client_id), address, unauthenticated(by_header, why)))?;
+    let (policy, now) = (services.environment.policy(), services.environment.now());
+    // It counts against the owner's rate limit.
     services.limiter.take(limited.as_deref(), &account.scopes(), &policy, now).await?;
-    let life = policy.int(Key::AuthServiceAccountTokenTtl, &account.scopes(), now);
+    let life = policy.int(PolicyKey::AuthServiceAccountTokenTtl, &account.scopes(), now);
     let token = tokens.issue(account.id, key, now, TimeDelta::seconds(life))?;
     tracing::info!(service_account.id = %account.id, key.id = %key, "service account {} got an access token", account.id);
     let headers = [
@@ -149,7 +152,7 @@ pub(super) async fn issue(
     Ok((headers, Json(AccessToken { access_token, token_type: "Bearer", expires_in: life })))
 }
 
-/// What a client shows.
+/// The credentials of a client, from the form or from the header.
 struct Credentials {
     client_id: Uuid,
     secret: SecretString,
@@ -161,13 +164,14 @@ impl Credentials {
         let mut given = headers.get_all(header::AUTHORIZATION).iter();
         let (by_header, client_id, secret) = match (given.next(), given.next()) {
             (None, _) => (false, request.client_id.clone(), request.client_secret.clone()),
-            (Some(_), Some(_)) => return Err(refused(true, "two Authorization headers")),
+            (Some(_), Some(_)) => return Err(unauthenticated(true, "two Authorization headers")),
             (Some(_), None) if request.client_secret.is_some() => {
                 let message = "Send the credentials in the form or in the Authorization header, not in both.";
                 return Err(malformed("invalid_request", message));
             }
             (Some(value), None) => {
-                let (id, secret) = basic(value).ok_or_else(|| refused(true, "no Basic credentials in the header"))?;
+                let (id, secret) =
+                    basic(value).ok_or_else(|| unauthenticated(true, "no Basic credentials in the header"))?;
                 if request.client_id.as_ref().is_some_and(|named| *named != id) {
                     let message = "`client_id` in the form is another than in the Authorization header; leave it out.";
                     return Err(malformed("invalid_request", message));
@@ -176,9 +180,10 @@ impl Credentials {
             }
         };
         let (Some(client_id), Some(secret)) = (client_id, secret) else {
-            return Err(refused(by_header, "no credentials"));
+            return Err(unauthenticated(by_header, "no credentials"));
         };
-        let client_id = Uuid::try_parse(&client_id).map_err(|_| refused(by_header, "a client_id that is no UUID"))?;
+        let client_id =
+            Uuid::try_parse(&client_id).map_err(|_| unauthenticated(by_header, "a client_id that is no UUID"))?;
         Ok(Self { client_id, secret, by_header })
     }
 }
@@ -194,29 +199,29 @@ fn basic(value: &HeaderValue) -> Option<(String, SecretString)> {
     Some((id.to_owned(), secret.to_owned().into()))
 }
 
-/// The account and which of its keys was shown, or why nobody is recognised.
-async fn recognised(
+/// The account and the key whose secret was sent, or the reason why authentication failed.
+async fn authenticate(
     tokens: &ServiceTokens,
     client_id: Uuid,
     secret: &SecretString,
 ) -> Result<Result<(ServiceAccount, ServiceAccountKeyId), &'static str>, ApiError> {
-    // What has not even the form of a key costs no look into the store.
-    let Some(shown) = read(Purpose::ServiceAccountKey, secret) else { return Ok(Err("what was shown is no key")) };
+    // A text that has not the form of a key is refused without a read.
+    let Some(shown) = read(TokenPurpose::ServiceAccountKey, secret) else { return Ok(Err("what was shown is no key")) };
     let found = tokens.account(ServiceAccountId(client_id)).await?;
     let Some(account) = found else { return Ok(Err("there is no such account")) };
-    // Every key is compared, whichever it is.
+    // Every key is compared, so that the time does not depend on which one matches.
     let matching = account.keys.iter().fold(None, |found, (id, key)| {
         if TokenHash::from_bytes(key.sha256).matches(&shown) { Some(*id) } else { found }
     });
     Ok(matching.map(|key| (account, key)).ok_or("no key of the account's"))
 }
 
-/// One answer for every reason: who asks does not learn whether the account exists.
-fn refused(by_header: bool, why: &'static str) -> ApiError {
+/// The same response for every reason: the caller does not learn whether the account exists.
+fn unauthenticated(by_header: bool, why: &'static str) -> ApiError {
     let message =
         "The service account or its key is not known; check `client_id` and `client_secret`, or have a new key made.";
     let error = ApiError::new(Code::Unauthenticated, message).detail("error", "invalid_client").because(why);
-    // RFC 6749, section 5.2: a client that used the header is told its scheme.
+    // RFC 6749, section 5.2: the response to a client that used the header names its scheme.
     if by_header { error.header(header::WWW_AUTHENTICATE, HeaderValue::from_static(BASIC)) } else { error }
 }
 

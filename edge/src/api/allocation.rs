@@ -1,23 +1,23 @@
-//! Allocations: GPUs rented, watched and given back (decisions 5).
+//! Allocations: creating, reading, following and releasing them (decisions 5).
 
 mod events;
-mod logins;
 mod revision;
+mod ssh_access;
 mod view;
 
-use actors::Answered;
+use actors::CommandReply;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use domain::allocation::{Allocation, AuthorizedKey, Command, Failure, Phase, Request};
+use domain::allocation::{Allocation, AllocationFailure, AllocationRequest, AuthorizedKey, Command, Phase};
 use domain::node::Node;
-use domain::policy::Key;
+use domain::policy::PolicyKey;
 use domain::tenant::Tenant;
-use domain::{Kind, NodeId, SshKeyId};
-use persistence::envelope::Place;
+use domain::{EntityKind, NodeId, SshKeyId};
+use persistence::envelope::SealContext;
 use persistence::read::ListFilter;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -26,30 +26,30 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 pub(super) use events::*;
-pub(super) use logins::*;
 pub(super) use revision::*;
+pub(super) use ssh_access::*;
 
-use super::asking::{Asking, ByAdmin, ByUser, replayed};
 use super::field::{
-    Because, ClaimId, GpuCount, LabelSelector, LabelSelectors, Labels, QueueSeconds, Reason, RegionCode, ResourceName,
-    SkuRef, metadata, set_or_none, terms,
+    ClaimId, GpuCount, LabelSelector, LabelSelectors, Labels, QueueSeconds, Reason, ReasonBody, RegionCode,
+    ResourceName, SkuRef, metadata, set_or_none, terms,
 };
 use super::notification_endpoint::introduce;
+use super::read_model::{self, CurrentEntity, current, etag, wait_until};
+use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::sku;
 use super::ssh_key::tenant_of;
-use super::stored::{self, Current, current, etag, wait_until};
 use crate::body::{self, JsonOrDefault, Path};
 use crate::error::{ApiError, Code};
-use crate::idempotency::Replayed;
-use crate::idempotency::keyed::Once;
+use crate::idempotency::ReplayedResponse;
+use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::services::Services;
 use view::{AllocationView, StateName};
 
-/// How long the saga's first answer is waited for (decisions 5).
-const FIRST_ANSWER_WITHIN: Duration = Duration::from_secs(5);
+/// The timeout for the saga's first reply (decisions 5).
+const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What is to be rented.
+/// An allocation to be created.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct NewAllocation {
@@ -76,11 +76,11 @@ pub(super) struct NewAllocation {
 #[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct NewRelease {
-    /// What was wrong with it, where something was.
+    /// A problem with the allocation, where there was one.
     issue: Option<Reason>,
 }
 
-/// Which allocations.
+/// A filter of allocations.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -88,12 +88,12 @@ pub(super) struct AllocationFilter {
     state: Option<StateName>,
     /// A SKU's name or id.
     sku: Option<SkuRef>,
-    /// Whose; anybody's for administrators, your own otherwise.
+    /// The owner; any user for administrators, yourself otherwise.
     user_id: Option<ClaimId>,
-    /// Those of this name.
+    /// Allocations with this name.
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<ResourceName>,
-    /// Those that have this label; given several times, or with commas in between, those that have all of them.
+    /// Allocations with this label; several labels, repeated or separated by commas, must all match.
     #[serde(default, skip_serializing_if = "LabelSelectors::is_empty")]
     #[param(value_type = Option<Vec<LabelSelector>>, style = Form, explode, max_items = 32)]
     label: LabelSelectors,
@@ -107,15 +107,15 @@ pub(super) struct AllocationFilter {
     responses((status = 200, description = "A page of allocations.", body = Items<AllocationView>)),
 )]
 pub(super) async fn list(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     listing: Listing<AllocationFilter>,
 ) -> Result<Json<Items<AllocationView>>, ApiError> {
     let filter = &listing.filter;
-    let owner = visible_owner(&asking, filter.user_id.as_deref())?;
+    let owner = visible_owner(&context, filter.user_id.as_deref())?;
     let page = listing.page("allocations", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
     let sku = match &filter.sku {
-        Some(sku) => Some(sku::referred(&services, sku).await?),
+        Some(sku) => Some(sku::id_in_filter(&services, sku).await?),
         None => None,
     };
     let filter = ListFilter {
@@ -124,17 +124,17 @@ pub(super) async fn list(
         sku,
         terms: terms(filter.name.as_ref(), &filter.label),
     };
-    let rows = stored::list::<Allocation>(&services, &filter, &page).await?;
-    let now = services.world.now();
+    let rows = read_model::list::<Allocation>(&services, &filter, &page).await?;
+    let now = services.environment.now();
     let ids: Vec<_> = rows.iter().map(|(position, _)| position.id).collect();
-    let costs = services.reads.costs(&ids).await?;
+    let costs = services.reads.allocation_costs(&ids).await?;
     let nodes = nodes_of(&services, rows.iter().filter_map(|(_, stored)| Some(&stored.as_ref()?.it))).await?;
-    let show = |stored: stored::Stored<Allocation>| {
+    let show = |stored: read_model::StoredEntity<Allocation>| {
         let (it, node) = (&stored.it, node_of(&stored.it));
         let node = node.and_then(|id| nodes.get(&id));
         AllocationView::of(it, node, stored.version, costs.get(&it.id.0), now)
     };
-    Ok(Json(stored::answer(&page, rows, show)))
+    Ok(Json(read_model::to_page(&page, rows, show)))
 }
 
 /// Rents GPUs.
@@ -148,30 +148,30 @@ pub(super) async fn list(
     responses((status = 201, description = "The allocation.", body = AllocationView)),
 )]
 pub(super) async fn create(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
-    Once(body::Json(new)): Once<body::Json<NewAllocation>>,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewAllocation>>,
 ) -> Result<Response, ApiError> {
-    let answered = match asking.carried_out::<Allocation>()? {
+    let answered = match context.committed_reply::<Allocation>()? {
         Some(answered) => answered,
         None => {
-            introduce(&services, &asking).await;
-            let id = asking.id_of_new();
-            let mut request = request(&services, &asking, &new).await?;
+            introduce(&services, &context).await;
+            let id = context.new_id();
+            let mut request = resolved_request(&services, &context, &new).await?;
             request.scheduler_request_enc = Some(sealed(&services, id, &new)?);
-            asking.ask::<Allocation>(id, Command::Request(Box::new(request))).await?
+            context.ask::<Allocation>(id, Command::Request(Box::new(request))).await?
         }
     };
     let is_answered =
         |allocation: &Allocation| !matches!(allocation.phase, Phase::Requested { look_again_at: None, .. });
-    // A repetition is answered with what the first request made.
+    // A repetition is answered with the allocation that the first request created.
     let id = answered.reply.id.0;
-    let found = wait_until(&services, id, FIRST_ANSWER_WITHIN, is_answered).await?;
-    let Current { it, version } = found.ok_or_else(|| ApiError::not_found("allocation"))?;
+    let found = wait_until(&services, id, FIRST_REPLY_TIMEOUT, is_answered).await?;
+    let CurrentEntity { it, version } = found.ok_or_else(|| ApiError::not_found("allocation"))?;
     let replayed = replayed(&answered);
-    match refusal(&it) {
+    match placement_error(&it) {
         Some(error) => Err(replayed.refused(error)),
-        None => shown(&services, StatusCode::CREATED, replayed, &it, version).await,
+        None => response(&services, StatusCode::CREATED, replayed, &it, version).await,
     }
 }
 
@@ -183,17 +183,17 @@ pub(super) async fn create(
     responses((status = 200, description = "The allocation.", body = AllocationView)),
 )]
 pub(super) async fn get(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
-    let Current { it, version } = visible(&services, &asking, id).await?;
-    shown(&services, StatusCode::OK, Replayed(false), &it, version).await
+    let CurrentEntity { it, version } = visible(&services, &context, id).await?;
+    response(&services, StatusCode::OK, ReplayedResponse(false), &it, version).await
 }
 
 /// Gives an allocation back, or cancels it.
 ///
-/// Asking twice is asking once.
+/// A repetition changes nothing more.
 #[utoipa::path(
     post,
     path = "/",
@@ -202,13 +202,13 @@ pub(super) async fn get(
     responses((status = 202, description = "The allocation, which is being released.", body = AllocationView)),
 )]
 pub(super) async fn release(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(JsonOrDefault(release)): Once<JsonOrDefault<NewRelease>>,
+    Idempotent(JsonOrDefault(release)): Idempotent<JsonOrDefault<NewRelease>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Release { issue: release.issue.as_ref().map(|issue| issue.to_string()) };
-    accepted(&services, asking, id, command).await
+    execute_release(&services, context, id, command).await
 }
 
 /// Tries the clean-up of a failed release again, and lifts the fence that it put around the node.
@@ -216,16 +216,16 @@ pub(super) async fn release(
     post,
     path = "/",
     params(("id" = Uuid, Path, description = "The allocation's id")),
-    request_body = Because,
+    request_body = ReasonBody,
     responses((status = 202, description = "The allocation.", body = AllocationView)),
 )]
 pub(super) async fn retry_release(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(why)): Once<body::Json<Because>>,
+    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
-    accepted(&services, asking, id, Command::RetryRelease { reason: why.reason.to_string() }).await
+    execute_release(&services, context, id, Command::RetryRelease { reason: why.reason.to_string() }).await
 }
 
 /// Ends a failed release without a clean-up proof. The node is quarantined.
@@ -233,44 +233,49 @@ pub(super) async fn retry_release(
     post,
     path = "/",
     params(("id" = Uuid, Path, description = "The allocation's id")),
-    request_body = Because,
+    request_body = ReasonBody,
     responses((status = 202, description = "The allocation.", body = AllocationView)),
 )]
 pub(super) async fn force_release(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(why)): Once<body::Json<Because>>,
+    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
-    accepted(&services, asking, id, Command::ForceRelease { reason: why.reason.to_string() }).await
+    execute_release(&services, context, id, Command::ForceRelease { reason: why.reason.to_string() }).await
 }
 
-async fn accepted(services: &Services, asking: Asking, id: Uuid, command: Command) -> Result<Response, ApiError> {
-    let asking = asking.urgently();
-    let answered: Answered<Box<Allocation>> = asking.ask::<Allocation>(id, command).await?;
-    let version = asking.version_of(id, &answered).await?;
-    shown(services, StatusCode::ACCEPTED, replayed(&answered), &answered.reply, version).await
+async fn execute_release(
+    services: &Services,
+    context: RequestContext,
+    id: Uuid,
+    command: Command,
+) -> Result<Response, ApiError> {
+    let context = context.prioritized();
+    let answered: CommandReply<Box<Allocation>> = context.ask::<Allocation>(id, command).await?;
+    let version = context.version_of(id, &answered).await?;
+    response(services, StatusCode::ACCEPTED, replayed(&answered), &answered.reply, version).await
 }
 
-async fn shown(
+async fn response(
     services: &Services,
     status: StatusCode,
-    replayed: Replayed,
+    replayed: ReplayedResponse,
     it: &Allocation,
     version: i64,
 ) -> Result<Response, ApiError> {
-    // What never was active has cost nothing.
+    // An allocation that was never active has no cost.
     let costs = match it.active_at {
-        Some(_) => services.reads.costs(&[it.id.0]).await?,
+        Some(_) => services.reads.allocation_costs(&[it.id.0]).await?,
         None => BTreeMap::new(),
     };
     let nodes = nodes_of(services, std::iter::once(it)).await?;
     let node = node_of(it).and_then(|id| nodes.get(&id));
-    let view = AllocationView::of(it, node, version, costs.get(&it.id.0), services.world.now());
+    let view = AllocationView::of(it, node, version, costs.get(&it.id.0), services.environment.now());
     Ok((status, replayed, etag(version), Json(view)).into_response())
 }
 
-/// The node whose alerts concern the allocation.
+/// The node whose health alerts concern the allocation.
 const fn node_of(it: &Allocation) -> Option<NodeId> {
     match &it.phase {
         Phase::Active { node_id, .. } => Some(*node_id),
@@ -292,25 +297,30 @@ async fn nodes_of<'a>(
         return Ok(BTreeMap::new());
     }
     let ids: Vec<_> = ids.into_iter().collect();
-    let rows = services.reads.entities(Kind::Node, &ids).await?;
+    let rows = services.reads.entities(EntityKind::Node, &ids).await?;
     let node = |row: &persistence::read::EntityRow| {
         serde_json::from_str::<Node>(&row.body).map(|node| (node.id, node)).map_err(ApiError::internal)
     };
     rows.iter().map(node).collect()
 }
 
-/// The allocation, where the caller may see it: other people's do not exist for them.
-pub(super) async fn visible(services: &Services, asking: &Asking, id: Uuid) -> Result<Current<Allocation>, ApiError> {
+/// The allocation, where the caller may see it. Other users' allocations are `not_found`.
+pub(super) async fn visible(
+    services: &Services,
+    context: &RequestContext,
+    id: Uuid,
+) -> Result<CurrentEntity<Allocation>, ApiError> {
     let found = current::<Allocation>(services, id).await?;
-    let may_see = |found: &Current<Allocation>| asking.is_admin() || found.it.asked.user_id == asking.caller.user_id;
+    let may_see =
+        |found: &CurrentEntity<Allocation>| context.is_admin() || found.it.asked.user_id == context.caller.user_id;
     found.filter(may_see).ok_or_else(|| ApiError::not_found("allocation"))
 }
 
-/// Whose allocations the caller gets to see; `None`: everybody's.
-fn visible_owner(asking: &Asking, wanted: Option<&str>) -> Result<Option<String>, ApiError> {
-    let own = &asking.caller.user_id;
+/// The owner whose allocations the caller may list; `None`: all owners.
+fn visible_owner(context: &RequestContext, wanted: Option<&str>) -> Result<Option<String>, ApiError> {
+    let own = &context.caller.user_id;
     match wanted {
-        wanted if asking.is_admin() => Ok(wanted.map(str::to_owned)),
+        wanted if context.is_admin() => Ok(wanted.map(str::to_owned)),
         Some(other) if other != own => {
             Err(ApiError::forbidden("Only administrators see other people's allocations; leave `user_id` out."))
         }
@@ -318,25 +328,29 @@ fn visible_owner(asking: &Asking, wanted: Option<&str>) -> Result<Option<String>
     }
 }
 
-/// The request as it came in, sealed for this allocation alone.
+/// The request as it was received, sealed for this allocation alone.
 fn sealed(services: &Services, id: Uuid, new: &NewAllocation) -> Result<String, ApiError> {
     let row = id.to_string();
-    let place = Place { table: "entity", column: "scheduler_request_enc", row: &row };
+    let place = SealContext { table: "entity", column: "scheduler_request_enc", row: &row };
     let plain = serde_json::to_vec(new).map_err(ApiError::internal)?;
     let sealed = services.trust.at_rest.seal(&place, &plain).map_err(ApiError::internal)?;
     Ok(STANDARD.encode(sealed))
 }
 
-/// What is asked for, with everything resolved that must not change under the user.
-async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> Result<Request, ApiError> {
-    let caller = &asking.caller;
+/// The request with its references resolved: SKU, price and keys, so that they do not change for this allocation later.
+async fn resolved_request(
+    services: &Services,
+    context: &RequestContext,
+    new: &NewAllocation,
+) -> Result<AllocationRequest, ApiError> {
+    let caller = &context.caller;
     if new.project_id.as_deref().is_some_and(|project| caller.project_id.as_deref() != Some(project)) {
         return Err(ApiError::forbidden(
             "Your access token is not for this project; get one that is, or leave `project_id` out.",
         ));
     }
     let (sku, (ssh_keys, logins_revision)) =
-        tokio::try_join!(sku::rentable(services, &new.sku), ssh_keys(services, asking, new.ssh_key_ids.as_deref()))?;
+        tokio::try_join!(sku::rentable(services, &new.sku), ssh_keys(services, context, new.ssh_key_ids.as_deref()))?;
     if let Some(region) = &new.region_code
         && !sku.spec.allowed_regions.iter().any(|allowed| **allowed == **region)
     {
@@ -345,9 +359,12 @@ async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> R
             .detail("field", "region_code"));
     }
     let price = sku.price().cloned().ok_or_else(|| ApiError::internal("a SKU that can be rented has no price"))?;
-    let isolation_model =
-        services.world.policy().text(Key::AllocationIsolationModel, &asking.scopes(), services.world.now());
-    Ok(Request {
+    let isolation_model = services.environment.policy().text(
+        PolicyKey::AllocationIsolationModel,
+        &context.scopes(),
+        services.environment.now(),
+    );
+    Ok(AllocationRequest {
         user_id: caller.user_id.clone(),
         org_id: caller.org_id.clone(),
         project_id: caller.project_id.clone(),
@@ -368,16 +385,16 @@ async fn request(services: &Services, asking: &Asking, new: &NewAllocation) -> R
     })
 }
 
-/// The keys that were named, or the default one, and the revision at which they were read. A user without keys gets an allocation that
-/// only a terminal opens.
+/// The named keys, or the default one, and the revision at which they were read. An allocation of a user without keys is reachable by
+/// terminal alone.
 async fn ssh_keys(
     services: &Services,
-    asking: &Asking,
+    context: &RequestContext,
     ids: Option<&[Uuid]>,
 ) -> Result<(Vec<AuthorizedKey>, u64), ApiError> {
     let chosen: Option<Vec<_>> = ids.map(|ids| ids.iter().copied().map(SshKeyId).collect());
-    let tenant = current::<Tenant>(services, tenant_of(asking)).await?.map(|found| found.it);
-    let logins = tenant.as_ref().map(|tenant| (tenant.logins(chosen.as_deref()), tenant.logins_revision));
+    let tenant = current::<Tenant>(services, tenant_of(context)).await?.map(|found| found.it);
+    let logins = tenant.as_ref().map(|tenant| (tenant.authorized_keys(chosen.as_deref()), tenant.logins_revision));
     let (keys, revision) = logins.unwrap_or_default();
     if chosen.is_some_and(|chosen| chosen.len() != keys.len()) {
         return Err(ApiError::invalid_request(
@@ -388,9 +405,9 @@ async fn ssh_keys(
     Ok((keys, revision))
 }
 
-/// The answer to a request that could not be met: the saga's first answer was no.
-fn refusal(allocation: &Allocation) -> Option<ApiError> {
-    let Failure { phase, code, message, .. } = allocation.failure.as_ref()?;
+/// The error response where the saga's first reply was that the allocation cannot be placed.
+fn placement_error(allocation: &Allocation) -> Option<ApiError> {
+    let AllocationFailure { phase, code, message, .. } = allocation.failure.as_ref()?;
     if phase != "requested" {
         return None;
     }
@@ -400,13 +417,13 @@ fn refusal(allocation: &Allocation) -> Option<ApiError> {
             error(Code::InsufficientCapacity).map(|error| error.detail("suggestion", message.clone()))
         }
         "concurrency_limit_exceeded" => error(Code::ConcurrencyLimitExceeded)
-            .map(|error| error.detail("policy_key", Key::AllocationMaxConcurrent.name())),
+            .map(|error| error.detail("policy_key", PolicyKey::AllocationMaxConcurrent.name())),
         "insufficient_balance" => error(Code::InsufficientBalance),
         _ => error(Code::StateConflict).map(|error| error.detail("failure", code.clone())),
     }
 }
 
-/// The version after which a stream goes on.
+/// The version after which a stream resumes.
 fn last_event_id(headers: &axum::http::HeaderMap) -> Result<i64, ApiError> {
     let Some(value) = headers.get("last-event-id") else { return Ok(0) };
     let version = value.to_str().ok().and_then(|text| text.trim().parse().ok()).filter(|version| *version >= 0);

@@ -1,26 +1,26 @@
-//! The audit log: who did what to whom, and where each row stands in its shard's chain (decisions 7).
+//! The audit log: who did what to which target, and the position of each row in its shard's hash chain (decisions 7).
 
 use axum::Json;
 use axum::extract::State;
 use chrono::{DateTime, Utc};
 use domain::Shard;
 use domain::commit::Epoch;
-use persistence::read::{AuditFilter, AuditPlace, AuditRow};
+use persistence::read::{AuditFilter, AuditPosition, AuditRow};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::asking::{May, ReadAudit};
 use super::field::{ActorName, AuditName};
+use super::request_context::{Authorized, ReadAudit};
 use crate::error::ApiError;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
 
-/// Which rows; what is left out admits all.
+/// A filter of the log; absent fields admit all rows.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Filter {
+pub(super) struct AuditLogFilter {
     /// Who did it: `user:…`, `node:…`, `service_account:…` or `system:…`.
     #[param(inline)]
     actor: Option<ActorName>,
@@ -53,7 +53,7 @@ pub(super) struct AuditEntry {
     metadata: serde_json::Value,
     correlation_id: String,
     at: DateTime<Utc>,
-    chain: ChainPlace,
+    chain: ChainPosition,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -62,9 +62,10 @@ pub(super) struct AuditTarget {
     id: Uuid,
 }
 
-/// Where the row stands in the chain of its shard.
+/// The position of the row in the hash chain of its shard.
 #[derive(Debug, Serialize, ToSchema)]
-pub(super) struct ChainPlace {
+#[schema(as = ChainPlace)]
+pub(super) struct ChainPosition {
     shard: u8,
     epoch: i64,
     seq: i64,
@@ -78,13 +79,13 @@ pub(super) struct ChainPlace {
 #[utoipa::path(
     get,
     path = "/",
-    params(Filter, PageQuery),
+    params(AuditLogFilter, PageQuery),
     responses((status = 200, description = "A page of the log.", body = Items<AuditEntry>)),
 )]
 pub(super) async fn log(
-    _: May<ReadAudit>,
+    _: Authorized<ReadAudit>,
     State(services): State<Services>,
-    listing: Listing<Filter>,
+    listing: Listing<AuditLogFilter>,
 ) -> Result<Json<Items<AuditEntry>>, ApiError> {
     let page = listing.page("audit-log", "", Order::NewestFirst)?;
     let given = &listing.filter;
@@ -103,7 +104,7 @@ pub(super) async fn log(
 }
 
 fn entry(row: AuditRow) -> AuditEntry {
-    let AuditPlace { at, shard, epoch, seq } = row.place;
+    let AuditPosition { at, shard, epoch, seq } = row.place;
     let (number, hash) = row.seal.map(|seal| (seal.number, hex::encode(seal.hash))).unzip();
     AuditEntry {
         actor: row.actor,
@@ -112,24 +113,24 @@ fn entry(row: AuditRow) -> AuditEntry {
         metadata: row.metadata,
         correlation_id: row.correlation_id,
         at,
-        chain: ChainPlace { shard: shard.0, epoch: epoch.0, seq, number, hash },
+        chain: ChainPosition { shard: shard.0, epoch: epoch.0, seq, number, hash },
     }
 }
 
 const SEQ_BITS: u32 = 56;
 const EPOCH_BITS: u32 = 64;
 
-/// A row's place as lists carry places: shard, epoch and sequence in the 128 bits of an id.
-fn position(place: AuditPlace) -> Position {
+/// A row's position as page tokens hold it: shard, epoch and sequence in the 128 bits of an id.
+fn position(place: AuditPosition) -> Position {
     let (epoch, seq) = (place.epoch.0.cast_unsigned(), place.seq.cast_unsigned());
     let shard = u128::from(place.shard.0) << (EPOCH_BITS + SEQ_BITS);
     let id = shard | u128::from(epoch) << SEQ_BITS | u128::from(seq) & ((1 << SEQ_BITS) - 1);
     Position { created_at: place.at, id: Uuid::from_u128(id) }
 }
 
-fn place(position: Position) -> AuditPlace {
+fn place(position: Position) -> AuditPosition {
     let [shard, epoch @ .., s0, s1, s2, s3, s4, s5, s6] = *position.id.as_bytes();
-    AuditPlace {
+    AuditPosition {
         at: position.created_at,
         shard: Shard(shard),
         epoch: Epoch(i64::from_be_bytes(epoch)),
@@ -142,10 +143,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_survives_the_page_token() {
+    fn audit_position_survives_the_page_token() {
         for (shard, epoch, seq) in [(0, 0, 0), (255, i64::MAX, (1 << 56) - 1), (7, 29_000_000 << 32 | 5, 123_456)] {
             let at = DateTime::UNIX_EPOCH;
-            let there = AuditPlace { at, shard: Shard(shard), epoch: Epoch(epoch), seq };
+            let there = AuditPosition { at, shard: Shard(shard), epoch: Epoch(epoch), seq };
             assert_eq!(place(position(there)), there);
         }
     }

@@ -1,8 +1,8 @@
-//! Money: what there is, what it went to, and what something would cost (decisions 6).
+//! Billing accounts: balance, ledger, estimates, and what operators adjust (decisions 6).
 
 pub(super) mod view;
 
-use actors::place::id_of_name;
+use actors::sharding::id_of_name;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -10,31 +10,31 @@ use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
 use domain::billing_account::{BillingAccount, Command, Holder, Reply};
 use domain::ledger::PostingKind;
-use domain::money::{Currency, Rate};
-use domain::policy::Key;
-use domain::{AllocationId, BillingAccountId, Kind};
+use domain::money::{Currency, HourlyRate};
+use domain::policy::PolicyKey;
+use domain::{AllocationId, BillingAccountId, EntityKind};
 use persistence::read::{LedgerFilter, LedgerRow, ListFilter};
 use serde::{Deserialize, Serialize};
 use utoipa::openapi::schema::{Object, ObjectBuilder, SchemaType, Type};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::asking::{AdjustBilling, Asking, ByUser, May, SeeBilling, replayed};
 use super::field::{AdjustmentMinor, ClaimId, CurrencyCode, EstimatedSeconds, GpuCount, Reason, SkuRef};
+use super::read_model::{self, current};
+use super::request_context::{AdjustBilling, Authorized, RequestContext, SeeBilling, UserRequest, replayed};
 use super::sku;
-use super::stored::{self, current};
 use crate::body::{self, Path, Query};
 use crate::error::ApiError;
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::services::Services;
 use view::{AccountView, EstimateView, LedgerView, MeteredView};
 
-/// What is to be estimated.
+/// The parameters of an estimate.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct Wanted {
+pub(super) struct EstimateQuery {
     /// A SKU's name or id.
     sku: SkuRef,
     gpu_count: GpuCount,
@@ -43,7 +43,7 @@ pub(super) struct Wanted {
     seconds: Option<EstimatedSeconds>,
 }
 
-/// Whose account is to be opened: a user's or an organisation's.
+/// An account to be opened, for a user or an organisation.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(example = json!({ "user_id": "4f1c2a", "currency": "EUR" }))]
@@ -52,11 +52,11 @@ pub(super) struct NewAccount {
     user_id: Option<ClaimId>,
     /// The organisation that their access tokens name.
     org_id: Option<ClaimId>,
-    /// What it holds; it cannot be changed.
+    /// The currency of the account; it cannot be changed.
     currency: CurrencyCode,
 }
 
-/// What an operator gives to an account or takes from it.
+/// An adjustment of an account by an operator.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(example = json!({ "amount_minor": 500, "currency": "EUR", "reason": "two hours were lost to a faulty switch" }))]
@@ -67,7 +67,7 @@ pub(super) struct NewAdjustment {
     reason: Reason,
 }
 
-/// Which accounts.
+/// A filter of accounts.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -78,12 +78,12 @@ pub(super) struct AccountFilter {
     org_id: Option<ClaimId>,
 }
 
-/// Which postings; what is left out admits all.
+/// A filter of postings; absent fields admit all.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct PostingFilter {
-    /// Of this kind.
+    /// Postings of this kind.
     #[param(schema_with = kinds)]
     kind: Option<PostingKind>,
     /// For this allocation.
@@ -99,23 +99,23 @@ fn kinds() -> Object {
     ObjectBuilder::new().schema_type(SchemaType::new(Type::String)).enum_values(Some(names)).build()
 }
 
-/// What is in your account, or in your organisation's where your token names one.
+/// The balance of your account, or of your organisation's where your token names one.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The account.", body = AccountView)))]
 pub(super) async fn balance(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
 ) -> Result<Json<AccountView>, ApiError> {
-    let holder = holder_of(&asking);
+    let holder = holder_of(&context);
     let account = current::<BillingAccount>(&services, id_of(&holder)).await?;
-    let now = services.world.now();
-    let window = services.world.policy().seconds(Key::BillingWindow, &holder.scopes(), now);
+    let now = services.environment.now();
+    let window = services.environment.policy().seconds(PolicyKey::BillingWindow, &holder.scopes(), now);
     Ok(Json(match account {
         Some(found) => AccountView::of(&found.it, now, window),
         None => AccountView::empty(id_of(&holder), &holder, now),
     }))
 }
 
-/// What your account's money went to and came from, newest first.
+/// The ledger of your account, newest first.
 #[utoipa::path(
     get,
     path = "/",
@@ -123,35 +123,35 @@ pub(super) async fn balance(
     responses((status = 200, description = "A page of postings.", body = Items<LedgerView>)),
 )]
 pub(super) async fn ledger(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     listing: Listing<PostingFilter>,
 ) -> Result<Json<Items<LedgerView>>, ApiError> {
-    let account = id_of(&holder_of(&asking));
+    let account = id_of(&holder_of(&context));
     let page = listing.page("billing/ledger", &account.to_string(), Order::NewestFirst)?;
     postings(&services, account, &listing.filter, &page).await
 }
 
-/// What an allocation would cost, and whether your account covers its beginning.
+/// The estimated cost of an allocation, and whether your account covers its first window.
 #[utoipa::path(
     get,
     path = "/",
-    params(Wanted),
+    params(EstimateQuery),
     responses((status = 200, description = "The estimate.", body = EstimateView)),
 )]
 pub(super) async fn estimate(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
-    Query(wanted): Query<Wanted>,
+    Query(query): Query<EstimateQuery>,
 ) -> Result<Json<EstimateView>, ApiError> {
-    let sku = sku::rentable(&services, &wanted.sku).await?;
+    let sku = sku::rentable(&services, &query.sku).await?;
     let price = sku.price().ok_or_else(|| ApiError::internal("a SKU that can be rented has no price"))?;
-    let holder = holder_of(&asking);
+    let holder = holder_of(&context);
     let account = current::<BillingAccount>(&services, id_of(&holder)).await?.map(|found| found.it);
-    let now = services.world.now();
-    let window = services.world.policy().seconds(Key::BillingWindow, &holder.scopes(), now);
-    let rate = Rate::of(price, wanted.gpu_count.0);
-    let seconds = wanted.seconds.map(|seconds| seconds.0);
+    let now = services.environment.now();
+    let window = services.environment.policy().seconds(PolicyKey::BillingWindow, &holder.scopes(), now);
+    let rate = HourlyRate::of(price, query.gpu_count.0);
+    let seconds = query.seconds.map(|seconds| seconds.0);
     Ok(Json(EstimateView::of(price, rate, seconds, account.as_deref(), now, window)))
 }
 
@@ -163,29 +163,30 @@ pub(super) async fn estimate(
     responses((status = 200, description = "A page of accounts.", body = Items<AccountView>)),
 )]
 pub(super) async fn list(
-    _: May<SeeBilling>,
+    _: Authorized<SeeBilling>,
     State(services): State<Services>,
     listing: Listing<AccountFilter>,
 ) -> Result<Json<Items<AccountView>>, ApiError> {
     let page = listing.page("admin/billing/accounts", "", Order::OldestFirst)?;
     let filter = &listing.filter;
-    let now = services.world.now();
-    let policy = services.world.policy();
-    let show =
-        |it: &BillingAccount| AccountView::of(it, now, policy.seconds(Key::BillingWindow, &it.holder.scopes(), now));
+    let now = services.environment.now();
+    let policy = services.environment.policy();
+    let show = |it: &BillingAccount| {
+        AccountView::of(it, now, policy.seconds(PolicyKey::BillingWindow, &it.holder.scopes(), now))
+    };
     if filter.user_id.is_some() || filter.org_id.is_some() {
         let holder = one_holder(filter.user_id.as_ref(), filter.org_id.as_ref())?;
         let found = current::<BillingAccount>(&services, id_of(&holder)).await?;
         let items = found.iter().map(|found| show(&found.it)).collect();
         return Ok(Json(Items { items, next_page: None }));
     }
-    let rows = stored::list::<BillingAccount>(&services, &ListFilter::default(), &page).await?;
-    Ok(Json(stored::answer(&page, rows, |stored| show(&stored.it))))
+    let rows = read_model::list::<BillingAccount>(&services, &ListFilter::default(), &page).await?;
+    Ok(Json(read_model::to_page(&page, rows, |stored| show(&stored.it))))
 }
 
 /// Opens an account, with nothing in it.
 ///
-/// One that is there is answered with 200. Users without one get it with their first payment.
+/// An existing account is answered with 200. Users without one get it with their first payment.
 #[utoipa::path(
     post,
     path = "/",
@@ -196,16 +197,16 @@ pub(super) async fn list(
     ),
 )]
 pub(super) async fn open(
-    may: May<AdjustBilling>,
+    authorized: Authorized<AdjustBilling>,
     State(services): State<Services>,
-    Once(body::Json(new)): Once<body::Json<NewAccount>>,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewAccount>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let holder = one_holder(new.user_id.as_ref(), new.org_id.as_ref())?;
     let id = id_of(&holder);
     let command = Command::Open { holder, currency: currency(&new.currency)? };
-    let answered = may.asking.ask::<BillingAccount>(id, command).await?;
+    let answered = authorized.context.ask::<BillingAccount>(id, command).await?;
     let status = if answered.written || answered.replayed { StatusCode::CREATED } else { StatusCode::OK };
-    Ok((status, replayed(&answered), Json(shown(&services, answered.reply)?)))
+    Ok((status, replayed(&answered), Json(account_view(&services, answered.reply)?)))
 }
 
 /// One account, with what it pays for at this moment.
@@ -216,14 +217,14 @@ pub(super) async fn open(
     responses((status = 200, description = "The account.", body = MeteredView)),
 )]
 pub(super) async fn get(
-    _: May<SeeBilling>,
+    _: Authorized<SeeBilling>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<MeteredView>, ApiError> {
     let found = current::<BillingAccount>(&services, id).await?;
     let found = found.ok_or_else(|| ApiError::not_found("billing account"))?;
-    let now = services.world.now();
-    let window = services.world.policy().seconds(Key::BillingWindow, &found.it.holder.scopes(), now);
+    let now = services.environment.now();
+    let window = services.environment.policy().seconds(PolicyKey::BillingWindow, &found.it.holder.scopes(), now);
     Ok(Json(MeteredView::of(&found.it, now, window)))
 }
 
@@ -235,7 +236,7 @@ pub(super) async fn get(
     responses((status = 200, description = "A page of postings.", body = Items<LedgerView>)),
 )]
 pub(super) async fn ledger_of(
-    _: May<SeeBilling>,
+    _: Authorized<SeeBilling>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     listing: Listing<PostingFilter>,
@@ -254,27 +255,27 @@ pub(super) async fn ledger_of(
     responses((status = 201, description = "The account after it.", body = AccountView)),
 )]
 pub(super) async fn adjust(
-    may: May<AdjustBilling>,
+    authorized: Authorized<AdjustBilling>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(new)): Once<body::Json<NewAdjustment>>,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewAdjustment>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Adjust {
         amount_minor: new.amount_minor.0,
         currency: currency(&new.currency)?,
         reason: new.reason.to_string(),
     };
-    let answered = may.asking.ask::<BillingAccount>(id, command).await?;
-    Ok((StatusCode::CREATED, replayed(&answered), Json(shown(&services, answered.reply)?)))
+    let answered = authorized.context.ask::<BillingAccount>(id, command).await?;
+    Ok((StatusCode::CREATED, replayed(&answered), Json(account_view(&services, answered.reply)?)))
 }
 
-/// Who pays for what the caller rents.
-pub(super) fn holder_of(asking: &Asking) -> Holder {
-    Holder::paying_for(&asking.caller.user_id, asking.caller.org_id.as_deref())
+/// The holder of the account that pays for the caller's allocations.
+pub(super) fn holder_of(context: &RequestContext) -> Holder {
+    Holder::paying_for(&context.caller.user_id, context.caller.org_id.as_deref())
 }
 
 pub(super) fn id_of(holder: &Holder) -> Uuid {
-    id_of_name(Kind::BillingAccount, &holder.to_string())
+    id_of_name(EntityKind::BillingAccount, &holder.to_string())
 }
 
 fn one_holder(user_id: Option<&ClaimId>, org_id: Option<&ClaimId>) -> Result<Holder, ApiError> {
@@ -292,12 +293,12 @@ fn currency(code: &CurrencyCode) -> Result<Currency, ApiError> {
     Currency::parse(code).map_err(|error| ApiError::invalid_request(format!("{error}.")).detail("field", "currency"))
 }
 
-fn shown(services: &Services, reply: Reply) -> Result<AccountView, ApiError> {
+fn account_view(services: &Services, reply: Reply) -> Result<AccountView, ApiError> {
     let Reply::Account { account } = reply else {
         return Err(ApiError::internal("the billing account answered another question"));
     };
-    let now = services.world.now();
-    let window = services.world.policy().seconds(Key::BillingWindow, &account.holder.scopes(), now);
+    let now = services.environment.now();
+    let window = services.environment.policy().seconds(PolicyKey::BillingWindow, &account.holder.scopes(), now);
     Ok(AccountView::of(&account, now, window))
 }
 
@@ -317,18 +318,18 @@ async fn postings(
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
     let before = page.after.and_then(|at| i64::try_from(at.id.as_u128()).ok());
     let found = services.reads.ledger(account, &filter, before, rows).await?;
-    // A posting's number stands where other lists have an id.
+    // The position of a posting has its number in place of an id.
     let place =
         |row: &LedgerRow| Position { created_at: row.at, id: Uuid::from_u128(u128::from(row.number.unsigned_abs())) };
     Ok(Json(page.answer(found.items, place, LedgerView::from)))
 }
 
-/// The number of the last posting before that instant, if one was given.
+/// The number of the last posting before that instant, where an instant was given.
 async fn number_before(
     services: &Services,
     account: BillingAccountId,
     at: Option<DateTime<Utc>>,
 ) -> Result<Option<i64>, ApiError> {
     let Some(at) = at else { return Ok(None) };
-    Ok(services.reads.ledger_places(account, &[at]).await?.first().map(|place| place.number))
+    Ok(services.reads.ledger_positions(account, &[at]).await?.first().map(|place| place.number))
 }

@@ -11,12 +11,12 @@ use tokio::time::Instant;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::asking::ByUser;
+use super::request_context::UserRequest;
 use crate::error::ApiError;
 use crate::services::Services;
 
-/// How long a count is shown before the nodes are counted again. Counting reads every node, so each replica does it at most this often.
-const SHOWN_FOR: Duration = Duration::from_secs(5);
+/// How long a count is cached. Counting reads every node, so each replica does it at most this often.
+const CACHE_TTL: Duration = Duration::from_secs(5);
 
 /// Free GPUs at one moment.
 #[derive(Clone, Debug, Serialize, ToSchema)]
@@ -32,39 +32,39 @@ pub(super) struct FreeGpus {
     sku_id: Uuid,
     sku: String,
     region_code: String,
-    /// What new allocations can get together.
+    /// The GPUs that new allocations can get in total.
     gpus_free: u64,
     /// The most that one allocation can get, since its GPUs are on one node.
     largest_free: u64,
 }
 
-/// The last count of this replica.
+/// The cached count of this replica.
 #[derive(Clone, Default)]
-pub(super) struct LastCount(Arc<Mutex<Option<(Instant, Capacity)>>>);
+pub(super) struct CapacityCache(Arc<Mutex<Option<(Instant, Capacity)>>>);
 
 /// How many GPUs are free, by SKU and region.
 ///
 /// A count is at most 5 s old, and reserves nothing: an allocation may be refused all the same.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The free GPUs.", body = Capacity)))]
 pub(super) async fn free(
-    _: ByUser,
+    _: UserRequest,
     State(services): State<Services>,
-    Extension(LastCount(last)): Extension<LastCount>,
+    Extension(CapacityCache(last)): Extension<CapacityCache>,
 ) -> Result<Json<Capacity>, ApiError> {
-    // Who comes meanwhile waits for the same count.
+    // Concurrent requests wait for the same count.
     let mut last = last.lock().await;
     if let Some((counted_at, capacity)) = &*last
-        && counted_at.elapsed() < SHOWN_FOR
+        && counted_at.elapsed() < CACHE_TTL
     {
         return Ok(Json(capacity.clone()));
     }
-    let capacity = count(&services).await?;
+    let capacity = count_free_gpus(&services).await?;
     *last = Some((Instant::now(), capacity.clone()));
     Ok(Json(capacity))
 }
 
-async fn count(services: &Services) -> Result<Capacity, ApiError> {
-    let at = services.world.now();
+async fn count_free_gpus(services: &Services) -> Result<Capacity, ApiError> {
+    let at = services.environment.now();
     let gpus = services.reads.gpus().await?;
     let shown = |of: persistence::read::GpuCount| FreeGpus {
         sku_id: of.sku_id.0,

@@ -1,13 +1,13 @@
-//! The API's own description, for programs and for people.
+//! The OpenAPI description of the API, as JSON for programs and as a page for people.
 
-mod complete;
+mod common_parts;
+mod error_responses;
 mod example;
-mod refusal;
 
-pub(super) use complete::complete;
+pub(super) use common_parts::add_common_parts;
 #[cfg(test)]
-pub(super) use refusal::CODES;
-pub(super) use refusal::refusals;
+pub(super) use error_responses::CODES;
+pub(super) use error_responses::error_responses;
 
 use std::sync::LazyLock;
 
@@ -20,7 +20,7 @@ use utoipa::openapi::{OpenApi, Server};
 use crate::error::ApiError;
 use crate::services::Services;
 
-/// The description as this installation serves it, written down once.
+/// The description as this installation serves it, serialized once.
 #[derive(Clone)]
 pub(super) struct Document(Bytes);
 
@@ -46,7 +46,7 @@ impl Document {
     }
 }
 
-/// The security schemes that say where tokens come from.
+/// The security schemes that name the sources of access tokens.
 pub(super) const PROVIDER: &str = "identity_provider";
 pub(super) const SERVICE_ACCOUNT: &str = "client_credentials";
 
@@ -60,12 +60,13 @@ pub(super) async fn openapi(Extension(Document(text)): Extension<Document>) -> (
     ([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], text)
 }
 
-/// The page is the reader's, with everything that asks another host switched off. It brings no script of its own: the reader mounts
-/// itself on the element `api-reference`.
+/// The page is the API reference viewer's (Scalar), with all requests to other hosts switched off. It has no script of its own: the viewer
+/// mounts itself on the element `api-reference`.
 const PAGE: &str = include_str!("document/page.html");
 
-/// What the page may do: run the reader and fetch from where it came, and nothing else. The reader writes its own style sheet.
-const PAGE_MAY: &str = "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data:; font-src data:; \
+/// The page's content security policy: it runs the viewer and fetches from its own origin, and nothing else. The viewer writes its own
+/// style sheet.
+const PAGE_CSP: &str = "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data:; font-src data:; \
                         connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
 static READER: LazyLock<Option<Bytes>> =
@@ -75,7 +76,7 @@ type Asset<const N: usize> = ([(HeaderName, HeaderValue); N], Bytes);
 
 /// This description as a page to read.
 ///
-/// It asks no other host for anything.
+/// It sends no request to another host.
 #[utoipa::path(
     get,
     path = "/",
@@ -84,7 +85,7 @@ type Asset<const N: usize> = ([(HeaderName, HeaderValue); N], Bytes);
 pub(super) async fn page() -> Asset<4> {
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8")),
-        (header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(PAGE_MAY)),
+        (header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(PAGE_CSP)),
         (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
         (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
     ];

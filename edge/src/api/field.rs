@@ -1,4 +1,4 @@
-//! The fields of requests: parsed once into a type that carries its bounds, in the check and in the API's description alike.
+//! The fields of requests. Each is parsed once, into a type that has its bounds for both the validation and the API's description.
 
 use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -8,10 +8,10 @@ use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use crate::outward::is_secure;
+use crate::outbound_http::is_secure;
 use crate::secret_shape::holds_a_secret;
 
-/// Texts of 1 to so many characters. `pattern` and `fits` say the same, to programs and to us.
+/// Text types of 1 to `max` characters. `pattern` and `fits` are the same condition, for the description and for the check.
 macro_rules! texts {
     ($($(#[doc = $doc:literal])+ $name:ident: $max:literal, $expected:literal, $pattern:expr, $fits:expr;)+) => {$(
         $(#[doc = $doc])+
@@ -54,7 +54,7 @@ macro_rules! texts {
     )+};
 }
 
-/// Whole numbers between two others.
+/// Whole numbers within bounds.
 macro_rules! numbers {
     ($($(#[doc = $doc:literal])+ $name:ident: $type:ty, $min:literal to $max:literal;)+) => {$(
         $(#[doc = $doc])+
@@ -65,7 +65,7 @@ macro_rules! numbers {
         impl<'de> Deserialize<'de> for $name {
             fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
                 const EXPECTED: &str = concat!("a whole number from ", $min, " to ", $max);
-                let whole = Whole { expected: EXPECTED, min: $min, max: $max };
+                let whole = IntegerVisitor { expected: EXPECTED, min: $min, max: $max };
                 let number = deserializer.deserialize_i64(whole)?;
                 <$type>::try_from(number).map(Self).map_err(|_| D::Error::custom(EXPECTED))
             }
@@ -86,7 +86,7 @@ macro_rules! numbers {
     )+};
 }
 
-// Below the macros, of which they make use.
+// Below the macros, since they use them.
 mod metadata;
 mod money;
 
@@ -95,13 +95,13 @@ pub(crate) use metadata::{
 };
 pub(crate) use money::{AdjustmentMinor, AmountMinor};
 
-struct Whole {
+struct IntegerVisitor {
     expected: &'static str,
     min: i64,
     max: i64,
 }
 
-impl Visitor<'_> for Whole {
+impl Visitor<'_> for IntegerVisitor {
     type Value = i64;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -123,19 +123,19 @@ impl Visitor<'_> for Whole {
     }
 }
 
-/// What [`without_control`] says, for the description.
+/// [`without_control`] as a pattern, for the description.
 pub(crate) const WITHOUT_CONTROL: &str = r"^[^\u0000-\u001f\u007f-\u009f]+$";
-/// What [`is_legible`] says, for the description.
+/// [`is_legible`] as a pattern, for the description.
 const LEGIBLE: &str = r"^[^\u0000-\u001f\u007f-\u009f]*[^\s\u0000-\u001f\u007f-\u009f][^\u0000-\u001f\u007f-\u009f]*$";
 
 pub(crate) fn without_control(text: &str) -> bool {
     !text.chars().any(char::is_control)
 }
 
-/// The events that webhooks and e-mails tell of.
+/// The events that webhooks and e-mails deliver.
 const EVENTS: &str = r"^(provisioning\.(active|failed|release_failed|release_exhausted|released)|node\.(state_changed|tenant_faulted)|terminal\.(opened|closed)|billing\.(balance_low|balance_depleted|payment_deposited|deposit_refused|refund_succeeded|refund_refused|refund_given_back|reversal_posted))$";
 
-/// Blanks alone tell nobody anything.
+/// A text of blanks alone has no content.
 fn is_legible(text: &str) -> bool {
     without_control(text) && !text.trim().is_empty()
 }
@@ -145,22 +145,22 @@ fn is_code(text: &str) -> bool {
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-'))
 }
 
-/// An address without anybody's name and password in it, whose page was not changed on its way.
+/// An address without a user name and a password, of printable ASCII characters alone.
 fn is_return_url(text: &str) -> bool {
-    let names_nobody = |url: reqwest::Url| url.username().is_empty() && url.password().is_none();
+    let has_no_credentials = |url: reqwest::Url| url.username().is_empty() && url.password().is_none();
     text.bytes().all(|byte| byte.is_ascii_graphic())
         && is_secure(text)
-        && reqwest::Url::parse(text).is_ok_and(names_nobody)
+        && reqwest::Url::parse(text).is_ok_and(has_no_credentials)
 }
 
 texts! {
-    /// Why it is done; kept in the audit log. What looks like a key, a token or a password is refused.
+    /// Why it is done; recorded in the audit log. What looks like a key, a token or a password is refused.
     Reason: 500, "text other than blanks, without control characters and without secrets", LEGIBLE,
         |text| is_legible(text) && !holds_a_secret(text);
-    /// What people call it. What looks like a key, a token or a password is refused.
+    /// A name for people. What looks like a key, a token or a password is refused.
     Label: 100, "text other than blanks, without control characters and without secrets", LEGIBLE,
         |text| is_legible(text) && !holds_a_secret(text);
-    /// A text that somebody reads as a whole.
+    /// A longer text for people.
     Statement: 4000, "text other than blanks, without control characters other than line ends and without secrets",
         r"^[^\u0000-\u0009\u000b-\u001f\u007f-\u009f]*[^\s\u0000-\u001f\u007f-\u009f][^\u0000-\u0009\u000b-\u001f\u007f-\u009f]*$",
         |text| !text.chars().any(|c| c.is_control() && c != '\n') && !text.trim().is_empty() && !holds_a_secret(text);
@@ -180,12 +180,12 @@ texts! {
         r"^[A-Za-z_][A-Za-z0-9._-]*$",
         |text| text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
             && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
-    /// One public key in OpenSSH's text form, as it stands in a `.pub` file: type, base64, perhaps a comment; no options.
+    /// One public key in OpenSSH's text form, as in a `.pub` file: type, base64, perhaps a comment; no options.
     PublicKeyText: 8192, "one public key in OpenSSH's text form",
         r"^(ssh-ed25519|ssh-rsa|ecdsa-sha2-nistp(256|384|521)|sk-[a-z0-9@.-]+) [A-Za-z0-9+/]+={0,2}( [^\u0000\r\n]*)?$", |_| true;
     /// An id of the identity provider, as the access token names it.
     ClaimId: 255, "text without control characters", WITHOUT_CONTROL, without_control;
-    /// Who did something, as the audit log names them: what they are, a colon, their id.
+    /// An actor as the audit log names it: its kind, a colon, its id.
     ActorName: 300, "text without control characters", WITHOUT_CONTROL, without_control;
     /// A name in the audit log: an action, a kind, a correlation id.
     AuditName: 128, "letters, digits, dots, dashes and underscores", r"^[A-Za-z0-9._-]+$",
@@ -212,15 +212,15 @@ texts! {
     ReceiverUrl: 2048, "an https address without a user name, a password or a fragment", r"^https://[!-~]+$",
         |text| text.starts_with("https://") && text.bytes().all(|byte| byte.is_ascii_graphic());
     /// The type of an event that notifications tell of; `notification.announced` is for those who listen.
-    EventName: 64, "the type of an event such as billing.balance_low", EVENTS, domain::notification::is_delivered;
+    EventName: 64, "the type of an event such as billing.balance_low", EVENTS, domain::notification::is_deliverable;
     /// An ISO 4217 code.
     CurrencyCode: 3, "an ISO 4217 code such as EUR", r"^[A-Z]{3}$",
         |text| text.len() == 3 && text.bytes().all(|byte| byte.is_ascii_uppercase());
 }
 
 impl ClaimId {
-    /// One that was read before, and kept.
-    pub(crate) const fn kept(id: String) -> Self {
+    /// An id that comes from the store and was validated when it was read first.
+    pub(crate) const fn from_stored(id: String) -> Self {
         Self(id)
     }
 }
@@ -249,7 +249,8 @@ numbers! {
 /// Why an administrator does something.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Because {
+#[schema(as = Because)]
+pub(crate) struct ReasonBody {
     pub(crate) reason: Reason,
 }
 
@@ -258,7 +259,7 @@ pub(crate) fn not_null<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deseriali
     T::deserialize(deserializer).map(Some)
 }
 
-/// Reads a list of at most `MAX` items; one that is there twice counts once.
+/// Reads a list of at most `MAX` items without duplicates.
 pub(crate) fn set<'de, D, T, const MAX: usize>(deserializer: D) -> Result<Vec<T>, D::Error>
 where
     D: Deserializer<'de>,
@@ -282,13 +283,13 @@ where
     D: Deserializer<'de>,
     T: Deserialize<'de> + PartialEq,
 {
-    struct Given<T, const MAX: usize>(Vec<T>);
-    impl<'de, T: Deserialize<'de> + PartialEq, const MAX: usize> Deserialize<'de> for Given<T, MAX> {
+    struct BoundedList<T, const MAX: usize>(Vec<T>);
+    impl<'de, T: Deserialize<'de> + PartialEq, const MAX: usize> Deserialize<'de> for BoundedList<T, MAX> {
         fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
             set::<D, T, MAX>(deserializer).map(Self)
         }
     }
-    Ok(Option::<Given<T, MAX>>::deserialize(deserializer)?.map(|given| given.0))
+    Ok(Option::<BoundedList<T, MAX>>::deserialize(deserializer)?.map(|given| given.0))
 }
 
 #[cfg(test)]
@@ -311,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_within_its_bounds_is_read() {
+    fn field_within_its_bounds_is_accepted() {
         let longest = "ü".repeat(100);
         for body in [
             r#"{"text":"a b"}"#.to_owned(),

@@ -1,4 +1,4 @@
-//! Whether this process lives, whether it can serve, and its figures.
+//! Liveness, readiness and metrics of this process.
 
 use axum::Json;
 use axum::extract::State;
@@ -30,15 +30,15 @@ pub(super) async fn healthz() -> Json<Health> {
 
 /// Whether the process can serve.
 ///
-/// For balancers and the operator's own tools. While it cannot, the answer is an error with the checks in its details. Without
-/// `INTERNAL_STATS_TOKEN` the route is not there; on the operators' address it needs no token.
+/// For load balancers and the operator's tools. While it cannot serve, the response is an error with the checks in its details. Without
+/// `INTERNAL_STATS_TOKEN` the route does not exist; on the operators' listener it needs no token.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "It can serve.", body = Readiness)))]
 pub(super) async fn readyz(State(services): State<Services>, parts: Parts) -> Result<Json<Readiness>, ApiError> {
     admitted(&services, services.stats_token.as_ref(), &parts)?;
     readiness(State(services)).await
 }
 
-/// As [`readyz`], on the operators' address.
+/// As [`readyz`], on the operators' listener.
 pub(super) async fn readiness(State(services): State<Services>) -> Result<Json<Readiness>, ApiError> {
     let readiness = services.runtime.readiness().await;
     if services.stopping.is_cancelled() {
@@ -56,9 +56,9 @@ pub(super) async fn readiness(State(services): State<Services>) -> Result<Json<R
     Err(if readiness.starting { error.expected() } else { error })
 }
 
-/// Figures of this process in the Prometheus text format.
+/// Metrics of this process in the Prometheus text format.
 ///
-/// For the operator's own tools. Without `INTERNAL_STATS_TOKEN` the route is not there; on the operators' address it needs no token.
+/// For the operator's tools. Without `INTERNAL_STATS_TOKEN` the route does not exist; on the operators' listener it needs no token.
 #[utoipa::path(
     get,
     path = "/",
@@ -69,7 +69,7 @@ pub(super) async fn metrics(State(services): State<Services>, parts: Parts) -> R
     Ok(metrics_page(State(services)).await)
 }
 
-/// As [`metrics`], on the operators' address.
+/// As [`metrics`], on the operators' listener.
 pub(super) async fn metrics_page(State(services): State<Services>) -> Metrics {
     let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
     ([(header::CONTENT_TYPE, kind)], services.runtime.metrics())

@@ -1,4 +1,4 @@
-//! The identity provider's keys, refreshed by force (specification, *Endpoints*).
+//! The forced refresh of the identity provider's keys (specification, *Endpoints*).
 
 use axum::Json;
 use axum::extract::State;
@@ -11,7 +11,7 @@ use crate::auth::jwks::JwksError;
 use crate::error::{ApiError, Code};
 use crate::services::Services;
 
-/// What the provider publishes now.
+/// The keys that the provider publishes now.
 #[derive(Serialize, ToSchema)]
 pub(super) struct RefreshedKeys {
     /// How many keys it signs with.
@@ -20,8 +20,8 @@ pub(super) struct RefreshedKeys {
 
 /// Fetches the identity provider's keys at once, at every replica.
 ///
-/// A key that it no longer publishes is refused from then on. Without `INTERNAL_JWKS_REFRESH_TOKEN` the route is not there. The answer
-/// is this replica's; the others are told.
+/// A key that the provider has withdrawn is refused from then on. Without `INTERNAL_JWKS_REFRESH_TOKEN` the route does not exist. The
+/// response is this replica's; the others are notified.
 #[utoipa::path(
     post,
     path = "/",

@@ -1,4 +1,4 @@
-//! What a process says of itself to those who operate it, under a token of their own.
+//! Statistics of one process, for its operator's token.
 
 use axum::Json;
 use axum::extract::State;
@@ -9,20 +9,20 @@ use crate::error::ApiError;
 use crate::runtime::Stats;
 use crate::services::Services;
 
-/// What the process that answers has and does, from its memory.
+/// Statistics of the process that serves the request, from its memory.
 ///
-/// For the operator's own tools. Without `INTERNAL_STATS_TOKEN` the route is not there.
+/// For the operator's tools. Without `INTERNAL_STATS_TOKEN` the route does not exist.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The process as it stands.", body = Stats)))]
 pub(super) async fn stats(State(services): State<Services>, parts: Parts) -> Result<Json<Stats>, ApiError> {
     admitted(&services, services.stats_token.as_ref(), &parts)?;
     Ok(Json(services.runtime.stats()))
 }
 
-/// Whether the request brings the route's own token. Who guesses is held up like whoever brings access tokens that are none.
+/// Checks the operator's token of the route. Wrong tokens are rate-limited like invalid access tokens.
 pub(super) fn admitted(services: &Services, token: Option<&InternalToken>, parts: &Parts) -> Result<(), ApiError> {
     let configured = token.ok_or_else(|| ApiError::not_found("route"))?;
     configured.admit(&parts.headers).map_err(|refused| {
-        let (policy, now) = (services.world.policy(), services.world.now());
-        services.limiter.token_refused(parts, &policy, now).err().unwrap_or(refused)
+        let (policy, now) = (services.environment.policy(), services.environment.now());
+        services.limiter.count_refused_token(parts, &policy, now).err().unwrap_or(refused)
     })
 }

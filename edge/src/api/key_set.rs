@@ -1,14 +1,16 @@
-//! The service's own keys: where each stands in its rotation, and its next step (design 8).
+//! The service's own keys: the phase of each in its rotation, and its next step (design 8).
 //!
-//! A change is answered once every replica goes by it (200), or when that takes too long (202, with who does not yet).
+//! A change is answered once every replica has applied it (200), or after a timeout (202, with the replicas that have not).
 
-use actors::Answered;
+use actors::CommandReply;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
-use domain::key_set::{Basis, Change, Command, Key, KeySet, NewKey, Phase, Purpose, Rejection, Reply, Standing};
+use domain::key_set::{
+    ChangeBasis, Command, KeyEntry, KeySet, KeySetChange, KeySetPurpose, KeyState, NewKey, Phase, Rejection, Reply,
+};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,26 +18,26 @@ use tokio::time::{Instant, sleep};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::asking::{Asking, May, RotateKeys, replayed};
-use super::field::{Because, KeyId, Reason};
-use crate::answer::Explain as _;
+use super::field::{KeyId, Reason, ReasonBody};
+use super::request_context::{Authorized, RequestContext, RotateKeys, replayed};
 use crate::body;
 use crate::error::{ApiError, Code};
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
 use crate::keys::{Keys, KeysError, make, set_id, stored};
+use crate::rejection_response::Explain as _;
 use crate::runtime::TreeFilter;
 use crate::services::Services;
 
-/// How long the replicas are waited for, and how often they are asked.
-const HEARD_WITHIN: Duration = Duration::from_secs(5);
-const PAUSE: Duration = Duration::from_millis(100);
-/// The most nodes that are named in an answer.
-const NAMED: u32 = 100;
+/// How long a change waits for the replicas, and how often they are polled.
+const PROPAGATION_TIMEOUT: Duration = Duration::from_secs(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+/// The most nodes that a response names.
+const MAX_NAMED_NODES: u32 = 100;
 
-/// What a repetition asks with: its first time is what counts.
-const NONE: NewKey = NewKey { id: String::new(), public: String::new() };
+/// The placeholder key in the command of a replay: the reply to the first request counts.
+const NO_KEY: NewKey = NewKey { id: String::new(), public: String::new() };
 
-/// What keys are for.
+/// The purpose of keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum KeyPurpose {
@@ -45,18 +47,18 @@ pub(super) enum KeyPurpose {
     NodeCa,
     /// They sign the access tokens of service accounts.
     ServiceTokens,
-    /// They authenticate what the replicas send each other.
+    /// They authenticate messages between replicas.
     MemberMessages,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum KeyPhase {
-    /// Trusted everywhere, and not used yet.
+    /// Trusted by every replica, and not used yet.
     Staged,
     /// Used.
     Active,
-    /// Trusted until nothing depends on it any more.
+    /// Trusted until nothing depends on it.
     Grace,
     /// Trusted nowhere.
     Retired,
@@ -65,7 +67,8 @@ pub(super) enum KeyPhase {
 /// A new key is to be made.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
-pub(super) struct NewStaged {
+#[schema(as = NewStaged)]
+pub(super) struct NewStagedKey {
     purpose: KeyPurpose,
     reason: Reason,
 }
@@ -77,7 +80,7 @@ pub(super) struct KeyStep {
     purpose: KeyPurpose,
     key_id: KeyId,
     reason: Reason,
-    /// Also where something still depends on how it is: the answer to the refusal says what.
+    /// Also where something still depends on its phase; the refusal without it says what.
     #[serde(default)]
     force: bool,
 }
@@ -104,7 +107,7 @@ pub(super) struct AtRestView {
 #[schema(as = KeyAtRest)]
 pub(super) struct AtRestKey {
     key_id: String,
-    /// None where it was never part of a rotation.
+    /// Null where it was never part of a rotation.
     phase: Option<KeyPhase>,
     since: Option<DateTime<Utc>>,
     /// How many values are sealed under it: one without any may leave the key ring.
@@ -128,18 +131,18 @@ pub(super) struct KeySetView {
 pub(super) struct KeyView {
     key_id: String,
     phase: KeyPhase,
-    /// Since when it is in its phase.
+    /// When it entered its phase.
     since: DateTime<Utc>,
-    /// When it shows as overdue where nobody moves it on.
+    /// The deadline of its phase, after which it is overdue.
     until: Option<DateTime<Utc>>,
     made_at: DateTime<Utc>,
     /// The public key or the certificate.
     public: String,
-    /// Of an authority: the nodes whose certificates are by it alone.
+    /// For an authority: the number of nodes whose certificates only it has issued.
     dependents: Option<u64>,
 }
 
-/// What a replica goes by.
+/// The key versions that a replica has applied.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 pub(super) struct ReplicaKeys {
     name: String,
@@ -152,28 +155,33 @@ pub(super) struct ReplicaKeys {
 
 /// A set after a change.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
-pub(super) struct Changed {
+#[schema(as = Changed)]
+pub(super) struct KeyChangeView {
     set: KeySetView,
     /// The key that was changed.
     key_id: String,
-    /// Replicas that do not go by it yet; none where the answer is 200 or 201.
+    /// Replicas that have not applied it yet; none where the status is 200 or 201.
     waiting_for: Vec<String>,
     /// Nodes that have to recover their identity or to be enrolled anew, at most 100 of them.
-    cut_off: Vec<CutOff>,
+    cut_off: Vec<CutOffNode>,
 }
 
 /// A node without a certificate by a trusted authority.
 #[derive(Clone, Debug, Deserialize, Serialize, ToSchema)]
-pub(super) struct CutOff {
+#[schema(as = CutOff)]
+pub(super) struct CutOffNode {
     node_id: Uuid,
     host: String,
     /// When the certificate that it has would have ended.
     certificate_not_after: DateTime<Utc>,
 }
 
-/// The service's own keys, and where each stands in its rotation.
+/// The service's own keys, and the phase of each in its rotation.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The keys.", body = AllKeys)))]
-pub(super) async fn list(_: May<RotateKeys>, State(services): State<Services>) -> Result<Json<AllKeys>, ApiError> {
+pub(super) async fn list(
+    _: Authorized<RotateKeys>,
+    State(services): State<Services>,
+) -> Result<Json<AllKeys>, ApiError> {
     let keys = read(&services).await?;
     let mut sets = Vec::new();
     for purpose in KeyPurpose::ALL {
@@ -187,33 +195,38 @@ pub(super) async fn list(_: May<RotateKeys>, State(services): State<Services>) -
 #[utoipa::path(
     post,
     path = "/",
-    request_body = NewStaged,
+    request_body = NewStagedKey,
     responses(
-        (status = 201, description = "It is staged, and every replica trusts it.", body = Changed),
-        (status = 202, description = "It is staged; some replicas do not trust it yet.", body = Changed),
+        (status = 201, description = "It is staged, and every replica trusts it.", body = KeyChangeView),
+        (status = 202, description = "It is staged; some replicas do not trust it yet.", body = KeyChangeView),
     ),
 )]
 pub(super) async fn stage(
-    May { asking, .. }: May<RotateKeys>,
+    Authorized { context, .. }: Authorized<RotateKeys>,
     State(services): State<Services>,
-    Once(body::Json(asked)): Once<body::Json<NewStaged>>,
+    Idempotent(body::Json(asked)): Idempotent<body::Json<NewStagedKey>>,
 ) -> Result<Response, ApiError> {
     let purpose = asked.purpose;
-    // A second one would be refused: no key is made for that. A repetition gets its first answer all the same.
+    // A second staged key would be refused, so no key is generated for it. A replay still gets the first reply.
     let keys = read(&services).await?;
     let staged = set_of(&keys, purpose).keys.iter().find(|key| key.standing.phase() == Phase::Staged);
-    let key = if asking.is_repetition() {
-        NONE
+    let key = if context.is_replay() {
+        NO_KEY
     } else if let Some(staged) = staged {
         return Err(Rejection::AlreadyStaged { id: staged.id.clone() }.explain());
     } else {
         make(&services.trust.secrets, &services.trust.domain, purpose.into()).await?
     };
-    let doing = Doing { purpose, change: Change::Stage { key }, reason: asked.reason.to_string(), cut_off: Vec::new() };
-    doing.carried_out(&asking, &services, StatusCode::CREATED).await
+    let rotation = KeyRotation {
+        purpose,
+        change: KeySetChange::Stage { key },
+        reason: asked.reason.to_string(),
+        cut_off: Vec::new(),
+    };
+    rotation.execute(&context, &services, StatusCode::CREATED).await
 }
 
-/// A route for each step that a key takes: its name, what is so in the end and until then, and its description.
+/// A route for each step of a key's rotation: its name, the descriptions of the statuses 200 and 202, and its own description.
 macro_rules! steps {
     ($($(#[doc = $doc:tt])+ $name:ident: $prepared:ident, $done:tt, $waits:tt;)+) => {$(
         $(#[doc = $doc])+
@@ -222,17 +235,17 @@ macro_rules! steps {
             path = "/",
             request_body = KeyStep,
             responses(
-                (status = 200, description = $done, body = Changed),
-                (status = 202, description = $waits, body = Changed),
+                (status = 200, description = $done, body = KeyChangeView),
+                (status = 202, description = $waits, body = KeyChangeView),
             ),
         )]
         pub(super) async fn $name(
-            May { asking, .. }: May<RotateKeys>,
+            Authorized { context, .. }: Authorized<RotateKeys>,
             State(services): State<Services>,
-            Once(body::Json(asked)): Once<body::Json<KeyStep>>,
+            Idempotent(body::Json(asked)): Idempotent<body::Json<KeyStep>>,
         ) -> Result<Response, ApiError> {
-            let (asking, doing) = asked.$prepared(asking, &services).await?;
-            doing.carried_out(&asking, &services, StatusCode::OK).await
+            let (context, rotation) = asked.$prepared(context, &services).await?;
+            rotation.execute(&context, &services, StatusCode::OK).await
         }
     )+};
 }
@@ -240,21 +253,25 @@ macro_rules! steps {
 steps! {
     /// Puts a staged key to use. The one before is trusted on, in grace.
     ///
-    /// It is refused while a replica does not know the key, which could not serve what others do with it.
-    activate: activation, "It is active on every replica.", "It is active; some replicas use the one before yet.";
+    /// It is refused while a replica does not know the key, since that replica could not verify what others sign with it.
+    activate: prepare_activation, "It is active on every replica.", "It is active; some replicas use the one before yet.";
 
     /// Trusts a key no more. Its private half is destroyed.
     ///
     /// A signing key is refused before its grace is over, an authority while nodes have certificates by it alone; with `force` neither
     /// is, and the answer names the nodes that are cut off.
-    retire: retirement, "No replica trusts it.", "It is retired; some replicas trust it yet.";
+    retire: prepare_retirement, "No replica trusts it.", "It is retired; some replicas trust it yet.";
 }
 
 impl KeyStep {
-    async fn activation(&self, asking: Asking, services: &Services) -> Result<(Asking, Doing), ApiError> {
-        if !self.force && !asking.is_repetition() {
+    async fn prepare_activation(
+        &self,
+        context: RequestContext,
+        services: &Services,
+    ) -> Result<(RequestContext, KeyRotation), ApiError> {
+        if !self.force && !context.is_replay() {
             let version = set_of(&read(services).await?, self.purpose).version;
-            let behind = until_heard(services, self.purpose, version).await?;
+            let behind = wait_for_version(services, self.purpose, version).await?;
             if !behind.is_empty() {
                 let names = behind.join(", ");
                 return Err(ApiError::new(
@@ -266,44 +283,49 @@ impl KeyStep {
                 .detail("waiting_for", serde_json::json!(behind)));
             }
         }
-        let change = Change::Activate { id: self.key_id.to_string() };
-        let doing = Doing { purpose: self.purpose, change, reason: self.reason.to_string(), cut_off: Vec::new() };
-        Ok((asking, doing))
+        let change = KeySetChange::Activate { id: self.key_id.to_string() };
+        let rotation =
+            KeyRotation { purpose: self.purpose, change, reason: self.reason.to_string(), cut_off: Vec::new() };
+        Ok((context, rotation))
     }
 
-    async fn retirement(&self, asking: Asking, services: &Services) -> Result<(Asking, Doing), ApiError> {
+    async fn prepare_retirement(
+        &self,
+        context: RequestContext,
+        services: &Services,
+    ) -> Result<(RequestContext, KeyRotation), ApiError> {
         let id = self.key_id.to_string();
         let keys = read(services).await?;
         let (cut_off, dependents) = match self.purpose {
-            KeyPurpose::NodeCa => dependents(services, &keys, &id, NAMED).await?,
+            KeyPurpose::NodeCa => dependents(services, &keys, &id, MAX_NAMED_NODES).await?,
             KeyPurpose::TaskSigning | KeyPurpose::ServiceTokens | KeyPurpose::MemberMessages => (Vec::new(), 0),
         };
-        let change = Change::Retire { id, dependents, force: self.force };
-        let doing = Doing { purpose: self.purpose, change, reason: self.reason.to_string(), cut_off };
-        // A key that has leaked is to go now, however much waits.
-        Ok((asking.urgently(), doing))
+        let change = KeySetChange::Retire { id, dependents, force: self.force };
+        let rotation = KeyRotation { purpose: self.purpose, change, reason: self.reason.to_string(), cut_off };
+        // The retirement of a leaked key is exempt from load shedding.
+        Ok((context.prioritized(), rotation))
     }
 }
 
 /// Has everything sealed anew under the key of the key ring that is active in its file.
 ///
-/// It goes on in the background, whatever dies; GET of the keys shows what is left under each key. It is refused while a replica seals
+/// It runs in the background and survives crashes; GET of the keys shows what is left under each key. It is refused while a replica seals
 /// with another key.
 #[utoipa::path(
     post,
     path = "/",
-    request_body = Because,
+    request_body = ReasonBody,
     responses((status = 202, description = "It goes on.", body = AtRestView)),
 )]
 pub(super) async fn rewrap(
-    May { asking, .. }: May<RotateKeys>,
+    Authorized { context, .. }: Authorized<RotateKeys>,
     State(services): State<Services>,
-    Once(body::Json(asked)): Once<body::Json<Because>>,
+    Idempotent(body::Json(asked)): Idempotent<body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     let values = services.trust.secrets.rewrap();
     let id = values.active().to_owned();
-    let others = until_none(&services, |replica| replica.seals_with.as_ref() != Some(&id)).await?;
-    if !others.is_empty() && !asking.is_repetition() {
+    let others = wait_until_none(&services, |replica| replica.seals_with.as_ref() != Some(&id)).await?;
+    if !others.is_empty() && !context.is_replay() {
         let names = others.join(", ");
         return Err(ApiError::new(
             Code::StateConflict,
@@ -314,14 +336,14 @@ pub(super) async fn rewrap(
     }
     let outgoing = values.sealed().await?.into_keys().filter(|other| *other != id).collect();
     let command = Command::Adopt { id, outgoing, reason: asked.reason.to_string() };
-    let answered = asking.ask::<KeySet>(set_id(Purpose::AtRest), command).await?;
+    let answered = context.ask::<KeySet>(set_id(KeySetPurpose::AtRest), command).await?;
     Ok((StatusCode::ACCEPTED, replayed(&answered), Json(at_rest(&services).await?)).into_response())
 }
 
 async fn at_rest(services: &Services) -> Result<AtRestView, ApiError> {
     let mut sealed = services.trust.secrets.rewrap().sealed().await?;
-    let set = stored(&services.reads, Purpose::AtRest).await?;
-    let known = |key: &Key| AtRestKey {
+    let set = stored(&services.reads, KeySetPurpose::AtRest).await?;
+    let known = |key: &KeyEntry| AtRestKey {
         key_id: key.id.clone(),
         phase: Some(KeyPhase::of(key.standing.phase())),
         since: Some(key.entered_at),
@@ -333,47 +355,52 @@ async fn at_rest(services: &Services) -> Result<AtRestView, ApiError> {
     Ok(AtRestView { version, keys })
 }
 
-/// A change under way.
-struct Doing {
+/// A step of a rotation that is being executed.
+struct KeyRotation {
     purpose: KeyPurpose,
-    change: Change,
+    change: KeySetChange,
     reason: String,
-    cut_off: Vec<CutOff>,
+    cut_off: Vec<CutOffNode>,
 }
 
-impl Doing {
-    async fn carried_out(self, asking: &Asking, services: &Services, done: StatusCode) -> Result<Response, ApiError> {
+impl KeyRotation {
+    async fn execute(
+        self,
+        context: &RequestContext,
+        services: &Services,
+        done: StatusCode,
+    ) -> Result<Response, ApiError> {
         let keys = read(services).await?;
         let on = match keys.prepare(self.purpose.into(), &self.change)? {
             Ok(on) => on,
-            // What was done before is refused now; whoever repeats it is to hear what came of it.
-            Err(_) if asking.is_repetition() => Basis {
+            // A step that was committed before would be refused now; a replay gets its outcome.
+            Err(_) if context.is_replay() => ChangeBasis {
                 purpose: self.purpose.into(),
                 version: set_of(&keys, self.purpose).version,
-                founding: NONE,
-                founded_at: services.world.now(),
+                founding: NO_KEY,
+                founded_at: services.environment.now(),
                 signatures: Vec::new(),
             },
-            Err(rejection) => return Err(self.explained(rejection)),
+            Err(rejection) => return Err(self.with_cut_off_nodes(rejection)),
         };
         let command = Command::Rotate { change: self.change.clone(), on, reason: self.reason.clone() };
-        let answered = asking.try_ask::<KeySet>(set_id(self.purpose.into()), command).await?;
-        let answered: Answered<Reply> = answered.map_err(|error| match error {
-            actors::AskError::Rejected(rejection) => self.explained(rejection),
-            other => crate::answer::not_answered(other),
+        let answered = context.try_ask::<KeySet>(set_id(self.purpose.into()), command).await?;
+        let answered: CommandReply<Reply> = answered.map_err(|error| match error {
+            actors::AskError::Rejected(rejection) => self.with_cut_off_nodes(rejection),
+            other => crate::rejection_response::not_answered(other),
         })?;
         let Reply::At { version, id } = &answered.reply else {
             return Err(ApiError::internal("the machine of keys answered another question"));
         };
-        let waiting_for = until_heard(services, self.purpose, *version).await?;
+        let waiting_for = wait_for_version(services, self.purpose, *version).await?;
         let status = if waiting_for.is_empty() { done } else { StatusCode::ACCEPTED };
         let set = view(services, &read(services).await?, self.purpose).await?;
-        let changed = Changed { set, key_id: id.clone(), waiting_for, cut_off: self.cut_off };
+        let changed = KeyChangeView { set, key_id: id.clone(), waiting_for, cut_off: self.cut_off };
         Ok((status, replayed(&answered), Json(changed)).into_response())
     }
 
-    /// Of an authority that is needed, who needs it.
-    fn explained(&self, rejection: Rejection) -> ApiError {
+    /// A refusal to retire an authority names the nodes that depend on it.
+    fn with_cut_off_nodes(&self, rejection: Rejection) -> ApiError {
         rejection.explain().detail("nodes", serde_json::json!(self.cut_off))
     }
 }
@@ -392,10 +419,15 @@ const fn set_of(keys: &Keys, purpose: KeyPurpose) -> &KeySet {
     }
 }
 
-async fn dependents(services: &Services, keys: &Keys, id: &str, named: u32) -> Result<(Vec<CutOff>, u64), ApiError> {
+async fn dependents(
+    services: &Services,
+    keys: &Keys,
+    id: &str,
+    named: u32,
+) -> Result<(Vec<CutOffNode>, u64), ApiError> {
     let founding = keys.node.founding == id;
-    let (nodes, count) = services.reads.dependents(id, founding, services.world.now(), named).await?;
-    let cut_off = |of: persistence::read::Dependent| CutOff {
+    let (nodes, count) = services.reads.dependents(id, founding, services.environment.now(), named).await?;
+    let cut_off = |of: persistence::read::DependentNode| CutOffNode {
         node_id: of.node.0,
         host: of.host,
         certificate_not_after: of.not_after,
@@ -403,20 +435,20 @@ async fn dependents(services: &Services, keys: &Keys, id: &str, named: u32) -> R
     Ok((nodes.into_iter().map(cut_off).collect(), count))
 }
 
-/// Waits until every living replica goes by this version, and answers with those that do not.
-async fn until_heard(services: &Services, purpose: KeyPurpose, version: u64) -> Result<Vec<String>, ApiError> {
-    until_none(services, |replica| replica.versions.get(purpose.name()).is_none_or(|it| *it < version)).await
+/// Waits until every live replica has applied this version, and returns those that have not.
+async fn wait_for_version(services: &Services, purpose: KeyPurpose, version: u64) -> Result<Vec<String>, ApiError> {
+    wait_until_none(services, |replica| replica.versions.get(purpose.name()).is_none_or(|it| *it < version)).await
 }
 
-/// Waits until no replica is `behind`, and answers with those that are. One that died a moment ago counts until it is missed.
-async fn until_none(services: &Services, behind: impl Fn(&ReplicaKeys) -> bool) -> Result<Vec<String>, ApiError> {
-    let end = Instant::now() + HEARD_WITHIN;
+/// Waits until no replica is `behind`, and returns those that are. A replica that died a moment ago counts until its death is detected.
+async fn wait_until_none(services: &Services, behind: impl Fn(&ReplicaKeys) -> bool) -> Result<Vec<String>, ApiError> {
+    let end = Instant::now() + PROPAGATION_TIMEOUT;
     loop {
         let found: Vec<_> = replicas(services).await?.into_iter().filter(|replica| behind(replica)).collect();
         if found.is_empty() || Instant::now() >= end {
             return Ok(found.into_iter().map(|replica| replica.name).collect());
         }
-        sleep(PAUSE).await;
+        sleep(POLL_INTERVAL).await;
     }
 }
 
@@ -446,10 +478,10 @@ async fn view(services: &Services, keys: &Keys, purpose: KeyPurpose) -> Result<K
 }
 
 impl KeyView {
-    fn of(key: &Key, dependents: Option<u64>) -> Self {
+    fn of(key: &KeyEntry, dependents: Option<u64>) -> Self {
         let until = match key.standing {
-            Standing::Staged { until } | Standing::Grace { until } => Some(until),
-            Standing::Active | Standing::Retired => None,
+            KeyState::Staged { until } | KeyState::Grace { until } => Some(until),
+            KeyState::Active | KeyState::Retired => None,
         };
         let phase = KeyPhase::of(key.standing.phase());
         Self {
@@ -468,7 +500,7 @@ impl KeyPurpose {
     const ALL: [Self; 4] = [Self::TaskSigning, Self::NodeCa, Self::ServiceTokens, Self::MemberMessages];
 
     fn name(self) -> &'static str {
-        Purpose::from(self).name()
+        KeySetPurpose::from(self).name()
     }
 }
 
@@ -483,7 +515,7 @@ impl KeyPhase {
     }
 }
 
-impl From<KeyPurpose> for Purpose {
+impl From<KeyPurpose> for KeySetPurpose {
     fn from(purpose: KeyPurpose) -> Self {
         match purpose {
             KeyPurpose::TaskSigning => Self::TaskSigning,

@@ -3,18 +3,18 @@
 use axum::Json;
 use axum::extract::State;
 use chrono::{DateTime, Utc};
-use domain::authz::Role;
+use domain::authz::TokenRole;
 use serde::Serialize;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::asking::{ByUser, granted};
 use super::platform_role::PlatformRoleName;
+use super::request_context::{UserRequest, grant_of};
 use super::service_account::RoleName;
 use crate::error::ApiError;
 use crate::services::Services;
 
-/// Who the access token names, and what they may do here.
+/// The caller as the access token names them, and their roles.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Me)]
 pub(super) struct MeView {
@@ -32,7 +32,7 @@ pub(super) struct MeView {
     token_expires_at: DateTime<Utc>,
 }
 
-/// Whose token it is.
+/// The kind of the caller.
 #[derive(Clone, Copy, Debug, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum AuthKind {
@@ -43,21 +43,24 @@ pub(super) enum AuthKind {
 
 /// Who you are to this service: roles, organisation, project and plan, as your access token and the bindings here say.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The caller.", body = MeView)))]
-pub(super) async fn get(ByUser(asking): ByUser, State(services): State<Services>) -> Result<Json<MeView>, ApiError> {
-    let caller = &asking.caller;
+pub(super) async fn get(
+    UserRequest(context): UserRequest,
+    State(services): State<Services>,
+) -> Result<Json<MeView>, ApiError> {
+    let caller = &context.caller;
     let bound = match caller.service_account {
         Some(_) => None,
-        None => granted(&services, &caller.user_id).await?,
+        None => grant_of(&services, &caller.user_id).await?,
     };
     Ok(Json(MeView {
         user_id: caller.user_id.clone(),
         auth_kind: if caller.service_account.is_some() { AuthKind::ServiceAccount } else { AuthKind::User },
         service_account_id: caller.service_account.map(|account| account.0),
-        roles: caller.roles.iter().copied().map(|role: Role| role.into()).collect(),
+        roles: caller.roles.iter().copied().map(|role: TokenRole| role.into()).collect(),
         platform_roles: bound.into_iter().flat_map(|grant| grant.roles).map(PlatformRoleName::from).collect(),
         org_id: caller.org_id.clone(),
         project_id: caller.project_id.clone(),
         plan: caller.plan.clone(),
-        token_expires_at: asking.token_expires_at,
+        token_expires_at: context.token_expires_at,
     }))
 }

@@ -1,17 +1,17 @@
-//! The inventory of nodes, and what administrators do with a node (decisions 4, *Node onboarding and identity*).
+//! Nodes: the inventory, and administrators' actions on a node (decisions 4, *Node onboarding and identity*).
 
 mod onboarding;
 mod tasks;
 mod view;
 
-use actors::{Answered, AskError};
+use actors::{AskError, CommandReply};
 use axum::Json;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
-use domain::metadata::Patch;
-use domain::node::{Command, Life, Node, OnboardingMode, Probe, Registration, Rejection, Reply};
-use domain::policy::Key;
+use domain::metadata::PatchValue;
+use domain::node::{Command, Node, OnboardingMode, Phase, ProbeOutcome, Registration, Rejection, Reply};
+use domain::policy::PolicyKey;
 use persistence::read::ListFilter;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -21,26 +21,26 @@ use uuid::Uuid;
 pub(super) use onboarding::*;
 pub(super) use tasks::*;
 
-use super::asking::{Asking, ByAdmin, replayed};
 use super::field::{
-    Because, GpuCount, HostName, LabelChanges, LabelSelector, LabelSelectors, Labels, LoginName, Port, PublicKeyText,
-    Reason, RegionCode, ResourceName, SkuRef, metadata, metadata_patch, terms,
+    GpuCount, HostName, LabelChanges, LabelSelector, LabelSelectors, Labels, LoginName, Port, PublicKeyText, Reason,
+    ReasonBody, RegionCode, ResourceName, SkuRef, metadata, metadata_patch, terms,
 };
+use super::read_model::{self, StoredEntity, etag, find, if_match, wait_until};
+use super::request_context::{AdminRequest, RequestContext, replayed};
 use super::sku;
-use super::stored::{self, Stored, etag, find, if_match, wait_until};
-use crate::answer::not_answered;
 use crate::body::{self, Path};
 use crate::error::{ApiError, Code};
-use crate::host::Host;
-use crate::idempotency::keyed::Once;
+use crate::host::HostAddress;
+use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery};
-use crate::probe::Probed;
+use crate::probe::Reachability;
+use crate::rejection_response::not_answered;
 use crate::services::Services;
 use crate::ssh_public_key::SshPublicKey;
 use view::{NodeView, StateName};
 
-/// How long the removal of a node is waited for.
-const REMOVED_WITHIN: Duration = Duration::from_secs(5);
+/// The timeout of waiting for a node's removal.
+const REMOVAL_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A machine to be registered.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -53,7 +53,7 @@ pub(super) struct NewNode {
     ssh_public_key: PublicKeyText,
     /// An active SKU.
     sku: SkuRef,
-    /// As many as the SKU has.
+    /// As many as the SKU says.
     gpus_total: GpuCount,
     /// One of the SKU's regions.
     region_code: RegionCode,
@@ -75,7 +75,7 @@ pub(super) enum Mode {
     Maas,
 }
 
-/// What changes of a node. What is left out stays; give at least one.
+/// A change of a node. Absent fields stay; give at least one.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(min_properties = 1)]
@@ -86,13 +86,13 @@ pub(super) struct NodeChange {
     /// Try to connect to the node's address now. Left out: a new `host` or `port` of a node that was probed is probed too.
     probe: Option<bool>,
     /// Null: the node has no name any more.
-    #[serde(default, skip_serializing_if = "Patch::is_keep")]
+    #[serde(default, skip_serializing_if = "PatchValue::is_keep")]
     #[schema(value_type = Option<ResourceName>)]
-    name: Patch<ResourceName>,
+    name: PatchValue<ResourceName>,
     /// Null: the node has no labels any more.
-    #[serde(default, skip_serializing_if = "Patch::is_keep")]
+    #[serde(default, skip_serializing_if = "PatchValue::is_keep")]
     #[schema(value_type = Option<LabelChanges>)]
-    labels: Patch<LabelChanges>,
+    labels: PatchValue<LabelChanges>,
 }
 
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -104,7 +104,7 @@ pub(super) struct Retirement {
     drain: bool,
 }
 
-/// Which nodes.
+/// A filter of nodes.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -112,10 +112,10 @@ pub(super) struct NodeFilter {
     state: Option<StateName>,
     /// A SKU's name or id.
     sku: Option<SkuRef>,
-    /// Those of this name.
+    /// Nodes with this name.
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<ResourceName>,
-    /// Those that have this label; given several times, or with commas in between, those that have all of them.
+    /// Nodes with this label; several labels, repeated or separated by commas, must all match.
     #[serde(default, skip_serializing_if = "LabelSelectors::is_empty")]
     #[param(value_type = Option<Vec<LabelSelector>>, style = Form, explode, max_items = 32)]
     label: LabelSelectors,
@@ -129,14 +129,14 @@ pub(super) struct NodeFilter {
     responses((status = 200, description = "A page of nodes.", body = Items<NodeView>)),
 )]
 pub(super) async fn list(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     listing: Listing<NodeFilter>,
 ) -> Result<Json<Items<NodeView>>, ApiError> {
     let page = listing.page("admin/nodes", "", Order::OldestFirst)?;
     let filter = &listing.filter;
     let sku = match &filter.sku {
-        Some(sku) => Some(sku::referred(&services, sku).await?),
+        Some(sku) => Some(sku::id_in_filter(&services, sku).await?),
         None => None,
     };
     let filter = ListFilter {
@@ -145,9 +145,9 @@ pub(super) async fn list(
         sku,
         terms: terms(filter.name.as_ref(), &filter.label),
     };
-    let rows = stored::list::<Node>(&services, &filter, &page).await?;
-    let now = services.world.now();
-    Ok(Json(stored::answer(&page, rows, |stored| NodeView::of(&stored, now))))
+    let rows = read_model::list::<Node>(&services, &filter, &page).await?;
+    let now = services.environment.now();
+    Ok(Json(read_model::to_page(&page, rows, |stored| NodeView::of(&stored, now))))
 }
 
 /// Registers a machine as a node.
@@ -160,27 +160,27 @@ pub(super) async fn list(
     responses((status = 201, description = "The node.", body = NodeView)),
 )]
 pub(super) async fn create(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     State(services): State<Services>,
-    Once(body::Json(new)): Once<body::Json<NewNode>>,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewNode>>,
 ) -> Result<Response, ApiError> {
-    let answered = match asking.carried_out::<Node>()? {
+    let answered = match context.committed_reply::<Node>()? {
         Some(answered) => answered,
-        None => asking.ask::<Node>(asking.id_of_new(), registered(&services, &asking, &new).await?).await?,
+        None => context.ask::<Node>(context.new_id(), register_command(&services, &context, &new).await?).await?,
     };
-    shown(&services, &asking, StatusCode::CREATED, answered).await
+    node_response(&services, &context, StatusCode::CREATED, answered).await
 }
 
-/// What is to be registered: its SKU looked up and, where that is wanted, its address probed.
-async fn registered(services: &Services, asking: &Asking, new: &NewNode) -> Result<Command, ApiError> {
-    let host = Host::parse(&new.host)?;
+/// The command that registers a node: its SKU resolved and, where the request wants it, its address probed.
+async fn register_command(services: &Services, context: &RequestContext, new: &NewNode) -> Result<Command, ApiError> {
+    let host = HostAddress::parse(&new.host)?;
     let key = SshPublicKey::parse(&new.ssh_public_key).map_err(|error| {
         ApiError::invalid_request(format!("`ssh_public_key` is refused: {error}.")).detail("field", "ssh_public_key")
     })?;
     let sku = sku::active(services, &new.sku).await?;
     let onboarding_mode = match new.onboarding_mode {
         Mode::Manual => OnboardingMode::Manual,
-        Mode::Maas => return Err(no_provider(services, asking)),
+        Mode::Maas => return Err(no_provider(services, context)),
     };
     let probe = if new.probe { Some(probed(services, &host, new.port.0).await?) } else { None };
     let registration = Registration {
@@ -206,12 +206,12 @@ async fn registered(services: &Services, asking: &Asking, new: &NewNode) -> Resu
     responses((status = 200, description = "The node; its generation is the `ETag` too.", body = NodeView)),
 )]
 pub(super) async fn get(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
     let stored = find::<Node>(&services, id).await?.ok_or_else(|| ApiError::not_found("node"))?;
-    Ok((etag(stored.version), Json(NodeView::of(&stored, services.world.now()))).into_response())
+    Ok((etag(stored.version), Json(NodeView::of(&stored, services.environment.now()))).into_response())
 }
 
 /// Changes how a node is reached, its name and its labels.
@@ -227,7 +227,7 @@ pub(super) async fn get(
     responses((status = 200, description = "The node.", body = NodeView)),
 )]
 pub(super) async fn revise(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     headers: HeaderMap,
@@ -240,7 +240,7 @@ pub(super) async fn revise(
             "Nothing is to be changed; give `host`, `port`, `ssh_username`, `name`, `labels` or \"probe\": true.",
         ));
     }
-    let host = change.host.as_deref().map(Host::parse).transpose()?;
+    let host = change.host.as_deref().map(HostAddress::parse).transpose()?;
     let probe = revised_probe(&services, id, host.as_ref(), &change).await?;
     let command = Command::Revise {
         host: host.map(|host| host.to_string()),
@@ -250,8 +250,8 @@ pub(super) async fn revise(
         metadata,
         if_version: if_match(&headers)?,
     };
-    let answered = asking.ask::<Node>(id, command).await?;
-    shown(&services, &asking, StatusCode::OK, answered).await
+    let answered = context.ask::<Node>(id, command).await?;
+    node_response(&services, &context, StatusCode::OK, answered).await
 }
 
 /// Takes a node out of service.
@@ -265,13 +265,13 @@ pub(super) async fn revise(
     responses((status = 200, description = "The node.", body = NodeView)),
 )]
 pub(super) async fn retire(
-    by: ByAdmin,
+    by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(why)): Once<body::Json<Retirement>>,
+    Idempotent(body::Json(why)): Idempotent<body::Json<Retirement>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Retire { reason: why.reason.to_string(), drain: why.drain };
-    order(&services, by, id, command).await
+    execute(&services, by, id, command).await
 }
 
 /// Takes a retired node into service again, if it is in order.
@@ -279,16 +279,16 @@ pub(super) async fn retire(
     post,
     path = "/",
     params(("id" = Uuid, Path, description = "The node's id")),
-    request_body = Because,
+    request_body = ReasonBody,
     responses((status = 200, description = "The node.", body = NodeView)),
 )]
 pub(super) async fn reactivate(
-    by: ByAdmin,
+    by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(why)): Once<body::Json<Because>>,
+    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
-    order(&services, by, id, Command::Reactivate { reason: why.reason.to_string() }).await
+    execute(&services, by, id, Command::Reactivate { reason: why.reason.to_string() }).await
 }
 
 /// Takes a node out of rent until it is found in order.
@@ -298,16 +298,16 @@ pub(super) async fn reactivate(
     post,
     path = "/",
     params(("id" = Uuid, Path, description = "The node's id")),
-    request_body = Because,
+    request_body = ReasonBody,
     responses((status = 200, description = "The node.", body = NodeView)),
 )]
 pub(super) async fn quarantine(
-    by: ByAdmin,
+    by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(why)): Once<body::Json<Because>>,
+    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
-    order(&services, by, id, Command::Quarantine { reason: why.reason.to_string() }).await
+    execute(&services, by, id, Command::Quarantine { reason: why.reason.to_string() }).await
 }
 
 /// Gives a quarantined node its state back, if it is in order.
@@ -315,16 +315,16 @@ pub(super) async fn quarantine(
     post,
     path = "/",
     params(("id" = Uuid, Path, description = "The node's id")),
-    request_body = Because,
+    request_body = ReasonBody,
     responses((status = 200, description = "The node.", body = NodeView)),
 )]
 pub(super) async fn release_quarantine(
-    by: ByAdmin,
+    by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(why)): Once<body::Json<Because>>,
+    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
-    order(&services, by, id, Command::ReleaseQuarantine { reason: why.reason.to_string() }).await
+    execute(&services, by, id, Command::ReleaseQuarantine { reason: why.reason.to_string() }).await
 }
 
 /// Removes a retired node for good.
@@ -334,56 +334,56 @@ pub(super) async fn release_quarantine(
     post,
     path = "/",
     params(("id" = Uuid, Path, description = "The node's id")),
-    request_body = Because,
+    request_body = ReasonBody,
     responses(
         (status = 200, description = "It is removed.", body = NodeView),
         (status = 202, description = "Its connections are still being closed.", body = NodeView),
     ),
 )]
 pub(super) async fn remove(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(why)): Once<body::Json<Because>>,
+    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
-    let asking = asking.urgently();
+    let context = context.prioritized();
     let command = Command::Remove { reason: why.reason.to_string() };
-    let answered = asking.try_ask::<Node>(id, command).await?.map_err(not_removed)?;
-    let gone = |node: &Node| node.life == Life::Removed;
-    wait_until(&services, id, REMOVED_WITHIN, gone).await?;
+    let answered = context.try_ask::<Node>(id, command).await?.map_err(removal_error)?;
+    let gone = |node: &Node| node.life == Phase::Removed;
+    wait_until(&services, id, REMOVAL_TIMEOUT, gone).await?;
     let stored = find::<Node>(&services, id).await?.ok_or_else(unexpected)?;
     let status = if gone(&stored.it) { StatusCode::OK } else { StatusCode::ACCEPTED };
-    let view = NodeView::of(&stored, services.world.now());
+    let view = NodeView::of(&stored, services.environment.now());
     Ok((status, replayed(&answered), etag(stored.version), Json(view)).into_response())
 }
 
-/// Carries out what an operator orders, ahead of what waits, and shows the node as it is then.
-async fn order(
+/// Executes an operator's command, exempt from load shedding, and responds with the node after it.
+async fn execute(
     services: &Services,
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     id: Uuid,
     command: Command,
 ) -> Result<Response, ApiError> {
-    let asking = asking.urgently();
-    let answered = asking.ask::<Node>(id, command).await?;
-    shown(services, &asking, StatusCode::OK, answered).await
+    let context = context.prioritized();
+    let answered = context.ask::<Node>(id, command).await?;
+    node_response(services, &context, StatusCode::OK, answered).await
 }
 
-async fn shown(
+async fn node_response(
     services: &Services,
-    asking: &Asking,
+    context: &RequestContext,
     status: StatusCode,
-    answered: Answered<Reply>,
+    answered: CommandReply<Reply>,
 ) -> Result<Response, ApiError> {
     let replayed = replayed(&answered);
     let Reply::Node { node } = &answered.reply else { return Err(unexpected()) };
-    let (version, updated_at) = asking.led_to(node.id.0, &answered).await?;
-    let stored = Stored { created_at: node.registered_at, it: Node::clone(node), version, updated_at };
-    Ok((status, replayed, etag(version), Json(NodeView::of(&stored, services.world.now()))).into_response())
+    let (version, updated_at) = context.transition_of(node.id.0, &answered).await?;
+    let stored = StoredEntity { created_at: node.registered_at, it: Node::clone(node), version, updated_at };
+    Ok((status, replayed, etag(version), Json(NodeView::of(&stored, services.environment.now()))).into_response())
 }
 
-/// A removal is refused in the words of its precondition, whatever keeps the node (specification, *Errors*).
-fn not_removed(error: AskError<Rejection>) -> ApiError {
+/// The error of a refused removal states its precondition (specification, *Errors*).
+fn removal_error(error: AskError<Rejection>) -> ApiError {
     match error {
         AskError::Rejected(Rejection::InUse { allocation_id }) => ApiError::invalid_request(format!(
             "Allocation {allocation_id} is on the node; it can be removed when the allocation is released."
@@ -393,17 +393,17 @@ fn not_removed(error: AskError<Rejection>) -> ApiError {
     }
 }
 
-/// What a probe of the changed address finds, where one is wanted.
+/// The probe of the changed address, where one is wanted.
 async fn revised_probe(
     services: &Services,
     id: Uuid,
-    host: Option<&Host>,
+    host: Option<&HostAddress>,
     change: &NodeChange,
-) -> Result<Option<Probe>, ApiError> {
+) -> Result<Option<ProbeOutcome>, ApiError> {
     let node = find::<Node>(services, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
     let host = match host {
         Some(host) => host.clone(),
-        None => Host::parse(&node.registration.host)?,
+        None => HostAddress::parse(&node.registration.host)?,
     };
     let port = change.port.as_ref().map_or(node.registration.port, |port| port.0);
     let is_elsewhere = host.to_string() != node.registration.host || port != node.registration.port;
@@ -411,17 +411,17 @@ async fn revised_probe(
     if wanted { Ok(Some(probed(services, &host, port).await?)) } else { Ok(None) }
 }
 
-async fn probed(services: &Services, host: &Host, port: u16) -> Result<Probe, ApiError> {
+async fn probed(services: &Services, host: &HostAddress, port: u16) -> Result<ProbeOutcome, ApiError> {
     let (reachable, error) = match services.probe.probe(host, port).await? {
-        Probed::Reachable => (true, None),
-        Probed::Unreachable(why) => (false, Some(why)),
+        Reachability::Reachable => (true, None),
+        Reachability::Unreachable(why) => (false, Some(why)),
     };
-    Ok(Probe { reachable, checked_at: services.world.now(), error })
+    Ok(ProbeOutcome { reachable, checked_at: services.environment.now(), error })
 }
 
-/// Why no provider's automation prepares the machine: it is switched off, or there is none.
-fn no_provider(services: &Services, asking: &Asking) -> ApiError {
-    let on = services.world.policy().is_on(Key::MaasEnabled, &asking.scopes(), services.world.now());
+/// The error where no bare-metal provider prepares the machine: it is switched off, or none is configured.
+fn no_provider(services: &Services, context: &RequestContext) -> ApiError {
+    let on = services.environment.policy().is_on(PolicyKey::MaasEnabled, &context.scopes(), services.environment.now());
     let message = if on {
         "This installation has no bare-metal provider; use onboarding_mode manual."
     } else {
@@ -429,7 +429,7 @@ fn no_provider(services: &Services, asking: &Asking) -> ApiError {
     };
     ApiError::new(Code::ServiceUnavailable, message)
         .detail("field", "onboarding_mode")
-        .detail("policy_key", Key::MaasEnabled.name())
+        .detail("policy_key", PolicyKey::MaasEnabled.name())
 }
 
 fn unexpected() -> ApiError {

@@ -1,4 +1,5 @@
-//! Notifications: where people listen, and what operators say to all of them (decisions 7; specification, *Notification channel*).
+//! Notifications: the WebSocket on which users subscribe to them, and operators' broadcasts (decisions 7; specification, *Notification
+//! channel*).
 
 use axum::Json;
 use axum::extract::ws::WebSocketUpgrade;
@@ -14,38 +15,38 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::asking::{ByAdmin, Person, replayed};
 use super::field::Reason;
+use super::request_context::{AdminRequest, AuthenticatedUser, replayed};
 use crate::auth::{self, Caller};
 use crate::body;
+use crate::connection_quota::{ConnectionKind, QuotaExceeded};
 use crate::error::{ApiError, Code};
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
 use crate::notifications::{Connection, FULL, NotificationMessage};
-use crate::places::{Full, Open};
 use crate::services::Services;
 use crate::websocket::{Close, REVOKED, TOKEN, check_origin, close_now, no_upgrade, offered};
 
-/// The subprotocol that a connection speaks.
+/// The WebSocket subprotocol.
 const PROTOCOL: &str = "gpu.notifications.v1";
 
-/// A client sends pings and nothing else.
+/// The longest message of a client, which sends pings alone.
 const CLIENT_MESSAGE: usize = 1024;
 
-/// Somebody who wants to listen, before it is known whether they may.
-pub(super) struct Knock {
+/// A request to subscribe, before the caller is authorized.
+pub(super) struct SubscribeRequest {
     caller: Result<Caller, ApiError>,
     token: Option<SecretString>,
-    /// The token came as a page brings it, which is shown close codes and nothing else.
+    /// The token came as a subprotocol, as browsers send it. A browser page sees close codes and no HTTP errors.
     is_page: bool,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
-    speaks: bool,
+    has_protocol: bool,
 }
 
-impl FromRequestParts<Services> for Knock {
+impl FromRequestParts<Services> for SubscribeRequest {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
-        // Whatever stands in a URL is written down on its way.
+        // Proxies log URLs, so a token in a query is no secret.
         if parts.uri.query().is_some() {
             return Err(ApiError::invalid_request(
                 "This address takes no query: offer the access token as the subprotocol `bearer.<token>`, and treat one that was in \
@@ -54,7 +55,7 @@ impl FromRequestParts<Services> for Knock {
         }
         check_origin(services, &parts.headers)?;
         let offered = offered(&parts.headers)?;
-        let speaks = offered.contains(&PROTOCOL);
+        let has_protocol = offered.contains(&PROTOCOL);
         let mut tokens = offered.iter().filter_map(|protocol| protocol.strip_prefix("bearer."));
         let (token, second) = (tokens.next().map(|token| SecretString::from(token.to_owned())), tokens.next());
         let is_page = token.is_some();
@@ -64,55 +65,60 @@ impl FromRequestParts<Services> for Knock {
             ));
         }
         if let Some(token) = token {
-            // A subprotocol is visible ASCII, so it is a header's text.
+            // A subprotocol is visible ASCII, so it is a valid header value.
             let value = HeaderValue::from_str(&format!("Bearer {}", token.expose_secret()));
             let mut value = value.map_err(|_| ApiError::invalid_request("`bearer.<token>` holds no token."))?;
             value.set_sensitive(true);
             parts.headers.insert(header::AUTHORIZATION, value);
         }
         let token = auth::bearer(&parts.headers).ok().map(|token| SecretString::from(token.to_owned()));
-        let caller = Person::from_request_parts(parts, services).await.map(|Person(caller)| caller);
+        let caller =
+            AuthenticatedUser::from_request_parts(parts, services).await.map(|AuthenticatedUser(caller)| caller);
         let upgrade = WebSocketUpgrade::from_request_parts(parts, services).await;
-        Ok(Self { caller, token, is_page, upgrade, speaks })
+        Ok(Self { caller, token, is_page, upgrade, has_protocol })
     }
 }
 
-/// Listens to what happens to what is yours.
+/// Subscribes to notifications about your resources.
 ///
-/// A WebSocket (RFC 6455, over HTTP/1.1). Offer the subprotocols `gpu.notifications.v1` and `bearer.<access token>`, or send the
-/// token in the header `Authorization`. You hear the channels `user`, `org` where the token names one, and `broadcast`; each text message is
-/// one `Notification`, the first one `notifications.ready`. Nothing is kept for you: read what is true after you have connected. The
-/// connection ends with the access token. Close codes: 4401 the token is not accepted, 4403 it was revoked, or has no role here, 4408 it has
-/// ended, 4413 you were too slow, 4429 you have too many connections (policy `notification.connections_per_user`), 1008 what you
-/// said is not understood, 1009 it is too long, 1012 and 1013 connect again.
+/// A WebSocket (RFC 6455, over HTTP/1.1). Offer the subprotocols `gpu.notifications.v1` and `bearer.<access token>`, or send the token in
+/// the header `Authorization`. You receive the channels `user`, `org` where the token names one, and `broadcast`; each text message is one
+/// `Notification`, the first one `notifications.ready`. Nothing is stored for you: read the current state after you have connected. The
+/// connection ends with the access token. Close codes: 4401 the token is not accepted, 4403 it was revoked, or has no role here, 4408 it
+/// has ended, 4413 you were too slow, 4429 you have too many connections (policy `notification.connections_per_user`), 1008 your message
+/// is not valid, 1009 it is too long, 1012 and 1013 reconnect.
 #[utoipa::path(
     get,
     path = "/",
     responses((status = 101, description = "From here on messages come: each is one `Notification`.", body = NotificationMessage)),
 )]
-pub(super) async fn listen(State(services): State<Services>, knock: Knock) -> Result<Response, ApiError> {
-    let Knock { caller, token, is_page, upgrade, speaks } = knock;
+pub(super) async fn listen(State(services): State<Services>, request: SubscribeRequest) -> Result<Response, ApiError> {
+    let SubscribeRequest { caller, token, is_page, upgrade, has_protocol } = request;
     let caller = match caller {
         Ok(caller) => caller,
         Err(error) => {
-            return match (closes(&error), upgrade) {
-                (Some(why), Ok(upgrade)) if is_page && speaks => Ok(closed(upgrade, why)),
+            return match (close_code_of(&error), upgrade) {
+                (Some(why), Ok(upgrade)) if is_page && has_protocol => Ok(closed(upgrade, why)),
                 _ => Err(error),
             };
         }
     };
     let upgrade = upgrade.map_err(no_upgrade)?;
-    if !speaks {
+    if !has_protocol {
         return Err(ApiError::invalid_request(format!("Offer the subprotocol `{PROTOCOL}`.")));
     }
     let token = token.ok_or_else(|| ApiError::internal("a caller was known without a token"))?;
-    let most = services.world.policy().int(Open::Notifications.key(), &scopes_of(&caller), services.world.now());
-    let place = match services.places.take(Open::Notifications, &caller.user_id, most).await {
-        Ok(place) => place,
-        Err(Full::Own { .. }) => return Ok(closed(upgrade, FULL)),
-        Err(full @ Full::All) => return Err(full.into()),
+    let most = services.environment.policy().int(
+        ConnectionKind::Notifications.key(),
+        &scopes_of(&caller),
+        services.environment.now(),
+    );
+    let slot = match services.connection_quotas.acquire(ConnectionKind::Notifications, &caller.user_id, most).await {
+        Ok(slot) => slot,
+        Err(QuotaExceeded::PerUser { .. }) => return Ok(closed(upgrade, FULL)),
+        Err(full @ QuotaExceeded::PerProcess) => return Err(full.into()),
     };
-    // What a token says of its holder, and nothing that a client says, decides what they hear.
+    // The token alone, and nothing that the client sends, decides on the channels.
     let mut channels = vec![Channel::User(caller.user_id.clone())];
     channels.extend(caller.org_id.clone().map(Channel::Org));
     channels.push(Channel::Broadcast);
@@ -124,8 +130,8 @@ pub(super) async fn listen(State(services): State<Services>, knock: Knock) -> Re
         .write_buffer_size(0)
         .max_write_buffer_size(64 * 1024);
     Ok(upgrade.on_upgrade(async move |socket| {
-        let listening = services.notifications.listen(channels).await;
-        Connection { services, listening, token, caller, place }.run(socket).await;
+        let subscription = services.notifications.listen(channels).await;
+        Connection { services, subscription, token, caller, slot }.run(socket).await;
     }))
 }
 
@@ -138,8 +144,8 @@ fn scopes_of(caller: &Caller) -> domain::policy::Scopes {
     }
 }
 
-/// What a page is told of a refusal that will not change by itself.
-fn closes(error: &ApiError) -> Option<Close> {
+/// The close code for a refusal that is permanent, for a browser page.
+fn close_code_of(error: &ApiError) -> Option<Close> {
     match error.code() {
         Code::Unauthenticated => Some(TOKEN),
         Code::Forbidden => Some(REVOKED),
@@ -151,7 +157,7 @@ fn closed(upgrade: WebSocketUpgrade, why: Close) -> Response {
     upgrade.protocols([PROTOCOL]).on_upgrade(async move |mut socket| close_now(&mut socket, why).await)
 }
 
-/// How loud it is.
+/// The severity of an announcement.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Severity {
@@ -160,7 +166,7 @@ pub(super) enum Severity {
     Critical,
 }
 
-/// What is to be said.
+/// An announcement to be broadcast.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct NewAnnouncement {
@@ -169,7 +175,7 @@ pub(super) struct NewAnnouncement {
     message: Reason,
 }
 
-/// What was said.
+/// A broadcast announcement.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Announcement)]
 pub(super) struct AnnouncementView {
@@ -181,9 +187,10 @@ pub(super) struct AnnouncementView {
     announced_at: DateTime<Utc>,
 }
 
-/// Says something to everybody who listens at this moment.
+/// Broadcasts an announcement to all current subscribers.
 ///
-/// It goes out on the channel `broadcast` as `notification.announced`, and cannot be taken back. Whoever connects later does not hear it.
+/// It is published on the channel `broadcast` as `notification.announced`, and cannot be withdrawn. Clients that connect later do not
+/// receive it.
 #[utoipa::path(
     post,
     path = "/",
@@ -191,12 +198,12 @@ pub(super) struct AnnouncementView {
     responses((status = 201, description = "It is being said.", body = AnnouncementView)),
 )]
 pub(super) async fn broadcast(
-    ByAdmin(asking): ByAdmin,
-    Once(body::Json(new)): Once<body::Json<NewAnnouncement>>,
+    AdminRequest(context): AdminRequest,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewAnnouncement>>,
 ) -> Result<impl IntoResponse, ApiError> {
-    let asking = asking.urgently();
+    let context = context.prioritized();
     let command = Command::Announce { severity: new.severity.into(), message: new.message.to_string() };
-    let answered = asking.ask::<Announcement>(asking.id_of_new(), command).await?;
+    let answered = context.ask::<Announcement>(context.new_id(), command).await?;
     let replayed = replayed(&answered);
     let Reply::Announced { announcement } = answered.reply else {
         return Err(ApiError::internal("the machine of announcements answered another question"));

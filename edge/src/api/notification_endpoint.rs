@@ -1,8 +1,8 @@
-//! Where users and organizations are told of events outside of the API: webhooks and e-mail addresses, what waits for them, and their dead
-//! letters (deploy/decisions/0034).
+//! Notification endpoints of users and organizations: webhooks and e-mail addresses, their queued messages and their dead letters
+//! (deploy/decisions/0031).
 
-use actors::Answered;
-use actors::place::id_of_name;
+use actors::CommandReply;
+use actors::sharding::id_of_name;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -10,9 +10,10 @@ use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::billing_account::Holder;
 use domain::notification_endpoint::{
-    Attempt, Change, Command, Disabled, NotificationEndpoint, PRESENT, Phase, Reply, Target, Waiting,
+    Command, DeliveryAttempt, DisableCause, EndpointChange, NotificationEndpoint, PRESENT, Phase, QueueEntry, Reply,
+    Target,
 };
-use domain::{Kind, Machine as _};
+use domain::{EntityKind, Machine as _};
 use persistence::read::ListFilter;
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -21,25 +22,25 @@ use std::time::Duration;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::asking::{Asking, ByAdmin, ByUser, replayed};
 use super::field::{ClaimId, EventName, Reason, ReceiverUrl, set_or_none};
-use super::stored::{self, current, find};
+use super::read_model::{self, current, find};
+use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use crate::body::{self, NoBody, Path};
 use crate::correlation::no_store;
 use crate::delivery::webhook::{new_secret, shown_secret};
 use crate::error::{ApiError, Code};
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::services::Services;
 
-/// More endpoints than a holder can have.
-const ALL: u32 = 200;
-/// Events in one list.
-const EVENTS_MOST: usize = 64;
-/// How long the introduction of an address may take: nobody waits for it in vain.
-const INTRODUCED_WITHIN: Duration = Duration::from_secs(2);
+/// A bound above the number of endpoints that a holder can have.
+const ABOVE_ANY_LIMIT: u32 = 200;
+/// The most event types in one list.
+const MAX_EVENTS: usize = 64;
+/// The timeout of introducing an e-mail address, so that no request waits for it for long.
+const INTRODUCTION_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What messages are sent to.
+/// The kind of an endpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[schema(as = NotificationEndpointKind)]
 #[serde(rename_all = "snake_case")]
@@ -48,7 +49,7 @@ pub(super) enum EndpointKind {
     Email,
 }
 
-/// Whose events an endpoint is told of: your own, or those of the organization that your access token names.
+/// Whose events an endpoint receives: your own, or those of the organization that your access token names.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[schema(as = NotificationHolder)]
 #[serde(rename_all = "snake_case")]
@@ -58,7 +59,7 @@ pub(super) enum HolderKind {
     Org,
 }
 
-/// Where an endpoint stands. One that is `failing` has failed since its last success, or has dead letters.
+/// The state of an endpoint. One that is `failing` has failed since its last success, or has dead letters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[schema(as = NotificationEndpointState)]
 #[serde(rename_all = "snake_case")]
@@ -72,7 +73,7 @@ pub(super) enum EndpointState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[schema(as = NotificationEndpointDisabled)]
 #[serde(rename_all = "snake_case")]
-enum DisabledBecause {
+enum DisabledReason {
     ByOwner,
     Gone,
     Failing,
@@ -84,11 +85,11 @@ enum DisabledBecause {
 #[schema(example = json!({ "kind": "webhook", "url": "https://receiver.example/hooks" }))]
 pub(super) struct NewNotificationEndpoint {
     kind: EndpointKind,
-    /// Of a webhook: where messages are posted. An e-mail goes to the address that your identity provider has verified.
+    /// For a webhook: where messages are posted. An e-mail goes to the address that your identity provider has verified.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     url: Option<ReceiverUrl>,
-    /// The types of events that it is told of; all where it is left out or null.
-    #[serde(default, deserialize_with = "set_or_none::<_, _, EVENTS_MOST>")]
+    /// The types of events that it receives; all where it is left out or null.
+    #[serde(default, deserialize_with = "set_or_none::<_, _, MAX_EVENTS>")]
     #[schema(max_items = 64)]
     events: Option<Vec<EventName>>,
     /// `user` where it is left out.
@@ -96,61 +97,61 @@ pub(super) struct NewNotificationEndpoint {
     holder: HolderKind,
 }
 
-/// What changes of an endpoint. What is left out stays as it is.
+/// A change of an endpoint. Absent fields stay as they are.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct NotificationEndpointChange {
     /// Of a webhook.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     url: Option<ReceiverUrl>,
-    /// The types of events that it is told of; null: all.
-    #[serde(default, deserialize_with = "given", skip_serializing_if = "Option::is_none")]
+    /// The types of events that it receives; null: all.
+    #[serde(default, deserialize_with = "present_events", skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<EventName>>, max_items = 64)]
     events: Option<Option<Vec<EventName>>>,
-    /// A disabled endpoint is told of nothing. When it is enabled again, what waits is sent at once.
+    /// A disabled endpoint receives nothing. When it is enabled again, queued messages are sent at once.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(example = true)]
     enabled: Option<bool>,
 }
 
-fn given<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<Vec<EventName>>>, D::Error> {
-    set_or_none::<_, _, EVENTS_MOST>(deserializer).map(Some)
+fn present_events<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Option<Vec<EventName>>>, D::Error> {
+    set_or_none::<_, _, MAX_EVENTS>(deserializer).map(Some)
 }
 
-/// Which dead letters, and why.
+/// A choice of dead letters, with a reason.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct DeadLetters {
     /// One of them; all where it is left out.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     message_id: Option<Uuid>,
-    /// Kept in the audit log.
+    /// Recorded in the audit log.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     reason: Option<Reason>,
 }
 
-/// Whose endpoints.
+/// A filter of endpoints by holder.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct OwnFilter {
+pub(super) struct OwnEndpointFilter {
     /// `user` where it is left out.
     #[param(inline)]
     holder: Option<HolderKind>,
 }
 
-/// Which endpoints.
+/// A filter of endpoints.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
-pub(super) struct AllFilter {
+pub(super) struct EndpointFilter {
     state: Option<EndpointState>,
-    /// Of this user.
+    /// Endpoints of this user.
     #[param(inline)]
     user_id: Option<ClaimId>,
 }
 
-/// Where somebody is told of events, and what waits for it.
+/// An endpoint that receives events, and its queue.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = NotificationEndpoint)]
 pub(super) struct EndpointView {
@@ -161,24 +162,24 @@ pub(super) struct EndpointView {
     url: Option<String>,
     /// Of an e-mail.
     address: Option<String>,
-    /// Whose events it is told of; null of an organization's.
+    /// The user whose events it receives; null for an organization's.
     user_id: Option<String>,
     /// Null of a user's.
     org_id: Option<String>,
-    /// The types of events that it is told of; null: all.
+    /// The types of events that it receives; null: all.
     events: Option<Vec<String>>,
     state: EndpointState,
     /// Null unless it is disabled.
-    disabled_because: Option<DisabledBecause>,
-    /// Since when every attempt has failed; null where the last one succeeded.
+    disabled_because: Option<DisabledReason>,
+    /// When the first of the consecutive failures was; null where the last attempt succeeded.
     failing_since: Option<DateTime<Utc>>,
-    /// Messages that wait.
+    /// Queued messages.
     waiting: usize,
-    /// When the next message is tried; null where none waits.
+    /// When the next attempt is due; null where no message is queued.
     next_attempt_at: Option<DateTime<Utc>>,
-    /// Messages that were tried in vain too often: `GET …/dead-letters` shows them.
+    /// Messages whose last attempt failed: `GET …/dead-letters` shows them.
     dead_letters: usize,
-    /// Dead letters that were forgotten, since there is room for 50.
+    /// Dead letters that were dropped, since at most 50 are stored.
     forgotten: u64,
     /// The last attempts, newest first.
     attempts: Vec<AttemptView>,
@@ -186,32 +187,32 @@ pub(super) struct EndpointView {
     created_at: DateTime<Utc>,
 }
 
-/// What came of an attempt at a message.
+/// The outcome of an attempt to deliver a message.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = NotificationAttempt)]
 pub(super) struct AttemptView {
-    /// Also its header `webhook-id`.
+    /// Also the header `webhook-id` of the message.
     message_id: Uuid,
     #[schema(example = "billing.balance_low")]
     event: String,
     at: DateTime<Utc>,
-    /// Null where the receiver has it.
+    /// Null where the receiver has acknowledged it.
     error: Option<String>,
 }
 
-/// A message that was tried in vain too often.
+/// A message whose last attempt failed.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = NotificationDeadLetter)]
 pub(super) struct DeadLetterView {
     message_id: Uuid,
     event: String,
-    /// Since when it waited.
+    /// When it was queued.
     queued_at: DateTime<Utc>,
     attempts: u32,
     last_error: Option<String>,
 }
 
-/// What signs the messages of a webhook.
+/// The secret that signs the messages of a webhook.
 #[derive(Serialize, ToSchema)]
 pub(super) struct NotificationSecret {
     /// `whsec_` and the key in base64 (Standard Webhooks).
@@ -222,50 +223,50 @@ pub(super) struct NotificationSecret {
 #[utoipa::path(
     get,
     path = "/",
-    params(PageQuery, OwnFilter),
+    params(PageQuery, OwnEndpointFilter),
     responses((status = 200, description = "A page of endpoints.", body = Items<EndpointView>)),
 )]
 pub(super) async fn list(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
-    listing: Listing<OwnFilter>,
+    listing: Listing<OwnEndpointFilter>,
 ) -> Result<Json<Items<EndpointView>>, ApiError> {
-    introduce(&services, &asking).await;
-    let holder = holder_of(&asking, listing.filter.holder.unwrap_or_default())?.to_string();
+    introduce(&services, &context).await;
+    let holder = holder_of(&context, listing.filter.holder.unwrap_or_default())?.to_string();
     let page = listing.page("notification-endpoints", &holder, Order::OldestFirst)?;
-    let filter = ListFilter { owner: Some(holder), states: present(), ..ListFilter::default() };
-    let rows = stored::list::<NotificationEndpoint>(&services, &filter, &page).await?;
-    let Items { items, next_page } = stored::answer(&page, rows, |stored| EndpointView::of(&stored.it));
+    let filter = ListFilter { owner: Some(holder), states: existing_states(), ..ListFilter::default() };
+    let rows = read_model::list::<NotificationEndpoint>(&services, &filter, &page).await?;
+    let Items { items, next_page } = read_model::to_page(&page, rows, |stored| EndpointView::of(&stored.it));
     Ok(Json(Items { items: items.into_iter().flatten().collect(), next_page }))
 }
 
-/// Everybody's endpoints, oldest first. Those in state `failing` want a look.
+/// All endpoints, oldest first. Those in state `failing` need attention.
 #[utoipa::path(
     get,
     path = "/",
-    params(PageQuery, AllFilter),
+    params(PageQuery, EndpointFilter),
     responses((status = 200, description = "A page of endpoints.", body = Items<EndpointView>)),
 )]
 pub(super) async fn list_all(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
-    listing: Listing<AllFilter>,
+    listing: Listing<EndpointFilter>,
 ) -> Result<Json<Items<EndpointView>>, ApiError> {
     let page = listing.page("admin/notification-endpoints", "", Order::OldestFirst)?;
     let filter = ListFilter {
         owner: listing.filter.user_id.as_deref().map(|id| Holder::User(id.to_owned()).to_string()),
-        states: listing.filter.state.map_or_else(present, |state| vec![state.name().to_owned()]),
+        states: listing.filter.state.map_or_else(existing_states, |state| vec![state.name().to_owned()]),
         ..ListFilter::default()
     };
-    let rows = stored::list::<NotificationEndpoint>(&services, &filter, &page).await?;
-    let Items { items, next_page } = stored::answer(&page, rows, |stored| EndpointView::of(&stored.it));
+    let rows = read_model::list::<NotificationEndpoint>(&services, &filter, &page).await?;
+    let Items { items, next_page } = read_model::to_page(&page, rows, |stored| EndpointView::of(&stored.it));
     Ok(Json(Items { items: items.into_iter().flatten().collect(), next_page }))
 }
 
-/// Makes an endpoint. From then on it is told of events.
+/// Creates an endpoint. From then on it receives events.
 ///
-/// A webhook is sent each event as a CloudEvent in a POST, signed as Standard Webhooks 1.0.0 has it; `GET …/secret` shows its secret. Any 2xx
-/// within 15 s acknowledges it. Everything else is tried again for days; 410 disables the endpoint.
+/// A webhook is sent each event as a CloudEvent in a POST, signed as Standard Webhooks 1.0.0 has it; `GET …/secret` shows its secret. Any
+/// 2xx within 15 s acknowledges it. Every other response is retried for days; 410 disables the endpoint.
 #[utoipa::path(
     post,
     path = "/",
@@ -273,49 +274,49 @@ pub(super) async fn list_all(
     responses((status = 201, description = "The endpoint.", body = EndpointView)),
 )]
 pub(super) async fn create(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
-    Once(body::Json(new)): Once<body::Json<NewNotificationEndpoint>>,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewNotificationEndpoint>>,
 ) -> Result<Response, ApiError> {
-    let id = asking.id_of_new();
-    let answered = match asking.carried_out::<NotificationEndpoint>()? {
+    let id = context.new_id();
+    let answered = match context.committed_reply::<NotificationEndpoint>()? {
         Some(answered) => answered,
-        None => asking.ask::<NotificationEndpoint>(id, wanted(&services, &asking, id, &new).await?).await?,
+        None => context.ask::<NotificationEndpoint>(id, create_command(&services, &context, id, &new).await?).await?,
     };
     let replayed = replayed(&answered);
     Ok((StatusCode::CREATED, replayed, Json(shown(answered)?)).into_response())
 }
 
-async fn wanted(
+async fn create_command(
     services: &Services,
-    asking: &Asking,
+    context: &RequestContext,
     id: Uuid,
     new: &NewNotificationEndpoint,
 ) -> Result<Command, ApiError> {
-    let holder = holder_of(asking, new.holder)?;
+    let holder = holder_of(context, new.holder)?;
     let (target, secret_enc) = match (new.kind, &new.url) {
         (EndpointKind::Webhook, Some(url)) => {
             let url = receiver(services, url)?;
             let sealed = services.delivery.seal(id, &new_secret()).map_err(ApiError::internal)?;
             (Target::Webhook { url }, Some(sealed))
         }
-        (EndpointKind::Webhook, None) => return Err(wrong("A webhook needs a `url`.", "url")),
+        (EndpointKind::Webhook, None) => return Err(invalid("A webhook needs a `url`.", "url")),
         (EndpointKind::Email, Some(_)) => {
             let message = "An e-mail goes to the address that your identity provider has verified; leave `url` out.";
-            return Err(wrong(message, "url"));
+            return Err(invalid(message, "url"));
         }
-        (EndpointKind::Email, None) => (Target::Email { address: address_of(services, asking)? }, None),
+        (EndpointKind::Email, None) => (Target::Email { address: address_of(services, context)? }, None),
     };
     let place = free_place(services, &holder).await?;
     Ok(Command::Create { holder, target, secret_enc, events: names(new.events.as_deref()), place })
 }
 
-/// The first of the holder's places that no endpoint has. Of two who take the same one, the commit admits one.
+/// The holder's first slot that no endpoint has. Where two requests take the same slot, the commit admits one.
 async fn free_place(services: &Services, holder: &Holder) -> Result<u16, ApiError> {
     let mut taken = BTreeSet::new();
-    let filter = ListFilter { owner: Some(holder.to_string()), states: present(), ..ListFilter::default() };
-    for row in &services.reads.list(Kind::NotificationEndpoint, &filter, None, ALL).await?.items {
-        taken.extend(stored::Stored::<NotificationEndpoint>::of(row)?.it.place);
+    let filter = ListFilter { owner: Some(holder.to_string()), states: existing_states(), ..ListFilter::default() };
+    for row in &services.reads.list(EntityKind::NotificationEndpoint, &filter, None, ABOVE_ANY_LIMIT).await?.items {
+        taken.extend(read_model::StoredEntity::<NotificationEndpoint>::of(row)?.it.place);
     }
     Ok((0..u16::MAX).find(|place| !taken.contains(place)).unwrap_or(u16::MAX))
 }
@@ -328,12 +329,12 @@ async fn free_place(services: &Services, holder: &Holder) -> Result<u16, ApiErro
     responses((status = 200, description = "The endpoint.", body = EndpointView)),
 )]
 pub(super) async fn get(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<EndpointView>, ApiError> {
-    let endpoint = own(&services, &asking, id).await?;
-    EndpointView::of(&endpoint).map(Json).ok_or_else(not_there)
+    let endpoint = own(&services, &context, id).await?;
+    EndpointView::of(&endpoint).map(Json).ok_or_else(not_found)
 }
 
 /// Changes an endpoint.
@@ -345,31 +346,31 @@ pub(super) async fn get(
     responses((status = 200, description = "The endpoint.", body = EndpointView)),
 )]
 pub(super) async fn revise(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     body::Json(change): body::Json<NotificationEndpointChange>,
 ) -> Result<Json<EndpointView>, ApiError> {
-    let change = Change {
+    let change = EndpointChange {
         url: change.url.as_ref().map(|url| receiver(&services, url)).transpose()?,
         events: change.events.map(|events| names(events.as_deref())),
         is_enabled: change.enabled,
     };
-    if change == Change::default() {
+    if change == EndpointChange::default() {
         return Err(ApiError::invalid_request("Nothing is to be changed; give `url`, `events` or `enabled`."));
     }
-    shown(asking.ask::<NotificationEndpoint>(id, Command::Change { change }).await?).map(Json)
+    shown(context.ask::<NotificationEndpoint>(id, Command::Change { change }).await?).map(Json)
 }
 
-/// Deletes an endpoint, with the messages that wait for it.
+/// Deletes an endpoint, with its queued messages.
 #[utoipa::path(
     delete,
     path = "/",
     params(("id" = Uuid, Path, description = "The endpoint's id")),
     responses((status = 204, description = "It is gone.")),
 )]
-pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
-    asking.ask::<NotificationEndpoint>(id, Command::Delete).await?;
+pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
+    context.ask::<NotificationEndpoint>(id, Command::Delete).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -381,11 +382,11 @@ pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Resu
     responses((status = 200, description = "The secret. `Cache-Control: no-store`.", body = NotificationSecret)),
 )]
 pub(super) async fn secret(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
-    let endpoint = held(&services, &asking, id).await?;
+    let endpoint = own_as_holder(&services, &context, id).await?;
     secret_of(&services, &endpoint)
 }
 
@@ -399,14 +400,14 @@ pub(super) async fn secret(
     responses((status = 201, description = "The secret. `Cache-Control: no-store`.", body = NotificationSecret)),
 )]
 pub(super) async fn rotate_secret(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     _: NoBody,
 ) -> Result<Response, ApiError> {
-    held(&services, &asking, id).await?;
+    own_as_holder(&services, &context, id).await?;
     let secret_enc = services.delivery.seal(id, &new_secret()).map_err(ApiError::internal)?;
-    let answered = asking.ask_unstored::<NotificationEndpoint>(id, Command::RotateSecret { secret_enc }).await?;
+    let answered = context.ask_unstored::<NotificationEndpoint>(id, Command::RotateSecret { secret_enc }).await?;
     let (Reply::Shown { endpoint } | Reply::Letters { endpoint, .. }) = answered.reply else {
         return Err(unexpected());
     };
@@ -422,18 +423,18 @@ pub(super) async fn rotate_secret(
     responses((status = 202, description = "The endpoint; the message waits.", body = EndpointView)),
 )]
 pub(super) async fn test(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    _: Once<NoBody>,
+    _: Idempotent<NoBody>,
 ) -> Result<Response, ApiError> {
-    let body = crate::notifications::test_message(id, services.world.now());
-    let answered = asking.ask::<NotificationEndpoint>(id, Command::Test { body }).await?;
+    let body = crate::notifications::test_message(id, services.environment.now());
+    let answered = context.ask::<NotificationEndpoint>(id, Command::Test { body }).await?;
     let replayed = replayed(&answered);
     Ok((StatusCode::ACCEPTED, replayed, Json(shown(answered)?)).into_response())
 }
 
-/// The messages that were tried in vain too often, oldest first: at most 50.
+/// The dead letters of an endpoint, oldest first: at most 50.
 #[utoipa::path(
     get,
     path = "/",
@@ -441,15 +442,15 @@ pub(super) async fn test(
     responses((status = 200, description = "The dead letters.", body = Items<DeadLetterView>)),
 )]
 pub(super) async fn dead_letters(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<Items<DeadLetterView>>, ApiError> {
-    let endpoint = own(&services, &asking, id).await?;
+    let endpoint = own(&services, &context, id).await?;
     Ok(Json(Items { items: endpoint.queue.dead.iter().map(DeadLetterView::of).collect(), next_page: None }))
 }
 
-/// Sends dead letters again: one, or all. Each has as many attempts as a new message.
+/// Resends dead letters: one, or all. Each has as many attempts as a new message.
 #[utoipa::path(
     post,
     path = "/",
@@ -458,15 +459,15 @@ pub(super) async fn dead_letters(
     responses((status = 200, description = "The endpoint.", body = EndpointView)),
 )]
 pub(super) async fn resend(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     Path(id): Path<Uuid>,
-    Once(body::Json(which)): Once<body::Json<DeadLetters>>,
+    Idempotent(body::Json(which)): Idempotent<body::Json<DeadLetters>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Resend { message_id: which.message_id, reason: which.reason.map(|it| it.to_string()) };
-    settled(&asking, id, command).await
+    settle(&context, id, command).await
 }
 
-/// Gives dead letters up: one, or all.
+/// Discards dead letters: one, or all.
 #[utoipa::path(
     post,
     path = "/",
@@ -475,26 +476,26 @@ pub(super) async fn resend(
     responses((status = 200, description = "The endpoint.", body = EndpointView)),
 )]
 pub(super) async fn dismiss(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     Path(id): Path<Uuid>,
-    Once(body::Json(which)): Once<body::Json<DeadLetters>>,
+    Idempotent(body::Json(which)): Idempotent<body::Json<DeadLetters>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Dismiss { message_id: which.message_id, reason: which.reason.map(|it| it.to_string()) };
-    settled(&asking, id, command).await
+    settle(&context, id, command).await
 }
 
-async fn settled(asking: &Asking, id: Uuid, command: Command) -> Result<Response, ApiError> {
-    let answered = asking.ask::<NotificationEndpoint>(id, command).await?;
+async fn settle(context: &RequestContext, id: Uuid, command: Command) -> Result<Response, ApiError> {
+    let answered = context.ask::<NotificationEndpoint>(id, command).await?;
     let replayed = replayed(&answered);
     Ok((replayed, Json(shown(answered)?)).into_response())
 }
 
-/// Tells the caller's own e-mail endpoint which address the identity provider has verified, so that who rents or pays is warned without having
-/// asked for it. Where it cannot be told, the next request tells it.
-pub(super) async fn introduce(services: &Services, asking: &Asking) {
-    let (Some(address), true) = (asking.verified_email.clone(), services.delivery.mailer.is_some()) else { return };
-    let user_id = asking.caller.user_id.clone();
-    let id = id_of_name(Kind::NotificationEndpoint, &format!("email:{user_id}"));
+/// Sets the address that the identity provider has verified at the caller's own e-mail endpoint, so that users who rent or pay are warned
+/// without setting it up. Where that fails, the next request retries it.
+pub(super) async fn introduce(services: &Services, context: &RequestContext) {
+    let (Some(address), true) = (context.verified_email.clone(), services.delivery.mailer.is_some()) else { return };
+    let user_id = context.caller.user_id.clone();
+    let id = id_of_name(EntityKind::NotificationEndpoint, &format!("email:{user_id}"));
     let is_known = async {
         let found = find::<NotificationEndpoint>(services, id).await.ok().flatten();
         found.is_some_and(|stored| stored.it.is_at(&address) || !stored.it.exists())
@@ -503,61 +504,67 @@ pub(super) async fn introduce(services: &Services, asking: &Asking) {
         return;
     }
     let command = Command::Introduce { user_id, address };
-    let told = asking.tell_as_system::<NotificationEndpoint>("notification-endpoints", id, command);
-    if !matches!(tokio::time::timeout(INTRODUCED_WITHIN, told).await, Ok(Ok(_))) {
-        tracing::info!(user.id = asking.caller.user_id, "an e-mail address could not be introduced yet");
+    let told = context.ask_as_system::<NotificationEndpoint>("notification-endpoints", id, command);
+    if !matches!(tokio::time::timeout(INTRODUCTION_TIMEOUT, told).await, Ok(Ok(_))) {
+        tracing::info!(user.id = context.caller.user_id, "an e-mail address could not be introduced yet");
     }
 }
 
-/// The states of those that are not deleted.
-fn present() -> Vec<String> {
+/// The states of endpoints that are not deleted.
+fn existing_states() -> Vec<String> {
     PRESENT.map(str::to_owned).into()
 }
 
-async fn own(services: &Services, asking: &Asking, id: Uuid) -> Result<NotificationEndpoint, ApiError> {
+async fn own(services: &Services, context: &RequestContext, id: Uuid) -> Result<NotificationEndpoint, ApiError> {
     let found = current::<NotificationEndpoint>(services, id).await?;
-    let found = found.filter(|found| found.it.is_for(&asking.principal()));
-    found.map(|found| NotificationEndpoint::clone(&found.it)).ok_or_else(not_there)
+    let found = found.filter(|found| found.it.is_for(&context.principal()));
+    found.map(|found| NotificationEndpoint::clone(&found.it)).ok_or_else(not_found)
 }
 
-/// The caller's own, or their organization's: a secret is nobody else's, not even an administrator's.
-async fn held(services: &Services, asking: &Asking, id: Uuid) -> Result<NotificationEndpoint, ApiError> {
-    let endpoint = own(services, asking, id).await?;
+/// The caller's endpoint, or their organization's. Secrets are shown to no other caller, administrators included.
+async fn own_as_holder(
+    services: &Services,
+    context: &RequestContext,
+    id: Uuid,
+) -> Result<NotificationEndpoint, ApiError> {
+    let endpoint = own(services, context, id).await?;
     let is_theirs = match &endpoint.holder {
-        Holder::User(id) => *id == asking.caller.user_id,
-        Holder::Org(id) => asking.caller.org_id.as_ref() == Some(id),
+        Holder::User(id) => *id == context.caller.user_id,
+        Holder::Org(id) => context.caller.org_id.as_ref() == Some(id),
     };
     is_theirs.then_some(endpoint).ok_or_else(|| ApiError::not_found("secret of yours"))
 }
 
 fn secret_of(services: &Services, endpoint: &NotificationEndpoint) -> Result<Response, ApiError> {
-    let secrets = services.delivery.secrets(endpoint, services.world.now()).map_err(ApiError::internal)?;
+    let secrets = services.delivery.secrets(endpoint, services.environment.now()).map_err(ApiError::internal)?;
     let Some(newest) = secrets.first() else {
-        return Err(wrong("An e-mail address has no secret.", "id"));
+        return Err(invalid("An e-mail address has no secret.", "id"));
     };
     let secret = shown_secret(newest).expose_secret().to_owned();
     Ok((no_store(), Json(NotificationSecret { secret })).into_response())
 }
 
-fn holder_of(asking: &Asking, kind: HolderKind) -> Result<Holder, ApiError> {
-    match (kind, &asking.caller.org_id) {
-        (HolderKind::User, _) => Ok(Holder::User(asking.caller.user_id.clone())),
+fn holder_of(context: &RequestContext, kind: HolderKind) -> Result<Holder, ApiError> {
+    match (kind, &context.caller.org_id) {
+        (HolderKind::User, _) => Ok(Holder::User(context.caller.user_id.clone())),
         (HolderKind::Org, Some(id)) => Ok(Holder::Org(id.clone())),
-        (HolderKind::Org, None) => Err(wrong("Your access token names no organization; leave `holder` out.", "holder")),
+        (HolderKind::Org, None) => {
+            Err(invalid("Your access token names no organization; leave `holder` out.", "holder"))
+        }
     }
 }
 
 fn receiver(services: &Services, url: &ReceiverUrl) -> Result<String, ApiError> {
     let checked = services.delivery.webhooks.check(url);
-    checked.map(|()| url.to_string()).map_err(|why| wrong(&format!("`url` is refused: {why}."), "url"))
+    checked.map(|()| url.to_string()).map_err(|why| invalid(&format!("`url` is refused: {why}."), "url"))
 }
 
-fn address_of(services: &Services, asking: &Asking) -> Result<String, ApiError> {
+fn address_of(services: &Services, context: &RequestContext) -> Result<String, ApiError> {
     if services.delivery.mailer.is_none() {
-        let message = "No mail server is configured; the operator sets SVC_SMTP_URL (see the README, E-mail).";
+        let message = "No mail server is configured; the operator sets SVC_SMTP_URL (see the book, operator/email.md).";
         return Err(ApiError::new(Code::StateConflict, message));
     }
-    asking.verified_email.clone().ok_or_else(|| {
+    context.verified_email.clone().ok_or_else(|| {
         let message = "Your access token has no e-mail address that your identity provider has verified (claims `email` and \
                        `email_verified`); verify one there and log in again.";
         ApiError::new(Code::StateConflict, message).detail("field", "kind")
@@ -568,11 +575,11 @@ fn names(events: Option<&[EventName]>) -> Option<BTreeSet<String>> {
     events.map(|events| events.iter().map(|event| event.to_string()).collect())
 }
 
-fn wrong(message: &str, field: &str) -> ApiError {
+fn invalid(message: &str, field: &str) -> ApiError {
     ApiError::invalid_request(message.to_owned()).detail("field", field)
 }
 
-fn not_there() -> ApiError {
+fn not_found() -> ApiError {
     ApiError::not_found("notification endpoint")
 }
 
@@ -580,17 +587,17 @@ fn unexpected() -> ApiError {
     ApiError::internal("the notification endpoint's machine answered another question")
 }
 
-fn shown(answered: Answered<Reply>) -> Result<EndpointView, ApiError> {
+fn shown(answered: CommandReply<Reply>) -> Result<EndpointView, ApiError> {
     match answered.reply {
         Reply::Shown { endpoint } | Reply::Letters { endpoint, .. } => {
-            EndpointView::of(&endpoint).ok_or_else(not_there)
+            EndpointView::of(&endpoint).ok_or_else(not_found)
         }
         Reply::Done => Err(unexpected()),
     }
 }
 
 impl EndpointView {
-    /// `None` of one that is deleted.
+    /// `None` for a deleted endpoint.
     fn of(it: &NotificationEndpoint) -> Option<Self> {
         let (kind, url, address) = match it.target.clone() {
             Target::Webhook { url } => (EndpointKind::Webhook, Some(url), None),
@@ -609,7 +616,7 @@ impl EndpointView {
             org_id,
             events: it.events.clone().map(|events| events.into_iter().collect()),
             state: EndpointState::of(it)?,
-            disabled_because: DisabledBecause::of(&it.phase),
+            disabled_because: DisabledReason::of(&it.phase),
             failing_since: it.queue.failing_since,
             waiting: it.queue.waiting.len(),
             next_attempt_at: it.timer(),
@@ -627,7 +634,7 @@ impl EndpointState {
         [Self::Active, Self::Failing, Self::Disabled].into_iter().find(|state| state.name() == it.state())
     }
 
-    /// As the machine calls it.
+    /// The name of the state in the state machine.
     const fn name(self) -> &'static str {
         match self {
             Self::Active => "active",
@@ -637,13 +644,13 @@ impl EndpointState {
     }
 }
 
-impl DisabledBecause {
+impl DisabledReason {
     const fn of(phase: &Phase) -> Option<Self> {
         match phase {
             Phase::Disabled { because, .. } => Some(match because {
-                Disabled::ByOwner => Self::ByOwner,
-                Disabled::Gone => Self::Gone,
-                Disabled::Failing => Self::Failing,
+                DisableCause::ByOwner => Self::ByOwner,
+                DisableCause::Gone => Self::Gone,
+                DisableCause::Failing => Self::Failing,
             }),
             Phase::Active | Phase::Deleted { .. } => None,
         }
@@ -651,14 +658,14 @@ impl DisabledBecause {
 }
 
 impl AttemptView {
-    fn of(it: &Attempt) -> Self {
-        let Attempt { message_id, event, at, error } = it.clone();
+    fn of(it: &DeliveryAttempt) -> Self {
+        let DeliveryAttempt { message_id, event, at, error } = it.clone();
         Self { message_id, event, at, error }
     }
 }
 
 impl DeadLetterView {
-    fn of(it: &Waiting) -> Self {
+    fn of(it: &QueueEntry) -> Self {
         Self {
             message_id: it.message.id,
             event: it.message.event.clone(),

@@ -8,25 +8,25 @@ use std::collections::BTreeMap;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::asking::ByAdmin;
+use super::request_context::AdminRequest;
 use crate::error::ApiError;
 use crate::runtime::TreeFilter;
 use crate::services::Services;
 
-/// What there is, and what needs an operator.
+/// Counts of all resources, and what needs an operator.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct Overview {
     at: DateTime<Utc>,
-    /// How many there are of each kind in each state.
+    /// The number of entities by kind and state.
     entities_by_kind: BTreeMap<String, BTreeMap<String, u64>>,
     gpus: Vec<GpuOverview>,
-    /// What is prepaid, by currency.
+    /// Prepaid balances by currency.
     money: Vec<MoneyOverview>,
     /// Entities past their deadline.
     overdue: u64,
-    /// Entities that failed too often, on the members that answered.
+    /// Parked entities, on the members that answered.
     parked: u64,
-    /// Members that live and did not answer in time.
+    /// Live members that did not answer in time.
     silent_members: Vec<Uuid>,
 }
 
@@ -39,9 +39,9 @@ pub(super) struct GpuOverview {
     /// Nodes that are not removed, nor about to be.
     nodes: u64,
     gpus_total: u64,
-    /// Set aside for an allocation, or not proved clean after one.
+    /// Held by an allocation, or without a clean-up proof after one.
     gpus_held: u64,
-    /// What new allocations could get together.
+    /// The GPUs that new allocations could get in total.
     gpus_free: u64,
 }
 
@@ -52,18 +52,18 @@ pub(super) struct MoneyOverview {
     accounts: u64,
     /// Accounts whose next window is not covered.
     depleted: u64,
-    /// What all have together, in minor units.
+    /// The sum of all balances, in minor units.
     balance_minor: i64,
 }
 
 /// The whole service at a glance.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The overview.", body = Overview)))]
-pub(super) async fn overview(_: ByAdmin, State(services): State<Services>) -> Result<Json<Overview>, ApiError> {
+pub(super) async fn overview(_: AdminRequest, State(services): State<Services>) -> Result<Json<Overview>, ApiError> {
     let summary = services.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() });
     let gpus = async { services.reads.gpus().await.map_err(ApiError::from) };
-    let money = async { services.reads.money().await.map_err(ApiError::from) };
+    let money = async { services.reads.prepaid_totals().await.map_err(ApiError::from) };
     let (summary, gpus, money) = tokio::try_join!(async { summary.await.map_err(ApiError::from) }, gpus, money)?;
-    let in_one = |of: persistence::read::Money| MoneyOverview {
+    let in_one = |of: persistence::read::PrepaidTotal| MoneyOverview {
         currency: of.currency,
         accounts: of.accounts,
         depleted: of.depleted,
@@ -79,7 +79,7 @@ pub(super) async fn overview(_: ByAdmin, State(services): State<Services>) -> Re
         gpus_free: of.free,
     };
     Ok(Json(Overview {
-        at: services.world.now(),
+        at: services.environment.now(),
         entities_by_kind: summary.entities_by_kind,
         gpus: gpus.into_iter().map(shown).collect(),
         money: money.into_iter().map(in_one).collect(),

@@ -1,5 +1,4 @@
-//! Payments: money that is brought in through the payment processor, and what became of it (decisions 6; the machine is in
-//! deploy/decisions/0026).
+//! Payments through the payment processor, and their outcome (decisions 6; the state machine is in deploy/decisions/0023).
 
 mod checkout;
 mod view;
@@ -15,9 +14,9 @@ use uuid::Uuid;
 
 pub(super) use checkout::*;
 
-use super::asking::{Asking, ByUser, May, SeeBilling};
 use super::billing::{holder_of, id_of};
-use super::stored::{self, Current, current};
+use super::read_model::{self, CurrentEntity, current};
+use super::request_context::{Authorized, RequestContext, SeeBilling, UserRequest};
 use crate::body::Path;
 use crate::error::ApiError;
 use crate::page::{Items, Listing, Order, Page, PageQuery};
@@ -25,7 +24,7 @@ use crate::services::Services;
 use view::{PaymentView, StateName};
 pub(super) use view::{RefundState, RefundView};
 
-/// Which payments.
+/// A filter of payments.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -33,7 +32,7 @@ pub(super) struct PaymentFilter {
     state: Option<StateName>,
 }
 
-/// What was paid into your account, or your organisation's, oldest first.
+/// The payments into your account, or your organisation's, oldest first.
 #[utoipa::path(
     get,
     path = "/",
@@ -41,11 +40,11 @@ pub(super) struct PaymentFilter {
     responses((status = 200, description = "A page of payments.", body = Items<PaymentView>)),
 )]
 pub(super) async fn list(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     listing: Listing<PaymentFilter>,
 ) -> Result<Json<Items<PaymentView>>, ApiError> {
-    let holder = holder_of(&asking);
+    let holder = holder_of(&context);
     let page = listing.page("billing/payments", &holder.to_string(), Order::OldestFirst)?;
     payments_of(&services, &holder, &listing.filter, &page).await
 }
@@ -58,15 +57,15 @@ pub(super) async fn list(
     responses((status = 200, description = "The payment.", body = PaymentView)),
 )]
 pub(super) async fn get(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<PaymentView>, ApiError> {
-    let found = visible(&services, &asking, id).await?;
+    let found = visible(&services, &context, id).await?;
     Ok(Json(PaymentView::of(&found.it, id_of(&found.it.holder))))
 }
 
-/// What was paid into an account, oldest first.
+/// The payments into an account, oldest first.
 #[utoipa::path(
     get,
     path = "/",
@@ -74,7 +73,7 @@ pub(super) async fn get(
     responses((status = 200, description = "A page of payments.", body = Items<PaymentView>)),
 )]
 pub(super) async fn list_of(
-    _: May<SeeBilling>,
+    _: Authorized<SeeBilling>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     listing: Listing<PaymentFilter>,
@@ -85,11 +84,11 @@ pub(super) async fn list_of(
     payments_of(&services, &holder, &listing.filter, &page).await
 }
 
-/// The payment, where the caller may see it: whose account it is for, who pays it, and administrators.
-async fn visible(services: &Services, asking: &Asking, id: Uuid) -> Result<Current<Payment>, ApiError> {
+/// The payment, where the caller may see it: the holder of its account, its payer, or an administrator.
+async fn visible(services: &Services, context: &RequestContext, id: Uuid) -> Result<CurrentEntity<Payment>, ApiError> {
     let found = current::<Payment>(services, id).await?;
-    let may_see = |found: &Current<Payment>| {
-        asking.is_admin() || found.it.payer == asking.caller.user_id || found.it.holder == holder_of(asking)
+    let may_see = |found: &CurrentEntity<Payment>| {
+        context.is_admin() || found.it.payer == context.caller.user_id || found.it.holder == holder_of(context)
     };
     found.filter(may_see).ok_or_else(|| ApiError::not_found("payment"))
 }
@@ -102,7 +101,7 @@ async fn payments_of(
 ) -> Result<Json<Items<PaymentView>>, ApiError> {
     let states = given.state.map(|state| state.name().to_owned()).into_iter().collect();
     let filter = ListFilter { owner: Some(holder.to_string()), states, ..ListFilter::default() };
-    let rows = stored::list::<Payment>(services, &filter, page).await?;
+    let rows = read_model::list::<Payment>(services, &filter, page).await?;
     let account = id_of(holder);
-    Ok(Json(stored::answer(page, rows, |stored| PaymentView::of(&stored.it, account))))
+    Ok(Json(read_model::to_page(page, rows, |stored| PaymentView::of(&stored.it, account))))
 }

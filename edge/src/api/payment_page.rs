@@ -1,7 +1,7 @@
 //! The page on which users pay, where the payment processor has none: its script takes the card, and this service sees none of it.
 //!
-//! The page holds nothing of anybody. What opens the payment at the processor stands in the fragment of its address, which browsers keep to
-//! themselves; what is to be paid is asked for by the processor's name of it, which is as hard to guess.
+//! The page contains no user's data. The secret that opens the payment at the processor is in the fragment of its address, which browsers
+//! do not send; the terms are requested by the processor's id of the payment, which is as hard to guess.
 
 use std::sync::LazyLock;
 
@@ -15,8 +15,8 @@ use serde::Serialize;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::browser_page::{Files, SCRIPT, STYLE, shown};
-use super::stored::current;
+use super::browser_page::{PageFiles, SCRIPT, STYLE, page_response};
+use super::read_model::current;
 use crate::body::Path;
 use crate::correlation::no_store;
 use crate::error::ApiError;
@@ -26,7 +26,7 @@ use crate::websocket::origin_of;
 const PAGE: &str = include_str!("../../payment-page/index.html");
 const RETURNED: &str = include_str!("../../payment-page/returned.html");
 
-/// What the page loads of ours.
+/// The page's own assets.
 const FILES: [(&str, &str, &str); 4] = [
     ("main.js", SCRIPT, include_str!("../../payment-page/main.js")),
     ("paying.js", SCRIPT, include_str!("../../payment-page/paying.js")),
@@ -34,31 +34,32 @@ const FILES: [(&str, &str, &str); 4] = [
     ("style.css", STYLE, include_str!("../../payment-page/style.css")),
 ];
 
-/// What Stripe's script loads and shows beside its own origin (docs.stripe.com/security/guide, *Content security policy*).
+/// The sources that Stripe's script loads beside its own origin (docs.stripe.com/security/guide, *Content security policy*).
 const STRIPE: &str = "https://js.stripe.com";
-const BESIDE_STRIPE: [&str; 2] = [" https://*.js.stripe.com", " https://*.js.stripe.com https://hooks.stripe.com"];
+const STRIPE_EXTRA_SOURCES: [&str; 2] =
+    [" https://*.js.stripe.com", " https://*.js.stripe.com https://hooks.stripe.com"];
 
-/// A page that shows words.
-const RETURNED_MAY: &str =
+/// The policy of a page of text alone.
+const RETURNED_CSP: &str =
     "default-src 'none'; style-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// The longest name by which a processor calls a payment.
-const LONGEST_NAME: usize = 255;
+/// The longest id of a payment at a processor.
+const MAX_PROCESSOR_ID_LEN: usize = 255;
 
-/// What is to be paid.
+/// The terms of a payment: its amount, currency and state.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = CheckoutTerms)]
 pub(super) struct TermsView {
     amount_minor: i64,
     currency: String,
-    /// As the payment's own `state`.
+    /// The `state` of the payment.
     state: &'static str,
-    /// Where the payer is sent once it is paid, and where when they turn back.
+    /// Where the payer is redirected after paying, and after canceling.
     success_url: String,
     cancel_url: String,
 }
 
-static LOADED: LazyLock<Files> = LazyLock::new(|| Files::built_in(&FILES));
+static PAGE_FILES: LazyLock<PageFiles> = LazyLock::new(|| PageFiles::built_in(&FILES));
 
 /// The page on which a payment is made.
 ///
@@ -75,20 +76,20 @@ pub(super) async fn page(State(services): State<Services>, Path(_payment): Path<
     let html = PAGE
         .replace("{{script_url}}", &escaped(&page.script_url))
         .replace("{{publishable_key}}", &escaped(&page.publishable_key));
-    Ok(shown(html, may(page)?))
+    Ok(page_response(html, content_security_policy(page)?))
 }
 
-/// Where somebody's browser goes after they paid, or turned back, where they have no page of their own.
+/// The page after paying or canceling, for payers without a page of their own.
 #[utoipa::path(
     get,
     path = "/",
     responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
 )]
 pub(super) async fn returned() -> Response {
-    shown(RETURNED, HeaderValue::from_static(RETURNED_MAY))
+    page_response(RETURNED, HeaderValue::from_static(RETURNED_CSP))
 }
 
-/// What is to be paid, for whoever was given the page's address.
+/// The terms of a payment, for a client that has the page's address.
 #[utoipa::path(
     get,
     path = "/",
@@ -104,8 +105,9 @@ pub(super) async fn terms(
     Path((payment, processor_id)): Path<(Uuid, String)>,
 ) -> Result<impl IntoResponse, ApiError> {
     page_of(&services)?;
-    services.limiter.asked_by_nobody(&connection, &services.world.policy(), services.world.now())?;
-    let found = if processor_id.len() <= LONGEST_NAME { current::<Payment>(&services, payment).await? } else { None };
+    services.limiter.admit_unauthenticated(&connection, &services.environment.policy(), services.environment.now())?;
+    let found =
+        if processor_id.len() <= MAX_PROCESSOR_ID_LEN { current::<Payment>(&services, payment).await? } else { None };
     let found = found.filter(|found| found.it.processor_id.as_deref() == Some(processor_id.as_str()));
     let it = found.ok_or_else(|| ApiError::not_found("payment"))?.it;
     let view = TermsView {
@@ -128,8 +130,8 @@ pub(super) async fn terms(
         (status = 304, description = "The file is the one that `If-None-Match` names."),
     ),
 )]
-pub(super) async fn asset(Path(name): Path<String>, asked: HeaderMap) -> Result<Response, ApiError> {
-    LOADED.answer(&name, &asked)
+pub(super) async fn asset(Path(name): Path<String>, request_headers: HeaderMap) -> Result<Response, ApiError> {
+    PAGE_FILES.response(&name, &request_headers)
 }
 
 fn page_of(services: &Services) -> Result<&PaymentPage, ApiError> {
@@ -137,21 +139,22 @@ fn page_of(services: &Services) -> Result<&PaymentPage, ApiError> {
     page.ok_or_else(|| ApiError::not_found("page: the payment processor has one of its own, or none is configured"))
 }
 
-/// Run its own script and the processor's, show what that shows, and talk to the two.
-fn may(page: &PaymentPage) -> Result<HeaderValue, ApiError> {
+/// The policy of the payment page: it runs its own script and the processor's, shows the processor's frames, and connects to both.
+fn content_security_policy(page: &PaymentPage) -> Result<HeaderValue, ApiError> {
     let script = origin_of(&page.script_url);
-    let [scripts, frames] = if script == STRIPE { BESIDE_STRIPE } else { [""; 2] };
+    let [scripts, frames] = if script == STRIPE { STRIPE_EXTRA_SOURCES } else { [""; 2] };
     let api = &page.api_origin;
-    // It may ask where it came from, too.
+    // It may connect to its own origin, too.
     let api = if *api == script { api.clone() } else { format!("{api} {script}") };
-    let may = format!(
+    let policy = format!(
         "default-src 'none'; script-src 'self' {script}{scripts}; connect-src 'self' {api}; frame-src {script}{frames}; \
          style-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     );
-    HeaderValue::from_str(&may).map_err(|_| ApiError::internal("the payment processor's address is no header's text"))
+    HeaderValue::from_str(&policy)
+        .map_err(|_| ApiError::internal("the payment processor's address is no header's text"))
 }
 
-/// As the value of an attribute.
+/// Escapes the text for an attribute's value.
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('"', "&quot;").replace('<', "&lt;").replace('>', "&gt;")
 }

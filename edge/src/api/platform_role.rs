@@ -1,26 +1,26 @@
-//! Platform roles: which are bound to whom (decisions 3, *Scopes*; 7).
+//! Platform roles and their bindings to subjects (decisions 3, *Scopes*; 7).
 //!
-//! A binding is known by its subject and its role, so that is how it is revoked.
+//! A binding is identified by its subject and its role, and is revoked by them.
 
-use actors::place::id_of_name;
+use actors::sharding::id_of_name;
 use axum::Json;
 use axum::extract::{FromRequestParts, State};
 use axum::http::{StatusCode, request};
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::authz::PlatformRole;
-use domain::bindings::{Binding, Bindings, Command, Reply};
-use domain::{BindingId, Kind};
+use domain::role_bindings::{Command, Reply, RoleBinding, RoleBindings};
+use domain::{BindingId, EntityKind};
 use persistence::read::{BindingFilter, BindingRow, Cursor};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::asking::{Asking, BindPlatformRoles, May, replayed};
 use super::field::{ClaimId, Reason};
+use super::request_context::{Authorized, BindPlatformRoles, RequestContext, replayed};
 use crate::body::{self, Path, Query};
 use crate::error::ApiError;
-use crate::idempotency::keyed::{NotRun, Once};
+use crate::idempotency::context::{HandlerSkipped, Idempotent};
 use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
 
@@ -28,7 +28,7 @@ use crate::services::Services;
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct NewBinding {
-    /// Whom it is bound to: the `sub` of their access tokens.
+    /// The subject of the binding: the `sub` of the user's access tokens.
     subject: ClaimId,
     role: PlatformRoleName,
     reason: Reason,
@@ -41,11 +41,11 @@ pub(super) struct NewBinding {
 pub(super) struct RevokedBinding {
     subject: ClaimId,
     role: PlatformRoleName,
-    /// Why; kept in the audit log.
+    /// Why; recorded in the audit log.
     reason: Option<Reason>,
 }
 
-/// Which bindings.
+/// A filter of bindings.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -76,21 +76,22 @@ pub(super) struct BindingView {
     reason: String,
 }
 
-/// A request by an administrator about platform roles, counted.
-pub(super) struct Steward(Asking);
+/// An administrator's request about platform roles, with its metrics.
+pub(super) struct PlatformRoleRequest(RequestContext);
 
-impl FromRequestParts<Services> for Steward {
+impl FromRequestParts<Services> for PlatformRoleRequest {
     type Rejection = ApiError;
 
     async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
-        services.platform_roles.asked(&parts.method);
-        let may = May::<BindPlatformRoles>::from_request_parts(parts, services).await;
-        let May { asking, .. } = may.inspect_err(|error| services.platform_roles.turned_away(error))?;
-        Ok(Self(asking))
+        services.platform_roles.count_request(&parts.method);
+        let authorized = Authorized::<BindPlatformRoles>::from_request_parts(parts, services).await;
+        let Authorized { context, .. } =
+            authorized.inspect_err(|error| services.platform_roles.count_refused(error))?;
+        Ok(Self(context))
     }
 }
 
-/// Who holds which platform role, the oldest binding first.
+/// The bindings of platform roles, oldest first.
 #[utoipa::path(
     get,
     path = "/",
@@ -98,7 +99,7 @@ impl FromRequestParts<Services> for Steward {
     responses((status = 200, description = "A page of bindings.", body = Items<BindingView>)),
 )]
 pub(super) async fn list(
-    _: Steward,
+    _: PlatformRoleRequest,
     State(services): State<Services>,
     listing: Listing<BindingQuery>,
 ) -> Result<Json<Items<BindingView>>, ApiError> {
@@ -111,7 +112,7 @@ pub(super) async fn list(
     let after = page.after.map(|at| Cursor { created_at: at.created_at, id: at.id });
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
     let found = services.reads.bindings(&filter, after, rows).await.map_err(ApiError::from);
-    let found = found.inspect_err(|error| services.platform_roles.failed(error))?;
+    let found = found.inspect_err(|error| services.platform_roles.count_unavailable(error))?;
     let place = |row: &BindingRow| Position { created_at: row.binding.bound_at, id: row.binding.id.0 };
     Ok(Json(page.answer(found.items, place, |row| view(row.subject, row.role.into(), row.binding))))
 }
@@ -124,13 +125,13 @@ pub(super) async fn list(
     responses((status = 200, description = "The binding.", body = BindingView)),
 )]
 pub(super) async fn get(
-    _: Steward,
+    _: PlatformRoleRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<BindingView>, ApiError> {
     let filter = BindingFilter { id: Some(BindingId(id)), ..BindingFilter::default() };
     let found = services.reads.bindings(&filter, None, 1).await.map_err(ApiError::from);
-    let found = found.inspect_err(|error| services.platform_roles.failed(error))?.items.pop();
+    let found = found.inspect_err(|error| services.platform_roles.count_unavailable(error))?.items.pop();
     let row = found.ok_or_else(|| ApiError::not_found("platform role binding"))?;
     Ok(Json(view(row.subject, row.role.into(), row.binding)))
 }
@@ -148,20 +149,20 @@ pub(super) async fn get(
     ),
 )]
 pub(super) async fn bind(
-    Steward(asking): Steward,
+    PlatformRoleRequest(context): PlatformRoleRequest,
     State(services): State<Services>,
-    new: Result<Once<body::Json<NewBinding>>, NotRun>,
+    new: Result<Idempotent<body::Json<NewBinding>>, HandlerSkipped>,
 ) -> Result<Response, ApiError> {
     let new = match new {
-        Ok(Once(body::Json(new))) => Ok(new),
-        Err(NotRun::Refused(error)) => Err(error),
-        Err(NotRun::Answered(answer)) => return Ok(answer),
+        Ok(Idempotent(body::Json(new))) => Ok(new),
+        Err(HandlerSkipped::Refused(error)) => Err(error),
+        Err(HandlerSkipped::Answered(answer)) => return Ok(answer),
     };
     let bound = async {
         let new = new?;
         let (subject, role) = (new.subject.to_string(), new.role);
         let command = Command::Bind { subject: subject.clone(), role: role.into(), reason: new.reason.to_string() };
-        let answered = asking.ask::<Bindings>(id_of_name(Kind::Bindings, &subject), command).await?;
+        let answered = context.ask::<RoleBindings>(id_of_name(EntityKind::Bindings, &subject), command).await?;
         let status = if answered.written || answered.replayed { StatusCode::CREATED } else { StatusCode::OK };
         let replayed = replayed(&answered);
         let Reply::Bound { binding } = answered.reply else {
@@ -170,13 +171,13 @@ pub(super) async fn bind(
         Ok((status, replayed, Json(view(subject, role, binding))).into_response())
     };
     let bound = bound.await;
-    services.platform_roles.changed(&bound);
+    services.platform_roles.count_change(&bound);
     bound
 }
 
 /// Revokes a platform role.
 ///
-/// From the answer on it is refused on every replica: also a request that is under way changes nothing any more by it.
+/// From the response on every replica refuses it: a request in flight changes nothing by it either.
 #[utoipa::path(
     delete,
     path = "/",
@@ -184,7 +185,7 @@ pub(super) async fn bind(
     responses((status = 204, description = "It is revoked.")),
 )]
 pub(super) async fn revoke(
-    Steward(asking): Steward,
+    PlatformRoleRequest(context): PlatformRoleRequest,
     State(services): State<Services>,
     revoked: Result<Query<RevokedBinding>, ApiError>,
 ) -> Result<StatusCode, ApiError> {
@@ -192,16 +193,16 @@ pub(super) async fn revoke(
         let Query(revoked) = revoked?;
         let reason = revoked.reason.as_ref().map(|reason| reason.to_string());
         let command = Command::Revoke { role: revoked.role.into(), reason };
-        asking.ask::<Bindings>(id_of_name(Kind::Bindings, &revoked.subject), command).await?;
+        context.ask::<RoleBindings>(id_of_name(EntityKind::Bindings, &revoked.subject), command).await?;
         Ok(StatusCode::NO_CONTENT)
     };
     let revoked = revoked.await;
-    services.platform_roles.changed(&revoked);
+    services.platform_roles.count_change(&revoked);
     revoked
 }
 
-fn view(subject: String, role: PlatformRoleName, binding: Binding) -> BindingView {
-    let Binding { id, bound_by, bound_at, reason } = binding;
+fn view(subject: String, role: PlatformRoleName, binding: RoleBinding) -> BindingView {
+    let RoleBinding { id, bound_by, bound_at, reason } = binding;
     BindingView { id: id.0, subject, role, bound_by, bound_at, reason }
 }
 

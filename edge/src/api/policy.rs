@@ -1,33 +1,34 @@
-//! Business values, read at run time: the catalog of keys, what is set for whom, and what holds (decisions 7, *Policy*).
+//! Policies: the catalog of keys, the values by scope, and their resolution at run time (decisions 7, *Policy*).
 
-mod given;
-mod take_back;
+mod json_value;
+mod revocation;
 
-use actors::place::id_of_name;
+use actors::sharding::id_of_name;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
 use domain::policy::{
-    Bounds, Command, Expected, Key, NewValue, Reply, Resolved, Scope, ScopeValues, Scopes, Value, Written,
+    Command, ExpectedValue, PolicyKey as CatalogKey, PolicyScope, PolicyValue, PolicyVersion, PolicyWrite, Reply,
+    ResolvedPolicy, ScopeValues, Scopes, ValueBounds,
 };
-use domain::{Kind, PolicyId};
+use domain::{EntityKind, PolicyId};
 use persistence::read::{Cursor, PolicyFilter, PolicyRow};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use given::{Given, present};
-pub(super) use take_back::*;
+use json_value::{JsonValue, present};
+pub(super) use revocation::*;
 
-use super::asking::{ByAdmin, replayed};
 use super::field::{ClaimId, PolicyKey, Reason, not_null};
-use crate::answer::{bounds_of, not_admitted};
+use super::request_context::{AdminRequest, replayed};
 use crate::body::{self, Path, Query};
 use crate::error::ApiError;
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
+use crate::rejection_response::{bounds_of, not_admitted};
 use crate::services::Services;
 
 /// A value to be set.
@@ -35,24 +36,24 @@ use crate::services::Services;
 #[serde(deny_unknown_fields)]
 pub(super) struct NewPolicyValue {
     key: PolicyKey,
-    /// For whom; left out or empty: for everybody. Null is refused, and so is a field that is null: who computes a scope and has none must
-    /// not write for everybody.
+    /// For whom; left out or empty: for everybody. Null is refused, and so is a field that is null: a client that computes a scope and has
+    /// none must not write a global value by mistake.
     #[serde(default, deserialize_with = "not_null")]
     #[schema(value_type = ScopeFields, required = false)]
     scope: Option<ScopeFields>,
-    value: Given,
+    value: JsonValue,
     /// From when on it holds, to the second; left out: at once. Up to a minute ago means at once too. A value that lies ahead can be
     /// replaced by another one for the same instant.
     effective_at: Option<DateTime<Utc>>,
     reason: Reason,
-    /// What would hold for this very scope at `effective_at` without this write, null for nothing: where it is another, the write is
-    /// refused with `state_conflict`.
+    /// The expected value of this scope at `effective_at` without this write, null for none: where it differs, the write is refused with
+    /// `state_conflict`.
     #[serde(default, deserialize_with = "present", skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<Given>)]
-    old_value: Option<Option<Given>>,
+    #[schema(value_type = Option<JsonValue>)]
+    old_value: Option<Option<JsonValue>>,
 }
 
-/// Whom a value is for: nothing for everybody, or one of these.
+/// The scope of a value: empty for global, or one of these.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(as = PolicyScope)]
@@ -71,16 +72,16 @@ pub(super) struct ScopeFields {
     plan: Option<ClaimId>,
 }
 
-/// Which values.
+/// A filter of values.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct PolicyValueFilter {
     key: Option<PolicyKey>,
-    /// Of one kind of scopes.
+    /// Values in this kind of scope.
     #[param(inline)]
     scope: Option<ScopeKind>,
-    /// Those set for this user. Give one of these four at most.
+    /// Values for this user. Give at most one of these four.
     user_id: Option<ClaimId>,
     project_id: Option<ClaimId>,
     org_id: Option<ClaimId>,
@@ -120,9 +121,9 @@ pub(super) struct KeyView {
     /// `min` and `max`, or `enum`.
     #[schema(value_type = Object, example = json!({"min": 1, "max": 3600}))]
     bounds: serde_json::Value,
-    /// What holds where nothing is set.
-    #[schema(value_type = Given)]
-    default: Value,
+    /// The default value.
+    #[schema(value_type = JsonValue)]
+    default: PolicyValue,
     /// The kinds of scopes for which it can be set, most specific first.
     #[schema(example = json!(["user_id", "org_id", "global"]))]
     scopes: &'static [&'static str],
@@ -152,54 +153,54 @@ pub(super) struct ValueView {
     id: Uuid,
     key: String,
     scope: ScopeFields,
-    #[schema(value_type = Given)]
-    value: Value,
+    #[schema(value_type = JsonValue)]
+    value: PolicyValue,
     effective_at: DateTime<Utc>,
     reason: String,
-    /// What would have held for this scope instead; null where nothing was set.
-    #[schema(value_type = Option<Given>)]
-    old_value: Option<Value>,
+    /// The value that would have held for this scope instead; null where none was set.
+    #[schema(value_type = Option<JsonValue>)]
+    old_value: Option<PolicyValue>,
     written_by: String,
     written_at: DateTime<Utc>,
 }
 
-/// What holds for a caller of these scopes, as the replica that answers knows it.
+/// The value that holds for a caller of these scopes, as the replica that responds knows it.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = ResolvedPolicyValue)]
 pub(super) struct ResolvedView {
     key: &'static str,
-    #[schema(value_type = Given)]
-    value: Value,
-    /// What it comes from: a kind of scope, or `default` where nothing is set.
+    #[schema(value_type = JsonValue)]
+    value: PolicyValue,
+    /// The source of the value: a kind of scope, or `default` where nothing is set.
     #[schema(example = "org_id")]
     source: &'static str,
     /// The scope that won, empty for `global`; null for `default`.
     scope: Option<ScopeFields>,
-    /// Since when; null for `default`.
+    /// Since when it holds; null for `default`.
     effective_at: Option<DateTime<Utc>>,
 }
 
 /// The catalog: every key with its type, bounds, default, meaning, and the kinds of scopes for which it can be set.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The catalog.", body = Catalog)))]
-pub(super) async fn catalog(_: ByAdmin) -> Json<Catalog> {
-    let entry = |key: &Key| KeyView {
+pub(super) async fn catalog(_: AdminRequest) -> Json<Catalog> {
+    let entry = |key: &CatalogKey| KeyView {
         key: key.name(),
         value_type: match key.bounds() {
-            Bounds::Int { .. } => KeyType::Int,
-            Bounds::Enum { .. } => KeyType::String,
-            Bounds::Bool { .. } => KeyType::Bool,
+            ValueBounds::Int { .. } => KeyType::Int,
+            ValueBounds::Enum { .. } => KeyType::String,
+            ValueBounds::Bool { .. } => KeyType::Bool,
         },
         bounds: bounds_of(*key),
         default: key.default_value(),
         scopes: key.applies_to().scope_kinds(),
         meaning: key.meaning(),
     };
-    Json(Catalog { items: Key::ALL.iter().map(entry).collect() })
+    Json(Catalog { items: CatalogKey::ALL.iter().map(entry).collect() })
 }
 
-/// What is set: values in force and values that lie ahead, in the order in which they were written.
+/// The values in force and scheduled values, in the order of writing.
 ///
-/// What a value replaced stands in the audit log.
+/// The audit log has the values that were replaced.
 #[utoipa::path(
     get,
     path = "/",
@@ -207,7 +208,7 @@ pub(super) async fn catalog(_: ByAdmin) -> Json<Catalog> {
     responses((status = 200, description = "A page of values.", body = Items<ValueView>)),
 )]
 pub(super) async fn list(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     listing: Listing<PolicyValueFilter>,
 ) -> Result<Json<Items<ValueView>>, ApiError> {
@@ -215,7 +216,7 @@ pub(super) async fn list(
     let PolicyValueFilter { key, scope, user_id, project_id, org_id, plan } = listing.filter;
     let key = key.as_ref().map(known).transpose()?;
     let one = match one_scope(ScopeFields { user_id, project_id, org_id, plan }, "query")? {
-        Scope::Global => None,
+        PolicyScope::Global => None,
         scope => Some(id_of(&scope)),
     };
     let filter = PolicyFilter {
@@ -226,7 +227,7 @@ pub(super) async fn list(
     };
     let after = page.after.map(|at| Cursor { created_at: at.created_at, id: at.id });
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
-    let found = services.reads.policy_values(&filter, services.world.now(), after, rows).await?;
+    let found = services.reads.policy_values(&filter, services.environment.now(), after, rows).await?;
     let place = |row: &PolicyRow| Position { created_at: row.written.written_at, id: row.written.id.0 };
     Ok(Json(page.answer(found.items, place, |row| view(row.scope, row.written))))
 }
@@ -239,12 +240,12 @@ pub(super) async fn list(
     responses((status = 200, description = "The value.", body = ValueView)),
 )]
 pub(super) async fn get(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<ValueView>, ApiError> {
     let filter = PolicyFilter { id: Some(id), ..PolicyFilter::default() };
-    let found = services.reads.policy_values(&filter, services.world.now(), None, 1).await?.items.pop();
+    let found = services.reads.policy_values(&filter, services.environment.now(), None, 1).await?.items.pop();
     found.map(|row| Json(view(row.scope, row.written))).ok_or_else(|| ApiError::not_found("policy value"))
 }
 
@@ -260,33 +261,33 @@ pub(super) async fn get(
     responses((status = 201, description = "The value as it was written.", body = ValueView)),
 )]
 pub(super) async fn write(
-    ByAdmin(asking): ByAdmin,
-    Once(body::Json(new)): Once<body::Json<NewPolicyValue>>,
+    AdminRequest(context): AdminRequest,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewPolicyValue>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let key = known(&new.key)?;
     let scope = one_scope(new.scope.clone().unwrap_or_default(), "scope")?;
     let value = new.value.read().ok_or_else(|| not_admitted(key, "`value`"))?;
     let expected = match &new.old_value {
-        None => Expected::Anything,
-        Some(None) => Expected::Nothing,
-        Some(Some(given)) => Expected::This(given.read().ok_or_else(|| {
+        None => ExpectedValue::Anything,
+        Some(None) => ExpectedValue::Nothing,
+        Some(Some(given)) => ExpectedValue::This(given.read().ok_or_else(|| {
             ApiError::invalid_request("`old_value` must be a whole number, a text, true, false or null.")
                 .detail("field", "old_value")
         })?),
     };
     let id = id_of(&scope).0;
     let reason = new.reason.to_string();
-    let command = NewValue { scope, key, value, effective_at: new.effective_at, reason, expected };
-    let answered = asking.ask::<ScopeValues>(id, Command::Write(Box::new(command))).await?;
+    let command = PolicyWrite { scope, key, value, effective_at: new.effective_at, reason, expected };
+    let answered = context.ask::<ScopeValues>(id, Command::Write(Box::new(command))).await?;
     match &answered.reply {
         Reply::Written { scope, written } => {
-            Ok((StatusCode::CREATED, replayed(&answered), Json(view(scope.clone(), Written::clone(written)))))
+            Ok((StatusCode::CREATED, replayed(&answered), Json(view(scope.clone(), PolicyVersion::clone(written)))))
         }
         Reply::Done => Err(ApiError::internal("the policy machine replied done to a write")),
     }
 }
 
-/// What holds for a caller of these scopes, and which scope won.
+/// Resolves a key for a caller of these scopes, and names the scope that won.
 ///
 /// The most specific one that the key can be set for does: user, project, organisation, plan, everybody. What a billing account goes by is
 /// resolved for its holder: for the organisation, where the caller has one, and else for the user.
@@ -297,7 +298,7 @@ pub(super) async fn write(
     responses((status = 200, description = "The value that holds.", body = ResolvedView)),
 )]
 pub(super) async fn resolve(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     Query(query): Query<ResolveQuery>,
 ) -> Result<Json<ResolvedView>, ApiError> {
@@ -309,34 +310,34 @@ pub(super) async fn resolve(
         org_id: text(query.org_id),
         plan: text(query.plan),
     };
-    let Resolved { value, by } = services.world.policy().look_up(key, &scopes, services.world.now());
+    let ResolvedPolicy { value, by } = services.environment.policy().look_up(key, &scopes, services.environment.now());
     let source = by.as_ref().map_or("default", |(scope, _)| scope.kind());
     let effective_at = by.as_ref().map(|(_, since)| *since);
     Ok(Json(ResolvedView { key: key.name(), value, source, scope: by.map(|(scope, _)| scope.into()), effective_at }))
 }
 
-fn known(name: &PolicyKey) -> Result<Key, ApiError> {
-    Key::parse(name).ok_or_else(|| {
+fn known(name: &PolicyKey) -> Result<CatalogKey, ApiError> {
+    CatalogKey::parse(name).ok_or_else(|| {
         ApiError::invalid_request("`key` is no policy key; GET /api/v1/admin/policies lists those there are.")
             .detail("field", "key")
     })
 }
 
-/// The entity that keeps the values of a scope.
-fn id_of(scope: &Scope) -> PolicyId {
-    PolicyId(id_of_name(Kind::Policy, &scope.to_string()))
+/// The entity that has the values of a scope.
+fn id_of(scope: &PolicyScope) -> PolicyId {
+    PolicyId(id_of_name(EntityKind::Policy, &scope.to_string()))
 }
 
-fn one_scope(fields: ScopeFields, field: &str) -> Result<Scope, ApiError> {
+fn one_scope(fields: ScopeFields, field: &str) -> Result<PolicyScope, ApiError> {
     let text = |id: ClaimId| id.to_string();
     let named = [
-        fields.user_id.map(text).map(Scope::UserId),
-        fields.project_id.map(text).map(Scope::ProjectId),
-        fields.org_id.map(text).map(Scope::OrgId),
-        fields.plan.map(text).map(Scope::Plan),
+        fields.user_id.map(text).map(PolicyScope::UserId),
+        fields.project_id.map(text).map(PolicyScope::ProjectId),
+        fields.org_id.map(text).map(PolicyScope::OrgId),
+        fields.plan.map(text).map(PolicyScope::Plan),
     ];
     let mut named = named.into_iter().flatten();
-    let scope = named.next().unwrap_or(Scope::Global);
+    let scope = named.next().unwrap_or(PolicyScope::Global);
     match named.next() {
         None => Ok(scope),
         Some(_) => Err(ApiError::invalid_request(
@@ -358,21 +359,21 @@ impl ScopeKind {
     }
 }
 
-impl From<Scope> for ScopeFields {
-    fn from(scope: Scope) -> Self {
+impl From<PolicyScope> for ScopeFields {
+    fn from(scope: PolicyScope) -> Self {
         let mut fields = Self::default();
         match scope {
-            Scope::UserId(id) => fields.user_id = Some(ClaimId::kept(id)),
-            Scope::ProjectId(id) => fields.project_id = Some(ClaimId::kept(id)),
-            Scope::OrgId(id) => fields.org_id = Some(ClaimId::kept(id)),
-            Scope::Plan(id) => fields.plan = Some(ClaimId::kept(id)),
-            Scope::Global => {}
+            PolicyScope::UserId(id) => fields.user_id = Some(ClaimId::from_stored(id)),
+            PolicyScope::ProjectId(id) => fields.project_id = Some(ClaimId::from_stored(id)),
+            PolicyScope::OrgId(id) => fields.org_id = Some(ClaimId::from_stored(id)),
+            PolicyScope::Plan(id) => fields.plan = Some(ClaimId::from_stored(id)),
+            PolicyScope::Global => {}
         }
         fields
     }
 }
 
-fn view(scope: Scope, written: Written) -> ValueView {
+fn view(scope: PolicyScope, written: PolicyVersion) -> ValueView {
     ValueView {
         id: written.id.0,
         key: written.key,

@@ -1,40 +1,40 @@
-//! What the payment processor said: for operators who look after what could not be carried out (decisions 6, *Webhook*).
+//! Events of the payment processor, for operators who handle those that failed (decisions 6, *Webhook*).
 
-use actors::Answered;
+use actors::CommandReply;
 use axum::Json;
 use axum::extract::State;
 use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
 use domain::Machine as _;
 use domain::Timestamp;
-use domain::processor_event::{Command, Outcome, Phase, ProcessorEvent, Reply};
+use domain::processor_event::{Command, Phase, ProcessingOutcome, ProcessorEvent, Reply};
 use persistence::read::ListFilter;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::asking::{May, SeeBilling, SettleProcessorEvents, replayed};
-use super::field::{Because, ProcessorId};
-use super::stored::{self, current};
+use super::field::{ProcessorId, ReasonBody};
+use super::read_model::{self, current};
+use super::request_context::{Authorized, SeeBilling, SettleProcessorEvents, replayed};
 use crate::body::{self, Path};
 use crate::error::ApiError;
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::services::Services;
 use crate::webhook::id_of_event;
 
-/// Which events.
+/// A filter of events.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct EventFilter {
     state: Option<EventState>,
-    /// The one that the processor calls so.
+    /// The event with this id of the processor.
     #[param(inline)]
     event_id: Option<ProcessorId>,
 }
 
-/// Where an event stands. One that is `dead` was tried in vain too often, and waits for an operator.
+/// The state of an event. One that is `dead` has failed in its last attempt, and waits for an operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[schema(as = ProcessorEventState)]
 #[serde(rename_all = "snake_case")]
@@ -46,7 +46,7 @@ pub(super) enum EventState {
     Dismissed,
 }
 
-/// What an event came to: a payment was told of it, it concerns something that was not made here, or nothing follows from its type.
+/// The outcome of an event: it was applied to a payment, it concerns an object that was not created here, or its type has no effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[schema(as = ProcessorEventOutcome)]
 #[serde(rename_all = "snake_case")]
@@ -56,40 +56,40 @@ enum EventOutcome {
     NothingToDo,
 }
 
-/// What the payment processor said, once. Its body is kept sealed, and not shown: the processor shows it under `event_id`.
+/// An event of the payment processor. Its body is stored sealed, and not shown: the processor shows it under `event_id`.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = ProcessorEvent)]
 pub(super) struct EventView {
     id: Uuid,
     /// The processor's own id of the event.
     event_id: String,
-    /// As the processor calls it, such as `payment_intent.succeeded`.
+    /// Its type at the processor, such as `payment_intent.succeeded`.
     event_type: String,
-    /// What it is about, by the processor's id; null where the event names none.
+    /// The processor's id of its object; null where the event names none.
     object_id: Option<String>,
     state: EventState,
     /// Null until it is processed.
     outcome: Option<EventOutcome>,
-    /// How often it was tried in vain, since it came or an operator had it tried anew.
+    /// The failed attempts since it was received, or since an operator retried it.
     attempts: u32,
-    /// Why the last attempt came to nothing.
+    /// Why the last attempt failed.
     last_error: Option<String>,
-    /// When it is tried next; null where nothing goes on by itself.
+    /// When the next attempt is due; null where there is none.
     next_attempt_at: Option<DateTime<Utc>>,
-    /// When the processor says it came about.
+    /// When it occurred, as the processor says.
     occurred_at: Option<DateTime<Utc>>,
     received_at: DateTime<Utc>,
     /// When it was processed or dismissed.
     ended_at: Option<DateTime<Utc>>,
     /// Why an operator dismissed it.
     dismissed_because: Option<String>,
-    /// The end that its state must not outlive.
+    /// The deadline of its state.
     deadline_at: Option<DateTime<Utc>>,
-    /// True past that end.
+    /// True after the deadline.
     overdue: bool,
 }
 
-/// What the payment processor said, oldest first.
+/// The events of the payment processor, oldest first.
 #[utoipa::path(
     get,
     path = "/",
@@ -97,12 +97,12 @@ pub(super) struct EventView {
     responses((status = 200, description = "A page of events.", body = Items<EventView>)),
 )]
 pub(super) async fn list(
-    _: May<SeeBilling>,
+    _: Authorized<SeeBilling>,
     State(services): State<Services>,
     listing: Listing<EventFilter>,
 ) -> Result<Json<Items<EventView>>, ApiError> {
     let page = listing.page("admin/billing/processor-events", "", Order::OldestFirst)?;
-    let (filter, now) = (&listing.filter, services.world.now());
+    let (filter, now) = (&listing.filter, services.environment.now());
     if let Some(event_id) = &filter.event_id {
         let found = current::<ProcessorEvent>(&services, id_of_event(event_id)).await?;
         let views = found.iter().map(|found| EventView::of(&found.it, now));
@@ -111,8 +111,8 @@ pub(super) async fn list(
     }
     let states = filter.state.map(|state| state.name().to_owned()).into_iter().collect();
     let filter = ListFilter { states, ..ListFilter::default() };
-    let rows = stored::list::<ProcessorEvent>(&services, &filter, &page).await?;
-    Ok(Json(stored::answer(&page, rows, |stored| EventView::of(&stored.it, now))))
+    let rows = read_model::list::<ProcessorEvent>(&services, &filter, &page).await?;
+    Ok(Json(read_model::to_page(&page, rows, |stored| EventView::of(&stored.it, now))))
 }
 
 /// One event.
@@ -123,63 +123,63 @@ pub(super) async fn list(
     responses((status = 200, description = "The event.", body = EventView)),
 )]
 pub(super) async fn get(
-    _: May<SeeBilling>,
+    _: Authorized<SeeBilling>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<EventView>, ApiError> {
     let found = current::<ProcessorEvent>(&services, id).await?;
     let found = found.ok_or_else(|| ApiError::not_found("event of the payment processor"))?;
-    Ok(Json(EventView::of(&found.it, services.world.now())))
+    Ok(Json(EventView::of(&found.it, services.environment.now())))
 }
 
-/// Has a dead event tried again, or one that waits for its next attempt at once.
+/// Retries a dead event, or one that waits for its next attempt, at once.
 ///
 /// It has as many attempts as a new one.
 #[utoipa::path(
     post,
     path = "/",
     params(("id" = Uuid, Path, description = "The event's id here")),
-    request_body = Because,
+    request_body = ReasonBody,
     responses((status = 200, description = "The event.", body = EventView)),
 )]
 pub(super) async fn retry(
-    may: May<SettleProcessorEvents>,
+    authorized: Authorized<SettleProcessorEvents>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(why)): Once<body::Json<Because>>,
+    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Retry { reason: why.reason.to_string() };
-    let asking = may.asking.urgently();
-    shown(&services, asking.ask::<ProcessorEvent>(id, command).await?)
+    let context = authorized.context.prioritized();
+    shown(&services, context.ask::<ProcessorEvent>(id, command).await?)
 }
 
-/// Says of an event that could not be carried out that nothing is to follow from it.
+/// Dismisses an event that could not be applied: nothing follows from it.
 ///
-/// What it told of the money is put right by other means first, by an adjustment for example. It cannot be taken back.
+/// Correct its effect on the money by other means first, by an adjustment for example. It cannot be undone.
 #[utoipa::path(
     post,
     path = "/",
     params(("id" = Uuid, Path, description = "The event's id here")),
-    request_body = Because,
+    request_body = ReasonBody,
     responses((status = 200, description = "The event.", body = EventView)),
 )]
 pub(super) async fn dismiss(
-    may: May<SettleProcessorEvents>,
+    authorized: Authorized<SettleProcessorEvents>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(why)): Once<body::Json<Because>>,
+    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Dismiss { reason: why.reason.to_string() };
-    let asking = may.asking.urgently();
-    shown(&services, asking.ask::<ProcessorEvent>(id, command).await?)
+    let context = authorized.context.prioritized();
+    shown(&services, context.ask::<ProcessorEvent>(id, command).await?)
 }
 
-fn shown(services: &Services, answered: Answered<Reply>) -> Result<impl IntoResponse + use<>, ApiError> {
+fn shown(services: &Services, answered: CommandReply<Reply>) -> Result<impl IntoResponse + use<>, ApiError> {
     let replayed = replayed(&answered);
     let Reply::Shown { event } = answered.reply else {
         return Err(ApiError::internal("the machine of the processor's events answered another question"));
     };
-    Ok((replayed, Json(EventView::of(&event, services.world.now()))))
+    Ok((replayed, Json(EventView::of(&event, services.environment.now()))))
 }
 
 impl EventView {
@@ -221,7 +221,7 @@ impl EventState {
         }
     }
 
-    /// As the machine calls it.
+    /// The name of the state in the state machine.
     const fn name(self) -> &'static str {
         match self {
             Self::Received => "received",
@@ -234,11 +234,11 @@ impl EventState {
 }
 
 impl EventOutcome {
-    const fn of(outcome: Outcome) -> Self {
+    const fn of(outcome: ProcessingOutcome) -> Self {
         match outcome {
-            Outcome::Told => Self::Told,
-            Outcome::NotOurs => Self::NotOurs,
-            Outcome::NothingToDo => Self::NothingToDo,
+            ProcessingOutcome::Told => Self::Told,
+            ProcessingOutcome::NotOurs => Self::NotOurs,
+            ProcessingOutcome::NothingToDo => Self::NothingToDo,
         }
     }
 }

@@ -7,10 +7,10 @@ use utoipa::ToSchema;
 
 use crate::services::Services;
 
-/// What this API says of its logins (RFC 9728, section 2).
+/// The metadata of this API as a protected resource (RFC 9728, section 2).
 #[derive(Serialize, ToSchema)]
 pub(super) struct ProtectedResource {
-    /// The API's own address. A client that asked another address does not believe the rest.
+    /// The API's own address. A client that requested another address must ignore the rest.
     resource: String,
     /// The issuer of access tokens.
     authorization_servers: [String; 1],

@@ -1,4 +1,4 @@
-//! Recordings of terminal sessions (decisions 5, *Terminal*): found and read by whose sessions they are, and by administrators.
+//! Recordings of terminal sessions (decisions 5, *Terminal*), for the sessions' owners and for administrators.
 
 use axum::Json;
 use axum::body::{Body, Bytes};
@@ -18,9 +18,9 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::allocation::visible;
-use super::asking::{Asking, ByAdmin, ByUser};
 use super::field::ClaimId;
-use super::stored::find;
+use super::read_model::find;
+use super::request_context::{AdminRequest, RequestContext, UserRequest};
 use crate::body::Path;
 use crate::correlation::no_store;
 use crate::error::ApiError;
@@ -28,10 +28,10 @@ use crate::page::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::recording::asciicast::{Cast, MEDIA_TYPE};
 use crate::services::Services;
 
-/// Chunks that a download has in memory at once.
-const AT_ONCE: u32 = 4;
+/// The number of chunks that a download has in memory.
+const CHUNKS_IN_MEMORY: u32 = 4;
 
-/// What a terminal session showed, and when. What was typed is not in it, unless the terminal showed it.
+/// The recorded output of a terminal session, with its times. Input is not in it, unless the terminal echoed it.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Recording)]
 pub(super) struct RecordingView {
@@ -40,9 +40,9 @@ pub(super) struct RecordingView {
     allocation_id: Uuid,
     node_id: Uuid,
     user_id: String,
-    /// Whether all of it is here: the node has said that nothing follows.
+    /// Whether it is complete: the node has reported the end.
     complete: bool,
-    /// What is kept of it, in bytes.
+    /// Its stored size, in bytes.
     bytes: u64,
     /// Output that could not be recorded. Where it is missing, the recording has a marker.
     lost_bytes: u64,
@@ -52,14 +52,14 @@ pub(super) struct RecordingView {
     updated_at: DateTime<Utc>,
 }
 
-/// Whose recordings.
+/// A filter of recordings.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct RecordingQuery {
     /// Whose.
     user_id: Option<ClaimId>,
-    /// Of this allocation's sessions.
+    /// Recordings of this allocation's sessions.
     allocation_id: Option<Uuid>,
 }
 
@@ -76,12 +76,12 @@ pub(super) struct Unfiltered {}
     responses((status = 200, description = "A page of recordings.", body = Items<RecordingView>)),
 )]
 pub(super) async fn of_allocation(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     listing: Listing<Unfiltered>,
 ) -> Result<Json<Items<RecordingView>>, ApiError> {
-    visible(&services, &asking, id).await?;
+    visible(&services, &context, id).await?;
     let page = listing.page("recordings-of-allocation", &id.to_string(), Order::OldestFirst)?;
     let filter = RecordingFilter { owner: None, allocation: Some(AllocationId(id)) };
     page_of(&services, &filter, &page).await
@@ -95,7 +95,7 @@ pub(super) async fn of_allocation(
     responses((status = 200, description = "A page of recordings.", body = Items<RecordingView>)),
 )]
 pub(super) async fn list(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     listing: Listing<RecordingQuery>,
 ) -> Result<Json<Items<RecordingView>>, ApiError> {
@@ -118,7 +118,7 @@ async fn page_of(
     Ok(Json(page.answer(rows, position, view)))
 }
 
-/// What there is of a terminal session's recording.
+/// The recording of a terminal session, without its content.
 #[utoipa::path(
     get,
     path = "/",
@@ -126,11 +126,11 @@ async fn page_of(
     responses((status = 200, description = "The recording, without what it shows.", body = RecordingView)),
 )]
 pub(super) async fn get(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<RecordingView>, ApiError> {
-    let (_, recording) = own(&services, &asking, id).await?;
+    let (_, recording) = own(&services, &context, id).await?;
     Ok(Json(view(recording)))
 }
 
@@ -150,17 +150,17 @@ pub(super) async fn get(
     )),
 )]
 pub(super) async fn download(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
-    let (session, _) = own(&services, &asking, id).await?;
-    let answered = asking.ask_unstored::<TerminalSession>(id, Command::ReadRecording).await?;
+    let (session, _) = own(&services, &context, id).await?;
+    let answered = context.ask_unstored::<TerminalSession>(id, Command::ReadRecording).await?;
     let Reply::Done = answered.reply else {
         return Err(ApiError::internal("the terminal session's machine answered another question"));
     };
     let title = format!("terminal session {id} on allocation {}", session.allocation_id);
-    let reading = Reading {
+    let download_state = RecordingDownload {
         recordings: services.trust.secrets.recordings(),
         session: session.id,
         next: 0,
@@ -170,14 +170,18 @@ pub(super) async fn download(
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(MEDIA_TYPE));
     let name = format!("attachment; filename=\"{id}.cast\"");
     headers.insert(header::CONTENT_DISPOSITION, HeaderValue::try_from(name).map_err(ApiError::internal)?);
-    Ok((headers, no_store(), Body::from_stream(reading.lines())).into_response())
+    Ok((headers, no_store(), Body::from_stream(download_state.lines())).into_response())
 }
 
-/// The caller's own, or anybody's to an administrator. To others there is none.
-async fn own(services: &Services, asking: &Asking, id: Uuid) -> Result<(TerminalSession, Recording), ApiError> {
+/// The recording, where it is the caller's own or the caller is an administrator; `not_found` otherwise.
+async fn own(
+    services: &Services,
+    context: &RequestContext,
+    id: Uuid,
+) -> Result<(TerminalSession, Recording), ApiError> {
     let none = || ApiError::not_found("recording");
     let found = find::<TerminalSession>(services, id).await?;
-    let may = |session: &TerminalSession| asking.is_admin() || session.owner.user_id == asking.caller.user_id;
+    let may = |session: &TerminalSession| context.is_admin() || session.owner.user_id == context.caller.user_id;
     let session = found.map(|stored| stored.it).filter(|session| may(session) && session.has_recording());
     let session = session.ok_or_else(none)?;
     let recording = services.trust.secrets.recordings().get(TerminalSessionId(id)).await?.ok_or_else(none)?;
@@ -199,31 +203,32 @@ fn view(recording: Recording) -> RecordingView {
     }
 }
 
-/// A download on its way: some chunks at a time, as fast as they are taken.
-struct Reading {
+/// A download in progress. It reads a few chunks at a time, as fast as the client takes them.
+struct RecordingDownload {
     recordings: Recordings,
     session: TerminalSessionId,
     next: u32,
-    /// `None` once all is written.
+    /// `None` once the whole recording is written.
     cast: Option<Cast>,
 }
 
-impl Reading {
+impl RecordingDownload {
     fn lines(self) -> impl Stream<Item = Result<Bytes, RecordingError>> {
-        stream::try_unfold(self, |mut reading| async move {
-            let Some(cast) = &mut reading.cast else { return Ok(None) };
-            let read = reading.recordings.read(reading.session, reading.next, AT_ONCE).await;
+        stream::try_unfold(self, |mut download_state| async move {
+            let Some(cast) = &mut download_state.cast else { return Ok(None) };
+            let read =
+                download_state.recordings.read(download_state.session, download_state.next, CHUNKS_IN_MEMORY).await;
             let chunks = read.inspect_err(|error| {
-                // The reader sees a connection that is cut, and not a recording that seems whole.
+                // The client sees a broken connection, and not a recording that seems complete.
                 tracing::warn!(%error, "a recording cannot be read to its end");
             })?;
             let mut lines: String = chunks.iter().map(|chunk| cast.write(chunk.expose_secret())).collect();
-            reading.next = reading.next.saturating_add(AT_ONCE);
-            if u32::try_from(chunks.len()).unwrap_or(u32::MAX) < AT_ONCE {
+            download_state.next = download_state.next.saturating_add(CHUNKS_IN_MEMORY);
+            if u32::try_from(chunks.len()).unwrap_or(u32::MAX) < CHUNKS_IN_MEMORY {
                 lines += &cast.finish();
-                reading.cast = None;
+                download_state.cast = None;
             }
-            Ok(Some((Bytes::from(lines), reading)))
+            Ok(Some((Bytes::from(lines), download_state)))
         })
     }
 }

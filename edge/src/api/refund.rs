@@ -1,4 +1,4 @@
-//! Refunds: of a payment, to whoever made it; of an allocation's cost, to the account that it was taken from (decisions 6).
+//! Refunds: of a payment, to its payer; of an allocation's cost, to the account that was charged (decisions 6).
 
 use std::time::Duration;
 
@@ -9,28 +9,28 @@ use axum::response::{IntoResponse, Response};
 use domain::allocation::Allocation;
 use domain::authz::Action;
 use domain::billing_account::{self, BillingAccount, Holder};
-use domain::money::Micro;
-use domain::payment::{self, Payment, Refund, Taking};
-use domain::{AllocationId, Kind, PaymentId, RefundId};
+use domain::money::MicroAmount;
+use domain::payment::{self, Payment, Refund, RefundDebit};
+use domain::{AllocationId, EntityKind, PaymentId, RefundId};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::asking::{Asking, ByUser, replayed};
 use super::billing::id_of;
 use super::field::{AmountMinor, Reason};
 use super::payment::{RefundState, RefundView};
-use super::stored::{current, wait_until};
+use super::read_model::{current, wait_until};
+use super::request_context::{RequestContext, UserRequest, replayed};
 use crate::body;
 use crate::error::{ApiError, Code};
-use crate::idempotency::Replayed;
-use crate::idempotency::keyed::Once;
+use crate::idempotency::ReplayedResponse;
+use crate::idempotency::context::Idempotent;
 use crate::services::Services;
 
-/// How long the account's answer is waited for.
-const FIRST_ANSWER_WITHIN: Duration = Duration::from_secs(5);
+/// The timeout for the account's reply.
+const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What is to be given back, and of what: a payment or an allocation.
+/// A refund of a payment or of an allocation.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(example = json!({ "payment_id": "0199e3f4-5c1b-7a00-8000-0c0ffee0c0de", "amount_minor": 2000, "reason": "it was too much" }))]
@@ -46,9 +46,9 @@ pub(super) struct NewRefund {
 
 /// Gives money back.
 ///
-/// Of a payment, to whoever made it: at most what is left of it, and what their account has not spent or set aside. It is taken from the
-/// account first; the processor is asked then, and the payment shows how far that is. Of an allocation, by `billing_operations` alone: a
-/// credit of at most what the allocation has cost. Policy `allocation.refund_window_days` says for how long.
+/// Of a payment, to its payer: at most what is left of it, and what their account has not spent or set aside. It is taken from the account
+/// first; the processor is asked then, and the payment shows how far that is. Of an allocation, by `billing_operations` alone: a credit of
+/// at most what the allocation has cost. Policy `allocation.refund_window_days` says for how long.
 #[utoipa::path(
     post,
     path = "/",
@@ -56,15 +56,15 @@ pub(super) struct NewRefund {
     responses((status = 201, description = "The refund.", body = RefundView)),
 )]
 pub(super) async fn create(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
-    Once(body::Json(new)): Once<body::Json<NewRefund>>,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewRefund>>,
 ) -> Result<Response, ApiError> {
     match (new.payment_id, new.allocation_id) {
-        (Some(payment), None) => of_payment(&services, &asking, PaymentId(payment), &new).await,
+        (Some(payment), None) => refund_payment(&services, &context, PaymentId(payment), &new).await,
         (None, Some(allocation)) => {
-            let asking = asking.permitted(Action::AdjustBilling).await?;
-            of_allocation(&services, &asking, AllocationId(allocation), &new).await
+            let context = context.permitted(Action::AdjustBilling).await?;
+            refund_allocation(&services, &context, AllocationId(allocation), &new).await
         }
         (Some(_), Some(_)) | (None, None) => Err(ApiError::invalid_request(
             "A refund is of a payment or of an allocation: give `payment_id` or `allocation_id`, and not both.",
@@ -73,53 +73,60 @@ pub(super) async fn create(
     }
 }
 
-async fn of_payment(
+async fn refund_payment(
     services: &Services,
-    asking: &Asking,
+    context: &RequestContext,
     id: PaymentId,
     new: &NewRefund,
 ) -> Result<Response, ApiError> {
     let command = payment::Command::Refund {
-        refund_id: RefundId(asking.id_of_new()),
+        refund_id: RefundId(context.new_id()),
         amount_minor: new.amount_minor.map(|amount| amount.0),
         reason: new.reason.to_string(),
     };
-    let answered = asking.ask::<Payment>(id.0, command).await?;
+    let answered = context.ask::<Payment>(id.0, command).await?;
     let replayed = replayed(&answered);
     let payment::Reply::Payment { payment } = answered.reply else {
         return Err(ApiError::internal("the payment's machine answered another question"));
     };
-    let refund_id = made(asking, payment.refunds.keys())?;
+    let refund_id = refund_id_in(context, payment.refunds.keys())?;
     let is_answered = |payment: &Payment| {
-        payment.refunds.get(&refund_id).is_some_and(|refund| !matches!(refund.taking, Taking::Asked { .. }))
+        payment.refunds.get(&refund_id).is_some_and(|refund| !matches!(refund.taking, RefundDebit::Asked { .. }))
     };
-    let found = wait_until::<Payment>(services, id.0, FIRST_ANSWER_WITHIN, is_answered).await?;
+    let found = wait_until::<Payment>(services, id.0, FIRST_REPLY_TIMEOUT, is_answered).await?;
     let payment = found.ok_or_else(|| ApiError::not_found("payment"))?.it;
     let refund = payment.refunds.get(&refund_id).ok_or_else(|| ApiError::not_found("refund"))?;
-    match refused(refund) {
+    match refusal_of(refund) {
         Some(why) => Err(replayed.refused(why.detail("refund_id", refund_id.to_string()))),
-        None => Ok(shown(replayed, RefundView::of_payment(&payment, refund_id, refund))),
+        None => Ok(response(replayed, RefundView::of_payment(&payment, refund_id, refund))),
     }
 }
 
-async fn of_allocation(
+async fn refund_allocation(
     services: &Services,
-    asking: &Asking,
+    context: &RequestContext,
     id: AllocationId,
     new: &NewRefund,
 ) -> Result<Response, ApiError> {
     let account_id = account_of(services, id).await?;
-    let answered = match asking.carried_out::<BillingAccount>()? {
+    let answered = match context.committed_reply::<BillingAccount>()? {
         Some(answered) => answered,
-        None => asking.ask::<BillingAccount>(account_id, of_cost(services, asking, account_id, id, new).await?).await?,
+        None => {
+            context
+                .ask::<BillingAccount>(
+                    account_id,
+                    allocation_refund_command(services, context, account_id, id, new).await?,
+                )
+                .await?
+        }
     };
     let replayed = replayed(&answered);
-    let requested_at = asking.led_to(account_id, &answered).await?.1;
+    let requested_at = context.transition_of(account_id, &answered).await?.1;
     let billing_account::Reply::Account { account } = answered.reply else {
         return Err(ApiError::internal("the billing account answered another question"));
     };
     let refunds = account.refunded.get(&id).map(|refunded| &refunded.refunds).cloned().unwrap_or_default();
-    let refund_id = made(asking, refunds.keys())?;
+    let refund_id = refund_id_in(context, refunds.keys())?;
     let amount =
         refunds.get(&refund_id).copied().ok_or_else(|| ApiError::internal("a refund that was made has no amount"))?;
     let view = RefundView {
@@ -129,55 +136,58 @@ async fn of_allocation(
         amount_minor: amount.minor(),
         amount_micro: amount.get(),
         currency: account.currency.as_str().to_owned(),
-        // A posting is all that it takes.
+        // A posting alone completes it.
         state: RefundState::Succeeded,
         reason: new.reason.to_string(),
         refused_because: None,
         requested_at,
     };
-    Ok(shown(replayed, view))
+    Ok(response(replayed, view))
 }
 
-/// The account that paid for an allocation. Allocations are not forgotten, and their account stays the same.
+/// The account that paid for an allocation. Allocations are never deleted, and their account does not change.
 async fn account_of(services: &Services, id: AllocationId) -> Result<Uuid, ApiError> {
     let allocation = current::<Allocation>(services, id.0).await?.ok_or_else(|| ApiError::not_found("allocation"))?.it;
     Ok(id_of(&Holder::paying_for(&allocation.asked.user_id, allocation.asked.org_id.as_deref())))
 }
 
-async fn of_cost(
+async fn allocation_refund_command(
     services: &Services,
-    asking: &Asking,
+    context: &RequestContext,
     account_id: Uuid,
     id: AllocationId,
     new: &NewRefund,
 ) -> Result<billing_account::Command, ApiError> {
     let account = current::<BillingAccount>(services, account_id).await?;
     let is_metered = account.is_some_and(|account| account.it.meters.contains_key(&id));
-    let posted = services.reads.costs(&[id.0]).await?.remove(&id.0);
+    let posted = services.reads.allocation_costs(&[id.0]).await?.remove(&id.0);
     Ok(billing_account::Command::RefundAllocation {
-        refund_id: RefundId(asking.id_of_new()),
+        refund_id: RefundId(context.new_id()),
         allocation_id: id,
-        // While it is metered the account knows best.
-        cost: (!is_metered).then(|| posted.map_or(Micro::ZERO, |posted| posted.cost)),
+        // While it is metered, the account has the exact cost.
+        cost: (!is_metered).then(|| posted.map_or(MicroAmount::ZERO, |posted| posted.cost)),
         ended_at: posted.and_then(|posted| posted.billed_until).filter(|_| !is_metered),
         amount_minor: new.amount_minor.map(|amount| amount.0),
         reason: new.reason.to_string(),
     })
 }
 
-fn shown(replayed: Replayed, view: RefundView) -> Response {
+fn response(replayed: ReplayedResponse, view: RefundView) -> Response {
     (StatusCode::CREATED, replayed, Json(view)).into_response()
 }
 
-/// The refund that this request made: the last one, where its key was used before it was forgotten.
-fn made<'a>(asking: &Asking, refunds: impl DoubleEndedIterator<Item = &'a RefundId>) -> Result<RefundId, ApiError> {
-    let own = refunds.rev().find(|id| asking.has_made(id.0));
-    own.copied().ok_or_else(|| ApiError::internal(format!("a {} does not show its refund", Kind::Payment)))
+/// The refund that this request created: the last one with its id, where an expired key was reused.
+fn refund_id_in<'a>(
+    context: &RequestContext,
+    refunds: impl DoubleEndedIterator<Item = &'a RefundId>,
+) -> Result<RefundId, ApiError> {
+    let own = refunds.rev().find(|id| context.has_created(id.0));
+    own.copied().ok_or_else(|| ApiError::internal(format!("a {} does not show its refund", EntityKind::Payment)))
 }
 
-/// The account's no.
-fn refused(refund: &Refund) -> Option<ApiError> {
-    let Taking::Refused { why } = &refund.taking else { return None };
+/// The error where the account refused the refund.
+fn refusal_of(refund: &Refund) -> Option<ApiError> {
+    let RefundDebit::Refused { why } = &refund.taking else { return None };
     let message = format!(
         "Your account cannot give that back: {why}. Ask for less, leave `amount_minor` out for all there is, or release what runs first."
     );

@@ -1,4 +1,4 @@
-//! Turns the page of routes into a router and its description: what every route has in common is said once, here.
+//! Turns the table of routes into a router and its OpenAPI description. What all routes have in common is here.
 
 use std::time::Duration;
 
@@ -13,30 +13,30 @@ use utoipa::{OpenApi as _, PartialSchema as _, ToSchema as _};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
 use super::allocation;
-use super::document::{PROVIDER, SERVICE_ACCOUNT, complete, refusals};
+use super::document::{PROVIDER, SERVICE_ACCOUNT, add_common_parts, error_responses};
 use super::field::LabelSelector;
-use crate::body::takes_no_query;
+use crate::body::reject_query;
+use crate::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
 use crate::error::{Code, Envelope};
 use crate::idempotency;
-use crate::idempotency::keyed::stores_its_answer;
+use crate::idempotency::context::store_response;
 use crate::limits::{Concurrency, RequestTimeout, bounded};
-use crate::rate_limit::{Group, in_group};
-use crate::reception::{Reception, ReceptionLimits, received};
+use crate::rate_limit::{RateLimitGroup, in_group};
 use crate::services::Services;
 
-/// The name of the security scheme in the description.
+/// The security scheme for access tokens in the description.
 const BEARER: &str = "bearer";
-/// The credentials of a service account, where they are not in the form.
-const CLIENT: &str = "service_account";
-/// The operator's token.
+/// The security scheme for a service account's credentials in the header, where they are not in the form.
+const CLIENT_CREDENTIALS: &str = "service_account";
+/// The security scheme for the operator's token.
 const INTERNAL: &str = "internal";
 
-/// How handlers describe a body that may be left out.
-const OPTIONAL: &str = "May be left out.";
+/// The description of a body that is optional, as the handlers write it.
+const OPTIONAL_BODY: &str = "May be left out.";
 
-/// Who may use a route.
+/// Which callers may use a route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Who {
+pub(super) enum Access {
     /// Without a token.
     Anyone,
     /// With the role `user` or `admin`.
@@ -47,30 +47,31 @@ pub(super) enum Who {
     Bound,
     /// With the id and a key of a service account, in the form or by HTTP Basic (RFC 6749, section 2.3.1).
     Client,
-    /// With the operator's own token for this route, where one is configured.
+    /// With the operator's token for this route, where one is configured.
     Internal,
 }
 
-/// What a route does with its method.
+/// The method of a route, and how repetitions and long reads are treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verb {
+pub(super) enum RouteKind {
     Get,
-    /// It reads so much that it may take longer than others, and few do so at once.
+    /// A long read: its timeout is longer, and few run concurrently.
     GetLong,
-    /// Repeated, it comes to the same.
+    /// Idempotent by nature.
     Put,
     Patch,
     Delete,
-    /// A repetition with the same `Idempotency-Key` gets the first answer.
+    /// A repetition with the same `Idempotency-Key` gets the stored response.
     PostOnce,
-    /// As `PostOnce`, and refused without a key: a lost answer that is asked for again would be carried out, and paid, twice.
+    /// As `PostOnce`, and refused without a key: a request that is repeated after a lost response would otherwise be executed, and paid,
+    /// twice.
     PostKeyed,
-    /// Nothing is stored of it: its answer is a secret, or asking twice is asking once.
+    /// No response is stored: it is a secret, or the request is idempotent by nature.
     Post,
 }
 
-impl Verb {
-    const fn name(self) -> &'static str {
+impl RouteKind {
+    const fn method(self) -> &'static str {
         match self {
             Self::Get | Self::GetLong => "GET",
             Self::Put => "PUT",
@@ -81,45 +82,45 @@ impl Verb {
     }
 }
 
-/// How long a [`Verb::GetLong`] may take: what it adds up, a turn to do so, and what is made of it.
-const LONG_READ_WITHIN: Duration = Duration::from_secs(90);
-/// How many of these are served, or wait for their turn, at once.
-const LONG_READS_AT_ONCE: usize = 64;
+/// The timeout of a [`RouteKind::GetLong`]: waiting for a permit, the sums, and rendering the result.
+const LONG_READ_TIMEOUT: Duration = Duration::from_secs(90);
+/// How many of these are served, or wait for a permit, concurrently.
+const MAX_CONCURRENT_LONG_READS: usize = 64;
 
 /// The largest body that holds credentials, in bytes; a form with an id and a key has some hundreds.
-const CREDENTIALS_BYTES: usize = 16 * 1024;
-/// How many requests with credentials in their body are served at once, each with its whole body read.
-const TOKENS_AT_ONCE: usize = 256;
+const MAX_CREDENTIALS_BYTES: usize = 16 * 1024;
+/// How many requests with credentials in their body are served concurrently, each with its whole body in memory.
+const MAX_CONCURRENT_TOKEN_REQUESTS: usize = 256;
 
-/// One row of the page.
+/// One row of the table of routes.
 pub(super) struct Row {
-    pub(super) who: Who,
-    pub(super) verb: Verb,
+    pub(super) access: Access,
+    pub(super) kind: RouteKind,
     pub(super) path: &'static str,
-    /// Whose rate limit holds, where the route asks for a token.
-    pub(super) group: Group,
+    /// The rate-limit group, where the route requires a token.
+    pub(super) group: RateLimitGroup,
     /// Unique, for generated clients.
     pub(super) operation_id: &'static str,
     pub(super) tag: &'static str,
-    /// What it may refuse, beside what follows from its form.
+    /// Error codes beside those that follow from the access and the kind.
     pub(super) refuses: &'static [Code],
 }
 
-/// Goes along with a request to a route that is refused without an `Idempotency-Key`.
+/// An extension of requests to routes that require an `Idempotency-Key`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct KeyRequired;
 
-/// Goes along with a request to a route that takes no query parameters.
+/// An extension of requests to routes that take no query parameters.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NoQuery;
 
-/// The routes so far.
+/// A builder of the router and its description.
 pub(super) struct Routes {
     open: Router<Services>,
     guarded: Router<Services>,
     long: Router<Services>,
-    /// Whoever asks is known by the body alone.
-    by_body: Router<Services>,
+    /// Routes that authenticate the caller by credentials in the body.
+    form_credentials: Router<Services>,
     api: OpenApi,
 }
 
@@ -129,47 +130,47 @@ impl Routes {
             open: Router::new(),
             guarded: Router::new(),
             long: Router::new(),
-            by_body: Router::new(),
+            form_credentials: Router::new(),
             api: description(),
         }
     }
 
-    /// Adds a row with its handler, which is described without a path of its own.
+    /// Adds a row with its handler. The handler's own description has no path; the row has it.
     pub(super) fn row(mut self, row: &Row, (schemas, mut paths, handler): UtoipaMethodRouter<Services>) -> Self {
         let described = std::mem::take(&mut paths.paths).into_iter().next().map(|(_, item)| item);
         let mut item = described.unwrap_or_default();
-        let operation = operation_mut(&mut item, row.verb);
-        assert!(operation.is_some(), "{} {}: its handler is for another method", row.verb.name(), row.path);
+        let operation = operation_mut(&mut item, row.kind);
+        assert!(operation.is_some(), "{} {}: its handler is for another method", row.kind.method(), row.path);
         if let Some(operation) = operation {
             describe(operation, row);
         }
-        let takes_query = operation_mut(&mut item, row.verb).is_some_and(|operation| takes_query(operation));
+        let takes_query = operation_mut(&mut item, row.kind).is_some_and(|operation| takes_query(operation));
         let refuses_query = is_strict(row) && !takes_query;
         paths.paths.insert(row.path.to_owned(), item);
-        let mut one = OpenApiRouter::new().routes((schemas, paths, handler));
-        self.api.merge(one.to_openapi());
-        let (mut router, _) = one.split_for_parts();
-        if matches!(row.verb, Verb::PostOnce | Verb::PostKeyed) {
-            router = router.route_layer(from_fn(stores_its_answer));
+        let mut route = OpenApiRouter::new().routes((schemas, paths, handler));
+        self.api.merge(route.to_openapi());
+        let (mut router, _) = route.split_for_parts();
+        if matches!(row.kind, RouteKind::PostOnce | RouteKind::PostKeyed) {
+            router = router.route_layer(from_fn(store_response));
         }
-        if row.verb == Verb::PostKeyed {
+        if row.kind == RouteKind::PostKeyed {
             router = router.route_layer(Extension(KeyRequired));
         }
         if refuses_query {
-            router = match row.who {
-                Who::Anyone | Who::Client | Who::Internal => router.route_layer(from_fn(takes_no_query)),
-                // Once the caller is known.
-                Who::User | Who::Admin | Who::Bound => router.route_layer(Extension(NoQuery)),
+            router = match row.access {
+                Access::Anyone | Access::Client | Access::Internal => router.route_layer(from_fn(reject_query)),
+                // Refused after authentication.
+                Access::User | Access::Admin | Access::Bound => router.route_layer(Extension(NoQuery)),
             };
         }
-        // Operators are answered however busy the rest is.
-        if matches!(row.who, Who::Anyone | Who::Internal) {
+        // Open routes have limits of their own, so that load on the others does not block operators.
+        if matches!(row.access, Access::Anyone | Access::Internal) {
             self.open = self.open.merge(router);
         } else {
             let limited = router.route_layer(from_fn_with_state(row.group, in_group));
-            let routes = match (row.who, row.verb) {
-                (Who::Client, _) => &mut self.by_body,
-                (_, Verb::GetLong) => &mut self.long,
+            let routes = match (row.access, row.kind) {
+                (Access::Client, _) => &mut self.form_credentials,
+                (_, RouteKind::GetLong) => &mut self.long,
                 _ => &mut self.guarded,
             };
             *routes = std::mem::take(routes).merge(limited);
@@ -177,14 +178,19 @@ impl Routes {
         self
     }
 
-    /// The router and its description. Who asks for health is answered however busy the rest is.
-    pub(super) fn finish(mut self, timeout: RequestTimeout, at_most: Concurrency) -> (Router<Services>, OpenApi) {
-        complete(&mut self.api);
+    /// The router and its description. Health checks are answered however loaded the other routes are.
+    pub(super) fn finish(mut self, timeout: RequestTimeout, concurrency: Concurrency) -> (Router<Services>, OpenApi) {
+        add_common_parts(&mut self.api);
         let open = bounded(self.open, timeout, Concurrency::at_most(256));
-        let long = bounded(self.long, RequestTimeout(LONG_READ_WITHIN), Concurrency::at_most(LONG_READS_AT_ONCE));
-        let by_body = bounded(self.by_body, timeout, Concurrency::at_most(TOKENS_AT_ONCE));
-        let by_body = received(by_body, Reception::new(ReceptionLimits::of_bodies_up_to(CREDENTIALS_BYTES)));
-        (open.merge(long).merge(by_body).merge(bounded(self.guarded, timeout, at_most)), self.api)
+        let long =
+            bounded(self.long, RequestTimeout(LONG_READ_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT_LONG_READS));
+        let form_credentials =
+            bounded(self.form_credentials, timeout, Concurrency::at_most(MAX_CONCURRENT_TOKEN_REQUESTS));
+        let form_credentials = admit_bodies(
+            form_credentials,
+            BodyAdmission::new(BodyAdmissionLimits::of_bodies_up_to(MAX_CREDENTIALS_BYTES)),
+        );
+        (open.merge(long).merge(form_credentials).merge(bounded(self.guarded, timeout, concurrency)), self.api)
     }
 }
 
@@ -199,31 +205,33 @@ fn description() -> OpenApi {
     let mut api = Description::openapi();
     let components = api.components.get_or_insert_default();
     components.schemas.insert(Envelope::name().into_owned(), Envelope::schema());
-    // What is inside of another body's text is not found by way of its route.
+    // A schema that is embedded as text in another body is not found through its route.
     components.schemas.insert(allocation::Transition::name().into_owned(), allocation::Transition::schema());
-    // Nor is what a list in a query is of.
+    // Neither is the item schema of a list in a query.
     components.schemas.insert(LabelSelector::name().into_owned(), LabelSelector::schema());
     let bearer = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).bearer_format("JWT").build();
     components.add_security_scheme(BEARER, SecurityScheme::Http(bearer));
-    components
-        .add_security_scheme(CLIENT, SecurityScheme::Http(HttpBuilder::new().scheme(HttpAuthScheme::Basic).build()));
+    components.add_security_scheme(
+        CLIENT_CREDENTIALS,
+        SecurityScheme::Http(HttpBuilder::new().scheme(HttpAuthScheme::Basic).build()),
+    );
     let internal = HttpBuilder::new().scheme(HttpAuthScheme::Bearer).description(Some("The operator's own token."));
     components.add_security_scheme(INTERNAL, SecurityScheme::Http(internal.build()));
     api
 }
 
-fn operation_mut(item: &mut PathItem, verb: Verb) -> Option<&mut Operation> {
-    match verb {
-        Verb::Get | Verb::GetLong => item.get.as_mut(),
-        Verb::Put => item.put.as_mut(),
-        Verb::PostOnce | Verb::PostKeyed | Verb::Post => item.post.as_mut(),
-        Verb::Patch => item.patch.as_mut(),
-        Verb::Delete => item.delete.as_mut(),
+fn operation_mut(item: &mut PathItem, kind: RouteKind) -> Option<&mut Operation> {
+    match kind {
+        RouteKind::Get | RouteKind::GetLong => item.get.as_mut(),
+        RouteKind::Put => item.put.as_mut(),
+        RouteKind::PostOnce | RouteKind::PostKeyed | RouteKind::Post => item.post.as_mut(),
+        RouteKind::Patch => item.patch.as_mut(),
+        RouteKind::Delete => item.delete.as_mut(),
     }
 }
 
-/// Whether unknown query parameters are refused: of the API, always. Pages for people, and what they load, are also reached with what others
-/// add to an address.
+/// Whether unknown query parameters are refused: always for the API. Browser pages and their assets accept them, since other sites add
+/// parameters to links.
 fn is_strict(row: &Row) -> bool {
     row.path.starts_with("/api/") || row.path.starts_with("/internal/")
 }
@@ -233,31 +241,31 @@ fn takes_query(operation: &Operation) -> bool {
     parameters.any(|parameter| matches!(parameter, RefOr::T(it) if it.parameter_in == ParameterIn::Query))
 }
 
-/// Adds what follows from who may use the route and what it takes.
+/// Adds the security, the error codes and the headers that follow from the row.
 fn describe(operation: &mut Operation, row: &Row) {
     operation.operation_id = Some(row.operation_id.to_owned());
     operation.tags = Some(vec![row.tag.to_owned()]);
     let mut codes = row.refuses.to_vec();
     codes.extend([Code::InternalError, Code::ServiceUnavailable, Code::Overloaded]);
-    match row.who {
-        Who::Anyone => {}
-        Who::Client => {
+    match row.access {
+        Access::Anyone => {}
+        Access::Client => {
             codes.extend([Code::Unauthenticated, Code::RateLimited]);
             operation.responses.responses.values_mut().for_each(describe_limit);
-            operation.security = Some(vec![SecurityRequirement::default(), requirement(CLIENT)]);
+            operation.security = Some(vec![SecurityRequirement::default(), requirement(CLIENT_CREDENTIALS)]);
         }
-        Who::Internal => {
+        Access::Internal => {
             codes.extend([Code::Unauthenticated, Code::NotFound, Code::RateLimited]);
             operation.security = Some(vec![requirement(INTERNAL)]);
         }
-        Who::User | Who::Admin | Who::Bound => {
+        Access::User | Access::Admin | Access::Bound => {
             codes.extend([Code::Unauthenticated, Code::Forbidden, Code::RateLimited]);
             operation.responses.responses.values_mut().for_each(describe_limit);
             operation.security = Some([BEARER, PROVIDER, SERVICE_ACCOUNT].map(requirement).to_vec());
         }
     }
     if let Some(RefOr::T(body)) = &mut operation.request_body {
-        if body.description.as_deref() == Some(OPTIONAL) {
+        if body.description.as_deref() == Some(OPTIONAL_BODY) {
             body.required = Some(Required::False);
         }
         codes.extend([Code::InvalidRequest, Code::PayloadTooLarge, Code::UnsupportedMediaType]);
@@ -265,9 +273,9 @@ fn describe(operation: &mut Operation, row: &Row) {
     if is_strict(row) || operation.parameters.as_ref().is_some_and(|parameters| !parameters.is_empty()) {
         codes.push(Code::InvalidRequest);
     }
-    match row.verb {
-        Verb::PostOnce | Verb::PostKeyed => {
-            let required = if row.verb == Verb::PostKeyed { Required::True } else { Required::False };
+    match row.kind {
+        RouteKind::PostOnce | RouteKind::PostKeyed => {
+            let required = if row.kind == RouteKind::PostKeyed { Required::True } else { Required::False };
             describe_key(
                 operation,
                 required,
@@ -278,13 +286,13 @@ fn describe(operation: &mut Operation, row: &Row) {
             }
             codes.extend([Code::InvalidRequest, Code::IdempotencyInProgress, Code::IdempotencyKeyReused]);
         }
-        Verb::Post => {
+        RouteKind::Post => {
             describe_key(operation, Required::False, "Taken and of no effect: the answer of this route is not stored.");
             codes.push(Code::InvalidRequest);
         }
-        Verb::Get | Verb::GetLong | Verb::Put | Verb::Patch | Verb::Delete => {}
+        RouteKind::Get | RouteKind::GetLong | RouteKind::Put | RouteKind::Patch | RouteKind::Delete => {}
     }
-    for (status, response) in refusals(&codes).responses {
+    for (status, response) in error_responses(&codes).responses {
         operation.responses.responses.entry(status).or_insert(response);
     }
 }

@@ -1,19 +1,19 @@
-//! The running cluster as operators see it: the supervision tree, one entity with its past, the members.
+//! The running cluster as operators see it: the supervision tree, one entity with its history, the members.
 
-use actors::place::id_of_name;
+use actors::sharding::id_of_name;
 use axum::Json;
 use axum::extract::State;
 use chrono::{DateTime, Utc};
-use domain::runtime::{Command, Operated, Part};
-use domain::{EntityRef, Kind, MemberId};
+use domain::runtime::{Command, RestartRecord, RuntimePart};
+use domain::{EntityKind, EntityRef, MemberId};
 use persistence::read::HistoryRow;
 use serde::{Deserialize, Serialize};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 use uuid::Uuid;
 
-use crate::api::asking::{Asking, ByAdmin};
 use crate::api::field::{Reason, WorkerName};
+use crate::api::request_context::{AdminRequest, RequestContext};
 use crate::body::{JsonOrDefault, Path, Query};
 use crate::error::{ApiError, Code};
 use crate::runtime::{self, ClusterReport, EntityNode, Tree, TreeFilter, kinds};
@@ -31,10 +31,10 @@ impl PartialSchema for KindName {
 impl ToSchema for KindName {}
 
 /// How many transitions are shown of an entity.
-const SHOWN: u32 = 50;
+const SHOWN_TRANSITIONS: u32 = 50;
 const MAX_STATE_LEN: usize = 64;
 
-/// One entity: where it lives, why it waits, and how it came there.
+/// One entity: its owner, why it waits, and its history.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct EntityReport {
     entity: EntityNode,
@@ -56,7 +56,7 @@ pub(super) struct Transition {
     correlation_id: String,
 }
 
-/// Why something is started anew.
+/// Why a part is restarted.
 #[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(as = NewRestart)]
@@ -65,8 +65,9 @@ pub(super) struct NewRestart {
 }
 
 #[derive(Debug, Serialize, ToSchema)]
-pub(super) struct Restarted {
-    /// False where nothing of it ran: an entity that slept wakes at the next command anyway.
+#[schema(as = Restarted)]
+pub(super) struct RestartView {
+    /// False where it was not running: a passivated entity is activated by the next command anyway.
     restarted: bool,
 }
 
@@ -75,28 +76,31 @@ pub(super) struct Restarted {
 /// Without a filter: a summary, and what needs an operator.
 #[utoipa::path(get, path = "/", params(TreeFilter), responses((status = 200, description = "The tree.", body = Tree)))]
 pub(super) async fn tree(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     Query(filter): Query<TreeFilter>,
 ) -> Result<Json<Tree>, ApiError> {
-    let refuse = |field: &str, why: String| {
+    let invalid = |field: &str, why: String| {
         Err(ApiError::invalid_request(format!("Query parameter `{field}` {why}.")).detail("field", field))
     };
     if let Some(kind) = &filter.kind {
         kind_of(kind, "Query parameter")?;
     }
     if filter.limit.is_some_and(|limit| !(1..=1000).contains(&limit)) {
-        return refuse("limit", "must be a whole number from 1 to 1000".to_owned());
+        return invalid("limit", "must be a whole number from 1 to 1000".to_owned());
     }
     if filter.state.as_ref().is_some_and(|state| state.len() > MAX_STATE_LEN || state.chars().any(char::is_control)) {
-        return refuse("state", format!("must be a state's name, at most {MAX_STATE_LEN} characters"));
+        return invalid("state", format!("must be a state's name, at most {MAX_STATE_LEN} characters"));
     }
     Ok(Json(services.runtime.tree(filter).await?))
 }
 
 /// The members of the cluster and what each owns.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The members.", body = ClusterReport)))]
-pub(super) async fn cluster(_: ByAdmin, State(services): State<Services>) -> Result<Json<ClusterReport>, ApiError> {
+pub(super) async fn cluster(
+    _: AdminRequest,
+    State(services): State<Services>,
+) -> Result<Json<ClusterReport>, ApiError> {
     Ok(Json(services.runtime.cluster().await?))
 }
 
@@ -111,18 +115,18 @@ pub(super) async fn cluster(_: ByAdmin, State(services): State<Services>) -> Res
     responses((status = 200, description = "The entity.", body = EntityReport)),
 )]
 pub(super) async fn entity(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     Path((kind, id)): Path<(String, Uuid)>,
 ) -> Result<Json<EntityReport>, ApiError> {
-    let entity = known(&services, &kind, id).await?;
-    let history = services.reads.history(id, None, SHOWN).await?;
+    let entity = find_entity(&services, &kind, id).await?;
+    let history = services.reads.history(id, None, SHOWN_TRANSITIONS).await?;
     Ok(Json(EntityReport { entity, history: history.items.into_iter().map(Transition::from).collect() }))
 }
 
-/// Forgets an entity's failures and starts it anew, wherever it lives.
+/// Clears an entity's failures and restarts it, on whichever member owns it.
 ///
-/// Asking twice is asking once, and two rows in the audit log.
+/// A repetition changes nothing more, and adds a row to the audit log.
 #[utoipa::path(
     post,
     path = "/",
@@ -131,22 +135,22 @@ pub(super) async fn entity(
         ("id" = Uuid, Path, description = "The entity's id"),
     ),
     request_body(content = NewRestart, description = "May be left out."),
-    responses((status = 200, description = "Done.", body = Restarted)),
+    responses((status = 200, description = "Done.", body = RestartView)),
 )]
 pub(super) async fn restart(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path((kind, id)): Path<(String, Uuid)>,
     JsonOrDefault(why): JsonOrDefault<NewRestart>,
-) -> Result<Json<Restarted>, ApiError> {
-    known(&services, &kind, id).await?;
+) -> Result<Json<RestartView>, ApiError> {
+    find_entity(&services, &kind, id).await?;
     let entity = EntityRef { kind: kind_of(&kind, "Path parameter")?, id };
-    started_anew(&services, asking, Part::Entity { entity }, why).await
+    restart_part(&services, context, RuntimePart::Entity { entity }, why).await
 }
 
-/// Starts a row of one member's supervision tree anew, with what hangs below it, whatever it was doing.
+/// Restarts a row of one member's supervision tree, with everything below it, whatever it was doing.
 ///
-/// Asking twice is asking once, and two rows in the audit log.
+/// A repetition changes nothing more, and adds a row to the audit log.
 #[utoipa::path(
     post,
     path = "/",
@@ -155,52 +159,52 @@ pub(super) async fn restart(
         ("worker" = inline(WorkerName), Path, description = "The row's name"),
     ),
     request_body(content = NewRestart, description = "May be left out."),
-    responses((status = 200, description = "Done.", body = Restarted)),
+    responses((status = 200, description = "Done.", body = RestartView)),
 )]
 pub(super) async fn restart_worker(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path((member, worker)): Path<(Uuid, WorkerName)>,
     JsonOrDefault(why): JsonOrDefault<NewRestart>,
-) -> Result<Json<Restarted>, ApiError> {
+) -> Result<Json<RestartView>, ApiError> {
     let (member, worker) = (MemberId(member), worker.to_string());
     let row = services.runtime.worker(member, &worker).await?.ok_or_else(|| ApiError::not_found("worker"))?;
     if !row.restartable {
         let message = format!("{worker} looks after itself and is not started anew alone; restart the process.");
         return Err(ApiError::new(Code::StateConflict, message));
     }
-    started_anew(&services, asking, Part::Worker { member, worker }, why).await
+    restart_part(&services, context, RuntimePart::Worker { member, worker }, why).await
 }
 
-/// Written down first, then done: a restart that nobody wrote down must not happen, and one that was written down and not done is asked
-/// for again.
-async fn started_anew(
+/// The restart is committed to the audit log first and executed then: an unaudited restart must not happen, and one that was audited and
+/// not executed is requested again.
+async fn restart_part(
     services: &Services,
-    asking: Asking,
-    part: Part,
+    context: RequestContext,
+    part: RuntimePart,
     NewRestart { reason }: NewRestart,
-) -> Result<Json<Restarted>, ApiError> {
-    let record = id_of_name(Kind::Runtime, &part.to_string());
+) -> Result<Json<RestartView>, ApiError> {
+    let record = id_of_name(EntityKind::Runtime, &part.to_string());
     let command = Command::Restart { what: part.clone(), reason: reason.map(|reason| reason.to_string()) };
-    asking.urgently().ask_unstored::<Operated>(record, command).await?;
+    context.prioritized().ask_unstored::<RestartRecord>(record, command).await?;
     match services.runtime.restart(part).await? {
-        runtime::Restarted::Anew => Ok(Json(Restarted { restarted: true })),
-        runtime::Restarted::Nothing => Ok(Json(Restarted { restarted: false })),
-        runtime::Restarted::Unknown => Err(ApiError::new(
+        runtime::RestartOutcome::Anew => Ok(Json(RestartView { restarted: true })),
+        runtime::RestartOutcome::Nothing => Ok(Json(RestartView { restarted: false })),
+        runtime::RestartOutcome::Unknown => Err(ApiError::new(
             Code::ServiceUnavailable,
             "A member did not answer in time, so it is not certain that this was started anew; look at the tree and ask again.",
         )),
     }
 }
 
-async fn known(services: &Services, kind: &str, id: Uuid) -> Result<EntityNode, ApiError> {
+async fn find_entity(services: &Services, kind: &str, id: Uuid) -> Result<EntityNode, ApiError> {
     let kind = kind_of(kind, "Path parameter")?;
     services.runtime.entity(EntityRef { kind, id }).await?.ok_or_else(|| ApiError::not_found(kind.as_str()))
 }
 
-fn kind_of(name: &str, what: &str) -> Result<Kind, ApiError> {
-    Kind::parse(name).ok_or_else(|| {
-        let kinds: Vec<_> = Kind::ALL.iter().map(|kind| kind.as_str()).collect();
+fn kind_of(name: &str, what: &str) -> Result<EntityKind, ApiError> {
+    EntityKind::parse(name).ok_or_else(|| {
+        let kinds: Vec<_> = EntityKind::ALL.iter().map(|kind| kind.as_str()).collect();
         ApiError::invalid_request(format!("{what} `kind` must be one of {}.", kinds.join(", "))).detail("field", "kind")
     })
 }

@@ -1,36 +1,36 @@
-//! Service accounts: programs that act for a user, and the keys by which they are known (decisions 7).
+//! Service accounts: programs that act for a user, and their keys (decisions 7).
 
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
-use domain::authz::Role;
+use domain::authz::TokenRole;
 use domain::service_account::{Command, Reply, ServiceAccount};
-use domain::tenant::{self, AskedScopes, Tenant};
-use domain::{Kind, ServiceAccountId, ServiceAccountKeyId};
+use domain::tenant::{self, QuotaScopes, Tenant};
+use domain::{EntityKind, ServiceAccountId, ServiceAccountKeyId};
 use persistence::read::ListFilter;
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::asking::{Asking, ByUser, replayed};
 use super::field::{ClaimId, Label, set_or_none};
+use super::read_model::{self, find};
+use super::request_context::{RequestContext, UserRequest, replayed};
 use super::ssh_key::tenant_of;
-use super::stored::{self, find};
 use crate::body::{self, Path};
 use crate::correlation::no_store;
 use crate::error::ApiError;
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::services::Services;
-use crate::token::{Purpose, mint};
+use crate::token::{TokenPurpose, mint};
 
-/// The state in which an account can be seen.
+/// The state of accounts that exist for callers.
 const ACTIVE: &str = "active";
-/// More accounts than any limit admits.
-const ALL: u32 = 1000;
+/// A bound above every limit of accounts.
+const ABOVE_ANY_LIMIT: u32 = 1000;
 
 /// A role that a service account can have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
@@ -40,16 +40,16 @@ pub(super) enum RoleName {
     Admin,
 }
 
-impl From<Role> for RoleName {
-    fn from(role: Role) -> Self {
+impl From<TokenRole> for RoleName {
+    fn from(role: TokenRole) -> Self {
         match role {
-            Role::User => Self::User,
-            Role::Admin => Self::Admin,
+            TokenRole::User => Self::User,
+            TokenRole::Admin => Self::Admin,
         }
     }
 }
 
-impl From<RoleName> for Role {
+impl From<RoleName> for TokenRole {
     fn from(name: RoleName) -> Self {
         match name {
             RoleName::User => Self::User,
@@ -63,7 +63,7 @@ impl From<RoleName> for Role {
 #[serde(deny_unknown_fields)]
 pub(super) struct NewServiceAccount {
     name: Label,
-    /// Of your own roles; `user` where it is left out.
+    /// A subset of your own roles; `user` where it is left out.
     #[serde(default, deserialize_with = "set_or_none::<_, _, 2>")]
     #[schema(min_items = 1, max_items = 2)]
     roles: Option<Vec<RoleName>>,
@@ -81,13 +81,13 @@ pub(super) struct ServiceAccountView {
     project_id: Option<String>,
     plan: Option<String>,
     roles: Vec<RoleName>,
-    /// Those that are valid, oldest first.
+    /// The valid keys, oldest first.
     keys: Vec<ServiceAccountKeyView>,
     created_by: String,
     created_at: DateTime<Utc>,
 }
 
-/// What is known of a key. The key itself was shown once.
+/// A key without its secret, which was shown once.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = ServiceAccountKey)]
 pub(super) struct ServiceAccountKeyView {
@@ -107,12 +107,12 @@ pub(super) struct IssuedServiceAccountKey {
     created_at: DateTime<Utc>,
 }
 
-/// Which service accounts.
+/// A filter of service accounts.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct ServiceAccountFilter {
-    /// Whose; anybody's for administrators, your own otherwise.
+    /// The owner; any user for administrators, yourself otherwise.
     user_id: Option<ClaimId>,
 }
 
@@ -124,22 +124,22 @@ pub(super) struct ServiceAccountFilter {
     responses((status = 200, description = "A page of service accounts.", body = Items<ServiceAccountView>)),
 )]
 pub(super) async fn list(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     listing: Listing<ServiceAccountFilter>,
 ) -> Result<Json<Items<ServiceAccountView>>, ApiError> {
     let owner = match listing.filter.user_id.as_deref() {
-        wanted if asking.is_admin() => wanted.map(str::to_owned),
-        Some(other) if other != asking.caller.user_id => {
+        wanted if context.is_admin() => wanted.map(str::to_owned),
+        Some(other) if other != context.caller.user_id => {
             let message = "Only administrators see other people's service accounts; leave `user_id` out.";
             return Err(ApiError::forbidden(message));
         }
-        Some(_) | None => Some(asking.caller.user_id.clone()),
+        Some(_) | None => Some(context.caller.user_id.clone()),
     };
     let page = listing.page("service-accounts", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
     let filter = ListFilter { owner, states: vec![ACTIVE.to_owned()], ..ListFilter::default() };
-    let rows = stored::list::<ServiceAccount>(&services, &filter, &page).await?;
-    Ok(Json(stored::answer(&page, rows, |stored| view(stored.it))))
+    let rows = read_model::list::<ServiceAccount>(&services, &filter, &page).await?;
+    Ok(Json(read_model::to_page(&page, rows, |stored| view(stored.it))))
 }
 
 /// Makes a service account, which acts for you.
@@ -153,44 +153,44 @@ pub(super) async fn list(
     responses((status = 201, description = "The service account.", body = ServiceAccountView)),
 )]
 pub(super) async fn create(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
-    Once(body::Json(new)): Once<body::Json<NewServiceAccount>>,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewServiceAccount>>,
 ) -> Result<Response, ApiError> {
     let roles = new.roles.as_deref().unwrap_or(&[RoleName::User]);
     if roles.is_empty() {
         let message = "`roles` is empty; name one of your roles, or leave it out.";
         return Err(ApiError::invalid_request(message).detail("field", "roles"));
     }
-    let id = asking.id_of_new();
-    if !asking.is_repetition() {
-        take_place(&services, &asking, id).await?;
+    let id = context.new_id();
+    if !context.is_replay() {
+        reserve_account(&services, &context, id).await?;
     }
     let roles = roles.iter().map(|role| (*role).into()).collect();
     let command = Command::Create { name: new.name.to_string(), roles };
-    let answered = asking.ask::<ServiceAccount>(id, command).await?;
+    let answered = context.ask::<ServiceAccount>(id, command).await?;
     let replayed = replayed(&answered);
     let Reply::Account { account } = answered.reply else { return Err(unexpected()) };
     Ok((StatusCode::CREATED, replayed, Json(view(*account))).into_response())
 }
 
-/// Keeps a place among the owner's accounts, so that however many are made at once none goes past the limit.
-async fn take_place(services: &Services, asking: &Asking, id: Uuid) -> Result<(), ApiError> {
-    let caller = &asking.caller;
+/// Reserves a slot in the owner's quota of accounts, so that concurrent requests do not exceed the limit.
+async fn reserve_account(services: &Services, context: &RequestContext, id: Uuid) -> Result<(), ApiError> {
+    let caller = &context.caller;
     let owner = Some(caller.user_id.clone());
     let own = ListFilter { owner, states: vec![ACTIVE.to_owned()], ..ListFilter::default() };
-    let there = services.reads.list(Kind::ServiceAccount, &own, None, ALL).await?.items;
+    let there = services.reads.list(EntityKind::ServiceAccount, &own, None, ABOVE_ANY_LIMIT).await?.items;
     let command = tenant::Command::ExpectAccount {
         user_id: caller.user_id.clone(),
         account: ServiceAccountId(id),
         there: there.into_iter().map(|row| ServiceAccountId(row.entity.id)).collect(),
-        scopes: AskedScopes {
+        scopes: QuotaScopes {
             org_id: caller.org_id.clone(),
             project_id: caller.project_id.clone(),
             plan: caller.plan.clone(),
         },
     };
-    asking.ask_unstored::<Tenant>(tenant_of(asking), command).await.map(|_| ())
+    context.ask_unstored::<Tenant>(tenant_of(context), command).await.map(|_| ())
 }
 
 /// One service account.
@@ -201,11 +201,11 @@ async fn take_place(services: &Services, asking: &Asking, id: Uuid) -> Result<()
     responses((status = 200, description = "The service account.", body = ServiceAccountView)),
 )]
 pub(super) async fn get(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<ServiceAccountView>, ApiError> {
-    let found = find::<ServiceAccount>(&services, id).await?.filter(|stored| stored.it.is_for(&asking.principal()));
+    let found = find::<ServiceAccount>(&services, id).await?.filter(|stored| stored.it.is_for(&context.principal()));
     found.map(|stored| Json(view(stored.it))).ok_or_else(|| ApiError::not_found("service account"))
 }
 
@@ -218,8 +218,8 @@ pub(super) async fn get(
     params(("id" = Uuid, Path, description = "The service account's id")),
     responses((status = 204, description = "It is gone.")),
 )]
-pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
-    asking.urgently().ask::<ServiceAccount>(id, Command::Delete).await?;
+pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
+    context.prioritized().ask::<ServiceAccount>(id, Command::Delete).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -232,10 +232,10 @@ pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Resu
     params(("id" = Uuid, Path, description = "The service account's id")),
     responses((status = 201, description = "The key. `Cache-Control: no-store`.", body = IssuedServiceAccountKey)),
 )]
-pub(super) async fn add_key(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<Response, ApiError> {
-    let minted = mint(Purpose::ServiceAccountKey);
+pub(super) async fn add_key(UserRequest(context): UserRequest, Path(id): Path<Uuid>) -> Result<Response, ApiError> {
+    let minted = mint(TokenPurpose::ServiceAccountKey);
     let command = Command::AddKey { sha256: minted.hash.to_bytes() };
-    let answered = asking.ask_unstored::<ServiceAccount>(id, command).await?;
+    let answered = context.ask_unstored::<ServiceAccount>(id, command).await?;
     let Reply::Key { id: ServiceAccountKeyId(key), created_at } = answered.reply else { return Err(unexpected()) };
     let client_secret = minted.token.expose_secret().to_owned();
     let issued = IssuedServiceAccountKey { id: key, client_id: id, client_secret, created_at };
@@ -244,7 +244,7 @@ pub(super) async fn add_key(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Res
 
 /// Revokes a key.
 ///
-/// From the answer on every replica refuses it, and the access tokens that were got with it.
+/// From the response on every replica refuses it, and the access tokens that were issued for it.
 #[utoipa::path(
     delete,
     path = "/",
@@ -255,11 +255,11 @@ pub(super) async fn add_key(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Res
     responses((status = 204, description = "It is gone.")),
 )]
 pub(super) async fn revoke_key(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     Path((id, key)): Path<(Uuid, Uuid)>,
 ) -> Result<StatusCode, ApiError> {
     let command = Command::RevokeKey { key: ServiceAccountKeyId(key) };
-    asking.urgently().ask::<ServiceAccount>(id, command).await?;
+    context.prioritized().ask::<ServiceAccount>(id, command).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -1,4 +1,4 @@
-//! The SKU catalog: what kinds of machines there are, where, and at what price (decisions 3, *SKU*).
+//! The SKU catalog: kinds of machines, their regions and prices (decisions 3, *SKU*).
 
 mod approval;
 
@@ -7,9 +7,9 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
-use domain::Kind;
+use domain::EntityKind;
 use domain::money::{InvalidPrice, Price};
-use domain::sku::{Command, Sku, Spec, Status};
+use domain::sku::{CatalogStatus, Command, Sku, SkuSpec};
 use persistence::read::ListFilter;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -17,16 +17,16 @@ use uuid::Uuid;
 
 pub(super) use approval::*;
 
-use super::asking::{ByAdmin, ByUser, May, SeeSkus, replayed};
 use super::field::{
     CpuCores, CurrencyCode, GpuCount, Label, MemoryMib, PriceMinor, RegionCode, SkuName, SkuRef, StorageGib, set,
     set_or_none,
 };
+use super::read_model::{self, StoredEntity, find};
+use super::request_context::{AdminRequest, Authorized, SeeSkus, UserRequest, replayed};
 use super::ssh_key::NoFilter;
-use super::stored::{self, Stored, find};
 use crate::body::{self, Path};
 use crate::error::ApiError;
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::services::Services;
 
@@ -52,9 +52,9 @@ pub(super) struct NewSku {
 #[serde(deny_unknown_fields)]
 pub(super) struct NewGpu {
     vendor: Label,
-    /// As the agent reports it; a node whose GPUs are of another model does not become active.
+    /// The model as the agent reports it; a node whose GPUs are of another model does not become active.
     model: Label,
-    /// Of one GPU.
+    /// The memory of one GPU.
     memory_mib: MemoryMib,
     count: GpuCount,
 }
@@ -74,7 +74,7 @@ pub(super) struct NewPrice {
     amount_minor_per_gpu_hour: PriceMinor,
 }
 
-/// What changes of a SKU. What is left out stays; give at least one.
+/// A change of a SKU. Absent fields stay; give at least one.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(min_properties = 1)]
@@ -86,7 +86,7 @@ pub(super) struct SkuChange {
     allowed_regions: Option<Vec<RegionCode>>,
 }
 
-/// Which SKUs.
+/// A filter of SKUs.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -109,7 +109,7 @@ pub(super) enum SkuStatus {
 pub(super) struct SkuView {
     #[serde(flatten)]
     entry: OfferedView,
-    /// The two that led to its status, and the one that waits for a second.
+    /// The two approvals of its status, and a pending one that waits for the second.
     approvals: Vec<ApprovalView>,
 }
 
@@ -126,7 +126,7 @@ pub(super) struct OfferedView {
     storage_gib: u64,
     interconnect: Option<String>,
     allowed_regions: Vec<String>,
-    /// What a new allocation pays; null only where it has none.
+    /// The price of a new allocation; null only where it has none.
     price: Option<PriceView>,
     created_at: DateTime<Utc>,
 }
@@ -156,7 +156,7 @@ pub(super) struct PriceView {
     amount_minor_per_gpu_hour: i64,
 }
 
-/// What can be rented: the active SKUs, oldest first. GET /api/v1/capacity says how many GPUs of each are free.
+/// The active SKUs, which can be rented, oldest first. GET /api/v1/capacity says how many GPUs of each are free.
 #[utoipa::path(
     get,
     path = "/",
@@ -164,14 +164,14 @@ pub(super) struct PriceView {
     responses((status = 200, description = "A page of SKUs.", body = Items<OfferedView>)),
 )]
 pub(super) async fn offered(
-    _: ByUser,
+    _: UserRequest,
     State(services): State<Services>,
     listing: Listing<NoFilter>,
 ) -> Result<Json<Items<OfferedView>>, ApiError> {
     let page = listing.page("skus", "", Order::OldestFirst)?;
-    let filter = ListFilter { states: vec![Status::Active.name().to_owned()], ..ListFilter::default() };
-    let rows = stored::list::<Sku>(&services, &filter, &page).await?;
-    Ok(Json(stored::answer(&page, rows, |stored| entry(&stored.it))))
+    let filter = ListFilter { states: vec![CatalogStatus::Active.name().to_owned()], ..ListFilter::default() };
+    let rows = read_model::list::<Sku>(&services, &filter, &page).await?;
+    Ok(Json(read_model::to_page(&page, rows, |stored| entry(&stored.it))))
 }
 
 /// The whole catalog, oldest first.
@@ -182,14 +182,14 @@ pub(super) async fn offered(
     responses((status = 200, description = "A page of SKUs.", body = Items<SkuView>)),
 )]
 pub(super) async fn list(
-    _: May<SeeSkus>,
+    _: Authorized<SeeSkus>,
     State(services): State<Services>,
     listing: Listing<SkuFilter>,
 ) -> Result<Json<Items<SkuView>>, ApiError> {
     let page = listing.page("admin/skus", "", Order::OldestFirst)?;
     let states = listing.filter.status.map(|status| status.name().to_owned()).into_iter().collect();
-    let rows = stored::list::<Sku>(&services, &ListFilter { states, ..ListFilter::default() }, &page).await?;
-    Ok(Json(stored::answer(&page, rows, |stored| view(&stored.it))))
+    let rows = read_model::list::<Sku>(&services, &ListFilter { states, ..ListFilter::default() }, &page).await?;
+    Ok(Json(read_model::to_page(&page, rows, |stored| view(&stored.it))))
 }
 
 /// Puts a SKU into the catalog, as a draft.
@@ -202,11 +202,11 @@ pub(super) async fn list(
     responses((status = 201, description = "The SKU.", body = SkuView)),
 )]
 pub(super) async fn create(
-    ByAdmin(asking): ByAdmin,
-    Once(body::Json(new)): Once<body::Json<NewSku>>,
+    AdminRequest(context): AdminRequest,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewSku>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Create { spec: Box::new(spec(&new)), price: price(&new.price)? };
-    let answered = asking.ask::<Sku>(asking.id_of_new(), command).await?;
+    let answered = context.ask::<Sku>(context.new_id(), command).await?;
     Ok((StatusCode::CREATED, replayed(&answered), Json(view(&answered.reply))))
 }
 
@@ -218,7 +218,7 @@ pub(super) async fn create(
     responses((status = 200, description = "The SKU.", body = SkuView)),
 )]
 pub(super) async fn get(
-    _: May<SeeSkus>,
+    _: Authorized<SeeSkus>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<SkuView>, ApiError> {
@@ -235,7 +235,7 @@ pub(super) async fn get(
     responses((status = 200, description = "The SKU.", body = SkuView)),
 )]
 pub(super) async fn revise(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     Path(id): Path<Uuid>,
     body::Json(change): body::Json<SkuChange>,
 ) -> Result<Json<SkuView>, ApiError> {
@@ -247,22 +247,22 @@ pub(super) async fn revise(
         price: change.price.as_ref().map(price).transpose()?,
         allowed_regions: regions.map(|regions| regions.iter().map(|region| region.to_string()).collect()),
     };
-    Ok(Json(view(&asking.ask::<Sku>(id, command).await?.reply)))
+    Ok(Json(view(&context.ask::<Sku>(id, command).await?.reply)))
 }
 
-/// The SKU that a request refers to by name or id, which must be active.
+/// The active SKU that a request refers to by name or id.
 pub(super) async fn active(services: &Services, name_or_id: &SkuRef) -> Result<Sku, ApiError> {
-    one_of(services, name_or_id, &[Status::Active]).await
+    sku_in_status(services, name_or_id, &[CatalogStatus::Active]).await
 }
 
-/// The same of a request to rent: a deprecated one serves as well, while its nodes last.
+/// The same for a request to rent, where a deprecated SKU is valid too, as long as it has nodes.
 pub(super) async fn rentable(services: &Services, name_or_id: &SkuRef) -> Result<Sku, ApiError> {
-    one_of(services, name_or_id, &[Status::Active, Status::Deprecated]).await
+    sku_in_status(services, name_or_id, &[CatalogStatus::Active, CatalogStatus::Deprecated]).await
 }
 
-async fn one_of(services: &Services, name_or_id: &SkuRef, admitted: &[Status]) -> Result<Sku, ApiError> {
-    let row = services.reads.named(Kind::Sku, name_or_id).await?;
-    let sku = row.as_ref().map(Stored::<Sku>::of).transpose()?.map(|stored| stored.it);
+async fn sku_in_status(services: &Services, name_or_id: &SkuRef, admitted: &[CatalogStatus]) -> Result<Sku, ApiError> {
+    let row = services.reads.find_by_name(EntityKind::Sku, name_or_id).await?;
+    let sku = row.as_ref().map(StoredEntity::<Sku>::of).transpose()?.map(|stored| stored.it);
     sku.filter(|sku| admitted.contains(&sku.status)).ok_or_else(|| {
         ApiError::invalid_request(
             "`sku` is not the name or id of an active SKU; GET /api/v1/skus lists those there are.",
@@ -272,15 +272,15 @@ async fn one_of(services: &Services, name_or_id: &SkuRef, admitted: &[Status]) -
 }
 
 /// The id of the SKU that a list's filter refers to, active or not.
-pub(super) async fn referred(services: &Services, name_or_id: &SkuRef) -> Result<Uuid, ApiError> {
-    let row = services.reads.named(Kind::Sku, name_or_id).await?;
+pub(super) async fn id_in_filter(services: &Services, name_or_id: &SkuRef) -> Result<Uuid, ApiError> {
+    let row = services.reads.find_by_name(EntityKind::Sku, name_or_id).await?;
     row.map(|row| row.entity.id).ok_or_else(|| {
         ApiError::invalid_request("Query parameter `sku` is not the name or id of a SKU.").detail("field", "sku")
     })
 }
 
-fn spec(new: &NewSku) -> Spec {
-    Spec {
+fn spec(new: &NewSku) -> SkuSpec {
+    SkuSpec {
         name: new.name.to_string(),
         gpu_vendor: new.gpu.vendor.to_string(),
         gpu_model: new.gpu.model.to_string(),
@@ -308,22 +308,22 @@ fn price(new: &NewPrice) -> Result<Price, ApiError> {
 impl SkuStatus {
     const fn name(self) -> &'static str {
         match self {
-            Self::Draft => Status::Draft,
-            Self::Active => Status::Active,
-            Self::Deprecated => Status::Deprecated,
-            Self::Inactive => Status::Inactive,
+            Self::Draft => CatalogStatus::Draft,
+            Self::Active => CatalogStatus::Active,
+            Self::Deprecated => CatalogStatus::Deprecated,
+            Self::Inactive => CatalogStatus::Inactive,
         }
         .name()
     }
 }
 
-impl From<Status> for SkuStatus {
-    fn from(status: Status) -> Self {
+impl From<CatalogStatus> for SkuStatus {
+    fn from(status: CatalogStatus) -> Self {
         match status {
-            Status::Draft => Self::Draft,
-            Status::Active => Self::Active,
-            Status::Deprecated => Self::Deprecated,
-            Status::Inactive => Self::Inactive,
+            CatalogStatus::Draft => Self::Draft,
+            CatalogStatus::Active => Self::Active,
+            CatalogStatus::Deprecated => Self::Deprecated,
+            CatalogStatus::Inactive => Self::Inactive,
         }
     }
 }

@@ -1,23 +1,23 @@
-//! A user's SSH keys: public keys, fingerprints and what is known of them (specification, *SSH key*).
+//! A user's SSH public keys and their fingerprints (specification, *SSH key*).
 
-use actors::place::id_of_name;
+use actors::sharding::id_of_name;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
-use domain::tenant::{Command, KeyCause, Reply, SshKey, Tenant};
-use domain::{Kind, SshKeyId};
+use domain::tenant::{Command, Reply, SshKey, SshKeyFault, Tenant};
+use domain::{EntityKind, SshKeyId};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::asking::{Asking, ByAdmin, ByUser, replayed};
 use super::field::{ClaimId, Label, PublicKeyText};
-use super::stored::find;
+use super::read_model::find;
+use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use crate::body::{self, NoBody, Path};
 use crate::error::ApiError;
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
 use crate::ssh_public_key::{SshPublicKey, SshPublicKeyError};
@@ -30,7 +30,7 @@ pub(super) struct NewSshKey {
     public_key: PublicKeyText,
 }
 
-/// A registered public key. No private key is ever made or kept.
+/// A registered public key. No private key is ever created or stored.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = SshKey)]
 pub(super) struct SshKeyView {
@@ -39,7 +39,7 @@ pub(super) struct SshKeyView {
     /// Null: the key is the user's own, not one allocation's.
     allocation_id: Option<Uuid>,
     name: String,
-    /// As `ssh-ed25519`.
+    /// Such as `ssh-ed25519`.
     key_type: String,
     /// Type and base64, without comment.
     public_key: String,
@@ -53,18 +53,18 @@ pub(super) struct SshKeyView {
     revoked_at: Option<DateTime<Utc>>,
 }
 
-/// Lists have no filter.
+/// The empty filter of lists without one.
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct NoFilter {}
 
 /// The tenant entity of the caller.
-pub(super) fn tenant_of(asking: &Asking) -> Uuid {
-    tenant(&asking.caller.user_id)
+pub(super) fn tenant_of(context: &RequestContext) -> Uuid {
+    tenant(&context.caller.user_id)
 }
 
 fn tenant(user_id: &str) -> Uuid {
-    id_of_name(Kind::Tenant, user_id)
+    id_of_name(EntityKind::Tenant, user_id)
 }
 
 /// The caller's keys, oldest first.
@@ -75,11 +75,11 @@ fn tenant(user_id: &str) -> Uuid {
     responses((status = 200, description = "A page of keys.", body = Items<SshKeyView>)),
 )]
 pub(super) async fn list(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     listing: Listing<NoFilter>,
 ) -> Result<Json<Items<SshKeyView>>, ApiError> {
-    page_of(&services, &asking.caller.user_id, &listing).await
+    page_of(&services, &context.caller.user_id, &listing).await
 }
 
 /// A user's keys, oldest first.
@@ -90,7 +90,7 @@ pub(super) async fn list(
     responses((status = 200, description = "A page of keys.", body = Items<SshKeyView>)),
 )]
 pub(super) async fn list_of_user(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     Path(user_id): Path<ClaimId>,
     listing: Listing<NoFilter>,
@@ -107,7 +107,7 @@ async fn page_of(
     let tenant = find::<Tenant>(services, tenant(owner)).await?;
     let mut keys: Vec<_> = tenant.into_iter().flat_map(|stored| stored.it.keys.into_values()).collect();
     keys.sort_by_key(|key| (key.created_at, key.id));
-    // A position is kept in microseconds.
+    // Page tokens have microseconds.
     let place = |key: &SshKey| Position { created_at: key.created_at, id: key.id.0 };
     let after = page.after.map(|at| (at.created_at.timestamp_micros(), at.id));
     keys.retain(|key| after.is_none_or(|after| (key.created_at.timestamp_micros(), key.id.0) > after));
@@ -125,40 +125,40 @@ async fn page_of(
     responses((status = 201, description = "The key.", body = SshKeyView)),
 )]
 pub(super) async fn add(
-    ByUser(asking): ByUser,
-    Once(body::Json(new)): Once<body::Json<NewSshKey>>,
+    UserRequest(context): UserRequest,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewSshKey>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let key = match SshPublicKey::parse(&new.public_key) {
         Ok(key) => key,
         Err(error) => {
-            let (user_id, cause) = (asking.caller.user_id.clone(), cause_of(&error));
-            asking.ask_unstored::<Tenant>(tenant_of(&asking), Command::RefuseKey { user_id, cause }).await?;
+            let (user_id, cause) = (context.caller.user_id.clone(), cause_of(&error));
+            context.ask_unstored::<Tenant>(tenant_of(&context), Command::RefuseKey { user_id, cause }).await?;
             let refusal = ApiError::invalid_request(format!("`public_key` is refused: {error}."));
             return Err(refusal.detail("field", "public_key"));
         }
     };
     let command = Command::AddKey {
-        user_id: asking.caller.user_id.clone(),
+        user_id: context.caller.user_id.clone(),
         name: new.name.to_string(),
         key_type: key.key_type,
         public_key: key.public_key,
         fingerprint: key.fingerprint,
     };
-    let answered = asking.ask::<Tenant>(tenant_of(&asking), command).await?;
+    let answered = context.ask::<Tenant>(tenant_of(&context), command).await?;
     let replayed = replayed(&answered);
-    Ok((StatusCode::CREATED, replayed, Json(view(key_of(answered.reply)?, &asking.caller.user_id))))
+    Ok((StatusCode::CREATED, replayed, Json(view(key_of(answered.reply)?, &context.caller.user_id))))
 }
 
-/// The cause as the audit log names it.
-const fn cause_of(error: &SshPublicKeyError) -> KeyCause {
+/// The cause of a refusal, for the audit log.
+const fn cause_of(error: &SshPublicKeyError) -> SshKeyFault {
     match error {
-        SshPublicKeyError::PrivateKey => KeyCause::PrivateKey,
-        SshPublicKeyError::UnsupportedType(_) | SshPublicKeyError::RsaSize(_) => KeyCause::Weak,
-        SshPublicKeyError::NoType => KeyCause::Options,
+        SshPublicKeyError::PrivateKey => SshKeyFault::PrivateKey,
+        SshPublicKeyError::UnsupportedType(_) | SshPublicKeyError::RsaSize(_) => SshKeyFault::Weak,
+        SshPublicKeyError::NoType => SshKeyFault::Options,
         SshPublicKeyError::Empty
         | SshPublicKeyError::TooLong
         | SshPublicKeyError::NotOneLine
-        | SshPublicKeyError::Malformed => KeyCause::Unreadable,
+        | SshPublicKeyError::Malformed => SshKeyFault::Unreadable,
     }
 }
 
@@ -170,11 +170,11 @@ const fn cause_of(error: &SshPublicKeyError) -> KeyCause {
     responses((status = 200, description = "The key.", body = SshKeyView)),
 )]
 pub(super) async fn get(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<SshKeyView>, ApiError> {
-    one_of(&services, &asking.caller.user_id, id).await
+    one_key(&services, &context.caller.user_id, id).await
 }
 
 /// One of a user's keys.
@@ -188,14 +188,14 @@ pub(super) async fn get(
     responses((status = 200, description = "The key.", body = SshKeyView)),
 )]
 pub(super) async fn get_of_user(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     Path((user_id, id)): Path<(ClaimId, Uuid)>,
 ) -> Result<Json<SshKeyView>, ApiError> {
-    one_of(&services, &user_id, id).await
+    one_key(&services, &user_id, id).await
 }
 
-async fn one_of(services: &Services, owner: &str, id: Uuid) -> Result<Json<SshKeyView>, ApiError> {
+async fn one_key(services: &Services, owner: &str, id: Uuid) -> Result<Json<SshKeyView>, ApiError> {
     let tenant = find::<Tenant>(services, tenant(owner)).await?;
     let key = tenant.and_then(|mut stored| stored.it.keys.remove(&SshKeyId(id)));
     key.map(|key| Json(view(key, owner))).ok_or_else(|| ApiError::not_found("SSH key"))
@@ -210,13 +210,14 @@ async fn one_of(services: &Services, owner: &str, id: Uuid) -> Result<Json<SshKe
     params(("id" = Uuid, Path, description = "The key's id")),
     responses((status = 204, description = "It is gone.")),
 )]
-pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
-    deleted(&asking, &asking.caller.user_id, id).await
+pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
+    delete_key(&context, &context.caller.user_id, id).await
 }
 
 /// Deletes a user's key.
 ///
-/// Where it was the default, their oldest other one is from now on. It opens nothing any more, also of what runs; whoever is logged in stays.
+/// Where it was the default, their oldest other one is from now on. It opens no allocation any more, running ones included; open SSH
+/// sessions stay.
 #[utoipa::path(
     delete,
     path = "/",
@@ -227,14 +228,14 @@ pub(super) async fn delete(ByUser(asking): ByUser, Path(id): Path<Uuid>) -> Resu
     responses((status = 204, description = "It is gone.")),
 )]
 pub(super) async fn delete_of_user(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     Path((user_id, id)): Path<(ClaimId, Uuid)>,
 ) -> Result<StatusCode, ApiError> {
-    deleted(&asking, &user_id, id).await
+    delete_key(&context, &user_id, id).await
 }
 
-async fn deleted(asking: &Asking, owner: &str, id: Uuid) -> Result<StatusCode, ApiError> {
-    asking.ask::<Tenant>(tenant(owner), Command::DeleteKey { key: SshKeyId(id) }).await?;
+async fn delete_key(context: &RequestContext, owner: &str, id: Uuid) -> Result<StatusCode, ApiError> {
+    context.ask::<Tenant>(tenant(owner), Command::DeleteKey { key: SshKeyId(id) }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -246,11 +247,11 @@ async fn deleted(asking: &Asking, owner: &str, id: Uuid) -> Result<StatusCode, A
     responses((status = 200, description = "The key.", body = SshKeyView)),
 )]
 pub(super) async fn make_default(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     Path(id): Path<Uuid>,
-    _: Once<NoBody>,
+    _: Idempotent<NoBody>,
 ) -> Result<impl IntoResponse, ApiError> {
-    made_default(&asking, &asking.caller.user_id, id).await
+    set_default(&context, &context.caller.user_id, id).await
 }
 
 /// Makes one of a user's own keys their default one.
@@ -266,15 +267,15 @@ pub(super) async fn make_default(
     responses((status = 200, description = "The key.", body = SshKeyView)),
 )]
 pub(super) async fn make_default_of_user(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     Path((user_id, id)): Path<(ClaimId, Uuid)>,
-    _: Once<NoBody>,
+    _: Idempotent<NoBody>,
 ) -> Result<impl IntoResponse, ApiError> {
-    made_default(&asking, &user_id, id).await
+    set_default(&context, &user_id, id).await
 }
 
-async fn made_default(asking: &Asking, owner: &str, id: Uuid) -> Result<impl IntoResponse + use<>, ApiError> {
-    let answered = asking.ask::<Tenant>(tenant(owner), Command::MakeDefault { key: SshKeyId(id) }).await?;
+async fn set_default(context: &RequestContext, owner: &str, id: Uuid) -> Result<impl IntoResponse + use<>, ApiError> {
+    let answered = context.ask::<Tenant>(tenant(owner), Command::MakeDefault { key: SshKeyId(id) }).await?;
     let replayed = replayed(&answered);
     Ok((replayed, Json(view(key_of(answered.reply)?, owner))))
 }

@@ -1,6 +1,6 @@
-//! Monthly statements (decision 0028): for whoever holds an account, and for those who may see all of them.
+//! Monthly statements (decision 0025): for the holder of an account, and for callers who may see all accounts.
 //!
-//! Each form is a path of its own, as recordings have it: a link says what it leads to, and a generated client has one type for each.
+//! Each format has a path of its own, as for recordings: a link says what it leads to, and a generated client has one type for each.
 
 use axum::Json;
 use axum::body::Body;
@@ -8,34 +8,34 @@ use axum::extract::State;
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
-use domain::Kind;
+use domain::EntityKind;
 use domain::allocation::Allocation;
 use domain::billing_account::BillingAccount;
 use persistence::StoreError;
-use persistence::read::{ADDED_UP_WITHIN, LedgerPlace, LedgerSum};
+use persistence::read::{LedgerPosition, LedgerSum, SUM_TIMEOUT};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use tokio::sync::Semaphore;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::asking::{Asking, ByUser, May, SeeBilling};
 use super::billing::view::named;
 use super::billing::{holder_of, id_of};
-use super::stored::{Stored, current};
+use super::read_model::{StoredEntity, current};
+use super::request_context::{Authorized, RequestContext, SeeBilling, UserRequest};
 use crate::body::Path;
 use crate::correlation::no_store;
 use crate::error::{ApiError, Code};
 use crate::page::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::services::Services;
-use crate::statement::{CSV, Line, Month, PDF, Rented, Rows, Statement, printed};
+use crate::statement::{AllocationUsage, CSV, Line, Month, PDF, Rows, Statement, printed};
 
-/// Allocations and kinds that a statement has lines of their own for; the rest is put together by kind.
-const LINES: u32 = 500;
-/// Added up at the same time, each on a connection to the database; others wait.
-static ADDING_UP: Semaphore = Semaphore::const_new(4);
-/// Printed at the same time; others wait.
-static PRINTING: Semaphore = Semaphore::const_new(2);
+/// The most lines of a statement by allocation and kind; the rest is summed by kind.
+const MAX_LINES: u32 = 500;
+/// Concurrent sums, each on a connection to the database; others wait.
+static SUM_PERMITS: Semaphore = Semaphore::const_new(4);
+/// Concurrent PDF renderings; others wait.
+static PRINT_PERMITS: Semaphore = Semaphore::const_new(2);
 
 #[derive(Debug, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
@@ -61,7 +61,7 @@ pub(super) struct SummaryView {
     postings: i64,
 }
 
-/// A month of an account, with what its postings come to: opening and lines add up to closing, to the millionth of a minor unit.
+/// A month of an account with the sums of its postings: opening and lines add up to closing, to the millionth of a minor unit.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = MonthlyStatement)]
 pub(super) struct StatementView {
@@ -72,29 +72,29 @@ pub(super) struct StatementView {
     org_id: Option<String>,
     #[serde(flatten)]
     summary: SummaryView,
-    /// The postings by allocation and kind. Those that moved most have lines of their own; the rest is put together by kind.
+    /// The postings by allocation and kind. Those with the largest amounts have lines of their own; the rest is summed by kind.
     lines: Vec<LineView>,
     as_of: DateTime<Utc>,
 }
 
-/// What the postings of one kind for one allocation come to.
+/// The sum of the postings of one kind for one allocation.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = MonthlyStatementLine)]
 pub(super) struct LineView {
     kind: String,
     /// Null where it is for none, or for many.
     allocation_id: Option<Uuid>,
-    /// How many allocations were put together; 0 where it is a line of its own.
+    /// How many allocations are summed; 0 where it is a line of its own.
     together: u64,
-    /// What was rented; null where many were put together.
+    /// The SKU that was rented; null where several allocations are summed.
     sku: Option<String>,
     gpu_count: Option<u32>,
-    /// Who rented it; in an organisation's account there are many.
+    /// The user who rented it; an organisation's account has several.
     user_id: Option<String>,
     postings: u64,
     /// How they changed the balance, in millionths of a minor unit; 0 for what was written off.
     change_micro: i64,
-    /// What they moved, in millionths of a minor unit.
+    /// The amount that they moved, in millionths of a minor unit.
     amount_micro: i64,
     used_from: Option<DateTime<Utc>>,
     used_until: Option<DateTime<Utc>>,
@@ -108,11 +108,11 @@ pub(super) struct LineView {
     responses((status = 200, description = "A page of months; none where there never was an account.", body = Items<SummaryView>)),
 )]
 pub(super) async fn list(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     listing: Listing<Unfiltered>,
 ) -> Result<Json<Items<SummaryView>>, ApiError> {
-    let id = id_of(&holder_of(&asking));
+    let id = id_of(&holder_of(&context));
     let page = listing.page("billing/statements", &id.to_string(), Order::NewestFirst)?;
     match current::<BillingAccount>(&services, id).await? {
         Some(found) => months(&services, &found.it, &page).await,
@@ -120,7 +120,7 @@ pub(super) async fn list(
     }
 }
 
-/// What your account came to in a month, by allocation and kind of posting.
+/// The statement of your account for a month, by allocation and kind of posting.
 #[utoipa::path(
     get,
     path = "/",
@@ -128,11 +128,11 @@ pub(super) async fn list(
     responses((status = 200, description = "The statement.", body = StatementView)),
 )]
 pub(super) async fn get(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(month): Path<Month>,
 ) -> Result<Json<StatementView>, ApiError> {
-    Ok(Json(StatementView::of(own(&services, &asking, month).await?)))
+    Ok(Json(StatementView::of(own_statement(&services, &context, month).await?)))
 }
 
 /// The same as CSV, with every posting.
@@ -147,11 +147,11 @@ pub(super) async fn get(
     responses((status = 200, description = "The file.", content_type = "text/csv", body = String)),
 )]
 pub(super) async fn csv(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(month): Path<Month>,
 ) -> Result<Response, ApiError> {
-    streamed(&services, own(&services, &asking, month).await?)
+    csv_response(&services, own_statement(&services, &context, month).await?)
 }
 
 /// The same as PDF, to read and to file.
@@ -162,11 +162,11 @@ pub(super) async fn csv(
     responses((status = 200, description = "The file, PDF/A-2b.", content_type = "application/pdf", body = String)),
 )]
 pub(super) async fn pdf(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(month): Path<Month>,
 ) -> Result<Response, ApiError> {
-    pages(own(&services, &asking, month).await?).await
+    pdf_response(own_statement(&services, &context, month).await?).await
 }
 
 /// The months of an account, latest first.
@@ -177,7 +177,7 @@ pub(super) async fn pdf(
     responses((status = 200, description = "A page of months.", body = Items<SummaryView>)),
 )]
 pub(super) async fn list_of(
-    _: May<SeeBilling>,
+    _: Authorized<SeeBilling>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     listing: Listing<Unfiltered>,
@@ -188,7 +188,7 @@ pub(super) async fn list_of(
     months(&services, &found.it, &page).await
 }
 
-/// What an account came to in a month, by allocation and kind of posting.
+/// The statement of an account for a month, by allocation and kind of posting.
 #[utoipa::path(
     get,
     path = "/",
@@ -199,11 +199,11 @@ pub(super) async fn list_of(
     responses((status = 200, description = "The statement.", body = StatementView)),
 )]
 pub(super) async fn get_of(
-    _: May<SeeBilling>,
+    _: Authorized<SeeBilling>,
     State(services): State<Services>,
     Path((id, month)): Path<(Uuid, Month)>,
 ) -> Result<Json<StatementView>, ApiError> {
-    Ok(Json(StatementView::of(made(&services, id, month).await?)))
+    Ok(Json(StatementView::of(build_statement(&services, id, month).await?)))
 }
 
 /// The same as CSV, with every posting.
@@ -217,11 +217,11 @@ pub(super) async fn get_of(
     responses((status = 200, description = "The file, as the account's holder gets it.", content_type = "text/csv", body = String)),
 )]
 pub(super) async fn csv_of(
-    _: May<SeeBilling>,
+    _: Authorized<SeeBilling>,
     State(services): State<Services>,
     Path((id, month)): Path<(Uuid, Month)>,
 ) -> Result<Response, ApiError> {
-    streamed(&services, made(&services, id, month).await?)
+    csv_response(&services, build_statement(&services, id, month).await?)
 }
 
 /// The same as PDF, to read and to file.
@@ -235,29 +235,29 @@ pub(super) async fn csv_of(
     responses((status = 200, description = "The file, PDF/A-2b.", content_type = "application/pdf", body = String)),
 )]
 pub(super) async fn pdf_of(
-    _: May<SeeBilling>,
+    _: Authorized<SeeBilling>,
     State(services): State<Services>,
     Path((id, month)): Path<(Uuid, Month)>,
 ) -> Result<Response, ApiError> {
-    pages(made(&services, id, month).await?).await
+    pdf_response(build_statement(&services, id, month).await?).await
 }
 
-async fn own(services: &Services, asking: &Asking, month: Month) -> Result<Statement, ApiError> {
-    made(services, id_of(&holder_of(asking)), month).await
+async fn own_statement(services: &Services, context: &RequestContext, month: Month) -> Result<Statement, ApiError> {
+    build_statement(services, id_of(&holder_of(context)), month).await
 }
 
-/// There is one for each month from that in which the account was opened to this one.
-fn has(account: &BillingAccount, month: Month, now: DateTime<Utc>) -> bool {
+/// Whether the account has a statement for the month: from the month in which it was opened to the current one.
+fn has_statement(account: &BillingAccount, month: Month, now: DateTime<Utc>) -> bool {
     (Month::of(account.opened_at)..=Month::of(now)).contains(&month)
 }
 
-async fn made(services: &Services, id: Uuid, month: Month) -> Result<Statement, ApiError> {
-    let now = services.world.now();
-    let found = current::<BillingAccount>(services, id).await?.filter(|found| has(&found.it, month, now));
+async fn build_statement(services: &Services, id: Uuid, month: Month) -> Result<Statement, ApiError> {
+    let now = services.environment.now();
+    let found = current::<BillingAccount>(services, id).await?.filter(|found| has_statement(&found.it, month, now));
     let account = found.ok_or_else(|| ApiError::not_found("statement"))?.it;
-    let ends = places(services, &account, &[month.begins(), month.ends()]).await?;
+    let ends = ledger_positions(services, &account, &[month.begins(), month.ends()]).await?;
     let [opening, closing] = ends[..] else { return Err(ApiError::internal("the ledger has not found two instants")) };
-    let sums = added_up(services, &account, opening, closing).await?;
+    let sums = posting_sums(services, &account, opening, closing).await?;
     let ids: Vec<Uuid> = sums.iter().filter_map(|sum| sum.allocation.map(|id| id.0)).collect();
     let rented = rented(services, &ids).await?;
     let line = |sum: LedgerSum| Line { rented: sum.allocation.and_then(|id| rented.get(&id.0).cloned()), sum };
@@ -277,39 +277,39 @@ async fn made(services: &Services, id: Uuid, month: Month) -> Result<Statement, 
     Ok(statement)
 }
 
-async fn added_up(
+async fn posting_sums(
     services: &Services,
     account: &BillingAccount,
-    opening: LedgerPlace,
-    closing: LedgerPlace,
+    opening: LedgerPosition,
+    closing: LedgerPosition,
 ) -> Result<Vec<LedgerSum>, ApiError> {
-    let _turn = ADDING_UP.acquire().await.map_err(ApiError::internal)?;
-    let sums = services.reads.ledger_sums(account.id, opening.number, closing.number, LINES).await;
+    let _permit = SUM_PERMITS.acquire().await.map_err(ApiError::internal)?;
+    let sums = services.reads.ledger_sums(account.id, opening.number, closing.number, MAX_LINES).await;
     sums.map_err(|error| if error.took_too_long() { too_large(error) } else { error.into() })
 }
 
 fn too_large(error: StoreError) -> ApiError {
     let message = format!(
         "The month has more postings than can be added up within {} s; read them page by page from the ledger, or ask again when less goes on.",
-        ADDED_UP_WITHIN.as_secs()
+        SUM_TIMEOUT.as_secs()
     );
     ApiError::new(Code::ServiceUnavailable, message).because(error)
 }
 
-async fn places(
+async fn ledger_positions(
     services: &Services,
     account: &BillingAccount,
     instants: &[DateTime<Utc>],
-) -> Result<Vec<LedgerPlace>, ApiError> {
-    Ok(services.reads.ledger_places(account.id, instants).await?)
+) -> Result<Vec<LedgerPosition>, ApiError> {
+    Ok(services.reads.ledger_positions(account.id, instants).await?)
 }
 
-/// What these allocations are. One that cannot be read is left out: its postings say what they say.
-async fn rented(services: &Services, ids: &[Uuid]) -> Result<BTreeMap<Uuid, Rented>, ApiError> {
-    let rows = services.reads.entities(Kind::Allocation, ids).await?;
+/// The SKU, size and user of these allocations. One that cannot be decoded is left out: its postings are listed without them.
+async fn rented(services: &Services, ids: &[Uuid]) -> Result<BTreeMap<Uuid, AllocationUsage>, ApiError> {
+    let rows = services.reads.entities(EntityKind::Allocation, ids).await?;
     let read = |row: &persistence::read::EntityRow| {
-        let asked = Stored::<Allocation>::of(row).ok()?.it.asked;
-        Some((row.entity.id, Rented { sku: asked.sku, gpu_count: asked.gpu_count, user_id: asked.user_id }))
+        let asked = StoredEntity::<Allocation>::of(row).ok()?.it.asked;
+        Some((row.entity.id, AllocationUsage { sku: asked.sku, gpu_count: asked.gpu_count, user_id: asked.user_id }))
     };
     Ok(rows.iter().filter_map(read).collect())
 }
@@ -319,15 +319,19 @@ async fn months(
     account: &BillingAccount,
     page: &Page,
 ) -> Result<Json<Items<SummaryView>>, ApiError> {
-    let now = services.world.now();
+    let now = services.environment.now();
     let last = page.after.map_or(now, |after| after.created_at);
-    // A token stands for a month that was shown: the page begins with the one before.
+    // A page token has the last month that was shown: the next page begins with the month before it.
     let shown = usize::from(page.after.is_some());
     let most = usize::try_from(page.rows_to_read()).unwrap_or(usize::MAX);
-    let months: Vec<Month> =
-        Month::of(last).and_before().skip(shown).take_while(|month| has(account, *month, now)).take(most).collect();
+    let months: Vec<Month> = Month::of(last)
+        .and_before()
+        .skip(shown)
+        .take_while(|month| has_statement(account, *month, now))
+        .take(most)
+        .collect();
     let instants: Vec<_> = months.iter().flat_map(|month| [month.begins(), month.ends()]).collect();
-    let ends = places(services, account, &instants).await?;
+    let ends = ledger_positions(services, account, &instants).await?;
     let rows = months.into_iter().zip(ends.chunks_exact(2)).map(|(month, ends)| {
         let (opening, closing) = (ends[0], ends[1]);
         SummaryView::of(account.currency.as_str(), month, opening, closing, now >= month.ends())
@@ -336,27 +340,27 @@ async fn months(
     Ok(Json(page.answer(rows.collect(), place, |row| row)))
 }
 
-fn streamed(services: &Services, statement: Statement) -> Result<Response, ApiError> {
-    let headers = file(CSV, &statement.file_name("csv"))?;
+fn csv_response(services: &Services, statement: Statement) -> Result<Response, ApiError> {
+    let headers = file_headers(CSV, &statement.file_name("csv"))?;
     let rows = Rows::of(services.reads.clone(), statement);
     Ok((headers, no_store(), Body::from_stream(rows.stream())).into_response())
 }
 
-async fn pages(statement: Statement) -> Result<Response, ApiError> {
-    let headers = file(PDF, &statement.file_name("pdf"))?;
-    let printed = in_turn(&PRINTING, move || printed(&statement)).await?;
+async fn pdf_response(statement: Statement) -> Result<Response, ApiError> {
+    let headers = file_headers(PDF, &statement.file_name("pdf"))?;
+    let printed = run_with_permit(&PRINT_PERMITS, move || printed(&statement)).await?;
     Ok((headers, no_store(), printed.map_err(ApiError::internal)?).into_response())
 }
 
-/// Does the work when it has a turn. The turn is over with the work, which goes on where nobody waits for it any more.
-async fn in_turn<T: Send + 'static>(
-    turns: &'static Semaphore,
+/// Runs the work once a permit is free. The permit is released when the work ends, which runs on even if the request was canceled.
+async fn run_with_permit<T: Send + 'static>(
+    permits: &'static Semaphore,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiError> {
-    let turn = turns.acquire().await.map_err(ApiError::internal)?;
+    let permit = permits.acquire().await.map_err(ApiError::internal)?;
     let working = tokio::task::spawn_blocking(move || {
         let done = work();
-        drop(turn);
+        drop(permit);
         done
     });
     working.await.map_err(ApiError::internal)
@@ -364,7 +368,7 @@ async fn in_turn<T: Send + 'static>(
 
 type FileHeaders = [(header::HeaderName, HeaderValue); 3];
 
-fn file(kind: &'static str, name: &str) -> Result<FileHeaders, ApiError> {
+fn file_headers(kind: &'static str, name: &str) -> Result<FileHeaders, ApiError> {
     let disposition = HeaderValue::try_from(format!("attachment; filename=\"{name}\"")).map_err(ApiError::internal)?;
     Ok([
         (header::CONTENT_TYPE, HeaderValue::from_static(kind)),
@@ -374,7 +378,7 @@ fn file(kind: &'static str, name: &str) -> Result<FileHeaders, ApiError> {
 }
 
 impl SummaryView {
-    fn of(currency: &str, month: Month, opening: LedgerPlace, closing: LedgerPlace, is_final: bool) -> Self {
+    fn of(currency: &str, month: Month, opening: LedgerPosition, closing: LedgerPosition, is_final: bool) -> Self {
         Self {
             month: month.to_string(),
             from: month.begins(),
@@ -407,7 +411,7 @@ impl StatementView {
 impl From<Line> for LineView {
     fn from(Line { sum, rented }: Line) -> Self {
         let (sku, gpu_count, user_id) = match rented {
-            Some(Rented { sku, gpu_count, user_id }) => (Some(sku), Some(gpu_count), Some(user_id)),
+            Some(AllocationUsage { sku, gpu_count, user_id }) => (Some(sku), Some(gpu_count), Some(user_id)),
             None => (None, None, None),
         };
         Self {
@@ -433,19 +437,19 @@ mod tests {
     use std::sync::mpsc;
 
     #[tokio::test]
-    async fn a_turn_lasts_as_long_as_its_work_though_whoever_asked_has_left() {
-        static TURNS: Semaphore = Semaphore::const_new(1);
+    async fn permit_is_held_until_the_work_ends_though_the_request_was_canceled() {
+        static PERMITS: Semaphore = Semaphore::const_new(1);
         let (begun, has_begun) = tokio::sync::oneshot::channel();
         let (end, ends) = mpsc::channel::<()>();
-        let asking = tokio::spawn(in_turn(&TURNS, move || {
+        let waiting = tokio::spawn(run_with_permit(&PERMITS, move || {
             begun.send(()).unwrap();
             let _ = ends.recv();
         }));
         has_begun.await.unwrap();
-        asking.abort();
-        assert!(asking.await.unwrap_err().is_cancelled());
-        assert_eq!(TURNS.available_permits(), 0, "it is still at work");
+        waiting.abort();
+        assert!(waiting.await.unwrap_err().is_cancelled());
+        assert_eq!(PERMITS.available_permits(), 0, "it is still at work");
         drop(end);
-        in_turn(&TURNS, || ()).await.unwrap();
+        run_with_permit(&PERMITS, || ()).await.unwrap();
     }
 }

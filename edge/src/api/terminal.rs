@@ -1,4 +1,4 @@
-//! Terminals (decisions 5): the tokens with which users connect to what they rent, and the sessions, for administrators.
+//! Terminals (decisions 5): the tokens with which users connect to their allocations, and the terminal sessions.
 
 use actors::AskError;
 use axum::Json;
@@ -7,11 +7,11 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::allocation::{Allocation, Phase};
-use domain::commit::Footing;
-use domain::recording::Mode;
-use domain::tenant::{self, AskedScopes, Tenant};
-use domain::terminal_session::{self, CloseReason, Command, Digest, Exit, Reply, TerminalSession};
-use domain::{AllocationId, Kind, Machine as _, TerminalSessionId};
+use domain::commit::Precondition;
+use domain::recording::RecordingMode as PolicyMode;
+use domain::tenant::{self, QuotaScopes, Tenant};
+use domain::terminal_session::{self, CloseReason, Command, Reply, ShellExit, TerminalSession, TokenDigest};
+use domain::{AllocationId, EntityKind, Machine as _, TerminalSessionId};
 use persistence::read::ListFilter;
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Serialize};
@@ -20,23 +20,23 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::allocation::visible;
-use super::asking::{Asking, ByAdmin, ByUser, replayed};
-use super::field::{Because, ClaimId};
+use super::field::{ClaimId, ReasonBody};
+use super::read_model::{self, StoredEntity, find};
+use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::ssh_key::tenant_of;
-use super::stored::{self, Stored, find};
-use crate::answer::not_answered;
 use crate::body::{self, JsonOrDefault, Path};
 use crate::correlation::no_store;
 use crate::error::{ApiError, Code};
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
+use crate::rejection_response::not_answered;
 use crate::services::Services;
 use crate::terminal::mint;
 
-/// More live sessions than any limit admits.
-const ALL: u32 = 1000;
+/// A bound above every limit of live sessions.
+const ABOVE_ANY_LIMIT: u32 = 1000;
 
-/// Which session a token is for.
+/// The session that a token is for.
 #[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct NewTerminalToken {
@@ -61,18 +61,18 @@ pub(super) struct IssuedTerminalToken {
 #[serde(rename_all = "kebab-case")]
 pub(super) enum RecordingMode {
     Off,
-    /// As far as that can be done; where something is missing, the recording says so.
+    /// Recorded as far as possible; the recording marks gaps.
     BestEffort,
     /// All of it: the terminal waits where it cannot be recorded.
     Strict,
 }
 
-impl From<Mode> for RecordingMode {
-    fn from(mode: Mode) -> Self {
+impl From<PolicyMode> for RecordingMode {
+    fn from(mode: PolicyMode) -> Self {
         match mode {
-            Mode::Off => Self::Off,
-            Mode::BestEffort => Self::BestEffort,
-            Mode::Strict => Self::Strict,
+            PolicyMode::Off => Self::Off,
+            PolicyMode::BestEffort => Self::BestEffort,
+            PolicyMode::Strict => Self::Strict,
         }
     }
 }
@@ -108,8 +108,8 @@ pub(super) struct TerminalSessionView {
     node_id: Uuid,
     user_id: String,
     state: StateName,
-    /// Why it is over: `exited`, `failed`, `never_attached`, `killed`, `allocation_ended`,
-    /// `lifetime`, `detached_expired`, `displaced` or `ended_by_user`; null while it is not.
+    /// Why it is closed: `exited`, `failed`, `never_attached`, `killed`, `allocation_ended`, `lifetime`, `detached_expired`, `displaced`
+    /// or `ended_by_user`; null while it is not.
     close_reason: Option<String>,
     /// How its program ended; null where it did not by itself.
     exit: Option<TerminalExitView>,
@@ -117,9 +117,9 @@ pub(super) struct TerminalSessionView {
     attachments: u32,
     recording: RecordingMode,
     opened_at: DateTime<Utc>,
-    /// Since when nobody is connected; null while somebody is.
+    /// Since when no client is connected; null while one is.
     detached_at: Option<DateTime<Utc>>,
-    /// When it is closed: at the end of its lifetime, or earlier where nobody comes back to it.
+    /// When it is closed: at the end of its lifetime, or earlier where no client reconnects.
     ends_at: DateTime<Utc>,
     closed_at: Option<DateTime<Utc>>,
 }
@@ -132,7 +132,7 @@ pub(super) struct TerminalExitView {
     signal: Option<i32>,
 }
 
-/// Which sessions.
+/// A filter of sessions.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
@@ -149,8 +149,8 @@ pub(super) struct Unfiltered {}
 
 /// Makes a token that opens a terminal on your active allocation.
 ///
-/// It lets one connection in, once, for a short time. With `session_id` the connection goes on with that session: with the output that
-/// it missed, as far as that is kept, and in place of a connection that is still there. The answer is a secret: it is stored nowhere, so a
+/// It lets one connection in, once, for a short time. With `session_id` the connection goes on with that session: with the output that it
+/// missed, as far as that is stored, and in place of a connection that is still open. The response is a secret: it is not stored, so a
 /// repetition makes another token whatever its `Idempotency-Key`.
 #[utoipa::path(
     post,
@@ -160,32 +160,32 @@ pub(super) struct Unfiltered {}
     responses((status = 201, description = "The token. `Cache-Control: no-store`.", body = IssuedTerminalToken)),
 )]
 pub(super) async fn issue_token(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     JsonOrDefault(new): JsonOrDefault<NewTerminalToken>,
 ) -> Result<Response, ApiError> {
-    // From the store: the commit rests on the version that is read here.
+    // Read from the store: the commit requires the version that is read here.
     let allocation = find::<Allocation>(&services, id).await?;
-    let allocation = allocation.filter(|found| found.it.asked.user_id == asking.caller.user_id);
+    let allocation = allocation.filter(|found| found.it.asked.user_id == context.caller.user_id);
     let allocation = allocation.ok_or_else(|| ApiError::not_found("allocation"))?;
     let Phase::Active { node_id, .. } = allocation.it.phase else { return Err(not_active(&allocation)) };
-    let active = Footing { entity: id, version: allocation.version };
+    let active = Precondition { entity: id, version: allocation.version };
     let session = match new.session_id {
-        Some(session) => of_allocation(&services, &asking, session, allocation.it.id).await?,
+        Some(session) => of_allocation(&services, &context, session, allocation.it.id).await?,
         None => {
-            let session = asking.id_of_new();
-            take_place(&services, &asking, allocation.it.id, TerminalSessionId(session)).await?;
+            let session = context.new_id();
+            reserve_session(&services, &context, allocation.it.id, TerminalSessionId(session)).await?;
             session
         }
     };
     let (token, hash) = mint(session);
-    let token_sha256 = Digest(hash.to_bytes());
+    let token_sha256 = TokenDigest(hash.to_bytes());
     let command = match new.session_id {
         Some(_) => Command::IssueToken { token_sha256, active },
         None => Command::Open { allocation_id: allocation.it.id, node_id, token_sha256, active },
     };
-    let answered = asking.ask_unstored::<TerminalSession>(session, command).await?;
+    let answered = context.ask_unstored::<TerminalSession>(session, command).await?;
     let Reply::Issued { expires_at, recording } = answered.reply else { return Err(unexpected()) };
     let issued = IssuedTerminalToken {
         token: token.expose_secret().to_owned(),
@@ -197,7 +197,7 @@ pub(super) async fn issue_token(
     Ok((StatusCode::CREATED, no_store(), Json(issued)).into_response())
 }
 
-fn not_active(allocation: &Stored<Allocation>) -> ApiError {
+fn not_active(allocation: &StoredEntity<Allocation>) -> ApiError {
     let state = allocation.it.state();
     ApiError::new(
         Code::StateConflict,
@@ -206,70 +206,70 @@ fn not_active(allocation: &Stored<Allocation>) -> ApiError {
     .detail("state", state)
 }
 
-/// The session, where it is the caller's and of this allocation.
+/// The session, where it belongs to the caller and to this allocation.
 async fn of_allocation(
     services: &Services,
-    asking: &Asking,
+    context: &RequestContext,
     session: Uuid,
     allocation: AllocationId,
 ) -> Result<Uuid, ApiError> {
     let found = find::<TerminalSession>(services, session).await?;
-    let own = |found: &Stored<TerminalSession>| {
-        found.it.allocation_id == allocation && found.it.owner.user_id == asking.caller.user_id
+    let own = |found: &StoredEntity<TerminalSession>| {
+        found.it.allocation_id == allocation && found.it.owner.user_id == context.caller.user_id
     };
     let found = found.filter(own).ok_or_else(|| ApiError::not_found("terminal session"))?;
     Ok(found.it.id.0)
 }
 
-/// Takes a place among the sessions that policy `terminal.sessions_per_allocation` admits. Those that are there are read; those that are
-/// being opened the tenant's mailbox knows, and it decides. Where there is none, the session that is detached for longest makes room.
-async fn take_place(
+/// Reserves a slot in the quota of policy `terminal.sessions_per_allocation`. Open sessions are read here; the tenant entity knows those
+/// that are being opened, and it decides. Where no slot is free, the session that has been detached for longest is displaced.
+async fn reserve_session(
     services: &Services,
-    asking: &Asking,
+    context: &RequestContext,
     allocation_id: AllocationId,
     session: TerminalSessionId,
 ) -> Result<(), ApiError> {
-    let open = open_on(services, allocation_id, &asking.caller.user_id).await?;
+    let open = live_sessions(services, allocation_id, &context.caller.user_id).await?;
     let mut there: BTreeSet<_> = open.iter().map(|stored| stored.it.id).collect();
-    let Err(refused) = expect_place(asking, allocation_id, session, &there, BTreeSet::new()).await else {
+    let Err(refused) = expect_session(context, allocation_id, session, &there, BTreeSet::new()).await else {
         return Ok(());
     };
     if refused.code() != Code::StateConflict {
         return Err(refused);
     }
-    // A place is kept for a minute for each session that was opened, also for one that is over by now.
-    let mut over = expected_and_over(services, asking, allocation_id).await?;
+    // The tenant holds a slot for a minute for each session that was opened, also for one that has closed since.
+    let mut over = expected_but_closed(services, context, allocation_id).await?;
     if over.is_empty() {
-        over.extend(displace_oldest(asking, &open).await?);
+        over.extend(displace_oldest(context, &open).await?);
         there.retain(|id| !over.contains(id));
     }
-    if over.is_empty() { Err(refused) } else { expect_place(asking, allocation_id, session, &there, over).await }
+    if over.is_empty() { Err(refused) } else { expect_session(context, allocation_id, session, &there, over).await }
 }
 
-async fn expect_place(
-    asking: &Asking,
+async fn expect_session(
+    context: &RequestContext,
     allocation_id: AllocationId,
     session: TerminalSessionId,
     there: &BTreeSet<TerminalSessionId>,
     over: BTreeSet<TerminalSessionId>,
 ) -> Result<(), ApiError> {
-    let caller = &asking.caller;
+    let caller = &context.caller;
     let scopes =
-        AskedScopes { org_id: caller.org_id.clone(), project_id: caller.project_id.clone(), plan: caller.plan.clone() };
+        QuotaScopes { org_id: caller.org_id.clone(), project_id: caller.project_id.clone(), plan: caller.plan.clone() };
     let (user_id, there) = (caller.user_id.clone(), there.clone());
     let command = tenant::Command::ExpectTerminal { user_id, allocation_id, session, there, over, scopes };
-    asking.ask_unstored::<Tenant>(tenant_of(asking), command).await?;
+    context.ask_unstored::<Tenant>(tenant_of(context), command).await?;
     Ok(())
 }
 
-/// The sessions for which the caller's tenant keeps a place although they are over.
-async fn expected_and_over(
+/// The sessions for which the caller's tenant still holds a slot although they are closed.
+async fn expected_but_closed(
     services: &Services,
-    asking: &Asking,
+    context: &RequestContext,
     allocation_id: AllocationId,
 ) -> Result<BTreeSet<TerminalSessionId>, ApiError> {
     let mut over = BTreeSet::new();
-    let tenant = find::<Tenant>(services, tenant_of(asking)).await?;
+    let tenant = find::<Tenant>(services, tenant_of(context)).await?;
     let expected = tenant.and_then(|mut tenant| tenant.it.expected_terminals.remove(&allocation_id));
     for session in expected.unwrap_or_default().into_keys() {
         let found = find::<TerminalSession>(services, session.0).await?;
@@ -280,18 +280,18 @@ async fn expected_and_over(
     Ok(over)
 }
 
-/// Closes the session that is detached for longest. `None` where none is.
+/// Closes the session that has been detached for longest. `None` where none is detached.
 async fn displace_oldest(
-    asking: &Asking,
-    open: &[Stored<TerminalSession>],
+    context: &RequestContext,
+    open: &[StoredEntity<TerminalSession>],
 ) -> Result<Option<TerminalSessionId>, ApiError> {
     let mut detached: Vec<_> =
         open.iter().filter_map(|stored| Some((detached_at(&stored.it)?, stored.it.id))).collect();
     detached.sort_unstable();
     for (_, session) in detached {
-        match asking.try_ask_unstored::<TerminalSession>(session.0, Command::Displace).await? {
+        match context.try_ask_unstored::<TerminalSession>(session.0, Command::Displace).await? {
             Ok(_) => return Ok(Some(session)),
-            // Somebody connected to it in this moment: the next one.
+            // A client has just connected to it: try the next one.
             Err(AskError::Rejected(terminal_session::Rejection::NotDetached)) => {}
             Err(error) => return Err(not_answered(error)),
         }
@@ -308,21 +308,21 @@ const fn detached_at(session: &TerminalSession) -> Option<DateTime<Utc>> {
     }
 }
 
-/// An allocation's sessions that are not over, oldest first. Whoever rents it has opened them all.
-async fn open_on(
+/// An allocation's live sessions, oldest first. Its user has opened all of them.
+async fn live_sessions(
     services: &Services,
     allocation: AllocationId,
     owner: &str,
-) -> Result<Vec<Stored<TerminalSession>>, ApiError> {
+) -> Result<Vec<StoredEntity<TerminalSession>>, ApiError> {
     let states = terminal_session::Phase::LIVE.map(str::to_owned).into();
     let own = ListFilter { owner: Some(owner.to_owned()), states, ..ListFilter::default() };
-    let rows = services.reads.list(Kind::TerminalSession, &own, None, ALL).await?.items;
-    let sessions = rows.iter().filter_map(|row| Stored::<TerminalSession>::of(row).ok());
+    let rows = services.reads.list(EntityKind::TerminalSession, &own, None, ABOVE_ANY_LIMIT).await?.items;
+    let sessions = rows.iter().filter_map(|row| StoredEntity::<TerminalSession>::of(row).ok());
     Ok(sessions.filter(|stored| stored.it.allocation_id == allocation).collect())
 }
 
-/// Where it stands in a list. A position is kept in microseconds.
-const fn place(session: &Stored<TerminalSession>) -> (i64, Uuid) {
+/// The position of a session in a list. Page tokens have microseconds.
+const fn list_position(session: &StoredEntity<TerminalSession>) -> (i64, Uuid) {
     (session.created_at.timestamp_micros(), session.it.id.0)
 }
 
@@ -334,18 +334,19 @@ const fn place(session: &Stored<TerminalSession>) -> (i64, Uuid) {
     responses((status = 200, description = "A page of sessions.", body = Items<TerminalSessionView>)),
 )]
 pub(super) async fn list_open(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     listing: Listing<Unfiltered>,
 ) -> Result<Json<Items<TerminalSessionView>>, ApiError> {
-    let allocation = visible(&services, &asking, id).await?;
+    let allocation = visible(&services, &context, id).await?;
     let page = listing.page("terminal-sessions-of-allocation", &id.to_string(), Order::OldestFirst)?;
-    let mut open = open_on(&services, allocation.it.id, &allocation.it.asked.user_id).await?;
+    let mut open = live_sessions(&services, allocation.it.id, &allocation.it.asked.user_id).await?;
     let after = page.after.map(|at| (at.created_at.timestamp_micros(), at.id));
-    open.retain(|session| after.is_none_or(|after| place(session) > after));
+    open.retain(|session| after.is_none_or(|after| list_position(session) > after));
     open.truncate(usize::try_from(page.rows_to_read()).unwrap_or(usize::MAX));
-    let position = |stored: &Stored<TerminalSession>| Position { created_at: stored.created_at, id: stored.it.id.0 };
+    let position =
+        |stored: &StoredEntity<TerminalSession>| Position { created_at: stored.created_at, id: stored.it.id.0 };
     Ok(Json(page.answer(open, position, |stored| view(&stored.it))))
 }
 
@@ -360,12 +361,12 @@ pub(super) async fn list_open(
     responses((status = 200, description = "The session, which is over.", body = TerminalSessionView)),
 )]
 pub(super) async fn end(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path((id, session_id)): Path<(Uuid, Uuid)>,
 ) -> Result<Json<TerminalSessionView>, ApiError> {
-    let session = of_allocation(&services, &asking, session_id, AllocationId(id)).await?;
-    let answered = asking.urgently().ask_unstored::<TerminalSession>(session, Command::EndByUser).await?;
+    let session = of_allocation(&services, &context, session_id, AllocationId(id)).await?;
+    let answered = context.prioritized().ask_unstored::<TerminalSession>(session, Command::EndByUser).await?;
     let Reply::Session { session } = answered.reply else { return Err(unexpected()) };
     Ok(Json(view(&session)))
 }
@@ -378,7 +379,7 @@ pub(super) async fn end(
     responses((status = 200, description = "A page of sessions.", body = Items<TerminalSessionView>)),
 )]
 pub(super) async fn list(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     listing: Listing<TerminalSessionFilter>,
 ) -> Result<Json<Items<TerminalSessionView>>, ApiError> {
@@ -386,8 +387,8 @@ pub(super) async fn list(
     let page = listing.page("terminal-sessions", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
     let states = listing.filter.state.map(|state| state.name().to_owned()).into_iter().collect();
     let filter = ListFilter { owner, states, ..ListFilter::default() };
-    let rows = stored::list::<TerminalSession>(&services, &filter, &page).await?;
-    Ok(Json(stored::answer(&page, rows, |stored| view(&stored.it))))
+    let rows = read_model::list::<TerminalSession>(&services, &filter, &page).await?;
+    Ok(Json(read_model::to_page(&page, rows, |stored| view(&stored.it))))
 }
 
 /// One terminal session.
@@ -398,7 +399,7 @@ pub(super) async fn list(
     responses((status = 200, description = "The session.", body = TerminalSessionView)),
 )]
 pub(super) async fn get(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<TerminalSessionView>, ApiError> {
@@ -408,22 +409,22 @@ pub(super) async fn get(
 
 /// Closes a terminal session at once: its connection, and its shell on the node.
 ///
-/// The shell and what is in its process group is told to hang up, and killed where it has not ended 2 s later. What its user has put into
-/// the background and told not to mind goes on until the allocation is released.
+/// The shell and its process group get SIGHUP, and SIGKILL where they have not ended 2 s later. Background processes that ignore SIGHUP
+/// run on until the allocation is released.
 #[utoipa::path(
     post,
     path = "/",
     params(("id" = Uuid, Path, description = "The session's id")),
-    request_body = Because,
+    request_body = ReasonBody,
     responses((status = 200, description = "The session, which is over.", body = TerminalSessionView)),
 )]
 pub(super) async fn kill(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     Path(id): Path<Uuid>,
-    Once(body::Json(why)): Once<body::Json<Because>>,
+    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Kill { reason: why.reason.to_string() };
-    let answered = asking.urgently().ask::<TerminalSession>(id, command).await?;
+    let answered = context.prioritized().ask::<TerminalSession>(id, command).await?;
     let replayed = replayed(&answered);
     let Reply::Session { session } = answered.reply else { return Err(unexpected()) };
     Ok((StatusCode::OK, replayed, Json(view(&session))).into_response())
@@ -442,10 +443,10 @@ fn view(session: &TerminalSession) -> TerminalSessionView {
         P::Closed { at, .. } => (StateName::Closed, Some(*at)),
     };
     let exit = match session.closed() {
-        Some(CloseReason::Exited { exit: Exit::Code(code) }) => {
+        Some(CloseReason::Exited { exit: ShellExit::Code(code) }) => {
             Some(TerminalExitView { code: Some(*code), signal: None })
         }
-        Some(CloseReason::Exited { exit: Exit::Signal(signal) }) => {
+        Some(CloseReason::Exited { exit: ShellExit::Signal(signal) }) => {
             Some(TerminalExitView { code: None, signal: Some(*signal) })
         }
         Some(_) | None => None,

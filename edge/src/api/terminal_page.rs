@@ -1,9 +1,8 @@
-//! The page with a terminal, and the one that plays a recording back: a browser is enough for a shell on what is rented, and to see what it
-//! showed.
+//! The browser pages with a terminal on an allocation, and with the playback of a recording.
 //!
-//! A page holds no secret and is the same for everybody. Its user gives it their access token, which it keeps in its tab, and it does
-//! what any client does: asks for a terminal token and connects to the gateway, or fetches a recording. Its files are built in (`build.rs`);
-//! it asks no other host.
+//! A page has no secret and is the same for all users. The user gives it an access token, which stays in its tab, and it does what any
+//! client does: it requests a terminal token and connects to the gateway, or fetches a recording. Its files are built in (`build.rs`); it
+//! sends no request to another host.
 
 use std::sync::LazyLock;
 
@@ -12,7 +11,7 @@ use axum::http::{HeaderMap, HeaderValue};
 use axum::response::Response;
 use uuid::Uuid;
 
-use super::browser_page::{Files, SCRIPT, STYLE, shown};
+use super::browser_page::{PageFiles, SCRIPT, STYLE, page_response};
 use crate::body::Path;
 use crate::error::ApiError;
 use crate::services::Services;
@@ -21,7 +20,7 @@ use crate::websocket::origin_of;
 const TERMINAL: &str = include_str!("../../terminal-page/index.html");
 const RECORDING: &str = include_str!("../../terminal-page/recording.html");
 
-/// What the pages load: their own files, and from npm xterm.js and asciinema's player.
+/// The assets of the pages: their own files, and xterm.js and asciinema's player from npm.
 const FILES: [(&str, &str, &str); 14] = [
     ("main.js", SCRIPT, include_str!("../../terminal-page/main.js")),
     ("screen.js", SCRIPT, include_str!("../../terminal-page/screen.js")),
@@ -39,16 +38,17 @@ const FILES: [(&str, &str, &str); 14] = [
     ("asciinema-player.css", STYLE, include_str!(concat!(env!("OUT_DIR"), "/asciinema-player.css"))),
 ];
 
-static LOADED: LazyLock<Files> = LazyLock::new(|| Files::built_in(&FILES));
+static PAGE_FILES: LazyLock<PageFiles> = LazyLock::new(|| PageFiles::built_in(&FILES));
 
-/// What a page may do: run this service's scripts, and talk to this service and whom `connects` names. xterm.js and the player write colours
-/// and sizes into style sheets of their own making. `scripts`: what scripts may do beside that; `markup`: who may make markup out of text.
-fn page_may(connects: &str, scripts: &str, markup: &str) -> Result<HeaderValue, ApiError> {
-    let may = format!(
+/// The content security policy of a page: it runs this service's scripts, and connects to this service and to the origins in `connects`.
+/// xterm.js and the player write colours and sizes into style sheets that they create. `scripts`: further sources of scripts; `markup`:
+/// the trusted types that may create markup from text.
+fn content_security_policy(connects: &str, scripts: &str, markup: &str) -> Result<HeaderValue, ApiError> {
+    let policy = format!(
         "default-src 'none'; script-src 'self'{scripts}; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'{connects}; \
          base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types {markup}"
     );
-    HeaderValue::from_str(&may).map_err(|_| ApiError::internal("the address of terminals is no header's text"))
+    HeaderValue::from_str(&policy).map_err(|_| ApiError::internal("the address of terminals is no header's text"))
 }
 
 /// A page with a terminal on your active allocation.
@@ -66,7 +66,7 @@ pub(super) async fn page(
     Path(_allocation): Path<Uuid>,
 ) -> Result<Response, ApiError> {
     let gateway = origin_of(&services.addresses.terminal_url);
-    Ok(shown(TERMINAL, page_may(&format!(" {gateway}"), "", "'none'")?))
+    Ok(page_response(TERMINAL, content_security_policy(&format!(" {gateway}"), "", "'none'")?))
 }
 
 /// A page that plays a recording back.
@@ -80,8 +80,8 @@ pub(super) async fn page(
     responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
 )]
 pub(super) async fn recording(Path(_session): Path<Uuid>) -> Result<Response, ApiError> {
-    // The player draws by a WebAssembly module, and its buttons are markup, which `recording.js` looks through.
-    Ok(shown(RECORDING, page_may("", " 'wasm-unsafe-eval'", "default")?))
+    // The player uses a WebAssembly module, and its buttons are markup, which `recording.js` checks.
+    Ok(page_response(RECORDING, content_security_policy("", " 'wasm-unsafe-eval'", "default")?))
 }
 
 /// A script or style sheet of the pages with a terminal and with a recording.
@@ -97,6 +97,6 @@ pub(super) async fn recording(Path(_session): Path<Uuid>) -> Result<Response, Ap
         (status = 304, description = "The file is the one that `If-None-Match` names."),
     ),
 )]
-pub(super) async fn asset(Path(name): Path<String>, asked: HeaderMap) -> Result<Response, ApiError> {
-    LOADED.answer(&name, &asked)
+pub(super) async fn asset(Path(name): Path<String>, request_headers: HeaderMap) -> Result<Response, ApiError> {
+    PAGE_FILES.response(&name, &request_headers)
 }

@@ -1,4 +1,4 @@
-//! The public API as it is served: its router over the actors and a real Postgres, with an identity provider on loopback.
+//! Tests of the public API as it is served: its router over the actors and a real Postgres, with an identity provider on loopback.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod allocations;
@@ -6,6 +6,8 @@ mod audit;
 mod billing;
 mod contract;
 mod errors;
+mod fake_processor;
+mod harness;
 mod inputs;
 mod keys;
 mod labels;
@@ -28,6 +30,4 @@ mod statements;
 mod strictness;
 mod terminal_page;
 mod terminals;
-mod till;
 mod webhooks;
-mod world;

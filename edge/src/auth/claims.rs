@@ -1,4 +1,4 @@
-//! What a token says, read strictly.
+//! The claims of a token, parsed strictly.
 
 use std::collections::BTreeSet;
 
@@ -16,11 +16,11 @@ use super::{
     jwks::{JwksError, PublishedKey},
 };
 
-/// The longest id taken from a claim, in bytes.
+/// The longest id accepted in a claim, in bytes.
 const MAX_ID_LEN: usize = 255;
 const MAX_ROLES: usize = 200;
 
-/// Where the claims are: a claim's name, or the names on the way to it with dots between.
+/// Where the claims are: a claim's name, or the path to it with dots between.
 #[derive(Clone, Debug)]
 pub struct ClaimPaths {
     pub user_id: String,
@@ -42,7 +42,7 @@ impl Default for ClaimPaths {
     }
 }
 
-/// Why a token is not believed; for the operator, the caller hears less.
+/// Why a token is refused; for the operator, the caller gets less detail.
 #[derive(Debug, Error)]
 pub enum TokenFault {
     #[error("the token is no signed JSON Web Token")]
@@ -79,8 +79,8 @@ pub enum TokenFault {
     Store(#[source] StoreError),
 }
 
-/// A token in its parts, nothing of it believed.
-pub(super) struct Presented<'a> {
+/// A parsed token whose signature is not verified yet.
+pub(super) struct UnverifiedToken<'a> {
     signed: &'a str,
     signature: &'a str,
     payload: &'a str,
@@ -88,7 +88,7 @@ pub(super) struct Presented<'a> {
     pub(super) kid: String,
 }
 
-impl<'a> Presented<'a> {
+impl<'a> UnverifiedToken<'a> {
     pub(super) fn parse(token: &'a str) -> Result<Self, TokenFault> {
         let (signed, signature) = token.rsplit_once('.').ok_or(TokenFault::Malformed)?;
         let (header, payload) = signed.split_once('.').ok_or(TokenFault::Malformed)?;
@@ -137,13 +137,13 @@ fn object(encoded: &str) -> Result<Map<String, Value>, TokenFault> {
     serde_json::from_slice(&bytes).map_err(|_| TokenFault::Malformed)
 }
 
-/// Of a bounded length, on one line whoever shows it: U+2028 and U+2029 end lines too, and the direction marks turn them around.
+/// Of bounded length and on one line wherever it is shown: U+2028 and U+2029 end lines too, and direction marks change the order of text.
 fn is_plain(text: &str) -> bool {
     let forges = |c: char| c.is_control() || matches!(c, '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     (1..=MAX_ID_LEN).contains(&text.len()) && !text.chars().any(forges)
 }
 
-/// Reads the claims of a token whose signature holds.
+/// Reads the claims of a token with a valid signature.
 pub(super) fn read(claims: &Map<String, Value>, rules: &TokenRules, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
     if claims.get("iss").and_then(Value::as_str) != Some(rules.issuer.as_str()) {
         return Err(TokenFault::Issuer);
@@ -158,7 +158,7 @@ pub(super) fn read(claims: &Map<String, Value>, rules: &TokenRules, now: DateTim
     if !meant_for_us {
         return Err(TokenFault::Audience);
     }
-    // Keycloak signs ID and refresh tokens with the same keys and tells them apart by this claim.
+    // Keycloak signs ID and refresh tokens with the same keys and distinguishes them by this claim.
     if claims.get("typ").and_then(Value::as_str).is_some_and(|kind| !kind.eq_ignore_ascii_case("bearer")) {
         return Err(TokenFault::Header);
     }
@@ -176,7 +176,7 @@ pub(super) fn read(claims: &Map<String, Value>, rules: &TokenRules, now: DateTim
     })
 }
 
-/// The address of OpenID Connect's claims `email` and `email_verified`. Whatever else stands there is no reason to refuse a token.
+/// The address of OpenID Connect's claims `email` and `email_verified`. An invalid value is no reason to refuse a token.
 fn verified_email(claims: &Map<String, Value>) -> Option<String> {
     let is_verified = claims.get("email_verified").and_then(Value::as_bool).unwrap_or(false);
     let address = claims.get("email").and_then(Value::as_str).filter(|_| is_verified)?;
@@ -224,12 +224,12 @@ fn time(claims: &Map<String, Value>, name: &str) -> Result<Option<DateTime<Utc>>
             }
         }
     };
-    // No token is from before 1970; a negative time is somebody's arithmetic.
+    // No token is from before 1970; a negative time is an arithmetic error.
     let at = DateTime::from_timestamp_millis(millis).filter(|at| *at >= DateTime::UNIX_EPOCH);
     at.map(Some).ok_or_else(fault)
 }
 
-/// The claim at a path; a claim whose own name holds the dots comes first.
+/// The claim at a path; a claim whose own name contains the dots comes first.
 fn at<'a>(claims: &'a Map<String, Value>, path: &str) -> Option<&'a Value> {
     if let Some(value) = claims.get(path) {
         return Some(value);

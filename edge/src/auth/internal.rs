@@ -7,7 +7,7 @@ use subtle::ConstantTimeEq;
 use super::{INVALID, bearer, challenge};
 use crate::error::ApiError;
 
-/// The shortest token admitted, in characters: a word can be guessed.
+/// The shortest token accepted, in characters: a shorter one can be guessed.
 const MIN_LEN: usize = 32;
 
 /// The hash of a configured token.
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn a_word_is_no_secret() {
+    fn short_internal_token_is_refused() {
         for weak in ["", "changeme", "0123456789abcdef 123456789abcdef"] {
             assert!(InternalToken::new(weak).is_none(), "{weak}");
         }

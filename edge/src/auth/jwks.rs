@@ -1,7 +1,7 @@
 //! The identity provider's published keys (RFC 7517), found by OpenID Connect Discovery 1.0.
 //!
-//! An unknown key id asks the provider again, at a bounded rate and never twice at once; keys that were had stay while the
-//! provider cannot be reached. A set is bounded in size and number, and fetching it in time.
+//! An unknown key id causes a fetch, at a bounded rate and never twice at once; cached keys stay while the provider cannot be reached. A
+//! set is bounded in size and number, and fetching it in time.
 
 use std::{
     collections::HashMap,
@@ -22,16 +22,16 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use crate::outward::{body_of, broken, is_secure};
+use crate::outbound_http::{error_chain, is_secure, read_bounded_body};
 
 const RSA_MIN_BYTES: usize = 256;
 
-/// How the provider's keys are had.
+/// How the provider's keys are fetched.
 #[derive(Clone, Debug)]
 pub struct JwksSettings {
-    /// The issuer, under which `/.well-known/openid-configuration` lies. HTTPS, or HTTP on this machine.
+    /// The issuer, with `/.well-known/openid-configuration` below it. HTTPS, or HTTP on this machine.
     pub issuer: String,
-    /// Authorities for the provider's certificate in PEM, where the system's do not know it.
+    /// Authorities for the provider's certificate in PEM, where the system does not trust it.
     pub authorities_pem: Option<String>,
     /// For each of the two requests.
     pub timeout: Duration,
@@ -40,12 +40,12 @@ pub struct JwksSettings {
     pub max_keys: usize,
     /// Between two attempts that unknown key ids cause.
     pub min_refresh_gap: Duration,
-    /// Between two attempts that somebody demands.
+    /// Between two forced refreshes.
     pub min_forced_gap: Duration,
-    /// How many requests at once wait for a refresh; the others are told to come again. A provider that is slow must not hold all
-    /// places of the API.
+    /// How many requests at once wait for a refresh; the others are asked to retry. A slow provider must not block all of the API's request
+    /// slots.
     pub max_waiting: usize,
-    /// After which the keys are asked for again although nothing is missing, so that a withdrawn key ends.
+    /// After which the keys are refreshed although none is missing, so that a withdrawn key ends.
     pub max_age: Duration,
 }
 
@@ -66,7 +66,7 @@ impl JwksSettings {
     }
 }
 
-/// Why the keys could not be had.
+/// Why the keys could not be fetched.
 #[derive(Clone, Debug, Error)]
 pub enum JwksError {
     #[error("{0} is no https address (http only on this machine)")]
@@ -100,25 +100,25 @@ impl PublishedKey {
 type KeySet = HashMap<String, Vec<Arc<PublishedKey>>>;
 type Refresh = Shared<BoxFuture<'static, Result<(), JwksError>>>;
 
-/// The provider's keys, kept fresh by those who use them.
+/// The provider's keys, refreshed on demand.
 #[derive(Clone)]
 pub struct Jwks(Arc<Inner>);
 
 struct Inner {
     settings: JwksSettings,
     client: Client,
-    keys: ArcSwapOption<Fetched>,
-    refreshing: Mutex<Refreshing>,
+    keys: ArcSwapOption<FetchedKeys>,
+    refreshing: Mutex<RefreshState>,
     waiting: Semaphore,
 }
 
-struct Fetched {
+struct FetchedKeys {
     keys: KeySet,
     at: Instant,
 }
 
 #[derive(Default)]
-struct Refreshing {
+struct RefreshState {
     last_attempt_at: Option<Instant>,
     last_forced_at: Option<Instant>,
     running: Option<Refresh>,
@@ -128,7 +128,7 @@ impl Jwks {
     /// # Errors
     /// Where the issuer is not on HTTPS or the authorities cannot be read.
     pub fn new(settings: JwksSettings) -> Result<Self, JwksError> {
-        secure(&settings.issuer)?;
+        require_https(&settings.issuer)?;
         let mut client = Client::builder().timeout(settings.timeout).redirect(redirect::Policy::none());
         if let Some(pem) = &settings.authorities_pem {
             let authorities = reqwest::Certificate::from_pem_bundle(pem.as_bytes())
@@ -141,10 +141,10 @@ impl Jwks {
         Ok(Self(Arc::new(Inner { settings, client, keys, refreshing, waiting })))
     }
 
-    /// Asks the provider now, however fresh the keys are, or joins the request that is under way. Answers with how many keys there are.
+    /// Fetches the keys now, however fresh they are, or joins the fetch in flight. Returns the number of keys.
     ///
     /// # Errors
-    /// [`JwksError::TooSoon`] where this was demanded a moment ago; else where the keys could not be had: those from before stay.
+    /// [`JwksError::TooSoon`] where a refresh was forced a moment ago; else where the keys could not be fetched: the cached ones stay.
     pub async fn refresh(&self) -> Result<usize, JwksError> {
         let refresh = {
             let mut refreshing = self.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
@@ -164,13 +164,13 @@ impl Jwks {
     /// The keys of this id that may sign with this algorithm; none where the id is unknown.
     ///
     /// # Errors
-    /// Where no keys have ever been had.
+    /// Where no keys were ever fetched.
     pub(super) async fn keys_for(&self, kid: &str, algorithm: Algorithm) -> Result<Vec<Arc<PublishedKey>>, JwksError> {
         if let Some(fetched) = &*self.0.keys.load() {
-            let found = fitting(&fetched.keys, kid, algorithm);
+            let found = matching_keys(&fetched.keys, kid, algorithm);
             if !found.is_empty() {
                 if fetched.at.elapsed() > self.0.settings.max_age {
-                    // Not waited for: what is had serves until the answer is there.
+                    // Not awaited: the cached keys serve until the new ones are there.
                     if let Some(refresh) = self.try_refresh() {
                         tokio::spawn(refresh);
                     }
@@ -180,19 +180,19 @@ impl Jwks {
         }
         let outcome = match self.try_refresh() {
             Some(refresh) => {
-                let _place = self.0.waiting.try_acquire().map_err(|_| JwksError::TooManyWait)?;
+                let _permit = self.0.waiting.try_acquire().map_err(|_| JwksError::TooManyWait)?;
                 refresh.await
             }
             None => Err(JwksError::TooSoon),
         };
         match (&*self.0.keys.load(), outcome) {
-            (Some(fetched), _) => Ok(fitting(&fetched.keys, kid, algorithm)),
+            (Some(fetched), _) => Ok(matching_keys(&fetched.keys, kid, algorithm)),
             (None, Err(error)) => Err(error),
             (None, Ok(())) => Ok(Vec::new()),
         }
     }
 
-    /// Joins what is running, or begins unless the last attempt is too fresh.
+    /// Joins the refresh in flight, or starts one unless the last attempt is too recent.
     fn try_refresh(&self) -> Option<Refresh> {
         let mut refreshing = self.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(running) = &refreshing.running {
@@ -203,11 +203,11 @@ impl Jwks {
     }
 
     /// In a task of its own, so that it does not end with the request that began it.
-    fn spawn_refresh(&self, refreshing: &mut Refreshing) -> Refresh {
+    fn spawn_refresh(&self, refreshing: &mut RefreshState) -> Refresh {
         refreshing.last_attempt_at = Some(Instant::now());
         let jwks = self.clone();
         let task = tokio::spawn(async move {
-            let running = Running(jwks);
+            let running = RefreshGuard(jwks);
             let result = running.0.fetch().await;
             if let Err(error) = &result {
                 warn!(%error, issuer = %running.0.0.settings.issuer, "the identity provider's keys could not be refreshed");
@@ -234,47 +234,47 @@ impl Jwks {
             return Err(JwksError::ForeignIssuer(issuer.chars().take(200).collect()));
         }
         let address = discovery.get("jwks_uri").and_then(Value::as_str).unwrap_or_default();
-        secure(address)?;
+        require_https(address)?;
         let published = self.get(address).await?;
         let keys = read_keys(&published, settings.max_keys);
         if keys.is_empty() {
             return Err(JwksError::NoKeys(address.to_owned()));
         }
         debug!(keys = keys.len(), "the identity provider's keys were refreshed");
-        self.0.keys.store(Some(Arc::new(Fetched { keys, at: Instant::now() })));
+        self.0.keys.store(Some(Arc::new(FetchedKeys { keys, at: Instant::now() })));
         Ok(())
     }
 
     async fn get(&self, url: &str) -> Result<Value, JwksError> {
         let failed = |reason: String| JwksError::Fetch { url: url.to_owned(), reason };
-        let response = self.0.client.get(url).send().await.map_err(|error| failed(broken(error)))?;
+        let response = self.0.client.get(url).send().await.map_err(|error| failed(error_chain(error)))?;
         if response.status() != 200 {
             return Err(failed(format!("status {}", response.status().as_u16())));
         }
-        let body = body_of(response, self.0.settings.max_bytes).await.map_err(failed)?;
+        let body = read_bounded_body(response, self.0.settings.max_bytes).await.map_err(failed)?;
         serde_json::from_slice(&body).map_err(|_| failed("the answer is no JSON".into()))
     }
 }
 
-/// A refresh that is under way, until it ends in whatever way.
-struct Running(Jwks);
+/// A refresh in flight, until it ends in whatever way.
+struct RefreshGuard(Jwks);
 
-impl Drop for Running {
+impl Drop for RefreshGuard {
     fn drop(&mut self) {
         self.0.0.refreshing.lock().unwrap_or_else(PoisonError::into_inner).running = None;
     }
 }
 
-fn secure(address: &str) -> Result<(), JwksError> {
+fn require_https(address: &str) -> Result<(), JwksError> {
     if is_secure(address) { Ok(()) } else { Err(JwksError::Insecure(address.chars().take(200).collect())) }
 }
 
-fn fitting(keys: &KeySet, kid: &str, algorithm: Algorithm) -> Vec<Arc<PublishedKey>> {
+fn matching_keys(keys: &KeySet, kid: &str, algorithm: Algorithm) -> Vec<Arc<PublishedKey>> {
     let of_this_id = keys.get(kid).map(Vec::as_slice).unwrap_or_default();
     of_this_id.iter().filter(|key| key.algorithms.contains(&algorithm)).map(Arc::clone).collect()
 }
 
-/// Takes the signing keys that can be used; a key of a kind that is not known is no fault of the set (RFC 7517, section 5).
+/// Reads the usable signing keys; a key of an unknown kind is not a fault of the set (RFC 7517, section 5).
 fn read_keys(published: &Value, max_keys: usize) -> KeySet {
     let mut keys = KeySet::new();
     let listed = published.get("keys").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();

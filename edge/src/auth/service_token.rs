@@ -1,14 +1,14 @@
 //! Access tokens of service accounts: JSON Web Tokens (RFC 9068) that the control plane signs itself, with an Ed25519 key of the
 //! cluster's that operators rotate ([`crate::keys::ServiceKeys`]).
 //!
-//! The signature says that a token was issued, not that it still holds: each request with one reads its account from Postgres, so that a
-//! revoked key is refused by every replica from the moment the change was answered. What the account may do is taken from there too.
+//! The signature proves that a token was issued, not that it is still valid: each request with one reads its account from Postgres, so that
+//! every replica refuses a revoked key from the moment the revocation was answered. The account's permissions are read from there too.
 
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use chrono::{DateTime, Duration, Utc};
-use domain::authz::Role;
+use domain::authz::TokenRole;
 use domain::service_account::ServiceAccount;
-use domain::{EntityRef, Kind, ServiceAccountId, ServiceAccountKeyId};
+use domain::{EntityKind, EntityRef, ServiceAccountId, ServiceAccountKeyId};
 use ed25519_dalek::{Signature, Signer};
 use persistence::{Reads, StoreError};
 use secrecy::SecretString;
@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-use super::claims::{Presented, TokenFault, read_times};
-use super::{ADMIN, Acting, Caller};
+use super::claims::{TokenFault, UnverifiedToken, read_times};
+use super::{ADMIN, ActingServiceAccount, Caller};
 use crate::error::ApiError;
 use crate::keys::KeysInForce;
 
@@ -26,7 +26,7 @@ const SKEW: Duration = Duration::seconds(10);
 
 /// Issues and verifies them.
 pub struct ServiceTokens {
-    /// `iss` and `aud`: the public URL. What is issued here is for here.
+    /// `iss` and `aud`: the public URL. Tokens are issued for this service only.
     issuer: String,
     keys: KeysInForce,
     reads: Reads,
@@ -53,7 +53,7 @@ impl ServiceTokens {
     }
 
     /// Whether a token that names this key is to be one of these, whether or not the key is still trusted.
-    pub(super) fn are_signed_by(&self, key_id: &str) -> bool {
+    pub(super) fn is_own_key(&self, key_id: &str) -> bool {
         self.keys.load().service.is_ours(key_id)
     }
 
@@ -88,7 +88,7 @@ impl ServiceTokens {
         Ok(format!("{signed}.{signature}").into())
     }
 
-    pub(super) async fn caller(&self, token: &Presented<'_>, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
+    pub(super) async fn caller(&self, token: &UnverifiedToken<'_>, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
         if token.algorithm != "EdDSA" {
             return Err(TokenFault::Algorithm);
         }
@@ -105,7 +105,11 @@ impl ServiceTokens {
         if claims.aud != self.issuer {
             return Err(TokenFault::Audience);
         }
-        let acting = Acting { account: claims.sub.into(), key: claims.key_id.into(), signed_by: token.kid.clone() };
+        let acting = ActingServiceAccount {
+            account: claims.sub.into(),
+            key: claims.key_id.into(),
+            signed_by: token.kid.clone(),
+        };
         let account = self.account_of(&acting).await.map_err(TokenFault::Store)?.ok_or(TokenFault::Revoked)?;
         let owner = account.owner;
         Ok(Caller {
@@ -120,22 +124,22 @@ impl ServiceTokens {
         })
     }
 
-    /// The account, where it is there, the key is one of its own, and what signed the token is trusted.
-    pub(super) async fn account_of(&self, acting: &Acting) -> Result<Option<ServiceAccount>, StoreError> {
+    /// The account, where it exists, the key is one of its own, and the token's signing key is trusted.
+    pub(super) async fn account_of(&self, acting: &ActingServiceAccount) -> Result<Option<ServiceAccount>, StoreError> {
         if self.keys.load().service.trusted(&acting.signed_by).is_none() {
             return Ok(None);
         }
         Ok(self.account(acting.account).await?.filter(|account| account.keys.contains_key(&acting.key)))
     }
 
-    /// The account as Postgres has it now, where it is there. Never from a memory that may not have heard yet.
+    /// The account as committed in Postgres, where it exists. Never from a cache that may be stale.
     ///
     /// # Errors
     /// Where Postgres cannot be read.
     pub async fn account(&self, id: ServiceAccountId) -> Result<Option<ServiceAccount>, StoreError> {
-        let entity = EntityRef { kind: Kind::ServiceAccount, id: id.0 };
+        let entity = EntityRef { kind: EntityKind::ServiceAccount, id: id.0 };
         let Some(snapshot) = self.reads.snapshot(entity).await? else { return Ok(None) };
-        // One that cannot be read lets nobody in.
+        // An unreadable account authenticates no caller.
         let account = serde_json::from_str::<ServiceAccount>(&snapshot.body).inspect_err(|error| {
             tracing::error!(entity.id = %entity.id, %error, "a service account cannot be read; its tokens are refused");
         });
@@ -143,9 +147,9 @@ impl ServiceTokens {
     }
 }
 
-const fn name_of(role: Role) -> &'static str {
+const fn name_of(role: TokenRole) -> &'static str {
     match role {
-        Role::User => "user",
-        Role::Admin => ADMIN,
+        TokenRole::User => "user",
+        TokenRole::Admin => ADMIN,
     }
 }

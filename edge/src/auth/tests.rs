@@ -157,7 +157,7 @@ async fn verdict(authenticator: &Authenticator, token: &str) -> Result<Caller, S
 }
 
 #[tokio::test]
-async fn a_token_of_each_algorithm_names_its_caller() {
+async fn token_of_each_algorithm_authenticates_its_caller() {
     let algorithms =
         [("r", Algorithm::RS256), ("p", Algorithm::PS256), ("e", Algorithm::ES256), ("d", Algorithm::EdDSA)];
     let provider = Provider::with(algorithms.map(|(kid, algorithm)| key(kid, algorithm)).into()).await;
@@ -175,10 +175,10 @@ async fn a_token_of_each_algorithm_names_its_caller() {
 }
 
 #[tokio::test]
-async fn claims_that_do_not_hold_are_refused() {
+async fn token_with_invalid_claims_is_refused() {
     let provider = Provider::with(vec![key("k", Algorithm::ES256)]).await;
     let authenticator = provider.authenticator();
-    // One instant for all: what is a second over a limit is so for whoever looks.
+    // One instant for all checks, so that one second over a limit is so for each of them.
     let now = Utc::now().timestamp();
     let at = DateTime::from_timestamp(now, 0).unwrap();
     let set = |name: &'static str, value: Value| {
@@ -249,7 +249,7 @@ async fn claims_that_do_not_hold_are_refused() {
 }
 
 #[tokio::test]
-async fn headers_that_play_tricks_are_refused() {
+async fn token_with_hostile_header_is_refused() {
     let provider = Provider::with(vec![key("k", Algorithm::RS256)]).await;
     let authenticator = provider.authenticator();
     let (key, claims) = (&provider.keys[0], provider.claims());
@@ -305,7 +305,7 @@ async fn headers_that_play_tricks_are_refused() {
 }
 
 #[tokio::test]
-async fn keys_that_may_not_sign_are_not_taken() {
+async fn keys_that_may_not_sign_are_ignored() {
     let provider = Provider::with(vec![key("k", Algorithm::RS256), key("e", Algorithm::ES256)]).await;
     let (rsa, ec) = (&provider.keys[0], &provider.keys[1]);
     let altered = |key: &Key, name: &str, value: Value| {
@@ -333,7 +333,7 @@ async fn keys_that_may_not_sign_are_not_taken() {
 }
 
 #[tokio::test]
-async fn an_unknown_key_is_asked_for_once_per_gap_by_however_many() {
+async fn unknown_key_is_fetched_once_per_gap_for_all_requests() {
     let provider = Provider::with(vec![key("old", Algorithm::EdDSA)]).await;
     let authenticator = Arc::new(provider.authenticator());
     assert!(verdict(&authenticator, &provider.token(|_| ())).await.is_ok());
@@ -359,7 +359,7 @@ async fn an_unknown_key_is_asked_for_once_per_gap_by_however_many() {
 }
 
 #[tokio::test]
-async fn old_keys_stay_while_the_provider_is_away_or_talks_nonsense() {
+async fn cached_keys_stay_while_the_provider_is_unreachable_or_invalid() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let authenticator = provider.authenticator();
     let token = provider.token(|_| ());
@@ -385,7 +385,7 @@ async fn old_keys_stay_while_the_provider_is_away_or_talks_nonsense() {
 }
 
 #[tokio::test]
-async fn a_withdrawn_key_ends_with_the_next_refresh() {
+async fn withdrawn_key_is_refused_after_the_next_refresh() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let authenticator = provider.authenticator();
     let token = provider.token(|_| ());
@@ -396,7 +396,7 @@ async fn a_withdrawn_key_ends_with_the_next_refresh() {
 }
 
 #[tokio::test]
-async fn a_provider_that_hangs_is_given_up_and_the_answer_is_unavailable() {
+async fn hanging_provider_times_out_with_service_unavailable() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     provider.server.reset().await;
     Mock::given(path("/realms/gpu/.well-known/openid-configuration"))
@@ -411,7 +411,7 @@ async fn a_provider_that_hangs_is_given_up_and_the_answer_is_unavailable() {
 }
 
 #[test]
-fn a_provider_without_tls_is_refused_unless_it_is_here() {
+fn provider_without_tls_is_refused_except_on_loopback() {
     install_crypto();
     for bad in ["http://idp.example/realms/gpu", "ftp://idp.example", "idp.example", "http://127.0.0.1.evil.example/"] {
         assert!(Jwks::new(JwksSettings::new(bad)).is_err(), "{bad}");
@@ -436,14 +436,14 @@ impl FromRef<App> for Arc<Authenticator> {
 }
 
 #[tokio::test]
-async fn routes_answer_401_with_a_challenge_and_403_to_those_who_are_no_admin() {
+async fn routes_answer_401_with_a_challenge_and_403_to_callers_without_the_admin_role() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let app = App(Arc::new(provider.authenticator()));
     let router = Router::new()
         .route("/me", get(|caller: Caller| async move { caller.user_id }))
         .route("/admin", get(|Admin(caller): Admin| async move { caller.user_id }))
         .with_state(app)
-        .layer(RequestScope(crate::testing::outermost(Service { name: "api", tells_route: false })));
+        .layer(RequestScope(crate::testing::scope_settings(Service { name: "api", shows_route: false })));
     let send = |path: &str, authorization: Option<String>| {
         let mut request = Request::get(path);
         if let Some(authorization) = authorization {

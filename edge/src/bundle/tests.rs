@@ -35,7 +35,7 @@ fn bundle(folder: &Path, api_url: &str, ca_pem: &str) -> BootstrapBundle {
     let at = |name: &str| folder.join("state").join(name).to_str().unwrap().to_owned();
     BootstrapBundle {
         node_id: Uuid::from_u128(5),
-        enrollment_token: Token::new("gpuenr_x"),
+        enrollment_token: SecretToken::new("gpuenr_x"),
         api_url: api_url.to_owned(),
         task_signing_pubkeys: api_url.to_owned(),
         ca_bundle_path: at("ca.pem"),
@@ -48,7 +48,7 @@ fn bundle(folder: &Path, api_url: &str, ca_pem: &str) -> BootstrapBundle {
     }
 }
 
-/// A machine with a systemctl that writes down what it is asked, and where the test's user is root.
+/// A machine whose systemctl records its arguments, and where the test's user is root.
 fn run(folder: &Path, script: &str) -> Output {
     let programs = folder.join("bin");
     fs::create_dir_all(&programs).unwrap();
@@ -101,7 +101,7 @@ fn the_script_sets_a_machine_up_and_can_be_run_twice() {
 }
 
 #[test]
-fn a_ca_bundle_that_is_not_the_issued_one_stops_the_script_before_it_writes() {
+fn script_stops_before_writing_on_a_foreign_ca_bundle() {
     let folder = tempfile::tempdir().unwrap();
     let env_file = folder.path().join("etc/agent.env");
     let bundle = bundle(folder.path(), "https://nodes.example", "PEM\n");
@@ -113,7 +113,7 @@ fn a_ca_bundle_that_is_not_the_issued_one_stops_the_script_before_it_writes() {
 }
 
 #[test]
-fn no_value_is_ever_code_in_the_script_or_the_command() {
+fn values_are_never_executed_in_the_script_or_the_command() {
     for hostile in HOSTILE {
         let folder = tempfile::tempdir().unwrap();
         // A folder of that name, as far as a name can be it.
@@ -127,7 +127,7 @@ fn no_value_is_ever_code_in_the_script_or_the_command() {
         assert_eq!((read.api_url.as_str(), read.ca_bundle_pem.as_str()), (hostile, hostile));
 
         fs::write(&bundle.key_path, "old").unwrap();
-        let renewed = BootstrapBundle { enrollment_token: Token::new("gpuenr_y"), ..bundle.clone() };
+        let renewed = BootstrapBundle { enrollment_token: SecretToken::new("gpuenr_y"), ..bundle.clone() };
         let ran = run(folder.path(), &restart_command(&renewed).unwrap());
         assert!(ran.status.success(), "{hostile:?}: {}", String::from_utf8_lossy(&ran.stderr));
         let read = BootstrapBundle::from_env_file(&fs::read_to_string(&env_file).unwrap()).unwrap();
@@ -140,7 +140,7 @@ fn no_value_is_ever_code_in_the_script_or_the_command() {
 }
 
 #[test]
-fn a_command_that_cannot_write_the_new_token_leaves_the_machine_as_it_is() {
+fn command_that_cannot_write_the_token_changes_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let env_file = folder.path().join("etc/agent.env");
     let bundle = installed(bundle(folder.path(), "https://nodes.example", "PEM\n"), env_file.to_str().unwrap(), "u");
@@ -162,7 +162,7 @@ fn a_command_that_cannot_write_the_new_token_leaves_the_machine_as_it_is() {
 }
 
 #[test]
-fn a_package_that_is_configured_is_in_the_bundle_and_says_where_the_script_writes() {
+fn configured_package_is_in_the_bundle_with_its_target_paths() {
     let folder = tempfile::tempdir().unwrap();
     let plain = bundle(folder.path(), "https://nodes.example", "PEM\n");
     let package = serde_json::to_value(&plain).unwrap()["package"].clone();

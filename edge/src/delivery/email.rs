@@ -1,7 +1,7 @@
 //! Notifications by e-mail: one message at a time is submitted to a mail server (RFC 6409), which the operators name.
 //!
-//! Each mail has a connection of its own. A connection that is given up in the middle of an answer can never be used again, and a pool
-//! could hand it to the next mail, which would then read the answers to the one before.
+//! Each mail has a connection of its own. A connection that is dropped in the middle of a response cannot be reused, and a pool could hand
+//! it to the next mail, which would then read the responses to the one before.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -25,21 +25,21 @@ use thiserror::Error;
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::Undelivered;
+use super::SendFailure;
 use text::Notification;
 
 mod text;
 
-/// For a mail, from the first look at the server's name to its word that it has the mail.
-const SENT_WITHIN: Duration = Duration::from_secs(15);
+/// For a mail, from the resolution of the server's name to its acceptance.
+const SEND_TIMEOUT: Duration = Duration::from_secs(15);
 /// For the server's answer to a farewell. The mail is delivered or refused by then.
-const LEFT_WITHIN: Duration = Duration::from_secs(1);
+const QUIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Connections of a process to the server at once.
-const CONNECTIONS: usize = 4;
+const MAX_CONNECTIONS: usize = 4;
 /// Bytes of an address (RFC 5321, section 4.5.3.1.3).
-const LONGEST_ADDRESS: usize = 254;
+const MAX_ADDRESS: usize = 254;
 
-/// Which server takes mail, and from whom it is.
+/// The mail server, and the sender's address.
 #[derive(Clone, Debug)]
 pub struct MailConfig {
     /// `smtps://user:password@host:465`, or `smtp://user:password@host:587?tls=required` for STARTTLS. User and password are
@@ -53,7 +53,7 @@ pub struct MailConfig {
     pub public_url: String,
 }
 
-/// Why there is no mailer. No message quotes the URL, which may hold a password.
+/// Why there is no mailer. No message quotes the URL, which may contain a password.
 #[derive(Debug, Error)]
 pub enum MailConfigError {
     #[error("the URL of the mail server {0}")]
@@ -88,7 +88,7 @@ struct Submission {
     server: Server,
     from: Mailbox,
     public_url: String,
-    places: Semaphore,
+    permits: Semaphore,
 }
 
 struct Server {
@@ -117,35 +117,35 @@ impl Mailer {
             config.from.parse::<Mailbox>().ok().filter(|from| is_plain(&from.email) && written(&from.email).is_ascii());
         let from = from.ok_or_else(|| MailConfigError::From(config.from.chars().take(200).collect()))?;
         let server = Server::parse(config)?;
-        let places = Semaphore::new(CONNECTIONS);
-        Ok(Self(Arc::new(Submission { server, from, public_url: config.public_url.clone(), places })))
+        let permits = Semaphore::new(MAX_CONNECTIONS);
+        Ok(Self(Arc::new(Submission { server, from, public_url: config.public_url.clone(), permits })))
     }
 
-    /// Submits a mail to one address, and returns when the server has taken it.
+    /// Submits a mail to one address, and returns when the server has accepted it.
     ///
     /// # Errors
-    /// [`Undelivered::is_final`] where the server refuses this recipient or this message for good, or where no mail can be written to the
-    /// address. Everything else may be over at the next attempt: what the operators have to mend, too.
-    pub async fn send(&self, to: &str, mail: &Mail<'_>) -> Result<(), Undelivered> {
-        let to = recipient(to).ok_or_else(|| Undelivered::finally("that is no address that mail can be sent to"))?;
+    /// [`SendFailure::is_final`] where the server refuses this recipient or this message permanently, or where no mail can be addressed to
+    /// it. Everything else may succeed at the next attempt, configuration errors of the operators included.
+    pub async fn send(&self, to: &str, mail: &Mail<'_>) -> Result<(), SendFailure> {
+        let to = recipient(to).ok_or_else(|| SendFailure::permanent("that is no address that mail can be sent to"))?;
         let message = self.0.message(&to, mail)?.formatted();
-        let until = Instant::now() + SENT_WITHIN;
+        let until = Instant::now() + SEND_TIMEOUT;
         let attempt = timeout_at(until, async {
-            let place = self.0.places.acquire().await.map_err(|_| Undelivered::for_now("the service ends"))?;
+            let place = self.0.permits.acquire().await.map_err(|_| SendFailure::temporary("the service ends"))?;
             let mut connection = self.0.server.connect().await?;
             let outcome = self.0.submit(&mut connection, &to, &message).await;
             Ok((place, connection, outcome))
         });
         match attempt.await {
             Ok(Ok((_place, mut connection, outcome))) => {
-                // The outcome is certain: what the server says to a farewell changes nothing.
-                let _ = timeout(LEFT_WITHIN, connection.quit()).await;
+                // The outcome is certain: the response to QUIT changes nothing.
+                let _ = timeout(QUIT_TIMEOUT, connection.quit()).await;
                 outcome
             }
             Ok(Err(undelivered)) => Err(undelivered),
             Err(_) => {
-                let seconds = SENT_WITHIN.as_secs();
-                Err(Undelivered::for_now(&format!("the mail server has not taken the mail within {seconds} seconds")))
+                let seconds = SEND_TIMEOUT.as_secs();
+                Err(SendFailure::temporary(&format!("the mail server has not taken the mail within {seconds} seconds")))
             }
         }
     }
@@ -153,8 +153,8 @@ impl Mailer {
 
 impl Submission {
     /// The same bytes in every attempt.
-    fn message(&self, to: &Address, mail: &Mail<'_>) -> Result<Message, Undelivered> {
-        let unreadable = || Undelivered::finally("the notification cannot be read");
+    fn message(&self, to: &Address, mail: &Mail<'_>) -> Result<Message, SendFailure> {
+        let unreadable = || SendFailure::permanent("the notification cannot be read");
         let notification: Notification = serde_json::from_str(mail.body).map_err(|_| unreadable())?;
         let letter = text::letter(&notification, mail.endpoint_id, &self.public_url);
         let seconds = u64::try_from(notification.time.timestamp()).ok().filter(|seconds| *seconds <= LAST_SECOND);
@@ -175,23 +175,23 @@ impl Submission {
         message.map_err(|_| unreadable())
     }
 
-    /// The transaction of RFC 5321, section 3.3, a command at a time: what a refusal means depends on what is refused.
+    /// The transaction of RFC 5321, section 3.3, a command at a time: the meaning of a refusal depends on the command.
     async fn submit(
         &self,
         connection: &mut AsyncSmtpConnection,
         to: &Address,
         message: &[u8],
-    ) -> Result<(), Undelivered> {
+    ) -> Result<(), SendFailure> {
         let mut parameters = Vec::new();
         if !message.is_ascii() || !written(to).is_ascii() {
             if !connection.server_info().supports_feature(Extension::SmtpUtfEight) {
-                return Err(Undelivered::finally("the mail server takes no address that is not in ASCII"));
+                return Err(SendFailure::permanent("the mail server takes no address that is not in ASCII"));
             }
             // RFC 6531, section 3.6.
             parameters = vec![MailParameter::SmtpUtfEight, MailParameter::Body(MailBodyParameter::EightBitMime)];
         }
         let sender = connection.command(MailFrom::new(Some(self.from.email.clone()), parameters)).await;
-        sender.map_err(|error| Undelivered::for_now(&refusal("the sender", &error)))?;
+        sender.map_err(|error| SendFailure::temporary(&refusal("the sender", &error)))?;
         let recipient = connection.command(Rcpt::new(to.clone(), Vec::new())).await;
         recipient.map_err(|error| refused("the recipient", &error))?;
         let data = connection.command(Data).await;
@@ -201,7 +201,7 @@ impl Submission {
     }
 }
 
-/// The last one that a header `Date` can say (RFC 5322, section 3.3): 9999-12-31T23:59:59Z.
+/// The last time that a `Date` header can express (RFC 5322, section 3.3): 9999-12-31T23:59:59Z.
 const LAST_SECOND: u64 = 253_402_300_799;
 
 impl Server {
@@ -238,24 +238,24 @@ impl Server {
         Ok(Self { port: url.port().unwrap_or(port), host, security, credentials, client: client(&config.public_url) })
     }
 
-    async fn connect(&self) -> Result<AsyncSmtpConnection, Undelivered> {
-        let broken = |error: smtp::Error| Undelivered::for_now(&format!("no connection to the mail server: {error}"));
+    async fn connect(&self) -> Result<AsyncSmtpConnection, SendFailure> {
+        let broken = |error: smtp::Error| SendFailure::temporary(&format!("no connection to the mail server: {error}"));
         let tls = match &self.security {
             Security::Tls(tls) => Some(tls.clone()),
             Security::StartTls(_) | Security::Clear => None,
         };
         let address = (self.host.as_str(), self.port);
-        let connecting = AsyncSmtpConnection::connect_tokio1(address, Some(SENT_WITHIN), &self.client, tls, None);
+        let connecting = AsyncSmtpConnection::connect_tokio1(address, Some(SEND_TIMEOUT), &self.client, tls, None);
         let mut connection = connecting.await.map_err(broken)?;
         if let Security::StartTls(tls) = &self.security {
             connection.starttls(tls.clone(), &self.client).await.map_err(broken)?;
         }
         if let Some(credentials) = &self.credentials {
-            // A server may quote what it was sent: nothing of its answer is shown but the code.
+            // A server may quote what it received: only the code of its response is shown.
             let admitted = connection.auth(&[Mechanism::Plain, Mechanism::Login], credentials).await;
             admitted.map_err(|error| {
                 let code = error.status().map(|code| format!(" ({code})")).unwrap_or_default();
-                Undelivered::for_now(&format!("the mail server does not admit the service{code}"))
+                SendFailure::temporary(&format!("the mail server does not admit the service{code}"))
             })?;
         }
         Ok(connection)
@@ -272,7 +272,7 @@ fn tls(host: &str, config: &MailConfig) -> Result<TlsParameters, MailConfigError
     parameters.build().map_err(MailConfigError::Authorities)
 }
 
-/// `None` where they are not whole.
+/// `None` where they are incomplete.
 fn credentials(url: &Url) -> Option<Option<Credentials>> {
     let decoded = |text: &str| percent_decode_str(text).decode_utf8().map(|text| text.into_owned()).ok();
     match (url.username(), url.password()) {
@@ -297,7 +297,7 @@ fn client(public_url: &str) -> ClientId {
 /// one, and the mail server would connect to whatever machine they name.
 fn recipient(text: &str) -> Option<Address> {
     let address = text.parse::<Address>().ok()?;
-    (text.len() <= LONGEST_ADDRESS && is_plain(&address)).then_some(address)
+    (text.len() <= MAX_ADDRESS && is_plain(&address)).then_some(address)
 }
 
 /// True of an address that mails can be sent to.
@@ -316,14 +316,14 @@ fn written(address: &Address) -> &str {
     address.as_ref()
 }
 
-/// What a refusal of the recipient or the message comes to.
-fn refused(what: &str, error: &smtp::Error) -> Undelivered {
+/// The meaning of a refusal of the recipient or the message.
+fn refused(what: &str, error: &smtp::Error) -> SendFailure {
     let why = refusal(what, error);
-    if concerns_the_mail(error) { Undelivered::finally(&why) } else { Undelivered::for_now(&why) }
+    if concerns_the_mail(error) { SendFailure::permanent(&why) } else { SendFailure::temporary(&why) }
 }
 
-/// RFC 5321, section 4.2: 55z is the mail system's verdict on what was asked, and 501 one on the address. Other permanent codes are about the
-/// connection or the session (authentication among them), which the operators mend.
+/// RFC 5321, section 4.2: 55z is the mail system's refusal of the request, and 501 one of the address. Other permanent codes concern the
+/// connection or the session (authentication among them), which the operators can fix.
 fn concerns_the_mail(error: &smtp::Error) -> bool {
     let verdict = |code: smtp::response::Code| match code.category {
         Category::MailSystem => true,

@@ -1,15 +1,15 @@
 //! Webhooks to receivers of users (Standard Webhooks 1.0.0): a POST of the CloudEvent, signed by HMAC-SHA256 over id, time and body.
 //!
-//! A user names the receiver, so a delivery is a way into the service's own network. A name is resolved once for each connection, every
-//! address that comes back is checked, and the connection goes to one of these. Redirects are not followed, proxies of the environment are
-//! not used, and nothing is read of an answer but its status and `Retry-After`.
+//! A user names the receiver, so a delivery could reach the service's own network. A name is resolved once for each connection, every
+//! address in the result is checked, and the connection goes to one of these. Redirects are not followed, proxies of the environment are
+//! not used, and only the status and `Retry-After` of a response are read.
 
-use crate::outward::broken;
-use crate::probe::{Denied, Resolve, SystemResolver, embedded_or_same};
+use crate::outbound_http::error_chain;
+use crate::probe::{DeniedAddress, Resolve, SystemResolver, embedded_or_same};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use chrono::{DateTime, Utc};
-use domain::notification_endpoint::Failure;
+use domain::notification_endpoint::DeliveryFailure;
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use ipnet::IpNet;
 use rand::RngExt as _;
@@ -24,15 +24,15 @@ use thiserror::Error;
 use uuid::Uuid;
 
 /// For a whole attempt. Standard Webhooks has receivers answer within 15 to 30 s.
-const ATTEMPT_WITHIN: Duration = Duration::from_secs(15);
-const CONNECT_WITHIN: Duration = Duration::from_secs(5);
+const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(15);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Addresses of one name; a name with more is refused whole.
-const MOST_ADDRESSES: usize = 16;
-/// Bytes of a secret (the specification asks for 24 to 64).
+const MAX_ADDRESSES: usize = 16;
+/// Bytes of a secret (the specification requires 24 to 64).
 const SECRET_BYTES: usize = 32;
 const SECRET_PREFIX: &str = "whsec_";
 /// The longest URL, in bytes.
-const URL_MOST: usize = domain::notification_endpoint::ADDRESS_MOST;
+const MAX_URL: usize = domain::notification_endpoint::ADDRESS_MOST;
 
 /// Where webhooks may go.
 #[derive(Clone, Debug, Default)]
@@ -48,10 +48,10 @@ pub struct WebhookSettings {
 #[error("the client for webhooks cannot be made: {0}")]
 pub struct WebhookClientError(String);
 
-/// Why a text is no receiver's URL.
+/// Why a text is not a receiver's URL.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum NotAReceiver {
-    #[error("it must be an https URL of at most {URL_MOST} characters, such as https://receiver.example/hooks")]
+pub enum ReceiverUrlError {
+    #[error("it must be an https URL of at most {MAX_URL} characters, such as https://receiver.example/hooks")]
     Url,
     #[error("it must not hold a user name or a password; the messages are signed")]
     Credentials,
@@ -60,7 +60,7 @@ pub enum NotAReceiver {
     #[error(
         "its address is {0}; a receiver must be reachable on the internet, or in a network that the operator allows"
     )]
-    Address(Denied),
+    Address(DeniedAddress),
 }
 
 /// Sends webhooks. Cheap to clone.
@@ -71,10 +71,10 @@ pub struct Webhooks {
 }
 
 /// A message to a receiver.
-pub struct Signed<'a> {
+pub struct SignedWebhook<'a> {
     pub id: Uuid,
     pub body: &'a str,
-    /// Any of which a receiver may know; the newest first.
+    /// A receiver may know any of them; the newest first.
     pub secrets: &'a [SecretSlice<u8>],
 }
 
@@ -85,8 +85,8 @@ impl Webhooks {
         let receivers = Receivers { allowed: settings.allowed.into(), resolver: Arc::new(SystemResolver) };
         let mut client = Client::builder()
             .https_only(true)
-            .timeout(ATTEMPT_WITHIN)
-            .connect_timeout(CONNECT_WITHIN)
+            .timeout(ATTEMPT_TIMEOUT)
+            .connect_timeout(CONNECT_TIMEOUT)
             .redirect(redirect::Policy::none())
             .no_proxy()
             .pool_max_idle_per_host(1)
@@ -96,28 +96,28 @@ impl Webhooks {
             let authorities = reqwest::Certificate::from_pem_bundle(pem.as_bytes());
             client = client.tls_certs_merge(authorities.map_err(|error| WebhookClientError(error.to_string()))?);
         }
-        let client = client.build().map_err(|error| WebhookClientError(broken(error)))?;
+        let client = client.build().map_err(|error| WebhookClientError(error_chain(error)))?;
         Ok(Self { client, receivers })
     }
 
-    /// Whether messages can be sent there, as far as that can be told without asking the network.
+    /// Checks a receiver's URL as far as possible without the network.
     ///
     /// # Errors
-    /// [`NotAReceiver`]
-    pub fn check(&self, text: &str) -> Result<(), NotAReceiver> {
-        let url = Url::parse(text).map_err(|_| NotAReceiver::Url)?;
-        let is_plain = text.len() <= URL_MOST && text.bytes().all(|byte| byte.is_ascii_graphic());
+    /// [`ReceiverUrlError`]
+    pub fn check(&self, text: &str) -> Result<(), ReceiverUrlError> {
+        let url = Url::parse(text).map_err(|_| ReceiverUrlError::Url)?;
+        let is_plain = text.len() <= MAX_URL && text.bytes().all(|byte| byte.is_ascii_graphic());
         if url.scheme() != "https" || !url.has_host() || !is_plain {
-            return Err(NotAReceiver::Url);
+            return Err(ReceiverUrlError::Url);
         }
         if !url.username().is_empty() || url.password().is_some() {
-            return Err(NotAReceiver::Credentials);
+            return Err(ReceiverUrlError::Credentials);
         }
         if url.fragment().is_some() {
-            return Err(NotAReceiver::Fragment);
+            return Err(ReceiverUrlError::Fragment);
         }
         match literal(&url) {
-            Some(address) => self.receivers.check(address).map_err(NotAReceiver::Address),
+            Some(address) => self.receivers.check(address).map_err(ReceiverUrlError::Address),
             None if is_this_machine(&url) => self.receivers.check_name_of_this_machine(),
             None => Ok(()),
         }
@@ -126,8 +126,13 @@ impl Webhooks {
     /// Makes one attempt.
     ///
     /// # Errors
-    /// [`Failure`], as the endpoint's owner reads it.
-    pub async fn send(&self, url: &str, message: &Signed<'_>, now: DateTime<Utc>) -> Result<(), Failure> {
+    /// [`DeliveryFailure`], as the endpoint's owner reads it.
+    pub async fn send(
+        &self,
+        url: &str,
+        message: &SignedWebhook<'_>,
+        now: DateTime<Utc>,
+    ) -> Result<(), DeliveryFailure> {
         // A policy of the operator's may have changed since the URL was accepted.
         self.check(url).map_err(|why| failure(&why.to_string()))?;
         let (id, timestamp) = (message.id.to_string(), now.timestamp().to_string());
@@ -140,12 +145,12 @@ impl Webhooks {
             .header("webhook-signature", signatures(message.secrets, &id, &timestamp, message.body))
             .body(message.body.to_owned());
         let answer = request.send().await.map_err(|error| failure(&unreachable(error)))?;
-        heard(&answer)
+        check_response(&answer)
     }
 }
 
-/// What the receiver's answer means. Its body is not read.
-fn heard(answer: &Response) -> Result<(), Failure> {
+/// The meaning of the receiver's response. Its body is not read.
+fn check_response(answer: &Response) -> Result<(), DeliveryFailure> {
     let status = answer.status();
     if status.is_success() {
         return Ok(());
@@ -153,20 +158,20 @@ fn heard(answer: &Response) -> Result<(), Failure> {
     let retry_after = answer.headers().get(header::RETRY_AFTER);
     let seconds = retry_after.and_then(|value| value.to_str().ok()).and_then(|text| text.trim().parse().ok());
     let redirected = if status.is_redirection() { "; redirects are not followed" } else { "" };
-    Err(Failure {
+    Err(DeliveryFailure {
         is_gone: status == StatusCode::GONE,
         retry_after_seconds: seconds,
         ..failure(&format!("it answered {status}{redirected}"))
     })
 }
 
-fn failure(why: &str) -> Failure {
-    Failure { why: why.to_owned(), is_final: false, is_gone: false, retry_after_seconds: None }
+fn failure(why: &str) -> DeliveryFailure {
+    DeliveryFailure { why: why.to_owned(), is_final: false, is_gone: false, retry_after_seconds: None }
 }
 
-/// Without what only the operator's machines know.
+/// Without names that are known only on the operator's machines.
 fn unreachable(error: reqwest::Error) -> String {
-    if error.is_timeout() { "it did not answer in time".to_owned() } else { broken(error) }
+    if error.is_timeout() { "it did not answer in time".to_owned() } else { error_chain(error) }
 }
 
 /// `v1,` and the HMAC-SHA256 in base64 for each secret, with blanks between.
@@ -188,7 +193,7 @@ pub fn new_secret() -> SecretSlice<u8> {
     rand::rng().random::<[u8; SECRET_BYTES]>().to_vec().into()
 }
 
-/// A secret as receivers are given it.
+/// A secret in the form that receivers get.
 #[must_use]
 pub fn shown_secret(secret: &SecretSlice<u8>) -> SecretString {
     format!("{SECRET_PREFIX}{}", STANDARD.encode(secret.expose_secret())).into()
@@ -208,19 +213,19 @@ impl std::fmt::Debug for Receivers {
 }
 
 impl Receivers {
-    fn check(&self, address: IpAddr) -> Result<(), Denied> {
+    fn check(&self, address: IpAddr) -> Result<(), DeniedAddress> {
         let is_allowed = |address: IpAddr| self.allowed.iter().any(|network| network.contains(&address));
         match embedded_or_same(address) {
-            Err(Denied::Loopback) if is_allowed(address) => Ok(()),
+            Err(DeniedAddress::Loopback) if is_allowed(address) => Ok(()),
             Err(denied) => Err(denied),
-            Ok(meant) if is_private(meant) && !is_allowed(meant) => Err(Denied::Private),
+            Ok(meant) if is_private(meant) && !is_allowed(meant) => Err(DeniedAddress::Private),
             Ok(_) => Ok(()),
         }
     }
 
-    fn check_name_of_this_machine(&self) -> Result<(), NotAReceiver> {
+    fn check_name_of_this_machine(&self) -> Result<(), ReceiverUrlError> {
         let loopback = IpAddr::from([127, 0, 0, 1]);
-        self.check(loopback).map_err(NotAReceiver::Address)
+        self.check(loopback).map_err(ReceiverUrlError::Address)
     }
 
     /// All addresses are checked before any is used: a name with one good and one bad address is a trap.
@@ -229,8 +234,8 @@ impl Receivers {
         if found.is_empty() {
             return Err("the name has no address".to_owned());
         }
-        if found.len() > MOST_ADDRESSES {
-            return Err(format!("its address is {}", Denied::TooMany));
+        if found.len() > MAX_ADDRESSES {
+            return Err(format!("its address is {}", DeniedAddress::TooMany));
         }
         for address in &found {
             self.check(*address).map_err(|denied| format!("its address is {denied}"))?;
@@ -249,8 +254,8 @@ impl reqwest::dns::Resolve for Receivers {
     }
 }
 
-/// Networks that lead to nobody on the internet: private, shared by carriers, for benchmarks, for protocols, unique local and site-local
-/// (RFC 6890, RFC 4193, RFC 3879).
+/// Networks without hosts on the internet: private, shared by carriers, for benchmarks, for protocols, unique local and site-local (RFC
+/// 6890, RFC 4193, RFC 3879).
 fn is_private(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => {
@@ -283,10 +288,10 @@ mod tests {
     use std::io;
     use std::pin::Pin;
 
-    /// Says of every name that it has these addresses.
-    struct Says(Vec<IpAddr>);
+    /// Resolves every name to these addresses.
+    struct FixedResolver(Vec<IpAddr>);
 
-    impl Resolve for Says {
+    impl Resolve for FixedResolver {
         fn resolve<'a>(&'a self, _: &'a str) -> Pin<Box<dyn Future<Output = io::Result<Vec<IpAddr>>> + Send + 'a>> {
             Box::pin(async { Ok(self.0.clone()) })
         }
@@ -298,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn signature_is_the_one_of_the_specification_s_example() {
+    fn signature_matches_the_specification_example() {
         let secret: SecretSlice<u8> = STANDARD.decode("MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw").unwrap().into();
         let body = r#"{"test": 2432232314}"#;
         let signed = signatures(std::slice::from_ref(&secret), "msg_p5jXN8AQM9LWM0D4loKWxJek", "1614265330", body);
@@ -309,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn secret_is_shown_as_receivers_read_it() {
+    fn secret_has_the_receivers_format() {
         let shown = shown_secret(&new_secret());
         let encoded = shown.expose_secret().strip_prefix("whsec_").unwrap();
         assert_eq!(STANDARD.decode(encoded).unwrap().len(), SECRET_BYTES);
@@ -321,13 +326,13 @@ mod tests {
         for good in ["https://receiver.example/hooks?team=7", "https://203.0.113.7:8443/", "https://[2001:db9::1]/"] {
             assert_eq!(webhooks.check(good), Ok(()), "{good}");
         }
-        let long = format!("https://receiver.example/{}", "x".repeat(URL_MOST));
+        let long = format!("https://receiver.example/{}", "x".repeat(MAX_URL));
         for wrong in ["", "receiver.example", "http://receiver.example/", "ftp://receiver.example/", "https://", &long]
         {
-            assert_eq!(webhooks.check(wrong), Err(NotAReceiver::Url), "{wrong}");
+            assert_eq!(webhooks.check(wrong), Err(ReceiverUrlError::Url), "{wrong}");
         }
-        assert_eq!(webhooks.check("https://ann:pw@receiver.example/"), Err(NotAReceiver::Credentials));
-        assert_eq!(webhooks.check("https://receiver.example/#x"), Err(NotAReceiver::Fragment));
+        assert_eq!(webhooks.check("https://ann:pw@receiver.example/"), Err(ReceiverUrlError::Credentials));
+        assert_eq!(webhooks.check("https://receiver.example/#x"), Err(ReceiverUrlError::Fragment));
         for inside in [
             "https://127.0.0.1/",
             "https://2130706433/",
@@ -343,12 +348,12 @@ mod tests {
             "https://[fd00::1]/",
             "https://[fec0::1]/",
         ] {
-            assert!(matches!(webhooks.check(inside), Err(NotAReceiver::Address(_))), "{inside}");
+            assert!(matches!(webhooks.check(inside), Err(ReceiverUrlError::Address(_))), "{inside}");
         }
     }
 
     #[test]
-    fn operator_admits_networks_of_their_own_and_never_the_metadata_service() {
+    fn operator_may_allow_private_networks_but_never_the_metadata_service() {
         let webhooks = webhooks(&["10.0.0.0/8", "127.0.0.0/8", "169.254.0.0/16"]);
         for good in ["https://10.1.2.3/", "https://127.0.0.1:8443/", "https://localhost/"] {
             assert_eq!(webhooks.check(good), Ok(()), "{good}");
@@ -359,10 +364,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn name_with_an_address_inside_is_not_connected_to() {
+    async fn name_that_resolves_to_an_internal_address_is_not_connected_to() {
         let receivers = |addresses: &[&str]| Receivers {
             allowed: Arc::default(),
-            resolver: Arc::new(Says(addresses.iter().map(|address| address.parse().unwrap()).collect())),
+            resolver: Arc::new(FixedResolver(addresses.iter().map(|address| address.parse().unwrap()).collect())),
         };
         let of = async |addresses: &[&str]| receivers(addresses).addresses("receiver.example").await;
         assert_eq!(of(&["203.0.113.7"]).await.unwrap(), ["203.0.113.7:0".parse().unwrap()]);

@@ -1,5 +1,4 @@
-//! The closed table of codes: status, meaning, causes and what to do next. The API's description and `deploy/docs/errors.md` are
-//! made of it.
+//! The closed table of codes: status, meaning, causes and remedy. The API's description and `deploy/docs/errors.md` are generated from it.
 
 use std::{fmt, time::Duration};
 
@@ -45,9 +44,9 @@ struct Row {
     retry_after: Option<Duration>,
     /// In half a sentence.
     meaning: &'static str,
-    /// What leads to it, a sentence each.
+    /// Its causes, a sentence each.
     causes: &'static [&'static str],
-    /// What the caller does next.
+    /// The caller's next step.
     remedy: &'static str,
 }
 
@@ -355,7 +354,7 @@ impl Code {
         }
     }
 
-    /// The code as it stands in the envelope.
+    /// The code in the envelope.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         self.row().text
@@ -367,24 +366,24 @@ impl Code {
         self.row().status
     }
 
-    /// What stands in `Retry-After` unless an answer knows better.
+    /// The default `Retry-After` of the code.
     pub(super) const fn retry_after(self) -> Option<Duration> {
         self.row().retry_after
     }
 
-    /// What the code means, in half a sentence.
+    /// The meaning of the code, in half a sentence.
     #[must_use]
     pub const fn meaning(self) -> &'static str {
         self.row().meaning
     }
 
-    /// What leads to it, a sentence each.
+    /// Its causes, a sentence each.
     #[must_use]
     pub const fn causes(self) -> &'static [&'static str] {
         self.row().causes
     }
 
-    /// What the caller does next.
+    /// The caller's next step.
     #[must_use]
     pub const fn remedy(self) -> &'static str {
         self.row().remedy
@@ -451,7 +450,7 @@ mod tests {
                 "422 idempotency_key_reused",
                 "426 upgrade_required",
                 "429 rate_limited",
-                // RFC 6585; beside what was decided, see decisions/0013.
+                // RFC 6585; added to the decided codes, see decisions/0013.
                 "431 headers_too_large",
                 "500 internal_error",
                 "502 upstream_error",

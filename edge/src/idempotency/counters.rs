@@ -1,23 +1,23 @@
-//! What becomes of the answers of requests with a key (specification, *Observability surface*).
+//! Metrics of the responses to requests with a key (specification, *Observability surface*).
 
 use prometheus::core::{AtomicU64, GenericCounter};
 use prometheus::{Opts, Registry};
 use std::sync::LazyLock;
 
-use super::stored::Kind;
+use super::stored_response::ResponseKind;
 
 /// Of the process, whatever its roles.
-pub static COUNTERS: LazyLock<Counters> = LazyLock::new(Counters::new);
+pub static COUNTERS: LazyLock<IdempotencyCounters> = LazyLock::new(IdempotencyCounters::new);
 
 /// See [`COUNTERS`].
-pub struct Counters {
+pub struct IdempotencyCounters {
     pub(super) persisted_json: GenericCounter<AtomicU64>,
     pub(super) skipped_empty: GenericCounter<AtomicU64>,
     pub(super) skipped_non_json: GenericCounter<AtomicU64>,
     pub(super) replays_served: GenericCounter<AtomicU64>,
 }
 
-impl Counters {
+impl IdempotencyCounters {
     fn new() -> Self {
         // The names are fixed and valid: a failure here fails every test.
         let counter = |name: &str, help: &str| {
@@ -42,12 +42,12 @@ impl Counters {
     }
 
     /// Counts an answer that is not a replay. `is_stored`: it is the one that repetitions get.
-    pub(super) fn stored(&self, kind: &Kind, is_stored: bool) {
+    pub(super) fn stored(&self, kind: &ResponseKind, is_stored: bool) {
         match kind {
-            Kind::Json if is_stored => self.persisted_json.inc(),
-            Kind::Empty => self.skipped_empty.inc(),
-            Kind::Other => self.skipped_non_json.inc(),
-            Kind::Json | Kind::Secret | Kind::TooLarge => {}
+            ResponseKind::Json if is_stored => self.persisted_json.inc(),
+            ResponseKind::Empty => self.skipped_empty.inc(),
+            ResponseKind::Other => self.skipped_non_json.inc(),
+            ResponseKind::Json | ResponseKind::Secret | ResponseKind::TooLarge => {}
         }
     }
 
@@ -64,12 +64,12 @@ impl Counters {
 mod tests {
     use super::*;
     use crate::error::ApiError;
-    use crate::idempotency::stored::read;
+    use crate::idempotency::stored_response::read;
     use axum::Json;
     use axum::http::StatusCode;
     use axum::response::IntoResponse;
 
-    async fn count(counters: &Counters, answer: impl IntoResponse) -> [u64; 3] {
+    async fn count(counters: &IdempotencyCounters, answer: impl IntoResponse) -> [u64; 3] {
         let read = read(answer.into_response()).await.unwrap();
         counters.stored(&read.kind, true);
         [&counters.persisted_json, &counters.skipped_empty, &counters.skipped_non_json].map(GenericCounter::get)
@@ -77,7 +77,7 @@ mod tests {
 
     #[tokio::test]
     async fn answers_are_counted_by_what_their_body_is() {
-        let counters = Counters::new();
+        let counters = IdempotencyCounters::new();
         assert_eq!(count(&counters, Json(1)).await, [1, 0, 0]);
         assert_eq!(count(&counters, ApiError::not_found("node")).await, [2, 0, 0]);
         assert_eq!(count(&counters, StatusCode::NO_CONTENT).await, [2, 1, 0]);

@@ -1,7 +1,7 @@
 //! How a proxy in front of the node API writes down the client certificate that the node has proved to it.
 //!
-//! The proxy's word counts for one thing alone: that the client holds the certificate's key. Whose certificate it is and whether it
-//! holds is judged here and by the node's machine, as for a direct connection.
+//! The proxy is trusted for one thing alone: that the client holds the certificate's private key. The certificate's name and validity are
+//! checked here and by the node's state machine, as for a direct connection.
 
 use std::fmt;
 
@@ -10,10 +10,10 @@ use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use rustls::pki_types::{CertificateDer, pem::PemObject as _};
 use thiserror::Error;
 
-/// The longest header that is read, in bytes: ten times what a node's certificate takes.
+/// The longest header that is read, in bytes: ten times the size of a node's certificate.
 const MAX_LEN: usize = 16 * 1024;
 
-/// The one way in which this installation's proxies forward a certificate.
+/// The one format in which this installation's proxies forward a certificate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Forwarding {
     /// `Client-Cert` with the certificate's DER as a byte sequence of structured fields (RFC 9440, section 2.2).
@@ -46,19 +46,22 @@ impl Forwarding {
         }
     }
 
-    /// The certificate that the headers tell of, not verified; `None` where the client showed the proxy none.
+    /// The forwarded certificate, not verified; `None` where the client presented none to the proxy.
     ///
     /// # Errors
-    /// Where they do not tell of exactly one certificate in this way.
-    pub(super) fn read(self, headers: &HeaderMap) -> Result<Option<CertificateDer<'static>>, NotForwarded> {
+    /// Where the headers do not contain exactly one certificate in this format.
+    pub(super) fn read(
+        self,
+        headers: &HeaderMap,
+    ) -> Result<Option<CertificateDer<'static>>, ForwardedCertificateError> {
         let name = self.header();
         let mut values = headers.get_all(&name).iter();
         let Some(value) = values.next() else { return Ok(None) };
         if values.next().is_some() {
-            return Err(NotForwarded::Twice);
+            return Err(ForwardedCertificateError::Twice);
         }
         if is_hop_by_hop(headers, &name) {
-            return Err(NotForwarded::HopByHop);
+            return Err(ForwardedCertificateError::HopByHop);
         }
         let text = text_of(value)?;
         if text.is_empty() {
@@ -79,8 +82,7 @@ impl fmt::Display for Forwarding {
     }
 }
 
-/// Takes every header out of a request that tells of a client certificate in any of the ways, also under the names that CGI-like
-/// programs mistake for them (`Client_Cert`).
+/// Removes every header of any of the formats from a request, also under the names that CGI-like programs mistake for them (`Client_Cert`).
 pub(super) fn strip(headers: &mut HeaderMap) {
     let is_one_of_them = |name: &HeaderName| {
         let dashed = name.as_str().replace('_', "-");
@@ -92,9 +94,9 @@ pub(super) fn strip(headers: &mut HeaderMap) {
     }
 }
 
-/// Why a trusted proxy's header is no client's certificate.
+/// Why a trusted proxy's header does not contain a client's certificate.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum NotForwarded {
+pub enum ForwardedCertificateError {
     #[error("the proxy's header came more than once: the proxy lets the client's own copies pass")]
     Twice,
     #[error("the request's Connection header names the proxy's header: it is not the proxy's to drop")]
@@ -121,47 +123,49 @@ pub enum NotForwarded {
     Unverified(String),
 }
 
-/// Whether the request asks whoever passes it on to drop the header (RFC 9110, section 7.6.1).
+/// Whether the request asks intermediaries to drop the header (RFC 9110, section 7.6.1).
 fn is_hop_by_hop(headers: &HeaderMap, name: &HeaderName) -> bool {
     let options = headers.get_all(header::CONNECTION).iter().filter_map(|value| value.to_str().ok());
     options.flat_map(|value| value.split(',')).any(|option| option.trim().eq_ignore_ascii_case(name.as_str()))
 }
 
-fn text_of(value: &HeaderValue) -> Result<&str, NotForwarded> {
+fn text_of(value: &HeaderValue) -> Result<&str, ForwardedCertificateError> {
     if value.len() > MAX_LEN {
-        return Err(NotForwarded::TooLong);
+        return Err(ForwardedCertificateError::TooLong);
     }
-    // Printable ASCII and tabs; a tab stands in none of the ways.
-    value.to_str().map(|text| text.trim_matches(' ')).map_err(|_| NotForwarded::NotText)
+    // Printable ASCII and tabs; none of the formats contains a tab.
+    value.to_str().map(|text| text.trim_matches(' ')).map_err(|_| ForwardedCertificateError::NotText)
 }
 
 /// A byte sequence without parameters (RFC 8941, section 3.3.5), with its padding.
-fn from_byte_sequence(text: &str) -> Result<CertificateDer<'static>, NotForwarded> {
-    let base64 =
-        text.strip_prefix(':').and_then(|text| text.strip_suffix(':')).ok_or(NotForwarded::NotAByteSequence)?;
-    let der = BASE64.decode(base64).map_err(|_| NotForwarded::NotAByteSequence)?;
-    if der.is_empty() { Err(NotForwarded::NotAByteSequence) } else { Ok(der.into()) }
+fn from_byte_sequence(text: &str) -> Result<CertificateDer<'static>, ForwardedCertificateError> {
+    let base64 = text
+        .strip_prefix(':')
+        .and_then(|text| text.strip_suffix(':'))
+        .ok_or(ForwardedCertificateError::NotAByteSequence)?;
+    let der = BASE64.decode(base64).map_err(|_| ForwardedCertificateError::NotAByteSequence)?;
+    if der.is_empty() { Err(ForwardedCertificateError::NotAByteSequence) } else { Ok(der.into()) }
 }
 
 /// The value of `Cert` in a header of exactly one element.
-fn only_certificate(text: &str) -> Result<String, NotForwarded> {
+fn only_certificate(text: &str) -> Result<String, ForwardedCertificateError> {
     let elements = split(text, ',')?;
-    let [element] = elements.as_slice() else { return Err(NotForwarded::NotOneElement) };
+    let [element] = elements.as_slice() else { return Err(ForwardedCertificateError::NotOneElement) };
     let mut certificates = Vec::new();
     for pair in split(element, ';')? {
-        let (key, value) = pair.split_once('=').ok_or(NotForwarded::NotOneElement)?;
+        let (key, value) = pair.split_once('=').ok_or(ForwardedCertificateError::NotOneElement)?;
         if key.trim().eq_ignore_ascii_case("cert") {
             certificates.push(unquoted(value.trim())?);
         }
     }
     match certificates.as_slice() {
         [certificate] => Ok(certificate.clone()),
-        _ => Err(NotForwarded::NoCertificate),
+        _ => Err(ForwardedCertificateError::NoCertificate),
     }
 }
 
-/// The parts between separators that stand outside of quotes.
-fn split(text: &str, separator: char) -> Result<Vec<&str>, NotForwarded> {
+/// The parts between separators outside of quotes.
+fn split(text: &str, separator: char) -> Result<Vec<&str>, ForwardedCertificateError> {
     let (mut parts, mut begin, mut quoted, mut escaped) = (Vec::new(), 0, false, false);
     for (at, character) in text.char_indices() {
         match character {
@@ -176,48 +180,51 @@ fn split(text: &str, separator: char) -> Result<Vec<&str>, NotForwarded> {
         }
     }
     if quoted {
-        return Err(NotForwarded::NotOneElement);
+        return Err(ForwardedCertificateError::NotOneElement);
     }
     parts.push(&text[begin..]);
     Ok(parts)
 }
 
 /// Percent-encoded PEM holds neither quotes nor backslashes: one that does is something else.
-fn unquoted(value: &str) -> Result<String, NotForwarded> {
+fn unquoted(value: &str) -> Result<String, ForwardedCertificateError> {
     let inner = match value.strip_prefix('"') {
-        Some(rest) => rest.strip_suffix('"').ok_or(NotForwarded::NotOneElement)?,
+        Some(rest) => rest.strip_suffix('"').ok_or(ForwardedCertificateError::NotOneElement)?,
         None => value,
     };
-    if inner.contains(['"', '\\']) { Err(NotForwarded::NotOneElement) } else { Ok(inner.to_owned()) }
+    if inner.contains(['"', '\\']) { Err(ForwardedCertificateError::NotOneElement) } else { Ok(inner.to_owned()) }
 }
 
-fn percent_decoded(text: &str) -> Result<String, NotForwarded> {
+fn percent_decoded(text: &str) -> Result<String, ForwardedCertificateError> {
     let (mut bytes, mut decoded) = (text.bytes(), Vec::with_capacity(text.len()));
     while let Some(byte) = bytes.next() {
         decoded.push(match byte {
             b'%' => {
                 let mut digit = || bytes.next().and_then(|byte| char::from(byte).to_digit(16));
-                let (high, low) = (digit().ok_or(NotForwarded::NotEncoded)?, digit().ok_or(NotForwarded::NotEncoded)?);
-                u8::try_from(high * 16 + low).map_err(|_| NotForwarded::NotEncoded)?
+                let (high, low) = (
+                    digit().ok_or(ForwardedCertificateError::NotEncoded)?,
+                    digit().ok_or(ForwardedCertificateError::NotEncoded)?,
+                );
+                u8::try_from(high * 16 + low).map_err(|_| ForwardedCertificateError::NotEncoded)?
             }
-            b' ' => return Err(NotForwarded::NotEncoded),
+            b' ' => return Err(ForwardedCertificateError::NotEncoded),
             _ => byte,
         });
     }
-    String::from_utf8(decoded).map_err(|_| NotForwarded::NotEncoded)
+    String::from_utf8(decoded).map_err(|_| ForwardedCertificateError::NotEncoded)
 }
 
 /// Exactly one block, with nothing before and nothing but a line's end after it.
-fn from_pem(pem: &str) -> Result<CertificateDer<'static>, NotForwarded> {
+fn from_pem(pem: &str) -> Result<CertificateDer<'static>, ForwardedCertificateError> {
     const BEGIN: &str = "-----BEGIN CERTIFICATE-----\n";
     const END: &str = "-----END CERTIFICATE-----";
     let block = pem.strip_suffix('\n').unwrap_or(pem);
     let inner = block.strip_prefix(BEGIN).and_then(|rest| rest.strip_suffix(END));
     let is_body = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'/' | b'=' | b'\n');
     if !inner.is_some_and(|inner| inner.bytes().all(is_body)) {
-        return Err(NotForwarded::NotOneCertificate);
+        return Err(ForwardedCertificateError::NotOneCertificate);
     }
-    CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|_| NotForwarded::NotOneCertificate)
+    CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|_| ForwardedCertificateError::NotOneCertificate)
 }
 
 #[cfg(test)]
@@ -241,7 +248,7 @@ mod tests {
         pairs.iter().map(|(name, value)| (name.parse::<HeaderName>().unwrap(), value.parse().unwrap())).collect()
     }
 
-    fn read(way: Forwarding, value: &str) -> Result<Option<Vec<u8>>, NotForwarded> {
+    fn read(way: Forwarding, value: &str) -> Result<Option<Vec<u8>>, ForwardedCertificateError> {
         let read = way.read(&headers(&[(way.header().as_str(), value)]))?;
         Ok(read.map(|der| der.to_vec()))
     }
@@ -258,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn each_way_is_read_as_its_proxy_writes_it() {
+    fn each_forwarding_format_is_parsed_as_its_proxy_writes_it() {
         for way in Forwarding::ALL {
             assert_eq!(read(way, &written(way)).unwrap().as_deref(), Some(&DER[..]), "{way}");
             assert_eq!(way.read(&HeaderMap::new()).unwrap(), None);
@@ -268,12 +275,12 @@ mod tests {
     }
 
     #[test]
-    fn a_header_that_comes_twice_is_refused_whichever_copy_would_win() {
+    fn repeated_certificate_header_is_refused() {
         for way in Forwarding::ALL {
             let (name, value) = (way.header(), written(way));
             for other in [value.as_str(), "", "x"] {
                 let twice = headers(&[(name.as_str(), value.as_str()), (name.as_str(), other)]);
-                assert_eq!(way.read(&twice), Err(NotForwarded::Twice));
+                assert_eq!(way.read(&twice), Err(ForwardedCertificateError::Twice));
             }
             // As a proxy joins them.
             assert!(read(way, &format!("{value}, {value}")).is_err(), "{way}");
@@ -281,13 +288,13 @@ mod tests {
     }
 
     #[test]
-    fn a_header_that_the_connection_header_drops_is_refused() {
+    fn certificate_header_named_by_the_connection_header_is_refused() {
         for way in Forwarding::ALL {
             let (name, value) = (way.header(), written(way));
             let upper = format!("close , {}", name.as_str().to_uppercase());
             for option in [name.as_str(), upper.as_str()] {
                 let nominated = headers(&[("connection", option), (name.as_str(), value.as_str())]);
-                assert_eq!(way.read(&nominated), Err(NotForwarded::HopByHop));
+                assert_eq!(way.read(&nominated), Err(ForwardedCertificateError::HopByHop));
             }
             let other = headers(&[("connection", "close"), (name.as_str(), value.as_str())]);
             assert!(way.read(&other).unwrap().is_some());
@@ -295,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn names_with_underscores_are_no_header_of_ours_and_are_stripped_with_it() {
+    fn header_names_with_underscores_are_ignored_and_stripped() {
         for way in Forwarding::ALL {
             let (name, value) = (way.header(), written(way));
             let alias = name.as_str().replace('-', "_");
@@ -309,19 +316,19 @@ mod tests {
     }
 
     #[test]
-    fn two_elements_and_none_with_a_certificate_are_refused() {
+    fn header_without_exactly_one_certificate_element_is_refused() {
         let one = written(Forwarding::Xfcc);
         let read = |value: &str| read(Forwarding::Xfcc, value).unwrap_err();
-        assert_eq!(read(&format!("{one},{one}")), NotForwarded::NotOneElement);
-        assert_eq!(read(&format!("By=spiffe://evil,{one}")), NotForwarded::NotOneElement);
-        assert_eq!(read(&format!("{one};{one}")), NotForwarded::NoCertificate);
-        assert_eq!(read("Hash=00ff;URI=spiffe://x/node/1"), NotForwarded::NoCertificate);
-        assert_eq!(read(&format!("Subject=\"a\\\",Cert={}", escaped(PEM))), NotForwarded::NotOneElement);
-        assert_eq!(read("Cert"), NotForwarded::NotOneElement);
+        assert_eq!(read(&format!("{one},{one}")), ForwardedCertificateError::NotOneElement);
+        assert_eq!(read(&format!("By=spiffe://evil,{one}")), ForwardedCertificateError::NotOneElement);
+        assert_eq!(read(&format!("{one};{one}")), ForwardedCertificateError::NoCertificate);
+        assert_eq!(read("Hash=00ff;URI=spiffe://x/node/1"), ForwardedCertificateError::NoCertificate);
+        assert_eq!(read(&format!("Subject=\"a\\\",Cert={}", escaped(PEM))), ForwardedCertificateError::NotOneElement);
+        assert_eq!(read("Cert"), ForwardedCertificateError::NotOneElement);
     }
 
     #[test]
-    fn an_encoded_newline_brings_nothing_in_behind_the_certificate() {
+    fn encoded_newline_after_the_certificate_is_refused() {
         for way in [Forwarding::Xfcc, Forwarding::Nginx] {
             let wrap = |pem: &str| if way == Forwarding::Xfcc { format!("Cert=\"{pem}\"") } else { pem.to_owned() };
             for hostile in [
@@ -333,31 +340,35 @@ mod tests {
                 escaped(&PEM.replace("AQID", "AQ ID")),
                 escaped(&PEM.replace("CERTIFICATE", "PRIVATE KEY")),
             ] {
-                assert_eq!(read(way, &wrap(&hostile)), Err(NotForwarded::NotOneCertificate), "{way}: {hostile}");
+                assert_eq!(
+                    read(way, &wrap(&hostile)),
+                    Err(ForwardedCertificateError::NotOneCertificate),
+                    "{way}: {hostile}"
+                );
             }
         }
-        assert_eq!(read(Forwarding::Rfc9440, ":AQID%0A/+8=:"), Err(NotForwarded::NotAByteSequence));
+        assert_eq!(read(Forwarding::Rfc9440, ":AQID%0A/+8=:"), Err(ForwardedCertificateError::NotAByteSequence));
     }
 
     #[test]
-    fn what_is_not_base64_not_encoded_not_text_or_too_long_is_refused() {
+    fn malformed_or_oversized_certificate_header_is_refused() {
         for bad in ["AQID/+8=", ":AQID/+8", ":AQID/+8:", ":!:", "::", ":AQID/+8=:;x=1", ":-_8=:", ": AQID/+8=:"] {
-            assert_eq!(read(Forwarding::Rfc9440, bad), Err(NotForwarded::NotAByteSequence), "{bad}");
+            assert_eq!(read(Forwarding::Rfc9440, bad), Err(ForwardedCertificateError::NotAByteSequence), "{bad}");
         }
         for bad in ["%", "%4", "%zz", "%FF%FE", &PEM.replace('\n', " ")] {
-            assert_eq!(read(Forwarding::Nginx, bad), Err(NotForwarded::NotEncoded), "{bad}");
+            assert_eq!(read(Forwarding::Nginx, bad), Err(ForwardedCertificateError::NotEncoded), "{bad}");
         }
         for way in Forwarding::ALL {
-            assert_eq!(read(way, &"A".repeat(MAX_LEN + 1)), Err(NotForwarded::TooLong));
+            assert_eq!(read(way, &"A".repeat(MAX_LEN + 1)), Err(ForwardedCertificateError::TooLong));
             let mut binary = HeaderMap::new();
             binary.insert(way.header(), HeaderValue::from_bytes(b":\xff:").unwrap());
-            assert_eq!(way.read(&binary), Err(NotForwarded::NotText));
+            assert_eq!(way.read(&binary), Err(ForwardedCertificateError::NotText));
         }
     }
 
     proptest! {
         #[test]
-        fn no_header_makes_the_reader_panic(value in "[ -~]{0,200}") {
+        fn parser_does_not_panic_on_any_certificate_header(value in "[ -~]{0,200}") {
             for way in Forwarding::ALL {
                 let _ = read(way, &value);
                 let _ = read(way, &format!("Cert=\"{value}\""));

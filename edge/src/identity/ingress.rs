@@ -1,4 +1,4 @@
-//! What stands in front of the listeners and holds connections for many clients.
+//! Load balancers and HTTP proxies in front of the listeners, whose connections carry many clients.
 
 use axum::http::HeaderMap;
 use ipnet::IpNet;
@@ -7,9 +7,10 @@ use std::net::IpAddr;
 /// Proxies and balancers by their own addresses.
 #[derive(Clone, Debug, Default)]
 pub struct Ingress {
-    /// HTTP proxies: the client is the last address of `X-Forwarded-For` that is no proxy's.
+    /// HTTP proxies: the client is the last address of `X-Forwarded-For` that is not a proxy's.
     pub proxies: Vec<IpNet>,
-    /// Balancers that pass TLS through and do not say for whom. What their clients write into `X-Forwarded-For` proves nothing.
+    /// Balancers that pass TLS through and do not name the client. An `X-Forwarded-For` behind them is written by the client and proves
+    /// nothing.
     pub balancers: Vec<IpNet>,
 }
 
@@ -28,8 +29,8 @@ pub(crate) fn is_within(networks: &[IpNet], address: IpAddr) -> bool {
     networks.iter().any(|network| network.contains(&address))
 }
 
-/// The last address of `X-Forwarded-For` that is no proxy's: what stands before it is the client's own writing. `None` where an entry is no
-/// address, or there is none.
+/// The last address of `X-Forwarded-For` that is not a proxy's: the entries before it are written by the client. `None` where an entry is
+/// not an address, or there is none.
 pub(crate) fn forwarded_client(headers: &HeaderMap, is_proxy: impl Fn(IpAddr) -> bool) -> Option<IpAddr> {
     let lines: Vec<_> = headers.get_all("x-forwarded-for").iter().filter_map(|line| line.to_str().ok()).collect();
     for entry in lines.iter().rev().flat_map(|line| line.rsplit(',')) {
@@ -73,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn a_balancer_and_a_proxy_that_names_no_client_stand_for_many() {
+    fn balancer_and_proxy_without_a_named_client_count_as_many_clients() {
         assert_eq!(network("10.0.0.1", &[]), None);
         assert_eq!(network("10.0.0.1", &["unknown"]), None);
         assert_eq!(network("10.0.1.1", &[]), None);

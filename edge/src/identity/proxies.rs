@@ -1,4 +1,4 @@
-//! The proxies in front of the node API: whose word is taken, and for what.
+//! The trusted proxies in front of the node API.
 
 use std::{net::IpAddr, net::SocketAddr, sync::Arc};
 
@@ -11,14 +11,14 @@ use rustls::{
     server::danger::ClientCertVerifier,
 };
 
-use super::forwarded::{Forwarding, NotForwarded, strip};
+use super::forwarded::{ForwardedCertificateError, Forwarding, strip};
 use super::ingress::{Ingress, forwarded_client, is_within};
 use crate::tls::{Peer, TlsConfigError, client_verifier};
 
 /// Proxies by their networks, and how they forward a client's certificate.
 ///
-/// A connection from one of the networks is a proxy's: the certificate is what its header says, and nothing else. A connection from
-/// anywhere else is a node's own, and what its headers say of certificates is dropped.
+/// A connection from one of the networks is a proxy's: the certificate is the one in its header, and no other. A connection from anywhere
+/// else is a node's own, and certificate headers on it are dropped.
 #[derive(Debug)]
 pub struct Proxies {
     forwarding: Forwarding,
@@ -48,13 +48,13 @@ impl Proxies {
         Ok(())
     }
 
-    /// Who makes the request with these headers over the connection of `peer`.
-    fn told_by(&self, peer: &Peer, headers: &HeaderMap) -> Peer {
+    /// The peer of a request with these headers over the connection of `peer`.
+    fn trusted_identity(&self, peer: &Peer, headers: &HeaderMap) -> Peer {
         let certificate = self.forwarding.read(headers).and_then(|told| match told {
             Some(certificate) => self.verify(&certificate).map(|()| Some(certificate)),
             None => Ok(None),
         });
-        // The proxy's connections carry many clients: a port of one of theirs would say nothing.
+        // The proxy's connections carry many clients: its port identifies none.
         let address = forwarded_client(headers, |address| self.trusts(address))
             .map_or(peer.address, |address| SocketAddr::new(address, 0));
         peer.behind_a_proxy(address, certificate)
@@ -64,24 +64,24 @@ impl Proxies {
         is_within(&self.networks, address)
     }
 
-    fn verify(&self, certificate: &CertificateDer<'_>) -> Result<(), NotForwarded> {
+    fn verify(&self, certificate: &CertificateDer<'_>) -> Result<(), ForwardedCertificateError> {
         let verified = self.verifier.load().verify_client_cert(certificate, &[], UnixTime::now());
         match verified {
             Ok(_) => Ok(()),
             Err(rustls::Error::InvalidCertificate(
                 CertificateError::Expired | CertificateError::ExpiredContext { .. },
-            )) => Err(NotForwarded::Expired),
-            Err(error) => Err(NotForwarded::Unverified(error.to_string())),
+            )) => Err(ForwardedCertificateError::Expired),
+            Err(error) => Err(ForwardedCertificateError::Unverified(error.to_string())),
         }
     }
 }
 
-/// Who makes a request: of a trusted proxy's connection whom the proxy says, else whoever holds the connection. Nothing of the headers that
-/// tell of certificates goes further.
+/// The peer of a request: on a trusted proxy's connection the forwarded client, else the peer of the connection. Certificate headers are
+/// removed.
 pub(crate) fn peer_of(proxies: Option<&Proxies>, ingress: &Ingress, peer: &Peer, headers: &mut HeaderMap) -> Peer {
     let address = peer.address.ip();
     let told = match proxies {
-        Some(proxies) if proxies.trusts(address) => proxies.told_by(peer, headers),
+        Some(proxies) if proxies.trusts(address) => proxies.trusted_identity(peer, headers),
         Some(_) | None if ingress.is_proxy(address) => {
             peer.forwarded_for(forwarded_client(headers, |address| ingress.is_proxy(address)))
         }

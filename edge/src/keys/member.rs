@@ -1,22 +1,22 @@
-//! What the members authenticate the messages with that they send each other.
+//! The keys that authenticate the messages between members.
 
-use super::signers::{Kept, in_use};
-use super::{Held, KeysError};
+use super::signers::{SignerKeyNames, in_use};
+use super::{KeysError, StoredPrivateKey};
 use chrono::{DateTime, Utc};
-use domain::key_set::{KeySet, Purpose};
+use domain::key_set::{KeySet, KeySetPurpose};
 use ed25519_dalek::SigningKey;
 use persistence::{Reads, Secrets};
 use sha2::{Digest as _, Sha256};
 use zeroize::Zeroizing;
 
-pub(super) const KEPT: Kept = Kept {
-    purpose: Purpose::MemberMessages,
-    names: "member_messages/",
+pub(super) const SECRET_NAMES: SignerKeyNames = SignerKeyNames {
+    purpose: KeySetPurpose::MemberMessages,
+    prefix: "member_messages/",
     first: "member_messages/active",
     id_of: |key| hex::encode(&Sha256::digest(key.verifying_key().as_bytes())[..8]),
 };
 
-/// What the HMAC keys are derived for.
+/// The label that the HMAC keys are derived with.
 const DERIVED_FOR: &[u8] = b"gpuaas member messages v1";
 
 /// A key of HMAC-SHA256.
@@ -26,26 +26,26 @@ pub type MacKey = Zeroizing<[u8; 32]>;
 /// derived from them, and the public halves are only their names.
 pub struct MemberKeys {
     pub set: KeySet,
-    pub(super) held: Vec<Held<SigningKey>>,
+    pub(super) held: Vec<StoredPrivateKey<SigningKey>>,
     /// By id, the active one first. A staged key is trusted: another member may use it a moment earlier.
     derived: Vec<(String, MacKey)>,
 }
 
 impl MemberKeys {
     pub(super) async fn read(secrets: &Secrets, reads: &Reads) -> Result<Self, KeysError> {
-        let (set, held) = KEPT.read(secrets, reads).await?;
+        let (set, held) = SECRET_NAMES.read(secrets, reads).await?;
         Ok(Self::of(set, held))
     }
 
-    fn of(set: KeySet, held: Vec<Held<SigningKey>>) -> Self {
+    fn of(set: KeySet, held: Vec<StoredPrivateKey<SigningKey>>) -> Self {
         let derived = in_use(&set, &held).map(|(_, held)| (held.id.clone(), derived(&held.key))).collect();
         Self { set, held, derived }
     }
 
-    /// One key that was never rotated, for tests of what is around it.
+    /// One key that was never rotated, for tests.
     #[must_use]
-    pub fn founded(key: SigningKey, at: DateTime<Utc>) -> Self {
-        let (set, held) = KEPT.founded(key, at);
+    pub fn with_first_key(key: SigningKey, at: DateTime<Utc>) -> Self {
+        let (set, held) = SECRET_NAMES.with_first_key(key, at);
         Self::of(set, held)
     }
 
@@ -55,7 +55,7 @@ impl MemberKeys {
         self.derived.first().map(|(id, key)| (id.as_str(), key))
     }
 
-    /// The key of this id, where messages by it are believed.
+    /// The key of this id, where messages by it are accepted.
     #[must_use]
     pub fn trusted(&self, id: &str) -> Option<&MacKey> {
         self.derived.iter().find(|(known, _)| known == id).map(|(_, key)| key)

@@ -1,37 +1,37 @@
-//! What the access tokens of service accounts are signed with.
+//! The keys that sign the access tokens of service accounts.
 
-use super::signers::{Kept, in_use};
-use super::{Held, KeysError};
+use super::signers::{SignerKeyNames, in_use};
+use super::{KeysError, StoredPrivateKey};
 use chrono::{DateTime, Utc};
-use domain::key_set::{KeySet, Purpose};
+use domain::key_set::{KeySet, KeySetPurpose};
 use ed25519_dalek::{SigningKey, VerifyingKey};
 use persistence::{Reads, Secrets};
 use sha2::{Digest as _, Sha256};
 
-pub(super) const KEPT: Kept = Kept {
-    purpose: Purpose::ServiceTokens,
-    names: "service_token_signing/",
+pub(super) const SECRET_NAMES: SignerKeyNames = SignerKeyNames {
+    purpose: KeySetPurpose::ServiceTokens,
+    prefix: "service_token_signing/",
     first: "service_token_signing/active",
-    // Never the name of a key of the identity provider's, whose tokens stand in the same header.
+    // Never the name of a key of the identity provider, whose tokens come in the same header.
     id_of: |key| format!("gpuaas-{}", hex::encode(&Sha256::digest(key.verifying_key().as_bytes())[..8])),
 };
 
-/// The keys of service accounts' tokens. What is staged is believed too: another replica may use it a moment earlier.
+/// The keys of service accounts' tokens. A staged key is accepted too: another replica may use it a moment earlier.
 pub struct ServiceKeys {
     pub set: KeySet,
-    pub(super) held: Vec<Held<SigningKey>>,
+    pub(super) held: Vec<StoredPrivateKey<SigningKey>>,
 }
 
 impl ServiceKeys {
     pub(super) async fn read(secrets: &Secrets, reads: &Reads) -> Result<Self, KeysError> {
-        let (set, held) = KEPT.read(secrets, reads).await?;
+        let (set, held) = SECRET_NAMES.read(secrets, reads).await?;
         Ok(Self { set, held })
     }
 
-    /// One key that was never rotated, for tests of what is around it.
+    /// One key that was never rotated, for tests.
     #[must_use]
-    pub fn founded(key: SigningKey, at: DateTime<Utc>) -> Self {
-        let (set, held) = KEPT.founded(key, at);
+    pub fn with_first_key(key: SigningKey, at: DateTime<Utc>) -> Self {
+        let (set, held) = SECRET_NAMES.with_first_key(key, at);
         Self { set, held }
     }
 
@@ -47,7 +47,7 @@ impl ServiceKeys {
         self.set.key(id).is_some()
     }
 
-    /// The key of this id, where tokens by it are believed.
+    /// The key of this id, where tokens by it are accepted.
     #[must_use]
     pub fn trusted(&self, id: &str) -> Option<VerifyingKey> {
         in_use(&self.set, &self.held).find(|(_, held)| held.id == id).map(|(_, held)| held.key.verifying_key())

@@ -1,42 +1,42 @@
 //! How a node gets its certificate, and the next one.
 
-use super::answer::{refused, refused_enrollment, token_refused};
-use super::gate::{Admitted, Speaker};
-use super::spoken::Spoken;
+use super::admission::{AdmittedAddress, AuthenticatedNode};
+use super::rejection_response::{refused, refused_enrollment, token_refused};
+use super::strict_json::StrictJson;
 use super::{NodeApi, inventory, unexpected};
 use crate::body::Path;
 use crate::correlation::Scope;
 use crate::error::ApiError;
-use crate::node_ca::{IssueError, Issued};
-use crate::token::{self, Purpose};
+use crate::node_ca::{IssueError, IssuedCertificate};
+use crate::token::{self, TokenPurpose};
 use actors::CommandKey;
-use actors::place::{command_id, digest_of};
+use actors::sharding::{command_id, digest_of};
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use domain::NodeId;
-use domain::node::{Certificate, Command, Enrollment, Reply};
-use domain::policy::{Key, Scopes};
+use domain::node::{CertificateRecord, Command, Enrollment, Reply};
+use domain::policy::{PolicyKey, Scopes};
 use secrecy::SecretString;
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 use wire::VerifierSet;
-use wire::enroll::{EnrollAnswer, EnrollRequest, Recovery, RenewRequest};
+use wire::enroll::{EnrollAnswer, EnrollRequest, RecoveryState, RenewRequest};
 
 /// `POST /internal/v1/nodes/{id}/enroll`. Everything that can be wrong with the request is found before the token is spent.
 pub(super) async fn enroll(
     State(api): State<NodeApi>,
-    _: Admitted,
+    _: AdmittedAddress,
     scope: Scope,
     Path(id): Path<Uuid>,
-    Spoken(request): Spoken<EnrollRequest>,
+    StrictJson(request): StrictJson<EnrollRequest>,
 ) -> Result<(StatusCode, Json<EnrollAnswer>), ApiError> {
     scope.record_resource(format_args!("node/{id}"));
     let node_id = NodeId(id);
     let agent_version = inventory::agent_version(&request.agent_version)?;
     let inventory = inventory::inventory(request.inventory)?;
     let presented = SecretString::from(request.enrollment_token.expose());
-    let token = token::read(Purpose::Enrollment, &presented)
+    let token = token::read(TokenPurpose::Enrollment, &presented)
         .ok_or_else(|| token_refused("it has not the form of an enrollment token"))?;
     let issued = api.issue(node_id, &request.csr_pem)?;
     let command = Command::Enroll(Box::new(Enrollment {
@@ -49,7 +49,7 @@ pub(super) async fn enroll(
         protocol: request.protocol,
         inventory,
     }));
-    // The serial is this request's alone: the command is repeatable by us, not by whoever sends the token again.
+    // The serial is unique to this request: the command can be resent by us, not by a client that sends the token again.
     let once = CommandKey::repeatable(
         command_id(&[b"enroll", id.as_bytes(), issued.serial.as_bytes()]),
         digest_of(&[issued.serial.as_bytes()]),
@@ -59,26 +59,26 @@ pub(super) async fn enroll(
     Ok((StatusCode::CREATED, Json(answer)))
 }
 
-/// `POST /internal/v1/nodes/{id}/certificate/renew`. The certificate that asks stays good until its own end.
+/// `POST /internal/v1/nodes/{id}/certificate/renew`. The presented certificate stays valid until it expires.
 pub(super) async fn renew(
     State(api): State<NodeApi>,
-    Speaker(node): Speaker,
+    AuthenticatedNode(node): AuthenticatedNode,
     scope: Scope,
-    Spoken(request): Spoken<RenewRequest>,
+    StrictJson(request): StrictJson<RenewRequest>,
 ) -> Result<Json<EnrollAnswer>, ApiError> {
     let node_id = NodeId(node.node_id);
     let issued = api.issue(node_id, &request.csr_pem)?;
     let command = Command::Renew { serial: node.serial, issued: certificate(&issued) };
-    let answered = api.ask(&scope, node_id, command, |asked| asked).await.map_err(refused)?;
-    // Rotations are told by heartbeats: a renewal names no version.
+    let answered = api.ask(&scope, node_id, command, |context| context).await.map_err(refused)?;
+    // Heartbeats carry rotations: a renewal names no version.
     api.answer(issued, &answered.reply, Vec::new()).map(Json)
 }
 
 impl NodeApi {
-    pub(super) fn issue(&self, node_id: NodeId, csr_pem: &str) -> Result<Issued, ApiError> {
-        let world = &self.services.world;
-        let now = world.now();
-        let ttl = world.policy().seconds(Key::NodeCertificateTtl, &Scopes::global(), now);
+    pub(super) fn issue(&self, node_id: NodeId, csr_pem: &str) -> Result<IssuedCertificate, ApiError> {
+        let environment = &self.services.environment;
+        let now = environment.now();
+        let ttl = environment.policy().seconds(PolicyKey::NodeCertificateTtl, &Scopes::global(), now);
         let authorities = &self.services.trust.keys.load().node;
         authorities.issue(node_id.0, csr_pem, now, now + ttl).map_err(|error| match error {
             IssueError::Request(csr) => {
@@ -89,14 +89,14 @@ impl NodeApi {
         })
     }
 
-    /// The verifier sets that an agent lacks whose newest is `version`.
+    /// The verifier sets that an agent with the newest version `version` lacks.
     pub(super) fn verifier_sets_after(&self, version: u64) -> Vec<VerifierSet> {
         self.services.trust.keys.load().task.sets_after(version)
     }
 
     pub(super) fn answer(
         &self,
-        issued: Issued,
+        issued: IssuedCertificate,
         reply: &Reply,
         verifier_sets: Vec<VerifierSet>,
     ) -> Result<EnrollAnswer, ApiError> {
@@ -105,14 +105,17 @@ impl NodeApi {
             certificate_pem: issued.certificate_pem,
             chain_pem: issued.chain_pem,
             not_after: issued.not_after,
-            recovery: Recovery { identity_generation: u64::from(*identity_generation), remaining: *recoveries_left },
+            recovery: RecoveryState {
+                identity_generation: u64::from(*identity_generation),
+                remaining: *recoveries_left,
+            },
             verifier_sets,
             node_ca_bundle_pem: Some(self.services.trust.keys.load().node.bundle_pem()),
         })
     }
 }
 
-pub(super) fn certificate(issued: &Issued) -> Certificate {
+pub(super) fn certificate(issued: &IssuedCertificate) -> CertificateRecord {
     let authority = Some(issued.authority.clone());
-    Certificate { serial: issued.serial.clone(), not_after: issued.not_after, generation: 0, authority }
+    CertificateRecord { serial: issued.serial.clone(), not_after: issued.not_after, generation: 0, authority }
 }

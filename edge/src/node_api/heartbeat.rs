@@ -1,32 +1,33 @@
-//! Liveness: what an agent says of its machine, and what the control plane tells it in return.
+//! Liveness: the agent's report of its machine, and the control plane's settings in return.
 
-use super::answer::refused;
-use super::gate::Speaker;
-use super::spoken::Spoken;
+use super::admission::AuthenticatedNode;
+use super::rejection_response::refused;
+use super::strict_json::StrictJson;
 use super::{NodeApi, inventory, unexpected};
 use crate::correlation::Scope;
 use crate::error::ApiError;
 use axum::Json;
 use axum::extract::State;
 use domain::NodeId;
-use domain::node::{Command, Reply, Seen};
-use domain::policy::{Key, Scopes};
+use domain::node::{AgentContact, Command, Reply};
+use domain::policy::{PolicyKey, Scopes};
 use wire::bundle::fingerprint;
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
 
-/// `POST /internal/v1/nodes/{id}/heartbeat`. A fenced node's is taken too: its health and inventory are needed to end the fence.
-pub(super) async fn beat(
+/// `POST /internal/v1/nodes/{id}/heartbeat`. A fenced node's heartbeat is accepted too: its health and inventory are needed to lift the
+/// fence.
+pub(super) async fn heartbeat(
     State(api): State<NodeApi>,
-    Speaker(node): Speaker,
+    AuthenticatedNode(node): AuthenticatedNode,
     scope: Scope,
-    Spoken(beat): Spoken<Heartbeat>,
+    StrictJson(beat): StrictJson<Heartbeat>,
 ) -> Result<Json<HeartbeatAnswer>, ApiError> {
-    let now = api.services.world.now();
-    let seen = Seen {
+    let now = api.services.environment.now();
+    let seen = AgentContact {
         boot_id: beat.boot_id.to_string(),
         agent_version: inventory::agent_version(&beat.agent_version)?,
         protocol: beat.protocol,
-        // The machine says when: these two are its own.
+        // The node's state machine sets these two.
         last_seen_at: now,
         silent_at: now,
         task_types: beat.task_types.map(inventory::task_types).transpose()?,
@@ -37,19 +38,19 @@ pub(super) async fn beat(
         inventory: Box::new(inventory::inventory(beat.inventory)?),
         health: Box::new(inventory::health(beat.health).map_err(ApiError::internal)?),
     };
-    let answered = api.ask(&scope, NodeId(node.node_id), command, |asked| asked).await.map_err(refused)?;
+    let answered = api.ask(&scope, NodeId(node.node_id), command, |context| context).await.map_err(refused)?;
     let Reply::Heard { next_heartbeat_seconds } = answered.reply else { return Err(unexpected(&answered.reply)) };
     let authorities = &api.services.trust.keys.load().node;
-    let spread = api.services.world.policy().int(Key::KeysRenewalSpread, &Scopes::global(), now);
+    let spread = api.services.environment.policy().int(PolicyKey::KeysRenewalSpread, &Scopes::global(), now);
     let spread = u32::try_from(spread).unwrap_or(1);
     let bundle_pem = authorities.bundle_pem();
-    let knows_it = beat.node_ca_bundle_fingerprint.is_none_or(|known| known == fingerprint(&bundle_pem));
+    let has_bundle = beat.node_ca_bundle_fingerprint.is_none_or(|known| known == fingerprint(&bundle_pem));
     Ok(Json(HeartbeatAnswer {
-        server_time: api.services.world.now(),
+        server_time: api.services.environment.now(),
         next_heartbeat_seconds,
         verifier_sets: api.verifier_sets_after(beat.verifier_set_version),
         poll: PollSettings::default(),
-        node_ca_bundle_pem: (!knows_it).then_some(bundle_pem),
+        node_ca_bundle_pem: (!has_bundle).then_some(bundle_pem),
         renew_within_seconds: authorities.is_outgoing(&node.authority).then_some(spread),
     }))
 }

@@ -1,28 +1,28 @@
-//! What an agent says of its machine, checked and turned into what the node's machine keeps.
+//! Validates what an agent reports of its machine and converts it for the node's state machine.
 
 use crate::error::ApiError;
-use domain::node::{Gpu, Health, HealthStatus, Inventory};
+use domain::node::{NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory};
 use std::collections::BTreeSet;
 use wire::heartbeat as reported;
 use wire::inventory::{ExecutorKind, GpuSource};
 
-const GPUS: usize = 64;
-const TEXT: usize = 256;
-const VERSION: usize = 64;
-const TASK_TYPES: usize = 64;
+const MAX_GPUS: usize = 64;
+const MAX_TEXT: usize = 256;
+const MAX_VERSION: usize = 64;
+const MAX_TASK_TYPES: usize = 64;
 /// Far above every machine, and far below where sums of it could overflow.
-const AMOUNT: u64 = 1 << 40;
-/// Of a GPU's UUID and model: both stand in the node's snapshot several times.
-const GPU_TEXT: usize = 96;
+const MAX_AMOUNT: u64 = 1 << 40;
+/// Of a GPU's UUID and model: the node's snapshot contains both several times.
+const MAX_GPU_TEXT: usize = 96;
 /// Alerts that are stored of a heartbeat, characters of each text in them, and bytes of all of them as JSON.
-const ALERTS: usize = 64;
-const ALERT_TEXT: usize = 500;
-const ALERTS_BYTES: usize = 16 * 1024;
+const MAX_ALERTS: usize = 64;
+const MAX_ALERT_TEXT: usize = 500;
+const MAX_ALERTS_BYTES: usize = 16 * 1024;
 
 /// # Errors
 /// `invalid_request`, naming the field.
 pub(super) fn agent_version(version: &str) -> Result<String, ApiError> {
-    text("agent_version", version, VERSION).map(|()| version.to_owned())
+    text("agent_version", version, MAX_VERSION).map(|()| version.to_owned())
 }
 
 /// The types of task that an agent does, by their names: also those that this release has not.
@@ -31,12 +31,12 @@ pub(super) fn agent_version(version: &str) -> Result<String, ApiError> {
 /// `invalid_request`, naming the field.
 pub(super) fn task_types(names: Vec<String>) -> Result<BTreeSet<String>, ApiError> {
     const FIELD: &str = "task_types";
-    if names.len() > TASK_TYPES {
-        return Err(refused(FIELD, format!("has more than {TASK_TYPES} entries")));
+    if names.len() > MAX_TASK_TYPES {
+        return Err(refused(FIELD, format!("has more than {MAX_TASK_TYPES} entries")));
     }
     let is_name = |name: &String| {
         let plain = |byte: u8| byte.is_ascii_lowercase() || matches!(byte, b'.' | b'_');
-        (1..=VERSION).contains(&name.len()) && name.bytes().all(plain)
+        (1..=MAX_VERSION).contains(&name.len()) && name.bytes().all(plain)
     };
     if !names.iter().all(is_name) {
         return Err(refused(FIELD, "has an entry that is no name such as `node.validate`"));
@@ -46,30 +46,30 @@ pub(super) fn task_types(names: Vec<String>) -> Result<BTreeSet<String>, ApiErro
 
 /// # Errors
 /// `invalid_request`, naming the field.
-pub(super) fn inventory(sent: wire::inventory::Inventory) -> Result<Inventory, ApiError> {
-    text("inventory.hostname", &sent.hostname, TEXT)?;
-    text("inventory.kernel", &sent.kernel, TEXT)?;
-    text("inventory.cpu_model", &sent.cpu_model, TEXT)?;
+pub(super) fn inventory(sent: wire::inventory::NodeInventory) -> Result<ReportedInventory, ApiError> {
+    text("inventory.hostname", &sent.hostname, MAX_TEXT)?;
+    text("inventory.kernel", &sent.kernel, MAX_TEXT)?;
+    text("inventory.cpu_model", &sent.cpu_model, MAX_TEXT)?;
     amount("inventory.cpu_cores", sent.cpu_cores.into())?;
     amount("inventory.memory_mib", sent.memory_mib)?;
     amount("inventory.storage_gib", sent.storage_gib)?;
     if let Some(fingerprint) = &sent.ssh_host_key_fingerprint {
-        text("inventory.ssh_host_key_fingerprint", fingerprint, TEXT)?;
+        text("inventory.ssh_host_key_fingerprint", fingerprint, MAX_TEXT)?;
     }
-    if sent.gpus.len() > GPUS {
-        return Err(refused("inventory.gpus", format!("has more than {GPUS} entries")));
+    if sent.gpus.len() > MAX_GPUS {
+        return Err(refused("inventory.gpus", format!("has more than {MAX_GPUS} entries")));
     }
     for (index, gpu) in sent.gpus.iter().enumerate() {
         let field = |name: &str| format!("inventory.gpus[{index}].{name}");
         if gpu.uuid.is_empty() {
             return Err(refused(&field("uuid"), "is empty"));
         }
-        text(&field("uuid"), &gpu.uuid, GPU_TEXT)?;
-        text(&field("vendor"), &gpu.vendor, TEXT)?;
-        text(&field("model"), &gpu.model, GPU_TEXT)?;
+        text(&field("uuid"), &gpu.uuid, MAX_GPU_TEXT)?;
+        text(&field("vendor"), &gpu.vendor, MAX_TEXT)?;
+        text(&field("model"), &gpu.model, MAX_GPU_TEXT)?;
         amount(&field("memory_mib"), gpu.memory_mib)?;
     }
-    let gpu = |gpu: wire::inventory::Gpu| Gpu {
+    let gpu = |gpu: wire::inventory::GpuInfo| ReportedGpu {
         index: gpu.index,
         uuid: gpu.uuid,
         model: gpu.model,
@@ -84,7 +84,7 @@ pub(super) fn inventory(sent: wire::inventory::Inventory) -> Result<Inventory, A
         GpuSource::Simulated => "simulated",
         GpuSource::None => "none",
     };
-    Ok(Inventory {
+    Ok(ReportedInventory {
         gpus: sent.gpus.into_iter().map(gpu).collect(),
         gpu_source: gpu_source.to_owned(),
         executor: executor.to_owned(),
@@ -96,34 +96,34 @@ pub(super) fn inventory(sent: wire::inventory::Inventory) -> Result<Inventory, A
     })
 }
 
-/// A node that has too much to tell is not taken for silent: what is over the bounds is cut off.
-pub(super) fn health(sent: reported::Health) -> Result<Health, serde_json::Error> {
+/// A node that reports too much is not treated as silent: what is over the bounds is truncated.
+pub(super) fn health(sent: reported::HealthReport) -> Result<NodeHealth, serde_json::Error> {
     let status = match sent.status {
-        reported::HealthStatus::Ok => HealthStatus::Ok,
-        reported::HealthStatus::Warning => HealthStatus::Warning,
-        reported::HealthStatus::Critical => HealthStatus::Critical,
+        reported::HealthLevel::Ok => NodeHealthStatus::Ok,
+        reported::HealthLevel::Warning => NodeHealthStatus::Warning,
+        reported::HealthLevel::Critical => NodeHealthStatus::Critical,
     };
     let short = |alert: reported::Alert| {
         serde_json::to_value(reported::Alert {
-            probe_id: clipped(&alert.probe_id, VERSION),
-            target: clipped(&alert.target, TEXT),
+            probe_id: truncated(&alert.probe_id, MAX_VERSION),
+            target: truncated(&alert.target, MAX_TEXT),
             since: alert.since,
             classifications: alert.classifications.into_iter().take(16).collect(),
-            message: clipped(&alert.message, ALERT_TEXT),
-            tenant_message: clipped(&alert.tenant_message, ALERT_TEXT),
+            message: truncated(&alert.message, MAX_ALERT_TEXT),
+            tenant_message: truncated(&alert.tenant_message, MAX_ALERT_TEXT),
         })
     };
-    let alerts: Vec<_> = sent.alerts.into_iter().take(ALERTS).map(short).collect::<Result<_, _>>()?;
-    let mut room = ALERTS_BYTES;
+    let alerts: Vec<_> = sent.alerts.into_iter().take(MAX_ALERTS).map(short).collect::<Result<_, _>>()?;
+    let mut room = MAX_ALERTS_BYTES;
     let fits = move |alert: &serde_json::Value| {
         room = room.saturating_sub(alert.to_string().len());
         room > 0
     };
-    Ok(Health { status, alerts: alerts.into_iter().take_while(fits).collect() })
+    Ok(NodeHealth { status, alerts: alerts.into_iter().take_while(fits).collect() })
 }
 
 /// Text of an agent's, bounded and without control characters.
-pub(super) fn clipped(text: &str, characters: usize) -> String {
+pub(super) fn truncated(text: &str, characters: usize) -> String {
     let one_line = text.chars().map(|character| if character.is_control() { ' ' } else { character });
     let mut kept: String = one_line.take(characters).collect();
     if text.chars().nth(characters).is_some() {
@@ -144,7 +144,7 @@ fn text(field: &str, text: &str, characters: usize) -> Result<(), ApiError> {
 }
 
 fn amount(field: &str, amount: u64) -> Result<(), ApiError> {
-    if amount > AMOUNT { Err(refused(field, format!("is over {AMOUNT}"))) } else { Ok(()) }
+    if amount > MAX_AMOUNT { Err(refused(field, format!("is over {MAX_AMOUNT}"))) } else { Ok(()) }
 }
 
 fn refused(field: &str, what: impl std::fmt::Display) -> ApiError {
@@ -158,7 +158,7 @@ mod tests {
     use crate::node_api::tests::agent::h100s;
 
     #[test]
-    fn only_an_executor_of_the_system_keeps_tenants_gpus_apart() {
+    fn only_the_system_executor_isolates_devices() {
         let mut sent = h100s(2);
         let kept = inventory(sent.clone()).unwrap();
         assert_eq!((kept.executor.as_str(), kept.isolates_devices), ("sandbox", false));
@@ -169,8 +169,8 @@ mod tests {
     }
 
     #[test]
-    fn what_no_machine_has_is_refused_by_name() {
-        let change = |change: fn(&mut wire::inventory::Inventory)| {
+    fn impossible_inventory_is_refused_with_its_field() {
+        let change = |change: fn(&mut wire::inventory::NodeInventory)| {
             let mut sent = h100s(1);
             change(&mut sent);
             inventory(sent).unwrap_err().details()["field"].as_str().unwrap().to_owned()
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn the_types_of_task_that_an_agent_does_are_names_and_not_many() {
+    fn task_types_are_bounded_names() {
         let names = |names: &[&str]| task_types(names.iter().map(|name| (*name).to_owned()).collect());
         assert_eq!(names(&["node.validate", "node.sing", "node.sing"]).unwrap().len(), 2);
         for bad in ["", "Node", "a b", "a\n", "a;b", "\u{2028}", &"x".repeat(65)] {
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn alerts_over_the_bounds_are_cut_off_and_the_status_stands() {
+    fn alerts_over_the_bounds_are_truncated_and_the_status_is_unchanged() {
         let alert = reported::Alert {
             probe_id: "xid".into(),
             target: "GPU-1".into(),
@@ -204,10 +204,10 @@ mod tests {
             tenant_message: "a\nb".into(),
         };
         let small = reported::Alert { message: "m".into(), classifications: Vec::new(), ..alert.clone() };
-        let sent = reported::Health { status: reported::HealthStatus::Critical, alerts: vec![small; 1000] };
+        let sent = reported::HealthReport { status: reported::HealthLevel::Critical, alerts: vec![small; 1000] };
         let kept = health(sent).unwrap();
-        assert_eq!((kept.status, kept.alerts.len()), (HealthStatus::Critical, 64));
-        let sent = reported::Health { status: reported::HealthStatus::Critical, alerts: vec![alert; 1000] };
+        assert_eq!((kept.status, kept.alerts.len()), (NodeHealthStatus::Critical, 64));
+        let sent = reported::HealthReport { status: reported::HealthLevel::Critical, alerts: vec![alert; 1000] };
         let kept = health(sent).unwrap();
         assert!(serde_json::to_string(&kept).unwrap().len() < 17_000);
         assert_eq!(kept.alerts[0]["tenant_message"], "a b");

@@ -1,45 +1,48 @@
-//! Whether a result proves what it says: a release has succeeded only with a report, signed by the node's own key, that everything
-//! was looked for and nothing is left (decisions 4, *Clean-up proof*).
+//! Whether a result proves its claim: a release has succeeded only with a report, signed by the node's own key, that every resource was
+//! checked and nothing is left (decisions 4, *Clean-up proof*).
 
-use super::inventory::clipped;
-use domain::node::{Hold, HoldPhase, Node, Verdict};
+use super::inventory::truncated;
+use domain::node::{Hold, HoldPhase, Node, TaskOutcome};
 use domain::{AllocationId, NodeId, TaskId};
 use std::fmt::Write as _;
 use thiserror::Error;
-use wire::Envelope;
 use wire::PublicKey;
+use wire::SignedEnvelope;
 use wire::inventory::ExecutorKind;
-use wire::proof::{CleanupReport, Outcome, ProofError};
+use wire::proof::{CleanupReport, FindingOutcome, ProofError};
 use wire::task::{TaskResult, TaskStatus};
 
-/// What is kept of a failure's code and words; they go into the node's history and into events.
-const CODE: usize = 64;
-const WORDS: usize = 500;
+/// Bounds of a failure's stored code and message; they go into the node's history and into events.
+const MAX_CODE: usize = 64;
+const MAX_MESSAGE: usize = 500;
 
-/// What the node's machine is to be told of a result. `node` is needed where the result carries a proof.
-pub(super) fn verdict(result: &TaskResult, node_id: NodeId, task_id: TaskId, node: Option<&Node>) -> Verdict {
+/// The outcome of a result for the node's state machine. `node` is needed where the result carries a proof.
+pub(super) fn verdict(result: &TaskResult, node_id: NodeId, task_id: TaskId, node: Option<&Node>) -> TaskOutcome {
     match (result.status, &result.proof) {
         (TaskStatus::Failed, _) => match &result.error {
-            Some(error) => Verdict::Failed { code: code_of(&error.code), message: clipped(&error.message, WORDS) },
-            None => Verdict::Failed { code: "failed".into(), message: "The agent gave no reason.".into() },
+            Some(error) => {
+                TaskOutcome::Failed { code: code_of(&error.code), message: truncated(&error.message, MAX_MESSAGE) }
+            }
+            None => TaskOutcome::Failed { code: "failed".into(), message: "The agent gave no reason.".into() },
         },
-        (TaskStatus::Succeeded, None) => Verdict::Succeeded { proof: None },
-        // Nothing of a setup is proved, whatever comes with it.
+        (TaskStatus::Succeeded, None) => TaskOutcome::Succeeded { proof: None },
+        // A setup proves nothing, whatever the result carries.
         (TaskStatus::Succeeded, Some(_)) if node.is_some_and(|node| is_setup(node, task_id)) => {
-            Verdict::Succeeded { proof: None }
+            TaskOutcome::Succeeded { proof: None }
         }
         (TaskStatus::Succeeded, Some(proof)) => match check(proof, result.attempt, node_id, task_id, node) {
-            Ok(allocation) => Verdict::Succeeded { proof: Some(allocation) },
-            Err(fault) => {
-                Verdict::Failed { code: fault.code().to_owned(), message: clipped(&fault.to_string(), WORDS) }
-            }
+            Ok(allocation) => TaskOutcome::Succeeded { proof: Some(allocation) },
+            Err(fault) => TaskOutcome::Failed {
+                code: fault.code().to_owned(),
+                message: truncated(&fault.to_string(), MAX_MESSAGE),
+            },
         },
     }
 }
 
-/// What is wrong with a proof, in an operator's words.
+/// What is wrong with a proof, in terms for the operator.
 #[derive(Debug, Error)]
-enum Fault {
+enum ProofFault {
     #[error("the node has no recovery key to verify the clean-up report with")]
     NoKey,
     #[error("{0}")]
@@ -52,7 +55,7 @@ enum Fault {
     Leftovers(String),
 }
 
-impl Fault {
+impl ProofFault {
     const fn code(&self) -> &'static str {
         match self {
             Self::NoKey | Self::Unreadable(_) | Self::Foreign(_) | Self::Incomplete(_) => "proof_invalid",
@@ -61,66 +64,66 @@ impl Fault {
     }
 }
 
-/// The allocation whose end is proved.
+/// The allocation whose clean-up is proved.
 fn check(
-    proof: &Envelope,
+    proof: &SignedEnvelope,
     attempt: u32,
     node_id: NodeId,
     task_id: TaskId,
     node: Option<&Node>,
-) -> Result<AllocationId, Fault> {
+) -> Result<AllocationId, ProofFault> {
     let key: Option<PublicKey> =
         node.and_then(|node| node.identity.recovery_public_key.as_ref()).and_then(|key| key.parse().ok());
-    let report = CleanupReport::open(proof, &key.ok_or(Fault::NoKey)?)?;
+    let report = CleanupReport::open(proof, &key.ok_or(ProofFault::NoKey)?)?;
     let booted = node.and_then(|node| node.seen.as_ref()).map(|seen| seen.boot_id.as_str());
     let held = node.and_then(|node| hold_of(node, task_id)).map(|(allocation_id, _)| allocation_id);
     let allocation_id = AllocationId(report.allocation_id);
     if report.node_id != node_id.0 {
-        return Err(Fault::Foreign("node"));
+        return Err(ProofFault::Foreign("node"));
     }
     if report.task_id != task_id.0 {
-        return Err(Fault::Foreign("task"));
+        return Err(ProofFault::Foreign("task"));
     }
     if report.attempt != attempt {
-        return Err(Fault::Foreign("attempt"));
+        return Err(ProofFault::Foreign("attempt"));
     }
-    // Where the node has no such task the machine says so.
+    // Where the node has no such task, the state machine rejects the result.
     if held.is_some_and(|held| held != allocation_id) {
-        return Err(Fault::Foreign("allocation"));
+        return Err(ProofFault::Foreign("allocation"));
     }
     if booted != Some(report.boot_id.to_string().as_str()) {
-        return Err(Fault::Foreign("boot than the one the agent was last heard in"));
+        return Err(ProofFault::Foreign("boot than the one the agent was last heard in"));
     }
     if report.leftovers().next().is_some() {
-        return Err(Fault::Leftovers(leftovers(&report)));
+        return Err(ProofFault::Leftovers(leftovers(&report)));
     }
     let executor = node.map_or(ExecutorKind::Sandbox, executor_of);
-    let missing: Vec<_> = report.not_looked_for(executor).map(|what| format!("{what:?}")).collect();
+    let missing: Vec<_> = report.missing_checks(executor).map(|what| format!("{what:?}")).collect();
     if !missing.is_empty() {
-        return Err(Fault::Incomplete(missing.join(", ")));
+        return Err(ProofFault::Incomplete(missing.join(", ")));
     }
     Ok(allocation_id)
 }
 
-/// How the node keeps tenants apart, by its own last word.
+/// How the node isolates tenants, by its last report.
 fn executor_of(node: &Node) -> ExecutorKind {
     let system = node.inventory.as_ref().is_some_and(|inventory| inventory.executor == "system");
     if system { ExecutorKind::System } else { ExecutorKind::Sandbox }
 }
 
 fn leftovers(report: &CleanupReport) -> String {
-    const NAMED: usize = 5;
+    const MAX_FINDINGS: usize = 5;
     let mut words = String::new();
-    for finding in report.leftovers().take(NAMED) {
+    for finding in report.leftovers().take(MAX_FINDINGS) {
         let outcome = match finding.outcome {
-            Outcome::Present => "is present",
-            Outcome::Unknown => "could not be looked at",
-            Outcome::Gone => "is gone",
+            FindingOutcome::Present => "is present",
+            FindingOutcome::Unknown => "could not be looked at",
+            FindingOutcome::Gone => "is gone",
         };
         let separator = if words.is_empty() { "" } else { "; " };
-        let _ = write!(words, "{separator}{:?} {} {outcome}", finding.what, clipped(&finding.looked_for, 80));
+        let _ = write!(words, "{separator}{:?} {} {outcome}", finding.what, truncated(&finding.looked_for, 80));
     }
-    let more = report.leftovers().count().saturating_sub(NAMED);
+    let more = report.leftovers().count().saturating_sub(MAX_FINDINGS);
     if more > 0 {
         let _ = write!(words, "; and {more} more");
     }
@@ -142,10 +145,10 @@ fn hold_of(node: &Node, task_id: TaskId) -> Option<(AllocationId, &Hold)> {
     })
 }
 
-/// A code as it may stand in events and metrics.
+/// A code in the form that events and metrics accept.
 fn code_of(given: &str) -> String {
     let acceptable = !given.is_empty()
-        && given.len() <= CODE
+        && given.len() <= MAX_CODE
         && given.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-' | b'.'));
     if acceptable { given.to_owned() } else { "failed".to_owned() }
 }

@@ -1,36 +1,36 @@
-//! What an agent has recorded of a terminal session: chunk after chunk, each kept once.
+//! Upload of an agent's recording of a terminal session: chunk after chunk, each stored once.
 
 use super::NodeApi;
-use super::answer::refused;
-use super::gate::Speaker;
+use super::admission::AuthenticatedNode;
+use super::rejection_response::refused;
 use crate::api::current;
 use crate::body::{Path, read_body};
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
-use crate::recording::{Summary, summary};
+use crate::recording::{ChunkSummary, summary};
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::http::header;
 use chrono::TimeDelta;
 use domain::node::Command;
-use domain::policy::Key;
+use domain::policy::PolicyKey;
 use domain::terminal_session::{Phase, TerminalSession};
 use domain::{NodeId, TerminalSessionId};
-use persistence::recordings::{Chunk, Kept, NotTaken, Of, RecordingError};
+use persistence::recordings::{Chunk, ChunkOutcome, ChunkOwner, ChunkRejected, RecordingError};
 use uuid::Uuid;
 use wire::recording::ChunkAnswer;
-use wire::task::Recorded;
+use wire::task::ResultReceipt;
 
 /// How long after its session an agent that was away may bring the rest.
-const LATEST: TimeDelta = TimeDelta::days(7);
+const UPLOAD_DEADLINE: TimeDelta = TimeDelta::days(7);
 
-/// What a chunk is sent as.
+/// The media type of a chunk.
 const MEDIA_TYPE: &str = "application/octet-stream";
 
 /// `PUT /internal/v1/nodes/{id}/terminals/{session_id}/recording/{seq}`.
-pub(super) async fn keep(
+pub(super) async fn store(
     State(api): State<NodeApi>,
-    Speaker(node): Speaker,
+    AuthenticatedNode(node): AuthenticatedNode,
     scope: Scope,
     Path((_, session, seq)): Path<(Uuid, Uuid, u32)>,
     request: Request,
@@ -38,37 +38,37 @@ pub(super) async fn keep(
     let (node_id, session_id) = (NodeId(node.node_id), TerminalSessionId(session));
     scope.record_resource(format_args!("terminal_session/{session_id}"));
     let identify = Command::Identify { serial: node.serial };
-    api.ask(&scope, node_id, identify, |asked| asked).await.map_err(refused)?;
+    api.ask(&scope, node_id, identify, |context| context).await.map_err(refused)?;
     let media_type = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     if media_type != Some(MEDIA_TYPE) {
         return Err(ApiError::new(Code::UnsupportedMediaType, format!("Send the chunk as {MEDIA_TYPE}.")));
     }
-    let shelf = api.services.terminals.shelf().clone();
-    let kept = api.keep(session_id, node_id, seq, request).await;
+    let recording_intake = api.services.terminals.recording_intake().clone();
+    let kept = api.store(session_id, node_id, seq, request).await;
     match &kept {
-        Ok((Kept::New, bytes)) => shelf.kept(*bytes),
-        Ok((Kept::Already, _)) => {}
-        Err(_) => shelf.refused(),
+        Ok((ChunkOutcome::New, bytes)) => recording_intake.count_stored(*bytes),
+        Ok((ChunkOutcome::Duplicate, _)) => {}
+        Err(_) => recording_intake.count_refused(),
     }
     kept.map(|(kept, _)| match kept {
-        Kept::New => Json(ChunkAnswer { recorded: Recorded::New }),
-        Kept::Already => Json(ChunkAnswer { recorded: Recorded::Already }),
+        ChunkOutcome::New => Json(ChunkAnswer { recorded: ResultReceipt::New }),
+        ChunkOutcome::Duplicate => Json(ChunkAnswer { recorded: ResultReceipt::Already }),
     })
 }
 
 impl NodeApi {
-    async fn keep(
+    async fn store(
         &self,
         session_id: TerminalSessionId,
         node_id: NodeId,
         seq: u32,
         request: Request,
-    ) -> Result<(Kept, usize), ApiError> {
+    ) -> Result<(ChunkOutcome, usize), ApiError> {
         let services = &self.services;
         let found = current::<TerminalSession>(services, session_id.0).await?;
         let found = found.filter(|found| found.it.node_id == node_id);
         let session = found.ok_or_else(|| {
-            // By the name an agent tells this from a replica that has no such route.
+            // By the detail an agent distinguishes this from a replica that has no such route.
             ApiError::not_found("terminal session").detail("session_id", session_id.to_string())
         })?;
         let session = session.it;
@@ -76,22 +76,30 @@ impl NodeApi {
             return Err(conflict("This session is not recorded; delete what there is of it."));
         }
         if let Phase::Closed { at, .. } = &session.phase
-            && services.world.now() > *at + LATEST
+            && services.environment.now() > *at + UPLOAD_DEADLINE
         {
             return Err(conflict("The session has been over for too long; delete what there is of its recording."));
         }
         let frames = read_body(request).await?;
-        let Summary { lost_bytes, micros, ends } = summary(seq, &frames)?;
+        let ChunkSummary { lost_bytes, micros, ends } = summary(seq, &frames)?;
         let scopes = session.scopes();
-        services.terminals.shelf().check_room(services, &session.owner.user_id, &scopes).await?;
-        let most = services.world.policy().int(Key::TerminalRecordingMaxSession, &scopes, services.world.now());
+        services.terminals.recording_intake().check_room(services, &session.owner.user_id, &scopes).await?;
+        let most = services.environment.policy().int(
+            PolicyKey::TerminalRecordingMaxSession,
+            &scopes,
+            services.environment.now(),
+        );
         let most = most.unsigned_abs() * 1024 * 1024;
-        let of =
-            Of { session: session_id, owner: &session.owner.user_id, allocation: session.allocation_id, node: node_id };
+        let of = ChunkOwner {
+            session: session_id,
+            owner: &session.owner.user_id,
+            allocation: session.allocation_id,
+            node: node_id,
+        };
         let chunk = Chunk { seq, frames: &frames, lost_bytes, micros, ends };
-        match services.trust.secrets.recordings().keep(&of, &chunk, most).await {
+        match services.trust.secrets.recordings().store_chunk(&of, &chunk, most).await {
             Ok(kept) => Ok((kept, frames.len())),
-            Err(RecordingError::NotTaken(why)) => Err(not_taken(why)),
+            Err(RecordingError::Rejected(why)) => Err(chunk_refused(why)),
             Err(RecordingError::Store(error)) if error.is_unavailable() => Err(ApiError::unavailable(error)),
             Err(RecordingError::Store(error)) => Err(ApiError::internal(error)),
             Err(error @ RecordingError::Sealed { .. }) => Err(ApiError::internal(error)),
@@ -99,18 +107,18 @@ impl NodeApi {
     }
 }
 
-fn not_taken(why: NotTaken) -> ApiError {
+fn chunk_refused(why: ChunkRejected) -> ApiError {
     match why {
-        NotTaken::Differs { seq } => {
+        ChunkRejected::Differs { seq } => {
             conflict("Another chunk of this number is kept; it stands, and this one was not taken.").detail("seq", seq)
         }
-        NotTaken::OutOfOrder { next } => {
+        ChunkRejected::OutOfOrder { next } => {
             conflict("The chunks before this one are not there; send them first, each once.").detail("next_seq", next)
         }
-        NotTaken::Ended => conflict("The recording has ended; nothing is added to it."),
-        NotTaken::Full => {
+        ChunkRejected::Ended => conflict("The recording has ended; nothing is added to it."),
+        ChunkRejected::Full => {
             ApiError::new(Code::PayloadTooLarge, "The recording is as long as a policy lets it be; end it here.")
-                .detail("policy_key", Key::TerminalRecordingMaxSession.name())
+                .detail("policy_key", PolicyKey::TerminalRecordingMaxSession.name())
         }
     }
 }

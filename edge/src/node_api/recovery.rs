@@ -1,30 +1,30 @@
-//! How a node whose certificate has ended comes back to its identity (decisions 4).
+//! How a node whose certificate has expired recovers its identity (decisions 4).
 
-use super::answer::{refused_enrollment, token_refused};
+use super::admission::AdmittedAddress;
 use super::enrollment::certificate;
-use super::gate::Admitted;
-use super::spoken::Spoken;
+use super::rejection_response::{refused_enrollment, token_refused};
+use super::strict_json::StrictJson;
 use super::{NodeApi, inventory};
 use crate::body::Path;
 use crate::correlation::Scope;
 use crate::error::ApiError;
-use crate::token::{self, Purpose};
+use crate::token::{self, TokenPurpose};
 use actors::CommandKey;
-use actors::place::{command_id, digest_of};
+use actors::sharding::{command_id, digest_of};
 use axum::Json;
 use axum::extract::State;
 use domain::NodeId;
-use domain::node::{Command, Recovery, Reply};
+use domain::node::{Command, IdentityRecovery, Reply};
 use secrecy::SecretString;
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 use wire::PublicKey;
 use wire::enroll::{EnrollAnswer, NonceAnswer, RecoverRequest};
 
-/// `GET /internal/v1/nodes/{id}/recover/nonce`. It says nothing of the node, not even whether there is one. Whom nodes are let in by is
-/// no secret: every handshake names them.
-pub(super) async fn nonce(State(api): State<NodeApi>, _: Admitted, Path(id): Path<Uuid>) -> Json<NonceAnswer> {
-    let (trust, now) = (&api.services.trust, api.services.world.now());
+/// `GET /internal/v1/nodes/{id}/recover/nonce`. It reveals nothing of the node, not even whether it exists. The authorities that nodes are
+/// verified by are not secret: every handshake names them.
+pub(super) async fn nonce(State(api): State<NodeApi>, _: AdmittedAddress, Path(id): Path<Uuid>) -> Json<NonceAnswer> {
+    let (trust, now) = (&api.services.trust, api.services.environment.now());
     let minted = trust.nonces.mint(id, now);
     Json(NonceAnswer {
         nonce: minted.value,
@@ -37,16 +37,16 @@ pub(super) async fn nonce(State(api): State<NodeApi>, _: Admitted, Path(id): Pat
 /// `POST /internal/v1/nodes/{id}/recover`. Whatever does not hold has one public answer; the cause is logged and audited.
 pub(super) async fn recover(
     State(api): State<NodeApi>,
-    _: Admitted,
+    _: AdmittedAddress,
     scope: Scope,
     Path(id): Path<Uuid>,
-    Spoken(request): Spoken<RecoverRequest>,
+    StrictJson(request): StrictJson<RecoverRequest>,
 ) -> Result<Json<EnrollAnswer>, ApiError> {
     scope.record_resource(format_args!("node/{id}"));
     let node_id = NodeId(id);
     let agent_version = inventory::agent_version(&request.agent_version)?;
     let presented = SecretString::from(request.enrollment_token.expose());
-    let token = token::read(Purpose::Enrollment, &presented)
+    let token = token::read(TokenPurpose::Enrollment, &presented)
         .ok_or_else(|| token_refused("it has not the form of an enrollment token"))?;
     let nonce = api.services.trust.nonces.read(id, &request.nonce);
     let nonce = nonce.ok_or_else(|| token_refused("the nonce was not given out here for this node"))?;
@@ -58,7 +58,7 @@ pub(super) async fn recover(
         return Err(token_refused("the signature is not of the node's recovery key"));
     }
     let issued = api.issue(node_id, &request.csr_pem)?;
-    let command = Command::Recover(Box::new(Recovery {
+    let command = Command::Recover(Box::new(IdentityRecovery {
         token_sha256: token.to_bytes(),
         identity_generation: u32::try_from(request.identity_generation).unwrap_or(u32::MAX),
         verified_with: key,

@@ -1,34 +1,34 @@
-//! What became of a task. A result is recorded once; the same one again is answered as recorded, another is refused.
+//! Task results. A result is recorded once; the same result again is answered as recorded, a different one is refused.
 
-use super::answer::refused;
-use super::gate::Speaker;
-use super::outcome;
+use super::admission::AuthenticatedNode;
 use super::proof::verdict;
-use super::spoken::Spoken;
-use super::{NodeApi, Refused};
+use super::rejection_response::refused;
+use super::strict_json::StrictJson;
+use super::task_output;
+use super::{NodeApi, NodeAskError};
 use crate::body::Path;
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
-use actors::place::{command_id, digest_of};
+use actors::sharding::{command_id, digest_of};
 use actors::{AskError, CommandKey};
 use axum::Json;
 use axum::extract::State;
-use domain::node::{Command, Node, Verdict};
-use domain::{EntityRef, Kind, NodeId, TaskId};
+use domain::node::{Command, Node, TaskOutcome};
+use domain::{EntityKind, EntityRef, NodeId, TaskId};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use tracing::{info, warn};
 use uuid::Uuid;
-use wire::task::{Recorded, ResultAnswer, TaskResult, TaskStatus};
+use wire::task::{ResultAnswer, ResultReceipt, TaskResult, TaskStatus};
 
 /// `POST /internal/v1/nodes/{id}/tasks/{task_id}/result`.
 pub(super) async fn record(
     State(api): State<NodeApi>,
-    Speaker(node): Speaker,
+    AuthenticatedNode(node): AuthenticatedNode,
     scope: Scope,
     Path((_, task_id)): Path<(Uuid, Uuid)>,
-    Spoken(result): Spoken<TaskResult>,
+    StrictJson(result): StrictJson<TaskResult>,
 ) -> Result<Json<ResultAnswer>, ApiError> {
     let (node_id, task_id, attempt) = (NodeId(node.node_id), TaskId(task_id), result.attempt);
     let key = CommandKey::repeatable(
@@ -41,22 +41,22 @@ pub(super) async fn record(
         (TaskStatus::Succeeded, None) | (TaskStatus::Failed, _) => None,
     };
     let verdict = verdict(&result, node_id, task_id, state.as_deref());
-    let output = outcome::kept(&result.output);
+    let output = task_output::bounded(&result.output);
     let command = Command::Report { serial: node.serial, task_id, attempt, verdict: verdict.clone(), output };
     match api.ask_until_certain(&scope, node_id, command, key).await {
-        Ok(answered) if answered.replayed => Ok(Json(ResultAnswer { recorded: Recorded::Already })),
+        Ok(answered) if answered.replayed => Ok(Json(ResultAnswer { recorded: ResultReceipt::Already })),
         Ok(_) => {
             match verdict {
-                Verdict::Succeeded { .. } => info!(%task_id, attempt, "task succeeded on node {node_id}"),
-                Verdict::Failed { code, message } => {
+                TaskOutcome::Succeeded { .. } => info!(%task_id, attempt, "task succeeded on node {node_id}"),
+                TaskOutcome::Failed { code, message } => {
                     warn!(%task_id, attempt, error_code = code, "task failed on node {node_id}: {message}");
                 }
             }
-            Ok(Json(ResultAnswer { recorded: Recorded::New }))
+            Ok(Json(ResultAnswer { recorded: ResultReceipt::New }))
         }
-        // It was recorded so long ago that the reply is gone; the result is the same.
-        Err(Refused::Asking(AskError::AlreadyDone)) => Ok(Json(ResultAnswer { recorded: Recorded::Already })),
-        Err(Refused::Asking(AskError::Reused)) => Err(ApiError::new(
+        // It was recorded so long ago that the reply has expired; the result is the same.
+        Err(NodeAskError::Asking(AskError::AlreadyDone)) => Ok(Json(ResultAnswer { recorded: ResultReceipt::Already })),
+        Err(NodeAskError::Asking(AskError::Reused)) => Err(ApiError::new(
             Code::StateConflict,
             format!("Another result of attempt {attempt} is recorded; it stands, and this one was not taken."),
         )),
@@ -67,10 +67,10 @@ pub(super) async fn record(
 impl NodeApi {
     /// The node as it was committed last.
     pub(super) async fn node(&self, node_id: NodeId) -> Result<Option<Arc<Node>>, ApiError> {
-        if let Some((node, _)) = self.services.directory.host().remembered::<Node>(node_id.0) {
+        if let Some((node, _)) = self.services.directory.host().committed_state::<Node>(node_id.0) {
             return Ok(Some(node));
         }
-        let entity = EntityRef { kind: Kind::Node, id: node_id.0 };
+        let entity = EntityRef { kind: EntityKind::Node, id: node_id.0 };
         let snapshot = self.services.reads.snapshot(entity).await.map_err(ApiError::unavailable)?;
         let node = snapshot.map(|snapshot| serde_json::from_str(&snapshot.body)).transpose();
         Ok(node.map_err(ApiError::internal)?.map(Arc::new))
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_same_result_is_the_same_however_its_fields_are_ordered() {
+    fn result_digest_is_independent_of_field_order() {
         let read = |text: &str| canonical(&serde_json::from_str(text).unwrap()).unwrap();
         let one = read(
             r#"{"attempt":1,"status":"succeeded","output":{"a":{"x":1,"y":[{"p":1,"q":2}]},"b":2},

@@ -1,15 +1,15 @@
-//! The node's end of a terminal: the stream that the agent opens for a session that it began, and keeps for as long as the session lives.
+//! The node's end of a terminal: the stream that the agent opens for a session that it started, for as long as the session lives.
 
-use super::answer::refused;
-use super::gate::Speaker;
-use super::{ASK_WITHIN, NodeApi};
+use super::admission::AuthenticatedNode;
+use super::rejection_response::refused;
+use super::{ASK_TIMEOUT, NodeApi};
 use crate::api::current;
 use crate::body::Path;
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
 use crate::recording::on_the_wire;
-use crate::terminal::until_over;
-use crate::tls::connections::Held;
+use crate::terminal::until_session_ends;
+use crate::tls::connections::ConnectionGuard;
 use actors::AskError;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{Message, WebSocket};
@@ -19,8 +19,8 @@ use domain::authz::authorize;
 use domain::machine::Timestamp;
 use domain::node::Command;
 use domain::policy::Scopes;
-use domain::recording::Terms;
-use domain::terminal_session::{self, Exit, Rejection, Reply, TerminalSession};
+use domain::recording::RecordingTerms;
+use domain::terminal_session::{self, Rejection, Reply, ShellExit, TerminalSession};
 use domain::{Action, NodeId, Principal, TerminalSessionId};
 use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt as _, StreamExt as _};
@@ -29,23 +29,23 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
 use tracing::debug;
 use uuid::Uuid;
-use wire::terminal::{Down, MESSAGE, SAYS_EVERY_SECONDS, SILENT_AFTER_SECONDS, Up};
+use wire::terminal::{KEEPALIVE_SECONDS, MESSAGE, SILENCE_TIMEOUT_SECONDS, TerminalCommand, TerminalEvent};
 
 const QUEUE: usize = 16;
 /// Messages that go out together, at most.
-const TOGETHER: usize = 16;
-const SENDS_WITHIN: Duration = Duration::from_secs(SILENT_AFTER_SECONDS);
-/// Who tells a session that a policy may have changed.
+const SEND_BATCH: usize = 16;
+const SEND_TIMEOUT: Duration = Duration::from_secs(SILENCE_TIMEOUT_SECONDS);
+/// The principal that notifies a session of a possible policy change.
 const NODE_API: &str = "node-api";
-/// How soon a living session heeds a policy.
-const LOOKS_AT_POLICY_EVERY: Duration = Duration::from_secs(1);
-/// How long the agent may take to hear that the session is over.
-const CLOSES_WITHIN: Duration = Duration::from_secs(2);
+/// How soon a live session follows a policy change.
+const POLICY_CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Timeout for notifying the agent that the session is over.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// `GET /internal/v1/nodes/{id}/terminals/{session_id}/stream`.
 pub(super) async fn stream(
     State(api): State<NodeApi>,
-    Speaker(node): Speaker,
+    AuthenticatedNode(node): AuthenticatedNode,
     scope: Scope,
     Path((_, session)): Path<(Uuid, Uuid)>,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
@@ -53,7 +53,7 @@ pub(super) async fn stream(
     let (node_id, session) = (NodeId(node.node_id), TerminalSessionId(session));
     let held = api.services.connections.hold(node.node_id, node.authority);
     let identify = Command::Identify { serial: node.serial };
-    api.ask(&scope, node_id, identify, |asked| asked).await.map_err(refused)?;
+    api.ask(&scope, node_id, identify, |context| context).await.map_err(refused)?;
     let found = current::<TerminalSession>(&api.services, session.0).await?;
     let found = found.filter(|found| found.it.node_id == node_id);
     let found = found.ok_or_else(|| ApiError::not_found("terminal session"))?;
@@ -68,17 +68,18 @@ pub(super) async fn stream(
     let upgrade = upgrade
         .max_message_size(MESSAGE)
         .max_frame_size(MESSAGE)
-        // Of each session, and most say nothing most of the time; a long message gets room of its own.
+        // Per session, and most are idle most of the time; a long message gets a buffer of its own.
         .read_buffer_size(4 * 1024)
-        // What is said together goes out together: acknowledgements and keystrokes are short.
+        // Messages that arrive together are written together: acknowledgements and keystrokes are short.
         .write_buffer_size(4 * 1024)
         .max_write_buffer_size(8 * MESSAGE);
     let (scopes, ends_at) = (found.it.scopes(), found.it.ends_at);
-    Ok(upgrade.on_upgrade(move |socket| NodeEnd { api, scope, node_id, session, ends_at, scopes, held }.run(socket)))
+    Ok(upgrade
+        .on_upgrade(move |socket| AgentConnection { api, scope, node_id, session, ends_at, scopes, held }.run(socket)))
 }
 
-/// It lives as long as the session and mostly waits: questions that are asked now and then are in boxes, and leave no room behind.
-pub(super) struct NodeEnd {
+/// It lives as long as the session and mostly waits: rare calls are boxed, so that they leave no room reserved.
+pub(super) struct AgentConnection {
     api: NodeApi,
     scope: Scope,
     node_id: NodeId,
@@ -86,80 +87,81 @@ pub(super) struct NodeEnd {
     ends_at: Timestamp,
     /// Of its owner.
     scopes: Scopes,
-    /// A proxy's connection is not the node's: what runs over it is cut here.
-    held: Held,
+    /// A proxy's connection is not the node's: what runs over it is closed here.
+    held: ConnectionGuard,
 }
 
-impl NodeEnd {
+impl AgentConnection {
     pub(super) async fn run(self, socket: WebSocket) {
         let services = self.api.services.clone();
         let (mut sink, stream) = socket.split();
         let (down, downs) = mpsc::channel(QUEUE);
-        let here = services.terminals.take_in(self.session, down.clone());
+        let agent_stream = services.terminals.register_stream(self.session, down.clone());
         let is_over = tokio::select! {
-            why = self.hear(stream, &here) => { debug!(why, "an agent's terminal stream ended"); false }
-            () = self.keep_terms(&down) => false,
-            why = speak(&mut sink, downs) => { debug!(why, "an agent's terminal stream ended"); false }
-            () = here.gone() => false,
+            why = self.receive(stream, &agent_stream) => { debug!(why, "an agent's terminal stream ended"); false }
+            () = self.follow_recording_policy(&down) => false,
+            why = send(&mut sink, downs) => { debug!(why, "an agent's terminal stream ended"); false }
+            () = agent_stream.replaced() => false,
             () = self.held.cut() => false,
             () = services.stopping.cancelled() => false,
-            _ = until_over(&services, self.session, self.ends_at, None) => true,
+            _ = until_session_ends(&services, self.session, self.ends_at, None) => true,
         };
         if is_over {
-            let close = Message::Binary(Down::Close.encode().into());
-            let _ = timeout(CLOSES_WITHIN, sink.send(close)).await;
+            let close = Message::Binary(TerminalCommand::Close.encode().into());
+            let _ = timeout(CLOSE_TIMEOUT, sink.send(close)).await;
         }
-        let _ = timeout(CLOSES_WITHIN, sink.close()).await;
+        let _ = timeout(CLOSE_TIMEOUT, sink.close()).await;
     }
 
-    /// Looks every second whether the policies still say what the session was told, and has its machine say it where they do not. No
-    /// question is asked for that as long as they do. It never ends.
-    async fn keep_terms(&self, down: &mpsc::Sender<Down>) {
+    /// Compares the policies with the session's terms every second, and has its state machine apply them where they differ. As long as they
+    /// are equal, no command is sent. It never ends.
+    async fn follow_recording_policy(&self, down: &mpsc::Sender<TerminalCommand>) {
         let services = &self.api.services;
-        let mut told: Option<Terms> = None;
-        let mut look = interval(LOOKS_AT_POLICY_EVERY);
-        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut sent_terms: Option<RecordingTerms> = None;
+        let mut check = interval(POLICY_CHECK_INTERVAL);
+        check.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            look.tick().await;
-            let by_policy = Terms::by_policy(&services.world.policy(), &self.scopes, services.world.now());
-            if told == Some(by_policy) {
+            check.tick().await;
+            let by_policy =
+                RecordingTerms::from_policy(&services.environment.policy(), &self.scopes, services.environment.now());
+            if sent_terms == Some(by_policy) {
                 continue;
             }
-            match Box::pin(self.heed_policy()).await {
+            match Box::pin(self.apply_policy()).await {
                 Ok(terms) => {
-                    // The agent was told the first terms with its task; once more does no harm.
-                    let record = Down::Record { terms: on_the_wire(terms) };
+                    // The agent received the first terms with its task; sending them once more does no harm.
+                    let record = TerminalCommand::Record { terms: on_the_wire(terms) };
                     if down.send(record).await.is_ok() {
-                        told = Some(terms);
+                        sent_terms = Some(terms);
                     }
                 }
-                Err(error) => debug!(%error, "a terminal session could not be told of a policy"),
+                Err(error) => debug!(%error, "a policy could not be applied to a terminal session"),
             }
         }
     }
 
     /// The terms as its machine has them then.
-    async fn heed_policy(&self) -> Result<Terms, AskError<Rejection>> {
+    async fn apply_policy(&self) -> Result<RecordingTerms, AskError<Rejection>> {
         let services = &self.api.services;
         let permit = authorize(&Principal::system(NODE_API), Action::Advance).map_err(|_| AskError::Denied)?;
-        let asked = self.scope.asked(&permit, services.world.now() + ASK_WITHIN);
-        let heed = terminal_session::Command::HeedPolicy;
-        match services.directory.ask::<TerminalSession>(&permit, self.session.0, heed, asked).await?.reply {
+        let context = self.scope.command_context(&permit, services.environment.now() + ASK_TIMEOUT);
+        let command = terminal_session::Command::HeedPolicy;
+        match services.directory.ask::<TerminalSession>(&permit, self.session.0, command, context).await?.reply {
             Reply::Session { session } => Ok(session.recording),
-            Reply::Issued { .. } | Reply::Attached { .. } | Reply::Done => Ok(Terms::default()),
+            Reply::Issued { .. } | Reply::Attached { .. } | Reply::Done => Ok(RecordingTerms::default()),
         }
     }
 
-    async fn hear(&self, mut stream: SplitStream<WebSocket>, here: &crate::terminal::Stream) -> String {
-        let silent_after = Duration::from_secs(SILENT_AFTER_SECONDS);
+    async fn receive(&self, mut stream: SplitStream<WebSocket>, agent_stream: &crate::terminal::AgentStream) -> String {
+        let silent_after = Duration::from_secs(SILENCE_TIMEOUT_SECONDS);
         let mut silent_at = Instant::now() + silent_after;
         loop {
             let message = tokio::select! {
                 message = stream.next() => message,
-                () = sleep_until(silent_at) => return "the agent says nothing".to_owned(),
+                () = sleep_until(silent_at) => return "the agent is silent".to_owned(),
             };
-            let said = match message {
-                Some(Ok(Message::Binary(bytes))) => Up::decode(&bytes),
+            let event = match message {
+                Some(Ok(Message::Binary(bytes))) => TerminalEvent::decode(&bytes),
                 Some(Ok(Message::Ping(_) | Message::Pong(_) | Message::Text(_))) => {
                     silent_at = Instant::now() + silent_after;
                     continue;
@@ -167,66 +169,69 @@ impl NodeEnd {
                 Some(Ok(Message::Close(_))) | None => return "closed".to_owned(),
                 Some(Err(error)) => return error.to_string(),
             };
-            let said = match said {
-                Ok(said) => said,
+            let event = match event {
+                Ok(event) => event,
                 Err(error) => return error.to_string(),
             };
-            let over = match &said {
-                Up::Exited { exit } => Some(ended(*exit)),
-                Up::Lost => Some(terminal_session::Command::Lose),
-                Up::Attached { .. } | Up::Output { .. } | Up::Taken { .. } | Up::Recording { .. } => None,
+            let over = match &event {
+                TerminalEvent::Exited { exit } => Some(end_command(*exit)),
+                TerminalEvent::Lost => Some(terminal_session::Command::Lose),
+                TerminalEvent::Attached { .. }
+                | TerminalEvent::Output { .. }
+                | TerminalEvent::Taken { .. }
+                | TerminalEvent::Recording { .. } => None,
             };
-            here.deliver(said).await;
+            agent_stream.deliver(event).await;
             if let Some(over) = over {
-                Box::pin(self.tell(over)).await;
+                Box::pin(self.report_end(over)).await;
             }
-            // Counted from when it could be heard: whoever it was for may have been slow.
+            // Counted from when a message could be read: its recipient may have been slow.
             silent_at = Instant::now() + silent_after;
         }
     }
 
-    /// The agent says so again until it is told that the session is over.
-    async fn tell(&self, command: terminal_session::Command) {
+    /// The agent repeats it until it is notified that the session is over.
+    async fn report_end(&self, command: terminal_session::Command) {
         let Ok(permit) = authorize(&Principal::Node(self.node_id), Action::SpeakForNode) else { return };
         let services = &self.api.services;
-        let asked = self.scope.asked(&permit, services.world.now() + ASK_WITHIN).urgently();
-        if let Err(error) = services.directory.ask::<TerminalSession>(&permit, self.session.0, command, asked).await {
-            debug!(error = %error, "a terminal session could not be told of its program's end");
+        let context = self.scope.command_context(&permit, services.environment.now() + ASK_TIMEOUT).urgent();
+        if let Err(error) = services.directory.ask::<TerminalSession>(&permit, self.session.0, command, context).await {
+            debug!(error = %error, "the end of a terminal's program could not be reported");
         }
     }
 }
 
-fn ended(exit: wire::terminal::Exit) -> terminal_session::Command {
+fn end_command(exit: wire::terminal::ProgramExit) -> terminal_session::Command {
     let exit = match exit {
-        wire::terminal::Exit::Code(code) => Exit::Code(code),
-        wire::terminal::Exit::Signal(signal) => Exit::Signal(signal),
+        wire::terminal::ProgramExit::Code(code) => ShellExit::Code(code),
+        wire::terminal::ProgramExit::Signal(signal) => ShellExit::Signal(signal),
     };
     terminal_session::Command::End { exit }
 }
 
-async fn speak(sink: &mut SplitSink<WebSocket, Message>, mut downs: mpsc::Receiver<Down>) -> String {
-    let mut beat = interval(Duration::from_secs(SAYS_EVERY_SECONDS));
-    beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+async fn send(sink: &mut SplitSink<WebSocket, Message>, mut downs: mpsc::Receiver<TerminalCommand>) -> String {
+    let mut heartbeat = interval(Duration::from_secs(KEEPALIVE_SECONDS));
+    heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let message = tokio::select! {
             down = downs.recv() => match down {
                 Some(down) => Message::Binary(down.encode().into()),
-                None => return "nobody is here".to_owned(),
+                None => return "the session has no sender".to_owned(),
             },
-            _ = beat.tick() => Message::Ping(Vec::new().into()),
+            _ = heartbeat.tick() => Message::Ping(Vec::new().into()),
         };
         let sending = async {
             sink.feed(message).await?;
-            for _ in 0..TOGETHER {
+            for _ in 0..SEND_BATCH {
                 let Ok(down) = downs.try_recv() else { break };
                 sink.feed(Message::Binary(down.encode().into())).await?;
             }
             sink.flush().await
         };
-        match timeout(SENDS_WITHIN, sending).await {
+        match timeout(SEND_TIMEOUT, sending).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => return error.to_string(),
-            Err(_) => return "the agent takes nothing".to_owned(),
+            Err(_) => return "the agent reads nothing".to_owned(),
         }
     }
 }

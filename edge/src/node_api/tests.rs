@@ -2,12 +2,12 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 pub(crate) mod agent;
-mod enrolling;
+mod enrollment;
 mod forwarding;
 mod generations;
+mod harness;
 mod identity;
-mod recovering;
-mod reporting;
+mod long_poll;
+mod recovery;
+mod results;
 mod store;
-mod waiting;
-mod world;

@@ -1,13 +1,13 @@
-//! One who listens, from their upgrade to their close.
+//! One subscriber's connection, from the upgrade to the close.
 
 use super::message::{pong, ready};
-use super::{Figures, Listening};
+use super::{NotificationMetrics, Subscription};
 use crate::auth::Caller;
-use crate::body::whole::from_json;
+use crate::body::integers::from_json;
+use crate::connection_quota::QuotaSlot;
 use crate::error::Code;
-use crate::places::Place;
 use crate::services::Services;
-use crate::websocket::{CLOSES_WITHIN, Close, Controls, MISUSED, REVOKED, TOO_BIG, frame, is_too_big};
+use crate::websocket::{CLOSE_TIMEOUT, Close, Controls, MISUSED, REVOKED, TOO_BIG, frame, is_too_big};
 use axum::extract::ws::{Message, Utf8Bytes, WebSocket};
 use chrono::Utc;
 use futures::stream::{SplitSink, SplitStream};
@@ -18,7 +18,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep_until, timeout};
 
-/// The access token has ended: come again with another.
+/// The access token has expired: connect again with a new one.
 const EXPIRED: Close = (4408, "token_expired");
 /// The user has as many connections as one may have.
 pub(crate) const FULL: Close = (4429, "too_many_connections");
@@ -26,14 +26,13 @@ const SLOW: Close = (4413, "too_slow: messages were lost");
 const RESTARTS: Close = (1012, "connect again");
 const AWAY: Close = (1013, "the service cannot say whether you may listen; connect again later");
 
-/// How often the other end is asked whether it is there, and the access token looked at again; and after how long a silence it counts as
-/// gone.
-const ASKS_EVERY: Duration = Duration::from_secs(15);
-const SILENT_AFTER: Duration = Duration::from_secs(45);
+/// How often the client is pinged and its access token is rechecked; and after which silence the connection counts as dead.
+const PING_INTERVAL: Duration = Duration::from_secs(15);
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(45);
 /// Messages that are written together, at most.
-const AT_ONCE: usize = 16;
+const WRITE_BATCH: usize = 16;
 
-/// What a client may say in a text frame.
+/// What a client may send in a text frame.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 enum FromUser {
@@ -41,60 +40,70 @@ enum FromUser {
     Ping {},
 }
 
-/// A connection that was let in.
+/// An admitted connection.
 pub(crate) struct Connection {
     pub(crate) services: Services,
-    pub(crate) listening: Listening,
-    /// By what the caller was known; it is looked at again now and then.
+    pub(crate) subscription: Subscription,
+    /// The token that the caller was authenticated by; it is rechecked periodically.
     pub(crate) token: SecretString,
     pub(crate) caller: Caller,
-    pub(crate) place: Place,
+    pub(crate) slot: QuotaSlot,
 }
 
 type Sink = SplitSink<WebSocket, Message>;
 
 impl Connection {
     pub(crate) async fn run(mut self, socket: WebSocket) {
-        let figures = self.services.notifications.figures().clone();
-        figures.connections.inc();
+        let metrics = self.services.notifications.metrics().clone();
+        metrics.connections.inc();
         let (mut sink, mut stream) = socket.split();
-        if let Some(why) = self.live(&mut sink, &mut stream, &figures).await {
-            let _ = timeout(CLOSES_WITHIN, sink.send(frame(why))).await;
+        if let Some(why) = self.serve(&mut sink, &mut stream, &metrics).await {
+            let _ = timeout(CLOSE_TIMEOUT, sink.send(frame(why))).await;
         }
-        drop(self.place);
-        figures.connections.dec();
+        drop(self.slot);
+        metrics.connections.dec();
     }
 
-    /// Until it ends; `None` where the other end is gone.
-    async fn live(&mut self, sink: &mut Sink, stream: &mut SplitStream<WebSocket>, figures: &Figures) -> Option<Close> {
+    /// Runs until the connection ends; `None` where the client is gone.
+    async fn serve(
+        &mut self,
+        sink: &mut Sink,
+        stream: &mut SplitStream<WebSocket>,
+        metrics: &NotificationMetrics,
+    ) -> Option<Close> {
         let left = (self.caller.token_expires_at - Utc::now()).to_std().unwrap_or_default();
         let end = Instant::now() + left;
-        let (stopping, slow) = (self.services.stopping.clone(), self.listening.slow.clone());
+        let (stopping, slow) = (self.services.stopping.clone(), self.subscription.slow.clone());
         let (answers, answer) = mpsc::channel(1);
         tokio::select! {
             biased;
             () = slow.cancelled() => Some(SLOW),
             () = sleep_until(end) => Some(EXPIRED),
             () = stopping.cancelled() => Some(RESTARTS),
-            why = self.tell(sink, answer, figures) => why,
-            why = hear(stream, &answers) => why,
+            why = self.send(sink, answer, metrics) => why,
+            why = receive(stream, &answers) => why,
         }
     }
 
-    async fn tell(&mut self, sink: &mut Sink, mut answer: mpsc::Receiver<()>, figures: &Figures) -> Option<Close> {
-        let greeting = ready(&self.listening.channels, self.caller.token_expires_at, Utc::now());
+    async fn send(
+        &mut self,
+        sink: &mut Sink,
+        mut answer: mpsc::Receiver<()>,
+        metrics: &NotificationMetrics,
+    ) -> Option<Close> {
+        let greeting = ready(&self.subscription.channels, self.caller.token_expires_at, Utc::now());
         if sink.send(Message::Text(greeting.into())).await.is_err() {
             return None;
         }
-        let mut asks = interval_at(Instant::now() + ASKS_EVERY, ASKS_EVERY);
-        asks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut pings = interval_at(Instant::now() + PING_INTERVAL, PING_INTERVAL);
+        pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut messages = Vec::new();
         loop {
             tokio::select! {
-                count = self.listening.messages.recv_many(&mut messages, AT_ONCE) => {
+                count = self.subscription.messages.recv_many(&mut messages, WRITE_BATCH) => {
                     // A key of a service account is void from the moment in which it was revoked.
                     if let Some(acting) = &self.caller.acting {
-                        match self.services.authenticator.still_acts(acting).await {
+                        match self.services.authenticator.is_still_authorized(acting).await {
                             Ok(true) => {}
                             Ok(false) => return Some(REVOKED),
                             Err(_) => return Some(AWAY),
@@ -102,18 +111,18 @@ impl Connection {
                     }
                     let count = u64::try_from(count).unwrap_or_default();
                     if write(sink, messages.drain(..)).await.is_err() {
-                        figures.write_errors.inc_by(count);
+                        metrics.write_errors.inc_by(count);
                         return None;
                     }
-                    figures.forwarded.inc_by(count);
+                    metrics.forwarded.inc_by(count);
                 }
                 Some(()) = answer.recv() => {
                     if sink.send(Message::Text(pong(Utc::now()).into())).await.is_err() {
                         return None;
                     }
                 }
-                _ = asks.tick() => {
-                    if let Some(why) = self.has_lost_its_right().await {
+                _ = pings.tick() => {
+                    if let Some(why) = self.recheck_token().await {
                         return Some(why);
                     }
                     if sink.send(Message::Ping(Vec::new().into())).await.is_err() {
@@ -124,19 +133,19 @@ impl Connection {
         }
     }
 
-    /// The provider may have taken back the key that signed the token, and somebody the account that it is of. Where that cannot be
-    /// asked, what was true holds until the token ends.
-    async fn has_lost_its_right(&self) -> Option<Close> {
-        match self.services.authenticator.believe(self.token.expose_secret()).await {
+    /// The provider may have withdrawn the key that signed the token, or the account may have been revoked. Where that cannot be
+    /// determined, the last known state holds until the token expires.
+    async fn recheck_token(&self) -> Option<Close> {
+        match self.services.authenticator.verify_token(self.token.expose_secret()).await {
             Ok(caller) if caller == self.caller => None,
-            // It is another's word by now: who comes again listens to what is theirs.
+            // The token names another caller now: a new connection subscribes to that caller's channels.
             Ok(_) => Some(REVOKED),
             Err(error) if error.code() == Code::Unauthenticated && Utc::now() >= self.caller.token_expires_at => {
                 Some(EXPIRED)
             }
             Err(error) if error.code() == Code::Unauthenticated => Some(REVOKED),
             Err(error) => {
-                tracing::debug!(%error, "nobody can say whether a listener's token still holds");
+                tracing::debug!(%error, "a subscriber's token could not be rechecked");
                 None
             }
         }
@@ -150,19 +159,19 @@ async fn write(sink: &mut Sink, messages: impl Iterator<Item = Utf8Bytes>) -> Re
     sink.flush().await
 }
 
-/// Until the other end is gone, or says what is not understood.
-async fn hear(stream: &mut SplitStream<WebSocket>, answers: &mpsc::Sender<()>) -> Option<Close> {
+/// Until the client is gone or violates the protocol.
+async fn receive(stream: &mut SplitStream<WebSocket>, answers: &mpsc::Sender<()>) -> Option<Close> {
     let mut controls = Controls::default();
     loop {
-        let message = timeout(SILENT_AFTER, stream.next()).await.ok().flatten()?;
+        let message = timeout(SILENCE_TIMEOUT, stream.next()).await.ok().flatten()?;
         match message {
             Err(error) => return is_too_big(&error).then_some(TOO_BIG),
             Ok(Message::Close(_)) => return None,
             Ok(Message::Binary(_)) => return Some(MISUSED),
             Ok(_) if !controls.take() => return Some(MISUSED),
             Ok(Message::Ping(_) | Message::Pong(_)) => {}
-            Ok(Message::Text(said)) => match from_json(said.as_bytes()) {
-                // Who asks faster than it listens is answered once.
+            Ok(Message::Text(text)) => match from_json(text.as_bytes()) {
+                // A client that pings faster than it reads is answered once.
                 Ok(FromUser::Ping {}) => drop(answers.try_send(())),
                 Err(_) => return Some(MISUSED),
             },

@@ -3,7 +3,7 @@
 
 use chrono::{DateTime, Utc};
 use domain::announcement::Severity;
-use domain::notification::{Channel, Data};
+use domain::notification::{Channel, NotificationDetails};
 use serde::Serialize;
 use utoipa::ToSchema;
 use uuid::Uuid;
@@ -11,17 +11,17 @@ use uuid::Uuid;
 const VERSION: u32 = 1;
 const SOURCE: &str = "/gpuaas/notifications";
 
-/// What came over a connection for notifications: a CloudEvent.
+/// A message of a notification connection: a CloudEvent.
 ///
 /// `provisioning.*`, `node.*`, `terminal.*`, `billing.*`, `notification.announced`: something happened.
-/// `notifications.ready`: from here on you hear. `notifications.pong`: the answer to your `{"type":"ping"}`.
+/// `notifications.ready`: you are subscribed. `notifications.pong`: the answer to your `{"type":"ping"}`.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Notification)]
 pub struct NotificationMessage<'a> {
     /// Of CloudEvents.
     #[schema(example = "1.0")]
     specversion: &'static str,
-    /// The event's. The same comes again where a message was sent twice.
+    /// The event's id. A message that is sent twice has the same id.
     id: Uuid,
     #[schema(example = "/gpuaas/notifications")]
     source: &'static str,
@@ -29,36 +29,36 @@ pub struct NotificationMessage<'a> {
     #[serde(rename = "type")]
     #[schema(example = "provisioning.active")]
     kind: &'a str,
-    /// What it happened to: kind and id.
+    /// The resource of the event: kind and id.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(example = "allocation/0199e3f4-5c1b-7a00-8000-0c0ffee0c0de")]
     subject: Option<&'a str>,
     time: DateTime<Utc>,
     #[schema(example = "application/json")]
     datacontenttype: &'static str,
-    /// Of the data: what a version has is never taken away.
+    /// The version of the data: fields of a version are never removed.
     #[schema(example = 1)]
     dataversion: u32,
-    /// The request that it goes back to.
+    /// The request that caused it.
     #[serde(skip_serializing_if = "Option::is_none")]
     correlationid: Option<&'a str>,
-    /// `user`, `org` or `broadcast`; none where the connection speaks of itself.
+    /// `user`, `org` or `broadcast`; none for messages about the connection.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(example = "user")]
     channel: Option<&'static str>,
     #[schema(value_type = NotificationData)]
-    data: Said<'a>,
+    data: MessageData<'a>,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(untagged)]
-enum Said<'a> {
-    Event(&'a Data),
+enum MessageData<'a> {
+    Event(&'a NotificationDetails),
     Ready { channels: Vec<&'static str>, expires_at: DateTime<Utc> },
     Nothing {},
 }
 
-/// Identifiers, states and codes; which of them there are depends on `type`.
+/// Identifiers, states and codes; the fields depend on `type`.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct NotificationData {
     allocation_id: Option<Uuid>,
@@ -67,7 +67,7 @@ pub struct NotificationData {
     session_id: Option<Uuid>,
     /// A billing account's.
     account_id: Option<Uuid>,
-    /// What was paid, or goes back.
+    /// The payment, or the one that is refunded.
     payment_id: Option<Uuid>,
     refund_id: Option<Uuid>,
     announcement_id: Option<Uuid>,
@@ -77,22 +77,22 @@ pub struct NotificationData {
     reason: Option<String>,
     /// Of a clean-up.
     attempt: Option<u32>,
-    /// Of `billing.balance_depleted`: when what runs is released, unless money comes in.
+    /// Of `billing.balance_depleted`: when running allocations are released, unless the account is topped up.
     release_at: Option<DateTime<Utc>>,
     /// Of `notification.announced`: `info`, `warning` or `critical`.
     #[schema(value_type = Option<String>)]
     severity: Option<Severity>,
-    /// Of `notification.announced`: an operator's words.
+    /// Of `notification.announced`: the operator's text.
     message: Option<String>,
-    /// Of `notifications.ready`: what you listen to.
+    /// Of `notifications.ready`: the subscribed channels.
     channels: Option<Vec<String>>,
     /// Of `notifications.ready`: when the access token ends, and the connection with it.
     expires_at: Option<DateTime<Utc>>,
 }
 
-/// Which event a notification is of.
+/// The event of a notification.
 #[derive(Clone, Debug)]
-pub struct About<'a> {
+pub struct EventHeader<'a> {
     pub id: Uuid,
     /// The event's own type.
     pub kind: &'a str,
@@ -102,7 +102,7 @@ pub struct About<'a> {
 }
 
 impl<'a> NotificationMessage<'a> {
-    const fn new(id: Uuid, kind: &'a str, time: DateTime<Utc>, data: Said<'a>) -> Self {
+    const fn new(id: Uuid, kind: &'a str, time: DateTime<Utc>, data: MessageData<'a>) -> Self {
         Self {
             specversion: "1.0",
             id,
@@ -124,37 +124,38 @@ impl<'a> NotificationMessage<'a> {
     }
 }
 
-/// What is said of an event on a channel.
+/// The message for an event on a channel.
 #[must_use]
-pub fn encoded(about: &About<'_>, channel: &Channel, data: &Data) -> String {
+pub fn encoded(about: &EventHeader<'_>, channel: &Channel, data: &NotificationDetails) -> String {
     let message = NotificationMessage {
         subject: Some(about.subject),
         correlationid: Some(about.correlation_id),
         channel: Some(channel.name()),
-        ..NotificationMessage::new(about.id, about.kind, about.time, Said::Event(data))
+        ..NotificationMessage::new(about.id, about.kind, about.time, MessageData::Event(data))
     };
     message.encode()
 }
 
-/// What an endpoint is sent when its owner tries it.
+/// The message for an endpoint that its owner tests.
 #[must_use]
 pub fn test_message(endpoint: Uuid, now: DateTime<Utc>) -> String {
     let subject = format!("notification_endpoint/{endpoint}");
     let message = NotificationMessage {
         subject: Some(&subject),
-        ..NotificationMessage::new(Uuid::new_v4(), domain::notification_endpoint::TEST, now, Said::Nothing {})
+        ..NotificationMessage::new(Uuid::new_v4(), domain::notification_endpoint::TEST, now, MessageData::Nothing {})
     };
     message.encode()
 }
 
-/// From here on it is heard what is said on these channels.
+/// The first message: from here on, events of these channels are received.
 pub(super) fn ready(channels: &[Channel], expires_at: DateTime<Utc>, now: DateTime<Utc>) -> String {
     let channels = channels.iter().map(Channel::name).collect();
-    NotificationMessage::new(Uuid::new_v4(), "notifications.ready", now, Said::Ready { channels, expires_at }).encode()
+    NotificationMessage::new(Uuid::new_v4(), "notifications.ready", now, MessageData::Ready { channels, expires_at })
+        .encode()
 }
 
 pub(super) fn pong(now: DateTime<Utc>) -> String {
-    NotificationMessage::new(Uuid::new_v4(), "notifications.pong", now, Said::Nothing {}).encode()
+    NotificationMessage::new(Uuid::new_v4(), "notifications.pong", now, MessageData::Nothing {}).encode()
 }
 
 #[cfg(test)]
@@ -166,9 +167,9 @@ mod tests {
     use std::collections::BTreeSet;
     use utoipa::PartialSchema as _;
 
-    fn everything() -> Data {
+    fn everything() -> NotificationDetails {
         let (id, text) = (Uuid::from_u128(1), || Some("x".to_owned()));
-        Data {
+        NotificationDetails {
             allocation_id: Some(AllocationId(id)),
             node_id: Some(NodeId(id)),
             session_id: Some(TerminalSessionId(id)),
@@ -191,15 +192,18 @@ mod tests {
     }
 
     #[test]
-    fn a_notification_is_a_cloud_event_that_says_what_concerns_its_reader_and_no_more() {
-        let about = About {
+    fn notification_is_a_cloud_event_with_only_its_readers_data() {
+        let about = EventHeader {
             id: Uuid::from_u128(7),
             kind: "billing.balance_low",
             subject: "billing_account/x",
             time: DateTime::UNIX_EPOCH,
             correlation_id: "c",
         };
-        let data = Data { account_id: Some(BillingAccountId(Uuid::from_u128(2))), ..Data::default() };
+        let data = NotificationDetails {
+            account_id: Some(BillingAccountId(Uuid::from_u128(2))),
+            ..NotificationDetails::default()
+        };
         let sent: Value = serde_json::from_str(&encoded(&about, &Channel::Org("acme".into()), &data)).unwrap();
         let expected = json!({
             "specversion": "1.0", "id": Uuid::from_u128(7), "source": "/gpuaas/notifications", "type": "billing.balance_low",
@@ -210,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn whatever_is_said_is_described() {
+    fn every_notification_field_is_in_the_description() {
         let (now, channels) = (DateTime::UNIX_EPOCH, [Channel::Broadcast]);
         let schema = serde_json::to_value(NotificationData::schema()).unwrap();
         let described = keys(&schema["properties"]);
@@ -222,7 +226,7 @@ mod tests {
             .collect();
         assert_eq!(said, described);
         let schema = serde_json::to_value(NotificationMessage::schema()).unwrap();
-        let about = About { id: Uuid::nil(), kind: "k", subject: "s", time: now, correlation_id: "c" };
+        let about = EventHeader { id: Uuid::nil(), kind: "k", subject: "s", time: now, correlation_id: "c" };
         let sent: Value = serde_json::from_str(&encoded(&about, &Channel::Broadcast, &everything())).unwrap();
         assert_eq!(keys(&sent), keys(&schema["properties"]));
     }

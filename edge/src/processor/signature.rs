@@ -1,8 +1,8 @@
 //! Whether a webhook is the processor's: Stripe's signature scheme (Stripe, *Webhooks*, *Verify webhook signatures manually*).
 //!
-//! The header `Stripe-Signature` is `t=<seconds>,v1=<hex>[,v1=<hex>…]`. Each `v1` is the HMAC-SHA256 of `<t>.<body>`, with the body as it
-//! came, byte for byte, under one of the endpoint's secrets: while a secret is rolled there are two. Any other scheme proves nothing
-//! (`v0` is made under a key that nobody can check).
+//! The header `Stripe-Signature` is `t=<seconds>,v1=<hex>[,v1=<hex>…]`. Each `v1` is the HMAC-SHA256 of `<t>.<body>`, with the body as
+//! received, byte for byte, under one of the endpoint's secrets: while a secret is rolled there are two. Any other scheme proves nothing
+//! (`v0` is made under a key that cannot be verified).
 
 use chrono::{DateTime, TimeDelta, Utc};
 use hmac::{Hmac, KeyInit as _, Mac as _};
@@ -13,16 +13,16 @@ use thiserror::Error;
 /// How far the time of the signature may be from ours, both ways.
 pub const TOLERANCE: TimeDelta = TimeDelta::seconds(300);
 
-/// More signatures than that are not looked at. Two secrets make two.
-const MOST_SIGNATURES: usize = 8;
+/// Further signatures are ignored. Two secrets make two.
+const MAX_SIGNATURES: usize = 8;
 /// No header of the processor's is as long.
-const LONGEST_HEADER: usize = 1024;
+const MAX_HEADER: usize = 1024;
 
 /// The secrets of the webhook endpoint: one, or two while it is rolled.
 #[derive(Clone)]
 pub struct WebhookSecrets(Vec<Hmac<Sha256>>);
 
-/// Why a webhook is not believed.
+/// Why a webhook is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum SignatureError {
     #[error("the header Stripe-Signature is missing or stands twice")]
@@ -40,7 +40,7 @@ pub enum SignatureError {
 }
 
 impl WebhookSecrets {
-    /// `None` where there is no secret, or one is no secret: an empty one would let everybody sign.
+    /// `None` where there is no secret, or one is empty: anyone could sign with that.
     #[must_use]
     pub fn new(secrets: &[SecretString]) -> Option<Self> {
         let key = |secret: &SecretString| {
@@ -51,13 +51,13 @@ impl WebhookSecrets {
         keys.filter(|keys| !keys.is_empty()).map(Self)
     }
 
-    /// Believes `body`, as it came, or says why not. The time is judged last: of what is not the processor's, nothing is said.
+    /// Verifies `body`, as received. The time is checked last: a body with a wrong signature gets no further detail.
     ///
     /// # Errors
     /// See [`SignatureError`].
     pub fn verify(&self, header: &str, body: &[u8], now: DateTime<Utc>) -> Result<(), SignatureError> {
         let header = Header::read(header)?;
-        // All of them are computed, whichever fits: how long it takes tells nothing.
+        // All of them are computed, whichever matches: the duration reveals nothing.
         let fits = |key: &Hmac<Sha256>| {
             let mut mac = key.clone();
             mac.update(header.time.as_bytes());
@@ -87,7 +87,7 @@ impl std::fmt::Debug for WebhookSecrets {
 }
 
 struct Header<'a> {
-    /// As it stands there: it is signed in that form.
+    /// As text: it is signed in that form.
     time: &'a str,
     at: DateTime<Utc>,
     signatures: Vec<[u8; 32]>,
@@ -95,7 +95,7 @@ struct Header<'a> {
 
 impl<'a> Header<'a> {
     fn read(text: &'a str) -> Result<Self, SignatureError> {
-        if text.len() > LONGEST_HEADER {
+        if text.len() > MAX_HEADER {
             return Err(SignatureError::Unreadable);
         }
         let (mut time, mut signatures) = (None, Vec::new());
@@ -103,7 +103,7 @@ impl<'a> Header<'a> {
             match element.trim().split_once('=') {
                 Some(("t", _)) if time.is_some() => return Err(SignatureError::Unreadable),
                 Some(("t", value)) => time = Some(value),
-                Some(("v1", value)) if signatures.len() < MOST_SIGNATURES => signatures.push(value),
+                Some(("v1", value)) if signatures.len() < MAX_SIGNATURES => signatures.push(value),
                 // Other schemes prove nothing, and more signatures than that neither.
                 Some(_) => {}
                 None => return Err(SignatureError::Unreadable),
@@ -115,7 +115,7 @@ impl<'a> Header<'a> {
         if signatures.is_empty() {
             return Err(SignatureError::NoV1);
         }
-        // One that is no signature fits nothing; another beside it may.
+        // An invalid signature matches nothing; another beside it may.
         let read = |text: &&str| {
             let mut signature = [0; 32];
             hex::decode_to_slice(text, &mut signature).ok().map(|()| signature)
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_processors_own_library_signs_is_believed() {
+    fn signature_of_the_processors_library_verifies() {
         let now = DateTime::from_timestamp(AT, 0).unwrap();
         for (secret, signature) in [(FIRST, BY_FIRST), (SECOND, BY_SECOND)] {
             let header = format!("t={AT},v1={signature}");
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn while_a_secret_is_rolled_either_is_enough_on_either_side() {
+    fn rolled_secrets_verify_on_both_sides() {
         let now = DateTime::from_timestamp(AT, 0).unwrap();
         let both = format!("t={AT},v1={BY_SECOND},v1={BY_FIRST}");
         for (known, header) in [
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn one_byte_or_another_time_and_it_is_somebody_elses() {
+    fn altered_body_or_timestamp_does_not_verify() {
         let header = format!("t={AT},v1={BY_FIRST}");
         assert_eq!(verify(&header, BODY, 0), Ok(()));
         for body in [&BODY.replace("evt_1", "evt_2"), &format!("{BODY}\n"), &BODY.replace(":", ": "), ""] {
@@ -181,24 +181,24 @@ mod tests {
         }
         let moved = format!("t={},v1={BY_FIRST}", AT + 1);
         assert_eq!(verify(&moved, BODY, 0), Err(SignatureError::Wrong));
-        // The same instant, written otherwise, was not what was signed.
+        // The same instant in another notation is not what was signed.
         assert_eq!(verify(&format!("t=0{AT},v1={BY_FIRST}"), BODY, 0), Err(SignatureError::Wrong));
     }
 
     #[test]
-    fn a_signature_holds_for_five_minutes_both_ways() {
+    fn signature_is_valid_for_five_minutes_in_both_directions() {
         let header = format!("t={AT},v1={BY_FIRST}");
         for (seconds, expected) in
             [(300, Ok(())), (301, Err(SignatureError::TooOld)), (-300, Ok(())), (-301, Err(SignatureError::TooNew))]
         {
             assert_eq!(verify(&header, BODY, seconds), expected, "{seconds}");
         }
-        // Of a wrong one nothing else is said.
+        // A wrong signature is reported without further detail.
         assert_eq!(verify(&header, "{}", 301), Err(SignatureError::Wrong));
     }
 
     #[test]
-    fn other_schemes_prove_nothing() {
+    fn other_signature_schemes_are_ignored() {
         for header in [format!("t={AT},v0={BY_FIRST}"), format!("t={AT},v2={BY_FIRST}"), format!("t={AT}")] {
             assert_eq!(verify(&header, BODY, 0), Err(SignatureError::NoV1), "{header}");
         }
@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_not_believed() {
+    fn unreadable_signature_header_is_refused() {
         let (long, many) = ("v1=00,".repeat(200), format!("t={AT}{}", ",v1=00".repeat(9)));
         for (header, expected) in [
             ("", SignatureError::Unreadable),
@@ -227,13 +227,13 @@ mod tests {
         ] {
             assert_eq!(verify(header, BODY, 0), Err(expected), "{header}");
         }
-        // A ninth is not looked at, even where it would fit.
+        // A ninth is ignored, even where it would match.
         let ninth = format!("t={AT}{},v1={BY_FIRST}", ",v1=00".repeat(8));
         assert_eq!(verify(&ninth, BODY, 0), Err(SignatureError::Wrong));
     }
 
     #[test]
-    fn nothing_is_no_secret() {
+    fn empty_webhook_secret_is_refused() {
         assert!(WebhookSecrets::new(&[]).is_none());
         assert!(WebhookSecrets::new(&["".into()]).is_none());
         assert!(WebhookSecrets::new(&[FIRST.into(), "short".into()]).is_none());

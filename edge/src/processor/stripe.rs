@@ -1,7 +1,7 @@
-//! The processor over Stripe's API, and over whatever speaks it.
+//! The payment processor over Stripe's API, and over any service with the same API.
 //!
-//! Requests are forms, answers JSON. Only what is used of an answer is read; the rest may be there or not, so that another
-//! processor of the same API, or another version of it, will do.
+//! Requests are forms, responses JSON. Only the fields in use are read; the rest is optional, so that another processor with the same API,
+//! or another version of it, works.
 
 use std::time::Duration;
 
@@ -13,12 +13,12 @@ use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 use super::{
-    Answer, Before, Checkout, Dispute, Listing, Opened, Processor, ProcessorError, RefundRequest, RefundStanding,
-    Standing,
+    Checkout, Dispute, OpenedCheckout, PriorCheckout, Processor, ProcessorError, ProcessorFuture, ProcessorListing,
+    ProcessorPayment, ProcessorRefundRecord, RefundRequest,
 };
-use crate::outward::{body_of, broken, is_secure};
+use crate::outbound_http::{error_chain, is_secure, read_bounded_body};
 use domain::PaymentId;
-use objects::{Charge, Envelope, Failure, Intent, List, Place, Session};
+use objects::{Charge, Envelope, Failure, Intent, List, ListEntry, Session};
 use serde_json::Value;
 
 pub mod event;
@@ -27,17 +27,17 @@ pub(crate) mod objects;
 /// The version of the API that these shapes are of.
 const VERSION: &str = "2024-06-20";
 
-/// For a whole request. The processor's own bound is longer; whoever waits comes again.
-const REQUEST_WITHIN: Duration = Duration::from_secs(10);
-const CONNECT_WITHIN: Duration = Duration::from_secs(3);
+/// For a whole request. The processor's own timeout is longer; the caller retries.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A page of a hundred objects, with room to spare.
 const MAX_BYTES: usize = 4 * 1024 * 1024;
 
-/// As many as the processor gives at once.
+/// The processor's maximum page size.
 const PAGE: &str = "100";
-/// What lies further back, behind a hundred thousand others, is too much for one look.
-const MOST_PAGES: usize = 1_000;
+/// The bound on one listing: a hundred thousand objects.
+const MAX_PAGES: usize = 1_000;
 
 /// Where and how payments are made.
 #[derive(Clone, Debug)]
@@ -46,7 +46,7 @@ pub struct StripeSettings {
     pub api_base: String,
     pub secret_key: SecretString,
     pub checkout: CheckoutPage,
-    /// Authorities for the processor's certificate in PEM, where the system's do not know it.
+    /// Authorities for the processor's certificate in PEM, where the system does not trust it.
     pub authorities_pem: Option<String>,
 }
 
@@ -55,11 +55,11 @@ pub struct StripeSettings {
 pub enum CheckoutPage {
     /// On the processor's own page (Checkout Sessions).
     Sessions,
-    /// On ours (PaymentIntents), where the processor has none.
+    /// On our own page (PaymentIntents), where the processor has none.
     Ours,
 }
 
-/// Why there is no client.
+/// Why the client could not be built.
 #[derive(Debug, Error)]
 pub enum StripeError {
     #[error("{0} is no https address (http only on this machine)")]
@@ -68,7 +68,7 @@ pub enum StripeError {
     Client(String),
 }
 
-/// Asks Stripe, or what speaks as it does.
+/// A client of Stripe, or of a service with the same API.
 pub struct Stripe {
     base: Url,
     secret_key: SecretString,
@@ -84,8 +84,8 @@ impl Stripe {
         let insecure = || StripeError::Insecure(base.chars().take(200).collect());
         let base = Url::parse(base).ok().filter(|_| is_secure(base)).ok_or_else(insecure)?;
         let mut client = Client::builder()
-            .timeout(REQUEST_WITHIN)
-            .connect_timeout(CONNECT_WITHIN)
+            .timeout(REQUEST_TIMEOUT)
+            .connect_timeout(CONNECT_TIMEOUT)
             .redirect(redirect::Policy::none());
         if let Some(pem) = &settings.authorities_pem {
             let authorities = reqwest::Certificate::from_pem_bundle(pem.as_bytes())
@@ -96,30 +96,30 @@ impl Stripe {
         Ok(Self { base, secret_key: settings.secret_key, checkout: settings.checkout, client })
     }
 
-    async fn open(&self, wanted: &Checkout) -> Result<Opened, ProcessorError> {
+    async fn open(&self, wanted: &Checkout) -> Result<OpenedCheckout, ProcessorError> {
         let before = match &wanted.before {
-            Before::Nothing => None,
-            Before::Since(since) => self.find(wanted.payment_id, *since).await?,
-            Before::Known(processor_id) => Some(self.open_under(processor_id).await?),
+            PriorCheckout::Nothing => None,
+            PriorCheckout::Since(since) => self.find_checkout(wanted.payment_id, *since).await?,
+            PriorCheckout::Known(processor_id) => Some(self.open_existing(processor_id).await?),
         };
         match before {
             Some(opened) => Ok(opened),
-            None => self.make(wanted).await,
+            None => self.create_checkout(wanted).await,
         }
     }
 
-    async fn open_under(&self, processor_id: &str) -> Result<Opened, ProcessorError> {
+    async fn open_existing(&self, processor_id: &str) -> Result<OpenedCheckout, ProcessorError> {
         let opened = if objects::is_session(processor_id) {
             let session: Option<Session> = self.get_one("/v1/checkout/sessions", processor_id, &[]).await?;
-            session.map(Session::opened).transpose()?
+            session.map(Session::into_checkout).transpose()?
         } else {
             let intent: Option<Intent> = self.get_one("/v1/payment_intents", processor_id, &[]).await?;
-            intent.map(Intent::opened).transpose()?
+            intent.map(Intent::into_checkout).transpose()?
         };
-        opened.ok_or_else(|| refused(Some(NOT_THERE.to_owned()), format!("{processor_id} is not there")))
+        opened.ok_or_else(|| refused(Some(RESOURCE_MISSING.to_owned()), format!("{processor_id} is not there")))
     }
 
-    async fn make(&self, wanted: &Checkout) -> Result<Opened, ProcessorError> {
+    async fn create_checkout(&self, wanted: &Checkout) -> Result<OpenedCheckout, ProcessorError> {
         let (payment_id, amount) = (wanted.payment_id.to_string(), wanted.amount_minor.to_string());
         let currency = wanted.currency.as_str().to_lowercase();
         // Repeated within a day, the same object is answered.
@@ -132,7 +132,7 @@ impl Stripe {
                     ("payment_method_types[0]", "card"),
                     ("metadata[payment_id]", &payment_id),
                 ];
-                self.post::<Intent>("/v1/payment_intents", &form, &once).await?.opened()
+                self.post::<Intent>("/v1/payment_intents", &form, &once).await?.into_checkout()
             }
             CheckoutPage::Sessions => {
                 let form = [
@@ -147,31 +147,35 @@ impl Stripe {
                     ("metadata[payment_id]", &payment_id),
                     ("payment_intent_data[metadata][payment_id]", &payment_id),
                 ];
-                self.post::<Session>("/v1/checkout/sessions", &form, &once).await?.opened()
+                self.post::<Session>("/v1/checkout/sessions", &form, &once).await?.into_checkout()
             }
         }
     }
 
-    async fn find(&self, payment_id: PaymentId, since: DateTime<Utc>) -> Result<Option<Opened>, ProcessorError> {
+    async fn find_checkout(
+        &self,
+        payment_id: PaymentId,
+        since: DateTime<Utc>,
+    ) -> Result<Option<OpenedCheckout>, ProcessorError> {
         let is_it = |found: Option<PaymentId>| found == Some(payment_id);
         let listing = match self.checkout {
             CheckoutPage::Ours => {
-                let opened = |it: Intent| is_it(it.payment_id()).then(|| it.opened()).transpose();
+                let opened = |it: Intent| is_it(it.payment_id()).then(|| it.into_checkout()).transpose();
                 self.all("/v1/payment_intents", &[], since, opened).await?
             }
             CheckoutPage::Sessions => {
-                let opened = |it: Session| is_it(it.payment_id()).then(|| it.opened()).transpose();
+                let opened = |it: Session| is_it(it.payment_id()).then(|| it.into_checkout()).transpose();
                 self.all("/v1/checkout/sessions", &[], since, opened).await?
             }
         };
-        // Of what was opened twice the first that is listed, as ever; only whoever finds nothing has to have seen all.
-        if listing.found.is_empty() { Ok(listing.whole()?.pop()) } else { Ok(listing.found.into_iter().next()) }
+        // Where a payment was opened twice, the first in the list is used consistently; only an empty result requires the complete list.
+        if listing.found.is_empty() { Ok(listing.complete()?.pop()) } else { Ok(listing.found.into_iter().next()) }
     }
 
-    async fn standing(&self, processor_id: &str) -> Result<Option<Standing>, ProcessorError> {
+    async fn fetch_payment(&self, processor_id: &str) -> Result<Option<ProcessorPayment>, ProcessorError> {
         if objects::is_session(processor_id) {
             let session: Option<Session> = self.get_one("/v1/checkout/sessions", processor_id, &[]).await?;
-            return session.map(Session::standing).transpose();
+            return session.map(Session::into_record).transpose();
         }
         if objects::is_charge(processor_id) {
             let expand = [("expand[]", "payment_intent")];
@@ -182,10 +186,10 @@ impl Stripe {
             };
         }
         let intent: Option<Intent> = self.get_one("/v1/payment_intents", processor_id, &[]).await?;
-        intent.map(Intent::standing).transpose()
+        intent.map(Intent::into_record).transpose()
     }
 
-    async fn end(&self, processor_id: &str) -> Result<Option<Standing>, ProcessorError> {
+    async fn cancel_or_expire(&self, processor_id: &str) -> Result<Option<ProcessorPayment>, ProcessorError> {
         let (of, how) = if objects::is_session(processor_id) {
             ("/v1/checkout/sessions", "expire")
         } else {
@@ -193,8 +197,8 @@ impl Stripe {
         };
         let path = format!("{of}/{}/{how}", segment(processor_id)?);
         match self.post::<serde_json::Value>(&path, &[], &format!("{how}-{processor_id}")).await {
-            // It may be paid, or ended before: what it is, is asked.
-            Ok(_) | Err(ProcessorError::Refused { .. }) => self.standing(processor_id).await,
+            // It may be paid, or ended before: its state is fetched.
+            Ok(_) | Err(ProcessorError::Refused { .. }) => self.fetch_payment(processor_id).await,
             Err(error) => Err(error),
         }
     }
@@ -211,72 +215,73 @@ impl Stripe {
         })
     }
 
-    async fn give_back(&self, wanted: &RefundRequest) -> Result<RefundStanding, ProcessorError> {
+    async fn create_refund(&self, wanted: &RefundRequest) -> Result<ProcessorRefundRecord, ProcessorError> {
         let (refund_id, amount) = (wanted.refund_id.to_string(), wanted.amount_minor.to_string());
         let intent = self.intent_of(&wanted.processor_id).await?;
         // No reason: the processor has its own list of them, and ours may be anything.
         let form = [("payment_intent", intent.as_str()), ("amount", &amount), ("metadata[refund_id]", &refund_id)];
         let refund = self.post::<objects::Refund>("/v1/refunds", &form, &format!("refund-{refund_id}")).await?;
-        refund.standing()
+        refund.into_record()
     }
 
-    async fn given_back(&self, processor_id: &str) -> Result<Vec<RefundStanding>, ProcessorError> {
+    async fn list_refunds(&self, processor_id: &str) -> Result<Vec<ProcessorRefundRecord>, ProcessorError> {
         let intent = self.intent_of(processor_id).await?;
         let query = [("payment_intent", intent.as_str())];
-        self.all("/v1/refunds", &query, DateTime::UNIX_EPOCH, given_back).await?.whole()
+        self.all("/v1/refunds", &query, DateTime::UNIX_EPOCH, refund_record).await?.complete()
     }
 
-    async fn paid_since(&self, since: DateTime<Utc>) -> Result<Listing<Standing>, ProcessorError> {
+    async fn list_payments(&self, since: DateTime<Utc>) -> Result<ProcessorListing<ProcessorPayment>, ProcessorError> {
         let after = since.timestamp().saturating_sub(1).to_string();
         let query = [("created[gt]", after.as_str()), ("expand[]", "data.payment_intent")];
         let paid = |charge: Charge| charge.is_paid().then(|| of_charge(charge)).transpose();
         self.all("/v1/charges", &query, since, paid).await
     }
 
-    async fn disputed_since(&self, since: DateTime<Utc>) -> Result<Listing<Dispute>, ProcessorError> {
-        let disputed = |dispute: objects::Dispute| dispute.standing().map(Some);
+    async fn list_disputes(&self, since: DateTime<Utc>) -> Result<ProcessorListing<Dispute>, ProcessorError> {
+        let disputed = |dispute: objects::Dispute| dispute.into_record().map(Some);
         match self.all("/v1/disputes", &[], since, disputed).await {
-            // A processor without them has none.
+            // A processor without disputes has none.
             Err(ProcessorError::Refused { code: Some(code), .. }) if code == NO_SUCH_ROUTE => {
-                Ok(Listing::of(Vec::new()))
+                Ok(ProcessorListing::of(Vec::new()))
             }
             listing => listing,
         }
     }
 
-    /// Of the objects that were made at or after `since` those that `read` makes something of, page after page. Processors list the newest
-    /// first, and some the oldest. Since when is not asked for: not all of them know that of every list, and one in order ends in time.
+    /// Lists the objects that were created at or after `since` and that `read` selects, page after page. Processors list the newest first,
+    /// and some the oldest. The creation time is not a query parameter: not every processor supports it on every list, and an ordered list
+    /// ends in time.
     async fn all<T: DeserializeOwned, U>(
         &self,
         path: &str,
         query: &[(&str, &str)],
         since: DateTime<Utc>,
         read: impl Fn(T) -> Result<Option<U>, ProcessorError>,
-    ) -> Result<Listing<U>, ProcessorError> {
-        let (mut listing, mut after) = (Listing::of(Vec::new()), None::<String>);
-        for _ in 0..MOST_PAGES {
+    ) -> Result<ProcessorListing<U>, ProcessorError> {
+        let (mut listing, mut after) = (ProcessorListing::of(Vec::new()), None::<String>);
+        for _ in 0..MAX_PAGES {
             let mut query = query.to_vec();
             query.push(("limit", PAGE));
             query.extend(after.as_deref().map(|after| ("starting_after", after)));
             let page: List<Value> = self.get(path, &query).await?;
-            let places = page.data.iter().map(Place::of).collect::<Result<Vec<_>, _>>()?;
-            let (Some(first), Some(last)) = (places.first(), places.last()) else { return Ok(listing) };
+            let entries = page.data.iter().map(ListEntry::of).collect::<Result<Vec<_>, _>>()?;
+            let (Some(first), Some(last)) = (entries.first(), entries.last()) else { return Ok(listing) };
             after = Some(last.id.clone());
             let is_past = last.created < since.timestamp() && last.created < first.created;
-            for (place, object) in places.into_iter().zip(page.data) {
-                if place.created < since.timestamp() {
+            for (entry, object) in entries.into_iter().zip(page.data) {
+                if entry.created < since.timestamp() {
                     continue;
                 }
                 match serde_json::from_value(object).map(&read) {
                     Ok(Ok(meant)) => listing.found.extend(meant),
-                    Ok(Err(_)) | Err(_) => listing.unread.push(place.id),
+                    Ok(Err(_)) | Err(_) => listing.unread.push(entry.id),
                 }
             }
             if is_past || !page.has_more {
                 return Ok(listing);
             }
         }
-        Ok(Listing { is_cut: true, ..listing })
+        Ok(ProcessorListing { is_cut: true, ..listing })
     }
 
     async fn get_one<T: DeserializeOwned>(
@@ -287,7 +292,7 @@ impl Stripe {
     ) -> Result<Option<T>, ProcessorError> {
         match self.get(&format!("{path}/{}", segment(id)?), query).await {
             Ok(object) => Ok(Some(object)),
-            Err(ProcessorError::Refused { code: Some(code), .. }) if code == NOT_THERE => Ok(None),
+            Err(ProcessorError::Refused { code: Some(code), .. }) if code == RESOURCE_MISSING => Ok(None),
             Err(error) => Err(error),
         }
     }
@@ -322,11 +327,11 @@ impl Stripe {
         let unsure = |why: String| if acts { ProcessorError::Unknown(why) } else { ProcessorError::Later(why) };
         let response = match request.send().await {
             Ok(response) => response,
-            Err(error) if error.is_connect() => return Err(ProcessorError::Later(broken(error))),
-            Err(error) => return Err(unsure(broken(error))),
+            Err(error) if error.is_connect() => return Err(ProcessorError::Later(error_chain(error))),
+            Err(error) => return Err(unsure(error_chain(error))),
         };
         let status = response.status();
-        let body = body_of(response, MAX_BYTES).await.map_err(unsure)?;
+        let body = read_bounded_body(response, MAX_BYTES).await.map_err(unsure)?;
         if status.is_success() {
             return serde_json::from_slice(&body)
                 .map_err(|error| unsure(format!("the answer cannot be read: {error}")));
@@ -335,9 +340,9 @@ impl Stripe {
             Ok(envelope) => envelope.error,
             Err(_) => Failure { code: None, message: None },
         };
-        let why = format!("status {}: {}", status.as_u16(), words(&message));
+        let why = format!("status {}: {}", status.as_u16(), printable(&message));
         Err(match status {
-            // Another request under this key is on its way; or whoever stands between, or behind the processor, gave up on it.
+            // Another request under this key is in flight; or an intermediary, or a backend of the processor, gave up on it.
             StatusCode::CONFLICT
             | StatusCode::REQUEST_TIMEOUT
             | StatusCode::FAILED_DEPENDENCY
@@ -347,16 +352,16 @@ impl Stripe {
             }
             StatusCode::TOO_MANY_REQUESTS => ProcessorError::Later(why),
             StatusCode::NOT_FOUND if message.is_none() => refused(Some(NO_SUCH_ROUTE.to_owned()), why),
-            StatusCode::NOT_FOUND => refused(code.or_else(|| Some(NOT_THERE.to_owned())), why),
+            StatusCode::NOT_FOUND => refused(code.or_else(|| Some(RESOURCE_MISSING.to_owned())), why),
             _ if status.is_client_error() => refused(code, why),
             _ => unsure(why),
         })
     }
 }
 
-impl<T> Listing<T> {
-    /// For whom a part is not enough.
-    fn whole(self) -> Result<Vec<T>, ProcessorError> {
+impl<T> ProcessorListing<T> {
+    /// For callers that need the complete list.
+    fn complete(self) -> Result<Vec<T>, ProcessorError> {
         match (self.unread.first(), self.is_cut) {
             (None, false) => Ok(self.found),
             (Some(id), _) => Err(ProcessorError::Later(format!("{id} of a list cannot be read"))),
@@ -365,30 +370,30 @@ impl<T> Listing<T> {
     }
 }
 
-fn given_back(refund: objects::Refund) -> Result<Option<RefundStanding>, ProcessorError> {
-    refund.standing().map(Some)
+fn refund_record(refund: objects::Refund) -> Result<Option<ProcessorRefundRecord>, ProcessorError> {
+    refund.into_record().map(Some)
 }
 
-/// The payment that a charge is of; its intent was asked for with it.
-fn of_charge(charge: Charge) -> Result<Standing, ProcessorError> {
+/// The payment of a charge; its intent was requested with it.
+fn of_charge(charge: Charge) -> Result<ProcessorPayment, ProcessorError> {
     match charge.payment_intent {
-        Some(objects::Ref::Whole(intent)) => intent.standing(),
+        Some(objects::Ref::Whole(intent)) => intent.into_record(),
         Some(objects::Ref::Id(_)) => Err(ProcessorError::Later("an intent was not expanded".to_owned())),
-        None => charge.standing(),
+        None => charge.into_record(),
     }
 }
 
 /// As Stripe names it.
-const NOT_THERE: &str = "resource_missing";
-/// What speaks Stripe's API may not have all of it.
+const RESOURCE_MISSING: &str = "resource_missing";
+/// A service with Stripe's API may not have all of its routes.
 const NO_SUCH_ROUTE: &str = "no_such_route";
 
 fn refused(code: Option<String>, why: String) -> ProcessorError {
     ProcessorError::Refused { code, why }
 }
 
-/// What the processor says, for a log line: bounded, on one line.
-fn words(message: &Option<String>) -> String {
+/// The processor's message, for a log line: bounded, on one line.
+fn printable(message: &Option<String>) -> String {
     let message = message.as_deref().unwrap_or("no reason given");
     message.chars().filter(|c| !c.is_control()).take(300).collect()
 }
@@ -399,39 +404,39 @@ fn segment(id: &str) -> Result<&str, ProcessorError> {
 }
 
 impl Processor for Stripe {
-    fn checkout<'a>(&'a self, wanted: &'a Checkout) -> Answer<'a, Opened> {
+    fn checkout<'a>(&'a self, wanted: &'a Checkout) -> ProcessorFuture<'a, OpenedCheckout> {
         self.open(wanted).boxed()
     }
 
-    fn find_payment(&self, payment_id: PaymentId, since: DateTime<Utc>) -> Answer<'_, Option<Opened>> {
-        self.find(payment_id, since).boxed()
+    fn find_payment(&self, payment_id: PaymentId, since: DateTime<Utc>) -> ProcessorFuture<'_, Option<OpenedCheckout>> {
+        self.find_checkout(payment_id, since).boxed()
     }
 
-    fn payment<'a>(&'a self, processor_id: &'a str) -> Answer<'a, Option<Standing>> {
-        self.standing(processor_id).boxed()
+    fn payment<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>> {
+        self.fetch_payment(processor_id).boxed()
     }
 
-    fn cancel<'a>(&'a self, processor_id: &'a str) -> Answer<'a, Option<Standing>> {
-        self.end(processor_id).boxed()
+    fn cancel<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>> {
+        self.cancel_or_expire(processor_id).boxed()
     }
 
-    fn refund<'a>(&'a self, wanted: &'a RefundRequest) -> Answer<'a, RefundStanding> {
-        self.give_back(wanted).boxed()
+    fn refund<'a>(&'a self, wanted: &'a RefundRequest) -> ProcessorFuture<'a, ProcessorRefundRecord> {
+        self.create_refund(wanted).boxed()
     }
 
-    fn refunds_of<'a>(&'a self, processor_id: &'a str) -> Answer<'a, Vec<RefundStanding>> {
-        self.given_back(processor_id).boxed()
+    fn refunds_of<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Vec<ProcessorRefundRecord>> {
+        self.list_refunds(processor_id).boxed()
     }
 
-    fn payments_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<Standing>> {
-        self.paid_since(since).boxed()
+    fn payments_since(&self, since: DateTime<Utc>) -> ProcessorFuture<'_, ProcessorListing<ProcessorPayment>> {
+        self.list_payments(since).boxed()
     }
 
-    fn refunds_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<RefundStanding>> {
-        self.all("/v1/refunds", &[], since, given_back).boxed()
+    fn refunds_since(&self, since: DateTime<Utc>) -> ProcessorFuture<'_, ProcessorListing<ProcessorRefundRecord>> {
+        self.all("/v1/refunds", &[], since, refund_record).boxed()
     }
 
-    fn disputes_since(&self, since: DateTime<Utc>) -> Answer<'_, Listing<Dispute>> {
-        self.disputed_since(since).boxed()
+    fn disputes_since(&self, since: DateTime<Utc>) -> ProcessorFuture<'_, ProcessorListing<Dispute>> {
+        self.list_disputes(since).boxed()
     }
 }

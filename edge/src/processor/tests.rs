@@ -1,4 +1,4 @@
-//! The requests are those that Stripe documents, and its answers, written down, are understood; so are those of others who speak so.
+//! The requests are those that Stripe documents, and its documented responses are understood; so are those of compatible services.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
@@ -34,7 +34,7 @@ fn wanted() -> Checkout {
         currency: Currency::parse("EUR").unwrap(),
         success_url: "https://shop.example/paid?a=1&b=2".into(),
         cancel_url: "https://shop.example/later".into(),
-        before: Before::Nothing,
+        before: PriorCheckout::Nothing,
     }
 }
 
@@ -55,7 +55,7 @@ async fn answers(server: &MockServer, verb: &str, at: &str, status: u16, body: &
     Mock::given(method(verb)).and(path(at)).respond_with(answer).mount(server).await;
 }
 
-/// What was asked, as a form is written: sorted, so that it can be compared.
+/// The request's form, sorted for comparison.
 async fn form_of_only_request(server: &MockServer) -> (Request, Vec<(String, String)>) {
     let request = server.received_requests().await.unwrap().pop().unwrap();
     let mut form: Vec<(String, String)> =
@@ -78,7 +78,7 @@ async fn an_intent_is_opened_as_documented_with_our_id_and_a_key() {
     answers(&server, "POST", "/v1/payment_intents", 200, &intent("pi_1", "requires_payment_method")).await;
     let opened = client(&server, CheckoutPage::Ours).checkout(&wanted()).await.unwrap();
     assert_eq!(opened.processor_id, "pi_1");
-    assert!(matches!(opened.way, Way::Page { .. }));
+    assert!(matches!(opened.way, CheckoutMethod::Page { .. }));
     assert!(!format!("{opened:?}").contains("secret_x"), "the payer's secret is not for logs");
     let url = opened.url("https://gpu.example/", PAYMENT).unwrap();
     assert_eq!(url, format!("https://gpu.example/billing/checkout/{PAYMENT}#pi_1_secret_x"));
@@ -93,7 +93,7 @@ async fn an_intent_is_opened_as_documented_with_our_id_and_a_key() {
 }
 
 #[tokio::test]
-async fn a_session_is_opened_as_documented_and_its_intent_says_whose_it_is() {
+async fn session_is_opened_as_documented_and_its_intent_has_our_id() {
     let server = MockServer::start().await;
     // As Stripe's reference shows the answer to *Create a Session*, shortened.
     let session = json!({
@@ -105,7 +105,9 @@ async fn a_session_is_opened_as_documented_and_its_intent_says_whose_it_is() {
     });
     answers(&server, "POST", "/v1/checkout/sessions", 200, &session).await;
     let opened = client(&server, CheckoutPage::Sessions).checkout(&wanted()).await.unwrap();
-    assert!(matches!(opened.way, Way::Hosted { url } if url.starts_with("https://checkout.stripe.com/c/pay/cs_")));
+    assert!(
+        matches!(opened.way, CheckoutMethod::Hosted { url } if url.starts_with("https://checkout.stripe.com/c/pay/cs_"))
+    );
     let (_, form) = form_of_only_request(&server).await;
     let id = PAYMENT.to_string();
     let expected = [
@@ -124,7 +126,7 @@ async fn a_session_is_opened_as_documented_and_its_intent_says_whose_it_is() {
 }
 
 #[tokio::test]
-async fn a_payment_stands_as_its_intent_says() {
+async fn payment_status_follows_its_intent() {
     let with = |status: &str, more: Value| {
         let mut intent = intent("pi_1", status);
         intent.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
@@ -132,15 +134,19 @@ async fn a_payment_stands_as_its_intent_says() {
     };
     let declined = json!({"last_payment_error": {"code": "card_declined", "message": "Your card was declined."}});
     let charged = json!({"latest_charge": "ch_1", "amount_received": 2400});
-    // localstripe puts the whole charge there, and does not say what was received.
+    // localstripe returns the whole charge there, without the amount received.
     let expanded = json!({"latest_charge": {"id": "ch_1", "object": "charge"}, "amount_received": null});
-    let paid = || Status::Paid { charge_id: Some("ch_1".into()) };
+    let paid = || ProcessorPaymentStatus::Paid { charge_id: Some("ch_1".into()) };
     for (intent, status, amount_minor) in [
-        (with("requires_payment_method", json!({})), Status::Open, 2500),
-        (with("requires_action", json!({})), Status::Open, 2500),
-        (with("requires_payment_method", declined), Status::Declined { why: "card_declined".into() }, 2500),
-        (with("processing", json!({})), Status::Processing, 2500),
-        (with("canceled", json!({})), Status::Canceled, 2500),
+        (with("requires_payment_method", json!({})), ProcessorPaymentStatus::Open, 2500),
+        (with("requires_action", json!({})), ProcessorPaymentStatus::Open, 2500),
+        (
+            with("requires_payment_method", declined),
+            ProcessorPaymentStatus::Declined { why: "card_declined".into() },
+            2500,
+        ),
+        (with("processing", json!({})), ProcessorPaymentStatus::Processing, 2500),
+        (with("canceled", json!({})), ProcessorPaymentStatus::Canceled, 2500),
         (with("succeeded", charged), paid(), 2400),
         (with("succeeded", expanded), paid(), 2500),
     ] {
@@ -153,7 +159,7 @@ async fn a_payment_stands_as_its_intent_says() {
 }
 
 #[tokio::test]
-async fn the_page_the_intent_and_the_charge_lead_to_one_payment() {
+async fn session_intent_and_charge_ids_lead_to_one_payment() {
     let server = MockServer::start().await;
     let mut paid = intent("pi_1", "succeeded");
     paid["latest_charge"] = "ch_1".into();
@@ -176,12 +182,12 @@ async fn the_page_the_intent_and_the_charge_lead_to_one_payment() {
     for id in ["pi_1", "ch_1", "cs_1"] {
         let standing = ours.payment(id).await.unwrap().unwrap();
         assert_eq!((standing.processor_id.as_str(), standing.payment_id), ("pi_1", Some(PAYMENT)), "{id}");
-        assert!(matches!(standing.status, Status::Paid { .. }), "{id}");
+        assert!(matches!(standing.status, ProcessorPaymentStatus::Paid { .. }), "{id}");
     }
     for (status, payment_status, expected) in [
-        ("open", "unpaid", Status::Open),
-        ("complete", "unpaid", Status::Processing),
-        ("expired", "unpaid", Status::Expired),
+        ("open", "unpaid", ProcessorPaymentStatus::Open),
+        ("complete", "unpaid", ProcessorPaymentStatus::Processing),
+        ("expired", "unpaid", ProcessorPaymentStatus::Expired),
     ] {
         let server = MockServer::start().await;
         answers(&server, "GET", "/v1/checkout/sessions/cs_1", 200, &session(status, payment_status)).await;
@@ -191,7 +197,7 @@ async fn the_page_the_intent_and_the_charge_lead_to_one_payment() {
 }
 
 #[tokio::test]
-async fn what_was_opened_before_is_not_opened_twice() {
+async fn open_checkout_is_found_and_not_opened_twice() {
     let server = MockServer::start().await;
     let ours = intent("pi_1", "requires_payment_method");
     answers(&server, "GET", "/v1/payment_intents", 200, &list(&[ours], false)).await;
@@ -199,21 +205,21 @@ async fn what_was_opened_before_is_not_opened_twice() {
     answers(&server, "POST", "/v1/payment_intents", 200, &intent("pi_new", "requires_payment_method")).await;
     let client = client(&server, CheckoutPage::Ours);
     for (before, of, is_open) in [
-        (Before::Nothing, "pi_new", true),
-        (Before::Since(DateTime::UNIX_EPOCH), "pi_1", true),
-        (Before::Since(DateTime::from_timestamp(1_700_000_001, 0).unwrap()), "pi_new", true),
-        (Before::Known("pi_2".into()), "pi_2", false),
+        (PriorCheckout::Nothing, "pi_new", true),
+        (PriorCheckout::Since(DateTime::UNIX_EPOCH), "pi_1", true),
+        (PriorCheckout::Since(DateTime::from_timestamp(1_700_000_001, 0).unwrap()), "pi_new", true),
+        (PriorCheckout::Known("pi_2".into()), "pi_2", false),
     ] {
         let opened = client.checkout(&Checkout { before: before.clone(), ..wanted() }).await.unwrap();
         let url = opened.url("https://gpu.example", PAYMENT);
         assert_eq!((opened.processor_id.as_str(), url.is_some()), (of, is_open), "{before:?}");
     }
-    let gone = Checkout { before: Before::Known("pi_3".into()), ..wanted() };
+    let gone = Checkout { before: PriorCheckout::Known("pi_3".into()), ..wanted() };
     assert!(matches!(client.checkout(&gone).await, Err(ProcessorError::Refused { .. })));
 }
 
 #[tokio::test]
-async fn what_is_not_there_is_no_error_and_no_id_leaves_its_place_in_the_path() {
+async fn missing_object_is_none_and_ids_cannot_change_the_path() {
     let server = MockServer::start().await;
     let missing = json!({"error": {"code": "resource_missing", "message": "No such payment_intent", "type": "invalid_request_error"}});
     answers(&server, "GET", "/v1/payment_intents/pi_none", 404, &missing).await;
@@ -226,7 +232,7 @@ async fn what_is_not_there_is_no_error_and_no_id_leaves_its_place_in_the_path() 
 }
 
 #[tokio::test]
-async fn a_payment_is_found_by_our_id_on_whichever_page_it_stands() {
+async fn payment_is_found_by_our_id_on_any_page() {
     let other = |n: i64, created: i64| json!({"id": format!("pi_o{n}"), "amount": 1, "currency": "eur", "status": "canceled", "created": created});
     let mut ours = intent("pi_1", "requires_payment_method");
     for newest_first in [true, false] {
@@ -280,7 +286,7 @@ async fn a_refund_names_the_intent_our_id_and_a_key_and_no_reason() {
     answers(&server, "POST", "/v1/refunds", 200, &refund).await;
     let asked = RefundRequest { refund_id: REFUND, processor_id: "pi_1".into(), amount_minor: 400 };
     let standing = client(&server, CheckoutPage::Ours).refund(&asked).await.unwrap();
-    assert_eq!((standing.status, standing.refund_id), (RefundStatus::Pending, Some(REFUND)));
+    assert_eq!((standing.status, standing.refund_id), (ProcessorRefundStatus::Pending, Some(REFUND)));
     assert_eq!((standing.of.as_deref(), standing.amount_minor), (Some("pi_1"), 400));
     let (request, form) = form_of_only_request(&server).await;
     let id = REFUND.to_string();
@@ -289,18 +295,18 @@ async fn a_refund_names_the_intent_our_id_and_a_key_and_no_reason() {
 }
 
 #[tokio::test]
-async fn what_ended_otherwise_is_not_cancelled_but_told() {
+async fn payment_that_ended_otherwise_is_reported_and_not_cancelled() {
     let server = MockServer::start().await;
     let unexpected =
         json!({"error": {"code": "payment_intent_unexpected_state", "message": "You cannot cancel this."}});
     answers(&server, "POST", "/v1/payment_intents/pi_1/cancel", 400, &unexpected).await;
     answers(&server, "GET", "/v1/payment_intents/pi_1", 200, &intent("pi_1", "succeeded")).await;
     let standing = client(&server, CheckoutPage::Ours).cancel("pi_1").await.unwrap().unwrap();
-    assert_eq!(standing.status, Status::Paid { charge_id: None });
+    assert_eq!(standing.status, ProcessorPaymentStatus::Paid { charge_id: None });
 }
 
 #[tokio::test]
-async fn disputes_that_moved_no_money_are_told_from_those_that_did() {
+async fn inquiries_are_distinguished_from_disputes() {
     let server = MockServer::start().await;
     let dispute = |n: i64, status: &str| {
         json!({"id": format!("dp_{n}"), "amount": 2500, "currency": "eur", "status": status, "charge": "ch_1",
@@ -316,9 +322,9 @@ async fn disputes_that_moved_no_money_are_told_from_those_that_did() {
     use DisputeStatus::{Inquiry, Opened, Won};
     assert_eq!(statuses, [Inquiry, Opened, Won, Opened, Inquiry]);
     assert_eq!((listing.unread, listing.is_cut), (vec!["dp_6".to_owned()], false));
-    // Who speaks Stripe's API without disputes has none of them.
+    // A compatible service without disputes has none.
     let bare = MockServer::start().await;
-    assert_eq!(client_of(&bare).disputes_since(DateTime::UNIX_EPOCH).await, Ok(Listing::of(Vec::new())));
+    assert_eq!(client_of(&bare).disputes_since(DateTime::UNIX_EPOCH).await, Ok(ProcessorListing::of(Vec::new())));
 }
 
 struct Expanded;
@@ -332,7 +338,7 @@ impl Match for Expanded {
 }
 
 #[tokio::test]
-async fn payments_are_listed_by_when_they_were_made_with_those_that_nobody_here_knows() {
+async fn payments_are_listed_by_creation_time_including_foreign_ones() {
     let server = MockServer::start().await;
     let charge = |id: &str, status: &str, intent: Value| json!({"id": id, "amount": 2500, "currency": "eur", "status": status, "created": 100, "payment_intent": intent});
     let mut foreign = intent("pi_2", "succeeded");
@@ -354,7 +360,7 @@ async fn payments_are_listed_by_when_they_were_made_with_those_that_nobody_here_
     assert_eq!(found, [("pi_1", Some(PAYMENT)), ("pi_2", None), ("ch_4", None)]);
 }
 
-/// A list that goes on for ever, newest first.
+/// An endless list, newest first.
 struct Endless;
 
 impl wiremock::Respond for Endless {
@@ -372,18 +378,18 @@ impl wiremock::Respond for Endless {
 }
 
 #[tokio::test]
-async fn a_list_without_end_and_what_cannot_be_read_of_it_do_not_hide_the_rest() {
+async fn endless_list_and_unreadable_entries_do_not_hide_the_rest() {
     let server = MockServer::start().await;
     Mock::given(path("/v1/refunds")).respond_with(Endless).mount(&server).await;
     let client = client(&server, CheckoutPage::Ours);
     let listing = client.refunds_since(DateTime::UNIX_EPOCH).await.unwrap();
     assert_eq!((listing.found.len(), listing.unread, listing.is_cut), (999, vec!["re_2".to_owned()], true));
-    // Whether a refund was made already is another question: who has not seen all of them does not know.
+    // Whether a refund already exists is another question: an incomplete list does not answer it.
     assert!(matches!(client.refunds_of("pi_1").await, Err(ProcessorError::Later(_))));
 }
 
 #[tokio::test]
-async fn an_answer_that_may_have_acted_is_told_from_one_that_did_not() {
+async fn uncertain_outcome_is_distinguished_from_a_failed_request() {
     let said = |text: &str| json!({"error": {"message": text, "type": "api_error"}});
     let (refused, later, unknown) = ("refused", "later", "unknown");
     let kind = |error: &ProcessorError| match error {
@@ -398,7 +404,7 @@ async fn an_answer_that_may_have_acted_is_told_from_one_that_did_not() {
         (403, later, later),
         (429, later, later),
         (409, unknown, later),
-        // A proxy that waited too long, and what the processor itself asked in vain.
+        // A proxy that timed out, and a failed request of the processor itself.
         (408, unknown, later),
         (424, unknown, later),
         (425, unknown, later),
@@ -418,7 +424,7 @@ async fn an_answer_that_may_have_acted_is_told_from_one_that_did_not() {
             "{posted}"
         );
     }
-    // Done, but in words that nobody here understands, or in too many.
+    // Carried out, but in a response that cannot be understood, or is too large.
     for body in ["{}".to_owned(), "no json".to_owned(), " ".repeat(5 * 1024 * 1024)] {
         let server = MockServer::start().await;
         let answer = ResponseTemplate::new(200).set_body_string(body);
@@ -426,14 +432,14 @@ async fn an_answer_that_may_have_acted_is_told_from_one_that_did_not() {
         let error = client(&server, CheckoutPage::Ours).checkout(&wanted()).await.unwrap_err();
         assert_eq!(kind(&error), unknown, "{error}");
     }
-    // Nobody there: nothing was done.
+    // No server there: nothing was carried out.
     let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let client = client_at(&format!("http://{nobody}"), CheckoutPage::Ours);
     assert_eq!(kind(&client.checkout(&wanted()).await.unwrap_err()), later);
 }
 
 #[test]
-fn money_is_not_asked_for_in_the_clear() {
+fn processor_without_tls_is_refused() {
     crate::testing::install_crypto();
     for address in ["http://api.stripe.example", "ftp://api.stripe.example", "api.stripe.example", ""] {
         let settings = StripeSettings {

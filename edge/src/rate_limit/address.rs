@@ -1,48 +1,48 @@
-//! A limit per address, for those who are nobody yet: each process has its own.
+//! A rate limit per address, for unauthenticated callers: each process has its own.
 
 use super::limited;
-use crate::buckets::network_of;
 use crate::error::ApiError;
 use crate::tls::Peer;
-use actors::cells::Cells;
+use crate::token_bucket::network_of;
+use actors::rate_cells::RateCells;
 use axum::extract::ConnectInfo;
 use axum::http::Extensions;
 use domain::Timestamp;
-use domain::policy::{Key, PolicyBook, Scopes};
-use domain::rate_limit::Verdict;
+use domain::policy::{PolicyBook, PolicyKey, Scopes};
+use domain::rate_limit::RateDecision;
 use std::net::IpAddr;
 use std::time::Instant;
 use uuid::Uuid;
 
-/// Addresses that are remembered, about 5 MB; the others share one quota.
-const ADDRESSES: usize = 65_536;
+/// Addresses with a cell of their own, about 5 MB; the others share one.
+const MAX_ADDRESSES: usize = 65_536;
 
-/// What each address has used up.
+/// The rate cells of the addresses.
 #[derive(Debug)]
-pub struct AddressLimit(Cells);
+pub struct AddressLimit(RateCells);
 
 impl Default for AddressLimit {
     fn default() -> Self {
-        Self(Cells::remembering(ADDRESSES))
+        Self(RateCells::with_capacity(MAX_ADDRESSES))
     }
 }
 
 impl AddressLimit {
-    /// Lets one request in, of the connection that the extensions tell of.
+    /// Admits one request on the connection in the extensions.
     ///
     /// # Errors
-    /// `rate_limited` where its address has had as many as policy `key` says.
+    /// `rate_limited` where its address is over the rate of policy `key`.
     pub fn admit(
         &self,
         connection: &Extensions,
-        key: Key,
+        key: PolicyKey,
         policy: &PolicyBook,
         now: Timestamp,
     ) -> Result<(), ApiError> {
-        // Without a connection there is nobody to limit: a router that is called in the same process.
+        // Without a connection there is no address to limit: the router is called in the same process.
         let Some(ConnectInfo(peer)) = connection.get::<ConnectInfo<Peer>>() else { return Ok(()) };
         let limit = u32::try_from(policy.int(key, &Scopes::global(), now)).unwrap_or(1);
-        let Verdict { admitted, retry_after, .. } = self.take(peer.address.ip(), limit, Instant::now());
+        let RateDecision { admitted, retry_after, .. } = self.take(peer.address.ip(), limit, Instant::now());
         if admitted {
             return Ok(());
         }
@@ -51,7 +51,7 @@ impl AddressLimit {
         Err(limited(message, key, limit, retry_after))
     }
 
-    fn take(&self, address: IpAddr, limit: u32, now: Instant) -> Verdict {
+    fn take(&self, address: IpAddr, limit: u32, now: Instant) -> RateDecision {
         self.0.take_or_share(cell_of(address), limit, now)
     }
 }
@@ -75,7 +75,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_has_its_burst_then_its_rate_and_hinders_no_other() {
+    fn address_gets_its_burst_then_its_rate_independently_of_others() {
         let (limit, now) = (AddressLimit::default(), Instant::now());
         let admitted = |text: &str, now| (0..500).filter(|_| limit.take(address(text), 120, now).admitted).count();
         assert_eq!(admitted("192.0.2.1", now), 120);

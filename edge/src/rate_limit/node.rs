@@ -1,33 +1,33 @@
-//! A limit per node, for what agents ask with their certificate: each process has its own.
+//! A rate limit per node, for the requests of agents with a certificate: each process has its own.
 
 use super::limited;
 use crate::error::ApiError;
-use actors::cells::Cells;
-use domain::policy::{Key, PolicyBook, Scopes};
+use actors::rate_cells::RateCells;
+use domain::policy::{PolicyBook, PolicyKey, Scopes};
 use domain::{NodeId, Timestamp};
 use std::time::Instant;
 
-/// Nodes that are remembered, about 5 MB; the others share one quota.
-const NODES: usize = 65_536;
+/// Nodes with a cell of their own, about 5 MB; the others share one.
+const MAX_NODES: usize = 65_536;
 
-/// What each node has used up of one policy's quota.
+/// The rate cells of the nodes for one policy.
 #[derive(Debug)]
 pub struct NodeLimit {
-    key: Key,
-    cells: Cells,
+    key: PolicyKey,
+    cells: RateCells,
 }
 
 impl NodeLimit {
-    /// `key` says how many requests a minute one node may make.
+    /// `key` is the policy of how many requests a minute one node may make.
     #[must_use]
-    pub fn of(key: Key) -> Self {
-        Self { key, cells: Cells::remembering(NODES) }
+    pub fn of(key: PolicyKey) -> Self {
+        Self { key, cells: RateCells::with_capacity(MAX_NODES) }
     }
 
-    /// Lets one request of the node in, whose certificate was verified before.
+    /// Admits one request of the node, whose certificate was verified before.
     ///
     /// # Errors
-    /// `rate_limited` where the node has had as many as the policy says.
+    /// `rate_limited` where the node is over the rate of the policy.
     pub fn admit(&self, node_id: NodeId, policy: &PolicyBook, now: Timestamp) -> Result<(), ApiError> {
         let limit = u32::try_from(policy.int(self.key, &Scopes::global(), now)).unwrap_or(1);
         let verdict = self.cells.take_or_share(node_id.0, limit, Instant::now());

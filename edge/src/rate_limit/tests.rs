@@ -3,7 +3,7 @@
 use super::*;
 use crate::testing::body_json;
 use crate::tls::Peer;
-use actors::ports::{Effects, Remote, RemoteError, Store, StoreError, Term, World};
+use actors::ports::{Effects, Environment, Remote, RemoteError, Store, StoreReadError, Term};
 use actors::{Host, HostConfig};
 use axum::body::Body;
 use axum::extract::{ConnectInfo, FromRequestParts};
@@ -11,9 +11,9 @@ use axum::middleware::from_fn_with_state;
 use axum::routing::get;
 use axum::{Router, http};
 use chrono::Utc;
-use domain::commit::{Done, Epoch, Snapshot};
-use domain::policy::{Scope, Value};
-use domain::{CommandId, Commit, Effect, EntityRef, Outcome, Shard};
+use domain::commit::{CompletedCommand, Epoch, Snapshot};
+use domain::policy::{PolicyScope, PolicyValue};
+use domain::{CommandId, Commit, CommitOutcome, Effect, EntityRef, Shard};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use std::sync::Mutex;
@@ -24,15 +24,15 @@ use tower::ServiceExt as _;
 struct Nothing;
 
 impl Store for Nothing {
-    fn load(&self, _: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreError>> {
+    fn load(&self, _: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreReadError>> {
         async { Ok(None) }.boxed()
     }
 
-    fn commit(&self, _: Commit) -> BoxFuture<'_, Outcome> {
-        async { Outcome::NotApplied { reason: "there is no store".into() } }.boxed()
+    fn commit(&self, _: Commit) -> BoxFuture<'_, CommitOutcome> {
+        async { CommitOutcome::NotApplied { reason: "there is no store".into() } }.boxed()
     }
 
-    fn command(&self, _: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>> {
+    fn command(&self, _: CommandId) -> BoxFuture<'_, Result<Option<CompletedCommand>, StoreReadError>> {
         async { Ok(None) }.boxed()
     }
 }
@@ -41,7 +41,7 @@ impl Effects for Nothing {
     fn perform(&self, _: Effect) {}
 }
 
-impl World for Nothing {
+impl Environment for Nothing {
     fn now(&self) -> Timestamp {
         Utc::now()
     }
@@ -94,7 +94,7 @@ struct Services {
     policy: Arc<Mutex<PolicyBook>>,
 }
 
-/// A caller, believed on their word.
+/// A caller that is trusted without a token.
 struct Caller;
 
 impl FromRequestParts<Services> for Caller {
@@ -104,7 +104,7 @@ impl FromRequestParts<Services> for Caller {
         let policy = services.policy.lock().unwrap().clone();
         let user = parts.headers.get("user").map(|user| user.to_str().unwrap().to_owned());
         let Some(user) = user else {
-            services.limiter.token_refused(parts, &policy, Utc::now())?;
+            services.limiter.count_refused_token(parts, &policy, Utc::now())?;
             return Err(ApiError::new(Code::Unauthenticated, "Who are you?"));
         };
         let scopes = Scopes { user_id: Some(user), org_id: Some("acme".into()), ..Scopes::default() };
@@ -131,29 +131,29 @@ impl Cluster {
         let router = |directory, registry: &Registry| {
             let limiter = RateLimiter::register(directory, registry).unwrap();
             let services = Services { limiter, policy: Arc::clone(&policy) };
-            let routes = Group::ALL.into_iter().fold(Router::new(), |routes, group| {
+            let routes = RateLimitGroup::ALL.into_iter().fold(Router::new(), |routes, group| {
                 let route = get(|_: Caller| async { "fine" }).route_layer(from_fn_with_state(group, in_group));
                 routes.route(&format!("/{}", group.name()), route)
             });
-            let service = crate::correlation::Service { name: "api", tells_route: false };
-            crate::limits::finished(routes.with_state(services), crate::testing::outermost(service))
+            let service = crate::correlation::Service { name: "api", shows_route: false };
+            crate::limits::with_common_layers(routes.with_state(services), crate::testing::scope_settings(service))
         };
         let routers = [router(owner, &Registry::new()), router(other, &registry)];
         Self { wire, routers, policy, registry }
     }
 
-    fn set(&self, key: Key, scope: Scope, limit: i64) {
+    fn set(&self, key: PolicyKey, scope: PolicyScope, limit: i64) {
         let long_ago = Timestamp::UNIX_EPOCH;
-        self.policy.lock().unwrap().set(key, scope, long_ago, Value::Int(limit)).unwrap();
+        self.policy.lock().unwrap().set(key, scope, long_ago, PolicyValue::Int(limit)).unwrap();
     }
 
-    async fn ask(&self, process: usize, group: Group, user: &str) -> Response {
+    async fn ask(&self, process: usize, group: RateLimitGroup, user: &str) -> Response {
         let request = Request::get(format!("/{}", group.name())).header("user", user);
         self.routers[process].clone().oneshot(request.body(Body::empty()).unwrap()).await.unwrap()
     }
 
     /// How many of so many requests of the other process are admitted.
-    async fn admitted(&self, group: Group, user: &str, requests: usize) -> usize {
+    async fn admitted(&self, group: RateLimitGroup, user: &str, requests: usize) -> usize {
         let mut admitted = 0;
         for _ in 0..requests {
             admitted += usize::from(self.ask(1, group, user).await.status() == 200);
@@ -161,7 +161,7 @@ impl Cluster {
         admitted
     }
 
-    fn failed_open(&self, group: Group) -> u64 {
+    fn failed_open(&self, group: RateLimitGroup) -> u64 {
         let families = self.registry.gather();
         let family = families.iter().find(|family| family.name() == "api_ratelimit_fail_open_total").unwrap();
         let of_group = family.get_metric().iter().find(|metric| metric.get_label()[0].value() == group.name());
@@ -174,10 +174,10 @@ fn header<'a>(response: &'a Response, name: &str) -> &'a str {
 }
 
 #[tokio::test]
-async fn a_route_of_every_group_says_its_quota_and_refuses_what_is_over_it() {
+async fn route_of_every_group_reports_its_quota_and_refuses_requests_over_it() {
     let cluster = Cluster::start().await;
-    for group in Group::ALL {
-        cluster.set(group.key(), Scope::Global, 3);
+    for group in RateLimitGroup::ALL {
+        cluster.set(group.key(), PolicyScope::Global, 3);
         // From two processes: the quota is one.
         let mut left = Vec::new();
         for process in [0, 1, 1] {
@@ -207,51 +207,54 @@ async fn a_route_of_every_group_says_its_quota_and_refuses_what_is_over_it() {
 }
 
 #[tokio::test]
-async fn the_limit_is_the_one_of_the_callers_scopes_and_holds_as_soon_as_it_is_written() {
+async fn limit_follows_the_callers_scopes_and_applies_as_soon_as_it_is_written() {
     let cluster = Cluster::start().await;
-    cluster.set(Key::RateLimitApi, Scope::Global, 2);
-    cluster.set(Key::RateLimitApi, Scope::UserId("ann".into()), 5);
+    cluster.set(PolicyKey::RateLimitApi, PolicyScope::Global, 2);
+    cluster.set(PolicyKey::RateLimitApi, PolicyScope::UserId("ann".into()), 5);
     for (user, limit) in [("ann", 5), ("*", 2), (">", 2), ("a.b", 2)] {
-        assert_eq!(cluster.admitted(Group::Api, user, 20).await, limit, "{user}");
+        assert_eq!(cluster.admitted(RateLimitGroup::Api, user, 20).await, limit, "{user}");
     }
     let asked = cluster.wire.asked.load(Ordering::SeqCst);
-    assert_eq!(cluster.admitted(Group::Api, "ann", 20).await, 0);
+    assert_eq!(cluster.admitted(RateLimitGroup::Api, "ann", 20).await, 0);
     assert_eq!(
         cluster.wire.asked.load(Ordering::SeqCst),
         asked,
         "a used up quota is not asked for before it can have changed"
     );
-    cluster.set(Key::RateLimitApi, Scope::UserId("ann".into()), 8);
-    assert_eq!(cluster.admitted(Group::Api, "ann", 20).await, 3);
-    cluster.set(Key::RateLimitApi, Scope::OrgId("acme".into()), 4);
-    assert_eq!(cluster.admitted(Group::Api, "bob", 20).await, 4);
+    cluster.set(PolicyKey::RateLimitApi, PolicyScope::UserId("ann".into()), 8);
+    assert_eq!(cluster.admitted(RateLimitGroup::Api, "ann", 20).await, 3);
+    cluster.set(PolicyKey::RateLimitApi, PolicyScope::OrgId("acme".into()), 4);
+    assert_eq!(cluster.admitted(RateLimitGroup::Api, "bob", 20).await, 4);
 }
 
 #[tokio::test]
-async fn while_the_keeper_is_out_of_reach_requests_are_let_in_and_counted_but_money_and_terminals_keep_a_bound() {
+async fn unreachable_cell_owner_fails_open_except_for_payments_and_terminals() {
     let cluster = Cluster::start().await;
-    for group in Group::ALL {
-        cluster.set(group.key(), Scope::Global, 3);
+    for group in RateLimitGroup::ALL {
+        cluster.set(group.key(), PolicyScope::Global, 3);
     }
     cluster.wire.cut.store(true, Ordering::SeqCst);
-    for (group, admitted) in
-        [(Group::Api, 5), (Group::AdminOverview, 5), (Group::Financial, 3), (Group::TerminalToken, 3)]
-    {
+    for (group, admitted) in [
+        (RateLimitGroup::Api, 5),
+        (RateLimitGroup::AdminOverview, 5),
+        (RateLimitGroup::Financial, 3),
+        (RateLimitGroup::TerminalToken, 3),
+    ] {
         assert_eq!(cluster.admitted(group, "ann", 5).await, admitted, "{group:?}");
         assert_eq!(cluster.failed_open(group), 5, "{group:?}");
     }
-    let open = cluster.ask(1, Group::Api, "ann").await;
+    let open = cluster.ask(1, RateLimitGroup::Api, "ann").await;
     assert_eq!(header(&open, "ratelimit-policy"), "\"api\";q=3;w=60");
-    // Back again: the cluster's quota is the one that counts.
+    // Connected again: the cluster's quota decides.
     cluster.wire.cut.store(false, Ordering::SeqCst);
-    assert_eq!(cluster.admitted(Group::Api, "ann", 5).await, 3);
-    assert_eq!(cluster.failed_open(Group::Api), 6);
+    assert_eq!(cluster.admitted(RateLimitGroup::Api, "ann", 5).await, 3);
+    assert_eq!(cluster.failed_open(RateLimitGroup::Api), 6);
 }
 
 #[tokio::test]
-async fn a_flood_of_bad_tokens_is_answered_shortly_and_hinders_nobody_with_a_good_one() {
+async fn flood_of_bad_tokens_is_limited_and_valid_tokens_are_unaffected() {
     let cluster = Cluster::start().await;
-    cluster.set(Key::RateLimitAuthenticationFailures, Scope::Global, 10);
+    cluster.set(PolicyKey::RateLimitAuthenticationFailures, PolicyScope::Global, 10);
     let ask = async |user: Option<&str>| {
         let request =
             Request::get("/api").extension(ConnectInfo(Peer::new(([192, 0, 2, 7], 4711).into(), None, false)));

@@ -1,10 +1,10 @@
-//! A recording as asciicast v2 (the format of asciinema's recorder, version 2): a line with the header, then a line for each event, as
-//! JSON in UTF-8. Where something is missing stands a marker.
+//! A recording as asciicast v2 (the format of asciinema's recorder, version 2): a line with the header, then a line for each event, as JSON
+//! in UTF-8. A marker stands for missing output.
 
 use chrono::{DateTime, Utc};
 use serde_json::json;
 use std::fmt::Write as _;
-use wire::recording::{Ended, Frames, What};
+use wire::recording::{FrameContent, Frames, RecordingEnd};
 
 /// The media type of a file that asciinema plays.
 pub(crate) const MEDIA_TYPE: &str = "application/x-asciicast";
@@ -17,7 +17,7 @@ pub(crate) struct Cast {
     began: bool,
     /// The time of the last line: players want them in order, and clocks of chunks may disagree.
     micros: u64,
-    /// The beginning of a character whose rest has not come yet.
+    /// The first bytes of a character whose rest is in a later frame.
     cut: Vec<u8>,
     ended: bool,
 }
@@ -33,22 +33,22 @@ impl Cast {
         for frame in Frames::of(frames).map_while(Result::ok) {
             self.micros = self.micros.max(frame.micros);
             match frame.what {
-                What::Begin { columns, rows } => self.header(&mut lines, columns, rows),
-                What::Output(bytes) => self.output(&mut lines, &bytes),
-                What::Resize { columns, rows } => self.event(&mut lines, 'r', &format!("{columns}x{rows}")),
-                What::Gap { bytes } => {
+                FrameContent::Begin { columns, rows } => self.header(&mut lines, columns, rows),
+                FrameContent::Output(bytes) => self.output(&mut lines, &bytes),
+                FrameContent::Resize { columns, rows } => self.event(&mut lines, 'r', &format!("{columns}x{rows}")),
+                FrameContent::Gap { bytes } => {
                     self.cut.clear();
                     self.event(&mut lines, 'm', &format!("{bytes} bytes are missing: they could not be recorded"));
                 }
-                What::Paused => self.event(&mut lines, 'm', "recording is off from here"),
-                What::Resumed => self.event(&mut lines, 'm', "recording goes on from here"),
-                What::End(how) => self.end(&mut lines, how),
+                FrameContent::Paused => self.event(&mut lines, 'm', "recording is off from here"),
+                FrameContent::Resumed => self.event(&mut lines, 'm', "recording goes on from here"),
+                FrameContent::End(how) => self.end(&mut lines, how),
             }
         }
         lines
     }
 
-    /// What stands at the end of a recording that has none.
+    /// The final marker of a recording without an end.
     pub(crate) fn finish(&mut self) -> String {
         let mut lines = String::new();
         if !self.began {
@@ -75,16 +75,17 @@ impl Cast {
         let _ = writeln!(lines, "{header}");
     }
 
-    fn end(&mut self, lines: &mut String, how: Ended) {
+    fn end(&mut self, lines: &mut String, how: RecordingEnd) {
         self.ended = true;
         match how {
-            Ended::Session => {}
-            Ended::Agent => self.event(lines, 'm', "the node's agent ended here, and the session with it"),
-            Ended::Full => self.event(lines, 'm', "the recording is as long as it may be; the rest is missing"),
+            RecordingEnd::Session => {}
+            RecordingEnd::Agent => self.event(lines, 'm', "the node's agent ended here, and the session with it"),
+            RecordingEnd::Full => self.event(lines, 'm', "the recording is as long as it may be; the rest is missing"),
         }
     }
 
-    /// Programs say bytes, JSON has characters: one that is cut between two frames is put together, and what is none is shown as such.
+    /// Programs write bytes, JSON contains characters: a character that is split between two frames is joined, and an invalid one is shown
+    /// as such.
     fn output(&mut self, lines: &mut String, bytes: &[u8]) {
         self.cut.extend_from_slice(bytes);
         let bytes = std::mem::take(&mut self.cut);
@@ -129,14 +130,14 @@ mod tests {
         Cast::new(DateTime::from_timestamp(1_800_000_000, 0).unwrap(), "session 1".to_owned())
     }
 
-    fn chunk(frames: Vec<(u64, What)>) -> Vec<u8> {
+    fn chunk(frames: Vec<(u64, FrameContent)>) -> Vec<u8> {
         let mut bytes = Vec::new();
         frames.into_iter().for_each(|(micros, what)| Frame { micros, what }.write(&mut bytes));
         bytes
     }
 
-    fn begin() -> (u64, What) {
-        (0, What::Begin { columns: 80, rows: 24 })
+    fn begin() -> (u64, FrameContent) {
+        (0, FrameContent::Begin { columns: 80, rows: 24 })
     }
 
     #[test]
@@ -144,25 +145,25 @@ mod tests {
         let mut cast = cast();
         let mut lines = cast.write(&chunk(vec![
             begin(),
-            (1_500_000, What::Output(b"\x1b[31mred\r\n".to_vec())),
-            (2_000_000, What::Resize { columns: 132, rows: 43 }),
-            (2_000_001, What::Gap { bytes: 9 }),
+            (1_500_000, FrameContent::Output(b"\x1b[31mred\r\n".to_vec())),
+            (2_000_000, FrameContent::Resize { columns: 132, rows: 43 }),
+            (2_000_001, FrameContent::Gap { bytes: 9 }),
         ]));
         lines += &cast.write(&chunk(vec![
-            (1, What::Output(b"\"late\"".to_vec())),
-            (3_000_000, What::Paused),
-            (4_000_000, What::Resumed),
-            (5_000_000, What::End(Ended::Session)),
+            (1, FrameContent::Output(b"\"late\"".to_vec())),
+            (3_000_000, FrameContent::Paused),
+            (4_000_000, FrameContent::Resumed),
+            (5_000_000, FrameContent::End(RecordingEnd::Session)),
         ]));
         lines += &cast.finish();
         insta::assert_snapshot!(lines);
     }
 
     #[test]
-    fn what_is_missing_at_the_end_is_said() {
+    fn missing_end_is_marked() {
         assert!(cast().finish().contains("the rest has not come"));
         let mut lost = cast();
-        let lines = lost.write(&chunk(vec![begin(), (1, What::End(Ended::Agent))])) + &lost.finish();
+        let lines = lost.write(&chunk(vec![begin(), (1, FrameContent::End(RecordingEnd::Agent))])) + &lost.finish();
         assert!(lines.contains("agent ended here") && !lines.contains("the rest has not come"), "{lines}");
     }
 
@@ -173,7 +174,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn wherever_characters_are_cut_they_are_put_together(text in "\\PC{0,40}", cuts in prop::collection::vec(0..160_usize, 0..6)) {
+        fn split_characters_are_joined(text in "\\PC{0,40}", cuts in prop::collection::vec(0..160_usize, 0..6)) {
             let mut cuts: Vec<usize> = cuts.into_iter().map(|cut| cut.min(text.len())).collect();
             cuts.sort_unstable();
             cuts.push(text.len());
@@ -181,7 +182,7 @@ mod tests {
             let mut lines = cast.write(&chunk(vec![begin()]));
             for to in cuts {
                 if to > from {
-                    lines += &cast.write(&chunk(vec![(1, What::Output(text.as_bytes()[from..to].to_vec()))]));
+                    lines += &cast.write(&chunk(vec![(1, FrameContent::Output(text.as_bytes()[from..to].to_vec()))]));
                     from = to;
                 }
             }
@@ -189,18 +190,18 @@ mod tests {
         }
 
         #[test]
-        fn whatever_a_program_says_every_line_is_json_and_times_do_not_go_back(
+        fn any_program_output_becomes_json_lines_with_monotonic_times(
             parts in prop::collection::vec((0..9_u64, prop::collection::vec(any::<u8>(), 1..40)), 0..20),
         ) {
             let mut cast = cast();
             let mut lines = cast.write(&chunk(vec![begin()]));
-            let said: usize = parts.iter().map(|(_, bytes)| bytes.len()).sum();
+            let printed: usize = parts.iter().map(|(_, bytes)| bytes.len()).sum();
             for (micros, bytes) in parts {
-                lines += &cast.write(&chunk(vec![(micros, What::Output(bytes))]));
+                lines += &cast.write(&chunk(vec![(micros, FrameContent::Output(bytes))]));
             }
             let times: Vec<f64> = lines.lines().skip(1).map(|line| serde_json::from_str::<Value>(line).unwrap()[0].as_f64().unwrap()).collect();
             prop_assert!(times.is_sorted());
-            prop_assert!(shown(&lines).chars().count() <= said);
+            prop_assert!(shown(&lines).chars().count() <= printed);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Amounts as people and spreadsheets read them: in the currency's major unit, with every digit there is.
 
-use domain::money::{Currency, Micro};
+use domain::money::{Currency, MicroAmount};
 
 /// How many decimals the minor unit has, where it is not two (ISO 4217).
 const DECIMALS: [(&str, usize); 27] = [
@@ -33,7 +33,7 @@ const DECIMALS: [(&str, usize); 27] = [
     ("XXX", 0),
 ];
 
-/// What a minor unit is divided into.
+/// The fractions of a minor unit.
 const MICRO_DECIMALS: usize = 6;
 
 fn decimals(currency: &Currency) -> usize {
@@ -41,12 +41,12 @@ fn decimals(currency: &Currency) -> usize {
 }
 
 /// All of it: `-12.34567890` of a currency with two decimals.
-pub(super) fn exact(amount: Micro, currency: &Currency) -> String {
+pub(super) fn exact(amount: MicroAmount, currency: &Currency) -> String {
     decimal(amount.get(), decimals(currency) + MICRO_DECIMALS)
 }
 
 /// Whole minor units, rounded down as everywhere: `-12.35` for -12.34567890.
-pub(super) fn rounded(amount: Micro, currency: &Currency) -> String {
+pub(super) fn rounded(amount: MicroAmount, currency: &Currency) -> String {
     decimal(amount.minor(), decimals(currency))
 }
 
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn amounts_have_all_their_digits_in_every_currency() {
+    fn amounts_have_the_decimals_of_their_currency() {
         for (code, micro, all, whole) in [
             ("EUR", 1_234_567_890, "12.34567890", "12.34"),
             ("EUR", -1, "-0.00000001", "-0.01"),
@@ -78,7 +78,7 @@ mod tests {
             ("EUR", i64::MIN, "-92233720368.54775808", "-92233720368.55"),
         ] {
             let currency = Currency::parse(code).unwrap();
-            let amount = Micro::of(micro);
+            let amount = MicroAmount::of(micro);
             assert_eq!((exact(amount, &currency).as_str(), rounded(amount, &currency).as_str()), (all, whole));
         }
     }

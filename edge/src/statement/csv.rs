@@ -1,13 +1,13 @@
-//! A statement as CSV (RFC 4180): the balance that it opens with, every posting, what they come to, and the balance that it closes with.
+//! A statement as CSV (RFC 4180): the opening balance, every posting, their sum, and the closing balance.
 
 use axum::body::Bytes;
 use csv::{Terminator, Writer, WriterBuilder};
 use domain::Timestamp;
 use domain::id::BillingAccountId;
-use domain::money::Micro;
+use domain::money::MicroAmount;
 use futures::stream::{self, Stream};
 use persistence::Reads;
-use persistence::read::{LedgerPlace, LedgerRow};
+use persistence::read::{LedgerPosition, LedgerRow};
 use std::borrow::Cow;
 use std::io;
 
@@ -16,10 +16,10 @@ use super::{Line, Statement};
 
 pub(crate) const MEDIA_TYPE: &str = "text/csv; charset=utf-8; header=present";
 
-/// Postings that are in memory at once.
-const AT_ONCE: u32 = 1000;
+/// Postings in memory at once.
+const BATCH_ROWS: u32 = 1000;
 
-/// `line` is `opening`, `posting`, `total` or `closing`. The columns in millionths of a minor unit say the same as those before them.
+/// `line` is `opening`, `posting`, `total` or `closing`. The columns in millionths of a minor unit repeat those before them.
 const COLUMNS: [&str; 17] = [
     "line",
     "number",
@@ -40,24 +40,24 @@ const COLUMNS: [&str; 17] = [
     "reason",
 ];
 
-/// A file on its way: some postings at a time, as fast as they are taken.
+/// A streamed file: a batch of postings at a time, as fast as the client reads.
 pub(crate) struct Rows {
     reads: Reads,
     statement: Statement,
-    next: Next,
+    next: CsvPosition,
 }
 
-enum Next {
+enum CsvPosition {
     Opening,
     /// The postings after this one.
-    After(LedgerPlace),
+    After(LedgerPosition),
     Closing,
     Nothing,
 }
 
-/// Why a file was cut off: whoever reads it sees a connection that breaks, and not a file that seems whole.
+/// Why a file was cut off: the client sees a broken connection, and not a file that seems complete.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum CutOff {
+pub(crate) enum CsvError {
     #[error("the ledger cannot be read on")]
     Read(#[from] persistence::StoreError),
     #[error("a line cannot be written")]
@@ -80,18 +80,18 @@ struct Cells<'a> {
     used_until: Option<Timestamp>,
     payment: Option<uuid::Uuid>,
     postings: Option<u64>,
-    change: Option<Micro>,
-    amount: Option<Micro>,
-    balance: Option<Micro>,
+    change: Option<MicroAmount>,
+    amount: Option<MicroAmount>,
+    balance: Option<MicroAmount>,
     reason: &'a str,
 }
 
 impl Rows {
     pub(crate) const fn of(reads: Reads, statement: Statement) -> Self {
-        Self { reads, statement, next: Next::Opening }
+        Self { reads, statement, next: CsvPosition::Opening }
     }
 
-    pub(crate) fn stream(self) -> impl Stream<Item = Result<Bytes, CutOff>> {
+    pub(crate) fn stream(self) -> impl Stream<Item = Result<Bytes, CsvError>> {
         stream::try_unfold(self, |mut rows| async move {
             let part = rows.part().await.inspect_err(|error| {
                 tracing::warn!(%error, account = %rows.statement.account, "a statement cannot be written to its end");
@@ -100,34 +100,34 @@ impl Rows {
         })
     }
 
-    async fn part(&mut self) -> Result<Option<Bytes>, CutOff> {
+    async fn part(&mut self) -> Result<Option<Bytes>, CsvError> {
         let mut file = File::of(&self.statement);
         match self.next {
-            Next::Opening => {
+            CsvPosition::Opening => {
                 file.writer.write_record(COLUMNS)?;
                 let (place, at) = (self.statement.opening, self.statement.month.begins());
                 file.line(&Cells { line: "opening", at: Some(at), balance: Some(place.balance), ..Cells::default() })?;
-                self.next = Next::After(place);
+                self.next = CsvPosition::After(place);
             }
-            Next::After(place) => {
+            CsvPosition::After(place) => {
                 let (account, until) = (BillingAccountId(self.statement.account), self.statement.closing.number);
-                let found = self.reads.ledger_stretch(account, place.number, until, AT_ONCE).await?;
+                let found = self.reads.ledger_stretch(account, place.number, until, BATCH_ROWS).await?;
                 found.iter().try_for_each(|row| file.posting(row))?;
                 self.next = match found.last() {
-                    Some(last) => Next::After(LedgerPlace { number: last.number, balance: last.balance }),
-                    None if place == self.statement.closing => Next::Closing,
-                    None => return Err(CutOff::DoesNotAddUp),
+                    Some(last) => CsvPosition::After(LedgerPosition { number: last.number, balance: last.balance }),
+                    None if place == self.statement.closing => CsvPosition::Closing,
+                    None => return Err(CsvError::DoesNotAddUp),
                 };
             }
-            Next::Closing => {
+            CsvPosition::Closing => {
                 self.statement.lines.iter().try_for_each(|line| file.total(line))?;
                 let at = self.statement.as_of.min(self.statement.month.ends());
                 let balance = Some(self.statement.closing.balance);
                 let postings = u64::try_from(self.statement.postings()).ok();
                 file.line(&Cells { line: "closing", at: Some(at), postings, balance, ..Cells::default() })?;
-                self.next = Next::Nothing;
+                self.next = CsvPosition::Nothing;
             }
-            Next::Nothing => return Ok(None),
+            CsvPosition::Nothing => return Ok(None),
         }
         Ok(Some(file.bytes()?))
     }
@@ -181,8 +181,8 @@ impl<'a> File<'a> {
         let time = |at: Option<Timestamp>| {
             at.map_or_else(String::new, |at| at.to_rfc3339_opts(chrono::SecondsFormat::AutoSi, true))
         };
-        let whole = |amount: Option<Micro>| amount.map_or_else(String::new, |amount| exact(amount, currency));
-        let micro = |amount: Option<Micro>| amount.map_or_else(String::new, |amount| amount.get().to_string());
+        let whole = |amount: Option<MicroAmount>| amount.map_or_else(String::new, |amount| exact(amount, currency));
+        let micro = |amount: Option<MicroAmount>| amount.map_or_else(String::new, |amount| amount.get().to_string());
         let id = |id: Option<uuid::Uuid>| id.map_or_else(String::new, |id| id.to_string());
         let count = |number: Option<u64>| number.map_or_else(String::new, |number| number.to_string());
         self.writer.write_record([
@@ -206,12 +206,13 @@ impl<'a> File<'a> {
         ])
     }
 
-    fn bytes(self) -> Result<Bytes, CutOff> {
-        self.writer.into_inner().map(Bytes::from).map_err(|error| CutOff::Flush(error.into_error()))
+    fn bytes(self) -> Result<Bytes, CsvError> {
+        self.writer.into_inner().map(Bytes::from).map_err(|error| CsvError::Flush(error.into_error()))
     }
 }
 
-/// What somebody wrote. A spreadsheet takes a text that begins so for a formula; behind an apostrophe it is none (OWASP, CSV injection).
+/// A text from a user. A spreadsheet evaluates a text with such a beginning as a formula; an apostrophe before it prevents that (OWASP, CSV
+/// injection).
 fn text(written: &str) -> Cow<'_, str> {
     let begins = |c: char| matches!(c, '=' | '+' | '-' | '@' | '\t' | '\r' | '\n' | '＝' | '＋' | '－' | '＠');
     match written.trim_start_matches(' ').starts_with(begins) {
@@ -225,7 +226,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_text_is_a_formula_and_others_are_left_alone() {
+    fn formula_like_text_is_escaped_and_other_text_unchanged() {
         for formula in ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", " =1", "＝1", "=cmd|'/c calc'!A1"] {
             assert_eq!(text(formula), format!("'{formula}"));
         }

@@ -1,5 +1,5 @@
-//! The letters of what is printed (`edge/fonts`): one face for the scripts that it has, and one that has nearly all others, so that nobody's name
-//! becomes a row of boxes. What neither has is printed by its number.
+//! The fonts of printed documents (`edge/fonts`): one for the scripts that it supports, and one for nearly all others, so that no name
+//! becomes a row of boxes. A character that neither has is printed by its number.
 
 use krilla::text::Font;
 use rustybuzz::{Face, UnicodeBuffer};
@@ -15,7 +15,7 @@ pub(super) struct Letters {
 pub(super) struct Faces {
     pub(super) regular: Letters,
     pub(super) bold: Letters,
-    /// For what the others lack.
+    /// For characters that the others lack.
     pub(super) wide: Letters,
 }
 
@@ -32,7 +32,7 @@ pub(super) struct Run<'a> {
     pub(super) text: String,
 }
 
-/// `None` where a file is no font, which a test would show.
+/// `None` where a file is not a font, which a test would show.
 pub(super) static FACES: LazyLock<Option<Faces>> = LazyLock::new(|| {
     Some(Faces {
         regular: Letters::of(include_bytes!("../../fonts/DejaVuSans.ttf"))?,
@@ -100,12 +100,12 @@ impl Faces {
     }
 }
 
-/// Letters that show nothing but change how others look: with them one name passes for another.
+/// Characters that show nothing but change how others look: with them one name could pass for another.
 const fn is_unseen(letter: char) -> bool {
     matches!(letter, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
 }
 
-/// Which way a letter is written.
+/// The direction of a character.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     LeftToRight,
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn every_script_has_letters_and_what_has_none_has_a_number() {
+    fn every_script_has_glyphs_and_a_missing_one_is_numbered() {
         for whole in
             ["Müller & Søn", "Ελένη", "Дарья", "שלום עולם", "مرحبا بالعالم", "山田太郎", "김철수", "สมชาย", "नमस्ते"]
         {

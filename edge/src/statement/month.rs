@@ -50,7 +50,7 @@ impl Month {
     }
 
     /// For people: `November 2026`.
-    pub(crate) fn in_words(self) -> String {
+    pub(crate) fn display_name(self) -> String {
         self.first.format("%B %Y").to_string()
     }
 }
@@ -122,6 +122,6 @@ mod tests {
         let back: Vec<String> =
             Month::parse("2027-01").unwrap().and_before().take(3).map(|it| it.to_string()).collect();
         assert_eq!(back, ["2027-01", "2026-12", "2026-11"]);
-        assert_eq!(Month::parse("2027-01").unwrap().in_words(), "January 2027");
+        assert_eq!(Month::parse("2027-01").unwrap().display_name(), "January 2027");
     }
 }

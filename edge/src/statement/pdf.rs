@@ -1,8 +1,8 @@
-//! A statement as PDF, to be read and filed: PDF/A-2b, with its letters inside of it. It says what the postings come to by allocation and kind;
-//! each of them is in the CSV.
+//! A statement as PDF, to be read and filed: PDF/A-2b, with embedded fonts. It contains the sums of the postings by allocation and kind;
+//! the single postings are in the CSV.
 
 use domain::billing_account::Holder;
-use domain::money::Micro;
+use domain::money::MicroAmount;
 use krilla::color::rgb;
 use krilla::configure::{Archival, ConfigurationBuilder};
 use krilla::geom::{PathBuilder, Point, Rect};
@@ -33,9 +33,9 @@ const LEADING: f32 = 13.0;
 /// Where the columns of the table begin; the last one ends at the right margin.
 const COLUMNS: [f32; 3] = [MARGIN, 178.0, 398.0];
 
-/// Why there is none.
+/// Why the PDF cannot be made.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Unprinted {
+pub(crate) enum PdfError {
     #[error("the letters that are built in are no fonts")]
     Letters,
     #[error("a page has no size")]
@@ -47,25 +47,25 @@ pub(crate) enum Unprinted {
 }
 
 /// The statement's pages.
-pub(crate) fn printed(statement: &Statement) -> Result<Vec<u8>, Unprinted> {
-    let faces = FACES.as_ref().ok_or(Unprinted::Letters)?;
+pub(crate) fn printed(statement: &Statement) -> Result<Vec<u8>, PdfError> {
+    let faces = FACES.as_ref().ok_or(PdfError::Letters)?;
     let mut layout = Layout { faces, pages: vec![Vec::new()], y: MARGIN + 20.0 };
     layout.head(statement);
     layout.summary(statement);
     layout.lines(statement);
     layout.notes(statement);
     layout.foot(statement);
-    let kind = ConfigurationBuilder::new().with_archival_validator(Archival::A2_B).finish().map_err(Unprinted::Kind)?;
+    let kind = ConfigurationBuilder::new().with_archival_validator(Archival::A2_B).finish().map_err(PdfError::Kind)?;
     let mut document = Document::new_with(SerializeSettings { configuration: kind, ..SerializeSettings::default() });
     for marks in &layout.pages {
-        let mut page = document.start_page_with(PageSettings::from_wh(PAGE.0, PAGE.1).ok_or(Unprinted::Page)?);
+        let mut page = document.start_page_with(PageSettings::from_wh(PAGE.0, PAGE.1).ok_or(PdfError::Page)?);
         let mut surface = page.surface();
         marks.iter().for_each(|mark| mark.draw(faces, &mut surface));
         surface.finish();
         page.finish();
     }
     document.set_metadata(described(statement));
-    document.finish().map_err(Unprinted::Document)
+    document.finish().map_err(PdfError::Document)
 }
 
 fn described(statement: &Statement) -> Metadata {
@@ -80,7 +80,7 @@ fn described(statement: &Statement) -> Metadata {
         .utc_offset_hour(0)
         .utc_offset_minute(0);
     Metadata::new()
-        .title(format!("Statement of account, {}", statement.month.in_words()))
+        .title(format!("Statement of account, {}", statement.month.display_name()))
         .description(format!("Account {}, {}", statement.account, statement.month))
         .language("en".to_owned())
         .creation_date(made)
@@ -195,7 +195,7 @@ impl Layout<'_> {
     fn head(&mut self, it: &Statement) {
         self.text(MARGIN, 18.0, Weight::Bold, "Statement of account");
         self.y += 20.0;
-        self.text(MARGIN, 12.0, Weight::Regular, it.month.in_words());
+        self.text(MARGIN, 12.0, Weight::Regular, it.month.display_name());
         self.y += 28.0;
         let (whose, id) = match &it.holder {
             Holder::User(id) => ("User", id),
@@ -214,7 +214,7 @@ impl Layout<'_> {
         self.y += LEADING;
     }
 
-    fn amount(&mut self, name: &str, amount: Micro, weight: Weight, it: &Statement) {
+    fn amount(&mut self, name: &str, amount: MicroAmount, weight: Weight, it: &Statement) {
         self.text(MARGIN, TEXT, weight, name);
         self.right(TEXT, weight, &exact(amount, &it.currency));
         self.y += LEADING;
@@ -223,13 +223,13 @@ impl Layout<'_> {
     /// From one balance to the other.
     fn summary(&mut self, it: &Statement) {
         self.amount("Opening balance", it.opening.balance, Weight::Bold, it);
-        let mut kinds: BTreeMap<&str, Micro> = BTreeMap::new();
+        let mut kinds: BTreeMap<&str, MicroAmount> = BTreeMap::new();
         for line in &it.lines {
             let sum = kinds.entry(&line.sum.kind).or_default();
             *sum = sum.plus(line.sum.effect);
         }
         for (kind, effect) in kinds {
-            self.amount(&in_words(kind), effect, Weight::Regular, it);
+            self.amount(&display_name(kind), effect, Weight::Regular, it);
         }
         self.rule(0.5);
         self.amount("Closing balance", it.closing.balance, Weight::Bold, it);
@@ -271,7 +271,7 @@ impl Layout<'_> {
 
     fn line(&mut self, line: &Line, it: &Statement) {
         let sum = &line.sum;
-        self.text(COLUMNS[0], TEXT, Weight::Regular, in_words(&sum.kind));
+        self.text(COLUMNS[0], TEXT, Weight::Regular, display_name(&sum.kind));
         let of = match sum.allocation {
             Some(id) => id.to_string(),
             None if sum.together > 0 => format!("{} more, put together", sum.together),
@@ -289,8 +289,8 @@ impl Layout<'_> {
             self.text(COLUMNS[0], SMALL, Weight::Regular, gpus);
         }
         self.text(COLUMNS[1], SMALL, Weight::Regular, while_used.unwrap_or_default());
-        // What the balance does not show.
-        if sum.effect == Micro::ZERO && sum.amount != Micro::ZERO {
+        // What the balance does not include.
+        if sum.effect == MicroAmount::ZERO && sum.amount != MicroAmount::ZERO {
             self.right(SMALL, Weight::Regular, &format!("({} at our cost)", exact(sum.amount, &it.currency)));
         }
         self.y += LEADING;
@@ -329,7 +329,7 @@ impl Layout<'_> {
 }
 
 /// `usage_credit` is a usage credit.
-fn in_words(kind: &str) -> String {
+fn display_name(kind: &str) -> String {
     let mut letters = kind.chars();
     let first = letters.next().map(|letter| letter.to_ascii_uppercase());
     first.into_iter().chain(letters.map(|letter| if letter == '_' { ' ' } else { letter })).collect()

@@ -10,45 +10,46 @@ fn line(kind: &str, allocation: u128, effect: i64, amount: i64) -> Line {
         allocation: (allocation > 0).then(|| AllocationId(Uuid::from_u128(allocation))),
         together: 0,
         postings: 2,
-        effect: Micro::of(effect),
-        amount: Micro::of(amount),
+        effect: MicroAmount::of(effect),
+        amount: MicroAmount::of(amount),
         used_from: (allocation > 0).then(|| at(1)),
         used_until: (allocation > 0).then(|| at(61)),
     };
-    let rented = (allocation > 0).then(|| Rented { sku: "h100x8".into(), gpu_count: 8, user_id: "ann".into() });
+    let rented =
+        (allocation > 0).then(|| AllocationUsage { sku: "h100x8".into(), gpu_count: 8, user_id: "ann".into() });
     Line { sum, rented }
 }
 
 fn statement(holder: &str, lines: Vec<Line>) -> Statement {
     let effect: i64 = lines.iter().map(|line| line.sum.effect.get()).sum();
     let postings: u64 = lines.iter().map(|line| line.sum.postings).sum();
-    let opening = LedgerPlace { number: 7, balance: Micro::of(1_000_000_000_001) };
+    let opening = LedgerPosition { number: 7, balance: MicroAmount::of(1_000_000_000_001) };
     Statement {
         account: Uuid::from_u128(0xACC0),
         holder: Holder::Org(holder.to_owned()),
         currency: Currency::parse("EUR").unwrap(),
         month: Month::of("2026-11-15T00:00:00Z".parse().unwrap()),
         opening,
-        closing: LedgerPlace {
+        closing: LedgerPosition {
             number: 7 + i64::try_from(postings).unwrap(),
-            balance: opening.balance.plus(Micro::of(effect)),
+            balance: opening.balance.plus(MicroAmount::of(effect)),
         },
         lines,
         as_of: "2026-12-02T08:00:00Z".parse().unwrap(),
     }
 }
 
-/// What a reader of PDF finds in it, page by page.
+/// The text that a PDF reader finds, page by page.
 fn read_back(file: &[u8]) -> Vec<String> {
     pdf_extract::extract_text_from_mem_by_pages(file).unwrap()
 }
 
 #[test]
-fn a_statement_adds_up_or_says_that_it_does_not() {
+fn statement_sum_is_checked_against_its_balances() {
     let good = statement("acme", vec![line("usage", 1, -100, 100), line("credit", 0, 500, 500)]);
     assert!(good.adds_up());
     let mut wrong = good.clone();
-    wrong.closing.balance = wrong.closing.balance.plus(Micro::of(1));
+    wrong.closing.balance = wrong.closing.balance.plus(MicroAmount::of(1));
     assert!(!wrong.adds_up(), "by a millionth");
     let mut wrong = good;
     wrong.closing.number += 1;
@@ -56,7 +57,7 @@ fn a_statement_adds_up_or_says_that_it_does_not() {
 }
 
 #[test]
-fn a_printed_statement_says_exactly_what_was_posted() {
+fn pdf_statement_matches_the_postings() {
     let lines = vec![
         line("usage", 1, -123_456_789, 123_456_789),
         line("usage_credit", 1, 1, 1),
@@ -68,7 +69,7 @@ fn a_printed_statement_says_exactly_what_was_posted() {
     let pages = read_back(&file);
     assert_eq!(pages.len(), 1);
     let text = &pages[0];
-    for said in [
+    for expected in [
         "Statement of account",
         "November 2026",
         "acme",
@@ -86,18 +87,18 @@ fn a_printed_statement_says_exactly_what_was_posted() {
         "8 postings, 8 to 15 of the account",
         "page 1 of 1",
     ] {
-        assert!(text.contains(said), "{said} is not in:\n{text}");
+        assert!(text.contains(expected), "{expected} is not in:\n{text}");
     }
     assert!(!text.contains("Not final"), "{text}");
 }
 
 #[test]
-fn names_in_any_script_are_letters_and_not_boxes() {
+fn names_in_any_script_are_printed_with_glyphs() {
     let holder = "Ærøskøbing Ελλάδα Дарья 山田太郎 김철수 नमस्ते \u{202e}x\u{10ffff}";
     let text = read_back(&printed(&statement(holder, Vec::new())).unwrap()).concat();
-    for said in ["Ærøskøbing Ελλάδα Дарья", "山田太郎", "김철수", "[U+202E]", "[U+10FFFF]", "Nothing was posted."]
+    for expected in ["Ærøskøbing Ελλάδα Дарья", "山田太郎", "김철수", "[U+202E]", "[U+10FFFF]", "Nothing was posted."]
     {
-        assert!(text.contains(said), "{said} is not in:\n{text}");
+        assert!(text.contains(expected), "{expected} is not in:\n{text}");
     }
     // The longest and widest that an identity provider may give.
     for long in ["W".repeat(255), "ﷺ".repeat(255), "e\u{301}".repeat(127), "नि".repeat(120)] {

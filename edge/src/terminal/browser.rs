@@ -1,43 +1,43 @@
 //! One user's connection, from its upgrade to its close.
 //!
-//! Output goes to the user as fast as the user takes it: what is not acknowledged bounds what is sent, down to the program itself.
-//! Acknowledged is what was written to the socket, or, once the client says `ack`, what the client says; a page that is slow to draw
-//! holds its program by that, and not its own memory. Input is bounded likewise. That all has come, which ends a session whose program
-//! ended, nobody says but the user's own end: what was written to a socket may be on its way to nobody.
+//! Output goes to the user as fast as the client reads it: the unacknowledged part bounds what is sent, down to the program itself.
+//! Acknowledged is what was written to the socket, or, once the client sends `ack`, what the client acknowledges; a page that draws slowly
+//! throttles its program by that, and not by its own memory. Input is bounded likewise. Only the client's own end confirms that all output
+//! has arrived, which ends a session whose program ended: bytes written to a socket may never reach a client.
 
 pub(super) mod close;
+mod control_frames;
 mod input;
 mod output;
 mod progress;
-mod said;
 
 use super::gateway::ask;
-use super::{Ending, Link, until_over};
+use super::{Link, SessionEnd, until_session_ends};
 use crate::correlation::Scope;
 use crate::services::Services;
-use crate::websocket::{CLOSES_WITHIN, Close, frame};
+use crate::websocket::{CLOSE_TIMEOUT, Close, frame};
 use axum::extract::ws::{Message, WebSocket};
-use domain::policy::Key;
-use domain::recording::Mode;
+use control_frames::{exit_of, text};
+use domain::policy::PolicyKey;
+use domain::recording::RecordingMode;
 use domain::terminal_session::{CloseReason, Command, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt as _, StreamExt as _};
 use progress::Progress;
-use said::{exit_of, text};
 use std::pin::{Pin, pin};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
 
-/// How long the node's stream is looked for before the user is told to come again, and how often; one that comes here says so.
-const LOOKS_FOR: Duration = Duration::from_secs(60);
-const LOOKS_EVERY: Duration = Duration::from_millis(100);
-/// A user who takes nothing for so long of what a session that has ended still says is waited for no longer; nor is one who takes ever so
-/// little after the second.
-const REST: Duration = Duration::from_secs(5);
-const REST_AT_MOST: Duration = Duration::from_secs(120);
+/// How long, and how often, the node's stream is searched for before the client is asked to reconnect. A stream that arrives at this
+/// replica wakes the search.
+const RECONNECT_TIMEOUT: Duration = Duration::from_secs(60);
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(100);
+/// How long the remaining output of an ended session is kept for a client that reads nothing, and for one that reads very slowly.
+const DRAIN_PAUSE: Duration = Duration::from_secs(5);
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A user's connection that was let in. It mostly waits: what is asked now and then is in boxes, and leaves no room behind.
+/// An admitted user's connection. It mostly waits: rare calls are boxed, so that they leave no room reserved.
 pub(super) struct Browser {
     pub(super) services: Services,
     pub(super) scope: Scope,
@@ -49,10 +49,10 @@ pub(super) struct Browser {
 
 /// Why it does not go on over this link.
 #[derive(Debug, PartialEq, Eq)]
-enum Parted {
-    /// The node's stream is cut: it is looked for again.
+enum LinkEnd {
+    /// The node's stream is cut: the search for it starts again.
     Link,
-    /// The user is gone, without or with a word.
+    /// The user is gone, with or without a close frame.
     User,
     /// It ends, with this code.
     Close(Close),
@@ -60,98 +60,99 @@ enum Parted {
 
 impl Browser {
     pub(super) async fn run(self, socket: WebSocket) {
-        let figures = self.services.terminals.figures().clone();
-        figures.connections.inc();
+        let metrics = self.services.terminals.metrics().clone();
+        metrics.connections.inc();
         let (mut sink, mut stream) = socket.split();
-        let why = self.live(&mut sink, &mut stream).await;
+        let why = self.serve(&mut sink, &mut stream).await;
         if let Some(why) = why {
-            let _ = timeout(CLOSES_WITHIN, sink.send(frame(why))).await;
+            let _ = timeout(CLOSE_TIMEOUT, sink.send(frame(why))).await;
         }
         let detach = Command::Detach { attachment: self.attachment };
         if let Err(error) = Box::pin(ask(&self.services, &self.scope, self.session.id, detach)).await {
-            tracing::debug!(%error, "nobody was told that a terminal's connection is gone");
+            tracing::debug!(%error, "a terminal's connection could not be detached");
         }
-        figures.connections.dec();
+        metrics.connections.dec();
     }
 
-    async fn live(
+    async fn serve(
         &self,
         sink: &mut SplitSink<WebSocket, Message>,
         stream: &mut SplitStream<WebSocket>,
     ) -> Option<Close> {
         let progress = Progress::default();
-        let over = until_over(&self.services, self.session.id, self.session.ends_at, Some(self.attachment));
+        let over = until_session_ends(&self.services, self.session.id, self.session.ends_at, Some(self.attachment));
         let stopping = self.services.stopping.cancelled();
         let ending = {
-            let carry = self.carry(&progress, sink, stream);
-            tokio::pin!(carry);
+            let relaying = self.relay_links(&progress, sink, stream);
+            tokio::pin!(relaying);
             tokio::select! {
-                why = &mut carry => return why.or_else(|| self.has_outlived_itself()),
+                why = &mut relaying => return why.or_else(|| self.is_past_lifetime()),
                 () = stopping => return Some(close::RESTARTS),
                 ending = over => match ending {
-                    // What its program said last may still be on its way.
-                    Ending::Closed(CloseReason::Exited { exit }) => {
-                        if let Some(why) = rest(carry, &progress, REST).await {
+                    // The program's last output may still be in flight.
+                    SessionEnd::Closed(CloseReason::Exited { exit }) => {
+                        if let Some(why) = drain(relaying, &progress, DRAIN_PAUSE).await {
                             return why;
                         }
-                        Ending::Closed(CloseReason::Exited { exit })
+                        SessionEnd::Closed(CloseReason::Exited { exit })
                     }
                     other => other,
                 },
             }
         };
         match ending {
-            Ending::Replaced => Some(close::REPLACED),
-            Ending::Closed(reason) => {
+            SessionEnd::Replaced => Some(close::REPLACED),
+            SessionEnd::Closed(reason) => {
                 if let CloseReason::Exited { exit } = reason {
-                    let _ = timeout(CLOSES_WITHIN, sink.send(text(&exit_of(exit)))).await;
+                    let _ = timeout(CLOSE_TIMEOUT, sink.send(text(&exit_of(exit)))).await;
                 }
                 Some(close::of(&reason))
             }
         }
     }
 
-    /// Where this process slept past the session's end, its user's silence is none.
-    fn has_outlived_itself(&self) -> Option<Close> {
-        (self.services.world.now() >= self.session.ends_at).then_some(close::LIFETIME)
+    /// Where this process slept past the session's end, a silent user is not a lost one.
+    fn is_past_lifetime(&self) -> Option<Close> {
+        (self.services.environment.now() >= self.session.ends_at).then_some(close::LIFETIME)
     }
 
     /// Over one link after another, as long as there is one.
-    async fn carry(
+    async fn relay_links(
         &self,
         progress: &Progress,
         sink: &mut SplitSink<WebSocket, Message>,
         stream: &mut SplitStream<WebSocket>,
     ) -> Option<Close> {
-        let mut told = None;
+        let mut recording_mode = None;
         loop {
             let Some(link) = Box::pin(self.link(progress)).await else { return Some(close::AWAY) };
             let began = Instant::now();
-            match self.talk(link, progress, &mut told, sink, stream).await {
-                Parted::Link => {
+            match self.relay_link(link, progress, &mut recording_mode, sink, stream).await {
+                LinkEnd::Link => {
                     tracing::info!("a terminal's node is out of reach; looking for it");
-                    // A node that breaks every link it makes is no reason to hurry.
-                    if began.elapsed() < LOOKS_EVERY {
-                        sleep(LOOKS_EVERY).await;
+                    // A node whose links break at once is not retried without a pause.
+                    if began.elapsed() < RECONNECT_INTERVAL {
+                        sleep(RECONNECT_INTERVAL).await;
                     }
                 }
-                Parted::User => return None,
-                Parted::Close(why) => return Some(why),
+                LinkEnd::User => return None,
+                LinkEnd::Close(why) => return Some(why),
             }
         }
     }
 
     /// Joined with the session's agent, once that is somewhere.
     async fn link(&self, progress: &Progress) -> Option<Link> {
-        let until = Instant::now() + LOOKS_FOR;
-        let from = if progress.knows.load(Ordering::Relaxed) {
+        let until = Instant::now() + RECONNECT_TIMEOUT;
+        let from = if progress.is_attached.load(Ordering::Relaxed) {
             Some(progress.delivered.load(Ordering::Relaxed))
         } else {
             self.from
         };
         let wait = self.services.terminals.waits().park(self.session.id);
         loop {
-            // Before the look: a stream that comes meanwhile is not missed, and while other replicas are asked, none is waited for in vain.
+            // Registered before the search: a stream that arrives meanwhile is not missed, and a slow query of other replicas does not
+            // delay it.
             let mut woken = pin!(wait.woken());
             let linked = tokio::select! {
                 linked = self.services.terminals.link(self.session.id, self.attachment, from) => linked,
@@ -163,42 +164,42 @@ impl Browser {
             if Instant::now() >= until {
                 return None;
             }
-            let _ = timeout(LOOKS_EVERY, woken).await;
+            let _ = timeout(RECONNECT_INTERVAL, woken).await;
         }
     }
 
-    async fn talk(
+    async fn relay_link(
         &self,
         link: Link,
         progress: &Progress,
-        told: &mut Option<Mode>,
+        recording_mode: &mut Option<RecordingMode>,
         sink: &mut SplitSink<WebSocket, Message>,
         stream: &mut SplitStream<WebSocket>,
-    ) -> Parted {
+    ) -> LinkEnd {
         progress.begin_link();
         let Link { up, down, attachment, _held: held } = link;
-        let output = output::Output::new(&self.session, attachment, progress, &down, told);
-        let parted = tokio::select! {
-            parted = output.carry(up, sink, || self.overstays()) => parted,
-            parted = input::carry(&down, attachment, progress, stream) => parted,
+        let output = output::Output::new(&self.session, attachment, progress, &down, recording_mode);
+        let link_end = tokio::select! {
+            link_end = output.carry(up, sink, || self.must_reauthorize()) => link_end,
+            link_end = input::carry(&down, attachment, progress, stream) => link_end,
         };
-        // The agent is told that the user is gone.
+        // Dropping it notifies the agent that the user is gone.
         drop(held);
-        parted
+        link_end
     }
 
-    /// Whether its user is to show anew that they are let in: a new token takes an access token that holds, which whoever was put out at the
-    /// identity provider has not for long.
-    fn overstays(&self) -> bool {
-        let world = &self.services.world;
-        let after = world.policy().int(Key::TerminalReauthorize, &self.session.scopes(), world.now());
+    /// Whether the user must authenticate again: a new token needs a valid access token, which a user who was disabled at the identity
+    /// provider does not get for long.
+    fn must_reauthorize(&self) -> bool {
+        let environment = &self.services.environment;
+        let after = environment.policy().int(PolicyKey::TerminalReauthorize, &self.session.scopes(), environment.now());
         u64::try_from(after).is_ok_and(|after| after > 0 && self.since.elapsed() >= Duration::from_secs(after))
     }
 }
 
-/// Carries on for as long as the user takes any of what is left. `None` where they do not.
-async fn rest<T>(mut carry: Pin<&mut impl Future<Output = T>>, progress: &Progress, pause: Duration) -> Option<T> {
-    let until = Instant::now() + REST_AT_MOST;
+/// Continues for as long as the client reads any of what is left. `None` where it does not.
+async fn drain<T>(mut carry: Pin<&mut impl Future<Output = T>>, progress: &Progress, pause: Duration) -> Option<T> {
+    let until = Instant::now() + DRAIN_TIMEOUT;
     loop {
         let delivered = progress.delivered.load(Ordering::Relaxed);
         if let Ok(done) = timeout(pause, &mut carry).await {

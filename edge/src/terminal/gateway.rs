@@ -1,14 +1,14 @@
 //! `GET /ws/v1/terminal`: where users connect (decisions 5, *Terminal*).
 //!
-//! The token stands among the offered subprotocols, never in the URL. It is spent, and that is audited, before the upgrade. One that does
-//! not hold is told so by a close code after the upgrade, since a browser shows its page nothing else.
+//! The token is among the offered subprotocols, never in the URL. It is spent, which is audited, before the upgrade. An invalid token is
+//! refused with a close code after the upgrade, since a browser shows its page nothing else.
 
 use super::browser::{Browser, close};
 use super::{PROTOCOL, read_token};
 use crate::api::find;
-use crate::correlation::{Outermost, Scope, Service};
+use crate::correlation::{Scope, ScopeSettings, Service};
 use crate::error::{ApiError, Code};
-use crate::limits::{Concurrency, RequestTimeout, bounded, finished};
+use crate::limits::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::services::Services;
 use crate::websocket::{self, Close, check_origin, close_now, no_upgrade};
 use actors::AskError;
@@ -21,8 +21,8 @@ use axum::routing::get;
 use chrono::TimeDelta;
 use domain::allocation::{Allocation, Phase};
 use domain::authz::authorize;
-use domain::commit::Footing;
-use domain::terminal_session::{Command, Digest, Rejection, Reply, TerminalSession, TokenCause};
+use domain::commit::Precondition;
+use domain::terminal_session::{Command, Rejection, Reply, TerminalSession, TerminalTokenFault, TokenDigest};
 use domain::{Action, Permit, Principal, TerminalSessionId};
 use secrecy::SecretString;
 use std::time::Duration;
@@ -33,38 +33,41 @@ use wire::terminal::MESSAGE;
 /// The gateway's one route.
 pub const PATH: &str = "/ws/v1/terminal";
 
-/// Who acts for a connection, once its token holds.
+/// The principal of a connection with a valid token.
 const GATEWAY: &str = "terminal-gateway";
 
-const UPGRADES_WITHIN: Duration = Duration::from_secs(20);
-const UPGRADES_AT_ONCE: usize = 1024;
-const ASK_WITHIN: TimeDelta = TimeDelta::seconds(8);
+const UPGRADE_TIMEOUT: Duration = Duration::from_secs(20);
+const MAX_CONCURRENT_UPGRADES: usize = 1024;
+const ASK_TIMEOUT: TimeDelta = TimeDelta::seconds(8);
 
-/// A message of a user, at most: a paste comes in many.
-const USER_MESSAGE: usize = 64 * 1024;
+/// The largest message of a user: a paste is sent in many.
+const MAX_USER_MESSAGE: usize = 64 * 1024;
 
 /// The gateway, ready to be served at [`PATH`].
 pub fn router(services: Services) -> Router {
-    let outermost = Outermost::of(Service { name: "terminal-gateway", tells_route: true }, &services);
+    let scope_settings = ScopeSettings::of(Service { name: "terminal-gateway", shows_route: true }, &services);
     let router = Router::new().route(PATH, get(connect)).with_state(services);
-    finished(bounded(router, RequestTimeout(UPGRADES_WITHIN), Concurrency::at_most(UPGRADES_AT_ONCE)), outermost)
+    with_common_layers(
+        bounded(router, RequestTimeout(UPGRADE_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT_UPGRADES)),
+        scope_settings,
+    )
 }
 
-/// The gateway on the address of the public API. Each keeps its own layers and its own words.
+/// Mounts the gateway on the address of the public API. Each keeps its own layers and its own error details.
 pub fn beside(public: Router, services: Services) -> Router {
     let gateway = router(services);
     let serve = move |mut request: Request| {
-        // The gateway says itself which of its routes this is.
+        // The gateway reports the matched route itself.
         request.extensions_mut().remove::<MatchedPath>();
         gateway.clone().oneshot(request)
     };
     public.route_service(PATH, tower::service_fn(serve))
 }
 
-/// What the client offers as subprotocols.
+/// The subprotocols that the client offers.
 #[derive(Debug, Default)]
-struct Offered {
-    speaks: bool,
+struct OfferedProtocols {
+    has_protocol: bool,
     token: Option<SecretString>,
     /// Up to where it has the session's output.
     from: Option<u64>,
@@ -77,7 +80,7 @@ async fn connect(
     headers: HeaderMap,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, ApiError> {
-    // Whatever stands in a URL is written down on its way.
+    // URLs are logged by intermediaries.
     if uri.query().is_some() {
         return Err(ApiError::invalid_request(
             "This address takes no query: offer the token as the subprotocol `token.<token>`, and treat one that was in a URL as \
@@ -87,7 +90,7 @@ async fn connect(
     check_origin(&services, &headers)?;
     let upgrade = upgrade.map_err(no_upgrade)?;
     let offered = offered(&headers)?;
-    if !offered.speaks {
+    if !offered.has_protocol {
         return Err(ApiError::invalid_request(format!("Offer the subprotocol `{PROTOCOL}`.")));
     }
     let Some(token) = offered.token else {
@@ -99,9 +102,9 @@ async fn connect(
     let admitted = admit(&services, &scope, &token).await?;
     let upgrade = upgrade
         .protocols([PROTOCOL])
-        .max_message_size(USER_MESSAGE)
-        .max_frame_size(USER_MESSAGE)
-        // Filled with zeros for each read and kept for as long as the connection: people type a few bytes.
+        .max_message_size(MAX_USER_MESSAGE)
+        .max_frame_size(MAX_USER_MESSAGE)
+        // Zero-filled for each read and allocated for as long as the connection: people type a few bytes.
         .read_buffer_size(1024)
         .write_buffer_size(MESSAGE)
         .max_write_buffer_size(8 * MESSAGE);
@@ -114,11 +117,11 @@ async fn connect(
     })
 }
 
-fn offered(headers: &HeaderMap) -> Result<Offered, ApiError> {
-    let mut offered = Offered::default();
+fn offered(headers: &HeaderMap) -> Result<OfferedProtocols, ApiError> {
+    let mut offered = OfferedProtocols::default();
     for protocol in websocket::offered(headers)? {
         if protocol == PROTOCOL {
-            offered.speaks = true;
+            offered.has_protocol = true;
         } else if let Some(token) = protocol.strip_prefix("token.") {
             if offered.token.replace(token.to_owned().into()).is_some() {
                 return Err(ApiError::invalid_request("Offer one `token.<token>`, and no second."));
@@ -133,7 +136,7 @@ fn offered(headers: &HeaderMap) -> Result<Offered, ApiError> {
     Ok(offered)
 }
 
-/// Spends the token. What is refused for good is a close code; what may go better next time is an error.
+/// Spends the token. A permanent refusal is a close code; a temporary one is an error.
 async fn admit(
     services: &Services,
     scope: &Scope,
@@ -146,19 +149,19 @@ async fn admit(
     let allocation = find::<Allocation>(services, session.it.allocation_id.0).await?;
     let active = allocation.filter(|found| matches!(found.it.phase, Phase::Active { .. }));
     let Some(allocation) = active else { return Ok(Err(close::REVOKED)) };
-    let active = Footing { entity: allocation.it.id.0, version: allocation.version };
-    let command = Command::Attach { token_sha256: Digest(hash.to_bytes()), active };
+    let active = Precondition { entity: allocation.it.id.0, version: allocation.version };
+    let command = Command::Attach { token_sha256: TokenDigest(hash.to_bytes()), active };
     match ask(services, scope, id, command).await {
         Ok(Reply::Attached { attachment, session }) => {
-            services.terminals.figures().consumed.inc();
+            services.terminals.metrics().consumed.inc();
             Ok(Ok((attachment, *session)))
         }
         Ok(Reply::Issued { .. } | Reply::Session { .. } | Reply::Done) => {
             Err(ApiError::internal("the terminal session's machine answered another question"))
         }
         Err(AskError::Rejected(Rejection::TokenRefused { cause })) => {
-            if cause == TokenCause::Spent {
-                services.terminals.figures().replayed.inc();
+            if cause == TerminalTokenFault::Spent {
+                services.terminals.metrics().replayed.inc();
             }
             tracing::warn!(error_code = "token_invalid", cause = %cause, "a terminal token was refused");
             Ok(Err(close::TOKEN))
@@ -170,7 +173,7 @@ async fn admit(
     }
 }
 
-/// Asks the session's machine in the gateway's name.
+/// Sends a command to the session's state machine as the gateway.
 pub(super) async fn ask(
     services: &Services,
     scope: &Scope,
@@ -178,7 +181,7 @@ pub(super) async fn ask(
     command: Command,
 ) -> Result<Reply, AskError<Rejection>> {
     let permit: Permit = authorize(&Principal::system(GATEWAY), Action::Advance).map_err(|_| AskError::Denied)?;
-    let asked = scope.asked(&permit, services.world.now() + ASK_WITHIN).urgently();
-    let answered = services.directory.ask::<TerminalSession>(&permit, session.0, command, asked).await?;
+    let context = scope.command_context(&permit, services.environment.now() + ASK_TIMEOUT).urgent();
+    let answered = services.directory.ask::<TerminalSession>(&permit, session.0, command, context).await?;
     Ok(answered.reply)
 }

@@ -1,14 +1,14 @@
 //! Joins a user's connection at one replica with the agent's stream at another, over the bus.
 //!
-//! All replicas hear each other on one subject. Whoever has the user says hello there, with the session, a name for the link and where to
-//! answer; whoever has the session's stream answers; no answer, no stream. A stream that comes is announced there, so that who looks for
-//! it looks again. From then on both say what an agent and a user say to each other, sealed ([`super::seal`]), each on a subject of the
-//! link's own, and now and then that they are there. Whoever says hello goes on with that, and only then is joined: who repeats a hello
-//! that was overheard cannot. The session, both replicas and the link are part of every seal: a hello or a message that is redirected to
-//! another session does not open there.
+//! All replicas subscribe to one subject. The replica that has the user publishes a hello there, with the session, a name for the link and
+//! a reply address; the replica that has the session's stream answers; without an answer there is no stream. A new stream is announced
+//! there, so that waiting replicas search again. From then on both send what an agent and a user exchange, sealed ([`super::seal`]), each
+//! on a subject of the link's own, and periodic keep-alives. The sender of a hello must confirm the answer before it is joined: a replayed
+//! hello cannot. The session, both replicas and the link are part of every seal: a hello or a message that is redirected to another session
+//! does not open there.
 
-use super::seal::{Opening, Scope, Sealing, Shared};
-use super::{End, Link, Parts, QUEUE, Terminals};
+use super::seal::{ClusterSecret, LinkScope, MessageOpener, MessageSealer};
+use super::{AgentEnd, Link, Parts, QUEUE, Terminals};
 use domain::TerminalSessionId;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
@@ -21,28 +21,28 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc};
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep, sleep_until, timeout};
 use uuid::Uuid;
-use wire::terminal::{Down, SAYS_EVERY_SECONDS, SILENT_AFTER_SECONDS, Up};
+use wire::terminal::{KEEPALIVE_SECONDS, SILENCE_TIMEOUT_SECONDS, TerminalCommand, TerminalEvent};
 
 /// A message from the bus.
-pub struct Heard {
+pub struct BusMessage {
     pub payload: Vec<u8>,
     /// Where an answer is waited for.
     pub reply: Option<String>,
 }
 
-/// What is needed of the bus: core subjects, where nothing is kept.
-pub trait Bus: Send + Sync + 'static {
+/// What is needed of the bus: core subjects, which store nothing.
+pub trait TerminalBus: Send + Sync + 'static {
     /// Whether it left.
     fn publish(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool>;
-    /// What somebody answered; `None` where nobody did.
+    /// The reply to a request; `None` where there is none.
     fn request(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, Option<Vec<u8>>>;
-    /// Heard from when this returns. `None`: there is no connection.
-    fn subscribe(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, Heard>>>;
+    /// Subscribed when this returns. `None`: there is no connection.
+    fn subscribe(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, BusMessage>>>;
     /// A subject that this member alone may listen to.
     fn inbox(&self, name: &str) -> String;
 }
 
-/// Where replicas hear of each other's streams. One subscription a process: one a session would cost each of them a queue.
+/// The subject on which replicas learn of each other's streams. One subscription per process: one per session would cost a queue each.
 const STREAMS: &str = "gpuaas.terminal.streams";
 
 /// A message on [`STREAMS`] begins with the session, the replica that sent it, and its kind. After [`ANNOUNCEMENT`] a sealed
@@ -54,31 +54,31 @@ struct Hello {
     from: Option<u64>,
 }
 
-/// The first byte of everything that is said on a link.
+/// The first byte of every message on a link.
 const ALIVE: u8 = 0;
 const MESSAGE: u8 = 1;
-const PARTED: u8 = 2;
+const CLOSED: u8 = 2;
 
-/// What a message on [`STREAMS`] is.
+/// The kind of a message on [`STREAMS`].
 const ANNOUNCEMENT: u8 = 1;
 const HELLO: u8 = 2;
 
-const NAME: usize = 16;
-/// Hellos that are being answered at once. A hello over it is dropped, and its sender looks again.
-const WELCOMES: usize = 1024;
-/// How long whoever was answered may take to go on.
-const GOES_ON_WITHIN: Duration = Duration::from_secs(5);
-/// How long a link whose stream is gone may take to say the rest.
-const PARTS_WITHIN: Duration = Duration::from_secs(2);
-const SUBSCRIBES_AGAIN_AFTER: Duration = Duration::from_secs(1);
+const NAME_LEN: usize = 16;
+/// Hellos that are answered at once. A hello over the bound is dropped, and its sender retries.
+const MAX_PENDING_HELLOS: usize = 1024;
+/// How long the sender of an answered hello may take to confirm.
+const CONFIRMATION_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a link whose stream is gone may take to flush the rest.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
+const RESUBSCRIBE_DELAY: Duration = Duration::from_secs(1);
 
 #[derive(Clone)]
 pub(super) struct Relay {
-    bus: Arc<dyn Bus>,
-    shared: Shared,
-    /// This process's, by which it knows its own words when it hears them.
+    bus: Arc<dyn TerminalBus>,
+    secret: ClusterSecret,
+    /// This process's name, by which it recognizes its own messages.
     name: u128,
-    welcomes: Arc<Semaphore>,
+    pending_hellos: Arc<Semaphore>,
 }
 
 fn link_subject(link: u128) -> String {
@@ -86,58 +86,64 @@ fn link_subject(link: u128) -> String {
 }
 
 impl Relay {
-    pub(super) fn new(bus: Arc<dyn Bus>, secret: SecretSlice<u8>) -> Self {
-        Self { bus, shared: Shared::new(secret), name: rand::random(), welcomes: Arc::new(Semaphore::new(WELCOMES)) }
+    pub(super) fn new(bus: Arc<dyn TerminalBus>, secret: SecretSlice<u8>) -> Self {
+        Self {
+            bus,
+            secret: ClusterSecret::new(secret),
+            name: rand::random(),
+            pending_hellos: Arc::new(Semaphore::new(MAX_PENDING_HELLOS)),
+        }
     }
 
     // ---- Where the stream is ----
 
-    /// Lets users of other replicas reach the streams that are here, and hears of those that come there, for as long as there are any.
+    /// Lets users of other replicas reach the streams of this one, and receives announcements of theirs, for as long as the terminals
+    /// exist.
     pub(super) fn listen(&self, terminals: Weak<Parts>) {
         let relay = self.clone();
         tokio::spawn(async move {
             loop {
                 if let Some(mut all) = relay.bus.subscribe(STREAMS.to_owned()).await {
-                    while let Some(heard) = all.next().await {
+                    while let Some(received) = all.next().await {
                         let Some(parts) = terminals.upgrade() else { return };
-                        relay.hear(&Terminals(parts), heard);
+                        relay.receive(&Terminals(parts), received);
                     }
                 }
-                sleep(SUBSCRIBES_AGAIN_AFTER).await;
+                sleep(RESUBSCRIBE_DELAY).await;
             }
         });
     }
 
-    /// Tells the other replicas that the session's stream is here.
+    /// Announces to the other replicas that the session's stream is here.
     pub(super) fn announce(&self, session: TerminalSessionId) {
-        let Some(announcement) = self.shared.announcement(self.scope(session, 0)) else { return };
-        let message = [self.beginning(session, ANNOUNCEMENT), announcement].concat();
+        let Some(announcement) = self.secret.announcement(self.scope(session, 0)) else { return };
+        let message = [self.header(session, ANNOUNCEMENT), announcement].concat();
         let bus = Arc::clone(&self.bus);
         tokio::spawn(async move { bus.publish(STREAMS.to_owned(), message).await });
     }
 
-    fn hear(&self, terminals: &Terminals, heard: Heard) {
-        let Some((session, rest)) = heard.payload.split_first_chunk::<NAME>() else { return };
-        let Some((member, rest)) = rest.split_first_chunk::<NAME>() else { return };
+    fn receive(&self, terminals: &Terminals, received: BusMessage) {
+        let Some((session, rest)) = received.payload.split_first_chunk::<NAME_LEN>() else { return };
+        let Some((member, rest)) = rest.split_first_chunk::<NAME_LEN>() else { return };
         let Some((kind, rest)) = rest.split_first() else { return };
         let (session, member) = (Uuid::from_bytes(*session), u128::from_be_bytes(*member));
         if member == self.name {
             return;
         }
         match *kind {
-            ANNOUNCEMENT if self.shared.is_announcement(Scope { session, member, link: 0 }, rest) => {
+            ANNOUNCEMENT if self.secret.is_announcement(LinkScope { session, member, link: 0 }, rest) => {
                 terminals.wake(TerminalSessionId(session));
             }
             HELLO => {
                 let Some(end) = terminals.end(TerminalSessionId(session)) else { return };
-                let Some((link, sealed)) = rest.split_first_chunk::<NAME>() else { return };
-                let scope = Scope { session, member, link: u128::from_be_bytes(*link) };
-                let Ok(place) = Arc::clone(&self.welcomes).try_acquire_owned() else { return };
+                let Some((link, sealed)) = rest.split_first_chunk::<NAME_LEN>() else { return };
+                let scope = LinkScope { session, member, link: u128::from_be_bytes(*link) };
+                let Ok(permit) = Arc::clone(&self.pending_hellos).try_acquire_owned() else { return };
                 let (relay, sealed) = (self.clone(), sealed.to_vec());
-                // An agent that takes nothing holds nobody else up.
+                // An agent that reads nothing delays no other.
                 tokio::spawn(async move {
-                    relay.welcome(scope, &sealed, heard.reply, &end).await;
-                    drop(place);
+                    relay.accept_hello(scope, &sealed, received.reply, &end).await;
+                    drop(permit);
                 });
             }
             _ => {}
@@ -145,40 +151,43 @@ impl Relay {
     }
 
     /// How a message on [`STREAMS`] begins.
-    fn beginning(&self, session: TerminalSessionId, kind: u8) -> Vec<u8> {
+    fn header(&self, session: TerminalSessionId, kind: u8) -> Vec<u8> {
         [session.0.as_bytes().as_slice(), &self.name.to_be_bytes(), &[kind]].concat()
     }
 
-    const fn scope(&self, session: TerminalSessionId, link: u128) -> Scope {
-        Scope { session: session.0, member: self.name, link }
+    const fn scope(&self, session: TerminalSessionId, link: u128) -> LinkScope {
+        LinkScope { session: session.0, member: self.name, link }
     }
 
-    async fn welcome(&self, scope: Scope, sealed: &[u8], reply: Option<String>, end: &Arc<End>) {
+    async fn accept_hello(&self, scope: LinkScope, sealed: &[u8], reply: Option<String>, end: &Arc<AgentEnd>) {
         let link = scope.link;
-        let (Some((words, asked)), Some(reply)) = (self.shared.hear_hello(scope, sealed), reply) else { return };
-        let Ok(hello) = serde_json::from_slice::<Hello>(&words) else { return };
-        if !end.admits(hello.attachment) {
+        let (Some((frame, received_hello)), Some(reply)) = (self.secret.open_hello(scope, sealed), reply) else {
+            return;
+        };
+        let Ok(hello) = serde_json::from_slice::<Hello>(&frame) else { return };
+        if !end.can_join(hello.attachment) {
             return;
         }
         let Some(mut messages) = self.bus.subscribe(link_subject(link)).await else { return };
-        let Some((answer, sealing, mut opening)) = asked.answer(self.name) else { return };
-        if !self.bus.publish(reply, answer).await || !goes_on(&mut messages, &mut opening).await {
+        let Some((answer, sealing, mut opening)) = received_hello.seal_answer(self.name) else { return };
+        if !self.bus.publish(reply, answer).await || !is_confirmed(&mut messages, &mut opening).await {
             return;
         }
-        let mut mouth = Mouth { bus: Arc::clone(&self.bus), subject: hello.answer_to, sealing };
+        let mut link_sender = LinkSender { bus: Arc::clone(&self.bus), subject: hello.answer_to, sealing };
         let Some(joined) = end.join(hello.attachment, hello.from).await else {
-            mouth.say(&[PARTED]).await;
+            link_sender.send(&[CLOSED]).await;
             return;
         };
         let Link { up, down, _held: held, .. } = joined;
-        let talk = Talk { mouth, opening };
+        let channel = LinkChannel { link_sender, opening };
         let gone = end.gone.clone();
         tokio::spawn(async move {
-            let mut talk = pin!(talk.run(messages, up, |up| up.encode(), down, |bytes| Down::decode(bytes).ok()));
+            let mut channel =
+                pin!(channel.run(messages, up, |up| up.encode(), down, |bytes| TerminalCommand::decode(bytes).ok()));
             tokio::select! {
-                () = &mut talk => {}
-                // What was said last still goes out, and that it was the last.
-                () = gone.cancelled() => drop(timeout(PARTS_WITHIN, talk).await),
+                () = &mut channel => {}
+                // The last message is still sent, and that it was the last.
+                () = gone.cancelled() => drop(timeout(DRAIN_TIMEOUT, channel).await),
             }
             drop(held);
         });
@@ -186,84 +195,94 @@ impl Relay {
 
     // ---- Where the user is ----
 
-    /// Looks for the session's agent at the other replicas. `None` where none has it.
-    pub(super) async fn reach(&self, session: TerminalSessionId, attachment: u32, from: Option<u64>) -> Option<Link> {
+    /// Searches the other replicas for the session's agent. `None` where none has it.
+    pub(super) async fn connect(&self, session: TerminalSessionId, attachment: u32, from: Option<u64>) -> Option<Link> {
         let link: u128 = rand::random();
         let answer_to = self.bus.inbox(&format!("terminal.{link:032x}"));
         let messages = self.bus.subscribe(answer_to.clone()).await?;
         let hello = serde_json::to_vec(&Hello { answer_to, attachment, from }).ok()?;
-        let (asking, hello) = self.shared.hello(self.scope(session, link), &hello)?;
-        let mut payload = self.beginning(session, HELLO);
+        let (sent_hello, hello) = self.secret.hello(self.scope(session, link), &hello)?;
+        let mut payload = self.header(session, HELLO);
         payload.extend(link.to_be_bytes());
         payload.extend(hello);
         let answer = self.bus.request(STREAMS.to_owned(), payload).await?;
-        let (sealing, opening) = asking.answered(&answer)?;
-        let mut mouth = Mouth { bus: Arc::clone(&self.bus), subject: link_subject(link), sealing };
-        if !mouth.say(&[ALIVE]).await {
+        let (sealing, opening) = sent_hello.open_answer(&answer)?;
+        let mut link_sender = LinkSender { bus: Arc::clone(&self.bus), subject: link_subject(link), sealing };
+        if !link_sender.send(&[ALIVE]).await {
             return None;
         }
         let (up, receiver) = mpsc::channel(QUEUE);
         let (sender, down) = mpsc::channel(QUEUE);
-        let talk = Talk { mouth, opening };
-        tokio::spawn(talk.run(messages, down, |down: &Down| down.encode(), up, |bytes| Up::decode(bytes).ok()).boxed());
+        let channel = LinkChannel { link_sender, opening };
+        tokio::spawn(
+            channel
+                .run(
+                    messages,
+                    down,
+                    |down: &TerminalCommand| down.encode(),
+                    up,
+                    |bytes| TerminalEvent::decode(bytes).ok(),
+                )
+                .boxed(),
+        );
         Some(Link { attachment, up: receiver, down: sender, _held: None })
     }
 }
 
-/// Whether the one who was answered says something under the keys that came of it.
-async fn goes_on(messages: &mut BoxStream<'static, Heard>, opening: &mut Opening) -> bool {
-    let first = timeout(GOES_ON_WITHIN, messages.next()).await.ok().flatten();
-    first.and_then(|heard| opening.open(&heard.payload)).is_some_and(|plain| plain == [ALIVE])
+/// Whether the sender of the hello confirms under the derived keys.
+async fn is_confirmed(messages: &mut BoxStream<'static, BusMessage>, opening: &mut MessageOpener) -> bool {
+    let first = timeout(CONFIRMATION_TIMEOUT, messages.next()).await.ok().flatten();
+    first.and_then(|received| opening.open(&received.payload)).is_some_and(|plain| plain == [ALIVE])
 }
 
-/// What says something on a link.
-struct Mouth {
-    bus: Arc<dyn Bus>,
+/// The sending side of a link.
+struct LinkSender {
+    bus: Arc<dyn TerminalBus>,
     /// Where the other side listens.
     subject: String,
-    sealing: Sealing,
+    sealing: MessageSealer,
 }
 
-impl Mouth {
+impl LinkSender {
     /// Whether it left.
-    async fn say(&mut self, words: &[u8]) -> bool {
-        let Some(sealed) = self.sealing.seal(words) else { return false };
+    async fn send(&mut self, frame: &[u8]) -> bool {
+        let Some(sealed) = self.sealing.seal(frame) else { return false };
         self.bus.publish(self.subject.clone(), sealed).await
     }
 }
 
 /// One side of a link.
-struct Talk {
-    mouth: Mouth,
-    opening: Opening,
+struct LinkChannel {
+    link_sender: LinkSender,
+    opening: MessageOpener,
 }
 
-impl Talk {
-    /// Carries messages until either side parts, says nothing for too long, or says something that was not to come next.
-    async fn run<Said: Send, Told: Send>(
+impl LinkChannel {
+    /// Carries messages until either side detaches, is silent for too long, or sends a message out of sequence.
+    async fn run<Outgoing: Send, Incoming: Send>(
         self,
-        mut messages: BoxStream<'static, Heard>,
-        mut say: mpsc::Receiver<Said>,
-        encode: impl Fn(&Said) -> Vec<u8> + Send,
-        tell: mpsc::Sender<Told>,
-        decode: impl Fn(&[u8]) -> Option<Told> + Send,
+        mut messages: BoxStream<'static, BusMessage>,
+        mut outgoing: mpsc::Receiver<Outgoing>,
+        encode: impl Fn(&Outgoing) -> Vec<u8> + Send,
+        incoming: mpsc::Sender<Incoming>,
+        decode: impl Fn(&[u8]) -> Option<Incoming> + Send,
     ) {
-        let Self { mut mouth, mut opening } = self;
-        let hear = async {
-            let silent_after = Duration::from_secs(SILENT_AFTER_SECONDS);
+        let Self { mut link_sender, mut opening } = self;
+        let receiving = async {
+            let silent_after = Duration::from_secs(SILENCE_TIMEOUT_SECONDS);
             let mut silent_at = Instant::now() + silent_after;
             loop {
-                let heard = tokio::select! {
-                    heard = messages.next() => heard,
+                let received = tokio::select! {
+                    received = messages.next() => received,
                     () = sleep_until(silent_at) => return,
                 };
                 silent_at = Instant::now() + silent_after;
-                let Some(plain) = heard.and_then(|heard| opening.open(&heard.payload)) else { return };
+                let Some(plain) = received.and_then(|received| opening.open(&received.payload)) else { return };
                 match plain.split_first() {
                     Some((&ALIVE, _)) => {}
                     Some((&MESSAGE, message)) => {
-                        let Some(told) = decode(message) else { return };
-                        if tell.send(told).await.is_err() {
+                        let Some(item) = decode(message) else { return };
+                        if incoming.send(item).await.is_err() {
                             return;
                         }
                         silent_at = Instant::now() + silent_after;
@@ -272,33 +291,33 @@ impl Talk {
                 }
             }
         };
-        let speak = async {
-            let mut beat = interval(Duration::from_secs(SAYS_EVERY_SECONDS));
-            beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let sending = async {
+            let mut heartbeat = interval(Duration::from_secs(KEEPALIVE_SECONDS));
+            heartbeat.set_missed_tick_behavior(MissedTickBehavior::Delay);
             loop {
-                let words = tokio::select! {
-                    said = say.recv() => match said {
-                        Some(said) => joined(MESSAGE, &encode(&said)),
+                let frame = tokio::select! {
+                    item = outgoing.recv() => match item {
+                        Some(item) => framed(MESSAGE, &encode(&item)),
                         None => return,
                     },
-                    _ = beat.tick() => vec![ALIVE],
+                    _ = heartbeat.tick() => vec![ALIVE],
                 };
-                if !mouth.say(&words).await {
+                if !link_sender.send(&frame).await {
                     return;
                 }
             }
         };
         tokio::select! {
-            () = hear => {}
-            () = speak => {}
+            () = receiving => {}
+            () = sending => {}
         }
-        mouth.say(&[PARTED]).await;
+        link_sender.send(&[CLOSED]).await;
     }
 }
 
-fn joined(kind: u8, message: &[u8]) -> Vec<u8> {
-    let mut words = Vec::with_capacity(1 + message.len());
-    words.push(kind);
-    words.extend_from_slice(message);
-    words
+fn framed(kind: u8, message: &[u8]) -> Vec<u8> {
+    let mut frame = Vec::with_capacity(1 + message.len());
+    frame.push(kind);
+    frame.extend_from_slice(message);
+    frame
 }

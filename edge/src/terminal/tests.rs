@@ -2,25 +2,25 @@ use super::*;
 use futures::future::BoxFuture;
 use futures::stream::BoxStream;
 use futures::{FutureExt as _, StreamExt as _};
-use relay::Heard;
+use relay::BusMessage;
 use std::time::Duration;
 use tokio::sync::broadcast;
 use tokio_util::sync::CancellationToken;
-use wire::terminal::Exit;
+use wire::terminal::ProgramExit;
 
 const SESSION: TerminalSessionId = TerminalSessionId(Uuid::from_u128(5));
 
-/// A bus in this process that shows everything that was said on it.
+/// A bus in this process that records every message.
 #[derive(Clone)]
-struct Room {
+struct FakeBus {
     said: broadcast::Sender<(String, Vec<u8>, Option<String>)>,
     member: &'static str,
     cut: CancellationToken,
-    /// Hellos for the first session arrive as hellos for the second: somebody on the bus redirects them.
+    /// Hellos for the first session arrive as hellos for the second: an attacker on the bus redirects them.
     redirect: Option<(TerminalSessionId, TerminalSessionId)>,
 }
 
-impl Room {
+impl FakeBus {
     fn new() -> Self {
         Self { said: broadcast::Sender::new(1024), member: "a", cut: CancellationToken::new(), redirect: None }
     }
@@ -35,7 +35,7 @@ impl Room {
     }
 }
 
-impl Bus for Room {
+impl TerminalBus for FakeBus {
     fn publish(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool> {
         async move { !self.cut.is_cancelled() && self.said.send((subject, payload, None)).is_ok() }.boxed()
     }
@@ -51,10 +51,10 @@ impl Bus for Room {
         .boxed()
     }
 
-    fn subscribe(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, Heard>>> {
+    fn subscribe(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, BusMessage>>> {
         let messages = tokio_stream(self.said.subscribe());
         let of_subject = messages.filter_map(move |(on, payload, reply)| {
-            let heard = (on == subject).then_some(Heard { payload, reply });
+            let heard = (on == subject).then_some(BusMessage { payload, reply });
             async move { heard }
         });
         async move { Some(of_subject.boxed()) }.boxed()
@@ -65,9 +65,9 @@ impl Bus for Room {
     }
 }
 
-type Said = (String, Vec<u8>, Option<String>);
+type RecordedMessage = (String, Vec<u8>, Option<String>);
 
-fn tokio_stream(receiver: broadcast::Receiver<Said>) -> BoxStream<'static, Said> {
+fn tokio_stream(receiver: broadcast::Receiver<RecordedMessage>) -> BoxStream<'static, RecordedMessage> {
     futures::stream::unfold(receiver, |mut receiver| async move {
         let said = receiver.recv().await.ok()?;
         Some((said, receiver))
@@ -75,14 +75,14 @@ fn tokio_stream(receiver: broadcast::Receiver<Said>) -> BoxStream<'static, Said>
     .boxed()
 }
 
-fn replica(room: &Room, secret: u8) -> Terminals {
+fn replica(room: &FakeBus, secret: u8) -> Terminals {
     Terminals::register(&Registry::new(), Some(Arc::new(room.clone())), vec![secret; 32].into()).unwrap()
 }
 
 /// An agent's stream at a replica.
-fn stream_at(replica: &Terminals) -> (Stream, mpsc::Receiver<Down>) {
+fn stream_at(replica: &Terminals) -> (AgentStream, mpsc::Receiver<TerminalCommand>) {
     let (down, downs) = mpsc::channel(16);
-    (replica.take_in(SESSION, down), downs)
+    (replica.register_stream(SESSION, down), downs)
 }
 
 /// A replica listens from a moment after its beginning on.
@@ -96,27 +96,27 @@ async fn linked(replica: &Terminals, attachment: u32, from: Option<u64>) -> Link
     panic!("no link");
 }
 
-fn output(attachment: u32, bytes: &[u8]) -> Up {
-    Up::Output { attachment, position: 0, bytes: bytes.to_vec() }
+fn output(attachment: u32, bytes: &[u8]) -> TerminalEvent {
+    TerminalEvent::Output { attachment, position: 0, bytes: bytes.to_vec() }
 }
 
 #[tokio::test]
-async fn in_one_process_two_ends_are_joined_without_a_bus() {
+async fn two_ends_in_one_process_are_joined_without_a_bus() {
     let alone = Terminals::register(&Registry::new(), None, vec![1; 32].into()).unwrap();
     assert!(alone.link(SESSION, 1, None).await.is_none(), "there is no stream");
     let (stream, mut downs) = stream_at(&alone);
     let mut link = alone.link(SESSION, 1, Some(7)).await.unwrap();
-    assert_eq!(downs.recv().await.unwrap(), Down::Attach { attachment: 1, from: Some(7) });
+    assert_eq!(downs.recv().await.unwrap(), TerminalCommand::Attach { attachment: 1, from: Some(7) });
     stream.deliver(output(1, b"hello")).await;
     assert_eq!(link.up.recv().await.unwrap(), output(1, b"hello"));
     drop(link);
-    assert_eq!(downs.recv().await.unwrap(), Down::Detach { attachment: 1 });
+    assert_eq!(downs.recv().await.unwrap(), TerminalCommand::Detach { attachment: 1 });
     drop(stream);
     assert!(alone.link(SESSION, 1, None).await.is_none(), "the stream is gone");
 }
 
 #[tokio::test]
-async fn a_later_connection_takes_the_place_of_an_earlier_one_and_never_the_other_way() {
+async fn later_connection_replaces_an_earlier_one_and_never_the_reverse() {
     let alone = Terminals::register(&Registry::new(), None, vec![1; 32].into()).unwrap();
     let (stream, mut downs) = stream_at(&alone);
     let mut first = alone.link(SESSION, 1, None).await.unwrap();
@@ -127,18 +127,18 @@ async fn a_later_connection_takes_the_place_of_an_earlier_one_and_never_the_othe
     stream.deliver(output(1, b"late")).await;
     stream.deliver(output(2, b"new")).await;
     assert_eq!(second.up.recv().await.unwrap(), output(2, b"new"));
-    // Who was put out does not detach who came after.
+    // A replaced user does not detach its successor.
     drop(second);
     let mut said = Vec::new();
     while let Ok(Some(down)) = tokio::time::timeout(Duration::from_millis(50), downs.recv()).await {
         said.push(down);
     }
-    let attach = |attachment| Down::Attach { attachment, from: None };
-    assert_eq!(said, [attach(1), attach(2), Down::Detach { attachment: 2 }]);
+    let attach = |attachment| TerminalCommand::Attach { attachment, from: None };
+    assert_eq!(said, [attach(1), attach(2), TerminalCommand::Detach { attachment: 2 }]);
 }
 
 #[tokio::test]
-async fn a_connection_that_is_joined_again_is_not_put_out_by_its_own_farewell() {
+async fn rejoined_connection_is_not_detached_by_its_own_delayed_detach() {
     let alone = Terminals::register(&Registry::new(), None, vec![1; 32].into()).unwrap();
     let (_stream, mut downs) = stream_at(&alone);
     drop(alone.link(SESSION, 1, None).await.unwrap());
@@ -147,34 +147,37 @@ async fn a_connection_that_is_joined_again_is_not_put_out_by_its_own_farewell() 
     while let Ok(Some(down)) = tokio::time::timeout(Duration::from_millis(50), downs.recv()).await {
         said.push(down);
     }
-    assert_eq!(said.last(), Some(&Down::Attach { attachment: 1, from: Some(7) }), "{said:?}");
+    assert_eq!(said.last(), Some(&TerminalCommand::Attach { attachment: 1, from: Some(7) }), "{said:?}");
 }
 
 #[tokio::test]
-async fn user_and_agent_at_two_replicas_hear_each_other_and_the_bus_hears_nothing() {
-    let room = Room::new();
+async fn user_and_agent_on_two_replicas_exchange_messages_that_the_bus_cannot_read() {
+    let room = FakeBus::new();
     let mut overheard = room.said.subscribe();
     let (here, there) = (replica(&room, 1), replica(&room, 1));
     let (stream, mut downs) = stream_at(&there);
     let mut link = linked(&here, 3, Some(9)).await;
-    assert_eq!(downs.recv().await.unwrap(), Down::Attach { attachment: 3, from: Some(9) });
-    link.down.send(Down::Input { attachment: 3, bytes: b"a secret that is typed".to_vec() }).await.unwrap();
-    assert_eq!(downs.recv().await.unwrap(), Down::Input { attachment: 3, bytes: b"a secret that is typed".to_vec() });
+    assert_eq!(downs.recv().await.unwrap(), TerminalCommand::Attach { attachment: 3, from: Some(9) });
+    link.down.send(TerminalCommand::Input { attachment: 3, bytes: b"a secret that is typed".to_vec() }).await.unwrap();
+    assert_eq!(
+        downs.recv().await.unwrap(),
+        TerminalCommand::Input { attachment: 3, bytes: b"a secret that is typed".to_vec() }
+    );
     for n in 0..200_u32 {
         stream.deliver(output(3, format!("a secret that is shown {n}").as_bytes())).await;
         assert_eq!(link.up.recv().await.unwrap(), output(3, format!("a secret that is shown {n}").as_bytes()));
     }
-    stream.deliver(Up::Exited { exit: Exit::Code(0) }).await;
-    assert_eq!(link.up.recv().await.unwrap(), Up::Exited { exit: Exit::Code(0) });
+    stream.deliver(TerminalEvent::Exited { exit: ProgramExit::Code(0) }).await;
+    assert_eq!(link.up.recv().await.unwrap(), TerminalEvent::Exited { exit: ProgramExit::Code(0) });
     drop(link);
-    assert_eq!(downs.recv().await.unwrap(), Down::Detach { attachment: 3 });
+    assert_eq!(downs.recv().await.unwrap(), TerminalCommand::Detach { attachment: 3 });
     while let Ok((_, payload, _)) = overheard.try_recv() {
         assert!(!payload.windows(6).any(|part| part == b"secret"), "it can be read on the bus");
     }
 }
 
-/// What an agent is told for a while.
-async fn told(downs: &mut mpsc::Receiver<Down>) -> Vec<Down> {
+/// The commands that an agent receives within a while.
+async fn received_commands(downs: &mut mpsc::Receiver<TerminalCommand>) -> Vec<TerminalCommand> {
     let mut told = Vec::new();
     while let Ok(Some(down)) = tokio::time::timeout(Duration::from_millis(200), downs.recv()).await {
         told.push(down);
@@ -183,46 +186,47 @@ async fn told(downs: &mut mpsc::Receiver<Down>) -> Vec<Down> {
 }
 
 #[tokio::test]
-async fn a_hello_and_what_was_typed_after_it_reach_no_program_when_they_are_said_again() {
-    let room = Room::new();
+async fn replayed_hello_and_input_reach_no_program() {
+    let room = FakeBus::new();
     let mut overheard = room.said.subscribe();
     let (here, there) = (replica(&room, 1), replica(&room, 1));
     let (stream, mut downs) = stream_at(&there);
     let mut link = linked(&here, 3, None).await;
-    link.down.send(Down::Input { attachment: 3, bytes: b"rm -r work\n".to_vec() }).await.unwrap();
-    assert_eq!(told(&mut downs).await.len(), 2, "it is joined, and types");
+    link.down.send(TerminalCommand::Input { attachment: 3, bytes: b"rm -r work\n".to_vec() }).await.unwrap();
+    assert_eq!(received_commands(&mut downs).await.len(), 2, "it is joined, and types");
     let mut recorded = Vec::new();
     while let Ok(said) = overheard.try_recv() {
         recorded.push(said);
     }
-    let (hellos, rest): (Vec<Said>, Vec<Said>) = recorded.into_iter().partition(|(_, _, reply)| reply.is_some());
+    let (hellos, rest): (Vec<RecordedMessage>, Vec<RecordedMessage>) =
+        recorded.into_iter().partition(|(_, _, reply)| reply.is_some());
     let (streams, hello, _) = hellos.last().unwrap().clone();
 
-    // The one who is there stays.
+    // The current user stays.
     let answer = room.request(streams.clone(), hello.clone()).await;
     assert!(answer.is_some(), "whose hello it is cannot be seen before it is answered");
     stream.deliver(output(3, b"still here")).await;
     assert_eq!(link.up.recv().await.unwrap(), output(3, b"still here"));
-    assert_eq!(told(&mut downs).await, []);
+    assert_eq!(received_commands(&mut downs).await, []);
 
-    // And when they are gone, nobody types for them.
+    // And when the user is gone, no other input reaches the program.
     drop(link);
-    assert_eq!(told(&mut downs).await, [Down::Detach { attachment: 3 }]);
+    assert_eq!(received_commands(&mut downs).await, [TerminalCommand::Detach { attachment: 3 }]);
     assert!(room.request(streams, hello).await.is_some());
     for (subject, payload, _) in rest {
         room.publish(subject, payload).await;
     }
-    assert_eq!(told(&mut downs).await, []);
+    assert_eq!(received_commands(&mut downs).await, []);
 }
 
 #[tokio::test]
-async fn hello_that_is_redirected_to_another_session_joins_nobody() {
+async fn hello_redirected_to_another_session_joins_no_user() {
     const OTHERS: TerminalSessionId = TerminalSessionId(Uuid::from_u128(6));
-    let room = Room::new();
+    let room = FakeBus::new();
     let there = replica(&room, 1);
     let (down, mut downs) = mpsc::channel(16);
-    let _others = there.take_in(OTHERS, down);
-    let here = replica(&Room { redirect: Some((SESSION, OTHERS)), ..room.clone() }, 1);
+    let _others = there.register_stream(OTHERS, down);
+    let here = replica(&FakeBus { redirect: Some((SESSION, OTHERS)), ..room.clone() }, 1);
     let elsewhere = replica(&room, 1);
     // Its own user reaches the session: the replicas listen.
     let mut own = None;
@@ -233,25 +237,25 @@ async fn hello_that_is_redirected_to_another_session_joins_nobody() {
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    assert!(own.is_some() && told(&mut downs).await.len() == 1);
+    assert!(own.is_some() && received_commands(&mut downs).await.len() == 1);
     assert!(here.link(SESSION, 2, None).await.is_none(), "the user is attached to a session of somebody else");
-    assert_eq!(told(&mut downs).await, []);
+    assert_eq!(received_commands(&mut downs).await, []);
 }
 
 #[tokio::test]
-async fn messages_of_one_session_that_are_redirected_to_another_reach_no_program() {
+async fn messages_redirected_to_another_session_reach_no_program() {
     const OTHERS: TerminalSessionId = TerminalSessionId(Uuid::from_u128(6));
-    let room = Room::new();
+    let room = FakeBus::new();
     let mut overheard = room.said.subscribe();
     let (here, there) = (replica(&room, 1), replica(&room, 1));
     let (_stream, mut downs) = stream_at(&there);
     let (down, mut others) = mpsc::channel(16);
-    let _others = there.take_in(OTHERS, down);
+    let _others = there.register_stream(OTHERS, down);
     let link = linked(&here, 1, None).await;
-    link.down.send(Down::Input { attachment: 1, bytes: b"rm -r work\n".to_vec() }).await.unwrap();
-    assert_eq!(told(&mut downs).await.len(), 2);
-    let typed: Vec<Said> = std::iter::from_fn(|| overheard.try_recv().ok()).collect();
-    let on_link = |(subject, ..): &&Said| subject.starts_with("gpuaas.terminal.link.");
+    link.down.send(TerminalCommand::Input { attachment: 1, bytes: b"rm -r work\n".to_vec() }).await.unwrap();
+    assert_eq!(received_commands(&mut downs).await.len(), 2);
+    let typed: Vec<RecordedMessage> = std::iter::from_fn(|| overheard.try_recv().ok()).collect();
+    let on_link = |(subject, ..): &&RecordedMessage| subject.starts_with("gpuaas.terminal.link.");
 
     let mut users = None;
     for _ in 0..20 {
@@ -262,19 +266,19 @@ async fn messages_of_one_session_that_are_redirected_to_another_reach_no_program
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     let mut users = users.unwrap();
-    assert_eq!(told(&mut others).await.len(), 1);
-    let fresh: Vec<Said> = std::iter::from_fn(|| overheard.try_recv().ok()).collect();
+    assert_eq!(received_commands(&mut others).await.len(), 1);
+    let fresh: Vec<RecordedMessage> = std::iter::from_fn(|| overheard.try_recv().ok()).collect();
     let (subject, ..) = fresh.iter().find(on_link).unwrap().clone();
     for (_, payload, _) in typed.into_iter().filter(|said| on_link(&said)) {
         room.publish(subject.clone(), payload).await;
     }
     assert!(users.up.recv().await.is_none(), "the link ends");
-    assert_eq!(told(&mut others).await, [Down::Detach { attachment: 1 }]);
+    assert_eq!(received_commands(&mut others).await, [TerminalCommand::Detach { attachment: 1 }]);
 }
 
 #[tokio::test]
-async fn a_stream_that_is_gone_or_of_another_cluster_answers_nobody() {
-    let room = Room::new();
+async fn closed_stream_and_stream_of_another_cluster_do_not_answer() {
+    let room = FakeBus::new();
     let (here, stranger) = (replica(&room, 1), replica(&room, 2));
     let (_stream, _downs) = stream_at(&stranger);
     tokio::time::sleep(Duration::from_millis(20)).await;
@@ -289,18 +293,18 @@ async fn a_stream_that_is_gone_or_of_another_cluster_answers_nobody() {
 }
 
 #[tokio::test]
-async fn a_bus_that_is_cut_parts_them() {
-    let room = Room::new();
+async fn bus_failure_ends_the_link() {
+    let room = FakeBus::new();
     let (here, there) = (replica(&room, 1), replica(&room, 1));
     let (_stream, _downs) = stream_at(&there);
     let mut link = linked(&here, 1, None).await;
     room.cut.cancel();
-    link.down.send(Down::Resize { columns: 1, rows: 1 }).await.unwrap();
+    link.down.send(TerminalCommand::Resize { columns: 1, rows: 1 }).await.unwrap();
     assert!(link.up.recv().await.is_none());
 }
 
 #[test]
-fn a_token_says_which_session_it_is_for_and_is_read_in_one_form_alone() {
+fn token_names_its_session_and_has_one_valid_form() {
     let (token, hash) = mint(SESSION.0);
     let (session, read) = read_token(&token).unwrap();
     assert_eq!(session, SESSION);
@@ -321,9 +325,9 @@ fn a_token_says_which_session_it_is_for_and_is_read_in_one_form_alone() {
     }
 }
 
-/// What a user's end keeps beside its connection.
+/// The memory of a user's end besides its connection.
 #[test]
-fn a_users_end_costs_a_few_kilobytes() {
+fn user_connection_takes_a_few_kilobytes() {
     fn size_of_run<A, B, F: Future>(_: impl Fn(A, B) -> F) -> usize {
         size_of::<F>()
     }

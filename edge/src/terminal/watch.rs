@@ -1,4 +1,4 @@
-//! When an end of a session has to be closed: the session is over, or another connection took its place.
+//! When a connection of a session has to be closed: the session is over, or another connection replaced it.
 
 use crate::api::current;
 use crate::services::Services;
@@ -12,31 +12,31 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::timeout;
 
-/// How often a session is looked at by whoever holds an end of it. Usually it is told at once; a word may be lost.
-const LOOKS_EVERY: Duration = Duration::from_secs(10);
+/// How often a connection loads its session. Usually it is woken at once; a wake-up may be lost.
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Ending {
+pub(crate) enum SessionEnd {
     Closed(CloseReason),
-    /// Another connection came.
+    /// A later connection was admitted.
     Replaced,
 }
 
-/// Until the session is over, or has let in a later connection than `attachment`. Its lifetime, which was fixed at its beginning, is kept to
-/// here, whoever else sleeps and whatever cannot be asked.
-pub(crate) async fn until_over(
+/// Completes when the session is over, or has admitted a later connection than `attachment`. The session's fixed lifetime is enforced here,
+/// also while the session's entity or the store cannot be reached.
+pub(crate) async fn until_session_ends(
     services: &Services,
     session: TerminalSessionId,
     ends_at: Timestamp,
     attachment: Option<u32>,
-) -> Ending {
+) -> SessionEnd {
     let wait = services.terminals.waits().park(session);
-    let look = || {
-        // In a box: most of the time it is not being looked at, and the wait is long.
+    let load = || {
+        // Boxed: most of the time nothing is loaded, and the wait is long.
         let found = current::<TerminalSession>(services, session.0);
         found.map(|found| found.map(|found| found.map(|found| found.it))).boxed()
     };
-    watch(ends_at, attachment, || services.world.now(), || wait.woken(), look).await
+    watch(ends_at, attachment, || services.environment.now(), || wait.woken(), load).await
 }
 
 async fn watch<'a, W: Future<Output = ()>, E: Display>(
@@ -44,38 +44,40 @@ async fn watch<'a, W: Future<Output = ()>, E: Display>(
     attachment: Option<u32>,
     now: impl Fn() -> Timestamp,
     woken: impl Fn() -> W,
-    look: impl Fn() -> BoxFuture<'a, Result<Option<Arc<TerminalSession>>, E>>,
-) -> Ending {
+    load: impl Fn() -> BoxFuture<'a, Result<Option<Arc<TerminalSession>>, E>>,
+) -> SessionEnd {
     loop {
         let left = (ends_at - now()).to_std().unwrap_or_default();
         if left.is_zero() {
-            return Ending::Closed(CloseReason::Lifetime);
+            return SessionEnd::Closed(CloseReason::Lifetime);
         }
-        // Before the look: what happens meanwhile is not missed.
+        // Registered before loading: a change meanwhile is not missed.
         let woken = woken();
-        match timeout(left, look()).await {
+        match timeout(left, load()).await {
             Ok(Ok(found)) => {
-                if let Some(ending) = ending_of(found.as_deref(), attachment) {
+                if let Some(ending) = session_end(found.as_deref(), attachment) {
                     return ending;
                 }
             }
-            Ok(Err(error)) => tracing::debug!(%error, "a terminal session cannot be looked at now"),
+            Ok(Err(error)) => tracing::debug!(%error, "a terminal session could not be loaded"),
             Err(_) => continue,
         }
         tokio::select! {
             () = woken => {}
-            () = tokio::time::sleep(LOOKS_EVERY.min(left)) => {}
+            () = tokio::time::sleep(CHECK_INTERVAL.min(left)) => {}
         }
     }
 }
 
-fn ending_of(found: Option<&TerminalSession>, attachment: Option<u32>) -> Option<Ending> {
+fn session_end(found: Option<&TerminalSession>, attachment: Option<u32>) -> Option<SessionEnd> {
     // A database that was restored has forgotten it.
-    let Some(session) = found else { return Some(Ending::Closed(CloseReason::Failed { code: "unknown".to_owned() })) };
+    let Some(session) = found else {
+        return Some(SessionEnd::Closed(CloseReason::Failed { code: "unknown".to_owned() }));
+    };
     if let Some(reason) = session.closed() {
-        return Some(Ending::Closed(reason.clone()));
+        return Some(SessionEnd::Closed(reason.clone()));
     }
-    attachment.is_some_and(|attachment| session.attachments > attachment).then_some(Ending::Replaced)
+    attachment.is_some_and(|attachment| session.attachments > attachment).then_some(SessionEnd::Replaced)
 }
 
 #[cfg(test)]
@@ -87,30 +89,30 @@ mod tests {
 
     const LIFETIME: Duration = Duration::from_millis(300);
 
-    /// What comes of watching a session of which this is found.
+    /// The outcome of watching a session for which this is loaded.
     async fn watched(
-        look: impl Fn() -> BoxFuture<'static, Result<Option<Arc<TerminalSession>>, &'static str>>,
-    ) -> (Ending, Duration) {
+        load: impl Fn() -> BoxFuture<'static, Result<Option<Arc<TerminalSession>>, &'static str>>,
+    ) -> (SessionEnd, Duration) {
         let began = Instant::now();
         let now = || Timestamp::UNIX_EPOCH + began.elapsed();
-        let ending = watch(Timestamp::UNIX_EPOCH + LIFETIME, Some(1), now, pending, look);
-        let ending = timeout(LOOKS_EVERY / 2, ending).await.expect("it ends with the lifetime");
+        let ending = watch(Timestamp::UNIX_EPOCH + LIFETIME, Some(1), now, pending, load);
+        let ending = timeout(CHECK_INTERVAL / 2, ending).await.expect("it ends with the lifetime");
         (ending, began.elapsed())
     }
 
     #[tokio::test]
-    async fn a_lifetime_ends_though_nobody_can_say_what_became_of_the_session() {
+    async fn lifetime_ends_a_session_that_cannot_be_loaded() {
         let (refused, after) = watched(|| ready(Err("the database is away")).boxed()).await;
-        assert_eq!(refused, Ending::Closed(CloseReason::Lifetime));
+        assert_eq!(refused, SessionEnd::Closed(CloseReason::Lifetime));
         assert!(after >= LIFETIME, "{after:?}");
         let (hanging, _) = watched(|| pending().boxed()).await;
-        assert_eq!(hanging, Ending::Closed(CloseReason::Lifetime));
+        assert_eq!(hanging, SessionEnd::Closed(CloseReason::Lifetime));
     }
 
     #[tokio::test]
-    async fn a_session_that_a_restored_database_has_forgotten_is_over_at_once() {
+    async fn session_missing_after_a_restore_ends_at_once() {
         let (ending, after) = watched(|| ready(Ok(None)).boxed()).await;
-        assert_eq!(ending, Ending::Closed(CloseReason::Failed { code: "unknown".to_owned() }));
+        assert_eq!(ending, SessionEnd::Closed(CloseReason::Failed { code: "unknown".to_owned() }));
         assert!(after < LIFETIME, "{after:?}");
     }
 }

@@ -1,8 +1,8 @@
 //! A private Postgres, and the shell's store over it.
 
-use actors::ports::{Store, StoreError};
-use domain::commit::{Done, Snapshot};
-use domain::{CommandId, Commit, EntityRef, Outcome};
+use actors::ports::{Store, StoreReadError};
+use domain::commit::{CompletedCommand, Snapshot};
+use domain::{CommandId, Commit, CommitOutcome, EntityRef};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use persistence::pool::PoolConfig;
@@ -66,9 +66,10 @@ impl Postgres {
     /// All that is stored, as text.
     pub(crate) fn dump(&self) -> String {
         let mut dump = Command::new(program("pg_dump"));
-        let said = dump.args(["--data-only", "-U", "svc", "-h"]).arg(self.dir.path()).arg("postgres").output().unwrap();
-        assert!(said.status.success(), "pg_dump: {}", String::from_utf8_lossy(&said.stderr));
-        String::from_utf8_lossy(&said.stdout).into_owned()
+        let output =
+            dump.args(["--data-only", "-U", "svc", "-h"]).arg(self.dir.path()).arg("postgres").output().unwrap();
+        assert!(output.status.success(), "pg_dump: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
     /// Carries out one statement, past everything of ours.
@@ -81,7 +82,7 @@ impl Postgres {
         assert!(done.status.success(), "psql: {}", String::from_utf8_lossy(&done.stderr));
     }
 
-    /// SIGQUIT: without a checkpoint, but with its backends. When this returns none of them commits any more.
+    /// SIGQUIT: without a checkpoint, but with its backends. None of them commits after this returns.
     pub(crate) fn stop(&self) {
         let mut child = self.child.lock().unwrap();
         if matches!(child.try_wait(), Ok(None)) {
@@ -123,25 +124,25 @@ fn program(name: &str) -> PathBuf {
     on_path.chain(installed).map(|dir| dir.join(name)).find(|path| path.exists()).unwrap_or_else(|| panic!("no {name}"))
 }
 
-pub(crate) struct Durable {
+pub(crate) struct PgTestStore {
     pub(crate) committer: Committer,
     pub(crate) reads: Reads,
 }
 
-impl Store for Durable {
-    fn load(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreError>> {
+impl Store for PgTestStore {
+    fn load(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreReadError>> {
         async move { self.reads.snapshot(entity).await.map_err(unreadable) }.boxed()
     }
 
-    fn commit(&self, commit: Commit) -> BoxFuture<'_, Outcome> {
+    fn commit(&self, commit: Commit) -> BoxFuture<'_, CommitOutcome> {
         self.committer.commit(commit).boxed()
     }
 
-    fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<Done>, StoreError>> {
+    fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<CompletedCommand>, StoreReadError>> {
         async move { self.reads.command(id).await.map_err(unreadable) }.boxed()
     }
 }
 
-fn unreadable(error: persistence::StoreError) -> StoreError {
-    StoreError::unavailable(error.to_string())
+fn unreadable(error: persistence::StoreError) -> StoreReadError {
+    StoreReadError::unavailable(error.to_string())
 }

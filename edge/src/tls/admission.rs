@@ -1,6 +1,6 @@
-//! Which connections a listener takes. A connection is *pending* until its first request is complete (or its node has shown a certificate):
-//! until then its peer has proved nothing and cost us memory. Bounds per network keep one sender from taking the places of all; where
-//! pending connections of many networks fill their bound, the oldest one goes, which no honest client is.
+//! Admission of connections to a listener. A connection is *pending* until its first request is complete (or its node has presented a
+//! certificate): until then its peer has proved nothing and cost us memory. Bounds per network keep one client from using up the slots of
+//! all; where pending connections of many networks fill their bound, the oldest one is closed, which belongs to no honest client.
 
 use std::{
     collections::BTreeMap,
@@ -15,7 +15,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::serve::ListenerLimits;
 
-/// Connections that a listener of this process closed before their first request, by what they were over.
+/// Connections that a listener of this process closed before their first request, by the bound that was exceeded.
 pub static REFUSED: LazyLock<IntCounterVec> = LazyLock::new(|| {
     let opts = Opts::new(
         "listener_connections_refused_total",
@@ -35,25 +35,25 @@ pub fn register(registry: &Registry) -> prometheus::Result<()> {
     registry.register(Box::new(REFUSED.clone()))
 }
 
-/// The places of one listener.
+/// The slots of one listener.
 #[derive(Debug)]
 pub(super) struct Admission {
     pending_most: usize,
     pending_per_address: u32,
     open_per_address: u32,
-    by_network: DashMap<IpAddr, Held>,
-    pending: Mutex<Pending>,
+    by_network: DashMap<IpAddr, NetworkCounts>,
+    pending: Mutex<PendingConnections>,
 }
 
-/// What one network holds.
+/// The connections of one network.
 #[derive(Clone, Copy, Debug, Default)]
-struct Held {
+struct NetworkCounts {
     pending: u32,
     open: u32,
 }
 
 #[derive(Debug, Default)]
-struct Pending {
+struct PendingConnections {
     next: u64,
     by_age: BTreeMap<u64, CancellationToken>,
 }
@@ -69,15 +69,18 @@ impl Admission {
         })
     }
 
-    /// A place for a connection; `network` is `None` for a peer that stands for many clients. `None` where the network has all that it
-    /// may have.
-    pub(super) fn admit(self: &Arc<Self>, network: Option<IpAddr>, slot: OwnedSemaphorePermit) -> Option<Place> {
+    /// Admits a connection; `network` is `None` for an address that many clients share. `None` where the network is at its bound.
+    pub(super) fn admit(
+        self: &Arc<Self>,
+        network: Option<IpAddr>,
+        slot: OwnedSemaphorePermit,
+    ) -> Option<ConnectionSlot> {
         if let Some(network) = network {
             let mut held = self.by_network.entry(network).or_default();
             let over = match *held {
-                Held { pending, .. } if pending >= self.pending_per_address => Some("address_pending"),
-                Held { open, .. } if open >= self.open_per_address => Some("address_open"),
-                Held { .. } => None,
+                NetworkCounts { pending, .. } if pending >= self.pending_per_address => Some("address_pending"),
+                NetworkCounts { open, .. } if open >= self.open_per_address => Some("address_open"),
+                NetworkCounts { .. } => None,
             };
             if let Some(reason) = over {
                 REFUSED.with_label_values(&[reason]).inc();
@@ -97,8 +100,8 @@ impl Admission {
         if self.pending().by_age.len() > self.pending_most {
             self.displace_oldest();
         }
-        let state = Mutex::new(State { network, is_pending: true, has_asked: false });
-        Some(Place { admission: Arc::clone(self), number, state, displaced, _slot: slot })
+        let state = Mutex::new(SlotState { network, is_pending: true, has_asked: false });
+        Some(ConnectionSlot { admission: Arc::clone(self), number, state, displaced, _slot: slot })
     }
 
     /// Closes the connection that has been pending for longest, if there is any.
@@ -110,7 +113,7 @@ impl Admission {
         }
     }
 
-    fn pending(&self) -> MutexGuard<'_, Pending> {
+    fn pending(&self) -> MutexGuard<'_, PendingConnections> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -125,24 +128,24 @@ impl Admission {
     }
 }
 
-/// A connection's place, for as long as the connection exists.
+/// A connection's slot, for as long as the connection exists.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct ConnectionSlot {
     admission: Arc<Admission>,
     number: u64,
-    state: Mutex<State>,
+    state: Mutex<SlotState>,
     displaced: CancellationToken,
     _slot: OwnedSemaphorePermit,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct State {
+struct SlotState {
     network: Option<IpAddr>,
     is_pending: bool,
     has_asked: bool,
 }
 
-impl Place {
+impl ConnectionSlot {
     /// The headers of a request are complete.
     pub(super) fn settle(&self) {
         self.state().has_asked = true;
@@ -164,7 +167,7 @@ impl Place {
         }
     }
 
-    /// The peer is a node with a certificate, which has bounds of its own: many stand behind one address.
+    /// The peer is a node with a certificate, which has bounds of its own: many nodes share one address.
     pub(super) fn settle_as_node(&self) {
         self.leave_pending();
         if let Some(network) = self.state().network.take() {
@@ -172,17 +175,17 @@ impl Place {
         }
     }
 
-    /// Until a newer connection has taken the place.
+    /// Completes when a newer connection has taken the slot.
     pub(super) async fn displaced(&self) {
         self.displaced.cancelled().await;
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SlotState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         self.leave_pending();
         if let Some(network) = self.state().network.take() {
@@ -207,46 +210,46 @@ mod tests {
         })
     }
 
-    fn admit(admission: &Arc<Admission>, address: &str) -> Option<Place> {
+    fn admit(admission: &Arc<Admission>, address: &str) -> Option<ConnectionSlot> {
         let slot = Arc::new(Semaphore::new(1)).try_acquire_owned().unwrap();
         admission.admit(Some(address.parse().unwrap()), slot)
     }
 
     #[test]
-    fn an_address_has_few_pending_connections_and_more_open_ones() {
+    fn address_has_separate_bounds_for_pending_and_open_connections() {
         let admission = admission(100);
-        let mut places: Vec<_> = (0..3).filter_map(|_| admit(&admission, "192.0.2.1")).collect();
+        let mut slots: Vec<_> = (0..3).filter_map(|_| admit(&admission, "192.0.2.1")).collect();
         assert!(admit(&admission, "192.0.2.1").is_none(), "three are pending");
         assert!(admit(&admission, "192.0.2.2").is_some());
-        places.iter().for_each(Place::settle);
-        places.extend((0..2).filter_map(|_| admit(&admission, "192.0.2.1")));
-        assert_eq!(places.len(), 5);
+        slots.iter().for_each(ConnectionSlot::settle);
+        slots.extend((0..2).filter_map(|_| admit(&admission, "192.0.2.1")));
+        assert_eq!(slots.len(), 5);
         assert!(admit(&admission, "192.0.2.1").is_none(), "five are open");
-        places.clear();
+        slots.clear();
         assert!(admit(&admission, "192.0.2.1").is_some());
         assert!(admission.by_network.is_empty(), "nothing is remembered of an address without connections");
     }
 
     #[test]
-    fn a_node_counts_against_no_address() {
+    fn node_connections_do_not_count_against_an_address() {
         let admission = admission(100);
-        let places: Vec<_> = (0..20)
+        let slots: Vec<_> = (0..20)
             .map_while(|_| {
-                let place = admit(&admission, "192.0.2.1")?;
-                place.settle_as_node();
-                Some(place)
+                let slot = admit(&admission, "192.0.2.1")?;
+                slot.settle_as_node();
+                Some(slot)
             })
             .collect();
-        assert_eq!(places.len(), 20);
+        assert_eq!(slots.len(), 20);
     }
 
     #[test]
-    fn over_the_bound_the_oldest_pending_connection_goes_and_no_settled_one() {
+    fn oldest_pending_connection_is_displaced_over_the_bound() {
         let admission = admission(3);
         let settled = admit(&admission, "192.0.2.1").unwrap();
         settled.settle();
-        let places: Vec<_> = (2..6).map(|n| admit(&admission, &format!("192.0.2.{n}")).unwrap()).collect();
-        let displaced: Vec<_> = places.iter().map(|place| place.displaced().now_or_never().is_some()).collect();
+        let slots: Vec<_> = (2..6).map(|n| admit(&admission, &format!("192.0.2.{n}")).unwrap()).collect();
+        let displaced: Vec<_> = slots.iter().map(|slot| slot.displaced().now_or_never().is_some()).collect();
         assert_eq!(displaced, [true, false, false, false]);
         assert!(settled.displaced().now_or_never().is_none());
     }

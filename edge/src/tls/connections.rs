@@ -1,4 +1,4 @@
-//! What is connected, by node, so that all connections of a removed node can be closed, and what it holds open through a proxy.
+//! The open connections by node, so that all connections of a removed node can be closed, with what it has open through a proxy.
 
 use std::{
     any::Any,
@@ -24,18 +24,18 @@ pub struct Connections(Arc<Registry>);
 #[derive(Debug, Default)]
 struct Registry {
     next: AtomicU64,
-    by_node: DashMap<Uuid, HashMap<u64, Open>>,
+    by_node: DashMap<Uuid, HashMap<u64, OpenConnection>>,
 }
 
 #[derive(Debug)]
-struct Open {
+struct OpenConnection {
     cut: CancellationToken,
-    /// The key identifier of the authority by which it was let in.
+    /// The key identifier of the authority of its certificate.
     authority: String,
 }
 
-/// Whose connection it is.
-pub(crate) struct Whose {
+/// The owner of a connection.
+pub(crate) struct ConnectionOwner {
     pub(crate) node_id: Uuid,
     pub(crate) authority: String,
 }
@@ -50,7 +50,7 @@ impl Connections {
         connections.len()
     }
 
-    /// Cuts every connection that was let in by an authority that `is_trusted` does not hold for. Answers how many there were.
+    /// Closes every connection whose authority `is_trusted` does not accept. Returns how many there were.
     pub fn close_untrusted(&self, is_trusted: impl Fn(&str) -> bool) -> usize {
         let mut closed = 0;
         for connections in &self.0.by_node {
@@ -62,19 +62,23 @@ impl Connections {
         closed
     }
 
-    /// Something of a node's that outlives its request, over whosever connection it runs: it is cut as the node's own connections are. To
-    /// be held before the node is asked for, so that a cut in between is not missed.
+    /// Registers something of a node that outlives its request, over any connection: it is closed like the node's own connections. Register
+    /// before querying the node, so that a removal in between is not missed.
     #[must_use]
-    pub fn hold(&self, node_id: Uuid, authority: String) -> Held {
+    pub fn hold(&self, node_id: Uuid, authority: String) -> ConnectionGuard {
         let cut = CancellationToken::new();
-        let registered = self.register(Whose { node_id, authority }, &cut);
-        Held { cut, _registered: registered }
+        let registered = self.register(ConnectionOwner { node_id, authority }, &cut);
+        ConnectionGuard { cut, _registered: registered }
     }
 
-    fn register(&self, Whose { node_id, authority }: Whose, cut: &CancellationToken) -> Registered {
+    fn register(
+        &self,
+        ConnectionOwner { node_id, authority }: ConnectionOwner,
+        cut: &CancellationToken,
+    ) -> ConnectionRegistration {
         let number = self.0.next.fetch_add(1, Ordering::Relaxed);
-        self.0.by_node.entry(node_id).or_default().insert(number, Open { cut: cut.clone(), authority });
-        Registered { registry: Arc::clone(&self.0), node_id, number }
+        self.0.by_node.entry(node_id).or_default().insert(number, OpenConnection { cut: cut.clone(), authority });
+        ConnectionRegistration { registry: Arc::clone(&self.0), node_id, number }
     }
 
     /// How many connections the node has to this replica.
@@ -89,28 +93,33 @@ impl Connections {
         self.0.by_node.iter().map(|connections| connections.len()).sum()
     }
 
-    /// Wraps a connection so that [`Connections::close_node`] reaches it, where it is a node's, and that it keeps its place
-    /// for as long as it exists.
-    pub(crate) fn watch<T>(&self, whose: Option<Whose>, io: T, place: Arc<dyn Any + Send + Sync>) -> Watched<T> {
+    /// Wraps a node's connection so that [`Connections::close_node`] reaches it, and any connection so that it holds its slot for as long
+    /// as it exists.
+    pub(crate) fn watch<T>(
+        &self,
+        whose: Option<ConnectionOwner>,
+        io: T,
+        slot: Arc<dyn Any + Send + Sync>,
+    ) -> RevocableStream<T> {
         let cut = CancellationToken::new();
         let registered = whose.map(|whose| self.register(whose, &cut));
-        Watched {
+        RevocableStream {
             io,
             cut: registered.is_some().then(|| Box::pin(cut.cancelled_owned())),
             _registered: registered,
-            _place: place,
+            _slot: slot,
         }
     }
 }
 
 #[derive(Debug)]
-struct Registered {
+struct ConnectionRegistration {
     registry: Arc<Registry>,
     node_id: Uuid,
     number: u64,
 }
 
-impl Drop for Registered {
+impl Drop for ConnectionRegistration {
     fn drop(&mut self) {
         self.registry.by_node.remove_if_mut(&self.node_id, |_, connections| {
             connections.remove(&self.number);
@@ -121,27 +130,27 @@ impl Drop for Registered {
 
 /// A node's terminal, or the like, while it is open.
 #[derive(Debug)]
-pub struct Held {
+pub struct ConnectionGuard {
     cut: CancellationToken,
-    _registered: Registered,
+    _registered: ConnectionRegistration,
 }
 
-impl Held {
+impl ConnectionGuard {
     /// Until it is to be cut.
     pub async fn cut(&self) {
         self.cut.cancelled().await;
     }
 }
 
-/// A connection that can be cut from outside. It goes with the connection into an upgrade, so a WebSocket is cut too.
-pub(crate) struct Watched<T> {
+/// A stream that can be closed from outside. It stays wrapped through an upgrade, so a WebSocket is closed too.
+pub(crate) struct RevocableStream<T> {
     io: T,
     cut: Option<Pin<Box<WaitForCancellationFutureOwned>>>,
-    _registered: Option<Registered>,
-    _place: Arc<dyn Any + Send + Sync>,
+    _registered: Option<ConnectionRegistration>,
+    _slot: Arc<dyn Any + Send + Sync>,
 }
 
-impl<T> Watched<T> {
+impl<T> RevocableStream<T> {
     /// Ready with the error once the connection has been cut; wakes the task when it is.
     fn poll_cut(&mut self, context: &mut Context<'_>) -> Poll<io::Error> {
         match &mut self.cut {
@@ -153,7 +162,7 @@ impl<T> Watched<T> {
     }
 }
 
-impl<T: AsyncRead + Unpin> AsyncRead for Watched<T> {
+impl<T: AsyncRead + Unpin> AsyncRead for RevocableStream<T> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -174,7 +183,7 @@ fn cancelled() -> WaitForCancellationFutureOwned {
     token.cancelled_owned()
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Watched<T> {
+impl<T: AsyncWrite + Unpin> AsyncWrite for RevocableStream<T> {
     fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         if let Poll::Ready(error) = self.poll_cut(context) {
             self.cut = Some(Box::pin(cancelled()));
@@ -215,22 +224,22 @@ mod tests {
 
     use super::*;
 
-    fn place() -> Arc<dyn Any + Send + Sync> {
+    fn slot() -> Arc<dyn Any + Send + Sync> {
         Arc::new(())
     }
 
-    fn of(node_id: Uuid, authority: &str) -> Option<Whose> {
-        Some(Whose { node_id, authority: authority.to_owned() })
+    fn of(node_id: Uuid, authority: &str) -> Option<ConnectionOwner> {
+        Some(ConnectionOwner { node_id, authority: authority.to_owned() })
     }
 
     #[tokio::test]
-    async fn a_connection_is_cut_when_its_authority_is_trusted_no_more() {
+    async fn connection_is_closed_when_its_authority_is_no_longer_trusted() {
         let connections = Connections::default();
         let node_id = Uuid::now_v7();
         let (_far_a, near_a) = duplex(64);
         let (mut far_b, near_b) = duplex(64);
-        let mut old = connections.watch(of(node_id, "old"), near_a, place());
-        let mut new = connections.watch(of(node_id, "new"), near_b, place());
+        let mut old = connections.watch(of(node_id, "old"), near_a, slot());
+        let mut new = connections.watch(of(node_id, "new"), near_b, slot());
         assert_eq!(connections.close_untrusted(|authority| authority == "new"), 1);
         assert!(old.read_u8().await.is_err());
         far_b.write_u8(7).await.unwrap();
@@ -238,13 +247,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn closing_a_node_cuts_its_connections_and_no_others() {
+    async fn closing_a_node_closes_only_its_connections() {
         let connections = Connections::default();
         let (removed, other) = (Uuid::now_v7(), Uuid::now_v7());
         let (_far_a, near_a) = duplex(64);
         let (mut far_b, near_b) = duplex(64);
-        let mut cut = connections.watch(of(removed, "a"), near_a, place());
-        let mut kept = connections.watch(of(other, "a"), near_b, place());
+        let mut cut = connections.watch(of(removed, "a"), near_a, slot());
+        let mut kept = connections.watch(of(other, "a"), near_b, slot());
         assert_eq!((connections.count(removed), connections.count(other)), (1, 1));
         let waiting = tokio::spawn(async move {
             let first = cut.read_u8().await.map_err(|error| error.kind());
@@ -261,7 +270,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_a_node_holds_open_over_a_proxy_s_connection_is_cut_with_its_own() {
+    async fn closing_a_node_closes_what_it_has_open_through_a_proxy() {
         let connections = Connections::default();
         let (removed, other) = (Uuid::now_v7(), Uuid::now_v7());
         let (first, second) = (connections.hold(removed, "old".into()), connections.hold(other, "old".into()));
@@ -276,11 +285,11 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_connection_that_ends_is_forgotten() {
+    async fn ended_connection_is_removed() {
         let connections = Connections::default();
         let node_id = Uuid::now_v7();
-        let first = connections.watch(of(node_id, "a"), duplex(1).0, place());
-        let second = connections.watch(of(node_id, "a"), duplex(1).0, place());
+        let first = connections.watch(of(node_id, "a"), duplex(1).0, slot());
+        let second = connections.watch(of(node_id, "a"), duplex(1).0, slot());
         drop(first);
         assert_eq!(connections.count(node_id), 1);
         drop(second);

@@ -37,17 +37,17 @@ use tracing::{debug, info, warn};
 
 use super::{
     Peer,
-    admission::{Admission, Place},
-    bare::Answering,
-    connections::{Connections, Watched, Whose},
+    admission::{Admission, ConnectionSlot},
+    connections::{ConnectionOwner, Connections, RevocableStream},
+    http1::Http1Stream,
 };
-use crate::buckets::network_of;
 use crate::identity::{
     NodeCertificate, TrustDomain,
     ingress::Ingress,
     proxies::{Proxies, peer_of},
 };
-use crate::unreadable::Unreadable;
+use crate::malformed_request::MalformedRequest;
+use crate::token_bucket::network_of;
 
 /// The bounds of a listener.
 #[derive(Clone, Debug)]
@@ -58,7 +58,7 @@ pub struct ListenerLimits {
     pub pending: usize,
     /// Of those, from one address, or from one IPv6 network of 64 bits; over it a new connection is closed.
     pub pending_per_address: u32,
-    /// Connections at once from one address, likewise; those of nodes that have shown a certificate do not count.
+    /// Connections at once from one address, likewise; those of nodes with a certificate do not count.
     pub open_per_address: u32,
     pub handshake_timeout: Duration,
     /// From the connection's begin, or from the last answer, to the end of a request's headers.
@@ -71,7 +71,7 @@ pub struct ListenerLimits {
     pub streams: u32,
     /// Requests that a client may have begun and reset without their being worked off, on one HTTP/2 connection.
     pub pending_resets: usize,
-    /// How long connections may finish what they do when the listener is told to stop.
+    /// How long connections may finish their requests when the listener stops.
     pub drain: Duration,
 }
 
@@ -100,17 +100,16 @@ pub struct TlsServer {
     pub router: Router,
     pub limits: ListenerLimits,
     pub connections: Connections,
-    /// Tells which connections are nodes'; `None` on a listener that nodes do not use.
+    /// Identifies the connections of nodes; `None` on a listener that nodes do not use.
     pub trust_domain: Option<TrustDomain>,
-    /// Proxies whose word is taken for who a client is; `None` where every client's own certificate counts.
+    /// Proxies that are trusted to forward client certificates; `None` where only the client's own certificate counts.
     pub proxies: Option<Arc<Proxies>>,
-    /// What holds connections for many clients: bounds per address do not hold for these.
+    /// The addresses that many clients share: bounds per address do not apply to them.
     pub ingress: Arc<Ingress>,
 }
 
 impl TlsServer {
-    /// Serves until `stop`, then lets what runs finish within the drain time. Does not return before the last connection
-    /// is closed.
+    /// Serves until `stop`, then drains within the drain time. Does not return before the last connection is closed.
     ///
     /// # Errors
     /// Where the socket fails for good.
@@ -126,9 +125,9 @@ impl TlsServer {
                 accepted = accept(&listener, &slots, &admission) => accepted?,
             };
             let (stream, address, slot) = accepted;
-            let Some(place) = admission.admit(server.network_of(address), slot) else { continue };
-            let accepted = Accepted { stream, address, place: Arc::new(place) };
-            // In a box that is given back once it is done: a task is for ever as large as the largest thing that it awaits.
+            let Some(slot) = admission.admit(server.network_of(address), slot) else { continue };
+            let accepted = AcceptedConnection { stream, address, slot: Arc::new(slot) };
+            // Boxed, and freed once it is done: a task is forever as large as the largest future that it awaits.
             let beginning = Arc::clone(&server).begin(accepted, stop.clone()).boxed();
             let cut = cut.clone();
             running.spawn(async move {
@@ -154,13 +153,17 @@ impl TlsServer {
     }
 
     /// The handshake, and what follows it.
-    async fn begin(self: Arc<Self>, accepted: Accepted, stop: CancellationToken) -> Option<BoxFuture<'static, ()>> {
-        let Accepted { stream, address, place } = accepted;
+    async fn begin(
+        self: Arc<Self>,
+        accepted: AcceptedConnection,
+        stop: CancellationToken,
+    ) -> Option<BoxFuture<'static, ()>> {
+        let AcceptedConnection { stream, address, slot } = accepted;
         let _ = stream.set_nodelay(true);
         let acceptor = TlsAcceptor::from(self.tls.load_full());
         let handshake = tokio::select! {
             handshake = timeout(self.limits.handshake_timeout, acceptor.accept(stream)) => handshake,
-            () = place.displaced() => return None,
+            () = slot.displaced() => return None,
         };
         let stream = match handshake {
             Ok(Ok(stream)) => stream,
@@ -179,16 +182,16 @@ impl TlsServer {
         let leaf = session.peer_certificates().and_then(<[_]>::first);
         let shown = self.trust_domain.as_ref().zip(leaf).map(|(domain, leaf)| NodeCertificate::parse(leaf, domain));
         let node = shown.as_ref().and_then(|shown| shown.as_ref().ok());
-        let whose = node.map(|node| Whose { node_id: node.node_id, authority: node.authority.clone() });
+        let whose = node.map(|node| ConnectionOwner { node_id: node.node_id, authority: node.authority.clone() });
         if whose.is_some() {
-            place.settle_as_node();
+            slot.settle_as_node();
         }
         let peer = Peer::connected(address, shown, resumed, &self.ingress);
-        let stream = self.connections.watch(whose, stream, Arc::clone(&place) as Arc<_>);
-        Some(self.speak(stream, peer, place, speaks_h2, stop))
+        let stream = self.connections.watch(whose, stream, Arc::clone(&slot) as Arc<_>);
+        Some(self.serve_connection(stream, peer, slot, speaks_h2, stop))
     }
 
-    /// The network that a connection counts against; `None` where its address stands for many clients.
+    /// The network that a connection counts against; `None` where many clients share its address.
     fn network_of(&self, address: SocketAddr) -> Option<IpAddr> {
         let ip = address.ip();
         let forwards = self.proxies.as_ref().is_some_and(|proxies| proxies.trusts(ip));
@@ -196,21 +199,21 @@ impl TlsServer {
         (!stands_for_many).then(|| network_of(ip))
     }
 
-    /// Serves requests on a connection to its end. No `async fn`: what such a one is given it keeps room for while it waits.
-    fn speak(
+    /// Serves requests on a connection to its end. No `async fn`: that would store its arguments while it waits.
+    fn serve_connection(
         &self,
-        stream: Watched<TlsStream<TcpStream>>,
+        stream: RevocableStream<TlsStream<TcpStream>>,
         peer: Peer,
-        place: Arc<Place>,
+        slot: Arc<ConnectionSlot>,
         speaks_h2: bool,
         stop: CancellationToken,
     ) -> BoxFuture<'static, ()> {
         let address = peer.address;
         let limits = &self.limits;
-        let too_many = Unreadable::Headers { bytes: limits.header_bytes, count: limits.header_count };
+        let too_many = MalformedRequest::Headers { bytes: limits.header_bytes, count: limits.header_count };
         let switched = Arc::new(AtomicBool::new(false));
-        let answering = Answering::new(stream, self.router.clone(), peer.clone(), too_many, Arc::clone(&switched));
-        let (router, asking) = (self.router.clone(), Arc::clone(&place));
+        let answering = Http1Stream::new(stream, self.router.clone(), peer.clone(), too_many, Arc::clone(&switched));
+        let (router, asking) = (self.router.clone(), Arc::clone(&slot));
         let (proxies, ingress) = (self.proxies.clone(), Arc::clone(&self.ingress));
         let most = (limits.header_bytes, limits.header_count);
         let service = service_fn(move |request: Request<Incoming>| {
@@ -222,8 +225,8 @@ impl TlsServer {
             if too_large {
                 request.extensions_mut().insert(too_many);
             } else if request.version() == Version::HTTP_11 && request.headers().get_all(HOST).iter().count() != 1 {
-                // RFC 9112, section 3.2: whom it is for is said once.
-                request.extensions_mut().insert(Unreadable::Malformed);
+                // RFC 9112, section 3.2: there is exactly one `Host`.
+                request.extensions_mut().insert(MalformedRequest::Malformed);
             }
             let (answer, switched) = (router.clone().oneshot(request), Arc::clone(&switched));
             async move {
@@ -237,7 +240,7 @@ impl TlsServer {
             }
         });
         let io = TokioIo::new(answering);
-        let first = First { by: Instant::now() + limits.header_read_timeout, place };
+        let first = FirstRequestDeadline { by: Instant::now() + limits.header_read_timeout, slot };
         if speaks_h2 {
             let mut builder = http2::Builder::new(TokioExecutor::new());
             builder
@@ -245,9 +248,9 @@ impl TlsServer {
                 .max_concurrent_streams(limits.streams)
                 .max_pending_accept_reset_streams(limits.pending_resets)
                 .max_local_error_reset_streams(limits.pending_resets * 4)
-                // h2 answers what is over it in its own words; up to there the router does.
+                // Over it h2 answers by itself; up to it the router does.
                 .max_header_list_size(u32::try_from(limits.header_bytes * 4).unwrap_or(u32::MAX))
-                // Finds peers that are gone without a word.
+                // Detects peers that are gone without closing.
                 .keep_alive_interval(Duration::from_secs(30))
                 .keep_alive_timeout(Duration::from_secs(20));
             let connection = Box::pin(builder.serve_connection(io, service));
@@ -266,16 +269,16 @@ impl TlsServer {
 }
 
 /// By when a connection must have made its first request.
-struct First {
+struct FirstRequestDeadline {
     by: Instant,
-    place: Arc<Place>,
+    slot: Arc<ConnectionSlot>,
 }
 
-/// Runs a connection of either protocol to its end; told to stop, it finishes what it does and takes nothing new.
+/// Runs a connection of either protocol to its end; once stopped, it finishes its requests and accepts none.
 async fn drive<C: Future<Output = hyper::Result<()>>>(
     mut connection: Pin<Box<C>>,
     wind_down: fn(Pin<&mut C>),
-    first: First,
+    first: FirstRequestDeadline,
     stop: CancellationToken,
     address: SocketAddr,
 ) {
@@ -289,11 +292,11 @@ async fn drive<C: Future<Output = hyper::Result<()>>>(
             }
             () = sleep_until(first.by), if awaiting_first => {
                 awaiting_first = false;
-                if first.place.is_unasked() {
+                if first.slot.is_unasked() {
                     break Ok(());
                 }
             }
-            () = first.place.displaced(), if awaiting_first => break Ok(()),
+            () = first.slot.displaced(), if awaiting_first => break Ok(()),
         }
     };
     if let Err(error) = result {
@@ -309,14 +312,14 @@ fn exceed(uri: &Uri, headers: &HeaderMap, (bytes, count): (usize, usize)) -> boo
     headers.len() > count || target + all > bytes
 }
 
-struct Accepted {
+struct AcceptedConnection {
     stream: TcpStream,
     address: SocketAddr,
-    place: Arc<Place>,
+    slot: Arc<ConnectionSlot>,
 }
 
-/// Room first, then the connection: what there is no room for stays with the kernel. Where there is none, who has been pending for longest
-/// makes room.
+/// Acquires a slot first, then accepts: connections over the bound stay in the kernel's backlog. Without a free slot, the oldest pending
+/// connection is closed.
 async fn accept(
     listener: &TcpListener,
     slots: &Arc<Semaphore>,
@@ -345,7 +348,7 @@ fn is_the_peers(error: &io::Error) -> bool {
     matches!(error.kind(), ConnectionAborted | ConnectionRefused | ConnectionReset | Interrupted)
 }
 
-/// Out of files or of memory: others will end.
+/// Out of file descriptors or of memory: other connections will end.
 fn is_passing(error: &io::Error) -> bool {
     // ENFILE, EMFILE, ENOBUFS, ENOMEM
     matches!(error.raw_os_error(), Some(23 | 24 | 105 | 12))

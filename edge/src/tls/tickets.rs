@@ -143,14 +143,14 @@ mod tests {
     }
 
     #[test]
-    fn a_replica_with_the_same_secret_opens_the_ticket_and_another_does_not() {
+    fn ticket_opens_only_on_replicas_with_the_same_secret() {
         let ticket = tickets(1).seal(b"session", NOW).unwrap();
         assert_eq!(tickets(1).open(&ticket, NOW).unwrap(), b"session");
         assert_eq!(tickets(2).open(&ticket, NOW), None);
     }
 
     #[test]
-    fn a_ticket_is_good_under_the_trust_that_its_session_was_verified_under() {
+    fn ticket_is_valid_only_under_the_trust_of_its_session() {
         let ticket = tickets(1).under([1; 32]).seal(b"session", NOW).unwrap();
         assert_eq!(tickets(1).under([1; 32]).open(&ticket, NOW).unwrap(), b"session");
         assert_eq!(tickets(1).under([2; 32]).open(&ticket, NOW), None);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ticket_lives_ten_minutes_and_not_a_second_more() {
+    fn ticket_expires_after_ten_minutes() {
         for begin in [NOW, NOW - NOW % 600, NOW - NOW % 600 + 599] {
             let ticket = tickets(1).seal(b"s", begin).unwrap();
             assert!(tickets(1).open(&ticket, begin + 599).is_some());
@@ -179,7 +179,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn neither_noise_nor_one_changed_bit_opens(noise in proptest::collection::vec(any::<u8>(), 0..120), bit in 0_usize..(8 + 12 + 8 + 4 + 16) * 8) {
+        fn noise_and_altered_tickets_do_not_open(noise in proptest::collection::vec(any::<u8>(), 0..120), bit in 0_usize..(8 + 12 + 8 + 4 + 16) * 8) {
             prop_assert_eq!(tickets(1).open(&noise, NOW), None);
             let mut ticket = tickets(1).seal(b"four", NOW).unwrap();
             ticket[bit / 8] ^= 1 << (bit % 8);

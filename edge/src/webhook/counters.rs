@@ -1,5 +1,5 @@
-//! What becomes of what the payment processor sends (specification, *Observability surface*): each class of failure by itself, so that an
-//! alert says whose fault it is.
+//! Metrics of the payment processor's webhooks (specification, *Observability surface*): one counter for each class of failure, so that an
+//! alert names the party at fault.
 
 use prometheus::core::{AtomicU64, GenericCounter};
 use prometheus::{Opts, Registry};
@@ -8,10 +8,10 @@ use std::sync::LazyLock;
 type Counter = GenericCounter<AtomicU64>;
 
 /// Of the process, whichever part of it counts.
-pub static COUNTERS: LazyLock<Counters> = LazyLock::new(Counters::new);
+pub static COUNTERS: LazyLock<WebhookCounters> = LazyLock::new(WebhookCounters::new);
 
 /// See [`COUNTERS`].
-pub struct Counters {
+pub struct WebhookCounters {
     pub(super) received: Counter,
     pub(super) signature_failures: Counter,
     pub(super) invalid_payload: Counter,
@@ -21,9 +21,9 @@ pub struct Counters {
     not_ours: Counter,
 }
 
-impl Counters {
+impl WebhookCounters {
     fn new() -> Self {
-        // Fixed names that fit: what could fail here fails in every test.
+        // The names are fixed and valid: a failure here fails every test.
         let counter = |name: &str, help: &str| {
             GenericCounter::with_opts(Opts::new(name, help)).unwrap_or_else(|error| unreachable!("{name}: {error}"))
         };
@@ -75,7 +75,7 @@ impl Counters {
         self.not_ours.inc();
     }
 
-    /// An attempt at a stored event came to nothing.
+    /// An attempt to process a stored event failed.
     pub fn processing_failed(&self) {
         self.processing_failures.inc();
     }

@@ -1,4 +1,4 @@
-//! What is hashed and what is signed, byte by byte.
+//! The hashed and signed forms of rows, links and heads, byte by byte.
 
 use crate::error::damaged;
 use domain::id::Shard;
@@ -14,36 +14,36 @@ use uuid::Uuid;
 /// A link of a chain, or the digest of a row.
 pub(super) type Hash = [u8; 32];
 
-/// The columns of the audit table, as a statement selects them: all of them go into the digest.
+/// The columns of the audit table, as statements select them: all of them are hashed.
 pub(super) const COLUMNS: &str =
     "shard, epoch, seq, actor, action, target_kind, target_id, correlation_id, metadata::text AS metadata, at";
 
 /// An audit row as it is hashed.
-pub(super) struct Sealable {
+pub(super) struct HashedRow {
     pub(super) shard: i16,
-    pub(super) place: RowPlace,
+    pub(super) place: RowPosition,
     actor: String,
     action: String,
     target_kind: String,
     target_id: Uuid,
     correlation_id: String,
-    /// As Postgres writes a `jsonb` down, which is the same text for the same value.
+    /// As Postgres prints a `jsonb`: the same value has the same text.
     metadata: String,
     pub(super) at: Timestamp,
 }
 
-/// Where a row stands in the order of its shard's commits.
+/// The position of a row in the order of its shard's commits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub(super) struct RowPlace {
+pub(super) struct RowPosition {
     pub(super) epoch: i64,
     pub(super) seq: i64,
 }
 
-impl Sealable {
+impl HashedRow {
     pub(super) fn of(row: &PgRow) -> Result<Self, sqlx::Error> {
         Ok(Self {
             shard: row.try_get("shard")?,
-            place: RowPlace { epoch: row.try_get("epoch")?, seq: row.try_get("seq")? },
+            place: RowPosition { epoch: row.try_get("epoch")?, seq: row.try_get("seq")? },
             actor: row.try_get("actor")?,
             action: row.try_get("action")?,
             target_kind: row.try_get("target_kind")?,
@@ -54,7 +54,7 @@ impl Sealable {
         })
     }
 
-    /// SHA-256 of every column. Texts go in with their length, so that no two rows are written alike.
+    /// SHA-256 of every column. Texts are length-prefixed, so that no two rows have the same input.
     pub(super) fn digest(&self) -> Hash {
         let mut hash = Sha256::new();
         hash.update(b"gpuaas audit row v1");
@@ -71,7 +71,7 @@ impl Sealable {
     }
 }
 
-/// What a shard's chain begins with.
+/// The first link of a shard's chain.
 pub(super) fn genesis(shard: Shard) -> Hash {
     let mut hash = Sha256::new();
     hash.update(b"gpuaas audit chain v1");
@@ -89,13 +89,13 @@ pub(super) fn link(before: &Hash, number: i64, row: &Hash) -> Hash {
     hash.finalize().into()
 }
 
-/// What a shard's chain had come to at an instant.
+/// The head of a shard's chain at an instant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Head {
+pub struct ChainHead {
     pub shard: Shard,
-    /// How many rows were sealed by then.
+    /// The number of sealed rows by then.
     pub number: i64,
-    /// The place of the last of them.
+    /// The position of the last of them.
     pub epoch: i64,
     pub seq: i64,
     #[serde(with = "hex::serde")]
@@ -103,9 +103,9 @@ pub struct Head {
     pub sealed_at: Timestamp,
 }
 
-impl Head {
-    pub(super) const fn place(&self) -> RowPlace {
-        RowPlace { epoch: self.epoch, seq: self.seq }
+impl ChainHead {
+    pub(super) const fn position(&self) -> RowPosition {
+        RowPosition { epoch: self.epoch, seq: self.seq }
     }
 
     fn bytes(&self) -> Vec<u8> {
@@ -119,11 +119,11 @@ impl Head {
     }
 }
 
-/// A head that may be shown to anybody, and kept anywhere.
+/// A head that may be published and stored anywhere.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SignedHead {
     #[serde(flatten)]
-    pub head: Head,
+    pub head: ChainHead,
     pub key_id: String,
     /// Ed25519.
     #[serde(with = "hex::serde")]
@@ -134,7 +134,7 @@ impl SignedHead {
     pub(super) const COLUMNS: &str = "shard, number, epoch, seq, hash, sealed_at, key_id, signature";
 
     pub(crate) fn of(row: &PgRow) -> Result<Self, sqlx::Error> {
-        let head = Head {
+        let head = ChainHead {
             shard: Shard(u8::try_from(row.try_get::<i16, _>("shard")?).map_err(damaged)?),
             number: row.try_get("number")?,
             epoch: row.try_get("epoch")?,
@@ -146,7 +146,7 @@ impl SignedHead {
     }
 }
 
-/// Bytes of another length are no bytes that we wrote: they match nothing.
+/// Bytes of another length were not written by this code: they match nothing.
 pub(super) fn array<const N: usize>(bytes: Vec<u8>) -> [u8; N] {
     bytes.try_into().unwrap_or([0; N])
 }
@@ -164,7 +164,7 @@ impl AuditKey {
         Self { key, id }
     }
 
-    /// In hexadecimal: what an auditor pins.
+    /// In hexadecimal, as an auditor pins it.
     #[must_use]
     pub fn public_key(&self) -> String {
         hex::encode(self.key.verifying_key().as_bytes())
@@ -178,20 +178,20 @@ impl AuditKey {
         self.key.sign(bytes).to_bytes()
     }
 
-    pub(super) fn sign_head(&self, head: Head) -> SignedHead {
+    pub(super) fn sign_head(&self, head: ChainHead) -> SignedHead {
         let signature = self.sign(&head.bytes());
         SignedHead { head, key_id: self.id.clone(), signature }
     }
 }
 
-/// The public keys that a signature may be by.
+/// The public keys that may have signed.
 #[derive(Clone, Debug, Default)]
 pub struct AuditKeys(BTreeMap<String, VerifyingKey>);
 
-/// A text that is no Ed25519 public key.
+/// A text is not an Ed25519 public key.
 #[derive(Debug, thiserror::Error)]
 #[error("{0:?} is no Ed25519 public key in 64 hexadecimal digits")]
-pub struct BadKey(String);
+pub struct InvalidAuditKey(String);
 
 impl AuditKeys {
     #[must_use]
@@ -203,13 +203,13 @@ impl AuditKeys {
     /// Public keys in hexadecimal.
     ///
     /// # Errors
-    /// [`BadKey`]
-    pub fn parse<'a>(texts: impl IntoIterator<Item = &'a str>) -> Result<Self, BadKey> {
+    /// [`InvalidAuditKey`]
+    pub fn parse<'a>(texts: impl IntoIterator<Item = &'a str>) -> Result<Self, InvalidAuditKey> {
         let read = |text: &str| {
             let bytes: [u8; 32] = hex::decode(text.trim()).ok()?.try_into().ok()?;
             VerifyingKey::from_bytes(&bytes).ok()
         };
-        let keys = texts.into_iter().map(|text| read(text).ok_or_else(|| BadKey(text.to_owned())));
+        let keys = texts.into_iter().map(|text| read(text).ok_or_else(|| InvalidAuditKey(text.to_owned())));
         let keys: Vec<_> = keys.collect::<Result<_, _>>()?;
         Ok(Self(keys.into_iter().map(|key| (id_of(&key), key)).collect()))
     }
@@ -235,20 +235,20 @@ fn id_of(key: &VerifyingKey) -> String {
 mod tests {
     use super::*;
 
-    fn head() -> Head {
+    fn head() -> ChainHead {
         let sealed_at = Timestamp::from_timestamp_micros(1_750_000_000_123_456).unwrap();
-        Head { shard: Shard(7), number: 3, epoch: 2, seq: 9, hash: [5; 32], sealed_at }
+        ChainHead { shard: Shard(7), number: 3, epoch: 2, seq: 9, hash: [5; 32], sealed_at }
     }
 
     #[test]
-    fn a_signed_head_survives_json_and_no_change_of_it_does() {
+    fn signed_head_survives_json_and_any_change_breaks_its_signature() {
         let key = AuditKey::new(SigningKey::from_bytes(&[1; 32]));
         let keys = AuditKeys::parse([key.public_key().as_str()]).unwrap();
         let signed = key.sign_head(head());
         let back: SignedHead = serde_json::from_str(&serde_json::to_string(&signed).unwrap()).unwrap();
         assert_eq!(back, signed);
         assert!(keys.signed(&back));
-        let changes: [fn(&mut Head); 6] = [
+        let changes: [fn(&mut ChainHead); 6] = [
             |head| head.shard = Shard(8),
             |head| head.number = 4,
             |head| head.epoch = 3,
@@ -265,14 +265,14 @@ mod tests {
     }
 
     #[test]
-    fn a_text_that_is_no_key_is_refused() {
+    fn malformed_audit_key_is_refused() {
         for bad in ["", "00", "zz", &"f".repeat(63), &"0".repeat(66)] {
             assert!(AuditKeys::parse([bad]).is_err(), "{bad}");
         }
     }
 
     #[test]
-    fn chains_of_two_shards_begin_apart_and_a_link_holds_its_number() {
+    fn chains_of_two_shards_begin_differently_and_a_link_covers_its_number() {
         assert_ne!(genesis(Shard(0)), genesis(Shard(1)));
         assert_ne!(link(&[0; 32], 1, &[1; 32]), link(&[0; 32], 2, &[1; 32]));
     }

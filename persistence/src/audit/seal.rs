@@ -1,11 +1,11 @@
-//! Extends the chains of the shards that a member owns.
+//! The sealer: extends the chains of the shards that a member owns.
 //!
-//! A shard's rows become visible in the order of their places: its commits run through one lane, and a takeover waits for the
-//! statement under way. So whatever follows the head can be sealed as it is found. The shard's row is locked and its owner and
-//! epoch are checked as a commit does it: a member that lost the shard seals nothing there.
+//! A shard's rows become visible in the order of their positions: its commits run through one lane, and a takeover waits for the
+//! statement in flight. So all rows after the head can be sealed as they are found. The shard's row is locked and its owner and epoch
+//! are checked as by a commit: a member that lost the shard seals nothing there.
 
-use super::chain::{AuditKey, AuditKeys, COLUMNS, Head, Sealable, SignedHead, genesis, link};
-use crate::error::{Doing, StoreError, damaged};
+use super::chain::{AuditKey, AuditKeys, COLUMNS, ChainHead, HashedRow, SignedHead, genesis, link};
+use crate::error::{OperationContext, StoreError, damaged};
 use crate::pool::begin_locking;
 use domain::commit::Epoch;
 use domain::id::{MemberId, Shard};
@@ -13,38 +13,37 @@ use domain::machine::Timestamp;
 use sqlx::{PgConnection, PgPool, Row};
 use std::collections::BTreeMap;
 
-/// Rows of one shard that are sealed in one turn; the rest follow in the next. A takeover waits for a turn, so that it is short.
-const OF_A_SHARD: i64 = 64;
+/// Rows of one shard that are sealed in one run; the rest follow in the next. A takeover waits for a run, so it is short.
+const ROWS_PER_SHARD: i64 = 64;
 
-/// Seals for one member.
+/// Seals the audit rows of one member's shards.
 pub struct Sealer {
     pool: PgPool,
     me: MemberId,
     key: AuditKey,
     keys: AuditKeys,
-    /// The last head of each shard that this process has signed or was told of. A chain only grows: what the database says must
-    /// not fall behind this.
-    known: BTreeMap<Shard, Head>,
+    /// The last head of each shard that this process has signed or learned. A chain only grows: the database must not fall behind this.
+    known: BTreeMap<Shard, ChainHead>,
 }
 
-/// What a turn did.
+/// The result of a run.
 #[derive(Debug, Default)]
-pub struct Turn {
+pub struct SealRun {
     /// One for each shard in which something was sealed.
     pub heads: Vec<SignedHead>,
     pub sealed: u64,
-    /// Rows that waited when the turn began.
+    /// Rows that waited when the run began.
     pub waited: u64,
     /// When the oldest of them was written.
     pub oldest: Option<Timestamp>,
-    /// True where more waits than one turn seals.
+    /// True where more rows wait than one run seals.
     pub more: bool,
-    pub broken: Vec<Broken>,
+    pub broken: Vec<BrokenChain>,
 }
 
-/// A chain that cannot be gone on with: somebody changed what is never changed.
+/// A chain that cannot be extended: its rows, which never change, were changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Broken {
+pub struct BrokenChain {
     pub shard: Shard,
     pub reason: String,
 }
@@ -56,43 +55,43 @@ impl Sealer {
         Self { pool, me, key, keys, known: BTreeMap::new() }
     }
 
-    /// Tells the sealer of a head that is kept elsewhere: a database that has fallen behind it was cut or put back. What was not
-    /// signed by this control plane's key is not believed.
-    pub fn learn(&mut self, head: &SignedHead) {
+    /// Adds a head that is stored elsewhere: a database that has fallen behind it was truncated or restored. A head that was not signed
+    /// by this control plane's key is ignored.
+    pub fn learn_head(&mut self, head: &SignedHead) {
         if self.keys.signed(head) {
-            self.note(head.head.clone());
+            self.remember_head(head.head.clone());
         }
     }
 
-    fn note(&mut self, head: Head) {
+    fn remember_head(&mut self, head: ChainHead) {
         let known = self.known.entry(head.shard).or_insert_with(|| head.clone());
         if known.number < head.number {
             *known = head;
         }
     }
 
-    /// Seals what waits in these shards.
+    /// Seals the waiting rows of these shards.
     ///
     /// # Errors
-    /// [`StoreError`]; whether it was sealed is seen at the next turn.
-    pub async fn turn(&mut self, terms: &[(Shard, Epoch)], now: Timestamp) -> Result<Turn, StoreError> {
-        let mut turn = Turn::default();
+    /// [`StoreError`]; whether it was sealed is known in the next run.
+    pub async fn run(&mut self, terms: &[(Shard, Epoch)], now: Timestamp) -> Result<SealRun, StoreError> {
+        let mut run = SealRun::default();
         let mut transaction = begin_locking(&self.pool).await.doing("sealing the audit log")?;
-        let waiting = self.waiting(&mut transaction, terms, &mut turn).await?;
+        let waiting = self.waiting(&mut transaction, terms, &mut run).await?;
         if waiting.is_empty() {
-            return Ok(turn);
+            return Ok(run);
         }
-        let heads = self.held(&mut transaction, &waiting, &mut turn).await?;
+        let heads = self.lock_shards(&mut transaction, &waiting, &mut run).await?;
         let rows = next_rows(&mut transaction, &heads).await?;
-        let sealed = self.chain(rows, heads, now, &mut turn);
+        let sealed = self.chain(rows, heads, now, &mut run);
         write(&mut transaction, &sealed).await?;
         transaction.commit().await.doing("sealing the audit log")?;
         for signed in &sealed.heads {
-            self.note(signed.head.clone());
+            self.remember_head(signed.head.clone());
         }
-        turn.sealed = sealed.seals.len() as u64;
-        turn.heads = sealed.heads;
-        Ok(turn)
+        run.sealed = sealed.seals.len() as u64;
+        run.heads = sealed.heads;
+        Ok(run)
     }
 
     /// The shards in which rows wait, with their terms.
@@ -100,7 +99,7 @@ impl Sealer {
         &self,
         connection: &mut PgConnection,
         terms: &[(Shard, Epoch)],
-        turn: &mut Turn,
+        run: &mut SealRun,
     ) -> Result<Vec<(Shard, Epoch)>, StoreError> {
         let rows = sqlx::query(
             "SELECT term.shard, term.epoch, waiting.rows, waiting.oldest
@@ -121,7 +120,7 @@ impl Sealer {
         )
         .bind(terms.iter().map(|(shard, _)| i16::from(shard.0)).collect::<Vec<_>>())
         .bind(terms.iter().map(|(_, epoch)| epoch.0).collect::<Vec<_>>())
-        .bind(OF_A_SHARD + 1)
+        .bind(ROWS_PER_SHARD + 1)
         .fetch_all(connection)
         .await
         .doing("looking for audit rows to seal")?;
@@ -133,21 +132,21 @@ impl Sealer {
                 Ok((shard_of(row)?, Epoch(row.try_get("epoch")?), count, oldest))
             };
             let (shard, epoch, count, oldest) = read().doing("looking for audit rows to seal")?;
-            turn.waited += count.unsigned_abs();
-            turn.oldest = turn.oldest.into_iter().chain(oldest).min();
-            turn.more |= count > OF_A_SHARD;
+            run.waited += count.unsigned_abs();
+            run.oldest = run.oldest.into_iter().chain(oldest).min();
+            run.more |= count > ROWS_PER_SHARD;
             waiting.push((shard, epoch));
         }
         Ok(waiting)
     }
 
-    /// Locks those of the shards that are still ours, and answers what their chains have come to.
-    async fn held(
+    /// Locks those of the shards that this member still owns, and returns their chains' heads.
+    async fn lock_shards(
         &mut self,
         connection: &mut PgConnection,
         waiting: &[(Shard, Epoch)],
-        turn: &mut Turn,
-    ) -> Result<BTreeMap<Shard, Option<Head>>, StoreError> {
+        run: &mut SealRun,
+    ) -> Result<BTreeMap<Shard, Option<ChainHead>>, StoreError> {
         const DOING: &str = "locking shards to seal their audit rows";
         let (shards, epochs): (Vec<_>, Vec<_>) =
             waiting.iter().map(|(shard, epoch)| (i16::from(shard.0), epoch.0)).unzip();
@@ -162,7 +161,7 @@ impl Sealer {
         .fetch_all(&mut *connection)
         .await
         .doing(DOING)?;
-        // Read after the lock: whoever sealed before has committed by now.
+        // Read after the lock: an earlier sealer has committed by now.
         let query = format!(
             "SELECT DISTINCT ON (shard) {} FROM audit_head WHERE shard = ANY ($1) ORDER BY shard, number DESC",
             SignedHead::COLUMNS
@@ -176,18 +175,18 @@ impl Sealer {
         let mut heads = BTreeMap::new();
         for shard in held {
             let shard = Shard(u8::try_from(shard).map_err(damaged).doing(DOING)?);
-            match self.judge(shard, found.remove(&shard)) {
+            match self.check_head(shard, found.remove(&shard)) {
                 Ok(head) => {
                     heads.insert(shard, head);
                 }
-                Err(reason) => turn.broken.push(Broken { shard, reason }),
+                Err(reason) => run.broken.push(BrokenChain { shard, reason }),
             }
         }
         Ok(heads)
     }
 
-    /// Whether the chain can be gone on with from what the database says.
-    fn judge(&self, shard: Shard, found: Option<SignedHead>) -> Result<Option<Head>, String> {
+    /// Whether the chain can be extended from the head in the database.
+    fn check_head(&self, shard: Shard, found: Option<SignedHead>) -> Result<Option<ChainHead>, String> {
         if let Some(found) = &found
             && !self.keys.signed(found)
         {
@@ -207,20 +206,20 @@ impl Sealer {
 
     fn chain(
         &self,
-        rows: Vec<Sealable>,
-        mut heads: BTreeMap<Shard, Option<Head>>,
+        rows: Vec<HashedRow>,
+        mut heads: BTreeMap<Shard, Option<ChainHead>>,
         now: Timestamp,
-        turn: &mut Turn,
-    ) -> Sealed {
-        let mut sealed = Sealed::default();
-        let mut moved: BTreeMap<Shard, Head> = BTreeMap::new();
+        run: &mut SealRun,
+    ) -> SealBatch {
+        let mut sealed = SealBatch::default();
+        let mut moved: BTreeMap<Shard, ChainHead> = BTreeMap::new();
         for row in rows {
             let Ok(shard) = u8::try_from(row.shard).map(Shard) else { continue };
             let Some(last) = heads.get_mut(&shard) else { continue };
-            if last.as_ref().is_some_and(|head| head.place() >= row.place) {
-                // Two rows at one place: the committer gives each place once.
+            if last.as_ref().is_some_and(|head| head.position() >= row.place) {
+                // Two rows at one position: the committer uses each position once.
                 let reason = format!("there are two audit rows at epoch {}, seq {}", row.place.epoch, row.place.seq);
-                turn.broken.push(Broken { shard, reason });
+                run.broken.push(BrokenChain { shard, reason });
                 heads.remove(&shard);
                 moved.remove(&shard);
                 sealed.seals.retain(|seal| seal.shard != shard);
@@ -228,7 +227,7 @@ impl Sealer {
             }
             let (number, before) = last.as_ref().map_or((1, genesis(shard)), |head| (head.number + 1, head.hash));
             let hash = link(&before, number, &row.digest());
-            let head = Head { shard, number, epoch: row.place.epoch, seq: row.place.seq, hash, sealed_at: now };
+            let head = ChainHead { shard, number, epoch: row.place.epoch, seq: row.place.seq, hash, sealed_at: now };
             sealed.seals.push(head.clone());
             moved.insert(shard, head.clone());
             *last = Some(head);
@@ -238,10 +237,10 @@ impl Sealer {
     }
 }
 
-/// What a turn writes.
+/// The rows that a run writes.
 #[derive(Default)]
-struct Sealed {
-    seals: Vec<Head>,
+struct SealBatch {
+    seals: Vec<ChainHead>,
     heads: Vec<SignedHead>,
 }
 
@@ -249,11 +248,11 @@ fn shard_of(row: &sqlx::postgres::PgRow) -> Result<Shard, sqlx::Error> {
     u8::try_from(row.try_get::<i16, _>("shard")?).map(Shard).map_err(damaged)
 }
 
-/// The rows that follow these heads, in the order of their places.
+/// The rows after these heads, in the order of their positions.
 async fn next_rows(
     connection: &mut PgConnection,
-    heads: &BTreeMap<Shard, Option<Head>>,
-) -> Result<Vec<Sealable>, StoreError> {
+    heads: &BTreeMap<Shard, Option<ChainHead>>,
+) -> Result<Vec<HashedRow>, StoreError> {
     let query = format!(
         "SELECT next.* FROM unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS head (shard, epoch, seq)
          CROSS JOIN LATERAL (
@@ -263,19 +262,19 @@ async fn next_rows(
          ) AS next
          ORDER BY next.shard, next.epoch, next.seq"
     );
-    let place = |head: &Option<Head>| head.as_ref().map_or((-1, -1), |head| (head.epoch, head.seq));
+    let place = |head: &Option<ChainHead>| head.as_ref().map_or((-1, -1), |head| (head.epoch, head.seq));
     let rows = sqlx::query(sqlx::AssertSqlSafe(query))
         .bind(heads.keys().map(|shard| i16::from(shard.0)).collect::<Vec<_>>())
         .bind(heads.values().map(|head| place(head).0).collect::<Vec<_>>())
         .bind(heads.values().map(|head| place(head).1).collect::<Vec<_>>())
-        .bind(OF_A_SHARD)
+        .bind(ROWS_PER_SHARD)
         .fetch_all(connection)
         .await;
-    let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(Sealable::of).collect());
+    let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(HashedRow::of).collect());
     rows.doing("reading audit rows to seal")
 }
 
-async fn write(connection: &mut PgConnection, sealed: &Sealed) -> Result<(), StoreError> {
+async fn write(connection: &mut PgConnection, sealed: &SealBatch) -> Result<(), StoreError> {
     let seals = &sealed.seals;
     sqlx::query(
         "INSERT INTO audit_seal (shard, number, epoch, seq, hash)

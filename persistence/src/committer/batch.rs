@@ -1,11 +1,11 @@
-//! Transitions on their way into one statement, and what the statement says of each.
+//! The transitions of one statement, and the reading of its result.
 
 use super::Sequences;
-use super::under_way::{Crossing, UnderWay};
+use super::in_flight::{InFlightCommit, InFlightCommits};
 use crate::outbox::OutboxRow;
-use crate::seal::Seals;
-use domain::audit::Audit;
-use domain::commit::{CommandRecord, Commit, Done, Footing, Outcome};
+use crate::snapshot_seal::SnapshotSealer;
+use domain::audit::AuditRecord;
+use domain::commit::{CommandRecord, Commit, CommitOutcome, CompletedCommand, Precondition};
 use domain::event::Event;
 use domain::id::{EventId, MemberId, Shard};
 use domain::ledger::Posting;
@@ -22,27 +22,27 @@ pub(super) const BATCH: &str = include_str!("batch.sql");
 /// A transition that waits for its commit.
 pub(super) struct Job {
     commit: Commit,
-    /// The events and the audit rows' metadata as JSON, written by the one who asks, so that the worker only moves bytes.
+    /// The events and the audit rows' metadata as JSON. The caller encodes them, so that the worker only moves bytes.
     events: Vec<String>,
     metadata: Vec<String>,
-    /// Binds the snapshot to this member.
+    /// The MAC that binds the snapshot to this member.
     seal: Option<Vec<u8>>,
-    /// The first of its numbers: the history row's; audit rows and events follow.
+    /// The first of its sequence numbers: the history row's; audit rows and events follow.
     seq: i64,
-    answer: oneshot::Sender<Outcome>,
-    _crossing: Crossing,
+    answer: oneshot::Sender<CommitOutcome>,
+    _in_flight: InFlightCommit,
 }
 
 impl Job {
     /// # Errors
-    /// [`Outcome::Refused`] where an event or an audit row cannot be written as JSON, or the snapshot is none.
+    /// [`CommitOutcome::Refused`] where an event or an audit row cannot be written as JSON, or the snapshot is none.
     pub(super) fn new(
         commit: Commit,
-        answer: oneshot::Sender<Outcome>,
-        seals: Option<&Seals>,
-        under_way: &UnderWay,
-    ) -> Result<Self, Outcome> {
-        let refused = |error: serde_json::Error| Outcome::Refused { constraint: format!("not JSON: {error}") };
+        answer: oneshot::Sender<CommitOutcome>,
+        seals: Option<&SnapshotSealer>,
+        in_flight: &InFlightCommits,
+    ) -> Result<Self, CommitOutcome> {
+        let refused = |error: serde_json::Error| CommitOutcome::Refused { constraint: format!("not JSON: {error}") };
         let events = commit.outbox.iter().map(|(_, event)| serde_json::to_string(event));
         let events = events.collect::<Result<_, _>>().map_err(refused)?;
         let metadata = commit.audit.iter().map(|audit| serde_json::to_string(&audit.metadata));
@@ -50,12 +50,12 @@ impl Job {
         let version = commit.expected_version + 1;
         let seal =
             seals.map(|seals| seals.seal(commit.entity, version, &commit.snapshot)).transpose().map_err(refused)?;
-        let _crossing = under_way.enter(commit.entity.id);
-        Ok(Self { commit, events, metadata, seal, seq: 0, answer, _crossing })
+        let _in_flight = in_flight.enter(commit.entity.id);
+        Ok(Self { commit, events, metadata, seal, seq: 0, answer, _in_flight })
     }
 
-    pub(super) fn answer(self, outcome: Outcome) {
-        // The asker may be gone: then nobody is told.
+    pub(super) fn answer(self, outcome: CommitOutcome) {
+        // The caller may have stopped waiting.
         let _ = self.answer.send(outcome);
     }
 
@@ -79,33 +79,33 @@ impl Job {
                 created_at: at,
             });
         }
-        let _ = self.answer.send(Outcome::Applied);
+        let _ = self.answer.send(CommitOutcome::Applied);
     }
 }
 
-/// What goes into one statement at most.
+/// The limits of one statement.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limit {
+pub(super) struct BatchLimit {
     pub(super) transitions: usize,
-    /// One transition may have more: then it goes alone.
+    /// One transition may have more: it is then written alone.
     pub(super) postings: usize,
 }
 
-/// Of a batch's requests, so many are named in a line of log.
-const NAMED: usize = 16;
+/// The most correlation ids of a batch in one log line.
+const LOGGED_REQUESTS_MAX: usize = 16;
 
-/// A row that is written beside a transition.
-struct Beside<'a, T> {
-    /// The transition's place in the statement's arrays, from 1.
+/// An audit row or event of a transition.
+struct ExtraRow<'a, T> {
+    /// The transition's index in the statement's arrays, from 1.
     ord: i64,
     seq: i64,
     row: &'a T,
     json: &'a str,
 }
 
-fn beside<'a, T>(ord: i64, first: i64, rows: &'a [T], json: &'a [String]) -> impl Iterator<Item = Beside<'a, T>> {
+fn extra_rows<'a, T>(ord: i64, first: i64, rows: &'a [T], json: &'a [String]) -> impl Iterator<Item = ExtraRow<'a, T>> {
     let numbered = (first..).zip(rows.iter().zip(json));
-    numbered.map(move |(seq, (row, json))| Beside { ord, seq, row, json })
+    numbered.map(move |(seq, (row, json))| ExtraRow { ord, seq, row, json })
 }
 
 /// Transitions of different entities and different commands, sorted by entity id and numbered.
@@ -114,9 +114,9 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// Takes from what is waiting, oldest first, up to the limit. A second transition of an entity, or a second use of a command
-    /// id, stays for the next batch; who no longer waits for the answer is left out.
-    pub(super) fn take(waiting: &mut VecDeque<Job>, limit: Limit, sequences: &Sequences) -> Self {
+    /// Takes from the queue, oldest first, up to the limit. A second transition of an entity, or a second use of a command id, stays
+    /// for the next batch; one whose caller no longer waits is dropped.
+    pub(super) fn take(waiting: &mut VecDeque<Job>, limit: BatchLimit, sequences: &Sequences) -> Self {
         let mut jobs = Vec::with_capacity(waiting.len().min(limit.transitions));
         let mut postings = 0;
         let mut entities = HashSet::with_capacity(jobs.capacity());
@@ -132,7 +132,7 @@ impl Batch {
                 continue;
             }
             let command = job.command().map(|command| command.id);
-            // An entity that had to stay keeps its later transitions behind it.
+            // Later transitions of an entity that stays keep their order behind it.
             let first = entities.insert(job.commit.entity.id);
             if first && command.is_none_or(|id| commands.insert(id)) {
                 jobs.push(job);
@@ -161,7 +161,7 @@ impl Batch {
     }
 
     /// The same answer for all.
-    pub(super) fn answer(self, outcome: &Outcome) {
+    pub(super) fn answer(self, outcome: &CommitOutcome) {
         for job in self.jobs {
             job.answer(outcome.clone());
         }
@@ -170,7 +170,7 @@ impl Batch {
     /// For the log: the requests that its transitions go back to, the first few of them.
     pub(super) fn correlation_ids(&self) -> String {
         let ids: BTreeSet<&str> = self.jobs.iter().map(|job| job.commit.correlation_id.as_str()).collect();
-        ids.into_iter().take(NAMED).collect::<Vec<_>>().join(" ")
+        ids.into_iter().take(LOGGED_REQUESTS_MAX).collect::<Vec<_>>().join(" ")
     }
 
     /// Runs the statement.
@@ -183,47 +183,47 @@ impl Batch {
         sqlx::query(BATCH)
             .bind(member.0)
             .bind(shards.iter().map(|shard| i16::from(shard.0)).bind_iter())
-            .bind(self.each(|job| job.commit.entity.id).bind_iter())
-            .bind(self.each(|job| job.commit.entity.kind.as_str()).bind_iter())
-            .bind(self.each(|job| i16::from(job.commit.shard.0)).bind_iter())
-            .bind(self.each(|job| job.commit.epoch.0).bind_iter())
-            .bind(self.each(|job| job.seq).bind_iter())
-            .bind(self.each(|job| job.commit.expected_version).bind_iter())
-            .bind(self.each(|job| job.commit.snapshot.as_str()).bind_iter())
-            .bind(self.each(|job| job.commit.from_state).bind_iter())
-            .bind(self.each(|job| job.commit.to_state).bind_iter())
-            .bind(self.each(|job| job.commit.keys.owner.as_deref()).bind_iter())
-            .bind(self.each(|job| job.commit.keys.sku).bind_iter())
-            .bind(self.each(|job| job.commit.keys.unique_name.as_deref()).bind_iter())
-            .bind(self.each(|job| job.commit.timer.as_ref().map(|timer| timer.wake_at)).bind_iter())
-            .bind(self.each(|job| job.commit.timer.as_ref().and_then(|timer| timer.deadline_at)).bind_iter())
-            .bind(self.each(|job| job.commit.timer.as_ref().map(|timer| timer.reason.as_str())).bind_iter())
-            .bind(self.each(|job| job.commit.at).bind_iter())
-            .bind(self.each(|job| job.commit.command_name).bind_iter())
-            .bind(self.each(|job| job.command().map(|command| command.id.0)).bind_iter())
-            .bind(self.each(|job| job.command().map(|command| command.digest.as_slice())).bind_iter())
-            .bind(self.each(|job| job.command().and_then(|command| command.reply.as_deref())).bind_iter())
-            .bind(self.each(|job| job.command().and_then(|command| command.consumes).map(|id| id.0)).bind_iter())
-            .bind(self.each(|job| job.commit.why.as_str()).bind_iter())
-            .bind(self.each(|job| job.commit.actor.as_str()).bind_iter())
-            .bind(self.each(|job| job.commit.correlation_id.as_str()).bind_iter())
-            .bind(self.each(|job| job.commit.traceparent.as_deref()).bind_iter())
-            .bind(self.audits().map(|said| said.ord).bind_iter())
-            .bind(self.audits().map(|said| said.seq).bind_iter())
-            .bind(self.audits().map(|said| said.row.action.as_str()).bind_iter())
-            .bind(self.audits().map(|said| said.row.target.kind.as_str()).bind_iter())
-            .bind(self.audits().map(|said| said.row.target.id).bind_iter())
-            .bind(self.audits().map(|said| said.json).bind_iter())
-            .bind(self.events().map(|told| told.ord).bind_iter())
-            .bind(self.events().map(|told| told.row.0.0).bind_iter())
-            .bind(self.events().map(|told| told.seq).bind_iter())
-            .bind(self.events().map(|told| told.row.1.subject()).bind_iter())
-            .bind(self.events().map(|told| told.json).bind_iter())
-            .bind(self.resting().bind_iter())
-            .bind(self.each(|job| job.commit.tracestate.as_deref()).bind_iter())
-            .bind(self.footings().map(|(ord, _)| ord).bind_iter())
-            .bind(self.footings().map(|(_, footing)| footing.entity).bind_iter())
-            .bind(self.footings().map(|(_, footing)| footing.version).bind_iter())
+            .bind(self.column(|job| job.commit.entity.id).bind_iter())
+            .bind(self.column(|job| job.commit.entity.kind.as_str()).bind_iter())
+            .bind(self.column(|job| i16::from(job.commit.shard.0)).bind_iter())
+            .bind(self.column(|job| job.commit.epoch.0).bind_iter())
+            .bind(self.column(|job| job.seq).bind_iter())
+            .bind(self.column(|job| job.commit.expected_version).bind_iter())
+            .bind(self.column(|job| job.commit.snapshot.as_str()).bind_iter())
+            .bind(self.column(|job| job.commit.from_state).bind_iter())
+            .bind(self.column(|job| job.commit.to_state).bind_iter())
+            .bind(self.column(|job| job.commit.keys.owner.as_deref()).bind_iter())
+            .bind(self.column(|job| job.commit.keys.sku).bind_iter())
+            .bind(self.column(|job| job.commit.keys.unique_name.as_deref()).bind_iter())
+            .bind(self.column(|job| job.commit.timer.as_ref().map(|timer| timer.wake_at)).bind_iter())
+            .bind(self.column(|job| job.commit.timer.as_ref().and_then(|timer| timer.deadline_at)).bind_iter())
+            .bind(self.column(|job| job.commit.timer.as_ref().map(|timer| timer.reason.as_str())).bind_iter())
+            .bind(self.column(|job| job.commit.at).bind_iter())
+            .bind(self.column(|job| job.commit.command_name).bind_iter())
+            .bind(self.column(|job| job.command().map(|command| command.id.0)).bind_iter())
+            .bind(self.column(|job| job.command().map(|command| command.digest.as_slice())).bind_iter())
+            .bind(self.column(|job| job.command().and_then(|command| command.reply.as_deref())).bind_iter())
+            .bind(self.column(|job| job.command().and_then(|command| command.consumes).map(|id| id.0)).bind_iter())
+            .bind(self.column(|job| job.commit.why.as_str()).bind_iter())
+            .bind(self.column(|job| job.commit.actor.as_str()).bind_iter())
+            .bind(self.column(|job| job.commit.correlation_id.as_str()).bind_iter())
+            .bind(self.column(|job| job.commit.traceparent.as_deref()).bind_iter())
+            .bind(self.audits().map(|audit| audit.ord).bind_iter())
+            .bind(self.audits().map(|audit| audit.seq).bind_iter())
+            .bind(self.audits().map(|audit| audit.row.action.as_str()).bind_iter())
+            .bind(self.audits().map(|audit| audit.row.target.kind.as_str()).bind_iter())
+            .bind(self.audits().map(|audit| audit.row.target.id).bind_iter())
+            .bind(self.audits().map(|audit| audit.json).bind_iter())
+            .bind(self.events().map(|event| event.ord).bind_iter())
+            .bind(self.events().map(|event| event.row.0.0).bind_iter())
+            .bind(self.events().map(|event| event.seq).bind_iter())
+            .bind(self.events().map(|event| event.row.1.subject()).bind_iter())
+            .bind(self.events().map(|event| event.json).bind_iter())
+            .bind(self.without_timer().bind_iter())
+            .bind(self.column(|job| job.commit.tracestate.as_deref()).bind_iter())
+            .bind(self.preconditions().map(|(ord, _)| ord).bind_iter())
+            .bind(self.preconditions().map(|(_, footing)| footing.entity).bind_iter())
+            .bind(self.preconditions().map(|(_, footing)| footing.version).bind_iter())
             .bind(self.postings().map(|(ord, _)| ord).bind_iter())
             .bind(self.postings().map(|(_, posting)| posting.number).bind_iter())
             .bind(self.postings().map(|(_, posting)| posting.kind.name()).bind_iter())
@@ -239,48 +239,48 @@ impl Batch {
             .bind(self.postings().map(|(_, posting)| posting.reason.as_deref()).bind_iter())
             .bind(self.postings().map(|(_, posting)| posting.source.as_ref()?.payment_id.map(|id| id.0)).bind_iter())
             .bind(self.postings().map(|(_, posting)| Some(posting.source.as_ref()?.reference.as_str())).bind_iter())
-            .bind(self.listed(|commit| &commit.claims.added).map(|(ord, ..)| ord).bind_iter())
-            .bind(self.listed(|commit| &commit.claims.added).map(|(.., name)| name).bind_iter())
-            .bind(self.listed(|commit| &commit.claims.dropped).map(|(ord, ..)| ord).bind_iter())
-            .bind(self.listed(|commit| &commit.claims.dropped).map(|(.., name)| name).bind_iter())
-            .bind(self.each(|job| job.seal.as_deref()).bind_iter())
-            .bind(self.listed(|commit| &commit.terms.added).map(|(ord, ..)| ord).bind_iter())
-            .bind(self.listed(|commit| &commit.terms.added).map(|(.., term)| term).bind_iter())
-            .bind(self.listed(|commit| &commit.terms.dropped).map(|(ord, ..)| ord).bind_iter())
-            .bind(self.listed(|commit| &commit.terms.dropped).map(|(.., term)| term).bind_iter())
-            .bind(self.listed(|commit| &commit.terms.dropped).map(|(_, entity, _)| entity).bind_iter())
+            .bind(self.names_of(|commit| &commit.claims.added).map(|(ord, ..)| ord).bind_iter())
+            .bind(self.names_of(|commit| &commit.claims.added).map(|(.., name)| name).bind_iter())
+            .bind(self.names_of(|commit| &commit.claims.dropped).map(|(ord, ..)| ord).bind_iter())
+            .bind(self.names_of(|commit| &commit.claims.dropped).map(|(.., name)| name).bind_iter())
+            .bind(self.column(|job| job.seal.as_deref()).bind_iter())
+            .bind(self.names_of(|commit| &commit.terms.added).map(|(ord, ..)| ord).bind_iter())
+            .bind(self.names_of(|commit| &commit.terms.added).map(|(.., term)| term).bind_iter())
+            .bind(self.names_of(|commit| &commit.terms.dropped).map(|(ord, ..)| ord).bind_iter())
+            .bind(self.names_of(|commit| &commit.terms.dropped).map(|(.., term)| term).bind_iter())
+            .bind(self.names_of(|commit| &commit.terms.dropped).map(|(_, entity, _)| entity).bind_iter())
             .fetch_all(connection)
             .await
     }
 
     /// A column of the transitions.
-    fn each<'a, T>(&'a self, value: impl Fn(&'a Job) -> T) -> impl Iterator<Item = T> {
+    fn column<'a, T>(&'a self, value: impl Fn(&'a Job) -> T) -> impl Iterator<Item = T> {
         self.jobs.iter().map(value)
     }
 
-    fn audits(&self) -> impl Iterator<Item = Beside<'_, Audit>> {
-        (1..).zip(&self.jobs).flat_map(|(ord, job)| beside(ord, job.seq + 1, &job.commit.audit, &job.metadata))
+    fn audits(&self) -> impl Iterator<Item = ExtraRow<'_, AuditRecord>> {
+        (1..).zip(&self.jobs).flat_map(|(ord, job)| extra_rows(ord, job.seq + 1, &job.commit.audit, &job.metadata))
     }
 
-    fn events(&self) -> impl Iterator<Item = Beside<'_, (EventId, Event)>> {
+    fn events(&self) -> impl Iterator<Item = ExtraRow<'_, (EventId, Event)>> {
         (1..).zip(&self.jobs).flat_map(|(ord, job)| {
             let first = job.seq + 1 + count(job.commit.audit.len());
-            beside(ord, first, &job.commit.outbox, &job.events)
+            extra_rows(ord, first, &job.commit.outbox, &job.events)
         })
     }
 
-    /// Entities that wait for nothing and may have waited before.
-    fn resting(&self) -> impl Iterator<Item = Uuid> {
+    /// Entities without a timer that may have had one before.
+    fn without_timer(&self) -> impl Iterator<Item = Uuid> {
         let rests = |job: &&Job| job.commit.timer.is_none() && job.commit.expected_version > 0;
         self.jobs.iter().filter(rests).map(|job| job.commit.entity.id)
     }
 
-    fn footings(&self) -> impl Iterator<Item = (i64, &Footing)> {
-        (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.rests_on.iter().map(move |footing| (ord, footing)))
+    fn preconditions(&self) -> impl Iterator<Item = (i64, &Precondition)> {
+        (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.requires.iter().map(move |footing| (ord, footing)))
     }
 
-    /// The claims or terms of the transitions, each with its transition's place and entity.
-    fn listed(&self, names: impl Fn(&Commit) -> &[String] + Copy) -> impl Iterator<Item = (i64, Uuid, &str)> {
+    /// The claims or terms of the transitions, each with its transition's index and entity.
+    fn names_of(&self, names: impl Fn(&Commit) -> &[String] + Copy) -> impl Iterator<Item = (i64, Uuid, &str)> {
         (1..).zip(&self.jobs).flat_map(move |(ord, job)| {
             names(&job.commit).iter().map(move |name| (ord, job.commit.entity.id, name.as_str()))
         })
@@ -290,9 +290,9 @@ impl Batch {
         (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.postings.iter().map(move |posting| (ord, posting)))
     }
 
-    /// Tells everyone what the statement's answer means for them, and gives what is to be published.
+    /// Sends every caller its outcome, and returns the events to be published.
     pub(super) fn settle(self, answer: &[PgRow]) -> Vec<OutboxRow> {
-        let mut outcomes: Vec<Option<Outcome>> = vec![None; self.jobs.len()];
+        let mut outcomes: Vec<Option<CommitOutcome>> = vec![None; self.jobs.len()];
         for row in answer {
             let read = read(row).unwrap_or_else(|error| {
                 tracing::error!(error = %error, "a row of the store's answer to a batch cannot be read");
@@ -308,30 +308,30 @@ impl Batch {
         let mut published = Vec::new();
         for (job, outcome) in self.jobs.into_iter().zip(outcomes) {
             match outcome {
-                Some(Outcome::Applied) => job.into_rows(&mut published),
+                Some(CommitOutcome::Applied) => job.into_rows(&mut published),
                 Some(outcome) => job.answer(outcome),
-                None => job.answer(Outcome::Unknown { reason: "the store's answer cannot be read".to_owned() }),
+                None => job.answer(CommitOutcome::Unknown { reason: "the store's answer cannot be read".to_owned() }),
             }
         }
         published
     }
 }
 
-/// A row of the answer: places in the batch, from 1, and what became of the transitions there.
-fn read(row: &PgRow) -> Result<Vec<(i64, Outcome)>, sqlx::Error> {
+/// A row of the result: indexes in the batch, from 1, and the outcomes of these transitions.
+fn read(row: &PgRow) -> Result<Vec<(i64, CommitOutcome)>, sqlx::Error> {
     if let Some(applied) = row.try_get::<Option<Vec<i64>>, _>(0)? {
-        return Ok(applied.into_iter().map(|ord| (ord, Outcome::Applied)).collect());
+        return Ok(applied.into_iter().map(|ord| (ord, CommitOutcome::Applied)).collect());
     }
-    // None passed: that row is empty.
+    // Without applied transitions that row is empty.
     let Some(ord) = row.try_get::<Option<i64>, _>(1)? else { return Ok(Vec::new()) };
     let outcome = if !row.try_get::<bool, _>(2)? {
-        Outcome::Fenced
+        CommitOutcome::Fenced
     } else if let Some(entity) = row.try_get::<Option<Uuid>, _>(3)? {
-        Outcome::Duplicate(Done { entity, digest: row.try_get(4)?, reply: row.try_get(5)? })
+        CommitOutcome::Duplicate(CompletedCommand { entity, digest: row.try_get(4)?, reply: row.try_get(5)? })
     } else if let Some(names) = row.try_get::<Option<Vec<String>>, _>(6)? {
-        Outcome::Claimed { holders: names.into_iter().zip(row.try_get::<Vec<Uuid>, _>(7)?).collect() }
+        CommitOutcome::Claimed { holders: names.into_iter().zip(row.try_get::<Vec<Uuid>, _>(7)?).collect() }
     } else {
-        Outcome::Conflict
+        CommitOutcome::Conflict
     };
     Ok(vec![(ord, outcome)])
 }

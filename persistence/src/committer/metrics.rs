@@ -1,9 +1,9 @@
-//! What the committer counts.
+//! The metrics of the committer.
 
-use domain::commit::Outcome;
+use domain::commit::CommitOutcome;
 use prometheus::{Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, Opts, Registry};
 
-/// Counters and histograms of all workers. Registered once; a committer that is started anew goes on with them.
+/// Counters and histograms of all workers. Registered once; a committer that is restarted continues them.
 #[derive(Clone, Debug)]
 pub struct CommitterMetrics {
     pub(super) outcomes: IntCounterVec,
@@ -50,16 +50,16 @@ impl CommitterMetrics {
         Ok(metrics)
     }
 
-    pub(super) fn count(&self, outcome: &Outcome) {
+    pub(super) fn count(&self, outcome: &CommitOutcome) {
         let label = match outcome {
-            Outcome::Applied => "applied",
-            Outcome::Conflict => "conflict",
-            Outcome::Claimed { .. } => "claimed",
-            Outcome::Duplicate(_) => "duplicate",
-            Outcome::Fenced => "fenced",
-            Outcome::Refused { .. } => "refused",
-            Outcome::NotApplied { .. } => "not_applied",
-            Outcome::Unknown { .. } => "unknown",
+            CommitOutcome::Applied => "applied",
+            CommitOutcome::Conflict => "conflict",
+            CommitOutcome::Claimed { .. } => "claimed",
+            CommitOutcome::Duplicate(_) => "duplicate",
+            CommitOutcome::Fenced => "fenced",
+            CommitOutcome::Refused { .. } => "refused",
+            CommitOutcome::NotApplied { .. } => "not_applied",
+            CommitOutcome::Unknown { .. } => "unknown",
         };
         self.outcomes.with_label_values(&[label]).inc();
     }

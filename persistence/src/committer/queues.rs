@@ -1,39 +1,39 @@
-//! What waits at a worker: what somebody waits for, and what can wait, each in a queue of its own. They are written by turns, so that
-//! neither waits for more than one batch of the other; ten thousand accounts whose window ends are not in front of anybody's command.
+//! The queues of a worker: one for transitions with a waiting caller, one for patient ones. Batches alternate between them, so that
+//! neither waits for more than one batch of the other; ten thousand accruals at the end of a window delay no command.
 
-use super::batch::{Batch, Job, Limit};
+use super::batch::{Batch, BatchLimit, Job};
 use super::{CommitterConfig, Sequences};
 use std::collections::VecDeque;
 use tokio::sync::mpsc;
 
 /// Both ends of a worker's queues.
-pub(super) fn queues(config: &CommitterConfig) -> (Ways, Queues) {
+pub(super) fn queues(config: &CommitterConfig) -> (QueueSenders, Queues) {
     let bound = config.queue.max(1);
     let ((soon, from_soon), (patient, from_patient)) = (mpsc::channel(bound), mpsc::channel(bound));
     let transitions = config.batch.max(1);
     let queues = Queues {
-        soon: Queue::new(from_soon, Limit { transitions, postings: usize::MAX }),
-        patient: Queue::new(from_patient, Limit { transitions, postings: config.patient_postings }),
+        soon: Queue::new(from_soon, BatchLimit { transitions, postings: usize::MAX }),
+        patient: Queue::new(from_patient, BatchLimit { transitions, postings: config.patient_postings }),
         patient_was_last: false,
         sequences: config.sequences.clone(),
     };
-    (Ways { soon, patient }, queues)
+    (QueueSenders { soon, patient }, queues)
 }
 
-/// The ways into a worker's queues.
-pub(super) struct Ways {
+/// The senders of a worker's queues.
+pub(super) struct QueueSenders {
     soon: mpsc::Sender<Job>,
     patient: mpsc::Sender<Job>,
 }
 
-impl Ways {
-    /// The one for a transition that can wait, or cannot.
+impl QueueSenders {
+    /// The sender for a patient transition, or for another.
     pub(super) const fn of(&self, patient: bool) -> &mpsc::Sender<Job> {
         if patient { &self.patient } else { &self.soon }
     }
 
-    /// Transitions that wait in front of the worker, and how many may.
-    pub(super) fn filled(&self) -> (usize, usize) {
+    /// The transitions that wait for the worker, and the bound.
+    pub(super) fn depth(&self) -> (usize, usize) {
         let bound = self.soon.max_capacity() + self.patient.max_capacity();
         (bound - self.soon.capacity() - self.patient.capacity(), bound)
     }
@@ -49,7 +49,7 @@ pub(super) struct Queues {
 struct Queue {
     from: mpsc::Receiver<Job>,
     waiting: VecDeque<Job>,
-    limit: Limit,
+    limit: BatchLimit,
 }
 
 impl Queues {
@@ -61,13 +61,13 @@ impl Queues {
         self.soon.from.is_closed() && self.patient.from.is_closed()
     }
 
-    /// Nothing more comes in.
+    /// Refuses further transitions.
     pub(super) fn close(&mut self) {
         self.soon.from.close();
         self.patient.from.close();
     }
 
-    /// Waits for something to write; `false` where nothing will come any more. Nothing is lost where it is not waited to the end.
+    /// Waits for a transition; `false` where none will come any more. Cancel-safe: nothing is lost.
     pub(super) async fn wait(&mut self) -> bool {
         let Self { soon, patient, .. } = self;
         tokio::select! {
@@ -79,10 +79,10 @@ impl Queues {
         true
     }
 
-    /// The next batch, of what waits *now*, and how many do not wait any more.
+    /// The next batch of the waiting transitions, and how many left the queue.
     pub(super) fn take(&mut self) -> (Batch, usize) {
-        self.soon.gather();
-        self.patient.gather();
+        self.soon.fill();
+        self.patient.fill();
         let patient = !self.patient.waiting.is_empty() && (self.soon.waiting.is_empty() || !self.patient_was_last);
         self.patient_was_last = patient;
         let queue = if patient { &mut self.patient } else { &mut self.soon };
@@ -93,12 +93,12 @@ impl Queues {
 }
 
 impl Queue {
-    const fn new(from: mpsc::Receiver<Job>, limit: Limit) -> Self {
+    const fn new(from: mpsc::Receiver<Job>, limit: BatchLimit) -> Self {
         Self { from, waiting: VecDeque::new(), limit }
     }
 
-    /// Twice the batch is enough to fill it beside those that must stay.
-    fn gather(&mut self) {
+    /// Twice the batch size is enough to fill a batch beside those that must stay.
+    fn fill(&mut self) {
         while self.waiting.len() < 2 * self.limit.transitions {
             match self.from.try_recv() {
                 Ok(job) => self.waiting.push_back(job),

@@ -1,11 +1,11 @@
-//! The numbers of a shard's rows in the order of their commits.
+//! The sequence numbers of a shard's rows, in the order of its commits.
 
 use domain::commit::Epoch;
 use domain::id::Shard;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// One counter for each shard, from 1 in every epoch. A number that was given is never given again, also where its transition
-/// was refused or its fate is unknown: gaps are harmless, a second row of one number is not.
+/// One counter for each shard, from 1 in every epoch. A number is never used twice, even where its transition was refused or its
+/// outcome is unknown: gaps are harmless, a second row of one number is not.
 #[derive(Clone, Debug)]
 pub struct Sequences {
     shards: Arc<[Mutex<(Epoch, i64)>]>,
@@ -18,8 +18,8 @@ impl Default for Sequences {
 }
 
 impl Sequences {
-    /// Takes `count` numbers in a row and answers the first. A transition of an older epoch than the last seen gets numbers too:
-    /// it will be fenced, and must not set the counter back.
+    /// Takes `count` consecutive numbers and returns the first. A transition of an older epoch than the last seen gets numbers too: it
+    /// will be fenced, and must not reset the counter.
     pub(super) fn take(&self, shard: Shard, epoch: Epoch, count: usize) -> i64 {
         let mut counter = self.shards[usize::from(shard.0)].lock().unwrap_or_else(PoisonError::into_inner);
         if counter.0 < epoch {
@@ -36,7 +36,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_begin_at_one_in_each_epoch_and_never_come_again() {
+    fn numbers_begin_at_one_in_each_epoch_and_never_repeat() {
         let sequences = Sequences::default();
         let shard = Shard(7);
         assert_eq!(sequences.take(shard, Epoch(1), 3), 1);

@@ -1,10 +1,10 @@
-//! One worker: a queue, a connection of its own, and the reading of what went wrong.
+//! One worker: its queues, a connection of its own, and the classification of errors.
 
 use super::batch::{BATCH, Batch};
 use super::queues::Queues;
 use super::{CommitterConfig, CommitterMetrics};
 use crate::outbox::OutboxRow;
-use domain::commit::Outcome;
+use domain::commit::CommitOutcome;
 use domain::machine::Timestamp;
 use rand::RngExt;
 use sqlx::postgres::{PgConnectOptions, PgDatabaseError, PgRow, PgSeverity};
@@ -18,25 +18,25 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 /// How long a connection may take to open, and a lost one's backend to end.
 const CONNECT: Duration = Duration::from_secs(3);
-/// The pause after the first failed connection; it doubles up to [`PAUSE_MAX`].
+/// The pause after the first failed connection attempt; it doubles up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// A connection that rested longer is asked whether it lives before a batch is trusted to it: what dies on the way is *unknown*.
+/// A connection that was idle for longer is pinged before a batch is sent on it: a batch that dies in flight is *unknown*.
 const IDLE: Duration = Duration::from_millis(500);
-/// How long the client waits for an answer beyond the server's own time-out.
+/// How long the client waits for a response beyond the server's own timeout.
 const GRACE: Duration = Duration::from_secs(1);
-/// How often a batch that lost a deadlock is tried again.
+/// How often a batch that lost a deadlock is retried.
 const RETRIES: u32 = 5;
 
-/// What a worker is doing.
+/// The status of a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkerStatus {
     pub connected: bool,
-    /// Transitions in its queue, and how many may be.
+    /// Transitions in its queues, and the bound.
     pub waiting: usize,
     pub bound: usize,
     pub batches: u64,
-    /// A batch was sent and not answered, and what was sent may still be carried out.
+    /// A batch was sent and not answered, and may still be executed.
     pub in_doubt: bool,
     pub last_error: Option<String>,
     pub last_error_at: Option<Timestamp>,
@@ -48,35 +48,35 @@ pub(super) struct Worker {
     metrics: CommitterMetrics,
     published: mpsc::Sender<OutboxRow>,
     status: Arc<Mutex<WorkerStatus>>,
-    link: Link,
+    link: ConnectionState,
 }
 
-/// The connection, or when to try again for one.
-enum Link {
-    Up { connection: PgConnection, backend: Backend, used_at: Instant },
-    Down { until: Instant, pause: Duration, doubtful: Option<Backend> },
+/// The connection, or the time of the next attempt.
+enum ConnectionState {
+    Connected { connection: PgConnection, backend: Backend, used_at: Instant },
+    Disconnected { until: Instant, pause: Duration, doubtful: Option<Backend> },
 }
 
-/// A server process, told apart from a later one of the same number by its start.
+/// A server process; its start time distinguishes it from a later one with the same process id.
 #[derive(Clone, Debug)]
 struct Backend {
     pid: i32,
     started_at: String,
 }
 
-/// A batch that was sent. Dropped unanswered, by a panic or because its worker is stopped, it is in doubt before anybody hears of it.
-struct Sent<'a> {
+/// A sent batch. Dropped without a response, by a panic or a stop, it is in doubt before any caller sees an outcome.
+struct SentBatch<'a> {
     status: &'a Mutex<WorkerStatus>,
     is_answered: bool,
 }
 
-impl Sent<'_> {
+impl SentBatch<'_> {
     fn answered(mut self) {
         self.is_answered = true;
     }
 }
 
-impl Drop for Sent<'_> {
+impl Drop for SentBatch<'_> {
     fn drop(&mut self) {
         if !self.is_answered {
             self.status.lock().unwrap_or_else(PoisonError::into_inner).in_doubt = true;
@@ -84,25 +84,25 @@ impl Drop for Sent<'_> {
     }
 }
 
-/// Transitions that wait no more, subtracted from the gauge when they are done with, however that comes.
-struct Taken {
+/// Transitions that left the queue, subtracted from the gauge when they are done, however that ends.
+struct WaitingGuard {
     waiting: prometheus::IntGauge,
     count: i64,
 }
 
-impl Drop for Taken {
+impl Drop for WaitingGuard {
     fn drop(&mut self) {
         self.waiting.sub(self.count);
     }
 }
 
-/// Why a statement wrote nothing, or may have.
-enum Trouble {
-    /// A constraint, or a value that the database does not take.
-    Rule(String),
-    /// A deadlock or the like: the same again may pass.
-    Again(String),
-    /// Rolled back, the connection lives.
+/// Why a statement wrote nothing, or may have written.
+enum BatchError {
+    /// A constraint, or a value that the database rejects.
+    Constraint(String),
+    /// A deadlock or the like: a retry may succeed.
+    Retryable(String),
+    /// Rolled back; the connection is alive.
     RolledBack(String),
     /// No answer.
     Unknown(String),
@@ -117,20 +117,20 @@ impl Worker {
         published: mpsc::Sender<OutboxRow>,
         status: Arc<Mutex<WorkerStatus>>,
     ) -> Self {
-        let link = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful: None };
+        let link = ConnectionState::Disconnected { until: Instant::now(), pause: PAUSE_MIN, doubtful: None };
         let options = session(options, number, config.statement_timeout);
         Self { config, options, metrics, published, status, link }
     }
 
-    /// Serves until `stop` says so and the queues are empty. Run again after a panic, it goes on with what waits.
+    /// Runs until `stop` is set and the queues are empty. Restarted after a panic, it continues with the queues.
     pub(super) async fn run(&mut self, queues: &mut Queues, mut stop: watch::Receiver<bool>) {
-        self.distrust_interrupted();
+        self.discard_interrupted_connection();
         loop {
             if queues.len() == 0 {
                 let resolves_at = self.resolves_at();
                 let more = tokio::select! {
                     biased;
-                    // Nobody has to wait for the next batch to learn what became of the last one.
+                    // The outcome of the last batch is resolved even when no further batch comes.
                     () = sleep_until(resolves_at.unwrap_or_else(Instant::now)), if resolves_at.is_some() => None,
                     _ = stop.wait_for(|stop| *stop), if !queues.are_closed() => {
                         queues.close();
@@ -139,37 +139,38 @@ impl Worker {
                     more = queues.wait() => Some(more),
                 };
                 match more {
-                    // What went wrong is said there.
+                    // It logs its own failure.
                     None => drop(self.connect().await),
                     Some(false) => break,
                     Some(true) => {}
                 }
             }
             let (batch, taken) = queues.take();
-            let _taken = Taken { waiting: self.metrics.waiting.clone(), count: i64::try_from(taken).unwrap_or(0) };
+            let _taken =
+                WaitingGuard { waiting: self.metrics.waiting.clone(), count: i64::try_from(taken).unwrap_or(0) };
             self.commit(batch).await;
         }
-        let down = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful: None };
-        if let Link::Up { connection, .. } = std::mem::replace(&mut self.link, down) {
+        let down = ConnectionState::Disconnected { until: Instant::now(), pause: PAUSE_MIN, doubtful: None };
+        if let ConnectionState::Connected { connection, .. } = std::mem::replace(&mut self.link, down) {
             // The server notices a closed socket as well.
             let _ = timeout(GRACE, connection.close()).await;
         }
     }
 
-    /// A connection on which a batch was interrupted is not used again, and its backend is ended before the next batch: what it was sent
-    /// may still be carried out.
-    fn distrust_interrupted(&mut self) {
+    /// Discards a connection on which a batch was interrupted, and ends its backend before the next batch: the batch may still be
+    /// executed.
+    fn discard_interrupted_connection(&mut self) {
         let in_doubt = self.status.lock().unwrap_or_else(PoisonError::into_inner).in_doubt;
-        if let Link::Up { backend, .. } = &self.link
+        if let ConnectionState::Connected { backend, .. } = &self.link
             && in_doubt
         {
             let doubtful = Some(backend.clone());
-            self.link = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful };
+            self.link = ConnectionState::Disconnected { until: Instant::now(), pause: PAUSE_MIN, doubtful };
             self.failed("the worker ended while it wrote a batch");
         }
     }
 
-    /// Commits the batch, halving it where a rule of the database forbids something in it.
+    /// Commits the batch, halving it where a constraint refuses a part of it.
     async fn commit(&mut self, batch: Batch) {
         let mut parts = VecDeque::from([(batch, 0_u32)]);
         while let Some((part, tries)) = parts.pop_front() {
@@ -181,65 +182,65 @@ impl Worker {
                     let rows = part.settle(&answer);
                     self.publish(rows);
                 }
-                Err(Trouble::Rule(rule)) if part.len() > 1 => {
+                Err(BatchError::Constraint(rule)) if part.len() > 1 => {
                     tracing::debug!(transitions = part.len(), rule, "a batch is halved");
                     self.metrics.bisections.inc();
                     let (left, right) = part.halve();
                     parts.push_front((right, 0));
                     parts.push_front((left, 0));
                 }
-                // A race over a command id or a claimed name: the next try finds it done, or the holder.
-                Err(Trouble::Rule(rule))
+                // A race for a command id or a claimed name: the next attempt finds it committed, or the holder.
+                Err(BatchError::Constraint(rule))
                     if matches!(rule.as_str(), "command_pkey" | "claim_pkey") && tries < RETRIES =>
                 {
                     parts.push_front((part, tries + 1))
                 }
-                Err(Trouble::Rule(constraint)) => part.answer(&Outcome::Refused { constraint }),
-                Err(Trouble::Again(reason)) if tries < RETRIES => {
+                Err(BatchError::Constraint(constraint)) => part.answer(&CommitOutcome::Refused { constraint }),
+                Err(BatchError::Retryable(reason)) if tries < RETRIES => {
                     tracing::debug!(reason, "a batch is tried again");
                     parts.push_front((part, tries + 1));
                 }
-                Err(Trouble::Again(reason) | Trouble::RolledBack(reason)) => {
-                    part.answer(&Outcome::NotApplied { reason })
+                Err(BatchError::Retryable(reason) | BatchError::RolledBack(reason)) => {
+                    part.answer(&CommitOutcome::NotApplied { reason })
                 }
-                Err(Trouble::Unknown(reason)) => part.answer(&Outcome::Unknown { reason }),
+                Err(BatchError::Unknown(reason)) => part.answer(&CommitOutcome::Unknown { reason }),
             }
         }
     }
 
     fn publish(&self, rows: Vec<OutboxRow>) {
-        // Closed: the relay runs in another process, and reads them from the outbox.
+        // Closed: the relay runs in another process, and reads the outbox.
         let is_full = |row| matches!(self.published.try_send(row), Err(TrySendError::Full(_)));
         let unpublished = rows.into_iter().map(is_full).filter(|full| *full).count();
         self.metrics.unpublished.inc_by(unpublished as u64);
     }
 
-    async fn write(&mut self, batch: &Batch) -> Result<Vec<PgRow>, Trouble> {
-        self.connect().await.map_err(Trouble::RolledBack)?;
-        let Link::Up { connection, used_at, backend } = &mut self.link else {
-            return Err(Trouble::RolledBack("the database is not connected".to_owned()));
+    async fn write(&mut self, batch: &Batch) -> Result<Vec<PgRow>, BatchError> {
+        self.connect().await.map_err(BatchError::RolledBack)?;
+        let ConnectionState::Connected { connection, used_at, backend } = &mut self.link else {
+            return Err(BatchError::RolledBack("the database is not connected".to_owned()));
         };
         let began = Instant::now();
-        let sent = Sent { status: &self.status, is_answered: false };
+        let sent = SentBatch { status: &self.status, is_answered: false };
         let answer = timeout(self.config.statement_timeout + GRACE, batch.write(self.config.member, connection)).await;
         *used_at = Instant::now();
         self.metrics.batch.observe(batch.len() as f64);
         self.metrics.seconds.observe(began.elapsed().as_secs_f64());
-        if let Some(answered) = self.config.answered {
-            answered();
+        if let Some(on_response) = self.config.on_response {
+            on_response();
         }
         sent.answered();
-        let trouble = match answer {
+        let batch_error = match answer {
             Ok(Ok(rows)) => {
                 self.note(|status| status.batches += 1);
                 return Ok(rows);
             }
-            Ok(Err(error)) => read_trouble(&error),
-            Err(_) => Trouble::Unknown("the database did not answer in time".to_owned()),
+            Ok(Err(error)) => classify(&error),
+            Err(_) => BatchError::Unknown("the database did not answer in time".to_owned()),
         };
-        match &trouble {
-            Trouble::Rule(_) | Trouble::Again(_) => {}
-            Trouble::RolledBack(reason) => {
+        match &batch_error {
+            BatchError::Constraint(_) | BatchError::Retryable(_) => {}
+            BatchError::RolledBack(reason) => {
                 let reason = reason.clone();
                 tracing::warn!(
                     reason,
@@ -249,7 +250,7 @@ impl Worker {
                 );
                 self.failed(&reason);
             }
-            Trouble::Unknown(reason) => {
+            BatchError::Unknown(reason) => {
                 let reason = reason.clone();
                 tracing::warn!(
                     reason,
@@ -258,36 +259,36 @@ impl Worker {
                     "the fate of a batch is unknown"
                 );
                 let doubtful = Some(backend.clone());
-                self.link = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful };
+                self.link = ConnectionState::Disconnected { until: Instant::now(), pause: PAUSE_MIN, doubtful };
                 self.note(|status| status.in_doubt = true);
                 self.failed(&reason);
             }
         }
-        Err(trouble)
+        Err(batch_error)
     }
 
-    /// When it is tried next to end the backend of a batch of unknown fate, where there is one.
+    /// The time of the next attempt to end the backend of a batch with an unknown outcome, where there is one.
     fn resolves_at(&self) -> Option<Instant> {
         match &self.link {
-            Link::Down { until, doubtful: Some(_), .. } => Some(*until),
-            Link::Down { doubtful: None, .. } | Link::Up { .. } => None,
+            ConnectionState::Disconnected { until, doubtful: Some(_), .. } => Some(*until),
+            ConnectionState::Disconnected { doubtful: None, .. } | ConnectionState::Connected { .. } => None,
         }
     }
 
-    /// Makes sure of a living connection, or says why there is none.
+    /// Ensures a live connection, or says why there is none.
     async fn connect(&mut self) -> Result<(), String> {
-        if let Link::Up { connection, used_at, backend } = &mut self.link
+        if let ConnectionState::Connected { connection, used_at, backend } = &mut self.link
             && used_at.elapsed() > IDLE
         {
-            // Nothing of ours is under way on it, so nothing is lost with it.
+            // No batch is in flight on it, so nothing is lost with it.
             if !matches!(timeout(CONNECT, connection.ping()).await, Ok(Ok(()))) {
                 let doubtful = Some(backend.clone());
-                self.link = Link::Down { until: Instant::now(), pause: PAUSE_MIN, doubtful };
+                self.link = ConnectionState::Disconnected { until: Instant::now(), pause: PAUSE_MIN, doubtful };
             }
         }
         let (until, pause, doubtful) = match &self.link {
-            Link::Up { .. } => return Ok(()),
-            Link::Down { until, pause, doubtful } => (*until, *pause, doubtful.clone()),
+            ConnectionState::Connected { .. } => return Ok(()),
+            ConnectionState::Disconnected { until, pause, doubtful } => (*until, *pause, doubtful.clone()),
         };
         if Instant::now() < until {
             return Err("the database cannot be reached".to_owned());
@@ -296,23 +297,24 @@ impl Worker {
         let error = match opened {
             Ok(Ok((connection, backend))) => {
                 self.metrics.connections.inc();
-                self.link = Link::Up { connection, backend, used_at: Instant::now() };
+                self.link = ConnectionState::Connected { connection, backend, used_at: Instant::now() };
                 self.note(|status| (status.connected, status.in_doubt) = (true, false));
                 return Ok(());
             }
             Ok(Err(error)) => format!("the database cannot be reached: {error}"),
             Err(_) => "the database cannot be reached in time".to_owned(),
         };
-        // Jitter, so that the members do not come back all at once.
+        // Jitter, so that the members do not reconnect all at once.
         let wait = pause.mul_f64(rand::rng().random_range(0.5..1.0));
-        self.link = Link::Down { until: Instant::now() + wait, pause: (pause * 2).min(PAUSE_MAX), doubtful };
+        self.link =
+            ConnectionState::Disconnected { until: Instant::now() + wait, pause: (pause * 2).min(PAUSE_MAX), doubtful };
         tracing::warn!(error, "the committer has no connection");
         self.failed(&error);
         Err(error)
     }
 
     fn failed(&self, reason: &str) {
-        let connected = matches!(self.link, Link::Up { .. });
+        let connected = matches!(self.link, ConnectionState::Connected { .. });
         self.note(|status| {
             status.connected = connected;
             status.last_error = Some(reason.to_owned());
@@ -325,8 +327,8 @@ impl Worker {
     }
 }
 
-/// The settings of a committer's session. One plan, made once and told how: small batches spend no time on planning, large ones
-/// never meet a nested loop over their own arrays, and what the statistics say of an empty table is of no account.
+/// The settings of a committer's session. One generic plan with hints: small batches spend no time on planning, large ones never get a
+/// nested loop over their own arrays, and statistics of an empty table have no influence.
 fn session(options: &PgConnectOptions, number: usize, statement_timeout: Duration) -> PgConnectOptions {
     let name = format!("{} committer {number}", options.get_application_name().unwrap_or("gpuaas"));
     let statement_timeout = statement_timeout.as_millis().to_string();
@@ -343,8 +345,8 @@ fn session(options: &PgConnectOptions, number: usize, statement_timeout: Duratio
     ])
 }
 
-/// Opens a connection, with the statement prepared. First the backend of the last one is ended: what it still had in hand is
-/// then either committed or never will be, and cannot come after what is sent from here on.
+/// Opens a connection, with the statement prepared. First the backend of the lost connection is ended: its batch is then either
+/// committed or never will be, and cannot follow what is sent from here on.
 async fn open(options: &PgConnectOptions, doubtful: Option<&Backend>) -> Result<(PgConnection, Backend), sqlx::Error> {
     let mut connection = PgConnection::connect_with(options).await?;
     if let Some(backend) = doubtful {
@@ -368,16 +370,16 @@ async fn open(options: &PgConnectOptions, doubtful: Option<&Backend>) -> Result<
 }
 
 #[expect(clippy::wildcard_enum_match_arm, reason = "not our enum: whatever is new there is unknown here")]
-fn read_trouble(error: &sqlx::Error) -> Trouble {
+fn classify(error: &sqlx::Error) -> BatchError {
     match error {
         sqlx::Error::Database(database) => {
             let Some(postgres) = database.try_downcast_ref::<PgDatabaseError>() else {
-                return Trouble::Unknown(database.to_string());
+                return BatchError::Unknown(database.to_string());
             };
             let reason = format!("{} ({})", postgres.message(), postgres.code());
             match postgres.severity() {
                 // The backend ended; it may have committed before.
-                PgSeverity::Fatal | PgSeverity::Panic => Trouble::Unknown(reason),
+                PgSeverity::Fatal | PgSeverity::Panic => BatchError::Unknown(reason),
                 PgSeverity::Error
                 | PgSeverity::Warning
                 | PgSeverity::Notice
@@ -385,14 +387,16 @@ fn read_trouble(error: &sqlx::Error) -> Trouble {
                 | PgSeverity::Info
                 | PgSeverity::Log => match postgres.code().get(..2) {
                     // Integrity constraints; values that no column takes; limits of size.
-                    Some("22" | "23" | "54") => Trouble::Rule(postgres.constraint().map_or(reason, str::to_owned)),
-                    Some("40") => Trouble::Again(reason),
-                    _ => Trouble::RolledBack(reason),
+                    Some("22" | "23" | "54") => {
+                        BatchError::Constraint(postgres.constraint().map_or(reason, str::to_owned))
+                    }
+                    Some("40") => BatchError::Retryable(reason),
+                    _ => BatchError::RolledBack(reason),
                 },
             }
         }
-        // Made before anything was sent.
-        sqlx::Error::Encode(error) => Trouble::Rule(error.to_string()),
-        error => Trouble::Unknown(error.to_string()),
+        // Raised before anything was sent.
+        sqlx::Error::Encode(error) => BatchError::Constraint(error.to_string()),
+        error => BatchError::Unknown(error.to_string()),
     }
 }

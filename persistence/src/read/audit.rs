@@ -1,9 +1,9 @@
 //! The audit log, newest first.
 
 use super::entity::shard;
-use super::{Page, Reads, one_more};
+use super::{Reads, RowPage, one_more};
 use crate::audit::SignedHead;
-use crate::error::{Doing, StoreError};
+use crate::error::{OperationContext, StoreError};
 use domain::commit::Epoch;
 use domain::id::Shard;
 use domain::machine::Timestamp;
@@ -11,10 +11,10 @@ use sqlx::postgres::PgRow;
 use sqlx::{Postgres, QueryBuilder, Row};
 use uuid::Uuid;
 
-/// Who did what to whom.
+/// An audit row: who did what to which entity.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AuditRow {
-    pub place: AuditPlace,
+    pub place: AuditPosition,
     pub actor: String,
     pub action: String,
     /// A kind's name; of any release.
@@ -23,26 +23,26 @@ pub struct AuditRow {
     pub correlation_id: String,
     pub metadata: serde_json::Value,
     /// `None` until it is sealed, within a second.
-    pub seal: Option<AuditSeal>,
+    pub seal: Option<AuditRowSeal>,
 }
 
-/// A row's place in its shard's chain.
+/// A row's position in its shard's chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AuditSeal {
+pub struct AuditRowSeal {
     pub number: i64,
     pub hash: [u8; 32],
 }
 
-/// Where a row stands: by time, and within an instant by the order of its shard's commits.
+/// The position of a row: by time, and within an instant by the order of its shard's commits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct AuditPlace {
+pub struct AuditPosition {
     pub at: Timestamp,
     pub shard: Shard,
     pub epoch: Epoch,
     pub seq: i64,
 }
 
-/// Which rows. What is `None` admits all.
+/// A filter of rows. A field that is `None` admits all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AuditFilter {
     pub actor: Option<String>,
@@ -64,9 +64,9 @@ impl Reads {
     pub async fn audit(
         &self,
         filter: &AuditFilter,
-        before: Option<AuditPlace>,
+        before: Option<AuditPosition>,
         limit: u32,
-    ) -> Result<Page<AuditRow, AuditPlace>, StoreError> {
+    ) -> Result<RowPage<AuditRow, AuditPosition>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(
             "SELECT shard, epoch, seq, actor, action, target_kind, target_id, correlation_id, metadata, at, number, hash
              FROM audit LEFT JOIN audit_seal USING (shard, epoch, seq) WHERE true",
@@ -100,7 +100,7 @@ impl Reads {
         query.push(" ORDER BY at DESC, shard DESC, epoch DESC, seq DESC LIMIT ").push_bind(one_more(limit));
         let rows = query.build().fetch_all(&self.pool).await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(audit_row).collect());
-        Ok(Page::of(rows.doing("reading the audit log")?, limit, |row: &AuditRow| row.place))
+        Ok(RowPage::of(rows.doing("reading the audit log")?, limit, |row: &AuditRow| row.place))
     }
 }
 
@@ -127,12 +127,12 @@ fn audit_row(row: &PgRow) -> Result<AuditRow, sqlx::Error> {
         None => None,
         Some(number) => {
             let hash: Vec<u8> = row.try_get("hash")?;
-            // Of another length: somebody changed it, and `gpuaas audit verify` says so.
-            Some(AuditSeal { number, hash: hash.try_into().unwrap_or([0; 32]) })
+            // Of another length: the row was altered, and `gpuaas audit verify` reports it.
+            Some(AuditRowSeal { number, hash: hash.try_into().unwrap_or([0; 32]) })
         }
     };
     Ok(AuditRow {
-        place: AuditPlace { at: row.try_get("at")?, shard: shard(row)?, epoch, seq },
+        place: AuditPosition { at: row.try_get("at")?, shard: shard(row)?, epoch, seq },
         actor: row.try_get("actor")?,
         action: row.try_get("action")?,
         target_kind: row.try_get("target_kind")?,

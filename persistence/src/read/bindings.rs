@@ -1,11 +1,11 @@
-//! Who holds which platform role.
+//! Reads of platform role bindings.
 
 use super::entity::Cursor;
-use super::{Page, Reads, one_more};
-use crate::error::{Doing, StoreError};
+use super::{Reads, RowPage, one_more};
+use crate::error::{OperationContext, StoreError};
 use domain::authz::PlatformRole;
-use domain::bindings::Binding;
 use domain::id::BindingId;
+use domain::role_bindings::RoleBinding;
 use sqlx::postgres::PgRow;
 use sqlx::types::Json;
 use sqlx::{Postgres, QueryBuilder, Row};
@@ -15,10 +15,10 @@ use sqlx::{Postgres, QueryBuilder, Row};
 pub struct BindingRow {
     pub subject: String,
     pub role: PlatformRole,
-    pub binding: Binding,
+    pub binding: RoleBinding,
 }
 
-/// Which of them. What is `None` admits all.
+/// A filter of them. A field that is `None` admits all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BindingFilter {
     pub id: Option<BindingId>,
@@ -36,7 +36,7 @@ impl Reads {
         filter: &BindingFilter,
         after: Option<Cursor>,
         limit: u32,
-    ) -> Result<Page<BindingRow, Cursor>, StoreError> {
+    ) -> Result<RowPage<BindingRow, Cursor>, StoreError> {
         let roles: Vec<_> = filter.role.map_or(PlatformRole::ALL.to_vec(), |role| vec![role]);
         let roles: Vec<_> = roles.into_iter().map(PlatformRole::name).collect();
         let mut query = QueryBuilder::<Postgres>::new(
@@ -61,7 +61,7 @@ impl Reads {
         let rows = query.build().fetch_all(&self.pool).await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(binding_row).collect());
         let place = |row: &BindingRow| Cursor { created_at: row.binding.bound_at, id: row.binding.id.0 };
-        Ok(Page::of(rows.doing("listing platform role bindings")?, limit, place))
+        Ok(RowPage::of(rows.doing("listing platform role bindings")?, limit, place))
     }
 }
 

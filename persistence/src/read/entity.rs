@@ -1,9 +1,9 @@
 //! Entities, their lists and their histories.
 
-use super::{Page, Reads, one_more};
-use crate::error::{Doing, StoreError, damaged};
-use domain::commit::{Done, Epoch, Snapshot};
-use domain::id::{CommandId, EntityRef, Kind, NodeId, Shard, SkuId};
+use super::{Reads, RowPage, one_more};
+use crate::error::{OperationContext, StoreError, damaged};
+use domain::commit::{CompletedCommand, Epoch, Snapshot};
+use domain::id::{CommandId, EntityKind, EntityRef, NodeId, Shard, SkuId};
 use domain::machine::Timestamp;
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, QueryBuilder, Row};
@@ -25,27 +25,27 @@ pub struct EntityRow {
     pub updated_at: Timestamp,
 }
 
-/// A node as placement reads it.
+/// A node, as placement reads it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeRow {
     pub node: NodeId,
     pub version: i64,
-    /// JSON; `None` where the reader has it.
+    /// JSON; `None` where the caller has this version.
     pub body: Option<String>,
 }
 
-/// Which entities of a kind.
+/// A filter of the entities of a kind.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ListFilter {
     pub owner: Option<String>,
-    /// Those in one of these states; in any where there are none.
+    /// Those in one of these states; all where this is empty.
     pub states: Vec<String>,
     pub sku: Option<Uuid>,
     /// Those that have all of these terms ([`domain::Machine::terms`]).
     pub terms: Vec<String>,
 }
 
-/// A place in a list of entities: the row after which the page begins.
+/// A position in a list of entities: the row after which the page begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Cursor {
     pub created_at: Timestamp,
@@ -71,17 +71,17 @@ pub struct HistoryRow {
     pub at: Timestamp,
 }
 
-/// How many entities of a kind are in a state.
+/// The number of entities of a kind in a state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateCount {
-    pub kind: Kind,
+    pub kind: EntityKind,
     pub state: String,
     pub count: u64,
 }
 
-/// Who refers to a SKU.
+/// The references to a SKU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct InUse {
+pub struct SkuReferences {
     /// Nodes that are not removed.
     pub nodes: u64,
     /// Allocations that are not released.
@@ -92,20 +92,20 @@ const COLUMNS: &str =
     "SELECT id, kind, version, state, body::text, owner, sku, unique_name, created_at, updated_at FROM entity";
 
 impl Reads {
-    /// What shells load: version and body, of those that there are.
+    /// The snapshots that shells load, of the entities that exist.
     ///
     /// # Errors
     /// [`StoreError`]
     pub async fn snapshots(&self, entities: &[EntityRef]) -> Result<HashMap<EntityRef, Snapshot>, StoreError> {
-        // Each for itself: a plan for the whole list that was made while the table was small reads all of it, for as long as it is kept.
+        // One lookup for each: a plan for the list that was made while the table was small would scan the table as long as it is cached.
         let query = sqlx::query(
             "SELECT found.id, found.kind, found.version, found.body::text, found.seal
              FROM unnest($1::uuid[]) AS wanted (id)
              CROSS JOIN LATERAL (SELECT id, kind, version, body, seal FROM entity WHERE id = wanted.id LIMIT 1) AS found",
         )
         .bind(entities.iter().map(|entity| entity.id).collect::<Vec<_>>());
-        let rows = self.kept.fetch_all(query).await.doing("loading entities")?;
-        // One of another kind is not the one that was asked for.
+        let rows = self.read_pool.fetch_all(query).await.doing("loading entities")?;
+        // An entity of another kind is not the requested one.
         let wanted: HashSet<_> = entities.iter().copied().collect();
         let mut found = HashMap::with_capacity(rows.len());
         for row in &rows {
@@ -128,7 +128,7 @@ impl Reads {
         seals.check(entity, snapshot.version, &snapshot.body, seal?.as_deref()).map_err(damaged)
     }
 
-    /// The same, of one.
+    /// As [`Self::snapshots`], of one entity.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -136,7 +136,7 @@ impl Reads {
         let query = sqlx::query("SELECT version, body::text, seal FROM entity WHERE id = $1 AND kind = $2")
             .bind(entity.id)
             .bind(entity.kind.as_str());
-        let row = self.kept.fetch_optional(query).await;
+        let row = self.read_pool.fetch_optional(query).await;
         let snapshot = |row: PgRow| {
             let snapshot = Snapshot { version: row.try_get(0)?, body: row.try_get(1)? };
             self.check(entity, &snapshot, row.try_get(2))?;
@@ -150,15 +150,15 @@ impl Reads {
     pub async fn entity(&self, entity: EntityRef) -> Result<Option<EntityRow>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
         query.push(" WHERE id = ").push_bind(entity.id).push(" AND kind = ").push_bind(entity.kind.as_str());
-        let row = self.kept.fetch_optional(query.build()).await;
+        let row = self.read_pool.fetch_optional(query.build()).await;
         row.and_then(|row| row.as_ref().map(entity_row).transpose()).doing("reading an entity")
     }
 
-    /// Those of one kind that there are, in no order.
+    /// The entities of one kind that exist, unordered.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn entities(&self, kind: Kind, ids: &[Uuid]) -> Result<Vec<EntityRow>, StoreError> {
+    pub async fn entities(&self, kind: EntityKind, ids: &[Uuid]) -> Result<Vec<EntityRow>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
         query.push(" WHERE id = ANY (").push_bind(ids).push(") AND kind = ").push_bind(kind.as_str());
         let rows = query.build().fetch_all(&self.pool).await;
@@ -171,11 +171,11 @@ impl Reads {
     /// [`StoreError`]
     pub async fn list(
         &self,
-        kind: Kind,
+        kind: EntityKind,
         filter: &ListFilter,
         after: Option<Cursor>,
         limit: u32,
-    ) -> Result<Page<EntityRow, Cursor>, StoreError> {
+    ) -> Result<RowPage<EntityRow, Cursor>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
         query.push(" WHERE kind = ").push_bind(kind.as_str());
         if let Some(owner) = &filter.owner {
@@ -199,14 +199,14 @@ impl Reads {
                 .push(")");
         }
         query.push(" ORDER BY created_at, id LIMIT ").push_bind(one_more(limit));
-        let rows = self.kept.fetch_all(query.build()).await;
+        let rows = self.read_pool.fetch_all(query.build()).await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(entity_row).collect());
         let place = |row: &EntityRow| Cursor { created_at: row.created_at, id: row.entity.id };
-        Ok(Page::of(rows.doing("listing entities")?, limit, place))
+        Ok(RowPage::of(rows.doing("listing entities")?, limit, place))
     }
 
-    /// The nodes of a SKU that are in `state`, by id: what placement chooses from. Of those that are `known` at the version that they
-    /// have, only the id and the version are read.
+    /// The nodes of a SKU in `state`, by id: the candidates of placement. Of nodes that are `known` at their current version, only the
+    /// id and the version are read.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -227,19 +227,19 @@ impl Reads {
         .bind(state)
         .bind(ids)
         .bind(versions);
-        let rows = self.kept.fetch_all(query).await;
+        let rows = self.read_pool.fetch_all(query).await;
         let row = |row: &PgRow| {
             Ok(NodeRow { node: NodeId(row.try_get(0)?), version: row.try_get(1)?, body: row.try_get(2)? })
         };
         rows.and_then(|rows| rows.iter().map(row).collect()).doing("reading the nodes of a SKU")
     }
 
-    /// Who refers to a SKU. Allocations are counted where they are held: on the SKU's nodes, or, while they look for one, among those
-    /// that wait; so the released ones, of which there is no end, are not looked at.
+    /// The references to a SKU. Allocations are counted on the SKU's nodes, or, while they wait for one, in the deadline index; so
+    /// released ones, whose number is unbounded, are not read.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn in_use(&self, sku: SkuId) -> Result<InUse, StoreError> {
+    pub async fn sku_references(&self, sku: SkuId) -> Result<SkuReferences, StoreError> {
         let row: Result<(i64, i64, i64), _> = sqlx::query_as(
             "SELECT count(*), coalesce(sum(held.count), 0)::bigint,
                     (SELECT count(*) FROM deadline JOIN entity AS waiting ON waiting.id = deadline.entity
@@ -253,14 +253,14 @@ impl Reads {
         .fetch_one(&self.pool)
         .await;
         let (nodes, held, waiting) = row.doing("counting who refers to a SKU")?;
-        Ok(InUse { nodes: nodes.unsigned_abs(), allocations: (held + waiting).unsigned_abs() })
+        Ok(SkuReferences { nodes: nodes.unsigned_abs(), allocations: (held + waiting).unsigned_abs() })
     }
 
-    /// The entity of a kind that has this unique name, or this id in text form (a node's or allocation's `sku` is either).
+    /// The entity of a kind with this unique name, or this id in text form (a node's or allocation's `sku` is either).
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn named(&self, kind: Kind, name_or_id: &str) -> Result<Option<EntityRow>, StoreError> {
+    pub async fn find_by_name(&self, kind: EntityKind, name_or_id: &str) -> Result<Option<EntityRow>, StoreError> {
         if let Ok(id) = Uuid::parse_str(name_or_id)
             && let Some(row) = self.entity(EntityRef { kind, id }).await?
         {
@@ -268,7 +268,7 @@ impl Reads {
         }
         let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
         query.push(" WHERE kind = ").push_bind(kind.as_str()).push(" AND unique_name = ").push_bind(name_or_id);
-        let row = self.kept.fetch_optional(query.build()).await;
+        let row = self.read_pool.fetch_optional(query.build()).await;
         row.and_then(|row| row.as_ref().map(entity_row).transpose()).doing("reading an entity by name")
     }
 
@@ -281,7 +281,7 @@ impl Reads {
         entity: Uuid,
         before: Option<i64>,
         limit: u32,
-    ) -> Result<Page<HistoryRow, i64>, StoreError> {
+    ) -> Result<RowPage<HistoryRow, i64>, StoreError> {
         let query = sqlx::query(
             "SELECT entity, version, shard, epoch, seq, command, command_id, from_state, to_state, why, actor,
                     correlation_id, at
@@ -290,9 +290,9 @@ impl Reads {
         .bind(entity)
         .bind(before.unwrap_or(i64::MAX))
         .bind(one_more(limit));
-        let rows = self.kept.fetch_all(query).await;
+        let rows = self.read_pool.fetch_all(query).await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(history_row).collect());
-        Ok(Page::of(rows.doing("reading a history")?, limit, |row| row.version))
+        Ok(RowPage::of(rows.doing("reading a history")?, limit, |row| row.version))
     }
 
     /// The transitions of an entity by one command, newest first; `before` is the version after which the page begins.
@@ -305,7 +305,7 @@ impl Reads {
         command: &str,
         before: Option<i64>,
         limit: u32,
-    ) -> Result<Page<HistoryRow, i64>, StoreError> {
+    ) -> Result<RowPage<HistoryRow, i64>, StoreError> {
         let query = sqlx::query(
             "SELECT entity, version, shard, epoch, seq, command, command_id, from_state, to_state, why, actor,
                     correlation_id, at
@@ -317,21 +317,23 @@ impl Reads {
         .bind(one_more(limit));
         let rows = query.fetch_all(&self.pool).await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(history_row).collect());
-        Ok(Page::of(rows.doing("reading a history by command")?, limit, |row| row.version))
+        Ok(RowPage::of(rows.doing("reading a history by command")?, limit, |row| row.version))
     }
 
-    /// A command that was carried out within the last day.
+    /// A command that was executed within the last day.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn command(&self, id: CommandId) -> Result<Option<Done>, StoreError> {
+    pub async fn command(&self, id: CommandId) -> Result<Option<CompletedCommand>, StoreError> {
         let query = sqlx::query("SELECT entity, digest, reply::text FROM command WHERE id = $1").bind(id.0);
-        let row = self.kept.fetch_optional(query).await;
-        let done = |row: PgRow| Ok(Done { entity: row.try_get(0)?, digest: row.try_get(1)?, reply: row.try_get(2)? });
+        let row = self.read_pool.fetch_optional(query).await;
+        let done = |row: PgRow| {
+            Ok(CompletedCommand { entity: row.try_get(0)?, digest: row.try_get(1)?, reply: row.try_get(2)? })
+        };
         row.and_then(|row| row.map(done).transpose()).doing("reading a command")
     }
 
-    /// How many payments into the account of `holder` wait for `payer` to pay them.
+    /// The number of payments into the account of `holder` that wait for `payer` to pay them.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -347,13 +349,13 @@ impl Reads {
         .doing("counting open payments")
     }
 
-    /// How many entities there are, by kind and state. Kinds of a newer release are left out.
+    /// The number of entities by kind and state. Kinds of a newer release are left out.
     ///
     /// # Errors
     /// [`StoreError`]
     pub async fn counts(&self) -> Result<Vec<StateCount>, StoreError> {
         let rows: Vec<(String, String, i64)> =
-            // As many rows as there are states, and those of the commits since they were last added up.
+            // One row per state, and those of the commits since the last compaction.
             sqlx::query_as(
                 "SELECT kind, state, sum(change)::bigint FROM entity_count
                  GROUP BY kind, state HAVING sum(change) > 0 ORDER BY kind, state",
@@ -362,7 +364,7 @@ impl Reads {
             .await
             .doing("counting entities")?;
         let known = |(kind, state, count): (String, String, i64)| {
-            Some(StateCount { kind: Kind::parse(&kind)?, state, count: count.unsigned_abs() })
+            Some(StateCount { kind: EntityKind::parse(&kind)?, state, count: count.unsigned_abs() })
         };
         Ok(rows.into_iter().filter_map(known).collect())
     }
@@ -373,9 +375,9 @@ impl Reads {
 #[error("this release knows no kind {0:?}")]
 struct UnknownKind(String);
 
-pub(super) fn kind(row: &PgRow) -> Result<Kind, sqlx::Error> {
+pub(super) fn kind(row: &PgRow) -> Result<EntityKind, sqlx::Error> {
     let kind: String = row.try_get("kind")?;
-    Kind::parse(&kind).ok_or_else(|| damaged(UnknownKind(kind)))
+    EntityKind::parse(&kind).ok_or_else(|| damaged(UnknownKind(kind)))
 }
 
 pub(super) fn shard(row: &PgRow) -> Result<Shard, sqlx::Error> {
@@ -384,8 +386,8 @@ pub(super) fn shard(row: &PgRow) -> Result<Shard, sqlx::Error> {
 
 fn snapshot_row(row: &PgRow) -> Result<(Option<EntityRef>, Snapshot), sqlx::Error> {
     let (id, kind): (Uuid, &str) = (row.try_get(0)?, row.try_get(1)?);
-    // A kind that a newer release writes is none that was asked for.
-    let entity = Kind::parse(kind).map(|kind| EntityRef { kind, id });
+    // A kind that a newer release writes is not a requested one.
+    let entity = EntityKind::parse(kind).map(|kind| EntityRef { kind, id });
     Ok((entity, Snapshot { version: row.try_get(2)?, body: row.try_get(3)? }))
 }
 

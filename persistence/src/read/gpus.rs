@@ -1,7 +1,7 @@
-//! How many GPUs there are, and how many of them could be rented.
+//! Counts of GPUs, and of those that can be rented.
 
 use super::Reads;
-use crate::error::{Doing, StoreError};
+use crate::error::{OperationContext, StoreError};
 use domain::id::SkuId;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
@@ -12,24 +12,24 @@ pub struct GpuCount {
     pub sku_id: SkuId,
     pub sku: String,
     pub region_code: String,
-    /// Not removed, nor about to be.
+    /// Neither removed nor being removed.
     pub nodes: u64,
     pub total: u64,
-    /// Set aside for an allocation, or not proved clean after one.
+    /// Held by an allocation, or without a clean-up proof after one.
     pub held: u64,
-    /// What new allocations could get together.
+    /// The GPUs that new allocations can get in total.
     pub free: u64,
-    /// What one of them could get: the most free GPUs of one node.
+    /// The most that one of them can get: the most free GPUs of one node.
     pub largest_free: u64,
-    /// New allocations may be of this SKU: it is active or deprecated.
+    /// Whether new allocations may use this SKU: it is active or deprecated.
     pub is_rentable: bool,
 }
 
 impl Reads {
-    /// GPUs by SKU and region, of all nodes that are not removed nor about to be.
+    /// GPUs by SKU and region, of all nodes that are neither removed nor being removed.
     ///
-    /// A node's free GPUs are those that its machine would give away (`Node::gpus_free`): of an active node, without a tenant whose
-    /// clean-up is not proved, and, where it cannot keep tenants apart, without any.
+    /// A node's free GPUs are those that its machine would allocate (`Node::gpus_free`): of an active node, without a tenant whose
+    /// clean-up is not proved, and, where it cannot isolate tenants, without any tenant.
     ///
     /// # Errors
     /// [`StoreError`]

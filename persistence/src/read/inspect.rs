@@ -1,14 +1,14 @@
-//! What is read to be checked and counted: entities with what lies beside them, from one snapshot of the database.
+//! Reads of the auditor and of metrics: entities with the rows beside them, from one snapshot of the database.
 
 use super::entity::{Cursor, kind};
-use super::{Page, Reads, one_more};
-use crate::error::{Doing, StoreError};
+use super::{Reads, RowPage, one_more};
+use crate::error::{OperationContext, StoreError};
 use crate::pool::begin;
 use domain::commit::REFUSED;
-use domain::id::{BillingAccountId, EntityRef, Kind, Shard};
-use domain::invariant::Recorded;
+use domain::id::{BillingAccountId, EntityKind, EntityRef, Shard};
+use domain::invariant::HistoryEntry;
 use domain::machine::Timestamp;
-use domain::money::Micro;
+use domain::money::MicroAmount;
 use serde::Deserialize;
 use sqlx::postgres::PgRow;
 use sqlx::types::Json;
@@ -17,44 +17,44 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 use uuid::Uuid;
 
-/// Of an entity's history, so many of the last versions are looked at.
-const LOOKED_BACK: i64 = 50;
+/// The last versions of an entity's history that are inspected.
+const HISTORY_WINDOW: i64 = 50;
 
-/// For a transition's audit row is looked so long after it; later the operator may have dropped its month.
-const AUDIT_LOOKED_BACK: Duration = Duration::from_secs(60 * 60);
+/// A transition's audit row is looked up for so long; later an operator may have dropped its month.
+const AUDIT_WINDOW: Duration = Duration::from_secs(60 * 60);
 
-/// An entity, with what was written beside it.
+/// An entity, with its history and deadline row.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Inspected {
+pub struct InspectedEntity {
     pub entity: EntityRef,
     pub version: i64,
     /// JSON.
     pub body: String,
-    /// The last transitions that the history holds, in order.
-    pub recorded: Vec<Recorded>,
-    /// Whether the deadline index has its end.
+    /// The last transitions of the history, in order.
+    pub recorded: Vec<HistoryEntry>,
+    /// Whether the deadline index has its deadline.
     pub deadline_is_indexed: bool,
     created_at: Timestamp,
 }
 
-/// What waits in some shards.
+/// Counts of waiting entities in some shards.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Standing {
+pub struct WaitingCounts {
     /// Allocations that wait for a node.
     pub requested: u64,
     /// Entities past their deadline.
-    pub overdue: BTreeMap<Kind, u64>,
+    pub overdue: BTreeMap<EntityKind, u64>,
 }
 
-/// What is unsettled in some shards.
+/// The outbox backlog of some shards.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Pending {
+pub struct OutboxBacklog {
     pub rows: u64,
     /// Age of the oldest row, by the database's clock; zero where there is none.
     pub oldest: Duration,
 }
 
-/// Reads in one snapshot.
+/// Reads in one database snapshot.
 pub struct Inspection {
     transaction: Transaction<'static, Postgres>,
 }
@@ -67,11 +67,11 @@ impl Reads {
         Ok(Inspection { transaction: begun.doing("beginning an inspection")? })
     }
 
-    /// Whatever waits is in the deadline index, which is as large as what waits and no larger.
+    /// Counts waiting entities in the deadline index, which has exactly their size.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn standing(&self, shards: &[Shard]) -> Result<Standing, StoreError> {
+    pub async fn waiting_counts(&self, shards: &[Shard]) -> Result<WaitingCounts, StoreError> {
         let rows = sqlx::query(
             "SELECT deadline.kind, count(*) FILTER (WHERE deadline.kind = 'allocation' AND entity.state = 'requested') AS requested,
                     count(*) FILTER (WHERE deadline.deadline_at < now()) AS overdue
@@ -82,7 +82,7 @@ impl Reads {
         .fetch_all(&self.pool)
         .await
         .doing("counting what waits")?;
-        let mut standing = Standing::default();
+        let mut standing = WaitingCounts::default();
         for row in &rows {
             // Kinds of a newer release are left out.
             let Ok(kind) = kind(row) else { continue };
@@ -97,7 +97,7 @@ impl Reads {
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn pending(&self, shards: &[Shard]) -> Result<Pending, StoreError> {
+    pub async fn outbox_backlog(&self, shards: &[Shard]) -> Result<OutboxBacklog, StoreError> {
         let (rows, oldest): (i64, f64) = sqlx::query_as(
             "SELECT count(*), coalesce(greatest(extract(epoch FROM now() - min(written_at)), 0), 0)::float8
              FROM outbox WHERE shard = ANY ($1)",
@@ -106,7 +106,7 @@ impl Reads {
         .fetch_one(&self.pool)
         .await
         .doing("measuring the outbox")?;
-        Ok(Pending { rows: rows.unsigned_abs(), oldest: Duration::try_from_secs_f64(oldest).unwrap_or_default() })
+        Ok(OutboxBacklog { rows: rows.unsigned_abs(), oldest: Duration::try_from_secs_f64(oldest).unwrap_or_default() })
     }
 }
 
@@ -117,11 +117,11 @@ impl Inspection {
     /// [`StoreError`]
     pub async fn entities(
         &mut self,
-        kind: Kind,
+        kind: EntityKind,
         shards: &[Shard],
         after: Option<Cursor>,
         limit: u32,
-    ) -> Result<Page<Inspected, Cursor>, StoreError> {
+    ) -> Result<RowPage<InspectedEntity, Cursor>, StoreError> {
         let after = after.unwrap_or(Cursor { created_at: Timestamp::UNIX_EPOCH, id: Uuid::nil() });
         let rows = sqlx::query(
             // An audit row has the number after its transition's, and the same instant.
@@ -144,21 +144,21 @@ impl Inspection {
         .bind(after.created_at)
         .bind(after.id)
         .bind(one_more(limit))
-        .bind(LOOKED_BACK)
+        .bind(HISTORY_WINDOW)
         .bind(REFUSED)
-        .bind(AUDIT_LOOKED_BACK.as_secs_f64())
+        .bind(AUDIT_WINDOW.as_secs_f64())
         .fetch_all(&mut *self.transaction)
         .await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(inspected).collect());
-        let place = |row: &Inspected| Cursor { created_at: row.created_at, id: row.entity.id };
-        Ok(Page::of(rows.doing("inspecting entities")?, limit, place))
+        let place = |row: &InspectedEntity| Cursor { created_at: row.created_at, id: row.entity.id };
+        Ok(RowPage::of(rows.doing("inspecting entities")?, limit, place))
     }
 
-    /// The bodies of these entities, where they exist.
+    /// The bodies of those of these entities that exist.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn bodies(&mut self, kind: Kind, ids: &[Uuid]) -> Result<Vec<String>, StoreError> {
+    pub async fn bodies(&mut self, kind: EntityKind, ids: &[Uuid]) -> Result<Vec<String>, StoreError> {
         let rows = sqlx::query_scalar("SELECT body::text FROM entity WHERE id = ANY ($1) AND kind = $2")
             .bind(ids)
             .bind(kind.as_str())
@@ -172,8 +172,8 @@ impl Inspection {
     /// The sum of an account's entries in `prepaid`, and how many postings it has.
     ///
     /// # Errors
-    /// [`StoreError`]. One that took too long leaves the inspection as it was: others can be asked for.
-    pub async fn sum_of_entries(&mut self, account: BillingAccountId) -> Result<(Micro, i64), StoreError> {
+    /// [`StoreError`]. A timeout leaves the inspection usable: other accounts can still be read.
+    pub async fn sum_of_entries(&mut self, account: BillingAccountId) -> Result<(MicroAmount, i64), StoreError> {
         const DOING: &str = "adding up an account's entries";
         let mut alone = self.transaction.begin().await.doing(DOING)?;
         let sum: Result<(i64, i64), _> = sqlx::query_as(
@@ -185,13 +185,13 @@ impl Inspection {
         .fetch_one(&mut *alone)
         .await;
         alone.rollback().await.doing(DOING)?;
-        sum.map(|(sum, postings)| (Micro::of(sum), postings)).doing(DOING)
+        sum.map(|(sum, postings)| (MicroAmount::of(sum), postings)).doing(DOING)
     }
 }
 
-/// A transition as the statement says it.
+/// A transition in the statement's JSON.
 #[derive(Deserialize)]
-struct Step {
+struct HistoryStep {
     version: i64,
     command: String,
     actor: String,
@@ -200,9 +200,9 @@ struct Step {
     audited: Option<bool>,
 }
 
-impl From<Step> for Recorded {
-    fn from(step: Step) -> Self {
-        let Step { version, command, actor, to_state, refused, audited } = step;
+impl From<HistoryStep> for HistoryEntry {
+    fn from(step: HistoryStep) -> Self {
+        let HistoryStep { version, command, actor, to_state, refused, audited } = step;
         Self { version, command, actor, to_state, refused, audited }
     }
 }
@@ -211,12 +211,12 @@ fn numbers(shards: &[Shard]) -> Vec<i16> {
     shards.iter().map(|shard| i16::from(shard.0)).collect()
 }
 
-fn inspected(row: &PgRow) -> Result<Inspected, sqlx::Error> {
-    Ok(Inspected {
+fn inspected(row: &PgRow) -> Result<InspectedEntity, sqlx::Error> {
+    Ok(InspectedEntity {
         entity: EntityRef { kind: kind(row)?, id: row.try_get("id")? },
         version: row.try_get("version")?,
         body: row.try_get("body")?,
-        recorded: row.try_get::<Json<Vec<Step>>, _>("recorded")?.0.into_iter().map(Recorded::from).collect(),
+        recorded: row.try_get::<Json<Vec<HistoryStep>>, _>("recorded")?.0.into_iter().map(HistoryEntry::from).collect(),
         deadline_is_indexed: row.try_get("indexed")?,
         created_at: row.try_get("created_at")?,
     })

@@ -1,24 +1,24 @@
-//! Who depends on which key.
+//! Reads of the dependents of keys.
 
 use super::Reads;
-use crate::error::{Doing, StoreError};
+use crate::error::{OperationContext, StoreError};
 use domain::id::NodeId;
 use domain::machine::Timestamp;
 use sqlx::Row;
 
-/// A node that would be cut off with an authority.
+/// A node that would lose access with an authority.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Dependent {
+pub struct DependentNode {
     pub node: NodeId,
     pub host: String,
-    /// When its last certificate by this authority ends.
+    /// The end of its last certificate by this authority.
     pub not_after: Timestamp,
 }
 
 impl Reads {
-    /// The nodes whose live certificates are all by the authority `id`, those first whose certificate lasts longest, and how many they
-    /// are; at most `limit` are named. Where the agent has shown one of its live certificates, that one counts alone: another it may
-    /// never have stored. `founding`: certificates that name no authority are its too.
+    /// The nodes whose live certificates are all issued by the authority `id`, those first whose certificate lasts longest, and their
+    /// number; at most `limit` are listed. Where the agent has presented one of its live certificates, that one counts alone: it may
+    /// never have stored another. `founding`: certificates without an authority count as its own.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -28,7 +28,7 @@ impl Reads {
         founding: bool,
         now: Timestamp,
         limit: u32,
-    ) -> Result<(Vec<Dependent>, u64), StoreError> {
+    ) -> Result<(Vec<DependentNode>, u64), StoreError> {
         let rows = sqlx::query(
             "SELECT entity.id, body #>> '{registration,host}' AS host, live.not_after, count(*) OVER () AS count
              FROM entity
@@ -56,7 +56,7 @@ impl Reads {
         .await
         .doing("counting nodes by authority")?;
         let dependent = |row: &sqlx::postgres::PgRow| {
-            Ok(Dependent {
+            Ok(DependentNode {
                 node: NodeId(row.try_get("id")?),
                 host: row.try_get("host")?,
                 not_after: row.try_get("not_after")?,

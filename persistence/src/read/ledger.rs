@@ -1,12 +1,12 @@
-//! The ledger as it is read: an account's postings, what allocations have cost, and whether it all adds up.
+//! Reads of the ledger: an account's postings, the cost of allocations, and the verification of balances.
 
-use super::{Page, Reads, one_more};
-use crate::error::{Doing, StoreError};
+use super::{Reads, RowPage, one_more};
+use crate::error::{OperationContext, StoreError};
 use crate::pool::begin;
 use domain::id::{AllocationId, BillingAccountId, PaymentId, Shard};
 use domain::ledger::PostingKind;
 use domain::machine::Timestamp;
-use domain::money::Micro;
+use domain::money::MicroAmount;
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, QueryBuilder, Row};
 use std::collections::BTreeMap;
@@ -18,16 +18,16 @@ pub struct LedgerRow {
     pub number: i64,
     /// Of any release.
     pub kind: String,
-    /// What it did to the account's balance.
-    pub effect: Micro,
-    pub amount: Micro,
+    /// Its effect on the account's balance.
+    pub effect: MicroAmount,
+    pub amount: MicroAmount,
     pub currency: String,
     /// After it.
-    pub balance: Micro,
+    pub balance: MicroAmount,
     pub allocation: Option<AllocationId>,
     pub used_from: Option<Timestamp>,
     pub used_until: Option<Timestamp>,
-    /// The payment that it goes back to.
+    /// The payment that it refers to.
     pub payment: Option<PaymentId>,
     /// The payment's, the refund's or the reversal's own id.
     pub reference: Option<String>,
@@ -35,70 +35,70 @@ pub struct LedgerRow {
     pub at: Timestamp,
 }
 
-/// Which postings. What is `None` admits all.
+/// A filter of postings. A field that is `None` admits all.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LedgerFilter {
     pub kind: Option<PostingKind>,
     pub allocation: Option<AllocationId>,
     /// After this number.
     pub after: Option<i64>,
-    /// Up to this number and with it.
+    /// Up to and including this number.
     pub until: Option<i64>,
 }
 
-/// What an allocation has cost, as far as that is posted.
+/// The cost of an allocation, as far as it is posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cost {
-    pub cost: Micro,
+pub struct AllocationCost {
+    pub cost: MicroAmount,
     pub billed_until: Option<Timestamp>,
 }
 
 /// All accounts in one currency.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Money {
+pub struct PrepaidTotal {
     pub currency: String,
     pub accounts: u64,
-    /// Whose next window is not covered.
+    /// Accounts whose next window is not covered.
     pub depleted: u64,
-    /// What all of them have together.
-    pub balance: Micro,
+    /// The sum of their balances.
+    pub balance: MicroAmount,
 }
 
-/// What of an account's books does not agree.
+/// A discrepancy between an account and its postings.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
-pub struct Disagreement {
+pub struct LedgerDiscrepancy {
     pub account: Uuid,
-    /// What the account believes to have, in millionths; none where there is no such account.
+    /// The account's own balance, in millionths; `None` where there is no such account.
     pub believed: Option<i64>,
     /// The sum of its entries.
     pub entries: i64,
-    /// How many postings it believes to have, and how many there are.
+    /// The account's own count of postings; and the count of the ledger.
     pub believed_postings: Option<i64>,
     pub postings: i64,
     /// Postings whose number or balance does not follow from the one before.
     pub out_of_line: i64,
 }
 
-/// What [`Reads::verify_ledger`] found.
+/// The result of [`Reads::verify_ledger`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
 pub struct LedgerReport {
     pub accounts: u64,
     pub postings: u64,
-    pub disagreements: Vec<Disagreement>,
-    /// The sum over all books by currency. Zero, or somebody has changed the form of the table.
+    pub disagreements: Vec<LedgerDiscrepancy>,
+    /// The sum over all books by currency. Zero, unless the table was manipulated.
     pub books: BTreeMap<String, BTreeMap<String, i64>>,
 }
 
 impl LedgerReport {
-    /// How far believed and recomputed balances are apart, all together.
+    /// The total difference between the accounts' own and the recomputed balances.
     #[must_use]
     pub fn difference(&self) -> i64 {
-        let apart = |it: &Disagreement| it.entries.abs_diff(it.believed.unwrap_or(0));
+        let apart = |it: &LedgerDiscrepancy| it.entries.abs_diff(it.believed.unwrap_or(0));
         let all = self.disagreements.iter().map(apart).fold(0, u64::saturating_add);
         i64::try_from(all).unwrap_or(i64::MAX)
     }
 
-    /// Every book of every account, and nothing out of line.
+    /// Whether every account matches its postings and the books are balanced.
     #[must_use]
     pub fn holds(&self) -> bool {
         self.disagreements.is_empty() && self.books.values().all(|books| books.values().sum::<i64>() == 0)
@@ -116,13 +116,13 @@ impl Reads {
         filter: &LedgerFilter,
         before: Option<i64>,
         limit: u32,
-    ) -> Result<Page<LedgerRow, i64>, StoreError> {
+    ) -> Result<RowPage<LedgerRow, i64>, StoreError> {
         let mut query = LedgerRow::select();
         query.push(" WHERE account = ").push_bind(account.0);
         if let Some(kind) = filter.kind {
             query.push(" AND kind = ").push_bind(kind.name());
             if kind != PostingKind::Usage {
-                // The planner does not compare it with a value that is bound.
+                // The planner does not compare it with a bound value.
                 query.push(" AND kind <> 'usage'");
             }
         }
@@ -141,16 +141,16 @@ impl Reads {
         query.push(" ORDER BY number DESC LIMIT ").push_bind(one_more(limit));
         let rows = query.build().fetch_all(&self.pool).await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(LedgerRow::of).collect());
-        Ok(Page::of(rows.doing("reading the ledger")?, limit, |row: &LedgerRow| row.number))
+        Ok(RowPage::of(rows.doing("reading the ledger")?, limit, |row: &LedgerRow| row.number))
     }
 
-    /// What these allocations have cost. One of which nothing is posted is left out.
+    /// The cost of these allocations. One without postings is left out.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn costs(&self, allocations: &[Uuid]) -> Result<BTreeMap<Uuid, Cost>, StoreError> {
-        // The last posting says it all; what was given back has no beginning and comes after all that has. What an operator gives
-        // back later is no cost.
+    pub async fn allocation_costs(&self, allocations: &[Uuid]) -> Result<BTreeMap<Uuid, AllocationCost>, StoreError> {
+        // The last posting has the total; a refund has no beginning and sorts after those that have one. A refund by an operator is not
+        // a part of the cost.
         let rows = sqlx::query(
             "SELECT asked.id, last.cost, last.used_until
              FROM unnest($1::uuid[]) AS asked (id) CROSS JOIN LATERAL (
@@ -163,17 +163,20 @@ impl Reads {
         .await;
         let cost = |row: &PgRow| {
             let cost = row.try_get::<Option<i64>, _>("cost")?.unwrap_or(0);
-            Ok((row.try_get("id")?, Cost { cost: Micro::of(cost), billed_until: row.try_get("used_until")? }))
+            Ok((
+                row.try_get("id")?,
+                AllocationCost { cost: MicroAmount::of(cost), billed_until: row.try_get("used_until")? },
+            ))
         };
         let costs: Result<_, sqlx::Error> = rows.and_then(|rows| rows.iter().map(cost).collect());
         costs.doing("reading what allocations have cost")
     }
 
-    /// What is prepaid, by currency.
+    /// The prepaid balances, by currency.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn money(&self) -> Result<Vec<Money>, StoreError> {
+    pub async fn prepaid_totals(&self) -> Result<Vec<PrepaidTotal>, StoreError> {
         let rows = sqlx::query(
             "SELECT body->>'currency' AS currency, count(*) AS accounts, count(*) FILTER (WHERE state <> 'open') AS depleted,
                     sum((body->>'balance')::bigint)::bigint AS balance
@@ -182,25 +185,25 @@ impl Reads {
         .fetch_all(&self.pool)
         .await;
         let money = |row: &PgRow| {
-            Ok(Money {
+            Ok(PrepaidTotal {
                 currency: row.try_get("currency")?,
                 accounts: row.try_get::<i64, _>("accounts")?.unsigned_abs(),
                 depleted: row.try_get::<i64, _>("depleted")?.unsigned_abs(),
-                balance: Micro::of(row.try_get("balance")?),
+                balance: MicroAmount::of(row.try_get("balance")?),
             })
         };
         let all: Result<_, sqlx::Error> = rows.and_then(|rows| rows.iter().map(money).collect());
         all.doing("adding up what is prepaid")
     }
 
-    /// Recomputes every balance from its entries, in one snapshot of the database, and compares it with what the account believes.
+    /// Recomputes every balance from its entries, in one snapshot of the database, and compares it with the account's own.
     ///
     /// # Errors
     /// [`StoreError`]
     pub async fn verify_ledger(&self) -> Result<LedgerReport, StoreError> {
         let begun = begin(&self.pool, "BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY").await;
         let mut snapshot = begun.doing("beginning to verify the ledger")?;
-        // As long as it takes; nothing waits for a reader.
+        // Without a timeout; nothing waits for a reader.
         let unbounded = sqlx::query("SET LOCAL statement_timeout = 0").execute(&mut *snapshot).await;
         unbounded.doing("beginning to verify the ledger")?;
         let rows = sqlx::query(ACCOUNTS).fetch_all(&mut *snapshot).await.doing("adding up the ledger")?;
@@ -213,7 +216,7 @@ impl Reads {
         let mut report = LedgerReport::default();
         for row in &rows {
             report.accounts += 1;
-            let found = disagreement(row).doing("adding up the ledger")?;
+            let found = discrepancy(row).doing("adding up the ledger")?;
             report.postings += found.postings.unsigned_abs();
             let agrees = found.believed == Some(found.entries) && found.believed_postings == Some(found.postings);
             if !agrees || found.out_of_line != 0 {
@@ -231,8 +234,8 @@ impl Reads {
         Ok(report)
     }
 
-    /// How far what the accounts of these shards believe is apart from the balance at their last posting, all together: cheap enough to
-    /// be had at any time. An earlier posting that was changed does not show here; [`Reads::verify_ledger`] finds it.
+    /// The total difference between the balances of these shards' accounts and of their last postings: cheap enough for a periodic
+    /// metric. A change of an earlier posting does not show here; [`Reads::verify_ledger`] finds it.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -272,8 +275,8 @@ const ACCOUNTS: &str = "
            coalesce(summed.postings, 0) AS postings, coalesce(summed.out_of_line, 0) AS out_of_line
     FROM believed FULL JOIN summed ON summed.account = believed.id ORDER BY 1";
 
-fn disagreement(row: &PgRow) -> Result<Disagreement, sqlx::Error> {
-    Ok(Disagreement {
+fn discrepancy(row: &PgRow) -> Result<LedgerDiscrepancy, sqlx::Error> {
+    Ok(LedgerDiscrepancy {
         account: row.try_get("account")?,
         believed: row.try_get("believed")?,
         entries: row.try_get("entries")?,
@@ -283,7 +286,7 @@ fn disagreement(row: &PgRow) -> Result<Disagreement, sqlx::Error> {
     })
 }
 
-/// What a posting does to its account's balance.
+/// The effect of a posting on its account's balance.
 pub(super) const EFFECT: &str =
     "CASE WHEN debit = 'prepaid' THEN -amount WHEN credit = 'prepaid' THEN amount ELSE 0 END";
 
@@ -300,10 +303,10 @@ impl LedgerRow {
         Ok(Self {
             number: row.try_get("number")?,
             kind: row.try_get("kind")?,
-            effect: Micro::of(row.try_get("effect")?),
-            amount: Micro::of(row.try_get("amount")?),
+            effect: MicroAmount::of(row.try_get("effect")?),
+            amount: MicroAmount::of(row.try_get("amount")?),
             currency: row.try_get("currency")?,
-            balance: Micro::of(row.try_get("balance")?),
+            balance: MicroAmount::of(row.try_get("balance")?),
             allocation: row.try_get::<Option<Uuid>, _>("allocation")?.map(AllocationId),
             used_from: row.try_get("used_from")?,
             used_until: row.try_get("used_until")?,

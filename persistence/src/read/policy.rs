@@ -1,16 +1,16 @@
-//! Policy values: as a book that machines read, and as a list.
+//! Reads of policy values: as a book for machines, and as a list.
 
-use super::{Cursor, Page, Reads, one_more};
-use crate::error::{Doing, StoreError, damaged};
-use domain::id::{Kind, PolicyId};
+use super::{Cursor, Reads, RowPage, one_more};
+use crate::error::{OperationContext, StoreError, damaged};
+use domain::id::{EntityKind, PolicyId};
 use domain::machine::Timestamp;
-use domain::policy::{PolicyBook, Scope, ScopeValues, Written};
+use domain::policy::{PolicyBook, PolicyScope, PolicyVersion, ScopeValues};
 use sqlx::postgres::PgRow;
 use sqlx::types::Json;
 use sqlx::{Postgres, QueryBuilder, Row};
 use uuid::Uuid;
 
-/// Which values. What is `None` admits all.
+/// A filter of values. A field that is `None` admits all.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PolicyFilter {
     /// Of one value.
@@ -18,19 +18,19 @@ pub struct PolicyFilter {
     pub key: Option<String>,
     /// Of one scope.
     pub scope: Option<PolicyId>,
-    /// Of one kind of scopes, as [`Scope::kind`] names it.
+    /// Of one kind of scopes, as [`PolicyScope::kind`] names it.
     pub scope_kind: Option<String>,
 }
 
-/// A value that holds in its scope, or will.
+/// A value that is in force in its scope, or will be.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PolicyRow {
-    pub scope: Scope,
-    pub written: Written,
+    pub scope: PolicyScope,
+    pub written: PolicyVersion,
 }
 
-/// Every value that was not superseded by an instant, which stands between the two halves. A body that is not as it should be is
-/// left out here; the book warns of it.
+/// Every value that is not superseded at an instant, which goes between the two halves. A malformed body is left out here; the book
+/// warns of it.
 const VALUES: [&str; 2] = ["
     SELECT scope, value, written_at, id FROM (
         SELECT entity.id AS entity, entity.body -> 'scope' AS scope, value, value ->> 'key' AS key,
@@ -48,14 +48,14 @@ const VALUES: [&str; 2] = ["
     WHERE effective_at >= coalesce(in_force_since, effective_at)"];
 
 impl Reads {
-    /// Every policy value there is. A key that only another release knows, and a value that this one does not admit, are left
-    /// out with a warning: the default holds there.
+    /// Every policy value. A key that only another release knows, and a value that this one does not admit, are left out with a
+    /// warning: the default applies there.
     ///
     /// # Errors
     /// [`StoreError`]
     pub async fn policy_book(&self) -> Result<PolicyBook, StoreError> {
         let bodies: Vec<String> = sqlx::query_scalar("SELECT body::text FROM entity WHERE kind = $1")
-            .bind(Kind::Policy.as_str())
+            .bind(EntityKind::Policy.as_str())
             .fetch_all(&self.pool)
             .await
             .doing("reading policy values")?;
@@ -88,7 +88,7 @@ impl Reads {
         now: Timestamp,
         after: Option<Cursor>,
         limit: u32,
-    ) -> Result<Page<PolicyRow, Cursor>, StoreError> {
+    ) -> Result<RowPage<PolicyRow, Cursor>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(VALUES[0]);
         query.push_bind(now).push(VALUES[1]);
         if let Some(id) = filter.id {
@@ -111,7 +111,7 @@ impl Reads {
         let rows = query.build().fetch_all(&self.pool).await;
         let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(policy_row).collect());
         let place = |row: &PolicyRow| Cursor { created_at: row.written.written_at, id: row.written.id.0 };
-        Ok(Page::of(rows.doing("listing policy values")?, limit, place))
+        Ok(RowPage::of(rows.doing("listing policy values")?, limit, place))
     }
 }
 

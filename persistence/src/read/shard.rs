@@ -1,59 +1,59 @@
-//! What a shard's owner looks for: deadlines that are due, events that nobody published, and what is overdue.
+//! The reads of a shard's owner: due timers, unsettled events, and overdue entities.
 
 use super::entity::{kind, shard};
 use super::{PAGE_MAX, Reads};
-use crate::error::{Doing, StoreError, damaged};
+use crate::error::{OperationContext, StoreError, damaged};
 use crate::outbox::OutboxRow;
 use domain::commit::Epoch;
-use domain::id::{EntityRef, EventId, Kind, Shard};
+use domain::id::{EntityKind, EntityRef, EventId, Shard};
 use domain::machine::Timestamp;
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 use std::time::Duration;
 use uuid::Uuid;
 
-/// An entity that waits, and for what.
+/// An entity with a timer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Due {
+pub struct DueTimer {
     pub entity: EntityRef,
     pub shard: Shard,
-    /// Its next tick.
+    /// The time of its next tick.
     pub wake_at: Timestamp,
-    /// The end that its state must not outlive unseen, where there is one.
+    /// The deadline of its state, where it has one.
     pub deadline_at: Option<Timestamp>,
     pub reason: String,
 }
 
-/// What has outlived its deadline.
+/// Entities past their deadline.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Overdue {
-    /// Of all kinds, also where the rows below were cut off.
+pub struct OverdueEntities {
+    /// Of all kinds, including rows beyond the limit.
     pub count: u64,
     /// The longest overdue first.
-    pub rows: Vec<Due>,
+    pub rows: Vec<DueTimer>,
 }
 
-/// Events without effect.
+/// Events in the outbox that are not settled.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Orphans {
+pub struct UnsettledEvents {
     pub rows: Vec<OutboxRow>,
-    /// Those that this release cannot read: they are left to the one that wrote them.
+    /// Events that this release cannot decode: they are left to the release that wrote them.
     pub foreign: Vec<EventId>,
 }
 
 impl Reads {
-    /// Entities of these shards and kinds whose tick is due at `now`, but for those of `except`, longest due first.
+    /// Entities of these shards and kinds whose tick is due at `now`, without those of `except`, longest due first.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn due(
+    pub async fn due_timers(
         &self,
         shards: &[Shard],
-        kinds: &[Kind],
+        kinds: &[EntityKind],
         now: Timestamp,
         except: &[Uuid],
         limit: u32,
-    ) -> Result<Vec<Due>, StoreError> {
+    ) -> Result<Vec<DueTimer>, StoreError> {
         let rows = sqlx::query(
             "SELECT entity, kind, shard, wake_at, deadline_at, reason FROM deadline
              WHERE shard = ANY ($1) AND wake_at <= $2 AND kind = ANY ($3) AND entity <> ALL ($5)
@@ -69,11 +69,11 @@ impl Reads {
         rows.and_then(|rows| rows.iter().map(due).collect()).doing("reading due deadlines")
     }
 
-    /// Everything whose deadline has passed at `now`, in all shards.
+    /// Every entity whose deadline has passed at `now`, in all shards.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn overdue(&self, now: Timestamp, limit: u32) -> Result<Overdue, StoreError> {
+    pub async fn overdue(&self, now: Timestamp, limit: u32) -> Result<OverdueEntities, StoreError> {
         let rows = sqlx::query(
             "SELECT entity, kind, shard, wake_at, deadline_at, reason, count(*) OVER () AS count FROM deadline
              WHERE deadline_at < $1 AND kind = ANY ($2) ORDER BY deadline_at, entity LIMIT $3",
@@ -87,23 +87,23 @@ impl Reads {
         let count = rows.first().map(|row| row.try_get::<i64, _>("count")).transpose();
         let rows: Result<Vec<_>, _> = rows.iter().map(due).collect();
         let doing = "reading what is overdue";
-        Ok(Overdue { count: count.doing(doing)?.unwrap_or(0).unsigned_abs(), rows: rows.doing(doing)? })
+        Ok(OverdueEntities { count: count.doing(doing)?.unwrap_or(0).unsigned_abs(), rows: rows.doing(doing)? })
     }
 
-    /// Events of these shards that have been unsettled for longer than `age` (by the database's clock): in the order of each
-    /// shard's commits, at most `each` of a shard, without those of `except`. What cannot be read counts too: name it in `except`, lest
-    /// it hide what comes after it.
+    /// Events of these shards that have been unsettled for longer than `age` (by the database's clock): in the order of each shard's
+    /// commits, at most `each` of a shard, without those of `except`. Undecodable events count too: name them in `except`, lest they
+    /// hide later ones.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn orphans(
+    pub async fn orphaned_events(
         &self,
         shards: &[Shard],
         age: Duration,
         except: &[EventId],
         each: u32,
-    ) -> Result<Orphans, StoreError> {
-        // By shard, so that the index gives the order and a long backlog is not sorted at every look.
+    ) -> Result<UnsettledEvents, StoreError> {
+        // By shard, so that the index gives the order and a long backlog is not sorted each time.
         let rows = sqlx::query(
             "SELECT row.* FROM unnest($1::smallint[]) AS mine (shard)
              CROSS JOIN LATERAL (
@@ -124,7 +124,7 @@ impl Reads {
     }
 }
 
-/// How far the events of a shard were read.
+/// The position up to which a shard's events were read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutboxCursor {
     pub shard: Shard,
@@ -141,12 +141,12 @@ impl OutboxCursor {
 }
 
 impl Reads {
-    /// The unsettled events after these places, in the order of each shard's commits, at most `each` of a shard. Within a shard none is
-    /// committed later before one that was read: a cursor misses nothing.
+    /// The unsettled events after these positions, in the order of each shard's commits, at most `each` of a shard. Within a shard no
+    /// event is committed later at an earlier position: a cursor misses nothing.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn events_after(&self, cursors: &[OutboxCursor], each: u32) -> Result<Orphans, StoreError> {
+    pub async fn events_after(&self, cursors: &[OutboxCursor], each: u32) -> Result<UnsettledEvents, StoreError> {
         const DOING: &str = "reading committed events";
         let rows = sqlx::query(
             "SELECT row.* FROM unnest($1::smallint[], $2::bigint[], $3::bigint[]) AS mine (shard, epoch, seq)
@@ -167,8 +167,8 @@ impl Reads {
     }
 }
 
-fn read_rows(rows: &[PgRow], doing: &'static str) -> Result<Orphans, StoreError> {
-    let mut orphans = Orphans::default();
+fn read_rows(rows: &[PgRow], doing: &'static str) -> Result<UnsettledEvents, StoreError> {
+    let mut orphans = UnsettledEvents::default();
     for row in rows {
         match outbox_row(row) {
             Ok(row) => orphans.rows.push(row),
@@ -187,11 +187,11 @@ fn numbers(shards: &[Shard]) -> Vec<i16> {
 }
 
 fn kinds() -> Vec<&'static str> {
-    Kind::ALL.iter().map(|kind| kind.as_str()).collect()
+    EntityKind::ALL.iter().map(|kind| kind.as_str()).collect()
 }
 
-fn due(row: &PgRow) -> Result<Due, sqlx::Error> {
-    Ok(Due {
+fn due(row: &PgRow) -> Result<DueTimer, sqlx::Error> {
+    Ok(DueTimer {
         entity: EntityRef { kind: kind(row)?, id: row.try_get("entity")? },
         shard: shard(row)?,
         wake_at: row.try_get("wake_at")?,

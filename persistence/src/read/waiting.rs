@@ -1,51 +1,50 @@
-//! Entities with an end in sight, for whoever looks at the supervision tree.
+//! Entities by deadline, for the supervision tree.
 
 use super::entity::{kind, shard};
 use super::{PAGE_MAX, Reads};
-use crate::error::{Doing, StoreError};
-use domain::id::{EntityRef, Kind, Shard};
+use crate::error::{OperationContext, StoreError};
+use domain::id::{EntityKind, EntityRef, Shard};
 use domain::machine::Timestamp;
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, QueryBuilder, Row};
 
-/// An entity, its state, and what it waits for.
+/// An entity, its state, and its timer and deadline.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Waiting {
+pub struct WaitingEntity {
     pub entity: EntityRef,
     pub shard: Shard,
     pub version: i64,
     pub state: String,
     pub updated_at: Timestamp,
-    /// Its next tick, where it wants one.
+    /// The time of its next tick, where it has one.
     pub wake_at: Option<Timestamp>,
     pub deadline_at: Option<Timestamp>,
     pub reason: Option<String>,
 }
 
-/// Which of them.
+/// A filter of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WaitingFilter {
-    pub kind: Option<Kind>,
+    pub kind: Option<EntityKind>,
     pub state: Option<String>,
     /// Those whose deadline has passed at this instant.
     pub overdue_at: Option<Timestamp>,
-    /// These, whatever they wait for.
+    /// These, with or without a deadline.
     pub ids: Option<Vec<uuid::Uuid>>,
 }
 
 impl Reads {
-    /// Entities by what they wait for, the nearest deadline first. With neither kind, state nor ids: only those that have a
-    /// deadline.
+    /// Entities by deadline, the nearest first. With neither kind, state nor ids: only those that have a deadline.
     ///
     /// # Errors
     /// [`StoreError`]
-    pub async fn waiting(&self, filter: &WaitingFilter, limit: u32) -> Result<Vec<Waiting>, StoreError> {
+    pub async fn waiting(&self, filter: &WaitingFilter, limit: u32) -> Result<Vec<WaitingEntity>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(
             "SELECT entity.id, entity.kind, entity.shard, entity.version, entity.state, entity.updated_at,
                     deadline.wake_at, deadline.deadline_at, deadline.reason
              FROM entity LEFT JOIN deadline ON deadline.entity = entity.id WHERE entity.kind = ANY (",
         );
-        let kinds: Vec<&str> = Kind::ALL.iter().map(|kind| kind.as_str()).collect();
+        let kinds: Vec<&str> = EntityKind::ALL.iter().map(|kind| kind.as_str()).collect();
         query.push_bind(kinds).push(")");
         if let Some(kind) = filter.kind {
             query.push(" AND entity.kind = ").push_bind(kind.as_str());
@@ -68,8 +67,8 @@ impl Reads {
     }
 }
 
-fn waiting(row: &PgRow) -> Result<Waiting, sqlx::Error> {
-    Ok(Waiting {
+fn waiting(row: &PgRow) -> Result<WaitingEntity, sqlx::Error> {
+    Ok(WaitingEntity {
         entity: EntityRef { kind: kind(row)?, id: row.try_get("id")? },
         shard: shard(row)?,
         version: row.try_get("version")?,

@@ -1,8 +1,8 @@
-//! Who lives and who owns, by the database's word.
+//! Members that are alive, and owners of shards, as the database has them.
 
-use crate::postgres::Database;
+use crate::postgres::TestDatabase;
 use domain::commit::Epoch;
-use domain::id::{EntityRef, Kind, MemberId, Shard};
+use domain::id::{EntityKind, EntityRef, MemberId, Shard};
 use domain::machine::Timestamp;
 use persistence::Cluster;
 use persistence::cluster::Member;
@@ -15,19 +15,19 @@ const SECOND: Duration = Duration::from_secs(1);
 /// No member has been watched.
 static UNWATCHED: BTreeMap<MemberId, Timestamp> = BTreeMap::new();
 
-/// Each member's last beat.
-async fn beats(cluster: &Cluster) -> BTreeMap<MemberId, Timestamp> {
-    cluster.members().await.unwrap().into_iter().map(|heard| (heard.member.id, heard.beat_at)).collect()
+/// Each member's last heartbeat.
+async fn heartbeats(cluster: &Cluster) -> BTreeMap<MemberId, Timestamp> {
+    cluster.members().await.unwrap().into_iter().map(|heard| (heard.member.id, heard.heartbeat_at)).collect()
 }
 
-async fn cluster() -> (Database, Cluster) {
-    let db = Database::fresh().await;
+async fn cluster() -> (TestDatabase, Cluster) {
+    let db = TestDatabase::fresh().await;
     let cluster = Cluster::new(db.pool.clone());
     (db, cluster)
 }
 
 fn member(name: &str) -> Member {
-    let started_at = crate::world::at(0);
+    let started_at = crate::test_store::at(0);
     Member {
         id: MemberId(Uuid::new_v4()),
         name: name.to_owned(),
@@ -37,28 +37,28 @@ fn member(name: &str) -> Member {
 }
 
 #[tokio::test]
-async fn who_beats_lives_and_who_is_silent_does_not() {
+async fn member_is_alive_while_it_sends_heartbeats() {
     let (db, cluster) = cluster().await;
     let (ann, bob) = (member("ann"), member("bob"));
-    cluster.beat(&ann).await.unwrap();
-    cluster.beat(&ann).await.unwrap();
-    cluster.beat(&bob).await.unwrap();
+    cluster.heartbeat(&ann).await.unwrap();
+    cluster.heartbeat(&ann).await.unwrap();
+    cluster.heartbeat(&bob).await.unwrap();
     sqlx::query("UPDATE member SET beat_at = beat_at - interval '10 seconds' WHERE name = 'bob'")
         .execute(&db.pool)
         .await
         .unwrap();
-    let living = cluster.living(3 * SECOND).await.unwrap();
+    let living = cluster.alive(3 * SECOND).await.unwrap();
     assert_eq!(living.len(), 1);
     assert_eq!(living[0].member, ann);
     assert!(living[0].silent_for < 3 * SECOND);
-    assert_eq!(cluster.living(60 * SECOND).await.unwrap().len(), 2);
-    assert_eq!(cluster.forget_silent(5 * SECOND).await.unwrap(), 1);
+    assert_eq!(cluster.alive(60 * SECOND).await.unwrap().len(), 2);
+    assert_eq!(cluster.remove_silent(5 * SECOND).await.unwrap(), 1);
     cluster.remove(ann.id).await.unwrap();
-    assert_eq!(cluster.living(60 * SECOND).await.unwrap(), []);
+    assert_eq!(cluster.alive(60 * SECOND).await.unwrap(), []);
 }
 
 #[tokio::test]
-async fn of_many_that_take_a_shard_at_once_one_gets_it() {
+async fn concurrent_takeovers_of_a_shard_have_one_winner() {
     let (_db, cluster) = cluster().await;
     let seen = cluster.shards().await.unwrap();
     assert_eq!(seen.len(), 256);
@@ -71,32 +71,32 @@ async fn of_many_that_take_a_shard_at_once_one_gets_it() {
 }
 
 #[tokio::test]
-async fn an_owner_that_has_beaten_since_it_was_watched_loses_nothing() {
+async fn owner_with_a_newer_heartbeat_loses_no_shard() {
     let (_db, cluster) = cluster().await;
     let (ann, bob) = (member("ann"), member("bob"));
-    cluster.beat(&ann).await.unwrap();
+    cluster.heartbeat(&ann).await.unwrap();
     let free = cluster.shards().await.unwrap();
     assert_eq!(cluster.take_over(ann.id, &free[..2], &UNWATCHED).await.unwrap().len(), 2);
     let seen = cluster.shards().await.unwrap();
     assert_eq!(cluster.take_over(bob.id, &seen[..2], &UNWATCHED).await.unwrap().len(), 0, "no member has watched ann");
-    let watched = beats(&cluster).await;
-    cluster.beat(&ann).await.unwrap();
+    let watched = heartbeats(&cluster).await;
+    cluster.heartbeat(&ann).await.unwrap();
     assert_eq!(cluster.take_over(bob.id, &seen[..2], &watched).await.unwrap().len(), 0, "ann has beaten since");
-    let watched = beats(&cluster).await;
+    let watched = heartbeats(&cluster).await;
     assert_eq!(cluster.take_over(bob.id, &free[..2], &watched).await.unwrap().len(), 0, "seen before ann had it");
     let won = cluster.take_over(bob.id, &seen[..2], &watched).await.unwrap();
     assert_eq!(won.into_iter().collect::<Vec<_>>(), [(Shard(0), Epoch(2)), (Shard(1), Epoch(2))]);
 }
 
 #[tokio::test]
-async fn a_member_that_is_silent_and_owns_nothing_is_deleted() {
+async fn silent_member_without_shards_is_deleted() {
     let (db, cluster) = cluster().await;
     let (ann, bob) = (member("ann"), member("bob"));
-    cluster.beat(&ann).await.unwrap();
-    cluster.beat(&bob).await.unwrap();
+    cluster.heartbeat(&ann).await.unwrap();
+    cluster.heartbeat(&bob).await.unwrap();
     cluster.take_over(ann.id, &cluster.shards().await.unwrap()[..1], &UNWATCHED).await.unwrap();
     sqlx::query("UPDATE member SET beat_at = beat_at - interval '10 seconds'").execute(&db.pool).await.unwrap();
-    assert_eq!(cluster.forget_silent(5 * SECOND).await.unwrap(), 1, "ann owns a shard");
+    assert_eq!(cluster.remove_silent(5 * SECOND).await.unwrap(), 1, "ann owns a shard");
 }
 
 #[tokio::test]
@@ -109,13 +109,13 @@ async fn a_restart_under_the_same_name_frees_the_shards_of_an_ended_process_at_o
     let seen = cluster.shards().await.unwrap();
     let after = member("ann");
     cluster.join(&after, |ended| ended.id == before.id).await.unwrap();
-    let living: Vec<_> = cluster.living(3 * SECOND).await.unwrap().into_iter().map(|it| it.member.id).collect();
+    let living: Vec<_> = cluster.alive(3 * SECOND).await.unwrap().into_iter().map(|it| it.member.id).collect();
     assert!(living.len() == 2 && living.contains(&after.id) && living.contains(&bob.id), "{living:?}");
     assert_eq!(cluster.take_over(bob.id, &seen[..2], &UNWATCHED).await.unwrap().len(), 2);
 }
 
 #[tokio::test]
-async fn a_start_under_the_name_of_a_live_member_takes_nothing_from_it() {
+async fn start_under_the_name_of_a_live_member_takes_no_shards() {
     let (_db, cluster) = cluster().await;
     let (live, second) = (member("ann"), member("ann"));
     cluster.join(&live, |_| true).await.unwrap();
@@ -127,7 +127,7 @@ async fn a_start_under_the_name_of_a_live_member_takes_nothing_from_it() {
 }
 
 #[tokio::test]
-async fn a_handover_raises_the_epoch_and_is_the_owners_alone() {
+async fn handover_raises_the_epoch_and_requires_the_owner() {
     let (_db, cluster) = cluster().await;
     let (ann, bob) = (member("ann").id, member("bob").id);
     let free = cluster.shards().await.unwrap();
@@ -143,7 +143,7 @@ async fn a_handover_raises_the_epoch_and_is_the_owners_alone() {
 }
 
 #[tokio::test]
-async fn a_new_incarnation_lifts_every_epoch_and_frees_every_shard() {
+async fn new_incarnation_raises_every_epoch_and_frees_every_shard() {
     let (_db, cluster) = cluster().await;
     let ann = member("ann").id;
     cluster.take_over(ann, &cluster.shards().await.unwrap(), &UNWATCHED).await.unwrap();
@@ -158,9 +158,9 @@ async fn a_new_incarnation_lifts_every_epoch_and_frees_every_shard() {
 }
 
 #[tokio::test]
-async fn a_parked_entity_is_known_to_whoever_owns_its_shard_until_it_is_restarted() {
+async fn parked_entity_is_known_to_every_owner_of_its_shard_until_it_is_restarted() {
     let (db, cluster) = cluster().await;
-    let sick = EntityRef { kind: Kind::Node, id: Uuid::new_v4() };
+    let sick = EntityRef { kind: EntityKind::Node, id: Uuid::new_v4() };
     cluster.park(sick, Shard(3), "cannot be read").await.unwrap();
     cluster.park(sick, Shard(3), "still cannot\0 be read").await.unwrap();
     sqlx::query("INSERT INTO parked (entity, kind, shard, reason) VALUES (gen_random_uuid(), 'of_tomorrow', 3, '')")

@@ -1,13 +1,13 @@
-//! Who depends on which authority, and what is sealed under which key of the key ring.
+//! Dependents of authorities, and sealed values by key of the key ring.
 
-use crate::world::{World, at, create};
+use crate::test_store::{TestStore, at, create};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use domain::commit::Commit;
-use domain::id::{EntityRef, Kind};
+use domain::id::{EntityKind, EntityRef};
 use persistence::Secrets;
-use persistence::envelope::{KeyRing, Place};
-use persistence::rewrap::{IN_ENTITIES, Unfit, body_place, webhook_secret_place};
+use persistence::envelope::{KeyRing, SealContext};
+use persistence::rewrap::{KeyRingMismatch, SEALED_FIELDS, body_context, webhook_secret_context};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use serde_json::json;
 use std::sync::Arc;
@@ -34,33 +34,36 @@ fn node(n: u32, state: &'static str, certificates: &[(&str, Option<&str>, i64, u
         "registration": { "host": format!("host-{n}") },
         "identity": { "generation": 2, "certificates": certificates },
     });
-    let entity = EntityRef { kind: Kind::Node, ..base.entity };
+    let entity = EntityRef { kind: EntityKind::Node, ..base.entity };
     Commit { entity, snapshot: body.to_string(), to_state: state, ..base }
 }
 
-/// The same node, whose agent has shown this certificate last.
-fn having_shown(commit: Commit, serial: &str) -> Commit {
+/// The same node, whose agent has presented this certificate last.
+fn with_presented_certificate(commit: Commit, serial: &str) -> Commit {
     let mut body: serde_json::Value = serde_json::from_str(&commit.snapshot).unwrap();
     body["identity"]["shown"] = serial.into();
     Commit { snapshot: body.to_string(), ..commit }
 }
 
 #[tokio::test]
-async fn what_an_agent_was_given_counts_once_it_has_shown_it() {
-    let world = World::new().await;
+async fn certificate_counts_once_its_agent_has_presented_it() {
+    let store = TestStore::new().await;
     let (live, over) = (3_600_000, -1);
     let both = [("a", Some("old"), live, 2), ("b", Some("new"), live, 2)];
     for commit in [
-        having_shown(node(1, "active", &both), "a"),
-        having_shown(node(2, "active", &both), "b"),
-        // What it showed holds no more, or is of an identity of before: what it has counts.
-        having_shown(node(3, "offline", &[("a", Some("old"), over, 2), ("b", Some("new"), live, 2)]), "a"),
-        having_shown(node(4, "active", &[("b", Some("old"), live, 2)]), "gone"),
+        with_presented_certificate(node(1, "active", &both), "a"),
+        with_presented_certificate(node(2, "active", &both), "b"),
+        // The presented certificate has expired, or is of an earlier identity: the stored ones count.
+        with_presented_certificate(
+            node(3, "offline", &[("a", Some("old"), over, 2), ("b", Some("new"), live, 2)]),
+            "a",
+        ),
+        with_presented_certificate(node(4, "active", &[("b", Some("old"), live, 2)]), "gone"),
     ] {
-        world.commit(&commit).await;
+        store.commit(&commit).await;
     }
     let of = async |id: &str| {
-        let (nodes, count) = world.reads().dependents(id, false, at(0), 9).await.unwrap();
+        let (nodes, count) = store.reads().dependents(id, false, at(0), 9).await.unwrap();
         let mut hosts: Vec<_> = nodes.into_iter().map(|node| node.host).collect();
         hosts.sort();
         assert_eq!(hosts.len() as u64, count);
@@ -71,8 +74,8 @@ async fn what_an_agent_was_given_counts_once_it_has_shown_it() {
 }
 
 #[tokio::test]
-async fn a_node_depends_on_an_authority_while_it_has_no_live_certificate_by_another() {
-    let world = World::new().await;
+async fn node_depends_on_an_authority_without_a_live_certificate_by_another() {
+    let store = TestStore::new().await;
     let (live, later, over) = (3_600_000, 7_200_000, -1);
     for commit in [
         node(1, "active", &[("a", Some("old"), live, 2)]),
@@ -83,10 +86,10 @@ async fn a_node_depends_on_an_authority_while_it_has_no_live_certificate_by_anot
         node(6, "removed", &[("a", Some("old"), live, 2)]),
         node(7, "registered", &[]),
     ] {
-        world.commit(&commit).await;
+        store.commit(&commit).await;
     }
     let of = async |id: &str, founding: bool, limit: u32| {
-        let (nodes, count) = world.reads().dependents(id, founding, at(0), limit).await.unwrap();
+        let (nodes, count) = store.reads().dependents(id, founding, at(0), limit).await.unwrap();
         (nodes.into_iter().map(|node| node.host).collect::<Vec<_>>(), count)
     };
     assert_eq!(of("old", true, 9).await, (vec!["host-3".into(), "host-1".into()], 2));
@@ -99,36 +102,36 @@ async fn a_node_depends_on_an_authority_while_it_has_no_live_certificate_by_anot
 fn allocation(n: u32, ring: &KeyRing) -> Commit {
     let base = create(n);
     let id = base.entity.id.to_string();
-    let place = Place { table: "entity", column: "scheduler_request_enc", row: &id };
+    let place = SealContext { table: "entity", column: "scheduler_request_enc", row: &id };
     let sealed = STANDARD.encode(ring.seal(&place, format!("request {n}").as_bytes()).unwrap());
-    let entity = EntityRef { kind: Kind::Allocation, ..base.entity };
+    let entity = EntityRef { kind: EntityKind::Allocation, ..base.entity };
     Commit { entity, snapshot: json!({ "asked": { "scheduler_request_enc": sealed } }).to_string(), ..base }
 }
 
-/// A webhook, with the secret that signs and the one before.
+/// A webhook endpoint, with its current and its former secret.
 fn webhook(n: u32, ring: &KeyRing) -> Commit {
     let base = create(n);
     let place = base.entity.id.to_string();
-    let seal = |secret: &[u8]| STANDARD.encode(ring.seal(&webhook_secret_place(&place), secret).unwrap());
+    let seal = |secret: &[u8]| STANDARD.encode(ring.seal(&webhook_secret_context(&place), secret).unwrap());
     let body = json!({ "secret_enc": seal(b"present"), "former_secret": { "secret_enc": seal(b"former") } });
-    let entity = EntityRef { kind: Kind::NotificationEndpoint, ..base.entity };
+    let entity = EntityRef { kind: EntityKind::NotificationEndpoint, ..base.entity };
     Commit { entity, snapshot: body.to_string(), ..base }
 }
 
-/// What the payment processor said.
-fn told(n: u32, ring: &KeyRing) -> Commit {
+/// An event of the payment processor.
+fn processor_event(n: u32, ring: &KeyRing) -> Commit {
     let base = create(n);
     let place = base.entity.id.to_string();
-    let sealed = ring.seal(&body_place(&place), format!("body {n} ").repeat(100).as_bytes()).unwrap();
-    let entity = EntityRef { kind: Kind::ProcessorEvent, ..base.entity };
+    let sealed = ring.seal(&body_context(&place), format!("body {n} ").repeat(100).as_bytes()).unwrap();
+    let entity = EntityRef { kind: EntityKind::ProcessorEvent, ..base.entity };
     Commit { entity, snapshot: json!({ "body_enc": STANDARD.encode(sealed) }).to_string(), ..base }
 }
 
 #[tokio::test]
-async fn what_is_sealed_is_found_counted_and_sealed_anew_wherever_it_lies() {
-    let world = World::new().await;
+async fn sealed_values_of_all_tables_are_found_counted_and_rewrapped() {
+    let store = TestStore::new().await;
     let (old, both) = (ring(&[("a", 1)]), ring(&[("bb", 2), ("a", 1)]));
-    let secrets = Secrets::new(world.pool().clone(), Arc::clone(&old));
+    let secrets = Secrets::new(store.pool().clone(), Arc::clone(&old));
     for name in ["one", "two"] {
         secrets.create(name, &SecretSlice::from(name.as_bytes().to_vec()), json!({})).await.unwrap();
     }
@@ -136,37 +139,37 @@ async fn what_is_sealed_is_found_counted_and_sealed_anew_wherever_it_lies() {
     let none =
         Commit { snapshot: json!({ "asked": { "scheduler_request_enc": null } }).to_string(), ..allocation(9, &old) };
     for commit in [allocation(1, &old), allocation(2, &both), allocation(3, &old), none] {
-        world.commit(&commit).await;
+        store.commit(&commit).await;
     }
-    for commit in [told(4, &old), told(5, &both), webhook(6, &old)] {
-        world.commit(&commit).await;
+    for commit in [processor_event(4, &old), processor_event(5, &both), webhook(6, &old)] {
+        store.commit(&commit).await;
     }
-    let secrets = Secrets::new(world.pool().clone(), Arc::clone(&both));
+    let secrets = Secrets::new(store.pool().clone(), Arc::clone(&both));
     let rewrap = secrets.rewrap();
     rewrap.check().await.unwrap();
     assert_eq!(rewrap.sealed().await.unwrap(), [("a".to_owned(), 7), ("bb".to_owned(), 2)].into());
     assert_eq!((rewrap.secrets().await.unwrap(), rewrap.secrets().await.unwrap()), (2, 0));
     assert_eq!(secrets.get("two").await.unwrap().unwrap().value.expose_secret(), b"two");
 
-    let [requests, bodies, present, former] = IN_ENTITIES;
+    let [requests, bodies, present, former] = SEALED_FIELDS;
     let outdated = rewrap.outdated(requests, None, 9).await.unwrap();
     let of = |n: u32| create(n).entity.id;
     assert_eq!(outdated.iter().map(|it| it.entity.id).collect::<Vec<_>>(), [of(1), of(3)]);
     assert_eq!(rewrap.outdated(requests, Some(of(1)), 9).await.unwrap(), outdated[1..]);
     let anew = STANDARD.decode(rewrap.reseal(requests, &outdated[0]).unwrap()).unwrap();
     let id = outdated[0].entity.id.to_string();
-    let place = Place { table: "entity", column: "scheduler_request_enc", row: &id };
+    let place = SealContext { table: "entity", column: "scheduler_request_enc", row: &id };
     assert_eq!(ring(&[("bb", 2)]).open(&place, &anew).unwrap().expose_secret(), b"request 1");
     let outdated = rewrap.outdated(bodies, None, 9).await.unwrap();
     assert_eq!(outdated.iter().map(|it| it.entity.id).collect::<Vec<_>>(), [of(4)]);
     let anew = STANDARD.decode(rewrap.reseal(bodies, &outdated[0]).unwrap()).unwrap();
-    let opened = ring(&[("bb", 2)]).open(&body_place(&of(4).to_string()), &anew).unwrap();
+    let opened = ring(&[("bb", 2)]).open(&body_context(&of(4).to_string()), &anew).unwrap();
     assert_eq!(opened.expose_secret(), "body 4 ".repeat(100).as_bytes());
     for (field, secret) in [(present, b"present".as_slice()), (former, b"former")] {
         let outdated = rewrap.outdated(field, None, 9).await.unwrap();
         assert_eq!(outdated.iter().map(|it| it.entity.id).collect::<Vec<_>>(), [of(6)]);
         let anew = STANDARD.decode(rewrap.reseal(field, &outdated[0]).unwrap()).unwrap();
-        let opened = ring(&[("bb", 2)]).open(&webhook_secret_place(&of(6).to_string()), &anew).unwrap();
+        let opened = ring(&[("bb", 2)]).open(&webhook_secret_context(&of(6).to_string()), &anew).unwrap();
         assert_eq!(opened.expose_secret(), secret);
     }
     secrets.destroy("one").await.unwrap();
@@ -175,19 +178,19 @@ async fn what_is_sealed_is_found_counted_and_sealed_anew_wherever_it_lies() {
 }
 
 #[tokio::test]
-async fn a_key_ring_that_does_not_fit_is_refused_by_the_key_that_it_lacks_or_has_wrong() {
-    let world = World::new().await;
+async fn key_ring_mismatch_names_the_missing_or_wrong_key() {
+    let store = TestStore::new().await;
     let old = ring(&[("a", 1)]);
-    let secrets = Secrets::new(world.pool().clone(), Arc::clone(&old));
+    let secrets = Secrets::new(store.pool().clone(), Arc::clone(&old));
     secrets.create("one", &SecretSlice::from(vec![1]), json!({})).await.unwrap();
-    let check = async |keys: &[(&str, u8)]| Secrets::new(world.pool().clone(), ring(keys)).rewrap().check().await;
+    let check = async |keys: &[(&str, u8)]| Secrets::new(store.pool().clone(), ring(keys)).rewrap().check().await;
     assert!(check(&[("b", 2), ("a", 1)]).await.is_ok());
-    assert!(matches!(check(&[("b", 2)]).await, Err(Unfit::Missing { id, count: 1 }) if id == "a"));
+    assert!(matches!(check(&[("b", 2)]).await, Err(KeyRingMismatch::Missing { id, count: 1 }) if id == "a"));
     assert!(
-        matches!(check(&[("a", 2)]).await, Err(Unfit::Wrong { id, name }) if (id.as_str(), name.as_str()) == ("a", "one"))
+        matches!(check(&[("a", 2)]).await, Err(KeyRingMismatch::Wrong { id, name }) if (id.as_str(), name.as_str()) == ("a", "one"))
     );
-    // A request of an allocation counts, too.
+    // The request of an allocation counts, too.
     secrets.destroy("one").await.unwrap();
-    world.commit(&allocation(1, &old)).await;
-    assert!(matches!(check(&[("b", 2)]).await, Err(Unfit::Missing { count: 1, .. })));
+    store.commit(&allocation(1, &old)).await;
+    assert!(matches!(check(&[("b", 2)]).await, Err(KeyRingMismatch::Missing { count: 1, .. })));
 }

@@ -1,13 +1,13 @@
-//! The ledger: written with the transition or not at all, never changed, and added up.
+//! The ledger: committed with the transition or not at all, never changed, and summed.
 
-use crate::postgres::Database;
-use crate::world::{World, bare, create, next};
-use domain::commit::{Commit, Outcome};
-use domain::id::{AllocationId, BillingAccountId, EntityRef, Kind, PaymentId};
-use domain::ledger::{Posting, PostingKind, Source, Usage};
+use crate::postgres::TestDatabase;
+use crate::test_store::{TestStore, bare, create, next};
+use domain::commit::{Commit, CommitOutcome};
+use domain::id::{AllocationId, BillingAccountId, EntityKind, EntityRef, PaymentId};
+use domain::ledger::{Posting, PostingKind, PostingSource, UsagePeriod};
 use domain::machine::Timestamp;
-use domain::money::{Currency, Micro};
-use persistence::read::{LedgerFilter, LedgerPlace, LedgerSum};
+use domain::money::{Currency, MicroAmount};
+use persistence::read::{LedgerFilter, LedgerPosition, LedgerSum};
 use persistence::{CommitterConfig, Reads};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use std::time::Duration;
@@ -26,9 +26,9 @@ fn posting(number: i64, kind: PostingKind, amount: i64, balance: i64) -> Posting
     Posting {
         number,
         kind,
-        amount: Micro::of(amount),
+        amount: MicroAmount::of(amount),
         currency,
-        balance: Micro::of(balance),
+        balance: MicroAmount::of(balance),
         usage: None,
         source: None,
         reason: None,
@@ -37,14 +37,15 @@ fn posting(number: i64, kind: PostingKind, amount: i64, balance: i64) -> Posting
 
 fn usage(number: i64, amount: i64, balance: i64, of: u128, window: i64) -> Posting {
     let (from, until) = (second(window), second(window + 1));
-    let usage = Some(Usage { allocation_id: allocation(of), from, until, cost: Micro::of(amount * (window + 1)) });
+    let usage =
+        Some(UsagePeriod { allocation_id: allocation(of), from, until, cost: MicroAmount::of(amount * (window + 1)) });
     Posting { usage, ..posting(number, PostingKind::Usage, amount, balance) }
 }
 
-/// The first transition of account `n`, which believes to have so much after its postings.
+/// The first transition of account `n`, with its own balance after its postings.
 fn account(n: u32, balance: i64, postings: Vec<Posting>) -> Commit {
     let made = bare(create(n));
-    let entity = EntityRef { kind: Kind::BillingAccount, id: made.entity.id };
+    let entity = EntityRef { kind: EntityKind::BillingAccount, id: made.entity.id };
     let snapshot = format!(r#"{{"balance": {balance}, "postings": {}}}"#, postings.len());
     Commit { entity, snapshot, to_state: "open", postings, ..made }
 }
@@ -55,38 +56,38 @@ fn then(before: &Commit, balance: i64, count: i64, postings: Vec<Posting>) -> Co
 }
 
 #[tokio::test]
-async fn what_can_wait_is_written_so_many_postings_at_a_time() {
+async fn patient_transitions_are_written_with_a_bound_of_postings_per_statement() {
     let change = |config: &mut CommitterConfig| (config.workers, config.patient_postings) = (1, 5);
-    let world = World::with(Database::fresh().await, change).await;
+    let store = TestStore::with(TestDatabase::fresh().await, change).await;
     let two = || vec![posting(1, PostingKind::Credit, 1, 1), posting(2, PostingKind::Credit, 1, 2)];
     let patient = |n| Commit { patient: true, ..account(n, 2, two()) };
-    let holder = world.hold_shards().await;
+    let holder = store.hold_shards().await;
     let (first, rest) = (patient(0), (1..10).map(patient).collect::<Vec<_>>());
     let release = async {
-        world.until_blocked(1).await;
+        store.until_blocked(1).await;
         let release = async {
             tokio::time::sleep(std::time::Duration::from_millis(50)).await;
             holder.rollback().await.unwrap();
         };
-        futures::future::join(world.commit_all(&rest), release).await
+        futures::future::join(store.commit_all(&rest), release).await
     };
-    let (first, (rest, ())) = futures::future::join(world.commit(&first), release).await;
-    assert!(rest.iter().chain([&first]).all(|outcome| *outcome == Outcome::Applied), "{rest:?}");
-    assert_eq!((world.batches(), world.count("ledger").await), ((6, 10.0), 20), "one, and then two by two");
+    let (first, (rest, ())) = futures::future::join(store.commit(&first), release).await;
+    assert!(rest.iter().chain([&first]).all(|outcome| *outcome == CommitOutcome::Applied), "{rest:?}");
+    assert_eq!((store.batches(), store.count("ledger").await), ((6, 10.0), 20), "one, and then two by two");
 }
 
 #[tokio::test]
-async fn postings_are_written_with_their_transition_and_add_up() {
-    let world = World::new().await;
+async fn postings_are_committed_with_their_transition_and_add_up() {
+    let store = TestStore::new().await;
     let given = Posting { reason: Some("a gift".into()), ..posting(1, PostingKind::Credit, 1_000, 1_000) };
     let first = account(1, 1_000, vec![given]);
-    assert_eq!(world.commit(&first).await, Outcome::Applied);
+    assert_eq!(store.commit(&first).await, CommitOutcome::Applied);
     let second = then(&first, 700, 3, vec![usage(2, 100, 900, 1, 0), usage(3, 200, 700, 2, 0)]);
-    assert_eq!(world.commit(&second).await, Outcome::Applied);
+    assert_eq!(store.commit(&second).await, CommitOutcome::Applied);
     let others = account(2, 0, Vec::new());
-    assert_eq!(world.commit(&others).await, Outcome::Applied);
+    assert_eq!(store.commit(&others).await, CommitOutcome::Applied);
 
-    let reads = world.reads();
+    let reads = store.reads();
     let report = reads.verify_ledger().await.unwrap();
     assert!(report.holds() && report.difference() == 0, "{report:?}");
     assert_eq!((report.accounts, report.postings), (2, 3));
@@ -100,36 +101,36 @@ async fn postings_are_written_with_their_transition_and_add_up() {
     let last = reads.ledger(account, &LedgerFilter::default(), page.next, 2).await.unwrap();
     assert_eq!((last.items[0].reason.as_deref(), last.items.len(), last.next), (Some("a gift"), 1, None));
     let versions: Vec<i64> =
-        sqlx::query_scalar("SELECT version FROM ledger ORDER BY number").fetch_all(world.pool()).await.unwrap();
+        sqlx::query_scalar("SELECT version FROM ledger ORDER BY number").fetch_all(store.pool()).await.unwrap();
     assert_eq!(versions, [1, 2, 2]);
 }
 
 #[tokio::test]
-async fn a_while_that_is_charged_twice_is_refused_and_takes_nobody_else_along() {
-    let world = World::new().await;
+async fn window_that_is_charged_twice_is_refused_alone() {
+    let store = TestStore::new().await;
     let first = account(1, -100, vec![usage(1, 100, -100, 1, 0)]);
-    assert_eq!(world.commit(&first).await, Outcome::Applied);
+    assert_eq!(store.commit(&first).await, CommitOutcome::Applied);
     let again = then(&first, -200, 2, vec![usage(2, 100, -200, 1, 0)]);
-    let (twice, other) = tokio::join!(world.commit(&again), async {
+    let (twice, other) = tokio::join!(store.commit(&again), async {
         let other = account(2, -7, vec![usage(1, 7, -7, 2, 0)]);
-        world.commit(&other).await
+        store.commit(&other).await
     });
-    assert_eq!((twice, other), (Outcome::Refused { constraint: "ledger_window".into() }, Outcome::Applied));
-    // What is refused has written nothing.
+    assert_eq!((twice, other), (CommitOutcome::Refused { constraint: "ledger_window".into() }, CommitOutcome::Applied));
+    // A refused transition has written nothing.
     let number = then(&first, -200, 1, vec![usage(1, 100, -200, 1, 1)]);
-    assert_eq!(world.commit(&number).await, Outcome::Refused { constraint: "ledger_pkey".into() });
+    assert_eq!(store.commit(&number).await, CommitOutcome::Refused { constraint: "ledger_pkey".into() });
     let stale = Commit { expected_version: 7, ..then(&first, -200, 2, vec![usage(2, 100, -200, 1, 1)]) };
-    assert_eq!(world.commit(&stale).await, Outcome::Conflict);
-    assert_eq!(world.count("ledger").await, 2);
-    assert!(world.reads().verify_ledger().await.unwrap().holds());
+    assert_eq!(store.commit(&stale).await, CommitOutcome::Conflict);
+    assert_eq!(store.count("ledger").await, 2);
+    assert!(store.reads().verify_ledger().await.unwrap().holds());
 }
 
 #[tokio::test]
-async fn what_is_posted_cannot_be_changed_and_what_is_unbalanced_not_be_written() {
-    let world = World::new().await;
-    world.commit(&account(1, 100, vec![posting(1, PostingKind::Credit, 100, 100)])).await;
+async fn postings_cannot_be_changed_and_unbalanced_ones_not_be_written() {
+    let store = TestStore::new().await;
+    store.commit(&account(1, 100, vec![posting(1, PostingKind::Credit, 100, 100)])).await;
     for statement in ["UPDATE ledger SET amount = 1", "DELETE FROM ledger", "TRUNCATE ledger"] {
-        let error = sqlx::query(statement).execute(world.pool()).await.unwrap_err();
+        let error = sqlx::query(statement).execute(store.pool()).await.unwrap_err();
         assert!(error.to_string().contains("append-only"), "{statement}: {error}");
     }
     for (debit, credit, amount) in
@@ -139,23 +140,23 @@ async fn what_is_posted_cannot_be_changed_and_what_is_unbalanced_not_be_written(
             "INSERT INTO ledger (account, number, version, kind, debit, credit, amount, currency, balance, at)
              VALUES (gen_random_uuid(), 1, 1, 'usage', $1, $2, $3, 'EUR', 0, now())",
         );
-        let error = insert.bind(debit).bind(credit).bind(amount).execute(world.pool()).await.unwrap_err();
+        let error = insert.bind(debit).bind(credit).bind(amount).execute(store.pool()).await.unwrap_err();
         assert!(error.to_string().contains("check constraint"), "{debit} {credit} {amount}: {error}");
     }
-    assert_eq!(world.count("ledger").await, 1);
+    assert_eq!(store.count("ledger").await, 1);
 }
 
 #[tokio::test]
-async fn what_does_not_add_up_is_found() {
-    let world = World::new().await;
+async fn ledger_discrepancy_is_found() {
+    let store = TestStore::new().await;
     let right = account(1, 100, vec![posting(1, PostingKind::Credit, 100, 100)]);
     let richer = account(2, 150, vec![posting(1, PostingKind::Credit, 100, 100)]);
     let out_of_line =
         account(3, 100, vec![posting(1, PostingKind::Credit, 60, 60), posting(2, PostingKind::Credit, 40, 99)]);
     for commit in [&right, &richer, &out_of_line] {
-        assert_eq!(world.commit(commit).await, Outcome::Applied);
+        assert_eq!(store.commit(commit).await, CommitOutcome::Applied);
     }
-    let reads = world.reads();
+    let reads = store.reads();
     let report = reads.verify_ledger().await.unwrap();
     assert!(!report.holds());
     assert_eq!(report.difference(), 50);
@@ -165,22 +166,22 @@ async fn what_does_not_add_up_is_found() {
     assert_eq!(reads.ledger_difference(&shards).await.unwrap(), 51);
     let mut inspection = reads.inspect().await.unwrap();
     let sum = inspection.sum_of_entries(BillingAccountId(out_of_line.entity.id)).await.unwrap();
-    assert_eq!(sum, (Micro::of(100), 2));
+    assert_eq!(sum, (MicroAmount::of(100), 2));
 }
 
-/// The same database, read by who gives up after a moment.
-fn hasty(world: &World) -> Reads {
-    let options = PgConnectOptions::clone(&world.pool().connect_options()).options([("statement_timeout", "200")]);
+/// The same database, with a short timeout for reads.
+fn reads_with_short_timeout(store: &TestStore) -> Reads {
+    let options = PgConnectOptions::clone(&store.pool().connect_options()).options([("statement_timeout", "200")]);
     Reads::new(PgPoolOptions::new().max_connections(4).connect_lazy_with(options))
 }
 
 #[tokio::test]
-async fn what_is_large_is_added_up_though_other_reads_are_given_up_by_then() {
-    let world = World::new().await;
+async fn sums_of_a_large_ledger_outlast_the_timeout_of_other_reads() {
+    let store = TestStore::new().await;
     let made = account(1, 100, vec![posting(1, PostingKind::Credit, 100, 100)]);
-    world.commit(&made).await;
-    let (reads, id) = (hasty(&world), BillingAccountId(made.entity.id));
-    let mut held = world.pool().begin().await.unwrap();
+    store.commit(&made).await;
+    let (reads, id) = (reads_with_short_timeout(&store), BillingAccountId(made.entity.id));
+    let mut held = store.pool().begin().await.unwrap();
     sqlx::query("LOCK TABLE ledger IN ACCESS EXCLUSIVE MODE").execute(&mut *held).await.unwrap();
     let (verifying, adding) = (reads.clone(), reads.clone());
     let verifying = tokio::spawn(async move { verifying.verify_ledger().await });
@@ -195,74 +196,74 @@ async fn what_is_large_is_added_up_though_other_reads_are_given_up_by_then() {
 }
 
 #[tokio::test]
-async fn an_account_that_is_not_added_up_in_time_keeps_no_other_from_being_inspected() {
-    let world = World::new().await;
+async fn account_whose_sum_times_out_does_not_end_the_inspection() {
+    let store = TestStore::new().await;
     let made = account(1, 100, vec![posting(1, PostingKind::Credit, 100, 100)]);
-    world.commit(&made).await;
-    let (reads, id) = (hasty(&world), BillingAccountId(made.entity.id));
-    let mut held = world.pool().begin().await.unwrap();
+    store.commit(&made).await;
+    let (reads, id) = (reads_with_short_timeout(&store), BillingAccountId(made.entity.id));
+    let mut held = store.pool().begin().await.unwrap();
     sqlx::query("LOCK TABLE ledger IN ACCESS EXCLUSIVE MODE").execute(&mut *held).await.unwrap();
     let mut inspection = reads.inspect().await.unwrap();
     assert!(inspection.sum_of_entries(id).await.unwrap_err().took_too_long());
     held.rollback().await.unwrap();
-    assert_eq!(inspection.sum_of_entries(id).await.unwrap(), (Micro::of(100), 1));
+    assert_eq!(inspection.sum_of_entries(id).await.unwrap(), (MicroAmount::of(100), 1));
 }
 
 #[tokio::test]
-async fn what_an_allocation_has_cost_is_what_its_last_posting_says() {
-    let world = World::new().await;
+async fn cost_of_an_allocation_is_in_its_last_posting() {
+    let store = TestStore::new().await;
     let first = account(1, -200, vec![usage(1, 100, -100, 1, 0), usage(2, 100, -200, 1, 1)]);
-    world.commit(&first).await;
-    let reads = world.reads();
+    store.commit(&first).await;
+    let reads = store.reads();
     let ids = [allocation(1).0, allocation(2).0];
-    let costs = reads.costs(&ids).await.unwrap();
-    assert_eq!((costs.len(), costs[&ids[0]].cost), (1, Micro::of(200)));
-    // Its end was before what was charged last.
+    let costs = reads.allocation_costs(&ids).await.unwrap();
+    assert_eq!((costs.len(), costs[&ids[0]].cost), (1, MicroAmount::of(200)));
+    // It ended before the last charge.
     let end = second(1);
-    let given_back = Usage { allocation_id: allocation(1), from: end, until: end, cost: Micro::of(150) };
+    let given_back = UsagePeriod { allocation_id: allocation(1), from: end, until: end, cost: MicroAmount::of(150) };
     let credit = Posting { usage: Some(given_back), ..posting(3, PostingKind::UsageCredit, 50, -150) };
-    assert_eq!(world.commit(&then(&first, -150, 3, vec![credit])).await, Outcome::Applied);
-    let cost = reads.costs(&ids).await.unwrap()[&ids[0]];
-    assert_eq!((cost.cost, cost.billed_until), (Micro::of(150), Some(end)));
+    assert_eq!(store.commit(&then(&first, -150, 3, vec![credit])).await, CommitOutcome::Applied);
+    let cost = reads.allocation_costs(&ids).await.unwrap()[&ids[0]];
+    assert_eq!((cost.cost, cost.billed_until), (MicroAmount::of(150), Some(end)));
     assert!(reads.verify_ledger().await.unwrap().holds());
 }
 
 /// An account whose postings were made at these instants, a minor unit each.
-async fn posted_at(world: &World, instants: &[Timestamp]) -> BillingAccountId {
+async fn posted_at(store: &TestStore, instants: &[Timestamp]) -> BillingAccountId {
     let mut commit = account(1, 0, Vec::new());
-    assert_eq!(world.commit(&commit).await, Outcome::Applied);
+    assert_eq!(store.commit(&commit).await, CommitOutcome::Applied);
     for (number, at) in (1..).zip(instants) {
         let given = posting(number, PostingKind::Credit, 1, number);
         commit = Commit { at: *at, ..then(&commit, number, number, vec![given]) };
-        assert_eq!(world.commit(&commit).await, Outcome::Applied);
+        assert_eq!(store.commit(&commit).await, CommitOutcome::Applied);
     }
     BillingAccountId(commit.entity.id)
 }
 
 #[tokio::test]
-async fn an_instant_is_found_in_the_ledger_and_stays_where_it_was() {
-    let world = World::new().await;
-    let account = posted_at(&world, &[0, 1, 1, 2, 5, 4, 9].map(second)).await;
-    let reads = world.reads();
+async fn position_of_an_instant_in_the_ledger_is_stable() {
+    let store = TestStore::new().await;
+    let account = posted_at(&store, &[0, 1, 1, 2, 5, 4, 9].map(second)).await;
+    let reads = store.reads();
     let numbers = async |instants: &[i64]| -> Vec<i64> {
         let instants: Vec<_> = instants.iter().copied().map(second).collect();
-        let found = reads.ledger_places(account, &instants).await.unwrap();
+        let found = reads.ledger_positions(account, &instants).await.unwrap();
         // Each posting gave one millionth.
         assert!(found.iter().all(|place| place.balance.get() == place.number), "{found:?}");
         found.iter().map(|place| place.number).collect()
     };
     assert_eq!(numbers(&[0, 1, 2, 3, 9, 10]).await, [0, 1, 3, 4, 6, 7], "before the instant, not at it");
     assert!(numbers(&[]).await.is_empty());
-    // A clock went back from 5 to 4: the one between them has one place, and what follows does not move it.
+    // A clock went back from 5 to 4: the instant between them has one position, and later postings do not move it.
     let before = numbers(&[5]).await;
     assert!(before == [4] || before == [6], "{before:?}");
-    let nobody = reads.ledger_places(BillingAccountId(Uuid::from_u128(9)), &[second(1)]).await.unwrap();
-    assert_eq!(nobody, [LedgerPlace::default()]);
+    let unknown_account = reads.ledger_positions(BillingAccountId(Uuid::from_u128(9)), &[second(1)]).await.unwrap();
+    assert_eq!(unknown_account, [LedgerPosition::default()]);
 }
 
 #[tokio::test]
-async fn a_stretch_is_added_up_by_allocation_and_kind_however_many_there_are() {
-    let world = World::new().await;
+async fn range_of_the_ledger_is_summed_by_allocation_and_kind_within_a_limit() {
+    let store = TestStore::new().await;
     let postings = vec![
         posting(1, PostingKind::Credit, 1_000, 1_000),
         usage(2, 100, 900, 1, 0),
@@ -272,8 +273,8 @@ async fn a_stretch_is_added_up_by_allocation_and_kind_however_many_there_are() {
         Posting { usage: usage(0, 1, 0, 2, 1).usage, ..posting(6, PostingKind::WriteOff, 11, 593) },
     ];
     let commit = account(1, 593, postings);
-    assert_eq!(world.commit(&commit).await, Outcome::Applied);
-    let (reads, id) = (world.reads(), BillingAccountId(commit.entity.id));
+    assert_eq!(store.commit(&commit).await, CommitOutcome::Applied);
+    let (reads, id) = (store.reads(), BillingAccountId(commit.entity.id));
     let shown = async |after, until, most| {
         let sums = reads.ledger_sums(id, after, until, most).await.unwrap();
         let short = |sum: &LedgerSum| {
@@ -320,9 +321,9 @@ async fn a_stretch_is_added_up_by_allocation_and_kind_however_many_there_are() {
 }
 
 #[tokio::test]
-async fn what_is_beside_usage_is_found_without_reading_usage() {
-    let world = World::new().await;
-    let mut connection = world.pool().acquire().await.unwrap();
+async fn postings_other_than_usage_are_found_without_reading_usage() {
+    let store = TestStore::new().await;
+    let mut connection = store.pool().acquire().await.unwrap();
     sqlx::query("SET enable_seqscan = off").execute(&mut *connection).await.unwrap();
     let plan: Vec<String> = sqlx::query_scalar(
         "EXPLAIN SELECT number FROM ledger WHERE account = gen_random_uuid() AND kind = 'credit' AND kind <> 'usage'
@@ -335,43 +336,49 @@ async fn what_is_beside_usage_is_found_without_reading_usage() {
 }
 
 #[tokio::test]
-async fn what_a_payment_moves_is_moved_once_and_says_what_it_goes_back_to() {
-    let world = World::new().await;
+async fn payment_is_posted_once_with_its_reference() {
+    let store = TestStore::new().await;
     let of = |reference: &str, posting: Posting| {
-        let source = Some(Source { payment_id: Some(PaymentId(Uuid::from_u128(7))), reference: reference.into() });
+        let source =
+            Some(PostingSource { payment_id: Some(PaymentId(Uuid::from_u128(7))), reference: reference.into() });
         Posting { source, ..posting }
     };
     let first = account(1, 100, vec![of("p", posting(1, PostingKind::Deposit, 100, 100))]);
-    assert_eq!(world.commit(&first).await, Outcome::Applied);
+    assert_eq!(store.commit(&first).await, CommitOutcome::Applied);
     // Also into another account.
     for twice in [
         then(&first, 200, 2, vec![of("p", posting(2, PostingKind::Deposit, 100, 200))]),
         account(2, 100, vec![of("p", posting(1, PostingKind::Deposit, 100, 100))]),
     ] {
-        assert_eq!(world.commit(&twice).await, Outcome::Refused { constraint: "ledger_reference".into() });
+        assert_eq!(store.commit(&twice).await, CommitOutcome::Refused { constraint: "ledger_reference".into() });
     }
     let back = then(&first, 70, 2, vec![of("p", posting(2, PostingKind::Refund, 30, 70))]);
-    assert_eq!(world.commit(&back).await, Outcome::Applied);
+    assert_eq!(store.commit(&back).await, CommitOutcome::Applied);
     let page =
-        world.reads().ledger(BillingAccountId(first.entity.id), &LedgerFilter::default(), None, 10).await.unwrap();
+        store.reads().ledger(BillingAccountId(first.entity.id), &LedgerFilter::default(), None, 10).await.unwrap();
     let seen: Vec<_> = page.items.iter().map(|row| (row.effect.get(), row.payment, row.reference.as_deref())).collect();
     let payment = Some(PaymentId(Uuid::from_u128(7)));
     assert_eq!(seen, [(-30, payment, Some("p")), (100, payment, Some("p"))]);
-    let report = world.reads().verify_ledger().await.unwrap();
+    let report = store.reads().verify_ledger().await.unwrap();
     assert!(report.holds());
     assert_eq!((report.books["EUR"]["processor_clearing"], report.books["EUR"]["refunds"]), (-100, 30));
 }
 
 #[tokio::test]
-async fn what_an_operator_gives_back_of_an_allocation_is_no_cost_of_it() {
-    let world = World::new().await;
+async fn refund_by_an_operator_is_no_part_of_the_cost() {
+    let store = TestStore::new().await;
     let first = account(1, -100, vec![usage(1, 100, -100, 1, 0)]);
     let refund = Posting {
-        usage: Some(Usage { allocation_id: allocation(1), from: second(9), until: second(9), cost: Micro::of(1) }),
+        usage: Some(UsagePeriod {
+            allocation_id: allocation(1),
+            from: second(9),
+            until: second(9),
+            cost: MicroAmount::of(1),
+        }),
         ..posting(2, PostingKind::AllocationRefund, 40, -60)
     };
-    assert_eq!(world.commit(&first).await, Outcome::Applied);
-    assert_eq!(world.commit(&then(&first, -60, 2, vec![refund])).await, Outcome::Applied);
-    let costs = world.reads().costs(&[allocation(1).0]).await.unwrap();
-    assert_eq!(costs[&allocation(1).0].cost, Micro::of(100));
+    assert_eq!(store.commit(&first).await, CommitOutcome::Applied);
+    assert_eq!(store.commit(&then(&first, -60, 2, vec![refund])).await, CommitOutcome::Applied);
+    let costs = store.reads().allocation_costs(&[allocation(1).0]).await.unwrap();
+    assert_eq!(costs[&allocation(1).0].cost, MicroAmount::of(100));
 }

@@ -15,4 +15,4 @@ mod postgres;
 mod reads;
 mod recordings;
 mod schema;
-mod world;
+mod test_store;

@@ -1,15 +1,15 @@
 //! A thousand random commits against a model that fits on a page.
 
-use crate::world::{World, bare, command, create, next};
-use domain::commit::{CommandRecord, Commit, Epoch, Outcome};
+use crate::test_store::{TestStore, bare, command, create, next};
+use domain::commit::{CommandRecord, Commit, CommitOutcome, Epoch};
 use domain::id::EventId;
-use domain::machine::Keys;
+use domain::machine::IndexKeys;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
 
-/// What is wrong with a commit.
+/// The fault of a commit.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     None,
@@ -21,7 +21,7 @@ enum Fault {
 }
 
 #[derive(Clone, Debug)]
-struct Try {
+struct CommitAttempt {
     entity: u32,
     fault: Fault,
     bare: bool,
@@ -39,7 +39,7 @@ struct Model {
     deadlines: BTreeSet<u32>,
 }
 
-fn tries() -> impl Strategy<Value = Vec<Vec<Try>>> {
+fn tries() -> impl Strategy<Value = Vec<Vec<CommitAttempt>>> {
     let fault = prop_oneof![
         6 => Just(Fault::None), 1 => Just(Fault::Stale), 1 => Just(Fault::Fenced), 1 => Just(Fault::TakenName),
         1 => Just(Fault::UsedCommand), 1 => Just(Fault::BadJson),
@@ -48,16 +48,18 @@ fn tries() -> impl Strategy<Value = Vec<Vec<Try>>> {
     // A round has at most one transition of each of 24 entities.
     let round = prop::collection::btree_map(0..24_u32, one, 1..24).prop_map(|round| {
         let tries = round.into_iter();
-        tries.map(|(entity, (fault, bare, consumes, rests))| Try { entity, fault, bare, consumes, rests }).collect()
+        tries
+            .map(|(entity, (fault, bare, consumes, rests))| CommitAttempt { entity, fault, bare, consumes, rests })
+            .collect()
     });
     prop::collection::vec(round, 1..8)
 }
 
 impl Model {
-    fn commit(&self, attempt: &Try, free: &mut BTreeSet<Uuid>) -> (Commit, &'static str) {
+    fn commit(&self, attempt: &CommitAttempt, free: &mut BTreeSet<Uuid>) -> (Commit, &'static str) {
         let mut commit = self.last.get(&attempt.entity).map_or_else(|| create(attempt.entity), next);
         let creates = commit.expected_version == 0;
-        commit.keys = Keys { unique_name: Some(format!("name-{}", attempt.entity)), ..Keys::default() };
+        commit.keys = IndexKeys { unique_name: Some(format!("name-{}", attempt.entity)), ..IndexKeys::default() };
         if attempt.bare {
             commit = bare(commit);
         }
@@ -76,7 +78,7 @@ impl Model {
                 commit.epoch = Epoch(0);
                 "fenced"
             }
-            // Taken by an entity that is outside of the game.
+            // Taken by an entity outside the model.
             Fault::TakenName if creates => {
                 commit.keys.unique_name = Some("taken".to_owned());
                 "refused"
@@ -114,30 +116,32 @@ impl Model {
     }
 }
 
-async fn play(rounds: Vec<Vec<Try>>) {
-    let world = World::new().await;
-    let taken =
-        Commit { keys: Keys { unique_name: Some("taken".to_owned()), ..Keys::default() }, ..bare(create(9999)) };
-    assert_eq!(world.commit(&taken).await, Outcome::Applied);
+async fn play(rounds: Vec<Vec<CommitAttempt>>) {
+    let store = TestStore::new().await;
+    let taken = Commit {
+        keys: IndexKeys { unique_name: Some("taken".to_owned()), ..IndexKeys::default() },
+        ..bare(create(9999))
+    };
+    assert_eq!(store.commit(&taken).await, CommitOutcome::Applied);
     let mut model = Model { history: 1, ..Model::default() };
     for round in rounds {
         let mut free = model.outbox.clone();
         let planned: Vec<_> = round.iter().map(|attempt| model.commit(attempt, &mut free)).collect();
         let commits: Vec<Commit> = planned.iter().map(|(commit, _)| commit.clone()).collect();
-        let outcomes = world.commit_all(&commits).await;
+        let outcomes = store.commit_all(&commits).await;
         for ((attempt, (commit, expected)), outcome) in round.iter().zip(planned).zip(outcomes) {
             let got = match &outcome {
-                Outcome::Applied => "applied",
-                Outcome::Conflict => "conflict",
-                Outcome::Claimed { .. } => "claimed",
-                Outcome::Duplicate(_) => "duplicate",
-                Outcome::Fenced => "fenced",
-                Outcome::Refused { .. } => "refused",
-                Outcome::NotApplied { .. } => "not applied",
-                Outcome::Unknown { .. } => "unknown",
+                CommitOutcome::Applied => "applied",
+                CommitOutcome::Conflict => "conflict",
+                CommitOutcome::Claimed { .. } => "claimed",
+                CommitOutcome::Duplicate(_) => "duplicate",
+                CommitOutcome::Fenced => "fenced",
+                CommitOutcome::Refused { .. } => "refused",
+                CommitOutcome::NotApplied { .. } => "not applied",
+                CommitOutcome::Unknown { .. } => "unknown",
             };
             assert_eq!(got, expected, "{attempt:?}: {outcome:?}");
-            if outcome == Outcome::Applied {
+            if outcome == CommitOutcome::Applied {
                 model.apply(attempt.entity, commit);
             }
         }
@@ -150,12 +154,12 @@ async fn play(rounds: Vec<Vec<Try>>) {
             counted(model.commands.len()),
             counted(model.deadlines.len()),
         ];
-        assert_eq!(world.rows().await, expected);
+        assert_eq!(store.rows().await, expected);
         let outbox: BTreeSet<Uuid> =
-            sqlx::query_scalar("SELECT id FROM outbox").fetch_all(world.pool()).await.unwrap().into_iter().collect();
+            sqlx::query_scalar("SELECT id FROM outbox").fetch_all(store.pool()).await.unwrap().into_iter().collect();
         assert_eq!(outbox, model.outbox);
         for commit in model.last.values() {
-            let row = world.reads().entity(commit.entity).await.unwrap().unwrap();
+            let row = store.reads().entity(commit.entity).await.unwrap().unwrap();
             assert_eq!(
                 (row.version, row.state.as_str(), &row.body),
                 (commit.expected_version + 1, commit.to_state, &commit.snapshot)
@@ -166,17 +170,17 @@ async fn play(rounds: Vec<Vec<Try>>) {
         "SELECT count(*) FROM (SELECT FROM history GROUP BY entity, version HAVING count(*) > 1
          UNION ALL SELECT FROM history GROUP BY shard, epoch, seq HAVING count(*) > 1) AS twice",
     )
-    .fetch_one(world.pool())
+    .fetch_one(store.pool())
     .await
     .unwrap();
     assert_eq!(doubled, 0);
 }
 
 #[test]
-fn what_is_written_is_what_passed_and_nothing_else() {
+fn stored_rows_match_the_applied_transitions() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    // The server lives as long as this database is held.
-    let keep = runtime.block_on(crate::postgres::Database::fresh());
+    // The server runs as long as this database is held.
+    let keep = runtime.block_on(crate::postgres::TestDatabase::fresh());
     let config = Config { cases: 24, failure_persistence: None, ..Config::default() };
     TestRunner::new(config)
         .run(&tries(), |rounds| {

@@ -9,26 +9,26 @@ use std::time::{Duration, Instant};
 
 const TEMPLATE: &str = "template_of_tests";
 
-pub(crate) struct Server {
+pub(crate) struct PostgresServer {
     dir: tempfile::TempDir,
     child: Mutex<Option<Child>>,
     databases: AtomicU32,
 }
 
-/// A database of its own, migrated, on the shared server unless it was asked for one of its own.
-pub(crate) struct Database {
-    pub(crate) server: Arc<Server>,
+/// A migrated database for one test, on the shared server unless the test needs its own.
+pub(crate) struct TestDatabase {
+    pub(crate) server: Arc<PostgresServer>,
     pub(crate) pool: PgPool,
 }
 
-static SHARED: Mutex<Weak<Server>> = Mutex::new(Weak::new());
+static SHARED: Mutex<Weak<PostgresServer>> = Mutex::new(Weak::new());
 
-impl Database {
+impl TestDatabase {
     pub(crate) async fn fresh() -> Self {
         let server = {
             let mut shared = SHARED.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             shared.upgrade().unwrap_or_else(|| {
-                let server = Arc::new(Server::start());
+                let server = Arc::new(PostgresServer::start());
                 *shared = Arc::downgrade(&server);
                 server
             })
@@ -38,10 +38,10 @@ impl Database {
 
     /// On a server that the test may break.
     pub(crate) async fn alone() -> Self {
-        Self::on(Arc::new(Server::start())).await
+        Self::on(Arc::new(PostgresServer::start())).await
     }
 
-    async fn on(server: Arc<Server>) -> Self {
+    async fn on(server: Arc<PostgresServer>) -> Self {
         let name = format!("test_{}", server.databases.fetch_add(1, Ordering::Relaxed));
         let postgres = PgPool::connect_with(server.options("postgres")).await.unwrap();
         let create = format!("CREATE DATABASE {name} TEMPLATE {TEMPLATE}");
@@ -55,7 +55,7 @@ impl Database {
     }
 }
 
-impl Server {
+impl PostgresServer {
     fn start() -> Self {
         let dir = tempfile::Builder::new().prefix("gpuaas-pg").tempdir().unwrap();
         if let Some(owner) = server_user() {
@@ -77,7 +77,7 @@ impl Server {
         server
     }
 
-    /// Starts the postmaster, also again after it was killed.
+    /// Starts the postmaster, or restarts it after a kill.
     pub(crate) fn run(&self) {
         let mut command = as_server_user(&program("postgres"));
         command
@@ -85,7 +85,7 @@ impl Server {
             .arg(self.dir.path().join("data"))
             .arg("-k")
             .arg(self.dir.path())
-            // The machine does not crash in these tests, only processes do: what the kernel has is not lost.
+            // The machine does not crash in these tests, only processes do: data in the kernel's cache is not lost.
             .args([
                 "-c",
                 "listen_addresses=",
@@ -101,7 +101,7 @@ impl Server {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null());
-        // The server is told to die with the thread that started it: that one lives as long as the process.
+        // The server dies with the thread that started it: that one lives as long as the process.
         let (started, child) = mpsc::channel();
         std::thread::spawn(move || {
             started.send(command.spawn().unwrap()).unwrap();
@@ -146,7 +146,7 @@ impl Server {
     fn prepare_template(&self) {
         let options = self.options("postgres");
         let template = self.options(TEMPLATE);
-        // A runtime of its own: the first test to come may be inside of one.
+        // On a separate runtime: the first test may run inside one.
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async {
@@ -165,7 +165,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for PostgresServer {
     fn drop(&mut self) {
         if let Some(mut child) = self.child.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take() {
             // SIGQUIT: at once and without a checkpoint, but with its backends.
@@ -182,7 +182,7 @@ fn backends_of(pid_file: &Path) -> bool {
     processes.flatten().any(|process| std::fs::read_link(process.path().join("cwd")).is_ok_and(|cwd| cwd == data))
 }
 
-/// Postgres refuses to run as root: then it runs as its own user.
+/// Postgres refuses to run as root: it then runs as its own user.
 fn server_user() -> Option<u32> {
     let id = |args: &[&str]| {
         let out = Command::new("id").args(args).output().ok()?;

@@ -1,12 +1,12 @@
-//! What is read is what was committed.
+//! Reads return what was committed.
 
-use crate::world::{World, at, bare, create, event, next};
+use crate::test_store::{TestStore, at, bare, create, event, next};
 use domain::authz::PlatformRole;
-use domain::bindings::{Binding, Bindings};
 use domain::commit::{Commit, SetChange, Snapshot, Timer};
-use domain::id::{BindingId, EntityRef, EventId, Kind, NodeId, PolicyId, Shard, SkuId};
-use domain::machine::Keys;
-use domain::policy::{Key, Scope, Scopes, Value};
+use domain::id::{BindingId, EntityKind, EntityRef, EventId, NodeId, PolicyId, Shard, SkuId};
+use domain::machine::IndexKeys;
+use domain::policy::{PolicyKey, PolicyScope, PolicyValue, Scopes};
+use domain::role_bindings::{RoleBinding, RoleBindings};
 use persistence::read::{AuditFilter, BindingFilter, Cursor, ListFilter, PolicyFilter};
 use persistence::{Loader, Reads, sweep};
 use sqlx::postgres::PgPoolOptions;
@@ -15,16 +15,16 @@ use uuid::Uuid;
 
 #[tokio::test]
 async fn a_list_pages_through_everything_once_oldest_first() {
-    let world = World::new().await;
-    // Several of one instant: the id decides.
+    let store = TestStore::new().await;
+    // Several have the same instant: the id decides.
     let when = at(0);
     let commits: Vec<Commit> = (0..25)
         .map(|n| Commit { at: when + chrono::TimeDelta::milliseconds(i64::from(n / 10)), ..create(n) })
         .collect();
-    world.commit_all(&commits).await;
+    store.commit_all(&commits).await;
     let (mut ids, mut after): (Vec<Uuid>, Option<Cursor>) = (Vec::new(), None);
     loop {
-        let page = world.reads().list(Kind::Sku, &ListFilter::default(), after, 10).await.unwrap();
+        let page = store.reads().list(EntityKind::Sku, &ListFilter::default(), after, 10).await.unwrap();
         ids.extend(page.items.iter().map(|row| row.entity.id));
         assert!(page.items.len() <= 10);
         after = page.next;
@@ -33,19 +33,19 @@ async fn a_list_pages_through_everything_once_oldest_first() {
         }
     }
     assert_eq!(ids, commits.iter().map(|commit| commit.entity.id).collect::<Vec<_>>());
-    let none = world.reads().list(Kind::Node, &ListFilter::default(), None, 10).await.unwrap();
+    let none = store.reads().list(EntityKind::Node, &ListFilter::default(), None, 10).await.unwrap();
     assert_eq!((none.items.len(), none.next), (0, None));
 }
 
 #[tokio::test]
 async fn a_list_is_filtered_by_owner_state_and_sku() {
-    let world = World::new().await;
+    let store = TestStore::new().await;
     let sku = Uuid::new_v4();
-    let mine = Commit { keys: Keys { owner: Some("ann".into()), sku: Some(sku), unique_name: None }, ..create(1) };
+    let mine = Commit { keys: IndexKeys { owner: Some("ann".into()), sku: Some(sku), unique_name: None }, ..create(1) };
     let active = next(&mine);
-    let other = Commit { keys: Keys { owner: Some("bob".into()), ..Keys::default() }, ..create(2) };
+    let other = Commit { keys: IndexKeys { owner: Some("bob".into()), ..IndexKeys::default() }, ..create(2) };
     for commit in [&mine, &other, &active] {
-        world.commit(commit).await;
+        store.commit(commit).await;
     }
     let filters = [
         (ListFilter { owner: Some("ann".into()), ..ListFilter::default() }, 1),
@@ -56,16 +56,20 @@ async fn a_list_is_filtered_by_owner_state_and_sku() {
         (ListFilter::default(), 2),
     ];
     for (filter, count) in filters {
-        assert_eq!(world.reads().list(Kind::Sku, &filter, None, 10).await.unwrap().items.len(), count, "{filter:?}");
+        assert_eq!(
+            store.reads().list(EntityKind::Sku, &filter, None, 10).await.unwrap().items.len(),
+            count,
+            "{filter:?}"
+        );
     }
     // Keys are fixed at creation.
-    let row = world.reads().entity(mine.entity).await.unwrap().unwrap();
+    let row = store.reads().entity(mine.entity).await.unwrap().unwrap();
     assert_eq!((row.owner.as_deref(), row.sku, row.version), (Some("ann"), Some(sku), 2));
 }
 
 #[tokio::test]
-async fn list_of_terms_shows_what_has_all_of_them_page_by_page() {
-    let world = World::new().await;
+async fn list_by_terms_has_the_entities_with_all_of_them() {
+    let store = TestStore::new().await;
     let commits: Vec<Commit> = (0..30)
         .map(|n| {
             let added = ["label/env".to_owned(), format!("label/env={}", n % 3), format!("name/it's {n}%")];
@@ -73,14 +77,14 @@ async fn list_of_terms_shows_what_has_all_of_them_page_by_page() {
             Commit { at: at(0) + chrono::TimeDelta::milliseconds(i64::from(n)), terms, ..create(n) }
         })
         .collect();
-    world.commit_all(&commits).await;
+    store.commit_all(&commits).await;
     let of = |terms: &[&str]| ListFilter {
         terms: terms.iter().map(|term| (*term).to_owned()).collect(),
         ..ListFilter::default()
     };
     let (mut ids, mut after): (Vec<Uuid>, Option<Cursor>) = (Vec::new(), None);
     loop {
-        let page = world.reads().list(Kind::Sku, &of(&["label/env", "label/env=1"]), after, 4).await.unwrap();
+        let page = store.reads().list(EntityKind::Sku, &of(&["label/env", "label/env=1"]), after, 4).await.unwrap();
         ids.extend(page.items.iter().map(|row| row.entity.id));
         after = page.next;
         if after.is_none() {
@@ -95,67 +99,67 @@ async fn list_of_terms_shows_what_has_all_of_them_page_by_page() {
         (&["name/%"], 0),
         (&["label/en_"], 0),
     ] {
-        let found = world.reads().list(Kind::Sku, &of(terms), None, 50).await.unwrap();
+        let found = store.reads().list(EntityKind::Sku, &of(terms), None, 50).await.unwrap();
         assert_eq!(found.items.len(), count, "{terms:?}");
     }
-    assert_eq!(world.reads().list(Kind::Node, &of(&["label/env"]), None, 50).await.unwrap().items.len(), 0);
+    assert_eq!(store.reads().list(EntityKind::Node, &of(&["label/env"]), None, 50).await.unwrap().items.len(), 0);
 }
 
 #[tokio::test]
 async fn the_shell_loads_version_and_body_of_its_own_kind() {
-    let world = World::new().await;
+    let store = TestStore::new().await;
     let commit = create(1);
-    world.commit(&commit).await;
-    let snapshot = world.reads().snapshot(commit.entity).await.unwrap();
+    store.commit(&commit).await;
+    let snapshot = store.reads().snapshot(commit.entity).await.unwrap();
     assert_eq!(snapshot, Some(Snapshot { version: 1, body: commit.snapshot.clone() }));
     let mut other = commit.entity;
-    other.kind = Kind::Node;
-    assert_eq!(world.reads().snapshot(other).await.unwrap(), None);
+    other.kind = EntityKind::Node;
+    assert_eq!(store.reads().snapshot(other).await.unwrap(), None);
 }
 
 #[tokio::test]
-async fn of_a_thousand_that_are_loaded_at_once_each_gets_its_own_and_who_is_not_there_nothing() {
-    let world = World::new().await;
+async fn concurrent_loads_get_their_own_snapshot_or_none() {
+    let store = TestStore::new().await;
     let commits: Vec<Commit> =
         (0..1000).map(|n| Commit { snapshot: format!(r#"{{"n": {n}}}"#), ..create(n) }).collect();
-    world.commit_all(&commits[..900]).await;
-    let loader = Loader::start(&world.reads());
+    store.commit_all(&commits[..900]).await;
+    let loader = Loader::start(&store.reads());
     let loaded = futures::future::join_all(commits.iter().map(|commit| loader.load(commit.entity))).await;
     for (n, (loaded, commit)) in loaded.into_iter().zip(&commits).enumerate() {
         let expected = (n < 900).then(|| Snapshot { version: 1, body: commit.snapshot.clone() });
         assert_eq!(loaded.unwrap(), expected, "{n}");
     }
-    let of_another_kind = EntityRef { kind: Kind::Node, ..commits[0].entity };
+    let of_another_kind = EntityRef { kind: EntityKind::Node, ..commits[0].entity };
     assert_eq!(loader.load(of_another_kind).await.unwrap(), None);
 }
 
 #[tokio::test]
 async fn a_name_or_an_id_finds_the_same_entity() {
-    let world = World::new().await;
-    let named = Commit { keys: Keys { unique_name: Some("h100".into()), ..Keys::default() }, ..create(1) };
-    world.commit(&named).await;
+    let store = TestStore::new().await;
+    let named = Commit { keys: IndexKeys { unique_name: Some("h100".into()), ..IndexKeys::default() }, ..create(1) };
+    store.commit(&named).await;
     for key in ["h100", &named.entity.id.to_string()] {
-        let row = world.reads().named(Kind::Sku, key).await.unwrap().unwrap();
+        let row = store.reads().find_by_name(EntityKind::Sku, key).await.unwrap().unwrap();
         assert_eq!(row.entity, named.entity);
     }
     for key in ["H100", "", "a100", &Uuid::new_v4().to_string()] {
-        assert_eq!(world.reads().named(Kind::Sku, key).await.unwrap(), None);
+        assert_eq!(store.reads().find_by_name(EntityKind::Sku, key).await.unwrap(), None);
     }
 }
 
 #[tokio::test]
-async fn placement_sees_the_active_nodes_of_a_sku_and_reads_those_that_have_changed() {
-    let world = World::new().await;
+async fn placement_lists_the_active_nodes_of_a_sku_and_reads_changed_ones_only() {
+    let store = TestStore::new().await;
     let sku = SkuId(Uuid::new_v4());
     let node = |n: u32, state: &'static str| {
         let mut commit =
-            Commit { to_state: state, keys: Keys { sku: Some(sku.0), ..Keys::default() }, ..bare(create(n)) };
-        commit.entity.kind = Kind::Node;
+            Commit { to_state: state, keys: IndexKeys { sku: Some(sku.0), ..IndexKeys::default() }, ..bare(create(n)) };
+        commit.entity.kind = EntityKind::Node;
         commit
     };
-    world.commit_all(&[node(1, "active"), node(2, "retired"), node(3, "active"), create(4)]).await;
+    store.commit_all(&[node(1, "active"), node(2, "retired"), node(3, "active"), create(4)]).await;
     let seen = async |sku, known: &[(NodeId, i64)]| {
-        world.reads().nodes_of_sku(sku, "active", known.iter().copied()).await.unwrap()
+        store.reads().nodes_of_sku(sku, "active", known.iter().copied()).await.unwrap()
     };
     let rows = seen(sku, &[]).await;
     let versions: Vec<_> = rows.iter().map(|row| (row.node, row.version)).collect();
@@ -168,59 +172,59 @@ async fn placement_sees_the_active_nodes_of_a_sku_and_reads_those_that_have_chan
 }
 
 #[tokio::test]
-async fn entities_are_counted_by_kind_and_state_whoever_adds_up_meanwhile() {
-    let world = World::new().await;
+async fn entities_are_counted_by_kind_and_state_during_compaction() {
+    let store = TestStore::new().await;
     let counts = async || {
-        let counts = world.reads().counts().await.unwrap();
+        let counts = store.reads().counts().await.unwrap();
         counts.iter().map(|count| (count.kind, count.state.clone(), count.count)).collect::<Vec<_>>()
     };
-    let draft = |n| (Kind::Sku, "draft".to_owned(), n);
+    let draft = |n| (EntityKind::Sku, "draft".to_owned(), n);
     let commits: Vec<_> = (0..40).map(create).collect();
-    world.commit_all(&commits).await;
+    store.commit_all(&commits).await;
     assert_eq!(counts().await, [draft(40)]);
-    // Twice is once, and what is refused is not counted.
-    world.commit(&commits[0]).await;
+    // A repeated commit counts once, and a refused one does not.
+    store.commit(&commits[0]).await;
     let active = Commit { to_state: "active", ..next(&commits[1]) };
-    world.commit(&active).await;
-    world.commit(&Commit { to_state: "active", ..next(&commits[1]) }).await;
-    let expected = [(Kind::Sku, "active".to_owned(), 1), draft(39)];
+    store.commit(&active).await;
+    store.commit(&Commit { to_state: "active", ..next(&commits[1]) }).await;
+    let expected = [(EntityKind::Sku, "active".to_owned(), 1), draft(39)];
     assert_eq!(counts().await, expected);
-    let pool = world.pool();
+    let pool = store.pool();
     let adding = (0..8).map(|n| async move {
-        if n % 2 == 0 { sweep::add_up_counts(pool).await } else { sweep::count_anew(pool).await }
+        if n % 2 == 0 { sweep::compact_counts(pool).await } else { sweep::recount_entities(pool).await }
     });
     let more: Vec<_> = (100..140).map(create).collect();
-    let (added, _) = tokio::join!(futures::future::join_all(adding), world.commit_all(&more));
+    let (added, _) = tokio::join!(futures::future::join_all(adding), store.commit_all(&more));
     assert!(added.iter().all(Result::is_ok));
-    assert_eq!(counts().await, [(Kind::Sku, "active".to_owned(), 1), draft(79)]);
-    sweep::add_up_counts(world.pool()).await.unwrap();
-    assert_eq!(world.count("entity_count").await, 2);
-    // What another release committed without a word is found.
-    sqlx::query("UPDATE entity SET state = 'inactive' WHERE state = 'active'").execute(world.pool()).await.unwrap();
-    sweep::count_anew(world.pool()).await.unwrap();
-    assert_eq!(counts().await, [draft(79), (Kind::Sku, "inactive".to_owned(), 1)]);
+    assert_eq!(counts().await, [(EntityKind::Sku, "active".to_owned(), 1), draft(79)]);
+    sweep::compact_counts(store.pool()).await.unwrap();
+    assert_eq!(store.count("entity_count").await, 2);
+    // Commits of another release that append no count are found.
+    sqlx::query("UPDATE entity SET state = 'inactive' WHERE state = 'active'").execute(store.pool()).await.unwrap();
+    sweep::recount_entities(store.pool()).await.unwrap();
+    assert_eq!(counts().await, [draft(79), (EntityKind::Sku, "inactive".to_owned(), 1)]);
 }
 
 #[tokio::test]
 async fn a_history_pages_from_the_newest_back() {
-    let world = World::new().await;
+    let store = TestStore::new().await;
     let mut last = create(1);
-    world.commit(&last).await;
+    store.commit(&last).await;
     for _ in 0..6 {
         last = next(&last);
-        world.commit(&last).await;
+        store.commit(&last).await;
     }
-    let newest = world.reads().history(last.entity.id, None, 4).await.unwrap();
+    let newest = store.reads().history(last.entity.id, None, 4).await.unwrap();
     assert_eq!(newest.items.iter().map(|row| row.version).collect::<Vec<_>>(), [7, 6, 5, 4]);
-    let oldest = world.reads().history(last.entity.id, newest.next, 4).await.unwrap();
+    let oldest = store.reads().history(last.entity.id, newest.next, 4).await.unwrap();
     assert_eq!(oldest.items.iter().map(|row| row.version).collect::<Vec<_>>(), [3, 2, 1]);
     assert_eq!((oldest.next, oldest.items[2].from_state.as_deref()), (None, None));
     assert_eq!(newest.items[0].command, "activate");
 }
 
 #[tokio::test]
-async fn due_deadlines_come_by_shard_and_longest_due_first() {
-    let world = World::new().await;
+async fn due_timers_are_listed_by_shard_longest_due_first() {
+    let store = TestStore::new().await;
     let now = at(0);
     let waiting = |n: u32, wake: i64, end: Option<i64>| {
         let after = |ms| now + chrono::TimeDelta::milliseconds(ms);
@@ -234,49 +238,49 @@ async fn due_deadlines_come_by_shard_and_longest_due_first() {
         waiting(4, 1, None),
         waiting(5, -9, Some(-8)),
     ];
-    world.commit_all(&commits).await;
+    store.commit_all(&commits).await;
     let shards = [Shard(1), Shard(2), Shard(3), Shard(4)];
-    let due = world.reads().due(&shards, Kind::ALL, now, &[], 10).await.unwrap();
+    let due = store.reads().due_timers(&shards, EntityKind::ALL, now, &[], 10).await.unwrap();
     assert_eq!(due.iter().map(|due| due.reason.as_str()).collect::<Vec<_>>(), ["reason 2", "reason 1", "reason 3"]);
-    assert_eq!(world.reads().due(&shards, Kind::ALL, now, &[], 1).await.unwrap().len(), 1);
-    let without = world.reads().due(&shards, Kind::ALL, now, &[commits[1].entity.id], 1).await.unwrap();
-    assert_eq!(without[0].reason, "reason 1", "what is passed over takes nobody's place");
-    let overdue = world.reads().overdue(now, 1).await.unwrap();
+    assert_eq!(store.reads().due_timers(&shards, EntityKind::ALL, now, &[], 1).await.unwrap().len(), 1);
+    let without = store.reads().due_timers(&shards, EntityKind::ALL, now, &[commits[1].entity.id], 1).await.unwrap();
+    assert_eq!(without[0].reason, "reason 1", "skipped entities do not count towards the limit");
+    let overdue = store.reads().overdue(now, 1).await.unwrap();
     assert_eq!((overdue.count, overdue.rows[0].entity), (2, commits[4].entity));
-    assert_eq!(world.reads().overdue(now - chrono::TimeDelta::hours(1), 1).await.unwrap().count, 0);
+    assert_eq!(store.reads().overdue(now - chrono::TimeDelta::hours(1), 1).await.unwrap().count, 0);
 }
 
 #[tokio::test]
-async fn orphans_come_in_the_order_of_commits_and_unreadable_ones_are_passed_over() {
-    let world = World::new().await;
+async fn orphaned_events_are_in_commit_order_and_unreadable_ones_are_skipped() {
+    let store = TestStore::new().await;
     let mut commit = create(0);
     commit.outbox = (0..6).map(|_| (EventId(Uuid::now_v7()), event(commit.entity.id))).collect();
     // Ids do not follow the order.
     commit.outbox.reverse();
-    world.commit_all(&[commit.clone(), create(1), create(2)]).await;
+    store.commit_all(&[commit.clone(), create(1), create(2)]).await;
     sqlx::query("UPDATE outbox SET event = '{\"fact\": \"of_tomorrow\"}' WHERE shard = 1")
-        .execute(world.pool())
+        .execute(store.pool())
         .await
         .unwrap();
     let shards = [Shard(0), Shard(1)];
-    let foreign = world.reads().orphans(&[Shard(1)], Duration::ZERO, &[], 1).await.unwrap();
-    assert_eq!((foreign.rows.len(), foreign.foreign.len()), (0, 1), "it takes the place of what comes after it");
-    let behind = world.reads().orphans(&[Shard(1)], Duration::ZERO, &foreign.foreign, 1).await.unwrap();
+    let foreign = store.reads().orphaned_events(&[Shard(1)], Duration::ZERO, &[], 1).await.unwrap();
+    assert_eq!((foreign.rows.len(), foreign.foreign.len()), (0, 1), "it counts towards the limit");
+    let behind = store.reads().orphaned_events(&[Shard(1)], Duration::ZERO, &foreign.foreign, 1).await.unwrap();
     assert!(behind.foreign.is_empty(), "once it is named it does not: {behind:?}");
-    let orphans = world.reads().orphans(&shards, Duration::ZERO, &[], 100).await.unwrap().rows;
+    let orphans = store.reads().orphaned_events(&shards, Duration::ZERO, &[], 100).await.unwrap().rows;
     assert_eq!(
         orphans.iter().map(|row| row.id).collect::<Vec<_>>(),
         commit.outbox.iter().map(|(id, _)| *id).collect::<Vec<_>>()
     );
-    assert_eq!(world.reads().orphans(&shards, Duration::ZERO, &[], 2).await.unwrap().rows.len(), 2);
-    let without = world.reads().orphans(&shards, Duration::ZERO, &[orphans[0].id], 2).await.unwrap().rows;
+    assert_eq!(store.reads().orphaned_events(&shards, Duration::ZERO, &[], 2).await.unwrap().rows.len(), 2);
+    let without = store.reads().orphaned_events(&shards, Duration::ZERO, &[orphans[0].id], 2).await.unwrap().rows;
     assert_eq!(without, orphans[1..3]);
-    assert_eq!(world.reads().orphans(&shards, Duration::from_secs(60), &[], 100).await.unwrap().rows.len(), 0);
+    assert_eq!(store.reads().orphaned_events(&shards, Duration::from_secs(60), &[], 100).await.unwrap().rows.len(), 0);
 }
 
 #[tokio::test]
 async fn the_audit_log_is_filtered_and_pages_from_the_newest_back() {
-    let world = World::new().await;
+    let store = TestStore::new().await;
     let when = at(0);
     let commits: Vec<Commit> = (0..12)
         .map(|n| Commit {
@@ -285,10 +289,10 @@ async fn the_audit_log_is_filtered_and_pages_from_the_newest_back() {
             ..create(n)
         })
         .collect();
-    world.commit_all(&commits).await;
+    store.commit_all(&commits).await;
     let (mut seen, mut before) = (Vec::new(), None);
     loop {
-        let page = world.reads().audit(&AuditFilter::default(), before, 5).await.unwrap();
+        let page = store.reads().audit(&AuditFilter::default(), before, 5).await.unwrap();
         seen.extend(page.items.iter().map(|row| (row.place.at, row.place.shard)));
         before = page.next;
         if before.is_none() {
@@ -309,12 +313,12 @@ async fn the_audit_log_is_filtered_and_pages_from_the_newest_back() {
         (AuditFilter { until: Some(when + chrono::TimeDelta::milliseconds(1)), ..AuditFilter::default() }, 4),
     ];
     for (filter, count) in filters {
-        assert_eq!(world.reads().audit(&filter, None, 100).await.unwrap().items.len(), count, "{filter:?}");
+        assert_eq!(store.reads().audit(&filter, None, 100).await.unwrap().items.len(), count, "{filter:?}");
     }
 }
 
 /// The values of a scope as an entity, to be created.
-fn policies(n: u32, scope: Scope, values: &[(&str, serde_json::Value, i64)]) -> Commit {
+fn policies(n: u32, scope: PolicyScope, values: &[(&str, serde_json::Value, i64)]) -> Commit {
     let base = create(n);
     let written = values.iter().enumerate().map(|(at_, (key, value, effective_at))| {
         serde_json::json!({
@@ -323,54 +327,54 @@ fn policies(n: u32, scope: Scope, values: &[(&str, serde_json::Value, i64)]) -> 
         })
     });
     let body = serde_json::json!({ "scope": scope, "values": written.collect::<Vec<_>>() });
-    let entity = EntityRef { kind: Kind::Policy, ..base.entity };
+    let entity = EntityRef { kind: EntityKind::Policy, ..base.entity };
     Commit { entity, snapshot: body.to_string(), ..base }
 }
 
 #[tokio::test]
-async fn the_policy_book_holds_what_is_admitted() {
-    let world = World::new().await;
+async fn policy_book_has_the_admitted_values() {
+    let store = TestStore::new().await;
     let json = |text: &str| serde_json::from_str::<serde_json::Value>(text).unwrap();
     let everybody = [
         ("node.offline_after_seconds", json("30"), -2000),
         ("node.offline_after_seconds", json("40"), -1000),
         ("maas.enabled", json("true"), -1000),
-        // Out of bounds for this release, or not known to it.
+        // Out of bounds for this release, or unknown to it.
         ("node.drain_overdue_seconds", json("1"), -1000),
         ("of.another_release", json("7"), -1000),
     ];
-    let ann = Scope::UserId("ann".into());
-    let unreadable = Commit { snapshot: r#"{"values": 7}"#.into(), ..policies(3, Scope::Global, &[]) };
+    let ann = PolicyScope::UserId("ann".into());
+    let unreadable = Commit { snapshot: r#"{"values": 7}"#.into(), ..policies(3, PolicyScope::Global, &[]) };
     for commit in [
-        policies(1, Scope::Global, &everybody),
+        policies(1, PolicyScope::Global, &everybody),
         policies(2, ann.clone(), &[("allocation.max_concurrent_per_user", json("7"), -1000)]),
         unreadable,
     ] {
-        world.commit(&commit).await;
+        store.commit(&commit).await;
     }
-    let book = world.reads().policy_book().await.unwrap();
+    let book = store.reads().policy_book().await.unwrap();
     let scopes = Scopes { user_id: Some("ann".into()), ..Scopes::default() };
-    assert_eq!(book.int(Key::NodeOfflineAfter, &scopes, at(0)), 40);
-    assert_eq!(book.resolve(Key::AllocationMaxConcurrent, &scopes, at(0)), (Value::Int(7), Some(ann)));
-    assert_eq!(book.resolve(Key::MaasEnabled, &scopes, at(0)).0, Value::Bool(true));
-    assert_eq!(book.resolve(Key::NodeDrainOverdue, &scopes, at(0)).1, None);
+    assert_eq!(book.int(PolicyKey::NodeOfflineAfter, &scopes, at(0)), 40);
+    assert_eq!(book.resolve(PolicyKey::AllocationMaxConcurrent, &scopes, at(0)), (PolicyValue::Int(7), Some(ann)));
+    assert_eq!(book.resolve(PolicyKey::MaasEnabled, &scopes, at(0)).0, PolicyValue::Bool(true));
+    assert_eq!(book.resolve(PolicyKey::NodeDrainOverdue, &scopes, at(0)).1, None);
 }
 
 #[tokio::test]
-async fn policy_values_are_listed_by_key_and_scope_without_what_is_superseded() {
-    let world = World::new().await;
+async fn policy_values_are_listed_by_key_and_scope_without_superseded_ones() {
+    let store = TestStore::new().await;
     let value = |seconds| ("billing.window_seconds", serde_json::json!(seconds), seconds);
-    // In seconds from now on: two that have come to pass, of which one holds, and two ahead.
+    // In seconds from now on: two in the past, of which one is in force, and two in the future.
     let everybody = [value(-20_000), value(-10_000), value(3_600_000), value(7_200_000)];
-    let ann = Scope::UserId(">".into());
+    let ann = PolicyScope::UserId(">".into());
     let hers = policies(2, ann.clone(), &[value(-5000), ("maas.enabled", serde_json::json!(true), -10)]);
-    for commit in [&policies(1, Scope::Global, &everybody), &hers] {
-        world.commit(commit).await;
+    for commit in [&policies(1, PolicyScope::Global, &everybody), &hers] {
+        store.commit(commit).await;
     }
     let list = async |filter: PolicyFilter| {
         let (mut found, mut after) = (Vec::new(), None);
         loop {
-            let page = world.reads().policy_values(&filter, at(0), after, 2).await.unwrap();
+            let page = store.reads().policy_values(&filter, at(0), after, 2).await.unwrap();
             found.extend(page.items.into_iter().map(|row| (row.scope, row.written.value)));
             after = page.next;
             if after.is_none() {
@@ -378,11 +382,11 @@ async fn policy_values_are_listed_by_key_and_scope_without_what_is_superseded() 
             }
         }
     };
-    let of = |scope: &Scope, values: &[i64]| {
-        values.iter().map(|value| (scope.clone(), Value::Int(*value))).collect::<Vec<_>>()
+    let of = |scope: &PolicyScope, values: &[i64]| {
+        values.iter().map(|value| (scope.clone(), PolicyValue::Int(*value))).collect::<Vec<_>>()
     };
-    let global = of(&Scope::Global, &[-10_000, 3_600_000, 7_200_000]);
-    let all = [global.clone(), of(&ann, &[-5000]), vec![(ann.clone(), Value::Bool(true))]].concat();
+    let global = of(&PolicyScope::Global, &[-10_000, 3_600_000, 7_200_000]);
+    let all = [global.clone(), of(&ann, &[-5000]), vec![(ann.clone(), PolicyValue::Bool(true))]].concat();
     assert_eq!(list(PolicyFilter::default()).await, all);
     let of_key = PolicyFilter { key: Some("billing.window_seconds".into()), ..PolicyFilter::default() };
     assert_eq!(list(of_key.clone()).await, all[..4]);
@@ -396,25 +400,25 @@ async fn policy_values_are_listed_by_key_and_scope_without_what_is_superseded() 
 
 #[tokio::test]
 async fn bindings_are_listed_one_by_one_filtered_and_the_oldest_first() {
-    let world = World::new().await;
-    let binding = |n: u128, ms: i64| Binding {
+    let store = TestStore::new().await;
+    let binding = |n: u128, ms: i64| RoleBinding {
         id: BindingId(Uuid::from_u128(n)),
         bound_by: "user:root".into(),
         bound_at: at(ms),
         reason: "r".into(),
     };
-    let commit = |n: u32, subject: &str, roles: &[(PlatformRole, Binding)]| {
-        let bindings = Bindings { subject: subject.to_owned(), roles: roles.iter().cloned().collect() };
+    let commit = |n: u32, subject: &str, roles: &[(PlatformRole, RoleBinding)]| {
+        let bindings = RoleBindings { subject: subject.to_owned(), roles: roles.iter().cloned().collect() };
         let mut commit = Commit {
             snapshot: serde_json::to_string(&bindings).unwrap(),
-            keys: Keys { owner: Some(subject.to_owned()), ..Keys::default() },
+            keys: IndexKeys { owner: Some(subject.to_owned()), ..IndexKeys::default() },
             ..bare(create(n))
         };
-        commit.entity.kind = Kind::Bindings;
+        commit.entity.kind = EntityKind::Bindings;
         commit
     };
     let (auditor, owner) = (PlatformRole::Auditor, PlatformRole::InventoryOwner);
-    world
+    store
         .commit_all(&[
             commit(1, "ann", &[(auditor, binding(1, 5)), (owner, binding(2, 0))]),
             commit(2, "bob", &[(auditor, binding(3, 0))]),
@@ -425,13 +429,13 @@ async fn bindings_are_listed_one_by_one_filtered_and_the_oldest_first() {
     sqlx::query(
         "UPDATE entity SET body = jsonb_set(body, '{roles,king}', body->'roles'->'auditor') WHERE owner = 'bob'",
     )
-    .execute(world.pool())
+    .execute(store.pool())
     .await
     .unwrap();
     let listed = async |filter: BindingFilter| {
         let (mut all, mut after) = (Vec::new(), None);
         loop {
-            let page = world.reads().bindings(&filter, after, 1).await.unwrap();
+            let page = store.reads().bindings(&filter, after, 1).await.unwrap();
             all.extend(page.items.into_iter().map(|row| (row.subject, row.role, row.binding.id.0.as_u128())));
             after = page.next;
             if after.is_none() {
@@ -448,18 +452,18 @@ async fn bindings_are_listed_one_by_one_filtered_and_the_oldest_first() {
     assert_eq!(listed(auditors).await, [(bob(), auditor, 3), (ann(), auditor, 1)]);
 }
 
-/// Its reader has a millisecond, in which no connection is opened. It is opened all the same, and the next reader finds it.
+/// Its reader's timeout is a millisecond, in which no connection opens. It is opened all the same, and the next reader gets it.
 #[tokio::test]
-async fn a_connection_whose_reader_gave_up_is_there_for_the_next() {
-    let world = World::new().await;
-    let options = (*world.pool().connect_options()).clone();
+async fn connection_of_a_dropped_reader_serves_the_next() {
+    let store = TestStore::new().await;
+    let options = (*store.pool().connect_options()).clone();
     let hasty =
         PgPoolOptions::new().max_connections(1).acquire_timeout(Duration::from_millis(1)).connect_lazy_with(options);
     let reads = Reads::new(hasty);
-    let nobody = EntityRef { kind: Kind::Node, id: Uuid::nil() };
-    assert!(reads.entity(nobody).await.is_err(), "nothing is opened so soon");
+    let missing = EntityRef { kind: EntityKind::Node, id: Uuid::nil() };
+    assert!(reads.entity(missing).await.is_err(), "no connection opens so soon");
     let found = async {
-        while reads.entity(nobody).await.is_err() {
+        while reads.entity(missing).await.is_err() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };

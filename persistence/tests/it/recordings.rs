@@ -1,12 +1,12 @@
-//! Recordings: kept once, in order, sealed, and gone when they are forgotten.
+//! Recordings: stored once, in order, sealed, and gone when they are deleted.
 
-use crate::postgres::Database;
+use crate::postgres::TestDatabase;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use domain::{AllocationId, NodeId, TerminalSessionId};
 use persistence::envelope::KeyRing;
 use persistence::read::Cursor;
-use persistence::recordings::{Chunk, Kept, NotTaken, Of, RecordingError, RecordingFilter};
+use persistence::recordings::{Chunk, ChunkOutcome, ChunkOwner, ChunkRejected, RecordingError, RecordingFilter};
 use persistence::{Recordings, Secrets};
 use secrecy::ExposeSecret as _;
 use std::sync::Arc;
@@ -20,8 +20,8 @@ fn ring(keys: &[(&str, u8)]) -> Arc<KeyRing> {
     Arc::new(KeyRing::parse(&format!("{lines}active {}\n", keys[0].0)).unwrap())
 }
 
-async fn store() -> (Database, Recordings) {
-    let db = Database::fresh().await;
+async fn store() -> (TestDatabase, Recordings) {
+    let db = TestDatabase::fresh().await;
     let recordings = Secrets::new(db.pool.clone(), ring(&[("a", 1)])).recordings();
     (db, recordings)
 }
@@ -30,36 +30,36 @@ fn session(n: u128) -> TerminalSessionId {
     TerminalSessionId(Uuid::from_u128(n))
 }
 
-fn of(n: u128, owner: &str) -> Of<'_> {
+fn of(n: u128, owner: &str) -> ChunkOwner<'_> {
     let (allocation, node) = (AllocationId(Uuid::from_u128(100 + n)), NodeId(Uuid::from_u128(200)));
-    Of { session: session(n), owner, allocation, node }
+    ChunkOwner { session: session(n), owner, allocation, node }
 }
 
 fn chunk(seq: u32, frames: &[u8]) -> Chunk<'_> {
     Chunk { seq, frames, lost_bytes: 1, micros: u64::from(seq) * 10, ends: false }
 }
 
-fn not_taken(result: Result<Kept, RecordingError>) -> NotTaken {
+fn rejection(result: Result<ChunkOutcome, RecordingError>) -> ChunkRejected {
     match result {
-        Err(RecordingError::NotTaken(why)) => why,
+        Err(RecordingError::Rejected(why)) => why,
         other => panic!("{other:?}"),
     }
 }
 
 #[tokio::test]
-async fn a_chunk_is_kept_once_in_its_order_and_nothing_follows_the_last() {
+async fn chunk_is_stored_once_in_order_and_none_after_the_last() {
     let (_db, recordings) = store().await;
-    let keep = async |chunk: &Chunk<'_>, most| recordings.keep(&of(1, "ann"), chunk, most).await;
-    assert_eq!(not_taken(keep(&chunk(1, b"early"), MOST).await), NotTaken::OutOfOrder { next: 0 });
-    assert_eq!(keep(&chunk(0, b"zero"), MOST).await.unwrap(), Kept::New);
-    assert_eq!(keep(&chunk(0, b"zero"), MOST).await.unwrap(), Kept::Already);
-    assert_eq!(not_taken(keep(&chunk(0, b"other"), MOST).await), NotTaken::Differs { seq: 0 });
-    assert_eq!(not_taken(keep(&chunk(2, b"late"), MOST).await), NotTaken::OutOfOrder { next: 1 });
-    assert_eq!(not_taken(keep(&chunk(1, b"one"), 140).await), NotTaken::Full);
+    let keep = async |chunk: &Chunk<'_>, most| recordings.store_chunk(&of(1, "ann"), chunk, most).await;
+    assert_eq!(rejection(keep(&chunk(1, b"early"), MOST).await), ChunkRejected::OutOfOrder { next: 0 });
+    assert_eq!(keep(&chunk(0, b"zero"), MOST).await.unwrap(), ChunkOutcome::New);
+    assert_eq!(keep(&chunk(0, b"zero"), MOST).await.unwrap(), ChunkOutcome::Duplicate);
+    assert_eq!(rejection(keep(&chunk(0, b"other"), MOST).await), ChunkRejected::Differs { seq: 0 });
+    assert_eq!(rejection(keep(&chunk(2, b"late"), MOST).await), ChunkRejected::OutOfOrder { next: 1 });
+    assert_eq!(rejection(keep(&chunk(1, b"one"), 140).await), ChunkRejected::Full);
     let last = Chunk { ends: true, lost_bytes: u64::MAX, ..chunk(1, b"one") };
-    assert_eq!(keep(&last, MOST).await.unwrap(), Kept::New);
-    assert_eq!(not_taken(keep(&chunk(2, b"more"), MOST).await), NotTaken::Ended);
-    assert_eq!(keep(&last, MOST).await.unwrap(), Kept::Already, "its answer may have been lost");
+    assert_eq!(keep(&last, MOST).await.unwrap(), ChunkOutcome::New);
+    assert_eq!(rejection(keep(&chunk(2, b"more"), MOST).await), ChunkRejected::Ended);
+    assert_eq!(keep(&last, MOST).await.unwrap(), ChunkOutcome::Duplicate, "its answer may have been lost");
     let kept = recordings.get(session(1)).await.unwrap().unwrap();
     assert_eq!((kept.chunks, kept.bytes, kept.micros, kept.ended), (2, 7 + 2 * 128, 10, true));
     assert_eq!(kept.lost_bytes, 1 << 53);
@@ -69,23 +69,23 @@ async fn a_chunk_is_kept_once_in_its_order_and_nothing_follows_the_last() {
 }
 
 #[tokio::test]
-async fn of_many_that_send_the_same_chunk_at_once_one_is_kept() {
+async fn concurrent_uploads_of_a_chunk_store_it_once() {
     let (db, recordings) = store().await;
     let sending = (0..8).map(|_| {
         let recordings = recordings.clone();
-        tokio::spawn(async move { recordings.keep(&of(1, "ann"), &chunk(0, b"zero"), MOST).await.unwrap() })
+        tokio::spawn(async move { recordings.store_chunk(&of(1, "ann"), &chunk(0, b"zero"), MOST).await.unwrap() })
     });
     let kept = futures::future::join_all(sending.collect::<Vec<_>>()).await;
-    let new = kept.into_iter().filter(|kept| *kept.as_ref().unwrap() == Kept::New).count();
+    let new = kept.into_iter().filter(|kept| *kept.as_ref().unwrap() == ChunkOutcome::New).count();
     let rows: i64 = sqlx::query_scalar("SELECT count(*) FROM recording_chunk").fetch_one(&db.pool).await.unwrap();
     assert_eq!((new, rows, recordings.get(session(1)).await.unwrap().unwrap().chunks), (1, 1, 1));
 }
 
 #[tokio::test]
-async fn recordings_are_found_by_their_owner_and_allocation_page_by_page_and_added_up() {
+async fn recordings_are_listed_by_owner_and_allocation_and_their_bytes_summed() {
     let (_db, recordings) = store().await;
     for (n, owner) in [(1, "ann"), (2, "bob"), (3, "ann")] {
-        recordings.keep(&of(n, owner), &chunk(0, b"x"), MOST).await.unwrap();
+        recordings.store_chunk(&of(n, owner), &chunk(0, b"x"), MOST).await.unwrap();
     }
     let list = async |filter: RecordingFilter, after: Option<Cursor>, limit| {
         let found = recordings.list(&filter, after, limit).await.unwrap();
@@ -101,17 +101,17 @@ async fn recordings_are_found_by_their_owner_and_allocation_page_by_page_and_add
     let allocation = Some(AllocationId(Uuid::from_u128(103)));
     assert_eq!(numbers(&list(RecordingFilter { allocation, ..ann }, None, 9).await), [3]);
     assert_eq!((recordings.bytes(Some("ann")).await.unwrap(), recordings.bytes(None).await.unwrap()), (258, 387));
-    recordings.forget(session(3)).await.unwrap();
-    recordings.forget(session(3)).await.unwrap();
+    recordings.delete(session(3)).await.unwrap();
+    recordings.delete(session(3)).await.unwrap();
     assert_eq!(recordings.bytes(Some("ann")).await.unwrap(), 129);
     assert!(recordings.read(session(3), 0, 9).await.unwrap().is_empty());
 }
 
 #[tokio::test]
-async fn what_was_shown_is_unreadable_at_rest_opens_nowhere_else_and_follows_the_key_ring() {
+async fn chunks_are_sealed_at_rest_bound_to_their_context_and_readable_after_a_rotation() {
     let (db, recordings) = store().await;
     for n in [1, 2] {
-        recordings.keep(&of(n, "ann"), &chunk(0, b"shown on a screen"), MOST).await.unwrap();
+        recordings.store_chunk(&of(n, "ann"), &chunk(0, b"shown on a screen"), MOST).await.unwrap();
     }
     let plain: Vec<Vec<u8>> =
         sqlx::query_scalar("SELECT frames_enc FROM recording_chunk").fetch_all(&db.pool).await.unwrap();
@@ -124,7 +124,7 @@ async fn what_was_shown_is_unreadable_at_rest_opens_nowhere_else_and_follows_the
     let alone = Secrets::new(db.pool.clone(), ring(&[("bb", 2)])).recordings();
     assert_eq!(alone.read(session(1), 0, 1).await.unwrap()[0].expose_secret(), b"shown on a screen");
     assert!(matches!(recordings.read(session(1), 0, 1).await, Err(RecordingError::Sealed { .. })));
-    // A chunk that somebody has put into another recording.
+    // A chunk that an attacker has moved into another recording.
     sqlx::query(
         "UPDATE recording_chunk SET frames_enc = (SELECT frames_enc FROM recording_chunk WHERE session_id = $1)",
     )

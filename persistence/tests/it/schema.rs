@@ -1,8 +1,8 @@
 //! The schema, its partitions, the sweeps and the sealed secrets.
 
-use crate::postgres::Database;
-use crate::world::{World, create};
-use domain::commit::{Commit, Outcome};
+use crate::postgres::TestDatabase;
+use crate::test_store::{TestStore, create};
+use domain::commit::{Commit, CommitOutcome};
 use persistence::Secrets;
 use persistence::envelope::KeyRing;
 use persistence::migrate::{self, SchemaError};
@@ -12,8 +12,8 @@ use secrecy::{ExposeSecret, SecretSlice};
 use std::sync::Arc;
 
 #[tokio::test]
-async fn several_members_that_start_at_once_migrate_once() {
-    let db = Database::fresh().await;
+async fn members_that_start_together_migrate_once() {
+    let db = TestDatabase::fresh().await;
     sqlx::query("CREATE SCHEMA other").execute(&db.pool).await.unwrap();
     let runs = futures::future::join_all((0..4).map(|_| migrate::run(&db.pool))).await;
     assert!(runs.iter().all(Result::is_ok), "{runs:?}");
@@ -21,7 +21,7 @@ async fn several_members_that_start_at_once_migrate_once() {
 
 #[tokio::test]
 async fn a_newer_schema_is_refused_by_name() {
-    let db = Database::fresh().await;
+    let db = TestDatabase::fresh().await;
     sqlx::query(
         "INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time)
          VALUES (9999, 'from the future', true, '', 0)",
@@ -35,7 +35,7 @@ async fn a_newer_schema_is_refused_by_name() {
 
 #[tokio::test]
 async fn partitions_are_made_ahead_and_once() {
-    let db = Database::fresh().await;
+    let db = TestDatabase::fresh().await;
     assert_eq!(sweep::make_partitions(&db.pool, 2).await.unwrap(), 0, "the template has them");
     let made = futures::future::join_all((0..4).map(|_| sweep::make_partitions(&db.pool, 4))).await;
     let made: u32 = made.into_iter().map(Result::unwrap).sum();
@@ -43,42 +43,42 @@ async fn partitions_are_made_ahead_and_once() {
 }
 
 #[tokio::test]
-async fn rows_of_a_month_without_a_partition_are_kept_and_block_nothing() {
-    let world = World::new().await;
+async fn rows_of_a_month_without_a_partition_are_stored_and_block_nothing() {
+    let store = TestStore::new().await;
     let later = Commit { at: chrono::Utc::now() + chrono::TimeDelta::days(200), ..create(1) };
-    assert_eq!(world.commit(&later).await, Outcome::Applied);
-    assert_eq!(world.count("history_default").await, 1);
-    // That month stays in the default partition, its neighbours are made.
-    assert_eq!(sweep::make_partitions(world.pool(), 8).await.unwrap(), 10);
-    assert_eq!(world.count("history").await, 1);
+    assert_eq!(store.commit(&later).await, CommitOutcome::Applied);
+    assert_eq!(store.count("history_default").await, 1);
+    // That month stays in the default partition; its neighbours are created.
+    assert_eq!(sweep::make_partitions(store.pool(), 8).await.unwrap(), 10);
+    assert_eq!(store.count("history").await, 1);
 }
 
 #[tokio::test]
-async fn commands_are_forgotten_after_their_day_in_small_steps() {
-    let world = World::new().await;
+async fn commands_are_deleted_after_their_retention_in_small_batches() {
+    let store = TestStore::new().await;
     let commits: Vec<Commit> = (0..30).map(create).collect();
-    world.commit_all(&commits).await;
-    assert_eq!(sweep::forget_commands(world.pool(), sweep::COMMANDS_KEPT, 100).await.unwrap(), 0);
+    store.commit_all(&commits).await;
+    assert_eq!(sweep::delete_commands(store.pool(), sweep::COMMAND_RETENTION, 100).await.unwrap(), 0);
     sqlx::query("UPDATE command SET created_at = created_at - interval '25 hours' WHERE shard < 25")
-        .execute(world.pool())
+        .execute(store.pool())
         .await
         .unwrap();
-    assert_eq!(sweep::forget_commands(world.pool(), sweep::COMMANDS_KEPT, 20).await.unwrap(), 20);
-    assert_eq!(sweep::forget_commands(world.pool(), sweep::COMMANDS_KEPT, 20).await.unwrap(), 5);
-    assert_eq!(world.count("command").await, 5);
+    assert_eq!(sweep::delete_commands(store.pool(), sweep::COMMAND_RETENTION, 20).await.unwrap(), 20);
+    assert_eq!(sweep::delete_commands(store.pool(), sweep::COMMAND_RETENTION, 20).await.unwrap(), 5);
+    assert_eq!(store.count("command").await, 5);
 }
 
 #[tokio::test]
 async fn the_outbox_is_settled_by_id() {
-    let world = World::new().await;
+    let store = TestStore::new().await;
     let commits: Vec<Commit> = (0..5).map(create).collect();
-    world.commit_all(&commits).await;
-    let outbox = persistence::Outbox::new(world.pool().clone());
+    store.commit_all(&commits).await;
+    let outbox = persistence::Outbox::new(store.pool().clone());
     let ids: Vec<_> = commits[1..].iter().map(|commit| commit.outbox[0].0).collect();
     assert_eq!(outbox.settle(&ids).await.unwrap(), 4);
     assert_eq!(outbox.settle(&ids).await.unwrap(), 0);
     assert_eq!(outbox.settle(&[]).await.unwrap(), 0);
-    assert_eq!(world.count("outbox").await, 1);
+    assert_eq!(store.count("outbox").await, 1);
 }
 
 fn ring(byte: &str) -> Arc<KeyRing> {
@@ -87,8 +87,8 @@ fn ring(byte: &str) -> Arc<KeyRing> {
 }
 
 #[tokio::test]
-async fn of_many_that_make_a_secret_at_once_all_get_the_same() {
-    let db = Database::fresh().await;
+async fn concurrent_creations_of_a_secret_get_the_same() {
+    let db = TestDatabase::fresh().await;
     let secrets = Secrets::new(db.pool.clone(), ring("A"));
     assert!(secrets.get("node-ca/1").await.unwrap().is_none());
     let made = futures::future::join_all((0..8_u8).map(|n| {
@@ -111,7 +111,7 @@ async fn of_many_that_make_a_secret_at_once_all_get_the_same() {
 
 #[tokio::test]
 async fn a_secret_opens_neither_under_another_key_nor_in_another_row() {
-    let db = Database::fresh().await;
+    let db = TestDatabase::fresh().await;
     let secrets = Secrets::new(db.pool.clone(), ring("A"));
     for name in ["one", "two"] {
         secrets
@@ -133,35 +133,35 @@ async fn a_secret_opens_neither_under_another_key_nor_in_another_row() {
 
 #[tokio::test]
 async fn sealed_columns_of_the_specification_exist_in_storage() {
-    let world = World::new().await;
+    let store = TestStore::new().await;
     let allocation = create(1);
-    let entity = domain::id::EntityRef { kind: domain::Kind::Allocation, ..allocation.entity };
+    let entity = domain::id::EntityRef { kind: domain::EntityKind::Allocation, ..allocation.entity };
     let snapshot = r#"{"asked": {"scheduler_request_enc": "c2VhbGVk"}}"#.to_owned();
-    assert_eq!(world.commit(&Commit { entity, snapshot, ..allocation }).await, Outcome::Applied);
+    assert_eq!(store.commit(&Commit { entity, snapshot, ..allocation }).await, CommitOutcome::Applied);
     let metadata: serde_json::Value =
         sqlx::query_scalar("SELECT scheduler_metadata FROM allocation_scheduling WHERE allocation_id = $1")
             .bind(entity.id)
-            .fetch_one(world.pool())
+            .fetch_one(store.pool())
             .await
             .unwrap();
     assert_eq!(metadata, serde_json::json!({ "scheduler_request_enc": "c2VhbGVk" }));
     let private: Option<Vec<u8>> = sqlx::query_scalar("SELECT ssh_private_key_enc FROM entity WHERE id = $1")
         .bind(entity.id)
-        .fetch_one(world.pool())
+        .fetch_one(store.pool())
         .await
         .unwrap();
     assert_eq!(private, None, "nothing is imported, and nothing else writes it");
 }
 
-/// The claims that nodes of the release before have, duplicates among them.
+/// The claims of nodes of the release before, duplicates among them.
 #[tokio::test]
-async fn claims_are_filled_from_the_nodes_that_there_are_and_of_two_the_older_one_has_the_gpu() {
-    let world = World::new().await;
+async fn claims_are_filled_from_existing_nodes_and_the_older_one_of_two_has_the_gpu() {
+    let store = TestStore::new().await;
     let node = |n: u32, state: &'static str, gpus: &[&str]| {
         let gpus: Vec<_> = gpus.iter().map(|uuid| serde_json::json!({ "uuid": uuid })).collect();
         let made = create(n);
         Commit {
-            entity: domain::id::EntityRef { kind: domain::Kind::Node, ..made.entity },
+            entity: domain::id::EntityRef { kind: domain::EntityKind::Node, ..made.entity },
             snapshot: serde_json::json!({ "inventory": { "gpus": gpus } }).to_string(),
             to_state: state,
             at: made.at + chrono::TimeDelta::milliseconds(n.into()),
@@ -176,16 +176,16 @@ async fn claims_are_filled_from_the_nodes_that_there_are_and_of_two_the_older_on
         node(4, "removed", &["GPU-E"]),
         bare,
     ];
-    world.commit_all(&nodes).await;
-    sqlx::raw_sql("DROP TABLE claim").execute(world.pool()).await.unwrap();
-    sqlx::raw_sql(include_str!("../../../migrations/0036_claim.sql")).execute(world.pool()).await.unwrap();
+    store.commit_all(&nodes).await;
+    sqlx::raw_sql("DROP TABLE claim").execute(store.pool()).await.unwrap();
+    sqlx::raw_sql(include_str!("../../../migrations/0036_claim.sql")).execute(store.pool()).await.unwrap();
     let claims: Vec<(String, uuid::Uuid)> =
-        sqlx::query_as("SELECT name, entity FROM claim ORDER BY name").fetch_all(world.pool()).await.unwrap();
+        sqlx::query_as("SELECT name, entity FROM claim ORDER BY name").fetch_all(store.pool()).await.unwrap();
     let [one, two] = [nodes[0].entity.id, nodes[1].entity.id];
     assert_eq!(claims, [("gpu/gpu-a".into(), one), ("gpu/gpu-b".into(), one), ("gpu/gpu-c".into(), two)]);
     let listed: serde_json::Value = sqlx::query_scalar("SELECT body->'claimed_gpus' FROM entity WHERE id = $1")
         .bind(two)
-        .fetch_one(world.pool())
+        .fetch_one(store.pool())
         .await
         .unwrap();
     assert_eq!(listed, serde_json::json!(["GPU-C"]));

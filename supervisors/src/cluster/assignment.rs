@@ -1,11 +1,11 @@
-//! Who should own which shard: rendezvous hashing over the living members, with an even share for each. Every member computes
-//! the same from the same living, and a member that comes or goes moves little but its own share.
+//! The assignment of shards to members: rendezvous hashing over the living members, with an even share for each. Every member computes
+//! the same from the same set, and a member that joins or leaves moves little but its own share.
 
 use domain::{MemberId, Shard};
 use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 
-/// Each shard's member. Empty where nobody lives.
+/// The member of each shard. Empty where no member lives.
 #[must_use]
 pub fn assign(living: &[MemberId]) -> BTreeMap<Shard, MemberId> {
     if living.is_empty() {
@@ -14,7 +14,7 @@ pub fn assign(living: &[MemberId]) -> BTreeMap<Shard, MemberId> {
     let share = Shard::COUNT.div_ceil(living.len());
     let mut taken: BTreeMap<MemberId, usize> = BTreeMap::new();
     let mut assigned = BTreeMap::new();
-    // The strongest wishes first, so that the order of shards favours nobody.
+    // The highest weights first, so that the order of the shards favours no member.
     let mut wishes: Vec<_> = Shard::all()
         .flat_map(|shard| living.iter().map(move |member| (weight(shard, *member), shard, *member)))
         .collect();
@@ -44,7 +44,7 @@ mod tests {
     }
 
     #[test]
-    fn every_shard_has_a_member_and_every_member_an_even_share() {
+    fn every_shard_is_assigned_and_every_member_has_an_even_share() {
         for n in 1..=7 {
             let assigned = assign(&members(n));
             assert_eq!(assigned.len(), Shard::COUNT);
@@ -57,14 +57,14 @@ mod tests {
     }
 
     #[test]
-    fn the_order_in_which_members_are_listed_does_not_matter() {
+    fn assignment_does_not_depend_on_the_order_of_the_members() {
         let mut turned = members(5);
         turned.reverse();
         assert_eq!(assign(&members(5)), assign(&turned));
     }
 
     #[test]
-    fn a_member_that_goes_moves_little_but_its_own_share() {
+    fn leaving_member_moves_little_but_its_own_share() {
         let before = assign(&members(4));
         let after = assign(&members(3));
         let gone = members(4)[3];

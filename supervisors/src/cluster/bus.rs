@@ -1,10 +1,10 @@
-//! The links between members: wakes for parked polls, heartbeats, events, notifications and terminals. Commands for shards are in
-//! [`super::requests`]. Everything that a member sends is authenticated ([`super::authentication`]); terminals' messages are sealed.
+//! The messages between members: wake-ups for long polls, heartbeats, events, notifications and terminals. Commands for shards are in
+//! [`super::requests`]. Every message of a member is authenticated ([`super::authentication`]); terminals' messages are sealed.
 
-use super::View;
-use super::authentication::{Believed, HEADER, MemberAuthenticator, Message, Purpose};
+use super::ClusterView;
+use super::authentication::{HEADER, MacInput, MemberAuthenticator, MessageOrigin, MessagePurpose};
 use super::nats::inbox_of;
-use super::requests::Requests;
+use super::requests::PendingRequests;
 use async_nats::{Client, HeaderMap, Request, Subject};
 use domain::{MemberId, NodeId, TerminalSessionId};
 use edge::notifications;
@@ -21,34 +21,34 @@ const NODE_CLOSE: &str = "gpuaas.node.close";
 const TERMINAL_WAKE: &str = "gpuaas.terminal.wake";
 const PROVIDER_KEYS: &str = "gpuaas.identity.keys";
 
-/// How long a replica that has a terminal's stream may take to say so.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
+/// How long the replica with a terminal's stream may take to answer.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A look at the books that is no older is not repeated for an owner that did not answer.
-const READ_JUST_NOW: Duration = Duration::from_millis(50);
+/// A read of the ownership table that is no older is not repeated for an owner that did not answer.
+const VIEW_REUSE: Duration = Duration::from_millis(50);
 
-/// How long a notice may take to leave.
-const SENT_WITHIN: Duration = Duration::from_millis(100);
+/// How long a broadcast may take to leave.
+const PUBLISH_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// What a member sends to the others.
+/// This member's connection to the others.
 #[derive(Clone)]
 pub struct Bus {
     client: Client,
-    /// What the subjects of this member's own begin with.
+    /// The prefix of this member's own subjects.
     inbox: String,
     pub(super) members: Arc<MemberAuthenticator>,
-    pub(super) view: Arc<View>,
-    pub(super) requests: Arc<Requests>,
-    /// Notified when the books should be read now.
-    look: Arc<Notify>,
+    pub(super) view: Arc<ClusterView>,
+    pub(super) requests: Arc<PendingRequests>,
+    /// Notified when the ownership table is to be read at once.
+    read_ownership: Arc<Notify>,
 }
 
 /// A message to all members, with its sender where it carries one.
-pub type Notice = (Option<MemberId>, async_nats::Message);
+pub type BroadcastMessage = (Option<MemberId>, async_nats::Message);
 
-/// Something is to be done about a node or a terminal session on every replica.
+/// What every replica is to do about a node or a terminal session: wake its poll, or close its connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Nudge {
+pub enum PeerSignal {
     Wake(NodeId),
     Close(NodeId),
     Terminal(TerminalSessionId),
@@ -61,12 +61,12 @@ impl Bus {
         client: Client,
         name: &str,
         members: Arc<MemberAuthenticator>,
-        view: Arc<View>,
-        look: Arc<Notify>,
+        view: Arc<ClusterView>,
+        read_ownership: Arc<Notify>,
     ) -> Self {
         let inbox = inbox_of(name);
         let prefix = format!("{inbox}.answers.{}", view.me.id.0.simple());
-        Self { client, inbox, members, view, requests: Arc::new(Requests::new(prefix)), look }
+        Self { client, inbox, members, view, requests: Arc::new(PendingRequests::new(prefix)), read_ownership }
     }
 
     #[must_use]
@@ -79,15 +79,15 @@ impl Bus {
         self.client.connection_state() == async_nats::connection::State::Connected
     }
 
-    /// A subject for answers that only this process's credentials admit.
+    /// A subject for answers that only this process's credentials may subscribe to.
     pub(super) fn new_inbox(&self) -> String {
         self.client.new_inbox()
     }
 
-    /// Adds this member's stamp. The answer is bound to what is returned; `None` where there is no key.
+    /// Adds this member's stamp. The answer is bound to the returned tag; `None` where there is no key.
     pub(super) fn stamp(
         &self,
-        message: &Message<'_>,
+        message: &MacInput<'_>,
         recipient: Option<MemberId>,
         headers: &mut HeaderMap,
     ) -> Option<[u8; 32]> {
@@ -96,99 +96,103 @@ impl Bus {
         Some(tag)
     }
 
-    /// The sender of a message; `None` where it is not believed to be a member's.
-    pub(super) fn believed(&self, purpose: Purpose, message: &async_nats::Message) -> Option<Believed> {
+    /// The origin of a message; `None` where it is not authentic.
+    pub(super) fn authenticate(&self, purpose: MessagePurpose, message: &async_nats::Message) -> Option<MessageOrigin> {
         let reply = match purpose {
-            Purpose::Request => message.reply.as_deref(),
-            // JetStream puts a subject for the acknowledgement there.
-            Purpose::Answer { .. } | Purpose::Notice | Purpose::Event => None,
+            MessagePurpose::Request => message.reply.as_deref(),
+            // JetStream puts the subject of the acknowledgement there.
+            MessagePurpose::Answer { .. } | MessagePurpose::Notice | MessagePurpose::Event => None,
         };
-        let checked = Message { purpose, subject: &message.subject, reply, payload: &message.payload };
+        let checked = MacInput { purpose, subject: &message.subject, reply, payload: &message.payload };
         let header = message.headers.as_ref().and_then(|headers| headers.get(HEADER)).map(|value| value.as_str());
         self.members.check(&checked, header).ok()
     }
 
-    pub(super) fn is_believed(&self, purpose: Purpose, message: &async_nats::Message) -> bool {
-        self.believed(purpose, message).is_some()
+    pub(super) fn is_authentic(&self, purpose: MessagePurpose, message: &async_nats::Message) -> bool {
+        self.authenticate(purpose, message).is_some()
     }
 
-    /// Adds this member's stamp to an event that is to be published on `subject`.
+    /// Adds this member's stamp to an event for `subject`.
     pub fn stamp_event(&self, subject: &str, payload: &str, headers: &mut HeaderMap) {
-        let event = Message { purpose: Purpose::Event, subject, reply: None, payload: payload.as_bytes() };
+        let event = MacInput { purpose: MessagePurpose::Event, subject, reply: None, payload: payload.as_bytes() };
         self.stamp(&event, None, headers);
     }
 
-    /// Whether a member published the event.
+    /// Whether a member has published the event.
     #[must_use]
     pub fn is_members_event(&self, message: &async_nats::Message) -> bool {
-        self.is_believed(Purpose::Event, message)
+        self.is_authentic(MessagePurpose::Event, message)
     }
 
-    /// Events on a subject as they are published, by members alone.
+    /// The events that members publish on a subject.
     ///
     /// # Errors
-    /// Where the connection is gone for good.
+    /// Where the connection is closed for good.
     pub async fn events(&self, subject: &'static str) -> anyhow::Result<BoxStream<'static, ()>> {
         let (bus, events) = (self.clone(), self.client.subscribe(subject).await?);
         Ok(events.filter_map(move |message| std::future::ready(bus.is_members_event(&message).then_some(()))).boxed())
     }
 
-    /// What members send to all on a subject, with the sender where the message carries it.
+    /// The broadcasts of members on a subject, with the sender where the message carries it.
     ///
     /// # Errors
     /// Where the connection is gone for good.
-    pub async fn notices(&self, subject: impl Into<Subject>) -> anyhow::Result<BoxStream<'static, Notice>> {
+    pub async fn broadcasts(
+        &self,
+        subject: impl Into<Subject>,
+    ) -> anyhow::Result<BoxStream<'static, BroadcastMessage>> {
         let (bus, messages) = (self.clone(), self.client.subscribe(subject.into()).await?);
-        let believed = move |message: async_nats::Message| {
-            let sender = bus.believed(Purpose::Notice, &message).map(|believed| match believed {
-                Believed::Stamped(stamp) => Some(stamp.sender),
-                Believed::OfEarlierRelease => None,
+        let origin = move |message: async_nats::Message| {
+            let sender = bus.authenticate(MessagePurpose::Notice, &message).map(|origin| match origin {
+                MessageOrigin::Stamped(stamp) => Some(stamp.sender),
+                MessageOrigin::OfEarlierRelease => None,
             });
             std::future::ready(sender.map(|sender| (sender, message)))
         };
-        Ok(messages.filter_map(believed).boxed())
+        Ok(messages.filter_map(origin).boxed())
     }
 
-    /// Keeps of members that are gone only what is needed to refuse what they sent. To be called now and then.
-    pub fn shrink(&self) {
-        self.members.shrink();
+    /// Reduces what is stored of members that are gone to what refuses their old messages. To be called periodically.
+    pub fn compact(&self) {
+        self.members.compact();
     }
 
-    /// Another process than the one that was asked owns the shard, or none: the books say which, unless they were read just now.
-    pub(super) fn look(&self) {
-        if self.view.is_older_than(READ_JUST_NOW) {
-            self.look.notify_one();
+    /// Requests a read of the ownership table, since another process than the addressed one owns the shard, or none; not where the last
+    /// read is recent.
+    pub(super) fn request_ownership_read(&self) {
+        if self.view.is_older_than(VIEW_REUSE) {
+            self.read_ownership.notify_one();
         }
     }
 
-    /// Notifies the other replicas.
-    pub async fn nudge(&self, nudge: Nudge) {
-        let (subject, id) = match nudge {
-            Nudge::Wake(node) => (NODE_WAKE, node.0),
-            Nudge::Close(node) => (NODE_CLOSE, node.0),
-            Nudge::Terminal(session) => (TERMINAL_WAKE, session.0),
+    /// Sends a signal to the other replicas.
+    pub async fn send_signal(&self, signal: PeerSignal) {
+        let (subject, id) = match signal {
+            PeerSignal::Wake(node) => (NODE_WAKE, node.0),
+            PeerSignal::Close(node) => (NODE_CLOSE, node.0),
+            PeerSignal::Terminal(session) => (TERMINAL_WAKE, session.0),
         };
         self.notify(subject, None, HeaderMap::new(), id.as_bytes().to_vec()).await;
     }
 
-    /// What the other replicas nudge.
+    /// Acts on the signals of the other replicas.
     ///
     /// # Errors
     /// Where the connection is gone for good.
-    pub async fn on_nudges(&self, act: impl Fn(Nudge)) -> anyhow::Result<()> {
-        let of_nodes = self.notices("gpuaas.node.*").await?;
-        let of_terminals = self.notices(TERMINAL_WAKE).await?;
+    pub async fn on_signals(&self, act: impl Fn(PeerSignal)) -> anyhow::Result<()> {
+        let of_nodes = self.broadcasts("gpuaas.node.*").await?;
+        let of_terminals = self.broadcasts(TERMINAL_WAKE).await?;
         let mut messages = futures::stream::select(of_nodes, of_terminals);
         while let Some((sender, message)) = messages.next().await {
             let Ok(id) = uuid::Uuid::from_slice(&message.payload) else { continue };
-            // What this one sent itself it has done already.
+            // This member has acted on its own signals already.
             if sender == Some(self.view.me.id) {
                 continue;
             }
             match message.subject.as_str() {
-                NODE_WAKE => act(Nudge::Wake(NodeId(id))),
-                NODE_CLOSE => act(Nudge::Close(NodeId(id))),
-                TERMINAL_WAKE => act(Nudge::Terminal(TerminalSessionId(id))),
+                NODE_WAKE => act(PeerSignal::Wake(NodeId(id))),
+                NODE_CLOSE => act(PeerSignal::Close(NodeId(id))),
+                TERMINAL_WAKE => act(PeerSignal::Terminal(TerminalSessionId(id))),
                 _ => {}
             }
         }
@@ -200,19 +204,19 @@ impl Bus {
         self.notify(PROVIDER_KEYS, None, HeaderMap::new(), Vec::new()).await;
     }
 
-    /// Acts on that. This member receives its own notice, too.
+    /// Acts on [`Self::provider_keys_changed`]. This member receives its own message, too.
     ///
     /// # Errors
     /// Where the connection is gone for good.
     pub async fn on_provider_keys_changed(&self, act: impl Fn()) -> anyhow::Result<()> {
-        let mut messages = self.notices(PROVIDER_KEYS).await?;
+        let mut messages = self.broadcasts(PROVIDER_KEYS).await?;
         while messages.next().await.is_some() {
             act();
         }
         anyhow::bail!("the subscription ended")
     }
 
-    /// Whether it left. Best effort by nature: a member that must know reads Postgres.
+    /// Publishes a message; returns whether it was sent. Delivery is best effort: a member that must know reads Postgres.
     pub async fn notify(
         &self,
         subject: impl Into<Subject>,
@@ -221,14 +225,14 @@ impl Bus {
         payload: Vec<u8>,
     ) -> bool {
         let subject = subject.into();
-        // While there is no connection the client would store the message, and at last make the caller wait.
+        // Without a connection the client would buffer the message, and block the caller once its buffer is full.
         if !self.is_connected() {
             return false;
         }
-        let message = Message { purpose: Purpose::Notice, subject: &subject, reply: None, payload: &payload };
+        let message = MacInput { purpose: MessagePurpose::Notice, subject: &subject, reply: None, payload: &payload };
         self.stamp(&message, recipient, &mut headers);
         let sent = tokio::time::timeout(
-            SENT_WITHIN,
+            PUBLISH_TIMEOUT,
             self.client.publish_with_headers(subject.clone(), headers, payload.into()),
         );
         let left = matches!(sent.await, Ok(Ok(())));
@@ -238,32 +242,32 @@ impl Bus {
         left
     }
 
-    /// Says over NATS that `member` lives.
-    pub async fn beat(&self, member: MemberId) {
+    /// Sends the heartbeat of `member` over NATS.
+    pub async fn send_heartbeat(&self, member: MemberId) {
         self.notify("gpuaas.cluster.beat", None, HeaderMap::new(), member.0.as_bytes().to_vec()).await;
     }
 
-    /// Notifies the others to read the shard table now instead of at their next turn.
+    /// Notifies the others to read the ownership table now, before their next round.
     pub async fn ownership_changed(&self) {
         self.notify("gpuaas.cluster.changed", None, HeaderMap::new(), Vec::new()).await;
     }
 
-    /// Hands to `heir` what the rate limits of its coming shards have counted.
-    pub async fn hand_cells(&self, heir: MemberId, cells: Vec<u8>) {
-        self.notify(cells_of(heir), Some(heir), HeaderMap::new(), cells).await;
+    /// Sends the rate cells of handed-over shards to their new owner `heir`.
+    pub async fn send_rate_cells(&self, heir: MemberId, cells: Vec<u8>) {
+        self.notify(rate_cells_subject(heir), Some(heir), HeaderMap::new(), cells).await;
     }
 
-    /// What others hand to this member so.
+    /// The rate cells that others send to the member `me`.
     ///
     /// # Errors
     /// Where the connection is gone for good.
-    pub async fn cells_for(&self, me: MemberId) -> anyhow::Result<BoxStream<'static, Notice>> {
-        self.notices(cells_of(me)).await
+    pub async fn rate_cells_for(&self, me: MemberId) -> anyhow::Result<BoxStream<'static, BroadcastMessage>> {
+        self.broadcasts(rate_cells_subject(me)).await
     }
 }
 
-/// What the terminals' two ends at two replicas say to each other. Nothing of it is kept: where something is lost, the link ends.
-impl relay::Bus for Bus {
+/// The messages between the two ends of a terminal at two replicas. They are not stored: where one is lost, the link ends.
+impl relay::TerminalBus for Bus {
     fn publish(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool> {
         async move { self.is_connected() && self.client.publish(subject, payload.into()).await.is_ok() }.boxed()
     }
@@ -273,23 +277,23 @@ impl relay::Bus for Bus {
             if !self.is_connected() {
                 return None;
             }
-            let request = Request::new().payload(payload.into()).timeout(Some(ANSWERS_WITHIN));
+            let request = Request::new().payload(payload.into()).timeout(Some(REPLY_TIMEOUT));
             self.client.send_request(subject, request).await.ok().map(|answer| answer.payload.to_vec())
         }
         .boxed()
     }
 
-    fn subscribe(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, relay::Heard>>> {
+    fn subscribe(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, relay::BusMessage>>> {
         async move {
             if !self.is_connected() {
                 return None;
             }
             let messages = self.client.subscribe(subject).await.ok()?;
-            let heard = |message: async_nats::Message| relay::Heard {
+            let received = |message: async_nats::Message| relay::BusMessage {
                 payload: message.payload.to_vec(),
                 reply: message.reply.map(|reply| reply.to_string()),
             };
-            Some(messages.map(heard).boxed())
+            Some(messages.map(received).boxed())
         }
         .boxed()
     }
@@ -299,15 +303,15 @@ impl relay::Bus for Bus {
     }
 }
 
-/// What is said to those who listen here. Nothing of it is kept.
-impl notifications::Bus for Bus {
+/// The notifications for the subscribers of this replica. They are not stored.
+impl notifications::NotificationBus for Bus {
     fn listen(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, Vec<u8>>>> {
         async move {
             if !self.is_connected() {
                 return None;
             }
-            let messages = self.notices(subject).await.ok()?;
-            // Whoever is told that they listen does so: the server knows of it.
+            let messages = self.broadcasts(subject).await.ok()?;
+            // The subscription is confirmed only after the server has it.
             self.client.flush().await.ok()?;
             Some(messages.map(|(_, message)| message.payload.to_vec()).boxed())
         }
@@ -315,6 +319,6 @@ impl notifications::Bus for Bus {
     }
 }
 
-fn cells_of(member: MemberId) -> String {
+fn rate_cells_subject(member: MemberId) -> String {
     format!("gpuaas.cells.{member}")
 }

@@ -1,9 +1,9 @@
-//! Questions to every member at once, for what an operator wants to see of the whole cluster from any replica.
+//! Queries to all members at once, for an operator's view of the whole cluster from any replica.
 
-use super::View;
-use super::authentication::{Believed, Message, Purpose};
+use super::ClusterView;
+use super::authentication::{MacInput, MessageOrigin, MessagePurpose};
 use super::bus::Bus;
-use super::requests::Received;
+use super::requests::ReceivedRequest;
 use async_nats::HeaderMap;
 use domain::MemberId;
 use futures::StreamExt;
@@ -12,48 +12,48 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How long the slowest member is waited for. Who is silent is named in the answer.
-const PATIENCE: Duration = Duration::from_millis(1500);
+/// How long the slowest member is waited for. Members that did not answer are named in the result.
+const GATHER_TIMEOUT: Duration = Duration::from_millis(1500);
 
 const SUBJECT: &str = "gpuaas.runtime.ask";
 
 #[derive(Serialize, Deserialize)]
-struct Part<A> {
+struct MemberAnswer<A> {
     member: MemberId,
     answer: A,
 }
 
-/// What each living member answered, this one included, and who did not.
-pub struct Gathered<A> {
+/// The answers of the living members, this one included, and the members that did not answer.
+pub struct ClusterAnswers<A> {
     pub answers: BTreeMap<MemberId, A>,
     pub silent: Vec<MemberId>,
 }
 
-/// Asks all members `question`; `own` is this member's answer.
+/// Sends `question` to all members; `own` is this member's answer.
 pub async fn ask_all<Q: Serialize, A: Serialize + DeserializeOwned>(
     bus: &Bus,
-    view: &View,
+    view: &ClusterView,
     question: &Q,
     own: A,
-) -> Gathered<A> {
-    let mut missing: Vec<MemberId> = view.seen().living.iter().map(|heard| heard.member.id).collect();
+) -> ClusterAnswers<A> {
+    let mut missing: Vec<MemberId> = view.state().living.iter().map(|heartbeat| heartbeat.member.id).collect();
     missing.retain(|id| *id != view.me.id);
     let mut answers = BTreeMap::from([(view.me.id, own)]);
     if !missing.is_empty() && bus.is_connected() {
-        let collected = tokio::time::timeout(PATIENCE, async {
+        let collected = tokio::time::timeout(GATHER_TIMEOUT, async {
             let inbox = bus.new_inbox();
             let mut replies = bus.client().subscribe(inbox.clone()).await?;
             let payload = serde_json::to_vec(question)?;
             let (mut headers, reply) = (HeaderMap::new(), Some(inbox.as_str()));
-            let asked = Message { purpose: Purpose::Request, subject: SUBJECT, reply, payload: &payload };
-            let to = bus.stamp(&asked, None, &mut headers).unwrap_or_default();
+            let request = MacInput { purpose: MessagePurpose::Request, subject: SUBJECT, reply, payload: &payload };
+            let to = bus.stamp(&request, None, &mut headers).unwrap_or_default();
             bus.client().publish_with_reply_and_headers(SUBJECT, inbox, headers, payload.into()).await?;
             while !missing.is_empty() {
                 let Some(reply) = replies.next().await else { break };
-                let Some(believed) = bus.believed(Purpose::Answer { to }, &reply) else { continue };
-                if let Ok(part) = serde_json::from_slice::<Part<A>>(&reply.payload) {
-                    // No member answers for another.
-                    if matches!(believed, Believed::Stamped(stamp) if stamp.sender != part.member) {
+                let Some(origin) = bus.authenticate(MessagePurpose::Answer { to }, &reply) else { continue };
+                if let Ok(part) = serde_json::from_slice::<MemberAnswer<A>>(&reply.payload) {
+                    // A member may not answer for another.
+                    if matches!(origin, MessageOrigin::Stamped(stamp) if stamp.sender != part.member) {
                         continue;
                     }
                     missing.retain(|id| *id != part.member);
@@ -66,25 +66,25 @@ pub async fn ask_all<Q: Serialize, A: Serialize + DeserializeOwned>(
             tracing::warn!(error = %error, "could not ask the other members");
         }
     }
-    Gathered { answers, silent: missing }
+    ClusterAnswers { answers, silent: missing }
 }
 
-/// Answers the others' questions with `answer`.
+/// Answers the others' queries with `answer`.
 ///
 /// # Errors
 /// Where the subscription ends.
-pub async fn answer_all<Q, A>(bus: &Bus, view: &View, answer: impl Fn(Q) -> A) -> anyhow::Result<()>
+pub async fn answer_all<Q, A>(bus: &Bus, view: &ClusterView, answer: impl Fn(Q) -> A) -> anyhow::Result<()>
 where
     Q: DeserializeOwned,
     A: Serialize,
 {
     let mut questions = bus.client().subscribe(SUBJECT).await?;
     while let Some(message) = questions.next().await {
-        let Some(believed) = bus.believed(Purpose::Request, &message) else { continue };
+        let Some(origin) = bus.authenticate(MessagePurpose::Request, &message) else { continue };
         let (Some(inbox), Ok(question)) = (message.reply, serde_json::from_slice(&message.payload)) else { continue };
-        let part = Part { member: view.me.id, answer: answer(question) };
+        let part = MemberAnswer { member: view.me.id, answer: answer(question) };
         let Ok(payload) = serde_json::to_vec(&part) else { continue };
-        bus.answer(&Received { believed, reply: inbox.to_string(), payload: Vec::new() }, payload).await;
+        bus.answer(&ReceivedRequest { origin, reply: inbox.to_string(), payload: Vec::new() }, payload).await;
     }
     anyhow::bail!("the subscription ended")
 }

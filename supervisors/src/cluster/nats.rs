@@ -9,12 +9,12 @@ use std::time::Duration;
 /// Whether [`connect`] can use this URL.
 ///
 /// # Errors
-/// Says what is wrong with it, without quoting it: it may hold a password.
+/// Names the fault without quoting the URL: it may hold a password.
 pub fn check_url(url: &str) -> anyhow::Result<()> {
-    Parts::parse(url).map(drop)
+    ServerUrl::parse(url).map(drop)
 }
 
-/// What the subjects begin with to which answers to the member `name` are sent: two tokens, whatever its name is.
+/// The prefix of the subjects for answers to the member `name`: two tokens, for every name.
 #[must_use]
 pub fn inbox_of(name: &str) -> String {
     let is_plain = |character: &char| character.is_ascii_alphanumeric() || matches!(character, '-' | '_');
@@ -22,16 +22,16 @@ pub fn inbox_of(name: &str) -> String {
     format!("_INBOX.{token}")
 }
 
-/// Connects in the background: the control plane serves without NATS what it can. `name` is the member's; its answers come to
+/// Connects in the background: without NATS the control plane serves what it can. `name` is the member's; its answers arrive at
 /// `_INBOX.NAME.>`.
 ///
 /// # Errors
 /// Where the URL or the CA file is unusable.
 pub async fn connect(url: &SecretString, ca: Option<&Path>, name: &str) -> anyhow::Result<Client> {
-    let url = Parts::parse(url.expose_secret())?;
+    let url = ServerUrl::parse(url.expose_secret())?;
     let mut options = ConnectOptions::new()
         .name(name)
-        // Answers come to inboxes of this member's own: its credentials admit no others.
+        // Answers arrive at this member's own inboxes: its credentials admit no others.
         .custom_inbox_prefix(inbox_of(name))
         .retry_on_initial_connect()
         .ping_interval(Duration::from_secs(2))
@@ -54,14 +54,14 @@ pub async fn connect(url: &SecretString, ca: Option<&Path>, name: &str) -> anyho
     options.connect(url.server).await.context("NATS: the options are unusable")
 }
 
-/// A NATS URL, apart: the client takes credentials by themselves, and they must not end in its log.
-struct Parts {
+/// The parts of a NATS URL: the client takes credentials separately, and they must not appear in its log.
+struct ServerUrl {
     server: String,
     user: Option<String>,
     password: Option<String>,
 }
 
-impl Parts {
+impl ServerUrl {
     fn parse(text: &str) -> anyhow::Result<Self> {
         let mut url = reqwest::Url::parse(text)
             .context("SVC_NATS_URL is no URL; it must look like tls://user:password@nats.example:4222")?;
@@ -77,7 +77,7 @@ impl Parts {
     }
 }
 
-/// A URL carries what it must not hold by itself as `%XX`.
+/// Decodes the `%XX` sequences of a URL.
 fn decoded(part: &str) -> anyhow::Result<String> {
     let text = percent_encoding::percent_decode_str(part).decode_utf8();
     Ok(text.context("SVC_NATS_URL holds credentials that are no UTF-8")?.into_owned())
@@ -88,17 +88,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn inbox_of_a_name_with_dots_or_wildcards_is_one_token_below_the_others() {
+    fn inbox_of_a_name_with_dots_or_wildcards_is_one_token() {
         assert_eq!(inbox_of("replica-1"), "_INBOX.replica-1");
         assert_eq!(inbox_of("host.example.>*"), "_INBOX.host_example___");
     }
 
     #[test]
-    fn credentials_are_taken_out_of_the_url_as_they_were_meant() -> anyhow::Result<()> {
-        let parts = Parts::parse("tls://replica%2D1:a%40b%3A%2Fc@nats.example:4222")?;
+    fn credentials_are_removed_from_the_url_and_decoded() -> anyhow::Result<()> {
+        let parts = ServerUrl::parse("tls://replica%2D1:a%40b%3A%2Fc@nats.example:4222")?;
         assert_eq!(parts.server, "tls://nats.example:4222");
         assert_eq!((parts.user.as_deref(), parts.password.as_deref()), (Some("replica-1"), Some("a@b:/c")));
-        assert!(Parts::parse("tls://a:%FF@nats.example").is_err());
+        assert!(ServerUrl::parse("tls://a:%FF@nats.example").is_err());
         Ok(())
     }
 }

@@ -1,18 +1,19 @@
-//! Keeps this member's shards as they should be: takes what is nobody's, gives what should be another's, drops what was taken.
+//! Reconciles this member's shards with the assignment: takes over shards without a living owner, hands over those that are assigned to
+//! others, drops those that were taken over.
 
 use super::assignment::assign;
 use super::bus::Bus;
-use super::hearing::{HEARD_WITHIN, Hearing, Standing, is_cut_off};
-use super::{BEAT, PROMPT, SILENCE, View, has_role, process};
-use crate::config::Role;
-use actors::place::shard_of;
+use super::failure_detector::{ConnectivityGraph, HEARTBEAT_TIMEOUT, PartitionDetector, is_partitioned};
+use super::{ClusterView, FAILURE_TIMEOUT, HEARTBEAT_INTERVAL, RECENT_HEARTBEAT, has_role, process};
+use crate::config::ProcessRole;
 use actors::ports::Term;
+use actors::sharding::shard_of;
 use actors::{Directory, Host};
 use domain::commit::Epoch;
 use domain::{MemberId, Shard, Timestamp};
 use futures::StreamExt;
 use persistence::Cluster;
-use persistence::cluster::{Heard, Member, Ownership};
+use persistence::cluster::{Member, MemberHeartbeat, Ownership};
 use ractor::ActorCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,41 +21,41 @@ use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
-/// How often the books are read in full; a word over NATS makes it sooner.
-const TURN: Duration = Duration::from_millis(500);
+/// How often the ownership table is read in full; a message over NATS makes it sooner.
+const RECONCILE_INTERVAL: Duration = Duration::from_millis(500);
 
-/// How long commands that are under way get to end before a shard goes.
-const GRACE: Duration = Duration::from_secs(2);
+/// How long commands in flight may take before their shard is closed.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// So many shards go in one turn: each is closed for a moment, and they should not all be at once.
-const IN_ONE_TURN: usize = 64;
+/// Shards that are handed over in one round: each is closed for a moment, and not all should be at once.
+const HANDOVERS_AT_ONCE: usize = 64;
 
-/// This member's hand in the game.
-pub struct Owner {
-    pub view: Arc<View>,
+/// Owns, takes over and hands over the shards of this member.
+pub struct ShardReconciler {
+    pub view: Arc<ClusterView>,
     pub cluster: Cluster,
     pub host: Arc<Host>,
     pub directory: Directory,
     pub bus: Bus,
-    /// Under whom the shards' supervisors run.
+    /// The parent of the shards' supervisors.
     pub parent: Mutex<Option<ActorCell>>,
     serving: Mutex<BTreeMap<Shard, CancellationToken>>,
-    look: Arc<Notify>,
-    standing: Mutex<Standing>,
+    reconcile_now: Arc<Notify>,
+    partition_detector: Mutex<PartitionDetector>,
     began: Instant,
-    /// False for a process without entities: it reads along and owns nothing.
+    /// False for a process without entities: it reads the ownership and owns nothing.
     takes_shards: bool,
 }
 
-impl Owner {
+impl ShardReconciler {
     #[must_use]
     pub fn new(
-        view: Arc<View>,
+        view: Arc<ClusterView>,
         cluster: Cluster,
         host: Arc<Host>,
         directory: Directory,
         bus: Bus,
-        look: Arc<Notify>,
+        reconcile_now: Arc<Notify>,
         takes_shards: bool,
     ) -> Self {
         Self {
@@ -65,38 +66,39 @@ impl Owner {
             bus,
             parent: Mutex::default(),
             serving: Mutex::default(),
-            look,
-            standing: Mutex::default(),
+            reconcile_now,
+            partition_detector: Mutex::default(),
             began: Instant::now(),
             takes_shards,
         }
     }
 
-    /// Beats: every second in Postgres, twice as often over NATS.
+    /// Sends heartbeats: every second to Postgres, twice as often over NATS.
     ///
     /// # Errors
     /// Never; it runs until it is dropped.
-    pub async fn beat(&self) -> anyhow::Result<()> {
-        let mut turn = tokio::time::interval(BEAT / 2);
-        turn.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    pub async fn run_heartbeat(&self) -> anyhow::Result<()> {
+        let mut ticker = tokio::time::interval(HEARTBEAT_INTERVAL / 2);
+        ticker.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         for n in 0_u64.. {
-            turn.tick().await;
-            // Before its first heartbeat in Postgres nobody believes what it sends to all.
+            ticker.tick().await;
+            // Before its first heartbeat in Postgres no member accepts its broadcasts.
             if self.view.clock.shared().is_some() {
-                self.bus.beat(self.view.me.id).await;
+                self.bus.send_heartbeat(self.view.me.id).await;
             }
-            if !self.view.is_fresh() {
+            if !self.view.has_fresh_lease() {
                 self.stop_serving_all();
             }
             if n % 2 == 0 {
                 let before = Instant::now();
-                match tokio::time::timeout(SILENCE, self.renew(n == 0)).await {
+                match tokio::time::timeout(FAILURE_TIMEOUT, self.renew(n == 0)).await {
                     Ok(Ok(postgres)) => {
                         self.view.clock.measure(before, postgres);
                         self.view.clock.warn();
-                        // The first time the others know of this member: it can take its share now. Later: they may have taken it.
-                        if self.view.renewed(before) {
-                            self.look.notify_one();
+                        // The first time, the others know this member by now: it can take its share. Later, they may have taken over its
+                        // shards.
+                        if self.view.record_renewal(before) {
+                            self.reconcile_now.notify_one();
                         }
                     }
                     Ok(Err(error)) => tracing::warn!(error = %error, "could not renew this member in Postgres"),
@@ -107,98 +109,99 @@ impl Owner {
         Ok(())
     }
 
-    /// Postgres' time at the renewal.
+    /// Returns Postgres' time at the heartbeat.
     async fn renew(&self, first: bool) -> Result<Timestamp, persistence::StoreError> {
-        let me = self.as_it_stands();
-        if first { self.cluster.join(&me, process::has_ended).await } else { self.cluster.beat(&me).await }
+        let me = self.current_member();
+        if first { self.cluster.join(&me, process::has_ended).await } else { self.cluster.heartbeat(&me).await }
     }
 
-    /// This member, with what the others must know of it: whom it hears over NATS, and whether it counts itself out.
-    fn as_it_stands(&self) -> Member {
-        let (mut me, seen, now) = (self.view.me.clone(), self.view.seen(), Instant::now());
-        // One that has just come has had no time to hear anybody.
-        if self.began.elapsed() > HEARD_WITHIN + BEAT {
-            let heard: Vec<_> = seen.heard.keys().filter(|id| seen.hears(**id, now)).collect();
-            me.details["hears"] = serde_json::json!(heard);
+    /// This member's row, with what the others must know of it: which members it receives over NATS, and whether it withdraws itself.
+    fn current_member(&self) -> Member {
+        let (mut me, state, now) = (self.view.me.clone(), self.view.state(), Instant::now());
+        // A member that has just started has had no time to receive messages.
+        if self.began.elapsed() > HEARTBEAT_TIMEOUT + HEARTBEAT_INTERVAL {
+            let received: Vec<_> =
+                state.heard_at.keys().filter(|id| state.has_recent_message_from(**id, now)).collect();
+            me.details["hears"] = serde_json::json!(received);
         }
-        me.details["cut_off"] = seen.cut_off.into();
+        me.details["cut_off"] = state.partitioned.into();
         me.details["clock_offset_ms"] = self.view.clock.offset().map(|offset| offset.ahead.num_milliseconds()).into();
         me
     }
 
-    /// Hears the others over NATS.
+    /// Receives the others' messages over NATS.
     ///
     /// # Errors
     /// Where the subscription ends.
-    pub async fn listen(&self) -> anyhow::Result<()> {
-        let words = self.bus.notices("gpuaas.cluster.*").await?;
-        let cells = self.bus.cells_for(self.view.me.id).await?;
-        let mut words = futures::stream::select(words, cells);
-        while let Some((sender, word)) = words.next().await {
-            match word.subject.as_str() {
+    pub async fn run_listener(&self) -> anyhow::Result<()> {
+        let messages = self.bus.broadcasts("gpuaas.cluster.*").await?;
+        let cells = self.bus.rate_cells_for(self.view.me.id).await?;
+        let mut messages = futures::stream::select(messages, cells);
+        while let Some((sender, message)) = messages.next().await {
+            match message.subject.as_str() {
                 "gpuaas.cluster.beat" => {
-                    let named = uuid::Uuid::from_slice(&word.payload).ok().map(MemberId);
-                    // No member says of another that it lives.
+                    let named = uuid::Uuid::from_slice(&message.payload).ok().map(MemberId);
+                    // No member sends a heartbeat for another.
                     if let Some(member) = named.filter(|named| sender.is_none_or(|sender| sender == *named)) {
-                        self.view.note(|seen| {
-                            seen.heard.insert(member, Instant::now());
+                        self.view.change_state(|state| {
+                            state.heard_at.insert(member, Instant::now());
                         });
                     }
                 }
-                "gpuaas.cluster.changed" => self.look.notify_one(),
-                subject if subject.starts_with("gpuaas.cells.") => self.directory.go_on_with_cells(&word.payload),
+                "gpuaas.cluster.changed" => self.reconcile_now.notify_one(),
+                subject if subject.starts_with("gpuaas.cells.") => self.directory.import_rate_cells(&message.payload),
                 _ => {}
             }
         }
         anyhow::bail!("the subscription ended")
     }
 
-    /// Looks at the books, turn by turn.
+    /// Reconciles the shards, periodically.
     ///
     /// # Errors
-    /// Never; what fails is tried again at the next turn.
+    /// Never; what fails is retried in the next round.
     pub async fn run(&self) -> anyhow::Result<()> {
         loop {
-            if let Err(error) = self.turn().await {
+            if let Err(error) = self.reconcile().await {
                 tracing::warn!(error = %error, "could not look after the shards");
             }
-            let _ = tokio::time::timeout(TURN, self.look.notified()).await;
+            let _ = tokio::time::timeout(RECONCILE_INTERVAL, self.reconcile_now.notified()).await;
         }
     }
 
-    async fn turn(&self) -> anyhow::Result<()> {
-        // The shards first: who owns a shard by then had said of itself what is read of it afterwards.
-        let renewal = self.view.seen().renewed_after_lapse;
+    async fn reconcile(&self) -> anyhow::Result<()> {
+        // The shards first: the row of a member that owns a shard by then was written before, and is read afterwards.
+        let renewal = self.view.state().renewed_after_lapse;
         let shards = self.cluster.shards().await?;
         let members = self.cluster.members().await?;
         let now = Instant::now();
-        let living = self.view.learn(members, &shards, now);
-        self.bus.shrink();
+        let living = self.view.update(members, &shards, now);
+        self.bus.compact();
         if !self.takes_shards {
-            renewal.into_iter().for_each(|renewal| self.view.confirm(renewal));
+            renewal.into_iter().for_each(|renewal| self.view.confirm_renewal(renewal));
             return Ok(());
         }
-        self.take_position(&living, now);
-        self.follow(&shards).await?;
+        self.update_partition_status(&living, now);
+        self.apply_ownership(&shards).await?;
         if let Some(renewal) = renewal {
-            self.view.confirm(renewal);
-            // Commands for what is ours are heard from here on.
-            self.follow(&shards).await?;
+            self.view.confirm_renewal(renewal);
+            // Commands for this member's shards are received from here on.
+            self.apply_ownership(&shards).await?;
         }
         let me = self.view.me.id;
-        if !living.iter().any(|heard| heard.member.id == me) {
-            // The others do not know of this member yet.
+        if !living.iter().any(|heartbeat| heartbeat.member.id == me) {
+            // The others do not know this member yet.
             return Ok(());
         }
-        let wanted = assign(&owners(&living));
-        let seen = self.view.seen();
-        let masterless = |owned: &&Ownership| {
-            let dead = |owner| seen.has_fallen_silent(owner, now) && seen.may_take_from(owner, now);
+        let wanted = assign(&eligible_owners(&living));
+        let state = self.view.state();
+        let unowned = |owned: &&Ownership| {
+            let dead = |owner| state.heartbeat_expired(owner, now) && state.may_take_over_from(owner, now);
             wanted.get(&owned.shard) == Some(&me) && owned.owner.is_none_or(dead)
         };
-        let free: Vec<_> = shards.iter().filter(masterless).copied().collect();
+        let free: Vec<_> = shards.iter().filter(unowned).copied().collect();
         if !free.is_empty() {
-            let watched = seen.beats.iter().map(|(id, beat)| (*id, beat.at)).collect();
+            let watched = state.heartbeats.iter().map(|(id, beat)| (*id, beat.at)).collect();
             let won = self.cluster.take_over(me, &free, &watched).await?;
             if !won.is_empty() {
                 tracing::info!(shards = won.len(), "took shards over");
@@ -206,18 +209,19 @@ impl Owner {
                 self.bus.ownership_changed().await;
             }
         }
-        let prompt = |to: &MemberId| living.iter().any(|it| it.member.id == *to && it.silent_for <= PROMPT);
-        self.give(&shards, &wanted, prompt).await
+        let has_recent_heartbeat =
+            |to: &MemberId| living.iter().any(|it| it.member.id == *to && it.silent_for <= RECENT_HEARTBEAT);
+        self.rebalance(&shards, &wanted, has_recent_heartbeat).await
     }
 
-    /// Counts this member out while it is cut off from others that hear each other. They read it with its next beat; only what stands
-    /// in the books is acted on.
-    fn take_position(&self, living: &[Heard], now: Instant) {
-        let seen_cut_off = is_cut_off(self.view.me.id, &hearing(living));
-        let cut_off = self.standing.lock().unwrap_or_else(PoisonError::into_inner).look(seen_cut_off, now);
-        if cut_off != self.view.seen().cut_off {
-            self.view.note(|seen| seen.cut_off = cut_off);
-            if cut_off {
+    /// Withdraws this member while it is partitioned from others that receive each other. They read so in its next heartbeat; only what is
+    /// committed in Postgres is acted on.
+    fn update_partition_status(&self, living: &[MemberHeartbeat], now: Instant) {
+        let observed = is_partitioned(self.view.me.id, &connectivity(living));
+        let partitioned = self.partition_detector.lock().unwrap_or_else(PoisonError::into_inner).observe(observed, now);
+        if partitioned != self.view.state().partitioned {
+            self.view.change_state(|state| state.partitioned = partitioned);
+            if partitioned {
                 tracing::warn!(
                     "the other members hear each other over NATS and not this one: it hands its shards over"
                 );
@@ -227,8 +231,8 @@ impl Owner {
         }
     }
 
-    /// What the books say of this member is so: opens what is ours and not open, drops what is open and not ours.
-    async fn follow(&self, shards: &[Ownership]) -> anyhow::Result<()> {
+    /// Applies the ownership table to this member: opens owned shards that are not open, drops open shards that are not owned.
+    async fn apply_ownership(&self, shards: &[Ownership]) -> anyhow::Result<()> {
         let me = self.view.me.id;
         let mut to_open = BTreeMap::new();
         for owned in shards {
@@ -242,9 +246,9 @@ impl Owner {
                     tracing::info!(shard = %owned.shard, "another member took the shard");
                     self.stop_serving(owned.shard);
                     self.host.lose(owned.shard);
-                    self.directory.forget_cells(&[owned.shard].into());
+                    self.directory.remove_quotas(&[owned.shard].into());
                 }
-                // A read that is older than our own takeover.
+                // The read is older than this member's own takeover.
                 (false, Some(_) | None) => {}
             }
         }
@@ -256,7 +260,7 @@ impl Owner {
             return Ok(());
         }
         let parked = self.cluster.parked(&shards.keys().copied().collect::<Vec<_>>()).await.unwrap_or_else(|error| {
-            // Whoever is asked and cannot be woken is parked again.
+            // An entity that cannot be activated is parked again when it gets a command.
             tracing::warn!(error = %error, "could not read which entities are parked");
             Vec::new()
         });
@@ -264,20 +268,20 @@ impl Owner {
             let parent = self.parent.lock().unwrap_or_else(PoisonError::into_inner).clone();
             self.host.open(Term { shard, epoch }, parent).await?;
             for (entity, reason) in parked.iter().filter(|(entity, _)| shard_of(entity.id) == shard) {
-                self.host.keep_parked(*entity, reason.clone());
+                self.host.restore_parked(*entity, reason.clone());
             }
             self.serve(shard);
         }
         Ok(())
     }
 
-    /// Hears commands for the shard, if it does not yet.
+    /// Subscribes to commands for the shard, where it has not yet.
     fn serve(&self, shard: Shard) {
-        if !self.view.is_fresh() {
+        if !self.view.has_fresh_lease() {
             return;
         }
         let mut serving = self.serving.lock().unwrap_or_else(PoisonError::into_inner);
-        // One that has ended by itself hears nothing any more.
+        // A subscription that has ended by itself receives nothing any more.
         if serving.get(&shard).is_none_or(CancellationToken::is_cancelled) {
             let until = CancellationToken::new();
             self.bus.serve_shard(shard, self.directory.clone(), until.clone());
@@ -285,7 +289,7 @@ impl Owner {
         }
     }
 
-    /// This member may not answer from its memory any more: another may own its shards by now, and must be the only one heard.
+    /// Ends all subscriptions: this member may no longer answer from its memory, and another may own its shards by now.
     fn stop_serving_all(&self) {
         let serving = std::mem::take(&mut *self.serving.lock().unwrap_or_else(PoisonError::into_inner));
         for until in serving.into_values() {
@@ -293,32 +297,33 @@ impl Owner {
         }
     }
 
-    /// Hands over what should be another living member's: intake closed, drained, the epoch raised.
-    async fn give(
+    /// Hands over shards that are assigned to another living member: closed, drained, the epoch raised.
+    async fn rebalance(
         &self,
         shards: &[Ownership],
         wanted: &BTreeMap<Shard, MemberId>,
-        prompt: impl Fn(&MemberId) -> bool,
+        has_recent_heartbeat: impl Fn(&MemberId) -> bool,
     ) -> anyhow::Result<()> {
         let me = self.view.me.id;
-        let going = shards.iter().filter(|owned| owned.owner == Some(me));
-        let going = going.filter_map(|owned| wanted.get(&owned.shard).map(|to| (owned.shard, *to)));
-        let going: Vec<_> = going.filter(|(_, to)| *to != me && prompt(to)).take(IN_ONE_TURN).collect();
-        self.hand_over(&going.iter().map(|(shard, to)| (*shard, Some(*to))).collect::<Vec<_>>()).await?;
-        if !going.is_empty() {
-            tracing::info!(shards = going.len(), "handed shards over");
+        let handovers = shards.iter().filter(|owned| owned.owner == Some(me));
+        let handovers = handovers.filter_map(|owned| wanted.get(&owned.shard).map(|to| (owned.shard, *to)));
+        let handovers: Vec<_> =
+            handovers.filter(|(_, to)| *to != me && has_recent_heartbeat(to)).take(HANDOVERS_AT_ONCE).collect();
+        self.hand_over(&handovers.iter().map(|(shard, to)| (*shard, Some(*to))).collect::<Vec<_>>()).await?;
+        if !handovers.is_empty() {
+            tracing::info!(shards = handovers.len(), "handed shards over");
             self.bus.ownership_changed().await;
         }
         Ok(())
     }
 
     /// Closes these shards at once, each drained, and raises their epochs in favour of their new owners.
-    async fn hand_over(&self, going: &[(Shard, Option<MemberId>)]) -> anyhow::Result<()> {
-        let terms = going.iter().filter_map(|(shard, to)| self.host.term(*shard).map(|term| (term, *to)));
+    async fn hand_over(&self, handovers: &[(Shard, Option<MemberId>)]) -> anyhow::Result<()> {
+        let terms = handovers.iter().filter_map(|(shard, to)| self.host.term(*shard).map(|term| (term, *to)));
         let terms: Vec<_> = terms.collect();
         let closing = terms.iter().map(|(term, _)| {
             self.stop_serving(term.shard);
-            self.host.close(term.shard, GRACE)
+            self.host.close(term.shard, DRAIN_TIMEOUT)
         });
         futures::future::join_all(closing).await;
         let mut by_heir: BTreeMap<Option<MemberId>, Vec<(Shard, Epoch)>> = BTreeMap::new();
@@ -326,15 +331,15 @@ impl Owner {
             by_heir.entry(to).or_default().push((term.shard, term.epoch));
         }
         for (to, shards) in by_heir {
-            let going = shards.iter().map(|(shard, _)| *shard).collect();
-            // Said before the heir can know that it owns them, and lost where it cannot be said: it is worth no waiting.
+            let handovers = shards.iter().map(|(shard, _)| *shard).collect();
+            // Sent before the new owner can know of its ownership; lost where it cannot be sent, since it is not worth waiting for.
             if let Some(heir) = to {
-                for cells in self.directory.cells_of(&going) {
-                    self.bus.hand_cells(heir, cells).await;
+                for cells in self.directory.export_rate_cells(&handovers) {
+                    self.bus.send_rate_cells(heir, cells).await;
                 }
             }
             self.cluster.hand_over(self.view.me.id, to, &shards).await?;
-            self.directory.forget_cells(&going);
+            self.directory.remove_quotas(&handovers);
         }
         Ok(())
     }
@@ -345,8 +350,8 @@ impl Owner {
         }
     }
 
-    /// The ordered end: the others hear that they are to do without this member, every shard goes to whom it belongs then, and the
-    /// member is forgotten. It must not beat or take shards any more.
+    /// The ordered shutdown: the others learn that this member leaves, every shard is handed over to its next owner, and the member's row
+    /// is removed. Heartbeats and takeovers must have ended.
     pub async fn leave(&self) {
         if let Err(error) = self.leave_in_order().await {
             tracing::warn!(error = %error, "could not hand everything over; the others take it in a moment");
@@ -355,13 +360,13 @@ impl Owner {
 
     async fn leave_in_order(&self) -> anyhow::Result<()> {
         let me = self.view.me.id;
-        let mut leaving = self.as_it_stands();
+        let mut leaving = self.current_member();
         leaving.details["roles"] = serde_json::Value::Array(Vec::new());
-        self.cluster.beat(&leaving).await?;
-        let wanted = assign(&owners(&self.cluster.living(PROMPT).await?));
-        let going: Vec<_> =
+        self.cluster.heartbeat(&leaving).await?;
+        let wanted = assign(&eligible_owners(&self.cluster.alive(RECENT_HEARTBEAT).await?));
+        let handovers: Vec<_> =
             self.host.terms().iter().map(|term| (term.shard, wanted.get(&term.shard).copied())).collect();
-        for some in going.chunks(IN_ONE_TURN) {
+        for some in handovers.chunks(HANDOVERS_AT_ONCE) {
             self.hand_over(some).await?;
             self.bus.ownership_changed().await;
         }
@@ -369,26 +374,26 @@ impl Owner {
     }
 }
 
-/// The members that should own the shards: those that run entities, without those that count themselves out, as long as others are
-/// left.
-fn owners(living: &[Heard]) -> Vec<MemberId> {
-    let able = || living.iter().map(|heard| &heard.member).filter(|member| runs_entities(member));
+/// The members that are eligible to own shards: those that run entities, without those that withdraw themselves, as long as others
+/// are left.
+fn eligible_owners(living: &[MemberHeartbeat]) -> Vec<MemberId> {
+    let able = || living.iter().map(|heartbeat| &heartbeat.member).filter(|member| runs_entities(member));
     let reached: Vec<_> = able().filter(|member| member.details["cut_off"] != true).map(|member| member.id).collect();
     if reached.is_empty() { able().map(|member| member.id).collect() } else { reached }
 }
 
-/// Whether a member runs entities, by what it says of itself.
+/// Whether a member runs entities, by its own row.
 fn runs_entities(member: &Member) -> bool {
-    has_role(member, Role::Entities)
+    has_role(member, ProcessRole::Entities)
 }
 
-/// Whom each member hears, as far as it has said.
-fn hearing(living: &[Heard]) -> Hearing {
-    let said = |heard: &Heard| {
-        let hears = serde_json::from_value(heard.member.details["hears"].clone()).ok()?;
-        Some((heard.member.id, hears))
+/// The members that each member receives, as far as its row says so.
+fn connectivity(living: &[MemberHeartbeat]) -> ConnectivityGraph {
+    let received = |heartbeat: &MemberHeartbeat| {
+        let hears = serde_json::from_value(heartbeat.member.details["hears"].clone()).ok()?;
+        Some((heartbeat.member.id, hears))
     };
-    living.iter().filter_map(said).collect()
+    living.iter().filter_map(received).collect()
 }
 
 #[cfg(test)]
@@ -398,10 +403,10 @@ mod tests {
     use std::time::Duration;
     use uuid::Uuid;
 
-    fn member(n: u128, details: Value) -> Heard {
+    fn member(n: u128, details: Value) -> MemberHeartbeat {
         let started_at = domain::Timestamp::UNIX_EPOCH;
         let member = Member { id: MemberId(Uuid::from_u128(n)), name: n.to_string(), started_at, details };
-        Heard { member, beat_at: started_at, silent_for: Duration::ZERO }
+        MemberHeartbeat { member, heartbeat_at: started_at, silent_for: Duration::ZERO }
     }
 
     fn numbers(ids: Vec<MemberId>) -> Vec<u128> {
@@ -409,21 +414,21 @@ mod tests {
     }
 
     #[test]
-    fn who_counts_itself_out_owns_nothing_as_long_as_others_are_left() {
+    fn withdrawn_member_owns_nothing_while_others_are_left() {
         let entities = |cut_off: bool| json!({ "roles": ["entities"], "cut_off": cut_off });
         let living = [member(1, entities(false)), member(2, entities(true)), member(3, json!({ "roles": ["api"] }))];
-        assert_eq!(numbers(owners(&living)), [1]);
-        assert_eq!(numbers(owners(&living[1..])), [2]);
+        assert_eq!(numbers(eligible_owners(&living)), [1]);
+        assert_eq!(numbers(eligible_owners(&living[1..])), [2]);
         let of_an_earlier_release = member(4, json!({ "roles": ["entities"] }));
-        assert_eq!(numbers(owners(&[of_an_earlier_release])), [4]);
+        assert_eq!(numbers(eligible_owners(&[of_an_earlier_release])), [4]);
     }
 
     #[test]
-    fn what_a_member_says_of_whom_it_hears_is_read_and_silence_is_no_statement() {
+    fn received_members_are_parsed_and_a_missing_list_is_no_statement() {
         let ids = [Uuid::from_u128(1), Uuid::from_u128(2)];
         let living = [member(1, json!({ "hears": ids })), member(2, json!({})), member(3, json!({ "hears": 7 }))];
-        let said = hearing(&living);
-        assert_eq!(said.len(), 1);
-        assert_eq!(said[&MemberId(ids[0])].len(), 2);
+        let received = connectivity(&living);
+        assert_eq!(received.len(), 1);
+        assert_eq!(received[&MemberId(ids[0])].len(), 2);
     }
 }

@@ -1,21 +1,21 @@
-//! Which NATS subjects a member needs, by its roles: one table, from which `gpuaas dev` makes its server's users and
+//! The NATS subjects that a member needs, by role: one table, from which `gpuaas dev` makes its server's users and
 //! `gpuaas nats-permissions` a user for a server of one's own (`deploy/docs/nats-permissions.md`).
 
 use super::nats::inbox_of;
-use crate::config::Role;
+use crate::config::ProcessRole;
 use domain::event::Stream;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// What a user of NATS may publish and subscribe to. It may answer what it received besides.
+/// The subjects that a NATS user may publish and subscribe to. It may also answer messages that it received.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Permissions {
     pub publish: BTreeSet<String>,
     pub subscribe: BTreeSet<String>,
 }
 
-/// What every member needs beside its inbox.
-const EVERY: Needs = Needs {
+/// The subjects that every member needs beside its inbox.
+const EVERY: RoleSubjects = RoleSubjects {
     publish: &["gpuaas.shard.*", "gpuaas.cluster.beat", "gpuaas.cluster.changed", "gpuaas.runtime.ask"],
     subscribe: &[
         "gpuaas.cluster.*",
@@ -27,27 +27,27 @@ const EVERY: Needs = Needs {
     ],
 };
 
-struct Needs {
+struct RoleSubjects {
     publish: &'static [&'static str],
     subscribe: &'static [&'static str],
 }
 
-const fn needs(role: Role) -> Needs {
+const fn subjects_of(role: ProcessRole) -> RoleSubjects {
     match role {
-        Role::Api => Needs {
+        ProcessRole::Api => RoleSubjects {
             publish: &["gpuaas.identity.keys", "gpuaas.terminal.streams", "gpuaas.terminal.link.*"],
             subscribe: &["gpuaas.identity.keys", "notify.>"],
         },
-        Role::NodeApi => Needs {
-            // The far end of a terminal listens to an inbox that the sealed hello names.
+        ProcessRole::NodeApi => RoleSubjects {
+            // The far end of a terminal subscribes to an inbox that the sealed hello names.
             publish: &["gpuaas.terminal.streams", "_INBOX.*.terminal.*"],
             subscribe: &["gpuaas.node.*", "gpuaas.terminal.wake", "gpuaas.terminal.link.*"],
         },
-        Role::TerminalGateway => Needs {
+        ProcessRole::TerminalGateway => RoleSubjects {
             publish: &["gpuaas.terminal.streams", "gpuaas.terminal.link.*"],
             subscribe: &["gpuaas.node.*", "gpuaas.terminal.wake", "notify.>"],
         },
-        Role::Entities => Needs {
+        ProcessRole::Entities => RoleSubjects {
             publish: &[
                 "gpuaas.node.wake",
                 "gpuaas.node.close",
@@ -61,33 +61,33 @@ const fn needs(role: Role) -> Needs {
             ],
             subscribe: &["gpuaas.shard.*"],
         },
-        Role::NotificationRelay => Needs { publish: &["notify.>"], subscribe: &[] },
-        Role::Billing | Role::Provisioning | Role::OutboxRelay | Role::Webhook => {
-            Needs { publish: &[], subscribe: &[] }
+        ProcessRole::NotificationRelay => RoleSubjects { publish: &["notify.>"], subscribe: &[] },
+        ProcessRole::Billing | ProcessRole::Provisioning | ProcessRole::OutboxRelay | ProcessRole::Webhook => {
+            RoleSubjects { publish: &[], subscribe: &[] }
         }
     }
 }
 
-/// What the member `name` with these roles needs.
+/// The permissions of the member `name` with these roles.
 #[must_use]
-pub fn of(name: &str, roles: &BTreeSet<Role>) -> Permissions {
+pub fn for_member(name: &str, roles: &BTreeSet<ProcessRole>) -> Permissions {
     let (mut publish, mut subscribe) = (BTreeSet::new(), BTreeSet::from([format!("{}.>", inbox_of(name))]));
-    let all = roles.iter().map(|role| needs(*role)).chain([EVERY]);
+    let all = roles.iter().map(|role| subjects_of(*role)).chain([EVERY]);
     for needed in all {
         publish.extend(needed.publish.iter().map(|subject| (*subject).to_owned()));
         subscribe.extend(needed.subscribe.iter().map(|subject| (*subject).to_owned()));
     }
-    let has = |role: Role| roles.contains(&role);
-    let (consumes, notifies) = (has(Role::Provisioning), has(Role::NotificationRelay));
+    let has = |role: ProcessRole| roles.contains(&role);
+    let (consumes, notifies) = (has(ProcessRole::Provisioning), has(ProcessRole::NotificationRelay));
     for stream in Stream::ALL {
         let name = stream.name();
-        // Every process shows how far the consumers are.
+        // Every process shows the consumers' lag.
         publish.insert(format!("$JS.API.STREAM.INFO.{name}"));
         publish.insert(format!("$JS.API.CONSUMER.INFO.{name}.*"));
-        if has(Role::OutboxRelay) {
+        if has(ProcessRole::OutboxRelay) {
             publish.extend(stream.subjects().iter().map(|subject| (*subject).to_owned()));
         }
-        if has(Role::OutboxRelay) || consumes || notifies {
+        if has(ProcessRole::OutboxRelay) || consumes || notifies {
             publish.insert(format!("$JS.API.STREAM.CREATE.{name}"));
         }
         let lower = name.to_lowercase();
@@ -109,20 +109,20 @@ pub fn of(name: &str, roles: &BTreeSet<Role>) -> Permissions {
 }
 
 impl Permissions {
-    /// Everything: the operator, and tests that look at everything.
+    /// All subjects: for the operator, and for tests that observe everything.
     #[must_use]
     pub fn everything() -> Self {
         let all = || BTreeSet::from([">".to_owned()]);
         Self { publish: all(), subscribe: all() }
     }
 
-    /// As the configuration of a NATS server has them, in JSON, which it reads too.
+    /// The permissions in the format of a NATS server's configuration, in JSON, which it also reads.
     #[must_use]
     pub fn as_config(&self) -> Value {
         json!({
             "publish": { "allow": self.publish },
             "subscribe": { "allow": self.subscribe },
-            // One answer to each message that was received with a reply subject.
+            // One answer to each received message with a reply subject.
             "allow_responses": { "max": 1, "expires": "1m" },
         })
     }
@@ -133,11 +133,11 @@ impl Permissions {
 mod tests {
     use super::*;
 
-    fn one(role: Role) -> Permissions {
-        of("member", &[role].into())
+    fn one(role: ProcessRole) -> Permissions {
+        for_member("member", &[role].into())
     }
 
-    fn may(subjects: &BTreeSet<String>, subject: &str) -> bool {
+    fn allows(subjects: &BTreeSet<String>, subject: &str) -> bool {
         let matches = |pattern: &str| {
             let (mut wanted, mut has) = (pattern.split('.'), subject.split('.'));
             loop {
@@ -153,27 +153,35 @@ mod tests {
     }
 
     #[test]
-    fn no_member_reads_the_answers_of_another_and_none_rewrites_a_stream() {
-        let all = of("member", &Role::ALL.into());
-        assert!(may(&all.subscribe, "_INBOX.member.answers.1") && !may(&all.subscribe, "_INBOX.other.answers.1"));
-        assert!(!may(&all.publish, "_INBOX.other.answers.1"), "but for what it was asked");
+    fn members_cannot_read_answers_to_others_or_rewrite_streams() {
+        let all = for_member("member", &ProcessRole::ALL.into());
+        assert!(allows(&all.subscribe, "_INBOX.member.answers.1") && !allows(&all.subscribe, "_INBOX.other.answers.1"));
+        assert!(!allows(&all.publish, "_INBOX.other.answers.1"), "but for what it was asked");
         for call in ["STREAM.DELETE.AUDIT", "STREAM.PURGE.BILLING", "STREAM.UPDATE.BILLING", "CONSUMER.DELETE.NODES.x"]
         {
-            assert!(!may(&all.publish, &format!("$JS.API.{call}")), "{call}");
+            assert!(!allows(&all.publish, &format!("$JS.API.{call}")), "{call}");
         }
     }
 
     #[test]
-    fn only_the_role_that_does_it_publishes_events_or_receives_commands() {
-        for role in Role::ALL {
+    fn only_the_responsible_role_publishes_events_or_receives_commands() {
+        for role in ProcessRole::ALL {
             let permissions = one(role);
             for stream in Stream::ALL {
                 let subject = stream.subjects()[0].replace('>', "something");
-                assert_eq!(may(&permissions.publish, &subject), role == Role::OutboxRelay, "{role:?} {subject}");
+                assert_eq!(
+                    allows(&permissions.publish, &subject),
+                    role == ProcessRole::OutboxRelay,
+                    "{role:?} {subject}"
+                );
             }
-            assert_eq!(may(&permissions.subscribe, "gpuaas.shard.7"), role == Role::Entities, "{role:?}");
-            assert_eq!(may(&permissions.publish, "gpuaas.node.close"), role == Role::Entities, "{role:?}");
-            assert_eq!(may(&permissions.publish, "notify.user.ann"), role == Role::NotificationRelay, "{role:?}");
+            assert_eq!(allows(&permissions.subscribe, "gpuaas.shard.7"), role == ProcessRole::Entities, "{role:?}");
+            assert_eq!(allows(&permissions.publish, "gpuaas.node.close"), role == ProcessRole::Entities, "{role:?}");
+            assert_eq!(
+                allows(&permissions.publish, "notify.user.ann"),
+                role == ProcessRole::NotificationRelay,
+                "{role:?}"
+            );
         }
     }
 
@@ -182,21 +190,21 @@ mod tests {
         Each member has a user of NATS of its own, whose name is `SVC_MEMBER_NAME`. Give it what its roles need and nothing else; \
         `gpuaas nats-permissions --name NAME --roles ROLES` prints `permissions` for the server's configuration, with all that the roles need \
         together. Keep the members' users in an account of their own: users and leaf nodes of other accounts then see none of these \
-        subjects. Who can do what with which credentials: [0039](../decisions/0039-members-authenticate-their-messages.md).\n\n\
+        subjects. Who can do what with which credentials: [0036](../decisions/0036-members-authenticate-their-messages.md).\n\n\
         A member may answer a message that it received once, within a minute (`allow_responses`). `NAME` is the member's name.\n";
 
-    /// The page for operators: what every member needs, and what each role needs besides.
+    /// The page for operators: the subjects that every member needs, and those that each role needs in addition.
     fn page() -> String {
         use std::fmt::Write as _;
         let list = |subjects: &BTreeSet<String>| {
             let quoted: Vec<_> = subjects.iter().map(|subject| format!("`{subject}`")).collect();
             if quoted.is_empty() { "–".to_owned() } else { quoted.join(", ") }
         };
-        let every = of("NAME", &BTreeSet::new());
+        let every = for_member("NAME", &BTreeSet::new());
         let mut page = format!("{HEAD}\n| role | publishes | subscribes to |\n| --- | --- | --- |\n");
         writeln!(page, "| every member | {} | {} |", list(&every.publish), list(&every.subscribe)).unwrap();
-        for role in Role::ALL {
-            let Permissions { publish, subscribe } = of("NAME", &[role].into());
+        for role in ProcessRole::ALL {
+            let Permissions { publish, subscribe } = for_member("NAME", &[role].into());
             let (publish, subscribe) = (&publish - &every.publish, &subscribe - &every.subscribe);
             writeln!(page, "| `{}` | {} | {} |", role.name(), list(&publish), list(&subscribe)).unwrap();
         }
@@ -204,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn page_of_nats_permissions_says_what_the_code_grants() {
+    fn nats_permissions_page_matches_the_code() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/docs/nats-permissions.md");
         if std::env::var_os("UPDATE_DOCS").is_some() {
             std::fs::write(path, page()).unwrap();

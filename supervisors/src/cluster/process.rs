@@ -1,4 +1,4 @@
-//! Which process a member is, so that a later one on the same machine can tell whether it has ended.
+//! The identity of a member's process, by which a later process on the same machine can tell whether it has ended.
 
 use nix::errno::Errno;
 use nix::sys::signal::kill;
@@ -6,18 +6,18 @@ use nix::unistd::Pid;
 use persistence::cluster::Member;
 use serde::{Deserialize, Serialize};
 
-/// A process of one machine, since its last boot, told apart from a later one of the same number by its start.
+/// A process on one machine since its last boot, distinguished from a later one with the same PID by its start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessIdentity {
     boot_id: String,
-    /// Numbers of processes mean something within it alone.
+    /// PIDs are unique within it alone.
     pid_namespace: String,
     pid: i32,
     /// In ticks since the boot: field 22 of `proc_pid_stat(5)`.
     started_at_ticks: u64,
 }
 
-/// This process; `None` where `/proc` does not tell.
+/// This process; `None` where `/proc` cannot be read.
 #[must_use]
 pub fn current() -> Option<ProcessIdentity> {
     let pid = i32::try_from(std::process::id()).ok()?;
@@ -29,40 +29,43 @@ pub fn current() -> Option<ProcessIdentity> {
     })
 }
 
-/// Whether the member's process has certainly ended. One of another machine, of another PID namespace, or of a release that does not say
-/// which process it is, may still run.
+/// Whether the member's process has certainly ended. A process on another machine, in another PID namespace, or of a release that does
+/// not write its identity may still run.
 #[must_use]
 pub fn has_ended(member: &Member) -> bool {
     let Ok(process) = serde_json::from_value::<ProcessIdentity>(member.details["process"].clone()) else {
         return false;
     };
-    current().is_some_and(|here| process.has_ended(&here))
+    current().is_some_and(|this| process.has_ended(&this))
 }
 
 impl ProcessIdentity {
-    fn has_ended(&self, here: &Self) -> bool {
-        if (&self.boot_id, &self.pid_namespace) != (&here.boot_id, &here.pid_namespace) {
+    fn has_ended(&self, this: &Self) -> bool {
+        if (&self.boot_id, &self.pid_namespace) != (&this.boot_id, &this.pid_namespace) {
             return false;
         }
         if kill(Pid::from_raw(self.pid), None) == Err(Errno::ESRCH) {
             return true;
         }
         // Unreadable: it may be another user's.
-        stat(self.pid).is_some_and(|now| now.is_over || now.started_at_ticks != self.started_at_ticks)
+        stat(self.pid).is_some_and(|now| now.is_zombie || now.started_at_ticks != self.started_at_ticks)
     }
 }
 
-struct Stat {
-    /// It answers nothing any more, and waits for its parent to notice.
-    is_over: bool,
+struct ProcessStat {
+    /// It has ended, and waits for its parent to reap it.
+    is_zombie: bool,
     started_at_ticks: u64,
 }
 
-fn stat(pid: i32) -> Option<Stat> {
+fn stat(pid: i32) -> Option<ProcessStat> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The program's name may hold anything, parentheses too.
+    // The program's name may contain anything, parentheses too.
     let fields: Vec<_> = text.rsplit_once(") ")?.1.split(' ').collect();
-    Some(Stat { is_over: matches!(*fields.first()?, "Z" | "X"), started_at_ticks: fields.get(19)?.parse().ok()? })
+    Some(ProcessStat {
+        is_zombie: matches!(*fields.first()?, "Z" | "X"),
+        started_at_ticks: fields.get(19)?.parse().ok()?,
+    })
 }
 
 #[cfg(test)]
@@ -78,17 +81,17 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_runs_or_cannot_be_looked_at_has_not_ended() {
-        let here = current().unwrap();
-        let elsewhere = ProcessIdentity { boot_id: "another".into(), pid: i32::MAX, ..here.clone() };
-        let contained = ProcessIdentity { pid_namespace: "pid:[1]".into(), pid: i32::MAX, ..here.clone() };
-        for process in [json!(here), json!(elsewhere), json!(contained), Value::Null, json!({ "pid": 1 })] {
+    fn process_that_runs_or_cannot_be_inspected_has_not_ended() {
+        let this = current().unwrap();
+        let elsewhere = ProcessIdentity { boot_id: "another".into(), pid: i32::MAX, ..this.clone() };
+        let contained = ProcessIdentity { pid_namespace: "pid:[1]".into(), pid: i32::MAX, ..this.clone() };
+        for process in [json!(this), json!(elsewhere), json!(contained), Value::Null, json!({ "pid": 1 })] {
             assert!(!has_ended(&member(process.clone())), "{process}");
         }
     }
 
     #[test]
-    fn a_process_that_is_gone_a_zombie_or_whose_number_was_given_again_has_ended() {
+    fn process_that_is_gone_a_zombie_or_whose_pid_was_reused_has_ended() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         let process =

@@ -1,6 +1,6 @@
-//! Commands between members: a request on the shard's subject, for the process that owns the shard, and its answer.
+//! Forwarding of commands between members: a request on the shard's subject, to the process that owns the shard, and its answer.
 
-use super::authentication::{Believed, HEADER, Message, Purpose, Stamp};
+use super::authentication::{HEADER, MacInput, MessageOrigin, MessagePurpose, MessageStamp};
 use super::bus::Bus;
 use actors::Directory;
 use actors::ports::{Remote, RemoteError};
@@ -16,38 +16,38 @@ use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
-/// Commands from other members that are served at once, in one shard. More wait in the subscription, and above its bound NATS drops
-/// them, which the asker sees as silence.
-const AT_ONCE: usize = 256;
+/// Commands from other members that are processed at once, per shard. More wait in the subscription, and above its bound NATS drops
+/// them, which the sender sees as a timeout.
+const MAX_CONCURRENT: usize = 256;
 
-/// Messages that wait for one asker; all but one are none of the owner's.
-const ANSWERS: usize = 8;
+/// Messages that wait for one sender; at most one of them is the owner's.
+const REPLY_BUFFER: usize = 8;
 
-/// The requests of this process that are not answered yet.
-pub(super) struct Requests {
-    /// What the subjects of the answers begin with; only this process's credentials admit them.
+/// The requests of this process that are in flight.
+pub(super) struct PendingRequests {
+    /// The prefix of the answers' subjects; only this process's credentials may subscribe to them.
     prefix: String,
     waiting: DashMap<u128, mpsc::Sender<async_nats::Message>>,
     receives: AtomicBool,
 }
 
-impl Requests {
+impl PendingRequests {
     pub(super) fn new(prefix: String) -> Self {
         Self { prefix, waiting: DashMap::new(), receives: AtomicBool::new(false) }
     }
 }
 
-/// One request's place; given back when it is dropped.
-struct Waiting<'a> {
-    requests: &'a Requests,
+/// One request in flight; removed when it is dropped.
+struct PendingRequest<'a> {
+    requests: &'a PendingRequests,
     token: u128,
     answers: mpsc::Receiver<async_nats::Message>,
 }
 
-impl<'a> Waiting<'a> {
-    fn of(requests: &'a Requests) -> Self {
-        // Drawn, so that nobody answers who has not seen the request.
-        let (token, (sender, answers)) = (rand::random(), mpsc::channel(ANSWERS));
+impl<'a> PendingRequest<'a> {
+    fn of(requests: &'a PendingRequests) -> Self {
+        // Random, so that a client that has not seen the request cannot answer it.
+        let (token, (sender, answers)) = (rand::random(), mpsc::channel(REPLY_BUFFER));
         requests.waiting.insert(token, sender);
         Self { requests, token, answers }
     }
@@ -57,16 +57,16 @@ impl<'a> Waiting<'a> {
     }
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for PendingRequest<'_> {
     fn drop(&mut self) {
         self.requests.waiting.remove(&self.token);
     }
 }
 
-/// Receives while it lives.
-struct Receiving<'a>(&'a AtomicBool);
+/// Marks that answers are received, while it lives.
+struct ReceivingGuard<'a>(&'a AtomicBool);
 
-impl Drop for Receiving<'_> {
+impl Drop for ReceivingGuard<'_> {
     fn drop(&mut self) {
         self.0.store(false, Ordering::SeqCst);
     }
@@ -80,9 +80,9 @@ impl Bus {
     pub async fn receive_answers(&self) -> anyhow::Result<()> {
         let requests = &*self.requests;
         let mut answers = self.client().subscribe(format!("{}.*", requests.prefix)).await?;
-        // The server knows of it before the first request is sent.
+        // The server has the subscription before the first request is sent.
         self.client().flush().await?;
-        let _receiving = Receiving(&requests.receives);
+        let _receiving = ReceivingGuard(&requests.receives);
         requests.receives.store(true, Ordering::SeqCst);
         while let Some(message) = answers.next().await {
             let token = message.subject.rsplit_once('.').and_then(|(_, token)| u128::from_str_radix(token, 16).ok());
@@ -93,14 +93,13 @@ impl Bus {
         bail!("the subscription ended")
     }
 
-    /// Serves commands for `shard` until `until`, and then those that were sent before that was known. Where it ends before, `until` is
-    /// cancelled.
+    /// Serves commands for `shard` until `until` is cancelled, and then drains the subscription. Where it ends earlier, it cancels `until`.
     pub fn serve_shard(&self, shard: Shard, directory: Directory, until: CancellationToken) {
         let bus = self.clone();
-        let places = Arc::new(Semaphore::new(AT_ONCE));
-        // Subscribed in a task of its own: without a connection this waits, and nothing else must.
+        let permits = Arc::new(Semaphore::new(MAX_CONCURRENT));
+        // A task of its own: without a connection the subscription waits, and must not block the caller.
         tokio::spawn(async move {
-            // However it ends: it is seen by that token, and begun again.
+            // However the task ends, the token shows it, and the owner starts it again.
             let _over = until.clone().drop_guard();
             let subscribed = tokio::select! {
                 () = until.cancelled() => return,
@@ -125,46 +124,46 @@ impl Bus {
                     message = commands.next() => message,
                 };
                 let Some(message) = message else { break };
-                let Some(request) = bus.received(message).await else { continue };
-                let Ok(place) = Arc::clone(&places).acquire_owned().await else { break };
+                let Some(request) = bus.accept_request(message).await else { continue };
+                let Ok(permit) = Arc::clone(&permits).acquire_owned().await else { break };
                 let (bus, directory) = (bus.clone(), directory.clone());
                 tokio::spawn(async move {
-                    let in_transit = bus.members.in_transit(&request.believed);
+                    let in_transit = bus.members.in_transit(&request.origin);
                     let answer = directory.serve(&request.payload, in_transit).await;
                     bus.answer(&request, answer).await;
-                    drop(place);
+                    drop(permit);
                 });
             }
         });
     }
 
-    /// A request that is believed and for this process. A member that sent it to another process, since it does not know yet who owns
-    /// the shard, is told so by an answer without bytes.
-    async fn received(&self, message: async_nats::Message) -> Option<Received> {
+    /// An authentic request that is addressed to this process. A sender that addressed another process, since it does not know the owner
+    /// yet, gets an empty answer.
+    async fn accept_request(&self, message: async_nats::Message) -> Option<ReceivedRequest> {
         let reply = message.reply?;
-        let checked = Message {
-            purpose: Purpose::Request,
+        let checked = MacInput {
+            purpose: MessagePurpose::Request,
             subject: &message.subject,
             reply: Some(&reply),
             payload: &message.payload,
         };
         let header = message.headers.as_ref().and_then(|headers| headers.get(HEADER)).map(|value| value.as_str());
-        let request = |believed| Received { believed, reply: reply.to_string(), payload: message.payload.to_vec() };
+        let request = |origin| ReceivedRequest { origin, reply: reply.to_string(), payload: message.payload.to_vec() };
         match self.members.check_request(&checked, header) {
-            Ok((believed, true)) => Some(request(believed)),
-            Ok((believed, false)) => {
-                self.answer(&request(believed), Vec::new()).await;
+            Ok((origin, true)) => Some(request(origin)),
+            Ok((origin, false)) => {
+                self.answer(&request(origin), Vec::new()).await;
                 None
             }
             Err(_) => None,
         }
     }
 
-    pub(super) async fn answer(&self, request: &Received, payload: Vec<u8>) {
+    pub(super) async fn answer(&self, request: &ReceivedRequest, payload: Vec<u8>) {
         let mut headers = HeaderMap::new();
-        if let Believed::Stamped(Stamp { sender, tag, .. }) = &request.believed {
-            let message = Message {
-                purpose: Purpose::Answer { to: *tag },
+        if let MessageOrigin::Stamped(MessageStamp { sender, tag, .. }) = &request.origin {
+            let message = MacInput {
+                purpose: MessagePurpose::Answer { to: *tag },
                 subject: &request.reply,
                 reply: None,
                 payload: &payload,
@@ -177,9 +176,9 @@ impl Bus {
     }
 }
 
-/// A request of another member.
-pub(super) struct Received {
-    pub(super) believed: Believed,
+/// An accepted request of another member.
+pub(super) struct ReceivedRequest {
+    pub(super) origin: MessageOrigin,
     pub(super) reply: String,
     pub(super) payload: Vec<u8>,
 }
@@ -203,10 +202,14 @@ impl Remote for Bus {
             if !self.requests.receives.load(Ordering::SeqCst) {
                 return Err(RemoteError::NoResponders);
             }
-            let mut waiting = Waiting::of(&self.requests);
+            let mut waiting = PendingRequest::of(&self.requests);
             let (subject, reply, mut headers) = (subject_of(shard), waiting.reply(), HeaderMap::new());
-            let request =
-                Message { purpose: Purpose::Request, subject: &subject, reply: Some(&reply), payload: &payload };
+            let request = MacInput {
+                purpose: MessagePurpose::Request,
+                subject: &subject,
+                reply: Some(&reply),
+                payload: &payload,
+            };
             let Some(to) = self.stamp(&request, Some(owner.member), &mut headers) else {
                 return Err(RemoteError::Unreachable("there is no key for messages between members".to_owned()));
             };
@@ -219,11 +222,11 @@ impl Remote for Bus {
                 loop {
                     let Some(message) = waiting.answers.recv().await else { return Err(RemoteError::TimedOut) };
                     let no_responders = message.status == Some(StatusCode::NO_RESPONDERS);
-                    if !no_responders && !self.is_believed(Purpose::Answer { to }, &message) {
+                    if !no_responders && !self.is_authentic(MessagePurpose::Answer { to }, &message) {
                         continue;
                     }
                     if no_responders || message.payload.is_empty() {
-                        self.look();
+                        self.request_ownership_read();
                         return Err(RemoteError::NoResponders);
                     }
                     return Ok(message.payload.to_vec());

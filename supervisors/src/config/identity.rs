@@ -1,4 +1,4 @@
-//! The identity provider, and what its tokens look like.
+//! The settings of the identity provider and its tokens.
 
 use super::variables::Variables;
 use edge::auth::internal::InternalToken;
@@ -8,17 +8,17 @@ use std::path::PathBuf;
 
 const CA: &str = "SVC_OIDC_CA_PATH";
 
-/// The identity provider, and what its tokens look like.
+/// The settings of the identity provider and its tokens.
 #[derive(Debug)]
-pub struct Identity {
-    /// Its authorities, where the system's do not know its certificate.
+pub struct IdentityConfig {
+    /// The file of its authorities, where its certificate is not by one of the system's.
     pub ca: Option<PathBuf>,
     pub rules: TokenRules,
-    /// Opens `POST /internal/auth/jwks/refresh`; without it that route is not there.
+    /// The token for `POST /internal/auth/jwks/refresh`; without it that route does not exist.
     pub jwks_refresh_token: Option<InternalToken>,
 }
 
-pub(super) fn identity(variables: &mut Variables<'_>) -> Identity {
+pub(super) fn identity(variables: &mut Variables<'_>) -> IdentityConfig {
     let issuer = variables.required(
         "SVC_OIDC_ISSUER",
         "the identity provider's issuer URL, exactly as tokens name it, for example https://login.example/realms/gpu",
@@ -57,7 +57,7 @@ pub(super) fn identity(variables: &mut Variables<'_>) -> Identity {
         rules.client_id = client_id;
     }
     let jwks_refresh_token = internal_token(variables, "INTERNAL_JWKS_REFRESH_TOKEN");
-    Identity { ca: variables.optional_certificates(CA), rules, jwks_refresh_token }
+    IdentityConfig { ca: variables.optional_certificates(CA), rules, jwks_refresh_token }
 }
 
 /// The value is a secret and is not quoted.
@@ -69,7 +69,7 @@ pub(super) fn internal_token(variables: &mut Variables<'_>, name: &str) -> Optio
     token
 }
 
-/// An algorithm by which a provider may sign. A shared secret is none: whoever verifies with it could sign, too.
+/// Parses a signature algorithm of a provider. A shared secret is refused: a verifier could sign with it, too.
 fn algorithm(variables: &mut Variables<'_>, name: &str) -> Option<Algorithm> {
     let known = [
         Algorithm::RS256,
@@ -96,14 +96,14 @@ mod tests {
     use super::*;
     use crate::config::variables::{ConfigError, read_from};
 
-    fn identity_of(variables: &[(&str, &str)]) -> Result<Identity, ConfigError> {
+    fn identity_of(variables: &[(&str, &str)]) -> Result<IdentityConfig, ConfigError> {
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
         let needed = [("SVC_OIDC_ISSUER", "https://idp.example"), ("SVC_OIDC_AUDIENCE", "gpu, https://gpu.example")];
         read_from(&[variables, &needed].concat(), identity)
     }
 
     #[test]
-    fn a_provider_other_than_keycloak_is_told_where_its_claims_are() {
+    fn claims_of_another_provider_than_keycloak_are_configurable() {
         let plain = identity_of(&[]).unwrap();
         assert_eq!(plain.rules.audiences, ["gpu", "https://gpu.example"]);
         assert_eq!(plain.rules.claims.roles, "realm_access.roles");
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_secret_no_algorithm_and_a_guessable_token_are_refused_by_name() {
+    fn shared_secret_missing_algorithm_and_guessable_token_are_refused_by_name() {
         for (name, value) in [
             ("SVC_OIDC_ISSUER", "http://idp.example"),
             ("SVC_OIDC_ALGORITHMS", "HS256"),

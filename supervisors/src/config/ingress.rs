@@ -1,4 +1,4 @@
-//! What stands in front of the listeners and holds connections for many clients.
+//! The proxies and load balancers in front of the listeners, which hold connections for many clients.
 
 use super::variables::Variables;
 use edge::identity::ingress::Ingress;
@@ -24,7 +24,7 @@ mod tests {
     use crate::config::variables::read_from;
 
     #[test]
-    fn networks_in_front_are_read_and_the_whole_internet_is_refused() {
+    fn ingress_networks_are_parsed_and_the_whole_internet_is_refused() {
         assert_eq!(read_from(&[(PROXIES, "10.0.0.7/32, fd00::/64")], ingress).unwrap().proxies.len(), 2);
         assert_eq!(read_from(&[(BALANCERS, "10.0.0.8/32")], ingress).unwrap().balancers.len(), 1);
         for everybody in [(PROXIES, "0.0.0.0/0"), (BALANCERS, "::/0")] {

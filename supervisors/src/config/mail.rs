@@ -1,4 +1,4 @@
-//! How notifications leave the service by e-mail: which mail server, and from whom.
+//! The settings of notifications by e-mail: the mail server and the sender.
 
 use super::variables::Variables;
 use anyhow::Context;
@@ -10,20 +10,20 @@ const URL: &str = "SVC_SMTP_URL";
 const FROM: &str = "SVC_SMTP_FROM";
 const CA: &str = "SVC_NOTIFICATION_CA_PATH";
 
-/// The mail server. Without it the service runs, and no notification goes out by e-mail.
+/// The mail server. Without it the service runs, and sends no notifications by e-mail.
 #[derive(Debug)]
-pub struct Mail {
+pub struct MailSettings {
     /// It may hold a password.
     pub url: SecretString,
     /// The sender's mailbox.
     pub from: String,
     /// Authorities beside the system's.
     pub ca: Option<PathBuf>,
-    /// Where users reach the public API.
+    /// The URL of the public API.
     pub public_url: String,
 }
 
-impl Mail {
+impl MailSettings {
     /// The mailer, ready to send.
     ///
     /// # Errors
@@ -55,8 +55,8 @@ pub(super) fn notification_ca(variables: &mut Variables<'_>) -> Option<PathBuf> 
     variables.optional_certificates(CA)
 }
 
-/// Both variables, or neither. `ca` is what [`notification_ca`] found.
-pub(super) fn mail(variables: &mut Variables<'_>, ca: Option<&Path>, public_url: &str) -> Option<Mail> {
+/// Both variables, or neither. `ca` is the result of [`notification_ca`].
+pub(super) fn mail(variables: &mut Variables<'_>, ca: Option<&Path>, public_url: &str) -> Option<MailSettings> {
     let Some(url) = variables.optional(URL) else {
         if variables.optional(FROM).is_some() {
             variables.wrong(format!("{FROM} is set, but {URL} is not: no mail could be sent"));
@@ -67,8 +67,8 @@ pub(super) fn mail(variables: &mut Variables<'_>, ca: Option<&Path>, public_url:
     if from.is_empty() {
         return None;
     }
-    let mail = Mail { url: url.into(), from, ca: ca.map(Path::to_owned), public_url: public_url.to_owned() };
-    // A file that cannot be read is noted already.
+    let mail = MailSettings { url: url.into(), from, ca: ca.map(Path::to_owned), public_url: public_url.to_owned() };
+    // An unreadable file is recorded already.
     if let Err(error) = mail.mailer(ca.and_then(|path| std::fs::read_to_string(path).ok())) {
         variables.wrong(format!("{error:#}"));
     }
@@ -84,7 +84,7 @@ mod tests {
     const TLS: (&str, &str) = (URL, "smtps://user:hunter2@mail.example");
     const SENDER: (&str, &str) = (FROM, "GPUaaS <no-reply@example.com>");
 
-    fn read(variables: &[(&str, &str)]) -> Result<Option<Mail>, ConfigError> {
+    fn read(variables: &[(&str, &str)]) -> Result<Option<MailSettings>, ConfigError> {
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
         read_from(variables, |variables| {
             let ca = notification_ca(variables);
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_mail_server_no_mail_is_sent_and_with_one_its_password_is_not_shown() {
+    fn mail_is_optional_and_its_password_is_redacted() {
         assert!(read(&[]).unwrap().is_none());
         let mail = read(&[TLS, SENDER]).unwrap().unwrap();
         assert_eq!((mail.from.as_str(), &mail.ca), ("GPUaaS <no-reply@example.com>", &None));
@@ -104,7 +104,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_or_wrong_is_named_without_the_password() {
+    fn missing_and_wrong_mail_settings_are_named_without_the_password() {
         for (variables, named) in [
             (vec![SENDER], URL),
             (vec![TLS], FROM),

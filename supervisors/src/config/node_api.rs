@@ -1,14 +1,14 @@
-//! What stands in front of the node API, and what bundles say of the agent's package.
+//! The settings of the node API: the proxies in front of it, and the agent's package in bundles.
 
 use super::variables::Variables;
 use edge::identity::forwarded::Forwarding;
 use ipnet::IpNet;
 use wire::bundle::{Package, names};
 
-const WAY: &str = "SVC_NODE_CLIENT_IDENTITY";
+const CLIENT_IDENTITY: &str = "SVC_NODE_CLIENT_IDENTITY";
 const NETWORKS: &str = "SVC_NODE_TRUSTED_PROXIES";
 
-/// Proxies that end TLS for the node API, and how they forward a client's certificate.
+/// Proxies that terminate TLS for the node API, and how they forward a client's certificate.
 #[derive(Debug, PartialEq, Eq)]
 pub struct NodeProxies {
     pub forwarding: Forwarding,
@@ -16,24 +16,26 @@ pub struct NodeProxies {
 }
 
 pub(super) fn node_proxies(variables: &mut Variables<'_>) -> Option<NodeProxies> {
-    let way = variables.optional(WAY).unwrap_or_else(|| "tls".to_owned());
+    let way = variables.optional(CLIENT_IDENTITY).unwrap_or_else(|| "tls".to_owned());
     let names_networks = !variables.list(NETWORKS).is_empty();
     let networks = variables.networks(NETWORKS);
     if way == "tls" {
         if names_networks {
-            variables
-                .wrong(format!("{NETWORKS} is set, but {WAY} does not say how those proxies forward a certificate"));
+            variables.wrong(format!(
+                "{NETWORKS} is set, but {CLIENT_IDENTITY} does not say how those proxies forward a certificate"
+            ));
         }
         return None;
     }
     let forwarding = Forwarding::ALL.into_iter().find(|known| known.name() == way);
     if forwarding.is_none() {
         let known = Forwarding::ALL.map(Forwarding::name).join(", ");
-        variables.wrong(format!("{WAY} is {way:?}; it must be tls, or one of {known}"));
+        variables.wrong(format!("{CLIENT_IDENTITY} is {way:?}; it must be tls, or one of {known}"));
     }
     if !names_networks {
-        variables
-            .wrong(format!("{WAY} is {way}; {NETWORKS} must name the proxies' networks: only their word is taken"));
+        variables.wrong(format!(
+            "{CLIENT_IDENTITY} is {way}; {NETWORKS} must name the proxies' networks: only their word is taken"
+        ));
     }
     if let Some(everybody) = networks.iter().find(|network| network.prefix_len() == 0) {
         variables.wrong(format!("{NETWORKS}: {everybody} would let everybody be any node"));
@@ -41,7 +43,7 @@ pub(super) fn node_proxies(variables: &mut Variables<'_>) -> Option<NodeProxies>
     Some(NodeProxies { forwarding: forwarding?, networks })
 }
 
-/// What is not set is null in the bundle.
+/// Reads the package's settings. A value that is not set is null in the bundle.
 pub(super) fn package(variables: &mut Variables<'_>) -> Package {
     let mut told = |name: &str, what: &str, is_one: fn(&str) -> bool| {
         let value = variables.optional(name)?;
@@ -72,7 +74,7 @@ pub(super) fn package(variables: &mut Variables<'_>) -> Package {
             is_unit,
         ),
     };
-    // A reference alone is whatever the registry says today.
+    // A reference without a digest depends on the registry's current content.
     if package.oci_ref.is_some() != package.digest.is_some() {
         let (reference, digest) = (names::PACKAGE_OCI_REF, names::PACKAGE_DIGEST);
         variables.wrong(format!("{reference} and {digest} go together: a package is pulled by its digest"));
@@ -91,17 +93,18 @@ mod tests {
     }
 
     #[test]
-    fn the_node_api_ends_tls_itself_unless_proxies_and_their_way_are_named() {
+    fn node_api_terminates_tls_unless_proxies_and_their_forwarding_are_configured() {
         assert_eq!(proxies_of(&[]).unwrap(), None);
-        assert_eq!(proxies_of(&[(WAY, "tls")]).unwrap(), None);
-        let proxies = proxies_of(&[(WAY, "rfc9440"), (NETWORKS, "10.0.0.7/32, fd00::/64")]).unwrap().unwrap();
+        assert_eq!(proxies_of(&[(CLIENT_IDENTITY, "tls")]).unwrap(), None);
+        let proxies =
+            proxies_of(&[(CLIENT_IDENTITY, "rfc9440"), (NETWORKS, "10.0.0.7/32, fd00::/64")]).unwrap().unwrap();
         assert_eq!((proxies.forwarding, proxies.networks.len()), (Forwarding::Rfc9440, 2));
         for (variables, named) in [
-            (vec![(WAY, "rfc9440")], NETWORKS),
-            (vec![(NETWORKS, "10.0.0.0/8")], WAY),
-            (vec![(WAY, "spiffe"), (NETWORKS, "10.0.0.0/8")], "xfcc"),
-            (vec![(WAY, "xfcc"), (NETWORKS, "10.0.0.0/8, 0.0.0.0/0")], "everybody"),
-            (vec![(WAY, "nginx"), (NETWORKS, "proxy.internal")], "proxy.internal"),
+            (vec![(CLIENT_IDENTITY, "rfc9440")], NETWORKS),
+            (vec![(NETWORKS, "10.0.0.0/8")], CLIENT_IDENTITY),
+            (vec![(CLIENT_IDENTITY, "spiffe"), (NETWORKS, "10.0.0.0/8")], "xfcc"),
+            (vec![(CLIENT_IDENTITY, "xfcc"), (NETWORKS, "10.0.0.0/8, 0.0.0.0/0")], "everybody"),
+            (vec![(CLIENT_IDENTITY, "nginx"), (NETWORKS, "proxy.internal")], "proxy.internal"),
         ] {
             let error = proxies_of(&variables).unwrap_err().to_string();
             assert!(error.contains(named), "{error}");
@@ -109,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn a_package_is_null_where_unset_and_goes_by_its_digest() {
+    fn package_is_null_where_unset_and_identified_by_its_digest() {
         assert_eq!(read_from(&[], package).unwrap(), Package::default());
         let digest = format!("sha256:{}", "0f".repeat(32));
         let told = [

@@ -1,4 +1,4 @@
-//! How payments are made: which processor, as whom, and where users pay.
+//! The settings of payments: the processor, its account, and the page where users pay.
 
 use super::variables::{Variables, items};
 use anyhow::Context;
@@ -21,28 +21,28 @@ const CURRENCY: &str = "SVC_PAYMENTS_CURRENCY";
 const CA: &str = "SVC_PAYMENTS_CA_PATH";
 const RECONCILE: &str = "SVC_PAYMENTS_RECONCILE_SECONDS";
 
-/// How often the processor's books are compared with ours, unless told.
+/// The default interval of the reconciliation with the processor.
 const RECONCILE_SECONDS: u64 = 300;
 
-/// The payment processor. Without it the service runs, and nobody can pay.
+/// The payment processor. Without it the service runs, and payments are disabled.
 #[derive(Debug)]
-pub struct Payments {
+pub struct PaymentsConfig {
     pub secret_key: SecretString,
     pub webhook_secrets: WebhookSecrets,
     pub api_base: String,
     pub checkout: CheckoutPage,
     pub publishable_key: Option<String>,
     pub script_url: String,
-    /// In which accounts are opened by their first payment.
+    /// The currency of accounts that are opened by their first payment.
     pub currency: Currency,
-    /// Its authorities, where the system's do not know its certificate.
+    /// The file of its authorities, where its certificate is not by one of the system's.
     pub ca: Option<PathBuf>,
-    /// How often its books are compared with ours.
+    /// The interval of the reconciliation.
     pub reconciles_every: Duration,
 }
 
-impl Payments {
-    /// The processor, ready to be asked.
+impl PaymentsConfig {
+    /// The processor's client, ready for requests.
     ///
     /// # Errors
     /// Names the setting that cannot be used.
@@ -76,7 +76,7 @@ impl Payments {
 }
 
 /// All of it, or nothing.
-pub(super) fn payments(variables: &mut Variables<'_>) -> Option<Payments> {
+pub(super) fn payments(variables: &mut Variables<'_>) -> Option<PaymentsConfig> {
     let Some(secret_key) = variables.optional(SECRET_KEY) else {
         let rest = [WEBHOOK_SECRETS, API_BASE, CHECKOUT, PUBLISHABLE_KEY, SCRIPT_URL, CURRENCY, CA, RECONCILE];
         if let Some(name) = rest.into_iter().find(|name| variables.optional(name).is_some()) {
@@ -107,7 +107,7 @@ pub(super) fn payments(variables: &mut Variables<'_>) -> Option<Payments> {
     if currency.is_none() {
         variables.wrong(format!("{CURRENCY} is {code:?}; it must be a code such as EUR"));
     }
-    let payments = Payments {
+    let payments = PaymentsConfig {
         secret_key: secret_key.into(),
         webhook_secrets: webhook_secrets?,
         api_base: variables.optional(API_BASE).unwrap_or_else(|| "https://api.stripe.com".to_owned()),
@@ -156,13 +156,13 @@ mod tests {
     const KEY: (&str, &str) = (SECRET_KEY, "sk_test_0123456789");
     const HOOK: (&str, &str) = (WEBHOOK_SECRETS, "whsec_0123456789abcdef, whsec_fedcba9876543210");
 
-    fn read(variables: &[(&str, &str)]) -> Result<Option<Payments>, ConfigError> {
+    fn read(variables: &[(&str, &str)]) -> Result<Option<PaymentsConfig>, ConfigError> {
         let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
         read_from(variables, payments)
     }
 
     #[test]
-    fn without_a_processor_nobody_pays_and_with_one_its_own_page_is_used() {
+    fn payments_need_a_processor_and_its_own_page_is_the_default() {
         assert!(read(&[]).unwrap().is_none());
         let plain = read(&[KEY, HOOK]).unwrap().unwrap();
         assert_eq!((plain.checkout, plain.currency.as_str()), (CheckoutPage::Sessions, "EUR"));
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn the_page_of_ours_is_told_where_the_processor_is() {
+    fn own_payment_page_gets_the_url_of_the_processor() {
         let at = (API_BASE, "http://127.0.0.1:8420/");
         let ours = [KEY, HOOK, at, (CHECKOUT, "page"), (PUBLISHABLE_KEY, "pk_test_1")];
         let page = read(&ours).unwrap().unwrap().open().unwrap().page.unwrap();
@@ -188,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn half_a_processor_is_none_and_what_is_missing_is_named() {
+    fn incomplete_processor_settings_are_refused_and_the_missing_one_is_named() {
         for (variables, named) in [
             (vec![HOOK], SECRET_KEY),
             (vec![(CHECKOUT, "page")], SECRET_KEY),

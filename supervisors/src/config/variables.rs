@@ -1,4 +1,4 @@
-//! Environment variables, and everything that is wrong with them.
+//! Reads environment variables, and collects every problem with them.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -15,7 +15,7 @@ pub struct ConfigError {
 }
 
 impl ConfigError {
-    /// Of one problem.
+    /// An error with one problem.
     pub fn of(problem: impl Into<String>) -> Self {
         Self { problems: vec![Problem(problem.into())] }
     }
@@ -38,7 +38,7 @@ impl fmt::Display for ConfigError {
 
 impl std::error::Error for ConfigError {}
 
-/// Reads variables and collects what is wrong with them. A method answers a placeholder for what cannot be used; [`Self::finish`] refuses
+/// Reads variables and collects the problems. A method returns a placeholder for an unusable value; [`Self::finish`] refuses
 /// the configuration that contains it. A blank value counts as not set.
 pub(super) struct Variables<'a> {
     find: &'a dyn Fn(&str) -> Option<String>,
@@ -50,7 +50,7 @@ impl<'a> Variables<'a> {
         Self { find, problems: Vec::new() }
     }
 
-    /// The value, or everything that was wrong. There is no value where a problem was noted that has no placeholder.
+    /// The value, or all problems. There is no value where a problem without a placeholder was recorded.
     pub(super) fn finish<T>(self, value: Option<T>) -> Result<T, ConfigError> {
         match value {
             Some(value) if self.problems.is_empty() => Ok(value),
@@ -67,7 +67,7 @@ impl<'a> Variables<'a> {
         (self.find)(name).filter(|value| !value.trim().is_empty())
     }
 
-    /// `what` it must be, as the message says it.
+    /// `what` describes a valid value, for the message.
     pub(super) fn required(&mut self, name: &str, what: &str) -> String {
         self.optional(name).unwrap_or_else(|| {
             self.wrong(format!("{name} is not set; it must be {what}"));
@@ -75,7 +75,7 @@ impl<'a> Variables<'a> {
         })
     }
 
-    /// The value of `result`, or its problem noted and a placeholder.
+    /// The value of `result`; on a problem, records it and returns a placeholder.
     pub(super) fn take<T: Default, E: fmt::Display>(&mut self, result: Result<T, E>) -> T {
         result.unwrap_or_else(|problem| {
             self.wrong(format!("{problem:#}"));
@@ -107,7 +107,7 @@ impl<'a> Variables<'a> {
         networks
     }
 
-    /// A URL of one of these schemes. It is not quoted where it may hold credentials, which nothing is that this reads.
+    /// A URL of one of these schemes. Messages quote it, since none of these variables holds credentials.
     pub(super) fn url(&mut self, name: &str, what: &str, schemes: &[&str]) -> String {
         let text = self.required(name, what);
         self.check_url(name, &text, schemes);
@@ -129,7 +129,7 @@ impl<'a> Variables<'a> {
         (path, text)
     }
 
-    /// A file of certificates that may be left out.
+    /// An optional file of certificates.
     pub(super) fn optional_certificates(&mut self, name: &str) -> Option<PathBuf> {
         let path = PathBuf::from(self.optional(name)?);
         let text = self.text_of(name, &path, "a file of certificates, PEM");
@@ -164,7 +164,7 @@ pub(super) fn items(text: &str) -> Vec<String> {
     text.split(',').map(str::trim).filter(|item| !item.is_empty()).map(ToOwned::to_owned).collect()
 }
 
-/// What `read` takes from these variables alone.
+/// The result of `read` with these variables alone.
 #[cfg(test)]
 pub(super) fn read_from<T>(
     variables: &[(&str, &str)],

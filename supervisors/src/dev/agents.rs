@@ -1,7 +1,7 @@
 //! Node agents: `gpuaas-agent` as child processes with simulated GPUs, each with a folder of its own.
 //!
-//! Where this process is root an agent can make Linux users of its tenants ([`SystemAgent`]). They are users of this very machine, so each
-//! agent has uids, keys, device nodes and an sshd of its own, and whoever ends an agent for good has it clean up ([`clean_up`]).
+//! Where this process is root an agent can create Linux users for its tenants ([`SystemAgent`]). They are users of this very machine, so
+//! each agent has uids, keys, device nodes and an sshd of its own, and must clean up before it ends for good ([`clean_up`]).
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -17,9 +17,9 @@ use wire::bundle::{BootstrapBundle, Variables};
 use super::files;
 use super::process::{ChildProcess, Launch};
 
-const STOPS_WITHIN: Duration = Duration::from_secs(10);
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The GPUs that an agent makes up.
+/// The simulated GPUs of an agent.
 #[derive(Debug, Clone)]
 pub struct SimulatedGpus {
     pub count: u32,
@@ -27,7 +27,7 @@ pub struct SimulatedGpus {
     pub memory_mib: u64,
 }
 
-/// What all agents of one environment share.
+/// The settings that all agents of one environment share.
 #[derive(Debug, Clone)]
 pub struct AgentSettings {
     /// The `gpuaas-agent` program.
@@ -39,14 +39,14 @@ pub struct AgentSettings {
     pub gpus: SimulatedGpus,
     /// Further flags.
     pub flags: Vec<String>,
-    /// How the agent makes users of its tenants; `None`: they are kept in folders.
+    /// How the agent creates users for its tenants; `None`: they are kept in folders.
     pub system: Option<SystemAgent>,
 }
 
-/// What an agent that makes users has for itself on a machine that it shares with others.
+/// The resources of its own of an agent that creates users on a machine that it shares with others.
 #[derive(Debug, Clone)]
 pub struct SystemAgent {
-    /// Root's, and passable for everybody: tenants' keys lie below it.
+    /// Owned by root, and traversable for all users: tenants' keys lie below it.
     pub folder: PathBuf,
     pub first_uid: u32,
     /// Where its sshd listens on this machine; `None` where none is installed.
@@ -54,44 +54,47 @@ pub struct SystemAgent {
 }
 
 /// Uids of one agent.
-const UIDS: u32 = 1000;
+const UIDS_PER_AGENT: u32 = 1000;
 /// Uids of one environment: of more agents than it can have.
-const UIDS_OF_A_PLACE: u32 = 100 * UIDS;
+const UIDS_PER_ENVIRONMENT: u32 = 100 * UIDS_PER_AGENT;
 /// Environments that a machine has room for.
-const PLACES: u32 = 100;
-/// Where environments of root's have what must not lie in a checkout, which others may not be able to pass through. It outlives a restart of
-/// the machine, since tenants do.
-const PLACES_FOLDER: &str = "/var/lib/gpuaas-dev";
+const MAX_ENVIRONMENTS: u32 = 100;
+/// The folder for root's environments of what must not lie in a checkout, which other users may not be able to traverse. It outlives a
+/// restart of the machine, since tenants do.
+const ENVIRONMENTS_FOLDER: &str = "/var/lib/gpuaas-dev";
 
 /// An environment's own folder and numbers on a machine that it shares with other environments.
 #[derive(Debug, Clone)]
-pub struct Place {
+pub struct AgentDirectories {
     pub folder: PathBuf,
     number: u32,
 }
 
-impl Place {
-    /// The place of the environment in this folder: the one that it had, or the first free one.
-    pub fn take(environment: &Path) -> anyhow::Result<Self> {
-        Self::take_in(Path::new(PLACES_FOLDER), environment)
+impl AgentDirectories {
+    /// The directories of the environment in this folder: those that it had, or the first free ones.
+    pub fn claim(environment: &Path) -> anyhow::Result<Self> {
+        Self::claim_in(Path::new(ENVIRONMENTS_FOLDER), environment)
     }
 
-    fn take_in(places: &Path, environment: &Path) -> anyhow::Result<Self> {
-        files::passable_folder(places)?;
+    fn claim_in(places: &Path, environment: &Path) -> anyhow::Result<Self> {
+        files::traversable_folder(places)?;
         let lock = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(places.join("lock"))?;
         let _lock = Flock::lock(lock, FlockArg::LockExclusive).map_err(|(_, error)| error)?;
         let (owner, folder) =
             (|number: u32| places.join(format!("{number}.of")), |number: u32| places.join(number.to_string()));
         let name = environment.as_os_str().as_encoded_bytes();
-        let had = (0..PLACES).find(|number| std::fs::read(owner(*number)).is_ok_and(|of| of == name));
+        let had = (0..MAX_ENVIRONMENTS).find(|number| std::fs::read(owner(*number)).is_ok_and(|of| of == name));
         let free = || {
-            (0..PLACES).find(|number| match std::fs::read(owner(*number)) {
+            (0..MAX_ENVIRONMENTS).find(|number| match std::fs::read(owner(*number)) {
                 Ok(of) => !Path::new(OsStr::from_bytes(&of)).exists() && !has_users(&folder(*number)),
                 Err(_) => true,
             })
         };
         let number = had.or_else(free).with_context(|| {
-            format!("{PLACES} environments have a place below {}: remove those that are gone", places.display())
+            format!(
+                "{MAX_ENVIRONMENTS} environments have a place below {}: remove those that are gone",
+                places.display()
+            )
         })?;
         if had.is_none() {
             files::remove_folder(&folder(number))?;
@@ -103,16 +106,16 @@ impl Place {
 /// The first agent's first uid: beyond those that distributions give out.
 const FIRST_UID: u32 = 200_000;
 const TOOLS: [&str; 6] = ["useradd", "userdel", "groupadd", "groupdel", "chattr", "ipcrm"];
-const CLEANS_UP_WITHIN: &str = "60";
-/// Whom an agent runs as that makes no users, where this process is root.
+const CLEANUP_TIMEOUT_SECONDS: &str = "60";
+/// The user of an agent that creates no users, where this process is root.
 const NOBODY: &str = "nobody";
 
 impl SystemAgent {
-    /// The `number`th agent of the environment that has this place.
-    pub fn new(place: &Place, number: u32) -> anyhow::Result<Self> {
+    /// The `number`th agent of the environment with these directories.
+    pub fn new(directories: &AgentDirectories, number: u32) -> anyhow::Result<Self> {
         Ok(Self {
-            folder: place.folder.join(number.to_string()),
-            first_uid: FIRST_UID + place.number * UIDS_OF_A_PLACE + number * UIDS,
+            folder: directories.folder.join(number.to_string()),
+            first_uid: FIRST_UID + directories.number * UIDS_PER_ENVIRONMENT + number * UIDS_PER_AGENT,
             ssh_port: if has_sshd() { Some(super::process::free_port()?) } else { None },
         })
     }
@@ -120,7 +123,7 @@ impl SystemAgent {
     fn variables(&self) -> Vec<(&'static str, String)> {
         let at = |name: &str| self.folder.join(name).display().to_string();
         let mut variables = vec![
-            ("SVC_NODE_AGENT_UIDS", format!("{}-{}", self.first_uid, self.first_uid + UIDS - 1)),
+            ("SVC_NODE_AGENT_UIDS", format!("{}-{}", self.first_uid, self.first_uid + UIDS_PER_AGENT - 1)),
             ("SVC_NODE_AGENT_AUTHORIZED_KEYS", at("keys")),
             // Simulated GPUs have no device nodes, and those of this machine are not for tenants.
             ("SVC_NODE_AGENT_DEVICES", at("devices")),
@@ -130,9 +133,9 @@ impl SystemAgent {
     }
 }
 
-/// Whether agents in this place have made users: the uids are theirs, also when their environment's folder is gone.
-fn has_users(place: &Path) -> bool {
-    (0..PLACES).any(|number| place.join(number.to_string()).exists())
+/// Whether agents with these directories have created users: the uids stay theirs, also when their environment's folder is gone.
+fn has_users(directories: &Path) -> bool {
+    (0..MAX_ENVIRONMENTS).any(|number| directories.join(number.to_string()).exists())
 }
 
 /// Whether agents can let tenants in by SSH here.
@@ -140,7 +143,7 @@ pub fn has_sshd() -> bool {
     Path::new("/usr/sbin/sshd").is_file() && User::from_name("sshd").is_ok_and(|user| user.is_some())
 }
 
-/// Why agents cannot make users of this machine, if they cannot. `folder` is for a try.
+/// Why agents cannot create users on this machine, if they cannot. `folder` is for a trial.
 pub fn why_no_users(folder: &Path) -> Option<String> {
     if !Uid::effective().is_root() {
         return Some("this is not root".to_owned());
@@ -165,7 +168,7 @@ pub fn clean_up(executable: &Path, agents: &Path) -> anyhow::Result<()> {
         let Ok(variables) = Variables::parse(&text) else { continue };
         let Some(keys) = variables.get("SVC_NODE_AGENT_AUTHORIZED_KEYS") else { continue };
         let mut command = Command::new("timeout");
-        command.arg(CLEANS_UP_WITHIN).arg(executable);
+        command.arg(CLEANUP_TIMEOUT_SECONDS).arg(executable);
         for (flag, file) in FILES {
             command.arg(flag).arg(folder.join(file));
         }
@@ -175,7 +178,7 @@ pub fn clean_up(executable: &Path, agents: &Path) -> anyhow::Result<()> {
             let said = String::from_utf8_lossy(&ran.stderr).into_owned() + &String::from_utf8_lossy(&ran.stdout);
             bail!("tenants of {} are left on this machine ({}): {said}", folder.display(), ran.status);
         }
-        // What the agent had for itself lies beside its keys.
+        // The agent's own resources lie beside its keys.
         if let Some(own) = Path::new(keys).parent() {
             files::remove_folder(own)?;
         }
@@ -194,11 +197,11 @@ impl AgentProcess {
     /// Writes the bundle's environment file and starts the agent with it.
     pub fn start(name: &str, settings: &AgentSettings, bundle: &BootstrapBundle) -> anyhow::Result<Self> {
         let folder = settings.folder.join(name);
-        files::passable_folder(&settings.folder)?;
+        files::traversable_folder(&settings.folder)?;
         files::private_folder(&folder)?;
         let mut environment = bundle.to_env_file()?;
         if let Some(system) = &settings.system {
-            files::passable_folder(&system.folder)?;
+            files::traversable_folder(&system.folder)?;
             let variables = system.variables();
             let variables: Variables = variables.iter().map(|(name, value)| (*name, value.as_str())).collect();
             environment.push_str(&variables.render()?);
@@ -247,14 +250,14 @@ impl AgentProcess {
         self.process.exit_status()
     }
 
-    /// SIGKILL to the agent alone: what it runs for tenants lives on.
+    /// SIGKILL to the agent alone: tenants' processes keep running.
     pub fn kill9(&mut self) {
         self.process.kill9();
     }
 
     /// An orderly end.
     pub async fn stop(&mut self) {
-        self.process.stop(STOPS_WITHIN).await;
+        self.process.stop(STOP_TIMEOUT).await;
     }
 }
 
@@ -268,21 +271,21 @@ const FILES: [(&str, &str); 6] = [
     ("--state-dir", "state"),
 ];
 
-/// Whom it has to become, and owns everything in its folder by then: no tenant's process ever runs as root.
+/// The user that it becomes, and that owns its whole folder: no tenant's process ever runs as root.
 fn user_of(folder: &Path, settings: &AgentSettings) -> anyhow::Result<Option<&'static str>> {
     if settings.system.is_some() || !Uid::effective().is_root() {
         return Ok(None);
     }
     let nobody = User::from_name(NOBODY)?.with_context(|| format!("this machine has no user {NOBODY}"))?;
-    give_away(folder, &nobody).with_context(|| format!("{} cannot be given to {NOBODY}", folder.display()))?;
+    change_owner(folder, &nobody).with_context(|| format!("{} cannot be given to {NOBODY}", folder.display()))?;
     Ok(Some(NOBODY))
 }
 
-fn give_away(path: &Path, user: &User) -> std::io::Result<()> {
+fn change_owner(path: &Path, user: &User) -> std::io::Result<()> {
     std::os::unix::fs::lchown(path, Some(user.uid.as_raw()), Some(user.gid.as_raw()))?;
     if path.symlink_metadata()?.is_dir() {
         for entry in std::fs::read_dir(path)? {
-            give_away(&entry?.path(), user)?;
+            change_owner(&entry?.path(), user)?;
         }
     }
     Ok(())
@@ -319,27 +322,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_environments_on_one_machine_share_neither_folder_nor_uids() {
+    fn environments_on_one_machine_have_distinct_folders_and_uids() {
         let dir = tempfile::tempdir().unwrap();
         let places = dir.path().join("places");
         let environment = |name: &str| dir.path().join(name);
         for name in ["one", "two"] {
             std::fs::create_dir(environment(name)).unwrap();
         }
-        let place = |name: &str| Place::take_in(&places, &environment(name)).unwrap();
-        let (one, two) = (place("one"), place("two"));
+        let directories = |name: &str| AgentDirectories::claim_in(&places, &environment(name)).unwrap();
+        let (one, two) = (directories("one"), directories("two"));
         assert_ne!(one.folder, two.folder);
-        let uids = |place: &Place, number| SystemAgent::new(place, number).unwrap().first_uid;
-        assert!(uids(&one, 63) + UIDS <= uids(&two, 0));
-        let again = place("one");
+        let uids = |directories: &AgentDirectories, number| SystemAgent::new(directories, number).unwrap().first_uid;
+        assert!(uids(&one, 63) + UIDS_PER_AGENT <= uids(&two, 0));
+        let again = directories("one");
         assert_eq!((&again.folder, again.number), (&one.folder, one.number));
 
-        // The uids of users that an environment left are nobody else's; a place without them is taken again.
+        // The uids of remaining users are not reused; directories without them are.
         std::fs::create_dir_all(two.folder.join("0")).unwrap();
         for name in ["one", "two"] {
             std::fs::remove_dir(environment(name)).unwrap();
         }
-        assert_eq!(place("three").number, one.number);
-        assert_ne!(place("four").number, two.number);
+        assert_eq!(directories("three").number, one.number);
+        assert_ne!(directories("four").number, two.number);
     }
 }

@@ -1,5 +1,5 @@
 //! A client of the public API, as a careful caller writes one: it retries what is safe to retry, under the same
-//! `Idempotency-Key`, and says what the server said when it gives up.
+//! `Idempotency-Key`, and reports the server's error when it gives up.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -10,12 +10,12 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::Value;
 use uuid::Uuid;
 
-/// How long a call is retried: longer than a replica's shards take to find another home.
-const RETRIED_FOR: Duration = Duration::from_secs(30);
-const ANSWERS_WITHIN: Duration = Duration::from_secs(15);
-/// Between two looks at something that is expected to change: the first and the longest.
-const LOOK_FIRST: Duration = Duration::from_millis(20);
-const LOOK_LAST: Duration = Duration::from_secs(1);
+/// How long a call is retried: longer than the takeover of a replica's shards takes.
+const RETRY_TIMEOUT: Duration = Duration::from_secs(30);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(15);
+/// The first and the longest pause between two polls of a resource.
+const FIRST_POLL_PAUSE: Duration = Duration::from_millis(20);
+const MAX_POLL_PAUSE: Duration = Duration::from_secs(1);
 
 /// An HTTPS client that trusts the authority in `ca_path` and no other, and opens a connection for every request, so that a
 /// balancer can send each to another replica.
@@ -25,7 +25,7 @@ pub fn https_client(ca_path: &Path) -> anyhow::Result<reqwest::Client> {
     Ok(reqwest::Client::builder()
         .tls_certs_only(authority)
         .pool_max_idle_per_host(0)
-        .timeout(ANSWERS_WITHIN)
+        .timeout(RESPONSE_TIMEOUT)
         .no_proxy()
         .build()?)
 }
@@ -45,7 +45,7 @@ pub async fn log_in(
         ("username", person.0),
         ("password", person.1.expose_secret()),
     ];
-    let http = reqwest::Client::builder().no_proxy().timeout(ANSWERS_WITHIN).build()?;
+    let http = reqwest::Client::builder().no_proxy().timeout(RESPONSE_TIMEOUT).build()?;
     let answer = http.post(url).form(&form).send().await.context("the identity provider cannot be reached")?;
     let status = answer.status();
     let body: Value = answer.json().await.context("the identity provider did not answer in JSON")?;
@@ -57,20 +57,20 @@ pub async fn log_in(
 
 /// The public API, as one caller.
 #[derive(Clone)]
-pub struct Api {
+pub struct DevApi {
     http: reqwest::Client,
     base_url: String,
     token: SecretString,
 }
 
-/// One answer, or why there is none and whether to ask again.
+/// The answer, or the error with whether to retry.
 enum Outcome {
     Answer(Value),
     Refused(anyhow::Error),
     Again { after: Duration, why: anyhow::Error },
 }
 
-impl Api {
+impl DevApi {
     pub fn new(http: reqwest::Client, base_url: &str, token: SecretString) -> Self {
         Self { http, base_url: base_url.trim_end_matches('/').to_owned(), token }
     }
@@ -84,7 +84,7 @@ impl Api {
         self.call(Method::POST, path, Some(body)).await
     }
 
-    /// Gets `path` until `look` finds what it looks for in the answer. `look` fails where it can no longer come.
+    /// Gets `path` until `look` returns a value for the answer. `look` fails where that is no longer possible.
     pub async fn wait_for<T>(
         &self,
         path: &str,
@@ -93,23 +93,23 @@ impl Api {
         mut look: impl FnMut(&Value) -> anyhow::Result<Option<T>>,
     ) -> anyhow::Result<T> {
         let until = Instant::now() + limit;
-        let mut pause = LOOK_FIRST;
+        let mut pause = FIRST_POLL_PAUSE;
         loop {
             let seen = self.get(path).await?;
             if let Some(found) = look(&seen)? {
                 return Ok(found);
             }
             if Instant::now() + pause > until {
-                bail!("{what}: not after {} s; it is {}", limit.as_secs(), brief(&seen));
+                bail!("{what}: not after {} s; it is {}", limit.as_secs(), summary_of(&seen));
             }
             tokio::time::sleep(pause).await;
-            pause = (pause * 2).min(LOOK_LAST);
+            pause = (pause * 2).min(MAX_POLL_PAUSE);
         }
     }
 
     async fn call(&self, method: Method, path: &str, body: Option<&Value>) -> anyhow::Result<Value> {
         let key = Uuid::new_v4().to_string();
-        let until = Instant::now() + RETRIED_FOR;
+        let until = Instant::now() + RETRY_TIMEOUT;
         loop {
             match self.attempt(&method, path, body, &key).await {
                 Outcome::Answer(answer) => return Ok(answer),
@@ -157,7 +157,7 @@ impl Api {
     }
 }
 
-/// What the server said, with the id under which its logs speak of it.
+/// The server's error, with its correlation id.
 fn refusal(method: &Method, path: &str, status: StatusCode, body: &Value) -> anyhow::Error {
     let text = |name: &str| body[name].as_str().unwrap_or("-").to_owned();
     anyhow!(
@@ -170,7 +170,7 @@ fn refusal(method: &Method, path: &str, status: StatusCode, body: &Value) -> any
 }
 
 /// The state of a resource and its reason, for a message.
-fn brief(resource: &Value) -> String {
+fn summary_of(resource: &Value) -> String {
     let reason = &resource["state_reason"];
     let state = resource["state"].as_str().unwrap_or("in no state");
     match (reason["message"].as_str(), resource["failure"]["message"].as_str()) {
@@ -180,9 +180,9 @@ fn brief(resource: &Value) -> String {
     }
 }
 
-/// A resource that can no longer come where it is awaited.
-pub fn gone_wrong(what: &str, resource: &Value) -> anyhow::Error {
-    anyhow!("{what} is {}", brief(resource))
+/// The error for a resource that cannot reach the awaited state any more.
+pub fn unreachable_state_error(what: &str, resource: &Value) -> anyhow::Error {
+    anyhow!("{what} is {}", summary_of(resource))
 }
 
 #[cfg(test)]
@@ -198,15 +198,15 @@ mod tests {
 
     use super::*;
 
-    async fn api(routes: Router) -> Api {
+    async fn api(routes: Router) -> DevApi {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         tokio::spawn(async move { axum::serve(listener, routes).await });
-        Api::new(reqwest::Client::new(), &url, "token".to_owned().into())
+        DevApi::new(reqwest::Client::new(), &url, "token".to_owned().into())
     }
 
     #[tokio::test]
-    async fn what_is_unavailable_is_asked_again_under_the_same_key() {
+    async fn unavailable_request_is_retried_under_the_same_idempotency_key() {
         let keys: Arc<Mutex<Vec<String>>> = Arc::default();
         let seen = Arc::clone(&keys);
         let create = move |headers: HeaderMap| async move {
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_refusal_says_what_the_server_said_and_where_to_look_it_up() {
+    async fn refusal_shows_the_error_and_the_correlation_id_of_the_server() {
         let refuse = || async {
             let body = json!({ "code": "insufficient_capacity", "message": "all taken", "correlation_id": "c-7" });
             (StatusCode::CONFLICT, Json(body))
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn waiting_in_vain_says_what_it_is_and_why() {
+    async fn timed_out_wait_shows_the_state_and_its_reason() {
         let look = || async { Json(json!({ "state": "offline", "state_reason": { "message": "no contact" } })) };
         let api = api(Router::new().route("/node", get(look))).await;
         let waiting = api.wait_for("/node", "the node is active", Duration::from_millis(10), |node| {

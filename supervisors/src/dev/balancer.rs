@@ -1,5 +1,5 @@
-//! A small TCP balancer: one address for several replicas, leaving out the dead ones. It looks at nothing above TCP, so that
-//! TLS ends in the replica.
+//! A small TCP balancer: one address for several replicas, skipping the dead ones. It works on TCP alone, so that
+//! TLS is terminated in the replica.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
 
-/// Connections that are carried at once; more wait in the listener's backlog.
+/// Connections that are forwarded at once; more wait in the listener's backlog.
 const CONNECTIONS: usize = 8192;
-const LOOK_EVERY: Duration = Duration::from_millis(250);
-const CONNECTS_WITHIN: Duration = Duration::from_millis(500);
+const CHECK_INTERVAL: Duration = Duration::from_millis(250);
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 /// Between attempts to accept when the process is out of file descriptors.
-const ACCEPTS_AGAIN_AFTER: Duration = Duration::from_millis(50);
+const ACCEPT_RETRY_AFTER: Duration = Duration::from_millis(50);
 
 /// A running balancer. Dropping it closes its listener and its connections.
 #[derive(Debug)]
@@ -82,7 +82,7 @@ async fn accept(listener: TcpListener, targets: Arc<Targets>) {
                     carry(client, &targets).await;
                 });
             }
-            Err(_) => tokio::time::sleep(ACCEPTS_AGAIN_AFTER).await,
+            Err(_) => tokio::time::sleep(ACCEPT_RETRY_AFTER).await,
         }
     }
 }
@@ -97,7 +97,7 @@ async fn carry(mut client: TcpStream, targets: &Targets) {
 }
 
 impl Targets {
-    /// The next target that takes the connection: those that are thought alive first, then the others, in turns.
+    /// The next target that accepts the connection: those considered alive first, then the others, round robin.
     async fn connect(&self) -> Option<TcpStream> {
         let count = self.all.len().max(1);
         let first = self.next.fetch_add(1, Ordering::Relaxed) % count;
@@ -113,7 +113,7 @@ impl Targets {
     }
 
     async fn watch(&self) {
-        let mut clock = tokio::time::interval(LOOK_EVERY);
+        let mut clock = tokio::time::interval(CHECK_INTERVAL);
         clock.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             clock.tick().await;
@@ -128,7 +128,7 @@ impl Target {
     }
 
     async fn connect(&self) -> Option<TcpStream> {
-        let stream = timeout(CONNECTS_WITHIN, TcpStream::connect(self.address)).await.ok().and_then(Result::ok);
+        let stream = timeout(CONNECT_TIMEOUT, TcpStream::connect(self.address)).await.ok().and_then(Result::ok);
         self.alive.store(stream.is_some(), Ordering::Relaxed);
         stream
     }
@@ -150,7 +150,7 @@ mod tests {
                 let (mut stream, _) = listener.accept().await.unwrap();
                 tokio::spawn(async move {
                     let mut request = Vec::new();
-                    // The balancer's look is a connection without a byte.
+                    // The balancer's probe is a connection without a byte.
                     if stream.read_to_end(&mut request).await.is_ok_and(|read| read > 0) {
                         let _ = stream.write_all(format!("{name} {}", request.len()).as_bytes()).await;
                     }
@@ -163,7 +163,7 @@ mod tests {
     async fn ask(balancer: &Balancer, request: &[u8]) -> String {
         let mut stream = TcpStream::connect(balancer.address()).await.unwrap();
         let mut answer = String::new();
-        // Where nobody serves, the connection is closed while the request is on its way.
+        // Without a replica, the connection is closed while the request is in flight.
         let _ = stream.write_all(request).await;
         let _ = stream.shutdown().await;
         let _ = stream.read_to_string(&mut answer).await;
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn connections_go_round_and_a_half_close_is_no_end() {
+    async fn connections_are_balanced_round_robin_and_survive_a_half_close() {
         let (one, _one) = server("one").await;
         let (two, _two) = server("two").await;
         let balancer = Balancer::start(vec![one, two]).await.unwrap();
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_dead_replica_is_left_out_and_comes_back() {
+    async fn dead_replica_is_skipped_until_it_returns() {
         let (one, first) = server("one").await;
         let (two, _two) = server("two").await;
         let balancer = Balancer::start(vec![one, two]).await.unwrap();
@@ -194,7 +194,7 @@ mod tests {
             assert_eq!(ask(&balancer, b"x").await, "two 1");
         }
         let again = TcpListener::bind(one).await.unwrap();
-        tokio::time::sleep(LOOK_EVERY * 2).await;
+        tokio::time::sleep(CHECK_INTERVAL * 2).await;
         let mut seen = false;
         for _ in 0..2 {
             let mut stream = TcpStream::connect(balancer.address()).await.unwrap();
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn with_no_replica_alive_a_connection_is_closed() {
+    async fn connection_is_closed_when_no_replica_is_alive() {
         let (one, first) = server("one").await;
         let balancer = Balancer::start(vec![one]).await.unwrap();
         first.abort();

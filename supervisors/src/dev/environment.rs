@@ -8,11 +8,11 @@ use super::files;
 
 /// The variables, in the order in which they are written.
 #[derive(Default)]
-pub struct Environment {
+pub struct EnvironmentVariables {
     variables: Vec<(String, String)>,
 }
 
-impl Environment {
+impl EnvironmentVariables {
     pub fn set(&mut self, name: impl Into<String>, value: impl Into<String>) {
         self.variables.push((name.into(), value.into()));
     }
@@ -62,11 +62,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shell_reads_back_what_was_written_and_runs_none_of_it() {
+    fn environment_file_is_read_back_by_a_shell_and_executes_nothing() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("env");
         let hostile = "it's \"$(touch hostile)\" `touch hostile`; \\ \n end";
-        let mut environment = Environment::default();
+        let mut environment = EnvironmentVariables::default();
         environment.set_all("SVC_BASE_URL", Some("https://a".to_owned()), ["https://b".to_owned(), hostile.to_owned()]);
         let written = environment.write(&path).unwrap();
         let output = std::process::Command::new("sh")

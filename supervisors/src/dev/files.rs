@@ -13,8 +13,8 @@ pub fn private_folder(path: &Path) -> anyhow::Result<()> {
     make_folder(path, 0o700)
 }
 
-/// The same for a folder that other users can pass through, to what in it is theirs, without seeing what else is there.
-pub fn passable_folder(path: &Path) -> anyhow::Result<()> {
+/// The same for a folder that other users can traverse, without listing it.
+pub fn traversable_folder(path: &Path) -> anyhow::Result<()> {
     make_folder(path, 0o711)
 }
 
@@ -31,12 +31,12 @@ pub fn write_private(path: &Path, content: &[u8]) -> anyhow::Result<()> {
     write_atomically(path, content, 0o600)
 }
 
-/// The same for a file that everybody may read.
+/// The same for a file that all users may read.
 pub fn write_public(path: &Path, content: &[u8]) -> anyhow::Result<()> {
     write_atomically(path, content, 0o644)
 }
 
-/// Removes a folder and what is in it; one that is not there is no error. Tried for some seconds: the programs of a run that was
+/// Removes a folder with its content; a missing one is no error. Retried for some seconds: the programs of a run that was
 /// killed may still be ending in it.
 pub fn remove_folder(path: &Path) -> anyhow::Result<()> {
     let mut attempts = 0;
@@ -61,8 +61,8 @@ pub fn remove_file(path: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// A program of this project: beside `program`, or in the folder above (tests lie one deeper than what they test).
-pub fn find_beside(program: &Path, name: &str) -> anyhow::Result<PathBuf> {
+/// A program of this project: beside `program`, or in the parent folder (test programs are one level deeper).
+pub fn find_sibling(program: &Path, name: &str) -> anyhow::Result<PathBuf> {
     let folders = program.ancestors().skip(1).take(2);
     let mut candidates = folders.map(|folder| folder.join(name));
     candidates
@@ -109,7 +109,7 @@ fn is_executable(path: &Path) -> bool {
     std::fs::metadata(path).is_ok_and(|found| found.is_file() && found.permissions().mode() & 0o111 != 0)
 }
 
-/// What `PROGRAM --version` says, as numbers: `postgres (PostgreSQL) 15.18 (Debian …)` is `[15, 18]`.
+/// The version in the output of `PROGRAM --version`, as numbers: `postgres (PostgreSQL) 15.18 (Debian …)` is `[15, 18]`.
 pub fn version_of(program: &Path) -> Option<Vec<u32>> {
     let output = std::process::Command::new(program).arg("--version").output().ok()?;
     parse_version(&String::from_utf8_lossy(&output.stdout))
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_private_file_is_readable_by_its_owner_alone_and_replaced_whole() {
+    fn private_file_is_readable_by_its_owner_only_and_replaced_atomically() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("env");
         write_private(&path, b"first").unwrap();

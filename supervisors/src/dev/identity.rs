@@ -1,7 +1,7 @@
 //! A development identity provider: an OpenID Connect issuer with the token path and the claims of the real one.
 //!
-//! Plain HTTP on loopback. Its key, users' ids and passwords are those of an earlier start where they are kept. `POST …/token` takes `grant_type=password`
-//! (RFC 6749, section 4.3) and answers errors as section 5.2 of it says.
+//! Plain HTTP on loopback. Its key, users' ids and passwords are those of an earlier start where they were saved. `POST …/token` accepts
+//! `grant_type=password` (RFC 6749, section 4.3) and answers errors by section 5.2 of it.
 
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,19 +25,19 @@ use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
 use super::files;
-use super::kept::Kept;
+use super::settings::SavedSettings;
 
 pub const REALM: &str = "gpuaas";
 pub const CLIENT_ID: &str = "gpuaas-cli";
-/// What the tokens are for: their `aud`.
+/// The audience of the tokens: their `aud`.
 pub const AUDIENCE: &str = "gpuaas-api";
 
-/// Life of an access token, in seconds.
+/// The lifetime of an access token, in seconds.
 const TOKEN_SECONDS: i64 = 3600;
 
-/// Someone who can log in.
+/// A user who can log in.
 #[derive(Debug, Clone)]
-pub struct Person {
+pub struct DemoUser {
     /// The token's `sub`.
     pub id: Uuid,
     pub username: String,
@@ -49,8 +49,8 @@ pub struct Person {
     pub plan: Option<String>,
 }
 
-impl Person {
-    /// A person with a new id and a random password, of no organisation, project or plan.
+impl DemoUser {
+    /// A user with a new id and a random password, without organisation, project or plan.
     pub fn new(username: &str, roles: &[&str]) -> Self {
         Self {
             id: Uuid::new_v4(),
@@ -73,7 +73,7 @@ pub struct IdentityProvider {
 struct Issuer {
     auth_url: String,
     client_secret: SecretString,
-    people: RwLock<Vec<Person>>,
+    people: RwLock<Vec<DemoUser>>,
     keys: RwLock<Vec<SigningKey>>,
     key_set_reads: AtomicU64,
 }
@@ -85,33 +85,33 @@ struct SigningKey {
 }
 
 impl IdentityProvider {
-    /// Starts a provider on a random port of 127.0.0.1, with the people `admin`, `admin2` (roles `user` and `admin`), `user`
+    /// Starts a provider on a random port of 127.0.0.1, with the users `admin`, `admin2` (roles `user` and `admin`), `user`
     /// and `user2` (role `user`).
     pub async fn start() -> anyhow::Result<Self> {
-        Self::restore(&Kept::nothing()).await
+        Self::restore(&SavedSettings::ephemeral()).await
     }
 
-    /// The same, with the port, the key and the people of an earlier start, where there was one.
-    pub async fn restore(kept: &Kept) -> anyhow::Result<Self> {
-        let port = kept.port("the identity provider's port")?;
+    /// The same, with the port, the key and the users of an earlier start, where there was one.
+    pub async fn restore(saved: &SavedSettings) -> anyhow::Result<Self> {
+        let port = saved.port("the identity provider's port")?;
         let listener = tokio::net::TcpListener::bind(("127.0.0.1", port.number)).await?;
         let address: SocketAddr = listener.local_addr()?;
         let mut people = vec![
-            Person::new("admin", &["user", "admin"]),
-            Person::new("admin2", &["user", "admin"]),
-            Person::new("user", &["user"]),
-            Person::new("user2", &["user"]),
+            DemoUser::new("admin", &["user", "admin"]),
+            DemoUser::new("admin2", &["user", "admin"]),
+            DemoUser::new("user", &["user"]),
+            DemoUser::new("user2", &["user"]),
         ];
         for person in &mut people {
             let name = &person.username;
-            person.id = kept.value(&format!("id of {name}"), || Ok(person.id.to_string()))?.parse()?;
-            person.password = kept.secret(&format!("password of {name}"), "", 16)?;
+            person.id = saved.value(&format!("id of {name}"), || Ok(person.id.to_string()))?.parse()?;
+            person.password = saved.secret(&format!("password of {name}"), "", 16)?;
         }
         let issuer = Arc::new(Issuer {
             auth_url: format!("http://{address}"),
-            client_secret: kept.secret("secret of the client", "", 16)?,
+            client_secret: saved.secret("secret of the client", "", 16)?,
             people: RwLock::new(people),
-            keys: RwLock::new(vec![SigningKey::kept(kept)?]),
+            keys: RwLock::new(vec![SigningKey::saved(saved)?]),
             key_set_reads: AtomicU64::new(0),
         });
         let routes = Router::new()
@@ -126,7 +126,7 @@ impl IdentityProvider {
         Ok(Self { issuer, server })
     }
 
-    /// `{auth_url}` of the specification: what stands before `/realms/…`.
+    /// `{auth_url}` of the specification: the part before `/realms/…`.
     pub fn auth_url(&self) -> &str {
         &self.issuer.auth_url
     }
@@ -140,24 +140,24 @@ impl IdentityProvider {
         &self.issuer.client_secret
     }
 
-    pub fn person(&self, username: &str) -> Option<Person> {
+    pub fn person(&self, username: &str) -> Option<DemoUser> {
         self.issuer.person(username)
     }
 
-    /// Lets one more person log in; one of the same name is replaced.
-    pub fn admit(&self, person: Person) {
+    /// Adds a user; one of the same name is replaced.
+    pub fn admit(&self, person: DemoUser) {
         let mut people = self.issuer.people.write().unwrap_or_else(PoisonError::into_inner);
         people.retain(|known| known.username != person.username);
         people.push(person);
     }
 
-    /// The claims that a log-in of this person would give now, to be changed and given to [`Self::mint`].
+    /// The claims that a login of this user would get now, to be changed and passed to [`Self::mint`].
     pub fn claims_of(&self, username: &str) -> anyhow::Result<Value> {
         let person = self.person(username).with_context(|| format!("nobody is called {username}"))?;
         Ok(self.issuer.claims(&person))
     }
 
-    /// An access token as a log-in of this person gives it.
+    /// An access token as a login of this user returns it.
     pub fn token_of(&self, username: &str) -> anyhow::Result<SecretString> {
         self.mint(&self.claims_of(username)?)
     }
@@ -174,7 +174,7 @@ impl IdentityProvider {
         Ok(())
     }
 
-    /// Publishes the current key alone: what others have signed is nobody's word any more.
+    /// Publishes the current key alone: tokens of other keys are not valid any more.
     pub fn forget_old_keys(&self) {
         let mut keys = self.issuer.keys.write().unwrap_or_else(PoisonError::into_inner);
         let old = keys.len().saturating_sub(1);
@@ -198,12 +198,12 @@ impl Issuer {
         format!("{}/realms/{REALM}", self.auth_url)
     }
 
-    fn person(&self, username: &str) -> Option<Person> {
+    fn person(&self, username: &str) -> Option<DemoUser> {
         let people = self.people.read().unwrap_or_else(PoisonError::into_inner);
         people.iter().find(|person| person.username == username).cloned()
     }
 
-    fn claims(&self, person: &Person) -> Value {
+    fn claims(&self, person: &DemoUser) -> Value {
         let now = chrono::Utc::now().timestamp();
         let mut claims = json!({
             "iss": self.name(),
@@ -237,13 +237,13 @@ impl Issuer {
 
 impl SigningKey {
     fn generate() -> anyhow::Result<Self> {
-        Self::kept(&Kept::nothing())
+        Self::saved(&SavedSettings::ephemeral())
     }
 
-    fn kept(kept: &Kept) -> anyhow::Result<Self> {
+    fn saved(saved: &SavedSettings) -> anyhow::Result<Self> {
         let made = || Ok(hex::encode(rcgen::KeyPair::generate_for(&rcgen::PKCS_ECDSA_P256_SHA256)?.serialized_der()));
-        let key = EncodingKey::from_ec_der(&hex::decode(kept.value("the identity provider's key", made)?)?);
-        let id = kept.value("id of the identity provider's key", || Ok(files::random_hex(8)))?;
+        let key = EncodingKey::from_ec_der(&hex::decode(saved.value("the identity provider's key", made)?)?);
+        let id = saved.value("id of the identity provider's key", || Ok(files::random_hex(8)))?;
         let mut public = Jwk::from_encoding_key(&key, Algorithm::ES256)?;
         public.common.key_id = Some(id.clone());
         public.common.public_key_use = Some(PublicKeyUse::Signature);
@@ -349,7 +349,7 @@ fn basic_credentials(headers: &HeaderMap) -> Option<(String, SecretString)> {
     Some((id.to_owned(), secret.to_owned().into()))
 }
 
-/// Compares digests, so that the time it takes says nothing of where the texts differ.
+/// Compares digests, so that the duration does not reveal where the texts differ.
 fn same(one: &str, other: &str) -> bool {
     Sha256::digest(one) == Sha256::digest(other)
 }
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_log_in_gives_a_token_that_the_published_key_verifies() {
+    async fn login_returns_a_token_that_the_published_key_verifies() {
         let provider = IdentityProvider::start().await.unwrap();
         let person = provider.person("admin").unwrap();
         let discovery: Value = reqwest::get(format!("{}/.well-known/openid-configuration", provider.issuer()))
@@ -435,7 +435,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn after_a_rotation_the_old_key_is_still_published() {
+    async fn old_key_is_still_published_after_a_rotation() {
         let provider = IdentityProvider::start().await.unwrap();
         let before = provider.token_of("user").unwrap();
         provider.rotate().unwrap();

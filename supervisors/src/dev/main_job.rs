@@ -1,57 +1,57 @@
-//! The main job, through the public API alone: a SKU, a node onboarded, an allocation on it, and everything given back.
+//! The main job, through the public API alone: a SKU, an onboarded node, an allocation on it, and its release.
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use domain::money::Micro;
+use domain::money::MicroAmount;
 use serde_json::{Value, json};
 use wire::bundle::BootstrapBundle;
 
 use super::agents::{AgentProcess, AgentSettings};
-use super::api::{Api, gone_wrong};
+use super::api::{DevApi, unreachable_state_error};
 use super::files;
 use super::processor::{CARD, PaymentProcessor, intent_in};
 
 const REGION: &str = "dev-1";
-/// The platform roles whose holders decide on SKUs together.
+/// The platform roles whose holders approve SKUs together.
 const OPERATIONS: &str = "platform_operations";
 const OWNER: &str = "inventory_owner";
-/// The platform role whose holders look after billing accounts.
+/// The platform role whose holders administer billing accounts.
 const BILLING: &str = "billing_operations";
-/// In which everything is priced and paid.
+/// The currency of all prices and payments.
 pub const CURRENCY: &str = "USD";
-/// What the user pays in, in minor units.
+/// The amount that the user pays in, in minor units.
 const DEPOSIT_MINOR: i64 = 10_000;
-/// Enrolment, the first poll and the check of the inventory.
-const ONBOARDS_WITHIN: Duration = Duration::from_secs(60);
-/// A webhook, or the first look at what nobody told of.
-const PAYS_WITHIN: Duration = Duration::from_secs(60);
-const PROVISIONS_WITHIN: Duration = Duration::from_secs(60);
-const RELEASES_WITHIN: Duration = Duration::from_secs(60);
+/// The timeout of enrollment, the first poll and the check of the inventory.
+const ONBOARDING_TIMEOUT: Duration = Duration::from_secs(60);
+/// The timeout of a payment: a webhook, or the first reconciliation.
+const PAYMENT_TIMEOUT: Duration = Duration::from_secs(60);
+const PROVISIONING_TIMEOUT: Duration = Duration::from_secs(60);
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Hears of each step when it is done, and how long it took.
-pub trait Listener {
+/// Is notified of each completed step with its duration.
+pub trait StepListener {
     fn done(&self, step: &str, took: Duration);
 }
 
-/// The people of the main job, and where its steps are told.
+/// The users of the main job, and the listener to its steps.
 pub struct MainJob<'a> {
-    pub admin: &'a Api,
-    /// A SKU is not offered on one person's word.
-    pub second_admin: &'a Api,
+    pub admin: &'a DevApi,
+    /// A SKU needs the approval of a second administrator.
+    pub second_admin: &'a DevApi,
     /// The tokens' `sub` of the two administrators.
     pub admin_subjects: [String; 2],
-    pub user: &'a Api,
-    /// Where the user pays.
+    pub user: &'a DevApi,
+    /// The payment processor where the user pays.
     pub processor: &'a PaymentProcessor,
-    pub listener: &'a dyn Listener,
+    pub listener: &'a dyn StepListener,
 }
 
 impl MainJob<'_> {
     /// Puts a SKU for these agents into the catalog and has it activated by both administrators. Returns its name.
-    pub async fn offer(&self, agents: &AgentSettings) -> anyhow::Result<String> {
+    pub async fn publish_sku(&self, agents: &AgentSettings) -> anyhow::Result<String> {
         let begin = Instant::now();
         let gpus = &agents.gpus;
         let name = format!("{}x{}-{}", gpus.model.to_lowercase(), gpus.count, files::random_hex(3));
@@ -108,7 +108,7 @@ impl MainJob<'_> {
         agents: &AgentSettings,
     ) -> anyhow::Result<(String, AgentProcess)> {
         let begin = Instant::now();
-        // An agent with an sshd of its own is met on this machine.
+        // An agent with an sshd of its own is reached on this machine.
         let ssh_port = agents.system.as_ref().and_then(|system| system.ssh_port);
         let host = if ssh_port.is_some() { "127.0.0.1".to_owned() } else { format!("{name}.internal") };
         let node = json!({
@@ -135,9 +135,9 @@ impl MainJob<'_> {
         let begin = Instant::now();
         let mut agent = AgentProcess::start(name, agents, &bundle)?;
         let what = format!("{name} is active");
-        let waiting = self.admin.wait_for(&path, &what, ONBOARDS_WITHIN, |node| {
+        let waiting = self.admin.wait_for(&path, &what, ONBOARDING_TIMEOUT, |node| {
             if node["state"] == "quarantined" {
-                return Err(gone_wrong(name, node));
+                return Err(unreachable_state_error(name, node));
             }
             if let Some(status) = agent.exit_status() {
                 bail!("the agent of {name} ended ({status})");
@@ -157,8 +157,8 @@ impl MainJob<'_> {
         top_up(self.user, "user", self.processor, self.listener).await
     }
 
-    /// Rents GPUs of the SKU, waits until they are there, gives them back, and checks that the node has them all again.
-    pub async fn rent_and_return(&self, sku: &str, gpu_count: u32) -> anyhow::Result<()> {
+    /// Rents GPUs of the SKU, waits until the allocation is active, releases it, and checks that all GPUs of the node are free again.
+    pub async fn rent_and_release(&self, sku: &str, gpu_count: u32) -> anyhow::Result<()> {
         let begin = Instant::now();
         let key = json!({ "name": format!("main job {}", files::random_hex(3)), "public_key": ssh_public_key("user") });
         let key = self.user.post("/api/v1/ssh-keys", &key).await?;
@@ -173,11 +173,11 @@ impl MainJob<'_> {
         let path = format!("/api/v1/allocations/{id}");
         let active = self
             .user
-            .wait_for(&path, "the allocation is active", PROVISIONS_WITHIN, |allocation| {
+            .wait_for(&path, "the allocation is active", PROVISIONING_TIMEOUT, |allocation| {
                 match allocation["state"].as_str() {
                     Some("active") => Ok(Some(allocation.clone())),
                     Some("requested" | "provisioning") => Ok(None),
-                    _ => Err(gone_wrong("the allocation", allocation)),
+                    _ => Err(unreachable_state_error("the allocation", allocation)),
                 }
             })
             .await?;
@@ -198,11 +198,11 @@ impl MainJob<'_> {
         self.user.post(&format!("{path}/release"), &json!({})).await?;
         self.listener.done("release accepted", begin.elapsed());
         self.user
-            .wait_for(&path, "the allocation is released", RELEASES_WITHIN, |allocation| {
+            .wait_for(&path, "the allocation is released", RELEASE_TIMEOUT, |allocation| {
                 match allocation["state"].as_str() {
                     Some("released") => Ok(Some(())),
                     Some("active" | "releasing") => Ok(None),
-                    _ => Err(gone_wrong("the allocation", allocation)),
+                    _ => Err(unreachable_state_error("the allocation", allocation)),
                 }
             })
             .await?;
@@ -211,13 +211,13 @@ impl MainJob<'_> {
         let begin = Instant::now();
         let paid = self
             .user
-            .wait_for("/api/v1/billing/balance", "the allocation is paid for", RELEASES_WITHIN, |account| {
+            .wait_for("/api/v1/billing/balance", "the allocation is paid for", RELEASE_TIMEOUT, |account| {
                 Ok((account["running"] == 0).then(|| account.clone()))
             })
             .await?;
         let left = paid["balance_micro"].as_i64().context("the account has a balance")?;
-        let cost = Micro::of_minor(DEPOSIT_MINOR).unwrap_or_default().minus(Micro::of(left));
-        if cost <= Micro::ZERO {
+        let cost = MicroAmount::of_minor(DEPOSIT_MINOR).unwrap_or_default().minus(MicroAmount::of(left));
+        if cost <= MicroAmount::ZERO {
             bail!("the allocation has cost nothing: {paid}");
         }
         self.listener
@@ -225,9 +225,9 @@ impl MainJob<'_> {
 
         let begin = Instant::now();
         self.admin
-            .wait_for(&format!("/api/v1/admin/nodes/{node_id}"), "all GPUs free again", RELEASES_WITHIN, |node| {
+            .wait_for(&format!("/api/v1/admin/nodes/{node_id}"), "all GPUs free again", RELEASE_TIMEOUT, |node| {
                 if node["state"] != "active" {
-                    return Err(gone_wrong("the node", node));
+                    return Err(unreachable_state_error("the node", node));
                 }
                 Ok((node["gpus_free"] == node["gpus_total"]).then_some(()))
             })
@@ -237,12 +237,12 @@ impl MainJob<'_> {
     }
 }
 
-/// Somebody pays into their account, and waits until the money is there.
+/// Pays into a user's account, and waits until the payment is deposited.
 pub async fn top_up(
-    user: &Api,
+    user: &DevApi,
     name: &str,
     processor: &PaymentProcessor,
-    listener: &dyn Listener,
+    listener: &dyn StepListener,
 ) -> anyhow::Result<()> {
     let begin = Instant::now();
     let wanted = json!({
@@ -257,13 +257,16 @@ pub async fn top_up(
     );
 
     let begin = Instant::now();
-    user.wait_for(&format!("/api/v1/billing/payments/{id}"), "the payment is in the account", PAYS_WITHIN, |payment| {
-        match payment["state"].as_str() {
+    user.wait_for(
+        &format!("/api/v1/billing/payments/{id}"),
+        "the payment is in the account",
+        PAYMENT_TIMEOUT,
+        |payment| match payment["state"].as_str() {
             Some("deposited") => Ok(Some(())),
             Some("created" | "open" | "paid") => Ok(None),
-            _ => Err(gone_wrong("the payment", payment)),
-        }
-    })
+            _ => Err(unreachable_state_error("the payment", payment)),
+        },
+    )
     .await?;
     listener.done(&format!("{name} has it in their account"), begin.elapsed());
     Ok(())
@@ -273,7 +276,7 @@ fn text(resource: &Value, name: &str) -> anyhow::Result<String> {
     resource[name].as_str().map(str::to_owned).with_context(|| format!("the answer has no {name}"))
 }
 
-/// The public half of a fresh Ed25519 pair in OpenSSH's text form (RFC 8709). Nobody logs in with it: its private half is gone.
+/// The public key of a fresh Ed25519 pair in OpenSSH's text form (RFC 8709). Its private key is discarded, so that it opens nothing.
 fn ssh_public_key(comment: &str) -> String {
     let secret: [u8; 32] = rand::random();
     let public = ed25519_dalek::SigningKey::from_bytes(&secret).verifying_key();

@@ -10,16 +10,16 @@ use serde_json::json;
 use tokio::io::AsyncReadExt as _;
 
 use super::files;
-use super::kept::Kept;
 use super::pki::Authority;
 use super::process::{ChildProcess, Launch, tail};
+use super::settings::SavedSettings;
 use crate::cluster::permissions::Permissions;
 
-const OLDEST: [u32; 2] = [2, 10];
-const STARTS_WITHIN: Duration = Duration::from_secs(20);
-const STOPS_WITHIN: Duration = Duration::from_secs(10);
+const MIN_VERSION: [u32; 2] = [2, 10];
+const START_TIMEOUT: Duration = Duration::from_secs(20);
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Someone who may connect, with a random password and the subjects that he may use (NATS wildcards).
+/// A user of the server, with a random password and its permitted subjects (NATS wildcards).
 #[derive(Debug, Clone)]
 pub struct NatsUser {
     pub name: String,
@@ -28,7 +28,7 @@ pub struct NatsUser {
 }
 
 impl NatsUser {
-    /// May do everything: the operator, and tests that look at everything.
+    /// A user with all permissions: for the operator, and for tests that observe everything.
     pub fn operator(name: &str) -> Self {
         Self::limited(name, Permissions::everything())
     }
@@ -40,7 +40,7 @@ impl NatsUser {
 
 /// A running server. Dropping it stops it; what it stored stays in its folder.
 #[derive(Debug)]
-pub struct Nats {
+pub struct NatsServer {
     program: PathBuf,
     config: PathBuf,
     users: Vec<NatsUser>,
@@ -50,10 +50,10 @@ pub struct Nats {
     process: Option<ChildProcess>,
 }
 
-impl Nats {
+impl NatsServer {
     /// Starts a server with an empty store in `folder`, removing an earlier one's, for `users` alone.
     pub async fn start(folder: &Path, authority: &Authority, users: Vec<NatsUser>) -> anyhow::Result<Self> {
-        Self::restore(folder, authority, users, &Kept::nothing()).await
+        Self::restore(folder, authority, users, &SavedSettings::ephemeral()).await
     }
 
     /// The same, on the store, the port and the passwords of an earlier start, where there was one.
@@ -61,17 +61,17 @@ impl Nats {
         folder: &Path,
         authority: &Authority,
         mut users: Vec<NatsUser>,
-        kept: &Kept,
+        saved: &SavedSettings,
     ) -> anyhow::Result<Self> {
         const PORT: &str = "NATS' port";
         for user in &mut users {
-            user.password = kept.secret(&format!("NATS' password for {}", user.name), "", 24)?;
+            user.password = saved.secret(&format!("NATS' password for {}", user.name), "", 24)?;
         }
         let program = find_program()?;
         files::private_folder(folder)?;
         let folder = folder.canonicalize()?;
         let store = folder.join("store");
-        if !kept.keeps() {
+        if !saved.is_persistent() {
             files::remove_folder(&store)?;
         }
         let mut nats = Self {
@@ -84,16 +84,16 @@ impl Nats {
             process: None,
         };
         let mut attempts = 0;
-        let mut port = kept.port(PORT)?;
+        let mut port = saved.port(PORT)?;
         loop {
             nats.port = port.number;
             attempts += 1;
             nats.configure(&store, authority)?;
             match nats.start_again().await {
                 Ok(()) => return Ok(nats),
-                // Someone took the port between the look and the bind.
+                // Another process took the port between the check and the bind.
                 Err(_) if attempts < 5 && !port.is_known && tail(&nats.log, 5).contains("address already in use") => {
-                    port = kept.another_port(PORT)?;
+                    port = saved.another_port(PORT)?;
                 }
                 Err(error) => return Err(error),
             }
@@ -108,8 +108,8 @@ impl Nats {
         let process =
             Launch::new("nats-server", &self.program, &self.log).argument("--config").argument(&self.config).spawn()?;
         let process = self.process.insert(process);
-        let until = Instant::now() + STARTS_WITHIN;
-        while !greets(self.port).await {
+        let until = Instant::now() + START_TIMEOUT;
+        while !sends_greeting(self.port).await {
             if let Some(status) = process.exit_status() {
                 bail!("nats-server ended while starting ({status}); its log ends with:\n{}", process.log_tail());
             }
@@ -123,11 +123,11 @@ impl Nats {
 
     /// `tls://NAME:PASSWORD@127.0.0.1:PORT` of one of the users, or `None` where there is no such user.
     pub fn url(&self, user: &str) -> Option<SecretString> {
-        self.url_by_way_of(user, self.address())
+        self.url_through(user, self.address())
     }
 
-    /// The same, where something stands between the user and the server.
-    pub fn url_by_way_of(&self, user: &str, address: SocketAddr) -> Option<SecretString> {
+    /// The same, through another address: where a proxy is between the user and the server.
+    pub fn url_through(&self, user: &str, address: SocketAddr) -> Option<SecretString> {
         let user = self.users.iter().find(|known| known.name == user)?;
         Some(format!("tls://{}:{}@{address}", user.name, user.password.expose_secret()).into())
     }
@@ -136,7 +136,7 @@ impl Nats {
         SocketAddr::from(([127, 0, 0, 1], self.port))
     }
 
-    /// Connects as one of the users. (The client takes no credentials from a URL: they have to be given apart from it.)
+    /// Connects as one of the users. (The client takes no credentials from a URL: they are passed separately.)
     pub async fn connect(&self, user: &str) -> anyhow::Result<async_nats::Client> {
         let known = self.users.iter().find(|known| known.name == user).with_context(|| format!("no user {user}"))?;
         let client = async_nats::ConnectOptions::new()
@@ -174,7 +174,7 @@ impl Nats {
     /// An orderly end; the store stays.
     pub async fn stop(&mut self) {
         if let Some(mut process) = self.process.take() {
-            process.stop(STOPS_WITHIN).await;
+            process.stop(STOP_TIMEOUT).await;
         }
     }
 
@@ -206,7 +206,7 @@ impl Nats {
 }
 
 /// Whether a server that is ready for clients sends its greeting (the first line of the protocol is plain text, before TLS).
-async fn greets(port: u16) -> bool {
+async fn sends_greeting(port: u16) -> bool {
     let greeting = async {
         let mut stream = tokio::net::TcpStream::connect(("127.0.0.1", port)).await?;
         let mut start = [0_u8; 5];
@@ -219,7 +219,7 @@ async fn greets(port: u16) -> bool {
 fn find_program() -> anyhow::Result<PathBuf> {
     files::find_programs("nats-server")
         .into_iter()
-        .find(|program| files::version_of(program).is_some_and(|version| version.as_slice() >= OLDEST.as_slice()))
+        .find(|program| files::version_of(program).is_some_and(|version| version.as_slice() >= MIN_VERSION.as_slice()))
         .context(
             "no nats-server of version 2.10 or later on PATH, in $GPUAAS_TOOLS_DIR or in .dev/tools; `deploy/up` installs one",
         )
@@ -239,7 +239,7 @@ mod tests {
         let own = || ["own.>".to_owned()].into();
         let own = || Permissions { publish: own(), subscribe: own() };
         let users = vec![NatsUser::operator("operator"), NatsUser::limited("member", own())];
-        let mut nats = Nats::start(dir.path(), &authority, users).await.unwrap();
+        let mut nats = NatsServer::start(dir.path(), &authority, users).await.unwrap();
         let operator = nats.connect("operator").await.unwrap();
         let mut seen = operator.subscribe(">").await.unwrap();
         operator.flush().await.unwrap();
@@ -260,10 +260,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_jetstream_took_is_there_after_a_restart() {
+    async fn messages_stored_by_jetstream_survive_a_restart() {
         let dir = tempfile::tempdir().unwrap();
         let authority = Authority::create(&dir.path().join("pki")).unwrap();
-        let mut nats = Nats::start(dir.path(), &authority, vec![NatsUser::operator("operator")]).await.unwrap();
+        let mut nats = NatsServer::start(dir.path(), &authority, vec![NatsUser::operator("operator")]).await.unwrap();
         let stream = async_nats::jetstream::stream::Config {
             name: "KEPT".to_owned(),
             subjects: vec!["kept.>".to_owned()],
@@ -275,7 +275,7 @@ mod tests {
         nats.stop().await;
         nats.start_again().await.unwrap();
         let jetstream = async_nats::jetstream::new(nats.connect("operator").await.unwrap());
-        let mut kept = jetstream.get_stream("KEPT").await.unwrap();
-        assert_eq!(kept.info().await.unwrap().state.messages, 1);
+        let mut saved = jetstream.get_stream("KEPT").await.unwrap();
+        assert_eq!(saved.info().await.unwrap().state.messages, 1);
     }
 }

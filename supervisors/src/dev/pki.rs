@@ -14,9 +14,9 @@ use time::{Duration, OffsetDateTime};
 
 use super::files;
 
-/// How long certificates are valid, which are made at each start: longer than anybody leaves a development environment up.
+/// How long server certificates are valid, which are made at each start: longer than a development environment stays up.
 const VALID_FOR: Duration = Duration::days(90);
-/// How long the authority is valid: longer than anybody keeps the data of one.
+/// How long the authority is valid: longer than the data of an environment is kept.
 const AUTHORITY_VALID_FOR: Duration = Duration::days(3650);
 
 /// The names under which everything here is reached.

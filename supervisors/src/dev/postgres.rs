@@ -16,27 +16,27 @@ use secrecy::{ExposeSecret as _, SecretString};
 use sqlx::{ConnectOptions as _, Connection as _};
 
 use super::files;
-use super::kept::Kept;
 use super::pki::Authority;
-use super::process::{Account, ChildProcess, Launch, as_account, tail};
+use super::process::{ChildProcess, Launch, RunAsAccount, as_account, tail};
+use super::settings::SavedSettings;
 
 /// The role that owns everything, and the database that the control plane uses.
 pub const ROLE: &str = "gpuaas";
 pub const DATABASE: &str = "gpuaas";
 
-const OLDEST: u32 = 15;
-const STARTS_WITHIN: Duration = Duration::from_secs(60);
-const STOPS_WITHIN: Duration = Duration::from_secs(10);
+const MIN_VERSION: u32 = 15;
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// In the data's folder, once the database is made: data without it is of a start that did not come so far.
+/// A file in the data folder, written once the database is created: data without it is of an incomplete start.
 const COMPLETE: &str = "complete";
 
 /// A running server. Dropping it stops it; data outside of the folder that it was given is removed then, unless it is kept.
 #[derive(Debug)]
-pub struct Postgres {
+pub struct PostgresServer {
     programs: PathBuf,
     home: Home,
-    account: Option<Account>,
+    account: Option<RunAsAccount>,
     port: u16,
     password: SecretString,
     ca_path: PathBuf,
@@ -46,7 +46,7 @@ pub struct Postgres {
     keeps: bool,
 }
 
-impl Postgres {
+impl PostgresServer {
     /// Starts a server with empty data in `folder`, removing the data of an earlier one there, with a certificate from
     /// `authority` and the database [`DATABASE`] made.
     pub async fn start(folder: &Path, authority: &Authority) -> anyhow::Result<Self> {
@@ -54,8 +54,8 @@ impl Postgres {
     }
 
     /// The same, on the data, the port and the password of an earlier start, where there was one.
-    pub async fn restore(folder: &Path, authority: &Authority, kept: &Kept) -> anyhow::Result<Self> {
-        Self::open(folder, authority, Vec::new(), kept).await
+    pub async fn restore(folder: &Path, authority: &Authority, saved: &SavedSettings) -> anyhow::Result<Self> {
+        Self::open(folder, authority, Vec::new(), saved).await
     }
 
     /// Removes the data that a server of an earlier start has left, wherever it lies.
@@ -74,25 +74,25 @@ impl Postgres {
         authority: &Authority,
         environment: Vec<(String, String)>,
     ) -> anyhow::Result<Self> {
-        Self::open(folder, authority, environment, &Kept::nothing()).await
+        Self::open(folder, authority, environment, &SavedSettings::ephemeral()).await
     }
 
     async fn open(
         folder: &Path,
         authority: &Authority,
         environment: Vec<(String, String)>,
-        kept: &Kept,
+        saved: &SavedSettings,
     ) -> anyhow::Result<Self> {
         const PORT: &str = "Postgres' port";
         let programs = find_programs()?;
         let account = account()?;
-        let found = if kept.keeps() { Home::find(folder, account)? } else { None };
+        let found = if saved.is_persistent() { Home::find(folder, account)? } else { None };
         let is_new = found.is_none();
         let home = match found {
             Some(home) => home,
             None => Home::create(folder, account)?,
         };
-        let password = kept.secret("Postgres' password", "", 24)?;
+        let password = saved.secret("Postgres' password", "", 24)?;
         let certificate = authority.server_certificate("postgres")?;
         if is_new {
             initialise(&programs, &home, account, &password).await?;
@@ -100,10 +100,10 @@ impl Postgres {
             home.expect_version_of(&programs)?;
         }
         for (from, to) in [(&certificate.certificate_path, "server.pem"), (&certificate.key_path, "server.key")] {
-            home.give(&std::fs::read(from)?, &format!("data/{to}"))?;
+            home.write_file(&std::fs::read(from)?, &format!("data/{to}"))?;
         }
         // TLS or nothing, and never without the password.
-        home.give(b"hostssl all all 127.0.0.1/32 scram-sha-256\n", "data/pg_hba.conf")?;
+        home.write_file(b"hostssl all all 127.0.0.1/32 scram-sha-256\n", "data/pg_hba.conf")?;
 
         let mut postgres = Self {
             programs,
@@ -115,27 +115,27 @@ impl Postgres {
             log: folder.join("postgres.log"),
             environment,
             process: None,
-            keeps: kept.keeps(),
+            keeps: saved.is_persistent(),
         };
         let mut attempts = 0;
-        let mut port = kept.port(PORT)?;
+        let mut port = saved.port(PORT)?;
         loop {
             postgres.port = port.number;
             attempts += 1;
             match postgres.start_again().await {
                 Ok(()) => break,
-                // Someone took the port between the look and the bind.
+                // Another process took the port between the check and the bind.
                 Err(_)
                     if attempts < 5 && !port.is_known && tail(&postgres.log, 5).contains("Address already in use") =>
                 {
-                    port = kept.another_port(PORT)?;
+                    port = saved.another_port(PORT)?;
                 }
                 Err(error) => return Err(error),
             }
         }
         if is_new {
             postgres.create_database(DATABASE).await?;
-            postgres.home.give(b"", COMPLETE)?;
+            postgres.home.write_file(b"", COMPLETE)?;
         }
         Ok(postgres)
     }
@@ -149,14 +149,14 @@ impl Postgres {
         let mut process = self.process.insert(process);
         let options: sqlx::postgres::PgConnectOptions =
             connection_url(self.port, &self.password, &self.ca_path, "postgres").parse()?;
-        let until = Instant::now() + STARTS_WITHIN;
+        let until = Instant::now() + START_TIMEOUT;
         loop {
             let last = match options.connect().await {
                 Ok(connection) => return Ok(connection.close().await?),
                 Err(error) => error,
             };
             if let Some(status) = process.exit_status() {
-                // The sessions of a server that was killed outlive it for a moment, and hold its shared memory.
+                // The sessions of a killed server outlive it for a moment, and hold its shared memory.
                 if process.log_tail().contains("pre-existing shared memory block") && Instant::now() < until {
                     tokio::time::sleep(Duration::from_millis(100)).await;
                     let again = self.launch()?;
@@ -186,12 +186,12 @@ impl Postgres {
         self.port
     }
 
-    /// Where the data lies: in the folder it was given, or in one of its own that the database's user can reach.
+    /// The folder of the data: the given one, or one of its own that the database's user can reach.
     pub fn data_folder(&self) -> &Path {
         &self.home.path
     }
 
-    pub fn lies_elsewhere(&self) -> bool {
+    pub fn data_is_elsewhere(&self) -> bool {
         self.home.elsewhere
     }
 
@@ -257,7 +257,7 @@ impl Postgres {
     /// An orderly end; the data stays until the value is dropped.
     pub async fn stop(&mut self) {
         if let Some(mut process) = self.process.take() {
-            process.stop(STOPS_WITHIN).await;
+            process.stop(STOP_TIMEOUT).await;
         }
     }
 }
@@ -272,24 +272,24 @@ fn find_programs() -> anyhow::Result<PathBuf> {
         .into_iter()
         .filter(|program| program.with_file_name("initdb").exists())
         .filter_map(|program| Some((files::version_of(&program)?, program)))
-        .filter(|(version, _)| version.first().is_some_and(|major| *major >= OLDEST))
+        .filter(|(version, _)| version.first().is_some_and(|major| *major >= MIN_VERSION))
         .max_by(|(one, _), (other, _)| one.cmp(other))
         .and_then(|(_, program)| program.parent().map(Path::to_owned))
         .with_context(|| {
             format!(
-                "no Postgres of version {OLDEST} or later on PATH or in /usr/lib/postgresql; `deploy/up` installs one"
+                "no Postgres of version {MIN_VERSION} or later on PATH or in /usr/lib/postgresql; `deploy/up` installs one"
             )
         })
 }
 
-/// Whom the server runs as: this user, or for root an ordinary one.
-fn account() -> anyhow::Result<Option<Account>> {
+/// The user that the server runs as: this one, or an ordinary one where this is root.
+fn account() -> anyhow::Result<Option<RunAsAccount>> {
     if !geteuid().is_root() {
         return Ok(None);
     }
     for name in ["postgres", "nobody"] {
         if let Some(user) = User::from_name(name)? {
-            return Ok(Some(Account { uid: user.uid.as_raw(), gid: user.gid.as_raw() }));
+            return Ok(Some(RunAsAccount { uid: user.uid.as_raw(), gid: user.gid.as_raw() }));
         }
     }
     bail!("Postgres does not run as root, and there is neither a user `postgres` nor `nobody`")
@@ -298,10 +298,10 @@ fn account() -> anyhow::Result<Option<Account>> {
 async fn initialise(
     programs: &Path,
     home: &Home,
-    account: Option<Account>,
+    account: Option<RunAsAccount>,
     password: &SecretString,
 ) -> anyhow::Result<()> {
-    let password_file = home.give(password.expose_secret().as_bytes(), "password")?;
+    let password_file = home.write_file(password.expose_secret().as_bytes(), "password")?;
     let mut command = Command::new(programs.join("initdb"));
     command
         .arg("--pgdata")
@@ -346,23 +346,23 @@ fn connection_url(port: u16, password: &SecretString, ca_path: &Path, database: 
 #[derive(Debug)]
 struct Home {
     path: PathBuf,
-    account: Option<Account>,
+    account: Option<RunAsAccount>,
     elsewhere: bool,
-    /// Says in the folder that was given where the data went, for the next start to remove.
+    /// Writes the location of the data to the given folder, for the next start to remove it.
     pointer: PathBuf,
 }
 
 impl Home {
     const ELSEWHERE: &str = "/var/tmp/gpuaas-postgres-";
 
-    /// Where `folder` says that its data lies, if not in it.
+    /// The location of the data by the file in `folder`, if it is elsewhere.
     fn elsewhere(pointer: &Path) -> Option<PathBuf> {
         let left = std::fs::read_to_string(pointer).ok()?;
         (left.starts_with(Self::ELSEWHERE) && !left.contains("..")).then(|| PathBuf::from(left))
     }
 
     /// The complete data of an earlier start, if there is any.
-    fn find(folder: &Path, account: Option<Account>) -> anyhow::Result<Option<Self>> {
+    fn find(folder: &Path, account: Option<RunAsAccount>) -> anyhow::Result<Option<Self>> {
         let Ok(folder) = folder.canonicalize() else { return Ok(None) };
         let pointer = folder.join("elsewhere");
         let found = Self::elsewhere(&pointer);
@@ -388,8 +388,8 @@ impl Home {
         Ok(())
     }
 
-    fn create(folder: &Path, account: Option<Account>) -> anyhow::Result<Self> {
-        files::passable_folder(folder)?;
+    fn create(folder: &Path, account: Option<RunAsAccount>) -> anyhow::Result<Self> {
+        files::traversable_folder(folder)?;
         let folder = folder.canonicalize()?;
         let pointer = folder.join("elsewhere");
         if let Some(left) = Self::elsewhere(&pointer) {
@@ -409,13 +409,13 @@ impl Home {
         Ok(Self { path, account, elsewhere: true, pointer })
     }
 
-    /// Makes the folder (it must not exist, so nobody else's is taken over) and says whether its owner can write in it.
-    fn own(path: &Path, account: Option<Account>) -> anyhow::Result<bool> {
+    /// Creates the folder (it must not exist, so that no other user's is taken over) and returns whether its owner can write in it.
+    fn own(path: &Path, account: Option<RunAsAccount>) -> anyhow::Result<bool> {
         std::fs::DirBuilder::new()
             .mode(0o700)
             .create(path)
             .with_context(|| format!("cannot make {}", path.display()))?;
-        if let Some(Account { uid, gid }) = account {
+        if let Some(RunAsAccount { uid, gid }) = account {
             std::os::unix::fs::chown(path, Some(uid), Some(gid))?;
         }
         let mut probe = Command::new("/bin/sh");
@@ -425,10 +425,10 @@ impl Home {
     }
 
     /// Writes a file here that only the database's user can read.
-    fn give(&self, content: &[u8], name: &str) -> anyhow::Result<PathBuf> {
+    fn write_file(&self, content: &[u8], name: &str) -> anyhow::Result<PathBuf> {
         let path = self.path.join(name);
         files::write_private(&path, content)?;
-        if let Some(Account { uid, gid }) = self.account {
+        if let Some(RunAsAccount { uid, gid }) = self.account {
             std::os::unix::fs::chown(&path, Some(uid), Some(gid))?;
         }
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
@@ -436,7 +436,7 @@ impl Home {
     }
 }
 
-impl Drop for Postgres {
+impl Drop for PostgresServer {
     fn drop(&mut self) {
         // The server first, then what it writes to.
         self.process = None;
@@ -448,21 +448,21 @@ impl Drop for Postgres {
 }
 
 #[cfg(test)]
-#[path = "../../../agent/tests/not_run/mod.rs"]
-mod not_run;
+#[path = "../../../agent/tests/skipped/mod.rs"]
+mod skipped;
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use super::*;
 
-    async fn asks(postgres: &Postgres, question: &'static str) -> String {
+    async fn asks(postgres: &PostgresServer, question: &'static str) -> String {
         let options: sqlx::postgres::PgConnectOptions = postgres.url().expose_secret().parse().unwrap();
         let mut connection = options.connect().await.unwrap();
         sqlx::query_scalar(question).fetch_one(&mut connection).await.unwrap()
     }
 
-    /// A folder that any user can enter, as a checkout outside of somebody's home is.
+    /// A folder that any user can enter, like a checkout outside of a home folder.
     fn reachable() -> tempfile::TempDir {
         let dir = tempfile::tempdir().unwrap();
         std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
@@ -470,10 +470,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn it_speaks_tls_syncs_to_disk_and_refuses_a_wrong_password() {
+    async fn server_uses_tls_and_fsync_and_refuses_a_wrong_password() {
         let dir = reachable();
         let authority = Authority::create(&dir.path().join("pki")).unwrap();
-        let postgres = Postgres::start(&dir.path().join("dev"), &authority).await.unwrap();
+        let postgres = PostgresServer::start(&dir.path().join("dev"), &authority).await.unwrap();
         assert_eq!(asks(&postgres, "show fsync").await, "on");
         assert_eq!(asks(&postgres, "show listen_addresses").await, "127.0.0.1");
         let ssl = "select ssl::text from pg_stat_ssl where pid = pg_backend_pid()";
@@ -488,10 +488,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn data_survives_a_crash_and_the_port_stays() {
+    async fn data_and_port_survive_a_crash() {
         let dir = reachable();
         let authority = Authority::create(&dir.path().join("pki")).unwrap();
-        let mut postgres = Postgres::start(&dir.path().join("dev"), &authority).await.unwrap();
+        let mut postgres = PostgresServer::start(&dir.path().join("dev"), &authority).await.unwrap();
         let port = postgres.port();
         let options: sqlx::postgres::PgConnectOptions = postgres.url().expose_secret().parse().unwrap();
         let mut connection = options.connect().await.unwrap();
@@ -509,9 +509,9 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_folder_that_its_user_cannot_reach_is_left_for_one_that_it_can() {
+    async fn unreachable_data_folder_is_replaced_by_a_reachable_one() {
         if !geteuid().is_root() {
-            return not_run::not_run(
+            return skipped::report_skipped(
                 "it needs root: an ordinary user runs the server itself, and reaches what it made",
             );
         }
@@ -519,8 +519,8 @@ mod tests {
         std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
         let authority = Authority::create(&dir.path().join("pki")).unwrap();
         let folder = dir.path().join("dev");
-        let postgres = Postgres::start(&folder, &authority).await.unwrap();
-        assert!(postgres.lies_elsewhere());
+        let postgres = PostgresServer::start(&folder, &authority).await.unwrap();
+        assert!(postgres.data_is_elsewhere());
         let elsewhere = postgres.data_folder().to_owned();
         assert!(elsewhere.starts_with("/var/tmp"));
         assert_eq!(asks(&postgres, "select 'here'").await, "here");
@@ -528,7 +528,7 @@ mod tests {
         assert!(!elsewhere.exists());
 
         let dir = reachable();
-        let reached = Postgres::start(&dir.path().join("dev"), &authority).await.unwrap();
-        assert!(!reached.lies_elsewhere());
+        let reached = PostgresServer::start(&dir.path().join("dev"), &authority).await.unwrap();
+        assert!(!reached.data_is_elsewhere());
     }
 }

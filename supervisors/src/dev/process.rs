@@ -22,7 +22,7 @@ use nix::unistd::Pid;
 use rand::RngExt as _;
 
 /// `$0` is the signal that asks the program to end, `$@` the program. A line on the pipe means that the program was waited
-/// for, so that its pid may belong to someone else: the watcher then ends and kills nobody. It runs under a second fork, so
+/// for, so that its pid may be reused: the watcher then ends and kills no process. It runs under a second fork, so
 /// that the program never sees a child that it did not make.
 const WATCHED: &str = r#"
 exec 3<&0 </dev/null
@@ -38,24 +38,24 @@ exec 3<&0 </dev/null
 exec 3<&- "$@"
 "#;
 
-/// How often an ending process is looked at.
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// How often an ending process is checked.
+const CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A user that has no rights of root, by number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Account {
+pub struct RunAsAccount {
     pub uid: u32,
     pub gid: u32,
 }
 
-/// What to start, and as whom.
+/// A program to start, with its environment and its user.
 #[derive(Debug)]
 pub struct Launch {
     name: String,
     program: PathBuf,
     arguments: Vec<OsString>,
     environment: Vec<(OsString, OsString)>,
-    account: Option<Account>,
+    account: Option<RunAsAccount>,
     stop_signal: Signal,
     log: PathBuf,
 }
@@ -94,12 +94,12 @@ impl Launch {
     }
 
     #[must_use]
-    pub fn account(mut self, account: Option<Account>) -> Self {
+    pub fn account(mut self, account: Option<RunAsAccount>) -> Self {
         self.account = account;
         self
     }
 
-    /// The signal that asks for an orderly end; SIGTERM unless told.
+    /// The signal that requests an orderly end; SIGTERM by default.
     #[must_use]
     pub fn stop_signal(mut self, signal: Signal) -> Self {
         self.stop_signal = signal;
@@ -139,13 +139,13 @@ impl Launch {
 }
 
 /// Makes `command` run as `account`. Supplementary groups are dropped with the user id.
-pub fn as_account(command: &mut Command, account: Option<Account>) {
-    if let Some(Account { uid, gid }) = account {
+pub fn as_account(command: &mut Command, account: Option<RunAsAccount>) {
+    if let Some(RunAsAccount { uid, gid }) = account {
         command.uid(uid).gid(gid);
     }
 }
 
-/// A running program. Dropping it stops it: first politely, after some seconds by SIGKILL.
+/// A running program. Dropping it stops it: first by its stop signal, after some seconds by SIGKILL.
 #[derive(Debug)]
 pub struct ChildProcess {
     name: String,
@@ -157,7 +157,7 @@ pub struct ChildProcess {
 
 impl ChildProcess {
     /// How long a program may take to end when asked to by a drop.
-    const PATIENCE: Duration = Duration::from_secs(5);
+    const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
     pub fn name(&self) -> &str {
         &self.name
@@ -194,10 +194,10 @@ impl ChildProcess {
         }
     }
 
-    /// SIGKILL, as a crash: what the program itself started lives on. Returns when the program is gone.
+    /// SIGKILL, as a crash: the program's own children keep running. Returns when the program is gone.
     pub fn kill9(&mut self) {
         self.signal(Signal::SIGKILL);
-        self.wait_until(Instant::now() + Self::PATIENCE);
+        self.wait_until(Instant::now() + Self::STOP_TIMEOUT);
     }
 
     /// Asks the program to end, and kills its process group when it has not within `patience`.
@@ -205,9 +205,9 @@ impl ChildProcess {
         self.signal(self.stop_signal);
         let until = Instant::now() + patience;
         while self.is_running() && Instant::now() < until {
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(CHECK_INTERVAL).await;
         }
-        self.end_now();
+        self.stop_now();
     }
 
     /// The last lines of the program's log, for an error message.
@@ -215,16 +215,16 @@ impl ChildProcess {
         tail(&self.log, 20)
     }
 
-    fn end_now(&mut self) {
+    fn stop_now(&mut self) {
         if self.is_running() {
             let _ = killpg(self.group(), Signal::SIGKILL);
-            self.wait_until(Instant::now() + Self::PATIENCE);
+            self.wait_until(Instant::now() + Self::STOP_TIMEOUT);
         }
     }
 
     fn wait_until(&mut self, until: Instant) {
         while self.is_running() && Instant::now() < until {
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(CHECK_INTERVAL);
         }
     }
 
@@ -237,8 +237,8 @@ impl ChildProcess {
 impl Drop for ChildProcess {
     fn drop(&mut self) {
         self.signal(self.stop_signal);
-        self.wait_until(Instant::now() + Self::PATIENCE);
-        self.end_now();
+        self.wait_until(Instant::now() + Self::STOP_TIMEOUT);
+        self.stop_now();
     }
 }
 
@@ -258,7 +258,7 @@ pub fn tail(path: &Path, lines: usize) -> String {
 }
 
 /// A TCP port of 127.0.0.1 that was free a moment ago. It lies below the range from which the kernel takes the ports of
-/// outgoing connections, and no other process that lives was given it by this function: so nobody takes it before its server binds it.
+/// outgoing connections, and this function gave it to no other living process: so no process takes it before its server binds it.
 pub fn free_port() -> std::io::Result<u16> {
     let outgoing = std::fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range").unwrap_or_default();
     let below = outgoing.split_whitespace().next().and_then(|first| first.parse().ok()).unwrap_or(32768);
@@ -274,8 +274,8 @@ pub fn free_port() -> std::io::Result<u16> {
     Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, "no free port of 127.0.0.1 found in 100 attempts"))
 }
 
-/// Claims a port until this process ends: a lock on the byte of its number in a file that all of this user's processes share. Where there can
-/// be no such file, every port is had.
+/// Claims a port until this process ends: a lock on the byte of its number in a file that all of this user's processes share. Where there
+/// can be no such file, every port is had.
 fn claim(port: u16) -> bool {
     static CLAIMS: OnceLock<Option<File>> = OnceLock::new();
     let claims = CLAIMS.get_or_init(|| {
@@ -311,12 +311,12 @@ mod tests {
         let until = Instant::now() + Duration::from_secs(10);
         while !holds() {
             assert!(Instant::now() < until, "not within 10 s: {what}");
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(CHECK_INTERVAL);
         }
     }
 
     #[test]
-    fn port_that_another_process_was_given_is_given_to_no_other() {
+    fn port_claimed_by_one_process_is_not_given_to_another() {
         let port = free_port().unwrap();
         let path = std::env::temp_dir().join(format!("gpuaas-ports-{}", nix::unistd::geteuid()));
         // As another process opens it.
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_process_is_gone() {
+    fn dropped_process_is_stopped() {
         let dir = tempfile::tempdir().unwrap();
         let process = sleeper(dir.path());
         let pid = process.pid();
@@ -345,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_ends_when_its_starter_dies_without_a_word() {
+    fn process_is_stopped_when_its_starter_is_killed() {
         let dir = tempfile::tempdir().unwrap();
         let mut process = sleeper(dir.path());
         let pid = process.pid();
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_ignores_the_polite_signal_is_killed() {
+    fn process_that_ignores_the_stop_signal_is_killed() {
         let dir = tempfile::tempdir().unwrap();
         let mut process = Launch::new("deaf", "/bin/sh", dir.path().join("log"))
             .arguments(["-c", "trap '' TERM; echo deaf; while :; do sleep 1; done"])
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn the_environment_of_the_starter_stays_here() {
+    fn process_does_not_inherit_the_starters_environment() {
         let dir = tempfile::tempdir().unwrap();
         let mut process = Launch::new("env", "/usr/bin/env", dir.path().join("log"))
             .variable("SVC_SEEN", "a 'b' $c")

@@ -1,4 +1,4 @@
-//! The payment processor: localstripe, a server that somebody else wrote and that speaks Stripe's API (deploy/lib.sh takes it from PyPI).
+//! The payment processor: localstripe, a third-party server with Stripe's API (deploy/lib.sh takes it from PyPI).
 //!
 //! It has PaymentIntents, charges and refunds, and sends each `payment_intent.*` webhook once. It has no Checkout Sessions, so our own
 //! page is used with it. Plain HTTP on loopback.
@@ -13,15 +13,15 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::Value;
 
 use super::files;
-use super::kept::Kept;
 use super::process::{ChildProcess, Launch, tail};
+use super::settings::SavedSettings;
 
-const STARTS_WITHIN: Duration = Duration::from_secs(30);
-const STOPS_WITHIN: Duration = Duration::from_secs(5);
-const ANSWERS_WITHIN: Duration = Duration::from_secs(10);
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Its server as it is, on loopback alone, with what it knows in a file of its own: by itself it listens everywhere, and keeps that in one
-/// file of /tmp, whoever runs it.
+/// The unchanged server, on loopback alone, with its state in a file of its own: by default it listens on all addresses, and stores its
+/// state in one file in /tmp for all users.
 const SERVER: &str = r"
 import logging, os, pickle, sys
 from aiohttp import web
@@ -43,15 +43,15 @@ logging.basicConfig(level=logging.INFO)
 web.run_app(app, host='127.0.0.1', port=port, print=None)
 ";
 
-/// A card that pays, by the name that Stripe gives it.
+/// A card that pays, by Stripe's name of it.
 pub const CARD: &str = "pm_card_visa";
 
-/// A running processor. Dropping it stops it; what it knows stays in its folder.
+/// A running processor. Dropping it stops it; its state stays in its folder.
 pub struct PaymentProcessor {
     python: PathBuf,
     store: PathBuf,
     log: PathBuf,
-    /// By which it verifies who takes its webhooks.
+    /// The secret that signs its webhooks.
     ca_path: PathBuf,
     port: u16,
     secret_key: SecretString,
@@ -63,13 +63,13 @@ pub struct PaymentProcessor {
 }
 
 impl PaymentProcessor {
-    /// Starts one that knows of nothing.
+    /// Starts a processor without state.
     pub async fn start(folder: &Path, log: &Path, ca_path: &Path) -> anyhow::Result<Self> {
-        Self::restore(folder, log, ca_path, &Kept::nothing()).await
+        Self::restore(folder, log, ca_path, &SavedSettings::ephemeral()).await
     }
 
-    /// The same, with what one of an earlier start knew, its port and its keys, where there was one.
-    pub async fn restore(folder: &Path, log: &Path, ca_path: &Path, kept: &Kept) -> anyhow::Result<Self> {
+    /// The same, with the state, the port and the keys of an earlier start, where there was one.
+    pub async fn restore(folder: &Path, log: &Path, ca_path: &Path, saved: &SavedSettings) -> anyhow::Result<Self> {
         const PORT: &str = "the payment processor's port";
         let python = files::find_programs("localstripe/bin/python").into_iter().next().context(
             "no localstripe in $GPUAAS_TOOLS_DIR or in .dev/tools; `deploy/up` and `deploy/test --tools` install it",
@@ -81,37 +81,37 @@ impl PaymentProcessor {
             log: log.to_owned(),
             ca_path: ca_path.to_owned(),
             port: 0,
-            secret_key: kept.secret("the payment processor's secret key", "sk_test_", 16)?,
-            publishable_key: kept.value("the payment processor's publishable key", || {
+            secret_key: saved.secret("the payment processor's secret key", "sk_test_", 16)?,
+            publishable_key: saved.value("the payment processor's publishable key", || {
                 Ok(format!("pk_test_{}", files::random_hex(16)))
             })?,
-            webhook_secret: kept.secret("secret of the payment processor's webhooks", "whsec_", 16)?,
+            webhook_secret: saved.secret("secret of the payment processor's webhooks", "whsec_", 16)?,
             webhook_url: None,
-            http: reqwest::Client::builder().no_proxy().timeout(ANSWERS_WITHIN).build()?,
+            http: reqwest::Client::builder().no_proxy().timeout(RESPONSE_TIMEOUT).build()?,
             process: None,
         };
-        if !kept.keeps() {
+        if !saved.is_persistent() {
             let _ = std::fs::remove_file(&processor.store);
         }
         let mut attempts = 0;
-        let mut port = kept.port(PORT)?;
+        let mut port = saved.port(PORT)?;
         loop {
             processor.port = port.number;
             attempts += 1;
             match processor.start_again().await {
                 Ok(()) => return Ok(processor),
-                // Someone took the port between the look and the bind.
+                // Another process took the port between the check and the bind.
                 Err(_)
                     if attempts < 5 && !port.is_known && tail(&processor.log, 5).contains("address already in use") =>
                 {
-                    port = kept.another_port(PORT)?;
+                    port = saved.another_port(PORT)?;
                 }
                 Err(error) => return Err(error),
             }
         }
     }
 
-    /// Starts a stopped or killed one on its port, with what it knew.
+    /// Starts a stopped or killed processor on its port, with its state.
     pub async fn start_again(&mut self) -> anyhow::Result<()> {
         if self.is_running() {
             return Ok(());
@@ -124,7 +124,7 @@ impl PaymentProcessor {
             .variable("PYTHONUNBUFFERED", "1")
             .spawn()?;
         let process = self.process.insert(process);
-        let until = Instant::now() + STARTS_WITHIN;
+        let until = Instant::now() + START_TIMEOUT;
         while tokio::net::TcpStream::connect(("127.0.0.1", self.port)).await.is_err() {
             if let Some(status) = process.exit_status() {
                 bail!("localstripe ended while starting ({status}); its log ends with:\n{}", process.log_tail());
@@ -161,7 +161,7 @@ impl PaymentProcessor {
         &self.webhook_secret
     }
 
-    /// What a control plane is told, that it may ask this processor in this currency.
+    /// The variables with which a control plane uses this processor in this currency.
     pub fn variables(&self, currency: &str) -> Vec<(String, String)> {
         [
             ("SVC_PAYMENTS_SECRET_KEY", self.secret_key.expose_secret()),
@@ -176,7 +176,7 @@ impl PaymentProcessor {
         .to_vec()
     }
 
-    /// From here on it tells whoever listens at `url` what happens, each event once.
+    /// Registers a webhook endpoint: from here on each event is sent once to `url`.
     pub async fn send_webhooks_to(&mut self, url: &str) -> anyhow::Result<()> {
         let webhook = serde_json::json!({ "url": url, "secret": self.webhook_secret.expose_secret() });
         let request = self.http.post(format!("{}/_config/webhooks/gpuaas", self.url())).json(&webhook);
@@ -192,7 +192,7 @@ impl PaymentProcessor {
         self.post(&format!("{path}/confirm"), &[]).await
     }
 
-    /// What somebody does at the processor, past us; with the secret key.
+    /// A request at the processor past this service, with the secret key.
     pub async fn post(&self, path: &str, form: &[(&str, &str)]) -> anyhow::Result<Value> {
         let request = self.http.post(format!("{}{path}", self.url())).form(form);
         answer_of(path, request.bearer_auth(self.secret_key.expose_secret())).await
@@ -207,8 +207,8 @@ impl PaymentProcessor {
         self.process.as_mut().is_some_and(ChildProcess::is_running)
     }
 
-    /// It takes connections and answers nothing, until it is resumed.
-    pub fn hang(&mut self) {
+    /// Suspends it: it accepts connections and answers nothing, until it is resumed.
+    pub fn suspend(&mut self) {
         self.signal(Signal::SIGSTOP);
     }
 
@@ -232,7 +232,7 @@ impl PaymentProcessor {
     /// An orderly end.
     pub async fn stop(&mut self) {
         if let Some(mut process) = self.process.take() {
-            process.stop(STOPS_WITHIN).await;
+            process.stop(STOP_TIMEOUT).await;
         }
     }
 }
@@ -260,7 +260,9 @@ mod tests {
     use domain::money::Currency;
     use domain::{PaymentId, RefundId};
     use edge::processor::stripe::{CheckoutPage, Stripe, StripeSettings};
-    use edge::processor::{Before, Checkout, Processor as _, RefundRequest, RefundStatus, Status};
+    use edge::processor::{
+        Checkout, PriorCheckout, Processor as _, ProcessorPaymentStatus, ProcessorRefundStatus, RefundRequest,
+    };
     use uuid::Uuid;
 
     async fn started(folder: &Path) -> (PaymentProcessor, Stripe) {
@@ -283,12 +285,12 @@ mod tests {
             currency: Currency::parse("EUR").unwrap(),
             success_url: "https://shop.example/paid".to_owned(),
             cancel_url: "https://shop.example/later".to_owned(),
-            before: Before::Nothing,
+            before: PriorCheckout::Nothing,
         }
     }
 
     #[tokio::test]
-    async fn somebody_elses_processor_opens_is_paid_and_pays_back_as_it_is_asked_here() {
+    async fn third_party_processor_accepts_open_pay_and_refund_requests() {
         let folder = tempfile::tempdir().unwrap();
         let (mut there, client) = started(folder.path()).await;
         let (payment_id, refund_id) = (PaymentId(Uuid::now_v7()), RefundId(Uuid::now_v7()));
@@ -299,21 +301,21 @@ mod tests {
         assert_eq!(found.processor_id, opened.processor_id);
         let intent = intent_in(&opened.url("https://here.example", payment_id).unwrap()).unwrap();
         assert_eq!(intent, opened.processor_id);
-        assert_eq!(client.payment(&intent).await.unwrap().unwrap().status, Status::Open);
+        assert_eq!(client.payment(&intent).await.unwrap().unwrap().status, ProcessorPaymentStatus::Open);
 
         there.pay(&intent, CARD).await.unwrap();
-        // What it knows outlives it.
+        // Its state outlives it.
         there.kill9();
         assert!(client.payment(&intent).await.is_err());
         there.start_again().await.unwrap();
         let paid = client.payment(&intent).await.unwrap().unwrap();
-        assert!(matches!(&paid.status, Status::Paid { charge_id: Some(_) }));
+        assert!(matches!(&paid.status, ProcessorPaymentStatus::Paid { charge_id: Some(_) }));
         assert_eq!((paid.payment_id, paid.amount_minor), (Some(payment_id), 2500));
         assert_eq!(client.payments_since(since).await.unwrap().found, [paid]);
 
         let wanted = RefundRequest { refund_id, processor_id: intent.clone(), amount_minor: 400 };
         let refund = client.refund(&wanted).await.unwrap();
-        assert_eq!((refund.refund_id, refund.status), (Some(refund_id), RefundStatus::Succeeded));
+        assert_eq!((refund.refund_id, refund.status), (Some(refund_id), ProcessorRefundStatus::Succeeded));
         let refunds = [refund];
         assert_eq!(client.refunds_of(&intent).await.unwrap(), refunds);
         assert_eq!(client.refunds_since(since).await.unwrap().found, refunds);
@@ -322,15 +324,15 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn somebody_elses_processor_declines_and_cancels() {
+    async fn third_party_processor_declines_and_cancels() {
         let folder = tempfile::tempdir().unwrap();
         let (there, client) = started(folder.path()).await;
         let payment_id = PaymentId(Uuid::now_v7());
         let intent = client.checkout(&checkout(payment_id)).await.unwrap().processor_id;
         assert!(there.pay(&intent, "pm_card_chargeCustomerFail").await.is_err());
         let declined = client.payment(&intent).await.unwrap().unwrap().status;
-        assert!(matches!(declined, Status::Declined { .. }), "{declined:?}");
-        assert_eq!(client.cancel(&intent).await.unwrap().unwrap().status, Status::Canceled);
-        assert!(there.pay(&intent, CARD).await.is_err(), "nobody can pay it any more");
+        assert!(matches!(declined, ProcessorPaymentStatus::Declined { .. }), "{declined:?}");
+        assert_eq!(client.cancel(&intent).await.unwrap().unwrap().status, ProcessorPaymentStatus::Canceled);
+        assert!(there.pay(&intent, CARD).await.is_err(), "it cannot be paid any more");
     }
 }

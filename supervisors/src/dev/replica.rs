@@ -1,4 +1,4 @@
-//! Control-plane replicas: `gpuaas serve` as child processes, told what to do by `SVC_…` variables alone.
+//! Control-plane replicas: `gpuaas serve` as child processes, configured by `SVC_…` variables alone.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -9,28 +9,28 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use secrecy::{ExposeSecret as _, SecretString};
 
-use super::kept::Kept;
 use super::nats::NatsUser;
 use super::pki::ServerCertificate;
 use super::process::{ChildProcess, Launch, free_port};
+use super::settings::SavedSettings;
 use crate::cluster::permissions;
-use crate::config::Role;
+use crate::config::ProcessRole;
 
-const READY_WITHIN: Duration = Duration::from_secs(60);
+const READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// A replica drains its listeners, polls, shards and outbox before it ends.
-const STOPS_WITHIN: Duration = Duration::from_secs(20);
+const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The NATS user of a member with these roles.
-pub fn member(name: &str, roles: &BTreeSet<Role>) -> NatsUser {
-    NatsUser::limited(name, permissions::of(name, roles))
+pub fn member(name: &str, roles: &BTreeSet<ProcessRole>) -> NatsUser {
+    NatsUser::limited(name, permissions::for_member(name, roles))
 }
 
-/// What all replicas of one environment share.
+/// The settings that all replicas of one environment share.
 #[derive(Clone)]
 pub struct ReplicaSettings {
     /// The `gpuaas` program.
     pub executable: PathBuf,
-    /// Where the logs go.
+    /// The folder of the logs.
     pub folder: PathBuf,
     pub database_url: SecretString,
     /// Trust anchor for Postgres and NATS, and of the replicas' own certificate.
@@ -39,37 +39,37 @@ pub struct ReplicaSettings {
     pub key_ring_path: PathBuf,
     pub issuer: String,
     pub audience: String,
-    /// How clients reach the public API, and nodes theirs: through the balancer.
+    /// The URLs of the public API and the node API: through the balancer.
     pub public_url: String,
     pub node_public_url: String,
-    /// Lets an operator read a replica's stats.
+    /// The token that opens a replica's stats.
     pub stats_token: SecretString,
-    /// Further variables, which win over those that are set here.
+    /// Further variables, which override those that are set here.
     pub variables: Vec<(String, String)>,
 }
 
 /// The addresses of one replica's listeners.
 #[derive(Debug, Clone, Copy)]
-pub struct Listens {
+pub struct ListenAddresses {
     pub public: SocketAddr,
     pub node: SocketAddr,
-    /// For what the payment processor says, where one is configured.
+    /// For webhooks of the payment processor, where one is configured.
     pub webhook: SocketAddr,
     /// In clear, for operators.
     pub operations: SocketAddr,
 }
 
-impl Listens {
+impl ListenAddresses {
     /// Ports of 127.0.0.1 that were free a moment ago.
-    pub fn anywhere() -> std::io::Result<Self> {
+    pub fn on_free_ports() -> std::io::Result<Self> {
         let port = || Ok::<_, std::io::Error>(SocketAddr::from(([127, 0, 0, 1], free_port()?)));
         Ok(Self { public: port()?, node: port()?, webhook: port()?, operations: port()? })
     }
 
     /// The ports of the replica of this name at an earlier start, or new ones.
-    pub fn restore(name: &str, kept: &Kept) -> anyhow::Result<Self> {
+    pub fn restore(name: &str, saved: &SavedSettings) -> anyhow::Result<Self> {
         let port = |of: &str| {
-            anyhow::Ok(SocketAddr::from(([127, 0, 0, 1], kept.port(&format!("{name}'s port for {of}"))?.number)))
+            anyhow::Ok(SocketAddr::from(([127, 0, 0, 1], saved.port(&format!("{name}'s port for {of}"))?.number)))
         };
         Ok(Self {
             public: port("the public API")?,
@@ -85,7 +85,7 @@ pub struct Replica {
     name: String,
     settings: ReplicaSettings,
     nats_url: SecretString,
-    listens: Listens,
+    listens: ListenAddresses,
     process: Option<ChildProcess>,
 }
 
@@ -95,7 +95,7 @@ impl Replica {
         name: &str,
         settings: &ReplicaSettings,
         nats_url: SecretString,
-        listens: Listens,
+        listens: ListenAddresses,
     ) -> anyhow::Result<Self> {
         let mut replica = Self { name: name.to_owned(), settings: settings.clone(), nats_url, listens, process: None };
         replica.start_again().await?;
@@ -107,7 +107,7 @@ impl Replica {
         if !self.is_running() {
             self.process = Some(self.launch().spawn()?);
         }
-        self.wait_until_ready(READY_WITHIN).await
+        self.wait_until_ready(READY_TIMEOUT).await
     }
 
     /// Waits until `GET /api/v1/readyz` answers 200, on the address that every process has, whatever its roles.
@@ -134,7 +134,7 @@ impl Replica {
     }
 
     /// Whether it has this role.
-    pub fn serves(&self, role: &str) -> bool {
+    pub fn has_role(&self, role: &str) -> bool {
         let told = self.settings.variables.iter().rev().find(|(name, _)| name == "SVC_ROLES");
         told.is_none_or(|(_, roles)| roles.split(',').any(|named| named.trim() == role || named.trim() == "all"))
     }
@@ -151,17 +151,17 @@ impl Replica {
         format!("https://{}", self.listens.node)
     }
 
-    /// Where the payment processor is told to send its events.
+    /// The URL for the payment processor's webhooks.
     pub fn webhook_url(&self) -> String {
         format!("https://{}{}", self.listens.webhook, edge::webhook::PATH)
     }
 
-    /// Where its figures are.
+    /// The URL of its metrics.
     pub fn operations_url(&self) -> String {
         format!("http://{}", self.listens.operations)
     }
 
-    pub fn listens(&self) -> Listens {
+    pub fn listens(&self) -> ListenAddresses {
         self.listens
     }
 
@@ -192,7 +192,7 @@ impl Replica {
     /// An orderly end.
     pub async fn stop(&mut self) {
         if let Some(process) = &mut self.process {
-            process.stop(STOPS_WITHIN).await;
+            process.stop(STOP_TIMEOUT).await;
         }
     }
 

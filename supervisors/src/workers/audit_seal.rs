@@ -1,7 +1,7 @@
-//! Seals the audit rows of this member's shards, and hands the signed heads to an archive outside the database (decisions 7).
+//! Seals the audit rows of this member's shards, and archives the signed heads outside the database (decisions 7).
 //!
-//! The archive is the JetStream stream `AUDIT`: whoever can rewrite Postgres cannot take a head back there, and `gpuaas audit verify`
-//! compares. While NATS cannot be reached the chains grow on, and the newest heads follow when it is back.
+//! The archive is the JetStream stream `AUDIT`: an attacker who can rewrite Postgres cannot remove a head there, and `gpuaas audit verify`
+//! compares. While NATS cannot be reached the chains still grow, and the newest heads are archived when it is back.
 
 use crate::cluster::bus::Bus;
 use actors::Host;
@@ -11,7 +11,7 @@ use async_nats::{Client, jetstream};
 use chrono::Utc;
 use domain::Shard;
 use domain::commit::Epoch;
-use persistence::audit::{Sealer, SignedHead, Turn};
+use persistence::audit::{SealRun, Sealer, SignedHead};
 use persistence::cluster::incarnation_of;
 use prometheus::{Gauge, IntCounter, IntGauge, Registry};
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,15 +19,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
-/// A row waits for its seal so long, and the time of one turn.
-const TURN: Duration = Duration::from_millis(250);
-/// Heads that the archive keeps of one shard; older ones stand in the database.
-const KEPT_OF_A_SHARD: i64 = 1024;
+/// How often rows are sealed: a row waits this long, and the time of one round.
+const INTERVAL: Duration = Duration::from_millis(250);
+/// Heads that the archive stores of one shard; older ones are in the database.
+const HEADS_PER_SHARD: i64 = 1024;
 const ARCHIVE: &str = "AUDIT";
 /// How long the archive may take to answer.
-const ARCHIVED_WITHIN: Duration = Duration::from_secs(2);
+const ARCHIVE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What the sealing is measured by.
+/// The metrics of the sealing.
 #[derive(Clone, Debug)]
 pub struct SealMetrics {
     unsealed: IntGauge,
@@ -62,14 +62,14 @@ pub struct AuditSeal {
     host: Arc<Host>,
     bus: Bus,
     metrics: SealMetrics,
-    state: Mutex<State>,
+    state: Mutex<SealState>,
 }
 
-struct State {
+struct SealState {
     sealer: Sealer,
-    /// The terms under which the archive was asked what it knows.
+    /// The terms for which the archive was read.
     asked: BTreeSet<(Shard, Epoch)>,
-    /// The newest head of each shard that the archive has not got yet.
+    /// The newest head of each shard that is not archived yet.
     to_archive: BTreeMap<Shard, SignedHead>,
     broken: BTreeSet<Shard>,
     succeeded_at: Instant,
@@ -78,7 +78,7 @@ struct State {
 impl AuditSeal {
     #[must_use]
     pub fn new(host: Arc<Host>, bus: Bus, sealer: Sealer, metrics: SealMetrics) -> Self {
-        let state = State {
+        let state = SealState {
             sealer,
             asked: BTreeSet::new(),
             to_archive: BTreeMap::new(),
@@ -88,21 +88,21 @@ impl AuditSeal {
         Self { host, bus, metrics, state: Mutex::new(state) }
     }
 
-    /// Seals, turn by turn.
+    /// Seals, periodically.
     ///
     /// # Errors
-    /// Never; what fails is tried again at the next turn.
+    /// Never; what fails is retried in the next round.
     pub async fn run(&self) -> anyhow::Result<()> {
-        let mut turn = tokio::time::interval(TURN);
+        let mut turn = tokio::time::interval(INTERVAL);
         turn.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             turn.tick().await;
-            while self.turn().await {}
+            while self.seal_pending().await {}
         }
     }
 
-    /// Seals what waits now. True where more waits than a turn seals.
-    pub async fn turn(&self) -> bool {
+    /// Seals the waiting rows. Returns true where more wait than one round seals.
+    pub async fn seal_pending(&self) -> bool {
         let mut state = self.state.lock().await;
         let terms: Vec<_> = self.host.terms().iter().map(|term| (term.shard, term.epoch)).collect();
         if terms.is_empty() {
@@ -112,12 +112,12 @@ impl AuditSeal {
             return false;
         }
         self.ask_archive(&mut state, &terms).await;
-        match state.sealer.turn(&terms, Utc::now()).await {
+        match state.sealer.run(&terms, Utc::now()).await {
             Ok(turn) => {
                 state.succeeded_at = Instant::now();
                 let more = turn.more && turn.sealed > 0;
                 self.measure(&turn);
-                note_broken(&mut state, &turn);
+                record_broken(&mut state, &turn);
                 self.metrics.broken.set(i64::try_from(state.broken.len()).unwrap_or(i64::MAX));
                 state.to_archive.extend(turn.heads.into_iter().map(|head| (head.head.shard, head)));
                 self.archive(&mut state).await;
@@ -131,15 +131,15 @@ impl AuditSeal {
         }
     }
 
-    fn measure(&self, turn: &Turn) {
+    fn measure(&self, turn: &SealRun) {
         self.metrics.sealed.inc_by(turn.sealed);
         self.metrics.unsealed.set(i64::try_from(turn.waited).unwrap_or(i64::MAX));
         let age = turn.oldest.map_or(0.0, |oldest| (Utc::now() - oldest).as_seconds_f64().max(0.0));
         self.metrics.lag.set(age);
     }
 
-    /// What the archive knows of shards that have come to this member: their chains must not be shorter.
-    async fn ask_archive(&self, state: &mut State, terms: &[(Shard, Epoch)]) {
+    /// Reads the archived heads of newly owned shards: their chains must not be shorter.
+    async fn ask_archive(&self, state: &mut SealState, terms: &[(Shard, Epoch)]) {
         state.asked.retain(|asked| terms.contains(asked));
         let new: Vec<_> = terms.iter().filter(|term| !state.asked.contains(term)).copied().collect();
         if new.is_empty() || !self.bus.is_connected() {
@@ -149,30 +149,30 @@ impl AuditSeal {
             let stream = open_archive(self.bus.client()).await?;
             for (shard, epoch) in new {
                 if let Some(head) = last_head(&stream, shard).await? {
-                    // A database that was restored from a backup has forgotten heads for a known reason: it began anew.
+                    // A database that was restored from a backup lacks heads for a known reason: it has a new incarnation.
                     if incarnation_of(Epoch(head.head.epoch)) == incarnation_of(epoch) {
-                        state.sealer.learn(&head);
+                        state.sealer.learn_head(&head);
                     }
                 }
                 state.asked.insert((shard, epoch));
             }
             anyhow::Ok(())
         };
-        match tokio::time::timeout(ARCHIVED_WITHIN, asking).await {
+        match tokio::time::timeout(ARCHIVE_TIMEOUT, asking).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => tracing::warn!(error = format!("{error:#}"), "the archive of audit heads was not asked"),
             Err(_) => tracing::warn!("the archive of audit heads did not answer in time"),
         }
     }
 
-    /// Hands the newest heads over. What fails is tried again at the next turn.
-    async fn archive(&self, state: &mut State) {
+    /// Archives the newest heads. What fails is retried in the next round.
+    async fn archive(&self, state: &mut SealState) {
         if state.to_archive.is_empty() || !self.bus.is_connected() {
             return;
         }
         let handing = async {
             let mut context = jetstream::new(self.bus.client().clone());
-            context.set_timeout(ARCHIVED_WITHIN);
+            context.set_timeout(ARCHIVE_TIMEOUT);
             let mut sent = Vec::new();
             for (shard, head) in &state.to_archive {
                 let payload = serde_json::to_vec(head)?;
@@ -184,9 +184,9 @@ impl AuditSeal {
             }
             anyhow::Ok(())
         };
-        match tokio::time::timeout(ARCHIVED_WITHIN, handing).await {
+        match tokio::time::timeout(ARCHIVE_TIMEOUT, handing).await {
             Ok(Ok(())) => {}
-            // The stream may be gone: it is made anew when the archive is asked again.
+            // The stream may be gone: it is created when the archive is read again.
             Ok(Err(error)) => {
                 tracing::warn!(
                     error = format!("{error:#}"),
@@ -199,8 +199,8 @@ impl AuditSeal {
     }
 }
 
-/// A changed chain wakes someone, once.
-fn note_broken(state: &mut State, turn: &Turn) {
+/// Logs a changed chain as an error, once.
+fn record_broken(state: &mut SealState, turn: &SealRun) {
     for broken in &turn.broken {
         if state.broken.insert(broken.shard) {
             let reason = &broken.reason;
@@ -215,16 +215,16 @@ fn subject(shard: Shard) -> String {
     format!("audit.head.{shard}")
 }
 
-/// The archive, made where it is missing. Neither a message nor the stream's content can be deleted through it.
+/// Opens the archive, and creates it where it is missing. Neither a message nor the stream's content can be deleted through it.
 async fn open_archive(client: &Client) -> anyhow::Result<Stream> {
     let mut context = jetstream::new(client.clone());
-    context.set_timeout(ARCHIVED_WITHIN);
+    context.set_timeout(ARCHIVE_TIMEOUT);
     let config = Config {
         name: ARCHIVE.to_owned(),
         subjects: vec!["audit.head.*".to_owned()],
         storage: StorageType::File,
         discard: DiscardPolicy::Old,
-        max_messages_per_subject: KEPT_OF_A_SHARD,
+        max_messages_per_subject: HEADS_PER_SHARD,
         deny_delete: true,
         deny_purge: true,
         ..Config::default()
@@ -234,14 +234,14 @@ async fn open_archive(client: &Client) -> anyhow::Result<Stream> {
 
 async fn last_head(stream: &Stream, shard: Shard) -> anyhow::Result<Option<SignedHead>> {
     match stream.get_last_raw_message_by_subject(&subject(shard)).await {
-        // Something else on the subject says nothing; `gpuaas audit verify` names it.
+        // A message that is no head is ignored; `gpuaas audit verify` names it.
         Ok(message) => Ok(serde_json::from_slice(&message.payload).ok()),
         Err(error) if error.kind() == LastRawMessageErrorKind::NoMessageFound => Ok(None),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Every head that the archive holds, and how many messages are none.
+/// Every archived head, and the number of messages that are none.
 ///
 /// # Errors
 /// Where the archive cannot be read.

@@ -1,4 +1,4 @@
-//! What has to be done now and then: idle entities put to sleep, old command ids forgotten, partitions made ahead, counts added up.
+//! Periodic maintenance: passivates idle entities, deletes old command ids, creates partitions ahead, adds up the counts.
 
 use actors::Host;
 use persistence::{Cluster, sweep};
@@ -7,38 +7,39 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{MissedTickBehavior, interval};
 
-/// Command ids that are forgotten in one statement.
-const AT_A_TIME: u32 = 5000;
+/// Command ids that are deleted in one statement.
+const BATCH_SIZE: u32 = 5000;
 
-/// Members that were silent for so long and own nothing are forgotten.
-const FORGOTTEN: Duration = Duration::from_secs(600);
+/// Members without a heartbeat for so long that own nothing are deleted.
+const MEMBER_RETENTION: Duration = Duration::from_secs(600);
 
-/// Puts idle entities to sleep.
+/// Passivates idle entities.
 ///
 /// # Errors
 /// Never.
-pub async fn rest(host: Arc<Host>) -> anyhow::Result<()> {
-    let mut turn = interval(Duration::from_secs(5));
-    turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
+pub async fn passivate_idle(host: Arc<Host>) -> anyhow::Result<()> {
+    let mut ticker = interval(Duration::from_secs(5));
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
-        turn.tick().await;
-        host.rest();
+        ticker.tick().await;
+        host.passivate_idle();
     }
 }
 
 /// Sweeps the database.
 ///
 /// # Errors
-/// Never; what fails is tried again at the next turn.
+/// Never; what fails is retried in the next round.
 pub async fn sweep(pool: PgPool) -> anyhow::Result<()> {
-    let mut turn = interval(Duration::from_secs(60));
-    turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut ticker = interval(Duration::from_secs(60));
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let cluster = Cluster::new(pool.clone());
-    // A process of the release before, in whose place this one starts, appended nothing.
+    // A process of the previous release that this one replaces appended no counts.
     let mut are_counted = false;
     loop {
-        turn.tick().await;
-        let counted = if are_counted { sweep::add_up_counts(&pool).await } else { sweep::count_anew(&pool).await };
+        ticker.tick().await;
+        let counted =
+            if are_counted { sweep::compact_counts(&pool).await } else { sweep::recount_entities(&pool).await };
         match counted {
             Ok(()) => are_counted = true,
             Err(error) => tracing::warn!(error = %error, "could not count the entities"),
@@ -47,9 +48,9 @@ pub async fn sweep(pool: PgPool) -> anyhow::Result<()> {
             tracing::warn!(error = %error, "could not make partitions");
         }
         loop {
-            match sweep::forget_commands(&pool, sweep::COMMANDS_KEPT, AT_A_TIME).await {
-                // As many as were asked for: there are more.
-                Ok(forgotten) if forgotten >= u64::from(AT_A_TIME) => tokio::task::yield_now().await,
+            match sweep::delete_commands(&pool, sweep::COMMAND_RETENTION, BATCH_SIZE).await {
+                // A full batch: there may be more.
+                Ok(forgotten) if forgotten >= u64::from(BATCH_SIZE) => tokio::task::yield_now().await,
                 Ok(_) => break,
                 Err(error) => {
                     tracing::warn!(error = %error, "could not forget old command ids");
@@ -57,7 +58,7 @@ pub async fn sweep(pool: PgPool) -> anyhow::Result<()> {
                 }
             }
         }
-        if let Err(error) = cluster.forget_silent(FORGOTTEN).await {
+        if let Err(error) = cluster.remove_silent(MEMBER_RETENTION).await {
             tracing::warn!(error = %error, "could not forget silent members");
         }
     }

@@ -1,7 +1,7 @@
-//! Keeps the keys that this process signs, certifies and lets nodes in by as operators have rotated them.
+//! Keeps the keys with which this process signs, certifies and admits nodes up to date with their rotation.
 //!
-//! A rotation is said on the bus, and every process reads anew at once. What is said can be lost: so it is looked now and then whether
-//! something has changed, and when the bus is back, too. Acceptors follow without a restart.
+//! A rotation is published, and every process reads the keys at once. A message can be lost: so they are also read periodically, and
+//! after each reconnection to NATS. Acceptors are updated without a restart.
 
 use crate::cluster::bus::Bus;
 use arc_swap::ArcSwap;
@@ -10,7 +10,7 @@ use domain::Event;
 use edge::identity::TrustDomain;
 use edge::identity::proxies::Proxies;
 use edge::keys::{Keys, KeysError, KeysInForce};
-use edge::polls::Polls;
+use edge::long_poll::LongPolls;
 use edge::tls::connections::Connections;
 use edge::tls::tickets::SharedTickets;
 use edge::tls::{ServerTls, TlsConfigError, server_config};
@@ -22,30 +22,30 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-/// What is remembered is never older, also where nothing was heard: shorter than what a key stays in grace at least.
-const KEPT: Duration = Duration::from_secs(5);
+/// The maximal age of the cached keys, also without a message: shorter than the shortest grace period of a key.
+const MAX_AGE: Duration = Duration::from_secs(5);
 
-/// How often it is looked whether the bus is back.
-const TURN: Duration = Duration::from_secs(1);
+/// How often the connection to NATS is checked.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Follows the keys.
-pub struct Keeper {
+/// Updates the keys of this process.
+pub struct KeyFollower {
     pub reads: Reads,
     pub secrets: Secrets,
     pub domain: TrustDomain,
     pub in_force: KeysInForce,
-    /// Told when the keys should be read now.
+    /// Notified when the keys are to be read at once.
     pub changed: Arc<Notify>,
     pub bus: Bus,
     pub connections: Connections,
-    pub polls: Polls,
+    pub polls: LongPolls,
     /// Set once, where this process serves nodes.
     pub acceptor: OnceLock<NodeAcceptor>,
     /// Set with it; none where nodes connect directly.
     pub proxies: OnceLock<Option<Arc<Proxies>>>,
 }
 
-/// How nodes are let in: by the certificates of the authorities that are trusted.
+/// The TLS acceptor of nodes: it admits certificates of the trusted authorities.
 pub struct NodeAcceptor {
     certificate_chain_pem: String,
     key_pem: String,
@@ -62,7 +62,8 @@ impl NodeAcceptor {
         tickets: SharedTickets,
         keys: &Keys,
     ) -> Result<Self, TlsConfigError> {
-        let config = Arc::new(ArcSwap::from_pointee(trusting(&certificate_chain_pem, &key_pem, &tickets, keys)?));
+        let config =
+            Arc::new(ArcSwap::from_pointee(server_config_for(&certificate_chain_pem, &key_pem, &tickets, keys)?));
         Ok(Self { certificate_chain_pem, key_pem, tickets, config })
     }
 
@@ -72,14 +73,19 @@ impl NodeAcceptor {
         Arc::clone(&self.config)
     }
 
-    fn follow(&self, keys: &Keys) -> Result<(), TlsConfigError> {
-        let config = trusting(&self.certificate_chain_pem, &self.key_pem, &self.tickets, keys)?;
+    fn update(&self, keys: &Keys) -> Result<(), TlsConfigError> {
+        let config = server_config_for(&self.certificate_chain_pem, &self.key_pem, &self.tickets, keys)?;
         self.config.store(Arc::new(config));
         Ok(())
     }
 }
 
-fn trusting(chain: &str, key: &str, tickets: &SharedTickets, keys: &Keys) -> Result<ServerConfig, TlsConfigError> {
+fn server_config_for(
+    chain: &str,
+    key: &str,
+    tickets: &SharedTickets,
+    keys: &Keys,
+) -> Result<ServerConfig, TlsConfigError> {
     server_config(&ServerTls {
         certificate_chain_pem: chain,
         key_pem: key,
@@ -88,37 +94,37 @@ fn trusting(chain: &str, key: &str, tickets: &SharedTickets, keys: &Keys) -> Res
     })
 }
 
-/// Why the keys in force are those of before.
+/// Why the keys could not be updated.
 #[derive(Debug, thiserror::Error)]
-enum NotFollowed {
+enum KeyUpdateError {
     #[error("they cannot be read")]
     Keys(#[from] KeysError),
     #[error("the acceptor of nodes cannot be set up with them")]
     Acceptor(#[from] TlsConfigError),
 }
 
-impl Keeper {
-    /// Reads when told to, and when what is remembered is old.
+impl KeyFollower {
+    /// Reads the keys when notified, and when they are old.
     ///
     /// # Errors
-    /// Never; while Postgres cannot be read the keys of before hold.
-    pub async fn keep(&self) -> anyhow::Result<()> {
-        let mut turn = interval(TURN);
-        turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    /// Never; while Postgres cannot be read the previous keys stay in force.
+    pub async fn run(&self) -> anyhow::Result<()> {
+        let mut ticker = interval(CHECK_INTERVAL);
+        ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let (mut read_at, mut was_connected) = (Instant::now(), false);
         loop {
             tokio::select! {
                 () = self.changed.notified() => {}
-                _ = turn.tick() => {
+                _ = ticker.tick() => {
                     let is_connected = self.bus.is_connected();
                     let is_back = is_connected && !was_connected;
                     was_connected = is_connected;
-                    if !is_back && read_at.elapsed() < KEPT {
+                    if !is_back && read_at.elapsed() < MAX_AGE {
                         continue;
                     }
                 }
             }
-            match self.follow().await {
+            match self.update().await {
                 Ok(()) => read_at = Instant::now(),
                 Err(error) => {
                     tracing::warn!(error = format!("{:#}", anyhow::Error::new(error)), "the keys of before hold on")
@@ -127,13 +133,13 @@ impl Keeper {
         }
     }
 
-    async fn follow(&self) -> Result<(), NotFollowed> {
+    async fn update(&self) -> Result<(), KeyUpdateError> {
         let (before, keys) = (self.in_force.load(), Keys::read(&self.secrets, &self.reads, &self.domain).await?);
-        let forsaken = keys.forsaken(Utc::now());
+        let orphaned = keys.orphaned_secrets(Utc::now());
         if before.versions() != keys.versions() {
-            // First the acceptor: who says that it goes by a version lets in whom that version trusts.
+            // The acceptor first: a member that reports a version must admit the nodes that this version trusts.
             if let Some(acceptor) = self.acceptor.get() {
-                acceptor.follow(&keys)?;
+                acceptor.update(&keys)?;
             }
             if let Some(Some(proxies)) = self.proxies.get() {
                 proxies.trust(&keys.node.bundle_pem())?;
@@ -146,26 +152,26 @@ impl Keeper {
                 tracing::info!(connections = closed, "connections were cut: their authority is retired");
             }
             if !before.node.key_ids().iter().all(|authority| now.node.trusts(authority)) {
-                // Behind a proxy no connection is a node's: who waits there is told.
+                // Behind a proxy no connection belongs to a node: waiting polls are woken instead.
                 self.polls.wake_all();
             }
         }
-        for name in forsaken {
+        for name in orphaned {
             self.secrets.destroy(&name).await.map_err(KeysError::from)?;
             tracing::info!(name, "a private half that nothing needs any more was destroyed");
         }
         Ok(())
     }
 
-    /// Hears that keys were rotated, by whichever member.
+    /// Receives the event that keys were rotated, by any member.
     ///
     /// # Errors
     /// Where the subscription ends.
     pub async fn listen(&self) -> anyhow::Result<()> {
-        let mut words = self.bus.events(Event::TRUST_CHANGED).await?;
-        // What was said before is not heard any more.
+        let mut events = self.bus.events(Event::TRUST_CHANGED).await?;
+        // Events before the subscription are not received.
         self.changed.notify_one();
-        while words.next().await.is_some() {
+        while events.next().await.is_some() {
             self.changed.notify_one();
         }
         anyhow::bail!("the subscription ended")

@@ -1,44 +1,45 @@
-//! Sends the messages that wait in notification endpoints (`domain::notification_endpoint`). The member that owns a shard and has this role
-//! reads the deadline index, as [`super::accrual`] does, and another member that has the role reads it for owners without.
+//! Delivers the messages that are queued in notification endpoints (`domain::notification_endpoint`). The owner of a shard that has this
+//! role reads the deadline index, as [`super::accrual`] does, and another member with the role reads it for owners without.
 //!
-//! A message may be sent twice, where a member dies between the attempt and the commit: its receiver knows it by its id.
+//! A message may be sent twice, where a member dies between the attempt and the commit: its receiver recognizes it by its id.
 
-use super::pace::{self, Pacing};
-use crate::cluster::View;
-use crate::config::Role;
-use actors::ports::World;
-use actors::{Asked, Directory};
+use super::poll_loop::{self, PollLoopConfig};
+use crate::cluster::ClusterView;
+use crate::config::ProcessRole;
+use actors::ports::Environment;
+use actors::{CommandContext, Directory};
 use chrono::TimeDelta;
 use domain::authz::authorize;
 use domain::notification_endpoint::{Command, NotificationEndpoint, Target};
-use domain::{Action, EntityRef, Kind, Permit, Principal};
-use edge::delivery::Delivery;
+use domain::{Action, EntityKind, EntityRef, Permit, Principal};
+use edge::delivery::NotificationSender;
 use futures::FutureExt;
 use persistence::Reads;
-use persistence::read::Due;
+use persistence::read::DueTimer;
 use prometheus::{HistogramOpts, HistogramVec, IntCounterVec, Opts, Registry};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tracing::{Instrument as _, error_span};
 use uuid::Uuid;
 
-const PACING: Pacing = Pacing { each: Duration::from_millis(250), at_once: 64, full: IN_ONE_LOOK as usize };
-/// Endpoints in one look.
-const IN_ONE_LOOK: u32 = 512;
-/// Messages that an endpoint is sent before the others have their turn.
-const IN_A_ROW: usize = 20;
-/// How long the machine may take to note what came of an attempt.
-const NOTED_WITHIN: TimeDelta = TimeDelta::seconds(10);
-/// How long the owner of an endpoint's shard is looked for.
-const SEEKS_FOR: TimeDelta = TimeDelta::seconds(2);
+const POLL_LOOP: PollLoopConfig =
+    PollLoopConfig { interval: Duration::from_millis(250), concurrency: 64, page_size: PAGE_SIZE as usize };
+/// Endpoints in one poll.
+const PAGE_SIZE: u32 = 512;
+/// Messages that are sent to one endpoint before the others.
+const ATTEMPTS_IN_A_ROW: usize = 20;
+/// The timeout of the command that records an attempt.
+const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(10);
+/// How long the owner of an endpoint's shard is searched for.
+const OWNER_SEARCH_TIMEOUT: TimeDelta = TimeDelta::seconds(2);
 
-/// Sends what is due.
+/// Delivers due messages.
 pub struct NotificationDelivery {
     directory: Directory,
-    view: Arc<View>,
+    view: Arc<ClusterView>,
     reads: Reads,
-    world: Arc<dyn World>,
-    delivery: Delivery,
+    environment: Arc<dyn Environment>,
+    delivery: NotificationSender,
     permit: Permit,
     attempts: IntCounterVec,
     seconds: HistogramVec,
@@ -50,10 +51,10 @@ impl NotificationDelivery {
     pub fn register(
         registry: &Registry,
         directory: Directory,
-        view: Arc<View>,
+        view: Arc<ClusterView>,
         reads: Reads,
-        world: Arc<dyn World>,
-        delivery: Delivery,
+        environment: Arc<dyn Environment>,
+        delivery: NotificationSender,
     ) -> anyhow::Result<Arc<Self>> {
         let attempts = IntCounterVec::new(
             Opts::new("notification_delivery_attempts_total", "Attempts to deliver a message to an endpoint."),
@@ -68,39 +69,39 @@ impl NotificationDelivery {
         registry.register(Box::new(seconds.clone()))?;
         for kind in ["webhook", "email"] {
             for outcome in ["delivered", "failed"] {
-                // Shown from the beginning on, so that a first failure is an increase.
+                // Exported from the start, so that a first failure is an increase.
                 let _ = attempts.with_label_values(&[kind, outcome]);
             }
         }
         let permit = authorize(&Principal::system("notification-delivery"), Action::Advance)?;
-        let directory = directory.seeking_for(SEEKS_FOR);
-        Ok(Arc::new(Self { directory, view, reads, world, delivery, permit, attempts, seconds }))
+        let directory = directory.with_owner_timeout(OWNER_SEARCH_TIMEOUT);
+        Ok(Arc::new(Self { directory, view, reads, environment, delivery, permit, attempts, seconds }))
     }
 
-    /// Sends, turn by turn.
+    /// Delivers, periodically.
     ///
     /// # Errors
-    /// Never in practice; what fails is tried again, ever more seldom.
+    /// Never in practice; what fails is retried with a growing backoff.
     pub async fn run(self: Arc<Self>) -> anyhow::Result<()> {
-        let here = Arc::clone(&self);
-        let look = move |passed_over| Arc::clone(&here).look(passed_over).boxed();
-        let work = |due: Due| {
-            let here = Arc::clone(&self);
-            async move { here.serve(due.entity).await }
+        let this = Arc::clone(&self);
+        let find_due = move |excluded| Arc::clone(&this).find_due(excluded).boxed();
+        let work = |due: DueTimer| {
+            let this = Arc::clone(&self);
+            async move { this.deliver_due(due.entity).await }
         };
-        pace::run(PACING, look, work).await;
+        poll_loop::run(POLL_LOOP, find_due, work).await;
         Ok(())
     }
 
-    async fn look(self: Arc<Self>, passed_over: Vec<Uuid>) -> Vec<(Uuid, Due)> {
+    async fn find_due(self: Arc<Self>, excluded: Vec<Uuid>) -> Vec<(Uuid, DueTimer)> {
         let host = self.directory.host();
         let mut shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
-        shards.extend(self.view.shards_without(Role::NotificationRelay));
+        shards.extend(self.view.shards_without(ProcessRole::NotificationRelay));
         if shards.is_empty() {
             return Vec::new();
         }
-        let kinds = [Kind::NotificationEndpoint];
-        match self.reads.due(&shards, &kinds, self.world.now(), &passed_over, IN_ONE_LOOK).await {
+        let kinds = [EntityKind::NotificationEndpoint];
+        match self.reads.due_timers(&shards, &kinds, self.environment.now(), &excluded, PAGE_SIZE).await {
             Ok(due) => due.into_iter().map(|due| (due.entity.id, due)).collect(),
             Err(error) => {
                 tracing::warn!(%error, "could not read which endpoints have messages to send");
@@ -109,12 +110,12 @@ impl NotificationDelivery {
         }
     }
 
-    /// Whether the endpoint has moved on.
-    async fn serve(&self, endpoint: EntityRef) -> bool {
+    /// Delivers the due messages of an endpoint. Returns whether it has made progress.
+    async fn deliver_due(&self, endpoint: EntityRef) -> bool {
         let correlation_id = format!("delivery-{}", Uuid::now_v7());
         let span = error_span!("delivery", correlation_id, resource_name = %endpoint);
         async {
-            for _ in 0..IN_A_ROW {
+            for _ in 0..ATTEMPTS_IN_A_ROW {
                 match self.attempt(endpoint, &correlation_id).await {
                     Ok(true) => {}
                     Ok(false) => return true,
@@ -130,11 +131,11 @@ impl NotificationDelivery {
         .await
     }
 
-    /// Makes an attempt at the first message that is due, and has the machine note what came of it. Answers whether there may be another one.
+    /// Attempts the first due message, and records the outcome in the endpoint. Returns whether another message may be due.
     async fn attempt(&self, entity: EntityRef, correlation_id: &str) -> anyhow::Result<bool> {
         let Some(snapshot) = self.reads.snapshot(entity).await? else { return Ok(false) };
         let endpoint: NotificationEndpoint = serde_json::from_str(&snapshot.body)?;
-        let now = self.world.now();
+        let now = self.environment.now();
         let Some(waiting) = endpoint.queue.due(now).filter(|_| endpoint.is_enabled()) else { return Ok(false) };
         let began = Instant::now();
         let outcome = self.delivery.attempt(&endpoint, &waiting.message, now).await;
@@ -152,8 +153,10 @@ impl NotificationDelivery {
             }
         };
         self.attempts.with_label_values(&[kind, if is_delivered { "delivered" } else { "failed" }]).inc();
-        let asked = Asked::new(&self.permit, correlation_id.to_owned(), self.world.now() + NOTED_WITHIN).patiently();
-        self.directory.ask::<NotificationEndpoint>(&self.permit, entity.id, command, asked).await?;
+        let context =
+            CommandContext::new(&self.permit, correlation_id.to_owned(), self.environment.now() + COMMAND_TIMEOUT)
+                .patient();
+        self.directory.ask::<NotificationEndpoint>(&self.permit, entity.id, command, context).await?;
         Ok(is_delivered)
     }
 }

@@ -1,8 +1,8 @@
-//! What this service and the payment processor tell each other.
+//! The exchange with the payment processor: calls to it, webhooks from it, reconciliation with it.
 
-pub mod errands;
+pub mod processor_calls;
 pub mod reconciliation;
 #[cfg(test)]
 mod testing;
-pub mod told;
+pub mod updates;
 pub mod webhooks;

@@ -1,66 +1,67 @@
-//! Keeps the policy values that this process remembers true (specification, *Events*).
+//! Keeps this process's cache of the policy values up to date (specification, *Events*).
 //!
-//! A written value is said on `policy.invalidate.<key>`, and every process reads anew at once. What is said can be lost: so all of it is
-//! read now and then, and when the bus is back, too. Values that lie ahead are read with the others and need no word when their time comes.
+//! A written value is published on `policy.invalidate.<key>`, and every process reads all values at once. A message can be lost: so they
+//! are also read periodically, and after each reconnection to NATS. Values for a later time are read with the others and need no message
+//! when they take effect.
 
 use crate::cluster::bus::Bus;
-use crate::world::Here;
+use crate::process_environment::ProcessEnvironment;
 use futures::StreamExt;
 use persistence::Reads;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-/// What is remembered is never older: the specification allows 60 s.
-const KEPT: Duration = Duration::from_secs(20);
+/// The maximal age of the cache: the specification allows 60 s.
+const MAX_AGE: Duration = Duration::from_secs(20);
 
-/// How often it is looked whether the bus is back.
-const TURN: Duration = Duration::from_secs(1);
+/// How often the connection to NATS is checked.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Many writes that come together are one reading.
-const PAUSE: Duration = Duration::from_millis(20);
+/// Writes within this time are read together.
+const COALESCE_FOR: Duration = Duration::from_millis(20);
 
-/// Reads when told to, and when what is remembered is old.
+/// Reads the values when notified, and when the cache is old.
 ///
 /// # Errors
-/// Never; while Postgres cannot be read the values of before hold.
-pub async fn keep(here: Arc<Here>, reads: Reads, bus: Bus) -> anyhow::Result<()> {
-    let mut turn = interval(TURN);
-    turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
+/// Never; while Postgres cannot be read the previous values stay in force.
+pub async fn run(environment: Arc<ProcessEnvironment>, reads: Reads, bus: Bus) -> anyhow::Result<()> {
+    let mut ticker = interval(CHECK_INTERVAL);
+    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (mut read_at, mut was_connected) = (Instant::now(), false);
     loop {
         tokio::select! {
-            () = here.policy_written.notified() => {}
-            _ = turn.tick() => {
+            () = environment.policy_written.notified() => {}
+            _ = ticker.tick() => {
                 let is_connected = bus.is_connected();
                 let is_back = is_connected && !was_connected;
                 was_connected = is_connected;
-                if !is_back && read_at.elapsed() < KEPT {
+                if !is_back && read_at.elapsed() < MAX_AGE {
                     continue;
                 }
             }
         }
         match reads.policy_book().await {
             Ok(book) => {
-                here.learn(book);
+                environment.set_policy_book(book);
                 read_at = Instant::now();
             }
             Err(error) => tracing::warn!(error = %error, "could not read the policy values"),
         }
-        tokio::time::sleep(PAUSE).await;
+        tokio::time::sleep(COALESCE_FOR).await;
     }
 }
 
-/// Hears that a value was written, by whichever member.
+/// Receives the event that a value was written, by any member.
 ///
 /// # Errors
 /// Where the subscription ends.
-pub async fn listen(here: Arc<Here>, bus: Bus) -> anyhow::Result<()> {
-    let mut words = bus.events("policy.invalidate.>").await?;
-    // What was said before is not heard any more.
-    here.policy_written.notify_one();
-    while words.next().await.is_some() {
-        here.policy_written.notify_one();
+pub async fn listen(environment: Arc<ProcessEnvironment>, bus: Bus) -> anyhow::Result<()> {
+    let mut events = bus.events("policy.invalidate.>").await?;
+    // Events before the subscription are not received.
+    environment.policy_written.notify_one();
+    while events.next().await.is_some() {
+        environment.policy_written.notify_one();
     }
     anyhow::bail!("the subscription ended")
 }

@@ -1,14 +1,14 @@
-//! Deletes recordings of terminals that are older than policy `terminal.recording_retention_days` lets them be, each member those of its
-//! own shards. That one is forgotten is committed first, and audited; a member that dies in between finds its rows again.
+//! Deletes terminal recordings that are older than policy `terminal.recording_retention_days` allows, each member those of its own shards.
+//! The deletion is committed in the session first, and audited; after a crash in between the rows are found again.
 
-use actors::place::shard_of;
-use actors::ports::World;
-use actors::{AskError, Asked, Directory, Host};
+use actors::ports::Environment;
+use actors::sharding::shard_of;
+use actors::{AskError, CommandContext, Directory, Host};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::policy::Key;
+use domain::policy::PolicyKey;
 use domain::terminal_session::{Command, Phase, TerminalSession};
-use domain::{Action, EntityRef, Kind, Permit, Principal};
+use domain::{Action, EntityKind, EntityRef, Permit, Principal};
 use persistence::read::Cursor;
 use persistence::recordings::{Recording, RecordingFilter};
 use persistence::{Reads, Recordings};
@@ -17,91 +17,91 @@ use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior, interval_at};
 use uuid::Uuid;
 
-/// A day or so does not matter.
-const TURN: Duration = Duration::from_secs(600);
-/// By then a member that has just started has its shards.
-const FIRST_TURN: Duration = Duration::from_secs(15);
+/// How often recordings are checked. Some delay does not matter, since the retention is in days.
+const INTERVAL: Duration = Duration::from_secs(600);
+/// The first check: by then a member that has just started has its shards.
+const FIRST_RUN_AFTER: Duration = Duration::from_secs(15);
 
 /// Recordings that are read at once.
-const AT_ONCE: i64 = 200;
+const PAGE_SIZE: i64 = 200;
 
-/// No policy forgets what is younger.
-const YOUNGEST: TimeDelta = TimeDelta::days(1);
+/// No policy allows a shorter retention.
+const MIN_RETENTION: TimeDelta = TimeDelta::days(1);
 
-const ASK_WITHIN: TimeDelta = TimeDelta::seconds(5);
+const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(5);
 
-/// See the module.
-pub struct Retention {
+/// Deletes expired recordings.
+pub struct RecordingRetention {
     pub directory: Directory,
     pub host: Arc<Host>,
     pub reads: Reads,
     pub recordings: Recordings,
-    pub world: Arc<dyn World>,
+    pub environment: Arc<dyn Environment>,
     permit: Permit,
 }
 
-impl Retention {
+impl RecordingRetention {
     /// # Errors
-    /// Where this worker may not say so.
+    /// Where this worker is not authorized.
     pub fn new(
         directory: Directory,
         host: Arc<Host>,
         reads: Reads,
         recordings: Recordings,
-        world: Arc<dyn World>,
+        environment: Arc<dyn Environment>,
     ) -> anyhow::Result<Self> {
         let permit = authorize(&Principal::system("recordings"), Action::Advance)?;
-        Ok(Self { directory, host, reads, recordings, world, permit })
+        Ok(Self { directory, host, reads, recordings, environment, permit })
     }
 
-    /// Works, turn by turn.
+    /// Deletes, periodically.
     ///
     /// # Errors
-    /// Never; what fails is taken up again at the next turn.
+    /// Never; what fails is retried in the next round.
     pub async fn run(&self) -> anyhow::Result<()> {
-        let mut turn = interval_at(Instant::now() + FIRST_TURN, TURN);
-        turn.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut ticker = interval_at(Instant::now() + FIRST_RUN_AFTER, INTERVAL);
+        ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            turn.tick().await;
-            if let Err(error) = self.turn().await {
+            ticker.tick().await;
+            if let Err(error) = self.delete_expired().await {
                 tracing::warn!(error = format!("{error:#}"), "recordings that are too old are still there");
             }
         }
     }
 
-    async fn turn(&self) -> anyhow::Result<()> {
+    async fn delete_expired(&self) -> anyhow::Result<()> {
         let mut after = None;
         loop {
-            let page = self.recordings.list(&RecordingFilter::default(), after, AT_ONCE).await?;
+            let page = self.recordings.list(&RecordingFilter::default(), after, PAGE_SIZE).await?;
             let Some(last) = page.last() else { return Ok(()) };
             after = Some(Cursor { created_at: last.created_at, id: last.session.0 });
             for recording in &page {
-                if recording.created_at + YOUNGEST > self.world.now() {
+                if recording.created_at + MIN_RETENTION > self.environment.now() {
                     return Ok(());
                 }
                 let is_mine = self.host.term(shard_of(recording.session.0)).is_some();
-                if is_mine && self.is_over(recording).await? {
-                    self.recordings.forget(recording.session).await?;
+                if is_mine && self.forget_if_expired(recording).await? {
+                    self.recordings.delete(recording.session).await?;
                 }
             }
         }
     }
 
-    /// Whether its session says, committed, that it is forgotten.
-    async fn is_over(&self, recording: &Recording) -> anyhow::Result<bool> {
-        let entity = EntityRef { kind: Kind::TerminalSession, id: recording.session.0 };
+    /// Whether the deletion is committed in the recording's session.
+    async fn forget_if_expired(&self, recording: &Recording) -> anyhow::Result<bool> {
+        let entity = EntityRef { kind: EntityKind::TerminalSession, id: recording.session.0 };
         let Some(row) = self.reads.entity(entity).await? else { return Ok(false) };
         let session: TerminalSession = serde_json::from_str(&row.body)?;
-        let now = self.world.now();
-        let kept = self.world.policy().int(Key::TerminalRecordingRetention, &session.scopes(), now);
+        let now = self.environment.now();
+        let kept = self.environment.policy().int(PolicyKey::TerminalRecordingRetention, &session.scopes(), now);
         let Phase::Closed { at, .. } = session.phase else { return Ok(false) };
         if at + TimeDelta::days(kept) > now {
             return Ok(false);
         }
-        let asked = Asked::new(&self.permit, Uuid::now_v7().to_string(), Utc::now() + ASK_WITHIN);
-        match self.directory.ask::<TerminalSession>(&self.permit, entity.id, Command::ForgetRecording, asked).await {
+        let context = CommandContext::new(&self.permit, Uuid::now_v7().to_string(), Utc::now() + COMMAND_TIMEOUT);
+        match self.directory.ask::<TerminalSession>(&self.permit, entity.id, Command::ForgetRecording, context).await {
             Ok(_) => Ok(true),
-            // One that is parked keeps what it has, and hinders nobody else.
+            // A parked session keeps its recording, and does not block others.
             Err(AskError::Parked { .. }) => Ok(false),
             Err(error) => Err(anyhow::anyhow!("terminal session {} does not answer: {error}", recording.session)),
         }

@@ -1,8 +1,8 @@
-//! Publishes what was committed: outbox rows become CloudEvents on JetStream (specification, *Events*; CloudEvents 1.0, JSON format).
+//! Publishes committed events: outbox rows become CloudEvents on JetStream (specification, *Events*; CloudEvents 1.0, JSON format).
 //!
-//! The committer hands fresh rows over in the order of their commit; rows that got lost on the way are found by the poll
-//! (`workers::reactor`). JetStream acknowledges before it has synced, so that a row from which something follows stays in the outbox
-//! until its effect is committed; only the others go on the acknowledgement.
+//! The committer passes fresh rows in the order of their commits; rows that are lost on the way are found by the poll
+//! (`workers::reactor`). JetStream acknowledges before it has synced, so that an event with a reaction stays in the outbox until its
+//! reaction is committed; only the others are deleted at the acknowledgement.
 
 use crate::cluster::bus::Bus;
 use async_nats::jetstream::stream::{Config, DiscardPolicy, RetentionPolicy, StorageType};
@@ -16,29 +16,29 @@ use std::time::Duration;
 use tokio::sync::{Mutex, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
 
-/// Acknowledgements that are waited for at once. The client blocks at 5,000.
-const WINDOW: usize = 1024;
+/// Events that are published and not acknowledged. The client blocks at 5,000.
+const MAX_UNACKNOWLEDGED: usize = 1024;
 
-/// Events that are taken out of the queue at once.
-const AT_ONCE: usize = 128;
+/// Events that are taken from the queue at once.
+const BATCH_SIZE: usize = 128;
 
-/// Events are for those who watch; what must happen stands in the outbox. A day is more than any consumer is behind.
-const KEPT: Duration = Duration::from_secs(24 * 60 * 60);
+/// How long the streams retain events. Whatever must happen is in the outbox; no consumer lags by a day.
+const STREAM_RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The relay of one process.
-pub struct Relay {
+pub struct OutboxRelay {
     bus: Bus,
     outbox: Outbox,
     rows: Mutex<mpsc::Receiver<OutboxRow>>,
 }
 
-impl Relay {
+impl OutboxRelay {
     #[must_use]
     pub fn new(bus: Bus, outbox: Outbox, rows: mpsc::Receiver<OutboxRow>) -> Self {
         Self { bus, outbox, rows: Mutex::new(rows) }
     }
 
-    /// Publishes until the committer is gone.
+    /// Publishes until the committer is closed.
     ///
     /// # Errors
     /// Where the streams cannot be made.
@@ -49,9 +49,9 @@ impl Relay {
         let mut rows = self.rows.lock().await;
         let mut acknowledgements: JoinSet<Option<EventId>> = JoinSet::new();
         let mut settled: Vec<EventId> = Vec::new();
-        // Rows go beside the publishing, as many at once as have come together.
+        // Rows are deleted concurrently with publishing, all acknowledged ones at once.
         let mut settling: Option<JoinHandle<()>> = None;
-        let mut taken = Vec::with_capacity(AT_ONCE);
+        let mut taken = Vec::with_capacity(BATCH_SIZE);
         loop {
             if settling.is_none() && !settled.is_empty() {
                 settling = Some(tokio::spawn(settle(self.outbox.clone(), std::mem::take(&mut settled))));
@@ -60,7 +60,7 @@ impl Relay {
                 biased;
                 Some(acknowledged) = acknowledgements.join_next() => {
                     settled.extend(acknowledged.ok().flatten());
-                    // What else has come in by now goes in the same statement.
+                    // Further acknowledgements go into the same statement.
                     while let Some(acknowledged) = acknowledgements.try_join_next() {
                         settled.extend(acknowledged.ok().flatten());
                     }
@@ -68,11 +68,11 @@ impl Relay {
                 () = settling.as_mut().map_or_else(|| std::future::pending().right_future(), |it| it.map(drop).left_future()) => {
                     settling = None;
                 }
-                count = rows.recv_many(&mut taken, AT_ONCE), if acknowledgements.len() < WINDOW => {
+                count = rows.recv_many(&mut taken, BATCH_SIZE), if acknowledgements.len() < MAX_UNACKNOWLEDGED => {
                     if count == 0 {
                         return Ok(());
                     }
-                    // Without NATS the poll finds them, and carries them out.
+                    // Without NATS the poll finds and processes them.
                     let published = if self.bus.is_connected() { count } else { 0 };
                     for row in taken.drain(..).take(published) {
                         publish(&self.bus, &context, row, &mut acknowledgements).await;
@@ -85,12 +85,12 @@ impl Relay {
 
 async fn settle(outbox: Outbox, settled: Vec<EventId>) {
     if let Err(error) = outbox.settle(&settled).await {
-        // They stay, and are published again, which is harmless.
+        // The rows stay and are published again, which is harmless.
         tracing::warn!(error = %error, "could not settle published events");
     }
 }
 
-/// Sends one row; its place in `acknowledgements` ends when the broker has it, and names the row if it may go.
+/// Publishes one row. Its task in `acknowledgements` ends at the broker's acknowledgement, and returns the id of a row to delete.
 async fn publish(
     bus: &Bus,
     context: &jetstream::Context,
@@ -160,7 +160,7 @@ pub fn cloud_event(row: &OutboxRow) -> String {
     .to_string()
 }
 
-/// Makes the streams, where they are missing. Whoever publishes or consumes does so first.
+/// Creates missing streams. To be called before publishing or consuming.
 ///
 /// # Errors
 /// Where JetStream cannot be reached.
@@ -172,7 +172,7 @@ pub async fn make_streams(context: &jetstream::Context) -> anyhow::Result<()> {
             retention: RetentionPolicy::Limits,
             storage: StorageType::File,
             discard: DiscardPolicy::Old,
-            max_age: KEPT,
+            max_age: STREAM_RETENTION,
             duplicate_window: Duration::from_secs(120),
             ..Config::default()
         };
@@ -190,7 +190,7 @@ mod tests {
     use uuid::Uuid;
 
     #[test]
-    fn a_row_becomes_a_cloud_event_with_its_headers() {
+    fn outbox_row_becomes_a_cloud_event_with_its_headers() {
         let row = OutboxRow {
             id: EventId(Uuid::from_u128(1)),
             shard: Shard(17),

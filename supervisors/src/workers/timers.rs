@@ -1,12 +1,12 @@
-//! Wakes entities whose time has come, but for billing accounts and notification endpoints. The owner of a shard reads the deadline index, so that a deadline fires without its actor
-//! having been awake, and survives any restart.
+//! Ticks entities whose timer is due, except billing accounts and notification endpoints. The owner of a shard reads the deadline index, so
+//! that a timer fires without an active actor, and survives any restart.
 
-use super::pace::{self, Pacing};
-use actors::{Answered, AskError, Asked, Host};
+use super::poll_loop::{self, PollLoopConfig};
+use actors::{AskError, CommandContext, CommandReply, Host};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
 use domain::id::Visitor;
-use domain::{Action, EntityRef, Kind, Machine, Permit, Principal};
+use domain::{Action, EntityKind, EntityRef, Machine, Permit, Principal};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use persistence::Reads;
@@ -15,37 +15,37 @@ use std::time::Duration;
 use tracing::{Instrument as _, error_span};
 use uuid::Uuid;
 
-const PACING: Pacing = Pacing {
+const POLL_LOOP: PollLoopConfig = PollLoopConfig {
     // How late a deadline may fire.
-    each: Duration::from_millis(200),
-    at_once: 128,
-    full: IN_ONE_LOOK as usize,
+    interval: Duration::from_millis(200),
+    concurrency: 128,
+    page_size: PAGE_SIZE as usize,
 };
 
-const IN_ONE_LOOK: u32 = 512;
+const PAGE_SIZE: u32 = 512;
 
-/// Ticks what is due, turn by turn.
+/// Ticks due entities, periodically.
 ///
 /// # Errors
-/// Never in practice; what fails is tried again at the next turn.
+/// Never in practice; what fails is retried by the next poll.
 pub async fn run(host: Arc<Host>, reads: Reads) -> anyhow::Result<()> {
     let permit = authorize(&Principal::system("timers"), Action::Advance)?;
     let owner = Arc::clone(&host);
-    let look = move |passed_over| look(Arc::clone(&owner), reads.clone(), passed_over).boxed();
+    let find_due = move |excluded| find_due(Arc::clone(&owner), reads.clone(), excluded).boxed();
     let work = |entity: EntityRef| {
-        let tick = Tick { host: Arc::clone(&host), permit: permit.clone(), entity };
+        let tick = TickVisitor { host: Arc::clone(&host), permit: permit.clone(), entity };
         entity.kind.visit(tick)
     };
-    pace::run(PACING, look, work).await;
+    poll_loop::run(POLL_LOOP, find_due, work).await;
     Ok(())
 }
 
-async fn look(host: Arc<Host>, reads: Reads, passed_over: Vec<Uuid>) -> Vec<(Uuid, EntityRef)> {
+async fn find_due(host: Arc<Host>, reads: Reads, excluded: Vec<Uuid>) -> Vec<(Uuid, EntityRef)> {
     let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
     if shards.is_empty() {
         return Vec::new();
     }
-    match reads.due(&shards, &kinds(), Utc::now(), &passed_over, IN_ONE_LOOK).await {
+    match reads.due_timers(&shards, &timed_kinds(), Utc::now(), &excluded, PAGE_SIZE).await {
         Ok(due) => due.into_iter().map(|due| (due.entity.id, due.entity)).collect(),
         Err(error) => {
             tracing::warn!(error = %error, "could not read the deadlines");
@@ -54,44 +54,44 @@ async fn look(host: Arc<Host>, reads: Reads, passed_over: Vec<Uuid>) -> Vec<(Uui
     }
 }
 
-/// All but billing accounts, which come due by the thousand ([`super::accrual`] ticks them), and notification endpoints, which are due when a
-/// message is ([`super::notification_delivery`] sends it).
-fn kinds() -> Vec<Kind> {
-    let others = |kind: &Kind| ![Kind::BillingAccount, Kind::NotificationEndpoint].contains(kind);
-    Kind::ALL.iter().copied().filter(others).collect()
+/// All kinds but billing accounts, which are due by the thousand ([`super::accrual`] ticks them), and notification endpoints, which are due
+/// when a message is ([`super::notification_delivery`] sends it).
+fn timed_kinds() -> Vec<EntityKind> {
+    let others = |kind: &EntityKind| ![EntityKind::BillingAccount, EntityKind::NotificationEndpoint].contains(kind);
+    EntityKind::ALL.iter().copied().filter(others).collect()
 }
 
-struct Tick {
+struct TickVisitor {
     host: Arc<Host>,
     permit: Permit,
     entity: EntityRef,
 }
 
-impl Visitor for Tick {
-    /// Whether the entity has moved on.
+impl Visitor for TickVisitor {
+    /// Whether the entity has made progress.
     type Output = BoxFuture<'static, bool>;
 
     fn visit<M: Machine>(self) -> Self::Output {
         let Self { host, permit, entity } = self;
         async move {
-            // What a deadline causes is followed by an id of its own.
+            // The consequences of a timer have a correlation id of their own.
             let correlation_id = format!("timer-{}", Uuid::now_v7());
             let span = error_span!("timer", correlation_id, resource_name = %entity);
-            let asked = Asked::new(&permit, correlation_id, Utc::now() + TimeDelta::seconds(5)).urgently();
-            async { moved_on(host.ask::<M>(entity.id, M::tick(), asked).await) }.instrument(span).await
+            let context = CommandContext::new(&permit, correlation_id, Utc::now() + TimeDelta::seconds(5)).urgent();
+            async { made_progress(host.ask::<M>(entity.id, M::tick(), context).await) }.instrument(span).await
         }
         .boxed()
     }
 }
 
-/// Whether what was due is so no more, or is another's.
-pub(super) fn moved_on<R, J: std::fmt::Display>(answer: Result<Answered<R>, AskError<J>>) -> bool {
+/// Whether the entity is no longer due, or belongs to another member.
+pub(super) fn made_progress<R, J: std::fmt::Display>(answer: Result<CommandReply<R>, AskError<J>>) -> bool {
     match answer {
-        // One that stays as it is stays due, and is not to be asked at every turn.
+        // An entity that does not change stays due, and must not be ticked by every poll.
         Ok(answered) => answered.written,
-        // Shards that left are another's to wake.
+        // Another member ticks the entities of shards that were handed over.
         Err(AskError::NotOwner) => true,
-        // Shown as such.
+        // It is shown as parked.
         Err(AskError::Parked { .. }) => false,
         Err(error) => {
             tracing::info!("a due entity could not be woken: {error}");

@@ -1,5 +1,5 @@
 //! The plain handler: axum over TLS, the token verified as the documentation of `jsonwebtoken` does it, one statement through a pool of
-//! sqlx, and nothing else. It runs as a process of its own, as the control plane does: this program, told so by a variable.
+//! sqlx, and nothing else. It runs as a process of its own, as the control plane does: this program, selected by a variable.
 
 use anyhow::Context;
 use axum::extract::{Path, State};
@@ -18,8 +18,8 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use supervisors::dev::identity::AUDIENCE;
-use tests::bench::encrypted;
-use tests::world::World;
+use tests::bench::tls_listener;
+use tests::cluster::TestCluster;
 use uuid::Uuid;
 
 const VARIABLE: &str = "BENCH_API_BASELINE";
@@ -39,26 +39,26 @@ pub(crate) struct Settings {
 }
 
 impl Baseline {
-    /// What this process is to serve with, where it is that one.
+    /// The settings of the plain handler, if this process is it.
     pub(crate) fn asked_for() -> anyhow::Result<Option<Settings>> {
         std::env::var(VARIABLE).ok().map(|text| Ok(serde_json::from_str(&text)?)).transpose()
     }
 
-    /// With a row of two keys for each user.
-    pub(crate) async fn start(world: &World, users: &[(String, [Uuid; 2])]) -> anyhow::Result<Self> {
-        sqlx::query("CREATE TABLE plain (name text PRIMARY KEY, body jsonb NOT NULL)").execute(&world.pool).await?;
+    /// Starts it with a row of two keys for each user.
+    pub(crate) async fn start(cluster: &TestCluster, users: &[(String, [Uuid; 2])]) -> anyhow::Result<Self> {
+        sqlx::query("CREATE TABLE plain (name text PRIMARY KEY, body jsonb NOT NULL)").execute(&cluster.pool).await?;
         for (name, keys) in users {
             let body = json!({ "default": keys[0], "keys": keys.map(|key| json!({
                 "id": key, "owner_user_id": name, "name": "a key", "key_type": "ssh-ed25519", "public_key": "x".repeat(80),
                 "fingerprint": "y".repeat(50), "created_at": "2026-11-21T08:00:00Z",
             })) });
             let statement = "INSERT INTO plain (name, body) VALUES ($1, $2)";
-            sqlx::query(statement).bind(name).bind(body).execute(&world.pool).await?;
+            sqlx::query(statement).bind(name).bind(body).execute(&cluster.pool).await?;
         }
-        let certificate = world.authority.server_certificate("plain")?;
+        let certificate = cluster.authority.server_certificate("plain")?;
         let settings = Settings {
-            database: world.postgres.url().expose_secret().to_owned(),
-            issuer: world.identity.issuer(),
+            database: cluster.postgres.url().expose_secret().to_owned(),
+            issuer: cluster.identity.issuer(),
             certificate: certificate.certificate_path,
             key: certificate.key_path,
         };
@@ -74,14 +74,14 @@ impl Baseline {
 
 impl Drop for Baseline {
     fn drop(&mut self) {
-        // It has nothing to lose.
+        // It has no state to lose.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
 #[derive(Clone)]
-struct Plain {
+struct BaselineState {
     pool: PgPool,
     keys: Arc<BTreeMap<String, DecodingKey>>,
     rules: Arc<Validation>,
@@ -92,7 +92,7 @@ struct Claims {
     preferred_username: String,
 }
 
-/// Serves until it is killed; says its port first.
+/// Serves until it is killed; prints its port first.
 pub(crate) async fn serve(settings: Settings) -> anyhow::Result<()> {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
     let pool = PgPoolOptions::new().max_connections(16).connect(&settings.database).await?;
@@ -103,16 +103,16 @@ pub(crate) async fn serve(settings: Settings) -> anyhow::Result<()> {
     let mut rules = Validation::new(Algorithm::ES256);
     rules.set_audience(&[AUDIENCE]);
     rules.set_issuer(&[&settings.issuer]);
-    let plain = Plain { pool, keys: Arc::new(named.collect()), rules: Arc::new(rules) };
+    let plain = BaselineState { pool, keys: Arc::new(named.collect()), rules: Arc::new(rules) };
     let router = Router::new()
         .route("/api/v1/ssh-keys", get(read))
         .route("/api/v1/ssh-keys/{id}/default", post(write))
         .with_state(plain);
 
-    encrypted::serve(router, &settings.certificate, &settings.key).await
+    tls_listener::serve(router, &settings.certificate, &settings.key).await
 }
 
-async fn read(State(plain): State<Plain>, headers: HeaderMap) -> Result<Json<Value>, StatusCode> {
+async fn read(State(plain): State<BaselineState>, headers: HeaderMap) -> Result<Json<Value>, StatusCode> {
     let user = plain.user(&headers)?;
     let body: Value = sqlx::query_scalar("SELECT body FROM plain WHERE name = $1")
         .bind(user)
@@ -123,7 +123,7 @@ async fn read(State(plain): State<Plain>, headers: HeaderMap) -> Result<Json<Val
 }
 
 async fn write(
-    State(plain): State<Plain>,
+    State(plain): State<BaselineState>,
     headers: HeaderMap,
     Path(key): Path<Uuid>,
 ) -> Result<Json<Value>, StatusCode> {
@@ -138,7 +138,7 @@ async fn write(
     Ok(Json(body))
 }
 
-impl Plain {
+impl BaselineState {
     fn user(&self, headers: &HeaderMap) -> Result<String, StatusCode> {
         let token = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()?.strip_prefix("Bearer "));
         let token = token.ok_or(StatusCode::UNAUTHORIZED)?;

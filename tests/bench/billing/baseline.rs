@@ -1,4 +1,4 @@
-//! What one would write first: a balance that each event takes something from, by pgbench.
+//! The naive implementation: each event updates a balance, by pgbench.
 
 use anyhow::{Context, ensure};
 use sqlx::postgres::PgPool;
@@ -8,7 +8,7 @@ use tests::bench::postgres::{self, Postgres};
 
 pub(crate) const CLIENTS: u32 = 16;
 
-/// Whose balance it is.
+/// Which rows are updated.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Rows {
     One,

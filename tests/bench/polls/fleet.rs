@@ -1,4 +1,4 @@
-//! Nodes with identities, made through the API as every node is, many at once.
+//! Nodes with identities, created concurrently through the API as every node is.
 
 use anyhow::{Context, ensure};
 use futures::{StreamExt as _, TryStreamExt as _, stream};
@@ -9,8 +9,8 @@ use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tests::world::hand::Showing;
-use tests::world::{World, id_of, node_body};
+use tests::cluster::fake_agent::EnrollmentAttempt;
+use tests::cluster::{TestCluster, id_of, node_body};
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
 
@@ -18,7 +18,7 @@ pub(crate) const SKU: &str = "parked";
 const GPUS: u32 = 8;
 const AT_ONCE: usize = 32;
 
-/// Who a node is.
+/// The identity of a node.
 pub(crate) struct Identity {
     pub(crate) node: Uuid,
     pub(crate) chain: Vec<CertificateDer<'static>>,
@@ -27,17 +27,17 @@ pub(crate) struct Identity {
 
 pub(crate) struct Fleet {
     nodes: Vec<Arc<Identity>>,
-    /// Of their certificates, PEM.
+    /// The authorities of their certificates, PEM.
     authorities: String,
 }
 
 impl Fleet {
-    pub(crate) async fn enroll(world: &mut World, count: usize) -> anyhow::Result<Self> {
-        world.offer(SKU, GPUS).await;
-        let authority = reqwest::Certificate::from_pem_bundle(&std::fs::read(world.authority.certificate_path())?)?;
+    pub(crate) async fn enroll(cluster: &mut TestCluster, count: usize) -> anyhow::Result<Self> {
+        cluster.offer_sku(SKU, GPUS).await;
+        let authority = reqwest::Certificate::from_pem_bundle(&std::fs::read(cluster.authority.certificate_path())?)?;
         let http = Client::builder().tls_certs_only(authority).no_proxy().timeout(Duration::from_secs(60)).build()?;
-        let token = world.identity.token_of("admin")?.expose_secret().to_owned();
-        let (admin, nodes) = (world.replicas[0].public_url(), world.replicas[0].node_url());
+        let token = cluster.identity.token_of("admin")?.expose_secret().to_owned();
+        let (admin, nodes) = (cluster.replicas[0].public_url(), cluster.replicas[0].node_url());
         let enrolled = stream::iter(0..count).map(|number| {
             let (http, token, admin, nodes) = (&http, &token, &admin, &nodes);
             async move {
@@ -49,9 +49,9 @@ impl Fleet {
                     id_of(&post("/api/v1/admin/nodes", &node_body(&format!("parked-{number}"), SKU, GPUS)).await?);
                 let issued = post(&format!("/api/v1/admin/nodes/{node}/enrollment-token"), &json!({})).await?;
                 let bundle: BootstrapBundle = serde_json::from_value(issued["bootstrap_bundle"].clone())?;
-                let (showing, key) = Showing::honest(&bundle, GPUS);
+                let (enrollment, key) = EnrollmentAttempt::valid(&bundle, GPUS);
                 let url = format!("{nodes}/internal/v1/nodes/{node}/enroll");
-                let answer = sent(http.post(url).json(&showing.body())).await?;
+                let answer = sent(http.post(url).json(&enrollment.body())).await?;
                 let text = |name: &str| answer[name].as_str().context("an answer to an enrollment lacks a field");
                 let chain = CertificateDer::pem_slice_iter(text("certificate_pem")?.as_bytes());
                 let chain = chain.collect::<Result<_, _>>()?;
@@ -81,7 +81,7 @@ impl Fleet {
     }
 }
 
-/// Asks until there is an answer that is not about the moment: so many at once are more than the database takes.
+/// Retries until the response is not transient: the database does not take as many requests at once.
 async fn sent(request: reqwest::RequestBuilder) -> anyhow::Result<Value> {
     let until = Instant::now() + Duration::from_secs(60);
     loop {

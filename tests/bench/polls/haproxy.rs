@@ -1,4 +1,4 @@
-//! HAProxy, holding the same requests over the same mutual TLS for nothing: its tarpit.
+//! The baseline: HAProxy with the same requests over the same mutual TLS in its tarpit.
 
 use anyhow::Context;
 use std::net::{SocketAddr, TcpStream};
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use supervisors::dev::files;
 use supervisors::dev::process::{ChildProcess, Launch, free_port};
-use tests::world::World;
+use tests::cluster::TestCluster;
 
 pub(crate) struct Haproxy {
     address: SocketAddr,
@@ -15,10 +15,10 @@ pub(crate) struct Haproxy {
 }
 
 impl Haproxy {
-    pub(crate) fn start(world: &World, authorities: &str, polls: usize) -> anyhow::Result<Self> {
+    pub(crate) fn start(cluster: &TestCluster, authorities: &str, polls: usize) -> anyhow::Result<Self> {
         let folder = tempfile::Builder::new().prefix("gpuaas-haproxy-").tempdir()?;
         let at = |name: &str| folder.path().join(name);
-        let certificate = world.authority.server_certificate("haproxy")?;
+        let certificate = cluster.authority.server_certificate("haproxy")?;
         let chain = std::fs::read_to_string(&certificate.certificate_path)?;
         let key = std::fs::read_to_string(&certificate.key_path)?;
         files::write_private(&at("server.pem"), format!("{chain}{key}").as_bytes())?;

@@ -1,4 +1,4 @@
-//! Sessions that are open and say nothing, with a real shell each, and what the process that serves them takes for one.
+//! Idle sessions, with a real shell each, and their memory in the process that serves them.
 
 use anyhow::{Context, ensure};
 use futures::{SinkExt as _, StreamExt as _, TryStreamExt as _, stream};
@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use tests::bench::memory::{resident_kib, slope};
-use tests::world::{GPUS, Rented, World};
+use tests::cluster::{AllocationHandle, GPUS, TestCluster};
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
@@ -15,19 +15,19 @@ use tokio_tungstenite::tungstenite::Message;
 
 use crate::{OF_ONE_ALLOCATION, SKU, open, start_node};
 
-/// At so many counts, evenly apart, memory is looked at.
+/// The number of measurements of the memory, at evenly spaced counts.
 const LOOKS: usize = 5;
 const AT_ONCE: usize = 16;
-/// How long a process is left alone before it is looked at.
+/// The pause before the memory of a process is measured.
 const SETTLES_IN: Duration = Duration::from_secs(4);
 
 type Socket = WebSocketStream<TlsStream<TcpStream>>;
 
-/// What the process at replica 0 takes for a connection on which nothing was asked yet, in KiB. It is let go after half a minute, so that
-/// all are made and looked at within that.
-pub(crate) async fn tls_kib(world: &World, count: usize) -> anyhow::Result<f64> {
-    let address: SocketAddr = world.replicas[0].public_url().trim_start_matches("https://").parse()?;
-    let connector = TlsConnector::from(Arc::new(world.gateway_at(0).client_config()));
+/// The memory of replica 0 for a connection without a request, in KiB. Such a connection is closed after half a minute, so
+/// all are opened and measured within that.
+pub(crate) async fn tls_kib(cluster: &TestCluster, count: usize) -> anyhow::Result<f64> {
+    let address: SocketAddr = cluster.replicas[0].public_url().trim_start_matches("https://").parse()?;
+    let connector = TlsConnector::from(Arc::new(cluster.gateway_at(0).client_config()));
     let mut held: Vec<TlsStream<TcpStream>> = Vec::new();
     let mut seen = Vec::new();
     for step in 1..=LOOKS {
@@ -38,12 +38,12 @@ pub(crate) async fn tls_kib(world: &World, count: usize) -> anyhow::Result<f64> 
         });
         held.extend(connecting.buffer_unordered(AT_ONCE).try_collect::<Vec<_>>().await?);
         tokio::time::sleep(SETTLES_IN / 2).await;
-        seen.push((held.len() as f64, resident_kib(world.replicas[0].pid().context("the replica has ended")?)?));
+        seen.push((held.len() as f64, resident_kib(cluster.replicas[0].pid().context("the replica has ended")?)?));
     }
     Ok(slope(&seen))
 }
 
-/// Open sessions. What they say is read, so that they live.
+/// Open sessions. Their output is read, so that they stay open.
 pub(crate) struct Idle {
     pub(crate) kib_each: f64,
     reading: Vec<tokio::task::JoinHandle<()>>,
@@ -55,21 +55,21 @@ impl Drop for Idle {
     }
 }
 
-/// So many sessions, on as many nodes as that takes; the process's memory is looked at as they become more.
-pub(crate) async fn grow(world: &mut World, count: usize) -> anyhow::Result<Idle> {
+/// Opens sessions, on as many nodes as that takes; the process's memory is measured as their number grows.
+pub(crate) async fn grow(cluster: &mut TestCluster, count: usize) -> anyhow::Result<Idle> {
     let mut rented = Vec::new();
     for _ in 0..count.div_ceil(OF_ONE_ALLOCATION) {
-        start_node(world).await;
-        let allocation = world.rent(SKU, GPUS).await;
+        start_node(cluster).await;
+        let allocation = cluster.rent(SKU, GPUS).await;
         allocation.expect_state("active").await;
         rented.push(allocation);
     }
-    let world: &World = world;
-    let pid = world.replicas[0].pid().context("the replica has ended")?;
+    let cluster: &TestCluster = cluster;
+    let pid = cluster.replicas[0].pid().context("the replica has ended")?;
     let (mut reading, mut seen) = (Vec::new(), Vec::new());
     for step in 1..=LOOKS {
         let numbers = reading.len()..count * step / LOOKS;
-        let opening = stream::iter(numbers).map(|number| silent(world, &rented[number / OF_ONE_ALLOCATION]));
+        let opening = stream::iter(numbers).map(|number| silent(cluster, &rented[number / OF_ONE_ALLOCATION]));
         let sockets: Vec<Socket> = opening.buffer_unordered(AT_ONCE).try_collect().await?;
         reading.extend(sockets.into_iter().map(|mut socket| {
             tokio::spawn(async move { while socket.next().await.is_some_and(|message| message.is_ok()) {} })
@@ -82,9 +82,9 @@ pub(crate) async fn grow(world: &mut World, count: usize) -> anyhow::Result<Idle
     Ok(Idle { kib_each: slope(&seen), reading })
 }
 
-/// A session whose shell has become a program that says nothing and takes little.
-async fn silent(world: &World, allocation: &Rented) -> anyhow::Result<Socket> {
-    let mut socket = open(world, allocation.id).await?;
+/// A session whose shell is replaced by a program without output and with little memory.
+async fn silent(cluster: &TestCluster, allocation: &AllocationHandle) -> anyhow::Result<Socket> {
+    let mut socket = open(cluster, allocation.id).await?;
     socket.send(Message::Binary(b"exec sleep 100000\n".to_vec().into())).await?;
     Ok(socket)
 }

@@ -1,4 +1,4 @@
-//! A shell that is typed at, wherever it is: ours, or terminado's.
+//! A shell behind a terminal, ours or terminado's.
 
 use anyhow::{Context, bail, ensure};
 use futures::{SinkExt as _, StreamExt as _};
@@ -11,15 +11,15 @@ use tokio_rustls::client::TlsStream;
 use tokio_tungstenite::WebSocketStream;
 use tokio_tungstenite::tungstenite::Message;
 
-/// What both run once they are open, so that both are the same program in the same state.
+/// Commands that both run first, so that both are the same program in the same state.
 const SAME: &str = "exec bash --noprofile --norc\n";
 const PLAIN: &str = "PS1='$ '; bind 'set enable-bracketed-paste off'; unset PROMPT_COMMAND; echo rea''dy\n";
-const PATIENCE: Duration = Duration::from_secs(60);
-/// Longer than anything that was typed takes to be echoed.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longer than the echo of any input takes.
 const QUIET: Duration = Duration::from_millis(50);
-/// After so many signs the line is emptied, so that it never wraps.
+/// After this many characters the line is cleared, so that it never wraps.
 const LINE: usize = 60;
-/// Between two keystrokes: faster than anybody types, and slow enough that each wakes everything up.
+/// The pause between two keystrokes: faster than typing, and slow enough that each wakes all processes up.
 const BETWEEN: Duration = Duration::from_millis(3);
 
 pub(crate) enum Shell {
@@ -28,7 +28,7 @@ pub(crate) enum Shell {
 }
 
 impl Shell {
-    /// In the state that is measured.
+    /// Brings the shell into the state that is measured.
     pub(crate) async fn made_plain(mut self) -> anyhow::Result<Self> {
         self.enter(SAME).await?;
         self.silence().await?;
@@ -46,8 +46,8 @@ impl Shell {
         Ok(())
     }
 
-    /// What comes next, as bytes of output.
-    pub(crate) async fn hear(&mut self) -> anyhow::Result<Vec<u8>> {
+    /// The next bytes of output.
+    pub(crate) async fn receive(&mut self) -> anyhow::Result<Vec<u8>> {
         loop {
             let message = match self {
                 Self::Ours(socket) => socket.next().await,
@@ -56,8 +56,8 @@ impl Shell {
             match message.context("the shell is gone")?? {
                 Message::Binary(bytes) => return Ok(bytes.into()),
                 Message::Text(text) => {
-                    let said: Value = serde_json::from_str(&text)?;
-                    if let Some(output) = said[1].as_str().filter(|_| said[0] == "stdout") {
+                    let message: Value = serde_json::from_str(&text)?;
+                    if let Some(output) = message[1].as_str().filter(|_| message[0] == "stdout") {
                         return Ok(output.as_bytes().to_vec());
                     }
                 }
@@ -67,15 +67,15 @@ impl Shell {
         }
     }
 
-    /// Until this stands at an end of the output; how many bytes that were.
+    /// Reads until the output ends with this; returns the number of bytes.
     pub(crate) async fn until(&mut self, marker: &[u8]) -> anyhow::Result<u64> {
         let (mut tail, mut count): (Vec<u8>, u64) = (Vec::new(), 0);
         loop {
-            let said = timeout(PATIENCE, self.hear()).await;
-            let said =
-                said.with_context(|| format!("no end after {count} bytes: {}", String::from_utf8_lossy(&tail)))??;
-            count += said.len() as u64;
-            tail.extend_from_slice(&said);
+            let chunk = timeout(WAIT_TIMEOUT, self.receive()).await;
+            let chunk =
+                chunk.with_context(|| format!("no end after {count} bytes: {}", String::from_utf8_lossy(&tail)))??;
+            count += chunk.len() as u64;
+            tail.extend_from_slice(&chunk);
             if tail.windows(marker.len()).any(|window| window == marker) {
                 return Ok(count);
             }
@@ -83,15 +83,15 @@ impl Shell {
         }
     }
 
-    /// Until nothing more comes.
+    /// Reads until there is no more output.
     async fn silence(&mut self) -> anyhow::Result<()> {
-        while let Ok(said) = timeout(QUIET, self.hear()).await {
-            said?;
+        while let Ok(chunk) = timeout(QUIET, self.receive()).await {
+            chunk?;
         }
         Ok(())
     }
 
-    /// From a keystroke to its echo, in nanoseconds, one after the other.
+    /// The times from a keystroke to its echo, in nanoseconds, one after the other.
     pub(crate) async fn echoes(&mut self, during: Duration) -> anyhow::Result<Histogram<u64>> {
         let mut times = Histogram::<u64>::new(3)?;
         let began = Instant::now();
@@ -106,7 +106,7 @@ impl Shell {
             tokio::time::sleep(BETWEEN).await;
             let typed = Instant::now();
             self.enter("x").await?;
-            let echo = self.hear().await?;
+            let echo = self.receive().await?;
             times.record(u64::try_from(typed.elapsed().as_nanos())?)?;
             ensure!(echo == b"x", "x is echoed as {:?}", String::from_utf8_lossy(&echo));
         }
@@ -115,7 +115,7 @@ impl Shell {
         Ok(times)
     }
 
-    /// A file that is shown, in megabytes a second.
+    /// The throughput of a file's output, in megabytes a second.
     pub(crate) async fn cat(&mut self, path: &str, bytes: u64) -> anyhow::Result<f64> {
         let began = Instant::now();
         self.enter(&format!("cat {path}; echo all''shown\n")).await?;

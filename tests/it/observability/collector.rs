@@ -1,4 +1,4 @@
-//! An OpenTelemetry collector, as far as it is needed: OTLP over HTTP with protobuf bodies, read by the definitions that the
+//! A minimal OpenTelemetry collector: OTLP over HTTP with protobuf bodies, decoded with the definitions that the
 //! OpenTelemetry project generates.
 
 use axum::Router;
@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use tests::world::PATIENCE;
+use tests::cluster::WAIT_TIMEOUT;
 use tokio::net::TcpListener;
 
 /// A collector in this process.
@@ -23,7 +23,7 @@ pub(super) struct Collector {
     spans: Arc<Mutex<Vec<Span>>>,
 }
 
-/// A span as it came in; ids in hexadecimal.
+/// A received span; ids in hexadecimal.
 #[derive(Clone, Debug)]
 pub(super) struct Span {
     pub(super) trace: String,
@@ -58,9 +58,9 @@ impl Collector {
         format!("http://{}", self.address)
     }
 
-    /// The spans of a trace, once these are among them.
+    /// The spans of a trace, once spans with these names are among them.
     pub(super) async fn spans_of(&self, trace: &str, names: &[&str]) -> Vec<Span> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + WAIT_TIMEOUT;
         loop {
             let found: Vec<Span> =
                 self.spans.lock().unwrap().iter().filter(|span| span.trace == trace).cloned().collect();

@@ -1,4 +1,4 @@
-//! A page of figures in the Prometheus text format, read as strictly as the strictest of its readers.
+//! A metrics page in the Prometheus text format, parsed as strictly as the strictest parser does.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +9,7 @@ pub(super) struct Page {
 
 impl Page {
     /// # Panics
-    /// Where the page is not as the format asks.
+    /// If the page does not conform to the format.
     pub(super) fn parse(text: &str) -> Self {
         assert!(text.ends_with('\n'), "the last line has an end");
         let mut page = Self { samples: BTreeMap::new() };
@@ -64,7 +64,7 @@ impl Page {
         }
     }
 
-    /// The sum of the samples of this name that have these labels; `None` where there is none.
+    /// The sum of the samples with this name and these labels; `None` if there is none.
     pub(super) fn value(&self, name: &str, labels: &[(&str, &str)]) -> Option<f64> {
         let is_wanted =
             |found: &BTreeMap<String, String>| labels.iter().all(|(k, v)| found.get(*k).is_some_and(|it| it == v));
@@ -77,7 +77,7 @@ impl Page {
         (!found.is_empty()).then(|| found.iter().sum())
     }
 
-    /// Is there a family of this name?
+    /// Whether there is a metric family of this name.
     pub(super) fn has(&self, name: &str) -> bool {
         self.value(name, &[]).or_else(|| self.value(&format!("{name}_count"), &[])).is_some()
     }
@@ -99,7 +99,7 @@ fn sample(line: &str) -> (String, BTreeMap<String, String>, f64) {
     let mut rest = labels;
     while !rest.is_empty() {
         let (label, after) = rest.split_once("=\"").unwrap_or_else(|| panic!("no label: {line}"));
-        // None of our values holds a quote.
+        // None of our values contains a quote.
         let (value, after) = after.split_once('"').unwrap_or_else(|| panic!("open value: {line}"));
         assert!(is_name(label) && !value.contains('\\'), "{line}");
         assert!(found.insert(label.to_owned(), value.to_owned()).is_none(), "a label stands twice: {line}");
@@ -109,7 +109,7 @@ fn sample(line: &str) -> (String, BTreeMap<String, String>, f64) {
 }
 
 #[test]
-fn a_page_that_a_reader_would_refuse_is_refused() {
+fn invalid_metrics_page_is_refused() {
     let good = "# HELP a_total A.\n# TYPE a_total counter\na_total{k=\"v\"} 1\n";
     assert_eq!(Page::parse(good).value("a_total", &[("k", "v")]), Some(1.0));
     for bad in [

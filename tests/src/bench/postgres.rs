@@ -8,14 +8,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// The role that everything runs as.
+/// The Postgres role of all connections.
 pub const ROLE: &str = "bench";
 
-/// What differs from the server's defaults: room for the working set, and no checkpoint in the middle of a round.
+/// The settings that differ from the server's defaults: memory for the working set, and no checkpoint within a round.
 pub const SETTINGS: [(&str, &str); 4] =
     [("shared_buffers", "512MB"), ("min_wal_size", "4GB"), ("max_wal_size", "8GB"), ("checkpoint_timeout", "30min")];
 
-/// Segments of 16 MiB that are ready before the first round.
+/// The number of 16 MiB WAL segments that are allocated before the first round.
 const WAL_SEGMENTS: i32 = 160;
 
 /// A private server; dropping it stops it and removes its data.
@@ -26,7 +26,7 @@ pub struct Postgres {
 
 impl Postgres {
     /// # Errors
-    /// Where the programs are not installed or do not start.
+    /// If the programs are not installed or do not start.
     pub fn start() -> anyhow::Result<Self> {
         let folder = tempfile::Builder::new().prefix("gpuaas-bench").tempdir()?;
         if nix::unistd::geteuid().is_root() {
@@ -66,11 +66,11 @@ impl Postgres {
         Ok(postgres)
     }
 
-    /// Makes the server as one that has run for a while: with log segments to write over. A young one fills each new segment
-    /// with zeros first, while whoever commits at that moment waits.
+    /// Preallocates WAL segments, as on a server that has run for a while. A new server fills each new segment with zeros
+    /// first, while commits wait.
     ///
     /// # Errors
-    /// Where the server fails.
+    /// If the server fails.
     pub async fn age(&self) -> anyhow::Result<()> {
         let mut connection = PgConnection::connect_with(&self.options("postgres")).await?;
         for _ in 0..WAL_SEGMENTS {
@@ -95,7 +95,7 @@ impl Postgres {
     /// A pool on a new database with our schema.
     ///
     /// # Errors
-    /// Where it cannot be made.
+    /// If it cannot be created.
     pub async fn database(&self, name: &str) -> anyhow::Result<PgPool> {
         let postgres = PgPool::connect_with(self.options("postgres")).await?;
         sqlx::query(sqlx::AssertSqlSafe(format!("CREATE DATABASE \"{name}\""))).execute(&postgres).await?;
@@ -110,13 +110,13 @@ impl Postgres {
 impl Drop for Postgres {
     fn drop(&mut self) {
         let pid = nix::unistd::Pid::from_raw(self.child.id().cast_signed());
-        // At once and without a checkpoint: the data goes with it. An error means that it has ended already.
+        // An immediate shutdown without a checkpoint: the data is removed anyway. An error means that the server has ended.
         let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGQUIT);
         let _ = self.child.wait();
     }
 }
 
-/// Postgres refuses to run as root: then it runs as its own user. It dies with this process.
+/// Postgres refuses to run as root, so it runs as the user `postgres` then. It dies with this process.
 fn as_server(program: &Path) -> Command {
     let mut command = Command::new("setpriv");
     if nix::unistd::geteuid().is_root() {
@@ -126,10 +126,10 @@ fn as_server(program: &Path) -> Command {
     command
 }
 
-/// An installed program of Postgres.
+/// The path of a Postgres program.
 ///
 /// # Errors
-/// Where it is neither on the PATH nor where Debian puts it.
+/// If it is neither on the PATH nor where Debian installs it.
 pub fn program(name: &str) -> anyhow::Result<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let on_path = std::env::split_paths(&path).map(|folder| folder.join(name));

@@ -1,10 +1,10 @@
-//! What an allocation tells the account that pays for it, and what it hears from there.
+//! What an allocation reports to the account that pays for it, and what it receives from the account.
 
-use super::{Allocation, Fault, Phase};
+use super::{Allocation, NodeFault, Phase};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::NodeId;
-use crate::machine::{Ctx, Step, Timestamp};
+use crate::machine::{Timestamp, Transition, TransitionContext};
 use serde_json::json;
 
 impl Allocation {
@@ -20,20 +20,20 @@ impl Allocation {
         }
     }
 
-    /// All that is known of when it was used.
+    /// All that is known of the time in which it was used.
     pub(super) fn usage(&self) -> Event {
         let (holder, until) = (self.asked.holder(), self.billed_to());
         Event::UsageChanged { allocation_id: self.id, holder, from: self.active_at, until }
     }
 
-    /// It was never active, and never will be.
+    /// The usage of an allocation that was never active and never will be.
     pub(super) fn never_used(&self) -> Event {
         let until = Some(self.requested_at);
         Event::UsageChanged { allocation_id: self.id, holder: self.asked.holder(), from: None, until }
     }
 
-    /// Its account has a meter for it that may not have heard the last.
-    pub(super) fn still_metered(&self, is_running: bool) -> Step<Self> {
+    /// The account has a meter for it that may have missed the last usage event.
+    pub(super) fn still_metered(&self, is_running: bool) -> Transition<Self> {
         let news = match &self.phase {
             Phase::Requested { .. } | Phase::Provisioning { .. } => None,
             Phase::Active { .. } if is_running && self.fault.is_none() => None,
@@ -48,9 +48,9 @@ impl Allocation {
         }
     }
 
-    pub(super) fn unaffordable(&self, message: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    pub(super) fn unaffordable(&self, message: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
-            Phase::Requested { .. } => self.refused("insufficient_balance", message, true, ctx),
+            Phase::Requested { .. } => self.fail_request("insufficient_balance", message, true, ctx),
             Phase::Provisioning { .. }
             | Phase::Active { .. }
             | Phase::Releasing { .. }
@@ -59,15 +59,15 @@ impl Allocation {
         }
     }
 
-    /// A weaker isolation than the one that holds for the user is never given in its place.
-    pub(super) fn not_isolated(&self, ctx: &Ctx<'_>) -> Step<Self> {
+    /// The user never gets a weaker isolation than the policy requires.
+    pub(super) fn not_isolated(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let model = &self.asked.isolation_model;
         let message = format!(
             "The policy allocation.isolation_model is {model} for you, which is not available yet; an administrator has to set it to \
              user-revoke."
         );
         match &self.phase {
-            Phase::Requested { .. } => self.refused("isolation_model_unavailable", &message, false, ctx),
+            Phase::Requested { .. } => self.fail_request("isolation_model_unavailable", &message, false, ctx),
             Phase::Provisioning { .. }
             | Phase::Active { .. }
             | Phase::Releasing { .. }
@@ -76,36 +76,44 @@ impl Allocation {
         }
     }
 
-    /// Nobody pays for it any more.
-    pub(super) fn uncover(&self, ctx: &Ctx<'_>) -> Step<Self> {
+    /// No account covers it any more.
+    pub(super) fn uncover(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         const WHY: &str = "the balance is depleted";
         let audit = self.audit(AuditAction::AllocationsUncover, json!({ "holder": self.asked.holder().to_string() }));
         match &self.phase {
-            Phase::Active { node_id, placed } => self.given_back(WHY, *node_id, placed, ctx).audit(audit),
+            Phase::Active { node_id, placed } => self.release_active(WHY, *node_id, placed, ctx).audit(audit),
             Phase::Provisioning { .. } | Phase::Requested { .. } => self.stay(),
-            // Its account did not hear that it has ended.
+            // The account did not receive its end.
             Phase::Releasing { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => self.still_metered(true),
         }
     }
 
-    /// The first fault counts: it stays the user's to give back, and costs nothing from there on. On a machine that fails before anybody
-    /// was let in nobody is: it is said once, so that whoever set it aside until later would have forgotten it.
-    pub(super) fn faulted(&self, node_id: NodeId, at: Timestamp, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
-        let is_here = self.place().is_some_and(|(ours, _)| ours == node_id);
+    /// The first fault counts: the user still has to release the allocation, and it costs nothing from then on. On a machine that fails
+    /// before the tenant is set up, provisioning is compensated: the fault is reported once, so that a deferred report would be lost.
+    pub(super) fn faulted(
+        &self,
+        node_id: NodeId,
+        at: Timestamp,
+        reason: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let is_here = self.placement().is_some_and(|(ours, _)| ours == node_id);
         match &self.phase {
             Phase::Active { .. } if is_here && self.fault.is_none() => {
                 let at = self.active_at.map_or(at, |active_at| at.max(active_at));
-                let fault = Some(Fault { at, reason: reason.to_owned() });
+                let fault = Some(NodeFault { at, reason: reason.to_owned() });
                 let next = Self { fault, ..self.clone() };
                 let (usage, audit) = (next.usage(), json!({ "node_id": node_id, "at": at, "reason": reason }));
                 let audit = self.audit(AuditAction::AllocationsFault, audit);
-                next.step(format!("node {node_id} has a critical fault: billing has ended")).event(usage).audit(audit)
+                next.transition(format!("node {node_id} has a critical fault: billing has ended"))
+                    .event(usage)
+                    .audit(audit)
             }
             Phase::Provisioning { placed, .. } if is_here => {
                 let message = format!("The node has a critical fault ({reason}); ask for another allocation.");
                 self.compensate(node_id, placed, reason, &message, ctx)
             }
-            // Of a reservation that it has not heard of: the node does not set it up.
+            // A reservation that it has not received yet: the node does not set it up.
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
             | Phase::Active { .. }

@@ -1,9 +1,8 @@
-//! The name and the labels of an allocation. They change until it is released: from then on it is a record of what was rented, with the
-//! labels that it had at its end.
+//! The name and the labels of an allocation. They can be changed until it is released: from then on they stay as a record.
 
 use super::{Allocation, Command, Phase, Rejection};
 use crate::audit::AuditAction;
-use crate::machine::{Ctx, Step};
+use crate::machine::{Transition, TransitionContext};
 use crate::metadata::{MAX_LABELS, MetadataPatch, TooManyLabels};
 use serde_json::json;
 
@@ -12,8 +11,8 @@ impl Allocation {
         &self,
         patch: MetadataPatch,
         if_version: Option<i64>,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.user_id) {
             return Err(Rejection::NotFound);
         }
@@ -28,7 +27,7 @@ impl Allocation {
             return Ok(self.stay());
         }
         let audit = self.audit(AuditAction::AllocationsUpdate, json!(patch));
-        Ok(Self { metadata, ..self.clone() }.step("its name or labels were changed").audit(audit))
+        Ok(Self { metadata, ..self.clone() }.transition("its name or labels were changed").audit(audit))
     }
 }
 

@@ -1,32 +1,38 @@
-//! The saga: which fact moves an allocation where, and what undoes a step that came to nothing.
+//! The saga: which fact leads to which state, and which step undoes one that failed.
 
-use super::{AfterFailure, Allocation, Command, Failure, LOOK_AGAIN, MAX_GPUS, Phase, Placed, Rejection, Request};
-use crate::again::Again;
-use crate::audit::{Audit, AuditAction, Refusals};
+use super::{
+    Allocation, AllocationFailure, AllocationRequest, CAPACITY_RETRY_INTERVAL, Command, MAX_GPUS, Phase, Placement,
+    Rejection, ReleaseRetry,
+};
+use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::event::Event;
-use crate::id::{AllocationId, EntityRef, Kind, NodeId};
-use crate::machine::{Command as _, Ctx, Step};
-use crate::policy::Key;
+use crate::id::{AllocationId, EntityKind, EntityRef, NodeId};
+use crate::machine::{Command as _, Transition, TransitionContext};
+use crate::policy::PolicyKey;
+use crate::resend_timer::ResendTimer;
 use chrono::TimeDelta;
 use serde_json::json;
 
-/// Why a release without proof is over, in its history.
+/// The history's reason of a release without proof.
 const FORCED: &str = "forced";
 
 /// The first pause between clean-up attempts; it doubles up to policy `allocation.release_backoff_max_seconds`.
 const FIRST_PAUSE: TimeDelta = TimeDelta::seconds(1);
 
 impl Allocation {
-    pub(super) fn request(mut request: Request, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    pub(super) fn request(
+        mut request: AllocationRequest,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         if !(1..=MAX_GPUS).contains(&request.gpu_count) {
             return Err(Rejection::GpuCount { max: MAX_GPUS });
         }
         let scopes = request.scopes();
-        let longest = ctx.policy.int(Key::AllocationQueueMax, &scopes, ctx.now);
+        let longest = ctx.policy.int(PolicyKey::AllocationQueueMax, &scopes, ctx.now);
         let patience = match request.queue_seconds {
             Some(seconds) if i64::from(seconds) > longest => return Err(Rejection::QueueSeconds { max: longest }),
             Some(seconds) => TimeDelta::seconds(seconds.into()),
-            None => ctx.policy.seconds(Key::AllocationProvisioningTimeout, &scopes, ctx.now),
+            None => ctx.policy.seconds(PolicyKey::AllocationProvisioningTimeout, &scopes, ctx.now),
         };
         let metadata = std::mem::take(&mut request.metadata).bounded()?;
         let id = AllocationId(ctx.id);
@@ -43,18 +49,18 @@ impl Allocation {
             again: None,
             logins: None,
             metadata,
-            refusals: Refusals::default(),
+            refusals: RefusalAudit::default(),
         };
         let phase = requested.phase.clone();
-        let requested = requested.moved(phase, ctx.now, "requested");
+        let requested = requested.in_phase(phase, ctx.now, "requested");
         Ok(requested
             .clone()
-            .step("asked for by its user")
+            .transition("asked for by its user")
             .event(Event::AllocationRequested { allocation_id: id })
             .audit(requested.audit(AuditAction::AllocationsRequest, json!({ "gpu_count": requested.asked.gpu_count }))))
     }
 
-    pub(super) fn advance(&self, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    pub(super) fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match command {
             Command::Request(_) => Err(Rejection::Exists),
             Command::Release { issue } => self.release(issue, ctx),
@@ -88,51 +94,63 @@ impl Allocation {
         }
     }
 
-    /// Where there was none there is nothing to seal anew.
-    fn resealed(&self, sealed: String) -> Step<Self> {
+    /// Without a stored request there is nothing to reseal.
+    fn resealed(&self, sealed: String) -> Transition<Self> {
         let mut next = self.clone();
         match &mut next.asked.scheduler_request_enc {
             Some(kept) => *kept = sealed,
-            None => return Step::stay(Box::new(next)),
+            None => return Transition::stay(Box::new(next)),
         }
-        next.step("its request was sealed anew")
+        next.transition("its request was sealed anew")
     }
 
-    fn release(&self, issue: Option<String>, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn release(&self, issue: Option<String>, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.user_id) {
             return Err(Rejection::NotFound);
         }
         let audit = self.audit(AuditAction::AllocationsRelease, json!({ "issue": issue }));
         match &self.phase {
             Phase::Requested { .. } => {
-                let step = self.end(None, "cancelled", "cancelled before a node was found", ctx);
+                let step = self.finish(None, "cancelled", "cancelled before a node was found", ctx);
                 Ok(step.event(self.never_used()).audit(audit))
             }
             Phase::Provisioning { node_id, placed, .. } => {
-                Ok(self.released("release requested", *node_id, placed, ctx).event(self.never_used()).audit(audit))
+                Ok(self.begin_release("release requested", *node_id, placed, ctx).event(self.never_used()).audit(audit))
             }
             Phase::Active { node_id, placed } => {
-                Ok(self.given_back("release requested", *node_id, placed, ctx).audit(audit))
+                Ok(self.release_active("release requested", *node_id, placed, ctx).audit(audit))
             }
-            // Asking twice is asking once.
+            // A repeated release request has no effect.
             Phase::Releasing { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => Ok(self.stay()),
         }
     }
 
-    /// An active one is to end: its terminals and its meter end with it.
-    pub(super) fn given_back(&self, why: &str, node_id: NodeId, placed: &Placed, ctx: &Ctx<'_>) -> Step<Self> {
+    /// Releases an active allocation: its terminals are closed and its meter ends.
+    pub(super) fn release_active(
+        &self,
+        why: &str,
+        node_id: NodeId,
+        placed: &Placement,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let unwanted = Event::TerminalsUnwanted { allocation_id: self.id, user_id: self.asked.user_id.clone() };
-        let step = self.released(why, node_id, placed, ctx).event(unwanted);
+        let step = self.begin_release(why, node_id, placed, ctx).event(unwanted);
         let usage = step.reply.usage();
         step.event(usage)
     }
 
-    fn released(&self, why: &str, node_id: NodeId, placed: &Placed, ctx: &Ctx<'_>) -> Step<Self> {
+    fn begin_release(
+        &self,
+        why: &str,
+        node_id: NodeId,
+        placed: &Placement,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let next = Self { release_requested_at: Some(ctx.now), ..self.clone() };
         next.clean_up(node_id, placed, 1, why, ctx)
     }
 
-    fn retry_release(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn retry_release(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match &self.phase {
             Phase::ReleaseFailed { node_id, placed, attempt, .. } => Ok(self
                 .clean_up(*node_id, placed, attempt + 1, "an administrator asked to try the clean-up again", ctx)
@@ -145,13 +163,13 @@ impl Allocation {
         }
     }
 
-    fn force_release(&self, reason: &str, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn force_release(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match &self.phase {
             Phase::ReleaseFailed { node_id, placed, .. } => {
                 let forced = Event::ReleaseForced { allocation_id: self.id, node_id: *node_id };
                 let last = Some((*node_id, placed.clone()));
                 Ok(self
-                    .end(last, FORCED, "released by force, without proof of clean-up", ctx)
+                    .finish(last, FORCED, "released by force, without proof of clean-up", ctx)
                     .event(forced)
                     .audit(self.audit(AuditAction::AllocationsForceRelease, json!({ "reason": reason }))))
             }
@@ -163,19 +181,19 @@ impl Allocation {
         }
     }
 
-    fn reserved(&self, node_id: NodeId, placed: Placed, ctx: &Ctx<'_>) -> Step<Self> {
+    fn reserved(&self, node_id: NodeId, placed: Placement, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Requested { .. } => {
-                let limit = ctx.policy.seconds(Key::AllocationProvisioningTimeout, &self.scopes(), ctx.now);
+                let limit = ctx.policy.seconds(PolicyKey::AllocationProvisioningTimeout, &self.scopes(), ctx.now);
                 let until = ctx.now + limit;
                 let phase = Phase::Provisioning { node_id, placed, until };
-                let next = self.moved(phase, ctx.now, "devices_reserved");
-                // The node has the keys that it was asked with, which may be those of a moment ago.
-                let logins = next.logins_to_tell();
+                let next = self.in_phase(phase, ctx.now, "devices_reserved");
+                // The node has the keys of its reservation, which may be stale by now.
+                let logins = next.pending_ssh_keys_event();
                 let step = next
-                    .step(format!("node {node_id} reserved the devices"))
+                    .transition(format!("node {node_id} reserved the devices"))
                     .event(Event::ProvisioningStarted { allocation_id: self.id, node_id, deadline_at: until });
-                logins.into_iter().fold(step, Step::event)
+                logins.into_iter().fold(step, Transition::event)
             }
             Phase::Provisioning { node_id: ours, .. }
             | Phase::Active { node_id: ours, .. }
@@ -185,16 +203,18 @@ impl Allocation {
             {
                 self.stay()
             }
-            // A second node, or one that came too late: it must not hold devices for nobody.
+            // A second node, or one whose reservation came too late: it must not hold devices that no allocation uses.
             Phase::Provisioning { .. }
             | Phase::Active { .. }
             | Phase::Releasing { .. }
-            | Phase::ReleaseFailed { .. } => self.unwanted(node_id),
-            // The node's own question: it was not told of the force.
+            | Phase::ReleaseFailed { .. } => self.reject_reservation(node_id),
+            // The node asks because it did not receive the forced release.
             Phase::Released { last: Some((ours, _)), .. } if *ours == node_id && self.was_forced() => self
                 .unchanged(format!("node {node_id} still holds devices after the release by force"))
                 .event(Event::ReleaseForced { allocation_id: self.id, node_id }),
-            Phase::Released { last, .. } => self.unwanted(node_id).event(self.ended(last.as_ref(), "placed_too_late")),
+            Phase::Released { last, .. } => {
+                self.reject_reservation(node_id).event(self.released_event(last.as_ref(), "placed_too_late"))
+            }
         }
     }
 
@@ -202,14 +222,14 @@ impl Allocation {
         self.history.last().is_some_and(|last| last.reason == FORCED)
     }
 
-    /// Its tenant has not heard of its end, or it not of its tenant's keys.
-    fn still_counted(&self, logins_revision: u64) -> Step<Self> {
+    /// The tenant did not receive its end, or it did not receive the tenant's key changes.
+    fn still_counted(&self, logins_revision: u64) -> Transition<Self> {
         match &self.phase {
             Phase::Released { last, .. } => self
                 .unchanged("its tenant still counts it after its end")
-                .event(self.ended(last.as_ref(), "still_counted")),
+                .event(self.released_event(last.as_ref(), "still_counted")),
             Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Active { .. } => {
-                match self.stale_logins(logins_revision) {
+                match self.stale_ssh_keys_event(logins_revision) {
                     Some(stale) => self.unchanged("its user has other keys than it knows of").event(stale),
                     None => self.stay(),
                 }
@@ -218,17 +238,17 @@ impl Allocation {
         }
     }
 
-    fn no_capacity(&self, suggestion: Option<String>, ctx: &Ctx<'_>) -> Step<Self> {
+    fn no_capacity(&self, suggestion: Option<String>, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Requested { until, .. } if self.asked.queue_seconds.is_some() && ctx.now < *until => {
                 let mut next = self.clone();
-                next.phase = Phase::Requested { until: *until, look_again_at: Some(ctx.now + LOOK_AGAIN) };
-                next.step("no capacity: the request waits in the queue")
+                next.phase = Phase::Requested { until: *until, look_again_at: Some(ctx.now + CAPACITY_RETRY_INTERVAL) };
+                next.transition("no capacity: the request waits in the queue")
             }
             Phase::Requested { .. } => {
                 let message = suggestion
                     .unwrap_or_else(|| "No node of this SKU has enough free GPUs; try again later.".to_owned());
-                self.refused("insufficient_capacity", &message, true, ctx)
+                self.fail_request("insufficient_capacity", &message, true, ctx)
             }
             Phase::Provisioning { .. }
             | Phase::Active { .. }
@@ -236,15 +256,15 @@ impl Allocation {
             | Phase::ReleaseFailed { .. } => self.stay(),
             Phase::Released { last, .. } => self
                 .unchanged("a node was looked for after the end")
-                .event(self.ended(last.as_ref(), "placed_too_late")),
+                .event(self.released_event(last.as_ref(), "placed_too_late")),
         }
     }
 
-    fn over_quota(&self, limit: i64, ctx: &Ctx<'_>) -> Step<Self> {
+    fn over_quota(&self, limit: i64, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Requested { .. } => {
                 let message = format!("You hold the {limit} allocations that your quota admits; release one first.");
-                self.refused("concurrency_limit_exceeded", &message, true, ctx)
+                self.fail_request("concurrency_limit_exceeded", &message, true, ctx)
             }
             Phase::Provisioning { .. }
             | Phase::Active { .. }
@@ -254,14 +274,15 @@ impl Allocation {
         }
     }
 
-    fn provisioned(&self, node_id: NodeId, ctx: &Ctx<'_>) -> Step<Self> {
+    fn provisioned(&self, node_id: NodeId, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
-                let mut next = self.moved(Phase::Active { node_id, placed: placed.clone() }, ctx.now, "tenant_ready");
+                let mut next =
+                    self.in_phase(Phase::Active { node_id, placed: placed.clone() }, ctx.now, "tenant_ready");
                 next.active_at = Some(ctx.now);
                 let usage = next.usage();
-                next.again = next.logins().are_pending().then(|| Again::first(ctx.now));
-                next.step(format!("node {node_id} set the tenant up"))
+                next.again = next.ssh_access().are_pending().then(|| ResendTimer::first(ctx.now));
+                next.transition(format!("node {node_id} set the tenant up"))
                     .event(Event::AllocationActive { allocation_id: self.id, node_id })
                     .event(usage)
             }
@@ -274,7 +295,7 @@ impl Allocation {
         }
     }
 
-    fn provision_failed(&self, node_id: NodeId, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    fn provision_failed(&self, node_id: NodeId, reason: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
                 let message = format!("The node could not set the allocation up ({reason}); ask for another one.");
@@ -289,17 +310,17 @@ impl Allocation {
         }
     }
 
-    /// Provisioning came to nothing: whatever the node did of it is cleaned up like any tenant, unbilled.
+    /// Provisioning failed: whatever the node did is cleaned up like any tenant, unbilled.
     pub(super) fn compensate(
         &self,
         node_id: NodeId,
-        placed: &Placed,
+        placed: &Placement,
         code: &str,
         message: &str,
-        ctx: &Ctx<'_>,
-    ) -> Step<Self> {
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let mut next = self.clone();
-        next.failure = Some(Failure {
+        next.failure = Some(AllocationFailure {
             phase: "provisioning".to_owned(),
             code: code.to_owned(),
             message: message.to_owned(),
@@ -315,14 +336,14 @@ impl Allocation {
             .audit(self.audit(AuditAction::AllocationsFail, json!({ "code": code, "node_id": node_id })))
     }
 
-    fn cleaned(&self, node_id: NodeId, attempt: u32, ctx: &Ctx<'_>) -> Step<Self> {
+    fn cleaned(&self, node_id: NodeId, attempt: u32, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
-            // A proof that comes after its attempt was given up proves the same.
+            // A proof that arrives after its attempt was given up is as good as any.
             Phase::Releasing { node_id: ours, placed, .. } | Phase::ReleaseFailed { node_id: ours, placed, .. }
                 if *ours == node_id =>
             {
                 let why = format!("node {node_id} proved the clean-up (attempt {attempt})");
-                self.end(Some((node_id, placed.clone())), "cleaned_up", &why, ctx)
+                self.finish(Some((node_id, placed.clone())), "cleaned_up", &why, ctx)
             }
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
@@ -333,7 +354,13 @@ impl Allocation {
         }
     }
 
-    fn cleanup_failed(&self, node_id: NodeId, attempt: u32, why: (&str, &str), ctx: &Ctx<'_>) -> Step<Self> {
+    fn cleanup_failed(
+        &self,
+        node_id: NodeId,
+        attempt: u32,
+        why: (&str, &str),
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         match &self.phase {
             Phase::Releasing { node_id: ours, attempt: current, placed, .. }
                 if *ours == node_id && *current == attempt =>
@@ -353,26 +380,26 @@ impl Allocation {
     fn fail_release(
         &self,
         node_id: NodeId,
-        placed: &Placed,
+        placed: &Placement,
         attempt: u32,
         (reason, detail): (&str, &str),
-        ctx: &Ctx<'_>,
-    ) -> Step<Self> {
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let scopes = self.scopes();
-        let most = ctx.policy.int(Key::AllocationReleaseMaxAttempts, &scopes, ctx.now);
+        let most = ctx.policy.int(PolicyKey::AllocationReleaseMaxAttempts, &scopes, ctx.now);
         let exhausted = i64::from(attempt) >= most;
         let next = if exhausted {
-            AfterFailure::Operator(ctx.now)
+            ReleaseRetry::Operator(ctx.now)
         } else {
-            AfterFailure::RetryAt(
-                ctx.now + pause(attempt, ctx.policy.seconds(Key::AllocationReleaseBackoffMax, &scopes, ctx.now)),
+            ReleaseRetry::RetryAt(
+                ctx.now + pause(attempt, ctx.policy.seconds(PolicyKey::AllocationReleaseBackoffMax, &scopes, ctx.now)),
             )
         };
         let phase = Phase::ReleaseFailed { node_id, placed: placed.clone(), attempt, reason: reason.to_owned(), next };
         let state_reason = if detail.is_empty() { reason.to_owned() } else { format!("{reason}: {detail}") };
         let step = self
-            .moved(phase, ctx.now, &state_reason)
-            .step(format!("clean-up attempt {attempt} failed ({reason})"))
+            .in_phase(phase, ctx.now, &state_reason)
+            .transition(format!("clean-up attempt {attempt} failed ({reason})"))
             .event(Event::ReleaseFailed { allocation_id: self.id, node_id, attempt, reason: reason.to_owned() })
             .audit(self.audit(
                 AuditAction::AllocationsFailRelease,
@@ -381,58 +408,62 @@ impl Allocation {
         if exhausted { step.event(Event::ReleaseExhausted { allocation_id: self.id, node_id, attempt }) } else { step }
     }
 
-    /// Looks at the whole state: past its deadline it moves on, before it the request that may have been lost is made again.
-    fn tick(&self, ctx: &Ctx<'_>) -> Step<Self> {
+    /// Checks the whole state: past its deadline it changes the state, before it, it resends what may have been lost.
+    fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
-            Phase::Requested { until, .. } if ctx.now >= *until => self.refused(
+            Phase::Requested { until, .. } if ctx.now >= *until => self.fail_request(
                 "insufficient_capacity",
                 "No node had enough free GPUs in time; try again later.",
                 true,
                 ctx,
             ),
             Phase::Requested { until, look_again_at } => {
-                let mut next = self.asking_again(ctx);
-                // Once it has been looked for in vain, it is looked for often.
-                let look_again_at = look_again_at.map(|_| ctx.now + LOOK_AGAIN);
+                let mut next = self.with_next_resend(ctx);
+                // After the first search without a result, the search repeats at a short interval.
+                let look_again_at = look_again_at.map(|_| ctx.now + CAPACITY_RETRY_INTERVAL);
                 next.phase = Phase::Requested { until: *until, look_again_at };
-                next.step("looking for capacity again").event(Event::AllocationRequested { allocation_id: self.id })
+                next.transition("looking for capacity again")
+                    .event(Event::AllocationRequested { allocation_id: self.id })
             }
             Phase::Provisioning { node_id, placed, until } if ctx.now >= *until => {
                 self.compensate(*node_id, placed, "provisioning_timeout", "The node did not confirm in time.", ctx)
             }
             Phase::Provisioning { node_id, until, .. } => {
-                let step = self.asking_again(ctx).step("asking the node again").event(Event::ProvisioningStarted {
-                    allocation_id: self.id,
-                    node_id: *node_id,
-                    deadline_at: *until,
-                });
-                self.logins_to_tell().into_iter().fold(step, Step::event)
+                let step =
+                    self.with_next_resend(ctx).transition("asking the node again").event(Event::ProvisioningStarted {
+                        allocation_id: self.id,
+                        node_id: *node_id,
+                        deadline_at: *until,
+                    });
+                self.pending_ssh_keys_event().into_iter().fold(step, Transition::event)
             }
             Phase::Releasing { node_id, placed, attempt, until } if ctx.now >= *until => {
                 self.fail_release(*node_id, placed, *attempt, ("release_timeout", ""), ctx)
             }
             Phase::Releasing { node_id, attempt, until, .. } => {
-                self.asking_again(ctx).step("asking the node again").event(Event::ReleaseRequested {
+                self.with_next_resend(ctx).transition("asking the node again").event(Event::ReleaseRequested {
                     allocation_id: self.id,
                     node_id: *node_id,
                     attempt: *attempt,
                     deadline_at: *until,
                 })
             }
-            Phase::ReleaseFailed { node_id, placed, attempt, next: AfterFailure::RetryAt(at), .. }
+            Phase::ReleaseFailed { node_id, placed, attempt, next: ReleaseRetry::RetryAt(at), .. }
                 if ctx.now >= *at =>
             {
                 self.clean_up(*node_id, placed, attempt + 1, "trying the clean-up again", ctx)
             }
-            // The fence may not have reached the node, nor what the node has to say by now the allocation.
-            Phase::ReleaseFailed { node_id, attempt, next: AfterFailure::Operator(_), .. } => self
-                .asking_again(ctx)
-                .step("telling the node again that its clean-up has failed")
+            // Either message may have been lost: the fence to the node, or the node's report to the allocation.
+            Phase::ReleaseFailed { node_id, attempt, next: ReleaseRetry::Operator(_), .. } => self
+                .with_next_resend(ctx)
+                .transition("telling the node again that its clean-up has failed")
                 .event(Event::ReleaseExhausted { allocation_id: self.id, node_id: *node_id, attempt: *attempt }),
-            Phase::Active { .. } => match self.logins_to_tell() {
-                Some(logins) => self.asking_again(ctx).step("telling the node again who may log in").event(logins),
+            Phase::Active { .. } => match self.pending_ssh_keys_event() {
+                Some(logins) => {
+                    self.with_next_resend(ctx).transition("telling the node again who may log in").event(logins)
+                }
                 None if self.again.is_some() => {
-                    Self { again: None, ..self.clone() }.step("there is nothing to say again")
+                    Self { again: None, ..self.clone() }.transition("there is nothing to say again")
                 }
                 None => self.stay(),
             },
@@ -440,17 +471,24 @@ impl Allocation {
         }
     }
 
-    /// The same, having spoken up again.
-    fn asking_again(&self, ctx: &Ctx<'_>) -> Self {
-        let again = self.again.unwrap_or_else(|| Again::first(ctx.now)).next(ctx.now);
+    /// The same allocation, with its next resend scheduled.
+    fn with_next_resend(&self, ctx: &TransitionContext<'_>) -> Self {
+        let again = self.again.unwrap_or_else(|| ResendTimer::first(ctx.now)).next(ctx.now);
         Self { again: Some(again), ..self.clone() }
     }
 
-    fn clean_up(&self, node_id: NodeId, placed: &Placed, attempt: u32, why: &str, ctx: &Ctx<'_>) -> Step<Self> {
-        let limit = ctx.policy.seconds(Key::AllocationReleaseTimeout, &self.scopes(), ctx.now);
+    fn clean_up(
+        &self,
+        node_id: NodeId,
+        placed: &Placement,
+        attempt: u32,
+        why: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let limit = ctx.policy.seconds(PolicyKey::AllocationReleaseTimeout, &self.scopes(), ctx.now);
         let until = ctx.now + limit;
         let phase = Phase::Releasing { node_id, placed: placed.clone(), attempt, until };
-        self.moved(phase, ctx.now, why).step(why).event(Event::ReleaseRequested {
+        self.in_phase(phase, ctx.now, why).transition(why).event(Event::ReleaseRequested {
             allocation_id: self.id,
             node_id,
             attempt,
@@ -458,27 +496,39 @@ impl Allocation {
         })
     }
 
-    pub(super) fn refused(&self, code: &str, message: &str, retryable: bool, ctx: &Ctx<'_>) -> Step<Self> {
+    pub(super) fn fail_request(
+        &self,
+        code: &str,
+        message: &str,
+        retryable: bool,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let mut next = self.clone();
-        next.failure = Some(Failure {
+        next.failure = Some(AllocationFailure {
             phase: "requested".to_owned(),
             code: code.to_owned(),
             message: message.to_owned(),
             retryable,
         });
-        next.end(None, code, message, ctx)
+        next.finish(None, code, message, ctx)
             .event(Event::ProvisioningFailed { allocation_id: self.id, node_id: None, reason: code.to_owned() })
             .event(self.never_used())
             .audit(self.audit(AuditAction::AllocationsFail, json!({ "code": code })))
     }
 
-    fn end(&self, last: Option<(NodeId, Placed)>, reason: &str, why: &str, ctx: &Ctx<'_>) -> Step<Self> {
-        let ended = self.ended(last.as_ref(), reason);
-        self.moved(Phase::Released { at: ctx.now, last }, ctx.now, reason).step(why).event(ended)
+    fn finish(
+        &self,
+        last: Option<(NodeId, Placement)>,
+        reason: &str,
+        why: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let ended = self.released_event(last.as_ref(), reason);
+        self.in_phase(Phase::Released { at: ctx.now, last }, ctx.now, reason).transition(why).event(ended)
     }
 
-    /// That it is over. Said again after a placement that came too late: the tenant may have counted the allocation once more.
-    fn ended(&self, last: Option<&(NodeId, Placed)>, reason: &str) -> Event {
+    /// The event of its end. Resent after a placement that came too late: the tenant may have counted the allocation once more.
+    fn released_event(&self, last: Option<&(NodeId, Placement)>, reason: &str) -> Event {
         Event::AllocationReleased {
             allocation_id: self.id,
             user_id: self.asked.user_id.clone(),
@@ -487,31 +537,31 @@ impl Allocation {
         }
     }
 
-    fn unwanted(&self, node_id: NodeId) -> Step<Self> {
+    fn reject_reservation(&self, node_id: NodeId) -> Transition<Self> {
         self.unchanged(format!("node {node_id} holds devices that are not wanted"))
             .event(Event::ReservationUnwanted { allocation_id: self.id, node_id })
     }
 
-    pub(super) fn step(self, why: impl Into<String>) -> Step<Self> {
+    pub(super) fn transition(self, why: impl Into<String>) -> Transition<Self> {
         let reply = Box::new(self.clone());
-        Step::to(self, reply, why)
+        Transition::to(self, reply, why)
     }
 
-    pub(super) fn stay(&self) -> Step<Self> {
-        Step::stay(Box::new(self.clone()))
+    pub(super) fn stay(&self) -> Transition<Self> {
+        Transition::stay(Box::new(self.clone()))
     }
 
-    /// The state stays, and yet something must be said of it: written, so that it is not lost.
-    pub(super) fn unchanged(&self, why: impl Into<String>) -> Step<Self> {
-        self.clone().step(why)
+    /// The state stays, and an event is published: the allocation is written, so that the event is not lost.
+    pub(super) fn unchanged(&self, why: impl Into<String>) -> Transition<Self> {
+        self.clone().transition(why)
     }
 
     pub(super) fn wrong_state(&self, command: &Command) -> Rejection {
         Rejection::WrongState { state: self.phase.name().to_owned(), command: command.name().to_owned() }
     }
 
-    pub(super) fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> Audit {
-        Audit::new(action, EntityRef { kind: Kind::Allocation, id: self.id.0 }, metadata)
+    pub(super) fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {
+        AuditRecord::new(action, EntityRef { kind: EntityKind::Allocation, id: self.id.0 }, metadata)
     }
 }
 

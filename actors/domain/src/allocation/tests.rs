@@ -1,13 +1,13 @@
-//! The allocation's saga as a table, and the sentences that the table does not say.
+//! The allocation's saga as a table, and tests of what the table does not show.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use super::*;
-use crate::authz::{Caller, Principal, Role};
+use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::event::Event;
 use crate::invariant;
-use crate::metadata::{MAX_LABELS, Patch};
-use crate::policy::{Key, PolicyBook, Scope, Value};
+use crate::metadata::{MAX_LABELS, PatchValue};
+use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use chrono::TimeDelta;
 use std::fmt::Write as _;
 use uuid::Uuid;
@@ -20,8 +20,8 @@ fn start() -> Timestamp {
     Timestamp::from_timestamp(1_800_000_000, 0).unwrap()
 }
 
-fn person(user_id: &str, role: Role) -> Principal {
-    Principal::Caller(Caller {
+fn person(user_id: &str, role: TokenRole) -> Principal {
+    Principal::Caller(CallerIdentity {
         user_id: user_id.to_owned(),
         roles: [role].into(),
         org_id: None,
@@ -33,11 +33,11 @@ fn person(user_id: &str, role: Role) -> Principal {
 }
 
 fn ann() -> Principal {
-    person(ANN, Role::User)
+    person(ANN, TokenRole::User)
 }
 
 fn admin() -> Principal {
-    person("root", Role::Admin)
+    person("root", TokenRole::Admin)
 }
 
 fn worker() -> Principal {
@@ -59,14 +59,14 @@ fn choose(keys: &[u128]) -> Command {
     Command::ChooseLogins { chosen: Some(keys.iter().map(|key| key.id).collect()), keys, logins_revision: 0 }
 }
 
-/// What following the default comes to.
+/// The keys that the default resolves to.
 fn adopt(keys: &[u128], logins_revision: u64) -> Command {
     Command::AdoptLogins { chosen: None, keys: keys.iter().map(|n| key(*n)).collect(), logins_revision }
 }
 
-fn placed() -> Placed {
-    Placed {
-        devices: vec![Device { index: 0, uuid: "GPU-0".into() }],
+fn placed() -> Placement {
+    Placement {
+        devices: vec![GpuDevice { index: 0, uuid: "GPU-0".into() }],
         host: "node-a".into(),
         port: 22,
         user_name: "gpu-1".into(),
@@ -75,8 +75,8 @@ fn placed() -> Placed {
     }
 }
 
-fn request() -> Request {
-    Request {
+fn request() -> AllocationRequest {
+    AllocationRequest {
         user_id: ANN.into(),
         org_id: None,
         project_id: None,
@@ -97,11 +97,11 @@ fn request() -> Request {
     }
 }
 
-fn queued() -> Request {
-    Request { queue_seconds: Some(60), ..request() }
+fn queued() -> AllocationRequest {
+    AllocationRequest { queue_seconds: Some(60), ..request() }
 }
 
-/// An allocation at an instant, under a policy, with what its last step said.
+/// An allocation at an instant, under a policy, with its last transition.
 #[derive(Clone)]
 struct Story {
     allocation: Allocation,
@@ -112,20 +112,20 @@ struct Story {
     wrote: bool,
 }
 
-fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Ctx<'a> {
-    Ctx {
+fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> TransitionContext<'a> {
+    TransitionContext {
         now,
         policy,
         by,
         correlation_id: "c",
-        trace: crate::machine::Trace::default(),
+        trace: crate::machine::TraceContext::default(),
         seed: 7,
         id: Uuid::from_u128(0x1),
         version: 1,
     }
 }
 
-fn asked_for(request: Request) -> Story {
+fn asked_for(request: AllocationRequest) -> Story {
     let policy = PolicyBook::default();
     let step = Allocation::decide(None, Command::Request(Box::new(request)), &ctx(start(), &policy, &ann())).unwrap();
     Story { allocation: step.next.unwrap(), now: start(), policy, said: step.events, why: step.why, wrote: true }
@@ -136,8 +136,8 @@ fn allocation() -> Story {
 }
 
 impl Story {
-    fn policy(mut self, key: Key, value: i64) -> Self {
-        self.policy.set(key, Scope::Global, start(), Value::Int(value)).unwrap();
+    fn policy(mut self, key: PolicyKey, value: i64) -> Self {
+        self.policy.set(key, PolicyScope::Global, start(), PolicyValue::Int(value)).unwrap();
         self
     }
 
@@ -156,7 +156,7 @@ impl Story {
         self
     }
 
-    fn ask(&self, by: &Principal, command: Command) -> Result<Step<Allocation>, Rejection> {
+    fn ask(&self, by: &Principal, command: Command) -> Result<Transition<Allocation>, Rejection> {
         Allocation::decide(Some(&self.allocation), command, &ctx(self.now, &self.policy, by))
     }
 
@@ -170,20 +170,20 @@ impl Story {
         self
     }
 
-    fn told(self, command: Command) -> Self {
+    fn after_fact(self, command: Command) -> Self {
         self.by(&worker(), command)
     }
 
     fn ticked(self) -> Self {
-        self.told(Command::Tick)
+        self.after_fact(Command::Tick)
     }
 
     fn reserved(self) -> Self {
-        self.told(Command::Reserved { node_id: NODE, placed: placed() })
+        self.after_fact(Command::Reserved { node_id: NODE, placed: placed() })
     }
 
     fn provisioned(self) -> Self {
-        self.told(Command::Provisioned { node_id: NODE })
+        self.after_fact(Command::Provisioned { node_id: NODE })
     }
 
     fn active(self) -> Self {
@@ -196,16 +196,21 @@ impl Story {
 
     fn clean_up_failed(self) -> Self {
         let attempt = self.allocation.attempt();
-        self.told(Command::CleanupFailed { node_id: NODE, attempt, reason: "remains".into(), detail: String::new() })
+        self.after_fact(Command::CleanupFailed {
+            node_id: NODE,
+            attempt,
+            reason: "remains".into(),
+            detail: String::new(),
+        })
     }
 
     fn cleaned(self) -> Self {
         let attempt = self.allocation.attempt();
-        self.told(Command::Cleaned { node_id: NODE, attempt })
+        self.after_fact(Command::Cleaned { node_id: NODE, attempt })
     }
 
     fn exhausted(self) -> Self {
-        self.policy(Key::AllocationReleaseMaxAttempts, 1).clean_up_failed()
+        self.policy(PolicyKey::AllocationReleaseMaxAttempts, 1).clean_up_failed()
     }
 
     #[track_caller]
@@ -249,7 +254,7 @@ fn states() -> Vec<(&'static str, Story)> {
 
 fn labelled(count: usize) -> MetadataPatch {
     let labels = (0..count).map(|n| (format!("key-{n}"), Some(String::new()))).collect();
-    MetadataPatch { name: Patch::Keep, labels: Patch::Set(labels) }
+    MetadataPatch { name: PatchValue::Keep, labels: PatchValue::Set(labels) }
 }
 
 fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
@@ -261,10 +266,10 @@ fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
     vec![
         ("request", ann(), Command::Request(Box::new(request()))),
         ("release by its user", ann(), release()),
-        ("release by a stranger", person("bob", Role::User), release()),
+        ("release by a stranger", person("bob", TokenRole::User), release()),
         ("release by an admin", admin(), release()),
         ("revise by its user", ann(), label(1, None)),
-        ("revise by a stranger", person("bob", Role::User), label(1, None)),
+        ("revise by a stranger", person("bob", TokenRole::User), label(1, None)),
         ("revise by an admin", admin(), label(1, None)),
         ("revise another version", ann(), label(1, Some(2))),
         ("revise, too many labels", ann(), label(MAX_LABELS + 1, None)),
@@ -293,7 +298,7 @@ fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
         ("still_counted", worker(), Command::StillCounted { logins_revision: 0 }),
         ("still_counted, with other keys", worker(), Command::StillCounted { logins_revision: 1 }),
         ("choose_logins by its user", ann(), choose(&[KEY])),
-        ("choose_logins by a stranger", person("bob", Role::User), choose(&[KEY])),
+        ("choose_logins by a stranger", person("bob", TokenRole::User), choose(&[KEY])),
         ("adopt_logins", worker(), adopt(&[KEY], 1)),
         ("logins_written, never changed", worker(), Command::LoginsWritten { node_id: NODE, revision: 1 }),
         ("reseal", worker(), Command::Reseal { scheduler_request_enc: "anew".into() }),
@@ -301,14 +306,14 @@ fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
     ]
 }
 
-fn outcome(from: &Story, step: Result<Step<Allocation>, Rejection>) -> String {
+fn outcome(from: &Story, step: Result<Transition<Allocation>, Rejection>) -> String {
     let step = match step {
         Err(rejection) => return format!("refused: {rejection}"),
         Ok(step) => step,
     };
     let Some(next) = step.next else { return "stays".to_owned() };
     let transient = invariant::allocation_is_transient(&next);
-    assert!(invariant::i8_what_is_transient_has_an_end(&next, transient), "{next:?}");
+    assert!(invariant::i8_transient_states_have_a_deadline(&next, transient), "{next:?}");
     let kept = serde_json::to_string(&next).unwrap();
     assert_eq!(serde_json::from_str::<Allocation>(&kept).unwrap(), next);
     let to = if next == from.allocation { "stays, and says it".to_owned() } else { format!("-> {}", next.state()) };
@@ -326,47 +331,47 @@ fn outcome(from: &Story, step: Result<Step<Allocation>, Rejection>) -> String {
 }
 
 #[test]
-fn what_was_read_of_the_users_keys_later_counts_however_late_the_other_comes() {
-    let second = allocation().active().told(adopt(&[2], 2)).says(&["provisioning.logins_changed"]);
-    let late = second.told(adopt(&[1], 1)).unmoved();
-    assert_eq!(late.allocation.logins().keys, [key(2)]);
-    // So it is with a choice that was made from what was read before.
+fn later_read_of_the_users_keys_wins_in_any_order() {
+    let second = allocation().active().after_fact(adopt(&[2], 2)).says(&["provisioning.logins_changed"]);
+    let late = second.after_fact(adopt(&[1], 1)).unmoved();
+    assert_eq!(late.allocation.ssh_access().keys, [key(2)]);
+    // The same holds for a choice that was made from an earlier read.
     let chosen = Command::ChooseLogins { chosen: None, keys: vec![key(1)], logins_revision: 1 };
     assert_eq!(late.ask(&ann(), chosen).unwrap_err(), Rejection::KeysMoved);
 }
 
 #[test]
-fn a_fault_before_anybody_is_let_in_ends_it_unbilled_in_whichever_order_it_is_heard() {
+fn fault_before_activation_ends_the_allocation_unbilled_in_any_order() {
     let faulted = || Command::Faulted { node_id: NODE, at: start(), reason: "health_critical".into() };
-    let first = allocation().reserved().told(faulted()).expect("releasing");
+    let first = allocation().reserved().after_fact(faulted()).expect("releasing");
     assert_eq!(first.failure_code(), Some("health_critical"));
     let first = first.provisioned().expect("releasing").unmoved().cleaned().expect("released");
     assert_eq!((first.allocation.active_at, first.allocation.billed_to()), (None, None));
-    // Said the other way round, nothing of it is billed either.
-    let then = allocation().active().told(faulted()).expect("active");
+    // In the opposite order it is not billed either.
+    let then = allocation().active().after_fact(faulted()).expect("active");
     assert_eq!(then.allocation.billed_to(), then.allocation.active_at);
 }
 
 #[test]
-fn a_choice_of_keys_overrides_the_default_and_a_key_that_is_deleted_goes_from_it() {
+fn chosen_keys_override_the_default_and_deleted_keys_are_dropped() {
     let story = allocation().active();
     let step = story.ask(&ann(), choose(&[1, 2])).unwrap();
     assert_eq!(step.audit[0].metadata["result"], "ok");
     let chosen = story.by(&ann(), choose(&[1, 2])).says(&["provisioning.logins_changed"]);
-    // What follows the default says nothing of it.
-    let other = chosen.told(adopt(&[3], 1)).says(&["provisioning.logins_stale"]);
-    let ids = other.allocation.logins().chosen;
+    // An allocation that follows the default needs no change.
+    let other = chosen.after_fact(adopt(&[3], 1)).says(&["provisioning.logins_stale"]);
+    let ids = other.allocation.ssh_access().chosen;
     let gone = Command::AdoptLogins { chosen: ids, keys: vec![key(2)], logins_revision: 1 };
-    let gone = other.told(gone).says(&["provisioning.logins_changed"]);
-    assert_eq!((gone.allocation.logins().keys, gone.allocation.logins().revision), (vec![key(2)], 2));
-    // The same choice again changes nothing.
+    let gone = other.after_fact(gone).says(&["provisioning.logins_changed"]);
+    assert_eq!((gone.allocation.ssh_access().keys, gone.allocation.ssh_access().revision), (vec![key(2)], 2));
+    // The same choice changes nothing.
     let same =
-        Command::ChooseLogins { chosen: gone.allocation.logins().chosen, keys: vec![key(2)], logins_revision: 1 };
+        Command::ChooseLogins { chosen: gone.allocation.ssh_access().chosen, keys: vec![key(2)], logins_revision: 1 };
     assert!(gone.ask(&ann(), same).is_err(), "a key that is not there is not chosen");
 }
 
 #[test]
-fn a_key_that_is_not_the_users_is_refused_and_that_is_audited_once_a_minute() {
+fn foreign_key_is_rejected_and_audited_once_a_minute() {
     let story = allocation().active();
     let wrong = Command::ChooseLogins { chosen: Some(vec![key(7).id]), keys: Vec::new(), logins_revision: 0 };
     let rejection = story.ask(&ann(), wrong.clone()).unwrap_err();
@@ -381,24 +386,24 @@ fn a_key_that_is_not_the_users_is_refused_and_that_is_audited_once_a_minute() {
 }
 
 #[test]
-fn an_active_allocation_tells_its_node_again_until_the_keys_are_written() {
-    let told = allocation().active().told(adopt(&[1], 1));
-    let again = told.at_its_timer().told(Command::Tick).says(&["provisioning.logins_changed"]);
-    let written = again.told(Command::LoginsWritten { node_id: NODE, revision: 1 });
-    assert!(!written.allocation.logins().are_pending());
+fn active_allocation_resends_its_keys_until_they_are_written() {
+    let told = allocation().active().after_fact(adopt(&[1], 1));
+    let again = told.at_its_timer().after_fact(Command::Tick).says(&["provisioning.logins_changed"]);
+    let written = again.after_fact(Command::LoginsWritten { node_id: NODE, revision: 1 });
+    assert!(!written.allocation.ssh_access().are_pending());
     assert_eq!(written.allocation.timer(), None);
-    written.told(Command::LoginsWritten { node_id: ELSEWHERE, revision: 1 }).unmoved();
+    written.after_fact(Command::LoginsWritten { node_id: ELSEWHERE, revision: 1 }).unmoved();
 }
 
 #[test]
-fn an_allocation_of_the_release_before_keeps_the_keys_that_it_was_asked_for_with() {
+fn allocation_of_the_previous_release_keeps_its_requested_keys() {
     let mut kept = serde_json::to_value(allocation().active().allocation).unwrap();
     let asked = kept["asked"].as_object_mut().unwrap();
     asked.remove("follows_default");
     asked.remove("logins_revision");
     asked.insert("ssh_keys".into(), serde_json::to_value([key(1)]).unwrap());
     let read: Allocation = serde_json::from_value(kept).unwrap();
-    let logins = read.logins();
+    let logins = read.ssh_access();
     assert_eq!((logins.chosen, logins.keys, logins.revision), (Some(vec![key(1).id]), vec![key(1)], 0));
 }
 
@@ -438,7 +443,7 @@ fn every_state_that_must_end_says_until_when_and_why() {
 }
 
 #[test]
-fn what_does_not_exist_can_only_be_asked_for() {
+fn nonexistent_allocation_can_only_be_requested() {
     let policy = PolicyBook::default();
     for (said, by, command) in commands(1).into_iter().skip(1) {
         let answer = Allocation::decide(None, command, &ctx(start(), &policy, &by));
@@ -447,7 +452,7 @@ fn what_does_not_exist_can_only_be_asked_for() {
 }
 
 #[test]
-fn it_is_rented_and_given_back() {
+fn allocation_is_provisioned_and_released() {
     allocation()
         .expect("requested")
         .says(&["provisioning.requested"])
@@ -466,31 +471,31 @@ fn it_is_rented_and_given_back() {
 }
 
 #[test]
-fn a_stranger_learns_nothing_of_it() {
-    let bob = person("bob", Role::User);
+fn other_users_get_not_found() {
+    let bob = person("bob", TokenRole::User);
     for (_, story) in states() {
         assert_eq!(story.ask(&bob, Command::Release { issue: None }).err(), Some(Rejection::NotFound));
     }
 }
 
 #[test]
-fn a_count_or_a_patience_beyond_the_bounds_is_refused() {
+fn gpu_count_or_queue_time_beyond_the_bounds_is_rejected() {
     let policy = PolicyBook::default();
     let refused =
         |request| Allocation::decide(None, Command::Request(Box::new(request)), &ctx(start(), &policy, &ann())).err();
     for gpu_count in [0, MAX_GPUS + 1, u32::MAX] {
-        assert_eq!(refused(Request { gpu_count, ..request() }), Some(Rejection::GpuCount { max: MAX_GPUS }));
+        assert_eq!(refused(AllocationRequest { gpu_count, ..request() }), Some(Rejection::GpuCount { max: MAX_GPUS }));
     }
-    let endless = Request { queue_seconds: Some(u32::MAX), ..request() };
+    let endless = AllocationRequest { queue_seconds: Some(u32::MAX), ..request() };
     assert_eq!(refused(endless), Some(Rejection::QueueSeconds { max: 86_400 }));
-    assert_eq!(refused(Request { gpu_count: MAX_GPUS, queue_seconds: Some(86_400), ..request() }), None);
+    assert_eq!(refused(AllocationRequest { gpu_count: MAX_GPUS, queue_seconds: Some(86_400), ..request() }), None);
 }
 
 #[test]
-fn provisioning_that_fails_is_cleaned_up_and_ends_with_its_failure() {
+fn failed_provisioning_is_cleaned_up_and_ends_with_its_failure() {
     let story = allocation()
         .reserved()
-        .told(Command::ProvisionFailed { node_id: NODE, reason: "disk_full".into() })
+        .after_fact(Command::ProvisionFailed { node_id: NODE, reason: "disk_full".into() })
         .expect("releasing")
         .says(&["provisioning.release_requested", "provisioning.failed", "billing.usage_changed"])
         .cleaned()
@@ -501,20 +506,20 @@ fn provisioning_that_fails_is_cleaned_up_and_ends_with_its_failure() {
 }
 
 #[test]
-fn provisioning_that_takes_too_long_is_a_failure() {
+fn provisioning_timeout_is_a_failure() {
     let late = allocation().reserved().at_its_deadline().ticked().expect("releasing");
     assert_eq!(late.failure_code(), Some("provisioning_timeout"));
     assert_eq!(late.now - start(), TimeDelta::seconds(600));
 }
 
 #[test]
-fn a_tenant_that_is_ready_after_the_deadline_passed_is_not_made_active() {
+fn tenant_ready_after_the_deadline_is_not_activated() {
     allocation().reserved().at_its_deadline().ticked().provisioned().expect("releasing").unmoved();
 }
 
 #[test]
-fn without_capacity_it_ends_at_once_with_what_could_be_had() {
-    let story = allocation().told(Command::NoCapacity { suggestion: Some("Region b has room.".into()) });
+fn request_without_capacity_fails_at_once_with_a_suggestion() {
+    let story = allocation().after_fact(Command::NoCapacity { suggestion: Some("Region b has room.".into()) });
     let said = ["provisioning.released", "provisioning.failed", "billing.usage_changed"];
     let story = story.expect("released").says(&said);
     let failure = story.allocation.failure.unwrap();
@@ -522,11 +527,11 @@ fn without_capacity_it_ends_at_once_with_what_could_be_had() {
 }
 
 #[test]
-fn a_queued_request_looks_again_until_its_patience_ends() {
+fn queued_request_retries_until_its_queue_time_ends() {
     let mut story = asked_for(queued());
     let mut looks = 0;
     while story.allocation.state() == "requested" {
-        story = story.told(Command::NoCapacity { suggestion: None });
+        story = story.after_fact(Command::NoCapacity { suggestion: None });
         if story.allocation.state() == "requested" {
             story = story.at_its_timer().ticked();
             looks += 1;
@@ -538,37 +543,37 @@ fn a_queued_request_looks_again_until_its_patience_ends() {
 }
 
 #[test]
-fn a_quota_that_is_used_up_ends_it_even_where_it_would_queue() {
-    let story = asked_for(queued()).told(Command::OverQuota { limit: 3 }).expect("released");
+fn exhausted_quota_fails_even_a_queued_request() {
+    let story = asked_for(queued()).after_fact(Command::OverQuota { limit: 3 }).expect("released");
     assert_eq!(story.failure_code(), Some("concurrency_limit_exceeded"));
 }
 
 #[test]
-fn a_second_node_that_reserved_is_told_to_let_go() {
-    let second = allocation().reserved().told(Command::Reserved { node_id: ELSEWHERE, placed: placed() });
+fn second_reservation_is_rejected() {
+    let second = allocation().reserved().after_fact(Command::Reserved { node_id: ELSEWHERE, placed: placed() });
     let second = second.expect("provisioning").says(&["provisioning.reservation_unwanted"]);
     assert_eq!(second.said[0], Event::ReservationUnwanted { allocation_id: second.allocation.id, node_id: ELSEWHERE });
 }
 
 #[test]
-fn a_placement_that_comes_after_the_end_gives_back_the_devices_and_the_quota() {
+fn late_placement_frees_the_devices_and_the_quota() {
     let over = allocation().released_by_ann().expect("released");
     over.clone().reserved().expect("released").says(&["provisioning.reservation_unwanted", "provisioning.released"]);
-    over.told(Command::NoCapacity { suggestion: None }).expect("released").says(&["provisioning.released"]);
+    over.after_fact(Command::NoCapacity { suggestion: None }).expect("released").says(&["provisioning.released"]);
 }
 
 #[test]
-fn released_comes_only_with_the_proof_of_its_own_node() {
+fn allocation_is_released_only_by_its_own_nodes_proof() {
     let releasing = allocation().active().released_by_ann();
-    let stays = releasing.clone().told(Command::Cleaned { node_id: ELSEWHERE, attempt: 1 });
+    let stays = releasing.clone().after_fact(Command::Cleaned { node_id: ELSEWHERE, attempt: 1 });
     stays.unmoved().expect("releasing");
     let late = releasing.at_its_deadline().ticked().expect("release_failed");
-    late.told(Command::Cleaned { node_id: NODE, attempt: 1 }).expect("released");
+    late.after_fact(Command::Cleaned { node_id: NODE, attempt: 1 }).expect("released");
 }
 
 #[test]
-fn a_failed_clean_up_is_tried_again_after_a_pause_that_doubles_up_to_its_cap() {
-    let mut story = allocation().active().released_by_ann().policy(Key::AllocationReleaseBackoffMax, 5);
+fn failed_clean_up_is_retried_with_capped_backoff() {
+    let mut story = allocation().active().released_by_ann().policy(PolicyKey::AllocationReleaseBackoffMax, 5);
     let mut pauses = Vec::new();
     for attempt in 1..=5 {
         assert_eq!(story.allocation.attempt(), attempt);
@@ -580,11 +585,11 @@ fn a_failed_clean_up_is_tried_again_after_a_pause_that_doubles_up_to_its_cap() {
 }
 
 #[test]
-fn clean_ups_that_are_used_up_fence_the_node_and_wait_for_a_person() {
+fn exhausted_clean_ups_fence_the_node_and_await_an_operator() {
     let stuck = allocation().active().released_by_ann().exhausted().expect("release_failed");
     let stuck = stuck.says(&["provisioning.release_failed", "provisioning.release_exhausted"]);
     assert!(stuck.allocation.deadline().unwrap().reason.contains("retry-release or force-release"));
-    // Nothing but a person moves it on; the fence is told again, in case it was not heard.
+    // Only an operator ends this state; the fence is resent, in case it was lost.
     let days_later = stuck.clone().after(TimeDelta::days(9)).ticked().says(&["provisioning.release_exhausted"]);
     assert_eq!(days_later.allocation.phase, stuck.allocation.phase);
 
@@ -597,7 +602,7 @@ fn clean_ups_that_are_used_up_fence_the_node_and_wait_for_a_person() {
 }
 
 #[test]
-fn a_clean_up_that_takes_too_long_has_failed() {
+fn clean_up_timeout_is_a_failure() {
     let late = allocation().active().released_by_ann().at_its_deadline().ticked().expect("release_failed");
     let Phase::ReleaseFailed { reason, .. } = &late.allocation.phase else {
         panic!("{late:?}", late = late.allocation)
@@ -609,32 +614,32 @@ fn a_clean_up_that_takes_too_long_has_failed() {
 fn failed_release_says_in_its_state_reason_what_is_left_and_where() {
     let releasing = allocation().active().released_by_ann();
     let (reason, detail) = ("cleanup_incomplete".to_owned(), "Tmp files of uid 70001 in /tmp (/tmp/x: EIO)".to_owned());
-    let failed = releasing.told(Command::CleanupFailed { node_id: NODE, attempt: 1, reason, detail });
+    let failed = releasing.after_fact(Command::CleanupFailed { node_id: NODE, attempt: 1, reason, detail });
     let failed = failed.expect("release_failed");
     let state_reason = &failed.allocation.history.last().unwrap().reason;
     assert_eq!(state_reason, "cleanup_incomplete: Tmp files of uid 70001 in /tmp (/tmp/x: EIO)");
-    // What is counted and published stays a code.
+    // The counted and published reason stays a code.
     let Phase::ReleaseFailed { reason, .. } = &failed.allocation.phase else { panic!("{:?}", failed.allocation) };
     assert_eq!(reason, "cleanup_incomplete");
 }
 
 #[test]
-fn a_failure_of_an_attempt_that_was_given_up_says_nothing() {
+fn failure_of_an_abandoned_attempt_is_ignored() {
     let second = allocation().active().released_by_ann().clean_up_failed().at_its_timer().ticked();
     assert_eq!(second.allocation.attempt(), 2);
     second
-        .told(Command::CleanupFailed { node_id: NODE, attempt: 1, reason: "r".into(), detail: String::new() })
+        .after_fact(Command::CleanupFailed { node_id: NODE, attempt: 1, reason: "r".into(), detail: String::new() })
         .unmoved()
         .expect("releasing");
 }
 
 #[test]
-fn releasing_twice_is_releasing_once() {
+fn repeated_release_has_no_effect() {
     allocation().active().released_by_ann().released_by_ann().unmoved().expect("releasing");
 }
 
 #[test]
-fn a_tick_before_its_time_asks_again_for_what_may_have_been_lost() {
+fn early_tick_resends_what_may_have_been_lost() {
     allocation().ticked().says(&["provisioning.requested"]);
     allocation().reserved().ticked().says(&["provisioning.started"]);
     allocation().active().released_by_ann().ticked().says(&["provisioning.release_requested"]);
@@ -642,7 +647,7 @@ fn a_tick_before_its_time_asks_again_for_what_may_have_been_lost() {
 }
 
 #[test]
-fn what_is_not_answered_is_said_again_long_before_the_deadline_and_ever_more_seldom() {
+fn unanswered_event_is_resent_with_backoff_before_the_deadline() {
     let mut story = allocation().reserved();
     let begin = story.now;
     let mut said = Vec::new();
@@ -655,23 +660,23 @@ fn what_is_not_answered_is_said_again_long_before_the_deadline_and_ever_more_sel
 }
 
 #[test]
-fn a_tenant_that_still_counts_it_after_its_end_is_told_again() {
+fn tenant_that_still_counts_a_released_allocation_is_notified_again() {
     let counted = || Command::StillCounted { logins_revision: 0 };
-    allocation().active().told(counted()).unmoved();
-    allocation().released_by_ann().told(counted()).says(&["provisioning.released"]);
+    allocation().active().after_fact(counted()).unmoved();
+    allocation().released_by_ann().after_fact(counted()).says(&["provisioning.released"]);
 }
 
 #[test]
-fn a_node_that_was_not_told_of_the_force_is_told_again() {
+fn forced_release_is_resent_to_a_node_that_missed_it() {
     let forced = allocation().active().released_by_ann().exhausted();
     let forced = forced.by(&admin(), Command::ForceRelease { reason: "burnt".into() });
-    let asked = forced.told(Command::Reserved { node_id: NODE, placed: placed() });
+    let asked = forced.after_fact(Command::Reserved { node_id: NODE, placed: placed() });
     asked.expect("released").says(&["provisioning.release_forced"]);
 }
 
 #[test]
-fn the_history_tells_every_step_and_does_not_grow_for_ever() {
-    let mut story = allocation().active().released_by_ann().policy(Key::AllocationReleaseMaxAttempts, 1000);
+fn history_records_every_transition_and_is_bounded() {
+    let mut story = allocation().active().released_by_ann().policy(PolicyKey::AllocationReleaseMaxAttempts, 1000);
     for _ in 0..100 {
         story = story.clean_up_failed().at_its_timer().ticked();
     }
@@ -682,13 +687,13 @@ fn the_history_tells_every_step_and_does_not_grow_for_ever() {
 }
 
 #[test]
-fn its_own_policy_decides_how_long_it_may_take() {
-    let short = allocation().policy(Key::AllocationProvisioningTimeout, 5).reserved();
+fn provisioning_timeout_follows_the_scoped_policy() {
+    let short = allocation().policy(PolicyKey::AllocationProvisioningTimeout, 5).reserved();
     assert_eq!(short.allocation.timer(), Some(short.now + TimeDelta::seconds(5)));
 }
 
 #[test]
-fn allocation_of_an_isolation_model_that_nothing_carries_out_is_refused_and_not_given_a_weaker_one() {
+fn allocation_with_an_unavailable_isolation_model_is_refused() {
     let mut story = allocation();
     story.allocation.asked.isolation_model = "full-reimage".into();
     let refused = story.by(&worker(), Command::NotIsolated);

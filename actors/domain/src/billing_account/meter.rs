@@ -1,73 +1,72 @@
-//! What one allocation has cost so far.
+//! The meter of one allocation: its cost so far.
 
 use crate::machine::Timestamp;
-use crate::money::{Micro, Rate};
+use crate::money::{HourlyRate, MicroAmount};
 use serde::{Deserialize, Serialize};
 
-/// An account is written whole at the end of each window, and most of it is meters: what says nothing is left out.
+/// An account is written whole at the end of each window, and most of it is meters: fields with default values are left out.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Meter {
-    /// Who rents it, where that is not the account's holder: in an org's account there are many.
+pub struct UsageMeter {
+    /// The user who rents it, where that is not the account's holder: an organization's account has many.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub user_id: Option<String>,
-    /// The price that it began with: a later one is for others.
-    pub rate: Rate,
-    /// What a window costs, set aside until it runs.
-    #[serde(default, skip_serializing_if = "Micro::is_zero")]
-    pub held: Micro,
+    /// The rate at its start: later prices apply to other allocations.
+    pub rate: HourlyRate,
+    /// The hold for a first window, until the allocation is active.
+    #[serde(default, skip_serializing_if = "MicroAmount::is_zero")]
+    pub held: MicroAmount,
     /// `None` until the allocation is active.
-    pub run: Option<Run>,
+    pub run: Option<MeterRun>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Run {
+pub struct MeterRun {
     pub from: Timestamp,
-    /// All until then is posted.
+    /// Everything until this time is posted.
     pub billed_until: Timestamp,
-    /// To the account.
-    pub charged: Micro,
-    /// To ourselves.
-    #[serde(default, skip_serializing_if = "Micro::is_zero")]
-    pub written_off: Micro,
-    /// From then on it is ours to bear: the account was depleted and its grace over.
+    /// Charged to the account.
+    pub charged: MicroAmount,
+    /// Written off.
+    #[serde(default, skip_serializing_if = "MicroAmount::is_zero")]
+    pub written_off: MicroAmount,
+    /// From this time on its cost is written off: the account was depleted and its grace period had ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cut_at: Option<Timestamp>,
 }
 
-impl Meter {
-    /// What must be there for it: what is set aside; or what it will have cost by `until` and was not posted; or, where its end is set
-    /// already, what it will have cost by then.
-    pub(super) fn reserved(&self, until: Timestamp) -> Micro {
+impl UsageMeter {
+    /// The amount that covers it: its hold; or its cost by `until` that is not posted yet; or, where its cut-off is set, its cost by then.
+    pub(super) fn reserved(&self, until: Timestamp) -> MicroAmount {
         self.run.as_ref().map_or(self.held, |run| run.due(self.rate, run.cut_at.unwrap_or(until)))
     }
 
-    /// It runs, costs something, and no end is set for it.
+    /// True where it runs, has a price, and no cut-off is set.
     pub(super) fn accrues(&self) -> bool {
         self.rate.minor_per_hour() > 0 && self.run.is_some_and(|run| run.cut_at.is_none())
     }
 }
 
-impl Run {
+impl MeterRun {
     pub(super) const fn begins(from: Timestamp) -> Self {
-        Self { from, billed_until: from, charged: Micro::ZERO, written_off: Micro::ZERO, cut_at: None }
+        Self { from, billed_until: from, charged: MicroAmount::ZERO, written_off: MicroAmount::ZERO, cut_at: None }
     }
 
-    /// What the account owes for it until then and was not charged.
-    pub(super) fn due(&self, rate: Rate, until: Timestamp) -> Micro {
-        rate.over(self.from, self.ours_from(until)).minus(self.charged).max(Micro::ZERO)
+    /// What the account owes for it until `until` and was not charged.
+    pub(super) fn due(&self, rate: HourlyRate, until: Timestamp) -> MicroAmount {
+        rate.over(self.from, self.written_off_from(until)).minus(self.charged).max(MicroAmount::ZERO)
     }
 
-    /// Where of the while until then our part begins; its end where there is none.
-    pub(super) fn ours_from(&self, until: Timestamp) -> Timestamp {
+    /// From when on its cost is written off; `until` where it is not.
+    pub(super) fn written_off_from(&self, until: Timestamp) -> Timestamp {
         self.cut_at.map_or(until, |cut_at| until.min(cut_at))
     }
 
-    /// What is to be written off until then, beside what was.
-    pub(super) fn lost(&self, rate: Rate, until: Timestamp) -> Micro {
+    /// What is to be written off until `until`, beside what was.
+    pub(super) fn lost(&self, rate: HourlyRate, until: Timestamp) -> MicroAmount {
         rate.over(self.from, until)
-            .minus(rate.over(self.from, self.ours_from(until)))
+            .minus(rate.over(self.from, self.written_off_from(until)))
             .minus(self.written_off)
-            .max(Micro::ZERO)
+            .max(MicroAmount::ZERO)
     }
 }
 
@@ -77,12 +76,12 @@ mod tests {
     use super::*;
     use serde_json::{Value, from_value, json, to_value};
 
-    fn read(snapshot: &Value) -> Meter {
+    fn read(snapshot: &Value) -> UsageMeter {
         from_value(snapshot.clone()).expect("a meter")
     }
 
     #[test]
-    fn what_says_nothing_is_left_out_of_a_snapshot_and_need_not_be_in_it() {
+    fn default_fields_are_omitted_from_a_meter_snapshot() {
         let short = json!({ "rate": 498, "run": { "from": "2026-01-01T00:00:00Z", "billed_until": "2026-01-01T01:00:00Z", "charged": 498 } });
         assert_eq!(to_value(read(&short)).expect("a snapshot"), short);
 
@@ -96,7 +95,7 @@ mod tests {
         let of_before = json!({ "user_id": "ann", "rate": 498, "held": 7, "run": null });
         assert_eq!(
             read(&of_before),
-            Meter { user_id: Some("ann".to_owned()), ..read(&json!({ "rate": 498, "held": 7 })) }
+            UsageMeter { user_id: Some("ann".to_owned()), ..read(&json!({ "rate": 498, "held": 7 })) }
         );
     }
 }

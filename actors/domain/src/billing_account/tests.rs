@@ -1,24 +1,24 @@
-//! Accounts in hostile hands: what is said of allocations comes late, twice, out of order or never, clocks go back, values change. In the
-//! end every allocation has cost what it was used, to the millionth.
+//! Accounts under adverse conditions: usage of allocations arrives late, twice, out of order or never, clocks go back, policies change. In
+//! the end every allocation has cost its usage, to the millionth.
 
 #![allow(clippy::unwrap_used)]
 
-mod cover;
+mod coverage;
 mod refunds;
 
 use super::*;
 use crate::authz::Principal;
 use crate::event::Event;
-use crate::invariant::{i3_the_balance_is_the_sum_of_its_entries, i3_what_accrues_is_covered};
-use crate::ledger::{Book, Posting};
-use crate::machine::Trace;
-use crate::policy::{PolicyBook, Scope, Value};
+use crate::invariant::{i3_accrual_is_covered, i3_the_balance_is_the_sum_of_its_entries};
+use crate::ledger::{LedgerAccount, Posting};
+use crate::machine::TraceContext;
+use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use chrono::TimeDelta;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 use uuid::Uuid;
 
-/// When everything begins.
+/// The start of every test.
 fn begin() -> Timestamp {
     Timestamp::from_timestamp(1_800_000_000, 0).unwrap()
 }
@@ -31,7 +31,7 @@ fn allocation(n: u64) -> AllocationId {
     AllocationId(Uuid::from_u128(u128::from(n) + 1))
 }
 
-/// One account, its ledger, and what it has said.
+/// One account, its ledger, and its published events.
 struct Bench {
     account: Option<BillingAccount>,
     ledger: Vec<Posting>,
@@ -41,7 +41,7 @@ struct Bench {
 }
 
 impl Bench {
-    /// Nobody has an account yet. A window lasts a minute.
+    /// Without an account. A window lasts a minute.
     fn new() -> Self {
         let (policy, now) = (PolicyBook::default(), begin());
         Self { account: None, ledger: Vec::new(), said: Vec::new(), policy, now }
@@ -49,24 +49,24 @@ impl Bench {
 
     fn with(minor: i64) -> Self {
         let mut bench = Self::new();
-        bench.set(Key::BillingAdjustmentMax, 100_000_000);
-        bench.tell(Command::Open { holder: Holder::User("ann".into()), currency: eur() }).unwrap();
+        bench.set(PolicyKey::BillingAdjustmentMax, 100_000_000);
+        bench.send(Command::Open { holder: Holder::User("ann".into()), currency: eur() }).unwrap();
         bench.give(minor);
         bench
     }
 
-    fn set(&mut self, key: Key, value: i64) {
-        self.policy.set(key, Scope::Global, Timestamp::UNIX_EPOCH, Value::Int(value)).unwrap();
+    fn set(&mut self, key: PolicyKey, value: i64) {
+        self.policy.set(key, PolicyScope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(value)).unwrap();
     }
 
-    fn tell(&mut self, command: Command) -> Result<(), Rejection> {
+    fn send(&mut self, command: Command) -> Result<(), Rejection> {
         let by = Principal::system("test");
-        let ctx = Ctx {
+        let ctx = TransitionContext {
             now: self.now,
             policy: &self.policy,
             by: &by,
             correlation_id: "c",
-            trace: Trace::default(),
+            trace: TraceContext::default(),
             seed: 7,
             id: Uuid::from_u128(9),
             version: 1,
@@ -79,7 +79,7 @@ impl Bench {
         self.ledger.extend(step.postings);
         self.said.extend(step.events);
         self.account = step.next;
-        assert!(i3_what_accrues_is_covered(self.it()), "I3 at {}: {:#?}", self.now, self.it());
+        assert!(i3_accrual_is_covered(self.it()), "I3 at {}: {:#?}", self.now, self.it());
         Ok(())
     }
 
@@ -88,19 +88,19 @@ impl Bench {
     }
 
     fn give(&mut self, amount_minor: i64) {
-        self.tell(Command::Adjust { amount_minor, currency: eur(), reason: "r".into() }).unwrap();
+        self.send(Command::Adjust { amount_minor, currency: eur(), reason: "r".into() }).unwrap();
     }
 
     fn hold(&mut self, n: u64, price: i64, gpu_count: u32) -> Result<(), Rejection> {
         let (holder, price) = (Holder::User("ann".into()), Price::new("EUR", price).unwrap());
-        self.tell(Command::Hold { holder, allocation_id: allocation(n), user_id: "ann".into(), price, gpu_count })
+        self.send(Command::Hold { holder, allocation_id: allocation(n), user_id: "ann".into(), price, gpu_count })
     }
 
     fn use_of(&mut self, n: u64, from: Timestamp, until: Option<Timestamp>) {
-        self.tell(Command::Usage { allocation_id: allocation(n), from: Some(from), until }).unwrap();
+        self.send(Command::Usage { allocation_id: allocation(n), from: Some(from), until }).unwrap();
     }
 
-    /// Rents so many GPUs for one unit an hour each, active at once.
+    /// Adds an active allocation of so many GPUs at one unit an hour each.
     fn rent(&mut self, n: u64, price: i64) {
         self.hold(n, price, 1).unwrap();
         self.use_of(n, self.now, None);
@@ -108,13 +108,13 @@ impl Bench {
 
     fn pass(&mut self, seconds: i64) {
         self.now += TimeDelta::seconds(seconds);
-        self.tell(Command::Tick).unwrap();
+        self.send(Command::Tick).unwrap();
     }
 
-    /// The clock goes on to when the account wants its next tick, which comes.
+    /// Advances the clock to the account's next tick, and sends it.
     fn tick_when_due(&mut self) {
         self.now = self.it().timer().unwrap_or(self.now).max(self.now);
-        self.tell(Command::Tick).unwrap();
+        self.send(Command::Tick).unwrap();
     }
 
     fn count(&self, which: impl Fn(&Event) -> bool) -> usize {
@@ -129,13 +129,16 @@ impl Bench {
         self.count(|event| matches!(event, Event::BalanceLow { .. }))
     }
 
-    /// What an allocation has cost, and of that what was ours to bear.
+    /// The cost of an allocation, and the written-off part of it.
     fn cost(&self, n: u64) -> (i64, i64) {
         let of_it = self.ledger.iter().filter(|it| it.usage.is_some_and(|usage| usage.allocation_id == allocation(n)));
         of_it.flat_map(Posting::entries).fold((0, 0), |(cost, ours), (book, amount)| match book {
-            Book::Revenue => (cost + amount.get(), ours),
-            Book::WriteOff => (cost, ours - amount.get()),
-            Book::Prepaid | Book::Adjustments | Book::ProcessorClearing | Book::Refunds => (cost, ours),
+            LedgerAccount::Revenue => (cost + amount.get(), ours),
+            LedgerAccount::WriteOff => (cost, ours - amount.get()),
+            LedgerAccount::Prepaid
+            | LedgerAccount::Adjustments
+            | LedgerAccount::ProcessorClearing
+            | LedgerAccount::Refunds => (cost, ours),
         })
     }
 
@@ -158,25 +161,28 @@ fn an_hour_is_charged_window_by_window_and_costs_its_price() {
         assert_eq!(bench.ledger.len(), 1 + minute, "one posting a window");
         bench.check();
     }
-    assert_eq!(bench.it().balance, Micro::of_minor(10_000 - 1_001).unwrap());
+    assert_eq!(bench.it().balance, MicroAmount::of_minor(10_000 - 1_001).unwrap());
     let first = bench.ledger[1].usage.unwrap();
     assert_eq!((first.from, first.until), (begin(), begin() + TimeDelta::seconds(60)));
-    assert_eq!(bench.ledger[1].amount, Micro::of(16_683_333), "1001 / 60, and the rest is carried");
+    assert_eq!(bench.ledger[1].amount, MicroAmount::of(16_683_333), "1001 / 60, and the rest is carried");
 }
 
 #[test]
-fn nothing_is_rented_that_is_not_covered() {
+fn allocation_without_cover_is_rejected() {
     let mut bench = Bench::with(10);
     // A window of 600 an hour costs 10.
     assert_eq!(
         bench.hold(1, 601, 1),
-        Err(Rejection::InsufficientBalance { needed: Micro::of(10_016_666), available: Micro::of(10_000_000) })
+        Err(Rejection::InsufficientBalance {
+            needed: MicroAmount::of(10_016_666),
+            available: MicroAmount::of(10_000_000)
+        })
     );
     bench.hold(1, 300, 1).unwrap();
     bench.hold(1, 300, 1).unwrap();
     bench.hold(2, 300, 1).unwrap();
     assert!(matches!(bench.hold(3, 1, 1), Err(Rejection::InsufficientBalance { .. })), "all of it is held");
-    bench.tell(Command::Usage { allocation_id: allocation(1), from: None, until: Some(bench.now) }).unwrap();
+    bench.send(Command::Usage { allocation_id: allocation(1), from: None, until: Some(bench.now) }).unwrap();
     bench.hold(3, 300, 1).unwrap();
     bench.hold(4, 0, 1).unwrap();
     let dollars = Price::new("USD", 1).unwrap();
@@ -187,23 +193,23 @@ fn nothing_is_rented_that_is_not_covered() {
         price: dollars,
         gpu_count: 1,
     };
-    assert!(matches!(bench.tell(command), Err(Rejection::CurrencyDiffers { .. })));
+    assert!(matches!(bench.send(command), Err(Rejection::CurrencyDiffers { .. })));
     bench.check();
 }
 
 #[test]
-fn who_has_no_account_rents_what_is_free_and_nothing_else() {
+fn user_without_an_account_rents_free_allocations_only() {
     let mut bench = Bench::new();
     assert!(matches!(bench.hold(1, 1, 1), Err(Rejection::InsufficientBalance { .. })));
     assert!(bench.account.is_none());
     bench.hold(1, 0, 8).unwrap();
     bench.use_of(1, begin(), None);
     bench.pass(86_400);
-    assert_eq!((bench.it().balance, bench.it().state(), bench.ledger.len()), (Micro::ZERO, "open", 0));
+    assert_eq!((bench.it().balance, bench.it().state(), bench.ledger.len()), (MicroAmount::ZERO, "open", 0));
 }
 
 #[test]
-fn what_is_said_a_hundred_times_is_charged_once() {
+fn repeated_usage_is_charged_once() {
     let mut bench = Bench::with(10_000);
     bench.hold(1, 3_600, 1).unwrap();
     let until = begin() + TimeDelta::seconds(90);
@@ -223,20 +229,20 @@ fn what_is_said_a_hundred_times_is_charged_once() {
 }
 
 #[test]
-fn an_end_before_the_last_window_is_given_back() {
+fn end_before_the_last_charge_is_credited() {
     let mut bench = Bench::with(10_000);
     bench.rent(1, 3_600);
     bench.pass(600);
     assert_eq!(bench.cost(1), (600_000_000, 0));
-    // The machine's fault was there long before it was heard of.
+    // The machine's fault began long before it was reported.
     bench.use_of(1, begin(), Some(begin() + TimeDelta::seconds(1)));
     assert_eq!(bench.cost(1), (1_000_000, 0));
-    assert_eq!(bench.it().balance, Micro::of_minor(9_999).unwrap());
+    assert_eq!(bench.it().balance, MicroAmount::of_minor(9_999).unwrap());
     bench.check();
 }
 
 #[test]
-fn a_low_balance_is_said_once_for_each_time_it_becomes_low() {
+fn low_balance_is_published_once_per_fall() {
     let mut bench = Bench::with(600);
     bench.rent(1, 6_000);
     assert_eq!(bench.warnings(), 0);
@@ -250,15 +256,15 @@ fn a_low_balance_is_said_once_for_each_time_it_becomes_low() {
     assert_eq!(bench.warnings(), 1);
     bench.pass(1_200);
     assert_eq!(bench.warnings(), 2);
-    // An account that begins low was never above.
+    // An account that starts low was never above the threshold.
     assert_eq!(Bench::with(10).warnings(), 0);
 }
 
 #[test]
-fn twenty_that_run_are_depleted_with_one_word_and_what_they_cost_after_it_is_ours() {
+fn depletion_of_twenty_allocations_is_one_event_and_later_cost_is_written_off() {
     for (down_for, grace) in [(0, 0), (0, 90), (86_400, 0), (86_400, 90)] {
         let mut bench = Bench::with(1_000);
-        bench.set(Key::BillingDepletionGrace, grace);
+        bench.set(PolicyKey::BillingDepletionGrace, grace);
         // A window of all costs 20 x 10: after five the balance is used up.
         (0..20).for_each(|n| bench.rent(n, 600));
         (0..4).for_each(|_| bench.pass(60));
@@ -269,7 +275,7 @@ fn twenty_that_run_are_depleted_with_one_word_and_what_they_cost_after_it_is_our
         assert_eq!(bench.it().state(), "depleted");
         assert_eq!(bench.count(|event| matches!(event, Event::AllocationUncovered { .. })), 20);
         bench.pass(60);
-        // They end a little later than they were told to.
+        // They end slightly later than requested.
         let until = bench.now;
         (0..20).for_each(|n| bench.use_of(n, begin(), Some(until)));
         let all: i64 = (0..20).map(|n| bench.cost(n).0).sum();
@@ -277,10 +283,13 @@ fn twenty_that_run_are_depleted_with_one_word_and_what_they_cost_after_it_is_our
         let seconds = (until - begin()).num_seconds();
         assert_eq!(all, 20 * 600 * seconds * 1_000_000 / 3600, "nothing is lost");
         assert_eq!(all - ours, 20 * 600 * (300 + grace) * 1_000_000 / 3600, "charged up to the end of the grace");
-        assert!(bench.it().balance >= Micro::ZERO.minus(Micro::of_minor(20 * 600 * (60 + grace) / 3600).unwrap()));
+        assert!(
+            bench.it().balance
+                >= MicroAmount::ZERO.minus(MicroAmount::of_minor(20 * 600 * (60 + grace) / 3600).unwrap())
+        );
         assert!(matches!(bench.hold(99, 1, 1), Err(Rejection::InsufficientBalance { .. })), "at zero, nothing new");
         bench.check();
-        // Money comes in, and it goes on.
+        // After a deposit the account is open again.
         bench.give(10_000);
         assert_eq!(bench.it().state(), "open");
         bench.rent(100, 600);
@@ -289,15 +298,15 @@ fn twenty_that_run_are_depleted_with_one_word_and_what_they_cost_after_it_is_our
 }
 
 #[test]
-fn money_that_comes_in_time_keeps_what_runs() {
+fn deposit_within_the_grace_period_keeps_allocations_running() {
     let mut bench = Bench::with(20);
-    bench.set(Key::BillingDepletionGrace, 3_600);
+    bench.set(PolicyKey::BillingDepletionGrace, 3_600);
     bench.rent(1, 600);
     bench.pass(120);
     assert_eq!((bench.it().state(), bench.depletions()), ("grace", 1));
     assert_eq!(bench.it().deadline().unwrap().at, begin() + TimeDelta::seconds(3_720));
     bench.pass(600);
-    assert_eq!(bench.it().balance, Micro::of_minor(-100).unwrap(), "the grace is the user's to pay");
+    assert_eq!(bench.it().balance, MicroAmount::of_minor(-100).unwrap(), "the grace is the user's to pay");
     bench.give(50);
     assert_eq!(bench.it().state(), "grace", "that is not enough for another window");
     bench.give(1_000);
@@ -312,11 +321,11 @@ fn money_that_comes_in_time_keeps_what_runs() {
 }
 
 #[test]
-fn what_is_covered_again_since_something_else_has_ended_runs_on() {
+fn allocation_covered_again_after_another_ends_continues() {
     let hour = TimeDelta::hours(1);
     for dear_runs in [true, false] {
         let mut bench = Bench::with(30);
-        bench.set(Key::BillingDepletionGrace, 3_600);
+        bench.set(PolicyKey::BillingDepletionGrace, 3_600);
         bench.rent(1, 60);
         // A window of it is 20: after one the next is not covered.
         bench.hold(2, 1_200, 1).unwrap();
@@ -329,9 +338,9 @@ fn what_is_covered_again_since_something_else_has_ended_runs_on() {
         }
         let ends = bench.now;
         let from = dear_runs.then(begin);
-        bench.tell(Command::Usage { allocation_id: allocation(2), from, until: Some(ends) }).unwrap();
+        bench.send(Command::Usage { allocation_id: allocation(2), from, until: Some(ends) }).unwrap();
         assert_eq!((bench.it().state(), bench.it().deadline()), ("open", None), "what is left covers the other");
-        // It runs past the end of that grace, until its own money is used up.
+        // It runs past the end of that grace period, until its own money is used up.
         let covered = bench.it().balance.minor() - 1;
         (0..covered).for_each(|_| bench.pass(60));
         assert_eq!(bench.count(|event| matches!(event, Event::AllocationUncovered { .. })), 0);
@@ -347,15 +356,15 @@ fn what_is_covered_again_since_something_else_has_ended_runs_on() {
 }
 
 #[test]
-fn what_was_released_in_time_and_heard_of_late_spares_the_others_all_the_same() {
+fn late_usage_of_a_timely_release_spares_the_others() {
     let mut bench = Bench::with(100);
-    bench.set(Key::BillingDepletionGrace, 3_600);
+    bench.set(PolicyKey::BillingDepletionGrace, 3_600);
     bench.rent(1, 1);
     bench.rent(2, 2_400);
     (0..2).for_each(|_| bench.pass(60));
     assert_eq!(bench.it().state(), "grace");
     let released = bench.now;
-    // The account's worker was away until after the end of the grace.
+    // The account's worker was down until after the grace period.
     bench.now += TimeDelta::hours(2);
     bench.use_of(2, begin(), Some(released));
     bench.pass(0);
@@ -365,7 +374,7 @@ fn what_was_released_in_time_and_heard_of_late_spares_the_others_all_the_same() 
 }
 
 #[test]
-fn an_account_that_costs_nothing_yet_takes_the_currency_of_the_first_money() {
+fn account_without_cost_takes_the_currency_of_the_first_deposit() {
     let deposit = |currency: &str| Command::Deposit {
         payment_id: PaymentId(Uuid::from_u128(5)),
         holder: Holder::User("ann".into()),
@@ -380,13 +389,13 @@ fn an_account_that_costs_nothing_yet_takes_the_currency_of_the_first_money() {
         gpu_count: 1,
     };
     let mut bench = Bench::new();
-    bench.tell(free("USD")).unwrap();
+    bench.send(free("USD")).unwrap();
     for _ in 0..3 {
-        bench.tell(deposit("EUR")).unwrap();
+        bench.send(deposit("EUR")).unwrap();
     }
     assert_eq!((bench.it().currency.as_str(), bench.it().balance.minor(), bench.ledger.len()), ("EUR", 1_000, 1));
     assert_eq!(bench.ledger[0].currency.as_str(), "EUR");
-    // Once there is money in it, it stays.
+    // Once it has money, the currency stays.
     let other = Command::Deposit {
         payment_id: PaymentId(Uuid::from_u128(6)),
         holder: Holder::User("ann".into()),
@@ -395,7 +404,7 @@ fn an_account_that_costs_nothing_yet_takes_the_currency_of_the_first_money() {
     };
     for is_again in [false, true] {
         bench.said.clear();
-        bench.tell(other.clone()).unwrap();
+        bench.send(other.clone()).unwrap();
         assert!(matches!(&bench.said[..], [Event::DepositRefused { is_again: again, .. }] if *again == is_again));
     }
     assert_eq!((bench.it().balance.minor(), bench.ledger.len()), (1_000, 1));
@@ -403,7 +412,7 @@ fn an_account_that_costs_nothing_yet_takes_the_currency_of_the_first_money() {
 }
 
 #[test]
-fn what_is_said_again_since_the_payment_did_not_hear_it_is_news_to_nobody_else() {
+fn resent_answer_to_a_payment_notifies_no_user() {
     let mut bench = Bench::with(100);
     let (payment_id, refund_id) = (PaymentId(Uuid::from_u128(5)), RefundId(Uuid::from_u128(6)));
     let holder = Holder::User("ann".into());
@@ -418,10 +427,10 @@ fn what_is_said_again_since_the_payment_did_not_hear_it_is_news_to_nobody_else()
         bench.said.clear();
         for told in [1, 0, 0] {
             bench.said.clear();
-            bench.tell(command.clone()).unwrap();
-            // The payment hears it each time.
+            bench.send(command.clone()).unwrap();
+            // The payment gets an answer each time.
             assert_eq!(bench.said.len(), 1, "{command:?}");
-            let notices = bench.said.iter().flat_map(crate::notification::Notice::of).count();
+            let notices = bench.said.iter().flat_map(crate::notification::Notification::of).count();
             assert_eq!(notices, told, "{:?}", bench.said);
         }
     }
@@ -432,7 +441,7 @@ fn a_window_may_become_longer_or_shorter_while_it_runs() {
     let mut bench = Bench::with(100_000);
     bench.rent(1, 777);
     for length in [60, 1, 3_600, 7, 61, 1] {
-        bench.set(Key::BillingWindow, length);
+        bench.set(PolicyKey::BillingWindow, length);
         bench.pass(1_000);
     }
     let until = bench.now;
@@ -442,7 +451,7 @@ fn a_window_may_become_longer_or_shorter_while_it_runs() {
 }
 
 #[test]
-fn a_clock_that_goes_ahead_and_back_charges_no_second_twice() {
+fn clock_jump_charges_no_period_twice() {
     let mut bench = Bench::with(100_000);
     bench.rent(1, 3_600);
     bench.pass(3_600);
@@ -453,7 +462,7 @@ fn a_clock_that_goes_ahead_and_back_charges_no_second_twice() {
     let until = bench.now;
     bench.use_of(1, begin(), Some(until));
     assert_eq!(bench.cost(1), (660_000_000, 0));
-    // One that ended before it began, by two clocks.
+    // An allocation that ended before it started, by two clocks.
     bench.rent(2, 3_600);
     bench.use_of(2, bench.now, Some(begin()));
     assert_eq!(bench.cost(2), (0, 0));
@@ -461,10 +470,10 @@ fn a_clock_that_goes_ahead_and_back_charges_no_second_twice() {
 }
 
 #[test]
-fn an_operator_gives_within_bounds_and_takes_what_is_there() {
+fn operator_credits_within_bounds_and_debits_available_money() {
     let mut bench = Bench::with(100);
     let adjust = |bench: &mut Bench, amount_minor| {
-        bench.tell(Command::Adjust { amount_minor, currency: eur(), reason: "r".into() })
+        bench.send(Command::Adjust { amount_minor, currency: eur(), reason: "r".into() })
     };
     for amount in [0, i64::MIN, i64::MAX, 100_000_001, -100_000_001] {
         assert_eq!(adjust(&mut bench, amount), Err(Rejection::Amount { max: 100_000_000 }), "{amount}");
@@ -472,15 +481,15 @@ fn an_operator_gives_within_bounds_and_takes_what_is_there() {
     assert!(matches!(adjust(&mut bench, -101), Err(Rejection::InsufficientBalance { .. })));
     adjust(&mut bench, -100).unwrap();
     let dollars = Command::Adjust { amount_minor: 1, currency: Currency::parse("USD").unwrap(), reason: "r".into() };
-    assert!(matches!(bench.tell(dollars), Err(Rejection::CurrencyDiffers { .. })));
+    assert!(matches!(bench.send(dollars), Err(Rejection::CurrencyDiffers { .. })));
     let full = (0..1001).find_map(|_| adjust(&mut bench, 100_000_000).err());
     assert_eq!(full, Some(Rejection::Full));
     bench.check();
 }
 
-/// What happens to an account. Numbers wrap around what there is.
+/// A step of the simulation. Numbers wrap around the existing items.
 #[derive(Clone, Copy, Debug)]
-enum Move {
+enum AccountStep {
     Request {
         price: i64,
         gpus: u32,
@@ -495,7 +504,7 @@ enum Move {
         which: u8,
         before: u16,
     },
-    /// What was said arrives: any of it; `again`: and will once more.
+    /// Delivers any message; `again`: keeps it for another delivery.
     Hear {
         which: u8,
         again: bool,
@@ -506,11 +515,11 @@ enum Move {
     Pass {
         seconds: u32,
     },
-    /// The clock goes on, and no tick comes.
+    /// Advances the clock without a tick.
     Drift {
         millis: u32,
     },
-    /// The next tick comes exactly when it is due.
+    /// Sends the next tick exactly when it is due.
     Due,
     GoBack {
         seconds: u16,
@@ -527,60 +536,60 @@ enum Move {
     Take {
         minor: u16,
     },
-    /// The processor takes back a part of a payment.
+    /// Reverses a part of a payment.
     Reverse {
         minor: u16,
     },
 }
 
-fn moves() -> impl Strategy<Value = Vec<Move>> {
+fn moves() -> impl Strategy<Value = Vec<AccountStep>> {
     let one = prop_oneof![
-        3 => (0_i64..5_000, 1_u32..9).prop_map(|(price, gpus)| Move::Request { price, gpus }),
-        4 => any::<u8>().prop_map(|which| Move::Begin { which }),
-        2 => any::<u8>().prop_map(|which| Move::End { which }),
-        1 => (any::<u8>(), any::<u16>()).prop_map(|(which, before)| Move::Fault { which, before }),
-        8 => (any::<u8>(), any::<bool>()).prop_map(|(which, again)| Move::Hear { which, again }),
-        1 => any::<u8>().prop_map(|which| Move::Lose { which }),
-        6 => (0_u32..7_200).prop_map(|seconds| Move::Pass { seconds }),
-        1 => (0_u32..200_000).prop_map(|seconds| Move::Pass { seconds }),
-        1 => (0_u16..3_600).prop_map(|seconds| Move::GoBack { seconds }),
-        1 => (1_u16..=3_600).prop_map(|seconds| Move::Window { seconds }),
-        1 => (0_u16..7_200).prop_map(|seconds| Move::Grace { seconds }),
-        2 => (0_u32..=120_000).prop_map(|millis| Move::Drift { millis }),
-        4 => Just(Move::Due),
-        2 => (1_u16..20_000).prop_map(|minor| Move::Give { minor }),
-        1 => (1_u16..5_000).prop_map(|minor| Move::Take { minor }),
-        1 => (1_u16..5_000).prop_map(|minor| Move::Reverse { minor }),
+        3 => (0_i64..5_000, 1_u32..9).prop_map(|(price, gpus)| AccountStep::Request { price, gpus }),
+        4 => any::<u8>().prop_map(|which| AccountStep::Begin { which }),
+        2 => any::<u8>().prop_map(|which| AccountStep::End { which }),
+        1 => (any::<u8>(), any::<u16>()).prop_map(|(which, before)| AccountStep::Fault { which, before }),
+        8 => (any::<u8>(), any::<bool>()).prop_map(|(which, again)| AccountStep::Hear { which, again }),
+        1 => any::<u8>().prop_map(|which| AccountStep::Lose { which }),
+        6 => (0_u32..7_200).prop_map(|seconds| AccountStep::Pass { seconds }),
+        1 => (0_u32..200_000).prop_map(|seconds| AccountStep::Pass { seconds }),
+        1 => (0_u16..3_600).prop_map(|seconds| AccountStep::GoBack { seconds }),
+        1 => (1_u16..=3_600).prop_map(|seconds| AccountStep::Window { seconds }),
+        1 => (0_u16..7_200).prop_map(|seconds| AccountStep::Grace { seconds }),
+        2 => (0_u32..=120_000).prop_map(|millis| AccountStep::Drift { millis }),
+        4 => Just(AccountStep::Due),
+        2 => (1_u16..20_000).prop_map(|minor| AccountStep::Give { minor }),
+        1 => (1_u16..5_000).prop_map(|minor| AccountStep::Take { minor }),
+        1 => (1_u16..5_000).prop_map(|minor| AccountStep::Reverse { minor }),
     ];
     prop::collection::vec(one, 0..120)
 }
 
-/// An allocation as it really was.
+/// The true usage of an allocation.
 #[derive(Clone, Copy, Debug)]
-struct Truth {
-    rate: Rate,
+struct ExpectedAllocation {
+    rate: HourlyRate,
     from: Option<Timestamp>,
     until: Option<Timestamp>,
     never: bool,
 }
 
-/// An account and the allocations that it pays for.
-struct Life {
+/// An account and its allocations.
+struct AccountSimulation {
     bench: Bench,
-    truths: Vec<Truth>,
-    /// What was said and is on its way.
+    truths: Vec<ExpectedAllocation>,
+    /// Messages in flight.
     bus: Vec<Command>,
     heard: usize,
     reversals: usize,
 }
 
-impl Life {
+impl AccountSimulation {
     fn new() -> Self {
         Self { bench: Bench::with(3_000), truths: Vec::new(), bus: Vec::new(), heard: 0, reversals: 0 }
     }
 
-    fn say(&mut self, n: usize) {
-        let Truth { from, until, never, .. } = self.truths[n];
+    fn publish_usage(&mut self, n: usize) {
+        let ExpectedAllocation { from, until, never, .. } = self.truths[n];
         if from.is_none() && !never {
             return;
         }
@@ -597,10 +606,10 @@ impl Life {
             Some(_) => truth.until = Some(at),
             None => truth.never = true,
         }
-        self.say(n);
+        self.publish_usage(n);
     }
 
-    /// What the account says, its allocations do.
+    /// The allocations react to the account's events.
     fn obey(&mut self) {
         let news: Vec<_> = self.bench.said[self.heard..].to_vec();
         self.heard = self.bench.said.len();
@@ -610,73 +619,73 @@ impl Life {
                 self.end(place(*allocation_id), self.bench.now);
             }
             if let Event::AllocationMetered { allocation_id, .. } = &event {
-                self.say(place(*allocation_id));
+                self.publish_usage(place(*allocation_id));
             }
         }
     }
 
-    fn make(&mut self, step: Move) {
+    fn make(&mut self, step: AccountStep) {
         let pick = |which: u8, of: usize| (of > 0).then(|| usize::from(which) % of);
         match step {
-            Move::Request { price, gpus } => {
-                let rate = Rate::of(&Price::new("EUR", price).unwrap(), gpus);
+            AccountStep::Request { price, gpus } => {
+                let rate = HourlyRate::of(&Price::new("EUR", price).unwrap(), gpus);
                 if self.bench.hold(self.truths.len() as u64, price, gpus).is_ok() {
-                    self.truths.push(Truth { rate, from: None, until: None, never: false });
+                    self.truths.push(ExpectedAllocation { rate, from: None, until: None, never: false });
                 }
             }
-            Move::Begin { which } => {
+            AccountStep::Begin { which } => {
                 if let Some(n) = pick(which, self.truths.len())
                     && self.truths[n].from.is_none()
                     && !self.truths[n].never
                 {
                     self.truths[n].from = Some(self.bench.now);
-                    self.say(n);
+                    self.publish_usage(n);
                 }
             }
-            Move::End { which } => {
+            AccountStep::End { which } => {
                 if let Some(n) = pick(which, self.truths.len()) {
                     self.end(n, self.bench.now);
                 }
             }
-            Move::Fault { which, before } => {
+            AccountStep::Fault { which, before } => {
                 if let Some(n) = pick(which, self.truths.len())
                     && let Some(from) = self.truths[n].from
                 {
                     self.end(n, from.max(self.bench.now - TimeDelta::seconds(before.into())));
                 }
             }
-            Move::Hear { which, again } => {
+            AccountStep::Hear { which, again } => {
                 if let Some(place) = pick(which, self.bus.len()) {
                     let command = if again { self.bus[place].clone() } else { self.bus.remove(place) };
-                    self.bench.tell(command).unwrap();
+                    self.bench.send(command).unwrap();
                 }
             }
-            Move::Lose { which } => {
+            AccountStep::Lose { which } => {
                 if let Some(place) = pick(which, self.bus.len()) {
                     self.bus.remove(place);
                 }
             }
-            Move::Pass { seconds } => self.bench.pass(seconds.into()),
-            Move::Drift { millis } => self.bench.now += TimeDelta::milliseconds(millis.into()),
-            Move::Due => self.bench.tick_when_due(),
-            Move::GoBack { seconds } => self.bench.now -= TimeDelta::seconds(seconds.into()),
-            Move::Window { seconds } => self.bench.set(Key::BillingWindow, seconds.into()),
-            Move::Grace { seconds } => self.bench.set(Key::BillingDepletionGrace, seconds.into()),
-            Move::Give { minor } => self.bench.give(minor.into()),
-            Move::Take { minor } => {
+            AccountStep::Pass { seconds } => self.bench.pass(seconds.into()),
+            AccountStep::Drift { millis } => self.bench.now += TimeDelta::milliseconds(millis.into()),
+            AccountStep::Due => self.bench.tick_when_due(),
+            AccountStep::GoBack { seconds } => self.bench.now -= TimeDelta::seconds(seconds.into()),
+            AccountStep::Window { seconds } => self.bench.set(PolicyKey::BillingWindow, seconds.into()),
+            AccountStep::Grace { seconds } => self.bench.set(PolicyKey::BillingDepletionGrace, seconds.into()),
+            AccountStep::Give { minor } => self.bench.give(minor.into()),
+            AccountStep::Take { minor } => {
                 let amount_minor = -i64::from(minor);
-                let taken = self.bench.tell(Command::Adjust { amount_minor, currency: eur(), reason: "r".into() });
+                let taken = self.bench.send(Command::Adjust { amount_minor, currency: eur(), reason: "r".into() });
                 assert!(matches!(taken, Ok(()) | Err(Rejection::InsufficientBalance { .. })), "{taken:?}");
             }
-            Move::Reverse { minor } => {
+            AccountStep::Reverse { minor } => {
                 self.reversals += 1;
                 let (reversal_id, payment_id) = (format!("re_{}", self.reversals), PaymentId(Uuid::from_u128(5)));
                 let amount_minor = minor.into();
-                self.bench.tell(Command::Reverse { reversal_id, payment_id, is_dispute: false, amount_minor }).unwrap();
+                self.bench.send(Command::Reverse { reversal_id, payment_id, is_dispute: false, amount_minor }).unwrap();
             }
         }
         self.obey();
-        // All of it is added up in the end.
+        // All of it is summed at the end.
         let last = self.bench.ledger.last().map(|last| (last.number, last.balance)).unwrap_or_default();
         assert_eq!((self.bench.it().postings, self.bench.it().balance), last);
         let given = self.bench.ledger.iter().filter(|it| it.kind == PostingKind::Credit).count();
@@ -686,12 +695,12 @@ impl Life {
         );
     }
 
-    /// Everybody ends, and everything is heard.
+    /// All allocations end, and all messages are delivered.
     fn settle(&mut self) {
         (0..self.truths.len()).for_each(|n| self.end(n, self.bench.now));
         for _ in 0..40 {
             while let Some(command) = self.bus.pop() {
-                self.bench.tell(command).unwrap();
+                self.bench.send(command).unwrap();
             }
             self.bench.pass(3_600);
             self.obey();
@@ -699,7 +708,7 @@ impl Life {
         assert!(self.bench.it().meters.is_empty(), "somebody is metered for ever: {:#?}", self.bench.it());
         for (n, truth) in self.truths.iter().enumerate() {
             let used = truth.from.zip(truth.until);
-            let owed = used.map_or(Micro::ZERO, |(from, until)| truth.rate.over(from, until));
+            let owed = used.map_or(MicroAmount::ZERO, |(from, until)| truth.rate.over(from, until));
             let (cost, ours) = self.bench.cost(n as u64);
             assert_eq!(cost, owed.get(), "allocation {n}: {truth:?}");
             assert!((0..=cost).contains(&ours), "allocation {n}: {ours} of {cost} is ours");
@@ -712,8 +721,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2_000, max_shrink_iters: 20_000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn whatever_happens_every_allocation_costs_what_it_was_used(moves in moves()) {
-        let mut life = Life::new();
+    fn any_sequence_charges_every_allocation_its_usage(moves in moves()) {
+        let mut life = AccountSimulation::new();
         moves.into_iter().for_each(|step| life.make(step));
         life.settle();
     }

@@ -1,17 +1,17 @@
-//! What follows from what happened: the whole choreography between the machines, on one page.
+//! The reaction to each event: the choreography between the state machines, on one page.
 
 use super::Event;
 use crate::allocation;
 use crate::billing_account::{self, Holder};
 use crate::id::{AllocationId, NodeId, PaymentId, ProcessorEventId, TerminalSessionId};
 use crate::node;
-use crate::payment::{self, Errand};
+use crate::payment::{self, ProcessorCall};
 use crate::terminal_session;
 
-/// What follows from an event.
+/// The command that follows from an event.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reaction {
-    /// Nobody has to act: the event is for those who watch.
+    /// No command follows: the event is for observers.
     Nothing,
     /// The provisioning worker counts the allocation against its tenant's quota and finds a node that reserves the devices.
     Place(AllocationId),
@@ -23,17 +23,17 @@ pub enum Reaction {
         command: billing_account::Command,
     },
     Payment(PaymentId, payment::Command),
-    /// The payments worker asks the payment processor, and tells the payment what it said.
-    AskProcessor(Errand),
-    /// The payments worker reads what the payment processor said, and tells the payment that it concerns.
-    HeedProcessor(ProcessorEventId),
-    /// The provisioning worker reads the user's keys and says which of them open the allocation.
-    ResolveLogins {
+    /// The payments worker calls the payment processor, and sends the result to the payment.
+    CallProcessor(ProcessorCall),
+    /// The payments worker reads the payment processor's event, and sends it to the payment that it is about.
+    ApplyProcessorEvent(ProcessorEventId),
+    /// The provisioning worker reads the user's keys and resolves which of them open the allocation.
+    ResolveSshKeys {
         allocation_id: AllocationId,
         user_id: String,
     },
-    /// The provisioning worker reads which keys open the allocation and tells its node.
-    TellLogins {
+    /// The provisioning worker reads which keys open the allocation and sends them to its node.
+    SendSshKeys {
         allocation_id: AllocationId,
         node_id: NodeId,
     },
@@ -43,7 +43,7 @@ pub enum Reaction {
         user_id: String,
     },
     /// The provisioning worker closes the terminal sessions of the node.
-    CutTerminals {
+    CloseNodeTerminals {
         node_id: NodeId,
     },
     Tenant {
@@ -53,7 +53,7 @@ pub enum Reaction {
 }
 
 impl Event {
-    /// The command that it asks for, and of whom.
+    /// The command that follows from the event, and its recipient.
     #[must_use]
     pub fn reaction(&self) -> Reaction {
         use allocation::Command as ToAllocation;
@@ -101,8 +101,8 @@ impl Event {
             Self::AllocationCounted { allocation_id, logins_revision } => {
                 Reaction::Allocation(allocation_id, ToAllocation::StillCounted { logins_revision })
             }
-            Self::LoginsStale { allocation_id, user_id } => Reaction::ResolveLogins { allocation_id, user_id },
-            Self::LoginsChanged { allocation_id, node_id, .. } => Reaction::TellLogins { allocation_id, node_id },
+            Self::LoginsStale { allocation_id, user_id } => Reaction::ResolveSshKeys { allocation_id, user_id },
+            Self::LoginsChanged { allocation_id, node_id, .. } => Reaction::SendSshKeys { allocation_id, node_id },
             Self::LoginsWritten { node_id, allocation_id, revision } => {
                 Reaction::Allocation(allocation_id, ToAllocation::LoginsWritten { node_id, revision })
             }
@@ -117,7 +117,7 @@ impl Event {
                 Reaction::Node(node_id, ToNode::ForgetTerminal { session_id, allocation_id })
             }
             Self::TerminalsUnwanted { allocation_id, user_id } => Reaction::CloseTerminals { allocation_id, user_id },
-            Self::TerminalsCutOff { node_id } => Reaction::CutTerminals { node_id },
+            Self::TerminalsCutOff { node_id } => Reaction::CloseNodeTerminals { node_id },
             Self::UsageChanged { allocation_id, holder, from, until } => {
                 Reaction::Billing { holder, command: billing_account::Command::Usage { allocation_id, from, until } }
             }
@@ -146,15 +146,15 @@ impl Event {
             Self::ReversalPosted { payment_id, reversal_id, is_undone, .. } => {
                 Reaction::Payment(payment_id, ToPayment::ReversalPosted { reversal_id, is_undone })
             }
-            Self::PaymentOpeningDue { payment_id } => Reaction::AskProcessor(Errand::Open { payment_id }),
+            Self::PaymentOpeningDue { payment_id } => Reaction::CallProcessor(ProcessorCall::Open { payment_id }),
             Self::PaymentCheckDue { payment_id, processor_id, is_over } => {
-                Reaction::AskProcessor(Errand::Check { payment_id, processor_id, is_over })
+                Reaction::CallProcessor(ProcessorCall::Check { payment_id, processor_id, is_over })
             }
             Self::RefundDue { payment_id, refund_id, processor_id, amount_minor, currency } => {
-                let errand = Errand::Refund { payment_id, refund_id, processor_id, amount_minor, currency };
-                Reaction::AskProcessor(errand)
+                let call = ProcessorCall::Refund { payment_id, refund_id, processor_id, amount_minor, currency };
+                Reaction::CallProcessor(call)
             }
-            Self::ProcessorEventDue { processor_event_id } => Reaction::HeedProcessor(processor_event_id),
+            Self::ProcessorEventDue { processor_event_id } => Reaction::ApplyProcessorEvent(processor_event_id),
             Self::PaymentPaid { payment_id, holder, currency, amount_minor } => {
                 let command = ToAccount::Deposit { payment_id, holder: holder.clone(), currency, amount_minor };
                 Reaction::Billing { holder, command }

@@ -1,4 +1,4 @@
-//! The streams on which events are kept for those who hear them.
+//! The JetStream streams that store events for their consumers.
 
 /// A JetStream stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -27,7 +27,7 @@ impl Stream {
         }
     }
 
-    /// The subjects that the stream keeps.
+    /// The subjects that the stream stores.
     #[must_use]
     pub const fn subjects(self) -> &'static [&'static str] {
         match self {

@@ -1,15 +1,15 @@
-//! What is said, on which stream, about what, and what follows from it: the table that is reviewed.
+//! The events, with their streams, subjects and reactions: the table that is reviewed.
 
 #![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::machine::Command as _;
-use crate::recording::Mode;
+use crate::recording::RecordingMode;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use uuid::Uuid;
 
-/// One of each variant, the options filled.
+/// One event of each variant, with all options set.
 pub(crate) fn every_event() -> Vec<Event> {
     let allocation_id = AllocationId(Uuid::from_u128(1));
     let node_id = NodeId(Uuid::from_u128(2));
@@ -20,8 +20,8 @@ pub(crate) fn every_event() -> Vec<Event> {
     let holder = || Holder::Org(text());
     let (payment_id, refund_id) = (PaymentId(Uuid::from_u128(8)), RefundId(Uuid::from_u128(9)));
     let euro = || Currency::parse("EUR").unwrap();
-    let placed = Placed {
-        devices: vec![Device { index: 0, uuid: text() }],
+    let placed = Placement {
+        devices: vec![GpuDevice { index: 0, uuid: text() }],
         host: text(),
         port: 22,
         user_name: text(),
@@ -50,10 +50,10 @@ pub(crate) fn every_event() -> Vec<Event> {
         Event::PolicyWritten {
             policy_id: PolicyId(Uuid::from_u128(4)),
             value_id: PolicyValueId(Uuid::from_u128(5)),
-            policy: policy::Key::RateLimitApi,
+            policy: policy::PolicyKey::RateLimitApi,
             effective_at: deadline_at,
         },
-        Event::TrustChanged { set_id: KeySetId(Uuid::from_u128(6)), purpose: Purpose::NodeCa, version: 1 },
+        Event::TrustChanged { set_id: KeySetId(Uuid::from_u128(6)), purpose: KeySetPurpose::NodeCa, version: 1 },
         Event::TerminalsUnwanted { allocation_id, user_id: text() },
         Event::TerminalFailed { session_id, node_id, reason: text() },
         Event::TerminalOpened {
@@ -62,7 +62,7 @@ pub(crate) fn every_event() -> Vec<Event> {
             node_id,
             ends_at: deadline_at,
             begin_until: deadline_at,
-            recording: Terms { mode: Mode::Strict, most_bytes: 1 },
+            recording: RecordingTerms { mode: RecordingMode::Strict, most_bytes: 1 },
         },
         Event::TerminalClosed { session_id, allocation_id, node_id, reason: text() },
         Event::UsageChanged { allocation_id, holder: holder(), from: Some(deadline_at), until: Some(deadline_at) },
@@ -95,7 +95,7 @@ pub(crate) fn every_event() -> Vec<Event> {
     ]
 }
 
-/// The place of each variant in [`every_event`]: what is added here must be added there.
+/// The index of each variant in [`every_event`]: a new variant must be added there.
 const fn place(event: &Event) -> usize {
     match event {
         Event::AllocationRequested { .. } => 0,
@@ -182,12 +182,12 @@ fn the_event_table_is_as_reviewed() {
             Reaction::Terminal(_, command) => format!("terminal session {}", command.name()),
             Reaction::Billing { command, .. } => format!("billing account {}", command.name()),
             Reaction::Payment(_, command) => format!("payment {}", command.name()),
-            Reaction::AskProcessor(errand) => format!("processor {}", errand.name()),
-            Reaction::HeedProcessor(_) => "heed the processor".to_owned(),
-            Reaction::ResolveLogins { .. } => "resolve logins".to_owned(),
-            Reaction::TellLogins { .. } => "tell logins".to_owned(),
+            Reaction::CallProcessor(call) => format!("processor {}", call.name()),
+            Reaction::ApplyProcessorEvent(_) => "heed the processor".to_owned(),
+            Reaction::ResolveSshKeys { .. } => "resolve logins".to_owned(),
+            Reaction::SendSshKeys { .. } => "tell logins".to_owned(),
             Reaction::CloseTerminals { .. } => "close terminals".to_owned(),
-            Reaction::CutTerminals { .. } => "cut terminals".to_owned(),
+            Reaction::CloseNodeTerminals { .. } => "cut terminals".to_owned(),
         };
         let fact = json["fact"].as_str().unwrap();
         let (subject, stream) = event.row();
@@ -206,7 +206,7 @@ fn every_variant_is_in_the_table_and_has_its_own_subject() {
 }
 
 #[test]
-fn every_subject_is_kept_by_its_own_stream_alone() {
+fn every_subject_is_stored_by_exactly_its_own_stream() {
     let keeps = |stream: &Stream, subject: &str| {
         stream.subjects().iter().any(|pattern| subject.starts_with(pattern.trim_end_matches('>')))
     };

@@ -1,7 +1,7 @@
 use super::*;
 use crate::authz::Principal;
-use crate::machine::Trace;
-use crate::policy::{Bounds, PolicyBook};
+use crate::machine::TraceContext;
+use crate::policy::{PolicyBook, ValueBounds};
 use chrono::TimeDelta;
 use proptest::prelude::*;
 use uuid::Uuid;
@@ -10,13 +10,13 @@ fn at(seconds: i64) -> Timestamp {
     Timestamp::from_timestamp(1_800_000_000 + seconds, 0).unwrap()
 }
 
-fn decide(state: Option<&KeySet>, command: Command, now: Timestamp) -> Result<Step<KeySet>, Rejection> {
+fn decide(state: Option<&KeySet>, command: Command, now: Timestamp) -> Result<Transition<KeySet>, Rejection> {
     let (policy, by) = (PolicyBook::default(), Principal::system("test"));
-    let (id, trace) = (Uuid::from_u128(5), Trace::default());
+    let (id, trace) = (Uuid::from_u128(5), TraceContext::default());
     KeySet::decide(
         state,
         command,
-        &Ctx { now, policy: &policy, by: &by, correlation_id: "c", trace, seed: 1, id, version: 0 },
+        &TransitionContext { now, policy: &policy, by: &by, correlation_id: "c", trace, seed: 1, id, version: 0 },
     )
 }
 
@@ -24,29 +24,29 @@ fn key(id: &str) -> NewKey {
     NewKey { id: id.to_owned(), public: format!("public half of {id}") }
 }
 
-fn on(purpose: Purpose, version: u64) -> Basis {
-    let signatures = vec![Signature { by: "one".into(), value: "AAAA".into() }];
-    Basis { purpose, version, founding: key("one"), founded_at: at(-60), signatures }
+fn on(purpose: KeySetPurpose, version: u64) -> ChangeBasis {
+    let signatures = vec![KeySetSignature { by: "one".into(), value: "AAAA".into() }];
+    ChangeBasis { purpose, version, founding: key("one"), founded_at: at(-60), signatures }
 }
 
-fn rotate(change: Change, purpose: Purpose, version: u64) -> Command {
+fn rotate(change: KeySetChange, purpose: KeySetPurpose, version: u64) -> Command {
     Command::Rotate { change, on: on(purpose, version), reason: "a year has passed".into() }
 }
 
-fn stage(id: &str) -> Change {
-    Change::Stage { key: key(id) }
+fn stage(id: &str) -> KeySetChange {
+    KeySetChange::Stage { key: key(id) }
 }
 
-fn activate(id: &str) -> Change {
-    Change::Activate { id: id.to_owned() }
+fn activate(id: &str) -> KeySetChange {
+    KeySetChange::Activate { id: id.to_owned() }
 }
 
-fn retire(id: &str, dependents: u64, force: bool) -> Change {
-    Change::Retire { id: id.to_owned(), dependents, force }
+fn retire(id: &str, dependents: u64, force: bool) -> KeySetChange {
+    KeySetChange::Retire { id: id.to_owned(), dependents, force }
 }
 
-/// Does each of the changes a minute after the one before.
-fn rotated(purpose: Purpose, changes: &[Change]) -> KeySet {
+/// Applies the changes, each a minute after the one before.
+fn rotated(purpose: KeySetPurpose, changes: &[KeySetChange]) -> KeySet {
     let mut set = None::<KeySet>;
     for (minute, change) in changes.iter().enumerate() {
         let version = set.as_ref().map_or(0, |set| set.version);
@@ -61,18 +61,19 @@ fn phases(set: &KeySet) -> Vec<(&str, Phase)> {
 }
 
 #[test]
-fn a_key_goes_from_staged_to_active_to_grace_to_retired_and_each_step_is_published_and_audited() {
-    let staged = decide(None, rotate(stage("two"), Purpose::TaskSigning, 0), at(0)).unwrap();
+fn key_passes_every_state_and_each_change_is_published_and_audited() {
+    let staged = decide(None, rotate(stage("two"), KeySetPurpose::TaskSigning, 0), at(0)).unwrap();
     assert_eq!(staged.audit[0].action, AuditAction::KeysStage);
     assert_eq!(staged.effects, [Effect::ReadKeys]);
     let staged = staged.next.unwrap();
     assert_eq!(phases(&staged), [("one", Phase::Active), ("two", Phase::Staged)]);
     assert_eq!((staged.version, staged.chain[0].version, staged.state()), (1, 1, "rotating"));
-    let active = decide(Some(&staged), rotate(activate("two"), Purpose::TaskSigning, 1), at(60)).unwrap().next.unwrap();
+    let active =
+        decide(Some(&staged), rotate(activate("two"), KeySetPurpose::TaskSigning, 1), at(60)).unwrap().next.unwrap();
     assert_eq!(phases(&active), [("one", Phase::Grace), ("two", Phase::Active)]);
-    let early = decide(Some(&active), rotate(retire("one", 0, false), Purpose::TaskSigning, 2), at(3659));
+    let early = decide(Some(&active), rotate(retire("one", 0, false), KeySetPurpose::TaskSigning, 2), at(3659));
     assert_eq!(early.err(), Some(Rejection::InGrace { id: "one".into(), until: at(3660) }));
-    let done = decide(Some(&active), rotate(retire("one", 0, false), Purpose::TaskSigning, 2), at(3660)).unwrap();
+    let done = decide(Some(&active), rotate(retire("one", 0, false), KeySetPurpose::TaskSigning, 2), at(3660)).unwrap();
     assert_eq!(
         (done.audit[0].action, done.audit[0].metadata["forced"].clone()),
         (AuditAction::KeysRetire, json!(false))
@@ -82,19 +83,21 @@ fn a_key_goes_from_staged_to_active_to_grace_to_retired_and_each_step_is_publish
 }
 
 #[test]
-fn a_key_that_leaked_is_retired_by_force_before_its_grace_is_over() {
-    let set = rotated(Purpose::TaskSigning, &[stage("two"), activate("two"), retire("one", 0, true)]);
+fn leaked_key_is_retired_by_force_within_its_grace() {
+    let set = rotated(KeySetPurpose::TaskSigning, &[stage("two"), activate("two"), retire("one", 0, true)]);
     assert_eq!(phases(&set), [("one", Phase::Retired), ("two", Phase::Active)]);
 }
 
 #[test]
 fn a_signer_of_tokens_is_trusted_as_long_as_any_token_may_live() {
-    let set = rotated(Purpose::ServiceTokens, &[stage("two"), activate("two")]);
+    let set = rotated(KeySetPurpose::ServiceTokens, &[stage("two"), activate("two")]);
     assert_eq!(phases(&set), [("one", Phase::Grace), ("two", Phase::Active)]);
-    let Bounds::Int { max, .. } = policy::Key::AuthServiceAccountTokenTtl.bounds() else { panic!("it is a number") };
+    let ValueBounds::Int { max, .. } = policy::PolicyKey::AuthServiceAccountTokenTtl.bounds() else {
+        panic!("it is a number")
+    };
     let end = 60 + max;
     let retired =
-        |force, when| decide(Some(&set), rotate(retire("one", 0, force), Purpose::ServiceTokens, 2), at(when));
+        |force, when| decide(Some(&set), rotate(retire("one", 0, force), KeySetPurpose::ServiceTokens, 2), at(when));
     assert_eq!(retired(false, end - 1).err(), Some(Rejection::InGrace { id: "one".into(), until: at(end) }));
     assert_eq!(phases(&retired(false, end).unwrap().next.unwrap())[0], ("one", Phase::Retired));
     let leaked = retired(true, 61).unwrap();
@@ -103,19 +106,20 @@ fn a_signer_of_tokens_is_trusted_as_long_as_any_token_may_live() {
 
 #[test]
 fn an_authority_that_a_node_needs_is_retired_by_force_alone_and_the_log_says_how_many_it_cut_off() {
-    let set = rotated(Purpose::NodeCa, &[stage("two"), activate("two")]);
-    let refused = decide(Some(&set), rotate(retire("one", 3, false), Purpose::NodeCa, 2), at(999_999)).err();
+    let set = rotated(KeySetPurpose::NodeCa, &[stage("two"), activate("two")]);
+    let refused = decide(Some(&set), rotate(retire("one", 3, false), KeySetPurpose::NodeCa, 2), at(999_999)).err();
     assert_eq!(refused, Some(Rejection::InUse { id: "one".into(), dependents: 3 }));
-    let free = decide(Some(&set), rotate(retire("one", 0, false), Purpose::NodeCa, 2), at(200));
+    let free = decide(Some(&set), rotate(retire("one", 0, false), KeySetPurpose::NodeCa, 2), at(200));
     assert!(free.is_ok(), "an authority waits for its certificates, not for a time");
-    let forced = decide(Some(&set), rotate(retire("one", 3, true), Purpose::NodeCa, 2), at(200)).unwrap();
+    let forced = decide(Some(&set), rotate(retire("one", 3, true), KeySetPurpose::NodeCa, 2), at(200)).unwrap();
     assert_eq!((&forced.audit[0].metadata["cut_off"], &forced.audit[0].metadata["forced"]), (&json!(3), &json!(true)));
 }
 
 #[test]
-fn what_cannot_be_done_is_refused_by_its_reason() {
-    let set = rotated(Purpose::TaskSigning, &[stage("two")]);
-    let refused = |change, version| decide(Some(&set), rotate(change, Purpose::TaskSigning, version), at(1)).err();
+fn invalid_key_change_is_rejected_with_its_reason() {
+    let set = rotated(KeySetPurpose::TaskSigning, &[stage("two")]);
+    let refused =
+        |change, version| decide(Some(&set), rotate(change, KeySetPurpose::TaskSigning, version), at(1)).err();
     assert_eq!(refused(stage("three"), 1), Some(Rejection::AlreadyStaged { id: "two".into() }));
     assert_eq!(refused(stage("one"), 1), Some(Rejection::Exists { id: "one".into() }));
     assert_eq!(refused(activate("nine"), 1), Some(Rejection::NotFound { id: "nine".into() }));
@@ -127,17 +131,17 @@ fn what_cannot_be_done_is_refused_by_its_reason() {
 }
 
 #[test]
-fn what_waits_for_the_operator_shows_when_it_waits_too_long() {
-    let set = rotated(Purpose::TaskSigning, &[stage("two")]);
+fn pending_rotation_shows_as_overdue() {
+    let set = rotated(KeySetPurpose::TaskSigning, &[stage("two")]);
     let waits = set.deadline().unwrap();
     assert_eq!(waits.at, at(0) + TimeDelta::days(7));
     assert!(waits.reason.contains("task_signing") && waits.reason.contains("two"), "{}", waits.reason);
-    let set = rotated(Purpose::NodeCa, &[stage("two"), activate("two")]);
+    let set = rotated(KeySetPurpose::NodeCa, &[stage("two"), activate("two")]);
     assert_eq!(set.deadline().unwrap().at, at(60) + TimeDelta::days(1));
 }
 
 #[test]
-fn a_key_of_the_key_ring_is_adopted_and_the_others_go_when_they_are_empty() {
+fn adopted_key_retires_the_others_once_they_are_empty() {
     let adopt = |id: &str, outgoing: &[&str]| Command::Adopt {
         id: id.to_owned(),
         outgoing: outgoing.iter().map(|id| (*id).to_owned()).collect(),
@@ -151,28 +155,28 @@ fn a_key_of_the_key_ring_is_adopted_and_the_others_go_when_they_are_empty() {
     assert!(decide(Some(&empty), Command::Emptied { id: "b".into() }, at(3)).unwrap().next.is_none());
     let again = decide(Some(&empty), adopt("a", &["b"]), at(4)).unwrap().next.unwrap();
     assert_eq!(phases(&again), [("b", Phase::Grace), ("a", Phase::Active)]);
-    let rotated = decide(Some(&set), rotate(stage("c"), Purpose::AtRest, set.version), at(5));
+    let rotated = decide(Some(&set), rotate(stage("c"), KeySetPurpose::AtRest, set.version), at(5));
     assert_eq!(rotated.err(), Some(Rejection::OtherPurpose));
 }
 
 proptest! {
     #[test]
-    fn whatever_is_asked_one_key_is_active_and_every_version_is_signed_for_by_keys_of_the_one_before(
+    fn any_changes_keep_one_active_key_and_every_version_signed_by_the_one_before(
         asked in prop::collection::vec((0_u8..4, 0_usize..12, any::<bool>(), 0_i64..5000), 0..80)
     ) {
         let ids: Vec<String> = (0..12).map(|n| format!("k{n}")).collect();
-        let mut set = KeySet::founded(Purpose::TaskSigning, key("one"), at(0));
+        let mut set = KeySet::founded(KeySetPurpose::TaskSigning, key("one"), at(0));
         let mut now = at(0);
         for (what, which, force, later) in asked {
             now += TimeDelta::seconds(later);
             let id = ids[which].clone();
             let change = match what {
-                0 => Change::Stage { key: key(&id) },
-                1 => Change::Activate { id },
-                _ => Change::Retire { id: if which == 11 { "one".into() } else { id }, dependents: 0, force },
+                0 => KeySetChange::Stage { key: key(&id) },
+                1 => KeySetChange::Activate { id },
+                _ => KeySetChange::Retire { id: if which == 11 { "one".into() } else { id }, dependents: 0, force },
             };
             let foreseen = set.listed_after(&change);
-            let step = decide(Some(&set), rotate(change.clone(), Purpose::TaskSigning, set.version), now);
+            let step = decide(Some(&set), rotate(change.clone(), KeySetPurpose::TaskSigning, set.version), now);
             let Ok(step) = step else { continue };
             let next = step.next.unwrap();
             prop_assert_eq!(foreseen.unwrap(), next.listed(), "what was signed is what is published");
@@ -184,7 +188,7 @@ proptest! {
             let active = next.listed().into_iter().find(|key| key.phase == Phase::Active).unwrap();
             prop_assert!(trusted_before.iter().any(|key| key.id == active.id), "nobody signs with what was never trusted");
             prop_assert_eq!((step.audit.len(), step.events.len()), (1, 1));
-            prop_assert!(next.chain.len() <= LINKS);
+            prop_assert!(next.chain.len() <= MAX_LINKS);
             prop_assert_eq!(next.state() == "settled", next.deadline().is_none());
             let kept = serde_json::to_string(&next).unwrap();
             prop_assert_eq!(&serde_json::from_str::<KeySet>(&kept).unwrap(), &next);

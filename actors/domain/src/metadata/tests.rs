@@ -1,4 +1,4 @@
-//! Merge patches of names and labels, and the terms that they are found by.
+//! Merge patches of names and labels, and the search terms.
 
 #![allow(clippy::unwrap_used)]
 
@@ -45,7 +45,7 @@ fn labels_beyond_the_bound_are_refused_and_exchanged_at_the_bound() {
 }
 
 #[test]
-fn snapshot_without_name_and_labels_is_as_before() {
+fn snapshot_without_metadata_omits_the_fields() {
     assert_eq!(serde_json::to_value(Metadata::default()).unwrap(), json!({}));
     assert_eq!(serde_json::from_value::<Metadata>(json!({})).unwrap(), Metadata::default());
     assert_eq!(serde_json::to_value(MetadataPatch::default()).unwrap(), json!({}));
@@ -58,7 +58,7 @@ fn terms_of_a_label_are_its_key_and_its_key_with_its_value() {
     assert_eq!(terms.iter().map(String::as_str).collect::<Vec<_>>(), expected);
 }
 
-/// RFC 7396, section 2, word by word.
+/// The algorithm of RFC 7396, section 2.
 fn merge_patch(target: &mut Value, patch: &Value) {
     let Value::Object(members) = patch else {
         *target = patch.clone();
@@ -84,8 +84,8 @@ prop_compose! {
 
 fn member<T: std::fmt::Debug + Clone + 'static>(
     value: impl Strategy<Value = T> + 'static,
-) -> impl Strategy<Value = Patch<T>> {
-    prop_oneof![Just(Patch::Keep), Just(Patch::Remove), value.prop_map(Patch::Set)]
+) -> impl Strategy<Value = PatchValue<T>> {
+    prop_oneof![Just(PatchValue::Keep), Just(PatchValue::Remove), value.prop_map(PatchValue::Set)]
 }
 
 prop_compose! {
@@ -110,7 +110,7 @@ proptest! {
     }
 
     #[test]
-    fn patch_survives_the_way_to_another_member(patch in any_patch()) {
+    fn patch_survives_serialization(patch in any_patch()) {
         prop_assert_eq!(&serde_json::from_value::<MetadataPatch>(json!(patch)).unwrap(), &patch);
     }
 }

@@ -1,80 +1,83 @@
 //! How a machine becomes a node: registration, the single-use token, and the certificates of its identity.
 
-use super::{Command, Health, Inventory, Life, Node, Probe, Reason, Registration, Rejection, Reply, TokenCause};
-use crate::audit::{AuditAction, Refusals};
+use super::{
+    Command, EnrollmentTokenFault, Node, NodeHealth, Phase, ProbeOutcome, Registration, Rejection, Reply,
+    ReportedInventory, StateReason,
+};
+use crate::audit::{AuditAction, RefusalAudit};
 use crate::event::Event;
 use crate::id::{NodeId, TokenId};
-use crate::machine::{Ctx, Effect, Step, Timestamp};
+use crate::machine::{Effect, Timestamp, Transition, TransitionContext};
 use crate::metadata::{MAX_LABELS, MetadataPatch, TooManyLabels};
-use crate::policy::{Key, Scopes};
+use crate::policy::{PolicyKey, Scopes};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// By what a node is known.
+/// The credentials of a node.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Identity {
+pub struct NodeCredentials {
     /// Raised by every enrollment; 0 before the first.
     pub generation: u32,
     pub recoveries_left: u32,
     /// The agent's Ed25519 key, base64: it signs clean-up proofs and recoveries.
     pub recovery_public_key: Option<String>,
     /// By serial, as lower-case hex. Expired ones go.
-    pub certificates: BTreeMap<String, Certificate>,
-    /// The serial of the certificate that the agent showed last: what it was given since then, it may never have stored.
+    pub certificates: BTreeMap<String, CertificateRecord>,
+    /// The serial of the certificate that the agent presented last: one that was issued since then may never have reached it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub shown: Option<String>,
-    pub token: Option<Token>,
-    /// SHA-256 of the certificate request that was answered last: whose answer was lost shows it again.
+    pub token: Option<EnrollmentToken>,
+    /// SHA-256 of the certificate request that was answered last: an agent that lost the answer presents it again.
     #[serde(default)]
     pub last_request: Option<[u8; 32]>,
-    /// Nonces of recoveries, until they would have ended by themselves.
+    /// Spent nonces of recoveries, until they would have expired.
     #[serde(default)]
     pub spent_nonces: BTreeMap<String, Timestamp>,
 }
 
-/// A certificate of the node, without itself.
+/// What is stored of a certificate of the node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Certificate {
+pub struct CertificateRecord {
     pub serial: String,
     pub not_after: Timestamp,
-    /// The identity generation that it was issued in; the machine sets it.
+    /// The identity generation that it was issued in; the state machine sets it.
     #[serde(default)]
     pub generation: u32,
-    /// The id of the authority that certified it; where it is not known, the one that the cluster began with.
+    /// The id of the authority that signed it; where it is not known, the one that the cluster began with.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub authority: Option<String>,
 }
 
-/// A single-use enrollment token: its hash and its end. Once consumed it is a recovery token, which has no end.
+/// A single-use enrollment token: its hash and its expiry. Once consumed it is a recovery token, which does not expire.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Token {
+pub struct EnrollmentToken {
     pub id: TokenId,
     pub sha256: [u8; 32],
     pub expires_at: Timestamp,
     pub consumed_at: Option<Timestamp>,
 }
 
-/// What an agent shows when it enrolls, with the certificate that the edge has made ready for it.
+/// An agent's enrollment, with the certificate that the edge has prepared for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Enrollment {
     pub token_sha256: [u8; 32],
     pub csr_sha256: [u8; 32],
-    pub issued: Certificate,
+    pub issued: CertificateRecord,
     pub recovery_public_key: String,
     pub boot_id: String,
     pub agent_version: String,
     pub protocol: u16,
-    pub inventory: Inventory,
+    pub inventory: ReportedInventory,
 }
 
-/// Live certificates of one node. Each renewal whose answer was lost leaves one behind that the agent does not have.
+/// The bound of valid certificates of one node. Each renewal whose answer was lost leaves one behind that the agent does not have.
 pub(super) const CERTIFICATES: usize = 8;
 
-impl Identity {
-    /// Drops the certificates that end first, so that one more has room. What the agent speaks with stays: the one that it shows now
-    /// (`but`), and the one that it showed last. So an agent whose answer was lost renews again with what it has.
-    fn make_room(&mut self, but: &[&str]) {
+impl NodeCredentials {
+    /// Drops the certificates that expire first, so that one more has room. The certificates that the agent uses stay: the one that it
+    /// presents now (`but`), and the one that it presented last. So an agent whose answer was lost renews again with its old one.
+    fn drop_superseded_certificates(&mut self, but: &[&str]) {
         while self.certificates.len() >= CERTIFICATES {
             let superseded = self
                 .certificates
@@ -92,9 +95,9 @@ impl Identity {
 impl Node {
     pub(super) fn register(
         mut registration: Registration,
-        probe: Option<Probe>,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        probe: Option<ProbeOutcome>,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let promise = &registration.sku;
         if registration.gpus_total != promise.gpu_count {
             return Err(Rejection::GpusDiffer { given: registration.gpus_total, promised: promise.gpu_count });
@@ -107,18 +110,21 @@ impl Node {
             id: NodeId(ctx.id),
             registration,
             registered_at: ctx.now,
-            life: Life::Registered,
+            life: Phase::Registered,
             entered_at: ctx.now,
-            reason: Reason { code: "registered".into(), message: "Registered; issue an enrollment token next.".into() },
+            reason: StateReason {
+                code: "registered".into(),
+                message: "Registered; issue an enrollment token next.".into(),
+            },
             probe,
-            identity: Identity::default(),
+            identity: NodeCredentials::default(),
             inventory: None,
             seen: None,
-            health: Health::default(),
+            health: NodeHealth::default(),
             holds: BTreeMap::new(),
             fenced_by: BTreeSet::new(),
             tasks: BTreeMap::new(),
-            refusals: Refusals::default(),
+            refusals: RefusalAudit::default(),
             claimed_gpus: BTreeSet::new(),
             contested_gpus: BTreeMap::new(),
         };
@@ -132,17 +138,17 @@ impl Node {
             AuditAction::NodesCreate,
             json!({ "host": node.registration.host, "sku": node.registration.sku.name }),
         );
-        Ok(node.answered("registered by an administrator").event(event).audit(audit))
+        Ok(node.transition_with_node("registered by an administrator").event(event).audit(audit))
     }
 
     pub(super) fn revise(
         &self,
         (host, port, ssh_username): (Option<String>, Option<u16>, Option<String>),
-        probe: Option<Probe>,
+        probe: Option<ProbeOutcome>,
         metadata: MetadataPatch,
         if_version: Option<i64>,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         if if_version.is_some_and(|version| version != ctx.version) {
             return Err(Rejection::VersionDiffers);
         }
@@ -157,7 +163,7 @@ impl Node {
         to.ssh_username = ssh_username.unwrap_or_else(|| to.ssh_username.clone());
         to.metadata = to.metadata.patched(&metadata)?;
         let is_elsewhere = (&to.host, to.port) != (&self.registration.host, self.registration.port);
-        // What was found of the old address says nothing of the new one.
+        // The probe of the old address says nothing about the new one.
         if probe.is_some() || is_elsewhere {
             next.probe = probe;
         }
@@ -167,7 +173,7 @@ impl Node {
             changed.extend(patch);
         }
         let audit = self.audit(AuditAction::NodesUpdate, changed);
-        Ok(next.answered("revised by an administrator").audit(audit))
+        Ok(next.transition_with_node("revised by an administrator").audit(audit))
     }
 
     pub(super) fn issue_token(
@@ -175,51 +181,51 @@ impl Node {
         id: TokenId,
         sha256: [u8; 32],
         ttl_seconds: Option<u32>,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match self.life {
-            Life::Registered | Life::BootstrapIssued { .. } | Life::Enrolling { .. } => {}
-            Life::Active
-            | Life::Offline
-            | Life::Draining { .. }
-            | Life::Quarantined { .. }
-            | Life::Retired
-            | Life::Removing { .. }
-            | Life::Removed => {
+            Phase::Registered | Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } => {}
+            Phase::Active
+            | Phase::Offline
+            | Phase::Draining { .. }
+            | Phase::Quarantined { .. }
+            | Phase::Retired
+            | Phase::Removing { .. }
+            | Phase::Removed => {
                 return Err(self.wrong_state(&Command::IssueToken { token_id: id, token_sha256: sha256, ttl_seconds }));
             }
         }
-        let expires_at = ctx.now + self.token_life(ttl_seconds, ctx);
+        let expires_at = ctx.now + self.token_ttl(ttl_seconds, ctx);
         let mut next = self.clone();
-        // A new token voids what was before: the older token, and a certificate that was never used.
-        next.identity.token = Some(Token { id, sha256, expires_at, consumed_at: None });
+        // A new token revokes the older token, and a certificate that was never used.
+        next.identity.token = Some(EnrollmentToken { id, sha256, expires_at, consumed_at: None });
         next.identity.certificates.clear();
         let message = "A token was issued; install the bundle on the machine and start the agent.";
-        let event = next.enter(Life::BootstrapIssued { until: expires_at }, "token_issued", message, ctx);
+        let event = next.enter(Phase::BootstrapIssued { until: expires_at }, "token_issued", message, ctx);
         let audit =
             self.audit(AuditAction::NodesIssueEnrollmentToken, json!({ "token_id": id, "expires_at": expires_at }));
-        Ok(Step::to(next, Reply::TokenIssued { expires_at }, "an enrollment token was issued")
+        Ok(Transition::to(next, Reply::TokenIssued { expires_at }, "an enrollment token was issued")
             .event(event)
             .audit(audit))
     }
 
-    /// Of any number of enrollments with one token exactly one passes here: the mailbox lets them in one by one, and the first
-    /// one's commit consumes it.
-    pub(super) fn enroll(&self, shown: Enrollment, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        self.only_itself(ctx)?;
+    /// Of any number of enrollments with one token exactly one succeeds: the mailbox processes them one by one, and the first one's commit
+    /// consumes the token.
+    pub(super) fn enroll(&self, shown: Enrollment, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        self.check_is_own_node(ctx)?;
         if self.life.is_gone() {
             return Err(Rejection::Removed);
         }
         let refused = |cause| Err(Rejection::TokenRefused { cause });
-        let Some(token) = &self.identity.token else { return refused(TokenCause::NoneIssued) };
-        if !same(&token.sha256, &shown.token_sha256) {
-            return refused(TokenCause::Mismatch);
+        let Some(token) = &self.identity.token else { return refused(EnrollmentTokenFault::NoneIssued) };
+        if !constant_time_eq(&token.sha256, &shown.token_sha256) {
+            return refused(EnrollmentTokenFault::Mismatch);
         }
         if token.consumed_at.is_some() {
-            return refused(TokenCause::Consumed);
+            return refused(EnrollmentTokenFault::Consumed);
         }
         if ctx.now >= token.expires_at {
-            return refused(TokenCause::Expired);
+            return refused(EnrollmentTokenFault::Expired);
         }
         let until = token.expires_at;
         let mut next = self.clone();
@@ -227,42 +233,47 @@ impl Node {
             token.consumed_at = Some(ctx.now);
         }
         let generation = next.identity.generation + 1;
-        let recoveries = ctx.policy.int(Key::NodeMaxRecoveries, &Scopes::global(), ctx.now);
+        let recoveries = ctx.policy.int(PolicyKey::NodeMaxRecoveries, &Scopes::global(), ctx.now);
         next.identity.generation = generation;
         next.identity.recoveries_left = u32::try_from(recoveries).unwrap_or(0);
         next.identity.recovery_public_key = Some(shown.recovery_public_key);
         next.identity.last_request = Some(shown.csr_sha256);
-        let certificate = Certificate { generation, ..shown.issued };
+        let certificate = CertificateRecord { generation, ..shown.issued };
         next.identity.certificates = BTreeMap::from([(certificate.serial.clone(), certificate)]);
         next.inventory = Some(shown.inventory);
-        next.see(&shown.boot_id, &shown.agent_version, shown.protocol, None, ctx);
+        next.record_contact(&shown.boot_id, &shown.agent_version, shown.protocol, None, ctx);
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: next.identity.recoveries_left };
         let audit = self.audit(
             AuditAction::NodesEnroll,
             json!({ "identity_generation": generation, "agent_version": shown.agent_version }),
         );
         let event = match self.life {
-            Life::BootstrapIssued { .. } | Life::Enrolling { .. } => {
+            Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } => {
                 let message = "The agent has its certificate; waiting for its first poll.";
-                Some(next.enter(Life::Enrolling { until }, "certificate_issued", message, ctx))
+                Some(next.enter(Phase::Enrolling { until }, "certificate_issued", message, ctx))
             }
-            Life::Registered
-            | Life::Active
-            | Life::Offline
-            | Life::Draining { .. }
-            | Life::Quarantined { .. }
-            | Life::Retired
-            | Life::Removing { .. }
-            | Life::Removed => None,
+            Phase::Registered
+            | Phase::Active
+            | Phase::Offline
+            | Phase::Draining { .. }
+            | Phase::Quarantined { .. }
+            | Phase::Retired
+            | Phase::Removing { .. }
+            | Phase::Removed => None,
         };
-        let step = Step::to(next, reply, "an agent enrolled with the issued token").audit(audit);
-        let step = event.into_iter().fold(step, Step::event);
+        let step = Transition::to(next, reply, "an agent enrolled with the issued token").audit(audit);
+        let step = event.into_iter().fold(step, Transition::event);
         let had_one = !self.identity.certificates.is_empty();
         Ok(if had_one { step.effect(Effect::CloseNode(self.id)) } else { step })
     }
 
-    pub(super) fn renew(&self, serial: &str, issued: Certificate, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        self.known(serial, ctx)?;
+    pub(super) fn renew(
+        &self,
+        serial: &str,
+        issued: CertificateRecord,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        self.check_certificate(serial, ctx)?;
         let generation = self.identity.generation;
         let mut next = self.clone();
         next.identity.certificates.retain(|_, certificate| certificate.not_after > ctx.now);
@@ -270,17 +281,17 @@ impl Node {
             AuditAction::NodesRenewCertificate,
             json!({ "serial": issued.serial, "not_after": issued.not_after }),
         );
-        let certificate = Certificate { generation, ..issued };
-        next.identity.make_room(&[serial, &certificate.serial]);
+        let certificate = CertificateRecord { generation, ..issued };
+        next.identity.drop_superseded_certificates(&[serial, &certificate.serial]);
         next.identity.certificates.insert(certificate.serial.clone(), certificate);
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: self.identity.recoveries_left };
-        Ok(Step::to(next, reply, "the agent renewed its certificate").audit(audit))
+        Ok(Transition::to(next, reply, "the agent renewed its certificate").audit(audit))
     }
 
-    /// Is this certificate one of the node's present identity? Asked at each request, since a live or resumed connection
+    /// Checks that this certificate belongs to the node's current identity. Checked at each request, since a live or resumed connection
     /// verifies nothing.
-    pub(super) fn known(&self, serial: &str, ctx: &Ctx<'_>) -> Result<(), Rejection> {
-        self.only_itself(ctx)?;
+    pub(super) fn check_certificate(&self, serial: &str, ctx: &TransitionContext<'_>) -> Result<(), Rejection> {
+        self.check_is_own_node(ctx)?;
         if self.life.is_gone() {
             return Err(Rejection::Removed);
         }
@@ -294,7 +305,7 @@ impl Node {
         }
     }
 
-    pub(super) fn only_itself(&self, ctx: &Ctx<'_>) -> Result<(), Rejection> {
+    pub(super) fn check_is_own_node(&self, ctx: &TransitionContext<'_>) -> Result<(), Rejection> {
         match ctx.by {
             crate::authz::Principal::Node(id) if *id == self.id => Ok(()),
             crate::authz::Principal::Node(_)
@@ -303,32 +314,32 @@ impl Node {
         }
     }
 
-    /// An enrollment that came to nothing: its certificate is void, and so is the token.
-    pub(super) fn expire_enrollment(&self, ctx: &Ctx<'_>) -> Step<Self> {
+    /// An enrollment that was not completed: its certificate is revoked, and so is the token.
+    pub(super) fn expire_enrollment(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let mut next = self.clone();
         next.identity.certificates.clear();
         let (life, code, message) = match &self.life {
-            Life::Enrolling { until } => (
-                Life::BootstrapIssued { until: *until },
+            Phase::Enrolling { until } => (
+                Phase::BootstrapIssued { until: *until },
                 "enrollment_expired",
                 "The agent enrolled but did not poll in time; its certificate is void.",
             ),
-            Life::Registered
-            | Life::BootstrapIssued { .. }
-            | Life::Active
-            | Life::Offline
-            | Life::Draining { .. }
-            | Life::Quarantined { .. }
-            | Life::Retired
-            | Life::Removing { .. }
-            | Life::Removed => {
+            Phase::Registered
+            | Phase::BootstrapIssued { .. }
+            | Phase::Active
+            | Phase::Offline
+            | Phase::Draining { .. }
+            | Phase::Quarantined { .. }
+            | Phase::Retired
+            | Phase::Removing { .. }
+            | Phase::Removed => {
                 next.identity.token = None;
-                (Life::Registered, "token_expired", "The enrollment token expired unused; issue another.")
+                (Phase::Registered, "token_expired", "The enrollment token expired unused; issue another.")
             }
         };
         let event = next.enter(life, code, message, ctx);
         let audit = self.audit(AuditAction::NodesExpireEnrollment, json!({ "code": code }));
-        next.answered(message).event(event).audit(audit).effect(Effect::CloseNode(self.id))
+        next.transition_with_node(message).event(event).audit(audit).effect(Effect::CloseNode(self.id))
     }
 }
 
@@ -338,7 +349,7 @@ impl From<TooManyLabels> for Rejection {
     }
 }
 
-/// Compares in a time that does not depend on where they differ.
-pub(super) fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
+/// Compares in constant time.
+pub(super) fn constant_time_eq(a: &[u8; 32], b: &[u8; 32]) -> bool {
     a.iter().zip(b).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0
 }

@@ -1,21 +1,21 @@
-//! The node's life and its tenants as tables; beside this file, the sentences that the tables do not say.
+//! The node's lifecycle and tenants as tables; tests of what the tables do not show are in the files beside.
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-mod claims;
-mod life;
-mod logins;
+mod gpu_claims;
+mod lifecycle;
 mod recovery;
+mod ssh_access;
 mod tasks;
 mod tenants;
 
 use super::*;
-use crate::again;
-use crate::authz::{Caller, Principal, Role};
+use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::invariant;
 use crate::machine::Effect;
-use crate::metadata::{MAX_LABELS, Patch};
-use crate::policy::{Key, PolicyBook, Scope, Value};
+use crate::metadata::{MAX_LABELS, PatchValue};
+use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
+use crate::resend_timer;
 use chrono::TimeDelta;
 use std::fmt::Write as _;
 use uuid::Uuid;
@@ -32,9 +32,9 @@ fn start() -> Timestamp {
 }
 
 fn admin() -> Principal {
-    Principal::Caller(Caller {
+    Principal::Caller(CallerIdentity {
         user_id: "root".into(),
-        roles: [Role::Admin].into(),
+        roles: [TokenRole::Admin].into(),
         org_id: None,
         project_id: None,
         plan: None,
@@ -58,7 +58,7 @@ fn registration() -> Registration {
         ssh_username: "ops".into(),
         ssh_public_key: "ssh-ed25519 AAAA".into(),
         ssh_key_fingerprint: "SHA256:x".into(),
-        sku: Promise {
+        sku: PromisedHardware {
             sku_id: SkuId(Uuid::from_u128(1)),
             name: "h100x4".into(),
             gpu_model: "H100".into(),
@@ -73,10 +73,10 @@ fn registration() -> Registration {
     }
 }
 
-fn inventory(gpus: u32) -> Inventory {
-    Inventory {
+fn inventory(gpus: u32) -> ReportedInventory {
+    ReportedInventory {
         gpus: (0..gpus)
-            .map(|index| Gpu { index, uuid: format!("GPU-{index}"), model: "H100".into(), memory_mib: 79_000 })
+            .map(|index| ReportedGpu { index, uuid: format!("GPU-{index}"), model: "H100".into(), memory_mib: 79_000 })
             .collect(),
         gpu_source: "simulated".into(),
         executor: "sandbox".into(),
@@ -88,8 +88,8 @@ fn inventory(gpus: u32) -> Inventory {
     }
 }
 
-fn seen(boot_id: &str) -> Box<Seen> {
-    Box::new(Seen {
+fn seen(boot_id: &str) -> Box<AgentContact> {
+    Box::new(AgentContact {
         boot_id: boot_id.into(),
         agent_version: "1".into(),
         protocol: 3,
@@ -99,17 +99,22 @@ fn seen(boot_id: &str) -> Box<Seen> {
     })
 }
 
-fn heartbeat(status: HealthStatus, inventory: Inventory) -> Command {
+fn heartbeat(status: NodeHealthStatus, inventory: ReportedInventory) -> Command {
     Command::Heartbeat {
         serial: SERIAL.into(),
         seen: seen("boot-1"),
         inventory: Box::new(inventory),
-        health: Box::new(Health { status, alerts: Vec::new() }),
+        health: Box::new(NodeHealth { status, alerts: Vec::new() }),
     }
 }
 
-fn certificate(serial: &str) -> Certificate {
-    Certificate { serial: serial.into(), not_after: start() + TimeDelta::days(30), generation: 0, authority: None }
+fn certificate(serial: &str) -> CertificateRecord {
+    CertificateRecord {
+        serial: serial.into(),
+        not_after: start() + TimeDelta::days(30),
+        generation: 0,
+        authority: None,
+    }
 }
 
 fn enrollment() -> Command {
@@ -140,8 +145,8 @@ fn reissue(revoke_current_certificate: bool) -> Command {
 }
 
 /// A recovery as the node's own agent would ask for it in its first generation, with nonce and certificate number `n`.
-fn recovery(n: u8) -> Recovery {
-    Recovery {
+fn recovery(n: u8) -> IdentityRecovery {
+    IdentityRecovery {
         token_sha256: HASH,
         identity_generation: 1,
         verified_with: "k".into(),
@@ -154,7 +159,7 @@ fn recovery(n: u8) -> Recovery {
     }
 }
 
-fn recover(recovery: Recovery) -> Command {
+fn recover(recovery: IdentityRecovery) -> Command {
     Command::Recover(Box::new(recovery))
 }
 
@@ -186,20 +191,20 @@ struct Story {
     wrote: bool,
 }
 
-fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Ctx<'a> {
-    Ctx {
+fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> TransitionContext<'a> {
+    TransitionContext {
         now,
         policy,
         by,
         correlation_id: "c",
-        trace: crate::machine::Trace::default(),
+        trace: crate::machine::TraceContext::default(),
         seed: 7,
         id: NODE.0,
         version: 3,
     }
 }
 
-fn register(registration: Registration) -> Result<Step<Node>, Rejection> {
+fn register(registration: Registration) -> Result<Transition<Node>, Rejection> {
     let policy = PolicyBook::default();
     let command = Command::Register { registration: Box::new(registration), probe: None };
     Node::decide(None, command, &ctx(start(), &policy, &admin()))
@@ -220,8 +225,8 @@ fn node() -> Story {
 }
 
 impl Story {
-    fn policy(mut self, key: Key, value: i64) -> Self {
-        self.policy.set(key, Scope::Global, start(), Value::Int(value)).unwrap();
+    fn policy(mut self, key: PolicyKey, value: i64) -> Self {
+        self.policy.set(key, PolicyScope::Global, start(), PolicyValue::Int(value)).unwrap();
         self
     }
 
@@ -235,7 +240,7 @@ impl Story {
         self
     }
 
-    fn ask(&self, by: &Principal, command: Command) -> Result<Step<Node>, Rejection> {
+    fn ask(&self, by: &Principal, command: Command) -> Result<Transition<Node>, Rejection> {
         Node::decide(Some(&self.node), command, &ctx(self.now, &self.policy, by))
     }
 
@@ -262,12 +267,12 @@ impl Story {
     }
 
     #[track_caller]
-    fn told(self, command: Command) -> Self {
+    fn after_fact(self, command: Command) -> Self {
         self.by(&worker(), command)
     }
 
     fn ticked(self) -> Self {
-        self.told(Command::Tick)
+        self.after_fact(Command::Tick)
     }
 
     fn invited(self) -> Self {
@@ -282,8 +287,8 @@ impl Story {
         self.enrolled().agent(poll())
     }
 
-    fn heard(self) -> Self {
-        self.agent(heartbeat(HealthStatus::Ok, inventory(GPUS)))
+    fn after_heartbeat(self) -> Self {
+        self.agent(heartbeat(NodeHealthStatus::Ok, inventory(GPUS)))
     }
 
     fn offline(mut self) -> Self {
@@ -303,19 +308,19 @@ impl Story {
         self.admin(Command::Remove { reason: "r".into() })
     }
 
-    // The tenant's way.
+    // The states of a tenant.
 
     fn reserved(self) -> Self {
-        self.told(reserve(TENANT, 1))
+        self.after_fact(reserve(TENANT, 1))
     }
 
     fn provisioning(self) -> Self {
         let deadline_at = self.now + TimeDelta::seconds(600);
-        self.reserved().told(Command::Provision { allocation_id: TENANT, deadline_at })
+        self.reserved().after_fact(Command::Provision { allocation_id: TENANT, deadline_at })
     }
 
     fn ready(self) -> Self {
-        self.provisioning().reports(Verdict::Succeeded { proof: None })
+        self.provisioning().reports(TaskOutcome::Succeeded { proof: None })
     }
 
     fn setup_failed(self) -> Self {
@@ -324,7 +329,7 @@ impl Story {
 
     fn cleaning(self, attempt: u32) -> Self {
         let deadline_at = self.now + TimeDelta::seconds(600);
-        self.told(Command::Clean { allocation_id: TENANT, attempt, deadline_at })
+        self.after_fact(Command::Clean { allocation_id: TENANT, attempt, deadline_at })
     }
 
     fn releasing(self) -> Self {
@@ -336,14 +341,14 @@ impl Story {
     }
 
     fn fenced(self) -> Self {
-        self.release_failed().told(Command::Fence { allocation_id: TENANT, attempt: 1 })
+        self.release_failed().after_fact(Command::Fence { allocation_id: TENANT, attempt: 1 })
     }
 
     fn abandoned(self) -> Self {
-        self.release_failed().told(Command::Abandon { allocation_id: TENANT })
+        self.release_failed().after_fact(Command::Abandon { allocation_id: TENANT })
     }
 
-    /// The tenant's task and its attempt; a task that does not exist where there is none.
+    /// The tenant's task and its attempt; an unknown task where there is none.
     fn task(&self) -> (TaskId, u32) {
         let work = match self.node.holds.get(&TENANT).map(|hold| &hold.phase) {
             Some(
@@ -357,12 +362,12 @@ impl Story {
         work.map_or((TaskId(Uuid::from_u128(9)), 1), |work| (work.task_id, work.attempt))
     }
 
-    fn report(&self, attempt: u32, verdict: Verdict) -> Command {
+    fn report(&self, attempt: u32, verdict: TaskOutcome) -> Command {
         Command::Report { serial: SERIAL.into(), task_id: self.task().0, attempt, verdict, output: None }
     }
 
     #[track_caller]
-    fn reports(self, verdict: Verdict) -> Self {
+    fn reports(self, verdict: TaskOutcome) -> Self {
         let report = self.report(self.task().1, verdict);
         self.agent(report)
     }
@@ -391,25 +396,25 @@ impl Story {
         self.ask(by, command).map(|step| step.why).unwrap_err()
     }
 
-    fn orders(&self) -> Vec<&'static str> {
+    fn pending_tasks(&self) -> Vec<&'static str> {
         let step = self.ask(&agent(), poll()).unwrap();
         let Reply::Work { orders } = step.reply else { panic!("{:?}", step.reply) };
-        let what = |order: Order| match order.what {
-            What::Provision { .. } => "provision",
-            What::ReconcileLogins { .. } => "reconcile logins",
-            What::Release { .. } => "release",
-            What::OfNode { task_type, .. } => task_type.name(),
-            What::OpenTerminal { .. } => "open terminal",
+        let what = |order: AgentTask| match order.what {
+            TaskKind::Provision { .. } => "provision",
+            TaskKind::ReconcileLogins { .. } => "reconcile logins",
+            TaskKind::Release { .. } => "release",
+            TaskKind::OfNode { task_type, .. } => task_type.name(),
+            TaskKind::OpenTerminal { .. } => "open terminal",
         };
         orders.into_iter().map(what).collect()
     }
 }
 
-fn failed() -> Verdict {
-    Verdict::Failed { code: "c".into(), message: "m".into() }
+fn failed() -> TaskOutcome {
+    TaskOutcome::Failed { code: "c".into(), message: "m".into() }
 }
 
-const PROVED: Verdict = Verdict::Succeeded { proof: Some(TENANT) };
+const PROVED: TaskOutcome = TaskOutcome::Succeeded { proof: Some(TENANT) };
 
 fn lives() -> Vec<(&'static str, Story)> {
     vec![
@@ -431,10 +436,10 @@ fn lives() -> Vec<(&'static str, Story)> {
     ]
 }
 
-/// So many labels, and a name.
+/// Metadata with so many labels and a name.
 fn labelled(count: usize) -> MetadataPatch {
     let labels = (0..count).map(|n| (format!("key-{n}"), Some(String::new()))).collect();
-    MetadataPatch { name: Patch::Set("name".into()), labels: Patch::Set(labels) }
+    MetadataPatch { name: PatchValue::Set("name".into()), labels: PatchValue::Set(labels) }
 }
 
 fn life_commands() -> Vec<(&'static str, Principal, Command)> {
@@ -478,9 +483,9 @@ fn life_commands() -> Vec<(&'static str, Principal, Command)> {
         ("renew", agent(), Command::Renew { serial: SERIAL.into(), issued: certificate("02") }),
         ("poll", agent(), poll()),
         ("poll, unknown certificate", agent(), Command::Poll { serial: "ff".into() }),
-        ("heartbeat", agent(), heartbeat(HealthStatus::Ok, inventory(GPUS))),
-        ("heartbeat, critical", agent(), heartbeat(HealthStatus::Critical, inventory(GPUS))),
-        ("heartbeat, a GPU less", agent(), heartbeat(HealthStatus::Ok, inventory(GPUS - 1))),
+        ("heartbeat", agent(), heartbeat(NodeHealthStatus::Ok, inventory(GPUS))),
+        ("heartbeat, critical", agent(), heartbeat(NodeHealthStatus::Critical, inventory(GPUS))),
+        ("heartbeat, a GPU less", agent(), heartbeat(NodeHealthStatus::Ok, inventory(GPUS - 1))),
         ("reserve", worker(), reserve(OTHER, 1)),
         ("reserve too many", worker(), reserve(OTHER, GPUS + 1)),
         ("tick before its time", worker(), Command::Tick),
@@ -518,10 +523,10 @@ fn hold_commands(story: &Story) -> Vec<(String, Principal, Command)> {
         commands.push((format!("mark_release_failed {attempt}"), worker(), mark));
         commands.push((format!("fence {attempt}"), worker(), Command::Fence { allocation_id, attempt }));
         commands.push((format!("report {attempt} failed"), agent(), story.report(attempt, failed())));
-        let unproven = Verdict::Succeeded { proof: None };
+        let unproven = TaskOutcome::Succeeded { proof: None };
         commands.push((format!("report {attempt} succeeded"), agent(), story.report(attempt, unproven)));
         commands.push((format!("report {attempt} proved"), agent(), story.report(attempt, PROVED)));
-        let foreign = Verdict::Succeeded { proof: Some(OTHER) };
+        let foreign = TaskOutcome::Succeeded { proof: Some(OTHER) };
         commands.push((format!("report {attempt} proved another's"), agent(), story.report(attempt, foreign)));
     }
     commands.push(("abandon".to_owned(), worker(), Command::Abandon { allocation_id }));
@@ -542,7 +547,7 @@ fn held(node: &Node) -> String {
     if node.fenced_by.is_empty() { phase } else { format!("{phase}, fenced") }
 }
 
-fn outcome(from: &Node, step: Result<Step<Node>, Rejection>, name: impl Fn(&Node) -> String) -> String {
+fn outcome(from: &Node, step: Result<Transition<Node>, Rejection>, name: impl Fn(&Node) -> String) -> String {
     let step = match step {
         Err(rejection) => return format!("refused: {rejection}"),
         Ok(step) => step,
@@ -553,7 +558,10 @@ fn outcome(from: &Node, step: Result<Step<Node>, Rejection>, name: impl Fn(&Node
             "stays".to_owned()
         }
         Some(next) => {
-            assert!(invariant::i8_what_is_transient_has_an_end(next, invariant::node_is_transient(next)), "{next:?}");
+            assert!(
+                invariant::i8_transient_states_have_a_deadline(next, invariant::node_is_transient(next)),
+                "{next:?}"
+            );
             assert!(invariant::each_gpu_is_held_once(next));
             let kept = serde_json::to_string(next).unwrap();
             assert_eq!(&serde_json::from_str::<Node>(&kept).unwrap(), next);
@@ -615,7 +623,7 @@ fn every_order_and_report_in_every_phase_of_a_tenant_does_what_was_reviewed() {
         for (said, by, command) in hold_commands(&story) {
             writeln!(table, "    {said}: {}", outcome(&story.node, story.ask(&by, command), held)).unwrap();
         }
-        let later = story.after(again::FIRST);
+        let later = story.after(resend_timer::FIRST);
         writeln!(table, "    tick later: {}", outcome(&later.node, later.ask(&worker(), Command::Tick), held)).unwrap();
     }
     insta::assert_snapshot!(table);

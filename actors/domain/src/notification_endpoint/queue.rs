@@ -1,7 +1,7 @@
-//! The messages that wait for an endpoint: backoff, bounds, dead letters.
+//! The queue of an endpoint's messages: backoff, bounds, dead letters.
 
-use super::Failure;
-use crate::machine::{Ctx, Timestamp};
+use super::DeliveryFailure;
+use crate::machine::{Timestamp, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -9,28 +9,28 @@ use uuid::Uuid;
 
 /// The largest body of a message, in bytes.
 pub const BODY_MOST: usize = 8 * 1024;
-/// Messages that wait at once, and the bytes of their bodies.
-const WAITING_MOST: usize = 100;
-const WAITING_BYTES: usize = 96 * 1024;
-/// Dead letters that are kept, and the bytes of their bodies. Over it the oldest are forgotten, and counted.
-const DEAD_MOST: usize = 50;
-const DEAD_BYTES: usize = 64 * 1024;
-/// Attempts that are shown.
-const SHOWN_MOST: usize = 20;
+/// The bounds of queued messages and of the bytes of their bodies.
+const MAX_QUEUED: usize = 100;
+const MAX_QUEUED_BYTES: usize = 96 * 1024;
+/// The bounds of dead letters and of the bytes of their bodies. Beyond them the oldest are dropped, and counted.
+const MAX_DEAD: usize = 50;
+const MAX_DEAD_BYTES: usize = 64 * 1024;
+/// The bound of the attempts that are shown.
+const MAX_ATTEMPTS_SHOWN: usize = 20;
 /// The pauses before the attempts at one message, in seconds (Standard Webhooks, *Deliverability and reliability*).
 const PAUSES: [i64; 9] = [5, 300, 1800, 7200, 18_000, 36_000, 50_400, 72_000, 86_400];
-/// A message that has waited for longer is a dead letter at its next failure.
-const TRIED_FOR: TimeDelta = TimeDelta::days(3);
-/// How long the endpoint pauses after a failure: it doubles with each further one.
+/// A message that was queued for longer is a dead letter at its next failure.
+const MAX_RETRY_TIME: TimeDelta = TimeDelta::days(3);
+/// The pause of the endpoint after a failure, which doubles with each further one.
 const FIRST_PAUSE: TimeDelta = TimeDelta::seconds(5);
 const LONGEST_PAUSE: TimeDelta = TimeDelta::minutes(15);
-/// The longest wait that a receiver may ask for.
-const RETRY_AFTER_MOST: i64 = 86_400;
+/// The longest pause that a receiver may ask for, in seconds.
+const MAX_RETRY_AFTER: i64 = 86_400;
 
-/// Something that a receiver is told.
+/// A message for a receiver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Message {
-    /// The event's id. A receiver knows a repetition by it.
+pub struct QueuedNotification {
+    /// The event's id, by which a receiver detects a duplicate.
     pub id: Uuid,
     /// The event's type.
     pub event: String,
@@ -40,8 +40,8 @@ pub struct Message {
 
 /// A message in the queue, or among the dead letters.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Waiting {
-    pub message: Message,
+pub struct QueueEntry {
+    pub message: QueuedNotification,
     pub since: Timestamp,
     pub attempts: u32,
     /// Meaningless in a dead letter.
@@ -49,37 +49,37 @@ pub struct Waiting {
     pub last_error: Option<String>,
 }
 
-/// What came of an attempt.
+/// The result of an attempt.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Attempt {
+pub struct DeliveryAttempt {
     pub message_id: Uuid,
     pub event: String,
     pub at: Timestamp,
-    /// `None`: the receiver has it.
+    /// `None`: the receiver accepted it.
     pub error: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Queue {
+pub struct DeliveryQueue {
     /// Oldest first.
-    pub waiting: VecDeque<Waiting>,
+    pub waiting: VecDeque<QueueEntry>,
     /// Oldest first.
-    pub dead: VecDeque<Waiting>,
-    /// Dead letters that were forgotten for want of room.
+    pub dead: VecDeque<QueueEntry>,
+    /// The number of dead letters that were dropped beyond the bound.
     pub forgotten: u64,
     /// The last ones, oldest first.
-    pub attempts: VecDeque<Attempt>,
+    pub attempts: VecDeque<DeliveryAttempt>,
     /// Failures since the last success.
     pub failures: u32,
     pub failing_since: Option<Timestamp>,
-    /// Nothing is tried before.
+    /// No attempt before this time.
     pub paused_until: Option<Timestamp>,
 }
 
-impl Queue {
-    /// The first message that is to be tried now.
+impl DeliveryQueue {
+    /// The first message that is due.
     #[must_use]
-    pub fn due(&self, now: Timestamp) -> Option<&Waiting> {
+    pub fn due(&self, now: Timestamp) -> Option<&QueueEntry> {
         if self.paused_until.is_some_and(|until| now < until) {
             return None;
         }
@@ -96,49 +96,55 @@ impl Queue {
         self.failing_since.is_some() || !self.dead.is_empty()
     }
 
-    /// True of a message that is here, or whose attempt is among the last ones.
-    pub(super) fn knows(&self, id: Uuid) -> bool {
-        let is_here = |waiting: &Waiting| waiting.message.id == id;
+    /// True where the message is queued or dead, or its attempt is among the last ones.
+    pub(super) fn contains(&self, id: Uuid) -> bool {
+        let is_here = |waiting: &QueueEntry| waiting.message.id == id;
         self.waiting.iter().any(is_here)
             || self.dead.iter().any(is_here)
             || self.attempts.iter().any(|attempt| attempt.message_id == id)
     }
 
-    pub(super) fn push(&mut self, message: Message, now: Timestamp) {
-        let waiting = Waiting { message, since: now, attempts: 0, next_attempt_at: now, last_error: None };
+    pub(super) fn push(&mut self, message: QueuedNotification, now: Timestamp) {
+        let waiting = QueueEntry { message, since: now, attempts: 0, next_attempt_at: now, last_error: None };
         let bytes = bytes(&self.waiting) + waiting.message.body.len();
         if waiting.message.body.len() > BODY_MOST {
-            self.bury(waiting, "the message is too long".to_owned());
-        } else if self.waiting.len() >= WAITING_MOST || bytes > WAITING_BYTES {
-            self.bury(waiting, "too many messages wait for this endpoint".to_owned());
+            self.add_dead_letter(waiting, "the message is too long".to_owned());
+        } else if self.waiting.len() >= MAX_QUEUED || bytes > MAX_QUEUED_BYTES {
+            self.add_dead_letter(waiting, "too many messages wait for this endpoint".to_owned());
         } else {
             self.waiting.push_back(waiting);
         }
     }
 
-    /// False where no such message waits.
+    /// False where no such message is queued.
     pub(super) fn delivered(&mut self, id: Uuid, now: Timestamp) -> bool {
         let Some(waiting) = self.take(id) else { return false };
-        self.show(&waiting, now, None);
+        self.record_attempt(&waiting, now, None);
         (self.failures, self.failing_since, self.paused_until) = (0, None, None);
         true
     }
 
-    /// False where no such message waits.
-    pub(super) fn failed(&mut self, id: Uuid, failure: &Failure, most: i64, ctx: &Ctx<'_>) -> bool {
+    /// False where no such message is queued.
+    pub(super) fn failed(
+        &mut self,
+        id: Uuid,
+        failure: &DeliveryFailure,
+        most: i64,
+        ctx: &TransitionContext<'_>,
+    ) -> bool {
         let Some(at) = self.waiting.iter().position(|waiting| waiting.message.id == id) else { return false };
         let now = ctx.now;
         let waiting = &mut self.waiting[at];
         waiting.attempts = waiting.attempts.saturating_add(1);
         waiting.last_error = Some(failure.why.clone());
         waiting.next_attempt_at = now + pause(waiting.attempts, failure, ctx.seed);
-        let is_dead = failure.is_final || i64::from(waiting.attempts) >= most || now - waiting.since >= TRIED_FOR;
+        let is_dead = failure.is_final || i64::from(waiting.attempts) >= most || now - waiting.since >= MAX_RETRY_TIME;
         let shown = waiting.clone();
-        self.show(&shown, now, Some(failure.why.clone()));
+        self.record_attempt(&shown, now, Some(failure.why.clone()));
         if is_dead && let Some(waiting) = self.waiting.remove(at) {
-            self.bury(waiting, failure.why.clone());
+            self.add_dead_letter(waiting, failure.why.clone());
         }
-        // A final failure is about the message, and not about the receiver.
+        // A final failure concerns the message, and not the receiver.
         if !failure.is_final {
             self.failing_since.get_or_insert(now);
             self.paused_until = Some(now + pause_of_endpoint(self.failures));
@@ -147,21 +153,21 @@ impl Queue {
         true
     }
 
-    /// Its owner has enabled the endpoint again: everything is tried at once.
+    /// Makes all messages due, after its owner has enabled the endpoint again.
     pub(super) fn resume(&mut self, now: Timestamp) {
         (self.failures, self.failing_since, self.paused_until) = (0, None, None);
         self.waiting.iter_mut().for_each(|waiting| waiting.next_attempt_at = now);
     }
 
-    /// Puts dead letters back to the end of the queue, as far as there is room. Answers how many.
+    /// Moves dead letters to the end of the queue, as far as there is room. Returns how many.
     pub(super) fn resend(&mut self, id: Option<Uuid>, now: Timestamp) -> u32 {
         let mut count = 0;
         for letter in std::mem::take(&mut self.dead) {
             let is_wanted = id.is_none_or(|id| letter.message.id == id);
             let has_room =
-                self.waiting.len() < WAITING_MOST && bytes(&self.waiting) + letter.message.body.len() <= WAITING_BYTES;
+                self.waiting.len() < MAX_QUEUED && bytes(&self.waiting) + letter.message.body.len() <= MAX_QUEUED_BYTES;
             if is_wanted && has_room {
-                self.waiting.push_back(Waiting { since: now, attempts: 0, next_attempt_at: now, ..letter });
+                self.waiting.push_back(QueueEntry { since: now, attempts: 0, next_attempt_at: now, ..letter });
                 count += 1;
             } else {
                 self.dead.push_back(letter);
@@ -173,51 +179,51 @@ impl Queue {
         count
     }
 
-    /// Forgets dead letters. Answers how many.
+    /// Removes dead letters. Returns how many.
     pub(super) fn dismiss(&mut self, id: Option<Uuid>) -> u32 {
         let before = self.dead.len();
         self.dead.retain(|letter| id.is_some_and(|id| letter.message.id != id));
         u32::try_from(before - self.dead.len()).unwrap_or(u32::MAX)
     }
 
-    fn take(&mut self, id: Uuid) -> Option<Waiting> {
+    fn take(&mut self, id: Uuid) -> Option<QueueEntry> {
         let at = self.waiting.iter().position(|waiting| waiting.message.id == id)?;
         self.waiting.remove(at)
     }
 
-    fn bury(&mut self, waiting: Waiting, why: String) {
+    fn add_dead_letter(&mut self, waiting: QueueEntry, why: String) {
         if waiting.message.body.len() > BODY_MOST {
-            // Nothing that long is kept.
+            // A message over the bound is not stored.
             self.forgotten = self.forgotten.saturating_add(1);
             return;
         }
-        self.dead.push_back(Waiting { last_error: Some(why), ..waiting });
-        while self.dead.len() > DEAD_MOST || bytes(&self.dead) > DEAD_BYTES {
+        self.dead.push_back(QueueEntry { last_error: Some(why), ..waiting });
+        while self.dead.len() > MAX_DEAD || bytes(&self.dead) > MAX_DEAD_BYTES {
             self.dead.pop_front();
             self.forgotten = self.forgotten.saturating_add(1);
         }
     }
 
-    fn show(&mut self, of: &Waiting, at: Timestamp, error: Option<String>) {
-        let Message { id, event, .. } = of.message.clone();
-        self.attempts.push_back(Attempt { message_id: id, event, at, error });
-        while self.attempts.len() > SHOWN_MOST {
+    fn record_attempt(&mut self, of: &QueueEntry, at: Timestamp, error: Option<String>) {
+        let QueuedNotification { id, event, .. } = of.message.clone();
+        self.attempts.push_back(DeliveryAttempt { message_id: id, event, at, error });
+        while self.attempts.len() > MAX_ATTEMPTS_SHOWN {
             self.attempts.pop_front();
         }
     }
 }
 
-fn bytes(messages: &VecDeque<Waiting>) -> usize {
+fn bytes(messages: &VecDeque<QueueEntry>) -> usize {
     messages.iter().map(|waiting| waiting.message.body.len()).sum()
 }
 
-/// The pause after that many attempts, give or take a tenth, so that what failed together does not come back together.
-fn pause(attempts: u32, failure: &Failure, seed: u128) -> TimeDelta {
+/// The pause after that many attempts, with a jitter of a tenth, so that messages that failed together are not retried together.
+fn pause(attempts: u32, failure: &DeliveryFailure, seed: u128) -> TimeDelta {
     let step = usize::try_from(attempts.saturating_sub(1)).unwrap_or(usize::MAX).min(PAUSES.len() - 1);
     let milliseconds = PAUSES[step] * 1000;
     let jitter = i64::try_from(seed % 201).unwrap_or_default() - 100;
     let paused = TimeDelta::milliseconds(milliseconds + milliseconds * jitter / 1000);
-    let asked = i64::from(failure.retry_after_seconds.unwrap_or(0)).min(RETRY_AFTER_MOST);
+    let asked = i64::from(failure.retry_after_seconds.unwrap_or(0)).min(MAX_RETRY_AFTER);
     paused.max(TimeDelta::seconds(asked))
 }
 

@@ -1,11 +1,11 @@
-//! An endpoint whose receiver is down, comes back, refuses, is gone, and is told of more than it can take.
+//! An endpoint whose receiver fails, recovers, refuses, is gone, or gets more messages than it can take.
 
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::authz::Role;
-use crate::machine::Trace;
-use crate::policy::{PolicyBook, Scope, Value as PolicyValue};
+use crate::authz::TokenRole;
+use crate::machine::TraceContext;
+use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 
@@ -20,9 +20,9 @@ fn worker() -> Principal {
 }
 
 fn person(user_id: &str, org_id: Option<&str>) -> Principal {
-    Principal::Caller(Caller {
+    Principal::Caller(CallerIdentity {
         user_id: user_id.into(),
-        roles: [Role::User].into(),
+        roles: [TokenRole::User].into(),
         org_id: org_id.map(str::to_owned),
         project_id: None,
         plan: None,
@@ -40,12 +40,17 @@ fn create(holder: Holder, events: Option<&[&str]>, place: u16) -> Command {
     Command::Create { holder, target: webhook(), secret_enc: Some("c2VhbGVk".into()), events, place }
 }
 
-fn message(n: u128) -> Message {
-    Message { id: Uuid::from_u128(n), event: "billing.balance_low".into(), body: format!("{{\"id\":{n}}}") }
+fn message(n: u128) -> QueuedNotification {
+    QueuedNotification { id: Uuid::from_u128(n), event: "billing.balance_low".into(), body: format!("{{\"id\":{n}}}") }
 }
 
-fn failure() -> Failure {
-    Failure { why: "500 Internal Server Error".into(), is_final: false, is_gone: false, retry_after_seconds: None }
+fn failure() -> DeliveryFailure {
+    DeliveryFailure {
+        why: "500 Internal Server Error".into(),
+        is_final: false,
+        is_gone: false,
+        retry_after_seconds: None,
+    }
 }
 
 fn failed(n: u128) -> Command {
@@ -56,7 +61,7 @@ fn delivered(n: u128) -> Command {
     Command::Delivered { message_id: Uuid::from_u128(n) }
 }
 
-/// One endpoint, and the time.
+/// One endpoint and the clock.
 #[derive(Clone)]
 struct Story {
     endpoint: Option<NotificationEndpoint>,
@@ -70,20 +75,20 @@ impl Story {
         Self { endpoint: None, now: start(), policy: PolicyBook::default(), version: 0 }
     }
 
-    /// Of ann's, and told of everything.
+    /// An endpoint of ann with all events.
     fn of_ann() -> Self {
         let mut story = Self::new();
         story.by(&person("ann", None), create(Holder::User("ann".into()), None, 0)).unwrap();
         story
     }
 
-    fn by(&mut self, by: &Principal, command: Command) -> Result<Step<NotificationEndpoint>, Rejection> {
-        let ctx = Ctx {
+    fn by(&mut self, by: &Principal, command: Command) -> Result<Transition<NotificationEndpoint>, Rejection> {
+        let ctx = TransitionContext {
             now: self.now,
             policy: &self.policy,
             by,
             correlation_id: "c",
-            trace: Trace::default(),
+            trace: TraceContext::default(),
             seed: u128::from(self.version.unsigned_abs()) * 77,
             id: ID,
             version: self.version,
@@ -96,12 +101,12 @@ impl Story {
         Ok(step)
     }
 
-    fn tell(&mut self, command: Command) -> bool {
+    fn send(&mut self, command: Command) -> bool {
         self.by(&worker(), command).unwrap().next.is_some()
     }
 
     fn enqueue(&mut self, n: u128) -> bool {
-        self.tell(Command::Enqueue { message: message(n) })
+        self.send(Command::Enqueue { message: message(n) })
     }
 
     fn it(&self) -> &NotificationEndpoint {
@@ -112,14 +117,14 @@ impl Story {
         self.it().queue.due(self.now).map(|waiting| waiting.message.id.as_u128())
     }
 
-    /// To the end of the endpoint's pause.
+    /// Advances to the end of the endpoint's pause.
     fn rest(&mut self) {
         if let Some(until) = self.it().queue.paused_until {
             self.now = self.now.max(until);
         }
     }
 
-    /// To when the next attempt is due.
+    /// Advances to the next attempt.
     fn wait(&mut self) -> i64 {
         let at = self.it().timer().unwrap();
         let seconds = (at - self.now).num_seconds();
@@ -129,24 +134,24 @@ impl Story {
 }
 
 #[test]
-fn message_is_due_at_once_and_gone_when_the_receiver_has_it() {
+fn message_is_due_at_once_and_removed_when_delivered() {
     let mut story = Story::of_ann();
     assert_eq!((story.it().state(), story.it().timer()), ("active", None));
     assert!(story.enqueue(1));
     assert_eq!((story.due(), story.it().timer()), (Some(1), Some(story.now)));
-    assert!(story.tell(delivered(1)));
+    assert!(story.send(delivered(1)));
     assert_eq!((story.due(), story.it().timer()), (None, None));
-    assert!(!story.tell(delivered(1)), "an answer that is repeated changes nothing");
+    assert!(!story.send(delivered(1)), "an answer that is repeated changes nothing");
     assert!(!story.enqueue(1), "an event that is repeated is not told again");
 }
 
 #[test]
-fn failures_are_tried_again_ever_more_seldom_until_the_message_is_a_dead_letter() {
+fn failed_message_is_retried_with_backoff_until_it_is_a_dead_letter() {
     let mut story = Story::of_ann();
     story.enqueue(1);
     let mut pauses = Vec::new();
     while story.it().queue.dead.is_empty() {
-        assert!(story.tell(failed(1)));
+        assert!(story.send(failed(1)));
         if !story.it().queue.waiting.is_empty() {
             pauses.push(story.wait());
         }
@@ -161,32 +166,35 @@ fn failures_are_tried_again_ever_more_seldom_until_the_message_is_a_dead_letter(
 }
 
 #[test]
-fn receiver_that_is_down_is_asked_once_per_pause_and_not_once_per_message() {
+fn failing_receiver_gets_one_attempt_per_pause() {
     let mut story = Story::of_ann();
     for n in 1..=20 {
         story.enqueue(n);
     }
-    story.tell(failed(1));
+    story.send(failed(1));
     assert_eq!(story.due(), None, "the others wait with it");
     story.rest();
     // The first one is due again within a tenth of the endpoint's pause.
     let next = story.due().unwrap();
-    story.tell(failed(next));
+    story.send(failed(next));
     assert_eq!(story.due(), None);
     story.rest();
     let next = story.due().unwrap();
-    story.tell(delivered(next));
+    story.send(delivered(next));
     assert!(story.due().is_some(), "it is back: everything that is due is tried");
 }
 
 #[test]
-fn dead_letters_are_sent_again_or_given_up_by_their_owner() {
+fn dead_letters_are_resent_or_dismissed_by_their_owner() {
     let ann = person("ann", None);
     let mut story = Story::of_ann();
-    story.policy.set(Key::NotificationDeliveryMaxAttempts, Scope::Global, start(), PolicyValue::Int(1)).unwrap();
+    story
+        .policy
+        .set(PolicyKey::NotificationDeliveryMaxAttempts, PolicyScope::Global, start(), PolicyValue::Int(1))
+        .unwrap();
     for n in 1..=3 {
         story.enqueue(n);
-        story.tell(failed(n));
+        story.send(failed(n));
         story.rest();
     }
     assert_eq!(story.it().queue.dead.len(), 3);
@@ -196,22 +204,22 @@ fn dead_letters_are_sent_again_or_given_up_by_their_owner() {
     let resend = Command::Resend { message_id: one(2), reason: None };
     assert_eq!(story.by(&ann, resend).unwrap().audit.len(), 1);
     assert_eq!((story.due(), story.it().queue.waiting[0].attempts), (Some(2), 0));
-    story.tell(delivered(2));
+    story.send(delivered(2));
     story.by(&ann, Command::Dismiss { message_id: None, reason: Some("too late".into()) }).unwrap();
     assert_eq!((story.it().queue.dead.len(), story.it().state()), (0, "active"));
 }
 
 #[test]
-fn receiver_that_is_gone_or_fails_for_days_is_disabled_and_its_owner_enables_it() {
+fn gone_or_failing_receiver_is_disabled_and_enabled_by_its_owner() {
     let ann = person("ann", None);
     let mut gone = Story::of_ann();
     gone.enqueue(1);
-    let failure = Failure { is_gone: true, ..failure() };
-    gone.tell(Command::Failed { message_id: Uuid::from_u128(1), failure });
-    assert_eq!(gone.it().phase, Phase::Disabled { since: gone.now, because: Disabled::Gone });
+    let failure = DeliveryFailure { is_gone: true, ..failure() };
+    gone.send(Command::Failed { message_id: Uuid::from_u128(1), failure });
+    assert_eq!(gone.it().phase, Phase::Disabled { since: gone.now, because: DisableCause::Gone });
     assert_eq!((gone.it().state(), gone.it().timer()), ("disabled", None));
     assert!(!gone.enqueue(2), "nothing is queued meanwhile");
-    let enable = Command::Change { change: Change { is_enabled: Some(true), ..Change::default() } };
+    let enable = Command::Change { change: EndpointChange { is_enabled: Some(true), ..EndpointChange::default() } };
     gone.by(&ann, enable).unwrap();
     assert_eq!(gone.due(), Some(1), "what waited is tried at once");
 
@@ -222,49 +230,49 @@ fn receiver_that_is_gone_or_fails_for_days_is_disabled_and_its_owner_enables_it(
             break;
         }
         fails.wait();
-        fails.tell(failed(fails.due().unwrap()));
+        fails.send(failed(fails.due().unwrap()));
         fails.now += TimeDelta::hours(3);
     }
-    assert!(matches!(fails.it().phase, Phase::Disabled { because: Disabled::Failing, .. }));
+    assert!(matches!(fails.it().phase, Phase::Disabled { because: DisableCause::Failing, .. }));
     assert!(fails.now - start() >= TimeDelta::days(5));
 }
 
 #[test]
-fn final_failure_is_a_dead_letter_and_the_others_are_tried_at_once() {
+fn final_failure_is_a_dead_letter_and_does_not_pause_the_endpoint() {
     let mut story = Story::of_ann();
     story.enqueue(1);
     story.enqueue(2);
-    let failure = Failure { is_final: true, ..failure() };
-    story.tell(Command::Failed { message_id: Uuid::from_u128(1), failure });
+    let failure = DeliveryFailure { is_final: true, ..failure() };
+    story.send(Command::Failed { message_id: Uuid::from_u128(1), failure });
     assert_eq!((story.it().queue.dead.len(), story.due()), (1, Some(2)));
 }
 
 #[test]
-fn receiver_may_ask_for_time_within_a_day() {
+fn retry_after_is_honored_up_to_a_day() {
     for (asked, expected) in [(120, 120), (1_000_000, 86_400)] {
         let mut story = Story::of_ann();
         story.enqueue(1);
-        let failure = Failure { retry_after_seconds: Some(asked), ..failure() };
-        story.tell(Command::Failed { message_id: Uuid::from_u128(1), failure });
+        let failure = DeliveryFailure { retry_after_seconds: Some(asked), ..failure() };
+        story.send(Command::Failed { message_id: Uuid::from_u128(1), failure });
         assert_eq!(story.wait(), expected);
     }
 }
 
 #[test]
-fn endpoint_is_told_of_the_events_that_it_wants() {
+fn endpoint_gets_the_events_that_it_selects() {
     let mut story = Story::new();
     let ann = person("ann", None);
     story.by(&ann, create(Holder::User("ann".into()), Some(&["provisioning.failed"]), 0)).unwrap();
     assert!(!story.enqueue(1));
     story.by(&ann, Command::Test { body: "{}".into() }).unwrap();
     assert_eq!(story.it().queue.waiting[0].message.event, TEST);
-    let all = Change { events: Some(None), ..Change::default() };
+    let all = EndpointChange { events: Some(None), ..EndpointChange::default() };
     story.by(&ann, Command::Change { change: all }).unwrap();
     assert!(story.enqueue(1));
 }
 
 #[test]
-fn endpoint_is_its_holder_s_alone() {
+fn endpoint_is_visible_to_its_holder_only() {
     let (ann, bob) = (person("ann", Some("acme")), person("bob", Some("acme")));
     let stranger = person("carl", Some("other"));
     let others = create(Holder::Org("other".into()), None, 0);
@@ -282,7 +290,7 @@ fn endpoint_is_its_holder_s_alone() {
 }
 
 #[test]
-fn there_are_as_many_as_policy_admits() {
+fn endpoints_are_bounded_by_policy() {
     let ann = person("ann", None);
     let of_ann = || Holder::User("ann".into());
     assert!(Story::new().by(&ann, create(of_ann(), None, 4)).is_ok());
@@ -298,7 +306,7 @@ fn there_are_as_many_as_policy_admits() {
 }
 
 #[test]
-fn secret_before_signs_for_a_day() {
+fn former_secret_signs_for_a_day() {
     let ann = person("ann", None);
     let mut story = Story::of_ann();
     story.by(&ann, Command::RotateSecret { secret_enc: "bmV3".into() }).unwrap();
@@ -309,25 +317,25 @@ fn secret_before_signs_for_a_day() {
 }
 
 #[test]
-fn address_of_the_token_is_followed_and_a_deleted_one_does_not_come_back() {
+fn address_follows_the_token_and_a_deleted_endpoint_stays_deleted() {
     let ann = person("ann", None);
     let introduce = |address: &str| Command::Introduce { user_id: "ann".into(), address: address.into() };
     let mut story = Story::new();
-    assert!(story.tell(introduce("ann@example.com")));
-    assert!(!story.tell(introduce("ann@example.com")));
+    assert!(story.send(introduce("ann@example.com")));
+    assert!(!story.send(introduce("ann@example.com")));
     assert!(story.it().wants("billing.balance_low") && !story.it().wants("terminal.opened"));
-    let off = Change { is_enabled: Some(false), ..Change::default() };
+    let off = EndpointChange { is_enabled: Some(false), ..EndpointChange::default() };
     story.by(&ann, Command::Change { change: off }).unwrap();
-    assert!(story.tell(introduce("ann@example.org")));
+    assert!(story.send(introduce("ann@example.org")));
     assert!(!story.it().is_enabled(), "another address is the same choice");
-    let url = Change { url: Some("https://example.com".into()), ..Change::default() };
+    let url = EndpointChange { url: Some("https://example.com".into()), ..EndpointChange::default() };
     assert_eq!(story.by(&ann, Command::Change { change: url }).unwrap_err(), Rejection::NotAWebhook);
     story.by(&ann, Command::Delete).unwrap();
-    assert!(!story.tell(introduce("ann@example.net")));
+    assert!(!story.send(introduce("ann@example.net")));
 }
 
 #[derive(Clone, Debug)]
-enum Happening {
+enum EndpointStep {
     Event(usize),
     Delivered,
     Failed { is_final: bool },
@@ -336,14 +344,14 @@ enum Happening {
     Switch(bool),
 }
 
-fn happenings() -> impl Strategy<Value = Vec<Happening>> {
+fn happenings() -> impl Strategy<Value = Vec<EndpointStep>> {
     let one = prop_oneof![
-        4 => (0..BODY_MOST + 50).prop_map(Happening::Event),
-        2 => Just(Happening::Delivered),
-        3 => any::<bool>().prop_map(|is_final| Happening::Failed { is_final }),
-        2 => (0..40_000_i64).prop_map(Happening::Later),
-        1 => Just(Happening::Resend),
-        1 => any::<bool>().prop_map(Happening::Switch),
+        4 => (0..BODY_MOST + 50).prop_map(EndpointStep::Event),
+        2 => Just(EndpointStep::Delivered),
+        3 => any::<bool>().prop_map(|is_final| EndpointStep::Failed { is_final }),
+        2 => (0..40_000_i64).prop_map(EndpointStep::Later),
+        1 => Just(EndpointStep::Resend),
+        1 => any::<bool>().prop_map(EndpointStep::Switch),
     ];
     proptest::collection::vec(one, 1..300)
 }
@@ -352,37 +360,37 @@ proptest! {
     // A queue that is full takes milliseconds to check, and most cases fill it.
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Each message that was taken waits, was delivered, is a dead letter, or was counted as forgotten; and the snapshot is bounded.
+    /// Each accepted message is queued, delivered, a dead letter, or counted as dropped; and the snapshot is bounded.
     #[test]
-    fn whatever_happens_no_message_is_lost_uncounted_and_the_queue_is_bounded(happenings in happenings()) {
+    fn any_sequence_counts_every_message_and_bounds_the_queue(happenings in happenings()) {
         let ann = person("ann", None);
         let mut story = Story::of_ann();
         let (mut taken, mut received) = (0_u64, 0_u64);
         for (n, happening) in happenings.into_iter().enumerate() {
             match happening {
-                Happening::Event(bytes) => {
-                    let message = Message { body: "\"".repeat(bytes), ..message(n as u128 + 1) };
-                    taken += u64::from(story.tell(Command::Enqueue { message }));
+                EndpointStep::Event(bytes) => {
+                    let message = QueuedNotification { body: "\"".repeat(bytes), ..message(n as u128 + 1) };
+                    taken += u64::from(story.send(Command::Enqueue { message }));
                 }
-                Happening::Delivered => {
+                EndpointStep::Delivered => {
                     if let Some(n) = story.due() {
-                        prop_assert!(story.tell(delivered(n)));
+                        prop_assert!(story.send(delivered(n)));
                         received += 1;
                     }
                 }
-                Happening::Failed { is_final } => {
+                EndpointStep::Failed { is_final } => {
                     if let Some(n) = story.due() {
-                        let failure = Failure { is_final, why: "\u{1}".repeat(1000), ..failure() };
-                        let was_heard = story.tell(Command::Failed { message_id: Uuid::from_u128(n), failure });
+                        let failure = DeliveryFailure { is_final, why: "\u{1}".repeat(1000), ..failure() };
+                        let was_heard = story.send(Command::Failed { message_id: Uuid::from_u128(n), failure });
                         prop_assert!(was_heard);
                     }
                 }
-                Happening::Later(seconds) => story.now += TimeDelta::seconds(seconds),
-                Happening::Resend => {
+                EndpointStep::Later(seconds) => story.now += TimeDelta::seconds(seconds),
+                EndpointStep::Resend => {
                     let _ = story.by(&ann, Command::Resend { message_id: None, reason: None });
                 }
-                Happening::Switch(is_enabled) => {
-                    let change = Change { is_enabled: Some(is_enabled), ..Change::default() };
+                EndpointStep::Switch(is_enabled) => {
+                    let change = EndpointChange { is_enabled: Some(is_enabled), ..EndpointChange::default() };
                     story.by(&ann, Command::Change { change }).unwrap();
                 }
             }

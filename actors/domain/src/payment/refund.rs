@@ -1,11 +1,11 @@
-//! What the payer asks back: taken from the account first, then paid by the processor.
+//! Refunds that the payer requests: debited from the account first, then paid by the processor.
 
-use super::{MOST, Payment, Phase, REFUND_OVERDUE_AFTER, Rejection, Reply, Reversal};
+use super::{MAX_REFUNDS, Payment, Phase, REFUND_OVERDUE_AFTER, Rejection, Reply, Reversal};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::RefundId;
-use crate::machine::{Ctx, Deadline, Machine as _, Step, Timestamp};
-use crate::policy::Key;
+use crate::machine::{Deadline, Machine as _, Timestamp, Transition, TransitionContext};
+use crate::policy::PolicyKey;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -14,16 +14,16 @@ use serde_json::json;
 pub struct Refund {
     pub reason: String,
     pub asked_at: Timestamp,
-    pub taking: Taking,
-    /// What the processor has said of it.
-    pub at_processor: Option<AtProcessor>,
+    pub taking: RefundDebit,
+    /// Its state at the processor.
+    pub at_processor: Option<ProcessorRefund>,
 }
 
-/// How it stands between the payment and its account.
+/// The state of its debit between the payment and the account.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "taking", rename_all = "snake_case")]
-pub enum Taking {
-    /// The account is to take so much aside; where it is not exact, less will do.
+pub enum RefundDebit {
+    /// The account is asked to debit at most this amount; where it is not exact, a smaller amount will do.
     Asked {
         most_minor: i64,
         is_exact: bool,
@@ -34,32 +34,32 @@ pub enum Taking {
     Refused {
         why: String,
     },
-    /// The processor did not pay it, and the account has it again.
+    /// The processor did not pay it, and the account was credited again.
     GivenBack {
         amount_minor: i64,
     },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AtProcessor {
+pub struct ProcessorRefund {
     pub processor_refund_id: String,
     pub status: RefundStatus,
 }
 
-/// In the order in which it can come about; what was said later and is less is old.
+/// In the order of progress; an earlier status that arrives later is stale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RefundStatus {
     Pending,
     Succeeded,
-    /// Also after it had succeeded: a bank may send it back.
+    /// Also after it had succeeded: a bank may return it.
     Failed,
 }
 
 impl Refund {
-    /// It was never in an account, and need not be taken from one.
-    pub(super) fn of_what_no_account_has(amount_minor: i64, why: &str, ctx: &Ctx<'_>) -> Self {
-        let taking = Taking::Taken { amount_minor };
+    /// The refund of a deposit that no account has: it need not be debited.
+    pub(super) fn of_refused_deposit(amount_minor: i64, why: &str, ctx: &TransitionContext<'_>) -> Self {
+        let taking = RefundDebit::Taken { amount_minor };
         Self { reason: why.to_owned(), asked_at: ctx.now, taking, at_processor: None }
     }
 
@@ -67,23 +67,23 @@ impl Refund {
         self.at_processor.as_ref().map(|it| it.status)
     }
 
-    /// What it takes of the payment, also while that is only asked.
+    /// The amount that it takes of the payment, also while it is only requested.
     #[must_use]
     pub const fn gone_minor(&self) -> i64 {
         match self.taking {
-            Taking::Asked { most_minor, .. } => most_minor,
-            Taking::Taken { amount_minor } => amount_minor,
-            Taking::Refused { .. } | Taking::GivenBack { .. } => 0,
+            RefundDebit::Asked { most_minor, .. } => most_minor,
+            RefundDebit::Taken { amount_minor } => amount_minor,
+            RefundDebit::Refused { .. } | RefundDebit::GivenBack { .. } => 0,
         }
     }
 
     pub(super) fn deadline(&self) -> Option<Deadline> {
         let waits_for = match (&self.taking, self.status()) {
-            (Taking::Asked { .. }, _) => "a refund is to be taken from the account",
-            (Taking::Taken { .. }, None | Some(RefundStatus::Pending)) => "the processor is to pay a refund",
-            (Taking::Taken { .. }, Some(RefundStatus::Failed)) => "a refund that failed is to be given back",
-            (Taking::Taken { .. }, Some(RefundStatus::Succeeded))
-            | (Taking::Refused { .. } | Taking::GivenBack { .. }, _) => return None,
+            (RefundDebit::Asked { .. }, _) => "a refund is to be taken from the account",
+            (RefundDebit::Taken { .. }, None | Some(RefundStatus::Pending)) => "the processor is to pay a refund",
+            (RefundDebit::Taken { .. }, Some(RefundStatus::Failed)) => "a refund that failed is to be given back",
+            (RefundDebit::Taken { .. }, Some(RefundStatus::Succeeded))
+            | (RefundDebit::Refused { .. } | RefundDebit::GivenBack { .. }, _) => return None,
         };
         Some(Deadline::new(self.asked_at + REFUND_OVERDUE_AFTER, waits_for))
     }
@@ -95,23 +95,23 @@ impl Payment {
         refund_id: RefundId,
         amount_minor: Option<i64>,
         reason: String,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
-        // It exists for nobody else.
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        // For other callers it does not exist.
         if !ctx.by.is_user(&self.payer) {
             return Err(Rejection::NotFound);
         }
         if self.refunds.contains_key(&refund_id) {
-            return Ok(Step::stay(self.shown()));
+            return Ok(Transition::stay(self.shown()));
         }
         let Phase::Deposited { paid_at, .. } = self.phase else {
             return Err(Rejection::NotPaid { state: self.state().to_owned() });
         };
-        let days = ctx.policy.int(Key::AllocationRefundWindow, &self.holder.scopes(), ctx.now);
+        let days = ctx.policy.int(PolicyKey::AllocationRefundWindow, &self.holder.scopes(), ctx.now);
         if ctx.now - paid_at > TimeDelta::days(days) {
             return Err(Rejection::TooLate { days });
         }
-        if self.refunds.len() >= MOST {
+        if self.refunds.len() >= MAX_REFUNDS {
             return Err(Rejection::TooManyRefunds);
         }
         let left = self.left_minor();
@@ -123,39 +123,41 @@ impl Payment {
             AuditAction::PaymentsRefund,
             json!({ "refund_id": refund_id, "amount_minor": amount_minor, "reason": reason }),
         );
-        let taking = Taking::Asked { most_minor, is_exact: amount_minor.is_some() };
+        let taking = RefundDebit::Asked { most_minor, is_exact: amount_minor.is_some() };
         let refund = Refund { reason, asked_at: ctx.now, taking, at_processor: None };
         let mut next = self.clone();
         next.refunds.insert(refund_id, refund);
-        Ok(self.to(next, "the payer wants money back", ctx).audit(audit))
+        Ok(self.transition(next, "the payer wants money back", ctx).audit(audit))
     }
 
     pub(super) fn refund_taken(
         &self,
         refund_id: RefundId,
         amount_minor: i64,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
-        let Taking::Asked { most_minor, is_exact } = self.known(refund_id)?.taking else {
-            return Ok(Step::stay(Reply::Done));
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        let RefundDebit::Asked { most_minor, is_exact } = self.known(refund_id)?.taking else {
+            return Ok(Transition::stay(Reply::Done));
         };
         if amount_minor <= 0 || amount_minor > most_minor || (is_exact && amount_minor != most_minor) {
-            self.is_about(most_minor, amount_minor, &self.currency)?;
+            self.check_amount(most_minor, amount_minor, &self.currency)?;
         }
-        Ok(self.taking(refund_id, Taking::Taken { amount_minor }, "taken from the account for the payer", ctx))
+        Ok(self.taking(refund_id, RefundDebit::Taken { amount_minor }, "taken from the account for the payer", ctx))
     }
 
     pub(super) fn refund_refused(
         &self,
         refund_id: RefundId,
         why: String,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match self.known(refund_id)?.taking {
-            Taking::Asked { .. } => {
-                Ok(self.taking(refund_id, Taking::Refused { why }, "the account does not have it", ctx))
+            RefundDebit::Asked { .. } => {
+                Ok(self.taking(refund_id, RefundDebit::Refused { why }, "the account does not have it", ctx))
             }
-            Taking::Taken { .. } | Taking::Refused { .. } | Taking::GivenBack { .. } => Ok(Step::stay(Reply::Done)),
+            RefundDebit::Taken { .. } | RefundDebit::Refused { .. } | RefundDebit::GivenBack { .. } => {
+                Ok(Transition::stay(Reply::Done))
+            }
         }
     }
 
@@ -165,49 +167,56 @@ impl Payment {
         processor_refund_id: String,
         status: RefundStatus,
         amount_minor: i64,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let refund = self.known(refund_id)?;
-        let (Taking::Taken { amount_minor: taken } | Taking::GivenBack { amount_minor: taken }) = refund.taking else {
+        let (RefundDebit::Taken { amount_minor: taken } | RefundDebit::GivenBack { amount_minor: taken }) =
+            refund.taking
+        else {
             return Err(Rejection::RefundUnknown);
         };
-        self.is_about(taken, amount_minor, &self.currency)?;
+        self.check_amount(taken, amount_minor, &self.currency)?;
         if let Some(known) = refund.at_processor.as_ref().filter(|it| it.processor_refund_id != processor_refund_id) {
             return Err(Rejection::PaidTwice { as_of: known.processor_refund_id.clone(), again: processor_refund_id });
         }
         if refund.status() >= Some(status) {
-            return Ok(Step::stay(Reply::Done));
+            return Ok(Transition::stay(Reply::Done));
         }
         let mut next = self.clone();
-        // Heard before as somebody else's: it was this one, and was taken already.
+        // Received before as a reversal: it was this refund, and was debited already.
         if let Some(reversal) = next.reversals.get_mut(&processor_refund_id) {
             reversal.is_undone = true;
         }
         if let Some(refund) = next.refunds.get_mut(&refund_id) {
-            refund.at_processor = Some(AtProcessor { processor_refund_id, status });
+            refund.at_processor = Some(ProcessorRefund { processor_refund_id, status });
         }
-        let step = self.to(next, "the processor speaks of a refund", ctx);
-        // Nobody has to act on it: it is for those who watch.
+        let step = self.transition(next, "the processor speaks of a refund", ctx);
+        // The event has no reaction: it is for notifications.
         let is_paid = status == RefundStatus::Succeeded;
         Ok(if is_paid { step.event(Event::RefundSucceeded { payment_id: self.id, refund_id }) } else { step })
     }
 
-    pub(super) fn given_back(&self, refund_id: RefundId, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    pub(super) fn given_back(
+        &self,
+        refund_id: RefundId,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         let refund = self.known(refund_id)?;
-        let (Taking::Taken { amount_minor }, Some(RefundStatus::Failed)) = (&refund.taking, refund.status()) else {
-            return Ok(Step::stay(Reply::Done));
+        let (RefundDebit::Taken { amount_minor }, Some(RefundStatus::Failed)) = (&refund.taking, refund.status())
+        else {
+            return Ok(Transition::stay(Reply::Done));
         };
-        let given_back = Taking::GivenBack { amount_minor: *amount_minor };
+        let given_back = RefundDebit::GivenBack { amount_minor: *amount_minor };
         Ok(self.taking(refund_id, given_back, "a refund failed, and the account has it again", ctx))
     }
 
-    /// There is one, and nobody asks for it.
-    pub(super) const fn id_of_refused(&self) -> RefundId {
+    /// There is one such refund, without a request.
+    pub(super) const fn refused_deposit_refund_id(&self) -> RefundId {
         RefundId(self.id.0)
     }
 
-    /// What no account can have lies at the processor until its payer has it. What neither a refund of ours nor anybody there pays back, or
-    /// comes back from where it was taken, somebody has to see to.
+    /// Money that no account can have stays at the processor until its payer has it. Where neither an own refund nor one at the processor
+    /// returns it, or a refund comes back, an operator has to act.
     pub(super) fn deadline_of_refused(&self, at: Timestamp) -> Option<Deadline> {
         let pending = |refund: &&Refund| matches!(refund.status(), None | Some(RefundStatus::Pending));
         if let Some(pending) = self.refunds.values().find(pending) {
@@ -223,11 +232,17 @@ impl Payment {
         self.refunds.get(&refund_id).ok_or(Rejection::RefundUnknown)
     }
 
-    fn taking(&self, refund_id: RefundId, taking: Taking, why: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    fn taking(
+        &self,
+        refund_id: RefundId,
+        taking: RefundDebit,
+        why: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let mut next = self.clone();
         if let Some(refund) = next.refunds.get_mut(&refund_id) {
             refund.taking = taking;
         }
-        self.to(next, why, ctx)
+        self.transition(next, why, ctx)
     }
 }

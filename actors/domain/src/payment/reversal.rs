@@ -1,39 +1,40 @@
-//! What was taken back at the processor without our asking. It is posted in full, whatever the account has.
+//! Reversals: money that was taken back at the processor without a request from here. A reversal is posted in full, whatever the balance
+//! is.
 
-use super::{MOST, OVERDUE_AFTER, Payment, Rejection, Reply, What, is_an_amount};
+use super::{MAX_REFUNDS, OVERDUE_AFTER, Payment, Rejection, Reply, ReversalStep, is_an_amount};
 use crate::audit::AuditAction;
-use crate::machine::{Ctx, Deadline, Step, Timestamp};
+use crate::machine::{Deadline, Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reversal {
-    pub made: Made,
+    pub made: ReversalOrigin,
     pub amount_minor: i64,
     pub heard_at: Timestamp,
-    /// It was won, failed, or turned out to be a refund of ours. That is so for good, whatever is heard of it later.
+    /// It was won, failed, or turned out to be one of the payment's own refunds. That is final, whatever arrives later.
     pub is_undone: bool,
-    /// The account was told to post it, and may have done so.
+    /// The account was asked to post it, and may have done so.
     pub is_said: bool,
     /// The account has posted it.
     pub is_posted: bool,
-    /// And that it is undone.
+    /// The account has posted that it is undone.
     pub is_posted_back: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Made {
+pub enum ReversalOrigin {
     Refund,
     Dispute,
 }
 
-impl What {
-    const fn made(self) -> Made {
+impl ReversalStep {
+    const fn made(self) -> ReversalOrigin {
         match self {
-            Self::Refund | Self::RefundFailed => Made::Refund,
-            Self::DisputeOpened | Self::DisputeWon => Made::Dispute,
+            Self::Refund | Self::RefundFailed => ReversalOrigin::Refund,
+            Self::DisputeOpened | Self::DisputeWon => ReversalOrigin::Dispute,
         }
     }
 
@@ -59,12 +60,12 @@ impl Reversal {
         if self.is_undone { 0 } else { self.amount_minor }
     }
 
-    /// The account is to post it, and to say so; what was said to it cannot be taken back by silence.
+    /// The account has to post and confirm it; a request that was sent cannot be withdrawn.
     pub(super) const fn is_to_be_posted(&self) -> bool {
         self.is_said && !self.is_posted
     }
 
-    /// The account is to post that it is undone.
+    /// The account has to post that it is undone.
     pub(super) const fn is_to_be_posted_back(&self) -> bool {
         self.is_undone && self.is_posted && !self.is_posted_back
     }
@@ -80,11 +81,11 @@ impl Payment {
     pub(super) fn reversed(
         &self,
         reversal_id: String,
-        what: What,
+        what: ReversalStep,
         amount_minor: i64,
         currency: &Currency,
-        ctx: &Ctx<'_>,
-    ) -> Result<Step<Self>, Rejection> {
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         if !is_an_amount(amount_minor) {
             return Err(Rejection::Amount { min: 1, max: HIGHEST_BALANCE_MINOR });
         }
@@ -93,14 +94,14 @@ impl Payment {
             refunds.any(|it| it.processor_refund_id == id)
         };
         if ours(&reversal_id) {
-            return Ok(Step::stay(Reply::Done));
+            return Ok(Transition::stay(Reply::Done));
         }
         let known = self.reversals.get(&reversal_id);
-        self.is_about(known.map_or(amount_minor, |known| known.amount_minor), amount_minor, currency)?;
+        self.check_amount(known.map_or(amount_minor, |known| known.amount_minor), amount_minor, currency)?;
         if known.is_some_and(|known| known.is_undone || !what.undoes()) {
-            return Ok(Step::stay(Reply::Done));
+            return Ok(Transition::stay(Reply::Done));
         }
-        if known.is_none() && self.reversals.len() >= MOST {
+        if known.is_none() && self.reversals.len() >= MAX_REFUNDS {
             return Err(Rejection::TooManyRefunds);
         }
         let audit = self.audit(
@@ -119,17 +120,22 @@ impl Payment {
         });
         reversal.is_undone |= what.undoes();
         reversal.heard_at = ctx.now;
-        Ok(self.to(next, "something was done at the processor", ctx).audit(audit))
+        Ok(self.transition(next, "something was done at the processor", ctx).audit(audit))
     }
 
-    pub(super) fn reversal_posted(&self, reversal_id: &str, is_undone: bool, ctx: &Ctx<'_>) -> Step<Self> {
+    pub(super) fn reversal_posted(
+        &self,
+        reversal_id: &str,
+        is_undone: bool,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let mut next = self.clone();
-        let Some(reversal) = next.reversals.get_mut(reversal_id) else { return Step::stay(Reply::Done) };
+        let Some(reversal) = next.reversals.get_mut(reversal_id) else { return Transition::stay(Reply::Done) };
         reversal.is_posted = true;
         reversal.is_posted_back |= is_undone;
         if next == *self {
-            return Step::stay(Reply::Done);
+            return Transition::stay(Reply::Done);
         }
-        self.to(next, "the account has posted it", ctx)
+        self.transition(next, "the account has posted it", ctx)
     }
 }

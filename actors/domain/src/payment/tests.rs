@@ -1,20 +1,20 @@
-//! Payments in hostile hands: the processor's word comes late, twice, out of order or never, and so does what payment and account tell each
-//! other. In the end the account has what the processor was paid, less what it paid back.
+//! Payments under adverse conditions: messages of the processor, and between payment and account, arrive late, twice, out of order or
+//! never. In the end the account has what the processor was paid, less what it paid back.
 
 #![allow(clippy::unwrap_used)]
 
-mod order;
+mod event_order;
 
 use super::*;
-use crate::authz::{Caller, Role};
+use crate::authz::{CallerIdentity, TokenRole};
 use crate::billing_account::{self, BillingAccount};
 use crate::event::{Event, Reaction};
 use crate::id::AllocationId;
 use crate::invariant;
 use crate::ledger::{Posting, PostingKind};
-use crate::machine::{Command as _, Trace};
-use crate::money::{Micro, Price};
-use crate::policy::{PolicyBook, Scope, Value};
+use crate::machine::{Command as _, TraceContext};
+use crate::money::{MicroAmount, Price};
+use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use std::fmt::Write as _;
 use uuid::Uuid;
 
@@ -27,9 +27,9 @@ fn ann() -> Principal {
 }
 
 fn user(id: &str) -> Principal {
-    Principal::Caller(Caller {
+    Principal::Caller(CallerIdentity {
         user_id: id.to_owned(),
-        roles: [Role::User].into(),
+        roles: [TokenRole::User].into(),
         org_id: None,
         project_id: None,
         plan: None,
@@ -46,24 +46,24 @@ fn refund_id(n: u128) -> RefundId {
     RefundId(Uuid::from_u128(200 + n))
 }
 
-/// What the processor calls the `n`th payment.
+/// The processor's id of the `n`th payment.
 fn intent(id: PaymentId) -> String {
     format!("pi_{}", id.0.as_u128())
 }
 
-/// Ann's account, her payments, and what they have said to each other.
-struct World {
+/// Ann's account, her payments, and the messages between them.
+struct PaymentHarness {
     payments: BTreeMap<PaymentId, Payment>,
     account: Option<BillingAccount>,
     ledger: Vec<Posting>,
-    /// Said, and not heard.
+    /// Messages in flight.
     bus: Vec<Event>,
-    errands: Vec<Errand>,
+    errands: Vec<ProcessorCall>,
     policy: PolicyBook,
     now: Timestamp,
 }
 
-impl World {
+impl PaymentHarness {
     fn new() -> Self {
         Self {
             payments: BTreeMap::new(),
@@ -76,14 +76,14 @@ impl World {
         }
     }
 
-    /// With a payment that is open.
+    /// With an open payment.
     fn open(amount_minor: i64) -> Self {
         let mut world = Self::new();
         world.create(0, amount_minor);
         world
     }
 
-    /// With a payment that is in the account.
+    /// With a deposited payment.
     fn deposited(amount_minor: i64) -> Self {
         let mut world = Self::open(amount_minor);
         world.pay(0);
@@ -91,13 +91,13 @@ impl World {
         world
     }
 
-    fn ctx<'a>(&'a self, by: &'a Principal, id: Uuid) -> Ctx<'a> {
-        Ctx {
+    fn ctx<'a>(&'a self, by: &'a Principal, id: Uuid) -> TransitionContext<'a> {
+        TransitionContext {
             now: self.now,
             policy: &self.policy,
             by,
             correlation_id: "c",
-            trace: Trace::default(),
+            trace: TraceContext::default(),
             seed: 7,
             id,
             version: 1,
@@ -111,14 +111,17 @@ impl World {
             assert!(step.events.is_empty(), "what is not written is lost");
             return Ok(());
         };
-        assert!(invariant::i8_what_is_transient_has_an_end(&next, invariant::payment_is_transient(&next)), "{next:#?}");
+        assert!(
+            invariant::i8_transient_states_have_a_deadline(&next, invariant::payment_is_transient(&next)),
+            "{next:#?}"
+        );
         assert!(invariant::i3_no_more_is_refunded_than_was_paid(&next), "{next:#?}");
         self.bus.extend(step.events);
         self.payments.insert(id, next);
         Ok(())
     }
 
-    fn tell(&mut self, n: u128, command: Command) -> Result<(), Rejection> {
+    fn send(&mut self, n: u128, command: Command) -> Result<(), Rejection> {
         self.ask(&Principal::system("test"), payment_id(n), command)
     }
 
@@ -136,22 +139,22 @@ impl World {
         Ok(())
     }
 
-    fn hear(&mut self, event: &Event) {
+    fn deliver(&mut self, event: &Event) {
         match event.reaction() {
             Reaction::Payment(id, command) => self.ask(&Principal::system("test"), id, command).unwrap(),
             Reaction::Billing { command, .. } => self.tell_account(command).unwrap(),
-            Reaction::AskProcessor(errand) => self.errands.push(errand),
+            Reaction::CallProcessor(errand) => self.errands.push(errand),
             Reaction::Nothing => {}
-            // The allocations are not part of this world.
+            // Allocations are not simulated here.
             Reaction::Allocation(..) => {}
             Reaction::Place(_)
             | Reaction::Node(..)
             | Reaction::Terminal(..)
-            | Reaction::ResolveLogins { .. }
-            | Reaction::TellLogins { .. }
+            | Reaction::ResolveSshKeys { .. }
+            | Reaction::SendSshKeys { .. }
             | Reaction::CloseTerminals { .. }
-            | Reaction::CutTerminals { .. }
-            | Reaction::HeedProcessor(_)
+            | Reaction::CloseNodeTerminals { .. }
+            | Reaction::ApplyProcessorEvent(_)
             | Reaction::Tenant { .. } => panic!("not of this world: {event:?}"),
         }
     }
@@ -159,7 +162,7 @@ impl World {
     fn hear_all(&mut self) {
         while !self.bus.is_empty() {
             let event = self.bus.remove(0);
-            self.hear(&event);
+            self.deliver(&event);
         }
     }
 
@@ -178,7 +181,7 @@ impl World {
 
     fn create(&mut self, n: u128, amount_minor: i64) {
         self.create_as(n, amount_minor).unwrap();
-        self.tell(n, Command::Opened { processor_id: intent(payment_id(n)) }).unwrap();
+        self.send(n, Command::Opened { processor_id: intent(payment_id(n)) }).unwrap();
     }
 
     fn paid(&self, n: u128) -> Command {
@@ -193,7 +196,7 @@ impl World {
 
     fn pay(&mut self, n: u128) {
         let paid = self.paid(n);
-        self.tell(n, paid).unwrap();
+        self.send(n, paid).unwrap();
     }
 
     fn refund(&mut self, n: u128, amount_minor: Option<i64>) -> Result<(), Rejection> {
@@ -203,10 +206,10 @@ impl World {
 
     fn refund_at(&mut self, n: u128, status: RefundStatus, amount_minor: i64) -> Result<(), Rejection> {
         let processor_refund_id = format!("re_{n}");
-        self.tell(0, Command::RefundAt { refund_id: refund_id(n), processor_refund_id, status, amount_minor })
+        self.send(0, Command::RefundAt { refund_id: refund_id(n), processor_refund_id, status, amount_minor })
     }
 
-    /// What the account could not have.
+    /// The money that the account cannot have.
     fn paid_back(&mut self, status: RefundStatus) {
         let id = payment_id(0);
         let back = Command::RefundAt {
@@ -215,12 +218,12 @@ impl World {
             status,
             amount_minor: self.it().amount_minor,
         };
-        self.tell(0, back).unwrap();
+        self.send(0, back).unwrap();
     }
 
-    fn reversed(&mut self, id: &str, what: What, amount_minor: i64) {
+    fn reversed(&mut self, id: &str, what: ReversalStep, amount_minor: i64) {
         let command = Command::Reversed { reversal_id: id.into(), what, amount_minor, currency: eur() };
-        self.tell(0, command).unwrap();
+        self.send(0, command).unwrap();
     }
 
     fn it(&self) -> &Payment {
@@ -231,7 +234,7 @@ impl World {
         self.account.as_ref().unwrap().balance.minor()
     }
 
-    fn taking(&self, n: u128) -> &Taking {
+    fn taking(&self, n: u128) -> &RefundDebit {
         &self.it().refunds[&refund_id(n)].taking
     }
 
@@ -248,7 +251,7 @@ impl World {
         self.tell_account(billing_account::Command::Adjust { amount_minor: -minor, currency: eur(), reason }).unwrap();
     }
 
-    /// Rents what costs so much an hour.
+    /// Adds an allocation with this cost per hour.
     fn rent(&mut self, n: u128, price: i64) {
         let allocation_id = AllocationId(Uuid::from_u128(n));
         let hold = billing_account::Command::Hold {
@@ -265,8 +268,8 @@ impl World {
 }
 
 /// A payment of 5,000 that was begun before an operator gave the account dollars.
-fn refused() -> World {
-    let mut world = World::open(5_000);
+fn refused() -> PaymentHarness {
+    let mut world = PaymentHarness::open(5_000);
     let currency = Currency::parse("USD").unwrap();
     let holder = Holder::User("ann".into());
     world.tell_account(billing_account::Command::Open { holder, currency: currency.clone() }).unwrap();
@@ -278,16 +281,16 @@ fn refused() -> World {
 }
 
 #[test]
-fn what_the_account_cannot_have_goes_back_to_its_payer() {
+fn refused_deposit_is_refunded_to_its_payer() {
     let mut world = refused();
     assert_eq!((world.it().state(), world.it().left_minor(), world.balance()), ("refused", 0, 100));
     let errand = world.errands.pop();
-    assert!(matches!(errand, Some(Errand::Refund { amount_minor: 5_000, .. })), "{errand:?}");
-    // What is said twice is answered twice, and does nothing.
-    world.tell(0, Command::DepositRefused { why: "w".into() }).unwrap();
-    world.tell(0, Command::Deposited).unwrap();
+    assert!(matches!(errand, Some(ProcessorCall::Refund { amount_minor: 5_000, .. })), "{errand:?}");
+    // A repeated message is answered again, without an effect.
+    world.send(0, Command::DepositRefused { why: "w".into() }).unwrap();
+    world.send(0, Command::Deposited).unwrap();
     assert_eq!(world.refund(1, None), Err(Rejection::NotPaid { state: "refused".into() }));
-    // The processor is asked until it has paid.
+    // The processor is called until it has paid.
     world.pass(TimeDelta::hours(1));
     world.hear_all();
     assert_eq!(world.errands.len(), 1);
@@ -298,7 +301,7 @@ fn what_the_account_cannot_have_goes_back_to_its_payer() {
 }
 
 #[test]
-fn what_the_processor_does_not_pay_back_of_it_waits_for_an_operator_and_goes_into_no_account() {
+fn failed_refund_of_a_refused_deposit_awaits_an_operator_and_credits_no_account() {
     let mut world = refused();
     world.paid_back(RefundStatus::Failed);
     world.pass(TimeDelta::hours(1));
@@ -306,43 +309,46 @@ fn what_the_processor_does_not_pay_back_of_it_waits_for_an_operator_and_goes_int
     let deadline = world.it().deadline().unwrap();
     assert!(deadline.at < world.now && deadline.reason.contains("operator"), "{deadline:?}");
     assert!(!world.it().is_settled());
-    // Who pays it back there has seen to it.
-    world.reversed("re_by_hand", What::Refund, 5_000);
+    // A refund at the processor settles it.
+    world.reversed("re_by_hand", ReversalStep::Refund, 5_000);
     world.hear_all();
     assert!(world.it().is_settled() && world.it().deadline().is_none());
     assert_eq!((world.balance(), world.ledger.len()), (100, 1));
 }
 
 #[test]
-fn what_was_taken_at_the_processor_before_the_account_refused_and_comes_back_waits_for_an_operator() {
-    let mut world = World::open(5_000);
+fn undone_reversal_of_a_refused_deposit_awaits_an_operator() {
+    let mut world = PaymentHarness::open(5_000);
     world.pay(0);
-    world.reversed("dp_1", What::DisputeOpened, 2_000);
-    world.tell(0, Command::DepositRefused { why: "w".into() }).unwrap();
+    world.reversed("dp_1", ReversalStep::DisputeOpened, 2_000);
+    world.send(0, Command::DepositRefused { why: "w".into() }).unwrap();
     let back = Command::RefundAt {
         refund_id: RefundId(payment_id(0).0),
         processor_refund_id: "re_0".into(),
         status: RefundStatus::Succeeded,
         amount_minor: 3_000,
     };
-    world.tell(0, back).unwrap();
+    world.send(0, back).unwrap();
     assert!(world.it().deadline().is_none(), "the bank has 2,000, and the payer the rest");
-    world.reversed("dp_1", What::DisputeWon, 2_000);
+    world.reversed("dp_1", ReversalStep::DisputeWon, 2_000);
     assert!(world.it().deadline().unwrap().reason.contains("operator"));
-    world.reversed("re_by_hand", What::Refund, 2_000);
+    world.reversed("re_by_hand", ReversalStep::Refund, 2_000);
     assert!(world.it().deadline().is_none() && world.it().left_minor() == 0);
 }
 
 #[test]
-fn a_payment_is_paid_in_and_the_account_opened_by_it() {
-    let mut world = World::new();
+fn payment_is_deposited_and_opens_the_account() {
+    let mut world = PaymentHarness::new();
     world.create_as(0, 5_000).unwrap();
     assert_eq!((world.it().state(), world.it().left_minor()), ("created", 0));
-    world.tell(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
+    world.send(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
     assert_eq!(world.it().state(), "open");
-    let decline =
-        Command::NotPaid { processor_id: "pi_100".into(), outcome: Outcome::Declined, why: "card_declined".into() };
-    world.tell(0, decline).unwrap();
+    let decline = Command::NotPaid {
+        processor_id: "pi_100".into(),
+        outcome: PaymentFailure::Declined,
+        why: "card_declined".into(),
+    };
+    world.send(0, decline).unwrap();
     assert_eq!((world.it().state(), world.it().declined.as_deref()), ("open", Some("card_declined")));
     world.pay(0);
     assert_eq!(world.it().state(), "paid");
@@ -357,20 +363,20 @@ fn a_payment_is_paid_in_and_the_account_opened_by_it() {
 }
 
 #[test]
-fn what_is_said_a_hundred_times_is_paid_in_once() {
-    let mut world = World::open(5_000);
+fn repeated_payment_is_deposited_once() {
+    let mut world = PaymentHarness::open(5_000);
     for _ in 0..100 {
         world.pay(0);
-        world.tell(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
+        world.send(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
     }
     let event = world.bus[0].clone();
     for _ in 0..100 {
-        world.hear(&event);
+        world.deliver(&event);
     }
     world.hear_all();
     for _ in 0..100 {
         world.pay(0);
-        world.hear(&event);
+        world.deliver(&event);
         world.hear_all();
     }
     assert_eq!((world.balance(), world.ledger.len(), world.it().state()), (5_000, 1, "deposited"));
@@ -378,18 +384,21 @@ fn what_is_said_a_hundred_times_is_paid_in_once() {
 
 #[test]
 fn a_deposit_lies_within_its_bounds() {
-    let mut world = World::new();
+    let mut world = PaymentHarness::new();
     for amount in [i64::MIN, -1, 0, 999, 100_001, i64::MAX] {
         assert_eq!(world.create_as(0, amount), Err(Rejection::Amount { min: 1_000, max: 100_000 }), "{amount}");
     }
-    world.policy.set(Key::BillingMaximumDeposit, Scope::UserId("ann".into()), world.now, Value::Int(2_000)).unwrap();
+    world
+        .policy
+        .set(PolicyKey::BillingMaximumDeposit, PolicyScope::UserId("ann".into()), world.now, PolicyValue::Int(2_000))
+        .unwrap();
     assert_eq!(world.create_as(0, 2_001), Err(Rejection::Amount { min: 1_000, max: 2_000 }));
     world.create_as(0, 2_000).unwrap();
 }
 
 #[test]
-fn what_was_paid_is_what_was_asked_for_and_is_paid_once() {
-    let mut world = World::open(5_000);
+fn payment_matches_its_request_and_is_paid_once() {
+    let mut world = PaymentHarness::open(5_000);
     let paid = |amount_minor, currency: &str, processor_id: &str| Command::Paid {
         processor_id: processor_id.into(),
         amount_minor,
@@ -397,17 +406,17 @@ fn what_was_paid_is_what_was_asked_for_and_is_paid_once() {
         charge_id: None,
     };
     for (amount, currency) in [(4_999, "EUR"), (5_001, "EUR"), (5_000, "USD"), (-5_000, "EUR"), (i64::MAX, "EUR")] {
-        assert!(matches!(world.tell(0, paid(amount, currency, "pi_100")), Err(Rejection::Differs { .. })));
+        assert!(matches!(world.send(0, paid(amount, currency, "pi_100")), Err(Rejection::Differs { .. })));
     }
     assert_eq!(world.it().state(), "open");
-    // What was opened may have been a session, and what is paid is the payment in it.
-    world.tell(0, paid(5_000, "EUR", "pi_7")).unwrap();
-    assert!(matches!(world.tell(0, paid(5_000, "EUR", "pi_8")), Err(Rejection::PaidTwice { .. })));
+    // The opened object may be a session, and the paid one the payment in it.
+    world.send(0, paid(5_000, "EUR", "pi_7")).unwrap();
+    assert!(matches!(world.send(0, paid(5_000, "EUR", "pi_8")), Err(Rejection::PaidTwice { .. })));
     world.pay_charge("pi_7", "ch_7");
     assert_eq!(world.it().charge_id.as_deref(), Some("ch_7"), "which one it was may be heard later");
 }
 
-impl World {
+impl PaymentHarness {
     fn pay_charge(&mut self, processor_id: &str, charge: &str) {
         let paid = Command::Paid {
             processor_id: processor_id.into(),
@@ -415,37 +424,37 @@ impl World {
             currency: eur(),
             charge_id: Some(charge.into()),
         };
-        self.tell(0, paid).unwrap();
+        self.send(0, paid).unwrap();
     }
 }
 
 #[test]
-fn whoever_pays_after_the_end_has_paid() {
-    for outcome in [Outcome::Canceled, Outcome::Expired] {
-        let mut world = World::open(5_000);
+fn payment_after_its_end_counts_as_paid() {
+    for outcome in [PaymentFailure::Canceled, PaymentFailure::Expired] {
+        let mut world = PaymentHarness::open(5_000);
         let end = Command::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() };
-        world.tell(0, end.clone()).unwrap();
+        world.send(0, end.clone()).unwrap();
         assert_eq!(world.it().deadline(), None);
         world.pay(0);
-        world.tell(0, end).unwrap();
+        world.send(0, end).unwrap();
         world.hear_all();
         assert_eq!((world.it().state(), world.balance()), ("deposited", 5_000));
     }
-    // The end of another one, opened by mistake, says nothing of this one.
-    let mut world = World::open(5_000);
-    let other = Command::NotPaid { processor_id: "pi_x".into(), outcome: Outcome::Canceled, why: "w".into() };
-    world.tell(0, other).unwrap();
+    // The end of another object that was opened by mistake does not concern this one.
+    let mut world = PaymentHarness::open(5_000);
+    let other = Command::NotPaid { processor_id: "pi_x".into(), outcome: PaymentFailure::Canceled, why: "w".into() };
+    world.send(0, other).unwrap();
     assert_eq!(world.it().state(), "open");
 }
 
 #[test]
-fn what_is_not_answered_is_said_again_until_it_is() {
-    let mut world = World::new();
+fn unanswered_request_is_resent_until_it_is_answered() {
+    let mut world = PaymentHarness::new();
     world.create_as(0, 5_000).unwrap();
     assert!(world.bus.is_empty(), "whoever created it is opening it");
     world.pass(TimeDelta::seconds(10));
     assert!(matches!(world.bus.pop(), Some(Event::PaymentOpeningDue { .. })));
-    world.tell(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
+    world.send(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
     world.pass(TimeDelta::seconds(9));
     assert!(world.bus.is_empty());
     world.pass(TimeDelta::seconds(1));
@@ -456,32 +465,32 @@ fn what_is_not_answered_is_said_again_until_it_is() {
     let checks = std::mem::take(&mut world.bus);
     assert!(matches!(checks.last(), Some(Event::PaymentCheckDue { is_over: true, .. })), "the time to pay is over");
     world.pay(0);
-    // Its word is lost, twice.
+    // Its message is lost twice.
     world.bus.clear();
     world.pass(TimeDelta::seconds(10));
     world.bus.clear();
     world.pass(TimeDelta::seconds(10));
     world.hear_all();
     assert_eq!((world.it().state(), world.balance()), ("deposited", 5_000));
-    let mut lapsed = World::new();
+    let mut lapsed = PaymentHarness::new();
     lapsed.create_as(0, 5_000).unwrap();
-    lapsed.tell(0, Command::Lapse { why: "not there".into() }).unwrap();
+    lapsed.send(0, Command::Lapse { why: "not there".into() }).unwrap();
     assert_eq!(lapsed.it().state(), "created", "somebody may still come to open it");
     lapsed.now += OPEN_FOR;
-    lapsed.tell(0, Command::Lapse { why: "not there".into() }).unwrap();
+    lapsed.send(0, Command::Lapse { why: "not there".into() }).unwrap();
     assert_eq!((lapsed.it().state(), lapsed.it().timer()), ("expired", None));
-    let opened = lapsed.tell(0, Command::Opened { processor_id: "pi_100".into() });
+    let opened = lapsed.send(0, Command::Opened { processor_id: "pi_100".into() });
     assert!(matches!(opened, Err(Rejection::Over { .. })), "whoever opened it too late must cancel it");
 }
 
 #[test]
-fn money_goes_back_to_its_payer_after_it_was_taken_from_the_account() {
-    let mut world = World::deposited(5_000);
+fn refund_is_debited_before_it_is_paid() {
+    let mut world = PaymentHarness::deposited(5_000);
     world.refund(1, Some(2_000)).unwrap();
     assert!(world.errands.is_empty(), "the account is asked first");
     world.hear_all();
     assert_eq!(world.balance(), 3_000);
-    let due = Errand::Refund {
+    let due = ProcessorCall::Refund {
         payment_id: payment_id(0),
         refund_id: refund_id(1),
         processor_id: "pi_100".into(),
@@ -494,7 +503,7 @@ fn money_goes_back_to_its_payer_after_it_was_taken_from_the_account() {
     world.refund_at(1, RefundStatus::Succeeded, 2_000).unwrap();
     world.refund_at(1, RefundStatus::Pending, 2_000).unwrap();
     assert!(world.it().is_settled() && world.it().timer().is_none());
-    // By the same id it is the same refund, and all of the rest is what is left.
+    // The same id is the same refund, and the rest is what is left.
     world.refund(1, Some(2_000)).unwrap();
     assert_eq!(world.refund(2, Some(3_001)), Err(Rejection::MoreThanLeft { left: 3_000 }));
     for amount in [0, -1, i64::MIN] {
@@ -507,8 +516,8 @@ fn money_goes_back_to_its_payer_after_it_was_taken_from_the_account() {
 }
 
 #[test]
-fn a_refund_is_for_the_payer_alone_and_in_time() {
-    let mut world = World::open(5_000);
+fn refund_is_for_the_payer_only_and_within_the_window() {
+    let mut world = PaymentHarness::open(5_000);
     assert_eq!(world.refund(1, None), Err(Rejection::NotPaid { state: "open".into() }));
     world.pay(0);
     world.hear_all();
@@ -524,19 +533,19 @@ fn a_refund_is_for_the_payer_alone_and_in_time() {
 }
 
 #[test]
-fn what_is_spent_or_held_is_not_paid_back() {
-    let mut world = World::deposited(5_000);
+fn spent_or_held_money_is_not_refunded() {
+    let mut world = PaymentHarness::deposited(5_000);
     world.use_up(1_000);
-    // A window costs 10, and the next one is kept for what runs.
+    // A window costs 10, and the next one is reserved for the running allocation.
     world.rent(1, 600);
     world.refund(1, Some(3_991)).unwrap();
     world.hear_all();
-    assert!(matches!(world.taking(1), Taking::Refused { .. }));
+    assert!(matches!(world.taking(1), RefundDebit::Refused { .. }));
     assert_eq!((world.balance(), world.it().left_minor()), (4_000, 5_000), "what was refused is not gone");
     world.refund(2, None).unwrap();
     world.hear_all();
-    assert_eq!((world.balance(), world.taking(2)), (10, &Taking::Taken { amount_minor: 3_990 }));
-    // A refusal stays one, also if money has come in by the time it is asked again.
+    assert_eq!((world.balance(), world.taking(2)), (10, &RefundDebit::Taken { amount_minor: 3_990 }));
+    // A refusal is final, also if money has come in before the request is repeated.
     let asked = Event::RefundRequested {
         payment_id: payment_id(0),
         refund_id: refund_id(1),
@@ -547,15 +556,15 @@ fn what_is_spent_or_held_is_not_paid_back() {
     world.create(1, 5_000);
     world.pay(1);
     world.hear_all();
-    world.hear(&asked);
+    world.deliver(&asked);
     world.hear_all();
     assert_eq!(world.balance(), 5_010);
 }
 
 #[test]
-fn what_the_processor_does_not_pay_back_is_in_the_account_again() {
+fn refund_that_the_processor_fails_is_credited_again() {
     for first in [None, Some(RefundStatus::Pending), Some(RefundStatus::Succeeded)] {
-        let mut world = World::deposited(5_000);
+        let mut world = PaymentHarness::deposited(5_000);
         world.refund(1, Some(5_000)).unwrap();
         world.hear_all();
         if let Some(status) = first {
@@ -567,7 +576,7 @@ fn what_the_processor_does_not_pay_back_is_in_the_account_again() {
         let is_failed = |event: &&Event| matches!(event, Event::RefundFailed { .. });
         let failed = world.bus.iter().find(is_failed).cloned().unwrap();
         for _ in 0..100 {
-            world.hear(&failed);
+            world.deliver(&failed);
         }
         world.hear_all();
         world.refund_at(1, RefundStatus::Succeeded, 5_000).unwrap();
@@ -575,7 +584,7 @@ fn what_the_processor_does_not_pay_back_is_in_the_account_again() {
         assert_eq!((world.balance(), world.it().left_minor()), (5_000, 5_000), "{first:?}");
         assert!(world.it().is_settled());
     }
-    let mut world = World::deposited(5_000);
+    let mut world = PaymentHarness::deposited(5_000);
     world.refund(1, Some(5_000)).unwrap();
     assert_eq!(world.refund_at(1, RefundStatus::Succeeded, 5_000), Err(Rejection::RefundUnknown), "nothing was taken");
     world.hear_all();
@@ -583,10 +592,10 @@ fn what_the_processor_does_not_pay_back_is_in_the_account_again() {
 }
 
 #[test]
-fn a_refund_at_the_processor_that_is_heard_of_before_the_payment_is_posted_after_it() {
-    let mut world = World::open(5_000);
+fn refund_at_the_processor_that_arrives_before_the_payment_is_posted_after_it() {
+    let mut world = PaymentHarness::open(5_000);
     for _ in 0..100 {
-        world.reversed("re_x", What::Refund, 5_000);
+        world.reversed("re_x", ReversalStep::Refund, 5_000);
     }
     world.hear_all();
     assert!(world.account.is_none());
@@ -598,86 +607,93 @@ fn a_refund_at_the_processor_that_is_heard_of_before_the_payment_is_posted_after
 }
 
 #[test]
-fn a_dispute_is_posted_in_full_ends_what_runs_and_is_posted_back_when_it_is_won() {
-    let mut world = World::deposited(5_000);
-    world.policy.set(Key::BillingDepletionGrace, Scope::Global, world.now, Value::Int(3_600)).unwrap();
+fn dispute_is_posted_in_full_ends_allocations_and_is_reversed_when_won() {
+    let mut world = PaymentHarness::deposited(5_000);
+    world
+        .policy
+        .set(PolicyKey::BillingDepletionGrace, PolicyScope::Global, world.now, PolicyValue::Int(3_600))
+        .unwrap();
     world.use_up(1_000);
     world.rent(1, 600);
-    world.reversed("dp_1", What::DisputeOpened, 5_000);
+    world.reversed("dp_1", ReversalStep::DisputeOpened, 5_000);
     let reversed = world.bus[0].clone();
-    world.hear(&reversed);
+    world.deliver(&reversed);
     assert_eq!(world.balance(), -1_000);
     let uncovered = |event: &&Event| matches!(event, Event::AllocationUncovered { .. });
     assert_eq!(world.bus.iter().filter(uncovered).count(), 1, "there is no grace for what was taken back");
     assert_eq!(world.account.as_ref().unwrap().state(), "depleted");
-    world.hear(&reversed);
+    world.deliver(&reversed);
     world.hear_all();
     assert_eq!((world.balance(), world.it().left_minor()), (-1_000, 0));
     for _ in 0..10 {
-        world.reversed("dp_1", What::DisputeWon, 5_000);
-        world.reversed("dp_1", What::DisputeOpened, 5_000);
+        world.reversed("dp_1", ReversalStep::DisputeWon, 5_000);
+        world.reversed("dp_1", ReversalStep::DisputeOpened, 5_000);
         world.hear_all();
     }
     assert_eq!((world.balance(), world.it().left_minor()), (4_000, 5_000));
     assert!(world.it().is_settled());
-    // One that was won before it was heard of was never there.
-    world.reversed("dp_2", What::DisputeWon, 5_000);
-    world.reversed("dp_2", What::DisputeOpened, 5_000);
+    // A dispute that was won before it was received has no posting.
+    world.reversed("dp_2", ReversalStep::DisputeWon, 5_000);
+    world.reversed("dp_2", ReversalStep::DisputeOpened, 5_000);
     world.hear_all();
     assert_eq!(world.balance(), 4_000);
 }
 
 #[test]
-fn a_reversal_that_leaves_enough_ends_nothing() {
-    let mut world = World::deposited(5_000);
+fn reversal_that_leaves_cover_ends_no_allocation() {
+    let mut world = PaymentHarness::deposited(5_000);
     world.rent(1, 600);
-    world.reversed("re_1", What::Refund, 1_000);
+    world.reversed("re_1", ReversalStep::Refund, 1_000);
     world.hear_all();
     assert_eq!((world.balance(), world.account.as_ref().unwrap().state()), (4_000, "open"));
     let before = world.it().clone();
     for (amount, currency) in [(999, "EUR"), (1_000, "USD")] {
         let currency = Currency::parse(currency).unwrap();
-        let command =
-            Command::Reversed { reversal_id: "re_1".into(), what: What::Refund, amount_minor: amount, currency };
-        assert!(matches!(world.tell(0, command), Err(Rejection::Differs { .. })));
+        let command = Command::Reversed {
+            reversal_id: "re_1".into(),
+            what: ReversalStep::Refund,
+            amount_minor: amount,
+            currency,
+        };
+        assert!(matches!(world.send(0, command), Err(Rejection::Differs { .. })));
     }
     for amount_minor in [0, -1, i64::MIN, i64::MAX] {
         let command =
-            Command::Reversed { reversal_id: "re_2".into(), what: What::Refund, amount_minor, currency: eur() };
-        assert!(matches!(world.tell(0, command), Err(Rejection::Amount { .. })));
+            Command::Reversed { reversal_id: "re_2".into(), what: ReversalStep::Refund, amount_minor, currency: eur() };
+        assert!(matches!(world.send(0, command), Err(Rejection::Amount { .. })));
     }
     assert_eq!(world.it(), &before);
 }
 
 #[test]
-fn a_refund_of_ours_that_was_heard_of_as_somebody_elses_is_taken_once() {
-    let mut world = World::deposited(5_000);
+fn own_refund_received_as_a_reversal_is_debited_once() {
+    let mut world = PaymentHarness::deposited(5_000);
     world.refund(1, Some(2_000)).unwrap();
     world.hear_all();
-    world.reversed("re_1", What::Refund, 2_000);
+    world.reversed("re_1", ReversalStep::Refund, 2_000);
     world.hear_all();
     assert_eq!(world.balance(), 1_000, "taken twice, for a moment");
     world.refund_at(1, RefundStatus::Succeeded, 2_000).unwrap();
     world.hear_all();
-    world.reversed("re_1", What::Refund, 2_000);
+    world.reversed("re_1", ReversalStep::Refund, 2_000);
     world.hear_all();
     assert_eq!((world.balance(), world.it().left_minor()), (3_000, 3_000));
 }
 
 /// A payment in each state that is told apart, by name.
-fn every_state() -> Vec<(&'static str, World)> {
-    let mut created = World::new();
+fn every_state() -> Vec<(&'static str, PaymentHarness)> {
+    let mut created = PaymentHarness::new();
     created.create_as(0, 5_000).unwrap();
-    let open = World::open(5_000);
-    let mut paid = World::open(5_000);
+    let open = PaymentHarness::open(5_000);
+    let mut paid = PaymentHarness::open(5_000);
     paid.pay(0);
     let ended = |outcome| {
-        let mut world = World::open(5_000);
-        world.tell(0, Command::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() }).unwrap();
+        let mut world = PaymentHarness::open(5_000);
+        world.send(0, Command::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() }).unwrap();
         world
     };
     let asked = || {
-        let mut world = World::deposited(5_000);
+        let mut world = PaymentHarness::deposited(5_000);
         world.refund(1, Some(2_000)).unwrap();
         world
     };
@@ -688,27 +704,27 @@ fn every_state() -> Vec<(&'static str, World)> {
     };
     let mut failed = taken();
     failed.refund_at(1, RefundStatus::Failed, 2_000).unwrap();
-    let mut reversed = World::deposited(5_000);
-    reversed.reversed("dp_1", What::DisputeOpened, 5_000);
+    let mut reversed = PaymentHarness::deposited(5_000);
+    reversed.reversed("dp_1", ReversalStep::DisputeOpened, 5_000);
     let mut not_paid_back = refused();
     not_paid_back.paid_back(RefundStatus::Failed);
     vec![
         ("created", created),
         ("open", open),
         ("paid", paid),
-        ("deposited", World::deposited(5_000)),
+        ("deposited", PaymentHarness::deposited(5_000)),
         ("refund asked", asked()),
         ("refund taken", taken()),
         ("refund failed", failed),
         ("reversed", reversed),
         ("refused", refused()),
         ("refused and not paid back", not_paid_back),
-        ("canceled", ended(Outcome::Canceled)),
-        ("expired", ended(Outcome::Expired)),
+        ("canceled", ended(PaymentFailure::Canceled)),
+        ("expired", ended(PaymentFailure::Expired)),
     ]
 }
 
-fn every_command(world: &World) -> Vec<(&'static str, Command)> {
+fn every_command(world: &PaymentHarness) -> Vec<(&'static str, Command)> {
     let not_paid = |outcome| Command::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() };
     let refund_at = |status| Command::RefundAt {
         refund_id: refund_id(1),
@@ -721,9 +737,9 @@ fn every_command(world: &World) -> Vec<(&'static str, Command)> {
         ("opened", Command::Opened { processor_id: "pi_100".into() }),
         ("lapse", Command::Lapse { why: "w".into() }),
         ("paid", world.paid(0)),
-        ("declined", not_paid(Outcome::Declined)),
-        ("canceled", not_paid(Outcome::Canceled)),
-        ("expired", not_paid(Outcome::Expired)),
+        ("declined", not_paid(PaymentFailure::Declined)),
+        ("canceled", not_paid(PaymentFailure::Canceled)),
+        ("expired", not_paid(PaymentFailure::Expired)),
         ("deposited", Command::Deposited),
         ("deposit refused", Command::DepositRefused { why: "w".into() }),
         ("refund", Command::Refund { refund_id: refund_id(2), amount_minor: Some(1_000), reason: "r".into() }),
@@ -733,8 +749,8 @@ fn every_command(world: &World) -> Vec<(&'static str, Command)> {
         ("refund succeeded", refund_at(RefundStatus::Succeeded)),
         ("refund failed", refund_at(RefundStatus::Failed)),
         ("given back", Command::GivenBack { refund_id: refund_id(1) }),
-        ("dispute opened", reversed(What::DisputeOpened)),
-        ("dispute won", reversed(What::DisputeWon)),
+        ("dispute opened", reversed(ReversalStep::DisputeOpened)),
+        ("dispute won", reversed(ReversalStep::DisputeWon)),
         ("posted", Command::ReversalPosted { reversal_id: "dp_1".into(), is_undone: false }),
         ("posted back", Command::ReversalPosted { reversal_id: "dp_1".into(), is_undone: true }),
         ("tick", Command::Tick),
@@ -752,7 +768,7 @@ fn every_command_in_every_state_does_what_was_reviewed() {
             assert!(!command.name().is_empty());
             let so = match Payment::decide(Some(world.it()), command, &world.ctx(&by, payment_id(0).0)) {
                 Err(rejection) => format!("refused: {rejection}"),
-                Ok(Step { next: None, .. }) => "nothing".to_owned(),
+                Ok(Transition { next: None, .. }) => "nothing".to_owned(),
                 Ok(step) => {
                     let said: Vec<_> = step.events.iter().map(Event::subject).collect();
                     let audited: Vec<_> = step.audit.iter().map(|audit| audit.action.as_str()).collect();
@@ -788,7 +804,7 @@ fn a_payment_decodes_to_itself() {
 }
 
 #[test]
-fn a_sum_of_micros_is_a_sum_of_minors() {
-    let world = World::deposited(5_000);
-    assert_eq!(world.account.unwrap().balance, Micro::of_minor(5_000).unwrap());
+fn sum_of_micro_amounts_equals_the_sum_of_minor_units() {
+    let world = PaymentHarness::deposited(5_000);
+    assert_eq!(world.account.unwrap().balance, MicroAmount::of_minor(5_000).unwrap());
 }

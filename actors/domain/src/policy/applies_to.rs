@@ -1,12 +1,12 @@
-//! Whom a policy key applies to.
+//! The subjects that a policy key applies to.
 
-use super::{Key, Scope};
+use super::{PolicyKey, PolicyScope};
 
-/// Whom a key's values are resolved for. A key can be set in the scopes that its readers know, and in no other: elsewhere a value would
-/// never win.
+/// The subject for which a key's values are resolved. A key can be set in the scopes that its readers resolve, and in no other: elsewhere
+/// a value would never win.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AppliesTo {
-    /// Who makes a request, as their token names them: user, project, organization and plan.
+    /// The caller of a request, as the token names them: user, project, organization and plan.
     Caller,
     /// The holder of a billing account: a user, or the organization that the users' tokens name. In an organization's account no user has
     /// a value of their own.
@@ -26,7 +26,7 @@ impl AppliesTo {
         }
     }
 
-    /// Why a key has no value in other scopes, in an administrator's words.
+    /// Why a key has no value in other scopes, for administrators.
     #[must_use]
     pub const fn reason(self) -> &'static str {
         match self {
@@ -37,10 +37,10 @@ impl AppliesTo {
     }
 }
 
-impl Key {
-    /// True where a value of this scope can win for somebody.
+impl PolicyKey {
+    /// True where a value of this scope can win for a subject.
     #[must_use]
-    pub fn can_be_set_for(self, scope: &Scope) -> bool {
+    pub fn can_be_set_for(self, scope: &PolicyScope) -> bool {
         self.applies_to().scope_kinds().contains(&scope.kind())
     }
 }

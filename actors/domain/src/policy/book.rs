@@ -1,17 +1,17 @@
-//! What holds for whom, and since when.
+//! Resolution of policy values by scope and time.
 
-use super::{AppliesTo, Bounds, Key, Value};
-use crate::authz::{Caller, Principal};
+use super::{AppliesTo, PolicyKey, PolicyValue, ValueBounds};
+use crate::authz::{CallerIdentity, Principal};
 use crate::machine::Timestamp;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-/// Whom a value is for. Resolution goes from the most specific to the global one.
+/// The scope of a value. Resolution goes from the most specific to the global one.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Scope {
+pub enum PolicyScope {
     UserId(String),
     ProjectId(String),
     OrgId(String),
@@ -19,8 +19,8 @@ pub enum Scope {
     Global,
 }
 
-impl Scope {
-    /// Which kind of scope, as the API names it.
+impl PolicyScope {
+    /// The kind of the scope, as the API names it.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
         match self {
@@ -32,7 +32,7 @@ impl Scope {
         }
     }
 
-    /// Whose, where it is somebody's.
+    /// The id of the user, project, organization or plan; `None` for the global scope.
     #[must_use]
     pub fn id(&self) -> Option<&str> {
         match self {
@@ -43,7 +43,7 @@ impl Scope {
 }
 
 /// The scope's one name, from which the id of its values follows: `user_id:ann`, `global`.
-impl fmt::Display for Scope {
+impl fmt::Display for PolicyScope {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.id() {
             Some(id) => write!(f, "{}:{id}", self.kind()),
@@ -62,35 +62,35 @@ pub struct Scopes {
 }
 
 impl Scopes {
-    /// Where nobody in particular is concerned: the global value.
+    /// The global scope alone.
     #[must_use]
     pub fn global() -> Self {
         Self::default()
     }
 
-    /// Of those that decide about such a key. An account is the organization's wherever a token names one.
-    fn most_specific_first(&self, applies_to: AppliesTo) -> impl Iterator<Item = Scope> {
+    /// The scopes that such a key is resolved in. An account belongs to the organization wherever a token names one.
+    fn by_specificity(&self, applies_to: AppliesTo) -> impl Iterator<Item = PolicyScope> {
         let is_of_an_org = matches!(applies_to, AppliesTo::AccountHolder) && self.org_id.is_some();
         let named = [
-            self.user_id.clone().filter(|_| !is_of_an_org).map(Scope::UserId),
-            self.project_id.clone().map(Scope::ProjectId),
-            self.org_id.clone().map(Scope::OrgId),
-            self.plan.clone().map(Scope::Plan),
+            self.user_id.clone().filter(|_| !is_of_an_org).map(PolicyScope::UserId),
+            self.project_id.clone().map(PolicyScope::ProjectId),
+            self.org_id.clone().map(PolicyScope::OrgId),
+            self.plan.clone().map(PolicyScope::Plan),
         ];
-        let named = named.into_iter().flatten().chain([Scope::Global]);
+        let named = named.into_iter().flatten().chain([PolicyScope::Global]);
         named.filter(move |scope| applies_to.scope_kinds().contains(&scope.kind()))
     }
 
-    /// Somebody who is in both scopes, if anybody can be.
-    fn of_both(one: &Scope, other: &Scope) -> Option<Self> {
+    /// The scopes of a subject that is in both scopes, if one can exist.
+    fn of_both(one: &PolicyScope, other: &PolicyScope) -> Option<Self> {
         let mut scopes = Self::default();
         for scope in [one, other] {
             let (place, id) = match scope {
-                Scope::UserId(id) => (&mut scopes.user_id, id),
-                Scope::ProjectId(id) => (&mut scopes.project_id, id),
-                Scope::OrgId(id) => (&mut scopes.org_id, id),
-                Scope::Plan(id) => (&mut scopes.plan, id),
-                Scope::Global => continue,
+                PolicyScope::UserId(id) => (&mut scopes.user_id, id),
+                PolicyScope::ProjectId(id) => (&mut scopes.project_id, id),
+                PolicyScope::OrgId(id) => (&mut scopes.org_id, id),
+                PolicyScope::Plan(id) => (&mut scopes.plan, id),
+                PolicyScope::Global => continue,
             };
             if place.replace(id.clone()).is_some_and(|before| before != *id) {
                 return None;
@@ -100,8 +100,8 @@ impl Scopes {
     }
 }
 
-impl From<&Caller> for Scopes {
-    fn from(caller: &Caller) -> Self {
+impl From<&CallerIdentity> for Scopes {
+    fn from(caller: &CallerIdentity) -> Self {
         Self {
             user_id: Some(caller.user_id.clone()),
             project_id: caller.project_id.clone(),
@@ -120,50 +120,56 @@ impl From<&Principal> for Scopes {
     }
 }
 
-/// A value that holds, and by what.
+/// A value in force, and its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Resolved {
-    pub value: Value,
-    /// The scope that won and since when its value holds; `None` where it is the catalog's default.
-    pub by: Option<(Scope, Timestamp)>,
+pub struct ResolvedPolicy {
+    pub value: PolicyValue,
+    /// The scope that won and since when its value is in force; `None` where it is the catalog's default.
+    pub by: Option<(PolicyScope, Timestamp)>,
 }
 
-/// A value that a key cannot have, or cannot have there.
+/// A value that a key does not admit, or not in this scope.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotAdmitted {
+pub enum PolicyValueError {
     #[error("{} does not admit {value:?}; it takes {:?}", key.name(), key.bounds())]
-    Value { key: Key, value: Value },
+    Value { key: PolicyKey, value: PolicyValue },
     #[error("{} has no value for {scope}: {}", key.name(), key.applies_to().reason())]
-    Scope { key: Key, scope: Scope },
+    Scope { key: PolicyKey, scope: PolicyScope },
 }
 
-/// Two keys that bound each other, crossing for somebody.
+/// Two keys that bound each other, with crossing values for a subject.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Crossing {
+pub struct CrossingBounds {
     pub at: Timestamp,
     pub low: i64,
     pub high: i64,
-    /// The other scope whose value takes part.
-    pub with: Scope,
+    /// The other scope whose value is involved.
+    pub with: PolicyScope,
 }
 
-/// Every value that holds or will, by scope, key and the instant from which it holds.
+/// Every value that is or will be in force, by scope, key and effective time.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PolicyBook {
-    values: BTreeMap<Scope, BTreeMap<Key, BTreeMap<Timestamp, Value>>>,
+    values: BTreeMap<PolicyScope, BTreeMap<PolicyKey, BTreeMap<Timestamp, PolicyValue>>>,
 }
 
 impl PolicyBook {
-    /// Enters a value. What the key does not admit is not entered.
+    /// Enters a value. A value that the key does not admit is not entered.
     ///
     /// # Errors
-    /// [`NotAdmitted`]
-    pub fn set(&mut self, key: Key, scope: Scope, effective_at: Timestamp, value: Value) -> Result<(), NotAdmitted> {
+    /// [`PolicyValueError`]
+    pub fn set(
+        &mut self,
+        key: PolicyKey,
+        scope: PolicyScope,
+        effective_at: Timestamp,
+        value: PolicyValue,
+    ) -> Result<(), PolicyValueError> {
         if !key.admits(&value) {
-            return Err(NotAdmitted::Value { key, value });
+            return Err(PolicyValueError::Value { key, value });
         }
         if !key.can_be_set_for(&scope) {
-            return Err(NotAdmitted::Scope { key, scope });
+            return Err(PolicyValueError::Scope { key, scope });
         }
         self.values.entry(scope).or_default().entry(key).or_default().insert(effective_at, value);
         Ok(())
@@ -175,82 +181,87 @@ impl PolicyBook {
         self.values.len()
     }
 
-    /// The value that holds at `now` for `scopes`, and what it comes from.
+    /// The value in force at `now` for `scopes`, and its origin.
     #[must_use]
-    pub fn look_up(&self, key: Key, scopes: &Scopes, now: Timestamp) -> Resolved {
-        let in_force = |scope: Scope| {
+    pub fn look_up(&self, key: PolicyKey, scopes: &Scopes, now: Timestamp) -> ResolvedPolicy {
+        let in_force = |scope: PolicyScope| {
             let of_key = self.values.get(&scope)?.get(&key)?;
             let (since, value) = of_key.range(..=now).next_back()?;
-            Some(Resolved { value: value.clone(), by: Some((scope, *since)) })
+            Some(ResolvedPolicy { value: value.clone(), by: Some((scope, *since)) })
         };
-        let found = scopes.most_specific_first(key.applies_to()).find_map(in_force);
-        found.unwrap_or_else(|| Resolved { value: key.default_value(), by: None })
+        let found = scopes.by_specificity(key.applies_to()).find_map(in_force);
+        found.unwrap_or_else(|| ResolvedPolicy { value: key.default_value(), by: None })
     }
 
-    /// The value that holds at `now` for `scopes`, and the scope that won.
+    /// The value in force at `now` for `scopes`, and the scope that won.
     #[must_use]
-    pub fn resolve(&self, key: Key, scopes: &Scopes, now: Timestamp) -> (Value, Option<Scope>) {
-        let Resolved { value, by } = self.look_up(key, scopes, now);
+    pub fn resolve(&self, key: PolicyKey, scopes: &Scopes, now: Timestamp) -> (PolicyValue, Option<PolicyScope>) {
+        let ResolvedPolicy { value, by } = self.look_up(key, scopes, now);
         (value, by.map(|(scope, _)| scope))
     }
 
     /// The value of an integer key.
     #[must_use]
-    pub fn int(&self, key: Key, scopes: &Scopes, now: Timestamp) -> i64 {
+    pub fn int(&self, key: PolicyKey, scopes: &Scopes, now: Timestamp) -> i64 {
         match (self.resolve(key, scopes, now).0, key.bounds()) {
-            (Value::Int(value), _) => value,
-            (Value::Bool(_) | Value::Text(_), Bounds::Int { default, .. }) => default,
-            (Value::Bool(_) | Value::Text(_), Bounds::Enum { .. } | Bounds::Bool { .. }) => 0,
+            (PolicyValue::Int(value), _) => value,
+            (PolicyValue::Bool(_) | PolicyValue::Text(_), ValueBounds::Int { default, .. }) => default,
+            (PolicyValue::Bool(_) | PolicyValue::Text(_), ValueBounds::Enum { .. } | ValueBounds::Bool { .. }) => 0,
         }
     }
 
     /// The value of a key that is counted in seconds.
     #[must_use]
-    pub fn seconds(&self, key: Key, scopes: &Scopes, now: Timestamp) -> TimeDelta {
+    pub fn seconds(&self, key: PolicyKey, scopes: &Scopes, now: Timestamp) -> TimeDelta {
         TimeDelta::seconds(self.int(key, scopes, now))
     }
 
     /// The value of a switch.
     #[must_use]
-    pub fn is_on(&self, key: Key, scopes: &Scopes, now: Timestamp) -> bool {
-        self.resolve(key, scopes, now).0 == Value::Bool(true)
+    pub fn is_on(&self, key: PolicyKey, scopes: &Scopes, now: Timestamp) -> bool {
+        self.resolve(key, scopes, now).0 == PolicyValue::Bool(true)
     }
 
     /// The value of a text key.
     #[must_use]
-    pub fn text(&self, key: Key, scopes: &Scopes, now: Timestamp) -> String {
+    pub fn text(&self, key: PolicyKey, scopes: &Scopes, now: Timestamp) -> String {
         match self.resolve(key, scopes, now).0 {
-            Value::Text(text) => text,
-            Value::Int(value) => value.to_string(),
-            Value::Bool(value) => value.to_string(),
+            PolicyValue::Text(text) => text,
+            PolicyValue::Int(value) => value.to_string(),
+            PolicyValue::Bool(value) => value.to_string(),
         }
     }
 
-    /// The first instant from `from` on at which somebody to whom `scope` applies would have a `low` over their `high`.
+    /// The first instant from `from` on at which a subject of `scope` would have a `low` above its `high`.
     ///
-    /// Whatever scopes a caller has, the two values come from two of them: so pairs of scopes are all that has to be looked at.
+    /// Whatever scopes a caller has, the two values come from two of them: so only pairs of scopes have to be checked.
     #[must_use]
-    pub fn crossing(&self, (low, high): (Key, Key), scope: &Scope, from: Timestamp) -> Option<Crossing> {
-        let concerned = |values: &BTreeMap<Key, _>| values.contains_key(&low) || values.contains_key(&high);
+    pub fn crossing(
+        &self,
+        (low, high): (PolicyKey, PolicyKey),
+        scope: &PolicyScope,
+        from: Timestamp,
+    ) -> Option<CrossingBounds> {
+        let concerned = |values: &BTreeMap<PolicyKey, _>| values.contains_key(&low) || values.contains_key(&high);
         let others = self.values.iter().filter(|(_, values)| concerned(values)).map(|(other, _)| other);
-        let crossings = others.chain([&Scope::Global]).filter_map(|other| {
+        let crossings = others.chain([&PolicyScope::Global]).filter_map(|other| {
             let caller = Scopes::of_both(scope, other)?;
-            let changes = [scope, other, &Scope::Global].into_iter().filter_map(|scope| self.values.get(scope));
+            let changes = [scope, other, &PolicyScope::Global].into_iter().filter_map(|scope| self.values.get(scope));
             let changes = changes.flat_map(|values| [low, high].into_iter().filter_map(|key| values.get(&key)));
             let instants: BTreeSet<_> =
                 changes.flat_map(BTreeMap::keys).copied().filter(|at| *at > from).chain([from]).collect();
             instants.into_iter().find_map(|at| {
                 let (low, high) = (self.int(low, &caller, at), self.int(high, &caller, at));
-                (low > high).then(|| Crossing { at, low, high, with: other.clone() })
+                (low > high).then(|| CrossingBounds { at, low, high, with: other.clone() })
             })
         });
         crossings.min_by_key(|crossing| crossing.at)
     }
 
-    /// The book without what is set in `scope` for these keys, and of the others nothing but these.
+    /// The book without the values of these keys in `scope`, and with no other keys.
     #[must_use]
-    pub(super) fn of_others(&self, keys: [Key; 2], scope: &Scope) -> Self {
-        let kept = |values: &BTreeMap<Key, BTreeMap<Timestamp, Value>>| {
+    pub(super) fn without_scope(&self, keys: [PolicyKey; 2], scope: &PolicyScope) -> Self {
+        let kept = |values: &BTreeMap<PolicyKey, BTreeMap<Timestamp, PolicyValue>>| {
             let of_keys = keys.iter().filter_map(|key| Some((*key, values.get(key)?.clone())));
             Some(of_keys.collect::<BTreeMap<_, _>>()).filter(|values| !values.is_empty())
         };
@@ -270,68 +281,69 @@ mod tests {
     }
 
     #[test]
-    fn the_most_specific_scope_wins_and_says_so() {
+    fn most_specific_scope_wins_and_is_named() {
         let mut book = PolicyBook::default();
-        let key = Key::AllocationMaxConcurrent;
-        book.set(key, Scope::Global, at(0), Value::Int(10)).unwrap();
-        book.set(key, Scope::Plan("pro".into()), at(0), Value::Int(20)).unwrap();
-        book.set(key, Scope::UserId("ann".into()), at(0), Value::Int(30)).unwrap();
+        let key = PolicyKey::AllocationMaxConcurrent;
+        book.set(key, PolicyScope::Global, at(0), PolicyValue::Int(10)).unwrap();
+        book.set(key, PolicyScope::Plan("pro".into()), at(0), PolicyValue::Int(20)).unwrap();
+        book.set(key, PolicyScope::UserId("ann".into()), at(0), PolicyValue::Int(30)).unwrap();
         let ann = Scopes { user_id: Some("ann".into()), plan: Some("pro".into()), ..Scopes::default() };
         let bob = Scopes { user_id: Some("bob".into()), plan: Some("pro".into()), ..Scopes::default() };
-        assert_eq!(book.resolve(key, &ann, at(1)), (Value::Int(30), Some(Scope::UserId("ann".into()))));
-        assert_eq!(book.resolve(key, &bob, at(1)), (Value::Int(20), Some(Scope::Plan("pro".into()))));
+        assert_eq!(book.resolve(key, &ann, at(1)), (PolicyValue::Int(30), Some(PolicyScope::UserId("ann".into()))));
+        assert_eq!(book.resolve(key, &bob, at(1)), (PolicyValue::Int(20), Some(PolicyScope::Plan("pro".into()))));
         assert_eq!(book.int(key, &Scopes::global(), at(1)), 10);
     }
 
     #[test]
-    fn a_value_holds_from_its_second_and_not_before() {
+    fn value_is_in_force_from_its_effective_time() {
         let mut book = PolicyBook::default();
-        let key = Key::NodeOfflineAfter;
-        book.set(key, Scope::Global, at(100), Value::Int(30)).unwrap();
+        let key = PolicyKey::NodeOfflineAfter;
+        book.set(key, PolicyScope::Global, at(100), PolicyValue::Int(30)).unwrap();
         assert_eq!(book.int(key, &Scopes::global(), at(99)), 90);
         assert_eq!(book.int(key, &Scopes::global(), at(100)), 30);
     }
 
     #[test]
-    fn what_a_key_does_not_admit_is_not_entered() {
+    fn inadmissible_value_is_not_entered() {
         let mut book = PolicyBook::default();
-        let wrong = [Value::Int(9), Value::Int(3601), Value::Text("30".into()), Value::Bool(true)];
+        let wrong =
+            [PolicyValue::Int(9), PolicyValue::Int(3601), PolicyValue::Text("30".into()), PolicyValue::Bool(true)];
         for value in wrong {
-            assert!(book.set(Key::NodeOfflineAfter, Scope::Global, at(0), value).is_err());
+            assert!(book.set(PolicyKey::NodeOfflineAfter, PolicyScope::Global, at(0), value).is_err());
         }
         assert_eq!(book, PolicyBook::default());
     }
 
     #[test]
-    fn what_wins_says_since_when_and_a_default_says_that_it_is_one() {
+    fn resolved_value_names_its_effective_time_or_that_it_is_the_default() {
         let mut book = PolicyBook::default();
-        let (key, ann) = (Key::NodeOfflineAfter, Scopes { user_id: Some("ann".into()), ..Scopes::default() });
-        assert_eq!(book.look_up(key, &ann, at(0)), Resolved { value: Value::Int(90), by: None });
-        book.set(key, Scope::Global, at(5), Value::Int(30)).unwrap();
+        let (key, ann) = (PolicyKey::NodeOfflineAfter, Scopes { user_id: Some("ann".into()), ..Scopes::default() });
+        assert_eq!(book.look_up(key, &ann, at(0)), ResolvedPolicy { value: PolicyValue::Int(90), by: None });
+        book.set(key, PolicyScope::Global, at(5), PolicyValue::Int(30)).unwrap();
         let resolved = book.look_up(key, &ann, at(9));
-        assert_eq!(resolved, Resolved { value: Value::Int(30), by: Some((Scope::Global, at(5))) });
+        assert_eq!(resolved, ResolvedPolicy { value: PolicyValue::Int(30), by: Some((PolicyScope::Global, at(5))) });
     }
 
     #[test]
-    fn value_in_a_scope_that_nothing_reads_is_not_entered_and_never_wins() {
+    fn value_in_an_inapplicable_scope_is_not_entered_and_never_wins() {
         let mut book = PolicyBook::default();
-        let (window, offline) = (Key::BillingWindow, Key::NodeOfflineAfter);
-        for scope in [Scope::ProjectId("p".into()), Scope::Plan("pro".into())] {
-            let refused = book.set(window, scope.clone(), at(0), Value::Int(7));
-            assert_eq!(refused, Err(NotAdmitted::Scope { key: window, scope }));
+        let (window, offline) = (PolicyKey::BillingWindow, PolicyKey::NodeOfflineAfter);
+        for scope in [PolicyScope::ProjectId("p".into()), PolicyScope::Plan("pro".into())] {
+            let refused = book.set(window, scope.clone(), at(0), PolicyValue::Int(7));
+            assert_eq!(refused, Err(PolicyValueError::Scope { key: window, scope }));
         }
-        assert!(book.set(offline, Scope::UserId("ann".into()), at(0), Value::Int(30)).is_err());
+        assert!(book.set(offline, PolicyScope::UserId("ann".into()), at(0), PolicyValue::Int(30)).is_err());
         assert_eq!(book, PolicyBook::default());
     }
 
     #[test]
-    fn account_of_an_organization_is_resolved_for_the_organization_whoever_rents() {
+    fn account_of_an_organization_is_resolved_for_the_organization() {
         let mut book = PolicyBook::default();
-        let (window, ssh_keys) = (Key::BillingWindow, Key::SshKeyMaxPerUser);
-        let (user, org) = (Scope::UserId("ann".into()), Scope::OrgId("acme".into()));
+        let (window, ssh_keys) = (PolicyKey::BillingWindow, PolicyKey::SshKeyMaxPerUser);
+        let (user, org) = (PolicyScope::UserId("ann".into()), PolicyScope::OrgId("acme".into()));
         for key in [window, ssh_keys] {
-            book.set(key, user.clone(), at(0), Value::Int(30)).unwrap();
-            book.set(key, org.clone(), at(0), Value::Int(90)).unwrap();
+            book.set(key, user.clone(), at(0), PolicyValue::Int(30)).unwrap();
+            book.set(key, org.clone(), at(0), PolicyValue::Int(90)).unwrap();
         }
         let ann = Scopes { user_id: Some("ann".into()), plan: Some("pro".into()), ..Scopes::default() };
         let ann_at_acme = Scopes { org_id: Some("acme".into()), ..ann.clone() };
@@ -339,27 +351,27 @@ mod tests {
             let holder = Holder::paying_for("ann", scopes.org_id.as_deref());
             assert_eq!(book.resolve(window, scopes, at(1)), book.resolve(window, &holder.scopes(), at(1)));
         }
-        assert_eq!(book.resolve(window, &ann_at_acme, at(1)), (Value::Int(90), Some(org)));
-        assert_eq!(book.resolve(ssh_keys, &ann_at_acme, at(1)), (Value::Int(30), Some(user)));
+        assert_eq!(book.resolve(window, &ann_at_acme, at(1)), (PolicyValue::Int(90), Some(org)));
+        assert_eq!(book.resolve(ssh_keys, &ann_at_acme, at(1)), (PolicyValue::Int(30), Some(user)));
     }
 
-    const DEPOSITS: (Key, Key) = (Key::BillingMinimumDeposit, Key::BillingMaximumDeposit);
+    const DEPOSITS: (PolicyKey, PolicyKey) = (PolicyKey::BillingMinimumDeposit, PolicyKey::BillingMaximumDeposit);
 
     #[test]
-    fn two_keys_cross_only_for_somebody_who_can_exist_and_at_their_first_instant() {
-        let (user, bob) = (Scope::UserId("ann".into()), Scope::UserId("bob".into()));
-        let org = Scope::OrgId("acme".into());
+    fn bounding_keys_cross_only_for_a_possible_subject_at_the_first_instant() {
+        let (user, bob) = (PolicyScope::UserId("ann".into()), PolicyScope::UserId("bob".into()));
+        let org = PolicyScope::OrgId("acme".into());
         let mut book = PolicyBook::default();
-        book.set(DEPOSITS.0, user.clone(), at(10), Value::Int(5000)).unwrap();
-        book.set(DEPOSITS.1, bob, at(0), Value::Int(2000)).unwrap();
+        book.set(DEPOSITS.0, user.clone(), at(10), PolicyValue::Int(5000)).unwrap();
+        book.set(DEPOSITS.1, bob, at(0), PolicyValue::Int(2000)).unwrap();
         assert_eq!(book.crossing(DEPOSITS, &user, at(0)), None, "nobody is both ann and bob");
-        book.set(DEPOSITS.1, org.clone(), at(20), Value::Int(4000)).unwrap();
-        let crossing = Crossing { at: at(20), low: 5000, high: 4000, with: org.clone() };
+        book.set(DEPOSITS.1, org.clone(), at(20), PolicyValue::Int(4000)).unwrap();
+        let crossing = CrossingBounds { at: at(20), low: 5000, high: 4000, with: org.clone() };
         assert_eq!(book.crossing(DEPOSITS, &user, at(0)), Some(crossing));
         let from_the_other_side = book.crossing(DEPOSITS, &org, at(0)).unwrap();
         assert_eq!((from_the_other_side.at, from_the_other_side.with), (at(20), user.clone()));
-        // Her own maximum comes before the one of her organisation.
-        book.set(DEPOSITS.1, user.clone(), at(15), Value::Int(6000)).unwrap();
+        // A user's own maximum precedes the one of the organization.
+        book.set(DEPOSITS.1, user.clone(), at(15), PolicyValue::Int(6000)).unwrap();
         assert_eq!(book.crossing(DEPOSITS, &user, at(0)), None);
         assert_eq!(book.crossing(DEPOSITS, &org, at(0)), None);
     }

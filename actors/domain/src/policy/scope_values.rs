@@ -1,87 +1,86 @@
 //! The policy values of one scope, written by administrators (specification, *Policy value*).
 //!
-//! What is superseded leaves the state: it stands in the history and the audit log. What is kept is what is in force and what
-//! will be.
+//! Superseded values leave the state: they remain in the history and the audit log. The state has the values in force and the future ones.
 
-use super::{Crossing, Key, ORDERED, PolicyBook, Scope, Value};
-use crate::audit::{Audit, AuditAction};
+use super::{CrossingBounds, ORDERED, PolicyBook, PolicyKey, PolicyScope, PolicyValue};
+use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
 use crate::event::Event;
-use crate::id::{EntityRef, Kind, PolicyId, PolicyValueId};
-use crate::machine::{self, Ctx, Deadline, Effect, Keys, Machine, Step, Timestamp};
+use crate::id::{EntityKind, EntityRef, PolicyId, PolicyValueId};
+use crate::machine::{self, Deadline, Effect, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use chrono::{SubsecRound as _, TimeDelta};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-/// How far back `effective_at` may lie and still mean now: for the clock of whoever asks, and the way.
-const LATENESS: TimeDelta = TimeDelta::seconds(60);
-/// How far ahead it may lie.
-const FORESIGHT: TimeDelta = TimeDelta::days(3660);
-/// Values of one key that may lie ahead in one scope, and of all keys.
-const AHEAD_OF_KEY: usize = 20;
-const AHEAD: usize = 200;
-/// Scopes with values of their own. Every process reads all of them.
-const SCOPES: usize = 10_000;
+/// How far in the past `effective_at` may be and still mean now: for clock differences and latency.
+const EFFECTIVE_AT_TOLERANCE: TimeDelta = TimeDelta::seconds(60);
+/// How far in the future it may be.
+const EFFECTIVE_AT_HORIZON: TimeDelta = TimeDelta::days(3660);
+/// The bounds of future values in one scope: of one key, and of all keys.
+const MAX_PENDING_PER_KEY: usize = 20;
+const MAX_PENDING: usize = 200;
+/// The bound of scopes with values of their own. Every process reads all of them.
+const MAX_SCOPES: usize = 10_000;
 
-/// The state: what is set in one scope.
+/// The state: the values of one scope.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ScopeValues {
-    pub scope: Scope,
-    /// By key and the instant from which they hold. Keys of another release stay as they are.
-    pub values: Vec<Written>,
+    pub scope: PolicyScope,
+    /// By key and effective time. Keys of another release stay as they are.
+    pub values: Vec<PolicyVersion>,
 }
 
-/// One value, as it was written.
+/// One version of a value.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Written {
+pub struct PolicyVersion {
     pub id: PolicyValueId,
     pub key: String,
-    pub value: Value,
+    pub value: PolicyValue,
     pub effective_at: Timestamp,
     pub reason: String,
-    /// What would hold for this scope itself from then on, if this had not been written.
-    pub old_value: Option<Value>,
+    /// The value that would be in force in this scope from then on without this one.
+    pub old_value: Option<PolicyValue>,
     pub written_by: String,
     pub written_at: Timestamp,
 }
 
 /// A value to be written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct NewValue {
-    pub scope: Scope,
-    pub key: Key,
-    pub value: Value,
+pub struct PolicyWrite {
+    pub scope: PolicyScope,
+    pub key: PolicyKey,
+    pub value: PolicyValue,
     /// `None`: at once.
     pub effective_at: Option<Timestamp>,
     pub reason: String,
-    pub expected: Expected,
+    pub expected: ExpectedValue,
 }
 
-/// What the writer believes to replace.
+/// The value that the writer expects to replace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Expected {
+pub enum ExpectedValue {
     Anything,
-    /// Nothing is set in this scope.
+    /// No value in this scope.
     Nothing,
-    This(Value),
+    This(PolicyValue),
 }
 
-/// A value to be taken back, so that the less specific one holds.
+/// The revocation of a value, after which the less specific one is in force.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct TakeBack {
-    pub key: Key,
-    /// Which one of the key's values: the one that holds from this instant on. `None`: the one in force.
+pub struct PolicyRevocation {
+    pub key: PolicyKey,
+    /// The effective time of the value to revoke. `None`: the value in force.
     pub effective_at: Option<Timestamp>,
     pub reason: String,
-    pub expected: Expected,
+    pub expected: ExpectedValue,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
-    Write(Box<NewValue>),
-    TakeBack(TakeBack),
+    Write(Box<PolicyWrite>),
+    TakeBack(PolicyRevocation),
     Tick,
 }
 
@@ -105,7 +104,7 @@ impl machine::Command for Command {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
-    Written { scope: Scope, written: Box<Written> },
+    Written { scope: PolicyScope, written: Box<PolicyVersion> },
     Done,
 }
 
@@ -115,17 +114,17 @@ pub enum Rejection {
     #[error("nothing was ever written for this scope")]
     NotFound,
     #[error("{} has no such value in this scope", key.name())]
-    NotSet { key: Key },
+    NotSet { key: PolicyKey },
     #[error("{} does not admit {value}", key.name())]
-    OutOfBounds { key: Key, value: Value },
+    OutOfBounds { key: PolicyKey, value: PolicyValue },
     #[error("{} has no value for {scope}", key.name())]
-    Scope { key: Key, scope: Scope },
+    Scope { key: PolicyKey, scope: PolicyScope },
     #[error("{} cannot be {value} yet", key.name())]
-    NotBuilt { key: Key, value: Value },
+    NotBuilt { key: PolicyKey, value: PolicyValue },
     #[error("{} would be over {} from {} on", low.name(), high.name(), crossing.at)]
-    Crosses { key: Key, low: Key, high: Key, crossing: Crossing },
+    Crosses { key: PolicyKey, low: PolicyKey, high: PolicyKey, crossing: CrossingBounds },
     #[error("the value is another")]
-    Differs { key: Key, current: Option<Value> },
+    Differs { key: PolicyKey, current: Option<PolicyValue> },
     #[error("effective_at lies in the past")]
     Past { now: Timestamp },
     #[error("effective_at lies too far ahead")]
@@ -137,25 +136,29 @@ pub enum Rejection {
 }
 
 impl Machine for ScopeValues {
-    const KIND: Kind = Kind::Policy;
-    /// A value in force of each key and 200 ahead, each with its reason.
+    const KIND: EntityKind = EntityKind::Policy;
+    /// A value in force of each key and 200 future ones, each with its reason.
     const SNAPSHOT_MOST: usize = 512 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
 
-    fn decide(state: Option<&Self>, command: Command, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
             (Some(values), Command::Write(new)) => values.write(*new, ctx),
-            (Some(values), Command::TakeBack(what)) => values.take_back(what, ctx),
+            (Some(values), Command::TakeBack(what)) => values.revoke(what, ctx),
             (None, Command::TakeBack(what)) => Err(Rejection::NotSet { key: what.key }),
-            (None, Command::Write(_)) if ctx.policy.scopes() >= SCOPES => {
-                Err(Rejection::TooManyScopes { limit: SCOPES })
+            (None, Command::Write(_)) if ctx.policy.scopes() >= MAX_SCOPES => {
+                Err(Rejection::TooManyScopes { limit: MAX_SCOPES })
             }
-            // A scope comes to be with its first value.
+            // A scope's entity is created with its first value.
             (None, Command::Write(new)) => Self { scope: new.scope.clone(), values: Vec::new() }.write(*new, ctx),
             (None, Command::Tick) => Err(Rejection::NotFound),
-            (Some(_), Command::Tick) => Ok(Step::stay(Reply::Done)),
+            (Some(_), Command::Tick) => Ok(Transition::stay(Reply::Done)),
         }
     }
 
@@ -167,8 +170,8 @@ impl Machine for ScopeValues {
         None
     }
 
-    fn keys(&self) -> Keys {
-        Keys::default()
+    fn keys(&self) -> IndexKeys {
+        IndexKeys::default()
     }
 
     fn tick() -> Command {
@@ -177,20 +180,21 @@ impl Machine for ScopeValues {
 }
 
 impl ScopeValues {
-    /// What holds in this scope at `at`, by what is written so far.
-    fn of_key_at(&self, key: &str, at: Timestamp) -> Option<&Written> {
+    /// The value in force in this scope at `at`.
+    fn of_key_at(&self, key: &str, at: Timestamp) -> Option<&PolicyVersion> {
         let so_far = self.values.iter().filter(|written| written.key == key && written.effective_at <= at);
         so_far.max_by_key(|written| written.effective_at)
     }
 
-    /// Never before the last write: a shard may come to a member whose clock is a little behind, and what is written later has to win.
+    /// The time of a write, never before the last one: a shard may move to a member whose clock is slightly behind, and a later write has
+    /// to win.
     fn now(&self, clock: Timestamp) -> Timestamp {
         let written = self.values.iter().map(|written| written.written_at);
-        written.filter(|at| *at <= clock + LATENESS).fold(clock, Ord::max)
+        written.filter(|at| *at <= clock + EFFECTIVE_AT_TOLERANCE).fold(clock, Ord::max)
     }
 
-    fn write(&self, new: NewValue, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        let NewValue { scope: _, key, value, effective_at, reason, expected } = new;
+    fn write(&self, new: PolicyWrite, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        let PolicyWrite { scope: _, key, value, effective_at, reason, expected } = new;
         if !key.admits(&value) {
             return Err(Rejection::OutOfBounds { key, value });
         }
@@ -201,10 +205,10 @@ impl ScopeValues {
             return Err(Rejection::NotBuilt { key, value });
         }
         let now = self.now(ctx.now);
-        let effective_at = instant(effective_at, now)?;
+        let effective_at = effective_instant(effective_at, now)?;
         let old_value = self.of_key_at(key.name(), effective_at).map(|written| written.value.clone());
         expected.check(key, old_value.as_ref())?;
-        let written = Written {
+        let written = PolicyVersion {
             id: PolicyValueId(ctx.new_id(0)),
             key: key.name().to_owned(),
             value,
@@ -217,11 +221,11 @@ impl ScopeValues {
         let next = self.with(written.clone(), now);
         next.keep_within_bounds(key, now)?;
         next.keep_order(key, effective_at, ctx)?;
-        Ok(next.said(key, written, ctx))
+        Ok(next.written(key, written, ctx))
     }
 
-    fn take_back(&self, what: TakeBack, ctx: &Ctx<'_>) -> Result<Step<Self>, Rejection> {
-        let TakeBack { key, effective_at, reason, expected } = what;
+    fn revoke(&self, what: PolicyRevocation, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        let PolicyRevocation { key, effective_at, reason, expected } = what;
         let now = self.now(ctx.now);
         let in_force = self.of_key_at(key.name(), now);
         let found = match effective_at.map(|at| at.trunc_subsecs(6)) {
@@ -233,14 +237,14 @@ impl ScopeValues {
         expected.check(key, Some(&taken.value))?;
         let from = taken.effective_at.max(now);
         let mut next = self.clone();
-        // With the one in force go those that it superseded: they do not come back.
+        // The values that the revoked one superseded are removed with it: they do not return.
         let goes = |at: Timestamp| at == taken.effective_at || (at < taken.effective_at && from == now);
         next.values.retain(|written| written.key != taken.key || !goes(written.effective_at));
         next.keep_order(key, from, ctx)?;
-        Ok(next.said_of_taken(key, &taken, &reason, ctx))
+        Ok(next.revoked(key, &taken, &reason, ctx))
     }
 
-    fn with(&self, written: Written, now: Timestamp) -> Self {
+    fn with(&self, written: PolicyVersion, now: Timestamp) -> Self {
         let mut next = self.clone();
         next.values.retain(|before| before.key != written.key || before.effective_at != written.effective_at);
         next.values.push(written);
@@ -253,10 +257,10 @@ impl ScopeValues {
         next
     }
 
-    fn keep_within_bounds(&self, key: Key, now: Timestamp) -> Result<(), Rejection> {
+    fn keep_within_bounds(&self, key: PolicyKey, now: Timestamp) -> Result<(), Rejection> {
         let ahead = self.values.iter().filter(|written| written.effective_at > now);
         let of_key = ahead.clone().filter(|written| written.key == key.name()).count();
-        for (count, limit) in [(of_key, AHEAD_OF_KEY), (ahead.count(), AHEAD)] {
+        for (count, limit) in [(of_key, MAX_PENDING_PER_KEY), (ahead.count(), MAX_PENDING)] {
             if count > limit {
                 return Err(Rejection::TooManyAhead { limit });
             }
@@ -264,10 +268,11 @@ impl ScopeValues {
         Ok(())
     }
 
-    /// What is set in two scopes at the same moment is not compared: each is checked against what is known of the others.
-    fn keep_order(&self, key: Key, from: Timestamp, ctx: &Ctx<'_>) -> Result<(), Rejection> {
+    /// Checks the order of bounding keys. Simultaneous writes in two scopes are not compared: each is checked against the values that are
+    /// known of the others.
+    fn keep_order(&self, key: PolicyKey, from: Timestamp, ctx: &TransitionContext<'_>) -> Result<(), Rejection> {
         for (low, high) in ORDERED.into_iter().filter(|(low, high)| [low, high].contains(&&key)) {
-            let mut book = ctx.policy.of_others([low, high], &self.scope);
+            let mut book = ctx.policy.without_scope([low, high], &self.scope);
             self.enter(&mut book);
             if let Some(crossing) = book.crossing((low, high), &self.scope, from) {
                 return Err(Rejection::Crosses { key, low, high, crossing });
@@ -276,7 +281,7 @@ impl ScopeValues {
         Ok(())
     }
 
-    fn said(self, key: Key, written: Written, ctx: &Ctx<'_>) -> Step<Self> {
+    fn written(self, key: PolicyKey, written: PolicyVersion, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let metadata = json!({
             "policy_key": written.key,
             "scope": self.scope,
@@ -285,7 +290,8 @@ impl ScopeValues {
             "effective_at": written.effective_at,
             "reason": written.reason,
         });
-        let audit = Audit::new(AuditAction::PoliciesWrite, EntityRef { kind: Kind::Policy, id: ctx.id }, metadata);
+        let audit =
+            AuditRecord::new(AuditAction::PoliciesWrite, EntityRef { kind: EntityKind::Policy, id: ctx.id }, metadata);
         let event = Event::PolicyWritten {
             policy_id: PolicyId(ctx.id),
             value_id: written.id,
@@ -294,10 +300,16 @@ impl ScopeValues {
         };
         let why = format!("{} is {} from {} on", written.key, written.value, written.effective_at);
         let reply = Reply::Written { scope: self.scope.clone(), written: Box::new(written) };
-        Step::to(self, reply, why).audit(audit).event(event).effect(Effect::ReadPolicy)
+        Transition::to(self, reply, why).audit(audit).event(event).effect(Effect::ReadPolicy)
     }
 
-    fn said_of_taken(self, key: Key, taken: &Written, reason: &str, ctx: &Ctx<'_>) -> Step<Self> {
+    fn revoked(
+        self,
+        key: PolicyKey,
+        taken: &PolicyVersion,
+        reason: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let metadata = json!({
             "policy_key": taken.key,
             "scope": self.scope,
@@ -306,7 +318,11 @@ impl ScopeValues {
             "effective_at": taken.effective_at,
             "reason": reason,
         });
-        let audit = Audit::new(AuditAction::PoliciesTakeBack, EntityRef { kind: Kind::Policy, id: ctx.id }, metadata);
+        let audit = AuditRecord::new(
+            AuditAction::PoliciesTakeBack,
+            EntityRef { kind: EntityKind::Policy, id: ctx.id },
+            metadata,
+        );
         let event = Event::PolicyWritten {
             policy_id: PolicyId(ctx.id),
             value_id: taken.id,
@@ -314,22 +330,22 @@ impl ScopeValues {
             effective_at: taken.effective_at.max(ctx.now),
         };
         let why = format!("{} is not {} from {} on", taken.key, taken.value, taken.effective_at);
-        Step::to(self, Reply::Done, why).audit(audit).event(event).effect(Effect::ReadPolicy)
+        Transition::to(self, Reply::Done, why).audit(audit).event(event).effect(Effect::ReadPolicy)
     }
 
-    /// Enters everything into a book. What this release does not know or admit is left out, and returned by its key: the less
-    /// specific value holds there.
+    /// Enters all values into a book. Values that this release does not know or admit are left out, and returned by their key: the less
+    /// specific value is in force there.
     pub fn enter(&self, book: &mut PolicyBook) -> Vec<&str> {
-        let mut enter = |written: &Written| {
-            let key = Key::parse(&written.key)?;
+        let mut enter = |written: &PolicyVersion| {
+            let key = PolicyKey::parse(&written.key)?;
             book.set(key, self.scope.clone(), written.effective_at, written.value.clone()).ok()
         };
         self.values.iter().filter(|written| enter(written).is_none()).map(|written| written.key.as_str()).collect()
     }
 }
 
-impl Expected {
-    fn check(self, key: Key, current: Option<&Value>) -> Result<(), Rejection> {
+impl ExpectedValue {
+    fn check(self, key: PolicyKey, current: Option<&PolicyValue>) -> Result<(), Rejection> {
         let holds = match &self {
             Self::Anything => true,
             Self::Nothing => current.is_none(),
@@ -339,13 +355,13 @@ impl Expected {
     }
 }
 
-/// From when on the value holds, as Postgres keeps times.
-fn instant(asked: Option<Timestamp>, now: Timestamp) -> Result<Timestamp, Rejection> {
+/// The effective time of a value, with the precision of Postgres.
+fn effective_instant(asked: Option<Timestamp>, now: Timestamp) -> Result<Timestamp, Rejection> {
     let Some(asked) = asked.map(|at| at.trunc_subsecs(6)) else { return Ok(now) };
-    if asked < now - LATENESS {
+    if asked < now - EFFECTIVE_AT_TOLERANCE {
         return Err(Rejection::Past { now });
     }
-    let latest = now + FORESIGHT;
+    let latest = now + EFFECTIVE_AT_HORIZON;
     if asked > latest { Err(Rejection::TooFarAhead { latest }) } else { Ok(asked.max(now)) }
 }
 

@@ -1,12 +1,13 @@
-//! An event of the processor's in hostile hands: it comes often, is worked on twice, fails, is given up, and is kept by an operator's word.
+//! An event of the processor under adverse conditions: it arrives often, is processed twice, fails, is given up, and is settled by an
+//! operator.
 
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::authz::{Caller, PlatformRole, Principal, Role};
+use crate::authz::{CallerIdentity, PlatformRole, Principal, TokenRole};
 use crate::invariant;
-use crate::machine::{Command as _, Trace};
-use crate::policy::{PolicyBook, Scope, Value};
+use crate::machine::{Command as _, TraceContext};
+use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use std::fmt::Write as _;
 use uuid::Uuid;
 
@@ -41,7 +42,7 @@ fn dismiss() -> Command {
 }
 
 fn processed() -> Command {
-    Command::Processed { outcome: Outcome::Told }
+    Command::Processed { outcome: ProcessingOutcome::Told }
 }
 
 fn worker() -> Principal {
@@ -49,21 +50,21 @@ fn worker() -> Principal {
 }
 
 fn operator() -> Principal {
-    Principal::Caller(Caller {
+    Principal::Caller(CallerIdentity {
         user_id: "ann".into(),
-        roles: [Role::User].into(),
+        roles: [TokenRole::User].into(),
         org_id: None,
         project_id: None,
         plan: None,
         grant: Some(crate::authz::Grant {
             roles: [PlatformRole::BillingOperations].into(),
-            from: crate::commit::Footing { entity: ID, version: 1 },
+            from: crate::commit::Precondition { entity: ID, version: 1 },
         }),
         service_account: None,
     })
 }
 
-/// One event, and the time.
+/// One event and the clock.
 #[derive(Clone)]
 struct Story {
     event: Option<ProcessorEvent>,
@@ -78,31 +79,31 @@ impl Story {
 
     fn received() -> Self {
         let mut story = Self::new();
-        story.tell(receive("d"));
+        story.send(receive("d"));
         story
     }
 
-    /// At most so many attempts.
+    /// Sets the bound of attempts.
     fn at_most(mut self, attempts: i64) -> Self {
-        let (key, since) = (Key::BillingWebhookMaxAttempts, Timestamp::UNIX_EPOCH);
-        self.policy.set(key, Scope::Global, since, Value::Int(attempts)).unwrap();
+        let (key, since) = (PolicyKey::BillingWebhookMaxAttempts, Timestamp::UNIX_EPOCH);
+        self.policy.set(key, PolicyScope::Global, since, PolicyValue::Int(attempts)).unwrap();
         self
     }
 
     fn dead() -> Self {
         let mut story = Self::received().at_most(1);
-        story.tell(failed());
+        story.send(failed());
         story
     }
 
-    fn ask(&self, command: Command) -> Result<Step<ProcessorEvent>, Rejection> {
+    fn ask(&self, command: Command) -> Result<Transition<ProcessorEvent>, Rejection> {
         let by = if command.action() == Action::Advance { worker() } else { operator() };
-        let ctx = Ctx {
+        let ctx = TransitionContext {
             now: self.now,
             policy: &self.policy,
             by: &by,
             correlation_id: "c",
-            trace: Trace::default(),
+            trace: TraceContext::default(),
             seed: 1,
             id: ID,
             version: 0,
@@ -110,7 +111,7 @@ impl Story {
         ProcessorEvent::decide(self.event.as_ref(), command, &ctx)
     }
 
-    fn tell(&mut self, command: Command) -> Step<ProcessorEvent> {
+    fn send(&mut self, command: Command) -> Transition<ProcessorEvent> {
         let step = self.ask(command).unwrap();
         if let Some(next) = &step.next {
             self.event = Some(next.clone());
@@ -128,11 +129,11 @@ impl Story {
 }
 
 #[test]
-fn an_event_from_which_nothing_follows_is_processed_as_it_comes_in_and_forgotten_like_any_other() {
+fn event_without_consequence_is_processed_on_receipt_and_its_body_removed() {
     let mut story = Story::new();
     let Command::Receive { event_id, object_id, occurred_at, digest, body_enc, .. } = receive("d") else { panic!() };
     let event_type = "invoice.updated".to_owned();
-    let step = story.tell(Command::Receive {
+    let step = story.send(Command::Receive {
         event_id,
         event_type,
         object_id,
@@ -143,51 +144,51 @@ fn an_event_from_which_nothing_follows_is_processed_as_it_comes_in_and_forgotten
     });
     assert!(step.events.is_empty(), "nobody has to work on it");
     assert_eq!(story.state(), "processed");
-    assert!(story.tell(receive("d")).next.is_none(), "sent again it is the same");
+    assert!(story.send(receive("d")).next.is_none(), "sent again it is the same");
     assert_eq!(story.ask(receive("other")).unwrap_err(), Rejection::Differs);
     story.until_the_timer();
-    assert!(story.tell(Command::Tick).next.unwrap().body_enc.is_none());
+    assert!(story.send(Command::Tick).next.unwrap().body_enc.is_none());
 }
 
 #[test]
-fn what_comes_a_hundred_times_is_kept_once_and_said_once() {
+fn repeated_event_is_stored_and_published_once() {
     let mut story = Story::new();
-    let first = story.tell(receive("d"));
+    let first = story.send(receive("d"));
     assert_eq!(first.reply, Reply::Kept { is_new: true });
     assert_eq!(first.events, [Event::ProcessorEventDue { processor_event_id: ProcessorEventId(ID) }]);
     for _ in 0..100 {
-        let again = story.tell(receive("d"));
+        let again = story.send(receive("d"));
         assert_eq!((again.reply, again.next, again.events), (Reply::Kept { is_new: false }, None, Vec::new()));
     }
     assert_eq!(story.ask(receive("another")).unwrap_err(), Rejection::Differs);
-    story.tell(processed());
-    assert_eq!(story.tell(receive("d")).reply, Reply::Kept { is_new: false });
+    story.send(processed());
+    assert_eq!(story.send(receive("d")).reply, Reply::Kept { is_new: false });
 }
 
 #[test]
-fn what_nobody_heeds_is_said_again_and_ever_more_seldom() {
+fn unprocessed_event_is_resent_with_backoff() {
     let mut story = Story::received();
     let mut said = Vec::new();
     for _ in 0..6 {
         story.until_the_timer();
         said.push((story.now - start()).num_seconds());
-        assert_eq!(story.tell(Command::Tick).events.len(), 1);
-        assert!(story.tell(Command::Tick).next.is_none(), "not twice at once");
+        assert_eq!(story.send(Command::Tick).events.len(), 1);
+        assert!(story.send(Command::Tick).next.is_none(), "not twice at once");
     }
     assert_eq!(said, [10, 20, 40, 80, 160, 320]);
     assert_eq!(story.state(), "received");
 }
 
 #[test]
-fn what_cannot_be_carried_out_is_tried_for_hours_and_then_waits_for_an_operator() {
+fn failing_event_is_retried_for_hours_and_then_awaits_an_operator() {
     let mut story = Story::received();
     let mut attempts = 0;
     while story.state() != "dead" {
-        story.tell(failed());
+        story.send(failed());
         attempts += 1;
         if story.state() == "retrying" {
             story.until_the_timer();
-            assert_eq!(story.tell(Command::Tick).events.len(), 1);
+            assert_eq!(story.send(Command::Tick).events.len(), 1);
         }
     }
     let event = story.event.clone().unwrap();
@@ -199,46 +200,46 @@ fn what_cannot_be_carried_out_is_tried_for_hours_and_then_waits_for_an_operator(
 }
 
 #[test]
-fn an_operator_has_a_dead_one_tried_anew_or_dismisses_it_and_both_are_audited() {
+fn operator_retries_or_dismisses_a_dead_event_and_both_are_audited() {
     let mut story = Story::dead();
     let mut dismissed = story.clone();
-    let step = story.tell(retry());
+    let step = story.send(retry());
     assert_eq!((step.events.len(), step.audit[0].action), (1, AuditAction::ProcessorEventsRetry));
     assert_eq!(step.audit[0].metadata["reason"], "the account is open again");
     assert_eq!((story.state(), story.event.as_ref().unwrap().attempts), ("retrying", 0));
-    story.tell(processed());
+    story.send(processed());
     assert_eq!(story.state(), "processed");
 
-    let step = dismissed.tell(dismiss());
+    let step = dismissed.send(dismiss());
     assert_eq!((step.events.len(), step.audit[0].action), (0, AuditAction::ProcessorEventsDismiss));
     assert_eq!(dismissed.state(), "dismissed");
-    // Somebody was still at it, and is through: what was dismissed stays so.
-    assert!(dismissed.tell(processed()).next.is_none());
-    assert!(dismissed.tell(failed()).next.is_none());
+    // A late success: a dismissed event stays dismissed.
+    assert!(dismissed.send(processed()).next.is_none());
+    assert!(dismissed.send(failed()).next.is_none());
 }
 
 #[test]
-fn its_body_is_forgotten_when_the_processor_forgets_it_too() {
+fn event_body_is_removed_after_its_retention() {
     for end in [processed(), dismiss()] {
         let mut story = Story::received();
-        story.tell(failed());
-        story.tell(end);
+        story.send(failed());
+        story.send(end);
         let over = story.now;
         story.until_the_timer();
         assert_eq!(story.now - over, BODY_KEPT_FOR);
-        story.tell(Command::Tick);
+        story.send(Command::Tick);
         let event = story.event.clone().unwrap();
         assert_eq!((event.body_enc.as_deref(), event.timer()), (None, None));
-        // It is known for ever.
-        assert_eq!(story.tell(receive("d")).reply, Reply::Kept { is_new: false });
-        assert!(story.tell(Command::Reseal { body_enc: "anew".into() }).next.is_none());
+        // Its id stays known.
+        assert_eq!(story.send(receive("d")).reply, Reply::Kept { is_new: false });
+        assert!(story.send(Command::Reseal { body_enc: "anew".into() }).next.is_none());
     }
 }
 
 #[test]
-fn what_is_kept_of_an_error_is_bounded() {
+fn stored_error_text_is_bounded() {
     let mut story = Story::received();
-    story.tell(Command::Failed { why: "ü".repeat(10_000) });
+    story.send(Command::Failed { why: "ü".repeat(10_000) });
     assert_eq!(story.event.unwrap().last_error.unwrap().chars().count(), 500);
 }
 
@@ -246,7 +247,7 @@ fn what_is_kept_of_an_error_is_bounded() {
 fn every_command_in_every_state_does_what_was_reviewed() {
     let story = |commands: Vec<Command>| {
         let mut story = Story::received();
-        commands.into_iter().for_each(|command| drop(story.tell(command)));
+        commands.into_iter().for_each(|command| drop(story.send(command)));
         story
     };
     let states = [
@@ -279,13 +280,13 @@ fn every_command_in_every_state_does_what_was_reviewed() {
     insta::assert_snapshot!(table);
 }
 
-fn outcome(step: Result<Step<ProcessorEvent>, Rejection>) -> String {
+fn outcome(step: Result<Transition<ProcessorEvent>, Rejection>) -> String {
     let step = match step {
         Err(rejection) => return format!("refused: {rejection}"),
         Ok(step) => step,
     };
     let Some(next) = step.next else { return "stays".to_owned() };
-    assert!(invariant::i8_what_is_transient_has_an_end(&next, next.is_open()), "{next:?}");
+    assert!(invariant::i8_transient_states_have_a_deadline(&next, next.is_open()), "{next:?}");
     let kept = serde_json::to_string(&next).unwrap();
     assert_eq!(serde_json::from_str::<ProcessorEvent>(&kept).unwrap(), next);
     let said: Vec<_> = step.events.iter().map(Event::subject).collect();

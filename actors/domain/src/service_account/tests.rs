@@ -5,8 +5,8 @@ use crate::policy::PolicyBook;
 use proptest::prelude::*;
 use uuid::Uuid;
 
-fn person(user_id: &str, roles: &[Role]) -> Principal {
-    Principal::Caller(Caller {
+fn person(user_id: &str, roles: &[TokenRole]) -> Principal {
+    Principal::Caller(CallerIdentity {
         user_id: user_id.into(),
         roles: roles.iter().copied().collect(),
         org_id: Some("acme".into()),
@@ -22,14 +22,14 @@ fn decide_by(
     state: Option<&ServiceAccount>,
     command: Command,
     seed: u128,
-) -> Result<Step<ServiceAccount>, Rejection> {
+) -> Result<Transition<ServiceAccount>, Rejection> {
     let policy = PolicyBook::default();
-    let ctx = Ctx {
+    let ctx = TransitionContext {
         now: Timestamp::UNIX_EPOCH,
         policy: &policy,
         by,
         correlation_id: "c",
-        trace: crate::machine::Trace::default(),
+        trace: crate::machine::TraceContext::default(),
         seed,
         id: Uuid::from_u128(7),
         version: 1,
@@ -38,15 +38,15 @@ fn decide_by(
 }
 
 fn ann() -> Principal {
-    person("ann", &[Role::User])
+    person("ann", &[TokenRole::User])
 }
 
-fn create(roles: &[Role]) -> Command {
+fn create(roles: &[TokenRole]) -> Command {
     Command::Create { name: "ci".into(), roles: roles.iter().copied().collect() }
 }
 
 fn with_keys(count: u8) -> ServiceAccount {
-    let made = decide_by(&ann(), None, create(&[Role::User]), 0).unwrap().next.unwrap();
+    let made = decide_by(&ann(), None, create(&[TokenRole::User]), 0).unwrap().next.unwrap();
     (0..count).fold(made, |account, n| {
         let add = Command::AddKey { sha256: [n; 32] };
         decide_by(&ann(), Some(&account), add, u128::from(n + 1) << 64).unwrap().next.unwrap()
@@ -54,7 +54,7 @@ fn with_keys(count: u8) -> ServiceAccount {
 }
 
 #[test]
-fn it_acts_for_its_maker_where_its_maker_was() {
+fn service_account_acts_for_its_creator_in_the_creators_scopes() {
     let account = with_keys(0);
     assert_eq!(account.owner.user_id, "ann");
     assert_eq!((account.owner.org_id.as_deref(), account.owner.plan.as_deref()), (Some("acme"), Some("gold")));
@@ -63,16 +63,16 @@ fn it_acts_for_its_maker_where_its_maker_was() {
 }
 
 #[test]
-fn nobody_gives_a_role_that_they_do_not_have() {
-    let root = person("root", &[Role::Admin]);
+fn creator_cannot_grant_a_role_that_they_lack() {
+    let root = person("root", &[TokenRole::Admin]);
     for (by, roles, admitted) in [
-        (&ann(), vec![Role::User], true),
-        (&ann(), vec![Role::Admin], false),
-        (&ann(), vec![Role::User, Role::Admin], false),
+        (&ann(), vec![TokenRole::User], true),
+        (&ann(), vec![TokenRole::Admin], false),
+        (&ann(), vec![TokenRole::User, TokenRole::Admin], false),
         (&ann(), vec![], false),
-        (&root, vec![Role::Admin], true),
-        (&root, vec![Role::User], true),
-        (&Principal::system("x"), vec![Role::User], false),
+        (&root, vec![TokenRole::Admin], true),
+        (&root, vec![TokenRole::User], true),
+        (&Principal::system("x"), vec![TokenRole::User], false),
     ] {
         assert_eq!(decide_by(by, None, create(&roles), 1).is_ok(), admitted, "{by} {roles:?}");
     }
@@ -92,37 +92,37 @@ fn two_keys_are_valid_until_one_is_revoked() {
 }
 
 #[test]
-fn there_is_an_end_to_keys() {
+fn service_account_keys_are_bounded() {
     let full = with_keys(5);
     let add = Command::AddKey { sha256: [9; 32] };
     assert_eq!(decide_by(&ann(), Some(&full), add, 1).err(), Some(Rejection::TooManyKeys { limit: 5 }));
 }
 
 #[test]
-fn other_people_s_accounts_do_not_exist_except_for_administrators() {
+fn accounts_of_other_users_are_not_found_except_by_administrators() {
     let account = with_keys(1);
     let key = *account.keys.keys().next().unwrap();
     let change = || [Command::AddKey { sha256: [9; 32] }, Command::RevokeKey { key }, Command::Delete];
     for command in change() {
-        let denied = decide_by(&person("bob", &[Role::User]), Some(&account), command.clone(), 1);
+        let denied = decide_by(&person("bob", &[TokenRole::User]), Some(&account), command.clone(), 1);
         assert_eq!(denied.err(), Some(Rejection::NotFound), "{command:?}");
-        decide_by(&person("root", &[Role::Admin]), Some(&account), command, 1).unwrap();
+        decide_by(&person("root", &[TokenRole::Admin]), Some(&account), command, 1).unwrap();
     }
     let gone = decide_by(&ann(), Some(&account), Command::Delete, 1).unwrap().next.unwrap();
     assert!(gone.keys.is_empty() && gone.state() == "deleted");
     for command in change() {
         assert_eq!(decide_by(&ann(), Some(&gone), command, 1).err(), Some(Rejection::NotFound));
     }
-    assert_eq!(decide_by(&ann(), Some(&gone), create(&[Role::User]), 1).err(), Some(Rejection::Exists));
+    assert_eq!(decide_by(&ann(), Some(&gone), create(&[TokenRole::User]), 1).err(), Some(Rejection::Exists));
 }
 
 #[test]
-fn a_service_account_changes_none() {
-    let Principal::Caller(owner) = person("ann", &[Role::User, Role::Admin]) else { unreachable!() };
-    let acting = Principal::Caller(Caller { service_account: Some(ServiceAccountId(Uuid::nil())), ..owner });
+fn service_account_cannot_manage_service_accounts() {
+    let Principal::Caller(owner) = person("ann", &[TokenRole::User, TokenRole::Admin]) else { unreachable!() };
+    let acting = Principal::Caller(CallerIdentity { service_account: Some(ServiceAccountId(Uuid::nil())), ..owner });
     let key = ServiceAccountKeyId(Uuid::nil());
     for command in
-        [create(&[Role::User]), Command::AddKey { sha256: [0; 32] }, Command::RevokeKey { key }, Command::Delete]
+        [create(&[TokenRole::User]), Command::AddKey { sha256: [0; 32] }, Command::RevokeKey { key }, Command::Delete]
     {
         assert!(authorize(&acting, command.action()).is_err(), "{command:?}");
     }
@@ -132,7 +132,7 @@ fn a_service_account_changes_none() {
 fn every_change_is_audited_and_no_hash_shows() {
     let account = with_keys(1);
     let key = *account.keys.keys().next().unwrap();
-    let mut actions = vec![decide_by(&ann(), None, create(&[Role::User]), 1).unwrap().audit.remove(0)];
+    let mut actions = vec![decide_by(&ann(), None, create(&[TokenRole::User]), 1).unwrap().audit.remove(0)];
     for command in [Command::AddKey { sha256: [0xab; 32] }, Command::RevokeKey { key }, Command::Delete] {
         let step = decide_by(&ann(), Some(&account), command, 1).unwrap();
         assert_eq!(step.audit.len(), 1);
@@ -154,7 +154,7 @@ fn every_change_is_audited_and_no_hash_shows() {
 
 proptest! {
     #[test]
-    fn whatever_is_asked_a_deleted_account_has_no_keys_and_none_has_too_many(
+    fn any_commands_leave_deleted_accounts_without_keys_and_others_within_the_bound(
         moves in prop::collection::vec((0u8..4, any::<u8>()), 0..40)
     ) {
         let mut account = with_keys(0);
@@ -164,11 +164,11 @@ proptest! {
             let command = match kind {
                 0 | 1 => Command::AddKey { sha256: [which; 32] },
                 2 => Command::RevokeKey { key },
-                // Rarely, or there is not much to see.
+                // Rarely, or the test covers little.
                 _ if which < 32 => Command::Delete,
                 _ => Command::Tick,
             };
-            if let Ok(Step { next: Some(next), .. }) = decide_by(&ann(), Some(&account), command, (n as u128 + 1) << 64) {
+            if let Ok(Transition { next: Some(next), .. }) = decide_by(&ann(), Some(&account), command, (n as u128 + 1) << 64) {
                 let kept = serde_json::to_string(&next).unwrap();
                 prop_assert_eq!(&serde_json::from_str::<ServiceAccount>(&kept).unwrap(), &next);
                 account = next;

@@ -1,11 +1,11 @@
 use super::*;
-use crate::authz::{Caller, Principal, Role};
-use crate::policy::{PolicyBook, Scope, Value};
+use crate::authz::{CallerIdentity, Principal, TokenRole};
+use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use proptest::prelude::*;
 use uuid::Uuid;
 
-fn user(user_id: &str, role: Role) -> Principal {
-    Principal::Caller(Caller {
+fn user(user_id: &str, role: TokenRole) -> Principal {
+    Principal::Caller(CallerIdentity {
         user_id: user_id.into(),
         roles: [role].into(),
         org_id: None,
@@ -18,22 +18,23 @@ fn user(user_id: &str, role: Role) -> Principal {
 
 fn book(quota: i64) -> PolicyBook {
     let mut book = PolicyBook::default();
-    book.set(Key::AllocationMaxConcurrent, Scope::Global, Timestamp::UNIX_EPOCH, Value::Int(quota)).unwrap();
+    book.set(PolicyKey::AllocationMaxConcurrent, PolicyScope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(quota))
+        .unwrap();
     book
 }
 
-fn decide(state: Option<&Tenant>, command: Command, seed: u128, quota: i64) -> Result<Step<Tenant>, Rejection> {
-    let (policy, by) = (book(quota), user("ann", Role::User));
+fn decide(state: Option<&Tenant>, command: Command, seed: u128, quota: i64) -> Result<Transition<Tenant>, Rejection> {
+    let (policy, by) = (book(quota), user("ann", TokenRole::User));
     let (now, id) = (Timestamp::UNIX_EPOCH, Uuid::nil());
     Tenant::decide(
         state,
         command,
-        &Ctx {
+        &TransitionContext {
             now,
             policy: &policy,
             by: &by,
             correlation_id: "c",
-            trace: crate::machine::Trace::default(),
+            trace: crate::machine::TraceContext::default(),
             seed,
             id,
             version: 1,
@@ -52,7 +53,7 @@ fn add(n: usize) -> Command {
 }
 
 fn admit(n: u128) -> Command {
-    let scopes = AskedScopes { org_id: None, project_id: None, plan: None };
+    let scopes = QuotaScopes { org_id: None, project_id: None, plan: None };
     let allocation_id = AllocationId(Uuid::from_u128(n));
     Command::Admit { user_id: "ann".into(), allocation_id, scopes, logins_revision: 0 }
 }
@@ -71,12 +72,21 @@ fn defaults(tenant: &Tenant) -> usize {
     tenant.keys.values().filter(|key| key.is_default).count()
 }
 
-fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Ctx<'a> {
-    Ctx { now, policy, by, correlation_id: "c", seed: 1, id: Uuid::nil(), version: 1, trace: machine::Trace::default() }
+fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> TransitionContext<'a> {
+    TransitionContext {
+        now,
+        policy,
+        by,
+        correlation_id: "c",
+        seed: 1,
+        id: Uuid::nil(),
+        version: 1,
+        trace: machine::TraceContext::default(),
+    }
 }
 
 #[test]
-fn keys_are_their_owners_to_change_and_an_administrators_and_nobody_elses() {
+fn keys_are_changed_only_by_their_owner_or_an_administrator() {
     let (policy, tenant) = (book(50), with_keys(2));
     let other = tenant.keys.values().find(|key| !key.is_default).unwrap().id;
     for command in [Command::MakeDefault { key: other }, Command::DeleteKey { key: other }] {
@@ -84,16 +94,17 @@ fn keys_are_their_owners_to_change_and_an_administrators_and_nobody_elses() {
             Tenant::decide(Some(&tenant), command.clone(), &ctx(Timestamp::UNIX_EPOCH, &policy, by))
                 .map(|step| step.next)
         };
-        assert_eq!(asked(&user("bob", Role::User)), Err(Rejection::NotFound));
+        assert_eq!(asked(&user("bob", TokenRole::User)), Err(Rejection::NotFound));
         assert!(
-            asked(&user("ann", Role::User)).unwrap().is_some() && asked(&user("root", Role::Admin)).unwrap().is_some()
+            asked(&user("ann", TokenRole::User)).unwrap().is_some()
+                && asked(&user("root", TokenRole::Admin)).unwrap().is_some()
         );
     }
 }
 
 #[test]
-fn refused_mutations_of_keys_are_kept_with_their_cause_and_nothing_that_was_sent() {
-    let (policy, by) = (book(50), user("ann", Role::User));
+fn refused_key_mutations_are_audited_with_their_cause_and_without_input() {
+    let (policy, by) = (book(50), user("ann", TokenRole::User));
     let (tenant, now) = (with_keys(1), Timestamp::UNIX_EPOCH);
     let nobodys = SshKeyId(Uuid::from_u128(99));
     for (command, action) in [
@@ -110,8 +121,8 @@ fn refused_mutations_of_keys_are_kept_with_their_cause_and_nothing_that_was_sent
     let quota = Rejection::OverQuota { limit: 1 };
     assert!(tenant.audit_refusal(&admit(1), &quota, &ctx(now, &policy, &by)).is_none());
 
-    // What is no key at all is refused before it comes here, also of somebody who has none yet.
-    let command = Command::RefuseKey { user_id: "ann".into(), cause: KeyCause::PrivateKey };
+    // An unreadable key is refused by the edge, also for a user without a tenant entity.
+    let command = Command::RefuseKey { user_id: "ann".into(), cause: SshKeyFault::PrivateKey };
     let step = decide(None, command.clone(), 1, 50).unwrap();
     assert_eq!(step.audit[0].metadata, json!({"result": "refused", "cause": "private_key"}));
     let again = decide(step.next.as_ref(), command, 1, 50).unwrap();
@@ -119,7 +130,7 @@ fn refused_mutations_of_keys_are_kept_with_their_cause_and_nothing_that_was_sent
 }
 
 #[test]
-fn a_tenant_comes_to_be_with_the_first_thing_kept_of_them() {
+fn tenant_is_created_with_its_first_stored_data() {
     assert!(decide(None, add(1), 1, 50).unwrap().next.is_some());
     assert!(decide(None, admit(1), 1, 50).unwrap().next.is_some());
     assert!(decide(None, forget(1), 1, 50).unwrap().next.is_none());
@@ -127,7 +138,7 @@ fn a_tenant_comes_to_be_with_the_first_thing_kept_of_them() {
     let nobodys = SshKeyId(Uuid::nil());
     assert_eq!(decide(None, Command::DeleteKey { key: nobodys }, 1, 50).err(), Some(Rejection::NotFound));
     assert_eq!(decide(None, Command::MakeDefault { key: nobodys }, 1, 50).err(), Some(Rejection::NotFound));
-    // Over a quota of nothing, not even a first allocation comes to be.
+    // A quota of zero admits no allocation.
     assert_eq!(decide(None, admit(1), 1, 0).err(), Some(Rejection::OverQuota { limit: 0 }));
 }
 
@@ -141,7 +152,7 @@ fn the_first_key_is_the_default_and_it_passes_on_when_deleted() {
 }
 
 #[test]
-fn a_key_is_registered_once_and_there_is_an_end_to_them() {
+fn keys_are_unique_and_bounded() {
     let tenant = with_keys(100);
     let existing = tenant.keys.values().find(|key| key.fingerprint == "SHA256:7").unwrap().id;
     assert_eq!(decide(Some(&tenant), add(7), 1, 50).err(), Some(Rejection::KeyExists { existing }));
@@ -160,7 +171,7 @@ fn every_change_of_a_key_is_audited() {
 }
 
 #[test]
-fn a_quota_that_is_lowered_lets_those_be_who_are_there() {
+fn lowered_quota_keeps_existing_allocations() {
     let two = [1, 2]
         .into_iter()
         .fold(Tenant::new("ann"), |tenant, n| decide(Some(&tenant), admit(n), 1, 50).unwrap().next.unwrap());
@@ -176,7 +187,7 @@ proptest! {
         let mut tenant = Tenant::new("ann");
         for (comes, n) in moves {
             let command = if comes { admit(n) } else { forget(n) };
-            if let Ok(Step { next: Some(next), .. }) = decide(Some(&tenant), command, 1, quota) {
+            if let Ok(Transition { next: Some(next), .. }) = decide(Some(&tenant), command, 1, quota) {
                 tenant = next;
             }
             prop_assert!(tenant.live.len() as i64 <= quota);
@@ -195,7 +206,7 @@ proptest! {
                 1 => Command::DeleteKey { key },
                 _ => Command::MakeDefault { key },
             };
-            if let Ok(Step { next: Some(next), .. }) = decide(Some(&tenant), command, (n as u128) << 64, 50) {
+            if let Ok(Transition { next: Some(next), .. }) = decide(Some(&tenant), command, (n as u128) << 64, 50) {
                 let kept = serde_json::to_string(&next).unwrap();
                 prop_assert_eq!(&serde_json::from_str::<Tenant>(&kept).unwrap(), &next);
                 tenant = next;

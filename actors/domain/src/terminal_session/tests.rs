@@ -1,10 +1,10 @@
 use super::*;
-use crate::authz::{Caller, Role};
+use crate::authz::{CallerIdentity, TokenRole};
 use crate::invariant::{
-    a_spent_terminal_token_is_gone, a_terminal_token_lets_one_in, i8_what_is_transient_has_an_end,
+    i4_spent_terminal_token_is_void, i4_terminal_token_admits_one_connection, i8_transient_states_have_a_deadline,
     terminal_session_is_transient,
 };
-use crate::machine::Trace;
+use crate::machine::TraceContext;
 use crate::policy::PolicyBook;
 use chrono::TimeDelta;
 use proptest::prelude::*;
@@ -14,12 +14,12 @@ use uuid::Uuid;
 const SESSION: Uuid = Uuid::from_u128(1);
 const ALLOCATION: AllocationId = AllocationId(Uuid::from_u128(2));
 const NODE: NodeId = NodeId(Uuid::from_u128(3));
-const ACTIVE: Footing = Footing { entity: Uuid::from_u128(2), version: 4 };
+const ACTIVE: Precondition = Precondition { entity: Uuid::from_u128(2), version: 4 };
 
 fn user(name: &str) -> Principal {
-    Principal::Caller(Caller {
+    Principal::Caller(CallerIdentity {
         user_id: name.to_owned(),
-        roles: [Role::User].into(),
+        roles: [TokenRole::User].into(),
         org_id: None,
         project_id: None,
         plan: None,
@@ -32,8 +32,8 @@ fn gateway() -> Principal {
     Principal::system("terminal-gateway")
 }
 
-fn token(n: u8) -> Digest {
-    Digest([n; 32])
+fn token(n: u8) -> TokenDigest {
+    TokenDigest([n; 32])
 }
 
 /// A session, and the time of its world.
@@ -54,13 +54,13 @@ impl Story {
         story
     }
 
-    fn ask(&mut self, by: &Principal, command: Command) -> Result<Step<TerminalSession>, Rejection> {
-        let ctx = Ctx {
+    fn ask(&mut self, by: &Principal, command: Command) -> Result<Transition<TerminalSession>, Rejection> {
+        let ctx = TransitionContext {
             now: self.now,
             policy: &self.policy,
             by,
             correlation_id: "c",
-            trace: Trace::default(),
+            trace: TraceContext::default(),
             seed: 7,
             id: SESSION,
             version: i64::from(self.session.is_some()),
@@ -72,7 +72,7 @@ impl Story {
         Ok(step)
     }
 
-    fn attach(&mut self, shown: Digest) -> Result<Step<TerminalSession>, Rejection> {
+    fn attach(&mut self, shown: TokenDigest) -> Result<Transition<TerminalSession>, Rejection> {
         self.ask(&gateway(), Command::Attach { token_sha256: shown, active: ACTIVE })
     }
 
@@ -89,24 +89,24 @@ impl Story {
     }
 }
 
-fn open(token_sha256: Digest) -> Command {
+fn open(token_sha256: TokenDigest) -> Command {
     Command::Open { allocation_id: ALLOCATION, node_id: NODE, token_sha256, active: ACTIVE }
 }
 
-fn issue(token_sha256: Digest) -> Command {
+fn issue(token_sha256: TokenDigest) -> Command {
     Command::IssueToken { token_sha256, active: ACTIVE }
 }
 
-fn refused(cause: TokenCause) -> Rejection {
+fn refused(cause: TerminalTokenFault) -> Rejection {
     Rejection::TokenRefused { cause }
 }
 
 #[test]
-fn a_session_is_opened_attached_lost_attached_again_and_ended() {
+fn session_is_opened_attached_detached_reattached_and_ended() {
     let mut story = Story::new();
     let opened = story.ask(&user("u"), open(token(1))).unwrap();
     assert_eq!(opened.events.len(), 1);
-    assert_eq!(opened.rests_on, [ACTIVE], "an allocation that is no longer active opens nothing");
+    assert_eq!(opened.requires, [ACTIVE], "an allocation that is no longer active opens nothing");
     assert_eq!(story.state(), "opened");
     let attached = story.attach(token(1)).unwrap();
     assert!(matches!(attached.reply, Reply::Attached { attachment: 1, .. }));
@@ -115,39 +115,39 @@ fn a_session_is_opened_attached_lost_attached_again_and_ended() {
     assert_eq!(story.state(), "detached");
     story.ask(&user("u"), issue(token(2))).unwrap();
     story.attach(token(2)).unwrap();
-    // The first connection's end comes late and says nothing of the second.
+    // The first connection's end arrives late and does not affect the second.
     story.ask(&gateway(), Command::Detach { attachment: 1 }).unwrap();
     assert_eq!(story.state(), "attached");
-    let ended = story.ask(&Principal::Node(NODE), Command::End { exit: Exit::Code(3) }).unwrap();
+    let ended = story.ask(&Principal::Node(NODE), Command::End { exit: ShellExit::Code(3) }).unwrap();
     assert_eq!(ended.effects, [Effect::WakeTerminal(TerminalSessionId(SESSION))]);
-    assert_eq!(story.reason(), Some(&CloseReason::Exited { exit: Exit::Code(3) }));
+    assert_eq!(story.reason(), Some(&CloseReason::Exited { exit: ShellExit::Code(3) }));
 }
 
 #[test]
-fn a_token_lets_in_once_in_time_and_only_until_the_next_one() {
+fn terminal_token_admits_once_in_time_and_until_the_next_token() {
     let mut story = Story::opened();
-    assert_eq!(story.attach(token(9)).unwrap_err(), refused(TokenCause::Mismatch));
+    assert_eq!(story.attach(token(9)).unwrap_err(), refused(TerminalTokenFault::Mismatch));
     story.attach(token(1)).unwrap();
-    assert_eq!(story.attach(token(1)).unwrap_err(), refused(TokenCause::Spent));
+    assert_eq!(story.attach(token(1)).unwrap_err(), refused(TerminalTokenFault::Spent));
     story.ask(&user("u"), issue(token(2))).unwrap();
     story.ask(&user("u"), issue(token(3))).unwrap();
-    assert_eq!(story.attach(token(2)).unwrap_err(), refused(TokenCause::Mismatch), "a later one voids it");
+    assert_eq!(story.attach(token(2)).unwrap_err(), refused(TerminalTokenFault::Mismatch), "a later one voids it");
     story.pass(60);
-    assert_eq!(story.attach(token(3)).unwrap_err(), refused(TokenCause::Expired));
+    assert_eq!(story.attach(token(3)).unwrap_err(), refused(TerminalTokenFault::Expired));
 }
 
 #[test]
-fn only_its_owner_gets_another_token_and_only_its_node_says_how_it_ended() {
+fn only_the_owner_gets_another_token_and_only_the_node_reports_the_exit() {
     let mut story = Story::opened();
     assert_eq!(story.ask(&user("other"), issue(token(2))).unwrap_err(), Rejection::NotFound);
     let other = Principal::Node(NodeId(Uuid::from_u128(9)));
-    assert_eq!(story.ask(&other, Command::End { exit: Exit::Code(0) }).unwrap_err(), Rejection::NotFound);
+    assert_eq!(story.ask(&other, Command::End { exit: ShellExit::Code(0) }).unwrap_err(), Rejection::NotFound);
     story.ask(&gateway(), Command::Fail { node_id: NodeId(Uuid::from_u128(9)), code: "x".into() }).unwrap();
     assert_eq!(story.state(), "opened");
 }
 
 #[test]
-fn what_nobody_attaches_to_and_what_is_too_old_is_closed_at_its_deadline() {
+fn unattached_or_expired_session_is_closed_at_its_deadline() {
     let mut story = Story::opened();
     story.pass(59);
     story.ask(&gateway(), Command::Tick).unwrap();
@@ -163,7 +163,7 @@ fn what_nobody_attaches_to_and_what_is_too_old_is_closed_at_its_deadline() {
     let ends_at = story.session.as_ref().unwrap().ends_at;
     assert_eq!(story.session.as_ref().unwrap().token.as_ref().unwrap().expires_at, ends_at);
     story.pass(1);
-    // Its deadline was not heard of yet, and nobody gets in any more.
+    // Its deadline was not processed yet, and no connection is admitted any more.
     assert_eq!(story.attach(token(2)).unwrap_err(), Rejection::Closed { reason: "lifetime".into() });
     story.ask(&gateway(), Command::Tick).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::Lifetime));
@@ -177,7 +177,7 @@ fn detached_session_ends_after_the_policys_time_unless_a_connection_comes_back()
     let deadline = story.session.as_ref().unwrap().deadline().unwrap().at;
     assert_eq!(deadline, story.now + TimeDelta::seconds(900));
     story.pass(890);
-    // A token that was issued in time can be used to its own end.
+    // A token that was issued in time is valid until its expiry.
     story.ask(&user("u"), issue(token(2))).unwrap();
     story.pass(30);
     story.ask(&gateway(), Command::Tick).unwrap();
@@ -226,7 +226,7 @@ fn owner_alone_ends_a_session_and_only_a_detached_one_makes_room() {
 }
 
 #[test]
-fn what_is_closed_stays_closed_for_its_first_reason() {
+fn closed_session_keeps_its_first_reason() {
     let mut story = Story::opened();
     let killed = story.ask(&user("admin"), Command::Kill { reason: "abuse".into() }).unwrap();
     assert_eq!(killed.audit[0].action, AuditAction::TerminalsKill);
@@ -240,7 +240,7 @@ fn what_is_closed_stays_closed_for_its_first_reason() {
 }
 
 #[test]
-fn who_revokes_a_nodes_certificates_closes_its_sessions() {
+fn revoking_node_certificates_closes_its_sessions() {
     let mut story = Story::opened();
     let step = story.ask(&gateway(), Command::CutOff).unwrap();
     assert_eq!(step.audit[0].metadata["cause"], "node_revoked");
@@ -254,7 +254,7 @@ fn a_hash_never_shows_in_debug_output() {
 }
 
 #[derive(Clone, Debug)]
-enum Move {
+enum SessionStep {
     Issue,
     Show(u8),
     Detach(u32),
@@ -265,53 +265,53 @@ enum Move {
     Revoke,
 }
 
-fn a_move() -> impl Strategy<Value = Move> {
+fn a_move() -> impl Strategy<Value = SessionStep> {
     prop_oneof![
-        4 => Just(Move::Issue),
-        6 => (0..12_u8).prop_map(Move::Show),
-        2 => (0..6_u32).prop_map(Move::Detach),
-        2 => prop_oneof![0..70_i64, 3000..9000_i64].prop_map(Move::Pass),
-        2 => Just(Move::Tick),
-        1 => Just(Move::End),
-        1 => Just(Move::Kill),
-        1 => Just(Move::Revoke),
+        4 => Just(SessionStep::Issue),
+        6 => (0..12_u8).prop_map(SessionStep::Show),
+        2 => (0..6_u32).prop_map(SessionStep::Detach),
+        2 => prop_oneof![0..70_i64, 3000..9000_i64].prop_map(SessionStep::Pass),
+        2 => Just(SessionStep::Tick),
+        1 => Just(SessionStep::End),
+        1 => Just(SessionStep::Kill),
+        1 => Just(SessionStep::Revoke),
     ]
 }
 
 proptest! {
-    /// Whoever shows whatever whenever: a token that was issued once lets in once, a session ends, and what has ended lets nobody in.
+    /// Any tokens at any time: an issued token admits once, every session has a deadline, and a closed session admits no connection.
     #[test]
-    fn whatever_happens_a_token_lets_in_once_and_every_session_has_an_end(moves in prop::collection::vec(a_move(), 0..80)) {
+    fn any_sequence_admits_each_token_once_and_every_session_has_a_deadline(moves in prop::collection::vec(a_move(), 0..80)) {
         let mut story = Story::opened();
-        // Tokens are random: none is issued twice.
+        // Tokens are random: no two are equal.
         let (mut generation, mut issued) = (1_u8, BTreeMap::from([(1_u8, 0_u32)]));
         for step in moves {
             let was_closed = story.state() == "closed";
             match step {
-                Move::Issue => {
+                SessionStep::Issue => {
                     generation = generation.saturating_add(1);
                     if story.ask(&user("u"), issue(token(generation))).is_ok() {
                         issued.insert(generation, 0);
                     }
                 }
-                Move::Show(back) => {
+                SessionStep::Show(back) => {
                     let shown = generation.saturating_sub(back);
                     if story.attach(token(shown)).is_ok() {
                         prop_assert!(!was_closed);
                         *issued.get_mut(&shown).unwrap() += 1;
                     }
                 }
-                Move::Detach(attachment) => drop(story.ask(&gateway(), Command::Detach { attachment })),
-                Move::Pass(seconds) => story.pass(seconds),
-                Move::Tick => drop(story.ask(&gateway(), Command::Tick)),
-                Move::End => drop(story.ask(&Principal::Node(NODE), Command::End { exit: Exit::Signal(9) })),
-                Move::Kill => drop(story.ask(&user("a"), Command::Kill { reason: "r".into() })),
-                Move::Revoke => drop(story.ask(&gateway(), Command::Revoke)),
+                SessionStep::Detach(attachment) => drop(story.ask(&gateway(), Command::Detach { attachment })),
+                SessionStep::Pass(seconds) => story.pass(seconds),
+                SessionStep::Tick => drop(story.ask(&gateway(), Command::Tick)),
+                SessionStep::End => drop(story.ask(&Principal::Node(NODE), Command::End { exit: ShellExit::Signal(9) })),
+                SessionStep::Kill => drop(story.ask(&user("a"), Command::Kill { reason: "r".into() })),
+                SessionStep::Revoke => drop(story.ask(&gateway(), Command::Revoke)),
             }
             let session = story.session.as_ref().unwrap();
-            prop_assert!(a_terminal_token_lets_one_in(session, &issued));
-            prop_assert!(a_spent_terminal_token_is_gone(session));
-            prop_assert!(i8_what_is_transient_has_an_end(session, terminal_session_is_transient(session)));
+            prop_assert!(i4_terminal_token_admits_one_connection(session, &issued));
+            prop_assert!(i4_spent_terminal_token_is_void(session));
+            prop_assert!(i8_transient_states_have_a_deadline(session, terminal_session_is_transient(session)));
             prop_assert!(!was_closed || story.state() == "closed");
             let kept = serde_json::to_string(session).unwrap();
             prop_assert_eq!(&serde_json::from_str::<TerminalSession>(&kept).unwrap(), session);
@@ -323,7 +323,7 @@ proptest! {
 }
 
 #[test]
-fn a_session_that_went_with_its_agent_is_closed_by_that_nodes_word_alone() {
+fn session_lost_with_its_agent_is_closed_by_its_own_node_only() {
     let mut story = Story::opened();
     story.attach(token(1)).unwrap();
     let stranger = Principal::Node(NodeId(Uuid::from_u128(0xBAD)));
@@ -336,48 +336,57 @@ fn a_session_that_went_with_its_agent_is_closed_by_that_nodes_word_alone() {
 
 mod recorded {
     use super::*;
-    use crate::policy::{Key, Scope, Value as PolicyValue};
-    use crate::recording::Mode;
+    use crate::policy::{PolicyKey, PolicyScope, PolicyValue};
+    use crate::recording::RecordingMode;
 
     fn admin() -> Principal {
         let Principal::Caller(caller) = user("boss") else { unreachable!() };
-        Principal::Caller(Caller { roles: [Role::Admin].into(), ..caller })
+        Principal::Caller(CallerIdentity { roles: [TokenRole::Admin].into(), ..caller })
     }
 
-    fn actions(step: &Step<TerminalSession>) -> Vec<AuditAction> {
+    fn actions(step: &Transition<TerminalSession>) -> Vec<AuditAction> {
         step.audit.iter().map(|audit| audit.action).collect()
     }
 
-    fn mode(story: &Story) -> Mode {
+    fn mode(story: &Story) -> RecordingMode {
         story.session.as_ref().unwrap().recording.mode
     }
 
     #[test]
-    fn it_is_recorded_by_default_and_its_user_is_told_with_the_token() {
+    fn session_is_recorded_by_default_and_the_token_reply_says_so() {
         let mut story = Story::new();
         let opened = story.ask(&user("u"), open(token(1))).unwrap();
         let Reply::Issued { recording, .. } = opened.reply else { panic!() };
-        assert_eq!((recording.mode, recording.most_bytes), (Mode::BestEffort, 64 << 20));
+        assert_eq!((recording.mode, recording.most_bytes), (RecordingMode::BestEffort, 64 << 20));
         assert_eq!(opened.audit[0].metadata["recording"], "best-effort");
     }
 
     #[test]
-    fn a_policy_changes_the_terms_of_a_living_session_once_and_that_is_audited() {
+    fn policy_change_updates_an_open_session_once_and_is_audited() {
         let mut story = Story::opened();
         assert!(story.ask(&gateway(), Command::HeedPolicy).unwrap().next.is_none(), "nothing has changed");
         let begun = story.now;
-        story.policy.set(Key::TerminalRecordingMode, Scope::Global, begun, PolicyValue::Text("strict".into())).unwrap();
+        story
+            .policy
+            .set(PolicyKey::TerminalRecordingMode, PolicyScope::Global, begun, PolicyValue::Text("strict".into()))
+            .unwrap();
         let changed = story.ask(&gateway(), Command::HeedPolicy).unwrap();
-        assert_eq!((actions(&changed), mode(&story)), (vec![AuditAction::TerminalsChangeRecording], Mode::Strict));
+        assert_eq!(
+            (actions(&changed), mode(&story)),
+            (vec![AuditAction::TerminalsChangeRecording], RecordingMode::Strict)
+        );
         assert_eq!(changed.effects, [Effect::WakeTerminal(TerminalSessionId(SESSION))]);
-        story.policy.set(Key::TerminalRecordingEnabled, Scope::Global, begun, PolicyValue::Bool(false)).unwrap();
+        story
+            .policy
+            .set(PolicyKey::TerminalRecordingEnabled, PolicyScope::Global, begun, PolicyValue::Bool(false))
+            .unwrap();
         story.ask(&gateway(), Command::HeedPolicy).unwrap();
-        assert_eq!(mode(&story), Mode::Off);
+        assert_eq!(mode(&story), RecordingMode::Off);
         assert!(story.session.as_ref().unwrap().has_recording(), "what was recorded before stays");
     }
 
     #[test]
-    fn its_owner_and_administrators_read_it_each_time_with_an_audit_row_and_others_learn_nothing() {
+    fn owner_and_administrators_read_the_recording_audited_and_others_find_nothing() {
         let mut story = Story::opened();
         for by in [user("u"), admin(), admin()] {
             let read = story.ask(&by, Command::ReadRecording).unwrap();
@@ -388,7 +397,7 @@ mod recorded {
     }
 
     #[test]
-    fn it_is_forgotten_once_and_after_the_end_alone() {
+    fn recording_is_removed_once_and_only_after_the_session() {
         let mut story = Story::opened();
         assert!(story.ask(&gateway(), Command::ForgetRecording).unwrap().next.is_none(), "it still grows");
         story.ask(&gateway(), Command::Revoke).unwrap();
@@ -399,7 +408,7 @@ mod recorded {
     }
 
     #[test]
-    fn a_session_of_the_release_before_is_understood_and_has_none() {
+    fn session_of_the_previous_release_is_read_without_recording() {
         let mut kept = serde_json::to_value(Story::opened().session.unwrap()).unwrap();
         kept.as_object_mut().unwrap().retain(|field, _| !["recording", "tape"].contains(&field.as_str()));
         let session: TerminalSession = serde_json::from_value(kept).unwrap();

@@ -1,39 +1,39 @@
-//! The bus and the workers: at least once, in any order, at any time.
+//! The bus and the workers: at-least-once delivery in any order.
 
-use crate::world::{Delivery, World};
+use crate::simulation::{Delivery, Simulation};
 use domain::allocation;
 use domain::billing_account;
 use domain::event::Reaction;
 use domain::machine::Command as _;
 use domain::node;
-use domain::placement::{self, Candidate, Wanted};
-use domain::tenant::{self, AskedScopes};
+use domain::placement::{self, Candidate, PlacementRequest};
+use domain::tenant::{self, QuotaScopes};
 use domain::{AllocationId, Event, NodeId, Principal};
 use uuid::Uuid;
 
 /// A message on its way, and how far its reaction has come.
 #[derive(Clone, Debug)]
-pub(crate) struct Message {
+pub(crate) struct BusMessage {
     pub(crate) id: u64,
     pub(crate) event: Event,
-    pub(crate) placing: Placing,
+    pub(crate) placing: PlacementProgress,
 }
 
 /// A placement takes several steps, between which anything may happen.
 #[derive(Clone, Debug)]
-pub(crate) enum Placing {
+pub(crate) enum PlacementProgress {
     Admit,
     Ask { nodes: Vec<NodeId>, suggestion: String },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Done {
+enum ReactionProgress {
     Wholly,
-    /// More is to be done.
+    /// More steps follow.
     Partly(Vec<NodeId>, String),
 }
 
-impl World {
+impl Simulation {
     pub(crate) fn bus_is_empty(&self) -> bool {
         self.bus.is_empty()
     }
@@ -48,16 +48,16 @@ impl World {
         }
     }
 
-    /// Delivers the oldest message of that subject until its reaction is complete; `again` leaves it on its way.
+    /// Delivers the oldest message of that subject until its reaction is complete; `again` keeps it in flight.
     pub(crate) fn deliver_a(&mut self, subject: &str, again: bool) {
-        let oldest = |bus: &[Message]| bus.iter().position(|message| message.event.subject() == subject);
+        let oldest = |bus: &[BusMessage]| bus.iter().position(|message| message.event.subject() == subject);
         let id = oldest(&self.bus).map(|which| self.bus[which].id).expect("a message of that subject");
         loop {
             let which = self.bus.iter().position(|message| message.id == id).expect("it is on its way");
             self.deliver(which, again);
             match self.bus.iter().find(|message| message.id == id) {
-                Some(Message { placing: Placing::Ask { .. }, .. }) => {}
-                Some(Message { placing: Placing::Admit, .. }) | None => return,
+                Some(BusMessage { placing: PlacementProgress::Ask { .. }, .. }) => {}
+                Some(BusMessage { placing: PlacementProgress::Admit, .. }) | None => return,
             }
         }
     }
@@ -68,30 +68,31 @@ impl World {
         }
         let message = self.bus.remove(which % self.bus.len());
         match self.react(&message) {
-            Done::Wholly if again => self.bus.push(Message { placing: Placing::Admit, ..message }),
-            Done::Wholly => {}
-            Done::Partly(nodes, suggestion) => {
-                self.bus.push(Message { placing: Placing::Ask { nodes, suggestion }, ..message });
+            ReactionProgress::Wholly if again => {
+                self.bus.push(BusMessage { placing: PlacementProgress::Admit, ..message })
+            }
+            ReactionProgress::Wholly => {}
+            ReactionProgress::Partly(nodes, suggestion) => {
+                self.bus.push(BusMessage { placing: PlacementProgress::Ask { nodes, suggestion }, ..message });
             }
         }
     }
 
-    /// True the first time, or whenever nothing counts.
-    fn first(&mut self, message: &Message, entity: Uuid, command: &'static str) -> bool {
+    /// True at the first delivery, or where duplicates are applied.
+    fn first(&mut self, message: &BusMessage, entity: Uuid, command: &'static str) -> bool {
         self.delivery != Delivery::Once || !self.applied.contains(&(message.id, entity, command))
     }
 
-    fn react(&mut self, message: &Message) -> Done {
+    fn react(&mut self, message: &BusMessage) -> ReactionProgress {
         let worker = Principal::system("provisioning");
         match message.event.reaction() {
-            // Terminal sessions have a world of their own: no saga waits for them.
-            // Nobody pays in this world.
-            Reaction::Payment(..) | Reaction::AskProcessor(_) | Reaction::HeedProcessor(_) => {
+            // Neither terminal sessions nor payments are simulated here: no saga depends on them.
+            Reaction::Payment(..) | Reaction::CallProcessor(_) | Reaction::ApplyProcessorEvent(_) => {
                 panic!("no payment was made")
             }
             Reaction::Nothing
             | Reaction::CloseTerminals { .. }
-            | Reaction::CutTerminals { .. }
+            | Reaction::CloseNodeTerminals { .. }
             | Reaction::Terminal(..) => {}
             Reaction::Place(allocation_id) => return self.place(message, allocation_id),
             Reaction::Node(id, command) => {
@@ -112,8 +113,10 @@ impl World {
                     self.applied.insert((message.id, Uuid::max(), ""));
                 }
             }
-            Reaction::ResolveLogins { allocation_id, user_id } => self.resolve_logins(message, allocation_id, &user_id),
-            Reaction::TellLogins { allocation_id, node_id } => self.tell_logins(message, allocation_id, node_id),
+            Reaction::ResolveSshKeys { allocation_id, user_id } => {
+                self.resolve_logins(message, allocation_id, &user_id)
+            }
+            Reaction::SendSshKeys { allocation_id, node_id } => self.tell_logins(message, allocation_id, node_id),
             Reaction::Tenant { user_id, command } => {
                 if self.first(message, Uuid::nil(), "") {
                     self.tell_tenant(&user_id, command).unwrap();
@@ -121,16 +124,16 @@ impl World {
                 }
             }
         }
-        Done::Wholly
+        ReactionProgress::Wholly
     }
 
-    /// One step of the provisioning worker: count, or ask one node, or say how it went. It reads the allocation once, when it
-    /// begins; what happens meanwhile it does not see.
-    fn place(&mut self, message: &Message, id: AllocationId) -> Done {
+    /// One step of the provisioning worker: count, or ask one node, or conclude. It reads the allocation once at its start, and does not
+    /// see later changes.
+    fn place(&mut self, message: &BusMessage, id: AllocationId) -> ReactionProgress {
         let asked = self.allocations[&id].asked.clone();
-        let logins = self.allocations[&id].logins();
+        let logins = self.allocations[&id].ssh_access();
         match &message.placing {
-            Placing::Admit => {
+            PlacementProgress::Admit => {
                 let hold = billing_account::Command::Hold {
                     holder: asked.holder(),
                     allocation_id: id,
@@ -149,7 +152,7 @@ impl World {
                 let command = tenant::Command::Admit {
                     user_id: asked.user_id.clone(),
                     allocation_id: id,
-                    scopes: AskedScopes { org_id: None, project_id: None, plan: None },
+                    scopes: QuotaScopes { org_id: None, project_id: None, plan: None },
                     logins_revision: logins.as_of,
                 };
                 if self.first(message, Uuid::nil(), "admit") {
@@ -165,31 +168,31 @@ impl World {
                     }
                 }
                 let candidates: Vec<_> = self.nodes.values().map(|node| Candidate::of(node, id)).collect();
-                let wanted = Wanted {
+                let wanted = PlacementRequest {
                     node_id: asked.node_id,
                     region_code: asked.region_code.as_deref(),
                     gpu_count: asked.gpu_count,
                 };
                 let nodes = placement::order(&candidates, &wanted, u128::from(message.id));
-                Done::Partly(nodes, placement::suggestion(&candidates, &wanted))
+                ReactionProgress::Partly(nodes, placement::suggestion(&candidates, &wanted))
             }
-            Placing::Ask { nodes, suggestion } => {
+            PlacementProgress::Ask { nodes, suggestion } => {
                 let Some((first, rest)) = nodes.split_first() else {
                     let suggestion = Some(suggestion.clone());
                     return self.conclude(message, id, allocation::Command::NoCapacity { suggestion });
                 };
                 if !self.first(message, first.0, "reserve") {
-                    return Done::Wholly;
+                    return ReactionProgress::Wholly;
                 }
                 let (keys, revision) = (logins.keys, logins.revision);
                 let command = node::Command::Reserve { allocation_id: id, gpu_count: asked.gpu_count, keys, revision };
                 match self.tell_node(*first, &Principal::system("provisioning"), command) {
                     Ok(_) => {
                         self.applied.insert((message.id, first.0, "reserve"));
-                        Done::Wholly
+                        ReactionProgress::Wholly
                     }
                     Err(node::Rejection::NotSchedulable { .. } | node::Rejection::NotEnoughGpus { .. }) => {
-                        Done::Partly(rest.to_vec(), suggestion.clone())
+                        ReactionProgress::Partly(rest.to_vec(), suggestion.clone())
                     }
                     Err(other) => panic!("{other}"),
                 }
@@ -197,11 +200,11 @@ impl World {
         }
     }
 
-    /// The worker reads the tenant and the allocation, and says what the one comes to for the other.
-    fn resolve_logins(&mut self, message: &Message, id: AllocationId, user_id: &str) {
-        let chosen = self.allocations[&id].logins().chosen;
+    /// The worker reads the tenant and the allocation, and sends the resolved keys to the allocation.
+    fn resolve_logins(&mut self, message: &BusMessage, id: AllocationId, user_id: &str) {
+        let chosen = self.allocations[&id].ssh_access().chosen;
         let Some(tenant) = self.tenants.get(user_id) else { return };
-        let (keys, logins_revision) = (tenant.logins(chosen.as_deref()), tenant.logins_revision);
+        let (keys, logins_revision) = (tenant.authorized_keys(chosen.as_deref()), tenant.logins_revision);
         if self.first(message, id.0, "") {
             let command = allocation::Command::AdoptLogins { chosen, keys, logins_revision };
             self.tell_allocation(id, &Principal::system("provisioning"), command).unwrap();
@@ -209,9 +212,9 @@ impl World {
         }
     }
 
-    /// The worker reads the allocation, and tells its node.
-    fn tell_logins(&mut self, message: &Message, id: AllocationId, node_id: NodeId) {
-        let logins = self.allocations[&id].logins();
+    /// The worker reads the allocation, and sends its keys to the node.
+    fn tell_logins(&mut self, message: &BusMessage, id: AllocationId, node_id: NodeId) {
+        let logins = self.allocations[&id].ssh_access();
         if self.first(message, node_id.0, "") {
             let command =
                 node::Command::ReconcileLogins { allocation_id: id, revision: logins.revision, keys: logins.keys };
@@ -220,13 +223,13 @@ impl World {
         }
     }
 
-    fn conclude(&mut self, message: &Message, id: AllocationId, command: allocation::Command) -> Done {
-        // Each conclusion under its own id: a placement that begins anew may conclude differently, and must be heard.
+    fn conclude(&mut self, message: &BusMessage, id: AllocationId, command: allocation::Command) -> ReactionProgress {
+        // Each conclusion has an id of its own: a restarted placement may conclude differently, and must be applied.
         let name = command.name();
         if self.first(message, id.0, name) {
             self.tell_allocation(id, &Principal::system("provisioning"), command).unwrap();
             self.applied.insert((message.id, id.0, name));
         }
-        Done::Wholly
+        ReactionProgress::Wholly
     }
 }

@@ -1,17 +1,23 @@
-//! Every command, reply and rejection of every machine comes out of the encoding between members as it went in.
+//! Every command, reply and rejection of every machine survives the encoding between members.
 
 use super::*;
-use domain::allocation::{self, Failure, Placed};
-use domain::authz::{Caller, Grant, PlatformRole};
-use domain::commit::Footing;
-use domain::event::Device;
-use domain::machine::Ctx;
-use domain::metadata::{MetadataPatch, Patch};
-use domain::node::{self, Certificate, Enrollment, Gpu, Health, Inventory, OnboardingMode, Order, Probe, Promise};
-use domain::node::{NodeTask, Place, Registration, Seen, TaskPhase, TokenCause, Verdict, What, Work};
+use domain::allocation::{self, AllocationFailure, Placement};
+use domain::authz::{CallerIdentity, Grant, PlatformRole};
+use domain::commit::Precondition;
+use domain::event::GpuDevice;
+use domain::machine::TransitionContext;
+use domain::metadata::{MetadataPatch, PatchValue};
+use domain::node::{
+    self, AgentTask, CertificateRecord, Enrollment, NodeHealth, OnboardingMode, ProbeOutcome, PromisedHardware,
+    ReportedGpu, ReportedInventory,
+};
+use domain::node::{
+    AgentContact, EnrollmentTokenFault, NodeTask, NodeTaskPhase, PendingTask, Registration, TaskKind, TaskOutcome,
+    TenantSlot,
+};
 use domain::policy::PolicyBook;
-use domain::{AllocationId, NodeId, TaskId, TaskType, Timestamp, TokenId, bindings, sku, tenant};
-use domain::{allocation::Allocation, bindings::Bindings, node::Node, sku::Sku, tenant::Tenant};
+use domain::{AllocationId, NodeId, TaskId, TaskType, Timestamp, TokenId, role_bindings, sku, tenant};
+use domain::{allocation::Allocation, node::Node, role_bindings::RoleBindings, sku::Sku, tenant::Tenant};
 use serde_json::json;
 use std::fmt::Debug;
 
@@ -37,7 +43,8 @@ fn survives<M: Machine>(
         let value: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
         assert_eq!(serde_json::from_value::<M::Command>(value).unwrap(), command);
     }
-    let replies = replies.into_iter().map(|reply| Ok(Answered { reply, replayed: true, written: false, version: 7 }));
+    let replies =
+        replies.into_iter().map(|reply| Ok(CommandReply { reply, replayed: true, written: false, version: 7 }));
     let reason = || "a reason".to_owned();
     let errors = [
         AskError::Denied,
@@ -54,22 +61,22 @@ fn survives<M: Machine>(
     ];
     let refused = rejections.into_iter().map(AskError::Rejected).chain(errors).map(Err);
     for answer in replies.chain(refused) {
-        let answer: Answer<M> = answer;
+        let answer: AskResult<M> = answer;
         let bytes = serde_json::to_vec(&Response { v: VERSION, answer: encode::<M>(answer.clone()) }).unwrap();
         let response: Response = serde_json::from_slice(&bytes).unwrap();
         assert_eq!(decode::<M>(response.answer), answer);
     }
 }
 
-/// What `command` makes of `state`.
+/// The transition of `state` by `command`.
 fn decided<M: Machine>(state: Option<&M>, command: M::Command, by: &Principal, id: Uuid) -> (M, M::Reply) {
     let policy = PolicyBook::default();
-    let ctx = Ctx {
+    let ctx = TransitionContext {
         now: at(),
         policy: &policy,
         by,
         correlation_id: "c",
-        trace: domain::machine::Trace::default(),
+        trace: domain::machine::TraceContext::default(),
         seed: 5,
         id,
         version: 0,
@@ -78,9 +85,9 @@ fn decided<M: Machine>(state: Option<&M>, command: M::Command, by: &Principal, i
     (step.next.unwrap(), step.reply)
 }
 
-fn placed() -> Placed {
-    Placed {
-        devices: vec![Device { index: 1, uuid: "GPU-1".into() }],
+fn placed() -> Placement {
+    Placement {
+        devices: vec![GpuDevice { index: 1, uuid: "GPU-1".into() }],
         host: "node-a".into(),
         port: 22,
         user_name: "t1".into(),
@@ -102,13 +109,17 @@ fn of_an_allocation() {
     let (provisioning, _) = decided(Some(&requested), reserved.clone(), &worker, ALLOCATION);
     let (active, _) = decided(Some(&provisioning), Command::Provisioned { node_id: NODE }, &worker, ALLOCATION);
     let (mut releasing, _) = decided(Some(&active), Command::Release { issue: Some(text()) }, &ann(), ALLOCATION);
-    releasing.failure = Some(Failure { phase: "active".into(), code: "code".into(), message: text(), retryable: true });
+    releasing.failure =
+        Some(AllocationFailure { phase: "active".into(), code: "code".into(), message: text(), retryable: true });
     let commands = vec![
         rent(),
         Command::Release { issue: None },
         Command::Release { issue: Some(text()) },
         Command::Revise { metadata: revision(), if_version: Some(7) },
-        Command::Revise { metadata: MetadataPatch { name: Patch::Remove, labels: Patch::Remove }, if_version: None },
+        Command::Revise {
+            metadata: MetadataPatch { name: PatchValue::Remove, labels: PatchValue::Remove },
+            if_version: None,
+        },
         Command::RetryRelease { reason: text() },
         Command::ForceRelease { reason: text() },
         reserved,
@@ -141,12 +152,12 @@ fn of_an_allocation() {
 
 fn revision() -> MetadataPatch {
     let labels = [("env".to_owned(), Some("dev".to_owned())), ("gone".to_owned(), None)].into();
-    MetadataPatch { name: Patch::Set(text()), labels: Patch::Set(labels) }
+    MetadataPatch { name: PatchValue::Set(text()), labels: PatchValue::Set(labels) }
 }
 
-fn inventory() -> Inventory {
-    Inventory {
-        gpus: vec![Gpu { index: 0, uuid: "GPU-0".into(), model: "H100".into(), memory_mib: u64::MAX }],
+fn inventory() -> ReportedInventory {
+    ReportedInventory {
+        gpus: vec![ReportedGpu { index: 0, uuid: "GPU-0".into(), model: "H100".into(), memory_mib: u64::MAX }],
         gpu_source: "simulated".into(),
         executor: "sandbox".into(),
         isolates_devices: true,
@@ -158,7 +169,7 @@ fn inventory() -> Inventory {
 }
 
 fn registration() -> Registration {
-    let sku = Promise {
+    let sku = PromisedHardware {
         sku_id: SkuId(Uuid::from_u128(1)),
         name: "h100".into(),
         gpu_model: "H100".into(),
@@ -182,7 +193,7 @@ fn registration() -> Registration {
 
 fn node_commands() -> Vec<node::Command> {
     use node::Command;
-    let issued = Certificate { serial: "0a".into(), not_after: at(), generation: 2, authority: None };
+    let issued = CertificateRecord { serial: "0a".into(), not_after: at(), generation: 2, authority: None };
     let enrollment = Enrollment {
         token_sha256: [255; 32],
         csr_sha256: [1; 32],
@@ -193,7 +204,7 @@ fn node_commands() -> Vec<node::Command> {
         protocol: 3,
         inventory: inventory(),
     };
-    let seen = Seen {
+    let seen = AgentContact {
         boot_id: "boot".into(),
         agent_version: "0.1.0".into(),
         protocol: 3,
@@ -201,12 +212,12 @@ fn node_commands() -> Vec<node::Command> {
         silent_at: at(),
         task_types: None,
     };
-    let health = Health {
+    let health = NodeHealth {
         alerts: vec![json!({ "probe_id": "xid", "n": 1.5, "deep": [null, { "a": -1 }] })],
-        ..Health::default()
+        ..NodeHealth::default()
     };
-    let probe = Probe { reachable: false, checked_at: at(), error: Some(text()) };
-    let failed = Verdict::Failed { code: "code".into(), message: text() };
+    let probe = ProbeOutcome { reachable: false, checked_at: at(), error: Some(text()) };
+    let failed = TaskOutcome::Failed { code: "code".into(), message: text() };
     vec![
         Command::Register { registration: Box::new(registration()), probe: Some(probe) },
         Command::Revise {
@@ -239,7 +250,7 @@ fn node_commands() -> Vec<node::Command> {
             serial: "0a".into(),
             task_id: TaskId(ALLOCATION),
             attempt: 2,
-            verdict: Verdict::Succeeded { proof: Some(TENANT) },
+            verdict: TaskOutcome::Succeeded { proof: Some(TENANT) },
             output: Some(json!({ "deep": [null, { "a": -1.5 }] })),
         },
         Command::Reserve { allocation_id: TENANT, gpu_count: 1, keys: request().ssh_keys, revision: 1 },
@@ -256,7 +267,12 @@ fn node_commands() -> Vec<node::Command> {
 
 fn node_rejections() -> Vec<node::Rejection> {
     use node::Rejection;
-    let causes = [TokenCause::NoneIssued, TokenCause::Mismatch, TokenCause::Expired, TokenCause::Consumed];
+    let causes = [
+        EnrollmentTokenFault::NoneIssued,
+        EnrollmentTokenFault::Mismatch,
+        EnrollmentTokenFault::Expired,
+        EnrollmentTokenFault::Consumed,
+    ];
     let refused = causes.map(|cause| Rejection::TokenRefused { cause });
     let mut rejections = vec![
         Rejection::NotFound,
@@ -288,22 +304,23 @@ fn node_rejections() -> Vec<node::Rejection> {
 #[test]
 fn of_a_node() {
     use node::{Command, Reply};
-    let admin = user("root", &[Role::Admin]);
+    let admin = user("root", &[TokenRole::Admin]);
     let register = Command::Register { registration: Box::new(registration()), probe: None };
     let (registered, reply) = decided::<Node>(None, register, &admin, NODE.0);
     let token = Command::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: None };
     let (mut node, _) = decided(Some(&registered), token, &admin, NODE.0);
     node.inventory = Some(inventory());
-    let work = Work { task_id: TaskId(ALLOCATION), attempt: 1, ordered_at: at(), deadline_at: at(), origin: None };
-    let order = |what| Order { work: work.clone(), what };
-    let place = || Place { allocation_id: TENANT, placed: placed(), sku: "h100".into() };
+    let work =
+        PendingTask { task_id: TaskId(ALLOCATION), attempt: 1, ordered_at: at(), deadline_at: at(), origin: None };
+    let order = |what| AgentTask { work: work.clone(), what };
+    let place = || TenantSlot { allocation_id: TENANT, placed: placed(), sku: "h100".into() };
     let hold = node::Hold {
         placed: placed(),
         keys: request().ssh_keys,
-        logins: node::HeldLogins {
+        logins: node::HoldSshAccess {
             revision: 2,
             written: 1,
-            order: Some(node::LoginOrder { work: work.clone(), since: at(), due_at: at(), rests_until: Some(at()) }),
+            order: Some(node::SshKeysTask { work: work.clone(), since: at(), due_at: at(), rests_until: Some(at()) }),
         },
         phase: node::HoldPhase::Releasing { work: work.clone() },
         again: None,
@@ -312,17 +329,20 @@ fn of_a_node() {
     };
     node.holds.insert(TENANT, hold);
     node.fenced_by.insert(TENANT);
-    let ended = TaskPhase::Ended { at: at(), verdict: Verdict::Succeeded { proof: None }, output: Some(json!([1])) };
-    for (n, phase) in [TaskPhase::Open, TaskPhase::AwaitsOperator { since: at() }, ended].into_iter().enumerate() {
+    let ended =
+        NodeTaskPhase::Ended { at: at(), verdict: TaskOutcome::Succeeded { proof: None }, output: Some(json!([1])) };
+    for (n, phase) in
+        [NodeTaskPhase::Open, NodeTaskPhase::AwaitsOperator { since: at() }, ended].into_iter().enumerate()
+    {
         let task =
             NodeTask { task_type: TaskType::NodeReboot, work: work.clone(), boot_id: Some("boot".into()), phase };
         node.tasks.insert(TaskId(Uuid::from_u128(n as u128)), task);
     }
     let orders = vec![
-        order(What::Release { place: place() }),
-        order(What::Provision { place: place(), keys: request().ssh_keys }),
-        order(What::ReconcileLogins { place: place(), keys: request().ssh_keys }),
-        order(What::OfNode { task_type: TaskType::NodeValidate, boot_id: None }),
+        order(TaskKind::Release { place: place() }),
+        order(TaskKind::Provision { place: place(), keys: request().ssh_keys }),
+        order(TaskKind::ReconcileLogins { place: place(), keys: request().ssh_keys }),
+        order(TaskKind::OfNode { task_type: TaskType::NodeValidate, boot_id: None }),
     ];
     let replies = [
         reply,
@@ -340,18 +360,18 @@ fn of_a_node() {
 
 #[test]
 fn of_a_sku() {
-    use sku::{Approve, Change, Command, InUse, Rejection, Seen, Spec};
-    let from = Footing { entity: ALLOCATION, version: 3 };
+    use sku::{ApprovalContext, ApprovalRequest, Command, Rejection, SkuSpec, SkuUsage, StatusChange};
+    let from = Precondition { entity: ALLOCATION, version: 3 };
     let first = Some(Grant { roles: [PlatformRole::PlatformOperations].into(), from });
-    let approve = |change, role| Approve {
+    let approve = |change, role| ApprovalRequest {
         change,
         reason: text(),
         role,
         impact_review: Some(text()),
         rollback_plan: None,
-        seen: Seen { version: 7, in_use: InUse { nodes: 1, allocations: 2 }, first: first.clone() },
+        seen: ApprovalContext { version: 7, in_use: SkuUsage { nodes: 1, allocations: 2 }, first: first.clone() },
     };
-    let spec = Spec {
+    let spec = SkuSpec {
         name: "h100".into(),
         gpu_vendor: "nvidia".into(),
         gpu_model: "H100".into(),
@@ -366,13 +386,13 @@ fn of_a_sku() {
     };
     let price = Price::new("EUR", 250).unwrap();
     let create = Command::Create { spec: Box::new(spec), price: price.clone() };
-    let (_, reply) = decided::<Sku>(None, create.clone(), &user("root", &[Role::Admin]), ALLOCATION);
+    let (_, reply) = decided::<Sku>(None, create.clone(), &user("root", &[TokenRole::Admin]), ALLOCATION);
     let commands = vec![
         create,
         Command::Revise { price: Some(price), allowed_regions: Some(Vec::new()) },
         Command::Revise { price: None, allowed_regions: None },
-        Command::Approve(Box::new(approve(Change::Activate, None))),
-        Command::Approve(Box::new(approve(Change::Deprecate, Some(PlatformRole::InventoryOwner)))),
+        Command::Approve(Box::new(approve(StatusChange::Activate, None))),
+        Command::Approve(Box::new(approve(StatusChange::Deprecate, Some(PlatformRole::InventoryOwner)))),
         Command::Tick,
     ];
     let rejections = [
@@ -389,7 +409,7 @@ fn of_a_sku() {
 
 #[test]
 fn of_a_tenant() {
-    use tenant::{AskedScopes, Command, Rejection, Reply};
+    use tenant::{Command, QuotaScopes, Rejection, Reply};
     let add = Command::AddKey {
         user_id: "ann".into(),
         name: text(),
@@ -399,7 +419,7 @@ fn of_a_tenant() {
     };
     let (_, reply) = decided::<Tenant>(None, add.clone(), &ann(), ALLOCATION);
     let ssh_key = SshKeyId(ALLOCATION);
-    let scopes = AskedScopes { org_id: None, project_id: Some("p".into()), plan: Some(text()) };
+    let scopes = QuotaScopes { org_id: None, project_id: Some("p".into()), plan: Some(text()) };
     let commands = vec![
         add,
         Command::DeleteKey { key: ssh_key },
@@ -418,7 +438,7 @@ fn of_a_tenant() {
             user_id: "ann".into(),
             account: domain::ServiceAccountId(ALLOCATION),
             there: [domain::ServiceAccountId(Uuid::nil())].into(),
-            scopes: AskedScopes { org_id: Some(text()), project_id: None, plan: None },
+            scopes: QuotaScopes { org_id: Some(text()), project_id: None, plan: None },
         },
         Command::Tick,
     ];
@@ -436,12 +456,12 @@ fn of_a_tenant() {
 #[test]
 fn of_a_billing_account() {
     use domain::billing_account::{BillingAccount, Command, Holder, Rejection, Reply};
-    use domain::money::{Currency, Micro};
+    use domain::money::{Currency, MicroAmount};
     let currency = Currency::parse("EUR").unwrap();
     let holder = Holder::Org(text());
     let (payment_id, refund_id) = (domain::PaymentId(ALLOCATION), domain::RefundId(ALLOCATION));
     let open = Command::Open { holder: holder.clone(), currency: currency.clone() };
-    let (_, reply) = decided::<BillingAccount>(None, open.clone(), &user("root", &[Role::Admin]), ALLOCATION);
+    let (_, reply) = decided::<BillingAccount>(None, open.clone(), &user("root", &[TokenRole::Admin]), ALLOCATION);
     let price = Price::new("EUR", 250).unwrap();
     let hold = |holder| Command::Hold {
         holder,
@@ -466,7 +486,7 @@ fn of_a_billing_account() {
         Command::RefundAllocation {
             refund_id,
             allocation_id: TENANT,
-            cost: Some(Micro::of(7)),
+            cost: Some(MicroAmount::of(7)),
             ended_at: Some(at()),
             amount_minor: Some(7),
             reason: text(),
@@ -475,11 +495,11 @@ fn of_a_billing_account() {
     ];
     let rejections = [
         Rejection::NotFound,
-        Rejection::InsufficientBalance { needed: Micro::of(7), available: Micro::of(i64::MIN) },
+        Rejection::InsufficientBalance { needed: MicroAmount::of(7), available: MicroAmount::of(i64::MIN) },
         Rejection::CurrencyDiffers { account: "EUR".into(), given: "USD".into() },
         Rejection::Amount { max: 7 },
         Rejection::Full,
-        Rejection::MoreThanCost { left: Micro::of(7) },
+        Rejection::MoreThanCost { left: MicroAmount::of(7) },
         Rejection::TooLate { days: 7 },
         Rejection::TooManyRefunds,
         Rejection::Moved,
@@ -491,7 +511,7 @@ fn of_a_billing_account() {
 fn of_a_payment() {
     use domain::billing_account::Holder;
     use domain::money::Currency;
-    use domain::payment::{Command, Outcome, Payment, RefundStatus, Rejection, Reply, What};
+    use domain::payment::{Command, Payment, PaymentFailure, RefundStatus, Rejection, Reply, ReversalStep};
     let (currency, refund_id) = (Currency::parse("EUR").unwrap(), domain::RefundId(ALLOCATION));
     let create = Command::Create {
         account_id: domain::BillingAccountId(ALLOCATION),
@@ -525,8 +545,11 @@ fn of_a_payment() {
         Command::ReversalPosted { reversal_id: "dp_1".into(), is_undone: true },
         Command::Tick,
     ];
-    commands.extend([Outcome::Declined, Outcome::Canceled, Outcome::Expired].map(not_paid));
-    commands.extend([What::Refund, What::RefundFailed, What::DisputeOpened, What::DisputeWon].map(reversed));
+    commands.extend([PaymentFailure::Declined, PaymentFailure::Canceled, PaymentFailure::Expired].map(not_paid));
+    commands.extend(
+        [ReversalStep::Refund, ReversalStep::RefundFailed, ReversalStep::DisputeOpened, ReversalStep::DisputeWon]
+            .map(reversed),
+    );
     commands.extend(
         [RefundStatus::Pending, RefundStatus::Succeeded, RefundStatus::Failed].map(|status| Command::RefundAt {
             refund_id,
@@ -552,8 +575,8 @@ fn of_a_payment() {
 }
 
 #[test]
-fn of_an_event_of_the_processors() {
-    use domain::processor_event::{Command, Outcome, ProcessorEvent, Rejection, Reply};
+fn of_a_processor_event() {
+    use domain::processor_event::{Command, ProcessingOutcome, ProcessorEvent, Rejection, Reply};
     let receive = Command::Receive {
         event_id: "evt_1".into(),
         event_type: text(),
@@ -573,7 +596,7 @@ fn of_an_event_of_the_processors() {
         Command::Reseal { body_enc: "AA==".into() },
         Command::Tick,
     ];
-    commands.extend(Outcome::ALL.map(|outcome| Command::Processed { outcome }));
+    commands.extend(ProcessingOutcome::ALL.map(|outcome| Command::Processed { outcome }));
     let replies = [kept, Reply::Shown { event: Box::new(event) }, Reply::Done];
     let rejections = [Rejection::NotFound, Rejection::Differs, Rejection::WrongState { state: text() }];
     survives::<ProcessorEvent>(commands, replies, rejections);
@@ -581,24 +604,24 @@ fn of_an_event_of_the_processors() {
 
 #[test]
 fn of_bindings() {
-    use bindings::{Command, Rejection, Reply};
+    use role_bindings::{Command, Rejection, Reply};
     let role = PlatformRole::Auditor;
     let bind = Command::Bind { subject: "ann".into(), role, reason: text() };
-    let (_, reply) = decided::<Bindings>(None, bind.clone(), &user("root", &[Role::Admin]), ALLOCATION);
+    let (_, reply) = decided::<RoleBindings>(None, bind.clone(), &user("root", &[TokenRole::Admin]), ALLOCATION);
     let commands = vec![
         bind,
         Command::Revoke { role, reason: Some(text()) },
         Command::Revoke { role, reason: None },
         Command::Tick,
     ];
-    survives::<Bindings>(commands, [reply, Reply::Done], [Rejection::NotBound]);
+    survives::<RoleBindings>(commands, [reply, Reply::Done], [Rejection::NotBound]);
 }
 
 #[test]
 fn of_an_announcement() {
     use domain::announcement::{Announcement, Command, Rejection, Reply, Severity};
     let announce = |severity| Command::Announce { severity, message: text() };
-    let by = user("root", &[Role::Admin]);
+    let by = user("root", &[TokenRole::Admin]);
     let (_, reply) = decided::<Announcement>(None, announce(Severity::Info), &by, ALLOCATION);
     let severities = [Severity::Info, Severity::Warning, Severity::Critical];
     let commands = severities.into_iter().map(announce).chain([Command::Tick]).collect();
@@ -606,35 +629,36 @@ fn of_an_announcement() {
 }
 
 #[test]
-fn of_a_part_of_the_cluster() {
-    use domain::runtime::{Command, Noted, Operated, Part, Rejection};
-    let entity = EntityRef { kind: domain::Kind::Node, id: NODE.0 };
+fn of_a_runtime_part() {
+    use domain::runtime::{Command, Rejection, Reply, RestartRecord, RuntimePart};
+    let entity = EntityRef { kind: domain::EntityKind::Node, id: NODE.0 };
     let member = domain::MemberId(Uuid::from_u128(3));
-    let parts = [Part::Entity { entity }, Part::Worker { member, worker: text() }];
-    let restart = |what: Part| Command::Restart { what, reason: Some(text()) };
+    let parts = [RuntimePart::Entity { entity }, RuntimePart::Worker { member, worker: text() }];
+    let restart = |what: RuntimePart| Command::Restart { what, reason: Some(text()) };
     let commands = parts.into_iter().map(restart).chain([Command::Tick]).collect();
-    survives::<Operated>(commands, [Noted], [Rejection::AnotherPart]);
+    survives::<RestartRecord>(commands, [Reply], [Rejection::AnotherPart]);
 }
 
 #[test]
-fn of_a_scopes_policy_values() {
+fn of_policy_values_of_a_scope() {
     use domain::PolicyValueId;
     use domain::policy::{
-        Command, Crossing, Expected, Key, NewValue, Rejection, Reply, Scope, ScopeValues, TakeBack, Value, Written,
+        Command, CrossingBounds, ExpectedValue, PolicyKey, PolicyRevocation, PolicyScope, PolicyValue, PolicyVersion,
+        PolicyWrite, Rejection, Reply, ScopeValues,
     };
     let scopes = [
-        Scope::Global,
-        Scope::UserId("ann".into()),
-        Scope::ProjectId("*".into()),
-        Scope::OrgId(">".into()),
-        Scope::Plan("a.b".into()),
+        PolicyScope::Global,
+        PolicyScope::UserId("ann".into()),
+        PolicyScope::ProjectId("*".into()),
+        PolicyScope::OrgId(">".into()),
+        PolicyScope::Plan("a.b".into()),
     ];
-    let values = [Value::Int(-7), Value::Bool(true), Value::Text("user-revoke".into())];
-    let expected = [Expected::Anything, Expected::Nothing, Expected::This(values[0].clone())];
-    let write = |(scope, value, expected): (&Scope, &Value, &Expected)| {
-        Command::Write(Box::new(NewValue {
+    let values = [PolicyValue::Int(-7), PolicyValue::Bool(true), PolicyValue::Text("user-revoke".into())];
+    let expected = [ExpectedValue::Anything, ExpectedValue::Nothing, ExpectedValue::This(values[0].clone())];
+    let write = |(scope, value, expected): (&PolicyScope, &PolicyValue, &ExpectedValue)| {
+        Command::Write(Box::new(PolicyWrite {
             scope: scope.clone(),
-            key: Key::BillingWindow,
+            key: PolicyKey::BillingWindow,
             value: value.clone(),
             effective_at: Some(at()),
             reason: "r".into(),
@@ -642,17 +666,17 @@ fn of_a_scopes_policy_values() {
         }))
     };
     let many = scopes.iter().zip(values.iter().cycle()).zip(expected.iter().cycle());
-    let take_back = |effective_at| TakeBack {
-        key: Key::BillingWindow,
+    let take_back = |effective_at| PolicyRevocation {
+        key: PolicyKey::BillingWindow,
         effective_at,
         reason: "r".into(),
-        expected: Expected::This(Value::Int(7)),
+        expected: ExpectedValue::This(PolicyValue::Int(7)),
     };
     let others = [Command::TakeBack(take_back(None)), Command::TakeBack(take_back(Some(at()))), Command::Tick];
     let commands = many.map(|((scope, value), expected)| write((scope, value, expected))).chain(others).collect();
-    let written = |value: &Value| Reply::Written {
-        scope: Scope::Plan("gold".into()),
-        written: Box::new(Written {
+    let written = |value: &PolicyValue| Reply::Written {
+        scope: PolicyScope::Plan("gold".into()),
+        written: Box::new(PolicyVersion {
             id: PolicyValueId(ALLOCATION),
             key: "billing.window_seconds".into(),
             value: value.clone(),
@@ -663,12 +687,12 @@ fn of_a_scopes_policy_values() {
             written_at: at(),
         }),
     };
-    let (low, high) = (Key::BillingMinimumDeposit, Key::BillingMaximumDeposit);
-    let crossing = Crossing { at: at(), low: 2, high: 1, with: Scope::Global };
+    let (low, high) = (PolicyKey::BillingMinimumDeposit, PolicyKey::BillingMaximumDeposit);
+    let crossing = CrossingBounds { at: at(), low: 2, high: 1, with: PolicyScope::Global };
     let rejections = [
         Rejection::NotFound,
         Rejection::OutOfBounds { key: low, value: values[2].clone() },
-        Rejection::Scope { key: low, scope: Scope::Global },
+        Rejection::Scope { key: low, scope: PolicyScope::Global },
         Rejection::NotBuilt { key: low, value: values[1].clone() },
         Rejection::Crosses { key: low, low, high, crossing },
         Rejection::Differs { key: low, current: None },
@@ -683,25 +707,25 @@ fn of_a_scopes_policy_values() {
 }
 
 #[test]
-fn of_whoever_asks() {
-    let Principal::Caller(caller) = user("ann", &[Role::User, Role::Admin]) else { unreachable!() };
-    let from = Footing { entity: ALLOCATION, version: 3 };
+fn of_a_principal() {
+    let Principal::Caller(caller) = user("ann", &[TokenRole::User, TokenRole::Admin]) else { unreachable!() };
+    let from = Precondition { entity: ALLOCATION, version: 3 };
     let grant = Some(Grant { roles: [PlatformRole::Auditor].into(), from });
-    let permit = authorize(&Principal::Caller(Caller { grant, ..caller }), Action::Rent).unwrap();
-    let asked = Asked::new(&permit, "c", at())
-        .once(key("k"))
-        .urgently()
+    let permit = authorize(&Principal::Caller(CallerIdentity { grant, ..caller }), Action::Rent).unwrap();
+    let asked = CommandContext::new(&permit, "c", at())
+        .with_key(key("k"))
+        .urgent()
         .traced(Some("00-trace".into()), Some("vendor=1".to_owned()));
     let bytes = serde_json::to_vec(&asked).unwrap();
-    let back: Asked = serde_json::from_slice(&bytes).unwrap();
+    let back: CommandContext = serde_json::from_slice(&bytes).unwrap();
     assert_eq!(format!("{back:?}"), format!("{asked:?}"));
 }
 
 #[test]
 fn of_a_service_account() {
     use domain::service_account::{Command, Rejection, Reply, ServiceAccount};
-    let create = Command::Create { name: "ci".into(), roles: [Role::User, Role::Admin].into() };
-    let root = user("root", &[Role::Admin]);
+    let create = Command::Create { name: "ci".into(), roles: [TokenRole::User, TokenRole::Admin].into() };
+    let root = user("root", &[TokenRole::Admin]);
     let (_, reply) = decided::<ServiceAccount>(None, create.clone(), &root, ALLOCATION);
     let key = domain::ServiceAccountKeyId(ALLOCATION);
     let commands =
@@ -717,14 +741,15 @@ fn of_a_service_account() {
 }
 
 #[test]
-fn of_a_service_account_that_asks() {
+fn of_a_service_account_as_principal() {
     let Principal::Caller(owner) = ann() else { panic!("ann is a person") };
     let service_account = Some(domain::ServiceAccountId(ALLOCATION));
     let permit =
-        authorize(&Principal::Caller(domain::authz::Caller { service_account, ..owner }), Action::Rent).unwrap();
-    let bytes = serde_json::to_vec(&Asked::new(&permit, "c", at())).unwrap();
-    let back: Asked = serde_json::from_slice(&bytes).unwrap();
+        authorize(&Principal::Caller(domain::authz::CallerIdentity { service_account, ..owner }), Action::Rent)
+            .unwrap();
+    let bytes = serde_json::to_vec(&CommandContext::new(&permit, "c", at())).unwrap();
+    let back: CommandContext = serde_json::from_slice(&bytes).unwrap();
     assert_eq!(back.by.to_string(), format!("service-account:{ALLOCATION}"));
-    // It is still none where it comes from: its rights did not grow on the way.
+    // It is still a service account at the other member: its rights did not grow in transit.
     assert!(authorize(&back.by, Action::KeepServiceAccounts).is_err());
 }

@@ -1,7 +1,7 @@
-//! Recordings on this machine's disk: a folder for each session, a file for each chunk that the control plane does not have.
+//! Recordings on this machine's disk: a folder for each session, a file for each chunk that is not uploaded yet.
 //!
-//! Files are written without waiting for the disk: what is in a file survives the agent, and a machine that loses its power ends its
-//! shells anyway. The folders are the agent's alone.
+//! Files are written without sync: what is in a file survives the agent, and a power failure ends the machine's shells anyway. The
+//! folders are accessible to the agent only.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Seek as _, SeekFrom, Write as _};
@@ -14,17 +14,17 @@ use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 use tracing::warn;
 use uuid::Uuid;
-use wire::recording::{CHUNK_COST, CHUNK_FULL, CHUNK_MOST, Ended, Frame, Frames, What};
+use wire::recording::{CHUNK_COST, CHUNK_FULL, CHUNK_MAX, Frame, FrameContent, Frames, RecordingEnd};
 
-/// One session gets at most this part of the spool, so that it does not take the room of the others.
-const SESSIONS_PART: u64 = 8;
+/// One session gets at most this fraction of the spool, so that it does not take the room of the others.
+const SESSION_SHARE: u64 = 8;
 
-/// A write that takes longer is waited for elsewhere, from then on and for so long.
-const QUICK: Duration = Duration::from_millis(5);
-const SLOW_FOR: Duration = Duration::from_secs(1);
+/// After a write that takes longer, writes are moved to another thread for this time.
+const INLINE_WRITE_LIMIT: Duration = Duration::from_millis(5);
+const SLOW_DISK_PENALTY: Duration = Duration::from_secs(1);
 
-/// What is kept free for the words that end a recording.
-const FOR_THE_END: u64 = 4096;
+/// Reserved for the frames that end a recording.
+const END_RESERVE: u64 = 4096;
 
 /// The spool of this machine; cheap to clone.
 #[derive(Clone, Debug)]
@@ -32,47 +32,47 @@ pub struct Spools {
     folder: PathBuf,
     most: u64,
     used: Arc<AtomicU64>,
-    quick: Arc<Quick>,
+    inline_gate: Arc<InlineWriteGate>,
 }
 
-/// Whose turn it is to write in the middle of everything else, and before when nobody may: the disk was slow.
-type Quick = Mutex<Option<Instant>>;
+/// Serializes writes on the session's own thread; the value is until when they are not allowed, because the disk was slow.
+type InlineWriteGate = Mutex<Option<Instant>>;
 
-/// Why frames are not kept.
+/// Why frames are not stored.
 #[derive(Debug, thiserror::Error)]
-pub(in crate::terminal) enum NotKept {
-    /// There will be room when the control plane has taken some.
+pub(in crate::terminal) enum SpoolError {
+    /// There will be room when the control plane has accepted some chunks.
     #[error("there is no room in the spool")]
     NoRoom,
     #[error("the disk does not take it: {0}")]
     Disk(#[source] io::Error),
     #[error("the recording is as long as it may be")]
     Over,
-    /// Now or ever.
+    /// Permanently.
     #[error("the control plane does not want it")]
     Refused,
 }
 
 impl Spools {
-    /// In the agent's own folder, of at most so many bytes.
+    /// In the agent's own folder, with a limit in bytes.
     #[must_use]
     pub fn new(state_dir: &Path, most: u64) -> Self {
-        Self { folder: state_dir.join("recordings"), most, used: Arc::default(), quick: Arc::default() }
+        Self { folder: state_dir.join("recordings"), most, used: Arc::default(), inline_gate: Arc::default() }
     }
 
-    /// The place of a session that begins.
+    /// The spool of a session that starts.
     pub(in crate::terminal) fn begin(&self, session_id: Uuid) -> Arc<Spool> {
-        Arc::new(Spool::new(self.clone(), session_id, State::default()))
+        Arc::new(Spool::new(self.clone(), session_id, SpoolState::default()))
     }
 
-    /// What an earlier agent left, mended as far as it was cut off, and ended.
-    pub fn left(&self) -> Vec<Uuid> {
+    /// The sessions whose recordings an earlier agent left.
+    pub fn leftover_sessions(&self) -> Vec<Uuid> {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().flatten();
         entries.filter_map(|entry| Uuid::try_parse(entry.file_name().to_str()?).ok()).collect()
     }
 
-    /// Takes up what an earlier agent left of this session.
-    pub(super) fn take_up(&self, session_id: Uuid) -> io::Result<Arc<Spool>> {
+    /// Recovers what an earlier agent left of this session: truncated to whole frames, and ended.
+    pub(super) fn recover(&self, session_id: Uuid) -> io::Result<Arc<Spool>> {
         let folder = self.folder.join(session_id.to_string());
         let (mut waiting, mut sent) = (Vec::new(), None);
         for entry in fs::read_dir(&folder)? {
@@ -80,39 +80,39 @@ impl Spools {
             let Some((seq, kind)) = name.to_str().and_then(|name| name.split_once('.')) else { continue };
             let Ok(seq) = seq.parse::<u32>() else { continue };
             match kind {
-                WAITS => waiting.push(seq),
+                PENDING => waiting.push(seq),
                 SENT => sent = sent.max(Some(seq)),
                 _ => {}
             }
         }
         waiting.sort_unstable();
         let taken = waiting.first().copied().or_else(|| sent.map(|seq| seq + 1)).unwrap_or(0);
-        let state = State { closed: taken, taken, ..State::default() };
+        let state = SpoolState { closed: taken, taken, ..SpoolState::default() };
         let spool = Arc::new(Spool::new(self.clone(), session_id, state));
-        spool.mend(&waiting)?;
+        spool.repair(&waiting)?;
         Ok(spool)
     }
 }
 
-/// Chunks that wait, and the mark of the last one that was sent.
-const WAITS: &str = "frames";
+/// File extensions: chunks to upload, and the marker of the last uploaded chunk.
+const PENDING: &str = "frames";
 const SENT: &str = "sent";
 
-/// A session's part of the spool, shared by who writes it and who sends it.
+/// A session's part of the spool, shared by its writer and its uploader.
 #[derive(Debug)]
 pub(in crate::terminal) struct Spool {
     spools: Spools,
     folder: PathBuf,
     pub(super) session_id: Uuid,
-    state: Mutex<State>,
-    /// Something is to be sent, or never will be.
+    state: Mutex<SpoolState>,
+    /// A chunk is to be uploaded, or there will be none.
     pub(super) filled: Notify,
-    /// There is more room, or there will never be.
+    /// Room was freed, or there will be none.
     pub(super) emptied: Notify,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct SpoolState {
     /// Chunks below are complete.
     closed: u32,
     /// Chunks below are with the control plane.
@@ -122,23 +122,23 @@ struct State {
     refused: bool,
 }
 
-/// What the sender finds.
+/// The uploader's next step.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum NextUpload {
     Chunk(u32),
-    /// Nothing, for the time being.
+    /// Nothing to upload at the moment.
     Nothing,
-    /// It is all sent, or nobody wants it.
+    /// Everything is uploaded, or the control plane refuses it.
     Done,
 }
 
 impl Spool {
-    fn new(spools: Spools, session_id: Uuid, state: State) -> Self {
+    fn new(spools: Spools, session_id: Uuid, state: SpoolState) -> Self {
         let folder = spools.folder.join(session_id.to_string());
         Self { spools, folder, session_id, state: Mutex::new(state), filled: Notify::new(), emptied: Notify::new() }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SpoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -150,11 +150,11 @@ impl Spool {
         self.state().refused
     }
 
-    /// Sets room aside. `end`: the words that end it, for which some is kept.
+    /// Reserves room. `end`: for the frames that end the recording, which have a reserve of their own.
     fn reserve(&self, bytes: u64, end: bool) -> bool {
         let mut state = self.state();
-        let kept = if end { 0 } else { FOR_THE_END };
-        if !end && state.bytes + bytes + kept > self.spools.most / SESSIONS_PART {
+        let kept = if end { 0 } else { END_RESERVE };
+        if !end && state.bytes + bytes + kept > self.spools.most / SESSION_SHARE {
             return false;
         }
         let fits = |used: u64| (end || used + bytes + kept <= self.spools.most).then_some(used + bytes);
@@ -182,22 +182,22 @@ impl Spool {
         self.filled.notify_one();
     }
 
-    /// What is to be sent next.
-    pub(super) fn next(&self) -> Next {
+    /// The next chunk to upload.
+    pub(super) fn next(&self) -> NextUpload {
         let state = self.state();
         if state.refused || (state.ended && state.taken == state.closed) {
-            return Next::Done;
+            return NextUpload::Done;
         }
-        if state.taken < state.closed { Next::Chunk(state.taken) } else { Next::Nothing }
+        if state.taken < state.closed { NextUpload::Chunk(state.taken) } else { NextUpload::Nothing }
     }
 
     pub(super) fn read(&self, seq: u32) -> io::Result<Vec<u8>> {
-        fs::read(self.path(seq, WAITS))
+        fs::read(self.path(seq, PENDING))
     }
 
-    /// The control plane has it. An empty file keeps its number for the next agent.
-    pub(super) fn sent(&self, seq: u32) {
-        let path = self.path(seq, WAITS);
+    /// Marks a chunk as uploaded. The empty file keeps its number for the next agent.
+    pub(super) fn mark_sent(&self, seq: u32) {
+        let path = self.path(seq, PENDING);
         let length = fs::metadata(&path).map(|file| file.len()).unwrap_or(0);
         let emptied = OpenOptions::new().write(true).truncate(true).open(&path).map(drop);
         let marked = emptied.and_then(|()| fs::rename(&path, self.path(seq, SENT)));
@@ -205,7 +205,7 @@ impl Spool {
             let _ = fs::remove_file(self.path(before, SENT));
         }
         if let Err(error) = marked {
-            // It is sent again, and taken for what it is.
+            // It is resent, and recognized as a duplicate.
             warn!(error = %error, "a chunk of a recording that was sent stays on the disk");
         }
         self.give_back(length);
@@ -213,13 +213,13 @@ impl Spool {
         self.emptied.notify_one();
     }
 
-    /// Nobody wants it: nothing more is written, and nothing stays.
+    /// The control plane refuses the recording: nothing more is written, and nothing is kept.
     pub(super) fn refuse(&self) {
         self.state().refused = true;
         self.emptied.notify_one();
     }
 
-    /// To be called when all is sent or nobody wants it.
+    /// To be called when everything is uploaded or refused.
     pub(super) fn remove(&self) {
         if let Err(error) = fs::remove_dir_all(&self.folder)
             && error.kind() != io::ErrorKind::NotFound
@@ -229,18 +229,18 @@ impl Spool {
         self.give_back(u64::MAX);
     }
 
-    /// Of each file what is no whole frame goes; where the recording has no end, it gets one.
-    fn mend(self: &Arc<Self>, waiting: &[u32]) -> io::Result<()> {
+    /// Truncates each file to whole frames; if the recording has no end, it gets one.
+    fn repair(self: &Arc<Self>, waiting: &[u32]) -> io::Result<()> {
         let (mut ended, mut micros) = (false, 0);
         for seq in waiting {
-            let path = self.path(*seq, WAITS);
+            let path = self.path(*seq, PENDING);
             let bytes = fs::read(&path)?;
             let mut frames = Frames::of(&bytes);
             for frame in frames.by_ref().map_while(Result::ok) {
-                ended = matches!(frame.what, What::End(_));
+                ended = matches!(frame.what, FrameContent::End(_));
                 micros = frame.micros;
             }
-            // The words after the last whole frame are those of an agent that was killed in the middle of them.
+            // Bytes after the last whole frame are from an agent that was killed while it wrote them.
             let whole = frames.whole();
             if whole == 0 {
                 fs::remove_file(&path)?;
@@ -252,8 +252,8 @@ impl Spool {
         }
         if !ended {
             let seq = self.state().closed;
-            let mut tape = Tape::new(Arc::clone(self), seq, u64::MAX);
-            tape.end(&[Frame { micros, what: What::End(Ended::Agent) }])?;
+            let mut writer = SpoolWriter::new(Arc::clone(self), seq, u64::MAX);
+            writer.end(&[Frame { micros, what: FrameContent::End(RecordingEnd::Agent) }])?;
         }
         self.end();
         Ok(())
@@ -262,23 +262,23 @@ impl Spool {
 
 /// The writer's end of a session's spool.
 #[derive(Debug)]
-pub(super) struct Tape {
+pub(super) struct SpoolWriter {
     spool: Arc<Spool>,
     seq: u32,
     /// The chunk that is being written, and its length.
     file: Option<(File, usize)>,
-    /// All that was ever written.
+    /// Everything that was ever written.
     recorded: u64,
     most: u64,
 }
 
-impl Tape {
+impl SpoolWriter {
     pub(super) const fn new(spool: Arc<Spool>, seq: u32, most: u64) -> Self {
         Self { spool, seq, file: None, recorded: 0, most }
     }
 
-    /// The longest that the recording may become.
-    pub(super) fn may_be(&mut self, most: u64) {
+    /// Sets the limit of the recording.
+    pub(super) fn set_limit(&mut self, most: u64) {
         self.most = most;
     }
 
@@ -286,43 +286,43 @@ impl Tape {
         self.most
     }
 
-    /// Writes frames, whole or not at all: they go into one chunk, and so are [`CHUNK_MOST`] bytes at most.
-    pub(super) fn write(&mut self, frames: &[u8]) -> Result<(), NotKept> {
+    /// Writes frames, completely or not at all: they go into one chunk, and so are [`CHUNK_MAX`] bytes at most.
+    pub(super) fn write(&mut self, frames: &[u8]) -> Result<(), SpoolError> {
         let length = frames.len() as u64;
         if self.spool.is_refused() {
-            return Err(NotKept::Refused);
+            return Err(SpoolError::Refused);
         }
-        if self.recorded + length + CHUNK_COST + FOR_THE_END > self.most {
-            return Err(NotKept::Over);
+        if self.recorded + length + CHUNK_COST + END_RESERVE > self.most {
+            return Err(SpoolError::Over);
         }
         if !self.spool.reserve(length, false) {
-            // What there is goes first, or there will never be room.
+            // What is there is uploaded first, otherwise there will never be room.
             self.close();
-            return Err(NotKept::NoRoom);
+            return Err(SpoolError::NoRoom);
         }
         self.put(frames).map_err(|error| {
             self.spool.give_back(length);
-            NotKept::Disk(error)
+            SpoolError::Disk(error)
         })
     }
 
-    /// Writes frames at once, where that takes no time: into a chunk that is begun, on a disk that was quick lately, and nobody else at that
-    /// moment. So a disk that hangs all of a sudden has one thread of the agent and no more. `None`: somebody else has to, who may wait.
-    pub(super) fn write_at_once(&mut self, frames: &[u8]) -> Option<Result<(), NotKept>> {
-        let quick = Arc::clone(&self.spool.spools.quick);
-        let mut slow_until = quick.try_lock().ok()?;
+    /// Writes frames inline, if that is fast: into an open chunk, on a disk that was fast lately, and by no other session at that moment.
+    /// So a disk that suddenly hangs blocks one thread of the agent only. `None`: the write has to go to another thread, which may wait.
+    pub(super) fn write_at_once(&mut self, frames: &[u8]) -> Option<Result<(), SpoolError>> {
+        let inline_gate = Arc::clone(&self.spool.spools.inline_gate);
+        let mut slow_until = inline_gate.try_lock().ok()?;
         let began = Instant::now();
         if !self.is_open() || slow_until.is_some_and(|until| began < until) {
             return None;
         }
         let written = self.write(frames);
-        if began.elapsed() > QUICK {
-            *slow_until = Some(Instant::now() + SLOW_FOR);
+        if began.elapsed() > INLINE_WRITE_LIMIT {
+            *slow_until = Some(Instant::now() + SLOW_DISK_PENALTY);
         }
         Some(written)
     }
 
-    /// The last words, a few frames: there is room for them, however little there is otherwise.
+    /// Writes the last frames: there is room for them, however full the spool is.
     pub(super) fn end(&mut self, words: &[Frame]) -> io::Result<()> {
         let mut bytes = Vec::new();
         words.iter().for_each(|frame| frame.write(&mut bytes));
@@ -334,21 +334,21 @@ impl Tape {
     }
 
     fn put(&mut self, frames: &[u8]) -> io::Result<()> {
-        if self.file.as_ref().is_some_and(|(_, length)| length + frames.len() > CHUNK_MOST) {
+        if self.file.as_ref().is_some_and(|(_, length)| length + frames.len() > CHUNK_MAX) {
             self.close();
         }
         let (file, length) = match &mut self.file {
             Some(open) => open,
             None => {
                 DirBuilder::new().recursive(true).mode(0o700).create(&self.spool.folder)?;
-                let path = self.spool.path(self.seq, WAITS);
+                let path = self.spool.path(self.seq, PENDING);
                 let file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
                 self.recorded += CHUNK_COST;
                 self.file.insert((file, 0))
             }
         };
         if let Err(error) = file.write_all(frames) {
-            // Whatever of it came to the file is no whole frame.
+            // A partial frame in the file is truncated.
             let _ = file.set_len(*length as u64);
             let _ = file.seek(SeekFrom::Start(*length as u64));
             return Err(error);
@@ -361,7 +361,7 @@ impl Tape {
         Ok(())
     }
 
-    /// The chunk is complete; the next frame begins another.
+    /// Completes the chunk; the next frame starts another one.
     pub(super) fn close(&mut self) {
         match self.file.take() {
             Some((_, 0)) | None => {}
@@ -372,7 +372,7 @@ impl Tape {
         }
     }
 
-    /// True where a chunk is begun.
+    /// Whether a chunk is open.
     pub(super) const fn is_open(&self) -> bool {
         self.file.is_some()
     }
@@ -385,124 +385,127 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn frame(micros: u64, what: What) -> Vec<u8> {
+    fn frame(micros: u64, what: FrameContent) -> Vec<u8> {
         let mut bytes = Vec::new();
         Frame { micros, what }.write(&mut bytes);
         bytes
     }
 
     fn output(length: usize) -> Vec<u8> {
-        frame(1, What::Output(vec![b'x'; length]))
+        frame(1, FrameContent::Output(vec![b'x'; length]))
     }
 
-    fn begun(most: u64) -> (tempfile::TempDir, Spools, Arc<Spool>, Tape) {
+    fn begun(most: u64) -> (tempfile::TempDir, Spools, Arc<Spool>, SpoolWriter) {
         let folder = tempfile::tempdir().unwrap();
         let spools = Spools::new(folder.path(), most);
         let spool = spools.begin(Uuid::from_u128(1));
-        let tape = Tape::new(Arc::clone(&spool), 0, MIB);
-        (folder, spools, spool, tape)
+        let writer = SpoolWriter::new(Arc::clone(&spool), 0, MIB);
+        (folder, spools, spool, writer)
     }
 
-    /// Sends all that is there, and answers with it.
+    /// Uploads everything that is there, and returns it.
     fn send(spool: &Spool) -> Vec<Vec<u8>> {
         let mut sent = Vec::new();
-        while let Next::Chunk(seq) = spool.next() {
+        while let NextUpload::Chunk(seq) = spool.next() {
             sent.push(spool.read(seq).unwrap());
-            spool.sent(seq);
+            spool.mark_sent(seq);
         }
         sent
     }
 
-    fn last(chunk: &[u8]) -> What {
+    fn last(chunk: &[u8]) -> FrameContent {
         Frames::of(chunk).map(Result::unwrap).last().unwrap().what
     }
 
     #[test]
-    fn a_recording_is_cut_into_chunks_and_gone_when_all_are_sent() {
-        let (_folder, spools, spool, mut tape) = begun(64 * MIB);
+    fn recording_is_split_into_chunks_and_removed_after_upload() {
+        let (_folder, spools, spool, mut writer) = begun(64 * MIB);
         for _ in 0..10 {
-            tape.write(&output(16 * 1024)).unwrap();
+            writer.write(&output(16 * 1024)).unwrap();
         }
-        tape.end(&[Frame { micros: 9, what: What::End(Ended::Session) }]).unwrap();
+        writer.end(&[Frame { micros: 9, what: FrameContent::End(RecordingEnd::Session) }]).unwrap();
         let sent = send(&spool);
-        assert!(sent.len() >= 3 && sent.iter().all(|chunk| chunk.len() <= CHUNK_MOST));
-        assert_eq!(last(sent.last().unwrap()), What::End(Ended::Session));
-        assert_eq!(spool.next(), Next::Done);
+        assert!(sent.len() >= 3 && sent.iter().all(|chunk| chunk.len() <= CHUNK_MAX));
+        assert_eq!(last(sent.last().unwrap()), FrameContent::End(RecordingEnd::Session));
+        assert_eq!(spool.next(), NextUpload::Done);
         spool.remove();
-        assert_eq!((spools.left(), spools.used.load(Ordering::Relaxed)), (vec![], 0));
+        assert_eq!((spools.leftover_sessions(), spools.used.load(Ordering::Relaxed)), (vec![], 0));
     }
 
     #[test]
-    fn without_room_nothing_is_written_until_something_is_sent_and_the_end_has_its_place() {
-        let (_folder, spools, spool, mut tape) = begun(SESSIONS_PART * 200 * 1024);
+    fn full_spool_refuses_writes_until_upload_but_accepts_the_end() {
+        let (_folder, spools, spool, mut writer) = begun(SESSION_SHARE * 200 * 1024);
         let mut written = 0;
-        while tape.write(&output(16 * 1024)).is_ok() {
+        while writer.write(&output(16 * 1024)).is_ok() {
             written += 1;
         }
         assert!((8..=12).contains(&written), "{written}");
-        assert!(matches!(tape.write(&output(16 * 1024)), Err(NotKept::NoRoom)));
+        assert!(matches!(writer.write(&output(16 * 1024)), Err(SpoolError::NoRoom)));
         assert!(!send(&spool).is_empty());
-        tape.write(&output(16 * 1024)).unwrap();
-        // Another session has its own part, and all of them together no more than there is.
+        writer.write(&output(16 * 1024)).unwrap();
+        // Another session has its own share, and all of them together no more than there is.
         let mut all = 0;
         for n in 2..20 {
-            let mut other = Tape::new(spools.begin(Uuid::from_u128(n)), 0, MIB);
+            let mut other = SpoolWriter::new(spools.begin(Uuid::from_u128(n)), 0, MIB);
             while other.write(&output(16 * 1024)).is_ok() {
                 all += 1;
             }
         }
         assert!(all <= 8 * 200 / 16, "{all}");
-        tape.end(&[Frame { micros: 1, what: What::End(Ended::Session) }]).unwrap();
+        writer.end(&[Frame { micros: 1, what: FrameContent::End(RecordingEnd::Session) }]).unwrap();
     }
 
     #[test]
-    fn a_recording_is_no_longer_than_it_may_be_and_what_nobody_wants_is_not_written() {
-        let (_folder, _spools, spool, mut tape) = begun(64 * MIB);
-        tape.may_be(64 * 1024);
-        while tape.write(&output(1024)).is_ok() {}
-        assert!(matches!(tape.write(&output(1024)), Err(NotKept::Over)));
-        tape.may_be(MIB);
-        tape.write(&output(1024)).unwrap();
+    fn recording_respects_its_limit_and_refused_frames_are_not_written() {
+        let (_folder, _spools, spool, mut writer) = begun(64 * MIB);
+        writer.set_limit(64 * 1024);
+        while writer.write(&output(1024)).is_ok() {}
+        assert!(matches!(writer.write(&output(1024)), Err(SpoolError::Over)));
+        writer.set_limit(MIB);
+        writer.write(&output(1024)).unwrap();
         spool.refuse();
-        assert!(matches!(tape.write(&output(1)), Err(NotKept::Refused)));
-        assert_eq!(spool.next(), Next::Done);
+        assert!(matches!(writer.write(&output(1)), Err(SpoolError::Refused)));
+        assert_eq!(spool.next(), NextUpload::Done);
     }
 
     #[test]
-    fn the_next_agent_takes_up_what_was_left_cuts_off_what_is_torn_and_ends_it() {
-        let (folder, spools, spool, mut tape) = begun(64 * MIB);
-        tape.write(&frame(0, What::Begin { columns: 80, rows: 24 })).unwrap();
-        tape.close();
+    fn next_agent_recovers_a_leftover_recording_truncates_and_ends_it() {
+        let (folder, spools, spool, mut writer) = begun(64 * MIB);
+        writer.write(&frame(0, FrameContent::Begin { columns: 80, rows: 24 })).unwrap();
+        writer.close();
         assert_eq!(send(&spool).len(), 1);
-        tape.write(&frame(7, What::Output(b"whole".to_vec()))).unwrap();
-        let torn = frame(8, What::Output(b"torn".to_vec()));
-        tape.write(&torn).unwrap();
-        let path = spool.path(1, WAITS);
+        writer.write(&frame(7, FrameContent::Output(b"whole".to_vec()))).unwrap();
+        let torn = frame(8, FrameContent::Output(b"torn".to_vec()));
+        writer.write(&torn).unwrap();
+        let path = spool.path(1, PENDING);
         let length = fs::metadata(&path).unwrap().len();
         OpenOptions::new().write(true).open(&path).unwrap().set_len(length - 2).unwrap();
-        drop((tape, spool));
+        drop((writer, spool));
 
         let next = Spools::new(folder.path(), 64 * MIB);
-        assert_eq!(next.left(), [Uuid::from_u128(1)]);
-        let spool = next.take_up(Uuid::from_u128(1)).unwrap();
+        assert_eq!(next.leftover_sessions(), [Uuid::from_u128(1)]);
+        let spool = next.recover(Uuid::from_u128(1)).unwrap();
         let sent = send(&spool);
-        assert_eq!(sent, [frame(7, What::Output(b"whole".to_vec())), frame(7, What::End(Ended::Agent))]);
-        assert_eq!(spool.next(), Next::Done);
+        assert_eq!(
+            sent,
+            [frame(7, FrameContent::Output(b"whole".to_vec())), frame(7, FrameContent::End(RecordingEnd::Agent))]
+        );
+        assert_eq!(spool.next(), NextUpload::Done);
         assert_eq!(spool.state().taken, 3);
         drop(spools);
     }
 
     #[test]
-    fn where_all_was_sent_but_the_end_the_next_agent_knows_its_number() {
-        let (folder, _spools, spool, mut tape) = begun(64 * MIB);
+    fn next_agent_continues_numbering_when_only_the_end_was_unsent() {
+        let (folder, _spools, spool, mut writer) = begun(64 * MIB);
         for seq in 0..3 {
-            tape.write(&output(1)).unwrap();
-            tape.close();
-            assert_eq!(spool.next(), Next::Chunk(seq));
-            spool.sent(seq);
+            writer.write(&output(1)).unwrap();
+            writer.close();
+            assert_eq!(spool.next(), NextUpload::Chunk(seq));
+            spool.mark_sent(seq);
         }
-        let spool = Spools::new(folder.path(), 64 * MIB).take_up(Uuid::from_u128(1)).unwrap();
-        assert_eq!(spool.next(), Next::Chunk(3));
-        assert_eq!(last(&spool.read(3).unwrap()), What::End(Ended::Agent));
+        let spool = Spools::new(folder.path(), 64 * MIB).recover(Uuid::from_u128(1)).unwrap();
+        assert_eq!(spool.next(), NextUpload::Chunk(3));
+        assert_eq!(last(&spool.read(3).unwrap()), FrameContent::End(RecordingEnd::Agent));
     }
 }

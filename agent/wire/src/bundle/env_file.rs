@@ -63,8 +63,8 @@ impl Variables {
         Ok(text)
     }
 
-    /// Reads what [`Variables::render`] writes, and what a careful person writes by hand: blank lines, `#` comments, `export`,
-    /// bare words, single and double quotes. Nothing is expanded: `$` and back-quotes outside single quotes are refused.
+    /// Reads what [`Variables::render`] writes, and a careful person's handwritten file: blank lines, `#` comments, `export`, bare words,
+    /// single and double quotes. Nothing is expanded: `$` and back-quotes outside single quotes are refused.
     ///
     /// # Errors
     /// [`EnvFileError`] with the line.
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_person_writes_by_hand_is_read() {
+    fn handwritten_environment_file_is_read() {
         let text = "# comment\n\nexport A=plain\nB = no\n";
         assert_eq!(Variables::parse(text), Err(EnvFileError::NotAnAssignment { line: 4 }));
         let text = "A=bare # why\nB=\"with \\\"quotes\\\" and \\\\\"\nC='a'\\''b'\nD=\nA=later\r\n";
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_a_shell_could_compute_is_refused_with_its_line() {
+    fn shell_expansions_are_refused_with_their_line() {
         for text in ["A=ok\nB=$HOME", "A=ok\nB=\"`id`\"", "A=ok\nB=x; rm", "A=ok\nB=two words"] {
             assert_eq!(Variables::parse(text), Err(EnvFileError::NotPlain { line: 2 }), "{text}");
         }
@@ -278,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn names_and_nul_are_refused_before_they_reach_a_file() {
+    fn invalid_names_and_nul_are_refused_before_they_reach_a_file() {
         assert!(matches!(Variables::from_iter([("A B", "x")]).render(), Err(EnvFileError::Name { .. })));
         assert!(matches!(Variables::from_iter([("A", "x\0y")]).render(), Err(EnvFileError::Nul { .. })));
     }

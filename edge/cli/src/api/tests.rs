@@ -1,25 +1,25 @@
-//! Against a server that behaves as the test wants it to.
+//! The API client against a scripted server.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::out::Format;
+use crate::output::OutputFormat;
 use axum::http::HeaderMap;
 use axum::response::IntoResponse as _;
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use std::sync::Arc;
 
-const OUT: Out = Out { format: Format::Json, quiet: true };
+const OUT: Output = Output { format: OutputFormat::Json, quiet: true };
 
 async fn serve(routes: Router) -> Url {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move { axum::serve(listener, routes).await });
-    web::address(&url).unwrap()
+    http_client::address(&url).unwrap()
 }
 
 async fn api(routes: Router) -> Api {
-    let session = Session::Given("a-token".to_owned().into());
+    let session = Session::AccessToken("a-token".to_owned().into());
     Api::new(serve(routes).await, None, session, None, OUT).unwrap()
 }
 
@@ -28,7 +28,7 @@ fn envelope(code: &str) -> Json<Value> {
 }
 
 #[tokio::test]
-async fn what_is_busy_is_asked_again_when_it_says_and_under_the_same_key() {
+async fn busy_server_is_retried_after_retry_after_under_the_same_key() {
     let keys: Arc<Mutex<Vec<String>>> = Arc::default();
     let seen = Arc::clone(&keys);
     let create = move |headers: HeaderMap| async move {
@@ -45,28 +45,28 @@ async fn what_is_busy_is_asked_again_when_it_says_and_under_the_same_key() {
     let api = api(Router::new().route("/things", post(create))).await;
     let began = Instant::now();
     assert_eq!(api.post("/things", &json!({})).await.unwrap()["id"], "x");
-    assert!(began.elapsed() >= Duration::from_secs(1), "Retry-After is kept to");
+    assert!(began.elapsed() >= Duration::from_secs(1), "Retry-After is respected");
     let keys = keys.lock().unwrap();
     assert!(keys.len() == 4 && keys.iter().all(|key| *key == keys[0]), "{keys:?}");
 }
 
 #[tokio::test]
-async fn what_says_to_wait_for_too_long_is_told_at_once() {
+async fn too_long_retry_after_is_reported_at_once() {
     let refuse = || async { (StatusCode::TOO_MANY_REQUESTS, [("retry-after", "59")], envelope("rate_limited")) };
     let api = api(Router::new().route("/things", get(refuse))).await;
     let failure = api.get("/things", &[]).await.unwrap_err();
-    assert_eq!((failure.ended, failure.next.as_deref()), (Ended::RateLimited, Some("Ask again in 59 s.")));
+    assert_eq!((failure.exit_status, failure.next.as_deref()), (ExitStatus::RateLimited, Some("Ask again in 59 s.")));
 }
 
 #[tokio::test]
-async fn a_refusal_is_final_and_an_endless_answer_is_not_read() {
+async fn refusal_is_not_retried_and_an_oversized_body_is_not_read() {
     let asked = Arc::new(Mutex::new(0));
     let counts = Arc::clone(&asked);
     let refuse = move || async move {
         *counts.lock().unwrap() += 1;
         (StatusCode::CONFLICT, envelope("state_conflict"))
     };
-    let endless = || async { vec![b' '; LONGEST + 1] };
+    let endless = || async { vec![b' '; MAX_BODY_BYTES + 1] };
     let page = || async { "<html>" };
     let elsewhere = || async { (StatusCode::FOUND, [("location", "/things")]) };
     let routes = Router::new()
@@ -76,14 +76,18 @@ async fn a_refusal_is_final_and_an_endless_answer_is_not_read() {
         .route("/elsewhere", get(elsewhere));
     let api = api(routes).await;
     let failure = api.post("/things", &json!({})).await.unwrap_err();
-    assert_eq!((failure.ended, *asked.lock().unwrap()), (Ended::Refused, 1));
-    assert_eq!(api.get("/endless", &[]).await.unwrap_err().ended, Ended::Server);
-    assert_eq!(api.get("/page", &[]).await.unwrap_err().ended, Ended::Server);
-    assert_eq!(api.get("/elsewhere", &[]).await.unwrap_err().ended, Ended::Server, "no redirect is followed");
+    assert_eq!((failure.exit_status, *asked.lock().unwrap()), (ExitStatus::Refused, 1));
+    assert_eq!(api.get("/endless", &[]).await.unwrap_err().exit_status, ExitStatus::Server);
+    assert_eq!(api.get("/page", &[]).await.unwrap_err().exit_status, ExitStatus::Server);
+    assert_eq!(
+        api.get("/elsewhere", &[]).await.unwrap_err().exit_status,
+        ExitStatus::Server,
+        "no redirect is followed"
+    );
 }
 
 #[tokio::test]
-async fn a_list_is_read_page_by_page_up_to_the_limit() {
+async fn list_is_read_page_by_page_up_to_the_limit() {
     let list = |axum::extract::RawQuery(query): axum::extract::RawQuery| async move {
         let query = query.unwrap();
         let page = usize::from(query.contains("page_token=1"));
@@ -99,20 +103,20 @@ async fn a_list_is_read_page_by_page_up_to_the_limit() {
 }
 
 #[tokio::test]
-async fn nobody_there_is_told_soon_and_what_was_asked_can_be_repeated() {
-    let session = || Session::Given("a-token".to_owned().into());
-    let nobody = web::address("http://127.0.0.1:9").unwrap();
+async fn unreachable_server_is_reported_soon_and_the_request_is_repeatable() {
+    let session = || Session::AccessToken("a-token".to_owned().into());
+    let nobody = http_client::address("http://127.0.0.1:9").unwrap();
     let began = Instant::now();
     let failure = Api::new(nobody, None, session(), None, OUT).unwrap().get("/x", &[]).await.unwrap_err();
-    assert_eq!(failure.ended, Ended::Network);
-    assert!(began.elapsed() < 2 * CONNECT_PATIENCE);
+    assert_eq!(failure.exit_status, ExitStatus::Network);
+    assert!(began.elapsed() < 2 * CONNECT_RETRY_FOR);
 
-    // One that hangs up in the middle: whether it was done is not known.
+    // The server closes the connection in the middle, so that the outcome is unknown.
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let base = web::address(&format!("http://{}", listener.local_addr().unwrap())).unwrap();
+    let base = http_client::address(&format!("http://{}", listener.local_addr().unwrap())).unwrap();
     tokio::spawn(async move { while listener.accept().await.is_ok() {} });
     let api = Api::new(base, None, session(), Some("my-key".to_owned()), OUT).unwrap();
-    let once = |key: Option<&str>| Call {
+    let once = |key: Option<&str>| ApiCall {
         method: Method::POST,
         path: "/things",
         query: &[],
@@ -120,9 +124,9 @@ async fn nobody_there_is_told_soon_and_what_was_asked_can_be_repeated() {
         key: key.map(str::to_owned),
     };
     let token = "a-token".to_owned().into();
-    let Attempt::Again { failure, .. } = api.attempt(&once(Some("my-key")), &token).await else {
+    let AttemptOutcome::Retry { failure, .. } = api.attempt(&once(Some("my-key")), &token).await else {
         panic!("it is safe to ask again");
     };
     assert!(failure.next.as_deref().unwrap_or_default().contains("--idempotency-key my-key"), "{failure}");
-    assert!(matches!(api.attempt(&once(None), &token).await, Attempt::Failed(_)), "without a key it is not");
+    assert!(matches!(api.attempt(&once(None), &token).await, AttemptOutcome::Failed(_)), "without a key it is not");
 }

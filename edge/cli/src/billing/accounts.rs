@@ -1,11 +1,11 @@
-//! Administrators and billing operators: everybody's accounts.
+//! All billing accounts, for administrators and billing operators.
 
 use super::{BALANCE, METERS};
 use crate::api::{Api, Query};
-use crate::complete;
+use crate::completion;
 use crate::failure::Failure;
 use crate::money::Amount;
-use crate::out::Column;
+use crate::output::Column;
 use crate::reference::{ACCOUNT, Ref};
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -39,7 +39,7 @@ pub(crate) struct Open {
 #[derive(Debug, clap::Args)]
 pub(crate) struct Adjust {
     /// The account, or whose it is.
-    #[arg(add = complete::of(&ACCOUNT))]
+    #[arg(add = completion::of(&ACCOUNT))]
     account: Ref,
     /// What is credited, or debited where it is negative: 20.00, "-5.00 EUR".
     #[arg(long, allow_hyphen_values = true)]
@@ -87,7 +87,7 @@ pub(super) async fn adjust(wanted: Adjust, api: &Api) -> Result<(), Failure> {
     api.out.show(&api.post(&format!("{}/adjustments", path(id)), &body).await?, &BALANCE)
 }
 
-/// An account as administrators see it: with what it pays for.
+/// An account with its meters, as administrators see it.
 pub(super) async fn metered(account: &Ref, api: &Api) -> Result<(), Failure> {
     let mut found = api.get(&path(account.id(&ACCOUNT, api).await?), &[]).await?;
     if api.out.is_json() {

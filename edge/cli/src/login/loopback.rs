@@ -1,16 +1,16 @@
-//! Where the user's browser comes back to with its code: a port of this machine, for one log-in (RFC 8252, section 7.3).
+//! The loopback listener that receives the authorization code from the user's browser, for one log-in (RFC 8252, section 7.3).
 
-use crate::failure::{Ended, Failure};
+use crate::failure::{ExitStatus, Failure};
 use reqwest::Url;
 use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
-/// A request is no longer.
-const LONGEST: usize = 16 * 1024;
-/// A browser says what it wants at once; what else connects is let go.
-const SPEAKS_WITHIN: Duration = Duration::from_secs(5);
+/// The longest request.
+const MAX_REQUEST_BYTES: usize = 16 * 1024;
+/// A browser sends its request at once; slower connections are closed.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 const PATH: &str = "/callback";
 
 pub(crate) struct Loopback {
@@ -20,7 +20,8 @@ pub(crate) struct Loopback {
 
 impl Loopback {
     pub(crate) async fn bind() -> Result<Self, Failure> {
-        let no_port = |error: std::io::Error| Failure::new(Ended::Failed, format!("no port to come back to: {error}"));
+        let no_port =
+            |error: std::io::Error| Failure::new(ExitStatus::Failed, format!("no port to come back to: {error}"));
         let listener = TcpListener::bind(("127.0.0.1", 0)).await.map_err(no_port)?;
         let port = listener.local_addr().map_err(no_port)?.port();
         Ok(Self { listener, address: format!("http://127.0.0.1:{port}{PATH}") })
@@ -30,28 +31,28 @@ impl Loopback {
         &self.address
     }
 
-    /// Waits for the browser that comes back with this state, and returns its code.
+    /// Waits for the redirect with this state, and returns its code.
     pub(crate) async fn code(&self, state: &str, issuer: &str) -> Result<String, Failure> {
         loop {
             let Ok((mut stream, _)) = self.listener.accept().await else { continue };
-            let target = tokio::time::timeout(SPEAKS_WITHIN, target(&mut stream)).await.ok().flatten();
-            let came = target.and_then(|target| came_back(&target, state, issuer));
-            let (status, said) = match &came {
+            let target = tokio::time::timeout(REQUEST_TIMEOUT, target(&mut stream)).await.ok().flatten();
+            let result = target.and_then(|target| callback_result(&target, state, issuer));
+            let (status, text) = match &result {
                 None => ("404 Not Found", "There is nothing here."),
                 Some(Ok(_)) => ("200 OK", "You are logged in. Close this page and go back to your terminal."),
                 Some(Err(_)) => ("200 OK", "You are not logged in; your terminal says why."),
             };
-            let _ = stream.write_all(page(status, said).as_bytes()).await;
+            let _ = stream.write_all(page(status, text).as_bytes()).await;
             let _ = stream.shutdown().await;
-            if let Some(came) = came {
-                return came;
+            if let Some(result) = result {
+                return result;
             }
         }
     }
 }
 
-fn page(status: &str, said: &str) -> String {
-    let html = format!("<!doctype html><meta charset=utf-8><title>gpuctl</title><p>{said}</p>");
+fn page(status: &str, text: &str) -> String {
+    let html = format!("<!doctype html><meta charset=utf-8><title>gpuctl</title><p>{text}</p>");
     let length = html.len();
     format!(
         "HTTP/1.1 {status}\r\nContent-Type: text/html; charset=utf-8\r\nContent-Length: {length}\r\nCache-Control: no-store\r\n\
@@ -59,14 +60,14 @@ fn page(status: &str, said: &str) -> String {
     )
 }
 
-/// The target of a request's first line, once its head is through.
+/// The target of a request's first line, once its head is complete.
 async fn target(stream: &mut TcpStream) -> Option<String> {
     let mut read = Vec::new();
     let mut chunk = [0; 2048];
     while !read.windows(4).any(|end| end == b"\r\n\r\n") {
         let count = stream.read(&mut chunk).await.ok().filter(|count| *count > 0)?;
         read.extend_from_slice(&chunk[..count]);
-        if read.len() > LONGEST {
+        if read.len() > MAX_REQUEST_BYTES {
             return None;
         }
     }
@@ -75,22 +76,23 @@ async fn target(stream: &mut TcpStream) -> Option<String> {
     (words.next()? == "GET").then(|| words.next().map(str::to_owned))?
 }
 
-/// `None`: somebody else. What names another state is somebody else's log-in, or an attempt at this one.
-fn came_back(target: &str, state: &str, issuer: &str) -> Option<Result<String, Failure>> {
+/// The result of a redirect. `None` where it is of another log-in: a request with another state is no redirect of this one, or an attack
+/// on it.
+fn callback_result(target: &str, state: &str, issuer: &str) -> Option<Result<String, Failure>> {
     let url = Url::parse("http://127.0.0.1").ok()?.join(target).ok()?;
-    let said: BTreeMap<String, String> = url.query_pairs().into_owned().collect();
-    if url.path() != PATH || said.get("state").map(String::as_str) != Some(state) {
+    let params: BTreeMap<String, String> = url.query_pairs().into_owned().collect();
+    if url.path() != PATH || params.get("state").map(String::as_str) != Some(state) {
         return None;
     }
-    let refused = |why: String| Some(Err(Failure::new(Ended::LoggedOut, why).next("Log in again: gpuctl login")));
-    // A provider that says who it is must be the one that was asked (RFC 9207).
-    if said.get("iss").is_some_and(|iss| iss.trim_end_matches('/') != issuer.trim_end_matches('/')) {
+    let refused = |why: String| Some(Err(Failure::new(ExitStatus::LoggedOut, why).next("Log in again: gpuctl login")));
+    // A provider that names itself must be the one that this log-in uses (RFC 9207).
+    if params.get("iss").is_some_and(|iss| iss.trim_end_matches('/') != issuer.trim_end_matches('/')) {
         return refused("another identity provider answered than was asked".to_owned());
     }
-    match (said.get("code"), said.get("error")) {
+    match (params.get("code"), params.get("error")) {
         (Some(code), None) => Some(Ok(code.clone())),
         (_, Some(error)) => {
-            let more = said.get("error_description").map(|more| format!(": {more}")).unwrap_or_default();
+            let more = params.get("error_description").map(|more| format!(": {more}")).unwrap_or_default();
             refused(format!("the identity provider refuses ({error}){more}"))
         }
         (None, None) => refused("the identity provider sent the browser back without a code".to_owned()),
@@ -105,32 +107,32 @@ mod tests {
     const ISSUER: &str = "https://id.example";
 
     #[test]
-    fn only_the_log_in_that_was_begun_comes_back() {
-        let came = |target: &str| came_back(target, "s", ISSUER);
-        assert_eq!(came("/callback?code=c&state=s").unwrap().unwrap(), "c");
-        assert_eq!(came("/callback?code=c&state=s&iss=https%3A%2F%2Fid.example").unwrap().unwrap(), "c");
+    fn callback_with_another_state_is_ignored() {
+        let result = |target: &str| callback_result(target, "s", ISSUER);
+        assert_eq!(result("/callback?code=c&state=s").unwrap().unwrap(), "c");
+        assert_eq!(result("/callback?code=c&state=s&iss=https%3A%2F%2Fid.example").unwrap().unwrap(), "c");
         for other in ["/callback?code=c&state=t", "/callback?code=c", "/favicon.ico", "/callback/?code=c&state=s", "*"]
         {
-            assert!(came(other).is_none(), "{other}");
+            assert!(result(other).is_none(), "{other}");
         }
         for refused in ["error=access_denied&state=s", "state=s", "code=c&state=s&iss=https%3A%2F%2Fevil.example"] {
             assert_eq!(
-                came(&format!("/callback?{refused}")).unwrap().unwrap_err().ended,
-                Ended::LoggedOut,
+                result(&format!("/callback?{refused}")).unwrap().unwrap_err().exit_status,
+                ExitStatus::LoggedOut,
                 "{refused}"
             );
         }
     }
 
     #[tokio::test]
-    async fn rubbish_and_other_pages_do_not_end_the_wait() {
+    async fn invalid_requests_do_not_end_the_wait_for_the_callback() {
         let loopback = Loopback::bind().await.unwrap();
         let at = loopback.address().trim_start_matches("http://").trim_end_matches(PATH).to_owned();
-        let speak = |said: String| {
+        let speak = |text: String| {
             let at = at.clone();
             async move {
                 let mut stream = TcpStream::connect(&at).await.unwrap();
-                stream.write_all(said.as_bytes()).await.unwrap();
+                stream.write_all(text.as_bytes()).await.unwrap();
                 let mut answer = String::new();
                 let _ = stream.read_to_string(&mut answer).await;
                 answer
@@ -139,7 +141,7 @@ mod tests {
         let browser = async {
             assert!(speak("GET /favicon.ico HTTP/1.1\r\n\r\n".to_owned()).await.contains("404"));
             assert!(speak("POST /callback?code=c&state=s HTTP/1.1\r\n\r\n".to_owned()).await.contains("404"));
-            speak("x".repeat(LONGEST + 5000)).await;
+            speak("x".repeat(MAX_REQUEST_BYTES + 5000)).await;
             assert!(speak("GET /callback?code=c&state=s HTTP/1.1\r\n\r\n".to_owned()).await.contains("logged in"));
         };
         let (code, ()) = tokio::join!(loopback.code("s", ISSUER), browser);

@@ -1,27 +1,27 @@
-//! What the service says about its logins: OAuth 2.0 Protected Resource Metadata (RFC 9728).
+//! Discovery of the service's identity provider: OAuth 2.0 Protected Resource Metadata (RFC 9728).
 
-use crate::failure::{Ended, Failure, chain};
-use crate::web::{self, Trust};
+use crate::failure::{ExitStatus, Failure, chain};
+use crate::http_client::{self, Trust};
 use reqwest::Url;
 use serde::Deserialize;
 use std::path::Path;
 use std::time::Duration;
 
 const PATH: &str = "/.well-known/oauth-protected-resource";
-const ANSWERS_WITHIN: Duration = Duration::from_secs(20);
-/// The longest description that is read.
-const LONGEST: usize = 64 * 1024;
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
+/// The longest metadata document that is read.
+const MAX_METADATA_BYTES: usize = 64 * 1024;
 /// The client of `gpuctl` where the server names none.
-const CLIENT: &str = "gpuctl";
+const DEFAULT_CLIENT: &str = "gpuctl";
 
-/// Where people log in, and as which client.
+/// The identity provider of users, and the client for it.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Resource {
     pub(crate) issuer: String,
     pub(crate) client_id: String,
 }
 
-/// The document, as far as it is needed here (section 2). `gpuctl_client_id` is the service's own parameter.
+/// The fields of the document that are used here (section 2). `gpuctl_client_id` is the service's own parameter.
 #[derive(Debug, Deserialize)]
 struct Metadata {
     resource: String,
@@ -30,17 +30,17 @@ struct Metadata {
     gpuctl_client_id: Option<String>,
 }
 
-/// Asks the server where to log in. With an issuer that the user names, the server only has to answer, under whatever address: what it
-/// says of itself decides nothing then.
+/// Reads from the server where to log in. With an issuer that the user names, the server only has to respond, under any address; its
+/// metadata is ignored then.
 pub(crate) async fn discover(
     server: &Url,
     issuer: Option<String>,
     ca_bundle: Option<&Path>,
 ) -> Result<Resource, Failure> {
     let trust = ca_bundle.map_or(Trust::System, Trust::Only);
-    let http = web::built(web::client(server, trust)?.timeout(ANSWERS_WITHIN))?;
+    let http = http_client::build(http_client::client(server, trust)?.timeout(ANSWER_TIMEOUT))?;
     let unreached = |why: String| {
-        let failure = Failure::new(Ended::Network, format!("{server} cannot be reached: {why}"));
+        let failure = Failure::new(ExitStatus::Network, format!("{server} cannot be reached: {why}"));
         match why.contains("certificate") {
             true => failure.next("Give the authority of its certificate: --ca-bundle FILE"),
             false => failure.next("Check --server (or SVC_BASE_URL) and the network."),
@@ -50,9 +50,9 @@ pub(crate) async fn discover(
     let answer = http.get(&url).send().await.map_err(|error| unreached(chain(&error)))?;
     let status = answer.status();
     if let Some(issuer) = issuer {
-        return Ok(Resource { issuer, client_id: CLIENT.to_owned() });
+        return Ok(Resource { issuer, client_id: DEFAULT_CLIENT.to_owned() });
     }
-    let body = web::body(answer, LONGEST).await.map_err(|error| unreached(chain(&error)))?;
+    let body = http_client::body(answer, MAX_METADATA_BYTES).await.map_err(|error| unreached(chain(&error)))?;
     let other = |why: String| {
         Failure::usage(format!("{server} is no server of this service: {why}"))
             .next("Check --server (or SVC_BASE_URL).")
@@ -64,13 +64,13 @@ pub(crate) async fn discover(
     read(metadata, server).map_err(other)
 }
 
-/// A document about another resource is not believed (section 3.3).
+/// Metadata of another resource is refused (section 3.3).
 fn read(metadata: Metadata, server: &Url) -> Result<Resource, String> {
     if !super::same_server(&metadata.resource, server.as_str()) {
         return Err(format!("it describes {}; use that address", metadata.resource));
     }
     let issuer = metadata.authorization_servers.into_iter().next().ok_or("it names no identity provider")?;
-    let client_id = metadata.gpuctl_client_id.filter(|id| !id.is_empty()).unwrap_or_else(|| CLIENT.to_owned());
+    let client_id = metadata.gpuctl_client_id.filter(|id| !id.is_empty()).unwrap_or_else(|| DEFAULT_CLIENT.to_owned());
     Ok(Resource { issuer, client_id })
 }
 
@@ -88,13 +88,13 @@ mod tests {
         let description = describe(&server);
         let routes = Router::new().route(PATH, get(move || async move { Json(description) }));
         tokio::spawn(async move { axum::serve(listener, routes).await });
-        discover(&web::address(&server).unwrap(), None, None).await
+        discover(&http_client::address(&server).unwrap(), None, None).await
     }
 
     #[tokio::test]
     async fn server_names_its_identity_provider_and_the_client() {
         let found = discovered(|server| json!({ "resource": server, "authorization_servers": ["https://id.example"] }));
-        let expected = Resource { issuer: "https://id.example".to_owned(), client_id: CLIENT.to_owned() };
+        let expected = Resource { issuer: "https://id.example".to_owned(), client_id: DEFAULT_CLIENT.to_owned() };
         assert_eq!(found.await.unwrap(), expected);
         let named = discovered(
             |server| json!({ "resource": server, "authorization_servers": ["https://id.example"], "gpuctl_client_id": "cli" }),
@@ -103,19 +103,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn server_of_something_else_is_refused_before_any_login() {
+    async fn server_with_foreign_metadata_is_refused_before_login() {
         for description in [
             json!({ "resource": "https://other.example", "authorization_servers": ["https://id.example"] }),
             json!({ "hello": "world" }),
         ] {
             let failure = discovered(|_| description.clone()).await.unwrap_err();
-            assert_eq!(failure.ended, Ended::Usage, "{failure}");
+            assert_eq!(failure.exit_status, ExitStatus::Usage, "{failure}");
         }
-        let nobody = web::address("http://127.0.0.1:9").unwrap();
+        let unreachable_server = http_client::address("http://127.0.0.1:9").unwrap();
         let issuer = Some("https://id.example".to_owned());
         assert_eq!(
-            discover(&nobody, issuer, None).await.unwrap_err().ended,
-            Ended::Network,
+            discover(&unreachable_server, issuer, None).await.unwrap_err().exit_status,
+            ExitStatus::Network,
             "also with an issuer of one's own"
         );
     }

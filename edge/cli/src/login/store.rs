@@ -1,6 +1,6 @@
-//! The login on this machine: one file a profile, readable by its owner alone, replaced as a whole.
+//! The store of logins on this machine: one file per profile, readable by its owner alone, replaced atomically.
 
-use crate::failure::{Ended, Failure};
+use crate::failure::{ExitStatus, Failure};
 use chrono::{DateTime, Utc};
 use rustix::fs::{FlockOperation, flock};
 use secrecy::{ExposeSecret as _, SecretString};
@@ -10,10 +10,10 @@ use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _};
 use std::path::{Path, PathBuf};
 
-/// A login is no longer.
-const LONGEST: u64 = 256 * 1024;
+/// The longest file of a login.
+const MAX_LOGIN_BYTES: u64 = 256 * 1024;
 
-/// Who is logged in where, and how that is gone on with.
+/// A login: the server, the provider and the tokens.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(crate) struct Login {
     /// The service's address.
@@ -38,7 +38,7 @@ pub(crate) struct Login {
 }
 
 impl Login {
-    /// Whether a new token can be had without the user.
+    /// Whether the token can be renewed without the user.
     pub(crate) const fn is_renewable(&self) -> bool {
         self.refresh_token.is_some() || self.service_account
     }
@@ -52,17 +52,17 @@ fn exposed_text<S: Serializer>(secret: &SecretString, to: S) -> Result<S::Ok, S:
     secret.expose_secret().serialize(to)
 }
 
-/// Where the logins of this user lie.
+/// The folder of this user's logins, and the profile.
 #[derive(Clone, Debug)]
 pub(crate) struct Store {
     folder: PathBuf,
     profile: String,
 }
 
-/// Nobody else changes the login while this is held.
-pub(crate) struct Held(File);
+/// An exclusive lock on the login of a profile.
+pub(crate) struct ProfileLock(File);
 
-impl Drop for Held {
+impl Drop for ProfileLock {
     fn drop(&mut self) {
         let _ = flock(&self.0, FlockOperation::Unlock);
     }
@@ -89,10 +89,10 @@ impl Store {
         &self.profile
     }
 
-    /// Where what is known of hosts lies.
+    /// The folder of known host keys.
     pub(crate) fn known_hosts(&self) -> Result<PathBuf, Failure> {
         let folder = self.folder.join("known_hosts");
-        make_folder(&folder).map_err(|error| at(&folder, &error))?;
+        make_folder(&folder).map_err(|error| failure_at(&folder, &error))?;
         Ok(folder)
     }
 
@@ -106,52 +106,53 @@ impl Store {
         let mut file = match File::open(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(at(&path, &error)),
+            Err(error) => return Err(failure_at(&path, &error)),
         };
-        let about = file.metadata().map_err(|error| at(&path, &error))?;
+        let about = file.metadata().map_err(|error| failure_at(&path, &error))?;
         let wrong = |why: &str| {
             let shown = path.display();
-            Failure::new(Ended::LoggedOut, format!("{shown}: {why}")).next("Remove it, and log in again: gpuctl login")
+            Failure::new(ExitStatus::LoggedOut, format!("{shown}: {why}"))
+                .next("Remove it, and log in again: gpuctl login")
         };
         if about.permissions().mode() & 0o077 != 0 {
             return Err(wrong("others can read this login, and may have"));
         }
-        if about.len() > LONGEST {
+        if about.len() > MAX_LOGIN_BYTES {
             return Err(wrong("this is no login: it is too long"));
         }
         let mut text = String::new();
-        file.read_to_string(&mut text).map_err(|error| at(&path, &error))?;
-        // What it says is not told: it holds tokens.
+        file.read_to_string(&mut text).map_err(|error| failure_at(&path, &error))?;
+        // Its content is not shown: it contains tokens.
         serde_json::from_str(&text).map(Some).map_err(|_| wrong("this is no login of this release"))
     }
 
     pub(crate) fn write(&self, login: &Login) -> Result<(), Failure> {
-        let text = serde_json::to_vec_pretty(login).map_err(|error| at(&self.path(), &error.into()))?;
+        let text = serde_json::to_vec_pretty(login).map_err(|error| failure_at(&self.path(), &error.into()))?;
         self.make_folder()?;
-        write_private(&self.path(), &text).map_err(|error| at(&self.path(), &error))
+        write_private(&self.path(), &text).map_err(|error| failure_at(&self.path(), &error))
     }
 
-    /// Whether there was one.
+    /// Removes the login. Returns whether there was one.
     pub(crate) fn remove(&self) -> Result<bool, Failure> {
         match fs::remove_file(self.path()) {
             Ok(()) => Ok(true),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-            Err(error) => Err(at(&self.path(), &error)),
+            Err(error) => Err(failure_at(&self.path(), &error)),
         }
     }
 
-    /// Waits until no other process of this user changes the login.
-    pub(crate) fn hold(&self) -> Result<Held, Failure> {
+    /// Waits until no other process of this user changes the login, and locks it.
+    pub(crate) fn lock(&self) -> Result<ProfileLock, Failure> {
         self.make_folder()?;
         let path = self.folder.join(format!(".{}.lock", self.profile));
         let opened = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(&path);
-        let file = opened.map_err(|error| at(&path, &error))?;
-        flock(&file, FlockOperation::LockExclusive).map_err(|error| at(&path, &error.into()))?;
-        Ok(Held(file))
+        let file = opened.map_err(|error| failure_at(&path, &error))?;
+        flock(&file, FlockOperation::LockExclusive).map_err(|error| failure_at(&path, &error.into()))?;
+        Ok(ProfileLock(file))
     }
 
     fn make_folder(&self) -> Result<(), Failure> {
-        make_folder(&self.folder).map_err(|error| at(&self.folder, &error))
+        make_folder(&self.folder).map_err(|error| failure_at(&self.folder, &error))
     }
 }
 
@@ -159,11 +160,11 @@ fn make_folder(path: &Path) -> io::Result<()> {
     fs::DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-fn at(path: &Path, error: &io::Error) -> Failure {
-    Failure::new(Ended::Failed, format!("{}: {error}", path.display()))
+fn failure_at(path: &Path, error: &io::Error) -> Failure {
+    Failure::new(ExitStatus::Failed, format!("{}: {error}", path.display()))
 }
 
-/// Writes a file that only this user can read, in the place of whatever was there.
+/// Replaces a file atomically by one that only this user can read.
 pub(crate) fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let beside = path.with_file_name(format!(".{name}.{:016x}", rand::random::<u64>()));
@@ -197,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn a_login_is_kept_for_its_owner_alone() {
+    fn login_is_stored_for_its_owner_alone() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::new(folder.path().join("gpuctl"), "default").unwrap();
         assert!(store.read().unwrap().is_none());
@@ -213,21 +214,21 @@ mod tests {
     }
 
     #[test]
-    fn a_login_that_others_can_read_or_that_is_none_is_not_used() {
+    fn login_file_that_is_readable_by_others_or_invalid_is_refused() {
         let folder = tempfile::tempdir().unwrap();
         let store = Store::new(folder.path().to_owned(), "default").unwrap();
         store.write(&login()).unwrap();
         fs::set_permissions(store.path(), fs::Permissions::from_mode(0o644)).unwrap();
-        assert_eq!(store.read().unwrap_err().ended, Ended::LoggedOut);
+        assert_eq!(store.read().unwrap_err().exit_status, ExitStatus::LoggedOut);
         for content in [&b"{\"access_token\":\"hidden\"}"[..], &vec![b'x'; 300_000]] {
             write_private(&store.path(), content).unwrap();
             let failure = store.read().unwrap_err();
-            assert!(failure.ended == Ended::LoggedOut && !failure.message.contains("hidden"), "{failure}");
+            assert!(failure.exit_status == ExitStatus::LoggedOut && !failure.message.contains("hidden"), "{failure}");
         }
     }
 
     #[test]
-    fn a_profile_is_no_path() {
+    fn profile_name_cannot_be_a_path() {
         for bad in ["", "..", "../x", ".x", "a/b", "a b", &"x".repeat(65)] {
             assert!(Store::new(PathBuf::from("/tmp"), bad).is_err(), "{bad}");
         }

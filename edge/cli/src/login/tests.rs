@@ -1,9 +1,9 @@
-//! Against an identity provider that behaves as the test wants it to.
+//! Logins against a scripted identity provider.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::api::Api;
-use crate::out::Format;
+use crate::output::OutputFormat;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse as _, Response};
@@ -13,9 +13,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-const OUT: Out = Out { format: Format::Json, quiet: true };
+const OUT: Output = Output { format: OutputFormat::Json, quiet: true };
 
-/// Renews `refresh-N` into `access-N+1` and `refresh-N+1`, once each, and lets in the newest access token alone.
+/// Renews `refresh-N` into `access-N+1` and `refresh-N+1`, once each, and accepts the newest access token alone.
 #[derive(Clone, Default)]
 struct Rotating(Arc<AtomicU64>);
 
@@ -58,7 +58,7 @@ async fn things(State(Rotating(count)): State<Rotating>, headers: HeaderMap) -> 
     (StatusCode::UNAUTHORIZED, Json(refused)).into_response()
 }
 
-fn kept(folder: &Path, server: &str, expires_in: i64) -> (Store, Login) {
+fn stored_session(folder: &Path, server: &str, expires_in: i64) -> (Store, Login) {
     let store = Store::new(folder.to_owned(), "default").unwrap();
     let login = Login {
         server: server.to_owned(),
@@ -78,17 +78,17 @@ fn kept(folder: &Path, server: &str, expires_in: i64) -> (Store, Login) {
 }
 
 fn api(store: &Store, login: &Login) -> Api {
-    let session = Session::kept(store.clone(), login.clone(), OUT);
-    Api::new(web::address(&login.server).unwrap(), None, session, None, OUT).unwrap()
+    let session = Session::stored(store.clone(), login.clone(), OUT);
+    Api::new(http_client::address(&login.server).unwrap(), None, session, None, OUT).unwrap()
 }
 
 #[tokio::test]
-async fn a_token_that_has_ended_is_renewed_once_by_all_who_find_it_so() {
+async fn expired_token_is_renewed_once_by_concurrent_processes() {
     let provider = Rotating::default();
     let server = provider.serve().await;
     let folder = tempfile::tempdir().unwrap();
-    let (store, login) = kept(folder.path(), &server, -5);
-    // Ten commands at once, as a script runs them, each on what it read at its start.
+    let (store, login) = stored_session(folder.path(), &server, -5);
+    // Ten concurrent commands, each with the login that it read at its start.
     let apis: Vec<Api> = (0..10).map(|_| api(&store, &login)).collect();
     let asked = futures::future::join_all(apis.iter().map(|api| api.get("/api/v1/things", &[]))).await;
     for answer in asked {
@@ -101,11 +101,11 @@ async fn a_token_that_has_ended_is_renewed_once_by_all_who_find_it_so() {
 }
 
 #[tokio::test]
-async fn a_token_that_the_service_refuses_is_renewed_and_the_call_goes_on() {
+async fn refused_token_is_renewed_and_the_call_is_retried() {
     let provider = Rotating::default();
     let server = provider.serve().await;
     let folder = tempfile::tempdir().unwrap();
-    let (store, login) = kept(folder.path(), &server, 600);
+    let (store, login) = stored_session(folder.path(), &server, 600);
     let revoked_elsewhere = Login { access_token: "access-revoked".to_owned().into(), ..login };
     store.write(&revoked_elsewhere).unwrap();
     api(&store, &revoked_elsewhere).get("/api/v1/things", &[]).await.unwrap();
@@ -113,35 +113,35 @@ async fn a_token_that_the_service_refuses_is_renewed_and_the_call_goes_on() {
 }
 
 #[tokio::test]
-async fn a_login_that_cannot_be_renewed_says_to_log_in() {
+async fn login_that_cannot_be_renewed_asks_to_log_in() {
     let provider = Rotating::default();
     let server = provider.serve().await;
     let folder = tempfile::tempdir().unwrap();
-    let (store, login) = kept(folder.path(), &server, -5);
+    let (store, login) = stored_session(folder.path(), &server, -5);
     let spent = Login { refresh_token: Some("refresh-9".to_owned().into()), ..login.clone() };
     let none = Login { refresh_token: None, ..login };
     for ended in [spent, none] {
         store.write(&ended).unwrap();
         let failure = api(&store, &ended).get("/api/v1/things", &[]).await.unwrap_err();
-        assert_eq!(failure.ended, Ended::LoggedOut, "{failure}");
+        assert_eq!(failure.exit_status, ExitStatus::LoggedOut, "{failure}");
         assert!(failure.next.as_deref().unwrap_or_default().contains("gpuctl login"), "{failure}");
     }
 }
 
 #[tokio::test]
-async fn a_token_of_another_login_is_not_sent_to_the_server_of_this_one() {
+async fn token_is_not_sent_to_the_server_of_another_login() {
     let provider = Rotating::default();
     let server = provider.serve().await;
     let folder = tempfile::tempdir().unwrap();
-    let (store, login) = kept(folder.path(), &server, -5);
+    let (store, login) = stored_session(folder.path(), &server, -5);
     let api = api(&store, &login);
     store.write(&Login { server: "https://elsewhere.example".to_owned(), ..login }).unwrap();
     let failure = api.get("/api/v1/things", &[]).await.unwrap_err();
-    assert_eq!((failure.ended, provider.renewed()), (Ended::LoggedOut, 0), "{failure}");
+    assert_eq!((failure.exit_status, provider.renewed()), (ExitStatus::LoggedOut, 0), "{failure}");
 }
 
 #[test]
-fn a_token_of_any_form_can_be_shown() {
+fn opaque_token_can_be_shown() {
     let part = |claims: &Value| URL_SAFE_NO_PAD.encode(claims.to_string());
     let whole = json!({ "sub": "u-1", "preferred_username": "ann", "exp": 1_800_000_000, "realm_access": { "roles": ["user"] } });
     let shown = claims(&format!("e30.{}.c2ln", part(&whole)).into());
@@ -152,14 +152,14 @@ fn a_token_of_any_form_can_be_shown() {
 }
 
 #[test]
-fn a_login_is_for_one_server() {
+fn login_is_bound_to_one_server() {
     assert!(same_server("https://gpu.example", "https://gpu.example:443/"));
     assert!(!same_server("https://gpu.example", "https://gpu.example.evil"));
     assert!(!same_server("https://gpu.example", "https://gpu.example:8443"));
     assert!(!same_server("nonsense", "nonsense"));
 }
 
-/// Issues `program-N` for the right key of a service account, and lets the newest token in.
+/// Issues `program-N` for the right key of a service account, and accepts the newest token.
 async fn issue(State(Rotating(count)): State<Rotating>, headers: HeaderMap, form: String) -> Response {
     let basic = base64::engine::general_purpose::STANDARD.encode("sa-key:its-secret");
     let knows = headers.get("authorization").is_some_and(|given| *given == format!("Basic {basic}"));
@@ -174,7 +174,7 @@ async fn issue(State(Rotating(count)): State<Rotating>, headers: HeaderMap, form
 }
 
 #[tokio::test]
-async fn service_account_logs_in_with_its_key_and_gets_a_new_token_by_itself() {
+async fn service_account_logs_in_with_its_key_and_renews_its_token() {
     let issuer = Rotating::default();
     let routes = Router::new()
         .route("/api/v1/service-accounts/token", post(issue))
@@ -192,7 +192,7 @@ async fn service_account_logs_in_with_its_key_and_gets_a_new_token_by_itself() {
         let connection = Connection { server, ca_bundle: None, token: None, key: None, store, out: OUT };
         crate::execute(arguments.command, connection).await
     };
-    assert_eq!(log_in("wrong").await.unwrap_err().ended, Ended::LoggedOut);
+    assert_eq!(log_in("wrong").await.unwrap_err().exit_status, ExitStatus::LoggedOut);
     assert!(store.read().unwrap().is_none());
     log_in("its-secret").await.unwrap();
 

@@ -1,10 +1,10 @@
-//! How a machine becomes a node: it is created, and its agent is started with a bootstrap bundle.
+//! Onboarding of nodes: registration, enrollment tokens and bootstrap scripts.
 
 use super::{ALONE, node_id, path};
 use crate::api::Api;
-use crate::complete;
+use crate::completion;
 use crate::duration;
-use crate::failure::{Ended, Failure};
+use crate::failure::{ExitStatus, Failure};
 use crate::labels::Metadata;
 use crate::reference::{NODE, Ref};
 use crate::ssh_keys::public_key;
@@ -24,7 +24,7 @@ pub(crate) struct Create {
     #[arg(long, default_value_t = 22)]
     port: u16,
     /// What kind of machine: `gpuctl skus list` shows them.
-    #[arg(long, add = complete::sku_names())]
+    #[arg(long, add = completion::sku_names())]
     sku: String,
     /// The region where it is.
     #[arg(long, value_name = "CODE")]
@@ -59,7 +59,7 @@ pub(crate) enum Onboarding {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Token {
-    #[arg(add = complete::of(&NODE))]
+    #[arg(add = completion::of(&NODE))]
     node: Ref,
     /// How long it is good for (`30m`, `24h`); as the policy says where it is left out.
     #[arg(long, value_name = "TIME", value_parser = duration::parse)]
@@ -83,7 +83,7 @@ pub(crate) struct Reissue {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Script {
-    #[arg(add = complete::of(&NODE))]
+    #[arg(add = completion::of(&NODE))]
     node: Ref,
     /// Wrapped for this way of installing.
     #[arg(long = "as", value_enum, value_name = "FORM", default_value_t)]
@@ -122,7 +122,7 @@ pub(crate) async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
     let made = api.post(NODE.path, &body).await?;
     api.out.show(&made, &ALONE)?;
     let id = crate::text::cell(&made["id"]);
-    api.out.say(&format!("Install its agent with: gpuctl nodes script {id} --to install.sh"));
+    api.out.notice(&format!("Install its agent with: gpuctl nodes script {id} --to install.sh"));
     Ok(())
 }
 
@@ -157,12 +157,12 @@ pub(crate) async fn script(wanted: Script, api: &Api) -> Result<(), Failure> {
     };
     let written = api.post(&format!("{}/bootstrap-script", path(id)), &json!({ "format": form })).await?;
     let Some(text) = written["script"].as_str() else {
-        return Err(Failure::new(Ended::Server, "the server's answer holds no script"));
+        return Err(Failure::new(ExitStatus::Server, "the server's answer holds no script"));
     };
     secret(&written, text.trim_end(), wanted.to.as_deref(), api)
 }
 
-/// Before a token is issued that could not be written down.
+/// Checks that the file can be created, before a token is issued that could not be saved.
 fn is_free(to: Option<&Path>) -> Result<(), Failure> {
     match to {
         Some(to) if to.exists() => Err(Failure::usage(format!("{} is there already", to.display()))),
@@ -174,7 +174,7 @@ fn bundle(issued: &Value, name: &str, to: Option<&Path>, api: &Api) -> Result<()
     secret(issued, &format!("{:#}", issued[name]), to, api)
 }
 
-/// Prints what holds a token, or writes it to a file that only its owner reads.
+/// Prints a text with a token, or writes it to a file that its owner alone can read.
 fn secret(answer: &Value, text: &str, to: Option<&Path>, api: &Api) -> Result<(), Failure> {
     let Some(to) = to else {
         return if api.out.is_json() { api.out.json(answer) } else { api.out.line(text) };

@@ -1,15 +1,15 @@
-//! `gpuctl recordings play`: a recording in the user's own terminal, at the pace at which it was shown.
+//! `gpuctl recordings play`: plays a recording in the user's terminal, at its original speed.
 
-use super::tame::Tame;
+use super::sanitize::Sanitizer;
 use super::{ASCIICAST, WHAT, asciicast};
 use crate::api::Api;
-use crate::complete;
+use crate::completion;
+use crate::download;
 use crate::duration;
-use crate::failure::{Ended, Failure};
-use crate::file;
-use crate::out::{say_always, say_raw};
+use crate::failure::{ExitStatus, Failure};
+use crate::output::{print_notice, print_raw_notice};
 use crate::reference::{RECORDING, Ref};
-use crate::terminal::raw::{Raw, discard_typed, size};
+use crate::terminal::raw_mode::{RawMode, discard_typed, size};
 use crate::terminal::screen;
 use crate::text::plain;
 use serde::Deserialize;
@@ -22,13 +22,13 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
 use uuid::Uuid;
 
-/// A line of a recording is no longer.
-const LONGEST_LINE: u64 = 4 * 1024 * 1024;
+/// The longest line of a recording.
+const MAX_LINE_BYTES: u64 = 4 * 1024 * 1024;
 const CTRL_C: u8 = 3;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct PlayArgs {
-    #[arg(add = complete::of(&RECORDING))]
+    #[arg(add = completion::of(&RECORDING))]
     recording: Ref,
     /// So many times as fast.
     #[arg(long, value_name = "TIMES", default_value = "1", value_parser = speed)]
@@ -50,8 +50,8 @@ struct Header {
     height: u16,
 }
 
-/// What is typed at a recording.
-enum Key {
+/// A key that controls the player.
+enum PlayerKey {
     Pause,
     End,
 }
@@ -62,54 +62,56 @@ pub(crate) async fn run(args: PlayArgs, api: &Api) -> Result<(), Failure> {
         return Err(Failure::usage("a recording is played in a terminal")
             .next(format!("Keep it in a file: gpuctl recordings download {recording}")));
     }
-    let mut lines = BufReader::new(fetched(api, recording.id(&RECORDING, api).await?).await?);
-    let header: Header = line(&mut lines)?.and_then(|line| serde_json::from_str(&line).ok()).ok_or_else(unreadable)?;
+    let mut lines = BufReader::new(fetch(api, recording.id(&RECORDING, api).await?).await?);
+    let header: Header =
+        read_line(&mut lines)?.and_then(|line| serde_json::from_str(&line).ok()).ok_or_else(unreadable)?;
     let (columns, rows) = size(io::stdout());
     if columns < header.width || rows < header.height {
         let (width, height) = (header.width, header.height);
-        say_always(&format!("It was shown on {width} x {height}, and this terminal is {columns} x {rows}."));
+        print_notice(&format!("It was shown on {width} x {height}, and this terminal is {columns} x {rows}."));
     }
-    let taken = |error: io::Error| Failure::new(Ended::Failed, format!("the terminal cannot be used: {error}"));
-    let raw = Raw::begin(io::stdin()).map_err(taken)?;
+    let taken = |error: io::Error| Failure::new(ExitStatus::Failed, format!("the terminal cannot be used: {error}"));
+    let raw = RawMode::begin(io::stdin()).map_err(taken)?;
     let player = Player::new(&args).map_err(taken)?;
     let played = player.play(&mut lines).await;
-    // The user's own terminal is theirs again before anything is said, and nothing that was typed meanwhile is a command.
-    raw.sober();
+    // The terminal is restored before anything is printed, and input that was typed during playback is discarded, so that it does not run
+    // as a command.
+    raw.reset_modes();
     discard_typed(io::stdin());
     drop(raw);
-    played.map(|()| say_raw("\r\n"))
+    played.map(|()| print_raw_notice("\r\n"))
 }
 
-/// The whole of it, in a file that has no name: who pauses for an hour keeps no connection waiting.
-async fn fetched(api: &Api, recording: Uuid) -> Result<File, Failure> {
-    let failed = |error: io::Error| Failure::new(Ended::Failed, format!("no room for the recording: {error}"));
+/// Downloads the whole recording to an unlinked file, so that a pause does not hold the connection open.
+async fn fetch(api: &Api, recording: Uuid) -> Result<File, Failure> {
+    let failed = |error: io::Error| Failure::new(ExitStatus::Failed, format!("no room for the recording: {error}"));
     let mut answer = api.open(&asciicast(recording), ASCIICAST).await?;
     let path = std::env::temp_dir().join(format!("gpuctl-{}.cast", Uuid::new_v4()));
     let mut file =
         OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path).map_err(failed)?;
     std::fs::remove_file(&path).map_err(failed)?;
-    file::copied(&mut answer, WHAT, &mut file).await?;
+    download::copy(&mut answer, WHAT, &mut file).await?;
     file.rewind().map_err(failed)?;
     Ok(file)
 }
 
 fn unreadable() -> Failure {
-    Failure::new(Ended::Server, "the recording is no asciicast v2")
+    Failure::new(ExitStatus::Server, "the recording is no asciicast v2")
 }
 
-fn line(lines: &mut impl BufRead) -> Result<Option<String>, Failure> {
+fn read_line(lines: &mut impl BufRead) -> Result<Option<String>, Failure> {
     let mut line = String::new();
-    let read = lines.take(LONGEST_LINE).read_line(&mut line).map_err(|_| unreadable())?;
+    let read = lines.take(MAX_LINE_BYTES).read_line(&mut line).map_err(|_| unreadable())?;
     Ok((read > 0).then_some(line))
 }
 
 struct Player {
     speed: f64,
     idle_limit: Duration,
-    tame: Tame,
+    sanitizer: Sanitizer,
     keys: mpsc::Receiver<Vec<u8>>,
     ends: [Signal; 2],
-    /// Played up to here, of the recording's own time.
+    /// The position in the recording's own time.
     played: Duration,
     /// When the next event is due.
     due: Instant,
@@ -120,8 +122,8 @@ impl Player {
         Ok(Self {
             speed: args.speed,
             idle_limit: args.idle_limit.unwrap_or(Duration::MAX),
-            tame: Tame::default(),
-            keys: screen::keys(),
+            sanitizer: Sanitizer::default(),
+            keys: screen::read_input(),
             ends: [signal(SignalKind::terminate())?, signal(SignalKind::hangup())?],
             played: Duration::ZERO,
             due: Instant::now(),
@@ -129,7 +131,7 @@ impl Player {
     }
 
     async fn play(mut self, lines: &mut impl BufRead) -> Result<(), Failure> {
-        while let Some(line) = line(lines)? {
+        while let Some(line) = read_line(lines)? {
             let (at, kind, data): (f64, String, String) = serde_json::from_str(&line).map_err(|_| unreadable())?;
             let at = Duration::try_from_secs_f64(at).map_err(|_| unreadable())?;
             let pause = at.saturating_sub(self.played).min(self.idle_limit);
@@ -139,29 +141,29 @@ impl Player {
                 return Ok(());
             }
             let shown = match kind.as_str() {
-                "o" => self.tame.let_through(&data),
+                "o" => self.sanitizer.sanitize(&data),
                 "m" => format!("\r\n[{}]\r\n", plain(&data)).into_bytes(),
-                // The terminal has the size that its user gave it.
+                // Resize events are ignored: the terminal keeps its size.
                 _ => continue,
             };
             let mut out = io::stdout().lock();
             let drawn = out.write_all(&shown).and_then(|()| out.flush());
-            drawn.map_err(|error| Failure::new(Ended::Failed, format!("the terminal is gone: {error}")))?;
+            drawn.map_err(|error| Failure::new(ExitStatus::Failed, format!("the terminal is gone: {error}")))?;
         }
         Ok(())
     }
 
-    /// Until the next event is due. `false`: the user has seen enough.
+    /// Waits until the next event is due. `false`: the user ended the playback.
     async fn wait(&mut self) -> bool {
         loop {
             let due = self.due;
             tokio::select! {
                 biased;
                 key = self.key() => match key {
-                    Key::End => return false,
-                    Key::Pause => {
+                    PlayerKey::End => return false,
+                    PlayerKey::Pause => {
                         let paused = Instant::now();
-                        if matches!(self.key().await, Key::End) {
+                        if matches!(self.key().await, PlayerKey::End) {
                             return false;
                         }
                         self.due += paused.elapsed();
@@ -172,7 +174,7 @@ impl Player {
         }
     }
 
-    async fn key(&mut self) -> Key {
+    async fn key(&mut self) -> PlayerKey {
         let [terminate, hangup] = &mut self.ends;
         loop {
             let typed = tokio::select! {
@@ -180,11 +182,11 @@ impl Player {
                 _ = terminate.recv() => None,
                 _ = hangup.recv() => None,
             };
-            let Some(typed) = typed else { return Key::End };
+            let Some(typed) = typed else { return PlayerKey::End };
             for byte in typed {
                 match byte {
-                    b' ' => return Key::Pause,
-                    b'q' | CTRL_C => return Key::End,
+                    b' ' => return PlayerKey::Pause,
+                    b'q' | CTRL_C => return PlayerKey::End,
                     _ => {}
                 }
             }

@@ -1,9 +1,9 @@
-//! The table against the API's description: each command is run against a server that answers as the description says, and what it asked
-//! for is compared with the description.
+//! The table of routes against the API's description: each command runs against a fake API that responds as the description says, and its
+//! request is compared with the description.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::out::{Format, Out};
+use crate::output::{Output, OutputFormat};
 use crate::{Arguments, Connection, execute};
 use axum::Router;
 use axum::body::Bytes;
@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::Notify;
 
-/// Reviewed: what no command of `gpuctl` calls, and why.
+/// Reviewed: the routes that no command of `gpuctl` calls, with the reason.
 const LEFT_OUT: [(&str, &str); 18] = [
     ("GET /api/v1/healthz", "for probes"),
     ("GET /api/v1/readyz", "for probes"),
@@ -36,16 +36,16 @@ const LEFT_OUT: [(&str, &str); 18] = [
     ("GET /billing/returned", "a page"),
     ("GET /billing/assets/{name}", "a page's script"),
     ("GET /.well-known/oauth-protected-resource", "`login` calls it before there is a login (login/resource.rs)"),
-    // The two below have a command, which needs more than this test has.
+    // The two below have a command, which needs more than this test provides.
     ("POST /api/v1/allocations/{id}/terminal-tokens", "needs a terminal: tests/it/gpuctl.rs"),
     ("POST /api/v1/service-accounts/token", "a login, not a call: login/tests.rs"),
 ];
 
-/// Of the description's keys, those that are methods.
+/// The keys of the description that are methods.
 const METHODS: [&str; 5] = ["GET", "POST", "PUT", "PATCH", "DELETE"];
 
 const ID: &str = "0198f000-0000-7000-8000-000000000001";
-/// A command that does not ask in that time does not ask at all.
+/// The timeout for a command's request.
 const ASKS_WITHIN: Duration = Duration::from_secs(20);
 
 fn description() -> Value {
@@ -65,7 +65,7 @@ fn operations(description: &Value) -> BTreeMap<String, Value> {
 }
 
 #[test]
-fn every_route_of_the_api_has_a_command_or_a_reason_to_have_none() {
+fn every_api_route_has_a_command_or_a_reason_without() {
     let routes: BTreeSet<String> = operations(&description()).into_keys().collect();
     let left_out: BTreeSet<String> = LEFT_OUT.iter().map(|(route, _)| (*route).to_owned()).collect();
     let with_command: BTreeSet<String> = COMMANDS.iter().map(|(route, _)| (*route).to_owned()).collect();
@@ -103,9 +103,9 @@ fn every_command_is_in_the_table_or_local() {
     assert!(unknown.is_empty(), "{unknown:#?}");
 }
 
-/// What was asked.
+/// A request that the fake API received.
 #[derive(Clone, Debug)]
-struct Asked {
+struct RecordedRequest {
     method: Method,
     uri: Uri,
     headers: HeaderMap,
@@ -113,19 +113,19 @@ struct Asked {
 }
 
 #[derive(Clone)]
-struct Described {
+struct FakeApi {
     operations: Arc<BTreeMap<String, Value>>,
-    asked: Arc<Mutex<Vec<Asked>>>,
-    news: Arc<Notify>,
+    requests: Arc<Mutex<Vec<RecordedRequest>>>,
+    notify: Arc<Notify>,
 }
 
-async fn answer(State(described): State<Described>, request: Request) -> Response {
+async fn answer(State(api): State<FakeApi>, request: Request) -> Response {
     let (head, body) = request.into_parts();
     let body = axum::body::to_bytes(body, 1024 * 1024).await.unwrap();
-    let asked = Asked { method: head.method, uri: head.uri, headers: head.headers, body };
-    let operation = described.operation(&asked);
-    described.asked.lock().unwrap().push(asked);
-    described.news.notify_one();
+    let request = RecordedRequest { method: head.method, uri: head.uri, headers: head.headers, body };
+    let operation = api.operation(&request);
+    api.requests.lock().unwrap().push(request);
+    api.notify.notify_one();
     let Some((_, operation)) = operation else { return StatusCode::NOT_FOUND.into_response() };
     let answers = operation["responses"].as_object().unwrap();
     let (status, answer) = answers.iter().find(|(status, _)| status.starts_with('2') || *status == "101").unwrap();
@@ -140,24 +140,24 @@ async fn answer(State(described): State<Described>, request: Request) -> Respons
     (status, [("content-type", media_type.clone())], body).into_response()
 }
 
-impl Described {
-    /// The route that was asked for, exact parts before names in braces.
-    fn operation(&self, asked: &Asked) -> Option<(String, Value)> {
+impl FakeApi {
+    /// The route of a request; literal parts take precedence over names in braces.
+    fn operation(&self, request: &RecordedRequest) -> Option<(String, Value)> {
         let fitting = self.operations.iter().filter(|(route, _)| {
             let (method, path) = route.split_once(' ').unwrap();
-            method == asked.method.as_str() && fits(path, asked.uri.path())
+            method == request.method.as_str() && fits(path, request.uri.path())
         });
         let found = fitting.min_by_key(|(route, _)| route.matches('{').count());
         found.map(|(route, operation)| (route.clone(), operation.clone()))
     }
 
-    fn find(&self, route: &str) -> Option<Asked> {
-        let asked = self.asked.lock().unwrap();
-        asked.iter().find(|asked| self.operation(asked).is_some_and(|(found, _)| found == route)).cloned()
+    fn find(&self, route: &str) -> Option<RecordedRequest> {
+        let requests = self.requests.lock().unwrap();
+        requests.iter().find(|request| self.operation(request).is_some_and(|(found, _)| found == route)).cloned()
     }
 }
 
-/// What stands for a word in capitals.
+/// The value of a placeholder.
 fn value<'a>(word: &'a str, route: &str, key_file: &'a str) -> &'a str {
     match word {
         "TEXT" => "a reason",
@@ -198,21 +198,21 @@ fn arguments(route: &str, command: &str, key_file: &str) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn every_command_asks_for_its_route_as_the_description_says() {
+async fn every_command_sends_its_request_as_described() {
     let description = description();
     let folder = tempfile::tempdir().unwrap();
     let key_file: PathBuf = folder.path().join("key.pub");
     std::fs::write(&key_file, "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHljwaG ann\n").unwrap();
-    let described =
-        Described { operations: Arc::new(operations(&description)), asked: Arc::default(), news: Arc::default() };
+    let api =
+        FakeApi { operations: Arc::new(operations(&description)), requests: Arc::default(), notify: Arc::default() };
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let server = format!("http://{}", listener.local_addr().unwrap());
-    let routes = Router::new().fallback(answer).with_state(described.clone());
+    let routes = Router::new().fallback(answer).with_state(api.clone());
     tokio::spawn(async move { axum::serve(listener, routes).await });
 
     for (route, command) in COMMANDS.iter().filter(|(route, _)| LEFT_OUT.iter().all(|(left_out, _)| left_out != route))
     {
-        described.asked.lock().unwrap().clear();
+        api.requests.lock().unwrap().clear();
         let words = arguments(route, command, key_file.to_str().unwrap());
         let arguments = Arguments::try_parse_from(&words).unwrap_or_else(|error| panic!("{words:?}: {error}"));
         let connection = Connection {
@@ -221,29 +221,29 @@ async fn every_command_asks_for_its_route_as_the_description_says() {
             token: Some("a-token".to_owned().into()),
             key: None,
             store: crate::login::store::Store::new(folder.path().join("logins"), "default").unwrap(),
-            out: Out { format: Format::Table, quiet: true },
+            out: Output { format: OutputFormat::Table, quiet: true },
         };
-        let asked = async {
+        let request = async {
             loop {
-                if let Some(asked) = described.find(route) {
-                    return asked;
+                if let Some(request) = api.find(route) {
+                    return request;
                 }
-                described.news.notified().await;
+                api.notify.notified().await;
             }
         };
-        // A command that waits for what comes of it has asked by then.
-        let (asked, failure) = tokio::select! {
+        // A command that waits for a result has sent its request by then.
+        let (request, failure) = tokio::select! {
             biased;
-            asked = tokio::time::timeout(ASKS_WITHIN, asked) => (asked.ok(), None),
-            ended = execute(arguments.command, connection) => (described.find(route), ended.err()),
+            request = tokio::time::timeout(ASKS_WITHIN, request) => (request.ok(), None),
+            ended = execute(arguments.command, connection) => (api.find(route), ended.err()),
         };
-        let asked = asked.unwrap_or_else(|| panic!("{words:?} does not ask for {route}: {failure:?}"));
-        expect_described(&description, route, &asked);
+        let request = request.unwrap_or_else(|| panic!("{words:?} does not ask for {route}: {failure:?}"));
+        expect_described(&description, route, &request);
     }
 }
 
 /// The request has what the description requires, and nothing that it does not know.
-fn expect_described(description: &Value, route: &str, asked: &Asked) {
+fn expect_described(description: &Value, route: &str, request: &RecordedRequest) {
     let operation = &operations(description)[route];
     let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
     let in_query = |required: bool| -> BTreeSet<String> {
@@ -251,22 +251,22 @@ fn expect_described(description: &Value, route: &str, asked: &Asked) {
         let parameters = parameters.filter(|parameter| !required || parameter["required"] == true);
         parameters.map(|parameter| parameter["name"].as_str().unwrap().to_owned()).collect()
     };
-    let url = reqwest::Url::parse(&format!("http://here{}", asked.uri)).unwrap();
+    let url = reqwest::Url::parse(&format!("http://here{}", request.uri)).unwrap();
     let given: BTreeSet<String> = url.query_pairs().map(|(name, _)| name.into_owned()).collect();
     assert!(in_query(true).is_subset(&given) && given.is_subset(&in_query(false)), "{route}: {given:?}");
-    assert!(asked.headers["authorization"] == "Bearer a-token", "{route}");
+    assert!(request.headers["authorization"] == "Bearer a-token", "{route}");
 
     let schema = &operation["requestBody"]["content"]["application/json"]["schema"];
-    match (schema, asked.body.is_empty()) {
-        (Value::Null, empty) => assert!(empty, "{route} takes no body: {:?}", asked.body),
+    match (schema, request.body.is_empty()) {
+        (Value::Null, empty) => assert!(empty, "{route} takes no body: {:?}", request.body),
         (schema, _) => {
-            let body: Value = serde_json::from_slice(&asked.body).unwrap_or_else(|error| panic!("{route}: {error}"));
+            let body: Value = serde_json::from_slice(&request.body).unwrap_or_else(|error| panic!("{route}: {error}"));
             expect_fits(description, schema, &body, route);
         }
     }
 }
 
-/// As far as names, enumerations and plain types go.
+/// Checks names, enumerations and plain types.
 fn expect_fits(description: &Value, schema: &Value, value: &Value, at: &str) {
     if let Some(reference) = schema["$ref"].as_str() {
         let schema = description.pointer(reference.trim_start_matches('#')).unwrap();

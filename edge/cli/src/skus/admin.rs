@@ -1,10 +1,10 @@
-//! Administrators: what is offered. A change of status takes the approval of two people in two roles.
+//! The SKU catalog for administrators. A change of status requires the approval of two people in two roles.
 
 use crate::api::Api;
-use crate::complete;
+use crate::completion;
 use crate::failure::Failure;
 use crate::money::Amount;
-use crate::out::Column;
+use crate::output::Column;
 use crate::reference::{Ref, SKU};
 use clap::ValueEnum;
 use serde_json::{Value, json};
@@ -51,7 +51,7 @@ pub(crate) struct Create {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Update {
-    #[arg(add = complete::of(&SKU))]
+    #[arg(add = completion::of(&SKU))]
     sku: Ref,
     /// What a GPU costs an hour from now on, with its currency: "2.50 EUR".
     #[arg(long, value_name = "AMOUNT", required_unless_present = "regions")]
@@ -63,7 +63,7 @@ pub(crate) struct Update {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Decision {
-    #[arg(add = complete::of(&SKU))]
+    #[arg(add = completion::of(&SKU))]
     sku: Ref,
     /// Why; it stands in the audit log.
     #[arg(long, value_name = "TEXT")]
@@ -147,7 +147,7 @@ pub(super) async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
     }
     let made = api.post(SKU.path, &body).await?;
     shown(&made, api)?;
-    api.out.say(&format!(
+    api.out.notice(&format!(
         "It is a draft. Offer it with: gpuctl skus activate {} --reason …",
         crate::text::cell(&made["name"])
     ));
@@ -181,7 +181,7 @@ pub(super) async fn decide(decision: Decision, verb: &str, api: &Api) -> Result<
     shown(&api.post(&format!("{}/{verb}", path(decision.sku.id(&SKU, api).await?)), &body).await?, api)
 }
 
-/// A price has its currency beside it: there is no account to take one from.
+/// A price must name its currency, since there is no account to take it from.
 fn price(amount: &Amount) -> Result<Value, Failure> {
     let Some(currency) = amount.currency() else {
         return Err(Failure::usage("the price names no currency").next("Write it as \"2.50 EUR\"."));

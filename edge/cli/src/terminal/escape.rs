@@ -1,8 +1,8 @@
-//! What is typed for this program and not for the shell: `~` at the beginning of a line, and a letter, as ssh has it.
+//! Escape sequences in the input for this program and not for the shell: `~` at the beginning of a line, and a letter, as in ssh.
 
-/// In the order in which it was typed.
+/// A part of the input, in the order of typing.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Typed {
+pub(crate) enum TypedInput {
     /// For the shell.
     Bytes(Vec<u8>),
     Leave,
@@ -15,33 +15,33 @@ pub(crate) const HELP: &str = "At the beginning of a line:\r\n  ~.   leave; the 
      ~^Z  suspend this program\r\n  ~~   one ~\r\n";
 
 #[derive(Debug)]
-pub(crate) struct Escape {
+pub(crate) struct EscapeParser {
     on: bool,
     begins_line: bool,
-    /// A `~` that may be one of ours.
-    held: bool,
+    /// A `~` that may begin an escape.
+    tilde_pending: bool,
 }
 
-impl Escape {
+impl EscapeParser {
     pub(crate) const fn new(on: bool) -> Self {
-        Self { on, begins_line: true, held: false }
+        Self { on, begins_line: true, tilde_pending: false }
     }
 
-    pub(crate) fn take(&mut self, bytes: &[u8]) -> Vec<Typed> {
+    pub(crate) fn take(&mut self, bytes: &[u8]) -> Vec<TypedInput> {
         let mut typed = Vec::new();
         let mut plain = Vec::new();
         for byte in bytes {
-            let order = match (std::mem::take(&mut self.held), byte) {
-                (true, b'.') => Some(Typed::Leave),
-                (true, b'x') => Some(Typed::End),
-                (true, 0x1a) => Some(Typed::Suspend),
-                (true, b'?') => Some(Typed::Help),
-                (held, byte) => {
-                    if held && *byte != b'~' {
+            let action = match (std::mem::take(&mut self.tilde_pending), byte) {
+                (true, b'.') => Some(TypedInput::Leave),
+                (true, b'x') => Some(TypedInput::End),
+                (true, 0x1a) => Some(TypedInput::Suspend),
+                (true, b'?') => Some(TypedInput::Help),
+                (tilde_pending, byte) => {
+                    if tilde_pending && *byte != b'~' {
                         plain.push(b'~');
                     }
-                    if !held && *byte == b'~' && self.begins_line && self.on {
-                        self.held = true;
+                    if !tilde_pending && *byte == b'~' && self.begins_line && self.on {
+                        self.tilde_pending = true;
                         continue;
                     }
                     self.begins_line = matches!(byte, b'\r' | b'\n');
@@ -49,16 +49,16 @@ impl Escape {
                     None
                 }
             };
-            if let Some(order) = order {
+            if let Some(action) = action {
                 self.begins_line = true;
                 if !plain.is_empty() {
-                    typed.push(Typed::Bytes(std::mem::take(&mut plain)));
+                    typed.push(TypedInput::Bytes(std::mem::take(&mut plain)));
                 }
-                typed.push(order);
+                typed.push(action);
             }
         }
         if !plain.is_empty() {
-            typed.push(Typed::Bytes(plain));
+            typed.push(TypedInput::Bytes(plain));
         }
         typed
     }
@@ -68,18 +68,18 @@ impl Escape {
 mod tests {
     use super::*;
 
-    /// What comes through to the shell, with the orders in between as `<Leave>`.
+    /// The bytes for the shell, with the escapes between them as `<Leave>`.
     fn typed(bytes: &[u8], at_once: usize) -> String {
-        let mut escape = Escape::new(true);
+        let mut escape = EscapeParser::new(true);
         let all = bytes.chunks(at_once).flat_map(|chunk| escape.take(chunk)).map(|typed| match typed {
-            Typed::Bytes(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
-            order => format!("<{order:?}>"),
+            TypedInput::Bytes(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
+            action => format!("<{action:?}>"),
         });
         all.collect()
     }
 
     #[test]
-    fn a_tilde_is_ours_at_the_beginning_of_a_line_alone_however_the_bytes_come() {
+    fn tilde_is_an_escape_at_the_beginning_of_a_line_alone() {
         for (bytes, through) in [
             ("~.", "<Leave>"),
             ("ls\r~.", "ls\r<Leave>"),
@@ -94,6 +94,6 @@ mod tests {
                 assert_eq!(typed(bytes.as_bytes(), at_once), through, "{bytes:?} by {at_once}");
             }
         }
-        assert_eq!(Escape::new(false).take(b"~."), [Typed::Bytes(b"~.".to_vec())]);
+        assert_eq!(EscapeParser::new(false).take(b"~."), [TypedInput::Bytes(b"~.".to_vec())]);
     }
 }

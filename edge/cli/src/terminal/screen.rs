@@ -1,18 +1,18 @@
-//! The two threads at the user's own terminal: one reads what is typed, one writes what is shown. A terminal that stands still (Ctrl-S, a slow
-//! line) holds up the second alone, and what was not written is not acknowledged.
+//! The two threads at the user's terminal: one reads input, one writes output. A blocked terminal (Ctrl-S, a slow line) blocks the second
+//! thread alone, and output that was not written is not acknowledged.
 
 use std::io::{self, Read as _, Write as _};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 
-const TYPED: usize = 16;
+const INPUT_QUEUE: usize = 16;
 const CHUNK: usize = 4096;
-/// How long what a program said last may take to be drawn.
-const DRAWN_WITHIN: Duration = Duration::from_secs(3);
+/// The timeout of writing a program's last output.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// What is typed, as it comes. It ends with standard input.
-pub(crate) fn keys() -> mpsc::Receiver<Vec<u8>> {
-    let (typed, keys) = mpsc::channel(TYPED);
+/// Reads input in a thread. The channel ends with standard input.
+pub(crate) fn read_input() -> mpsc::Receiver<Vec<u8>> {
+    let (typed, input) = mpsc::channel(INPUT_QUEUE);
     std::thread::spawn(move || {
         let mut chunk = [0; CHUNK];
         loop {
@@ -25,21 +25,21 @@ pub(crate) fn keys() -> mpsc::Receiver<Vec<u8>> {
             }
         }
     });
-    keys
+    input
 }
 
-/// What is shown.
+/// The writer of output.
 pub(crate) struct Screen {
     shown: mpsc::UnboundedSender<Vec<u8>>,
-    given: u64,
+    queued: u64,
     written: watch::Receiver<u64>,
 }
 
 impl Screen {
     pub(crate) fn begin() -> Self {
-        // How much lies in it is bounded by whoever looks at `behind` before they give more.
+        // The caller bounds the queue: it checks `undrawn` before it queues more.
         let (shown, mut to_show) = mpsc::unbounded_channel::<Vec<u8>>();
-        let (tells, written) = watch::channel(0);
+        let (written_sender, written) = watch::channel(0);
         std::thread::spawn(move || {
             let mut sum = 0;
             while let Some(bytes) = to_show.blocking_recv() {
@@ -48,31 +48,31 @@ impl Screen {
                     return;
                 }
                 sum += bytes.len() as u64;
-                tells.send_replace(sum);
+                written_sender.send_replace(sum);
             }
         });
-        Self { shown, given: 0, written }
+        Self { shown, queued: 0, written }
     }
 
     pub(crate) fn show(&mut self, bytes: Vec<u8>) {
-        self.given += bytes.len() as u64;
-        // Nobody draws any more: `drew` says so.
+        self.queued += bytes.len() as u64;
+        // Where the writer thread has ended, `wait_for_progress` reports it.
         let _ = self.shown.send(bytes);
     }
 
-    /// Bytes that are given and not written.
-    pub(crate) fn behind(&self) -> u64 {
-        self.given - *self.written.borrow()
+    /// Bytes that are queued and not written.
+    pub(crate) fn undrawn(&self) -> u64 {
+        self.queued - *self.written.borrow()
     }
 
-    /// Until more was written. `false`: the terminal is gone.
-    pub(crate) async fn drew(&mut self) -> bool {
+    /// Waits until more was written. `false`: the terminal is gone.
+    pub(crate) async fn wait_for_progress(&mut self) -> bool {
         self.written.changed().await.is_ok()
     }
 
-    /// Until all is written, or that takes too long.
+    /// Waits until all is written, or the timeout is over.
     pub(crate) async fn finish(&mut self) {
-        let given = self.given;
-        let _ = tokio::time::timeout(DRAWN_WITHIN, self.written.wait_for(|written| *written >= given)).await;
+        let queued = self.queued;
+        let _ = tokio::time::timeout(FLUSH_TIMEOUT, self.written.wait_for(|written| *written >= queued)).await;
     }
 }

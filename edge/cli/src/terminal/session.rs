@@ -1,18 +1,18 @@
-//! One shell, over one connection after another.
+//! One terminal session over successive connections.
 //!
-//! Positions count the session's output from its beginning. What came in is never asked for again; what was drawn is acknowledged, so that a
-//! terminal that stands still stops the program and nothing grows. Reading never waits for writing: a paste that the program echoes would
-//! hold both ends up for ever.
+//! Positions count the bytes of the session's output from its beginning. Received output is never requested again; drawn output is
+//! acknowledged, so that a blocked terminal stops the program and no buffer grows. Reading never waits for writing: a paste that the
+//! program echoes would deadlock both ends.
 
 use super::Terminal;
-use super::again::Again;
-use super::connection::{self, Attempt};
-use super::escape::{Escape, HELP, Typed};
-use super::raw::{Raw, size};
+use super::connection::{self, ConnectionAttempt};
+use super::escape::{EscapeParser, HELP, TypedInput};
+use super::raw_mode::{RawMode, size};
 use super::screen::{self, Screen};
+use super::scrollback::ScrollbackFilter;
 use crate::api::Api;
-use crate::failure::{Ended, Failure};
-use crate::socket::Socket;
+use crate::failure::{ExitStatus, Failure};
+use crate::websocket::Socket;
 use futures::stream::SplitSink;
 use futures::{SinkExt as _, StreamExt as _};
 use serde::Deserialize;
@@ -25,44 +25,43 @@ use tokio::time::{MissedTickBehavior, interval};
 use tokio_tungstenite::tungstenite::Message;
 use uuid::Uuid;
 
-/// Output that is taken in and not drawn, at most.
-const UNDRAWN: u64 = 512 * 1024;
-/// What was drawn is acknowledged in steps of so many bytes, and each time that a sign of life is asked for: well inside of the 128 KiB that
-/// come without.
-const ACKNOWLEDGES_EVERY: u64 = 16 * 1024;
-/// Messages to the gateway that wait for the network; what is typed waits from the half on.
-const OUTGOING: usize = 256;
-/// What is typed while there is no connection.
-const PENDING: usize = 64 * 1024;
-/// The server asks for a sign of life every 15 s; so does this end, a little sooner.
-const ASKS_EVERY: Duration = Duration::from_secs(5);
-const SILENT_AFTER: Duration = Duration::from_secs(20);
-const PAUSE_FIRST: Duration = Duration::from_millis(100);
-const PAUSE_LAST: Duration = Duration::from_secs(3);
-/// A shorter gap, or wait, is not worth a word in the middle of what the user sees.
-const WORTH_A_WORD: Duration = Duration::from_secs(2);
-/// Tokens in a row that were refused at the gateway.
-const REFUSED_TOKENS: u32 = 4;
+/// The most output that is received and not drawn.
+const MAX_UNDRAWN_BYTES: u64 = 512 * 1024;
+/// Drawn output is acknowledged in steps of this size, and with each ping: well within the 128 KiB that the service sends unacknowledged.
+const ACK_STEP_BYTES: u64 = 16 * 1024;
+/// The queue of messages to the gateway; input is not read while it is more than half full.
+const OUTGOING_QUEUE: usize = 256;
+/// The most input that is buffered while disconnected.
+const MAX_PENDING_INPUT: usize = 64 * 1024;
+/// The server sends a ping every 15 s; this end sends its own more often.
+const PING_INTERVAL: Duration = Duration::from_secs(5);
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(20);
+const FIRST_RETRY_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(3);
+/// A shorter gap or wait is not reported in the middle of the output.
+const NOTICE_AFTER: Duration = Duration::from_secs(2);
+/// Consecutive tokens that the gateway may refuse.
+const MAX_REFUSED_TOKENS: u32 = 4;
 const CTRL_C: u8 = 3;
 
-/// How it ended.
-pub(super) enum Over {
+/// How a session ended.
+pub(super) enum SessionEnd {
     /// The program, by itself or by a signal.
     Exited { code: Option<i32>, signal: Option<i32> },
-    /// The user left; the shell runs on.
+    /// The user detached; the shell runs on.
     Left,
-    /// This program was told to end.
+    /// This program got a terminating signal.
     Signalled(i32),
     /// The service ended it.
     Closed(u16),
 }
 
-impl Over {
-    /// Ctrl-C, where it was for this program.
+impl SessionEnd {
+    /// Ctrl-C, where it is for this program.
     const INTERRUPTED: Self = Self::Signalled(rustix::process::Signal::INT.as_raw());
 
-    /// Whether the shell may run on: what is known to be gone is not to be gone back to.
-    pub(super) const fn may_run_on(&self) -> bool {
+    /// Whether the shell may still run, so that the user can reconnect to it.
+    pub(super) const fn may_still_run(&self) -> bool {
         match self {
             Self::Exited { .. } => false,
             Self::Left | Self::Signalled(_) => true,
@@ -71,24 +70,24 @@ impl Over {
     }
 }
 
-enum Carried {
-    Over(Over),
+enum ConnectionEnd {
+    Session(SessionEnd),
     Lost,
-    /// The gateway did not take the token.
+    /// The gateway refused the token.
     Refused,
 }
 
-/// What the gateway says in text frames.
+/// A text message of the gateway.
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
-enum Told {
+enum ServerMessage {
     Attached {
         position: u64,
         lost_bytes: u64,
         #[serde(default)]
         recording: String,
     },
-    /// From here on it is recorded so.
+    /// The recording mode has changed.
     Recording {
         mode: String,
     },
@@ -104,47 +103,48 @@ pub(super) struct Session<'a> {
     api: &'a Api,
     args: Terminal,
     id: Option<Uuid>,
-    /// Up to where the output is here.
+    /// The position up to which output was received.
     position: Option<u64>,
-    /// It was attached at least once by this program.
+    /// Whether this program was attached at least once.
     attached: bool,
-    /// Somebody was let in to it, so that it may run on without this program.
-    let_in: bool,
-    /// What is shown again to whoever comes back.
-    again: Option<Again>,
-    exit: Option<Over>,
-    /// How it is recorded, as was told last.
+    /// Whether a connection was made, so that the session may run on without this program.
+    was_connected: bool,
+    /// The filter of the replayed scrollback, until it is complete.
+    scrollback: Option<ScrollbackFilter>,
+    exit: Option<SessionEnd>,
+    /// The recording mode that was announced last.
     recording: String,
-    /// Acknowledged up to here on this connection.
+    /// The position that was acknowledged on this connection.
     acknowledged: u64,
     pending: Vec<u8>,
-    escape: Escape,
-    keys: mpsc::Receiver<Vec<u8>>,
+    escape: EscapeParser,
+    input: mpsc::Receiver<Vec<u8>>,
     screen: Screen,
     signals: Signals,
-    raw: Raw,
+    raw: RawMode,
 }
 
 impl<'a> Session<'a> {
-    /// Takes the user's terminal.
+    /// Puts the user's terminal into raw mode.
     pub(super) fn begin(args: Terminal, api: &'a Api) -> Result<Self, Failure> {
-        let taken = |error: io::Error| Failure::new(Ended::Failed, format!("the terminal cannot be used: {error}"));
+        let taken =
+            |error: io::Error| Failure::new(ExitStatus::Failed, format!("the terminal cannot be used: {error}"));
         let signals = Signals::listen().map_err(taken)?;
-        let raw = Raw::begin(io::stdin()).map_err(taken)?;
+        let raw = RawMode::begin(io::stdin()).map_err(taken)?;
         Ok(Self {
             api,
             id: args.session,
-            // Who comes back sees what is kept of what was shown before.
+            // A reconnect begins with the scrollback.
             position: args.session.map(|_| 0),
             attached: false,
-            let_in: args.session.is_some(),
-            again: args.session.map(|_| Again::new()),
+            was_connected: args.session.is_some(),
+            scrollback: args.session.map(|_| ScrollbackFilter::new()),
             exit: None,
             recording: String::new(),
             acknowledged: 0,
             pending: Vec::new(),
-            escape: Escape::new(!args.no_escape),
-            keys: screen::keys(),
+            escape: EscapeParser::new(!args.no_escape),
+            input: screen::read_input(),
             screen: Screen::begin(),
             signals,
             raw,
@@ -152,195 +152,196 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// The session, where it may run on without this program.
-    pub(super) fn left_behind(&self) -> Option<Uuid> {
-        self.id.filter(|_| self.let_in)
+    /// The id of the session, where it may run on without this program.
+    pub(super) fn still_running(&self) -> Option<Uuid> {
+        self.id.filter(|_| self.was_connected)
     }
 
-    /// Draws the rest and gives the terminal back.
+    /// Draws the remaining output and restores the terminal.
     pub(super) async fn finish(mut self, unclean: bool) {
         self.screen.finish().await;
         if unclean {
-            self.raw.sober();
+            self.raw.reset_modes();
         }
         drop(self.raw);
     }
 
-    /// Until it is over.
-    pub(super) async fn live(&mut self) -> Result<Over, Failure> {
+    /// Runs the session until it ends.
+    pub(super) async fn run(&mut self) -> Result<SessionEnd, Failure> {
         let mut refused = 0;
         loop {
-            let socket = match self.find().await? {
+            let socket = match self.connect().await? {
                 Ok(socket) => socket,
-                Err(over) => return Ok(over),
+                Err(end) => return Ok(end),
             };
-            match self.carry(socket).await {
-                Carried::Over(over) => return Ok(over),
-                Carried::Lost => refused = 0,
-                Carried::Refused if refused >= REFUSED_TOKENS => return Ok(Over::Closed(4401)),
-                Carried::Refused => refused += 1,
+            match self.run_connection(socket).await {
+                ConnectionEnd::Session(end) => return Ok(end),
+                ConnectionEnd::Lost => refused = 0,
+                ConnectionEnd::Refused if refused >= MAX_REFUSED_TOKENS => return Ok(SessionEnd::Closed(4401)),
+                ConnectionEnd::Refused => refused += 1,
             }
         }
     }
 
-    /// Looks for a way to the session, as long as that is worth it. The user can leave meanwhile.
-    async fn find(&mut self) -> Result<Result<Socket, Over>, Failure> {
+    /// Connects to the session, with retries up to the limit. The user can detach meanwhile.
+    async fn connect(&mut self) -> Result<Result<Socket, SessionEnd>, Failure> {
         let began = Instant::now();
-        let mut told = false;
-        let mut pause = PAUSE_FIRST;
+        let mut noticed = false;
+        let mut pause = FIRST_RETRY_PAUSE;
         loop {
-            let attempt = connection::attempt(self.api, self.args.allocation, self.id, self.position);
-            let attempt = match self.meanwhile(attempt, began, &mut told).await {
-                Ok(Attempt { session, socket }) => {
+            let attempt = connection::connect_session(self.api, self.args.allocation, self.id, self.position);
+            let attempt = match self.while_waiting(attempt, began, &mut noticed).await {
+                Ok(ConnectionAttempt { session, socket }) => {
                     self.id = session;
                     socket
                 }
-                Err(over) => return Ok(Err(over)),
+                Err(end) => return Ok(Err(end)),
             };
             let failure = match attempt {
                 Ok(socket) => {
-                    self.let_in = true;
+                    self.was_connected = true;
                     return Ok(Ok(socket));
                 }
                 Err(failure) => failure,
             };
-            let momentary = matches!(failure.ended, Ended::Network | Ended::Server | Ended::RateLimited);
-            // A first connection that cannot be made is told of at once: the API was asked for long enough.
-            if !momentary || !self.attached || began.elapsed() > self.args.reconnect_for {
+            let is_transient =
+                matches!(failure.exit_status, ExitStatus::Network | ExitStatus::Server | ExitStatus::RateLimited);
+            // A first connection that fails is reported at once: the API client has retried already.
+            if !is_transient || !self.attached || began.elapsed() > self.args.reconnect_for {
                 return Err(failure);
             }
             let asked = failure.answer.and_then(|answer| answer.retry_after);
-            let rest = tokio::time::sleep(asked.unwrap_or(pause.mul_f64(rand::random_range(0.5..1.5))));
-            if let Err(over) = self.meanwhile(rest, began, &mut told).await {
-                return Ok(Err(over));
+            let pause_elapsed = tokio::time::sleep(asked.unwrap_or(pause.mul_f64(rand::random_range(0.5..1.5))));
+            if let Err(end) = self.while_waiting(pause_elapsed, began, &mut noticed).await {
+                return Ok(Err(end));
             }
-            pause = (pause * 2).min(PAUSE_LAST);
+            pause = (pause * 2).min(LONGEST_RETRY_PAUSE);
         }
     }
 
-    /// Waits for something, and listens to the user while that takes its time.
-    async fn meanwhile<T>(
+    /// Waits for a future, and handles input and signals meanwhile.
+    async fn while_waiting<T>(
         &mut self,
-        something: impl Future<Output = T>,
+        future: impl Future<Output = T>,
         began: Instant,
-        told: &mut bool,
-    ) -> Result<T, Over> {
-        tokio::pin!(something);
+        noticed: &mut bool,
+    ) -> Result<T, SessionEnd> {
+        tokio::pin!(future);
         loop {
-            let silent = WORTH_A_WORD.saturating_sub(began.elapsed());
+            let silent = NOTICE_AFTER.saturating_sub(began.elapsed());
             tokio::select! {
-                it = &mut something => return Ok(it),
-                () = tokio::time::sleep(silent), if !*told => {
-                    *told = true;
+                it = &mut future => return Ok(it),
+                () = tokio::time::sleep(silent), if !*noticed => {
+                    *noticed = true;
                     self.notice(match self.attached {
                         true => "the connection is lost; looking for another (~. leaves)",
                         false => "waiting for the service (Ctrl-C leaves)",
                     });
                 }
-                typed = self.keys.recv() => match typed {
-                    None => return Err(Over::Left),
+                typed = self.input.recv() => match typed {
+                    None => return Err(SessionEnd::Left),
                     Some(typed) => for typed in self.escape.take(&typed) {
                         match typed {
-                            Typed::Bytes(bytes) if self.gives_up(&bytes) => return Err(Over::INTERRUPTED),
-                            Typed::Bytes(bytes) => self.keep(&bytes),
-                            Typed::Leave | Typed::End => return Err(Over::Left),
-                            Typed::Suspend => self.suspend(),
-                            Typed::Help => self.help(),
+                            TypedInput::Bytes(bytes) if self.is_interrupt(&bytes) => return Err(SessionEnd::INTERRUPTED),
+                            TypedInput::Bytes(bytes) => self.buffer_input(&bytes),
+                            TypedInput::Leave | TypedInput::End => return Err(SessionEnd::Left),
+                            TypedInput::Suspend => self.suspend(),
+                            TypedInput::Help => self.help(),
                         }
                     },
                 },
-                caught = self.signals.next() => match caught {
-                    Caught::Resized => {}
-                    Caught::Continued => self.resume(),
-                    Caught::Ends(signal) => return Err(Over::Signalled(signal)),
+                signal_event = self.signals.next() => match signal_event {
+                    SignalEvent::Resized => {}
+                    SignalEvent::Continued => self.resume(),
+                    SignalEvent::Ends(signal) => return Err(SessionEnd::Signalled(signal)),
                 },
             }
         }
     }
 
-    /// Whether Ctrl-C is for this program: as long as there is no other that it could be for.
-    fn gives_up(&self, typed: &[u8]) -> bool {
+    /// Whether the input is a Ctrl-C for this program: it is until a session is attached.
+    fn is_interrupt(&self, typed: &[u8]) -> bool {
         !self.attached && typed.contains(&CTRL_C)
     }
 
-    /// What does not fit is not typed.
-    fn keep(&mut self, bytes: &[u8]) {
-        let room = PENDING - self.pending.len();
+    /// Input beyond the buffer is dropped.
+    fn buffer_input(&mut self, bytes: &[u8]) {
+        let room = MAX_PENDING_INPUT - self.pending.len();
         self.pending.extend_from_slice(&bytes[..bytes.len().min(room)]);
     }
 
-    /// Over one connection, as long as it holds.
-    async fn carry(&mut self, socket: Socket) -> Carried {
+    /// Runs the session over one connection until that ends.
+    async fn run_connection(&mut self, socket: Socket) -> ConnectionEnd {
         let (sink, mut stream) = socket.split();
-        let (outgoing, to_send) = mpsc::channel(OUTGOING);
+        let (outgoing, to_send) = mpsc::channel(OUTGOING_QUEUE);
         let sending = send(sink, to_send);
         tokio::pin!(sending);
         let began = Instant::now();
-        let mut heard_at = began;
-        let mut told = false;
-        if let Some(again) = &mut self.again {
-            again.interrupted();
+        let mut last_message_at = began;
+        let mut noticed = false;
+        if let Some(scrollback) = &mut self.scrollback {
+            scrollback.on_disconnect();
         }
-        let mut asks = interval(ASKS_EVERY);
-        asks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut sends = true;
+        let mut pings = interval(PING_INTERVAL);
+        pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut can_send = true;
         let _ = outgoing.try_send(resize());
         if !self.pending.is_empty() {
             let _ = outgoing.try_send(Message::Binary(std::mem::take(&mut self.pending).into()));
         }
         loop {
-            let silent = WORTH_A_WORD.saturating_sub(began.elapsed());
-            let shown_again_for = self.again.as_ref().and_then(Again::patience);
+            let silent = NOTICE_AFTER.saturating_sub(began.elapsed());
+            let quiet_left = self.scrollback.as_ref().and_then(ScrollbackFilter::quiet_left);
             tokio::select! {
-                // What the other end said last may still be unread: how the program ended, for one.
-                () = &mut sending, if sends => sends = false,
-                message = stream.next(), if self.screen.behind() < UNDRAWN => {
-                    heard_at = Instant::now();
+                // The last messages may still be unread, such as the exit of the program.
+                () = &mut sending, if can_send => can_send = false,
+                message = stream.next(), if self.screen.undrawn() < MAX_UNDRAWN_BYTES => {
+                    last_message_at = Instant::now();
                     match message {
-                        Some(Ok(message)) => if let Some(carried) = self.hear(message, &outgoing) {
-                            return carried;
+                        Some(Ok(message)) => if let Some(end) = self.handle_message(message, &outgoing) {
+                            return end;
                         },
-                        Some(Err(_)) | None => return self.cut(),
+                        Some(Err(_)) | None => return self.disconnected(),
                     }
                 }
-                drew = self.screen.drew() => {
-                    if !drew {
-                        return Carried::Over(Over::Left);
+                drawn = self.screen.wait_for_progress() => {
+                    if !drawn {
+                        return ConnectionEnd::Session(SessionEnd::Left);
                     }
-                    if let Some(again) = &mut self.again {
-                        again.drew();
+                    if let Some(scrollback) = &mut self.scrollback {
+                        scrollback.on_drawn();
                     }
-                    self.acknowledge(&outgoing, ACKNOWLEDGES_EVERY);
+                    self.acknowledge(&outgoing, ACK_STEP_BYTES);
                 }
-                () = tokio::time::sleep(shown_again_for.unwrap_or_default()),
-                    if shown_again_for.is_some() && self.screen.behind() < UNDRAWN => self.again = None,
-                () = tokio::time::sleep(silent), if !self.attached && !told => {
-                    told = true;
+                () = tokio::time::sleep(quiet_left.unwrap_or_default()),
+                    if quiet_left.is_some() && self.screen.undrawn() < MAX_UNDRAWN_BYTES => self.scrollback = None,
+                () = tokio::time::sleep(silent), if !self.attached && !noticed => {
+                    noticed = true;
                     self.notice("waiting for the node (Ctrl-C leaves)");
                 }
-                typed = self.keys.recv(), if sends && outgoing.capacity() > OUTGOING / 2 => {
-                    let Some(typed) = typed else { return Carried::Over(Over::Left) };
-                    if let Some(over) = self.type_in(&typed, &outgoing) {
-                        return Carried::Over(over);
+                typed = self.input.recv(), if can_send && outgoing.capacity() > OUTGOING_QUEUE / 2 => {
+                    let Some(typed) = typed else { return ConnectionEnd::Session(SessionEnd::Left) };
+                    if let Some(end) = self.handle_input(&typed, &outgoing) {
+                        return ConnectionEnd::Session(end);
                     }
                 }
-                caught = self.signals.next() => match caught {
-                    Caught::Resized => {
+                signal_event = self.signals.next() => match signal_event {
+                    SignalEvent::Resized => {
                         let _ = outgoing.try_send(resize());
                     }
-                    Caught::Continued => {
+                    SignalEvent::Continued => {
                         self.resume();
                         let _ = outgoing.try_send(resize());
                     }
-                    Caught::Ends(signal) => return Carried::Over(Over::Signalled(signal)),
+                    SignalEvent::Ends(signal) => return ConnectionEnd::Session(SessionEnd::Signalled(signal)),
                 },
-                _ = asks.tick() => {
-                    // While the terminal stands still nothing is read, and silence says nothing.
-                    if self.screen.behind() >= UNDRAWN {
-                        heard_at = Instant::now();
+                _ = pings.tick() => {
+                    // While the terminal is blocked nothing is read, so silence is no sign of a lost connection.
+                    if self.screen.undrawn() >= MAX_UNDRAWN_BYTES {
+                        last_message_at = Instant::now();
                     }
-                    if heard_at.elapsed() > SILENT_AFTER {
-                        return Carried::Lost;
+                    if last_message_at.elapsed() > SILENCE_TIMEOUT {
+                        return ConnectionEnd::Lost;
                     }
                     let _ = outgoing.try_send(Message::Text(json!({ "type": "ping" }).to_string().into()));
                     self.acknowledge(&outgoing, 1);
@@ -349,24 +350,24 @@ impl<'a> Session<'a> {
         }
     }
 
-    fn hear(&mut self, message: Message, outgoing: &mpsc::Sender<Message>) -> Option<Carried> {
+    fn handle_message(&mut self, message: Message, outgoing: &mpsc::Sender<Message>) -> Option<ConnectionEnd> {
         match message {
             Message::Binary(bytes) => {
                 self.show(&bytes);
                 None
             }
-            Message::Text(text) => match serde_json::from_str(&text).unwrap_or(Told::Other) {
-                Told::Recording { mode } => {
-                    self.tell_recording(mode);
+            Message::Text(text) => match serde_json::from_str(&text).unwrap_or(ServerMessage::Other) {
+                ServerMessage::Recording { mode } => {
+                    self.announce_recording(mode);
                     None
                 }
-                Told::Attached { position, lost_bytes, recording } => {
-                    self.tell_recording(recording);
+                ServerMessage::Attached { position, lost_bytes, recording } => {
+                    self.announce_recording(recording);
                     if lost_bytes > 0 && self.attached {
                         self.notice(&format!("{lost_bytes} bytes of output were too many to be kept, and are lost"));
                     }
-                    if let Some(again) = &mut self.again {
-                        again.attached(position);
+                    if let Some(scrollback) = &mut self.scrollback {
+                        scrollback.on_attach(position);
                     }
                     self.position = Some(position);
                     self.attached = true;
@@ -374,18 +375,18 @@ impl<'a> Session<'a> {
                     self.acknowledge(outgoing, 0);
                     None
                 }
-                Told::Exit { code, signal } => {
-                    self.exit = Some(Over::Exited { code, signal });
+                ServerMessage::Exit { code, signal } => {
+                    self.exit = Some(SessionEnd::Exited { code, signal });
                     None
                 }
-                Told::Other => None,
+                ServerMessage::Other => None,
             },
             Message::Close(frame) => Some(match frame.map(|frame| u16::from(frame.code)) {
-                Some(1000) => self.cut(),
-                Some(4401) => Carried::Refused,
-                Some(code @ (1002..=1011 | 4402..)) => Carried::Over(Over::Closed(code)),
-                // The server restarts, or has no way to the node at this moment: come again.
-                Some(_) | None => self.cut(),
+                Some(1000) => self.disconnected(),
+                Some(4401) => ConnectionEnd::Refused,
+                Some(code @ (1002..=1011 | 4402..)) => ConnectionEnd::Session(SessionEnd::Closed(code)),
+                // The server restarts, or cannot reach the node at the moment: reconnect.
+                Some(_) | None => self.disconnected(),
             }),
             Message::Ping(_) | Message::Pong(_) | Message::Frame(_) => None,
         }
@@ -394,21 +395,21 @@ impl<'a> Session<'a> {
     fn show(&mut self, bytes: &[u8]) {
         let position = self.position.unwrap_or_default() + bytes.len() as u64;
         self.position = Some(position);
-        let Some(again) = &mut self.again else { return self.screen.show(bytes.to_vec()) };
-        self.screen.show(again.let_through(bytes));
-        if again.is_over(position) {
-            self.again = None;
+        let Some(scrollback) = &mut self.scrollback else { return self.screen.show(bytes.to_vec()) };
+        self.screen.show(scrollback.sanitize(bytes));
+        if scrollback.is_complete(position) {
+            self.scrollback = None;
         }
     }
 
-    /// Nobody is recorded without being told, and not told again while that does not change.
-    fn tell_recording(&mut self, mode: String) {
+    /// Announces recording to the user, and repeats it only when the mode changes.
+    fn announce_recording(&mut self, mode: String) {
         if mode.is_empty() || mode == self.recording {
             return;
         }
-        let was_told = !self.recording.is_empty();
+        let was_announced = !self.recording.is_empty();
         match (mode.as_str(), self.id) {
-            ("off", _) if was_told => self.notice("from here on this terminal is not recorded"),
+            ("off", _) if was_announced => self.notice("from here on this terminal is not recorded"),
             ("off", _) | (_, None) => {}
             (mode, Some(id)) => self.notice(&format!(
                 "what this terminal shows is recorded by the service (policy terminal.recording_enabled, mode {mode}); you and its \
@@ -418,33 +419,33 @@ impl<'a> Session<'a> {
         self.recording = mode;
     }
 
-    /// The connection is gone, with or without a word on how the program ended.
-    fn cut(&mut self) -> Carried {
-        self.exit.take().map_or(Carried::Lost, Carried::Over)
+    /// The end of a lost connection; the session has ended where the program's exit was received.
+    fn disconnected(&mut self) -> ConnectionEnd {
+        self.exit.take().map_or(ConnectionEnd::Lost, ConnectionEnd::Session)
     }
 
-    fn type_in(&mut self, bytes: &[u8], outgoing: &mpsc::Sender<Message>) -> Option<Over> {
+    fn handle_input(&mut self, bytes: &[u8], outgoing: &mpsc::Sender<Message>) -> Option<SessionEnd> {
         for typed in self.escape.take(bytes) {
             match typed {
-                Typed::Bytes(bytes) if self.gives_up(&bytes) => return Some(Over::INTERRUPTED),
-                Typed::Bytes(bytes) => {
+                TypedInput::Bytes(bytes) if self.is_interrupt(&bytes) => return Some(SessionEnd::INTERRUPTED),
+                TypedInput::Bytes(bytes) => {
                     let _ = outgoing.try_send(Message::Binary(bytes.into()));
                 }
-                Typed::End => {
+                TypedInput::End => {
                     let _ = outgoing.try_send(Message::Text(json!({ "type": "exit" }).to_string().into()));
                 }
-                Typed::Leave => return Some(Over::Left),
-                Typed::Suspend => self.suspend(),
-                Typed::Help => self.help(),
+                TypedInput::Leave => return Some(SessionEnd::Left),
+                TypedInput::Suspend => self.suspend(),
+                TypedInput::Help => self.help(),
             }
         }
         None
     }
 
-    /// Up to where the output is drawn; unless that is hardly more than it was.
+    /// Acknowledges drawn output, where it has grown by `at_least`.
     fn acknowledge(&mut self, outgoing: &mpsc::Sender<Message>, at_least: u64) {
         let Some(position) = self.position.filter(|_| self.attached) else { return };
-        let drawn = position.saturating_sub(self.screen.behind());
+        let drawn = position.saturating_sub(self.screen.undrawn());
         if drawn < self.acknowledged + at_least {
             return;
         }
@@ -453,20 +454,20 @@ impl<'a> Session<'a> {
     }
 
     fn notice(&self, text: &str) {
-        crate::out::say_raw(&format!("\r\n[gpuctl: {text}]\r\n"));
+        crate::output::print_raw_notice(&format!("\r\n[gpuctl: {text}]\r\n"));
     }
 
     fn help(&self) {
-        crate::out::say_raw(&format!("\r\n{HELP}"));
+        crate::output::print_raw_notice(&format!("\r\n{HELP}"));
     }
 
     fn suspend(&self) {
-        self.raw.rest();
+        self.raw.suspend();
         let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::TSTP);
     }
 
     fn resume(&self) {
-        let _ = self.raw.again();
+        let _ = self.raw.enter();
     }
 }
 
@@ -483,14 +484,14 @@ fn resize() -> Message {
     Message::Text(json!({ "type": "resize", "columns": columns, "rows": rows }).to_string().into())
 }
 
-enum Caught {
+enum SignalEvent {
     Resized,
-    /// After a stop.
+    /// After SIGTSTP and SIGCONT.
     Continued,
     Ends(i32),
 }
 
-/// What this program is told by signals.
+/// The signals that this program handles.
 struct Signals {
     resized: Signal,
     continued: Signal,
@@ -508,15 +509,15 @@ impl Signals {
         })
     }
 
-    async fn next(&mut self) -> Caught {
+    async fn next(&mut self) -> SignalEvent {
         let [hangup, interrupt, quit, terminate] = &mut self.ends;
         tokio::select! {
-            _ = self.resized.recv() => Caught::Resized,
-            _ = self.continued.recv() => Caught::Continued,
-            _ = hangup.0.recv() => Caught::Ends(hangup.1),
-            _ = interrupt.0.recv() => Caught::Ends(interrupt.1),
-            _ = quit.0.recv() => Caught::Ends(quit.1),
-            _ = terminate.0.recv() => Caught::Ends(terminate.1),
+            _ = self.resized.recv() => SignalEvent::Resized,
+            _ = self.continued.recv() => SignalEvent::Continued,
+            _ = hangup.0.recv() => SignalEvent::Ends(hangup.1),
+            _ = interrupt.0.recv() => SignalEvent::Ends(interrupt.1),
+            _ = quit.0.recv() => SignalEvent::Ends(quit.1),
+            _ = terminate.0.recv() => SignalEvent::Ends(terminate.1),
         }
     }
 }

@@ -1,15 +1,15 @@
-//! The terminals there are: those to go back to, and those to end.
+//! Terminal sessions: listing, showing and ending them.
 
 use crate::allocations;
 use crate::api::{Api, Query};
-use crate::complete;
+use crate::completion;
 use crate::failure::Failure;
-use crate::out::Column;
-use crate::reference::{self, ALLOCATION, Kind, Ref, TERMINAL_SESSION};
+use crate::output::Column;
+use crate::reference::{self, ALLOCATION, Ref, ResourceKind, TERMINAL_SESSION};
 use serde_json::json;
 use uuid::Uuid;
 
-/// More than any policy admits on one allocation.
+/// A bound above the number of sessions that a policy admits on one allocation.
 const MOST: usize = 1000;
 
 #[derive(Debug, clap::Subcommand)]
@@ -18,26 +18,26 @@ pub(crate) enum Command {
     #[command(visible_alias = "ls")]
     List {
         #[command(flatten)]
-        listed: Listed,
+        listed: TerminalSelector,
         /// Administrators: those in this state: opened, attached, detached, closed.
         #[arg(long, requires = "all")]
         state: Option<String>,
     },
     /// Administrators: one of them.
     Show {
-        #[arg(add = complete::of(&TERMINAL_SESSION))]
+        #[arg(add = completion::of(&TERMINAL_SESSION))]
         session: Ref,
     },
     /// Ends one of yours, with the program that runs in it.
     End {
-        #[arg(add = complete::of(&ALLOCATION))]
+        #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
         /// Its id, or the beginning of it.
         session: Ref,
     },
     /// Administrators: ends anybody's.
     Kill {
-        #[arg(add = complete::of(&TERMINAL_SESSION))]
+        #[arg(add = completion::of(&TERMINAL_SESSION))]
         session: Ref,
         /// Why; it stands in the audit log.
         #[arg(long, value_name = "TEXT")]
@@ -47,8 +47,8 @@ pub(crate) enum Command {
 
 /// What is listed of terminals: what one allocation has, or everybody's.
 #[derive(Debug, clap::Args)]
-pub(crate) struct Listed {
-    #[arg(required_unless_present = "all", add = complete::of(&ALLOCATION))]
+pub(crate) struct TerminalSelector {
+    #[arg(required_unless_present = "all", add = completion::of(&ALLOCATION))]
     pub(crate) allocation: Option<Ref>,
     /// Administrators: everybody's, also of what has ended.
     #[arg(long, conflicts_with = "allocation")]
@@ -62,7 +62,7 @@ pub(crate) struct Listed {
 }
 
 /// An open session of one allocation.
-pub(super) const OPEN: Kind = Kind {
+pub(super) const OPEN: ResourceKind = ResourceKind {
     noun: "open terminal",
     listed_by: "gpuctl terminal sessions list",
     path: ALLOCATION.path,
@@ -106,18 +106,18 @@ const ALONE: [Column; 14] = [
     ("ended by signal", "/exit/signal"),
 ];
 
-/// Where an allocation's open sessions are listed.
+/// The path of an allocation's open sessions.
 pub(super) fn path(allocation: Uuid) -> String {
     format!("{}/terminal-sessions", allocations::path(allocation))
 }
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
-        Command::List { listed: Listed { allocation: Some(allocation), limit, .. }, .. } => {
+        Command::List { listed: TerminalSelector { allocation: Some(allocation), limit, .. }, .. } => {
             let id = reference::allocation(&allocation, api).await?;
             api.out.list(&api.list(&path(id), &[], MOST.min(limit.into())).await?, &IN_A_LIST)
         }
-        Command::List { listed: Listed { allocation: None, user, limit, .. }, state } => {
+        Command::List { listed: TerminalSelector { allocation: None, user, limit, .. }, state } => {
             let given = [("state", state), ("user_id", user)];
             let query: Query<'_> = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
             api.out.list(&api.list(TERMINAL_SESSION.path, &query, limit.into()).await?, &ALL)

@@ -1,11 +1,11 @@
-//! An allocation's transitions as they happen: server-sent events (WHATWG HTML, section 9.2) out of its history.
+//! The event stream of an allocation: its transitions, from its history, as server-sent events (WHATWG HTML, section 9.2).
 
 use axum::extract::State;
 use axum::http::HeaderMap;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use chrono::{DateTime, Utc};
 use domain::allocation::Allocation;
-use domain::{EntityRef, Kind};
+use domain::{EntityKind, EntityRef};
 use futures::Stream;
 use persistence::read::HistoryRow;
 use serde::Serialize;
@@ -17,24 +17,24 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::{last_event_id, visible};
-use crate::api::asking::ByUser;
-use crate::api::stored::Changes;
-use crate::auth::Acting;
+use crate::api::read_model::EntityChanges;
+use crate::api::request_context::UserRequest;
+use crate::auth::ActingServiceAccount;
 use crate::body::Path;
+use crate::connection_quota::{ConnectionKind, QuotaSlot};
 use crate::error::ApiError;
-use crate::places::{Open, Place};
 use crate::services::Services;
 
-/// Comments that keep idle connections open, and show that the stream lives.
+/// Comments keep idle connections open and show that the stream is alive.
 const HEARTBEAT: Duration = Duration::from_secs(15);
-/// The longest pause between two looks at an allocation that lives on another member.
-const LOOK_LAST: Duration = Duration::from_secs(1);
-const ROWS_AT_ONCE: u32 = 200;
+/// The longest pause between two polls of an allocation that another member owns.
+const LONGEST_POLL_PAUSE: Duration = Duration::from_secs(1);
+const ROWS_PER_READ: u32 = 200;
 
 /// One server-sent event.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = AllocationStreamEvent)]
-pub(in crate::api) struct Streamed {
+pub(in crate::api) struct StreamedEvent {
     /// The allocation's generation; `Last-Event-ID` of the next request.
     #[schema(example = "3")]
     id: String,
@@ -56,14 +56,14 @@ pub(in crate::api) struct Transition {
     /// Null for the first.
     from_state: Option<String>,
     state: String,
-    /// What moved it, in words.
+    /// The reason of the transition, as text.
     reason: String,
 }
 
 /// The allocation's transitions as server-sent events.
 ///
-/// Those of the past come first, each named `transition`. The stream goes on after `Last-Event-ID`. It ends after `released`, and
-/// when the access token ends or is revoked.
+/// Past transitions come first, each named `transition`. The stream resumes after `Last-Event-ID`. It ends after `released`, and when the
+/// access token ends or is revoked.
 #[utoipa::path(
     get,
     path = "/",
@@ -75,45 +75,47 @@ pub(in crate::api) struct Transition {
         status = 200,
         description = "The events; the data of each is one `AllocationEvent`.",
         content_type = "text/event-stream",
-        body = Streamed,
+        body = StreamedEvent,
     )),
 )]
 pub(in crate::api) async fn events(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     headers: HeaderMap,
 ) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, ApiError> {
-    visible(&services, &asking, id).await?;
+    visible(&services, &context, id).await?;
     let after = last_event_id(&headers)?;
-    let most = services.world.policy().int(Open::Events.key(), &asking.scopes(), services.world.now());
-    let place = services.places.take(Open::Events, &asking.caller.user_id, most).await?;
-    let left = (asking.token_expires_at - Utc::now()).to_std().unwrap_or_default();
+    let most =
+        services.environment.policy().int(ConnectionKind::Events.key(), &context.scopes(), services.environment.now());
+    let place = services.connection_quotas.acquire(ConnectionKind::Events, &context.caller.user_id, most).await?;
+    let left = (context.token_expires_at - Utc::now()).to_std().unwrap_or_default();
     let end = Instant::now() + left;
-    let acting = asking.acting;
-    let telling = Telling { services, id, after, end, acting, ready: VecDeque::new(), over: false, _place: place };
+    let acting = context.acting;
+    let transitions =
+        TransitionStream { services, id, after, end, acting, ready: VecDeque::new(), over: false, _place: place };
     let keep_alive = KeepAlive::new().interval(HEARTBEAT).text("waiting");
-    Ok(Sse::new(futures::stream::unfold(telling, Telling::next)).keep_alive(keep_alive))
+    Ok(Sse::new(futures::stream::unfold(transitions, TransitionStream::next)).keep_alive(keep_alive))
 }
 
-struct Telling {
+struct TransitionStream {
     services: Services,
     id: Uuid,
-    /// The version that was told last.
+    /// The version that was sent last.
     after: i64,
     end: Instant,
-    /// Looked at again before anything is told: the key may have been revoked since.
-    acting: Option<Acting>,
+    /// Checked again before each event: the key may have been revoked since.
+    acting: Option<ActingServiceAccount>,
     ready: VecDeque<HistoryRow>,
     over: bool,
-    _place: Place,
+    _place: QuotaSlot,
 }
 
-impl Telling {
+impl TransitionStream {
     async fn next(mut self) -> Option<(Result<Event, Infallible>, Self)> {
         let services = self.services.clone();
-        let entity = EntityRef { kind: Kind::Allocation, id: self.id };
-        let mut changes = Changes::of(&services, entity).patiently(LOOK_LAST);
+        let entity = EntityRef { kind: EntityKind::Allocation, id: self.id };
+        let mut changes = EntityChanges::of(&services, entity).with_longest_pause(LONGEST_POLL_PAUSE);
         loop {
             if let Some(row) = self.ready.pop_front() {
                 self.over = row.to_state == "released";
@@ -123,10 +125,13 @@ impl Telling {
                 return None;
             }
             let change = changes.next();
-            // Where the history cannot be read now, the client comes again with the last id.
-            self.ready =
-                self.unseen().await.inspect_err(|error| tracing::warn!(%error, "an event stream ends")).ok()?;
-            if !self.ready.is_empty() && !self.may_hear().await {
+            // Where the history cannot be read, the stream ends, and the client reconnects with the last id.
+            self.ready = self
+                .read_new_transitions()
+                .await
+                .inspect_err(|error| tracing::warn!(%error, "an event stream ends"))
+                .ok()?;
+            if !self.ready.is_empty() && !self.is_still_authorized().await {
                 return None;
             }
             if self.ready.is_empty() {
@@ -138,36 +143,36 @@ impl Telling {
         }
     }
 
-    async fn may_hear(&self) -> bool {
+    async fn is_still_authorized(&self) -> bool {
         match &self.acting {
-            Some(acting) => self.services.authenticator.still_acts(acting).await.unwrap_or(false),
+            Some(acting) => self.services.authenticator.is_still_authorized(acting).await.unwrap_or(false),
             None => true,
         }
     }
 
-    /// What came after the last event: the changes of state, oldest first.
-    async fn unseen(&mut self) -> Result<VecDeque<HistoryRow>, ApiError> {
-        let remembered = self.services.directory.host().remembered::<Allocation>(self.id);
+    /// The changes of state after the last event, oldest first.
+    async fn read_new_transitions(&mut self) -> Result<VecDeque<HistoryRow>, ApiError> {
+        let remembered = self.services.directory.host().committed_state::<Allocation>(self.id);
         if remembered.is_some_and(|(_, version)| version <= self.after) {
             return Ok(VecDeque::new());
         }
-        let (mut unseen, mut before, mut newest) = (VecDeque::new(), None, self.after);
+        let (mut fresh, mut before, mut newest) = (VecDeque::new(), None, self.after);
         loop {
-            let page = self.services.reads.history(self.id, before, ROWS_AT_ONCE).await?;
+            let page = self.services.reads.history(self.id, before, ROWS_PER_READ).await?;
             for row in page.items {
                 if row.version <= self.after {
                     self.after = newest;
-                    return Ok(unseen);
+                    return Ok(fresh);
                 }
                 newest = newest.max(row.version);
                 if row.from_state.as_deref() != Some(row.to_state.as_str()) {
-                    unseen.push_front(row);
+                    fresh.push_front(row);
                 }
             }
             before = page.next;
             if before.is_none() {
                 self.after = newest;
-                return Ok(unseen);
+                return Ok(fresh);
             }
         }
     }
@@ -182,7 +187,7 @@ impl Telling {
             state: row.to_state,
             reason: row.why,
         };
-        // Plain fields only: it can be written.
+        // It has plain fields only, so that serialization cannot fail.
         let data = serde_json::to_string(&transition).unwrap_or_default();
         Event::default().event("transition").id(id).data(data)
     }

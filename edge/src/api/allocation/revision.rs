@@ -1,35 +1,35 @@
-//! The name and the labels of an allocation.
+//! Changes of an allocation's name and labels.
 
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::Response;
 use domain::allocation::{Allocation, Command};
-use domain::metadata::Patch;
+use domain::metadata::PatchValue;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::{replayed, shown};
-use crate::api::asking::ByUser;
+use super::{replayed, response};
 use crate::api::field::{LabelChanges, ResourceName, metadata_patch};
-use crate::api::stored::if_match;
+use crate::api::read_model::if_match;
+use crate::api::request_context::UserRequest;
 use crate::body::{self, Path};
 use crate::error::ApiError;
 use crate::services::Services;
 
-/// What changes of an allocation (RFC 7396). What is left out stays; give at least one.
+/// A change of an allocation (RFC 7396). Absent fields stay; give at least one.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 #[schema(min_properties = 1)]
 pub(in crate::api) struct AllocationChange {
     /// Null: the allocation has no name any more.
-    #[serde(default, skip_serializing_if = "Patch::is_keep")]
+    #[serde(default, skip_serializing_if = "PatchValue::is_keep")]
     #[schema(value_type = Option<ResourceName>)]
-    name: Patch<ResourceName>,
+    name: PatchValue<ResourceName>,
     /// Null: the allocation has no labels any more.
-    #[serde(default, skip_serializing_if = "Patch::is_keep")]
+    #[serde(default, skip_serializing_if = "PatchValue::is_keep")]
     #[schema(value_type = Option<LabelChanges>)]
-    labels: Patch<LabelChanges>,
+    labels: PatchValue<LabelChanges>,
 }
 
 /// Changes an allocation's name and labels, until it is released.
@@ -45,7 +45,7 @@ pub(in crate::api) struct AllocationChange {
     responses((status = 200, description = "The allocation.", body = super::view::AllocationView)),
 )]
 pub(in crate::api) async fn revise(
-    ByUser(asking): ByUser,
+    UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     headers: HeaderMap,
@@ -56,6 +56,6 @@ pub(in crate::api) async fn revise(
         return Err(ApiError::invalid_request("Nothing is to be changed; give `name` or `labels`."));
     }
     let command = Command::Revise { metadata, if_version: if_match(&headers)? };
-    let answered = asking.ask::<Allocation>(id, command).await?;
-    shown(&services, StatusCode::OK, replayed(&answered), &answered.reply, answered.version).await
+    let answered = context.ask::<Allocation>(id, command).await?;
+    response(&services, StatusCode::OK, replayed(&answered), &answered.reply, answered.version).await
 }

@@ -1,10 +1,10 @@
-//! An allocation as its user sees it (decisions 3, *Allocation*).
+//! The representation of an allocation in the API (decisions 3, *Allocation*).
 
 use chrono::{DateTime, Utc};
 use domain::allocation::{Allocation, Phase};
 use domain::node::Node;
 use domain::{Machine, Timestamp};
-use persistence::read::Cost;
+use persistence::read::AllocationCost;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use utoipa::ToSchema;
@@ -35,26 +35,26 @@ pub(in crate::api) struct AllocationView {
     state: StateName,
     /// Why it is in its state: a code or a sentence.
     state_reason: String,
-    /// Why it could not be had, or failed; null where it did not.
+    /// Why it could not be placed, or failed; null where it did not.
     failure: Option<FailureView>,
     status_history: Vec<StatusView>,
     /// The number of the clean-up attempt; 0 before the first.
     attempt: u32,
     /// How the node is cleaned after it.
     isolation_model: String,
-    /// What it pays from its beginning to its end.
+    /// Its price, which stays the same to its end.
     price: PriceView,
-    /// Until when it is billed; null where nothing is.
+    /// The end of the billed time; null where nothing is billed.
     billed_until: Option<DateTime<Utc>>,
-    /// What it has cost by then, in minor units, rounded down.
+    /// Its cost up to then, in minor units, rounded down.
     cost_to_date_minor: i64,
     /// Where to log in; null while there is nothing to log in to.
     ssh: Option<SshView>,
-    /// What is known to be wrong with it; null where nothing is.
+    /// Known problems with it; null where there are none.
     health: Option<HealthView>,
-    /// The end that its state must not outlive; null where it may last for ever.
+    /// The deadline of its state; null where the state has none.
     deadline_at: Option<DateTime<Utc>>,
-    /// True past that end.
+    /// True after the deadline.
     overdue: bool,
     requested_at: DateTime<Utc>,
     active_at: Option<DateTime<Utc>>,
@@ -92,7 +92,7 @@ pub(in crate::api) struct FailureView {
     phase: String,
     code: String,
     message: String,
-    /// True where asking again may succeed.
+    /// True where a new request may succeed.
     retryable: bool,
 }
 
@@ -110,11 +110,11 @@ pub(in crate::api) struct SshView {
     host: String,
     port: u16,
     username: String,
-    /// Of the host key to expect, in OpenSSH's `SHA256:` form; null where the node's agent has none of its own to tell.
+    /// The fingerprint of the expected host key, in OpenSSH's `SHA256:` form; null where the node's agent has not reported one.
     host_key_fingerprint: Option<String>,
-    /// Of the keys that open it, in OpenSSH's `SHA256:` form.
+    /// The fingerprints of the keys that open it, in OpenSSH's `SHA256:` form.
     key_fingerprints: Vec<String>,
-    /// False while the node has still to write the keys after a change: until then those of before open it.
+    /// False until the node has written the keys after a change: until then the earlier keys open it.
     keys_written: bool,
 }
 
@@ -126,18 +126,18 @@ pub(in crate::api) struct HealthView {
 }
 
 impl AllocationView {
-    /// `node` is where it is placed, where that was read.
+    /// `node`: the node that it is placed on, where that was read.
     pub(in crate::api) fn of(
         it: &Allocation,
         node: Option<&Node>,
         version: i64,
-        cost: Option<&Cost>,
+        cost: Option<&AllocationCost>,
         now: Timestamp,
     ) -> Self {
         let asked = it.asked.clone();
-        let (node_id, placed) = it.place().unzip();
+        let (node_id, placed) = it.placement().unzip();
         let deadline = it.deadline();
-        let device = |device: &domain::event::Device| DeviceView { index: device.index, uuid: device.uuid.clone() };
+        let device = |device: &domain::event::GpuDevice| DeviceView { index: device.index, uuid: device.uuid.clone() };
         Self {
             id: it.id.0,
             name: it.metadata.name.clone(),
@@ -200,7 +200,7 @@ impl StateName {
         }
     }
 
-    /// As the machine calls it.
+    /// The name of the state in the state machine.
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Requested => "requested",
@@ -221,8 +221,8 @@ impl SshView {
                 port: placed.port,
                 username: placed.user_name.clone(),
                 host_key_fingerprint: placed.host_fingerprint.clone(),
-                key_fingerprints: it.logins().keys.into_iter().map(|key| key.fingerprint).collect(),
-                keys_written: matches!(it.phase, Phase::Active { .. }) && !it.logins().are_pending(),
+                key_fingerprints: it.ssh_access().keys.into_iter().map(|key| key.fingerprint).collect(),
+                keys_written: matches!(it.phase, Phase::Active { .. }) && !it.ssh_access().are_pending(),
             }),
             Phase::Requested { .. }
             | Phase::Releasing { .. }

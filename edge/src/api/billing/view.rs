@@ -1,8 +1,9 @@
-//! Accounts and their ledgers as they are shown. Amounts are in minor units, rounded down; where the rest matters, in millionths of one.
+//! The representation of accounts and ledgers in the API. Amounts are in minor units, rounded down; where fractions matter, in millionths
+//! of one.
 
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::billing_account::{BillingAccount, Holder};
-use domain::money::{MICRO_PER_MINOR, Micro, Price, Rate};
+use domain::money::{HourlyRate, MICRO_PER_MINOR, MicroAmount, Price};
 use domain::{Machine as _, Timestamp};
 use persistence::read::LedgerRow;
 use serde::Serialize;
@@ -22,19 +23,19 @@ pub(in crate::api) struct AccountView {
     currency: Option<String>,
     /// `open`; `grace`: the next window is not covered, and what runs is released at `release_at`; `depleted`: that has happened.
     state: &'static str,
-    /// What is posted, in minor units.
+    /// The posted balance, in minor units.
     balance_minor: i64,
     /// The same in millionths of a minor unit.
     balance_micro: i64,
-    /// What has accrued since the last window and is not posted yet.
+    /// The amount that has accrued since the last window and is not posted yet.
     accrued_minor: i64,
-    /// What is set aside for allocations that are not active yet, in minor units, rounded down.
+    /// The amount held for allocations that are not active yet, in minor units, rounded down.
     held_minor: i64,
-    /// What could be begun with: the balance without what is set aside and what runs in the next window.
+    /// The amount that a new allocation can use: the balance without holds and without the next window of running allocations.
     available_minor: i64,
     /// True where it is below the threshold of the warning.
     is_low: bool,
-    /// What all that runs costs an hour.
+    /// The cost of all running allocations per hour.
     burn_minor_per_hour: i64,
     /// When it is used up if nothing changes; null where nothing is spent.
     lasts_until: Option<DateTime<Utc>>,
@@ -54,20 +55,20 @@ pub(in crate::api) struct MeteredView {
     opened_at: DateTime<Utc>,
 }
 
-/// What one allocation has cost.
+/// The cost of one allocation.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Meter)]
 pub(in crate::api) struct MeterView {
     allocation_id: Uuid,
     user_id: String,
     minor_per_hour: i64,
-    /// Set aside until it is active, in millionths of a minor unit.
+    /// The amount held until it is active, in millionths of a minor unit.
     held_micro: i64,
     /// Null until it is active.
     from: Option<DateTime<Utc>>,
     billed_until: Option<DateTime<Utc>>,
     charged_micro: i64,
-    /// What it cost after the account was depleted, which nobody pays.
+    /// What it cost after the account was depleted; it is written off.
     written_off_micro: i64,
 }
 
@@ -78,12 +79,12 @@ pub(in crate::api) struct LedgerView {
     /// An account's postings are numbered without a gap.
     number: i64,
     at: DateTime<Utc>,
-    /// As the filter lists them: `usage`, `deposit`, `refund` and so on.
+    /// As in the filter: `usage`, `deposit`, `refund` and so on.
     kind: String,
     currency: String,
     /// How it changed the balance, in millionths of a minor unit; 0 for what was written off.
     change_micro: i64,
-    /// What was moved, in millionths of a minor unit.
+    /// The amount that was moved, in millionths of a minor unit.
     amount_micro: i64,
     /// The balance after it, in minor units.
     balance_minor: i64,
@@ -100,7 +101,7 @@ pub(in crate::api) struct LedgerView {
     reason: Option<String>,
 }
 
-/// What something would cost.
+/// The estimated cost of an allocation.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = BillingEstimate)]
 pub(in crate::api) struct EstimateView {
@@ -108,11 +109,11 @@ pub(in crate::api) struct EstimateView {
     amount_minor_per_gpu_hour: i64,
     /// All GPUs together.
     minor_per_hour: i64,
-    /// What it costs for as many seconds as were asked for, in millionths of a minor unit; null where none were.
+    /// The cost for the requested seconds, in millionths of a minor unit; null where none were requested.
     cost_micro: Option<i64>,
-    /// What must be there for it to begin, in millionths of a minor unit: its first window.
+    /// The amount that is required to begin, in millionths of a minor unit: its first window.
     needed_micro: i64,
-    /// What is there, in millionths of a minor unit.
+    /// The available amount, in millionths of a minor unit.
     available_micro: i64,
     /// True where it could begin now.
     is_covered: bool,
@@ -144,7 +145,7 @@ impl AccountView {
         }
     }
 
-    /// Of somebody for whom there is none yet.
+    /// The account of a holder who has none yet.
     pub(super) fn empty(id: Uuid, holder: &Holder, now: Timestamp) -> Self {
         let (user_id, org_id) = named(holder);
         Self {
@@ -187,7 +188,7 @@ impl MeteredView {
 impl EstimateView {
     pub(super) fn of(
         price: &Price,
-        rate: Rate,
+        rate: HourlyRate,
         seconds: Option<u32>,
         account: Option<&BillingAccount>,
         now: Timestamp,
@@ -195,7 +196,7 @@ impl EstimateView {
     ) -> Self {
         let needed = rate.over(now, now + window);
         let same_money = account.filter(|account| account.currency == price.currency);
-        let available = same_money.map_or(Micro::ZERO, |account| account.available(now, window));
+        let available = same_money.map_or(MicroAmount::ZERO, |account| account.available(now, window));
         let is_free = rate.minor_per_hour() == 0;
         Self {
             currency: price.currency.as_str().to_owned(),
@@ -204,7 +205,7 @@ impl EstimateView {
             cost_micro: seconds.map(|seconds| rate.over(now, now + TimeDelta::seconds(seconds.into())).get()),
             needed_micro: needed.get(),
             available_micro: available.get(),
-            is_covered: is_free || (available >= needed && available > Micro::ZERO),
+            is_covered: is_free || (available >= needed && available > MicroAmount::ZERO),
             lasts_seconds: lasts(available.get().max(0), rate.minor_per_hour()).map(|time| time.num_seconds()),
         }
     }
@@ -237,12 +238,12 @@ pub(in crate::api) fn named(holder: &Holder) -> (Option<String>, Option<String>)
     }
 }
 
-/// How long so much lasts.
+/// How long an amount lasts at this rate.
 fn lasts(micro: i64, minor_per_hour: i64) -> Option<TimeDelta> {
     if minor_per_hour <= 0 {
         return None;
     }
     let seconds = i128::from(micro) * 3600 / (i128::from(minor_per_hour) * i128::from(MICRO_PER_MINOR));
-    // Longer than a century is for ever.
+    // Bounded at a century.
     TimeDelta::try_seconds(i64::try_from(seconds).ok()?.min(3_155_760_000))
 }

@@ -1,13 +1,12 @@
-//! Examples of what goes in and comes out, made from the schemas themselves: a route has them without anybody writing them, and they
-//! cannot name a field that is not there.
+//! Examples of requests and responses, generated from the schemas: no handler writes one, and none names a field that does not exist.
 
 use serde_json::{Map, Value, json};
 
-/// Deeper than any of our bodies; a schema that refers to itself ends here.
-const DEEPEST: usize = 12;
+/// Deeper than any body of the API; a recursive schema ends here.
+const MAX_DEPTH: usize = 12;
 
-/// What a field of this name, or a schema of this name, looks like. The first that fits the schema's kind is taken.
-const LOOKS: &[(&str, &str)] = &[
+/// Example texts by the name of a field or of a schema. The first that fits the schema is taken.
+const TEXT_EXAMPLES: &[(&str, &str)] = &[
     ("host", "gpu-17.example.net"),
     ("ssh_username", "gpuaas"),
     ("public_key", "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHljwaG/IIDOAyX8sBd6dFhjytL6vAi5Gh4CqwpunUqG laptop"),
@@ -48,8 +47,8 @@ const LOOKS: &[(&str, &str)] = &[
     ("name", "h100-8"),
 ];
 
-/// The same of whole numbers.
-const COUNTS: &[(&str, i64)] = &[
+/// The same for whole numbers.
+const NUMBER_EXAMPLES: &[(&str, i64)] = &[
     ("port", 22),
     ("gpus_total", 8),
     ("gpus_free", 6),
@@ -65,12 +64,12 @@ const COUNTS: &[(&str, i64)] = &[
     ("value", 40),
 ];
 
-/// Whether everything is shown, or what has to be given.
+/// Which fields of an object an example has.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Shows {
+pub(super) enum ExampleScope {
     /// A request: required fields; all of them where none is.
     Required,
-    /// An answer.
+    /// A response.
     Everything,
 }
 
@@ -78,14 +77,14 @@ pub(super) enum Shows {
 pub(super) struct Schemas(pub(super) Map<String, Value>);
 
 impl Schemas {
-    /// An example of what the schema allows; `None` where it says too little.
-    pub(super) fn example(&self, schema: &Value, shows: Shows) -> Option<Value> {
-        self.of(schema, &[], shows, DEEPEST)
+    /// An example that the schema allows; `None` where the schema says too little.
+    pub(super) fn example(&self, schema: &Value, scope: ExampleScope) -> Option<Value> {
+        self.of(schema, &[], scope, MAX_DEPTH)
     }
 
-    /// `names`: what it is called, from the most particular on.
-    fn of(&self, schema: &Value, names: &[&str], shows: Shows, deepest: usize) -> Option<Value> {
-        let deepest = deepest.checked_sub(1)?;
+    /// `names`: the names of the field and its schemas, the most specific first.
+    fn of(&self, schema: &Value, names: &[&str], scope: ExampleScope, depth: usize) -> Option<Value> {
+        let depth = depth.checked_sub(1)?;
         let listed = |name: &str| schema[name].as_array().and_then(|all| all.first());
         if let Some(given) = schema.get("example").or_else(|| listed("examples")).or_else(|| schema.get("const")) {
             return Some(given.clone());
@@ -93,7 +92,7 @@ impl Schemas {
         if let Some(reference) = schema["$ref"].as_str() {
             let name = reference.rsplit('/').next()?;
             let names: Vec<_> = names.iter().copied().chain([name]).collect();
-            return self.of(self.0.get(name)?, &names, shows, deepest);
+            return self.of(self.0.get(name)?, &names, scope, depth);
         }
         if let Some(default) = schema.get("default").filter(|default| !default.is_null()) {
             return Some(default.clone());
@@ -104,18 +103,18 @@ impl Schemas {
         for several in ["oneOf", "anyOf"] {
             if let Some(choices) = schema[several].as_array() {
                 let first = choices.iter().find(|choice| choice["type"] != "null")?;
-                return self.of(first, names, shows, deepest);
+                return self.of(first, names, scope, depth);
             }
         }
         if let Some(parts) = schema["allOf"].as_array() {
-            let parts = parts.iter().filter_map(|part| self.of(part, names, shows, deepest));
+            let parts = parts.iter().filter_map(|part| self.of(part, names, scope, depth));
             let fields = parts.filter_map(|part| part.as_object().cloned()).flatten();
             return Some(Value::Object(fields.collect()));
         }
         match kind(schema)? {
-            "object" => Some(self.object(schema, shows, deepest)),
+            "object" => Some(self.object(schema, scope, depth)),
             "array" => {
-                let item = self.of(&schema["items"], names, shows, deepest);
+                let item = self.of(&schema["items"], names, scope, depth);
                 Some(Value::Array(item.into_iter().collect()))
             }
             "string" => Some(text(schema, names)),
@@ -125,15 +124,15 @@ impl Schemas {
         }
     }
 
-    fn object(&self, schema: &Value, shows: Shows, deepest: usize) -> Value {
+    fn object(&self, schema: &Value, scope: ExampleScope, depth: usize) -> Value {
         let required = schema["required"].as_array().map(Vec::as_slice).unwrap_or_default();
         let wanted = |name: &str| {
-            shows == Shows::Everything || required.is_empty() || required.iter().any(|needed| needed == name)
+            scope == ExampleScope::Everything || required.is_empty() || required.iter().any(|needed| needed == name)
         };
         let fields = schema["properties"].as_object().into_iter().flatten();
         let shown = fields
             .filter(|(name, _)| wanted(name))
-            .filter_map(|(name, field)| Some((name.clone(), self.of(field, &[name], shows, deepest)?)));
+            .filter_map(|(name, field)| Some((name.clone(), self.of(field, &[name], scope, depth)?)));
         Value::Object(shown.collect())
     }
 }
@@ -153,14 +152,14 @@ fn text(schema: &Value, names: &[&str]) -> Value {
         Some("date-time") => return json!("2026-11-21T12:00:00Z"),
         Some(_) | None => {}
     }
-    let mut looks = LOOKS.iter().filter(|(of, _)| names.contains(of)).map(|(_, look)| *look);
-    let fits = |look: &&str| schema["maxLength"].as_u64().is_none_or(|most| look.len() as u64 <= most);
-    json!(looks.find(fits).unwrap_or("text"))
+    let mut examples = TEXT_EXAMPLES.iter().filter(|(of, _)| names.contains(of)).map(|(_, example)| *example);
+    let fits = |example: &&str| schema["maxLength"].as_u64().is_none_or(|most| example.len() as u64 <= most);
+    json!(examples.find(fits).unwrap_or("text"))
 }
 
 fn number(schema: &Value, names: &[&str]) -> Value {
     let (least, most) = (schema["minimum"].as_i64().unwrap_or(1), schema["maximum"].as_i64().unwrap_or(i64::MAX));
-    let count = COUNTS.iter().find(|(of, count)| names.contains(of) && (least..=most).contains(count));
+    let count = NUMBER_EXAMPLES.iter().find(|(of, count)| names.contains(of) && (least..=most).contains(count));
     json!(count.map_or(least.max(1).min(most), |(_, count)| *count))
 }
 
@@ -179,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn an_example_has_what_the_schema_has() {
+    fn example_has_the_fields_of_the_schema() {
         let schema = json!({ "type": "object", "required": ["reason", "port"], "properties": {
             "reason": { "$ref": "#/components/schemas/Reason" },
             "port": { "$ref": "#/components/schemas/Port" },
@@ -188,11 +187,11 @@ mod tests {
             "ids": { "type": ["array", "null"], "items": { "type": "string", "format": "uuid" } },
         }});
         assert_eq!(
-            schemas().example(&schema, Shows::Required),
+            schemas().example(&schema, ExampleScope::Required),
             Some(json!({ "reason": "a fan is to be replaced", "port": 22 }))
         );
         assert_eq!(
-            schemas().example(&schema, Shows::Everything),
+            schemas().example(&schema, ExampleScope::Everything),
             Some(json!({
                 "reason": "a fan is to be replaced",
                 "port": 22,
@@ -204,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn a_schema_that_refers_to_itself_ends() {
-        assert!(schemas().example(&json!({ "$ref": "#/components/schemas/Loop" }), Shows::Everything).is_some());
+    fn example_of_a_recursive_schema_ends() {
+        assert!(schemas().example(&json!({ "$ref": "#/components/schemas/Loop" }), ExampleScope::Everything).is_some());
     }
 }

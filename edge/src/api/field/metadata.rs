@@ -1,6 +1,6 @@
 //! The names and labels of nodes and allocations, and the selectors by which lists are filtered.
 
-use domain::metadata::{MAX_LABELS, Metadata, MetadataPatch, Patch, label_term, name_term};
+use domain::metadata::{MAX_LABELS, Metadata, MetadataPatch, PatchValue, label_term, name_term};
 use domain::redact::is_secret;
 use serde::de::{Error, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -15,12 +15,12 @@ use utoipa::{PartialSchema, ToSchema};
 use super::without_control;
 use crate::secret_shape::holds_a_secret;
 
-const NAME_MOST: usize = 63;
-const KEY_MOST: usize = 253;
+const MAX_NAME_LEN: usize = 63;
+const MAX_KEY_LEN: usize = 253;
 /// The most labels that one request names: as many as there can be are removed, and as many are set.
-const CHANGES_MOST: usize = 2 * MAX_LABELS;
+const MAX_LABEL_CHANGES: usize = 2 * MAX_LABELS;
 
-/// What [`is_printable`] says, for the description.
+/// [`is_printable`] as a pattern, for the description.
 const PRINTABLE: &str = r"^[^\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]*[^\s\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff][^\u0000-\u001f\u007f-\u009f\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff]*$";
 const LABEL_KEY: &str = r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$";
 const LABEL_VALUE: &str = r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$";
@@ -43,7 +43,7 @@ impl<'de> Deserialize<'de> for ResourceName {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let text = String::deserialize(deserializer)?;
         let name = text.trim();
-        let fits = (1..=NAME_MOST).contains(&text.chars().count()) && is_printable(&text) && !name.is_empty();
+        let fits = (1..=MAX_NAME_LEN).contains(&text.chars().count()) && is_printable(&text) && !name.is_empty();
         if fits && uuid::Uuid::parse_str(name).is_err() && !holds_a_secret(name) {
             Ok(Self(name.to_owned()))
         } else {
@@ -56,7 +56,7 @@ impl<'de> Deserialize<'de> for ResourceName {
 
 impl PartialSchema for ResourceName {
     fn schema() -> RefOr<Schema> {
-        text(PRINTABLE, NAME_MOST)
+        text(PRINTABLE, MAX_NAME_LEN)
             .min_length(Some(1))
             .description(Some(
                 "A name for people, not unique. Blanks around it are taken off. What looks like a key, a token or a password is \
@@ -96,13 +96,13 @@ pub(crate) struct Labels(BTreeMap<LabelKey, LabelValue>);
 
 impl<'de> Deserialize<'de> for Labels {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(Keyed { most: MAX_LABELS, value: PhantomData }).map(Self)
+        deserializer.deserialize_map(LabelMapVisitor { max: MAX_LABELS, value: PhantomData }).map(Self)
     }
 }
 
 impl PartialSchema for Labels {
     fn schema() -> RefOr<Schema> {
-        let value = text(LABEL_VALUE, NAME_MOST);
+        let value = text(LABEL_VALUE, MAX_NAME_LEN);
         labels(value, MAX_LABELS).description(Some("Labels by their keys.")).into()
     }
 }
@@ -116,14 +116,14 @@ pub(crate) struct LabelChanges(BTreeMap<LabelKey, Option<LabelValue>>);
 
 impl<'de> Deserialize<'de> for LabelChanges {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(Keyed { most: CHANGES_MOST, value: PhantomData }).map(Self)
+        deserializer.deserialize_map(LabelMapVisitor { max: MAX_LABEL_CHANGES, value: PhantomData }).map(Self)
     }
 }
 
 impl PartialSchema for LabelChanges {
     fn schema() -> RefOr<Schema> {
-        let value = text(LABEL_VALUE, NAME_MOST).schema_type(SchemaType::from_iter([Type::String, Type::Null]));
-        labels(value, CHANGES_MOST)
+        let value = text(LABEL_VALUE, MAX_NAME_LEN).schema_type(SchemaType::from_iter([Type::String, Type::Null]));
+        labels(value, MAX_LABEL_CHANGES)
             .description(Some(
                 "What changes of the labels (RFC 7396): one that is null is removed, one that has a value is set, the others stay.",
             ))
@@ -134,12 +134,12 @@ impl PartialSchema for LabelChanges {
 impl ToSchema for LabelChanges {}
 
 /// An object whose keys are label keys, each there once.
-struct Keyed<V> {
-    most: usize,
+struct LabelMapVisitor<V> {
+    max: usize,
     value: PhantomData<V>,
 }
 
-impl<'de, V: Deserialize<'de>> Visitor<'de> for Keyed<V> {
+impl<'de, V: Deserialize<'de>> Visitor<'de> for LabelMapVisitor<V> {
     type Value = BTreeMap<LabelKey, V>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -152,15 +152,15 @@ impl<'de, V: Deserialize<'de>> Visitor<'de> for Keyed<V> {
             if labels.insert(key, value).is_some() {
                 return Err(A::Error::custom("a label is given twice"));
             }
-            if labels.len() > self.most {
-                return Err(A::Error::custom(format!("expected at most {} labels", self.most)));
+            if labels.len() > self.max {
+                return Err(A::Error::custom(format!("expected at most {} labels", self.max)));
             }
         }
         Ok(labels)
     }
 }
 
-/// A label that something must have: `key`, or `key=value`.
+/// A label that a resource must have: `key`, or `key=value`.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct LabelSelector {
     key: LabelKey,
@@ -181,7 +181,7 @@ impl LabelSelector {
 
 impl PartialSchema for LabelSelector {
     fn schema() -> RefOr<Schema> {
-        text(LABEL_SELECTOR, KEY_MOST + 1 + NAME_MOST)
+        text(LABEL_SELECTOR, MAX_KEY_LEN + 1 + MAX_NAME_LEN)
             .min_length(Some(1))
             .description(Some("A label that must be there: `key`, or `key=value` where it must have that value."))
             .into()
@@ -190,7 +190,7 @@ impl PartialSchema for LabelSelector {
 
 impl ToSchema for LabelSelector {}
 
-/// Labels all of which must be there: selectors with commas between them.
+/// Labels that must all be present: selectors with commas between them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct LabelSelectors(BTreeSet<LabelSelector>);
 
@@ -214,7 +214,7 @@ impl<'de> Deserialize<'de> for LabelSelectors {
     }
 }
 
-/// In one order, whatever the order in which they were given.
+/// In one order, whatever the order of the request.
 impl Serialize for LabelSelectors {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(self.0.iter().map(|selector| label_term(&selector.key, selector.value())))
@@ -227,13 +227,13 @@ impl LabelSelector {
     }
 }
 
-/// The terms of what has this name and these labels.
+/// The search terms for this name and these labels.
 pub(crate) fn terms(name: Option<&ResourceName>, labels: &LabelSelectors) -> Vec<String> {
     let name = name.map(|name| name_term(&name.0));
     name.into_iter().chain(labels.0.iter().map(|label| label_term(&label.key, label.value()))).collect()
 }
 
-/// The name and the labels of what is made.
+/// The name and the labels of a new resource.
 pub(crate) fn metadata(name: Option<&ResourceName>, labels: Option<&Labels>) -> Metadata {
     let labels = labels.into_iter().flat_map(|labels| &labels.0);
     Metadata {
@@ -242,8 +242,8 @@ pub(crate) fn metadata(name: Option<&ResourceName>, labels: Option<&Labels>) -> 
     }
 }
 
-/// What changes of a name and of labels.
-pub(crate) fn metadata_patch(name: Patch<ResourceName>, labels: Patch<LabelChanges>) -> MetadataPatch {
+/// The change of a name and of labels.
+pub(crate) fn metadata_patch(name: PatchValue<ResourceName>, labels: PatchValue<LabelChanges>) -> MetadataPatch {
     let change = |(key, value): (LabelKey, Option<LabelValue>)| (key.to_string(), value.map(|value| value.0));
     MetadataPatch {
         name: name.map(|name| name.0),
@@ -251,21 +251,21 @@ pub(crate) fn metadata_patch(name: Patch<ResourceName>, labels: Patch<LabelChang
     }
 }
 
-fn text(pattern: &str, most: usize) -> ObjectBuilder {
-    ObjectBuilder::new().schema_type(SchemaType::new(Type::String)).max_length(Some(most)).pattern(Some(pattern))
+fn text(pattern: &str, max: usize) -> ObjectBuilder {
+    ObjectBuilder::new().schema_type(SchemaType::new(Type::String)).max_length(Some(max)).pattern(Some(pattern))
 }
 
-fn labels(value: ObjectBuilder, most: usize) -> ObjectBuilder {
-    let key = text(LABEL_KEY, KEY_MOST).min_length(Some(1));
+fn labels(value: ObjectBuilder, max: usize) -> ObjectBuilder {
+    let key = text(LABEL_KEY, MAX_KEY_LEN).min_length(Some(1));
     ObjectBuilder::new()
         .schema_type(SchemaType::new(Type::Object))
         .property_names(Some(key.build()))
         .additional_properties(Some(Schema::from(value.build())))
-        .max_properties(Some(most))
+        .max_properties(Some(max))
         .examples([serde_json::json!({ "env": "dev" })])
 }
 
-/// Nothing in it is invisible or turns the direction of what stands beside it.
+/// Whether the text has no invisible characters and none that change the direction of text.
 fn is_printable(text: &str) -> bool {
     let is_invisible = |c: char| matches!(c, '\u{200b}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
     without_control(text) && !text.chars().any(is_invisible)
@@ -273,7 +273,7 @@ fn is_printable(text: &str) -> bool {
 
 fn is_label_key(text: &str) -> bool {
     let (prefix, name) = text.rsplit_once('/').map_or((None, text), |(prefix, name)| (Some(prefix), name));
-    text.len() <= KEY_MOST
+    text.len() <= MAX_KEY_LEN
         && prefix.is_none_or(is_dns_name)
         && is_label_name(name)
         && !is_secret(name)
@@ -283,7 +283,7 @@ fn is_label_key(text: &str) -> bool {
 /// 1 to 63 characters of the alphabet of labels.
 fn is_label_name(text: &str) -> bool {
     let ends_well = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric());
-    text.len() <= NAME_MOST
+    text.len() <= MAX_NAME_LEN
         && ends_well(text.chars().next())
         && ends_well(text.chars().next_back())
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte))

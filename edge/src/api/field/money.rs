@@ -1,4 +1,4 @@
-//! Money that is moved.
+//! Amounts of money in requests.
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -6,7 +6,7 @@ use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::Whole;
+use super::IntegerVisitor;
 
 // The largest is the most that policies `billing.maximum_deposit_minor` and `billing.adjustment_max_minor` can be.
 numbers! {

@@ -1,14 +1,14 @@
-//! The tokens that a node is set up with, and what goes to its machine with them.
+//! Enrollment tokens, and the bundle and script that set a node's machine up.
 
 use super::unexpected;
-use crate::api::asking::ByAdmin;
 use crate::api::field::{Reason, TokenTtl};
+use crate::api::request_context::AdminRequest;
 use crate::body::{self, JsonOrDefault, Path};
 use crate::bundle::{bootstrap_bundle, bootstrap_script, restart_command};
 use crate::correlation::no_store;
 use crate::error::ApiError;
 use crate::services::Services;
-use crate::token::{Minted, Purpose, mint};
+use crate::token::{MintedToken, TokenPurpose, mint};
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -38,7 +38,7 @@ pub(in crate::api) struct IssuedToken {
     bootstrap_bundle: BootstrapBundle,
 }
 
-/// Why a node gets a new token, and what becomes of what it has.
+/// The reason for a new token, and whether the current certificate is revoked.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(in crate::api) struct NewEnrollment {
@@ -69,7 +69,7 @@ pub(in crate::api) struct RecoveryBundle {
     restart_command: String,
 }
 
-/// In what form the bundle is wanted.
+/// The format of the bundle.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(in crate::api) struct NewScript {
@@ -106,18 +106,18 @@ pub(in crate::api) struct BootstrapScript {
     responses((status = 201, description = "The token, in its bundle. `Cache-Control: no-store`.", body = IssuedToken)),
 )]
 pub(in crate::api) async fn issue_token(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     JsonOrDefault(new): JsonOrDefault<NewToken>,
 ) -> Result<Response, ApiError> {
-    let (minted, token_id) = (mint(Purpose::Enrollment), Uuid::now_v7());
+    let (minted, token_id) = (mint(TokenPurpose::Enrollment), Uuid::now_v7());
     let command = Command::IssueToken {
         token_id: TokenId(token_id),
         token_sha256: minted.hash.to_bytes(),
         ttl_seconds: new.ttl_seconds.map(|ttl| ttl.0),
     };
-    let answered = asking.ask_unstored::<Node>(id, command).await?;
+    let answered = context.ask_unstored::<Node>(id, command).await?;
     let Reply::TokenIssued { expires_at } = answered.reply else { return Err(unexpected()) };
     let bootstrap_bundle = bootstrap_bundle(&services, NodeId(id), minted.token);
     let issued = IssuedToken { token_id, expires_at, bootstrap_bundle };
@@ -136,18 +136,18 @@ pub(in crate::api) async fn issue_token(
     responses((status = 200, description = "The token, in its bundle. `Cache-Control: no-store`.", body = ReissuedToken)),
 )]
 pub(in crate::api) async fn reissue_enrollment(
-    by: ByAdmin,
+    by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     body::Json(asked): body::Json<NewEnrollment>,
 ) -> Result<Response, ApiError> {
-    let (token_id, minted) = (Uuid::now_v7(), mint(Purpose::Enrollment));
-    let why = Why {
+    let (token_id, minted) = (Uuid::now_v7(), mint(TokenPurpose::Enrollment));
+    let request = ReissueRequest {
         reason: asked.reason.to_string(),
         ttl_seconds: asked.ttl_seconds.map(|ttl| ttl.0),
         revokes: asked.revoke_current_certificate,
     };
-    let expires_at = reissue(by, id, token_id, &minted, why).await?;
+    let expires_at = reissue(by, id, token_id, &minted, request).await?;
     let bundle = bootstrap_bundle(&services, NodeId(id), minted.token);
     let restart_command = restart_command(&bundle)?;
     let recovery_bundle = RecoveryBundle { bundle, restart_command };
@@ -165,7 +165,7 @@ pub(in crate::api) async fn reissue_enrollment(
     responses((status = 200, description = "The script. `Cache-Control: no-store`.", body = BootstrapScript)),
 )]
 pub(in crate::api) async fn write_script(
-    by: ByAdmin,
+    by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     body::Json(asked): body::Json<NewScript>,
@@ -174,35 +174,36 @@ pub(in crate::api) async fn write_script(
         let message = "This installation publishes no package of the agent; ask for format `script`.";
         return Err(ApiError::invalid_request(message).detail("field", "format"));
     }
-    let (token_id, minted) = (Uuid::now_v7(), mint(Purpose::Enrollment));
-    let why = Why { reason: "a bootstrap script was asked for".to_owned(), ttl_seconds: None, revokes: false };
-    let expires_at = reissue(by, id, token_id, &minted, why).await?;
+    let (token_id, minted) = (Uuid::now_v7(), mint(TokenPurpose::Enrollment));
+    let request =
+        ReissueRequest { reason: "a bootstrap script was asked for".to_owned(), ttl_seconds: None, revokes: false };
+    let expires_at = reissue(by, id, token_id, &minted, request).await?;
     let script = bootstrap_script(&bootstrap_bundle(&services, NodeId(id), minted.token))?;
     Ok((no_store(), Json(BootstrapScript { token_id, expires_at, format: asked.format, script })).into_response())
 }
 
-struct Why {
+struct ReissueRequest {
     reason: String,
     ttl_seconds: Option<u32>,
     revokes: bool,
 }
 
 async fn reissue(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     id: Uuid,
     token_id: Uuid,
-    minted: &Minted,
-    why: Why,
+    minted: &MintedToken,
+    request: ReissueRequest,
 ) -> Result<DateTime<Utc>, ApiError> {
     let command = Command::Reissue(Box::new(Reissue {
         token_id: TokenId(token_id),
         token_sha256: minted.hash.to_bytes(),
-        ttl_seconds: why.ttl_seconds,
-        reason: why.reason,
-        revoke_current_certificate: why.revokes,
+        ttl_seconds: request.ttl_seconds,
+        reason: request.reason,
+        revoke_current_certificate: request.revokes,
     }));
-    // A node that somebody has taken over is to lose its identity now, however much waits.
-    let answered = asking.urgently().ask_unstored::<Node>(id, command).await?;
+    // Exempt from load shedding: a node that an attacker has taken over must lose its identity at once.
+    let answered = context.prioritized().ask_unstored::<Node>(id, command).await?;
     let Reply::TokenIssued { expires_at } = answered.reply else { return Err(unexpected()) };
     Ok(expires_at)
 }

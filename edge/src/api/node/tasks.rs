@@ -1,12 +1,14 @@
-//! The work of a node's agent: what is open, what it has reported on, and what an operator orders and resumes.
+//! The tasks of a node's agent: open tasks, reported results, and tasks that an operator orders and resumes.
 
-use actors::Answered;
+use actors::CommandReply;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
-use domain::node::{Command, Hold, HoldPhase, Node, NodeTask, Reply, TaskPhase, Verdict, Work, reports};
+use domain::node::{
+    Command, Hold, HoldPhase, Node, NodeTask, NodeTaskPhase, PendingTask, Reply, TaskOutcome, report_reasons,
+};
 use domain::{AllocationId, TaskId, TaskType, Timestamp};
 use persistence::read::HistoryRow;
 use serde::{Deserialize, Serialize};
@@ -15,23 +17,23 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::unexpected;
-use crate::api::asking::{ByAdmin, replayed};
-use crate::api::field::{Because, Reason};
+use crate::api::field::{Reason, ReasonBody};
+use crate::api::read_model::find;
+use crate::api::request_context::{AdminRequest, replayed};
 use crate::api::ssh_key::NoFilter;
-use crate::api::stored::find;
 use crate::body::{self, Path};
 use crate::error::ApiError;
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
 
-/// What the node's agent is to do, and what it said of what it has done.
+/// The tasks of the node's agent, and the results that it has reported.
 #[derive(Debug, Serialize, ToSchema)]
 pub(in crate::api) struct NodeTasks {
-    /// Work that the agent has not reported on, and clean-ups that failed and are to be tried again, oldest first.
+    /// Tasks without a reported result, and failed clean-ups that are to be retried, oldest first.
     open: Vec<TaskView>,
-    /// What came of the tasks of the node itself that ended last, oldest first.
-    ended: Vec<EndedView>,
+    /// The outcomes of the node's own tasks that ended last, oldest first.
+    ended: Vec<TaskOutcomeView>,
     /// A page of what the agent reported, newest first. `open` and `ended` are the same on every page: a node has few of them.
     reports: Vec<ReportView>,
     /// The `page_token` of the next page of reports; null on the last.
@@ -42,7 +44,7 @@ pub(in crate::api) struct NodeTasks {
 #[schema(as = NodeTask)]
 pub(in crate::api) struct TaskView {
     task_id: Uuid,
-    /// As `allocation.provision`.
+    /// Such as `allocation.provision`.
     #[serde(rename = "type")]
     task_type: &'static str,
     state: TaskState,
@@ -52,7 +54,7 @@ pub(in crate::api) struct TaskView {
     ordered_at: DateTime<Utc>,
     deadline_at: DateTime<Utc>,
     overdue: bool,
-    /// Why it is not handed to the agent that was heard last: that one does not know tasks of its type. Null where it is handed out.
+    /// Why it is not dispatched: the agent that sent the last heartbeat does not know tasks of its type. Null where it is dispatched.
     withheld_because: Option<String>,
 }
 
@@ -60,30 +62,30 @@ pub(in crate::api) struct TaskView {
 #[schema(as = NodeTaskState)]
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum TaskState {
-    /// Offered to the agent until it reports.
+    /// Dispatched to the agent until it reports.
     Open,
-    /// Failed; the next attempt is the allocation's to ask.
+    /// Failed; the allocation orders the next attempt.
     Failed,
-    /// Not reported on in time, and its type must not happen twice: look at the machine, then resume it.
+    /// Not reported in time, and its type must not be executed twice: look at the machine, then resume it.
     AwaitsOperator,
     /// The agent has reported on it.
     Ended,
 }
 
-/// What came of a task of the node itself.
+/// The outcome of a task of the node itself.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = NodeTaskOutcome)]
-pub(in crate::api) struct EndedView {
+pub(in crate::api) struct TaskOutcomeView {
     task_id: Uuid,
-    /// As `diagnostics.collect`.
+    /// Such as `diagnostics.collect`.
     #[serde(rename = "type")]
     task_type: &'static str,
     attempt: u32,
     ended_at: DateTime<Utc>,
     succeeded: bool,
-    /// Why it failed: a code and the agent's words. Null where it did not.
+    /// Why it failed: a code and the agent's message. Null where it did not.
     error: Option<OutcomeError>,
-    /// What the agent found, cut off where it is long; null where it said nothing.
+    /// The agent's output, truncated where it is long; null where there is none.
     #[schema(value_type = Option<Object>)]
     output: Option<Value>,
 }
@@ -95,7 +97,7 @@ pub(in crate::api) struct OutcomeError {
     message: String,
 }
 
-/// What the node's agent is to do, and why.
+/// A task that an administrator orders, with the reason.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(in crate::api) struct NewTask {
@@ -111,10 +113,10 @@ pub(in crate::api) enum OrderedType {
     /// Look whether the machine is fit for tenants. One that is not is quarantined.
     #[serde(rename = "node.validate")]
     Validate,
-    /// Say how the machine and its tenants stand.
+    /// Report the state of the machine and its tenants.
     #[serde(rename = "diagnostics.collect")]
     Diagnose,
-    /// Restart the machine. Its allocations are kept, their processes are not.
+    /// Restart the machine. Its allocations survive, their processes do not.
     #[serde(rename = "node.reboot")]
     Reboot,
 }
@@ -135,7 +137,7 @@ pub(in crate::api) struct ReportView {
     /// Null of a report that an earlier release recorded.
     task_id: Option<Uuid>,
     at: DateTime<Utc>,
-    /// What came of it, in words.
+    /// The outcome, as text.
     outcome: String,
     /// The node's generation that it led to.
     generation: i64,
@@ -150,23 +152,23 @@ pub(in crate::api) struct ReportView {
     responses((status = 200, description = "Its tasks.", body = NodeTasks)),
 )]
 pub(in crate::api) async fn tasks(
-    _: ByAdmin,
+    _: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     listing: Listing<NoFilter>,
 ) -> Result<Json<NodeTasks>, ApiError> {
     let page = listing.page("admin/nodes/tasks", &id.to_string(), Order::NewestFirst)?;
     let node = find::<Node>(&services, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
-    let now = services.world.now();
+    let now = services.environment.now();
     let of_tenants = node.holds.iter().filter_map(|(id, hold)| TaskView::of(&node, *id, hold, now));
-    let own = node.tasks.values().filter(|task| !matches!(task.phase, TaskPhase::Ended { .. }));
+    let own = node.tasks.values().filter(|task| !matches!(task.phase, NodeTaskPhase::Ended { .. }));
     let mut open: Vec<_> = of_tenants.chain(own.map(|task| TaskView::of_node(&node, task, now))).collect();
-    let ended = node.tasks.values().filter_map(EndedView::of).collect();
+    let ended = node.tasks.values().filter_map(TaskOutcomeView::of).collect();
     open.sort_by_key(|task| (task.ordered_at, task.task_id));
     let before = page.after.and_then(|at| i64::try_from(at.id.as_u128()).ok());
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
     let history = services.reads.history_of_command(id, "report", before, rows).await?.items;
-    // A transition's version stands where other lists have an id.
+    // The position of a transition has its version in place of an id.
     let place =
         |row: &HistoryRow| Position { created_at: row.at, id: Uuid::from_u128(u128::from(row.version.unsigned_abs())) };
     let Items { items: reports, next_page } = page.answer(history, place, ReportView::from);
@@ -175,7 +177,7 @@ pub(in crate::api) async fn tasks(
 
 /// Orders a task of the node itself.
 ///
-/// A task that is not reported on in time is offered again, but for `node.reboot`, which then waits for `resume`.
+/// A task that is not reported in time is dispatched again, except `node.reboot`, which then waits for `resume`.
 #[utoipa::path(
     post,
     path = "/",
@@ -184,19 +186,19 @@ pub(in crate::api) async fn tasks(
     responses((status = 201, description = "The task, to be read where the node's tasks are.", body = TaskView)),
 )]
 pub(in crate::api) async fn order_task(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(new)): Once<body::Json<NewTask>>,
+    Idempotent(body::Json(new)): Idempotent<body::Json<NewTask>>,
 ) -> Result<Response, ApiError> {
     let command = Command::OrderTask { task_type: new.task_type.into(), reason: new.reason.to_string() };
-    let answered = asking.ask::<Node>(id, command).await?;
+    let answered = context.ask::<Node>(id, command).await?;
     shown(&services, StatusCode::CREATED, &answered)
 }
 
-/// Has a task offered again that was not reported on and must not happen twice.
+/// Dispatches a task again that was not reported and must not be executed twice.
 ///
-/// Look first whether it happened: nobody but you can know.
+/// Check first whether it was executed: the service cannot know.
 #[utoipa::path(
     post,
     path = "/",
@@ -204,24 +206,24 @@ pub(in crate::api) async fn order_task(
         ("id" = Uuid, Path, description = "The node's id"),
         ("task_id" = Uuid, Path, description = "The task's id"),
     ),
-    request_body = Because,
+    request_body = ReasonBody,
     responses((status = 200, description = "The task, under a higher attempt.", body = TaskView)),
 )]
 pub(in crate::api) async fn resume_task(
-    ByAdmin(asking): ByAdmin,
+    AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path((id, task_id)): Path<(Uuid, Uuid)>,
-    Once(body::Json(why)): Once<body::Json<Because>>,
+    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     let command = Command::ResumeTask { task_id: TaskId(task_id), reason: why.reason.to_string() };
-    let answered = asking.urgently().ask::<Node>(id, command).await?;
+    let answered = context.prioritized().ask::<Node>(id, command).await?;
     shown(&services, StatusCode::OK, &answered)
 }
 
-fn shown(services: &Services, status: StatusCode, answered: &Answered<Reply>) -> Result<Response, ApiError> {
+fn shown(services: &Services, status: StatusCode, answered: &CommandReply<Reply>) -> Result<Response, ApiError> {
     let Reply::Task { task_id, node } = &answered.reply else { return Err(unexpected()) };
     let task = node.tasks.get(task_id).ok_or_else(unexpected)?;
-    let view = TaskView::of_node(node, task, services.world.now());
+    let view = TaskView::of_node(node, task, services.environment.now());
     Ok((status, replayed(answered), Json(view)).into_response())
 }
 
@@ -240,7 +242,7 @@ impl TaskView {
             }
             HoldPhase::Reserved | HoldPhase::SetupFailed { .. } => return None,
         };
-        let Work { task_id, attempt, ordered_at, deadline_at, .. } = *work;
+        let PendingTask { task_id, attempt, ordered_at, deadline_at, .. } = *work;
         Some(Self {
             task_id: task_id.0,
             task_type: task_type.name(),
@@ -250,23 +252,23 @@ impl TaskView {
             ordered_at,
             deadline_at,
             overdue: deadline_at < now,
-            withheld_because: node.withholds(task_type),
+            withheld_because: node.lacks_task_type(task_type),
         })
     }
 
     fn of_node(node: &Node, task: &NodeTask, now: Timestamp) -> Self {
-        let Work { task_id, attempt, ordered_at, deadline_at, .. } = task.work;
+        let PendingTask { task_id, attempt, ordered_at, deadline_at, .. } = task.work;
         let state = match task.phase {
-            TaskPhase::Open => TaskState::Open,
-            TaskPhase::AwaitsOperator { .. } => TaskState::AwaitsOperator,
-            TaskPhase::Ended { .. } => TaskState::Ended,
+            NodeTaskPhase::Open => TaskState::Open,
+            NodeTaskPhase::AwaitsOperator { .. } => TaskState::AwaitsOperator,
+            NodeTaskPhase::Ended { .. } => TaskState::Ended,
         };
         Self {
             task_id: task_id.0,
             task_type: task.task_type.name(),
             overdue: deadline_at < now && !matches!(state, TaskState::Ended),
             withheld_because: match state {
-                TaskState::Open | TaskState::AwaitsOperator => node.withholds(task.task_type),
+                TaskState::Open | TaskState::AwaitsOperator => node.lacks_task_type(task.task_type),
                 TaskState::Failed | TaskState::Ended => None,
             },
             state,
@@ -278,12 +280,14 @@ impl TaskView {
     }
 }
 
-impl EndedView {
+impl TaskOutcomeView {
     fn of(task: &NodeTask) -> Option<Self> {
-        let TaskPhase::Ended { at, verdict, output } = &task.phase else { return None };
+        let NodeTaskPhase::Ended { at, verdict, output } = &task.phase else { return None };
         let error = match verdict {
-            Verdict::Succeeded { .. } => None,
-            Verdict::Failed { code, message } => Some(OutcomeError { code: code.clone(), message: message.clone() }),
+            TaskOutcome::Succeeded { .. } => None,
+            TaskOutcome::Failed { code, message } => {
+                Some(OutcomeError { code: code.clone(), message: message.clone() })
+            }
         };
         Some(Self {
             task_id: task.work.task_id.0,
@@ -299,7 +303,7 @@ impl EndedView {
 
 impl From<HistoryRow> for ReportView {
     fn from(row: HistoryRow) -> Self {
-        let (task_id, outcome) = reports::read(&row.why);
+        let (task_id, outcome) = report_reasons::read(&row.why);
         Self {
             task_id: task_id.map(|id| id.0),
             at: row.at,

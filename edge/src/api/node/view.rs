@@ -1,7 +1,7 @@
-//! A node as administrators see it (decisions 3, *Node*).
+//! The representation of a node in the API (decisions 3, *Node*).
 
 use chrono::{DateTime, Utc};
-use domain::node::{HealthStatus, Node, OnboardingMode};
+use domain::node::{Node, NodeHealthStatus, OnboardingMode};
 use domain::{Machine, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -11,7 +11,7 @@ use uuid::Uuid;
 
 use super::Mode;
 use crate::api::field::{Labels, ResourceName};
-use crate::api::stored::Stored;
+use crate::api::read_model::StoredEntity;
 
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Node)]
@@ -38,14 +38,14 @@ pub(in crate::api) struct NodeView {
     state: StateName,
     state_reason: ReasonView,
     state_entered_at: DateTime<Utc>,
-    /// The end that the state, or a task that must not happen twice, must not outlive; null where nothing has one.
+    /// The deadline of the state, or of a task that must not be executed twice; null where neither has one.
     state_deadline_at: Option<DateTime<Utc>>,
-    /// True past that end.
+    /// True after the deadline.
     overdue: bool,
     /// Null where no probe was asked for.
     probe: Option<ProbeView>,
     health: HealthView,
-    /// Null before an agent was heard.
+    /// Null before the first heartbeat.
     agent: Option<AgentView>,
     /// Raised by every change; the `ETag` too.
     generation: i64,
@@ -59,7 +59,7 @@ pub(in crate::api) struct NodeView {
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum StateName {
     Registered,
-    /// As the specification writes it.
+    /// The spelling of the specification.
     #[serde(rename = "bootstrap-issued")]
     BootstrapIssued,
     Enrolling,
@@ -79,7 +79,7 @@ pub(in crate::api) struct ReasonView {
     message: String,
 }
 
-/// What came of connecting to the node's address when it was registered.
+/// The result of probing the node's address.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = NodeProbe)]
 pub(in crate::api) struct ProbeView {
@@ -96,7 +96,7 @@ pub(in crate::api) enum ProbeResult {
     Unreachable,
 }
 
-/// What the agent says of the machine.
+/// The health that the agent reports.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = NodeHealth)]
 pub(in crate::api) struct HealthView {
@@ -129,7 +129,7 @@ pub(in crate::api) struct AgentView {
 }
 
 impl NodeView {
-    pub(in crate::api) fn of(stored: &Stored<Node>, now: Timestamp) -> Self {
+    pub(in crate::api) fn of(stored: &StoredEntity<Node>, now: Timestamp) -> Self {
         let node = &stored.it;
         let registration = node.registration.clone();
         let deadline = node.deadline();
@@ -167,7 +167,7 @@ impl NodeView {
 
 impl StateName {
     const fn of(node: &Node) -> Self {
-        use domain::node::Life as L;
+        use domain::node::Phase as L;
         match node.life {
             L::Registered => Self::Registered,
             L::BootstrapIssued { .. } => Self::BootstrapIssued,
@@ -182,7 +182,7 @@ impl StateName {
         }
     }
 
-    /// As the machine calls it.
+    /// The name of the state in the state machine.
     pub(super) const fn name(self) -> &'static str {
         match self {
             Self::Registered => "registered",
@@ -200,7 +200,7 @@ impl StateName {
 }
 
 impl ProbeView {
-    fn of(probe: &domain::node::Probe) -> Self {
+    fn of(probe: &domain::node::ProbeOutcome) -> Self {
         Self {
             result: if probe.reachable { ProbeResult::Reachable } else { ProbeResult::Unreachable },
             checked_at: probe.checked_at,
@@ -222,13 +222,13 @@ impl AgentView {
     }
 }
 
-impl From<HealthStatus> for HealthName {
-    fn from(status: HealthStatus) -> Self {
+impl From<NodeHealthStatus> for HealthName {
+    fn from(status: NodeHealthStatus) -> Self {
         match status {
-            HealthStatus::Unknown => Self::Unknown,
-            HealthStatus::Ok => Self::Ok,
-            HealthStatus::Warning => Self::Warning,
-            HealthStatus::Critical => Self::Critical,
+            NodeHealthStatus::Unknown => Self::Unknown,
+            NodeHealthStatus::Ok => Self::Ok,
+            NodeHealthStatus::Warning => Self::Warning,
+            NodeHealthStatus::Critical => Self::Critical,
         }
     }
 }

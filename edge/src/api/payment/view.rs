@@ -1,20 +1,21 @@
-//! Payments as they are shown. Where their payer was sent is nobody else's business, and what opens the processor's page was never kept.
+//! The representation of payments in the API. It has neither the redirect addresses, which are the payer's alone, nor the secret of the
+//! processor's page, which is never stored.
 
 use chrono::{DateTime, Utc};
 use domain::RefundId;
-use domain::payment::{Made, Payment, Phase, Refund, RefundStatus, Reversal, Taking};
+use domain::payment::{Payment, Phase, Refund, RefundDebit, RefundStatus, Reversal, ReversalOrigin};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-/// Money that somebody brings in.
+/// Money that a user pays in.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Payment)]
 pub(in crate::api) struct PaymentView {
     id: Uuid,
     /// Into which it goes.
     account_id: Uuid,
-    /// Who pays, and alone may ask for it back.
+    /// The payer, who alone may request a refund.
     payer: String,
     /// In minor units.
     amount_minor: i64,
@@ -22,17 +23,17 @@ pub(in crate::api) struct PaymentView {
     /// `created`: not known to the processor; `open`: it can be paid; `paid`: the processor has it; `deposited`: it is in the account;
     /// `refused`: the account cannot have it, being in another currency, and it goes back to its payer; `canceled`, `expired`.
     state: StateName,
-    /// Until when it can be paid; null once it is over.
+    /// Until when it can be paid; null once it is closed.
     pay_until: Option<DateTime<Utc>>,
     paid_at: Option<DateTime<Utc>>,
     deposited_at: Option<DateTime<Utc>>,
     /// Why the last attempt to pay was declined, why the account cannot have it, or why it came to nothing.
     reason: Option<String>,
-    /// What of it was not given back, nor is on its way back, in minor units.
+    /// The part that was not refunded and is not being refunded, in minor units.
     left_minor: i64,
-    /// What its payer asked back, and what goes back because the account cannot have it.
+    /// Refunds that its payer requested, and those because the account cannot have it.
     refunds: Vec<RefundView>,
-    /// What was taken back at the processor without being asked for here.
+    /// Money that the processor took back without a refund here.
     reversals: Vec<ReversalView>,
     created_at: DateTime<Utc>,
 }
@@ -73,9 +74,9 @@ pub(in crate::api) struct RefundView {
     pub(in crate::api) requested_at: DateTime<Utc>,
 }
 
-/// How a refund stands: `requested` of the account; taken from it and `pending` at the processor; `succeeded`: with the payer, or for an
-/// allocation's cost in the account; `refused` by the account; `failed` at the processor, and then `returned` to the
-/// account that had it.
+/// The state of a refund: `requested` from the account; taken from it and `pending` at the processor; `succeeded`: with the payer, or for
+/// an allocation's cost in the account; `refused` by the account; `failed` at the processor, and then `returned` to the account that had
+/// it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum RefundState {
@@ -87,7 +88,7 @@ pub(in crate::api) enum RefundState {
     Returned,
 }
 
-/// Money that was taken back at the processor.
+/// Money that the processor took back.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Reversal)]
 pub(in crate::api) struct ReversalView {
@@ -101,7 +102,7 @@ pub(in crate::api) struct ReversalView {
     heard_at: DateTime<Utc>,
 }
 
-/// Somebody refunded it at the processor, or the payer's bank took it.
+/// A refund that was made at the processor, or a dispute by the payer's bank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 enum ReversalKind {
@@ -157,16 +158,18 @@ impl RefundView {
     pub(in crate::api) fn of_payment(payment: &Payment, id: RefundId, it: &Refund) -> Self {
         let status = it.at_processor.as_ref().map(|known| known.status);
         let (amount_minor, state, refused_because) = match (&it.taking, status) {
-            (Taking::Asked { most_minor, .. }, _) => (*most_minor, RefundState::Requested, None),
-            (Taking::Taken { amount_minor }, None | Some(RefundStatus::Pending)) => {
+            (RefundDebit::Asked { most_minor, .. }, _) => (*most_minor, RefundState::Requested, None),
+            (RefundDebit::Taken { amount_minor }, None | Some(RefundStatus::Pending)) => {
                 (*amount_minor, RefundState::Pending, None)
             }
-            (Taking::Taken { amount_minor }, Some(RefundStatus::Succeeded)) => {
+            (RefundDebit::Taken { amount_minor }, Some(RefundStatus::Succeeded)) => {
                 (*amount_minor, RefundState::Succeeded, None)
             }
-            (Taking::Taken { amount_minor }, Some(RefundStatus::Failed)) => (*amount_minor, RefundState::Failed, None),
-            (Taking::Refused { why }, _) => (0, RefundState::Refused, Some(why.clone())),
-            (Taking::GivenBack { amount_minor }, _) => (*amount_minor, RefundState::Returned, None),
+            (RefundDebit::Taken { amount_minor }, Some(RefundStatus::Failed)) => {
+                (*amount_minor, RefundState::Failed, None)
+            }
+            (RefundDebit::Refused { why }, _) => (0, RefundState::Refused, Some(why.clone())),
+            (RefundDebit::GivenBack { amount_minor }, _) => (*amount_minor, RefundState::Returned, None),
         };
         Self {
             id: id.0,
@@ -186,8 +189,8 @@ impl RefundView {
 impl ReversalView {
     fn of(id: &str, it: &Reversal) -> Self {
         let kind = match it.made {
-            Made::Refund => ReversalKind::Refund,
-            Made::Dispute => ReversalKind::Dispute,
+            ReversalOrigin::Refund => ReversalKind::Refund,
+            ReversalOrigin::Dispute => ReversalKind::Dispute,
         };
         let (amount_minor, is_undone, heard_at) = (it.amount_minor, it.is_undone, it.heard_at);
         Self { id: id.to_owned(), kind, amount_minor, is_undone, heard_at }

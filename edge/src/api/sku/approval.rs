@@ -1,6 +1,6 @@
-//! Two people decide on a SKU's status; each call is one approval (decisions 7).
+//! Approvals of a SKU's status by two people; each request is one approval (decisions 7).
 
-use actors::{Answered, AskError};
+use actors::{AskError, CommandReply};
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
@@ -8,26 +8,28 @@ use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
 use domain::SkuId;
 use domain::authz::PlatformRole;
-use domain::sku::{Approval, Approve, Change, Command, InUse, Pending, Rejection, Seen, Sku};
+use domain::sku::{
+    Approval, ApprovalContext, ApprovalRequest, Command, PendingChange, Rejection, Sku, SkuUsage, StatusChange,
+};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::{SkuView, view};
-use crate::answer::not_answered;
-use crate::api::asking::{ApproveSkus, May, granted, replayed};
 use crate::api::field::{Reason, Statement};
 use crate::api::platform_role::PlatformRoleName;
-use crate::api::stored::find;
+use crate::api::read_model::find;
+use crate::api::request_context::{ApproveSkus, Authorized, grant_of, replayed};
 use crate::body::{self, Path};
 use crate::error::ApiError;
-use crate::idempotency::keyed::Once;
+use crate::idempotency::context::Idempotent;
+use crate::rejection_response::not_answered;
 use crate::services::Services;
 
-/// How often an approval looks at a SKU that others decide on at the same moment.
-const LOOKS: u32 = 5;
+/// How often an approval is retried where a concurrent one changes the SKU.
+const MAX_ATTEMPTS: u32 = 5;
 
-/// One person's yes to a SKU's change of status.
+/// One person's approval of a SKU's change of status.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(in crate::api) struct SkuDecision {
@@ -58,7 +60,7 @@ pub(in crate::api) struct ApprovalView {
     reason: String,
     impact_review: Option<String>,
     rollback_plan: Option<String>,
-    /// Until when it waits for the second; null where both are there.
+    /// Until when it waits for the second approval; null where both exist.
     expires_at: Option<DateTime<Utc>>,
 }
 
@@ -70,7 +72,7 @@ pub(in crate::api) enum SkuStatusChange {
     Deactivate,
 }
 
-/// A route for each change of a SKU's status: its name, what is asked for, what it is then, and its description.
+/// A route for each change of a SKU's status: its name, the change, the description of status 200, and its own description.
 macro_rules! approvals {
     ($($(#[doc = $doc:tt])+ $name:ident: $change:ident, $done:tt;)+) => {$(
         $(#[doc = $doc])+
@@ -85,12 +87,12 @@ macro_rules! approvals {
             ),
         )]
         pub(in crate::api) async fn $name(
-            may: May<ApproveSkus>,
+            authorized: Authorized<ApproveSkus>,
             services: State<Services>,
             id: Path<Uuid>,
-            decision: Once<body::Json<SkuDecision>>,
+            decision: Idempotent<body::Json<SkuDecision>>,
         ) -> Result<impl IntoResponse, ApiError> {
-            approve(Change::$change, may, services, id, decision).await
+            approve(StatusChange::$change, authorized, services, id, decision).await
         }
     )+};
 }
@@ -98,72 +100,76 @@ macro_rules! approvals {
 approvals! {
     /// Approves that nodes and allocations may refer to a SKU.
     ///
-    /// It takes two people, one in role `platform_operations` and one in role `inventory_owner`: 202 until both have approved, then 200.
-    /// What waits against it (a first approval to deactivate an active SKU) is withdrawn.
+    /// It takes two people, one in role `platform_operations` and one in role `inventory_owner`: 202 until both have approved, then 200. A
+    /// pending approval of the opposite (to deactivate an active SKU) is withdrawn.
     activate: Activate, "The SKU, active.";
 
     /// Approves that a SKU is on its way out.
     ///
-    /// As for its activation, two people have to. No node is registered for it any more, and it is not offered; who knows its name can
-    /// rent it while its nodes last.
+    /// As for its activation, two people have to approve. No node is registered for it any more, and it is not listed; users who know its
+    /// name can rent it while its nodes last.
     deprecate: Deprecate, "The SKU, deprecated.";
 
     /// Approves that a SKU is taken out of the offer.
     ///
-    /// As for its activation, two people have to. What runs goes on; where nodes or allocations refer to the SKU, one of the two says in
-    /// `impact_review` and `rollback_plan` what that means.
+    /// As for its activation, two people have to approve. Running allocations go on; where nodes or allocations refer to the SKU, one of
+    /// the two says in `impact_review` and `rollback_plan` what that means.
     deactivate: Deactivate, "The SKU, inactive.";
 }
 
-/// Looks at what the SKU cannot know of itself and asks it; where it has changed meanwhile, looks again.
+/// Reads what the SKU entity cannot know itself and sends the approval; where the SKU has changed since the read, it retries.
 async fn approve(
-    change: Change,
-    May { asking, .. }: May<ApproveSkus>,
+    change: StatusChange,
+    Authorized { context, .. }: Authorized<ApproveSkus>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Once(body::Json(decision)): Once<body::Json<SkuDecision>>,
+    Idempotent(body::Json(decision)): Idempotent<body::Json<SkuDecision>>,
 ) -> Result<impl IntoResponse, ApiError> {
-    if let Some(answered) = asking.carried_out::<Sku>()? {
-        return Ok(approved(change, &answered));
+    if let Some(answered) = context.committed_reply::<Sku>()? {
+        return Ok(approval_response(change, &answered));
     }
-    let mut looks = 0;
+    let mut attempts = 0;
     loop {
-        looks += 1;
-        let given = Approve {
+        attempts += 1;
+        let given = ApprovalRequest {
             change,
             reason: decision.reason.to_string(),
             role: decision.role.map(PlatformRole::from),
             impact_review: decision.impact_review.as_ref().map(|text| text.to_string()),
             rollback_plan: decision.rollback_plan.as_ref().map(|text| text.to_string()),
-            seen: look(&services, id).await?,
+            seen: observe(&services, id).await?,
         };
-        match asking.try_ask::<Sku>(id, Command::Approve(Box::new(given))).await? {
-            Err(AskError::Rejected(Rejection::Moved)) if looks < LOOKS => {}
-            answer => return Ok(approved(change, &answer.map_err(not_answered)?)),
+        match context.try_ask::<Sku>(id, Command::Approve(Box::new(given))).await? {
+            Err(AskError::Rejected(Rejection::Moved)) if attempts < MAX_ATTEMPTS => {}
+            answer => return Ok(approval_response(change, &answer.map_err(not_answered)?)),
         }
     }
 }
 
-async fn look(services: &Services, id: Uuid) -> Result<Seen, ApiError> {
+async fn observe(services: &Services, id: Uuid) -> Result<ApprovalContext, ApiError> {
     let sku = find::<Sku>(services, id).await?.ok_or_else(|| ApiError::not_found("SKU"))?;
     let first = match &sku.it.pending {
-        Some(pending) => granted(services, &pending.first.user_id).await?,
+        Some(pending) => grant_of(services, &pending.first.user_id).await?,
         None => None,
     };
-    let in_use = services.reads.in_use(SkuId(id)).await?;
-    Ok(Seen { version: sku.version, in_use: InUse { nodes: in_use.nodes, allocations: in_use.allocations }, first })
+    let in_use = services.reads.sku_references(SkuId(id)).await?;
+    Ok(ApprovalContext {
+        version: sku.version,
+        in_use: SkuUsage { nodes: in_use.nodes, allocations: in_use.allocations },
+        first,
+    })
 }
 
-fn approved(change: Change, answered: &Answered<Box<Sku>>) -> impl IntoResponse + use<> {
+fn approval_response(change: StatusChange, answered: &CommandReply<Box<Sku>>) -> impl IntoResponse + use<> {
     let waits = answered.reply.pending.as_ref().is_some_and(|pending| pending.first.change == change);
     let status = if waits { StatusCode::ACCEPTED } else { StatusCode::OK };
     (status, replayed(answered), Json(view(&answered.reply)))
 }
 
-/// What a SKU shows of its approvals: those that led to its status, and the one that waits.
+/// A SKU's approvals: those of its status, and the pending one.
 pub(super) fn approvals(sku: &Sku) -> Vec<ApprovalView> {
     let given = sku.approvals.iter().map(|given| approval(given, None));
-    let waits = |pending: &Pending| approval(&pending.first, Some(pending.until));
+    let waits = |pending: &PendingChange| approval(&pending.first, Some(pending.until));
     given.chain(sku.pending.iter().map(waits)).collect()
 }
 
@@ -189,12 +195,12 @@ impl From<ApprovalRole> for PlatformRole {
     }
 }
 
-impl From<Change> for SkuStatusChange {
-    fn from(change: Change) -> Self {
+impl From<StatusChange> for SkuStatusChange {
+    fn from(change: StatusChange) -> Self {
         match change {
-            Change::Activate => Self::Activate,
-            Change::Deprecate => Self::Deprecate,
-            Change::Deactivate => Self::Deactivate,
+            StatusChange::Activate => Self::Activate,
+            StatusChange::Deprecate => Self::Deprecate,
+            StatusChange::Deactivate => Self::Deactivate,
         }
     }
 }

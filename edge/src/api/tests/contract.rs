@@ -1,6 +1,6 @@
-//! The contract: the description, and that it describes what is served.
+//! The contract: the OpenAPI document, and that the service matches it.
 
-use super::world::World;
+use super::harness::ApiHarness;
 use crate::api::document::CODES;
 use crate::api::routes;
 use axum::http::Method;
@@ -25,16 +25,16 @@ pub(super) fn operations(document: &Value) -> Vec<(String, String, Value)> {
     paths.iter().flat_map(of_path).collect()
 }
 
-/// The rows of the page as they stand in its source: who, method, path.
+/// The rows of the table of routes in its source: access, method, path.
 fn rows() -> Vec<(String, String, String)> {
     let source = include_str!("../../api.rs");
     let row = |line: &str| {
         let mut words = line.split_whitespace();
         let (who, verb, path) = (words.next()?, words.next()?, words.next()?);
         let path = path.strip_prefix('"')?.strip_suffix('"')?;
-        // How it is served does not change its method.
+        // The kind of a route does not change its method.
         let method = ["Once", "Keyed", "Long"].iter().find_map(|how| verb.strip_suffix(how)).unwrap_or(verb);
-        // The rate limit's group, where it is not the usual one.
+        // The rate-limit group, where it is not `Api`.
         let arrow = words.find(|word| !word.starts_with('('))?;
         (arrow == "=>").then(|| (who.to_owned(), method.to_uppercase(), path.to_owned()))
     };
@@ -42,12 +42,12 @@ fn rows() -> Vec<(String, String, String)> {
 }
 
 #[test]
-fn the_description_is_as_reviewed() {
+fn openapi_document_is_as_reviewed() {
     insta::assert_json_snapshot!("openapi", document());
 }
 
 #[test]
-fn nothing_sealed_is_in_the_description() {
+fn openapi_document_names_no_sealed_field() {
     let text = document().to_string();
     for name in ["scheduler_metadata", "_enc\""] {
         assert!(!text.contains(name), "{name} is described as served");
@@ -55,7 +55,7 @@ fn nothing_sealed_is_in_the_description() {
 }
 
 #[test]
-fn the_page_and_the_description_list_the_same_routes() {
+fn route_table_and_openapi_document_list_the_same_routes() {
     let described: BTreeSet<_> = operations(&document()).into_iter().map(|(method, path, _)| (method, path)).collect();
     let served: BTreeSet<_> = rows().into_iter().map(|(_, method, path)| (method, path)).collect();
     assert!(served.len() > 30);
@@ -63,7 +63,7 @@ fn the_page_and_the_description_list_the_same_routes() {
 }
 
 #[test]
-fn every_route_declares_what_it_may_refuse_and_who_may_use_it() {
+fn every_route_declares_its_error_codes_and_security() {
     let document = document();
     let who: BTreeMap<_, _> = rows().into_iter().map(|(who, method, path)| ((method, path), who)).collect();
     let mut ids = BTreeSet::new();
@@ -99,7 +99,7 @@ fn every_route_declares_what_it_may_refuse_and_who_may_use_it() {
 }
 
 #[test]
-fn every_reference_in_the_description_leads_somewhere() {
+fn every_reference_in_the_openapi_document_resolves() {
     fn references(value: &Value, found: &mut BTreeSet<String>) {
         match value {
             Value::Object(fields) => {
@@ -122,7 +122,7 @@ fn every_reference_in_the_description_leads_somewhere() {
 }
 
 #[test]
-fn every_body_has_an_example_and_every_tag_a_word() {
+fn every_body_has_an_example_and_every_tag_a_description() {
     let document = document();
     for (method, path, operation) in operations(&document) {
         let shown = |content: &Value| content["example"].is_object() || content["examples"].is_object();
@@ -142,12 +142,12 @@ fn every_body_has_an_example_and_every_tag_a_word() {
     let mut names = BTreeSet::new();
     for tag in document["tags"].as_array().unwrap() {
         assert!(names.insert(tag["name"].as_str().unwrap()), "TAGS names {} twice", tag["name"]);
-        assert!(tag["description"].is_string(), "TAGS in document/complete.rs has no word for {}", tag["name"]);
+        assert!(tag["description"].is_string(), "TAGS in document/common_parts.rs has no word for {}", tag["name"]);
     }
 }
 
-/// What is served but for what belongs to one installation.
-fn as_everywhere(served: &Value) -> Value {
+/// The served document without the parts that depend on the installation.
+fn without_installation(served: &Value) -> Value {
     let mut served = served.clone();
     assert!(served["servers"][0]["url"].as_str().is_some_and(|url| url.starts_with("https://")));
     served.as_object_mut().unwrap().remove("servers");
@@ -167,19 +167,19 @@ fn no_schema_has_a_sealed_field() {
 }
 
 #[tokio::test]
-async fn every_route_lets_in_whom_it_is_for_and_nobody_else() {
-    let world = World::new().await;
-    let stranger = world.token("stranger", &["offline_access"]);
+async fn every_route_admits_its_callers_alone() {
+    let api = ApiHarness::new().await;
+    let stranger = api.token("stranger", &["offline_access"]);
     let mut table = String::new();
     for (who, method, route) in rows() {
         let path = route.replace("{id}", "018f4e2a-7c1b-7000-8000-000000000001").replace("{kind}", "node");
         let send = async |token: Option<&str>| {
-            let call = world.call(Method::from_bytes(method.as_bytes()).unwrap(), &path).json(&serde_json::json!({}));
+            let call = api.call(Method::from_bytes(method.as_bytes()).unwrap(), &path).json(&serde_json::json!({}));
             let call = if let Some(token) = token { call.by(token) } else { call };
             call.send().await.status
         };
-        let user = world.token("ann", &["user"]);
-        let admin = world.token("root", &["admin"]);
+        let user = api.token("ann", &["user"]);
+        let admin = api.token("root", &["admin"]);
         let statuses = [
             send(None).await,
             send(Some("rubbish")).await,
@@ -190,7 +190,7 @@ async fn every_route_lets_in_whom_it_is_for_and_nobody_else() {
         writeln!(table, "{method} {route}: {}", statuses.map(|status| status.to_string()).join(" ")).unwrap();
         let refused = |status: u16| matches!(status, 401 | 403);
         match who.as_str() {
-            // Nobody's access token opens these; what does, is tested with them.
+            // No access token admits to these; their own credentials are tested elsewhere.
             "Client" => assert_eq!(statuses, [415; 5], "{route}"),
             "Anyone" => assert!(!statuses.iter().any(|status| refused(*status)), "{route}"),
             "User" => assert_eq!(statuses.map(refused), [true, true, true, false, false], "{route}"),
@@ -204,17 +204,16 @@ async fn every_route_lets_in_whom_it_is_for_and_nobody_else() {
 }
 
 #[tokio::test]
-async fn every_route_that_asks_for_a_token_is_limited_and_says_so() {
-    let world = World::new().await;
+async fn every_route_with_a_token_is_rate_limited_and_documents_it() {
+    let api = ApiHarness::new().await;
     for (who, method, route) in rows() {
         let path = route.replace("{id}", "018f4e2a-7c1b-7000-8000-000000000001").replace("{kind}", "node");
-        let call =
-            world.call(Method::from_bytes(method.as_bytes()).unwrap(), &path).admin().json(&serde_json::json!({}));
+        let call = api.call(Method::from_bytes(method.as_bytes()).unwrap(), &path).admin().json(&serde_json::json!({}));
         let headers = call.send().await.headers;
         for header in ["ratelimit-policy", "ratelimit"] {
             let limited = matches!(&*who, "User" | "Admin" | "Bound");
             assert_eq!(headers.contains_key(header), limited, "{method} {route} {header}");
-            // What is polled often, what opens a machine and what is about money have quotas of their own.
+            // Frequent polls, terminal tokens and money have rate limits of their own.
             let group = match route.as_str() {
                 "/api/v1/admin/overview" => "\"admin_overview\";",
                 "/api/v1/allocations/{id}/terminal-tokens" => "\"terminal_token\";",
@@ -225,8 +224,8 @@ async fn every_route_that_asks_for_a_token_is_limited_and_says_so() {
             assert!(named, "{method} {route} {header}: {headers:?}");
         }
     }
-    world.set_policy(domain::policy::Key::RateLimitApi, 2);
-    let asked = async || world.get("/api/v1/skus").user("ann").send().await;
+    api.set_policy(domain::policy::PolicyKey::RateLimitApi, 2);
+    let asked = async || api.get("/api/v1/skus").user("ann").send().await;
     for left in [1, 0] {
         let answer = asked().await;
         answer.is(200);
@@ -240,30 +239,29 @@ async fn every_route_that_asks_for_a_token_is_limited_and_says_so() {
 }
 
 #[tokio::test]
-async fn a_process_s_stats_are_for_who_has_the_operator_s_token() {
-    let world = World::new().await;
-    let stats = world.get("/api/v1/internal/stats").by(super::world::STATS_TOKEN).send().await;
+async fn process_stats_require_the_operator_token() {
+    let api = ApiHarness::new().await;
+    let stats = api.get("/api/v1/internal/stats").by(super::harness::STATS_TOKEN).send().await;
     assert_eq!(stats.is(200)["entities"]["awake"], 0);
-    world
-        .get("/api/v1/internal/stats")
-        .by(&super::world::STATS_TOKEN[1..])
+    api.get("/api/v1/internal/stats")
+        .by(&super::harness::STATS_TOKEN[1..])
         .send()
         .await
         .refused(401, "unauthenticated");
-    let twice = world.get("/api/v1/internal/stats").by(super::world::STATS_TOKEN).by(super::world::STATS_TOKEN);
+    let twice = api.get("/api/v1/internal/stats").by(super::harness::STATS_TOKEN).by(super::harness::STATS_TOKEN);
     twice.send().await.refused(401, "unauthenticated");
 }
 
 #[tokio::test]
-async fn whoever_guesses_an_operator_s_token_is_held_up_and_whoever_has_it_is_not() {
-    let world = World::new().await;
-    world.set_policy(domain::policy::Key::RateLimitAuthenticationFailures, 10);
+async fn wrong_operator_tokens_are_rate_limited_and_the_right_one_is_not() {
+    let api = ApiHarness::new().await;
+    api.set_policy(domain::policy::PolicyKey::RateLimitAuthenticationFailures, 10);
     for (method, route, token) in [
-        (Method::GET, "/api/v1/internal/stats", super::world::STATS_TOKEN),
-        (Method::POST, "/internal/auth/jwks/refresh", super::world::REFRESH_TOKEN),
+        (Method::GET, "/api/v1/internal/stats", super::harness::STATS_TOKEN),
+        (Method::POST, "/internal/auth/jwks/refresh", super::harness::REFRESH_TOKEN),
     ] {
         let last = if method == Method::GET { 7 } else { 8 };
-        let call = || world.call(method.clone(), route).from([192, 0, 2, last]);
+        let call = || api.call(method.clone(), route).from([192, 0, 2, last]);
         for _ in 0..10 {
             call().by("a guess").send().await.refused(401, "unauthenticated");
         }
@@ -275,44 +273,44 @@ async fn whoever_guesses_an_operator_s_token_is_held_up_and_whoever_has_it_is_no
 }
 
 #[tokio::test]
-async fn metadata_of_the_protected_resource_names_the_issuer_without_a_token() {
-    let world = World::new().await;
-    let metadata = world.get("/.well-known/oauth-protected-resource").send().await.is(200).clone();
+async fn protected_resource_metadata_names_the_issuer_without_a_token() {
+    let api = ApiHarness::new().await;
+    let metadata = api.get("/.well-known/oauth-protected-resource").send().await.is(200).clone();
     assert_eq!(metadata["resource"], "https://api.gpu.example");
-    assert_eq!(metadata["authorization_servers"], serde_json::json!([world.services.authenticator.issuer()]));
+    assert_eq!(metadata["authorization_servers"], serde_json::json!([api.services.authenticator.issuer()]));
     assert_eq!(metadata["gpuctl_client_id"], "gpuctl");
 }
 
 #[tokio::test]
-async fn the_description_and_liveness_are_for_anyone() {
-    let world = World::new().await;
-    let described = world.get("/api/v1/openapi.json").send().await;
-    let (served, described) = (format!("{:#}", as_everywhere(described.is(200))), format!("{:#}", document()));
+async fn openapi_document_and_liveness_need_no_token() {
+    let api = ApiHarness::new().await;
+    let described = api.get("/api/v1/openapi.json").send().await;
+    let (served, described) = (format!("{:#}", without_installation(described.is(200))), format!("{:#}", document()));
     let differs =
         served.lines().zip(described.lines()).enumerate().find(|(_, (served, described))| served != described);
     assert_eq!(differs, None);
     assert_eq!(served.lines().count(), described.lines().count());
-    assert_eq!(world.get("/api/v1/healthz").send().await.is(200)["status"], "ok");
-    let page = world.get("/api/v1/docs").response().await;
+    assert_eq!(api.get("/api/v1/healthz").send().await.is(200)["status"], "ok");
+    let page = api.get("/api/v1/docs").response().await;
     let may = page.headers()["content-security-policy"].to_str().unwrap().to_owned();
     assert!(may.starts_with("default-src 'none'; script-src 'self';") && !may.contains("http"), "{may}");
-    let reader = world.get("/api/v1/docs/reader.js").response().await;
+    let reader = api.get("/api/v1/docs/reader.js").response().await;
     let script = axum::body::to_bytes(reader.into_body(), 16 << 20).await.unwrap();
     assert!(script.len() > 1 << 20);
 }
 
 #[tokio::test]
-async fn readiness_and_metrics_of_the_public_listener_need_the_operators_token() {
-    let world = World::new().await;
+async fn readiness_and_metrics_of_the_public_listener_require_the_operator_token() {
+    let api = ApiHarness::new().await;
     for path in ["/api/v1/readyz", "/metrics"] {
-        world.get(path).send().await.refused(401, "unauthenticated");
-        world.get(path).admin().send().await.refused(401, "unauthenticated");
+        api.get(path).send().await.refused(401, "unauthenticated");
+        api.get(path).admin().send().await.refused(401, "unauthenticated");
     }
-    let ready = async || world.get("/api/v1/readyz").by(super::world::STATS_TOKEN).send().await;
+    let ready = async || api.get("/api/v1/readyz").by(super::harness::STATS_TOKEN).send().await;
     assert_eq!(ready().await.is(200)["ready"], true);
-    let metrics = world.get("/metrics").by(super::world::STATS_TOKEN).response().await;
+    let metrics = api.get("/metrics").by(super::harness::STATS_TOKEN).response().await;
     assert!(metrics.headers()["content-type"].to_str().unwrap().starts_with("text/plain"));
-    world.services.stopping.cancel();
+    api.services.stopping.cancel();
     let stopping = ready().await;
     stopping.refused(503, "service_unavailable");
     assert!(stopping.headers.contains_key("retry-after"));

@@ -1,9 +1,9 @@
-//! `deploy/docs/errors.md` says what the code says. Where it does not, the test says how it is written anew.
+//! `deploy/docs/errors.md` matches the error codes. Where it does not, the test names the command that regenerates it.
 
 use super::contract::{document, operations};
 use crate::api::document::CODES;
 use crate::error::Code;
-use crate::node_api::PAGE;
+use crate::node_api::ROUTES;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::path::Path;
@@ -29,7 +29,7 @@ impl Public {
     }
 }
 
-/// Who answers with it.
+/// The routes that respond with the code.
 fn routes_of(code: Code, public: &Public) -> String {
     if code == Code::MethodNotAllowed {
         return "Every path of every API, for a method that it does not have.\n".to_owned();
@@ -38,7 +38,7 @@ fn routes_of(code: Code, public: &Public) -> String {
         return "Every listener, before it looks at the path.\n".to_owned();
     }
     let (with, guarded) = (public.with(code), public.with(Code::Unauthenticated));
-    let of_nodes: Vec<_> = PAGE.iter().filter(|route| route.codes().any(|its| its == code)).collect();
+    let of_nodes: Vec<_> = ROUTES.iter().filter(|route| route.codes().any(|its| its == code)).collect();
     let mut text = String::new();
     let rest = if with.len() == public.0.len() {
         text.push_str("- every route of the public API\n");
@@ -52,7 +52,7 @@ fn routes_of(code: Code, public: &Public) -> String {
     for (method, path) in rest {
         writeln!(text, "- `{method} {path}`").unwrap();
     }
-    if of_nodes.len() == PAGE.len() {
+    if of_nodes.len() == ROUTES.len() {
         text.push_str("- every route of the node API\n");
     } else {
         for route in of_nodes {
@@ -103,7 +103,7 @@ header `X-Correlation-Id`, and is what an operator looks for in logs, events and
 "#;
 
 #[test]
-fn errors_md_is_what_the_code_says() {
+fn errors_md_matches_the_error_codes() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/docs/errors.md");
     let made = page();
     if std::env::var_os("UPDATE_DOCS").is_some() {
@@ -119,7 +119,7 @@ fn errors_md_is_what_the_code_says() {
 }
 
 #[test]
-fn an_example_of_every_code_is_in_the_description() {
+fn every_error_code_has_an_example_in_the_openapi_document() {
     let document = document();
     for code in Code::ALL {
         let example = &document["components"]["examples"][code.as_str()]["value"];

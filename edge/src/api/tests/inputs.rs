@@ -1,18 +1,18 @@
-//! Whatever comes in, the answer is the envelope with a message that helps.
+//! Invalid requests: each is answered with the error envelope and a helpful message.
 
-use super::world::World;
+use super::harness::ApiHarness;
 use axum::http::Method;
 use serde_json::json;
 
 #[tokio::test]
 async fn what_is_no_request_gets_the_envelope() {
-    let world = World::new().await;
-    let skus = || world.post("/api/v1/admin/skus").admin();
+    let api = ApiHarness::new().await;
+    let skus = || api.post("/api/v1/admin/skus").admin();
     let answers = [
-        world.get("/api/v1/nowhere").send().await,
-        world.get("/").send().await,
-        world.call(Method::PUT, "/api/v1/skus").user("ann").send().await,
-        world.call(Method::DELETE, "/api/v1/healthz").send().await,
+        api.get("/api/v1/nowhere").send().await,
+        api.get("/").send().await,
+        api.call(Method::PUT, "/api/v1/skus").user("ann").send().await,
+        api.call(Method::DELETE, "/api/v1/healthz").send().await,
         skus().text("{").send().await,
         skus().text("{\"name\": }").send().await,
         skus().text("").send().await,
@@ -24,24 +24,23 @@ async fn what_is_no_request_gets_the_envelope() {
         skus().header("content-type", "text/plain").raw("{}").send().await,
         skus().text(vec![b' '; 10 << 20]).send().await,
         skus().json(&json!({"name": {"deep": true}})).send().await,
-        world.get("/api/v1/admin/nodes/not-a-uuid").admin().send().await,
-        world.get("/api/v1/admin/nodes?limit=many").admin().send().await,
-        world.get("/api/v1/admin/nodes?limit=0").admin().send().await,
-        world.get("/api/v1/admin/nodes?limit=1&limit=2").admin().send().await,
-        world.get("/api/v1/admin/nodes?page_token=%00").admin().send().await,
-        world.get("/api/v1/admin/nodes?colour=red").admin().send().await,
-        world
-            .post("/api/v1/admin/skus")
+        api.get("/api/v1/admin/nodes/not-a-uuid").admin().send().await,
+        api.get("/api/v1/admin/nodes?limit=many").admin().send().await,
+        api.get("/api/v1/admin/nodes?limit=0").admin().send().await,
+        api.get("/api/v1/admin/nodes?limit=1&limit=2").admin().send().await,
+        api.get("/api/v1/admin/nodes?page_token=%00").admin().send().await,
+        api.get("/api/v1/admin/nodes?colour=red").admin().send().await,
+        api.post("/api/v1/admin/skus")
             .admin()
             .header("idempotency-key", "a")
             .header("idempotency-key", "b")
             .json(&json!({}))
             .send()
             .await,
-        world.get("/api/v1/skus").send().await,
-        world.get("/api/v1/skus").header("authorization", "Basic YTpi").send().await,
-        world.get("/api/v1/skus").by(&world.token("ann", &[])).send().await,
-        world.get("/api/v1/admin/skus").user("ann").send().await,
+        api.get("/api/v1/skus").send().await,
+        api.get("/api/v1/skus").header("authorization", "Basic YTpi").send().await,
+        api.get("/api/v1/skus").by(&api.token("ann", &[])).send().await,
+        api.get("/api/v1/admin/skus").user("ann").send().await,
     ];
     for answer in &answers {
         assert_eq!(

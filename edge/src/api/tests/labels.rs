@@ -1,6 +1,6 @@
-//! The names and labels of nodes and allocations: given, changed, shown and looked for.
+//! Names and labels of nodes and allocations: setting, changing, showing and filtering.
 
-use super::world::{Answer, Placing, World, node_body};
+use super::harness::{ApiHarness, PlacementOutcome, TestResponse, node_body};
 use axum::http::Method;
 use domain::allocation::{Allocation, Command};
 use serde_json::{Value, json};
@@ -8,30 +8,30 @@ use serde_json::{Value, json};
 const ALLOCATIONS: &str = "/api/v1/allocations";
 const NODES: &str = "/api/v1/admin/nodes";
 
-async fn world() -> World {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
-    world.places(Placing::Silent);
-    world
+async fn harness() -> ApiHarness {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    api.set_placement(PlacementOutcome::Silent);
+    api
 }
 
-/// An allocation that waits in line, so that its first answer is there at once.
-async fn rented(world: &World, user: &str, key: &str, name: Value, labels: Value) -> Value {
-    world.places(Placing::NoCapacity);
+/// An allocation that is queued, so that its first reply comes at once.
+async fn rented(api: &ApiHarness, user: &str, key: &str, name: Value, labels: Value) -> Value {
+    api.set_placement(PlacementOutcome::NoCapacity);
     let body = json!({"sku": "h100x4", "gpu_count": 1, "queue_seconds": 600, "name": name, "labels": labels});
-    world.post(ALLOCATIONS).user(user).key(key).json(&body).send().await.is(201).clone()
+    api.post(ALLOCATIONS).user(user).key(key).json(&body).send().await.is(201).clone()
 }
 
 fn path_of(made: &Value) -> String {
     format!("{ALLOCATIONS}/{}", made["id"].as_str().unwrap())
 }
 
-async fn patched(world: &World, path: &str, user: &str, change: &Value) -> Answer {
-    world.call(Method::PATCH, path).user(user).json(change).send().await
+async fn patched(api: &ApiHarness, path: &str, user: &str, change: &Value) -> TestResponse {
+    api.call(Method::PATCH, path).user(user).json(change).send().await
 }
 
-async fn ids(world: &World, path: &str, user: Option<&str>) -> Vec<String> {
-    let call = world.get(path);
+async fn ids(api: &ApiHarness, path: &str, user: Option<&str>) -> Vec<String> {
+    let call = api.get(path);
     let call = match user {
         Some(user) => call.user(user),
         None => call.admin(),
@@ -41,80 +41,80 @@ async fn ids(world: &World, path: &str, user: Option<&str>) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn allocation_is_named_and_labelled_when_it_is_asked_for_and_changed_by_a_merge_patch() {
-    let world = world().await;
-    let made = rented(&world, "ann", "k", json!("  train 7 "), json!({"env": "dev", "example.com/team": "ml"})).await;
+async fn allocation_is_named_and_labelled_at_creation_and_changed_by_a_merge_patch() {
+    let api = harness().await;
+    let made = rented(&api, "ann", "k", json!("  train 7 "), json!({"env": "dev", "example.com/team": "ml"})).await;
     assert_eq!((&made["name"], &made["labels"]), (&json!("train 7"), &json!({"env": "dev", "example.com/team": "ml"})));
     let path = path_of(&made);
-    let read = world.get(&path).user("ann").send().await;
+    let read = api.get(&path).user("ann").send().await;
     assert_eq!(read.is(200)["labels"], made["labels"]);
 
     let change = json!({"labels": {"env": "prod", "example.com/team": null, "tier": ""}});
-    let changed = patched(&world, &path, "ann", &change).await;
+    let changed = patched(&api, &path, "ann", &change).await;
     assert_eq!(changed.is(200)["labels"], json!({"env": "prod", "tier": ""}));
     assert_eq!(changed.body["name"], "train 7");
     let generation = changed.body["generation"].as_i64().unwrap();
     assert_eq!(generation, made["generation"].as_i64().unwrap() + 1);
     assert_eq!(changed.headers["etag"].to_str().unwrap(), format!("\"{generation}\""));
-    let again = patched(&world, &path, "ann", &change).await;
+    let again = patched(&api, &path, "ann", &change).await;
     assert_eq!(again.is(200)["generation"], generation, "a repetition changes nothing");
 
-    let unnamed = patched(&world, &path, "ann", &json!({"name": null})).await;
+    let unnamed = patched(&api, &path, "ann", &json!({"name": null})).await;
     assert_eq!(
         (&unnamed.is(200)["name"], &unnamed.body["labels"]),
         (&Value::Null, &json!({"env": "prod", "tier": ""}))
     );
-    assert_eq!(patched(&world, &path, "ann", &json!({"labels": null})).await.is(200)["labels"], json!({}));
-    let merge_patch = world.call(Method::PATCH, &path).user("ann").raw(r#"{"name":"a"}"#);
+    assert_eq!(patched(&api, &path, "ann", &json!({"labels": null})).await.is(200)["labels"], json!({}));
+    let merge_patch = api.call(Method::PATCH, &path).user("ann").raw(r#"{"name":"a"}"#);
     let merge_patch = merge_patch.header("content-type", "application/merge-patch+json").send().await;
     assert_eq!(merge_patch.is(200)["name"], "a");
 }
 
 #[tokio::test]
-async fn allocation_is_changed_by_its_user_and_administrators_at_the_version_that_they_name_and_audited() {
-    let world = world().await;
-    let made = rented(&world, "ann", "k", Value::Null, Value::Null).await;
+async fn metadata_change_is_conditional_on_the_version_and_audited() {
+    let api = harness().await;
+    let made = rented(&api, "ann", "k", Value::Null, Value::Null).await;
     assert_eq!((&made["name"], &made["labels"]), (&Value::Null, &json!({})));
     let path = path_of(&made);
-    patched(&world, &path, "bob", &json!({"name": "mine"})).await.refused(404, "not_found");
-    let stale = world.call(Method::PATCH, &path).user("ann").header("if-match", "\"99\"").json(&json!({"name": "a"}));
+    patched(&api, &path, "bob", &json!({"name": "mine"})).await.refused(404, "not_found");
+    let stale = api.call(Method::PATCH, &path).user("ann").header("if-match", "\"99\"").json(&json!({"name": "a"}));
     assert_eq!(stale.send().await.refused(409, "state_conflict")["field"], "If-Match");
     let etag = format!("\"{}\"", made["generation"]);
-    let fresh = world.call(Method::PATCH, &path).user("ann").header("if-match", &etag).json(&json!({"name": "a"}));
+    let fresh = api.call(Method::PATCH, &path).user("ann").header("if-match", &etag).json(&json!({"name": "a"}));
     assert_eq!(fresh.send().await.is(200)["name"], "a");
-    let by_admin = world.call(Method::PATCH, &path).admin().json(&json!({"labels": {"seen": "yes"}})).send().await;
+    let by_admin = api.call(Method::PATCH, &path).admin().json(&json!({"labels": {"seen": "yes"}})).send().await;
     assert_eq!(by_admin.is(200)["labels"], json!({"seen": "yes"}));
 
     let id = made["id"].as_str().unwrap();
     let log = format!("/api/v1/admin/audit-log?action=allocations.update&target_id={id}");
-    let rows = world.get(&log).admin().send().await;
+    let rows = api.get(&log).admin().send().await;
     let rows = rows.is(200)["items"].as_array().unwrap().clone();
-    let said: Vec<_> = rows.iter().map(|row| (row["actor"].as_str().unwrap(), row["metadata"].clone())).collect();
-    assert_eq!(said.len(), 2, "{rows:?}");
-    assert!(said.contains(&("user:root", json!({"labels": {"seen": "yes"}}))), "{said:?}");
-    assert!(said.iter().any(|(_, metadata)| *metadata == json!({"name": "a"})), "{said:?}");
+    let audited: Vec<_> = rows.iter().map(|row| (row["actor"].as_str().unwrap(), row["metadata"].clone())).collect();
+    assert_eq!(audited.len(), 2, "{rows:?}");
+    assert!(audited.contains(&("user:root", json!({"labels": {"seen": "yes"}}))), "{audited:?}");
+    assert!(audited.iter().any(|(_, metadata)| *metadata == json!({"name": "a"})), "{audited:?}");
 }
 
 #[tokio::test]
 async fn released_allocation_keeps_its_name_and_labels() {
-    let world = world().await;
-    let made = rented(&world, "ann", "k", json!("train"), json!({"env": "dev"})).await;
+    let api = harness().await;
+    let made = rented(&api, "ann", "k", json!("train"), json!({"env": "dev"})).await;
     let path = path_of(&made);
-    world.post(&format!("{path}/release")).user("ann").send().await.is(202);
-    let refused = patched(&world, &path, "ann", &json!({"name": "other"})).await;
+    api.post(&format!("{path}/release")).user("ann").send().await.is(202);
+    let refused = patched(&api, &path, "ann", &json!({"name": "other"})).await;
     assert_eq!(refused.refused(409, "state_conflict")["state"], "released");
-    let shown = world.get(&path).user("ann").send().await;
+    let shown = api.get(&path).user("ann").send().await;
     assert_eq!((&shown.is(200)["name"], &shown.body["labels"]), (&json!("train"), &json!({"env": "dev"})));
-    assert_eq!(ids(&world, &format!("{ALLOCATIONS}?label=env"), Some("ann")).await.len(), 1);
+    assert_eq!(ids(&api, &format!("{ALLOCATIONS}?label=env"), Some("ann")).await.len(), 1);
 }
 
 #[tokio::test]
-async fn change_that_names_nothing_or_too_much_is_refused_by_its_field() {
-    let world = world().await;
+async fn empty_or_invalid_metadata_change_is_refused_by_field_name() {
+    let api = harness().await;
     let full: serde_json::Map<_, _> = (0..32).map(|n| (format!("k{n}"), json!(""))).collect();
-    let made = rented(&world, "ann", "k", Value::Null, json!(full)).await;
+    let made = rented(&api, "ann", "k", Value::Null, json!(full)).await;
     let path = path_of(&made);
-    patched(&world, &path, "ann", &json!({})).await.refused(400, "invalid_request");
+    patched(&api, &path, "ann", &json!({})).await.refused(400, "invalid_request");
     for (change, field) in [
         (json!({"labels": {"one-more": ""}}), "labels"),
         (json!({"labels": {"a": "x".repeat(64)}}), "labels.a"),
@@ -124,36 +124,35 @@ async fn change_that_names_nothing_or_too_much_is_refused_by_its_field() {
         (json!({"name": ""}), "name"),
         (json!({"names": "a"}), "names"),
     ] {
-        let refused = patched(&world, &path, "ann", &change).await;
+        let refused = patched(&api, &path, "ann", &change).await;
         let at = refused.refused(400, "invalid_request")["field"].as_str().unwrap().to_owned();
         assert!(at.starts_with(field), "{change}: {at}");
     }
-    let exchanged = patched(&world, &path, "ann", &json!({"labels": {"one-more": "", "k0": null}})).await;
+    let exchanged = patched(&api, &path, "ann", &json!({"labels": {"one-more": "", "k0": null}})).await;
     assert_eq!(exchanged.is(200)["labels"].as_object().unwrap().len(), 32);
     let many: serde_json::Map<_, _> = (0..33).map(|n| (format!("k{n}"), json!(""))).collect();
     let body = json!({"sku": "h100x4", "gpu_count": 1, "labels": many});
-    let refused = world.post(ALLOCATIONS).user("ann").key("many").json(&body).send().await;
+    let refused = api.post(ALLOCATIONS).user("ann").key("many").json(&body).send().await;
     assert_eq!(refused.refused(400, "invalid_request")["field"], "labels");
 }
 
 #[tokio::test]
-async fn repetition_with_another_name_is_refused_and_with_the_same_shows_it() {
-    let world = world().await;
-    let made = rented(&world, "ann", "k", json!("train"), json!({"env": "dev"})).await;
-    assert_eq!(rented(&world, "ann", "k", json!("train"), json!({"env": "dev"})).await, made);
+async fn repetition_with_another_name_is_refused_and_with_the_same_is_replayed() {
+    let api = harness().await;
+    let made = rented(&api, "ann", "k", json!("train"), json!({"env": "dev"})).await;
+    assert_eq!(rented(&api, "ann", "k", json!("train"), json!({"env": "dev"})).await, made);
     let body =
         json!({"sku": "h100x4", "gpu_count": 1, "queue_seconds": 600, "name": "other", "labels": {"env": "dev"}});
-    world.post(ALLOCATIONS).user("ann").key("k").json(&body).send().await.refused(422, "idempotency_key_reused");
+    api.post(ALLOCATIONS).user("ann").key("k").json(&body).send().await.refused(422, "idempotency_key_reused");
 }
 
 #[tokio::test]
-async fn lists_show_what_has_the_name_and_all_of_the_labels() {
-    let world = world().await;
-    let one = rented(&world, "ann", "1", json!("train"), json!({"env": "dev", "team": "ml"})).await["id"].clone();
-    let two = rented(&world, "ann", "2", json!("train"), json!({"env": "prod"})).await["id"].clone();
-    let three =
-        rented(&world, "ann", "3", json!("100%"), json!({"env": "", "x.example/env": "dev"})).await["id"].clone();
-    let other = rented(&world, "bob", "4", json!("train"), json!({"env": "dev"})).await["id"].clone();
+async fn lists_filter_by_name_and_all_labels() {
+    let api = harness().await;
+    let one = rented(&api, "ann", "1", json!("train"), json!({"env": "dev", "team": "ml"})).await["id"].clone();
+    let two = rented(&api, "ann", "2", json!("train"), json!({"env": "prod"})).await["id"].clone();
+    let three = rented(&api, "ann", "3", json!("100%"), json!({"env": "", "x.example/env": "dev"})).await["id"].clone();
+    let other = rented(&api, "bob", "4", json!("train"), json!({"env": "dev"})).await["id"].clone();
     for (query, found) in [
         ("name=train", vec![&one, &two]),
         ("name=%20train", vec![&one, &two]),
@@ -174,17 +173,17 @@ async fn lists_show_what_has_the_name_and_all_of_the_labels() {
         ("label=ENV", vec![]),
     ] {
         let found: Vec<_> = found.into_iter().map(|id| id.as_str().unwrap().to_owned()).collect();
-        assert_eq!(ids(&world, &format!("{ALLOCATIONS}?{query}"), Some("ann")).await, found, "{query}");
+        assert_eq!(ids(&api, &format!("{ALLOCATIONS}?{query}"), Some("ann")).await, found, "{query}");
     }
-    let everybodys = ids(&world, &format!("{ALLOCATIONS}?label=env=dev"), None).await;
+    let everybodys = ids(&api, &format!("{ALLOCATIONS}?label=env=dev"), None).await;
     assert_eq!(everybodys, [one.as_str().unwrap(), other.as_str().unwrap()]);
 
-    // What is found follows the change.
+    // The filter finds the changed values.
     let path = format!("{ALLOCATIONS}/{}", two.as_str().unwrap());
-    patched(&world, &path, "ann", &json!({"name": null, "labels": {"env": "dev"}})).await.is(200);
-    assert_eq!(ids(&world, &format!("{ALLOCATIONS}?name=train"), Some("ann")).await.len(), 1);
-    assert_eq!(ids(&world, &format!("{ALLOCATIONS}?label=env=prod"), Some("ann")).await.len(), 0);
-    assert_eq!(ids(&world, &format!("{ALLOCATIONS}?label=env=dev"), Some("ann")).await.len(), 2);
+    patched(&api, &path, "ann", &json!({"name": null, "labels": {"env": "dev"}})).await.is(200);
+    assert_eq!(ids(&api, &format!("{ALLOCATIONS}?name=train"), Some("ann")).await.len(), 1);
+    assert_eq!(ids(&api, &format!("{ALLOCATIONS}?label=env=prod"), Some("ann")).await.len(), 0);
+    assert_eq!(ids(&api, &format!("{ALLOCATIONS}?label=env=dev"), Some("ann")).await.len(), 2);
 
     for bad in [
         "label=",
@@ -197,77 +196,80 @@ async fn lists_show_what_has_the_name_and_all_of_the_labels() {
         "name=",
         "name=a&name=b",
     ] {
-        world.get(&format!("{ALLOCATIONS}?{bad}")).user("ann").send().await.refused(400, "invalid_request");
+        api.get(&format!("{ALLOCATIONS}?{bad}")).user("ann").send().await.refused(400, "invalid_request");
     }
-    world.get("/api/v1/skus?label=env").user("ann").send().await.refused(400, "invalid_request");
+    api.get("/api/v1/skus?label=env").user("ann").send().await.refused(400, "invalid_request");
 }
 
 #[tokio::test]
-async fn pages_of_a_filtered_list_follow_each_other_and_belong_to_their_filter() {
-    let world = world().await;
+async fn page_token_of_a_filtered_list_is_bound_to_its_filter() {
+    let api = harness().await;
     let mut expected = Vec::new();
     for n in 0..7 {
         let label = if n % 3 == 0 { "odd-one" } else { "env" };
-        let made = rented(&world, "ann", &n.to_string(), Value::Null, json!({ label: "x", "of": "ann" })).await;
+        let made = rented(&api, "ann", &n.to_string(), Value::Null, json!({ label: "x", "of": "ann" })).await;
         expected.extend((label == "env").then(|| made["id"].as_str().unwrap().to_owned()));
     }
     let (mut found, mut token) = (Vec::new(), String::new());
     loop {
         // The order of the labels makes no difference to the next page.
         let labels = if found.is_empty() { "label=env&label=of=ann" } else { "label=of=ann,env" };
-        let page = world.get(&format!("{ALLOCATIONS}?limit=2&{labels}{token}")).user("ann").send().await;
+        let page = api.get(&format!("{ALLOCATIONS}?limit=2&{labels}{token}")).user("ann").send().await;
         found.extend(page.is(200)["items"].as_array().unwrap().iter().map(|it| it["id"].as_str().unwrap().to_owned()));
         let Some(next) = page.body["next_page"].as_str() else { break };
         token = format!("&page_token={next}");
-        let foreign = world.get(&format!("{ALLOCATIONS}?label=env{token}")).user("ann").send().await;
+        let foreign = api.get(&format!("{ALLOCATIONS}?label=env{token}")).user("ann").send().await;
         assert_eq!(foreign.refused(400, "invalid_request")["field"], "page_token");
     }
     assert_eq!(found, expected);
 }
 
 #[tokio::test]
-async fn node_is_named_labelled_and_found_like_an_allocation() {
-    let world = world().await;
+async fn node_has_name_and_labels_like_an_allocation() {
+    let api = harness().await;
     let mut body = node_body("h100x4", 4);
     (body["name"], body["labels"]) = (json!("rack 7"), json!({"rack": "7", "row": "b"}));
-    let made = world.post(NODES).admin().json(&body).send().await.is(201).clone();
+    let made = api.post(NODES).admin().json(&body).send().await.is(201).clone();
     assert_eq!((&made["name"], &made["labels"]), (&json!("rack 7"), &json!({"rack": "7", "row": "b"})));
-    world.node("h100x4", 4).await;
+    api.node("h100x4", 4).await;
     let id = made["id"].as_str().unwrap().to_owned();
     let path = format!("{NODES}/{id}");
     for query in ["name=rack%207", "label=rack", "label=rack=7&label=row"] {
-        assert_eq!(ids(&world, &format!("{NODES}?{query}"), None).await, [id.as_str()], "{query}");
+        assert_eq!(ids(&api, &format!("{NODES}?{query}"), None).await, [id.as_str()], "{query}");
     }
-    let change = |change: Value| world.call(Method::PATCH, &path).admin().json(&change).send();
+    let change = |change: Value| api.call(Method::PATCH, &path).admin().json(&change).send();
     let renamed = change(json!({"name": "rack 8", "labels": {"row": null}, "port": 2222})).await;
     assert_eq!((&renamed.is(200)["name"], &renamed.body["port"]), (&json!("rack 8"), &json!(2222)));
     assert_eq!(renamed.body["labels"], json!({"rack": "7"}));
-    assert_eq!(ids(&world, &format!("{NODES}?label=row"), None).await.len(), 0);
+    assert_eq!(ids(&api, &format!("{NODES}?label=row"), None).await.len(), 0);
     let many: serde_json::Map<_, _> = (0..32).map(|n| (format!("k{n}"), json!(""))).collect();
     assert_eq!(change(json!({"labels": many})).await.refused(400, "invalid_request")["field"], "labels");
     assert_eq!(change(json!({"name": "a\u{202e}"})).await.refused(400, "invalid_request")["field"], "name");
     let unlabelled = change(json!({"name": null, "labels": null})).await;
     assert_eq!((&unlabelled.is(200)["name"], &unlabelled.body["labels"]), (&Value::Null, &json!({})));
-    world.call(Method::PATCH, &path).user("ann").json(&json!({"name": "a"})).send().await.refused(403, "forbidden");
+    api.call(Method::PATCH, &path).user("ann").json(&json!({"name": "a"})).send().await.refused(403, "forbidden");
 
-    let log = world.get(&format!("/api/v1/admin/audit-log?action=nodes.update&target_id={id}")).admin().send().await;
+    let log = api.get(&format!("/api/v1/admin/audit-log?action=nodes.update&target_id={id}")).admin().send().await;
     let rows = log.is(200)["items"].as_array().unwrap();
-    let said: Vec<_> = rows.iter().map(|row| &row["metadata"]).collect();
-    assert!(said.iter().any(|said| said["labels"] == json!({"row": null}) && said["name"] == "rack 8"), "{said:?}");
+    let audited: Vec<_> = rows.iter().map(|row| &row["metadata"]).collect();
+    assert!(
+        audited.iter().any(|audited| audited["labels"] == json!({"row": null}) && audited["name"] == "rack 8"),
+        "{audited:?}"
+    );
 }
 
 #[tokio::test]
-async fn allocation_with_labels_goes_through_its_saga_as_without() {
-    let world = world().await;
-    let node = world.active_node("h100x4", 4).await;
-    world.places(Placing::On(node));
+async fn labels_survive_the_allocation_saga() {
+    let api = harness().await;
+    let node = api.active_node("h100x4", 4).await;
+    api.set_placement(PlacementOutcome::On(node));
     let body = json!({"sku": "h100x4", "gpu_count": 1, "labels": {"env": "dev"}});
-    let made = world.post(ALLOCATIONS).user("ann").key("k").json(&body).send().await.is(201).clone();
+    let made = api.post(ALLOCATIONS).user("ann").key("k").json(&body).send().await.is(201).clone();
     let path = path_of(&made);
     let id = made["id"].as_str().unwrap().parse().unwrap();
-    world.tell::<Allocation>(id, Command::Provisioned { node_id: node }).await;
-    assert_eq!(patched(&world, &path, "ann", &json!({"name": "train"})).await.is(200)["state"], "active");
-    let released = world.post(&format!("{path}/release")).user("ann").send().await;
+    api.ask_as_system::<Allocation>(id, Command::Provisioned { node_id: node }).await;
+    assert_eq!(patched(&api, &path, "ann", &json!({"name": "train"})).await.is(200)["state"], "active");
+    let released = api.post(&format!("{path}/release")).user("ann").send().await;
     assert_eq!((&released.is(202)["name"], &released.body["labels"]), (&json!("train"), &json!({"env": "dev"})));
-    assert!(!world.stored().contains("\"metadata\":{}"), "what has none is stored as before");
+    assert!(!api.database_dump().contains("\"metadata\":{}"), "what has none is stored as before");
 }

@@ -1,23 +1,23 @@
-//! Onboarding and the inventory.
+//! Onboarding of nodes and the inventory.
 
-use super::world::{Answer, World, node_body};
+use super::harness::{ApiHarness, TestResponse, node_body};
 use axum::http::Method;
 use chrono::TimeDelta;
-use domain::node::{Command, Life, Node, Reply};
-use domain::policy::Key;
+use domain::node::{Command, Node, Phase, Reply};
+use domain::policy::PolicyKey;
 use domain::{AllocationId, Principal};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
-fn because() -> Value {
+fn reason_body() -> Value {
     json!({"reason": "a test wants it"})
 }
 
 #[tokio::test]
-async fn a_node_is_registered_read_changed_and_listed() {
-    let world = World::new().await;
-    let sku = world.sku("h100x4", 4).await;
-    let created = world.post("/api/v1/admin/nodes").admin().json(&node_body(&sku, 4)).send().await;
+async fn node_is_registered_read_changed_and_listed() {
+    let api = ApiHarness::new().await;
+    let sku = api.sku("h100x4", 4).await;
+    let created = api.post("/api/v1/admin/nodes").admin().json(&node_body(&sku, 4)).send().await;
     let node = created.is(201).clone();
     assert_eq!(created.headers["etag"], "\"1\"");
     let mut shown = node.clone();
@@ -28,11 +28,10 @@ async fn a_node_is_registered_read_changed_and_listed() {
     insta::assert_json_snapshot!("node", shown);
 
     let path = format!("/api/v1/admin/nodes/{}", node["id"].as_str().unwrap());
-    let read = world.get(&path).admin().send().await;
+    let read = api.get(&path).admin().send().await;
     assert_eq!((read.is(200), &read.headers["etag"]), (&node, &created.headers["etag"]));
     let change = |etag: &str| {
-        world
-            .call(Method::PATCH, &path)
+        api.call(Method::PATCH, &path)
             .admin()
             .header("if-match", etag)
             .json(&json!({"port": 2222, "host": "GPU-18.internal."}))
@@ -47,9 +46,9 @@ async fn a_node_is_registered_read_changed_and_listed() {
     assert_eq!(changed.body["created_at"], node["created_at"]);
     change("*").send().await.is(200);
 
-    world.node("h100x4", 4).await;
+    api.node("h100x4", 4).await;
     let count = async |query: &str| {
-        let page = world.get(&format!("/api/v1/admin/nodes{query}")).admin().send().await;
+        let page = api.get(&format!("/api/v1/admin/nodes{query}")).admin().send().await;
         (page.is(200)["items"].as_array().unwrap().len(), page.body["next_page"].as_str().map(str::to_owned))
     };
     let (first, next) = count("?limit=1&sku=h100x4").await;
@@ -57,19 +56,19 @@ async fn a_node_is_registered_read_changed_and_listed() {
     let next = next.unwrap();
     assert_eq!(count(&format!("?limit=1&sku=h100x4&page_token={next}")).await, (1, None));
     assert_eq!(count("?state=active").await, (0, None));
-    let foreign = world.get(&format!("/api/v1/admin/nodes?page_token={next}")).admin().send().await;
+    let foreign = api.get(&format!("/api/v1/admin/nodes?page_token={next}")).admin().send().await;
     assert_eq!(foreign.refused(400, "invalid_request")["field"], "page_token");
-    world.get("/api/v1/admin/nodes?sku=unknown").admin().send().await.refused(400, "invalid_request");
+    api.get("/api/v1/admin/nodes?sku=unknown").admin().send().await.refused(400, "invalid_request");
 }
 
 #[tokio::test]
-async fn a_token_is_shown_once_and_stored_nowhere() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
-    let id = world.node("h100x4", 4).await;
+async fn enrollment_token_is_shown_once_and_not_stored() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let id = api.node("h100x4", 4).await;
     let path = format!("/api/v1/admin/nodes/{id}/enrollment-token");
-    let issue = async |body: Option<Value>| -> Answer {
-        let call = world.post(&path).admin().key("the same");
+    let issue = async |body: Option<Value>| -> TestResponse {
+        let call = api.post(&path).admin().key("the same");
         match body {
             Some(body) => call.json(&body).send().await,
             None => call.send().await,
@@ -94,8 +93,8 @@ async fn a_token_is_shown_once_and_stored_nowhere() {
     for ttl in [json!(4), json!(86_401), json!("60"), json!(-5)] {
         issue(Some(json!({"ttl_seconds": ttl}))).await.refused(400, "invalid_request");
     }
-    let Reply::Node { node } = world
-        .ask::<Node>(&Principal::Caller(world_admin()), id.0, Command::Quarantine { reason: "x".into() })
+    let Reply::Node { node } = api
+        .ask::<Node>(&Principal::Caller(root_caller()), id.0, Command::Quarantine { reason: "x".into() })
         .await
         .unwrap()
         .reply
@@ -106,10 +105,10 @@ async fn a_token_is_shown_once_and_stored_nowhere() {
     issue(None).await.refused(400, "invalid_request");
 }
 
-fn world_admin() -> domain::authz::Caller {
-    domain::authz::Caller {
+fn root_caller() -> domain::authz::CallerIdentity {
+    domain::authz::CallerIdentity {
         user_id: "root".into(),
-        roles: [domain::authz::Role::Admin].into(),
+        roles: [domain::authz::TokenRole::Admin].into(),
         org_id: None,
         project_id: None,
         plan: None,
@@ -120,80 +119,81 @@ fn world_admin() -> domain::authz::Caller {
 
 #[tokio::test]
 async fn a_node_goes_through_its_life_by_an_administrators_word() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
-    let id = world.active_node("h100x4", 4).await;
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let id = api.active_node("h100x4", 4).await;
     let path = format!("/api/v1/admin/nodes/{id}");
     let order =
-        async |action: &str, body: Value| world.post(&format!("{path}/{action}")).admin().json(&body).send().await;
-    let active = world.get(&path).admin().send().await;
+        async |action: &str, body: Value| api.post(&format!("{path}/{action}")).admin().json(&body).send().await;
+    let active = api.get(&path).admin().send().await;
     assert_eq!((&active.is(200)["state"], &active.body["gpus_free"]), (&json!("active"), &json!(4)));
     assert_eq!(active.body["agent"]["protocol"], 3);
 
     let allocation_id = AllocationId(Uuid::now_v7());
-    world.tell::<Node>(id.0, Command::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0 }).await;
+    api.ask_as_system::<Node>(id.0, Command::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0 })
+        .await;
     let deadline_at = chrono::Utc::now() + TimeDelta::minutes(10);
-    world.tell::<Node>(id.0, Command::Provision { allocation_id, deadline_at }).await;
-    let in_use = order("retire", because()).await;
+    api.ask_as_system::<Node>(id.0, Command::Provision { allocation_id, deadline_at }).await;
+    let in_use = order("retire", reason_body()).await;
     assert_eq!(in_use.refused(409, "node_in_use")["allocation_id"], allocation_id.to_string());
-    order("remove", because()).await.refused(400, "invalid_request");
-    let tasks = world.get(&format!("{path}/tasks")).admin().send().await;
+    order("remove", reason_body()).await.refused(400, "invalid_request");
+    let tasks = api.get(&format!("{path}/tasks")).admin().send().await;
     assert_eq!(tasks.is(200)["open"][0]["type"], "allocation.provision");
     assert_eq!(tasks.body["open"][0]["allocation_id"], allocation_id.to_string());
     assert_eq!(order("retire", json!({"reason": "swap", "drain": true})).await.is(200)["state"], "draining");
-    world.tell::<Node>(id.0, Command::Abandon { allocation_id }).await;
-    let mut lines = vec![order("remove", because()).await.line(), order("reactivate", because()).await.line()];
+    api.ask_as_system::<Node>(id.0, Command::Abandon { allocation_id }).await;
+    let mut lines = vec![order("remove", reason_body()).await.line(), order("reactivate", reason_body()).await.line()];
 
-    let other = world.active_node("h100x4", 4).await;
+    let other = api.active_node("h100x4", 4).await;
     let path = format!("/api/v1/admin/nodes/{other}");
     let order =
-        async |action: &str, body: Value| world.post(&format!("{path}/{action}")).admin().json(&body).send().await;
-    assert_eq!(order("quarantine", because()).await.is(200)["state"], "quarantined");
-    assert_eq!(order("release-quarantine", because()).await.is(200)["state"], "active");
-    assert_eq!(order("retire", because()).await.is(200)["state"], "retired");
-    assert_eq!(order("reactivate", because()).await.is(200)["state"], "active");
-    lines.push(order("reactivate", because()).await.line());
-    lines.push(order("release-quarantine", because()).await.line());
-    lines.push(order("remove", because()).await.line());
+        async |action: &str, body: Value| api.post(&format!("{path}/{action}")).admin().json(&body).send().await;
+    assert_eq!(order("quarantine", reason_body()).await.is(200)["state"], "quarantined");
+    assert_eq!(order("release-quarantine", reason_body()).await.is(200)["state"], "active");
+    assert_eq!(order("retire", reason_body()).await.is(200)["state"], "retired");
+    assert_eq!(order("reactivate", reason_body()).await.is(200)["state"], "active");
+    lines.push(order("reactivate", reason_body()).await.line());
+    lines.push(order("release-quarantine", reason_body()).await.line());
+    lines.push(order("remove", reason_body()).await.line());
     lines.push(order("retire", json!({})).await.line());
     lines.push(order("retire", json!({"reason": ""})).await.line());
     lines.push(order("retire", json!({"reason": "x".repeat(501)})).await.line());
     lines.push(order("retire", json!({"reason": "x", "drain": "yes"})).await.line());
     insta::assert_snapshot!(lines.join("\n"));
-    order("retire", because()).await.is(200);
-    // Nobody ticks: its removal goes on.
+    order("retire", reason_body()).await.is(200);
+    // No timer runs, so the removal stays incomplete.
     let began = std::time::Instant::now();
-    let going = order("remove", because()).await;
+    let going = order("remove", reason_body()).await;
     assert_eq!(going.is(202)["state"], "removing");
     assert!(began.elapsed() >= std::time::Duration::from_secs(5));
-    let (removed, ()) = tokio::join!(order("remove", because()), world.tell::<Node>(other.0, Command::Tick));
+    let (removed, ()) = tokio::join!(order("remove", reason_body()), api.ask_as_system::<Node>(other.0, Command::Tick));
     assert_eq!(removed.is(200)["state"], "removed");
-    let Reply::Node { node } = world
-        .ask::<Node>(&Principal::Caller(world_admin()), other.0, Command::Remove { reason: "x".into() })
+    let Reply::Node { node } = api
+        .ask::<Node>(&Principal::Caller(root_caller()), other.0, Command::Remove { reason: "x".into() })
         .await
         .unwrap()
         .reply
     else {
         panic!("no node")
     };
-    assert_eq!(node.life, Life::Removed);
-    // The machine comes back as another node.
-    let again = world.post("/api/v1/admin/nodes").admin().json(&node_body("h100x4", 4)).send().await;
+    assert_eq!(node.life, Phase::Removed);
+    // The machine is registered again as another node.
+    let again = api.post("/api/v1/admin/nodes").admin().json(&node_body("h100x4", 4)).send().await;
     assert_eq!((&again.is(201)["host"], &again.body["state"]), (&removed.body["host"], &json!("registered")));
     assert_ne!(again.body["id"], removed.body["id"]);
-    world.call(Method::PATCH, &path).admin().json(&json!({"port": 23})).send().await.refused(400, "invalid_request");
+    api.call(Method::PATCH, &path).admin().json(&json!({"port": 23})).send().await.refused(400, "invalid_request");
 }
 
 #[tokio::test]
 async fn what_cannot_be_a_node_is_refused() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
-    world.post("/api/v1/admin/skus").admin().json(&super::world::sku_body("draft", 4)).send().await.is(201);
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    api.post("/api/v1/admin/skus").admin().json(&super::harness::sku_body("draft", 4)).send().await.is(201);
     let mut lines = Vec::new();
     let mut refuse = async |field: &str, value: Value| {
         let mut body = node_body("h100x4", 4);
         body[field] = value;
-        let answer = world.post("/api/v1/admin/nodes").admin().json(&body).send().await;
+        let answer = api.post("/api/v1/admin/nodes").admin().json(&body).send().await;
         assert!(answer.status >= 400, "{field}: {}", answer.body);
         lines.push(answer.line());
     };
@@ -220,38 +220,38 @@ async fn what_cannot_be_a_node_is_refused() {
     refuse("probe", json!(true)).await;
     refuse("id", json!("mine")).await;
     insta::assert_snapshot!(lines.join("\n"));
-    assert!(world.get("/api/v1/admin/nodes").admin().send().await.is(200)["items"].as_array().unwrap().is_empty());
+    assert!(api.get("/api/v1/admin/nodes").admin().send().await.is(200)["items"].as_array().unwrap().is_empty());
 }
 
 #[tokio::test]
-async fn a_provider_that_is_switched_off_or_not_there_prepares_no_machine() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
+async fn disabled_or_missing_bare_metal_provider_refuses_maas_onboarding() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
     let mut body = node_body("h100x4", 4);
     body["onboarding_mode"] = json!("maas");
-    let register = async || world.post("/api/v1/admin/nodes").admin().json(&body).send().await;
-    let message = |answer: &Answer| answer.body["message"].as_str().unwrap().to_owned();
+    let register = async || api.post("/api/v1/admin/nodes").admin().json(&body).send().await;
+    let message = |answer: &TestResponse| answer.body["message"].as_str().unwrap().to_owned();
     let off = register().await;
     assert_eq!(off.refused(503, "service_unavailable")["policy_key"], "maas.enabled");
     assert!(off.headers.contains_key("retry-after") && message(&off).contains("switched off"), "{}", off.body);
 
-    world.switch(Key::MaasEnabled, true);
+    api.set_switch(PolicyKey::MaasEnabled, true);
     let missing = register().await;
     missing.refused(503, "service_unavailable");
     assert!(message(&missing).contains("has no bare-metal provider"), "{}", missing.body);
-    assert!(world.get("/api/v1/admin/nodes").admin().send().await.is(200)["items"].as_array().unwrap().is_empty());
+    assert!(api.get("/api/v1/admin/nodes").admin().send().await.is(200)["items"].as_array().unwrap().is_empty());
 }
 
 #[tokio::test]
-async fn a_probe_is_denied_by_address_and_its_result_is_kept() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
+async fn probe_is_denied_by_address_and_its_result_is_stored() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
     let register = async |host: &str| {
         let mut body = node_body("h100x4", 4);
         body["host"] = host.into();
         body["port"] = 1.into();
         body["probe"] = true.into();
-        world.post("/api/v1/admin/nodes").admin().json(&body).send().await
+        api.post("/api/v1/admin/nodes").admin().json(&body).send().await
     };
     for host in [
         "127.0.0.1",
@@ -273,26 +273,26 @@ async fn a_probe_is_denied_by_address_and_its_result_is_kept() {
 }
 
 #[tokio::test]
-async fn reports_of_a_node_are_read_page_by_page_with_their_tasks() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
-    let node = world.active_node("h100x4", 4).await;
+async fn node_reports_are_paginated_with_their_tasks() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let node = api.active_node("h100x4", 4).await;
     let path = format!("/api/v1/admin/nodes/{node}/tasks");
     let mut tasks = Vec::new();
     for _ in 0..3 {
         let order = json!({"type": "diagnostics.collect", "reason": "x"});
-        let ordered = world.post(&path).admin().json(&order).send().await.is(201).clone();
+        let ordered = api.post(&path).admin().json(&order).send().await.is(201).clone();
         let report = domain::node::Command::Report {
             serial: "01".into(),
             task_id: domain::TaskId(ordered["task_id"].as_str().unwrap().parse().unwrap()),
             attempt: u32::try_from(ordered["attempt"].as_u64().unwrap()).unwrap(),
-            verdict: domain::node::Verdict::Succeeded { proof: None },
+            verdict: domain::node::TaskOutcome::Succeeded { proof: None },
             output: None,
         };
-        world.ask::<domain::node::Node>(&domain::Principal::Node(node), node.0, report).await.unwrap();
+        api.ask::<domain::node::Node>(&domain::Principal::Node(node), node.0, report).await.unwrap();
         tasks.insert(0, ordered["task_id"].clone());
     }
-    let read = async |query: &str| world.get(&format!("{path}{query}")).admin().send().await.is(200).clone();
+    let read = async |query: &str| api.get(&format!("{path}{query}")).admin().send().await.is(200).clone();
     let ids =
         |page: &Value| page["reports"].as_array().unwrap().iter().map(|it| it["task_id"].clone()).collect::<Vec<_>>();
     let first = read("?limit=2").await;
@@ -308,21 +308,21 @@ async fn reports_of_a_node_are_read_page_by_page_with_their_tasks() {
 }
 
 #[tokio::test]
-async fn changed_address_is_probed_like_a_new_one_and_a_name_that_does_not_resolve_says_so() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
+async fn changed_address_is_probed_and_an_unresolvable_name_is_reported() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
     let mut body = node_body("h100x4", 4);
     (body["host"], body["port"], body["probe"]) = ("192.0.2.1".into(), 1.into(), true.into());
-    let probed = world.post("/api/v1/admin/nodes").admin().json(&body).send().await;
+    let probed = api.post("/api/v1/admin/nodes").admin().json(&body).send().await;
     let path = format!("/api/v1/admin/nodes/{}", probed.is(201)["id"].as_str().unwrap());
-    let change = async |change: Value| world.call(Method::PATCH, &path).admin().json(&change).send().await;
+    let change = async |change: Value| api.call(Method::PATCH, &path).admin().json(&change).send().await;
     let moved = change(json!({ "host": "nowhere.example" })).await;
     assert_eq!(moved.is(200)["probe"]["result"], "unreachable");
     assert_eq!(moved.body["probe"]["error"], "the name does not resolve");
     let denied = change(json!({ "host": "127.0.0.1" })).await;
     assert_eq!(denied.refused(400, "probe_target_denied")["field"], "host");
     assert_eq!(
-        world.get(&path).admin().send().await.is(200)["host"],
+        api.get(&path).admin().send().await.is(200)["host"],
         "nowhere.example",
         "a refused change changes nothing"
     );
@@ -334,18 +334,18 @@ async fn changed_address_is_probed_like_a_new_one_and_a_name_that_does_not_resol
 }
 
 #[tokio::test]
-async fn node_that_never_was_active_is_removed_by_way_of_its_retirement() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
-    let id = world.node("h100x4", 4).await;
+async fn node_that_was_never_active_is_removed_after_retirement() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let id = api.node("h100x4", 4).await;
     let path = format!("/api/v1/admin/nodes/{id}");
     let order = async |verb: &str| {
-        world.post(&format!("{path}/{verb}")).admin().json(&json!({ "reason": "never needed" })).send().await
+        api.post(&format!("{path}/{verb}")).admin().json(&json!({ "reason": "never needed" })).send().await
     };
     let early = order("remove").await;
     assert_eq!(early.refused(400, "invalid_request")["state"], "registered");
     assert!(early.body["message"].as_str().unwrap().contains("retire it first"), "{}", early.body);
-    world.post(&format!("{path}/enrollment-token")).admin().send().await.is(201);
+    api.post(&format!("{path}/enrollment-token")).admin().send().await.is(201);
     order("remove").await.refused(400, "invalid_request");
     assert_eq!(order("retire").await.is(200)["state"], "retired");
     let removed = order("remove").await;
@@ -353,13 +353,13 @@ async fn node_that_never_was_active_is_removed_by_way_of_its_retirement() {
 }
 
 #[tokio::test]
-async fn two_nodes_that_report_the_same_gpus_end_with_one_active_and_the_other_quarantined_with_its_id() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
-    let (one, other) = (world.enrolled_node("h100x4", 4, "same").await, world.enrolled_node("h100x4", 4, "same").await);
-    futures::future::join(world.poll(one), world.poll(other)).await;
+async fn second_node_with_the_same_gpus_is_quarantined_with_the_id_of_the_first() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let (one, other) = (api.enrolled_node("h100x4", 4, "same").await, api.enrolled_node("h100x4", 4, "same").await);
+    futures::future::join(api.poll(one), api.poll(other)).await;
     let node =
-        async |id: domain::NodeId| world.get(&format!("/api/v1/admin/nodes/{id}")).admin().send().await.is(200).clone();
+        async |id: domain::NodeId| api.get(&format!("/api/v1/admin/nodes/{id}")).admin().send().await.is(200).clone();
     let (mut first, mut second) = (one, other);
     if node(one).await["state"] != "active" {
         (first, second) = (other, one);
@@ -370,12 +370,12 @@ async fn two_nodes_that_report_the_same_gpus_end_with_one_active_and_the_other_q
     assert_eq!(quarantined["state_reason"]["code"], "gpu_of_another_node");
     let message = quarantined["state_reason"]["message"].as_str().unwrap();
     assert!(message.contains(&first.to_string()), "{message}");
-    let audited = world.get("/api/v1/admin/audit-log?action=nodes.quarantine").admin().send().await;
+    let audited = api.get("/api/v1/admin/audit-log?action=nodes.quarantine").admin().send().await;
     assert_eq!(audited.is(200)["items"].as_array().unwrap().len(), 1, "{}", audited.body);
 
     let order = async |id: domain::NodeId, verb: &str| {
         let path = format!("/api/v1/admin/nodes/{id}/{verb}");
-        world.post(&path).admin().json(&json!({ "reason": "one is a copy" })).send().await
+        api.post(&path).admin().json(&json!({ "reason": "one is a copy" })).send().await
     };
     let early = order(second, "release-quarantine").await;
     early.refused(409, "state_conflict");

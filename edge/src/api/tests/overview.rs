@@ -1,41 +1,41 @@
-//! The service at a glance.
+//! The overview of the service.
 
-use super::world::World;
+use super::harness::ApiHarness;
 use domain::node::{Command, Node};
 use domain::{AllocationId, Machine, NodeId};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
 #[tokio::test]
-async fn the_overview_counts_what_there_is_and_what_could_be_rented() {
-    let world = World::new().await;
-    let overview = async || world.get("/api/v1/admin/overview").admin().send().await.is(200).clone();
+async fn overview_counts_entities_and_free_gpus() {
+    let api = ApiHarness::new().await;
+    let overview = async || api.get("/api/v1/admin/overview").admin().send().await.is(200).clone();
     let empty = overview().await;
     assert_eq!((&empty["gpus"], &empty["overdue"], &empty["parked"]), (&json!([]), &json!(0), &json!(0)));
-    world.get("/api/v1/admin/overview").user("ann").send().await.refused(403, "forbidden");
+    api.get("/api/v1/admin/overview").user("ann").send().await.refused(403, "forbidden");
 
     for name in ["h100x4", "h100x2"] {
-        world.sku(name, if name == "h100x4" { 4 } else { 2 }).await;
+        api.sku(name, if name == "h100x4" { 4 } else { 2 }).await;
     }
-    let silent = world.node("h100x4", 4).await;
-    let free = world.active_node("h100x4", 4).await;
-    let rented = world.active_node("h100x4", 4).await;
-    let retired = world.active_node("h100x4", 4).await;
-    let removed = world.active_node("h100x4", 4).await;
-    let small = world.active_node("h100x2", 2).await;
+    let silent = api.node("h100x4", 4).await;
+    let free = api.active_node("h100x4", 4).await;
+    let rented = api.active_node("h100x4", 4).await;
+    let retired = api.active_node("h100x4", 4).await;
+    let removed = api.active_node("h100x4", 4).await;
+    let small = api.active_node("h100x2", 2).await;
     let reserve = |n| Command::Reserve {
         allocation_id: AllocationId(Uuid::from_u128(n)),
         gpu_count: 1,
         keys: Vec::new(),
         revision: 0,
     };
-    world.tell::<Node>(rented.0, reserve(1)).await;
-    world.tell::<Node>(rented.0, reserve(2)).await;
-    world.tell::<Node>(small.0, reserve(3)).await;
+    api.ask_as_system::<Node>(rented.0, reserve(1)).await;
+    api.ask_as_system::<Node>(rented.0, reserve(2)).await;
+    api.ask_as_system::<Node>(small.0, reserve(3)).await;
     for (node, orders) in [(retired, ["retire"].as_slice()), (removed, ["retire", "remove"].as_slice())] {
         for order in orders {
             let path = format!("/api/v1/admin/nodes/{node}/{order}");
-            let answer = world.post(&path).admin().json(&json!({"reason": "old"})).send().await;
+            let answer = api.post(&path).admin().json(&json!({"reason": "old"})).send().await;
             assert!(matches!(answer.status, 200 | 202), "{}", answer.body);
         }
     }
@@ -48,10 +48,10 @@ async fn the_overview_counts_what_there_is_and_what_could_be_rented() {
             json!({"sku": "h100x4", "region_code": "eu-1", "nodes": 4, "gpus_total": 16, "gpus_held": 2, "gpus_free": 6}),
         ]
     );
-    // As the nodes themselves say.
+    // As the node entities count.
     let mut own = 0;
     for id in [silent, free, rented, retired, removed] {
-        own += node(&world, id).await.gpus_free();
+        own += node(&api, id).await.gpus_free();
     }
     assert_eq!(own, 6);
 }
@@ -61,7 +61,7 @@ fn without_id(mut row: Value) -> Value {
     row
 }
 
-async fn node(world: &World, id: NodeId) -> Node {
+async fn node(api: &ApiHarness, id: NodeId) -> Node {
     let entity = domain::EntityRef { kind: Node::KIND, id: id.0 };
-    serde_json::from_str(&world.services.reads.entity(entity).await.unwrap().unwrap().body).unwrap()
+    serde_json::from_str(&api.services.reads.entity(entity).await.unwrap().unwrap().body).unwrap()
 }

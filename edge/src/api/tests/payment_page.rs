@@ -1,8 +1,8 @@
 //! The page on which payments are made, as it is served; what it does in a browser is tested in `tests/it/payment_page.rs`.
 
-use super::payments::{checkout, id_of, pay, wanted};
-use super::till::Till;
-use super::world::World;
+use super::fake_processor::FakeProcessor;
+use super::harness::ApiHarness;
+use super::payments::{checkout, checkout_body, id_of, pay};
 use axum::http::StatusCode;
 use axum::response::Response;
 use serde_json::{Value, json};
@@ -14,10 +14,10 @@ async fn text(response: Response) -> String {
 }
 
 #[tokio::test]
-async fn the_page_runs_its_own_script_and_the_processors_and_talks_to_nobody_else() {
-    let till = Till::default();
-    let world = World::with_till(&till).await;
-    let page = world.get(&format!("/billing/checkout/{}", Uuid::from_u128(1))).response().await;
+async fn payment_page_policy_admits_its_own_scripts_and_the_processor_alone() {
+    let processor = FakeProcessor::default();
+    let api = ApiHarness::with_processor(&processor).await;
+    let page = api.get(&format!("/billing/checkout/{}", Uuid::from_u128(1))).response().await;
     assert_eq!(page.status(), StatusCode::OK);
     let header = |name: &str| page.headers()[name].to_str().unwrap().to_owned();
     let may = header("content-security-policy");
@@ -40,19 +40,19 @@ async fn the_page_runs_its_own_script_and_the_processors_and_talks_to_nobody_els
     );
     assert_eq!(page.matches("<script").count(), 2);
     assert!(!page.contains(" onload="));
-    // It is the same for every payment, also for those that there are not.
-    let other = world.get(&format!("/billing/checkout/{}", Uuid::from_u128(2))).response().await;
+    // It is the same for every payment, also for one that does not exist.
+    let other = api.get(&format!("/billing/checkout/{}", Uuid::from_u128(2))).response().await;
     assert_eq!(text(other).await, page);
-    world.get("/billing/checkout/somewhere").send().await.refused(400, "invalid_request");
+    api.get("/billing/checkout/somewhere").send().await.refused(400, "invalid_request");
 
     let mut wanted: Vec<String> =
         page.split("\"/billing/assets/").skip(1).map(|rest| rest.split('"').next().unwrap().to_owned()).collect();
     let mut served = 0;
     while let Some(name) = wanted.pop() {
-        let answer = world.get(&format!("/billing/assets/{name}")).response().await;
+        let answer = api.get(&format!("/billing/assets/{name}")).response().await;
         assert_eq!(answer.status(), StatusCode::OK, "{name}");
         let etag = answer.headers()["etag"].to_str().unwrap().to_owned();
-        let again = world.get(&format!("/billing/assets/{name}")).header("if-none-match", &etag).response().await;
+        let again = api.get(&format!("/billing/assets/{name}")).header("if-none-match", &etag).response().await;
         assert_eq!(again.status(), StatusCode::NOT_MODIFIED, "{name}");
         wanted.extend(
             text(answer).await.split("from \"./").skip(1).map(|rest| rest.split('"').next().unwrap().to_owned()),
@@ -60,7 +60,7 @@ async fn the_page_runs_its_own_script_and_the_processors_and_talks_to_nobody_els
         served += 1;
     }
     assert_eq!(served, 4);
-    let returned = world.get("/billing/returned").response().await;
+    let returned = api.get("/billing/returned").response().await;
     assert!(
         returned.headers()["content-security-policy"]
             .to_str()
@@ -68,16 +68,16 @@ async fn the_page_runs_its_own_script_and_the_processors_and_talks_to_nobody_els
             .starts_with("default-src 'none'; style-src 'self';")
     );
     assert!(!text(returned).await.contains("<script"));
-    world.get("/billing/assets/paying.test.js").send().await.refused(404, "not_found");
+    api.get("/billing/assets/paying.test.js").send().await.refused(404, "not_found");
 }
 
 #[tokio::test]
-async fn what_is_to_be_paid_is_told_to_whoever_has_the_address() {
-    let till = Till::default();
-    let world = World::with_till(&till).await;
-    let id = id_of(&checkout(&world, "k", &wanted(5_000)).await);
+async fn payment_terms_are_shown_to_a_client_with_the_address() {
+    let processor = FakeProcessor::default();
+    let api = ApiHarness::with_processor(&processor).await;
+    let id = id_of(&checkout(&api, "k", &checkout_body(5_000)).await);
     let terms =
-        async |payment: &str, name: &str| world.get(&format!("/billing/checkout/{payment}/terms/{name}")).send().await;
+        async |payment: &str, name: &str| api.get(&format!("/billing/checkout/{payment}/terms/{name}")).send().await;
     let known = terms(&id.to_string(), "pi_1").await;
     let expected = json!({
         "amount_minor": 5_000, "currency": "EUR", "state": "open",
@@ -89,17 +89,17 @@ async fn what_is_to_be_paid_is_told_to_whoever_has_the_address() {
     {
         terms(&payment, name).await.refused(404, "not_found");
     }
-    pay(&world, &till, id).await;
+    pay(&api, &processor, id).await;
     assert_eq!(terms(&id.to_string(), "pi_1").await.is(200)["state"], Value::from("deposited"));
 }
 
 #[tokio::test]
-async fn whoever_guesses_at_payments_is_held_up_by_their_address() {
-    let world = World::with_till(&Till::default()).await;
-    world.set_policy(domain::policy::Key::RateLimitAuthenticationFailures, 10);
+async fn guesses_at_payment_ids_are_rate_limited_by_address() {
+    let api = ApiHarness::with_processor(&FakeProcessor::default()).await;
+    api.set_policy(domain::policy::PolicyKey::RateLimitAuthenticationFailures, 10);
     let guess = async |last: u8| {
         let path = format!("/billing/checkout/{}/terms/pi_1", Uuid::new_v4());
-        world.get(&path).from([192, 0, 2, last]).send().await
+        api.get(&path).from([192, 0, 2, last]).send().await
     };
     for _ in 0..10 {
         guess(7).await.refused(404, "not_found");
@@ -110,12 +110,12 @@ async fn whoever_guesses_at_payments_is_held_up_by_their_address() {
 }
 
 #[tokio::test]
-async fn where_the_processor_has_a_page_there_is_none_of_ours() {
-    let hosted = World::with_till(&Till::hosted()).await;
-    for world in [&hosted, &World::new().await] {
+async fn payment_page_is_not_found_where_the_processor_has_one() {
+    let hosted = ApiHarness::with_processor(&FakeProcessor::hosted()).await;
+    for api in [&hosted, &ApiHarness::new().await] {
         for path in ["", "/terms/pi_1"] {
             let path = format!("/billing/checkout/{}{path}", Uuid::from_u128(1));
-            world.get(&path).send().await.refused(404, "not_found");
+            api.get(&path).send().await.refused(404, "not_found");
         }
     }
 }

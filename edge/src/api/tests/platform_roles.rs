@@ -1,6 +1,6 @@
-//! Who holds which platform role, and that it ends with its revocation.
+//! Bindings of platform roles, and their revocation.
 
-use super::world::World;
+use super::harness::ApiHarness;
 use axum::http::Method;
 use serde_json::{Value, json};
 
@@ -14,28 +14,28 @@ fn bound(page: &Value) -> Vec<String> {
     items.map(|item| format!("{}/{}", text(item, "subject"), text(item, "role"))).collect()
 }
 
-async fn revoke(world: &World, subject: &str, role: &str) -> super::world::Answer {
+async fn revoke(api: &ApiHarness, subject: &str, role: &str) -> super::harness::TestResponse {
     let path = format!("{BINDINGS}?subject={subject}&role={role}&reason=left");
-    world.call(Method::DELETE, &path).admin().send().await
+    api.call(Method::DELETE, &path).admin().send().await
 }
 
 #[tokio::test]
-async fn a_role_is_bound_listed_used_and_revoked() {
-    let world = World::new().await;
-    let ann = || world.get(SKUS).user("ann").send();
+async fn role_is_bound_listed_used_and_revoked() {
+    let api = ApiHarness::new().await;
+    let ann = || api.get(SKUS).user("ann").send();
     let refused = ann().await;
     refused.refused(403, "forbidden");
     insta::assert_snapshot!(refused.line(), @"403 forbidden: This needs the role `admin` or the platform role `platform_operations` or `inventory_owner`; ask an administrator to bind it to you.");
 
-    let first = world.bind("ann", "inventory_owner").await;
+    let first = api.bind("ann", "inventory_owner").await;
     assert_eq!((first.is(201)["subject"].as_str(), first.body["bound_by"].as_str()), (Some("ann"), Some("user:root")));
     ann().await.is(200);
-    let again = world.bind("ann", "inventory_owner").await;
+    let again = api.bind("ann", "inventory_owner").await;
     assert_eq!(again.is(200), &first.body, "binding twice is binding once");
     for (subject, role) in [("ann", "auditor"), ("bob", "auditor"), ("root", "platform_operations")] {
-        world.bind(subject, role).await.is(201);
+        api.bind(subject, role).await.is(201);
     }
-    let list = async |query: &str| bound(world.get(&format!("{BINDINGS}{query}")).admin().send().await.is(200));
+    let list = async |query: &str| bound(api.get(&format!("{BINDINGS}{query}")).admin().send().await.is(200));
     let all = ["ann/inventory_owner", "ann/auditor", "bob/auditor", "root/platform_operations"];
     assert_eq!(list("").await, all);
     assert_eq!(list("?role=auditor").await, ["ann/auditor", "bob/auditor"]);
@@ -44,7 +44,7 @@ async fn a_role_is_bound_listed_used_and_revoked() {
     let (mut seen, mut token) = (Vec::new(), None::<String>);
     loop {
         let query = token.map_or("?limit=1".to_owned(), |token| format!("?limit=1&page_token={token}"));
-        let page = world.get(&format!("{BINDINGS}{query}")).admin().send().await;
+        let page = api.get(&format!("{BINDINGS}{query}")).admin().send().await;
         seen.extend(bound(page.is(200)));
         token = page.body["next_page"].as_str().map(str::to_owned);
         if token.is_none() {
@@ -53,15 +53,15 @@ async fn a_role_is_bound_listed_used_and_revoked() {
     }
     assert_eq!(seen, all);
 
-    revoke(&world, "ann", "inventory_owner").await.is(204);
+    revoke(&api, "ann", "inventory_owner").await.is(204);
     ann().await.refused(403, "forbidden");
-    revoke(&world, "ann", "inventory_owner").await.refused(404, "not_found");
-    revoke(&world, "nobody", "auditor").await.refused(404, "not_found");
+    revoke(&api, "ann", "inventory_owner").await.refused(404, "not_found");
+    revoke(&api, "nobody", "auditor").await.refused(404, "not_found");
     assert_eq!(list("?subject=ann").await, ["ann/auditor"]);
-    world.bind("ann", "inventory_owner").await.is(201);
+    api.bind("ann", "inventory_owner").await.is(201);
     ann().await.is(200);
 
-    let audited = world.services.reads.audit(&persistence::read::AuditFilter::default(), None, 100).await.unwrap();
+    let audited = api.services.reads.audit(&persistence::read::AuditFilter::default(), None, 100).await.unwrap();
     let said: Vec<_> = audited
         .items
         .iter()
@@ -82,38 +82,38 @@ async fn a_role_is_bound_listed_used_and_revoked() {
 }
 
 #[tokio::test]
-async fn whom_the_identity_provider_has_put_out_no_platform_role_lets_in() {
-    let world = World::new().await;
-    world.bind("ann", "inventory_owner").await.is(201);
-    world.get(SKUS).by(&world.token("ann", &["user"])).send().await.is(200);
-    world.get(SKUS).by(&world.token("ann", &["offline_access"])).send().await.refused(403, "forbidden");
+async fn platform_role_admits_no_caller_without_a_role_in_the_token() {
+    let api = ApiHarness::new().await;
+    api.bind("ann", "inventory_owner").await.is(201);
+    api.get(SKUS).by(&api.token("ann", &["user"])).send().await.is(200);
+    api.get(SKUS).by(&api.token("ann", &["offline_access"])).send().await.refused(403, "forbidden");
 }
 
 #[tokio::test]
-async fn of_many_bindings_at_once_one_is_made() {
-    let world = World::new().await;
-    let answers = futures::future::join_all((0..20).map(|_| world.bind("ann", "auditor"))).await;
+async fn concurrent_bindings_make_one() {
+    let api = ApiHarness::new().await;
+    let answers = futures::future::join_all((0..20).map(|_| api.bind("ann", "auditor"))).await;
     assert_eq!(answers.iter().filter(|answer| answer.status == 201).count(), 1);
     let first = answers.iter().find(|answer| answer.status == 201).unwrap().body.clone();
     assert!(answers.iter().all(|answer| answer.body == first));
     let of_all = ["auditor", "inventory_owner", "platform_operations", "billing_operations"];
-    let answers = futures::future::join_all((0..20).map(|n| world.bind("bob", of_all[n % 4]))).await;
+    let answers = futures::future::join_all((0..20).map(|n| api.bind("bob", of_all[n % 4]))).await;
     assert_eq!(answers.iter().filter(|answer| answer.status == 201).count(), 4);
-    let audited = world.services.reads.audit(&persistence::read::AuditFilter::default(), None, 100).await.unwrap();
+    let audited = api.services.reads.audit(&persistence::read::AuditFilter::default(), None, 100).await.unwrap();
     assert_eq!(audited.items.len(), 5);
 }
 
 #[tokio::test]
-async fn a_subject_is_an_opaque_text_within_bounds() {
-    let world = World::new().await;
+async fn subject_is_an_opaque_text_within_bounds() {
+    let api = ApiHarness::new().await;
     let longest = "ü".repeat(255);
     for subject in ["*", ">", "a.b.>", "иван", "' OR 1=1 --", " ", "🦀", longest.as_str()] {
-        world.bind(subject, "auditor").await.is(201);
+        api.bind(subject, "auditor").await.is(201);
     }
-    let wildcard = world.get(&format!("{BINDINGS}?subject=%2A")).admin().send().await;
+    let wildcard = api.get(&format!("{BINDINGS}?subject=%2A")).admin().send().await;
     assert_eq!(bound(wildcard.is(200)), ["*/auditor"]);
-    revoke(&world, "%3E", "auditor").await.is(204);
-    assert_eq!(world.get(BINDINGS).admin().send().await.is(200)["items"].as_array().unwrap().len(), 7);
+    revoke(&api, "%3E", "auditor").await.is(204);
+    assert_eq!(api.get(BINDINGS).admin().send().await.is(200)["items"].as_array().unwrap().len(), 7);
 
     let long = "x".repeat(10_240);
     let with = |subject: Value, role: Value, reason: Value| json!({"subject": subject, "role": role, "reason": reason});
@@ -131,30 +131,30 @@ async fn a_subject_is_an_opaque_text_within_bounds() {
         json!({"subject": "ann", "role": "auditor", "reason": "r", "until": "tomorrow"}),
         json!([]),
     ] {
-        lines.push(world.post(BINDINGS).admin().json(&body).send().await.line());
+        lines.push(api.post(BINDINGS).admin().json(&body).send().await.line());
     }
     for query in ["", "?subject=ann", "?subject=ann&role=king", "?subject=&role=auditor", "?subject=%00&role=auditor"] {
-        lines.push(world.call(Method::DELETE, &format!("{BINDINGS}{query}")).admin().send().await.line());
+        lines.push(api.call(Method::DELETE, &format!("{BINDINGS}{query}")).admin().send().await.line());
     }
     for query in ["?role=king", "?subject=", "?limit=0", "?page_token=x", "?colour=red"] {
-        lines.push(world.get(&format!("{BINDINGS}{query}")).admin().send().await.line());
+        lines.push(api.get(&format!("{BINDINGS}{query}")).admin().send().await.line());
     }
     insta::assert_snapshot!("what_is_no_binding_is_refused", lines.join("\n"));
 }
 
 #[tokio::test]
-async fn what_is_asked_about_platform_roles_is_counted() {
-    let world = World::new().await;
-    world.bind("ann", "auditor").await.is(201);
-    world.bind("ann", "king").await.is(400);
-    revoke(&world, "ann", "auditor").await.is(204);
-    revoke(&world, "ann", "auditor").await.is(404);
-    world.get(BINDINGS).admin().send().await.is(200);
-    world.get(BINDINGS).user("ann").send().await.is(403);
-    world.post(BINDINGS).user("ann").json(&json!({})).send().await.is(403);
-    world.call(Method::DELETE, BINDINGS).send().await.is(401);
+async fn platform_role_requests_are_counted() {
+    let api = ApiHarness::new().await;
+    api.bind("ann", "auditor").await.is(201);
+    api.bind("ann", "king").await.is(400);
+    revoke(&api, "ann", "auditor").await.is(204);
+    revoke(&api, "ann", "auditor").await.is(404);
+    api.get(BINDINGS).admin().send().await.is(200);
+    api.get(BINDINGS).user("ann").send().await.is(403);
+    api.post(BINDINGS).user("ann").json(&json!({})).send().await.is(403);
+    api.call(Method::DELETE, BINDINGS).send().await.is(401);
     let counted = || {
-        let of = &world.services.platform_roles;
+        let of = &api.services.platform_roles;
         let counters = [
             &of.list_requests,
             &of.bind_requests,
@@ -167,26 +167,24 @@ async fn what_is_asked_about_platform_roles_is_counted() {
         counters.map(prometheus::IntCounter::get)
     };
     assert_eq!(counted(), [2, 3, 3, 2, 2, 2, 0]);
-    world.stop_postgres();
-    for answer in [
-        world.bind("ann", "auditor").await,
-        revoke(&world, "ann", "auditor").await,
-        world.get(BINDINGS).admin().send().await,
-    ] {
+    api.stop_postgres();
+    for answer in
+        [api.bind("ann", "auditor").await, revoke(&api, "ann", "auditor").await, api.get(BINDINGS).admin().send().await]
+    {
         answer.refused(503, "service_unavailable");
     }
     assert_eq!(counted(), [3, 4, 4, 2, 4, 2, 3]);
-    // Nor is anybody let in by a role that cannot be looked up.
-    world.get(SKUS).user("ann").send().await.refused(503, "service_unavailable");
+    // A role that cannot be read admits no caller.
+    api.get(SKUS).user("ann").send().await.refused(503, "service_unavailable");
 }
 
 #[tokio::test]
-async fn one_binding_is_read_by_its_id_while_it_is_bound() {
-    let world = World::new().await;
-    let bound = world.bind("ann", "auditor").await;
+async fn binding_is_read_by_id_while_it_is_bound() {
+    let api = ApiHarness::new().await;
+    let bound = api.bind("ann", "auditor").await;
     let path = format!("/api/v1/admin/platform-roles/bindings/{}", bound.body["id"].as_str().unwrap());
-    assert_eq!(world.get(&path).admin().send().await.is(200), &bound.body);
+    assert_eq!(api.get(&path).admin().send().await.is(200), &bound.body);
     let revoke = "/api/v1/admin/platform-roles/bindings?subject=ann&role=auditor";
-    world.call(Method::DELETE, revoke).admin().send().await.is(204);
-    world.get(&path).admin().send().await.refused(404, "not_found");
+    api.call(Method::DELETE, revoke).admin().send().await.is(204);
+    api.get(&path).admin().send().await.refused(404, "not_found");
 }

@@ -1,15 +1,15 @@
-//! Policy values: written within their bounds, for one scope, by one of several at a time, and resolved for whom they are.
+//! Policy values: bounds, scopes, concurrent writes and resolution.
 
-use super::world::{Answer, Placing, World};
+use super::harness::{ApiHarness, PlacementOutcome, TestResponse};
 use axum::http::Method;
-use domain::policy::{Key, Value as PolicyValue};
+use domain::policy::{PolicyKey, PolicyValue};
 use serde_json::{Value, json};
 
 const VALUES: &str = "/api/v1/admin/policy-values";
 const QUOTA: &str = "allocation.max_concurrent_per_user";
 
-impl World {
-    async fn write(&self, change: &[(&str, Value)]) -> Answer {
+impl ApiHarness {
+    async fn write(&self, change: &[(&str, Value)]) -> TestResponse {
         let mut body = json!({ "key": QUOTA, "value": 7, "reason": "a test" });
         for (field, value) in change {
             body[*field] = value.clone();
@@ -17,7 +17,7 @@ impl World {
         self.post(VALUES).admin().json(&body).send().await
     }
 
-    /// The value and its source, as soon as it is this.
+    /// Waits until the key resolves to this value, and checks its source.
     async fn resolves(&self, query: &str, value: &Value, source: &str) -> Value {
         let path = format!("{VALUES}/resolve?key={QUOTA}{query}");
         for _ in 0..100 {
@@ -32,10 +32,10 @@ impl World {
 }
 
 #[tokio::test]
-async fn the_catalog_names_every_key_with_its_type_bounds_default_and_meaning() {
-    let world = World::new().await;
-    let catalog = world.get("/api/v1/admin/policies").admin().send().await.is(200)["items"].clone();
-    assert_eq!(catalog.as_array().unwrap().len(), Key::ALL.len());
+async fn policy_catalog_lists_every_key_with_its_type_bounds_default_and_meaning() {
+    let api = ApiHarness::new().await;
+    let catalog = api.get("/api/v1/admin/policies").admin().send().await.is(200)["items"].clone();
+    assert_eq!(catalog.as_array().unwrap().len(), PolicyKey::ALL.len());
     let entry = |key: &str| catalog.as_array().unwrap().iter().find(|entry| entry["key"] == key).unwrap().clone();
     let window = entry("billing.window_seconds");
     assert_eq!((&window["type"], &window["default"]), (&json!("int"), &json!(60)));
@@ -49,44 +49,44 @@ async fn the_catalog_names_every_key_with_its_type_bounds_default_and_meaning() 
 }
 
 #[tokio::test]
-async fn the_most_specific_scope_wins_and_the_answer_says_so() {
-    let world = World::new().await;
-    world.resolves("", &json!(50), "default").await;
+async fn most_specific_scope_wins_and_is_named() {
+    let api = ApiHarness::new().await;
+    api.resolves("", &json!(50), "default").await;
     let scopes = ["plan", "org_id", "project_id", "user_id"];
-    assert_eq!(world.write(&[("scope", json!({}))]).await.is(201)["scope"], json!({}));
+    assert_eq!(api.write(&[("scope", json!({}))]).await.is(201)["scope"], json!({}));
     for (n, scope) in scopes.into_iter().enumerate() {
-        let written = world.write(&[("scope", json!({ scope: ">" })), ("value", json!(10 + n))]).await;
+        let written = api.write(&[("scope", json!({ scope: ">" })), ("value", json!(10 + n))]).await;
         assert_eq!(written.is(201)["scope"], json!({ scope: ">" }));
     }
     let mut query = String::new();
-    world.resolves(&query, &json!(7), "global").await;
+    api.resolves(&query, &json!(7), "global").await;
     for (n, scope) in scopes.into_iter().enumerate() {
         query.push_str(&format!("&{scope}=%3E"));
-        let resolved = world.resolves(&query, &json!(10 + n), scope).await;
+        let resolved = api.resolves(&query, &json!(10 + n), scope).await;
         assert_eq!(resolved["scope"], json!({ scope: ">" }));
         assert!(resolved["effective_at"].is_string());
     }
-    world.resolves("&user_id=ann", &json!(7), "global").await;
+    api.resolves("&user_id=ann", &json!(7), "global").await;
 }
 
 #[tokio::test]
-async fn value_for_a_scope_that_its_key_does_not_apply_to_is_refused_with_the_scopes_it_can_have() {
-    let world = World::new().await;
+async fn value_in_a_scope_of_the_wrong_kind_is_refused_with_the_valid_kinds() {
+    let api = ApiHarness::new().await;
     let window = |scope: Value| [("key", json!("billing.window_seconds")), ("value", json!(120)), ("scope", scope)];
     for kind in ["project_id", "plan"] {
-        let refused = world.write(&window(json!({ kind: "x" }))).await;
+        let refused = api.write(&window(json!({ kind: "x" }))).await;
         let details = refused.refused(400, "invalid_request");
         assert_eq!((&details["field"], &details["scopes"]), (&json!("scope"), &json!(["user_id", "org_id", "global"])));
     }
     let outage =
         [("key", json!("node.offline_after_seconds")), ("value", json!(30)), ("scope", json!({ "user_id": "ann" }))];
-    assert_eq!(world.write(&outage).await.refused(400, "invalid_request")["scopes"], json!(["global"]));
-    // An organization's account goes by the organization's value, whoever rents.
-    world.write(&window(json!({ "user_id": "ann" }))).await.is(201);
-    world.write(&[window(json!({ "org_id": "acme" })).to_vec(), vec![("value", json!(90))]].concat()).await.is(201);
+    assert_eq!(api.write(&outage).await.refused(400, "invalid_request")["scopes"], json!(["global"]));
+    // An organization's account uses the organization's value, whichever member rents.
+    api.write(&window(json!({ "user_id": "ann" }))).await.is(201);
+    api.write(&[window(json!({ "org_id": "acme" })).to_vec(), vec![("value", json!(90))]].concat()).await.is(201);
     let path = format!("{VALUES}/resolve?key=billing.window_seconds&user_id=ann&org_id=acme&plan=gold");
     for _ in 0..100 {
-        let resolved = world.get(&path).admin().send().await.is(200).clone();
+        let resolved = api.get(&path).admin().send().await.is(200).clone();
         if (&resolved["value"], &resolved["scope"]) == (&json!(90), &json!({ "org_id": "acme" })) {
             return;
         }
@@ -96,17 +96,17 @@ async fn value_for_a_scope_that_its_key_does_not_apply_to_is_refused_with_the_sc
 }
 
 #[tokio::test]
-async fn what_is_written_is_listed_and_audited_with_old_and_new_value_and_reason() {
-    let world = World::new().await;
-    let first = world.write(&[("old_value", Value::Null)]).await;
+async fn policy_write_is_listed_and_audited_with_old_and_new_value_and_reason() {
+    let api = ApiHarness::new().await;
+    let first = api.write(&[("old_value", Value::Null)]).await;
     assert_eq!(first.is(201)["old_value"], Value::Null);
-    let second = world.write(&[("value", json!(8)), ("old_value", json!(7)), ("reason", json!("more"))]).await;
+    let second = api.write(&[("value", json!(8)), ("old_value", json!(7)), ("reason", json!("more"))]).await;
     assert_eq!((&second.is(201)["old_value"], &second.body["written_by"]), (&json!(7), &json!("user:root")));
     let ann = json!({ "user_id": "ann" });
-    let ahead = world.write(&[("scope", ann.clone()), ("effective_at", json!("2035-01-01T00:00:00Z"))]).await;
+    let ahead = api.write(&[("scope", ann.clone()), ("effective_at", json!("2035-01-01T00:00:00Z"))]).await;
     ahead.is(201);
     let list = async |query: &str| {
-        let listed = world.get(&format!("{VALUES}?{query}")).admin().send().await;
+        let listed = api.get(&format!("{VALUES}?{query}")).admin().send().await;
         let ids = listed.is(200)["items"].as_array().unwrap().iter().map(|item| item["id"].clone()).collect::<Vec<_>>();
         (ids, listed.body["next_page"].clone())
     };
@@ -119,7 +119,7 @@ async fn what_is_written_is_listed_and_audited_with_old_and_new_value_and_reason
     assert_eq!(page, [second_id]);
     assert_eq!(list(&format!("limit=1&page_token={}", next.as_str().unwrap())).await.0, [ahead_id]);
 
-    let rows = world.services.reads.audit(&Default::default(), None, 10).await.unwrap().items;
+    let rows = api.services.reads.audit(&Default::default(), None, 10).await.unwrap().items;
     let row = rows.iter().find(|row| row.metadata["reason"] == "more").unwrap();
     assert_eq!((row.action.as_str(), row.actor.as_str()), ("policies.write", "user:root"));
     assert_eq!(row.metadata["policy_key"], QUOTA);
@@ -127,35 +127,32 @@ async fn what_is_written_is_listed_and_audited_with_old_and_new_value_and_reason
 }
 
 #[tokio::test]
-async fn an_override_is_taken_back_and_the_less_specific_value_holds_again() {
-    let world = World::new().await;
+async fn revoked_override_restores_the_less_specific_value() {
+    let api = ApiHarness::new().await;
     let ann = json!({ "user_id": "ann" });
-    world.write(&[]).await.is(201);
-    world.write(&[("scope", ann.clone()), ("value", json!(9))]).await.is(201);
+    api.write(&[]).await.is(201);
+    api.write(&[("scope", ann.clone()), ("value", json!(9))]).await.is(201);
     let ahead = [("scope", ann), ("value", json!(11)), ("effective_at", json!("2035-01-01T00:00:00Z"))];
-    world.write(&ahead).await.is(201);
-    world.resolves("&user_id=ann", &json!(9), "user_id").await;
+    api.write(&ahead).await.is(201);
+    api.resolves("&user_id=ann", &json!(9), "user_id").await;
     let take_back = async |query: &str| {
         let path = format!("{VALUES}?key={QUOTA}{query}");
-        world.call(Method::DELETE, &path).admin().send().await
+        api.call(Method::DELETE, &path).admin().send().await
     };
     let of_ann = "&user_id=ann&reason=trial%20over";
     let differs = take_back(&format!("{of_ann}&old_value=8")).await;
     assert_eq!(differs.refused(409, "state_conflict")["current_value"], 9);
     take_back(&format!("{of_ann}&old_value=9")).await.is(204);
-    world.resolves("&user_id=ann", &json!(7), "global").await;
+    api.resolves("&user_id=ann", &json!(7), "global").await;
     take_back(of_ann).await.refused(404, "not_found");
     take_back(&format!("{of_ann}&effective_at=2035-01-01T00:00:00Z")).await.is(204);
     assert!(
-        world.get(&format!("{VALUES}?user_id=ann")).admin().send().await.is(200)["items"]
-            .as_array()
-            .unwrap()
-            .is_empty()
+        api.get(&format!("{VALUES}?user_id=ann")).admin().send().await.is(200)["items"].as_array().unwrap().is_empty()
     );
     take_back("&reason=r").await.is(204);
-    world.resolves("", &json!(50), "default").await;
+    api.resolves("", &json!(50), "default").await;
 
-    let rows = world.services.reads.audit(&Default::default(), None, 10).await.unwrap().items;
+    let rows = api.services.reads.audit(&Default::default(), None, 10).await.unwrap().items;
     let row = rows.iter().find(|row| row.metadata["reason"] == "trial over").unwrap();
     assert_eq!((row.action.as_str(), row.actor.as_str()), ("policies.take_back", "user:root"));
 
@@ -169,14 +166,12 @@ async fn an_override_is_taken_back_and_the_less_specific_value_holds_again() {
     ] {
         take_back(bad).await.refused(400, "invalid_request");
     }
-    world
-        .call(Method::DELETE, &format!("{VALUES}?key=of.nobody&reason=r"))
+    api.call(Method::DELETE, &format!("{VALUES}?key=of.nobody&reason=r"))
         .admin()
         .send()
         .await
         .refused(400, "invalid_request");
-    world
-        .call(Method::DELETE, &format!("{VALUES}?key={QUOTA}&reason=r"))
+    api.call(Method::DELETE, &format!("{VALUES}?key={QUOTA}&reason=r"))
         .user("ann")
         .send()
         .await
@@ -184,59 +179,59 @@ async fn an_override_is_taken_back_and_the_less_specific_value_holds_again() {
 }
 
 #[tokio::test]
-async fn what_is_made_keeps_to_the_values_that_hold_for_whom_it_is_made() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
-    let node = world.active_node("h100x4", 4).await;
-    world.places(Placing::On(node));
+async fn policies_apply_by_the_scopes_of_the_owner() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let node = api.active_node("h100x4", 4).await;
+    api.set_placement(PlacementOutcome::On(node));
     let ttl = [("key", json!("node.enrollment_token_ttl_seconds")), ("value", json!(60))];
-    world.write(&ttl).await.is(201);
-    // What is written last is read with what was written before.
-    world.write(&[]).await.is(201);
-    world.resolves("", &json!(7), "global").await;
+    api.write(&ttl).await.is(201);
+    // A later write is read together with the earlier ones.
+    api.write(&[]).await.is(201);
+    api.resolves("", &json!(7), "global").await;
 
     let body = json!({ "sku": "h100x4", "gpu_count": 1 });
-    let rented = world.post("/api/v1/allocations").user("bob").key("bob").json(&body).send().await;
+    let rented = api.post("/api/v1/allocations").user("bob").key("bob").json(&body).send().await;
     assert_eq!(rented.is(201)["isolation_model"], "user-revoke");
-    let other = world.node("h100x4", 4).await;
-    let issued = world.post(&format!("/api/v1/admin/nodes/{other}/enrollment-token")).admin().send().await;
+    let other = api.node("h100x4", 4).await;
+    let issued = api.post(&format!("/api/v1/admin/nodes/{other}/enrollment-token")).admin().send().await;
     let expires: chrono::DateTime<chrono::Utc> = issued.is(201)["expires_at"].as_str().unwrap().parse().unwrap();
     let left = (expires - chrono::Utc::now()).num_seconds();
     assert!((0..=60).contains(&left), "it holds for {left} s more");
 }
 
 #[tokio::test]
-async fn isolation_model_that_nothing_carries_out_is_not_written_and_where_it_stands_nobody_gets_less() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
-    let node = world.active_node("h100x4", 4).await;
-    world.places(Placing::On(node));
+async fn unimplemented_isolation_model_is_refused_and_a_stored_one_never_weakens_isolation() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let node = api.active_node("h100x4", 4).await;
+    api.set_placement(PlacementOutcome::On(node));
     let isolation = [("key", json!("allocation.isolation_model")), ("value", json!("full-reimage"))];
-    let refused = world.write(&isolation).await;
+    let refused = api.write(&isolation).await;
     assert_eq!(refused.refused(400, "policy_out_of_bounds")["field"], "value");
     let message = refused.body["message"].as_str().unwrap();
     assert!(message.contains("full-reimage") && message.contains("not available yet"), "{message}");
 
-    // As an earlier release wrote it.
-    world.set_value(Key::AllocationIsolationModel, PolicyValue::Text("full-reimage".into()));
-    world.places(Placing::NotIsolated);
+    // A value as an earlier release wrote it.
+    api.set_value(PolicyKey::AllocationIsolationModel, PolicyValue::Text("full-reimage".into()));
+    api.set_placement(PlacementOutcome::NotIsolated);
     let body = json!({ "sku": "h100x4", "gpu_count": 1 });
-    let rented = world.post("/api/v1/allocations").user("ann").key("ann").json(&body).send().await;
+    let rented = api.post("/api/v1/allocations").user("ann").key("ann").json(&body).send().await;
     assert_eq!(rented.refused(409, "state_conflict")["failure"], "isolation_model_unavailable");
     let message = rented.body["message"].as_str().unwrap();
     assert!(message.contains("allocation.isolation_model is full-reimage"), "{message}");
     let weaker = [("key", json!("allocation.isolation_model")), ("value", json!("user-revoke"))];
-    world.write(&weaker).await.is(201);
+    api.write(&weaker).await.is(201);
 }
 
 #[tokio::test]
-async fn of_twenty_writers_with_the_same_old_value_exactly_one_wins() {
-    let world = World::new().await;
-    world.write(&[]).await.is(201);
+async fn exactly_one_of_twenty_writers_with_the_same_old_value_wins() {
+    let api = ApiHarness::new().await;
+    api.write(&[]).await.is(201);
     let values: Vec<Value> = (100..120).map(|value| json!(value)).collect();
     let changes: Vec<_> = values.iter().map(|value| [("value", value.clone()), ("old_value", json!(7))]).collect();
-    let answers = futures::future::join_all(changes.iter().map(|change| world.write(change))).await;
-    let won: Vec<&Answer> = answers.iter().filter(|answer| answer.status == 201).collect();
+    let answers = futures::future::join_all(changes.iter().map(|change| api.write(change))).await;
+    let won: Vec<&TestResponse> = answers.iter().filter(|answer| answer.status == 201).collect();
     assert_eq!(won.len(), 1);
     for lost in answers.iter().filter(|answer| answer.status != 201) {
         assert_eq!(lost.refused(409, "state_conflict")["current_value"], won[0].body["value"]);
@@ -244,10 +239,10 @@ async fn of_twenty_writers_with_the_same_old_value_exactly_one_wins() {
 }
 
 #[tokio::test]
-async fn a_repeated_write_is_one() {
-    let world = World::new().await;
+async fn repeated_policy_write_is_executed_once() {
+    let api = ApiHarness::new().await;
     let body = json!({ "key": QUOTA, "value": 9, "reason": "a test", "old_value": null });
-    let send = async |body: &Value| world.post(VALUES).admin().key("k-1").json(body).send().await;
+    let send = async |body: &Value| api.post(VALUES).admin().key("k-1").json(body).send().await;
     let first = send(&body).await;
     first.is(201);
     let again = send(&body).await;
@@ -257,8 +252,8 @@ async fn a_repeated_write_is_one() {
 }
 
 #[tokio::test]
-async fn what_a_key_does_not_take_is_refused_with_its_bounds_and_default() {
-    let world = World::new().await;
+async fn value_out_of_bounds_is_refused_with_the_bounds_and_default() {
+    let api = ApiHarness::new().await;
     let long = "x".repeat(10_000);
     for value in [
         json!(-1),
@@ -274,13 +269,13 @@ async fn what_a_key_does_not_take_is_refused_with_its_bounds_and_default() {
         json!({ "value": 7 }),
         json!(7.5),
     ] {
-        let details = world.write(&[("value", value)]).await.refused(400, "policy_out_of_bounds").clone();
+        let details = api.write(&[("value", value)]).await.refused(400, "policy_out_of_bounds").clone();
         assert_eq!((&details["key"], &details["default"]), (&json!(QUOTA), &json!(50)));
         assert_eq!(details["bounds"], json!({ "min": 0, "max": 10_000 }));
     }
     for written in ["1.5", "1e-1", "1e5", "123456789012345678901234567890", "-1.0"] {
         let body = format!(r#"{{"key":"{QUOTA}","value":{written},"reason":"r"}}"#);
-        world.post(VALUES).admin().text(body).send().await.refused(400, "policy_out_of_bounds");
+        api.post(VALUES).admin().text(body).send().await.refused(400, "policy_out_of_bounds");
     }
     for (key, value) in [
         ("maas.enabled", json!(1)),
@@ -291,7 +286,7 @@ async fn what_a_key_does_not_take_is_refused_with_its_bounds_and_default() {
         ("billing.minimum_deposit_minor", json!(100_001)),
         ("billing.maximum_deposit_minor", json!(999)),
     ] {
-        world.write(&[("key", json!(key)), ("value", value)]).await.refused(400, "policy_out_of_bounds");
+        api.write(&[("key", json!(key)), ("value", value)]).await.refused(400, "policy_out_of_bounds");
     }
     for (key, value) in [
         (QUOTA, json!(0)),
@@ -300,13 +295,13 @@ async fn what_a_key_does_not_take_is_refused_with_its_bounds_and_default() {
         ("billing.minimum_deposit_minor", json!(100_000)),
         ("terminal.recording_mode", json!("strict")),
     ] {
-        world.write(&[("key", json!(key)), ("value", value)]).await.is(201);
+        api.write(&[("key", json!(key)), ("value", value)]).await.is(201);
     }
 }
 
 #[tokio::test]
 async fn what_no_key_no_scope_and_no_time_is_gets_an_answer_that_says_why() {
-    let world = World::new().await;
+    let api = ApiHarness::new().await;
     let long = "x".repeat(10_000);
     let two = json!({ "user_id": "ann", "org_id": "acme" });
     let soon = (chrono::Utc::now() - chrono::TimeDelta::seconds(90)).to_rfc3339();
@@ -333,33 +328,33 @@ async fn what_no_key_no_scope_and_no_time_is_gets_an_answer_that_says_why() {
         ("old_value", json!({})),
         ("other", json!(1)),
     ] {
-        let answer = world.write(&[(field, value)]).await;
+        let answer = api.write(&[(field, value)]).await;
         answer.refused(400, "invalid_request");
         refusals.push(answer.line().split(" (it is 20").next().unwrap().split(" at 20").next().unwrap().to_owned());
     }
     for query in ["", "key=of.nobody", "key=billing.window_seconds&user_id=", "key=billing.window_seconds&team=a"] {
-        let answer = world.get(&format!("{VALUES}/resolve?{query}")).admin().send().await;
+        let answer = api.get(&format!("{VALUES}/resolve?{query}")).admin().send().await;
         answer.refused(400, "invalid_request");
         refusals.push(answer.line());
     }
     for query in ["key=of.nobody", "scope=team", "user_id=a&org_id=b", "user_id=%00"] {
-        let answer = world.get(&format!("{VALUES}?{query}")).admin().send().await;
+        let answer = api.get(&format!("{VALUES}?{query}")).admin().send().await;
         answer.refused(400, "invalid_request");
         refusals.push(answer.line());
     }
     insta::assert_snapshot!(refusals.join("\n"));
     assert!(
-        world.get(VALUES).admin().send().await.is(200)["items"].as_array().unwrap().is_empty(),
+        api.get(VALUES).admin().send().await.is(200)["items"].as_array().unwrap().is_empty(),
         "nothing was written"
     );
 }
 
 #[tokio::test]
-async fn scope_that_is_null_or_empty_is_refused_and_writes_for_nobody() {
-    let world = World::new().await;
+async fn null_or_empty_scope_is_refused_and_writes_nothing() {
+    let api = ApiHarness::new().await;
     let write = |scope: Value| {
         let body = json!({"key": "billing.window_seconds", "value": 30, "reason": "x", "scope": scope});
-        world.post("/api/v1/admin/policy-values").admin().json(&body).send()
+        api.post("/api/v1/admin/policy-values").admin().json(&body).send()
     };
     for (scope, field) in [
         (json!({"user_id": null}), "scope.user_id"),
@@ -369,19 +364,19 @@ async fn scope_that_is_null_or_empty_is_refused_and_writes_for_nobody() {
     ] {
         assert_eq!(write(scope).await.refused(400, "invalid_request")["field"], field);
     }
-    let none = world.get("/api/v1/admin/policy-values").admin().send().await;
+    let none = api.get("/api/v1/admin/policy-values").admin().send().await;
     assert_eq!(none.is(200)["items"], json!([]));
     write(json!({})).await.is(201);
 }
 
 #[tokio::test]
-async fn one_value_is_read_by_its_id_while_it_holds() {
-    let world = World::new().await;
+async fn policy_value_is_read_by_id_while_it_holds() {
+    let api = ApiHarness::new().await;
     let body = json!({"key": "billing.window_seconds", "value": 30, "reason": "x"});
-    let written = world.post("/api/v1/admin/policy-values").admin().json(&body).send().await;
+    let written = api.post("/api/v1/admin/policy-values").admin().json(&body).send().await;
     let path = format!("/api/v1/admin/policy-values/{}", written.is(201)["id"].as_str().unwrap());
-    assert_eq!(world.get(&path).admin().send().await.is(200), &written.body);
+    assert_eq!(api.get(&path).admin().send().await.is(200), &written.body);
     let back = "/api/v1/admin/policy-values?key=billing.window_seconds&reason=x";
-    world.call(Method::DELETE, back).admin().send().await.is(204);
-    world.get(&path).admin().send().await.refused(404, "not_found");
+    api.call(Method::DELETE, back).admin().send().await.is(204);
+    api.get(&path).admin().send().await.refused(404, "not_found");
 }

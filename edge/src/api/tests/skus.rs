@@ -1,28 +1,27 @@
-//! The catalog.
+//! The SKU catalog.
 
-use super::world::{Answer, Placing, World, node_body, sku_body};
+use super::harness::{ApiHarness, PlacementOutcome, TestResponse, node_body, sku_body};
 use actors::AskError;
-use actors::place::id_of_name;
+use actors::sharding::id_of_name;
 use axum::http::Method;
-use domain::bindings::Bindings;
 use domain::node::{self, Node};
-use domain::sku::{Approve, Change, Command, InUse, Seen, Sku};
-use domain::{AllocationId, EntityRef, Kind, Principal, SkuId};
+use domain::role_bindings::RoleBindings;
+use domain::sku::{ApprovalContext, ApprovalRequest, Command, Sku, SkuUsage, StatusChange};
+use domain::{AllocationId, EntityKind, EntityRef, Principal, SkuId};
 use persistence::read::AuditFilter;
 use serde_json::json;
 use uuid::Uuid;
 
 #[tokio::test]
-async fn a_sku_is_drafted_activated_repriced_and_taken_out_of_the_offer() {
-    let world = World::new().await;
-    let created = world.post("/api/v1/admin/skus").admin().json(&sku_body("h100x4", 4)).send().await;
+async fn sku_is_drafted_activated_repriced_and_deactivated() {
+    let api = ApiHarness::new().await;
+    let created = api.post("/api/v1/admin/skus").admin().json(&sku_body("h100x4", 4)).send().await;
     let sku = created.is(201).clone();
-    let offered =
-        async || world.get("/api/v1/skus").user("ann").send().await.is(200)["items"].as_array().unwrap().len();
+    let offered = async || api.get("/api/v1/skus").user("ann").send().await.is(200)["items"].as_array().unwrap().len();
     assert_eq!((sku["status"].as_str(), offered().await), (Some("draft"), 0));
     let path = format!("/api/v1/admin/skus/{}", sku["id"].as_str().unwrap());
     let decision = json!({"reason": "tested", "impact_review": "none\nat all", "rollback_plan": "x"});
-    let active = world.decide(&format!("{path}/activate"), &decision).await;
+    let active = api.decide(&format!("{path}/activate"), &decision).await;
     assert_eq!((active.is(200)["status"].as_str(), offered().await), (Some("active"), 1));
     let by: Vec<_> =
         active.body["approvals"].as_array().unwrap().iter().map(|it| (&it["role"], &it["actor"])).collect();
@@ -31,12 +30,12 @@ async fn a_sku_is_drafted_activated_repriced_and_taken_out_of_the_offer() {
         [(&json!("platform_operations"), &json!("user:root")), (&json!("inventory_owner"), &json!("user:owner")),]
     );
     let dearer = json!({"price": {"currency": "EUR", "amount_minor_per_gpu_hour": 300}, "allowed_regions": ["eu-2"]});
-    let revised = world.call(Method::PATCH, &path).admin().json(&dearer).send().await;
+    let revised = api.call(Method::PATCH, &path).admin().json(&dearer).send().await;
     assert_eq!(revised.is(200)["price"]["amount_minor_per_gpu_hour"], 300);
-    assert_eq!(world.get(&path).admin().send().await.is(200), &revised.body);
-    world.decide(&format!("{path}/deactivate"), &json!({"reason": "old"})).await.is(200);
+    assert_eq!(api.get(&path).admin().send().await.is(200), &revised.body);
+    api.decide(&format!("{path}/deactivate"), &json!({"reason": "old"})).await.is(200);
     assert_eq!(offered().await, 0);
-    let inactive = world.get("/api/v1/admin/skus?status=inactive").admin().send().await;
+    let inactive = api.get("/api/v1/admin/skus?status=inactive").admin().send().await;
     assert_eq!(inactive.is(200)["items"][0]["id"], sku["id"]);
     let mut shown = inactive.body["items"][0].clone();
     for field in ["id", "created_at"] {
@@ -48,10 +47,10 @@ async fn a_sku_is_drafted_activated_repriced_and_taken_out_of_the_offer() {
 
 #[tokio::test]
 async fn what_is_no_sku_is_refused() {
-    let world = World::new().await;
-    world.post("/api/v1/admin/skus").admin().json(&sku_body("taken", 4)).send().await.is(201);
+    let api = ApiHarness::new().await;
+    api.post("/api/v1/admin/skus").admin().json(&sku_body("taken", 4)).send().await.is(201);
     let draft =
-        world.get("/api/v1/admin/skus").admin().send().await.is(200)["items"][0]["id"].as_str().unwrap().to_owned();
+        api.get("/api/v1/admin/skus").admin().send().await.is(200)["items"][0]["id"].as_str().unwrap().to_owned();
     let mut lines = Vec::new();
     let with = |change: &dyn Fn(&mut serde_json::Value)| {
         let mut body = sku_body("new", 4);
@@ -75,93 +74,87 @@ async fn what_is_no_sku_is_refused() {
         with(&|body| body["status"] = json!("active")),
         with(&|body| body["interconnect"] = json!("a\u{0}b")),
     ] {
-        lines.push(world.post("/api/v1/admin/skus").admin().json(&body).send().await.line());
+        lines.push(api.post("/api/v1/admin/skus").admin().json(&body).send().await.line());
     }
     let path = format!("/api/v1/admin/skus/{draft}");
-    world.bind("root", "platform_operations").await.is(201);
-    lines.push(world.call(Method::PATCH, &path).admin().json(&json!({})).send().await.line());
-    lines.push(world.post(&format!("{path}/deactivate")).admin().json(&json!({"reason": "x"})).send().await.line());
-    lines.push(world.post(&format!("{path}/activate")).admin().json(&json!({})).send().await.line());
+    api.bind("root", "platform_operations").await.is(201);
+    lines.push(api.call(Method::PATCH, &path).admin().json(&json!({})).send().await.line());
+    lines.push(api.post(&format!("{path}/deactivate")).admin().json(&json!({"reason": "x"})).send().await.line());
+    lines.push(api.post(&format!("{path}/activate")).admin().json(&json!({})).send().await.line());
     lines.push(
-        world
-            .post(&format!("{path}/activate"))
-            .admin()
-            .json(&json!({"reason": "x", "role": "king"}))
-            .send()
-            .await
-            .line(),
+        api.post(&format!("{path}/activate")).admin().json(&json!({"reason": "x", "role": "king"})).send().await.line(),
     );
     let nowhere = "/api/v1/admin/skus/018f4e2a-7c1b-7000-8000-000000000001";
-    lines.push(world.get(nowhere).admin().send().await.line());
-    lines.push(world.post(&format!("{nowhere}/activate")).admin().json(&json!({"reason": "x"})).send().await.line());
-    lines.push(world.get("/api/v1/admin/skus?status=gone").admin().send().await.line());
-    lines.push(world.get("/api/v1/skus?status=active").user("ann").send().await.line());
+    lines.push(api.get(nowhere).admin().send().await.line());
+    lines.push(api.post(&format!("{nowhere}/activate")).admin().json(&json!({"reason": "x"})).send().await.line());
+    lines.push(api.get("/api/v1/admin/skus?status=gone").admin().send().await.line());
+    lines.push(api.get("/api/v1/skus?status=active").user("ann").send().await.line());
     insta::assert_snapshot!(lines.join("\n"));
 }
 
-/// A SKU of nobody yet, as `ann` (`platform_operations`), `bob` (`inventory_owner`) and `eve` (both) find it.
-async fn draft(world: &World) -> String {
+/// A draft SKU without approvals; `ann` has `platform_operations`, `bob` `inventory_owner` and `eve` both.
+async fn draft(api: &ApiHarness) -> String {
     for (subject, role) in [
         ("ann", "platform_operations"),
         ("bob", "inventory_owner"),
         ("eve", "platform_operations"),
         ("eve", "inventory_owner"),
     ] {
-        world.bind(subject, role).await;
+        api.bind(subject, role).await;
     }
-    let created = world.post("/api/v1/admin/skus").admin().json(&sku_body("h100x4", 4)).send().await;
+    let created = api.post("/api/v1/admin/skus").admin().json(&sku_body("h100x4", 4)).send().await;
     format!("/api/v1/admin/skus/{}", created.is(201)["id"].as_str().unwrap())
 }
 
-async fn say(world: &World, path: &str, by: &str) -> Answer {
-    world.post(path).user(by).json(&json!({"reason": "tested"})).send().await
+async fn approve(api: &ApiHarness, path: &str, by: &str) -> TestResponse {
+    api.post(path).user(by).json(&json!({"reason": "tested"})).send().await
 }
 
 #[tokio::test]
-async fn one_person_is_not_enough_to_change_a_status() {
-    let world = World::new().await;
-    let path = draft(&world).await;
+async fn status_change_requires_two_people() {
+    let api = ApiHarness::new().await;
+    let path = draft(&api).await;
     let activate = format!("{path}/activate");
-    let first = say(&world, &activate, "eve").await;
+    let first = approve(&api, &activate, "eve").await;
     assert_eq!(
         (first.is(202)["status"].as_str(), &first.body["approvals"][0]["change"]),
         (Some("draft"), &json!("activate"))
     );
     assert!(first.body["approvals"][0]["expires_at"].is_string());
-    // The same one again, in whatever role.
+    // The same person again, in any role.
     for role in ["platform_operations", "inventory_owner"] {
-        let again = world.post(&activate).user("eve").json(&json!({"reason": "again", "role": role})).send().await;
+        let again = api.post(&activate).user("eve").json(&json!({"reason": "again", "role": role})).send().await;
         assert_eq!(again.is(202), &first.body);
     }
-    // Another one in the same role.
-    assert_eq!(say(&world, &activate, "ann").await.is(202), &first.body);
-    assert_eq!(world.get(&path).user("bob").send().await.is(200), &first.body, "who is to approve sees what");
-    // One in the other role who is not allowed it, an administrator in none.
-    let taken = world.post(&activate).user("ann").json(&json!({"reason": "x", "role": "inventory_owner"})).send().await;
+    // Another person in the same role.
+    assert_eq!(approve(&api, &activate, "ann").await.is(202), &first.body);
+    assert_eq!(api.get(&path).user("bob").send().await.is(200), &first.body, "the approver sees the pending change");
+    // A person without the other role, and an administrator without a role.
+    let taken = api.post(&activate).user("ann").json(&json!({"reason": "x", "role": "inventory_owner"})).send().await;
     assert_eq!(taken.refused(403, "forbidden")["field"], "role");
-    world.post(&activate).admin().json(&json!({"reason": "x"})).send().await.refused(403, "forbidden");
-    assert_eq!(say(&world, &activate, "bob").await.is(200)["status"], "active");
-    assert_eq!(say(&world, &activate, "bob").await.is(200)["approvals"].as_array().unwrap().len(), 2);
+    api.post(&activate).admin().json(&json!({"reason": "x"})).send().await.refused(403, "forbidden");
+    assert_eq!(approve(&api, &activate, "bob").await.is(200)["status"], "active");
+    assert_eq!(approve(&api, &activate, "bob").await.is(200)["approvals"].as_array().unwrap().len(), 2);
 }
 
 #[tokio::test]
-async fn of_many_approvals_at_once_one_pair_decides() {
-    let world = World::new().await;
-    let path = draft(&world).await;
+async fn concurrent_approvals_change_the_status_once() {
+    let api = ApiHarness::new().await;
+    let path = draft(&api).await;
     let activate = format!("{path}/activate");
     let people = ["ann", "bob", "eve", "ann", "bob", "eve", "ann", "bob", "eve", "bob"];
-    let answers = futures::future::join_all(people.map(|by| say(&world, &activate, by))).await;
+    let answers = futures::future::join_all(people.map(|by| approve(&api, &activate, by))).await;
     for answer in &answers {
-        // At the worst too many looked at once, and one was told to look again.
+        // At worst an approval exceeded its retries, and is refused.
         assert!(matches!(answer.status, 200 | 202 | 409), "{}", answer.body);
     }
     let id = path.rsplit('/').next().unwrap().parse().unwrap();
     let activated = async || {
         let filter = AuditFilter { action: Some("skus.activate".into()), target: Some(id), ..AuditFilter::default() };
-        world.services.reads.audit(&filter, None, 10).await.unwrap().items
+        api.services.reads.audit(&filter, None, 10).await.unwrap().items
     };
-    say(&world, &activate, "ann").await;
-    say(&world, &activate, "bob").await.is(200);
+    approve(&api, &activate, "ann").await;
+    approve(&api, &activate, "bob").await.is(200);
     let rows = activated().await;
     assert_eq!(rows.len(), 1, "activated exactly once");
     let by = rows[0].metadata["approved_by"].as_array().unwrap().clone();
@@ -170,42 +163,45 @@ async fn of_many_approvals_at_once_one_pair_decides() {
 }
 
 #[tokio::test]
-async fn an_approval_is_withdrawn_by_the_opposite_and_void_with_its_givers_role() {
-    let world = World::new().await;
-    let path = draft(&world).await;
+async fn approval_is_withdrawn_by_the_opposite_change_and_void_after_role_revocation() {
+    let api = ApiHarness::new().await;
+    let path = draft(&api).await;
     let (activate, deactivate) = (format!("{path}/activate"), format!("{path}/deactivate"));
-    say(&world, &deactivate, "ann").await.refused(409, "state_conflict");
-    say(&world, &activate, "ann").await.is(202);
+    approve(&api, &deactivate, "ann").await.refused(409, "state_conflict");
+    approve(&api, &activate, "ann").await.is(202);
     assert_eq!(
-        say(&world, &deactivate, "bob").await.is(200)["approvals"],
+        approve(&api, &deactivate, "bob").await.is(200)["approvals"],
         json!([]),
         "a draft again that nobody wants"
     );
-    say(&world, &activate, "ann").await.is(202);
+    approve(&api, &activate, "ann").await.is(202);
     let revoke = "/api/v1/admin/platform-roles/bindings?subject=ann&role=platform_operations";
-    world.call(Method::DELETE, revoke).admin().send().await.is(204);
-    let alone = say(&world, &activate, "bob").await;
+    api.call(Method::DELETE, revoke).admin().send().await.is(204);
+    let alone = approve(&api, &activate, "bob").await;
     assert_eq!(alone.is(202)["approvals"].as_array().unwrap().len(), 1);
     assert_eq!(alone.body["approvals"][0]["actor"], "user:bob");
-    say(&world, &activate, "ann").await.refused(403, "forbidden");
-    assert_eq!(say(&world, &activate, "eve").await.is(200)["status"], "active");
-    say(&world, &deactivate, "eve").await.is(202);
-    let kept = say(&world, &activate, "bob").await;
-    assert_eq!((&kept.is(200)["status"], kept.body["approvals"].as_array().unwrap().len()), (&json!("active"), 2));
+    approve(&api, &activate, "ann").await.refused(403, "forbidden");
+    assert_eq!(approve(&api, &activate, "eve").await.is(200)["status"], "active");
+    approve(&api, &deactivate, "eve").await.is(202);
+    let unchanged = approve(&api, &activate, "bob").await;
+    assert_eq!(
+        (&unchanged.is(200)["status"], unchanged.body["approvals"].as_array().unwrap().len()),
+        (&json!("active"), 2)
+    );
 }
 
-/// I6: whoever looked before the revocation was answered and is late writes nothing.
+/// I6: a command that was prepared before the revocation and arrives after it commits nothing.
 #[tokio::test]
-async fn what_was_asked_in_a_role_is_not_committed_after_its_revocation() {
-    let world = World::new().await;
-    let path = draft(&world).await;
+async fn command_in_a_role_is_not_committed_after_its_revocation() {
+    let api = ApiHarness::new().await;
+    let path = draft(&api).await;
     let id: Uuid = path.rsplit('/').next().unwrap().parse().unwrap();
-    let bindings = id_of_name(Kind::Bindings, "ann");
-    let row = world.services.reads.entity(EntityRef { kind: Kind::Bindings, id: bindings }).await.unwrap().unwrap();
-    let grant = serde_json::from_str::<Bindings>(&row.body).unwrap().grant(bindings, row.version);
-    let ann = Principal::Caller(domain::authz::Caller {
+    let bindings = id_of_name(EntityKind::Bindings, "ann");
+    let row = api.services.reads.entity(EntityRef { kind: EntityKind::Bindings, id: bindings }).await.unwrap().unwrap();
+    let grant = serde_json::from_str::<RoleBindings>(&row.body).unwrap().grant(bindings, row.version);
+    let ann = Principal::Caller(domain::authz::CallerIdentity {
         user_id: "ann".into(),
-        roles: [domain::authz::Role::User].into(),
+        roles: [domain::authz::TokenRole::User].into(),
         org_id: None,
         project_id: None,
         plan: None,
@@ -213,9 +209,9 @@ async fn what_was_asked_in_a_role_is_not_committed_after_its_revocation() {
         service_account: None,
     });
     let late = |version| {
-        let seen = Seen { version, in_use: InUse::default(), first: None };
-        let (change, reason) = (Change::Activate, "late".to_owned());
-        Command::Approve(Box::new(Approve {
+        let seen = ApprovalContext { version, in_use: SkuUsage::default(), first: None };
+        let (change, reason) = (StatusChange::Activate, "late".to_owned());
+        Command::Approve(Box::new(ApprovalRequest {
             change,
             reason,
             role: None,
@@ -225,43 +221,43 @@ async fn what_was_asked_in_a_role_is_not_committed_after_its_revocation() {
         }))
     };
     let revoke = "/api/v1/admin/platform-roles/bindings?subject=ann&role=platform_operations";
-    world.call(Method::DELETE, revoke).admin().send().await.is(204);
-    let answer = world.ask::<Sku>(&ann, id, late(1)).await;
+    api.call(Method::DELETE, revoke).admin().send().await.is(204);
+    let answer = api.ask::<Sku>(&ann, id, late(1)).await;
     assert!(matches!(answer, Err(AskError::Unavailable { .. })), "{answer:?}");
-    assert_eq!(world.get(&path).admin().send().await.is(200)["approvals"], json!([]));
-    // Bound anew, it is another look.
-    world.bind("ann", "platform_operations").await.is(201);
-    assert!(world.ask::<Sku>(&ann, id, late(1)).await.is_err());
-    say(&world, &format!("{path}/activate"), "ann").await.is(202);
+    assert_eq!(api.get(&path).admin().send().await.is(200)["approvals"], json!([]));
+    // A new binding has a new version.
+    api.bind("ann", "platform_operations").await.is(201);
+    assert!(api.ask::<Sku>(&ann, id, late(1)).await.is_err());
+    approve(&api, &format!("{path}/activate"), "ann").await.is(202);
 }
 
 #[tokio::test]
-async fn a_sku_in_use_is_deactivated_with_an_impact_review_and_a_rollback_plan() {
-    let world = World::new().await;
-    let sku = world.sku("h100x4", 4).await;
+async fn sku_in_use_is_deactivated_with_impact_review_and_rollback_plan() {
+    let api = ApiHarness::new().await;
+    let sku = api.sku("h100x4", 4).await;
     let path = format!("/api/v1/admin/skus/{sku}");
     let deactivate = format!("{path}/deactivate");
     let id = sku.parse().unwrap();
     let in_use = async || {
-        let found = world.services.reads.in_use(SkuId(id)).await.unwrap();
+        let found = api.services.reads.sku_references(SkuId(id)).await.unwrap();
         (found.nodes, found.allocations)
     };
     assert_eq!(in_use().await, (0, 0));
     let wanted = json!({"sku": "h100x4", "gpu_count": 1, "queue_seconds": 600});
-    let queued = world.post("/api/v1/allocations").user("ann").key("q").json(&wanted).send().await;
+    let queued = api.post("/api/v1/allocations").user("ann").key("q").json(&wanted).send().await;
     let queued = format!("/api/v1/allocations/{}", queued.is(201)["id"].as_str().unwrap());
     assert_eq!(in_use().await, (0, 1), "one that waits for a node");
     let mut given = json!({"reason": "old"});
     let refused = async |given: &serde_json::Value| {
-        let answer = world.post(&deactivate).user("owner").json(given).send().await;
+        let answer = api.post(&deactivate).user("owner").json(given).send().await;
         answer.refused(400, "invalid_request")["field"].as_str().unwrap().to_owned()
     };
     assert_eq!(refused(&given).await, "impact_review");
     given["impact_review"] = json!("ann waits for one");
     assert_eq!(refused(&given).await, "rollback_plan");
-    world.post(&format!("{queued}/release")).user("ann").send().await.is(202);
+    api.post(&format!("{queued}/release")).user("ann").send().await.is(202);
     assert_eq!(in_use().await, (0, 0));
-    let node = world.active_node("h100x4", 4).await;
+    let node = api.active_node("h100x4", 4).await;
     assert_eq!(in_use().await, (1, 0));
     let reserve = node::Command::Reserve {
         allocation_id: AllocationId(Uuid::from_u128(5)),
@@ -269,45 +265,39 @@ async fn a_sku_in_use_is_deactivated_with_an_impact_review_and_a_rollback_plan()
         keys: Vec::new(),
         revision: 0,
     };
-    world.tell::<Node>(node.0, reserve).await;
+    api.ask_as_system::<Node>(node.0, reserve).await;
     assert_eq!(in_use().await, (1, 1));
     assert_eq!(refused(&given).await, "rollback_plan");
 
-    // Deprecated, it takes no new node and can be rented on the ones that it has.
+    // A deprecated SKU takes no new node, and can be rented on existing ones.
     assert_eq!(
-        world.decide(&format!("{path}/deprecate"), &json!({"reason": "old"})).await.is(200)["status"],
+        api.decide(&format!("{path}/deprecate"), &json!({"reason": "old"})).await.is(200)["status"],
         "deprecated"
     );
-    world
-        .post("/api/v1/admin/nodes")
-        .admin()
-        .json(&node_body("h100x4", 4))
-        .send()
-        .await
-        .refused(400, "invalid_request");
-    assert_eq!(world.get("/api/v1/skus").user("ann").send().await.is(200)["items"], json!([]));
-    world.places(Placing::On(node));
+    api.post("/api/v1/admin/nodes").admin().json(&node_body("h100x4", 4)).send().await.refused(400, "invalid_request");
+    assert_eq!(api.get("/api/v1/skus").user("ann").send().await.is(200)["items"], json!([]));
+    api.set_placement(PlacementOutcome::On(node));
     let wanted = json!({"sku": "h100x4", "gpu_count": 1});
-    world.post("/api/v1/allocations").user("ann").key("d").json(&wanted).send().await.is(201);
+    api.post("/api/v1/allocations").user("ann").key("d").json(&wanted).send().await.is(201);
 
     given["rollback_plan"] = json!("activate it again");
-    let both = world.decide(&deactivate, &given).await;
+    let both = api.decide(&deactivate, &given).await;
     assert_eq!(both.is(200)["status"], "inactive");
     assert_eq!(both.body["approvals"][0]["impact_review"], "ann waits for one");
-    world.post("/api/v1/allocations").user("ann").key("i").json(&wanted).send().await.refused(400, "invalid_request");
+    api.post("/api/v1/allocations").user("ann").key("i").json(&wanted).send().await.refused(400, "invalid_request");
     let filter = AuditFilter { action: Some("skus.approve".into()), target: Some(id), ..AuditFilter::default() };
-    let audited = world.services.reads.audit(&filter, None, 1).await.unwrap();
+    let audited = api.services.reads.audit(&filter, None, 1).await.unwrap();
     let said = &audited.items[0].metadata["approval"];
     assert_eq!((&said["rollback_plan"], &said["in_use"]["nodes"]), (&json!("activate it again"), &json!(1)));
 }
 
 #[tokio::test]
-async fn users_see_the_catalog_without_who_decided_on_it() {
-    let world = World::new().await;
-    world.sku("h100x4", 4).await;
-    let offered = world.get("/api/v1/skus").user("ann").send().await.is(200)["items"][0].clone();
+async fn users_see_the_catalog_without_approvals() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let offered = api.get("/api/v1/skus").user("ann").send().await.is(200)["items"][0].clone();
     assert_eq!((&offered["name"], &offered["status"]), (&json!("h100x4"), &json!("active")));
     assert!(offered.get("approvals").is_none(), "{offered}");
-    let all = world.get("/api/v1/admin/skus").admin().send().await;
+    let all = api.get("/api/v1/admin/skus").admin().send().await;
     assert_eq!(all.is(200)["items"][0]["approvals"].as_array().unwrap().len(), 2);
 }

@@ -1,7 +1,7 @@
 //! The pages with a terminal and with a recording, as they are served; what they do in a browser is tested in `tests/it/terminal_page.rs` and
 //! `tests/it/recording_page.rs`.
 
-use super::world::World;
+use super::harness::ApiHarness;
 use axum::http::StatusCode;
 use axum::response::Response;
 
@@ -13,9 +13,9 @@ async fn text(response: Response) -> String {
 }
 
 #[tokio::test]
-async fn the_page_may_run_its_own_scripts_and_talk_to_its_own_service() {
-    let world = World::new().await;
-    let page = world.get(&format!("/terminal/{ID}")).response().await;
+async fn terminal_page_policy_admits_its_own_scripts_and_service_alone() {
+    let api = ApiHarness::new().await;
+    let page = api.get(&format!("/terminal/{ID}")).response().await;
     assert_eq!(page.status(), StatusCode::OK);
     let header = |name: &str| page.headers()[name].to_str().unwrap().to_owned();
     let may = header("content-security-policy");
@@ -30,20 +30,20 @@ async fn the_page_may_run_its_own_scripts_and_talk_to_its_own_service() {
     }
     assert_eq!((header("referrer-policy"), header("x-content-type-options")), ("no-referrer".into(), "nosniff".into()));
     let page = text(page).await;
-    // No script and no handler stands in it, and it holds nothing of anybody: it is the same for every id.
+    // It has no inline script or handler and no user's data: it is the same for every id.
     for (at, _) in page.match_indices("<script") {
         assert!(page[at..].starts_with("<script type=\"module\" src=\"/terminal/assets/"), "{}", &page[at..at + 60]);
     }
     assert!(!page.contains(" onload=") && !page.contains("http"), "{page}");
-    let other = world.get(&format!("/terminal/{}", ID.replace("0001", "0002"))).response().await;
+    let other = api.get(&format!("/terminal/{}", ID.replace("0001", "0002"))).response().await;
     assert_eq!(text(other).await, page);
-    world.get("/terminal/somewhere").send().await.refused(400, "invalid_request");
+    api.get("/terminal/somewhere").send().await.refused(400, "invalid_request");
 }
 
 #[tokio::test]
-async fn the_page_with_a_recording_may_draw_and_talk_to_its_own_service_alone() {
-    let world = World::new().await;
-    let page = world.get(&format!("/recordings/{ID}")).response().await;
+async fn recording_page_policy_admits_the_player_and_its_own_service_alone() {
+    let api = ApiHarness::new().await;
+    let page = api.get(&format!("/recordings/{ID}")).response().await;
     assert_eq!(page.status(), StatusCode::OK);
     let may = page.headers()["content-security-policy"].to_str().unwrap().to_owned();
     for rule in ["script-src 'self' 'wasm-unsafe-eval';", "connect-src 'self';", "require-trusted-types-for 'script';"]
@@ -54,28 +54,28 @@ async fn the_page_with_a_recording_may_draw_and_talk_to_its_own_service_alone() 
     for (at, _) in page.match_indices("src=\"") {
         assert!(page[at..].starts_with("src=\"/terminal/assets/"), "{}", &page[at..at + 60]);
     }
-    let other = world.get(&format!("/recordings/{}", ID.replace("0001", "0002"))).response().await;
+    let other = api.get(&format!("/recordings/{}", ID.replace("0001", "0002"))).response().await;
     assert_eq!(text(other).await, page);
-    world.get("/recordings/somewhere").send().await.refused(400, "invalid_request");
+    api.get("/recordings/somewhere").send().await.refused(400, "invalid_request");
 }
 
 #[tokio::test]
-async fn what_the_pages_load_is_there_and_is_sent_once() {
-    let world = World::new().await;
-    let mut page = text(world.get(&format!("/terminal/{ID}")).response().await).await;
-    page.push_str(&text(world.get(&format!("/recordings/{ID}")).response().await).await);
+async fn page_assets_are_served_and_revalidated() {
+    let api = ApiHarness::new().await;
+    let mut page = text(api.get(&format!("/terminal/{ID}")).response().await).await;
+    page.push_str(&text(api.get(&format!("/recordings/{ID}")).response().await).await);
     let mut wanted: Vec<String> =
         page.split("\"/terminal/assets/").skip(1).map(|rest| rest.split('"').next().unwrap().to_owned()).collect();
     assert!(wanted.contains(&"main.js".to_owned()), "{wanted:?}");
     let mut served = 0;
     while let Some(name) = wanted.pop() {
         let path = format!("/terminal/assets/{name}");
-        let answer = world.get(&path).response().await;
+        let answer = api.get(&path).response().await;
         assert_eq!(answer.status(), StatusCode::OK, "{path}");
         let kind = if name.ends_with(".css") { "text/css" } else { "text/javascript" };
         assert!(answer.headers()["content-type"].to_str().unwrap().starts_with(kind), "{path}");
         let etag = answer.headers()["etag"].to_str().unwrap().to_owned();
-        let again = world.get(&path).header("if-none-match", &etag).response().await;
+        let again = api.get(&path).header("if-none-match", &etag).response().await;
         assert_eq!(again.status(), StatusCode::NOT_MODIFIED, "{path}");
         let text = text(answer).await;
         assert!(!text.is_empty());
@@ -84,6 +84,6 @@ async fn what_the_pages_load_is_there_and_is_sent_once() {
     }
     assert!(served >= 12, "only {served} files were asked for");
     for gone in ["package.json", "session.test.js", "..%2Findex.html", "xterm.mjs.map"] {
-        world.get(&format!("/terminal/assets/{gone}")).send().await.refused(404, "not_found");
+        api.get(&format!("/terminal/assets/{gone}")).send().await.refused(404, "not_found");
     }
 }

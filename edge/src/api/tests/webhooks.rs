@@ -1,6 +1,6 @@
-//! What the payment processor sends, or somebody in its name, and what operators do with what could not be carried out.
+//! Webhooks of the payment processor, forged ones, and operators' actions on failed events.
 
-use super::world::{Answer, World, without_ids};
+use super::harness::{ApiHarness, TestResponse, without_ids};
 use crate::processor::signature::{TOLERANCE, WebhookSecrets};
 use crate::processor::stripe::{CheckoutPage, Stripe, StripeSettings};
 use crate::services::Payments;
@@ -8,9 +8,9 @@ use crate::webhook::{self, COUNTERS, PATH, body_of, id_of_event};
 use axum::body::Body;
 use axum::http::{Method, Request};
 use chrono::Utc;
-use domain::policy::Key;
-use domain::processor_event::{Command, Outcome, ProcessorEvent};
-use domain::{EntityRef, Kind};
+use domain::policy::PolicyKey;
+use domain::processor_event::{Command, ProcessingOutcome, ProcessorEvent};
+use domain::{EntityKind, EntityRef};
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use prometheus::{Registry, TextEncoder};
 use secrecy::ExposeSecret as _;
@@ -24,8 +24,8 @@ use tower::ServiceExt as _;
 const SECRET: &str = "whsec_0123456789abcdef";
 const EVENTS: &str = "/api/v1/admin/billing/processor-events";
 
-/// A world whose payment processor is nowhere: nothing here asks it.
-async fn world() -> World {
+/// A harness whose payment processor is unreachable: no test here calls it.
+async fn harness() -> ApiHarness {
     let settings = StripeSettings {
         api_base: "http://127.0.0.1:9".to_owned(),
         secret_key: "sk_test_0123456789".into(),
@@ -33,7 +33,7 @@ async fn world() -> World {
         authorities_pem: None,
     };
     crate::testing::install_crypto();
-    World::with_payments(Payments {
+    ApiHarness::with_payments(Payments {
         processor: Arc::new(Stripe::new(settings).unwrap()),
         webhook_secrets: WebhookSecrets::new(&[SECRET.into()]).unwrap(),
         currency: domain::money::Currency::parse("EUR").unwrap(),
@@ -61,11 +61,11 @@ fn signed(scheme: &str, seconds_ago: i64, body: &str) -> String {
     format!("t={at},{scheme}={}", hex::encode(mac.finalize().into_bytes()))
 }
 
-async fn send(world: &World, request: Request<Body>) -> Answer {
-    let response = webhook::router(world.services.clone()).oneshot(request).await.unwrap();
+async fn send(api: &ApiHarness, request: Request<Body>) -> TestResponse {
+    let response = webhook::router(api.services.clone()).oneshot(request).await.unwrap();
     let (status, headers) = (response.status().as_u16(), response.headers().clone());
     let bytes = axum::body::to_bytes(response.into_body(), 1 << 20).await.unwrap();
-    Answer { status, headers, body: serde_json::from_slice(&bytes).unwrap_or(Value::Null) }
+    TestResponse { status, headers, body: serde_json::from_slice(&bytes).unwrap_or(Value::Null) }
 }
 
 fn request(signatures: &[&str], body: &str) -> Request<Body> {
@@ -76,20 +76,20 @@ fn request(signatures: &[&str], body: &str) -> Request<Body> {
     request.body(Body::from(body.to_owned())).unwrap()
 }
 
-async fn deliver(world: &World, body: &str) -> Answer {
-    send(world, request(&[&signed("v1", 0, body)], body)).await
+async fn deliver(api: &ApiHarness, body: &str) -> TestResponse {
+    send(api, request(&[&signed("v1", 0, body)], body)).await
 }
 
 /// Status, code and message on one line, and the reason.
-fn refusal(answer: &Answer) -> String {
+fn refusal(answer: &TestResponse) -> String {
     assert_eq!(answer.body["details"]["service"], "webhook", "{}", answer.body);
     let reason = answer.body["details"]["reason"].as_str().map(|reason| format!(" [{reason}]")).unwrap_or_default();
     let text = |name: &str| answer.body[name].as_str().unwrap_or("-").to_owned();
     without_ids(&format!("{} {}{reason}: {}", answer.status, text("code"), text("message")))
 }
 
-/// The figures of webhooks that are not 0.
-fn figures() -> BTreeMap<String, u64> {
+/// The metrics of webhooks that are not 0.
+fn metrics() -> BTreeMap<String, u64> {
     let registry = Registry::new();
     COUNTERS.register(&registry).unwrap();
     let text = TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
@@ -97,31 +97,31 @@ fn figures() -> BTreeMap<String, u64> {
     lines.map(|(name, value)| (name.to_owned(), value.parse().unwrap())).filter(|(_, value)| *value > 0).collect()
 }
 
-async fn stored(world: &World) -> Vec<Value> {
-    world.get(EVENTS).admin().send().await.is(200)["items"].as_array().unwrap().clone()
+async fn stored(api: &ApiHarness) -> Vec<Value> {
+    api.get(EVENTS).admin().send().await.is(200)["items"].as_array().unwrap().clone()
 }
 
 #[tokio::test]
-async fn what_comes_a_hundred_times_and_at_once_is_stored_once_and_sealed() {
-    let world = world().await;
+async fn concurrent_duplicate_webhooks_are_stored_once_and_sealed() {
+    let api = harness().await;
     let body = event("evt_1", 5_000);
-    let answers = futures::future::join_all((0..100).map(|_| deliver(&world, &body))).await;
+    let answers = futures::future::join_all((0..100).map(|_| deliver(&api, &body))).await;
     for answer in answers {
         assert_eq!(answer.is(200), &json!({ "received": true }));
     }
-    // Tried once more, later: the same event, delivered otherwise.
+    // Redelivered later: the same event with another count of pending webhooks.
     let again = body.replace("\"pending_webhooks\":1", "\"pending_webhooks\": 4");
     assert_ne!(again, body);
-    deliver(&world, &again).await.is(200);
-    let events = stored(&world).await;
+    deliver(&api, &again).await.is(200);
+    let events = stored(&api).await;
     assert_eq!(events.len(), 1, "{events:?}");
-    assert_eq!(figures(), [("webhook_events_received_total".to_owned(), 101)].into());
+    assert_eq!(metrics(), [("webhook_events_received_total".to_owned(), 101)].into());
 
-    let entity = EntityRef { kind: Kind::ProcessorEvent, id: id_of_event("evt_1") };
-    let row = world.services.reads.entity(entity).await.unwrap().unwrap();
+    let entity = EntityRef { kind: EntityKind::ProcessorEvent, id: id_of_event("evt_1") };
+    let row = api.services.reads.entity(entity).await.unwrap().unwrap();
     assert!(!row.body.contains("Ann Example"), "{}", row.body);
     let kept: ProcessorEvent = serde_json::from_str(&row.body).unwrap();
-    let opened = body_of(&world.services.trust.at_rest, &kept).unwrap().unwrap();
+    let opened = body_of(&api.services.trust.at_rest, &kept).unwrap().unwrap();
     assert_eq!(opened.expose_secret(), body.as_bytes());
     let view = &events[0];
     assert_eq!((view["event_id"].as_str(), view["object_id"].as_str()), (Some("evt_1"), Some("pi_1")));
@@ -133,7 +133,7 @@ async fn what_comes_a_hundred_times_and_at_once_is_stored_once_and_sealed() {
 
 #[tokio::test]
 async fn what_is_not_the_processors_is_refused_with_what_to_do_and_not_stored() {
-    let world = world().await;
+    let api = harness().await;
     let body = event("evt_1", 5_000);
     let good = signed("v1", 0, &body);
     let long = TOLERANCE.num_seconds() + 2;
@@ -158,19 +158,19 @@ async fn what_is_not_the_processors_is_refused_with_what_to_do_and_not_stored() 
         ),
     ] {
         let signatures: Vec<_> = signatures.iter().map(String::as_str).collect();
-        writeln!(refusals, "{name}: {}", refusal(&send(&world, request(&signatures, &body)).await)).unwrap();
+        writeln!(refusals, "{name}: {}", refusal(&send(&api, request(&signatures, &body)).await)).unwrap();
     }
     insta::assert_snapshot!(refusals);
-    assert_eq!(stored(&world).await, Vec::<Value>::new());
+    assert_eq!(stored(&api).await, Vec::<Value>::new());
     let expected = [("webhook_events_received_total", 9), ("webhook_signature_failures_total", 9)];
-    assert_eq!(figures(), expected.map(|(name, count)| (name.to_owned(), count)).into());
+    assert_eq!(metrics(), expected.map(|(name, count)| (name.to_owned(), count)).into());
 }
 
 #[tokio::test]
 async fn what_is_signed_and_no_event_is_counted_by_itself() {
-    let world = world().await;
+    let api = harness().await;
     let first = event("evt_1", 5_000);
-    deliver(&world, &first).await.is(200);
+    deliver(&api, &first).await.is(200);
     let mut refusals = String::new();
     for (name, body) in [
         ("nothing", String::new()),
@@ -184,29 +184,29 @@ async fn what_is_signed_and_no_event_is_counted_by_itself() {
         ("another under a known id", event("evt_1", 5_001)),
         ("too large", format!("{}{}", first, " ".repeat(256 * 1024))),
     ] {
-        writeln!(refusals, "{name}: {}", refusal(&deliver(&world, &body).await)).unwrap();
+        writeln!(refusals, "{name}: {}", refusal(&deliver(&api, &body).await)).unwrap();
     }
     insta::assert_snapshot!(refusals);
-    assert_eq!(stored(&world).await.len(), 1);
+    assert_eq!(stored(&api).await.len(), 1);
     let expected = [("webhook_events_received_total", 8), ("webhook_invalid_payload_total", 7)];
-    assert_eq!(figures(), expected.map(|(name, count)| (name.to_owned(), count)).into());
+    assert_eq!(metrics(), expected.map(|(name, count)| (name.to_owned(), count)).into());
 }
 
 #[tokio::test]
-async fn what_cannot_be_stored_is_to_be_sent_again() {
-    let world = world().await;
-    deliver(&world, &event("evt_1", 5_000)).await.is(200);
-    world.stop_postgres();
-    let answer = deliver(&world, &event("evt_2", 5_000)).await;
+async fn webhook_that_cannot_be_stored_is_answered_for_a_retry() {
+    let api = harness().await;
+    deliver(&api, &event("evt_1", 5_000)).await.is(200);
+    api.stop_postgres();
+    let answer = deliver(&api, &event("evt_2", 5_000)).await;
     assert!(answer.headers.contains_key("retry-after"), "{:?}", answer.headers);
     assert_eq!((answer.status, answer.body["code"].as_str()), (503, Some("service_unavailable")), "{}", answer.body);
-    assert_eq!(figures()["webhook_persist_failures_total"], 1);
+    assert_eq!(metrics()["webhook_persist_failures_total"], 1);
 }
 
 #[tokio::test]
-async fn slow_bodies_of_strangers_keep_no_event_of_the_processor_out() {
-    let world = world().await;
-    let router = webhook::router(world.services.clone());
+async fn slow_webhook_bodies_do_not_block_the_processor() {
+    let api = harness().await;
+    let router = webhook::router(api.services.clone());
     for n in 0..300_u16 {
         let address = [192, 0, 2 + u8::try_from(n / 50).unwrap(), u8::try_from(n % 50).unwrap()];
         let peer = crate::tls::Peer::new((address, 4711).into(), None, false);
@@ -222,8 +222,8 @@ async fn slow_bodies_of_strangers_keep_no_event_of_the_processor_out() {
 }
 
 #[tokio::test]
-async fn the_listener_has_one_route_and_answers_everything_else_with_the_envelope() {
-    let world = world().await;
+async fn webhook_listener_has_one_route_and_refuses_others_with_the_envelope() {
+    let api = harness().await;
     let of = |method: Method, path: &str| Request::builder().method(method).uri(path).body(Body::empty()).unwrap();
     for (method, path, expected) in [
         (Method::GET, PATH, (405, "method_not_allowed")),
@@ -231,46 +231,47 @@ async fn the_listener_has_one_route_and_answers_everything_else_with_the_envelop
         (Method::GET, "/metrics", (404, "not_found")),
         (Method::GET, "/api/v1/billing/balance", (404, "not_found")),
     ] {
-        let answer = send(&world, of(method, path)).await;
+        let answer = send(&api, of(method, path)).await;
         assert_eq!((answer.status, answer.body["code"].as_str()), (expected.0, Some(expected.1)), "{path}");
         assert_eq!(answer.body["details"]["service"], "webhook");
     }
-    let without = World::new().await;
+    let without = ApiHarness::new().await;
     assert_eq!(deliver(&without, &event("evt_1", 1)).await.status, 503);
 }
 
 #[tokio::test]
-async fn an_operator_finds_what_is_dead_and_has_it_tried_anew_or_dismisses_it() {
-    let world = world().await;
-    world.set_policy(Key::BillingWebhookMaxAttempts, 1);
+async fn operator_retries_or_dismisses_dead_webhook_events() {
+    let api = harness().await;
+    api.set_policy(PolicyKey::BillingWebhookMaxAttempts, 1);
     for id in ["evt_1", "evt_2", "evt_3"] {
-        deliver(&world, &event(id, 5_000)).await.is(200);
+        deliver(&api, &event(id, 5_000)).await.is(200);
     }
     for id in ["evt_1", "evt_2"] {
-        world.tell::<ProcessorEvent>(id_of_event(id), Command::Failed { why: "the amount differs".into() }).await;
+        api.ask_as_system::<ProcessorEvent>(id_of_event(id), Command::Failed { why: "the amount differs".into() })
+            .await;
     }
-    let done = Command::Processed { outcome: Outcome::NotOurs };
-    world.tell::<ProcessorEvent>(id_of_event("evt_3"), done).await;
+    let done = Command::Processed { outcome: ProcessingOutcome::NotOurs };
+    api.ask_as_system::<ProcessorEvent>(id_of_event("evt_3"), done).await;
     let page = |query: &str| format!("{EVENTS}?{query}");
-    let ids = |answer: &Answer| {
+    let ids = |answer: &TestResponse| {
         let items = answer.is(200)["items"].as_array().unwrap().clone();
         items.iter().map(|item| item["event_id"].as_str().unwrap().to_owned()).collect::<Vec<_>>()
     };
-    let dead = world.get(&page("state=dead")).admin().send().await;
+    let dead = api.get(&page("state=dead")).admin().send().await;
     assert_eq!(ids(&dead), ["evt_1", "evt_2"]);
     assert_eq!(dead.body["items"][0]["overdue"], true);
     assert_eq!(dead.body["items"][0]["last_error"], "the amount differs");
-    assert_eq!(ids(&world.get(&page("event_id=evt_3")).admin().send().await), ["evt_3"]);
-    assert!(ids(&world.get(&page("event_id=evt_3&state=dead")).admin().send().await).is_empty());
-    assert!(ids(&world.get(&page("event_id=evt_9")).admin().send().await).is_empty());
+    assert_eq!(ids(&api.get(&page("event_id=evt_3")).admin().send().await), ["evt_3"]);
+    assert!(ids(&api.get(&page("event_id=evt_3&state=dead")).admin().send().await).is_empty());
+    assert!(ids(&api.get(&page("event_id=evt_9")).admin().send().await).is_empty());
 
     let path = |id: &str, action: &str| format!("{EVENTS}/{}{action}", id_of_event(id));
     let why = json!({ "reason": "the currency of the account was put right" });
-    world.post(&path("evt_1", "/retry")).admin().json(&why).send().await.refused(403, "forbidden");
-    world.get(&path("evt_1", "")).user("ann").send().await.refused(403, "forbidden");
-    world.bind("biller", "billing_operations").await;
-    let biller = || world.token("biller", &["user"]);
-    let once = |path: String, key: &str| world.post(&path).by(&biller()).key(key).json(&why);
+    api.post(&path("evt_1", "/retry")).admin().json(&why).send().await.refused(403, "forbidden");
+    api.get(&path("evt_1", "")).user("ann").send().await.refused(403, "forbidden");
+    api.bind("biller", "billing_operations").await;
+    let biller = || api.token("biller", &["user"]);
+    let once = |path: String, key: &str| api.post(&path).by(&biller()).key(key).json(&why);
     let retried = once(path("evt_1", "/retry"), "k1").send().await;
     assert_eq!((retried.is(200)["state"].as_str(), retried.body["attempts"].as_u64()), (Some("retrying"), Some(0)));
     assert!(once(path("evt_1", "/retry"), "k1").send().await.is_replayed());
@@ -279,7 +280,7 @@ async fn an_operator_finds_what_is_dead_and_has_it_tried_anew_or_dismisses_it() 
     once(path("evt_2", "/retry"), "k3").send().await.refused(409, "state_conflict");
     once(path("evt_3", "/dismiss"), "k4").send().await.refused(409, "state_conflict");
     once(path("evt_9", "/dismiss"), "k5").send().await.refused(404, "not_found");
-    let log = world.get("/api/v1/admin/audit-log?target_kind=processor_event").admin().send().await;
+    let log = api.get("/api/v1/admin/audit-log?target_kind=processor_event").admin().send().await;
     let actions: Vec<_> = log.is(200)["items"].as_array().unwrap().iter().map(|row| row["action"].clone()).collect();
     assert_eq!(actions, ["processor_events.dismiss", "processor_events.retry"]);
 }

@@ -1,11 +1,11 @@
-//! Tokens and providers that mean harm (RFC 8725 names most of them). Keys come over HTTP, as they do in service.
+//! Hostile tokens and providers (RFC 8725 names most of the attacks). Keys are fetched over HTTP, as in service.
 
 use super::*;
 use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpListener;
 
-/// Signed with a shared secret, under a header that says so.
+/// Signed with a shared secret, under a header that declares it.
 fn hmac(header: &Value, claims: &Value, secret: &[u8], algorithm: Algorithm) -> String {
     let signed = format!("{}.{}", b64(header.to_string().as_bytes()), b64(claims.to_string().as_bytes()));
     let signature =
@@ -13,13 +13,13 @@ fn hmac(header: &Value, claims: &Value, secret: &[u8], algorithm: Algorithm) -> 
     format!("{signed}.{signature}")
 }
 
-/// Why it is refused. Everything about the token but what is tried is in order.
+/// Why it is refused. Everything about the token is valid except what is tested.
 async fn reason(provider: &Provider, token: &str) -> String {
     verdict(&provider.authenticator(), token).await.expect_err("it must be refused")
 }
 
 #[tokio::test]
-async fn an_unsigned_token_is_refused_however_none_is_spelled() {
+async fn unsigned_token_is_refused_in_every_spelling_of_none() {
     let provider = Provider::with(vec![key("k", Algorithm::ES256)]).await;
     for none in ["none", "None", "NONE", "nOnE", ""] {
         let header = json!({"typ": "JWT", "alg": none, "kid": "k"});
@@ -33,7 +33,7 @@ async fn an_unsigned_token_is_refused_however_none_is_spelled() {
 }
 
 #[tokio::test]
-async fn the_public_key_is_no_shared_secret_in_whatever_form() {
+async fn public_key_is_never_accepted_as_an_hmac_secret() {
     let pair = KeyPair::generate_for(&PKCS_RSA_SHA256).unwrap();
     let provider = Provider::with(vec![key("k", Algorithm::RS256)]).await;
     let published = &provider.keys[0].jwk;
@@ -52,7 +52,7 @@ async fn the_public_key_is_no_shared_secret_in_whatever_form() {
             assert!(why.contains("allowlist"), "{why}");
         }
     }
-    // Not even where somebody configures it.
+    // Not even where it is configured.
     let mut rules = TokenRules::new(provider.issuer(), "gpuaas");
     rules.algorithms = vec![Algorithm::HS256, Algorithm::RS256];
     let careless = Authenticator::new(rules, Jwks::new(provider.settings()).unwrap());
@@ -61,7 +61,7 @@ async fn the_public_key_is_no_shared_secret_in_whatever_form() {
 }
 
 #[tokio::test]
-async fn a_key_that_the_token_brings_or_points_to_is_not_even_fetched() {
+async fn key_in_or_referenced_by_the_token_is_never_fetched() {
     let provider = Provider::with(vec![key("k", Algorithm::RS256)]).await;
     let attacker = key("k", Algorithm::RS256);
     let evil = MockServer::start().await;
@@ -92,7 +92,7 @@ async fn a_key_that_the_token_brings_or_points_to_is_not_even_fetched() {
 }
 
 #[tokio::test]
-async fn a_key_id_is_looked_up_and_never_followed() {
+async fn key_id_is_only_a_lookup_key() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let long = "k".repeat(10_000);
     for kid in [
@@ -125,7 +125,7 @@ async fn a_key_id_is_looked_up_and_never_followed() {
 }
 
 #[tokio::test]
-async fn times_that_are_no_times_are_refused() {
+async fn invalid_time_claims_are_refused() {
     let provider = Provider::with(vec![key("k", Algorithm::ES256)]).await;
     let authenticator = provider.authenticator();
     let now = Utc::now().timestamp();
@@ -155,7 +155,7 @@ async fn times_that_are_no_times_are_refused() {
         })
     };
     assert!(verdict(&authenticator, &without("exp")).await.is_err(), "a token without an end");
-    // RFC 7519 leaves both out of what a token must have, and most providers send no `nbf`.
+    // RFC 7519 requires neither of them in a token, and most providers send no `nbf`.
     assert!(verdict(&authenticator, &without("nbf")).await.is_ok());
     assert!(verdict(&authenticator, &without("iat")).await.is_ok());
     // Of two the last counts (RFC 7519, section 4).
@@ -170,7 +170,7 @@ async fn times_that_are_no_times_are_refused() {
 }
 
 #[tokio::test]
-async fn the_audience_is_ours_alone_or_among_others_and_the_issuer_is_exact() {
+async fn audience_must_include_ours_and_the_issuer_must_match_exactly() {
     let provider = Provider::with(vec![key("k", Algorithm::ES256)]).await;
     let authenticator = provider.authenticator();
     let with = |name: &'static str, value: Value| provider.token(|claims| claims[name] = value);
@@ -197,7 +197,7 @@ async fn the_audience_is_ours_alone_or_among_others_and_the_issuer_is_exact() {
 }
 
 #[tokio::test]
-async fn a_subject_is_bounded_and_stays_on_its_line() {
+async fn subject_is_bounded_and_has_no_line_breaks() {
     let provider = Provider::with(vec![key("k", Algorithm::ES256)]).await;
     let authenticator = provider.authenticator();
     let with = |sub: &str| {
@@ -210,14 +210,14 @@ async fn a_subject_is_bounded_and_stays_on_its_line() {
     {
         assert!(verdict(&authenticator, &with(bad)).await.is_err(), "{bad:?}");
     }
-    // Wildcards of NATS and of SQL are names like others: nothing builds a subject or a statement of them.
+    // Wildcards of NATS and of SQL are names like others: no subject or statement is built of them.
     for odd in [">", "*", "a.*.>", "%", "'; --", "${x}", "../..", "auth0|5f7c", "Åse", &"x".repeat(255)] {
         assert_eq!(verdict(&authenticator, &with(odd)).await.unwrap().user_id, odd);
     }
 }
 
 #[tokio::test]
-async fn a_hundred_unknown_keys_cost_one_fetch_in_each_cool_down() {
+async fn hundred_unknown_keys_cause_one_fetch_per_gap() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let gap = Duration::from_secs(1);
     let settings = JwksSettings { min_refresh_gap: gap, ..provider.settings() };
@@ -249,7 +249,7 @@ async fn a_hundred_unknown_keys_cost_one_fetch_in_each_cool_down() {
     assert!(verdict(&authenticator, &provider.token(|_| ())).await.is_ok(), "known keys serve meanwhile");
 }
 
-/// A provider whose answers never end: a byte now and then, for as long as somebody listens.
+/// A provider whose responses never end: a byte now and then, for as long as the client reads.
 async fn dripping() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let issuer = format!("http://{}/realms/gpu", listener.local_addr().unwrap());
@@ -271,7 +271,7 @@ async fn dripping() -> String {
 }
 
 #[tokio::test]
-async fn a_provider_that_drips_is_given_up_and_few_wait_for_it() {
+async fn slow_provider_times_out_and_few_requests_wait_for_it() {
     install_crypto();
     let issuer = dripping().await;
     let settings = JwksSettings {
@@ -298,11 +298,11 @@ async fn a_provider_that_drips_is_given_up_and_few_wait_for_it() {
 }
 
 #[tokio::test]
-async fn old_keys_serve_at_once_while_the_provider_hangs_redirects_or_floods() {
+async fn cached_keys_serve_at_once_while_the_provider_misbehaves() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let settings = JwksSettings {
         timeout: Duration::from_millis(300),
-        // Stale at once, so that each use asks again, behind the scenes.
+        // Stale at once, so that each use refreshes in the background.
         max_age: Duration::ZERO,
         min_refresh_gap: Duration::ZERO,
         ..provider.settings()
@@ -333,7 +333,7 @@ async fn old_keys_serve_at_once_while_the_provider_hangs_redirects_or_floods() {
 }
 
 #[tokio::test]
-async fn a_forced_refresh_has_a_cool_down_of_its_own() {
+async fn forced_refresh_has_its_own_gap() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let settings = JwksSettings {
         min_forced_gap: Duration::from_millis(500),
@@ -354,7 +354,7 @@ async fn a_forced_refresh_has_a_cool_down_of_its_own() {
 }
 
 #[tokio::test]
-async fn one_header_brings_one_token_of_a_bounded_size() {
+async fn request_has_one_authorization_header_with_one_bounded_token() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let authenticator = provider.authenticator();
     let good = format!("Bearer {}", provider.token(|_| ()));
@@ -376,7 +376,7 @@ async fn one_header_brings_one_token_of_a_bounded_size() {
     }
 }
 
-/// What a request logs.
+/// The log of a request.
 #[derive(Clone, Default)]
 struct Log(Arc<std::sync::Mutex<Vec<u8>>>);
 
@@ -397,7 +397,7 @@ async fn a_failed_authentication_is_logged_at_warn_with_its_reason_and_without_t
     let router = Router::new()
         .route("/me", get(|caller: Caller| async move { caller.user_id }))
         .with_state(App(Arc::new(provider.authenticator())))
-        .layer(RequestScope(crate::testing::outermost(Service { name: "api", tells_route: false })));
+        .layer(RequestScope(crate::testing::scope_settings(Service { name: "api", shows_route: false })));
     let expired = provider.token(|claims| claims["exp"] = json!(1));
     let foreign = provider.token(|claims| claims["aud"] = json!("another"));
     let attacker = key("k", Algorithm::EdDSA);

@@ -28,7 +28,7 @@ fn formatted(mailer: &Mailer, to: &str, mail: &Mail<'_>) -> String {
 const MAIL: Mail<'_> = Mail { message_id: "the-event", endpoint_id: "the-endpoint", body: BODY };
 
 #[test]
-fn a_url_says_where_the_server_is_how_it_is_reached_and_as_whom() {
+fn smtp_url_sets_server_security_and_credentials() {
     let tls = server("smtps://user%40example.com:p%3Ass@mail.example");
     assert!(matches!(tls.security, Security::Tls(_)));
     assert_eq!((tls.host.as_str(), tls.port), ("mail.example", 465));
@@ -48,7 +48,7 @@ fn a_url_says_where_the_server_is_how_it_is_reached_and_as_whom() {
 }
 
 #[test]
-fn a_url_that_would_send_in_clear_or_means_something_else_is_refused_without_being_quoted() {
+fn insecure_or_ambiguous_smtp_url_is_refused_without_being_quoted() {
     for url in [
         "smtp://user:hunter2@mail.example",
         "smtp://user:hunter2@10.0.0.1",
@@ -112,7 +112,7 @@ fn authorities_that_cannot_be_read_are_refused() {
 }
 
 #[test]
-fn a_mail_says_from_whom_to_whom_and_which_it_is() {
+fn mail_has_sender_recipient_and_message_id() {
     let mail = formatted(&mailer(), "ann@example.org", &MAIL);
     let (headers, text) = mail.split_once("\r\n\r\n").unwrap();
     let mut headers: Vec<&str> = headers.split("\r\n").collect();
@@ -134,7 +134,7 @@ fn a_mail_says_from_whom_to_whom_and_which_it_is() {
 }
 
 #[test]
-fn an_address_that_is_not_one_plain_address_gets_nothing() {
+fn recipient_that_is_not_one_plain_address_is_refused() {
     for address in [
         "",
         "ann",
@@ -170,8 +170,8 @@ fn an_address_that_is_not_one_plain_address_gets_nothing() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_written_is_given_up_before_anybody_is_asked() {
-    // Nothing listens there: a connection would be tried again.
+async fn unwritable_mail_fails_permanently_without_a_connection() {
+    // No server listens there: a connection would be retried.
     let mailer = Mailer::new(&config("smtp://127.0.0.1:1")).unwrap();
     let no_address = mailer.send("ann@example.org\r\nBcc: bob@example.org", &MAIL).await.unwrap_err();
     assert_eq!((no_address.is_final, no_address.why.as_str()), (true, "that is no address that mail can be sent to"));
@@ -189,7 +189,7 @@ async fn what_cannot_be_written_is_given_up_before_anybody_is_asked() {
 }
 
 #[test]
-fn nothing_that_a_notification_says_becomes_a_header() {
+fn notification_content_never_becomes_a_mail_header() {
     let hostile = "x\r\nBcc: victim@example.com\r\n\r\ninjected";
     let said = serde_json::json!({
         "id": hostile, "type": hostile, "time": "2026-11-23T08:00:00Z",

@@ -1,4 +1,4 @@
-//! What a mail says: a subject and a plain text for people, made of a notification.
+//! The text of a mail: a subject and a plain text for people, made of a notification.
 
 use std::fmt::Write as _;
 
@@ -11,9 +11,9 @@ use crate::delivery::one_line;
 /// Columns of a line of prose.
 const COLUMNS: usize = 78;
 /// Characters of a value that a notification brings.
-const LONGEST_VALUE: usize = 2_000;
+const MAX_VALUE: usize = 2_000;
 /// Characters of a type in a subject.
-const LONGEST_KIND: usize = 60;
+const MAX_KIND: usize = 60;
 
 /// A notification as [`crate::notifications::message`] writes it: the fields that a text is made of.
 #[derive(Debug, Deserialize)]
@@ -52,7 +52,7 @@ struct Value(String);
 
 impl From<String> for Value {
     fn from(text: String) -> Self {
-        Self(one_line(&text, LONGEST_VALUE))
+        Self(one_line(&text, MAX_VALUE))
     }
 }
 
@@ -74,7 +74,7 @@ pub(super) fn letter(notification: &Notification, endpoint_id: &str, public_url:
     for (name, value) in facts(notification, public_url) {
         let _ = writeln!(text, "{name}: {value}");
     }
-    let endpoint_id = one_line(endpoint_id, LONGEST_VALUE);
+    let endpoint_id = one_line(endpoint_id, MAX_VALUE);
     let _ = write!(
         text,
         "\nTo see where you are notified: gpuctl notification-endpoints list\n\
@@ -83,12 +83,12 @@ pub(super) fn letter(notification: &Notification, endpoint_id: &str, public_url:
     Letter { subject: content.subject, text }
 }
 
-/// What a type of event means to its reader.
+/// The subject and text of an event type.
 struct Content {
     subject: String,
-    /// What happened and what follows from it; paragraphs are separated by an empty line.
+    /// What happened and its consequences; paragraphs are separated by an empty line.
     text: String,
-    /// What the reader can do: a purpose and the command for it.
+    /// The reader's options: a purpose and the command for it.
     steps: Vec<(&'static str, String)>,
 }
 
@@ -103,7 +103,7 @@ impl Content {
     }
 }
 
-/// The row to write when an event is added to [`domain::notification::TOLD`].
+/// The row to write when an event is added to [`domain::notification::NOTIFIED_EVENTS`].
 fn content(notification: &Notification) -> Option<Content> {
     let data = &notification.data;
     let allocation = id_or(data.allocation_id, "ALLOCATION");
@@ -226,7 +226,7 @@ fn content(notification: &Notification) -> Option<Content> {
     })
 }
 
-/// Operators read why; those who rent on the node read what it means for them.
+/// Operators read the reason; tenants of the node read its consequences for them.
 fn node_state(data: &Data, node: &str) -> Content {
     let state = value_or(&data.state, "in another state");
     if data.reason.is_some() {
@@ -285,19 +285,19 @@ fn announcement(data: &Data) -> Content {
     Content::new(subject, format!("The operators of the service announce:\n\n{message}"))
 }
 
-/// Of an event that this version does not know: another member of the cluster may be newer.
+/// For an event that this version does not know: another member of the cluster may be newer.
 fn unknown(kind: &str) -> Content {
     let subject = if kind.is_empty() {
         "A notification".to_owned()
     } else {
-        format!("Notification {}", one_line(kind, LONGEST_KIND))
+        format!("Notification {}", one_line(kind, MAX_KIND))
     };
     Content::new(subject, "Something happened that concerns you. What is known of it stands below.")
         .step("To see what runs", "gpuctl allocations list")
         .step("To see the balance", "gpuctl billing balance")
 }
 
-/// What the notification says, by the names that people give it.
+/// The facts of the notification, under names for people.
 fn facts(notification: &Notification, public_url: &str) -> Vec<(&'static str, String)> {
     let data = &notification.data;
     let ids = [
@@ -317,7 +317,7 @@ fn facts(notification: &Notification, public_url: &str) -> Vec<(&'static str, St
     let event = [
         ("Event", format!("{}, {}", notification.kind.0, notification.id.0)),
         ("Time", in_utc(notification.time)),
-        ("Service", one_line(public_url, LONGEST_VALUE)),
+        ("Service", one_line(public_url, MAX_VALUE)),
     ];
     ids.chain(values).chain(attempt).chain(release_at).chain(event).collect()
 }

@@ -2,16 +2,16 @@
 
 use super::*;
 use chrono::{DateTime, Utc};
-use domain::allocation::Placed;
+use domain::allocation::Placement;
 use domain::machine::Machine;
-use domain::node::{Command, OnboardingMode, Promise, Registration, Seen, Work};
+use domain::node::{AgentContact, Command, OnboardingMode, PendingTask, PromisedHardware, Registration};
 use domain::policy::PolicyBook;
-use domain::{Ctx, Principal, SkuId, Timestamp};
+use domain::{Principal, SkuId, Timestamp, TransitionContext};
 use ed25519_dalek::SigningKey;
 use serde_json::Map;
 use std::collections::BTreeMap;
 use uuid::Uuid;
-use wire::proof::{Checked, Finding};
+use wire::proof::{CleanupCheck, CleanupFinding};
 use wire::task::TaskError;
 
 const NODE: NodeId = NodeId(Uuid::from_u128(1));
@@ -31,7 +31,7 @@ fn node() -> Node {
         ssh_username: "root".into(),
         ssh_public_key: String::new(),
         ssh_key_fingerprint: String::new(),
-        sku: Promise {
+        sku: PromisedHardware {
             sku_id: SkuId(Uuid::nil()),
             name: "h100".into(),
             gpu_model: "H100".into(),
@@ -45,12 +45,12 @@ fn node() -> Node {
         metadata: domain::metadata::Metadata::default(),
     };
     let admin = Principal::system("test");
-    let ctx = Ctx {
+    let ctx = TransitionContext {
         now: Timestamp::UNIX_EPOCH,
         policy: &PolicyBook::default(),
         by: &admin,
         correlation_id: "",
-        trace: domain::machine::Trace::default(),
+        trace: domain::machine::TraceContext::default(),
         seed: 0,
         id: NODE.0,
         version: 0,
@@ -58,7 +58,7 @@ fn node() -> Node {
     let register = Command::Register { registration: Box::new(registration), probe: None };
     let mut node = Node::decide(None, register, &ctx).unwrap().next.unwrap();
     node.identity.recovery_public_key = Some(PublicKey::from(&key()).to_string());
-    node.seen = Some(Seen {
+    node.seen = Some(AgentContact {
         boot_id: BOOT.to_string(),
         agent_version: "0".into(),
         protocol: 3,
@@ -66,8 +66,8 @@ fn node() -> Node {
         silent_at: Timestamp::UNIX_EPOCH,
         task_types: None,
     });
-    let work = Work { task_id: TASK, attempt: 7, ordered_at: ctx.now, deadline_at: ctx.now, origin: None };
-    let placed = Placed {
+    let work = PendingTask { task_id: TASK, attempt: 7, ordered_at: ctx.now, deadline_at: ctx.now, origin: None };
+    let placed = Placement {
         devices: Vec::new(),
         host: String::new(),
         port: 22,
@@ -76,7 +76,7 @@ fn node() -> Node {
         host_fingerprint: None,
     };
     let hold = Hold {
-        logins: domain::node::HeldLogins::default(),
+        logins: domain::node::HoldSshAccess::default(),
         placed,
         keys: Vec::new(),
         phase: HoldPhase::Releasing { work },
@@ -89,7 +89,7 @@ fn node() -> Node {
 }
 
 fn report() -> CleanupReport {
-    let finding = |what| Finding { what, looked_for: "x".into(), outcome: Outcome::Gone, detail: None };
+    let finding = |what| CleanupFinding { what, looked_for: "x".into(), outcome: FindingOutcome::Gone, detail: None };
     CleanupReport {
         node_id: NODE.0,
         allocation_id: ALLOCATION.0,
@@ -97,34 +97,34 @@ fn report() -> CleanupReport {
         attempt: 7,
         boot_id: BOOT,
         checked_at: DateTime::UNIX_EPOCH,
-        findings: Checked::REQUIRED.into_iter().map(finding).collect(),
+        findings: CleanupCheck::REQUIRED.into_iter().map(finding).collect(),
     }
 }
 
-fn result(status: TaskStatus, proof: Option<Envelope>, error: Option<TaskError>) -> TaskResult {
+fn result(status: TaskStatus, proof: Option<SignedEnvelope>, error: Option<TaskError>) -> TaskResult {
     let at: DateTime<Utc> = DateTime::UNIX_EPOCH;
     TaskResult { attempt: 7, status, output: Map::new(), error, proof, started_at: at, finished_at: at }
 }
 
-fn of(report: &CleanupReport, node: Option<&Node>) -> Verdict {
+fn of(report: &CleanupReport, node: Option<&Node>) -> TaskOutcome {
     let proof = report.seal(&key()).unwrap();
     verdict(&result(TaskStatus::Succeeded, Some(proof), None), NODE, TASK, node)
 }
 
-fn failure(verdict: Verdict) -> (String, String) {
+fn failure(verdict: TaskOutcome) -> (String, String) {
     match verdict {
-        Verdict::Failed { code, message } => (code, message),
-        Verdict::Succeeded { .. } => panic!("{verdict:?}"),
+        TaskOutcome::Failed { code, message } => (code, message),
+        TaskOutcome::Succeeded { .. } => panic!("{verdict:?}"),
     }
 }
 
 #[test]
-fn a_clean_report_that_binds_everything_proves_its_allocation() {
-    assert_eq!(of(&report(), Some(&node())), Verdict::Succeeded { proof: Some(ALLOCATION) });
+fn complete_clean_report_proves_the_clean_up_of_its_allocation() {
+    assert_eq!(of(&report(), Some(&node())), TaskOutcome::Succeeded { proof: Some(ALLOCATION) });
 }
 
 #[test]
-fn a_report_of_anything_else_proves_nothing() {
+fn report_of_another_subject_is_refused() {
     type Change = fn(&mut CleanupReport);
     let changes: [(Change, &str); 5] = [
         (|report| report.node_id = Uuid::nil(), "another node"),
@@ -143,10 +143,10 @@ fn a_report_of_anything_else_proves_nothing() {
 }
 
 #[test]
-fn a_stranger_s_signature_another_message_and_a_node_without_a_key_prove_nothing() {
+fn foreign_signature_other_message_or_missing_key_is_refused() {
     let strangers = report().seal(&SigningKey::from_bytes(&[6; 32])).unwrap();
-    let another = Envelope::sign(&key(), "k", "application/json", serde_json::to_vec(&report()).unwrap());
-    let unreadable = Envelope::sign(&key(), "k", wire::proof::CLEANUP_REPORT_TYPE, b"{}".to_vec());
+    let another = SignedEnvelope::sign(&key(), "k", "application/json", serde_json::to_vec(&report()).unwrap());
+    let unreadable = SignedEnvelope::sign(&key(), "k", wire::proof::CLEANUP_REPORT_TYPE, b"{}".to_vec());
     for proof in [strangers, another, unreadable] {
         let given = verdict(&result(TaskStatus::Succeeded, Some(proof), None), NODE, TASK, Some(&node()));
         assert_eq!(failure(given).0, "proof_invalid");
@@ -159,12 +159,12 @@ fn a_stranger_s_signature_another_message_and_a_node_without_a_key_prove_nothing
 }
 
 #[test]
-fn what_is_left_is_named_and_what_was_not_looked_for_is_too() {
+fn leftovers_and_unchecked_resources_are_named() {
     let mut left = report();
     for finding in &mut left.findings {
-        finding.outcome = Outcome::Unknown;
+        finding.outcome = FindingOutcome::Unknown;
     }
-    left.findings[0].outcome = Outcome::Present;
+    left.findings[0].outcome = FindingOutcome::Present;
     let (code, message) = failure(of(&left, Some(&node())));
     assert_eq!(code, "leftovers");
     assert!(message.contains("Home x is present") && message.contains("and 5 more"), "{message}");
@@ -175,17 +175,17 @@ fn what_is_left_is_named_and_what_was_not_looked_for_is_too() {
 }
 
 #[test]
-fn a_setup_needs_no_proof_and_a_failure_stays_one_with_any_proof() {
+fn setup_needs_no_proof_and_a_failure_stays_one_with_any_proof() {
     let mut setting_up = node();
     let hold = setting_up.holds.get_mut(&ALLOCATION).unwrap();
     let HoldPhase::Releasing { work } = hold.phase.clone() else { panic!() };
     hold.phase = HoldPhase::Provisioning { work };
-    assert_eq!(of(&report(), Some(&setting_up)), Verdict::Succeeded { proof: None });
+    assert_eq!(of(&report(), Some(&setting_up)), TaskOutcome::Succeeded { proof: None });
     let bare = result(TaskStatus::Succeeded, None, None);
-    assert_eq!(verdict(&bare, NODE, TASK, None), Verdict::Succeeded { proof: None });
+    assert_eq!(verdict(&bare, NODE, TASK, None), TaskOutcome::Succeeded { proof: None });
     let error = TaskError { code: "user_busy".into(), message: "a\tb".into() };
     let failed = result(TaskStatus::Failed, Some(report().seal(&key()).unwrap()), Some(error));
-    let expected = Verdict::Failed { code: "user_busy".into(), message: "a b".into() };
+    let expected = TaskOutcome::Failed { code: "user_busy".into(), message: "a b".into() };
     assert_eq!(verdict(&failed, NODE, TASK, Some(&node())), expected);
     let silent = result(TaskStatus::Failed, None, None);
     assert_eq!(failure(verdict(&silent, NODE, TASK, None)).0, "failed");

@@ -1,6 +1,6 @@
 //! A node's agent, as far as a test needs one.
 
-use super::world::{Answer, World};
+use super::harness::{NodeApiHarness, TestResponse};
 use crate::identity::NodeCertificate;
 use chrono::Utc;
 use ed25519_dalek::SigningKey;
@@ -12,24 +12,24 @@ use rustls::pki_types::pem::PemObject;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use uuid::Uuid;
-use wire::inventory::{ExecutorKind, Gpu, GpuSource, Inventory};
-use wire::proof::{Checked, CleanupReport, Finding, Outcome};
+use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
+use wire::proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
 use wire::task::TaskPayload;
 
-pub(crate) fn h100s(count: u32) -> Inventory {
+pub(crate) fn h100s(count: u32) -> NodeInventory {
     h100s_of(Uuid::nil(), count)
 }
 
 /// The GPUs of this node alone.
-pub(crate) fn h100s_of(node_id: Uuid, count: u32) -> Inventory {
-    let gpu = |index| Gpu {
+pub(crate) fn h100s_of(node_id: Uuid, count: u32) -> NodeInventory {
+    let gpu = |index| GpuInfo {
         index,
         uuid: format!("GPU-{}", Uuid::from_u128(node_id.as_u128() ^ (u128::from(index) + 1))),
         vendor: "NVIDIA".into(),
         model: "H100".into(),
         memory_mib: 81_559,
     };
-    Inventory {
+    NodeInventory {
         hostname: "node-1".into(),
         kernel: "6.1.0".into(),
         cpu_model: "EPYC".into(),
@@ -95,7 +95,7 @@ pub(super) struct Agent {
 
 impl Agent {
     pub(super) fn new(
-        world: &World,
+        harness: &NodeApiHarness,
         node_id: Uuid,
         boot_id: Uuid,
         recovery: SigningKey,
@@ -103,26 +103,26 @@ impl Agent {
         key: &KeyPair,
     ) -> Self {
         let identity = (certificate_pem.to_owned(), key.serialize_pem());
-        Self::identified(world, node_id, boot_id, recovery, identity)
+        Self::identified(harness, node_id, boot_id, recovery, identity)
     }
 
     fn identified(
-        world: &World,
+        harness: &NodeApiHarness,
         node_id: Uuid,
         boot_id: Uuid,
         recovery: SigningKey,
         identity: (String, String),
     ) -> Self {
         let (certificate_pem, key_pem) = &identity;
-        let tls = world.tls(Some((certificate_pem, key_pem)));
+        let tls = harness.tls(Some((certificate_pem, key_pem)));
         let der = CertificateDer::from_pem_slice(certificate_pem.as_bytes()).unwrap();
-        let certificate = NodeCertificate::parse(&der, &world.services.trust.domain).unwrap();
-        Self { node_id, boot_id, recovery, serial: certificate.serial, client: world.client(&tls), tls, identity }
+        let certificate = NodeCertificate::parse(&der, &harness.services.trust.domain).unwrap();
+        Self { node_id, boot_id, recovery, serial: certificate.serial, client: harness.client(&tls), tls, identity }
     }
 
     /// The same node with another certificate.
-    pub(super) fn with(&self, world: &World, certificate_pem: &str, key: &KeyPair) -> Self {
-        Self::new(world, self.node_id, self.boot_id, self.recovery.clone(), certificate_pem, key)
+    pub(super) fn with(&self, harness: &NodeApiHarness, certificate_pem: &str, key: &KeyPair) -> Self {
+        Self::new(harness, self.node_id, self.boot_id, self.recovery.clone(), certificate_pem, key)
     }
 
     pub(super) fn certificate_pem(&self) -> &str {
@@ -130,32 +130,32 @@ impl Agent {
     }
 
     /// The same certificate, and nothing of the connections and sessions that there were.
-    pub(super) fn reconnected(&self, world: &World) -> Self {
-        Self::identified(world, self.node_id, self.boot_id, self.recovery.clone(), self.identity.clone())
+    pub(super) fn reconnected(&self, harness: &NodeApiHarness) -> Self {
+        Self::identified(harness, self.node_id, self.boot_id, self.recovery.clone(), self.identity.clone())
     }
 
-    pub(super) async fn get(&self, world: &World, path: &str) -> Answer {
-        world.send(&self.client, Method::GET, &self.at(path), None).await
+    pub(super) async fn get(&self, harness: &NodeApiHarness, path: &str) -> TestResponse {
+        harness.send(&self.client, Method::GET, &self.at(path), None).await
     }
 
-    pub(super) async fn post(&self, world: &World, path: &str, body: &Value) -> Answer {
-        world.send(&self.client, Method::POST, &self.at(path), Some(body.to_string().into_bytes())).await
+    pub(super) async fn post(&self, harness: &NodeApiHarness, path: &str, body: &Value) -> TestResponse {
+        harness.send(&self.client, Method::POST, &self.at(path), Some(body.to_string().into_bytes())).await
     }
 
     pub(super) fn at(&self, path: &str) -> String {
         format!("/internal/v1/nodes/{}/{path}", self.node_id)
     }
 
-    pub(super) async fn wait(&self, world: &World, seconds: u32) -> Answer {
-        self.get(world, &format!("tasks/wait?timeout_seconds={seconds}")).await
+    pub(super) async fn wait(&self, harness: &NodeApiHarness, seconds: u32) -> TestResponse {
+        self.get(harness, &format!("tasks/wait?timeout_seconds={seconds}")).await
     }
 
-    pub(super) async fn report(&self, world: &World, task: &TaskPayload, result: &Value) -> Answer {
-        self.post(world, &format!("tasks/{}/result", task.task_id), result).await
+    pub(super) async fn report(&self, harness: &NodeApiHarness, task: &TaskPayload, result: &Value) -> TestResponse {
+        self.post(harness, &format!("tasks/{}/result", task.task_id), result).await
     }
 
-    pub(super) async fn renew(&self, world: &World) -> Answer {
-        self.post(world, "certificate/renew", &json!({ "csr_pem": Applicant::new().csr_pem })).await
+    pub(super) async fn renew(&self, harness: &NodeApiHarness) -> TestResponse {
+        self.post(harness, "certificate/renew", &json!({ "csr_pem": Applicant::new().csr_pem })).await
     }
 
     pub(super) fn heartbeat(&self) -> Value {
@@ -172,13 +172,14 @@ impl Agent {
         })
     }
 
-    pub(super) async fn beat(&self, world: &World) -> Answer {
-        self.post(world, "heartbeat", &self.heartbeat()).await
+    pub(super) async fn beat(&self, harness: &NodeApiHarness) -> TestResponse {
+        self.post(harness, "heartbeat", &self.heartbeat()).await
     }
 
     /// A report that everything is gone.
     pub(super) fn clean(&self, task: &TaskPayload) -> CleanupReport {
-        let finding = |what| Finding { what, looked_for: "/tmp/x".into(), outcome: Outcome::Gone, detail: None };
+        let finding =
+            |what| CleanupFinding { what, looked_for: "/tmp/x".into(), outcome: FindingOutcome::Gone, detail: None };
         CleanupReport {
             node_id: self.node_id,
             allocation_id: task.task.allocation_id().unwrap(),
@@ -186,7 +187,7 @@ impl Agent {
             attempt: task.attempt,
             boot_id: self.boot_id,
             checked_at: Utc::now(),
-            findings: Checked::REQUIRED.into_iter().map(finding).collect(),
+            findings: CleanupCheck::REQUIRED.into_iter().map(finding).collect(),
         }
     }
 }
@@ -205,7 +206,7 @@ pub(super) fn failed(attempt: u32, code: &str, message: &str) -> Value {
     result
 }
 
-pub(super) fn proved(attempt: u32, proof: &wire::Envelope) -> Value {
+pub(super) fn proved(attempt: u32, proof: &wire::SignedEnvelope) -> Value {
     let mut result = succeeded(attempt);
     result["proof"] = serde_json::to_value(proof).unwrap();
     result

@@ -1,8 +1,8 @@
-//! Agents of the two generations before this one (`agent/wire/tests/protocol`), served: what they say is taken as it was recorded, and
-//! what they are answered has everything that they read.
+//! Agents of the two previous protocol generations (`agent/wire/tests/protocol`) are served: their recorded requests are accepted, and the
+//! responses contain every field that they read.
 
 use super::agent::{Agent, Applicant, h100s, recovery_key};
-use super::world::{Answer, World};
+use super::harness::{NodeApiHarness, TestResponse};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use chrono::TimeDelta;
@@ -12,7 +12,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use std::path::Path;
 use uuid::Uuid;
-use wire::proof::{CleanupReport, Finding, Outcome};
+use wire::proof::{CleanupFinding, CleanupReport, FindingOutcome};
 use wire::{OLDEST_PROTOCOL, PROTOCOL, PublicKey};
 
 /// A generation's messages.
@@ -25,23 +25,23 @@ impl Generation {
     }
 
     /// The message as it was recorded.
-    fn says(self, name: &str) -> Value {
+    fn recorded(self, name: &str) -> Value {
         let folder =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("../agent/wire/tests/protocol").join(self.0.to_string());
         let text = std::fs::read_to_string(folder.join(name).with_extension("json"));
         serde_json::from_str(&text.unwrap_or_else(|error| panic!("{name} of generation {}: {error}", self.0))).unwrap()
     }
 
-    /// Asserts that an agent of this generation finds in `answer` what it reads.
+    /// Asserts that an agent of this generation finds in `answer` every field that it reads.
     #[track_caller]
     fn reads(self, name: &str, answer: &Value) {
-        let missing = missing(&self.says(name), answer, name);
+        let missing = missing(&self.recorded(name), answer, name);
         assert!(missing.is_empty(), "an agent of generation {} misses {missing:?} in {answer:#}", self.0);
     }
 
     /// The recorded message with some of its fields as they are in this test; each has to be in it.
     fn with(self, name: &str, fields: &Value) -> Value {
-        let mut message = self.says(name);
+        let mut message = self.recorded(name);
         for (field, value) in fields.as_object().unwrap() {
             assert!(message.get(field).is_some(), "{name} of generation {} has no {field}", self.0);
             message[field] = value.clone();
@@ -49,17 +49,17 @@ impl Generation {
         message
     }
 
-    async fn waits(self, world: &World, agent: &Agent) -> Answer {
+    async fn waits(self, harness: &NodeApiHarness, agent: &Agent) -> TestResponse {
         let query = self.with("wait_query", &json!({ "timeout_seconds": 5 }));
         let pairs = query.as_object().unwrap().iter();
         let pairs: Vec<_> =
             pairs.map(|(name, value)| format!("{name}={}", value.to_string().trim_matches('"'))).collect();
-        agent.get(world, &format!("tasks/wait?{}", pairs.join("&"))).await
+        agent.get(harness, &format!("tasks/wait?{}", pairs.join("&"))).await
     }
 
     /// The next task, read as this generation reads it.
-    async fn task(self, world: &World, agent: &Agent, name: &str) -> Value {
-        let answer = self.waits(world, agent).await;
+    async fn task(self, harness: &NodeApiHarness, agent: &Agent, name: &str) -> Value {
+        let answer = self.waits(harness, agent).await;
         self.reads("task_envelope", answer.is(200));
         let payload = BASE64.decode(answer.body["payload"].as_str().unwrap()).unwrap();
         let payload = serde_json::from_slice(&payload).unwrap();
@@ -67,14 +67,14 @@ impl Generation {
         payload
     }
 
-    async fn reports(self, world: &World, agent: &Agent, task: &Value, result: &Value) {
+    async fn reports(self, harness: &NodeApiHarness, agent: &Agent, task: &Value, result: &Value) {
         let path = format!("tasks/{}/result", task["task_id"].as_str().unwrap());
-        let answer = agent.post(world, &path, result).await;
+        let answer = agent.post(harness, &path, result).await;
         self.reads("result_answers", &json!([answer.is(200), answer.is(200)]));
     }
 }
 
-/// What is in `known` and not in `answer`, or in another form. Lists may be longer or shorter.
+/// The fields of `known` that are missing in `answer`, or have another form. Lists may be longer or shorter.
 fn missing(known: &Value, answer: &Value, at: &str) -> Vec<String> {
     match (known, answer) {
         (Value::Object(known), Value::Object(answer)) => {
@@ -94,9 +94,9 @@ fn missing(known: &Value, answer: &Value, at: &str) -> Vec<String> {
 }
 
 /// An agent of this generation that has enrolled.
-async fn enrolled(generation: Generation, world: &World) -> (Agent, String) {
-    let node_id = world.register().await;
-    let token = world.token(node_id, None).await;
+async fn enrolled(generation: Generation, harness: &NodeApiHarness) -> (Agent, String) {
+    let node_id = harness.register().await;
+    let token = harness.token(node_id, None).await;
     let (applicant, recovery, boot_id) = (Applicant::new(), recovery_key(), Uuid::new_v4());
     let mut request = generation.with(
         "enroll_request",
@@ -106,50 +106,50 @@ async fn enrolled(generation: Generation, world: &World) -> (Agent, String) {
         }),
     );
     request["inventory"]["gpus"] = serde_json::to_value(h100s(2).gpus).unwrap();
-    let answer = world.enroll(node_id, &request).await;
+    let answer = harness.enroll(node_id, &request).await;
     generation.reads("enroll_answer", answer.is(201));
     let certificate = answer.body["certificate_pem"].as_str().unwrap();
-    (Agent::new(world, node_id, boot_id, recovery, certificate, &applicant.key), token)
+    (Agent::new(harness, node_id, boot_id, recovery, certificate, &applicant.key), token)
 }
 
 #[tokio::test]
-async fn agents_of_the_two_generations_before_enroll_work_and_renew() {
+async fn agents_of_the_two_previous_protocols_enroll_work_and_renew() {
     for generation in Generation::before() {
-        let world = World::on_postgres().await;
-        let (agent, _) = enrolled(generation, &world).await;
-        generation.waits(&world, &agent).await.is(204);
+        let harness = NodeApiHarness::on_postgres().await;
+        let (agent, _) = enrolled(generation, &harness).await;
+        generation.waits(&harness, &agent).await.is(204);
 
         let mut beat = generation.with("heartbeat", &json!({ "boot_id": agent.boot_id, "running": [] }));
         beat["inventory"]["gpus"] = serde_json::to_value(h100s(2).gpus).unwrap();
         beat["health"]["status"] = "ok".into();
         beat["health"]["alerts"] = json!([]);
-        let answer = agent.post(&world, "heartbeat", &beat).await;
+        let answer = agent.post(&harness, "heartbeat", &beat).await;
         generation.reads("heartbeat_answer", answer.is(200));
-        let seen = world.node(agent.node_id).await;
-        assert_eq!(seen.life, domain::node::Life::Active);
+        let seen = harness.node(agent.node_id).await;
+        assert_eq!(seen.life, domain::node::Phase::Active);
 
-        let allocation_id = world.rent(&agent).await;
-        let task = generation.task(&world, &agent, "provision_payload").await;
+        let allocation_id = harness.rent(&agent).await;
+        let task = generation.task(&harness, &agent, "provision_payload").await;
         let done = generation.with("succeeded_result", &json!({ "attempt": task["attempt"] }));
         let mut made = done.clone();
         made.as_object_mut().unwrap().remove("proof");
-        generation.reports(&world, &agent, &task, &made).await;
+        generation.reports(&harness, &agent, &task, &made).await;
 
-        world.clean(&agent, allocation_id, 1).await;
-        let task = generation.task(&world, &agent, "release_payload").await;
+        harness.clean(&agent, allocation_id, 1).await;
+        let task = generation.task(&harness, &agent, "release_payload").await;
         let mut gone = done;
         gone["attempt"] = task["attempt"].clone();
         gone["proof"] = serde_json::to_value(proof(generation, &agent, &task).seal(&agent.recovery).unwrap()).unwrap();
-        generation.reports(&world, &agent, &task, &gone).await;
-        assert!(world.node(agent.node_id).await.holds.is_empty());
+        generation.reports(&harness, &agent, &task, &gone).await;
+        assert!(harness.node(agent.node_id).await.holds.is_empty());
 
         let renewal = generation.with("renew_request", &json!({ "csr_pem": Applicant::new().csr_pem }));
-        let answer = agent.post(&world, "certificate/renew", &renewal).await;
+        let answer = agent.post(&harness, "certificate/renew", &renewal).await;
         generation.reads("enroll_answer", answer.is(200));
     }
 }
 
-/// A report in the recorded form, of everything that is asked for.
+/// A report in the recorded form, of everything that is required.
 fn proof(generation: Generation, agent: &Agent, task: &Value) -> CleanupReport {
     let recorded = generation.with(
         "cleanup_report",
@@ -159,21 +159,21 @@ fn proof(generation: Generation, agent: &Agent, task: &Value) -> CleanupReport {
         }),
     );
     let mut report: CleanupReport = serde_json::from_value(recorded).unwrap();
-    let gone = |what| Finding { what, looked_for: "/tmp/x".into(), outcome: Outcome::Gone, detail: None };
-    report.findings = wire::proof::Checked::REQUIRED.into_iter().map(gone).collect();
+    let gone = |what| CleanupFinding { what, looked_for: "/tmp/x".into(), outcome: FindingOutcome::Gone, detail: None };
+    report.findings = wire::proof::CleanupCheck::REQUIRED.into_iter().map(gone).collect();
     report.checked_at = chrono::Utc::now();
     report
 }
 
 #[tokio::test]
-async fn an_agent_of_an_older_generation_that_knows_recovery_recovers() {
+async fn agent_of_an_older_protocol_with_recovery_recovers() {
     let generation = Generation(2);
-    let world = World::on_postgres().await;
-    let (agent, token) = enrolled(generation, &world).await;
-    generation.waits(&world, &agent).await.is(204);
-    world.advance(TimeDelta::days(2));
+    let harness = NodeApiHarness::on_postgres().await;
+    let (agent, token) = enrolled(generation, &harness).await;
+    generation.waits(&harness, &agent).await.is(204);
+    harness.advance(TimeDelta::days(2));
     let path = format!("/internal/v1/nodes/{}/recover", agent.node_id);
-    let nonce = world.anonymous(Method::GET, &format!("{path}/nonce"), None).await;
+    let nonce = harness.anonymous(Method::GET, &format!("{path}/nonce"), None).await;
     generation.reads("nonce_answer", nonce.is(200));
     let applicant = Applicant::new();
     let request = generation.with(
@@ -186,54 +186,54 @@ async fn an_agent_of_an_older_generation_that_knows_recovery_recovers() {
     let mut request: wire::enroll::RecoverRequest = serde_json::from_value(request).unwrap();
     request.sign(agent.node_id, &agent.recovery);
     let body = serde_json::to_vec(&request).unwrap();
-    let answer = world.anonymous(Method::POST, &path, Some(body)).await;
+    let answer = harness.anonymous(Method::POST, &path, Some(body)).await;
     generation.reads("enroll_answer", answer.is(200));
 }
 
 #[tokio::test]
-async fn what_an_older_agent_is_refused_with_is_in_the_form_that_it_reads() {
+async fn refusals_of_an_older_agent_are_in_the_form_that_it_reads() {
     for generation in Generation::before() {
-        let world = World::new().await;
-        let (agent, _) = enrolled(generation, &world).await;
-        generation.waits(&world, &agent).await.is(204);
+        let harness = NodeApiHarness::new().await;
+        let (agent, _) = enrolled(generation, &harness).await;
+        generation.waits(&harness, &agent).await.is(204);
         for order in ["retire", "remove"] {
             let reason = "test".to_owned();
             let command =
                 if order == "retire" { Command::Retire { reason, drain: false } } else { Command::Remove { reason } };
-            world.admin(agent.node_id, command).await;
+            harness.admin(agent.node_id, command).await;
         }
-        let refused = agent.reconnected(&world).wait(&world, 1).await;
-        refused.not_let_in("node_removed");
+        let refused = agent.reconnected(&harness).wait(&harness, 1).await;
+        refused.is_refused_as("node_removed");
         generation.reads("error_envelope", &refused.body);
     }
 }
 
 #[tokio::test]
-async fn an_agent_of_an_older_generation_is_handed_the_tasks_that_it_knows_and_no_others() {
+async fn agent_of_an_older_protocol_gets_only_the_task_types_that_it_supports() {
     for generation in Generation::before() {
-        let world = World::new().await;
-        let (agent, _) = enrolled(generation, &world).await;
-        generation.waits(&world, &agent).await.is(204);
+        let harness = NodeApiHarness::new().await;
+        let (agent, _) = enrolled(generation, &harness).await;
+        generation.waits(&harness, &agent).await.is(204);
         let order = async |task_type| {
-            world.admin(agent.node_id, Command::OrderTask { task_type, reason: "test".to_owned() }).await;
+            harness.admin(agent.node_id, Command::OrderTask { task_type, reason: "test".to_owned() }).await;
         };
         order(TaskType::DiagnosticsCollect).await;
         order(TaskType::NodeReboot).await;
-        generation.waits(&world, &agent).await.is(204);
-        let node = world.node(agent.node_id).await;
+        generation.waits(&harness, &agent).await.is(204);
+        let node = harness.node(agent.node_id).await;
         assert!(domain::Machine::deadline(&node).unwrap().reason.contains("upgrade it"), "it says why they wait");
         order(TaskType::NodeValidate).await;
-        generation.task(&world, &agent, "validate_payload").await;
+        generation.task(&harness, &agent, "validate_payload").await;
     }
 }
 
 #[tokio::test]
-async fn an_agent_older_than_that_is_told_to_upgrade_before_anything_is_done_for_it() {
-    let world = World::new().await;
-    let (agent, _) = enrolled(Generation(OLDEST_PROTOCOL), &world).await;
+async fn unsupported_agent_is_told_to_upgrade_before_any_effect() {
+    let harness = NodeApiHarness::new().await;
+    let (agent, _) = enrolled(Generation(OLDEST_PROTOCOL), &harness).await;
     let too_old = |name: &str| Generation(OLDEST_PROTOCOL).with(name, &json!({ "protocol": OLDEST_PROTOCOL - 1 }));
-    let enrolling = world.enroll(agent.node_id, &too_old("enroll_request")).await;
-    let beating = agent.post(&world, "heartbeat", &too_old("heartbeat")).await;
+    let enrolling = harness.enroll(agent.node_id, &too_old("enroll_request")).await;
+    let beating = agent.post(&harness, "heartbeat", &too_old("heartbeat")).await;
     for answer in [enrolling, beating] {
         let details = answer.refused(426, "upgrade_required");
         assert_eq!(

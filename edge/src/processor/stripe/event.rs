@@ -1,19 +1,19 @@
-//! Stripe's events, as its webhooks bring them: what kind, about what, and what that means to us (Stripe, *Types of events*).
+//! Stripe's events, as its webhooks deliver them: type, object, and their meaning here (Stripe, *Types of events*).
 //!
-//! An event shows its object as it was when the event came about. Events come late and in any order, so that it may be old when it is read:
-//! whoever is told of it takes what is new to them and passes over the rest.
+//! An event contains its object as it was when the event was created. Events arrive late and in any order, so that the object may be stale:
+//! the recipient takes what is new to it and ignores the rest.
 
-use actors::place::digest_of;
+use actors::sharding::digest_of;
 use chrono::{DateTime, Utc};
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::objects::{self, Intent, List, Named, Ref, Session, is_id};
-use crate::processor::{Dispute, ProcessorError, RefundStanding, Standing, Status};
+use super::objects::{self, Intent, List, ObjectId, Ref, Session, is_id};
+use crate::processor::{Dispute, ProcessorError, ProcessorPayment, ProcessorPaymentStatus, ProcessorRefundRecord};
 
 /// No type of an event is longer, by far.
-const LONGEST_TYPE: usize = 100;
+const MAX_TYPE: usize = 100;
 
 /// One event.
 #[derive(Clone, Debug)]
@@ -24,35 +24,35 @@ pub struct StripeEvent {
     object: Value,
 }
 
-/// What it tells us.
+/// The update that an event carries.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum News {
-    Payment(Standing),
-    Refunds(Vec<RefundStanding>),
-    /// Something was given back of the payment of this id; the event does not say what.
+pub enum ProcessorUpdate {
+    Payment(ProcessorPayment),
+    Refunds(Vec<ProcessorRefundRecord>),
+    /// Part of the payment of this id was refunded; the event does not contain the refund.
     RefundsOf(String),
     Dispute(Dispute),
     /// Nothing follows from events of its type.
     Nothing,
 }
 
-/// The body is no event, or its object not what its type promises. It says nothing of what stands there: there may be names in it.
+/// The body is not an event, or its object does not fit its type. The message does not quote the body, which may contain names.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct Unreadable(String);
+pub struct StripeEventError(String);
 
 #[derive(Deserialize)]
-struct Sent {
+struct RawEvent {
     id: String,
     object: Option<String>,
     #[serde(rename = "type")]
     event_type: String,
     created: Option<i64>,
-    data: Data,
+    data: EventData,
 }
 
 #[derive(Deserialize)]
-struct Data {
+struct EventData {
     object: Value,
 }
 
@@ -60,12 +60,14 @@ impl StripeEvent {
     /// Reads a body.
     ///
     /// # Errors
-    /// [`Unreadable`]
-    pub fn read(body: &[u8]) -> Result<Self, Unreadable> {
-        let unreadable = |what: &str| Unreadable(what.to_owned());
-        let sent: Sent = serde_json::from_slice(body).map_err(|error| {
+    /// [`StripeEventError`]
+    pub fn read(body: &[u8]) -> Result<Self, StripeEventError> {
+        let unreadable = |what: &str| StripeEventError(what.to_owned());
+        let sent: RawEvent = serde_json::from_slice(body).map_err(|error| {
             let (line, column) = (error.line(), error.column());
-            Unreadable(format!("it is no event with `id`, `type` and `data.object` (line {line}, column {column})"))
+            StripeEventError(format!(
+                "it is no event with `id`, `type` and `data.object` (line {line}, column {column})"
+            ))
         })?;
         if sent.object.is_some_and(|object| object != "event") {
             return Err(unreadable("it is no event in the form of API v1; choose snapshot events for this endpoint"));
@@ -87,14 +89,14 @@ impl StripeEvent {
         })
     }
 
-    /// What it is about, by the processor's id.
+    /// The processor's id of its object.
     #[must_use]
     pub fn object_id(&self) -> Option<String> {
         self.object.get("id").and_then(Value::as_str).filter(|id| is_id(id)).map(str::to_owned)
     }
 
-    /// SHA-256 of what it says: its type and its object. How often it was tried to deliver it, for example, stands beside that, and differs
-    /// from one delivery to the next.
+    /// SHA-256 of its content: its type and its object. Delivery metadata, for example the number of attempts, lies outside and differs
+    /// between deliveries.
     #[must_use]
     pub fn digest(&self) -> [u8; 32] {
         let mut object = self.object.clone();
@@ -104,45 +106,46 @@ impl StripeEvent {
 
     /// True where something follows from events of its type.
     #[must_use]
-    pub fn is_of_consequence(&self) -> bool {
-        Says::by(&self.event_type).is_some()
+    pub fn has_effect(&self) -> bool {
+        EventSubject::by(&self.event_type).is_some()
     }
 
-    /// What it tells us.
+    /// The update that it carries.
     ///
     /// # Errors
-    /// [`Unreadable`] where its object is not what its type promises.
-    pub fn news(self) -> Result<News, Unreadable> {
+    /// [`StripeEventError`] where its object does not fit its type.
+    pub fn update(self) -> Result<ProcessorUpdate, StripeEventError> {
         let Self { event_type, object, .. } = self;
-        let Some(says) = Says::by(&event_type) else { return Ok(News::Nothing) };
+        let Some(says) = EventSubject::by(&event_type) else { return Ok(ProcessorUpdate::Nothing) };
         Ok(match says {
-            Says::Intent => News::Payment(of::<Intent>(object)?.standing()?),
-            Says::IntentFailed => {
+            EventSubject::Intent => ProcessorUpdate::Payment(of::<Intent>(object)?.into_record()?),
+            EventSubject::IntentFailed => {
                 let intent: Intent = of(object)?;
                 let why = intent.declined();
-                let standing = intent.standing()?;
-                let declined = standing.status == Status::Open;
-                News::Payment(if declined {
-                    Standing { status: Status::Declined { why }, ..standing }
+                let standing = intent.into_record()?;
+                let declined = standing.status == ProcessorPaymentStatus::Open;
+                ProcessorUpdate::Payment(if declined {
+                    ProcessorPayment { status: ProcessorPaymentStatus::Declined { why }, ..standing }
                 } else {
                     standing
                 })
             }
-            Says::Session => News::Payment(of::<Session>(object)?.standing()?),
-            // It is complete, and nobody can pay by it any more.
-            Says::SessionFailed => {
-                News::Payment(Standing { status: Status::Canceled, ..of::<Session>(object)?.standing()? })
-            }
-            Says::Refunded => refunded(of(object)?)?,
-            Says::Refund => News::Refunds(vec![of::<objects::Refund>(object)?.standing()?]),
-            Says::Dispute => News::Dispute(of::<objects::Dispute>(object)?.standing()?),
+            EventSubject::Session => ProcessorUpdate::Payment(of::<Session>(object)?.into_record()?),
+            // It is complete, and can no longer be paid.
+            EventSubject::SessionFailed => ProcessorUpdate::Payment(ProcessorPayment {
+                status: ProcessorPaymentStatus::Canceled,
+                ..of::<Session>(object)?.into_record()?
+            }),
+            EventSubject::Refunded => refunded(of(object)?)?,
+            EventSubject::Refund => ProcessorUpdate::Refunds(vec![of::<objects::Refund>(object)?.into_record()?]),
+            EventSubject::Dispute => ProcessorUpdate::Dispute(of::<objects::Dispute>(object)?.into_record()?),
         })
     }
 }
 
-/// What events of a type speak of.
+/// The object of an event type.
 #[derive(Clone, Copy)]
-enum Says {
+enum EventSubject {
     Intent,
     IntentFailed,
     Session,
@@ -152,7 +155,7 @@ enum Says {
     Dispute,
 }
 
-impl Says {
+impl EventSubject {
     fn by(event_type: &str) -> Option<Self> {
         Some(match event_type {
             "payment_intent.succeeded" | "payment_intent.canceled" | "payment_intent.processing" => Self::Intent,
@@ -173,32 +176,32 @@ impl Says {
     }
 }
 
-/// A charge of which something was given back. Later versions of the API leave the list out.
+/// A charge that was refunded in part or whole. Later versions of the API leave the list out.
 #[derive(Deserialize)]
-struct Refunded {
-    payment_intent: Option<Ref<Named>>,
+struct RefundedCharge {
+    payment_intent: Option<Ref<ObjectId>>,
     refunds: Option<List<objects::Refund>>,
 }
 
-fn refunded(charge: Refunded) -> Result<News, Unreadable> {
+fn refunded(charge: RefundedCharge) -> Result<ProcessorUpdate, StripeEventError> {
     match charge.refunds {
         Some(list) if !list.has_more && !list.data.is_empty() => {
-            let refunds = list.data.into_iter().map(|refund| refund.standing().map_err(Unreadable::from));
-            Ok(News::Refunds(refunds.collect::<Result<_, _>>()?))
+            let refunds = list.data.into_iter().map(|refund| refund.into_record().map_err(StripeEventError::from));
+            Ok(ProcessorUpdate::Refunds(refunds.collect::<Result<_, _>>()?))
         }
         Some(_) | None => {
-            // A charge that was made without an intent is none of ours.
+            // A charge that was made without an intent is not ours.
             let of = charge.payment_intent.as_ref().map(|intent| intent.id()).filter(|id| is_id(id));
-            Ok(of.map_or_else(|| News::Refunds(Vec::new()), |id| News::RefundsOf(id.to_owned())))
+            Ok(of.map_or_else(|| ProcessorUpdate::Refunds(Vec::new()), |id| ProcessorUpdate::RefundsOf(id.to_owned())))
         }
     }
 }
 
-fn of<T: DeserializeOwned>(object: Value) -> Result<T, Unreadable> {
-    serde_json::from_value(object).map_err(|_| Unreadable("its object is not what its type promises".to_owned()))
+fn of<T: DeserializeOwned>(object: Value) -> Result<T, StripeEventError> {
+    serde_json::from_value(object).map_err(|_| StripeEventError("its object is not what its type promises".to_owned()))
 }
 
-impl From<ProcessorError> for Unreadable {
+impl From<ProcessorError> for StripeEventError {
     fn from(error: ProcessorError) -> Self {
         Self(format!("its object cannot be used: {error}"))
     }
@@ -206,7 +209,7 @@ impl From<ProcessorError> for Unreadable {
 
 fn is_type(text: &str) -> bool {
     let allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_' || byte == b'.';
-    (1..=LONGEST_TYPE).contains(&text.len()) && text.bytes().all(allowed)
+    (1..=MAX_TYPE).contains(&text.len()) && text.bytes().all(allowed)
 }
 
 #[cfg(test)]

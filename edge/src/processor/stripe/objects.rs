@@ -1,4 +1,4 @@
-//! Stripe's objects, as far as they are read here, and what they mean to us.
+//! Stripe's objects, as far as they are read, and their meaning here.
 
 use domain::PaymentId;
 use domain::money::Currency;
@@ -7,14 +7,17 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-use crate::processor::{DisputeStatus, Opened, ProcessorError, RefundStanding, RefundStatus, Standing, Status, Way};
+use crate::processor::{
+    CheckoutMethod, DisputeStatus, OpenedCheckout, ProcessorError, ProcessorPayment, ProcessorPaymentStatus,
+    ProcessorRefundRecord, ProcessorRefundStatus,
+};
 
 /// No id of the processor's is longer.
-const LONGEST_ID: usize = 255;
+const MAX_ID: usize = 255;
 
-/// An id of the processor's: a word.
+/// An id of the processor: one word.
 pub(crate) fn is_id(text: &str) -> bool {
-    (1..=LONGEST_ID).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+    (1..=MAX_ID).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
 }
 
 pub(crate) fn is_session(processor_id: &str) -> bool {
@@ -26,15 +29,15 @@ pub(crate) fn is_charge(processor_id: &str) -> bool {
     processor_id.starts_with("ch_") || processor_id.starts_with("py_")
 }
 
-/// Where an object stands in a list, whatever it is.
+/// The id and creation time of a listed object of any type.
 #[derive(Deserialize)]
-pub(super) struct Place {
+pub(super) struct ListEntry {
     pub(super) id: String,
     #[serde(default)]
     pub(super) created: i64,
 }
 
-impl Place {
+impl ListEntry {
     pub(super) fn of(object: &Value) -> Result<Self, ProcessorError> {
         Self::deserialize(object).map_err(|_| ProcessorError::Later("a list holds what has no id".to_owned()))
     }
@@ -66,9 +69,9 @@ pub(crate) enum Ref<T> {
     Whole(Box<T>),
 }
 
-/// The id of an object that is not looked into.
+/// The id of an object whose content is not needed.
 #[derive(Deserialize)]
-pub(crate) struct Named {
+pub(crate) struct ObjectId {
     id: String,
 }
 
@@ -85,7 +88,7 @@ pub(crate) trait HasId {
     fn id(&self) -> &str;
 }
 
-impl HasId for Named {
+impl HasId for ObjectId {
     fn id(&self) -> &str {
         &self.id
     }
@@ -93,7 +96,7 @@ impl HasId for Named {
 
 type Metadata = BTreeMap<String, String>;
 
-/// What tells that an object is ours. Somebody at the processor may have written anything there.
+/// Identifies an object as ours. Other users of the account may have written anything there.
 fn ours<T: std::str::FromStr>(metadata: &Option<Metadata>, name: &str) -> Option<T> {
     metadata.as_ref()?.get(name)?.parse().ok()
 }
@@ -107,13 +110,13 @@ fn currency(code: &str) -> Result<Currency, ProcessorError> {
 pub(crate) struct Intent {
     pub(crate) id: String,
     amount: i64,
-    /// What came in, where the processor tells it apart.
+    /// The amount received, where the processor reports it separately.
     amount_received: Option<i64>,
     pub(crate) currency: String,
     status: String,
     client_secret: Option<SecretString>,
     metadata: Option<Metadata>,
-    latest_charge: Option<Ref<Named>>,
+    latest_charge: Option<Ref<ObjectId>>,
     last_payment_error: Option<PaymentError>,
 }
 
@@ -127,40 +130,40 @@ impl Intent {
         ours(&self.metadata, "payment_id")
     }
 
-    pub(super) fn opened(self) -> Result<Opened, ProcessorError> {
+    pub(super) fn into_checkout(self) -> Result<OpenedCheckout, ProcessorError> {
         let way = match (self.status(), self.client_secret) {
-            (Status::Canceled | Status::Paid { .. }, _) => Way::Closed,
-            (_, Some(client_secret)) => Way::Page { client_secret },
+            (ProcessorPaymentStatus::Canceled | ProcessorPaymentStatus::Paid { .. }, _) => CheckoutMethod::Closed,
+            (_, Some(client_secret)) => CheckoutMethod::Page { client_secret },
             (_, None) => return Err(ProcessorError::Later(format!("{} has no client secret", self.id))),
         };
-        Ok(Opened { processor_id: self.id, way })
+        Ok(OpenedCheckout { processor_id: self.id, way })
     }
 
-    pub(crate) fn standing(self) -> Result<Standing, ProcessorError> {
+    pub(crate) fn into_record(self) -> Result<ProcessorPayment, ProcessorError> {
         let status = self.status();
         let amount_minor = match (&status, self.amount_received) {
-            (Status::Paid { .. }, Some(received)) => received,
+            (ProcessorPaymentStatus::Paid { .. }, Some(received)) => received,
             _ => self.amount,
         };
         let (payment_id, currency) = (self.payment_id(), currency(&self.currency)?);
-        Ok(Standing { processor_id: self.id, payment_id, amount_minor, currency, status })
+        Ok(ProcessorPayment { processor_id: self.id, payment_id, amount_minor, currency, status })
     }
 
-    /// Why the last attempt to pay has failed: a code, never a sentence, since it is kept and shown.
+    /// Why the last attempt to pay failed: a code, never a sentence, since it is stored and shown.
     pub(crate) fn declined(&self) -> String {
         let code = self.last_payment_error.as_ref().and_then(|error| error.code.clone());
         code.filter(|code| is_id(code)).unwrap_or_else(|| "declined".to_owned())
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ProcessorPaymentStatus {
         match (self.status.as_str(), &self.last_payment_error) {
-            ("succeeded", _) => {
-                Status::Paid { charge_id: self.latest_charge.as_ref().map(|charge| charge.id().to_owned()) }
-            }
-            ("canceled", _) => Status::Canceled,
-            ("processing", _) => Status::Processing,
-            ("requires_payment_method", Some(_)) => Status::Declined { why: self.declined() },
-            _ => Status::Open,
+            ("succeeded", _) => ProcessorPaymentStatus::Paid {
+                charge_id: self.latest_charge.as_ref().map(|charge| charge.id().to_owned()),
+            },
+            ("canceled", _) => ProcessorPaymentStatus::Canceled,
+            ("processing", _) => ProcessorPaymentStatus::Processing,
+            ("requires_payment_method", Some(_)) => ProcessorPaymentStatus::Declined { why: self.declined() },
+            _ => ProcessorPaymentStatus::Open,
         }
     }
 }
@@ -176,7 +179,7 @@ pub(crate) struct Session {
     url: Option<String>,
     client_reference_id: Option<String>,
     metadata: Option<Metadata>,
-    pub(super) payment_intent: Option<Ref<Named>>,
+    pub(super) payment_intent: Option<Ref<ObjectId>>,
 }
 
 impl Session {
@@ -184,33 +187,35 @@ impl Session {
         ours(&self.metadata, "payment_id").or_else(|| self.client_reference_id.as_ref()?.parse().ok())
     }
 
-    pub(super) fn opened(self) -> Result<Opened, ProcessorError> {
+    pub(super) fn into_checkout(self) -> Result<OpenedCheckout, ProcessorError> {
         let way = match (self.status(), self.url) {
-            (Status::Open, Some(url)) => Way::Hosted { url },
-            (Status::Open, None) => return Err(ProcessorError::Later(format!("{} has no url", self.id))),
-            _ => Way::Closed,
+            (ProcessorPaymentStatus::Open, Some(url)) => CheckoutMethod::Hosted { url },
+            (ProcessorPaymentStatus::Open, None) => {
+                return Err(ProcessorError::Later(format!("{} has no url", self.id)));
+            }
+            _ => CheckoutMethod::Closed,
         };
-        Ok(Opened { processor_id: self.id, way })
+        Ok(OpenedCheckout { processor_id: self.id, way })
     }
 
-    pub(crate) fn standing(self) -> Result<Standing, ProcessorError> {
+    pub(crate) fn into_record(self) -> Result<ProcessorPayment, ProcessorError> {
         let nothing = || ProcessorError::Later(format!("{} is a session without an amount", self.id));
         let currency = currency(self.currency.as_deref().ok_or_else(nothing)?)?;
         let (payment_id, amount_minor) = (self.payment_id(), self.amount_total.ok_or_else(nothing)?);
         let status = self.status();
         let processor_id = match (&status, self.payment_intent) {
-            (Status::Paid { .. }, Some(intent)) => intent.id().to_owned(),
+            (ProcessorPaymentStatus::Paid { .. }, Some(intent)) => intent.id().to_owned(),
             _ => self.id,
         };
-        Ok(Standing { processor_id, payment_id, amount_minor, currency, status })
+        Ok(ProcessorPayment { processor_id, payment_id, amount_minor, currency, status })
     }
 
-    fn status(&self) -> Status {
+    fn status(&self) -> ProcessorPaymentStatus {
         match (self.status.as_deref(), self.payment_status.as_str()) {
-            (_, "paid") => Status::Paid { charge_id: None },
-            (Some("complete"), _) => Status::Processing,
-            (Some("expired"), _) => Status::Expired,
-            _ => Status::Open,
+            (_, "paid") => ProcessorPaymentStatus::Paid { charge_id: None },
+            (Some("complete"), _) => ProcessorPaymentStatus::Processing,
+            (Some("expired"), _) => ProcessorPaymentStatus::Expired,
+            _ => ProcessorPaymentStatus::Open,
         }
     }
 }
@@ -230,11 +235,11 @@ impl Charge {
         self.status == "succeeded"
     }
 
-    /// One that was made without an intent is none of ours.
-    pub(super) fn standing(self) -> Result<Standing, ProcessorError> {
+    /// A charge that was made without an intent is not ours.
+    pub(super) fn into_record(self) -> Result<ProcessorPayment, ProcessorError> {
         let (payment_id, currency) = (ours(&self.metadata, "payment_id"), currency(&self.currency)?);
-        let status = Status::Paid { charge_id: Some(self.id.clone()) };
-        Ok(Standing { processor_id: self.id, payment_id, amount_minor: self.amount, currency, status })
+        let status = ProcessorPaymentStatus::Paid { charge_id: Some(self.id.clone()) };
+        Ok(ProcessorPayment { processor_id: self.id, payment_id, amount_minor: self.amount, currency, status })
     }
 }
 
@@ -246,18 +251,18 @@ pub(crate) struct Refund {
     /// Absent from processors whose refunds succeed at once.
     status: Option<String>,
     metadata: Option<Metadata>,
-    payment_intent: Option<Ref<Named>>,
-    charge: Option<Ref<Named>>,
+    payment_intent: Option<Ref<ObjectId>>,
+    charge: Option<Ref<ObjectId>>,
 }
 
 impl Refund {
-    pub(crate) fn standing(self) -> Result<RefundStanding, ProcessorError> {
+    pub(crate) fn into_record(self) -> Result<ProcessorRefundRecord, ProcessorError> {
         let status = match self.status.as_deref() {
-            Some("succeeded") | None => RefundStatus::Succeeded,
-            Some("failed" | "canceled") => RefundStatus::Failed,
-            Some(_) => RefundStatus::Pending,
+            Some("succeeded") | None => ProcessorRefundStatus::Succeeded,
+            Some("failed" | "canceled") => ProcessorRefundStatus::Failed,
+            Some(_) => ProcessorRefundStatus::Pending,
         };
-        Ok(RefundStanding {
+        Ok(ProcessorRefundRecord {
             refund_id: ours(&self.metadata, "refund_id"),
             of: self.payment_intent.or(self.charge).map(|of| of.id().to_owned()),
             amount_minor: self.amount,
@@ -274,20 +279,20 @@ pub(crate) struct Dispute {
     amount: i64,
     currency: String,
     status: String,
-    payment_intent: Option<Ref<Named>>,
-    charge: Option<Ref<Named>>,
+    payment_intent: Option<Ref<ObjectId>>,
+    charge: Option<Ref<ObjectId>>,
 }
 
 impl Dispute {
-    pub(crate) fn standing(self) -> Result<crate::processor::Dispute, ProcessorError> {
+    pub(crate) fn into_record(self) -> Result<crate::processor::Dispute, ProcessorError> {
         let status = match self.status.as_str() {
             "won" => DisputeStatus::Won,
             "needs_response" | "under_review" | "lost" => DisputeStatus::Opened,
-            // Asked about, or settled before it became a dispute.
+            // An inquiry, or settled before it became a dispute.
             "warning_needs_response" | "warning_under_review" | "warning_closed" | "prevented" => {
                 DisputeStatus::Inquiry
             }
-            // Whether it moves money somebody has to find out.
+            // An operator has to determine whether it moves money.
             _ => return Err(ProcessorError::Later("a dispute has a status that is not known here".to_owned())),
         };
         Ok(crate::processor::Dispute {

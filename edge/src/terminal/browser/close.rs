@@ -1,4 +1,4 @@
-//! Close codes (decisions 5), each with a word for people.
+//! Close codes (decisions 5), each with a reason phrase.
 
 use crate::websocket::Close;
 pub(in crate::terminal) use crate::websocket::{REVOKED, TOKEN};
@@ -7,7 +7,7 @@ use domain::terminal_session::CloseReason;
 pub(in crate::terminal) const LIFETIME: Close = (4408, "lifetime");
 pub(in crate::terminal) const REPLACED: Close = (4409, "replaced");
 pub(in crate::terminal) const EXITED: Close = (1000, "exited");
-/// Of one to which nobody is connected: a connection that comes in that moment is told so.
+/// A session without a connection expired: a connection that arrives at that moment gets this code.
 const DETACHED: Close = (4408, "no connection came back in time");
 /// Its user wanted it, as with the end of its program.
 const ENDED: Close = (1000, "ended by its user");

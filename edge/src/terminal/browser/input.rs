@@ -1,9 +1,9 @@
-//! What a user's end says, to the agent.
+//! From the user to the agent.
 
-use super::Parted;
+use super::LinkEnd;
+use super::control_frames::FromUser;
 use super::progress::Progress;
-use super::said::FromUser;
-use crate::body::whole::from_json;
+use crate::body::integers::from_json;
 use crate::websocket::{Controls, MISUSED, TOO_BIG, is_too_big};
 use axum::extract::ws::Message;
 use futures::{Stream, StreamExt as _};
@@ -11,102 +11,102 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep_until};
-use wire::terminal::{CHUNK, Down};
+use wire::terminal::{CHUNK, TerminalCommand};
 
-/// After how long a silence the user's end counts as gone: three times as long as from one question to the next.
-const SILENT_AFTER: Duration = Duration::from_secs(45);
+/// After this silence the client counts as gone: three ping intervals.
+const SILENCE_TIMEOUT: Duration = Duration::from_secs(45);
 
-/// Until the user is gone, or the link is.
+/// Runs until the user or the link is gone.
 pub(super) async fn carry(
-    down: &mpsc::Sender<Down>,
+    down: &mpsc::Sender<TerminalCommand>,
     attachment: u32,
     progress: &Progress,
     stream: &mut (impl Stream<Item = Result<Message, axum::Error>> + Unpin),
-) -> Parted {
+) -> LinkEnd {
     let mut input = Input { down, attachment, progress, controls: Controls::default() };
     loop {
-        // Counted from when it could be heard: a program may be slow to take what was typed before.
-        let silent_at = Instant::now() + SILENT_AFTER;
+        // Counted from when a message could be read: a program may be slow to read earlier input.
+        let silent_at = Instant::now() + SILENCE_TIMEOUT;
         let message = tokio::select! {
             message = stream.next() => message,
-            () = sleep_until(silent_at) => return Parted::User,
+            () = sleep_until(silent_at) => return LinkEnd::User,
         };
-        if let Err(parted) = input.hear(message).await {
-            return parted;
+        if let Err(link_end) = input.receive(message).await {
+            return link_end;
         }
     }
 }
 
 struct Input<'a> {
-    down: &'a mpsc::Sender<Down>,
+    down: &'a mpsc::Sender<TerminalCommand>,
     attachment: u32,
     progress: &'a Progress,
     controls: Controls,
 }
 
 impl Input<'_> {
-    async fn hear(&mut self, message: Option<Result<Message, axum::Error>>) -> Result<(), Parted> {
+    async fn receive(&mut self, message: Option<Result<Message, axum::Error>>) -> Result<(), LinkEnd> {
         match message {
-            Some(Err(error)) if is_too_big(&error) => Err(Parted::Close(TOO_BIG)),
-            None | Some(Err(_) | Ok(Message::Close(_))) => Err(Parted::User),
-            Some(Ok(Message::Binary(bytes))) => self.pass_on(&bytes).await,
+            Some(Err(error)) if is_too_big(&error) => Err(LinkEnd::Close(TOO_BIG)),
+            None | Some(Err(_) | Ok(Message::Close(_))) => Err(LinkEnd::User),
+            Some(Ok(Message::Binary(bytes))) => self.forward_input(&bytes).await,
             Some(Ok(Message::Ping(_))) => self.count(),
             Some(Ok(Message::Pong(echo))) => {
                 self.count()?;
                 self.confirm(&echo).await
             }
-            Some(Ok(Message::Text(said))) => self.control(&said).await,
+            Some(Ok(Message::Text(text))) => self.control(&text).await,
         }
     }
 
-    /// What was typed.
-    async fn pass_on(&mut self, bytes: &[u8]) -> Result<(), Parted> {
+    /// Forwards the user's input.
+    async fn forward_input(&mut self, bytes: &[u8]) -> Result<(), LinkEnd> {
         if bytes.is_empty() {
             return self.count();
         }
         let attachment = self.attachment;
         for chunk in bytes.chunks(CHUNK) {
             self.progress.make_room(self.down, attachment, chunk.len() as u64).await;
-            self.tell(Down::Input { attachment, bytes: chunk.to_vec() }).await?;
+            self.send(TerminalCommand::Input { attachment, bytes: chunk.to_vec() }).await?;
         }
         Ok(())
     }
 
-    /// The echo of a question whether all up to a position has come. It came in the order of the output: it has.
-    async fn confirm(&self, echo: &[u8]) -> Result<(), Parted> {
+    /// The echo of a ping that asks for confirmation up to a position. It follows the output in order: the client has received it.
+    async fn confirm(&self, echo: &[u8]) -> Result<(), LinkEnd> {
         let Ok(position) = echo.try_into().map(u64::from_be_bytes) else { return Ok(()) };
         let position = position.min(self.progress.delivered.load(Ordering::Relaxed));
-        self.tell(Down::Received { attachment: self.attachment, position }).await
+        self.send(TerminalCommand::Received { attachment: self.attachment, position }).await
     }
 
-    async fn control(&mut self, said: &str) -> Result<(), Parted> {
-        let understood = from_json::<FromUser>(said.as_bytes());
+    async fn control(&mut self, text: &str) -> Result<(), LinkEnd> {
+        let understood = from_json::<FromUser>(text.as_bytes());
         if let Ok(FromUser::Ack { position }) = understood {
             return match self.progress.acknowledge(position) {
-                // Such come with the output, and are no more than that.
-                Some(position) => self.tell(Down::Ack { attachment: self.attachment, position }).await,
+                // These follow the output, and are no more frequent than that.
+                Some(position) => self.send(TerminalCommand::Ack { attachment: self.attachment, position }).await,
                 None => self.count(),
             };
         }
         self.count()?;
         match understood {
-            Ok(FromUser::Resize { columns, rows }) => self.tell(Down::Resize { columns, rows }).await,
-            Ok(FromUser::Exit {}) => self.tell(Down::Close).await,
+            Ok(FromUser::Resize { columns, rows }) => self.send(TerminalCommand::Resize { columns, rows }).await,
+            Ok(FromUser::Exit {}) => self.send(TerminalCommand::Close).await,
             Ok(FromUser::Ping {}) => {
-                // Who asks faster than it listens is answered once.
+                // A client that pings faster than it reads is answered once.
                 self.progress.pinged.notify_one();
                 Ok(())
             }
             Ok(FromUser::Ack { .. }) => Ok(()),
-            Err(_) => Err(Parted::Close(MISUSED)),
+            Err(_) => Err(LinkEnd::Close(MISUSED)),
         }
     }
 
-    fn count(&mut self) -> Result<(), Parted> {
-        if self.controls.take() { Ok(()) } else { Err(Parted::Close(MISUSED)) }
+    fn count(&mut self) -> Result<(), LinkEnd> {
+        if self.controls.take() { Ok(()) } else { Err(LinkEnd::Close(MISUSED)) }
     }
 
-    async fn tell(&self, down: Down) -> Result<(), Parted> {
-        self.down.send(down).await.map_err(|_| Parted::Link)
+    async fn send(&self, down: TerminalCommand) -> Result<(), LinkEnd> {
+        self.down.send(down).await.map_err(|_| LinkEnd::Link)
     }
 }

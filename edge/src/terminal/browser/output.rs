@@ -1,45 +1,45 @@
-//! What the agent says, to a user's end.
+//! From the agent to the user.
 
+use super::control_frames::{ToUser, exit_of, text};
 use super::progress::Progress;
-use super::said::{ToUser, exit_of, text};
-use super::{Parted, close};
-use crate::websocket::CLOSES_WITHIN;
+use super::{LinkEnd, close};
+use crate::websocket::CLOSE_TIMEOUT;
 use axum::extract::ws::Message;
-use domain::recording::Mode;
-use domain::terminal_session::{Exit, TerminalSession};
+use domain::recording::RecordingMode;
+use domain::terminal_session::{ShellExit, TerminalSession};
 use futures::{Sink, SinkExt as _};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout};
-use wire::terminal::{Down, OUTPUT_WINDOW, Up};
+use wire::terminal::{OUTPUT_WINDOW, TerminalCommand, TerminalEvent};
 
-/// How often the user's end is asked whether it is there.
-const ASKS_EVERY: Duration = Duration::from_secs(15);
-/// Output is acknowledged in steps of so many bytes, and what is less after this long: an acknowledgement of each keystroke's echo would be
-/// as much work as the echo.
-const ACKNOWLEDGES_EVERY: u64 = OUTPUT_WINDOW / 4;
-const ACKNOWLEDGES_WITHIN: Duration = Duration::from_millis(100);
-/// No session says so much, and no client counts further: the integers of JSON (RFC 8259, section 6).
-const COUNTABLE: u64 = 1 << 53;
+/// How often the client is pinged.
+const PING_INTERVAL: Duration = Duration::from_secs(15);
+/// Output is acknowledged in steps of this many bytes, and a smaller remainder after this delay: acknowledging the echo of each keystroke
+/// would cost as much as the echo.
+const ACK_BYTES: u64 = OUTPUT_WINDOW / 4;
+const ACK_DELAY: Duration = Duration::from_millis(100);
+/// No session has so much output, and no client counts further: the integers of JSON (RFC 8259, section 6).
+const MAX_POSITION: u64 = 1 << 53;
 
 /// The output over one link.
 pub(super) struct Output<'a> {
     session: &'a TerminalSession,
     attachment: u32,
     progress: &'a Progress,
-    down: &'a mpsc::Sender<Down>,
-    /// How the user was told last that it is recorded.
-    told: &'a mut Option<Mode>,
-    /// Where the next output begins, once the agent has said where the first does.
+    down: &'a mpsc::Sender<TerminalCommand>,
+    /// The recording mode that was last sent to the user.
+    recording_mode: &'a mut Option<RecordingMode>,
+    /// Where the next output begins, once the agent has sent the position of the first.
     expected: Option<u64>,
     /// Written to the socket, and acknowledged, up to here.
     flushed: u64,
     acknowledged: u64,
     acknowledge_at: Option<Instant>,
-    /// The agent wants to know whether all has come up to here. Every question to the user's end says it again: who is slow may answer the
-    /// last one alone (RFC 6455, section 5.5.3).
-    asked: Option<u64>,
+    /// The agent asks for confirmation of everything up to this position. Every ping repeats it, since a slow client may answer only the
+    /// last one (RFC 6455, section 5.5.3).
+    confirm_up_to: Option<u64>,
 }
 
 impl<'a> Output<'a> {
@@ -47,8 +47,8 @@ impl<'a> Output<'a> {
         session: &'a TerminalSession,
         attachment: u32,
         progress: &'a Progress,
-        down: &'a mpsc::Sender<Down>,
-        told: &'a mut Option<Mode>,
+        down: &'a mpsc::Sender<TerminalCommand>,
+        recording_mode: &'a mut Option<RecordingMode>,
     ) -> Self {
         let flushed = progress.delivered.load(Ordering::Relaxed);
         Self {
@@ -56,57 +56,57 @@ impl<'a> Output<'a> {
             attachment,
             progress,
             down,
-            told,
+            recording_mode,
             expected: None,
             flushed,
             acknowledged: flushed,
             acknowledge_at: None,
-            asked: None,
+            confirm_up_to: None,
         }
     }
 
-    /// Until the user is gone or has been here for too long, the link is gone, or the program ended.
+    /// Runs until the user is gone or must authenticate again, the link is gone, or the program ended.
     pub(super) async fn carry(
         mut self,
-        mut up: mpsc::Receiver<Up>,
+        mut up: mpsc::Receiver<TerminalEvent>,
         sink: &mut (impl Sink<Message> + Unpin),
-        overstays: impl Fn() -> bool,
-    ) -> Parted {
-        let mut asks = interval(ASKS_EVERY);
-        asks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        must_reauthorize: impl Fn() -> bool,
+    ) -> LinkEnd {
+        let mut pings = interval(PING_INTERVAL);
+        pings.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            if let Err(parted) = self.flush(up.is_empty(), sink).await {
-                return parted;
+            if let Err(link_end) = self.flush(up.is_empty(), sink).await {
+                return link_end;
             }
             let acknowledge_at = self.acknowledge_at;
-            let gone_on = tokio::select! {
-                said = up.recv() => match said {
-                    Some(said) => self.pass_on(said, sink).await,
-                    None => Err(Parted::Link),
+            let outcome = tokio::select! {
+                event = up.recv() => match event {
+                    Some(event) => self.forward(event, sink).await,
+                    None => Err(LinkEnd::Link),
                 },
                 () = sleep_until(acknowledge_at.unwrap_or_else(Instant::now)), if acknowledge_at.is_some() => Ok(()),
-                () = self.progress.pinged.notified() => say(sink, text(&ToUser::Pong)).await,
-                _ = asks.tick() => match overstays() {
-                    true => Err(Parted::Close(close::RESTARTS)),
-                    false => self.ask(sink).await,
+                () = self.progress.pinged.notified() => send_message(sink, text(&ToUser::Pong)).await,
+                _ = pings.tick() => match must_reauthorize() {
+                    true => Err(LinkEnd::Close(close::RESTARTS)),
+                    false => self.ping(sink).await,
                 },
             };
-            if let Err(parted) = gone_on {
-                return parted;
+            if let Err(link_end) = outcome {
+                return link_end;
             }
         }
     }
 
-    /// What came together goes out together, and is acknowledged where the client does not do so itself.
-    async fn flush(&mut self, is_all: bool, sink: &mut (impl Sink<Message> + Unpin)) -> Result<(), Parted> {
+    /// Messages that arrive together are flushed together, and acknowledged here where the client does not acknowledge itself.
+    async fn flush(&mut self, is_all: bool, sink: &mut (impl Sink<Message> + Unpin)) -> Result<(), LinkEnd> {
         let delivered = self.progress.delivered.load(Ordering::Relaxed);
-        if delivered > self.flushed && (is_all || delivered - self.flushed >= ACKNOWLEDGES_EVERY) {
-            sink.flush().await.map_err(|_| Parted::User)?;
+        if delivered > self.flushed && (is_all || delivered - self.flushed >= ACK_BYTES) {
+            sink.flush().await.map_err(|_| LinkEnd::User)?;
             self.flushed = delivered;
-            self.acknowledge_at = self.acknowledge_at.or(Some(Instant::now() + ACKNOWLEDGES_WITHIN));
+            self.acknowledge_at = self.acknowledge_at.or(Some(Instant::now() + ACK_DELAY));
         }
         let is_time = self.acknowledge_at.is_some_and(|at| at <= Instant::now());
-        if self.flushed > self.acknowledged && (is_time || self.flushed - self.acknowledged >= ACKNOWLEDGES_EVERY) {
+        if self.flushed > self.acknowledged && (is_time || self.flushed - self.acknowledged >= ACK_BYTES) {
             (self.acknowledged, self.acknowledge_at) = (self.flushed, None);
             if !self.progress.waits_for_client() {
                 self.acknowledge(self.flushed).await?;
@@ -115,101 +115,106 @@ impl<'a> Output<'a> {
         Ok(())
     }
 
-    async fn acknowledge(&self, position: u64) -> Result<(), Parted> {
-        let ack = Down::Ack { attachment: self.attachment, position };
-        self.down.send(ack).await.map_err(|_| Parted::Link)
+    async fn acknowledge(&self, position: u64) -> Result<(), LinkEnd> {
+        let ack = TerminalCommand::Ack { attachment: self.attachment, position };
+        self.down.send(ack).await.map_err(|_| LinkEnd::Link)
     }
 
-    /// Asks the user's end whether it is there, and whether all has come where the agent wants to know that.
-    async fn ask(&self, sink: &mut (impl Sink<Message> + Unpin)) -> Result<(), Parted> {
-        let question = self.asked.map(|position| position.to_be_bytes().to_vec()).unwrap_or_default();
-        say(sink, Message::Ping(question.into())).await
+    /// Pings the client, with the position where the agent asks for confirmation.
+    async fn ping(&self, sink: &mut (impl Sink<Message> + Unpin)) -> Result<(), LinkEnd> {
+        let question = self.confirm_up_to.map(|position| position.to_be_bytes().to_vec()).unwrap_or_default();
+        send_message(sink, Message::Ping(question.into())).await
     }
 
-    async fn pass_on(&mut self, said: Up, sink: &mut (impl Sink<Message> + Unpin)) -> Result<(), Parted> {
-        match said {
-            Up::Attached { position, lost, .. } => self.begin(position, lost, sink).await,
-            Up::Output { position, bytes, .. } => self.show(position, bytes, sink).await,
-            // For the session, which says so.
-            Up::Lost => Ok(()),
-            Up::Taken { bytes, .. } => {
+    async fn forward(&mut self, event: TerminalEvent, sink: &mut (impl Sink<Message> + Unpin)) -> Result<(), LinkEnd> {
+        match event {
+            TerminalEvent::Attached { position, lost, .. } => self.begin(position, lost, sink).await,
+            TerminalEvent::Output { position, bytes, .. } => self.forward_output(position, bytes, sink).await,
+            // The session's state machine reports it.
+            TerminalEvent::Lost => Ok(()),
+            TerminalEvent::Taken { bytes, .. } => {
                 self.progress.taken.store(bytes, Ordering::Relaxed);
                 self.progress.room.notify_one();
                 Ok(())
             }
-            Up::Recording { mode } => {
+            TerminalEvent::Recording { mode } => {
                 let mode = match mode {
-                    wire::recording::Mode::Off => Mode::Off,
-                    wire::recording::Mode::BestEffort => Mode::BestEffort,
-                    wire::recording::Mode::Strict => Mode::Strict,
+                    wire::recording::RecordMode::Off => RecordingMode::Off,
+                    wire::recording::RecordMode::BestEffort => RecordingMode::BestEffort,
+                    wire::recording::RecordMode::Strict => RecordingMode::Strict,
                 };
-                // The agent says it over every link.
-                if self.told.replace(mode) == Some(mode) {
+                // The agent sends it over every link.
+                if self.recording_mode.replace(mode) == Some(mode) {
                     return Ok(());
                 }
-                say(sink, text(&ToUser::Recording { mode: mode.name() })).await
+                send_message(sink, text(&ToUser::Recording { mode: mode.name() })).await
             }
-            Up::Exited { exit } => {
+            TerminalEvent::Exited { exit } => {
                 let exit = match exit {
-                    wire::terminal::Exit::Code(code) => Exit::Code(code),
-                    wire::terminal::Exit::Signal(signal) => Exit::Signal(signal),
+                    wire::terminal::ProgramExit::Code(code) => ShellExit::Code(code),
+                    wire::terminal::ProgramExit::Signal(signal) => ShellExit::Signal(signal),
                 };
-                let _ = timeout(CLOSES_WITHIN, sink.send(text(&exit_of(exit)))).await;
-                Err(Parted::Close(close::EXITED))
+                let _ = timeout(CLOSE_TIMEOUT, sink.send(text(&exit_of(exit)))).await;
+                Err(LinkEnd::Close(close::EXITED))
             }
         }
     }
 
-    async fn begin(&mut self, position: u64, lost: u64, sink: &mut (impl Sink<Message> + Unpin)) -> Result<(), Parted> {
-        if position > COUNTABLE {
-            return Err(Parted::Link);
+    async fn begin(
+        &mut self,
+        position: u64,
+        lost: u64,
+        sink: &mut (impl Sink<Message> + Unpin),
+    ) -> Result<(), LinkEnd> {
+        if position > MAX_POSITION {
+            return Err(LinkEnd::Link);
         }
         let from = self.progress.delivered.load(Ordering::Relaxed);
         tracing::info!(attachment = self.attachment, from, position, lost, "a terminal's user is attached");
         self.expected = Some(position);
-        let first = !self.progress.knows.swap(true, Ordering::Relaxed);
-        // A link that was made anew behind its back is news only where something is missing.
+        let first = !self.progress.is_attached.swap(true, Ordering::Relaxed);
+        // A link that was reestablished is reported to the client only where output is missing.
         if !first && position <= from {
             return Ok(());
         }
         self.progress.delivered.store(position, Ordering::Relaxed);
         (self.flushed, self.acknowledged, self.acknowledge_at) = (position, position, None);
-        say(sink, text(&self.attached(position, lost))).await
+        send_message(sink, text(&self.attached(position, lost))).await
     }
 
-    async fn show(
+    async fn forward_output(
         &mut self,
         position: u64,
         bytes: Vec<u8>,
         sink: &mut (impl Sink<Message> + Unpin),
-    ) -> Result<(), Parted> {
+    ) -> Result<(), LinkEnd> {
         // Of an earlier link.
         let Some(expected) = self.expected else { return Ok(()) };
-        let until = position.checked_add(bytes.len() as u64).filter(|until| *until <= COUNTABLE);
+        let until = position.checked_add(bytes.len() as u64).filter(|until| *until <= MAX_POSITION);
         // Something in between is missing: from there on once more.
-        let Some(until) = until.filter(|_| position == expected) else { return Err(Parted::Link) };
+        let Some(until) = until.filter(|_| position == expected) else { return Err(LinkEnd::Link) };
         if bytes.is_empty() {
-            self.asked = Some(position);
-            return self.ask(sink).await;
+            self.confirm_up_to = Some(position);
+            return self.ping(sink).await;
         }
         self.expected = Some(until);
         let delivered = self.progress.delivered.load(Ordering::Relaxed);
         if position < delivered {
-            // The agent counts acknowledgements anew from where it was asked last, and would wait for those that it had.
+            // The agent counts acknowledgements from the position that it was asked for last, and would wait for those that it already had.
             let known = match self.progress.acknowledges.load(Ordering::Relaxed) {
                 true => self.progress.acknowledged.load(Ordering::Relaxed),
                 false => self.acknowledged,
             };
             self.acknowledge(known.min(until)).await?;
         }
-        let Some(news) = news(position, bytes, delivered) else { return Ok(()) };
-        sink.feed(Message::Binary(news.into())).await.map_err(|_| Parted::User)?;
+        let Some(undelivered) = undelivered(position, bytes, delivered) else { return Ok(()) };
+        sink.feed(Message::Binary(undelivered.into())).await.map_err(|_| LinkEnd::User)?;
         self.progress.delivered.store(until, Ordering::Relaxed);
         Ok(())
     }
 
     fn attached(&mut self, position: u64, lost_bytes: u64) -> ToUser {
-        let mode = *self.told.get_or_insert(self.session.recording.mode);
+        let mode = *self.recording_mode.get_or_insert(self.session.recording.mode);
         ToUser::Attached {
             session_id: self.session.id.0,
             attachment: self.attachment,
@@ -221,9 +226,9 @@ impl<'a> Output<'a> {
     }
 }
 
-/// What the user does not have yet. A link that was given up before it was answered may have brought some of it: who counts what comes
-/// would be wrong by that from then on.
-pub(super) fn news(position: u64, mut bytes: Vec<u8>, delivered: u64) -> Option<Vec<u8>> {
+/// The part that the user does not have yet. A link that was abandoned before its answer may have delivered some of it: without this, a
+/// client that counts bytes would be off from then on.
+pub(super) fn undelivered(position: u64, mut bytes: Vec<u8>, delivered: u64) -> Option<Vec<u8>> {
     let known = usize::try_from(delivered.saturating_sub(position)).unwrap_or(usize::MAX);
     if known >= bytes.len() {
         return None;
@@ -231,6 +236,6 @@ pub(super) fn news(position: u64, mut bytes: Vec<u8>, delivered: u64) -> Option<
     Some(bytes.split_off(known))
 }
 
-async fn say(sink: &mut (impl Sink<Message> + Unpin), message: Message) -> Result<(), Parted> {
-    sink.send(message).await.map_err(|_| Parted::User)
+async fn send_message(sink: &mut (impl Sink<Message> + Unpin), message: Message) -> Result<(), LinkEnd> {
+    sink.send(message).await.map_err(|_| LinkEnd::User)
 }

@@ -2,23 +2,23 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use tokio::sync::{Notify, mpsc};
-use wire::terminal::{Down, INPUT_WINDOW};
+use wire::terminal::{INPUT_WINDOW, TerminalCommand};
 
 #[derive(Default)]
 pub(super) struct Progress {
     /// Output is with the user up to here, as far as that is known.
     pub(super) delivered: AtomicU64,
-    pub(super) knows: AtomicBool,
-    /// Up to where the client says it has it, once it says so.
+    pub(super) is_attached: AtomicBool,
+    /// The client's acknowledged position, once it acknowledges at all.
     pub(super) acknowledged: AtomicU64,
     pub(super) acknowledges: AtomicBool,
-    /// Input that was sent and taken, on this link.
+    /// Input bytes sent, and read by the program, on this link.
     sent: AtomicU64,
     pub(super) taken: AtomicU64,
     pub(super) room: Notify,
-    /// The client asked whether anybody is there.
+    /// The client sent a ping.
     pub(super) pinged: Notify,
-    /// Input waits for the program, so that nothing that the client says can be read.
+    /// Input waits for the program, so that no message of the client can be read.
     stuck: AtomicBool,
 }
 
@@ -29,12 +29,12 @@ impl Progress {
         self.stuck.store(false, Ordering::Relaxed);
     }
 
-    /// Whether what is written does not count, and the client says what does.
+    /// Whether the client acknowledges itself, so that written output does not count as acknowledged.
     pub(super) fn waits_for_client(&self) -> bool {
         self.acknowledges.load(Ordering::Relaxed) && !self.stuck.load(Ordering::Relaxed)
     }
 
-    /// The client has it up to here. Up to where that is news, if it is any.
+    /// Records the client's acknowledgement; returns the position where it advances.
     pub(super) fn acknowledge(&self, position: u64) -> Option<u64> {
         self.acknowledges.store(true, Ordering::Relaxed);
         let position = position.min(self.delivered.load(Ordering::Relaxed));
@@ -42,18 +42,19 @@ impl Progress {
         (position > before).then_some(position)
     }
 
-    /// Waits until the program has taken enough of what was typed before.
-    pub(super) async fn make_room(&self, down: &mpsc::Sender<Down>, attachment: u32, bytes: u64) {
+    /// Waits until the program has read enough of the earlier input.
+    pub(super) async fn make_room(&self, down: &mpsc::Sender<TerminalCommand>, attachment: u32, bytes: u64) {
         loop {
             let (sent, taken) = (self.sent.load(Ordering::Relaxed), self.taken.load(Ordering::Relaxed));
             let on_the_way = sent.saturating_sub(taken);
             if on_the_way + bytes <= INPUT_WINDOW {
                 break;
             }
-            // Its acknowledgements lie behind its input: until that is taken, what is written counts, or the two wait for each other.
+            // The client's acknowledgements are queued behind its input: until that is read, written output counts as acknowledged, or both
+            // sides wait for each other.
             self.stuck.store(true, Ordering::Relaxed);
             let position = self.delivered.load(Ordering::Relaxed);
-            let _ = down.send(Down::Ack { attachment, position }).await;
+            let _ = down.send(TerminalCommand::Ack { attachment, position }).await;
             self.room.notified().await;
         }
         self.stuck.store(false, Ordering::Relaxed);

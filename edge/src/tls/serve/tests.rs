@@ -20,7 +20,7 @@ use crate::{
     correlation::Service,
     identity::NodeIdentity,
     keys::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys},
-    limits::finished,
+    limits::with_common_layers,
     node_ca::NodeCa,
     testing::install_crypto,
     tls::{ServerTls, server_config, tickets::SharedTickets},
@@ -44,7 +44,7 @@ impl FromRef<App> for TrustDomain {
 }
 
 /// A running listener with its own authorities.
-struct World {
+struct TlsHarness {
     address: SocketAddr,
     connections: Connections,
     stop: CancellationToken,
@@ -59,10 +59,10 @@ fn domain() -> TrustDomain {
 
 fn router(ca: NodeCa) -> Router {
     let keys = Keys {
-        task: TaskKeys::founded(ed25519_dalek::SigningKey::from_bytes(&[1; 32]), Utc::now()).unwrap(),
-        node: NodeAuthorities::founded(ca, Utc::now()).unwrap(),
-        service: ServiceKeys::founded(ed25519_dalek::SigningKey::from_bytes(&[2; 32]), Utc::now()),
-        member: MemberKeys::founded(ed25519_dalek::SigningKey::from_bytes(&[3; 32]), Utc::now()),
+        task: TaskKeys::with_first_key(ed25519_dalek::SigningKey::from_bytes(&[1; 32]), Utc::now()).unwrap(),
+        node: NodeAuthorities::with_first_key(ca, Utc::now()).unwrap(),
+        service: ServiceKeys::with_first_key(ed25519_dalek::SigningKey::from_bytes(&[2; 32]), Utc::now()),
+        member: MemberKeys::with_first_key(ed25519_dalek::SigningKey::from_bytes(&[3; 32]), Utc::now()),
     };
     let routes = Router::new()
         .route(
@@ -86,10 +86,10 @@ fn router(ca: NodeCa) -> Router {
             }),
         )
         .with_state(App(domain(), KeysInForce::new(keys)));
-    finished(routes, crate::testing::outermost(Service { name: "node-api", tells_route: false }))
+    with_common_layers(routes, crate::testing::scope_settings(Service { name: "node-api", shows_route: false }))
 }
 
-impl World {
+impl TlsHarness {
     async fn with(limits: ListenerLimits) -> Self {
         Self::shared(limits, None).await
     }
@@ -220,11 +220,11 @@ fn hello(node_id: Uuid) -> String {
 }
 
 #[tokio::test]
-async fn a_node_is_known_by_its_certificate_on_its_own_path_alone() {
-    let world = World::with(ListenerLimits::default()).await;
+async fn node_is_identified_by_its_certificate_on_its_own_path_only() {
+    let harness = TlsHarness::with(ListenerLimits::default()).await;
     let node_id = Uuid::now_v7();
-    let identity = world.certified(node_id, Days::hours(24));
-    let mut stream = world.connect(&world.client(Some(&identity), H1)).await.unwrap();
+    let identity = harness.certified(node_id, Days::hours(24));
+    let mut stream = harness.connect(&harness.client(Some(&identity), H1)).await.unwrap();
     assert_eq!(ask(&mut stream, &hello(node_id)).await.unwrap(), (200, format!("{node_id} resumed=false")));
     let (status, body) = ask(&mut stream, &hello(Uuid::now_v7())).await.unwrap();
     assert_eq!(status, 401);
@@ -232,9 +232,9 @@ async fn a_node_is_known_by_its_certificate_on_its_own_path_alone() {
 }
 
 #[tokio::test]
-async fn without_a_certificate_node_routes_are_closed_and_others_open() {
-    let world = World::with(ListenerLimits::default()).await;
-    let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+async fn node_routes_need_a_certificate_and_others_do_not() {
+    let harness = TlsHarness::with(ListenerLimits::default()).await;
+    let mut stream = harness.connect(&harness.client(None, H1)).await.unwrap();
     let (status, body) = ask(&mut stream, &hello(Uuid::now_v7())).await.unwrap();
     assert_eq!(status, 401);
     assert!(body.contains("certificate_missing"), "{body}");
@@ -243,12 +243,12 @@ async fn without_a_certificate_node_routes_are_closed_and_others_open() {
 
 #[tokio::test]
 async fn a_certificate_of_another_authority_does_not_pass_the_handshake() {
-    let world = World::with(ListenerLimits::default()).await;
-    let foreign = World::with(ListenerLimits::default()).await;
+    let harness = TlsHarness::with(ListenerLimits::default()).await;
+    let foreign = TlsHarness::with(ListenerLimits::default()).await;
     let node_id = Uuid::now_v7();
-    let config = world.client(Some(&foreign.certified(node_id, Days::hours(1))), H1);
+    let config = harness.client(Some(&foreign.certified(node_id, Days::hours(1))), H1);
     // In TLS 1.3 the client learns of it with its first read.
-    let outcome = match world.connect(&config).await {
+    let outcome = match harness.connect(&config).await {
         Ok(mut stream) => ask(&mut stream, &hello(node_id)).await.map(|_| ()),
         Err(error) => Err(error),
     };
@@ -256,18 +256,18 @@ async fn a_certificate_of_another_authority_does_not_pass_the_handshake() {
 }
 
 #[tokio::test]
-async fn a_certificate_that_ends_is_refused_on_the_live_connection_and_on_a_resumed_one() {
-    let world = World::with(ListenerLimits::default()).await;
+async fn expired_certificate_is_refused_on_live_and_resumed_connections() {
+    let harness = TlsHarness::with(ListenerLimits::default()).await;
     let node_id = Uuid::now_v7();
-    let identity = world.certified(node_id, Days::milliseconds(2_500));
-    let config = world.client(Some(&identity), H1);
-    let mut live = world.connect(&config).await.unwrap();
+    let identity = harness.certified(node_id, Days::milliseconds(2_500));
+    let config = harness.client(Some(&identity), H1);
+    let mut live = harness.connect(&config).await.unwrap();
     assert_eq!(ask(&mut live, &hello(node_id)).await.unwrap().0, 200);
     tokio::time::sleep(Duration::from_millis(2_600)).await;
     let (status, body) = ask(&mut live, &hello(node_id)).await.unwrap();
     assert_eq!(status, 401);
     assert!(body.contains("certificate_expired"), "{body}");
-    let mut resumed = world.connect(&config).await.unwrap();
+    let mut resumed = harness.connect(&config).await.unwrap();
     assert_eq!(resumed.get_ref().1.handshake_kind(), Some(HandshakeKind::Resumed));
     let (status, body) = ask(&mut resumed, &hello(node_id)).await.unwrap();
     assert_eq!(status, 401);
@@ -277,8 +277,8 @@ async fn a_certificate_that_ends_is_refused_on_the_live_connection_and_on_a_resu
 #[tokio::test]
 async fn a_session_is_resumed_at_another_replica_with_its_identity() {
     let settings = Settings::make();
-    let first = World::shared(ListenerLimits::default(), Some(&settings)).await;
-    let second = World::shared(ListenerLimits::default(), Some(&settings)).await;
+    let first = TlsHarness::shared(ListenerLimits::default(), Some(&settings)).await;
+    let second = TlsHarness::shared(ListenerLimits::default(), Some(&settings)).await;
     let node_id = Uuid::now_v7();
     let config = first.client(Some(&first.certified(node_id, Days::hours(1))), H1);
     let mut stream = first.connect(&config).await.unwrap();
@@ -289,62 +289,63 @@ async fn a_session_is_resumed_at_another_replica_with_its_identity() {
 }
 
 #[tokio::test]
-async fn closing_a_node_cuts_its_requests_and_its_websockets() {
-    let world = World::with(ListenerLimits::default()).await;
+async fn closing_a_node_ends_its_requests_and_websockets() {
+    let harness = TlsHarness::with(ListenerLimits::default()).await;
     let (node_id, other) = (Uuid::now_v7(), Uuid::now_v7());
-    let config = world.client(Some(&world.certified(node_id, Days::hours(1))), H1);
-    let mut idle = world.connect(&config).await.unwrap();
+    let config = harness.client(Some(&harness.certified(node_id, Days::hours(1))), H1);
+    let mut idle = harness.connect(&config).await.unwrap();
     assert_eq!(ask(&mut idle, "/open").await.unwrap().0, 200);
-    let mut busy = world.connect(&config).await.unwrap();
+    let mut busy = harness.connect(&config).await.unwrap();
     busy.write_all(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
-    let mut socket = world.connect(&config).await.unwrap();
+    let mut socket = harness.connect(&config).await.unwrap();
     socket
         .write_all(b"GET /socket HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n")
         .await
         .unwrap();
     assert_eq!(answer(&mut socket).await.unwrap().0, 101);
     let mut unconcerned =
-        world.connect(&world.client(Some(&world.certified(other, Days::hours(1))), H1)).await.unwrap();
+        harness.connect(&harness.client(Some(&harness.certified(other, Days::hours(1))), H1)).await.unwrap();
     assert_eq!(ask(&mut unconcerned, "/open").await.unwrap().0, 200);
-    assert_eq!(world.connections.count(node_id), 3);
-    assert_eq!(world.connections.close_node(node_id), 3);
+    assert_eq!(harness.connections.count(node_id), 3);
+    assert_eq!(harness.connections.close_node(node_id), 3);
     for stream in [&mut idle, &mut busy, &mut socket] {
         let ended = timeout(Duration::from_secs(2), stream.read_u8()).await.expect("the connection is cut");
         assert!(ended.is_err());
     }
     assert_eq!(ask(&mut unconcerned, "/open").await.unwrap().0, 200);
-    assert_eq!(world.connections.count(node_id), 0);
+    assert_eq!(harness.connections.count(node_id), 0);
 }
 
 #[tokio::test]
-async fn stopping_finishes_what_runs_and_takes_nothing_more() {
-    let world = World::with(ListenerLimits::default()).await;
-    let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+async fn stopping_finishes_running_requests_and_accepts_no_more() {
+    let harness = TlsHarness::with(ListenerLimits::default()).await;
+    let mut stream = harness.connect(&harness.client(None, H1)).await.unwrap();
     stream.write_all(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
     tokio::time::sleep(Duration::from_millis(50)).await;
-    world.stop.cancel();
+    harness.stop.cancel();
     assert_eq!(answer(&mut stream).await.unwrap(), (200, "slow".into()));
-    timeout(Duration::from_secs(2), world.serving).await.unwrap().unwrap().unwrap();
-    assert!(TcpStream::connect(world.address).await.is_err());
+    timeout(Duration::from_secs(2), harness.serving).await.unwrap().unwrap().unwrap();
+    assert!(TcpStream::connect(harness.address).await.is_err());
 }
 
 #[tokio::test]
-async fn what_does_not_finish_is_cut_at_the_end_of_the_drain_time() {
-    let world = World::with(ListenerLimits { drain: Duration::from_millis(50), ..ListenerLimits::default() }).await;
-    let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+async fn unfinished_request_is_closed_at_the_end_of_the_drain_time() {
+    let harness =
+        TlsHarness::with(ListenerLimits { drain: Duration::from_millis(50), ..ListenerLimits::default() }).await;
+    let mut stream = harness.connect(&harness.client(None, H1)).await.unwrap();
     stream.write_all(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
     tokio::time::sleep(Duration::from_millis(20)).await;
-    world.stop.cancel();
-    timeout(Duration::from_millis(250), world.serving).await.unwrap().unwrap().unwrap();
+    harness.stop.cancel();
+    timeout(Duration::from_millis(250), harness.serving).await.unwrap().unwrap().unwrap();
     assert!(answer(&mut stream).await.is_err());
 }
 
 #[tokio::test]
-async fn a_handshake_that_never_comes_stops_nobody_and_is_given_up() {
+async fn missing_handshake_times_out_and_blocks_no_client() {
     let limits = ListenerLimits { handshake_timeout: Duration::from_millis(200), ..ListenerLimits::default() };
-    let world = World::with(limits).await;
-    let mut silent = TcpStream::connect(world.address).await.unwrap();
-    let mut served = world.connect(&world.client(None, H1)).await.unwrap();
+    let harness = TlsHarness::with(limits).await;
+    let mut silent = TcpStream::connect(harness.address).await.unwrap();
+    let mut served = harness.connect(&harness.client(None, H1)).await.unwrap();
     assert_eq!(ask(&mut served, "/open").await.unwrap().0, 200);
     let mut byte = [0];
     let ended = timeout(Duration::from_secs(2), silent.read(&mut byte)).await.expect("the connection is closed");
@@ -352,19 +353,21 @@ async fn a_handshake_that_never_comes_stops_nobody_and_is_given_up() {
 }
 
 #[tokio::test]
-async fn a_client_that_asks_nothing_is_let_go_over_both_protocols() {
-    let world =
-        World::with(ListenerLimits { header_read_timeout: Duration::from_millis(200), ..ListenerLimits::default() })
-            .await;
+async fn idle_client_is_closed_over_both_protocols() {
+    let harness = TlsHarness::with(ListenerLimits {
+        header_read_timeout: Duration::from_millis(200),
+        ..ListenerLimits::default()
+    })
+    .await;
     for alpn in [b"http/1.1".as_slice(), b"h2"] {
-        let mut stream = world.connect(&world.client(None, &[alpn])).await.unwrap();
+        let mut stream = harness.connect(&harness.client(None, &[alpn])).await.unwrap();
         let reading = async {
             let mut bytes = [0; 256];
             while stream.read(&mut bytes).await.is_ok_and(|read| read > 0) {}
         };
         timeout(Duration::from_secs(2), reading).await.expect("the connection is closed");
     }
-    let mut slow = world.connect(&world.client(None, H1)).await.unwrap();
+    let mut slow = harness.connect(&harness.client(None, H1)).await.unwrap();
     slow.write_all(b"GET /open HTTP/1.1\r\nx: ").await.unwrap();
     let mut rest = Vec::new();
     timeout(Duration::from_secs(2), slow.read_to_end(&mut rest)).await.expect("the connection is closed").ok();
@@ -372,9 +375,10 @@ async fn a_client_that_asks_nothing_is_let_go_over_both_protocols() {
 
 #[tokio::test]
 async fn headers_over_the_limits_are_refused() {
-    let world = World::with(ListenerLimits { header_bytes: 8192, header_count: 20, ..ListenerLimits::default() }).await;
+    let harness =
+        TlsHarness::with(ListenerLimits { header_bytes: 8192, header_count: 20, ..ListenerLimits::default() }).await;
     for headers in [format!("x: {}\r\n", "a".repeat(9_000)), (0..30).map(|n| format!("x{n}: 1\r\n")).collect()] {
-        let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+        let mut stream = harness.connect(&harness.client(None, H1)).await.unwrap();
         stream.write_all(format!("GET /open HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n").as_bytes()).await.unwrap();
         let status = answer(&mut stream).await.map(|(status, _)| status);
         assert!(matches!(status, Ok(431)), "{status:?}");
@@ -382,17 +386,17 @@ async fn headers_over_the_limits_are_refused() {
 }
 
 #[tokio::test]
-async fn http_2_is_spoken_where_the_client_offers_it() {
-    let world = World::with(ListenerLimits::default()).await;
+async fn http_2_is_negotiated_where_the_client_offers_it() {
+    let harness = TlsHarness::with(ListenerLimits::default()).await;
     let client = reqwest::Client::builder()
-        .tls_certs_only([reqwest::Certificate::from_der(&world.server_ca).unwrap()])
-        .resolve("localhost", world.address)
+        .tls_certs_only([reqwest::Certificate::from_der(&harness.server_ca).unwrap()])
+        .resolve("localhost", harness.address)
         .build()
         .unwrap();
-    let response = client.get(format!("https://localhost:{}/open", world.address.port())).send().await.unwrap();
+    let response = client.get(format!("https://localhost:{}/open", harness.address.port())).send().await.unwrap();
     assert_eq!(response.version(), reqwest::Version::HTTP_2);
     assert_eq!(response.text().await.unwrap(), "open");
-    let missing = client.get(format!("https://localhost:{}/nowhere", world.address.port())).send().await.unwrap();
+    let missing = client.get(format!("https://localhost:{}/nowhere", harness.address.port())).send().await.unwrap();
     assert_eq!(missing.status(), 404);
     let body: serde_json::Value = missing.json().await.unwrap();
     assert_eq!((&body["code"], &body["details"]["service"]), (&"not_found".into(), &"node-api".into()));
@@ -415,7 +419,7 @@ async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
     let address = listener.local_addr().unwrap();
     let server = TlsServer {
         tls: Arc::new(ArcSwap::from_pointee(config)),
-        router: finished(routes, crate::testing::outermost(Service { name: "api", tells_route: false })),
+        router: with_common_layers(routes, crate::testing::scope_settings(Service { name: "api", shows_route: false })),
         limits: ListenerLimits::default(),
         connections: Connections::default(),
         trust_domain: None,

@@ -1,12 +1,11 @@
-//! Compares the payment processor's books with ours, again and again: what it did and nobody told us of, we tell ourselves.
+//! Reconciliation: periodically compares the payment processor's objects with our payments, and applies what no webhook has reported.
 //!
-//! Webhooks are the quick way, and lose nothing that this would not find. Each turn begins where the last one that went through ended,
-//! whoever did it, less some time for what was under way; now and then it goes back far, since a refund may fail, and a dispute be won,
-//! months after it was made.
+//! Webhooks are the fast way; whatever they lose is found here. Each run begins where the last successful one of any member ended, less
+//! some overlap for objects in flight; some runs go back far, since a refund may fail, and a dispute be won, months after it was made.
 
-use super::told::{self, Teller, Told, Untold};
+use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
 use chrono::{DateTime, TimeDelta, Utc};
-use edge::processor::{Listing, ProcessorError};
+use edge::processor::{ProcessorError, ProcessorListing};
 use persistence::{Leases, StoreError};
 use prometheus::{IntCounter, Registry};
 use std::collections::BTreeSet;
@@ -17,62 +16,67 @@ use thiserror::Error;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use uuid::Uuid;
 
-/// Of the books in which it is kept how far they were compared, and of the turn.
-const BOOKS: &str = "payment processor";
+/// The name of the watermark up to which objects were compared, and of the lease for a run.
+const WATERMARK_NAME: &str = "payment processor";
 
-/// What is looked at again each turn: clocks differ, and objects are listed a while after they were made.
-const AGAIN: TimeDelta = TimeDelta::hours(1);
+/// The overlap of two runs: clocks differ, and objects are listed some time after they were made.
+const OVERLAP: TimeDelta = TimeDelta::hours(1);
 
-/// How far a first turn goes back.
-const FIRST: TimeDelta = TimeDelta::days(1);
+/// How far the first run goes back.
+const FIRST_LOOKBACK: TimeDelta = TimeDelta::days(1);
 
-/// How far refunds and disputes are looked at now and then, and how often.
-const FAR: TimeDelta = TimeDelta::days(120);
-const FAR_EVERY: Duration = Duration::from_secs(6 * 60 * 60);
+/// How far a long run goes back for refunds and disputes, and how often there is one.
+const LONG_LOOKBACK: TimeDelta = TimeDelta::days(120);
+const LONG_LOOKBACK_INTERVAL: Duration = Duration::from_secs(6 * 60 * 60);
 
-/// What is remembered of what our payments know already; beyond it all of it is told anew, which costs time and no more.
-const REMEMBERED: usize = 100_000;
+/// How many objects are remembered as applied; beyond it the cache is cleared, and all are applied again, which only costs time.
+const CACHE_CAPACITY: usize = 100_000;
 
-/// See the module.
+/// Reconciles our payments with the processor's.
 pub struct Reconciler {
-    teller: Teller,
+    updater: PaymentUpdater,
     leases: Leases,
     every: Duration,
     failed: IntCounter,
     missed: IntCounter,
     contradicted: IntCounter,
-    passed_over: IntCounter,
-    memory: Mutex<Memory>,
+    skipped: IntCounter,
+    seen: Mutex<SeenObjects>,
 }
 
-/// What this process has told, so that it is not told again each turn. Losing it costs nothing.
+/// The objects that this process has applied, so that a run does not repeat them. Losing the cache costs nothing but time.
 #[derive(Default)]
-struct Memory {
-    told: BTreeSet<String>,
-    went_far: Option<Instant>,
+struct SeenObjects {
+    applied: BTreeSet<String>,
+    long_lookback_at: Option<Instant>,
 }
 
 #[derive(Debug, Error)]
-pub enum Incomplete {
+pub enum ReconciliationError {
     #[error(transparent)]
     Processor(#[from] ProcessorError),
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error("{count} could not be told, the last one because: {why}")]
-    Untold { count: usize, why: Untold },
+    Update { count: usize, why: UpdateError },
 }
 
 impl Reconciler {
     /// # Errors
     /// Where the metrics are registered already.
-    pub fn register(registry: &Registry, teller: Teller, leases: Leases, every: Duration) -> anyhow::Result<Self> {
+    pub fn register(
+        registry: &Registry,
+        updater: PaymentUpdater,
+        leases: Leases,
+        every: Duration,
+    ) -> anyhow::Result<Self> {
         let counter = |name, help| -> anyhow::Result<IntCounter> {
             let counter = IntCounter::new(name, help)?;
             registry.register(Box::new(counter.clone()))?;
             Ok(counter)
         };
         Ok(Self {
-            teller,
+            updater,
             leases,
             every,
             failed: counter(
@@ -87,28 +91,28 @@ impl Reconciler {
                 "payments_reconcile_contradicted_total",
                 "What the payment processor did and a payment here contradicts.",
             )?,
-            passed_over: counter(
+            skipped: counter(
                 "payments_reconcile_passed_over_total",
                 "What the payment processor lists and cannot be read, and lists that are too long to be looked through.",
             )?,
-            memory: Mutex::default(),
+            seen: Mutex::default(),
         })
     }
 
-    /// Works, turn by turn; of several members one does each.
+    /// Reconciles, periodically; of several members one makes each run.
     ///
     /// # Errors
-    /// Never; what fails is done again in the next turn.
+    /// Never; what fails is retried in the next run.
     pub async fn run(&self) -> anyhow::Result<()> {
         let mut clock = interval(self.every);
         clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        // Short of the pause, so that the next one finds it over.
+        // Shorter than the interval, so that the next run finds the lease expired.
         let lasts = self.every.mul_f32(0.9);
         loop {
             clock.tick().await;
-            match self.leases.acquire(BOOKS, lasts).await {
+            match self.leases.acquire(WATERMARK_NAME, lasts).await {
                 // Not released: it lapses before the next comparison is due.
-                Ok(Some(_lease)) => self.turn().await,
+                Ok(Some(_lease)) => self.reconcile_once().await,
                 Ok(None) => {}
                 Err(error) => {
                     tracing::warn!(%error, "the lease for comparing the payment processor's books cannot be acquired")
@@ -117,7 +121,7 @@ impl Reconciler {
         }
     }
 
-    async fn turn(&self) {
+    async fn reconcile_once(&self) {
         match self.compare().await {
             Ok(0) => {}
             Ok(missed) => tracing::warn!(missed, "nobody had told of what the payment processor did"),
@@ -128,95 +132,101 @@ impl Reconciler {
         }
     }
 
-    async fn compare(&self) -> Result<u64, Incomplete> {
+    async fn compare(&self) -> Result<u64, ReconciliationError> {
         let began = Utc::now();
-        let since = self.leases.compared(BOOKS).await?.map_or(began - FIRST, |until| until - AGAIN);
+        let since =
+            self.leases.reconciled_until(WATERMARK_NAME).await?.map_or(began - FIRST_LOOKBACK, |until| until - OVERLAP);
         let missed = self.look_back(began, since).await?;
-        self.leases.store_compared(BOOKS, began).await?;
-        self.leases.forget().await?;
+        self.leases.store_reconciled_until(WATERMARK_NAME, began).await?;
+        self.leases.delete_expired().await?;
         Ok(missed)
     }
 
-    /// Looks since then, and now and then far back for refunds and disputes; a far look that broke off is made again in the next turn.
-    async fn look_back(&self, now: DateTime<Utc>, since: DateTime<Utc>) -> Result<u64, Incomplete> {
-        let goes_far = self.memory().went_far.is_none_or(|at| at.elapsed() >= FAR_EVERY);
-        let far = if goes_far { since.min(now - FAR) } else { since };
-        let missed = self.look(since, far).await?;
+    /// Reconciles since then, and sometimes far back for refunds and disputes; a long run that failed is repeated by the next one.
+    async fn look_back(&self, now: DateTime<Utc>, since: DateTime<Utc>) -> Result<u64, ReconciliationError> {
+        let goes_far = self.seen().long_lookback_at.is_none_or(|at| at.elapsed() >= LONG_LOOKBACK_INTERVAL);
+        let far = if goes_far { since.min(now - LONG_LOOKBACK) } else { since };
+        let missed = self.reconcile_since(since, far).await?;
         if goes_far {
-            self.memory().went_far = Some(Instant::now());
+            self.seen().long_lookback_at = Some(Instant::now());
         }
         Ok(missed)
     }
 
-    /// Tells what the processor has made since, and how many our payments had not heard of. A list that cannot be had keeps no other from being
-    /// told.
-    async fn look(&self, since: DateTime<Utc>, far: DateTime<Utc>) -> Result<u64, Incomplete> {
+    /// Applies the processor's objects since then, and returns how many our payments had not recorded. A list that fails does not stop the
+    /// others.
+    async fn reconcile_since(&self, since: DateTime<Utc>, far: DateTime<Utc>) -> Result<u64, ReconciliationError> {
         let cause = Uuid::now_v7();
-        let teller = self.teller.for_cause(cause, cause.to_string());
-        let mut found = Found::default();
-        // Payments first: what was taken back of one that nobody had heard of follows it.
-        for standing in self.listed(&mut found, "payments", teller.processor.payments_since(since).await) {
-            let name = (standing.processor_id.clone(), said(&standing.status));
-            self.tell(&mut found, "payment", name, told::payment(&teller, standing)).await;
+        let updater = self.updater.for_cause(cause, cause.to_string());
+        let mut run = ReconciliationRun::default();
+        // Payments first: the refunds and disputes of a payment that was not known follow it.
+        for record in self.usable_items(&mut run, "payments", updater.processor.payments_since(since).await) {
+            let name = (record.processor_id.clone(), status_text(&record.status));
+            self.apply(&mut run, "payment", name, updates::payment(&updater, record)).await;
         }
-        for standing in self.listed(&mut found, "refunds", teller.processor.refunds_since(far).await) {
-            let name = (standing.processor_refund_id.clone(), said(&standing.status));
-            self.tell(&mut found, "refund", name, told::refund(&teller, standing)).await;
+        for record in self.usable_items(&mut run, "refunds", updater.processor.refunds_since(far).await) {
+            let name = (record.processor_refund_id.clone(), status_text(&record.status));
+            self.apply(&mut run, "refund", name, updates::refund(&updater, record)).await;
         }
-        for dispute in self.listed(&mut found, "disputes", teller.processor.disputes_since(far).await) {
-            let name = (dispute.dispute_id.clone(), said(&dispute.status));
-            self.tell(&mut found, "dispute", name, told::dispute(&teller, dispute)).await;
+        for dispute in self.usable_items(&mut run, "disputes", updater.processor.disputes_since(far).await) {
+            let name = (dispute.dispute_id.clone(), status_text(&dispute.status));
+            self.apply(&mut run, "dispute", name, updates::dispute(&updater, dispute)).await;
         }
-        match (found.unlisted, found.why) {
+        match (run.unlisted, run.why) {
             (Some(error), _) => Err(error.into()),
-            (None, Some(why)) => Err(Incomplete::Untold { count: found.untold, why }),
-            (None, None) => Ok(found.missed),
+            (None, Some(why)) => Err(ReconciliationError::Update { count: run.failed_updates, why }),
+            (None, None) => Ok(run.missed),
         }
     }
 
-    /// What of a list can be told. What cannot, and would not in the next turn either, is said and counted, each once.
-    fn listed<T>(&self, found: &mut Found, what: &'static str, listing: Result<Listing<T>, ProcessorError>) -> Vec<T> {
+    /// The objects of a list that can be parsed. One that cannot, and will not be in the next run either, is logged and counted once.
+    fn usable_items<T>(
+        &self,
+        run: &mut ReconciliationRun,
+        what: &'static str,
+        listing: Result<ProcessorListing<T>, ProcessorError>,
+    ) -> Vec<T> {
         let listing = match listing {
             Ok(listing) => listing,
             Err(error) => {
-                found.unlisted = Some(error);
+                run.unlisted = Some(error);
                 return Vec::new();
             }
         };
         if listing.is_cut {
-            self.passed_over.inc();
+            self.skipped.inc();
             tracing::warn!("the {what} at the payment processor are too many to be looked through to their end");
         }
         for id in listing.unread {
             let name = format!("{id} unread");
-            if !self.memory().told.contains(&name) {
-                self.passed_over.inc();
+            if !self.seen().applied.contains(&name) {
+                self.skipped.inc();
                 tracing::warn!(processor.id = id, "one of the {what} at the payment processor cannot be read");
-                self.memory().remember(name);
+                self.seen().remember(name);
             }
         }
         listing.found
     }
 
-    async fn tell(
+    async fn apply(
         &self,
-        found: &mut Found,
+        run: &mut ReconciliationRun,
         what: &'static str,
         (id, status): (String, String),
-        telling: impl Future<Output = Result<Told, Untold>>,
+        update: impl Future<Output = Result<UpdateOutcome, UpdateError>>,
     ) {
         let name = format!("{id} {status}");
-        if self.memory().told.contains(&name) {
+        if self.seen().applied.contains(&name) {
             return;
         }
-        match telling.await {
-            Ok(Told::Done { is_news: true }) => {
-                found.missed += 1;
+        match update.await {
+            Ok(UpdateOutcome::Done { is_new: true }) => {
+                run.missed += 1;
                 self.missed.inc();
                 tracing::warn!(processor.id = id, status, "a {what} at the payment processor that nobody had told of");
             }
-            Ok(Told::Done { is_news: false } | Told::NotOurs) => {}
-            Ok(Told::Rejected(why)) => {
+            Ok(UpdateOutcome::Done { is_new: false } | UpdateOutcome::NotOurs) => {}
+            Ok(UpdateOutcome::Rejected(why)) => {
                 self.contradicted.inc();
                 tracing::warn!(
                     processor.id = id,
@@ -226,38 +236,38 @@ impl Reconciler {
                 );
             }
             Err(why) => {
-                found.untold += 1;
-                found.why = Some(why);
+                run.failed_updates += 1;
+                run.why = Some(why);
                 return;
             }
         }
-        self.memory().remember(name);
+        self.seen().remember(name);
     }
 
-    fn memory(&self) -> std::sync::MutexGuard<'_, Memory> {
-        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    fn seen(&self) -> std::sync::MutexGuard<'_, SeenObjects> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Memory {
+impl SeenObjects {
     fn remember(&mut self, name: String) {
-        if self.told.len() >= REMEMBERED {
-            self.told.clear();
+        if self.applied.len() >= CACHE_CAPACITY {
+            self.applied.clear();
         }
-        self.told.insert(name);
+        self.applied.insert(name);
     }
 }
 
 #[derive(Default)]
-struct Found {
+struct ReconciliationRun {
     missed: u64,
-    untold: usize,
-    why: Option<Untold>,
-    /// Why a list was not to be had.
+    failed_updates: usize,
+    why: Option<UpdateError>,
+    /// Why a list could not be read.
     unlisted: Option<ProcessorError>,
 }
 
-fn said(status: &impl Debug) -> String {
+fn status_text(status: &impl Debug) -> String {
     format!("{status:?}")
 }
 
@@ -266,39 +276,41 @@ fn said(status: &impl Debug) -> String {
 mod tests {
     use super::super::testing::{Bench, INTENT, eur};
     use super::*;
-    use edge::processor::{Dispute, DisputeStatus, RefundStanding, RefundStatus, Status};
+    use edge::processor::{
+        Dispute, DisputeStatus, ProcessorPaymentStatus, ProcessorRefundRecord, ProcessorRefundStatus,
+    };
 
     fn reconciler(bench: &Bench) -> Reconciler {
         let pool = sqlx::postgres::PgPoolOptions::new().connect_lazy("postgres://nobody@127.0.0.1:1/none").unwrap();
         let every = Duration::from_secs(300);
         Reconciler::register(
             &Registry::new(),
-            bench.teller(0),
+            bench.updater(0),
             Leases::new(pool, domain::MemberId(uuid::Uuid::new_v4())),
             every,
         )
         .unwrap()
     }
 
-    async fn missed(reconciler: &Reconciler) -> Result<u64, Incomplete> {
-        reconciler.look(Utc::now(), Utc::now()).await
+    async fn missed(reconciler: &Reconciler) -> Result<u64, ReconciliationError> {
+        reconciler.reconcile_since(Utc::now(), Utc::now()).await
     }
 
-    fn reversal(id: &str) -> RefundStanding {
-        RefundStanding {
+    fn reversal(id: &str) -> ProcessorRefundRecord {
+        ProcessorRefundRecord {
             processor_refund_id: id.to_owned(),
             refund_id: None,
             of: Some(INTENT.to_owned()),
             amount_minor: 100,
             currency: eur(),
-            status: RefundStatus::Succeeded,
+            status: ProcessorRefundStatus::Succeeded,
         }
     }
 
     #[tokio::test]
-    async fn what_nobody_told_of_is_told_and_counted_once() {
+    async fn unreported_objects_are_applied_and_counted_once() {
         let bench = Bench::open().await;
-        bench.processor.knows(Status::Paid { charge_id: Some("ch_1".to_owned()) });
+        bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: Some("ch_1".to_owned()) });
         bench.processor.refunds.lock().unwrap().push(reversal("re_1"));
         let (dispute_id, of) = ("dp_1".to_owned(), Some("ch_1".to_owned()));
         let (amount_minor, currency, status) = (200, eur(), DisputeStatus::Opened);
@@ -315,46 +327,50 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_cannot_be_told_is_told_in_the_next_turn_and_holds_nothing_else_up() {
+    async fn object_that_cannot_be_applied_is_retried_by_the_next_run_and_delays_no_other() {
         let bench = Bench::deposited().await;
         let reconciler = reconciler(&bench);
         assert_eq!(missed(&reconciler).await.unwrap(), 0, "all of it is known");
         let mut refunds = [reversal("re_1"), reversal("re_2")];
-        // Whose it is cannot be asked, since nobody answers.
+        // Its payment cannot be looked up, since the processor does not answer.
         refunds[0].of = Some("pi_slow".to_owned());
         bench.processor.refunds.lock().unwrap().extend(refunds);
-        bench.processor.never_answers_for("pi_slow");
-        assert!(matches!(missed(&reconciler).await, Err(Incomplete::Untold { count: 1, .. })));
+        bench.processor.time_out_for("pi_slow");
+        assert!(matches!(missed(&reconciler).await, Err(ReconciliationError::Update { count: 1, .. })));
         assert_eq!(bench.payment().await.left_minor(), 900);
-        bench.processor.fails(ProcessorError::Later("down".to_owned()));
-        assert!(matches!(missed(&reconciler).await, Err(Incomplete::Processor(_))));
+        bench.processor.fail_next(ProcessorError::Later("down".to_owned()));
+        assert!(matches!(missed(&reconciler).await, Err(ReconciliationError::Processor(_))));
     }
 
     #[tokio::test]
-    async fn a_contradiction_is_counted_and_goes_on() {
+    async fn contradiction_is_counted_and_does_not_stop_the_run() {
         let bench = Bench::deposited().await;
         let reconciler = reconciler(&bench);
-        bench.processor.standing.lock().unwrap().as_mut().unwrap().processor_id = "pi_2".to_owned();
+        bench.processor.record.lock().unwrap().as_mut().unwrap().processor_id = "pi_2".to_owned();
         assert_eq!(missed(&reconciler).await.unwrap(), 0);
         assert_eq!(reconciler.contradicted.get(), 1, "paid twice");
     }
 
     #[tokio::test]
-    async fn refunds_and_disputes_are_looked_at_far_back_until_it_succeeds_and_then_now_and_then() {
+    async fn long_lookback_is_repeated_until_it_succeeds_and_then_periodically() {
         let bench = Bench::deposited().await;
         let reconciler = reconciler(&bench);
         let now = Utc::now();
         let asked_for = || bench.processor.refunds_asked_since.lock().unwrap().clone();
-        bench.processor.fails(ProcessorError::Later("down".to_owned()));
+        bench.processor.fail_next(ProcessorError::Later("down".to_owned()));
         assert!(reconciler.look_back(now, now).await.is_err());
         for _ in 0..2 {
             reconciler.look_back(now, now).await.unwrap();
         }
-        assert_eq!(asked_for(), [now - FAR, now - FAR, now], "the one that broke off is made again");
+        assert_eq!(
+            asked_for(),
+            [now - LONG_LOOKBACK, now - LONG_LOOKBACK, now],
+            "the one that broke off is made again"
+        );
     }
 
     #[tokio::test]
-    async fn what_cannot_be_read_and_lists_without_end_are_counted_and_keep_nothing_else_from_being_told() {
+    async fn unreadable_objects_and_cut_off_lists_are_counted_and_do_not_stop_the_run() {
         let bench = Bench::deposited().await;
         let reconciler = reconciler(&bench);
         bench.processor.refunds.lock().unwrap().push(reversal("re_1"));
@@ -365,19 +381,19 @@ mod tests {
         let now = Utc::now();
         assert_eq!(reconciler.look_back(now, now).await.unwrap(), 2, "the turn goes through");
         assert_eq!(bench.payment().await.left_minor(), 700);
-        assert_eq!(reconciler.passed_over.get(), 2);
+        assert_eq!(reconciler.skipped.get(), 2);
         reconciler.look_back(now, now).await.unwrap();
-        assert_eq!(reconciler.passed_over.get(), 3, "one is known, the list is as long as before");
-        assert_eq!(*bench.processor.refunds_asked_since.lock().unwrap(), [now - FAR, now]);
+        assert_eq!(reconciler.skipped.get(), 3, "one is known, the list is as long as before");
+        assert_eq!(*bench.processor.refunds_asked_since.lock().unwrap(), [now - LONG_LOOKBACK, now]);
     }
 
     #[tokio::test]
-    async fn a_list_that_cannot_be_had_keeps_no_other_from_being_told() {
+    async fn failed_list_does_not_stop_the_other_lists() {
         let bench = Bench::deposited().await;
         let reconciler = reconciler(&bench);
         bench.processor.refunds.lock().unwrap().push(reversal("re_1"));
-        bench.processor.fails(ProcessorError::Later("payments cannot be listed".to_owned()));
-        assert!(matches!(missed(&reconciler).await, Err(Incomplete::Processor(_))));
+        bench.processor.fail_next(ProcessorError::Later("payments cannot be listed".to_owned()));
+        assert!(matches!(missed(&reconciler).await, Err(ReconciliationError::Processor(_))));
         assert_eq!(bench.payment().await.left_minor(), 900);
     }
 }

@@ -1,17 +1,17 @@
-//! What the payment processor said is read and told to the payment that it concerns, after it was stored and answered.
+//! Processes the webhooks of the payment processor, after they were stored and answered: each is parsed and applied to its payment.
 //!
-//! Nothing is held here: it can stop anywhere, and the event is worked on again; what was told before does nothing twice. Where somebody
-//! cannot be asked, the event waits for as long as that lasts; where what it says cannot be, it is tried for some hours more, in case it was
-//! only early, and then waits for an operator.
+//! This worker holds no state: it can stop anywhere, and the event is processed again; a repetition has no effect. Where the processor or
+//! a payment cannot be reached, the event waits for as long as that lasts; where its content is contradicted, it is retried for some
+//! hours, in case it was only early, and then waits for an operator.
 
-use super::told::{self, Teller, Told, Untold};
-use crate::workers::reactor::{Effect, Heard, Reactor};
+use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
+use crate::workers::reactor::{Disposition, EventDelivery, Reactor};
 use actors::{AskError, CommandKey};
 use domain::machine::Command as _;
-use domain::processor_event::{Command, Outcome, ProcessorEvent};
-use domain::{EntityRef, EventId, Kind, ProcessorEventId};
-use edge::processor::stripe::event::{News, StripeEvent};
-use edge::processor::{ProcessorError, RefundStanding};
+use domain::processor_event::{Command, ProcessingOutcome, ProcessorEvent};
+use domain::{EntityKind, EntityRef, EventId, ProcessorEventId};
+use edge::processor::stripe::event::{ProcessorUpdate, StripeEvent};
+use edge::processor::{ProcessorError, ProcessorRefundRecord};
 use edge::webhook::{COUNTERS, body_of};
 use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
@@ -21,140 +21,158 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
-/// Events of which something is asked of the processor, under way at once in this process: the places of events that wait for nothing
-/// outside are many more.
-const AT_ONCE: usize = 32;
-/// How long one waits for one of them.
-const WAITS: Duration = Duration::from_millis(500);
-/// How long asking may take, all its requests together.
-const WITHIN: Duration = Duration::from_secs(20);
+/// Events with requests to the processor in flight at once in this process: far fewer than the events without requests.
+const MAX_CONCURRENT: usize = 32;
+/// How long an event waits for a permit.
+const PERMIT_TIMEOUT: Duration = Duration::from_millis(500);
+/// The timeout of an event's requests, all together.
+const CALL_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Works on what the processor said.
+/// Processes the processor's events.
 #[derive(Clone)]
-pub struct Webhooks {
-    teller: Teller,
+pub struct ProcessorWebhooks {
+    updater: PaymentUpdater,
     ring: Arc<KeyRing>,
-    places: Arc<Semaphore>,
-    vain: Arc<Mutex<Vain>>,
+    permits: Arc<Semaphore>,
+    counted_failures: Arc<Mutex<CountedFailures>>,
 }
 
-/// What was worked on in vain and is counted. While it waits the bus brings it again, several times a second.
+/// Failed attempts that were counted. While an event waits it is redelivered several times a second.
 #[derive(Default)]
-struct Vain(BTreeSet<EventId>);
+struct CountedFailures(BTreeSet<EventId>);
 
-impl Vain {
-    /// So many are told apart; beyond that one may be counted twice.
-    const REMEMBERED: usize = 4096;
+impl CountedFailures {
+    /// How many attempts are remembered; beyond that one may be counted twice.
+    const CAPACITY: usize = 4096;
 
-    /// True the first time.
-    fn is_news(&mut self, attempt: EventId) -> bool {
-        if self.0.len() >= Self::REMEMBERED {
+    /// Whether the attempt is counted for the first time.
+    fn is_first(&mut self, attempt: EventId) -> bool {
+        if self.0.len() >= Self::CAPACITY {
             self.0.clear();
         }
         self.0.insert(attempt)
     }
 }
 
-/// Why an event could not be carried out.
-enum Hindered {
-    /// Somebody cannot be asked at the moment.
+/// Why an event could not be processed.
+enum ProcessingError {
+    /// The processor or a payment cannot be reached at the moment.
     Later(String),
-    /// What it says cannot be.
+    /// Its content cannot be applied.
     Failed(String),
 }
 
-impl Webhooks {
+impl ProcessorWebhooks {
     #[must_use]
-    pub fn new(teller: Teller, ring: Arc<KeyRing>) -> Self {
-        Self { teller, ring, places: Arc::new(Semaphore::new(AT_ONCE)), vain: Arc::default() }
+    pub fn new(updater: PaymentUpdater, ring: Arc<KeyRing>) -> Self {
+        Self { updater, ring, permits: Arc::new(Semaphore::new(MAX_CONCURRENT)), counted_failures: Arc::default() }
     }
 
-    /// What follows from an event of the processor's.
-    pub(in crate::workers) async fn heed(&self, by: &Reactor, heard: &Heard, id: ProcessorEventId) -> Effect {
+    /// The reaction to an event of the processor.
+    pub(in crate::workers) async fn process(
+        &self,
+        by: &Reactor,
+        delivery: &EventDelivery,
+        id: ProcessorEventId,
+    ) -> Disposition {
         let event = match read(by, id).await {
             Ok(event) => event,
-            Err(why) => return Effect::Later { why },
+            Err(why) => return Disposition::Later { why },
         };
         if !event.is_open() {
-            return by.settle(heard).await;
+            return by.settle(delivery).await;
         }
-        let command = match self.tell(heard, &event).await {
+        let command = match self.apply(delivery, &event).await {
             Ok(outcome) => Command::Processed { outcome },
-            Err(Hindered::Failed(why)) => Command::Failed { why },
-            Err(Hindered::Later(why)) => {
-                if self.vain.lock().unwrap_or_else(PoisonError::into_inner).is_news(heard.id) {
+            Err(ProcessingError::Failed(why)) => Command::Failed { why },
+            Err(ProcessingError::Later(why)) => {
+                if self.counted_failures.lock().unwrap_or_else(PoisonError::into_inner).is_first(delivery.id) {
                     COUNTERS.processing_failed();
                 }
-                return Effect::Later { why };
+                return Disposition::Later { why };
             }
         };
-        conclude(by, heard, &event, command).await
+        conclude(by, delivery, &event, command).await
     }
 
-    /// Tells whoever it concerns.
-    async fn tell(&self, heard: &Heard, event: &ProcessorEvent) -> Result<Outcome, Hindered> {
-        let body = body_of(&self.ring, event).ok_or_else(|| Hindered::Failed("its body was forgotten".to_owned()))?;
-        let body = body.map_err(|error| Hindered::Later(format!("its body cannot be opened: {error}")))?;
+    /// Applies the event to the payment that it concerns.
+    async fn apply(
+        &self,
+        delivery: &EventDelivery,
+        event: &ProcessorEvent,
+    ) -> Result<ProcessingOutcome, ProcessingError> {
+        let body =
+            body_of(&self.ring, event).ok_or_else(|| ProcessingError::Failed("its body was forgotten".to_owned()))?;
+        let body = body.map_err(|error| ProcessingError::Later(format!("its body cannot be opened: {error}")))?;
         let sent = StripeEvent::read(body.expose_secret());
-        let news = sent.and_then(StripeEvent::news).map_err(|error| Hindered::Failed(error.to_string()))?;
-        let teller = self.teller.for_cause(event.id.0, heard.correlation_id.clone());
-        let teller = teller.traced(heard.traceparent.clone(), heard.tracestate.clone());
-        let told = match news {
-            News::Payment(standing) => told::payment(&teller, standing).await?,
-            News::Dispute(dispute) => {
-                self.outside(async { told::dispute(&teller, dispute).await.map_err(Hindered::from) }).await?
+        let update = sent.and_then(StripeEvent::update).map_err(|error| ProcessingError::Failed(error.to_string()))?;
+        let updater = self.updater.for_cause(event.id.0, delivery.correlation_id.clone());
+        let updater = updater.traced(delivery.traceparent.clone(), delivery.tracestate.clone());
+        let outcome = match update {
+            ProcessorUpdate::Payment(record) => updates::payment(&updater, record).await?,
+            ProcessorUpdate::Dispute(dispute) => {
+                self.with_permit(async { updates::dispute(&updater, dispute).await.map_err(ProcessingError::from) })
+                    .await?
             }
-            News::Refunds(refunds) => self.outside(tell_all(&teller, refunds)).await?,
-            News::RefundsOf(of) => {
+            ProcessorUpdate::Refunds(refunds) => self.with_permit(apply_refunds(&updater, refunds)).await?,
+            ProcessorUpdate::RefundsOf(of) => {
                 let refunds = async {
-                    let refunds = teller.processor.refunds_of(&of).await.map_err(Hindered::from)?;
-                    tell_all(&teller, refunds).await
+                    let refunds = updater.processor.refunds_of(&of).await.map_err(ProcessingError::from)?;
+                    apply_refunds(&updater, refunds).await
                 };
-                self.outside(refunds).await?
+                self.with_permit(refunds).await?
             }
-            News::Nothing => return Ok(Outcome::NothingToDo),
+            ProcessorUpdate::Nothing => return Ok(ProcessingOutcome::NothingToDo),
         };
-        match told {
-            Told::Done { .. } => Ok(Outcome::Told),
-            Told::NotOurs => Ok(Outcome::NotOurs),
-            Told::Rejected(why) => Err(Hindered::Failed(why)),
+        match outcome {
+            UpdateOutcome::Done { .. } => Ok(ProcessingOutcome::Told),
+            UpdateOutcome::NotOurs => Ok(ProcessingOutcome::NotOurs),
+            UpdateOutcome::Rejected(why) => Err(ProcessingError::Failed(why)),
         }
     }
 
-    /// What asks the processor, at its own pace.
-    async fn outside(&self, asking: impl Future<Output = Result<Told, Hindered>>) -> Result<Told, Hindered> {
-        let busy = || Hindered::Later("the payment processor is asked by many others at the moment".to_owned());
-        let place = timeout(WAITS, self.places.acquire()).await.map_err(|_| busy())?;
-        let _place = place.map_err(|_| busy())?;
-        let slow = |_| Hindered::Later("the payment processor does not answer in time".to_owned());
-        timeout(WITHIN, asking).await.map_err(slow)?
+    /// Runs requests to the processor, with a permit and a timeout of their own.
+    async fn with_permit(
+        &self,
+        asking: impl Future<Output = Result<UpdateOutcome, ProcessingError>>,
+    ) -> Result<UpdateOutcome, ProcessingError> {
+        let busy = || ProcessingError::Later("the payment processor is asked by many others at the moment".to_owned());
+        let permit = timeout(PERMIT_TIMEOUT, self.permits.acquire()).await.map_err(|_| busy())?;
+        let _permit = permit.map_err(|_| busy())?;
+        let slow = |_| ProcessingError::Later("the payment processor does not answer in time".to_owned());
+        timeout(CALL_TIMEOUT, asking).await.map_err(slow)?
     }
 }
 
-/// One that is refused does not keep the others from being told.
-async fn tell_all(teller: &Teller, refunds: Vec<RefundStanding>) -> Result<Told, Hindered> {
-    let mut all = Told::NotOurs;
+/// Applies each refund; one that is rejected does not stop the others.
+async fn apply_refunds(
+    updater: &PaymentUpdater,
+    refunds: Vec<ProcessorRefundRecord>,
+) -> Result<UpdateOutcome, ProcessingError> {
+    let mut all = UpdateOutcome::NotOurs;
     for refund in refunds {
-        let told = told::refund(teller, refund).await?;
-        all = match (all, told) {
-            (Told::Rejected(why), _) | (_, Told::Rejected(why)) => Told::Rejected(why),
-            (Told::Done { is_news: one }, Told::Done { is_news: other }) => Told::Done { is_news: one || other },
-            (Told::NotOurs, told) | (told, Told::NotOurs) => told,
+        let outcome = updates::refund(updater, refund).await?;
+        all = match (all, outcome) {
+            (UpdateOutcome::Rejected(why), _) | (_, UpdateOutcome::Rejected(why)) => UpdateOutcome::Rejected(why),
+            (UpdateOutcome::Done { is_new: one }, UpdateOutcome::Done { is_new: other }) => {
+                UpdateOutcome::Done { is_new: one || other }
+            }
+            (UpdateOutcome::NotOurs, outcome) | (outcome, UpdateOutcome::NotOurs) => outcome,
         };
     }
     Ok(all)
 }
 
-/// Keeps what became of it, in the commit that takes the outbox row with it; counted by whoever wrote it.
-async fn conclude(by: &Reactor, heard: &Heard, event: &ProcessorEvent, command: Command) -> Effect {
-    let asked = by.asked(heard).once(CommandKey::of_event(heard.id, command.name()));
-    match by.directory.ask::<ProcessorEvent>(&by.permit, event.id.0, command.clone(), asked).await {
+/// Records the outcome, in the commit that deletes the outbox row; the member that commits it counts it.
+async fn conclude(by: &Reactor, delivery: &EventDelivery, event: &ProcessorEvent, command: Command) -> Disposition {
+    let context = by.context_for(delivery).with_key(CommandKey::for_event(delivery.id, command.name()));
+    match by.directory.ask::<ProcessorEvent>(&by.permit, event.id.0, command.clone(), context).await {
         Ok(answered) if answered.written => {
             count(event, &command);
-            Effect::Settled
+            Disposition::Settled
         }
-        Ok(_) | Err(AskError::AlreadyDone) => by.settle(heard).await,
-        Err(error) => Effect::Later { why: error.to_string() },
+        Ok(_) | Err(AskError::AlreadyDone) => by.settle(delivery).await,
+        Err(error) => Disposition::Later { why: error.to_string() },
     }
 }
 
@@ -167,7 +185,7 @@ fn count(event: &ProcessorEvent, command: &Command) {
         }
         Command::Processed { outcome } => {
             COUNTERS.processed();
-            if *outcome == Outcome::NotOurs {
+            if *outcome == ProcessingOutcome::NotOurs {
                 COUNTERS.not_ours();
             }
             tracing::debug!(
@@ -186,22 +204,22 @@ fn count(event: &ProcessorEvent, command: &Command) {
 }
 
 async fn read(by: &Reactor, id: ProcessorEventId) -> Result<Arc<ProcessorEvent>, String> {
-    if let Some((event, _)) = by.directory.host().remembered::<ProcessorEvent>(id.0) {
+    if let Some((event, _)) = by.directory.host().committed_state::<ProcessorEvent>(id.0) {
         return Ok(event);
     }
-    let entity = EntityRef { kind: Kind::ProcessorEvent, id: id.0 };
+    let entity = EntityRef { kind: EntityKind::ProcessorEvent, id: id.0 };
     let snapshot = by.reads.snapshot(entity).await.map_err(|error| error.to_string())?;
     let snapshot = snapshot.ok_or_else(|| "the event is not there".to_owned())?;
     serde_json::from_str(&snapshot.body).map(Arc::new).map_err(|error| format!("the event cannot be read: {error}"))
 }
 
-impl From<Untold> for Hindered {
-    fn from(error: Untold) -> Self {
+impl From<UpdateError> for ProcessingError {
+    fn from(error: UpdateError) -> Self {
         Self::Later(error.to_string())
     }
 }
 
-impl From<ProcessorError> for Hindered {
+impl From<ProcessorError> for ProcessingError {
     fn from(error: ProcessorError) -> Self {
         match error {
             ProcessorError::Refused { .. } => Self::Failed(error.to_string()),
@@ -219,10 +237,10 @@ mod tests {
     use base64::engine::general_purpose::STANDARD;
     use chrono::Utc;
     use domain::Event;
-    use domain::again::Again;
     use domain::processor_event::Phase;
-    use edge::processor::{RefundStatus, Status};
-    use edge::webhook::kept;
+    use domain::resend_timer::ResendTimer;
+    use edge::processor::{ProcessorPaymentStatus, ProcessorRefundStatus};
+    use edge::webhook::seal_body;
     use serde_json::{Value, json};
     use uuid::Uuid;
 
@@ -230,7 +248,7 @@ mod tests {
         Arc::new(KeyRing::parse(&format!("key a {}\nactive a\n", STANDARD.encode([7; 32]))).unwrap())
     }
 
-    /// As it is stored, under an id of its own.
+    /// A stored event, under an id of its own.
     fn stored(n: u128, event_type: &str, object: &Value) -> ProcessorEvent {
         let id = Uuid::from_u128(n);
         let body = json!({ "id": format!("evt_{n}"), "type": event_type, "data": { "object": object } }).to_string();
@@ -242,26 +260,26 @@ mod tests {
             occurred_at: None,
             received_at: Utc::now(),
             digest: String::new(),
-            body_enc: Some(kept(&ring(), id, body.as_bytes()).unwrap()),
+            body_enc: Some(seal_body(&ring(), id, body.as_bytes()).unwrap()),
             attempts: 0,
             last_error: None,
-            phase: Phase::Received { again: Again::first(Utc::now()) },
+            phase: Phase::Received { again: ResendTimer::first(Utc::now()) },
         }
     }
 
-    /// What it came to: an outcome, or why not, with whether it waits or has failed.
-    async fn told(bench: &Bench, event: &ProcessorEvent) -> String {
-        let heard = Heard {
+    /// The outcome as text, or the error with whether the event waits or has failed.
+    async fn outcome_of(bench: &Bench, event: &ProcessorEvent) -> String {
+        let delivery = EventDelivery {
             id: EventId(Uuid::nil()),
             event: Event::ProcessorEventDue { processor_event_id: event.id },
             correlation_id: "test".to_owned(),
             traceparent: None,
             tracestate: None,
         };
-        match Webhooks::new(bench.teller(1), ring()).tell(&heard, event).await {
+        match ProcessorWebhooks::new(bench.updater(1), ring()).apply(&delivery, event).await {
             Ok(outcome) => outcome.name().to_owned(),
-            Err(Hindered::Later(why)) => format!("later: {why}"),
-            Err(Hindered::Failed(why)) => format!("failed: {why}"),
+            Err(ProcessingError::Later(why)) => format!("later: {why}"),
+            Err(ProcessingError::Failed(why)) => format!("failed: {why}"),
         }
     }
 
@@ -277,68 +295,68 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_paid_is_told_once_and_what_contradicts_it_fails() {
+    async fn paid_event_is_applied_once_and_a_contradicting_one_fails() {
         let bench = Bench::open().await;
-        let failed = told(&bench, &stored(1, "payment_intent.succeeded", &intent(999))).await;
+        let failed = outcome_of(&bench, &stored(1, "payment_intent.succeeded", &intent(999))).await;
         assert!(failed.starts_with("failed: ") && failed.contains("999"), "{failed}");
         assert_eq!(bench.payment().await.paid_at(), None);
         let paid = stored(2, "payment_intent.succeeded", &intent(1000));
         for _ in 0..2 {
-            assert_eq!(told(&bench, &paid).await, "told");
+            assert_eq!(outcome_of(&bench, &paid).await, "told");
         }
         assert!(bench.payment().await.paid_at().is_some());
         let theirs = json!({ "id": "pi_9", "amount": 1, "currency": "eur", "status": "succeeded" });
-        assert_eq!(told(&bench, &stored(3, "payment_intent.succeeded", &theirs)).await, "not_ours");
-        assert_eq!(told(&bench, &stored(4, "customer.created", &json!({}))).await, "nothing_to_do");
+        assert_eq!(outcome_of(&bench, &stored(3, "payment_intent.succeeded", &theirs)).await, "not_ours");
+        assert_eq!(outcome_of(&bench, &stored(4, "customer.created", &json!({}))).await, "nothing_to_do");
     }
 
     #[tokio::test]
-    async fn of_several_refunds_each_is_told_and_one_that_is_refused_is_said() {
+    async fn each_of_several_refunds_is_applied_and_a_rejected_one_is_reported() {
         let bench = Bench::deposited().await;
         let list =
             |data: Vec<Value>| json!({ "payment_intent": INTENT, "refunds": { "data": data, "has_more": false } });
         let refunds = list(vec![refund("re_1", 0, INTENT), refund("re_2", 300, INTENT), refund("re_3", 1, "pi_9")]);
-        let failed = told(&bench, &stored(1, "charge.refunded", &refunds)).await;
+        let failed = outcome_of(&bench, &stored(1, "charge.refunded", &refunds)).await;
         assert!(failed.starts_with("failed: "), "{failed}");
         assert_eq!(bench.payment().await.reversals.keys().collect::<Vec<_>>(), ["re_2"]);
-        // The charge alone: what was given back of it is looked up.
-        bench.processor.refunds.lock().unwrap().push(RefundStanding {
+        // The charge alone: its refunds are looked up.
+        bench.processor.refunds.lock().unwrap().push(ProcessorRefundRecord {
             processor_refund_id: "re_4".to_owned(),
             refund_id: None,
             of: Some(INTENT.to_owned()),
             amount_minor: 200,
             currency: eur(),
-            status: RefundStatus::Succeeded,
+            status: ProcessorRefundStatus::Succeeded,
         });
         let charge = json!({ "id": "ch_1", "payment_intent": INTENT });
-        assert_eq!(told(&bench, &stored(2, "charge.refunded", &charge)).await, "told");
+        assert_eq!(outcome_of(&bench, &stored(2, "charge.refunded", &charge)).await, "told");
         assert_eq!(bench.payment().await.left_minor(), 500);
     }
 
     #[test]
-    fn an_attempt_that_the_bus_brings_again_and_again_is_counted_once() {
-        let (mut vain, attempt) = (Vain::default(), |n| EventId(Uuid::from_u128(n)));
-        let counted = (0..100).filter(|_| vain.is_news(attempt(1))).count();
+    fn redelivered_attempt_is_counted_once() {
+        let (mut failures, attempt) = (CountedFailures::default(), |n| EventId(Uuid::from_u128(n)));
+        let counted = (0..100).filter(|_| failures.is_first(attempt(1))).count();
         assert_eq!(counted, 1);
-        assert!(vain.is_news(attempt(2)), "said again by the event itself, it is another attempt");
-        (3..10_000).for_each(|n| assert!(vain.is_news(attempt(n))));
-        assert!(vain.0.len() <= Vain::REMEMBERED);
+        assert!(failures.is_first(attempt(2)), "resent by the event itself, it is another attempt");
+        (3..10_000).for_each(|n| assert!(failures.is_first(attempt(n))));
+        assert!(failures.0.len() <= CountedFailures::CAPACITY);
     }
 
     #[tokio::test]
-    async fn while_the_processor_cannot_be_asked_it_waits_and_what_cannot_be_read_fails() {
+    async fn event_waits_while_the_processor_is_unreachable_and_an_unreadable_one_fails() {
         let bench = Bench::deposited().await;
-        bench.processor.knows(Status::Paid { charge_id: None });
-        bench.processor.fails(ProcessorError::Later("gone".to_owned()));
+        bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
+        bench.processor.fail_next(ProcessorError::Later("gone".to_owned()));
         let event = stored(1, "refund.created", &refund("re_1", 100, INTENT));
-        assert!(told(&bench, &event).await.starts_with("later: "));
-        assert_eq!(told(&bench, &event).await, "told");
+        assert!(outcome_of(&bench, &event).await.starts_with("later: "));
+        assert_eq!(outcome_of(&bench, &event).await, "told");
         let unreadable = stored(2, "refund.created", &json!({ "id": "re_2" }));
-        assert!(told(&bench, &unreadable).await.starts_with("failed: "));
+        assert!(outcome_of(&bench, &unreadable).await.starts_with("failed: "));
         let forgotten = ProcessorEvent { body_enc: None, ..event.clone() };
-        assert!(told(&bench, &forgotten).await.starts_with("failed: "));
-        // Under another id it is nobody's: it may open again when the right key is back.
+        assert!(outcome_of(&bench, &forgotten).await.starts_with("failed: "));
+        // Under another id it cannot be opened: it may be openable again when the right key is back.
         let moved = ProcessorEvent { id: ProcessorEventId(Uuid::from_u128(3)), ..event };
-        assert!(told(&bench, &moved).await.starts_with("later: "));
+        assert!(outcome_of(&bench, &moved).await.starts_with("later: "));
     }
 }

@@ -1,7 +1,7 @@
-//! The nodes of each SKU as placements see them. Placements that come at once share one look, and a look reads only the nodes that
+//! A cache of the nodes of each SKU for placements. Concurrent placements share one snapshot, and a snapshot reads only the nodes that
 //! have changed since the one before.
 //!
-//! What is seen here may be some milliseconds old. That costs a refusal at worst: the node's own mailbox alone reserves (I2).
+//! A snapshot may be some milliseconds old. That costs a refusal at worst: only the node's own mailbox reserves (I2).
 
 use dashmap::DashMap;
 use domain::node::Node;
@@ -14,109 +14,109 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
-/// The nodes that may take a tenant.
+/// The state of nodes that may take a tenant.
 const SCHEDULABLE: &str = "active";
 
-/// How long a look is good for at least.
-const FRESH: Duration = Duration::from_millis(10);
-/// A look that took long is good for so many times as long: a large fleet is not read without pause.
-const FRESH_FOR: u32 = 4;
+/// How long a snapshot is used at least.
+const MIN_FRESHNESS: Duration = Duration::from_millis(10);
+/// A snapshot is used for this multiple of the time that it took to read: a large fleet is not read without pause.
+const FRESHNESS_FACTOR: u32 = 4;
 
 #[derive(Default)]
 pub(super) struct Fleet {
-    skus: DashMap<SkuId, Arc<Mutex<Seen>>>,
+    skus: DashMap<SkuId, Arc<Mutex<SkuNodes>>>,
 }
 
-/// The nodes of a SKU at the last look.
+/// The nodes of a SKU at the last snapshot.
 #[derive(Default)]
-struct Seen {
-    /// From before the look, and until when it is good.
+struct SkuNodes {
+    /// The time before the read, and the time until which the snapshot is used.
     at: Option<(Instant, Instant)>,
-    nodes: BTreeMap<NodeId, Sight>,
+    by_id: BTreeMap<NodeId, CachedNode>,
 }
 
-struct Sight {
+struct CachedNode {
     version: i64,
-    /// `None` of a node that cannot be read: it is parked and shown; the others can be rented.
-    room: Option<Room>,
+    /// `None` for a node that cannot be parsed: it is parked and shown; the others can be rented.
+    capacity: Option<NodeCapacity>,
 }
 
-struct Room {
+struct NodeCapacity {
     region_code: String,
     gpus_free: u32,
     gpus_withheld: u32,
     holders: BTreeSet<AllocationId>,
 }
 
-/// What was seen, and from which instant on it was so.
-pub(super) struct Look {
+/// The candidates, and the time from which they were read.
+pub(super) struct FleetSnapshot {
     pub(super) candidates: Vec<Candidate>,
     pub(super) at: Instant,
 }
 
 impl Fleet {
-    /// The nodes of the SKU, seen not before `since`, for a placement of `allocation`.
-    pub(super) async fn look(
+    /// The nodes of the SKU for a placement of `allocation`, read not before `since`.
+    pub(super) async fn snapshot(
         &self,
         reads: &Reads,
         sku: SkuId,
         allocation: AllocationId,
         since: Option<Instant>,
-    ) -> Result<Look, StoreError> {
-        let seen = Arc::clone(&self.skus.entry(sku).or_default());
-        let mut seen = seen.lock().await;
+    ) -> Result<FleetSnapshot, StoreError> {
+        let nodes = Arc::clone(&self.skus.entry(sku).or_default());
+        let mut nodes = nodes.lock().await;
         let began = Instant::now();
-        let at = match seen.at {
+        let at = match nodes.at {
             Some((at, good_until)) if began < good_until && since.is_none_or(|since| at >= since) => at,
             Some(_) | None => {
-                let known = seen.nodes.iter().map(|(node, sight)| (*node, sight.version));
+                let known = nodes.by_id.iter().map(|(node, cached)| (*node, cached.version));
                 let rows = reads.nodes_of_sku(sku, SCHEDULABLE, known).await?;
-                seen.learn(rows);
-                seen.at = Some((began, began + FRESH.max(began.elapsed() * FRESH_FOR)));
+                nodes.refresh(rows);
+                nodes.at = Some((began, began + MIN_FRESHNESS.max(began.elapsed() * FRESHNESS_FACTOR)));
                 began
             }
         };
-        Ok(Look { candidates: seen.candidates(allocation), at })
+        Ok(FleetSnapshot { candidates: nodes.candidates(allocation), at })
     }
 
-    /// A node has reserved: whoever looks next sees it, also where the look is an old one.
-    pub(super) async fn reserved(&self, sku: SkuId, node: NodeId, allocation: AllocationId, gpus: u32) {
-        let Some(seen) = self.skus.get(&sku).map(|seen| Arc::clone(&seen)) else { return };
-        if let Some(room) = seen.lock().await.nodes.get_mut(&node).and_then(|sight| sight.room.as_mut())
-            && room.holders.insert(allocation)
+    /// Records a node's reservation in the cache, so that the next placement sees it.
+    pub(super) async fn record_reservation(&self, sku: SkuId, node: NodeId, allocation: AllocationId, gpus: u32) {
+        let Some(nodes) = self.skus.get(&sku).map(|nodes| Arc::clone(&nodes)) else { return };
+        if let Some(capacity) = nodes.lock().await.by_id.get_mut(&node).and_then(|cached| cached.capacity.as_mut())
+            && capacity.holders.insert(allocation)
         {
-            room.gpus_free = room.gpus_free.saturating_sub(gpus);
+            capacity.gpus_free = capacity.gpus_free.saturating_sub(gpus);
         }
     }
 }
 
-impl Seen {
-    fn learn(&mut self, rows: Vec<NodeRow>) {
-        let mut before = std::mem::take(&mut self.nodes);
+impl SkuNodes {
+    fn refresh(&mut self, rows: Vec<NodeRow>) {
+        let mut before = std::mem::take(&mut self.by_id);
         for NodeRow { node, version, body } in rows {
-            let room = match body {
-                Some(body) => serde_json::from_str::<Node>(&body).ok().map(|node| Room {
+            let capacity = match body {
+                Some(body) => serde_json::from_str::<Node>(&body).ok().map(|node| NodeCapacity {
                     region_code: node.registration.region_code.clone(),
                     gpus_free: node.gpus_free(),
                     gpus_withheld: node.gpus_withheld(),
                     holders: node.holds.keys().copied().collect(),
                 }),
-                None => before.remove(&node).and_then(|sight| sight.room),
+                None => before.remove(&node).and_then(|cached| cached.capacity),
             };
-            self.nodes.insert(node, Sight { version, room });
+            self.by_id.insert(node, CachedNode { version, capacity });
         }
     }
 
     fn candidates(&self, allocation: AllocationId) -> Vec<Candidate> {
-        let candidate = |(node, sight): (&NodeId, &Sight)| {
-            sight.room.as_ref().map(|room| Candidate {
+        let candidate = |(node, cached): (&NodeId, &CachedNode)| {
+            cached.capacity.as_ref().map(|capacity| Candidate {
                 node_id: *node,
-                region_code: room.region_code.clone(),
-                gpus_free: room.gpus_free,
-                gpus_withheld: room.gpus_withheld,
-                holds_it: room.holders.contains(&allocation),
+                region_code: capacity.region_code.clone(),
+                gpus_free: capacity.gpus_free,
+                gpus_withheld: capacity.gpus_withheld,
+                holds_it: capacity.holders.contains(&allocation),
             })
         };
-        self.nodes.iter().filter_map(candidate).collect()
+        self.by_id.iter().filter_map(candidate).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! What an operator gives back of an allocation's cost. (What payers get back of a payment is in payment/tests.rs.)
+//! An operator's refunds of an allocation's cost. (Refunds of payments are in payment/tests.rs.)
 
 use super::*;
 use crate::id::RefundId;
@@ -17,17 +17,17 @@ impl Bench {
         ended_at: Option<Timestamp>,
         amount_minor: Option<i64>,
     ) -> Result<(), Rejection> {
-        self.tell(Command::RefundAllocation {
+        self.send(Command::RefundAllocation {
             refund_id: RefundId(Uuid::from_u128(refund)),
             allocation_id: allocation(n),
-            cost: spent.map(Micro::of),
+            cost: spent.map(MicroAmount::of),
             ended_at,
             amount_minor,
             reason: "a faulty switch".into(),
         })
     }
 
-    /// An allocation that has cost so many minor units an hour, for an hour.
+    /// An allocation that cost so many minor units an hour, for an hour.
     fn used(&mut self, n: u64, price: i64) {
         self.rent(n, price);
         let from = self.now;
@@ -37,23 +37,23 @@ impl Bench {
 }
 
 #[test]
-fn of_what_an_allocation_has_cost_no_more_than_all_is_given_back() {
+fn refunds_of_an_allocation_never_exceed_its_cost() {
     let mut bench = Bench::with(10_000);
     bench.used(1, 1_000);
     let cost = bench.cost(1).0;
     assert_eq!(cost, 1_000_000_000);
     bench.refund(1, 1, Some(cost), Some(400)).unwrap();
-    // By the same id it is the same refund.
+    // The same id is the same refund.
     for _ in 0..100 {
         bench.refund(1, 1, Some(cost), Some(400)).unwrap();
     }
     assert_eq!(bench.it().balance.minor(), 9_400);
-    let left = Micro::of_minor(600).unwrap();
+    let left = MicroAmount::of_minor(600).unwrap();
     for amount in [601, 0, -1, i64::MIN, i64::MAX] {
         assert_eq!(bench.refund(2, 1, Some(cost), Some(amount)), Err(Rejection::MoreThanCost { left }), "{amount}");
     }
     bench.refund(2, 1, Some(cost), None).unwrap();
-    let nothing = Err(Rejection::MoreThanCost { left: Micro::ZERO });
+    let nothing = Err(Rejection::MoreThanCost { left: MicroAmount::ZERO });
     assert_eq!((bench.it().balance.minor(), bench.refund(3, 1, Some(cost), None)), (10_000, nothing));
     let given = bench.ledger.last().unwrap();
     assert_eq!((given.kind, given.usage.unwrap().allocation_id), (PostingKind::AllocationRefund, allocation(1)));
@@ -61,7 +61,7 @@ fn of_what_an_allocation_has_cost_no_more_than_all_is_given_back() {
 }
 
 #[test]
-fn the_last_millionth_is_given_back_too() {
+fn full_refund_includes_the_last_millionth() {
     let mut bench = Bench::with(10_000);
     bench.rent(1, 1_001);
     bench.pass(61);
@@ -69,16 +69,16 @@ fn the_last_millionth_is_given_back_too() {
     let cost = bench.cost(1).0;
     assert!(cost % 1_000_000 != 0, "{cost}");
     bench.refund(1, 1, Some(cost), None).unwrap();
-    assert_eq!(bench.it().balance, Micro::of_minor(10_000).unwrap());
+    assert_eq!(bench.it().balance, MicroAmount::of_minor(10_000).unwrap());
     bench.check();
 }
 
 #[test]
-fn what_still_runs_is_given_back_as_far_as_it_was_charged_and_never_twice() {
+fn running_allocation_is_refunded_up_to_its_charges_and_never_twice() {
     let mut bench = Bench::with(10_000);
     bench.rent(1, 3_600);
     bench.pass(600);
-    // Who thinks that it has ended, or that it runs, and is wrong, asks again.
+    // A caller with a stale read of the allocation's state has to retry.
     assert_eq!(bench.refund(1, 1, Some(600_000_000), None), Err(Rejection::Moved));
     assert_eq!(bench.refund(1, 2, None, None), Err(Rejection::Moved));
     bench.refund(1, 1, None, Some(500)).unwrap();
@@ -86,13 +86,13 @@ fn what_still_runs_is_given_back_as_far_as_it_was_charged_and_never_twice() {
     // The machine was at fault after 200: of the 600 the user has 500 already.
     bench.use_of(1, begin(), Some(begin() + TimeDelta::seconds(200)));
     assert_eq!(bench.it().balance.minor(), 10_000, "given back once, and never more than was charged");
-    let left = Micro::ZERO;
+    let left = MicroAmount::ZERO;
     assert_eq!(bench.refund(2, 1, Some(200_000_000), None), Err(Rejection::MoreThanCost { left }));
     bench.check();
 }
 
 #[test]
-fn nothing_is_given_back_after_the_refund_window() {
+fn refund_after_the_refund_window_is_rejected() {
     let mut bench = Bench::with(10_000);
     bench.used(1, 1_000);
     let ended = bench.now;
@@ -101,15 +101,15 @@ fn nothing_is_given_back_after_the_refund_window() {
     bench.now += TimeDelta::seconds(1);
     let late = |bench: &mut Bench| bench.refund_later(2, 1, Some(1_000_000_000), Some(ended), Some(1));
     assert_eq!(late(&mut bench), Err(Rejection::TooLate { days: 30 }));
-    bench.set(Key::AllocationRefundWindow, 365);
+    bench.set(PolicyKey::AllocationRefundWindow, 365);
     late(&mut bench).unwrap();
-    bench.set(Key::AllocationRefundWindow, 0);
+    bench.set(PolicyKey::AllocationRefundWindow, 0);
     assert_eq!(bench.refund(3, 1, Some(1_000_000_000), None), Err(Rejection::TooLate { days: 0 }));
     bench.check();
 }
 
 #[test]
-fn an_account_of_the_release_before_is_understood() {
+fn account_of_the_previous_release_is_read() {
     let mut bench = Bench::with(10_000);
     bench.rent(1, 1_000);
     let mut kept = serde_json::to_value(bench.it()).unwrap();

@@ -4,29 +4,29 @@ use crate::policy::Scopes;
 use proptest::prelude::*;
 use uuid::Uuid;
 
-const KEY: Key = Key::AllocationMaxConcurrent;
+const KEY: PolicyKey = PolicyKey::AllocationMaxConcurrent;
 
 fn at(second: i64) -> Timestamp {
     Timestamp::from_timestamp(1_000_000 + second, 0).unwrap()
 }
 
-fn new(value: i64) -> NewValue {
-    NewValue {
-        scope: Scope::Global,
+fn new(value: i64) -> PolicyWrite {
+    PolicyWrite {
+        scope: PolicyScope::Global,
         key: KEY,
-        value: Value::Int(value),
+        value: PolicyValue::Int(value),
         effective_at: None,
         reason: "a test".into(),
-        expected: Expected::Anything,
+        expected: ExpectedValue::Anything,
     }
 }
 
 fn decide(
     state: Option<&ScopeValues>,
-    new: NewValue,
+    new: PolicyWrite,
     now: i64,
     policy: &PolicyBook,
-) -> Result<Step<ScopeValues>, Rejection> {
+) -> Result<Transition<ScopeValues>, Rejection> {
     ask(state, Command::Write(Box::new(new)), now, policy)
 }
 
@@ -35,9 +35,9 @@ fn ask(
     command: Command,
     now: i64,
     policy: &PolicyBook,
-) -> Result<Step<ScopeValues>, Rejection> {
+) -> Result<Transition<ScopeValues>, Rejection> {
     let by = Principal::system("test");
-    let ctx = Ctx {
+    let ctx = TransitionContext {
         now: at(now),
         policy,
         by: &by,
@@ -45,35 +45,38 @@ fn ask(
         seed: now.unsigned_abs().into(),
         id: Uuid::from_u128(1),
         version: 1,
-        trace: crate::machine::Trace::default(),
+        trace: crate::machine::TraceContext::default(),
     };
     ScopeValues::decide(state, command, &ctx)
 }
 
-fn in_force() -> TakeBack {
-    TakeBack { key: KEY, effective_at: None, reason: "a test".into(), expected: Expected::Anything }
+fn in_force() -> PolicyRevocation {
+    PolicyRevocation { key: KEY, effective_at: None, reason: "a test".into(), expected: ExpectedValue::Anything }
 }
 
-fn take_back(state: &ScopeValues, what: TakeBack, now: i64) -> Result<ScopeValues, Rejection> {
+fn revoke(state: &ScopeValues, what: PolicyRevocation, now: i64) -> Result<ScopeValues, Rejection> {
     Ok(ask(Some(state), Command::TakeBack(what), now, &PolicyBook::default())?.next.unwrap())
 }
 
-fn write(state: Option<&ScopeValues>, new: NewValue, now: i64) -> Result<ScopeValues, Rejection> {
+fn write(state: Option<&ScopeValues>, new: PolicyWrite, now: i64) -> Result<ScopeValues, Rejection> {
     Ok(decide(state, new, now, &PolicyBook::default())?.next.unwrap())
 }
 
-fn holds_at(values: &ScopeValues, second: i64) -> Value {
+fn holds_at(values: &ScopeValues, second: i64) -> PolicyValue {
     let mut book = PolicyBook::default();
     assert!(values.enter(&mut book).is_empty());
     book.resolve(KEY, &Scopes::global(), at(second)).0
 }
 
 #[test]
-fn a_value_is_written_with_who_why_and_what_it_replaces() {
+fn written_value_records_author_reason_and_replaced_value() {
     let first = write(None, new(10), 0).unwrap();
     let step = decide(Some(&first), new(20), 5, &PolicyBook::default()).unwrap();
-    let Reply::Written { scope: Scope::Global, written } = step.reply else { panic!("another reply") };
-    assert_eq!((written.old_value, written.value, written.effective_at), (Some(Value::Int(10)), Value::Int(20), at(5)));
+    let Reply::Written { scope: PolicyScope::Global, written } = step.reply else { panic!("another reply") };
+    assert_eq!(
+        (written.old_value, written.value, written.effective_at),
+        (Some(PolicyValue::Int(10)), PolicyValue::Int(20), at(5))
+    );
     assert_eq!((written.written_by.as_str(), written.written_at), ("system:test", at(5)));
     let metadata = &step.audit[0].metadata;
     assert_eq!((&metadata["policy_key"], &metadata["reason"]), (&json!(KEY.name()), &json!("a test")));
@@ -83,23 +86,28 @@ fn a_value_is_written_with_who_why_and_what_it_replaces() {
 }
 
 #[test]
-fn of_two_writes_the_later_one_wins_though_the_clock_of_its_member_is_behind() {
+fn later_write_wins_although_its_members_clock_is_behind() {
     let first = write(None, new(10), 30).unwrap();
-    let expecting = NewValue { expected: Expected::This(Value::Int(10)), ..new(20) };
+    let expecting = PolicyWrite { expected: ExpectedValue::This(PolicyValue::Int(10)), ..new(20) };
     let second = write(Some(&first), expecting, 28).unwrap();
-    assert_eq!((holds_at(&second, 30), holds_at(&second, 90)), (Value::Int(20), Value::Int(20)));
-    let gone = take_back(&second, in_force(), 27).unwrap();
+    assert_eq!((holds_at(&second, 30), holds_at(&second, 90)), (PolicyValue::Int(20), PolicyValue::Int(20)));
+    let gone = revoke(&second, in_force(), 27).unwrap();
     assert_eq!(holds_at(&gone, 90), KEY.default_value());
     // A clock that was wrong by more than that holds nobody up.
     let astray = write(None, new(10), 5000).unwrap();
-    assert_eq!(holds_at(&write(Some(&astray), new(20), 30).unwrap(), 30), Value::Int(20));
+    assert_eq!(holds_at(&write(Some(&astray), new(20), 30).unwrap(), 30), PolicyValue::Int(20));
 }
 
 #[test]
-fn what_a_key_does_not_admit_is_refused_before_it_is_written() {
-    for value in [Value::Int(-1), Value::Int(10_001), Value::Int(i64::MAX), Value::Bool(true), Value::Text("7".into())]
-    {
-        let refused = write(None, NewValue { value: value.clone(), ..new(0) }, 0);
+fn inadmissible_value_is_rejected_before_the_write() {
+    for value in [
+        PolicyValue::Int(-1),
+        PolicyValue::Int(10_001),
+        PolicyValue::Int(i64::MAX),
+        PolicyValue::Bool(true),
+        PolicyValue::Text("7".into()),
+    ] {
+        let refused = write(None, PolicyWrite { value: value.clone(), ..new(0) }, 0);
         assert_eq!(refused, Err(Rejection::OutOfBounds { key: KEY, value }));
     }
     for value in [0, 10_000] {
@@ -108,28 +116,35 @@ fn what_a_key_does_not_admit_is_refused_before_it_is_written() {
 }
 
 #[test]
-fn of_several_who_expect_the_same_value_one_wins() {
-    let first = write(None, NewValue { expected: Expected::Nothing, ..new(10) }, 0).unwrap();
-    let refused = write(Some(&first), NewValue { expected: Expected::Nothing, ..new(11) }, 0);
-    assert_eq!(refused, Err(Rejection::Differs { key: KEY, current: Some(Value::Int(10)) }));
-    let expecting = |value| NewValue { expected: Expected::This(Value::Int(10)), ..new(value) };
+fn of_several_writers_that_expect_the_same_value_one_wins() {
+    let first = write(None, PolicyWrite { expected: ExpectedValue::Nothing, ..new(10) }, 0).unwrap();
+    let refused = write(Some(&first), PolicyWrite { expected: ExpectedValue::Nothing, ..new(11) }, 0);
+    assert_eq!(refused, Err(Rejection::Differs { key: KEY, current: Some(PolicyValue::Int(10)) }));
+    let expecting = |value| PolicyWrite { expected: ExpectedValue::This(PolicyValue::Int(10)), ..new(value) };
     let second = write(Some(&first), expecting(20), 1).unwrap();
     assert_eq!(
         write(Some(&second), expecting(21), 1),
-        Err(Rejection::Differs { key: KEY, current: Some(Value::Int(20)) })
+        Err(Rejection::Differs { key: KEY, current: Some(PolicyValue::Int(20)) })
     );
     // The same for one instant ahead.
-    let ahead = |value| NewValue { effective_at: Some(at(60)), expected: Expected::This(Value::Int(20)), ..new(value) };
+    let ahead = |value| PolicyWrite {
+        effective_at: Some(at(60)),
+        expected: ExpectedValue::This(PolicyValue::Int(20)),
+        ..new(value)
+    };
     let third = write(Some(&second), ahead(30), 2).unwrap();
-    assert_eq!(write(Some(&third), ahead(31), 2), Err(Rejection::Differs { key: KEY, current: Some(Value::Int(30)) }));
+    assert_eq!(
+        write(Some(&third), ahead(31), 2),
+        Err(Rejection::Differs { key: KEY, current: Some(PolicyValue::Int(30)) })
+    );
 }
 
 #[test]
-fn the_past_is_refused_but_for_a_slow_clock_and_the_far_future_too() {
-    let when = |at| NewValue { effective_at: Some(at), ..new(7) };
+fn effective_at_beyond_the_tolerances_is_rejected() {
+    let when = |at| PolicyWrite { effective_at: Some(at), ..new(7) };
     assert_eq!(write(None, when(at(-61)), 0), Err(Rejection::Past { now: at(0) }));
     assert_eq!(write(None, when(at(-60)), 0).unwrap().values[0].effective_at, at(0));
-    let latest = at(0) + FORESIGHT;
+    let latest = at(0) + EFFECTIVE_AT_HORIZON;
     assert!(write(None, when(latest), 0).is_ok());
     assert_eq!(write(None, when(latest + TimeDelta::seconds(1)), 0), Err(Rejection::TooFarAhead { latest }));
     let fine = at(5) + TimeDelta::nanoseconds(1_234_567);
@@ -138,26 +153,26 @@ fn the_past_is_refused_but_for_a_slow_clock_and_the_far_future_too() {
 }
 
 #[test]
-fn what_is_taken_back_holds_no_more_and_what_it_superseded_does_not_come_back() {
-    let ahead = |value, second| NewValue { effective_at: Some(at(second)), ..new(value) };
+fn revoked_value_ends_and_the_superseded_one_does_not_return() {
+    let ahead = |value, second| PolicyWrite { effective_at: Some(at(second)), ..new(value) };
     let values = write(None, new(10), 0).unwrap();
     let values = write(Some(&values), ahead(20, 5), 1).unwrap();
     let values = write(Some(&values), ahead(30, 60), 1).unwrap();
-    let left = take_back(&values, in_force(), 6).unwrap();
-    assert_eq!((holds_at(&left, 6), holds_at(&left, 60)), (KEY.default_value(), Value::Int(30)));
+    let left = revoke(&values, in_force(), 6).unwrap();
+    assert_eq!((holds_at(&left, 6), holds_at(&left, 60)), (KEY.default_value(), PolicyValue::Int(30)));
     // One that lies ahead is named by its instant; those before it stay.
-    let this = |second| TakeBack { effective_at: Some(at(second)), ..in_force() };
-    let left = take_back(&values, this(60), 6).unwrap();
-    assert_eq!((holds_at(&left, 6), holds_at(&left, 60)), (Value::Int(20), Value::Int(20)));
+    let this = |second| PolicyRevocation { effective_at: Some(at(second)), ..in_force() };
+    let left = revoke(&values, this(60), 6).unwrap();
+    assert_eq!((holds_at(&left, 6), holds_at(&left, 60)), (PolicyValue::Int(20), PolicyValue::Int(20)));
     // So may be the one in force.
-    assert_eq!(holds_at(&take_back(&values, this(5), 6).unwrap(), 6), KEY.default_value());
+    assert_eq!(holds_at(&revoke(&values, this(5), 6).unwrap(), 6), KEY.default_value());
     let not_set = Err(Rejection::NotSet { key: KEY });
     for nothing in [this(0), this(7), this(61)] {
-        assert_eq!(take_back(&values, nothing, 6), not_set);
+        assert_eq!(revoke(&values, nothing, 6), not_set);
     }
     assert_eq!(
-        take_back(&left, TakeBack { key: Key::MaasEnabled, ..in_force() }, 6).err(),
-        Some(Rejection::NotSet { key: Key::MaasEnabled })
+        revoke(&left, PolicyRevocation { key: PolicyKey::MaasEnabled, ..in_force() }, 6).err(),
+        Some(Rejection::NotSet { key: PolicyKey::MaasEnabled })
     );
     assert_eq!(
         ask(None, Command::TakeBack(in_force()), 0, &PolicyBook::default()).err(),
@@ -166,13 +181,17 @@ fn what_is_taken_back_holds_no_more_and_what_it_superseded_does_not_come_back() 
 }
 
 #[test]
-fn a_value_is_taken_back_only_while_it_is_what_was_expected_and_this_is_audited_and_said() {
+fn value_is_revoked_only_as_expected_and_the_revocation_is_audited_and_published() {
     let values = write(None, new(10), 0).unwrap();
-    for wrong in [Expected::Nothing, Expected::This(Value::Int(11))] {
-        let refused = take_back(&values, TakeBack { expected: wrong, ..in_force() }, 1);
-        assert_eq!(refused, Err(Rejection::Differs { key: KEY, current: Some(Value::Int(10)) }));
+    for wrong in [ExpectedValue::Nothing, ExpectedValue::This(PolicyValue::Int(11))] {
+        let refused = revoke(&values, PolicyRevocation { expected: wrong, ..in_force() }, 1);
+        assert_eq!(refused, Err(Rejection::Differs { key: KEY, current: Some(PolicyValue::Int(10)) }));
     }
-    let right = TakeBack { expected: Expected::This(Value::Int(10)), reason: "a trial ended".into(), ..in_force() };
+    let right = PolicyRevocation {
+        expected: ExpectedValue::This(PolicyValue::Int(10)),
+        reason: "a trial ended".into(),
+        ..in_force()
+    };
     let step = ask(Some(&values), Command::TakeBack(right), 1, &PolicyBook::default()).unwrap();
     let [audit] = step.audit.as_slice() else { panic!("{:?}", step.audit) };
     assert_eq!((audit.action, &audit.metadata["reason"]), (AuditAction::PoliciesTakeBack, &json!("a trial ended")));
@@ -182,67 +201,68 @@ fn a_value_is_taken_back_only_while_it_is_what_was_expected_and_this_is_audited_
 }
 
 #[test]
-fn a_value_that_keeps_two_keys_in_order_is_not_taken_back() {
-    let (low, high) = (Key::BillingMinimumDeposit, Key::BillingMaximumDeposit);
-    let deposit = |key, value| NewValue { key, value: Value::Int(value), ..new(0) };
+fn value_that_keeps_two_keys_in_order_is_not_revoked() {
+    let (low, high) = (PolicyKey::BillingMinimumDeposit, PolicyKey::BillingMaximumDeposit);
+    let deposit = |key, value| PolicyWrite { key, value: PolicyValue::Int(value), ..new(0) };
     let values = write(None, deposit(high, 500_000), 0).unwrap();
     let values = write(Some(&values), deposit(low, 200_000), 0).unwrap();
-    let refused = take_back(&values, TakeBack { key: high, ..in_force() }, 1);
+    let refused = revoke(&values, PolicyRevocation { key: high, ..in_force() }, 1);
     assert!(matches!(refused, Err(Rejection::Crosses { key, .. }) if key == high), "{refused:?}");
-    let left = take_back(&values, TakeBack { key: low, ..in_force() }, 1).unwrap();
-    assert!(take_back(&left, TakeBack { key: high, ..in_force() }, 1).unwrap().values.is_empty());
+    let left = revoke(&values, PolicyRevocation { key: low, ..in_force() }, 1).unwrap();
+    assert!(revoke(&left, PolicyRevocation { key: high, ..in_force() }, 1).unwrap().values.is_empty());
 }
 
 #[test]
-fn so_many_values_may_lie_ahead_and_the_same_instant_is_one() {
-    let ahead = |key, second| NewValue { key, effective_at: Some(at(second)), ..new(7) };
+fn future_values_are_bounded_and_the_same_instant_counts_once() {
+    let ahead = |key, second| PolicyWrite { key, effective_at: Some(at(second)), ..new(7) };
     let mut values = write(None, new(1), 0).unwrap();
-    for second in 1..=AHEAD_OF_KEY as i64 {
+    for second in 1..=MAX_PENDING_PER_KEY as i64 {
         values = write(Some(&values), ahead(KEY, second), 0).unwrap();
     }
-    assert_eq!(write(Some(&values), ahead(KEY, 1000), 0), Err(Rejection::TooManyAhead { limit: AHEAD_OF_KEY }));
-    let replaced = write(Some(&values), NewValue { value: Value::Int(9), ..ahead(KEY, 20) }, 0).unwrap();
-    assert_eq!((replaced.values.len(), holds_at(&replaced, 20)), (AHEAD_OF_KEY + 1, Value::Int(9)));
+    assert_eq!(write(Some(&values), ahead(KEY, 1000), 0), Err(Rejection::TooManyAhead { limit: MAX_PENDING_PER_KEY }));
+    let replaced = write(Some(&values), PolicyWrite { value: PolicyValue::Int(9), ..ahead(KEY, 20) }, 0).unwrap();
+    assert_eq!((replaced.values.len(), holds_at(&replaced, 20)), (MAX_PENDING_PER_KEY + 1, PolicyValue::Int(9)));
     // When they have come to pass there is room again.
     let later = write(Some(&values), ahead(KEY, 1000), 20).unwrap();
     assert_eq!(later.values.len(), 2);
-    let keys: Vec<Key> = Key::ALL.iter().copied().filter(|key| *key != KEY && key.admits(&Value::Int(300))).collect();
+    let keys: Vec<PolicyKey> =
+        PolicyKey::ALL.iter().copied().filter(|key| *key != KEY && key.admits(&PolicyValue::Int(300))).collect();
     let mut refused = None;
     for (n, key) in keys.iter().flat_map(|key| [key; 19]).enumerate() {
         let second = i64::try_from(n).unwrap() + 100;
-        match write(Some(&values), NewValue { value: Value::Int(300), ..ahead(*key, second) }, 0) {
+        match write(Some(&values), PolicyWrite { value: PolicyValue::Int(300), ..ahead(*key, second) }, 0) {
             Ok(next) => values = next,
             Err(Rejection::Crosses { .. }) => {}
             Err(rejection) => refused = Some(rejection),
         }
     }
-    assert_eq!(refused, Some(Rejection::TooManyAhead { limit: AHEAD }));
+    assert_eq!(refused, Some(Rejection::TooManyAhead { limit: MAX_PENDING }));
 }
 
 #[test]
-fn there_is_an_end_to_scopes_with_values_of_their_own() {
+fn scopes_with_values_are_bounded() {
     let mut book = PolicyBook::default();
-    for n in 0..SCOPES {
-        book.set(KEY, Scope::UserId(format!("user {n}")), at(0), Value::Int(1)).unwrap();
+    for n in 0..MAX_SCOPES {
+        book.set(KEY, PolicyScope::UserId(format!("user {n}")), at(0), PolicyValue::Int(1)).unwrap();
     }
-    assert_eq!(decide(None, new(1), 0, &book).err(), Some(Rejection::TooManyScopes { limit: SCOPES }));
+    assert_eq!(decide(None, new(1), 0, &book).err(), Some(Rejection::TooManyScopes { limit: MAX_SCOPES }));
     let existing = write(None, new(1), 0).unwrap();
     assert!(decide(Some(&existing), new(2), 1, &book).is_ok());
 }
 
 #[test]
-fn the_smallest_deposit_is_never_over_the_largest_for_anybody_at_any_time() {
-    let (low, high) = (Key::BillingMinimumDeposit, Key::BillingMaximumDeposit);
-    let deposit = |scope: &Scope, key, value, second| NewValue {
+fn minimum_deposit_never_exceeds_the_maximum_for_any_subject_at_any_time() {
+    let (low, high) = (PolicyKey::BillingMinimumDeposit, PolicyKey::BillingMaximumDeposit);
+    let deposit = |scope: &PolicyScope, key, value, second| PolicyWrite {
         scope: scope.clone(),
         key,
-        value: Value::Int(value),
+        value: PolicyValue::Int(value),
         effective_at: Some(at(second)),
         ..new(0)
     };
-    let (org, user) = (Scope::OrgId("acme".into()), Scope::UserId("ann".into()));
+    let (org, user) = (PolicyScope::OrgId("acme".into()), PolicyScope::UserId("ann".into()));
     let mut book = PolicyBook::default();
-    let crosses = |answer: Result<Step<ScopeValues>, Rejection>, second| match answer {
+    let crosses = |answer: Result<Transition<ScopeValues>, Rejection>, second| match answer {
         Err(Rejection::Crosses { crossing, .. }) => assert_eq!(crossing.at, at(second)),
         other => panic!("{:?}", other.map(|step| step.why)),
     };
@@ -251,21 +271,21 @@ fn the_smallest_deposit_is_never_over_the_largest_for_anybody_at_any_time() {
     crosses(decide(None, deposit(&org, low, 100_001, 10), 0, &book), 10);
     assert!(decide(None, deposit(&org, high, 1000, 10), 0, &book).is_ok());
     // Against a less specific scope, from the instant at which they meet.
-    book.set(high, org.clone(), at(50), Value::Int(5000)).unwrap();
+    book.set(high, org.clone(), at(50), PolicyValue::Int(5000)).unwrap();
     crosses(decide(None, deposit(&user, low, 5001, 10), 0, &book), 50);
     // Against a more specific one, and against what the scope itself has ahead.
-    book.set(low, user.clone(), at(0), Value::Int(4000)).unwrap();
-    crosses(decide(None, deposit(&Scope::Global, high, 3999, 10), 0, &book), 10);
+    book.set(low, user.clone(), at(0), PolicyValue::Int(4000)).unwrap();
+    crosses(decide(None, deposit(&PolicyScope::Global, high, 3999, 10), 0, &book), 10);
     let ahead = decide(None, deposit(&user, high, 4500, 30), 0, &book).unwrap().next.unwrap();
     crosses(decide(Some(&ahead), deposit(&user, low, 4600, 5), 0, &book), 30);
     assert!(decide(Some(&ahead), deposit(&user, low, 4500, 5), 0, &book).is_ok());
 }
 
 #[test]
-fn values_of_another_release_are_kept_and_left_out_of_the_book() {
+fn values_of_another_release_are_stored_and_left_out_of_the_book() {
     let mut values = write(None, new(5), 0).unwrap();
-    let foreign = Written { key: "of.another_release".into(), ..values.values[0].clone() };
-    values.values.push(Written { id: PolicyValueId(Uuid::from_u128(9)), ..foreign });
+    let foreign = PolicyVersion { key: "of.another_release".into(), ..values.values[0].clone() };
+    values.values.push(PolicyVersion { id: PolicyValueId(Uuid::from_u128(9)), ..foreign });
     let kept = serde_json::to_string(&values).unwrap();
     let read: ScopeValues = serde_json::from_str(&kept).unwrap();
     assert_eq!(read, values);
@@ -276,13 +296,13 @@ fn values_of_another_release_are_kept_and_left_out_of_the_book() {
 proptest! {
     /// Against a model that keeps every write: what holds at any instant from now on is the same.
     #[test]
-    fn pruning_changes_nothing_that_holds_or_will(writes in prop::collection::vec((0i64..5, 0i64..12, 0i64..100), 1..40)) {
+    fn pruning_preserves_present_and_future_values(writes in prop::collection::vec((0i64..5, 0i64..12, 0i64..100), 1..40)) {
         let mut model: Vec<(Timestamp, i64)> = Vec::new();
         let mut values: Option<ScopeValues> = None;
         let mut now = 0;
         for (passes, ahead, value) in writes {
             now += passes;
-            let new = NewValue { effective_at: Some(at(now + ahead)), ..new(value) };
+            let new = PolicyWrite { effective_at: Some(at(now + ahead)), ..new(value) };
             let next = write(values.as_ref(), new, now).unwrap();
             model.push((at(now + ahead), value));
             // The later write of one instant wins; sorting keeps their order.
@@ -291,7 +311,7 @@ proptest! {
             for second in now..now + 20 {
                 let expected = by_time.iter().rfind(|(from, _)| *from <= at(second)).map(|(_, value)| *value);
                 if let Some(expected) = expected {
-                    prop_assert_eq!(holds_at(&next, second), Value::Int(expected));
+                    prop_assert_eq!(holds_at(&next, second), PolicyValue::Int(expected));
                 }
             }
             prop_assert!(next.values.iter().filter(|written| written.effective_at <= at(now)).count() <= 1);
@@ -302,25 +322,25 @@ proptest! {
 
 #[test]
 fn value_for_a_scope_that_its_key_does_not_apply_to_is_refused() {
-    let window = |scope| NewValue { scope, key: Key::BillingWindow, ..new(120) };
-    for scope in [Scope::ProjectId("p".into()), Scope::Plan("pro".into())] {
+    let window = |scope| PolicyWrite { scope, key: PolicyKey::BillingWindow, ..new(120) };
+    for scope in [PolicyScope::ProjectId("p".into()), PolicyScope::Plan("pro".into())] {
         let refused = write(None, window(scope.clone()), 0);
-        assert_eq!(refused, Err(Rejection::Scope { key: Key::BillingWindow, scope }));
+        assert_eq!(refused, Err(Rejection::Scope { key: PolicyKey::BillingWindow, scope }));
     }
-    for scope in [Scope::UserId("ann".into()), Scope::OrgId("acme".into()), Scope::Global] {
+    for scope in [PolicyScope::UserId("ann".into()), PolicyScope::OrgId("acme".into()), PolicyScope::Global] {
         write(None, window(scope), 0).unwrap();
     }
 }
 
 #[test]
-fn value_that_an_earlier_release_stored_in_such_a_scope_is_read_holds_nowhere_and_can_be_taken_back() {
-    let scope = Scope::Plan("pro".into());
-    let mut stored = write(None, NewValue { scope: scope.clone(), ..new(10) }, 0).unwrap();
-    stored.values[0].key = Key::BillingWindow.name().to_owned();
+fn stored_value_of_an_inapplicable_scope_is_ignored_and_can_be_revoked() {
+    let scope = PolicyScope::Plan("pro".into());
+    let mut stored = write(None, PolicyWrite { scope: scope.clone(), ..new(10) }, 0).unwrap();
+    stored.values[0].key = PolicyKey::BillingWindow.name().to_owned();
     let mut book = PolicyBook::default();
     assert_eq!(stored.enter(&mut book), ["billing.window_seconds"]);
     let of_the_plan = Scopes { plan: Some("pro".into()), ..Scopes::default() };
-    assert_eq!(book.resolve(Key::BillingWindow, &of_the_plan, at(1)), (Value::Int(60), None));
-    let gone = take_back(&stored, TakeBack { key: Key::BillingWindow, ..in_force() }, 5).unwrap();
+    assert_eq!(book.resolve(PolicyKey::BillingWindow, &of_the_plan, at(1)), (PolicyValue::Int(60), None));
+    let gone = revoke(&stored, PolicyRevocation { key: PolicyKey::BillingWindow, ..in_force() }, 5).unwrap();
     assert!(gone.values.is_empty());
 }

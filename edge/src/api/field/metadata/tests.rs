@@ -1,4 +1,4 @@
-//! What a name, a label and a selector may be.
+//! The syntax of names, labels and selectors.
 
 #![allow(clippy::unwrap_used)]
 
@@ -18,9 +18,9 @@ struct New {
 #[serde(deny_unknown_fields)]
 struct Changed {
     #[serde(default)]
-    name: Patch<ResourceName>,
+    name: PatchValue<ResourceName>,
     #[serde(default)]
-    labels: Patch<LabelChanges>,
+    labels: PatchValue<LabelChanges>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -39,7 +39,7 @@ fn refusal(body: &serde_json::Value) -> String {
 }
 
 #[test]
-fn name_is_printable_text_without_the_blanks_around_it() {
+fn name_is_printable_text_with_blanks_trimmed() {
     let longest = "ü".repeat(63);
     for (written, read) in [
         ("  train 7\u{a0}", "train 7"),
@@ -53,7 +53,7 @@ fn name_is_printable_text_without_the_blanks_around_it() {
 }
 
 #[test]
-fn name_that_is_none_is_refused_without_its_text() {
+fn invalid_name_is_refused_without_its_text() {
     let long = "a".repeat(64);
     for name in [
         "",
@@ -80,7 +80,7 @@ fn name_that_is_none_is_refused_without_its_text() {
 }
 
 #[test]
-fn labels_are_as_kubernetes_writes_them() {
+fn labels_follow_the_kubernetes_syntax() {
     let (long, prefix) = ("a".repeat(63), vec!["b".repeat(60); 3].join("."));
     for (key, value) in [
         ("env", "dev"),
@@ -144,7 +144,7 @@ fn labels_that_are_none_are_refused_by_the_name_of_their_field() {
 }
 
 #[test]
-fn change_tells_what_is_null_from_what_is_left_out() {
+fn label_change_distinguishes_null_from_absent() {
     let read = |body: &str| {
         let changed: Changed = parse_json(body.as_bytes()).unwrap();
         serde_json::to_value(metadata_patch(changed.name, changed.labels)).unwrap()
@@ -164,7 +164,7 @@ fn change_tells_what_is_null_from_what_is_left_out() {
 }
 
 #[test]
-fn selectors_are_keys_or_keys_with_values_in_any_order() {
+fn selectors_are_keys_or_key_value_pairs_in_any_order() {
     let read = |query: &str| {
         let filter: Filter = parse_query(query).unwrap();
         terms(filter.name.as_ref(), &filter.label)
@@ -178,7 +178,7 @@ fn selectors_are_keys_or_keys_with_values_in_any_order() {
 }
 
 #[test]
-fn selector_that_is_none_is_refused() {
+fn invalid_selector_is_refused() {
     let many = (0..33).map(|n| format!("k{n}")).collect::<Vec<_>>().join(",");
     let long = format!("env={}", "a".repeat(64));
     for label in [
@@ -200,8 +200,8 @@ fn admitted(pattern: &str) -> impl Strategy<Value = String> {
 
 proptest! {
     #[test]
-    fn what_the_description_admits_is_read(key in admitted(LABEL_KEY), value in admitted(LABEL_VALUE), selector in admitted(LABEL_SELECTOR)) {
-        prop_assume!(key.len() <= KEY_MOST && selector.len() <= KEY_MOST);
+    fn values_that_the_description_admits_are_accepted(key in admitted(LABEL_KEY), value in admitted(LABEL_VALUE), selector in admitted(LABEL_SELECTOR)) {
+        prop_assume!(key.len() <= MAX_KEY_LEN && selector.len() <= MAX_KEY_LEN);
         prop_assert!(is_label_key(&key), "{key}");
         prop_assert!(LabelValue::parse(&value).is_some(), "{value}");
         prop_assert!(LabelSelector::parse(&selector).is_some(), "{selector}");

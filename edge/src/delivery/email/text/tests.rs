@@ -1,7 +1,7 @@
 use super::*;
-use crate::notifications::{About, encoded};
+use crate::notifications::{EventHeader, encoded};
 use domain::announcement::Severity;
-use domain::notification::{Channel, TOLD};
+use domain::notification::{Channel, NOTIFIED_EVENTS};
 use domain::{AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, TerminalSessionId};
 use serde_json::json;
 
@@ -12,9 +12,9 @@ fn id(n: u128) -> Uuid {
     Uuid::from_u128(n)
 }
 
-/// All that an event of this type says.
-fn data_of(kind: &str) -> domain::notification::Data {
-    type Data = domain::notification::Data;
+/// All fields of an event of this type.
+fn data_of(kind: &str) -> domain::notification::NotificationDetails {
+    type Data = domain::notification::NotificationDetails;
     let in_state = |state: &str| Data { state: Some(state.to_owned()), ..Data::default() };
     let allocation = |data: Data| Data { allocation_id: Some(AllocationId(id(1))), ..data };
     let reason = |code: &str, data: Data| Data { reason: Some(code.to_owned()), ..data };
@@ -55,8 +55,8 @@ fn data_of(kind: &str) -> domain::notification::Data {
     }
 }
 
-fn letter_of(kind: &str, data: &domain::notification::Data) -> Letter {
-    let about = About { id: id(9), kind, subject: "x/y", time: DateTime::UNIX_EPOCH, correlation_id: "c" };
+fn letter_of(kind: &str, data: &domain::notification::NotificationDetails) -> Letter {
+    let about = EventHeader { id: id(9), kind, subject: "x/y", time: DateTime::UNIX_EPOCH, correlation_id: "c" };
     letter_in(&encoded(&about, &Channel::User("u".into()), data))
 }
 
@@ -81,7 +81,7 @@ fn is_flag(word: &&str) -> bool {
 
 /// Every type of event that can be notified.
 fn kinds() -> Vec<&'static str> {
-    TOLD.iter().flat_map(|(_, kinds)| kinds.iter().copied()).chain(["notification.test"]).collect()
+    NOTIFIED_EVENTS.iter().flat_map(|(_, kinds)| kinds.iter().copied()).chain(["notification.test"]).collect()
 }
 
 #[test]
@@ -102,9 +102,10 @@ fn every_event_that_is_notified_has_a_subject_and_a_text_of_its_own() {
 #[test]
 fn the_texts_are_as_reviewed() {
     let mut page = String::new();
-    let renter = domain::notification::Data { from_state: None, reason: None, ..data_of("node.state_changed") };
+    let renter =
+        domain::notification::NotificationDetails { from_state: None, reason: None, ..data_of("node.state_changed") };
     let undone = data_of("billing.reversal_posted");
-    let undone = domain::notification::Data { state: Some("reversal_undone".into()), ..undone };
+    let undone = domain::notification::NotificationDetails { state: Some("reversal_undone".into()), ..undone };
     let variants = [("node.state_changed", renter), ("billing.reversal_posted", undone)];
     let all = kinds().into_iter().map(|kind| (kind, data_of(kind))).chain(variants);
     for (kind, data) in all.chain([("weather.changed", data_of("provisioning.active"))]) {
@@ -144,7 +145,7 @@ fn a_value_cannot_begin_a_line_or_a_header() {
 }
 
 #[test]
-fn what_is_no_notification_has_no_text() {
+fn invalid_notification_has_no_text() {
     for body in ["", "null", "{}", r#"{"id":"1","type":"billing.balance_low"}"#, "[1]"] {
         assert!(serde_json::from_str::<Notification>(body).is_err(), "{body}");
     }

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::processor::{DisputeStatus, RefundStatus};
+use crate::processor::{DisputeStatus, ProcessorRefundStatus};
 use domain::PaymentId;
 use domain::money::Currency;
 use serde_json::json;
@@ -19,8 +19,8 @@ fn event(event_type: &str, object: Value) -> StripeEvent {
     StripeEvent::read(event.to_string().as_bytes()).unwrap()
 }
 
-fn news(event_type: &str, object: Value) -> News {
-    event(event_type, object).news().unwrap()
+fn update(event_type: &str, object: Value) -> ProcessorUpdate {
+    event(event_type, object).update().unwrap()
 }
 
 fn intent(status: &str) -> Value {
@@ -51,42 +51,57 @@ fn dispute(status: &str) -> Value {
     })
 }
 
-fn standing(processor_id: &str, status: Status) -> News {
+fn standing(processor_id: &str, status: ProcessorPaymentStatus) -> ProcessorUpdate {
     let currency = Currency::parse("EUR").unwrap();
     let payment_id = Some(PaymentId(OURS));
-    News::Payment(Standing { processor_id: processor_id.into(), payment_id, amount_minor: 5_000, currency, status })
+    ProcessorUpdate::Payment(ProcessorPayment {
+        processor_id: processor_id.into(),
+        payment_id,
+        amount_minor: 5_000,
+        currency,
+        status,
+    })
 }
 
 #[test]
-fn a_payment_is_told_as_it_stood_then() {
-    let paid = || Status::Paid { charge_id: Some("ch_1".into()) };
-    assert_eq!(news("payment_intent.succeeded", intent("succeeded")), standing("pi_1", paid()));
-    assert_eq!(news("payment_intent.processing", intent("processing")), standing("pi_1", Status::Processing));
-    assert_eq!(news("payment_intent.canceled", intent("canceled")), standing("pi_1", Status::Canceled));
+fn payment_event_carries_the_state_of_that_time() {
+    let paid = || ProcessorPaymentStatus::Paid { charge_id: Some("ch_1".into()) };
+    assert_eq!(update("payment_intent.succeeded", intent("succeeded")), standing("pi_1", paid()));
+    assert_eq!(
+        update("payment_intent.processing", intent("processing")),
+        standing("pi_1", ProcessorPaymentStatus::Processing)
+    );
+    assert_eq!(
+        update("payment_intent.canceled", intent("canceled")),
+        standing("pi_1", ProcessorPaymentStatus::Canceled)
+    );
     let mut declined = intent("requires_payment_method");
-    let failed = |intent| news("payment_intent.payment_failed", intent);
-    assert_eq!(failed(declined.clone()), standing("pi_1", Status::Declined { why: "declined".into() }));
+    let failed = |intent| update("payment_intent.payment_failed", intent);
+    assert_eq!(failed(declined.clone()), standing("pi_1", ProcessorPaymentStatus::Declined { why: "declined".into() }));
     declined["last_payment_error"] = json!({ "code": "card_declined", "message": "Ann's card was declined." });
-    assert_eq!(failed(declined), standing("pi_1", Status::Declined { why: "card_declined".into() }));
+    assert_eq!(failed(declined), standing("pi_1", ProcessorPaymentStatus::Declined { why: "card_declined".into() }));
 }
 
 #[test]
-fn a_checkout_is_paid_under_its_intent_and_over_under_its_own_id() {
-    let told = |event_type: &str, object| news(&format!("checkout.session.{event_type}"), object);
-    let paid = || Status::Paid { charge_id: None };
+fn checkout_is_paid_under_its_intent_and_ended_under_its_own_id() {
+    let told = |event_type: &str, object| update(&format!("checkout.session.{event_type}"), object);
+    let paid = || ProcessorPaymentStatus::Paid { charge_id: None };
     assert_eq!(told("completed", session("complete", "paid")), standing("pi_1", paid()));
     assert_eq!(told("async_payment_succeeded", session("complete", "paid")), standing("pi_1", paid()));
     // A bank takes days.
-    assert_eq!(told("completed", session("complete", "unpaid")), standing("cs_1", Status::Processing));
-    assert_eq!(told("async_payment_failed", session("complete", "unpaid")), standing("cs_1", Status::Canceled));
-    assert_eq!(told("expired", session("expired", "unpaid")), standing("cs_1", Status::Expired));
+    assert_eq!(told("completed", session("complete", "unpaid")), standing("cs_1", ProcessorPaymentStatus::Processing));
+    assert_eq!(
+        told("async_payment_failed", session("complete", "unpaid")),
+        standing("cs_1", ProcessorPaymentStatus::Canceled)
+    );
+    assert_eq!(told("expired", session("expired", "unpaid")), standing("cs_1", ProcessorPaymentStatus::Expired));
 }
 
 #[test]
-fn refunds_are_told_one_by_one_or_looked_up_where_the_event_has_none() {
+fn refunds_are_read_from_the_event_or_looked_up() {
     let currency = Currency::parse("EUR").unwrap();
     let told = |status| {
-        News::Refunds(vec![RefundStanding {
+        ProcessorUpdate::Refunds(vec![ProcessorRefundRecord {
             processor_refund_id: "re_1".into(),
             refund_id: None,
             of: Some("pi_1".into()),
@@ -95,23 +110,23 @@ fn refunds_are_told_one_by_one_or_looked_up_where_the_event_has_none() {
             status,
         }])
     };
-    assert_eq!(news("refund.created", refund("pending")), told(RefundStatus::Pending));
-    assert_eq!(news("refund.updated", refund("succeeded")), told(RefundStatus::Succeeded));
-    assert_eq!(news("charge.refund.updated", refund("succeeded")), told(RefundStatus::Succeeded));
-    assert_eq!(news("refund.failed", refund("failed")), told(RefundStatus::Failed));
+    assert_eq!(update("refund.created", refund("pending")), told(ProcessorRefundStatus::Pending));
+    assert_eq!(update("refund.updated", refund("succeeded")), told(ProcessorRefundStatus::Succeeded));
+    assert_eq!(update("charge.refund.updated", refund("succeeded")), told(ProcessorRefundStatus::Succeeded));
+    assert_eq!(update("refund.failed", refund("failed")), told(ProcessorRefundStatus::Failed));
     let mut charge = json!({ "id": "ch_1", "object": "charge", "amount_refunded": 500, "payment_intent": "pi_1" });
-    assert_eq!(news("charge.refunded", charge.clone()), News::RefundsOf("pi_1".into()));
+    assert_eq!(update("charge.refunded", charge.clone()), ProcessorUpdate::RefundsOf("pi_1".into()));
     charge["refunds"] = json!({ "object": "list", "has_more": false, "data": [refund("succeeded")] });
-    assert_eq!(news("charge.refunded", charge.clone()), told(RefundStatus::Succeeded));
+    assert_eq!(update("charge.refunded", charge.clone()), told(ProcessorRefundStatus::Succeeded));
     charge["refunds"]["has_more"] = json!(true);
-    assert_eq!(news("charge.refunded", charge.clone()), News::RefundsOf("pi_1".into()));
+    assert_eq!(update("charge.refunded", charge.clone()), ProcessorUpdate::RefundsOf("pi_1".into()));
     // One that was made without an intent.
     charge["payment_intent"] = Value::Null;
-    assert_eq!(news("charge.refunded", charge), News::Refunds(Vec::new()));
+    assert_eq!(update("charge.refunded", charge), ProcessorUpdate::Refunds(Vec::new()));
 }
 
 #[test]
-fn a_dispute_is_told_by_what_has_become_of_the_money() {
+fn dispute_status_follows_the_money() {
     for (event_type, status, expected) in [
         ("created", "warning_needs_response", DisputeStatus::Inquiry),
         ("updated", "warning_under_review", DisputeStatus::Inquiry),
@@ -124,7 +139,9 @@ fn a_dispute_is_told_by_what_has_become_of_the_money() {
         ("closed", "won", DisputeStatus::Won),
         ("funds_reinstated", "won", DisputeStatus::Won),
     ] {
-        let News::Dispute(told) = news(&format!("charge.dispute.{event_type}"), dispute(status)) else { panic!() };
+        let ProcessorUpdate::Dispute(told) = update(&format!("charge.dispute.{event_type}"), dispute(status)) else {
+            panic!()
+        };
         assert_eq!(
             (told.status, told.of.as_deref(), told.amount_minor),
             (expected, Some("pi_1"), 5_000),
@@ -134,15 +151,15 @@ fn a_dispute_is_told_by_what_has_become_of_the_money() {
 }
 
 #[test]
-fn from_everything_else_nothing_follows() {
+fn other_event_types_have_no_effect() {
     for event_type in ["customer.created", "payment_intent.created", "charge.succeeded", "payout.paid", "x"] {
-        assert!(!event(event_type, json!({})).is_of_consequence());
-        assert_eq!(news(event_type, json!({ "anything": [1, 2] })), News::Nothing);
+        assert!(!event(event_type, json!({})).has_effect());
+        assert_eq!(update(event_type, json!({ "anything": [1, 2] })), ProcessorUpdate::Nothing);
     }
 }
 
 #[test]
-fn an_object_that_is_not_what_its_type_promises_is_named_without_its_words() {
+fn unexpected_object_is_reported_without_its_content() {
     for (event_type, object) in [
         ("payment_intent.succeeded", json!({ "id": "pi_1", "name": "Ann" })),
         ("payment_intent.succeeded", json!({ "id": "pi_1", "amount": "5000", "currency": "eur", "status": "Ann" })),
@@ -153,13 +170,13 @@ fn an_object_that_is_not_what_its_type_promises_is_named_without_its_words() {
         ("charge.dispute.updated", dispute("Ann's own")),
         ("charge.refunded", json!({ "id": "ch_1", "payment_intent": 5, "name": "Ann" })),
     ] {
-        let error = event(event_type, object).news().unwrap_err().to_string();
+        let error = event(event_type, object).update().unwrap_err().to_string();
         assert!(!error.contains("Ann"), "{error}");
     }
 }
 
 #[test]
-fn the_same_event_is_known_however_it_is_delivered_and_another_is_not() {
+fn event_digest_is_stable_across_deliveries() {
     let first = event("refund.created", refund("pending")).digest();
     let again = r#"{"type": "refund.created", "pending_webhooks": 3, "id": "evt_1", "data": {"object": {"status": "pending",
         "payment_intent": "pi_1", "metadata": {}, "object": "refund", "id": "re_1", "amount": 500, "currency": "eur", "charge": "ch_1"}}}"#;
@@ -171,7 +188,7 @@ fn the_same_event_is_known_however_it_is_delivered_and_another_is_not() {
 }
 
 #[test]
-fn what_is_no_event_is_refused() {
+fn body_that_is_not_an_event_is_refused() {
     let whole = json!({ "id": "evt_1", "object": "event", "type": "a.b", "data": { "object": {} } });
     let without = |name: &str| {
         let mut event = whole.clone();

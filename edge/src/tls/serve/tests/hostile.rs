@@ -1,4 +1,4 @@
-//! What nobody honest sends, at the real listener: it costs the sender its connection at most, and nobody else anything.
+//! Hostile input at the real listener: it costs its sender's connection at most, and affects no other client.
 
 use super::*;
 use crate::body::Json;
@@ -13,22 +13,22 @@ struct Named {
 }
 
 /// A listener with one route that reads a body, and short times.
-async fn listener() -> World {
+async fn listener() -> TlsHarness {
     let routes = Router::new()
         .route("/open", get(|| async { "open" }))
         .route("/read", post(|Json(Named { name }): Json<Named>| async move { name }));
     let routes = bounded(routes, RequestTimeout(Duration::from_millis(500)), Concurrency::at_most(64));
     let limits = ListenerLimits { header_read_timeout: Duration::from_millis(500), ..ListenerLimits::default() };
-    World::serving(
+    TlsHarness::serving(
         limits,
         None,
-        finished(routes, crate::testing::outermost(Service { name: "api", tells_route: false })),
+        with_common_layers(routes, crate::testing::scope_settings(Service { name: "api", shows_route: false })),
     )
     .await
 }
 
-impl World {
-    /// Everything that comes back to these bytes over HTTP/1.1 until the connection ends or has been silent for a while.
+impl TlsHarness {
+    /// Everything that is received in response to these bytes over HTTP/1.1 until the connection ends or is silent for a while.
     async fn answer_to(&self, bytes: &[u8]) -> String {
         let mut stream = self.connect(&self.client(None, H1)).await.unwrap();
         // It may be closed while we still send.
@@ -65,8 +65,8 @@ fn posted(headers: &str, body: &[u8]) -> Vec<u8> {
 }
 
 #[tokio::test]
-async fn bodies_that_are_no_plain_json_are_refused_in_the_envelope() {
-    let world = listener().await;
+async fn bodies_that_are_not_plain_json_are_refused_in_the_envelope() {
+    let harness = listener().await;
     let json = "content-type: application/json\r\n";
     let gzip = [0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 3, 0xab, 0x56, 0xca, 0x4b, 0xcc];
     for (expected, code, request) in [
@@ -82,7 +82,7 @@ async fn bodies_that_are_no_plain_json_are_refused_in_the_envelope() {
         (400, "invalid_request", posted(json, b"\xff\xfe{\0}\0")),
         (400, "invalid_request", posted(json, br#"{"name":"one","name":"two"}"#)),
     ] {
-        let answer = world.answer_to(&request).await;
+        let answer = harness.answer_to(&request).await;
         assert_eq!(status(&answer), expected, "{answer}");
         assert!(answer.contains(code), "{answer}");
     }
@@ -90,7 +90,7 @@ async fn bodies_that_are_no_plain_json_are_refused_in_the_envelope() {
 
 #[tokio::test]
 async fn strange_methods_and_targets_get_the_envelope() {
-    let world = listener().await;
+    let harness = listener().await;
     for (line, expected) in [
         ("HEAD /open", 200),
         ("GET http://elsewhere.example/open", 200),
@@ -107,7 +107,7 @@ async fn strange_methods_and_targets_get_the_envelope() {
         ("GET http://elsewhere.example/", 404),
     ] {
         let request = format!("{line} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n");
-        let answer = world.answer_to(request.as_bytes()).await;
+        let answer = harness.answer_to(request.as_bytes()).await;
         assert_eq!((status(&answer), answers(&answer)), (expected, 1), "{line}: {answer}");
         if expected >= 400 {
             assert!(answer.contains("\"correlation_id\""), "{line}: {answer}");
@@ -116,14 +116,14 @@ async fn strange_methods_and_targets_get_the_envelope() {
             assert!(answer.to_lowercase().contains("\r\nallow: get,head\r\n"), "{line}: {answer}");
         }
     }
-    let head = world.answer_to(b"HEAD /open HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await;
+    let head = harness.answer_to(b"HEAD /open HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").await;
     assert!(head.ends_with("\r\n\r\n"), "a HEAD has no body: {head}");
-    world.expect_served().await;
+    harness.expect_served().await;
 }
 
 #[tokio::test]
-async fn what_two_servers_could_read_differently_is_not_read() {
-    let world = listener().await;
+async fn ambiguous_framing_is_refused() {
+    let harness = listener().await;
     let smuggled = "GET /open HTTP/1.1\r\nhost: localhost\r\n\r\n";
     for headers in [
         "content-length: 3\r\ncontent-length: 4\r\n",
@@ -139,32 +139,32 @@ async fn what_two_servers_could_read_differently_is_not_read() {
         let request = format!(
             "POST /read HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{headers}\r\n{smuggled}"
         );
-        let answer = world.answer_to(request.as_bytes()).await;
+        let answer = harness.answer_to(request.as_bytes()).await;
         assert!(answers(&answer) <= 1 && matches!(status(&answer), 0 | 400), "{headers}: {answer}");
     }
-    // With both lengths the chunks count (RFC 9112, section 6.3): what lies behind them is another request or none, and never the
-    // tail of this one.
+    // With both lengths the chunks count (RFC 9112, section 6.3): what follows them is another request or none, and never the tail of this
+    // one.
     let both = "POST /read HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 4\r\n\
                 transfer-encoding: chunked\r\n\r\n10\r\n{\"name\":\"first\"}\r\n0\r\n\r\n";
-    let answer = world.answer_to(both.as_bytes()).await;
+    let answer = harness.answer_to(both.as_bytes()).await;
     assert!(matches!(status(&answer), 200 | 400), "{answer}");
     assert_eq!(status(&answer) == 200, answer.ends_with("first"), "{answer}");
-    world.expect_served().await;
+    harness.expect_served().await;
 }
 
 #[tokio::test]
-async fn a_target_that_never_ends_is_refused() {
-    let world = listener().await;
+async fn endless_request_target_is_refused() {
+    let harness = listener().await;
     for target in ["/".repeat(70_000), format!("/open?{}", "x=1&".repeat(20_000))] {
-        let answer = world.answer_to(format!("GET {target} HTTP/1.1\r\nhost: localhost\r\n\r\n").as_bytes()).await;
+        let answer = harness.answer_to(format!("GET {target} HTTP/1.1\r\nhost: localhost\r\n\r\n").as_bytes()).await;
         assert!(matches!(status(&answer), 414 | 431), "{answer}");
     }
-    world.expect_served().await;
+    harness.expect_served().await;
 }
 
 #[tokio::test]
-async fn what_is_refused_before_there_is_a_request_gets_the_envelope() {
-    let world = listener().await;
+async fn unparsable_request_gets_the_envelope() {
+    let harness = listener().await;
     let open = "GET /open HTTP/1.1\r\nhost: localhost\r\n";
     let many = (0..200).map(|n| format!("x-{n}: y\r\n")).collect::<String>();
     let long = format!("x: {}\r\n", "y".repeat(1 << 20));
@@ -181,7 +181,7 @@ async fn what_is_refused_before_there_is_a_request_gets_the_envelope() {
         (400, "invalid_request", format!("{open}host: elsewhere\r\nconnection: close\r\n\r\n")),
         (400, "invalid_request", "GET /open HTTP/9.9\r\n\r\n".to_owned()),
     ] {
-        let answer = world.answer_to(request.as_bytes()).await;
+        let answer = harness.answer_to(request.as_bytes()).await;
         assert_eq!((status(&answer), answers(&answer)), (expected, 1), "{answer}");
         let (head, body) = answer.split_once("\r\n\r\n").unwrap();
         let body: serde_json::Value = serde_json::from_str(body).unwrap();
@@ -190,17 +190,17 @@ async fn what_is_refused_before_there_is_a_request_gets_the_envelope() {
         assert!(head.contains(&format!("x-correlation-id: {id}\r\n")) && head.contains("\r\ndate: "), "{head}");
         assert!(head.contains("connection: close"), "{head}");
     }
-    // The answer to the request before it comes first, and whole.
-    let answer = world.answer_to(format!("{open}\r\n{open}{many}\r\n").as_bytes()).await;
+    // The response to the previous request comes first, and whole.
+    let answer = harness.answer_to(format!("{open}\r\n{open}{many}\r\n").as_bytes()).await;
     assert_eq!((status(&answer), answers(&answer)), (200, 2), "{answer}");
     assert!(answer.contains("\r\n\r\nopenHTTP/1.1 431 ") && answer.contains("headers_too_large"), "{answer}");
-    world.expect_served().await;
+    harness.expect_served().await;
 }
 
 #[tokio::test]
-async fn a_body_that_drips_is_answered_when_its_time_is_over() {
-    let world = listener().await;
-    let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+async fn slow_body_times_out_with_a_response() {
+    let harness = listener().await;
+    let mut stream = harness.connect(&harness.client(None, H1)).await.unwrap();
     let head =
         "POST /read HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n";
     stream.write_all(head.as_bytes()).await.unwrap();
@@ -216,33 +216,33 @@ async fn a_body_that_drips_is_answered_when_its_time_is_over() {
     assert_eq!(status, 503);
     assert!(body.contains("service_unavailable") && begin.elapsed() < Duration::from_secs(3), "{body}");
     dripping.abort();
-    world.expect_served().await;
+    harness.expect_served().await;
 }
 
 #[tokio::test]
-async fn hundreds_of_silent_connections_keep_no_client_from_its_handshake() {
-    let world = World::with(ListenerLimits::default()).await;
+async fn hundreds_of_silent_connections_do_not_block_a_handshake() {
+    let harness = TlsHarness::with(ListenerLimits::default()).await;
     let mut silent = Vec::new();
     for _ in 0..400 {
-        silent.push(TcpStream::connect(world.address).await.unwrap());
+        silent.push(TcpStream::connect(harness.address).await.unwrap());
     }
     let served = async {
-        let mut stream = world.connect(&world.client(None, H1)).await.unwrap();
+        let mut stream = harness.connect(&harness.client(None, H1)).await.unwrap();
         ask(&mut stream, "/open").await.unwrap()
     };
-    // Well before the first of them is given up.
+    // Well before the first of them times out.
     assert_eq!(timeout(Duration::from_secs(5), served).await.expect("it is let in"), (200, "open".into()));
 }
 
 #[tokio::test]
-async fn over_the_bound_the_oldest_pending_connection_is_closed_and_those_in_use_stay() {
-    let world = World::with(ListenerLimits { pending: 3, ..ListenerLimits::default() }).await;
-    let mut in_use = world.connect(&world.client(None, H1)).await.unwrap();
+async fn oldest_pending_connection_is_closed_over_the_bound_and_used_ones_stay() {
+    let harness = TlsHarness::with(ListenerLimits { pending: 3, ..ListenerLimits::default() }).await;
+    let mut in_use = harness.connect(&harness.client(None, H1)).await.unwrap();
     assert_eq!(ask(&mut in_use, "/open").await.unwrap().0, 200);
-    let mut oldest = TcpStream::connect(world.address).await.unwrap();
+    let mut oldest = TcpStream::connect(harness.address).await.unwrap();
     let mut others = Vec::new();
     for _ in 0..3 {
-        others.push(TcpStream::connect(world.address).await.unwrap());
+        others.push(TcpStream::connect(harness.address).await.unwrap());
     }
     let mut byte = [0];
     let ended = timeout(Duration::from_secs(5), oldest.read(&mut byte)).await.expect("the oldest is closed");
@@ -251,12 +251,12 @@ async fn over_the_bound_the_oldest_pending_connection_is_closed_and_those_in_use
 }
 
 #[tokio::test]
-async fn half_a_client_hello_keeps_no_place() {
+async fn partial_client_hello_holds_no_slot() {
     let limits = ListenerLimits { handshake_timeout: Duration::from_millis(200), ..ListenerLimits::default() };
-    let world = World::with(limits).await;
+    let harness = TlsHarness::with(limits).await;
     let mut half = Vec::new();
     for _ in 0..64 {
-        let mut stream = TcpStream::connect(world.address).await.unwrap();
+        let mut stream = TcpStream::connect(harness.address).await.unwrap();
         stream.write_all(&[0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3, 3]).await.unwrap();
         half.push(stream);
     }
@@ -264,7 +264,7 @@ async fn half_a_client_hello_keeps_no_place() {
         let mut rest = Vec::new();
         let _ = timeout(Duration::from_secs(5), stream.read_to_end(&mut rest)).await.expect("it is given up");
     }
-    world.expect_served().await;
+    harness.expect_served().await;
 }
 
 /// An HTTP/2 frame (RFC 9113, section 4.1).
@@ -286,7 +286,7 @@ const END_HEADERS: u8 = 4;
 /// `GET https://localhost/`, in HPACK.
 const REQUEST: &[u8] = b"\x82\x84\x87\x41\x09localhost";
 
-impl World {
+impl TlsHarness {
     async fn connect_h2(&self) -> tokio_rustls::client::TlsStream<TcpStream> {
         let mut stream = self.connect(&self.client(None, &[b"h2"])).await.unwrap();
         stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await.unwrap();
@@ -295,7 +295,7 @@ impl World {
     }
 }
 
-/// Sends what `next` makes until the other side closes; fails where that takes more than so many bytes.
+/// Sends what `next` makes until the other side closes; fails where that takes more than this many bytes.
 async fn flood(mut stream: tokio_rustls::client::TlsStream<TcpStream>, most: usize, mut next: impl FnMut() -> Vec<u8>) {
     let flooding = async {
         let mut sent = 0;
@@ -307,7 +307,7 @@ async fn flood(mut stream: tokio_rustls::client::TlsStream<TcpStream>, most: usi
             }
             sent += bytes.len();
             assert!(sent <= most, "{sent} bytes were taken");
-            // What it says is read, so that it has no reason to wait for us.
+            // Its output is read, so that it has no reason to wait for us.
             while let Ok(read) = timeout(Duration::from_micros(50), stream.read(&mut heard)).await {
                 if !matches!(read, Ok(1..)) {
                     return;
@@ -319,9 +319,9 @@ async fn flood(mut stream: tokio_rustls::client::TlsStream<TcpStream>, most: usi
 }
 
 #[tokio::test]
-async fn streams_that_are_reset_as_fast_as_they_are_opened_end_the_connection() {
-    let world = listener().await;
-    let stream = world.connect_h2().await;
+async fn rapid_stream_resets_end_the_connection() {
+    let harness = listener().await;
+    let stream = harness.connect_h2().await;
     let mut id = 1;
     flood(stream, 4 << 20, move || {
         let mut burst = Vec::new();
@@ -333,31 +333,31 @@ async fn streams_that_are_reset_as_fast_as_they_are_opened_end_the_connection() 
         burst
     })
     .await;
-    world.expect_served().await;
+    harness.expect_served().await;
 }
 
 #[tokio::test]
-async fn headers_that_never_end_end_the_connection() {
-    let world = listener().await;
-    let mut stream = world.connect_h2().await;
+async fn endless_headers_end_the_connection() {
+    let harness = listener().await;
+    let mut stream = harness.connect_h2().await;
     stream.write_all(&frame(DATA_HEADERS, END_STREAM, 1, REQUEST)).await.unwrap();
-    // A literal field that is not kept: x: xxxx…
+    // A literal field without indexing: x: xxxx…
     let mut field = vec![0, 1, b'x', 0x7f, 0x81, 0x7f];
     field.resize(6 + 127 + 16_257, b'x');
     field.truncate(16_384);
     flood(stream, 8 << 20, move || frame(CONTINUATION, 0, 1, &field)).await;
-    world.expect_served().await;
+    harness.expect_served().await;
 }
 
 #[tokio::test]
-async fn more_headers_than_may_be_are_refused_over_http_2_too() {
-    let world = listener().await;
+async fn headers_over_the_limit_are_refused_over_http_2() {
+    let harness = listener().await;
     let client = reqwest::Client::builder()
-        .tls_certs_only([reqwest::Certificate::from_der(&world.server_ca).unwrap()])
-        .resolve("localhost", world.address)
+        .tls_certs_only([reqwest::Certificate::from_der(&harness.server_ca).unwrap()])
+        .resolve("localhost", harness.address)
         .build()
         .unwrap();
-    let url = format!("https://localhost:{}/open", world.address.port());
+    let url = format!("https://localhost:{}/open", harness.address.port());
     for (count, length) in [(101, 1), (40, 1000)] {
         let flooded =
             (0..count).fold(client.get(&url), |request, n| request.header(format!("x-{n}"), "y".repeat(length)));
@@ -368,7 +368,7 @@ async fn more_headers_than_may_be_are_refused_over_http_2_too() {
     }
     // Far more than that h2 refuses itself.
     let flooded = (0..200).fold(client.get(&url), |request, n| request.header(format!("x-{n}"), "y".repeat(1000)));
-    // Told so, or cut off where it does not stop.
+    // Refused, or cut off where it does not stop.
     let refused = flooded.send().await.map(|answer| answer.status().as_u16());
     assert!(matches!(refused, Ok(431) | Err(_)), "{refused:?}");
     assert_eq!(client.get(&url).send().await.unwrap().text().await.unwrap(), "open");

@@ -1,0 +1,345 @@
+//! The contact with a node's agent: polls, heartbeats, inventory, and silence.
+
+use super::{INVENTORY_MISMATCH, Node, Phase, Rejection, Reply};
+use crate::audit::{AuditAction, AuditRecord};
+use crate::event::{Event, GpuDevice};
+use crate::id::AllocationId;
+use crate::machine::{Timestamp, Transition, TransitionContext};
+use crate::policy::{PolicyKey, Scopes};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::collections::BTreeSet;
+
+/// The last contact, and the agent's versions.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AgentContact {
+    pub boot_id: String,
+    pub agent_version: String,
+    pub protocol: u16,
+    /// Not every contact is written: this lags by up to a third of policy `node.offline_after_seconds`.
+    pub last_seen_at: Timestamp,
+    /// When the node becomes offline without another contact.
+    pub silent_at: Timestamp,
+    /// The names of the task types that the agent supports, as it reports. Where it reports none, its protocol determines them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub task_types: Option<BTreeSet<String>>,
+}
+
+/// The machine's inventory as the agent reports it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReportedInventory {
+    pub gpus: Vec<ReportedGpu>,
+    /// The source of the GPU data: `nvml`, `simulated` or `none`.
+    pub gpu_source: String,
+    /// `sandbox` or `system`.
+    pub executor: String,
+    /// True where the node isolates its tenants' GPUs by enforcement. Where it does not, it takes one tenant at a time (decisions 4).
+    pub isolates_devices: bool,
+    pub cpu_cores: u32,
+    pub memory_mib: u64,
+    pub storage_gib: u64,
+    /// The host key that tenants see when they connect by SSH, in OpenSSH's `SHA256:` form.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host_fingerprint: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReportedGpu {
+    pub index: u32,
+    pub uuid: String,
+    pub model: String,
+    pub memory_mib: u64,
+}
+
+/// The machine's health as the agent reports it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeHealth {
+    pub status: NodeHealthStatus,
+    pub alerts: Vec<serde_json::Value>,
+}
+
+impl NodeHealth {
+    pub(super) fn is_of_class(alert: &serde_json::Value, class: &str) -> bool {
+        let classes = alert.get("classifications").and_then(serde_json::Value::as_array);
+        classes.into_iter().flatten().any(|it| it == class)
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NodeHealthStatus {
+    /// No report yet.
+    #[default]
+    Unknown,
+    Ok,
+    Warning,
+    Critical,
+}
+
+impl Node {
+    /// The alert messages for a tenant of these GPUs. An alert about a GPU of another tenant is not among them.
+    #[must_use]
+    pub fn tenant_messages(&self, gpus: &[GpuDevice]) -> Vec<&str> {
+        let is_foreign = |target: &str| {
+            let reported = self.inventory.iter().flat_map(|inventory| &inventory.gpus);
+            reported.into_iter().any(|gpu| gpu.uuid == target) && gpus.iter().all(|gpu| gpu.uuid != target)
+        };
+        let mut messages: Vec<&str> = Vec::new();
+        for alert in &self.health.alerts {
+            let text = |field: &str| alert.get(field).and_then(serde_json::Value::as_str).unwrap_or_default();
+            let (target, message) = (text("target"), text("tenant_message"));
+            if !message.is_empty() && !is_foreign(target) && !messages.contains(&message) {
+                messages.push(message);
+            }
+        }
+        messages
+    }
+
+    pub(super) fn poll(&self, serial: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        self.check_certificate(serial, ctx)?;
+        if let Some(allocation_id) = self.fenced_by.first() {
+            return Err(Rejection::Fenced { allocation_id: *allocation_id });
+        }
+        let reply = Reply::Work { orders: self.pending_tasks() };
+        let Some(seen) = &self.seen else { return Ok(Transition::stay(reply)) };
+        let mut next = self.clone();
+        next.record_contact(&seen.boot_id, &seen.agent_version, seen.protocol, seen.task_types.as_ref(), ctx);
+        next.identity.shown = Some(serial.to_owned());
+        Ok(self.after_contact(next, reply, ctx))
+    }
+
+    pub(super) fn heartbeat(
+        &self,
+        serial: &str,
+        from: AgentContact,
+        inventory: ReportedInventory,
+        health: NodeHealth,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        self.check_certificate(serial, ctx)?;
+        let restarted = self.restarted(&from.boot_id);
+        let mut step = self.apply_heartbeat(&from, inventory, health, ctx);
+        if self.identity.shown.as_deref() != Some(serial) {
+            if step.next.is_none() {
+                step.why = "the agent shows another certificate".to_owned();
+            }
+            step.next.get_or_insert_with(|| self.clone()).identity.shown = Some(serial.to_owned());
+        }
+        Ok(restarted.into_iter().fold(step, Transition::audit))
+    }
+
+    /// The audit record of a machine that reports another boot than before. Its allocations stay: their files, logins and devices survive
+    /// a restart, their processes do not.
+    pub(super) fn restarted(&self, boot_id: &str) -> Option<AuditRecord> {
+        let was = &self.seen.as_ref().filter(|seen| seen.boot_id != boot_id)?.boot_id;
+        let allocations: Vec<_> = self.holds.keys().collect();
+        let metadata = json!({ "boot_id": boot_id, "boot_id_before": was, "allocations": allocations });
+        Some(self.audit(AuditAction::NodesRestart, metadata))
+    }
+
+    fn apply_heartbeat(
+        &self,
+        from: &AgentContact,
+        inventory: ReportedInventory,
+        health: NodeHealth,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let offline_after = ctx.policy.int(PolicyKey::NodeOfflineAfter, &Scopes::global(), ctx.now);
+        let reply = Reply::Heard { next_heartbeat_seconds: u32::try_from(offline_after / 3).unwrap_or(30).max(1) };
+        let mut next = self.clone();
+        next.record_contact(&from.boot_id, &from.agent_version, from.protocol, from.task_types.as_ref(), ctx);
+        next.inventory = Some(inventory);
+        next.health = health;
+        let faults = next.faults(self, ctx);
+        if next.health.status == NodeHealthStatus::Critical && next.may_be_quarantined() {
+            let was = Box::new(next.life.clone());
+            let event = next.enter(
+                Phase::Quarantined { was },
+                "health_critical",
+                "The agent reports critical health; repair the machine, then release the quarantine.",
+                ctx,
+            );
+            let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": "health_critical" }));
+            let step = Transition::to(next, reply, "critical health").event(event).audit(audit);
+            return faults.into_iter().fold(step, Transition::event);
+        }
+        if let (Phase::Active | Phase::Offline | Phase::Draining { .. }, Some(why)) = (&next.life, next.mismatch()) {
+            let was = Box::new(next.life.clone());
+            let event = next.enter(Phase::Quarantined { was }, "inventory_drift", &why, ctx);
+            let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": "inventory_drift" }));
+            let step = Transition::to(next, reply, why).event(event).audit(audit);
+            return faults.into_iter().fold(step, Transition::event);
+        }
+        if !faults.is_empty() {
+            return faults
+                .into_iter()
+                .fold(Transition::to(next, reply, "the machine has a critical fault"), Transition::event);
+        }
+        self.after_contact(next, reply, ctx)
+    }
+
+    /// Tenants of a machine with a critical fault do not pay for it, nor does a tenant whose GPU is gone: since now, or since the last
+    /// contact with the machine. The event is published when the fault is detected, and not with every heartbeat.
+    fn faults(&self, before: &Self, ctx: &TransitionContext<'_>) -> Vec<Event> {
+        let last_heard = before.seen.as_ref().filter(|_| before.life == Phase::Offline).map(|seen| seen.last_seen_at);
+        let at = last_heard.unwrap_or(ctx.now);
+        let fault = |(id, reason): (&AllocationId, &'static str)| Event::TenantFaulted {
+            node_id: self.id,
+            allocation_id: *id,
+            at,
+            reason: reason.to_owned(),
+        };
+        let known: Vec<_> = before.faulted().collect();
+        self.faulted().filter(|found| !known.contains(found)).map(fault).collect()
+    }
+
+    /// The fault of the machine that concerns this allocation, if any.
+    pub(super) fn fault_of(&self, allocation_id: AllocationId) -> Option<&'static str> {
+        self.faulted().find(|(id, _)| **id == allocation_id).map(|(_, reason)| reason)
+    }
+
+    /// The allocations that a fault of the machine concerns, with the fault.
+    fn faulted(&self) -> impl Iterator<Item = (&AllocationId, &'static str)> {
+        let is_critical = self.health.status == NodeHealthStatus::Critical;
+        let found: BTreeSet<&str> =
+            self.inventory.iter().flat_map(|inventory| &inventory.gpus).map(|gpu| gpu.uuid.as_str()).collect();
+        self.holds.iter().filter_map(move |(id, hold)| {
+            let has_all = hold.placed.devices.iter().all(|device| found.contains(device.uuid.as_str()));
+            match (is_critical, has_all) {
+                (true, _) => Some((id, "health_critical")),
+                (false, false) => Some((id, "gpu_lost")),
+                (false, true) => None,
+            }
+        })
+    }
+
+    /// A contact is committed where it changes what others see of the node, or where the last written one is old.
+    fn after_contact(&self, mut next: Self, reply: Reply, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match (&self.life, next.mismatch()) {
+            (Phase::Enrolling { .. }, None) => {
+                let event = next.enter(Phase::Active, "first_poll", "The agent polls and the inventory matches.", ctx);
+                let audit = self.audit(AuditAction::NodesActivate, json!({}));
+                Transition::to(next, reply, "the agent polled with its certificate").event(event).audit(audit)
+            }
+            (Phase::Enrolling { .. }, Some(why)) if self.reason.message != why => {
+                next.reason = super::StateReason { code: INVENTORY_MISMATCH.to_owned(), message: why.clone() };
+                Transition::to(next, reply, why)
+            }
+            (Phase::Offline, _) => {
+                let boot_of = |node: &Self| node.seen.as_ref().map(|seen| seen.boot_id.clone());
+                let (code, message) = if boot_of(self) == boot_of(&next) {
+                    ("heard_again", "The agent was heard again.")
+                } else {
+                    ("restarted", "The machine was started anew; its allocations are kept.")
+                };
+                let event = next.enter(Phase::Active, code, message, ctx);
+                let audit = self.audit(AuditAction::NodesFind, json!({ "code": code }));
+                Transition::to(next, reply, message).event(event).audit(audit)
+            }
+            (
+                Phase::Registered
+                | Phase::BootstrapIssued { .. }
+                | Phase::Enrolling { .. }
+                | Phase::Active
+                | Phase::Draining { .. }
+                | Phase::Quarantined { .. }
+                | Phase::Retired
+                | Phase::Removing { .. }
+                | Phase::Removed,
+                _,
+            ) => {
+                if next == *self {
+                    Transition::stay(reply)
+                } else {
+                    Transition::to(next, reply, "heard of the agent")
+                }
+            }
+        }
+    }
+
+    /// Records a contact, unless the last recorded one is recent and from the same agent.
+    pub(super) fn record_contact(
+        &mut self,
+        boot_id: &str,
+        agent_version: &str,
+        protocol: u16,
+        task_types: Option<&BTreeSet<String>>,
+        ctx: &TransitionContext<'_>,
+    ) {
+        let offline_after = ctx.policy.seconds(PolicyKey::NodeOfflineAfter, &Scopes::global(), ctx.now);
+        let recent = self.seen.as_ref().is_some_and(|seen| {
+            seen.boot_id == boot_id
+                && seen.agent_version == agent_version
+                && seen.protocol == protocol
+                && seen.task_types.as_ref() == task_types
+                && ctx.now < seen.last_seen_at + offline_after / 3
+                && ctx.now >= seen.last_seen_at
+        });
+        // The contact of an offline node is recorded at once, or its next tick would find it silent again.
+        if !recent || self.life == Phase::Offline {
+            self.seen = Some(AgentContact {
+                boot_id: boot_id.to_owned(),
+                agent_version: agent_version.to_owned(),
+                protocol,
+                last_seen_at: ctx.now,
+                silent_at: ctx.now + offline_after,
+                task_types: task_types.cloned(),
+            });
+        }
+    }
+
+    /// The difference of the inventory from the SKU's promise, in a sentence for an operator.
+    #[must_use]
+    pub fn mismatch(&self) -> Option<String> {
+        let promise = &self.registration.sku;
+        let Some(inventory) = &self.inventory else { return Some("No inventory was reported.".to_owned()) };
+        let found = u32::try_from(inventory.gpus.len()).unwrap_or(u32::MAX);
+        if found != promise.gpu_count {
+            let promised = promise.gpu_count;
+            return Some(format!("The SKU {} has {promised} GPUs, the machine reports {found}.", promise.name));
+        }
+        for gpu in &inventory.gpus {
+            let (index, model, memory) = (gpu.index, &gpu.model, gpu.memory_mib);
+            if !model.trim().eq_ignore_ascii_case(promise.gpu_model.trim()) {
+                return Some(format!("GPU {index} is a {model}, the SKU promises {}.", promise.gpu_model));
+            }
+            // Drivers reserve a part of the memory.
+            if memory.saturating_mul(100) < promise.gpu_memory_mib.saturating_mul(95) {
+                let promised = promise.gpu_memory_mib;
+                return Some(format!("GPU {index} has {memory} MiB of memory, the SKU promises {promised}."));
+            }
+        }
+        let mut uuids: Vec<_> = inventory.gpus.iter().map(|gpu| &gpu.uuid).collect();
+        uuids.sort();
+        uuids.dedup();
+        if uuids.len() != inventory.gpus.len() {
+            return Some("Two of the GPUs report the same UUID.".to_owned());
+        }
+        None
+    }
+
+    pub(super) fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match &self.life {
+            Phase::BootstrapIssued { until } | Phase::Enrolling { until } if ctx.now >= *until => {
+                self.expire_enrollment(ctx)
+            }
+            Phase::Active if self.seen.as_ref().is_some_and(|seen| ctx.now >= seen.silent_at) => self
+                .change_phase(Phase::Offline, "silent", "The agent was not heard; its allocations are kept.", ctx)
+                .audit(self.audit(AuditAction::NodesLose, json!({}))),
+            Phase::Removing { until } if ctx.now >= *until => {
+                self.change_phase(Phase::Removed, "removed", "Removed; the machine can come back as a new node.", ctx)
+            }
+            Phase::Draining { .. } if self.in_use().is_none() => self.drained(ctx),
+            Phase::Registered
+            | Phase::BootstrapIssued { .. }
+            | Phase::Enrolling { .. }
+            | Phase::Active
+            | Phase::Offline
+            | Phase::Draining { .. }
+            | Phase::Quarantined { .. }
+            | Phase::Retired
+            | Phase::Removing { .. }
+            | Phase::Removed => Transition::stay(Reply::Done),
+        }
+    }
+}

@@ -1,0 +1,205 @@
+//! An administrator's actions on a node: retire, reactivate, remove, quarantine.
+
+use super::{Command, HoldPhase, Node, NodeHealthStatus, Phase, Rejection, Reply};
+use crate::audit::AuditAction;
+use crate::event::Event;
+use crate::machine::{Effect, Transition, TransitionContext};
+use crate::policy::{PolicyKey, Scopes};
+use chrono::TimeDelta;
+use serde_json::json;
+
+/// How long replicas get to close a removed node's connections. Safety does not depend on it: every request is refused from the commit on.
+const CONNECTION_CLOSE_TIME: TimeDelta = TimeDelta::seconds(1);
+
+impl Node {
+    pub(super) fn retire(
+        &self,
+        reason: &str,
+        drain: bool,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        let audit = self.audit(AuditAction::NodesRetire, json!({ "reason": reason, "drain": drain }));
+        match (&self.life, self.in_use()) {
+            (Phase::Retired, _) => Ok(Transition::stay(Reply::Node { node: Box::new(self.clone()) })),
+            (Phase::Active | Phase::Offline | Phase::Draining { .. }, None) => {
+                Ok(self.change_phase(Phase::Retired, "retired", reason, ctx).audit(audit))
+            }
+            // A machine that is beyond repair is retired this way; what is left on it prevents a reactivation.
+            (Phase::Quarantined { was }, None) if !was.has_no_identity() => {
+                Ok(self.change_phase(Phase::Retired, "retired", reason, ctx).audit(audit))
+            }
+            (Phase::Active | Phase::Offline, Some(_)) if drain => {
+                let until = ctx.now + ctx.policy.seconds(PolicyKey::NodeDrainOverdue, &Scopes::global(), ctx.now);
+                Ok(self.change_phase(Phase::Draining { until }, "draining", reason, ctx).audit(audit))
+            }
+            (Phase::Draining { .. }, Some(_)) if drain => {
+                Ok(Transition::stay(Reply::Node { node: Box::new(self.clone()) }))
+            }
+            (
+                Phase::Active | Phase::Offline | Phase::Draining { .. } | Phase::Quarantined { .. },
+                Some(allocation_id),
+            ) => Err(Rejection::InUse { allocation_id }),
+            // It never was active: no tenant can be on it, and its token and certificates are revoked.
+            (
+                Phase::Registered | Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } | Phase::Quarantined { .. },
+                None,
+            ) => {
+                let mut next = self.clone();
+                next.identity.token = None;
+                next.identity.certificates.clear();
+                let step = next.change_phase(Phase::Retired, "retired", reason, ctx).audit(audit);
+                Ok(step.effect(Effect::CloseNode(self.id)))
+            }
+            (Phase::Registered | Phase::BootstrapIssued { .. } | Phase::Enrolling { .. }, Some(allocation_id)) => {
+                Err(Rejection::InUse { allocation_id })
+            }
+            (Phase::Removing { .. } | Phase::Removed, _) => {
+                Err(self.wrong_state(&Command::Retire { reason: String::new(), drain }))
+            }
+        }
+    }
+
+    /// The last allocation of a draining node has ended.
+    pub(super) fn drained(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        self.change_phase(Phase::Retired, "drained", "The last allocation ended; the node is retired.", ctx)
+            .audit(self.audit(AuditAction::NodesDrained, json!({})))
+    }
+
+    /// As [`Node::drained`], as part of the transition that ended the last allocation.
+    pub(super) fn retire_if_drained(&mut self, ctx: &TransitionContext<'_>) -> Option<Event> {
+        (matches!(self.life, Phase::Draining { .. }) && self.in_use().is_none())
+            .then(|| self.enter(Phase::Retired, "drained", "The last allocation ended; the node is retired.", ctx))
+    }
+
+    pub(super) fn reactivate(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match self.life {
+            Phase::Retired => {
+                self.check_fit_for_tenants(ctx)?;
+                if self.identity.certificates.values().all(|certificate| certificate.not_after <= ctx.now) {
+                    let why =
+                        "its agent has no certificate that holds; issue a token with reissue-enrollment".to_owned();
+                    return Err(Rejection::NotInOrder { why });
+                }
+                let audit = self.audit(AuditAction::NodesReactivate, json!({ "reason": reason }));
+                Ok(self.clone().reclaim_gpus().change_phase(Phase::Active, "reactivated", reason, ctx).audit(audit))
+            }
+            Phase::Registered
+            | Phase::BootstrapIssued { .. }
+            | Phase::Enrolling { .. }
+            | Phase::Active
+            | Phase::Offline
+            | Phase::Draining { .. }
+            | Phase::Quarantined { .. }
+            | Phase::Removing { .. }
+            | Phase::Removed => Err(self.wrong_state(&Command::Reactivate { reason: String::new() })),
+        }
+    }
+
+    pub(super) fn remove(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match (&self.life, self.in_use()) {
+            (Phase::Removing { .. } | Phase::Removed, _) => {
+                Ok(Transition::stay(Reply::Node { node: Box::new(self.clone()) }))
+            }
+            (Phase::Retired, Some(allocation_id)) => Err(Rejection::InUse { allocation_id }),
+            (Phase::Retired, None) => {
+                let mut next = self.clone();
+                next.identity.token = None;
+                next.identity.certificates.clear();
+                next.holds.clear();
+                next.fenced_by.clear();
+                next.tasks.clear();
+                let message = "Its identity is void; its connections are being closed.";
+                let event =
+                    next.enter(Phase::Removing { until: ctx.now + CONNECTION_CLOSE_TIME }, "removing", message, ctx);
+                let audit = self.audit(AuditAction::NodesRemove, json!({ "reason": reason }));
+                Ok(next.transition_with_node(message).event(event).audit(audit).effect(Effect::CloseNode(self.id)))
+            }
+            (
+                Phase::Registered
+                | Phase::BootstrapIssued { .. }
+                | Phase::Enrolling { .. }
+                | Phase::Active
+                | Phase::Offline
+                | Phase::Draining { .. }
+                | Phase::Quarantined { .. },
+                _,
+            ) => Err(self.wrong_state(&Command::Remove { reason: String::new() })),
+        }
+    }
+
+    pub(super) fn quarantine(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        if matches!(self.life, Phase::Quarantined { .. }) {
+            return Ok(Transition::stay(Reply::Node { node: Box::new(self.clone()) }));
+        }
+        if self.life.is_gone() {
+            return Err(self.wrong_state(&Command::Quarantine { reason: String::new() }));
+        }
+        let was = Box::new(self.life.clone());
+        let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": reason }));
+        Ok(self.change_phase(Phase::Quarantined { was }, "quarantined", reason, ctx).audit(audit))
+    }
+
+    pub(super) fn release_quarantine(
+        &self,
+        reason: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        match &self.life {
+            Phase::Quarantined { was } => {
+                if !was.has_no_identity() {
+                    self.check_fit_for_tenants(ctx)?;
+                }
+                let audit = self.audit(AuditAction::NodesReleaseQuarantine, json!({ "reason": reason }));
+                match **was {
+                    // Its last allocation has ended in the meantime.
+                    Phase::Draining { .. } if self.in_use().is_none() => Ok(self.drained(ctx).audit(audit)),
+                    Phase::Registered
+                    | Phase::BootstrapIssued { .. }
+                    | Phase::Enrolling { .. }
+                    | Phase::Active
+                    | Phase::Offline
+                    | Phase::Draining { .. }
+                    | Phase::Quarantined { .. }
+                    | Phase::Retired
+                    | Phase::Removing { .. }
+                    | Phase::Removed => {
+                        let free = self.clone().reclaim_gpus();
+                        Ok(free.change_phase((**was).clone(), "quarantine_released", reason, ctx).audit(audit))
+                    }
+                }
+            }
+            Phase::Registered
+            | Phase::BootstrapIssued { .. }
+            | Phase::Enrolling { .. }
+            | Phase::Active
+            | Phase::Offline
+            | Phase::Draining { .. }
+            | Phase::Retired
+            | Phase::Removing { .. }
+            | Phase::Removed => Err(self.wrong_state(&Command::ReleaseQuarantine { reason: String::new() })),
+        }
+    }
+
+    /// Checks that it may take tenants (again).
+    fn check_fit_for_tenants(&self, ctx: &TransitionContext<'_>) -> Result<(), Rejection> {
+        let not = |why: String| Err(Rejection::NotInOrder { why });
+        let remains = self.holds.iter().find(|(_, hold)| matches!(hold.phase, HoldPhase::Abandoned { .. }));
+        if let Some((allocation_id, _)) = remains {
+            return not(format!("there is no clean-up proof of allocation {allocation_id} yet"));
+        }
+        if let Some(why) = self.mismatch() {
+            return not(why);
+        }
+        if self.health.status == NodeHealthStatus::Critical {
+            return not("the agent reports critical health".to_owned());
+        }
+        match &self.seen {
+            Some(seen) if seen.silent_at > ctx.now => Ok(()),
+            Some(_) | None => not("the agent was not heard lately; start it and try again".to_owned()),
+        }
+    }
+
+    pub(super) const fn may_be_quarantined(&self) -> bool {
+        !matches!(self.life, Phase::Quarantined { .. }) && !self.life.is_gone()
+    }
+}

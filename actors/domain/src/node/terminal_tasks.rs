@@ -1,0 +1,149 @@
+//! Terminal sessions that the agent is to start. The node stores only the task of a session: the session's own state machine has its
+//! state.
+
+use super::{AgentTask, HoldPhase, Node, PendingTask, Phase, Rejection, Reply, TaskKind, TaskOutcome, TenantSlot};
+use crate::event::Event;
+use crate::id::{AllocationId, TaskId, TerminalSessionId};
+use crate::machine::{Effect, Timestamp, Transition, TransitionContext};
+use crate::recording::RecordingTerms;
+use crate::task_type::TaskType;
+use chrono::TimeDelta;
+use serde::{Deserialize, Serialize};
+
+/// The bound of tasks of one tenant, with or without a result: more than sessions may be open.
+const MAX_TASKS: usize = 64;
+
+/// How long a task that is over is remembered, so that a late result is recognised.
+const TASK_RETENTION: TimeDelta = TimeDelta::minutes(10);
+
+/// A task to start a session.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TerminalTask {
+    pub work: PendingTask,
+    /// The session's end, which the agent enforces by itself.
+    pub ends_at: Timestamp,
+    #[serde(default)]
+    pub recording: RecordingTerms,
+    /// False once the session is over.
+    pub wanted: bool,
+}
+
+impl Node {
+    pub(super) fn open_terminal(
+        &self,
+        session_id: TerminalSessionId,
+        allocation_id: AllocationId,
+        ends_at: Timestamp,
+        begin_until: Timestamp,
+        recording: RecordingTerms,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let failed = |reason: &str, why: &str| {
+            Transition::to(self.clone(), Reply::Done, why).event(Event::TerminalFailed {
+                session_id,
+                node_id: self.id,
+                reason: reason.to_owned(),
+            })
+        };
+        let in_service = matches!(self.life, Phase::Active | Phase::Offline | Phase::Draining { .. });
+        let ready =
+            |node: &Self| node.holds.get(&allocation_id).is_some_and(|hold| matches!(hold.phase, HoldPhase::Ready));
+        if !in_service || !ready(self) {
+            return failed("tenant_not_ready", "a terminal is wanted of a tenant that is not set up");
+        }
+        if let Some(why) = self.lacks_task_type(TaskType::TerminalOpen) {
+            return failed("agent_outdated", &why);
+        }
+        let mut next = self.clone();
+        let Some(hold) = next.holds.get_mut(&allocation_id) else { return Transition::stay(Reply::Done) };
+        if hold.terminals.contains_key(&session_id) {
+            return Transition::stay(Reply::Done).effect(Effect::WakeNode(self.id));
+        }
+        hold.terminals.retain(|_, order| ctx.now < order.work.deadline_at + TASK_RETENTION);
+        if hold.terminals.len() >= MAX_TASKS {
+            return failed("too_many_terminals", "more terminals are wanted than a tenant may have");
+        }
+        let work = PendingTask {
+            task_id: TaskId(ctx.new_id(0)),
+            attempt: 1,
+            ordered_at: ctx.now,
+            deadline_at: begin_until,
+            origin: Some(ctx.origin()),
+        };
+        hold.terminals.insert(session_id, TerminalTask { work, ends_at, recording, wanted: true });
+        Transition::to(next, Reply::Done, format!("terminal session {session_id} is to be begun"))
+            .effect(Effect::WakeNode(self.id))
+    }
+
+    /// The session is closed: an agent that has not started it does not start it.
+    pub(super) fn forget_terminal(
+        &self,
+        session_id: TerminalSessionId,
+        allocation_id: AllocationId,
+    ) -> Transition<Self> {
+        let mut next = self.clone();
+        let order = next.holds.get_mut(&allocation_id).and_then(|hold| hold.terminals.get_mut(&session_id));
+        match order {
+            Some(order) if order.wanted => {
+                order.wanted = false;
+                Transition::to(next, Reply::Done, format!("terminal session {session_id} is over"))
+            }
+            Some(_) | None => Transition::stay(Reply::Done),
+        }
+    }
+
+    pub(super) fn terminal_tasks(&self) -> impl Iterator<Item = AgentTask> + '_ {
+        let ready = self.holds.iter().filter(|(_, hold)| matches!(hold.phase, HoldPhase::Ready));
+        ready.flat_map(move |(allocation_id, hold)| {
+            let wanted = hold.terminals.iter().filter(|(_, order)| order.wanted);
+            wanted.map(move |(session_id, order)| AgentTask {
+                work: order.work.clone(),
+                what: TaskKind::OpenTerminal {
+                    place: TenantSlot {
+                        allocation_id: *allocation_id,
+                        placed: hold.placed.clone(),
+                        sku: self.registration.sku.name.clone(),
+                    },
+                    session_id: *session_id,
+                    ends_at: order.ends_at,
+                    recording: order.recording,
+                },
+            })
+        })
+    }
+
+    /// The result of a terminal's task; `None` where the task is of another type.
+    pub(super) fn terminal_reported(
+        &self,
+        task_id: TaskId,
+        attempt: u32,
+        verdict: &TaskOutcome,
+    ) -> Option<Result<Transition<Self>, Rejection>> {
+        let of_task = |order: &TerminalTask| order.work.task_id == task_id;
+        let (allocation_id, session_id, current) = self.holds.iter().find_map(|(allocation_id, hold)| {
+            let (session_id, order) = hold.terminals.iter().find(|(_, order)| of_task(order))?;
+            Some((*allocation_id, *session_id, order.work.attempt))
+        })?;
+        if attempt != current {
+            return Some(Err(Rejection::StaleAttempt { given: attempt, current }));
+        }
+        let mut next = self.clone();
+        if let Some(hold) = next.holds.get_mut(&allocation_id) {
+            hold.terminals.remove(&session_id);
+        }
+        Some(Ok(match verdict {
+            TaskOutcome::Succeeded { .. } => {
+                Transition::to(next, Reply::Done, format!("the agent began terminal session {session_id}"))
+            }
+            TaskOutcome::Failed { code, message } => {
+                let reason = super::tenancy::reason_code(code);
+                Transition::to(
+                    next,
+                    Reply::Done,
+                    format!("the agent could not begin terminal session {session_id}: {message}"),
+                )
+                .event(Event::TerminalFailed { session_id, node_id: self.id, reason })
+            }
+        }))
+    }
+}

@@ -1,0 +1,187 @@
+use super::harness::NodeApiHarness;
+use crate::node_api::wait;
+use domain::AllocationId;
+use domain::node::Command;
+use serde_json::json;
+use std::future::Future;
+use std::time::{Duration, Instant};
+use uuid::Uuid;
+use wire::task::Task;
+
+#[tokio::test]
+async fn waiting_poll_is_woken_by_a_new_task_at_once() {
+    let harness = NodeApiHarness::new().await;
+    let agent = harness.active().await;
+    let (answer, ordered_at) = tokio::join!(
+        async {
+            let answer = agent.wait(&harness, 30).await;
+            (answer, Instant::now())
+        },
+        async {
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            assert_eq!(harness.services.polls.nodes(), 1);
+            harness.rent(&agent).await;
+            Instant::now()
+        }
+    );
+    let (answer, answered_at) = answer;
+    let task = harness.opened(&answer);
+    assert!(matches!(task.task, Task::Provision(_)));
+    assert_eq!((task.node_id, task.attempt), (agent.node_id, 1));
+    let took = answered_at.saturating_duration_since(ordered_at);
+    // Milliseconds; more only where the machine that tests is busy.
+    assert!(took < Duration::from_secs(1), "{took:?}");
+    assert_eq!(harness.services.polls.nodes(), 0);
+}
+
+#[tokio::test]
+async fn a_wait_without_work_ends_after_its_time_with_204() {
+    let harness = NodeApiHarness::new().await;
+    let agent = harness.active().await;
+    let began = Instant::now();
+    let answer = agent.wait(&harness, 1).await;
+    assert!(answer.is(204).is_null());
+    assert!((Duration::from_secs(1)..Duration::from_secs(3)).contains(&began.elapsed()), "{:?}", began.elapsed());
+}
+
+#[tokio::test]
+async fn the_first_wait_of_an_enrolled_agent_makes_its_node_active() {
+    let harness = NodeApiHarness::new().await;
+    let agent = harness.enrolled().await;
+    agent.wait(&harness, 1).await.is(204);
+    assert_eq!(harness.node(agent.node_id).await.life, domain::node::Phase::Active);
+}
+
+#[tokio::test]
+async fn timeout_out_of_bounds_is_refused() {
+    let harness = NodeApiHarness::new().await;
+    let agent = harness.active().await;
+    for bad in ["0", "56", "-1", "1.5", "x", "", "4294967296", "99999999999999999999"] {
+        let answer = agent.get(&harness, &format!("tasks/wait?timeout_seconds={bad}")).await;
+        assert_eq!(answer.refused(400, "invalid_request")["field"], "timeout_seconds", "{bad}");
+    }
+    for bad in ["timeout_seconds=1&x=1", "timeout_seconds=1&timeout_seconds=2", "session=17"] {
+        agent.get(&harness, &format!("tasks/wait?{bad}")).await.refused(400, "invalid_request");
+    }
+}
+
+#[tokio::test]
+async fn running_task_is_dispatched_again_only_to_a_restarted_agent() {
+    let harness = NodeApiHarness::new().await;
+    let agent = harness.active().await;
+    harness.rent(&agent).await;
+    let (one, two) = (Uuid::new_v4(), Uuid::new_v4());
+    let of = |session: Uuid| format!("tasks/wait?timeout_seconds=2&session={session}");
+    let first = harness.opened(&agent.get(&harness, &of(one)).await);
+    agent.get(&harness, &of(one)).await.is(204);
+    let again = harness.opened(&agent.get(&harness, &of(two)).await);
+    assert_eq!((again.task_id, again.attempt), (first.task_id, first.attempt));
+    // Without a session, the connection identifies the agent: this one's stays the same.
+    let unnamed = harness.opened(&agent.wait(&harness, 3).await);
+    assert_eq!(unnamed.task_id, first.task_id);
+    agent.wait(&harness, 2).await.is(204);
+    let anew = harness.opened(&agent.reconnected(&harness).wait(&harness, 3).await);
+    assert_eq!(anew.task_id, first.task_id);
+}
+
+#[tokio::test]
+async fn two_tasks_are_dispatched_in_turn_and_an_expired_one_is_not() {
+    let harness = NodeApiHarness::new().await;
+    let agent = harness.active().await;
+    // Distinguished by their GPUs: without isolation a node takes one tenant at a time.
+    let mut beat = agent.heartbeat();
+    beat["inventory"]["executor"] = "system".into();
+    agent.post(&harness, "heartbeat", &beat).await.is(200);
+    let (first, second) = (harness.rent(&agent).await, harness.rent(&agent).await);
+    let mut given: Vec<_> = Vec::new();
+    for _ in 0..2 {
+        given.push(AllocationId(harness.task(&agent).await.task.allocation_id().unwrap()));
+    }
+    given.sort();
+    assert_eq!(given, [first, second]);
+    harness.advance(chrono::TimeDelta::minutes(11));
+    agent.reconnected(&harness).wait(&harness, 2).await.is(204);
+}
+
+#[tokio::test]
+async fn fenced_node_gets_no_tasks_and_other_requests_pass() {
+    let harness = NodeApiHarness::new().await;
+    let agent = harness.active().await;
+    let allocation_id = harness.rent(&agent).await;
+    harness.clean(&agent, allocation_id, 1).await;
+    harness.tell(agent.node_id, Command::Fence { allocation_id, attempt: 1 }).await;
+    let details = agent.wait(&harness, 1).await;
+    assert_eq!(details.is_refused_as("node_fenced")["allocation_id"], allocation_id.to_string());
+    agent.beat(&harness).await.is(200);
+    agent.renew(&harness).await.is(200);
+    // The operator retries the clean-up: the fence is lifted.
+    harness.clean(&agent, allocation_id, 2).await;
+    let task = harness.task(&agent).await;
+    assert_eq!((task.attempt, task.task.kind()), (2, "allocation.release"));
+}
+
+#[tokio::test]
+async fn waiting_poll_of_a_node_that_becomes_fenced_is_refused() {
+    let harness = NodeApiHarness::new().await;
+    let agent = harness.active().await;
+    let allocation_id = harness.rent(&agent).await;
+    harness.task(&agent).await;
+    let (answer, ()) = tokio::join!(agent.wait(&harness, 10), async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        harness.tell(agent.node_id, Command::Fence { allocation_id, attempt: 1 }).await;
+        harness.services.polls.wake(domain::NodeId(agent.node_id));
+    });
+    answer.is_refused_as("node_fenced");
+}
+
+#[tokio::test]
+async fn waiting_polls_end_early_when_the_process_stops() {
+    let harness = NodeApiHarness::new().await;
+    let agent = harness.active().await;
+    let began = Instant::now();
+    let (answer, ()) = tokio::join!(agent.wait(&harness, 30), async {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        harness.services.stopping.cancel();
+    });
+    answer.is(204);
+    assert!(began.elapsed() < Duration::from_secs(2));
+}
+
+#[tokio::test]
+async fn heartbeat_returns_the_interval_and_the_poll_settings() {
+    let harness = NodeApiHarness::new().await;
+    let agent = harness.active().await;
+    let answer = agent.beat(&harness).await;
+    let read: wire::heartbeat::HeartbeatAnswer = serde_json::from_value(answer.is(200).clone()).unwrap();
+    assert_eq!((read.next_heartbeat_seconds, read.poll.timeout_seconds), (30, 30));
+    assert!(read.verifier_sets.is_empty());
+    assert!((read.server_time - harness.now()).abs() < chrono::TimeDelta::seconds(5));
+    let mut bogus = agent.heartbeat();
+    bogus["telemetry"]["bogus"] = 1.into();
+    let refused = agent.post(&harness, "heartbeat", &bogus).await;
+    assert_eq!(refused.refused(400, "invalid_request")["field"], "telemetry.bogus");
+    let mut drifted = agent.heartbeat();
+    drifted["inventory"]["gpus"] = json!([]);
+    agent.post(&harness, "heartbeat", &drifted).await.is(200);
+    assert_eq!(harness.node(agent.node_id).await.life.name(), "quarantined");
+}
+
+/// The memory of a waiting poll besides its connection.
+#[test]
+fn waiting_poll_takes_a_few_kilobytes() {
+    fn size_of_answer<A, B, C, D, E, F: Future>(_: impl Fn(A, B, C, D, E) -> F) -> usize {
+        size_of::<F>()
+    }
+    let size = size_of_answer(wait::wait);
+    assert!(size < 6 * 1024, "{size} bytes");
+}
+
+/// The memory of the node's end of a terminal besides its connection.
+#[test]
+fn terminal_stream_takes_a_few_kilobytes() {
+    fn size_of_run<A, B, F: Future>(_: impl Fn(A, B) -> F) -> usize {
+        size_of::<F>()
+    }
+    let size = size_of_run(crate::node_api::terminal::AgentConnection::run);
+    assert!(size < 4 * 1024, "{size} bytes");
+}

@@ -1,0 +1,63 @@
+//! Rules for every outbound HTTP request: TLS is required, and responses are bounded in length.
+
+use std::error::Error;
+use std::fmt;
+use std::net::IpAddr;
+
+use reqwest::{Response, Url};
+
+/// HTTPS, or HTTP on this machine.
+pub(crate) fn is_secure(address: &str) -> bool {
+    let Ok(url) = Url::parse(address) else { return false };
+    let host = url.host_str().unwrap_or_default();
+    let here = host == "localhost"
+        || host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok_and(|address| address.is_loopback());
+    url.scheme() == "https" || (url.scheme() == "http" && here)
+}
+
+/// The whole body of a response, or why it could not be read.
+pub(crate) async fn read_bounded_body(mut response: Response, max_bytes: usize) -> Result<Vec<u8>, String> {
+    let mut body = Vec::new();
+    while let Some(chunk) = response.chunk().await.map_err(error_chain)? {
+        if body.len() + chunk.len() > max_bytes {
+            return Err(format!("more than {max_bytes} bytes"));
+        }
+        body.extend_from_slice(&chunk);
+    }
+    Ok(body)
+}
+
+/// The error with its sources, without the URL, which may contain secrets.
+pub(crate) fn error_chain(error: reqwest::Error) -> String {
+    ErrorChain(&error.without_url()).to_string()
+}
+
+/// An error with its sources on one line.
+struct ErrorChain<'a>(&'a dyn Error);
+
+impl fmt::Display for ErrorChain<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)?;
+        let mut source = self.0.source();
+        while let Some(inner) = source {
+            write!(f, ": {inner}")?;
+            source = inner.source();
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn http_is_accepted_only_on_loopback() {
+        for secure in ["https://api.example/v1", "http://localhost:8420", "http://127.0.0.1:8420", "http://[::1]:1"] {
+            assert!(is_secure(secure), "{secure}");
+        }
+        for insecure in ["http://api.example", "http://127.0.0.1.example", "ftp://localhost", "api.example", ""] {
+            assert!(!is_secure(insecure), "{insecure}");
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! A local proxy to Postgres that sets TCP_NODELAY.
+//!
+//! The client library leaves Nagle's algorithm on and has no option to turn it off: a statement that needs more than one segment then
+//! waits for the server's delayed acknowledgement, up to 40 ms, and every batch of the committer is such a statement. So the library
+//! connects to a Unix socket of this process, whose bytes are copied to a connection without delay. TLS goes through unchanged, from
+//! the library to the server; the proxy never sees clear text.
+
+use socket2::{SockRef, TcpKeepalive};
+use sqlx::postgres::PgConnectOptions;
+use std::io;
+use std::os::unix::fs::DirBuilderExt as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::net::{TcpStream, UnixListener, UnixStream};
+use uuid::Uuid;
+
+/// A server that is unreachable without a reset (its machine has lost power, its address has moved) is given up after so long. Without
+/// that a statement would wait for a quarter of an hour, and every reader with it.
+const UNRESPONSIVE_AFTER: Duration = Duration::from_secs(10);
+
+/// The same options, through the proxy. An address that is a Unix socket already stays as it is.
+pub(super) fn through_nodelay_proxy(options: PgConnectOptions) -> io::Result<PgConnectOptions> {
+    if options.get_socket().is_some() || options.get_host().starts_with('/') {
+        return Ok(options);
+    }
+    let folder = SocketFolder::make()?;
+    let server: Arc<str> = options.get_host().trim_matches(['[', ']']).into();
+    let port = options.get_port();
+    let listener = UnixListener::bind(folder.0.join(format!(".s.PGSQL.{port}")))?;
+    let options = options.socket(&folder.0);
+    tokio::spawn(async move {
+        // The folder is removed with the task, and the task with the runtime.
+        let _folder = folder;
+        loop {
+            match listener.accept().await {
+                Ok((inside, _)) => {
+                    let server = Arc::clone(&server);
+                    tokio::spawn(async move { forward(inside, &server, port).await });
+                }
+                // Out of file descriptors: some will be closed.
+                Err(_) => tokio::time::sleep(std::time::Duration::from_millis(100)).await,
+            }
+        }
+    });
+    Ok(options)
+}
+
+/// Copies until either side closes. The end of one side ends the other, which is all that the library has to know.
+async fn forward(mut inside: UnixStream, server: &str, port: u16) {
+    let connected = TcpStream::connect((server, port)).await;
+    let ready = connected.and_then(|outside| set_socket_options(&outside).map(|()| outside));
+    match ready {
+        // The library sees the same end on its side, and handles it.
+        Ok(mut outside) => drop(tokio::io::copy_bidirectional(&mut inside, &mut outside).await),
+        // Logged here, since the library only sees that its own socket was closed.
+        Err(error) => tracing::warn!(%error, server, port, "Postgres cannot be reached"),
+    }
+}
+
+fn set_socket_options(outside: &TcpStream) -> io::Result<()> {
+    outside.set_nodelay(true)?;
+    let socket = SockRef::from(outside);
+    // Sent data must be acknowledged in that time, and an idle peer is probed.
+    socket.set_tcp_user_timeout(Some(UNRESPONSIVE_AFTER))?;
+    let asking =
+        TcpKeepalive::new().with_time(UNRESPONSIVE_AFTER / 2).with_interval(UNRESPONSIVE_AFTER / 5).with_retries(3);
+    socket.set_tcp_keepalive(&asking)
+}
+
+/// A folder that only its owner may enter.
+struct SocketFolder(PathBuf);
+
+impl SocketFolder {
+    fn make() -> io::Result<Self> {
+        let path = std::env::temp_dir().join(format!("gpuaas-{}", Uuid::new_v4().simple()));
+        std::fs::DirBuilder::new().mode(0o700).create(&path)?;
+        Ok(Self(path))
+    }
+}
+
+impl Drop for SocketFolder {
+    fn drop(&mut self) {
+        // At worst an empty folder stays in the temporary directory.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use tokio::net::TcpListener;
+
+    #[tokio::test]
+    async fn unresponsive_server_is_given_up_in_time() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let outside = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        set_socket_options(&outside).unwrap();
+        let socket = SockRef::from(&outside);
+        assert_eq!(socket.tcp_user_timeout().unwrap(), Some(UNRESPONSIVE_AFTER));
+        assert!(socket.keepalive().unwrap() && outside.nodelay().unwrap());
+        assert!(socket.tcp_keepalive_time().unwrap() < UNRESPONSIVE_AFTER);
+    }
+}

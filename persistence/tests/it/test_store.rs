@@ -1,0 +1,193 @@
+//! A database with a committer over it, and transitions to commit.
+
+use crate::postgres::TestDatabase;
+use domain::audit::{AuditAction, AuditRecord};
+use domain::commit::{CommandRecord, Commit, CommitOutcome, Epoch, Timer};
+use domain::event::Event;
+use domain::id::{CommandId, EntityKind, EntityRef, EventId, MemberId, Shard, SkuId};
+use domain::machine::{IndexKeys, Timestamp};
+use persistence::committer::CommitterMetrics;
+use persistence::read::{WaitingEntity, WaitingFilter};
+use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads};
+use sqlx::PgPool;
+use std::time::Duration;
+use tokio::sync::mpsc;
+use uuid::Uuid;
+
+pub(crate) struct TestStore {
+    pub(crate) db: TestDatabase,
+    pub(crate) me: MemberId,
+    pub(crate) committer: Committer,
+    pub(crate) published: mpsc::Receiver<OutboxRow>,
+    pub(crate) registry: prometheus::Registry,
+}
+
+impl TestStore {
+    /// This member owns all shards, in epoch 1.
+    pub(crate) async fn new() -> Self {
+        Self::with(TestDatabase::fresh().await, |_| {}).await
+    }
+
+    pub(crate) async fn with(db: TestDatabase, change: impl FnOnce(&mut CommitterConfig)) -> Self {
+        let me = MemberId(Uuid::new_v4());
+        let cluster = Cluster::new(db.pool.clone());
+        let seen = cluster.shards().await.unwrap();
+        assert_eq!(cluster.take_over(me, &seen, &std::collections::BTreeMap::new()).await.unwrap().len(), 256);
+        let mut config = CommitterConfig::new(me);
+        change(&mut config);
+        let registry = prometheus::Registry::new();
+        let metrics = CommitterMetrics::register(&registry).unwrap();
+        let (publish, published) = mpsc::channel(1000);
+        let committer = Committer::start(&db.pool, config, metrics, publish);
+        Self { db, me, committer, published, registry }
+    }
+
+    pub(crate) fn pool(&self) -> &PgPool {
+        &self.db.pool
+    }
+
+    pub(crate) fn reads(&self) -> Reads {
+        Reads::new(self.db.pool.clone())
+    }
+
+    /// The timer and deadline of an entity, as the supervision tree reads it.
+    pub(crate) async fn waiting(&self, entity: EntityRef) -> WaitingEntity {
+        let wanted = WaitingFilter { ids: Some(vec![entity.id]), ..WaitingFilter::default() };
+        self.reads().waiting(&wanted, 1).await.unwrap().remove(0)
+    }
+
+    pub(crate) fn cluster(&self) -> Cluster {
+        Cluster::new(self.db.pool.clone())
+    }
+
+    pub(crate) async fn commit(&self, commit: &Commit) -> CommitOutcome {
+        self.committer.commit(commit.clone()).await
+    }
+
+    /// All at once, answers in the same order.
+    pub(crate) async fn commit_all(&self, commits: &[Commit]) -> Vec<CommitOutcome> {
+        futures::future::join_all(commits.iter().map(|commit| self.commit(commit))).await
+    }
+
+    pub(crate) async fn count(&self, table: &'static str) -> i64 {
+        let query = format!("SELECT count(*) FROM {table}");
+        sqlx::query_scalar(sqlx::AssertSqlSafe(query)).fetch_one(self.pool()).await.unwrap()
+    }
+
+    /// Rows of every table that a commit writes.
+    pub(crate) async fn rows(&self) -> [i64; 6] {
+        let mut rows = [0; 6];
+        for (n, table) in ["entity", "history", "audit", "outbox", "command", "deadline"].into_iter().enumerate() {
+            rows[n] = self.count(table).await;
+        }
+        rows
+    }
+
+    /// The histogram of batch sizes: statements and transitions.
+    pub(crate) fn batches(&self) -> (u64, f64) {
+        let families = self.registry.gather();
+        let sizes = families.iter().find(|family| family.name() == "commit_batch_transitions").unwrap();
+        let histogram = sizes.get_metric()[0].get_histogram();
+        (histogram.get_sample_count(), histogram.get_sample_sum())
+    }
+
+    pub(crate) fn counted(&self, outcome: &str) -> u64 {
+        let families = self.registry.gather();
+        let Some(outcomes) = families.iter().find(|family| family.name() == "commit_transitions_total") else {
+            return 0;
+        };
+        let of = outcomes.get_metric().iter().find(|metric| metric.get_label()[0].value() == outcome);
+        of.map_or(0, |metric| metric.get_counter().get_value() as u64)
+    }
+
+    /// Locks the shards, so that batches wait: the test ends the transaction.
+    pub(crate) async fn hold_shards(&self) -> sqlx::Transaction<'static, sqlx::Postgres> {
+        let mut holder = self.pool().begin().await.unwrap();
+        sqlx::query("SELECT id FROM shard ORDER BY id FOR UPDATE").fetch_all(&mut *holder).await.unwrap();
+        holder
+    }
+
+    /// Waits until so many of the committer's statements wait for a lock.
+    pub(crate) async fn until_blocked(&self, statements: i64) {
+        for _ in 0..500 {
+            let blocked: i64 = sqlx::query_scalar(
+                "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE '%committer%' AND wait_event_type = 'Lock'
+                 AND datname = current_database()",
+            )
+            .fetch_one(self.pool())
+            .await
+            .unwrap();
+            if blocked >= statements {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        panic!("no statement is blocked");
+    }
+}
+
+pub(crate) fn at(millisecond: i64) -> Timestamp {
+    // Near the present: inside a month that has a partition.
+    let now = chrono::Utc::now();
+    Timestamp::from_timestamp(now.timestamp(), 0).unwrap() + chrono::TimeDelta::milliseconds(millisecond)
+}
+
+/// The creation of an entity with one of every row that a commit writes. Shard and id follow from `n`.
+pub(crate) fn create(n: u32) -> Commit {
+    let id = Uuid::from_u128(0x1000_0000_0000_7000_8000_0000_0000_0000 | u128::from(n));
+    let entity = EntityRef { kind: EntityKind::Sku, id };
+    Commit {
+        entity,
+        shard: Shard(u8::try_from(n % 256).unwrap()),
+        epoch: Epoch(1),
+        expected_version: 0,
+        snapshot: format!(r#"{{"n": {n}}}"#),
+        from_state: None,
+        to_state: "draft",
+        keys: IndexKeys::default(),
+        claims: domain::commit::SetChange::default(),
+        terms: domain::commit::SetChange::default(),
+        timer: Some(Timer { wake_at: at(10), deadline_at: Some(at(20)), reason: "an approval".to_owned() }),
+        at: at(0),
+        command_name: "create",
+        why: "asked for".to_owned(),
+        actor: "user:ann".to_owned(),
+        correlation_id: format!("corr-{n}"),
+        traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned()),
+        tracestate: Some("vendor=1".to_owned()),
+        audit: vec![AuditRecord::new(AuditAction::SkusCreate, entity, serde_json::json!({"n": n}))],
+        outbox: vec![(EventId(Uuid::now_v7()), event(id))],
+        postings: Vec::new(),
+        command: Some(command(None)),
+        requires: Vec::new(),
+        patient: false,
+    }
+}
+
+pub(crate) fn event(id: Uuid) -> Event {
+    Event::SkuStateChanged { sku_id: SkuId(id), from: None, to: "draft".to_owned() }
+}
+
+pub(crate) fn command(consumes: Option<EventId>) -> CommandRecord {
+    let reply = Some(r#"{"ok": true}"#.to_owned());
+    CommandRecord { id: CommandId(Uuid::new_v4()), digest: [7; 32], reply, consumes }
+}
+
+/// The transition after `before`.
+pub(crate) fn next(before: &Commit) -> Commit {
+    Commit {
+        expected_version: before.expected_version + 1,
+        snapshot: format!(r#"{{"version": {}}}"#, before.expected_version + 2),
+        from_state: Some(before.to_state),
+        to_state: "active",
+        command_name: "activate",
+        outbox: vec![(EventId(Uuid::now_v7()), event(before.entity.id))],
+        command: Some(command(None)),
+        ..before.clone()
+    }
+}
+
+/// The transition without other rows.
+pub(crate) fn bare(commit: Commit) -> Commit {
+    Commit { audit: Vec::new(), outbox: Vec::new(), command: None, timer: None, ..commit }
+}

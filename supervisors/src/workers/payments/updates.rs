@@ -1,0 +1,387 @@
+//! Turns the processor's state of a payment, a refund or a dispute into a command to our payment, from every source: a webhook, a processor
+//! call or a reconciliation. Repetitions are harmless, since the payment records a fact once, under the processor's own id.
+
+use actors::sharding::command_id;
+use actors::{AskError, CommandContext, CommandKey, Directory};
+use chrono::{TimeDelta, Utc};
+use domain::authz::authorize;
+use domain::machine::Command as _;
+use domain::payment::{self, Command, Payment, PaymentFailure, Rejection, ReversalStep};
+use domain::{Action, PaymentId, Permit, Principal};
+use edge::processor::{
+    Dispute, DisputeStatus, Processor, ProcessorError, ProcessorPayment, ProcessorPaymentStatus, ProcessorRefundRecord,
+    ProcessorRefundStatus,
+};
+use std::sync::Arc;
+use thiserror::Error;
+use uuid::Uuid;
+
+/// The timeout of a command to a payment.
+const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(5);
+
+/// Updates our payments from the processor's objects, once for each cause.
+#[derive(Clone)]
+pub struct PaymentUpdater {
+    pub(super) directory: Directory,
+    pub(super) processor: Arc<dyn Processor>,
+    permit: Permit,
+    /// The id of the source: a command is applied once for each.
+    cause: Uuid,
+    correlation_id: String,
+    traceparent: Option<String>,
+    tracestate: Option<String>,
+}
+
+/// The outcome of an update.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum UpdateOutcome {
+    /// Our payment has recorded it; `is_new` where it had not before.
+    Done { is_new: bool },
+    /// It concerns no payment of this service.
+    NotOurs,
+    /// It contradicts our payment, and always will: an operator has to look at it.
+    Rejected(String),
+}
+
+/// Why a payment could not be updated now. It can be retried.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum UpdateError {
+    #[error("whose payment it is cannot be asked: {0}")]
+    Processor(#[source] ProcessorError),
+    #[error("payment {payment_id} does not answer: {why}")]
+    Payment { payment_id: PaymentId, why: String },
+}
+
+impl PaymentUpdater {
+    /// As the system's `worker`.
+    ///
+    /// # Errors
+    /// Never in practice: a worker may advance the machines.
+    pub fn new(directory: Directory, processor: Arc<dyn Processor>, worker: &str) -> anyhow::Result<Self> {
+        let permit = authorize(&Principal::system(worker), Action::Advance)?;
+        let (cause, correlation_id) = (Uuid::now_v7(), String::new());
+        Ok(Self { directory, processor, permit, cause, correlation_id, traceparent: None, tracestate: None })
+    }
+
+    /// For updates from the source `cause`: sent twice, a command is applied once.
+    #[must_use]
+    pub fn for_cause(&self, cause: Uuid, correlation_id: impl Into<String>) -> Self {
+        Self { cause, correlation_id: correlation_id.into(), ..self.clone() }
+    }
+
+    /// Within this trace.
+    #[must_use]
+    pub fn traced(mut self, traceparent: Option<String>, tracestate: Option<String>) -> Self {
+        (self.traceparent, self.tracestate) = (traceparent, tracestate);
+        self
+    }
+
+    /// Sends a command to a payment of ours; `about` is the processor's id of the object it concerns.
+    pub(super) async fn ask(
+        &self,
+        payment_id: PaymentId,
+        about: &str,
+        command: Command,
+    ) -> Result<Result<PaymentReply, Rejection>, UpdateError> {
+        let parts = [b"told", self.cause.as_bytes().as_slice(), about.as_bytes(), command.name().as_bytes()];
+        let key = CommandKey { id: command_id(&parts), digest: [0; 32], keep_reply: false, consumes: None };
+        let context = CommandContext::new(&self.permit, self.correlation_id.clone(), Utc::now() + COMMAND_TIMEOUT)
+            .traced(self.traceparent.clone(), self.tracestate.clone())
+            .with_key(key)
+            .urgent();
+        match self.directory.ask::<Payment>(&self.permit, payment_id.0, command, context).await {
+            Ok(answered) => Ok(Ok(PaymentReply { is_new: answered.written, reply: Some(answered.reply) })),
+            Err(AskError::AlreadyDone) => Ok(Ok(PaymentReply { is_new: false, reply: None })),
+            Err(AskError::Rejected(rejection)) => Ok(Err(rejection)),
+            Err(error) => Err(UpdateError::Payment { payment_id, why: error.to_string() }),
+        }
+    }
+
+    async fn update(&self, payment_id: PaymentId, about: &str, command: Command) -> Result<UpdateOutcome, UpdateError> {
+        Ok(match self.ask(payment_id, about, command).await? {
+            Ok(answer) => UpdateOutcome::Done { is_new: answer.is_new },
+            Err(rejection) => rejected(payment_id, &rejection),
+        })
+    }
+
+    /// The payment of ours that the object belongs to, if any: the processor stores our id beside its own.
+    async fn find_payment(&self, of: Option<&str>) -> Result<PaymentLookup, UpdateError> {
+        let Some(of) = of else { return Ok(PaymentLookup::NotOurs) };
+        match self.processor.payment(of).await {
+            Ok(record) => Ok(record.and_then(|it| it.payment_id).map_or(PaymentLookup::NotOurs, PaymentLookup::Ours)),
+            // A retry would be refused too.
+            Err(ProcessorError::Refused { why, .. }) => Ok(PaymentLookup::Refused(why)),
+            Err(error) => Err(UpdateError::Processor(error)),
+        }
+    }
+}
+
+/// The outcome of a rejection. The processor named the payment by an id of ours. So where there is none it is not foreign: it was lost
+/// here, by restoring a backup for example, and with it the record of that money.
+fn rejected(payment_id: PaymentId, why: &Rejection) -> UpdateOutcome {
+    match why {
+        Rejection::NotFound => UpdateOutcome::Rejected(format!("payment {payment_id}, which it names, is not here")),
+        why => UpdateOutcome::Rejected(why.to_string()),
+    }
+}
+
+/// A payment's reply.
+pub(super) struct PaymentReply {
+    pub(super) is_new: bool,
+    /// None where the command was applied before under the same cause.
+    pub(super) reply: Option<payment::Reply>,
+}
+
+enum PaymentLookup {
+    Ours(PaymentId),
+    NotOurs,
+    Refused(String),
+}
+
+/// # Errors
+/// Where it has to be retried.
+pub async fn payment(updater: &PaymentUpdater, record: ProcessorPayment) -> Result<UpdateOutcome, UpdateError> {
+    let Some(payment_id) = record.payment_id else { return Ok(UpdateOutcome::NotOurs) };
+    let ProcessorPayment { processor_id, amount_minor, currency, status, .. } = record;
+    let about = processor_id.clone();
+    let not_paid = |outcome, why| Command::NotPaid { processor_id: processor_id.clone(), outcome, why };
+    let command = match status {
+        // The request that opens a payment reports that.
+        ProcessorPaymentStatus::Open | ProcessorPaymentStatus::Processing => {
+            return Ok(UpdateOutcome::Done { is_new: false });
+        }
+        ProcessorPaymentStatus::Paid { charge_id } => Command::Paid { processor_id, amount_minor, currency, charge_id },
+        ProcessorPaymentStatus::Declined { why } => not_paid(PaymentFailure::Declined, why),
+        ProcessorPaymentStatus::Canceled => not_paid(PaymentFailure::Canceled, "canceled at the processor".to_owned()),
+        ProcessorPaymentStatus::Expired => not_paid(PaymentFailure::Expired, "not paid in time".to_owned()),
+    };
+    match updater.ask(payment_id, &about, command.clone()).await? {
+        Ok(answer) => Ok(UpdateOutcome::Done { is_new: answer.is_new }),
+        // No money has moved, so that it may be ignored.
+        Err(Rejection::NotFound) if matches!(command, Command::NotPaid { .. }) => Ok(UpdateOutcome::NotOurs),
+        Err(rejection) => Ok(rejected(payment_id, &rejection)),
+    }
+}
+
+/// # Errors
+/// Where it has to be retried.
+pub async fn refund(updater: &PaymentUpdater, record: ProcessorRefundRecord) -> Result<UpdateOutcome, UpdateError> {
+    match updater.find_payment(record.of.as_deref()).await? {
+        PaymentLookup::Ours(payment_id) => refund_of(updater, payment_id, record).await,
+        PaymentLookup::NotOurs => Ok(UpdateOutcome::NotOurs),
+        PaymentLookup::Refused(why) => Ok(UpdateOutcome::Rejected(why)),
+    }
+}
+
+/// Records a refund of a payment of ours.
+pub(super) async fn refund_of(
+    updater: &PaymentUpdater,
+    payment_id: PaymentId,
+    record: ProcessorRefundRecord,
+) -> Result<UpdateOutcome, UpdateError> {
+    let ProcessorRefundRecord { processor_refund_id, refund_id, amount_minor, currency, status, .. } = record;
+    let about = processor_refund_id.clone();
+    if let Some(refund_id) = refund_id {
+        let status = match status {
+            ProcessorRefundStatus::Pending => payment::RefundStatus::Pending,
+            ProcessorRefundStatus::Succeeded => payment::RefundStatus::Succeeded,
+            ProcessorRefundStatus::Failed => payment::RefundStatus::Failed,
+        };
+        let processor_refund_id = processor_refund_id.clone();
+        let command = Command::RefundAt { refund_id, processor_refund_id, status, amount_minor };
+        match updater.ask(payment_id, &about, command).await? {
+            Ok(answer) => return Ok(UpdateOutcome::Done { is_new: answer.is_new }),
+            // Our id, but no refund that was requested here, or a second one under it: that money has been paid out as well.
+            Err(Rejection::RefundUnknown | Rejection::PaidTwice { .. }) => {}
+            Err(rejection) => return Ok(rejected(payment_id, &rejection)),
+        }
+    }
+    let what = match status {
+        ProcessorRefundStatus::Pending | ProcessorRefundStatus::Succeeded => ReversalStep::Refund,
+        ProcessorRefundStatus::Failed => ReversalStep::RefundFailed,
+    };
+    let reversed = Command::Reversed { reversal_id: processor_refund_id, what, amount_minor, currency };
+    updater.update(payment_id, &about, reversed).await
+}
+
+/// # Errors
+/// Where it has to be retried.
+pub async fn dispute(updater: &PaymentUpdater, dispute: Dispute) -> Result<UpdateOutcome, UpdateError> {
+    let what = match dispute.status {
+        // No money has moved.
+        DisputeStatus::Inquiry => return Ok(UpdateOutcome::Done { is_new: false }),
+        DisputeStatus::Opened => ReversalStep::DisputeOpened,
+        DisputeStatus::Won => ReversalStep::DisputeWon,
+    };
+    let payment_id = match updater.find_payment(dispute.of.as_deref()).await? {
+        PaymentLookup::Ours(payment_id) => payment_id,
+        PaymentLookup::NotOurs => return Ok(UpdateOutcome::NotOurs),
+        PaymentLookup::Refused(why) => return Ok(UpdateOutcome::Rejected(why)),
+    };
+    let Dispute { dispute_id, amount_minor, currency, .. } = dispute;
+    let about = dispute_id.clone();
+    let reversed = Command::Reversed { reversal_id: dispute_id, what, amount_minor, currency };
+    updater.update(payment_id, &about, reversed).await
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::super::testing::{Bench, INTENT, PAYMENT, REFUND, eur};
+    use super::*;
+    use domain::RefundId;
+
+    fn paid(amount_minor: i64) -> ProcessorPayment {
+        ProcessorPayment {
+            processor_id: INTENT.to_owned(),
+            payment_id: Some(PAYMENT),
+            amount_minor,
+            currency: eur(),
+            status: ProcessorPaymentStatus::Paid { charge_id: Some("ch_1".to_owned()) },
+        }
+    }
+
+    fn refund_record(id: &str, refund_id: Option<RefundId>, status: ProcessorRefundStatus) -> ProcessorRefundRecord {
+        ProcessorRefundRecord {
+            processor_refund_id: id.to_owned(),
+            refund_id,
+            of: Some(INTENT.to_owned()),
+            amount_minor: 400,
+            currency: eur(),
+            status,
+        }
+    }
+
+    fn disputed(status: DisputeStatus) -> Dispute {
+        let (dispute_id, of) = ("dp_1".to_owned(), Some("ch_1".to_owned()));
+        Dispute { dispute_id, of, amount_minor: 1000, currency: eur(), status }
+    }
+
+    const NEWS: Result<UpdateOutcome, UpdateError> = Ok(UpdateOutcome::Done { is_new: true });
+    const KNOWN: Result<UpdateOutcome, UpdateError> = Ok(UpdateOutcome::Done { is_new: false });
+
+    #[tokio::test]
+    async fn paid_status_is_applied_once_for_every_source_and_repetition() {
+        let bench = Bench::open().await;
+        assert_eq!(
+            payment(&bench.updater(1), ProcessorPayment { status: ProcessorPaymentStatus::Processing, ..paid(1000) })
+                .await,
+            KNOWN
+        );
+        assert_eq!(bench.payment().await.paid_at(), None);
+        assert_eq!(payment(&bench.updater(1), paid(1000)).await, NEWS);
+        assert_eq!(payment(&bench.updater(1), paid(1000)).await, KNOWN, "the same update again");
+        assert_eq!(payment(&bench.updater(2), paid(1000)).await, KNOWN, "from another source");
+        let payment = bench.payment().await;
+        assert!(payment.paid_at().is_some());
+        assert_eq!(payment.charge_id.as_deref(), Some("ch_1"));
+    }
+
+    #[tokio::test]
+    async fn unpaid_payment_records_the_reason() {
+        let bench = Bench::open().await;
+        let declined = ProcessorPaymentStatus::Declined { why: "card_declined".to_owned() };
+        assert_eq!(payment(&bench.updater(1), ProcessorPayment { status: declined, ..paid(1000) }).await, NEWS);
+        assert_eq!(bench.payment().await.declined.as_deref(), Some("card_declined"));
+        assert_eq!(
+            payment(&bench.updater(2), ProcessorPayment { status: ProcessorPaymentStatus::Expired, ..paid(1000) })
+                .await,
+            NEWS
+        );
+        assert!(matches!(bench.payment().await.phase, payment::Phase::Expired { .. }));
+    }
+
+    #[tokio::test]
+    async fn foreign_payment_is_not_ours_and_a_different_amount_is_rejected() {
+        let bench = Bench::open().await;
+        let outcome = payment(&bench.updater(1), ProcessorPayment { payment_id: None, ..paid(1000) }).await;
+        assert_eq!(outcome, Ok(UpdateOutcome::NotOurs));
+        assert!(
+            matches!(payment(&bench.updater(1), paid(999)).await, Ok(UpdateOutcome::Rejected(why)) if why.contains("999"))
+        );
+        assert_eq!(bench.payment().await.paid_at(), None);
+    }
+
+    #[tokio::test]
+    async fn paid_status_of_a_lost_payment_is_rejected_for_an_operator() {
+        let bench = Bench::deposited().await;
+        let lost = Some(PaymentId(Uuid::from_u128(99)));
+        let is_rejected = |outcome| matches!(outcome, Ok(UpdateOutcome::Rejected(why)) if why.contains("is not here"));
+        assert!(is_rejected(payment(&bench.updater(1), ProcessorPayment { payment_id: lost, ..paid(1000) }).await));
+        // A payment that was not paid may be unknown.
+        let expired = ProcessorPayment { payment_id: lost, status: ProcessorPaymentStatus::Expired, ..paid(1000) };
+        assert_eq!(payment(&bench.updater(2), expired).await, Ok(UpdateOutcome::NotOurs));
+        bench.processor.record.lock().unwrap().as_mut().unwrap().payment_id = lost;
+        assert!(is_rejected(
+            refund(&bench.updater(3), refund_record("re_1", None, ProcessorRefundStatus::Succeeded)).await
+        ));
+        assert!(is_rejected(
+            refund(&bench.updater(4), refund_record("re_1", Some(REFUND), ProcessorRefundStatus::Pending)).await
+        ));
+        assert!(is_rejected(dispute(&bench.updater(5), disputed(DisputeStatus::Opened)).await));
+    }
+
+    #[tokio::test]
+    async fn own_refund_is_matched_by_our_id_and_a_foreign_one_by_the_processors_id() {
+        let bench = Bench::refunding(400).await;
+        let pending = refund_record("re_1", Some(REFUND), ProcessorRefundStatus::Pending);
+        assert_eq!(refund(&bench.updater(1), pending).await, NEWS);
+        let done = refund_record("re_1", Some(REFUND), ProcessorRefundStatus::Succeeded);
+        assert_eq!(refund(&bench.updater(2), done.clone()).await, NEWS);
+        assert_eq!(refund(&bench.updater(3), done).await, KNOWN);
+        assert_eq!(
+            refund(&bench.updater(4), refund_record("re_2", None, ProcessorRefundStatus::Succeeded)).await,
+            NEWS
+        );
+        let payment = bench.payment().await;
+        assert_eq!(payment.left_minor(), 200);
+        assert_eq!(payment.reversals.keys().collect::<Vec<_>>(), ["re_2"]);
+        assert_eq!(refund(&bench.updater(5), refund_record("re_2", None, ProcessorRefundStatus::Failed)).await, NEWS);
+        assert_eq!(bench.payment().await.left_minor(), 600);
+    }
+
+    #[tokio::test]
+    async fn second_refund_under_our_id_is_recorded_as_a_reversal() {
+        let bench = Bench::refunding(400).await;
+        for id in ["re_1", "re_2"] {
+            let record = refund_record(id, Some(REFUND), ProcessorRefundStatus::Succeeded);
+            assert_eq!(refund(&bench.updater(1), record).await, NEWS);
+        }
+        let unheard_of = refund_record("re_3", Some(RefundId(Uuid::from_u128(77))), ProcessorRefundStatus::Pending);
+        assert_eq!(refund(&bench.updater(1), ProcessorRefundRecord { amount_minor: 100, ..unheard_of }).await, NEWS);
+        let payment = bench.payment().await;
+        assert_eq!(payment.left_minor(), 100);
+        assert_eq!(payment.reversals.keys().collect::<Vec<_>>(), ["re_2", "re_3"]);
+    }
+
+    #[tokio::test]
+    async fn dispute_debits_and_a_won_one_credits_and_an_inquiry_does_neither() {
+        let bench = Bench::deposited().await;
+        assert_eq!(dispute(&bench.updater(1), disputed(DisputeStatus::Inquiry)).await, KNOWN);
+        assert_eq!(dispute(&bench.updater(1), disputed(DisputeStatus::Opened)).await, NEWS);
+        assert_eq!(bench.payment().await.left_minor(), 0);
+        assert_eq!(dispute(&bench.updater(2), disputed(DisputeStatus::Won)).await, NEWS);
+        assert_eq!(dispute(&bench.updater(3), disputed(DisputeStatus::Opened)).await, KNOWN, "late");
+        assert_eq!(bench.payment().await.left_minor(), 1000);
+    }
+
+    #[tokio::test]
+    async fn payment_of_an_object_is_looked_up_at_the_processor_or_the_update_is_retried() {
+        let bench = Bench::deposited().await;
+        let of_nobody =
+            ProcessorRefundRecord { of: None, ..refund_record("re_1", None, ProcessorRefundStatus::Succeeded) };
+        assert_eq!(refund(&bench.updater(1), of_nobody).await, Ok(UpdateOutcome::NotOurs));
+        let of_another = Some("pi_theirs".to_owned());
+        let of_another =
+            ProcessorRefundRecord { of: of_another, ..refund_record("re_1", None, ProcessorRefundStatus::Succeeded) };
+        assert_eq!(refund(&bench.updater(1), of_another).await, Ok(UpdateOutcome::NotOurs));
+        let gone = ProcessorError::Later("gone".to_owned());
+        bench.processor.fail_next(gone.clone());
+        let outcome = refund(&bench.updater(1), refund_record("re_1", None, ProcessorRefundStatus::Succeeded)).await;
+        assert_eq!(outcome, Err(UpdateError::Processor(gone)));
+        bench.processor.fail_next(ProcessorError::Refused { code: None, why: "no id".to_owned() });
+        let outcome = dispute(&bench.updater(1), disputed(DisputeStatus::Opened)).await;
+        assert_eq!(outcome, Ok(UpdateOutcome::Rejected("no id".to_owned())));
+        assert!(bench.payment().await.reversals.is_empty());
+    }
+}

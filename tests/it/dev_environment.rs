@@ -1,0 +1,151 @@
+//! `gpuaas dev`, which `deploy/up` runs: a restart continues with the state of the last run.
+
+use crate::external_tools::tools;
+use secrecy::SecretString;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::time::{Duration, Instant};
+use supervisors::dev::api::{DevApi, https_client, log_in};
+use supervisors::dev::process::{ChildProcess, Launch, tail};
+use supervisors::dev::{files, identity};
+use wire::bundle::Variables;
+
+const UP: &str = "Up until Ctrl-C";
+const UP_WITHIN: Duration = Duration::from_secs(120);
+
+/// A development environment in a folder of its own, whose tenants are no users of this machine.
+struct DevEnvironment {
+    folder: tempfile::TempDir,
+    starts: usize,
+    process: Option<ChildProcess>,
+}
+
+impl DevEnvironment {
+    fn new() -> Self {
+        Self { folder: tempfile::tempdir().unwrap(), starts: 0, process: None }
+    }
+
+    fn log(&self) -> std::path::PathBuf {
+        self.folder.path().join(format!("start-{}.log", self.starts))
+    }
+
+    fn launch(&mut self, flags: &[&str]) -> ChildProcess {
+        self.starts += 1;
+        let program = files::find_sibling(&std::env::current_exe().unwrap(), "gpuaas").unwrap();
+        let launch = Launch::new("gpuaas dev", program, self.log())
+            .arguments(["dev", "--sandbox", "--dir"])
+            .argument(self.folder.path().join("dev"))
+            .arguments(flags)
+            .variable("GPUAAS_TOOLS_DIR", tools())
+            .stop_signal(nix::sys::signal::Signal::SIGINT);
+        launch.spawn().unwrap()
+    }
+
+    /// Starts it and waits until it is up. Returns its output.
+    async fn up(&mut self, flags: &[&str]) -> String {
+        self.process = Some(self.launch(flags));
+        let until = Instant::now() + UP_WITHIN;
+        loop {
+            let output = std::fs::read_to_string(self.log()).unwrap_or_default();
+            if output.contains(UP) {
+                return output;
+            }
+            let process = self.process.as_mut().unwrap();
+            assert!(process.is_running() && Instant::now() < until, "{}", tail(&self.log(), 40));
+            tokio::time::sleep(Duration::from_millis(200)).await;
+        }
+    }
+
+    /// The variables of `.dev/env`, without those that differ from start to start.
+    fn variables(&self) -> Vec<(String, String)> {
+        let text = std::fs::read_to_string(self.folder.path().join("dev/env")).unwrap();
+        let plain: String =
+            text.lines().filter_map(|line| line.strip_prefix("export ")).map(|line| line.to_owned() + "\n").collect();
+        let variables = Variables::parse(&plain).unwrap();
+        let names = plain.lines().filter_map(|line| line.split_once('=')).map(|(name, _)| name);
+        let kept = names.filter(|name| !name.starts_with("SVC_REPLICA_PID"));
+        kept.map(|name| (name.to_owned(), variables.get(name).unwrap().to_owned())).collect()
+    }
+
+    async fn user(&self) -> DevApi {
+        let variables = self.variables();
+        let get = |name: &str| variables.iter().find(|(known, _)| known == name).unwrap().1.clone();
+        let (secret, password): (SecretString, SecretString) =
+            (get("SVC_CLIENT_SECRET").into(), get("SVC_USER_PASSWORD").into());
+        let client = (identity::CLIENT_ID, &secret);
+        let token = log_in(&get("SVC_AUTH_URL"), identity::REALM, client, ("user", &password)).await.unwrap();
+        let http = https_client(Path::new(&get("SVC_CA_BUNDLE_PATH"))).unwrap();
+        DevApi::new(http, &get("SVC_BASE_URL"), token)
+    }
+}
+
+async fn expect_state(user: &DevApi, path: &str, state: &str) -> Value {
+    user.wait_for(path, state, Duration::from_secs(60), |found| Ok((found["state"] == state).then(|| found.clone())))
+        .await
+        .unwrap()
+}
+
+#[test]
+fn programs_print_their_name_and_version() {
+    let this = std::env::current_exe().unwrap();
+    for name in ["gpuaas", "gpuctl", "gpuaas-agent"] {
+        let program = files::find_sibling(&this, name).unwrap();
+        let printed = std::process::Command::new(program).arg("--version").output().unwrap();
+        assert!(printed.status.success(), "{printed:?}");
+        assert_eq!(String::from_utf8_lossy(&printed.stdout), format!("{name} {}\n", env!("CARGO_PKG_VERSION")));
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn restart_keeps_data_addresses_and_passwords() {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let mut environment = DevEnvironment::new();
+    let output = environment.up(&["--gpus", "2"]).await;
+    for next in ["/api/v1/docs", "dev/env", "gpuctl login"] {
+        assert!(output.contains(next), "{next}: {output}");
+    }
+    let before = environment.variables();
+    let user = environment.user().await;
+    let sku = user.get("/api/v1/skus").await.unwrap()["items"][0]["name"].clone();
+    let rented = user.post("/api/v1/allocations", &json!({ "sku": sku, "gpu_count": 1 })).await.unwrap();
+    let path = format!("/api/v1/allocations/{}", rented["id"].as_str().unwrap());
+    expect_state(&user, &path, "active").await;
+    let entries = async |user: &DevApi| user.get("/api/v1/billing/ledger?limit=200").await.unwrap()["items"].clone();
+    let ledger = entries(&user).await;
+
+    // A second one in the same folder is refused, with what to do.
+    let mut second = environment.launch(&[]);
+    let until = Instant::now() + UP_WITHIN;
+    while second.is_running() {
+        assert!(Instant::now() < until, "{}", tail(&environment.log(), 5));
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    assert!(tail(&environment.log(), 5).contains("--dir"), "{}", tail(&environment.log(), 5));
+
+    for crash in [false, true] {
+        let running = environment.process.as_mut().unwrap();
+        if crash {
+            running.kill9();
+        } else {
+            running.stop(Duration::from_secs(40)).await;
+        }
+        environment.up(&[]).await;
+        assert_eq!(environment.variables(), before, "crash: {crash}");
+        let user = environment.user().await;
+        expect_state(&user, &path, "active").await;
+        let now = entries(&user).await;
+        let is_there = |entry: &Value| now.as_array().unwrap().iter().any(|found| found == entry);
+        assert!(ledger.as_array().unwrap().iter().all(is_there), "{ledger} is not in {now}");
+    }
+    // Its agent continues, too.
+    let user = environment.user().await;
+    user.post(&format!("{path}/release"), &json!({})).await.unwrap();
+    expect_state(&user, &path, "released").await;
+
+    environment.process.as_mut().unwrap().stop(Duration::from_secs(40)).await;
+    environment.up(&["--fresh"]).await;
+    let missing = environment.user().await.get(&path).await.unwrap_err().to_string();
+    assert!(missing.contains("404"), "{missing}");
+    assert_ne!(environment.variables(), before);
+    environment.process.as_mut().unwrap().stop(Duration::from_secs(40)).await;
+}

@@ -1,0 +1,56 @@
+//! Idempotent replays over several replicas, after the references of the request and the replica that answered it are gone.
+
+use reqwest::Method;
+use serde_json::{Value, json};
+use tests::cluster::client::{ApiResponse, Client};
+use tests::cluster::{TestCluster, id_of, ssh_public_key};
+
+async fn rent(client: &Client, body: &Value) -> ApiResponse {
+    rent_under(client, "k", body).await
+}
+
+async fn rent_under(client: &Client, key: &str, body: &Value) -> ApiResponse {
+    client.send(client.request(Method::POST, "/api/v1/allocations").header("Idempotency-Key", key).json(body)).await
+}
+
+fn is_replayed(answer: &ApiResponse) -> bool {
+    answer.headers.get("idempotency-replayed").is_some_and(|value| value == "true")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn rental_is_replayed_by_every_replica_after_its_references_are_gone_and_its_replica_is_dead() {
+    let mut cluster = TestCluster::builder().replicas(3).start().await;
+    let sku = cluster.offer_sku("h100", 8).await;
+    let key = json!({ "name": "laptop", "public_key": ssh_public_key("laptop") });
+    let key = id_of(&cluster.user.post("/api/v1/ssh-keys", &key).await.created());
+    let body = json!({ "sku": "h100", "gpu_count": 1, "queue_seconds": 600, "ssh_key_ids": [key] });
+    let first = rent(&cluster.at_replica(0, "user"), &body).await;
+    assert!(!is_replayed(&first), "{first}");
+    let made = first.created();
+    // The missing reference of a refused request is created later, and does not change the replayed error.
+    let unknown = json!({ "sku": "b200", "gpu_count": 1 });
+    rent_under(&cluster.at_replica(0, "user"), "l", &unknown).await.expect_error(400, "invalid_request");
+
+    cluster.at_replica(1, "user").delete(&format!("/api/v1/ssh-keys/{key}")).await;
+    let review = json!({ "reason": "x", "impact_review": "few", "rollback_plan": "activate it" });
+    for approver in [&cluster.admin, &cluster.second_admin] {
+        approver.post(&format!("/api/v1/admin/skus/{sku}/deactivate"), &review).await.accepted();
+    }
+    cluster.offer_sku("b200", 8).await;
+    cluster.kill9_replica(0);
+    for replica in [1, 2] {
+        let again = rent(&cluster.at_replica(replica, "user"), &body).await;
+        assert!(is_replayed(&again), "{again}");
+        assert_eq!(again.created(), made);
+        let refused = rent_under(&cluster.at_replica(replica, "user"), "l", &unknown).await;
+        assert!(is_replayed(&refused), "{refused}");
+        refused.expect_error(400, "invalid_request");
+    }
+    // After a crash between the commit and the response, only the machine's reply is stored.
+    sqlx::query("UPDATE command SET answer = NULL WHERE reply IS NOT NULL").execute(&cluster.pool).await.unwrap();
+    let again = rent(&cluster.at_replica(2, "user"), &body).await;
+    assert!(is_replayed(&again), "{again}");
+    assert_eq!(id_of(&again.created()), id_of(&made));
+    cluster.restart_replica(0).await;
+    cluster.shutdown().await;
+}

@@ -1,0 +1,270 @@
+//! Webhooks of the payment processor, real and forged: authenticated, stored once, and processed once, whatever crashes meanwhile.
+
+use nix::sys::signal::Signal;
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+use tests::cluster::fake_processor::{FakeProcessor, event, intent, signature};
+use tests::cluster::{CREDIT, TestCluster, WAIT_TIMEOUT};
+
+const BALANCE: &str = "/api/v1/billing/balance";
+const EVENTS: &str = "/api/v1/admin/billing/processor-events";
+
+/// The processor event of this id, once it is in this state.
+async fn wait_for_event(cluster: &TestCluster, event_id: &str, state: &str) -> Value {
+    let path = format!("{EVENTS}?event_id={event_id}");
+    let wanted = |page: &Value| page["items"][0]["state"] == state;
+    cluster.admin.wait_until(&path, &format!("{event_id} is {state}"), wanted).await["items"][0].clone()
+}
+
+async fn expect_balance(cluster: &TestCluster, minor: i64) {
+    let wanted = |balance: &Value| balance["balance_minor"] == minor;
+    cluster.user.wait_until(BALANCE, &format!("the balance is {minor}"), wanted).await;
+}
+
+/// The postings of the account: kind and amount.
+async fn postings(cluster: &TestCluster) -> Vec<(String, i64)> {
+    let page = cluster.user.get("/api/v1/billing/ledger?limit=200").await.ok();
+    let posting =
+        |it: &Value| (it["kind"].as_str().unwrap().to_owned(), it["change_micro"].as_i64().unwrap() / 1_000_000);
+    let mut all: Vec<_> = page["items"].as_array().unwrap().iter().map(posting).collect();
+    all.reverse();
+    // The first is the initial credit.
+    all.split_off(1)
+}
+
+/// The sum of a metric over all replicas.
+async fn metric_total(cluster: &TestCluster, name: &str) -> u64 {
+    let mut sum = 0;
+    for replica in &cluster.replicas {
+        let text = reqwest::get(format!("{}/metrics", replica.operations_url())).await.unwrap().text().await.unwrap();
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        sum += line.unwrap_or_else(|| panic!("there is no {name}")).parse::<u64>().unwrap();
+    }
+    sum
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn payment_event_sent_a_hundred_times_to_two_replicas_is_deposited_once() {
+    let fake_processor = FakeProcessor::start().await;
+    let cluster = fake_processor.configure(TestCluster::builder().replicas(2)).start().await;
+    let payment = cluster.insert_open_payment("user", 5_000, "pi_1").await;
+    let paid = event("evt_1", "payment_intent.succeeded", &intent("pi_1", payment, 5_000, "succeeded"));
+    let deliveries = (0..100).map(|turn| cluster.deliver(turn % 2, &paid));
+    for answer in futures::future::join_all(deliveries).await {
+        assert_eq!(answer.ok(), json!({ "received": true }));
+    }
+    expect_balance(&cluster, CREDIT + 5_000).await;
+    let event = wait_for_event(&cluster, "evt_1", "processed").await;
+    assert_eq!((event["outcome"].as_str(), event["object_id"].as_str()), (Some("told"), Some("pi_1")));
+    assert_eq!(postings(&cluster).await, [("deposit".to_owned(), 5_000)]);
+    for (name, expected) in [
+        ("webhook_events_received_total", 100),
+        ("webhook_processed_success_total", 1),
+        ("webhook_signature_failures_total", 0),
+        ("webhook_invalid_payload_total", 0),
+        ("webhook_persist_failures_total", 0),
+        ("webhook_processing_failures_total", 0),
+        ("payments_reconcile_failed_total", 0),
+    ] {
+        assert_eq!(metric_total(&cluster, name).await, expected, "{name}");
+    }
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn event_that_the_processor_did_not_sign_is_refused_and_not_stored() {
+    let fake_processor = FakeProcessor::start().await;
+    let cluster = fake_processor.configure(TestCluster::builder()).start().await;
+    let payment = cluster.insert_open_payment("user", 5_000, "pi_1").await;
+    let paid = event("evt_1", "payment_intent.succeeded", &intent("pi_1", payment, 5_000, "succeeded"));
+    let compact = serde_json::from_str::<Value>(&paid).unwrap().to_string();
+    let good = signature("v1", 0, &paid);
+    for (what, signature, body, reason) in [
+        ("wrong", good.replace("v1=", "v1=00"), &paid, "signature_wrong"),
+        ("of another body", good.clone(), &paid.replace("5000", "9000"), "signature_wrong"),
+        ("re-serialised on the way", good.clone(), &compact, "signature_wrong"),
+        ("v0 alone", signature("v0", 0, &paid), &paid, "signature_scheme"),
+        ("old", signature("v1", 301, &paid), &paid, "signature_too_old"),
+        ("ahead", signature("v1", -310, &paid), &paid, "signature_too_new"),
+        ("none", String::new(), &paid, "signature_unreadable"),
+    ] {
+        let answer = cluster.try_deliver(0, &signature, body).await.unwrap();
+        let details = &answer.expect_error(400, "invalid_request").body["details"];
+        assert_eq!(
+            (details["reason"].as_str(), details["service"].as_str()),
+            (Some(reason), Some("webhook")),
+            "{what}"
+        );
+    }
+    assert_eq!(cluster.admin.get(EVENTS).await.ok()["items"], json!([]));
+    assert_eq!(metric_total(&cluster, "webhook_signature_failures_total").await, 7);
+    expect_balance(&cluster, CREDIT).await;
+    // The same event with a valid signature.
+    cluster.deliver(0, &paid).await.ok();
+    expect_balance(&cluster, CREDIT + 5_000).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn events_in_any_order_have_the_same_result() {
+    let fake_processor = FakeProcessor::start().await;
+    let cluster = fake_processor.configure(TestCluster::builder()).start().await;
+    let payment = cluster.insert_open_payment("user", 5_000, "pi_1").await;
+    let (open, paid) =
+        (intent("pi_1", payment, 5_000, "requires_payment_method"), intent("pi_1", payment, 5_000, "succeeded"));
+    fake_processor.set_intent(&paid);
+    let refund = |status: &str| {
+        json!({
+            "id": "re_1", "object": "refund", "amount": 2_000, "currency": "usd", "status": status, "payment_intent": "pi_1",
+            "charge": "ch_pi_1", "metadata": {},
+        })
+    };
+    let dispute = |status: &str| {
+        json!({
+            "id": "dp_1", "object": "dispute", "amount": 3_000, "currency": "usd", "status": status, "payment_intent": "pi_1",
+            "charge": "ch_pi_1",
+        })
+    };
+    // In reverse order: the refund and the dispute before the charge, the last event of each before the first.
+    for (id, event_type, object) in [
+        ("evt_6", "charge.dispute.closed", dispute("won")),
+        ("evt_5", "charge.dispute.created", dispute("needs_response")),
+        ("evt_4", "refund.updated", refund("succeeded")),
+        ("evt_3", "refund.created", refund("pending")),
+        ("evt_2", "payment_intent.succeeded", paid.clone()),
+        ("evt_1", "payment_intent.payment_failed", open),
+    ] {
+        cluster.deliver(0, &event(id, event_type, &object)).await.ok();
+        assert_eq!(wait_for_event(&cluster, id, "processed").await["outcome"], "told", "{event_type}");
+    }
+    expect_balance(&cluster, CREDIT + 3_000).await;
+    let list = json!({ "object": "list", "has_more": false, "data": [refund("succeeded")] });
+    fake_processor.set_object("/v1/refunds", list);
+    // A charge without its refunds: they are looked up, and were known.
+    let charge = json!({ "id": "ch_pi_1", "object": "charge", "amount_refunded": 2_000, "payment_intent": "pi_1" });
+    cluster.deliver(0, &event("evt_7", "charge.refunded", &charge)).await.ok();
+    wait_for_event(&cluster, "evt_7", "processed").await;
+    expect_balance(&cluster, CREDIT + 3_000).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn event_of_a_foreign_payment_is_ignored_and_counted() {
+    let fake_processor = FakeProcessor::start().await;
+    let cluster = fake_processor.configure(TestCluster::builder()).start().await;
+    let mut foreign = intent("pi_9", domain::PaymentId(uuid::Uuid::now_v7()), 5_000, "succeeded");
+    foreign["metadata"] = json!({});
+    let theirs = json!({
+        "id": "re_9", "object": "refund", "amount": 1, "currency": "usd", "status": "succeeded", "payment_intent": "pi_9",
+        "metadata": {},
+    });
+    for (id, event_type, object, outcome) in [
+        ("evt_1", "payment_intent.succeeded", foreign, "not_ours"),
+        ("evt_2", "refund.created", theirs, "not_ours"),
+        ("evt_3", "customer.created", json!({ "id": "cus_1", "name": "Ann Example" }), "nothing_to_do"),
+    ] {
+        cluster.deliver(0, &event(id, event_type, &object)).await.ok();
+        assert_eq!(wait_for_event(&cluster, id, "processed").await["outcome"], outcome, "{event_type}");
+    }
+    assert_eq!(metric_total(&cluster, "webhook_not_ours_total").await, 2);
+    assert_eq!(metric_total(&cluster, "webhook_processed_success_total").await, 3);
+    expect_balance(&cluster, CREDIT).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn event_that_contradicts_its_payment_waits_for_an_operator_and_posts_nothing() {
+    let fake_processor = FakeProcessor::start().await;
+    let cluster =
+        fake_processor.configure(TestCluster::builder().policy("billing.webhook_max_attempts", 1)).start().await;
+    let payment = cluster.insert_open_payment("user", 5_000, "pi_1").await;
+    let paid = intent("pi_1", payment, 5_000, "succeeded");
+    let mut other_currency = paid.clone();
+    other_currency["currency"] = json!("eur");
+    for (id, object) in [("evt_1", other_currency), ("evt_2", intent("pi_1", payment, 4_999, "succeeded"))] {
+        cluster.deliver(0, &event(id, "payment_intent.succeeded", &object)).await.ok();
+        let dead = wait_for_event(&cluster, id, "dead").await;
+        assert_eq!((dead["overdue"].as_bool(), dead["attempts"].as_u64()), (Some(true), Some(1)));
+        assert!(dead["last_error"].as_str().unwrap().contains("5000"), "{dead}");
+    }
+    assert_eq!(metric_total(&cluster, "webhook_processing_failures_total").await, 2);
+    expect_balance(&cluster, CREDIT).await;
+    let dead = cluster.admin.get(&format!("{EVENTS}?state=dead")).await.ok();
+    let ids: Vec<_> =
+        dead["items"].as_array().unwrap().iter().map(|it| it["id"].as_str().unwrap().to_owned()).collect();
+    assert_eq!(ids.len(), 2);
+    let why = json!({ "reason": "looked at it at the processor" });
+    cluster.admin.post(&format!("{EVENTS}/{}/retry", ids[0]), &why).await.ok();
+    wait_for_event(&cluster, "evt_1", "dead").await;
+    let dismissed = cluster.admin.post(&format!("{EVENTS}/{}/dismiss", ids[1]), &why).await.ok();
+    assert_eq!(dismissed["state"], "dismissed");
+    // Nor is a payment deposited that is lost in the database: an operator has to find its payer.
+    let lost = intent("pi_9", domain::PaymentId(uuid::Uuid::now_v7()), 5_000, "succeeded");
+    cluster.deliver(0, &event("evt_4", "payment_intent.succeeded", &lost)).await.ok();
+    let dead = wait_for_event(&cluster, "evt_4", "dead").await;
+    assert!(dead["last_error"].as_str().unwrap().contains("is not here"), "{dead}");
+    // A valid event is processed as usual.
+    cluster.deliver(0, &event("evt_3", "payment_intent.succeeded", &paid)).await.ok();
+    expect_balance(&cluster, CREDIT + 5_000).await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn crash_between_receipt_and_processing_of_an_event_loses_nothing() {
+    let fake_processor = FakeProcessor::start().await;
+    let mut cluster = fake_processor.configure(TestCluster::builder()).start().await;
+    let payment = cluster.insert_open_payment("user", 5_000, "pi_1").await;
+    let paid = event("evt_1", "payment_intent.succeeded", &intent("pi_1", payment, 5_000, "succeeded"));
+    // Each commit is delayed, so that the crash can be in between.
+    cluster.delay_commits_by(Duration::from_millis(200)).await;
+    cluster.deliver(0, &paid).await.ok();
+    cluster.kill9_replica(0);
+    assert_eq!(cluster.count_transitions("processor_event", "receive").await, 1, "what was answered is stored");
+    assert_eq!(cluster.count_transitions("processor_event", "processed").await, 0, "and nothing more");
+    cluster.restart_replica(0).await;
+    wait_for_event(&cluster, "evt_1", "processed").await;
+    expect_balance(&cluster, CREDIT + 5_000).await;
+    assert_eq!(postings(&cluster).await, [("deposit".to_owned(), 5_000)]);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn postgres_outage_makes_the_processor_resend_and_loses_nothing() {
+    let fake_processor = FakeProcessor::start().await;
+    let mut cluster = fake_processor.configure(TestCluster::builder()).start().await;
+    let payment = cluster.insert_open_payment("user", 5_000, "pi_1").await;
+    let paid = event("evt_1", "payment_intent.succeeded", &intent("pi_1", payment, 5_000, "succeeded"));
+    cluster.postgres.stop().await;
+    let answer = cluster.deliver(0, &paid).await;
+    assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE, "{answer}");
+    assert!(answer.headers.contains_key("retry-after"));
+    assert!(metric_total(&cluster, "webhook_persist_failures_total").await >= 1);
+    cluster.postgres.start_again().await.unwrap();
+    cluster.deliver_until_accepted(0, &paid).await;
+    expect_balance(&cluster, CREDIT + 5_000).await;
+    assert_eq!(postings(&cluster).await, [("deposit".to_owned(), 5_000)]);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn webhook_role_runs_in_a_process_of_its_own() {
+    let fake_processor = FakeProcessor::start().await;
+    let builder = fake_processor.configure(TestCluster::builder().replicas(2)).variable_of(1, "SVC_ROLES", "webhook");
+    let cluster = builder.start().await;
+    let payment = cluster.insert_open_payment("user", 5_000, "pi_1").await;
+    let paid = event("evt_1", "payment_intent.succeeded", &intent("pi_1", payment, 5_000, "succeeded"));
+    // Postgres is stopped for a while: the response is sent when the event is stored, and not before.
+    cluster.signal_replica(0, Signal::SIGSTOP);
+    let began = Instant::now();
+    let (answer, ()) = tokio::join!(cluster.deliver(1, &paid), async {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        cluster.signal_replica(0, Signal::SIGCONT);
+    });
+    assert!(began.elapsed() >= Duration::from_secs(1) && began.elapsed() < WAIT_TIMEOUT);
+    if !answer.status.is_success() {
+        cluster.deliver_until_accepted(1, &paid).await;
+    }
+    expect_balance(&cluster, CREDIT + 5_000).await;
+    cluster.shutdown().await;
+}

@@ -1,0 +1,55 @@
+//! Every role of the specification in a process of its own.
+
+use crate::billing::{allocation_request, expect_exact, expensive_sku};
+use serde_json::Value;
+use std::net::TcpListener;
+use std::time::Duration;
+use supervisors::config::ProcessRole;
+use tests::cluster::{AllocationHandle, TestCluster, id_of};
+
+const GATEWAY: usize = 2;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn roles_in_processes_of_their_own_rent_and_bill_together_and_serve_metrics() {
+    let mut builder = TestCluster::builder().replicas(ProcessRole::ALL.len()).policy("billing.window_seconds", 1);
+    for (index, role) in ProcessRole::ALL.iter().enumerate() {
+        builder = builder.variable_of(index, "SVC_ROLES", role.name());
+    }
+    assert_eq!(ProcessRole::ALL[GATEWAY], ProcessRole::TerminalGateway);
+    // The gateway's listener is not behind the balancer of the public API.
+    let elsewhere = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let mut cluster = builder.variable_of(GATEWAY, "SVC_PUBLIC_LISTEN", &elsewhere.to_string()).start().await;
+    expensive_sku(&mut cluster).await;
+    cluster.node("dear").await;
+    let rented = cluster.user.post("/api/v1/allocations", &allocation_request(1)).await.created();
+    let rented = AllocationHandle::new(id_of(&rented), cluster.user.clone());
+    rented.expect_state("active").await;
+
+    // The account is owned by the process with the entities, which does not run accrual; the relay has no entities, and publishes.
+    let charged = |page: &Value| {
+        page["items"].as_array().is_some_and(|items| {
+            items.iter().filter(|posting| posting["allocation_id"] == rented.id.to_string()).count() >= 3
+        })
+    };
+    let limit = Duration::from_secs(30);
+    cluster.user.wait_within(limit, "/api/v1/billing/ledger?limit=50", "three windows are charged", charged).await;
+    rented.release().await;
+    rented.expect_state("released").await;
+    expect_exact(&cluster.user).await;
+
+    let report = cluster.admin.get("/api/v1/admin/runtime/cluster").await.ok();
+    let members = report["members"].as_array().unwrap();
+    for (replica, role) in cluster.replicas.iter().zip(ProcessRole::ALL) {
+        let page = reqwest::get(format!("{}/metrics", replica.operations_url())).await.unwrap().text().await.unwrap();
+        let has = |line: &str| page.lines().any(|at| at == line);
+        assert!(page.contains(&format!("roles=\"{}\"", role.name())), "{role:?}: {page}");
+        for other in ProcessRole::ALL {
+            assert!(has(&format!("cluster_role_members{{role=\"{}\"}} 1", other.name())), "{role:?} sees {other:?}");
+        }
+        let owns = if role == ProcessRole::Entities { "256" } else { "0" };
+        assert!(has(&format!("shards_owned {owns}")), "{role:?}");
+        let reported = members.iter().find(|member| member["name"] == replica.name()).unwrap();
+        assert_eq!(reported["roles"], serde_json::json!([role.name()]));
+    }
+    cluster.shutdown().await;
+}

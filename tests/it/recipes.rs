@@ -1,0 +1,261 @@
+//! The recipes of the book (`deploy/docs/src`), run word by word: the commands are taken out of its pages and run in a shell in a checkout.
+
+use crate::browser::Browser;
+use crate::gpuctl::serving;
+use crate::ssh_access::SshNode;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+use supervisors::dev::environment::EnvironmentFile;
+use supervisors::dev::process::free_port;
+use tests::cluster::gpuctl::PtySession;
+use tests::cluster::{TestCluster, WAIT_TIMEOUT};
+use tokio::process::Command;
+
+/// A recipe: a page of the book and a heading of it. The shell code below the heading, up to the next one, is the recipe's.
+type Recipe = (&'static str, &'static str);
+
+const BY_HAND: [Recipe; 4] = [
+    ("start/main-job.md", "Prepare a shell"),
+    ("start/main-job.md", "Offer a SKU"),
+    ("start/main-job.md", "Register a node"),
+    ("start/main-job.md", "Start its agent"),
+];
+const TROUBLESHOOTING: [Recipe; 4] = [
+    ("operator/troubleshooting.md", "Prepare the shell"),
+    ("operator/troubleshooting.md", "A lost agent key"),
+    ("operator/troubleshooting.md", "An expired certificate"),
+    ("operator/troubleshooting.md", "A node moved behind a proxy"),
+];
+const CA_ROTATION: Recipe = ("operator/keys.md", "Rotate the node CA");
+const IN_A_BROWSER: [Recipe; 2] =
+    [("start/main-job.md", "Rent GPUs"), ("start/main-job.md", "Open a terminal in a browser")];
+const BY_SSH: [Recipe; 2] = [("start/main-job.md", "Prepare a shell"), ("start/main-job.md", "Log in by SSH")];
+const BY_COMMAND_LINE: [Recipe; 6] = [
+    ("user/login.md", "Log in"),
+    ("user/renting.md", "Rent"),
+    ("user/terminals.md", "From the command line"),
+    ("user/recordings.md", "Play a recording"),
+    ("user/ssh-keys.md", "Log in"),
+    ("operator/administration.md", "By command line"),
+];
+const PAYING: [Recipe; 2] = [("user/login.md", "Log in"), ("user/billing.md", "Pay in a development environment")];
+
+/// What `deploy/up` gives its replicas, and tells in `.dev/env`.
+const REFRESH: (&str, &str) =
+    ("INTERNAL_JWKS_REFRESH_TOKEN", "0707070707070707070707070707070707070707070707070707070707070707");
+
+/// As long as all of it may take.
+const WITHIN: Duration = Duration::from_secs(300);
+
+fn checkout() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+}
+
+/// The shell code of a recipe.
+fn recipe((page, title): Recipe) -> String {
+    let text = fs::read_to_string(checkout().join("deploy/docs/src").join(page)).unwrap();
+    let mut lines = text.lines().skip_while(|line| line.strip_prefix("## ") != Some(title));
+    assert!(lines.next().is_some(), "{page} has no heading {title:?}");
+    let (mut code, mut is_code) = (String::new(), false);
+    for line in lines.take_while(|line| !line.starts_with("## ")) {
+        match line {
+            "```sh" => is_code = true,
+            "```" => is_code = false,
+            line if is_code => code.extend([line, "\n"]),
+            _ => {}
+        }
+    }
+    assert!(!code.is_empty(), "{page} has no commands under {title:?}");
+    code
+}
+
+/// Recipes one after the other, each under its page and title.
+fn recipes(recipes: &[Recipe]) -> String {
+    recipes.iter().map(|&(page, title)| format!("echo '--- {page}: {title}'\n{}", recipe((page, title)))).collect()
+}
+
+/// What a checkout in which `deploy/up` runs is to a shell.
+struct Followed {
+    folder: tempfile::TempDir,
+    _env: EnvironmentFile,
+}
+
+impl Followed {
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+}
+
+fn followed(cluster: &TestCluster) -> Followed {
+    let folder = tempfile::tempdir().unwrap();
+    let built = cluster.settings.executable.parent().unwrap().to_owned();
+    fs::create_dir_all(folder.path().join("target")).unwrap();
+    fs::create_dir_all(folder.path().join(".dev/run")).unwrap();
+    symlink(built, folder.path().join("target/debug")).unwrap();
+    symlink(checkout().join("deploy"), folder.path().join("deploy")).unwrap();
+    let tools = std::env::var_os("GPUAAS_TOOLS_DIR").map_or_else(|| checkout().join(".dev/tools"), PathBuf::from);
+    symlink(tools, folder.path().join(".dev/tools")).unwrap();
+    let (settings, replicas) = (&cluster.settings, &cluster.replicas);
+    let env =
+        supervisors::dev::variables(settings, replicas, &cluster.identity, &cluster.nats, &cluster.postgres).unwrap();
+    let _env = env.write(&folder.path().join(".dev/env")).unwrap();
+    Followed { folder, _env }
+}
+
+/// Follows a script where the checkout is, and says whether it went well and what it said.
+async fn transcript(script: &str, folder: &Path) -> (bool, String) {
+    let mut shell = Command::new("bash");
+    shell.arg("-c").arg(script).current_dir(folder).stdin(Stdio::null()).kill_on_drop(true);
+    // Logins of a recipe lie beside it.
+    shell.env("XDG_CONFIG_HOME", folder);
+    let log = folder.join("transcript");
+    let said = fs::File::create(&log).unwrap();
+    shell.stdout(said.try_clone().unwrap()).stderr(said);
+    let ended = tokio::time::timeout(WITHIN, shell.status()).await;
+    (ended.is_ok_and(|ended| ended.unwrap().success()), fs::read_to_string(&log).unwrap())
+}
+
+/// Not every command that fails ends a script.
+fn expect_no_failure(transcript: &str) {
+    for failed in ["curl: (", "not found", "Traceback", "No such file"] {
+        assert!(!transcript.contains(failed), "{failed}:\n{transcript}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_operators_recipes_hold_word_by_word() {
+    let plan = TestCluster::builder()
+        .replicas(3)
+        .policy("keys.renewal_spread_seconds", 1)
+        .policy("node.offline_after_seconds", 10);
+    let plan =
+        plan.variable("SVC_NODE_CLIENT_IDENTITY", "rfc9440").variable("SVC_NODE_TRUSTED_PROXIES", "127.0.0.2/32");
+    let cluster = plan.variable(REFRESH.0, REFRESH.1).start().await;
+
+    let folder = followed(&cluster);
+    let rotation = recipe(CA_ROTATION);
+    let mut script = "trap 'kill \"$agent\" \"$(cat \"$ingress/pid\")\"' EXIT\n".to_owned();
+    script.push_str(&recipes(&[BY_HAND, TROUBLESHOOTING].concat()));
+    script.push_str("echo '--- CA rotation'\n");
+    script.push_str(&rotation);
+    script.push_str(
+        "gpuctl --profile admin keys list; kill \"$agent\"; wait \"$agent\"; start_agent; told '\"polling\"'\n",
+    );
+    script.push_str("echo '--- all of it'; see | answer state; ! grep -e '\"recovered\"' \"$here/agent.log\"\n");
+    // Another test may have the port.
+    let port = format!("127.0.0.1:{}", free_port().unwrap());
+    let script = script.replace("127.0.0.1:9443", &port);
+
+    let (went_well, transcript) = transcript(&script, folder.path()).await;
+    let agent_log = fs::read_to_string(folder.path().join(".dev/run/by-hand/agent.log")).unwrap_or_default();
+    assert!(went_well, "{transcript}\n{agent_log}");
+
+    let after = |title: &str| transcript.split_once(title).unwrap_or_else(|| panic!("no {title}: {transcript}")).1;
+    assert!(after("troubleshooting.md: A lost agent key").contains("the agent ended with 3"), "{transcript}");
+    assert!(after("troubleshooting.md: A node moved behind a proxy").trim_start().contains("active"), "{transcript}");
+    assert!(after("--- CA rotation").contains("retired"), "{transcript}");
+    assert!(after("--- all of it").contains("active"), "{transcript}");
+    expect_no_failure(&transcript);
+    let moved = fs::read_to_string(folder.path().join(".dev/run/by-hand/agent.env")).unwrap();
+    assert!(moved.contains(&format!("SVC_API_URL='https://{port}'")), "it polls through the proxy");
+    tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_sees_it_again_and_comes_in_by_ssh() {
+    let mut cluster = TestCluster::builder().replicas(3).variable(REFRESH.0, REFRESH.1).start().await;
+    // Without root nobody comes in by SSH: that is said, and this left out.
+    let Some(mut door) = SshNode::open(&mut cluster).await else { return cluster.shutdown().await };
+    // The agent reports the host key with its first message.
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    let folder = followed(&cluster);
+    let script = format!("set -eu\n{}echo all''followed\n", recipes(&BY_COMMAND_LINE));
+    let home = folder.path().display().to_string();
+    let mut screen = PtySession::of("bash", &["-c", &script], folder.path(), &[("HOME", &home)]);
+
+    screen.expect_output("--- user/terminals.md").await;
+    screen.expect_output("is recorded by the service (policy terminal.recording_enabled, mode best-effort)").await;
+    screen.enter("PS1='ready> '; stty -echo; echo it is $((6 * 7)) for $USER\r").await;
+    screen.expect_output("it is 42 for gpu").await;
+    screen.enter("for i in $(seq 1 200); do echo line-$i; sleep 0.02; done; echo all''done\r").await;
+    screen.expect_output("line-20\r").await;
+    let killed = serving(&cluster).await;
+    cluster.kill9_replica(killed);
+    screen.expect_output("alldone").await;
+    screen.enter("exit\r").await;
+
+    screen.expect_output("--- user/recordings.md").await;
+    screen.expect_output("session.cast has ").await;
+    screen.expect_output("--- user/ssh-keys.md").await;
+    screen.expect_output("uid=").await;
+    screen.expect_output("allfollowed").await;
+    let ended = screen.wait_for_exit().await;
+    let text = screen.text();
+    assert!(ended.success(), "{text}");
+    let (live, again) = text.split_once("--- user/recordings.md").unwrap();
+    let expected: Vec<String> = (1..=200).map(|i| format!("line-{i}")).collect();
+    for shown in [live, again] {
+        let lines: Vec<&str> = shown.lines().map(str::trim).filter(|line| line.starts_with("line-")).collect();
+        assert_eq!(lines, expected, "{text}");
+    }
+    assert!(again.contains("Host gpu-") && again.contains("released"), "{text}");
+    let cast = fs::read_to_string(folder.path().join(".dev/run/gpuctl/session.cast")).unwrap();
+    assert!(cast.starts_with("{") && cast.contains("line-200"), "{cast:.200}");
+
+    cluster.restart_replica(killed).await;
+    // The same without `gpuctl`, where the main job by hand has left its folder.
+    let script = format!("mkdir -p .dev/run/by-hand\n{}", recipes(&BY_SSH));
+    let (went_well, transcript) = transcript(&script, folder.path()).await;
+    let came_in = ["\"ssh\":{", "uid=", "(ED25519)", "releasing"].iter().all(|word| transcript.contains(word));
+    assert!(went_well && came_in, "{transcript}");
+    expect_no_failure(&transcript);
+    assert!(door.machine.stop_agent().is_some_and(|status| status.success()));
+    tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn by_command_line_a_user_pays_in_and_has_a_part_of_it_back() {
+    let mut cluster =
+        TestCluster::builder().without_credit().with_processor().variable(REFRESH.0, REFRESH.1).start().await;
+    let folder = followed(&cluster);
+    let script = format!("set -eu\nexport HOME=$PWD\n{}", recipes(&PAYING));
+    let (went_well, transcript) = transcript(&script, folder.path()).await;
+    assert!(went_well && transcript.contains("deposit") && transcript.contains("refund"), "{transcript}");
+    expect_no_failure(&transcript);
+    assert_eq!(cluster.balance_micro().await, 1_500_000_000);
+    let secret = cluster.processor_client().all("payment_intents").await[0]["client_secret"].clone();
+    cluster.register_secret("a client secret", secret.as_str().unwrap());
+    tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn printed_address_and_token_open_a_terminal_in_a_browser() {
+    let cluster = TestCluster::builder().replicas(3).variable(REFRESH.0, REFRESH.1).start().await;
+    let folder = followed(&cluster);
+    let names = [&BY_HAND[..], &IN_A_BROWSER].concat();
+    let script = format!("trap 'kill \"$agent\"' EXIT\n{}read -r _\n", recipes(&names));
+    let home = folder.path().display().to_string();
+    let mut screen = PtySession::of("bash", &["-c", &script], folder.path(), &[("HOME", &home)]);
+    screen.expect_output("token:   ey").await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    screen.read_output(Duration::from_millis(200)).await;
+    let text = screen.text();
+    let said = |name: &str| {
+        let line = text.lines().rev().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no {name} {text}"));
+        line[name.len()..].trim().to_owned()
+    };
+    let mut browser = Browser::start(&[]).await;
+    assert_eq!(browser.open(&said("address:")).await, 200);
+    browser.fill("#token", &said("token:")).await;
+    browser.click("#sign-in button").await;
+    browser.expect_text("#state", "Connected").await;
+    browser.enter("echo it is $((6 * 7))").await;
+    browser.expect_screen("it is 42").await;
+    browser.close().await;
+    screen.enter("\r").await;
+    assert!(screen.wait_for_exit().await.success(), "{}", screen.text());
+    tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
+}

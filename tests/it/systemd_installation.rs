@@ -1,0 +1,215 @@
+//! The shipped units of deploy/systemd with the real programs, on a Debian that systemd has booted, installed as
+//! the book (`operator/install.md`) says, on Debian's own Postgres through its socket.
+
+use crate::external_tools::{root, tools};
+use reqwest::StatusCode;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use supervisors::dev::api::{DevApi, https_client};
+use supervisors::dev::files;
+use supervisors::dev::identity::{self, IdentityProvider};
+use supervisors::dev::nats::{NatsServer, NatsUser};
+use supervisors::dev::pki::Authority;
+use supervisors::dev::replica::{ListenAddresses, member};
+use tests::cluster::ssh_public_key;
+use tests::systemd_container::SystemdContainer;
+use wire::bundle::BootstrapBundle;
+
+const MEMBER: &str = "replica-1";
+const UNIT: &str = "gpuaas.service";
+const AGENT: &str = "gpuaas-agent.service";
+const WITHIN: Duration = Duration::from_secs(60);
+
+/// The container, and the services on this host.
+struct Installation {
+    machine: SystemdContainer,
+    identity: IdentityProvider,
+    nats: NatsServer,
+    authority: Authority,
+    listens: ListenAddresses,
+    _folder: tempfile::TempDir,
+}
+
+impl Installation {
+    async fn begin() -> Option<Self> {
+        let test = std::env::current_exe().unwrap();
+        let programs: Vec<PathBuf> =
+            ["gpuaas", "gpuaas-agent"].iter().map(|name| files::find_sibling(&test, name).unwrap()).collect();
+        let machine = SystemdContainer::start(&tools(), &programs).expect("the container starts")?;
+        let folder = tempfile::tempdir().unwrap();
+        let authority = Authority::create(&folder.path().join("pki")).unwrap();
+        let users = vec![NatsUser::operator("operator"), member(MEMBER, &supervisors::config::ProcessRole::ALL.into())];
+        let nats = NatsServer::start(&folder.path().join("nats"), &authority, users).await.unwrap();
+        let identity = IdentityProvider::start().await.unwrap();
+        let listens = ListenAddresses::on_free_ports().unwrap();
+        let it = Self { machine, identity, nats, authority, listens, _folder: folder };
+        it.install();
+        Some(it)
+    }
+
+    /// The files of an installation, and the database of the unit's user, who connects over the socket without a password.
+    fn install(&self) {
+        let units = root().join("deploy/systemd");
+        for unit in [UNIT, AGENT] {
+            let text = std::fs::read(units.join(unit)).unwrap();
+            self.machine.write(&format!("/etc/systemd/system/{unit}"), 0o644, &text);
+        }
+        self.machine.run("install -d -m 0755 /etc/gpuaas");
+        let key = "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=";
+        self.machine.write("/etc/gpuaas/kek", 0o600, format!("key first {key}\nactive first\n").as_bytes());
+        let certificate = self.authority.server_certificate("control-plane").unwrap();
+        self.machine.write("/etc/gpuaas/tls.pem", 0o644, &std::fs::read(certificate.certificate_path).unwrap());
+        self.machine.write("/etc/gpuaas/tls.key", 0o600, &std::fs::read(certificate.key_path).unwrap());
+        self.machine.write("/etc/gpuaas/ca.pem", 0o644, self.authority.certificate_pem().as_bytes());
+        self.machine.run("cd / && runuser -u postgres -- createuser gpuaas");
+        self.machine.run("cd / && runuser -u postgres -- createdb --owner gpuaas gpuaas");
+        self.machine.run("systemctl daemon-reload");
+    }
+
+    fn settings(&self) -> Vec<(&'static str, String)> {
+        let ListenAddresses { public, node, webhook, operations } = self.listens;
+        vec![
+            ("SVC_DATABASE_URL", "postgres:///gpuaas?host=/run/postgresql&user=gpuaas".to_owned()),
+            ("SVC_NATS_URL", secrecy::ExposeSecret::expose_secret(&self.nats.url(MEMBER).unwrap()).to_owned()),
+            ("SVC_NATS_CA_PATH", "/etc/gpuaas/ca.pem".to_owned()),
+            ("SVC_TLS_CA_PATH", "/etc/gpuaas/ca.pem".to_owned()),
+            ("SVC_MEMBER_NAME", MEMBER.to_owned()),
+            ("SVC_PUBLIC_URL", format!("https://{public}")),
+            ("SVC_NODE_PUBLIC_URL", format!("https://{node}")),
+            ("SVC_PUBLIC_LISTEN", public.to_string()),
+            ("SVC_NODE_LISTEN", node.to_string()),
+            ("SVC_WEBHOOK_LISTEN", webhook.to_string()),
+            ("SVC_OPERATIONS_LISTEN", operations.to_string()),
+            ("SVC_OIDC_ISSUER", self.identity.issuer()),
+            ("SVC_OIDC_AUDIENCE", identity::AUDIENCE.to_owned()),
+        ]
+    }
+
+    fn configure(&self, settings: &[(&'static str, String)]) {
+        let text: String = settings.iter().map(|(name, value)| format!("{name}={value}\n")).collect();
+        self.machine.write("/etc/gpuaas/gpuaas.env", 0o600, text.as_bytes());
+    }
+
+    async fn expect_ready(&self) {
+        let url = format!("http://{}/api/v1/readyz", self.listens.operations);
+        let until = Instant::now() + WITHIN;
+        loop {
+            let status = reqwest::get(&url).await.map(|answer| answer.status());
+            if matches!(status, Ok(StatusCode::OK)) {
+                return;
+            }
+            assert!(Instant::now() < until, "not ready: {status:?}\n{}", self.machine.journal(UNIT));
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    /// Asserts that the unit has failed with this status, once, and is not restarted.
+    async fn expect_failed_for_good(&self, unit: &str, status: &str) {
+        self.machine.expect_property(unit, "ActiveState", "failed").await;
+        // Longer than either unit's `RestartSec`.
+        tokio::time::sleep(Duration::from_secs(6)).await;
+        let shown = ["ActiveState", "ExecMainStatus", "NRestarts"].map(|name| self.machine.property(unit, name));
+        assert_eq!(shown, ["failed", status, "0"], "{}", self.machine.journal(unit));
+    }
+
+    fn api(&self, username: &str) -> DevApi {
+        let http = https_client(self.authority.certificate_path()).unwrap();
+        let token = self.identity.token_of(username).unwrap();
+        DevApi::new(http, &format!("https://{}", self.listens.public), token)
+    }
+
+    /// A node of an active SKU, with the bundle of its agent.
+    async fn new_node(&self) -> (String, BootstrapBundle) {
+        let (admin, second) = (self.api("admin"), self.api("admin2"));
+        let sku = json!({
+            "name": "h100x1", "gpu": { "vendor": "NVIDIA", "model": "H100", "memory_mib": 81920, "count": 1 },
+            "cpu": { "model": "any", "cores": 1 }, "memory_mib": 512, "storage_gib": 1, "interconnect": "none",
+            "allowed_regions": ["here"], "price": { "currency": "USD", "amount_minor_per_gpu_hour": 250 },
+        });
+        let sku = admin.post("/api/v1/admin/skus", &sku).await.unwrap();
+        for (api, name, role) in [(&admin, "admin", "platform_operations"), (&second, "admin2", "inventory_owner")] {
+            let subject = self.identity.person(name).unwrap().id;
+            let binding = json!({ "subject": subject, "role": role, "reason": "a test" });
+            admin.post("/api/v1/admin/platform-roles/bindings", &binding).await.unwrap();
+            let path = format!("/api/v1/admin/skus/{}/activate", sku["id"].as_str().unwrap());
+            api.post(&path, &json!({ "reason": "a test", "role": role })).await.unwrap();
+        }
+        let node = json!({
+            "host": "node.internal", "port": 22, "ssh_username": "gpuaas", "ssh_public_key": ssh_public_key("a test"),
+            "sku": "h100x1", "gpus_total": 1, "region_code": "here", "onboarding_mode": "manual", "probe": false,
+        });
+        let node = admin.post("/api/v1/admin/nodes", &node).await.unwrap();
+        let path = format!("/api/v1/admin/nodes/{}", node["id"].as_str().unwrap());
+        let issued = admin.post(&format!("{path}/enrollment-token"), &json!({})).await.unwrap();
+        (path, serde_json::from_value(issued["bootstrap_bundle"].clone()).unwrap())
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn shipped_units_start_the_real_programs_and_stay_failed_on_an_invalid_setting() {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let Some(it) = Installation::begin().await else { return };
+    let machine = &it.machine;
+
+    // Without settings: every missing variable is named, once, and the unit is not restarted.
+    machine.attempt("systemctl enable --now gpuaas").unwrap_or_default();
+    it.expect_failed_for_good(UNIT, "78").await;
+    let output = machine.journal(UNIT);
+    for name in ["SVC_DATABASE_URL is not set", "SVC_NATS_URL is not set", "SVC_OIDC_ISSUER is not set"] {
+        assert_eq!(output.matches(name).count(), 1, "{name}: {output}");
+    }
+
+    it.configure(&it.settings());
+    machine.run("systemctl restart gpuaas");
+    it.expect_ready().await;
+    // As an unprivileged user of the unit's name, who can read the secrets through systemd alone.
+    let pid = machine.property(UNIT, "MainPID");
+    assert_eq!(machine.run(&format!("ps -o user= -p {pid}")).trim(), "gpuaas");
+    assert_eq!(machine.run("stat -c %U:%a /etc/gpuaas/kek").trim(), "root:600");
+
+    // The unit waits for a database that is down.
+    machine.run("systemctl stop postgresql@*");
+    machine.attempt("systemctl restart gpuaas").unwrap_or_default();
+    let until = Instant::now() + WITHIN;
+    while machine.property(UNIT, "NRestarts") == "0" {
+        assert!(Instant::now() < until, "{}", machine.journal(UNIT));
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    let output = machine.journal(UNIT);
+    assert!(output.contains("the database at /run/postgresql/gpuaas cannot be reached"), "{output}");
+    assert!(output.contains("status=69"), "{output}");
+    machine.run("systemctl start postgresql");
+    it.expect_ready().await;
+
+    the_agents_unit_enrolls(&it).await;
+
+    // An invalid file is no reason for a restart, either.
+    machine.write("/etc/gpuaas/tls.key", 0o600, b"no key\n");
+    machine.attempt("systemctl restart gpuaas").unwrap_or_default();
+    it.expect_failed_for_good(UNIT, "78").await;
+    machine.run("rm /etc/gpuaas/kek");
+    machine.attempt("systemctl restart gpuaas").unwrap_or_default();
+    it.expect_failed_for_good(UNIT, "243").await;
+}
+
+/// Without a GPU the agent enrolls, and its node waits for the GPUs of its SKU.
+async fn the_agents_unit_enrolls(it: &Installation) {
+    let machine = &it.machine;
+    machine.attempt("systemctl enable --now gpuaas-agent").unwrap_or_default();
+    it.expect_failed_for_good(AGENT, "2").await;
+    assert!(machine.journal(AGENT).contains("/etc/gpuaas/agent.env is not there"), "{}", machine.journal(AGENT));
+
+    let (path, bundle) = it.new_node().await;
+    machine.write("/etc/gpuaas/agent.env", 0o600, bundle.to_env_file().unwrap().as_bytes());
+    machine.run("systemctl restart gpuaas-agent");
+    let seen = it
+        .api("admin")
+        .wait_for(&path, "the agent has reported what the machine has", WITHIN, |node: &Value| {
+            Ok((node["state_reason"]["code"] == "inventory_mismatch").then(|| node.clone()))
+        })
+        .await;
+    let seen = seen.unwrap_or_else(|error| panic!("{error:#}\n{}", machine.journal(AGENT)));
+    assert_eq!(seen["state"], "enrolling", "{seen}");
+    assert_eq!(machine.property(AGENT, "NRestarts"), "0");
+}

@@ -1,0 +1,124 @@
+//! Locks on a row or a table, so that a test can kill a replica in the middle of a write and then roll the write back or let it commit.
+
+use super::{TestCluster, WAIT_TIMEOUT};
+use sqlx::{PgConnection, PgPool, Postgres, Transaction};
+use std::time::{Duration, Instant};
+use uuid::Uuid;
+
+/// The commit of a batch of transitions, as `pg_stat_activity` shows it.
+pub const WRITES: &str = "-- One batch of transitions%";
+
+/// A lock that is held until it is released.
+pub struct DbLock {
+    holder: Transaction<'static, Postgres>,
+    holder_pid: i32,
+    pool: PgPool,
+    /// The entity whose timer was delayed.
+    delayed_timer: Option<Uuid>,
+}
+
+/// What happens to a blocked statement whose client is dead.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StatementFate {
+    /// It was a read without a write.
+    ReadOnly,
+    /// It is rolled back.
+    RolledBack,
+    /// It commits, and no client gets the response.
+    Committed,
+}
+
+impl TestCluster {
+    /// Locks the row of this entity; other entities are not affected.
+    pub async fn lock_entity(&self, id: Uuid) -> DbLock {
+        DbLock::by(&self.pool, format!("SELECT FROM entity WHERE id = '{id}' FOR UPDATE")).await
+    }
+
+    /// As [`TestCluster::lock_entity`], with the entity's timer delayed while it is locked.
+    pub async fn lock_entity_without_timer(&self, id: Uuid) -> DbLock {
+        let lock = self.lock_entity(id).await;
+        let later = "UPDATE deadline SET wake_at = now() + interval '1 hour' WHERE entity = $1";
+        sqlx::query(later).bind(id).execute(&self.pool).await.expect("the deadline can be moved");
+        DbLock { delayed_timer: Some(id), ..lock }
+    }
+
+    /// Locks a table against reads.
+    pub async fn lock_table(&self, name: &'static str) -> DbLock {
+        DbLock::by(&self.pool, format!("LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")).await
+    }
+}
+
+impl DbLock {
+    async fn by(pool: &PgPool, statement: String) -> Self {
+        let mut holder = pool.begin().await.expect("a transaction");
+        sqlx::query(sqlx::AssertSqlSafe(statement)).execute(&mut *holder).await.expect("the lock is free in time");
+        let holder_pid =
+            sqlx::query_scalar("SELECT pg_backend_pid()").fetch_one(&mut *holder).await.expect("it answers");
+        Self { holder, holder_pid, pool: pool.clone(), delayed_timer: None }
+    }
+
+    /// The connection that holds the lock: no other can read a locked table.
+    pub fn connection(&mut self) -> &mut PgConnection {
+        &mut self.holder
+    }
+
+    /// Waits until a statement with this beginning is blocked.
+    pub async fn expect_blocked(&self, statement: &str) {
+        self.expect_blocked_count(statement, 1).await;
+    }
+
+    /// Waits until this many statements are blocked.
+    pub async fn expect_blocked_count(&self, statement: &str, many: usize) {
+        let until = Instant::now() + WAIT_TIMEOUT;
+        while self.blocked_backends(statement).await.len() < many {
+            assert!(Instant::now() < until, "{many} do not wait with {statement} within {WAIT_TIMEOUT:?}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Releases the lock.
+    pub async fn unlock(self) {
+        self.holder.rollback().await.expect("the lock is given back");
+    }
+
+    /// Releases the lock after the client of the blocked statement has died.
+    pub async fn unlock_after_crash(self, statement: &str, fate: StatementFate) {
+        let waiting = self.blocked_backends(statement).await;
+        assert!(!waiting.is_empty(), "{statement} has given up meanwhile");
+        if fate == StatementFate::RolledBack {
+            for backend in &waiting {
+                let ended: bool = sqlx::query_scalar("SELECT pg_terminate_backend($1, 5000)")
+                    .bind(backend)
+                    .fetch_one(&self.pool)
+                    .await
+                    .expect("a backend can be ended");
+                assert!(ended, "{statement}");
+            }
+        }
+        self.holder.rollback().await.expect("the lock is given back");
+        let until = Instant::now() + WAIT_TIMEOUT;
+        let gone = "SELECT count(*) FROM pg_stat_activity WHERE pid = ANY($1)";
+        while sqlx::query_scalar::<_, i64>(gone).bind(&waiting).fetch_one(&self.pool).await.expect("it answers") > 0 {
+            assert!(Instant::now() < until, "what was sent has not ended within {WAIT_TIMEOUT:?}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        if let Some(id) = self.delayed_timer {
+            let now =
+                "UPDATE deadline SET wake_at = now() WHERE entity = $1 AND wake_at > now() + interval '30 minutes'";
+            sqlx::query(now).bind(id).execute(&self.pool).await.expect("the deadline can be moved");
+        }
+    }
+
+    /// The Postgres backends with such a statement that are blocked by this lock.
+    async fn blocked_backends(&self, statement: &str) -> Vec<i32> {
+        sqlx::query_scalar(
+            "SELECT pid FROM pg_stat_activity WHERE query LIKE $1 AND $2 = ANY(pg_blocking_pids(pid)) \
+             AND wait_event_type = 'Lock'",
+        )
+        .bind(statement)
+        .bind(self.holder_pid)
+        .fetch_all(&self.pool)
+        .await
+        .expect("the activity can be read")
+    }
+}
