@@ -51,17 +51,24 @@ const SKU: &str = "the main job's SKU";
 /// The setting that enables the forced refresh of the identity provider's keys; it is passed on to the environment's users.
 const REFRESH_TOKEN: &str = "INTERNAL_JWKS_REFRESH_TOKEN";
 
-/// Variables that are passed on to the replicas: the proxies in front of them.
-const FORWARDED_VARIABLES: [&str; 2] = ["SVC_NODE_CLIENT_IDENTITY", "SVC_NODE_TRUSTED_PROXIES"];
+/// Variables that are passed on to the replicas: the proxies in front of them, and where notifications may be sent.
+const FORWARDED_VARIABLES: [&str; 6] = [
+    "SVC_NODE_CLIENT_IDENTITY",
+    "SVC_NODE_TRUSTED_PROXIES",
+    "SVC_NOTIFICATION_ALLOWED_CIDRS",
+    "SVC_NOTIFICATION_CA_PATH",
+    "SVC_SMTP_URL",
+    "SVC_SMTP_FROM",
+];
 
 /// The NATS user for clients outside the replicas: `SVC_NATS_URL` of `.dev/env`.
 const OPERATOR: &str = "operator";
 /// An upper bound of the main job's requests about one node.
 const REQUESTS_PER_NODE: i64 = 25;
-/// How long the agents of an earlier start may take until they poll again.
+/// How long the agents of an earlier start may take until they are in contact again.
 const AGENT_RESUME_TIMEOUT: Duration = Duration::from_secs(30);
-/// The log message of an agent that polls.
-const POLLS: &str = "\"polling\"";
+/// The log message of an agent whose heartbeat was accepted.
+const IN_CONTACT: &str = "\"in contact\"";
 /// Saved when the main job is done: data of an earlier start without it is not resumed.
 const DONE: &str = "the main job is done";
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
@@ -124,6 +131,9 @@ pub async fn run(args: DevArgs) -> anyhow::Result<()> {
         }
     }
     print_line("Stopping.");
+    if !args.once && environment.makes_users {
+        print_line("Allocations that run keep their users on this machine for the next start; --fresh removes them.");
+    }
     environment.stop().await;
     result
 }
@@ -155,6 +165,7 @@ impl DevEnvironment {
     async fn start(args: &DevArgs) -> anyhow::Result<Self> {
         let clock = Stopwatch::default();
         let dir = if args.once { args.dir.join("once") } else { args.dir.clone() };
+        refuse_foreign_folder(&dir)?;
         files::traversable_folder(&dir)?;
         let folder = dir.canonicalize()?;
         let lock = lock(&folder)?;
@@ -332,7 +343,7 @@ impl DevEnvironment {
         self.saved.set(DONE, "yes")
     }
 
-    /// Starts the agents of an earlier start and waits until they poll.
+    /// Starts the agents of an earlier start and waits until the control plane has accepted a heartbeat of each.
     async fn resume_agents(&mut self, clock: &Stopwatch) -> anyhow::Result<()> {
         let names = (1_u32..).map(|number| (number - 1, format!("node-{number}")));
         let there = names.map_while(|(number, name)| self.saved.get(&name).map(|_| (number, name)));
@@ -351,14 +362,14 @@ impl DevEnvironment {
         // The agent of a node that was removed meanwhile exits; that does not fail the start.
         for agent in &mut self.agents {
             let name = agent.name().to_owned();
-            let polls =
-                |agent: &AgentProcess| std::fs::read_to_string(agent.log()).is_ok_and(|log| log.contains(POLLS));
-            while !polls(agent) && agent.is_running() && Instant::now() < until {
+            let is_in_contact =
+                |agent: &AgentProcess| std::fs::read_to_string(agent.log()).is_ok_and(|log| log.contains(IN_CONTACT));
+            while !is_in_contact(agent) && agent.is_running() && Instant::now() < until {
                 tokio::time::sleep(CHECK_INTERVAL / 5).await;
             }
             clock.lap(&match agent.exit_status() {
                 Some(status) => format!("the agent of {name} has ended ({status}): {}", agent.log().display()),
-                None if polls(agent) => format!("{name} is in contact again"),
+                None if is_in_contact(agent) => format!("{name} is in contact again"),
                 None => format!("{name} is not in contact yet: {}", agent.log().display()),
             });
         }
@@ -538,6 +549,48 @@ fn subject(identity: &IdentityProvider, username: &str) -> anyhow::Result<String
 }
 
 /// Two environments in one folder would remove each other's data. The lock ends with this process.
+/// What an environment has in its folder; and, in the checkout's `.dev`, what deploy/ installs and builds beside it.
+const OWN_ENTRIES: [&str; 14] = [
+    "lock",
+    "kept",
+    "key-ring",
+    "env",
+    "run",
+    "logs",
+    "pki",
+    "postgres",
+    "nats",
+    "localstripe",
+    "once",
+    "tools",
+    "not-run",
+    "book",
+];
+
+/// Refuses a folder that holds anything else: an environment writes and removes files there.
+fn refuse_foreign_folder(dir: &std::path::Path) -> anyhow::Result<()> {
+    let entries = match std::fs::read_dir(dir) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(error).with_context(|| format!("{} cannot be read", dir.display())),
+    };
+    for entry in entries {
+        let name = entry?.file_name();
+        let text = name.to_string_lossy();
+        if !OWN_ENTRIES
+            .iter()
+            .any(|own| text.strip_prefix(own).is_some_and(|rest| rest.is_empty() || rest.starts_with('.')))
+        {
+            bail!(
+                "{} holds other files, such as {}: name an empty folder, or one of an earlier start, with --dir FOLDER",
+                dir.display(),
+                name.display()
+            );
+        }
+    }
+    Ok(())
+}
+
 fn lock(folder: &std::path::Path) -> anyhow::Result<Flock<std::fs::File>> {
     let file = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(folder.join("lock"))?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock)
@@ -600,4 +653,23 @@ impl StepListener for Stopwatch {
 fn print_line(text: &str) {
     // Standard output may be closed; the child processes must be stopped all the same.
     let _ = writeln!(std::io::stdout(), "{text}");
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folder_with_foreign_files_is_refused_and_an_environments_own_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        assert!(refuse_foreign_folder(&dir.path().join("new")).is_ok());
+        for own in ["lock", "kept.json", "env.0a1b2c3d.new", "tools", "postgres"] {
+            std::fs::write(dir.path().join(own), "").unwrap();
+        }
+        assert!(refuse_foreign_folder(dir.path()).is_ok());
+        std::fs::write(dir.path().join("environment"), "").unwrap();
+        let error = refuse_foreign_folder(dir.path()).unwrap_err().to_string();
+        assert!(error.contains("such as environment") && error.contains("--dir"), "{error}");
+    }
 }

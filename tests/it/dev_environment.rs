@@ -129,7 +129,8 @@ async fn restart_keeps_data_addresses_and_passwords() {
         } else {
             running.stop(Duration::from_secs(40)).await;
         }
-        environment.up(&[]).await;
+        let output = environment.up(&[]).await;
+        assert!(output.contains("node-1 is in contact again"), "{output}");
         assert_eq!(environment.variables(), before, "crash: {crash}");
         let user = environment.user().await;
         expect_state(&user, &path, "active").await;

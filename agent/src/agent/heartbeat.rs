@@ -27,7 +27,7 @@ impl Agent {
         let meter = Arc::new(LoadMeter::default());
         let mut monitor = GpuMonitor::of(&self.inventory.gpus);
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
-        let mut clock_is_off = false;
+        let (mut clock_is_off, mut is_in_contact) = (false, false);
         while !self.stop.is_cancelled() {
             let heartbeat = self.heartbeat(&meter, &mut monitor).await;
             let api = self.api();
@@ -38,6 +38,9 @@ impl Agent {
             match answer {
                 Ok(answer) => {
                     backoff.reset();
+                    if !std::mem::replace(&mut is_in_contact, true) {
+                        info!("in contact");
+                    }
                     clock_is_off = warn_of_clock_skew(&answer, clock_is_off);
                     self.follow_verifiers(&answer.verifier_sets);
                     self.follow_authorities(&answer);
@@ -48,6 +51,7 @@ impl Agent {
                     }
                 }
                 Err(error) => {
+                    is_in_contact = false;
                     if !self.retry_after_failure(&api, error, "the heartbeat", &mut backoff).await {
                         return;
                     }

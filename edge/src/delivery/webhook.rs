@@ -254,8 +254,8 @@ impl reqwest::dns::Resolve for Receivers {
     }
 }
 
-/// Networks without hosts on the internet: private, shared by carriers, for benchmarks, for protocols, unique local and site-local (RFC
-/// 6890, RFC 4193, RFC 3879).
+/// Networks without hosts on the internet: private, shared by carriers, for benchmarks, for protocols, for documentation, unique local and
+/// site-local (RFC 6890, RFC 5737, RFC 3849, RFC 4193, RFC 3879).
 fn is_private(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => {
@@ -264,8 +264,11 @@ fn is_private(address: IpAddr) -> bool {
                 || (a == 100 && (64..128).contains(&b))
                 || (a == 198 && (18..20).contains(&b))
                 || (a, b, c) == (192, 0, 0)
+                || v4.is_documentation()
         }
-        IpAddr::V6(v6) => matches!(v6.segments()[0] & 0xffc0, 0xfc00..=0xfdc0 | 0xfec0),
+        IpAddr::V6(v6) => {
+            matches!(v6.segments()[0] & 0xffc0, 0xfc00..=0xfdc0 | 0xfec0) || v6.segments()[..2] == [0x2001, 0x0db8]
+        }
     }
 }
 
@@ -323,7 +326,7 @@ mod tests {
     #[test]
     fn url_of_a_receiver_is_on_https_without_credentials_and_on_the_internet() {
         let webhooks = webhooks(&[]);
-        for good in ["https://receiver.example/hooks?team=7", "https://203.0.113.7:8443/", "https://[2001:db9::1]/"] {
+        for good in ["https://receiver.example/hooks?team=7", "https://9.9.9.9:8443/", "https://[2001:db9::1]/"] {
             assert_eq!(webhooks.check(good), Ok(()), "{good}");
         }
         let long = format!("https://receiver.example/{}", "x".repeat(MAX_URL));
@@ -343,6 +346,10 @@ mod tests {
             "https://192.168.0.1/",
             "https://100.64.0.1/",
             "https://169.254.169.254/latest/meta-data",
+            "https://192.0.2.1/",
+            "https://198.51.100.1/",
+            "https://203.0.113.1/",
+            "https://[2001:db8::1]/",
             "https://[::1]/",
             "https://[::ffff:10.0.0.1]/",
             "https://[fd00::1]/",
@@ -370,10 +377,10 @@ mod tests {
             resolver: Arc::new(FixedResolver(addresses.iter().map(|address| address.parse().unwrap()).collect())),
         };
         let of = async |addresses: &[&str]| receivers(addresses).addresses("receiver.example").await;
-        assert_eq!(of(&["203.0.113.7"]).await.unwrap(), ["203.0.113.7:0".parse().unwrap()]);
-        assert_eq!(of(&["203.0.113.7", "127.0.0.1"]).await.unwrap_err(), "its address is loopback");
+        assert_eq!(of(&["9.9.9.9"]).await.unwrap(), ["9.9.9.9:0".parse().unwrap()]);
+        assert_eq!(of(&["9.9.9.9", "127.0.0.1"]).await.unwrap_err(), "its address is loopback");
         assert_eq!(of(&["::ffff:192.168.1.1"]).await.unwrap_err(), "its address is in a private network");
         assert_eq!(of(&[]).await.unwrap_err(), "the name has no address");
-        assert!(of(&["203.0.113.7"; 17]).await.is_err());
+        assert!(of(&["9.9.9.9"; 17]).await.is_err());
     }
 }
