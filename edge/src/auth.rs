@@ -71,7 +71,7 @@ impl Caller {
         if self.is_admin() {
             return Ok(Admin(self));
         }
-        Err(ApiError::forbidden("This route needs the role `admin`.")
+        Err(ApiError::forbidden("This needs the role `admin`.")
             .header(header::WWW_AUTHENTICATE, HeaderValue::from_static(SCOPE))
             .because(format!("caller {} is no admin", self.user_id)))
     }

@@ -85,7 +85,7 @@ fn print_report(out: &mut impl Write, as_json: bool, report: &LedgerReport) -> s
     }
     for (currency, books) in &report.books {
         let books: Vec<_> = books.iter().map(|(book, micro)| format!("{book} {}", MicroAmount::of(*micro))).collect();
-        writeln!(out, "{currency}: {}", books.join(", "))?;
+        writeln!(out, "{currency}, in minor units: {}", books.join(", "))?;
     }
     let (accounts, postings) = (report.accounts, report.postings);
     writeln!(

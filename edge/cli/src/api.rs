@@ -207,8 +207,9 @@ impl Api {
                         return Err(failure);
                     }
                     if after >= NOTICE_AFTER {
-                        let code = failure.code().to_owned();
-                        self.out.notice(&format!("The server asks to wait {} s ({code}).", after.as_secs()));
+                        let code = Some(failure.code()).filter(|code| !code.is_empty());
+                        let why = code.map(|code| format!(" ({code})")).unwrap_or_default();
+                        self.out.notice(&format!("Trying again in {} s{why}.", after.as_secs()));
                     }
                     tokio::time::sleep(after).await;
                     pause = (pause * 2).min(LONGEST_RETRY_PAUSE);
@@ -282,7 +283,9 @@ impl Api {
     }
 
     fn unreached(&self, error: &reqwest::Error) -> Failure {
-        Failure::new(ExitStatus::Network, format!("{} cannot be reached: {}", self.base, chain(error)))
+        // The error's own text names the URL; its sources say what failed.
+        let why = std::error::Error::source(error).map_or_else(|| "no answer".to_owned(), chain);
+        Failure::new(ExitStatus::Network, format!("{} cannot be reached: {why}", self.base))
             .next("Check the address (`gpuctl whoami` shows it) and the network, and try again.")
     }
 }

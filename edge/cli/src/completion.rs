@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn words_before_the_cursor_select_the_profile() {
+    fn arguments_before_the_cursor_select_the_profile() {
         let words =
             ["gpuctl", "--", "gpuctl", "--profile", "admin", "--server", "https://gpu.example", "nodes", "show", "01"];
         let connection = connection(words.into_iter().map(OsString::from));

@@ -27,7 +27,7 @@ pub(crate) enum Command {
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// Makes an endpoint, and prints the secret of a webhook.
+    /// Makes an endpoint; `secret` shows what signs the messages of a webhook.
     Create(Create),
     /// One endpoint, with its last attempts.
     Show {

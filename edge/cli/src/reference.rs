@@ -161,7 +161,11 @@ impl Ref {
         // Users choose names, and administrators act on all allocations: a name that equals a prefix of another's id is ambiguous with
         // that id.
         let fits = |item: &&Value| self.matches_name(kind, item) || self.matches_prefix(item);
-        let found: Vec<&Value> = items.iter().filter(fits).collect();
+        let mut found: Vec<&Value> = items.iter().filter(fits).collect();
+        if found.len() > 1 {
+            // A removed node does not keep its name from a new one.
+            found.retain(|item| item["state"] != "removed");
+        }
         match found[..] {
             [] => Err(self.unknown(kind)),
             [one] => id_of(one, kind),
@@ -238,6 +242,16 @@ pub(crate) async fn ids(refs: &[Ref], kind: &ResourceKind, api: &Api) -> Result<
     Ok(ids)
 }
 
+/// Resolves a billing account. A whole id may be the account's or its user's.
+pub(crate) async fn account(reference: &Ref, api: &Api) -> Result<Uuid, Failure> {
+    let Ok(id) = reference.0.parse() else { return reference.id(&ACCOUNT, api).await };
+    match api.list(ACCOUNT.path, &[("user_id", reference.0.clone())], 1).await {
+        Ok(page) => items(&page).first().map_or(Ok(id), |found| id_of(found, &ACCOUNT)),
+        Err(failure) if failure.exit_status == ExitStatus::Forbidden => Ok(id),
+        Err(failure) => Err(failure),
+    }
+}
+
 /// Resolves an allocation. Live ones are searched first, so that the ids of released ones do not make a prefix ambiguous.
 pub(crate) async fn allocation(reference: &Ref, api: &Api) -> Result<Uuid, Failure> {
     if let Ok(id) = reference.0.parse() {
@@ -311,6 +325,17 @@ mod tests {
         let failure = found("0198").unwrap_err();
         assert_eq!(failure.exit_status, ExitStatus::Usage);
         assert!(failure.message.contains("fits 3 nodes"), "{failure}");
+    }
+
+    #[test]
+    fn removed_node_does_not_keep_its_name_from_a_new_one() {
+        let named = |id: &str, state: &str| json!({ "id": id, "name": "mine", "state": state });
+        let ids = ["0198f000-0000-7000-8000-00000000000a", "0198f000-0000-7000-8000-00000000000b"];
+        let found = |states: [&str; 2]| {
+            "mine".parse::<Ref>().unwrap().resolve_among(&NODE, &[named(ids[0], states[0]), named(ids[1], states[1])])
+        };
+        assert_eq!(found(["removed", "registered"]).unwrap().to_string(), ids[1]);
+        assert!(found(["active", "registered"]).is_err());
     }
 
     #[test]

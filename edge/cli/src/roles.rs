@@ -50,10 +50,13 @@ pub(crate) enum Command {
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Role {
     /// Rotates keys and approves changes of SKUs.
+    #[value(alias = "platform_operations")]
     PlatformOperations,
     /// Approves changes of SKUs.
+    #[value(alias = "inventory_owner")]
     InventoryOwner,
     /// Adjusts accounts and settles the processor's events.
+    #[value(alias = "billing_operations")]
     BillingOperations,
     /// Reads the audit log.
     Auditor,
@@ -110,6 +113,20 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             query.extend(reason.map(|reason| ("reason", reason)));
             let revoked = api.delete(PATH, &query).await?;
             api.out.done(&revoked, &format!("{user} has the role {} no longer.", role.name()))
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn role_may_be_written_as_the_api_writes_it() {
+        for role in Role::value_variants() {
+            let name = role.to_possible_value().unwrap().get_name().replace('-', "_");
+            assert!(Role::from_str(&name, false).is_ok(), "{name}");
         }
     }
 }

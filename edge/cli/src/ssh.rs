@@ -100,7 +100,12 @@ impl SshTarget {
                 ExitStatus::Refused,
                 format!("the allocation is {state}; only an active one can be logged in to"),
             )
-            .next("Wait for it: gpuctl allocations events --follow"));
+            .next(match (state, allocation["id"].as_str()) {
+                ("requested" | "provisioning", Some(id)) => {
+                    format!("Wait for it: gpuctl allocations events {id} --follow")
+                }
+                _ => "gpuctl allocations list shows those that are active.".to_owned(),
+            }));
         }
         let text = |name: &str| ssh[name].as_str().filter(|text| is_name(text)).map(str::to_owned);
         let port = ssh["port"].as_u64().and_then(|port| u16::try_from(port).ok());

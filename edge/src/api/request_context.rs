@@ -140,7 +140,7 @@ pub(super) async fn grant_of(services: &Services, subject: &str) -> Result<Optio
 fn missing_role(action: Action) -> ApiError {
     let roles: Vec<_> = action.platform_roles().iter().map(|role| role.name()).collect();
     if roles.is_empty() {
-        return ApiError::forbidden("This route needs the role `admin`.");
+        return ApiError::forbidden("This needs the role `admin`.");
     }
     let admin = if action.admits_administrators() { "the role `admin` or " } else { "" };
     let roles = roles.join("` or `");

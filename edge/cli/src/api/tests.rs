@@ -109,6 +109,7 @@ async fn unreachable_server_is_reported_soon_and_the_request_is_repeatable() {
     let began = Instant::now();
     let failure = Api::new(nobody, None, session(), None, OUT).unwrap().get("/x", &[]).await.unwrap_err();
     assert_eq!(failure.exit_status, ExitStatus::Network);
+    assert!(failure.message.contains("cannot be reached: ") && !failure.message.contains("/x"), "{failure}");
     assert!(began.elapsed() < 2 * CONNECT_RETRY_FOR);
 
     // The server closes the connection in the middle, so that the outcome is unknown.
@@ -129,4 +130,19 @@ async fn unreachable_server_is_reported_soon_and_the_request_is_repeatable() {
     };
     assert!(failure.next.as_deref().unwrap_or_default().contains("--idempotency-key my-key"), "{failure}");
     assert!(matches!(api.attempt(&once(None), &token).await, AttemptOutcome::Failed(_)), "without a key it is not");
+}
+
+#[tokio::test]
+async fn whole_id_of_a_user_resolves_to_the_users_billing_account() {
+    let [user, account, other] = [1, 2, 3].map(uuid::Uuid::from_u128);
+    let list = move |axum::extract::RawQuery(query): axum::extract::RawQuery| async move {
+        let is_theirs = query.unwrap().contains(&user.to_string());
+        let items = if is_theirs { vec![json!({ "id": account, "user_id": user })] } else { Vec::new() };
+        Json(json!({ "items": items, "next_page": null }))
+    };
+    let api = api(Router::new().route(crate::reference::ACCOUNT.path, get(list))).await;
+    for (given, expected) in [(user, account), (account, account), (other, other)] {
+        let reference = given.to_string().parse().unwrap();
+        assert_eq!(crate::reference::account(&reference, &api).await.unwrap(), expected);
+    }
 }

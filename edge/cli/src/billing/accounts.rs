@@ -6,7 +6,7 @@ use crate::completion;
 use crate::failure::Failure;
 use crate::money::Amount;
 use crate::output::Column;
-use crate::reference::{ACCOUNT, Ref};
+use crate::reference::{self, ACCOUNT, Ref};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -77,7 +77,7 @@ pub(super) async fn open(wanted: Open, api: &Api) -> Result<(), Failure> {
 }
 
 pub(super) async fn adjust(wanted: Adjust, api: &Api) -> Result<(), Failure> {
-    let id = wanted.account.id(&ACCOUNT, api).await?;
+    let id = reference::account(&wanted.account, api).await?;
     let currency = match wanted.amount.currency() {
         Some(currency) => currency.to_owned(),
         None => currency_of(&api.get(&path(id), &[]).await?["account"])?,
@@ -89,7 +89,7 @@ pub(super) async fn adjust(wanted: Adjust, api: &Api) -> Result<(), Failure> {
 
 /// An account with its meters, as administrators see it.
 pub(super) async fn metered(account: &Ref, api: &Api) -> Result<(), Failure> {
-    let mut found = api.get(&path(account.id(&ACCOUNT, api).await?), &[]).await?;
+    let mut found = api.get(&path(reference::account(account, api).await?), &[]).await?;
     if api.out.is_json() {
         return api.out.json(&found);
     }
