@@ -38,9 +38,9 @@ async fn key_in_phase(cluster: &TestCluster, purpose: &str, phase: &str) -> Stri
     key.unwrap_or_else(|| panic!("none is {phase}: {set}"))["key_id"].as_str().unwrap().to_owned()
 }
 
-/// Rents the SKU's only node as a whole and releases it, which executes tasks.
+/// Rents the SKU's only node as a whole once it is back, and releases it, which executes tasks.
 async fn rent_and_release(cluster: &TestCluster, sku: &str) {
-    let allocation = cluster.rent(sku, GPUS).await;
+    let allocation = cluster.rent_when_free(sku, GPUS).await;
     allocation.expect_state("active").await;
     allocation.release().await;
     allocation.expect_state("released").await;

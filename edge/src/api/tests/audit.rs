@@ -14,7 +14,7 @@ async fn log(api: &ApiHarness, query: &str) -> Vec<Value> {
 }
 
 #[tokio::test]
-async fn administrators_read_who_did_what_to_whom_page_by_page() {
+async fn administrators_read_the_audit_log_page_by_page() {
     let api = ApiHarness::new().await;
     let sku = api.sku("h100x4", 4).await;
     let node = api.node("h100x4", 4).await;
