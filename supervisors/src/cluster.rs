@@ -307,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn member_heard_over_nats_gets_time_to_return_after_an_outage_of_postgres() {
+    fn member_with_heartbeats_over_nats_gets_time_to_return_after_an_outage_of_postgres() {
         let (other, begin) = (MemberId(Uuid::from_u128(2)), Instant::now());
         let mut state = ClusterState::default();
         let at = |seconds: u64| begin + Duration::from_secs(seconds);

@@ -208,9 +208,9 @@ fn fill_path(path: &str, things: &[TestResource]) -> String {
     let (_, parameters) = things
         .iter()
         .find(|(prefix, _)| path.starts_with(prefix))
-        .unwrap_or_else(|| panic!("the sweep has nothing to put into {path}: make one in `things`"));
+        .unwrap_or_else(|| panic!("the sweep has nothing to put into {path}: make one in `create_resources`"));
     let path = parameters.iter().fold(path.to_owned(), |path, (name, value)| path.replace(name, value));
-    assert!(!path.contains('{'), "the sweep does not know every parameter of {path}: name it in `things`");
+    assert!(!path.contains('{'), "the sweep does not know every parameter of {path}: name it in `create_resources`");
     path
 }
 

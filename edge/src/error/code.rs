@@ -1,4 +1,4 @@
-//! The closed table of codes: status, meaning, causes and remedy. The API's description and `deploy/docs/errors.md` are generated from it.
+//! The closed table of codes: status, meaning, causes and remedy. The API's description and `deploy/docs/src/reference/errors.md` are generated from it.
 
 use std::{fmt, time::Duration};
 

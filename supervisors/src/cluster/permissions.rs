@@ -1,5 +1,5 @@
 //! The NATS subjects that a member needs, by role: one table, from which `gpuaas dev` makes its server's users and
-//! `gpuaas nats-permissions` a user for a server of one's own (`deploy/docs/nats-permissions.md`).
+//! `gpuaas nats-permissions` a user for a server of one's own (`deploy/docs/src/reference/nats-permissions.md`).
 
 use super::nats::inbox_of;
 use crate::config::ProcessRole;
@@ -213,14 +213,14 @@ mod tests {
 
     #[test]
     fn nats_permissions_page_matches_the_code() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/docs/nats-permissions.md");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../deploy/docs/src/reference/nats-permissions.md");
         if std::env::var_os("UPDATE_DOCS").is_some() {
             std::fs::write(path, page()).unwrap();
         }
         let written = std::fs::read_to_string(path).unwrap_or_default();
         assert!(
             written == page(),
-            "deploy/docs/nats-permissions.md is not what the code says; write it anew with UPDATE_DOCS=1"
+            "deploy/docs/src/reference/nats-permissions.md is not what the code says; write it anew with UPDATE_DOCS=1"
         );
     }
 }

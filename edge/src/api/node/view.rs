@@ -79,7 +79,7 @@ pub(in crate::api) struct ReasonView {
     message: String,
 }
 
-/// The result of probing the node's address.
+/// The result of probing the node's address at its registration.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = NodeProbe)]
 pub(in crate::api) struct ProbeView {

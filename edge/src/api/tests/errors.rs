@@ -1,4 +1,4 @@
-//! `deploy/docs/errors.md` matches the error codes. Where it does not, the test names the command that regenerates it.
+//! `deploy/docs/src/reference/errors.md` matches the error codes. Where it does not, the test names the command that regenerates it.
 
 use super::contract::{document, operations};
 use crate::api::document::CODES;
@@ -104,7 +104,7 @@ header `X-Correlation-Id`, and is what an operator looks for in logs, events and
 
 #[test]
 fn errors_md_matches_the_error_codes() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/docs/errors.md");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/docs/src/reference/errors.md");
     let made = page();
     if std::env::var_os("UPDATE_DOCS").is_some() {
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -114,7 +114,7 @@ fn errors_md_matches_the_error_codes() {
     let differs = made.lines().zip(kept.lines()).find(|(made, kept)| made != kept);
     assert!(
         made == kept,
-        "deploy/docs/errors.md is not what the code says; write it anew with UPDATE_DOCS=1. First difference: {differs:?}"
+        "deploy/docs/src/reference/errors.md is not what the code says; write it anew with UPDATE_DOCS=1. First difference: {differs:?}"
     );
 }
 

@@ -10,7 +10,7 @@ fn worker(name: &str) -> String {
 }
 
 #[tokio::test]
-async fn operators_see_where_an_entity_is_and_how_it_came_there() {
+async fn operators_see_where_an_entity_is_and_its_history() {
     let api = ApiHarness::new().await;
     let sku = api.sku("h100x4", 4).await;
     let path = format!("/api/v1/admin/runtime/entities/sku/{sku}");

@@ -228,7 +228,7 @@ async fn agent_of_an_older_protocol_gets_only_the_task_types_that_it_supports() 
 }
 
 #[tokio::test]
-async fn unsupported_agent_is_told_to_upgrade_before_any_effect() {
+async fn unsupported_agent_must_upgrade_and_nothing_else_happens() {
     let harness = NodeApiHarness::new().await;
     let (agent, _) = enrolled(Generation(OLDEST_PROTOCOL), &harness).await;
     let too_old = |name: &str| Generation(OLDEST_PROTOCOL).with(name, &json!({ "protocol": OLDEST_PROTOCOL - 1 }));

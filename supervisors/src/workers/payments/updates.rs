@@ -157,7 +157,7 @@ pub async fn payment(updater: &PaymentUpdater, record: ProcessorPayment) -> Resu
     };
     match updater.ask(payment_id, &about, command.clone()).await? {
         Ok(answer) => Ok(UpdateOutcome::Done { is_new: answer.is_new }),
-        // No money has moved, so that it may be ignored.
+        // No money has moved: it is the business of the service that created it.
         Err(Rejection::NotFound) if matches!(command, Command::NotPaid { .. }) => Ok(UpdateOutcome::NotOurs),
         Err(rejection) => Ok(rejected(payment_id, &rejection)),
     }
