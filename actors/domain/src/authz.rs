@@ -306,7 +306,7 @@ impl Permit {
 /// May `principal` do `action`?
 ///
 /// # Errors
-/// [`PermissionDenied`] says which action was refused to whom.
+/// [`PermissionDenied`] names the principal and the refused action.
 pub fn authorize(principal: &Principal, action: Action) -> Result<Permit, PermissionDenied> {
     let allowed = match (action.rule(), principal) {
         (Rule::Admin, who) => who.is_admin(),

@@ -161,14 +161,12 @@ impl Ref {
         // Users choose names, and administrators act on all allocations: a name that equals a prefix of another's id is ambiguous with
         // that id.
         let fits = |item: &&Value| self.matches_name(kind, item) || self.matches_prefix(item);
-        let mut found: Vec<&Value> = items.iter().filter(fits).collect();
-        if found.len() > 1 {
-            // A removed node does not keep its name from a new one.
-            found.retain(|item| item["state"] != "removed");
-        }
-        match found[..] {
-            [] => Err(self.unknown(kind)),
-            [one] => id_of(one, kind),
+        let found: Vec<&Value> = items.iter().filter(fits).collect();
+        // A removed node does not keep its name from a new one.
+        let present: Vec<&Value> = found.iter().copied().filter(|item| item["state"] != "removed").collect();
+        match (&found[..], &present[..]) {
+            ([], _) => Err(self.unknown(kind)),
+            ([one], _) | (_, [one]) => id_of(one, kind),
             _ => Err(self.ambiguous(kind, &found)),
         }
     }
@@ -335,7 +333,9 @@ mod tests {
             "mine".parse::<Ref>().unwrap().resolve_among(&NODE, &[named(ids[0], states[0]), named(ids[1], states[1])])
         };
         assert_eq!(found(["removed", "registered"]).unwrap().to_string(), ids[1]);
-        assert!(found(["active", "registered"]).is_err());
+        for states in [["active", "registered"], ["removed", "removed"]] {
+            assert_eq!(found(states).unwrap_err().exit_status, ExitStatus::Usage, "{states:?} is ambiguous");
+        }
     }
 
     #[test]
