@@ -1,7 +1,6 @@
 //! `gpuaas dev`: a whole environment on one machine, of real servers, with the main job run through it.
 //!
-//! Each part is a value that starts a server, knows its address, and stops it when it is dropped; a child process stops even
-//! when this one is killed ([`process`]). The test harness builds its clusters from the same parts.
+//! Its servers are those of [`local_servers`], from which the tests build their clusters too.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -19,31 +18,23 @@ use tokio::signal::unix::{SignalKind, signal};
 use crate::config::ProcessRole;
 use agents::{AgentDirectories, AgentProcess, AgentSettings, SimulatedGpus, SystemAgent};
 use api::DevApi;
-use balancer::Balancer;
 use environment::{EnvironmentFile, EnvironmentVariables};
-use identity::IdentityProvider;
+use local_servers::balancer::Balancer;
+use local_servers::identity::IdentityProvider;
+use local_servers::nats::{NatsServer, NatsUser};
+use local_servers::pki::Authority;
+use local_servers::postgres::PostgresServer;
+use local_servers::processor::PaymentProcessor;
+use local_servers::settings::SavedSettings;
+use local_servers::{files, identity};
 use main_job::{MainJob, StepListener};
-use nats::{NatsServer, NatsUser};
-use pki::Authority;
-use postgres::PostgresServer;
-use processor::PaymentProcessor;
 use replica::{ListenAddresses, Replica, ReplicaSettings};
-use settings::SavedSettings;
 
 pub mod agents;
 pub mod api;
-pub mod balancer;
 pub mod environment;
-pub mod files;
-pub mod identity;
 pub mod main_job;
-pub mod nats;
-pub mod pki;
-pub mod postgres;
-pub mod process;
-pub mod processor;
 pub mod replica;
-pub mod settings;
 
 /// The SKU of the main job, by its name.
 const SKU: &str = "the main job's SKU";
@@ -230,6 +221,7 @@ impl DevEnvironment {
             executable: gpuaas,
             folder: logs.clone(),
             database_url: postgres.url(),
+            database_ca_path: authority.certificate_path().to_owned(),
             ca_path: authority.certificate_path().to_owned(),
             certificate: authority.server_certificate("control-plane")?,
             key_ring_path,
@@ -255,7 +247,7 @@ impl DevEnvironment {
         processor.send_webhooks_to(&format!("https://{}{}", webhook.address(), edge::webhook::PATH)).await?;
         clock.lap(&format!("control plane at {} ({} replicas)", settings.public_url, replicas.len()));
 
-        let env_file = variables(&settings, &replicas, &identity, &nats, &postgres)?.write(&folder.join("env"))?;
+        let env_file = variables(&settings, &replicas, &identity, &nats)?.write(&folder.join("env"))?;
         let no_users = if args.sandbox { Some("--sandbox".to_owned()) } else { agents::why_no_users(&run) };
         let agents_folder = match (&no_users, &directories) {
             // They run as `nobody`, who may not enter this folder.
@@ -497,7 +489,6 @@ pub fn variables(
     replicas: &[Replica],
     identity: &IdentityProvider,
     nats: &NatsServer,
-    postgres: &PostgresServer,
 ) -> anyhow::Result<EnvironmentVariables> {
     let exposed = |secret: &SecretString| secret.expose_secret().to_owned();
     let mut env = EnvironmentVariables::default();
@@ -510,12 +501,12 @@ pub fn variables(
     env.set("SVC_AUTH_URL", identity.auth_url());
     env.set("SVC_OIDC_ISSUER", identity.issuer());
     env.set("SVC_CA_BUNDLE_PATH", settings.ca_path.display().to_string());
-    env.set("SVC_DATABASE_URL", exposed(&postgres.url()));
+    env.set("SVC_DATABASE_URL", exposed(&settings.database_url));
     // For a proxy in front of the replicas.
     env.set("SVC_TLS_CERT_PATH", settings.certificate.certificate_path.display().to_string());
     env.set("SVC_TLS_KEY_PATH", settings.certificate.key_path.display().to_string());
     // For `gpuaas audit`.
-    env.set("SVC_DATABASE_CA_PATH", settings.ca_path.display().to_string());
+    env.set("SVC_DATABASE_CA_PATH", settings.database_ca_path.display().to_string());
     env.set("SVC_NATS_CA_PATH", settings.ca_path.display().to_string());
     env.set("SVC_KEK_FILE", settings.key_ring_path.display().to_string());
     env.set("SVC_NATS_URL", exposed(&nats.url(OPERATOR).context("the operator has a NATS user")?));

@@ -3,6 +3,7 @@
 pub mod audit_command;
 pub mod cluster;
 pub mod config;
+#[cfg(feature = "dev")]
 pub mod dev;
 pub mod exit;
 pub mod ledger_command;

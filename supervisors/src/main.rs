@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
 use supervisors::cluster::permissions;
 use supervisors::config::ConfigError;
+#[cfg(feature = "dev")]
 use supervisors::dev::{self, DevArgs};
 use supervisors::ledger_command::{self, LedgerArgs};
 use supervisors::node_ca_command::{self, NodeCaArgs};
@@ -33,6 +34,7 @@ enum Command {
         roles: String,
     },
     /// Starts a whole environment on this machine and runs the main job in it.
+    #[cfg(feature = "dev")]
     Dev(DevArgs),
     /// Starts a new incarnation of a database that was restored from a backup; run it once, while no member runs. What the backup has lost
     /// must not be taken for something new. It releases every shard and raises every epoch.
@@ -81,6 +83,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             };
             serve::serve(config, traces).await?;
         }
+        #[cfg(feature = "dev")]
         Command::Dev(args) => dev::run(args).await?,
         Command::BeginIncarnation => {
             let incarnation = serve::begin_incarnation().await?;

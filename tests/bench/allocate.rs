@@ -7,13 +7,13 @@
 use anyhow::{Context, ensure};
 use futures::future::join_all;
 use hdrhistogram::Histogram;
+use local_servers::identity::DemoUser;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use serde_json::{Value, json};
 use sqlx::PgPool;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use supervisors::dev::identity::DemoUser;
 use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, median, release_build, rounded};
 use tests::cluster::client::Client;
 use tests::cluster::fake_agent::FakeAgent;
@@ -43,6 +43,7 @@ async fn run() -> anyhow::Result<()> {
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
     let mut cluster = TestCluster::builder()
+        .own_postgres()
         .binaries(&release_build()?)
         .policy("allocation.max_concurrent_per_user", 10_000)
         .variable("RUST_LOG", "warn")
@@ -128,7 +129,7 @@ impl CpuTime {
         let of = |pid: Option<u32>| processor_time(pid.context("a process has ended")?);
         Ok(Self(vec![
             ("replica", of(cluster.replicas[0].pid())?),
-            ("postgres", of(cluster.postgres.pid())?),
+            ("postgres", of(Some(cluster.postgres.pid()))?),
             ("nats", of(cluster.nats.pid())?),
             ("client_and_agents", of(Some(std::process::id()))?),
         ]))

@@ -11,11 +11,11 @@ use anyhow::{Context, ensure};
 use baseline::Baseline;
 use futures::future::{join_all, try_join_all};
 use hdrhistogram::Histogram;
+use local_servers::identity::DemoUser;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
-use supervisors::dev::identity::DemoUser;
 use tests::bench::http_client::{BenchClient, Request};
 use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, median, release_build, rounded};
 use tests::cluster::client::Client;
@@ -45,6 +45,7 @@ async fn run() -> anyhow::Result<()> {
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
     let cluster = TestCluster::builder()
+        .own_postgres()
         .binaries(&release_build()?)
         .policy("rate_limit.api_requests_per_minute", 1_000_000)
         .variable("RUST_LOG", "warn")

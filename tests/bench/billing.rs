@@ -32,7 +32,7 @@ async fn main() -> anyhow::Result<()> {
     let allocations = count_from_env("BENCH_ALLOCATIONS")?.unwrap_or(100_000);
     let most = count_from_env("BENCH_MOST")?.unwrap_or(1_000_000);
     ensure!(allocations >= OF_ONE, "at least an account is needed");
-    let server = Postgres::start()?;
+    let server = Postgres::start().await?;
     let ours = AccrualBench::prepare(server.database("ours").await?, allocations / OF_ONE).await?;
     let theirs = Baseline::prepare(&server, allocations / OF_ONE).await?;
     server.age().await?;

@@ -16,7 +16,6 @@ use persistence::committer::CommitterMetrics;
 use persistence::{Cluster, Committer, CommitterConfig};
 use serde_json::json;
 use sqlx::postgres::{PgBindIterExt, PgPool};
-use std::process::Command;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
@@ -35,7 +34,7 @@ const RAW: (u32, u32) = (2, 256);
 #[tokio::main]
 async fn main() -> anyhow::Result<()> {
     let plan = MeasurementPlan::from_environment()?;
-    let server = Postgres::start()?;
+    let server = Postgres::start().await?;
     let ours = CommitterBench::prepare(server.database("ours").await?).await?;
     let theirs = Baseline::prepare(&server).await?;
     let raw = BareBatches::prepare(server.database("raw").await?).await?;
@@ -295,11 +294,9 @@ impl<'a> Baseline<'a> {
             ("metadata", r#"{"reason": "asked for"}"#.to_owned()),
             ("reply", r#"{"ok": true}"#.to_owned()),
         ];
-        let mut pgbench = Command::new(postgres::program("pgbench")?);
+        let mut pgbench = self.server.pgbench()?;
         pgbench
-            .arg("-h")
-            .arg(self.server.socket_folder())
-            .args(["-U", postgres::ROLE, "-n", "-M", "prepared", "-j", "2", "-c", &CLIENTS.to_string()])
+            .args(["-n", "-M", "prepared", "-j", "2", "-c", &CLIENTS.to_string()])
             .args(["-D", "n=0", "-D", &format!("round={round}"), "-T", &each.as_secs_f64().ceil().to_string()])
             .args(json.iter().flat_map(|(name, value)| ["-D".to_owned(), format!("{name}={value}")]))
             .arg("-f")

@@ -4,9 +4,9 @@
 
 use anyhow::ensure;
 use futures::future::try_join_all;
+use local_servers::identity::DemoUser;
 use secrecy::ExposeSecret as _;
 use std::time::{Duration, Instant};
-use supervisors::dev::identity::DemoUser;
 use tests::bench::http_client::{BenchClient, Request};
 use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, release_build, rounded};
 use tests::cluster::TestCluster;
@@ -30,6 +30,7 @@ fn main() -> anyhow::Result<()> {
     runtime.block_on(async {
         let during = MeasurementPlan::of_seconds(SECONDS)?.each;
         let cluster = TestCluster::builder()
+            .own_postgres()
             .binaries(&release_build()?)
             .replicas(REPLICAS)
             .policy("rate_limit.api_requests_per_minute", LIMIT)

@@ -52,7 +52,8 @@ async fn run() -> anyhow::Result<()> {
     let sockets = count_from_env("BENCH_SOCKETS")?.unwrap_or(SOCKETS).min(usize::try_from(most)?.saturating_sub(1000));
     let sockets = sockets.max(LOOKS * OF_ONE_USER) / (LOOKS * OF_ONE_USER) * (LOOKS * OF_ONE_USER);
     let during = MeasurementPlan::of_seconds(SECONDS)?.each;
-    let cluster = TestCluster::builder().binaries(&programs()?).variable("RUST_LOG", "warn").start().await;
+    let cluster =
+        TestCluster::builder().own_postgres().binaries(&programs()?).variable("RUST_LOG", "warn").start().await;
     match measure(&cluster, sockets, during).await {
         Ok(report) => {
             cluster.shutdown().await;

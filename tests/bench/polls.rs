@@ -50,6 +50,7 @@ async fn run() -> anyhow::Result<()> {
     let polls =
         count_from_env("BENCH_POLLS")?.unwrap_or(POLLS).min(usize::try_from(most)?.saturating_sub(1000)).max(LOOKS);
     let mut cluster = TestCluster::builder()
+        .own_postgres()
         .replicas(2)
         .binaries(&programs()?)
         .variable("RUST_LOG", "warn")

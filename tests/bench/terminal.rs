@@ -57,6 +57,7 @@ async fn run() -> anyhow::Result<()> {
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
     let mut cluster = TestCluster::builder()
+        .own_postgres()
         .binaries(&programs()?)
         .variable("RUST_LOG", "warn")
         .policy("rate_limit.enrollment_requests_per_minute", 1_000_000)

@@ -51,7 +51,7 @@ fn main() -> anyhow::Result<()> {
 async fn run() -> anyhow::Result<()> {
     let plan = MeasurementPlan::from_environment()?;
     let fake_processor = FakeProcessor::start().await;
-    let cluster = TestCluster::builder().binaries(&programs()?).variable("RUST_LOG", "warn");
+    let cluster = TestCluster::builder().own_postgres().binaries(&programs()?).variable("RUST_LOG", "warn");
     let cluster = fake_processor.configure(cluster).start().await;
     match measure(&cluster, plan).await {
         Ok(report) => {

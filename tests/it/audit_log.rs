@@ -16,7 +16,7 @@ async fn gpuaas_audit(cluster: &TestCluster, args: &[&str], variables: &[(&str, 
         .args(args)
         .env_clear()
         .env("SVC_DATABASE_URL", settings.database_url.expose_secret())
-        .env("SVC_DATABASE_CA_PATH", &settings.ca_path)
+        .env("SVC_DATABASE_CA_PATH", &settings.database_ca_path)
         .env("SVC_KEK_FILE", &settings.key_ring_path)
         .envs(variables.iter().map(|(name, value)| (*name, value.as_str())))
         .stdin(Stdio::null())

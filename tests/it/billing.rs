@@ -244,7 +244,7 @@ pub(crate) async fn expect_ledger_verify_succeeds(cluster: &TestCluster) {
     let output = tokio::process::Command::new(&cluster.settings.executable)
         .args(["ledger", "verify", "--json"])
         .env("SVC_DATABASE_URL", cluster.settings.database_url.expose_secret())
-        .env("SVC_DATABASE_CA_PATH", &cluster.settings.ca_path)
+        .env("SVC_DATABASE_CA_PATH", &cluster.settings.database_ca_path)
         .output()
         .await
         .expect("the program runs");

@@ -83,9 +83,9 @@ async fn ledger_is_balanced_after_replicas_postgres_and_nats_are_killed() {
         cluster.nats.kill9();
         tokio::time::sleep(Duration::from_millis(900)).await;
         cluster.nats.start_again().await.expect("NATS starts");
-        cluster.postgres.kill9();
+        cluster.postgres.kill9().await;
         tokio::time::sleep(Duration::from_millis(400 + 600 * (round % 2))).await;
-        cluster.postgres.start_again().await.expect("Postgres starts");
+        cluster.postgres.start_again().await;
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
     enough.store(true, Ordering::SeqCst);

@@ -170,17 +170,17 @@ async fn single_replica_serves_without_nats() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn saga_completes_after_a_postgres_outage() {
-    let mut cluster = TestCluster::builder().replicas(2).start().await;
+    let mut cluster = TestCluster::builder().own_postgres().replicas(2).start().await;
     let node = cluster.node_with("h100", &["--simulate-provision-delay-ms", "1500"]).await;
     let allocation = cluster.rent("h100", 2).await;
     allocation.expect_state("provisioning").await;
-    cluster.postgres.kill9();
+    cluster.postgres.kill9().await;
     tokio::time::sleep(Duration::from_secs(2)).await;
-    cluster.postgres.start_again().await.unwrap();
+    cluster.postgres.start_again().await;
     allocation.expect_state("active").await;
     let acknowledged = cluster.history_of(allocation.id).await.len();
-    cluster.postgres.kill9();
-    cluster.postgres.start_again().await.unwrap();
+    cluster.postgres.kill9().await;
+    cluster.postgres.start_again().await;
     assert!(cluster.history_of(allocation.id).await.len() >= acknowledged, "nothing acknowledged is lost");
     allocation.release().await;
     allocation.expect_state("released").await;
@@ -190,7 +190,7 @@ async fn saga_completes_after_a_postgres_outage() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn repeated_postgres_outages_under_load_park_no_entity() {
-    let mut cluster = TestCluster::builder().replicas(2).start().await;
+    let mut cluster = TestCluster::builder().own_postgres().replicas(2).start().await;
     let node = cluster.node_with("h100", &["--simulate-provision-delay-ms", "500"]).await;
     let key = json!({ "name": "stormy", "public_key": tests::cluster::ssh_public_key("stormy") });
     let key = id_of(&cluster.user.post("/api/v1/ssh-keys", &key).await.created());
@@ -211,13 +211,13 @@ async fn repeated_postgres_outages_under_load_park_no_entity() {
         .collect();
     for _ in 0..3 {
         let allocation = cluster.rent("h100", 2).await;
-        cluster.postgres.kill9();
+        cluster.postgres.kill9().await;
         tokio::time::sleep(Duration::from_millis(1500)).await;
-        cluster.postgres.start_again().await.unwrap();
+        cluster.postgres.start_again().await;
         allocation.expect_state("active").await;
-        cluster.postgres.kill9();
+        cluster.postgres.kill9().await;
         tokio::time::sleep(Duration::from_millis(1500)).await;
-        cluster.postgres.start_again().await.unwrap();
+        cluster.postgres.start_again().await;
         allocation.release().await;
         allocation.expect_state("released").await;
     }

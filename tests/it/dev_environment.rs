@@ -1,13 +1,13 @@
 //! `gpuaas dev`, which `deploy/up` runs: a restart continues with the state of the last run.
 
 use crate::external_tools::tools;
+use local_servers::process::{ChildProcess, Launch, tail};
+use local_servers::{files, identity};
 use secrecy::SecretString;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
 use supervisors::dev::api::{DevApi, https_client, log_in};
-use supervisors::dev::process::{ChildProcess, Launch, tail};
-use supervisors::dev::{files, identity};
 use wire::bundle::Variables;
 
 const UP: &str = "Up until Ctrl-C";

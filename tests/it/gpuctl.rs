@@ -290,7 +290,7 @@ fn gpuctl_items(list: &Value) -> Vec<String> {
 }
 
 fn authority_of_another(folder: &std::path::Path) -> std::path::PathBuf {
-    let authority = supervisors::dev::pki::Authority::create(&folder.join("pki")).expect("an authority can be made");
+    let authority = local_servers::pki::Authority::create(&folder.join("pki")).expect("an authority can be made");
     authority.certificate_path().to_owned()
 }
 

@@ -27,9 +27,9 @@ async fn wait_for_commit(cluster: &TestCluster, command: &str, before: i64) {
 async fn kill(cluster: &mut TestCluster, victim: Victim, node: &NodeHandle) {
     match victim {
         Victim::Postgres => {
-            cluster.postgres.kill9();
+            cluster.postgres.kill9().await;
             tokio::time::sleep(Duration::from_millis(300)).await;
-            cluster.postgres.start_again().await.unwrap();
+            cluster.postgres.start_again().await;
         }
         Victim::Nats => {
             cluster.nats.kill9();
@@ -63,7 +63,7 @@ async fn expect_released(allocation: &AllocationHandle, node: &NodeHandle) {
 }
 
 async fn start_cluster() -> TestCluster {
-    let cluster = TestCluster::start().await;
+    let cluster = TestCluster::builder().own_postgres().start().await;
     cluster.delay_commits_by(Duration::from_millis(40)).await;
     cluster
 }
@@ -127,8 +127,10 @@ async fn clean_up_completes_after_a_crash_of_any_process() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn authority_rotation_completes_after_a_crash_of_any_process_and_cuts_off_no_node() {
-    let builder =
-        TestCluster::builder().policy("keys.renewal_spread_seconds", 1).policy("node.offline_after_seconds", 10);
+    let builder = TestCluster::builder()
+        .own_postgres()
+        .policy("keys.renewal_spread_seconds", 1)
+        .policy("node.offline_after_seconds", 10);
     let mut cluster = builder.start().await;
     cluster.delay_commits_by(Duration::from_millis(40)).await;
     let node = cluster.node("h100").await;

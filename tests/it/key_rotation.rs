@@ -100,7 +100,8 @@ async fn with_owner_crash(cluster: &mut TestCluster, purpose: &str, path: &str, 
 #[tokio::test(flavor = "multi_thread")]
 async fn task_keys_rotate_in_operation_and_an_agent_that_missed_two_rotations_follows() {
     // Heartbeats every three seconds.
-    let mut cluster = TestCluster::builder().replicas(2).policy("node.offline_after_seconds", 10).start().await;
+    let mut cluster =
+        TestCluster::builder().own_postgres().replicas(2).policy("node.offline_after_seconds", 10).start().await;
     let awake = cluster.node("awake").await;
     let sleeper = cluster.node("sleeper").await;
     let first = key_in_phase(&cluster, "task_signing", "active").await;
@@ -127,9 +128,9 @@ async fn task_keys_rotate_in_operation_and_an_agent_that_missed_two_rotations_fo
     let body = step("task_signing", &first, true);
     let retiring = tokio::spawn(async move { admin.post(&format!("{KEYS}/retire"), &body).await });
     tokio::time::sleep(Duration::from_millis(10)).await;
-    cluster.postgres.kill9();
+    cluster.postgres.kill9().await;
     tokio::time::sleep(Duration::from_millis(500)).await;
-    cluster.postgres.start_again().await.unwrap();
+    cluster.postgres.start_again().await;
     retiring.await.unwrap().ok();
     rent_and_release(&cluster, "awake").await;
 
@@ -274,7 +275,7 @@ async fn count_sealed_under(cluster: &TestCluster, id: &str) -> u64 {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn sealed_values_are_rewrapped_under_another_key_and_a_key_in_use_cannot_be_dropped() {
-    let mut cluster = TestCluster::builder().replicas(2).start().await;
+    let mut cluster = TestCluster::builder().own_postgres().replicas(2).start().await;
     cluster.allow_error("the key ring does not fit the database");
     let _node = cluster.node("h100").await;
     for _ in 0..4 {
@@ -311,9 +312,9 @@ async fn sealed_values_are_rewrapped_under_another_key_and_a_key_in_use_cannot_b
     let asking = tokio::spawn(async move { admin.post(&format!("{KEYS}/rewrap"), &body).await });
     tokio::time::sleep(Duration::from_millis(25)).await;
     cluster.kill9_replica(1);
-    cluster.postgres.kill9();
+    cluster.postgres.kill9().await;
     tokio::time::sleep(Duration::from_millis(300)).await;
-    cluster.postgres.start_again().await.unwrap();
+    cluster.postgres.start_again().await;
     cluster.restart_replica(1).await;
     assert_eq!(asking.await.unwrap().status.as_u16(), 202);
     let output = gpuctl_keys(&cluster, &["rewrap", "--reason", "is it done?"]).await;

@@ -1,10 +1,10 @@
 //! Payments over the public API, through a third-party payment processor (localstripe): top-ups, charges and refunds, and the ledger is
 //! exact to the millionth.
 
+use local_servers::processor::intent_in;
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use supervisors::dev::processor::intent_in;
 use tests::cluster::client::{ApiResponse, Client};
 use tests::cluster::payments::StartedPayment;
 use tests::cluster::{AllocationHandle, CURRENCY, REGION, TestCluster, TestClusterBuilder, id_of};

@@ -11,6 +11,7 @@ use crate::billing::{
 use chrono::TimeDelta;
 use domain::RefundId;
 use domain::payment::{Payment, RefundDebit, RefundStatus};
+use local_servers::processor::intent_in;
 use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom as _, SliceRandom as _};
 use rand::{RngExt as _, SeedableRng as _};
@@ -20,7 +21,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use supervisors::dev::processor::intent_in;
 use tests::cluster::client::{ApiResponse, Client};
 use tests::cluster::fake_processor::event;
 use tests::cluster::handles::AllocationHandle;
@@ -314,9 +314,9 @@ impl Fault {
                 cluster.nats.start_again().await.expect("NATS starts");
             }
             Self::PostgresDies => {
-                cluster.postgres.kill9();
+                cluster.postgres.kill9().await;
                 tokio::time::sleep(pause).await;
-                cluster.postgres.start_again().await.expect("Postgres starts");
+                cluster.postgres.start_again().await;
             }
             Self::ProcessorIsDown => {
                 cluster.payments().link.cut();

@@ -2,11 +2,11 @@
 //! service serves, so that a new one is in no table and fails; the tables are checked in and reviewed as text.
 
 use edge::node_api::{ROUTES, RequiredCredential};
+use local_servers::identity::DemoUser;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use supervisors::dev::identity::DemoUser;
 use tests::cluster::client::{Client, send_request};
 use tests::cluster::fake_agent::{EnrollmentAttempt, FakeAgent, anonymous};
 use tests::cluster::{REGION, TestCluster, WAIT_TIMEOUT, id_of, ssh_public_key};

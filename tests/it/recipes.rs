@@ -3,13 +3,13 @@
 use crate::browser::Browser;
 use crate::gpuctl::serving;
 use crate::ssh_access::SshNode;
+use local_servers::process::free_port;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 use supervisors::dev::environment::EnvironmentFile;
-use supervisors::dev::process::free_port;
 use tests::cluster::gpuctl::PtySession;
 use tests::cluster::{TestCluster, WAIT_TIMEOUT};
 use tokio::process::Command;
@@ -99,8 +99,7 @@ fn followed(cluster: &TestCluster) -> Followed {
     let tools = std::env::var_os("GPUAAS_TOOLS_DIR").map_or_else(|| checkout().join(".dev/tools"), PathBuf::from);
     symlink(tools, folder.path().join(".dev/tools")).unwrap();
     let (settings, replicas) = (&cluster.settings, &cluster.replicas);
-    let env =
-        supervisors::dev::variables(settings, replicas, &cluster.identity, &cluster.nats, &cluster.postgres).unwrap();
+    let env = supervisors::dev::variables(settings, replicas, &cluster.identity, &cluster.nats).unwrap();
     let _env = env.write(&folder.path().join(".dev/env")).unwrap();
     Followed { folder, _env }
 }

@@ -2,15 +2,15 @@
 //! the book (`operator/install.md`) says, on Debian's own Postgres through its socket.
 
 use crate::external_tools::{root, tools};
+use local_servers::files;
+use local_servers::identity::{self, IdentityProvider};
+use local_servers::nats::{NatsServer, NatsUser};
+use local_servers::pki::Authority;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use supervisors::dev::api::{DevApi, https_client};
-use supervisors::dev::files;
-use supervisors::dev::identity::{self, IdentityProvider};
-use supervisors::dev::nats::{NatsServer, NatsUser};
-use supervisors::dev::pki::Authority;
 use supervisors::dev::replica::{ListenAddresses, member};
 use tests::cluster::ssh_public_key;
 use tests::systemd_container::SystemdContainer;

@@ -6,18 +6,23 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The allowed dependencies between crates (design 3).
-const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 10] = [
+const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 11] = [
     ("domain", &[]),
     ("wire", &[]),
     ("telemetry", &[]),
     ("persistence", &["domain"]),
     ("actors", &["domain", "telemetry"]),
     ("edge", &["domain", "wire", "telemetry", "actors", "persistence"]),
-    ("supervisors", &["domain", "wire", "telemetry", "actors", "persistence", "edge"]),
+    ("supervisors", &["domain", "wire", "telemetry", "actors", "persistence", "edge", "local-servers"]),
+    // The servers of `gpuaas dev` and of the tests.
+    ("local-servers", &["persistence"]),
     ("agent", &["wire", "telemetry"]),
     // The dependencies of an outside client.
     ("gpuctl", &[]),
-    ("tests", &["domain", "wire", "telemetry", "actors", "agent", "persistence", "edge", "supervisors"]),
+    (
+        "tests",
+        &["domain", "wire", "telemetry", "actors", "agent", "persistence", "edge", "supervisors", "local-servers"],
+    ),
 ];
 
 /// The third-party crates that `domain` may use: plain data, and errors.

@@ -49,6 +49,11 @@ use domain::Shard;
 use fake_clock::FakeClock;
 pub use final_checks::ExpectedFindings;
 pub use handles::{AllocationHandle, NodeHandle};
+use local_servers::balancer::Balancer;
+use local_servers::identity::IdentityProvider;
+use local_servers::nats::NatsServer;
+use local_servers::pki::Authority;
+use local_servers::test_database::TestDatabase;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use reqwest::StatusCode;
@@ -59,11 +64,6 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use supervisors::dev::agents::{AgentProcess, AgentSettings, SimulatedGpus};
-use supervisors::dev::balancer::Balancer;
-use supervisors::dev::identity::IdentityProvider;
-use supervisors::dev::nats::NatsServer;
-use supervisors::dev::pki::Authority;
-use supervisors::dev::postgres::PostgresServer;
 use supervisors::dev::replica::{Replica, ReplicaSettings};
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
@@ -94,7 +94,7 @@ pub struct TestCluster {
     pub node_balancer: Balancer,
     pub identity: IdentityProvider,
     pub nats: NatsServer,
-    pub postgres: PostgresServer,
+    pub postgres: TestDatabase,
     pub authority: Authority,
     /// A pool on the database, as its owner.
     pub pool: PgPool,

@@ -3,13 +3,13 @@
 
 use crate::skipped::report_skipped;
 use anyhow::Context as _;
+use local_servers::process::{ChildProcess, Launch, tail};
 use nix::unistd::Uid;
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use supervisors::dev::process::{ChildProcess, Launch, tail};
 
 /// Mounts the tree, `$1`, under an overlay at `$2`, and boots it. The mounts are this process's own and end with it.
 const BOOT: &str = r#"

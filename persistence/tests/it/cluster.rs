@@ -1,9 +1,9 @@
 //! Members that are alive, and owners of shards, as the database has them.
 
-use crate::postgres::TestDatabase;
 use domain::commit::Epoch;
 use domain::id::{EntityKind, EntityRef, MemberId, Shard};
 use domain::machine::Timestamp;
+use local_servers::test_database::TestDatabase;
 use persistence::Cluster;
 use persistence::cluster::Member;
 use std::collections::BTreeMap;

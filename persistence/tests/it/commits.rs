@@ -1,10 +1,10 @@
 //! Every outcome of a commit, and that nothing is written of a transition that was not applied.
 
-use crate::postgres::TestDatabase;
 use crate::test_store::{TestStore, at, bare, command, create, event, next};
 use domain::commit::{Commit, CommitOutcome, CompletedCommand, Epoch, Precondition, SetChange};
 use domain::id::{EntityKind, EventId, MemberId, Shard};
 use domain::machine::IndexKeys;
+use local_servers::test_database::TestDatabase;
 use persistence::loader::LoadError;
 use persistence::snapshot_seal::SealRefusal;
 use persistence::{CommitterConfig, Loader, SnapshotSealer};
@@ -525,7 +525,7 @@ async fn transition_may_have_many_events_or_none() {
 
 #[tokio::test]
 async fn events_over_the_bound_of_the_relay_are_left_to_the_outbox_poll() {
-    let db = crate::postgres::TestDatabase::fresh().await;
+    let db = local_servers::test_database::TestDatabase::fresh().await;
     let store = TestStore::with(db, |_| {}).await;
     let commits: Vec<Commit> = (0..1100).map(|n| create(n * 256)).collect();
     // Whatever the batch size: the bound of 1000 is one of events.

@@ -1,9 +1,9 @@
 //! Lost connections, killed servers, full queues: what is *not applied* was not written, and what is *unknown* may have been.
 
-use crate::postgres::TestDatabase;
 use crate::test_store::{TestStore, create, next};
 use domain::commit::{Commit, CommitOutcome};
 use futures::{FutureExt as _, poll};
+use local_servers::test_database::TestDatabase;
 use persistence::committer::CommitterMetrics;
 use persistence::loader::{LANES, LoadError};
 use persistence::{Committer, CommitterConfig, Loader};
@@ -90,8 +90,7 @@ async fn server_killed_during_a_commit_loses_no_acknowledged_transition() {
     let lost: Vec<Commit> = (100..140).map(create).collect();
     let kill = async {
         store.until_blocked(2).await;
-        let server = Arc::clone(&store.db.server);
-        tokio::task::spawn_blocking(move || server.kill()).await.unwrap();
+        store.db.kill9().await;
     };
     let (outcomes, ()) = futures::future::join(store.commit_all(&lost), kill).await;
     drop(holder);
@@ -103,8 +102,7 @@ async fn server_killed_during_a_commit_loses_no_acknowledged_transition() {
     assert!(matches!(down, CommitOutcome::NotApplied { .. }), "{down:?}");
     assert!(store.committer.workers().iter().any(|worker| !worker.connected && worker.last_error.is_some()));
 
-    let server = Arc::clone(&store.db.server);
-    tokio::task::spawn_blocking(move || server.run()).await.unwrap();
+    store.db.start_again().await;
     applied_eventually(&store, &create(500)).await;
     applied_eventually(&store, &create(501)).await;
     for commit in &acknowledged {
@@ -152,7 +150,7 @@ impl FaultyLink {
         let options = sqlx::postgres::PgConnectOptions::new_without_pgpass()
             .host("127.0.0.1")
             .port(self.port)
-            .username("svc")
+            .username(local_servers::postgres::ROLE)
             .database(options.get_database().unwrap())
             .ssl_mode(PgSslMode::Disable);
         PgPoolOptions::new().connect_lazy_with(options)
@@ -162,7 +160,7 @@ impl FaultyLink {
 #[tokio::test]
 async fn lost_response_to_an_applied_batch_is_unknown() {
     let store = TestStore::new().await;
-    let wire = FaultyLink::to(store.db.server.socket()).await;
+    let wire = FaultyLink::to(store.db.socket()).await;
     let metrics = CommitterMetrics::register(&prometheus::Registry::new()).unwrap();
     let mut config = CommitterConfig::new(store.me);
     config.statement_timeout = Duration::from_secs(1);
@@ -184,7 +182,7 @@ async fn lost_response_to_an_applied_batch_is_unknown() {
 #[tokio::test]
 async fn before_the_next_batch_the_lost_backend_is_ended() {
     let store = TestStore::new().await;
-    let wire = FaultyLink::to(store.db.server.socket()).await;
+    let wire = FaultyLink::to(store.db.socket()).await;
     let metrics = CommitterMetrics::register(&prometheus::Registry::new()).unwrap();
     let mut config = CommitterConfig::new(store.me);
     config.statement_timeout = Duration::from_secs(30);

@@ -1,8 +1,8 @@
 //! Leases and reconciliation watermarks.
 
-use crate::postgres::TestDatabase;
 use chrono::{TimeDelta, Utc};
 use domain::id::MemberId;
+use local_servers::test_database::TestDatabase;
 use persistence::{Lease, Leases};
 use std::time::Duration;
 use uuid::Uuid;

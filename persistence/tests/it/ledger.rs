@@ -1,12 +1,12 @@
 //! The ledger: committed with the transition or not at all, never changed, and summed.
 
-use crate::postgres::TestDatabase;
 use crate::test_store::{TestStore, bare, create, next};
 use domain::commit::{Commit, CommitOutcome};
 use domain::id::{AllocationId, BillingAccountId, EntityKind, EntityRef, PaymentId};
 use domain::ledger::{Posting, PostingKind, PostingSource, UsagePeriod};
 use domain::machine::Timestamp;
 use domain::money::{Currency, MicroAmount};
+use local_servers::test_database::TestDatabase;
 use persistence::read::{LedgerFilter, LedgerPosition, LedgerSum};
 use persistence::{CommitterConfig, Reads};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};

@@ -11,7 +11,6 @@ mod keys;
 mod lease;
 mod ledger;
 mod model;
-mod postgres;
 mod reads;
 mod recordings;
 mod schema;

@@ -180,7 +180,7 @@ async fn play(rounds: Vec<Vec<CommitAttempt>>) {
 fn stored_rows_match_the_applied_transitions() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     // The server runs as long as this database is held.
-    let keep = runtime.block_on(crate::postgres::TestDatabase::fresh());
+    let keep = runtime.block_on(local_servers::test_database::TestDatabase::fresh());
     let config = Config { cases: 24, failure_persistence: None, ..Config::default() };
     TestRunner::new(config)
         .run(&tries(), |rounds| {

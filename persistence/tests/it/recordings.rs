@@ -1,9 +1,9 @@
 //! Recordings: stored once, in order, sealed, and gone when they are deleted.
 
-use crate::postgres::TestDatabase;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use domain::{AllocationId, NodeId, TerminalSessionId};
+use local_servers::test_database::TestDatabase;
 use persistence::envelope::KeyRing;
 use persistence::read::Cursor;
 use persistence::recordings::{Chunk, ChunkOutcome, ChunkOwner, ChunkRejected, RecordingError, RecordingFilter};

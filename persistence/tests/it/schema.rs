@@ -1,8 +1,8 @@
 //! The schema, its partitions, the sweeps and the sealed secrets.
 
-use crate::postgres::TestDatabase;
 use crate::test_store::{TestStore, create};
 use domain::commit::{Commit, CommitOutcome};
+use local_servers::test_database::TestDatabase;
 use persistence::Secrets;
 use persistence::envelope::KeyRing;
 use persistence::migrate::{self, SchemaError};

@@ -1,11 +1,11 @@
 //! A database with a committer over it, and transitions to commit.
 
-use crate::postgres::TestDatabase;
 use domain::audit::{AuditAction, AuditRecord};
 use domain::commit::{CommandRecord, Commit, CommitOutcome, Epoch, Timer};
 use domain::event::Event;
 use domain::id::{CommandId, EntityKind, EntityRef, EventId, MemberId, Shard, SkuId};
 use domain::machine::{IndexKeys, Timestamp};
+use local_servers::test_database::TestDatabase;
 use persistence::committer::CommitterMetrics;
 use persistence::read::{WaitingEntity, WaitingFilter};
 use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads};

@@ -109,13 +109,6 @@ pub fn for_member(name: &str, roles: &BTreeSet<ProcessRole>) -> Permissions {
 }
 
 impl Permissions {
-    /// All subjects: for the operator, and for tests that observe everything.
-    #[must_use]
-    pub fn everything() -> Self {
-        let all = || BTreeSet::from([">".to_owned()]);
-        Self { publish: all(), subscribe: all() }
-    }
-
     /// The permissions in the format of a NATS server's configuration, in JSON, which it also reads.
     #[must_use]
     pub fn as_config(&self) -> Value {

@@ -14,8 +14,8 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::unistd::{Uid, User};
 use wire::bundle::{BootstrapBundle, Variables};
 
-use super::files;
-use super::process::{ChildProcess, Launch};
+use local_servers::files;
+use local_servers::process::{ChildProcess, Launch};
 
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -116,7 +116,7 @@ impl SystemAgent {
         Ok(Self {
             folder: directories.folder.join(number.to_string()),
             first_uid: FIRST_UID + directories.number * UIDS_PER_ENVIRONMENT + number * UIDS_PER_AGENT,
-            ssh_port: if has_sshd() { Some(super::process::free_port()?) } else { None },
+            ssh_port: if has_sshd() { Some(local_servers::process::free_port()?) } else { None },
         })
     }
 

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use wire::bundle::env_file::quote;
 
-use super::files;
+use local_servers::files;
 
 /// The variables, in the order in which they are written.
 #[derive(Default)]

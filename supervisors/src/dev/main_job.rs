@@ -11,8 +11,8 @@ use wire::bundle::BootstrapBundle;
 
 use super::agents::{AgentProcess, AgentSettings};
 use super::api::{DevApi, unreachable_state_error};
-use super::files;
-use super::processor::{CARD, PaymentProcessor, intent_in};
+use local_servers::files;
+use local_servers::processor::{CARD, PaymentProcessor, intent_in};
 
 const REGION: &str = "dev-1";
 /// The platform roles whose holders approve SKUs together.
@@ -145,7 +145,7 @@ impl MainJob<'_> {
             Ok((node["state"] == "active").then_some(()))
         });
         if let Err(error) = waiting.await {
-            let tail = super::process::tail(agent.log(), 5);
+            let tail = local_servers::process::tail(agent.log(), 5);
             return Err(error.context(format!("{name} did not become active; its agent's log ends with:\n{tail}")));
         }
         self.listener.done(&format!("{name} enrolled by its agent, active"), begin.elapsed());

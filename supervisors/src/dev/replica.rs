@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use secrecy::{ExposeSecret as _, SecretString};
 
-use super::nats::NatsUser;
-use super::pki::ServerCertificate;
-use super::process::{ChildProcess, Launch, free_port};
-use super::settings::SavedSettings;
 use crate::cluster::permissions;
 use crate::config::ProcessRole;
+use local_servers::nats::NatsUser;
+use local_servers::pki::ServerCertificate;
+use local_servers::process::{ChildProcess, Launch, free_port};
+use local_servers::settings::SavedSettings;
 
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// A replica drains its listeners, polls, shards and outbox before it ends.
@@ -22,7 +22,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The NATS user of a member with these roles.
 pub fn member(name: &str, roles: &BTreeSet<ProcessRole>) -> NatsUser {
-    NatsUser::limited(name, permissions::for_member(name, roles))
+    NatsUser::limited(name, permissions::for_member(name, roles).as_config())
 }
 
 /// The settings that all replicas of one environment share.
@@ -33,7 +33,9 @@ pub struct ReplicaSettings {
     /// The folder of the logs.
     pub folder: PathBuf,
     pub database_url: SecretString,
-    /// Trust anchor for Postgres and NATS, and of the replicas' own certificate.
+    /// Trust anchor for Postgres.
+    pub database_ca_path: PathBuf,
+    /// Trust anchor for NATS, and of the replicas' own certificate.
     pub ca_path: PathBuf,
     pub certificate: ServerCertificate,
     pub key_ring_path: PathBuf,
@@ -201,7 +203,7 @@ impl Replica {
         let path = |path: &Path| path.as_os_str().to_owned();
         let variables = [
             ("SVC_DATABASE_URL", settings.database_url.expose_secret().into()),
-            ("SVC_DATABASE_CA_PATH", path(&settings.ca_path)),
+            ("SVC_DATABASE_CA_PATH", path(&settings.database_ca_path)),
             ("SVC_NATS_URL", self.nats_url.expose_secret().into()),
             ("SVC_NATS_CA_PATH", path(&settings.ca_path)),
             ("SVC_KEK_FILE", path(&settings.key_ring_path)),
@@ -216,7 +218,7 @@ impl Replica {
             ("SVC_TLS_KEY_PATH", path(&settings.certificate.key_path)),
             ("SVC_TLS_CA_PATH", path(&settings.ca_path)),
             ("SVC_OIDC_ISSUER", settings.issuer.clone().into()),
-            ("SVC_OIDC_CLIENT_ID", super::identity::CLIENT_ID.into()),
+            ("SVC_OIDC_CLIENT_ID", local_servers::identity::CLIENT_ID.into()),
             ("SVC_OIDC_AUDIENCE", settings.audience.clone().into()),
             ("SVC_MEMBER_NAME", self.name.clone().into()),
             ("SVC_ROLES", "all".into()),

@@ -2,9 +2,8 @@
 
 use anyhow::{Context, ensure};
 use sqlx::postgres::PgPool;
-use std::process::Command;
 use std::time::Duration;
-use tests::bench::postgres::{self, Postgres};
+use tests::bench::postgres::Postgres;
 
 pub(crate) const CLIENTS: u32 = 16;
 
@@ -46,11 +45,9 @@ impl<'a> Baseline<'a> {
         let text = format!("\\set id random(1, {last})\nUPDATE balance SET micro = micro - 1 WHERE id = :id;\n");
         std::fs::write(script.path(), text)?;
         let before = self.sum().await?;
-        let mut pgbench = Command::new(postgres::program("pgbench")?);
+        let mut pgbench = self.server.pgbench()?;
         pgbench
-            .arg("-h")
-            .arg(self.server.socket_folder())
-            .args(["-U", postgres::ROLE, "-n", "-M", "prepared", "-j", "2", "-c", &CLIENTS.to_string()])
+            .args(["-n", "-M", "prepared", "-j", "2", "-c", &CLIENTS.to_string()])
             .args(["-T", &each.as_secs_f64().ceil().to_string()])
             .arg("-f")
             .arg(script.path())

@@ -1,11 +1,11 @@
 //! The baseline: HAProxy with the same requests over the same mutual TLS in its tarpit.
 
 use anyhow::Context;
+use local_servers::files;
+use local_servers::process::{ChildProcess, Launch, free_port};
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
-use supervisors::dev::files;
-use supervisors::dev::process::{ChildProcess, Launch, free_port};
 use tests::cluster::TestCluster;
 
 pub(crate) struct Haproxy {

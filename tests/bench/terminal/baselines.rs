@@ -1,12 +1,12 @@
 //! The baselines: terminado in a process of its own, and `ssh -tt` to an sshd of this machine.
 
 use anyhow::{Context, ensure};
+use local_servers::files;
+use local_servers::process::{ChildProcess, Launch, free_port};
 use std::net::{SocketAddr, TcpStream as Probe};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
-use supervisors::dev::files;
-use supervisors::dev::process::{ChildProcess, Launch, free_port};
 use tokio::io::{AsyncBufReadExt as _, AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
 use tokio::process::{Child, Command};

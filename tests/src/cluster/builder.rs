@@ -7,6 +7,12 @@ use super::payments::LinkedProcessor;
 use super::{CREDIT, ExpectedFindings, GPUS, TestCluster, simulated};
 use anyhow::Context as _;
 use futures::future::try_join_all;
+use local_servers::balancer::Balancer;
+use local_servers::files;
+use local_servers::identity::{self, IdentityProvider};
+use local_servers::nats::{NatsServer, NatsUser};
+use local_servers::pki::Authority;
+use local_servers::test_database::TestDatabase;
 use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
@@ -15,12 +21,6 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use supervisors::config::{ProcessRole, parse_roles};
 use supervisors::dev::agents::AgentSettings;
-use supervisors::dev::balancer::Balancer;
-use supervisors::dev::files;
-use supervisors::dev::identity::{self, IdentityProvider};
-use supervisors::dev::nats::{NatsServer, NatsUser};
-use supervisors::dev::pki::Authority;
-use supervisors::dev::postgres::PostgresServer;
 use supervisors::dev::replica::{self, ListenAddresses, Replica, ReplicaSettings};
 
 /// The NATS user with which tests inspect subjects and streams.
@@ -47,6 +47,8 @@ pub struct TestClusterBuilder {
     funded: Vec<String>,
     /// `None` without a payment processor; else whether its webhooks are delivered.
     processor: Option<bool>,
+    /// Whether the test stops Postgres, so that it needs a server of its own.
+    stops_postgres: bool,
     /// Whether the replicas, and whether Postgres, have a fake clock.
     own_clocks: (bool, bool),
     /// The only replica with the fake clock; `None`: all of them.
@@ -63,6 +65,7 @@ impl Default for TestClusterBuilder {
             binaries: None,
             funded: ["admin", "user", "user2"].map(str::to_owned).to_vec(),
             processor: None,
+            stops_postgres: false,
             own_clocks: (false, false),
             clocked_replica: None,
         }
@@ -123,6 +126,12 @@ impl TestClusterBuilder {
         self.service_clock()
     }
 
+    /// Gives the cluster a Postgres of its own, with fsync, which the test may stop and kill.
+    pub fn own_postgres(mut self) -> Self {
+        self.stops_postgres = true;
+        self
+    }
+
     /// Gives Postgres a clock that the test sets forward and back.
     pub fn postgres_clock(mut self) -> Self {
         self.own_clocks.1 = true;
@@ -167,16 +176,17 @@ impl TestClusterBuilder {
             Some(index) => self.own_variables.extend(clocked.map(|(name, value)| (index, name, value))),
             None => self.variables.extend(clocked),
         }
-        let environment = postgres_clock.as_ref().map(FakeClock::variables).unwrap_or_default();
-        let (postgres_folder, nats_folder) = (folder.join("postgres"), folder.join("nats"));
-        let (postgres, nats, identity) = tokio::try_join!(
-            PostgresServer::start_in(&postgres_folder, &authority, environment),
-            NatsServer::start(&nats_folder, &authority, users),
-            IdentityProvider::start(),
-        )?;
-        let pool =
-            sqlx::postgres::PgPoolOptions::new().max_connections(8).connect(postgres.url().expose_secret()).await?;
-        persistence::migrate::run(&pool).await?;
+        let database = async {
+            Ok(match &postgres_clock {
+                Some(clock) => TestDatabase::with_environment(clock.variables()).await,
+                None if self.stops_postgres => TestDatabase::alone().await,
+                None => TestDatabase::fresh().await,
+            })
+        };
+        let nats_folder = folder.join("nats");
+        let (postgres, nats, identity) =
+            tokio::try_join!(database, NatsServer::start(&nats_folder, &authority, users), IdentityProvider::start(),)?;
+        let pool = postgres.pool.clone();
 
         let mut payments = match self.processor {
             Some(_) => Some(LinkedProcessor::start(&folder.join("processor"), &authority).await?),
@@ -191,6 +201,7 @@ impl TestClusterBuilder {
             executable: gpuaas,
             folder: logs.clone(),
             database_url: postgres.url(),
+            database_ca_path: postgres.ca_path().to_owned(),
             ca_path: authority.certificate_path().to_owned(),
             certificate: authority.server_certificate("control-plane")?,
             key_ring_path: key_ring_path.clone(),
@@ -305,7 +316,7 @@ fn program(folder: &Path, name: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-fn passwords(postgres: &PostgresServer, nats: &NatsServer, members: &[String]) -> Vec<(String, String)> {
+fn passwords(postgres: &TestDatabase, nats: &NatsServer, members: &[String]) -> Vec<(String, String)> {
     let urls = std::iter::once(("the database's password".to_owned(), postgres.url()))
         .chain(members.iter().filter_map(|name| Some((format!("the NATS password of {name}"), nats.url(name)?))));
     let password_in =

@@ -30,7 +30,7 @@ impl TestCluster {
         let output = tokio::process::Command::new(&settings.executable)
             .args(["seal-snapshots", "--entity", &entity.to_string()])
             .env("SVC_DATABASE_URL", settings.database_url.expose_secret())
-            .env("SVC_DATABASE_CA_PATH", &settings.ca_path)
+            .env("SVC_DATABASE_CA_PATH", &settings.database_ca_path)
             .env("SVC_KEK_FILE", &settings.key_ring_path)
             .output()
             .await

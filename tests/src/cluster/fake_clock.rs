@@ -4,9 +4,9 @@
 
 use anyhow::Context as _;
 use chrono::TimeDelta;
+use local_servers::files;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use supervisors::dev::files;
 
 const LIBRARY: &str = "libfaketimeMT.so.1";
 

@@ -127,7 +127,6 @@ impl TestCluster {
             payments.processor.stop().await;
         }
         self.nats.stop().await;
-        self.postgres.stop().await;
     }
 
     fn log_folders(&self) -> Vec<PathBuf> {

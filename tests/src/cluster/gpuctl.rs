@@ -65,7 +65,7 @@ impl TestCluster {
             ("SVC_BASE_URL", server.to_owned()),
             ("SVC_CA_BUNDLE_PATH", self.authority.certificate_path().display().to_string()),
             ("SVC_OIDC_ISSUER", self.identity.issuer()),
-            ("SVC_CLIENT_ID", supervisors::dev::identity::CLIENT_ID.to_owned()),
+            ("SVC_CLIENT_ID", local_servers::identity::CLIENT_ID.to_owned()),
             ("SVC_CLIENT_SECRET", self.identity.client_secret().expose_secret().to_owned()),
         ];
         let variables = variables.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();

@@ -4,13 +4,13 @@
 //! those of direct connections are not.
 
 use super::TestCluster;
+use local_servers::files;
+use local_servers::process::{ChildProcess, Launch, free_port};
 use secrecy::ExposeSecret as _;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
-use supervisors::dev::files;
-use supervisors::dev::process::{ChildProcess, Launch, free_port};
 
 /// The address from which proxies connect to replicas.
 const FROM: Ipv4Addr = Ipv4Addr::new(127, 0, 0, 2);
@@ -234,7 +234,7 @@ fn node_ca(cluster: &TestCluster) -> String {
     let output = Command::new(&settings.executable)
         .arg("node-ca")
         .env("SVC_DATABASE_URL", settings.database_url.expose_secret())
-        .env("SVC_DATABASE_CA_PATH", &settings.ca_path)
+        .env("SVC_DATABASE_CA_PATH", &settings.database_ca_path)
         .env("SVC_KEK_FILE", &settings.key_ring_path)
         .output()
         .expect("gpuaas runs");

@@ -2,13 +2,13 @@
 //! receives with Python's mail parser.
 
 use anyhow::{Context as _, bail};
+use local_servers::files;
+use local_servers::pki::Authority;
+use local_servers::process::{ChildProcess, Launch};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use supervisors::dev::files;
-use supervisors::dev::pki::Authority;
-use supervisors::dev::process::{ChildProcess, Launch};
 
 const STARTS_WITHIN: Duration = Duration::from_secs(30);
 

@@ -5,13 +5,13 @@ use super::fake_processor::signature_under;
 use super::flaky_link::FlakyLink;
 use super::{TestCluster, id_of};
 use domain::payment::Payment;
+use local_servers::balancer::Balancer;
+use local_servers::pki::Authority;
+use local_servers::processor::{CARD, PaymentProcessor, intent_in};
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;
-use supervisors::dev::balancer::Balancer;
-use supervisors::dev::pki::Authority;
-use supervisors::dev::processor::{CARD, PaymentProcessor, intent_in};
 use supervisors::dev::replica::Replica;
 use uuid::Uuid;
 

@@ -7,13 +7,13 @@ use axum::body::Bytes;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::routing::post;
+use local_servers::pki::Authority;
 use serde_json::Value;
 use standardwebhooks::Webhook;
 use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
-use supervisors::dev::pki::Authority;
 use tokio::task::AbortHandle;
 
 use super::WAIT_TIMEOUT;

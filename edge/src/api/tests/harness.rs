@@ -19,7 +19,7 @@ use crate::runtime::{
 };
 use crate::services::{Addresses, Parts, Payments, Services, Trust};
 use crate::testing::install_crypto;
-use crate::testing::postgres::{PgTestStore, Postgres};
+use crate::testing::postgres::PgTestStore;
 use crate::tls::connections::Connections;
 use crate::token::{TokenPurpose, read};
 use actors::ports::{Effects, Environment, Remote, RemoteError, Term};
@@ -47,6 +47,7 @@ use domain::{
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use jsonwebtoken::{Algorithm, EncodingKey};
+use local_servers::test_database::TestDatabase;
 use persistence::committer::CommitterMetrics;
 use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads, Secrets};
 use rcgen::{KeyPair, PKCS_ED25519};
@@ -85,7 +86,7 @@ pub(super) struct ApiHarness {
     identities: IdentityProvider,
     placement: Arc<Mutex<PlacementOutcome>>,
     environment: Arc<TestEnvironment>,
-    postgres: Postgres,
+    postgres: TestDatabase,
 }
 
 /// A response of the API.
@@ -207,12 +208,12 @@ impl ApiHarness {
     }
 
     pub(super) async fn with_targets(targets: ProbeTargets) -> Self {
-        Self::with(targets, None).await
+        Self::with(TestDatabase::fresh().await, targets, None).await
     }
 
     /// A harness with payments.
     pub(super) async fn with_payments(payments: Payments) -> Self {
-        Self::with(ProbeTargets::default(), Some(payments)).await
+        Self::with(TestDatabase::fresh().await, ProbeTargets::default(), Some(payments)).await
     }
 
     /// A harness with this payment processor.
@@ -220,11 +221,14 @@ impl ApiHarness {
         Self::with_payments(processor.payments()).await
     }
 
-    async fn with(targets: ProbeTargets, payments: Option<Payments>) -> Self {
+    /// A harness with a Postgres of its own, which the test may stop, and with payments.
+    pub(super) async fn with_own_postgres(payments: Option<Payments>) -> Self {
+        Self::with(TestDatabase::alone().await, ProbeTargets::default(), payments).await
+    }
+
+    async fn with(postgres: TestDatabase, targets: ProbeTargets, payments: Option<Payments>) -> Self {
         install_crypto();
-        let postgres = Postgres::start();
-        let pool = persistence::pool::open(&postgres.config()).unwrap();
-        persistence::migrate::run(&pool).await.unwrap();
+        let pool = persistence::pool::open(&postgres.pool_config()).unwrap();
         let (cluster, me) = (Cluster::new(pool.clone()), MemberId(Uuid::now_v7()));
         let seen = cluster.shards().await.unwrap();
         let won = cluster.take_over(me, &seen, &std::collections::BTreeMap::new()).await.unwrap();
@@ -316,9 +320,9 @@ impl ApiHarness {
         self.identities.token(user, org, &["user"])
     }
 
-    /// Stops Postgres: nothing can be read or written from here on.
-    pub(super) fn stop_postgres(&self) {
-        self.postgres.stop();
+    /// Kills Postgres: nothing can be read or written from here on.
+    pub(super) async fn kill_postgres(&self) {
+        self.postgres.kill9().await;
     }
 
     /// A dump of the database, as text.
@@ -327,8 +331,8 @@ impl ApiHarness {
     }
 
     /// Keeps the commits of all requests and removes their stored responses, as if the process had been killed between the two.
-    pub(super) fn lose_responses(&self) {
-        self.postgres.execute("UPDATE command SET answer = NULL WHERE reply IS NOT NULL");
+    pub(super) async fn lose_responses(&self) {
+        self.postgres.execute("UPDATE command SET answer = NULL WHERE reply IS NOT NULL").await;
     }
 
     pub(super) fn set_placement(&self, placement: PlacementOutcome) {

@@ -144,7 +144,7 @@ async fn subject_is_an_opaque_text_within_bounds() {
 
 #[tokio::test]
 async fn platform_role_requests_are_counted() {
-    let api = ApiHarness::new().await;
+    let api = ApiHarness::with_own_postgres(None).await;
     api.bind("ann", "auditor").await.is(201);
     api.bind("ann", "king").await.is(400);
     revoke(&api, "ann", "auditor").await.is(204);
@@ -167,7 +167,7 @@ async fn platform_role_requests_are_counted() {
         counters.map(prometheus::IntCounter::get)
     };
     assert_eq!(counted(), [2, 3, 3, 2, 2, 2, 0]);
-    api.stop_postgres();
+    api.kill_postgres().await;
     for answer in
         [api.bind("ann", "auditor").await, revoke(&api, "ann", "auditor").await, api.get(BINDINGS).admin().send().await]
     {

@@ -52,7 +52,7 @@ async fn allocation_is_replayed_after_its_sku_was_deactivated_and_its_ssh_key_de
     deactivate(&api, &sku_id(&api, "h100x4").await).await;
     is_replay(&rent().await, &first);
     // The process died between the commit and the stored response: the entity's reply suffices, and is replayed from then on.
-    api.lose_responses();
+    api.lose_responses().await;
     let again = rent().await;
     assert!(again.is_replayed());
     assert_eq!(again.is(201)["id"], first.body["id"]);

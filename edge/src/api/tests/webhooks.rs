@@ -25,7 +25,7 @@ const SECRET: &str = "whsec_0123456789abcdef";
 const EVENTS: &str = "/api/v1/admin/billing/processor-events";
 
 /// A harness whose payment processor is unreachable: no test here calls it.
-async fn harness() -> ApiHarness {
+fn payments() -> Payments {
     let settings = StripeSettings {
         api_base: "http://127.0.0.1:9".to_owned(),
         secret_key: "sk_test_0123456789".into(),
@@ -33,13 +33,16 @@ async fn harness() -> ApiHarness {
         authorities_pem: None,
     };
     crate::testing::install_crypto();
-    ApiHarness::with_payments(Payments {
+    Payments {
         processor: Arc::new(Stripe::new(settings).unwrap()),
         webhook_secrets: WebhookSecrets::new(&[SECRET.into()]).unwrap(),
         currency: domain::money::Currency::parse("EUR").unwrap(),
         page: None,
-    })
-    .await
+    }
+}
+
+async fn harness() -> ApiHarness {
+    ApiHarness::with_payments(payments()).await
 }
 
 fn event(id: &str, amount: i64) -> String {
@@ -194,9 +197,9 @@ async fn what_is_signed_and_no_event_is_counted_by_itself() {
 
 #[tokio::test]
 async fn webhook_that_cannot_be_stored_is_answered_for_a_retry() {
-    let api = harness().await;
+    let api = ApiHarness::with_own_postgres(Some(payments())).await;
     deliver(&api, &event("evt_1", 5_000)).await.is(200);
-    api.stop_postgres();
+    api.kill_postgres().await;
     let answer = deliver(&api, &event("evt_2", 5_000)).await;
     assert!(answer.headers.contains_key("retry-after"), "{:?}", answer.headers);
     assert_eq!((answer.status, answer.body["code"].as_str()), (503, Some("service_unavailable")), "{}", answer.body);

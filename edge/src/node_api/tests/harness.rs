@@ -19,7 +19,7 @@ use crate::runtime::{
 };
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
-use crate::testing::postgres::{PgTestStore, Postgres};
+use crate::testing::postgres::PgTestStore;
 use crate::tls::connections::Connections;
 use crate::tls::serve::{ListenerLimits, TlsServer};
 use crate::tls::tickets::SharedTickets;
@@ -39,6 +39,7 @@ use domain::{AllocationId, Effect, EntityRef, MemberId, NodeId, Principal, Shard
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use ipnet::IpNet;
+use local_servers::test_database::TestDatabase;
 use persistence::committer::CommitterMetrics;
 use persistence::pool::PoolConfig;
 use persistence::{Cluster, Committer, CommitterConfig, Reads, Secrets};
@@ -73,7 +74,7 @@ pub(super) struct NodeApiHarness {
     server_ca: CertificateDer<'static>,
     tokens: Mutex<Vec<String>>,
     _serving: tokio_util::sync::DropGuard,
-    _postgres: Option<Postgres>,
+    _postgres: Option<TestDatabase>,
 }
 
 /// A response.
@@ -135,10 +136,8 @@ impl NodeApiHarness {
     }
 
     pub(super) async fn on_postgres() -> Self {
-        let postgres = Postgres::start();
-        let pool = persistence::pool::open(&postgres.config()).unwrap();
-        persistence::migrate::run(&pool).await.unwrap();
-        persistence::sweep::make_partitions(&pool, 2).await.unwrap();
+        let postgres = TestDatabase::fresh().await;
+        let pool = persistence::pool::open(&postgres.pool_config()).unwrap();
         let (cluster, me) = (Cluster::new(pool.clone()), MemberId(Uuid::now_v7()));
         let seen = cluster.shards().await.unwrap();
         let won = cluster.take_over(me, &seen, &std::collections::BTreeMap::new()).await.unwrap();
@@ -156,7 +155,7 @@ impl NodeApiHarness {
         store: Arc<dyn Store>,
         (reads, secrets): (Reads, Secrets),
         terms: Vec<Term>,
-        postgres: Option<Postgres>,
+        postgres: Option<TestDatabase>,
         proxies: Option<(Forwarding, Vec<IpNet>)>,
     ) -> Self {
         install_crypto();

@@ -12,7 +12,7 @@ use rcgen::{
 };
 use time::{Duration, OffsetDateTime};
 
-use super::files;
+use crate::files;
 
 /// How long server certificates are valid, which are made at each start: longer than a development environment stays up.
 const VALID_FOR: Duration = Duration::days(90);

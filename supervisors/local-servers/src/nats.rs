@@ -6,34 +6,33 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use secrecy::{ExposeSecret as _, SecretString};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::io::AsyncReadExt as _;
 
-use super::files;
-use super::pki::Authority;
-use super::process::{ChildProcess, Launch, tail};
-use super::settings::SavedSettings;
-use crate::cluster::permissions::Permissions;
+use crate::files;
+use crate::pki::Authority;
+use crate::process::{ChildProcess, Launch, tail};
+use crate::settings::SavedSettings;
 
 const MIN_VERSION: [u32; 2] = [2, 10];
 const START_TIMEOUT: Duration = Duration::from_secs(20);
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A user of the server, with a random password and its permitted subjects (NATS wildcards).
+/// A user of the server, with a random password and its permissions as in the server's configuration (`permissions`).
 #[derive(Debug, Clone)]
 pub struct NatsUser {
     pub name: String,
     pub password: SecretString,
-    pub permissions: Permissions,
+    pub permissions: Value,
 }
 
 impl NatsUser {
     /// A user with all permissions: for the operator, and for tests that observe everything.
     pub fn operator(name: &str) -> Self {
-        Self::limited(name, Permissions::everything())
+        Self::limited(name, json!({ "publish": { "allow": ">" }, "subscribe": { "allow": ">" } }))
     }
 
-    pub fn limited(name: &str, permissions: Permissions) -> Self {
+    pub fn limited(name: &str, permissions: Value) -> Self {
         Self { name: name.to_owned(), password: files::random_hex(24).into(), permissions }
     }
 }
@@ -189,7 +188,7 @@ impl NatsServer {
                 json!({
                     "user": user.name,
                     "password": user.password.expose_secret(),
-                    "permissions": user.permissions.as_config(),
+                    "permissions": user.permissions,
                 })
             })
             .collect();
@@ -236,8 +235,7 @@ mod tests {
 
         let dir = tempfile::tempdir().unwrap();
         let authority = Authority::create(&dir.path().join("pki")).unwrap();
-        let own = || ["own.>".to_owned()].into();
-        let own = || Permissions { publish: own(), subscribe: own() };
+        let own = || json!({ "publish": { "allow": "own.>" }, "subscribe": { "allow": "own.>" } });
         let users = vec![NatsUser::operator("operator"), NatsUser::limited("member", own())];
         let mut nats = NatsServer::start(dir.path(), &authority, users).await.unwrap();
         let operator = nats.connect("operator").await.unwrap();

@@ -38,6 +38,18 @@ exec 3<&0 </dev/null
 exec 3<&- "$@"
 "#;
 
+/// As [`WATCHED`], without a watcher.
+const DETACHED: &str = r#"exec </dev/null "$@""#;
+
+/// Waits for the end of the process `$1`, stops the process `$2` by SIGQUIT and removes the folder `$3`.
+const STOP_WITH_OWNER: &str = r#"
+while [ -d "/proc/$1" ]; do sleep 0.5; done
+kill -s QUIT "$2"
+waited=0
+while kill -0 "$2" && [ $waited -lt 80 ]; do sleep 0.1; waited=$((waited + 1)); done
+rm -rf "$3"
+"#;
+
 /// How often an ending process is checked.
 const CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
@@ -58,6 +70,7 @@ pub struct Launch {
     account: Option<RunAsAccount>,
     stop_signal: Signal,
     log: PathBuf,
+    is_detached: bool,
 }
 
 impl Launch {
@@ -71,6 +84,7 @@ impl Launch {
             account: None,
             stop_signal: Signal::SIGTERM,
             log: log.into(),
+            is_detached: false,
         }
     }
 
@@ -106,6 +120,13 @@ impl Launch {
         self
     }
 
+    /// The program may outlive this process: no watcher stops it ([`ChildProcess::detach`]).
+    #[must_use]
+    pub fn detached(mut self) -> Self {
+        self.is_detached = true;
+        self
+    }
+
     /// Starts the program in a process group of its own, with `/` as its working directory and no standard input.
     pub fn spawn(self) -> anyhow::Result<ChildProcess> {
         let log = OpenOptions::new()
@@ -118,7 +139,7 @@ impl Launch {
         let mut command = Command::new("/bin/sh");
         command
             .arg("-c")
-            .arg(WATCHED)
+            .arg(if self.is_detached { DETACHED } else { WATCHED })
             .arg(signal)
             .arg(&self.program)
             .args(&self.arguments)
@@ -208,6 +229,23 @@ impl ChildProcess {
             tokio::time::sleep(CHECK_INTERVAL).await;
         }
         self.stop_now();
+    }
+
+    /// Lets the program run until the process `owner` ends; `folder` is removed then. The program was started [detached](Launch::detached).
+    pub fn detach(self, owner: u32, folder: &Path) -> anyhow::Result<()> {
+        let watcher = Command::new("/bin/sh")
+            .args(["-c", STOP_WITH_OWNER, "sh", &owner.to_string(), &self.pid().to_string()])
+            .arg(folder)
+            .current_dir("/")
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .with_context(|| format!("cannot watch {}", self.name))?;
+        // Both outlive this process; the drop would stop the program.
+        std::mem::forget((watcher, self));
+        Ok(())
     }
 
     /// The last lines of the program's log, for an error message.

@@ -1,5 +1,5 @@
 //! A private Postgres: a real one, from the installed programs, with TLS, a password of its own and fsync on, on a random
-//! port of 127.0.0.1 and nowhere else.
+//! port of 127.0.0.1 and, unless [`PostgresOptions`] ask for a socket, nowhere else.
 //!
 //! Postgres refuses to run as root. Started by root, it runs as `postgres` (else `nobody`); where that user cannot reach the
 //! folder it was given (a checkout below `/root`, say), its data lies in a new folder below `/var/tmp`.
@@ -15,10 +15,10 @@ use nix::unistd::{User, geteuid};
 use secrecy::{ExposeSecret as _, SecretString};
 use sqlx::{ConnectOptions as _, Connection as _};
 
-use super::files;
-use super::pki::Authority;
-use super::process::{ChildProcess, Launch, RunAsAccount, as_account, tail};
-use super::settings::SavedSettings;
+use crate::files;
+use crate::pki::Authority;
+use crate::process::{ChildProcess, Launch, RunAsAccount, as_account, tail};
+use crate::settings::SavedSettings;
 
 /// The role that owns everything, and the database that the control plane uses.
 pub const ROLE: &str = "gpuaas";
@@ -31,6 +31,19 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// A file in the data folder, written once the database is created: data without it is of an incomplete start.
 const COMPLETE: &str = "complete";
 
+/// How a server differs from the default.
+#[derive(Debug, Clone, Default)]
+pub struct PostgresOptions {
+    /// Further variables of its environment.
+    pub environment: Vec<(String, String)>,
+    /// Further settings (`name=value`), which override the default ones.
+    pub settings: Vec<String>,
+    /// Whether it also listens on a Unix socket beside its data, where it asks for no password. Only the server's user and root reach it.
+    pub has_socket: bool,
+    /// Whether it may outlive this process ([`PostgresServer::detach`]).
+    pub is_detached: bool,
+}
+
 /// A running server. Dropping it stops it; data outside of the folder that it was given is removed then, unless it is kept.
 #[derive(Debug)]
 pub struct PostgresServer {
@@ -41,7 +54,7 @@ pub struct PostgresServer {
     password: SecretString,
     ca_path: PathBuf,
     log: PathBuf,
-    environment: Vec<(String, String)>,
+    options: PostgresOptions,
     process: Option<ChildProcess>,
     keeps: bool,
 }
@@ -50,12 +63,12 @@ impl PostgresServer {
     /// Starts a server with empty data in `folder`, removing the data of an earlier one there, with a certificate from
     /// `authority` and the database [`DATABASE`] made.
     pub async fn start(folder: &Path, authority: &Authority) -> anyhow::Result<Self> {
-        Self::start_in(folder, authority, Vec::new()).await
+        Self::start_with(folder, authority, PostgresOptions::default()).await
     }
 
     /// The same, on the data, the port and the password of an earlier start, where there was one.
     pub async fn restore(folder: &Path, authority: &Authority, saved: &SavedSettings) -> anyhow::Result<Self> {
-        Self::open(folder, authority, Vec::new(), saved).await
+        Self::open(folder, authority, PostgresOptions::default(), saved).await
     }
 
     /// Removes the data that a server of an earlier start has left, wherever it lies.
@@ -68,19 +81,15 @@ impl PostgresServer {
         files::remove_folder(&folder.join("cluster"))
     }
 
-    /// The same, with further variables in the server's environment.
-    pub async fn start_in(
-        folder: &Path,
-        authority: &Authority,
-        environment: Vec<(String, String)>,
-    ) -> anyhow::Result<Self> {
-        Self::open(folder, authority, environment, &SavedSettings::ephemeral()).await
+    /// As [`PostgresServer::start`], with other options than the default.
+    pub async fn start_with(folder: &Path, authority: &Authority, options: PostgresOptions) -> anyhow::Result<Self> {
+        Self::open(folder, authority, options, &SavedSettings::ephemeral()).await
     }
 
     async fn open(
         folder: &Path,
         authority: &Authority,
-        environment: Vec<(String, String)>,
+        options: PostgresOptions,
         saved: &SavedSettings,
     ) -> anyhow::Result<Self> {
         const PORT: &str = "Postgres' port";
@@ -102,8 +111,10 @@ impl PostgresServer {
         for (from, to) in [(&certificate.certificate_path, "server.pem"), (&certificate.key_path, "server.key")] {
             home.write_file(&std::fs::read(from)?, &format!("data/{to}"))?;
         }
-        // TLS or nothing, and never without the password.
-        home.write_file(b"hostssl all all 127.0.0.1/32 scram-sha-256\n", "data/pg_hba.conf")?;
+        // Over TCP: TLS or nothing, and never without the password.
+        let local: &[u8] = if options.has_socket { b"local all all trust\n" } else { b"" };
+        let access = [local, b"hostssl all all 127.0.0.1/32 scram-sha-256\n"].concat();
+        home.write_file(&access, "data/pg_hba.conf")?;
 
         let mut postgres = Self {
             programs,
@@ -113,7 +124,7 @@ impl PostgresServer {
             password,
             ca_path: authority.certificate_path().to_owned(),
             log: folder.join("postgres.log"),
-            environment,
+            options,
             process: None,
             keeps: saved.is_persistent(),
         };
@@ -219,10 +230,35 @@ impl PostgresServer {
         Ok(connection.close().await?)
     }
 
+    /// The folder of the Unix socket, if there is one.
+    pub fn socket_folder(&self) -> Option<&Path> {
+        self.options.has_socket.then_some(self.home.path.as_path())
+    }
+
+    /// The password of the role [`ROLE`].
+    pub fn password(&self) -> &SecretString {
+        &self.password
+    }
+
+    /// The certificate of the authority that signed the server's certificate.
+    pub fn ca_path(&self) -> &Path {
+        &self.ca_path
+    }
+
+    /// Lets the server run until the process `owner` ends; `folder` is removed then. It was started with [`PostgresOptions::is_detached`].
+    pub fn detach(mut self, owner: u32, folder: &Path) -> anyhow::Result<()> {
+        self.keeps = true;
+        match self.process.take() {
+            Some(process) => process.detach(owner, folder),
+            None => bail!("a stopped Postgres cannot be left running"),
+        }
+    }
+
     fn launch(&self) -> anyhow::Result<ChildProcess> {
+        let socket = format!("unix_socket_directories={}", self.socket_folder().unwrap_or(Path::new("")).display());
         let settings = [
             "listen_addresses=127.0.0.1",
-            "unix_socket_directories=",
+            &socket,
             "ssl=on",
             "ssl_cert_file=server.pem",
             "ssl_key_file=server.key",
@@ -239,12 +275,15 @@ impl PostgresServer {
             .argument(self.home.path.join("data"))
             .argument("-p")
             .argument(self.port.to_string())
-            .arguments(settings.iter().flat_map(|setting| ["-c", setting]))
+            .arguments(
+                settings.into_iter().chain(self.options.settings.iter().map(String::as_str)).flat_map(|it| ["-c", it]),
+            )
             .variable("LC_ALL", "C")
             .account(self.account)
             // Fast shutdown: ends the sessions, writes a checkpoint.
             .stop_signal(Signal::SIGINT);
-        self.environment.iter().fold(launch, |launch, (name, value)| launch.variable(name, value)).spawn()
+        let launch = if self.options.is_detached { launch.detached() } else { launch };
+        self.options.environment.iter().fold(launch, |launch, (name, value)| launch.variable(name, value)).spawn()
     }
 
     /// SIGKILL to the server, as a crash of it. `start_again` recovers from the write-ahead log.
@@ -280,6 +319,14 @@ fn find_programs() -> anyhow::Result<PathBuf> {
                 "no Postgres of version {MIN_VERSION} or later on PATH or in /usr/lib/postgresql; `deploy/up` installs one"
             )
         })
+}
+
+/// The path of a program of the newest installed Postgres, such as `pg_dump`.
+///
+/// # Errors
+/// If no Postgres is installed.
+pub fn program(name: &str) -> anyhow::Result<PathBuf> {
+    Ok(find_programs()?.join(name))
 }
 
 /// The user that the server runs as: this one, or an ordinary one where this is root.
@@ -328,7 +375,8 @@ async fn initialise(
     Ok(())
 }
 
-fn connection_url(port: u16, password: &SecretString, ca_path: &Path, database: &str) -> String {
+/// `postgres://…` with `sslmode=verify-full`.
+pub(crate) fn connection_url(port: u16, password: &SecretString, ca_path: &Path, database: &str) -> String {
     let ca: String = ca_path
         .as_os_str()
         .as_encoded_bytes()

@@ -12,9 +12,9 @@ use nix::sys::signal::Signal;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::Value;
 
-use super::files;
-use super::process::{ChildProcess, Launch, tail};
-use super::settings::SavedSettings;
+use crate::files;
+use crate::process::{ChildProcess, Launch, tail};
+use crate::settings::SavedSettings;
 
 const START_TIMEOUT: Duration = Duration::from_secs(30);
 const STOP_TIMEOUT: Duration = Duration::from_secs(5);

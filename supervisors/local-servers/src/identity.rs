@@ -24,8 +24,8 @@ use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 
-use super::files;
-use super::settings::SavedSettings;
+use crate::files;
+use crate::settings::SavedSettings;
 
 pub const REALM: &str = "gpuaas";
 pub const CLIENT_ID: &str = "gpuaas-cli";

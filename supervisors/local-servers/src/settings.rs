@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use secrecy::SecretString;
 
-use super::files;
-use super::process::free_port;
+use crate::files;
+use crate::process::free_port;
 
 /// How long a saved port may stay in use: the programs of a killed start may still be ending. Longer than their watcher waits.
 const PORT_RELEASE_TIMEOUT: Duration = Duration::from_secs(15);
