@@ -5,15 +5,16 @@ pub mod assignment;
 pub mod authentication;
 pub mod bus;
 pub mod clock;
+pub mod command_forwarding;
 pub mod failure_detector;
-pub mod gather;
+pub mod lease;
+pub mod member_queries;
 pub mod nats;
-pub mod ownership;
 pub mod permissions;
-pub mod process;
-pub mod requests;
+pub mod process_identity;
+pub mod takeover;
 
-use crate::config::ProcessRole;
+use crate::roles::ProcessRole;
 use clock::MemberClock;
 use domain::commit::Epoch;
 use domain::{MemberId, Shard, Timestamp};
@@ -29,9 +30,6 @@ pub const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(1);
 /// After this time without a heartbeat in Postgres a member's shards may be taken over. What it tries to commit afterwards is refused
 /// by the epoch, so that the number decides about speed and never about correctness.
 pub const FAILURE_TIMEOUT: Duration = Duration::from_secs(3);
-
-/// How long a heartbeat lets a member answer from its memory: it stops before the others may take over its shards.
-pub const LEASE_DURATION: Duration = Duration::from_millis(2500);
 
 /// A shard is handed over only to a member whose last heartbeat is no older: one that has missed a heartbeat may be failing.
 pub const RECENT_HEARTBEAT: Duration = Duration::from_millis(1500);
@@ -238,29 +236,6 @@ impl ClusterView {
     pub fn change_state(&self, change: impl FnOnce(&mut ClusterState)) {
         change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
     }
-
-    /// Records a heartbeat in Postgres that was sent at `before`. Returns whether the lease had lapsed; then it is renewed by
-    /// [`ClusterView::confirm_renewal`].
-    pub fn record_renewal(&self, before: Instant) -> bool {
-        let lapsed = !self.has_fresh_lease();
-        self.change_state(|state| {
-            let renewal = if lapsed { &mut state.renewed_after_lapse } else { &mut state.renewed_at };
-            *renewal = Some(before);
-        });
-        lapsed
-    }
-
-    /// Renews the lease: the shards were read after `renewal`, and applied.
-    pub fn confirm_renewal(&self, renewal: Instant) {
-        self.change_state(|state| state.renewed_at = state.renewed_at.max(Some(renewal)));
-    }
-
-    /// Whether this member's own lease is fresh: only then it may answer from its memory.
-    #[must_use]
-    pub fn has_fresh_lease(&self) -> bool {
-        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.renewed_at.is_some_and(|at| at.elapsed() < LEASE_DURATION)
-    }
 }
 
 /// Whether a member has a role, by its own row.
@@ -372,17 +347,6 @@ mod tests {
         assert!(state.heartbeat_expired(other, begin + FAILURE_TIMEOUT));
         assert!(state.record_heartbeats(Vec::new(), begin).is_empty());
         assert!(state.heartbeat_expired(other, begin), "it has no row any more");
-    }
-
-    #[test]
-    fn renewal_after_a_lapse_counts_after_the_shards_were_read() {
-        let view = ClusterView::new(heartbeat_at(1, 0, Duration::ZERO).member);
-        let renewal = Instant::now();
-        assert!(view.record_renewal(renewal));
-        assert!(!view.has_fresh_lease());
-        view.confirm_renewal(renewal);
-        assert!(view.has_fresh_lease());
-        assert!(!view.record_renewal(Instant::now()), "the next one follows in time");
     }
 
     #[test]

@@ -14,7 +14,7 @@ pub use node_api::NodeProxies;
 pub use payments::PaymentsConfig;
 pub use variables::{ConfigError, Problem};
 
-use anyhow::Context;
+use crate::roles::{ProcessRole, parse_roles};
 use domain::Timestamp;
 use edge::auth::internal::InternalToken;
 use edge::identity::TrustDomain;
@@ -30,7 +30,6 @@ use secrecy::SecretString;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::sync::Arc;
 use variables::Variables;
 use wire::VerifierSet;
@@ -86,89 +85,6 @@ pub struct Config {
     /// Authorities of mail servers and of webhooks' receivers, beside the system's.
     pub notification_ca: Option<PathBuf>,
     pub roles: BTreeSet<ProcessRole>,
-}
-
-/// A role: a part of the control plane that can run in a process of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum ProcessRole {
-    /// The public API.
-    Api,
-    /// The API for node agents, over mutual TLS.
-    NodeApi,
-    /// Users' terminals.
-    TerminalGateway,
-    /// Shards and the entities in them.
-    Entities,
-    /// Charges billing accounts.
-    Billing,
-    /// Performs the reactions to events.
-    Provisioning,
-    /// Publishes committed events.
-    OutboxRelay,
-    /// Notifies users of events.
-    NotificationRelay,
-    /// Receives the payment processor's webhooks.
-    Webhook,
-}
-
-impl ProcessRole {
-    pub const ALL: [Self; 9] = [
-        Self::Api,
-        Self::NodeApi,
-        Self::TerminalGateway,
-        Self::Entities,
-        Self::Billing,
-        Self::Provisioning,
-        Self::OutboxRelay,
-        Self::NotificationRelay,
-        Self::Webhook,
-    ];
-
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Api => "api",
-            Self::NodeApi => "node-api",
-            Self::TerminalGateway => "terminal-gateway",
-            Self::Entities => "entities",
-            Self::Billing => "billing",
-            Self::Provisioning => "provisioning",
-            Self::OutboxRelay => "outbox-relay",
-            Self::NotificationRelay => "notification-relay",
-            Self::Webhook => "webhook",
-        }
-    }
-
-    fn names() -> String {
-        Self::ALL.map(Self::name).join(", ")
-    }
-}
-
-/// The help text of `--roles`.
-#[must_use]
-pub fn roles_help() -> String {
-    format!("All, or any of {}, with commas", ProcessRole::names())
-}
-
-impl FromStr for ProcessRole {
-    type Err = anyhow::Error;
-    fn from_str(name: &str) -> anyhow::Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|role| role.name() == name)
-            .with_context(|| format!("there is no role {name:?}; the roles are {}, or all", Self::names()))
-    }
-}
-
-/// `all`, or a list with commas.
-///
-/// # Errors
-/// Where a name is no role.
-pub fn parse_roles(text: &str) -> anyhow::Result<BTreeSet<ProcessRole>> {
-    if text.trim() == "all" {
-        return Ok(ProcessRole::ALL.into());
-    }
-    text.split(',').map(|name| name.trim().parse()).collect()
 }
 
 impl Config {
@@ -355,14 +271,6 @@ fn default_member_name() -> String {
 mod tests {
     use super::*;
 
-    #[test]
-    fn unknown_role_is_refused_with_the_list_of_roles() {
-        assert_eq!(parse_roles("all").unwrap(), ProcessRole::ALL.into());
-        assert_eq!(parse_roles("api, node-api").unwrap(), [ProcessRole::Api, ProcessRole::NodeApi].into());
-        let error = parse_roles("api,webshop").unwrap_err().to_string();
-        assert!(error.contains("webshop") && error.contains("outbox-relay"), "{error}");
-    }
-
     fn problems_of(variables: &[(&str, &str)]) -> Vec<String> {
         let find =
             |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
@@ -414,12 +322,5 @@ mod tests {
     #[test]
     fn terminal_url_defaults_to_the_public_url() {
         assert_eq!(terminal_url("https://gpu.example/"), "wss://gpu.example/ws/v1/terminal");
-    }
-
-    #[test]
-    fn every_role_runs_alone() {
-        for role in ProcessRole::ALL {
-            assert_eq!(parse_roles(role.name()).unwrap(), [role].into());
-        }
     }
 }

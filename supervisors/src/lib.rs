@@ -5,17 +5,22 @@ pub mod cluster;
 pub mod config;
 #[cfg(feature = "dev")]
 pub mod dev;
-pub mod exit;
+pub mod effects;
+pub mod entity_store;
+pub mod exit_status;
 pub mod ledger_command;
 pub mod logging;
 pub mod metrics;
 pub mod node_ca_command;
+pub mod operator_view;
 pub mod process_environment;
-pub mod runtime;
+pub mod roles;
 pub mod seal_command;
 pub mod serve;
+pub mod shutdown;
+pub mod startup;
 pub mod supervisor;
 pub mod traces;
-pub mod tree;
+
 pub mod trust;
 pub mod workers;

@@ -1,7 +1,10 @@
-//! Runs the rows of [`crate::tree`] as ractor actors under one root. A worker that ends is restarted after a pause; one that
+//! Runs the rows of the supervision tree as ractor actors under one root. A worker that ends is restarted after a pause; one that
 //! keeps ending is parked and shown; its siblings run on.
 
-use crate::tree::{RestartPolicy, TreeRow};
+mod spec;
+
+pub use spec::{ALWAYS, BOUNDED, ReadinessRule, RestartPolicy, ShutdownStep, WorkerQueue, WorkerSpec};
+
 use chrono::Utc;
 use domain::Timestamp;
 use edge::runtime::WorkerState;
@@ -18,10 +21,20 @@ use tracing::Instrument as _;
 /// The task of a worker; each restart starts it anew.
 pub type WorkerTask = Arc<dyn Fn() -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync>;
 
+/// The task of a worker over a shared value, for every start.
+pub fn task<T, F>(shared: &T, run: impl Fn(T) -> F + Send + Sync + 'static) -> WorkerTask
+where
+    T: Clone + Send + Sync + 'static,
+    F: Future<Output = anyhow::Result<()>> + Send + 'static,
+{
+    let shared = shared.clone();
+    Arc::new(move || run(shared.clone()).boxed())
+}
+
 /// A worker as an operator sees it.
 #[derive(Clone, Debug)]
 pub struct WorkerRow {
-    pub row: TreeRow,
+    pub spec: WorkerSpec,
     pub state: WorkerState,
     pub since: Timestamp,
     pub restarts: u64,
@@ -38,7 +51,7 @@ pub struct Supervisor {
 }
 
 struct WorkerEntry {
-    row: TreeRow,
+    spec: WorkerSpec,
     work: Option<WorkerTask>,
     actor: Option<ActorRef<TaskExit>>,
     state: WorkerState,
@@ -67,14 +80,14 @@ impl Supervisor {
     }
 
     /// Adds a row that only groups others.
-    pub fn group(&self, row: TreeRow) {
-        lock(&self.table).insert(row.name, WorkerEntry::new(row, None));
+    pub fn group(&self, spec: WorkerSpec) {
+        lock(&self.table).insert(spec.name, WorkerEntry::new(spec, None));
     }
 
     /// Adds a row and starts its task.
-    pub fn add(&self, row: TreeRow, work: WorkerTask) {
-        lock(&self.table).insert(row.name, WorkerEntry::new(row, Some(work)));
-        self.request_start(row.name);
+    pub fn add(&self, spec: WorkerSpec, work: WorkerTask) {
+        lock(&self.table).insert(spec.name, WorkerEntry::new(spec, Some(work)));
+        self.request_start(spec.name);
     }
 
     /// Restarts a worker and everything below it, in whatever state they are, at an operator's request. `false` where no row of that name
@@ -133,7 +146,7 @@ impl Supervisor {
     pub fn rows(&self) -> Vec<WorkerRow> {
         let table = lock(&self.table);
         let works = |name: &&'static str| table.get(name).is_some_and(|entry| entry.work.is_some());
-        table.values().map(|entry| entry.row(subtree(&table, entry.row.name).iter().any(works))).collect()
+        table.values().map(|entry| entry.row(subtree(&table, entry.spec.name).iter().any(works))).collect()
     }
 
     fn request_start(&self, name: &'static str) {
@@ -144,9 +157,9 @@ impl Supervisor {
 }
 
 impl WorkerEntry {
-    fn new(row: TreeRow, work: Option<WorkerTask>) -> Self {
+    fn new(spec: WorkerSpec, work: Option<WorkerTask>) -> Self {
         Self {
-            row,
+            spec,
             work,
             actor: None,
             state: WorkerState::Running,
@@ -165,7 +178,7 @@ impl WorkerEntry {
 
     /// Records an exit and returns the pause before the restart; `None` where the worker is parked.
     fn record_exit(&mut self, error: String) -> Option<Duration> {
-        let RestartPolicy { pause, longest, intensity, window } = self.row.restart;
+        let RestartPolicy { pause, longest, intensity, window } = self.spec.restart;
         let now = Instant::now();
         self.actor = None;
         self.restarts += 1;
@@ -186,9 +199,9 @@ impl WorkerEntry {
     }
 
     fn row(&self, restartable: bool) -> WorkerRow {
-        let (row, state, since, restarts, last_error) =
-            (self.row, self.state, self.since, self.restarts, self.last_error.clone());
-        WorkerRow { row, state, since, restarts, last_error, restartable }
+        let (spec, state, since, restarts, last_error) =
+            (self.spec, self.state, self.since, self.restarts, self.last_error.clone());
+        WorkerRow { spec, state, since, restarts, last_error, restartable }
     }
 }
 
@@ -197,10 +210,10 @@ type WorkerTable = Arc<Mutex<WorkerEntries>>;
 
 /// The row of this name and everything below it, parents first.
 fn subtree(table: &WorkerEntries, name: &str) -> Vec<&'static str> {
-    let mut found: Vec<_> = table.get(name).map(|entry| entry.row.name).into_iter().collect();
+    let mut found: Vec<_> = table.get(name).map(|entry| entry.spec.name).into_iter().collect();
     let mut next = 0;
     while let Some(parent) = found.get(next).copied() {
-        found.extend(table.values().filter(|entry| entry.row.parent == parent).map(|entry| entry.row.name));
+        found.extend(table.values().filter(|entry| entry.spec.parent == parent).map(|entry| entry.spec.name));
         next += 1;
     }
     found
@@ -263,7 +276,7 @@ impl Actor for Root {
             SupervisionEvent::ActorStarted(_) | SupervisionEvent::ProcessGroupChanged(_) => return Ok(()),
         };
         let of = |entry: &WorkerEntry| entry.actor.as_ref().is_some_and(|actor| actor.get_id() == cell.get_id());
-        let found = lock(table).values().find(|entry| of(entry)).map(|entry| entry.row.name);
+        let found = lock(table).values().find(|entry| of(entry)).map(|entry| entry.spec.name);
         // A shard's supervisor ends when its shard is released; that is no failure.
         let Some(name) = found else { return Ok(()) };
         handle_exit(&myself, table, name, error);
@@ -330,6 +343,20 @@ impl Actor for Worker {
     }
 }
 
+/// `ok`, or the failed workers without which this process cannot serve: those that are parked, and those that do not run and must. Other
+/// workers are given time to recover.
+#[must_use]
+pub fn workers_check(rows: &[WorkerRow]) -> String {
+    let fails = |row: &&WorkerRow| match row.state {
+        WorkerState::Parked => row.spec.readiness != ReadinessRule::NotNeeded,
+        WorkerState::BackingOff | WorkerState::Stopped => row.spec.readiness == ReadinessRule::MustRun,
+        WorkerState::Running => false,
+    };
+    let failing: Vec<_> =
+        rows.iter().filter(fails).map(|row| format!("{} is {}", row.spec.name, row.state.name())).collect();
+    if failing.is_empty() { "ok".to_owned() } else { failing.join(", ") }
+}
+
 /// The message of a panic.
 #[must_use]
 pub fn panic_text(panic: &(dyn std::any::Any + Send)) -> &str {
@@ -345,7 +372,6 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 #[allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 mod tests {
     use super::*;
-    use crate::config::ProcessRole;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     const TEST_POLICY: RestartPolicy = RestartPolicy {
@@ -355,8 +381,16 @@ mod tests {
         window: Duration::from_secs(60),
     };
 
-    fn row(name: &'static str, parent: &'static str) -> TreeRow {
-        TreeRow { name, parent, roles: &ProcessRole::ALL, restart: TEST_POLICY, description: "a test's worker" }
+    fn row(name: &'static str, parent: &'static str) -> WorkerSpec {
+        WorkerSpec {
+            name,
+            parent,
+            restart: TEST_POLICY,
+            readiness: ReadinessRule::MustNotPark,
+            stop: ShutdownStep::WithParent,
+            queue: WorkerQueue::Hidden,
+            description: "a test's worker",
+        }
     }
 
     fn counting(runs: &Arc<AtomicUsize>, end: fn() -> anyhow::Result<()>) -> WorkerTask {
@@ -373,7 +407,7 @@ mod tests {
 
     async fn until(supervisor: &Supervisor, name: &str, state: WorkerState) -> WorkerRow {
         for _ in 0..2000 {
-            let found = supervisor.rows().into_iter().find(|row| row.row.name == name).unwrap();
+            let found = supervisor.rows().into_iter().find(|row| row.spec.name == name).unwrap();
             if found.state == state {
                 return found;
             }

@@ -1,23 +1,223 @@
-//! The workers beside the entities, one file each.
+//! The workers of a process: the supervision tree as a table (design 7), and a file for each worker.
 
 pub mod accrual;
 pub mod audit_seal;
 pub mod auditor;
-pub mod housekeeping;
-pub mod keys;
-pub mod metrics;
+pub mod backlogs;
+mod close_terminals;
+mod cluster_members;
+pub mod idle_passivation;
+pub mod key_rotation;
+pub mod listeners;
 pub mod notification_delivery;
 pub mod notification_queue;
-pub mod notifications;
+pub mod notification_relay;
 pub mod outbox_poll;
+pub mod outbox_relay;
+mod parts;
 pub mod payments;
-pub mod policy;
-pub mod poll_loop;
+pub mod policy_refresh;
+pub mod poll_and_retry;
 pub mod provisioning;
+pub mod reaction;
 pub mod reactor;
 pub mod recordings;
-pub mod relay;
 pub mod rewrap;
 mod ssh_access;
-mod terminals;
+mod store_lanes;
+pub mod sweep;
 pub mod timers;
+mod trace_export;
+
+pub use parts::WorkerParts;
+
+use crate::roles::ProcessRole;
+use crate::supervisor::{ALWAYS, BOUNDED, ReadinessRule, ShutdownStep, WorkerQueue, WorkerSpec, WorkerTask};
+use ReadinessRule::{MustNotPark, MustRun, NotNeeded};
+use WorkerQueue::{Committed, CommitterLane, Consumer, Hidden};
+use WorkerStart::{Group, Optional, Task};
+use domain::event::Stream;
+
+/// One row of the supervision tree.
+#[derive(Clone, Copy, Debug)]
+pub struct TreeRow {
+    pub spec: WorkerSpec,
+    /// The worker runs in processes that have one of these roles.
+    pub roles: &'static [ProcessRole],
+    pub start: WorkerStart,
+}
+
+/// What makes the task of a row. It is called in every process, whatever its roles, so that the metrics are exported from the beginning.
+#[derive(Clone, Copy, Debug)]
+pub enum WorkerStart {
+    /// The row only groups others.
+    Group,
+    Task(fn(&WorkerParts) -> anyhow::Result<WorkerTask>),
+    /// `None` where the configuration or the roles do not ask for it.
+    Optional(fn(&WorkerParts) -> anyhow::Result<Option<WorkerTask>>),
+}
+
+const EVERY: &[ProcessRole] = &ProcessRole::ALL;
+const ACCRUAL: &[ProcessRole] = &[ProcessRole::Billing];
+const ENTITIES: &[ProcessRole] = &[ProcessRole::Entities];
+const RELAY: &[ProcessRole] = &[ProcessRole::OutboxRelay];
+const NOTIFY: &[ProcessRole] = &[ProcessRole::NotificationRelay];
+const REACT: &[ProcessRole] = &[ProcessRole::Provisioning];
+const API: &[ProcessRole] = &[ProcessRole::Api];
+const NODE_API: &[ProcessRole] = &[ProcessRole::NodeApi];
+const WEBHOOK: &[ProcessRole] = &[ProcessRole::Webhook];
+const PUBLIC: &[ProcessRole] = &[ProcessRole::Api, ProcessRole::TerminalGateway];
+const POLLED: &[ProcessRole] = &[ProcessRole::NodeApi, ProcessRole::TerminalGateway];
+
+macro_rules! tree {
+    ($($name:literal in $parent:literal, $roles:ident, $restart:ident, $readiness:ident, $stop:ident, $queue:expr, $start:expr =>
+        $description:literal;)*) => {
+        /// The whole tree, from the root's children down. Shards and their entities are children of `entities` and are not listed.
+        pub const TREE: &[TreeRow] = &[$(TreeRow {
+            spec: WorkerSpec {
+                name: $name,
+                parent: $parent,
+                restart: $restart,
+                readiness: $readiness,
+                stop: ShutdownStep::$stop,
+                queue: $queue,
+                description: $description,
+            },
+            roles: $roles,
+            start: $start,
+        }),*];
+    };
+}
+
+// Each row: its name and its parent, the roles that run it, its restart rule, whether serving needs it, the step of the shutdown that stops
+// it, the queue that is shown with it, and what starts it.
+tree! {
+    "cluster" in "root", EVERY, BOUNDED, MustNotPark, Cluster, Hidden, Group =>
+        "membership and ownership";
+    "heartbeat" in "cluster", EVERY, ALWAYS, MustNotPark, Membership, Hidden, Task(cluster_members::heartbeat) =>
+        "says that this member lives";
+    "peer-listener" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(cluster_members::peer_listener) =>
+        "hears the other members";
+    "command-answers" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(cluster_members::command_answers) =>
+        "receives the answers to this member's commands";
+    "ownership" in "cluster", EVERY, ALWAYS, MustNotPark, Membership, Hidden, Task(cluster_members::ownership) =>
+        "takes, gives and drops shards";
+    "peer-rpc" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(cluster_members::peer_rpc) =>
+        "answers other members' questions about this one";
+    "accrual" in "root", ACCRUAL, BOUNDED, MustNotPark, Accrual, Hidden, Task(accrual::start) =>
+        "charges billing accounts whose window has ended";
+    "entities" in "root", ENTITIES, BOUNDED, MustNotPark, Entities, Hidden, Group =>
+        "the shards that this member owns";
+    "timers" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(timers::start) =>
+        "wakes entities whose deadline has come";
+    "orphans" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(reactor::start_poll) =>
+        "takes up events whose effect is overdue";
+    "auditor" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(auditor::start) =>
+        "checks what must always hold";
+    "idle-passivation" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(idle_passivation::start) =>
+        "puts idle entities to sleep";
+    "sweep" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(sweep::start) =>
+        "forgets old command ids, makes partitions ahead";
+    "recordings" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(recordings::start) =>
+        "deletes recordings of terminals that are too old";
+    "rewrap" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(rewrap::start) =>
+        "seals anew what a key of the key ring has sealed that goes";
+    "rewrap-listener" in "rewrap", ENTITIES, ALWAYS, MustNotPark, WithParent, Hidden, Task(rewrap::start_listener) =>
+        "hears that a key of the key ring was put to use";
+    "audit-seal" in "entities", ENTITIES, ALWAYS, MustNotPark, WithParent, Hidden, Task(audit_seal::start) =>
+        "seals audit rows into their shard's chain";
+    "store" in "root", EVERY, BOUNDED, MustNotPark, Store, Hidden, Group =>
+        "writes and reads entities";
+    "committer-1" in "store", EVERY, ALWAYS, MustRun, WithParent, CommitterLane(0), Task(|parts| store_lanes::committer(parts, 0)) =>
+        "commits the transitions of every second shard";
+    "committer-2" in "store", EVERY, ALWAYS, MustRun, WithParent, CommitterLane(1), Task(|parts| store_lanes::committer(parts, 1)) =>
+        "commits the transitions of the other shards";
+    "loader-1" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| store_lanes::loader(parts, 0)) =>
+        "loads entities, one query at a time";
+    "loader-2" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| store_lanes::loader(parts, 1)) =>
+        "loads entities, one query at a time";
+    "loader-3" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| store_lanes::loader(parts, 2)) =>
+        "loads entities, one query at a time";
+    "loader-4" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| store_lanes::loader(parts, 3)) =>
+        "loads entities, one query at a time";
+    "policy" in "root", EVERY, ALWAYS, MustNotPark, Policy, Hidden, Task(policy_refresh::start) =>
+        "reads the policy values";
+    "policy-invalidation" in "policy", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(policy_refresh::start_listener) =>
+        "hears that a policy value was written";
+    "keys" in "root", EVERY, ALWAYS, MustNotPark, Keys, Hidden, Task(key_rotation::start) =>
+        "follows the rotation of keys";
+    "key-invalidation" in "keys", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(key_rotation::start_listener) =>
+        "hears that keys were rotated";
+    "metrics" in "root", EVERY, BOUNDED, MustNotPark, Metrics, Hidden, Task(backlogs::start) =>
+        "reads now and then what is shown on /metrics";
+    "trace-export" in "root", EVERY, BOUNDED, MustNotPark, TraceExport, Hidden, Optional(trace_export::start) =>
+        "sends spans to the collector, where one is configured";
+    "outbox-relay" in "root", RELAY, ALWAYS, MustNotPark, OutboxRelay, Committed, Task(outbox_relay::start) =>
+        "publishes committed events to JetStream";
+    "outbox-poll" in "outbox-relay", RELAY, BOUNDED, MustNotPark, WithParent, Hidden, Task(outbox_poll::start) =>
+        "reads the events of shards whose owners have no relay of their own";
+    "notification-relay" in "root", NOTIFY, ALWAYS, NotNeeded, Notifications, Hidden, Task(notification_relay::start) =>
+        "tells people of events";
+    "notification-queue" in "notification-relay", NOTIFY, ALWAYS, NotNeeded, WithParent, Hidden, Task(notification_queue::start) =>
+        "queues events for webhooks and e-mail addresses";
+    "notification-delivery" in "notification-relay", NOTIFY, BOUNDED, NotNeeded, WithParent, Hidden, Task(notification_delivery::start) =>
+        "sends what is queued for webhooks and e-mail addresses";
+    "provisioning" in "root", REACT, BOUNDED, MustNotPark, Reactions, Hidden, Group =>
+        "turns events into commands";
+    "provisioning-events" in "provisioning", REACT, ALWAYS, MustNotPark, WithParent, Consumer(Stream::Provisioning),
+        Task(|parts| reactor::start_consumer(parts, Stream::Provisioning)) =>
+        "consumer of stream PROVISIONING";
+    "node-events" in "provisioning", REACT, ALWAYS, MustNotPark, WithParent, Consumer(Stream::Nodes),
+        Task(|parts| reactor::start_consumer(parts, Stream::Nodes)) =>
+        "consumer of stream NODES";
+    "terminal-events" in "provisioning", REACT, ALWAYS, MustNotPark, WithParent, Consumer(Stream::Terminals),
+        Task(|parts| reactor::start_consumer(parts, Stream::Terminals)) =>
+        "consumer of stream TERMINALS";
+    "billing-events" in "provisioning", REACT, ALWAYS, MustNotPark, WithParent, Consumer(Stream::Billing),
+        Task(|parts| reactor::start_consumer(parts, Stream::Billing)) =>
+        "consumer of stream BILLING";
+    "reconciliation" in "provisioning", REACT, ALWAYS, NotNeeded, WithParent, Hidden, Optional(payments::reconciliation::start) =>
+        "compares the payment processor's books with ours";
+    "edge" in "root", EVERY, BOUNDED, MustNotPark, Edge, Hidden, Group =>
+        "what listens";
+    "operations" in "edge", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(listeners::operations) =>
+        "figures, health and stats for operators, in clear";
+    "public-api" in "edge", PUBLIC, ALWAYS, MustNotPark, WithParent, Hidden, Optional(listeners::public_api) =>
+        "HTTPS for users and administrators, and their terminals";
+    "node-api" in "edge", NODE_API, ALWAYS, MustNotPark, WithParent, Hidden, Optional(listeners::node_api) =>
+        "mutual TLS for node agents";
+    "webhook" in "edge", WEBHOOK, ALWAYS, MustNotPark, WithParent, Hidden, Optional(listeners::webhook) =>
+        "HTTPS for what the payment processor says, where one is configured";
+    "provider-keys" in "edge", API, ALWAYS, MustNotPark, WithParent, Hidden, Task(listeners::provider_keys) =>
+        "fetches the identity provider's keys when told to";
+    "wake-listener" in "edge", POLLED, ALWAYS, MustNotPark, WithParent, Hidden, Task(listeners::wake_listener) =>
+        "wakes parked polls and terminals that other members' commits concern";
+}
+
+/// Starts every row of the tree that this process's roles include.
+///
+/// # Errors
+/// Where a worker cannot be made.
+pub fn start_all(parts: &WorkerParts) -> anyhow::Result<()> {
+    let mut tasks = Vec::new();
+    for row in TREE {
+        tasks.push(match row.start {
+            Group => None,
+            Task(start) => Some(start(parts)?),
+            Optional(start) => start(parts)?,
+        });
+    }
+    let supervisor = &parts.stages.actors.supervisor;
+    let here = |row: &TreeRow| row.roles.iter().any(|role| parts.stages.config.roles.contains(role));
+    for (row, task) in TREE.iter().zip(tasks).filter(|(row, _)| here(row)) {
+        match (row.start, task) {
+            (_, Some(task)) => supervisor.add(row.spec, task),
+            (Group, None) => supervisor.group(row.spec),
+            (Task(_) | Optional(_), None) => {}
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,10 +1,10 @@
 //! The messages between members: wake-ups for long polls, heartbeats, events, notifications and terminals. Commands for shards are in
-//! [`super::requests`]. Every message of a member is authenticated ([`super::authentication`]); terminals' messages are sealed.
+//! [`super::command_forwarding`]. Every message of a member is authenticated ([`super::authentication`]); terminals' messages are sealed.
 
 use super::ClusterView;
 use super::authentication::{HEADER, MacInput, MemberAuthenticator, MessageOrigin, MessagePurpose};
+use super::command_forwarding::PendingRequests;
 use super::nats::inbox_of;
-use super::requests::PendingRequests;
 use async_nats::{Client, HeaderMap, Request, Subject};
 use domain::{MemberId, NodeId, TerminalSessionId};
 use edge::notifications;

@@ -4,10 +4,13 @@
 //! Their commits fill whole statements of the committer, behind the commits that callers wait for (`CommandContext::patient`). An account
 //! that was not active before is passivated after its charge.
 
-use super::poll_loop::{self, PollLoopConfig};
+use super::WorkerParts;
+use super::poll_and_retry::{self, PollLoopConfig};
 use super::timers::made_progress;
 use crate::cluster::ClusterView;
-use crate::config::ProcessRole;
+use crate::roles::ProcessRole;
+use crate::startup::Stages;
+use crate::supervisor::{WorkerTask, task};
 use actors::ports::Environment;
 use actors::{CommandContext, Directory};
 use chrono::TimeDelta;
@@ -39,6 +42,14 @@ const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(10);
 
 /// How long the owner of an account's shard is searched for. An account that is not charged is found again.
 const OWNER_SEARCH_TIMEOUT: TimeDelta = TimeDelta::milliseconds(500);
+
+pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    let Stages { registry, storage, membership, actors, .. } = &parts.stages;
+    let environment = Arc::clone(&actors.environment) as Arc<dyn Environment>;
+    let (directory, view) = (actors.directory.clone(), Arc::clone(&membership.view));
+    let accrual = Accrual::register(registry, directory, view, storage.reads.clone(), environment)?;
+    Ok(task(&accrual, Accrual::run))
+}
 
 /// Charges due accounts.
 pub struct Accrual {
@@ -78,7 +89,7 @@ impl Accrual {
         let this = Arc::clone(&self);
         let find_due = move |excluded| Arc::clone(&this).find_due(excluded).boxed();
         let work = |due| Arc::clone(&self).charge(due);
-        poll_loop::run(POLL_LOOP, find_due, work).await;
+        poll_and_retry::run(POLL_LOOP, find_due, work).await;
         Ok(())
     }
 

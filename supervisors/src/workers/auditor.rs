@@ -5,6 +5,9 @@
 //! of a commit and by the agent's journal, and a violation leaves no trace: a counter for them could not move, and there is none. Of I6 the
 //! database shows that removed entities hold nothing; that they answer no caller is checked by the tests.
 
+use super::WorkerParts;
+use crate::startup::Stages;
+use crate::supervisor::{WorkerTask, task};
 use actors::Host;
 use domain::allocation::Allocation;
 use domain::billing_account::BillingAccount;
@@ -31,6 +34,13 @@ const INTERVAL: Duration = Duration::from_secs(2);
 const PAGE_SIZE: u32 = 100;
 
 const CHECKED_INVARIANTS: [&str; 7] = ["I1", "I2", "I3", "I4", "I6", "I7", "I8"];
+
+pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    let Stages { registry, storage, actors, .. } = &parts.stages;
+    let auditor = Auditor::register(registry, storage.reads.clone())?;
+    let shared = (Arc::new(auditor), Arc::clone(&actors.host));
+    Ok(task(&shared, |(auditor, host)| async move { auditor.run(host).await }))
+}
 
 /// Checks the invariants, and counts the violations.
 pub struct Auditor {

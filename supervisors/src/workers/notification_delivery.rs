@@ -3,9 +3,12 @@
 //!
 //! A message may be sent twice, where a member dies between the attempt and the commit: its receiver recognizes it by its id.
 
-use super::poll_loop::{self, PollLoopConfig};
+use super::WorkerParts;
+use super::poll_and_retry::{self, PollLoopConfig};
 use crate::cluster::ClusterView;
-use crate::config::ProcessRole;
+use crate::roles::ProcessRole;
+use crate::startup::Stages;
+use crate::supervisor::{WorkerTask, task};
 use actors::ports::Environment;
 use actors::{CommandContext, Directory};
 use chrono::TimeDelta;
@@ -32,6 +35,15 @@ const ATTEMPTS_IN_A_ROW: usize = 20;
 const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(10);
 /// How long the owner of an endpoint's shard is searched for.
 const OWNER_SEARCH_TIMEOUT: TimeDelta = TimeDelta::seconds(2);
+
+pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    let Stages { registry, storage, membership, actors, services, .. } = &parts.stages;
+    let environment = Arc::clone(&actors.environment) as Arc<dyn Environment>;
+    let (directory, view, reads) = (actors.directory.clone(), Arc::clone(&membership.view), storage.reads.clone());
+    let sender = services.services.delivery.clone();
+    let delivery = NotificationDelivery::register(registry, directory, view, reads, environment, sender)?;
+    Ok(task(&delivery, NotificationDelivery::run))
+}
 
 /// Delivers due messages.
 pub struct NotificationDelivery {
@@ -89,7 +101,7 @@ impl NotificationDelivery {
             let this = Arc::clone(&self);
             async move { this.deliver_due(due.entity).await }
         };
-        poll_loop::run(POLL_LOOP, find_due, work).await;
+        poll_and_retry::run(POLL_LOOP, find_due, work).await;
         Ok(())
     }
 

@@ -1,11 +1,14 @@
 //! Queues notifications for the endpoints of their audience (`domain::notification_endpoint`). Durable consumers deliver the events, as
-//! they do for [`super::notifications`]; but an event is acknowledged only when every endpoint has it in its queue, and is redelivered
+//! they do for [`super::notification_relay`]; but an event is acknowledged only when every endpoint has it in its queue, and is redelivered
 //! for days where that fails.
 //!
 //! An operator's announcement to all is for subscribers, and is queued for no endpoint.
 
-use super::notifications::{AddressedNotification, Notifier, PublishedEvent, consumer_config, parse_event};
-use super::relay::make_streams;
+use super::WorkerParts;
+use super::notification_relay::{AddressedNotification, Notifier, PublishedEvent, consumer_config, parse_event};
+use super::outbox_relay::make_streams;
+use crate::startup::Stages;
+use crate::supervisor::{WorkerTask, task};
 use actors::ports::Environment as _;
 use actors::sharding::{command_id, digest_of};
 use actors::{CommandContext, CommandKey, Directory};
@@ -33,6 +36,13 @@ const MAX_EVENT_AGE: TimeDelta = TimeDelta::days(3);
 const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(5);
 /// More endpoints than a holder can have.
 const MAX_ENDPOINTS: u32 = 200;
+
+pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    let Stages { actors, services, .. } = &parts.stages;
+    let has_mail = services.services.delivery.mailer.is_some();
+    let queue = NotificationQueue::new(parts.notifier.clone(), actors.directory.clone(), has_mail)?;
+    Ok(task(&queue, NotificationQueue::run))
+}
 
 /// Queues events for endpoints.
 #[derive(Clone)]

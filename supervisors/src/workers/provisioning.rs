@@ -4,7 +4,7 @@
 
 mod fleet;
 
-use super::reactor::{Disposition, EventDelivery, Reactor};
+use super::reaction::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::{command_id, id_of_name};
 use actors::{AskError, CommandKey};
 use domain::allocation::{self, Allocation, Phase};
@@ -48,7 +48,7 @@ impl Placer {
     }
 
     /// The reaction to a request for an allocation.
-    pub(super) async fn place(&self, by: &Reactor, delivery: &EventDelivery, id: AllocationId) -> Disposition {
+    pub(super) async fn place(&self, by: &ReactionContext, delivery: &EventDelivery, id: AllocationId) -> Disposition {
         match self.search(by, delivery, id).await {
             Ok(disposition) => disposition,
             Err(SearchBlocked(why)) => Disposition::Later { why },
@@ -57,7 +57,7 @@ impl Placer {
 
     async fn search(
         &self,
-        by: &Reactor,
+        by: &ReactionContext,
         delivery: &EventDelivery,
         id: AllocationId,
     ) -> Result<Disposition, SearchBlocked> {
@@ -113,7 +113,7 @@ impl Placer {
     /// The message to the user, where the account does not cover the first window.
     async fn unaffordable(
         &self,
-        by: &Reactor,
+        by: &ReactionContext,
         delivery: &EventDelivery,
         allocation: &Allocation,
     ) -> Result<Option<String>, SearchBlocked> {
@@ -132,7 +132,7 @@ impl Placer {
     /// The quota, where the tenant has reached it.
     async fn over_quota(
         &self,
-        by: &Reactor,
+        by: &ReactionContext,
         delivery: &EventDelivery,
         allocation: &Allocation,
     ) -> Result<Option<i64>, SearchBlocked> {
@@ -158,7 +158,7 @@ impl Placer {
     /// Asks a node to reserve devices, in the commit that settles the request. `None` where it refuses.
     async fn reserve(
         &self,
-        by: &Reactor,
+        by: &ReactionContext,
         delivery: &EventDelivery,
         allocation: &Allocation,
         node_id: NodeId,
@@ -220,7 +220,7 @@ enum SearchStatus {
     },
 }
 
-async fn search_status(by: &Reactor, id: AllocationId) -> Result<SearchStatus, SearchBlocked> {
+async fn search_status(by: &ReactionContext, id: AllocationId) -> Result<SearchStatus, SearchBlocked> {
     let allocation = match by.directory.host().committed_state::<Allocation>(id.0) {
         Some((allocation, _)) => allocation,
         None => {
@@ -239,7 +239,7 @@ async fn search_status(by: &Reactor, id: AllocationId) -> Result<SearchStatus, S
 }
 
 /// Removes an allocation that has ended from its tenant's quota, where it was counted.
-async fn release_quota(by: &Reactor, delivery: &EventDelivery, id: AllocationId, user_id: &str) -> Disposition {
+async fn release_quota(by: &ReactionContext, delivery: &EventDelivery, id: AllocationId, user_id: &str) -> Disposition {
     let command = tenant::Command::Forget { allocation_id: id };
     by.send_command::<Tenant>(delivery, id_of_name(EntityKind::Tenant, user_id), command).await
 }

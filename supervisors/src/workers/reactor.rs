@@ -3,29 +3,30 @@
 //! Events arrive in two ways. JetStream's durable consumers deliver fresh events to any member; and the owner of a shard polls its outbox
 //! for events whose reaction is overdue, so that a loss of NATS costs nothing but time.
 
+use super::WorkerParts;
+use super::outbox_relay::make_streams;
 use super::payments::processor_calls::ProcessorCalls;
-use super::payments::webhooks::ProcessorWebhooks;
-use super::poll_loop::{self, PollLoopConfig};
+use super::payments::processor_events::ProcessorEventHandler;
+use super::poll_and_retry::{self, PollLoopConfig};
 use super::provisioning::Placer;
-use super::relay::make_streams;
+use super::reaction::{Disposition, EventDelivery, ReactionContext};
 use crate::cluster::bus::Bus;
+use crate::startup::Stages;
+use crate::supervisor::{WorkerTask, task};
+use actors::Host;
 use actors::sharding::id_of_name;
-use actors::{AskError, CommandContext, CommandKey, Directory, Host};
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pull};
 use async_nats::jetstream::{self, AckKind, Message};
-use chrono::{TimeDelta, Utc};
 use domain::allocation::Allocation;
-use domain::authz::authorize;
 use domain::billing_account::BillingAccount;
 use domain::event::{Reaction, Stream};
-use domain::machine::Command as _;
 use domain::node::Node;
 use domain::payment::Payment;
 use domain::tenant::Tenant;
 use domain::terminal_session::TerminalSession;
-use domain::{Action, EntityKind, Event, EventId, Machine, Permit, Principal};
+use domain::{EntityKind, Event, EventId};
 use futures::{FutureExt, StreamExt};
-use persistence::{Outbox, OutboxRow, Reads};
+use persistence::OutboxRow;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -35,12 +36,6 @@ use tracing::{Instrument as _, error_span, field};
 
 /// Events that are processed at once.
 const MAX_CONCURRENT: usize = 256;
-
-/// The timeout of an event's command. An event that times out is delivered again; one that is waited for blocks others.
-const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(2);
-
-/// How long the owner of a shard is searched for. During a takeover there is none for seconds, and other shards' events must proceed.
-const OWNER_SEARCH_TIMEOUT: TimeDelta = TimeDelta::milliseconds(200);
 
 /// How often the owner of a shard polls for overdue events, and how many it reads of each shard.
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
@@ -55,60 +50,39 @@ const ORPHANED_AFTER_WITHOUT_NATS: Duration = Duration::from_millis(100);
 /// How long an event that cannot be parsed is skipped. A newer release may have settled it by then, or this one been replaced.
 const UNREADABLE_RETRY_AFTER: Duration = Duration::from_secs(60);
 
+/// The consumer of a stream.
+pub(super) fn start_consumer(parts: &WorkerParts, stream: Stream) -> anyhow::Result<WorkerTask> {
+    let shared = (parts.reactor.clone(), parts.stages.membership.bus.clone());
+    Ok(task(&shared, move |(reactor, bus)| async move { reactor.consume(&bus, stream).await }))
+}
+
+/// The poll for overdue events.
+pub(super) fn start_poll(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    let Stages { storage, membership, actors, .. } = &parts.stages;
+    let relay = storage.committed.clone();
+    let shared = (parts.reactor.clone(), membership.bus.clone(), Arc::clone(&actors.host), relay);
+    Ok(task(&shared, |(reactor, bus, host, relay)| async move { reactor.poll(&bus, &host, &relay).await }))
+}
+
 /// Performs the reactions to events.
 #[derive(Clone)]
 pub struct Reactor {
-    pub directory: Directory,
-    pub reads: Reads,
-    pub outbox: Outbox,
-    pub placer: Arc<Placer>,
+    context: ReactionContext,
+    placer: Arc<Placer>,
     /// `None` where no payment processor is configured.
-    pub processor_calls: Option<ProcessorCalls>,
-    pub webhooks: Option<ProcessorWebhooks>,
-    pub permit: Permit,
-}
-
-/// An event as its consumer receives it.
-#[derive(Clone, Debug)]
-pub struct EventDelivery {
-    pub id: EventId,
-    pub event: Event,
-    pub correlation_id: String,
-    pub traceparent: Option<String>,
-    pub tracestate: Option<String>,
-}
-
-/// What becomes of a delivered event.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Disposition {
-    /// Its reaction is committed, or there is none: the outbox row is deleted.
-    Settled,
-    /// The reaction is not committed yet; the event stays in the outbox and is retried.
-    Later { why: String },
+    processor_calls: Option<ProcessorCalls>,
+    processor_events: Option<ProcessorEventHandler>,
 }
 
 impl Reactor {
-    /// # Errors
-    /// Never in practice: a worker may advance the machines.
-    pub fn new(
-        directory: Directory,
-        reads: Reads,
-        outbox: Outbox,
+    #[must_use]
+    pub const fn new(
+        context: ReactionContext,
         placer: Arc<Placer>,
         processor_calls: Option<ProcessorCalls>,
-        webhooks: Option<ProcessorWebhooks>,
-        worker: &str,
-    ) -> anyhow::Result<Self> {
-        let permit = authorize(&Principal::system(worker), Action::Advance)?;
-        Ok(Self {
-            directory: directory.with_owner_timeout(OWNER_SEARCH_TIMEOUT),
-            reads,
-            outbox,
-            placer,
-            processor_calls,
-            webhooks,
-            permit,
-        })
+        processor_events: Option<ProcessorEventHandler>,
+    ) -> Self {
+        Self { context, placer, processor_calls, processor_events }
     }
 
     /// Performs the reaction to an event, in the trace of the request that led to it.
@@ -138,81 +112,50 @@ impl Reactor {
     }
 
     async fn dispatch(&self, delivery: &EventDelivery) -> Disposition {
+        let context = &self.context;
         match delivery.event.reaction() {
-            // The relay deletes the row when the broker has acknowledged the event (`workers::relay`).
+            // The relay deletes the row when the broker has acknowledged the event (`workers::outbox_relay`).
             Reaction::Nothing => Disposition::Settled,
-            Reaction::Place(allocation_id) => self.placer.place(self, delivery, allocation_id).await,
-            Reaction::Node(id, command) => self.send_command::<Node>(delivery, id.0, command).await,
-            Reaction::Allocation(id, command) => self.send_command::<Allocation>(delivery, id.0, command).await,
-            Reaction::Terminal(id, command) => self.send_command::<TerminalSession>(delivery, id.0, command).await,
+            Reaction::Place(allocation_id) => self.placer.place(context, delivery, allocation_id).await,
+            Reaction::Node(id, command) => context.send_command::<Node>(delivery, id.0, command).await,
+            Reaction::Allocation(id, command) => context.send_command::<Allocation>(delivery, id.0, command).await,
+            Reaction::Terminal(id, command) => context.send_command::<TerminalSession>(delivery, id.0, command).await,
             Reaction::ResolveSshKeys { allocation_id, user_id } => {
-                super::ssh_access::update_allocation(self, delivery, allocation_id, &user_id).await
+                super::ssh_access::update_allocation(context, delivery, allocation_id, &user_id).await
             }
             Reaction::SendSshKeys { allocation_id, node_id } => {
-                super::ssh_access::update_node(self, delivery, allocation_id, node_id).await
+                super::ssh_access::update_node(context, delivery, allocation_id, node_id).await
             }
             Reaction::CloseTerminals { allocation_id, user_id } => {
-                super::terminals::revoke_sessions(self, delivery, allocation_id, &user_id).await
+                super::close_terminals::revoke_sessions(context, delivery, allocation_id, &user_id).await
             }
-            Reaction::CloseNodeTerminals { node_id } => super::terminals::cut_sessions(self, delivery, node_id).await,
+            Reaction::CloseNodeTerminals { node_id } => {
+                super::close_terminals::cut_sessions(context, delivery, node_id).await
+            }
             Reaction::Billing { holder, command } => {
                 let account = id_of_name(EntityKind::BillingAccount, &holder.to_string());
-                self.send_command::<BillingAccount>(delivery, account, command).await
+                context.send_command::<BillingAccount>(delivery, account, command).await
             }
-            Reaction::Payment(id, command) => self.send_command::<Payment>(delivery, id.0, command).await,
+            Reaction::Payment(id, command) => context.send_command::<Payment>(delivery, id.0, command).await,
             Reaction::CallProcessor(call) => match &self.processor_calls {
-                Some(processor_calls) => processor_calls.run(self, delivery, &call).await,
+                Some(processor_calls) => processor_calls.run(context, delivery, &call).await,
                 None => self.drop_without_processor(delivery).await,
             },
-            Reaction::ApplyProcessorEvent(id) => match &self.webhooks {
-                Some(webhooks) => webhooks.process(self, delivery, id).await,
+            Reaction::ApplyProcessorEvent(id) => match &self.processor_events {
+                Some(handler) => handler.process(context, delivery, id).await,
                 None => self.drop_without_processor(delivery).await,
             },
             Reaction::Tenant { user_id, command } => {
-                self.send_command::<Tenant>(delivery, id_of_name(EntityKind::Tenant, &user_id), command).await
+                context.send_command::<Tenant>(delivery, id_of_name(EntityKind::Tenant, &user_id), command).await
             }
         }
-    }
-
-    /// Sends the one command of the reaction; its commit deletes the outbox row.
-    pub(super) async fn send_command<M: Machine>(
-        &self,
-        delivery: &EventDelivery,
-        id: uuid::Uuid,
-        command: M::Command,
-    ) -> Disposition {
-        let context = self.context_for(delivery).with_key(CommandKey::for_event(delivery.id, command.name()));
-        match self.directory.ask::<M>(&self.permit, id, command, context).await {
-            Ok(answered) if answered.written => Disposition::Settled,
-            // Applied before, or nothing had to change: nothing else deletes the row.
-            Ok(_) | Err(AskError::AlreadyDone) => self.settle(delivery).await,
-            Err(AskError::Rejected(rejection)) => {
-                tracing::warn!("what follows from the event was refused: {rejection}");
-                self.settle(delivery).await
-            }
-            Err(error) => Disposition::Later { why: error.to_string() },
-        }
-    }
-
-    pub(super) fn context_for(&self, delivery: &EventDelivery) -> CommandContext {
-        CommandContext::new(&self.permit, delivery.correlation_id.clone(), Utc::now() + COMMAND_TIMEOUT)
-            .traced(delivery.traceparent.clone(), delivery.tracestate.clone())
-            // Running sagas come before new requests: they free capacity.
-            .urgent()
     }
 
     /// Drops the event. The payment that waits for it resends it with a growing backoff, each time in a row of its own, and waiting rows
     /// would pile up.
     async fn drop_without_processor(&self, delivery: &EventDelivery) -> Disposition {
         tracing::warn!("no payment processor is configured: what a payment or an event wants of it has to wait");
-        self.settle(delivery).await
-    }
-
-    pub(super) async fn settle(&self, delivery: &EventDelivery) -> Disposition {
-        match self.outbox.settle(&[delivery.id]).await {
-            Ok(_) => Disposition::Settled,
-            Err(error) => Disposition::Later { why: error.to_string() },
-        }
+        self.context.settle(delivery).await
     }
 
     /// Consumes the events of `stream`, together with every other member that does.
@@ -285,7 +228,7 @@ impl Reactor {
         };
         // Each poll is bounded per shard: the total number says nothing.
         let config = PollLoopConfig { interval: POLL_INTERVAL, concurrency: MAX_CONCURRENT, page_size: usize::MAX };
-        poll_loop::run(config, find_due, work).await;
+        poll_and_retry::run(config, find_due, work).await;
         Ok(())
     }
 
@@ -299,7 +242,7 @@ impl Reactor {
         excluded.extend(lock(unreadable).excluded(Instant::now()));
         let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
         let age = if bus.is_connected() { ORPHANED_AFTER } else { ORPHANED_AFTER_WITHOUT_NATS };
-        match self.reads.orphaned_events(&shards, age, &excluded, EVENTS_PER_SHARD).await {
+        match self.context.reads.orphaned_events(&shards, age, &excluded, EVENTS_PER_SHARD).await {
             Ok(orphans) => {
                 lock(unreadable).add(orphans.foreign, Instant::now());
                 orphans.rows.into_iter().map(|row| (row.id, row)).collect()

@@ -1,6 +1,9 @@
 //! Deletes terminal recordings that are older than policy `terminal.recording_retention_days` allows, each member those of its own shards.
 //! The deletion is committed in the session first, and audited; after a crash in between the rows are found again.
 
+use super::WorkerParts;
+use crate::startup::Stages;
+use crate::supervisor::{WorkerTask, task};
 use actors::ports::Environment;
 use actors::sharding::shard_of;
 use actors::{AskError, CommandContext, Directory, Host};
@@ -29,6 +32,15 @@ const PAGE_SIZE: i64 = 200;
 const MIN_RETENTION: TimeDelta = TimeDelta::days(1);
 
 const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(5);
+
+pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    let Stages { storage, actors, .. } = &parts.stages;
+    let environment = Arc::clone(&actors.environment) as Arc<dyn Environment>;
+    let (directory, host) = (actors.directory.clone(), Arc::clone(&actors.host));
+    let (reads, recordings) = (storage.reads.clone(), storage.secrets.recordings());
+    let retention = Arc::new(RecordingRetention::new(directory, host, reads, recordings, environment)?);
+    Ok(task(&retention, |retention| async move { retention.run().await }))
+}
 
 /// Deletes expired recordings.
 pub struct RecordingRetention {

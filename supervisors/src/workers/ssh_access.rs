@@ -1,7 +1,7 @@
 //! SSH access: resolves a user's keys for an allocation, and sends them to its node. This worker holds no state. Both entities are read,
 //! and the result carries the revision of the keys, so that a result that is out of date changes nothing.
 
-use super::reactor::{Disposition, EventDelivery, Reactor};
+use super::reaction::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::id_of_name;
 use domain::allocation::{self, Allocation};
 use domain::node::{self, Node};
@@ -11,7 +11,7 @@ use uuid::Uuid;
 
 /// Updates the allocation with the user's keys that open it.
 pub(super) async fn update_allocation(
-    by: &Reactor,
+    by: &ReactionContext,
     delivery: &EventDelivery,
     id: AllocationId,
     user_id: &str,
@@ -28,7 +28,11 @@ pub(super) async fn update_allocation(
     by.send_command::<Allocation>(delivery, id.0, command).await
 }
 
-async fn read(by: &Reactor, id: AllocationId, user_id: &str) -> Result<(Option<Allocation>, Option<Tenant>), String> {
+async fn read(
+    by: &ReactionContext,
+    id: AllocationId,
+    user_id: &str,
+) -> Result<(Option<Allocation>, Option<Tenant>), String> {
     // The tenant first: the choice that is read afterwards was made at the same revision of the keys, or a later one.
     let tenant = stored::<Tenant>(by, id_of_name(Tenant::KIND, user_id)).await?;
     Ok((stored::<Allocation>(by, id.0).await?, tenant))
@@ -36,7 +40,7 @@ async fn read(by: &Reactor, id: AllocationId, user_id: &str) -> Result<(Option<A
 
 /// Updates the node with the keys that open the allocation.
 pub(super) async fn update_node(
-    by: &Reactor,
+    by: &ReactionContext,
     delivery: &EventDelivery,
     id: AllocationId,
     node_id: NodeId,
@@ -51,7 +55,7 @@ pub(super) async fn update_node(
 }
 
 /// The entity as it was last committed: the event itself came from such a commit.
-async fn stored<M: Machine>(by: &Reactor, id: Uuid) -> Result<Option<M>, String> {
+async fn stored<M: Machine>(by: &ReactionContext, id: Uuid) -> Result<Option<M>, String> {
     let snapshot = by.reads.snapshot(EntityRef { kind: M::KIND, id }).await.map_err(|error| error.to_string())?;
     let read = snapshot.map(|snapshot| serde_json::from_str(&snapshot.body)).transpose();
     read.map_err(|error| format!("{} {id} cannot be read: {error}", M::KIND))

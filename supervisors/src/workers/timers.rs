@@ -1,7 +1,10 @@
 //! Ticks entities whose timer is due, except billing accounts and notification endpoints. The owner of a shard reads the deadline index, so
 //! that a timer fires without an active actor, and survives any restart.
 
-use super::poll_loop::{self, PollLoopConfig};
+use super::WorkerParts;
+use super::poll_and_retry::{self, PollLoopConfig};
+use crate::startup::Stages;
+use crate::supervisor::{WorkerTask, task};
 use actors::{AskError, CommandContext, CommandReply, Host};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
@@ -24,6 +27,12 @@ const POLL_LOOP: PollLoopConfig = PollLoopConfig {
 
 const PAGE_SIZE: u32 = 512;
 
+pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    let Stages { storage, actors, .. } = &parts.stages;
+    let shared = (Arc::clone(&actors.host), storage.reads.clone());
+    Ok(task(&shared, |(host, reads)| run(host, reads)))
+}
+
 /// Ticks due entities, periodically.
 ///
 /// # Errors
@@ -36,7 +45,7 @@ pub async fn run(host: Arc<Host>, reads: Reads) -> anyhow::Result<()> {
         let tick = TickVisitor { host: Arc::clone(&host), permit: permit.clone(), entity };
         entity.kind.visit(tick)
     };
-    poll_loop::run(POLL_LOOP, find_due, work).await;
+    poll_and_retry::run(POLL_LOOP, find_due, work).await;
     Ok(())
 }
 

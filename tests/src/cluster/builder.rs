@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use supervisors::config::{ProcessRole, parse_roles};
+use supervisors::roles::{ProcessRole, parse_roles};
 use supervisors::dev::agents::AgentSettings;
 use supervisors::dev::replica::{self, ListenAddresses, Replica, ReplicaSettings};
 

@@ -4,13 +4,16 @@
 //! some overlap for objects in flight; some runs go back far, since a refund may fail, and a dispute be won, months after it was made.
 
 use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
+use crate::startup::Stages;
+use crate::supervisor::{WorkerTask, task};
+use crate::workers::WorkerParts;
 use chrono::{DateTime, TimeDelta, Utc};
 use edge::processor::{ProcessorError, ProcessorListing};
 use persistence::{Leases, StoreError};
 use prometheus::{IntCounter, Registry};
 use std::collections::BTreeSet;
 use std::fmt::Debug;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use thiserror::Error;
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -31,6 +34,15 @@ const LONG_LOOKBACK_INTERVAL: Duration = Duration::from_secs(6 * 60 * 60);
 
 /// How many objects are remembered as applied; beyond it the cache is cleared, and all are applied again, which only costs time.
 const CACHE_CAPACITY: usize = 100_000;
+
+/// `None` where no payment processor is configured.
+pub(in crate::workers) fn start(parts: &WorkerParts) -> anyhow::Result<Option<WorkerTask>> {
+    let Stages { config, registry, .. } = &parts.stages;
+    let (Some(updater), Some(payments)) = (&parts.payments, &config.payments) else { return Ok(None) };
+    let leases = parts.leases.clone();
+    let reconciler = Reconciler::register(registry, updater.clone(), leases, payments.reconciles_every)?;
+    Ok(Some(task(&Arc::new(reconciler), |reconciler| async move { reconciler.run().await })))
+}
 
 /// Reconciles our payments with the processor's.
 pub struct Reconciler {

@@ -4,8 +4,8 @@
 use super::assignment::assign;
 use super::bus::Bus;
 use super::failure_detector::{ConnectivityGraph, HEARTBEAT_TIMEOUT, PartitionDetector, is_partitioned};
-use super::{ClusterView, FAILURE_TIMEOUT, HEARTBEAT_INTERVAL, RECENT_HEARTBEAT, has_role, process};
-use crate::config::ProcessRole;
+use super::{ClusterView, FAILURE_TIMEOUT, HEARTBEAT_INTERVAL, RECENT_HEARTBEAT, has_role, process_identity};
+use crate::roles::ProcessRole;
 use actors::ports::Term;
 use actors::sharding::shard_of;
 use actors::{Directory, Host};
@@ -32,19 +32,17 @@ const HANDOVERS_AT_ONCE: usize = 64;
 
 /// Owns, takes over and hands over the shards of this member.
 pub struct ShardReconciler {
-    pub view: Arc<ClusterView>,
-    pub cluster: Cluster,
-    pub host: Arc<Host>,
-    pub directory: Directory,
-    pub bus: Bus,
-    /// The parent of the shards' supervisors.
-    pub parent: Mutex<Option<ActorCell>>,
+    view: Arc<ClusterView>,
+    cluster: Cluster,
+    host: Arc<Host>,
+    directory: Directory,
+    bus: Bus,
+    /// The parent of the shards' supervisors. `None` in a process without entities: it reads the ownership and owns nothing.
+    parent: Option<ActorCell>,
     serving: Mutex<BTreeMap<Shard, CancellationToken>>,
     reconcile_now: Arc<Notify>,
     partition_detector: Mutex<PartitionDetector>,
     began: Instant,
-    /// False for a process without entities: it reads the ownership and owns nothing.
-    takes_shards: bool,
 }
 
 impl ShardReconciler {
@@ -55,8 +53,8 @@ impl ShardReconciler {
         host: Arc<Host>,
         directory: Directory,
         bus: Bus,
+        parent: Option<ActorCell>,
         reconcile_now: Arc<Notify>,
-        takes_shards: bool,
     ) -> Self {
         Self {
             view,
@@ -64,12 +62,11 @@ impl ShardReconciler {
             host,
             directory,
             bus,
-            parent: Mutex::default(),
+            parent,
             serving: Mutex::default(),
             reconcile_now,
             partition_detector: Mutex::default(),
             began: Instant::now(),
-            takes_shards,
         }
     }
 
@@ -112,7 +109,11 @@ impl ShardReconciler {
     /// Returns Postgres' time at the heartbeat.
     async fn renew(&self, first: bool) -> Result<Timestamp, persistence::StoreError> {
         let me = self.current_member();
-        if first { self.cluster.join(&me, process::has_ended).await } else { self.cluster.heartbeat(&me).await }
+        if first {
+            self.cluster.join(&me, process_identity::has_ended).await
+        } else {
+            self.cluster.heartbeat(&me).await
+        }
     }
 
     /// This member's row, with what the others must know of it: which members it receives over NATS, and whether it withdraws itself.
@@ -177,7 +178,7 @@ impl ShardReconciler {
         let now = Instant::now();
         let living = self.view.update(members, &shards, now);
         self.bus.compact();
-        if !self.takes_shards {
+        if self.parent.is_none() {
             renewal.into_iter().for_each(|renewal| self.view.confirm_renewal(renewal));
             return Ok(());
         }
@@ -265,8 +266,7 @@ impl ShardReconciler {
             Vec::new()
         });
         for (shard, epoch) in shards {
-            let parent = self.parent.lock().unwrap_or_else(PoisonError::into_inner).clone();
-            self.host.open(Term { shard, epoch }, parent).await?;
+            self.host.open(Term { shard, epoch }, self.parent.clone()).await?;
             for (entity, reason) in parked.iter().filter(|(entity, _)| shard_of(entity.id) == shard) {
                 self.host.restore_parked(*entity, reason.clone());
             }

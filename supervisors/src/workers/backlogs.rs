@@ -1,8 +1,11 @@
 //! Reads metrics periodically that are too expensive to read at each scrape.
 
+use super::WorkerParts;
 use super::reactor::consumer_name;
 use crate::cluster::bus::Bus;
 use crate::metrics::{ConsumerLag, ProcessMetrics};
+use crate::startup::Stages;
+use crate::supervisor::{WorkerTask, task};
 use actors::Host;
 use async_nats::jetstream;
 use domain::event::Stream;
@@ -18,6 +21,13 @@ const ROUNDS_PER_LEDGER_CHECK: usize = 12;
 
 /// How long JetStream may take to answer for a consumer's lag.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
+
+pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    let Stages { storage, membership, actors, services, .. } = &parts.stages;
+    let metrics = Arc::clone(&services.operator_view.metrics);
+    let shared = (metrics, Arc::clone(&actors.host), storage.reads.clone(), membership.bus.clone());
+    Ok(task(&shared, |(metrics, host, reads, bus)| run(metrics, host, reads, bus)))
+}
 
 /// Reads, periodically.
 ///

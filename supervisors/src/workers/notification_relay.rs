@@ -2,9 +2,11 @@
 //! with this role, which looks up the audience and publishes on its subjects. Subscribers there receive the notifications
 //! (`edge::notifications`); they are not stored.
 
-use super::relay::make_streams;
+use super::WorkerParts;
+use super::outbox_relay::make_streams;
 use crate::cluster::bus::Bus;
 use crate::process_environment::ProcessEnvironment;
+use crate::supervisor::{WorkerTask, task};
 use actors::ports::Environment as _;
 use async_nats::HeaderMap;
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, pull};
@@ -39,6 +41,10 @@ const RETRY_AFTER: Duration = Duration::from_secs(1);
 const MAX_EVENT_AGE: TimeDelta = TimeDelta::minutes(5);
 /// Operators in one page of the bindings.
 const PAGE_SIZE: u32 = 200;
+
+pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    Ok(task(&parts.notifier, Notifier::run))
+}
 
 /// Publishes notifications of events.
 #[derive(Clone)]

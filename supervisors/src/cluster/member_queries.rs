@@ -3,7 +3,7 @@
 use super::ClusterView;
 use super::authentication::{MacInput, MessageOrigin, MessagePurpose};
 use super::bus::Bus;
-use super::requests::ReceivedRequest;
+use super::command_forwarding::ReceivedRequest;
 use async_nats::HeaderMap;
 use domain::MemberId;
 use futures::StreamExt;

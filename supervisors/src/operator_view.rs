@@ -1,14 +1,13 @@
 //! The running cluster as an operator sees it: this process's own state, together with the other members' answers and the
 //! database's content.
 
-mod local;
+mod this_member;
 
 use crate::cluster::bus::Bus;
-use crate::cluster::gather::{answer_all, ask_all};
+use crate::cluster::member_queries::{answer_all, ask_all};
 use crate::cluster::{ClusterState, ClusterView};
 use crate::metrics::ProcessMetrics;
-use crate::supervisor::{Supervisor, WorkerRow};
-use crate::tree::{COMMITTER_ROWS, LOADER_ROWS, NOT_NEEDED_FOR_READINESS};
+use crate::supervisor::{Supervisor, workers_check};
 use actors::Host;
 use actors::host::{self, HostedEntity};
 use actors::sharding::shard_of;
@@ -19,7 +18,7 @@ use edge::keys::KeysInForce;
 use edge::long_poll::LongPolls;
 use edge::runtime::{
     ClusterReport, EntityNode, EntityStatus, MemberNode, MemberReport, Readiness, RestartOutcome, Runtime,
-    RuntimeError, Stats, Tree, TreeFilter, WorkerNode, WorkerState,
+    RuntimeError, Stats, Tree, TreeFilter, WorkerNode,
 };
 use edge::tls::connections::Connections;
 use futures::FutureExt;
@@ -41,7 +40,7 @@ const DEFAULT_LIMIT: u32 = 100;
 const NEVER_AFTER: TimeDelta = TimeDelta::days(3650);
 
 /// The runtime state of one process, and its access to the rest of the cluster.
-pub struct Operations {
+pub struct OperatorView {
     pub view: Arc<ClusterView>,
     pub bus: Bus,
     pub host: Arc<Host>,
@@ -93,7 +92,7 @@ struct MemberRuntime {
     entities: Vec<HostedEntity>,
 }
 
-impl Operations {
+impl OperatorView {
     /// Answers the other members.
     ///
     /// # Errors
@@ -269,20 +268,6 @@ impl Operations {
     }
 }
 
-/// `ok`, or the failed workers without which this process cannot serve. A lane of the committer or the loader that is not running blocks
-/// its part of all commands; other workers are given time to recover.
-fn workers_check(rows: &[WorkerRow]) -> String {
-    let is_lane = |row: &WorkerRow| COMMITTER_ROWS.contains(&row.row.name) || LOADER_ROWS.contains(&row.row.name);
-    let fails = |row: &&WorkerRow| match row.state {
-        WorkerState::Parked => !NOT_NEEDED_FOR_READINESS.contains(&row.row.name),
-        WorkerState::BackingOff | WorkerState::Stopped => is_lane(row),
-        WorkerState::Running => false,
-    };
-    let failing: Vec<_> =
-        rows.iter().filter(fails).map(|row| format!("{} is {}", row.row.name, row.state.name())).collect();
-    if failing.is_empty() { "ok".to_owned() } else { failing.join(", ") }
-}
-
 /// An entity as the database stores it, with its status at its host.
 fn entity_node(
     at: &WaitingEntity,
@@ -317,7 +302,7 @@ fn millis(duration: std::time::Duration) -> u64 {
 }
 
 /// The cluster's runtime, as the edge serves it.
-pub struct ClusterRuntime(pub Arc<Operations>);
+pub struct ClusterRuntime(pub Arc<OperatorView>);
 
 impl Runtime for ClusterRuntime {
     fn tree(&self, filter: TreeFilter) -> BoxFuture<'_, Result<Tree, RuntimeError>> {
@@ -357,39 +342,5 @@ impl Runtime for ClusterRuntime {
     fn metrics(&self) -> String {
         self.0.metrics.set_key_ages(&self.0.keys.load(), Utc::now());
         self.0.metrics.render(self.0.sample())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::tree::TREE;
-
-    fn rows(states: &[(&str, WorkerState)]) -> Vec<WorkerRow> {
-        let state = |name| states.iter().find(|(named, _)| *named == name).map_or(WorkerState::Running, |(_, it)| *it);
-        let row = |row: &crate::tree::TreeRow| WorkerRow {
-            row: *row,
-            state: state(row.name),
-            since: Utc::now(),
-            restarts: 0,
-            last_error: None,
-            restartable: true,
-        };
-        TREE.iter().map(row).collect()
-    }
-
-    #[test]
-    fn process_is_ready_without_optional_workers_and_while_others_back_off() {
-        assert_eq!(workers_check(&rows(&[])), "ok");
-        assert_eq!(workers_check(&rows(&[("sweep", WorkerState::Parked), ("timers", WorkerState::BackingOff)])), "ok");
-        assert_eq!(workers_check(&rows(&[("timers", WorkerState::Parked)])), "timers is parked");
-    }
-
-    #[test]
-    fn process_with_a_stopped_lane_is_not_ready() {
-        for lane in COMMITTER_ROWS.iter().chain(&LOADER_ROWS) {
-            let check = workers_check(&rows(&[(*lane, WorkerState::BackingOff)]));
-            assert_eq!(check, format!("{lane} is backing_off"));
-        }
     }
 }

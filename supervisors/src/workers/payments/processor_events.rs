@@ -5,7 +5,7 @@
 //! hours, in case it was only early, and then waits for an operator.
 
 use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
-use crate::workers::reactor::{Disposition, EventDelivery, Reactor};
+use crate::workers::reaction::{Disposition, EventDelivery, ReactionContext};
 use actors::{AskError, CommandKey};
 use domain::machine::Command as _;
 use domain::processor_event::{Command, ProcessingOutcome, ProcessorEvent};
@@ -30,7 +30,7 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Processes the processor's events.
 #[derive(Clone)]
-pub struct ProcessorWebhooks {
+pub struct ProcessorEventHandler {
     updater: PaymentUpdater,
     ring: Arc<KeyRing>,
     permits: Arc<Semaphore>,
@@ -62,7 +62,7 @@ enum ProcessingError {
     Failed(String),
 }
 
-impl ProcessorWebhooks {
+impl ProcessorEventHandler {
     #[must_use]
     pub fn new(updater: PaymentUpdater, ring: Arc<KeyRing>) -> Self {
         Self { updater, ring, permits: Arc::new(Semaphore::new(MAX_CONCURRENT)), counted_failures: Arc::default() }
@@ -71,7 +71,7 @@ impl ProcessorWebhooks {
     /// The reaction to an event of the processor.
     pub(in crate::workers) async fn process(
         &self,
-        by: &Reactor,
+        by: &ReactionContext,
         delivery: &EventDelivery,
         id: ProcessorEventId,
     ) -> Disposition {
@@ -164,7 +164,12 @@ async fn apply_refunds(
 }
 
 /// Records the outcome, in the commit that deletes the outbox row; the member that commits it counts it.
-async fn conclude(by: &Reactor, delivery: &EventDelivery, event: &ProcessorEvent, command: Command) -> Disposition {
+async fn conclude(
+    by: &ReactionContext,
+    delivery: &EventDelivery,
+    event: &ProcessorEvent,
+    command: Command,
+) -> Disposition {
     let context = by.context_for(delivery).with_key(CommandKey::for_event(delivery.id, command.name()));
     match by.directory.ask::<ProcessorEvent>(&by.permit, event.id.0, command.clone(), context).await {
         Ok(answered) if answered.written => {
@@ -203,7 +208,7 @@ fn count(event: &ProcessorEvent, command: &Command) {
     }
 }
 
-async fn read(by: &Reactor, id: ProcessorEventId) -> Result<Arc<ProcessorEvent>, String> {
+async fn read(by: &ReactionContext, id: ProcessorEventId) -> Result<Arc<ProcessorEvent>, String> {
     if let Some((event, _)) = by.directory.host().committed_state::<ProcessorEvent>(id.0) {
         return Ok(event);
     }
@@ -276,7 +281,7 @@ mod tests {
             traceparent: None,
             tracestate: None,
         };
-        match ProcessorWebhooks::new(bench.updater(1), ring()).apply(&delivery, event).await {
+        match ProcessorEventHandler::new(bench.updater(1), ring()).apply(&delivery, event).await {
             Ok(outcome) => outcome.name().to_owned(),
             Err(ProcessingError::Later(why)) => format!("later: {why}"),
             Err(ProcessingError::Failed(why)) => format!("failed: {why}"),

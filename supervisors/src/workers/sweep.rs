@@ -1,9 +1,9 @@
-//! Periodic maintenance: passivates idle entities, deletes old command ids, creates partitions ahead, adds up the counts.
+//! Periodic maintenance of the database: deletes old command ids, creates partitions ahead, adds up the counts.
 
-use actors::Host;
+use super::WorkerParts;
+use crate::supervisor::{WorkerTask, task};
 use persistence::{Cluster, sweep};
 use sqlx::PgPool;
-use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{MissedTickBehavior, interval};
 
@@ -13,24 +13,15 @@ const BATCH_SIZE: u32 = 5000;
 /// Members without a heartbeat for so long that own nothing are deleted.
 const MEMBER_RETENTION: Duration = Duration::from_secs(600);
 
-/// Passivates idle entities.
-///
-/// # Errors
-/// Never.
-pub async fn passivate_idle(host: Arc<Host>) -> anyhow::Result<()> {
-    let mut ticker = interval(Duration::from_secs(5));
-    ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    loop {
-        ticker.tick().await;
-        host.passivate_idle();
-    }
+pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    Ok(task(&parts.stages.storage.pool, run))
 }
 
 /// Sweeps the database.
 ///
 /// # Errors
 /// Never; what fails is retried in the next round.
-pub async fn sweep(pool: PgPool) -> anyhow::Result<()> {
+pub async fn run(pool: PgPool) -> anyhow::Result<()> {
     let mut ticker = interval(Duration::from_secs(60));
     ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let cluster = Cluster::new(pool.clone());

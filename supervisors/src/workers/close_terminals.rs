@@ -1,6 +1,6 @@
 //! Closes terminal sessions: those of an allocation that is not active, and those of a node whose certificates were revoked.
 
-use super::reactor::{Disposition, EventDelivery, Reactor};
+use super::reaction::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::command_id;
 use actors::{AskError, CommandKey};
 use domain::machine::Command as _;
@@ -15,7 +15,7 @@ const PAGE_SIZE: u32 = 1000;
 /// Closes the sessions of an allocation, each once. A session that is opened from here on is refused by its own commit, whose
 /// precondition is the version of the active allocation; so none is missed.
 pub(super) async fn revoke_sessions(
-    by: &Reactor,
+    by: &ReactionContext,
     delivery: &EventDelivery,
     allocation: AllocationId,
     user_id: &str,
@@ -25,13 +25,13 @@ pub(super) async fn revoke_sessions(
 }
 
 /// The same for a node. A session that is opened from here on starts only where the node has proved its identity again.
-pub(super) async fn cut_sessions(by: &Reactor, delivery: &EventDelivery, node: NodeId) -> Disposition {
+pub(super) async fn cut_sessions(by: &ReactionContext, delivery: &EventDelivery, node: NodeId) -> Disposition {
     let live = live_sessions(by, None, |session| session.node_id == node).await;
     close_each(by, delivery, live, &Command::CutOff).await
 }
 
 async fn close_each(
-    by: &Reactor,
+    by: &ReactionContext,
     delivery: &EventDelivery,
     sessions: Result<Vec<TerminalSessionId>, StoreError>,
     command: &Command,
@@ -56,7 +56,7 @@ async fn close_each(
 
 /// The sessions that may have a shell, of that owner or of all, for which `is_meant` holds.
 async fn live_sessions(
-    by: &Reactor,
+    by: &ReactionContext,
     owner: Option<&str>,
     is_meant: impl Fn(&TerminalSession) -> bool,
 ) -> Result<Vec<TerminalSessionId>, StoreError> {

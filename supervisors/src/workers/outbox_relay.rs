@@ -4,7 +4,10 @@
 //! (`workers::reactor`). JetStream acknowledges before it has synced, so that an event with a reaction stays in the outbox until its
 //! reaction is committed; only the others are deleted at the acknowledgement.
 
+use super::WorkerParts;
 use crate::cluster::bus::Bus;
+use crate::startup::Stages;
+use crate::supervisor::{WorkerTask, task};
 use async_nats::jetstream::stream::{Config, DiscardPolicy, RetentionPolicy, StorageType};
 use async_nats::{HeaderMap, jetstream};
 use domain::event::{Reaction, Stream};
@@ -12,6 +15,7 @@ use domain::{EventId, Shard};
 use futures::FutureExt as _;
 use persistence::{Outbox, OutboxRow};
 use serde_json::json;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::{Mutex, mpsc};
 use tokio::task::{JoinHandle, JoinSet};
@@ -25,17 +29,24 @@ const BATCH_SIZE: usize = 128;
 /// How long the streams retain events. Whatever must happen is in the outbox; no consumer lags by a day.
 const STREAM_RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
 
+pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    let Stages { storage, membership, .. } = &parts.stages;
+    let (outbox, rows) = (Outbox::new(storage.pool.clone()), Arc::clone(&storage.committed_rows));
+    let relay = Arc::new(OutboxRelay::new(membership.bus.clone(), outbox, rows));
+    Ok(task(&relay, |relay| async move { relay.run().await }))
+}
+
 /// The relay of one process.
 pub struct OutboxRelay {
     bus: Bus,
     outbox: Outbox,
-    rows: Mutex<mpsc::Receiver<OutboxRow>>,
+    rows: Arc<Mutex<mpsc::Receiver<OutboxRow>>>,
 }
 
 impl OutboxRelay {
     #[must_use]
-    pub fn new(bus: Bus, outbox: Outbox, rows: mpsc::Receiver<OutboxRow>) -> Self {
-        Self { bus, outbox, rows: Mutex::new(rows) }
+    pub const fn new(bus: Bus, outbox: Outbox, rows: Arc<Mutex<mpsc::Receiver<OutboxRow>>>) -> Self {
+        Self { bus, outbox, rows }
     }
 
     /// Publishes until the committer is closed.

@@ -3,21 +3,21 @@
 //! A rotation is published, and every process reads the keys at once. A message can be lost: so they are also read periodically, and
 //! after each reconnection to NATS. Acceptors are updated without a restart.
 
+use super::WorkerParts;
 use crate::cluster::bus::Bus;
-use arc_swap::ArcSwap;
+use crate::startup::node_acceptor::NodeAcceptor;
+use crate::supervisor::{WorkerTask, task};
 use chrono::Utc;
 use domain::Event;
 use edge::identity::TrustDomain;
 use edge::identity::proxies::Proxies;
 use edge::keys::{Keys, KeysError, KeysInForce};
 use edge::long_poll::LongPolls;
+use edge::tls::TlsConfigError;
 use edge::tls::connections::Connections;
-use edge::tls::tickets::SharedTickets;
-use edge::tls::{ServerTls, TlsConfigError, server_config};
 use futures::StreamExt;
 use persistence::{Reads, Secrets};
-use rustls::ServerConfig;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -27,6 +27,14 @@ const MAX_AGE: Duration = Duration::from_secs(5);
 
 /// How often the connection to NATS is checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+
+pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    Ok(task(&parts.key_follower, |follower| async move { follower.run().await }))
+}
+
+pub(super) fn start_listener(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+    Ok(task(&parts.key_follower, |follower| async move { follower.listen().await }))
+}
 
 /// Updates the keys of this process.
 pub struct KeyFollower {
@@ -39,59 +47,10 @@ pub struct KeyFollower {
     pub bus: Bus,
     pub connections: Connections,
     pub polls: LongPolls,
-    /// Set once, where this process serves nodes.
-    pub acceptor: OnceLock<NodeAcceptor>,
-    /// Set with it; none where nodes connect directly.
-    pub proxies: OnceLock<Option<Arc<Proxies>>>,
-}
-
-/// The TLS acceptor of nodes: it admits certificates of the trusted authorities.
-pub struct NodeAcceptor {
-    certificate_chain_pem: String,
-    key_pem: String,
-    tickets: SharedTickets,
-    config: Arc<ArcSwap<ServerConfig>>,
-}
-
-impl NodeAcceptor {
-    /// # Errors
-    /// Where certificates or keys cannot be used.
-    pub fn new(
-        certificate_chain_pem: String,
-        key_pem: String,
-        tickets: SharedTickets,
-        keys: &Keys,
-    ) -> Result<Self, TlsConfigError> {
-        let config =
-            Arc::new(ArcSwap::from_pointee(server_config_for(&certificate_chain_pem, &key_pem, &tickets, keys)?));
-        Ok(Self { certificate_chain_pem, key_pem, tickets, config })
-    }
-
-    /// Read by the listener at each handshake.
-    #[must_use]
-    pub fn config(&self) -> Arc<ArcSwap<ServerConfig>> {
-        Arc::clone(&self.config)
-    }
-
-    fn update(&self, keys: &Keys) -> Result<(), TlsConfigError> {
-        let config = server_config_for(&self.certificate_chain_pem, &self.key_pem, &self.tickets, keys)?;
-        self.config.store(Arc::new(config));
-        Ok(())
-    }
-}
-
-fn server_config_for(
-    chain: &str,
-    key: &str,
-    tickets: &SharedTickets,
-    keys: &Keys,
-) -> Result<ServerConfig, TlsConfigError> {
-    server_config(&ServerTls {
-        certificate_chain_pem: chain,
-        key_pem: key,
-        client_authorities_pem: Some(&keys.node.bundle_pem()),
-        tickets: Some(Arc::new(tickets.under(keys.node.fingerprint()))),
-    })
+    /// Where this process serves nodes.
+    pub acceptor: Option<Arc<NodeAcceptor>>,
+    /// Where nodes connect through proxies.
+    pub proxies: Option<Arc<Proxies>>,
 }
 
 /// Why the keys could not be updated.
@@ -138,10 +97,10 @@ impl KeyFollower {
         let orphaned = keys.orphaned_secrets(Utc::now());
         if before.versions() != keys.versions() {
             // The acceptor first: a member that reports a version must admit the nodes that this version trusts.
-            if let Some(acceptor) = self.acceptor.get() {
+            if let Some(acceptor) = &self.acceptor {
                 acceptor.update(&keys)?;
             }
-            if let Some(Some(proxies)) = self.proxies.get() {
+            if let Some(proxies) = &self.proxies {
                 proxies.trust(&keys.node.bundle_pem())?;
             }
             tracing::info!(versions = ?keys.versions(), "keys were rotated");

@@ -1,13 +1,11 @@
 //! The runtime state of this process.
 
-use super::{MemberRuntime, Operations, RuntimeReply, RuntimeRequest};
+use super::{MemberRuntime, OperatorView, RuntimeReply, RuntimeRequest};
 use crate::metrics::{ProcessSample, pool_connections};
-use crate::supervisor::WorkerRow;
-use crate::tree::COMMITTER_ROWS;
+use crate::supervisor::{WorkerQueue, WorkerRow};
 use actors::host::{ActivationStatus, HostedEntity, HostedShard};
 use chrono::Utc;
 use domain::Shard;
-use domain::event::Stream;
 use edge::runtime::{
     MemberNode, QueueNode, ShardNode, ShardState, Stats, StatsCommitter, StatsEntities, StatsMember, StatsPool,
     WorkerNode, WorkerState,
@@ -20,15 +18,7 @@ use uuid::Uuid;
 /// The pause before a worker is restarted: it may be the one that carries the answer.
 const RESTART_DELAY: Duration = Duration::from_millis(100);
 
-/// The workers that show the lag of their consumer.
-const CONSUMERS: [(&str, Stream); 4] = [
-    ("provisioning-events", Stream::Provisioning),
-    ("node-events", Stream::Nodes),
-    ("terminal-events", Stream::Terminals),
-    ("billing-events", Stream::Billing),
-];
-
-impl Operations {
+impl OperatorView {
     pub(super) fn reply_to(&self, request: &RuntimeRequest) -> RuntimeReply {
         match request {
             RuntimeRequest::Part { ids, shards } => RuntimeReply::Part(Box::new(self.member_runtime(ids, *shards))),
@@ -41,7 +31,7 @@ impl Operations {
 
     /// `false` where there is no such worker.
     fn restart_soon(&self, worker: &str) -> bool {
-        let there = self.supervisor.rows().iter().any(|row| row.row.name == worker && row.restartable);
+        let there = self.supervisor.rows().iter().any(|row| row.spec.name == worker && row.restartable);
         if there {
             let (supervisor, worker) = (self.supervisor.clone(), worker.to_owned());
             tokio::spawn(async move {
@@ -82,39 +72,43 @@ impl Operations {
     }
 
     fn workers(&self) -> Vec<WorkerNode> {
-        let commits = self.committer.workers();
-        let node = |WorkerRow { row, state, since, restarts, last_error, restartable }: WorkerRow| {
-            let lane = COMMITTER_ROWS.iter().position(|name| *name == row.name).and_then(|number| commits.get(number));
+        let lanes = self.committer.workers();
+        let node = |WorkerRow { spec, state, since, restarts, last_error, restartable }: WorkerRow| {
             let shown = WorkerNode {
-                name: row.name.to_owned(),
-                under: row.parent.to_owned(),
-                what: row.description.to_owned(),
+                name: spec.name.to_owned(),
+                under: spec.parent.to_owned(),
+                what: spec.description.to_owned(),
                 state,
                 since,
                 restarts,
                 last_error,
                 restartable,
-                queue: self.queue_of(row.name),
+                queue: self.queue(spec.queue),
             };
-            match lane {
-                Some(lane) => with_lane_status(shown, lane),
-                None => shown,
+            match spec.queue {
+                WorkerQueue::CommitterLane(number) => match lanes.get(number) {
+                    Some(lane) => with_lane_status(shown, lane),
+                    None => shown,
+                },
+                WorkerQueue::Hidden | WorkerQueue::Committed | WorkerQueue::Consumer(_) => shown,
             }
         };
         self.supervisor.rows().into_iter().map(node).collect()
     }
 
     /// The queue of a worker: committed events for the relay, and for a consumer its lag at the last read.
-    fn queue_of(&self, worker: &str) -> Option<QueueNode> {
-        if worker == "outbox-relay" {
-            return Some(queue(
-                self.committed.max_capacity() - self.committed.capacity(),
-                self.committed.max_capacity(),
-            ));
+    fn queue(&self, of: WorkerQueue) -> Option<QueueNode> {
+        match of {
+            WorkerQueue::Hidden | WorkerQueue::CommitterLane(_) => None,
+            WorkerQueue::Committed => {
+                let bound = self.committed.max_capacity();
+                Some(queue(bound - self.committed.capacity(), bound))
+            }
+            WorkerQueue::Consumer(stream) => {
+                let lag = self.metrics.consumer_lag(stream)?;
+                Some(QueueNode { waiting: lag.waiting, under_way: lag.in_flight, bound: None })
+            }
         }
-        let (_, stream) = CONSUMERS.iter().find(|(name, _)| *name == worker)?;
-        let lag = self.metrics.consumer_lag(*stream)?;
-        Some(QueueNode { waiting: lag.waiting, under_way: lag.in_flight, bound: None })
     }
 
     pub(super) fn sample(&self) -> ProcessSample {

@@ -1,0 +1,159 @@
+//! The fifth stage: the services of the edge's handlers, and the operator's view of this process.
+
+use super::actors::ActorStage;
+use super::keys::KeyStage;
+use super::membership::MembershipStage;
+use super::storage::StorageStage;
+use crate::config::{Config, MailSettings, PaymentsConfig};
+use crate::metrics::ProcessMetrics;
+use crate::operator_view::{ClusterRuntime, OperatorView};
+use crate::traces::TraceExporter;
+use crate::trust;
+use anyhow::Context;
+use edge::auth::Authenticator;
+use edge::auth::jwks::{Jwks, JwksSettings};
+use edge::auth::service_token::ServiceTokens;
+use edge::connection_quota::ConnectionQuotas;
+use edge::delivery::NotificationSender;
+use edge::delivery::webhook::{WebhookSettings, Webhooks};
+use edge::keys::KeysInForce;
+use edge::metrics::EdgeMetrics;
+use edge::notifications::Notifications;
+use edge::platform_roles::PlatformRoleCounters;
+use edge::probe::{Probe, ProbeTargets, SystemResolver};
+use edge::rate_limit::RateLimiter;
+use edge::services::{Addresses, Parts, Services};
+use persistence::Reads;
+use persistence::envelope::KeyRing;
+use prometheus::Registry;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+use telemetry::Sampling;
+use tokio_util::sync::CancellationToken;
+
+/// How long a probe waits for a node.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// What the listeners serve with.
+pub struct ServiceStage {
+    pub operator_view: Arc<OperatorView>,
+    pub services: Services,
+}
+
+impl ServiceStage {
+    /// # Errors
+    /// Where a file of the configuration or a secret cannot be used.
+    pub async fn assemble(
+        config: &Config,
+        registry: &Registry,
+        traces: Option<&TraceExporter>,
+        storage: &StorageStage,
+        keys: &KeyStage,
+        membership: &MembershipStage,
+        actors: &ActorStage,
+    ) -> anyhow::Result<Self> {
+        let view = operator_view(config, registry, storage, keys, membership, actors)?;
+        let operator_view = Arc::new(view);
+        if let Some(traces) = traces {
+            traces.register(registry)?;
+        }
+        let (in_force, ring, api_ca) = (&keys.in_force, &storage.ring, read_text(&config.tls_ca).await?);
+        let verifiers = &config.bootstrap_verifier_keys;
+        let (domain, at_rest) = (keys.domain.clone(), Arc::clone(ring));
+        let trust = trust::load(&storage.secrets, domain, in_force.clone(), verifiers, api_ca, at_rest).await?;
+        let authenticator = authenticator(config, in_force.clone(), storage.reads.clone()).await?;
+        let services = Services::new(Parts {
+            directory: actors.directory.clone(),
+            reads: storage.reads.clone(),
+            environment: Arc::clone(&actors.environment) as Arc<dyn ::actors::ports::Environment>,
+            runtime: Arc::new(ClusterRuntime(Arc::clone(&operator_view))),
+            authenticator: Arc::new(authenticator),
+            limiter: RateLimiter::register(actors.directory.clone(), registry)?,
+            jwks_refresh_token: config.identity.jwks_refresh_token.clone(),
+            probe: Probe::new(
+                ProbeTargets { allowed: config.probe_allowed.clone() },
+                Arc::new(SystemResolver),
+                PROBE_TIMEOUT,
+            ),
+            polls: actors.effects.polls.clone(),
+            terminals: actors.effects.terminals.clone(),
+            notifications: Notifications::register(registry, Some(Arc::new(membership.bus.clone())))?,
+            delivery: delivery(config, Arc::clone(ring)).await?,
+            connection_quotas: ConnectionQuotas::new(actors.directory.clone()),
+            connections: actors.effects.connections.clone(),
+            metrics: EdgeMetrics::register(registry)?,
+            sampling: traces.map_or(Sampling::NEVER, |traces| traces.sampling),
+            stats_token: config.stats_token.clone(),
+            trust,
+            platform_roles: PlatformRoleCounters::register(registry)?,
+            addresses: Addresses {
+                public_url: config.public_url.clone(),
+                node_url: config.node_public_url.clone(),
+                terminal_url: config.terminal_url.clone(),
+                terminal_origins: config.terminal_origins.clone(),
+            },
+            payments: config.payments.as_ref().map(PaymentsConfig::open).transpose()?,
+            package: config.package.clone(),
+            stopping: CancellationToken::new(),
+        });
+        Ok(Self { operator_view, services })
+    }
+}
+
+fn operator_view(
+    config: &Config,
+    registry: &Registry,
+    storage: &StorageStage,
+    keys: &KeyStage,
+    membership: &MembershipStage,
+    actors: &ActorStage,
+) -> anyhow::Result<OperatorView> {
+    let roles = config.roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(",");
+    Ok(OperatorView {
+        view: Arc::clone(&membership.view),
+        bus: membership.bus.clone(),
+        host: Arc::clone(&actors.host),
+        supervisor: actors.supervisor.clone(),
+        committer: storage.committer.clone(),
+        reads: storage.reads.clone(),
+        cluster: membership.cluster.clone(),
+        metrics: Arc::new(ProcessMetrics::register(registry, &config.member_name, &roles)?),
+        pool: storage.pool.clone(),
+        polls: actors.effects.polls.clone(),
+        connections: actors.effects.connections.clone(),
+        keys: keys.in_force.clone(),
+        seals_with: storage.ring.active().to_owned(),
+        committed: storage.committed.clone(),
+        been_ready: AtomicBool::new(false),
+    })
+}
+
+/// Sends webhooks and e-mails.
+async fn delivery(config: &Config, at_rest: Arc<KeyRing>) -> anyhow::Result<NotificationSender> {
+    let authorities_pem = match &config.notification_ca {
+        Some(path) => Some(read_text(path).await.context("SVC_NOTIFICATION_CA_PATH")?),
+        None => None,
+    };
+    let settings = WebhookSettings { allowed: config.notification_allowed.clone(), authorities_pem };
+    let mailer = config.mail.as_ref().map(MailSettings::open).transpose()?;
+    Ok(NotificationSender { webhooks: Webhooks::new(settings)?, mailer, at_rest })
+}
+
+/// Verifies the identity provider's tokens, and those that this cluster signs for service accounts.
+async fn authenticator(config: &Config, keys: KeysInForce, reads: Reads) -> anyhow::Result<Authenticator> {
+    let identity = &config.identity;
+    let authorities_pem = match &identity.ca {
+        Some(path) => Some(read_text(path).await.context("SVC_OIDC_CA_PATH")?),
+        None => None,
+    };
+    let jwks = Jwks::new(JwksSettings { authorities_pem, ..JwksSettings::new(identity.rules.issuer.clone()) })
+        .context("the identity provider of SVC_OIDC_ISSUER cannot be used")?;
+    let service_tokens = ServiceTokens::new(config.public_url.clone(), keys, reads);
+    Ok(Authenticator::new(identity.rules.clone(), jwks).with_service_tokens(service_tokens))
+}
+
+pub(super) async fn read_text(path: &Path) -> anyhow::Result<String> {
+    tokio::fs::read_to_string(path).await.with_context(|| format!("cannot read {}", path.display()))
+}
