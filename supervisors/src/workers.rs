@@ -5,10 +5,10 @@ pub mod audit_seal;
 pub mod auditor;
 pub mod backlogs;
 mod close_terminals;
-mod cluster_members;
 pub mod idle_passivation;
 pub mod key_rotation;
 pub mod listeners;
+mod membership;
 pub mod notification_delivery;
 pub mod notification_queue;
 pub mod notification_relay;
@@ -94,15 +94,15 @@ macro_rules! tree {
 tree! {
     "cluster" in "root", EVERY, BOUNDED, MustNotPark, Cluster, Hidden, Group =>
         "membership and ownership";
-    "heartbeat" in "cluster", EVERY, ALWAYS, MustNotPark, Membership, Hidden, Task(cluster_members::heartbeat) =>
+    "heartbeat" in "cluster", EVERY, ALWAYS, MustNotPark, Membership, Hidden, Task(membership::heartbeat) =>
         "says that this member lives";
-    "peer-listener" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(cluster_members::peer_listener) =>
+    "peer-listener" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(membership::peer_listener) =>
         "hears the other members";
-    "command-answers" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(cluster_members::command_answers) =>
+    "command-answers" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(membership::command_answers) =>
         "receives the answers to this member's commands";
-    "ownership" in "cluster", EVERY, ALWAYS, MustNotPark, Membership, Hidden, Task(cluster_members::ownership) =>
+    "ownership" in "cluster", EVERY, ALWAYS, MustNotPark, Membership, Hidden, Task(membership::ownership) =>
         "takes, gives and drops shards";
-    "peer-rpc" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(cluster_members::peer_rpc) =>
+    "peer-rpc" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(membership::peer_rpc) =>
         "answers other members' questions about this one";
     "accrual" in "root", ACCRUAL, BOUNDED, MustNotPark, Accrual, Hidden, Task(accrual::start) =>
         "charges billing accounts whose window has ended";

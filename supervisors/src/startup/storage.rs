@@ -59,8 +59,8 @@ impl StorageStage {
             rows.close();
         }
         let metrics = CommitterMetrics::register(registry)?;
-        let lanes = CommitterConfig { workers: COMMITTER_LANES, seals: Some(seals), ..CommitterConfig::new(member) };
-        let committer = Committer::new(&pool, lanes, metrics, committed.clone());
+        let settings = CommitterConfig { workers: COMMITTER_LANES, seals: Some(seals), ..CommitterConfig::new(member) };
+        let committer = Committer::new(&pool, settings, metrics, committed.clone());
         let loader = Loader::new(&reads);
         let policy_book = reads.policy_book().await.context("the policy values cannot be read")?;
         let committed_rows = Arc::new(Mutex::new(rows));
