@@ -7,6 +7,7 @@ pub mod bus;
 pub mod clock;
 pub mod command_forwarding;
 pub mod failure_detector;
+mod heartbeat;
 pub mod lease;
 pub mod member_queries;
 pub mod nats;

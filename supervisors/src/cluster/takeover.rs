@@ -3,14 +3,14 @@
 
 use super::assignment::assign;
 use super::bus::Bus;
-use super::failure_detector::{ConnectivityGraph, HEARTBEAT_TIMEOUT, PartitionDetector, is_partitioned};
-use super::{ClusterView, FAILURE_TIMEOUT, HEARTBEAT_INTERVAL, RECENT_HEARTBEAT, has_role, process_identity};
+use super::failure_detector::{ConnectivityGraph, PartitionDetector, is_partitioned};
+use super::{ClusterView, RECENT_HEARTBEAT, has_role};
 use crate::roles::ProcessRole;
 use actors::ports::Term;
 use actors::sharding::shard_of;
 use actors::{Directory, Host};
 use domain::commit::Epoch;
-use domain::{MemberId, Shard, Timestamp};
+use domain::{MemberId, Shard};
 use futures::StreamExt;
 use persistence::Cluster;
 use persistence::cluster::{Member, MemberHeartbeat, Ownership};
@@ -32,17 +32,17 @@ const HANDOVERS_AT_ONCE: usize = 64;
 
 /// Owns, takes over and hands over the shards of this member.
 pub struct ShardReconciler {
-    view: Arc<ClusterView>,
-    cluster: Cluster,
+    pub(super) view: Arc<ClusterView>,
+    pub(super) cluster: Cluster,
     host: Arc<Host>,
     directory: Directory,
-    bus: Bus,
+    pub(super) bus: Bus,
     /// The parent of the shards' supervisors. `None` in a process without entities: it reads the ownership and owns nothing.
     parent: Option<ActorCell>,
     serving: Mutex<BTreeMap<Shard, CancellationToken>>,
-    reconcile_now: Arc<Notify>,
+    pub(super) reconcile_now: Arc<Notify>,
     partition_detector: Mutex<PartitionDetector>,
-    began: Instant,
+    pub(super) began: Instant,
 }
 
 impl ShardReconciler {
@@ -68,66 +68,6 @@ impl ShardReconciler {
             partition_detector: Mutex::default(),
             began: Instant::now(),
         }
-    }
-
-    /// Sends heartbeats: every second to Postgres, twice as often over NATS.
-    ///
-    /// # Errors
-    /// Never; it runs until it is dropped.
-    pub async fn run_heartbeat(&self) -> anyhow::Result<()> {
-        let mut ticker = tokio::time::interval(HEARTBEAT_INTERVAL / 2);
-        ticker.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        for n in 0_u64.. {
-            ticker.tick().await;
-            // Before its first heartbeat in Postgres no member accepts its broadcasts.
-            if self.view.clock.shared().is_some() {
-                self.bus.send_heartbeat(self.view.me.id).await;
-            }
-            if !self.view.has_fresh_lease() {
-                self.stop_serving_all();
-            }
-            if n % 2 == 0 {
-                let before = Instant::now();
-                match tokio::time::timeout(FAILURE_TIMEOUT, self.renew(n == 0)).await {
-                    Ok(Ok(postgres)) => {
-                        self.view.clock.measure(before, postgres);
-                        self.view.clock.warn();
-                        // The first time, the others know this member by now: it can take its share. Later, they may have taken over its
-                        // shards.
-                        if self.view.record_renewal(before) {
-                            self.reconcile_now.notify_one();
-                        }
-                    }
-                    Ok(Err(error)) => tracing::warn!(error = %error, "could not renew this member in Postgres"),
-                    Err(_) => tracing::warn!("Postgres did not answer a renewal in time"),
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns Postgres' time at the heartbeat.
-    async fn renew(&self, first: bool) -> Result<Timestamp, persistence::StoreError> {
-        let me = self.current_member();
-        if first {
-            self.cluster.join(&me, process_identity::has_ended).await
-        } else {
-            self.cluster.heartbeat(&me).await
-        }
-    }
-
-    /// This member's row, with what the others must know of it: which members it receives over NATS, and whether it withdraws itself.
-    fn current_member(&self) -> Member {
-        let (mut me, state, now) = (self.view.me.clone(), self.view.state(), Instant::now());
-        // A member that has just started has had no time to receive messages.
-        if self.began.elapsed() > HEARTBEAT_TIMEOUT + HEARTBEAT_INTERVAL {
-            let received: Vec<_> =
-                state.heard_at.keys().filter(|id| state.has_recent_message_from(**id, now)).collect();
-            me.details["hears"] = serde_json::json!(received);
-        }
-        me.details["cut_off"] = state.partitioned.into();
-        me.details["clock_offset_ms"] = self.view.clock.offset().map(|offset| offset.ahead.num_milliseconds()).into();
-        me
     }
 
     /// Receives the others' messages over NATS.
@@ -290,7 +230,7 @@ impl ShardReconciler {
     }
 
     /// Ends all subscriptions: this member may no longer answer from its memory, and another may own its shards by now.
-    fn stop_serving_all(&self) {
+    pub(super) fn stop_serving_all(&self) {
         let serving = std::mem::take(&mut *self.serving.lock().unwrap_or_else(PoisonError::into_inner));
         for until in serving.into_values() {
             until.cancel();
