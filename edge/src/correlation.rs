@@ -3,6 +3,9 @@
 //! `X-Correlation-Id` is accepted from the request when it is 1 to 128 characters of `[A-Za-z0-9._-]`, else generated; it is always in the
 //! response. W3C Trace Context (`traceparent`, `tracestate`) is read and continued with a span of ours.
 
+#[cfg(test)]
+mod fuzz;
+
 use std::{
     convert::Infallible,
     fmt,

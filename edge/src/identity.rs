@@ -5,6 +5,8 @@
 //! handler's to check, from the store.
 
 pub mod forwarded;
+#[cfg(test)]
+mod fuzz;
 pub mod ingress;
 pub mod proxies;
 

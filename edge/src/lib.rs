@@ -47,4 +47,6 @@ pub mod webhook;
 mod websocket;
 
 #[cfg(test)]
+mod fuzz;
+#[cfg(test)]
 mod testing;

@@ -10,6 +10,8 @@ use futures::future::BoxFuture;
 use secrecy::{ExposeSecret as _, SecretString};
 use thiserror::Error;
 
+#[cfg(test)]
+mod fuzz;
 pub mod signature;
 pub mod stripe;
 

@@ -3,6 +3,8 @@
 //! The agent makes a recording (decision 0020), `persistence::recordings` stores it, and it is shown as asciicast ([`asciicast`]).
 
 pub(crate) mod asciicast;
+#[cfg(test)]
+mod fuzz;
 
 use crate::error::{ApiError, Code};
 use crate::services::Services;

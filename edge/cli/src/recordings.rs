@@ -1,6 +1,8 @@
 //! Recordings of terminal sessions: listing, downloading and playing them. The session's owner and administrators may read one, and each
 //! read is audited.
 
+#[cfg(test)]
+mod fuzz;
 mod play;
 pub(crate) mod sanitize;
 

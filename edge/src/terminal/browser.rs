@@ -7,6 +7,8 @@
 
 pub(super) mod close;
 mod control_frames;
+#[cfg(test)]
+mod fuzz;
 mod input;
 mod output;
 mod progress;
