@@ -119,8 +119,8 @@ impl Journal {
     /// # Errors
     /// [`JournalError`] when it cannot be read, or is corrupt.
     pub fn open(path: &Path, now: DateTime<Utc>) -> Result<Self, JournalError> {
-        let text = store::read_if_there(path)?.unwrap_or_default();
-        let mut records = read(&text, path)?;
+        let content = store::read_bytes_if_there(path)?.unwrap_or_default();
+        let mut records = read(&content, path)?;
         records.retain(|_, record| is_needed(record, now));
         let file = WriterFile::rewrite(path, &records)?;
         let records = Arc::new(Mutex::new(records));
@@ -197,12 +197,12 @@ fn terminal_of(record: &TaskRecord, now: DateTime<Utc>) -> Option<&OpenTerminal>
     (begun && now < open.ends_at).then_some(open)
 }
 
-fn read(text: &str, path: &Path) -> Result<Records, JournalError> {
+fn read(content: &[u8], path: &Path) -> Result<Records, JournalError> {
     let mut records = Records::new();
-    // Text after the last line feed was being written when the agent crashed.
-    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
-    for (index, line) in whole.lines().enumerate() {
-        match serde_json::from_str(line) {
+    // What follows the last line feed was being written when the agent crashed, perhaps up to the middle of a character.
+    let whole = content.iter().rposition(|byte| *byte == b'\n').map_or(&[][..], |end| &content[..=end]);
+    for (index, line) in whole.split_inclusive(|byte| *byte == b'\n').enumerate() {
+        match serde_json::from_slice(line) {
             Ok(line) => apply(&mut records, line),
             Err(source) => return Err(JournalError::Damaged { line: index + 1, path: path.to_owned(), source }),
         }

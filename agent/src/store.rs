@@ -89,8 +89,20 @@ pub fn private_folder(path: &Path) -> Result<(), FileError> {
 /// # Errors
 /// [`FileError`] for anything but a missing file.
 pub fn read_if_there(path: &Path) -> Result<Option<String>, FileError> {
-    match fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
+    existing(fs::read_to_string(path), path)
+}
+
+/// As [`read_if_there`], for content that need not be text.
+///
+/// # Errors
+/// [`FileError`] for anything but a missing file.
+pub fn read_bytes_if_there(path: &Path) -> Result<Option<Vec<u8>>, FileError> {
+    existing(fs::read(path), path)
+}
+
+fn existing<T>(read: io::Result<T>, path: &Path) -> Result<Option<T>, FileError> {
+    match read {
+        Ok(content) => Ok(Some(content)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(FileError::at("read", path)(error)),
     }
