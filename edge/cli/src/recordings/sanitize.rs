@@ -46,12 +46,13 @@ impl Sanitizer {
     pub(crate) fn sanitize_bytes(&mut self, input: &[u8]) -> Vec<u8> {
         let bytes = [std::mem::take(&mut self.partial).as_slice(), input].concat();
         let mut through = Vec::with_capacity(bytes.len());
-        for part in bytes.utf8_chunks() {
+        let mut parts = bytes.utf8_chunks().peekable();
+        while let Some(part) = parts.next() {
             part.valid().chars().for_each(|ch| self.take(ch, &mut through));
             match str::from_utf8(part.invalid()) {
                 Ok(_) => {}
                 // The input ends inside a character: its rest follows.
-                Err(error) if error.error_len().is_none() && bytes.ends_with(part.invalid()) => {
+                Err(error) if error.error_len().is_none() && parts.peek().is_none() => {
                     self.partial = part.invalid().to_vec();
                 }
                 Err(_) => self.take(char::REPLACEMENT_CHARACTER, &mut through),
@@ -139,12 +140,14 @@ impl Sanitizer {
     }
 }
 
-/// Whether a control sequence draws, and neither queries (`c`, `n`, `x`, `q` with `>`, `p` with `$`), moves windows (`t`) nor turns on
-/// reports of the mouse, the focus or pasting.
+/// Whether a control sequence draws, and neither queries (`c`, `n`, `x`, `q` with `>`, `p` with `$`, `u` with `&`, `S` with `#`), moves
+/// windows (`t`) nor turns on reports of the mouse, the focus or pasting.
 fn is_drawing_sequence(parameters: &[u8], letter: char) -> bool {
     let private = matches!(parameters.first(), Some(b'<'..=b'?'));
     match letter {
-        '@' | 'A'..='M' | 'P' | 'S' | 'T' | 'X' | 'Z' | '`' | 'a'..='b' | 'd'..='g' | 'm' | 'r' | 's' | 'u' => !private,
+        '@' | 'A'..='M' | 'P' | 'S' | 'T' | 'X' | 'Z' | '`' | 'a'..='b' | 'd'..='g' | 'm' | 'r' | 's' | 'u' => {
+            are_numbers(parameters)
+        }
         'h' | 'l' if private => all_private_modes(parameters, is_drawing_mode),
         'h' | 'l' => parameters == b"4" || parameters == b"20",
         // The shape of the cursor.
@@ -162,12 +165,17 @@ fn is_input_mode_sequence(parameters: &[u8], letter: char) -> bool {
     };
     match letter {
         'h' | 'l' => all_private_modes(parameters, |mode| is_drawing_mode(mode) || is_input_mode(mode)),
-        'm' => parameters.first() == Some(&b'>'),
-        'u' => matches!(parameters.first(), Some(b'<'..=b'>')),
+        'm' => parameters.strip_prefix(b">").is_some_and(are_numbers),
+        'u' => matches!(parameters, [b'<'..=b'>', numbers @ ..] if are_numbers(numbers)),
         // A soft reset.
         'p' => parameters == b"!",
         _ => false,
     }
+}
+
+/// Whether the parameters have no private marker and no intermediate byte, which make another function of the letter.
+fn are_numbers(parameters: &[u8]) -> bool {
+    parameters.iter().all(|byte| matches!(byte, b'0'..=b';'))
 }
 
 /// Whether the parameters are private modes (DEC) that all satisfy `is_one`.
@@ -210,6 +218,8 @@ mod tests {
             ("a\x1bP$q\"p\x1b\\b\x1b_x\x1b\\\x1b^y\x1b\\\x1bXz\x1b\\c", "abc"),
             ("a\x1b[c\x1b[>c\x1b[5n\x1b[6n\x1b[?6n\x1b[x\x1b[>q\x1b[?1$p\x1bZb", "ab"),
             ("a\x1b[8;5;5t\x1b[21t\x1b[3;0;0tb", "ab"),
+            // The user's character set, and the position in the stack of titles.
+            ("a\x1b[&u\x1b[#Sb", "ab"),
             ("a\x1b[?1000h\x1b[?1003;1006h\x1b[?1004h\x1b[?2004hb", "ab"),
             ("a\x05\u{84}b", "ab"),
             ("a\x1b]never ended", "a"),
@@ -234,6 +244,8 @@ mod tests {
             let asks = b"a\x1b[6n\x1b[c\x1b[>c\x1b[=c\x1b]11;?\x07\x1b[?4m\x1b[?u\x1b[14t\x1b[?1$p\x1b[?1004h\x1bP+q\x1b\\\x05b";
             assert_eq!(own(asks, at_once), "ab", "by {at_once}");
             assert_eq!(own(b"a\xff\xe2\x82b", at_once), "a\u{fffd}\u{fffd}b", "by {at_once}");
+            assert_eq!(own(b"\xe2\x82b\xe2\x82", at_once), "\u{fffd}b", "by {at_once}");
+            assert_eq!(own(b"a\x1b[>1&u\x1b[&u\x1b[>4$mb", at_once), "ab", "by {at_once}");
         }
         let mut sanitizer = Sanitizer::for_own_session();
         assert_eq!(sanitizer.sanitize_bytes(b"\xe2\x82"), b"");
