@@ -224,7 +224,9 @@ fn from_pem(pem: &str) -> Result<CertificateDer<'static>, ForwardedCertificateEr
     if !inner.is_some_and(|inner| inner.bytes().all(is_body)) {
         return Err(ForwardedCertificateError::NotOneCertificate);
     }
-    CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|_| ForwardedCertificateError::NotOneCertificate)
+    let der =
+        CertificateDer::from_pem_slice(pem.as_bytes()).map_err(|_| ForwardedCertificateError::NotOneCertificate)?;
+    if der.is_empty() { Err(ForwardedCertificateError::NotOneCertificate) } else { Ok(der) }
 }
 
 #[cfg(test)]
@@ -339,6 +341,7 @@ mod tests {
                 escaped(&PEM.replace('\n', "\r\n")),
                 escaped(&PEM.replace("AQID", "AQ ID")),
                 escaped(&PEM.replace("CERTIFICATE", "PRIVATE KEY")),
+                escaped(&PEM.replace("AQID/+8=", "")),
             ] {
                 assert_eq!(
                     read(way, &wrap(&hostile)),
