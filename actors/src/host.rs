@@ -3,15 +3,18 @@
 
 mod activation;
 mod failures;
+mod hand_over;
+#[cfg(test)]
+mod schedules;
 mod shard;
-mod slot;
 mod status;
+mod sync;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use activation::{CommittedState, EntityFacts};
 pub(crate) use failures::ActorExit;
-pub use slot::Slot;
+pub use hand_over::Slot;
 pub use status::{ActivationStatus, HostMetrics, HostedEntity, HostedShard};
 
 use crate::ask::{AskError, AskResult, CommandContext};
@@ -20,11 +23,12 @@ use crate::ports::{Effects, Environment, Store};
 use crate::sharding::shard_of;
 use crate::shell::CommandRequest;
 use crate::watch::{EntityWatch, WatchRegistry};
-use activation::{Activation, MailboxHandle, mailbox_handle, passivate};
+use activation::{ActiveEntity, MailboxHandle, mailbox_handle, passivate};
 use dashmap::DashMap;
 use domain::machine::Command as _;
-use domain::{CommandId, EntityRef, Machine, Shard};
+use domain::{EntityRef, Machine};
 use failures::Failures;
+use hand_over::{HandOver, NotAdmitted};
 use ractor::{ActorRef, ActorRuntime, ActorStatus};
 use shard::OwnedShard;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -72,10 +76,8 @@ pub struct Host {
     store: Arc<dyn Store>,
     effects: Arc<dyn Effects>,
     environment: Arc<dyn Environment>,
-    shards: DashMap<Shard, Arc<OwnedShard>>,
-    active: DashMap<EntityRef, Activation>,
+    hand_over: HandOver<ActiveEntity>,
     failures: DashMap<EntityRef, Failures>,
-    in_flight: Arc<DashMap<CommandId, ()>>,
     watches: WatchRegistry,
     tokens: AtomicU64,
     restarts: AtomicU64,
@@ -94,10 +96,8 @@ impl Host {
             store,
             effects,
             environment,
-            shards: DashMap::new(),
-            active: DashMap::new(),
+            hand_over: HandOver::new(),
             failures: DashMap::new(),
-            in_flight: Arc::default(),
             watches: WatchRegistry::default(),
             tokens: AtomicU64::new(0),
             restarts: AtomicU64::new(0),
@@ -154,22 +154,18 @@ impl Host {
         context: CommandContext,
     ) -> Result<oneshot::Receiver<AskResult<M>>, AskError<M::Rejection>> {
         let shard = shard_of(entity.id);
-        let owned = self.shards.get(&shard).map(|owned| Arc::clone(&owned)).ok_or(AskError::NotOwner)?;
+        let owned = self.hand_over.owned(shard).ok_or(AskError::NotOwner)?;
         if !self.environment.may_answer_from_memory() {
             return Err(AskError::NotOwner);
         }
         let lane = if context.urgent { 2 } else { 1 };
-        let mut slot = Slot::in_shard(&owned.waiting, self.config.per_shard * lane).ok_or(AskError::Overloaded)?;
-        // Checked after the slot is taken: whoever closes the shard waits for all slots.
-        if owned.closing.load(Ordering::SeqCst) {
-            return Err(AskError::NotOwner);
-        }
-        if let Some(key) = &context.command {
-            if self.in_flight.insert(key.id, ()).is_some() {
-                return Err(AskError::InProgress);
-            }
-            slot.command = Some((Arc::clone(&self.in_flight), key.id));
-        }
+        let key = context.command.as_ref().map(|key| key.id);
+        let slot =
+            self.hand_over.admit(&owned, self.config.per_shard * lane, key).map_err(|refused| match refused {
+                NotAdmitted::Overloaded => AskError::Overloaded,
+                NotAdmitted::Closing => AskError::NotOwner,
+                NotAdmitted::InProgress => AskError::InProgress,
+            })?;
         let (mailbox, facts) = self.activate::<M>(entity, &owned, command.creates())?;
         let slot = slot.and_in_entity(&facts.waiting, self.config.per_entity * lane).ok_or(AskError::Overloaded)?;
         let token = self.tokens.fetch_add(1, Ordering::Relaxed);
@@ -186,10 +182,10 @@ impl Host {
     /// the store has to be read.
     #[must_use]
     pub fn committed_state<M: Machine>(&self, id: Uuid) -> Option<(Arc<M>, i64)> {
-        let activation = self.active.get(&EntityRef { kind: M::KIND, id })?;
+        let activation = self.hand_over.active.get(&EntityRef { kind: M::KIND, id })?;
         let settled = activation.memory.downcast_ref::<CommittedState<M>>()?.get()?;
         // Checked after the state was read: what was true under a fresh lease is an answer.
-        let ours = !activation.owned.closing.load(Ordering::SeqCst) && self.environment.may_answer_from_memory();
+        let ours = !activation.owned.is_closing() && self.environment.may_answer_from_memory();
         ours.then_some(settled)
     }
 
@@ -201,71 +197,58 @@ impl Host {
         new: bool,
     ) -> Result<MailboxHandle<M>, AskError<M::Rejection>> {
         let other_kind = || AskError::Unavailable { reason: "the entity is of another kind".to_owned() };
-        if let Some(activation) = self.active.get(&entity) {
-            return mailbox_handle::<M>(&activation).ok_or_else(other_kind);
-        }
-        self.may_activate(entity)?;
-        let found = match self.active.entry(entity) {
-            dashmap::Entry::Occupied(first) => mailbox_handle::<M>(first.get()).ok_or_else(other_kind)?,
-            // It is in the directory before it runs, so it cannot leave before it was added.
-            dashmap::Entry::Vacant(vacant) => {
-                let facts = Arc::new(EntityFacts::new(self.environment.now()));
-                let memory = Arc::new(CommittedState::<M>::new());
-                let start = ActorArguments {
-                    id: entity.id,
-                    term: owned.term,
-                    host: Arc::clone(self),
-                    facts: Arc::clone(&facts),
-                    memory: Arc::clone(&memory),
-                    new,
-                };
-                let supervisor = owned.supervisor.get_cell();
-                let spawned = ActorRuntime::spawn_linked_instant(None, EntityActor::<M>::new(), start, supervisor);
-                let (mailbox, _) = spawned.map_err(|error| AskError::Unavailable { reason: error.to_string() })?;
-                vacant.insert(Activation {
-                    owned: Arc::clone(owned),
-                    actor: mailbox.get_id(),
-                    cell: mailbox.get_cell(),
-                    mailbox: Arc::new(mailbox.clone()),
-                    facts: Arc::clone(&facts),
-                    memory,
-                    passivate: passivate::<M>,
-                });
-                (mailbox, facts)
-            }
+        let handle = |active: &ActiveEntity| mailbox_handle::<M>(active).ok_or_else(other_kind);
+        let start = || {
+            let facts = Arc::new(EntityFacts::new(self.environment.now()));
+            let memory = Arc::new(CommittedState::<M>::new());
+            let start = ActorArguments {
+                id: entity.id,
+                term: owned.grant.term,
+                host: Arc::clone(self),
+                facts: Arc::clone(&facts),
+                memory: Arc::clone(&memory),
+                new,
+            };
+            let supervisor = owned.grant.supervisor.get_cell();
+            let spawned = ActorRuntime::spawn_linked_instant(None, EntityActor::<M>::new(), start, supervisor);
+            let (mailbox, _) = spawned.map_err(|error| AskError::Unavailable { reason: error.to_string() })?;
+            Ok(ActiveEntity {
+                owned: Arc::clone(owned),
+                actor: mailbox.get_id(),
+                cell: mailbox.get_cell(),
+                mailbox: Arc::new(mailbox),
+                facts,
+                memory,
+                passivate: passivate::<M>,
+            })
         };
-        // A takeover meanwhile has swept the directory before the entity was in it.
-        if owned.closing.load(Ordering::SeqCst) {
-            self.active.remove_if(&entity, |_, activation| activation.actor == found.0.get_id());
-            found.0.stop(None);
-            return Err(AskError::NotOwner);
-        }
-        Ok(found)
+        let found = self.hand_over.activate(entity, owned, handle, || self.may_activate(entity), start)?;
+        found.ok_or(AskError::NotOwner)
     }
 
     /// An actor that was killed with its supervisor, or never ran, did not remove itself.
     fn remove_if_stopped<M: Machine>(&self, entity: EntityRef, mailbox: &ActorRef<EntityMessage<M>>) {
         if mailbox.get_status() == ActorStatus::Stopped {
-            self.active.remove_if(&entity, |_, activation| activation.actor == mailbox.get_id());
+            self.hand_over.remove(entity, &mailbox.get_id());
         }
     }
 
     /// Whether the entity has an actor.
     #[must_use]
     pub fn is_active(&self, entity: EntityRef) -> bool {
-        self.active.contains_key(&entity)
+        self.hand_over.active.contains_key(&entity)
     }
 
     /// Passivates an entity that has no command in its mailbox. For workers that have activated many.
     pub fn passivate(&self, entity: EntityRef) {
-        if let Some(activation) = self.active.get(&entity) {
+        if let Some(activation) = self.hand_over.active.get(&entity) {
             (activation.passivate)(&*activation.mailbox);
         }
     }
 
     /// Passivates what was idle for [`HostConfig::passivate_after`], and forgets old failures.
     pub fn passivate_idle(&self) {
-        for activation in &self.active {
+        for activation in &self.hand_over.active {
             if activation.facts.is_idle_for(self.config.passivate_after) {
                 (activation.passivate)(&*activation.mailbox);
             }

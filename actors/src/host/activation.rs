@@ -1,7 +1,8 @@
 //! An active entity: its mailbox, its committed state, and what an operator sees of it.
 
+use super::hand_over::Activated;
 use super::lock;
-use super::shard::OwnedShard;
+use super::shard::{OwnedShard, ShardGrant};
 use super::status::{ActivationStatus, HostedEntity};
 use crate::entity::EntityMessage;
 use crate::sharding::shard_of;
@@ -15,7 +16,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 /// An entity that has an actor.
-pub(super) struct Activation {
+pub(super) struct ActiveEntity {
     /// The term of its shard under which it was activated.
     pub(super) owned: Arc<OwnedShard>,
     pub(super) actor: ActorId,
@@ -26,6 +27,19 @@ pub(super) struct Activation {
     /// `Arc<CommittedState<M>>` of the entity's machine.
     pub(super) memory: Arc<dyn Any + Send + Sync>,
     pub(super) passivate: fn(&(dyn Any + Send + Sync)),
+}
+
+impl Activated for ActiveEntity {
+    type Grant = ShardGrant;
+    type ActorId = ActorId;
+
+    fn owned(&self) -> &Arc<OwnedShard> {
+        &self.owned
+    }
+
+    fn actor(&self) -> ActorId {
+        self.actor
+    }
 }
 
 /// An entity's mailbox, and its facts.
@@ -113,7 +127,7 @@ impl EntityFacts {
     }
 }
 
-pub(super) fn mailbox_handle<M: Machine>(activation: &Activation) -> Option<MailboxHandle<M>> {
+pub(super) fn mailbox_handle<M: Machine>(activation: &ActiveEntity) -> Option<MailboxHandle<M>> {
     let mailbox = activation.mailbox.downcast_ref::<ActorRef<EntityMessage<M>>>()?;
     Some((mailbox.clone(), Arc::clone(&activation.facts)))
 }

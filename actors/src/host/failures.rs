@@ -68,7 +68,7 @@ impl Host {
                 self.record_failure(entity, reason, |failures, reason| self.park(entity, failures, reason))
             }
         }
-        self.active.remove_if(&entity, |_, activation| activation.actor == actor);
+        self.hand_over.remove(entity, &actor);
     }
 
     fn record_store_outage(&self, entity: EntityRef, reason: String) {
@@ -129,8 +129,11 @@ impl Host {
     #[must_use]
     pub fn restart(&self, entity: EntityRef) -> bool {
         let forgotten = self.failures.remove(&entity).is_some();
-        let stopped =
-            self.active.remove(&entity).map(|(_, activation)| activation.cell.stop(Some("restart".to_owned())));
+        let stopped = self
+            .hand_over
+            .active
+            .remove(&entity)
+            .map(|(_, activation)| activation.cell.stop(Some("restart".to_owned())));
         forgotten || stopped.is_some()
     }
 }

@@ -1,22 +1,22 @@
 //! The owned shards, each with a supervisor for its entities.
 
-use super::Host;
 use super::failures::ActorExit;
+use super::{Host, hand_over};
 use crate::ports::Term;
 use crate::sharding::shard_of;
 use domain::{Shard, Timestamp};
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::time::Instant;
 
 /// A shard that this process owns.
-pub(super) struct OwnedShard {
+pub(super) type OwnedShard = hand_over::OwnedShard<ShardGrant>;
+
+/// The term that was granted, and the supervisor of its entities.
+pub(super) struct ShardGrant {
     pub(super) term: Term,
     pub(super) since: Timestamp,
-    pub(super) closing: AtomicBool,
-    pub(super) waiting: Arc<AtomicUsize>,
     pub(super) supervisor: ActorRef<()>,
 }
 
@@ -31,25 +31,18 @@ impl Host {
             Some(parent) => Actor::spawn_linked(None, shard, (), parent).await?,
             None => Actor::spawn(None, shard, ()).await?,
         };
-        let owned = OwnedShard {
-            term,
-            since: self.environment.now(),
-            closing: AtomicBool::new(false),
-            waiting: Arc::default(),
-            supervisor,
-        };
+        let grant = ShardGrant { term, since: self.environment.now(), supervisor };
         // Actors of an earlier term cannot commit under this one.
         self.lose(term.shard);
-        self.shards.insert(term.shard, Arc::new(owned));
+        self.hand_over.open(term.shard, grant);
         Ok(())
     }
 
     /// Closes a shard: no new commands, those in flight are answered (at most for `grace`), then its entities are removed from here.
     pub async fn close(&self, shard: Shard, grace: Duration) {
-        let Some(owned) = self.shards.get(&shard).map(|owned| Arc::clone(&owned)) else { return };
-        owned.closing.store(true, Ordering::SeqCst);
+        let Some(owned) = self.hand_over.begin_closing(shard) else { return };
         let end = Instant::now() + grace;
-        while owned.waiting.load(Ordering::SeqCst) > 0 && Instant::now() < end {
+        while !owned.is_drained() && Instant::now() < end {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
         self.drop_shard(shard, &owned);
@@ -57,40 +50,30 @@ impl Host {
 
     /// The shard was taken over by another member: what is in flight here cannot be committed any more.
     pub fn lose(&self, shard: Shard) {
-        if let Some(owned) = self.shards.get(&shard).map(|owned| Arc::clone(&owned)) {
-            owned.closing.store(true, Ordering::SeqCst);
+        if let Some(owned) = self.hand_over.begin_closing(shard) {
             self.drop_shard(shard, &owned);
         }
     }
 
     fn drop_shard(&self, shard: Shard, owned: &Arc<OwnedShard>) {
-        self.shards.remove_if(&shard, |_, now| Arc::ptr_eq(now, owned));
-        let mut leaving = Vec::new();
-        self.active.retain(|_, activation| {
-            let stays = !Arc::ptr_eq(&activation.owned, owned);
-            if !stays {
-                leaving.push(activation.cell.clone());
-            }
-            stays
-        });
-        for cell in leaving {
+        for cell in self.hand_over.remove_shard(shard, owned, |active| active.cell.clone()) {
             cell.stop(None);
         }
         // The next owner records failures of its own.
         self.failures.retain(|entity, _| shard_of(entity.id) != shard);
-        owned.supervisor.stop(None);
+        owned.grant.supervisor.stop(None);
     }
 
     /// The term under which this process owns `shard`.
     #[must_use]
     pub fn term(&self, shard: Shard) -> Option<Term> {
-        self.shards.get(&shard).filter(|owned| !owned.closing.load(Ordering::SeqCst)).map(|owned| owned.term)
+        self.hand_over.owned(shard).filter(|owned| !owned.is_closing()).map(|owned| owned.grant.term)
     }
 
     /// The shards that are open here.
     #[must_use]
     pub fn terms(&self) -> Vec<Term> {
-        let mut terms: Vec<_> = self.shards.iter().map(|owned| owned.term).collect();
+        let mut terms: Vec<_> = self.hand_over.shards.iter().map(|owned| owned.grant.term).collect();
         terms.sort_by_key(|term| term.shard);
         terms
     }
@@ -120,6 +103,7 @@ impl Actor for ShardSupervisor {
             SupervisionEvent::ActorFailed(cell, error) => {
                 let found = self
                     .host
+                    .hand_over
                     .active
                     .iter()
                     .find(|activation| activation.actor == cell.get_id())

@@ -66,7 +66,7 @@ impl Host {
         // One map after the other: holding both could deadlock with one who locks them in the other order.
         let failed = self.failures.iter().map(|failures| (*failures.key(), failures.row(*failures.key())));
         let mut rows: BTreeMap<_, _> = failed.collect();
-        for activation in &self.active {
+        for activation in &self.hand_over.active {
             let row = activation.facts.row(*activation.key(), rows.get(activation.key()));
             rows.insert(*activation.key(), row);
         }
@@ -77,7 +77,8 @@ impl Host {
     #[must_use]
     pub fn entity(&self, entity: EntityRef) -> Option<HostedEntity> {
         let failed = self.failures.get(&entity).map(|failures| failures.row(entity));
-        let activation = self.active.get(&entity).map(|activation| activation.facts.row(entity, failed.as_ref()));
+        let activation =
+            self.hand_over.active.get(&entity).map(|activation| activation.facts.row(entity, failed.as_ref()));
         activation.or(failed)
     }
 
@@ -85,12 +86,13 @@ impl Host {
     #[must_use]
     pub fn shards(&self) -> Vec<HostedShard> {
         let mut rows: Vec<_> = self
+            .hand_over
             .shards
             .iter()
             .map(|owned| HostedShard {
-                shard: owned.term.shard,
-                epoch: owned.term.epoch,
-                since: owned.since,
+                shard: owned.grant.term.shard,
+                epoch: owned.grant.term.epoch,
+                since: owned.grant.since,
                 closing: owned.closing.load(Ordering::Relaxed),
                 mailbox_depth: owned.waiting.load(Ordering::Relaxed),
             })
@@ -107,11 +109,11 @@ impl Host {
             if failures.parked.is_some() { parked += 1 } else { backing_off += 1 }
         }
         HostMetrics {
-            shards: self.shards.len(),
-            awake: self.active.len(),
+            shards: self.hand_over.shards.len(),
+            awake: self.hand_over.active.len(),
             parked,
             backing_off,
-            mailbox_depth: self.shards.iter().map(|owned| owned.waiting.load(Ordering::Relaxed)).sum(),
+            mailbox_depth: self.hand_over.shards.iter().map(|owned| owned.waiting.load(Ordering::Relaxed)).sum(),
             failures_total: self.failures_total(),
         }
     }
