@@ -1,4 +1,5 @@
-//! Locks on a row or a table, so that a test can kill a replica in the middle of a write and then roll the write back or let it commit.
+//! Locks on a row, a table or the commits of a command, so that a test can kill a replica in the middle of a write and then roll the write
+//! back or let it commit.
 
 use super::{TestCluster, WAIT_TIMEOUT};
 use sqlx::{PgConnection, PgPool, Postgres, Transaction};
@@ -7,6 +8,13 @@ use uuid::Uuid;
 
 /// The commit of a batch of transitions, as `pg_stat_activity` shows it.
 pub const WRITES: &str = "-- One batch of transitions%";
+
+/// Every commit shares an advisory lock by the name of its command, which a test can take exclusively.
+const COMMIT_GATE: [&str; 2] = [
+    "CREATE FUNCTION commit_gate() RETURNS trigger LANGUAGE plpgsql AS \
+     $$ BEGIN PERFORM pg_advisory_xact_lock_shared(hashtext(NEW.kind || ' ' || NEW.command)); RETURN NULL; END $$",
+    "CREATE TRIGGER commit_gate AFTER INSERT ON history FOR EACH ROW EXECUTE FUNCTION commit_gate()",
+];
 
 /// A lock that is held until it is released.
 pub struct DbLock {
@@ -40,6 +48,18 @@ impl TestCluster {
         let later = "UPDATE deadline SET wake_at = now() + interval '1 hour' WHERE entity = $1";
         sqlx::query(later).bind(id).execute(&self.pool).await.expect("the deadline can be moved");
         DbLock { delayed_timer: Some(id), ..lock }
+    }
+
+    /// Blocks the commits of this command at entities of this kind: their statements have written all of it, and do not commit.
+    pub async fn lock_commits_of(&self, kind: &str, command: &str) -> DbLock {
+        let is_made = "SELECT EXISTS (SELECT FROM pg_trigger WHERE tgname = 'commit_gate')";
+        // Making it again would wait for a commit that is blocked.
+        if !sqlx::query_scalar::<_, bool>(is_made).fetch_one(&self.pool).await.expect("it answers") {
+            for statement in COMMIT_GATE {
+                sqlx::raw_sql(statement).execute(&self.pool).await.expect("a trigger can be made");
+            }
+        }
+        DbLock::by(&self.pool, format!("SELECT pg_advisory_xact_lock(hashtext('{kind} {command}'))")).await
     }
 
     /// Locks a table against reads.

@@ -1,0 +1,169 @@
+//! SIGKILL of the owner between every two commits of a rental, those of the billing account among them: nothing is lost, no GPU is held
+//! twice, the hold is returned, and the ledger is exact. `crashes_and_outages` kills one of two replicas at the same steps, at any moment.
+
+use crate::billing::{BALANCE, cost, expect_exact, expected_cost};
+use reqwest::Method;
+use serde_json::{Value, json};
+use sqlx::Row as _;
+use tests::cluster::db_lock::{DbLock, StatementFate, WRITES};
+use tests::cluster::{AllocationHandle, NodeHandle, REGION, TestCluster, client::Client, id_of};
+
+/// A half of a rental, which begins with a request of its user.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Half {
+    Rent,
+    Release,
+}
+
+/// A commit of a rental: the kind of its entity, and its command.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Step {
+    half: Half,
+    kind: String,
+    command: String,
+}
+
+/// Commits that a rental has at least. The sweep kills at every one that the first rental shows.
+const EXPECTED: [(Half, &str, &str); 15] = [
+    (Half::Rent, "allocation", "request"),
+    (Half::Rent, "billing_account", "hold"),
+    (Half::Rent, "tenant", "admit"),
+    (Half::Rent, "node", "reserve"),
+    (Half::Rent, "allocation", "reserved"),
+    (Half::Rent, "node", "provision"),
+    (Half::Rent, "node", "report"),
+    (Half::Rent, "allocation", "provisioned"),
+    (Half::Rent, "billing_account", "usage"),
+    (Half::Release, "allocation", "release"),
+    (Half::Release, "billing_account", "usage"),
+    (Half::Release, "node", "clean"),
+    (Half::Release, "node", "report"),
+    (Half::Release, "allocation", "cleaned"),
+    (Half::Release, "tenant", "forget"),
+];
+
+const GPUS: u32 = 4;
+/// The price of the test SKU in minor units per GPU and hour.
+const PRICE: i64 = 250;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn kill_of_the_owner_between_any_two_commits_of_a_rental_loses_nothing() {
+    let mut cluster = TestCluster::start().await;
+    let node = cluster.node("h100").await;
+    let undisturbed = rent_with_kills(&mut cluster, &node, &[], StatementFate::RolledBack).await;
+    let steps = undisturbed.2.clone();
+    for (half, kind, command) in EXPECTED {
+        let step = Step { half, kind: kind.to_owned(), command: command.to_owned() };
+        assert!(steps.contains(&step), "{step:?} is no commit of a rental: {steps:#?}");
+    }
+    let mut rented = vec![undisturbed];
+    for step in &steps {
+        // Everything before this commit is durable, and it is not.
+        let kills = std::slice::from_ref(step);
+        rented.push(rent_with_kills(&mut cluster, &node, kills, StatementFate::RolledBack).await);
+    }
+    // Each commit is durable, and its reply is lost.
+    rented.push(rent_with_kills(&mut cluster, &node, &steps, StatementFate::Committed).await);
+
+    let all = expect_exact(&cluster.user).await;
+    for (allocation, released, commits) in &rented {
+        let expected = expected_cost(released, PRICE * i64::from(GPUS));
+        assert_eq!(cost(&all, allocation.id), (expected, 0), "it is charged once: {released}");
+        let count = |it: &[Step], step: &Step| it.iter().filter(|other| *other == step).count();
+        for step in &steps {
+            assert_eq!(count(commits, step), count(&steps, step), "{step:?} of {released}");
+        }
+    }
+    cluster.shutdown().await;
+}
+
+/// Rents and releases. The replica, which owns every entity, is killed at each of these commits in turn. Returns the allocation, as it was
+/// released, and its commits.
+async fn rent_with_kills(
+    cluster: &mut TestCluster,
+    node: &NodeHandle,
+    kills: &[Step],
+    fate: StatementFate,
+) -> (AllocationHandle, Value, Vec<Step>) {
+    let user = cluster.user.clone();
+    let wanted = json!({ "sku": "h100", "region_code": REGION, "gpu_count": GPUS });
+    let before = commits(cluster).await.len();
+    let request = post(user.clone(), "/api/v1/allocations".to_owned(), wanted);
+    let created = with_kills(cluster, request, Half::Rent, kills, fate).await;
+    let allocation = AllocationHandle::new(id_of(&created), user.clone());
+    allocation.expect_state("active").await;
+    user.wait_until(BALANCE, "its meter runs", |it| it["running"] == 1 && it["held_minor"] == 0).await;
+    cluster.expect_settled().await;
+
+    let request = post(user.clone(), format!("{}/release", allocation.path()), json!({}));
+    with_kills(cluster, request, Half::Release, kills, fate).await;
+    let released = allocation.expect_state("released").await;
+    user.wait_until(BALANCE, "its meter has ended", |it| it["running"] == 0 && it["held_minor"] == 0).await;
+    cluster.expect_settled().await;
+    node.expect_all_free().await;
+    cluster.expect_every_gpu_held_once().await;
+    let states = ["requested", "provisioning", "active", "releasing", "released"];
+    assert_eq!(cluster.states_of(allocation.id).await, states, "after the deaths at {kills:?}");
+    let own = commits(cluster).await.split_off(before);
+    let released_at =
+        own.iter().position(|(kind, command)| (kind.as_str(), command.as_str()) == ("allocation", "release"));
+    let half = |at: usize| if Some(at) < released_at { Half::Rent } else { Half::Release };
+    let steps = own.into_iter().enumerate().map(|(at, (kind, command))| Step { half: half(at), kind, command });
+    (allocation, released, steps.collect())
+}
+
+/// Sends the request, and kills the replica at those of the commits that follow from it.
+async fn with_kills(
+    cluster: &mut TestCluster,
+    request: impl Future<Output = Value> + Send + 'static,
+    half: Half,
+    kills: &[Step],
+    fate: StatementFate,
+) -> Value {
+    let mut steps: Vec<(Step, i64)> = Vec::new();
+    for step in kills.iter().filter(|step| step.half == half) {
+        // A command that commits twice is blocked the first time.
+        if !steps.iter().any(|(known, _)| known == step) {
+            steps.push((step.clone(), cluster.count_transitions(&step.kind, &step.command).await));
+        }
+    }
+    let mut steps = steps.into_iter();
+    let mut next = lock_next(cluster, &mut steps).await;
+    let answered = tokio::spawn(request);
+    while let Some(lock) = next {
+        lock.expect_blocked(WRITES).await;
+        cluster.kill9_replica(0);
+        lock.unlock_after_crash(WRITES, fate).await;
+        cluster.expect_every_gpu_held_once().await;
+        // No replica runs that could commit it before it is locked.
+        next = lock_next(cluster, &mut steps).await;
+        cluster.restart_replica(0).await;
+    }
+    answered.await.expect("the request is answered in the end")
+}
+
+/// Locks the first of these commits that has not happened: some do not wait for each other.
+async fn lock_next(cluster: &TestCluster, steps: &mut impl Iterator<Item = (Step, i64)>) -> Option<DbLock> {
+    for (Step { kind, command, .. }, before) in steps {
+        let lock = cluster.lock_commits_of(&kind, &command).await;
+        if cluster.count_transitions(&kind, &command).await == before {
+            return Some(lock);
+        }
+        lock.unlock().await;
+    }
+    None
+}
+
+async fn post(by: Client, path: String, body: Value) -> Value {
+    by.request_until_final(Method::POST, &path, Some(&body)).await.ok()
+}
+
+/// The commits of what takes part in a rental, by kind and command, oldest first; without those that only time or an agent's connection
+/// causes.
+async fn commits(cluster: &TestCluster) -> Vec<(String, String)> {
+    let statement = "SELECT kind, command FROM history \
+                     WHERE kind IN ('allocation', 'billing_account', 'node', 'tenant') \
+                     AND command NOT IN ('tick', 'heartbeat', 'poll', 'renew', 'identify') ORDER BY at, epoch, seq";
+    let rows = sqlx::query(statement).fetch_all(&cluster.pool).await.expect("the history can be read");
+    rows.iter().map(|row| (row.get("kind"), row.get("command"))).collect()
+}
