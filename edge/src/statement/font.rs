@@ -2,6 +2,7 @@
 //! becomes a row of boxes. A character that neither has is printed by its number.
 
 use krilla::text::Font;
+use miniz_oxide::inflate::decompress_to_vec_zlib_with_limit;
 use rustybuzz::{Face, UnicodeBuffer};
 use std::sync::LazyLock;
 
@@ -14,6 +15,7 @@ pub(super) struct Letters {
 /// The faces of a page.
 pub(super) struct Faces {
     pub(super) regular: Letters,
+    /// For the service's own texts: it has Latin letters alone.
     pub(super) bold: Letters,
     /// For characters that the others lack.
     pub(super) wide: Letters,
@@ -32,17 +34,22 @@ pub(super) struct Run<'a> {
     pub(super) text: String,
 }
 
-/// `None` where a file is not a font, which a test would show.
+/// The largest font has 4 MB.
+const FONT_BYTES: usize = 8 << 20;
+
+/// Decompressed with the first document. `None` where a file is not a font, which a test would show.
 pub(super) static FACES: LazyLock<Option<Faces>> = LazyLock::new(|| {
     Some(Faces {
-        regular: Letters::of(include_bytes!("../../fonts/DejaVuSans.ttf"))?,
-        bold: Letters::of(include_bytes!("../../fonts/DejaVuSans-Bold.ttf"))?,
-        wide: Letters::of(include_bytes!("../../fonts/unifont.otf"))?,
+        regular: Letters::of(include_bytes!("../../fonts/DejaVuSans.ttf.zlib"))?,
+        bold: Letters::of(include_bytes!("../../fonts/DejaVuSans-Bold.ttf.zlib"))?,
+        wide: Letters::of(include_bytes!("../../fonts/unifont.otf.zlib"))?,
     })
 });
 
 impl Letters {
-    fn of(file: &'static [u8]) -> Option<Self> {
+    /// From a file of `edge/fonts`, for the life of the process.
+    fn of(compressed: &[u8]) -> Option<Self> {
+        let file: &'static [u8] = decompress_to_vec_zlib_with_limit(compressed, FONT_BYTES).ok()?.leak();
         Some(Self { font: Font::new(file.into(), 0)?, face: Face::from_slice(file, 0)? })
     }
 
@@ -96,7 +103,7 @@ impl Faces {
 
     fn face_of(&self, letter: char, weight: Weight) -> Option<&Letters> {
         let seen = !letter.is_control() && !is_unseen(letter);
-        [self.plain(weight), &self.wide].into_iter().find(|letters| seen && letters.has(letter))
+        [self.plain(weight), &self.regular, &self.wide].into_iter().find(|letters| seen && letters.has(letter))
     }
 }
 
@@ -150,7 +157,21 @@ mod tests {
         }
         assert_eq!(pieces("ann 山田"), ["ann ", "山田"]);
         assert_eq!(pieces("ann مرحبا بالعالم bob"), ["ann ", "مرحبا بالعالم ", "bob"]);
+        for alphabet in
+            ["ÀẞƏŊȘ", "ΆΩᾳ", "ЁЖҚӨ", "ԱՖ", "აჰ", "አማርኛ", "ကမြန်မာ", "ខ្មែរ", "ᠮᠣᠩ", "བོད", "தமிழ்", "₿€₴", "ｶﾅ「」々〆"]
+        {
+            assert_eq!(pieces(alphabet).concat(), alphabet);
+        }
+        assert_eq!(pieces("㐀"), ["[U+3400]"]);
         assert_eq!(pieces("a\u{10ffff}b\u{202e}c\u{7}"), ["a", "[U+10FFFF]b", "[U+202E]c", "[U+0007]"]);
+    }
+
+    #[test]
+    fn bold_falls_back_to_regular() {
+        let faces = FACES.as_ref().unwrap();
+        let runs = faces.runs("Amount Ж 山", Weight::Bold);
+        let of = |letters: &Letters| runs.iter().position(|run| std::ptr::eq(run.letters, letters));
+        assert_eq!([of(&faces.bold), of(&faces.regular), of(&faces.wide)], [Some(0), Some(1), Some(3)]);
     }
 
     #[test]
