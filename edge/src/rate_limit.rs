@@ -37,7 +37,8 @@ const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy")
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 
 /// Routes that share a quota.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum RateLimitGroup {
     Api,
     TerminalToken,
@@ -51,12 +52,7 @@ impl RateLimitGroup {
     /// As headers and metrics name it.
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Api => "api",
-            Self::TerminalToken => "terminal_token",
-            Self::Financial => "financial",
-            Self::AdminOverview => "admin_overview",
-        }
+        self.into_str()
     }
 
     #[must_use]

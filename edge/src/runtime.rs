@@ -146,7 +146,8 @@ pub struct WorkerNode {
 }
 
 /// The state of a worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerState {
     Running,
@@ -161,12 +162,7 @@ pub enum WorkerState {
 impl WorkerState {
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Running => "running",
-            Self::BackingOff => "backing_off",
-            Self::Parked => "parked",
-            Self::Stopped => "stopped",
-        }
+        self.into_str()
     }
 }
 
@@ -232,7 +228,8 @@ pub struct EntityNode {
 }
 
 /// The activation state of an entity at its owner.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum EntityStatus {
     Awake,
@@ -247,12 +244,7 @@ pub enum EntityStatus {
 impl EntityStatus {
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Awake => "awake",
-            Self::Asleep => "asleep",
-            Self::BackingOff => "backing_off",
-            Self::Parked => "parked",
-        }
+        self.into_str()
     }
 }
 

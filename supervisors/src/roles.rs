@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use std::str::FromStr;
 
 /// A role: a part of the control plane that can run in a process of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, strum::IntoStaticStr)]
+#[strum(serialize_all = "kebab-case", const_into_str)]
 pub enum ProcessRole {
     /// The public API.
     Api,
@@ -42,17 +43,7 @@ impl ProcessRole {
 
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Api => "api",
-            Self::NodeApi => "node-api",
-            Self::TerminalGateway => "terminal-gateway",
-            Self::Entities => "entities",
-            Self::Billing => "billing",
-            Self::Provisioning => "provisioning",
-            Self::OutboxRelay => "outbox-relay",
-            Self::NotificationRelay => "notification-relay",
-            Self::Webhook => "webhook",
-        }
+        self.into_str()
     }
 
     fn names() -> String {

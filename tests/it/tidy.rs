@@ -25,8 +25,8 @@ const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 11] = [
     ),
 ];
 
-/// The third-party crates that `domain` may use: plain data, and errors.
-const DOMAIN_DEPENDENCIES: [&str; 5] = ["serde", "serde_json", "thiserror", "uuid", "chrono"];
+/// The third-party crates that `domain` may use: plain data, errors, and the names of variants.
+const DOMAIN_DEPENDENCIES: [&str; 6] = ["serde", "serde_json", "strum", "thiserror", "uuid", "chrono"];
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the crate lies in the workspace").to_owned()

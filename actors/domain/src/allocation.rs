@@ -127,7 +127,8 @@ pub struct Placement {
 }
 
 /// The six states, each with the data that exists only in it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Phase {
     Requested {
@@ -175,7 +176,8 @@ pub enum ReleaseRetry {
 }
 
 /// The requests to an allocation, and the facts that it receives.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     Request(Box<AllocationRequest>),
@@ -274,31 +276,7 @@ pub enum Command {
 
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
-        match self {
-            Self::Request(_) => "request",
-            Self::Release { .. } => "release",
-            Self::Revise { .. } => "revise",
-            Self::RetryRelease { .. } => "retry_release",
-            Self::ForceRelease { .. } => "force_release",
-            Self::Reserved { .. } => "reserved",
-            Self::NoCapacity { .. } => "no_capacity",
-            Self::OverQuota { .. } => "over_quota",
-            Self::Unaffordable { .. } => "unaffordable",
-            Self::NotIsolated => "not_isolated",
-            Self::Uncover => "uncover",
-            Self::Faulted { .. } => "faulted",
-            Self::StillMetered { .. } => "still_metered",
-            Self::Provisioned { .. } => "provisioned",
-            Self::ProvisionFailed { .. } => "provision_failed",
-            Self::Cleaned { .. } => "cleaned",
-            Self::CleanupFailed { .. } => "cleanup_failed",
-            Self::StillCounted { .. } => "still_counted",
-            Self::ChooseLogins { .. } => "choose_logins",
-            Self::AdoptLogins { .. } => "adopt_logins",
-            Self::LoginsWritten { .. } => "logins_written",
-            Self::Reseal { .. } => "reseal",
-            Self::Tick => "tick",
-        }
+        self.into_str()
     }
 
     fn action(&self) -> Action {
@@ -455,14 +433,7 @@ impl Machine for Allocation {
 impl Phase {
     #[must_use]
     pub const fn name(&self) -> &'static str {
-        match self {
-            Self::Requested { .. } => "requested",
-            Self::Provisioning { .. } => "provisioning",
-            Self::Active { .. } => "active",
-            Self::Releasing { .. } => "releasing",
-            Self::ReleaseFailed { .. } => "release_failed",
-            Self::Released { .. } => "released",
-        }
+        self.into_str()
     }
 }
 

@@ -16,7 +16,8 @@ pub enum TokenRole {
 }
 
 /// A role that is bound to a subject here, beside those of the token (decisions 3, *Scopes*).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum PlatformRole {
     PlatformOperations,
@@ -30,12 +31,7 @@ impl PlatformRole {
 
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::PlatformOperations => "platform_operations",
-            Self::InventoryOwner => "inventory_owner",
-            Self::BillingOperations => "billing_operations",
-            Self::Auditor => "auditor",
-        }
+        self.into_str()
     }
 }
 
@@ -129,7 +125,7 @@ impl fmt::Display for Principal {
 }
 
 /// The actions that are authorized.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::VariantArray)]
 #[serde(rename_all = "snake_case")]
 pub enum Action {
     /// Register, change, enroll, retire and remove nodes.
@@ -191,35 +187,7 @@ pub enum Action {
 }
 
 impl Action {
-    pub const ALL: [Self; 27] = [
-        Self::ManageNodes,
-        Self::ManageSkus,
-        Self::SeeSkus,
-        Self::ApproveSkus,
-        Self::BindPlatformRoles,
-        Self::ReadAudit,
-        Self::OperateRuntime,
-        Self::RescueAllocations,
-        Self::ManagePolicy,
-        Self::RotateKeys,
-        Self::Rent,
-        Self::Release,
-        Self::ReviseAllocations,
-        Self::OpenTerminals,
-        Self::OperateTerminals,
-        Self::ReadRecordings,
-        Self::SeeBilling,
-        Self::AdjustBilling,
-        Self::SettleProcessorEvents,
-        Self::Announce,
-        Self::Pay,
-        Self::AskMoneyBack,
-        Self::KeepKeys,
-        Self::KeepServiceAccounts,
-        Self::KeepNotificationEndpoints,
-        Self::SpeakForNode,
-        Self::Advance,
-    ];
+    pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
 
     /// The rule of each action.
     const fn rule(self) -> Rule {
@@ -378,10 +346,10 @@ mod tests {
         who.push(("admin's account", account(&[TokenRole::Admin])));
         who.push(("node", Principal::Node(NodeId(Uuid::nil()))));
         who.push(("system", Principal::system("x")));
-        let width = Action::ALL.map(|action| format!("{action:?}").len()).into_iter().max().unwrap();
+        let width = Action::ALL.iter().map(|action| format!("{action:?}").len()).max().unwrap();
         let names: Vec<_> = who.iter().map(|(name, _)| *name).collect();
         let mut table = format!("{:width$}  {}\n", "", names.join("  "));
-        for action in Action::ALL {
+        for &action in Action::ALL {
             let cell = |(name, principal): &(&str, Principal)| {
                 let mark = if authorize(principal, action).is_ok() { "yes" } else { "-" };
                 format!("{mark:width$}", width = name.len())

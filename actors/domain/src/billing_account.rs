@@ -124,7 +124,8 @@ pub struct Depletion {
     pub is_over: bool,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     Open {
@@ -201,19 +202,7 @@ pub enum Command {
 
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
-        match self {
-            Self::Open { .. } => "open",
-            Self::Hold { .. } => "hold",
-            Self::Usage { .. } => "usage",
-            Self::Adjust { .. } => "adjust",
-            Self::Deposit { .. } => "deposit",
-            Self::TakeRefund { .. } => "take_refund",
-            Self::GiveBackRefund { .. } => "give_back_refund",
-            Self::Reverse { .. } => "reverse",
-            Self::UndoReversal { .. } => "undo_reversal",
-            Self::RefundAllocation { .. } => "refund_allocation",
-            Self::Tick => "tick",
-        }
+        self.into_str()
     }
 
     fn action(&self) -> Action {

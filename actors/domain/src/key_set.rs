@@ -25,7 +25,8 @@ const MAX_RETIRED: usize = 8;
 const MAX_LINKS: usize = 512;
 
 /// The purpose of a key set.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum KeySetPurpose {
     /// They sign tasks for agents.
@@ -46,13 +47,7 @@ impl KeySetPurpose {
 
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::TaskSigning => "task_signing",
-            Self::NodeCa => "node_ca",
-            Self::ServiceTokens => "service_tokens",
-            Self::MemberMessages => "member_messages",
-            Self::AtRest => "at_rest",
-        }
+        self.into_str()
     }
 }
 
@@ -101,7 +96,8 @@ pub enum KeyState {
 }
 
 /// The phase of a [`KeyState`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
     Staged,
@@ -113,12 +109,7 @@ pub enum Phase {
 impl Phase {
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Staged => "staged",
-            Self::Active => "active",
-            Self::Grace => "grace",
-            Self::Retired => "retired",
-        }
+        self.into_str()
     }
 }
 

@@ -7,7 +7,8 @@ use crate::money::{Currency, MicroAmount};
 use serde::{Deserialize, Serialize};
 
 /// A named account of the ledger. `prepaid` is what the service owes its customers: a customer's balance is theirs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum LedgerAccount {
     Prepaid,
@@ -23,19 +24,26 @@ pub enum LedgerAccount {
 impl LedgerAccount {
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Prepaid => "prepaid",
-            Self::Revenue => "revenue",
-            Self::Adjustments => "adjustments",
-            Self::WriteOff => "write_off",
-            Self::ProcessorClearing => "processor_clearing",
-            Self::Refunds => "refunds",
-        }
+        self.into_str()
     }
 }
 
 /// The kind of a posting, which determines the two ledger accounts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Serialize,
+    Deserialize,
+    strum::IntoStaticStr,
+    strum::EnumString,
+    strum::VariantArray,
+)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum PostingKind {
     /// The usage of an allocation in a period.
@@ -69,47 +77,17 @@ pub enum PostingKind {
 }
 
 impl PostingKind {
-    pub const ALL: [Self; 14] = [
-        Self::Usage,
-        Self::UsageCredit,
-        Self::WriteOff,
-        Self::WriteOffReversal,
-        Self::Credit,
-        Self::Debit,
-        Self::Deposit,
-        Self::Refund,
-        Self::RefundReturned,
-        Self::AllocationRefund,
-        Self::Reversal,
-        Self::ReversalUndone,
-        Self::Dispute,
-        Self::DisputeWon,
-    ];
+    pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
 
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Usage => "usage",
-            Self::UsageCredit => "usage_credit",
-            Self::WriteOff => "write_off",
-            Self::WriteOffReversal => "write_off_reversal",
-            Self::Credit => "credit",
-            Self::Debit => "debit",
-            Self::Deposit => "deposit",
-            Self::Refund => "refund",
-            Self::RefundReturned => "refund_returned",
-            Self::AllocationRefund => "allocation_refund",
-            Self::Reversal => "reversal",
-            Self::ReversalUndone => "reversal_undone",
-            Self::Dispute => "dispute",
-            Self::DisputeWon => "dispute_won",
-        }
+        self.into_str()
     }
 
     /// The kind of that name.
     #[must_use]
     pub fn parse(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|kind| kind.name() == name)
+        name.parse().ok()
     }
 
     /// The debited and the credited ledger account.
@@ -232,7 +210,7 @@ mod tests {
     #[test]
     fn the_kinds_of_postings_are_as_reviewed() {
         let mut table = String::new();
-        for kind in PostingKind::ALL {
+        for &kind in PostingKind::ALL {
             let (from, to) = kind.books();
             assert_ne!(from, to);
             assert_eq!(PostingKind::parse(kind.name()), Some(kind));

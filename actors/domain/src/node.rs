@@ -139,7 +139,8 @@ pub struct StateReason {
 }
 
 /// The states of a node.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "kebab-case", const_into_str)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Phase {
     Registered,
@@ -168,18 +169,7 @@ pub enum Phase {
 impl Phase {
     #[must_use]
     pub const fn name(&self) -> &'static str {
-        match self {
-            Self::Registered => "registered",
-            Self::BootstrapIssued { .. } => "bootstrap-issued",
-            Self::Enrolling { .. } => "enrolling",
-            Self::Active => "active",
-            Self::Offline => "offline",
-            Self::Draining { .. } => "draining",
-            Self::Quarantined { .. } => "quarantined",
-            Self::Retired => "retired",
-            Self::Removing { .. } => "removing",
-            Self::Removed => "removed",
-        }
+        self.into_str()
     }
 
     /// True where the node has no identity yet that could have faults.
@@ -196,7 +186,8 @@ impl Phase {
 }
 
 /// The commands of a node: requests of administrators, messages of its agent, and facts of the saga.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     // Requests of administrators.
@@ -334,37 +325,7 @@ pub enum Command {
 
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
-        match self {
-            Self::Register { .. } => "register",
-            Self::Revise { .. } => "revise",
-            Self::IssueToken { .. } => "issue_token",
-            Self::Reissue(_) => "reissue",
-            Self::Retire { .. } => "retire",
-            Self::Reactivate { .. } => "reactivate",
-            Self::Remove { .. } => "remove",
-            Self::Quarantine { .. } => "quarantine",
-            Self::ReleaseQuarantine { .. } => "release_quarantine",
-            Self::OrderTask { .. } => "order_task",
-            Self::ResumeTask { .. } => "resume_task",
-            Self::Enroll(_) => "enroll",
-            Self::Recover(_) => "recover",
-            Self::Renew { .. } => "renew",
-            Self::Poll { .. } => "poll",
-            Self::Heartbeat { .. } => "heartbeat",
-            Self::Report { .. } => "report",
-            Self::Identify { .. } => "identify",
-            Self::Reserve { .. } => "reserve",
-            Self::ReconcileLogins { .. } => "reconcile_logins",
-            Self::Unreserve { .. } => "unreserve",
-            Self::Provision { .. } => "provision",
-            Self::Clean { .. } => "clean",
-            Self::MarkReleaseFailed { .. } => "mark_release_failed",
-            Self::Fence { .. } => "fence",
-            Self::Abandon { .. } => "abandon",
-            Self::OpenTerminal { .. } => "open_terminal",
-            Self::ForgetTerminal { .. } => "forget_terminal",
-            Self::Tick => "tick",
-        }
+        self.into_str()
     }
 
     fn action(&self) -> Action {

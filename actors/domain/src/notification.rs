@@ -13,7 +13,8 @@ use crate::policy::PolicyKey;
 use serde::Serialize;
 
 /// The channel on which subscribers receive it.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum Channel {
     User(String),
     Org(String),
@@ -24,11 +25,7 @@ impl Channel {
     /// `user`, `org` or `broadcast`.
     #[must_use]
     pub const fn name(&self) -> &'static str {
-        match self {
-            Self::User(_) => "user",
-            Self::Org(_) => "org",
-            Self::Broadcast => "broadcast",
-        }
+        self.into_str()
     }
 
     /// The subject on the bus. Ids come from outside: in base32 (RFC 4648, without padding) an id is one token and no wildcard.

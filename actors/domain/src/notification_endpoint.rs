@@ -100,7 +100,8 @@ pub enum Phase {
 }
 
 /// Why an endpoint is disabled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum DisableCause {
     /// Its owner disabled it.
@@ -114,11 +115,7 @@ pub enum DisableCause {
 impl DisableCause {
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::ByOwner => "by_owner",
-            Self::Gone => "gone",
-            Self::Failing => "failing",
-        }
+        self.into_str()
     }
 }
 
@@ -131,7 +128,8 @@ pub struct EndpointChange {
     pub is_enabled: Option<bool>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     Create {
@@ -202,21 +200,7 @@ pub struct DeliveryFailure {
 
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
-        match self {
-            Self::Create { .. } => "create",
-            Self::Introduce { .. } => "introduce",
-            Self::Change { .. } => "change",
-            Self::RotateSecret { .. } => "rotate_secret",
-            Self::Delete => "delete",
-            Self::Enqueue { .. } => "enqueue",
-            Self::Test { .. } => "test",
-            Self::Delivered { .. } => "delivered",
-            Self::Failed { .. } => "failed",
-            Self::Resend { .. } => "resend",
-            Self::Dismiss { .. } => "dismiss",
-            Self::Reseal { .. } => "reseal",
-            Self::Tick => "tick",
-        }
+        self.into_str()
     }
 
     fn action(&self) -> Action {

@@ -117,7 +117,8 @@ pub enum PaymentFailure {
 }
 
 /// A step of a reversal at the processor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum ReversalStep {
     /// It was refunded at the processor.
@@ -130,7 +131,8 @@ pub enum ReversalStep {
     DisputeWon,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     Create {
@@ -212,23 +214,7 @@ pub enum Command {
 
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
-        match self {
-            Self::Create { .. } => "create",
-            Self::Opened { .. } => "opened",
-            Self::Lapse { .. } => "lapse",
-            Self::Paid { .. } => "paid",
-            Self::NotPaid { .. } => "not_paid",
-            Self::Deposited => "deposited",
-            Self::DepositRefused { .. } => "deposit_refused",
-            Self::Refund { .. } => "refund",
-            Self::RefundTaken { .. } => "refund_taken",
-            Self::RefundRefused { .. } => "refund_refused",
-            Self::RefundAt { .. } => "refund_at",
-            Self::GivenBack { .. } => "given_back",
-            Self::Reversed { .. } => "reversed",
-            Self::ReversalPosted { .. } => "reversal_posted",
-            Self::Tick => "tick",
-        }
+        self.into_str()
     }
 
     fn action(&self) -> Action {

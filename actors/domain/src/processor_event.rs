@@ -80,7 +80,8 @@ pub enum Phase {
 }
 
 /// The outcome of its processing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum ProcessingOutcome {
     /// A payment of the service received it.
@@ -96,15 +97,12 @@ impl ProcessingOutcome {
 
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Told => "told",
-            Self::NotOurs => "not_ours",
-            Self::NothingToDo => "nothing_to_do",
-        }
+        self.into_str()
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     /// It was received, with a valid signature.
@@ -144,15 +142,7 @@ pub enum Command {
 
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
-        match self {
-            Self::Receive { .. } => "receive",
-            Self::Processed { .. } => "processed",
-            Self::Failed { .. } => "failed",
-            Self::Retry { .. } => "retry",
-            Self::Dismiss { .. } => "dismiss",
-            Self::Reseal { .. } => "reseal",
-            Self::Tick => "tick",
-        }
+        self.into_str()
     }
 
     fn action(&self) -> Action {

@@ -5,7 +5,8 @@ use crate::policy::{PolicyBook, PolicyKey, Scopes};
 use serde::{Deserialize, Serialize};
 
 /// Whether a session is recorded, and what happens where the recording fails.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "kebab-case", const_into_str)]
 #[serde(rename_all = "kebab-case")]
 pub enum RecordingMode {
     #[default]
@@ -19,11 +20,7 @@ pub enum RecordingMode {
 impl RecordingMode {
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Off => "off",
-            Self::BestEffort => "best-effort",
-            Self::Strict => "strict",
-        }
+        self.into_str()
     }
 }
 

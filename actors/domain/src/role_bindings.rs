@@ -29,7 +29,8 @@ pub struct RoleBinding {
     pub reason: String,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     /// Binds the role; no effect where it is bound.
@@ -47,11 +48,7 @@ pub enum Command {
 
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
-        match self {
-            Self::Bind { .. } => "bind",
-            Self::Revoke { .. } => "revoke",
-            Self::Tick => "tick",
-        }
+        self.into_str()
     }
 
     fn action(&self) -> Action {

@@ -48,7 +48,8 @@ pub struct RestartEntry {
     pub reason: Option<String>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     Restart { what: RuntimePart, reason: Option<String> },
@@ -57,10 +58,7 @@ pub enum Command {
 
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
-        match self {
-            Self::Restart { .. } => "restart",
-            Self::Tick => "tick",
-        }
+        self.into_str()
     }
 
     fn action(&self) -> Action {

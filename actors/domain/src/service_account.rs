@@ -50,7 +50,8 @@ impl std::fmt::Debug for AccountKey {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     /// For the caller, with some of the caller's roles.
@@ -70,13 +71,7 @@ pub enum Command {
 
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
-        match self {
-            Self::Create { .. } => "create",
-            Self::AddKey { .. } => "add_key",
-            Self::RevokeKey { .. } => "revoke_key",
-            Self::Delete => "delete",
-            Self::Tick => "tick",
-        }
+        self.into_str()
     }
 
     fn action(&self) -> Action {

@@ -90,7 +90,8 @@ pub struct PendingChange {
 }
 
 /// A change of status.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum StatusChange {
     Activate,
@@ -103,11 +104,7 @@ impl StatusChange {
 
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Activate => "activate",
-            Self::Deprecate => "deprecate",
-            Self::Deactivate => "deactivate",
-        }
+        self.into_str()
     }
 
     /// The status that it leads to.
@@ -140,7 +137,8 @@ impl StatusChange {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum CatalogStatus {
     Draft,
@@ -152,12 +150,7 @@ pub enum CatalogStatus {
 impl CatalogStatus {
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Draft => "draft",
-            Self::Active => "active",
-            Self::Deprecated => "deprecated",
-            Self::Inactive => "inactive",
-        }
+        self.into_str()
     }
 }
 

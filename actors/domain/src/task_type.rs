@@ -5,7 +5,8 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// What happens with an overdue task without a result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum StaleTaskAction {
     /// Its effect may happen twice: it is dispatched again with a higher attempt.
     Requeue,
@@ -18,11 +19,7 @@ pub enum StaleTaskAction {
 impl StaleTaskAction {
     #[must_use]
     pub const fn as_str(self) -> &'static str {
-        match self {
-            Self::Requeue => "requeue",
-            Self::Expire => "expire",
-            Self::AwaitOperator => "await_operator",
-        }
+        self.into_str()
     }
 }
 

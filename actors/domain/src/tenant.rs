@@ -44,7 +44,8 @@ pub struct Tenant {
     pub refusals: RefusalAudit,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     AddKey {
@@ -109,17 +110,7 @@ pub struct QuotaScopes {
 
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
-        match self {
-            Self::AddKey { .. } => "add_key",
-            Self::RefuseKey { .. } => "refuse_key",
-            Self::DeleteKey { .. } => "delete_key",
-            Self::MakeDefault { .. } => "make_default",
-            Self::Admit { .. } => "admit",
-            Self::Forget { .. } => "forget",
-            Self::ExpectAccount { .. } => "expect_account",
-            Self::ExpectTerminal { .. } => "expect_terminal",
-            Self::Tick => "tick",
-        }
+        self.into_str()
     }
 
     fn action(&self) -> Action {

@@ -91,7 +91,8 @@ pub struct SessionToken {
     pub expires_at: Timestamp,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Phase {
     /// Its first token was not used yet.
@@ -115,7 +116,8 @@ pub enum Phase {
 }
 
 /// Why a session was closed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "why", rename_all = "snake_case")]
 pub enum CloseReason {
     /// Its program ended.
@@ -141,17 +143,7 @@ pub enum CloseReason {
 impl CloseReason {
     #[must_use]
     pub const fn code(&self) -> &'static str {
-        match self {
-            Self::Exited { .. } => "exited",
-            Self::Failed { .. } => "failed",
-            Self::NeverAttached => "never_attached",
-            Self::Killed => "killed",
-            Self::AllocationEnded => "allocation_ended",
-            Self::Lifetime => "lifetime",
-            Self::DetachedExpired => "detached_expired",
-            Self::Displaced => "displaced",
-            Self::EndedByUser => "ended_by_user",
-        }
+        self.into_str()
     }
 }
 
@@ -169,7 +161,8 @@ pub const AGENT_RESTARTED: &str = "agent_restarted";
 /// The bound of remembered spent tokens.
 pub const SPENT_TOKENS: usize = 16;
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
     /// The owner of an active allocation opens a shell. `active`: the allocation's version that was read.
@@ -226,24 +219,7 @@ pub enum Command {
 
 impl machine::Command for Command {
     fn name(&self) -> &'static str {
-        match self {
-            Self::Open { .. } => "open",
-            Self::IssueToken { .. } => "issue_token",
-            Self::Attach { .. } => "attach",
-            Self::Detach { .. } => "detach",
-            Self::End { .. } => "end",
-            Self::Lose => "lose",
-            Self::Fail { .. } => "fail",
-            Self::Kill { .. } => "kill",
-            Self::EndByUser => "end_by_user",
-            Self::Displace => "displace",
-            Self::Revoke => "revoke",
-            Self::CutOff => "cut_off",
-            Self::HeedPolicy => "heed_policy",
-            Self::ReadRecording => "read_recording",
-            Self::ForgetRecording => "forget_recording",
-            Self::Tick => "tick",
-        }
+        self.into_str()
     }
 
     fn action(&self) -> Action {
@@ -381,12 +357,7 @@ impl Phase {
 
     #[must_use]
     pub const fn name(&self) -> &'static str {
-        match self {
-            Self::Opened { .. } => "opened",
-            Self::Attached { .. } => "attached",
-            Self::Detached { .. } => "detached",
-            Self::Closed { .. } => "closed",
-        }
+        self.into_str()
     }
 }
 

@@ -95,7 +95,8 @@ impl<'de> Deserialize<'de> for PublicKey {
 }
 
 /// The status of a key in its rotation. An agent accepts signatures by all three; they differ for the signer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum KeyStatus {
     /// Signs tasks.
@@ -108,11 +109,7 @@ pub enum KeyStatus {
 
 impl KeyStatus {
     fn as_str(self) -> &'static str {
-        match self {
-            Self::Active => "active",
-            Self::Staged => "staged",
-            Self::Grace => "grace",
-        }
+        self.into_str()
     }
 }
 

@@ -108,7 +108,8 @@ pub(crate) struct Statement {
     to: Option<PathBuf>,
 }
 
-#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+#[derive(Clone, Copy, Debug, clap::ValueEnum, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 enum Form {
     Csv,
     Pdf,
@@ -116,10 +117,7 @@ enum Form {
 
 impl Form {
     const fn name(self) -> &'static str {
-        match self {
-            Self::Csv => "csv",
-            Self::Pdf => "pdf",
-        }
+        self.into_str()
     }
 
     const fn media_type(self) -> &'static str {

@@ -65,7 +65,8 @@ pub(crate) struct KeyStep {
     confirm: Confirm,
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, ValueEnum, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub(crate) enum Purpose {
     /// The tasks of agents are signed with them.
     TaskSigning,
@@ -79,12 +80,7 @@ pub(crate) enum Purpose {
 
 impl Purpose {
     const fn name(self) -> &'static str {
-        match self {
-            Self::TaskSigning => "task_signing",
-            Self::NodeCa => "node_ca",
-            Self::ServiceTokens => "service_tokens",
-            Self::MemberMessages => "member_messages",
-        }
+        self.into_str()
     }
 }
 

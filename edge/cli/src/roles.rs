@@ -47,7 +47,8 @@ pub(crate) enum Command {
     },
 }
 
-#[derive(Clone, Copy, Debug, ValueEnum)]
+#[derive(Clone, Copy, Debug, ValueEnum, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub(crate) enum Role {
     /// Rotates keys and approves changes of SKUs.
     #[value(alias = "platform_operations")]
@@ -64,12 +65,7 @@ pub(crate) enum Role {
 
 impl Role {
     const fn name(self) -> &'static str {
-        match self {
-            Self::PlatformOperations => "platform_operations",
-            Self::InventoryOwner => "inventory_owner",
-            Self::BillingOperations => "billing_operations",
-            Self::Auditor => "auditor",
-        }
+        self.into_str()
     }
 }
 

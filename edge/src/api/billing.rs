@@ -95,7 +95,7 @@ pub(super) struct PostingFilter {
 }
 
 fn kinds() -> Object {
-    let names = PostingKind::ALL.map(PostingKind::name);
+    let names = PostingKind::ALL.iter().map(|kind| kind.name()).collect::<Vec<_>>();
     ObjectBuilder::new().schema_type(SchemaType::new(Type::String)).enum_values(Some(names)).build()
 }
 

@@ -60,7 +60,8 @@ pub(super) enum HolderKind {
 }
 
 /// The state of an endpoint. One that is `failing` has failed since its last success, or has dead letters.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[schema(as = NotificationEndpointState)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum EndpointState {
@@ -636,11 +637,7 @@ impl EndpointState {
 
     /// The name of the state in the state machine.
     const fn name(self) -> &'static str {
-        match self {
-            Self::Active => "active",
-            Self::Failing => "failing",
-            Self::Disabled => "disabled",
-        }
+        self.into_str()
     }
 }
 

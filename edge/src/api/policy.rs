@@ -88,7 +88,8 @@ pub(super) struct PolicyValueFilter {
     plan: Option<ClaimId>,
 }
 
-#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum ScopeKind {
     Global,
@@ -349,13 +350,7 @@ fn one_scope(fields: ScopeFields, field: &str) -> Result<PolicyScope, ApiError> 
 
 impl ScopeKind {
     const fn name(self) -> &'static str {
-        match self {
-            Self::Global => "global",
-            Self::UserId => "user_id",
-            Self::ProjectId => "project_id",
-            Self::OrgId => "org_id",
-            Self::Plan => "plan",
-        }
+        self.into_str()
     }
 }
 

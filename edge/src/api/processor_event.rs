@@ -35,7 +35,8 @@ pub(super) struct EventFilter {
 }
 
 /// The state of an event. One that is `dead` has failed in its last attempt, and waits for an operator.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[schema(as = ProcessorEventState)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum EventState {
@@ -223,13 +224,7 @@ impl EventState {
 
     /// The name of the state in the state machine.
     const fn name(self) -> &'static str {
-        match self {
-            Self::Received => "received",
-            Self::Retrying => "retrying",
-            Self::Dead => "dead",
-            Self::Processed => "processed",
-            Self::Dismissed => "dismissed",
-        }
+        self.into_str()
     }
 }
 

@@ -78,7 +78,8 @@ impl From<PolicyMode> for RecordingMode {
 }
 
 /// The states of a terminal session.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 #[schema(as = TerminalSessionState)]
 pub(super) enum StateName {
@@ -90,12 +91,7 @@ pub(super) enum StateName {
 
 impl StateName {
     const fn name(self) -> &'static str {
-        match self {
-            Self::Opened => "opened",
-            Self::Attached => "attached",
-            Self::Detached => "detached",
-            Self::Closed => "closed",
-        }
+        self.into_str()
     }
 }
 

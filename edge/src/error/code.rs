@@ -6,7 +6,7 @@ use axum::http::StatusCode;
 use serde::Serialize;
 
 /// What went wrong, as a caller's program reads it. Closed: a code that is not here is never answered.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, strum::VariantArray)]
 pub enum Code {
     InvalidRequest,
     ProbeTargetDenied,
@@ -68,35 +68,7 @@ const fn row(
 
 impl Code {
     /// Every code, in the order of the table.
-    pub const ALL: [Code; 27] = [
-        Code::InvalidRequest,
-        Code::ProbeTargetDenied,
-        Code::PolicyOutOfBounds,
-        Code::Unauthenticated,
-        Code::InvalidNodeIdentity,
-        Code::TokenInvalid,
-        Code::EnrollmentRejected,
-        Code::InsufficientBalance,
-        Code::Forbidden,
-        Code::NotFound,
-        Code::MethodNotAllowed,
-        Code::PayloadTooLarge,
-        Code::UnsupportedMediaType,
-        Code::UpgradeRequired,
-        Code::NodeInUse,
-        Code::StateConflict,
-        Code::ConcurrencyLimitExceeded,
-        Code::InsufficientCapacity,
-        Code::StaleAttempt,
-        Code::IdempotencyInProgress,
-        Code::IdempotencyKeyReused,
-        Code::RateLimited,
-        Code::HeadersTooLarge,
-        Code::InternalError,
-        Code::UpstreamError,
-        Code::ServiceUnavailable,
-        Code::Overloaded,
-    ];
+    pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
 
     const fn row(self) -> Row {
         use StatusCode as S;
@@ -429,7 +401,7 @@ mod tests {
     #[test]
     fn the_table_of_codes_reads_as_decided() {
         let mut by_status = BTreeMap::<u16, Vec<&str>>::new();
-        for code in Code::ALL {
+        for &code in Code::ALL {
             by_status.entry(code.status().as_u16()).or_default().push(code.as_str());
         }
         let table: Vec<String> =
@@ -462,7 +434,7 @@ mod tests {
 
     #[test]
     fn every_code_says_what_leads_to_it_and_what_to_do_next() {
-        for code in Code::ALL {
+        for &code in Code::ALL {
             let sentence =
                 |text: &str| text.len() > 20 && text.ends_with('.') && !text.contains('\n') && !text.contains("  ");
             assert!(!code.causes().is_empty() && code.causes().iter().all(|cause| sentence(cause)), "{code}");

@@ -155,7 +155,7 @@ pub(super) fn replay(text: &str) -> Result<Response, ApiError> {
             Ok(response)
         }
         StoredResponse::Refused { code, message, details } => {
-            let code = Code::ALL.into_iter().find(|known| known.as_str() == code);
+            let code = Code::ALL.iter().copied().find(|known| known.as_str() == code);
             let code = code.ok_or_else(|| ApiError::internal("a stored refusal has an unknown code"))?;
             let refusal = details
                 .into_iter()

@@ -14,7 +14,8 @@ use thiserror::Error;
 const MAX_LEN: usize = 16 * 1024;
 
 /// The one format in which this installation's proxies forward a certificate.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum Forwarding {
     /// `Client-Cert` with the certificate's DER as a byte sequence of structured fields (RFC 9440, section 2.2).
     Rfc9440,
@@ -30,11 +31,7 @@ impl Forwarding {
     /// As the configuration names it.
     #[must_use]
     pub const fn name(self) -> &'static str {
-        match self {
-            Self::Rfc9440 => "rfc9440",
-            Self::Xfcc => "xfcc",
-            Self::Nginx => "nginx",
-        }
+        self.into_str()
     }
 
     #[must_use]

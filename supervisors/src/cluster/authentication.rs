@@ -45,7 +45,8 @@ const LOG_INTERVAL: Duration = Duration::from_secs(10);
 type Tag = [u8; 32];
 
 /// What a message is for. A message of one purpose is not accepted for another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum MessagePurpose {
     /// A command or a query that is answered.
     Request,
@@ -59,12 +60,7 @@ pub enum MessagePurpose {
 
 impl MessagePurpose {
     const fn name(&self) -> &'static str {
-        match self {
-            Self::Request => "request",
-            Self::Answer { .. } => "answer",
-            Self::Notice => "notice",
-            Self::Event => "event",
-        }
+        self.into_str()
     }
 }
 

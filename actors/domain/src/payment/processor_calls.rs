@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 
 /// A request to the payment processor that is owed until it succeeds. The worker reads the state first: the request may have succeeded,
 /// and its answer may be lost.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "errand", rename_all = "snake_case")]
 pub enum ProcessorCall {
     /// It was created, and it is not known whether it was opened: look for it by our id.
@@ -24,11 +25,7 @@ pub enum ProcessorCall {
 impl ProcessorCall {
     #[must_use]
     pub const fn name(&self) -> &'static str {
-        match self {
-            Self::Open { .. } => "open",
-            Self::Check { .. } => "check",
-            Self::Refund { .. } => "refund",
-        }
+        self.into_str()
     }
 }
 

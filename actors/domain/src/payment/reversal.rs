@@ -46,12 +46,7 @@ impl ReversalStep {
     }
 
     const fn name(self) -> &'static str {
-        match self {
-            Self::Refund => "refund",
-            Self::RefundFailed => "refund_failed",
-            Self::DisputeOpened => "dispute_opened",
-            Self::DisputeWon => "dispute_won",
-        }
+        self.into_str()
     }
 }
 

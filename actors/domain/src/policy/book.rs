@@ -9,7 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// The scope of a value. Resolution goes from the most specific to the global one.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum PolicyScope {
     UserId(String),
@@ -23,13 +24,7 @@ impl PolicyScope {
     /// The kind of the scope, as the API names it.
     #[must_use]
     pub const fn kind(&self) -> &'static str {
-        match self {
-            Self::UserId(_) => "user_id",
-            Self::ProjectId(_) => "project_id",
-            Self::OrgId(_) => "org_id",
-            Self::Plan(_) => "plan",
-            Self::Global => "global",
-        }
+        self.into_str()
     }
 
     /// The id of the user, project, organization or plan; `None` for the global scope.

@@ -65,7 +65,8 @@ pub(in crate::api) struct AllocationView {
 }
 
 /// The six states of an allocation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[schema(as = AllocationState)]
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum StateName {
@@ -202,14 +203,7 @@ impl StateName {
 
     /// The name of the state in the state machine.
     pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Requested => "requested",
-            Self::Provisioning => "provisioning",
-            Self::Active => "active",
-            Self::Releasing => "releasing",
-            Self::ReleaseFailed => "release_failed",
-            Self::Released => "released",
-        }
+        self.into_str()
     }
 }
 

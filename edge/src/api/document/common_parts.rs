@@ -56,7 +56,7 @@ const LIMITS: [&str; 2] = ["RateLimit-Policy", "RateLimit"];
 
 pub(in crate::api) fn add_common_parts(api: &mut OpenApi) {
     let components = api.components.get_or_insert_default();
-    for code in Code::ALL {
+    for &code in Code::ALL {
         components.examples.insert(code.as_str().to_owned(), RefOr::T(error_example(code)));
     }
     components.headers.extend(headers().into_iter().map(|(name, header)| (name.to_owned(), RefOr::T(header))));

@@ -54,7 +54,8 @@ pub(in crate::api) struct NodeView {
 }
 
 /// A node's states, from its registration to its removal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema, strum::IntoStaticStr)]
+#[strum(serialize_all = "kebab-case", const_into_str)]
 #[schema(as = NodeState)]
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum StateName {
@@ -184,18 +185,7 @@ impl StateName {
 
     /// The name of the state in the state machine.
     pub(super) const fn name(self) -> &'static str {
-        match self {
-            Self::Registered => "registered",
-            Self::BootstrapIssued => "bootstrap-issued",
-            Self::Enrolling => "enrolling",
-            Self::Active => "active",
-            Self::Offline => "offline",
-            Self::Draining => "draining",
-            Self::Quarantined => "quarantined",
-            Self::Retired => "retired",
-            Self::Removing => "removing",
-            Self::Removed => "removed",
-        }
+        self.into_str()
     }
 }
 

@@ -39,7 +39,8 @@ pub(in crate::api) struct PaymentView {
 }
 
 /// The states of a payment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ToSchema, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
 #[schema(as = PaymentState)]
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum StateName {
@@ -112,15 +113,7 @@ enum ReversalKind {
 
 impl StateName {
     pub(in crate::api) const fn name(self) -> &'static str {
-        match self {
-            Self::Created => "created",
-            Self::Open => "open",
-            Self::Paid => "paid",
-            Self::Deposited => "deposited",
-            Self::Refused => "refused",
-            Self::Canceled => "canceled",
-            Self::Expired => "expired",
-        }
+        self.into_str()
     }
 }
 

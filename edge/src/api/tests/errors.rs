@@ -65,10 +65,10 @@ fn routes_of(code: Code, public: &Public) -> String {
 fn page() -> String {
     let public = Public::read();
     let mut text = String::from(HEAD);
-    for code in Code::ALL {
+    for &code in Code::ALL {
         writeln!(text, "| {} | [`{code}`](#{code}) | {} |", code.status().as_u16(), code.meaning()).unwrap();
     }
-    for code in Code::ALL {
+    for &code in Code::ALL {
         writeln!(text, "\n## {code}\n\n{}: {}.\n\n**What leads to it**\n", code.status(), code.meaning()).unwrap();
         for cause in code.causes() {
             writeln!(text, "- {cause}").unwrap();
@@ -121,7 +121,7 @@ fn errors_md_matches_the_error_codes() {
 #[test]
 fn every_error_code_has_an_example_in_the_openapi_document() {
     let document = document();
-    for code in Code::ALL {
+    for &code in Code::ALL {
         let example = &document["components"]["examples"][code.as_str()]["value"];
         assert_eq!(example["code"], code.as_str());
         assert_eq!(example["message"], code.remedy());
