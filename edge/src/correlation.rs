@@ -362,7 +362,7 @@ impl FinishedRequest<'_> {
         }
         match parts.code {
             Code::InternalError => {
-                error!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}")
+                error!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}");
             }
             // Login failures need attention, whatever their number (service specification, "Errors").
             Code::Unauthenticated
@@ -372,7 +372,7 @@ impl FinishedRequest<'_> {
             | Code::UpstreamError
             | Code::ServiceUnavailable
             | Code::Overloaded => {
-                warn!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}")
+                warn!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}");
             }
             Code::InvalidRequest
             | Code::ProbeTargetDenied
@@ -393,7 +393,7 @@ impl FinishedRequest<'_> {
             | Code::IdempotencyKeyReused
             | Code::HeadersTooLarge
             | Code::RateLimited => {
-                info!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}")
+                info!(error_code, http.status = status, elapsed_ms, cause, "request failed: {message}");
             }
         }
     }

@@ -203,7 +203,7 @@ async fn replay_and_forge_webhooks(
                 Some("succeeded") => record_event(&mut webhooks, "payment_intent.succeeded", id, &intent),
                 Some("canceled") => record_event(&mut webhooks, "payment_intent.canceled", id, &intent),
                 Some(_) | None => {
-                    counts.forged += send_forged_webhook(&outside, &intent, chance.random_range(0..4)).await
+                    counts.forged += send_forged_webhook(&outside, &intent, chance.random_range(0..4)).await;
                 }
             }
         }

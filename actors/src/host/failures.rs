@@ -65,7 +65,7 @@ impl Host {
             ActorExit::StoreOutage { reason } => self.record_store_outage(entity, reason),
             ActorExit::Crashed { reason } => self.record_crash(entity, reason),
             ActorExit::Parked { reason } => {
-                self.record_failure(entity, reason, |failures, reason| self.park(entity, failures, reason))
+                self.record_failure(entity, reason, |failures, reason| self.park(entity, failures, reason));
             }
         }
         self.hand_over.remove(entity, &actor);

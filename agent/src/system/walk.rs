@@ -128,7 +128,7 @@ pub fn owned_by(
             // A missing folder has nothing in it, nor has a file that something is mounted on.
             Err(Errno::ENOENT | Errno::ENOTDIR) => {}
             Err(errno) => {
-                errors.push(WalkError { path: start.clone(), owner: 0, cause: WalkErrorCause::Failed(errno) })
+                errors.push(WalkError { path: start.clone(), owner: 0, cause: WalkErrorCause::Failed(errno) });
             }
         }
         if search.is_over {

@@ -326,7 +326,7 @@ impl Session {
     fn handle(&mut self, command: TerminalCommand) {
         match command {
             TerminalCommand::Attach { attachment, from } if attachment >= self.newest_attachment => {
-                self.attach(attachment, from)
+                self.attach(attachment, from);
             }
             TerminalCommand::Detach { attachment } if self.is_connected(attachment) => self.detach(),
             TerminalCommand::Input { attachment, bytes } if self.is_connected(attachment) => {

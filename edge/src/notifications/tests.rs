@@ -21,6 +21,7 @@ impl Wire {
 impl NotificationBus for Wire {
     fn listen(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, Vec<u8>>>> {
         async move {
+            #[expect(clippy::disallowed_methods, reason = "a test sends a few messages")]
             let (sender, mut receiver) = tokio::sync::mpsc::unbounded_channel();
             self.0.lock().unwrap().entry(subject).or_default().push(sender);
             Some(stream::poll_fn(move |context| receiver.poll_recv(context)).boxed())

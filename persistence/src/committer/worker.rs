@@ -193,7 +193,7 @@ impl Worker {
                 Err(BatchError::Constraint(rule))
                     if matches!(rule.as_str(), "command_pkey" | "claim_pkey") && tries < RETRIES =>
                 {
-                    parts.push_front((part, tries + 1))
+                    parts.push_front((part, tries + 1));
                 }
                 Err(BatchError::Constraint(constraint)) => part.answer(&CommitOutcome::Refused { constraint }),
                 Err(BatchError::Retryable(reason)) if tries < RETRIES => {
@@ -201,7 +201,7 @@ impl Worker {
                     parts.push_front((part, tries + 1));
                 }
                 Err(BatchError::Retryable(reason) | BatchError::RolledBack(reason)) => {
-                    part.answer(&CommitOutcome::NotApplied { reason })
+                    part.answer(&CommitOutcome::NotApplied { reason });
                 }
                 Err(BatchError::Unknown(reason)) => part.answer(&CommitOutcome::Unknown { reason }),
             }

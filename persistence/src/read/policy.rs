@@ -71,7 +71,7 @@ impl Reads {
                     }
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "the policy values of one scope cannot be read: they hold nowhere")
+                    tracing::warn!(%error, "the policy values of one scope cannot be read: they hold nowhere");
                 }
             }
         }

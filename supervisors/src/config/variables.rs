@@ -150,7 +150,7 @@ impl<'a> Variables<'a> {
         let at = path.display();
         match std::fs::read_to_string(path) {
             Ok(text) if text.trim().is_empty() => {
-                self.wrong(format!("{name} is {at}, which is empty; it must be {what}"))
+                self.wrong(format!("{name} is {at}, which is empty; it must be {what}"));
             }
             Ok(text) => return text,
             Err(error) => self.wrong(format!("{name} is {at}, which cannot be read ({error}); it must be {what}")),

@@ -86,7 +86,7 @@ impl KeyFollower {
             match self.update().await {
                 Ok(()) => read_at = Instant::now(),
                 Err(error) => {
-                    tracing::warn!(error = format!("{:#}", anyhow::Error::new(error)), "the keys of before hold on")
+                    tracing::warn!(error = format!("{:#}", anyhow::Error::new(error)), "the keys of before hold on");
                 }
             }
         }

@@ -76,6 +76,7 @@ pub(crate) struct ParkedPolls {
 
 impl ParkedPolls {
     pub(crate) fn at(target: Target) -> Self {
+        #[expect(clippy::disallowed_methods, reason = "an answered poll sends one message")]
         let (tell, tasks) = mpsc::unbounded_channel();
         Self { target: Arc::new(target), waiting: Vec::new(), tasks, tell }
     }

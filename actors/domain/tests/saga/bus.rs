@@ -69,7 +69,7 @@ impl Simulation {
         let message = self.bus.remove(which % self.bus.len());
         match self.react(&message) {
             ReactionProgress::Wholly if again => {
-                self.bus.push(BusMessage { placing: PlacementProgress::Admit, ..message })
+                self.bus.push(BusMessage { placing: PlacementProgress::Admit, ..message });
             }
             ReactionProgress::Wholly => {}
             ReactionProgress::Partly(nodes, suggestion) => {
@@ -114,7 +114,7 @@ impl Simulation {
                 }
             }
             Reaction::ResolveSshKeys { allocation_id, user_id } => {
-                self.resolve_logins(message, allocation_id, &user_id)
+                self.resolve_logins(message, allocation_id, &user_id);
             }
             Reaction::SendSshKeys { allocation_id, node_id } => self.tell_logins(message, allocation_id, node_id),
             Reaction::Tenant { user_id, command } => {

@@ -128,7 +128,7 @@ impl Simulation {
             }
             match self.nodes[&id].life {
                 NodePhase::Registered | NodePhase::BootstrapIssued { .. } | NodePhase::Enrolling { .. } => {
-                    self.onboard(id)
+                    self.onboard(id);
                 }
                 NodePhase::Retired => {
                     // Retired before it was active, it has no identity.

@@ -316,13 +316,13 @@ impl Simulation {
             SimulationStep::Invite { node } => self.invite(self.node(node)),
             SimulationStep::Enroll { node, stale } => self.enroll(self.node(node), stale),
             SimulationStep::Retire { node, drain } => {
-                self.admin(node, node::Command::Retire { reason: "r".into(), drain })
+                self.admin(node, node::Command::Retire { reason: "r".into(), drain });
             }
             SimulationStep::Reactivate { node } => self.admin(node, node::Command::Reactivate { reason: "r".into() }),
             SimulationStep::Remove { node } => self.admin(node, node::Command::Remove { reason: "r".into() }),
             SimulationStep::Quarantine { node } => self.admin(node, node::Command::Quarantine { reason: "r".into() }),
             SimulationStep::ReleaseQuarantine { node } => {
-                self.admin(node, node::Command::ReleaseQuarantine { reason: "r".into() })
+                self.admin(node, node::Command::ReleaseQuarantine { reason: "r".into() });
             }
             SimulationStep::Poll { node } => self.poll(self.node(node)),
             SimulationStep::Heartbeat { node, mood } => {

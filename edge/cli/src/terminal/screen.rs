@@ -37,7 +37,10 @@ pub(crate) struct Screen {
 
 impl Screen {
     pub(crate) fn begin() -> Self {
-        // The caller bounds the queue: it checks `undrawn` before it queues more.
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "the caller bounds the queue: it checks `undrawn` before it queues more"
+        )]
         let (shown, mut to_show) = mpsc::unbounded_channel::<Vec<u8>>();
         let (written_sender, written) = watch::channel(0);
         std::thread::spawn(move || {

@@ -84,7 +84,7 @@ impl ProcessorCalls {
             }
             Ok(Err(ProcessorCallError::Update(UpdateError::Payment { why, .. }))) => return Disposition::Later { why },
             Ok(Err(ProcessorCallError::HeldByAnother)) => {
-                tracing::info!("another member holds the lease of this refund")
+                tracing::info!("another member holds the lease of this refund");
             }
             Ok(Err(error)) => {
                 tracing::warn!(error = %error, errand = call.name(), "an errand to the payment processor came to nothing");

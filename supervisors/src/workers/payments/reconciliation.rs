@@ -127,7 +127,7 @@ impl Reconciler {
                 Ok(Some(_lease)) => self.reconcile_once().await,
                 Ok(None) => {}
                 Err(error) => {
-                    tracing::warn!(%error, "the lease for comparing the payment processor's books cannot be acquired")
+                    tracing::warn!(%error, "the lease for comparing the payment processor's books cannot be acquired");
                 }
             }
         }
