@@ -84,15 +84,17 @@ impl Mailbox {
         Arc::new(Self { inner: Mutex::new((MailboxState::Open, VecDeque::new())), changed: Condvar::new() })
     }
 
-    fn cast(&self, message: Message) -> Result<(), Message> {
+    /// Whether it accepts the message.
+    fn cast(&self, message: Message) -> bool {
         let mut inner = self.inner.lock().unwrap();
         if inner.0 != MailboxState::Open {
+            // The message is dropped after the lock: its slot is freed.
             drop(inner);
-            return Err(message);
+            return false;
         }
         inner.1.push_back(message);
         self.changed.notify_all();
-        Ok(())
+        true
     }
 
     fn end(&self, state: MailboxState) {
@@ -200,7 +202,7 @@ impl World {
     fn passivate(&self) {
         let mailbox = self.hand_over.active.get(&COUNTER).map(|actor| Arc::clone(&actor.mailbox));
         if let Some(mailbox) = mailbox {
-            let _ = mailbox.cast(Message::Input(Input::Passivate));
+            mailbox.cast(Message::Input(Input::Passivate));
         }
     }
 
@@ -220,7 +222,7 @@ impl World {
         let (answer, answered) = mpsc::channel();
         let context = context(now()).with_key(key);
         let request = CommandRequest { token: thread_rng().r#gen(), command: Count::Add(ticket), context };
-        if actor.mailbox.cast(Message::Ask(Box::new(request), answer, slot)).is_err() {
+        if !actor.mailbox.cast(Message::Ask(Box::new(request), answer, slot)) {
             if actor.mailbox.inner.lock().unwrap().0 == MailboxState::Stopped {
                 self.hand_over.remove(COUNTER, &actor.id);
             }
@@ -255,7 +257,7 @@ impl World {
     fn send_result(self: &Arc<Self>, actor: &Actor, access: impl FnOnce(&Self) -> Input<Counter> + Send + 'static) {
         let (world, mailbox) = (Arc::clone(self), Arc::clone(&actor.mailbox));
         thread::spawn(move || {
-            let _ = mailbox.cast(Message::Input(access(&world)));
+            mailbox.cast(Message::Input(access(&world)));
         });
     }
 
