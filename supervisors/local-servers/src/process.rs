@@ -244,7 +244,7 @@ impl ChildProcess {
             .spawn()
             .with_context(|| format!("cannot watch {}", self.name))?;
         // Both outlive this process; the drop would stop the program.
-        std::mem::forget((watcher, self));
+        let _ = std::mem::ManuallyDrop::new((watcher, self));
         Ok(())
     }
 

@@ -19,9 +19,9 @@ use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use supervisors::roles::{ProcessRole, parse_roles};
 use supervisors::dev::agents::AgentSettings;
 use supervisors::dev::replica::{self, ListenAddresses, Replica, ReplicaSettings};
+use supervisors::roles::{ProcessRole, parse_roles};
 
 /// The NATS user with which tests inspect subjects and streams.
 pub(super) const OPERATOR: &str = "operator";
