@@ -23,7 +23,6 @@ mod platform_role;
 mod policy;
 mod processor_event;
 mod protected_resource;
-mod read_model;
 mod recording;
 mod refund;
 mod request_context;
@@ -38,9 +37,7 @@ mod terminal_page;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use read_model::{current, find};
-
-use crate::correlation::{ScopeSettings, Service};
+use crate::correlation::Service;
 use crate::error::Code;
 use crate::limits::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::rate_limit::RateLimitGroup;
@@ -61,7 +58,7 @@ const MAX_CONCURRENT_OPERATOR_REQUESTS: usize = 64;
 
 /// The public API, ready to be served.
 pub fn router(services: Services) -> Router {
-    let scope_settings = ScopeSettings::of(Service { name: "api", shows_route: false }, &services);
+    let scope_settings = services.scope_settings(Service { name: "api", shows_route: false });
     let (router, api) = routes();
     let router = router
         .layer(Extension(document::Document::of(&api, &services)))
@@ -74,7 +71,7 @@ pub fn router(services: Services) -> Router {
 /// The operators' listener of a process, whatever its roles: metrics, health, stats. It is served in clear text, on an address that only
 /// the operator reaches.
 pub fn operations(services: Services) -> Router {
-    let scope_settings = ScopeSettings::of(Service { name: "operations", shows_route: false }, &services);
+    let scope_settings = services.scope_settings(Service { name: "operations", shows_route: false });
     let router = Router::new()
         .route("/metrics", get(health::metrics_page))
         .route("/api/v1/healthz", get(health::healthz))

@@ -32,9 +32,8 @@ use tower::Layer;
 use tracing::{Instrument, Span, debug, error, error_span, field, info, warn};
 
 use crate::error::{ApiError, Code, Envelope, Parts, PendingErrorResponse};
+use crate::http_metrics::{HttpMetrics, InFlightRequest, UNMATCHED};
 use crate::malformed_request::MalformedRequest;
-use crate::metrics::{HttpMetrics, InFlightRequest, UNMATCHED};
-use crate::services::Services;
 
 /// The header that carries the correlation id, in and out.
 pub const CORRELATION_ID: HeaderName = HeaderName::from_static("x-correlation-id");
@@ -161,13 +160,6 @@ pub struct ScopeSettings {
     pub metrics: HttpMetrics,
     /// How many of the traces that begin here are sampled.
     pub sampling: Sampling,
-}
-
-impl ScopeSettings {
-    #[must_use]
-    pub fn of(service: Service, services: &Services) -> Self {
-        Self { service, metrics: services.metrics.for_service(service.name), sampling: services.sampling }
-    }
 }
 
 /// The outermost layer of every router: opens the request's span, answers every failure with the envelope, logs and counts once.

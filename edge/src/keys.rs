@@ -10,8 +10,8 @@ mod signers;
 pub use member::{MacKey, MemberKeys};
 pub use service::ServiceKeys;
 
-use crate::identity::TrustDomain;
 use crate::node_ca::{CaCertificate, IssueError, IssuedCertificate, NodeCa, NodeCaError};
+use crate::node_certificate::TrustDomain;
 use actors::sharding::id_of_name;
 use arc_swap::ArcSwap;
 use base64::Engine as _;

@@ -9,7 +9,6 @@ mod dispatch_log;
 mod enrollment;
 mod heartbeat;
 mod inventory;
-pub mod nonce;
 mod proof;
 mod recording;
 mod recovery;
@@ -27,11 +26,11 @@ pub use routes::{NodeRoute, ROUTES, RequiredCredential};
 
 use crate::body::{BodyLimit, reject_query};
 use crate::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
-use crate::correlation::{Scope, ScopeSettings, Service, no_store};
+use crate::correlation::{Scope, Service, no_store};
 use crate::error::ApiError;
-use crate::identity::TrustDomain;
 use crate::keys::KeysInForce;
 use crate::limits::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::node_certificate::TrustDomain;
 use crate::rate_limit::AddressLimit;
 use crate::services::Services;
 use actors::{AskError, CommandContext, CommandKey, CommandReply};
@@ -86,7 +85,7 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(wait::MAX_WAIT_SECONDS as u64
 
 /// The routes.
 pub fn router(services: Services) -> Router {
-    let scope_settings = ScopeSettings::of(Service { name: "node-api", shows_route: false }, &services);
+    let scope_settings = services.scope_settings(Service { name: "node-api", shows_route: false });
     let api = NodeApi { services, dispatch_log: Arc::default(), enrolling: Arc::default(), limits: Arc::default() };
     // Without a certificate: bounded per address, too.
     let enrolling = Router::new()

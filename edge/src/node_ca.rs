@@ -29,7 +29,7 @@ use x509_parser::{
 };
 use zeroize::Zeroizing;
 
-use crate::identity::TrustDomain;
+use crate::node_certificate::TrustDomain;
 
 /// The longest request read, in bytes; one with an RSA key of 8,192 bits has 3 kB.
 const MAX_CSR_LEN: usize = 16 * 1024;
@@ -93,7 +93,7 @@ pub struct IssuedCertificate {
     pub certificate_pem: String,
     /// The certificates between the node's and the trust anchor, the anchor last.
     pub chain_pem: String,
-    /// Lower-case hexadecimal, as [`crate::identity::NodeCertificate`] reads it.
+    /// Lower-case hexadecimal, as [`crate::node_certificate::NodeCertificate`] reads it.
     pub serial: String,
     pub not_after: DateTime<Utc>,
     /// The [`CaCertificate::id`] of the authority that certified it.
@@ -337,7 +337,7 @@ mod tests {
     use x509_parser::{certificate::X509Certificate, extensions::GeneralName};
 
     use super::*;
-    use crate::identity::NodeCertificate;
+    use crate::node_certificate::NodeCertificate;
 
     fn domain() -> TrustDomain {
         TrustDomain::parse("gpu.example").unwrap()

@@ -7,9 +7,10 @@ pub(crate) mod asciicast;
 mod fuzz;
 
 use crate::error::{ApiError, Code};
-use crate::services::Services;
+use actors::ports::Environment;
 use domain::policy::{PolicyKey, Scopes};
 use domain::recording::{RecordingMode, RecordingTerms};
+use persistence::Recordings;
 use prometheus::{IntCounter, Registry};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -130,14 +131,19 @@ impl RecordingIntake {
     ///
     /// # Errors
     /// `service_unavailable`
-    pub(crate) async fn check_room(&self, services: &Services, owner: &str, scopes: &Scopes) -> Result<(), ApiError> {
-        let (policy, now) = (services.environment.policy(), services.environment.now());
+    pub(crate) async fn check_room(
+        &self,
+        environment: &dyn Environment,
+        recordings: &Recordings,
+        owner: &str,
+        scopes: &Scopes,
+    ) -> Result<(), ApiError> {
+        let (policy, now) = (environment.policy(), environment.now());
         let most = |key| policy.int(key, scopes, now).unsigned_abs() * 1024 * 1024;
-        let recordings = services.trust.secrets.recordings();
         let of_owner = recordings.bytes(Some(owner)).await.map_err(ApiError::unavailable)?;
         let key = if of_owner >= most(PolicyKey::TerminalRecordingMaxUser) {
             PolicyKey::TerminalRecordingMaxUser
-        } else if self.total_bytes(services).await? >= most(PolicyKey::TerminalRecordingMaxTotal) {
+        } else if self.total_bytes(recordings).await? >= most(PolicyKey::TerminalRecordingMaxTotal) {
             PolicyKey::TerminalRecordingMaxTotal
         } else {
             return Ok(());
@@ -148,14 +154,14 @@ impl RecordingIntake {
         Err(error.detail("policy_key", key.name()).retry_after(NO_ROOM_RETRY_AFTER))
     }
 
-    async fn total_bytes(&self, services: &Services) -> Result<u64, ApiError> {
+    async fn total_bytes(&self, recordings: &Recordings) -> Result<u64, ApiError> {
         let known = *self.0.all.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((at, sum)) = known
             && at.elapsed() < TOTAL_CACHE_TTL
         {
             return Ok(sum);
         }
-        let sum = services.trust.secrets.recordings().bytes(None).await.map_err(ApiError::unavailable)?;
+        let sum = recordings.bytes(None).await.map_err(ApiError::unavailable)?;
         *self.0.all.lock().unwrap_or_else(PoisonError::into_inner) = Some((Instant::now(), sum));
         Ok(sum)
     }

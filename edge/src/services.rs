@@ -3,25 +3,28 @@
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
 use crate::connection_quota::ConnectionQuotas;
+use crate::correlation::{ScopeSettings, Service};
 use crate::delivery::NotificationSender;
 use crate::error::{ApiError, Code};
-use crate::identity::TrustDomain;
+use crate::http_metrics::EdgeMetrics;
 use crate::keys::KeysInForce;
 use crate::long_poll::LongPolls;
-use crate::metrics::EdgeMetrics;
-use crate::node_api::nonce::Nonces;
+use crate::node_certificate::TrustDomain;
 use crate::notifications::Notifications;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::probe::Probe;
 use crate::processor::Processor;
 use crate::processor::signature::WebhookSecrets;
 use crate::rate_limit::RateLimiter;
+use crate::recovery_nonce::Nonces;
 use crate::runtime::Runtime;
 use crate::terminal::Terminals;
 use crate::tls::connections::Connections;
+use crate::websocket;
 use actors::Directory;
 use actors::ports::Environment;
 use axum::extract::FromRef;
+use axum::http::HeaderMap;
 use domain::money::Currency;
 use persistence::envelope::KeyRing;
 use persistence::{Reads, Secrets};
@@ -118,6 +121,13 @@ pub struct PaymentPage {
     pub api_origin: String,
 }
 
+impl Addresses {
+    /// Refuses a WebSocket that a page of a foreign origin opens.
+    pub(crate) fn check_origin(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+        websocket::check_origin(&self.public_url, &self.terminal_origins, headers)
+    }
+}
+
 impl Trust {
     /// The verifier keys of a bundle.
     #[must_use]
@@ -138,6 +148,12 @@ impl Services {
 }
 
 impl Parts {
+    /// The settings of the outermost layer of a router.
+    #[must_use]
+    pub fn scope_settings(&self, service: Service) -> ScopeSettings {
+        ScopeSettings { service, metrics: self.metrics.for_service(service.name), sampling: self.sampling }
+    }
+
     /// # Errors
     /// `service_unavailable` where no payment processor is configured.
     pub fn payments(&self) -> Result<&Payments, ApiError> {

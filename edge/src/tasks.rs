@@ -1,6 +1,6 @@
 //! Work of the node machine, as the agent receives it: a task, signed over the exact bytes that travel (decisions 4, *Tasks*).
 
-use crate::services::Trust;
+use crate::keys::KeysInForce;
 use chrono::TimeDelta;
 use domain::TaskType;
 use domain::node::{AgentTask, TaskKind, TenantSlot};
@@ -42,13 +42,13 @@ pub fn payload(node_id: NodeId, order: &AgentTask, now: Timestamp) -> Option<Tas
 /// # Errors
 /// The order is of a type that agents do not have, which no machine orders.
 pub fn signed(
-    trust: &Trust,
+    keys: &KeysInForce,
     node_id: NodeId,
     order: &AgentTask,
     now: Timestamp,
 ) -> Result<SignedEnvelope, TaskEncodingError> {
     let payload = payload(node_id, order, now).ok_or(TaskEncodingError::NoSuchType)?;
-    trust.keys.load().task.sign(&payload).map_err(TaskEncodingError::Unwritable)
+    keys.load().task.sign(&payload).map_err(TaskEncodingError::Unwritable)
 }
 
 /// Why a task cannot be dispatched.

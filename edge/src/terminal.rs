@@ -1,14 +1,11 @@
-//! Terminals: the gateway that users connect to, and the two ends of a session in this process.
+//! Terminals: the two ends of a session in this process. Users connect to [`crate::terminal_gateway`].
 //!
 //! A session's agent holds a stream to some replica, and its user is connected to some gateway. Within one process the two are joined here;
 //! across two processes they are joined over the bus ([`relay`]), sealed. Only the current connections are stored here: the session's state
 //! belongs to its state machine, its output to the agent.
 
-mod browser;
-mod gateway;
 pub mod relay;
 mod seal;
-mod watch;
 
 use crate::long_poll::LongPolls;
 use crate::recording::RecordingIntake;
@@ -24,9 +21,6 @@ use tokio::sync::mpsc::error::TrySendError;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 use wire::terminal::{TerminalCommand, TerminalEvent};
-
-pub use gateway::{PATH, beside, router};
-pub(crate) use watch::{SessionEnd, until_session_ends};
 
 /// The subprotocol of a connection (decisions 5, *Terminal*).
 pub const PROTOCOL: &str = "gpu.terminal.v1";
@@ -257,7 +251,7 @@ impl AgentEnd {
 }
 
 /// A user's attachment to an agent's end; released on drop.
-struct AttachmentGuard {
+pub(crate) struct AttachmentGuard {
     end: Arc<AgentEnd>,
     attachment: u32,
     detached: CancellationToken,
@@ -284,10 +278,10 @@ impl Drop for AttachmentGuard {
 
 /// A user's connection, joined with the session's agent. Dropping it detaches; `up` ends where the agent is gone.
 pub(crate) struct Link {
-    attachment: u32,
-    up: mpsc::Receiver<TerminalEvent>,
-    down: mpsc::Sender<TerminalCommand>,
-    _held: Option<AttachmentGuard>,
+    pub(crate) attachment: u32,
+    pub(crate) up: mpsc::Receiver<TerminalEvent>,
+    pub(crate) down: mpsc::Sender<TerminalCommand>,
+    pub(crate) _held: Option<AttachmentGuard>,
 }
 
 /// A token as it is issued: the secret, and the session that it is for.

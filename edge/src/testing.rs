@@ -20,8 +20,8 @@ pub(crate) fn scope_settings(service: crate::correlation::Service) -> crate::cor
 }
 
 /// Metrics in a registry of their own.
-pub(crate) fn metrics() -> crate::metrics::EdgeMetrics {
-    crate::metrics::EdgeMetrics::register(&prometheus::Registry::new()).unwrap()
+pub(crate) fn metrics() -> crate::http_metrics::EdgeMetrics {
+    crate::http_metrics::EdgeMetrics::register(&prometheus::Registry::new()).unwrap()
 }
 
 /// The terminals of a standalone replica.

@@ -1,5 +1,5 @@
 //! TLS termination: the configuration here, the listener in [`serve`], session tickets in [`tickets`], and the open connections in
-//! [`connections`].
+//! [`connections`]. What proxies and balancers in front of it pass on is in [`ingress`], [`proxies`] and [`forwarded`].
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -13,14 +13,19 @@ use rustls::{
 };
 use thiserror::Error;
 
-use crate::identity::{
-    NodeCertificate, NodeCertificateError, TrustDomain, forwarded::ForwardedCertificateError, ingress::Ingress,
-};
+use crate::node_certificate::{NodeCertificate, NodeCertificateError, TrustDomain};
 use crate::token_bucket::network_of;
+use forwarded::ForwardedCertificateError;
+use ingress::Ingress;
 
 pub mod admission;
 pub mod connections;
+pub mod forwarded;
+#[cfg(test)]
+mod fuzz;
 mod http1;
+pub mod ingress;
+pub mod proxies;
 pub mod serve;
 pub mod tickets;
 

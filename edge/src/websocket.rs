@@ -1,7 +1,6 @@
 //! What all WebSockets have in common: the origins that may open one, how it is closed, and the bound on control messages.
 
 use crate::error::ApiError;
-use crate::services::Services;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
 use axum::extract::ws::{CloseFrame, Message, WebSocket};
 use axum::http::{HeaderMap, header};
@@ -41,12 +40,12 @@ pub(crate) fn no_upgrade(error: WebSocketUpgradeRejection) -> ApiError {
     .because(error)
 }
 
-/// A browser sends the origin of its page; a client without one is not a browser.
-pub(crate) fn check_origin(services: &Services, headers: &HeaderMap) -> Result<(), ApiError> {
+/// A browser sends the origin of its page; a client without one is not a browser. Admitted are the origin of `public_url`, and `others`.
+pub(crate) fn check_origin(public_url: &str, others: &[String], headers: &HeaderMap) -> Result<(), ApiError> {
     let Some(origin) = headers.get(header::ORIGIN) else { return Ok(()) };
-    let own = origin_of(&services.addresses.public_url);
+    let own = origin_of(public_url);
     let origin = origin.to_str().unwrap_or_default();
-    let known = origin == own || services.addresses.terminal_origins.iter().any(|known| known == origin);
+    let known = origin == own || others.iter().any(|known| known == origin);
     if known {
         return Ok(());
     }

@@ -17,8 +17,8 @@ pub use variables::{ConfigError, Problem};
 use crate::roles::{ProcessRole, parse_roles};
 use domain::Timestamp;
 use edge::auth::internal::InternalToken;
-use edge::identity::TrustDomain;
-use edge::identity::ingress::Ingress;
+use edge::node_certificate::TrustDomain;
+use edge::tls::ingress::Ingress;
 use edge::tls::{ServerTls, server_config};
 use identity::{identity, internal_token};
 use ingress::ingress;
@@ -258,7 +258,7 @@ fn trust_domain(variables: &mut Variables<'_>) -> Option<TrustDomain> {
 
 /// The gateway at the public URL.
 fn terminal_url(public_url: &str) -> String {
-    format!("{}{}", public_url.trim_end_matches('/').replacen("http", "ws", 1), edge::terminal::PATH)
+    format!("{}{}", public_url.trim_end_matches('/').replacen("http", "ws", 1), edge::terminal_gateway::PATH)
 }
 
 fn default_member_name() -> String {

@@ -244,7 +244,7 @@ impl DevEnvironment {
             async move { Replica::start(name, settings, nats_url?, listens).await }
         });
         let replicas = try_join_all(starting).await?;
-        processor.send_webhooks_to(&format!("https://{}{}", webhook.address(), edge::webhook::PATH)).await?;
+        processor.send_webhooks_to(&format!("https://{}{}", webhook.address(), edge::payment_webhook::PATH)).await?;
         clock.lap(&format!("control plane at {} ({} replicas)", settings.public_url, replicas.len()));
 
         let env_file = variables(&settings, &replicas, &identity, &nats)?.write(&folder.join("env"))?;
@@ -411,7 +411,7 @@ impl DevEnvironment {
             format!("  public API         https://{}", self.public.address()),
             format!("  its description    https://{}/api/v1/docs", self.public.address()),
             format!("  node API           https://{}", self.node.address()),
-            format!("  webhooks           https://{}{}", self.webhook.address(), edge::webhook::PATH),
+            format!("  webhooks           https://{}{}", self.webhook.address(), edge::payment_webhook::PATH),
             format!("  a terminal         https://{}/terminal/ALLOCATION_ID, in a browser", self.public.address()),
         ];
         for replica in &self.replicas {

@@ -62,7 +62,7 @@ fn process_registry() -> anyhow::Result<Registry> {
     let registry = Registry::new();
     registry.register(Box::new(ProcessCollector::for_self()))?;
     edge::idempotency::COUNTERS.register(&registry)?;
-    edge::webhook::COUNTERS.register(&registry)?;
+    edge::payment_webhook::COUNTERS.register(&registry)?;
     edge::tls::admission::register(&registry)?;
     Ok(registry)
 }

@@ -3,9 +3,9 @@
 use anyhow::Context;
 use domain::Timestamp;
 use ed25519_dalek::SigningKey;
-use edge::identity::TrustDomain;
 use edge::keys::KeysInForce;
-use edge::node_api::nonce::Nonces;
+use edge::node_certificate::TrustDomain;
+use edge::recovery_nonce::Nonces;
 use edge::services::Trust;
 use edge::tls::tickets::SharedTickets;
 use persistence::audit::AuditKey;

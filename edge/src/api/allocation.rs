@@ -34,7 +34,6 @@ use super::field::{
     ResourceName, SkuRef, metadata, set_or_none, terms,
 };
 use super::notification_endpoint::introduce;
-use super::read_model::{self, CurrentEntity, current, etag, wait_until};
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::sku;
 use super::ssh_key::tenant_of;
@@ -43,6 +42,7 @@ use crate::error::{ApiError, Code};
 use crate::idempotency::ReplayedResponse;
 use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery};
+use crate::read_model::{self, CurrentEntity, current, etag, wait_until};
 use crate::services::Services;
 use view::{AllocationView, StateName};
 

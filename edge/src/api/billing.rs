@@ -20,13 +20,13 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::field::{AdjustmentMinor, ClaimId, CurrencyCode, EstimatedSeconds, GpuCount, Reason, SkuRef};
-use super::read_model::{self, current};
 use super::request_context::{AdjustBilling, Authorized, RequestContext, SeeBilling, UserRequest, replayed};
 use super::sku;
 use crate::body::{self, Path, Query};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, Page, PageQuery, Position};
+use crate::read_model::{self, current};
 use crate::services::Services;
 use view::{AccountView, EstimateView, LedgerView, MeteredView};
 

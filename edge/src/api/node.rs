@@ -25,7 +25,6 @@ use super::field::{
     GpuCount, HostName, LabelChanges, LabelSelector, LabelSelectors, Labels, LoginName, Port, PublicKeyText, Reason,
     ReasonBody, RegionCode, ResourceName, SkuRef, metadata, metadata_patch, terms,
 };
-use super::read_model::{self, StoredEntity, etag, find, if_match, wait_until};
 use super::request_context::{AdminRequest, RequestContext, replayed};
 use super::sku;
 use crate::body::{self, Path};
@@ -34,6 +33,7 @@ use crate::host::HostAddress;
 use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery};
 use crate::probe::Reachability;
+use crate::read_model::{self, StoredEntity, etag, find, if_match, wait_until};
 use crate::rejection_response::not_answered;
 use crate::services::Services;
 use crate::ssh_public_key::SshPublicKey;

@@ -12,6 +12,7 @@ use domain::announcement::{self, Announcement, Command, Reply};
 use domain::notification::Channel;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
@@ -24,7 +25,7 @@ use crate::error::{ApiError, Code};
 use crate::idempotency::context::Idempotent;
 use crate::notifications::{Connection, FULL, NotificationMessage};
 use crate::services::Services;
-use crate::websocket::{Close, REVOKED, TOKEN, check_origin, close_now, no_upgrade, offered};
+use crate::websocket::{Close, REVOKED, TOKEN, close_now, no_upgrade, offered};
 
 /// The WebSocket subprotocol.
 const PROTOCOL: &str = "gpu.notifications.v1";
@@ -53,7 +54,7 @@ impl FromRequestParts<Services> for SubscribeRequest {
                  a URL as known to others.",
             ));
         }
-        check_origin(services, &parts.headers)?;
+        services.addresses.check_origin(&parts.headers)?;
         let offered = offered(&parts.headers)?;
         let has_protocol = offered.contains(&PROTOCOL);
         let mut tokens = offered.iter().filter_map(|protocol| protocol.strip_prefix("bearer."));
@@ -131,7 +132,9 @@ pub(super) async fn listen(State(services): State<Services>, request: SubscribeR
         .max_write_buffer_size(64 * 1024);
     Ok(upgrade.on_upgrade(async move |socket| {
         let subscription = services.notifications.listen(channels).await;
-        Connection { services, subscription, token, caller, slot }.run(socket).await;
+        let authenticator = Arc::clone(&services.authenticator);
+        let (metrics, stopping) = (services.notifications.metrics().clone(), services.stopping.clone());
+        Connection { authenticator, metrics, stopping, subscription, token, caller, slot }.run(socket).await;
     }))
 }
 

@@ -15,11 +15,11 @@ use uuid::Uuid;
 pub(super) use checkout::*;
 
 use super::billing::{holder_of, id_of};
-use super::read_model::{self, CurrentEntity, current};
 use super::request_context::{Authorized, RequestContext, SeeBilling, UserRequest};
 use crate::body::Path;
 use crate::error::ApiError;
 use crate::page::{Items, Listing, Order, Page, PageQuery};
+use crate::read_model::{self, CurrentEntity, current};
 use crate::services::Services;
 use view::{PaymentView, StateName};
 pub(super) use view::{RefundState, RefundView};

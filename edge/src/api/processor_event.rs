@@ -14,14 +14,14 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::field::{ProcessorId, ReasonBody};
-use super::read_model::{self, current};
 use super::request_context::{Authorized, SeeBilling, SettleProcessorEvents, replayed};
 use crate::body::{self, Path};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery};
+use crate::payment_webhook::id_of_event;
+use crate::read_model::{self, current};
 use crate::services::Services;
-use crate::webhook::id_of_event;
 
 /// A filter of events.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]

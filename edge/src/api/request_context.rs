@@ -22,8 +22,8 @@ use crate::idempotency::{IdempotencyKey, ReplayedResponse, RequestLine};
 use crate::rejection_response::{Explain, not_answered};
 use crate::services::Services;
 
-use super::read_model::find;
 use super::routing::{KeyRequired, NoQuery};
+use crate::read_model::find;
 
 /// How long an entity may take to reply.
 const ASK_TIMEOUT: TimeDelta = TimeDelta::seconds(8);

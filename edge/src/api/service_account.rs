@@ -16,7 +16,6 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::field::{ClaimId, Label, set_or_none};
-use super::read_model::{self, find};
 use super::request_context::{RequestContext, UserRequest, replayed};
 use super::ssh_key::tenant_of;
 use crate::body::{self, Path};
@@ -24,6 +23,7 @@ use crate::correlation::no_store;
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery};
+use crate::read_model::{self, find};
 use crate::services::Services;
 use crate::token::{TokenPurpose, mint};
 

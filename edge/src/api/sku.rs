@@ -21,13 +21,13 @@ use super::field::{
     CpuCores, CurrencyCode, GpuCount, Label, MemoryMib, PriceMinor, RegionCode, SkuName, SkuRef, StorageGib, set,
     set_or_none,
 };
-use super::read_model::{self, StoredEntity, find};
 use super::request_context::{AdminRequest, Authorized, SeeSkus, UserRequest, replayed};
 use super::ssh_key::NoFilter;
 use crate::body::{self, Path};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery};
+use crate::read_model::{self, StoredEntity, find};
 use crate::services::Services;
 
 /// A kind of machine to be put into the catalog, as a draft.

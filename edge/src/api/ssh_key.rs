@@ -13,12 +13,12 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::field::{ClaimId, Label, PublicKeyText};
-use super::read_model::find;
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use crate::body::{self, NoBody, Path};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
 use crate::page::{Items, Listing, Order, PageQuery, Position};
+use crate::read_model::find;
 use crate::services::Services;
 use crate::ssh_public_key::{SshPublicKey, SshPublicKeyError};
 

@@ -3,10 +3,10 @@
 use super::NodeApi;
 use super::admission::AuthenticatedNode;
 use super::rejection_response::refused;
-use crate::api::current;
 use crate::body::{Path, read_body};
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
+use crate::read_model::current;
 use crate::recording::{ChunkSummary, summary};
 use axum::Json;
 use axum::extract::{Request, State};
@@ -83,7 +83,12 @@ impl NodeApi {
         let frames = read_body(request).await?;
         let ChunkSummary { lost_bytes, micros, ends } = summary(seq, &frames)?;
         let scopes = session.scopes();
-        services.terminals.recording_intake().check_room(services, &session.owner.user_id, &scopes).await?;
+        let (environment, recordings) = (services.environment.as_ref(), services.trust.secrets.recordings());
+        services
+            .terminals
+            .recording_intake()
+            .check_room(environment, &recordings, &session.owner.user_id, &scopes)
+            .await?;
         let most = services.environment.policy().int(
             PolicyKey::TerminalRecordingMaxSession,
             &scopes,

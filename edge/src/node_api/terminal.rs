@@ -3,12 +3,12 @@
 use super::admission::AuthenticatedNode;
 use super::rejection_response::refused;
 use super::{ASK_TIMEOUT, NodeApi};
-use crate::api::current;
 use crate::body::Path;
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
+use crate::read_model::current;
 use crate::recording::on_the_wire;
-use crate::terminal::until_session_ends;
+use crate::terminal_gateway::until_session_ends;
 use crate::tls::connections::ConnectionGuard;
 use actors::AskError;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;

@@ -2,11 +2,10 @@
 
 use super::message::{pong, ready};
 use super::{NotificationMetrics, Subscription};
-use crate::auth::Caller;
+use crate::auth::{Authenticator, Caller};
 use crate::body::integers::from_json;
 use crate::connection_quota::QuotaSlot;
 use crate::error::Code;
-use crate::services::Services;
 use crate::websocket::{CLOSE_TIMEOUT, Close, Controls, MISUSED, REVOKED, TOO_BIG, frame, is_too_big};
 use axum::extract::ws::{Message, Utf8Bytes, WebSocket};
 use chrono::Utc;
@@ -14,9 +13,11 @@ use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt as _, StreamExt as _};
 use secrecy::{ExposeSecret as _, SecretString};
 use serde::Deserialize;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, interval_at, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
 
 /// The access token has expired: connect again with a new one.
 const EXPIRED: Close = (4408, "token_expired");
@@ -42,7 +43,10 @@ enum FromUser {
 
 /// An admitted connection.
 pub(crate) struct Connection {
-    pub(crate) services: Services,
+    pub(crate) authenticator: Arc<Authenticator>,
+    pub(crate) metrics: NotificationMetrics,
+    /// Cancelled when this process stops.
+    pub(crate) stopping: CancellationToken,
     pub(crate) subscription: Subscription,
     /// The token that the caller was authenticated by; it is rechecked periodically.
     pub(crate) token: SecretString,
@@ -54,7 +58,7 @@ type Sink = SplitSink<WebSocket, Message>;
 
 impl Connection {
     pub(crate) async fn run(mut self, socket: WebSocket) {
-        let metrics = self.services.notifications.metrics().clone();
+        let metrics = self.metrics.clone();
         metrics.connections.inc();
         let (mut sink, mut stream) = socket.split();
         if let Some(why) = self.serve(&mut sink, &mut stream, &metrics).await {
@@ -73,7 +77,7 @@ impl Connection {
     ) -> Option<Close> {
         let left = (self.caller.token_expires_at - Utc::now()).to_std().unwrap_or_default();
         let end = Instant::now() + left;
-        let (stopping, slow) = (self.services.stopping.clone(), self.subscription.slow.clone());
+        let (stopping, slow) = (self.stopping.clone(), self.subscription.slow.clone());
         let (answers, answer) = mpsc::channel(1);
         tokio::select! {
             biased;
@@ -103,7 +107,7 @@ impl Connection {
                 count = self.subscription.messages.recv_many(&mut messages, WRITE_BATCH) => {
                     // A key of a service account is void from the moment in which it was revoked.
                     if let Some(acting) = &self.caller.acting {
-                        match self.services.authenticator.is_still_authorized(acting).await {
+                        match self.authenticator.is_still_authorized(acting).await {
                             Ok(true) => {}
                             Ok(false) => return Some(REVOKED),
                             Err(_) => return Some(AWAY),
@@ -136,7 +140,7 @@ impl Connection {
     /// The provider may have withdrawn the key that signed the token, or the account may have been revoked. Where that cannot be
     /// determined, the last known state holds until the token expires.
     async fn recheck_token(&self) -> Option<Close> {
-        match self.services.authenticator.verify_token(self.token.expose_secret()).await {
+        match self.authenticator.verify_token(self.token.expose_secret()).await {
             Ok(caller) if caller == self.caller => None,
             // The token names another caller now: a new connection subscribes to that caller's channels.
             Ok(_) => Some(REVOKED),

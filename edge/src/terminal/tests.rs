@@ -324,13 +324,3 @@ fn token_names_its_session_and_has_one_valid_form() {
         assert!(read_token(&bad.clone().into()).is_none(), "{bad}");
     }
 }
-
-/// The memory of a user's end besides its connection.
-#[test]
-fn user_connection_takes_a_few_kilobytes() {
-    fn size_of_run<A, B, F: Future>(_: impl Fn(A, B) -> F) -> usize {
-        size_of::<F>()
-    }
-    let size = size_of_run(browser::Browser::run);
-    assert!(size < 4 * 1024, "{size} bytes");
-}

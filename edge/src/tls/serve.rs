@@ -40,13 +40,11 @@ use super::{
     admission::{Admission, ConnectionSlot},
     connections::{ConnectionOwner, Connections, RevocableStream},
     http1::Http1Stream,
-};
-use crate::identity::{
-    NodeCertificate, TrustDomain,
     ingress::Ingress,
     proxies::{Proxies, peer_of},
 };
 use crate::malformed_request::MalformedRequest;
+use crate::node_certificate::{NodeCertificate, TrustDomain};
 use crate::token_bucket::network_of;
 
 /// The bounds of a listener.

@@ -1,7 +1,7 @@
 //! The proxies and load balancers in front of the listeners, which hold connections for many clients.
 
 use super::variables::Variables;
-use edge::identity::ingress::Ingress;
+use edge::tls::ingress::Ingress;
 
 const PROXIES: &str = "SVC_TRUSTED_PROXIES";
 const BALANCERS: &str = "SVC_TCP_BALANCERS";

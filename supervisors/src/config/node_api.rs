@@ -1,7 +1,7 @@
 //! The settings of the node API: the proxies in front of it, and the agent's package in bundles.
 
 use super::variables::Variables;
-use edge::identity::forwarded::Forwarding;
+use edge::tls::forwarded::Forwarding;
 use ipnet::IpNet;
 use wire::bundle::{Package, names};
 

@@ -155,7 +155,7 @@ impl Replica {
 
     /// The URL for the payment processor's webhooks.
     pub fn webhook_url(&self) -> String {
-        format!("https://{}{}", self.listens.webhook, edge::webhook::PATH)
+        format!("https://{}{}", self.listens.webhook, edge::payment_webhook::PATH)
     }
 
     /// The URL of its metrics.

@@ -10,11 +10,11 @@ use crate::roles::ProcessRole;
 use crate::trust;
 use anyhow::Context;
 use arc_swap::ArcSwap;
-use edge::identity::TrustDomain;
-use edge::identity::ingress::Ingress;
-use edge::identity::proxies::Proxies;
+use edge::node_certificate::TrustDomain;
 use edge::services::Services;
 use edge::tls::connections::Connections;
+use edge::tls::ingress::Ingress;
+use edge::tls::proxies::Proxies;
 use edge::tls::serve::{ListenerLimits, TlsServer};
 use edge::tls::{ServerTls, server_config};
 use rustls::ServerConfig;
@@ -98,9 +98,9 @@ impl ListenerStage {
         let mut webhook = None;
         if config.roles.contains(&ProcessRole::Webhook) && services.payments.is_some() {
             let at = bind("SVC_WEBHOOK_LISTEN", config.webhook_listen).await?;
-            let router = edge::webhook::router(services.clone());
+            let router = edge::payment_webhook::router(services.clone());
             webhook = Some(Arc::new(BoundListener {
-                limits: edge::webhook::listener_limits(),
+                limits: edge::payment_webhook::listener_limits(),
                 ..BoundListener::new(at, tls, router, &shared)
             }));
         }
@@ -112,9 +112,9 @@ impl ListenerStage {
 
 fn public_router(config: &Config, services: &Services) -> Option<axum::Router> {
     match (config.roles.contains(&ProcessRole::Api), config.roles.contains(&ProcessRole::TerminalGateway)) {
-        (true, true) => Some(edge::terminal::beside(edge::api::router(services.clone()), services.clone())),
+        (true, true) => Some(edge::terminal_gateway::beside(edge::api::router(services.clone()), services.clone())),
         (true, false) => Some(edge::api::router(services.clone())),
-        (false, true) => Some(edge::terminal::router(services.clone())),
+        (false, true) => Some(edge::terminal_gateway::router(services.clone())),
         (false, false) => None,
     }
 }

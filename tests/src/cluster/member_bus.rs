@@ -3,8 +3,8 @@
 use super::TestCluster;
 use chrono::Utc;
 use domain::MemberId;
-use edge::identity::TrustDomain;
 use edge::keys::{Keys, KeysInForce};
+use edge::node_certificate::TrustDomain;
 use persistence::cluster::Member;
 use persistence::envelope::KeyRing;
 use persistence::{Reads, Secrets};

@@ -60,7 +60,9 @@ impl LinkedProcessor {
     /// Registers the replicas, in turns, as the receivers of its webhooks.
     pub(super) async fn register_webhooks(&mut self, replicas: &[Replica]) -> anyhow::Result<()> {
         let balancer = Balancer::start(replicas.iter().map(|replica| replica.listens().webhook).collect()).await?;
-        self.processor.send_webhooks_to(&format!("https://{}{}", balancer.address(), edge::webhook::PATH)).await?;
+        self.processor
+            .send_webhooks_to(&format!("https://{}{}", balancer.address(), edge::payment_webhook::PATH))
+            .await?;
         self.webhooks = Some(balancer);
         Ok(())
     }

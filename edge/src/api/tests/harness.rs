@@ -7,9 +7,9 @@ use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::service_token::ServiceTokens;
 use crate::auth::{Authenticator, TokenRules};
 use crate::connection_quota::ConnectionQuotas;
-use crate::identity::TrustDomain;
 use crate::keys::{Keys, KeysInForce};
 use crate::long_poll::LongPolls;
+use crate::node_certificate::TrustDomain;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::probe::{Probe, ProbeTargets, Resolve};
 use crate::rate_limit::RateLimiter;
@@ -460,7 +460,7 @@ impl ApiHarness {
     /// Waits until the condition holds for the entity.
     pub(super) async fn wait_until<M: Machine>(&self, id: Uuid, is_so: impl Fn(&M) -> bool) {
         let found =
-            api::read_model::wait_until::<M>(&self.services, id, Duration::from_secs(10), &is_so).await.unwrap();
+            crate::read_model::wait_until::<M>(&self.services, id, Duration::from_secs(10), &is_so).await.unwrap();
         assert!(found.is_some_and(|found| is_so(&found.it)), "it did not come to that");
     }
 
@@ -591,7 +591,7 @@ async fn trust(reads: &Reads, secrets: Secrets) -> Trust {
     Trust {
         domain,
         api_ca_pem: keys.node.bundle_pem(),
-        nonces: crate::node_api::nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
+        nonces: crate::recovery_nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
         at_rest: crate::testing::key_ring(),
         keys: KeysInForce::new(keys),
         secrets,

@@ -1,10 +1,10 @@
 //! Webhooks of the payment processor, forged ones, and operators' actions on failed events.
 
 use super::harness::{ApiHarness, TestResponse, without_ids};
+use crate::payment_webhook::{self, COUNTERS, PATH, body_of, id_of_event};
 use crate::processor::signature::{TOLERANCE, WebhookSecrets};
 use crate::processor::stripe::{CheckoutPage, Stripe, StripeSettings};
 use crate::services::Payments;
-use crate::webhook::{self, COUNTERS, PATH, body_of, id_of_event};
 use axum::body::Body;
 use axum::http::{Method, Request};
 use chrono::Utc;
@@ -65,7 +65,7 @@ fn signed(scheme: &str, seconds_ago: i64, body: &str) -> String {
 }
 
 async fn send(api: &ApiHarness, request: Request<Body>) -> TestResponse {
-    let response = webhook::router(api.services.clone()).oneshot(request).await.unwrap();
+    let response = payment_webhook::router(api.services.clone()).oneshot(request).await.unwrap();
     let (status, headers) = (response.status().as_u16(), response.headers().clone());
     let bytes = axum::body::to_bytes(response.into_body(), 1 << 20).await.unwrap();
     TestResponse { status, headers, body: serde_json::from_slice(&bytes).unwrap_or(Value::Null) }
@@ -209,7 +209,7 @@ async fn webhook_that_cannot_be_stored_is_answered_for_a_retry() {
 #[tokio::test]
 async fn slow_webhook_bodies_do_not_block_the_processor() {
     let api = harness().await;
-    let router = webhook::router(api.services.clone());
+    let router = payment_webhook::router(api.services.clone());
     for n in 0..300_u16 {
         let address = [192, 0, 2 + u8::try_from(n / 50).unwrap(), u8::try_from(n % 50).unwrap()];
         let peer = crate::tls::Peer::new((address, 4711).into(), None, false);

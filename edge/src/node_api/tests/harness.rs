@@ -5,12 +5,10 @@ use super::store::MemoryStore;
 use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::{Authenticator, TokenRules};
 use crate::connection_quota::ConnectionQuotas;
-use crate::identity::TrustDomain;
-use crate::identity::forwarded::Forwarding;
-use crate::identity::proxies::Proxies;
 use crate::keys::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use crate::long_poll::LongPolls;
 use crate::node_ca::NodeCa;
+use crate::node_certificate::TrustDomain;
 use crate::platform_roles::PlatformRoleCounters;
 use crate::probe::{Probe, ProbeTargets, SystemResolver};
 use crate::rate_limit::RateLimiter;
@@ -21,6 +19,8 @@ use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
 use crate::testing::postgres::PgTestStore;
 use crate::tls::connections::Connections;
+use crate::tls::forwarded::Forwarding;
+use crate::tls::proxies::Proxies;
 use crate::tls::serve::{ListenerLimits, TlsServer};
 use crate::tls::tickets::SharedTickets;
 use crate::tls::{ServerTls, server_config};
@@ -219,7 +219,7 @@ impl NodeApiHarness {
                 secrets,
                 bootstrap_verifier_keys: Vec::new(),
                 api_ca_pem: tls.authority_pem,
-                nonces: crate::node_api::nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
+                nonces: crate::recovery_nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
                 at_rest: crate::testing::key_ring(),
             },
             addresses: Addresses {

@@ -4,9 +4,9 @@ use super::*;
 use crate::cluster::ClusterState;
 use chrono::Utc;
 use ed25519_dalek::SigningKey;
-use edge::identity::TrustDomain;
 use edge::keys::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use edge::node_ca::NodeCa;
+use edge::node_certificate::TrustDomain;
 use persistence::cluster::{Member, MemberHeartbeat};
 use serde_json::json;
 

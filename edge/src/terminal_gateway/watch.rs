@@ -1,6 +1,6 @@
 //! When a connection of a session has to be closed: the session is over, or another connection replaced it.
 
-use crate::api::current;
+use crate::read_model::current;
 use crate::services::Services;
 use domain::TerminalSessionId;
 use domain::machine::Timestamp;

@@ -13,10 +13,10 @@ mod input;
 mod output;
 mod progress;
 
-use super::gateway::ask;
-use super::{Link, SessionEnd, until_session_ends};
+use super::{SessionEnd, ask, until_session_ends};
 use crate::correlation::Scope;
 use crate::services::Services;
+use crate::terminal::Link;
 use crate::websocket::{CLOSE_TIMEOUT, Close, frame};
 use axum::extract::ws::{Message, WebSocket};
 use control_frames::{exit_of, text};

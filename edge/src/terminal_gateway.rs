@@ -3,14 +3,16 @@
 //! The token is among the offered subprotocols, never in the URL. It is spent, which is audited, before the upgrade. An invalid token is
 //! refused with a close code after the upgrade, since a browser shows its page nothing else.
 
-use super::browser::{Browser, close};
-use super::{PROTOCOL, read_token};
-use crate::api::find;
-use crate::correlation::{Scope, ScopeSettings, Service};
+mod browser;
+mod watch;
+
+use crate::correlation::{Scope, Service};
 use crate::error::{ApiError, Code};
 use crate::limits::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::read_model::find;
 use crate::services::Services;
-use crate::websocket::{self, Close, check_origin, close_now, no_upgrade};
+use crate::terminal::{PROTOCOL, read_token};
+use crate::websocket::{self, Close, close_now, no_upgrade};
 use actors::AskError;
 use axum::Router;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
@@ -30,6 +32,10 @@ use tokio::time::Instant;
 use tower::ServiceExt as _;
 use wire::terminal::MESSAGE;
 
+use browser::{Browser, close};
+use watch::SessionEnd;
+pub(crate) use watch::until_session_ends;
+
 /// The gateway's one route.
 pub const PATH: &str = "/ws/v1/terminal";
 
@@ -45,7 +51,7 @@ const MAX_USER_MESSAGE: usize = 64 * 1024;
 
 /// The gateway, ready to be served at [`PATH`].
 pub fn router(services: Services) -> Router {
-    let scope_settings = ScopeSettings::of(Service { name: "terminal-gateway", shows_route: true }, &services);
+    let scope_settings = services.scope_settings(Service { name: "terminal-gateway", shows_route: true });
     let router = Router::new().route(PATH, get(connect)).with_state(services);
     with_common_layers(
         bounded(router, RequestTimeout(UPGRADE_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT_UPGRADES)),
@@ -87,7 +93,7 @@ async fn connect(
              spent.",
         ));
     }
-    check_origin(&services, &headers)?;
+    services.addresses.check_origin(&headers)?;
     let upgrade = upgrade.map_err(no_upgrade)?;
     let offered = offered(&headers)?;
     if !offered.has_protocol {
@@ -174,7 +180,7 @@ async fn admit(
 }
 
 /// Sends a command to the session's state machine as the gateway.
-pub(super) async fn ask(
+async fn ask(
     services: &Services,
     scope: &Scope,
     session: TerminalSessionId,
@@ -184,4 +190,19 @@ pub(super) async fn ask(
     let context = scope.command_context(&permit, services.environment.now() + ASK_TIMEOUT).urgent();
     let answered = services.directory.ask::<TerminalSession>(&permit, session.0, command, context).await?;
     Ok(answered.reply)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::browser::Browser;
+
+    /// The memory of a user's end besides its connection.
+    #[test]
+    fn user_connection_takes_a_few_kilobytes() {
+        fn size_of_run<A, B, F: Future>(_: impl Fn(A, B) -> F) -> usize {
+            size_of::<F>()
+        }
+        let size = size_of_run(Browser::run);
+        assert!(size < 4 * 1024, "{size} bytes");
+    }
 }

@@ -46,8 +46,8 @@ pub(crate) fn forwarded_client(headers: &HeaderMap, is_proxy: impl Fn(IpAddr) ->
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::identity::proxies::peer_of;
     use crate::tls::Peer;
+    use crate::tls::proxies::peer_of;
 
     fn ingress() -> Ingress {
         let networks = |text: &str| vec![text.parse().unwrap()];

@@ -26,7 +26,7 @@ use uuid::Uuid;
 
 use crate::body::read_body;
 use crate::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
-use crate::correlation::{Scope, ScopeSettings, Service};
+use crate::correlation::{Scope, Service};
 use crate::error::{ApiError, Code};
 use crate::limits::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::processor::signature::SignatureError;
@@ -58,7 +58,7 @@ struct WebhookReceipt {
 
 /// The route, ready to be served.
 pub fn router(services: Services) -> Router {
-    let scope_settings = ScopeSettings::of(Service { name: "webhook", shows_route: false }, &services);
+    let scope_settings = services.scope_settings(Service { name: "webhook", shows_route: false });
     let route = Router::new().route(PATH, post(receive));
     let route = bounded(route, RequestTimeout(REQUEST_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT));
     let admission = BodyAdmission::new(BodyAdmissionLimits::of_bodies_up_to(BODY_BYTES)).counting_refusals(|| {
