@@ -39,8 +39,8 @@ mod tests;
 
 use crate::correlation::Service;
 use crate::error::Code;
-use crate::limits::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::rate_limit::RateLimitGroup;
+use crate::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::services::Services;
 use axum::routing::get;
 use axum::{Extension, Router};

@@ -23,8 +23,8 @@ use futures::{FutureExt, future::BoxFuture};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tower::{Service, layer::layer_fn};
 
-use crate::body::{BodyLimit, BodyPace, read_body_claiming};
 use crate::error::{ApiError, Code};
+use crate::request_body::{BodyLimit, BodyPace, read_body_claiming};
 use crate::tls::Peer;
 
 /// Memory is counted in units of this many bytes; a body takes one unit before its first byte.
@@ -200,7 +200,7 @@ fn no_memory() -> ApiError {
 mod tests {
     use super::*;
     use crate::correlation::Service as Named;
-    use crate::limits::{Concurrency, RequestTimeout, bounded, with_common_layers};
+    use crate::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
     use axum::body::Bytes;
     use axum::routing::post;
     use std::net::SocketAddr;

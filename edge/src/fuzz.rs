@@ -5,7 +5,7 @@
 //! (`deploy/docs/src/contribute/testing.md`).
 #![allow(clippy::unwrap_used)]
 
-use crate::host::HostAddress;
+use crate::host_address::HostAddress;
 use crate::ssh_public_key::SshPublicKey;
 use std::time::Duration;
 

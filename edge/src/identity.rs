@@ -16,7 +16,7 @@ use wire::error::reason;
 use crate::{
     correlation::Scope,
     error::{ApiError, Code},
-    keys::KeysInForce,
+    keys_in_force::KeysInForce,
     node_certificate::{NodeCertificate, TrustDomain},
     tls::{Peer, forwarded::ForwardedCertificateError},
 };

@@ -5,33 +5,33 @@
 //! node's state, at each request.
 
 mod admission;
+mod cleanup_proof;
+mod dispatch;
 mod dispatch_log;
 mod enrollment;
 mod heartbeat;
 mod inventory;
-mod proof;
 mod recording;
 mod recovery;
 mod rejection_response;
-mod result;
 mod routes;
 mod strict_json;
 mod task_output;
+mod task_result;
 mod terminal;
 #[cfg(test)]
 mod tests;
-mod wait;
 
 pub use routes::{NodeRoute, ROUTES, RequiredCredential};
 
-use crate::body::{BodyLimit, reject_query};
 use crate::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
 use crate::correlation::{Scope, Service, no_store};
 use crate::error::ApiError;
-use crate::keys::KeysInForce;
-use crate::limits::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::keys_in_force::KeysInForce;
 use crate::node_certificate::TrustDomain;
 use crate::rate_limit::AddressLimit;
+use crate::request_body::{BodyLimit, reject_query};
+use crate::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::services::Services;
 use actors::{AskError, CommandContext, CommandKey, CommandReply};
 use axum::extract::FromRef;
@@ -81,7 +81,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(50);
 /// Timeout for a request, most of which is the state machine's reply.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// The longest wait for a task, and the time for its queries of the state machine.
-const WAIT_TIMEOUT: Duration = Duration::from_secs(wait::MAX_WAIT_SECONDS as u64 + 20);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(dispatch::MAX_WAIT_SECONDS as u64 + 20);
 
 /// The routes.
 pub fn router(services: Services) -> Router {
@@ -99,7 +99,7 @@ pub fn router(services: Services) -> Router {
         .route_layer(from_fn(reject_query))
         .route_layer(Extension(BodyLimit(BODY_BYTES)));
     let results = Router::new()
-        .route("/internal/v1/nodes/{id}/tasks/{task_id}/result", post(result::record))
+        .route("/internal/v1/nodes/{id}/tasks/{task_id}/result", post(task_result::record))
         .route_layer(from_fn(reject_query))
         .route_layer(Extension(BodyLimit(RESULT_BYTES)));
     let recording = Router::new()
@@ -109,7 +109,7 @@ pub fn router(services: Services) -> Router {
     let streams = Router::new()
         .route("/internal/v1/nodes/{id}/terminals/{session_id}/stream", get(terminal::stream))
         .route_layer(from_fn(reject_query));
-    let waits = Router::new().route("/internal/v1/nodes/{id}/tasks/wait", get(wait::wait));
+    let waits = Router::new().route("/internal/v1/nodes/{id}/tasks/wait", get(dispatch::wait));
 
     let [(name, value)] = no_store();
     let no_store_header = SetResponseHeaderLayer::overriding(name, value);

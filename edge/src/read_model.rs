@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout};
 use uuid::Uuid;
 
 use crate::error::ApiError;
-use crate::page::{Items, Page, Position};
+use crate::pagination::{Items, Page, Position};
 use crate::services::Services;
 
 /// The pause between two polls of an entity that another member owns: the first and the longest.

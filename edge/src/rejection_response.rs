@@ -1,9 +1,9 @@
 //! The responses to rejected commands, for users and administrators: one table per state machine, with every rejection spelled out.
 
-mod machines;
-mod money;
-mod people;
-mod rules;
+mod billing;
+mod nodes_and_allocations;
+mod policies_and_keys;
+mod users;
 
 pub use rules::{bounds_of, not_admitted};
 
@@ -12,7 +12,7 @@ use domain::policy::PolicyKey;
 
 use crate::error::{ApiError, Code};
 use crate::idempotency;
-use crate::runtime::RuntimeError;
+use crate::operator_view::RuntimeError;
 
 /// The constraint that keeps names unique within a kind.
 const UNIQUE_NAME: &str = "entity_unique_name";

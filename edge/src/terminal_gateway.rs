@@ -8,8 +8,8 @@ mod watch;
 
 use crate::correlation::{Scope, Service};
 use crate::error::{ApiError, Code};
-use crate::limits::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::read_model::find;
+use crate::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::services::Services;
 use crate::terminal::{PROTOCOL, read_token};
 use crate::websocket::{self, Close, close_now, no_upgrade};

@@ -1,6 +1,6 @@
 // What these pages ask of the service: a token that opens a terminal, and a recording.
 
-import { ofRefusal } from "./words.js";
+import { ofRefusal } from "./messages.js";
 
 /** Where a tab keeps its user's access token. */
 export const BEARER = "gpuaas.bearer";

@@ -4,7 +4,7 @@ import { BEARER, minting } from "./api.js";
 import { Screen } from "./screen.js";
 import { Session } from "./session.js";
 import { ofSession, sessionsOf } from "./sessions.js";
-import { OFFERS, ofRecording } from "./words.js";
+import { OFFERS, ofRecording } from "./messages.js";
 
 const at = (id) => document.getElementById(id);
 const allocation = location.pathname.split("/").at(-1);

@@ -2,7 +2,7 @@
 
 import { BEARER, reading } from "./api.js";
 import { onlyShows } from "./markup.js";
-import { ofDuration } from "./words.js";
+import { ofDuration } from "./messages.js";
 
 const at = (id) => document.getElementById(id);
 const session = location.pathname.split("/").at(-1);

@@ -1,7 +1,7 @@
 // A terminal session as its user's end sees it: connects, counts, acknowledges what is drawn, and comes back after a loss at the byte
 // where it was. It knows nothing of the page; time, network and screen are given to it.
 
-import { ofClose } from "./words.js";
+import { ofClose } from "./messages.js";
 
 export const PROTOCOL = "gpu.terminal.v1";
 /** Drawn output is acknowledged in steps of so many bytes: well inside of the 128 KiB that come without. */

@@ -1,6 +1,6 @@
 // The user's open sessions on the allocation: what there is, and how one is ended.
 
-import { ofRefusal } from "./words.js";
+import { ofRefusal } from "./messages.js";
 
 /**
  * @typedef {{id: string, state: "opened" | "attached" | "detached" | "closed", opened_at: string, detached_at: string | null,

@@ -9,7 +9,7 @@ use chrono::{DateTime, Utc};
 use domain::event::Stream;
 use domain::key_set::Phase;
 use domain::{Commit, EntityKind, Event};
-use edge::keys::Keys;
+use edge::keys_in_force::Keys;
 use persistence::read::{OutboxBacklog, WaitingCounts};
 use prometheus::{
     Encoder, Gauge, GaugeVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,

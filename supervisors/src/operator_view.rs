@@ -14,9 +14,9 @@ use actors::sharding::shard_of;
 use chrono::{TimeDelta, Utc};
 use domain::runtime::RuntimePart as Restartable;
 use domain::{EntityKind, EntityRef, MemberId};
-use edge::keys::KeysInForce;
+use edge::keys_in_force::KeysInForce;
 use edge::long_poll::LongPolls;
-use edge::runtime::{
+use edge::operator_view::{
     ClusterReport, EntityNode, EntityStatus, MemberNode, MemberReport, Readiness, RestartOutcome, Runtime,
     RuntimeError, Stats, Tree, TreeFilter, WorkerNode,
 };

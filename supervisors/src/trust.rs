@@ -3,7 +3,7 @@
 use anyhow::Context;
 use domain::Timestamp;
 use ed25519_dalek::SigningKey;
-use edge::keys::KeysInForce;
+use edge::keys_in_force::KeysInForce;
 use edge::node_certificate::TrustDomain;
 use edge::recovery_nonce::Nonces;
 use edge::services::Trust;

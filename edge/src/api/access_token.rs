@@ -20,10 +20,10 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use crate::auth::service_token::ServiceTokens;
-use crate::body::Form;
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
 use crate::rate_limit::LimitedRoute;
+use crate::request_body::Form;
 use crate::services::Services;
 use crate::tls::Peer;
 use crate::token::{TokenHash, TokenPurpose, read};

@@ -37,12 +37,12 @@ use super::notification_endpoint::introduce;
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::sku;
 use super::ssh_key::tenant_of;
-use crate::body::{self, JsonOrDefault, Path};
 use crate::error::{ApiError, Code};
 use crate::idempotency::ReplayedResponse;
 use crate::idempotency::context::Idempotent;
-use crate::page::{Items, Listing, Order, PageQuery};
+use crate::pagination::{Items, Listing, Order, PageQuery};
 use crate::read_model::{self, CurrentEntity, current, etag, wait_until};
+use crate::request_body::{self, JsonOrDefault, Path};
 use crate::services::Services;
 use view::{AllocationView, StateName};
 

@@ -13,7 +13,7 @@ use uuid::Uuid;
 use super::field::{ActorName, AuditName};
 use super::request_context::{Authorized, ReadAudit};
 use crate::error::ApiError;
-use crate::page::{Items, Listing, Order, PageQuery, Position};
+use crate::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
 
 /// A filter of the log; absent fields admit all rows.

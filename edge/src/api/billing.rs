@@ -22,11 +22,11 @@ use uuid::Uuid;
 use super::field::{AdjustmentMinor, ClaimId, CurrencyCode, EstimatedSeconds, GpuCount, Reason, SkuRef};
 use super::request_context::{AdjustBilling, Authorized, RequestContext, SeeBilling, UserRequest, replayed};
 use super::sku;
-use crate::body::{self, Path, Query};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
-use crate::page::{Items, Listing, Order, Page, PageQuery, Position};
+use crate::pagination::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::read_model::{self, current};
+use crate::request_body::{self, Path, Query};
 use crate::services::Services;
 use view::{AccountView, EstimateView, LedgerView, MeteredView};
 

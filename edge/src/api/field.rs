@@ -9,7 +9,7 @@ use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
 use crate::outbound_http::is_secure;
-use crate::secret_shape::holds_a_secret;
+use crate::secret_detection::holds_a_secret;
 
 /// Text types of 1 to `max` characters. `pattern` and `fits` are the same condition, for the description and for the check.
 macro_rules! texts {
@@ -296,7 +296,7 @@ where
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::body::parse_json;
+    use crate::request_body::parse_json;
 
     #[derive(Debug, Deserialize)]
     #[serde(deny_unknown_fields)]

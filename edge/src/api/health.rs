@@ -9,7 +9,7 @@ use utoipa::ToSchema;
 
 use super::internal::admitted;
 use crate::error::{ApiError, Code};
-use crate::runtime::Readiness;
+use crate::operator_view::Readiness;
 use crate::services::Services;
 
 type Metrics = ([(HeaderName, HeaderValue); 1], String);

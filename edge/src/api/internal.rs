@@ -6,7 +6,7 @@ use axum::http::request::Parts;
 
 use crate::auth::internal::InternalToken;
 use crate::error::ApiError;
-use crate::runtime::Stats;
+use crate::operator_view::Stats;
 use crate::services::Services;
 
 /// Statistics of the process that serves the request, from its memory.

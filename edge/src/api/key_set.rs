@@ -20,12 +20,12 @@ use uuid::Uuid;
 
 use super::field::{KeyId, Reason, ReasonBody};
 use super::request_context::{Authorized, RequestContext, RotateKeys, replayed};
-use crate::body;
 use crate::error::{ApiError, Code};
 use crate::idempotency::context::Idempotent;
-use crate::keys::{Keys, KeysError, make, set_id, stored};
+use crate::keys_in_force::{Keys, KeysError, make, set_id, stored};
+use crate::operator_view::TreeFilter;
 use crate::rejection_response::Explain as _;
-use crate::runtime::TreeFilter;
+use crate::request_body;
 use crate::services::Services;
 
 /// How long a change waits for the replicas, and how often they are polled.
@@ -455,7 +455,7 @@ async fn wait_until_none(services: &Services, behind: impl Fn(&ReplicaKeys) -> b
 async fn replicas(services: &Services) -> Result<Vec<ReplicaKeys>, ApiError> {
     let tree =
         services.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() }).await?;
-    let answer = |member: crate::runtime::MemberNode| ReplicaKeys {
+    let answer = |member: crate::operator_view::MemberNode| ReplicaKeys {
         name: member.name,
         answers: true,
         versions: member.key_sets,

@@ -27,14 +27,14 @@ use super::field::{
 };
 use super::request_context::{AdminRequest, RequestContext, replayed};
 use super::sku;
-use crate::body::{self, Path};
 use crate::error::{ApiError, Code};
-use crate::host::HostAddress;
+use crate::host_address::HostAddress;
 use crate::idempotency::context::Idempotent;
-use crate::page::{Items, Listing, Order, PageQuery};
-use crate::probe::Reachability;
+use crate::node_probe::Reachability;
+use crate::pagination::{Items, Listing, Order, PageQuery};
 use crate::read_model::{self, StoredEntity, etag, find, if_match, wait_until};
 use crate::rejection_response::not_answered;
+use crate::request_body::{self, Path};
 use crate::services::Services;
 use crate::ssh_public_key::SshPublicKey;
 use view::{NodeView, StateName};

@@ -19,11 +19,11 @@ use uuid::Uuid;
 use super::field::Reason;
 use super::request_context::{AdminRequest, AuthenticatedUser, replayed};
 use crate::auth::{self, Caller};
-use crate::body;
 use crate::connection_quota::{ConnectionKind, QuotaExceeded};
 use crate::error::{ApiError, Code};
 use crate::idempotency::context::Idempotent;
 use crate::notifications::{Connection, FULL, NotificationMessage};
+use crate::request_body;
 use crate::services::Services;
 use crate::websocket::{Close, REVOKED, TOKEN, close_now, no_upgrade, offered};
 

@@ -24,13 +24,13 @@ use uuid::Uuid;
 
 use super::field::{ClaimId, EventName, Reason, ReceiverUrl, set_or_none};
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
-use crate::body::{self, NoBody, Path};
 use crate::correlation::no_store;
 use crate::delivery::webhook::{new_secret, shown_secret};
 use crate::error::{ApiError, Code};
 use crate::idempotency::context::Idempotent;
-use crate::page::{Items, Listing, Order, PageQuery};
+use crate::pagination::{Items, Listing, Order, PageQuery};
 use crate::read_model::{self, current, find};
+use crate::request_body::{self, NoBody, Path};
 use crate::services::Services;
 
 /// A bound above the number of endpoints that a holder can have.

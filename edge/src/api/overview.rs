@@ -10,7 +10,7 @@ use uuid::Uuid;
 
 use super::request_context::AdminRequest;
 use crate::error::ApiError;
-use crate::runtime::TreeFilter;
+use crate::operator_view::TreeFilter;
 use crate::services::Services;
 
 /// Counts of all resources, and what needs an operator.

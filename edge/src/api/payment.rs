@@ -16,10 +16,10 @@ pub(super) use checkout::*;
 
 use super::billing::{holder_of, id_of};
 use super::request_context::{Authorized, RequestContext, SeeBilling, UserRequest};
-use crate::body::Path;
 use crate::error::ApiError;
-use crate::page::{Items, Listing, Order, Page, PageQuery};
+use crate::pagination::{Items, Listing, Order, Page, PageQuery};
 use crate::read_model::{self, CurrentEntity, current};
+use crate::request_body::Path;
 use crate::services::Services;
 use view::{PaymentView, StateName};
 pub(super) use view::{RefundState, RefundView};

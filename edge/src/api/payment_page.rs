@@ -16,10 +16,10 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::browser_page::{PageFiles, SCRIPT, STYLE, page_response};
-use crate::body::Path;
 use crate::correlation::no_store;
 use crate::error::ApiError;
 use crate::read_model::current;
+use crate::request_body::Path;
 use crate::services::{PaymentPage, Services};
 use crate::websocket::origin_of;
 

@@ -18,10 +18,10 @@ use uuid::Uuid;
 
 use super::field::{ClaimId, Reason};
 use super::request_context::{Authorized, BindPlatformRoles, RequestContext, replayed};
-use crate::body::{self, Path, Query};
 use crate::error::ApiError;
 use crate::idempotency::context::{HandlerSkipped, Idempotent};
-use crate::page::{Items, Listing, Order, PageQuery, Position};
+use crate::pagination::{Items, Listing, Order, PageQuery, Position};
+use crate::request_body::{self, Path, Query};
 use crate::services::Services;
 
 /// A platform role to be bound.

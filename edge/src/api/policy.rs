@@ -24,11 +24,11 @@ pub(super) use revocation::*;
 
 use super::field::{ClaimId, PolicyKey, Reason, not_null};
 use super::request_context::{AdminRequest, replayed};
-use crate::body::{self, Path, Query};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
-use crate::page::{Items, Listing, Order, PageQuery, Position};
+use crate::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::rejection_response::{bounds_of, not_admitted};
+use crate::request_body::{self, Path, Query};
 use crate::services::Services;
 
 /// A value to be set.

@@ -15,12 +15,12 @@ use uuid::Uuid;
 
 use super::field::{ProcessorId, ReasonBody};
 use super::request_context::{Authorized, SeeBilling, SettleProcessorEvents, replayed};
-use crate::body::{self, Path};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
-use crate::page::{Items, Listing, Order, PageQuery};
+use crate::pagination::{Items, Listing, Order, PageQuery};
 use crate::payment_webhook::id_of_event;
 use crate::read_model::{self, current};
+use crate::request_body::{self, Path};
 use crate::services::Services;
 
 /// A filter of events.

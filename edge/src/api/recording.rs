@@ -20,12 +20,12 @@ use uuid::Uuid;
 use super::allocation::visible;
 use super::field::ClaimId;
 use super::request_context::{AdminRequest, RequestContext, UserRequest};
-use crate::body::Path;
 use crate::correlation::no_store;
 use crate::error::ApiError;
-use crate::page::{Items, Listing, Order, Page, PageQuery, Position};
+use crate::pagination::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::read_model::find;
 use crate::recording::asciicast::{Cast, MEDIA_TYPE};
+use crate::request_body::Path;
 use crate::services::Services;
 
 /// The number of chunks that a download has in memory.

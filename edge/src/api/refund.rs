@@ -20,11 +20,11 @@ use super::billing::id_of;
 use super::field::{AmountMinor, Reason};
 use super::payment::{RefundState, RefundView};
 use super::request_context::{RequestContext, UserRequest, replayed};
-use crate::body;
 use crate::error::{ApiError, Code};
 use crate::idempotency::ReplayedResponse;
 use crate::idempotency::context::Idempotent;
 use crate::read_model::{current, wait_until};
+use crate::request_body;
 use crate::services::Services;
 
 /// The timeout for the account's reply.

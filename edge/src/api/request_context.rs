@@ -14,12 +14,12 @@ use std::marker::PhantomData;
 use uuid::Uuid;
 
 use crate::auth::{ADMIN, ActingServiceAccount, Caller};
-use crate::body::refuse_query;
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
 use crate::idempotency::context::IdempotencyContext;
 use crate::idempotency::{IdempotencyKey, ReplayedResponse, RequestLine};
 use crate::rejection_response::{Explain, not_answered};
+use crate::request_body::refuse_query;
 use crate::services::Services;
 
 use super::routing::{KeyRequired, NoQuery};

@@ -15,13 +15,13 @@ use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 use super::allocation;
 use super::document::{PROVIDER, SERVICE_ACCOUNT, add_common_parts, error_responses};
 use super::field::LabelSelector;
-use crate::body::reject_query;
 use crate::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
 use crate::error::{Code, Envelope};
 use crate::idempotency;
 use crate::idempotency::context::store_response;
-use crate::limits::{Concurrency, RequestTimeout, bounded};
 use crate::rate_limit::{RateLimitGroup, in_group};
+use crate::request_body::reject_query;
+use crate::router_layers::{Concurrency, RequestTimeout, bounded};
 use crate::services::Services;
 
 /// The security scheme for access tokens in the description.

@@ -14,9 +14,9 @@ use uuid::Uuid;
 
 use crate::api::field::{Reason, WorkerName};
 use crate::api::request_context::{AdminRequest, RequestContext};
-use crate::body::{JsonOrDefault, Path, Query};
 use crate::error::{ApiError, Code};
-use crate::runtime::{self, ClusterReport, EntityNode, Tree, TreeFilter, kinds};
+use crate::operator_view::{self, ClusterReport, EntityNode, Tree, TreeFilter, kinds};
+use crate::request_body::{JsonOrDefault, Path, Query};
 use crate::services::Services;
 
 /// The name of a kind, in a path.

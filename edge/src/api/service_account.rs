@@ -18,12 +18,12 @@ use uuid::Uuid;
 use super::field::{ClaimId, Label, set_or_none};
 use super::request_context::{RequestContext, UserRequest, replayed};
 use super::ssh_key::tenant_of;
-use crate::body::{self, Path};
 use crate::correlation::no_store;
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
-use crate::page::{Items, Listing, Order, PageQuery};
+use crate::pagination::{Items, Listing, Order, PageQuery};
 use crate::read_model::{self, find};
+use crate::request_body::{self, Path};
 use crate::services::Services;
 use crate::token::{TokenPurpose, mint};
 

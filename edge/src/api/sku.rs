@@ -23,11 +23,11 @@ use super::field::{
 };
 use super::request_context::{AdminRequest, Authorized, SeeSkus, UserRequest, replayed};
 use super::ssh_key::NoFilter;
-use crate::body::{self, Path};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
-use crate::page::{Items, Listing, Order, PageQuery};
+use crate::pagination::{Items, Listing, Order, PageQuery};
 use crate::read_model::{self, StoredEntity, find};
+use crate::request_body::{self, Path};
 use crate::services::Services;
 
 /// A kind of machine to be put into the catalog, as a draft.

@@ -14,11 +14,11 @@ use uuid::Uuid;
 
 use super::field::{ClaimId, Label, PublicKeyText};
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
-use crate::body::{self, NoBody, Path};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
-use crate::page::{Items, Listing, Order, PageQuery, Position};
+use crate::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::read_model::find;
+use crate::request_body::{self, NoBody, Path};
 use crate::services::Services;
 use crate::ssh_public_key::{SshPublicKey, SshPublicKeyError};
 

@@ -22,11 +22,11 @@ use uuid::Uuid;
 use super::billing::view::named;
 use super::billing::{holder_of, id_of};
 use super::request_context::{Authorized, RequestContext, SeeBilling, UserRequest};
-use crate::body::Path;
 use crate::correlation::no_store;
 use crate::error::{ApiError, Code};
-use crate::page::{Items, Listing, Order, Page, PageQuery, Position};
+use crate::pagination::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::read_model::{StoredEntity, current};
+use crate::request_body::Path;
 use crate::services::Services;
 use crate::statement::{AllocationUsage, CSV, Line, Month, PDF, Rows, Statement, printed};
 

@@ -23,13 +23,13 @@ use super::allocation::visible;
 use super::field::{ClaimId, ReasonBody};
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::ssh_key::tenant_of;
-use crate::body::{self, JsonOrDefault, Path};
 use crate::correlation::no_store;
 use crate::error::{ApiError, Code};
 use crate::idempotency::context::Idempotent;
-use crate::page::{Items, Listing, Order, PageQuery, Position};
+use crate::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::read_model::{self, StoredEntity, find};
 use crate::rejection_response::not_answered;
+use crate::request_body::{self, JsonOrDefault, Path};
 use crate::services::Services;
 use crate::terminal::mint;
 

@@ -12,8 +12,8 @@ use axum::response::Response;
 use uuid::Uuid;
 
 use super::browser_page::{PageFiles, SCRIPT, STYLE, page_response};
-use crate::body::Path;
 use crate::error::ApiError;
+use crate::request_body::Path;
 use crate::services::Services;
 use crate::websocket::origin_of;
 
@@ -27,7 +27,7 @@ const FILES: [(&str, &str, &str); 14] = [
     ("session.js", SCRIPT, include_str!("../../terminal-page/session.js")),
     ("sessions.js", SCRIPT, include_str!("../../terminal-page/sessions.js")),
     ("api.js", SCRIPT, include_str!("../../terminal-page/api.js")),
-    ("words.js", SCRIPT, include_str!("../../terminal-page/words.js")),
+    ("messages.js", SCRIPT, include_str!("../../terminal-page/messages.js")),
     ("style.css", STYLE, include_str!("../../terminal-page/style.css")),
     ("xterm.mjs", SCRIPT, include_str!(concat!(env!("OUT_DIR"), "/xterm.mjs"))),
     ("addon-fit.mjs", SCRIPT, include_str!(concat!(env!("OUT_DIR"), "/addon-fit.mjs"))),

@@ -4,8 +4,8 @@
 //! address in the result is checked, and the connection goes to one of these. Redirects are not followed, proxies of the environment are
 //! not used, and only the status and `Retry-After` of a response are read.
 
+use crate::node_probe::{DeniedAddress, Resolve, SystemResolver, embedded_or_same};
 use crate::outbound_http::error_chain;
-use crate::probe::{DeniedAddress, Resolve, SystemResolver, embedded_or_same};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use chrono::{DateTime, Utc};

@@ -22,8 +22,8 @@ use std::sync::{Arc, OnceLock};
 
 use super::stored_response::{self, is_final, read};
 use super::{COUNTERS, IDEMPOTENCY_REPLAYED, RequestLine, answer_not_stored, in_progress, key_reused};
-use crate::body::{Json, JsonOrDefault, NoBody};
 use crate::error::ApiError;
+use crate::request_body::{Json, JsonOrDefault, NoBody};
 use crate::services::Services;
 
 /// The state that the layer, the extractors and the handler of one request share. Empty where the request has no key.

@@ -3,9 +3,9 @@
 use super::message::{pong, ready};
 use super::{NotificationMetrics, Subscription};
 use crate::auth::{Authenticator, Caller};
-use crate::body::integers::from_json;
 use crate::connection_quota::QuotaSlot;
 use crate::error::Code;
+use crate::request_body::integers::from_json;
 use crate::websocket::{CLOSE_TIMEOUT, Close, Controls, MISUSED, REVOKED, TOO_BIG, frame, is_too_big};
 use axum::extract::ws::{Message, Utf8Bytes, WebSocket};
 use chrono::Utc;

@@ -136,7 +136,10 @@ impl Cluster {
                 routes.route(&format!("/{}", group.name()), route)
             });
             let service = crate::correlation::Service { name: "api", shows_route: false };
-            crate::limits::with_common_layers(routes.with_state(services), crate::testing::scope_settings(service))
+            crate::router_layers::with_common_layers(
+                routes.with_state(services),
+                crate::testing::scope_settings(service),
+            )
         };
         let routers = [router(owner, &Registry::new()), router(other, &registry)];
         Self { wire, routers, policy, registry }

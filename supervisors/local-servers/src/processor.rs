@@ -259,8 +259,8 @@ mod tests {
     use chrono::Utc;
     use domain::money::Currency;
     use domain::{PaymentId, RefundId};
-    use edge::processor::stripe::{CheckoutPage, Stripe, StripeSettings};
-    use edge::processor::{
+    use edge::payment_processor::stripe::{CheckoutPage, Stripe, StripeSettings};
+    use edge::payment_processor::{
         Checkout, PriorCheckout, Processor as _, ProcessorPaymentStatus, ProcessorRefundStatus, RefundRequest,
     };
     use uuid::Uuid;

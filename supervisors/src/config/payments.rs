@@ -3,8 +3,8 @@
 use super::variables::{Variables, items};
 use anyhow::Context;
 use domain::money::Currency;
-use edge::processor::signature::WebhookSecrets;
-use edge::processor::stripe::{CheckoutPage, Stripe, StripeSettings};
+use edge::payment_processor::signature::WebhookSecrets;
+use edge::payment_processor::stripe::{CheckoutPage, Stripe, StripeSettings};
 use edge::services::PaymentPage;
 use secrecy::SecretString;
 use std::path::PathBuf;

@@ -3,7 +3,7 @@
 use super::storage::StorageStage;
 use crate::config::Config;
 use anyhow::Context;
-use edge::keys::{Keys, KeysInForce};
+use edge::keys_in_force::{Keys, KeysInForce};
 use edge::node_certificate::TrustDomain;
 
 /// The keys in force, and whose identities they certify.

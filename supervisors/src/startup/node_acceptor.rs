@@ -1,7 +1,7 @@
 //! The TLS acceptor of nodes, which follows the rotation of their authorities without a restart.
 
 use arc_swap::ArcSwap;
-use edge::keys::Keys;
+use edge::keys_in_force::Keys;
 use edge::tls::tickets::SharedTickets;
 use edge::tls::{ServerTls, TlsConfigError, server_config};
 use rustls::ServerConfig;

@@ -9,7 +9,7 @@ use crate::startup::node_acceptor::NodeAcceptor;
 use crate::supervisor::{WorkerTask, task};
 use chrono::Utc;
 use domain::Event;
-use edge::keys::{Keys, KeysError, KeysInForce};
+use edge::keys_in_force::{Keys, KeysError, KeysInForce};
 use edge::long_poll::LongPolls;
 use edge::node_certificate::TrustDomain;
 use edge::tls::TlsConfigError;

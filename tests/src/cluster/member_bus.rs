@@ -3,7 +3,7 @@
 use super::TestCluster;
 use chrono::Utc;
 use domain::MemberId;
-use edge::keys::{Keys, KeysInForce};
+use edge::keys_in_force::{Keys, KeysInForce};
 use edge::node_certificate::TrustDomain;
 use persistence::cluster::Member;
 use persistence::envelope::KeyRing;

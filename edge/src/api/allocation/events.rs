@@ -19,10 +19,10 @@ use uuid::Uuid;
 use super::{last_event_id, visible};
 use crate::api::request_context::UserRequest;
 use crate::auth::ActingServiceAccount;
-use crate::body::Path;
 use crate::connection_quota::{ConnectionKind, QuotaSlot};
 use crate::error::ApiError;
 use crate::read_model::EntityChanges;
+use crate::request_body::Path;
 use crate::services::Services;
 
 /// Comments keep idle connections open and show that the stream is alive.

@@ -12,9 +12,9 @@ use uuid::Uuid;
 use super::{replayed, response};
 use crate::api::field::{LabelChanges, ResourceName, metadata_patch};
 use crate::api::request_context::UserRequest;
-use crate::body::{self, Path};
 use crate::error::ApiError;
 use crate::read_model::if_match;
+use crate::request_body::{self, Path};
 use crate::services::Services;
 
 /// A change of an allocation (RFC 7396). Absent fields stay; give at least one.

@@ -15,10 +15,10 @@ use uuid::Uuid;
 use super::{replayed, response, visible};
 use crate::api::field::set_or_none;
 use crate::api::request_context::UserRequest;
-use crate::body::{self, Path};
 use crate::error::ApiError;
 use crate::read_model::find;
 use crate::rejection_response::not_answered;
+use crate::request_body::{self, Path};
 use crate::services::Services;
 use actors::AskError;
 

@@ -20,7 +20,7 @@ numbers! {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::body::parse_json;
+    use crate::request_body::parse_json;
 
     #[derive(Debug, Deserialize)]
     struct Request<T> {

@@ -3,10 +3,10 @@
 use super::unexpected;
 use crate::api::field::{Reason, TokenTtl};
 use crate::api::request_context::AdminRequest;
-use crate::body::{self, JsonOrDefault, Path};
-use crate::bundle::{bootstrap_bundle, bootstrap_script, restart_command};
+use crate::bootstrap_bundle::{bootstrap_bundle, bootstrap_script, restart_command};
 use crate::correlation::no_store;
 use crate::error::ApiError;
+use crate::request_body::{self, JsonOrDefault, Path};
 use crate::services::Services;
 use crate::token::{MintedToken, TokenPurpose, mint};
 use axum::Json;

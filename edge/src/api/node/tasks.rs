@@ -20,11 +20,11 @@ use super::unexpected;
 use crate::api::field::{Reason, ReasonBody};
 use crate::api::request_context::{AdminRequest, replayed};
 use crate::api::ssh_key::NoFilter;
-use crate::body::{self, Path};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
-use crate::page::{Items, Listing, Order, PageQuery, Position};
+use crate::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::read_model::find;
+use crate::request_body::{self, Path};
 use crate::services::Services;
 
 /// The tasks of the node's agent, and the results that it has reported.

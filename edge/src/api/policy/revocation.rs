@@ -11,8 +11,8 @@ use utoipa::IntoParams;
 use super::{ScopeFields, id_of, known, one_scope};
 use crate::api::field::{ClaimId, PolicyKey, PolicyText, Reason};
 use crate::api::request_context::AdminRequest;
-use crate::body::Query;
 use crate::error::ApiError;
+use crate::request_body::Query;
 
 /// The value to revoke, by its key and its scope. Give one of the four scopes, or none for the global value.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]

@@ -19,11 +19,11 @@ use super::{SkuView, view};
 use crate::api::field::{Reason, Statement};
 use crate::api::platform_role::PlatformRoleName;
 use crate::api::request_context::{ApproveSkus, Authorized, grant_of, replayed};
-use crate::body::{self, Path};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
 use crate::read_model::find;
 use crate::rejection_response::not_answered;
+use crate::request_body::{self, Path};
 use crate::services::Services;
 
 /// How often an approval is retried where a concurrent one changes the SKU.

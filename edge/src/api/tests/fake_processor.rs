@@ -1,7 +1,7 @@
 //! A fake payment processor: it opens checkouts, and fails as the test wants.
 
-use crate::processor::signature::WebhookSecrets;
-use crate::processor::{
+use crate::payment_processor::signature::WebhookSecrets;
+use crate::payment_processor::{
     Checkout, CheckoutMethod, Dispute, OpenedCheckout, PriorCheckout, Processor, ProcessorError, ProcessorFuture,
     ProcessorListing, ProcessorPayment, ProcessorRefundRecord, RefundRequest,
 };

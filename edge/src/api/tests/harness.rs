@@ -7,16 +7,16 @@ use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::service_token::ServiceTokens;
 use crate::auth::{Authenticator, TokenRules};
 use crate::connection_quota::ConnectionQuotas;
-use crate::keys::{Keys, KeysInForce};
+use crate::keys_in_force::{Keys, KeysInForce};
 use crate::long_poll::LongPolls;
 use crate::node_certificate::TrustDomain;
-use crate::platform_roles::PlatformRoleCounters;
-use crate::probe::{Probe, ProbeTargets, Resolve};
-use crate::rate_limit::RateLimiter;
-use crate::runtime::{
+use crate::node_probe::{Probe, ProbeTargets, Resolve};
+use crate::operator_view::{
     ClusterReport, EntityNode, EntityStatus, Readiness, RestartOutcome, Runtime, RuntimeError, Stats, Tree, TreeFilter,
     WorkerNode, WorkerState,
 };
+use crate::platform_roles::PlatformRoleCounters;
+use crate::rate_limit::RateLimiter;
 use crate::services::{Addresses, Parts, Payments, Services, Trust};
 use crate::testing::install_crypto;
 use crate::testing::postgres::PgTestStore;

@@ -3,7 +3,7 @@
 use super::billing::ACCOUNTS;
 use super::fake_processor::{Failure, FakeProcessor};
 use super::harness::{ApiHarness, TestResponse};
-use crate::processor::{PriorCheckout, ProcessorError};
+use crate::payment_processor::{PriorCheckout, ProcessorError};
 use domain::PaymentId;
 use domain::money::Currency;
 use domain::payment::{Command, Payment, PaymentFailure, ReversalStep};

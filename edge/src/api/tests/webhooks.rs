@@ -1,9 +1,9 @@
 //! Webhooks of the payment processor, forged ones, and operators' actions on failed events.
 
 use super::harness::{ApiHarness, TestResponse, without_ids};
+use crate::payment_processor::signature::{TOLERANCE, WebhookSecrets};
+use crate::payment_processor::stripe::{CheckoutPage, Stripe, StripeSettings};
 use crate::payment_webhook::{self, COUNTERS, PATH, body_of, id_of_event};
-use crate::processor::signature::{TOLERANCE, WebhookSecrets};
-use crate::processor::stripe::{CheckoutPage, Stripe, StripeSettings};
 use crate::services::Payments;
 use axum::body::Body;
 use axum::http::{Method, Request};

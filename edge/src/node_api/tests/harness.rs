@@ -5,16 +5,16 @@ use super::store::MemoryStore;
 use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::{Authenticator, TokenRules};
 use crate::connection_quota::ConnectionQuotas;
-use crate::keys::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
+use crate::keys_in_force::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use crate::long_poll::LongPolls;
 use crate::node_ca::NodeCa;
 use crate::node_certificate::TrustDomain;
-use crate::platform_roles::PlatformRoleCounters;
-use crate::probe::{Probe, ProbeTargets, SystemResolver};
-use crate::rate_limit::RateLimiter;
-use crate::runtime::{
+use crate::node_probe::{Probe, ProbeTargets, SystemResolver};
+use crate::operator_view::{
     ClusterReport, EntityNode, Readiness, RestartOutcome, Runtime, RuntimeError, Stats, Tree, TreeFilter, WorkerNode,
 };
+use crate::platform_roles::PlatformRoleCounters;
+use crate::rate_limit::RateLimiter;
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
 use crate::testing::postgres::PgTestStore;

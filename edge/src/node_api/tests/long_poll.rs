@@ -1,5 +1,5 @@
 use super::harness::NodeApiHarness;
-use crate::node_api::wait;
+use crate::node_api::dispatch;
 use domain::AllocationId;
 use domain::node::Command;
 use serde_json::json;

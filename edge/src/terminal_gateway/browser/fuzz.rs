@@ -2,8 +2,8 @@
 #![allow(clippy::unwrap_used)]
 
 use super::control_frames::FromUser;
-use crate::body::integers::from_json;
 use crate::fuzz::{BUDGET, text_of};
+use crate::request_body::integers::from_json;
 use serde_json::{Value, json};
 
 /// The message as a client sends it.

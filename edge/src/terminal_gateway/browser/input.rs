@@ -3,7 +3,7 @@
 use super::LinkEnd;
 use super::control_frames::FromUser;
 use super::progress::Progress;
-use crate::body::integers::from_json;
+use crate::request_body::integers::from_json;
 use crate::websocket::{Controls, MISUSED, TOO_BIG, is_too_big};
 use axum::extract::ws::Message;
 use futures::{Stream, StreamExt as _};

@@ -19,9 +19,9 @@ use super::*;
 use crate::{
     correlation::Service,
     identity::NodeIdentity,
-    keys::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys},
-    limits::with_common_layers,
+    keys_in_force::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys},
     node_ca::NodeCa,
+    router_layers::with_common_layers,
     testing::install_crypto,
     tls::{ServerTls, server_config, tickets::SharedTickets},
 };
@@ -405,8 +405,12 @@ async fn http_2_is_negotiated_where_the_client_offers_it() {
 #[tokio::test]
 async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
     install_crypto();
-    let routes = Router::new()
-        .route("/", axum::routing::post(|crate::body::Json(_): crate::body::Json<serde_json::Value>| async { "read" }));
+    let routes = Router::new().route(
+        "/",
+        axum::routing::post(|crate::request_body::Json(_): crate::request_body::Json<serde_json::Value>| async {
+            "read"
+        }),
+    );
     let settings = Settings::make();
     let config = server_config(&ServerTls {
         certificate_chain_pem: &settings.chain,

@@ -4,7 +4,7 @@ use super::*;
 use crate::cluster::ClusterState;
 use chrono::Utc;
 use ed25519_dalek::SigningKey;
-use edge::keys::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
+use edge::keys_in_force::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use edge::node_ca::NodeCa;
 use edge::node_certificate::TrustDomain;
 use persistence::cluster::{Member, MemberHeartbeat};

@@ -8,7 +8,7 @@ use crate::workers::reaction::{Disposition, EventDelivery, ReactionContext};
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::PaymentId;
 use domain::payment::{Command, OPEN_FOR, PaymentFailure, ProcessorCall, Reply};
-use edge::processor::{ProcessorError, ProcessorPaymentStatus, ProcessorRefundRecord, RefundRequest};
+use edge::payment_processor::{ProcessorError, ProcessorPaymentStatus, ProcessorRefundRecord, RefundRequest};
 use persistence::{Leases, StoreError};
 use std::sync::Arc;
 use std::time::Duration;

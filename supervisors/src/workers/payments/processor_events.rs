@@ -10,9 +10,9 @@ use actors::{AskError, CommandKey};
 use domain::machine::Command as _;
 use domain::processor_event::{Command, ProcessingOutcome, ProcessorEvent};
 use domain::{EntityKind, EntityRef, EventId, ProcessorEventId};
+use edge::payment_processor::stripe::event::{ProcessorUpdate, StripeEvent};
+use edge::payment_processor::{ProcessorError, ProcessorRefundRecord};
 use edge::payment_webhook::{COUNTERS, body_of};
-use edge::processor::stripe::event::{ProcessorUpdate, StripeEvent};
-use edge::processor::{ProcessorError, ProcessorRefundRecord};
 use persistence::envelope::KeyRing;
 use secrecy::ExposeSecret as _;
 use std::collections::BTreeSet;
@@ -244,8 +244,8 @@ mod tests {
     use domain::Event;
     use domain::processor_event::Phase;
     use domain::resend_timer::ResendTimer;
+    use edge::payment_processor::{ProcessorPaymentStatus, ProcessorRefundStatus};
     use edge::payment_webhook::seal_body;
-    use edge::processor::{ProcessorPaymentStatus, ProcessorRefundStatus};
     use serde_json::{Value, json};
     use uuid::Uuid;
 

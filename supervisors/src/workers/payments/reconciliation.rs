@@ -8,7 +8,7 @@ use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use crate::workers::WorkerParts;
 use chrono::{DateTime, TimeDelta, Utc};
-use edge::processor::{ProcessorError, ProcessorListing};
+use edge::payment_processor::{ProcessorError, ProcessorListing};
 use persistence::{Leases, StoreError};
 use prometheus::{IntCounter, Registry};
 use std::collections::BTreeSet;
@@ -288,7 +288,7 @@ fn status_text(status: &impl Debug) -> String {
 mod tests {
     use super::super::testing::{Bench, INTENT, eur};
     use super::*;
-    use edge::processor::{
+    use edge::payment_processor::{
         Dispute, DisputeStatus, ProcessorPaymentStatus, ProcessorRefundRecord, ProcessorRefundStatus,
     };
 

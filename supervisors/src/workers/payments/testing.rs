@@ -17,7 +17,7 @@ use domain::{
     BillingAccountId, CommandId, Commit, CommitOutcome, Effect, EntityKind, EntityRef, PaymentId, Principal, RefundId,
     Shard, Timestamp,
 };
-use edge::processor::{
+use edge::payment_processor::{
     Checkout, CheckoutMethod, Dispute, OpenedCheckout, Processor, ProcessorError, ProcessorFuture, ProcessorListing,
     ProcessorPayment, ProcessorPaymentStatus, ProcessorRefundRecord, ProcessorRefundStatus, RefundRequest,
 };

@@ -8,7 +8,7 @@ use domain::authz::authorize;
 use domain::machine::Command as _;
 use domain::payment::{self, Command, Payment, PaymentFailure, Rejection, ReversalStep};
 use domain::{Action, PaymentId, Permit, Principal};
-use edge::processor::{
+use edge::payment_processor::{
     Dispute, DisputeStatus, Processor, ProcessorError, ProcessorPayment, ProcessorPaymentStatus, ProcessorRefundRecord,
     ProcessorRefundStatus,
 };

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::body::{parse_json, parse_query};
+use crate::request_body::{parse_json, parse_query};
 use proptest::prelude::*;
 use serde_json::json;
 

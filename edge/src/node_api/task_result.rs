@@ -1,14 +1,14 @@
 //! Task results. A result is recorded once; the same result again is answered as recorded, a different one is refused.
 
 use super::admission::AuthenticatedNode;
-use super::proof::verdict;
+use super::cleanup_proof::verdict;
 use super::rejection_response::refused;
 use super::strict_json::StrictJson;
 use super::task_output;
 use super::{NodeApi, NodeAskError};
-use crate::body::Path;
 use crate::correlation::Scope;
 use crate::error::{ApiError, Code};
+use crate::request_body::Path;
 use actors::sharding::{command_id, digest_of};
 use actors::{AskError, CommandKey};
 use axum::Json;

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
-use crate::processor::{DisputeStatus, ProcessorRefundStatus};
+use crate::payment_processor::{DisputeStatus, ProcessorRefundStatus};
 use domain::PaymentId;
 use domain::money::Currency;
 use serde_json::json;

@@ -1,6 +1,6 @@
 //! Work of the node machine, as the agent receives it: a task, signed over the exact bytes that travel (decisions 4, *Tasks*).
 
-use crate::keys::KeysInForce;
+use crate::keys_in_force::KeysInForce;
 use chrono::TimeDelta;
 use domain::TaskType;
 use domain::node::{AgentTask, TaskKind, TenantSlot};

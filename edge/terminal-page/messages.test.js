@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 
 import { minting, reading } from "./api.js";
-import { OFFERS, ofClose, ofDuration, ofRecording, ofRefusal } from "./words.js";
+import { OFFERS, ofClose, ofDuration, ofRecording, ofRefusal } from "./messages.js";
 
 test("every close code of the service is said in words, with what can be done", () => {
   for (const code of [1000, 1001, 1006, 1008, 1009, 1011, 1012, 1013, 4401, 4403, 4408, 4409]) {

@@ -19,7 +19,7 @@ use tokio::net::TcpStream;
 
 use crate::{
     error::{ApiError, Code},
-    host::HostAddress,
+    host_address::HostAddress,
 };
 
 /// How many addresses of one name are checked; a name with more is refused as a whole.
@@ -250,7 +250,7 @@ mod tests {
     use tokio::net::TcpListener;
 
     use super::*;
-    use crate::host::HostError;
+    use crate::host_address::HostError;
 
     fn anywhere() -> ProbeTargets {
         ProbeTargets::default()

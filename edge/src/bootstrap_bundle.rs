@@ -18,7 +18,7 @@ const ENV_FILE: &str = "/etc/gpuaas/agent.env";
 const UNIT: &str = "gpuaas-agent.service";
 
 /// The body of the script; its quoted parameters precede it.
-const SCRIPT: &str = include_str!("bundle/bootstrap.sh");
+const SCRIPT: &str = include_str!("bootstrap_bundle/bootstrap.sh");
 
 /// The bundle that carries `token`, for the one node that the token was issued to. It is a secret from here on: its answer is not
 /// stored (`Cache-Control: no-store`).

@@ -10,7 +10,9 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 use super::objects::{self, Intent, List, ObjectId, Ref, Session, is_id};
-use crate::processor::{Dispute, ProcessorError, ProcessorPayment, ProcessorPaymentStatus, ProcessorRefundRecord};
+use crate::payment_processor::{
+    Dispute, ProcessorError, ProcessorPayment, ProcessorPaymentStatus, ProcessorRefundRecord,
+};
 
 /// No type of an event is longer, by far.
 const MAX_TYPE: usize = 100;

@@ -17,8 +17,8 @@ use subtle::ConstantTimeEq;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use crate::body::integers::in_digits;
-use crate::{body, error::ApiError};
+use crate::request_body::integers::in_digits;
+use crate::{error::ApiError, request_body};
 
 /// The most items of one page.
 pub const MAX_LIMIT: u32 = 200;

@@ -7,7 +7,7 @@ use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-use crate::processor::{
+use crate::payment_processor::{
     CheckoutMethod, DisputeStatus, OpenedCheckout, ProcessorError, ProcessorPayment, ProcessorPaymentStatus,
     ProcessorRefundRecord, ProcessorRefundStatus,
 };
@@ -284,7 +284,7 @@ pub(crate) struct Dispute {
 }
 
 impl Dispute {
-    pub(crate) fn into_record(self) -> Result<crate::processor::Dispute, ProcessorError> {
+    pub(crate) fn into_record(self) -> Result<crate::payment_processor::Dispute, ProcessorError> {
         let status = match self.status.as_str() {
             "won" => DisputeStatus::Won,
             "needs_response" | "under_review" | "lost" => DisputeStatus::Opened,
@@ -295,7 +295,7 @@ impl Dispute {
             // An operator has to determine whether it moves money.
             _ => return Err(ProcessorError::Later("a dispute has a status that is not known here".to_owned())),
         };
-        Ok(crate::processor::Dispute {
+        Ok(crate::payment_processor::Dispute {
             of: self.payment_intent.or(self.charge).map(|of| of.id().to_owned()),
             amount_minor: self.amount,
             currency: currency(&self.currency)?,
