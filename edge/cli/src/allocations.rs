@@ -8,7 +8,7 @@ use crate::labels::{Metadata, MetadataChange, Selector, with_names};
 use crate::output::{Column, print_notice};
 use crate::progress::Progress;
 use crate::reference::{self, ALLOCATION, NODE, Ref, SSH_KEY, ids, items};
-use crate::{completion, duration, text};
+use crate::{completion, duration, skus, text};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -271,7 +271,7 @@ async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
         Some(node) => Some(node.id(&NODE, api).await?),
         None => None,
     };
-    let mut body = json!({ "sku": wanted.sku, "gpu_count": wanted.gpus });
+    let mut body = json!({ "sku": &wanted.sku, "gpu_count": wanted.gpus });
     let given = [
         ("region_code", wanted.region.map(Value::from)),
         ("node_id", node.map(|node| node.to_string().into())),
@@ -285,6 +285,7 @@ async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
         }
     }
     wanted.metadata.add_to(&mut body)?;
+    skus::expect_fits_one_node(&wanted.sku, wanted.gpus, api).await?;
     let made = api.post("/api/v1/allocations", &body).await?;
     let id = id_of(&made)?;
     if wanted.wait.no_wait {

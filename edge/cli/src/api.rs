@@ -26,7 +26,7 @@ const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 /// A shorter wait is not reported.
 const NOTICE_AFTER: Duration = Duration::from_secs(2);
 /// The largest page of the API.
-const MAX_PAGE_LEN: usize = 200;
+pub(crate) const MAX_PAGE_LEN: usize = 200;
 
 pub(crate) type Query<'a> = Vec<(&'a str, String)>;
 

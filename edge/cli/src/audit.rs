@@ -2,6 +2,7 @@
 
 use crate::api::{Api, Query};
 use crate::failure::Failure;
+use crate::instant;
 use crate::output::Column;
 use chrono::{DateTime, Utc};
 use uuid::Uuid;
@@ -31,10 +32,10 @@ pub(crate) struct AuditFilter {
     #[arg(long, value_name = "ID")]
     correlation_id: Option<String>,
     /// From this instant on (2026-11-22T12:00:00Z).
-    #[arg(long, value_name = "INSTANT")]
+    #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
     from: Option<DateTime<Utc>>,
     /// Before this instant.
-    #[arg(long, value_name = "INSTANT")]
+    #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
     until: Option<DateTime<Utc>>,
     /// At most so many.
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u16).range(1..=10000))]

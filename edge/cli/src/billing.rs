@@ -8,7 +8,7 @@ use crate::failure::Failure;
 use crate::money;
 use crate::output::Column;
 use crate::reference::{self, ACCOUNT, ALLOCATION, PAYMENT, Ref};
-use crate::{download, duration, payments};
+use crate::{download, duration, instant, payments};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -83,10 +83,10 @@ pub(crate) struct Ledger {
     #[arg(long, value_name = "ID", add = completion::of(&ALLOCATION))]
     allocation: Option<Ref>,
     /// Posted at this instant (2026-11-22T12:00:00Z) or later.
-    #[arg(long, value_name = "INSTANT")]
+    #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
     from: Option<DateTime<Utc>>,
     /// Posted before this instant.
-    #[arg(long, value_name = "INSTANT")]
+    #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
     until: Option<DateTime<Utc>>,
     /// At most so many.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]

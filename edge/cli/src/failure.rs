@@ -1,7 +1,7 @@
 //! Failures of commands: as text on standard error for people, as JSON there and as the exit code for scripts.
 
-use crate::routes;
 use crate::text::plain;
+use crate::{argument_names, money, routes};
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use std::fmt::{self, Write as _};
@@ -59,6 +59,13 @@ pub(crate) struct ErrorResponse {
     pub(crate) retry_after: Option<Duration>,
 }
 
+impl ErrorResponse {
+    /// The field at fault.
+    fn field(&self) -> Option<&str> {
+        self.details["field"].as_str()
+    }
+}
+
 impl Failure {
     pub(crate) fn new(exit_status: ExitStatus, message: impl Into<String>) -> Self {
         Self { exit_status, message: message.into(), next: None, answer: None }
@@ -107,6 +114,28 @@ impl Failure {
         };
         let next = remedy(&response).map(str::to_owned);
         Self { exit_status, message: routes::for_people(message), next, answer: Some(Box::new(response)) }
+    }
+
+    /// The service's refusal in terms of the command line: arguments in the place of fields, and times in the place of seconds.
+    #[must_use]
+    pub(crate) fn naming_arguments_of(mut self, command: &clap::Command) -> Self {
+        let Some(answer) = &self.answer else { return self };
+        let is_time = answer.field().is_some_and(|field| field.ends_with("seconds"));
+        self.message = argument_names::with_argument_names(&self.message, command);
+        if is_time {
+            self.message = argument_names::with_times(&self.message);
+        }
+        self
+    }
+
+    /// The service's refusal of an amount, with the amounts of its message in the currency.
+    #[must_use]
+    pub(crate) fn in_currency(mut self, currency: &str) -> Self {
+        let names_amount = self.answer.as_ref().is_some_and(|answer| answer.field() == Some("amount_minor"));
+        if self.answer.is_some() && (names_amount || self.message.contains(money::MINOR_UNITS)) {
+            self.message = money::amounts_in_message(&self.message, currency);
+        }
+        self
     }
 
     /// The service's code, where it refused.

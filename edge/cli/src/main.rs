@@ -33,6 +33,7 @@
 
 mod allocations;
 mod api;
+mod argument_names;
 mod audit;
 mod billing;
 mod capacity;
@@ -43,6 +44,7 @@ mod duration;
 mod events;
 mod failure;
 mod http_client;
+mod instant;
 mod keys;
 mod labels;
 mod login;
@@ -71,7 +73,7 @@ mod tree;
 mod websocket;
 
 use api::Api;
-use clap::{CommandFactory as _, Parser, Subcommand};
+use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::env::Shells;
 use clap_complete::{CompleteEnv, Shell};
 use failure::{ExitStatus, Failure};
@@ -204,7 +206,8 @@ fn idempotency_key(text: &str) -> Result<String, String> {
 fn main() -> ExitCode {
     // A completion request of a shell is answered here, and the process ends.
     CompleteEnv::with_factory(Arguments::command).var(COMPLETE).complete();
-    let arguments = Arguments::parse();
+    let matches = Arguments::command().get_matches();
+    let arguments = Arguments::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let format = arguments.common.output;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let runtime =
@@ -212,6 +215,7 @@ fn main() -> ExitCode {
     match runtime.and_then(|runtime| runtime.block_on(run(arguments))) {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
+            let failure = failure.naming_arguments_of(&argument_names::selected_command(&matches));
             match format {
                 OutputFormat::Table => print_notice(&failure.to_string()),
                 OutputFormat::Json => print_notice(&failure.to_json().to_string()),

@@ -84,6 +84,34 @@ fn shown(number: i64, finer: usize, currency: &str) -> String {
     if rest.is_empty() { format!("{sign}{whole} {currency}") } else { format!("{sign}{whole}.{rest} {currency}") }
 }
 
+/// The unit after an amount in a message of the service.
+pub(crate) const MINOR_UNITS: &str = " minor units";
+
+/// The message with its amounts in minor units as text: `2000 minor units` and `2000.000000` are `20.00 USD`.
+pub(crate) fn amounts_in_message(message: &str, currency: &str) -> String {
+    let message = message.replace(MINOR_UNITS, "").replace("a whole number from ", "from ");
+    let words = message.split(' ').map(|word| {
+        let number = word.trim_end_matches([',', ';', '.', ':']);
+        match micro(number) {
+            Some(micro) => format!("{}{}", shown(micro, MICRO_DIGITS, currency), &word[number.len()..]),
+            None => word.to_owned(),
+        }
+    });
+    words.collect::<Vec<_>>().join(" ")
+}
+
+/// Minor units with up to six decimals, in millionths.
+fn micro(number: &str) -> Option<i64> {
+    let (sign, digits) = number.strip_prefix('-').map_or((1, number), |digits| (-1, digits));
+    let (whole, rest) = digits.split_once('.').unwrap_or((digits, "0"));
+    let is_number = |digits: &str| !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    if !is_number(whole) || !is_number(rest) || rest.len() > MICRO_DIGITS {
+        return None;
+    }
+    let micro: i64 = format!("{whole}{rest:0<MICRO_DIGITS$}").parse().ok()?;
+    Some(sign * micro)
+}
+
 /// The answer with every amount as text, under its name without the unit: `balance_micro` is `balance`, `burn_minor_per_hour` is
 /// `burn_per_hour`. Where both units are there, the finer one is shown. An amount without a currency stays as it is.
 pub(crate) fn with_amounts(answer: &Value) -> Value {
@@ -196,6 +224,31 @@ mod tests {
         let unknown = json!({ "balance_minor": 5 });
         assert_eq!(with_amounts(&unknown), unknown, "an amount of no currency keeps its number");
         assert_eq!(shown(i64::MIN, MICRO_DIGITS, "USD"), "-92233720368.54775808 USD");
+    }
+
+    #[test]
+    fn amounts_of_a_message_are_shown_in_the_currency() {
+        for (message, shown) in [
+            (
+                "2000 minor units are more than the 500.000000 that are available; take less, or pay in first.",
+                "20.00 USD are more than the 5.00 USD that are available; take less, or pay in first.",
+            ),
+            (
+                "No account holds more than 100000000000 minor units; give less.",
+                "No account holds more than 1000000000.00 USD; give less.",
+            ),
+            (
+                "`amount_minor` must be from -100000 to 100000, and not 0; policy `x` says so.",
+                "`amount_minor` must be from -1000.00 USD to 1000.00 USD, and not 0.00 USD; policy `x` says so.",
+            ),
+            (
+                "`amount_minor` must be a whole number from 1 to 500, which is left.",
+                "`amount_minor` must be from 0.01 USD to 5.00 USD, which is left.",
+            ),
+            ("Of the cost 12.500000 minor units are left.", "Of the cost 0.125 USD are left."),
+        ] {
+            assert_eq!(amounts_in_message(message, "USD"), shown);
+        }
     }
 
     proptest! {

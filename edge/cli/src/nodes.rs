@@ -8,19 +8,22 @@ use crate::confirm::Confirm;
 use crate::failure::Failure;
 use crate::labels::{MetadataChange, Selector, with_names};
 use crate::output::Column;
-use crate::reference::{NODE, Ref, ResourceKind};
+use crate::reference::{self, NODE, Ref, ResourceKind};
 use clap::ValueEnum;
 use serde_json::{Value, json};
 use uuid::Uuid;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// All machines.
+    /// The machines, without those that were removed.
     #[command(visible_alias = "ls")]
     List {
         /// Those in this state, such as active, offline or quarantined.
         #[arg(long)]
         state: Option<String>,
+        /// Also those that were removed.
+        #[arg(long, conflicts_with = "state")]
+        all: bool,
         /// Those of this SKU.
         #[arg(long, add = completion::sku_names())]
         sku: Option<String>,
@@ -104,7 +107,7 @@ pub(crate) struct NodeAction {
 
 #[derive(Debug, clap::Args)]
 #[group(skip)]
-#[command(group(clap::ArgGroup::new("changes").args(MetadataChange::IDS).args(["host", "port", "ssh_user"]).required(true).multiple(true)))]
+#[command(group(clap::ArgGroup::new("changes").args(MetadataChange::IDS).args(["host", "port", "ssh_user", "probe"]).required(true).multiple(true)))]
 pub(crate) struct Update {
     #[arg(add = completion::of(&NODE))]
     node: Ref,
@@ -117,6 +120,9 @@ pub(crate) struct Update {
     /// The operator's login on it.
     #[arg(long, value_name = "NAME")]
     ssh_user: Option<String>,
+    /// Connect to its address and report whether it answers.
+    #[arg(long)]
+    probe: bool,
     #[command(flatten)]
     change: MetadataChange,
 }
@@ -174,12 +180,15 @@ const IN_A_LIST: [Column; 8] = [
     ("TAKES NOBODY BECAUSE", "/unschedulable_reason"),
 ];
 
-const ALONE: [Column; 20] = [
+const ALONE: [Column; 23] = [
     ("id", "/id"),
     ("name", "/name"),
     ("labels", "/labels"),
     ("host", "/host"),
     ("port", "/port"),
+    ("address", "/probe/result"),
+    ("probed", "/probe/checked_at"),
+    ("probe error", "/probe/error"),
     ("state", "/state"),
     ("why", "/state_reason/message"),
     ("since", "/state_entered_at"),
@@ -226,12 +235,16 @@ async fn node_id(node: &Ref, api: &Api) -> Result<Uuid, Failure> {
 
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
-        Command::List { state, sku, selector, limit } => {
+        Command::List { state, all, sku, selector, limit } => {
             let mut query: Query<'_> = Vec::new();
+            let every = all || state.is_some();
             query.extend(state.map(|state| ("state", state)));
             query.extend(sku.map(|sku| ("sku", sku)));
             selector.add_to(&mut query);
-            let page = api.list(NODE.path, &query, limit.into()).await?;
+            let page = match every {
+                true => api.list(NODE.path, &query, limit.into()).await?,
+                false => reference::present_nodes(&query, limit.into(), api).await?,
+            };
             api.out.list(&page, &with_names(&IN_A_LIST, &page))
         }
         Command::Show { node } => api.out.show(&api.get(&path(node_id(&node, api).await?), &[]).await?, &ALONE),
@@ -274,6 +287,7 @@ async fn update(change: Update, api: &Api) -> Result<(), Failure> {
         ("host", change.host.map(Value::from)),
         ("port", change.port.map(Value::from)),
         ("ssh_username", change.ssh_user.map(Value::from)),
+        ("probe", change.probe.then_some(true.into())),
     ];
     let mut body = change.change.patch()?;
     body.extend(given.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))));

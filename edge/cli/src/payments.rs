@@ -141,9 +141,10 @@ pub(crate) async fn top_up(wanted: TopUp, api: &Api) -> Result<(), Failure> {
         "cancel_url": wanted.cancel_url.unwrap_or_else(returned),
     });
     if wanted.currency.is_some() || amount.currency().is_some() {
-        body["currency"] = currency.into();
+        body["currency"] = currency.clone().into();
     }
-    let begun = api.post("/api/v1/billing/checkout-sessions", &body).await?;
+    let begun = api.post("/api/v1/billing/checkout-sessions", &body).await;
+    let begun = begun.map_err(|failure| failure.in_currency(&currency))?;
     let (id, url) = checkout_of(&begun)?;
     if wanted.wait {
         // The result is the payment, once it is deposited.

@@ -3,6 +3,7 @@
 use crate::api::{Api, Query};
 use crate::completion;
 use crate::failure::Failure;
+use crate::instant;
 use crate::output::Column;
 use crate::reference::{Ref, ResourceKind};
 use chrono::{DateTime, Utc};
@@ -41,7 +42,7 @@ pub(crate) enum Command {
         #[arg(long, value_name = "TEXT")]
         reason: String,
         /// From when on (2026-11-22T12:00:00Z); at once where it is left out.
-        #[arg(long, value_name = "INSTANT")]
+        #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
         effective_at: Option<DateTime<Utc>>,
         /// What holds now; where it is another, nothing is set.
         #[arg(long, value_name = "VALUE")]

@@ -2,7 +2,7 @@
 //!
 //! A whole id is taken as it is. Any other text is looked up in the API's list of the kind, and must match one entry.
 
-use crate::api::{Api, Query};
+use crate::api::{Api, MAX_PAGE_LEN, Query};
 use crate::failure::{ExitStatus, Failure};
 use crate::text::{cell, plain};
 use serde_json::{Value, json};
@@ -135,6 +135,11 @@ impl fmt::Display for Ref {
 }
 
 impl Ref {
+    /// The id, where the reference is a whole one.
+    pub(crate) fn whole(&self) -> Option<Uuid> {
+        self.0.parse().ok()
+    }
+
     /// Resolves the reference to an id.
     pub(crate) async fn id(&self, kind: &ResourceKind, api: &Api) -> Result<Uuid, Failure> {
         self.id_in(kind, kind.path, api).await
@@ -163,7 +168,7 @@ impl Ref {
         let fits = |item: &&Value| self.matches_name(kind, item) || self.matches_prefix(item);
         let found: Vec<&Value> = items.iter().filter(fits).collect();
         // A removed node does not keep its name from a new one.
-        let present: Vec<&Value> = found.iter().copied().filter(|item| item["state"] != "removed").collect();
+        let present: Vec<&Value> = found.iter().copied().filter(|item| item["state"] != REMOVED).collect();
         match (&found[..], &present[..]) {
             ([], _) => Err(self.unknown(kind)),
             ([one], _) | (_, [one]) => id_of(one, kind),
@@ -193,8 +198,8 @@ impl Ref {
         let shown =
             found.iter().take(MAX_CANDIDATES_LISTED).map(|item| candidate(kind, item)).collect::<Vec<_>>().join(", ");
         let more = if found.len() > MAX_CANDIDATES_LISTED { ", and others" } else { "" };
-        let (count, noun) = (found.len(), kind.noun);
-        Failure::usage(format!("`{self}` fits {count} {noun}s: {shown}{more}")).next("Give more of the id.")
+        let (count, nouns) = (found.len(), plural(kind.noun));
+        Failure::usage(format!("`{self}` fits {count} {nouns}: {shown}{more}")).next("Give more of the id.")
     }
 
     /// The failure where the caller may not read the list.
@@ -209,6 +214,10 @@ impl Ref {
         )
         .next(format!("Give the whole id of the {noun}."))
     }
+}
+
+fn plural(noun: &str) -> String {
+    noun.strip_suffix("ity").map_or_else(|| format!("{noun}s"), |stem| format!("{stem}ities"))
 }
 
 /// The entries of a list's answer.
@@ -262,6 +271,8 @@ pub(crate) async fn allocation(reference: &Ref, api: &Api) -> Result<Uuid, Failu
     }
 }
 
+/// The state of a removed node.
+const REMOVED: &str = "removed";
 /// The states of a live allocation.
 const LIVE: [&str; 5] = ["requested", "provisioning", "active", "releasing", "release_failed"];
 
@@ -279,6 +290,24 @@ pub(crate) async fn live_allocations(query: &Query<'_>, limit: usize, api: &Api)
         }
     }
     Ok(json!({ "items": all, "next_page": more }))
+}
+
+/// Up to `limit` nodes that are not removed. The API filters by one state, so the pages are read until there are enough.
+pub(crate) async fn present_nodes(query: &Query<'_>, limit: usize, api: &Api) -> Result<Value, Failure> {
+    let mut present: Vec<Value> = Vec::new();
+    let mut next = Value::Null;
+    while present.len() < limit {
+        let mut query = query.clone();
+        query.extend(next.as_str().map(|token| ("page_token", token.to_owned())));
+        let mut page = api.list(NODE.path, &query, (limit - present.len()).min(MAX_PAGE_LEN)).await?;
+        let found = page["items"].as_array_mut().map(std::mem::take).unwrap_or_default();
+        present.extend(found.into_iter().filter(|node| node["state"] != REMOVED));
+        next = page["next_page"].take();
+        if next.is_null() {
+            break;
+        }
+    }
+    Ok(json!({ "items": present, "next_page": next }))
 }
 
 #[cfg(test)]

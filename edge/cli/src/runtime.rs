@@ -4,26 +4,30 @@ use crate::api::Api;
 use crate::confirm::Confirm;
 use crate::failure::{ExitStatus, Failure};
 use crate::output::Column;
+use crate::reference::{self, NODE, Ref, ResourceKind, SKU};
 use serde_json::{Value, json};
 use std::str::FromStr;
 use uuid::Uuid;
 
 const PATH: &str = "/api/v1/admin/runtime";
 
-/// An entity as `gpuctl tree` shows it: `node/0198…`.
+/// An entity on the command line, by its kind and its id or a unique prefix of it: `node/0198`. Nodes, allocations and SKUs also go by name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct EntityRef {
     kind: String,
-    id: Uuid,
+    id: Ref,
 }
 
 impl FromStr for EntityRef {
     type Err = &'static str;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let (kind, id) = text.split_once('/').ok_or("an entity is written as KIND/ID, such as node/0198f000-…")?;
+        let (kind, id) = text.split_once('/').ok_or("an entity is written as KIND/ID, such as node/0198f000")?;
         let good = !kind.is_empty() && kind.bytes().all(|byte| byte.is_ascii_lowercase() || byte == b'_');
-        let id = id.parse().map_err(|_| "what follows the kind is no whole id")?;
+        if id.contains('/') {
+            return Err("an id has no `/`");
+        }
+        let id = id.parse()?;
         if good {
             Ok(Self { kind: kind.to_owned(), id })
         } else {
@@ -33,20 +37,53 @@ impl FromStr for EntityRef {
 }
 
 impl EntityRef {
-    fn path(&self) -> String {
-        format!("{PATH}/entities/{}/{}", self.kind, self.id)
+    async fn path(&self, api: &Api) -> Result<String, Failure> {
+        let id = match self.kind.as_str() {
+            "node" => self.id.id(&NODE, api).await?,
+            "allocation" => reference::allocation(&self.id, api).await?,
+            "sku" => self.id.id(&SKU, api).await?,
+            kind => self.id_in_tree(kind, api).await?,
+        };
+        Ok(format!("{PATH}/entities/{}/{id}", self.kind))
+    }
+
+    /// Resolves a kind that has no list of its own.
+    async fn id_in_tree(&self, kind: &str, api: &Api) -> Result<Uuid, Failure> {
+        if let Some(id) = self.id.whole() {
+            return Ok(id);
+        }
+        let query = [("kind", kind.to_owned()), ("limit", MAX_TREE_LEN.to_string())];
+        let tree = api.get(&format!("{PATH}/tree"), &query).await?;
+        if tree["truncated"] == true {
+            let why =
+                format!("there are over {MAX_TREE_LEN} entities of kind {kind}, too many to search for `{}`", self.id);
+            return Err(Failure::usage(why).next("Give the whole id."));
+        }
+        self.id.resolve_among(&ENTITY_KIND, tree["entities"].as_array().map_or(&[], Vec::as_slice))
     }
 }
 
+/// The most entities that the API's tree shows.
+const MAX_TREE_LEN: u32 = 1000;
+
+/// An entity of any kind.
+const ENTITY_KIND: ResourceKind = ResourceKind {
+    noun: "entity",
+    listed_by: "gpuctl tree --kind KIND",
+    path: "/api/v1/admin/runtime/tree",
+    names: &[],
+    shown: &["/kind", "/state"],
+};
+
 #[derive(Debug, clap::Args)]
 pub(crate) struct EntityArgs {
-    /// KIND/ID, as `gpuctl tree` shows it.
+    /// KIND/ID, or with a unique prefix of the id: node/0198f000. `gpuctl tree --kind KIND` lists ids.
     entity: EntityRef,
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct RestartArgs {
-    /// An entity, KIND/ID; or with --member a worker, as `gpuctl tree` shows it.
+    /// An entity, KIND/ID or with a unique prefix of the id; or with --member a worker, as `gpuctl tree` shows it.
     #[arg(value_name = "ENTITY|WORKER")]
     what: String,
     /// The member whose worker it is, by name or id.
@@ -108,7 +145,7 @@ pub(crate) async fn cluster(api: &Api) -> Result<(), Failure> {
 }
 
 pub(crate) async fn entity(args: EntityArgs, api: &Api) -> Result<(), Failure> {
-    let found = api.get(&args.entity.path(), &[]).await?;
+    let found = api.get(&args.entity.path(api).await?, &[]).await?;
     if api.out.is_json() {
         return api.out.json(&found);
     }
@@ -121,10 +158,8 @@ pub(crate) async fn restart(args: RestartArgs, api: &Api) -> Result<(), Failure>
     let path = match &member {
         Some(member) => format!("{PATH}/members/{}/workers/{}", member_id(member, api).await?, worker(&what)?),
         None => {
-            let entity: EntityRef = what.parse().map_err(|why: &str| {
-                Failure::usage(format!("`{what}`: {why}")).next("For a worker, name its member: --member NAME")
-            })?;
-            entity.path()
+            let entity: EntityRef = what.parse().map_err(|why| no_entity(&what, why))?;
+            entity.path(api).await?
         }
     };
     confirm.ask(&format!("Start {what} anew?"))?;
@@ -133,6 +168,16 @@ pub(crate) async fn restart(args: RestartArgs, api: &Api) -> Result<(), Failure>
     let came =
         if restarted["restarted"] == true { "is started anew" } else { "did not run; it starts when it is needed" };
     api.out.done(&restarted, &format!("{what} {came}."))
+}
+
+fn no_entity(what: &str, why: &str) -> Failure {
+    let next = match what.split_once('/') {
+        Some(_) => "`gpuctl tree --kind KIND` lists the entities of a kind.",
+        None => {
+            "`gpuctl tree --kind KIND` lists the entities of a kind. A worker is restarted at a member: --member NAME."
+        }
+    };
+    Failure::usage(format!("`{what}` is no entity: {why}")).next(next)
 }
 
 /// A worker's name, as a part of a path.
@@ -163,13 +208,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn entity_is_a_kind_and_a_whole_id() {
+    fn entity_is_a_kind_and_an_id_or_its_beginning() {
         let id = "0198f000-0000-7000-8000-000000000000";
         assert!(format!("billing_account/{id}").parse::<EntityRef>().is_ok());
-        for bad in [id.to_owned(), format!("../{id}"), format!("node/{id}/x"), "node/0198".to_owned(), format!("/{id}")]
-        {
+        assert!("node/0198".parse::<EntityRef>().is_ok());
+        for bad in [id.to_owned(), format!("../{id}"), format!("node/{id}/x"), "node/".to_owned(), format!("/{id}")] {
             assert!(bad.parse::<EntityRef>().is_err(), "{bad}");
         }
+        let hint = |what: &str| no_entity(what, "").next.unwrap_or_default();
+        assert!(hint("outbox-relay").contains("--member") && !hint("node/").contains("--member"));
         assert!(worker("outbox-relay").is_ok() && worker("a/b").is_err() && worker("").is_err());
     }
 }

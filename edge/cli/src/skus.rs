@@ -4,10 +4,13 @@ mod admin;
 
 use crate::api::{Api, Query};
 use crate::completion;
-use crate::failure::Failure;
+use crate::failure::{ExitStatus, Failure};
 use crate::output::Column;
-use crate::reference::{Ref, SKU};
+use crate::reference::{Ref, SKU, items};
 use admin::{Create, Decision, Update};
+
+/// The most SKUs that are searched for one.
+const MAX_LISTED: usize = 1000;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -78,4 +81,22 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::Deprecate(decision) => admin::decide(decision, "deprecate", api).await,
         Command::Deactivate(decision) => admin::decide(decision, "deactivate", api).await,
     }
+}
+
+/// Refuses more GPUs than a node of the SKU has: no wait makes room for them. Any other error is left to the request.
+pub(crate) async fn expect_fits_one_node(sku: &str, gpus: u16, api: &Api) -> Result<(), Failure> {
+    // One GPU is on every node.
+    if gpus == 1 {
+        return Ok(());
+    }
+    let Ok(page) = api.list("/api/v1/skus", &[], MAX_LISTED).await else { return Ok(()) };
+    let named = items(&page).iter().find(|item| item["name"] == sku || item["id"] == sku);
+    let Some(count) = named.and_then(|item| item["gpu"]["count"].as_u64()) else { return Ok(()) };
+    if u64::from(gpus) <= count {
+        return Ok(());
+    }
+    let why = format!("no node can ever hold {gpus} GPUs of SKU {sku}: each of its nodes has {count}");
+    Err(Failure::new(ExitStatus::Refused, why).next(format!(
+        "Ask for at most --gpus {count}; an allocation is on one node. `gpuctl skus list` shows other SKUs."
+    )))
 }

@@ -50,6 +50,7 @@ fn invalid_command_line_exits_with_2() {
         "gpuctl billing statement 2026-11 --to file",
         "gpuctl billing statement 2026-11 --as docx",
         "gpuctl billing ledger --from yesterday",
+        "gpuctl policy set billing.window_seconds 60 --reason r --effective-at tomorrow",
         "gpuctl billing top-up --amount 20,00",
         "gpuctl billing top-up --amount 1e3",
         "gpuctl billing refund --amount 1.00 --reason r",

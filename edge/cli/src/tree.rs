@@ -18,10 +18,10 @@ pub(crate) struct TreeArgs {
     /// Entities in this state.
     #[arg(long)]
     state: Option<String>,
-    /// Entities past their deadline.
+    /// Entities past their deadline, and nothing else.
     #[arg(long)]
     overdue: bool,
-    /// Entities that failed too often.
+    /// Entities that failed too often, and nothing else.
     #[arg(long)]
     parked: bool,
     /// With every member's shards one by one.
@@ -49,7 +49,35 @@ pub(crate) async fn run(args: TreeArgs, api: &Api) -> Result<(), Failure> {
         query.extend(wanted.then(|| (name, "true".to_owned())));
     }
     let tree = api.get("/api/v1/admin/runtime/tree", &query).await?;
-    if api.out.is_json() { api.out.json(&tree) } else { api.out.line(drawn(&tree).trim_end()) }
+    if api.out.is_json() {
+        return api.out.json(&tree);
+    }
+    let text = match (args.overdue, args.parked) {
+        (false, false) => drawn(&tree),
+        (true, false) => entities_alone(&tree, "overdue"),
+        (false, true) => entities_alone(&tree, "parked"),
+        (true, true) => entities_alone(&tree, "overdue and parked"),
+    };
+    api.out.line(text.trim_end())
+}
+
+/// The selected entities without the tree, or a line where there are none.
+fn entities_alone(tree: &Value, which: &str) -> String {
+    let mut text = match items(tree, "entities") {
+        [] => format!("No entity is {which}.\n"),
+        entities => format!("{}\n", table_text(entities, &ENTITIES)),
+    };
+    for silent in items(tree, "silent") {
+        let _ = writeln!(text, "Without member {}, which did not answer.", cell(silent));
+    }
+    more_notice(&mut text, tree);
+    text
+}
+
+fn more_notice(text: &mut String, tree: &Value) {
+    if tree["truncated"] == true {
+        text.push_str("There are more; narrow the selection with --kind and --state.\n");
+    }
 }
 
 fn items<'a>(of: &'a Value, name: &str) -> &'a [Value] {
@@ -84,9 +112,7 @@ fn drawn(tree: &Value) -> String {
     if !entities.is_empty() {
         let _ = writeln!(text, "\n{}", table_text(entities, &ENTITIES));
     }
-    if tree["truncated"] == true {
-        text.push_str("There are more; narrow the selection with --kind and --state.\n");
-    }
+    more_notice(&mut text, tree);
     text
 }
 
@@ -148,5 +174,14 @@ mod tests {
             "entities": [{ "kind": "node", "id": "0199", "member_name": "replica-1", "status": "awake", "state": "offline" }],
         });
         insta::assert_snapshot!(drawn(&tree));
+    }
+
+    #[test]
+    fn overdue_entities_are_printed_alone() {
+        let tree =
+            |entities: Value| json!({ "members": [{ "name": "replica-1" }], "overdue": 0, "entities": entities });
+        assert_eq!(entities_alone(&tree(json!([])), "overdue"), "No entity is overdue.\n");
+        let one = entities_alone(&tree(json!([{ "kind": "node", "id": "0199", "state": "offline" }])), "overdue");
+        assert!(one.contains("0199") && one.contains("offline") && !one.contains("replica-1"), "{one}");
     }
 }

@@ -146,3 +146,75 @@ async fn whole_id_of_a_user_resolves_to_the_users_billing_account() {
         assert_eq!(crate::reference::account(&reference, &api).await.unwrap(), expected);
     }
 }
+
+#[tokio::test]
+async fn present_nodes_are_listed_without_the_removed_ones_up_to_the_limit() {
+    // Every second node is removed, and a page has four.
+    let list = |axum::extract::RawQuery(query): axum::extract::RawQuery| async move {
+        let query = query.unwrap();
+        assert_eq!(query.matches("page_token=").count(), usize::from(!query.starts_with("sku=x&limit")), "{query}");
+        let value = |name: &str| query.split(name).nth(1).map(|rest| rest.split('&').next().unwrap().parse().unwrap());
+        let (begin, limit): (usize, usize) = (value("page_token=").unwrap_or(0), value("limit=").unwrap());
+        let end = (begin + limit.min(4)).min(10);
+        let items: Vec<_> =
+            (begin..end).map(|n| json!({ "id": n, "state": if n % 2 == 0 { "removed" } else { "active" } })).collect();
+        Json(json!({ "items": items, "next_page": if end < 10 { json!(end.to_string()) } else { Value::Null } }))
+    };
+    let api = api(Router::new().route(crate::reference::NODE.path, get(list))).await;
+    for (limit, expected) in [(100, vec![1, 3, 5, 7, 9]), (2, vec![1, 3])] {
+        let page = crate::reference::present_nodes(&vec![("sku", "x".to_owned())], limit, &api).await.unwrap();
+        let ids: Vec<u64> = page["items"].as_array().unwrap().iter().map(|node| node["id"].as_u64().unwrap()).collect();
+        assert_eq!(ids, expected, "{page}");
+        assert_eq!(page["next_page"].is_null(), limit == 100, "{page}");
+    }
+}
+
+#[tokio::test]
+async fn entity_is_restarted_by_a_unique_prefix_of_its_id() {
+    let ids = ["0198f000-0000-7000-8000-00000000000a", "0199f000-0000-7000-8000-00000000000b"];
+    let tree = move |axum::extract::RawQuery(query): axum::extract::RawQuery| async move {
+        assert_eq!(query.unwrap(), "kind=key_set&limit=1000");
+        Json(json!({ "entities": ids.map(|id| json!({ "kind": "key_set", "id": id })), "truncated": false }))
+    };
+    let list = move || async move {
+        Json(json!({ "items": ids.map(|id| json!({ "id": id, "host": "gpu-1" })), "next_page": null }))
+    };
+    let restarted: Arc<Mutex<Vec<String>>> = Arc::default();
+    let log = Arc::clone(&restarted);
+    let restart = move |uri: axum::http::Uri| async move {
+        log.lock().unwrap().push(uri.path().to_owned());
+        Json(json!({ "restarted": true }))
+    };
+    let routes = Router::new()
+        .route("/api/v1/admin/runtime/tree", get(tree))
+        .route(crate::reference::NODE.path, get(list))
+        .route("/api/v1/admin/runtime/entities/{kind}/{id}/restart", post(restart));
+    let api = api(routes).await;
+    let run = async |entity: &str| {
+        let words = ["gpuctl", "restart", entity, "--yes"];
+        let arguments = <crate::Arguments as clap::Parser>::try_parse_from(words).unwrap();
+        let crate::Command::Restart(args) = arguments.command else { panic!("{entity}") };
+        crate::runtime::restart(args, &api).await
+    };
+    for (entity, id) in [("key_set/0198", ids[0]), ("node/0199f", ids[1])] {
+        run(entity).await.unwrap();
+        let kind = entity.split('/').next().unwrap();
+        let path = format!("/api/v1/admin/runtime/entities/{kind}/{id}/restart");
+        assert_eq!(restarted.lock().unwrap().pop(), Some(path));
+    }
+    assert_eq!(run("key_set/019").await.unwrap_err().exit_status, ExitStatus::NotFound, "three characters");
+    assert!(run("node/0197").await.unwrap_err().next.unwrap().contains("gpuctl nodes list"));
+}
+
+#[tokio::test]
+async fn more_gpus_than_a_node_has_are_refused_without_advice_to_wait() {
+    let skus = || async { Json(json!({ "items": [{ "name": "h100x8", "gpu": { "count": 8 } }], "next_page": null })) };
+    let api = api(Router::new().route("/api/v1/skus", get(skus))).await;
+    for (sku, gpus) in [("h100x8", 1), ("h100x8", 8), ("unknown", 9)] {
+        crate::skus::expect_fits_one_node(sku, gpus, &api).await.unwrap();
+    }
+    let failure = crate::skus::expect_fits_one_node("h100x8", 9, &api).await.unwrap_err();
+    let text = failure.to_string();
+    assert!(failure.exit_status == ExitStatus::Refused && text.contains("each of its nodes has 8"), "{text}");
+    assert!(!text.contains("queue") && !text.contains("wait"), "{text}");
+}

@@ -84,7 +84,8 @@ pub(super) async fn adjust(wanted: Adjust, api: &Api) -> Result<(), Failure> {
     };
     let minor = wanted.amount.minor(&currency).map_err(Failure::usage)?;
     let body = json!({ "amount_minor": minor, "currency": currency, "reason": wanted.reason });
-    api.out.show(&api.post(&format!("{}/adjustments", path(id)), &body).await?, &BALANCE)
+    let adjusted = api.post(&format!("{}/adjustments", path(id)), &body).await;
+    api.out.show(&adjusted.map_err(|failure| failure.in_currency(&currency))?, &BALANCE)
 }
 
 /// An account with its meters, as administrators see it.

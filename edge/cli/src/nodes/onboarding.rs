@@ -8,6 +8,7 @@ use crate::failure::{ExitStatus, Failure};
 use crate::labels::Metadata;
 use crate::reference::{NODE, Ref};
 use crate::ssh_keys::public_key;
+use crate::text::cell;
 use clap::ValueEnum;
 use serde_json::{Value, json};
 use std::fs::OpenOptions;
@@ -121,9 +122,21 @@ pub(crate) async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
     wanted.metadata.add_to(&mut body)?;
     let made = api.post(NODE.path, &body).await?;
     api.out.show(&made, &ALONE)?;
-    let id = crate::text::cell(&made["id"]);
+    let id = cell(&made["id"]);
+    api.out.notice(&probe_notice(&made, &id));
     api.out.notice(&format!("Install its agent with: gpuctl nodes script {id} --to install.sh"));
     Ok(())
+}
+
+/// The outcome of the probe of a new node's address, or how to ask for one.
+fn probe_notice(node: &Value, id: &str) -> String {
+    let again = format!("gpuctl nodes update {id} --probe");
+    let address = format!("{} port {}", cell(&node["host"]), cell(&node["port"]));
+    match (&node["probe"]["result"], &node["probe"]["error"]) {
+        (Value::Null, _) => format!("{address} was not probed; probe it with: {again}"),
+        (result, Value::Null) => format!("{address} is {}.", cell(result)),
+        (result, error) => format!("{address} is {}: {}. Probe it again with: {again}", cell(result), cell(error)),
+    }
 }
 
 pub(crate) async fn token(wanted: Token, api: &Api) -> Result<(), Failure> {
@@ -182,7 +195,27 @@ fn secret(answer: &Value, text: &str, to: Option<&Path>, api: &Api) -> Result<()
     let unwritten = |error: std::io::Error| Failure::usage(format!("{}: {error}", to.display()));
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(to).map_err(unwritten)?;
     writeln!(file, "{text}").map_err(unwritten)?;
-    let until = crate::text::cell(&answer["expires_at"]);
+    let until = cell(&answer["expires_at"]);
     let written = json!({ "file": to, "token_id": answer["token_id"], "expires_at": answer["expires_at"] });
     api.out.done(&written, &format!("{} holds a token that is good until {until}.", to.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn new_node_reports_its_probe_or_how_to_ask_for_one() {
+        let node = |probe: Value| json!({ "host": "gpu-1.example", "port": 22, "probe": probe });
+        let notice = |probe: Value| probe_notice(&node(probe), "0198");
+        assert_eq!(notice(json!({ "result": "reachable", "error": null })), "gpu-1.example port 22 is reachable.");
+        assert_eq!(
+            notice(json!({ "result": "unreachable", "error": "connection refused" })),
+            "gpu-1.example port 22 is unreachable: connection refused. Probe it again with: gpuctl nodes update 0198 --probe"
+        );
+        assert_eq!(
+            notice(Value::Null),
+            "gpu-1.example port 22 was not probed; probe it with: gpuctl nodes update 0198 --probe"
+        );
+    }
 }
