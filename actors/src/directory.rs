@@ -1,15 +1,15 @@
 //! Finds an entity and sends it commands: on this member, or over the bus on the member that owns its shard.
 
-mod connection_quota;
-mod rate_limits;
+mod quota_forwarding;
+mod rate_cell_forwarding;
 
-pub use rate_limits::QuotaUnavailable;
+pub use rate_cell_forwarding::QuotaUnavailable;
 
-use crate::ask::{AskError, AskResult, CommandContext, CommandKey, CommandReply};
+use crate::command_context::{AskError, AskResult, CommandContext, CommandKey, CommandReply};
 use crate::connection_quota::ConnectionQuota;
-use crate::host::Host;
-use crate::ports::{Remote, RemoteError};
-use crate::rate_cells::RateCells;
+use crate::entity_host::Host;
+use crate::interfaces::{Remote, RemoteError};
+use crate::rate_cell_table::RateCells;
 use crate::sharding::shard_of;
 use chrono::TimeDelta;
 use domain::id::Visitor;

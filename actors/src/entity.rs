@@ -1,9 +1,9 @@
 //! The ractor actor that hosts one entity's [`Shell`]: it executes the shell's outputs, and awaits nothing in its mailbox.
 
-use crate::ask::{AskError, AskResult};
-use crate::host::{ActorExit, CommittedState, EntityFacts, Host, Slot};
-use crate::ports::{StoreReadError, Term};
-use crate::shell::{CommandRequest, Input, InputContext, Output, Shell, panic_message};
+use crate::command_context::{AskError, AskResult};
+use crate::entity_host::{ActorExit, CommittedState, EntityFacts, Host, Slot};
+use crate::entity_shell::{CommandRequest, Input, InputContext, Output, Shell, panic_message};
+use crate::interfaces::{StoreReadError, Term};
 use domain::{Commit, CommitOutcome, EntityRef, Machine};
 use futures::FutureExt;
 use ractor::{Actor, ActorProcessingErr, ActorRef};

@@ -4,20 +4,20 @@
 //! ractor actor that hosts it. [`host`] holds the entities of the shards that this process owns, with a bound in front of every
 //! mailbox. [`directory`] finds an entity on any member. What the shell requires of its environment are the traits of [`ports`].
 
-pub mod ask;
+pub mod command_context;
 pub mod connection_quota;
 pub mod directory;
 mod entity;
-pub mod host;
-pub mod ports;
-pub mod rate_cells;
+pub mod entity_host;
+pub mod entity_shell;
+mod entity_watch;
+pub mod interfaces;
+pub mod rate_cell_table;
 pub mod sharding;
-pub mod shell;
 #[cfg(test)]
 mod testing;
-mod watch;
 
-pub use ask::{AskError, AskResult, CommandContext, CommandKey, CommandReply};
+pub use command_context::{AskError, AskResult, CommandContext, CommandKey, CommandReply};
 pub use directory::Directory;
-pub use host::{Host, HostConfig};
-pub use watch::EntityWatch;
+pub use entity_host::{Host, HostConfig};
+pub use entity_watch::EntityWatch;

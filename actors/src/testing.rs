@@ -2,8 +2,8 @@
 //! environment whose clock is tokio's.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use crate::ask::{CommandContext, CommandKey};
-use crate::ports::{Effects, Environment, Store, StoreReadError, Term};
+use crate::command_context::{CommandContext, CommandKey};
+use crate::interfaces::{Effects, Environment, Store, StoreReadError, Term};
 use crate::sharding::{command_id, digest_of};
 use chrono::TimeDelta;
 use domain::authz::{CallerIdentity, TokenRole};

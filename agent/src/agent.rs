@@ -22,6 +22,7 @@ use wire::inventory::{ExecutorKind, NodeInventory};
 use wire::proof::FindingOutcome;
 
 use crate::api::{ClientError, NodeApiClient, NodeApiError};
+use crate::atomic_file::{self, FileError};
 use crate::backoff::Backoff;
 use crate::chain;
 use crate::config::AgentConfig;
@@ -31,9 +32,8 @@ use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
 use crate::inventory::{self, InventoryReading};
 use crate::journal::{Journal, JournalError};
 use crate::sandbox::Sandbox;
-use crate::simulate::{SimulatedExecutor, SimulatedFaults};
+use crate::simulated_faults::{SimulatedExecutor, SimulatedFaults};
 use crate::ssh::{self, SshError, Sshd};
-use crate::store::{self, FileError};
 use crate::system::{self, System, private_tmp};
 use crate::terminal::{Spools, TerminalSessions};
 
@@ -155,7 +155,7 @@ impl Fatal {
 /// # Errors
 /// [`Fatal`], when it cannot continue.
 pub async fn run(config: AgentConfig, stop: CancellationToken) -> Result<(), Fatal> {
-    store::private_folder(&config.state_dir)?;
+    atomic_file::private_folder(&config.state_dir)?;
     let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref()));
     match gpus.as_ref() {
         Gpus::Nvml(_) => info!("GPUs are read through NVML"),
@@ -183,7 +183,7 @@ fn executor(config: &AgentConfig, gpus: &Arc<Gpus>) -> Result<Arc<dyn Executor>,
 /// # Errors
 /// [`Fatal`]: an agent is running, or a tenant cannot be removed completely.
 pub fn clean_up(config: &AgentConfig) -> Result<(), Fatal> {
-    store::private_folder(&config.state_dir)?;
+    atomic_file::private_folder(&config.state_dir)?;
     let _only_one = lock_state_dir(config)?;
     let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref()));
     let executor = executor(config, &gpus)?;
@@ -229,7 +229,7 @@ pub async fn run_with(
     executor: Arc<dyn Executor>,
     stop: CancellationToken,
 ) -> Result<(), Fatal> {
-    store::private_folder(&config.state_dir)?;
+    atomic_file::private_folder(&config.state_dir)?;
     let _only_one = lock_state_dir(&config)?;
     let journal = Journal::open(&config.state_dir.join("journal.jsonl"), Utc::now())?;
     let identities = IdentityStore::new(&config);

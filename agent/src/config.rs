@@ -12,10 +12,10 @@ use wire::bundle::{EnvFileError, Variables, fingerprint, names};
 use wire::keys::SetError;
 use wire::{SecretToken, VerifierSet};
 
+use crate::agent_user::RunAsError;
+use crate::atomic_file::{self, FileError};
 use crate::gpus::GpuSimulation;
-use crate::run_as::RunAsError;
-use crate::simulate::{SimulatedFailure, SimulatedFaults};
-use crate::store::{self, FileError};
+use crate::simulated_faults::{SimulatedFailure, SimulatedFaults};
 use crate::system::Settings;
 use crate::system::sudoers::SudoCommand;
 
@@ -285,7 +285,7 @@ impl<'a> Sources<'a> {
     fn open(flags: &Flags, environment: &'a dyn Fn(&str) -> Option<String>) -> Result<Self, AgentConfigError> {
         let named = flags.env_file.clone().or_else(|| environment(names::ENV_FILE).map(PathBuf::from));
         let Some(path) = named else { return Ok(Self { environment, file: Variables::default() }) };
-        let text = store::read_if_there(&path)?.ok_or_else(|| AgentConfigError::NoEnvFile(path.clone()))?;
+        let text = atomic_file::read_if_there(&path)?.ok_or_else(|| AgentConfigError::NoEnvFile(path.clone()))?;
         let file = Variables::parse(&text).map_err(|source| AgentConfigError::EnvFile { path, source })?;
         Ok(Self { environment, file })
     }
@@ -386,7 +386,7 @@ fn uid_range(text: &str) -> Option<std::ops::RangeInclusive<u32>> {
 }
 
 fn ca_bundle(path: &Path, pem: Option<String>, expected: Option<String>) -> Result<String, AgentConfigError> {
-    let (found, is_new) = match store::read_if_there(path)? {
+    let (found, is_new) = match atomic_file::read_if_there(path)? {
         Some(text) => (text, false),
         None => (pem.ok_or_else(|| AgentConfigError::NoCaBundle(path.to_owned()))?, true),
     };
@@ -396,7 +396,7 @@ fn ca_bundle(path: &Path, pem: Option<String>, expected: Option<String>) -> Resu
         return Err(AgentConfigError::Fingerprint { path: path.to_owned(), found: fingerprint(&found), expected });
     }
     if is_new {
-        store::write_atomically(path, found.as_bytes(), store::PUBLIC)?;
+        atomic_file::write_atomically(path, found.as_bytes(), atomic_file::PUBLIC)?;
     }
     Ok(found)
 }

@@ -78,8 +78,8 @@ impl TaskFailure {
     }
 }
 
-impl From<crate::store::FileError> for TaskFailure {
-    fn from(error: crate::store::FileError) -> Self {
+impl From<crate::atomic_file::FileError> for TaskFailure {
+    fn from(error: crate::atomic_file::FileError) -> Self {
         Self::new("node_storage", crate::chain(&error))
     }
 }

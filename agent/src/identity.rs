@@ -22,8 +22,8 @@ use wire::keys::SetError;
 use wire::{SecretToken, VerifierSet, Verifiers};
 use x509_parser::extensions::{GeneralName, ParsedExtension};
 
+use crate::atomic_file::{self, FileError};
 use crate::config::AgentConfig;
-use crate::store::{self, FileError};
 
 /// A valid certificate and its key.
 #[derive(Debug, Clone)]
@@ -143,7 +143,7 @@ impl IdentityStore {
     /// # Errors
     /// [`IdentityError`] when the files are inconsistent.
     pub fn load(&self) -> Result<Option<AgentIdentity>, IdentityError> {
-        let Some(chain) = store::read_if_there(&self.cert)? else { return Ok(None) };
+        let Some(chain) = atomic_file::read_if_there(&self.cert)? else { return Ok(None) };
         let certificate =
             self.parse(&chain).map_err(|why| self.unreadable("the node's certificate", &self.cert, why))?;
         if let Some(pending) = self.read_pending()?
@@ -151,7 +151,7 @@ impl IdentityStore {
         {
             return Ok(Some(self.finish(&pending, chain, &certificate)?));
         }
-        let Some(key_pem) = store::read_if_there(&self.key)? else { return Ok(None) };
+        let Some(key_pem) = atomic_file::read_if_there(&self.key)? else { return Ok(None) };
         let key_pem = SecretString::from(key_pem);
         let public_key =
             spki(&key_pem).map_err(|error| self.unreadable("the node's key", &self.key, error.to_string()))?;
@@ -229,7 +229,7 @@ impl IdentityStore {
         if !bundle.trim().is_empty() {
             self.store_node_cas(bundle)?;
         }
-        store::write_atomically(&self.cert, chain.as_bytes(), store::PUBLIC)?;
+        atomic_file::write_atomically(&self.cert, chain.as_bytes(), atomic_file::PUBLIC)?;
         Ok(AgentIdentity { taken_at: Some(Utc::now()), ..self.finish(pending, chain, &certificate)? })
     }
 
@@ -238,7 +238,7 @@ impl IdentityStore {
     /// # Errors
     /// [`IdentityError`]; the previous ones are then unchanged.
     pub fn store_node_cas(&self, bundle_pem: &str) -> Result<(), IdentityError> {
-        Ok(store::write_atomically(&self.node_ca, bundle_pem.as_bytes(), store::PUBLIC)?)
+        Ok(atomic_file::write_atomically(&self.node_ca, bundle_pem.as_bytes(), atomic_file::PUBLIC)?)
     }
 
     /// The fingerprint of the stored authorities, if there are any.
@@ -246,7 +246,7 @@ impl IdentityStore {
     /// # Errors
     /// [`IdentityError`]
     pub fn node_cas_fingerprint(&self) -> Result<Option<String>, IdentityError> {
-        Ok(store::read_if_there(&self.node_ca)?.map(|pem| fingerprint(&pem)))
+        Ok(atomic_file::read_if_there(&self.node_ca)?.map(|pem| fingerprint(&pem)))
     }
 
     /// The certificate is stored; stores its key.
@@ -256,8 +256,8 @@ impl IdentityStore {
         chain: String,
         certificate: &Certificate,
     ) -> Result<AgentIdentity, IdentityError> {
-        store::write_atomically(&self.key, pending.key_pem.expose_secret().as_bytes(), store::PRIVATE)?;
-        store::remove(&self.folder.join("pending.json"))?;
+        atomic_file::write_atomically(&self.key, pending.key_pem.expose_secret().as_bytes(), atomic_file::PRIVATE)?;
+        atomic_file::remove(&self.folder.join("pending.json"))?;
         Ok(certificate.with(chain, pending.key_pem.clone()))
     }
 
@@ -267,7 +267,7 @@ impl IdentityStore {
     /// [`IdentityError`].
     pub fn recovery_key(&self) -> Result<SigningKey, IdentityError> {
         let path = self.folder.join("recovery.key");
-        if let Some(text) = store::read_if_there(&path)? {
+        if let Some(text) = atomic_file::read_if_there(&path)? {
             return SigningKey::from_pkcs8_pem(&text)
                 .map_err(|error| self.unreadable("the node's recovery key", &path, error.to_string()));
         }
@@ -275,7 +275,7 @@ impl IdentityStore {
         let pem = key
             .to_pkcs8_pem(LineEnding::LF)
             .map_err(|error| self.unreadable("the node's recovery key", &path, error.to_string()))?;
-        store::write_atomically(&path, pem.as_bytes(), store::PRIVATE)?;
+        atomic_file::write_atomically(&path, pem.as_bytes(), atomic_file::PRIVATE)?;
         Ok(key)
     }
 
@@ -318,16 +318,16 @@ impl IdentityStore {
         what: &'static str,
     ) -> Result<Option<T>, IdentityError> {
         let path = self.folder.join(name);
-        let Some(text) = store::read_if_there(&path)? else { return Ok(None) };
+        let Some(text) = atomic_file::read_if_there(&path)? else { return Ok(None) };
         // serde_json's messages quote numbers and words of the text at most; the key is neither.
         serde_json::from_str(&text).map(Some).map_err(|error| self.unreadable(what, &path, error.to_string()))
     }
 
     fn write_json(&self, name: &str, value: &impl Serialize) -> Result<(), IdentityError> {
         let path = self.folder.join(name);
-        store::private_folder(&self.folder)?;
+        atomic_file::private_folder(&self.folder)?;
         let bytes = serde_json::to_vec(value).map_err(|error| self.unreadable("a record", &path, error.to_string()))?;
-        Ok(store::write_atomically(&path, &bytes, store::PRIVATE)?)
+        Ok(atomic_file::write_atomically(&path, &bytes, atomic_file::PRIVATE)?)
     }
 
     fn unreadable(&self, what: &'static str, path: &std::path::Path, why: String) -> IdentityError {

@@ -10,8 +10,8 @@ use uuid::Uuid;
 use wire::heartbeat::{Alert, Classification, HealthLevel, HealthReport, Telemetry};
 use wire::inventory::{ExecutorKind, GpuInfo, NodeInventory};
 
+use crate::atomic_file::{self, FileError};
 use crate::gpus::Gpus;
-use crate::store::{self, FileError};
 
 const MIB: u64 = 1024 * 1024;
 const GIB: u64 = 1024 * MIB;
@@ -55,7 +55,7 @@ pub fn read(gpus: &Gpus, executor: ExecutorKind, ssh_host_key_fingerprint: Optio
 /// [`FileError`] when the kernel does not provide it.
 pub fn boot_id() -> Result<Uuid, FileError> {
     let path = Path::new("/proc/sys/kernel/random/boot_id");
-    let text = store::read_if_there(path)?.unwrap_or_default();
+    let text = atomic_file::read_if_there(path)?.unwrap_or_default();
     text.trim().parse().map_err(|error| FileError::at("read", path)(std::io::Error::other(error)))
 }
 

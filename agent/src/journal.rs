@@ -18,7 +18,7 @@ use tokio::sync::oneshot;
 use uuid::Uuid;
 use wire::task::{OpenTerminal, Task, TaskPayload, TaskResult, TaskStatus};
 
-use crate::store::{self, FileError};
+use crate::atomic_file::{self, FileError};
 
 /// How long past its expiry a task is remembered. A copy of it that arrives later is refused as expired; the margin covers clocks that
 /// are set back.
@@ -119,7 +119,7 @@ impl Journal {
     /// # Errors
     /// [`JournalError`] when it cannot be read, or is corrupt.
     pub fn open(path: &Path, now: DateTime<Utc>) -> Result<Self, JournalError> {
-        let content = store::read_bytes_if_there(path)?.unwrap_or_default();
+        let content = atomic_file::read_bytes_if_there(path)?.unwrap_or_default();
         let mut records = read(&content, path)?;
         records.retain(|_, record| is_needed(record, now));
         let file = WriterFile::rewrite(path, &records)?;
@@ -290,9 +290,12 @@ impl WriterFile {
             encode(&line, &mut bytes).map_err(FileError::at("encode", path))?;
             lines += 1;
         }
-        store::write_atomically(path, &bytes, store::PRIVATE)?;
-        let file =
-            OpenOptions::new().append(true).mode(store::PRIVATE).open(path).map_err(FileError::at("open", path))?;
+        atomic_file::write_atomically(path, &bytes, atomic_file::PRIVATE)?;
+        let file = OpenOptions::new()
+            .append(true)
+            .mode(atomic_file::PRIVATE)
+            .open(path)
+            .map_err(FileError::at("open", path))?;
         Ok(Self { path: path.to_owned(), file, length: bytes.len() as u64, lines })
     }
 

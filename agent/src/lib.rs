@@ -5,25 +5,25 @@
 //! ties these together; its configuration is in [`config`].
 
 pub mod agent;
+pub mod agent_user;
 pub mod api;
+pub mod atomic_file;
 pub mod backoff;
 pub mod config;
-pub mod diagnose;
+pub mod diagnostics;
 pub mod executor;
 pub mod gpus;
 pub mod identity;
 pub mod inventory;
 pub mod journal;
 pub mod logging;
-pub mod login_defaults;
-pub mod plan;
+pub mod process_attributes;
 pub mod reservations;
-pub mod run_as;
 pub mod sandbox;
-pub mod simulate;
+pub mod simulated_faults;
 pub mod ssh;
-pub mod store;
 pub mod system;
+pub mod task_plan;
 pub mod tenant;
 pub mod terminal;
 

@@ -3,9 +3,9 @@
 use std::process::ExitCode;
 
 use agent::agent::Fatal;
+use agent::agent_user::become_user;
 use agent::chain;
 use agent::config::{AgentConfig, AgentConfigError, Flags};
-use agent::run_as::become_user;
 use agent::system::keyrings::revoke_own;
 use clap::Parser as _;
 use tokio::signal::unix::{SignalKind, signal};

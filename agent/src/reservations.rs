@@ -18,9 +18,9 @@ use wire::inventory::DeviceRef;
 use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::task::{Provision, Release};
 
+use crate::atomic_file::{self, FileError};
 use crate::executor::TaskFailure;
 use crate::gpus::Gpus;
-use crate::store::{self, FileError};
 
 /// The name of an allocation's record in its folder.
 pub const RECORD: &str = "allocation.json";
@@ -48,7 +48,7 @@ impl Reservations {
     /// [`FileError`] when the folder cannot be created or read.
     pub fn open(state_dir: &Path) -> Result<Self, FileError> {
         let folder = state_dir.join("allocations");
-        store::private_folder(&folder)?;
+        atomic_file::private_folder(&folder)?;
         let held = Mutex::new(read(&folder)?);
         Ok(Self { folder, held })
     }
@@ -129,7 +129,11 @@ impl Reservations {
         if held.get(&task.allocation_id) != Some(&reservation) {
             let text = serde_json::to_vec_pretty(&reservation)
                 .map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
-            store::write_atomically(&self.folder_of(task.allocation_id).join(RECORD), &text, store::PRIVATE)?;
+            atomic_file::write_atomically(
+                &self.folder_of(task.allocation_id).join(RECORD),
+                &text,
+                atomic_file::PRIVATE,
+            )?;
             held.insert(task.allocation_id, reservation);
         }
         Ok(())
@@ -147,7 +151,7 @@ impl Reservations {
                 Err(FileError::at("remove", &folder)(error).into())
             }
             Ok(()) | Err(_) => {
-                store::sync_folder(&self.folder).map_err(|error| FileError::at("sync", &self.folder)(error))?;
+                atomic_file::sync_folder(&self.folder).map_err(|error| FileError::at("sync", &self.folder)(error))?;
                 held.remove(&allocation_id);
                 Ok(())
             }
@@ -172,8 +176,8 @@ impl Reservations {
     /// [`FileError`].
     pub fn check_writable(&self) -> Result<(), FileError> {
         let probe = self.folder.join(".validate");
-        store::write_atomically(&probe, b"", store::PRIVATE)?;
-        store::remove(&probe)
+        atomic_file::write_atomically(&probe, b"", atomic_file::PRIVATE)?;
+        atomic_file::remove(&probe)
     }
 }
 
@@ -192,7 +196,7 @@ fn read(folder: &Path) -> Result<BTreeMap<Uuid, Reservation>, FileError> {
         };
         let path = entry.path().join(RECORD);
         // A folder without a record was being created or removed; the task is sent again.
-        let Some(text) = store::read_if_there(&path)? else { continue };
+        let Some(text) = atomic_file::read_if_there(&path)? else { continue };
         let reservation: Reservation =
             serde_json::from_str(&text).map_err(|error| FileError::at("understand", &path)(io::Error::other(error)))?;
         held.insert(allocation_id, reservation);

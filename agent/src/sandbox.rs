@@ -20,17 +20,17 @@ use wire::inventory::ExecutorKind;
 use wire::proof::{CleanupCheck, FindingOutcome};
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
+use crate::atomic_file::{self, FileError};
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
 use crate::gpus::Gpus;
 use crate::reservations::{RECORD, Reservations};
-use crate::store::{self, FileError};
 use crate::tenant::{self, output};
 use crate::terminal::ShellCommand;
 
-pub mod leftovers;
+pub mod folder_cleanup;
 pub mod processes;
 
-use leftovers::SandboxLeftovers;
+use folder_cleanup::SandboxLeftovers;
 use processes::ProcessTable;
 
 /// See the module's documentation.
@@ -59,7 +59,7 @@ impl Sandbox {
                 .map_err(|error| TaskFailure::from(FileError::at("create", &path)(error)))?;
         }
         let keys = tenant::authorized_keys(&task.authorized_keys);
-        store::write_without_sync(&folder.join("authorized_keys"), keys.as_bytes(), store::PUBLIC)?;
+        atomic_file::write_without_sync(&folder.join("authorized_keys"), keys.as_bytes(), atomic_file::PUBLIC)?;
         let at = |name: &str| folder.join(name).to_string_lossy().into_owned();
         let environment =
             tenant::environment(task.allocation_id, &task.user_name, &task.devices, &at("home"), &at("tmp"))
@@ -67,7 +67,7 @@ impl Sandbox {
                 .map_err(|error| {
                 TaskFailure::new("invalid_task", format!("the tenant's environment cannot be written: {error}"))
             })?;
-        Ok(store::write_without_sync(&folder.join("environment"), environment.as_bytes(), store::PUBLIC)?)
+        Ok(atomic_file::write_without_sync(&folder.join("environment"), environment.as_bytes(), atomic_file::PUBLIC)?)
     }
 
     /// Everything but the reservation.
@@ -75,7 +75,7 @@ impl Sandbox {
         let Ok(entries) = fs::read_dir(folder) else { return };
         for entry in entries.flatten().filter(|entry| entry.file_name() != RECORD) {
             // Entries that could not be removed are found by the check that follows.
-            let _ = leftovers::remove_tree(&entry.path());
+            let _ = folder_cleanup::remove_tree(&entry.path());
         }
     }
 }
@@ -103,7 +103,11 @@ impl Executor for Sandbox {
         tenant::check_authorized_keys(&task.authorized_keys)?;
         let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
         let path = self.reservations.folder_of(tenant.allocation_id).join("authorized_keys");
-        store::write_atomically(&path, tenant::authorized_keys(&task.authorized_keys).as_bytes(), store::PUBLIC)?;
+        atomic_file::write_atomically(
+            &path,
+            tenant::authorized_keys(&task.authorized_keys).as_bytes(),
+            atomic_file::PUBLIC,
+        )?;
         Ok(output([("authorized_keys_path", json!(path)), ("keys", json!(task.authorized_keys.len()))]))
     }
 

@@ -27,9 +27,9 @@ use tokio::process::Command;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::atomic_file::{self, FileError};
 use crate::backoff::Backoff;
-use crate::login_defaults;
-use crate::store::{self, FileError};
+use crate::process_attributes;
 use crate::system::private_tmp;
 
 /// The machine's own host key.
@@ -99,7 +99,7 @@ impl PamService {
             "# Written by the node agent at each start.\nauth required pam_deny.so\n{machines}\
              session required pam_namespace.so mount_private ignore_config_error\n"
         );
-        store::write_without_sync(&Self::path(&self.name), text.as_bytes(), store::PUBLIC)
+        atomic_file::write_without_sync(&Self::path(&self.name), text.as_bytes(), atomic_file::PUBLIC)
     }
 }
 
@@ -111,7 +111,7 @@ impl Sshd {
     pub fn prepare(state_dir: &Path, keys: &Path, listen: SocketAddr) -> Result<Self, SshError> {
         let program = PROGRAMS.iter().map(PathBuf::from).find(|path| path.is_file()).ok_or(SshError::NoProgram)?;
         let folder = state_dir.join("ssh");
-        store::private_folder(&folder)?;
+        atomic_file::private_folder(&folder)?;
         let mut sshd = Self { program, folder, service: PamService::of(state_dir) };
         if !sshd.host_key().exists() {
             let key = sshd.host_key();
@@ -152,7 +152,7 @@ impl Sshd {
         let named = self.service.as_ref().map(|service| format!("{base}PAMServiceName {}\n", service.name));
         let mut checked = Ok(());
         for text in named.into_iter().chain([base]) {
-            store::write_atomically(&self.config(), text.as_bytes(), store::PRIVATE)?;
+            atomic_file::write_atomically(&self.config(), text.as_bytes(), atomic_file::PRIVATE)?;
             checked = run("sshd", std::process::Command::new(&self.program).arg("-t").arg("-f").arg(self.config()));
             if checked.is_ok() {
                 break;
@@ -227,7 +227,7 @@ impl Sshd {
                             self.end_previous_listener();
                             let _ = tokio::time::timeout(END_TIMEOUT, sshd.wait()).await;
                             if let Some(service) = &self.service {
-                                let _ = store::remove(&PamService::path(&service.name));
+                                let _ = atomic_file::remove(&PamService::path(&service.name));
                             }
                             return;
                         }
@@ -250,7 +250,7 @@ impl Sshd {
     }
 
     fn command(&self) -> Command {
-        let [shell, words @ ..] = login_defaults::command_prefix();
+        let [shell, words @ ..] = process_attributes::command_prefix();
         let mut command = Command::new(shell);
         command.args(words).arg(&self.program).args(["-D", "-e", "-f"]).arg(self.config());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
@@ -282,7 +282,7 @@ async fn line(stderr: &mut (impl AsyncBufRead + Unpin)) -> Option<String> {
 pub fn end_leftover_listener(state_dir: &Path) {
     let folder = state_dir.join("ssh");
     end_listener(&folder.join("sshd.pid"), &folder.join("sshd_config"));
-    let _ = store::remove(&PamService::path(&PamService::name(state_dir)));
+    let _ = atomic_file::remove(&PamService::path(&PamService::name(state_dir)));
     if folder.join(RUN_FOLDER_MARKER).exists() && !is_run_folder_used() {
         // Fails if it is not empty.
         let _ = fs::remove_dir(RUN_FOLDER);
@@ -303,7 +303,7 @@ fn is_run_folder_used() -> bool {
 }
 
 fn end_listener(pid_file: &Path, config: &Path) {
-    let Ok(Some(text)) = store::read_if_there(pid_file) else { return };
+    let Ok(Some(text)) = atomic_file::read_if_there(pid_file) else { return };
     let Ok(pid) = text.trim().parse::<i32>() else { return };
     let is_ours = || {
         let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -315,7 +315,7 @@ fn end_listener(pid_file: &Path, config: &Path) {
         let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
         std::thread::sleep(Duration::from_millis(20));
     }
-    let _ = store::remove(pid_file);
+    let _ = atomic_file::remove(pid_file);
 }
 
 /// The host key of the sshd that admits tenants of an agent with this state folder, in the form that SSH clients show; `None` if there is
@@ -363,7 +363,7 @@ mod tests {
         fs::write("/proc/self/oom_score_adj", "500").unwrap();
         let folder = tempfile::tempdir().unwrap();
         let program = folder.path().join("sshd");
-        store::write_atomically(
+        atomic_file::write_atomically(
             &program,
             b"#!/bin/sh\numask >&2; cat /proc/self/oom_score_adj >&2; echo \"$@\" >&2\n",
             0o700,

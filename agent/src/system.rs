@@ -26,27 +26,27 @@ use wire::inventory::ExecutorKind;
 use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
+use crate::atomic_file::{self, FileError};
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
 use crate::gpus::Gpus;
 use crate::reservations::Reservations;
-use crate::store::{self, FileError};
 use crate::tenant::{self, output};
 use crate::terminal::ShellCommand;
 
+pub mod account_cleanup;
 pub mod accounts;
 pub mod device_guard;
+pub mod directory_walk;
+pub mod file_search;
 pub mod keyrings;
-pub mod leftovers;
 pub mod mounts;
 pub mod private_tmp;
 pub mod processes;
-pub mod search;
 pub mod sudoers;
-pub mod walk;
 
+use account_cleanup::TenantLeftovers;
 use accounts::{Accounts, TenantAccount};
 use device_guard::DeviceGuard;
-use leftovers::TenantLeftovers;
 use private_tmp::PrivateTmp;
 use sudoers::SudoCommand;
 
@@ -193,7 +193,7 @@ impl System {
         let leftovers =
             TenantLeftovers { account, home: &home, homes, shared, private: &self.private, queues: &self.queues };
         // First no new login, no sudo and no device; then processes are ended; then files are removed.
-        let _ = store::remove(&keys);
+        let _ = atomic_file::remove(&keys);
         sudoers::forbid(&account.name);
         self.guard.close(&self.gpus, &task.devices)?;
         let mut ended = processes::end_all(account);
@@ -262,7 +262,7 @@ impl Executor for System {
         self.guard.open(&self.gpus, &task.devices, &account)?;
         // Last: with its keys the tenant can log in, and everything else is ready.
         let lines = tenant::authorized_keys(&task.authorized_keys);
-        store::write_atomically(&keys, lines.as_bytes(), store::PUBLIC)?;
+        atomic_file::write_atomically(&keys, lines.as_bytes(), atomic_file::PUBLIC)?;
         Ok(output([
             ("user_name", json!(account.name)),
             ("uid", json!(account.uid)),
@@ -283,7 +283,11 @@ impl Executor for System {
         let account =
             account.ok_or_else(|| TaskFailure::new("tenant_unknown", "the allocation has no account here"))?;
         let path = self.keys_of(&account.name);
-        store::write_atomically(&path, tenant::authorized_keys(&task.authorized_keys).as_bytes(), store::PUBLIC)?;
+        atomic_file::write_atomically(
+            &path,
+            tenant::authorized_keys(&task.authorized_keys).as_bytes(),
+            atomic_file::PUBLIC,
+        )?;
         Ok(output([("authorized_keys_path", json!(path)), ("keys", json!(task.authorized_keys.len()))]))
     }
 

@@ -27,7 +27,7 @@ use wire::recording::RecordMode;
 use wire::task::OpenTerminal;
 
 use crate::executor::TaskFailure;
-use crate::login_defaults;
+use crate::process_attributes;
 use recording::{Recorder, Upload};
 
 pub use recording::Spools;
@@ -67,7 +67,7 @@ pub struct ShellCommand {
 impl ShellCommand {
     /// With the defaults of a login first, then the launcher, then the change of user.
     fn command_line(&self) -> Vec<String> {
-        let mut words: Vec<String> = login_defaults::command_prefix().map(str::to_owned).into();
+        let mut words: Vec<String> = process_attributes::command_prefix().map(str::to_owned).into();
         words.extend(self.launcher.iter().cloned());
         if let Some(id) = self.user {
             // A tool, since a process that has changed its user cannot do what precedes. Without root's groups.

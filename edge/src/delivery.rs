@@ -9,7 +9,7 @@ use base64::engine::general_purpose::STANDARD;
 use chrono::{DateTime, Utc};
 use domain::notification_endpoint::{DeliveryFailure, NotificationEndpoint, QueuedNotification, Target};
 use email::{Mail, Mailer};
-use persistence::envelope::{EnvelopeError, KeyRing};
+use persistence::envelope_encryption::{EnvelopeError, KeyRing};
 use persistence::rewrap::webhook_secret_context;
 use secrecy::{ExposeSecret as _, SecretSlice};
 use std::sync::Arc;

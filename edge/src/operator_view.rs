@@ -248,12 +248,12 @@ impl EntityStatus {
     }
 }
 
-impl From<actors::host::ActivationStatus> for EntityStatus {
-    fn from(status: actors::host::ActivationStatus) -> Self {
+impl From<actors::entity_host::ActivationStatus> for EntityStatus {
+    fn from(status: actors::entity_host::ActivationStatus) -> Self {
         match status {
-            actors::host::ActivationStatus::Awake => Self::Awake,
-            actors::host::ActivationStatus::BackingOff => Self::BackingOff,
-            actors::host::ActivationStatus::Parked => Self::Parked,
+            actors::entity_host::ActivationStatus::Awake => Self::Awake,
+            actors::entity_host::ActivationStatus::BackingOff => Self::BackingOff,
+            actors::entity_host::ActivationStatus::Parked => Self::Parked,
         }
     }
 }

@@ -11,7 +11,7 @@ pub use address::AddressLimit;
 pub use node::NodeLimit;
 
 use actors::Directory;
-use actors::rate_cells::RateCells;
+use actors::rate_cell_table::RateCells;
 use actors::sharding::command_id;
 use axum::extract::{Request, State};
 use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, request};

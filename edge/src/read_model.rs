@@ -3,7 +3,7 @@
 use axum::http::{HeaderName, HeaderValue, header};
 use chrono::{DateTime, Utc};
 use domain::{EntityRef, Machine};
-use persistence::read::{Cursor, EntityRow, ListFilter};
+use persistence::queries::{Cursor, EntityRow, ListFilter};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};

@@ -7,7 +7,7 @@ pub(crate) mod asciicast;
 mod fuzz;
 
 use crate::error::{ApiError, Code};
-use actors::ports::Environment;
+use actors::interfaces::Environment;
 use domain::policy::{PolicyKey, Scopes};
 use domain::recording::{RecordingMode, RecordingTerms};
 use persistence::Recordings;

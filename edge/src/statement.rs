@@ -16,7 +16,7 @@ pub(crate) use pdf::{MEDIA_TYPE as PDF, printed};
 use domain::Timestamp;
 use domain::billing_account::Holder;
 use domain::money::{Currency, MicroAmount};
-use persistence::read::{LedgerPosition, LedgerSum};
+use persistence::queries::{LedgerPosition, LedgerSum};
 use uuid::Uuid;
 
 /// One month of one account.

@@ -43,9 +43,9 @@ pub(crate) fn delivery() -> crate::delivery::NotificationSender {
 }
 
 /// A key ring of one key.
-pub(crate) fn key_ring() -> std::sync::Arc<persistence::envelope::KeyRing> {
+pub(crate) fn key_ring() -> std::sync::Arc<persistence::envelope_encryption::KeyRing> {
     let key = "AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA=";
-    std::sync::Arc::new(persistence::envelope::KeyRing::parse(&format!("key a {key}\nactive a\n")).unwrap())
+    std::sync::Arc::new(persistence::envelope_encryption::KeyRing::parse(&format!("key a {key}\nactive a\n")).unwrap())
 }
 
 /// The one crypto provider, as `main` installs it.

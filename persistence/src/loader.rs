@@ -2,7 +2,7 @@
 //! A single request is read at once; while a query is in flight, further requests collect for the next.
 
 use crate::error::StoreError;
-use crate::read::Reads;
+use crate::queries::Reads;
 use domain::commit::Snapshot;
 use domain::id::EntityRef;
 use std::collections::HashMap;

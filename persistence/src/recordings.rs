@@ -3,9 +3,9 @@
 //! They are bulk data and no state: who may read one, and under which terms it is made, is decided by its session's machine. A
 //! recording has a data key of its own ([`DataKey`]), sealed under the key ring beside it; deleting that key destroys the recording.
 
-use crate::envelope::{DataKey, EnvelopeError, KeyRing, SealContext};
+use crate::envelope_encryption::{DataKey, EnvelopeError, KeyRing, SealContext};
 use crate::error::{OperationContext, StoreError};
-use crate::read::Cursor;
+use crate::queries::Cursor;
 use domain::machine::Timestamp;
 use domain::{AllocationId, NodeId, TerminalSessionId};
 use secrecy::{ExposeSecret as _, SecretSlice};

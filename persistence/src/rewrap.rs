@@ -4,7 +4,7 @@
 //! whose rows are rewrapped here, each by itself. So do entities ([`SEALED_FIELDS`]): those are only found here, and rewrapped by a
 //! command like every other change. So a run that is interrupted anywhere continues with the rest.
 
-use crate::envelope::{EnvelopeError, KeyRing, SealContext};
+use crate::envelope_encryption::{EnvelopeError, KeyRing, SealContext};
 use crate::error::{OperationContext, StoreError};
 use crate::recordings::key_context;
 use crate::secrets::{SecretError, secret_context};

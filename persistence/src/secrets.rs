@@ -1,7 +1,7 @@
 //! Secrets of the control plane itself: the node authority's, the task signers' and the TLS tickets' keys. Sealed at rest
-//! ([`crate::envelope`]), with their public parts (certificates, public keys) beside.
+//! ([`crate::envelope_encryption`]), with their public parts (certificates, public keys) beside.
 
-use crate::envelope::{EnvelopeError, KeyRing, SealContext};
+use crate::envelope_encryption::{EnvelopeError, KeyRing, SealContext};
 use crate::error::{OperationContext, StoreError};
 use crate::recordings::Recordings;
 use crate::rewrap::Rewrap;

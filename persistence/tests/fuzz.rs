@@ -4,7 +4,7 @@
 
 use domain::{EntityKind, EntityRef};
 use persistence::SnapshotSealer;
-use persistence::envelope::{KeyRing, SealContext};
+use persistence::envelope_encryption::{KeyRing, SealContext};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use std::panic::AssertUnwindSafe;
 use std::time::Duration;

@@ -7,7 +7,7 @@ use anyhow::{Context, bail};
 use chrono::{TimeDelta, Utc};
 use domain::Shard;
 use persistence::audit::{AuditKeys, AuditReport, AuditVerification, SignedHead, drop_month, verify};
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use persistence::pool::{self, PoolConfig};
 use persistence::{Reads, Secrets};
 use secrecy::SecretString;

@@ -24,7 +24,7 @@ use identity::{identity, internal_token};
 use ingress::ingress;
 use ipnet::IpNet;
 use node_api::{node_proxies, package};
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use persistence::pool::{self, PoolConfig, PoolError};
 use secrecy::SecretString;
 use std::collections::BTreeSet;

@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail};
 use domain::policy::{PolicyBook, PolicyKey, Scopes};
 use futures::future::try_join_all;
 use nix::fcntl::{Flock, FlockArg};
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};

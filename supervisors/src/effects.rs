@@ -2,7 +2,7 @@
 
 use crate::cluster::bus::{Bus, PeerSignal};
 use crate::process_environment::ProcessEnvironment;
-use actors::ports::Effects;
+use actors::interfaces::Effects;
 use domain::Effect;
 use edge::long_poll::LongPolls;
 use edge::terminal::Terminals;

@@ -1,7 +1,7 @@
 //! The adapter between the shell's store and Postgres: entities are loaded and commits are written through the crate `persistence`.
 
 use crate::metrics::EventMetrics;
-use actors::ports::{Store, StoreReadError};
+use actors::interfaces::{Store, StoreReadError};
 use actors::sharding::shard_of;
 use domain::commit::{CompletedCommand, Snapshot};
 use domain::{CommandId, Commit, CommitOutcome, EntityRef};

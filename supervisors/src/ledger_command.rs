@@ -4,7 +4,7 @@ use anyhow::Context;
 use domain::money::MicroAmount;
 use persistence::Reads;
 use persistence::pool::{self, PoolConfig};
-use persistence::read::LedgerReport;
+use persistence::queries::LedgerReport;
 use secrecy::SecretString;
 use serde_json::json;
 use std::io::Write;

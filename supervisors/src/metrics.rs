@@ -4,13 +4,13 @@
 //! Metrics of shards cover this process's own shards: the sum over the processes is the cluster's. A metric that belongs to no single
 //! process (a stream's lag) is exported by every process with the role, with the same value.
 
-use actors::host::HostMetrics;
+use actors::entity_host::HostMetrics;
 use chrono::{DateTime, Utc};
 use domain::event::Stream;
 use domain::key_set::Phase;
 use domain::{Commit, EntityKind, Event};
 use edge::keys_in_force::Keys;
-use persistence::read::{OutboxBacklog, WaitingCounts};
+use persistence::queries::{OutboxBacklog, WaitingCounts};
 use prometheus::{
     Encoder, Gauge, GaugeVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,
 };

@@ -2,7 +2,7 @@
 
 use anyhow::Context;
 use edge::keys_in_force::node_authorities_pem;
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use persistence::pool::{self, PoolConfig};
 use persistence::{Reads, Secrets};
 use secrecy::SecretString;

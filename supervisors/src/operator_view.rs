@@ -9,7 +9,7 @@ use crate::cluster::{ClusterState, ClusterView};
 use crate::metrics::ProcessMetrics;
 use crate::supervisor::{Supervisor, workers_check};
 use actors::Host;
-use actors::host::{self, HostedEntity};
+use actors::entity_host::{self, HostedEntity};
 use actors::sharding::shard_of;
 use chrono::{TimeDelta, Utc};
 use domain::runtime::RuntimePart as Restartable;
@@ -23,7 +23,7 @@ use edge::operator_view::{
 use edge::tls::connections::Connections;
 use futures::FutureExt;
 use futures::future::BoxFuture;
-use persistence::read::{WaitingEntity, WaitingFilter};
+use persistence::queries::{WaitingEntity, WaitingFilter};
 use persistence::{Cluster, Committer, OutboxRow, Reads};
 use serde::{Deserialize, Serialize};
 use sqlx::PgPool;
@@ -136,7 +136,7 @@ impl OperatorView {
         let rows: BTreeMap<Uuid, &HostedEntity> =
             parts.values().flat_map(|part| &part.entities).map(|row| (row.id, row)).collect();
         let troubled: Vec<_> =
-            rows.values().filter(|row| row.status != host::ActivationStatus::Awake).copied().collect();
+            rows.values().filter(|row| row.status != entity_host::ActivationStatus::Awake).copied().collect();
         if only_parked || filter.kind.is_none() && filter.state.is_none() && filter.overdue.is_none() {
             let known: BTreeSet<_> = waiting.iter().map(|row| row.entity.id).collect();
             let missing = troubled.iter().map(|row| row.id).filter(|id| !known.contains(id));
@@ -158,7 +158,7 @@ impl OperatorView {
         }
         Ok(Tree {
             overdue: self.reads.overdue(now, 1).await?.count,
-            parked: troubled.iter().filter(|row| row.status == host::ActivationStatus::Parked).count() as u64,
+            parked: troubled.iter().filter(|row| row.status == entity_host::ActivationStatus::Parked).count() as u64,
             members: parts.values().map(|part| part.node.clone()).collect(),
             silent: silent.into_iter().map(|id| id.0).collect(),
             entities_by_kind,
@@ -276,7 +276,8 @@ fn entity_node(
 ) -> EntityNode {
     let shard = shard_of(at.entity.id).0;
     let owner = owners.get(&shard);
-    let parked = row.filter(|row| row.status != host::ActivationStatus::Awake).and_then(|row| row.waits_for.clone());
+    let parked =
+        row.filter(|row| row.status != entity_host::ActivationStatus::Awake).and_then(|row| row.waits_for.clone());
     EntityNode {
         kind: at.entity.kind.to_string(),
         id: at.entity.id,

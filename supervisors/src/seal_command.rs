@@ -3,7 +3,7 @@
 use crate::trust;
 use anyhow::Context;
 use persistence::Secrets;
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use persistence::pool::{self, PoolConfig};
 use secrecy::SecretString;
 use std::io::Write;

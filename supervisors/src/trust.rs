@@ -9,7 +9,7 @@ use edge::recovery_nonce::Nonces;
 use edge::services::Trust;
 use edge::tls::tickets::SharedTickets;
 use persistence::audit::AuditKey;
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use persistence::{Secrets, SnapshotSealer};
 use rand::Rng;
 use secrecy::{ExposeSecret, SecretSlice};

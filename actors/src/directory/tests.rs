@@ -3,8 +3,8 @@
 mod encoding;
 
 use super::*;
-use crate::host::HostConfig;
-use crate::ports::Environment;
+use crate::entity_host::HostConfig;
+use crate::interfaces::Environment;
 use crate::testing::{EffectLog, MemoryStore, StoreFault, TestEnvironment, key, shorten_panic_output, term, user};
 use domain::allocation::{Allocation, AuthorizedKey, Command, Rejection};
 use domain::authz::{Action, TokenRole, authorize};

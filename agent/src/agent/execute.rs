@@ -20,10 +20,10 @@ use super::{Agent, BACKOFF_BASE, Fatal, locked};
 use crate::api::NodeApiError;
 use crate::backoff::Backoff;
 use crate::chain;
-use crate::diagnose;
+use crate::diagnostics;
 use crate::executor::{Executor, TaskFailure, TaskOutput};
 use crate::journal::{JournalEntry, Phase, ReportOutcome};
-use crate::plan::{TaskPlan, plan};
+use crate::task_plan::{TaskPlan, plan};
 
 const REPORT_BACKOFF_MAX: Duration = Duration::from_secs(30);
 
@@ -213,7 +213,7 @@ impl Agent {
             }
             Task::ReconcileSshKeys(task) => Box::new(move || executor.reconcile_keys(&task).map(Effect::plain)),
             Task::Validate {} => Box::new(move || executor.validate().map(Effect::plain)),
-            Task::Diagnose {} => Box::new(move || Ok(Effect::plain(diagnose::collect(&gpus, executor.as_ref())))),
+            Task::Diagnose {} => Box::new(move || Ok(Effect::plain(diagnostics::collect(&gpus, executor.as_ref())))),
             Task::Reboot(reboot) => Box::new(move || {
                 reboot_outcome(&reboot, proof_context.boot_id).unwrap_or_else(|| Err(executor.reboot()))
             }),

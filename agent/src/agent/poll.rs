@@ -14,7 +14,7 @@ use crate::api::ReceivedTask;
 use crate::backoff::Backoff;
 use crate::chain;
 use crate::journal::{JournalEntry, JournalError};
-use crate::plan::{TaskPlan, plan};
+use crate::task_plan::{TaskPlan, plan};
 
 /// "No task" before this time is the answer of a server that does not wait, such as one that is being stopped.
 const MIN_EMPTY_POLL: Duration = Duration::from_millis(500);

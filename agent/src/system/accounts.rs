@@ -20,8 +20,8 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
+use crate::atomic_file::{self, FileError};
 use crate::executor::TaskFailure;
-use crate::store::{self, FileError};
 
 /// The files that name accounts, and the check of each in the proof. Each may have a backup beside it (`passwd-`).
 const FILES: [(&str, CleanupCheck); 6] = [
@@ -104,7 +104,7 @@ impl SharedState {
     }
 
     fn claims(&self) -> Result<UidClaims, TaskFailure> {
-        let text = store::read_if_there(&self.claims)?;
+        let text = atomic_file::read_if_there(&self.claims)?;
         let claims = text.map(|text| serde_json::from_str(&text)).transpose();
         let damaged = |error| {
             let path = self.claims.display();
@@ -117,7 +117,7 @@ impl SharedState {
 
     fn write(&self, claims: &UidClaims) -> Result<(), TaskFailure> {
         let text = serde_json::to_vec(claims).map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
-        Ok(store::write_atomically(&self.claims, &text, store::PRIVATE)?)
+        Ok(atomic_file::write_atomically(&self.claims, &text, atomic_file::PRIVATE)?)
     }
 
     /// Runs one of shadow's tools, which refuse to run concurrently.
@@ -167,7 +167,7 @@ impl Accounts {
 
     fn open_on(machine: SharedState, state_dir: &Path, uids: RangeInclusive<u32>) -> Result<Self, FileError> {
         let ledger_path = state_dir.join("accounts.json");
-        let ledger = match store::read_if_there(&ledger_path)? {
+        let ledger = match atomic_file::read_if_there(&ledger_path)? {
             Some(text) => serde_json::from_str(&text)
                 .map_err(|error| FileError::at("understand", &ledger_path)(io::Error::other(error)))?,
             None => Ledger::default(),
@@ -316,7 +316,7 @@ impl Accounts {
     fn write(&self, ledger: &Ledger) -> Result<(), TaskFailure> {
         let text =
             serde_json::to_vec_pretty(ledger).map_err(|error| TaskFailure::new("node_storage", error.to_string()))?;
-        Ok(store::write_atomically(&self.ledger_path, &text, store::PRIVATE)?)
+        Ok(atomic_file::write_atomically(&self.ledger_path, &text, atomic_file::PRIVATE)?)
     }
 }
 
@@ -377,7 +377,7 @@ impl FileBackup {
 
 impl FileState {
     fn write(&self, path: &Path) -> io::Result<()> {
-        store::write_without_sync(path, &self.bytes, self.mode).map_err(io::Error::other)?;
+        atomic_file::write_without_sync(path, &self.bytes, self.mode).map_err(io::Error::other)?;
         chown(path, Some(self.uid), Some(self.gid))?;
         // After the change of owner, which removes mode bits.
         fs::set_permissions(path, fs::Permissions::from_mode(self.mode))?;
@@ -402,7 +402,7 @@ fn names_account(file: &Path, line: &str, account: &TenantAccount) -> bool {
 }
 
 fn is_named(path: &Path, account: &TenantAccount) -> Result<bool, TaskFailure> {
-    let text = store::read_if_there(path)?.unwrap_or_default();
+    let text = atomic_file::read_if_there(path)?.unwrap_or_default();
     Ok(text.lines().any(|line| names_account(path, line, account)))
 }
 
@@ -431,7 +431,7 @@ fn uid_of(name: &str) -> Result<Option<u32>, TaskFailure> {
 
 /// The number beside a name in the machine's own file of users or groups.
 fn id_of(file: &str, name: &str) -> Option<u32> {
-    let text = store::read_if_there(&Path::new(ETC).join(file)).ok()??;
+    let text = atomic_file::read_if_there(&Path::new(ETC).join(file)).ok()??;
     let mut entries = text.lines().map(|line| line.split(':'));
     entries.find_map(|mut fields| (fields.next() == Some(name)).then(|| fields.nth(1)?.parse().ok())?)
 }
@@ -440,7 +440,7 @@ fn id_of(file: &str, name: &str) -> Option<u32> {
 fn ids_in_use() -> Result<BTreeSet<u32>, TaskFailure> {
     let mut numbers = BTreeSet::new();
     for file in ["passwd", "group"] {
-        let text = store::read_if_there(&Path::new(ETC).join(file))?.unwrap_or_default();
+        let text = atomic_file::read_if_there(&Path::new(ETC).join(file))?.unwrap_or_default();
         let fields = text.lines().flat_map(|line| line.split(':').skip(2).take(2));
         numbers.extend(fields.filter_map(|field| field.parse::<u32>().ok()));
     }

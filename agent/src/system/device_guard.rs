@@ -14,9 +14,9 @@ use std::process::Command;
 use wire::inventory::DeviceRef;
 
 use super::accounts::TenantAccount;
+use crate::atomic_file;
 use crate::executor::TaskFailure;
 use crate::gpus::Gpus;
-use crate::store;
 use crate::terminal::ShellCommand;
 
 const OF_NOBODY: u32 = 0o600;
@@ -138,7 +138,7 @@ impl DeviceGuard {
         let Some(folder) = self.slice_of(account) else { return Ok(()) };
         let shared = SHARED.iter().map(|name| self.devices.join(name)).filter(|node| node.exists());
         let nodes: Vec<PathBuf> = nodes.iter().cloned().chain(shared).collect();
-        store::write_without_sync(&folder.join("50-gpuaas.conf"), slice(&nodes).as_bytes(), store::PUBLIC)?;
+        atomic_file::write_without_sync(&folder.join("50-gpuaas.conf"), slice(&nodes).as_bytes(), atomic_file::PUBLIC)?;
         reload().map_err(|error| TaskFailure::new("device_guard", format!("systemd cannot be told: {error}")))
     }
 }

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use nix::mount::{MntFlags, umount2};
 
 use super::accounts::TenantAccount;
-use super::walk;
+use super::directory_walk;
 
 /// File systems whose files are the kernel's own, and no account's. Reading them may fail for reasons of their own (`/proc/<pid>` of a
 /// process that exits).
@@ -124,9 +124,9 @@ pub fn unmount(point: &Path) -> io::Result<()> {
     let (Some(parent), Some(name)) = (point.parent(), point.file_name()) else {
         return Err(io::Error::from(io::ErrorKind::InvalidInput));
     };
-    let folder = walk::open_without_links(parent)?;
+    let folder = directory_walk::open_without_links(parent)?;
     // Detached: the processes that hold it open are dead or about to exit.
-    Ok(umount2(&walk::path_in(folder.as_fd(), name), MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?)
+    Ok(umount2(&directory_walk::path_in(folder.as_fd(), name), MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?)
 }
 
 /// Blanks and the like are octal numbers in the table.

@@ -21,10 +21,10 @@ use tracing::warn;
 use wire::proof::{CleanupCheck, CleanupFinding};
 
 use super::accounts::TenantAccount;
+use super::directory_walk;
 use super::mounts::{self, Mounts};
-use super::walk;
+use crate::atomic_file::{self, FileError};
 use crate::executor::TaskFailure;
-use crate::store::{self, FileError};
 use crate::tenant::check_path_removed;
 use crate::terminal::ShellCommand;
 
@@ -57,7 +57,7 @@ impl PrivateTmp {
     /// The folders' parents cannot be created.
     pub fn open(state_dir: &Path) -> Result<Self, FileError> {
         let base = state_dir.join("private");
-        store::private_folder(&base)?;
+        atomic_file::private_folder(&base)?;
         for (_, _, own) in FOLDERS {
             let path = base.join(own);
             let make = || {
@@ -100,7 +100,7 @@ impl PrivateTmp {
                 .mode(0o755)
                 .create(RULES)
                 .map_err(FileError::at("create", RULES.as_ref()))?;
-            store::write_without_sync(&rules_of(account), self.rules(account).as_bytes(), store::PUBLIC)?;
+            atomic_file::write_without_sync(&rules_of(account), self.rules(account).as_bytes(), atomic_file::PUBLIC)?;
         }
         Ok(())
     }
@@ -115,15 +115,15 @@ impl PrivateTmp {
 
     /// Removes them; [`PrivateTmp::check_removed`] shows what is left.
     pub fn remove(&self, account: &TenantAccount) {
-        let _ = store::remove(&rules_of(account));
+        let _ = atomic_file::remove(&rules_of(account));
         for path in self.folders_of(account) {
             // Emptied first: another tenant's namespace may hold the mount.
-            walk::empty(&path, account.uid);
+            directory_walk::empty(&path, account.uid);
             let mounted = Mounts::of_this_machine().is_ok_and(|mounts| mounts.has(&path));
             if mounted {
                 let _ = mounts::unmount(&path);
             }
-            let _ = walk::remove_at(&path, &Mounts::default(), account.uid);
+            let _ = directory_walk::remove_at(&path, &Mounts::default(), account.uid);
         }
     }
 

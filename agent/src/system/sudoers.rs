@@ -6,8 +6,8 @@ use std::str::FromStr;
 
 use wire::proof::{CleanupCheck, CleanupFinding};
 
+use crate::atomic_file;
 use crate::executor::TaskFailure;
-use crate::store;
 use crate::tenant::check_path_removed;
 
 const FOLDER: &str = "/etc/sudoers.d";
@@ -50,24 +50,26 @@ pub fn allow(user_name: &str, commands: &[SudoCommand]) -> Result<bool, TaskFail
     let text = render(user_name, commands);
     // Checked under a name that sudo does not read, then renamed into place.
     let draft = Path::new(FOLDER).join(format!(".gpuaas-{user_name}.draft"));
-    store::write_without_sync(&draft, text.as_bytes(), MODE)?;
+    atomic_file::write_without_sync(&draft, text.as_bytes(), MODE)?;
     let checked = Command::new("visudo").args(["--check", "--strict", "--quiet", "--file"]).arg(&draft).output();
     let outcome = match checked {
-        Ok(ran) if ran.status.success() => Ok(store::write_atomically(&path_of(user_name), text.as_bytes(), MODE)?),
+        Ok(ran) if ran.status.success() => {
+            Ok(atomic_file::write_atomically(&path_of(user_name), text.as_bytes(), MODE)?)
+        }
         Ok(ran) => {
             let said = [ran.stdout, ran.stderr].concat();
             Err(TaskFailure::new("sudoers", format!("visudo refuses it: {}", String::from_utf8_lossy(&said).trim())))
         }
         Err(error) => Err(TaskFailure::new("sudoers", format!("visudo cannot be run: {error}"))),
     };
-    store::remove(&draft)?;
+    atomic_file::remove(&draft)?;
     outcome.map(|()| true)
 }
 
 /// Removes the tenant's file.
 pub fn forbid(user_name: &str) {
     // A file that could not be removed is found by the check.
-    let _ = store::remove(&path_of(user_name));
+    let _ = atomic_file::remove(&path_of(user_name));
 }
 
 /// Whether the tenant's file is there.

@@ -1,14 +1,14 @@
 //! Allocations: creating them, waiting until they are active, and releasing them.
 
+use crate::allocation_events::Transitions;
 use crate::api::{Api, Query};
-use crate::confirm::Confirm;
-use crate::events::Transitions;
+use crate::confirmation::Confirm;
 use crate::failure::{ExitStatus, Failure};
 use crate::labels::{Metadata, MetadataChange, Selector, with_names};
 use crate::output::{Column, print_notice};
 use crate::progress::Progress;
-use crate::reference::{self, ALLOCATION, NODE, Ref, SSH_KEY, ids, items};
-use crate::{completion, duration, skus, text};
+use crate::resource_ref::{self, ALLOCATION, NODE, Ref, SSH_KEY, ids, items};
+use crate::{completion, duration, printable, skus};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -201,37 +201,37 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::Create(wanted) => create(wanted, api).await,
         Command::List(which) => list(which, api).await,
         Command::Show { allocation } => {
-            let id = reference::allocation(&allocation, api).await?;
+            let id = resource_ref::allocation(&allocation, api).await?;
             api.out.show(&api.get(&path(id), &[]).await?, &ALONE)
         }
         Command::Release { allocation, issue, wait } => {
-            release(reference::allocation(&allocation, api).await?, issue, &wait, api).await
+            release(resource_ref::allocation(&allocation, api).await?, issue, &wait, api).await
         }
         Command::Set(set) => {
-            let id = reference::allocation(&set.allocation, api).await?;
+            let id = resource_ref::allocation(&set.allocation, api).await?;
             api.out.show(&api.patch(&path(id), &Value::Object(set.change.patch()?)).await?, &ALONE)
         }
         Command::SshKeys { allocation, ssh_keys, default } => {
-            let id = reference::allocation(&allocation, api).await?;
+            let id = resource_ref::allocation(&allocation, api).await?;
             let chosen = ids(&ssh_keys, &SSH_KEY, api).await?;
             let body = json!({ "ssh_key_ids": (!default).then_some(chosen) });
             api.out.show(&api.put(&format!("{}/ssh-keys", path(id)), &body).await?, &ALONE)
         }
         Command::RetryRelease(order) => {
-            let id = reference::allocation(&order.allocation, api).await?;
+            let id = resource_ref::allocation(&order.allocation, api).await?;
             send_action(id, "retry-release", &order.reason, api).await
         }
         Command::ForceRelease { order, confirm } => {
-            let id = reference::allocation(&order.allocation, api).await?;
+            let id = resource_ref::allocation(&order.allocation, api).await?;
             confirm.ask(&format!("Give allocation {id} up without the proof that its node is clean?"))?;
             send_action(id, "force-release", &order.reason, api).await
         }
         Command::Events { allocation, follow: false } => {
-            let found = api.get(&path(reference::allocation(&allocation, api).await?), &[]).await?;
+            let found = api.get(&path(resource_ref::allocation(&allocation, api).await?), &[]).await?;
             api.out.list(&json!({ "items": found["status_history"], "next_page": null }), &HISTORY)
         }
         Command::Events { allocation, follow: true } => {
-            follow(reference::allocation(&allocation, api).await?, api).await
+            follow(resource_ref::allocation(&allocation, api).await?, api).await
         }
     }
 }
@@ -250,7 +250,7 @@ async fn list(which: List, api: &Api) -> Result<(), Failure> {
     which.selector.add_to(&mut query);
     let page = match every {
         true => api.list(ALLOCATION.path, &query, READ).await?,
-        false => reference::live_allocations(&query, READ, api).await?,
+        false => resource_ref::live_allocations(&query, READ, api).await?,
     };
     let newest = newest(&page, which.limit.into());
     api.out.list(&newest, &with_names(&IN_A_LIST, &newest))
@@ -360,7 +360,7 @@ async fn follow(id: Uuid, api: &Api) -> Result<(), Failure> {
             api.out.line(&event.to_string())?;
         } else {
             let [at, state, why] =
-                ["/at", "/state", "/reason"].map(|path| event.pointer(path).map_or_else(String::new, text::cell));
+                ["/at", "/state", "/reason"].map(|path| event.pointer(path).map_or_else(String::new, printable::cell));
             api.out.line(&format!("{at}  {state:<14}  {why}"))?;
         }
         if event["state"] == "released" {

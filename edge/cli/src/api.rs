@@ -26,7 +26,7 @@ const LONGEST_RETRY_PAUSE: Duration = Duration::from_secs(2);
 /// A shorter wait is not reported.
 const NOTICE_AFTER: Duration = Duration::from_secs(2);
 /// The largest page of the API.
-pub(crate) const MAX_PAGE_LEN: usize = 200;
+const MAX_PAGE_LEN: usize = 200;
 
 pub(crate) type Query<'a> = Vec<(&'a str, String)>;
 
@@ -123,6 +123,17 @@ impl Api {
 
     /// Up to `limit` items, page by page; `next_page` is the token of the rest.
     pub(crate) async fn list(&self, path: &str, query: &[(&str, String)], limit: usize) -> Result<Value, Failure> {
+        self.list_filtered(path, query, limit, |_| true).await
+    }
+
+    /// The same, of the items that the filter accepts.
+    pub(crate) async fn list_filtered(
+        &self,
+        path: &str,
+        query: &[(&str, String)],
+        limit: usize,
+        accepts: impl Fn(&Value) -> bool,
+    ) -> Result<Value, Failure> {
         let mut items: Vec<Value> = Vec::new();
         let mut next = Value::Null;
         while items.len() < limit {
@@ -134,7 +145,7 @@ impl Api {
                 return Err(Failure::new(ExitStatus::Server, "the server's answer is no list"));
             };
             let ends = more.is_empty();
-            items.append(more);
+            items.extend(std::mem::take(more).into_iter().filter(&accepts));
             next = page["next_page"].take();
             if next.is_null() || ends {
                 break;

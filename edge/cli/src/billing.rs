@@ -2,12 +2,12 @@
 
 pub(crate) mod accounts;
 
+use crate::amount;
 use crate::api::{Api, Query};
 use crate::completion;
 use crate::failure::Failure;
-use crate::money;
 use crate::output::Column;
-use crate::reference::{self, ACCOUNT, ALLOCATION, PAYMENT, Ref};
+use crate::resource_ref::{self, ACCOUNT, ALLOCATION, PAYMENT, Ref};
 use crate::{download, duration, instant, payments};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
@@ -270,13 +270,13 @@ fn coverage(estimate: &Value, balance: &Value, time: Duration) -> String {
     let (seconds, burn) = (i128::from(time.as_secs()), number(&balance["burn_minor_per_hour"]));
     // Both sides are in millionths of a minor unit, times the seconds of an hour.
     let available = number(&estimate["available_micro"]) * 3600;
-    let running = burn * money::MICRO;
+    let running = burn * amount::MICRO;
     let needed = number(&estimate["cost_micro"]) * 3600 + running * seconds;
     let beside = if burn > 0 { ", beside what runs now" } else { "" };
     if available >= needed {
         return format!("yes{beside}");
     }
-    let each_second = running + number(&estimate["minor_per_hour"]) * money::MICRO;
+    let each_second = running + number(&estimate["minor_per_hour"]) * amount::MICRO;
     let lasts =
         available.max(0).checked_div(each_second).and_then(|seconds| u64::try_from(seconds).ok()).unwrap_or_default();
     if lasts == 0 {
@@ -288,7 +288,7 @@ fn coverage(estimate: &Value, balance: &Value, time: Duration) -> String {
 
 async fn ledger(which: Ledger, api: &Api) -> Result<(), Failure> {
     let allocation = match &which.allocation {
-        Some(allocation) => Some(reference::allocation(allocation, api).await?),
+        Some(allocation) => Some(resource_ref::allocation(allocation, api).await?),
         None => None,
     };
     let given = [

@@ -6,8 +6,8 @@
 use crate::api::Api;
 use crate::failure::Failure;
 use crate::output::{Output, OutputFormat};
-use crate::reference::{ALLOCATION, ResourceKind, items, label, live_allocations};
-use crate::text::plain;
+use crate::printable::plain;
+use crate::resource_ref::{ALLOCATION, ResourceKind, items, label, live_allocations};
 use crate::{Arguments, Common, Connection};
 use clap::{CommandFactory as _, FromArgMatches as _};
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
@@ -61,7 +61,7 @@ fn entries(kind: &ResourceKind, item: &Value) -> Vec<Entry> {
 }
 
 fn named_entries(page: &Value, name: &str, about: &str) -> Result<Vec<Entry>, Failure> {
-    let entry = |item: &Value| Some((plain(item[name].as_str()?), item.pointer(about).map(crate::text::cell)?));
+    let entry = |item: &Value| Some((plain(item[name].as_str()?), item.pointer(about).map(crate::printable::cell)?));
     Ok(items(page).iter().filter_map(entry).collect())
 }
 
@@ -97,7 +97,7 @@ fn connection(words: impl Iterator<Item = OsString>) -> Option<Connection> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::reference::NODE;
+    use crate::resource_ref::NODE;
     use serde_json::json;
 
     #[test]

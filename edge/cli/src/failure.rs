@@ -1,7 +1,7 @@
 //! Failures of commands: as text on standard error for people, as JSON there and as the exit code for scripts.
 
-use crate::text::plain;
-use crate::{argument_names, money, routes};
+use crate::printable::plain;
+use crate::{amount, argument_names, routes};
 use reqwest::StatusCode;
 use serde_json::{Value, json};
 use std::fmt::{self, Write as _};
@@ -132,8 +132,8 @@ impl Failure {
     #[must_use]
     pub(crate) fn in_currency(mut self, currency: &str) -> Self {
         let names_amount = self.answer.as_ref().is_some_and(|answer| answer.field() == Some("amount_minor"));
-        if self.answer.is_some() && (names_amount || self.message.contains(money::MINOR_UNITS)) {
-            self.message = money::amounts_in_message(&self.message, currency);
+        if self.answer.is_some() && (names_amount || self.message.contains(amount::MINOR_UNITS)) {
+            self.message = amount::amounts_in_message(&self.message, currency);
         }
         self
     }

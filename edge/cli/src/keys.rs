@@ -1,10 +1,10 @@
 //! The service's own keys and their rotation, for administrators.
 
 use crate::api::Api;
-use crate::confirm::Confirm;
+use crate::confirmation::Confirm;
 use crate::failure::Failure;
 use crate::output::{Column, table_text};
-use crate::text::cell;
+use crate::printable::cell;
 use clap::ValueEnum;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -202,7 +202,7 @@ fn shown(all: &Value) -> String {
         let versions = replica["versions"].as_object().into_iter().flatten();
         let versions: Vec<_> = versions.map(|(purpose, version)| format!("{purpose} {}", cell(version))).collect();
         let uses = if replica["answers"] == true { versions.join(", ") } else { "does not answer".to_owned() };
-        text.push_str(&format!("\n{}: {}", cell(&replica["name"]), crate::text::plain(&uses)));
+        text.push_str(&format!("\n{}: {}", cell(&replica["name"]), crate::printable::plain(&uses)));
     }
     text
 }

@@ -3,7 +3,7 @@
 use crate::api::Query;
 use crate::failure::Failure;
 use crate::output::Column;
-use crate::reference::items;
+use crate::resource_ref::items;
 use serde_json::{Map, Value};
 use std::str::FromStr;
 

@@ -1,9 +1,9 @@
 //! Logging in and out, and the session of the logged-in user.
 
+pub(crate) mod login_store;
 mod loopback;
 pub(crate) mod provider;
-mod resource;
-pub(crate) mod store;
+mod provider_discovery;
 
 use crate::failure::{ExitStatus, Failure};
 use crate::output::{Column, Output, print_notice};
@@ -11,13 +11,13 @@ use crate::{Connection, http_client, variable};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use chrono::{DateTime, TimeDelta, Utc};
+use login_store::{Login, Store};
 use provider::{ClientConfig, Provider, ProviderMetadata, TokenGrant, discover};
+use provider_discovery::Resource;
 use reqwest::Url;
-use resource::Resource;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::{Value, json};
 use std::io::{self, BufRead as _, IsTerminal as _, Read as _};
-use store::{Login, Store};
 use tokio::sync::Mutex;
 
 /// A token that expires within this time is renewed before it is used.
@@ -99,14 +99,14 @@ pub(crate) async fn login(args: LoginArgs, connection: &Connection) -> Result<()
     let identity = identity_of(&login, connection.store.profile());
     let name =
         [&identity["name"], &identity["user_id"]].into_iter().find_map(Value::as_str).unwrap_or("somebody").to_owned();
-    connection.out.done(&identity, &format!("Logged in at {server} as {}.", crate::text::plain(&name)))
+    connection.out.done(&identity, &format!("Logged in at {server} as {}.", crate::printable::plain(&name)))
 }
 
 /// The server is contacted first, so that a mistyped address is found before a password is entered.
 async fn as_person(args: &LoginArgs, server: &Url, connection: &Connection) -> Result<Login, Failure> {
     let ca_bundle = connection.ca_bundle()?;
     let issuer = args.issuer.clone().or_else(|| variable("SVC_OIDC_ISSUER"));
-    let Resource { issuer, client_id } = resource::discover(server, issuer, ca_bundle.as_deref()).await?;
+    let Resource { issuer, client_id } = provider_discovery::discover(server, issuer, ca_bundle.as_deref()).await?;
     let client_id = args.client_id.clone().or_else(|| variable("SVC_CLIENT_ID")).unwrap_or(client_id);
     let client_secret = args.client_secret.clone().or_else(|| variable("SVC_CLIENT_SECRET").map(SecretString::from));
     let (http, found) = discover(&issuer, ca_bundle.as_deref()).await?;

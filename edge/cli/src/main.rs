@@ -31,24 +31,25 @@
 //!
 //! A new noun is a file here, a variant of [`Command`], an arm of [`execute`] and its routes in [`routes::COMMANDS`].
 
+mod allocation_events;
 mod allocations;
+mod amount;
 mod api;
 mod argument_names;
 mod audit;
 mod billing;
 mod capacity;
+mod cluster;
 mod completion;
-mod confirm;
+mod confirmation;
 mod download;
 mod duration;
-mod events;
 mod failure;
 mod http_client;
 mod instant;
 mod keys;
 mod labels;
 mod login;
-mod money;
 mod nodes;
 mod notification_endpoints;
 mod notifications;
@@ -56,20 +57,19 @@ mod output;
 mod overview;
 mod payments;
 mod policy;
+mod printable;
 mod processor_events;
 mod progress;
 mod recordings;
-mod reference;
+mod resource_ref;
 mod roles;
 mod routes;
-mod runtime;
 mod service_accounts;
 mod skus;
 mod ssh;
 mod ssh_keys;
+mod supervision_tree;
 mod terminal;
-mod text;
-mod tree;
 mod websocket;
 
 use api::Api;
@@ -77,7 +77,7 @@ use clap::{CommandFactory as _, FromArgMatches as _, Parser, Subcommand};
 use clap_complete::env::Shells;
 use clap_complete::{CompleteEnv, Shell};
 use failure::{ExitStatus, Failure};
-use login::store::{Login, Store};
+use login::login_store::{Login, Store};
 use login::{LoginArgs, Session};
 use output::{Output, OutputFormat, print_notice};
 use reqwest::Url;
@@ -187,13 +187,13 @@ enum Command {
     /// Administrators: the service on one screen.
     Overview,
     /// Administrators: what runs in the cluster, and why anything waits.
-    Tree(tree::TreeArgs),
+    Tree(supervision_tree::TreeArgs),
     /// Administrators: the members of the cluster.
     Cluster,
     /// Administrators: one entity, and how it came to its state.
-    Entity(runtime::EntityArgs),
+    Entity(cluster::EntityArgs),
     /// Administrators: starts an entity or a worker anew.
-    Restart(runtime::RestartArgs),
+    Restart(cluster::RestartArgs),
     /// Prints what makes a shell complete commands, ids, names and policy keys.
     Completions { shell: Shell },
 }
@@ -255,10 +255,10 @@ async fn execute(command: Command, connection: Connection) -> Result<u8, Failure
         Command::Keys(command) => keys::run(command, &connection.api()?).await?,
         Command::Capacity => capacity::run(&connection.api()?).await?,
         Command::Overview => overview::run(&connection.api()?).await?,
-        Command::Tree(args) => tree::run(args, &connection.api()?).await?,
-        Command::Cluster => runtime::cluster(&connection.api()?).await?,
-        Command::Entity(args) => runtime::entity(args, &connection.api()?).await?,
-        Command::Restart(args) => runtime::restart(args, &connection.api()?).await?,
+        Command::Tree(args) => supervision_tree::run(args, &connection.api()?).await?,
+        Command::Cluster => cluster::cluster(&connection.api()?).await?,
+        Command::Entity(args) => cluster::entity(args, &connection.api()?).await?,
+        Command::Restart(args) => cluster::restart(args, &connection.api()?).await?,
         Command::Completions { shell } => completions(shell, connection.out)?,
     }
     Ok(0)

@@ -4,11 +4,11 @@ mod onboarding;
 
 use crate::api::{Api, Query};
 use crate::completion;
-use crate::confirm::Confirm;
+use crate::confirmation::Confirm;
 use crate::failure::Failure;
 use crate::labels::{MetadataChange, Selector, with_names};
 use crate::output::Column;
-use crate::reference::{self, NODE, Ref, ResourceKind};
+use crate::resource_ref::{self, NODE, Ref, ResourceKind};
 use clap::ValueEnum;
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -243,7 +243,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             selector.add_to(&mut query);
             let page = match every {
                 true => api.list(NODE.path, &query, limit.into()).await?,
-                false => reference::present_nodes(&query, limit.into(), api).await?,
+                false => resource_ref::present_nodes(&query, limit.into(), api).await?,
             };
             api.out.list(&page, &with_names(&IN_A_LIST, &page))
         }

@@ -2,10 +2,10 @@
 
 use crate::api::{Api, Query};
 use crate::completion;
-use crate::confirm::Confirm;
+use crate::confirmation::Confirm;
 use crate::failure::Failure;
 use crate::output::Column;
-use crate::reference::{NOTIFICATION_ENDPOINT, Ref};
+use crate::resource_ref::{NOTIFICATION_ENDPOINT, Ref};
 use serde_json::{Map, Value, json};
 use uuid::Uuid;
 
@@ -241,7 +241,7 @@ async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
     if wanted.email {
         return Ok(());
     }
-    let id = crate::text::cell(&made["id"]);
+    let id = crate::printable::cell(&made["id"]);
     api.out.notice(&format!("Its receiver needs the secret: gpuctl notification-endpoints secret {id}"));
     Ok(())
 }

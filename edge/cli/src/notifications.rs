@@ -4,7 +4,7 @@
 use crate::api::Api;
 use crate::failure::{ExitStatus, Failure};
 use crate::http_client;
-use crate::text::cell;
+use crate::printable::cell;
 use crate::websocket::{self, Socket, WebSocketRequest};
 use futures::StreamExt as _;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue, SEC_WEBSOCKET_PROTOCOL};

@@ -1,8 +1,8 @@
 //! Output of results on standard output: tables for people, JSON for scripts. Notices go to standard error.
 
+use crate::amount::with_amounts;
 use crate::failure::{ExitStatus, Failure};
-use crate::money::with_amounts;
-use crate::text::cell;
+use crate::printable::cell;
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
 use std::io::{self, IsTerminal as _, Write as _};

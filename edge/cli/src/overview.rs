@@ -3,7 +3,7 @@
 use crate::api::Api;
 use crate::failure::Failure;
 use crate::output::Column;
-use crate::text::cell;
+use crate::printable::cell;
 use serde_json::Value;
 
 const GPUS: [Column; 6] = [
@@ -38,6 +38,6 @@ pub(crate) async fn run(api: &Api) -> Result<(), Failure> {
 pub(crate) fn counts(kind: &str, states: &Value) -> String {
     let states = states.as_object().into_iter().flatten();
     let states: Vec<_> =
-        states.map(|(state, count)| format!("{} {}", cell(count), crate::text::plain(state))).collect();
-    format!("{}: {}", crate::text::plain(kind), states.join(", "))
+        states.map(|(state, count)| format!("{} {}", cell(count), crate::printable::plain(state))).collect();
+    format!("{}: {}", crate::printable::plain(kind), states.join(", "))
 }

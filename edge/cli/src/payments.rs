@@ -1,15 +1,15 @@
 //! Payments and refunds: the commands of `gpuctl billing` that use the payment processor.
 
+use crate::amount::Amount;
 use crate::api::{Api, Query};
 use crate::billing::OWN_BALANCE;
 use crate::billing::accounts::currency_of;
 use crate::completion;
 use crate::duration;
 use crate::failure::{ExitStatus, Failure};
-use crate::money::Amount;
 use crate::output::{Column, print_notice};
 use crate::progress::Progress;
-use crate::reference::{self, ACCOUNT, ALLOCATION, PAYMENT as PAYMENT_KIND, Ref};
+use crate::resource_ref::{self, ACCOUNT, ALLOCATION, PAYMENT as PAYMENT_KIND, Ref};
 use serde_json::{Value, json};
 use std::time::Duration;
 use uuid::Uuid;
@@ -189,7 +189,7 @@ pub(crate) async fn refund(wanted: Refund, api: &Api) -> Result<(), Failure> {
         None => None,
     };
     let allocation = match &wanted.allocation {
-        Some(allocation) => Some(reference::allocation(allocation, api).await?),
+        Some(allocation) => Some(resource_ref::allocation(allocation, api).await?),
         None => None,
     };
     let amount = match &wanted.amount {

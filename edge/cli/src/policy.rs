@@ -5,7 +5,7 @@ use crate::completion;
 use crate::failure::Failure;
 use crate::instant;
 use crate::output::Column;
-use crate::reference::{Ref, ResourceKind};
+use crate::resource_ref::{Ref, ResourceKind};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 

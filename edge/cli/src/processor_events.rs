@@ -4,7 +4,7 @@ use crate::api::{Api, Query};
 use crate::completion;
 use crate::failure::Failure;
 use crate::output::Column;
-use crate::reference::{PROCESSOR_EVENT, Ref};
+use crate::resource_ref::{PROCESSOR_EVENT, Ref};
 use serde_json::json;
 
 #[derive(Debug, clap::Subcommand)]

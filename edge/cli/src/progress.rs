@@ -1,7 +1,7 @@
 //! The progress of a command that waits: a spinner in a terminal, a line per step elsewhere.
 
 use crate::output::Output;
-use crate::text::plain;
+use crate::printable::plain;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{self, IsTerminal as _};
 use std::time::Duration;

@@ -12,7 +12,7 @@ use crate::completion;
 use crate::download;
 use crate::failure::Failure;
 use crate::output::Column;
-use crate::reference::{self, RECORDING, Ref};
+use crate::resource_ref::{self, RECORDING, Ref};
 use crate::terminal::sessions::TerminalSelector;
 use play::PlayArgs;
 use std::path::PathBuf;
@@ -72,7 +72,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::List(TerminalSelector { allocation, user, limit, .. }) => {
             let path = match allocation {
                 Some(allocation) => {
-                    format!("{}/recordings", allocations::path(reference::allocation(&allocation, api).await?))
+                    format!("{}/recordings", allocations::path(resource_ref::allocation(&allocation, api).await?))
                 }
                 None => RECORDING.path.to_owned(),
             };

@@ -3,7 +3,7 @@
 use crate::api::{Api, Query};
 use crate::failure::Failure;
 use crate::output::Column;
-use crate::reference::{Ref, ResourceKind};
+use crate::resource_ref::{Ref, ResourceKind};
 use clap::ValueEnum;
 use serde_json::json;
 

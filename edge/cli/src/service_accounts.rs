@@ -2,10 +2,10 @@
 
 use crate::api::{Api, Query};
 use crate::completion;
-use crate::confirm::Confirm;
+use crate::confirmation::Confirm;
 use crate::failure::Failure;
 use crate::output::Column;
-use crate::reference::{Ref, ResourceKind, SERVICE_ACCOUNT};
+use crate::resource_ref::{Ref, ResourceKind, SERVICE_ACCOUNT};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -100,8 +100,10 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             }
             let made = api.post(SERVICE_ACCOUNT.path, &body).await?;
             api.out.show(&made, &ALONE)?;
-            api.out
-                .notice(&format!("Give it a key: gpuctl service-accounts add-key {}", crate::text::cell(&made["id"])));
+            api.out.notice(&format!(
+                "Give it a key: gpuctl service-accounts add-key {}",
+                crate::printable::cell(&made["id"])
+            ));
             Ok(())
         }
         Command::Show { account } => {

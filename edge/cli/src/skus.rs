@@ -6,7 +6,7 @@ use crate::api::{Api, Query};
 use crate::completion;
 use crate::failure::{ExitStatus, Failure};
 use crate::output::Column;
-use crate::reference::{Ref, SKU, items};
+use crate::resource_ref::{Ref, SKU, items};
 use admin::{Create, Decision, Update};
 
 /// The most SKUs that are searched for one.

@@ -6,8 +6,8 @@ use crate::Connection;
 use crate::allocations;
 use crate::completion;
 use crate::failure::{ExitStatus, Failure};
-use crate::login::store::write_private;
-use crate::reference::{self, ALLOCATION, Ref};
+use crate::login::login_store::write_private;
+use crate::resource_ref::{self, ALLOCATION, Ref};
 use base64::Engine as _;
 use base64::engine::general_purpose::{STANDARD, STANDARD_NO_PAD};
 use serde_json::Value;
@@ -55,7 +55,7 @@ struct SshTarget {
 
 pub(crate) async fn run(args: SshArgs, connection: &Connection) -> Result<u8, Failure> {
     let api = connection.api()?;
-    let allocation = reference::allocation(&args.allocation, &api).await?;
+    let allocation = resource_ref::allocation(&args.allocation, &api).await?;
     let found = api.get(&allocations::path(allocation), &[]).await?;
     let target = SshTarget::of(&found)?;
     let known = connection.store.known_hosts()?.join(allocation.to_string());

@@ -2,8 +2,8 @@
 
 mod connection;
 mod escape;
+pub(crate) mod io_threads;
 pub(crate) mod raw_mode;
-pub(crate) mod screen;
 mod scrollback;
 mod session;
 pub(crate) mod sessions;
@@ -13,7 +13,7 @@ use crate::completion;
 use crate::duration;
 use crate::failure::{ExitStatus, Failure};
 use crate::output::print_notice;
-use crate::reference::{self, ALLOCATION, Ref};
+use crate::resource_ref::{self, ALLOCATION, Ref};
 use session::{Session, SessionEnd};
 use std::io::{self, IsTerminal as _};
 use std::time::Duration;
@@ -63,7 +63,7 @@ pub(crate) async fn run(args: TerminalArgs, api: &Api) -> Result<u8, Failure> {
     match (args.command, args.allocation) {
         (Some(Command::Sessions(command)), _) => sessions::run(command, api).await.map(|()| 0),
         (None, Some(allocation)) => {
-            let allocation = reference::allocation(&allocation, api).await?;
+            let allocation = resource_ref::allocation(&allocation, api).await?;
             let session = match args.session {
                 Some(session) => Some(session.id_in(&sessions::OPEN, &sessions::path(allocation), api).await?),
                 None => None,

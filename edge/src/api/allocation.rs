@@ -17,8 +17,8 @@ use domain::node::Node;
 use domain::policy::PolicyKey;
 use domain::tenant::Tenant;
 use domain::{EntityKind, NodeId, SshKeyId};
-use persistence::envelope::SealContext;
-use persistence::read::ListFilter;
+use persistence::envelope_encryption::SealContext;
+use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -298,7 +298,7 @@ async fn nodes_of<'a>(
     }
     let ids: Vec<_> = ids.into_iter().collect();
     let rows = services.reads.entities(EntityKind::Node, &ids).await?;
-    let node = |row: &persistence::read::EntityRow| {
+    let node = |row: &persistence::queries::EntityRow| {
         serde_json::from_str::<Node>(&row.body).map(|node| (node.id, node)).map_err(ApiError::internal)
     };
     rows.iter().map(node).collect()

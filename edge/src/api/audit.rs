@@ -5,7 +5,7 @@ use axum::extract::State;
 use chrono::{DateTime, Utc};
 use domain::Shard;
 use domain::commit::Epoch;
-use persistence::read::{AuditFilter, AuditPosition, AuditRow};
+use persistence::queries::{AuditFilter, AuditPosition, AuditRow};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;

@@ -13,7 +13,7 @@ use domain::ledger::PostingKind;
 use domain::money::{Currency, HourlyRate};
 use domain::policy::PolicyKey;
 use domain::{AllocationId, BillingAccountId, EntityKind};
-use persistence::read::{LedgerFilter, LedgerRow, ListFilter};
+use persistence::queries::{LedgerFilter, LedgerRow, ListFilter};
 use serde::{Deserialize, Serialize};
 use utoipa::openapi::schema::{Object, ObjectBuilder, SchemaType, Type};
 use utoipa::{IntoParams, ToSchema};

@@ -66,7 +66,7 @@ pub(super) async fn free(
 async fn count_free_gpus(services: &Services) -> Result<Capacity, ApiError> {
     let at = services.environment.now();
     let gpus = services.reads.gpus().await?;
-    let shown = |of: persistence::read::GpuCount| FreeGpus {
+    let shown = |of: persistence::queries::GpuCount| FreeGpus {
         sku_id: of.sku_id.0,
         sku: of.sku,
         region_code: of.region_code,

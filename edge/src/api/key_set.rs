@@ -427,7 +427,7 @@ async fn dependents(
 ) -> Result<(Vec<CutOffNode>, u64), ApiError> {
     let founding = keys.node.founding == id;
     let (nodes, count) = services.reads.dependents(id, founding, services.environment.now(), named).await?;
-    let cut_off = |of: persistence::read::DependentNode| CutOffNode {
+    let cut_off = |of: persistence::queries::DependentNode| CutOffNode {
         node_id: of.node.0,
         host: of.host,
         certificate_not_after: of.not_after,

@@ -12,7 +12,7 @@ use axum::response::{IntoResponse, Response};
 use domain::metadata::PatchValue;
 use domain::node::{Command, Node, OnboardingMode, Phase, ProbeOutcome, Registration, Rejection, Reply};
 use domain::policy::PolicyKey;
-use persistence::read::ListFilter;
+use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 use utoipa::{IntoParams, ToSchema};

@@ -14,7 +14,7 @@ use domain::notification_endpoint::{
     Target,
 };
 use domain::{EntityKind, Machine as _};
-use persistence::read::ListFilter;
+use persistence::queries::ListFilter;
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use std::collections::BTreeSet;

@@ -63,13 +63,13 @@ pub(super) async fn overview(_: AdminRequest, State(services): State<Services>) 
     let gpus = async { services.reads.gpus().await.map_err(ApiError::from) };
     let money = async { services.reads.prepaid_totals().await.map_err(ApiError::from) };
     let (summary, gpus, money) = tokio::try_join!(async { summary.await.map_err(ApiError::from) }, gpus, money)?;
-    let in_one = |of: persistence::read::PrepaidTotal| MoneyOverview {
+    let in_one = |of: persistence::queries::PrepaidTotal| MoneyOverview {
         currency: of.currency,
         accounts: of.accounts,
         depleted: of.depleted,
         balance_minor: of.balance.minor(),
     };
-    let shown = |of: persistence::read::GpuCount| GpuOverview {
+    let shown = |of: persistence::queries::GpuCount| GpuOverview {
         sku_id: of.sku_id.0,
         sku: of.sku,
         region_code: of.region_code,

@@ -7,7 +7,7 @@ use axum::Json;
 use axum::extract::State;
 use domain::billing_account::{BillingAccount, Holder};
 use domain::payment::Payment;
-use persistence::read::ListFilter;
+use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
 use utoipa::IntoParams;
 use uuid::Uuid;

@@ -11,7 +11,7 @@ use chrono::{DateTime, Utc};
 use domain::authz::PlatformRole;
 use domain::role_bindings::{Command, Reply, RoleBinding, RoleBindings};
 use domain::{BindingId, EntityKind};
-use persistence::read::{BindingFilter, BindingRow, Cursor};
+use persistence::queries::{BindingFilter, BindingRow, Cursor};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;

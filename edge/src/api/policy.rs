@@ -14,7 +14,7 @@ use domain::policy::{
     ResolvedPolicy, ScopeValues, Scopes, ValueBounds,
 };
 use domain::{EntityKind, PolicyId};
-use persistence::read::{Cursor, PolicyFilter, PolicyRow};
+use persistence::queries::{Cursor, PolicyFilter, PolicyRow};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;

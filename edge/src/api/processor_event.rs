@@ -8,7 +8,7 @@ use chrono::{DateTime, Utc};
 use domain::Machine as _;
 use domain::Timestamp;
 use domain::processor_event::{Command, Phase, ProcessingOutcome, ProcessorEvent, Reply};
-use persistence::read::ListFilter;
+use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;

@@ -10,7 +10,7 @@ use domain::terminal_session::{Command, Reply, TerminalSession};
 use domain::{AllocationId, TerminalSessionId};
 use futures::stream::{self, Stream};
 use persistence::Recordings;
-use persistence::read::Cursor;
+use persistence::queries::Cursor;
 use persistence::recordings::{Recording, RecordingError, RecordingFilter};
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Serialize};

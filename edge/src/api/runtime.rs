@@ -6,7 +6,7 @@ use axum::extract::State;
 use chrono::{DateTime, Utc};
 use domain::runtime::{Command, RestartRecord, RuntimePart};
 use domain::{EntityKind, EntityRef, MemberId};
-use persistence::read::HistoryRow;
+use persistence::queries::HistoryRow;
 use serde::{Deserialize, Serialize};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};

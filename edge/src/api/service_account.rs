@@ -9,7 +9,7 @@ use domain::authz::TokenRole;
 use domain::service_account::{Command, Reply, ServiceAccount};
 use domain::tenant::{self, QuotaScopes, Tenant};
 use domain::{EntityKind, ServiceAccountId, ServiceAccountKeyId};
-use persistence::read::ListFilter;
+use persistence::queries::ListFilter;
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};

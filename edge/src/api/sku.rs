@@ -10,7 +10,7 @@ use chrono::{DateTime, Utc};
 use domain::EntityKind;
 use domain::money::{InvalidPrice, Price};
 use domain::sku::{CatalogStatus, Command, Sku, SkuSpec};
-use persistence::read::ListFilter;
+use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;

@@ -12,7 +12,7 @@ use domain::EntityKind;
 use domain::allocation::Allocation;
 use domain::billing_account::BillingAccount;
 use persistence::StoreError;
-use persistence::read::{LedgerPosition, LedgerSum, SUM_TIMEOUT};
+use persistence::queries::{LedgerPosition, LedgerSum, SUM_TIMEOUT};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use tokio::sync::Semaphore;
@@ -307,7 +307,7 @@ async fn ledger_positions(
 /// The SKU, size and user of these allocations. One that cannot be decoded is left out: its postings are listed without them.
 async fn rented(services: &Services, ids: &[Uuid]) -> Result<BTreeMap<Uuid, AllocationUsage>, ApiError> {
     let rows = services.reads.entities(EntityKind::Allocation, ids).await?;
-    let read = |row: &persistence::read::EntityRow| {
+    let read = |row: &persistence::queries::EntityRow| {
         let asked = StoredEntity::<Allocation>::of(row).ok()?.it.asked;
         Some((row.entity.id, AllocationUsage { sku: asked.sku, gpu_count: asked.gpu_count, user_id: asked.user_id }))
     };

@@ -12,7 +12,7 @@ use domain::recording::RecordingMode as PolicyMode;
 use domain::tenant::{self, QuotaScopes, Tenant};
 use domain::terminal_session::{self, CloseReason, Command, Reply, ShellExit, TerminalSession, TokenDigest};
 use domain::{AllocationId, EntityKind, Machine as _, TerminalSessionId};
-use persistence::read::ListFilter;
+use persistence::queries::ListFilter;
 use secrecy::ExposeSecret as _;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;

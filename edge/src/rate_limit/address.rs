@@ -4,7 +4,7 @@ use super::limited;
 use crate::error::ApiError;
 use crate::tls::Peer;
 use crate::token_bucket::network_of;
-use actors::rate_cells::RateCells;
+use actors::rate_cell_table::RateCells;
 use axum::extract::ConnectInfo;
 use axum::http::Extensions;
 use domain::Timestamp;

@@ -2,7 +2,7 @@
 
 use super::limited;
 use crate::error::ApiError;
-use actors::rate_cells::RateCells;
+use actors::rate_cell_table::RateCells;
 use domain::policy::{PolicyBook, PolicyKey, Scopes};
 use domain::{NodeId, Timestamp};
 use std::time::Instant;

@@ -3,7 +3,7 @@
 use super::*;
 use crate::testing::body_json;
 use crate::tls::Peer;
-use actors::ports::{Effects, Environment, Remote, RemoteError, Store, StoreReadError, Term};
+use actors::interfaces::{Effects, Environment, Remote, RemoteError, Store, StoreReadError, Term};
 use actors::{Host, HostConfig};
 use axum::body::Body;
 use axum::extract::{ConnectInfo, FromRequestParts};

@@ -7,7 +7,7 @@ use domain::id::BillingAccountId;
 use domain::money::MicroAmount;
 use futures::stream::{self, Stream};
 use persistence::Reads;
-use persistence::read::{LedgerPosition, LedgerRow};
+use persistence::queries::{LedgerPosition, LedgerRow};
 use std::borrow::Cow;
 use std::io;
 

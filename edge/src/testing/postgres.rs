@@ -1,6 +1,6 @@
 //! The shell's store over a real Postgres.
 
-use actors::ports::{Store, StoreReadError};
+use actors::interfaces::{Store, StoreReadError};
 use domain::commit::{CompletedCommand, Snapshot};
 use domain::{CommandId, Commit, CommitOutcome, EntityRef};
 use futures::FutureExt;

@@ -440,7 +440,7 @@ async fn dropped_month_does_not_break_the_chain() {
 async fn audit_row_has_its_number_and_hash_once_it_is_sealed() {
     let (store, _, _) = sealed().await;
     rows(&store, 10..11).await;
-    let filter = persistence::read::AuditFilter::default();
+    let filter = persistence::queries::AuditFilter::default();
     let page = store.reads().audit(&filter, None, 100).await.unwrap();
     let unsealed = page.items.iter().filter(|row| row.seal.is_none()).count();
     assert_eq!((page.items.len(), unsealed), (12, 1));

@@ -4,7 +4,7 @@ use crate::test_store::{TestStore, bare, create, next};
 use chrono::{DurationRound as _, TimeDelta};
 use domain::commit::{Commit, Timer};
 use domain::{EntityKind, Shard};
-use persistence::read::InspectedEntity;
+use persistence::queries::InspectedEntity;
 use sqlx::Executor as _;
 use std::time::Duration;
 

@@ -6,7 +6,7 @@ use base64::engine::general_purpose::STANDARD;
 use domain::commit::Commit;
 use domain::id::{EntityKind, EntityRef};
 use persistence::Secrets;
-use persistence::envelope::{KeyRing, SealContext};
+use persistence::envelope_encryption::{KeyRing, SealContext};
 use persistence::rewrap::{KeyRingMismatch, SEALED_FIELDS, body_context, webhook_secret_context};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use serde_json::json;

@@ -7,7 +7,7 @@ use domain::ledger::{Posting, PostingKind, PostingSource, UsagePeriod};
 use domain::machine::Timestamp;
 use domain::money::{Currency, MicroAmount};
 use local_servers::test_database::TestDatabase;
-use persistence::read::{LedgerFilter, LedgerPosition, LedgerSum};
+use persistence::queries::{LedgerFilter, LedgerPosition, LedgerSum};
 use persistence::{CommitterConfig, Reads};
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use std::time::Duration;

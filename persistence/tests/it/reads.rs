@@ -7,8 +7,8 @@ use domain::id::{BindingId, EntityKind, EntityRef, EventId, NodeId, PolicyId, Sh
 use domain::machine::IndexKeys;
 use domain::policy::{PolicyKey, PolicyScope, PolicyValue, Scopes};
 use domain::role_bindings::{RoleBinding, RoleBindings};
-use persistence::read::{AuditFilter, BindingFilter, Cursor, ListFilter, PolicyFilter};
-use persistence::{Loader, Reads, sweep};
+use persistence::queries::{AuditFilter, BindingFilter, Cursor, ListFilter, PolicyFilter};
+use persistence::{Loader, Reads, table_maintenance};
 use sqlx::postgres::PgPoolOptions;
 use std::time::Duration;
 use uuid::Uuid;
@@ -191,17 +191,21 @@ async fn entities_are_counted_by_kind_and_state_during_compaction() {
     assert_eq!(counts().await, expected);
     let pool = store.pool();
     let adding = (0..8).map(|n| async move {
-        if n % 2 == 0 { sweep::compact_counts(pool).await } else { sweep::recount_entities(pool).await }
+        if n % 2 == 0 {
+            table_maintenance::compact_counts(pool).await
+        } else {
+            table_maintenance::recount_entities(pool).await
+        }
     });
     let more: Vec<_> = (100..140).map(create).collect();
     let (added, _) = tokio::join!(futures::future::join_all(adding), store.commit_all(&more));
     assert!(added.iter().all(Result::is_ok));
     assert_eq!(counts().await, [(EntityKind::Sku, "active".to_owned(), 1), draft(79)]);
-    sweep::compact_counts(store.pool()).await.unwrap();
+    table_maintenance::compact_counts(store.pool()).await.unwrap();
     assert_eq!(store.count("entity_count").await, 2);
     // Commits of another release that append no count are found.
     sqlx::query("UPDATE entity SET state = 'inactive' WHERE state = 'active'").execute(store.pool()).await.unwrap();
-    sweep::recount_entities(store.pool()).await.unwrap();
+    table_maintenance::recount_entities(store.pool()).await.unwrap();
     assert_eq!(counts().await, [draft(79), (EntityKind::Sku, "inactive".to_owned(), 1)]);
 }
 

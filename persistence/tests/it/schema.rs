@@ -4,10 +4,10 @@ use crate::test_store::{TestStore, create};
 use domain::commit::{Commit, CommitOutcome};
 use local_servers::test_database::TestDatabase;
 use persistence::Secrets;
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use persistence::migrate::{self, SchemaError};
 use persistence::secrets::SecretError;
-use persistence::sweep;
+use persistence::table_maintenance;
 use secrecy::{ExposeSecret, SecretSlice};
 use std::sync::Arc;
 
@@ -36,8 +36,8 @@ async fn a_newer_schema_is_refused_by_name() {
 #[tokio::test]
 async fn partitions_are_made_ahead_and_once() {
     let db = TestDatabase::fresh().await;
-    assert_eq!(sweep::make_partitions(&db.pool, 2).await.unwrap(), 0, "the template has them");
-    let made = futures::future::join_all((0..4).map(|_| sweep::make_partitions(&db.pool, 4))).await;
+    assert_eq!(table_maintenance::make_partitions(&db.pool, 2).await.unwrap(), 0, "the template has them");
+    let made = futures::future::join_all((0..4).map(|_| table_maintenance::make_partitions(&db.pool, 4))).await;
     let made: u32 = made.into_iter().map(Result::unwrap).sum();
     assert_eq!(made, 4, "two months of two tables");
 }
@@ -49,7 +49,7 @@ async fn rows_of_a_month_without_a_partition_are_stored_and_block_nothing() {
     assert_eq!(store.commit(&later).await, CommitOutcome::Applied);
     assert_eq!(store.count("history_default").await, 1);
     // That month stays in the default partition; its neighbours are created.
-    assert_eq!(sweep::make_partitions(store.pool(), 8).await.unwrap(), 10);
+    assert_eq!(table_maintenance::make_partitions(store.pool(), 8).await.unwrap(), 10);
     assert_eq!(store.count("history").await, 1);
 }
 
@@ -58,13 +58,22 @@ async fn commands_are_deleted_after_their_retention_in_small_batches() {
     let store = TestStore::new().await;
     let commits: Vec<Commit> = (0..30).map(create).collect();
     store.commit_all(&commits).await;
-    assert_eq!(sweep::delete_commands(store.pool(), sweep::COMMAND_RETENTION, 100).await.unwrap(), 0);
+    assert_eq!(
+        table_maintenance::delete_commands(store.pool(), table_maintenance::COMMAND_RETENTION, 100).await.unwrap(),
+        0
+    );
     sqlx::query("UPDATE command SET created_at = created_at - interval '25 hours' WHERE shard < 25")
         .execute(store.pool())
         .await
         .unwrap();
-    assert_eq!(sweep::delete_commands(store.pool(), sweep::COMMAND_RETENTION, 20).await.unwrap(), 20);
-    assert_eq!(sweep::delete_commands(store.pool(), sweep::COMMAND_RETENTION, 20).await.unwrap(), 5);
+    assert_eq!(
+        table_maintenance::delete_commands(store.pool(), table_maintenance::COMMAND_RETENTION, 20).await.unwrap(),
+        20
+    );
+    assert_eq!(
+        table_maintenance::delete_commands(store.pool(), table_maintenance::COMMAND_RETENTION, 20).await.unwrap(),
+        5
+    );
     assert_eq!(store.count("command").await, 5);
 }
 

@@ -7,7 +7,7 @@ use domain::id::{CommandId, EntityKind, EntityRef, EventId, MemberId, Shard, Sku
 use domain::machine::{IndexKeys, Timestamp};
 use local_servers::test_database::TestDatabase;
 use persistence::committer::CommitterMetrics;
-use persistence::read::{WaitingEntity, WaitingFilter};
+use persistence::queries::{WaitingEntity, WaitingFilter};
 use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads};
 use sqlx::PgPool;
 use std::time::Duration;

@@ -236,7 +236,7 @@ async fn prepare_template(address: &ServerAddress) -> anyhow::Result<()> {
     connection.close().await?;
     let pool = PgPoolOptions::new().max_connections(2).connect_with(address.options(TEMPLATE)).await?;
     persistence::migrate::run(&pool).await?;
-    persistence::sweep::make_partitions(&pool, 2).await?;
+    persistence::table_maintenance::make_partitions(&pool, 2).await?;
     // A template with open connections cannot be copied.
     pool.close().await;
     Ok(())

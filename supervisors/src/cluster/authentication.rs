@@ -32,7 +32,7 @@ const VERSION: &str = "v1";
 /// has a new id.
 const MAX_MESSAGE_AGE: TimeDelta = TimeDelta::seconds(30);
 
-/// The age up to which an event is accepted. The ids of its commands are stored for longer (`persistence::sweep::COMMAND_RETENTION`), so
+/// The age up to which an event is accepted. The ids of its commands are stored for longer (`persistence::table_maintenance::COMMAND_RETENTION`), so
 /// that an event that is published again has no effect.
 const MAX_EVENT_AGE: TimeDelta = TimeDelta::hours(23);
 

@@ -6,7 +6,7 @@ use super::bus::Bus;
 use super::failure_detector::{ConnectivityGraph, PartitionDetector, is_partitioned};
 use super::{ClusterView, RECENT_HEARTBEAT, has_role};
 use crate::roles::ProcessRole;
-use actors::ports::Term;
+use actors::interfaces::Term;
 use actors::sharding::shard_of;
 use actors::{Directory, Host};
 use domain::commit::Epoch;

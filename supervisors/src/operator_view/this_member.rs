@@ -3,7 +3,7 @@
 use super::{MemberRuntime, OperatorView, RuntimeReply, RuntimeRequest};
 use crate::metrics::{ProcessSample, pool_connections};
 use crate::supervisor::{WorkerQueue, WorkerRow};
-use actors::host::{ActivationStatus, HostedEntity, HostedShard};
+use actors::entity_host::{ActivationStatus, HostedEntity, HostedShard};
 use chrono::Utc;
 use domain::Shard;
 use edge::operator_view::{

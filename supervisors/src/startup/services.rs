@@ -24,7 +24,7 @@ use edge::platform_roles::PlatformRoleCounters;
 use edge::rate_limit::RateLimiter;
 use edge::services::{Addresses, Parts, Services};
 use persistence::Reads;
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use prometheus::Registry;
 use std::path::Path;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ impl ServiceStage {
         let services = Services::new(Parts {
             directory: actors.directory.clone(),
             reads: storage.reads.clone(),
-            environment: Arc::clone(&actors.environment) as Arc<dyn ::actors::ports::Environment>,
+            environment: Arc::clone(&actors.environment) as Arc<dyn ::actors::interfaces::Environment>,
             runtime: Arc::new(ClusterRuntime(Arc::clone(&operator_view))),
             authenticator: Arc::new(authenticator),
             limiter: RateLimiter::register(actors.directory.clone(), registry)?,

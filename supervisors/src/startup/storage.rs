@@ -7,7 +7,7 @@ use anyhow::Context;
 use domain::MemberId;
 use domain::policy::PolicyBook;
 use persistence::committer::CommitterMetrics;
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use persistence::pool::PoolConfig;
 use persistence::{Committer, CommitterConfig, Loader, OutboxRow, Reads, Secrets, migrate};
 use prometheus::Registry;
@@ -83,6 +83,6 @@ pub async fn open_database(config: &Config) -> anyhow::Result<PgPool> {
     persistence::pool::check_connection(&database(config)).await?;
     let pool = persistence::pool::open(&database(config))?;
     migrate::run(&pool).await.context("the database cannot be brought to this release's schema")?;
-    persistence::sweep::make_partitions(&pool, 2).await?;
+    persistence::table_maintenance::make_partitions(&pool, 2).await?;
     Ok(pool)
 }

@@ -19,7 +19,7 @@ use domain::processor_event::ProcessorEvent;
 use domain::service_account::ServiceAccount;
 use domain::terminal_session::TerminalSession;
 use domain::{AllocationId, EntityKind, NodeId, Shard};
-use persistence::read::{Cursor, InspectedEntity, Inspection};
+use persistence::queries::{Cursor, InspectedEntity, Inspection};
 use persistence::{Reads, StoreError};
 use prometheus::{IntCounterVec, Opts, Registry};
 use serde::de::DeserializeOwned;

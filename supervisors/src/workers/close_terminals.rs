@@ -7,7 +7,7 @@ use domain::machine::Command as _;
 use domain::terminal_session::{Command, Phase, TerminalSession};
 use domain::{AllocationId, EntityKind, NodeId, TerminalSessionId};
 use persistence::StoreError;
-use persistence::read::ListFilter;
+use persistence::queries::ListFilter;
 
 /// Sessions that are read at once: more than any user may have live.
 const PAGE_SIZE: u32 = 1000;

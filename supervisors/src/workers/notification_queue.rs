@@ -9,7 +9,7 @@ use super::notification_relay::{AddressedNotification, Notifier, PublishedEvent,
 use super::outbox_relay::make_streams;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
-use actors::ports::Environment as _;
+use actors::interfaces::Environment as _;
 use actors::sharding::{command_id, digest_of};
 use actors::{CommandContext, CommandKey, Directory};
 use async_nats::jetstream::{self, AckKind, Message};
@@ -23,7 +23,7 @@ use domain::{Action, EntityKind, EntityRef, Permit, Principal};
 use edge::notifications::encoded;
 use futures::StreamExt;
 use futures::stream::select_all;
-use persistence::read::{EntityRow, ListFilter};
+use persistence::queries::{EntityRow, ListFilter};
 use std::time::Duration;
 
 /// Events that are processed at once.

@@ -8,7 +8,7 @@ use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use domain::Shard;
 use domain::event::Reaction;
-use persistence::read::OutboxCursor;
+use persistence::queries::OutboxCursor;
 use persistence::{OutboxRow, Reads};
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -4,7 +4,7 @@
 use super::WorkerParts;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
-use actors::ports::Environment;
+use actors::interfaces::Environment;
 use actors::sharding::shard_of;
 use actors::{AskError, CommandContext, Directory, Host};
 use chrono::{TimeDelta, Utc};
@@ -12,7 +12,7 @@ use domain::authz::authorize;
 use domain::policy::PolicyKey;
 use domain::terminal_session::{Command, Phase, TerminalSession};
 use domain::{Action, EntityKind, EntityRef, Permit, Principal};
-use persistence::read::Cursor;
+use persistence::queries::Cursor;
 use persistence::recordings::{Recording, RecordingFilter};
 use persistence::{Reads, Recordings};
 use std::sync::Arc;

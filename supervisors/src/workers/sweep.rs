@@ -2,7 +2,7 @@
 
 use super::WorkerParts;
 use crate::supervisor::{WorkerTask, task};
-use persistence::{Cluster, sweep};
+use persistence::{Cluster, table_maintenance};
 use sqlx::PgPool;
 use std::time::Duration;
 use tokio::time::{MissedTickBehavior, interval};
@@ -29,17 +29,20 @@ pub async fn run(pool: PgPool) -> anyhow::Result<()> {
     let mut are_counted = false;
     loop {
         ticker.tick().await;
-        let counted =
-            if are_counted { sweep::compact_counts(&pool).await } else { sweep::recount_entities(&pool).await };
+        let counted = if are_counted {
+            table_maintenance::compact_counts(&pool).await
+        } else {
+            table_maintenance::recount_entities(&pool).await
+        };
         match counted {
             Ok(()) => are_counted = true,
             Err(error) => tracing::warn!(error = %error, "could not count the entities"),
         }
-        if let Err(error) = sweep::make_partitions(&pool, 2).await {
+        if let Err(error) = table_maintenance::make_partitions(&pool, 2).await {
             tracing::warn!(error = %error, "could not make partitions");
         }
         loop {
-            match sweep::delete_commands(&pool, sweep::COMMAND_RETENTION, BATCH_SIZE).await {
+            match table_maintenance::delete_commands(&pool, table_maintenance::COMMAND_RETENTION, BATCH_SIZE).await {
                 // A full batch: there may be more.
                 Ok(forgotten) if forgotten >= u64::from(BATCH_SIZE) => tokio::task::yield_now().await,
                 Ok(_) => break,

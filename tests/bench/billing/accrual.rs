@@ -1,7 +1,7 @@
 //! The accounts, and the part of a replica that charges them.
 
 use super::OF_ONE;
-use actors::ports::{Effects, Environment, Remote, RemoteError, Term};
+use actors::interfaces::{Effects, Environment, Remote, RemoteError, Term};
 use actors::{CommandContext, Directory, Host, HostConfig, sharding};
 use anyhow::{Context, ensure};
 use chrono::{DurationRound, TimeDelta, Utc};

@@ -81,7 +81,7 @@ impl Postgres {
         self.server.create_database(name).await?;
         let pool = PgPoolOptions::new().max_connections(4).connect_with(self.options(name)?).await?;
         persistence::migrate::run(&pool).await?;
-        persistence::sweep::make_partitions(&pool, 1).await?;
+        persistence::table_maintenance::make_partitions(&pool, 1).await?;
         Ok(pool)
     }
 }

@@ -13,7 +13,7 @@ use local_servers::identity::{self, IdentityProvider};
 use local_servers::nats::{NatsServer, NatsUser};
 use local_servers::pki::Authority;
 use local_servers::test_database::TestDatabase;
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};

@@ -5,7 +5,7 @@ use super::{TestCluster, builder, logs};
 use domain::Shard;
 use persistence::Secrets;
 use persistence::audit::{AuditKeys, AuditVerification, verify};
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -6,7 +6,7 @@ use domain::MemberId;
 use edge::keys_in_force::{Keys, KeysInForce};
 use edge::node_certificate::TrustDomain;
 use persistence::cluster::Member;
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use persistence::{Reads, Secrets};
 use prometheus::Registry;
 use serde_json::json;

@@ -140,10 +140,10 @@ async fn whole_id_of_a_user_resolves_to_the_users_billing_account() {
         let items = if is_theirs { vec![json!({ "id": account, "user_id": user })] } else { Vec::new() };
         Json(json!({ "items": items, "next_page": null }))
     };
-    let api = api(Router::new().route(crate::reference::ACCOUNT.path, get(list))).await;
+    let api = api(Router::new().route(crate::resource_ref::ACCOUNT.path, get(list))).await;
     for (given, expected) in [(user, account), (account, account), (other, other)] {
         let reference = given.to_string().parse().unwrap();
-        assert_eq!(crate::reference::account(&reference, &api).await.unwrap(), expected);
+        assert_eq!(crate::resource_ref::account(&reference, &api).await.unwrap(), expected);
     }
 }
 
@@ -160,9 +160,9 @@ async fn present_nodes_are_listed_without_the_removed_ones_up_to_the_limit() {
             (begin..end).map(|n| json!({ "id": n, "state": if n % 2 == 0 { "removed" } else { "active" } })).collect();
         Json(json!({ "items": items, "next_page": if end < 10 { json!(end.to_string()) } else { Value::Null } }))
     };
-    let api = api(Router::new().route(crate::reference::NODE.path, get(list))).await;
+    let api = api(Router::new().route(crate::resource_ref::NODE.path, get(list))).await;
     for (limit, expected) in [(100, vec![1, 3, 5, 7, 9]), (2, vec![1, 3])] {
-        let page = crate::reference::present_nodes(&vec![("sku", "x".to_owned())], limit, &api).await.unwrap();
+        let page = crate::resource_ref::present_nodes(&vec![("sku", "x".to_owned())], limit, &api).await.unwrap();
         let ids: Vec<u64> = page["items"].as_array().unwrap().iter().map(|node| node["id"].as_u64().unwrap()).collect();
         assert_eq!(ids, expected, "{page}");
         assert_eq!(page["next_page"].is_null(), limit == 100, "{page}");
@@ -187,14 +187,14 @@ async fn entity_is_restarted_by_a_unique_prefix_of_its_id() {
     };
     let routes = Router::new()
         .route("/api/v1/admin/runtime/tree", get(tree))
-        .route(crate::reference::NODE.path, get(list))
+        .route(crate::resource_ref::NODE.path, get(list))
         .route("/api/v1/admin/runtime/entities/{kind}/{id}/restart", post(restart));
     let api = api(routes).await;
     let run = async |entity: &str| {
         let words = ["gpuctl", "restart", entity, "--yes"];
         let arguments = <crate::Arguments as clap::Parser>::try_parse_from(words).unwrap();
         let crate::Command::Restart(args) = arguments.command else { panic!("{entity}") };
-        crate::runtime::restart(args, &api).await
+        crate::cluster::restart(args, &api).await
     };
     for (entity, id) in [("key_set/0198", ids[0]), ("node/0199f", ids[1])] {
         run(entity).await.unwrap();

@@ -1,12 +1,12 @@
 //! All billing accounts, for administrators and billing operators.
 
 use super::{BALANCE, METERS};
+use crate::amount::Amount;
 use crate::api::{Api, Query};
 use crate::completion;
 use crate::failure::Failure;
-use crate::money::Amount;
 use crate::output::Column;
-use crate::reference::{self, ACCOUNT, Ref};
+use crate::resource_ref::{self, ACCOUNT, Ref};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -77,7 +77,7 @@ pub(super) async fn open(wanted: Open, api: &Api) -> Result<(), Failure> {
 }
 
 pub(super) async fn adjust(wanted: Adjust, api: &Api) -> Result<(), Failure> {
-    let id = reference::account(&wanted.account, api).await?;
+    let id = resource_ref::account(&wanted.account, api).await?;
     let currency = match wanted.amount.currency() {
         Some(currency) => currency.to_owned(),
         None => currency_of(&api.get(&path(id), &[]).await?["account"])?,
@@ -90,7 +90,7 @@ pub(super) async fn adjust(wanted: Adjust, api: &Api) -> Result<(), Failure> {
 
 /// An account with its meters, as administrators see it.
 pub(super) async fn metered(account: &Ref, api: &Api) -> Result<(), Failure> {
-    let mut found = api.get(&path(reference::account(account, api).await?), &[]).await?;
+    let mut found = api.get(&path(resource_ref::account(account, api).await?), &[]).await?;
     if api.out.is_json() {
         return api.out.json(&found);
     }

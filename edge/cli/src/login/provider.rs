@@ -1,8 +1,8 @@
 //! The client of the identity provider: OpenID Connect Discovery, and tokens by OAuth 2.0 (RFC 6749), the device grant (RFC 8628) or the
 //! authorization code with PKCE (RFC 7636) on a loopback port (RFC 8252).
 
+use super::login_store::Login;
 use super::loopback::Loopback;
-use super::store::Login;
 use crate::failure::{ExitStatus, Failure, chain};
 use crate::http_client::{self, BodyError, Trust};
 use crate::output::print_notice;
@@ -168,10 +168,10 @@ impl Provider {
         let at = device_authorization
             .verification_uri_complete()
             .map_or(device_authorization.verification_uri().as_str(), |url| url.secret());
-        print_notice(&format!("Open {}", crate::text::plain(at)));
+        print_notice(&format!("Open {}", crate::printable::plain(at)));
         print_notice(&format!(
             "and confirm the code {}",
-            crate::text::plain(device_authorization.user_code().secret())
+            crate::printable::plain(device_authorization.user_code().secret())
         ));
         let mut request = client.exchange_device_access_token(&device_authorization);
         for (name, value) in self.resource() {

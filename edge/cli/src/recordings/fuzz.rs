@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::sanitize::Sanitizer;
-use crate::text::plain;
+use crate::printable::plain;
 use std::time::Duration;
 
 /// The time of a target in an ordinary run; `BOLERO_RANDOM_TEST_TIME_MS` sets another.

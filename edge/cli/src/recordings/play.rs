@@ -8,10 +8,10 @@ use crate::download;
 use crate::duration;
 use crate::failure::{ExitStatus, Failure};
 use crate::output::{print_notice, print_raw_notice};
-use crate::reference::{RECORDING, Ref};
+use crate::printable::plain;
+use crate::resource_ref::{RECORDING, Ref};
+use crate::terminal::io_threads;
 use crate::terminal::raw_mode::{RawMode, discard_typed, size};
-use crate::terminal::screen;
-use crate::text::plain;
 use serde::Deserialize;
 use std::fs::{File, OpenOptions};
 use std::io::{self, BufRead, BufReader, IsTerminal as _, Read as _, Seek as _, Write as _};
@@ -123,7 +123,7 @@ impl Player {
             speed: args.speed,
             idle_limit: args.idle_limit.unwrap_or(Duration::MAX),
             sanitizer: Sanitizer::default(),
-            keys: screen::read_input(),
+            keys: io_threads::read_input(),
             ends: [signal(SignalKind::terminate())?, signal(SignalKind::hangup())?],
             played: Duration::ZERO,
             due: Instant::now(),

@@ -35,7 +35,10 @@ const LEFT_OUT: [(&str, &str); 18] = [
     ("GET /billing/checkout/{payment_id}/terms/{processor_id}", "for that page"),
     ("GET /billing/returned", "a page"),
     ("GET /billing/assets/{name}", "a page's script"),
-    ("GET /.well-known/oauth-protected-resource", "`login` calls it before there is a login (login/resource.rs)"),
+    (
+        "GET /.well-known/oauth-protected-resource",
+        "`login` calls it before there is a login (login/provider_discovery.rs)",
+    ),
     // The two below have a command, which needs more than this test provides.
     ("POST /api/v1/allocations/{id}/terminal-tokens", "needs a terminal: tests/it/gpuctl.rs"),
     ("POST /api/v1/service-accounts/token", "a login, not a call: login/tests.rs"),
@@ -220,7 +223,7 @@ async fn every_command_sends_its_request_as_described() {
             ca_bundle: None,
             token: Some("a-token".to_owned().into()),
             key: None,
-            store: crate::login::store::Store::new(folder.path().join("logins"), "default").unwrap(),
+            store: crate::login::login_store::Store::new(folder.path().join("logins"), "default").unwrap(),
             out: Output { format: OutputFormat::Table, quiet: true },
         };
         let request = async {

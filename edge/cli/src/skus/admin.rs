@@ -1,11 +1,11 @@
 //! The SKU catalog for administrators. A change of status requires the approval of two people in two roles.
 
+use crate::amount::Amount;
 use crate::api::Api;
 use crate::completion;
 use crate::failure::Failure;
-use crate::money::Amount;
 use crate::output::Column;
-use crate::reference::{Ref, SKU};
+use crate::resource_ref::{Ref, SKU};
 use clap::ValueEnum;
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -149,7 +149,7 @@ pub(super) async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
     shown(&made, api)?;
     api.out.notice(&format!(
         "It is a draft. Offer it with: gpuctl skus activate {} --reason …",
-        crate::text::cell(&made["name"])
+        crate::printable::cell(&made["name"])
     ));
     Ok(())
 }

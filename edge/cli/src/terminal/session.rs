@@ -7,8 +7,8 @@
 use super::Terminal;
 use super::connection::{self, ConnectionAttempt};
 use super::escape::{EscapeParser, HELP, TypedInput};
+use super::io_threads::{self, Screen};
 use super::raw_mode::{RawMode, size};
-use super::screen::{self, Screen};
 use super::scrollback::ScrollbackFilter;
 use crate::api::Api;
 use crate::failure::{ExitStatus, Failure};
@@ -144,7 +144,7 @@ impl<'a> Session<'a> {
             acknowledged: 0,
             pending: Vec::new(),
             escape: EscapeParser::new(!args.no_escape),
-            input: screen::read_input(),
+            input: io_threads::read_input(),
             screen: Screen::begin(),
             signals,
             raw,

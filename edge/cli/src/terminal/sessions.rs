@@ -5,7 +5,7 @@ use crate::api::{Api, Query};
 use crate::completion;
 use crate::failure::Failure;
 use crate::output::Column;
-use crate::reference::{self, ALLOCATION, Ref, ResourceKind, TERMINAL_SESSION};
+use crate::resource_ref::{self, ALLOCATION, Ref, ResourceKind, TERMINAL_SESSION};
 use serde_json::json;
 use uuid::Uuid;
 
@@ -114,7 +114,7 @@ pub(super) fn path(allocation: Uuid) -> String {
 pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
     match command {
         Command::List { listed: TerminalSelector { allocation: Some(allocation), limit, .. }, .. } => {
-            let id = reference::allocation(&allocation, api).await?;
+            let id = resource_ref::allocation(&allocation, api).await?;
             api.out.list(&api.list(&path(id), &[], MOST.min(limit.into())).await?, &IN_A_LIST)
         }
         Command::List { listed: TerminalSelector { allocation: None, user, limit, .. }, state } => {
@@ -127,7 +127,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             api.out.show(&api.get(&format!("{}/{id}", TERMINAL_SESSION.path), &[]).await?, &ALONE)
         }
         Command::End { allocation, session } => {
-            let allocation = reference::allocation(&allocation, api).await?;
+            let allocation = resource_ref::allocation(&allocation, api).await?;
             let id = session.id_in(&OPEN, &path(allocation), api).await?;
             let ended = api.delete(&format!("{}/{id}", path(allocation)), &[]).await?;
             api.out.done(&ended, &format!("Terminal {id} has ended."))

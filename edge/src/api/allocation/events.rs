@@ -7,7 +7,7 @@ use chrono::{DateTime, Utc};
 use domain::allocation::Allocation;
 use domain::{EntityKind, EntityRef};
 use futures::Stream;
-use persistence::read::HistoryRow;
+use persistence::queries::HistoryRow;
 use serde::Serialize;
 use std::collections::VecDeque;
 use std::convert::Infallible;

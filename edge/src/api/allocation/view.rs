@@ -4,7 +4,7 @@ use chrono::{DateTime, Utc};
 use domain::allocation::{Allocation, Phase};
 use domain::node::Node;
 use domain::{Machine, Timestamp};
-use persistence::read::AllocationCost;
+use persistence::queries::AllocationCost;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use utoipa::ToSchema;

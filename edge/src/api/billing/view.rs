@@ -5,7 +5,7 @@ use chrono::{DateTime, TimeDelta, Utc};
 use domain::billing_account::{BillingAccount, Holder};
 use domain::money::{HourlyRate, MICRO_PER_MINOR, MicroAmount, Price};
 use domain::{Machine as _, Timestamp};
-use persistence::read::LedgerRow;
+use persistence::queries::LedgerRow;
 use serde::Serialize;
 use utoipa::ToSchema;
 use uuid::Uuid;

@@ -10,7 +10,7 @@ use domain::node::{
     Command, Hold, HoldPhase, Node, NodeTask, NodeTaskPhase, PendingTask, Reply, TaskOutcome, report_reasons,
 };
 use domain::{AllocationId, TaskId, TaskType, Timestamp};
-use persistence::read::HistoryRow;
+use persistence::queries::HistoryRow;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;

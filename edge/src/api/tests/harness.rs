@@ -22,7 +22,7 @@ use crate::testing::install_crypto;
 use crate::testing::postgres::PgTestStore;
 use crate::tls::connections::Connections;
 use crate::token::{TokenPurpose, read};
-use actors::ports::{Effects, Environment, Remote, RemoteError, Term};
+use actors::interfaces::{Effects, Environment, Remote, RemoteError, Term};
 use actors::sharding::id_of_name;
 use actors::{AskResult, CommandContext, Directory, Host, HostConfig};
 use arc_swap::{ArcSwap, ArcSwapOption};

@@ -61,7 +61,7 @@ async fn role_is_bound_listed_used_and_revoked() {
     api.bind("ann", "inventory_owner").await.is(201);
     ann().await.is(200);
 
-    let audited = api.services.reads.audit(&persistence::read::AuditFilter::default(), None, 100).await.unwrap();
+    let audited = api.services.reads.audit(&persistence::queries::AuditFilter::default(), None, 100).await.unwrap();
     let said: Vec<_> = audited
         .items
         .iter()
@@ -99,7 +99,7 @@ async fn concurrent_bindings_make_one() {
     let of_all = ["auditor", "inventory_owner", "platform_operations", "billing_operations"];
     let answers = futures::future::join_all((0..20).map(|n| api.bind("bob", of_all[n % 4]))).await;
     assert_eq!(answers.iter().filter(|answer| answer.status == 201).count(), 4);
-    let audited = api.services.reads.audit(&persistence::read::AuditFilter::default(), None, 100).await.unwrap();
+    let audited = api.services.reads.audit(&persistence::queries::AuditFilter::default(), None, 100).await.unwrap();
     assert_eq!(audited.items.len(), 5);
 }
 

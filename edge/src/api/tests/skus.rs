@@ -8,7 +8,7 @@ use domain::node::{self, Node};
 use domain::role_bindings::RoleBindings;
 use domain::sku::{ApprovalContext, ApprovalRequest, Command, Sku, SkuUsage, StatusChange};
 use domain::{AllocationId, EntityKind, EntityRef, Principal, SkuId};
-use persistence::read::AuditFilter;
+use persistence::queries::AuditFilter;
 use serde_json::json;
 use uuid::Uuid;
 

@@ -25,7 +25,7 @@ use crate::tls::serve::{ListenerLimits, TlsServer};
 use crate::tls::tickets::SharedTickets;
 use crate::tls::{ServerTls, server_config};
 use crate::token::{TokenPurpose, mint};
-use actors::ports::{Effects, Environment as Clock, Remote, RemoteError, Store, Term};
+use actors::interfaces::{Effects, Environment as Clock, Remote, RemoteError, Store, Term};
 use actors::{AskResult, CommandContext, Directory, Host, HostConfig};
 use arc_swap::ArcSwap;
 use chrono::{TimeDelta, Utc};

@@ -1,6 +1,6 @@
 //! A store in memory, for tests that read nothing but through the machines.
 
-use actors::ports::{Store, StoreReadError};
+use actors::interfaces::{Store, StoreReadError};
 use domain::commit::{CompletedCommand, Snapshot};
 use domain::{CommandId, Commit, CommitOutcome, EntityRef};
 use futures::FutureExt;

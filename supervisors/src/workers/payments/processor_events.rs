@@ -13,7 +13,7 @@ use domain::{EntityKind, EntityRef, EventId, ProcessorEventId};
 use edge::payment_processor::stripe::event::{ProcessorUpdate, StripeEvent};
 use edge::payment_processor::{ProcessorError, ProcessorRefundRecord};
 use edge::payment_webhook::{COUNTERS, body_of};
-use persistence::envelope::KeyRing;
+use persistence::envelope_encryption::KeyRing;
 use secrecy::ExposeSecret as _;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::updates::PaymentUpdater;
-use actors::ports::{Effects, Environment, Remote, RemoteError, Store, StoreReadError, Term};
+use actors::interfaces::{Effects, Environment, Remote, RemoteError, Store, StoreReadError, Term};
 use actors::{CommandContext, Directory, Host, HostConfig};
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::authz::{CallerIdentity, TokenRole, authorize};

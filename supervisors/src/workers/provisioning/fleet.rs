@@ -7,7 +7,7 @@ use dashmap::DashMap;
 use domain::node::Node;
 use domain::placement::Candidate;
 use domain::{AllocationId, NodeId, SkuId};
-use persistence::read::NodeRow;
+use persistence::queries::NodeRow;
 use persistence::{Reads, StoreError};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

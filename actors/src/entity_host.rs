@@ -17,12 +17,12 @@ pub(crate) use failures::ActorExit;
 pub use hand_over::Slot;
 pub use status::{ActivationStatus, HostMetrics, HostedEntity, HostedShard};
 
-use crate::ask::{AskError, AskResult, CommandContext};
+use crate::command_context::{AskError, AskResult, CommandContext};
 use crate::entity::{ActorArguments, EntityActor, EntityMessage, Waiter};
-use crate::ports::{Effects, Environment, Store};
+use crate::entity_shell::CommandRequest;
+use crate::entity_watch::{EntityWatch, WatchRegistry};
+use crate::interfaces::{Effects, Environment, Store};
 use crate::sharding::shard_of;
-use crate::shell::CommandRequest;
-use crate::watch::{EntityWatch, WatchRegistry};
 use activation::{ActiveEntity, MailboxHandle, mailbox_handle, passivate};
 use dashmap::DashMap;
 use domain::machine::Command as _;

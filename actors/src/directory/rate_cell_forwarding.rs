@@ -4,7 +4,7 @@
 //! begins with a brace. A member of a release that does not know them answers something else, and counts as unreachable.
 
 use super::Directory;
-use crate::ports::RemoteError;
+use crate::interfaces::RemoteError;
 use crate::sharding::shard_of;
 use domain::Shard;
 use domain::rate_limit::{CellHandover, RateDecision};

@@ -3,7 +3,7 @@
 use crate::api::{Api, Query};
 use crate::failure::Failure;
 use crate::output::{Column, table_text};
-use crate::text::{cell, plain};
+use crate::printable::{cell, plain};
 use serde_json::Value;
 use std::fmt::Write as _;
 

@@ -1,17 +1,18 @@
-//! The running cluster, for administrators: members, entities and restarts. The tree is in `tree.rs`.
+//! The running cluster, for administrators: members, entities and restarts. The tree is in `supervision_tree.rs`.
 
 use crate::api::Api;
-use crate::confirm::Confirm;
+use crate::confirmation::Confirm;
 use crate::failure::{ExitStatus, Failure};
 use crate::output::Column;
-use crate::reference::{self, NODE, Ref, ResourceKind, SKU};
+use crate::resource_ref::{self, NODE, Ref, ResourceKind, SKU};
 use serde_json::{Value, json};
 use std::str::FromStr;
 use uuid::Uuid;
 
 const PATH: &str = "/api/v1/admin/runtime";
 
-/// An entity on the command line, by its kind and its id or a unique prefix of it: `node/0198`. Nodes, allocations and SKUs also go by name.
+/// An entity on the command line, by its kind and its id or a unique prefix of it: `node/0198`. Nodes, allocations and SKUs also go by
+/// name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct EntityRef {
     kind: String,
@@ -40,7 +41,7 @@ impl EntityRef {
     async fn path(&self, api: &Api) -> Result<String, Failure> {
         let id = match self.kind.as_str() {
             "node" => self.id.id(&NODE, api).await?,
-            "allocation" => reference::allocation(&self.id, api).await?,
+            "allocation" => resource_ref::allocation(&self.id, api).await?,
             "sku" => self.id.id(&SKU, api).await?,
             kind => self.id_in_tree(kind, api).await?,
         };
@@ -140,7 +141,7 @@ pub(crate) async fn cluster(api: &Api) -> Result<(), Failure> {
         member["shard_count"] = json!(member["shards"].as_array().map_or(0, Vec::len));
     }
     api.out.list(&json!({ "items": found["members"], "next_page": null }), &MEMBERS)?;
-    let [incarnation, unowned] = ["incarnation", "unowned_shards"].map(|name| crate::text::cell(&found[name]));
+    let [incarnation, unowned] = ["incarnation", "unowned_shards"].map(|name| crate::printable::cell(&found[name]));
     api.out.line(&format!("incarnation {incarnation}, {unowned} shards without an owner"))
 }
 

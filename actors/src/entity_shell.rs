@@ -13,8 +13,8 @@
 //! Persist, then reply: no reply and no effect leaves before [`CommitOutcome::Applied`] has come in. An input that the phase does not
 //! wait for is ignored.
 
-use crate::ask::{AskError, AskResult, CommandContext, CommandReply};
-use crate::ports::{StoreReadError, Term};
+use crate::command_context::{AskError, AskResult, CommandContext, CommandReply};
+use crate::interfaces::{StoreReadError, Term};
 use domain::authz::authorize;
 use domain::commit::{CommandRecord, CompletedCommand, REFUSED, SetChange, Snapshot, Timer};
 use domain::machine::{AuditedRefusal, Command as _, TraceContext};

@@ -6,9 +6,9 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use crate::ask::{AskError, AskResult};
-use crate::ports::{StoreReadError, Term};
-use crate::shell::{CommandRequest, Input, InputContext, Output, Shell};
+use crate::command_context::{AskError, AskResult};
+use crate::entity_shell::{CommandRequest, Input, InputContext, Output, Shell};
+use crate::interfaces::{StoreReadError, Term};
 use crate::testing::{Count, Counter, StoredState, context, key, term};
 use domain::commit::Epoch;
 use domain::policy::PolicyBook;

@@ -6,25 +6,25 @@ mod account_statement;
 mod audit;
 mod bindings;
 mod entity;
+mod entity_deadlines;
 mod gpus;
 mod inspect;
 mod keys;
 mod ledger;
 mod policy;
 mod shard;
-mod waiting;
 
 pub use account_statement::{LedgerPosition, LedgerSum, SUM_TIMEOUT};
 pub use audit::{AuditFilter, AuditPosition, AuditRow, AuditRowSeal};
 pub use bindings::{BindingFilter, BindingRow};
 pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, NodeRow, SkuReferences, StateCount};
+pub use entity_deadlines::{WaitingEntity, WaitingFilter};
 pub use gpus::GpuCount;
 pub use inspect::{InspectedEntity, Inspection, OutboxBacklog, WaitingCounts};
 pub use keys::DependentNode;
 pub use ledger::{AllocationCost, LedgerDiscrepancy, LedgerFilter, LedgerReport, LedgerRow, PrepaidTotal};
 pub use policy::{PolicyFilter, PolicyRow};
 pub use shard::{DueTimer, OutboxCursor, OverdueEntities, UnsettledEvents};
-pub use waiting::{WaitingEntity, WaitingFilter};
 
 use crate::idempotency::IdempotencyRecords;
 use crate::pool::ReadPool;

@@ -1,7 +1,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use super::*;
-use crate::ask::CommandKey;
+use crate::command_context::CommandKey;
 use crate::testing::{Count, Counter, Refusal, StoredState, context, key, shorten_panic_output, term, user, worker};
 use domain::authz::{TokenRole, authorize};
 use domain::tenant::{self, Tenant};

@@ -29,7 +29,7 @@ impl Confirm {
 
 fn read_confirmation(question: &str, answers: &mut impl BufRead, screen: &mut impl io::Write) -> Result<(), Failure> {
     let unread = |error: io::Error| Failure::usage(format!("no answer can be read: {error}"));
-    write!(screen, "{} [y/N] ", crate::text::plain(question)).and_then(|()| screen.flush()).map_err(unread)?;
+    write!(screen, "{} [y/N] ", crate::printable::plain(question)).and_then(|()| screen.flush()).map_err(unread)?;
     let mut line = String::new();
     answers.take(LONGEST).read_line(&mut line).map_err(unread)?;
     match line.trim().to_ascii_lowercase().as_str() {

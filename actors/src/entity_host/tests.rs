@@ -1,8 +1,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use super::*;
-use crate::ask::{CommandKey, CommandReply};
-use crate::host::ActivationStatus::{Awake, BackingOff, Parked};
+use crate::command_context::{CommandKey, CommandReply};
+use crate::entity_host::ActivationStatus::{Awake, BackingOff, Parked};
 use crate::testing::{
     Count, Counter, EffectLog, MemoryStore, Refusal, StoreFault, TestEnvironment, context, key, shorten_panic_output,
     term,

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 
 use tracing::{info, warn};
 
+use super::directory_walk::{self, SearchScope, WalkEntry, WalkError};
 use super::mounts::Mounts;
-use super::walk::{self, SearchScope, WalkEntry, WalkError};
 
 /// The most paths that a finding names.
 const NAMED: usize = 20;
@@ -48,7 +48,7 @@ pub fn owned_by(id: u32, folders: impl Fn(&Mounts) -> Vec<PathBuf>) -> io::Resul
             if owned.len() < NAMED { ControlFlow::Continue(()) } else { ControlFlow::Break(()) }
         };
         let scope = SearchScope { id, owners: owners.as_ref() };
-        let errors = walk::owned_by(scope, &folders(&mounts), &mounts, note);
+        let errors = directory_walk::owned_by(scope, &folders(&mounts), &mounts, note);
         let until = *until.get_or_insert_with(|| Instant::now() + RESEARCH_WINDOW);
         let is_last = pass >= PASSES || Instant::now() >= until;
         if !owned.is_empty() || errors.is_empty() || is_last {
@@ -56,7 +56,7 @@ pub fn owned_by(id: u32, folders: impl Fn(&Mounts) -> Vec<PathBuf>) -> io::Resul
         }
         // The results for unchanged folders of other users hold: an owner who changed nothing has moved nothing into them.
         let changed: BTreeSet<u32> = errors.iter().map(|error| error.owner).collect();
-        let failed = errors.iter().any(|error| matches!(error.cause, walk::WalkErrorCause::Failed(_)));
+        let failed = errors.iter().any(|error| matches!(error.cause, directory_walk::WalkErrorCause::Failed(_)));
         owners = (!failed).then_some(changed);
         thread::sleep(PAUSE);
     }
@@ -95,7 +95,7 @@ pub fn describe_errors(errors: &[WalkError]) -> String {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::system::walk::WalkErrorCause;
+    use crate::system::directory_walk::WalkErrorCause;
     use nix::errno::Errno;
 
     fn error(owner: u32, cause: WalkErrorCause) -> WalkError {

@@ -2,7 +2,7 @@
 
 use super::failures::ActorExit;
 use super::{Host, hand_over};
-use crate::ports::Term;
+use crate::interfaces::Term;
 use crate::sharding::shard_of;
 use domain::{Shard, Timestamp};
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};

@@ -2,9 +2,9 @@
 //! limits, a few bytes beside the commands, distinguished by their first byte.
 
 use super::Directory;
-use super::rate_limits::QuotaUnavailable;
+use super::rate_cell_forwarding::QuotaUnavailable;
 use crate::connection_quota::QuotaRequest;
-use crate::ports::RemoteError;
+use crate::interfaces::RemoteError;
 use crate::sharding::shard_of;
 use std::time::{Duration, Instant};
 use uuid::Uuid;

@@ -12,10 +12,10 @@ use nix::sched::{CloneFlags, unshare};
 use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
 use super::accounts::TenantAccount;
+use super::directory_walk::{self, SearchScope, WalkEntry};
+use super::file_search::{self, SearchResult};
 use super::mounts::{self, Mounts};
 use super::private_tmp::PrivateTmp;
-use super::search::{self, SearchResult};
-use super::walk::{self, SearchScope, WalkEntry};
 use crate::tenant::{check_path_removed, finding};
 
 /// The most paths that a finding names.
@@ -87,15 +87,15 @@ impl TenantLeftovers<'_> {
         self.private.remove(self.account);
         // Remaining mounts are skipped.
         let Ok(mounts) = Mounts::of_this_machine() else { return };
-        let _ = walk::remove_at(self.home, &mounts, self.account.uid);
+        let _ = directory_walk::remove_at(self.home, &mounts, self.account.uid);
         for (_, folder) in self.places() {
             self.remove_in(&self.folders_of(&folder, &mounts), &mounts);
         }
         for (_, path) in self.named_files() {
-            let _ = walk::remove_at(&path, &mounts, self.account.uid);
+            let _ = directory_walk::remove_at(&path, &mounts, self.account.uid);
         }
         for path in self.dumps().unwrap_or_default() {
-            let _ = walk::remove_at(&path, &mounts, self.account.uid);
+            let _ = directory_walk::remove_at(&path, &mounts, self.account.uid);
         }
         let _ = self.with_queues(|folder| {
             self.remove_in(&[folder.to_owned()], &Mounts::default());
@@ -116,7 +116,7 @@ impl TenantLeftovers<'_> {
         findings.extend(self.private.check_removed(self.account));
         for (what, folder) in self.places() {
             let looked_for = format!("files of uid {} in {}", self.account.uid, folder.display());
-            let searched = search::owned_by(self.account.uid, |mounts| self.folders_of(&folder, mounts));
+            let searched = file_search::owned_by(self.account.uid, |mounts| self.folders_of(&folder, mounts));
             findings.push(searched_finding(what, looked_for, searched));
         }
         findings.extend(self.named_files().into_iter().map(|(what, path)| check_path_removed(what, &path)));
@@ -139,7 +139,7 @@ impl TenantLeftovers<'_> {
             let _ = entry.remove(mounts, self.account.uid);
             ControlFlow::Continue(())
         };
-        walk::owned_by(SearchScope { id: self.account.uid, owners: None }, folders, mounts, remove);
+        directory_walk::owned_by(SearchScope { id: self.account.uid, owners: None }, folders, mounts, remove);
     }
 
     /// The folder, and the mounts below it. Mounts among the homes belong to the machine's own users, elsewhere they are kept and not for
@@ -154,7 +154,7 @@ impl TenantLeftovers<'_> {
     }
 
     fn check_queues(&self) -> CleanupFinding {
-        let searched = self.with_queues(|folder| search::owned_by(self.account.uid, |_| vec![folder.to_owned()]));
+        let searched = self.with_queues(|folder| file_search::owned_by(self.account.uid, |_| vec![folder.to_owned()]));
         searched_finding(CleanupCheck::PosixIpc, format!("message queues of uid {}", self.account.uid), searched)
     }
 
@@ -230,7 +230,7 @@ impl TenantLeftovers<'_> {
 }
 
 fn paths_as_text(found: io::Result<Vec<PathBuf>>) -> io::Result<Vec<String>> {
-    found.map(|paths| paths.iter().take(SHOWN).map(|path| walk::shortened(path)).collect())
+    found.map(|paths| paths.iter().take(SHOWN).map(|path| directory_walk::shortened(path)).collect())
 }
 
 fn searched_finding(what: CleanupCheck, looked_for: String, searched: io::Result<SearchResult>) -> CleanupFinding {
@@ -240,8 +240,10 @@ fn searched_finding(what: CleanupCheck, looked_for: String, searched: io::Result
     };
     let mut found = finding(what, looked_for, paths_as_text(owned));
     if found.outcome == FindingOutcome::Gone && !unsettled.is_empty() {
-        found.detail =
-            Some(format!("other accounts changed their folders meanwhile: {}", search::describe_errors(&unsettled)));
+        found.detail = Some(format!(
+            "other accounts changed their folders meanwhile: {}",
+            file_search::describe_errors(&unsettled)
+        ));
     }
     found
 }

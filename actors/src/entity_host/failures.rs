@@ -2,7 +2,7 @@
 
 use super::status::{ActivationStatus, HostedEntity};
 use super::{Host, HostConfig};
-use crate::ask::AskError;
+use crate::command_context::AskError;
 use crate::sharding::shard_of;
 use domain::{EntityRef, Timestamp};
 use ractor::ActorId;

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use super::*;
-use crate::ask::CommandKey;
+use crate::command_context::CommandKey;
 use crate::sharding::{command_id, digest_of};
 use crate::testing::{Count, Counter, Refusal, StoredState, context, term};
 use domain::commit::Epoch;

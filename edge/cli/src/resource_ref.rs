@@ -2,9 +2,9 @@
 //!
 //! A whole id is taken as it is. Any other text is looked up in the API's list of the kind, and must match one entry.
 
-use crate::api::{Api, MAX_PAGE_LEN, Query};
+use crate::api::{Api, Query};
 use crate::failure::{ExitStatus, Failure};
-use crate::text::{cell, plain};
+use crate::printable::{cell, plain};
 use serde_json::{Value, json};
 use std::fmt;
 use std::str::FromStr;
@@ -294,20 +294,7 @@ pub(crate) async fn live_allocations(query: &Query<'_>, limit: usize, api: &Api)
 
 /// Up to `limit` nodes that are not removed. The API filters by one state, so the pages are read until there are enough.
 pub(crate) async fn present_nodes(query: &Query<'_>, limit: usize, api: &Api) -> Result<Value, Failure> {
-    let mut present: Vec<Value> = Vec::new();
-    let mut next = Value::Null;
-    while present.len() < limit {
-        let mut query = query.clone();
-        query.extend(next.as_str().map(|token| ("page_token", token.to_owned())));
-        let mut page = api.list(NODE.path, &query, (limit - present.len()).min(MAX_PAGE_LEN)).await?;
-        let found = page["items"].as_array_mut().map(std::mem::take).unwrap_or_default();
-        present.extend(found.into_iter().filter(|node| node["state"] != REMOVED));
-        next = page["next_page"].take();
-        if next.is_null() {
-            break;
-        }
-    }
-    Ok(json!({ "items": present, "next_page": next }))
+    api.list_filtered(NODE.path, query, limit, |node| node["state"] != REMOVED).await
 }
 
 #[cfg(test)]
