@@ -119,7 +119,7 @@ impl<F: DeserializeOwned> Listing<F> {
         let labels = (!labels.is_empty()).then(|| format!("{LABEL}={}", labels.join(",")));
         filter.extend(labels.as_deref());
         Ok(Self {
-            filter: body::parse_query(&filter.join("&"))?,
+            filter: request_body::parse_query(&filter.join("&"))?,
             limit: limit.map_or(Ok(DEFAULT_LIMIT), parse_limit)?,
             page_token: page_token.map(ToOwned::to_owned),
         })

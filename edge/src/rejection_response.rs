@@ -5,7 +5,7 @@ mod nodes_and_allocations;
 mod policies_and_keys;
 mod users;
 
-pub use rules::{bounds_of, not_admitted};
+pub use policies_and_keys::{bounds_of, not_admitted};
 
 use actors::AskError;
 use domain::policy::PolicyKey;

@@ -48,6 +48,7 @@ mod rate_limit;
 mod recipes;
 mod recording;
 mod recording_page;
+mod reference_pages;
 mod rental_crashes;
 mod runtime_api;
 mod schemathesis;

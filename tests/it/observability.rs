@@ -175,6 +175,10 @@ async fn every_process_serves_metrics_health_and_stats_in_every_role() {
         }
         assert!(page.value("build_info", &[]).is_some());
     }
+    let described = crate::reference_pages::metric_names();
+    for family in figures.iter().flat_map(|page| &page.families).filter(|family| !family.starts_with("process_")) {
+        assert!(described.contains(family), "{family} is not on the page of metrics: see reference_pages.rs");
+    }
     let sum =
         |name: &str, labels: &[(&str, &str)]| figures.iter().filter_map(|page| page.value(name, labels)).sum::<f64>();
     assert_eq!(sum("provisioning_dispatch_latency_seconds_count", &[]), 1.0);

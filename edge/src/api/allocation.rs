@@ -150,7 +150,7 @@ pub(super) async fn list(
 pub(super) async fn create(
     UserRequest(context): UserRequest,
     State(services): State<Services>,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewAllocation>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewAllocation>>,
 ) -> Result<Response, ApiError> {
     let answered = match context.committed_reply::<Allocation>()? {
         Some(answered) => answered,
@@ -223,7 +223,7 @@ pub(super) async fn retry_release(
     AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     execute_release(&services, context, id, Command::RetryRelease { reason: why.reason.to_string() }).await
 }
@@ -240,7 +240,7 @@ pub(super) async fn force_release(
     AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     execute_release(&services, context, id, Command::ForceRelease { reason: why.reason.to_string() }).await
 }

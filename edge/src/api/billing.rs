@@ -199,7 +199,7 @@ pub(super) async fn list(
 pub(super) async fn open(
     authorized: Authorized<AdjustBilling>,
     State(services): State<Services>,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewAccount>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewAccount>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let holder = one_holder(new.user_id.as_ref(), new.org_id.as_ref())?;
     let id = id_of(&holder);
@@ -258,7 +258,7 @@ pub(super) async fn adjust(
     authorized: Authorized<AdjustBilling>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewAdjustment>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewAdjustment>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Adjust {
         amount_minor: new.amount_minor.0,

@@ -204,7 +204,7 @@ pub(super) async fn list(
 pub(super) async fn stage(
     Authorized { context, .. }: Authorized<RotateKeys>,
     State(services): State<Services>,
-    Idempotent(body::Json(asked)): Idempotent<body::Json<NewStagedKey>>,
+    Idempotent(request_body::Json(asked)): Idempotent<request_body::Json<NewStagedKey>>,
 ) -> Result<Response, ApiError> {
     let purpose = asked.purpose;
     // A second staged key would be refused, so no key is generated for it. A replay still gets the first reply.
@@ -242,7 +242,7 @@ macro_rules! steps {
         pub(super) async fn $name(
             Authorized { context, .. }: Authorized<RotateKeys>,
             State(services): State<Services>,
-            Idempotent(body::Json(asked)): Idempotent<body::Json<KeyStep>>,
+            Idempotent(request_body::Json(asked)): Idempotent<request_body::Json<KeyStep>>,
         ) -> Result<Response, ApiError> {
             let (context, rotation) = asked.$prepared(context, &services).await?;
             rotation.execute(&context, &services, StatusCode::OK).await
@@ -320,7 +320,7 @@ impl KeyStep {
 pub(super) async fn rewrap(
     Authorized { context, .. }: Authorized<RotateKeys>,
     State(services): State<Services>,
-    Idempotent(body::Json(asked)): Idempotent<body::Json<ReasonBody>>,
+    Idempotent(request_body::Json(asked)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     let values = services.trust.secrets.rewrap();
     let id = values.active().to_owned();

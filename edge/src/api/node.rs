@@ -162,7 +162,7 @@ pub(super) async fn list(
 pub(super) async fn create(
     AdminRequest(context): AdminRequest,
     State(services): State<Services>,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewNode>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewNode>>,
 ) -> Result<Response, ApiError> {
     let answered = match context.committed_reply::<Node>()? {
         Some(answered) => answered,
@@ -231,7 +231,7 @@ pub(super) async fn revise(
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     headers: HeaderMap,
-    body::Json(change): body::Json<NodeChange>,
+    request_body::Json(change): request_body::Json<NodeChange>,
 ) -> Result<Response, ApiError> {
     let metadata = metadata_patch(change.name.clone(), change.labels.clone());
     let keeps_address = change.host.is_none() && change.port.is_none() && change.ssh_username.is_none();
@@ -268,7 +268,7 @@ pub(super) async fn retire(
     by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(why)): Idempotent<body::Json<Retirement>>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<Retirement>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Retire { reason: why.reason.to_string(), drain: why.drain };
     execute(&services, by, id, command).await
@@ -286,7 +286,7 @@ pub(super) async fn reactivate(
     by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     execute(&services, by, id, Command::Reactivate { reason: why.reason.to_string() }).await
 }
@@ -305,7 +305,7 @@ pub(super) async fn quarantine(
     by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     execute(&services, by, id, Command::Quarantine { reason: why.reason.to_string() }).await
 }
@@ -322,7 +322,7 @@ pub(super) async fn release_quarantine(
     by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     execute(&services, by, id, Command::ReleaseQuarantine { reason: why.reason.to_string() }).await
 }
@@ -344,7 +344,7 @@ pub(super) async fn remove(
     AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     let context = context.prioritized();
     let command = Command::Remove { reason: why.reason.to_string() };

@@ -202,7 +202,7 @@ pub(super) struct AnnouncementView {
 )]
 pub(super) async fn broadcast(
     AdminRequest(context): AdminRequest,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewAnnouncement>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewAnnouncement>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let context = context.prioritized();
     let command = Command::Announce { severity: new.severity.into(), message: new.message.to_string() };

@@ -277,7 +277,7 @@ pub(super) async fn list_all(
 pub(super) async fn create(
     UserRequest(context): UserRequest,
     State(services): State<Services>,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewNotificationEndpoint>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewNotificationEndpoint>>,
 ) -> Result<Response, ApiError> {
     let id = context.new_id();
     let answered = match context.committed_reply::<NotificationEndpoint>()? {
@@ -350,7 +350,7 @@ pub(super) async fn revise(
     UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(change): body::Json<NotificationEndpointChange>,
+    request_body::Json(change): request_body::Json<NotificationEndpointChange>,
 ) -> Result<Json<EndpointView>, ApiError> {
     let change = EndpointChange {
         url: change.url.as_ref().map(|url| receiver(&services, url)).transpose()?,
@@ -462,7 +462,7 @@ pub(super) async fn dead_letters(
 pub(super) async fn resend(
     UserRequest(context): UserRequest,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(which)): Idempotent<body::Json<DeadLetters>>,
+    Idempotent(request_body::Json(which)): Idempotent<request_body::Json<DeadLetters>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Resend { message_id: which.message_id, reason: which.reason.map(|it| it.to_string()) };
     settle(&context, id, command).await
@@ -479,7 +479,7 @@ pub(super) async fn resend(
 pub(super) async fn dismiss(
     UserRequest(context): UserRequest,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(which)): Idempotent<body::Json<DeadLetters>>,
+    Idempotent(request_body::Json(which)): Idempotent<request_body::Json<DeadLetters>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Dismiss { message_id: which.message_id, reason: which.reason.map(|it| it.to_string()) };
     settle(&context, id, command).await

@@ -151,10 +151,10 @@ pub(super) async fn get(
 pub(super) async fn bind(
     PlatformRoleRequest(context): PlatformRoleRequest,
     State(services): State<Services>,
-    new: Result<Idempotent<body::Json<NewBinding>>, HandlerSkipped>,
+    new: Result<Idempotent<request_body::Json<NewBinding>>, HandlerSkipped>,
 ) -> Result<Response, ApiError> {
     let new = match new {
-        Ok(Idempotent(body::Json(new))) => Ok(new),
+        Ok(Idempotent(request_body::Json(new))) => Ok(new),
         Err(HandlerSkipped::Refused(error)) => Err(error),
         Err(HandlerSkipped::Answered(answer)) => return Ok(answer),
     };

@@ -263,7 +263,7 @@ pub(super) async fn get(
 )]
 pub(super) async fn write(
     AdminRequest(context): AdminRequest,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewPolicyValue>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewPolicyValue>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let key = known(&new.key)?;
     let scope = one_scope(new.scope.clone().unwrap_or_default(), "scope")?;

@@ -147,7 +147,7 @@ pub(super) async fn retry(
     authorized: Authorized<SettleProcessorEvents>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Retry { reason: why.reason.to_string() };
     let context = authorized.context.prioritized();
@@ -168,7 +168,7 @@ pub(super) async fn dismiss(
     authorized: Authorized<SettleProcessorEvents>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Dismiss { reason: why.reason.to_string() };
     let context = authorized.context.prioritized();

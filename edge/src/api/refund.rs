@@ -58,7 +58,7 @@ pub(super) struct NewRefund {
 pub(super) async fn create(
     UserRequest(context): UserRequest,
     State(services): State<Services>,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewRefund>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewRefund>>,
 ) -> Result<Response, ApiError> {
     match (new.payment_id, new.allocation_id) {
         (Some(payment), None) => refund_payment(&services, &context, PaymentId(payment), &new).await,

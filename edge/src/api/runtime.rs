@@ -188,9 +188,9 @@ async fn restart_part(
     let command = Command::Restart { what: part.clone(), reason: reason.map(|reason| reason.to_string()) };
     context.prioritized().ask_unstored::<RestartRecord>(record, command).await?;
     match services.runtime.restart(part).await? {
-        runtime::RestartOutcome::Anew => Ok(Json(RestartView { restarted: true })),
-        runtime::RestartOutcome::Nothing => Ok(Json(RestartView { restarted: false })),
-        runtime::RestartOutcome::Unknown => Err(ApiError::new(
+        operator_view::RestartOutcome::Anew => Ok(Json(RestartView { restarted: true })),
+        operator_view::RestartOutcome::Nothing => Ok(Json(RestartView { restarted: false })),
+        operator_view::RestartOutcome::Unknown => Err(ApiError::new(
             Code::ServiceUnavailable,
             "A member did not answer in time, so it is not certain that this was started anew; look at the tree and ask again.",
         )),

@@ -155,7 +155,7 @@ pub(super) async fn list(
 pub(super) async fn create(
     UserRequest(context): UserRequest,
     State(services): State<Services>,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewServiceAccount>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewServiceAccount>>,
 ) -> Result<Response, ApiError> {
     let roles = new.roles.as_deref().unwrap_or(&[RoleName::User]);
     if roles.is_empty() {

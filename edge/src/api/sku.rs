@@ -203,7 +203,7 @@ pub(super) async fn list(
 )]
 pub(super) async fn create(
     AdminRequest(context): AdminRequest,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewSku>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewSku>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let command = Command::Create { spec: Box::new(spec(&new)), price: price(&new.price)? };
     let answered = context.ask::<Sku>(context.new_id(), command).await?;
@@ -237,7 +237,7 @@ pub(super) async fn get(
 pub(super) async fn revise(
     AdminRequest(context): AdminRequest,
     Path(id): Path<Uuid>,
-    body::Json(change): body::Json<SkuChange>,
+    request_body::Json(change): request_body::Json<SkuChange>,
 ) -> Result<Json<SkuView>, ApiError> {
     if change.price.is_none() && change.allowed_regions.is_none() {
         return Err(ApiError::invalid_request("Nothing is to be changed; give `price` or `allowed_regions`."));

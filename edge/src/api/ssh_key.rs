@@ -126,7 +126,7 @@ async fn page_of(
 )]
 pub(super) async fn add(
     UserRequest(context): UserRequest,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewSshKey>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewSshKey>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let key = match SshPublicKey::parse(&new.public_key) {
         Ok(key) => key,

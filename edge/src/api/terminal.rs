@@ -417,7 +417,7 @@ pub(super) async fn get(
 pub(super) async fn kill(
     AdminRequest(context): AdminRequest,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Kill { reason: why.reason.to_string() };
     let answered = context.prioritized().ask::<TerminalSession>(id, command).await?;

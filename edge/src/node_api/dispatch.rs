@@ -116,10 +116,11 @@ impl NodeApi {
         let answered = self.ask(scope, node_id, command, |context| context).await.map_err(refused)?;
         let Reply::Work { mut orders } = answered.reply else { return Err(unexpected(&answered.reply)) };
         let now = self.services.environment.now();
-        orders.retain(|order| tasks::is_in_time(order, now));
+        orders.retain(|order| task_signing::is_in_time(order, now));
         match self.dispatch_log.next(node_id, session, &orders, std::time::Instant::now()) {
             NextDispatch::Hand { order, again } => {
-                let task = tasks::signed(&self.services.trust.keys, node_id, order, now).map_err(ApiError::internal)?;
+                let task =
+                    task_signing::signed(&self.services.trust.keys, node_id, order, now).map_err(ApiError::internal)?;
                 let (task_id, attempt) = (order.work.task_id, order.work.attempt);
                 let correlation_id = order.work.origin.as_ref().map(|origin| origin.correlation_id.as_str());
                 let trace = order.work.origin.as_ref().and_then(|it| SpanContext::parse(it.traceparent.as_deref()?));

@@ -5,6 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 /// Every sample by its name and labels.
 pub(super) struct Page {
     samples: BTreeMap<(String, BTreeMap<String, String>), f64>,
+    /// The names of its metrics.
+    pub(super) families: BTreeSet<String>,
 }
 
 impl Page {
@@ -12,7 +14,7 @@ impl Page {
     /// If the page does not conform to the format.
     pub(super) fn parse(text: &str) -> Self {
         assert!(text.ends_with('\n'), "the last line has an end");
-        let mut page = Self { samples: BTreeMap::new() };
+        let mut page = Self { samples: BTreeMap::new(), families: BTreeSet::new() };
         let (mut helped, mut types) = (BTreeSet::new(), BTreeMap::new());
         let mut family = String::new();
         for line in text.lines() {
@@ -40,6 +42,7 @@ impl Page {
         }
         assert_eq!(helped, types.keys().cloned().collect(), "every family has a help and a type");
         page.expect_whole_histograms(&types);
+        page.families = helped;
         page
     }
 

@@ -49,7 +49,7 @@ pub(in crate::api) async fn revise(
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     headers: HeaderMap,
-    body::Json(change): body::Json<AllocationChange>,
+    request_body::Json(change): request_body::Json<AllocationChange>,
 ) -> Result<Response, ApiError> {
     let metadata = metadata_patch(change.name, change.labels);
     if metadata.is_empty() {

@@ -50,7 +50,7 @@ pub(in crate::api) async fn choose_ssh_keys(
     UserRequest(context): UserRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(new): body::Json<ChosenSshKeys>,
+    request_body::Json(new): request_body::Json<ChosenSshKeys>,
 ) -> Result<Response, ApiError> {
     let user_id = visible(&services, &context, id).await?.it.asked.user_id.clone();
     let chosen: Option<Vec<_>> = new.ssh_key_ids.as_ref().map(|ids| ids.iter().copied().map(SshKeyId).collect());

@@ -139,7 +139,7 @@ pub(in crate::api) async fn reissue_enrollment(
     by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(asked): body::Json<NewEnrollment>,
+    request_body::Json(asked): request_body::Json<NewEnrollment>,
 ) -> Result<Response, ApiError> {
     let (token_id, minted) = (Uuid::now_v7(), mint(TokenPurpose::Enrollment));
     let request = ReissueRequest {
@@ -168,7 +168,7 @@ pub(in crate::api) async fn write_script(
     by: AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    body::Json(asked): body::Json<NewScript>,
+    request_body::Json(asked): request_body::Json<NewScript>,
 ) -> Result<Response, ApiError> {
     if matches!(asked.format, ScriptFormat::Package) {
         let message = "This installation publishes no package of the agent; ask for format `script`.";

@@ -189,7 +189,7 @@ pub(in crate::api) async fn order_task(
     AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewTask>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewTask>>,
 ) -> Result<Response, ApiError> {
     let command = Command::OrderTask { task_type: new.task_type.into(), reason: new.reason.to_string() };
     let answered = context.ask::<Node>(id, command).await?;
@@ -213,7 +213,7 @@ pub(in crate::api) async fn resume_task(
     AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path((id, task_id)): Path<(Uuid, Uuid)>,
-    Idempotent(body::Json(why)): Idempotent<body::Json<ReasonBody>>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     let command = Command::ResumeTask { task_id: TaskId(task_id), reason: why.reason.to_string() };
     let answered = context.prioritized().ask::<Node>(id, command).await?;

@@ -90,7 +90,7 @@ pub(in crate::api) async fn checkout(
     UserRequest(context): UserRequest,
     scope: Scope,
     State(services): State<Services>,
-    Idempotent(body::Json(new)): Idempotent<body::Json<NewCheckout>>,
+    Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewCheckout>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let payments = services.payments()?;
     context.never_store_response();

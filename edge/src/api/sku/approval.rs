@@ -90,7 +90,7 @@ macro_rules! approvals {
             authorized: Authorized<ApproveSkus>,
             services: State<Services>,
             id: Path<Uuid>,
-            decision: Idempotent<body::Json<SkuDecision>>,
+            decision: Idempotent<request_body::Json<SkuDecision>>,
         ) -> Result<impl IntoResponse, ApiError> {
             approve(StatusChange::$change, authorized, services, id, decision).await
         }
@@ -123,7 +123,7 @@ async fn approve(
     Authorized { context, .. }: Authorized<ApproveSkus>,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
-    Idempotent(body::Json(decision)): Idempotent<body::Json<SkuDecision>>,
+    Idempotent(request_body::Json(decision)): Idempotent<request_body::Json<SkuDecision>>,
 ) -> Result<impl IntoResponse, ApiError> {
     if let Some(answered) = context.committed_reply::<Sku>()? {
         return Ok(approval_response(change, &answered));

@@ -172,7 +172,7 @@ fn waiting_poll_takes_a_few_kilobytes() {
     fn size_of_answer<A, B, C, D, E, F: Future>(_: impl Fn(A, B, C, D, E) -> F) -> usize {
         size_of::<F>()
     }
-    let size = size_of_answer(wait::wait);
+    let size = size_of_answer(dispatch::wait);
     assert!(size < 6 * 1024, "{size} bytes");
 }
 
