@@ -55,7 +55,7 @@ async fn becomes_active(rented: &AllocationHandle) -> bool {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn ledger_is_balanced_after_replicas_postgres_and_nats_are_killed() {
-    let mut cluster = short_windows().replicas(REPLICAS).start().await;
+    let mut cluster = short_windows().replicas(REPLICAS).own_postgres().start().await;
     expensive_sku(&mut cluster).await;
     for _ in 0..NODES {
         cluster.node("dear").await;

@@ -152,7 +152,7 @@ async fn present_nodes_are_listed_without_the_removed_ones_up_to_the_limit() {
     // Every second node is removed, and a page has four.
     let list = |axum::extract::RawQuery(query): axum::extract::RawQuery| async move {
         let query = query.unwrap();
-        assert_eq!(query.matches("page_token=").count(), usize::from(!query.starts_with("sku=x&limit")), "{query}");
+        assert!(query.matches("page_token=").count() <= 1, "{query}");
         let value = |name: &str| query.split(name).nth(1).map(|rest| rest.split('&').next().unwrap().parse().unwrap());
         let (begin, limit): (usize, usize) = (value("page_token=").unwrap_or(0), value("limit=").unwrap());
         let end = (begin + limit.min(4)).min(10);
