@@ -156,10 +156,20 @@ impl FakeAgent {
         http.request(method, format!("{}/internal/v1/nodes/{node}/{path}", self.bundle.api_url))
     }
 
+    /// Sends a request, and sends it again, as an agent does, where the connection was closed: the control plane closes a node's connections
+    /// when its identity changes.
     pub async fn send(&self, method: Method, path: &str, body: Option<&Value>) -> ApiResponse {
-        let request = self.request(method, path);
-        let request = body.iter().fold(request, |request, body| request.json(body));
-        send_request(request).await.unwrap_or_else(|error| panic!("{path}: no answer: {error:?}"))
+        let mut attempts = 0;
+        loop {
+            attempts += 1;
+            let request = self.request(method.clone(), path);
+            let request = body.iter().fold(request, |request, body| request.json(body));
+            match send_request(request).await {
+                Ok(response) => return response,
+                Err(error) if attempts == 3 => panic!("{path}: no answer: {error:?}"),
+                Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+            }
+        }
     }
 
     /// Polls for a task and returns the response, whatever it is.
