@@ -20,7 +20,7 @@ use axum::response::Response;
 use dashmap::DashMap;
 use domain::Timestamp;
 use domain::policy::{PolicyBook, PolicyKey, Scopes};
-use domain::rate_limit::{RateDecision, WINDOW};
+use domain::rate_cell::{RateDecision, WINDOW};
 use prometheus::{IntCounterVec, Opts, Registry};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};

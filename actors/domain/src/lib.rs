@@ -10,38 +10,19 @@
 // No decision awaits anything, so nothing here is `async`.
 #![deny(clippy::unused_async, clippy::disallowed_methods, clippy::disallowed_types)]
 
-pub mod allocation;
-pub mod announcement;
-pub mod audit;
-pub mod authz;
-pub mod billing_account;
-pub mod commit;
-pub mod event;
-pub mod id;
-pub mod invariant;
-pub mod key_set;
-pub mod ledger;
-pub mod machine;
-pub mod metadata;
-pub mod money;
-pub mod node;
-pub mod notification;
-pub mod notification_endpoint;
-pub mod payment;
-pub mod placement;
-pub mod policy;
-pub mod processor_event;
-pub mod rate_limit;
-pub mod recording;
-pub mod redact;
-pub mod resend_timer;
-pub mod role_bindings;
-pub mod runtime;
-pub mod service_account;
-pub mod sku;
-pub mod task_type;
-pub mod tenant;
-pub mod terminal_session;
+mod choreography;
+mod entities;
+mod kernel;
+
+pub use choreography::{invariant, kinds, notification, placement, reactions};
+pub use entities::{
+    allocation, announcement, billing_account, key_set, node, notification_endpoint, payment, policy_values,
+    processor_event, role_bindings, runtime, service_account, sku, tenant, terminal_session,
+};
+pub use kernel::{
+    audit, authz, commit, event, hardware, holder, id, key_purpose, ledger, machine, metadata, money, policy,
+    precondition, rate_cell, recording, redact, retry, ssh_key, task_type, time,
+};
 
 pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, CommitOutcome};

@@ -7,7 +7,7 @@ use super::Directory;
 use crate::interfaces::RemoteError;
 use crate::sharding::shard_of;
 use domain::Shard;
-use domain::rate_limit::{CellHandover, RateDecision};
+use domain::rate_cell::{CellHandover, RateDecision};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use uuid::Uuid;

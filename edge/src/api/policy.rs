@@ -9,10 +9,8 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
-use domain::policy::{
-    Command, ExpectedValue, PolicyKey as CatalogKey, PolicyScope, PolicyValue, PolicyVersion, PolicyWrite, Reply,
-    ResolvedPolicy, ScopeValues, Scopes, ValueBounds,
-};
+use domain::policy::{PolicyKey as CatalogKey, PolicyScope, PolicyValue, ResolvedPolicy, Scopes, ValueBounds};
+use domain::policy_values::{Command, ExpectedValue, PolicyVersion, PolicyWrite, Reply, ScopeValues};
 use domain::{EntityKind, PolicyId};
 use persistence::queries::{Cursor, PolicyFilter, PolicyRow};
 use serde::{Deserialize, Serialize};

@@ -49,7 +49,7 @@ mod tests {
     use super::*;
     use domain::ProcessorEventId;
     use domain::processor_event::Phase;
-    use domain::resend_timer::ResendTimer;
+    use domain::retry::RetryTimer;
 
     fn ring() -> KeyRing {
         KeyRing::parse(&format!("key a {}\nactive a\n", STANDARD.encode([7; 32]))).unwrap()
@@ -68,7 +68,7 @@ mod tests {
             body_enc: Some(body_enc),
             attempts: 0,
             last_error: None,
-            phase: Phase::Received { again: ResendTimer::first(now) },
+            phase: Phase::Received { again: RetryTimer::first(now) },
         }
     }
 

@@ -9,7 +9,7 @@ use axum::extract::ConnectInfo;
 use axum::http::Extensions;
 use domain::Timestamp;
 use domain::policy::{PolicyBook, PolicyKey, Scopes};
-use domain::rate_limit::RateDecision;
+use domain::rate_cell::RateDecision;
 use std::net::IpAddr;
 use std::time::Instant;
 use uuid::Uuid;

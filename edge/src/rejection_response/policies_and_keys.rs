@@ -1,7 +1,7 @@
 //! Rejections of policies, keys and the operation of the running system.
 
 use domain::policy::{PolicyKey, ValueBounds};
-use domain::{key_set, policy, runtime};
+use domain::{key_set, policy_values, runtime};
 
 use super::{Explain, conflict, invalid, unexpected};
 use crate::error::{ApiError, Code};
@@ -53,9 +53,9 @@ impl Explain for key_set::Rejection {
     }
 }
 
-impl Explain for policy::Rejection {
+impl Explain for policy_values::Rejection {
     fn explain(self) -> ApiError {
-        use policy::Rejection as R;
+        use policy_values::Rejection as R;
         match self {
             R::OutOfBounds { key, value } => not_admitted(key, &value.to_string()),
             R::Scope { key, scope } => {

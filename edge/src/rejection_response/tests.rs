@@ -4,8 +4,8 @@
 
 use super::*;
 use domain::{
-    AllocationId, SshKeyId, allocation, billing_account, node, payment, policy, processor_event, role_bindings,
-    service_account, sku, tenant, terminal_session,
+    AllocationId, SshKeyId, allocation, billing_account, node, payment, policy, policy_values, processor_event,
+    role_bindings, service_account, sku, tenant, terminal_session,
 };
 use std::fmt::Write as _;
 use uuid::Uuid;
@@ -163,23 +163,26 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
     let at = chrono::DateTime::UNIX_EPOCH;
     let crossing = policy::CrossingBounds { at, low: 2, high: 1, with: policy::PolicyScope::Plan("gold".into()) };
     for rejection in [
-        policy::Rejection::NotFound,
-        policy::Rejection::OutOfBounds { key: low, value: policy::PolicyValue::Int(1) },
-        policy::Rejection::OutOfBounds { key: PolicyKey::MaasEnabled, value: policy::PolicyValue::Int(1) },
-        policy::Rejection::OutOfBounds {
+        policy_values::Rejection::NotFound,
+        policy_values::Rejection::OutOfBounds { key: low, value: policy::PolicyValue::Int(1) },
+        policy_values::Rejection::OutOfBounds { key: PolicyKey::MaasEnabled, value: policy::PolicyValue::Int(1) },
+        policy_values::Rejection::OutOfBounds {
             key: PolicyKey::TerminalRecordingMode,
             value: policy::PolicyValue::Bool(true),
         },
-        policy::Rejection::Scope { key: PolicyKey::BillingWindow, scope: policy::PolicyScope::Plan("gold".into()) },
-        policy::Rejection::NotBuilt { key: low, value: policy::PolicyValue::Int(1) },
-        policy::Rejection::Crosses { key: low, low, high, crossing },
-        policy::Rejection::Differs { key: low, current: None },
-        policy::Rejection::Differs { key: low, current: Some(policy::PolicyValue::Int(7)) },
-        policy::Rejection::NotSet { key: low },
-        policy::Rejection::Past { now: at },
-        policy::Rejection::TooFarAhead { latest: at },
-        policy::Rejection::TooManyAhead { limit: 20 },
-        policy::Rejection::TooManyScopes { limit: 7 },
+        policy_values::Rejection::Scope {
+            key: PolicyKey::BillingWindow,
+            scope: policy::PolicyScope::Plan("gold".into()),
+        },
+        policy_values::Rejection::NotBuilt { key: low, value: policy::PolicyValue::Int(1) },
+        policy_values::Rejection::Crosses { key: low, low, high, crossing },
+        policy_values::Rejection::Differs { key: low, current: None },
+        policy_values::Rejection::Differs { key: low, current: Some(policy::PolicyValue::Int(7)) },
+        policy_values::Rejection::NotSet { key: low },
+        policy_values::Rejection::Past { now: at },
+        policy_values::Rejection::TooFarAhead { latest: at },
+        policy_values::Rejection::TooManyAhead { limit: 20 },
+        policy_values::Rejection::TooManyScopes { limit: 7 },
     ] {
         row(&mut table, "policy value", &rejection.explain());
     }

@@ -7,7 +7,7 @@ use crate::roles::ProcessRole;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use domain::Shard;
-use domain::event::Reaction;
+use domain::reactions::Reaction;
 use persistence::queries::OutboxCursor;
 use persistence::{OutboxRow, Reads};
 use std::collections::BTreeMap;

@@ -19,9 +19,10 @@ use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, PullConsumer, pu
 use async_nats::jetstream::{self, AckKind, Message};
 use domain::allocation::Allocation;
 use domain::billing_account::BillingAccount;
-use domain::event::{Reaction, Stream};
+use domain::event::Stream;
 use domain::node::Node;
 use domain::payment::Payment;
+use domain::reactions::Reaction;
 use domain::tenant::Tenant;
 use domain::terminal_session::TerminalSession;
 use domain::{EntityKind, Event, EventId};

@@ -8,7 +8,7 @@ use crate::supervisor::{WorkerTask, task};
 use actors::{AskError, CommandContext, CommandReply, Host};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::id::Visitor;
+use domain::kinds::Visitor;
 use domain::{Action, EntityKind, EntityRef, Machine, Permit, Principal};
 use futures::FutureExt;
 use futures::future::BoxFuture;

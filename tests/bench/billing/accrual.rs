@@ -11,7 +11,7 @@ use domain::commit::{Commit, CommitOutcome, Epoch, Timer};
 use domain::ledger::{Posting, PostingKind};
 use domain::money::{HourlyRate, MicroAmount, Price};
 use domain::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
-use domain::resend_timer::ResendTimer;
+use domain::retry::RetryTimer;
 use domain::{
     Action, AllocationId, BillingAccountId, Effect, EntityKind, EntityRef, Machine, MemberId, PaymentId, Permit,
     Principal, Shard, Timestamp,
@@ -307,7 +307,7 @@ fn funded(accounts: usize, began_at: Timestamp) -> anyhow::Result<Vec<BillingAcc
             is_low: false,
             depletion: None,
             // An account with old allocations queries them once an hour.
-            again: Some(ResendTimer::first(began_at - TimeDelta::days(2)).next(began_at)),
+            again: Some(RetryTimer::first(began_at - TimeDelta::days(2)).next(began_at)),
             moved: BTreeMap::new(),
             refunded: BTreeMap::new(),
             opened_at: began_at,

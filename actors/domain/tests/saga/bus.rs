@@ -3,10 +3,10 @@
 use crate::simulation::{Delivery, Simulation};
 use domain::allocation;
 use domain::billing_account;
-use domain::event::Reaction;
 use domain::machine::Command as _;
 use domain::node;
 use domain::placement::{self, Candidate, PlacementRequest};
+use domain::reactions::Reaction;
 use domain::tenant::{self, QuotaScopes};
 use domain::{AllocationId, Event, NodeId, Principal};
 use uuid::Uuid;

@@ -6,7 +6,7 @@ use chrono::TimeDelta;
 use domain::allocation::{self, Phase, ReleaseRetry};
 use domain::machine::Machine;
 use domain::node::{self, Phase as NodePhase};
-use domain::resend_timer;
+use domain::retry;
 use domain::{AllocationId, NodeId};
 
 /// More rounds than any saga takes: each advances to the next timer.
@@ -93,7 +93,7 @@ impl Simulation {
         let under_way = self.allocations.values().filter_map(Machine::timer).min();
         let (next, longest) = match under_way {
             Some(at) => (Some(at), TimeDelta::seconds(30)),
-            None => (self.next_timer(), resend_timer::LONGEST),
+            None => (self.next_timer(), retry::LONGEST),
         };
         next.map_or(TimeDelta::zero(), |at| at - self.now).clamp(TimeDelta::seconds(1), longest)
     }

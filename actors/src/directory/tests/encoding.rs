@@ -642,9 +642,9 @@ fn of_a_runtime_part() {
 #[test]
 fn of_policy_values_of_a_scope() {
     use domain::PolicyValueId;
-    use domain::policy::{
-        Command, CrossingBounds, ExpectedValue, PolicyKey, PolicyRevocation, PolicyScope, PolicyValue, PolicyVersion,
-        PolicyWrite, Rejection, Reply, ScopeValues,
+    use domain::policy::{CrossingBounds, PolicyKey, PolicyScope, PolicyValue};
+    use domain::policy_values::{
+        Command, ExpectedValue, PolicyRevocation, PolicyVersion, PolicyWrite, Rejection, Reply, ScopeValues,
     };
     let scopes = [
         PolicyScope::Global,

@@ -2,9 +2,8 @@
 
 use axum::http::StatusCode;
 use chrono::{DateTime, Utc};
-use domain::policy::{
-    Command, ExpectedValue, PolicyKey as CatalogKey, PolicyRevocation, PolicyValue, ScopeValues, ValueBounds,
-};
+use domain::policy::{PolicyKey as CatalogKey, PolicyValue, ValueBounds};
+use domain::policy_values::{Command, ExpectedValue, PolicyRevocation, ScopeValues};
 use serde::{Deserialize, Serialize};
 use utoipa::IntoParams;
 

@@ -35,11 +35,12 @@ use chrono::{SubsecRound, TimeDelta, Utc};
 use domain::allocation::{self, Allocation, Placement};
 use domain::authz::authorize;
 use domain::billing_account::BillingAccount;
-use domain::event::{Event, GpuDevice, Reaction};
+use domain::event::{Event, GpuDevice};
 use domain::machine::Command as _;
 use domain::node::{self, CertificateRecord, Enrollment, Node, ReportedGpu, ReportedInventory};
 use domain::payment::Payment;
 use domain::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
+use domain::reactions::Reaction;
 use domain::runtime::RuntimePart;
 use domain::{
     AllocationId, Effect, EntityKind, EntityRef, Machine, MemberId, NodeId, PaymentId, Principal, Shard, Timestamp,

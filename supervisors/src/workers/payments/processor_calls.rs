@@ -1,6 +1,6 @@
 //! Makes the calls to the payment processor that payments owe. Each call looks first whether it was made before, and its answer lost.
 //!
-//! Calls are not stored here. One that fails is resent by its payment with a growing backoff (`domain::resend_timer`), so that a
+//! Calls are not stored here. One that fails is resent by its payment with a growing backoff (`domain::retry`), so that a
 //! processor that is down or slow costs little, and delays only what waits for it.
 
 use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};

@@ -243,7 +243,7 @@ mod tests {
     use chrono::Utc;
     use domain::Event;
     use domain::processor_event::Phase;
-    use domain::resend_timer::ResendTimer;
+    use domain::retry::RetryTimer;
     use edge::payment_processor::{ProcessorPaymentStatus, ProcessorRefundStatus};
     use edge::payment_webhook::seal_body;
     use serde_json::{Value, json};
@@ -268,7 +268,7 @@ mod tests {
             body_enc: Some(seal_body(&ring(), id, body.as_bytes()).unwrap()),
             attempts: 0,
             last_error: None,
-            phase: Phase::Received { again: ResendTimer::first(Utc::now()) },
+            phase: Phase::Received { again: RetryTimer::first(Utc::now()) },
         }
     }
 

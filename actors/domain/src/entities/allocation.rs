@@ -1,0 +1,464 @@
+//! An allocation: GPUs of one node that one user rents, and the saga that provisions and releases it (specification, *States and
+//! transitions*; decisions 5).
+//!
+//! ```text
+//! requested ──reserved──▶ provisioning ──provisioned──▶ active ──release──▶ releasing ──cleaned──▶ released
+//!     │                        └────failed, overdue, release────────────────▶│   ▲                    ▲
+//!     └──no capacity, cancelled, overdue───────────────────────────────────  │   │retry               │
+//!                                                                            ▼   │                    │
+//!                                                                       release_failed ──force─────────┘
+//! ```
+//!
+//! The allocation sends requests to a node through its events, and receives the results through commands that are facts. It never reads a
+//! node itself. `releasing` ends in `released` only on the node's clean-up proof, or by an administrator's force.
+
+mod billing;
+mod revision;
+mod saga;
+mod ssh_access;
+mod status_history;
+#[cfg(test)]
+mod tests;
+
+use crate::audit::RefusalAudit;
+use crate::authz::Action;
+pub use crate::hardware::Placement;
+use crate::holder::Holder;
+use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
+use crate::machine::{self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::metadata::{Metadata, MetadataPatch};
+use crate::money::Price;
+use crate::policy::Scopes;
+use crate::retry::RetryTimer;
+pub use crate::ssh_key::AuthorizedKey;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+
+pub use ssh_access::SshAccess;
+pub use status_history::{AllocationFailure, StatusEntry};
+
+/// An allocation and the state of its saga.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Allocation {
+    pub id: AllocationId,
+    pub asked: AllocationRequest,
+    pub requested_at: Timestamp,
+    pub phase: Phase,
+    /// Why it failed, where it did.
+    pub failure: Option<AllocationFailure>,
+    pub history: Vec<StatusEntry>,
+    pub active_at: Option<Timestamp>,
+    pub release_requested_at: Option<Timestamp>,
+    /// A critical fault of its node: from then on it is not billed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fault: Option<NodeFault>,
+    /// When it resends what was not answered.
+    #[serde(default)]
+    pub again: Option<RetryTimer>,
+    /// The SSH keys that open it, once they differ from those of the request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub logins: Option<SshAccess>,
+    /// Its name and labels.
+    #[serde(default, skip_serializing_if = "Metadata::is_empty")]
+    pub metadata: Metadata,
+    #[serde(default)]
+    pub refusals: RefusalAudit,
+}
+
+/// A user's request, with the price resolved, which must not change later.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AllocationRequest {
+    pub user_id: String,
+    pub org_id: Option<String>,
+    pub project_id: Option<String>,
+    pub plan: Option<String>,
+    pub sku_id: SkuId,
+    pub sku: String,
+    pub region_code: Option<String>,
+    pub node_id: Option<NodeId>,
+    pub gpu_count: u32,
+    /// The SSH keys that open it at first.
+    pub ssh_keys: Vec<AuthorizedKey>,
+    /// True where no key was named: the user's default key opens it, whichever that is.
+    #[serde(default)]
+    pub follows_default: bool,
+    /// The revision of the user's keys at which they were read.
+    #[serde(default)]
+    pub logins_revision: u64,
+    pub isolation_model: String,
+    pub price: Price,
+    /// How long to wait for capacity; `None`: answer at once.
+    pub queue_seconds: Option<u32>,
+    /// The request as received, sealed by the edge (AES-256-GCM envelope, base64). It is stored and never served.
+    #[serde(default)]
+    pub scheduler_request_enc: Option<String>,
+    /// The allocation's first metadata; empty once the allocation has it.
+    #[serde(default, skip_serializing_if = "Metadata::is_empty")]
+    pub metadata: Metadata,
+}
+
+/// A critical fault of its machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NodeFault {
+    pub at: Timestamp,
+    pub reason: String,
+}
+
+/// The six states, each with the data that exists only in it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub enum Phase {
+    Requested {
+        until: Timestamp,
+        /// When capacity is searched again, for a request that queues.
+        look_again_at: Option<Timestamp>,
+    },
+    Provisioning {
+        node_id: NodeId,
+        placed: Placement,
+        until: Timestamp,
+    },
+    Active {
+        node_id: NodeId,
+        placed: Placement,
+    },
+    Releasing {
+        node_id: NodeId,
+        placed: Placement,
+        attempt: u32,
+        until: Timestamp,
+    },
+    ReleaseFailed {
+        node_id: NodeId,
+        placed: Placement,
+        attempt: u32,
+        reason: String,
+        next: ReleaseRetry,
+    },
+    Released {
+        at: Timestamp,
+        last: Option<(NodeId, Placement)>,
+    },
+}
+
+/// What a failed release waits for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReleaseRetry {
+    /// The next attempt.
+    RetryAt(Timestamp),
+    /// The attempts are used up and the node is fenced: an administrator's `retry-release` or `force-release` is needed. The instant is
+    /// the start of the wait.
+    Operator(Timestamp),
+}
+
+/// The requests to an allocation, and the facts that it receives.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    Request(Box<AllocationRequest>),
+    Release {
+        issue: Option<String>,
+    },
+    /// The user or an administrator changes its name or its labels.
+    Revise {
+        metadata: MetadataPatch,
+        if_version: Option<i64>,
+    },
+    RetryRelease {
+        reason: String,
+    },
+    ForceRelease {
+        reason: String,
+    },
+    /// A node has reserved the devices.
+    Reserved {
+        node_id: NodeId,
+        placed: Placement,
+    },
+    /// No node has capacity; `suggestion` names an alternative.
+    NoCapacity {
+        suggestion: Option<String>,
+    },
+    /// The tenant's quota is used up.
+    OverQuota {
+        limit: i64,
+    },
+    /// The account does not cover it; `message` says how much is missing.
+    Unaffordable {
+        message: String,
+    },
+    /// No node offers the clean-up that the allocation's isolation model requires.
+    NotIsolated,
+    /// The account is depleted, and the grace period has ended.
+    Uncover,
+    /// A critical fault of the node was detected at this time.
+    Faulted {
+        node_id: NodeId,
+        at: Timestamp,
+        reason: String,
+    },
+    /// The account has a meter for it, and asks for its state.
+    StillMetered {
+        is_running: bool,
+    },
+    Provisioned {
+        node_id: NodeId,
+    },
+    ProvisionFailed {
+        node_id: NodeId,
+        reason: String,
+    },
+    Cleaned {
+        node_id: NodeId,
+        attempt: u32,
+    },
+    CleanupFailed {
+        node_id: NodeId,
+        attempt: u32,
+        reason: String,
+        #[serde(default)]
+        detail: String,
+    },
+    /// The tenant still counts it against the quota; with the revision of the tenant's keys.
+    StillCounted {
+        #[serde(default)]
+        logins_revision: u64,
+    },
+    /// The user or an administrator chooses the keys that open it; `None`: the user's default key. `keys` are those of them that the user
+    /// has at that revision.
+    ChooseLogins {
+        chosen: Option<Vec<SshKeyId>>,
+        keys: Vec<AuthorizedKey>,
+        logins_revision: u64,
+    },
+    /// The keys that this choice resolves to at this revision of the user's keys.
+    AdoptLogins {
+        chosen: Option<Vec<SshKeyId>>,
+        keys: Vec<AuthorizedKey>,
+        logins_revision: u64,
+    },
+    /// The node has written the SSH keys.
+    LoginsWritten {
+        node_id: NodeId,
+        revision: u64,
+    },
+    /// The request as received, sealed under another key.
+    Reseal {
+        scheduler_request_enc: String,
+    },
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        self.into_str()
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Request(_) => Action::Rent,
+            Self::Release { .. } => Action::Release,
+            Self::Revise { .. } => Action::ReviseAllocations,
+            Self::ChooseLogins { .. } => Action::KeepKeys,
+            Self::RetryRelease { .. } | Self::ForceRelease { .. } => Action::RescueAllocations,
+            Self::Reserved { .. }
+            | Self::NoCapacity { .. }
+            | Self::OverQuota { .. }
+            | Self::Unaffordable { .. }
+            | Self::NotIsolated
+            | Self::Uncover
+            | Self::Faulted { .. }
+            | Self::StillMetered { .. }
+            | Self::Provisioned { .. }
+            | Self::ProvisionFailed { .. }
+            | Self::Cleaned { .. }
+            | Self::CleanupFailed { .. }
+            | Self::StillCounted { .. }
+            | Self::AdoptLogins { .. }
+            | Self::LoginsWritten { .. }
+            | Self::Reseal { .. }
+            | Self::Tick => Action::Advance,
+        }
+    }
+
+    fn creates(&self) -> bool {
+        matches!(self, Self::Request(_))
+    }
+}
+
+/// Why a command was refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    /// Also where the caller must not learn that the allocation exists.
+    #[error("there is no such allocation")]
+    NotFound,
+    #[error("the allocation exists already")]
+    Exists,
+    #[error("an allocation in state {state} cannot {command}")]
+    WrongState { state: String, command: String },
+    #[error("gpu_count must be between 1 and {max}")]
+    GpuCount { max: u32 },
+    #[error("queue_seconds must be between 0 and {max}")]
+    QueueSeconds { max: i64 },
+    #[error("its user has no key {id}")]
+    KeyUnknown { id: SshKeyId },
+    #[error("the user's keys have changed since they were read")]
+    KeysMoved,
+    #[error("the allocation is at another version than the one in If-Match")]
+    VersionDiffers,
+    #[error("an allocation has at most {max} labels")]
+    TooManyLabels { max: usize },
+}
+
+/// The most GPUs that one allocation may ask for: more than any machine holds.
+pub const MAX_GPUS: u32 = 64;
+
+/// The interval at which a queued request searches for capacity.
+pub const CAPACITY_RETRY_INTERVAL: chrono::TimeDelta = chrono::TimeDelta::seconds(2);
+
+impl Machine for Allocation {
+    const KIND: crate::EntityKind = crate::EntityKind::Allocation;
+    /// Thirty-two SSH keys (requested and resolved), thirty-two history entries, and thirty-two labels (requested and current).
+    const SNAPSHOT_MOST: usize = 160 * 1024;
+    type Command = Command;
+    /// The allocation after the command.
+    type Reply = Box<Self>;
+    type Rejection = Rejection;
+
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        match (state, command) {
+            (None, Command::Request(request)) => Self::request(*request, ctx),
+            (Some(_), Command::Request(_)) => Err(Rejection::Exists),
+            (None, _) => Err(Rejection::NotFound),
+            (Some(it), command) => it.advance(command, ctx),
+        }
+    }
+
+    /// Mutations of keys are audited with their result, refusals too (specification, *Audit log entry*).
+    fn audit_refusal(
+        &self,
+        command: &Command,
+        rejection: &Rejection,
+        ctx: &TransitionContext<'_>,
+    ) -> Option<AuditedRefusal<Self>> {
+        self.audit_refused_choice(command, rejection, ctx)
+    }
+
+    fn state(&self) -> &'static str {
+        self.phase.name()
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        match &self.phase {
+            Phase::Requested { until, .. } => {
+                Some(Deadline::new(*until, "no node has reserved the GPUs: waiting for capacity"))
+            }
+            Phase::Provisioning { node_id, until, .. } => {
+                Some(Deadline::new(*until, format!("node {node_id} has not confirmed that the tenant is set up")))
+            }
+            Phase::Releasing { node_id, attempt, until, .. } => {
+                Some(Deadline::new(*until, format!("node {node_id} has not proved the clean-up (attempt {attempt})")))
+            }
+            Phase::ReleaseFailed { node_id, next: ReleaseRetry::RetryAt(at), reason, .. } => {
+                Some(Deadline::new(*at, format!("clean-up on node {node_id} failed ({reason}): waiting to try again")))
+            }
+            Phase::ReleaseFailed { node_id, next: ReleaseRetry::Operator(since), reason, .. } => Some(Deadline::new(
+                *since,
+                format!("clean-up on node {node_id} failed too often ({reason}): needs retry-release or force-release"),
+            )),
+            Phase::Active { .. } | Phase::Released { .. } => None,
+        }
+    }
+
+    fn timer(&self) -> Option<Timestamp> {
+        let end = match &self.phase {
+            // The search for capacity replaces the resend.
+            Phase::Requested { until, look_again_at: Some(look) } => return Some(*look.min(until)),
+            // Only an operator ends this state.
+            Phase::ReleaseFailed { next: ReleaseRetry::Operator(_), .. } => None,
+            Phase::Requested { look_again_at: None, .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.deadline().map(|deadline| deadline.at),
+        };
+        let again = self.again.map(|again| again.at);
+        end.into_iter().chain(again).min()
+    }
+
+    fn keys(&self) -> IndexKeys {
+        IndexKeys { owner: Some(self.asked.user_id.clone()), sku: Some(self.asked.sku_id.0), unique_name: None }
+    }
+
+    fn terms(&self) -> BTreeSet<String> {
+        self.metadata.terms()
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+impl Phase {
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        self.into_str()
+    }
+}
+
+impl Allocation {
+    /// The scopes in which its policies are resolved.
+    #[must_use]
+    pub fn scopes(&self) -> Scopes {
+        self.asked.scopes()
+    }
+
+    /// The node and placement that it has, or had last.
+    #[must_use]
+    pub const fn placement(&self) -> Option<(NodeId, &Placement)> {
+        match &self.phase {
+            Phase::Provisioning { node_id, placed, .. }
+            | Phase::Active { node_id, placed }
+            | Phase::Releasing { node_id, placed, .. }
+            | Phase::ReleaseFailed { node_id, placed, .. }
+            | Phase::Released { last: Some((node_id, placed)), .. } => Some((*node_id, placed)),
+            Phase::Requested { .. } | Phase::Released { last: None, .. } => None,
+        }
+    }
+
+    /// The number of the clean-up attempt, 0 before the first.
+    #[must_use]
+    pub const fn attempt(&self) -> u32 {
+        match &self.phase {
+            Phase::Releasing { attempt, .. } | Phase::ReleaseFailed { attempt, .. } => *attempt,
+            Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Active { .. } | Phase::Released { .. } => 0,
+        }
+    }
+}
+
+impl AllocationRequest {
+    /// The account holder who pays.
+    #[must_use]
+    pub fn holder(&self) -> Holder {
+        Holder::paying_for(&self.user_id, self.org_id.as_deref())
+    }
+
+    #[must_use]
+    pub fn scopes(&self) -> Scopes {
+        Scopes {
+            user_id: Some(self.user_id.clone()),
+            project_id: self.project_id.clone(),
+            org_id: self.org_id.clone(),
+            plan: self.plan.clone(),
+        }
+    }
+}

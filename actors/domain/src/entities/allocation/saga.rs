@@ -1,0 +1,572 @@
+//! The saga: which fact leads to which state, and which step undoes one that failed.
+
+use super::{
+    Allocation, AllocationFailure, AllocationRequest, CAPACITY_RETRY_INTERVAL, Command, MAX_GPUS, Phase, Placement,
+    Rejection, ReleaseRetry,
+};
+use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
+use crate::event::Event;
+use crate::id::{AllocationId, EntityKind, EntityRef, NodeId};
+use crate::machine::{Command as _, Transition, TransitionContext};
+use crate::policy::PolicyKey;
+use crate::retry::RetryTimer;
+use chrono::TimeDelta;
+use serde_json::json;
+
+/// The history's reason of a release without proof.
+const FORCED: &str = "forced";
+
+/// The first pause between clean-up attempts; it doubles up to policy `allocation.release_backoff_max_seconds`.
+const FIRST_PAUSE: TimeDelta = TimeDelta::seconds(1);
+
+impl Allocation {
+    pub(super) fn request(
+        mut request: AllocationRequest,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        if !(1..=MAX_GPUS).contains(&request.gpu_count) {
+            return Err(Rejection::GpuCount { max: MAX_GPUS });
+        }
+        let scopes = request.scopes();
+        let longest = ctx.policy.int(PolicyKey::AllocationQueueMax, &scopes, ctx.now);
+        let patience = match request.queue_seconds {
+            Some(seconds) if i64::from(seconds) > longest => return Err(Rejection::QueueSeconds { max: longest }),
+            Some(seconds) => TimeDelta::seconds(seconds.into()),
+            None => ctx.policy.seconds(PolicyKey::AllocationProvisioningTimeout, &scopes, ctx.now),
+        };
+        let metadata = std::mem::take(&mut request.metadata).bounded()?;
+        let id = AllocationId(ctx.id);
+        let requested = Self {
+            id,
+            asked: request,
+            requested_at: ctx.now,
+            phase: Phase::Requested { until: ctx.now + patience, look_again_at: None },
+            failure: None,
+            history: Vec::new(),
+            active_at: None,
+            release_requested_at: None,
+            fault: None,
+            again: None,
+            logins: None,
+            metadata,
+            refusals: RefusalAudit::default(),
+        };
+        let phase = requested.phase.clone();
+        let requested = requested.in_phase(phase, ctx.now, "requested");
+        Ok(requested
+            .clone()
+            .transition("asked for by its user")
+            .event(Event::AllocationRequested { allocation_id: id })
+            .audit(requested.audit(AuditAction::AllocationsRequest, json!({ "gpu_count": requested.asked.gpu_count }))))
+    }
+
+    pub(super) fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match command {
+            Command::Request(_) => Err(Rejection::Exists),
+            Command::Release { issue } => self.release(issue, ctx),
+            Command::Revise { metadata, if_version } => self.revise(metadata, if_version, ctx),
+            Command::RetryRelease { reason } => self.retry_release(&reason, ctx),
+            Command::ForceRelease { reason } => self.force_release(&reason, ctx),
+            Command::Reserved { node_id, placed } => Ok(self.reserved(node_id, placed, ctx)),
+            Command::NoCapacity { suggestion } => Ok(self.no_capacity(suggestion, ctx)),
+            Command::OverQuota { limit } => Ok(self.over_quota(limit, ctx)),
+            Command::Unaffordable { message } => Ok(self.unaffordable(&message, ctx)),
+            Command::NotIsolated => Ok(self.not_isolated(ctx)),
+            Command::Uncover => Ok(self.uncover(ctx)),
+            Command::Faulted { node_id, at, reason } => Ok(self.faulted(node_id, at, &reason, ctx)),
+            Command::StillMetered { is_running } => Ok(self.still_metered(is_running)),
+            Command::Provisioned { node_id } => Ok(self.provisioned(node_id, ctx)),
+            Command::ProvisionFailed { node_id, reason } => Ok(self.provision_failed(node_id, &reason, ctx)),
+            Command::Cleaned { node_id, attempt } => Ok(self.cleaned(node_id, attempt, ctx)),
+            Command::CleanupFailed { node_id, attempt, reason, detail } => {
+                Ok(self.cleanup_failed(node_id, attempt, (&reason, &detail), ctx))
+            }
+            Command::StillCounted { logins_revision } => Ok(self.still_counted(logins_revision)),
+            Command::ChooseLogins { chosen, keys, logins_revision } => {
+                self.choose_logins(chosen, keys, logins_revision, ctx)
+            }
+            Command::AdoptLogins { chosen, keys, logins_revision } => {
+                Ok(self.adopt_logins(&chosen, keys, logins_revision, ctx))
+            }
+            Command::LoginsWritten { node_id, revision } => Ok(self.logins_written(node_id, revision)),
+            Command::Reseal { scheduler_request_enc } => Ok(self.resealed(scheduler_request_enc)),
+            Command::Tick => Ok(self.tick(ctx)),
+        }
+    }
+
+    /// Without a stored request there is nothing to reseal.
+    fn resealed(&self, sealed: String) -> Transition<Self> {
+        let mut next = self.clone();
+        match &mut next.asked.scheduler_request_enc {
+            Some(kept) => *kept = sealed,
+            None => return Transition::stay(Box::new(next)),
+        }
+        next.transition("its request was sealed anew")
+    }
+
+    fn release(&self, issue: Option<String>, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.user_id) {
+            return Err(Rejection::NotFound);
+        }
+        let audit = self.audit(AuditAction::AllocationsRelease, json!({ "issue": issue }));
+        match &self.phase {
+            Phase::Requested { .. } => {
+                let step = self.finish(None, "cancelled", "cancelled before a node was found", ctx);
+                Ok(step.event(self.never_used()).audit(audit))
+            }
+            Phase::Provisioning { node_id, placed, .. } => {
+                Ok(self.begin_release("release requested", *node_id, placed, ctx).event(self.never_used()).audit(audit))
+            }
+            Phase::Active { node_id, placed } => {
+                Ok(self.release_active("release requested", *node_id, placed, ctx).audit(audit))
+            }
+            // A repeated release request has no effect.
+            Phase::Releasing { .. } | Phase::ReleaseFailed { .. } | Phase::Released { .. } => Ok(self.stay()),
+        }
+    }
+
+    /// Releases an active allocation: its terminals are closed and its meter ends.
+    pub(super) fn release_active(
+        &self,
+        why: &str,
+        node_id: NodeId,
+        placed: &Placement,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let unwanted = Event::TerminalsUnwanted { allocation_id: self.id, user_id: self.asked.user_id.clone() };
+        let step = self.begin_release(why, node_id, placed, ctx).event(unwanted);
+        let usage = step.reply.usage();
+        step.event(usage)
+    }
+
+    fn begin_release(
+        &self,
+        why: &str,
+        node_id: NodeId,
+        placed: &Placement,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let next = Self { release_requested_at: Some(ctx.now), ..self.clone() };
+        next.clean_up(node_id, placed, 1, why, ctx)
+    }
+
+    fn retry_release(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match &self.phase {
+            Phase::ReleaseFailed { node_id, placed, attempt, .. } => Ok(self
+                .clean_up(*node_id, placed, attempt + 1, "an administrator asked to try the clean-up again", ctx)
+                .audit(self.audit(AuditAction::AllocationsRetryRelease, json!({ "reason": reason })))),
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::Released { .. } => Err(self.wrong_state(&Command::RetryRelease { reason: String::new() })),
+        }
+    }
+
+    fn force_release(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match &self.phase {
+            Phase::ReleaseFailed { node_id, placed, .. } => {
+                let forced = Event::ReleaseForced { allocation_id: self.id, node_id: *node_id };
+                let last = Some((*node_id, placed.clone()));
+                Ok(self
+                    .finish(last, FORCED, "released by force, without proof of clean-up", ctx)
+                    .event(forced)
+                    .audit(self.audit(AuditAction::AllocationsForceRelease, json!({ "reason": reason }))))
+            }
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::Released { .. } => Err(self.wrong_state(&Command::ForceRelease { reason: String::new() })),
+        }
+    }
+
+    fn reserved(&self, node_id: NodeId, placed: Placement, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match &self.phase {
+            Phase::Requested { .. } => {
+                let limit = ctx.policy.seconds(PolicyKey::AllocationProvisioningTimeout, &self.scopes(), ctx.now);
+                let until = ctx.now + limit;
+                let phase = Phase::Provisioning { node_id, placed, until };
+                let next = self.in_phase(phase, ctx.now, "devices_reserved");
+                // The node has the keys of its reservation, which may be stale by now.
+                let logins = next.pending_ssh_keys_event();
+                let step = next
+                    .transition(format!("node {node_id} reserved the devices"))
+                    .event(Event::ProvisioningStarted { allocation_id: self.id, node_id, deadline_at: until });
+                logins.into_iter().fold(step, Transition::event)
+            }
+            Phase::Provisioning { node_id: ours, .. }
+            | Phase::Active { node_id: ours, .. }
+            | Phase::Releasing { node_id: ours, .. }
+            | Phase::ReleaseFailed { node_id: ours, .. }
+                if *ours == node_id =>
+            {
+                self.stay()
+            }
+            // A second node, or one whose reservation came too late: it must not hold devices that no allocation uses.
+            Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. } => self.reject_reservation(node_id),
+            // The node asks because it did not receive the forced release.
+            Phase::Released { last: Some((ours, _)), .. } if *ours == node_id && self.was_forced() => self
+                .unchanged(format!("node {node_id} still holds devices after the release by force"))
+                .event(Event::ReleaseForced { allocation_id: self.id, node_id }),
+            Phase::Released { last, .. } => {
+                self.reject_reservation(node_id).event(self.released_event(last.as_ref(), "placed_too_late"))
+            }
+        }
+    }
+
+    fn was_forced(&self) -> bool {
+        self.history.last().is_some_and(|last| last.reason == FORCED)
+    }
+
+    /// The tenant did not receive its end, or it did not receive the tenant's key changes.
+    fn still_counted(&self, logins_revision: u64) -> Transition<Self> {
+        match &self.phase {
+            Phase::Released { last, .. } => self
+                .unchanged("its tenant still counts it after its end")
+                .event(self.released_event(last.as_ref(), "still_counted")),
+            Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Active { .. } => {
+                match self.stale_ssh_keys_event(logins_revision) {
+                    Some(stale) => self.unchanged("its user has other keys than it knows of").event(stale),
+                    None => self.stay(),
+                }
+            }
+            Phase::Releasing { .. } | Phase::ReleaseFailed { .. } => self.stay(),
+        }
+    }
+
+    fn no_capacity(&self, suggestion: Option<String>, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match &self.phase {
+            Phase::Requested { until, .. } if self.asked.queue_seconds.is_some() && ctx.now < *until => {
+                let mut next = self.clone();
+                next.phase = Phase::Requested { until: *until, look_again_at: Some(ctx.now + CAPACITY_RETRY_INTERVAL) };
+                next.transition("no capacity: the request waits in the queue")
+            }
+            Phase::Requested { .. } => {
+                let message = suggestion
+                    .unwrap_or_else(|| "No node of this SKU has enough free GPUs; try again later.".to_owned());
+                self.fail_request("insufficient_capacity", &message, true, ctx)
+            }
+            Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. } => self.stay(),
+            Phase::Released { last, .. } => self
+                .unchanged("a node was looked for after the end")
+                .event(self.released_event(last.as_ref(), "placed_too_late")),
+        }
+    }
+
+    fn over_quota(&self, limit: i64, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match &self.phase {
+            Phase::Requested { .. } => {
+                let message = format!("You hold the {limit} allocations that your quota admits; release one first.");
+                self.fail_request("concurrency_limit_exceeded", &message, true, ctx)
+            }
+            Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    fn provisioned(&self, node_id: NodeId, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match &self.phase {
+            Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
+                let mut next =
+                    self.in_phase(Phase::Active { node_id, placed: placed.clone() }, ctx.now, "tenant_ready");
+                next.active_at = Some(ctx.now);
+                let usage = next.usage();
+                next.again = next.ssh_access().are_pending().then(|| RetryTimer::first(ctx.now));
+                next.transition(format!("node {node_id} set the tenant up"))
+                    .event(Event::AllocationActive { allocation_id: self.id, node_id })
+                    .event(usage)
+            }
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    fn provision_failed(&self, node_id: NodeId, reason: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match &self.phase {
+            Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
+                let message = format!("The node could not set the allocation up ({reason}); ask for another one.");
+                self.compensate(node_id, placed, reason, &message, ctx)
+            }
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    /// Provisioning failed: whatever the node did is cleaned up like any tenant, unbilled.
+    pub(super) fn compensate(
+        &self,
+        node_id: NodeId,
+        placed: &Placement,
+        code: &str,
+        message: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let mut next = self.clone();
+        next.failure = Some(AllocationFailure {
+            phase: "provisioning".to_owned(),
+            code: code.to_owned(),
+            message: message.to_owned(),
+            retryable: true,
+        });
+        next.clean_up(node_id, placed, 1, "provisioning failed", ctx)
+            .event(Event::ProvisioningFailed {
+                allocation_id: self.id,
+                node_id: Some(node_id),
+                reason: code.to_owned(),
+            })
+            .event(self.never_used())
+            .audit(self.audit(AuditAction::AllocationsFail, json!({ "code": code, "node_id": node_id })))
+    }
+
+    fn cleaned(&self, node_id: NodeId, attempt: u32, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match &self.phase {
+            // A proof that arrives after its attempt was given up is as good as any.
+            Phase::Releasing { node_id: ours, placed, .. } | Phase::ReleaseFailed { node_id: ours, placed, .. }
+                if *ours == node_id =>
+            {
+                let why = format!("node {node_id} proved the clean-up (attempt {attempt})");
+                self.finish(Some((node_id, placed.clone())), "cleaned_up", &why, ctx)
+            }
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    fn cleanup_failed(
+        &self,
+        node_id: NodeId,
+        attempt: u32,
+        why: (&str, &str),
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        match &self.phase {
+            Phase::Releasing { node_id: ours, attempt: current, placed, .. }
+                if *ours == node_id && *current == attempt =>
+            {
+                self.fail_release(node_id, placed, attempt, why, ctx)
+            }
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    /// `reason` is the failure's code, `detail` what is left and where, for the allocation's `state_reason`.
+    fn fail_release(
+        &self,
+        node_id: NodeId,
+        placed: &Placement,
+        attempt: u32,
+        (reason, detail): (&str, &str),
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let scopes = self.scopes();
+        let most = ctx.policy.int(PolicyKey::AllocationReleaseMaxAttempts, &scopes, ctx.now);
+        let exhausted = i64::from(attempt) >= most;
+        let next = if exhausted {
+            ReleaseRetry::Operator(ctx.now)
+        } else {
+            ReleaseRetry::RetryAt(
+                ctx.now + pause(attempt, ctx.policy.seconds(PolicyKey::AllocationReleaseBackoffMax, &scopes, ctx.now)),
+            )
+        };
+        let phase = Phase::ReleaseFailed { node_id, placed: placed.clone(), attempt, reason: reason.to_owned(), next };
+        let state_reason = if detail.is_empty() { reason.to_owned() } else { format!("{reason}: {detail}") };
+        let step = self
+            .in_phase(phase, ctx.now, &state_reason)
+            .transition(format!("clean-up attempt {attempt} failed ({reason})"))
+            .event(Event::ReleaseFailed { allocation_id: self.id, node_id, attempt, reason: reason.to_owned() })
+            .audit(self.audit(
+                AuditAction::AllocationsFailRelease,
+                json!({ "node_id": node_id, "attempt": attempt, "reason": reason, "exhausted": exhausted }),
+            ));
+        if exhausted { step.event(Event::ReleaseExhausted { allocation_id: self.id, node_id, attempt }) } else { step }
+    }
+
+    /// Checks the whole state: past its deadline it changes the state, before it, it resends what may have been lost.
+    fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match &self.phase {
+            Phase::Requested { until, .. } if ctx.now >= *until => self.fail_request(
+                "insufficient_capacity",
+                "No node had enough free GPUs in time; try again later.",
+                true,
+                ctx,
+            ),
+            Phase::Requested { until, look_again_at } => {
+                let mut next = self.with_next_resend(ctx);
+                // After the first search without a result, the search repeats at a short interval.
+                let look_again_at = look_again_at.map(|_| ctx.now + CAPACITY_RETRY_INTERVAL);
+                next.phase = Phase::Requested { until: *until, look_again_at };
+                next.transition("looking for capacity again")
+                    .event(Event::AllocationRequested { allocation_id: self.id })
+            }
+            Phase::Provisioning { node_id, placed, until } if ctx.now >= *until => {
+                self.compensate(*node_id, placed, "provisioning_timeout", "The node did not confirm in time.", ctx)
+            }
+            Phase::Provisioning { node_id, until, .. } => {
+                let step =
+                    self.with_next_resend(ctx).transition("asking the node again").event(Event::ProvisioningStarted {
+                        allocation_id: self.id,
+                        node_id: *node_id,
+                        deadline_at: *until,
+                    });
+                self.pending_ssh_keys_event().into_iter().fold(step, Transition::event)
+            }
+            Phase::Releasing { node_id, placed, attempt, until } if ctx.now >= *until => {
+                self.fail_release(*node_id, placed, *attempt, ("release_timeout", ""), ctx)
+            }
+            Phase::Releasing { node_id, attempt, until, .. } => {
+                self.with_next_resend(ctx).transition("asking the node again").event(Event::ReleaseRequested {
+                    allocation_id: self.id,
+                    node_id: *node_id,
+                    attempt: *attempt,
+                    deadline_at: *until,
+                })
+            }
+            Phase::ReleaseFailed { node_id, placed, attempt, next: ReleaseRetry::RetryAt(at), .. }
+                if ctx.now >= *at =>
+            {
+                self.clean_up(*node_id, placed, attempt + 1, "trying the clean-up again", ctx)
+            }
+            // Either message may have been lost: the fence to the node, or the node's report to the allocation.
+            Phase::ReleaseFailed { node_id, attempt, next: ReleaseRetry::Operator(_), .. } => self
+                .with_next_resend(ctx)
+                .transition("telling the node again that its clean-up has failed")
+                .event(Event::ReleaseExhausted { allocation_id: self.id, node_id: *node_id, attempt: *attempt }),
+            Phase::Active { .. } => match self.pending_ssh_keys_event() {
+                Some(logins) => {
+                    self.with_next_resend(ctx).transition("telling the node again who may log in").event(logins)
+                }
+                None if self.again.is_some() => {
+                    Self { again: None, ..self.clone() }.transition("there is nothing to say again")
+                }
+                None => self.stay(),
+            },
+            Phase::ReleaseFailed { .. } | Phase::Released { .. } => self.stay(),
+        }
+    }
+
+    /// The same allocation, with its next resend scheduled.
+    fn with_next_resend(&self, ctx: &TransitionContext<'_>) -> Self {
+        let again = self.again.unwrap_or_else(|| RetryTimer::first(ctx.now)).next(ctx.now);
+        Self { again: Some(again), ..self.clone() }
+    }
+
+    fn clean_up(
+        &self,
+        node_id: NodeId,
+        placed: &Placement,
+        attempt: u32,
+        why: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let limit = ctx.policy.seconds(PolicyKey::AllocationReleaseTimeout, &self.scopes(), ctx.now);
+        let until = ctx.now + limit;
+        let phase = Phase::Releasing { node_id, placed: placed.clone(), attempt, until };
+        self.in_phase(phase, ctx.now, why).transition(why).event(Event::ReleaseRequested {
+            allocation_id: self.id,
+            node_id,
+            attempt,
+            deadline_at: until,
+        })
+    }
+
+    pub(super) fn fail_request(
+        &self,
+        code: &str,
+        message: &str,
+        retryable: bool,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let mut next = self.clone();
+        next.failure = Some(AllocationFailure {
+            phase: "requested".to_owned(),
+            code: code.to_owned(),
+            message: message.to_owned(),
+            retryable,
+        });
+        next.finish(None, code, message, ctx)
+            .event(Event::ProvisioningFailed { allocation_id: self.id, node_id: None, reason: code.to_owned() })
+            .event(self.never_used())
+            .audit(self.audit(AuditAction::AllocationsFail, json!({ "code": code })))
+    }
+
+    fn finish(
+        &self,
+        last: Option<(NodeId, Placement)>,
+        reason: &str,
+        why: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let ended = self.released_event(last.as_ref(), reason);
+        self.in_phase(Phase::Released { at: ctx.now, last }, ctx.now, reason).transition(why).event(ended)
+    }
+
+    /// The event of its end. Resent after a placement that came too late: the tenant may have counted the allocation once more.
+    fn released_event(&self, last: Option<&(NodeId, Placement)>, reason: &str) -> Event {
+        Event::AllocationReleased {
+            allocation_id: self.id,
+            user_id: self.asked.user_id.clone(),
+            node_id: last.map(|(node_id, _)| *node_id),
+            reason: reason.to_owned(),
+        }
+    }
+
+    fn reject_reservation(&self, node_id: NodeId) -> Transition<Self> {
+        self.unchanged(format!("node {node_id} holds devices that are not wanted"))
+            .event(Event::ReservationUnwanted { allocation_id: self.id, node_id })
+    }
+
+    pub(super) fn transition(self, why: impl Into<String>) -> Transition<Self> {
+        let reply = Box::new(self.clone());
+        Transition::to(self, reply, why)
+    }
+
+    pub(super) fn stay(&self) -> Transition<Self> {
+        Transition::stay(Box::new(self.clone()))
+    }
+
+    /// The state stays, and an event is published: the allocation is written, so that the event is not lost.
+    pub(super) fn unchanged(&self, why: impl Into<String>) -> Transition<Self> {
+        self.clone().transition(why)
+    }
+
+    pub(super) fn wrong_state(&self, command: &Command) -> Rejection {
+        Rejection::WrongState { state: self.phase.name().to_owned(), command: command.name().to_owned() }
+    }
+
+    pub(super) fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {
+        AuditRecord::new(action, EntityRef { kind: EntityKind::Allocation, id: self.id.0 }, metadata)
+    }
+}
+
+/// Doubling from [`FIRST_PAUSE`], never beyond `cap`.
+fn pause(attempt: u32, cap: TimeDelta) -> TimeDelta {
+    let doublings = attempt.saturating_sub(1).min(16);
+    (FIRST_PAUSE * (1 << doublings)).min(cap)
+}

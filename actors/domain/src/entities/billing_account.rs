@@ -1,0 +1,526 @@
+//! A billing account: prepaid money, and the meters of what it is spent on (decisions 6; the design is in deploy/decisions/0022).
+//!
+//! It belongs to a user, or to the organization that the user's token names. The allocation's saga first asks it to hold the cost of a
+//! first window; after that it learns of the allocation by [`Command::Usage`] alone, which carries all that is known each time, so that it
+//! may arrive late, twice and in any order. A meter counts from its allocation's start; what is due is the difference to what was charged
+//! before (`HourlyRate::over`), so that nothing is lost and nothing is charged twice, however long the windows are and however late they
+//! are processed.
+//!
+//! ```text
+//! open ──next window not covered──▶ grace ──its end: what runs is released──▶ depleted
+//!   ▲──money comes in, or less runs───┘                                          │
+//!   └──────────────────────money comes in, or something cheaper is covered───────┘
+//! ```
+
+mod accrual;
+mod meter;
+mod payments;
+#[cfg(test)]
+mod tests;
+
+use crate::audit::{AuditAction, AuditRecord};
+use crate::authz::Action;
+use crate::id::{AllocationId, BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId};
+use crate::ledger::PostingKind;
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::money::{Currency, HIGHEST_BALANCE_MINOR, HourlyRate, MicroAmount, Price};
+use crate::policy::PolicyKey;
+use crate::retry::RetryTimer;
+use accrual::AccountUpdate;
+use payments::AllocationCost;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::collections::BTreeMap;
+
+pub use crate::holder::Holder;
+pub use accrual::Window;
+pub use meter::{MeterRun, UsageMeter};
+pub use payments::{PostingRecord, PostingResult, RefundedCost};
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BillingAccount {
+    pub id: BillingAccountId,
+    pub holder: Holder,
+    pub currency: Currency,
+    /// Its balance in the ledger's `prepaid` account: the sum of its entries.
+    pub balance: MicroAmount,
+    /// How many postings it has.
+    pub postings: i64,
+    pub meters: BTreeMap<AllocationId, UsageMeter>,
+    /// Allocations that ended lately and were billed to their end: late usage of them is not billed again.
+    pub ended: BTreeMap<AllocationId, Timestamp>,
+    /// The current window, while any allocation is metered.
+    pub window: Option<Window>,
+    /// The balance is below the threshold and the event was published, or it was never above.
+    pub is_low: bool,
+    pub depletion: Option<Depletion>,
+    /// When it asks its allocations for their state again.
+    pub again: Option<RetryTimer>,
+    /// The recent postings of payments: a repeated command is answered again and not posted again.
+    #[serde(default)]
+    pub moved: BTreeMap<String, PostingRecord>,
+    /// The refunds of allocations' costs.
+    #[serde(default)]
+    pub refunded: BTreeMap<AllocationId, RefundedCost>,
+    pub opened_at: Timestamp,
+}
+
+/// The next window is not covered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Depletion {
+    /// The end of the last window that was covered.
+    pub at: Timestamp,
+    /// The end of the grace period: running allocations are released, and what accrues from then on is written off.
+    pub release_at: Timestamp,
+    /// The grace period has ended.
+    pub is_over: bool,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    Open {
+        holder: Holder,
+        currency: Currency,
+    },
+    /// Holds the cost of a first window of the allocation, if the account covers it.
+    Hold {
+        holder: Holder,
+        allocation_id: AllocationId,
+        user_id: String,
+        price: Price,
+        gpu_count: u32,
+    },
+    /// All that is known of the allocation's usage. With an end and without a start: it never starts.
+    Usage {
+        allocation_id: AllocationId,
+        from: Option<Timestamp>,
+        until: Option<Timestamp>,
+    },
+    /// An operator credits the account, or debits it with a negative amount.
+    Adjust {
+        amount_minor: i64,
+        currency: Currency,
+        reason: String,
+    },
+    /// A payment is credited. It opens the account, where there is none.
+    Deposit {
+        payment_id: PaymentId,
+        holder: Holder,
+        currency: Currency,
+        amount_minor: i64,
+    },
+    /// Debits a refund that the payer requests, if the account covers it; where it is not exact, a smaller amount is debited.
+    TakeRefund {
+        refund_id: RefundId,
+        payment_id: PaymentId,
+        amount_minor: i64,
+        is_exact: bool,
+    },
+    /// Credits a refund that the processor did not pay.
+    GiveBackRefund {
+        refund_id: RefundId,
+        payment_id: PaymentId,
+        amount_minor: i64,
+    },
+    /// Debits a part of a payment that was taken back at the processor.
+    Reverse {
+        reversal_id: String,
+        payment_id: PaymentId,
+        is_dispute: bool,
+        amount_minor: i64,
+    },
+    /// Credits it again after its undoing.
+    UndoReversal {
+        reversal_id: String,
+        payment_id: PaymentId,
+        is_dispute: bool,
+        amount_minor: i64,
+    },
+    /// An operator refunds an amount of an allocation's cost, or all that is left of it.
+    RefundAllocation {
+        refund_id: RefundId,
+        allocation_id: AllocationId,
+        /// Its cost by the ledger, where it is not metered any more.
+        cost: Option<MicroAmount>,
+        /// When it ended.
+        ended_at: Option<Timestamp>,
+        amount_minor: Option<i64>,
+        reason: String,
+    },
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        self.into_str()
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Open { .. } | Self::Adjust { .. } | Self::RefundAllocation { .. } => Action::AdjustBilling,
+            Self::Hold { .. }
+            | Self::Usage { .. }
+            | Self::Deposit { .. }
+            | Self::TakeRefund { .. }
+            | Self::GiveBackRefund { .. }
+            | Self::Reverse { .. }
+            | Self::UndoReversal { .. }
+            | Self::Tick => Action::Advance,
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    Account { account: Box<BillingAccount> },
+    Done,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    #[error("there is no such billing account")]
+    NotFound,
+    #[error("{needed} minor units are needed, and {available} are available")]
+    InsufficientBalance { needed: MicroAmount, available: MicroAmount },
+    #[error("the account is in {account}, and this is in {given}")]
+    CurrencyDiffers { account: String, given: String },
+    #[error("an adjustment is at most {max} minor units, and not zero")]
+    Amount { max: i64 },
+    #[error("an account holds at most {HIGHEST_BALANCE_MINOR} minor units")]
+    Full,
+    #[error("of what the allocation has cost {left} minor units are left")]
+    MoreThanCost { left: MicroAmount },
+    #[error("the allocation ended longer than {days} days ago")]
+    TooLate { days: i64 },
+    #[error("so much was given back of the allocation in too many pieces")]
+    TooManyRefunds,
+    #[error("the allocation has just ended or begun")]
+    Moved,
+}
+
+impl Machine for BillingAccount {
+    const KIND: EntityKind = EntityKind::BillingAccount;
+    /// A meter for each allocation of the quota (10,000 at most), and what is remembered of postings and refunds.
+    const SNAPSHOT_MOST: usize = 4096 * 1024;
+    type Command = Command;
+    type Reply = Reply;
+    type Rejection = Rejection;
+
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        match (state, command) {
+            (None, Command::Open { holder, currency }) => {
+                let account = Self::opened(holder, currency, ctx);
+                let audit = account.audit(AuditAction::BillingOpen, json!({ "currency": account.currency.as_str() }));
+                Ok(AccountUpdate::of(&account).transition_with_account("opened by an operator", ctx).audit(audit))
+            }
+            // An allocation without a price needs no money, but it has a meter.
+            (None, Command::Hold { holder, allocation_id, user_id, price, gpu_count }) => {
+                let account = Self::opened(holder, price.currency.clone(), ctx);
+                account.hold(allocation_id, user_id, &price, gpu_count, ctx)
+            }
+            (None, Command::Deposit { payment_id, holder, currency, amount_minor }) => {
+                let account = Self::opened(holder, currency.clone(), ctx);
+                account.deposit(payment_id, &currency, amount_minor, ctx)
+            }
+            (None, Command::Usage { .. } | Command::Tick) => Ok(Transition::stay(Reply::Done)),
+            (
+                None,
+                Command::Adjust { .. }
+                | Command::TakeRefund { .. }
+                | Command::GiveBackRefund { .. }
+                | Command::Reverse { .. }
+                | Command::UndoReversal { .. }
+                | Command::RefundAllocation { .. },
+            ) => Err(Rejection::NotFound),
+            (Some(account), Command::Open { currency, .. }) => account.reopen(&currency),
+            (Some(account), Command::Hold { holder: _, allocation_id, user_id, price, gpu_count }) => {
+                account.hold(allocation_id, user_id, &price, gpu_count, ctx)
+            }
+            (Some(account), Command::Usage { allocation_id, from, until }) => {
+                Ok(account.usage(allocation_id, from, until, ctx))
+            }
+            (Some(account), Command::Adjust { amount_minor, currency, reason }) => {
+                account.adjust(amount_minor, &currency, reason, ctx)
+            }
+            (Some(account), Command::Deposit { payment_id, holder: _, currency, amount_minor }) => {
+                account.deposit(payment_id, &currency, amount_minor, ctx)
+            }
+            (Some(account), Command::TakeRefund { refund_id, payment_id, amount_minor, is_exact }) => {
+                account.take_refund(refund_id, payment_id, amount_minor, is_exact, ctx)
+            }
+            (Some(account), Command::GiveBackRefund { refund_id, payment_id, amount_minor }) => {
+                account.give_back_refund(refund_id, payment_id, amount_minor, ctx)
+            }
+            (Some(account), Command::Reverse { reversal_id, payment_id, is_dispute, amount_minor }) => {
+                account.reverse(reversal_id, payment_id, is_dispute, amount_minor, ctx)
+            }
+            (Some(account), Command::UndoReversal { reversal_id, payment_id, is_dispute, amount_minor }) => {
+                account.undo_reversal(reversal_id, payment_id, is_dispute, amount_minor, ctx)
+            }
+            (
+                Some(account),
+                Command::RefundAllocation { refund_id, allocation_id, cost, ended_at, amount_minor, reason },
+            ) => account.refund_allocation(
+                refund_id,
+                allocation_id,
+                AllocationCost { cost, ended_at },
+                amount_minor,
+                reason,
+                ctx,
+            ),
+            (Some(account), Command::Tick) => Ok(account.tick(ctx)),
+        }
+    }
+
+    fn state(&self) -> &'static str {
+        match self.depletion {
+            None => "open",
+            Some(Depletion { is_over: false, .. }) => "grace",
+            Some(Depletion { is_over: true, .. }) => "depleted",
+        }
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        let depletion = self.depletion.filter(|depletion| !depletion.is_over)?;
+        Some(Deadline::new(
+            depletion.release_at,
+            "the next window is not covered: waiting for money, or to release what runs",
+        ))
+    }
+
+    fn timer(&self) -> Option<Timestamp> {
+        let window = self.window.map(|window| window.ends_at);
+        let release = self.deadline().map(|deadline| deadline.at);
+        [window, release, self.again.map(|again| again.at)].into_iter().flatten().min()
+    }
+
+    fn keys(&self) -> IndexKeys {
+        match &self.holder {
+            Holder::User(user_id) => IndexKeys { owner: Some(user_id.clone()), ..IndexKeys::default() },
+            Holder::Org(_) => IndexKeys::default(),
+        }
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+impl BillingAccount {
+    fn opened(holder: Holder, currency: Currency, ctx: &TransitionContext<'_>) -> Self {
+        Self {
+            id: BillingAccountId(ctx.id),
+            holder,
+            currency,
+            balance: MicroAmount::ZERO,
+            postings: 0,
+            meters: BTreeMap::new(),
+            ended: BTreeMap::new(),
+            window: None,
+            // An empty account is low from the start: its balance did not fall below the threshold.
+            is_low: true,
+            depletion: None,
+            again: None,
+            moved: BTreeMap::new(),
+            refunded: BTreeMap::new(),
+            opened_at: ctx.now,
+        }
+    }
+
+    fn reopen(&self, currency: &Currency) -> Result<Transition<Self>, Rejection> {
+        self.in_currency(currency)?;
+        Ok(Transition::stay(Reply::Account { account: Box::new(self.clone()) }))
+    }
+
+    fn in_currency(&self, given: &Currency) -> Result<(), Rejection> {
+        if self.currency == *given {
+            return Ok(());
+        }
+        let (account, given) = (self.currency.as_str().to_owned(), given.as_str().to_owned());
+        Err(Rejection::CurrencyDiffers { account, given })
+    }
+
+    /// The amount that could be held for a new allocation: the balance without what is held, and without what running allocations may cost
+    /// for a window from `now`. The current window may end later than that, where windows were longer when it began: it is covered to its
+    /// end.
+    #[must_use]
+    pub fn available(&self, now: Timestamp, window: chrono::TimeDelta) -> MicroAmount {
+        let until = self.window.map_or(now + window, |running| running.ends_at.max(now + window));
+        self.balance.minus(self.reserved(until))
+    }
+
+    /// The amount that covers everything held and running, where the next charge is at `until`.
+    fn reserved(&self, until: Timestamp) -> MicroAmount {
+        self.meters.values().map(|meter| meter.reserved(until)).sum()
+    }
+
+    /// True where the balance covers what can accrue until the next charge. In the grace period after a depletion, and after it, each
+    /// allocation has a cut-off time of its own instead (`MeterRun::cut_at`).
+    #[must_use]
+    pub fn is_covered_until_the_next_charge(&self) -> bool {
+        let in_grace = self.depletion.is_some_and(|depletion| !depletion.is_over);
+        !self.meters.values().any(UsageMeter::accrues) || !in_grace && self.runs_are_covered()
+    }
+
+    /// The balance covers the running allocations, without the holds of others.
+    fn runs_are_covered(&self) -> bool {
+        self.window.is_some_and(|window| {
+            let running = self.meters.values().filter(|meter| meter.run.is_some());
+            running.map(|meter| meter.reserved(window.ends_at)).sum::<MicroAmount>() <= self.balance
+        })
+    }
+
+    /// The sum of the holds for allocations that are not active yet.
+    #[must_use]
+    pub fn held(&self) -> MicroAmount {
+        self.meters.values().filter(|meter| meter.run.is_none()).map(|meter| meter.held).sum()
+    }
+
+    /// The cost of the running allocations per hour, in minor units.
+    #[must_use]
+    pub fn burn_minor_per_hour(&self) -> i64 {
+        self.running().map(|(meter, _)| meter.rate.minor_per_hour()).fold(0, i64::saturating_add)
+    }
+
+    /// The amount that accrued until `now` and is not posted.
+    #[must_use]
+    pub fn accrued(&self, now: Timestamp) -> MicroAmount {
+        self.running().map(|(meter, run)| run.due(meter.rate, now)).sum()
+    }
+
+    /// The user who rents the metered allocation.
+    #[must_use]
+    pub fn renter<'a>(&'a self, meter: &'a UsageMeter) -> &'a str {
+        let (Holder::User(holder) | Holder::Org(holder)) = &self.holder;
+        meter.user_id.as_deref().unwrap_or(holder)
+    }
+
+    /// The meters of active allocations.
+    pub fn running(&self) -> impl Iterator<Item = (&UsageMeter, &MeterRun)> {
+        self.meters.values().filter_map(|meter| meter.run.as_ref().map(|run| (meter, run)))
+    }
+
+    fn hold(
+        &self,
+        allocation_id: AllocationId,
+        user_id: String,
+        price: &Price,
+        gpu_count: u32,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        if self.meters.contains_key(&allocation_id) || self.ended.contains_key(&allocation_id) {
+            return Ok(Transition::stay(Reply::Done));
+        }
+        let rate = HourlyRate::of(price, gpu_count);
+        let mut draft = AccountUpdate::of(self);
+        draft.settle(ctx);
+        let window = ctx.policy.seconds(PolicyKey::BillingWindow, &self.holder.scopes(), ctx.now);
+        let needed = rate.over(ctx.now, ctx.now + window);
+        if rate.minor_per_hour() > 0 {
+            self.in_currency(&price.currency)?;
+            let available = draft.account.available(ctx.now, window);
+            if available < needed || available <= MicroAmount::ZERO {
+                return Err(Rejection::InsufficientBalance { needed, available });
+            }
+            // The account is open again with its remaining balance.
+            draft.account.depletion = draft.account.depletion.filter(|depletion| !depletion.is_over);
+        }
+        let user_id = Some(user_id).filter(|user_id| !self.holder.is_user(user_id));
+        let meter = UsageMeter { user_id, rate, held: needed, run: None };
+        draft.account.meters.insert(allocation_id, meter);
+        draft.account.again = Some(RetryTimer::first(ctx.now));
+        Ok(draft.transition(format!("a window of allocation {allocation_id} is held"), ctx))
+    }
+
+    fn usage(
+        &self,
+        allocation_id: AllocationId,
+        from: Option<Timestamp>,
+        until: Option<Timestamp>,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let Some(meter) = self.meters.get(&allocation_id) else { return Transition::stay(Reply::Done) };
+        if meter.run.is_some() && until.is_none() {
+            return Transition::stay(Reply::Done);
+        }
+        let mut draft = AccountUpdate::of(self);
+        match (from, until) {
+            (None, None) => return Transition::stay(Reply::Done),
+            (None, Some(_)) if meter.run.is_none() => draft.drop_hold(allocation_id, ctx),
+            // From a sender that knew less: it did start.
+            (None, Some(_)) => return Transition::stay(Reply::Done),
+            (Some(from), until) => {
+                draft.settle_until(from.min(ctx.now), ctx);
+                draft.begin(allocation_id, from, ctx);
+                if let Some(until) = until {
+                    draft.settle_until(until.min(ctx.now), ctx);
+                    draft.end(allocation_id, until, ctx);
+                }
+            }
+        }
+        draft.settle(ctx);
+        let since = if until.is_none() { "metered" } else { "metered no more" };
+        draft.transition(format!("allocation {allocation_id} is {since}"), ctx)
+    }
+
+    fn adjust(
+        &self,
+        amount_minor: i64,
+        currency: &Currency,
+        reason: String,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        let max = ctx.policy.int(PolicyKey::BillingAdjustmentMax, &self.holder.scopes(), ctx.now);
+        let amount =
+            MicroAmount::of_minor(amount_minor).filter(|_| amount_minor != 0 && (-max..=max).contains(&amount_minor));
+        let amount = amount.ok_or(Rejection::Amount { max })?;
+        self.in_currency(currency)?;
+        let mut draft = AccountUpdate::of(self);
+        draft.settle(ctx);
+        let audit = self.audit(
+            AuditAction::BillingAdjust,
+            json!({ "amount_minor": amount_minor, "currency": currency.as_str(), "reason": reason }),
+        );
+        if amount_minor > 0 {
+            if draft.account.balance.plus(amount).minor() > HIGHEST_BALANCE_MINOR {
+                return Err(Rejection::Full);
+            }
+            draft.post(PostingKind::Credit, amount, None, Some(reason));
+            draft.after_credit(ctx);
+        } else {
+            let window = ctx.policy.seconds(PolicyKey::BillingWindow, &self.holder.scopes(), ctx.now);
+            let (needed, available) = (MicroAmount::ZERO.minus(amount), draft.account.available(ctx.now, window));
+            if available < needed {
+                return Err(Rejection::InsufficientBalance { needed, available });
+            }
+            draft.post(PostingKind::Debit, needed, None, Some(reason));
+        }
+        Ok(draft.transition_with_account("adjusted by an operator", ctx).audit(audit))
+    }
+
+    fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let mut draft = AccountUpdate::of(self);
+        draft.resend_unanswered(ctx);
+        draft.settle(ctx);
+        if draft.account == *self {
+            Transition::stay(Reply::Done)
+        } else {
+            draft.transition("what was due is done", ctx)
+        }
+    }
+
+    fn audit(&self, action: AuditAction, mut metadata: serde_json::Value) -> AuditRecord {
+        if let Some(fields) = metadata.as_object_mut() {
+            fields.insert("holder".to_owned(), json!(self.holder.to_string()));
+        }
+        AuditRecord::new(action, EntityRef { kind: EntityKind::BillingAccount, id: self.id.0 }, metadata)
+    }
+}

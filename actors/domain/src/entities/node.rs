@@ -1,0 +1,710 @@
+//! A node: a GPU machine in the inventory, from its registration to its removal (specification, *Node*; decisions 4).
+//!
+//! ```text
+//! registered ⇄ bootstrap-issued ⇄ enrolling ──first good poll──▶ active ⇄ offline
+//!                                                                 │ ▲  │
+//!                                        retire {drain} draining ◀┘ │  └▶ quarantined ──▶ (what it was)
+//!                                                         │         │reactivate
+//!                                                         ▼         │
+//!                                                       retired ────┘──remove──▶ removing ──▶ removed
+//! ```
+//!
+//! A node that never was active is retired too, which revokes its token and certificate; `remove` accepts retired nodes only.
+//!
+//! Only the node's actor assigns its GPUs, by UUID, and frees them only on the agent's clean-up proof. It stores the hashes of its token,
+//! the serials of its certificates, and the tasks without a result; the edge handles secrets and signatures.
+
+mod agent_contact;
+mod gpu_claims;
+mod lifecycle;
+mod onboarding;
+mod recovery;
+pub mod report_reasons;
+mod ssh_access;
+mod task_support;
+mod tasks;
+mod tenancy;
+mod terminal_tasks;
+#[cfg(test)]
+mod tests;
+
+use crate::allocation::{AuthorizedKey, Placement};
+use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
+use crate::authz::Action;
+use crate::event::{Event, GpuDevice};
+use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TaskId, TerminalSessionId, TokenId};
+use crate::machine::{
+    self, AuditedRefusal, Command as _, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
+};
+use crate::metadata::{Metadata, MetadataPatch};
+use crate::recording::RecordingTerms;
+use crate::task_type::TaskType;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+use uuid::Uuid;
+
+pub use crate::hardware::PromisedHardware;
+pub use agent_contact::{AgentContact, NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory};
+pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials};
+pub use recovery::{IdentityRecovery, Nonce, Reissue};
+pub use ssh_access::{HoldSshAccess, SshKeysTask};
+pub use tasks::{NodeTask, NodeTaskPhase};
+pub use tenancy::{AgentTask, Hold, HoldPhase, PendingTask, TaskKind, TaskOutcome, TenantSlot, user_name};
+pub use terminal_tasks::TerminalTask;
+
+/// Why an enrolled node is not active: its inventory differs from its SKU.
+const INVENTORY_MISMATCH: &str = "inventory_mismatch";
+/// The class of an alert that prevents new allocations on the node while it is active (decisions 7, *Health alert*).
+const PREVENT_ALLOCATION: &str = "prevent_allocation";
+
+/// The state of a node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Node {
+    pub id: NodeId,
+    pub registration: Registration,
+    pub registered_at: Timestamp,
+    pub life: Phase,
+    pub entered_at: Timestamp,
+    /// The reason of its state, as a code and a sentence.
+    pub reason: StateReason,
+    pub probe: Option<ProbeOutcome>,
+    pub identity: NodeCredentials,
+    pub inventory: Option<ReportedInventory>,
+    pub seen: Option<AgentContact>,
+    pub health: NodeHealth,
+    /// The allocations that hold its GPUs.
+    pub holds: BTreeMap<AllocationId, Hold>,
+    /// The allocations whose failed release fences the node: it gets no tasks.
+    pub fenced_by: BTreeSet<AllocationId>,
+    /// Tasks of the node itself that administrators ordered, with their results.
+    #[serde(default)]
+    pub tasks: BTreeMap<TaskId, NodeTask>,
+    #[serde(default)]
+    pub refusals: RefusalAudit,
+    /// UUIDs of GPUs that this node has claimed in the cluster.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub claimed_gpus: BTreeSet<String>,
+    /// UUIDs of GPUs that the node reports and that another node has claimed.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub contested_gpus: BTreeMap<String, NodeId>,
+}
+
+/// A node's data from its administrator.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Registration {
+    pub host: String,
+    pub port: u16,
+    pub ssh_username: String,
+    pub ssh_public_key: String,
+    pub ssh_key_fingerprint: String,
+    pub sku: PromisedHardware,
+    pub region_code: String,
+    pub gpus_total: u32,
+    pub onboarding_mode: OnboardingMode,
+    /// Its name and labels.
+    #[serde(default, skip_serializing_if = "Metadata::is_empty")]
+    pub metadata: Metadata,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnboardingMode {
+    Manual,
+    Maas,
+}
+
+/// I2, within a node: no GPU is in two holds.
+#[must_use]
+pub fn each_gpu_is_held_once(node: &Node) -> bool {
+    let held: Vec<_> =
+        node.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| device.uuid.as_str()).collect();
+    let distinct: BTreeSet<_> = held.iter().collect();
+    distinct.len() == held.len()
+}
+
+/// The outcome of the reachability probe at creation.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProbeOutcome {
+    pub reachable: bool,
+    pub checked_at: Timestamp,
+    pub error: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StateReason {
+    pub code: String,
+    pub message: String,
+}
+
+/// The states of a node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "kebab-case", const_into_str)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub enum Phase {
+    Registered,
+    BootstrapIssued {
+        until: Timestamp,
+    },
+    Enrolling {
+        until: Timestamp,
+    },
+    Active,
+    Offline,
+    Draining {
+        until: Timestamp,
+    },
+    /// It returns to `was` once the quarantine is released.
+    Quarantined {
+        was: Box<Phase>,
+    },
+    Retired,
+    Removing {
+        until: Timestamp,
+    },
+    Removed,
+}
+
+impl Phase {
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        self.into_str()
+    }
+
+    /// True where the node has no identity yet that could have faults.
+    #[must_use]
+    pub const fn has_no_identity(&self) -> bool {
+        matches!(self, Self::Registered | Self::BootstrapIssued { .. })
+    }
+
+    /// True where the node's identity is revoked for good.
+    #[must_use]
+    pub const fn is_gone(&self) -> bool {
+        matches!(self, Self::Removing { .. } | Self::Removed)
+    }
+}
+
+/// The commands of a node: requests of administrators, messages of its agent, and facts of the saga.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    // Requests of administrators.
+    Register {
+        registration: Box<Registration>,
+        probe: Option<ProbeOutcome>,
+    },
+    Revise {
+        host: Option<String>,
+        port: Option<u16>,
+        ssh_username: Option<String>,
+        /// The probe of the new address, where one was requested.
+        #[serde(default)]
+        probe: Option<ProbeOutcome>,
+        #[serde(default, skip_serializing_if = "MetadataPatch::is_empty")]
+        metadata: MetadataPatch,
+        if_version: Option<i64>,
+    },
+    IssueToken {
+        token_id: TokenId,
+        token_sha256: [u8; 32],
+        ttl_seconds: Option<u32>,
+    },
+    Reissue(Box<Reissue>),
+    Retire {
+        reason: String,
+        drain: bool,
+    },
+    Reactivate {
+        reason: String,
+    },
+    Remove {
+        reason: String,
+    },
+    Quarantine {
+        reason: String,
+    },
+    ReleaseQuarantine {
+        reason: String,
+    },
+    OrderTask {
+        task_type: TaskType,
+        reason: String,
+    },
+    ResumeTask {
+        task_id: TaskId,
+        reason: String,
+    },
+
+    // Messages of the agent.
+    Enroll(Box<Enrollment>),
+    Recover(Box<IdentityRecovery>),
+    Renew {
+        serial: String,
+        issued: CertificateRecord,
+    },
+    /// The agent polls for tasks.
+    Poll {
+        serial: String,
+    },
+    Heartbeat {
+        serial: String,
+        seen: Box<AgentContact>,
+        inventory: Box<ReportedInventory>,
+        health: Box<NodeHealth>,
+    },
+    Report {
+        serial: String,
+        task_id: TaskId,
+        attempt: u32,
+        verdict: TaskOutcome,
+        /// The output of a task of the node itself, for the administrator who ordered it.
+        #[serde(default)]
+        output: Option<Value>,
+    },
+    /// The agent authenticates for its side of a terminal connection.
+    Identify {
+        serial: String,
+    },
+
+    // Facts of the saga.
+    Reserve {
+        allocation_id: AllocationId,
+        gpu_count: u32,
+        keys: Vec<AuthorizedKey>,
+        /// The revision of these keys.
+        #[serde(default)]
+        revision: u64,
+    },
+    /// The SSH keys of an allocation on this node, from this revision on.
+    ReconcileLogins {
+        allocation_id: AllocationId,
+        revision: u64,
+        keys: Vec<AuthorizedKey>,
+    },
+    Unreserve {
+        allocation_id: AllocationId,
+    },
+    Provision {
+        allocation_id: AllocationId,
+        deadline_at: Timestamp,
+    },
+    Clean {
+        allocation_id: AllocationId,
+        attempt: u32,
+        deadline_at: Timestamp,
+    },
+    MarkReleaseFailed {
+        allocation_id: AllocationId,
+        attempt: u32,
+    },
+    Fence {
+        allocation_id: AllocationId,
+        attempt: u32,
+    },
+    Abandon {
+        allocation_id: AllocationId,
+    },
+    /// A terminal session was opened.
+    OpenTerminal {
+        session_id: TerminalSessionId,
+        allocation_id: AllocationId,
+        ends_at: Timestamp,
+        begin_until: Timestamp,
+        #[serde(default)]
+        recording: RecordingTerms,
+    },
+    /// A terminal session was closed.
+    ForgetTerminal {
+        session_id: TerminalSessionId,
+        allocation_id: AllocationId,
+    },
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        self.into_str()
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Register { .. }
+            | Self::Revise { .. }
+            | Self::IssueToken { .. }
+            | Self::Reissue(_)
+            | Self::Retire { .. }
+            | Self::Reactivate { .. }
+            | Self::Remove { .. }
+            | Self::Quarantine { .. }
+            | Self::ReleaseQuarantine { .. }
+            | Self::OrderTask { .. }
+            | Self::ResumeTask { .. } => Action::ManageNodes,
+            Self::Enroll(_)
+            | Self::Recover(_)
+            | Self::Renew { .. }
+            | Self::Poll { .. }
+            | Self::Heartbeat { .. }
+            | Self::Report { .. }
+            | Self::Identify { .. } => Action::SpeakForNode,
+            Self::Reserve { .. }
+            | Self::ReconcileLogins { .. }
+            | Self::Unreserve { .. }
+            | Self::Provision { .. }
+            | Self::Clean { .. }
+            | Self::MarkReleaseFailed { .. }
+            | Self::Fence { .. }
+            | Self::Abandon { .. }
+            | Self::OpenTerminal { .. }
+            | Self::ForgetTerminal { .. }
+            | Self::Tick => Action::Advance,
+        }
+    }
+}
+
+/// The reply to a command.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    /// To an administrator: the node after the command.
+    Node {
+        node: Box<Node>,
+    },
+    /// To an administrator: the node's task, and the node after the command.
+    Task {
+        task_id: TaskId,
+        node: Box<Node>,
+    },
+    TokenIssued {
+        expires_at: Timestamp,
+    },
+    Enrolled {
+        identity_generation: u32,
+        recoveries_left: u32,
+    },
+    /// To a recovery with a state that another machine has recovered with: it gets no certificate, and the node is quarantined.
+    CloneSuspected,
+    /// The tasks without a result, oldest first.
+    Work {
+        orders: Vec<AgentTask>,
+    },
+    /// When the next heartbeat is expected.
+    Heard {
+        next_heartbeat_seconds: u32,
+    },
+    Reserved {
+        placed: Placement,
+    },
+    Done,
+}
+
+/// Why a command was refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    #[error("there is no such node")]
+    NotFound,
+    #[error("the node exists already")]
+    Exists,
+    #[error("a node in state {state} cannot {command}")]
+    WrongState { state: String, command: String },
+    #[error("allocation {allocation_id} is on the node")]
+    InUse { allocation_id: AllocationId },
+    #[error("gpus_total is {given}, but the SKU has {promised} GPUs")]
+    GpusDiffer { given: u32, promised: u32 },
+    #[error("region {region_code} is not among the SKU's regions")]
+    RegionNotAllowed { region_code: String },
+    #[error("the node is at another version than the one in If-Match")]
+    VersionDiffers,
+    #[error("a node has at most {max} labels")]
+    TooManyLabels { max: usize },
+    #[error("the node is not in order: {why}")]
+    NotInOrder { why: String },
+
+    // Enrollment: one public code; the cause is for logs and audit.
+    #[error("the enrollment token does not hold: {cause}")]
+    TokenRefused { cause: EnrollmentTokenFault },
+
+    // Identity.
+    #[error("the certificate is not one of the node's present identity")]
+    CertificateUnknown,
+    #[error("the certificate has expired")]
+    CertificateExpired,
+    #[error("the node was removed")]
+    Removed,
+    #[error("the failed release of allocation {allocation_id} fences the node")]
+    Fenced { allocation_id: AllocationId },
+    #[error("the node speaks for {id} alone")]
+    ForeignNode { id: NodeId },
+
+    // Tasks.
+    #[error("the node has no such task")]
+    TaskUnknown,
+    #[error("{task_type} is not ordered by administrators")]
+    NotOrdered { task_type: TaskType },
+    #[error("the agent has not reported on {limit} tasks")]
+    TooManyTasks { limit: usize },
+    #[error("the task does not wait for an operator: {why}")]
+    TaskDoesNotWait { why: String },
+    #[error("the result is of attempt {given}; the task is at attempt {current}")]
+    StaleAttempt { given: u32, current: u32 },
+
+    // Placement.
+    #[error("the node takes no allocation: {why}")]
+    NotSchedulable { why: String },
+    #[error("{free} GPUs are free, {wanted} are wanted")]
+    NotEnoughGpus { free: u32, wanted: u32 },
+}
+
+/// Why a token is not valid; never sent to the agent that presented it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum EnrollmentTokenFault {
+    #[error("no token was issued")]
+    NoneIssued,
+    #[error("it is another token")]
+    Mismatch,
+    #[error("it has expired")]
+    Expired,
+    #[error("it was used before")]
+    Consumed,
+    #[error("it was not used yet: it is for enrollment")]
+    FirstBoot,
+    #[error("it is bound to another recovery key")]
+    KeyDiffers,
+    #[error("the nonce has ended")]
+    NonceExpired,
+    #[error("the nonce was used before")]
+    NonceSpent,
+    #[error("the identity was never of that generation")]
+    GenerationUnknown,
+    #[error("no recovery of this identity is left")]
+    RecoveriesUsedUp,
+    #[error("so many recoveries were tried lately that one more is not remembered")]
+    TooManyNonces,
+}
+
+impl Machine for Node {
+    const KIND: EntityKind = EntityKind::Node;
+    /// As much as other entities, and thirty-two labels.
+    const SNAPSHOT_MOST: usize = 80 * 1024;
+    type Command = Command;
+    type Reply = Reply;
+    type Rejection = Rejection;
+
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        match (state, command) {
+            (None, Command::Register { registration, probe }) => Self::register(*registration, probe, ctx),
+            (Some(_), Command::Register { .. }) => Err(Rejection::Exists),
+            (None, _) => Err(Rejection::NotFound),
+            (Some(node), command) => Ok(node.advance(command, ctx)?.with_claims()),
+        }
+    }
+
+    fn decide_without(
+        state: Option<&Self>,
+        command: Command,
+        holders: &BTreeMap<String, Uuid>,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        match state {
+            Some(node) => node.advance_without(command, holders, ctx),
+            None => Self::decide(state, command, ctx),
+        }
+    }
+
+    /// A refused enrollment or recovery: the caller gets one public code, the audit log records the true cause.
+    fn audit_refusal(
+        &self,
+        command: &Command,
+        rejection: &Rejection,
+        ctx: &TransitionContext<'_>,
+    ) -> Option<AuditedRefusal<Self>> {
+        let (Command::Enroll(_) | Command::Recover(_), Rejection::TokenRefused { .. } | Rejection::Removed) =
+            (command, rejection)
+        else {
+            return None;
+        };
+        let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };
+        let metadata = json!({ "cause": rejection.to_string(), "result": "refused" });
+        Some(AuditedRefusal { next, audit: self.audit(AuditAction::NodesRefuseEnrollment, metadata) })
+    }
+
+    fn state(&self) -> &'static str {
+        self.life.name()
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        let of_its_life = match &self.life {
+            Phase::BootstrapIssued { until } => {
+                Some(Deadline::new(*until, "no agent has enrolled with the issued token"))
+            }
+            Phase::Enrolling { until } if self.reason.code == INVENTORY_MISMATCH => {
+                Some(Deadline::new(*until, self.reason.message.clone()))
+            }
+            Phase::Enrolling { until } => Some(Deadline::new(*until, "the agent has not polled with its certificate")),
+            Phase::Draining { until } => {
+                let left = self.holds.len();
+                Some(Deadline::new(*until, format!("{left} allocations have not ended")))
+            }
+            Phase::Removing { until } => Some(Deadline::new(*until, "the node's connections are being closed")),
+            Phase::Registered
+            | Phase::Active
+            | Phase::Offline
+            | Phase::Quarantined { .. }
+            | Phase::Retired
+            | Phase::Removed => None,
+        };
+        let others = self.task_deadline().into_iter().chain(self.ssh_keys_deadline());
+        of_its_life.into_iter().chain(others).min_by_key(|deadline| deadline.at)
+    }
+
+    fn timer(&self) -> Option<Timestamp> {
+        let of_its_life = match &self.life {
+            Phase::BootstrapIssued { until } | Phase::Enrolling { until } | Phase::Removing { until } => Some(*until),
+            Phase::Active => self.seen.as_ref().map(|seen| seen.silent_at),
+            // A drain ends with the last allocation, not at a time.
+            Phase::Draining { .. }
+            | Phase::Registered
+            | Phase::Offline
+            | Phase::Quarantined { .. }
+            | Phase::Retired
+            | Phase::Removed => None,
+        };
+        let of_tenants = self.next_resend_at().into_iter().chain(self.ssh_keys_due_at());
+        of_its_life.into_iter().chain(of_tenants).chain(self.task_due_at()).min()
+    }
+
+    fn keys(&self) -> IndexKeys {
+        IndexKeys { owner: None, sku: Some(self.registration.sku.sku_id.0), unique_name: None }
+    }
+
+    fn claims(&self) -> BTreeSet<String> {
+        self.claimed_gpus.iter().map(|uuid| gpu_claims::gpu_claim(uuid)).collect()
+    }
+
+    fn terms(&self) -> BTreeSet<String> {
+        self.registration.metadata.terms()
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+impl Node {
+    fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match command {
+            Command::Register { .. } => Err(Rejection::Exists),
+            Command::Revise { host, port, ssh_username, probe, metadata, if_version } => {
+                self.revise((host, port, ssh_username), probe, metadata, if_version, ctx)
+            }
+            Command::IssueToken { token_id, token_sha256, ttl_seconds } => {
+                self.issue_token(token_id, token_sha256, ttl_seconds, ctx)
+            }
+            Command::Reissue(asked) => self.reissue(*asked, ctx),
+            Command::Retire { reason, drain } => self.retire(&reason, drain, ctx),
+            Command::Reactivate { reason } => self.reactivate(&reason, ctx),
+            Command::Remove { reason } => self.remove(&reason, ctx),
+            Command::Quarantine { reason } => self.quarantine(&reason, ctx),
+            Command::ReleaseQuarantine { reason } => self.release_quarantine(&reason, ctx),
+            Command::OrderTask { task_type, reason } => self.order_task(task_type, &reason, ctx),
+            Command::ResumeTask { task_id, reason } => self.resume_task(task_id, &reason, ctx),
+            Command::Enroll(enrollment) => self.enroll(*enrollment, ctx),
+            Command::Recover(recovery) => self.recover(*recovery, ctx),
+            Command::Renew { serial, issued } => self.renew(&serial, issued, ctx),
+            Command::Poll { serial } => self.poll(&serial, ctx),
+            Command::Heartbeat { serial, seen, inventory, health } => {
+                self.heartbeat(&serial, *seen, *inventory, *health, ctx)
+            }
+            Command::Report { serial, task_id, attempt, verdict, output } => {
+                let mut step = self.report(&serial, (task_id, attempt), verdict, output, ctx)?;
+                step.why = report_reasons::why(task_id, &step.why);
+                Ok(step)
+            }
+            Command::Identify { serial } => {
+                self.check_certificate(&serial, ctx)?;
+                Ok(Transition::stay(Reply::Done))
+            }
+            Command::Reserve { allocation_id, gpu_count, keys, revision } => {
+                self.reserve(allocation_id, gpu_count, keys, revision, ctx)
+            }
+            Command::ReconcileLogins { allocation_id, revision, keys } => {
+                Ok(self.reconcile_logins(allocation_id, revision, keys, ctx))
+            }
+            Command::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
+            Command::Provision { allocation_id, deadline_at } => Ok(self.provision(allocation_id, deadline_at, ctx)),
+            Command::Clean { allocation_id, attempt, deadline_at } => {
+                Ok(self.clean(allocation_id, attempt, deadline_at, ctx))
+            }
+            Command::MarkReleaseFailed { allocation_id, attempt } => {
+                Ok(self.mark_release_failed(allocation_id, attempt, ctx))
+            }
+            Command::Fence { allocation_id, attempt } => Ok(self.fence(allocation_id, attempt, ctx)),
+            Command::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
+            Command::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording } => {
+                Ok(self.open_terminal(session_id, allocation_id, ends_at, begin_until, recording, ctx))
+            }
+            Command::ForgetTerminal { session_id, allocation_id } => {
+                Ok(self.forget_terminal(session_id, allocation_id))
+            }
+            Command::Tick => {
+                let step = self.expire_stale_tasks(self.confirm_holds(self.tick(ctx), ctx), ctx);
+                Ok(self.retry_stale_ssh_keys(step, ctx))
+            }
+        }
+    }
+
+    /// The node in another state, with the reason and the event of the change.
+    fn change_phase(&self, life: Phase, code: &str, message: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let mut next = self.clone();
+        let event = next.enter(life, code, message, ctx);
+        next.transition_with_node(message).event(event)
+    }
+
+    fn enter(&mut self, life: Phase, code: &str, message: &str, ctx: &TransitionContext<'_>) -> Event {
+        let from = self.life.name().to_owned();
+        self.life = life;
+        self.entered_at = ctx.now;
+        self.reason = StateReason { code: code.to_owned(), message: message.to_owned() };
+        Event::NodeStateChanged {
+            node_id: self.id,
+            from: Some(from),
+            to: self.life.name().to_owned(),
+            reason: code.to_owned(),
+        }
+    }
+
+    /// The transition to this node, with the node as its reply.
+    fn transition_with_node(self, why: impl Into<String>) -> Transition<Self> {
+        let reply = Reply::Node { node: Box::new(self.clone()) };
+        Transition::to(self, reply, why)
+    }
+
+    fn wrong_state(&self, command: &Command) -> Rejection {
+        Rejection::WrongState { state: self.life.name().to_owned(), command: command.name().to_owned() }
+    }
+
+    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {
+        AuditRecord::new(action, self.entity(), metadata)
+    }
+
+    const fn entity(&self) -> EntityRef {
+        EntityRef { kind: EntityKind::Node, id: self.id.0 }
+    }
+
+    /// The GPUs without a hold, in the order of their index. Before the agent's first report there are none.
+    pub fn free_devices(&self) -> impl Iterator<Item = GpuDevice> + '_ {
+        let held: BTreeSet<&str> =
+            self.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| device.uuid.as_str()).collect();
+        self.inventory
+            .iter()
+            .flat_map(|inventory| &inventory.gpus)
+            .filter(move |gpu| !held.contains(gpu.uuid.as_str()))
+            .map(|gpu| GpuDevice { index: gpu.index, uuid: gpu.uuid.clone() })
+    }
+}

@@ -1,0 +1,645 @@
+//! The node's lifecycle and tenants as tables; tests of what the tables do not show are in the files beside.
+
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod gpu_claims;
+mod lifecycle;
+mod recovery;
+mod ssh_access;
+mod tasks;
+mod tenants;
+
+use super::*;
+use crate::authz::{CallerIdentity, Principal, TokenRole};
+use crate::invariant;
+use crate::machine::Effect;
+use crate::metadata::{MAX_LABELS, PatchValue};
+use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
+use crate::retry;
+use chrono::TimeDelta;
+use std::fmt::Write as _;
+use uuid::Uuid;
+
+const NODE: NodeId = NodeId(Uuid::from_u128(0xA));
+const TENANT: AllocationId = AllocationId(Uuid::from_u128(0x100));
+const OTHER: AllocationId = AllocationId(Uuid::from_u128(0x200));
+const SERIAL: &str = "01";
+const HASH: [u8; 32] = [7; 32];
+const GPUS: u32 = 4;
+
+fn start() -> Timestamp {
+    Timestamp::from_timestamp(1_800_000_000, 0).unwrap()
+}
+
+fn admin() -> Principal {
+    Principal::Caller(CallerIdentity {
+        user_id: "root".into(),
+        roles: [TokenRole::Admin].into(),
+        org_id: None,
+        project_id: None,
+        plan: None,
+        grant: None,
+        service_account: None,
+    })
+}
+
+fn agent() -> Principal {
+    Principal::Node(NODE)
+}
+
+fn worker() -> Principal {
+    Principal::system("provisioning")
+}
+
+fn registration() -> Registration {
+    Registration {
+        host: "node-a".into(),
+        port: 22,
+        ssh_username: "ops".into(),
+        ssh_public_key: "ssh-ed25519 AAAA".into(),
+        ssh_key_fingerprint: "SHA256:x".into(),
+        sku: PromisedHardware {
+            sku_id: SkuId(Uuid::from_u128(1)),
+            name: "h100x4".into(),
+            gpu_model: "H100".into(),
+            gpu_memory_mib: 80_000,
+            gpu_count: GPUS,
+            allowed_regions: vec!["eu".into()],
+        },
+        region_code: "eu".into(),
+        gpus_total: GPUS,
+        onboarding_mode: OnboardingMode::Manual,
+        metadata: Metadata::default(),
+    }
+}
+
+fn inventory(gpus: u32) -> ReportedInventory {
+    ReportedInventory {
+        gpus: (0..gpus)
+            .map(|index| ReportedGpu { index, uuid: format!("GPU-{index}"), model: "H100".into(), memory_mib: 79_000 })
+            .collect(),
+        gpu_source: "simulated".into(),
+        executor: "sandbox".into(),
+        isolates_devices: true,
+        cpu_cores: 64,
+        memory_mib: 512_000,
+        storage_gib: 4_000,
+        host_fingerprint: None,
+    }
+}
+
+fn seen(boot_id: &str) -> Box<AgentContact> {
+    Box::new(AgentContact {
+        boot_id: boot_id.into(),
+        agent_version: "1".into(),
+        protocol: 3,
+        last_seen_at: start(),
+        silent_at: start(),
+        task_types: None,
+    })
+}
+
+fn heartbeat(status: NodeHealthStatus, inventory: ReportedInventory) -> Command {
+    Command::Heartbeat {
+        serial: SERIAL.into(),
+        seen: seen("boot-1"),
+        inventory: Box::new(inventory),
+        health: Box::new(NodeHealth { status, alerts: Vec::new() }),
+    }
+}
+
+fn certificate(serial: &str) -> CertificateRecord {
+    CertificateRecord {
+        serial: serial.into(),
+        not_after: start() + TimeDelta::days(30),
+        generation: 0,
+        authority: None,
+    }
+}
+
+fn enrollment() -> Command {
+    Command::Enroll(Box::new(Enrollment {
+        token_sha256: HASH,
+        csr_sha256: [1; 32],
+        issued: certificate(SERIAL),
+        recovery_public_key: "k".into(),
+        boot_id: "boot-1".into(),
+        agent_version: "1".into(),
+        protocol: 3,
+        inventory: inventory(GPUS),
+    }))
+}
+
+fn issue_token() -> Command {
+    Command::IssueToken { token_id: TokenId(Uuid::from_u128(5)), token_sha256: HASH, ttl_seconds: None }
+}
+
+fn reissue(revoke_current_certificate: bool) -> Command {
+    Command::Reissue(Box::new(Reissue {
+        token_id: TokenId(Uuid::from_u128(6)),
+        token_sha256: [8; 32],
+        ttl_seconds: None,
+        reason: "r".into(),
+        revoke_current_certificate,
+    }))
+}
+
+/// A recovery as the node's own agent would ask for it in its first generation, with nonce and certificate number `n`.
+fn recovery(n: u8) -> IdentityRecovery {
+    IdentityRecovery {
+        token_sha256: HASH,
+        identity_generation: 1,
+        verified_with: "k".into(),
+        nonce: Nonce { value: format!("nonce-{n}"), until: start() + TimeDelta::days(60) },
+        csr_sha256: [n; 32],
+        issued: certificate(&format!("r{n}")),
+        boot_id: "boot-1".into(),
+        agent_version: "1".into(),
+        protocol: 3,
+    }
+}
+
+fn recover(recovery: IdentityRecovery) -> Command {
+    Command::Recover(Box::new(recovery))
+}
+
+fn poll() -> Command {
+    Command::Poll { serial: SERIAL.into() }
+}
+
+fn reserve(allocation_id: AllocationId, gpu_count: u32) -> Command {
+    Command::Reserve { allocation_id, gpu_count, keys: Vec::new(), revision: 0 }
+}
+
+fn order_task(task_type: TaskType) -> Command {
+    Command::OrderTask { task_type, reason: "r".into() }
+}
+
+fn retire(drain: bool) -> Command {
+    Command::Retire { reason: "r".into(), drain }
+}
+
+/// A node at an instant, under a policy, with what its last step said.
+#[derive(Clone)]
+struct Story {
+    node: Node,
+    now: Timestamp,
+    policy: PolicyBook,
+    said: Vec<Event>,
+    effects: Vec<Effect>,
+    reply: Reply,
+    wrote: bool,
+}
+
+fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> TransitionContext<'a> {
+    TransitionContext {
+        now,
+        policy,
+        by,
+        correlation_id: "c",
+        trace: crate::machine::TraceContext::default(),
+        seed: 7,
+        id: NODE.0,
+        version: 3,
+    }
+}
+
+fn register(registration: Registration) -> Result<Transition<Node>, Rejection> {
+    let policy = PolicyBook::default();
+    let command = Command::Register { registration: Box::new(registration), probe: None };
+    Node::decide(None, command, &ctx(start(), &policy, &admin()))
+}
+
+/// A registered node.
+fn node() -> Story {
+    let step = register(registration()).unwrap();
+    Story {
+        node: step.next.unwrap(),
+        now: start(),
+        policy: PolicyBook::default(),
+        said: step.events,
+        effects: step.effects,
+        reply: step.reply,
+        wrote: true,
+    }
+}
+
+impl Story {
+    fn policy(mut self, key: PolicyKey, value: i64) -> Self {
+        self.policy.set(key, PolicyScope::Global, start(), PolicyValue::Int(value)).unwrap();
+        self
+    }
+
+    fn after(mut self, time: TimeDelta) -> Self {
+        self.now += time;
+        self
+    }
+
+    fn at_its_timer(mut self) -> Self {
+        self.now = self.node.timer().unwrap();
+        self
+    }
+
+    fn ask(&self, by: &Principal, command: Command) -> Result<Transition<Node>, Rejection> {
+        Node::decide(Some(&self.node), command, &ctx(self.now, &self.policy, by))
+    }
+
+    #[track_caller]
+    fn by(mut self, by: &Principal, command: Command) -> Self {
+        let step = self.ask(by, command).unwrap();
+        self.wrote = step.next.is_some();
+        assert!(self.wrote || (step.events.is_empty() && step.audit.is_empty()), "what is not written is lost");
+        self.node = step.next.unwrap_or(self.node);
+        self.said = step.events;
+        self.effects = step.effects;
+        self.reply = step.reply;
+        self
+    }
+
+    #[track_caller]
+    fn admin(self, command: Command) -> Self {
+        self.by(&admin(), command)
+    }
+
+    #[track_caller]
+    fn agent(self, command: Command) -> Self {
+        self.by(&agent(), command)
+    }
+
+    #[track_caller]
+    fn after_fact(self, command: Command) -> Self {
+        self.by(&worker(), command)
+    }
+
+    fn ticked(self) -> Self {
+        self.after_fact(Command::Tick)
+    }
+
+    fn invited(self) -> Self {
+        self.admin(issue_token())
+    }
+
+    fn enrolled(self) -> Self {
+        self.invited().agent(enrollment())
+    }
+
+    fn active(self) -> Self {
+        self.enrolled().agent(poll())
+    }
+
+    fn after_heartbeat(self) -> Self {
+        self.agent(heartbeat(NodeHealthStatus::Ok, inventory(GPUS)))
+    }
+
+    fn offline(mut self) -> Self {
+        self.now = self.node.seen.as_ref().unwrap().silent_at;
+        self.ticked()
+    }
+
+    fn quarantined(self) -> Self {
+        self.admin(Command::Quarantine { reason: "r".into() })
+    }
+
+    fn retired(self) -> Self {
+        self.admin(retire(false))
+    }
+
+    fn removing(self) -> Self {
+        self.admin(Command::Remove { reason: "r".into() })
+    }
+
+    // The states of a tenant.
+
+    fn reserved(self) -> Self {
+        self.after_fact(reserve(TENANT, 1))
+    }
+
+    fn provisioning(self) -> Self {
+        let deadline_at = self.now + TimeDelta::seconds(600);
+        self.reserved().after_fact(Command::Provision { allocation_id: TENANT, deadline_at })
+    }
+
+    fn ready(self) -> Self {
+        self.provisioning().reports(TaskOutcome::Succeeded { proof: None })
+    }
+
+    fn setup_failed(self) -> Self {
+        self.provisioning().reports(failed())
+    }
+
+    fn cleaning(self, attempt: u32) -> Self {
+        let deadline_at = self.now + TimeDelta::seconds(600);
+        self.after_fact(Command::Clean { allocation_id: TENANT, attempt, deadline_at })
+    }
+
+    fn releasing(self) -> Self {
+        self.ready().cleaning(1)
+    }
+
+    fn release_failed(self) -> Self {
+        self.releasing().reports(failed())
+    }
+
+    fn fenced(self) -> Self {
+        self.release_failed().after_fact(Command::Fence { allocation_id: TENANT, attempt: 1 })
+    }
+
+    fn abandoned(self) -> Self {
+        self.release_failed().after_fact(Command::Abandon { allocation_id: TENANT })
+    }
+
+    /// The tenant's task and its attempt; an unknown task where there is none.
+    fn task(&self) -> (TaskId, u32) {
+        let work = match self.node.holds.get(&TENANT).map(|hold| &hold.phase) {
+            Some(
+                HoldPhase::Provisioning { work }
+                | HoldPhase::Releasing { work }
+                | HoldPhase::ReleaseFailed { work }
+                | HoldPhase::Abandoned { work },
+            ) => Some(work),
+            Some(HoldPhase::Reserved | HoldPhase::Ready | HoldPhase::SetupFailed { .. }) | None => None,
+        };
+        work.map_or((TaskId(Uuid::from_u128(9)), 1), |work| (work.task_id, work.attempt))
+    }
+
+    fn report(&self, attempt: u32, verdict: TaskOutcome) -> Command {
+        Command::Report { serial: SERIAL.into(), task_id: self.task().0, attempt, verdict, output: None }
+    }
+
+    #[track_caller]
+    fn reports(self, verdict: TaskOutcome) -> Self {
+        let report = self.report(self.task().1, verdict);
+        self.agent(report)
+    }
+
+    #[track_caller]
+    fn expect(self, state: &str) -> Self {
+        assert_eq!(self.node.state(), state, "{:?}", self.node.reason);
+        self
+    }
+
+    #[track_caller]
+    fn says(self, subjects: &[&str]) -> Self {
+        let said: Vec<_> = self.said.iter().map(Event::subject).collect();
+        assert_eq!(said, subjects);
+        self
+    }
+
+    #[track_caller]
+    fn unmoved(self) -> Self {
+        assert!(!self.wrote, "something was written");
+        self
+    }
+
+    #[track_caller]
+    fn refuses(&self, by: &Principal, command: Command) -> Rejection {
+        self.ask(by, command).map(|step| step.why).unwrap_err()
+    }
+
+    fn pending_tasks(&self) -> Vec<&'static str> {
+        let step = self.ask(&agent(), poll()).unwrap();
+        let Reply::Work { orders } = step.reply else { panic!("{:?}", step.reply) };
+        let what = |order: AgentTask| match order.what {
+            TaskKind::Provision { .. } => "provision",
+            TaskKind::ReconcileLogins { .. } => "reconcile logins",
+            TaskKind::Release { .. } => "release",
+            TaskKind::OfNode { task_type, .. } => task_type.name(),
+            TaskKind::OpenTerminal { .. } => "open terminal",
+        };
+        orders.into_iter().map(what).collect()
+    }
+}
+
+fn failed() -> TaskOutcome {
+    TaskOutcome::Failed { code: "c".into(), message: "m".into() }
+}
+
+const PROVED: TaskOutcome = TaskOutcome::Succeeded { proof: Some(TENANT) };
+
+fn lives() -> Vec<(&'static str, Story)> {
+    vec![
+        ("registered", node()),
+        ("bootstrap-issued", node().invited()),
+        ("enrolling", node().enrolled()),
+        ("active", node().active()),
+        ("active, with a tenant", node().active().ready()),
+        ("offline", node().active().offline()),
+        ("offline, with a tenant", node().active().ready().offline()),
+        ("draining", node().active().ready().admin(retire(true))),
+        ("quarantined", node().active().quarantined()),
+        ("quarantined, with a tenant", node().active().ready().quarantined()),
+        ("quarantined by force", node().active().abandoned()),
+        ("fenced", node().active().fenced()),
+        ("retired", node().active().retired()),
+        ("removing", node().active().retired().removing()),
+        ("removed", node().active().retired().removing().at_its_timer().ticked()),
+    ]
+}
+
+/// Metadata with so many labels and a name.
+fn labelled(count: usize) -> MetadataPatch {
+    let labels = (0..count).map(|n| (format!("key-{n}"), Some(String::new()))).collect();
+    MetadataPatch { name: PatchValue::Set("name".into()), labels: PatchValue::Set(labels) }
+}
+
+fn life_commands() -> Vec<(&'static str, Principal, Command)> {
+    let revise = |if_version| Command::Revise {
+        host: Some("b".into()),
+        port: None,
+        ssh_username: None,
+        probe: None,
+        metadata: MetadataPatch::default(),
+        if_version,
+    };
+    let label = |count| Command::Revise {
+        host: None,
+        port: None,
+        ssh_username: None,
+        probe: None,
+        metadata: labelled(count),
+        if_version: None,
+    };
+    let reason = || "r".to_owned();
+    vec![
+        ("register", admin(), Command::Register { registration: Box::new(registration()), probe: None }),
+        ("revise", admin(), revise(None)),
+        ("revise another version", admin(), revise(Some(2))),
+        ("revise its labels", admin(), label(1)),
+        ("revise its labels, too many", admin(), label(MAX_LABELS + 1)),
+        ("issue_token", admin(), issue_token()),
+        ("reissue", admin(), reissue(false)),
+        ("reissue, revoking", admin(), reissue(true)),
+        ("retire", admin(), retire(false)),
+        ("retire, draining", admin(), retire(true)),
+        ("reactivate", admin(), Command::Reactivate { reason: reason() }),
+        ("remove", admin(), Command::Remove { reason: reason() }),
+        ("quarantine", admin(), Command::Quarantine { reason: reason() }),
+        ("release_quarantine", admin(), Command::ReleaseQuarantine { reason: reason() }),
+        ("order_task", admin(), order_task(TaskType::NodeReboot)),
+        ("order_task that follows from something", admin(), order_task(TaskType::AllocationProvision)),
+        ("enroll", agent(), enrollment()),
+        ("enroll by another node", Principal::Node(NodeId(Uuid::from_u128(0xB))), enrollment()),
+        ("recover", agent(), recover(recovery(2))),
+        ("renew", agent(), Command::Renew { serial: SERIAL.into(), issued: certificate("02") }),
+        ("poll", agent(), poll()),
+        ("poll, unknown certificate", agent(), Command::Poll { serial: "ff".into() }),
+        ("heartbeat", agent(), heartbeat(NodeHealthStatus::Ok, inventory(GPUS))),
+        ("heartbeat, critical", agent(), heartbeat(NodeHealthStatus::Critical, inventory(GPUS))),
+        ("heartbeat, a GPU less", agent(), heartbeat(NodeHealthStatus::Ok, inventory(GPUS - 1))),
+        ("reserve", worker(), reserve(OTHER, 1)),
+        ("reserve too many", worker(), reserve(OTHER, GPUS + 1)),
+        ("tick before its time", worker(), Command::Tick),
+    ]
+}
+
+fn holds() -> Vec<(&'static str, Story)> {
+    vec![
+        ("nothing held", node().active()),
+        ("reserved", node().active().reserved()),
+        ("provisioning", node().active().provisioning()),
+        ("ready", node().active().ready()),
+        ("setup_failed", node().active().setup_failed()),
+        ("releasing, attempt 1", node().active().releasing()),
+        ("releasing, attempt 2", node().active().release_failed().cleaning(2)),
+        ("release_failed, attempt 1", node().active().release_failed()),
+        ("fenced", node().active().fenced()),
+        ("abandoned by force", node().active().abandoned()),
+        ("reserved, quarantined", node().active().reserved().quarantined()),
+    ]
+}
+
+fn hold_commands(story: &Story) -> Vec<(String, Principal, Command)> {
+    let allocation_id = TENANT;
+    let deadline_at = story.now + TimeDelta::seconds(600);
+    let mut commands = vec![
+        ("reserve again".to_owned(), worker(), reserve(TENANT, 1)),
+        ("unreserve".to_owned(), worker(), Command::Unreserve { allocation_id }),
+        ("provision".to_owned(), worker(), Command::Provision { allocation_id, deadline_at }),
+    ];
+    for attempt in 1..=2 {
+        let clean = Command::Clean { allocation_id, attempt, deadline_at };
+        commands.push((format!("clean {attempt}"), worker(), clean));
+        let mark = Command::MarkReleaseFailed { allocation_id, attempt };
+        commands.push((format!("mark_release_failed {attempt}"), worker(), mark));
+        commands.push((format!("fence {attempt}"), worker(), Command::Fence { allocation_id, attempt }));
+        commands.push((format!("report {attempt} failed"), agent(), story.report(attempt, failed())));
+        let unproven = TaskOutcome::Succeeded { proof: None };
+        commands.push((format!("report {attempt} succeeded"), agent(), story.report(attempt, unproven)));
+        commands.push((format!("report {attempt} proved"), agent(), story.report(attempt, PROVED)));
+        let foreign = TaskOutcome::Succeeded { proof: Some(OTHER) };
+        commands.push((format!("report {attempt} proved another's"), agent(), story.report(attempt, foreign)));
+    }
+    commands.push(("abandon".to_owned(), worker(), Command::Abandon { allocation_id }));
+    commands
+}
+
+fn held(node: &Node) -> String {
+    let phase = match node.holds.get(&TENANT).map(|hold| &hold.phase) {
+        None => "nothing".to_owned(),
+        Some(HoldPhase::Reserved) => "reserved".to_owned(),
+        Some(HoldPhase::Provisioning { work }) => format!("provisioning {}", work.attempt),
+        Some(HoldPhase::Ready) => "ready".to_owned(),
+        Some(HoldPhase::SetupFailed { .. }) => "setup_failed".to_owned(),
+        Some(HoldPhase::Releasing { work }) => format!("releasing {}", work.attempt),
+        Some(HoldPhase::ReleaseFailed { work }) => format!("release_failed {}", work.attempt),
+        Some(HoldPhase::Abandoned { work }) => format!("abandoned {}", work.attempt),
+    };
+    if node.fenced_by.is_empty() { phase } else { format!("{phase}, fenced") }
+}
+
+fn outcome(from: &Node, step: Result<Transition<Node>, Rejection>, name: impl Fn(&Node) -> String) -> String {
+    let step = match step {
+        Err(rejection) => return format!("refused: {rejection}"),
+        Ok(step) => step,
+    };
+    let mut line = match &step.next {
+        None => {
+            assert!(step.events.is_empty() && step.audit.is_empty(), "what is not written is lost");
+            "stays".to_owned()
+        }
+        Some(next) => {
+            assert!(
+                invariant::i8_transient_states_have_a_deadline(next, invariant::node_is_transient(next)),
+                "{next:?}"
+            );
+            assert!(invariant::each_gpu_is_held_once(next));
+            let kept = serde_json::to_string(next).unwrap();
+            assert_eq!(&serde_json::from_str::<Node>(&kept).unwrap(), next);
+            match (next == from, name(next) == name(from)) {
+                (true, _) => "stays, and says it".to_owned(),
+                (false, true) => "noted".to_owned(),
+                (false, false) => format!("-> {}", name(next)),
+            }
+        }
+    };
+    let said: Vec<_> = step.events.iter().map(Event::subject).collect();
+    let audited: Vec<_> = step.audit.iter().map(|audit| audit.action.as_str()).collect();
+    for (what, list) in [("", said), ("audit ", audited)] {
+        if !list.is_empty() {
+            write!(line, " | {what}{}", list.join(", ")).unwrap();
+        }
+    }
+    for effect in step.effects {
+        let effect = match effect {
+            Effect::WakeNode(_) => "wake",
+            Effect::CloseNode(_) => "close",
+            Effect::WakeTerminal(_) => "wake terminal",
+            Effect::ReadPolicy => "read policy",
+            Effect::ReadKeys => "read keys",
+        };
+        write!(line, " | {effect}").unwrap();
+    }
+    line
+}
+
+#[test]
+fn every_command_in_every_state_does_what_was_reviewed() {
+    let mut table = String::new();
+    let state = |node: &Node| node.state().to_owned();
+    for (name, story) in lives() {
+        writeln!(table, "{name}").unwrap();
+        for (said, by, command) in life_commands() {
+            writeln!(table, "    {said}: {}", outcome(&story.node, story.ask(&by, command), state)).unwrap();
+        }
+        if story.node.timer().is_some() {
+            let due = story.clone().at_its_timer();
+            let ticked = due.ask(&worker(), Command::Tick);
+            writeln!(table, "    tick in time: {}", outcome(&due.node, ticked, state)).unwrap();
+        }
+        if let Some(seen) = &story.node.seen {
+            let later = Story { now: seen.silent_at, ..story.clone() };
+            let ticked = later.ask(&worker(), Command::Tick);
+            writeln!(table, "    tick when it was silent: {}", outcome(&later.node, ticked, state)).unwrap();
+        }
+    }
+    insta::assert_snapshot!(table);
+}
+
+#[test]
+fn every_order_and_report_in_every_phase_of_a_tenant_does_what_was_reviewed() {
+    let mut table = String::new();
+    for (name, story) in holds() {
+        writeln!(table, "{name}").unwrap();
+        for (said, by, command) in hold_commands(&story) {
+            writeln!(table, "    {said}: {}", outcome(&story.node, story.ask(&by, command), held)).unwrap();
+        }
+        let later = story.after(retry::FIRST);
+        writeln!(table, "    tick later: {}", outcome(&later.node, later.ask(&worker(), Command::Tick), held)).unwrap();
+    }
+    insta::assert_snapshot!(table);
+}
+
+#[test]
+fn every_state_that_must_end_says_until_when_and_why() {
+    let mut table = String::new();
+    for (name, story) in lives() {
+        let seconds = |at: Timestamp| (at - story.now).num_seconds();
+        let wakes = story.node.timer().map_or("never".to_owned(), |at| format!("in {} s", seconds(at)));
+        let ends = story
+            .node
+            .deadline()
+            .map_or("no end".to_owned(), |it| format!("ends in {} s: {}", seconds(it.at), it.reason));
+        writeln!(table, "{name}: wakes {wakes}; {ends}").unwrap();
+    }
+    insta::assert_snapshot!(table);
+}

@@ -1,0 +1,123 @@
+//! The SSH keys of a tenant that is set up.
+
+use super::*;
+
+fn key(n: u128) -> AuthorizedKey {
+    AuthorizedKey {
+        id: crate::id::SshKeyId(Uuid::from_u128(n)),
+        public_key: format!("ssh-ed25519 {n}"),
+        fingerprint: format!("SHA256:{n}"),
+    }
+}
+
+fn wish(revision: u64) -> Command {
+    Command::ReconcileLogins { allocation_id: TENANT, revision, keys: vec![key(revision.into())] }
+}
+
+fn order(story: &Story) -> SshKeysTask {
+    story.node.holds[&TENANT].logins.order.clone().unwrap()
+}
+
+fn report(story: &Story, attempt: u32, verdict: TaskOutcome) -> Command {
+    let task_id = order(story).work.task_id;
+    Command::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None }
+}
+
+const DONE: TaskOutcome = TaskOutcome::Succeeded { proof: None };
+
+/// The keys in the agent's task.
+fn offered(story: &Story) -> Vec<AuthorizedKey> {
+    let step = story.ask(&agent(), poll()).unwrap();
+    let Reply::Work { orders } = step.reply else { panic!("{:?}", step.reply) };
+    let keys = orders.into_iter().find_map(|order| match order.what {
+        TaskKind::ReconcileLogins { keys, .. } => Some(keys),
+        TaskKind::Provision { .. }
+        | TaskKind::Release { .. }
+        | TaskKind::OfNode { .. }
+        | TaskKind::OpenTerminal { .. } => None,
+    });
+    keys.unwrap_or_default()
+}
+
+#[test]
+fn key_change_becomes_a_task_and_its_result_is_published() {
+    let told = node().active().ready().after_fact(wish(1));
+    assert_eq!((told.pending_tasks(), offered(&told)), (vec!["reconcile logins"], vec![key(1)]));
+    let done = report(&told, 1, DONE);
+    let step = told.ask(&agent(), done.clone()).unwrap();
+    assert_eq!(
+        (step.audit[0].action.as_str(), &step.audit[0].metadata["result"]),
+        ("ssh_keys.reconcile", &json!("ok"))
+    );
+    let done = told.agent(done).says(&["node.logins_written"]);
+    assert_eq!(done.pending_tasks(), Vec::<&str>::new());
+    // A repeated request is confirmed again; an older revision is ignored.
+    done.clone().after_fact(wish(1)).says(&["node.logins_written"]);
+    assert_eq!(done.after_fact(wish(0)).pending_tasks(), Vec::<&str>::new());
+}
+
+#[test]
+fn later_key_change_wins_although_the_first_result_arrives_late() {
+    let first = node().active().ready().after_fact(wish(1));
+    let late = report(&first, 1, DONE);
+    let second = first.after_fact(wish(2));
+    assert_eq!((order(&second).work.attempt, offered(&second)), (2, vec![key(2)]));
+    assert_eq!(second.refuses(&agent(), late), Rejection::StaleAttempt { given: 1, current: 2 });
+    second.clone().after_fact(wish(1)).unmoved();
+    let done = report(&second, 2, DONE);
+    assert_eq!(second.agent(done).node.holds[&TENANT].logins.written, 2);
+}
+
+#[test]
+fn key_change_waits_during_set_up_and_joins_the_set_up_before_it() {
+    let early = node().active().reserved().after_fact(wish(1));
+    assert!(early.node.holds[&TENANT].logins.order.is_none());
+    let waits = node().active().provisioning().after(TimeDelta::seconds(1)).after_fact(wish(1));
+    assert_eq!(waits.pending_tasks(), ["provision"]);
+    assert_eq!(waits.reports(DONE).says(&["node.tenant_ready"]).pending_tasks(), ["reconcile logins"]);
+    let deadline_at = early.now + TimeDelta::seconds(600);
+    let set_up = early.after_fact(Command::Provision { allocation_id: TENANT, deadline_at }).reports(DONE);
+    assert_eq!(set_up.says(&["node.tenant_ready", "node.logins_written"]).pending_tasks(), Vec::<&str>::new());
+}
+
+#[test]
+fn failed_or_unreported_key_task_is_retried_with_backoff_and_shows_as_overdue() {
+    let told = node().active().ready().after_fact(wish(1));
+    assert!(told.node.deadline().unwrap().reason.contains("are not written yet"));
+    let rests = report(&told, 1, failed());
+    let rests = told.agent(rests);
+    assert_eq!(rests.pending_tasks(), Vec::<&str>::new());
+    let again = rests.after(retry::FIRST).ticked();
+    assert_eq!((order(&again).work.attempt, again.pending_tasks()), (2, vec!["reconcile logins"]));
+    let silent = again.clone().after(TimeDelta::seconds(601)).ticked();
+    assert_eq!(order(&silent).work.attempt, 3);
+    let rests = report(&again, 2, failed());
+    let rests = again.after(TimeDelta::seconds(30)).agent(rests);
+    assert_eq!(order(&rests).rests_until.unwrap() - rests.now, TimeDelta::seconds(40));
+}
+
+#[test]
+fn key_task_is_dispatched_once_the_agent_supports_it() {
+    let mut told = node().active().ready().after_fact(wish(1));
+    told.node.seen.as_mut().unwrap().protocol = 2;
+    assert_eq!(told.pending_tasks(), Vec::<&str>::new());
+    told.node.seen.as_mut().unwrap().protocol = 3;
+    assert_eq!(told.pending_tasks(), ["reconcile logins"]);
+}
+
+#[test]
+fn releasing_tenant_gets_no_key_task_and_its_late_result_is_accepted() {
+    let told = node().active().ready().after_fact(wish(1));
+    let late = report(&told, 1, DONE);
+    let leaving = told.cleaning(1);
+    assert_eq!(leaving.pending_tasks(), ["release"]);
+    leaving.clone().after_fact(wish(2)).unmoved();
+    leaving.agent(late).reports(PROVED).says(&["node.tenant_gone"]);
+}
+
+#[test]
+fn key_tasks_of_two_tenants_are_independent() {
+    let two = node().active().ready().after_fact(reserve(OTHER, 1)).after_fact(wish(1));
+    assert!(two.node.holds[&OTHER].logins.order.is_none());
+    assert_eq!(two.node.holds[&OTHER].keys, []);
+}

@@ -1,0 +1,581 @@
+//! A payment: money that a user pays in through the payment processor, and its refunds and reversals (decisions 6; the design is in
+//! deploy/decisions/0023).
+//!
+//! ```text
+//! created ──the processor has it──▶ open ──paid──▶ paid ──the account has it──▶ deposited
+//!    └──────nobody opened it────────┴──canceled, expired──▶ canceled, expired    └─the account cannot have it──▶ refused
+//! ```
+//!
+//! Money that arrives after an end counts as any other. Messages of the processor arrive late, twice, in any order or never; each fact is
+//! stored under the processor's own id and only ever advances (asked, taken, succeeded, failed; posted, undone), so that the sum does not
+//! depend on the order. What is still owed, to the account or the processor, is derived from the whole state (`processor_calls.rs`) and
+//! resent until it is answered.
+
+mod processor_calls;
+mod refund;
+mod reversal;
+#[cfg(test)]
+mod tests;
+
+use crate::audit::{AuditAction, AuditRecord};
+use crate::authz::{Action, Principal};
+use crate::holder::Holder;
+use crate::id::{BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId};
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::money::{Currency, HIGHEST_BALANCE_MINOR};
+use crate::policy::{PolicyKey, Scopes};
+use crate::retry::RetryTimer;
+use chrono::TimeDelta;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::collections::BTreeMap;
+
+pub use processor_calls::ProcessorCall;
+pub use refund::{ProcessorRefund, Refund, RefundDebit, RefundStatus};
+pub use reversal::{Reversal, ReversalOrigin};
+
+/// The time to pay. After that the payment is canceled at the processor.
+pub const OPEN_FOR: TimeDelta = TimeDelta::hours(24);
+/// What follows inside the control plane takes milliseconds; after this time an operator should look.
+const OVERDUE_AFTER: TimeDelta = TimeDelta::hours(1);
+/// The same for refunds: banks take days.
+const REFUND_OVERDUE_AFTER: TimeDelta = TimeDelta::days(14);
+/// The bound of refunds of one payment, and of reversals.
+const MAX_REFUNDS: usize = 100;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Payment {
+    pub id: PaymentId,
+    /// The holder of the account that it is paid into.
+    pub holder: Holder,
+    /// The user who pays, and may request a refund.
+    pub payer: String,
+    pub amount_minor: i64,
+    pub currency: Currency,
+    /// Where the payer's browser is sent after payment, and after cancellation.
+    pub success_url: String,
+    pub cancel_url: String,
+    pub phase: Phase,
+    /// The processor's id: of what was opened, and once it is paid of what was paid.
+    pub processor_id: Option<String>,
+    pub charge_id: Option<String>,
+    /// Why the last attempt to pay was declined.
+    pub declined: Option<String>,
+    /// The refunds that were requested here, and the refund of a deposit that no account can have.
+    pub refunds: BTreeMap<RefundId, Refund>,
+    /// The reversals at the processor, by the processor's ids.
+    pub reversals: BTreeMap<String, Reversal>,
+    /// When outstanding requests are resent.
+    pub again: Option<RetryTimer>,
+    pub created_at: Timestamp,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub enum Phase {
+    /// It is not known whether the processor has it.
+    Created {
+        until: Timestamp,
+    },
+    /// The payer can pay.
+    Open {
+        until: Timestamp,
+    },
+    /// The processor has the money.
+    Paid {
+        at: Timestamp,
+    },
+    /// It is credited to the account.
+    Deposited {
+        paid_at: Timestamp,
+        at: Timestamp,
+    },
+    /// No account can have it: it is refunded to its payer.
+    Refused {
+        paid_at: Timestamp,
+        at: Timestamp,
+        why: String,
+    },
+    Canceled {
+        at: Timestamp,
+        why: String,
+    },
+    Expired {
+        at: Timestamp,
+        why: String,
+    },
+}
+
+/// How an attempt to pay failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PaymentFailure {
+    /// The payer may try again.
+    Declined,
+    Canceled,
+    Expired,
+}
+
+/// A step of a reversal at the processor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(rename_all = "snake_case")]
+pub enum ReversalStep {
+    /// It was refunded at the processor.
+    Refund,
+    /// Such a refund did not reach the payer: the money returned.
+    RefundFailed,
+    /// The payer's bank took the money back.
+    DisputeOpened,
+    /// The bank returned it.
+    DisputeWon,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    Create {
+        account_id: BillingAccountId,
+        holder: Holder,
+        payer: String,
+        amount_minor: i64,
+        currency: Currency,
+        success_url: String,
+        cancel_url: String,
+    },
+    /// The processor has an object for it.
+    Opened {
+        processor_id: String,
+    },
+    /// The processor has no object for it: the payment expires where it may not be opened any more.
+    Lapse {
+        why: String,
+    },
+    /// It was paid in full, under the processor's id for the payment itself.
+    Paid {
+        processor_id: String,
+        amount_minor: i64,
+        currency: Currency,
+        charge_id: Option<String>,
+    },
+    NotPaid {
+        processor_id: String,
+        outcome: PaymentFailure,
+        why: String,
+    },
+    /// The account was credited.
+    Deposited,
+    /// The account cannot be credited.
+    DepositRefused {
+        why: String,
+    },
+    /// The payer requests a refund of an amount, or of all that is left.
+    Refund {
+        refund_id: RefundId,
+        amount_minor: Option<i64>,
+        reason: String,
+    },
+    /// The amount that was debited from the account for it.
+    RefundTaken {
+        refund_id: RefundId,
+        amount_minor: i64,
+    },
+    /// The account does not cover it.
+    RefundRefused {
+        refund_id: RefundId,
+        why: String,
+    },
+    /// The refund's state at the processor.
+    RefundAt {
+        refund_id: RefundId,
+        processor_refund_id: String,
+        status: RefundStatus,
+        amount_minor: i64,
+    },
+    /// A refund that the processor did not pay is credited again.
+    GivenBack {
+        refund_id: RefundId,
+    },
+    /// A reversal at the processor. Its opening and its undoing have one id.
+    Reversed {
+        reversal_id: String,
+        what: ReversalStep,
+        amount_minor: i64,
+        currency: Currency,
+    },
+    /// The account has posted the reversal, or its undoing.
+    ReversalPosted {
+        reversal_id: String,
+        is_undone: bool,
+    },
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        self.into_str()
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Create { .. } => Action::Pay,
+            Self::Refund { .. } => Action::AskMoneyBack,
+            Self::Opened { .. }
+            | Self::Lapse { .. }
+            | Self::Paid { .. }
+            | Self::NotPaid { .. }
+            | Self::Deposited
+            | Self::DepositRefused { .. }
+            | Self::RefundTaken { .. }
+            | Self::RefundRefused { .. }
+            | Self::RefundAt { .. }
+            | Self::GivenBack { .. }
+            | Self::Reversed { .. }
+            | Self::ReversalPosted { .. }
+            | Self::Tick => Action::Advance,
+        }
+    }
+
+    fn creates(&self) -> bool {
+        matches!(self, Self::Create { .. })
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    Payment { payment: Box<Payment> },
+    Done,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    #[error("there is no such payment")]
+    NotFound,
+    #[error("there is another payment of this id")]
+    Exists,
+    #[error("a deposit is between {min} and {max} minor units")]
+    Amount { min: i64, max: i64 },
+    #[error("a payment that is {state} cannot be opened")]
+    Over { state: String },
+    #[error("the payment is about {expected}, and this is about {given}")]
+    Differs { expected: String, given: String },
+    #[error("it was paid as {as_of}, and somebody paid {again} too")]
+    PaidTwice { as_of: String, again: String },
+    #[error("nothing of it is in the account that could be given back: the payment is {state}")]
+    NotPaid { state: String },
+    #[error("it was paid longer than {days} days ago")]
+    TooLate { days: i64 },
+    #[error("of the payment {left} minor units are left")]
+    MoreThanLeft { left: i64 },
+    #[error("so many refunds were asked of it already: {MAX_REFUNDS}")]
+    TooManyRefunds,
+    #[error("the payment has no such refund, or nothing was taken for it")]
+    RefundUnknown,
+}
+
+impl Machine for Payment {
+    const KIND: EntityKind = EntityKind::Payment;
+    /// A hundred refunds and a hundred reversals.
+    const SNAPSHOT_MOST: usize = 256 * 1024;
+    type Command = Command;
+    type Reply = Reply;
+    type Rejection = Rejection;
+
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        let Some(payment) = state else { return Self::begin(command, ctx) };
+        match command {
+            Command::Create { .. } => Err(Rejection::Exists),
+            Command::Opened { processor_id } => payment.opened(processor_id, ctx),
+            Command::Lapse { why } => Ok(payment.lapse(why, ctx)),
+            Command::Paid { processor_id, amount_minor, currency, charge_id } => {
+                payment.paid(processor_id, amount_minor, &currency, charge_id, ctx)
+            }
+            Command::NotPaid { processor_id, outcome, why } => Ok(payment.not_paid(&processor_id, outcome, why, ctx)),
+            Command::Deposited => Ok(payment.deposited(ctx)),
+            Command::DepositRefused { why } => Ok(payment.deposit_refused(why, ctx)),
+            Command::Refund { refund_id, amount_minor, reason } => payment.refund(refund_id, amount_minor, reason, ctx),
+            Command::RefundTaken { refund_id, amount_minor } => payment.refund_taken(refund_id, amount_minor, ctx),
+            Command::RefundRefused { refund_id, why } => payment.refund_refused(refund_id, why, ctx),
+            Command::RefundAt { refund_id, processor_refund_id, status, amount_minor } => {
+                payment.refund_at(refund_id, processor_refund_id, status, amount_minor, ctx)
+            }
+            Command::GivenBack { refund_id } => payment.given_back(refund_id, ctx),
+            Command::Reversed { reversal_id, what, amount_minor, currency } => {
+                payment.reversed(reversal_id, what, amount_minor, &currency, ctx)
+            }
+            Command::ReversalPosted { reversal_id, is_undone } => {
+                Ok(payment.reversal_posted(&reversal_id, is_undone, ctx))
+            }
+            Command::Tick => Ok(payment.tick(ctx)),
+        }
+    }
+
+    fn state(&self) -> &'static str {
+        match self.phase {
+            Phase::Created { .. } => "created",
+            Phase::Open { .. } => "open",
+            Phase::Paid { .. } => "paid",
+            Phase::Deposited { .. } => "deposited",
+            Phase::Refused { .. } => "refused",
+            Phase::Canceled { .. } => "canceled",
+            Phase::Expired { .. } => "expired",
+        }
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        match self.phase {
+            Phase::Created { until } => Some(Deadline::new(until, "the payment is to be opened at the processor")),
+            Phase::Open { until } => Some(Deadline::new(until, "the payer is to pay")),
+            Phase::Paid { at } => Some(Deadline::new(at + OVERDUE_AFTER, "what was paid is to be in the account")),
+            Phase::Deposited { .. } => {
+                let refunds = self.refunds.values().filter_map(Refund::deadline);
+                refunds.chain(self.reversals.values().filter_map(Reversal::deadline)).min_by_key(|deadline| deadline.at)
+            }
+            Phase::Refused { at, .. } => self.deadline_of_refused(at),
+            // A reversal of an unpaid payment waits for the payment, which has its own deadline.
+            Phase::Canceled { .. } | Phase::Expired { .. } => None,
+        }
+    }
+
+    fn timer(&self) -> Option<Timestamp> {
+        // The end of the time to pay is handled at the next status check, which is within the hour.
+        self.again.map(|again| again.at)
+    }
+
+    fn keys(&self) -> IndexKeys {
+        // All users of the account see its payments.
+        IndexKeys { owner: Some(self.holder.to_string()), ..IndexKeys::default() }
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+impl Payment {
+    fn begin(command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match command {
+            Command::Create { account_id, holder, payer, amount_minor, currency, success_url, cancel_url } => {
+                let payment = Self {
+                    id: PaymentId(ctx.id),
+                    holder,
+                    payer,
+                    amount_minor,
+                    currency,
+                    success_url,
+                    cancel_url,
+                    phase: Phase::Created { until: ctx.now + OPEN_FOR },
+                    processor_id: None,
+                    charge_id: None,
+                    declined: None,
+                    refunds: BTreeMap::new(),
+                    reversals: BTreeMap::new(),
+                    again: Some(RetryTimer::first(ctx.now)),
+                    created_at: ctx.now,
+                };
+                payment.create(account_id, ctx)
+            }
+            Command::Tick => Ok(Transition::stay(Reply::Done)),
+            Command::Opened { .. }
+            | Command::Lapse { .. }
+            | Command::Paid { .. }
+            | Command::NotPaid { .. }
+            | Command::Deposited
+            | Command::DepositRefused { .. }
+            | Command::Refund { .. }
+            | Command::RefundTaken { .. }
+            | Command::RefundRefused { .. }
+            | Command::RefundAt { .. }
+            | Command::GivenBack { .. }
+            | Command::Reversed { .. }
+            | Command::ReversalPosted { .. } => Err(Rejection::NotFound),
+        }
+    }
+
+    fn create(self, account_id: BillingAccountId, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        let scopes = match ctx.by {
+            Principal::Caller(caller) => Scopes::from(caller),
+            Principal::Node(_) | Principal::System(_) => self.holder.scopes(),
+        };
+        let [min, max] = [PolicyKey::BillingMinimumDeposit, PolicyKey::BillingMaximumDeposit]
+            .map(|key| ctx.policy.int(key, &scopes, ctx.now));
+        if !(min..=max).contains(&self.amount_minor) {
+            return Err(Rejection::Amount { min, max });
+        }
+        let audit = self.audit(
+            AuditAction::PaymentsCreate,
+            json!({ "amount_minor": self.amount_minor, "currency": self.currency.as_str(), "account_id": account_id }),
+        );
+        let reply = self.shown();
+        Ok(Transition::to(self, reply, "somebody wants to pay").audit(audit))
+    }
+
+    fn opened(&self, processor_id: String, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match self.phase {
+            Phase::Created { until } => {
+                let phase = Phase::Open { until };
+                let next = Self { phase, processor_id: Some(processor_id), ..self.clone() };
+                Ok(self.transition(next, "the payer can pay", ctx))
+            }
+            // The first one counts; a worker that opened another one sees that here, and cancels it.
+            Phase::Open { .. } | Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. } => {
+                Ok(Transition::stay(self.shown()))
+            }
+            Phase::Canceled { .. } | Phase::Expired { .. } => Err(Rejection::Over { state: self.state().to_owned() }),
+        }
+    }
+
+    fn lapse(&self, why: String, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match self.phase {
+            Phase::Created { until } if ctx.now >= until => {
+                let next = Self { phase: Phase::Expired { at: ctx.now, why }, ..self.clone() };
+                self.transition(next, "nobody opened it at the processor", ctx)
+            }
+            Phase::Created { .. }
+            | Phase::Open { .. }
+            | Phase::Paid { .. }
+            | Phase::Deposited { .. }
+            | Phase::Refused { .. }
+            | Phase::Canceled { .. }
+            | Phase::Expired { .. } => Transition::stay(Reply::Done),
+        }
+    }
+
+    fn paid(
+        &self,
+        processor_id: String,
+        amount_minor: i64,
+        currency: &Currency,
+        charge_id: Option<String>,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        self.check_amount(self.amount_minor, amount_minor, currency)?;
+        if self.paid_at().is_some() {
+            return self.paid_again(processor_id, charge_id, ctx);
+        }
+        let next = Self {
+            phase: Phase::Paid { at: ctx.now },
+            processor_id: Some(processor_id),
+            charge_id,
+            declined: None,
+            ..self.clone()
+        };
+        Ok(self.transition(next, "paid", ctx))
+    }
+
+    fn paid_again(
+        &self,
+        processor_id: String,
+        charge_id: Option<String>,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        if let Some(paid) = self.processor_id.as_ref().filter(|paid| **paid != processor_id) {
+            return Err(Rejection::PaidTwice { as_of: paid.clone(), again: processor_id });
+        }
+        if self.charge_id.is_some() || charge_id.is_none() {
+            return Ok(Transition::stay(Reply::Done));
+        }
+        Ok(self.transition(Self { charge_id, ..self.clone() }, "the charge is known", ctx))
+    }
+
+    fn not_paid(
+        &self,
+        processor_id: &str,
+        outcome: PaymentFailure,
+        why: String,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        // For an object that was opened for it by mistake this is true, and irrelevant.
+        let is_this = self.processor_id.as_deref().is_none_or(|known| known == processor_id);
+        let is_open = matches!(self.phase, Phase::Created { .. } | Phase::Open { .. });
+        if !is_this || !is_open {
+            return Transition::stay(Reply::Done);
+        }
+        let at = ctx.now;
+        let (next, so) = match outcome {
+            PaymentFailure::Declined if self.declined.as_ref() == Some(&why) => return Transition::stay(Reply::Done),
+            PaymentFailure::Declined => {
+                (Self { declined: Some(why), ..self.clone() }, "an attempt to pay was declined")
+            }
+            PaymentFailure::Canceled => (Self { phase: Phase::Canceled { at, why }, ..self.clone() }, "canceled"),
+            PaymentFailure::Expired => (Self { phase: Phase::Expired { at, why }, ..self.clone() }, "not paid in time"),
+        };
+        self.transition(next, so, ctx)
+    }
+
+    fn deposited(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let Phase::Paid { at: paid_at } = self.phase else { return Transition::stay(Reply::Done) };
+        let next = Self { phase: Phase::Deposited { paid_at, at: ctx.now }, ..self.clone() };
+        self.transition(next, "the account has it", ctx)
+    }
+
+    /// What is left of it is refunded to its payer, without a request.
+    fn deposit_refused(&self, why: String, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let Phase::Paid { at: paid_at } = self.phase else { return Transition::stay(Reply::Done) };
+        let mut next = self.clone();
+        let left = self.left_minor();
+        if left > 0 {
+            next.refunds.insert(self.refused_deposit_refund_id(), Refund::of_refused_deposit(left, &why, ctx));
+        }
+        next.phase = Phase::Refused { paid_at, at: ctx.now, why };
+        self.transition(next, "no account can have it", ctx)
+    }
+
+    /// True while it is unpaid and can still be paid.
+    #[must_use]
+    pub const fn is_to_be_paid(&self) -> bool {
+        matches!(self.phase, Phase::Created { .. } | Phase::Open { .. })
+    }
+
+    /// When the processor received the money.
+    #[must_use]
+    pub const fn paid_at(&self) -> Option<Timestamp> {
+        match self.phase {
+            Phase::Paid { at } | Phase::Deposited { paid_at: at, .. } | Phase::Refused { paid_at: at, .. } => Some(at),
+            Phase::Created { .. } | Phase::Open { .. } | Phase::Canceled { .. } | Phase::Expired { .. } => None,
+        }
+    }
+
+    /// What is left of it after refunds and reversals, with those in progress.
+    #[must_use]
+    pub fn left_minor(&self) -> i64 {
+        let gone = self.refunds.values().map(Refund::gone_minor);
+        let gone = gone.chain(self.reversals.values().map(Reversal::gone_minor)).fold(0, i64::saturating_add);
+        if self.paid_at().is_some() { self.amount_minor.saturating_sub(gone).max(0) } else { 0 }
+    }
+
+    fn check_amount(&self, expected: i64, amount_minor: i64, currency: &Currency) -> Result<(), Rejection> {
+        if (expected, &self.currency) == (amount_minor, currency) {
+            return Ok(());
+        }
+        let described = |amount: i64, currency: &Currency| format!("{amount} minor units of {}", currency.as_str());
+        Err(Rejection::Differs {
+            expected: described(expected, &self.currency),
+            given: described(amount_minor, currency),
+        })
+    }
+
+    fn shown(&self) -> Reply {
+        Reply::Payment { payment: Box::new(self.clone()) }
+    }
+
+    fn audit(&self, action: AuditAction, mut metadata: serde_json::Value) -> AuditRecord {
+        if let Some(fields) = metadata.as_object_mut() {
+            fields.insert("holder".to_owned(), json!(self.holder.to_string()));
+            fields.insert("payer".to_owned(), json!(self.payer));
+        }
+        AuditRecord::new(action, EntityRef { kind: EntityKind::Payment, id: self.id.0 }, metadata)
+    }
+}
+
+/// True of a valid amount in minor units.
+const fn is_an_amount(minor: i64) -> bool {
+    minor > 0 && minor <= HIGHEST_BALANCE_MINOR
+}

@@ -1,0 +1,399 @@
+//! An event of the payment processor, received by webhook (decisions 6, *Webhook*; the design is in deploy/decisions/0029).
+//!
+//! ```text
+//! received ──worked on──▶ processed ◀── where nothing follows from its type, at once
+//!    └─failed─▶ retrying ─┘   └─too often─▶ dead ──an operator──▶ retrying, dismissed
+//! ```
+//!
+//! The processor resends an event until it is answered 200, and occasionally after that: the entity's id is derived from the processor's,
+//! so that there is one entity however often it arrives. The payment decides what follows from the event; here is stored that it was
+//! received, and whether it was processed.
+
+#[cfg(test)]
+mod tests;
+
+use crate::audit::{AuditAction, AuditRecord};
+use crate::authz::Action;
+use crate::event::Event;
+use crate::id::{EntityKind, EntityRef, ProcessorEventId};
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::policy::{PolicyKey, Scopes};
+use crate::retry::RetryTimer;
+use chrono::TimeDelta;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+/// What follows inside the control plane takes milliseconds; after this time an operator should look.
+const OVERDUE_AFTER: TimeDelta = TimeDelta::hours(1);
+/// How long the body is stored after processing: as long as the processor shows its events.
+pub const BODY_KEPT_FOR: TimeDelta = TimeDelta::days(30);
+/// The bound of a stored reason, in characters.
+const MAX_REASON_CHARS: usize = 500;
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessorEvent {
+    pub id: ProcessorEventId,
+    /// The processor's id (`evt_…`).
+    pub event_id: String,
+    /// The processor's type, `payment_intent.succeeded` for example.
+    pub event_type: String,
+    /// The processor's id of the object that it is about.
+    pub object_id: Option<String>,
+    /// The processor's time of the event.
+    pub occurred_at: Option<Timestamp>,
+    pub received_at: Timestamp,
+    /// SHA-256 of the content, which distinguishes another event under the same id.
+    pub digest: String,
+    /// The body as received, sealed, in base64: it may contain names and addresses. `None` once it is removed.
+    pub body_enc: Option<String>,
+    /// The number of failed attempts, since it was received or an operator retried it.
+    pub attempts: u32,
+    /// Why the last attempt failed.
+    pub last_error: Option<String>,
+    pub phase: Phase,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "state", rename_all = "snake_case")]
+pub enum Phase {
+    /// Not processed yet.
+    Received {
+        again: RetryTimer,
+    },
+    /// Processing failed, and is retried.
+    Retrying {
+        again: RetryTimer,
+    },
+    /// Processing failed too often: an operator has to retry or dismiss it.
+    Dead {
+        since: Timestamp,
+    },
+    Processed {
+        at: Timestamp,
+        outcome: ProcessingOutcome,
+    },
+    /// An operator has dismissed it.
+    Dismissed {
+        at: Timestamp,
+        reason: String,
+    },
+}
+
+/// The outcome of its processing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(rename_all = "snake_case")]
+pub enum ProcessingOutcome {
+    /// A payment of the service received it.
+    Told,
+    /// It concerns an object that was not created by the service.
+    NotOurs,
+    /// Nothing follows from events of its type.
+    NothingToDo,
+}
+
+impl ProcessingOutcome {
+    pub const ALL: [Self; 3] = [Self::Told, Self::NotOurs, Self::NothingToDo];
+
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        self.into_str()
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    /// It was received, with a valid signature.
+    Receive {
+        event_id: String,
+        event_type: String,
+        object_id: Option<String>,
+        occurred_at: Option<Timestamp>,
+        digest: String,
+        body_enc: String,
+        /// Nothing follows from events of its type: there is nothing to process.
+        #[serde(default)]
+        nothing_follows: bool,
+    },
+    /// It was processed, or it concerns no payment.
+    Processed {
+        outcome: ProcessingOutcome,
+    },
+    /// Processing failed.
+    Failed {
+        why: String,
+    },
+    /// An operator retries it.
+    Retry {
+        reason: String,
+    },
+    /// An operator dismisses it.
+    Dismiss {
+        reason: String,
+    },
+    /// The same body, sealed under another key of the key ring.
+    Reseal {
+        body_enc: String,
+    },
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        self.into_str()
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Retry { .. } | Self::Dismiss { .. } => Action::SettleProcessorEvents,
+            Self::Receive { .. } | Self::Processed { .. } | Self::Failed { .. } | Self::Reseal { .. } | Self::Tick => {
+                Action::Advance
+            }
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "reply", rename_all = "snake_case")]
+pub enum Reply {
+    /// It is stored; `is_new`: by this command.
+    Kept {
+        is_new: bool,
+    },
+    Shown {
+        event: Box<ProcessorEvent>,
+    },
+    Done,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    #[error("there is no such event of the processor's")]
+    NotFound,
+    #[error("another event came under this id before")]
+    Differs,
+    #[error("an event that is {state} waits for no operator")]
+    WrongState { state: String },
+}
+
+impl Machine for ProcessorEvent {
+    const KIND: EntityKind = EntityKind::ProcessorEvent;
+    /// The webhook's body of up to 256 KiB, packed and sealed.
+    const SNAPSHOT_MOST: usize = 512 * 1024;
+    type Command = Command;
+    type Reply = Reply;
+    type Rejection = Rejection;
+
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        let Some(event) = state else { return Self::begin(command, ctx) };
+        match command {
+            Command::Receive { digest, .. } if digest == event.digest => {
+                Ok(Transition::stay(Reply::Kept { is_new: false }))
+            }
+            Command::Receive { .. } => Err(Rejection::Differs),
+            Command::Processed { outcome } => Ok(event.processed(outcome, ctx)),
+            Command::Failed { why } => Ok(event.failed(&why, ctx)),
+            Command::Retry { reason } => event.retry(&reason, ctx),
+            Command::Dismiss { reason } => event.dismiss(reason, ctx),
+            Command::Reseal { body_enc } => Ok(event.resealed(body_enc)),
+            Command::Tick => Ok(event.tick(ctx)),
+        }
+    }
+
+    fn state(&self) -> &'static str {
+        match self.phase {
+            Phase::Received { .. } => "received",
+            Phase::Retrying { .. } => "retrying",
+            Phase::Dead { .. } => "dead",
+            Phase::Processed { .. } => "processed",
+            Phase::Dismissed { .. } => "dismissed",
+        }
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        match self.phase {
+            Phase::Received { .. } | Phase::Retrying { .. } => {
+                Some(Deadline::new(self.received_at + OVERDUE_AFTER, "what the payment processor said is to be heeded"))
+            }
+            // Overdue from its start on: no retry happens by itself.
+            Phase::Dead { since } => {
+                Some(Deadline::new(since, "an operator is to have it tried again or to dismiss it"))
+            }
+            Phase::Processed { .. } | Phase::Dismissed { .. } => None,
+        }
+    }
+
+    fn timer(&self) -> Option<Timestamp> {
+        match self.phase {
+            Phase::Received { again } | Phase::Retrying { again } => Some(again.at),
+            Phase::Dead { .. } => None,
+            Phase::Processed { at, .. } | Phase::Dismissed { at, .. } => {
+                self.body_enc.as_ref().map(|_| at + BODY_KEPT_FOR)
+            }
+        }
+    }
+
+    fn keys(&self) -> IndexKeys {
+        IndexKeys::default()
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+impl ProcessorEvent {
+    fn begin(command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match command {
+            Command::Receive { event_id, event_type, object_id, occurred_at, digest, body_enc, nothing_follows } => {
+                let phase = match nothing_follows {
+                    true => Phase::Processed { at: ctx.now, outcome: ProcessingOutcome::NothingToDo },
+                    false => Phase::Received { again: RetryTimer::first(ctx.now) },
+                };
+                let event = Self {
+                    id: ProcessorEventId(ctx.id),
+                    event_id,
+                    event_type,
+                    object_id,
+                    occurred_at,
+                    received_at: ctx.now,
+                    digest,
+                    body_enc: Some(body_enc),
+                    attempts: 0,
+                    last_error: None,
+                    phase,
+                };
+                let due = (!nothing_follows).then(|| event.due());
+                let step = Transition::to(event, Reply::Kept { is_new: true }, "the payment processor said it");
+                Ok(due.into_iter().fold(step, Transition::event))
+            }
+            Command::Tick => Ok(Transition::stay(Reply::Done)),
+            Command::Processed { .. }
+            | Command::Failed { .. }
+            | Command::Retry { .. }
+            | Command::Dismiss { .. }
+            | Command::Reseal { .. } => Err(Rejection::NotFound),
+        }
+    }
+
+    /// The outcome counts, even where the attempts were given up in the meantime.
+    fn processed(&self, outcome: ProcessingOutcome, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match self.phase {
+            Phase::Received { .. } | Phase::Retrying { .. } | Phase::Dead { .. } => {
+                let next = Self { phase: Phase::Processed { at: ctx.now, outcome }, ..self.clone() };
+                Transition::to(next, Reply::Done, "it was heeded")
+            }
+            Phase::Processed { .. } | Phase::Dismissed { .. } => Transition::stay(Reply::Done),
+        }
+    }
+
+    fn failed(&self, why: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let (Phase::Received { again } | Phase::Retrying { again }) = self.phase else {
+            return Transition::stay(Reply::Done);
+        };
+        let most = ctx.policy.int(PolicyKey::BillingWebhookMaxAttempts, &Scopes::global(), ctx.now);
+        let attempts = self.attempts.saturating_add(1);
+        let (phase, so) = if i64::from(attempts) < most {
+            (Phase::Retrying { again: again.next(ctx.now) }, "it could not be carried out, and is tried again")
+        } else {
+            (Phase::Dead { since: ctx.now }, "it was tried in vain too often")
+        };
+        let last_error = Some(why.chars().take(MAX_REASON_CHARS).collect());
+        Transition::to(Self { phase, attempts, last_error, ..self.clone() }, Reply::Done, so)
+    }
+
+    fn retry(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        self.check_awaits_operator()?;
+        let again = RetryTimer::first(ctx.now);
+        let next = Self { phase: Phase::Retrying { again }, attempts: 0, ..self.clone() };
+        let reply = next.shown();
+        Ok(Transition::to(next, reply, "an operator has it tried again")
+            .event(self.due())
+            .audit(self.audit(AuditAction::ProcessorEventsRetry, reason)))
+    }
+
+    fn dismiss(&self, reason: String, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        self.check_awaits_operator()?;
+        let audit = self.audit(AuditAction::ProcessorEventsDismiss, &reason);
+        let next = Self { phase: Phase::Dismissed { at: ctx.now, reason }, ..self.clone() };
+        let reply = next.shown();
+        Ok(Transition::to(next, reply, "an operator has dismissed it").audit(audit))
+    }
+
+    fn check_awaits_operator(&self) -> Result<(), Rejection> {
+        match self.phase {
+            Phase::Retrying { .. } | Phase::Dead { .. } => Ok(()),
+            Phase::Received { .. } | Phase::Processed { .. } | Phase::Dismissed { .. } => {
+                Err(Rejection::WrongState { state: self.state().to_owned() })
+            }
+        }
+    }
+
+    fn resealed(&self, body_enc: String) -> Transition<Self> {
+        if self.body_enc.is_none() {
+            return Transition::stay(Reply::Done);
+        }
+        let next = Self { body_enc: Some(body_enc), ..self.clone() };
+        Transition::to(next, Reply::Done, "the key at rest was rotated")
+    }
+
+    fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let said_again = |phase| {
+            let next = Self { phase, ..self.clone() };
+            Transition::to(next, Reply::Done, "nobody has heeded it yet").event(self.due())
+        };
+        match self.phase {
+            Phase::Received { again } if again.is_due(ctx.now) => {
+                said_again(Phase::Received { again: again.next(ctx.now) })
+            }
+            Phase::Retrying { again } if again.is_due(ctx.now) => {
+                said_again(Phase::Retrying { again: again.next(ctx.now) })
+            }
+            Phase::Processed { at, .. } | Phase::Dismissed { at, .. }
+                if self.body_enc.is_some() && ctx.now >= at + BODY_KEPT_FOR =>
+            {
+                let next = Self { body_enc: None, ..self.clone() };
+                Transition::to(next, Reply::Done, "nobody needs its body any more")
+            }
+            Phase::Received { .. }
+            | Phase::Retrying { .. }
+            | Phase::Dead { .. }
+            | Phase::Processed { .. }
+            | Phase::Dismissed { .. } => Transition::stay(Reply::Done),
+        }
+    }
+
+    /// True while it is to be processed, or an operator has to decide.
+    #[must_use]
+    pub const fn is_open(&self) -> bool {
+        match self.phase {
+            Phase::Received { .. } | Phase::Retrying { .. } | Phase::Dead { .. } => true,
+            Phase::Processed { .. } | Phase::Dismissed { .. } => false,
+        }
+    }
+
+    const fn due(&self) -> Event {
+        Event::ProcessorEventDue { processor_event_id: self.id }
+    }
+
+    fn shown(&self) -> Reply {
+        Reply::Shown { event: Box::new(self.clone()) }
+    }
+
+    fn audit(&self, action: AuditAction, reason: &str) -> AuditRecord {
+        let target = EntityRef { kind: EntityKind::ProcessorEvent, id: self.id.0 };
+        let metadata = json!({
+            "event_id": self.event_id,
+            "event_type": self.event_type,
+            "reason": reason,
+        });
+        AuditRecord::new(action, target, metadata)
+    }
+}

@@ -1,0 +1,318 @@
+//! An entry of the SKU catalog: the hardware of a kind of machine, its regions and its price (decisions 3, *SKU*).
+//!
+//! ```text
+//! draft ──activate──▶ active ──deprecate──▶ deprecated
+//!                      ▲ ▲│                 │ │
+//!                      │ └┼────activate─────┘ │
+//!                      │  └──deactivate──┐    │deactivate
+//!                      │                 ▼    ▼
+//!                      └──activate───── inactive
+//! ```
+//!
+//! Nodes are registered for active entries alone. A deprecated one can still be rented while it has nodes, and is not shown in the catalog
+//! of offers. Every change of status needs two people's approval (`approval.rs`).
+
+mod approval;
+#[cfg(test)]
+mod tests;
+
+use crate::audit::{AuditAction, AuditRecord};
+use crate::authz::{Action, PlatformRole};
+use crate::event::Event;
+use crate::hardware::PromisedHardware;
+use crate::id::{EntityKind, EntityRef, SkuId};
+use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::money::Price;
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+pub use approval::{ApprovalContext, ApprovalRequest, SkuUsage};
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sku {
+    pub id: SkuId,
+    pub spec: SkuSpec,
+    pub status: CatalogStatus,
+    /// All of its prices, oldest first; the last one applies to new allocations.
+    pub prices: Vec<PriceVersion>,
+    /// The approvals of its status: none of a draft, else two.
+    pub approvals: Vec<Approval>,
+    /// The change that waits for a second approval.
+    #[serde(default)]
+    pub pending: Option<PendingChange>,
+    pub created_at: Timestamp,
+}
+
+/// The hardware that the entry promises.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SkuSpec {
+    /// Unique in the catalog.
+    pub name: String,
+    pub gpu_vendor: String,
+    pub gpu_model: String,
+    pub gpu_memory_mib: u64,
+    pub gpu_count: u32,
+    pub cpu_model: String,
+    pub cpu_cores: u32,
+    pub memory_mib: u64,
+    pub storage_gib: u64,
+    pub interconnect: Option<String>,
+    pub allowed_regions: Vec<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PriceVersion {
+    pub price: Price,
+    pub from: Timestamp,
+}
+
+/// One person's approval of a change of status, in one of the two roles that it needs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Approval {
+    pub change: StatusChange,
+    pub role: PlatformRole,
+    /// The subject who gave it.
+    pub user_id: String,
+    pub at: Timestamp,
+    pub reason: String,
+    /// For the deactivation of a SKU in use: who is affected, and the way back.
+    pub impact_review: Option<String>,
+    pub rollback_plan: Option<String>,
+    /// The usage of the SKU at that time.
+    pub in_use: SkuUsage,
+}
+
+/// A change with one approval. The second is possible until `until`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PendingChange {
+    pub first: Approval,
+    pub until: Timestamp,
+}
+
+/// A change of status.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(rename_all = "snake_case")]
+pub enum StatusChange {
+    Activate,
+    Deprecate,
+    Deactivate,
+}
+
+impl StatusChange {
+    pub const ALL: [Self; 3] = [Self::Activate, Self::Deprecate, Self::Deactivate];
+
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        self.into_str()
+    }
+
+    /// The status that it leads to.
+    #[must_use]
+    pub const fn to(self) -> CatalogStatus {
+        match self {
+            Self::Activate => CatalogStatus::Active,
+            Self::Deprecate => CatalogStatus::Deprecated,
+            Self::Deactivate => CatalogStatus::Inactive,
+        }
+    }
+
+    /// Whether it is possible in this status.
+    const fn may_change_from(self, status: CatalogStatus) -> bool {
+        match self {
+            Self::Activate => {
+                matches!(status, CatalogStatus::Draft | CatalogStatus::Deprecated | CatalogStatus::Inactive)
+            }
+            Self::Deprecate => matches!(status, CatalogStatus::Active),
+            Self::Deactivate => matches!(status, CatalogStatus::Active | CatalogStatus::Deprecated),
+        }
+    }
+
+    const fn audited_as(self) -> AuditAction {
+        match self {
+            Self::Activate => AuditAction::SkusActivate,
+            Self::Deprecate => AuditAction::SkusDeprecate,
+            Self::Deactivate => AuditAction::SkusDeactivate,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(rename_all = "snake_case")]
+pub enum CatalogStatus {
+    Draft,
+    Active,
+    Deprecated,
+    Inactive,
+}
+
+impl CatalogStatus {
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        self.into_str()
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Command {
+    Create {
+        spec: Box<SkuSpec>,
+        price: Price,
+    },
+    Revise {
+        price: Option<Price>,
+        allowed_regions: Option<Vec<String>>,
+    },
+    /// One approval of a change of status.
+    Approve(Box<ApprovalRequest>),
+    Tick,
+}
+
+impl machine::Command for Command {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Create { .. } => "create",
+            Self::Revise { .. } => "revise",
+            Self::Approve(approve) => approve.change.name(),
+            Self::Tick => "tick",
+        }
+    }
+
+    fn action(&self) -> Action {
+        match self {
+            Self::Create { .. } | Self::Revise { .. } => Action::ManageSkus,
+            Self::Approve(_) => Action::ApproveSkus,
+            Self::Tick => Action::Advance,
+        }
+    }
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(tag = "rejection", rename_all = "snake_case")]
+pub enum Rejection {
+    #[error("there is no such SKU")]
+    NotFound,
+    #[error("the SKU exists already")]
+    Exists,
+    #[error("a SKU in status {status} cannot {command}")]
+    WrongStatus { status: String, command: String },
+    /// The approver does not hold the role that they name, or neither of the two.
+    #[error("the approver does not hold {}", role.map_or("either role", PlatformRole::name))]
+    RoleNotHeld { role: Option<PlatformRole> },
+    /// The deactivation of a SKU in use requires this text.
+    #[error("the SKU is in use, and {field} is missing")]
+    ReviewMissing { field: String },
+    /// The SKU is not at the version at which the approval's context was read.
+    #[error("the SKU has changed since it was looked at")]
+    Moved,
+}
+
+impl Machine for Sku {
+    const KIND: EntityKind = EntityKind::Sku;
+    type Command = Command;
+    type Reply = Box<Self>;
+    type Rejection = Rejection;
+
+    fn decide(
+        state: Option<&Self>,
+        command: Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
+        match (state, command) {
+            (None, Command::Create { spec, price }) => Ok(Self::create(*spec, price, ctx)),
+            (Some(_), Command::Create { .. }) => Err(Rejection::Exists),
+            (None, _) => Err(Rejection::NotFound),
+            (Some(sku), Command::Revise { price, allowed_regions }) => Ok(sku.revise(price, allowed_regions, ctx)),
+            (Some(sku), Command::Approve(approve)) => sku.approve(*approve, ctx),
+            (Some(sku), Command::Tick) => Ok(sku.expire(ctx)),
+        }
+    }
+
+    fn state(&self) -> &'static str {
+        self.status.name()
+    }
+
+    fn deadline(&self) -> Option<Deadline> {
+        self.pending.as_ref().map(PendingChange::deadline)
+    }
+
+    fn keys(&self) -> IndexKeys {
+        IndexKeys { owner: None, sku: None, unique_name: Some(self.spec.name.clone()) }
+    }
+
+    fn tick() -> Command {
+        Command::Tick
+    }
+}
+
+impl Sku {
+    /// The price of a new allocation.
+    #[must_use]
+    pub fn price(&self) -> Option<&Price> {
+        self.prices.last().map(|version| &version.price)
+    }
+
+    /// The hardware that a node of this SKU must have.
+    #[must_use]
+    pub fn promise(&self) -> PromisedHardware {
+        PromisedHardware {
+            sku_id: self.id,
+            name: self.spec.name.clone(),
+            gpu_model: self.spec.gpu_model.clone(),
+            gpu_memory_mib: self.spec.gpu_memory_mib,
+            gpu_count: self.spec.gpu_count,
+            allowed_regions: self.spec.allowed_regions.clone(),
+        }
+    }
+
+    fn create(spec: SkuSpec, price: Price, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let sku = Self {
+            id: SkuId(ctx.id),
+            spec,
+            status: CatalogStatus::Draft,
+            prices: vec![PriceVersion { price, from: ctx.now }],
+            approvals: Vec::new(),
+            pending: None,
+            created_at: ctx.now,
+        };
+        let audit = sku.audit(AuditAction::SkusCreate, json!({ "name": sku.spec.name }));
+        sku.clone().status_changed(None, "created by an administrator").audit(audit)
+    }
+
+    fn revise(
+        &self,
+        price: Option<Price>,
+        allowed_regions: Option<Vec<String>>,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
+        let mut next = self.clone();
+        if let Some(price) = price.filter(|price| Some(price) != self.price()) {
+            next.prices.push(PriceVersion { price, from: ctx.now });
+        }
+        next.spec.allowed_regions = allowed_regions.unwrap_or(next.spec.allowed_regions);
+        // An approval covers the entry as it was.
+        let differs = next != *self;
+        let withdrawn = if differs { next.pending.take() } else { None };
+        let audit = self.audit(
+            AuditAction::SkusUpdate,
+            json!({
+                "old_price": self.price(), "new_price": next.price(), "regions": next.spec.allowed_regions,
+                "withdrawn": withdrawn.map(|pending| pending.first),
+            }),
+        );
+        let reply = Box::new(next.clone());
+        Transition::to(next, reply, "revised by an administrator").audit(audit)
+    }
+
+    fn status_changed(self, from: Option<String>, why: &str) -> Transition<Self> {
+        let event = Event::SkuStateChanged { sku_id: self.id, from, to: self.status.name().to_owned() };
+        let reply = Box::new(self.clone());
+        Transition::to(self, reply, why).event(event)
+    }
+
+    fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {
+        AuditRecord::new(action, EntityRef { kind: EntityKind::Sku, id: self.id.0 }, metadata)
+    }
+}

@@ -1,0 +1,24 @@
+//! The lowest floor: the words of all state machines, as ids, time, money, policies, events and the trait `Machine`. No module here uses an
+//! entity, and its modules form no circle.
+
+pub mod audit;
+pub mod authz;
+pub mod commit;
+pub mod event;
+pub mod hardware;
+pub mod holder;
+pub mod id;
+pub mod key_purpose;
+pub mod ledger;
+pub mod machine;
+pub mod metadata;
+pub mod money;
+pub mod policy;
+pub mod precondition;
+pub mod rate_cell;
+pub mod recording;
+pub mod redact;
+pub mod retry;
+pub mod ssh_key;
+pub mod task_type;
+pub mod time;

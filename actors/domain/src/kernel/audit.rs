@@ -1,0 +1,204 @@
+//! The audited actions, as one table to review (specification, *Audit log entry*: every onboarding, failure, reissue, lifecycle action,
+//! SSH key mutation and policy change).
+
+use crate::id::EntityRef;
+use crate::time::Timestamp;
+use chrono::TimeDelta;
+use serde::{Deserialize, Serialize};
+
+/// The rows: the name in the log, and when a row is written.
+macro_rules! actions {
+    ($($variant:ident $name:literal: $when:literal;)+) => {
+        /// An action that was done, or that failed.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+        pub enum AuditAction {
+            $(#[doc = $when] $variant,)+
+        }
+
+        impl AuditAction {
+            pub const ALL: &[Self] = &[$(Self::$variant),+];
+
+            /// The dotted name in the log.
+            #[must_use]
+            pub const fn as_str(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $name,)+
+                }
+            }
+
+            /// When a row of it is written.
+            #[must_use]
+            pub const fn when(self) -> &'static str {
+                match self {
+                    $(Self::$variant => $when,)+
+                }
+            }
+        }
+    };
+}
+
+actions! {
+    NodesCreate "nodes.create": "an administrator registered a node";
+    NodesUpdate "nodes.update": "an administrator changed how a node is reached, or its name or labels";
+    NodesIssueEnrollmentToken "nodes.issue_enrollment_token": "a bundle with a fresh token was issued; older ones are void";
+    NodesReissueEnrollment "nodes.reissue_enrollment": "a recovery bundle was issued for a node";
+    NodesEnroll "nodes.enroll": "an agent enrolled with the issued token";
+    NodesRefuseEnrollment "nodes.refuse_enrollment": "an enrollment or a recovery was refused, with its true cause; at most one row a minute and node";
+    NodesRecover "nodes.recover": "an agent recovered its identity with its recovery token and key";
+    NodesCloneSuspected "nodes.clone_suspected": "token and key were shown with an old identity generation: the machine has a copy";
+    NodesExpireEnrollment "nodes.expire_enrollment": "a token or an enrollment was not used in time";
+    NodesActivate "nodes.activate": "an enrolled agent polled and its inventory matched";
+    NodesRenewCertificate "nodes.renew_certificate": "an agent renewed its certificate";
+    NodesLose "nodes.lose": "an active node was not heard and counts as offline";
+    NodesFind "nodes.find": "an offline node was heard again";
+    NodesQuarantine "nodes.quarantine": "a node was taken out of rent, by an operator, its health, drift or a clone";
+    NodesReleaseQuarantine "nodes.release_quarantine": "a quarantined node was given its state back";
+    NodesRetire "nodes.retire": "a node was taken out of service, or begins to drain";
+    NodesDrained "nodes.drained": "the last allocation of a draining node ended: it is retired";
+    NodesReactivate "nodes.reactivate": "a retired node was taken into service again";
+    NodesRemove "nodes.remove": "a retired node was removed for good";
+    NodesRestart "nodes.restart": "the machine was started anew: its agent speaks from another boot; its allocations are kept";
+    NodesOrderTask "nodes.order_task": "an administrator ordered a task of the node itself";
+    NodesStallTask "nodes.stall_task": "a task that must not happen twice was not reported on in time";
+    NodesResumeTask "nodes.resume_task": "an operator looked at such a task and had it offered again";
+
+    AllocationsRequest "allocations.request": "a user asked for GPUs";
+    AllocationsFail "allocations.fail": "a request was refused or its provisioning failed, with the code";
+    AllocationsUpdate "allocations.update": "the name or the labels of an allocation were changed: name, labels; null is what was removed";
+    AllocationsRelease "allocations.release": "an allocation was given back, or cancelled";
+    AllocationsFailRelease "allocations.fail_release": "a clean-up attempt failed, with the reason";
+    AllocationsRetryRelease "allocations.retry_release": "an operator had a failed clean-up tried again";
+    AllocationsForceRelease "allocations.force_release": "an operator ended an allocation without proof of clean-up";
+
+    AllocationsUncover "allocations.uncover": "an allocation is released since its account was depleted and the grace over";
+    AllocationsFault "allocations.fault": "a critical fault of its node ended an allocation's billing";
+
+    TerminalsOpen "terminals.open": "the user of an active allocation opened a terminal session";
+    TerminalsIssueToken "terminals.issue_token": "the user asked for a token to connect to a terminal session again";
+    TerminalsAttach "terminals.attach": "a connection was let in with a token, before its upgrade";
+    TerminalsRefuseToken "terminals.refuse_token": "a terminal token was refused, with its true cause; at most one row a minute and session";
+    TerminalsClose "terminals.close": "a terminal session ended by itself, by its user, with its allocation, or at its time";
+    TerminalsKill "terminals.kill": "an administrator closed a terminal session";
+    TerminalsChangeRecording "terminals.change_recording": "a policy switched the recording of a living session on or off, or changed its mode or bound";
+    TerminalsReadRecording "terminals.read_recording": "somebody read a session's recording, before the first byte went out";
+    TerminalsForgetRecording "terminals.forget_recording": "a session's recording was older than it is kept, and is deleted";
+
+    SkusCreate "skus.create": "an administrator made a catalog entry";
+    SkusUpdate "skus.update": "an administrator revised a catalog entry";
+    SkusApprove "skus.approve": "one of the two approvals of a change of status";
+    SkusActivate "skus.activate": "both had approved: a catalog entry was activated";
+    SkusDeprecate "skus.deprecate": "both had approved: a catalog entry was deprecated";
+    SkusDeactivate "skus.deactivate": "both had approved: a catalog entry was deactivated";
+    SkusWithdrawApproval "skus.withdraw_approval": "an approval that waited was withdrawn by the opposite request";
+    SkusExpireApproval "skus.expire_approval": "an approval waited in vain for the second";
+
+    SshKeysCreate "ssh_keys.create": "a user registered a public key, or was refused";
+    SshKeysDelete "ssh_keys.delete": "a user deleted a key, or an administrator did, or that was refused";
+    SshKeysMakeDefault "ssh_keys.make_default": "a user chose the default key, or an administrator did among theirs, or that was refused";
+    SshKeysChoose "ssh_keys.choose": "the keys that open one allocation were chosen, or that was refused";
+    SshKeysReconcile "ssh_keys.reconcile": "a node wrote the keys that open an allocation, or could not";
+
+    PoliciesWrite "policies.write": "a policy value was written: policy_key, old_value, new_value, reason";
+    PoliciesTakeBack "policies.take_back": "a policy value was taken back, the less specific one holds: policy_key, old_value, reason";
+    BillingOpen "billing.open": "an operator opened a billing account";
+    BillingAdjust "billing.adjust": "an operator gave to an account or took from it: amount_minor, reason";
+    BillingRefundAllocation "billing.refund_allocation": "an operator gave back of what an allocation had cost: refund_id, allocation_id, reason";
+    PaymentsCreate "payments.create": "somebody began to pay into an account: amount_minor, currency";
+    PaymentsRefund "payments.refund": "a payer asked money back: refund_id, amount_minor, reason";
+    PaymentsReverse "payments.reverse": "a refund or a dispute was made, or undone, at the payment processor: reversal_id, what, amount_minor";
+    ProcessorEventsRetry "processor_events.retry": "an operator had what the payment processor said worked on anew: event_id, event_type, reason";
+    ProcessorEventsDismiss "processor_events.dismiss": "an operator said that nothing follows from what the payment processor said: event_id, event_type, reason";
+    PlatformRolesBind "platform_roles.bind": "a platform role was bound to a subject";
+    PlatformRolesRevoke "platform_roles.revoke": "a platform role was revoked";
+    ServiceAccountsCreate "service_accounts.create": "a service account was made";
+    ServiceAccountsAddKey "service_accounts.add_key": "a service account was given another key";
+    ServiceAccountsRevokeKey "service_accounts.revoke_key": "a key of a service account was revoked";
+    ServiceAccountsDelete "service_accounts.delete": "a service account and its keys were revoked";
+    KeysStage "keys.stage": "an operator had a new key trusted: purpose, key_id, version, reason";
+    KeysActivate "keys.activate": "an operator put a key to use in place of the one before";
+    KeysRetire "keys.retire": "a key is trusted no more; by force, with how many nodes it cut off";
+    NotificationEndpointsCreate "notification_endpoints.create": "somebody made an endpoint that is told of events: holder, kind, host";
+    NotificationEndpointsUpdate "notification_endpoints.update": "an endpoint's URL, its events, or whether it is enabled was changed";
+    NotificationEndpointsRotateSecret "notification_endpoints.rotate_secret": "an endpoint was given another secret; the one before signs for a day";
+    NotificationEndpointsDelete "notification_endpoints.delete": "an endpoint was deleted, with the messages that waited: waiting, dead_letters";
+    NotificationEndpointsTest "notification_endpoints.test": "an endpoint was sent a test message";
+    NotificationEndpointsResend "notification_endpoints.resend": "dead letters were sent again: message_id, count, reason";
+    NotificationEndpointsDismiss "notification_endpoints.dismiss": "dead letters were given up: message_id, count, reason";
+    NotificationsBroadcast "notifications.broadcast": "an operator said something to everybody who listens: severity, message";
+    RuntimeRestart "runtime.restart": "an operator had an entity or a worker started anew";
+}
+
+/// One row of the audit log. The shell adds the actor, the time and the correlation id.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AuditRecord {
+    pub action: AuditAction,
+    pub target: EntityRef,
+    /// Identifiers and reasons; never a secret.
+    pub metadata: serde_json::Value,
+}
+
+impl AuditRecord {
+    #[must_use]
+    pub const fn new(action: AuditAction, target: EntityRef, metadata: serde_json::Value) -> Self {
+        Self { action, target, metadata }
+    }
+}
+
+/// The interval between audited refusals: a refused caller can repeat the request at once, and must not fill the log.
+pub const REFUSAL_AUDIT_INTERVAL: TimeDelta = TimeDelta::minutes(1);
+
+/// When an entity's last refusal was audited.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct RefusalAudit(Option<Timestamp>);
+
+impl RefusalAudit {
+    /// The state after a refusal that is to be audited; `None` where one was audited within the interval.
+    #[must_use]
+    pub fn audited(self, now: Timestamp) -> Option<Self> {
+        let due = self.0.is_none_or(|last| now >= last + REFUSAL_AUDIT_INTERVAL || now < last);
+        due.then_some(Self(Some(now)))
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+    use std::fmt::Write as _;
+
+    #[test]
+    fn the_audited_actions_are_as_reviewed() {
+        let mut table = String::new();
+        for action in AuditAction::ALL {
+            writeln!(table, "{}: {}", action.as_str(), action.when()).unwrap();
+        }
+        insta::assert_snapshot!(table);
+    }
+
+    #[test]
+    fn every_audit_action_has_a_unique_name() {
+        let names: BTreeSet<_> = AuditAction::ALL.iter().map(|action| action.as_str()).collect();
+        assert_eq!(names.len(), AuditAction::ALL.len());
+        assert!(
+            names
+                .iter()
+                .all(|name| name.split_once('.').is_some_and(|(noun, verb)| !noun.is_empty() && !verb.is_empty()))
+        );
+    }
+
+    #[test]
+    fn one_refusal_per_minute_is_audited() {
+        let second = |n| Timestamp::UNIX_EPOCH + TimeDelta::seconds(n);
+        let (mut refusals, mut audited) = (RefusalAudit::default(), Vec::new());
+        for n in 0..200 {
+            if let Some(next) = refusals.audited(second(n)) {
+                refusals = next;
+                audited.push(n);
+            }
+        }
+        assert_eq!(audited, [0, 60, 120, 180]);
+        assert!(refusals.audited(second(0)).is_some(), "a clock that was put back silences nothing");
+    }
+}

@@ -1,0 +1,307 @@
+//! What every entity is: a pure state machine, and the context that it decides in.
+
+pub use crate::time::Timestamp;
+
+use crate::audit::AuditRecord;
+use crate::authz::{Action, Principal};
+use crate::event::Event;
+use crate::id::{EntityKind, NodeId, TerminalSessionId};
+use crate::ledger::Posting;
+use crate::policy::PolicyBook;
+use crate::precondition::Precondition;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use uuid::Uuid;
+
+/// An entity's state machine. `decide` is all of its behaviour: no await, no clock, no randomness.
+///
+/// An entity that was never created has no state: `decide(None, …)` creates it, and rejects a command that cannot create.
+pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sync + 'static {
+    const KIND: EntityKind;
+    /// The bound of the entity's snapshot as JSON, in bytes. A transition to a larger snapshot is not carried out. The machine bounds what
+    /// grows in it by itself, so that this bound is never reached.
+    const SNAPSHOT_MOST: usize = 64 * 1024;
+    type Command: Command;
+    type Reply: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static;
+    type Rejection: std::error::Error + Clone + Serialize + DeserializeOwned + Send + Sync + 'static;
+
+    /// The transition that `command` causes in `state`.
+    ///
+    /// A rejection is a reply: nothing changed, and it says why.
+    fn decide(
+        state: Option<&Self>,
+        command: Self::Command,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Self::Rejection>;
+
+    /// As [`Machine::decide`], after the store refused the first decision because other entities hold values that it claims. `holders` are
+    /// those values and the entities that hold them. The new decision must not claim them.
+    ///
+    /// # Errors
+    /// As [`Machine::decide`].
+    fn decide_without(
+        state: Option<&Self>,
+        command: Self::Command,
+        holders: &BTreeMap<String, Uuid>,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Self::Rejection> {
+        let _ = holders;
+        Self::decide(state, command, ctx)
+    }
+
+    /// The state and the audit record to write with a refusal, where it has to be audited. Nothing else may change with it, and the
+    /// machine bounds how often it happens ([`RefusalAudit`](crate::audit::RefusalAudit)): a refusal that is not audited costs no commit.
+    fn audit_refusal(
+        &self,
+        command: &Self::Command,
+        rejection: &Self::Rejection,
+        ctx: &TransitionContext<'_>,
+    ) -> Option<AuditedRefusal<Self>> {
+        let _ = (command, rejection, ctx);
+        None
+    }
+
+    /// The state's name in the API and in the history.
+    fn state(&self) -> &'static str;
+
+    /// Until when this state may last, and what it waits for. `None`: the state may last for ever.
+    fn deadline(&self) -> Option<Deadline>;
+
+    /// When the machine needs its next `Tick`, at the latest at its deadline.
+    fn timer(&self) -> Option<Timestamp> {
+        self.deadline().map(|deadline| deadline.at)
+    }
+
+    /// The keys by which the entity is found, beside its id. They are fixed at creation, so that no index slows an update down.
+    fn keys(&self) -> IndexKeys;
+
+    /// Values that no other entity of any kind may have while this one has them; each commit keeps them unique. They begin with what they
+    /// name, as `gpu/`.
+    fn claims(&self) -> BTreeSet<String> {
+        BTreeSet::new()
+    }
+
+    /// The terms by which lists find the entity and that change during its life, such as its labels. Several entities may have the same
+    /// term; each commit updates the index of terms.
+    fn terms(&self) -> BTreeSet<String> {
+        BTreeSet::new()
+    }
+
+    /// The command that makes the machine check its whole state and emit what is missing.
+    fn tick() -> Self::Command;
+}
+
+/// A command has a name (for the history) and the action that its sender must be allowed to do.
+pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static {
+    fn name(&self) -> &'static str;
+    fn action(&self) -> Action;
+
+    /// True of a command that creates the entity: under a new id there is nothing to load first.
+    fn creates(&self) -> bool {
+        false
+    }
+}
+
+/// The time by which a state must have been left. A state past its deadline is overdue and is shown to operators.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Deadline {
+    pub at: Timestamp,
+    /// What the entity waits for, for operators to read.
+    pub reason: String,
+}
+
+impl Deadline {
+    pub fn new(at: Timestamp, reason: impl Into<String>) -> Self {
+        Self { at, reason: reason.into() }
+    }
+}
+
+/// The index keys of an entity.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct IndexKeys {
+    /// The user who owns it.
+    pub owner: Option<String>,
+    /// The SKU that it belongs to.
+    pub sku: Option<Uuid>,
+    /// A name that is unique among the entities of the kind.
+    pub unique_name: Option<String>,
+}
+
+/// The context of a decision.
+#[derive(Clone, Debug)]
+pub struct TransitionContext<'a> {
+    pub now: Timestamp,
+    pub policy: &'a PolicyBook,
+    pub by: &'a Principal,
+    pub correlation_id: &'a str,
+    /// The trace that the command belongs to.
+    pub trace: TraceContext<'a>,
+    /// Randomness, given from outside: ids that a transition creates are derived from it.
+    pub seed: u128,
+    /// The id of the entity.
+    pub id: Uuid,
+    /// The version that the decision is made from; 0 before the entity exists.
+    pub version: i64,
+}
+
+/// The trace that a command belongs to (W3C Trace Context). It is passed on and not interpreted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TraceContext<'a> {
+    /// `traceparent`
+    pub parent: Option<&'a str>,
+    /// `tracestate`
+    pub state: Option<&'a str>,
+}
+
+/// The request that caused something, stored where its consequences outlive its commands.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, serde::Deserialize)]
+pub struct RequestOrigin {
+    pub correlation_id: String,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub traceparent: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tracestate: Option<String>,
+}
+
+impl TransitionContext<'_> {
+    /// The request that caused this command.
+    #[must_use]
+    pub fn origin(&self) -> RequestOrigin {
+        RequestOrigin {
+            correlation_id: self.correlation_id.to_owned(),
+            traceparent: self.trace.parent.map(str::to_owned),
+            tracestate: self.trace.state.map(str::to_owned),
+        }
+    }
+
+    /// The `n`th new id of this transition, a UUIDv7 at [`TransitionContext::now`].
+    #[must_use]
+    pub fn new_id(&self, n: u64) -> Uuid {
+        let millis = u64::try_from(self.now.timestamp_millis()).unwrap_or(0);
+        // Odd multipliers are bijections on the seed's bits, so the ids of one transition differ.
+        let mixed = self.seed ^ (u128::from(n) + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835);
+        let mut random = [0; 10];
+        random.copy_from_slice(&mixed.to_be_bytes()[..10]);
+        uuid::Builder::from_unix_timestamp_millis(millis, &random).into_uuid()
+    }
+}
+
+/// The outcome of a command: the next state, what is published and written with it, and the reply.
+#[derive(Clone, Debug)]
+pub struct Transition<M: Machine> {
+    /// `None`: nothing changes and nothing is written; only the reply is sent.
+    pub next: Option<M>,
+    /// Events for other parts of the system; stored in the outbox by the same commit.
+    pub events: Vec<Event>,
+    /// Who did what; stored in the audit log by the same commit.
+    pub audit: Vec<AuditRecord>,
+    /// Postings to the ledger; written by the same commit.
+    pub postings: Vec<Posting>,
+    /// Effects that are triggered after the commit, and that may be lost.
+    pub effects: Vec<Effect>,
+    /// Versions of other entities that the decision was based on and that must not have changed when it commits.
+    pub requires: Vec<Precondition>,
+    pub reply: M::Reply,
+    /// Stored in the history: why the entity is in its state.
+    pub why: String,
+}
+
+/// The state and the audit record that are written with a refusal.
+#[derive(Clone, Debug)]
+pub struct AuditedRefusal<M> {
+    pub next: M,
+    pub audit: AuditRecord,
+}
+
+impl<M: Machine> Transition<M> {
+    /// The entity changes to `next`.
+    pub fn to(next: M, reply: M::Reply, why: impl Into<String>) -> Self {
+        Self { next: Some(next), why: why.into(), ..Self::stay(reply) }
+    }
+
+    /// Nothing changes; only the reply is sent.
+    pub fn stay(reply: M::Reply) -> Self {
+        Self {
+            next: None,
+            events: Vec::new(),
+            audit: Vec::new(),
+            postings: Vec::new(),
+            effects: Vec::new(),
+            requires: Vec::new(),
+            reply,
+            why: String::new(),
+        }
+    }
+
+    #[must_use]
+    pub fn event(mut self, event: Event) -> Self {
+        self.events.push(event);
+        self
+    }
+
+    #[must_use]
+    pub fn audit(mut self, audit: AuditRecord) -> Self {
+        self.audit.push(audit);
+        self
+    }
+
+    #[must_use]
+    pub fn posting(mut self, posting: Posting) -> Self {
+        self.postings.push(posting);
+        self
+    }
+
+    #[must_use]
+    pub fn precondition(mut self, precondition: Precondition) -> Self {
+        self.requires.push(precondition);
+        self
+    }
+
+    #[must_use]
+    pub fn effect(mut self, effect: Effect) -> Self {
+        self.effects.push(effect);
+        self
+    }
+}
+
+/// The effects that a transition may ask of the running processes. Each of them may be lost: what must not be lost is an [`Event`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// A long poll of this node has tasks to fetch.
+    WakeNode(NodeId),
+    /// The node's identity is revoked: its connections are closed on every replica.
+    CloseNode(NodeId),
+    /// Every connection of this session reads the session again: it may be closed, or another connection may have replaced it.
+    WakeTerminal(TerminalSessionId),
+    /// This process reloads the policy values now; the other processes are notified by the event.
+    ReadPolicy,
+    /// This process reloads the keys in force now; the other processes are notified by the event.
+    ReadKeys,
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_of_one_transition_are_version_seven_and_distinct() {
+        let policy = PolicyBook::default();
+        let by = Principal::system("test");
+        let ctx = TransitionContext {
+            now: DateTime::UNIX_EPOCH,
+            policy: &policy,
+            by: &by,
+            correlation_id: "c",
+            trace: TraceContext::default(),
+            seed: 7,
+            id: Uuid::nil(),
+            version: 0,
+        };
+        let ids: BTreeSet<_> = (0..1000).map(|n| ctx.new_id(n)).collect();
+        assert_eq!(ids.len(), 1000);
+        assert!(ids.iter().all(|id| id.get_version_num() == 7));
+    }
+}
