@@ -28,6 +28,7 @@ mod input_validation;
 mod key_rotation;
 mod main_job;
 mod member_messages;
+mod module_arrows;
 mod node_lifecycle;
 mod node_probe;
 mod notification_endpoints;

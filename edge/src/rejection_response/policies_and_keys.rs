@@ -1,6 +1,6 @@
 //! Rejections of policies, keys and the operation of the running system.
 
-use domain::policy::{PolicyKey, ValueBounds};
+use domain::policy::{CrossingBounds, PolicyKey, ValueBounds};
 use domain::{key_set, policy_values, runtime};
 
 use super::{Explain, conflict, invalid, unexpected};
@@ -79,7 +79,7 @@ impl Explain for policy_values::Rejection {
                 ),
             ),
             R::Crosses { key, low, high, crossing } => {
-                let policy::CrossingBounds { at, low: smallest, high: largest, with } = crossing;
+                let CrossingBounds { at, low: smallest, high: largest, with } = crossing;
                 let (low, high) = (low.name(), high.name());
                 let message = format!(
                     "With this value {low} ({smallest}) would be over {high} ({largest}) from {at} on, for those whom the values \

@@ -28,16 +28,17 @@ mod terminal_tasks;
 #[cfg(test)]
 mod tests;
 
-use crate::allocation::{AuthorizedKey, Placement};
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::authz::Action;
 use crate::event::{Event, GpuDevice};
+use crate::hardware::Placement;
 use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TaskId, TerminalSessionId, TokenId};
 use crate::machine::{
     self, AuditedRefusal, Command as _, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
 };
 use crate::metadata::{Metadata, MetadataPatch};
 use crate::recording::RecordingTerms;
+use crate::ssh_key::AuthorizedKey;
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};

@@ -291,7 +291,7 @@ mod tests {
         let policy = PolicyBook::default();
         let by = Principal::system("test");
         let ctx = TransitionContext {
-            now: DateTime::UNIX_EPOCH,
+            now: Timestamp::UNIX_EPOCH,
             policy: &policy,
             by: &by,
             correlation_id: "c",

@@ -1,13 +1,14 @@
 //! The allocations on the node's GPUs, and the tasks that set tenants up and clean them up.
 
 use super::{HoldSshAccess, Node, NodeHealth, PREVENT_ALLOCATION, Phase, Rejection, Reply, TerminalTask};
-use crate::allocation::{AuthorizedKey, Placement};
 use crate::audit::AuditAction;
 use crate::event::Event;
+use crate::hardware::Placement;
 use crate::id::{AllocationId, TaskId, TerminalSessionId};
 use crate::machine::{Effect, RequestOrigin, Timestamp, Transition, TransitionContext};
 use crate::recording::RecordingTerms;
 use crate::retry::RetryTimer;
+use crate::ssh_key::AuthorizedKey;
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};

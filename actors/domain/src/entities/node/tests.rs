@@ -11,6 +11,7 @@ mod tenants;
 
 use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
+use crate::id::SkuId;
 use crate::invariant;
 use crate::machine::Effect;
 use crate::metadata::{MAX_LABELS, PatchValue};

@@ -8,13 +8,14 @@ mod event_order;
 use super::*;
 use crate::authz::{CallerIdentity, TokenRole};
 use crate::billing_account::{self, BillingAccount};
-use crate::event::{Event, Reaction};
+use crate::event::Event;
 use crate::id::AllocationId;
 use crate::invariant;
 use crate::ledger::{Posting, PostingKind};
 use crate::machine::{Command as _, TraceContext};
 use crate::money::{MicroAmount, Price};
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
+use crate::reactions::Reaction;
 use std::fmt::Write as _;
 use uuid::Uuid;
 

@@ -4,6 +4,7 @@
 
 use super::*;
 use crate::machine::Command as _;
+use crate::reactions::Reaction;
 use crate::recording::RecordingMode;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
