@@ -251,7 +251,7 @@ fn fields(code: &str, structure: &str) -> Vec<[String; 3]> {
 #[test]
 fn page_of_task_types_is_what_the_source_declares() {
     let wire = read("agent/wire/src/task.rs");
-    let rows = task_types(&read("actors/domain/src/task_type.rs"));
+    let rows = task_types(&read("actors/domain/src/kernel/task_type.rs"));
     let described: Vec<&str> = TASK_TYPES.iter().map(|(name, ..)| *name).collect();
     let mut page = "# Task types\n\n<!-- Made by the code: `UPDATE_DOCS=1 cargo test -p tests reference_pages` writes it anew. -->\n\n\
         A task is signed work for one node ([the agent](../internals/agent.md)). Its `type` is one of these; a node is given only the types \
