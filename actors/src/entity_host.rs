@@ -3,7 +3,7 @@
 
 mod activation;
 mod failures;
-mod hand_over;
+mod handover;
 #[cfg(test)]
 mod schedules;
 mod shard;
@@ -14,7 +14,7 @@ mod tests;
 
 pub(crate) use activation::{CommittedState, EntityFacts};
 pub(crate) use failures::ActorExit;
-pub use hand_over::Slot;
+pub use handover::Slot;
 pub use status::{ActivationStatus, HostMetrics, HostedEntity, HostedShard};
 
 use crate::command_context::{AskError, AskResult, CommandContext};
@@ -28,7 +28,7 @@ use dashmap::DashMap;
 use domain::machine::Command as _;
 use domain::{EntityRef, Machine};
 use failures::Failures;
-use hand_over::{HandOver, NotAdmitted};
+use handover::{Handover, NotAdmitted};
 use ractor::{ActorRef, ActorRuntime, ActorStatus};
 use shard::OwnedShard;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -76,7 +76,7 @@ pub struct Host {
     store: Arc<dyn Store>,
     effects: Arc<dyn Effects>,
     environment: Arc<dyn Environment>,
-    hand_over: HandOver<ActiveEntity>,
+    handover: Handover<ActiveEntity>,
     failures: DashMap<EntityRef, Failures>,
     watches: WatchRegistry,
     tokens: AtomicU64,
@@ -96,7 +96,7 @@ impl Host {
             store,
             effects,
             environment,
-            hand_over: HandOver::new(),
+            handover: Handover::new(),
             failures: DashMap::new(),
             watches: WatchRegistry::default(),
             tokens: AtomicU64::new(0),
@@ -154,18 +154,17 @@ impl Host {
         context: CommandContext,
     ) -> Result<oneshot::Receiver<AskResult<M>>, AskError<M::Rejection>> {
         let shard = shard_of(entity.id);
-        let owned = self.hand_over.owned(shard).ok_or(AskError::NotOwner)?;
+        let owned = self.handover.owned(shard).ok_or(AskError::NotOwner)?;
         if !self.environment.may_answer_from_memory() {
             return Err(AskError::NotOwner);
         }
         let lane = if context.urgent { 2 } else { 1 };
         let key = context.command.as_ref().map(|key| key.id);
-        let slot =
-            self.hand_over.admit(&owned, self.config.per_shard * lane, key).map_err(|refused| match refused {
-                NotAdmitted::Overloaded => AskError::Overloaded,
-                NotAdmitted::Closing => AskError::NotOwner,
-                NotAdmitted::InProgress => AskError::InProgress,
-            })?;
+        let slot = self.handover.admit(&owned, self.config.per_shard * lane, key).map_err(|refused| match refused {
+            NotAdmitted::Overloaded => AskError::Overloaded,
+            NotAdmitted::Closing => AskError::NotOwner,
+            NotAdmitted::InProgress => AskError::InProgress,
+        })?;
         let (mailbox, facts) = self.activate::<M>(entity, &owned, command.creates())?;
         let slot = slot.and_in_entity(&facts.waiting, self.config.per_entity * lane).ok_or(AskError::Overloaded)?;
         let token = self.tokens.fetch_add(1, Ordering::Relaxed);
@@ -182,7 +181,7 @@ impl Host {
     /// the store has to be read.
     #[must_use]
     pub fn committed_state<M: Machine>(&self, id: Uuid) -> Option<(Arc<M>, i64)> {
-        let activation = self.hand_over.active.get(&EntityRef { kind: M::KIND, id })?;
+        let activation = self.handover.active.get(&EntityRef { kind: M::KIND, id })?;
         let settled = activation.memory.downcast_ref::<CommittedState<M>>()?.get()?;
         // Checked after the state was read: what was true under a fresh lease is an answer.
         let ours = !activation.owned.is_closing() && self.environment.may_answer_from_memory();
@@ -222,33 +221,33 @@ impl Host {
                 passivate: passivate::<M>,
             })
         };
-        let found = self.hand_over.activate(entity, owned, handle, || self.may_activate(entity), start)?;
+        let found = self.handover.activate(entity, owned, handle, || self.may_activate(entity), start)?;
         found.ok_or(AskError::NotOwner)
     }
 
     /// An actor that was killed with its supervisor, or never ran, did not remove itself.
     fn remove_if_stopped<M: Machine>(&self, entity: EntityRef, mailbox: &ActorRef<EntityMessage<M>>) {
         if mailbox.get_status() == ActorStatus::Stopped {
-            self.hand_over.remove(entity, &mailbox.get_id());
+            self.handover.remove(entity, &mailbox.get_id());
         }
     }
 
     /// Whether the entity has an actor.
     #[must_use]
     pub fn is_active(&self, entity: EntityRef) -> bool {
-        self.hand_over.active.contains_key(&entity)
+        self.handover.active.contains_key(&entity)
     }
 
     /// Passivates an entity that has no command in its mailbox. For workers that have activated many.
     pub fn passivate(&self, entity: EntityRef) {
-        if let Some(activation) = self.hand_over.active.get(&entity) {
+        if let Some(activation) = self.handover.active.get(&entity) {
             (activation.passivate)(&*activation.mailbox);
         }
     }
 
     /// Passivates what was idle for [`HostConfig::passivate_after`], and forgets old failures.
     pub fn passivate_idle(&self) {
-        for activation in &self.hand_over.active {
+        for activation in &self.handover.active {
             if activation.facts.is_idle_for(self.config.passivate_after) {
                 (activation.passivate)(&*activation.mailbox);
             }

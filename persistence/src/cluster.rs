@@ -217,7 +217,7 @@ impl Cluster {
     ///
     /// # Errors
     /// [`StoreError`]; whether the handover happened is then to be read from [`Cluster::shards`].
-    pub async fn hand_over(
+    pub async fn handover(
         &self,
         me: MemberId,
         to: Option<MemberId>,

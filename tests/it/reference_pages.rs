@@ -59,7 +59,7 @@ fn metrics() -> Vec<Metric> {
     for file in files {
         let text = std::fs::read_to_string(&file).expect("the file is readable");
         if text.contains("prometheus::") {
-            let code = text.split("#[cfg(test)]").next().unwrap_or_default();
+            let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
             found.extend(declared(code).into_iter().map(|metric| (metric.name.clone(), metric)));
         }
     }

@@ -71,7 +71,10 @@ async fn kill_of_the_owner_between_any_two_commits_of_a_rental_loses_nothing() {
         assert_eq!(cost(&all, allocation.id), (expected, 0), "it is charged once: {released}");
         let count = |it: &[Step], step: &Step| it.iter().filter(|other| *other == step).count();
         for step in &steps {
-            assert_eq!(count(commits, step), count(&steps, step), "{step:?} of {released}");
+            let (is, undisturbed) = (count(commits, step), count(&steps, step));
+            // A resent request to a node or an account is confirmed by a commit that changes nothing else.
+            let may_repeat = step.kind != "allocation";
+            assert!(is == undisturbed || may_repeat && is > undisturbed, "{step:?}, {is} times, of {released}");
         }
     }
     cluster.shutdown().await;

@@ -1,6 +1,6 @@
 //! An active entity: its mailbox, its committed state, and what an operator sees of it.
 
-use super::hand_over::Activated;
+use super::handover::Activated;
 use super::lock;
 use super::shard::{OwnedShard, ShardGrant};
 use super::status::{ActivationStatus, HostedEntity};

@@ -68,7 +68,7 @@ impl Host {
                 self.record_failure(entity, reason, |failures, reason| self.park(entity, failures, reason));
             }
         }
-        self.hand_over.remove(entity, &actor);
+        self.handover.remove(entity, &actor);
     }
 
     fn record_store_outage(&self, entity: EntityRef, reason: String) {
@@ -130,7 +130,7 @@ impl Host {
     pub fn restart(&self, entity: EntityRef) -> bool {
         let forgotten = self.failures.remove(&entity).is_some();
         let stopped = self
-            .hand_over
+            .handover
             .active
             .remove(&entity)
             .map(|(_, activation)| activation.cell.stop(Some("restart".to_owned())));

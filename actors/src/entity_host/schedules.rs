@@ -1,4 +1,4 @@
-//! The hand-over under many schedules of threads, by shuttle: `hand_over.rs` with shuttle's primitives, and the real shell over a store in
+//! The hand-over under many schedules of threads, by shuttle: `handover.rs` with shuttle's primitives, and the real shell over a store in
 //! memory. The mailbox is a model of ractor's, and [`World::ask`] and [`Actor::exit`] follow `Host::enqueue` and `ActorState::exit`.
 //!
 //! In every schedule: an entity has one actor in a term, each command is executed once, a command that meets a passivation or an outage
@@ -13,7 +13,7 @@ use crate::testing::{Count, Counter, StoredState, context, key, term};
 use domain::commit::Epoch;
 use domain::policy::PolicyBook;
 use domain::{CommitOutcome, EntityKind, EntityRef, Shard, Timestamp};
-use hand_over::{Activated, HandOver, NotAdmitted, OwnedShard, Slot};
+use handover::{Activated, Handover, NotAdmitted, OwnedShard, Slot};
 use shuttle::rand::{Rng as _, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler, Scheduler};
 use shuttle::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -22,9 +22,9 @@ use shuttle::thread;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use uuid::Uuid;
 
-#[path = "hand_over.rs"]
+#[path = "handover.rs"]
 #[allow(clippy::duplicate_mod, dead_code, unreachable_pub)]
-mod hand_over;
+mod handover;
 mod sync;
 
 const COUNTER: EntityRef = EntityRef { kind: EntityKind::Sku, id: Uuid::from_u128(7) };
@@ -128,7 +128,7 @@ struct StoreState {
 }
 
 struct World {
-    hand_over: HandOver<Actor>,
+    handover: Handover<Actor>,
     store: Mutex<StoreState>,
     settled: Condvar,
     /// The actors that may decide, by their term.
@@ -147,7 +147,7 @@ fn now() -> Timestamp {
 impl World {
     fn new(has_outages: bool) -> Arc<Self> {
         Arc::new(Self {
-            hand_over: HandOver::new(),
+            handover: Handover::new(),
             store: Mutex::default(),
             settled: Condvar::new(),
             deciding: Mutex::default(),
@@ -167,7 +167,7 @@ impl World {
 
     /// As `Host::close`, without a limit to its patience.
     fn close(&self) {
-        let Some(owned) = self.hand_over.begin_closing(SHARD) else { return };
+        let Some(owned) = self.handover.begin_closing(SHARD) else { return };
         while !owned.is_drained() {
             thread::yield_now();
         }
@@ -176,13 +176,13 @@ impl World {
     }
 
     fn lose(&self) {
-        if let Some(owned) = self.hand_over.begin_closing(SHARD) {
+        if let Some(owned) = self.handover.begin_closing(SHARD) {
             self.drop_shard(&owned);
         }
     }
 
     fn drop_shard(&self, owned: &Arc<OwnedShard<Term>>) {
-        for actor in self.hand_over.remove_shard(SHARD, owned, Actor::clone) {
+        for actor in self.handover.remove_shard(SHARD, owned, Actor::clone) {
             self.stop(&actor);
         }
     }
@@ -200,7 +200,7 @@ impl World {
     }
 
     fn passivate(&self) {
-        let mailbox = self.hand_over.active.get(&COUNTER).map(|actor| Arc::clone(&actor.mailbox));
+        let mailbox = self.handover.active.get(&COUNTER).map(|actor| Arc::clone(&actor.mailbox));
         if let Some(mailbox) = mailbox {
             mailbox.cast(Message::Input(Input::Passivate));
         }
@@ -208,15 +208,15 @@ impl World {
 
     /// As `Host::enqueue`, and the wait for the answer.
     fn ask(self: &Arc<Self>, ticket: u64) -> AskResult<Counter> {
-        let owned = self.hand_over.owned(SHARD).ok_or(AskError::NotOwner)?;
+        let owned = self.handover.owned(SHARD).ok_or(AskError::NotOwner)?;
         let key = key(&ticket.to_string());
-        let slot = self.hand_over.admit(&owned, BOUND, Some(key.id)).map_err(|refused| match refused {
+        let slot = self.handover.admit(&owned, BOUND, Some(key.id)).map_err(|refused| match refused {
             NotAdmitted::Overloaded => AskError::Overloaded,
             NotAdmitted::Closing => AskError::NotOwner,
             NotAdmitted::InProgress => AskError::InProgress,
         })?;
         let handle = |actor: &Actor| Ok(actor.clone());
-        let found = self.hand_over.activate(COUNTER, &owned, handle, || Ok(()), || Ok(self.start(&owned)))?;
+        let found = self.handover.activate(COUNTER, &owned, handle, || Ok(()), || Ok(self.start(&owned)))?;
         let actor = found.ok_or(AskError::NotOwner)?;
         let slot = slot.and_in_entity(&actor.waiting, BOUND).ok_or(AskError::Overloaded)?;
         let (answer, answered) = mpsc::channel();
@@ -224,7 +224,7 @@ impl World {
         let request = CommandRequest { token: thread_rng().r#gen(), command: Count::Add(ticket), context };
         if !actor.mailbox.cast(Message::Ask(Box::new(request), answer, slot)) {
             if actor.mailbox.inner.lock().unwrap().0 == MailboxState::Stopped {
-                self.hand_over.remove(COUNTER, &actor.id);
+                self.handover.remove(COUNTER, &actor.id);
             }
             return Err(AskError::NotOwner);
         }
@@ -324,7 +324,7 @@ impl Actor {
     /// As `ActorState::exit`: it leaves the directory, and then drains its mailbox.
     fn exit(&self, world: &World) {
         world.ended(self);
-        world.hand_over.remove(COUNTER, &self.id);
+        world.handover.remove(COUNTER, &self.id);
         self.mailbox.end(MailboxState::Draining);
     }
 }
@@ -342,7 +342,7 @@ enum Disturbance {
 /// Callers send commands until they are answered, while the entity is disturbed.
 fn story(tickets: &[u64], disturbances: &[Disturbance], has_outages: bool) {
     let world = World::new(has_outages);
-    world.hand_over.open(SHARD, world.grant());
+    world.handover.open(SHARD, world.grant());
     let callers = tickets.iter().map(|ticket| {
         let (world, ticket) = (Arc::clone(&world), *ticket);
         thread::spawn(move || {
@@ -366,12 +366,12 @@ fn story(tickets: &[u64], disturbances: &[Disturbance], has_outages: bool) {
             Disturbance::Passivation => world.passivate(),
             Disturbance::Close => {
                 world.close();
-                world.hand_over.open(SHARD, world.grant());
+                world.handover.open(SHARD, world.grant());
             }
             Disturbance::Takeover => {
                 let term = world.grant();
                 world.lose();
-                world.hand_over.open(SHARD, term);
+                world.handover.open(SHARD, term);
             }
         }
         thread::yield_now();
@@ -383,7 +383,7 @@ fn story(tickets: &[u64], disturbances: &[Disturbance], has_outages: bool) {
     counted.sort_unstable();
     let sent: BTreeSet<u64> = tickets.iter().copied().collect();
     assert!(counted.iter().eq(&sent), "each command is executed once: {counted:?}");
-    assert!(world.hand_over.owned(SHARD).unwrap().is_drained(), "no slot is taken");
+    assert!(world.handover.owned(SHARD).unwrap().is_drained(), "no slot is taken");
     // The threads of the actors end, so that the schedule does.
     world.lose();
 }

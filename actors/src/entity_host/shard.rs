@@ -1,7 +1,7 @@
 //! The owned shards, each with a supervisor for its entities.
 
 use super::failures::ActorExit;
-use super::{Host, hand_over};
+use super::{Host, handover};
 use crate::interfaces::Term;
 use crate::sharding::shard_of;
 use domain::{Shard, Timestamp};
@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 /// A shard that this process owns.
-pub(super) type OwnedShard = hand_over::OwnedShard<ShardGrant>;
+pub(super) type OwnedShard = handover::OwnedShard<ShardGrant>;
 
 /// The term that was granted, and the supervisor of its entities.
 pub(super) struct ShardGrant {
@@ -34,13 +34,13 @@ impl Host {
         let grant = ShardGrant { term, since: self.environment.now(), supervisor };
         // Actors of an earlier term cannot commit under this one.
         self.lose(term.shard);
-        self.hand_over.open(term.shard, grant);
+        self.handover.open(term.shard, grant);
         Ok(())
     }
 
     /// Closes a shard: no new commands, those in flight are answered (at most for `grace`), then its entities are removed from here.
     pub async fn close(&self, shard: Shard, grace: Duration) {
-        let Some(owned) = self.hand_over.begin_closing(shard) else { return };
+        let Some(owned) = self.handover.begin_closing(shard) else { return };
         let end = Instant::now() + grace;
         while !owned.is_drained() && Instant::now() < end {
             tokio::time::sleep(Duration::from_millis(2)).await;
@@ -50,13 +50,13 @@ impl Host {
 
     /// The shard was taken over by another member: what is in flight here cannot be committed any more.
     pub fn lose(&self, shard: Shard) {
-        if let Some(owned) = self.hand_over.begin_closing(shard) {
+        if let Some(owned) = self.handover.begin_closing(shard) {
             self.drop_shard(shard, &owned);
         }
     }
 
     fn drop_shard(&self, shard: Shard, owned: &Arc<OwnedShard>) {
-        for cell in self.hand_over.remove_shard(shard, owned, |active| active.cell.clone()) {
+        for cell in self.handover.remove_shard(shard, owned, |active| active.cell.clone()) {
             cell.stop(None);
         }
         // The next owner records failures of its own.
@@ -67,13 +67,13 @@ impl Host {
     /// The term under which this process owns `shard`.
     #[must_use]
     pub fn term(&self, shard: Shard) -> Option<Term> {
-        self.hand_over.owned(shard).filter(|owned| !owned.is_closing()).map(|owned| owned.grant.term)
+        self.handover.owned(shard).filter(|owned| !owned.is_closing()).map(|owned| owned.grant.term)
     }
 
     /// The shards that are open here.
     #[must_use]
     pub fn terms(&self) -> Vec<Term> {
-        let mut terms: Vec<_> = self.hand_over.shards.iter().map(|owned| owned.grant.term).collect();
+        let mut terms: Vec<_> = self.handover.shards.iter().map(|owned| owned.grant.term).collect();
         terms.sort_by_key(|term| term.shard);
         terms
     }
@@ -103,7 +103,7 @@ impl Actor for ShardSupervisor {
             SupervisionEvent::ActorFailed(cell, error) => {
                 let found = self
                     .host
-                    .hand_over
+                    .handover
                     .active
                     .iter()
                     .find(|activation| activation.actor == cell.get_id())

@@ -66,7 +66,7 @@ impl Host {
         // One map after the other: holding both could deadlock with one who locks them in the other order.
         let failed = self.failures.iter().map(|failures| (*failures.key(), failures.row(*failures.key())));
         let mut rows: BTreeMap<_, _> = failed.collect();
-        for activation in &self.hand_over.active {
+        for activation in &self.handover.active {
             let row = activation.facts.row(*activation.key(), rows.get(activation.key()));
             rows.insert(*activation.key(), row);
         }
@@ -78,7 +78,7 @@ impl Host {
     pub fn entity(&self, entity: EntityRef) -> Option<HostedEntity> {
         let failed = self.failures.get(&entity).map(|failures| failures.row(entity));
         let activation =
-            self.hand_over.active.get(&entity).map(|activation| activation.facts.row(entity, failed.as_ref()));
+            self.handover.active.get(&entity).map(|activation| activation.facts.row(entity, failed.as_ref()));
         activation.or(failed)
     }
 
@@ -86,7 +86,7 @@ impl Host {
     #[must_use]
     pub fn shards(&self) -> Vec<HostedShard> {
         let mut rows: Vec<_> = self
-            .hand_over
+            .handover
             .shards
             .iter()
             .map(|owned| HostedShard {
@@ -109,11 +109,11 @@ impl Host {
             if failures.parked.is_some() { parked += 1 } else { backing_off += 1 }
         }
         HostMetrics {
-            shards: self.hand_over.shards.len(),
-            awake: self.hand_over.active.len(),
+            shards: self.handover.shards.len(),
+            awake: self.handover.active.len(),
             parked,
             backing_off,
-            mailbox_depth: self.hand_over.shards.iter().map(|owned| owned.waiting.load(Ordering::Relaxed)).sum(),
+            mailbox_depth: self.handover.shards.iter().map(|owned| owned.waiting.load(Ordering::Relaxed)).sum(),
             failures_total: self.failures_total(),
         }
     }

@@ -75,7 +75,7 @@ impl Bench {
 
     /// No slot is taken and no command is in flight.
     fn is_idle(&self) -> bool {
-        self.host.hand_over.in_flight.is_empty()
+        self.host.handover.in_flight.is_empty()
             && self.host.shards().iter().all(|shard| shard.mailbox_depth == 0)
             && self.host.entities().iter().all(|entity| entity.mailbox_depth == 0)
     }
@@ -192,7 +192,7 @@ async fn mailbox_of_an_entity_is_bounded_and_urgent_commands_have_slots_of_their
     sleep(SECOND).await;
     assert_eq!(bench.row(COUNTER).mailbox_depth, 2);
     assert_eq!(bench.ask_once(COUNTER, Count::Add(9), key("k")).await, Err(AskError::Overloaded));
-    assert!(bench.host.hand_over.in_flight.is_empty(), "a refused command leaves nothing behind");
+    assert!(bench.host.handover.in_flight.is_empty(), "a refused command leaves nothing behind");
     for ticket in 2..4 {
         asking.push(bench.asking(COUNTER, Count::Add(ticket), CommandContext::urgent));
     }
@@ -545,12 +545,10 @@ async fn panic_outside_a_decision_is_recorded_by_the_supervisor() {
 async fn entities_of_a_killed_supervisor_are_not_active() {
     let bench = Bench::ready().await;
     bench.ask(COUNTER, Count::Add(1)).await.unwrap();
-    let supervisor = bench.host.hand_over.shards.get(&shard_of(COUNTER)).unwrap().grant.supervisor.clone();
+    let supervisor = bench.host.handover.shards.get(&shard_of(COUNTER)).unwrap().grant.supervisor.clone();
     supervisor.kill_and_wait(None).await.unwrap();
-    eventually(|| {
-        bench.host.hand_over.active.get(&counter(COUNTER)).unwrap().cell.get_status() == ActorStatus::Stopped
-    })
-    .await;
+    eventually(|| bench.host.handover.active.get(&counter(COUNTER)).unwrap().cell.get_status() == ActorStatus::Stopped)
+        .await;
     assert_eq!(bench.ask(COUNTER, Count::Add(2)).await, Err(AskError::NotOwner));
     assert_eq!(bench.status(COUNTER), None);
     bench.host.open(term(shard_of(COUNTER), 2), None).await.unwrap();
@@ -624,7 +622,7 @@ async fn stress(seed: u64) {
         }
         bench.store.stored.lock().unwrap().epochs.insert(shard, Epoch(epoch));
         bench.host.open(term(shard, epoch), None).await.unwrap();
-        for activation in &bench.host.hand_over.active {
+        for activation in &bench.host.handover.active {
             (activation.passivate)(&*activation.mailbox);
         }
     }

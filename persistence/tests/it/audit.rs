@@ -306,7 +306,7 @@ async fn former_owner_seals_nothing_after_a_takeover_and_the_new_one_continues()
     rows(&store, 10..12).await;
     let heir = MemberId(Uuid::new_v4());
     let mine: Vec<_> = terms(1);
-    store.cluster().hand_over(store.me, Some(heir), &mine).await.unwrap();
+    store.cluster().handover(store.me, Some(heir), &mine).await.unwrap();
     let run = old.run(&terms(1), Utc::now()).await.unwrap();
     assert_eq!((run.sealed, run.waited, run.broken.len()), (0, 2, 0), "fenced: {run:?}");
     // Nor under the successor's epoch: it is not the owner.
@@ -330,7 +330,7 @@ async fn takeover_during_a_seal_run_forks_no_chain() {
             old.run(&terms(1), Utc::now()).await.unwrap();
         }
     });
-    store.cluster().hand_over(store.me, Some(heir), &terms(1)).await.unwrap();
+    store.cluster().handover(store.me, Some(heir), &terms(1)).await.unwrap();
     let mut new = Sealer::new(store.pool().clone(), heir, key());
     for _ in 0..5 {
         assert_eq!(new.run(&terms(2), Utc::now()).await.unwrap().broken, []);

@@ -133,10 +133,10 @@ async fn handover_raises_the_epoch_and_requires_the_owner() {
     let free = cluster.shards().await.unwrap();
     cluster.take_over(ann, &free[..3], &UNWATCHED).await.unwrap();
     let mine = [(Shard(0), Epoch(1)), (Shard(1), Epoch(0)), (Shard(9), Epoch(0))];
-    assert!(cluster.hand_over(bob, Some(bob), &mine).await.unwrap().is_empty());
-    let given = cluster.hand_over(ann, Some(bob), &mine).await.unwrap();
+    assert!(cluster.handover(bob, Some(bob), &mine).await.unwrap().is_empty());
+    let given = cluster.handover(ann, Some(bob), &mine).await.unwrap();
     assert_eq!(given.into_iter().collect::<Vec<_>>(), [(Shard(0), Epoch(2))]);
-    let released = cluster.hand_over(ann, None, &[(Shard(2), Epoch(1))]).await.unwrap();
+    let released = cluster.handover(ann, None, &[(Shard(2), Epoch(1))]).await.unwrap();
     assert_eq!(released[&Shard(2)], Epoch(2));
     let shards = cluster.shards().await.unwrap();
     assert_eq!((shards[0].owner, shards[1].owner, shards[2].owner), (Some(bob), Some(ann), None));

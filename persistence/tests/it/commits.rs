@@ -294,7 +294,7 @@ async fn commit_under_another_owner_or_epoch_is_fenced() {
     assert_eq!(store.commit(&old).await, CommitOutcome::Fenced, "an older epoch");
     assert_eq!(store.commit(&Commit { epoch: Epoch(2), ..create(1) }).await, CommitOutcome::Fenced, "a newer epoch");
     let other = MemberId(Uuid::new_v4());
-    store.cluster().hand_over(store.me, Some(other), &[(Shard(1), Epoch(1))]).await.unwrap();
+    store.cluster().handover(store.me, Some(other), &[(Shard(1), Epoch(1))]).await.unwrap();
     assert_eq!(store.commit(&create(1)).await, CommitOutcome::Fenced, "handed over");
     assert_eq!(store.commit(&Commit { epoch: Epoch(2), ..create(1) }).await, CommitOutcome::Fenced, "another's epoch");
     assert_eq!(store.rows().await, [0; 6]);
@@ -502,7 +502,7 @@ async fn numbers_rise_in_the_order_of_commits_within_each_epoch() {
     assert!(transactions.is_sorted());
 
     let back = store.cluster();
-    let epochs = back.hand_over(store.me, Some(store.me), &[(Shard(0), Epoch(1))]).await.unwrap();
+    let epochs = back.handover(store.me, Some(store.me), &[(Shard(0), Epoch(1))]).await.unwrap();
     assert_eq!(epochs[&Shard(0)], Epoch(2));
     assert_eq!(store.commit(&Commit { epoch: Epoch(2), ..create(999_936) }).await, CommitOutcome::Applied);
     let first: i64 =

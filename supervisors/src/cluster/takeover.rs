@@ -249,7 +249,7 @@ impl ShardReconciler {
         let handovers = handovers.filter_map(|owned| wanted.get(&owned.shard).map(|to| (owned.shard, *to)));
         let handovers: Vec<_> =
             handovers.filter(|(_, to)| *to != me && has_recent_heartbeat(to)).take(HANDOVERS_AT_ONCE).collect();
-        self.hand_over(&handovers.iter().map(|(shard, to)| (*shard, Some(*to))).collect::<Vec<_>>()).await?;
+        self.handover(&handovers.iter().map(|(shard, to)| (*shard, Some(*to))).collect::<Vec<_>>()).await?;
         if !handovers.is_empty() {
             tracing::info!(shards = handovers.len(), "handed shards over");
             self.bus.ownership_changed().await;
@@ -258,7 +258,7 @@ impl ShardReconciler {
     }
 
     /// Closes these shards at once, each drained, and raises their epochs in favour of their new owners.
-    async fn hand_over(&self, handovers: &[(Shard, Option<MemberId>)]) -> anyhow::Result<()> {
+    async fn handover(&self, handovers: &[(Shard, Option<MemberId>)]) -> anyhow::Result<()> {
         let terms = handovers.iter().filter_map(|(shard, to)| self.host.term(*shard).map(|term| (term, *to)));
         let terms: Vec<_> = terms.collect();
         let closing = terms.iter().map(|(term, _)| {
@@ -278,7 +278,7 @@ impl ShardReconciler {
                     self.bus.send_rate_cells(heir, cells).await;
                 }
             }
-            self.cluster.hand_over(self.view.me.id, to, &shards).await?;
+            self.cluster.handover(self.view.me.id, to, &shards).await?;
             self.directory.remove_quotas(&handovers);
         }
         Ok(())
@@ -307,7 +307,7 @@ impl ShardReconciler {
         let handovers: Vec<_> =
             self.host.terms().iter().map(|term| (term.shard, wanted.get(&term.shard).copied())).collect();
         for some in handovers.chunks(HANDOVERS_AT_ONCE) {
-            self.hand_over(some).await?;
+            self.handover(some).await?;
             self.bus.ownership_changed().await;
         }
         Ok(self.cluster.remove(me).await?)

@@ -27,7 +27,7 @@ pub(super) trait Activated {
 }
 
 /// The shards of this process, the actors of their entities, and the commands in flight.
-pub(super) struct HandOver<A: Activated> {
+pub(super) struct Handover<A: Activated> {
     pub(super) shards: Map<Shard, Arc<OwnedShard<A::Grant>>>,
     pub(super) active: Map<EntityRef, A>,
     pub(super) in_flight: Arc<Map<CommandId, ()>>,
@@ -42,7 +42,7 @@ pub(super) enum NotAdmitted {
     InProgress,
 }
 
-impl<A: Activated> HandOver<A> {
+impl<A: Activated> Handover<A> {
     pub(super) fn new() -> Self {
         Self { shards: Map::new(), active: Map::new(), in_flight: Arc::new(Map::new()) }
     }
