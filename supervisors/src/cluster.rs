@@ -8,7 +8,6 @@ pub mod clock;
 pub mod command_forwarding;
 pub mod failure_detector;
 mod heartbeat;
-pub mod lease;
 pub mod member_queries;
 pub mod nats;
 pub mod permissions;
