@@ -21,7 +21,6 @@ use wire::heartbeat::PollSettings;
 use wire::inventory::{ExecutorKind, NodeInventory};
 use wire::proof::FindingOutcome;
 
-use crate::api::{ClientError, NodeApiClient, NodeApiError};
 use crate::atomic_file::{self, FileError};
 use crate::backoff::Backoff;
 use crate::chain;
@@ -31,6 +30,7 @@ use crate::gpus::Gpus;
 use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
 use crate::inventory::{self, InventoryReading};
 use crate::journal::{Journal, JournalError};
+use crate::node_api_client::{ClientError, NodeApiClient, NodeApiError};
 use crate::sandbox::Sandbox;
 use crate::simulated_faults::{SimulatedExecutor, SimulatedFaults};
 use crate::ssh::{self, SshError, Sshd};

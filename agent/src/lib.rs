@@ -6,7 +6,6 @@
 
 pub mod agent;
 pub mod agent_user;
-pub mod api;
 pub mod atomic_file;
 pub mod backoff;
 pub mod config;
@@ -17,6 +16,7 @@ pub mod identity;
 pub mod inventory;
 pub mod journal;
 pub mod logging;
+pub mod node_api_client;
 pub mod process_attributes;
 pub mod reservations;
 pub mod sandbox;

@@ -10,7 +10,7 @@ use chrono::{DateTime, Utc};
 use domain::notification_endpoint::{DeliveryFailure, NotificationEndpoint, QueuedNotification, Target};
 use email::{Mail, Mailer};
 use persistence::envelope_encryption::{EnvelopeError, KeyRing};
-use persistence::rewrap::webhook_secret_context;
+use persistence::key_rewrap::webhook_secret_context;
 use secrecy::{ExposeSecret as _, SecretSlice};
 use std::sync::Arc;
 use thiserror::Error;

@@ -5,7 +5,7 @@
 //! # Key ring file
 //! Lines of text; `#` begins a comment. `key ID BASE64` defines a key of 32 bytes (an id is 1 to 64 of `[A-Za-z0-9._-]`), `active ID`
 //! names the one that seals. The others still open: a key is rotated by adding a new one, making it active, rewrapping everything
-//! ([`crate::rewrap`]), and removing the old one when nothing is sealed under it.
+//! ([`crate::key_rewrap`]), and removing the old one when nothing is sealed under it.
 //!
 //! # Sealed value, version 1
 //! `1 · length of key id · key id · nonce (12) · sealed data key (32 + 16) · nonce (12) · ciphertext + 16`.

@@ -4,26 +4,26 @@
 
 mod account_statement;
 mod audit;
-mod bindings;
 mod entity;
 mod entity_deadlines;
 mod gpus;
-mod inspect;
+mod invariant_checks;
 mod keys;
-mod ledger;
 mod policy;
+mod postings;
+mod role_bindings;
 mod shard;
 
 pub use account_statement::{LedgerPosition, LedgerSum, SUM_TIMEOUT};
 pub use audit::{AuditFilter, AuditPosition, AuditRow, AuditRowSeal};
-pub use bindings::{BindingFilter, BindingRow};
 pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, NodeRow, SkuReferences, StateCount};
 pub use entity_deadlines::{WaitingEntity, WaitingFilter};
 pub use gpus::GpuCount;
-pub use inspect::{InspectedEntity, Inspection, OutboxBacklog, WaitingCounts};
+pub use invariant_checks::{InspectedEntity, Inspection, OutboxBacklog, WaitingCounts};
 pub use keys::DependentNode;
-pub use ledger::{AllocationCost, LedgerDiscrepancy, LedgerFilter, LedgerReport, LedgerRow, PrepaidTotal};
 pub use policy::{PolicyFilter, PolicyRow};
+pub use postings::{AllocationCost, LedgerDiscrepancy, LedgerFilter, LedgerReport, LedgerRow, PrepaidTotal};
+pub use role_bindings::{BindingFilter, BindingRow};
 pub use shard::{DueTimer, OutboxCursor, OverdueEntities, UnsettledEvents};
 
 use crate::idempotency::IdempotencyRecords;

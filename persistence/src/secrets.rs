@@ -3,8 +3,8 @@
 
 use crate::envelope_encryption::{EnvelopeError, KeyRing, SealContext};
 use crate::error::{OperationContext, StoreError};
+use crate::key_rewrap::Rewrap;
 use crate::recordings::Recordings;
-use crate::rewrap::Rewrap;
 use domain::machine::Timestamp;
 use secrecy::{ExposeSecret, SecretSlice};
 use sqlx::postgres::PgRow;

@@ -1,7 +1,7 @@
 //! `gpuaas audit`: verifies the audit log's chains, shows its heads, drops an old month.
 
 use crate::cluster::nats;
-use crate::trust;
+use crate::cluster_keys;
 use crate::workers::audit_seal::archived;
 use anyhow::{Context, bail};
 use chrono::{TimeDelta, Utc};
@@ -96,11 +96,11 @@ async fn execute(args: AuditArgs) -> anyhow::Result<bool> {
             Ok(true)
         }
         AuditSubcommand::Key => {
-            writeln!(out, "{}", trust::audit_key(&secrets(&args, &pool)?).await?.public_key())?;
+            writeln!(out, "{}", cluster_keys::audit_key(&secrets(&args, &pool)?).await?.public_key())?;
             Ok(true)
         }
         AuditSubcommand::Forget { month } => {
-            let key = trust::audit_key(&secrets(&args, &pool)?).await?;
+            let key = cluster_keys::audit_key(&secrets(&args, &pool)?).await?;
             let gone = drop_month(&pool, &key, month, Utc::now()).await?;
             writeln!(out, "{} is dropped; {} chains go on from a signed checkpoint", gone.month, gone.shards)?;
             Ok(true)
@@ -123,7 +123,7 @@ fn secrets(args: &AuditArgs, pool: &PgPool) -> anyhow::Result<Secrets> {
 
 async fn verified(args: &AuditArgs, how: &VerifyArgs, pool: &PgPool, out: &mut impl Write) -> anyhow::Result<bool> {
     let keys = if how.public_key.is_empty() {
-        AuditKeys::of(&trust::audit_key(&secrets(args, pool)?).await?)
+        AuditKeys::of(&cluster_keys::audit_key(&secrets(args, pool)?).await?)
     } else {
         AuditKeys::parse(how.public_key.iter().map(String::as_str))?
     };

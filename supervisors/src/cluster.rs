@@ -14,7 +14,7 @@ pub mod permissions;
 pub mod process_identity;
 pub mod takeover;
 
-use crate::roles::ProcessRole;
+use crate::process_roles::ProcessRole;
 use clock::MemberClock;
 use domain::commit::Epoch;
 use domain::{MemberId, Shard, Timestamp};

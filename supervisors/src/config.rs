@@ -14,7 +14,7 @@ pub use node_api::NodeProxies;
 pub use payments::PaymentsConfig;
 pub use variables::{ConfigError, Problem};
 
-use crate::roles::{ProcessRole, parse_roles};
+use crate::process_roles::{ProcessRole, parse_roles};
 use domain::Timestamp;
 use edge::auth::internal::InternalToken;
 use edge::node_certificate::TrustDomain;

@@ -15,7 +15,7 @@ use secrecy::{ExposeSecret as _, SecretString};
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::roles::ProcessRole;
+use crate::process_roles::ProcessRole;
 use agents::{AgentDirectories, AgentProcess, AgentSettings, SimulatedGpus, SystemAgent};
 use api::DevApi;
 use environment::{EnvironmentFile, EnvironmentVariables};

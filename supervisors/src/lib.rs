@@ -2,10 +2,10 @@
 
 pub mod audit_command;
 pub mod cluster;
+pub mod commit_effects;
 pub mod config;
 #[cfg(feature = "dev")]
 pub mod dev;
-pub mod effects;
 pub mod entity_store;
 pub mod exit_status;
 pub mod ledger_command;
@@ -14,7 +14,7 @@ pub mod metrics;
 pub mod node_ca_command;
 pub mod operator_view;
 pub mod process_environment;
-pub mod roles;
+pub mod process_roles;
 pub mod seal_command;
 pub mod serve;
 pub mod shutdown;
@@ -22,5 +22,5 @@ pub mod startup;
 pub mod supervisor;
 pub mod traces;
 
-pub mod trust;
+pub mod cluster_keys;
 pub mod workers;

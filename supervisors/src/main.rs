@@ -10,7 +10,7 @@ use supervisors::dev::{self, DevArgs};
 use supervisors::ledger_command::{self, LedgerArgs};
 use supervisors::node_ca_command::{self, NodeCaArgs};
 use supervisors::seal_command::{self, SealArgs};
-use supervisors::{config, exit_status, logging, roles, serve};
+use supervisors::{config, exit_status, logging, process_roles, serve};
 
 /// Returns memory after a burst, and touches no page of a buffer before it is written (decisions/0014).
 #[global_allocator]
@@ -30,7 +30,7 @@ const AFTER_HELP: &str = "Operators look at the running cluster with gpuctl: tre
 enum Command {
     /// Runs the control plane; set up by SVC_* variables.
     Serve {
-        #[arg(long, env = "SVC_ROLES", default_value = "all", help = roles::roles_help())]
+        #[arg(long, env = "SVC_ROLES", default_value = "all", help = process_roles::roles_help())]
         roles: String,
     },
     /// Starts a whole environment on this machine and runs the main job in it.
@@ -52,7 +52,7 @@ enum Command {
         /// The member's name: SVC_MEMBER_NAME, and the name of the user
         #[arg(long)]
         name: String,
-        #[arg(long, default_value = "all", help = roles::roles_help())]
+        #[arg(long, default_value = "all", help = process_roles::roles_help())]
         roles: String,
     },
 }
@@ -94,7 +94,7 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
         Command::NodeCa(args) => node_ca_command::run(args).await?,
         Command::NatsPermissions { name, roles } => {
             use std::io::Write;
-            let permissions = permissions::for_member(&name, &roles::parse_roles(&roles)?);
+            let permissions = permissions::for_member(&name, &process_roles::parse_roles(&roles)?);
             writeln!(std::io::stdout(), "{:#}", permissions.as_config())?;
         }
         Command::Ledger(args) => return Ok(ledger_command::run(args).await),

@@ -1,6 +1,6 @@
 //! `gpuaas seal-snapshots`: seals stored snapshots that an operator vouches for.
 
-use crate::trust;
+use crate::cluster_keys;
 use anyhow::Context;
 use persistence::Secrets;
 use persistence::envelope_encryption::KeyRing;
@@ -37,7 +37,7 @@ pub async fn run(args: SealArgs) -> anyhow::Result<()> {
     let pool = pool::open(&config)?;
     let ring = KeyRing::load(&args.kek_file).context("SVC_KEK_FILE cannot be used")?;
     let secrets = Secrets::new(pool.clone(), Arc::new(ring));
-    let sealed = trust::seals(&secrets, None).await?.adopt(&pool, args.entity).await?;
+    let sealed = cluster_keys::seals(&secrets, None).await?.adopt(&pool, args.entity).await?;
     writeln!(std::io::stdout(), "{sealed} snapshots were sealed as they are stored")?;
     Ok(())
 }

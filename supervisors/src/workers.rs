@@ -2,10 +2,12 @@
 
 pub mod accrual;
 pub mod audit_seal;
-pub mod auditor;
-pub mod backlogs;
+pub mod backlog_metrics;
 mod close_terminals;
+mod committer_and_loader;
+pub mod entity_deadlines;
 pub mod idle_passivation;
+pub mod invariant_checks;
 pub mod key_rotation;
 pub mod listeners;
 mod membership;
@@ -14,24 +16,22 @@ pub mod notification_queue;
 pub mod notification_relay;
 pub mod outbox_poll;
 pub mod outbox_relay;
-mod parts;
 pub mod payments;
 pub mod policy_refresh;
-pub mod poll_and_retry;
+pub mod polling_loop;
 pub mod provisioning;
-pub mod reaction;
+pub mod reaction_context;
 pub mod reactor;
 pub mod recordings;
 pub mod rewrap;
 mod ssh_access;
-mod store_lanes;
-pub mod sweep;
-pub mod timers;
+pub mod table_maintenance;
 mod trace_export;
+mod worker_parts;
 
-pub use parts::WorkerParts;
+pub use worker_parts::WorkerParts;
 
-use crate::roles::ProcessRole;
+use crate::process_roles::ProcessRole;
 use crate::supervisor::{ALWAYS, BOUNDED, ReadinessRule, ShutdownStep, WorkerQueue, WorkerSpec, WorkerTask};
 use ReadinessRule::{MustNotPark, MustRun, NotNeeded};
 use WorkerQueue::{Committed, CommitterLane, Consumer, Hidden};
@@ -108,15 +108,15 @@ tree! {
         "charges billing accounts whose window has ended";
     "entities" in "root", ENTITIES, BOUNDED, MustNotPark, Entities, Hidden, Group =>
         "the shards that this member owns";
-    "timers" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(timers::start) =>
+    "timers" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(entity_deadlines::start) =>
         "wakes entities whose deadline has come";
     "orphans" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(reactor::start_poll) =>
         "takes up events whose effect is overdue";
-    "auditor" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(auditor::start) =>
+    "auditor" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(invariant_checks::start) =>
         "checks what must always hold";
     "idle-passivation" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(idle_passivation::start) =>
         "puts idle entities to sleep";
-    "sweep" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(sweep::start) =>
+    "sweep" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(table_maintenance::start) =>
         "forgets old command ids, makes partitions ahead";
     "recordings" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(recordings::start) =>
         "deletes recordings of terminals that are too old";
@@ -128,17 +128,17 @@ tree! {
         "seals audit rows into their shard's chain";
     "store" in "root", EVERY, BOUNDED, MustNotPark, Store, Hidden, Group =>
         "writes and reads entities";
-    "committer-1" in "store", EVERY, ALWAYS, MustRun, WithParent, CommitterLane(0), Task(|parts| store_lanes::committer(parts, 0)) =>
+    "committer-1" in "store", EVERY, ALWAYS, MustRun, WithParent, CommitterLane(0), Task(|parts| committer_and_loader::committer(parts, 0)) =>
         "commits the transitions of every second shard";
-    "committer-2" in "store", EVERY, ALWAYS, MustRun, WithParent, CommitterLane(1), Task(|parts| store_lanes::committer(parts, 1)) =>
+    "committer-2" in "store", EVERY, ALWAYS, MustRun, WithParent, CommitterLane(1), Task(|parts| committer_and_loader::committer(parts, 1)) =>
         "commits the transitions of the other shards";
-    "loader-1" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| store_lanes::loader(parts, 0)) =>
+    "loader-1" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| committer_and_loader::loader(parts, 0)) =>
         "loads entities, one query at a time";
-    "loader-2" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| store_lanes::loader(parts, 1)) =>
+    "loader-2" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| committer_and_loader::loader(parts, 1)) =>
         "loads entities, one query at a time";
-    "loader-3" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| store_lanes::loader(parts, 2)) =>
+    "loader-3" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| committer_and_loader::loader(parts, 2)) =>
         "loads entities, one query at a time";
-    "loader-4" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| store_lanes::loader(parts, 3)) =>
+    "loader-4" in "store", EVERY, ALWAYS, MustRun, WithParent, Hidden, Task(|parts| committer_and_loader::loader(parts, 3)) =>
         "loads entities, one query at a time";
     "policy" in "root", EVERY, ALWAYS, MustNotPark, Policy, Hidden, Task(policy_refresh::start) =>
         "reads the policy values";
@@ -148,7 +148,7 @@ tree! {
         "follows the rotation of keys";
     "key-invalidation" in "keys", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(key_rotation::start_listener) =>
         "hears that keys were rotated";
-    "metrics" in "root", EVERY, BOUNDED, MustNotPark, Metrics, Hidden, Task(backlogs::start) =>
+    "metrics" in "root", EVERY, BOUNDED, MustNotPark, Metrics, Hidden, Task(backlog_metrics::start) =>
         "reads now and then what is shown on /metrics";
     "trace-export" in "root", EVERY, BOUNDED, MustNotPark, TraceExport, Hidden, Optional(trace_export::start) =>
         "sends spans to the collector, where one is configured";

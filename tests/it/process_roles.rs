@@ -4,7 +4,7 @@ use crate::billing::{allocation_request, expect_exact, expensive_sku};
 use serde_json::Value;
 use std::net::TcpListener;
 use std::time::Duration;
-use supervisors::roles::ProcessRole;
+use supervisors::process_roles::ProcessRole;
 use tests::cluster::{AllocationHandle, TestCluster, id_of};
 
 const GATEWAY: usize = 2;

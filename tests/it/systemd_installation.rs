@@ -39,7 +39,8 @@ impl Installation {
         let machine = SystemdContainer::start(&tools(), &programs).expect("the container starts")?;
         let folder = tempfile::tempdir().unwrap();
         let authority = Authority::create(&folder.path().join("pki")).unwrap();
-        let users = vec![NatsUser::operator("operator"), member(MEMBER, &supervisors::roles::ProcessRole::ALL.into())];
+        let users =
+            vec![NatsUser::operator("operator"), member(MEMBER, &supervisors::process_roles::ProcessRole::ALL.into())];
         let nats = NatsServer::start(&folder.path().join("nats"), &authority, users).await.unwrap();
         let identity = IdentityProvider::start().await.unwrap();
         let listens = ListenAddresses::on_free_ports().unwrap();

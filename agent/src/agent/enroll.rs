@@ -14,11 +14,11 @@ use wire::inventory::NodeInventory;
 use wire::{PROTOCOL, PublicKey, SecretToken, VerifierSet, Verifiers};
 
 use super::{BACKOFF_BASE, Fatal, report_failure};
-use crate::api::{NodeApiClient, NodeApiError};
 use crate::backoff::Backoff;
 use crate::chain;
 use crate::config::AgentConfig;
 use crate::identity::{AgentIdentity, IdentityStore, PendingKey};
+use crate::node_api_client::{NodeApiClient, NodeApiError};
 
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 

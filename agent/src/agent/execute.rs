@@ -17,12 +17,12 @@ use wire::task::{Reboot, Release, SignedEnvelope, Task, TaskError, TaskOrigin, T
 
 use super::poll::task_span;
 use super::{Agent, BACKOFF_BASE, Fatal, locked};
-use crate::api::NodeApiError;
 use crate::backoff::Backoff;
 use crate::chain;
 use crate::diagnostics;
 use crate::executor::{Executor, TaskFailure, TaskOutput};
 use crate::journal::{JournalEntry, Phase, ReportOutcome};
+use crate::node_api_client::NodeApiError;
 use crate::task_plan::{TaskPlan, plan};
 
 const REPORT_BACKOFF_MAX: Duration = Duration::from_secs(30);

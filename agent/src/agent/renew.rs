@@ -9,9 +9,9 @@ use wire::enroll::{NonceAnswer, RenewRequest};
 
 use super::enroll::{Applicant, EnrollmentMethod};
 use super::{Agent, BACKOFF_BASE, Fatal};
-use crate::api::{NodeApiClient, NodeApiError};
 use crate::backoff::Backoff;
 use crate::identity::AgentIdentity;
+use crate::node_api_client::{NodeApiClient, NodeApiError};
 
 const BACKOFF_MAX: Duration = Duration::from_secs(60);
 

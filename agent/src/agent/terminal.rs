@@ -19,8 +19,8 @@ use wire::task::OpenTerminal;
 use wire::terminal::MESSAGE;
 
 use super::Agent;
-use crate::api::tls_as_node;
 use crate::executor::{TaskFailure, TaskOutput};
+use crate::node_api_client::tls_as_node;
 use crate::terminal::{StreamError, TerminalSocket, TerminalTransport, UploadError};
 
 impl Agent {

@@ -1,9 +1,9 @@
 //! Telemetry that all our processes share: the trace context of work, and log lines.
 
 mod host;
-mod lines;
+mod log_lines;
 mod trace;
 
 pub use host::{HostFields, UnknownHostRole};
-pub use lines::LogLines;
+pub use log_lines::LogLines;
 pub use trace::{Sampling, SpanContext};

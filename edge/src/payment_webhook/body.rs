@@ -8,7 +8,7 @@ use domain::processor_event::ProcessorEvent;
 use miniz_oxide::deflate::compress_to_vec_zlib;
 use miniz_oxide::inflate::decompress_to_vec_zlib_with_limit;
 use persistence::envelope_encryption::{EnvelopeError, KeyRing};
-use persistence::rewrap::body_context;
+use persistence::key_rewrap::body_context;
 use secrecy::{ExposeSecret as _, SecretSlice};
 use uuid::Uuid;
 

@@ -7,7 +7,7 @@ use domain::commit::Commit;
 use domain::id::{EntityKind, EntityRef};
 use persistence::Secrets;
 use persistence::envelope_encryption::{KeyRing, SealContext};
-use persistence::rewrap::{KeyRingMismatch, SEALED_FIELDS, body_context, webhook_secret_context};
+use persistence::key_rewrap::{KeyRingMismatch, SEALED_FIELDS, body_context, webhook_secret_context};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use serde_json::json;
 use std::sync::Arc;

@@ -2,7 +2,7 @@
 //! `gpuaas nats-permissions` a user for a server of one's own (`deploy/docs/src/reference/nats-permissions.md`).
 
 use super::nats::inbox_of;
-use crate::roles::ProcessRole;
+use crate::process_roles::ProcessRole;
 use domain::event::Stream;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;

@@ -5,7 +5,7 @@ use super::assignment::assign;
 use super::bus::Bus;
 use super::failure_detector::{ConnectivityGraph, PartitionDetector, is_partitioned};
 use super::{ClusterView, RECENT_HEARTBEAT, has_role};
-use crate::roles::ProcessRole;
+use crate::process_roles::ProcessRole;
 use actors::interfaces::Term;
 use actors::sharding::shard_of;
 use actors::{Directory, Host};

@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail};
 use secrecy::{ExposeSecret as _, SecretString};
 
 use crate::cluster::permissions;
-use crate::roles::ProcessRole;
+use crate::process_roles::ProcessRole;
 use local_servers::nats::NatsUser;
 use local_servers::pki::ServerCertificate;
 use local_servers::process::{ChildProcess, Launch, free_port};

@@ -3,14 +3,14 @@
 use super::membership::MembershipStage;
 use super::storage::StorageStage;
 use crate::cluster::takeover::ShardReconciler;
+use crate::cluster_keys;
+use crate::commit_effects::ProcessEffects;
 use crate::config::Config;
-use crate::effects::ProcessEffects;
 use crate::entity_store::PgStore;
 use crate::metrics::EventMetrics;
 use crate::process_environment::ProcessEnvironment;
-use crate::roles::ProcessRole;
+use crate::process_roles::ProcessRole;
 use crate::supervisor::Supervisor;
-use crate::trust;
 use actors::{Directory, Host, HostConfig};
 use edge::long_poll::LongPolls;
 use edge::terminal::Terminals;
@@ -42,7 +42,7 @@ impl ActorStage {
         let MembershipStage { view, bus, cluster, read_ownership } = membership;
         let environment = Arc::new(ProcessEnvironment::new(Arc::clone(view)));
         environment.set_policy_book(storage.policy_book.clone());
-        let relay_secret = trust::terminal_relay(&storage.secrets).await?;
+        let relay_secret = cluster_keys::terminal_relay(&storage.secrets).await?;
         let effects = ProcessEffects {
             polls: LongPolls::default(),
             terminals: Terminals::register(registry, Some(Arc::new(bus.clone())), relay_secret)?,

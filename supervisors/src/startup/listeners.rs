@@ -5,9 +5,9 @@ use super::keys::KeyStage;
 use super::node_acceptor::NodeAcceptor;
 use super::services::{ServiceStage, read_text};
 use super::storage::StorageStage;
+use crate::cluster_keys;
 use crate::config::{Config, NodeProxies};
-use crate::roles::ProcessRole;
-use crate::trust;
+use crate::process_roles::ProcessRole;
 use anyhow::Context;
 use arc_swap::ArcSwap;
 use edge::node_certificate::TrustDomain;
@@ -61,7 +61,7 @@ impl ListenerStage {
         let services = &services.services;
         let certificate_chain_pem = read_text(&config.tls_cert).await?;
         let key_pem = read_text(&config.tls_key).await?;
-        let tickets = trust::tickets(&storage.secrets).await?;
+        let tickets = cluster_keys::tickets(&storage.secrets).await?;
         let tls = server_config(&ServerTls {
             certificate_chain_pem: &certificate_chain_pem,
             key_pem: &key_pem,

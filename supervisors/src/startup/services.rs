@@ -4,11 +4,11 @@ use super::actors::ActorStage;
 use super::keys::KeyStage;
 use super::membership::MembershipStage;
 use super::storage::StorageStage;
+use crate::cluster_keys;
 use crate::config::{Config, MailSettings, PaymentsConfig};
 use crate::metrics::ProcessMetrics;
 use crate::operator_view::{ClusterRuntime, OperatorView};
 use crate::traces::TraceExporter;
-use crate::trust;
 use anyhow::Context;
 use edge::auth::Authenticator;
 use edge::auth::jwks::{Jwks, JwksSettings};
@@ -62,7 +62,7 @@ impl ServiceStage {
         let (in_force, ring, api_ca) = (&keys.in_force, &storage.ring, read_text(&config.tls_ca).await?);
         let verifiers = &config.bootstrap_verifier_keys;
         let (domain, at_rest) = (keys.domain.clone(), Arc::clone(ring));
-        let trust = trust::load(&storage.secrets, domain, in_force.clone(), verifiers, api_ca, at_rest).await?;
+        let trust = cluster_keys::load(&storage.secrets, domain, in_force.clone(), verifiers, api_ca, at_rest).await?;
         let authenticator = authenticator(config, in_force.clone(), storage.reads.clone()).await?;
         let services = Services::new(Parts {
             directory: actors.directory.clone(),

@@ -1,8 +1,8 @@
 //! The first stage: Postgres, and what reads and writes it.
 
+use crate::cluster_keys;
 use crate::config::Config;
-use crate::roles::ProcessRole;
-use crate::trust;
+use crate::process_roles::ProcessRole;
 use anyhow::Context;
 use domain::MemberId;
 use domain::policy::PolicyBook;
@@ -49,7 +49,7 @@ impl StorageStage {
         let secrets = Secrets::new(pool.clone(), Arc::clone(&ring));
         // Before any secret is opened, so that the error says what to do.
         secrets.rewrap().check().await.context("the key ring does not fit the database")?;
-        let seals = trust::seals(&secrets, config.unsealed_until).await?;
+        let seals = cluster_keys::seals(&secrets, config.unsealed_until).await?;
         seals.register(registry)?;
         let reads = Reads::new(pool.clone()).sealed(seals.clone());
         let member = MemberId(Uuid::new_v4());

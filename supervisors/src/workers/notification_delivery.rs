@@ -4,9 +4,9 @@
 //! A message may be sent twice, where a member dies between the attempt and the commit: its receiver recognizes it by its id.
 
 use super::WorkerParts;
-use super::poll_and_retry::{self, PollLoopConfig};
+use super::polling_loop::{self, PollLoopConfig};
 use crate::cluster::ClusterView;
-use crate::roles::ProcessRole;
+use crate::process_roles::ProcessRole;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use actors::interfaces::Environment;
@@ -101,7 +101,7 @@ impl NotificationDelivery {
             let this = Arc::clone(&self);
             async move { this.deliver_due(due.entity).await }
         };
-        poll_and_retry::run(POLL_LOOP, find_due, work).await;
+        polling_loop::run(POLL_LOOP, find_due, work).await;
         Ok(())
     }
 

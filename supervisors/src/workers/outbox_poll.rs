@@ -3,7 +3,7 @@
 
 use super::WorkerParts;
 use crate::cluster::ClusterView;
-use crate::roles::ProcessRole;
+use crate::process_roles::ProcessRole;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use domain::Shard;

@@ -2,9 +2,9 @@
 //! allocation in the commit that settles the request; a search without a node is reported to the allocation from here. This worker holds
 //! no state that matters: it can stop anywhere, and the event is processed again.
 
-mod fleet;
+mod node_cache;
 
-use super::reaction::{Disposition, EventDelivery, ReactionContext};
+use super::reaction_context::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::{command_id, id_of_name};
 use actors::{AskError, CommandKey};
 use domain::allocation::{self, Allocation, Phase};
@@ -15,7 +15,7 @@ use domain::placement::{self, PlacementRequest};
 use domain::policy::FULL_REIMAGE;
 use domain::tenant::{self, QuotaScopes, Tenant};
 use domain::{AllocationId, EntityKind, EntityRef, EventId, NodeId};
-use fleet::Fleet;
+use node_cache::Fleet;
 use persistence::StoreError;
 use prometheus::{Histogram, HistogramOpts, IntCounter, Registry};
 use std::sync::Arc;

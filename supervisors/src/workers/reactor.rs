@@ -7,9 +7,9 @@ use super::WorkerParts;
 use super::outbox_relay::make_streams;
 use super::payments::processor_calls::ProcessorCalls;
 use super::payments::processor_events::ProcessorEventHandler;
-use super::poll_and_retry::{self, PollLoopConfig};
+use super::polling_loop::{self, PollLoopConfig};
 use super::provisioning::Placer;
-use super::reaction::{Disposition, EventDelivery, ReactionContext};
+use super::reaction_context::{Disposition, EventDelivery, ReactionContext};
 use crate::cluster::bus::Bus;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
@@ -229,7 +229,7 @@ impl Reactor {
         };
         // Each poll is bounded per shard: the total number says nothing.
         let config = PollLoopConfig { interval: POLL_INTERVAL, concurrency: MAX_CONCURRENT, page_size: usize::MAX };
-        poll_and_retry::run(config, find_due, work).await;
+        polling_loop::run(config, find_due, work).await;
         Ok(())
     }
 

@@ -19,7 +19,7 @@ use domain::{Action, EntityKind, Event, Machine, Permit, Principal};
 use edge::keys_in_force::{set_id, stored};
 use futures::StreamExt;
 use persistence::Reads;
-use persistence::rewrap::{OutdatedValue, Rewrap, SEALED_FIELDS, SealedField};
+use persistence::key_rewrap::{OutdatedValue, Rewrap, SEALED_FIELDS, SealedField};
 use prometheus::{IntGauge, Registry};
 use std::sync::Arc;
 use std::time::Duration;

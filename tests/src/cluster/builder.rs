@@ -21,7 +21,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use supervisors::dev::agents::AgentSettings;
 use supervisors::dev::replica::{self, ListenAddresses, Replica, ReplicaSettings};
-use supervisors::roles::{ProcessRole, parse_roles};
+use supervisors::process_roles::{ProcessRole, parse_roles};
 
 /// The NATS user with which tests inspect subjects and streams.
 pub(super) const OPERATOR: &str = "operator";

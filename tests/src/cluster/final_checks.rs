@@ -54,7 +54,7 @@ impl TestCluster {
     async fn expect_audit_verifies(&self) {
         let ring = KeyRing::load(&self.settings.key_ring_path).expect("the key ring can be read");
         let secrets = Secrets::new(self.pool.clone(), Arc::new(ring));
-        let key = supervisors::trust::audit_key(&secrets).await.expect("the audit key can be opened");
+        let key = supervisors::cluster_keys::audit_key(&secrets).await.expect("the audit key can be opened");
         let shards: Vec<i16> = sqlx::query_scalar("SELECT DISTINCT shard FROM audit")
             .fetch_all(&self.pool)
             .await

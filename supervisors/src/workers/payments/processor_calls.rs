@@ -4,7 +4,7 @@
 //! processor that is down or slow costs little, and delays only what waits for it.
 
 use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
-use crate::workers::reaction::{Disposition, EventDelivery, ReactionContext};
+use crate::workers::reaction_context::{Disposition, EventDelivery, ReactionContext};
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::PaymentId;
 use domain::payment::{Command, OPEN_FOR, PaymentFailure, ProcessorCall, Reply};

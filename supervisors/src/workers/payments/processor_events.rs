@@ -5,7 +5,7 @@
 //! hours, in case it was only early, and then waits for an operator.
 
 use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
-use crate::workers::reaction::{Disposition, EventDelivery, ReactionContext};
+use crate::workers::reaction_context::{Disposition, EventDelivery, ReactionContext};
 use actors::{AskError, CommandKey};
 use domain::machine::Command as _;
 use domain::processor_event::{Command, ProcessingOutcome, ProcessorEvent};

@@ -2,7 +2,7 @@
 //! that a timer fires without an active actor, and survives any restart.
 
 use super::WorkerParts;
-use super::poll_and_retry::{self, PollLoopConfig};
+use super::polling_loop::{self, PollLoopConfig};
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use actors::{AskError, CommandContext, CommandReply, Host};
@@ -45,7 +45,7 @@ pub async fn run(host: Arc<Host>, reads: Reads) -> anyhow::Result<()> {
         let tick = TickVisitor { host: Arc::clone(&host), permit: permit.clone(), entity };
         entity.kind.visit(tick)
     };
-    poll_and_retry::run(POLL_LOOP, find_due, work).await;
+    polling_loop::run(POLL_LOOP, find_due, work).await;
     Ok(())
 }
 

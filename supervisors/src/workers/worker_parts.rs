@@ -7,11 +7,11 @@ use super::payments::processor_calls::ProcessorCalls;
 use super::payments::processor_events::ProcessorEventHandler;
 use super::payments::updates::PaymentUpdater;
 use super::provisioning::Placer;
-use super::reaction::ReactionContext;
+use super::reaction_context::ReactionContext;
 use super::reactor::Reactor;
 use super::rewrap::Rewrapper;
+use crate::cluster_keys;
 use crate::startup::Stages;
-use crate::trust;
 use persistence::audit::Sealer;
 use persistence::{Leases, Outbox};
 use std::sync::Arc;
@@ -34,7 +34,7 @@ impl WorkerParts {
     /// Where the audit key cannot be opened.
     pub async fn new(stages: Stages) -> anyhow::Result<Self> {
         let Stages { registry, storage, keys, membership, actors, services, listeners, .. } = &stages;
-        let audit_key = trust::audit_key(&storage.secrets).await?;
+        let audit_key = cluster_keys::audit_key(&storage.secrets).await?;
         let sealer = Sealer::new(storage.pool.clone(), storage.member, audit_key);
         let (host, bus) = (Arc::clone(&actors.host), membership.bus.clone());
         let audit_seal = Arc::new(AuditSeal::new(host, bus, sealer, SealMetrics::register(registry)?));
