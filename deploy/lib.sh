@@ -367,6 +367,7 @@ ensure_test_tools() {
     ensure_faketime
     ensure_machine
     from_npm browser playwright-core "what drives the browser"
+    from_npm log-clients winston-loki "two clients of the push API for logs"
     ensure_mdbook
     ensure_nextest
     ensure_deny

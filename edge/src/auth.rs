@@ -22,7 +22,9 @@ use crate::{
 pub mod claims;
 pub mod internal;
 pub mod jwks;
+pub mod node_log_token;
 pub mod service_token;
+mod signed_jwt;
 
 use claims::{ClaimPaths, TokenFault};
 pub use jsonwebtoken::Algorithm;

@@ -18,6 +18,7 @@ pub mod http_metrics;
 pub mod idempotency;
 pub mod identity;
 pub mod keys_in_force;
+pub mod log_gateway;
 pub mod long_poll;
 mod malformed_request;
 pub mod node_api;

@@ -11,6 +11,7 @@ mod dispatch_log;
 mod enrollment;
 mod heartbeat;
 mod inventory;
+mod log_token;
 mod recording;
 mod recovery;
 mod rejection_response;
@@ -96,6 +97,7 @@ pub fn router(services: Services) -> Router {
     let identified = Router::new()
         .route("/internal/v1/nodes/{id}/certificate/renew", post(enrollment::renew))
         .route("/internal/v1/nodes/{id}/heartbeat", post(heartbeat::heartbeat))
+        .route("/internal/v1/nodes/{id}/log-token", post(log_token::issue))
         .route_layer(from_fn(reject_query))
         .route_layer(Extension(BodyLimit(BODY_BYTES)));
     let results = Router::new()

@@ -2,12 +2,14 @@
 
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
+use crate::auth::node_log_token::NodeLogTokens;
 use crate::connection_quota::ConnectionQuotas;
 use crate::correlation::{ScopeSettings, Service};
 use crate::delivery::NotificationSender;
 use crate::error::{ApiError, Code};
 use crate::http_metrics::EdgeMetrics;
 use crate::keys_in_force::KeysInForce;
+use crate::log_gateway::{BASE_PATH, LogStore};
 use crate::long_poll::LongPolls;
 use crate::node_certificate::TrustDomain;
 use crate::node_probe::Probe;
@@ -68,6 +70,8 @@ pub struct Parts {
     pub payments: Option<Payments>,
     /// The agent's package, as bundles name it.
     pub package: wire::bundle::Package,
+    /// Stores the logs of nodes; `None` where none is configured.
+    pub log_store: Option<LogStore>,
     /// Cancelled when this process stops: long waits end then.
     pub stopping: tokio_util::sync::CancellationToken,
 }
@@ -152,6 +156,13 @@ impl Parts {
     #[must_use]
     pub fn scope_settings(&self, service: Service) -> ScopeSettings {
         ScopeSettings { service, metrics: self.metrics.for_service(service.name), sampling: self.sampling }
+    }
+
+    /// Issues and verifies the tokens with which nodes push their logs.
+    #[must_use]
+    pub fn node_log_tokens(&self) -> NodeLogTokens {
+        let gateway = format!("{}{BASE_PATH}", self.addresses.node_url.trim_end_matches('/'));
+        NodeLogTokens::new(&self.addresses.public_url, &gateway, self.trust.keys.clone())
     }
 
     /// # Errors

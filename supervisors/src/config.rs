@@ -3,12 +3,14 @@
 
 mod identity;
 mod ingress;
+mod log_store;
 mod mail;
 mod node_api;
 mod payments;
 mod variables;
 
 pub use identity::IdentityConfig;
+pub use log_store::LogStoreSettings;
 pub use mail::MailSettings;
 pub use node_api::NodeProxies;
 pub use payments::PaymentsConfig;
@@ -76,6 +78,8 @@ pub struct Config {
     pub bootstrap_verifier_keys: Vec<String>,
     /// The agent's package, as bundles name it.
     pub package: Package,
+    /// Where the logs of nodes go; `None` where they go nowhere.
+    pub log_store: Option<LogStoreSettings>,
     /// The payment processor, where one is configured.
     pub payments: Option<PaymentsConfig>,
     /// The mail server for notifications, where one is configured.
@@ -157,6 +161,7 @@ impl Config {
             probe_allowed: it.networks("NODE_PROBE_ALLOWED_CIDRS"),
             bootstrap_verifier_keys,
             package: package(it),
+            log_store: log_store::log_store(it),
             payments: payments::payments(it),
             roles: it.take(parse_roles(roles).map_err(|error| format!("SVC_ROLES: {error:#}"))),
             unsealed_until: unsealed_until(it),

@@ -26,10 +26,12 @@ pub enum ProcessRole {
     NotificationRelay,
     /// Receives the payment processor's webhooks.
     Webhook,
+    /// Passes the logs of nodes on to the log store.
+    NodeLogGateway,
 }
 
 impl ProcessRole {
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Api,
         Self::NodeApi,
         Self::TerminalGateway,
@@ -39,6 +41,7 @@ impl ProcessRole {
         Self::OutboxRelay,
         Self::NotificationRelay,
         Self::Webhook,
+        Self::NodeLogGateway,
     ];
 
     #[must_use]

@@ -63,6 +63,7 @@ fn process_registry() -> anyhow::Result<Registry> {
     registry.register(Box::new(ProcessCollector::for_self()))?;
     edge::idempotency::COUNTERS.register(&registry)?;
     edge::payment_webhook::COUNTERS.register(&registry)?;
+    edge::log_gateway::COUNTERS.register(&registry)?;
     edge::tls::admission::register(&registry)?;
     Ok(registry)
 }

@@ -64,7 +64,7 @@ const RELAY: &[ProcessRole] = &[ProcessRole::OutboxRelay];
 const NOTIFY: &[ProcessRole] = &[ProcessRole::NotificationRelay];
 const REACT: &[ProcessRole] = &[ProcessRole::Provisioning];
 const API: &[ProcessRole] = &[ProcessRole::Api];
-const NODE_API: &[ProcessRole] = &[ProcessRole::NodeApi];
+const NODE_API: &[ProcessRole] = &[ProcessRole::NodeApi, ProcessRole::NodeLogGateway];
 const WEBHOOK: &[ProcessRole] = &[ProcessRole::Webhook];
 const PUBLIC: &[ProcessRole] = &[ProcessRole::Api, ProcessRole::TerminalGateway];
 const POLLED: &[ProcessRole] = &[ProcessRole::NodeApi, ProcessRole::TerminalGateway];
@@ -185,7 +185,7 @@ tree! {
     "public-api" in "edge", PUBLIC, ALWAYS, MustNotPark, WithParent, Hidden, Optional(listeners::public_api) =>
         "HTTPS for users and administrators, and their terminals";
     "node-api" in "edge", NODE_API, ALWAYS, MustNotPark, WithParent, Hidden, Optional(listeners::node_api) =>
-        "mutual TLS for node agents";
+        "mutual TLS for node agents, and the gateway for their logs";
     "webhook" in "edge", WEBHOOK, ALWAYS, MustNotPark, WithParent, Hidden, Optional(listeners::webhook) =>
         "HTTPS for what the payment processor says, where one is configured";
     "provider-keys" in "edge", API, ALWAYS, MustNotPark, WithParent, Hidden, Task(listeners::provider_keys) =>

@@ -26,6 +26,7 @@ mod ingress;
 mod ingress_rotation;
 mod input_validation;
 mod key_rotation;
+mod log_gateway;
 mod main_job;
 mod member_messages;
 mod module_arrows;

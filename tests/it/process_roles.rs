@@ -7,7 +7,9 @@ use std::time::Duration;
 use supervisors::process_roles::ProcessRole;
 use tests::cluster::{AllocationHandle, TestCluster, id_of};
 
-const GATEWAY: usize = 2;
+/// The roles that listen where another role does, and the variable of their address.
+const LISTENERS: [(ProcessRole, &str); 2] =
+    [(ProcessRole::TerminalGateway, "SVC_PUBLIC_LISTEN"), (ProcessRole::NodeLogGateway, "SVC_NODE_LISTEN")];
 
 #[tokio::test(flavor = "multi_thread")]
 async fn roles_in_processes_of_their_own_rent_and_bill_together_and_serve_metrics() {
@@ -15,10 +17,13 @@ async fn roles_in_processes_of_their_own_rent_and_bill_together_and_serve_metric
     for (index, role) in ProcessRole::ALL.iter().enumerate() {
         builder = builder.variable_of(index, "SVC_ROLES", role.name());
     }
-    assert_eq!(ProcessRole::ALL[GATEWAY], ProcessRole::TerminalGateway);
-    // The gateway's listener is not behind the balancer of the public API.
-    let elsewhere = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let mut cluster = builder.variable_of(GATEWAY, "SVC_PUBLIC_LISTEN", &elsewhere.to_string()).start().await;
+    // These listeners are not behind the balancers of the public API and the node API.
+    for (role, variable) in LISTENERS {
+        let index = ProcessRole::ALL.iter().position(|other| *other == role).unwrap();
+        let elsewhere = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        builder = builder.variable_of(index, variable, &elsewhere.to_string());
+    }
+    let mut cluster = builder.start().await;
     expensive_sku(&mut cluster).await;
     cluster.node("dear").await;
     let rented = cluster.user.post("/api/v1/allocations", &allocation_request(1)).await.created();

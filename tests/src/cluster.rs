@@ -33,6 +33,7 @@ pub mod gpuctl;
 pub mod handles;
 pub mod ingress_proxy;
 mod logs;
+pub mod log_store;
 pub mod mail_server;
 mod member_bus;
 pub mod notifications;

@@ -15,6 +15,7 @@
 //! | [`proof`] | the clean-up proof: the signed report that nothing of a tenant is left |
 //! | [`terminal`] | the messages of a terminal session |
 //! | [`recording`] | the recording of a terminal session |
+//! | [`log_token`] | the token with which a node pushes its logs |
 //! | [`error`] | the error envelope of every refused request |
 
 mod base64_bytes;
@@ -25,6 +26,7 @@ pub mod error;
 pub mod heartbeat;
 pub mod inventory;
 pub mod keys;
+pub mod log_token;
 pub mod proof;
 pub mod recording;
 pub mod secret;

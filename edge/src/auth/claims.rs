@@ -20,6 +20,9 @@ use super::{
 const MAX_ID_LEN: usize = 255;
 const MAX_ROLES: usize = 200;
 
+/// The header `typ` of an access token, in lower case.
+const ACCESS_TOKEN_TYPES: [&str; 3] = ["jwt", "at+jwt", "application/at+jwt"];
+
 /// Where the claims are: a claim's name, or the path to it with dots between.
 #[derive(Clone, Debug)]
 pub struct ClaimPaths {
@@ -89,7 +92,13 @@ pub(super) struct UnverifiedToken<'a> {
 }
 
 impl<'a> UnverifiedToken<'a> {
+    /// An access token.
     pub(super) fn parse(token: &'a str) -> Result<Self, TokenFault> {
+        Self::parse_typed(token, |kind| kind.is_none_or(|kind| ACCESS_TOKEN_TYPES.contains(&kind)))
+    }
+
+    /// A token whose header `typ`, in lower case, is accepted by `is_type` (RFC 8725, section 3.11).
+    pub(super) fn parse_typed(token: &'a str, is_type: impl Fn(Option<&str>) -> bool) -> Result<Self, TokenFault> {
         let (signed, signature) = token.rsplit_once('.').ok_or(TokenFault::Malformed)?;
         let (header, payload) = signed.split_once('.').ok_or(TokenFault::Malformed)?;
         if payload.contains('.') || signature.is_empty() {
@@ -100,11 +109,13 @@ impl<'a> UnverifiedToken<'a> {
         if header.contains_key("crit") || header.contains_key("enc") {
             return Err(TokenFault::Header);
         }
-        match header.get("typ") {
-            None => {}
-            Some(Value::String(kind))
-                if ["jwt", "at+jwt", "application/at+jwt"].contains(&kind.to_ascii_lowercase().as_str()) => {}
+        let kind = match header.get("typ") {
+            None => None,
+            Some(Value::String(kind)) => Some(kind.to_ascii_lowercase()),
             Some(_) => return Err(TokenFault::Header),
+        };
+        if !is_type(kind.as_deref()) {
+            return Err(TokenFault::Header);
         }
         let algorithm = header.get("alg").and_then(Value::as_str).ok_or(TokenFault::Algorithm)?;
         let kid = header.get("kid").and_then(Value::as_str).filter(|kid| is_plain(kid)).ok_or(TokenFault::KeyId)?;

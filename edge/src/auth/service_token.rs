@@ -4,25 +4,26 @@
 //! The signature proves that a token was issued, not that it is still valid: each request with one reads its account from Postgres, so that
 //! every replica refuses a revoked key from the moment the revocation was answered. The account's permissions are read from there too.
 
-use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use chrono::{DateTime, Duration, Utc};
 use domain::authz::TokenRole;
 use domain::service_account::ServiceAccount;
 use domain::{EntityKind, EntityRef, ServiceAccountId, ServiceAccountKeyId};
-use ed25519_dalek::{Signature, Signer};
 use persistence::{Reads, StoreError};
 use secrecy::SecretString;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
 use uuid::Uuid;
 
 use super::claims::{TokenFault, UnverifiedToken, read_times};
+use super::signed_jwt::{sign, verify};
 use super::{ADMIN, ActingServiceAccount, Caller};
 use crate::error::ApiError;
 use crate::keys_in_force::KeysInForce;
 
 /// How far the clock of the replica that issued a token may be ahead of this one's.
 const SKEW: Duration = Duration::seconds(10);
+
+/// The header `typ` of these tokens (RFC 9068, section 2.1).
+const TOKEN_TYPE: &str = "at+jwt";
 
 /// Issues and verifies them.
 pub struct ServiceTokens {
@@ -68,8 +69,6 @@ impl ServiceTokens {
         now: DateTime<Utc>,
         life: Duration,
     ) -> Result<SecretString, ApiError> {
-        let keys = self.keys.load();
-        let (signer, signing) = keys.service.signing().ok_or_else(|| ApiError::internal("no key signs tokens"))?;
         let claims = Claims {
             iss: self.issuer.clone(),
             aud: self.issuer.clone(),
@@ -80,22 +79,11 @@ impl ServiceTokens {
             exp: (now + life).timestamp(),
             jti: Uuid::new_v4(),
         };
-        let part = |value: &Value| URL_SAFE_NO_PAD.encode(value.to_string());
-        let header = json!({ "typ": "at+jwt", "alg": "EdDSA", "kid": signer });
-        let claims = serde_json::to_value(&claims).map_err(ApiError::internal)?;
-        let signed = format!("{}.{}", part(&header), part(&claims));
-        let signature = URL_SAFE_NO_PAD.encode(signing.sign(signed.as_bytes()).to_bytes());
-        Ok(format!("{signed}.{signature}").into())
+        sign(&self.keys, TOKEN_TYPE, &claims)
     }
 
     pub(super) async fn caller(&self, token: &UnverifiedToken<'_>, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
-        if token.algorithm != "EdDSA" {
-            return Err(TokenFault::Algorithm);
-        }
-        let (signed, signature) = token.signed()?;
-        let signature = Signature::from_slice(&signature).map_err(|_| TokenFault::Signature)?;
-        let key = self.keys.load().service.trusted(&token.kid).ok_or(TokenFault::Retired)?;
-        key.verify_strict(signed, &signature).map_err(|_| TokenFault::Signature)?;
+        verify(&self.keys, token)?;
         let read = token.claims()?;
         let token_expires_at = read_times(&read, SKEW, now)?;
         let claims: Claims = serde_json::from_value(read.into()).map_err(|_| TokenFault::Malformed)?;

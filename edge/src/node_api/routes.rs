@@ -57,6 +57,7 @@ pub const ROUTES: &[NodeRoute] = &[
     route("POST", "/internal/v1/nodes/{id}/recover", RequiredCredential::Token, &[Code::UpgradeRequired, Code::StateConflict]),
     route("POST", "/internal/v1/nodes/{id}/certificate/renew", RequiredCredential::Certificate, &[Code::StateConflict]),
     route("POST", "/internal/v1/nodes/{id}/heartbeat", RequiredCredential::Certificate, &[Code::UpgradeRequired]),
+    route("POST", "/internal/v1/nodes/{id}/log-token", RequiredCredential::Certificate, &[]),
     route("POST", "/internal/v1/nodes/{id}/tasks/{task_id}/result", RequiredCredential::Certificate, &[Code::NotFound, Code::StaleAttempt, Code::StateConflict]),
     route("GET", "/internal/v1/nodes/{id}/tasks/wait", RequiredCredential::Certificate, &[]),
     route("GET", "/internal/v1/nodes/{id}/terminals/{session_id}/stream", RequiredCredential::Certificate, &[Code::NotFound, Code::StateConflict, Code::UpgradeRequired]),

@@ -62,9 +62,11 @@ const fn subjects_of(role: ProcessRole) -> RoleSubjects {
             subscribe: &["gpuaas.shard.*"],
         },
         ProcessRole::NotificationRelay => RoleSubjects { publish: &["notify.>"], subscribe: &[] },
-        ProcessRole::Billing | ProcessRole::Provisioning | ProcessRole::OutboxRelay | ProcessRole::Webhook => {
-            RoleSubjects { publish: &[], subscribe: &[] }
-        }
+        ProcessRole::Billing
+        | ProcessRole::Provisioning
+        | ProcessRole::OutboxRelay
+        | ProcessRole::Webhook
+        | ProcessRole::NodeLogGateway => RoleSubjects { publish: &[], subscribe: &[] },
     }
 }
 

@@ -83,11 +83,10 @@ impl ListenerStage {
             None => None,
         };
         let (mut node_api, mut node_acceptor, mut node_proxies) = (None, None, None);
-        if config.roles.contains(&ProcessRole::NodeApi) {
+        if let Some(router) = node_router(config, services) {
             let acceptor = NodeAcceptor::new(certificate_chain_pem, key_pem, tickets, &keys.in_force.load())?;
             node_proxies = proxies(config, keys)?;
             let at = bind("SVC_NODE_LISTEN", config.node_listen).await?;
-            let router = edge::node_api::router(services.clone());
             node_api = Some(Arc::new(BoundListener {
                 trust_domain: Some(keys.domain.clone()),
                 proxies: node_proxies.clone(),
@@ -115,6 +114,16 @@ fn public_router(config: &Config, services: &Services) -> Option<axum::Router> {
         (true, true) => Some(edge::terminal_gateway::beside(edge::api::router(services.clone()), services.clone())),
         (true, false) => Some(edge::api::router(services.clone())),
         (false, true) => Some(edge::terminal_gateway::router(services.clone())),
+        (false, false) => None,
+    }
+}
+
+/// What nodes reach. The two roles share an address, since a collector knows no other one than the node API's.
+fn node_router(config: &Config, services: &Services) -> Option<axum::Router> {
+    match (config.roles.contains(&ProcessRole::NodeApi), config.roles.contains(&ProcessRole::NodeLogGateway)) {
+        (true, true) => Some(edge::log_gateway::beside(edge::node_api::router(services.clone()), services.clone())),
+        (true, false) => Some(edge::node_api::router(services.clone())),
+        (false, true) => Some(edge::log_gateway::router(services.clone())),
         (false, false) => None,
     }
 }

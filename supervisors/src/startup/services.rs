@@ -5,7 +5,7 @@ use super::keys::KeyStage;
 use super::membership::MembershipStage;
 use super::storage::StorageStage;
 use crate::cluster_keys;
-use crate::config::{Config, MailSettings, PaymentsConfig};
+use crate::config::{Config, LogStoreSettings, MailSettings, PaymentsConfig};
 use crate::metrics::ProcessMetrics;
 use crate::operator_view::{ClusterRuntime, OperatorView};
 use crate::traces::TraceExporter;
@@ -96,6 +96,7 @@ impl ServiceStage {
             },
             payments: config.payments.as_ref().map(PaymentsConfig::open).transpose()?,
             package: config.package.clone(),
+            log_store: config.log_store.as_ref().map(LogStoreSettings::open).transpose()?,
             stopping: CancellationToken::new(),
         });
         Ok(Self { operator_view, services })

@@ -139,6 +139,7 @@ policy_keys! {
     RateLimitNodeRequests = "rate_limit.node_requests_per_minute" for Service: int(6000, 600, 1_000_000), "Heartbeats, waits, results and terminal streams of one node, at each replica.";
     RateLimitNodeRenewals = "rate_limit.node_renewals_per_minute" for Service: int(20, 4, 1000), "Certificate renewals of one node, at each replica.";
     RateLimitNodeRecordings = "rate_limit.node_recording_requests_per_minute" for Service: int(12_000, 600, 1_000_000), "Chunks of terminal recordings of one node, at each replica.";
+    RateLimitNodeLogPushes = "rate_limit.node_log_pushes_per_minute" for Service: int(600, 10, 100_000), "Batches of log lines of one node, at each replica.";
     RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute" for Service: int(600, 10, 1_000_000), "Refused access tokens and secrets of payments, per address; who has a good one is never hindered.";
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
     TerminalDetachedTtl = "terminal.detached_ttl_seconds": int(900, 0, 86_400), "How long a terminal session to which nobody is connected waits for a connection to come back.";

@@ -284,6 +284,7 @@ impl ApiHarness {
             },
             payments,
             package: wire::bundle::Package::default(),
+            log_store: None,
             stopping: CancellationToken::new(),
         });
         let router = api::router(services.clone());

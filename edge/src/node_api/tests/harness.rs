@@ -230,6 +230,7 @@ impl NodeApiHarness {
             },
             payments: None,
             package: wire::bundle::Package::default(),
+            log_store: None,
             stopping: CancellationToken::new(),
         });
         let stop = CancellationToken::new();

@@ -1,0 +1,165 @@
+//! The gateway for the logs of nodes: collectors push batches to it with a node's bearer token, and it passes them on to the log store
+//! (specification, *Interface surface*; decisions, *Log gateway*).
+//!
+//! Nothing of a batch is changed or stored here. It is read within bounds and judged by its labels: a node writes under its own id alone.
+
+mod counters;
+#[cfg(test)]
+mod fuzz;
+mod labels;
+mod log_store;
+mod push_request;
+
+pub use counters::{COUNTERS, LogGatewayCounters};
+pub use log_store::{LogStore, LogStoreError, PUSH_PATH};
+
+use crate::auth::node_log_token::NodeLogTokenSubject;
+use crate::auth::{INVALID, bearer, challenge};
+use crate::correlation::{Scope, Service};
+use crate::error::{ApiError, Code};
+use crate::rate_limit::NodeLimit;
+use crate::request_body::{BodyLimit, read_body, reject_query};
+use crate::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::services::Services;
+use actors::AskError;
+use axum::extract::{MatchedPath, Request, State};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::middleware::from_fn;
+use axum::routing::post;
+use axum::{Extension, Router};
+use chrono::TimeDelta;
+use domain::authz::authorize;
+use domain::node::{Command, Node, Rejection};
+use domain::policy::PolicyKey;
+use domain::{Action, Principal};
+use push_request::PushFormat;
+use std::sync::Arc;
+use std::time::Duration;
+use tower::ServiceExt as _;
+
+/// The gateway's address below that of the node API. A collector adds [`PUSH_PATH`] itself.
+pub const BASE_PATH: &str = "/internal/v1/node-logs";
+
+/// The gateway's one route.
+pub const PATH: &str = "/internal/v1/node-logs/loki/api/v1/push";
+
+/// The largest batch as it is sent, in bytes.
+const BODY_BYTES: usize = 2 << 20;
+/// Batches at once: each holds its body in memory, and once more decompressed.
+const MAX_CONCURRENT: usize = 32;
+/// Timeout for a batch, most of which is the log store's.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(25);
+/// Timeout for the state machine of the node.
+const ASK_TIMEOUT: TimeDelta = TimeDelta::seconds(5);
+
+#[derive(Clone)]
+struct LogGateway {
+    services: Services,
+    pushes: Arc<NodeLimit>,
+}
+
+/// The gateway, ready to be served at [`PATH`].
+pub fn router(services: Services) -> Router {
+    let scope_settings = services.scope_settings(Service { name: "node-log-gateway", shows_route: true });
+    let gateway = LogGateway { services, pushes: Arc::new(NodeLimit::of(PolicyKey::RateLimitNodeLogPushes)) };
+    let route = Router::new()
+        .route(PATH, post(push))
+        .route_layer(from_fn(reject_query))
+        .route_layer(Extension(BodyLimit(BODY_BYTES)))
+        .with_state(gateway);
+    let route = bounded(route, RequestTimeout(REQUEST_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT));
+    with_common_layers(route, scope_settings)
+}
+
+/// Mounts the gateway on the address of the node API. Each keeps its own layers and its own error details.
+pub fn beside(node_api: Router, services: Services) -> Router {
+    let gateway = router(services);
+    let serve = move |mut request: Request| {
+        // The gateway reports the matched route itself.
+        request.extensions_mut().remove::<MatchedPath>();
+        gateway.clone().oneshot(request)
+    };
+    node_api.route_service(PATH, tower::service_fn(serve))
+}
+
+async fn push(State(gateway): State<LogGateway>, scope: Scope, request: Request) -> Result<StatusCode, ApiError> {
+    COUNTERS.requests.inc();
+    let pushed = gateway.push(&scope, request).await;
+    if let Err(error) = &pushed {
+        let of_store = error.code() == Code::ServiceUnavailable;
+        if of_store { COUNTERS.upstream_errors.inc() } else { COUNTERS.rejected.inc() }
+    }
+    pushed.map(|()| StatusCode::NO_CONTENT)
+}
+
+impl LogGateway {
+    async fn push(&self, scope: &Scope, request: Request) -> Result<(), ApiError> {
+        let (services, now) = (&self.services, self.services.environment.now());
+        let store = services.log_store.as_ref().ok_or_else(no_log_store)?;
+        let token = bearer(request.headers())?.to_owned().into();
+        let subject = services.node_log_tokens().verify(&token, now).map_err(token_refused)?;
+        scope.record_resource(format_args!("node/{}", subject.node_id));
+        self.pushes.admit(subject.node_id, &services.environment.policy(), now)?;
+        self.identify(scope, &subject).await?;
+        let (content_type, format) = media_type(request.headers())?;
+        let batch = read_body(request).await?;
+        let bytes = batch.len() as u64;
+        let summary = push_request::read(format, &batch)?;
+        for labels in &summary.streams {
+            labels::check(labels, subject.node_id)?;
+        }
+        store.push(content_type, batch).await?;
+        COUNTERS.entries.inc_by(summary.entries as u64);
+        COUNTERS.bytes.inc_by(bytes);
+        Ok(())
+    }
+
+    /// Asks the node's state machine whether the certificate is valid for which the token was issued.
+    async fn identify(&self, scope: &Scope, subject: &NodeLogTokenSubject) -> Result<(), ApiError> {
+        let permit = authorize(&Principal::Node(subject.node_id), Action::SpeakForNode).map_err(ApiError::internal)?;
+        let context = scope.command_context(&permit, self.services.environment.now() + ASK_TIMEOUT);
+        let identify = Command::Identify { serial: subject.certificate_serial.clone() };
+        match self.services.directory.ask::<Node>(&permit, subject.node_id.0, identify, context).await {
+            Ok(_) => Ok(()),
+            // A fenced node is one whose logs its operator wants to read.
+            Err(AskError::Rejected(Rejection::Fenced { .. })) => Ok(()),
+            Err(AskError::Rejected(rejection)) => Err(token_refused(rejection)),
+            Err(AskError::Overloaded) => Err(ApiError::overloaded()),
+            Err(error) => Err(ApiError::unavailable(error)),
+        }
+    }
+}
+
+/// The content type as it was sent, and the format that it names.
+fn media_type(headers: &HeaderMap) -> Result<(HeaderValue, PushFormat), ApiError> {
+    let refuse = |message: &'static str| ApiError::new(Code::UnsupportedMediaType, message);
+    let mut given = headers.get_all(header::CONTENT_TYPE).iter();
+    let (Some(content_type), None) = (given.next(), given.next()) else {
+        return Err(refuse("Send one header Content-Type: application/json or application/x-protobuf."));
+    };
+    let format = content_type.to_str().ok().and_then(PushFormat::of);
+    let format = format
+        .ok_or_else(|| refuse("Send the batch as application/json, or as application/x-protobuf compressed with snappy."))?;
+    let codings = headers.get_all(header::CONTENT_ENCODING).iter();
+    let allowed: &[&[u8]] = match format {
+        PushFormat::Json => &[b"identity"],
+        PushFormat::SnappyProtobuf => &[b"identity", b"snappy"],
+    };
+    for coding in codings {
+        if !allowed.contains(&coding.as_bytes().to_ascii_lowercase().as_slice()) {
+            return Err(refuse("Send the batch without Content-Encoding: JSON as it is, protobuf compressed with snappy."));
+        }
+    }
+    Ok((content_type.clone(), format))
+}
+
+/// One answer for every fault of a token. The cause goes to the log.
+fn token_refused(cause: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> ApiError {
+    challenge("The token is not valid for this node's logs; get another with POST /internal/v1/nodes/{id}/log-token.", INVALID)
+        .because(cause)
+}
+
+fn no_log_store() -> ApiError {
+    let message = "No log store is configured; the operator sets SVC_LOG_STORE_URL (see the book, operator/logs.md).";
+    ApiError::new(Code::ServiceUnavailable, message).expected()
+}

@@ -1,0 +1,31 @@
+//! The token with which a node's collector pushes logs to the gateway.
+
+use super::NodeApi;
+use super::admission::AuthenticatedNode;
+use super::rejection_response::refused;
+use crate::auth::node_log_token::NodeLogTokenSubject;
+use crate::correlation::Scope;
+use crate::error::ApiError;
+use crate::request_body::NoBody;
+use axum::Json;
+use axum::extract::State;
+use domain::NodeId;
+use domain::node::Command;
+use secrecy::ExposeSecret as _;
+use wire::SecretToken;
+use wire::log_token::LogTokenAnswer;
+
+/// `POST /internal/v1/nodes/{id}/log-token`.
+pub(super) async fn issue(
+    State(api): State<NodeApi>,
+    AuthenticatedNode(node): AuthenticatedNode,
+    scope: Scope,
+    _: NoBody,
+) -> Result<Json<LogTokenAnswer>, ApiError> {
+    let node_id = NodeId(node.node_id);
+    let identify = Command::Identify { serial: node.serial.clone() };
+    api.ask(&scope, node_id, identify, |context| context).await.map_err(refused)?;
+    let subject = NodeLogTokenSubject { node_id, certificate_serial: node.serial };
+    let (token, expires_at) = api.services.node_log_tokens().issue(subject, api.services.environment.now())?;
+    Ok(Json(LogTokenAnswer { token: SecretToken::new(token.expose_secret()), expires_at }))
+}
