@@ -90,7 +90,7 @@ impl ProcessMetrics {
             Gauge::new("outbox_oldest_seconds", "Age of the oldest unsettled event of this process's shards.")?;
         registry.register(Box::new(outbox_age.clone()))?;
         let read_at = GaugeVec::new(
-            Opts::new("figures_read_timestamp_seconds", "When the figures that are read now and then were read last."),
+            Opts::new("figures_read_timestamp_seconds", "When the periodically read metrics were last read."),
             &["from"],
         )?;
         registry.register(Box::new(read_at.clone()))?;
@@ -111,11 +111,11 @@ impl ProcessMetrics {
             registry: registry.clone(),
             clock,
             roles: gauges("cluster_role_members", "Living members that have the role.", &["role"])?,
-            shards: gauge("shards_owned", "Shards in this process's hands.")?,
+            shards: gauge("shards_owned", "Shards that this process owns.")?,
             awake: gauge("entities_awake", "Entities that have an actor here.")?,
             parked: gauge("entities_parked", "Entities that failed too often and wait for an operator.")?,
-            failing: gauge("entities_failing", "Entities that failed lately and are started again.")?,
-            mailbox: gauge("mailbox_waiting_commands", "Commands that wait in front of entities here.")?,
+            failing: gauge("entities_failing", "Entities that failed recently and are restarted.")?,
+            mailbox: gauge("mailbox_waiting_commands", "Commands that wait in the mailboxes of this process.")?,
             failures,
             pool: gauges("database_pool_connections", "Connections of the pool for reads.", &["state"])?,
             polls: gauge("node_polls_parked", "Nodes whose agent waits here for a task.")?,
@@ -126,7 +126,7 @@ impl ProcessMetrics {
                 "Requests for allocations that wait for a node, in this process's shards.",
             )?,
             overdue: gauges("entities_overdue", "Entities past their deadline, in this process's shards.", &["kind"])?,
-            outbox: gauge("outbox_unsettled_events", "Events of this process's shards whose effect is not durable.")?,
+            outbox: gauge("outbox_unsettled_events", "Events of this process's shards whose effect is not committed.")?,
             outbox_age,
             ledger: gauge(
                 "billing_ledger_difference_micro",
@@ -263,7 +263,7 @@ impl EventMetrics {
             )?,
             failures: IntCounter::new(
                 "provisioning_failures_total",
-                "Allocations that could not be provisioned, for whatever reason.",
+                "Allocations that could not be provisioned, for any reason.",
             )?,
             timeouts: IntCounter::new(
                 "provisioning_timeouts_total",

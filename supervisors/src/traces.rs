@@ -80,8 +80,9 @@ pub fn configured(
         .with_context(|| format!("{} cannot be used", ENDPOINTS[0]))?;
     exporter.set_resource(&resource(set("OTEL_SERVICE_NAME"), set("SVC_MEMBER_NAME")));
     let (to, from) = mpsc::channel(QUEUE);
-    let dropped = IntCounter::new("trace_spans_dropped_total", "Spans that no collector took, or that did not fit.")?;
-    let exported = IntCounter::new("trace_spans_exported_total", "Spans that the collector took.")?;
+    let dropped =
+        IntCounter::new("trace_spans_dropped_total", "Spans that no collector accepted, or that exceeded the queue.")?;
+    let exported = IntCounter::new("trace_spans_exported_total", "Spans that the collector accepted.")?;
     let scope = InstrumentationScope::builder("gpuaas").with_version(env!("CARGO_PKG_VERSION")).build();
     let collecting = SpanCollector { to, dropped: dropped.clone(), scope };
     let sampling = Sampling::of_ratio(ratio);

@@ -95,13 +95,13 @@ tree! {
     "cluster" in "root", EVERY, BOUNDED, MustNotPark, Cluster, Hidden, Group =>
         "membership and ownership";
     "heartbeat" in "cluster", EVERY, ALWAYS, MustNotPark, Membership, Hidden, Task(membership::heartbeat) =>
-        "says that this member lives";
+        "renews this member's lease in Postgres";
     "peer-listener" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(membership::peer_listener) =>
-        "hears the other members";
+        "receives heartbeats of other members";
     "command-answers" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(membership::command_answers) =>
         "receives the answers to this member's commands";
     "ownership" in "cluster", EVERY, ALWAYS, MustNotPark, Membership, Hidden, Task(membership::ownership) =>
-        "takes, gives and drops shards";
+        "acquires, hands over and releases shards";
     "peer-rpc" in "cluster", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(membership::peer_rpc) =>
         "answers other members' questions about this one";
     "accrual" in "root", ACCRUAL, BOUNDED, MustNotPark, Accrual, Hidden, Task(accrual::start) =>
@@ -109,21 +109,21 @@ tree! {
     "entities" in "root", ENTITIES, BOUNDED, MustNotPark, Entities, Hidden, Group =>
         "the shards that this member owns";
     "timers" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(entity_deadlines::start) =>
-        "wakes entities whose deadline has come";
+        "sends ticks to entities at their deadlines";
     "orphans" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(reactor::start_poll) =>
-        "takes up events whose effect is overdue";
+        "processes events whose reaction is overdue";
     "auditor" in "entities", ENTITIES, BOUNDED, MustNotPark, WithParent, Hidden, Task(invariant_checks::start) =>
-        "checks what must always hold";
+        "checks the invariants";
     "idle-passivation" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(idle_passivation::start) =>
-        "puts idle entities to sleep";
+        "passivates idle entities";
     "sweep" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(table_maintenance::start) =>
-        "forgets old command ids, makes partitions ahead";
+        "deletes old command ids, creates partitions in advance";
     "recordings" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(recordings::start) =>
         "deletes recordings of terminals that are too old";
     "rewrap" in "entities", ENTITIES, BOUNDED, NotNeeded, WithParent, Hidden, Task(rewrap::start) =>
-        "seals anew what a key of the key ring has sealed that goes";
+        "rewraps values that a retiring key of the key ring sealed";
     "rewrap-listener" in "rewrap", ENTITIES, ALWAYS, MustNotPark, WithParent, Hidden, Task(rewrap::start_listener) =>
-        "hears that a key of the key ring was put to use";
+        "receives the activation of keys of the key ring";
     "audit-seal" in "entities", ENTITIES, ALWAYS, MustNotPark, WithParent, Hidden, Task(audit_seal::start) =>
         "seals audit rows into their shard's chain";
     "store" in "root", EVERY, BOUNDED, MustNotPark, Store, Hidden, Group =>
@@ -143,25 +143,25 @@ tree! {
     "policy" in "root", EVERY, ALWAYS, MustNotPark, Policy, Hidden, Task(policy_refresh::start) =>
         "reads the policy values";
     "policy-invalidation" in "policy", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(policy_refresh::start_listener) =>
-        "hears that a policy value was written";
+        "receives changes of policy values";
     "keys" in "root", EVERY, ALWAYS, MustNotPark, Keys, Hidden, Task(key_rotation::start) =>
         "follows the rotation of keys";
     "key-invalidation" in "keys", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(key_rotation::start_listener) =>
-        "hears that keys were rotated";
+        "receives rotations of keys";
     "metrics" in "root", EVERY, BOUNDED, MustNotPark, Metrics, Hidden, Task(backlog_metrics::start) =>
-        "reads now and then what is shown on /metrics";
+        "periodically reads the metrics that need queries";
     "trace-export" in "root", EVERY, BOUNDED, MustNotPark, TraceExport, Hidden, Optional(trace_export::start) =>
-        "sends spans to the collector, where one is configured";
+        "sends spans to the collector, if one is configured";
     "outbox-relay" in "root", RELAY, ALWAYS, MustNotPark, OutboxRelay, Committed, Task(outbox_relay::start) =>
         "publishes committed events to JetStream";
     "outbox-poll" in "outbox-relay", RELAY, BOUNDED, MustNotPark, WithParent, Hidden, Task(outbox_poll::start) =>
         "reads the events of shards whose owners have no relay of their own";
     "notification-relay" in "root", NOTIFY, ALWAYS, NotNeeded, Notifications, Hidden, Task(notification_relay::start) =>
-        "tells people of events";
+        "publishes notifications of events";
     "notification-queue" in "notification-relay", NOTIFY, ALWAYS, NotNeeded, WithParent, Hidden, Task(notification_queue::start) =>
         "queues events for webhooks and e-mail addresses";
     "notification-delivery" in "notification-relay", NOTIFY, BOUNDED, NotNeeded, WithParent, Hidden, Task(notification_delivery::start) =>
-        "sends what is queued for webhooks and e-mail addresses";
+        "delivers queued messages to webhooks and e-mail addresses";
     "provisioning" in "root", REACT, BOUNDED, MustNotPark, Reactions, Hidden, Group =>
         "turns events into commands";
     "provisioning-events" in "provisioning", REACT, ALWAYS, MustNotPark, WithParent, Consumer(Stream::Provisioning),
@@ -177,21 +177,21 @@ tree! {
         Task(|parts| reactor::start_consumer(parts, Stream::Billing)) =>
         "consumer of stream BILLING";
     "reconciliation" in "provisioning", REACT, ALWAYS, NotNeeded, WithParent, Hidden, Optional(payments::reconciliation::start) =>
-        "compares the payment processor's books with ours";
+        "compares payments with the payment processor's";
     "edge" in "root", EVERY, BOUNDED, MustNotPark, Edge, Hidden, Group =>
-        "what listens";
+        "listeners";
     "operations" in "edge", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(listeners::operations) =>
-        "figures, health and stats for operators, in clear";
+        "metrics, health and statistics for operators, without TLS";
     "public-api" in "edge", PUBLIC, ALWAYS, MustNotPark, WithParent, Hidden, Optional(listeners::public_api) =>
         "HTTPS for users and administrators, and their terminals";
     "node-api" in "edge", NODE_API, ALWAYS, MustNotPark, WithParent, Hidden, Optional(listeners::node_api) =>
         "mutual TLS for node agents, and the gateway for their logs";
     "webhook" in "edge", WEBHOOK, ALWAYS, MustNotPark, WithParent, Hidden, Optional(listeners::webhook) =>
-        "HTTPS for what the payment processor says, where one is configured";
+        "HTTPS for webhooks of the payment processor, if one is configured";
     "provider-keys" in "edge", API, ALWAYS, MustNotPark, WithParent, Hidden, Task(listeners::provider_keys) =>
-        "fetches the identity provider's keys when told to";
+        "fetches the identity provider's keys on request";
     "wake-listener" in "edge", POLLED, ALWAYS, MustNotPark, WithParent, Hidden, Task(listeners::wake_listener) =>
-        "wakes parked polls and terminals that other members' commits concern";
+        "wakes long polls and terminals after commits of other members";
 }
 
 /// Starts every row of the tree that this process's roles include.

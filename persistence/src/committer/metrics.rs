@@ -32,8 +32,11 @@ impl CommitterMetrics {
             seconds: Histogram::with_opts(
                 HistogramOpts::new("commit_statement_seconds", "Time of one statement.").buckets(seconds),
             )?,
-            waiting: IntGauge::new("commit_waiting_transitions", "Transitions handed over and not yet answered.")?,
-            bisections: IntCounter::new("commit_bisections_total", "Batches halved to find what a rule forbids.")?,
+            waiting: IntGauge::new("commit_waiting_transitions", "Transitions in flight in the committer.")?,
+            bisections: IntCounter::new(
+                "commit_bisections_total",
+                "Batches halved to find the transition that a constraint refuses.",
+            )?,
             connections: IntCounter::new("commit_connections_total", "Connections that the committer opened.")?,
             unpublished: IntCounter::new(
                 "commit_unpublished_events_total",

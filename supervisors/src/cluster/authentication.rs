@@ -130,7 +130,10 @@ impl MemberAuthenticator {
     /// Where the registry has a metric of this name.
     pub fn register(registry: &Registry, view: Arc<ClusterView>, keys: KeysInForce) -> prometheus::Result<Self> {
         let refused = IntCounterVec::new(
-            Opts::new("member_messages_refused_total", "Messages over NATS that were not believed to be a member's."),
+            Opts::new(
+                "member_messages_refused_total",
+                "Messages over NATS that could not be authenticated as a member's.",
+            ),
             &["reason"],
         )?;
         registry.register(Box::new(refused.clone()))?;

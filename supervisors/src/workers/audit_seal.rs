@@ -49,11 +49,11 @@ impl SealMetrics {
         let metrics = Self {
             unsealed: IntGauge::new(
                 "audit_unsealed_rows",
-                "Audit rows of this member's shards that waited at the last look.",
+                "Audit rows of this member's shards that waited for a seal at the last check.",
             )?,
             lag: Gauge::new("audit_seal_lag_seconds", "Age of the oldest audit row that waits for its seal.")?,
             sealed: IntCounter::new("audit_sealed_rows_total", "Audit rows that this member sealed.")?,
-            broken: IntGauge::new("audit_broken_chains", "Shards whose chain was changed and is not gone on with.")?,
+            broken: IntGauge::new("audit_broken_chains", "Shards whose chain was altered and is not extended.")?,
         };
         registry.register(Box::new(metrics.unsealed.clone()))?;
         registry.register(Box::new(metrics.lag.clone()))?;

@@ -66,7 +66,7 @@ impl Rewrapper {
         reads: Reads,
         values: Rewrap,
     ) -> anyhow::Result<Self> {
-        let left = IntGauge::new("rewrap_values_left", "Values that are sealed under a key which is going.")?;
+        let left = IntGauge::new("rewrap_values_left", "Values that are sealed under a retiring key.")?;
         registry.register(Box::new(left.clone()))?;
         let permit = authorize(&Principal::system("rewrap"), Action::Advance)?;
         Ok(Self { directory, host, reads, values, left, permit, wake: Notify::new() })

@@ -93,19 +93,19 @@ impl Reconciler {
             every,
             failed: counter(
                 "payments_reconcile_failed_total",
-                "Comparisons with the payment processor's books that did not go through.",
+                "Reconciliations with the payment processor that failed.",
             )?,
             missed: counter(
                 "payments_reconcile_missed_total",
-                "What the payment processor did and only a comparison of the books has told.",
+                "Facts of the payment processor that only reconciliation has found.",
             )?,
             contradicted: counter(
                 "payments_reconcile_contradicted_total",
-                "What the payment processor did and a payment here contradicts.",
+                "Facts of the payment processor that contradict a payment.",
             )?,
             skipped: counter(
                 "payments_reconcile_passed_over_total",
-                "What the payment processor lists and cannot be read, and lists that are too long to be looked through.",
+                "Listed objects of the payment processor that cannot be read, and lists that are too long to be read.",
             )?,
             seen: Mutex::default(),
         })
