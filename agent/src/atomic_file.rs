@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 /// Readable for the agent's user only.
 pub const PRIVATE: u32 = 0o600;
-/// Readable for everybody.
+/// Readable for all users.
 pub const PUBLIC: u32 = 0o644;
 
 /// A file or folder of the agent could not be read or written.

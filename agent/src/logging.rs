@@ -24,13 +24,13 @@ pub fn init(filter: &str, node_id: Option<Uuid>) -> anyhow::Result<()> {
 
 /// The host fields of a node always name its node id and role, configured or not.
 fn host_fields(environment: impl Fn(&str) -> Option<String>, node_id: Option<Uuid>) -> anyhow::Result<HostFields> {
-    let told = HostFields::gather(environment)?;
+    let configured_fields = HostFields::gather(environment)?;
     let own_name = || nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
     Ok(HostFields {
-        host_role: told.host_role.or_else(|| Some(HOST_ROLE.to_owned())),
-        host_name: told.host_name.or_else(own_name),
-        lab_stack: told.lab_stack,
-        node_id: node_id.map(|id| id.to_string()).or(told.node_id),
+        host_role: configured_fields.host_role.or_else(|| Some(HOST_ROLE.to_owned())),
+        host_name: configured_fields.host_name.or_else(own_name),
+        lab_stack: configured_fields.lab_stack,
+        node_id: node_id.map(|id| id.to_string()).or(configured_fields.node_id),
     })
 }
 

@@ -240,7 +240,7 @@ impl Agent {
             match answer {
                 Ok(_) => break ReportOutcome::Recorded,
                 Err(error) if self.may_be_superseded(task_id) && is_superseded(&error) => {
-                    info!("nobody waits for the result any more");
+                    info!("the task is superseded: its result is discarded");
                     break ReportOutcome::GivenUp;
                 }
                 Err(error) if is_refused_for_good(&error) => {

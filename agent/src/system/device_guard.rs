@@ -60,7 +60,7 @@ impl DeviceGuard {
         self.write_slice(account, &nodes)
     }
 
-    /// Closes the devices to everybody but root.
+    /// Closes the devices to all users but root.
     ///
     /// # Errors
     /// `device_guard`.

@@ -57,8 +57,11 @@ pub fn allow(user_name: &str, commands: &[SudoCommand]) -> Result<bool, TaskFail
             Ok(atomic_file::write_atomically(&path_of(user_name), text.as_bytes(), MODE)?)
         }
         Ok(ran) => {
-            let said = [ran.stdout, ran.stderr].concat();
-            Err(TaskFailure::new("sudoers", format!("visudo refuses it: {}", String::from_utf8_lossy(&said).trim())))
+            let complaint = [ran.stdout, ran.stderr].concat();
+            Err(TaskFailure::new(
+                "sudoers",
+                format!("visudo refuses it: {}", String::from_utf8_lossy(&complaint).trim()),
+            ))
         }
         Err(error) => Err(TaskFailure::new("sudoers", format!("visudo cannot be run: {error}"))),
     };

@@ -59,11 +59,11 @@ mod tests {
             most in 1..100_usize, at in 0..900_u64, length in 0..100_usize,
         ) {
             let mut output = OutputBuffer::with_capacity(most);
-            let said: Vec<u8> = parts.concat();
+            let pushed: Vec<u8> = parts.concat();
             parts.iter().for_each(|part| output.push(part));
-            prop_assert_eq!(output.end(), said.len() as u64);
-            prop_assert_eq!(output.start(), said.len().saturating_sub(most) as u64);
-            let expected = if at < output.start() { &[][..] } else { said.get(at as usize..).unwrap_or_default() };
+            prop_assert_eq!(output.end(), pushed.len() as u64);
+            prop_assert_eq!(output.start(), pushed.len().saturating_sub(most) as u64);
+            let expected = if at < output.start() { &[][..] } else { pushed.get(at as usize..).unwrap_or_default() };
             let expected = &expected[..expected.len().min(length)];
             prop_assert_eq!(output.from(at, length), expected);
         }

@@ -68,7 +68,7 @@ pub(super) async fn report_lost(session_id: Uuid, transport: &dyn TerminalTransp
                 }
             }
             Ok(Err(StreamError::Over)) => return,
-            Ok(Err(StreamError::Cut(why))) => debug!(why, "nobody could be told yet that a terminal is lost"),
+            Ok(Err(StreamError::Cut(why))) => debug!(why, "could not yet report a lost terminal session"),
             Err(_) => {}
         }
         tokio::time::sleep(backoff.next(rand::random(), None)).await;

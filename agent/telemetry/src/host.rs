@@ -72,8 +72,8 @@ mod tests {
             _ => None,
         };
         let fields = HostFields::gather(set).unwrap();
-        let told: Vec<_> = fields.fields().collect();
-        assert_eq!(told, [("host_role", "app_control"), ("lab_stack", "three-host")]);
+        let pairs: Vec<_> = fields.fields().collect();
+        assert_eq!(pairs, [("host_role", "app_control"), ("lab_stack", "three-host")]);
         let wrong = HostFields::gather(|_| Some("mainframe".to_owned())).unwrap_err();
         assert!(wrong.to_string().contains("worker_compute"), "{wrong}");
     }

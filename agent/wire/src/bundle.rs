@@ -137,14 +137,14 @@ impl BootstrapBundle {
     pub fn from_env_file(text: &str) -> Result<Self, EnvFileError> {
         let variables = Variables::parse(text)?;
         let required = |name: &'static str| variables.require(name).map(str::to_owned);
-        let told = |name| variables.get(name).map(str::to_owned);
+        let optional = |name| variables.get(name).map(str::to_owned);
         let package = Package {
-            oci_ref: told(names::PACKAGE_OCI_REF),
-            digest: told(names::PACKAGE_DIGEST),
-            pull_delivery_mode: told(names::PACKAGE_PULL_DELIVERY_MODE),
-            install_root: told(names::INSTALL_ROOT),
-            env_file_path: told(names::ENV_FILE),
-            systemd_unit_name: told(names::SYSTEMD_UNIT),
+            oci_ref: optional(names::PACKAGE_OCI_REF),
+            digest: optional(names::PACKAGE_DIGEST),
+            pull_delivery_mode: optional(names::PACKAGE_PULL_DELIVERY_MODE),
+            install_root: optional(names::INSTALL_ROOT),
+            env_file_path: optional(names::ENV_FILE),
+            systemd_unit_name: optional(names::SYSTEMD_UNIT),
         };
         Ok(Self {
             node_id: required(names::NODE_ID)?

@@ -702,7 +702,11 @@ mod tests {
         assert_eq!(stage.record("unrecorded").await, Some(RecorderEvent::MustEnd), "and that is not shown");
         let mut unwanted = refused().await;
         unwanted.recorder.change(RecordTerms { mode: RecordMode::Strict, most_bytes: MIB });
-        assert_eq!(unwanted.recorder.next_event().await, RecorderEvent::MustEnd, "what nobody wants does not go on");
+        assert_eq!(
+            unwanted.recorder.next_event().await,
+            RecorderEvent::MustEnd,
+            "an unwanted recording does not continue"
+        );
     }
 
     async fn refused() -> TestRecorder {

@@ -54,7 +54,7 @@ impl TestSession {
     }
 
     async fn next_event(&mut self) -> TerminalEvent {
-        timeout(TIMEOUT, self.events.recv()).await.expect("it says something").expect("it lives")
+        timeout(TIMEOUT, self.events.recv()).await.expect("an event in time").expect("the session runs")
     }
 
     /// Receives output without gaps, until another message arrives.
@@ -145,7 +145,7 @@ async fn session_outlives_its_program_until_the_user_confirms_all_output() {
     assert_eq!(session.drain_output().await, all_output_arrived(1, 5));
     // What was written to a socket is acknowledged, and may not have arrived.
     session.send(TerminalCommand::Ack { attachment: 1, position: 5 }).await;
-    assert!(timeout(3 * IDLE, session.events.recv()).await.is_err(), "nobody has said that it came");
+    assert!(timeout(3 * IDLE, session.events.recv()).await.is_err(), "no user has confirmed the output");
     // The user attaches again, over this stream and over the next.
     session.attach(2, Some(0)).await;
     session.shown.clear();
@@ -159,7 +159,7 @@ async fn session_outlives_its_program_until_the_user_confirms_all_output() {
     assert_eq!(session.shown, b"made\n");
     session.send(TerminalCommand::Received { attachment: 1, position: 5 }).await;
     session.send(TerminalCommand::Received { attachment: 3, position: 4 }).await;
-    assert!(timeout(IDLE, session.events.recv()).await.is_err(), "it came to nobody who is there");
+    assert!(timeout(IDLE, session.events.recv()).await.is_err(), "only a former attachment has confirmed all output");
     session.send(TerminalCommand::Received { attachment: 3, position: 5 }).await;
     assert_eq!(session.next_event().await, exited(3));
 }
