@@ -172,9 +172,9 @@ impl Rewrap {
     /// members that do so at once, one writes each row.
     ///
     /// # Errors
-    /// [`SecretError`]; what was sealed anew before stays so.
+    /// [`SecretError`]; what was rewrapped before stays so.
     pub async fn secrets(&self) -> Result<u64, SecretError> {
-        const DOING: &str = "sealing secrets anew";
+        const DOING: &str = "rewrapping secrets";
         let rows = sqlx::query("SELECT name, sealed FROM secret WHERE key_id <> $1 ORDER BY name")
             .bind(self.ring.active())
             .fetch_all(&self.pool)
@@ -202,9 +202,9 @@ impl Rewrap {
     /// Rewraps the keys of recordings that are sealed under another key than the active one, in batches. Returns how many there were.
     ///
     /// # Errors
-    /// [`SecretError`]; what was sealed anew before stays so.
+    /// [`SecretError`]; what was rewrapped before stays so.
     pub async fn recordings(&self) -> Result<u64, SecretError> {
-        const DOING: &str = "sealing the keys of recordings anew";
+        const DOING: &str = "rewrapping the keys of recordings";
         let (mut sealed_anew, mut after) = (0, Uuid::nil());
         loop {
             let rows = sqlx::query(

@@ -46,7 +46,7 @@ pub async fn compact_counts(pool: &PgPool) -> Result<(), StoreError> {
 pub async fn recount_entities(pool: &PgPool) -> Result<(), StoreError> {
     let count = "WITH gone AS (DELETE FROM entity_count)
                  INSERT INTO entity_count (kind, state, change) SELECT kind, state, count(*) FROM entity GROUP BY kind, state";
-    one_at_a_time(pool, count).await.doing("counting entities anew")
+    one_at_a_time(pool, count).await.doing("recounting entities")
 }
 
 /// Two at once would each delete what the other has deleted as well.

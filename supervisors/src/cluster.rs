@@ -221,7 +221,7 @@ impl ClusterView {
         ProcessRole::ALL.into_iter().map(|role| (role.name(), count(role))).collect()
     }
 
-    /// Whether a member lives whose release does not authenticate its messages: during an upgrade of the cluster.
+    /// Whether a live member's release does not authenticate its messages: during an upgrade of the cluster.
     #[must_use]
     pub fn has_unauthenticated_members(&self) -> bool {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);

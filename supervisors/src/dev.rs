@@ -443,7 +443,7 @@ impl DevEnvironment {
 
     /// Reports parts that end by themselves. They are not restarted, so that killing one shows the failover.
     async fn watch(&mut self) {
-        let mut told = std::collections::BTreeSet::new();
+        let mut reported = std::collections::BTreeSet::new();
         loop {
             let replicas = self.replicas.iter_mut().map(|replica| (replica.is_running(), replica.name().to_owned()));
             let agents = self.agents.iter_mut().map(|agent| (agent.is_running(), agent.name().to_owned()));
@@ -453,7 +453,7 @@ impl DevEnvironment {
                 (self.processor.is_running(), "localstripe".to_owned()),
             ];
             for (running, name) in replicas.chain(agents).chain(stores) {
-                if !running && told.insert(name.clone()) {
+                if !running && reported.insert(name.clone()) {
                     print_line(&format!("{name} has ended."));
                 }
             }

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument as _;
 
-/// The task of a worker; each restart starts it anew.
+/// The task of a worker; each restart creates it again.
 pub type WorkerTask = Arc<dyn Fn() -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync>;
 
 /// The task of a worker over a shared value, for every start.
@@ -290,7 +290,7 @@ fn handle_exit(root: &ActorRef<RootMessage>, table: &WorkerTable, name: &'static
     let restart_requested = entry.restart_requested;
     match entry.record_exit(error.clone()) {
         Some(pause) if restart_requested => {
-            tracing::info!(worker = name, "{name} is started anew, as an operator wants it");
+            tracing::info!(worker = name, "{name} is restarted by an operator");
             root.send_after(pause, move || RootMessage::Start(name));
         }
         Some(pause) => {

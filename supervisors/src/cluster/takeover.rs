@@ -164,10 +164,10 @@ impl ShardReconciler {
             self.view.change_state(|state| state.partitioned = partitioned);
             if partitioned {
                 tracing::warn!(
-                    "the other members hear each other over NATS and not this one: it hands its shards over"
+                    "the other members receive each other over NATS and not this one: it hands its shards over"
                 );
             } else {
-                tracing::info!("the other members hear this one again");
+                tracing::info!("the other members receive this one again");
             }
         }
     }

@@ -45,7 +45,7 @@ pub(super) fn node_proxies(variables: &mut Variables<'_>) -> Option<NodeProxies>
 
 /// Reads the package's settings. A value that is not set is null in the bundle.
 pub(super) fn package(variables: &mut Variables<'_>) -> Package {
-    let mut told = |name: &str, what: &str, is_one: fn(&str) -> bool| {
+    let mut checked = |name: &str, what: &str, is_one: fn(&str) -> bool| {
         let value = variables.optional(name)?;
         if !is_one(&value) {
             variables.wrong(format!("{name} is {value:?}; it must be {what}"));
@@ -63,12 +63,12 @@ pub(super) fn package(variables: &mut Variables<'_>) -> Package {
         text.ends_with(".service") && !text.starts_with('-') && text.bytes().all(allowed)
     };
     let package = Package {
-        oci_ref: told(names::PACKAGE_OCI_REF, "a reference in an OCI registry", is_word),
-        digest: told(names::PACKAGE_DIGEST, "sha256: and 64 hexadecimal digits", is_digest),
-        pull_delivery_mode: told(names::PACKAGE_PULL_DELIVERY_MODE, "one word", is_word),
-        install_root: told(names::INSTALL_ROOT, "an absolute path", is_path),
-        env_file_path: told(names::ENV_FILE, "an absolute path", is_path),
-        systemd_unit_name: told(
+        oci_ref: checked(names::PACKAGE_OCI_REF, "a reference in an OCI registry", is_word),
+        digest: checked(names::PACKAGE_DIGEST, "sha256: and 64 hexadecimal digits", is_digest),
+        pull_delivery_mode: checked(names::PACKAGE_PULL_DELIVERY_MODE, "one word", is_word),
+        install_root: checked(names::INSTALL_ROOT, "an absolute path", is_path),
+        env_file_path: checked(names::ENV_FILE, "an absolute path", is_path),
+        systemd_unit_name: checked(
             names::SYSTEMD_UNIT,
             "the name of a systemd unit, such as gpuaas-agent.service",
             is_unit,
@@ -115,12 +115,12 @@ mod tests {
     fn package_is_null_where_unset_and_identified_by_its_digest() {
         assert_eq!(read_from(&[], package).unwrap(), Package::default());
         let digest = format!("sha256:{}", "0f".repeat(32));
-        let told = [
+        let settings = [
             (names::PACKAGE_OCI_REF, "registry.example/gpuaas/agent:1"),
             (names::PACKAGE_DIGEST, digest.as_str()),
             (names::ENV_FILE, "/srv/agent.env"),
         ];
-        let read = read_from(&told, package).unwrap();
+        let read = read_from(&settings, package).unwrap();
         assert_eq!((read.digest.as_deref(), read.install_root), (Some(digest.as_str()), None));
         for (name, value) in [
             (names::PACKAGE_OCI_REF, "registry.example/agent:1"),

@@ -41,7 +41,7 @@ pub async fn run(metrics: Arc<ProcessMetrics>, host: Arc<Host>, reads: Reads, bu
         let shards: Vec<_> = host.terms().iter().map(|term| term.shard).collect();
         match tokio::try_join!(reads.waiting_counts(&shards), reads.outbox_backlog(&shards)) {
             Ok((standing, pending)) => metrics.set_shard_gauges(&standing, &pending),
-            Err(error) => tracing::warn!(error = %error, "could not read the figures"),
+            Err(error) => tracing::warn!(error = %error, "could not read the metrics"),
         }
         // Not in the first round: no shard is open yet.
         if turns == 1 {
