@@ -508,7 +508,7 @@ async fn gpuctl_watch_continues_after_a_replica_restart() {
     for message in ["one", "two"] {
         let admin = cluster.logged_in("admin").await;
         let spoken = admin.run(&["notifications", "broadcast", message, "--severity", "critical"]).await.ok();
-        assert!(spoken.contains("Said to everybody"), "{spoken}");
+        assert!(spoken.contains("Sent to all connected clients"), "{spoken}");
         let line = tokio::time::timeout(WAIT_TIMEOUT, shown.next_line()).await.expect(word).unwrap().unwrap();
         messages.push(serde_json::from_str::<Value>(&line).unwrap()["data"]["message"].as_str().unwrap().to_owned());
         if message == "one" {

@@ -18,7 +18,7 @@ use uuid::Uuid;
 pub(crate) enum Command {
     /// Rents GPUs, and waits until they can be used.
     Create(Create),
-    /// Your allocations, newest first; everybody's for administrators.
+    /// Your allocations, newest first; those of all users for administrators.
     #[command(visible_alias = "ls")]
     List(List),
     /// One allocation.

@@ -163,11 +163,10 @@ pub(crate) async fn restart(args: RestartArgs, api: &Api) -> Result<(), Failure>
             entity.path(api).await?
         }
     };
-    confirm.ask(&format!("Start {what} anew?"))?;
+    confirm.ask(&format!("Restart {what}?"))?;
     let body = reason.map_or_else(|| json!({}), |reason| json!({ "reason": reason }));
     let restarted = api.post(&format!("{path}/restart"), &body).await?;
-    let came =
-        if restarted["restarted"] == true { "is started anew" } else { "did not run; it starts when it is needed" };
+    let came = if restarted["restarted"] == true { "is restarted" } else { "did not run; it starts when it is needed" };
     api.out.done(&restarted, &format!("{what} {came}."))
 }
 

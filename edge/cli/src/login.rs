@@ -248,7 +248,7 @@ pub(crate) async fn logout(connection: &Connection) -> Result<(), Failure> {
             ));
         }
     }
-    let sentence = if was_logged_in { "Logged out." } else { "Nobody was logged in." };
+    let sentence = if was_logged_in { "Logged out." } else { "There was no login." };
     connection.out.done(&json!({ "logged_out": was_logged_in }), sentence)
 }
 

@@ -132,7 +132,7 @@ struct Common {
 enum Command {
     /// Logs in at the service's identity provider.
     Login(LoginArgs),
-    /// Forgets the login, and tells the provider.
+    /// Removes the login, and revokes it at the provider.
     Logout,
     /// Shows who is logged in, and whether the service agrees.
     Whoami,
@@ -151,7 +151,7 @@ enum Command {
     /// What happens to what is yours, as it happens.
     #[command(subcommand, alias = "notification")]
     Notifications(notifications::Command),
-    /// Webhooks and e-mail addresses that are told of events.
+    /// Webhooks and e-mail addresses that are notified of events.
     #[command(subcommand, alias = "notification-endpoint")]
     NotificationEndpoints(notification_endpoints::Command),
     /// What terminals showed, to be played back.
@@ -175,7 +175,7 @@ enum Command {
     /// Administrators: limits, lifetimes and switches.
     #[command(subcommand, alias = "policies")]
     Policy(policy::Command),
-    /// Administrators and auditors: who did what to whom.
+    /// Administrators and auditors: the audit log.
     #[command(subcommand)]
     Audit(audit::Command),
     /// Administrators: who has which platform role.
@@ -186,13 +186,13 @@ enum Command {
     Keys(keys::Command),
     /// Administrators: the service on one screen.
     Overview,
-    /// Administrators: what runs in the cluster, and why anything waits.
+    /// Administrators: the supervision tree of the cluster, and what entities wait for.
     Tree(supervision_tree::TreeArgs),
     /// Administrators: the members of the cluster.
     Cluster,
     /// Administrators: one entity, and how it came to its state.
     Entity(cluster::EntityArgs),
-    /// Administrators: starts an entity or a worker anew.
+    /// Administrators: restarts an entity or a worker.
     Restart(cluster::RestartArgs),
     /// Prints what makes a shell complete commands, ids, names and policy keys.
     Completions { shell: Shell },

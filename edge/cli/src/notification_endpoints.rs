@@ -17,7 +17,7 @@ pub(crate) enum Command {
         /// Those of your organisation.
         #[arg(long, conflicts_with_all = ["all", "state"])]
         org: bool,
-        /// Administrators: everybody's.
+        /// Administrators: those of all users.
         #[arg(long)]
         all: bool,
         /// Administrators: those in this state.
@@ -79,7 +79,7 @@ pub(crate) struct Create {
     /// An e-mail to the address that your identity provider has verified.
     #[arg(long, group = "target")]
     email: bool,
-    /// The type of an event that it is told of, and again for more; all where it is left out.
+    /// An event type that it is notified of; repeatable; all types by default.
     #[arg(long = "event", value_name = "TYPE")]
     events: Vec<String>,
     /// For your organisation's events.
@@ -95,7 +95,7 @@ pub(crate) struct Set {
     /// Where a webhook's messages are posted.
     #[arg(long, group = "change")]
     url: Option<String>,
-    /// The type of an event that it is told of, and again for more.
+    /// An event type that it is notified of; repeatable.
     #[arg(long = "event", value_name = "TYPE", group = "change")]
     events: Vec<String>,
     /// All events.

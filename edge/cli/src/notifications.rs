@@ -34,7 +34,7 @@ pub(crate) enum Command {
         #[arg(long, value_name = "PREFIX")]
         r#type: Option<String>,
     },
-    /// Administrators: says something to everybody who listens at this moment.
+    /// Administrators: sends a notification to all connected clients.
     Broadcast {
         message: String,
         #[arg(long, value_enum, default_value_t)]
@@ -59,7 +59,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let severity = format!("{severity:?}").to_lowercase();
             let body = json!({ "severity": severity, "message": message });
             let announced = api.post("/api/v1/admin/notifications/broadcast", &body).await?;
-            api.out.done(&announced, "Said to everybody who listens.")
+            api.out.done(&announced, "Sent to all connected clients.")
         }
     }
 }

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 pub(crate) enum Command {
     /// Every key, with its bounds and default.
     Catalog,
-    /// What is set, and for whom.
+    /// The values that are set, and their scopes.
     #[command(visible_alias = "ls")]
     List {
         /// This key alone.
@@ -30,7 +30,7 @@ pub(crate) enum Command {
         /// Its id, the beginning of it, or its key where it has one value alone.
         policy_value: Ref,
     },
-    /// Sets a value: for everybody, or for whom it is said.
+    /// Sets a value: globally, or in the given scope.
     Set {
         #[arg(add = completion::policy_keys())]
         key: String,
@@ -58,7 +58,7 @@ pub(crate) enum Command {
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
-    /// What holds for somebody, and what it comes from.
+    /// The value that applies to a caller, and its source.
     Resolve {
         #[arg(add = completion::policy_keys())]
         key: String,
@@ -67,7 +67,7 @@ pub(crate) enum Command {
     },
 }
 
-/// Whom a value is for.
+/// The scope of a value.
 #[derive(Debug, clap::Args)]
 pub(crate) struct Scope {
     /// For this user.
@@ -79,7 +79,7 @@ pub(crate) struct Scope {
     /// For this organisation.
     #[arg(long, value_name = "ID")]
     org: Option<String>,
-    /// For everybody on this plan.
+    /// For all users on this plan.
     #[arg(long)]
     plan: Option<String>,
 }

@@ -14,10 +14,10 @@ const MAX_LISTED: usize = 1000;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// What is offered, with its price.
+    /// The offered SKUs, with their prices.
     #[command(visible_alias = "ls")]
     List {
-        /// Administrators: also what is not offered.
+        /// Administrators: also SKUs that are not offered.
         #[arg(long)]
         all: bool,
         /// Administrators: those in this status: draft, active, deprecated, inactive.

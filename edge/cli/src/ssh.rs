@@ -37,10 +37,10 @@ pub(crate) struct SshArgs {
     /// Print a Host block for ~/.ssh/config, for scp, rsync and editors, and connect nowhere.
     #[arg(long)]
     print_config: bool,
-    /// Believe whatever key the host offers where the service cannot say which is its own.
+    /// Accept any host key if the service does not know the host's key.
     #[arg(long)]
     accept_unknown_host_key: bool,
-    /// What to run there; a login shell where nothing is said.
+    /// The command to run there; a login shell by default.
     #[arg(last = true)]
     command: Vec<OsString>,
 }

@@ -32,7 +32,7 @@ pub(crate) enum Command {
         /// What to call it; the key's own comment, or the file's name, where it is left out.
         #[arg(long)]
         name: Option<String>,
-        /// Open what you rent with it where nothing else is said.
+        /// Use it for your allocations by default.
         #[arg(long)]
         default: bool,
     },
@@ -51,7 +51,7 @@ pub(crate) enum Command {
         #[command(flatten)]
         of: UserSelector,
     },
-    /// Opens what you rent with this key where nothing else is said.
+    /// Uses this key for your allocations by default.
     Default {
         #[arg(add = completion::of(&SSH_KEY))]
         key: Ref,

@@ -204,7 +204,7 @@ impl Provider {
         }
         let code = tokio::time::timeout(LOGIN_TIMEOUT, loopback.code(state.secret(), issuer))
             .await
-            .map_err(|_| Failure::new(ExitStatus::TooLate, "nobody logged in in time"))??;
+            .map_err(|_| Failure::new(ExitStatus::TooLate, "the login was not completed in time"))??;
         let mut request = client.exchange_code(AuthorizationCode::new(code)).set_pkce_verifier(verifier);
         for (name, value) in self.resource() {
             request = request.add_extra_param(name, value);

@@ -35,7 +35,7 @@ pub(crate) enum Command {
         /// Its id, or the beginning of it.
         session: Ref,
     },
-    /// Administrators: ends anybody's.
+    /// Administrators: ends a session of any user.
     Kill {
         #[arg(add = completion::of(&TERMINAL_SESSION))]
         session: Ref,
@@ -50,7 +50,7 @@ pub(crate) enum Command {
 pub(crate) struct TerminalSelector {
     #[arg(required_unless_present = "all", add = completion::of(&ALLOCATION))]
     pub(crate) allocation: Option<Ref>,
-    /// Administrators: everybody's, also of what has ended.
+    /// Administrators: those of all users, also ended ones.
     #[arg(long, conflicts_with = "allocation")]
     all: bool,
     /// Administrators: those of this user.
