@@ -141,7 +141,7 @@ async fn the_operators_recipes_hold_word_by_word() {
     script.push_str("echo '--- CA rotation'\n");
     script.push_str(&rotation);
     script.push_str(
-        "gpuctl --profile admin keys list; kill \"$agent\"; wait \"$agent\"; start_agent; told '\"polling\"'\n",
+        "gpuctl --profile admin keys list; kill \"$agent\"; wait \"$agent\"; start_agent; wait_log '\"polling\"'\n",
     );
     script.push_str("echo '--- all of it'; see | answer state; ! grep -e '\"recovered\"' \"$here/agent.log\"\n");
     // Another test may have the port.
