@@ -15,8 +15,7 @@ use actors::{CommandContext, CommandKey, Directory};
 use async_nats::jetstream::{self, AckKind, Message};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::event::Stream;
-use domain::notification::{Channel, NOTIFIED_EVENTS};
+use domain::notification::{Channel, delivered_subjects};
 use domain::notification_endpoint::{self, Command, NotificationEndpoint, PRESENT, Target};
 use domain::policy::{PolicyKey, Scopes};
 use domain::{Action, EntityKind, EntityRef, Permit, Principal};
@@ -70,9 +69,9 @@ impl NotificationQueue {
         let context = jetstream::new(self.notifier.bus.client().clone());
         make_streams(&context).await?;
         let mut streams = Vec::new();
-        for (stream, subjects) in NOTIFIED_EVENTS.iter().filter(|(stream, _)| *stream != Stream::Notifications) {
+        for (stream, subjects) in delivered_subjects() {
             let name = format!("{}-deliveries", stream.name().to_lowercase());
-            let config = consumer_config(name, subjects, -1, Duration::from_secs(30));
+            let config = consumer_config(name, &subjects, -1, Duration::from_secs(30));
             let consumer = context.get_stream(stream.name()).await?.create_consumer(config).await?;
             let batches = consumer.stream().max_messages_per_batch(MAX_CONCURRENT).heartbeat(Duration::from_secs(5));
             streams.push(batches.messages().await?);

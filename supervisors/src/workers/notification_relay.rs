@@ -17,7 +17,7 @@ use domain::announcement::Announcement;
 use domain::authz::PlatformRole;
 use domain::billing_account::Holder;
 use domain::node::Node;
-use domain::notification::{Audience, Channel, NOTIFIED_EVENTS, Notification, NotificationDetails};
+use domain::notification::{Audience, Channel, Notification, NotificationDetails, live_subjects};
 use domain::payment::Payment;
 use domain::policy::Scopes;
 use domain::terminal_session::TerminalSession;
@@ -115,9 +115,9 @@ impl Notifier {
         let context = jetstream::new(self.bus.client().clone());
         make_streams(&context).await?;
         let mut streams = Vec::new();
-        for (stream, subjects) in NOTIFIED_EVENTS {
+        for (stream, subjects) in live_subjects() {
             let name = format!("{}-notifications", stream.name().to_lowercase());
-            let config = consumer_config(name, subjects, MAX_DELIVERIES, Duration::from_secs(10));
+            let config = consumer_config(name, &subjects, MAX_DELIVERIES, Duration::from_secs(10));
             let consumer = context.get_stream(stream.name()).await?.create_consumer(config).await?;
             let batches = consumer.stream().max_messages_per_batch(MAX_CONCURRENT).heartbeat(Duration::from_secs(5));
             streams.push(batches.messages().await?);
@@ -160,7 +160,7 @@ impl Notifier {
     /// The notifications of an event with their channels.
     pub(super) async fn notifications_for(&self, event: &Event) -> anyhow::Result<Vec<AddressedNotification>> {
         let mut notifications = Vec::new();
-        for notice in Notification::of(event) {
+        for notice in event.notifications() {
             let Notification { audience, switch, data } = notice;
             let addressed = self.address(audience, data).await?;
             let is_on = |notification: &AddressedNotification| {

@@ -5,12 +5,13 @@
 //! inventory's to operators.
 
 use crate::announcement::Severity;
-use crate::event::{Event, Stream};
+use crate::event::{Event, Notice, Stream};
 use crate::holder::Holder;
 use crate::id::{AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, TerminalSessionId};
 use crate::machine::Timestamp;
 use crate::policy::PolicyKey;
 use serde::Serialize;
+use std::collections::BTreeMap;
 
 /// The channel on which subscribers receive it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, strum::IntoStaticStr)]
@@ -117,211 +118,35 @@ pub struct Notification {
     pub data: NotificationDetails,
 }
 
-/// The events with a notification, by their stream: the workers subscribe to no others for it.
-pub const NOTIFIED_EVENTS: &[(Stream, &[&str])] = &[
-    (
-        Stream::Provisioning,
-        &[
-            "provisioning.active",
-            "provisioning.failed",
-            "provisioning.release_failed",
-            "provisioning.release_exhausted",
-            "provisioning.released",
-        ],
-    ),
-    (Stream::Nodes, &["node.state_changed", "node.tenant_faulted"]),
-    (Stream::Terminals, &["terminal.opened", "terminal.closed"]),
-    (
-        Stream::Billing,
-        &[
-            "billing.balance_low",
-            "billing.balance_depleted",
-            "billing.payment_deposited",
-            "billing.deposit_refused",
-            "billing.refund_succeeded",
-            "billing.refund_refused",
-            "billing.refund_given_back",
-            "billing.reversal_posted",
-        ],
-    ),
-    (Stream::Notifications, &["notification.announced"]),
-];
+/// The subjects of the events that connected clients are notified of, by their stream: the workers subscribe to no others for it.
+#[must_use]
+pub fn live_subjects() -> BTreeMap<Stream, Vec<&'static str>> {
+    subjects(|notice| notice != Notice::None)
+}
+
+/// The subjects of the events that are delivered to webhooks and e-mail addresses too, by their stream.
+#[must_use]
+pub fn delivered_subjects() -> BTreeMap<Stream, Vec<&'static str>> {
+    subjects(|notice| notice == Notice::Delivered)
+}
+
+fn subjects(among: impl Fn(Notice) -> bool) -> BTreeMap<Stream, Vec<&'static str>> {
+    let mut subjects = BTreeMap::<_, Vec<_>>::new();
+    for row in Event::ROWS.iter().filter(|row| among(row.notice)) {
+        subjects.entry(row.stream).or_default().push(row.subject);
+    }
+    subjects
+}
 
 /// Whether events of this type can be delivered to a webhook or an e-mail address. Announcements are for connected clients only.
 #[must_use]
 pub fn is_deliverable(event: &str) -> bool {
-    let streams = NOTIFIED_EVENTS.iter().filter(|(stream, _)| *stream != Stream::Notifications);
-    streams.flat_map(|(_, events)| events.iter()).any(|notified| *notified == event)
+    Event::ROWS.iter().any(|row| row.notice == Notice::Delivered && row.subject == event)
 }
 
-impl Notification {
-    const fn new(audience: Audience, data: NotificationDetails) -> Self {
-        Self { audience, switch: None, data }
-    }
-
-    fn with_switch(self, switch: PolicyKey) -> Self {
-        Self { switch: Some(switch), ..self }
-    }
-
-    /// The notifications of an event: the row to review when one is added.
-    #[must_use]
-    pub fn of(event: &Event) -> Vec<Self> {
-        let renter = |allocation_id: AllocationId, data: NotificationDetails| {
-            vec![Self::new(
-                Audience::Renter(allocation_id),
-                NotificationDetails { allocation_id: Some(allocation_id), ..data },
-            )]
-        };
-        let of_payment = |payment_id: PaymentId, data: NotificationDetails| {
-            vec![Self::new(
-                Audience::PaymentHolder(payment_id),
-                NotificationDetails { payment_id: Some(payment_id), ..data },
-            )]
-        };
-        let in_state =
-            |state: &str| NotificationDetails { state: Some(state.to_owned()), ..NotificationDetails::default() };
-        match event.clone() {
-            // A resent event for the payment: other recipients were notified the first time.
-            Event::PaymentDeposited { is_again: true, .. }
-            | Event::DepositRefused { is_again: true, .. }
-            | Event::RefundRefused { is_again: true, .. }
-            | Event::RefundGivenBack { is_again: true, .. }
-            | Event::ReversalPosted { is_again: true, .. } => Vec::new(),
-            Event::AllocationActive { allocation_id, node_id } => {
-                renter(allocation_id, NotificationDetails { node_id: Some(node_id), ..in_state("active") })
-            }
-            Event::ProvisioningFailed { allocation_id, reason, .. } => {
-                renter(allocation_id, NotificationDetails { reason: Some(reason), ..NotificationDetails::default() })
-            }
-            Event::AllocationReleased { allocation_id, reason, .. } => {
-                renter(allocation_id, NotificationDetails { reason: Some(reason), ..in_state("released") })
-            }
-            Event::ReleaseFailed { allocation_id, attempt, reason, .. } => {
-                let data =
-                    NotificationDetails { attempt: Some(attempt), reason: Some(reason), ..in_state("release_failed") };
-                renter(allocation_id, data)
-            }
-            Event::ReleaseExhausted { allocation_id, node_id, attempt } => {
-                let data = NotificationDetails {
-                    allocation_id: Some(allocation_id),
-                    node_id: Some(node_id),
-                    attempt: Some(attempt),
-                    ..NotificationDetails::default()
-                };
-                vec![Self::new(Audience::Operators, data)]
-            }
-            Event::TenantFaulted { node_id, allocation_id, reason, .. } => renter(
-                allocation_id,
-                NotificationDetails { node_id: Some(node_id), reason: Some(reason), ..NotificationDetails::default() },
-            ),
-            Event::NodeStateChanged { node_id, from, to, reason } => {
-                let data = NotificationDetails { node_id: Some(node_id), ..in_state(&to) };
-                // The reason is for operators: a tenant learns the consequence from the allocation.
-                let all = NotificationDetails { from_state: from, reason: Some(reason), ..data.clone() };
-                vec![Self::new(Audience::Operators, all), Self::new(Audience::NodeRenters(node_id), data)]
-            }
-            Event::TerminalOpened { session_id, allocation_id, .. } => {
-                let data = NotificationDetails {
-                    session_id: Some(session_id),
-                    allocation_id: Some(allocation_id),
-                    ..in_state("opened")
-                };
-                vec![Self::new(Audience::SessionUser(session_id), data)]
-            }
-            Event::TerminalClosed { session_id, allocation_id, reason, .. } => {
-                let data = NotificationDetails {
-                    session_id: Some(session_id),
-                    allocation_id: Some(allocation_id),
-                    reason: Some(reason),
-                    ..in_state("closed")
-                };
-                vec![Self::new(Audience::SessionUser(session_id), data)]
-            }
-            Event::BalanceLow { account_id, holder } => {
-                let data = NotificationDetails { account_id: Some(account_id), ..NotificationDetails::default() };
-                let notification = Self::new(Audience::Holder(holder), data);
-                vec![notification.with_switch(PolicyKey::NotificationLowBalance)]
-            }
-            Event::BalanceDepleted { account_id, holder, release_at } => {
-                let data = NotificationDetails {
-                    account_id: Some(account_id),
-                    release_at: Some(release_at),
-                    ..NotificationDetails::default()
-                };
-                let notification = Self::new(Audience::Holder(holder), data);
-                vec![notification.with_switch(PolicyKey::NotificationBalanceDepleted)]
-            }
-            Event::PaymentDeposited { payment_id, account_id, .. } => {
-                of_payment(payment_id, NotificationDetails { account_id: Some(account_id), ..in_state("deposited") })
-            }
-            Event::DepositRefused { payment_id, account_id, reason, .. } => {
-                let data =
-                    NotificationDetails { account_id: Some(account_id), reason: Some(reason), ..in_state("refused") };
-                of_payment(payment_id, data)
-            }
-            Event::RefundSucceeded { payment_id, refund_id } => {
-                of_payment(payment_id, NotificationDetails { refund_id: Some(refund_id), ..in_state("succeeded") })
-            }
-            Event::RefundRefused { payment_id, refund_id, account_id, .. } => {
-                let data = NotificationDetails {
-                    account_id: Some(account_id),
-                    refund_id: Some(refund_id),
-                    ..in_state("refused")
-                };
-                of_payment(payment_id, data)
-            }
-            Event::RefundGivenBack { payment_id, refund_id, account_id, .. } => {
-                let data = NotificationDetails {
-                    account_id: Some(account_id),
-                    refund_id: Some(refund_id),
-                    ..in_state("returned")
-                };
-                of_payment(payment_id, data)
-            }
-            Event::ReversalPosted { payment_id, account_id, is_undone, .. } => {
-                let state = in_state(if is_undone { "reversal_undone" } else { "reversed" });
-                of_payment(payment_id, NotificationDetails { account_id: Some(account_id), ..state })
-            }
-            Event::Announced { announcement_id } => {
-                let data =
-                    NotificationDetails { announcement_id: Some(announcement_id), ..NotificationDetails::default() };
-                vec![Self::new(Audience::AllClients(announcement_id), data)]
-            }
-            // Intermediate steps that no user has to know, and messages between the parts of the system.
-            Event::AllocationRequested { .. }
-            | Event::ProvisioningStarted { .. }
-            | Event::ReservationUnwanted { .. }
-            | Event::ReleaseRequested { .. }
-            | Event::ReleaseForced { .. }
-            | Event::LoginsChanged { .. }
-            | Event::LoginsStale { .. }
-            | Event::LoginsWritten { .. }
-            | Event::TerminalsUnwanted { .. }
-            | Event::TerminalsCutOff { .. }
-            | Event::TerminalFailed { .. }
-            | Event::UsageChanged { .. }
-            | Event::AllocationUncovered { .. }
-            | Event::AllocationMetered { .. }
-            | Event::AllocationCounted { .. }
-            | Event::RefundTaken { .. }
-            | Event::PaymentOpeningDue { .. }
-            | Event::PaymentCheckDue { .. }
-            | Event::PaymentPaid { .. }
-            | Event::RefundRequested { .. }
-            | Event::RefundDue { .. }
-            | Event::RefundFailed { .. }
-            | Event::PaymentReversed { .. }
-            | Event::ReversalUndone { .. }
-            | Event::ProcessorEventDue { .. }
-            | Event::DevicesReserved { .. }
-            | Event::TenantReady { .. }
-            | Event::TenantFailed { .. }
-            | Event::TenantGone { .. }
-            | Event::TenantRemains { .. }
-            | Event::SkuStateChanged { .. }
-            | Event::PolicyWritten { .. }
-            | Event::TrustChanged { .. } => Vec::new(),
-        }
+impl NotificationDetails {
+    pub(super) fn in_state(state: &str) -> Self {
+        Self { state: Some(state.to_owned()), ..Self::default() }
     }
 }
 
@@ -329,15 +154,14 @@ impl Notification {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::event::tests::every_event;
     use proptest::prelude::*;
     use std::fmt::Write as _;
 
     #[test]
     fn recipients_of_every_event_are_as_reviewed() {
         let mut table = String::new();
-        for event in every_event() {
-            for notification in Notification::of(&event) {
+        for event in Event::samples() {
+            for notification in event.notifications() {
                 let whom = match &notification.audience {
                     Audience::Holder(_) => "the account's holder",
                     Audience::PaymentHolder(_) => "the holder of the account it was paid into",
@@ -358,10 +182,13 @@ mod tests {
 
     #[test]
     fn relay_subscribes_to_exactly_the_events_with_notifications() {
-        for event in every_event() {
-            let (subject, stream) = event.row();
-            let listens = NOTIFIED_EVENTS.iter().any(|(of, subjects)| *of == stream && subjects.contains(&subject));
-            assert_eq!(listens, !Notification::of(&event).is_empty(), "{subject}");
+        for event in Event::samples() {
+            let (subject, stream) = (event.subject(), event.row().stream);
+            let live = live_subjects().get(&stream).is_some_and(|subjects| subjects.contains(&subject));
+            assert_eq!(live, !event.notifications().is_empty(), "{subject}");
+            assert_eq!(is_deliverable(subject), live && stream != Stream::Notifications, "{subject}");
+            let delivered = delivered_subjects().get(&stream).is_some_and(|subjects| subjects.contains(&subject));
+            assert_eq!(is_deliverable(subject), delivered, "{subject}");
         }
     }
 

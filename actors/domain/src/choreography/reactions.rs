@@ -1,4 +1,4 @@
-//! The reaction to each event: the choreography between the state machines, on one page.
+//! What follows from each event, on one page: the command of the choreography between the state machines, and the notifications.
 
 use crate::allocation;
 use crate::billing_account;
@@ -6,7 +6,10 @@ use crate::event::Event;
 use crate::holder::Holder;
 use crate::id::{AllocationId, NodeId, PaymentId, ProcessorEventId, TerminalSessionId};
 use crate::node;
+use crate::notification::{Audience, Notification, NotificationDetails};
 use crate::payment::{self, ProcessorCall};
+use crate::policy::PolicyKey;
+use crate::tenant;
 use crate::terminal_session;
 
 /// The command that follows from an event.
@@ -49,143 +52,275 @@ pub enum Reaction {
     },
     Tenant {
         user_id: String,
-        command: crate::tenant::Command,
+        command: tenant::Command,
     },
+}
+
+/// What follows from an event.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Consequences {
+    pub reaction: Reaction,
+    /// Empty where the row of the event says [`Notice::None`](crate::event::Notice::None).
+    pub notifications: Vec<Notification>,
+}
+
+impl Consequences {
+    /// The event is for observers.
+    const NONE: Self = Self { reaction: Reaction::Nothing, notifications: Vec::new() };
+
+    const fn command(reaction: Reaction) -> Self {
+        Self { reaction, notifications: Vec::new() }
+    }
+
+    fn notify(mut self, audience: Audience, data: NotificationDetails) -> Self {
+        self.notifications.push(Notification { audience, switch: None, data });
+        self
+    }
+
+    /// A notification that the recipient can switch off by this policy.
+    fn notify_unless_off(mut self, switch: PolicyKey, audience: Audience, data: NotificationDetails) -> Self {
+        self.notifications.push(Notification { audience, switch: Some(switch), data });
+        self
+    }
+
+    fn notify_renter(self, allocation_id: AllocationId, data: NotificationDetails) -> Self {
+        let data = NotificationDetails { allocation_id: Some(allocation_id), ..data };
+        self.notify(Audience::Renter(allocation_id), data)
+    }
+
+    /// A resent event is for the payment alone: the holder was notified the first time.
+    fn notify_payment_holder(self, payment_id: PaymentId, is_resent: bool, data: NotificationDetails) -> Self {
+        let data = NotificationDetails { payment_id: Some(payment_id), ..data };
+        if is_resent { self } else { self.notify(Audience::PaymentHolder(payment_id), data) }
+    }
 }
 
 impl Event {
     /// The command that follows from the event, and its recipient.
     #[must_use]
     pub fn reaction(&self) -> Reaction {
+        self.consequences().reaction
+    }
+
+    #[must_use]
+    pub fn notifications(&self) -> Vec<Notification> {
+        self.consequences().notifications
+    }
+
+    /// What follows from the event: the arm to write when one is added.
+    #[must_use]
+    pub fn consequences(&self) -> Consequences {
+        use NotificationDetails as Details;
         use allocation::Command as ToAllocation;
         use billing_account::Command as ToAccount;
         use node::Command as ToNode;
         use payment::Command as ToPayment;
+        let none = Consequences::NONE;
+        let command = Consequences::command;
+        let to_node = |node_id, message| command(Reaction::Node(node_id, message));
+        let to_allocation = |allocation_id, message| command(Reaction::Allocation(allocation_id, message));
+        let to_account = |holder, message| command(Reaction::Billing { holder, command: message });
+        let to_payment = |payment_id, message| command(Reaction::Payment(payment_id, message));
         match self.clone() {
-            Self::AllocationRequested { allocation_id } => Reaction::Place(allocation_id),
-            Self::DevicesReserved { node_id, allocation_id, placed } => {
-                Reaction::Allocation(allocation_id, ToAllocation::Reserved { node_id, placed })
-            }
+            // Published by the allocation's saga.
+            Self::AllocationRequested { allocation_id } => command(Reaction::Place(allocation_id)),
             Self::ProvisioningStarted { allocation_id, node_id, deadline_at } => {
-                Reaction::Node(node_id, ToNode::Provision { allocation_id, deadline_at })
+                to_node(node_id, ToNode::Provision { allocation_id, deadline_at })
             }
-            Self::TenantReady { node_id, allocation_id } => {
-                Reaction::Allocation(allocation_id, ToAllocation::Provisioned { node_id })
+            Self::AllocationActive { allocation_id, node_id } => {
+                none.notify_renter(allocation_id, Details { node_id: Some(node_id), ..Details::in_state("active") })
             }
-            Self::TenantFailed { node_id, allocation_id, reason } => {
-                Reaction::Allocation(allocation_id, ToAllocation::ProvisionFailed { node_id, reason })
+            Self::ProvisioningFailed { allocation_id, reason, .. } => {
+                none.notify_renter(allocation_id, Details { reason: Some(reason), ..Details::default() })
             }
             Self::ReservationUnwanted { allocation_id, node_id } => {
-                Reaction::Node(node_id, ToNode::Unreserve { allocation_id })
+                to_node(node_id, ToNode::Unreserve { allocation_id })
             }
             Self::ReleaseRequested { allocation_id, node_id, attempt, deadline_at } => {
-                Reaction::Node(node_id, ToNode::Clean { allocation_id, attempt, deadline_at })
+                to_node(node_id, ToNode::Clean { allocation_id, attempt, deadline_at })
             }
-            Self::TenantGone { node_id, allocation_id, attempt } => {
-                Reaction::Allocation(allocation_id, ToAllocation::Cleaned { node_id, attempt })
-            }
-            Self::TenantRemains { node_id, allocation_id, attempt, reason, detail } => {
-                Reaction::Allocation(allocation_id, ToAllocation::CleanupFailed { node_id, attempt, reason, detail })
-            }
-            Self::ReleaseFailed { allocation_id, node_id, attempt, .. } => {
-                Reaction::Node(node_id, ToNode::MarkReleaseFailed { allocation_id, attempt })
+            Self::ReleaseFailed { allocation_id, node_id, attempt, reason } => {
+                let state = Details::in_state("release_failed");
+                let data = Details { attempt: Some(attempt), reason: Some(reason), ..state };
+                to_node(node_id, ToNode::MarkReleaseFailed { allocation_id, attempt })
+                    .notify_renter(allocation_id, data)
             }
             Self::ReleaseExhausted { allocation_id, node_id, attempt } => {
-                Reaction::Node(node_id, ToNode::Fence { allocation_id, attempt })
+                let data = Details {
+                    allocation_id: Some(allocation_id),
+                    node_id: Some(node_id),
+                    attempt: Some(attempt),
+                    ..Details::default()
+                };
+                to_node(node_id, ToNode::Fence { allocation_id, attempt }).notify(Audience::Operators, data)
             }
-            Self::ReleaseForced { allocation_id, node_id } => {
-                Reaction::Node(node_id, ToNode::Abandon { allocation_id })
+            Self::ReleaseForced { allocation_id, node_id } => to_node(node_id, ToNode::Abandon { allocation_id }),
+            Self::AllocationReleased { allocation_id, user_id, reason, .. } => {
+                let data = Details { reason: Some(reason), ..Details::in_state("released") };
+                let forget = tenant::Command::Forget { allocation_id };
+                command(Reaction::Tenant { user_id, command: forget }).notify_renter(allocation_id, data)
             }
-            Self::AllocationReleased { allocation_id, user_id, .. } => {
-                Reaction::Tenant { user_id, command: crate::tenant::Command::Forget { allocation_id } }
+            Self::LoginsChanged { allocation_id, node_id, .. } => {
+                command(Reaction::SendSshKeys { allocation_id, node_id })
             }
-            Self::AllocationCounted { allocation_id, logins_revision } => {
-                Reaction::Allocation(allocation_id, ToAllocation::StillCounted { logins_revision })
+            Self::TerminalsUnwanted { allocation_id, user_id } => {
+                command(Reaction::CloseTerminals { allocation_id, user_id })
             }
-            Self::LoginsStale { allocation_id, user_id } => Reaction::ResolveSshKeys { allocation_id, user_id },
-            Self::LoginsChanged { allocation_id, node_id, .. } => Reaction::SendSshKeys { allocation_id, node_id },
-            Self::LoginsWritten { node_id, allocation_id, revision } => {
-                Reaction::Allocation(allocation_id, ToAllocation::LoginsWritten { node_id, revision })
-            }
-            Self::TerminalOpened { session_id, allocation_id, node_id, ends_at, begin_until, recording } => {
-                let open = ToNode::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording };
-                Reaction::Node(node_id, open)
-            }
-            Self::TerminalFailed { session_id, node_id, reason } => {
-                Reaction::Terminal(session_id, terminal_session::Command::Fail { node_id, code: reason })
-            }
-            Self::TerminalClosed { session_id, allocation_id, node_id, .. } => {
-                Reaction::Node(node_id, ToNode::ForgetTerminal { session_id, allocation_id })
-            }
-            Self::TerminalsUnwanted { allocation_id, user_id } => Reaction::CloseTerminals { allocation_id, user_id },
-            Self::TerminalsCutOff { node_id } => Reaction::CloseNodeTerminals { node_id },
+            Self::TerminalsCutOff { node_id } => command(Reaction::CloseNodeTerminals { node_id }),
             Self::UsageChanged { allocation_id, holder, from, until } => {
-                Reaction::Billing { holder, command: billing_account::Command::Usage { allocation_id, from, until } }
+                to_account(holder, ToAccount::Usage { allocation_id, from, until })
             }
-            Self::AllocationUncovered { allocation_id, .. } => {
-                Reaction::Allocation(allocation_id, ToAllocation::Uncover)
+
+            // Published by the billing account.
+            Self::BalanceLow { account_id, holder } => {
+                let data = Details { account_id: Some(account_id), ..Details::default() };
+                none.notify_unless_off(PolicyKey::NotificationLowBalance, Audience::Holder(holder), data)
             }
+            Self::BalanceDepleted { account_id, holder, release_at } => {
+                let data = Details { account_id: Some(account_id), release_at: Some(release_at), ..Details::default() };
+                none.notify_unless_off(PolicyKey::NotificationBalanceDepleted, Audience::Holder(holder), data)
+            }
+            Self::AllocationUncovered { allocation_id, .. } => to_allocation(allocation_id, ToAllocation::Uncover),
             Self::AllocationMetered { allocation_id, is_running, .. } => {
-                Reaction::Allocation(allocation_id, ToAllocation::StillMetered { is_running })
+                to_allocation(allocation_id, ToAllocation::StillMetered { is_running })
             }
-            Self::TenantFaulted { node_id, allocation_id, at, reason } => {
-                Reaction::Allocation(allocation_id, ToAllocation::Faulted { node_id, at, reason })
+            Self::PaymentDeposited { payment_id, account_id, is_again } => {
+                let data = Details { account_id: Some(account_id), ..Details::in_state("deposited") };
+                to_payment(payment_id, ToPayment::Deposited).notify_payment_holder(payment_id, is_again, data)
             }
-            Self::PaymentDeposited { payment_id, .. } => Reaction::Payment(payment_id, ToPayment::Deposited),
-            Self::DepositRefused { payment_id, reason, .. } => {
-                Reaction::Payment(payment_id, ToPayment::DepositRefused { why: reason })
+            Self::DepositRefused { payment_id, account_id, reason, is_again } => {
+                let state = Details::in_state("refused");
+                let data = Details { account_id: Some(account_id), reason: Some(reason.clone()), ..state };
+                to_payment(payment_id, ToPayment::DepositRefused { why: reason })
+                    .notify_payment_holder(payment_id, is_again, data)
             }
             Self::RefundTaken { payment_id, refund_id, amount_minor, .. } => {
-                Reaction::Payment(payment_id, ToPayment::RefundTaken { refund_id, amount_minor })
+                to_payment(payment_id, ToPayment::RefundTaken { refund_id, amount_minor })
             }
-            Self::RefundRefused { payment_id, refund_id, reason, .. } => {
-                Reaction::Payment(payment_id, ToPayment::RefundRefused { refund_id, why: reason })
+            Self::RefundRefused { payment_id, refund_id, account_id, reason, is_again } => {
+                let state = Details::in_state("refused");
+                let data = Details { account_id: Some(account_id), refund_id: Some(refund_id), ..state };
+                to_payment(payment_id, ToPayment::RefundRefused { refund_id, why: reason })
+                    .notify_payment_holder(payment_id, is_again, data)
             }
-            Self::RefundGivenBack { payment_id, refund_id, .. } => {
-                Reaction::Payment(payment_id, ToPayment::GivenBack { refund_id })
+            Self::RefundGivenBack { payment_id, refund_id, account_id, is_again } => {
+                let state = Details::in_state("returned");
+                let data = Details { account_id: Some(account_id), refund_id: Some(refund_id), ..state };
+                to_payment(payment_id, ToPayment::GivenBack { refund_id })
+                    .notify_payment_holder(payment_id, is_again, data)
             }
-            Self::ReversalPosted { payment_id, reversal_id, is_undone, .. } => {
-                Reaction::Payment(payment_id, ToPayment::ReversalPosted { reversal_id, is_undone })
+            Self::ReversalPosted { payment_id, reversal_id, account_id, is_undone, is_again } => {
+                let state = Details::in_state(if is_undone { "reversal_undone" } else { "reversed" });
+                let data = Details { account_id: Some(account_id), ..state };
+                to_payment(payment_id, ToPayment::ReversalPosted { reversal_id, is_undone })
+                    .notify_payment_holder(payment_id, is_again, data)
             }
-            Self::PaymentOpeningDue { payment_id } => Reaction::CallProcessor(ProcessorCall::Open { payment_id }),
+
+            // Published by the payment, and about events of the payment processor.
+            Self::PaymentOpeningDue { payment_id } => {
+                command(Reaction::CallProcessor(ProcessorCall::Open { payment_id }))
+            }
             Self::PaymentCheckDue { payment_id, processor_id, is_over } => {
-                Reaction::CallProcessor(ProcessorCall::Check { payment_id, processor_id, is_over })
+                command(Reaction::CallProcessor(ProcessorCall::Check { payment_id, processor_id, is_over }))
+            }
+            Self::PaymentPaid { payment_id, holder, currency, amount_minor } => {
+                let deposit = ToAccount::Deposit { payment_id, holder: holder.clone(), currency, amount_minor };
+                to_account(holder, deposit)
+            }
+            Self::RefundRequested { payment_id, refund_id, holder, amount_minor, is_exact } => {
+                to_account(holder, ToAccount::TakeRefund { refund_id, payment_id, amount_minor, is_exact })
             }
             Self::RefundDue { payment_id, refund_id, processor_id, amount_minor, currency } => {
                 let call = ProcessorCall::Refund { payment_id, refund_id, processor_id, amount_minor, currency };
-                Reaction::CallProcessor(call)
-            }
-            Self::ProcessorEventDue { processor_event_id } => Reaction::ApplyProcessorEvent(processor_event_id),
-            Self::PaymentPaid { payment_id, holder, currency, amount_minor } => {
-                let command = ToAccount::Deposit { payment_id, holder: holder.clone(), currency, amount_minor };
-                Reaction::Billing { holder, command }
-            }
-            Self::RefundRequested { payment_id, refund_id, holder, amount_minor, is_exact } => {
-                let command = ToAccount::TakeRefund { refund_id, payment_id, amount_minor, is_exact };
-                Reaction::Billing { holder, command }
+                command(Reaction::CallProcessor(call))
             }
             Self::RefundFailed { payment_id, refund_id, holder, amount_minor } => {
-                let command = ToAccount::GiveBackRefund { refund_id, payment_id, amount_minor };
-                Reaction::Billing { holder, command }
+                to_account(holder, ToAccount::GiveBackRefund { refund_id, payment_id, amount_minor })
+            }
+            Self::RefundSucceeded { payment_id, refund_id } => {
+                let data = Details { refund_id: Some(refund_id), ..Details::in_state("succeeded") };
+                none.notify_payment_holder(payment_id, false, data)
             }
             Self::PaymentReversed { payment_id, holder, reversal_id, is_dispute, amount_minor } => {
-                let command = ToAccount::Reverse { reversal_id, payment_id, is_dispute, amount_minor };
-                Reaction::Billing { holder, command }
+                to_account(holder, ToAccount::Reverse { reversal_id, payment_id, is_dispute, amount_minor })
             }
             Self::ReversalUndone { payment_id, holder, reversal_id, is_dispute, amount_minor } => {
-                let command = ToAccount::UndoReversal { reversal_id, payment_id, is_dispute, amount_minor };
-                Reaction::Billing { holder, command }
+                to_account(holder, ToAccount::UndoReversal { reversal_id, payment_id, is_dispute, amount_minor })
             }
-            Self::BalanceLow { .. }
-            | Self::BalanceDepleted { .. }
-            | Self::AllocationActive { .. }
-            | Self::ProvisioningFailed { .. }
-            | Self::NodeStateChanged { .. }
-            | Self::SkuStateChanged { .. }
-            | Self::PolicyWritten { .. }
-            | Self::TrustChanged { .. }
-            | Self::RefundSucceeded { .. }
-            | Self::Announced { .. } => Reaction::Nothing,
+            Self::ProcessorEventDue { processor_event_id } => {
+                command(Reaction::ApplyProcessorEvent(processor_event_id))
+            }
+
+            // Published by the node.
+            Self::NodeStateChanged { node_id, from, to, reason } => {
+                let data = Details { node_id: Some(node_id), ..Details::in_state(&to) };
+                // The reason is for operators: a tenant learns the consequence from the allocation.
+                let all = Details { from_state: from, reason: Some(reason), ..data.clone() };
+                none.notify(Audience::Operators, all).notify(Audience::NodeRenters(node_id), data)
+            }
+            Self::DevicesReserved { node_id, allocation_id, placed } => {
+                to_allocation(allocation_id, ToAllocation::Reserved { node_id, placed })
+            }
+            Self::TenantReady { node_id, allocation_id } => {
+                to_allocation(allocation_id, ToAllocation::Provisioned { node_id })
+            }
+            Self::TenantFailed { node_id, allocation_id, reason } => {
+                to_allocation(allocation_id, ToAllocation::ProvisionFailed { node_id, reason })
+            }
+            Self::TenantGone { node_id, allocation_id, attempt } => {
+                to_allocation(allocation_id, ToAllocation::Cleaned { node_id, attempt })
+            }
+            Self::TenantRemains { node_id, allocation_id, attempt, reason, detail } => {
+                to_allocation(allocation_id, ToAllocation::CleanupFailed { node_id, attempt, reason, detail })
+            }
+            Self::TenantFaulted { node_id, allocation_id, at, reason } => {
+                let data = Details { node_id: Some(node_id), reason: Some(reason.clone()), ..Details::default() };
+                to_allocation(allocation_id, ToAllocation::Faulted { node_id, at, reason })
+                    .notify_renter(allocation_id, data)
+            }
+            Self::LoginsWritten { node_id, allocation_id, revision } => {
+                to_allocation(allocation_id, ToAllocation::LoginsWritten { node_id, revision })
+            }
+            Self::TerminalFailed { session_id, node_id, reason } => {
+                let fail = terminal_session::Command::Fail { node_id, code: reason };
+                command(Reaction::Terminal(session_id, fail))
+            }
+
+            // Published by the terminal session.
+            Self::TerminalOpened { session_id, allocation_id, node_id, ends_at, begin_until, recording } => {
+                let data = Details {
+                    session_id: Some(session_id),
+                    allocation_id: Some(allocation_id),
+                    ..Details::in_state("opened")
+                };
+                to_node(node_id, ToNode::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording })
+                    .notify(Audience::SessionUser(session_id), data)
+            }
+            Self::TerminalClosed { session_id, allocation_id, node_id, reason } => {
+                let data = Details {
+                    session_id: Some(session_id),
+                    allocation_id: Some(allocation_id),
+                    reason: Some(reason),
+                    ..Details::in_state("closed")
+                };
+                to_node(node_id, ToNode::ForgetTerminal { session_id, allocation_id })
+                    .notify(Audience::SessionUser(session_id), data)
+            }
+
+            // Published by the tenant.
+            Self::AllocationCounted { allocation_id, logins_revision } => {
+                to_allocation(allocation_id, ToAllocation::StillCounted { logins_revision })
+            }
+            Self::LoginsStale { allocation_id, user_id } => {
+                command(Reaction::ResolveSshKeys { allocation_id, user_id })
+            }
+
+            // Published by administrators and operators.
+            Self::SkuStateChanged { .. } | Self::PolicyWritten { .. } | Self::TrustChanged { .. } => none,
+            Self::Announced { announcement_id } => {
+                let data = Details { announcement_id: Some(announcement_id), ..Details::default() };
+                none.notify(Audience::AllClients(announcement_id), data)
+            }
         }
     }
 }

@@ -1,7 +1,7 @@
-//! Domain events. Each is one variant and one row of [`Event::row`].
+//! Domain events. Each is one row of the table in this file, and one arm of [`Event::consequences`].
 //!
 //! An event's `data` holds identifiers, the old and new state and a reason code, and nothing that a stranger on the bus must not read
-//! (specification, *Events*). The consequence of an event is a function, [`Event::reaction`]: the worker that receives the event sends the
+//! (specification, *Events*). What follows from an event is a function, [`Event::consequences`]: the worker that receives the event sends the
 //! command that the function returns, under the event's id, so that a second delivery has no effect.
 
 mod stream;
@@ -17,258 +17,322 @@ use crate::id::{
 };
 use crate::key_purpose::KeySetPurpose;
 use crate::money::Currency;
-use crate::policy;
+use crate::policy::PolicyKey;
 use crate::recording::RecordingTerms;
 use crate::time::Timestamp;
 use serde::{Deserialize, Serialize};
 
-/// A fact, past tense.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "fact", rename_all = "snake_case")]
-pub enum Event {
+/// Who is notified of an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notice {
+    /// No user: the event is an intermediate step, or a message between parts of the system.
+    None,
+    /// Connected clients.
+    Live,
+    /// Connected clients, webhooks and e-mail addresses.
+    Delivered,
+}
+
+/// What the table says of an event.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EventRow {
+    /// The CloudEvents `type`, which is the NATS subject too. A subject that ends in `>` stands for all those that begin so.
+    pub subject: &'static str,
+    /// The stream that stores it.
+    pub stream: Stream,
+    pub notice: Notice,
+}
+
+/// A row: `Variant: subject in stream, about the entity of that kind with that id, notice to whom { fields }`.
+macro_rules! events {
+    ($(
+        $(#[$doc:meta])*
+        $variant:ident: $subject:tt in $stream:ident, about $kind:ident($id:ident), notice $notice:ident {
+            $($(#[$attribute:meta])* $field:ident: $type:ty,)+
+        }
+    )+) => {
+        /// A fact, past tense.
+        #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(tag = "fact", rename_all = "snake_case")]
+        pub enum Event {
+            $($(#[$doc])* $variant { $($(#[$attribute])* $field: $type,)+ },)+
+        }
+
+        impl Event {
+            /// The table.
+            pub const ROWS: &[EventRow] =
+                &[$(EventRow { subject: $subject, stream: Stream::$stream, notice: Notice::$notice }),+];
+
+            #[must_use]
+            pub const fn row(&self) -> EventRow {
+                match self {
+                    $(Self::$variant { .. } => {
+                        EventRow { subject: $subject, stream: Stream::$stream, notice: Notice::$notice }
+                    })+
+                }
+            }
+
+            /// The entity that it is about: the CloudEvents `subject`.
+            #[must_use]
+            pub const fn about(&self) -> EntityRef {
+                match self {
+                    $(Self::$variant { $id, .. } => EntityRef { kind: EntityKind::$kind, id: $id.0 },)+
+                }
+            }
+
+            /// One event of each row, with all options set.
+            #[cfg(test)]
+            pub(crate) fn samples() -> Vec<Self> {
+                vec![$(Self::$variant { $($field: tests::Sample::sample()),+ }),+]
+            }
+        }
+    };
+}
+
+events! {
     // Published by the allocation's saga.
-    AllocationRequested {
+    AllocationRequested: "provisioning.requested" in Provisioning, about Allocation(allocation_id), notice None {
         allocation_id: AllocationId,
-    },
-    ProvisioningStarted {
+    }
+    ProvisioningStarted: "provisioning.started" in Provisioning, about Allocation(allocation_id), notice None {
         allocation_id: AllocationId,
         node_id: NodeId,
         deadline_at: Timestamp,
-    },
-    AllocationActive {
+    }
+    AllocationActive: "provisioning.active" in Provisioning, about Allocation(allocation_id), notice Delivered {
         allocation_id: AllocationId,
         node_id: NodeId,
-    },
-    ProvisioningFailed {
+    }
+    ProvisioningFailed: "provisioning.failed" in Provisioning, about Allocation(allocation_id), notice Delivered {
         allocation_id: AllocationId,
         node_id: Option<NodeId>,
         reason: String,
-    },
-    ReservationUnwanted {
+    }
+    ReservationUnwanted: "provisioning.reservation_unwanted" in Provisioning, about Allocation(allocation_id), notice None {
         allocation_id: AllocationId,
         node_id: NodeId,
-    },
-    ReleaseRequested {
+    }
+    ReleaseRequested: "provisioning.release_requested" in Provisioning, about Allocation(allocation_id), notice None {
         allocation_id: AllocationId,
         node_id: NodeId,
         attempt: u32,
         deadline_at: Timestamp,
-    },
-    ReleaseFailed {
+    }
+    ReleaseFailed: "provisioning.release_failed" in Provisioning, about Allocation(allocation_id), notice Delivered {
         allocation_id: AllocationId,
         node_id: NodeId,
         attempt: u32,
         reason: String,
-    },
-    ReleaseExhausted {
+    }
+    ReleaseExhausted: "provisioning.release_exhausted" in Provisioning, about Allocation(allocation_id), notice Delivered {
         allocation_id: AllocationId,
         node_id: NodeId,
         attempt: u32,
-    },
-    ReleaseForced {
+    }
+    ReleaseForced: "provisioning.release_forced" in Provisioning, about Allocation(allocation_id), notice None {
         allocation_id: AllocationId,
         node_id: NodeId,
-    },
-    AllocationReleased {
+    }
+    AllocationReleased: "provisioning.released" in Provisioning, about Allocation(allocation_id), notice Delivered {
         allocation_id: AllocationId,
         user_id: String,
         node_id: Option<NodeId>,
         reason: String,
-    },
+    }
 
     /// The SSH keys of the allocation differ from those that its node knows.
-    LoginsChanged {
+    LoginsChanged: "provisioning.logins_changed" in Provisioning, about Allocation(allocation_id), notice None {
         allocation_id: AllocationId,
         node_id: NodeId,
         revision: u64,
-    },
+    }
     /// The allocation's terminal sessions are to be closed.
-    TerminalsUnwanted {
+    TerminalsUnwanted: "terminal.unwanted" in Terminals, about Allocation(allocation_id), notice None {
         allocation_id: AllocationId,
         user_id: String,
-    },
+    }
 
     /// The node's certificates were revoked: every terminal session on it is closed.
-    TerminalsCutOff {
+    TerminalsCutOff: "terminal.cut_off" in Terminals, about Node(node_id), notice None {
         node_id: NodeId,
-    },
+    }
 
     /// All that is known of the time in which it was used: its start and its end. Only that time may be billed.
-    UsageChanged {
+    UsageChanged: "billing.usage_changed" in Billing, about Allocation(allocation_id), notice None {
         allocation_id: AllocationId,
         holder: Holder,
         from: Option<Timestamp>,
         until: Option<Timestamp>,
-    },
+    }
 
     // Published by the billing account.
     /// The balance has fallen below the threshold.
-    BalanceLow {
+    BalanceLow: "billing.balance_low" in Billing, about BillingAccount(account_id), notice Delivered {
         account_id: BillingAccountId,
         holder: Holder,
-    },
+    }
     /// The balance does not cover the next window: unless money comes in, what runs is released then.
-    BalanceDepleted {
+    BalanceDepleted: "billing.balance_depleted" in Billing, about BillingAccount(account_id), notice Delivered {
         account_id: BillingAccountId,
         holder: Holder,
         release_at: Timestamp,
-    },
+    }
     /// The grace period has ended.
-    AllocationUncovered {
+    AllocationUncovered: "billing.allocation_uncovered" in Billing, about Allocation(allocation_id), notice None {
         account_id: BillingAccountId,
         allocation_id: AllocationId,
-    },
+    }
     /// The account asks for the allocation's state.
-    AllocationMetered {
+    AllocationMetered: "billing.allocation_metered" in Billing, about Allocation(allocation_id), notice None {
         account_id: BillingAccountId,
         allocation_id: AllocationId,
         is_running: bool,
-    },
+    }
 
     /// The payment was credited to the account.
-    PaymentDeposited {
+    PaymentDeposited: "billing.payment_deposited" in Billing, about Payment(payment_id), notice Delivered {
         payment_id: PaymentId,
         account_id: BillingAccountId,
         /// A resent answer, because the payment did not receive the first one. It is no news for other consumers.
         #[serde(default)]
         is_again: bool,
-    },
+    }
     /// The payment cannot be credited: the account is in another currency.
-    DepositRefused {
+    DepositRefused: "billing.deposit_refused" in Billing, about Payment(payment_id), notice Delivered {
         payment_id: PaymentId,
         account_id: BillingAccountId,
         reason: String,
         #[serde(default)]
         is_again: bool,
-    },
+    }
     /// The amount that is debited for the payer's refund; where the refund is refused, nothing.
-    RefundTaken {
+    RefundTaken: "billing.refund_taken" in Billing, about Payment(payment_id), notice None {
         payment_id: PaymentId,
         refund_id: RefundId,
         account_id: BillingAccountId,
         amount_minor: i64,
-    },
-    RefundRefused {
+    }
+    RefundRefused: "billing.refund_refused" in Billing, about Payment(payment_id), notice Delivered {
         payment_id: PaymentId,
         refund_id: RefundId,
         account_id: BillingAccountId,
         reason: String,
         #[serde(default)]
         is_again: bool,
-    },
+    }
     /// A refund that the processor did not pay is credited again.
-    RefundGivenBack {
+    RefundGivenBack: "billing.refund_given_back" in Billing, about Payment(payment_id), notice Delivered {
         payment_id: PaymentId,
         refund_id: RefundId,
         account_id: BillingAccountId,
         #[serde(default)]
         is_again: bool,
-    },
+    }
     /// A reversal at the processor is posted; `is_undone`: and so is its undoing.
-    ReversalPosted {
+    ReversalPosted: "billing.reversal_posted" in Billing, about Payment(payment_id), notice Delivered {
         payment_id: PaymentId,
         reversal_id: String,
         account_id: BillingAccountId,
         is_undone: bool,
         #[serde(default)]
         is_again: bool,
-    },
+    }
 
     // Published by the payment.
     /// It was created, and it is not known whether the processor has it.
-    PaymentOpeningDue {
+    PaymentOpeningDue: "billing.payment_opening_due" in Billing, about Payment(payment_id), notice None {
         payment_id: PaymentId,
-    },
+    }
     /// Its state at the processor is to be read; `is_over`: the time to pay has ended, it is to be canceled.
-    PaymentCheckDue {
+    PaymentCheckDue: "billing.payment_check_due" in Billing, about Payment(payment_id), notice None {
         payment_id: PaymentId,
         processor_id: String,
         is_over: bool,
-    },
+    }
     /// The processor has the money.
-    PaymentPaid {
+    PaymentPaid: "billing.payment_paid" in Billing, about Payment(payment_id), notice None {
         payment_id: PaymentId,
         holder: Holder,
         currency: Currency,
         amount_minor: i64,
-    },
+    }
     /// Its payer wants money back.
-    RefundRequested {
+    RefundRequested: "billing.refund_requested" in Billing, about Payment(payment_id), notice None {
         payment_id: PaymentId,
         refund_id: RefundId,
         holder: Holder,
         amount_minor: i64,
         is_exact: bool,
-    },
+    }
     /// It was debited from the account, and the processor is to pay it.
-    RefundDue {
+    RefundDue: "billing.refund_due" in Billing, about Payment(payment_id), notice None {
         payment_id: PaymentId,
         refund_id: RefundId,
         processor_id: String,
         amount_minor: i64,
         currency: Currency,
-    },
+    }
     /// The processor did not pay it.
-    RefundFailed {
+    RefundFailed: "billing.refund_failed" in Billing, about Payment(payment_id), notice None {
         payment_id: PaymentId,
         refund_id: RefundId,
         holder: Holder,
         amount_minor: i64,
-    },
+    }
     /// The processor has paid it.
-    RefundSucceeded {
+    RefundSucceeded: "billing.refund_succeeded" in Billing, about Payment(payment_id), notice Delivered {
         payment_id: PaymentId,
         refund_id: RefundId,
-    },
+    }
     /// Money was taken back at the processor without a request from here.
-    PaymentReversed {
+    PaymentReversed: "billing.payment_reversed" in Billing, about Payment(payment_id), notice None {
         payment_id: PaymentId,
         holder: Holder,
         reversal_id: String,
         is_dispute: bool,
         amount_minor: i64,
-    },
+    }
     /// Such money came back.
-    ReversalUndone {
+    ReversalUndone: "billing.reversal_undone" in Billing, about Payment(payment_id), notice None {
         payment_id: PaymentId,
         holder: Holder,
         reversal_id: String,
         is_dispute: bool,
         amount_minor: i64,
-    },
+    }
 
     /// An event of the payment processor is not processed yet.
-    ProcessorEventDue {
+    ProcessorEventDue: "billing.processor_event_due" in Billing, about ProcessorEvent(processor_event_id), notice None {
         processor_event_id: ProcessorEventId,
-    },
+    }
 
     // Published by the node.
-    NodeStateChanged {
+    NodeStateChanged: "node.state_changed" in Nodes, about Node(node_id), notice Delivered {
         node_id: NodeId,
         from: Option<String>,
         to: String,
         reason: String,
-    },
-    DevicesReserved {
+    }
+    DevicesReserved: "node.devices_reserved" in Nodes, about Node(node_id), notice None {
         node_id: NodeId,
         allocation_id: AllocationId,
         placed: Placement,
-    },
-    TenantReady {
+    }
+    TenantReady: "node.tenant_ready" in Nodes, about Node(node_id), notice None {
         node_id: NodeId,
         allocation_id: AllocationId,
-    },
-    TenantFailed {
+    }
+    TenantFailed: "node.tenant_failed" in Nodes, about Node(node_id), notice None {
         node_id: NodeId,
         allocation_id: AllocationId,
         reason: String,
-    },
-    TenantGone {
+    }
+    TenantGone: "node.tenant_gone" in Nodes, about Node(node_id), notice None {
         node_id: NodeId,
         allocation_id: AllocationId,
         attempt: u32,
-    },
-    TenantRemains {
+    }
+    TenantRemains: "node.tenant_remains" in Nodes, about Node(node_id), notice None {
         node_id: NodeId,
         allocation_id: AllocationId,
         attempt: u32,
@@ -276,31 +340,31 @@ pub enum Event {
         /// What is left and where, or why the agent could not check; empty in events of earlier releases.
         #[serde(default)]
         detail: String,
-    },
+    }
 
     /// A critical fault of the machine, detected at this time.
-    TenantFaulted {
+    TenantFaulted: "node.tenant_faulted" in Nodes, about Node(node_id), notice Delivered {
         node_id: NodeId,
         allocation_id: AllocationId,
         at: Timestamp,
         reason: String,
-    },
+    }
 
     /// The agent has written the SSH keys that may log in.
-    LoginsWritten {
+    LoginsWritten: "node.logins_written" in Nodes, about Node(node_id), notice None {
         node_id: NodeId,
         allocation_id: AllocationId,
         revision: u64,
-    },
+    }
     /// The agent could not start the session.
-    TerminalFailed {
+    TerminalFailed: "terminal.failed" in Terminals, about TerminalSession(session_id), notice None {
         session_id: TerminalSessionId,
         node_id: NodeId,
         reason: String,
-    },
+    }
 
     // Published by the terminal session.
-    TerminalOpened {
+    TerminalOpened: "terminal.opened" in Terminals, about TerminalSession(session_id), notice Delivered {
         session_id: TerminalSessionId,
         allocation_id: AllocationId,
         node_id: NodeId,
@@ -310,188 +374,66 @@ pub enum Event {
         /// Absent in events of the previous release.
         #[serde(default)]
         recording: RecordingTerms,
-    },
-    TerminalClosed {
+    }
+    TerminalClosed: "terminal.closed" in Terminals, about TerminalSession(session_id), notice Delivered {
         session_id: TerminalSessionId,
         allocation_id: AllocationId,
         node_id: NodeId,
         reason: String,
-    },
+    }
 
     // Published by the tenant.
-    AllocationCounted {
+    AllocationCounted: "provisioning.counted" in Provisioning, about Allocation(allocation_id), notice None {
         allocation_id: AllocationId,
         /// The revision of the tenant's keys.
         #[serde(default)]
         logins_revision: u64,
-    },
+    }
     /// The SSH keys of the allocation are to be resolved again.
-    LoginsStale {
+    LoginsStale: "provisioning.logins_stale" in Provisioning, about Allocation(allocation_id), notice None {
         allocation_id: AllocationId,
         user_id: String,
-    },
+    }
 
     // Published by the catalog.
-    SkuStateChanged {
+    SkuStateChanged: "sku.state_changed" in Nodes, about Sku(sku_id), notice None {
         sku_id: SkuId,
         from: Option<String>,
         to: String,
-    },
+    }
 
     // An administrator has written or revoked a value: every process's cached policy is stale.
-    PolicyWritten {
+    PolicyWritten: "policy.invalidate.>" in Policy, about Policy(policy_id), notice None {
         policy_id: PolicyId,
         value_id: PolicyValueId,
-        policy: policy::PolicyKey,
+        policy: PolicyKey,
         effective_at: Timestamp,
-    },
+    }
 
     // An operator has rotated keys: every process's cached keys are stale.
-    TrustChanged {
+    TrustChanged: TRUST_CHANGED in Nodes, about KeySet(set_id), notice None {
         set_id: KeySetId,
         purpose: KeySetPurpose,
         version: u64,
-    },
+    }
 
     // An operator's announcement to all connected clients.
-    Announced {
+    Announced: "notification.announced" in Notifications, about Announcement(announcement_id), notice Live {
         announcement_id: AnnouncementId,
-    },
+    }
 }
+
+const TRUST_CHANGED: &str = "node.trust_changed";
 
 impl Event {
     /// The subject that notifies every process of a key rotation.
-    pub const TRUST_CHANGED: &'static str = "node.trust_changed";
-
-    /// Type and stream of every event: the row to review when one is added.
-    #[must_use]
-    pub const fn row(&self) -> (&'static str, Stream) {
-        use Stream::{Billing, Nodes, Notifications, Policy, Provisioning, Terminals};
-        match self {
-            Self::AllocationRequested { .. } => ("provisioning.requested", Provisioning),
-            Self::ProvisioningStarted { .. } => ("provisioning.started", Provisioning),
-            Self::AllocationActive { .. } => ("provisioning.active", Provisioning),
-            Self::ProvisioningFailed { .. } => ("provisioning.failed", Provisioning),
-            Self::ReservationUnwanted { .. } => ("provisioning.reservation_unwanted", Provisioning),
-            Self::ReleaseRequested { .. } => ("provisioning.release_requested", Provisioning),
-            Self::ReleaseFailed { .. } => ("provisioning.release_failed", Provisioning),
-            Self::ReleaseExhausted { .. } => ("provisioning.release_exhausted", Provisioning),
-            Self::ReleaseForced { .. } => ("provisioning.release_forced", Provisioning),
-            Self::AllocationReleased { .. } => ("provisioning.released", Provisioning),
-            Self::LoginsChanged { .. } => ("provisioning.logins_changed", Provisioning),
-            Self::LoginsStale { .. } => ("provisioning.logins_stale", Provisioning),
-            Self::TerminalsUnwanted { .. } => ("terminal.unwanted", Terminals),
-            Self::TerminalsCutOff { .. } => ("terminal.cut_off", Terminals),
-            Self::UsageChanged { .. } => ("billing.usage_changed", Billing),
-            Self::BalanceLow { .. } => ("billing.balance_low", Billing),
-            Self::BalanceDepleted { .. } => ("billing.balance_depleted", Billing),
-            Self::AllocationUncovered { .. } => ("billing.allocation_uncovered", Billing),
-            Self::AllocationMetered { .. } => ("billing.allocation_metered", Billing),
-            Self::PaymentDeposited { .. } => ("billing.payment_deposited", Billing),
-            Self::DepositRefused { .. } => ("billing.deposit_refused", Billing),
-            Self::RefundTaken { .. } => ("billing.refund_taken", Billing),
-            Self::RefundRefused { .. } => ("billing.refund_refused", Billing),
-            Self::RefundGivenBack { .. } => ("billing.refund_given_back", Billing),
-            Self::ReversalPosted { .. } => ("billing.reversal_posted", Billing),
-            Self::PaymentOpeningDue { .. } => ("billing.payment_opening_due", Billing),
-            Self::PaymentCheckDue { .. } => ("billing.payment_check_due", Billing),
-            Self::PaymentPaid { .. } => ("billing.payment_paid", Billing),
-            Self::RefundRequested { .. } => ("billing.refund_requested", Billing),
-            Self::RefundDue { .. } => ("billing.refund_due", Billing),
-            Self::RefundFailed { .. } => ("billing.refund_failed", Billing),
-            Self::RefundSucceeded { .. } => ("billing.refund_succeeded", Billing),
-            Self::PaymentReversed { .. } => ("billing.payment_reversed", Billing),
-            Self::ReversalUndone { .. } => ("billing.reversal_undone", Billing),
-            Self::ProcessorEventDue { .. } => ("billing.processor_event_due", Billing),
-            Self::TenantFaulted { .. } => ("node.tenant_faulted", Nodes),
-            Self::NodeStateChanged { .. } => ("node.state_changed", Nodes),
-            Self::DevicesReserved { .. } => ("node.devices_reserved", Nodes),
-            Self::TenantReady { .. } => ("node.tenant_ready", Nodes),
-            Self::TenantFailed { .. } => ("node.tenant_failed", Nodes),
-            Self::TenantGone { .. } => ("node.tenant_gone", Nodes),
-            Self::TenantRemains { .. } => ("node.tenant_remains", Nodes),
-            Self::LoginsWritten { .. } => ("node.logins_written", Nodes),
-            Self::TerminalFailed { .. } => ("terminal.failed", Terminals),
-            Self::TerminalOpened { .. } => ("terminal.opened", Terminals),
-            Self::TerminalClosed { .. } => ("terminal.closed", Terminals),
-            Self::AllocationCounted { .. } => ("provisioning.counted", Provisioning),
-            Self::SkuStateChanged { .. } => ("sku.state_changed", Nodes),
-            // The subject ends in the key, so that a consumer can subscribe to one key.
-            Self::PolicyWritten { policy, .. } => (policy.invalidation(), Policy),
-            Self::TrustChanged { .. } => (Self::TRUST_CHANGED, Nodes),
-            Self::Announced { .. } => ("notification.announced", Notifications),
-        }
-    }
+    pub const TRUST_CHANGED: &'static str = TRUST_CHANGED;
 
     /// The CloudEvents `type`, which is the NATS subject too.
     #[must_use]
     pub const fn subject(&self) -> &'static str {
-        self.row().0
-    }
-
-    /// The entity that it is about: the CloudEvents `subject`.
-    #[must_use]
-    pub const fn about(&self) -> EntityRef {
-        match self {
-            Self::AllocationRequested { allocation_id }
-            | Self::ProvisioningStarted { allocation_id, .. }
-            | Self::AllocationActive { allocation_id, .. }
-            | Self::ProvisioningFailed { allocation_id, .. }
-            | Self::ReservationUnwanted { allocation_id, .. }
-            | Self::ReleaseRequested { allocation_id, .. }
-            | Self::ReleaseFailed { allocation_id, .. }
-            | Self::ReleaseExhausted { allocation_id, .. }
-            | Self::ReleaseForced { allocation_id, .. }
-            | Self::AllocationReleased { allocation_id, .. }
-            | Self::LoginsChanged { allocation_id, .. }
-            | Self::LoginsStale { allocation_id, .. }
-            | Self::TerminalsUnwanted { allocation_id, .. }
-            | Self::UsageChanged { allocation_id, .. }
-            | Self::AllocationUncovered { allocation_id, .. }
-            | Self::AllocationMetered { allocation_id, .. }
-            | Self::AllocationCounted { allocation_id, .. } => {
-                EntityRef { kind: EntityKind::Allocation, id: allocation_id.0 }
-            }
-            Self::BalanceLow { account_id, .. } | Self::BalanceDepleted { account_id, .. } => {
-                EntityRef { kind: EntityKind::BillingAccount, id: account_id.0 }
-            }
-            Self::PaymentDeposited { payment_id, .. }
-            | Self::DepositRefused { payment_id, .. }
-            | Self::RefundTaken { payment_id, .. }
-            | Self::RefundRefused { payment_id, .. }
-            | Self::RefundGivenBack { payment_id, .. }
-            | Self::ReversalPosted { payment_id, .. }
-            | Self::PaymentOpeningDue { payment_id }
-            | Self::PaymentCheckDue { payment_id, .. }
-            | Self::PaymentPaid { payment_id, .. }
-            | Self::RefundRequested { payment_id, .. }
-            | Self::RefundDue { payment_id, .. }
-            | Self::RefundFailed { payment_id, .. }
-            | Self::RefundSucceeded { payment_id, .. }
-            | Self::PaymentReversed { payment_id, .. }
-            | Self::ReversalUndone { payment_id, .. } => EntityRef { kind: EntityKind::Payment, id: payment_id.0 },
-            Self::ProcessorEventDue { processor_event_id } => {
-                EntityRef { kind: EntityKind::ProcessorEvent, id: processor_event_id.0 }
-            }
-            Self::NodeStateChanged { node_id, .. }
-            | Self::TenantFaulted { node_id, .. }
-            | Self::DevicesReserved { node_id, .. }
-            | Self::TenantReady { node_id, .. }
-            | Self::TenantFailed { node_id, .. }
-            | Self::TenantGone { node_id, .. }
-            | Self::TenantRemains { node_id, .. }
-            | Self::TerminalsCutOff { node_id }
-            | Self::LoginsWritten { node_id, .. } => EntityRef { kind: EntityKind::Node, id: node_id.0 },
-            Self::TerminalFailed { session_id, .. }
-            | Self::TerminalOpened { session_id, .. }
-            | Self::TerminalClosed { session_id, .. } => {
-                EntityRef { kind: EntityKind::TerminalSession, id: session_id.0 }
-            }
-            Self::SkuStateChanged { sku_id, .. } => EntityRef { kind: EntityKind::Sku, id: sku_id.0 },
-            Self::PolicyWritten { policy_id, .. } => EntityRef { kind: EntityKind::Policy, id: policy_id.0 },
-            Self::TrustChanged { set_id, .. } => EntityRef { kind: EntityKind::KeySet, id: set_id.0 },
-            Self::Announced { announcement_id } => EntityRef { kind: EntityKind::Announcement, id: announcement_id.0 },
-        }
+        // It ends in the key, so that a consumer can subscribe to one key.
+        if let Self::PolicyWritten { policy, .. } = self { policy.invalidation() } else { self.row().subject }
     }
 }
 

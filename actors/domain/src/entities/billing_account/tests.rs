@@ -430,7 +430,7 @@ fn resent_answer_to_a_payment_notifies_no_user() {
             bench.send(command.clone()).unwrap();
             // The payment gets an answer each time.
             assert_eq!(bench.said.len(), 1, "{command:?}");
-            let notices = bench.said.iter().flat_map(crate::notification::Notification::of).count();
+            let notices = bench.said.iter().flat_map(Event::notifications).count();
             assert_eq!(notices, told, "{:?}", bench.said);
         }
     }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::notifications::{EventHeader, encoded};
 use domain::announcement::Severity;
-use domain::notification::{Channel, NOTIFIED_EVENTS};
+use domain::notification::{Channel, live_subjects};
 use domain::{AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, TerminalSessionId};
 use serde_json::json;
 
@@ -81,7 +81,7 @@ fn is_flag(word: &&str) -> bool {
 
 /// Every type of event that can be notified.
 fn kinds() -> Vec<&'static str> {
-    NOTIFIED_EVENTS.iter().flat_map(|(_, kinds)| kinds.iter().copied()).chain(["notification.test"]).collect()
+    live_subjects().into_values().flatten().chain(["notification.test"]).collect()
 }
 
 #[test]
