@@ -172,7 +172,7 @@ async fn admit(
             tracing::warn!(error_code = "token_invalid", cause = %cause, "a terminal token was refused");
             Ok(Err(close::TOKEN))
         }
-        Err(AskError::Rejected(Rejection::Closed { reason })) => Ok(Err(close::of_code(&reason))),
+        Err(AskError::Rejected(Rejection::Closed { reason })) => Ok(Err(close::of(reason))),
         Err(AskError::Rejected(Rejection::NotFound | Rejection::Exists)) => Ok(Err(close::TOKEN)),
         Err(AskError::Overloaded) => Err(ApiError::overloaded()),
         Err(error) => Err(ApiError::unavailable(error)),

@@ -12,7 +12,9 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
-use domain::allocation::{Allocation, AllocationFailure, AllocationRequest, AuthorizedKey, Command, Phase};
+use domain::allocation::{
+    Allocation, AllocationFailure, AllocationRequest, AuthorizedKey, Command, FailureCode, Phase, PhaseName,
+};
 use domain::node::Node;
 use domain::policy::PolicyKey;
 use domain::tenant::Tenant;
@@ -408,18 +410,20 @@ async fn ssh_keys(
 /// The error response where the saga's first reply was that the allocation cannot be placed.
 fn placement_error(allocation: &Allocation) -> Option<ApiError> {
     let AllocationFailure { phase, code, message, .. } = allocation.failure.as_ref()?;
-    if phase != "requested" {
+    if *phase != PhaseName::Requested {
         return None;
     }
     let error = |code| Some(ApiError::new(code, message.clone()).detail("allocation_id", allocation.id.to_string()));
-    match code.as_str() {
-        "insufficient_capacity" => {
+    match code {
+        FailureCode::InsufficientCapacity => {
             error(Code::InsufficientCapacity).map(|error| error.detail("suggestion", message.clone()))
         }
-        "concurrency_limit_exceeded" => error(Code::ConcurrencyLimitExceeded)
+        FailureCode::ConcurrencyLimitExceeded => error(Code::ConcurrencyLimitExceeded)
             .map(|error| error.detail("policy_key", PolicyKey::AllocationMaxConcurrent.name())),
-        "insufficient_balance" => error(Code::InsufficientBalance),
-        _ => error(Code::StateConflict).map(|error| error.detail("failure", code.clone())),
+        FailureCode::InsufficientBalance => error(Code::InsufficientBalance),
+        FailureCode::IsolationModelUnavailable | FailureCode::ProvisioningTimeout | FailureCode::Reported(_) => {
+            error(Code::StateConflict).map(|error| error.detail("failure", code.as_str()))
+        }
     }
 }
 

@@ -79,13 +79,13 @@ impl Explain for payment::Rejection {
             )
             .detail("minimum", min),
             R::Over { state } => {
-                conflict(format!("The payment is {state}; begin another one, with a new Idempotency-Key.")).detail("state", state)
+                conflict(format!("The payment is {state}; begin another one, with a new Idempotency-Key.")).detail("state", state.into_str())
             }
             R::NotPaid { state } => conflict(format!(
                 "The payment is {state}: nothing of it is in your account that could be given back. GET \
                  /api/v1/billing/payments/{{id}} shows what becomes of it."
             ))
-            .detail("state", state),
+            .detail("state", state.into_str()),
             R::TooLate { days } => too_late("It was paid", days),
             R::MoreThanLeft { left: ..=0 } => {
                 conflict("Nothing is left of the payment: all of it was given back, or is on its way back.")
@@ -113,7 +113,7 @@ impl Explain for processor_event::Rejection {
             R::WrongState { state } => conflict(format!(
                 "The event is {state}: only one that is dead, or retrying, waits for an operator's word."
             ))
-            .detail("state", state),
+            .detail("state", state.into_str()),
         }
     }
 }

@@ -13,9 +13,9 @@ impl Explain for node::Rejection {
             R::NotFound => ApiError::not_found("node"),
             R::Exists => conflict("The node exists already."),
             R::WrongState { state, command } => {
-                let (done, way) = node_command(&state, &command);
+                let (done, way) = node_command(state, command);
                 ApiError::invalid_request(format!("A node that is {state} cannot be {done}; {way}"))
-                    .detail("state", state)
+                    .detail("state", state.into_str())
             }
             R::InUse { allocation_id } => ApiError::new(
                 Code::NodeInUse,
@@ -65,45 +65,48 @@ impl Explain for node::Rejection {
 }
 
 /// The refused operation on a node, and what has to be done first.
-fn node_command(state: &str, command: &str) -> (&'static str, &'static str) {
+fn node_command(state: node::PhaseName, command: node::CommandName) -> (&'static str, &'static str) {
+    use node::{CommandName, PhaseName};
     match command {
-        "remove" => ("removed", "retire it first."),
-        "retire" => ("retired", "it is gone. Register the machine as a new node."),
-        "reactivate" => ("reactivated", "only a retired node can be."),
-        "release_quarantine" => ("released from quarantine", "only a quarantined node can be."),
-        "issue_token" => (
+        CommandName::Remove => ("removed", "retire it first."),
+        CommandName::Retire => ("retired", "it is gone. Register the machine as a new node."),
+        CommandName::Reactivate => ("reactivated", "only a retired node can be."),
+        CommandName::ReleaseQuarantine => ("released from quarantine", "only a quarantined node can be."),
+        CommandName::IssueToken => (
             "given a first enrollment token",
             "that is for nodes that have not been active. Its identity comes back by reissue-enrollment.",
         ),
-        "reissue" if state == "draining" => {
+        CommandName::Reissue if state == PhaseName::Draining => {
             ("given a new token", "wait until its last allocation ends and it is retired, or quarantine it.")
         }
-        "order_task" if !matches!(state, "removing" | "removed") => ("given a task", "its agent has not enrolled yet."),
-        "quarantine" => ("quarantined", "it is gone."),
+        CommandName::OrderTask if !matches!(state, PhaseName::Removing | PhaseName::Removed) => {
+            ("given a task", "its agent has not enrolled yet.")
+        }
+        CommandName::Quarantine => ("quarantined", "it is gone."),
         _ => ("changed", "it is gone. Register the machine as a new node."),
     }
 }
 
 impl Explain for allocation::Rejection {
     fn explain(self) -> ApiError {
-        use allocation::Rejection as R;
+        use allocation::{CommandName, Rejection as R};
         match self {
             R::NotFound => ApiError::not_found("allocation"),
             R::Exists => conflict("The allocation exists already."),
-            R::WrongState { state, command } if command == "choose_logins" => conflict(format!(
+            R::WrongState { state, command: CommandName::ChooseLogins } => conflict(format!(
                 "Nobody logs in to an allocation that is {state}; its keys cannot be chosen any more."
             ))
-            .detail("state", state),
-            R::WrongState { state, command } if command == "revise" => {
+            .detail("state", state.into_str()),
+            R::WrongState { state, command: CommandName::Revise } => {
                 conflict(format!("An allocation that is {state} keeps the name and the labels that it had at its end."))
-                    .detail("state", state)
+                    .detail("state", state.into_str())
             }
             R::WrongState { state, command } => {
-                let how = if command == "force_release" { "by force" } else { "by another try" };
+                let how = if command == CommandName::ForceRelease { "by force" } else { "by another try" };
                 conflict(format!(
                     "An allocation that is {state} cannot be released {how}; this is a way out of release_failed alone."
                 ))
-                .detail("state", state)
+                .detail("state", state.into_str())
             }
             R::GpuCount { max } => invalid(format!("`gpu_count` must be a whole number from 1 to {max}."), "gpu_count"),
             R::QueueSeconds { max } => limited_by(
@@ -136,12 +139,12 @@ impl Explain for sku::Rejection {
             R::NotFound => ApiError::not_found("SKU"),
             R::Exists => conflict("The SKU exists already."),
             R::WrongStatus { status, command } => {
-                let done = match command.as_str() {
-                    "deprecate" => "deprecated; only an active one can be",
-                    "deactivate" => "deactivated; it was never active",
-                    _ => "changed so",
+                let done = match command {
+                    sku::StatusChange::Deprecate => "deprecated; only an active one can be",
+                    sku::StatusChange::Deactivate => "deactivated; it was never active",
+                    sku::StatusChange::Activate => "changed so",
                 };
-                conflict(format!("A SKU that is {status} cannot be {done}.")).detail("status", status)
+                conflict(format!("A SKU that is {status} cannot be {done}.")).detail("status", status.name())
             }
             R::RoleNotHeld { role: Some(role) } => ApiError::forbidden(format!(
                 "You do not hold the platform role `{role}`; leave `role` out, or ask an administrator to bind it to you."
@@ -152,7 +155,7 @@ impl Explain for sku::Rejection {
             ),
             R::ReviewMissing { field } => invalid(
                 format!("Nodes or allocations refer to the SKU: say in `{field}` what its end means for them."),
-                &field,
+                field.into_str(),
             ),
             R::Moved => conflict("Others decide on the SKU at this moment; look at it and ask again."),
         }
@@ -166,7 +169,7 @@ impl Explain for terminal_session::Rejection {
             R::NotFound => ApiError::not_found("terminal session"),
             R::Exists => conflict("The terminal session exists already."),
             R::Closed { reason } => conflict("The terminal session is over; leave `session_id` out to open another.")
-                .detail("reason", reason),
+                .detail("reason", reason.into_str()),
             // No person shows a token here, and a session that is in use makes no room.
             rejection @ (R::TokenRefused { .. } | R::NotDetached) => unexpected(&rejection),
         }

@@ -38,21 +38,21 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
     let id = Uuid::from_u128(7);
     let text = || "why".to_owned();
     let mut table = String::new();
-    let wrong =
-        |state: &str, command: &str| node::Rejection::WrongState { state: state.into(), command: command.into() };
+    use node::{CommandName, PhaseName};
+    let wrong = |state, command| node::Rejection::WrongState { state, command };
     for rejection in [
         node::Rejection::NotFound,
         node::Rejection::Exists,
-        wrong("active", "remove"),
-        wrong("removed", "retire"),
-        wrong("active", "reactivate"),
-        wrong("active", "release_quarantine"),
-        wrong("active", "issue_token"),
-        wrong("draining", "reissue"),
-        wrong("removed", "reissue"),
-        wrong("registered", "order_task"),
-        wrong("removed", "quarantine"),
-        wrong("removed", "revise"),
+        wrong(PhaseName::Active, CommandName::Remove),
+        wrong(PhaseName::Removed, CommandName::Retire),
+        wrong(PhaseName::Active, CommandName::Reactivate),
+        wrong(PhaseName::Active, CommandName::ReleaseQuarantine),
+        wrong(PhaseName::Active, CommandName::IssueToken),
+        wrong(PhaseName::Draining, CommandName::Reissue),
+        wrong(PhaseName::Removed, CommandName::Reissue),
+        wrong(PhaseName::Registered, CommandName::OrderTask),
+        wrong(PhaseName::Removed, CommandName::Quarantine),
+        wrong(PhaseName::Removed, CommandName::Revise),
         node::Rejection::InUse { allocation_id: AllocationId(id) },
         node::Rejection::GpusDiffer { given: 3, promised: 4 },
         node::Rejection::RegionNotAllowed { region_code: text() },
@@ -70,13 +70,22 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
     for rejection in [
         allocation::Rejection::NotFound,
         allocation::Rejection::Exists,
-        allocation::Rejection::WrongState { state: "active".into(), command: "force_release".into() },
+        allocation::Rejection::WrongState {
+            state: allocation::PhaseName::Active,
+            command: allocation::CommandName::ForceRelease,
+        },
         allocation::Rejection::GpuCount { max: 64 },
         allocation::Rejection::QueueSeconds { max: 60 },
-        allocation::Rejection::WrongState { state: "released".into(), command: "choose_logins".into() },
+        allocation::Rejection::WrongState {
+            state: allocation::PhaseName::Released,
+            command: allocation::CommandName::ChooseLogins,
+        },
         allocation::Rejection::KeyUnknown { id: SshKeyId(id) },
         allocation::Rejection::KeysMoved,
-        allocation::Rejection::WrongState { state: "released".into(), command: "revise".into() },
+        allocation::Rejection::WrongState {
+            state: allocation::PhaseName::Released,
+            command: allocation::CommandName::Revise,
+        },
         allocation::Rejection::VersionDiffers,
         allocation::Rejection::TooManyLabels { max: 32 },
     ] {
@@ -85,11 +94,11 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
     for rejection in [
         sku::Rejection::NotFound,
         sku::Rejection::Exists,
-        sku::Rejection::WrongStatus { status: "draft".into(), command: "deactivate".into() },
-        sku::Rejection::WrongStatus { status: "inactive".into(), command: "deprecate".into() },
+        sku::Rejection::WrongStatus { status: sku::CatalogStatus::Draft, command: sku::StatusChange::Deactivate },
+        sku::Rejection::WrongStatus { status: sku::CatalogStatus::Inactive, command: sku::StatusChange::Deprecate },
         sku::Rejection::RoleNotHeld { role: Some(domain::authz::PlatformRole::InventoryOwner) },
         sku::Rejection::RoleNotHeld { role: None },
-        sku::Rejection::ReviewMissing { field: "impact_review".into() },
+        sku::Rejection::ReviewMissing { field: sku::ReviewText::ImpactReview },
         sku::Rejection::Moved,
     ] {
         row(&mut table, "sku", &rejection.explain());
@@ -124,8 +133,8 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         payment::Rejection::NotFound,
         payment::Rejection::Exists,
         payment::Rejection::Amount { min: 1_000, max: 100_000 },
-        payment::Rejection::Over { state: "expired".into() },
-        payment::Rejection::NotPaid { state: "open".into() },
+        payment::Rejection::Over { state: payment::PhaseName::Expired },
+        payment::Rejection::NotPaid { state: payment::PhaseName::Open },
         payment::Rejection::TooLate { days: 30 },
         payment::Rejection::MoreThanLeft { left: 7 },
         payment::Rejection::MoreThanLeft { left: 0 },
@@ -136,7 +145,7 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
     for rejection in [
         processor_event::Rejection::NotFound,
         processor_event::Rejection::Differs,
-        processor_event::Rejection::WrongState { state: "processed".into() },
+        processor_event::Rejection::WrongState { state: processor_event::PhaseName::Processed },
     ] {
         row(&mut table, "processor event", &rejection.explain());
     }
@@ -153,7 +162,7 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
     for rejection in [
         terminal_session::Rejection::NotFound,
         terminal_session::Rejection::Exists,
-        terminal_session::Rejection::Closed { reason: "killed".into() },
+        terminal_session::Rejection::Closed { reason: terminal_session::CloseCode::Killed },
         terminal_session::Rejection::NotDetached,
         terminal_session::Rejection::TokenRefused { cause: terminal_session::TerminalTokenFault::Spent },
     ] {

@@ -22,7 +22,7 @@ use axum::extract::ws::{Message, WebSocket};
 use control_frames::{exit_of, text};
 use domain::policy::PolicyKey;
 use domain::recording::RecordingMode;
-use domain::terminal_session::{CloseReason, Command, TerminalSession};
+use domain::terminal_session::{CloseCode, CloseReason, Command, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt as _, StreamExt as _};
 use progress::Progress;
@@ -108,7 +108,7 @@ impl Browser {
                 if let CloseReason::Exited { exit } = reason {
                     let _ = timeout(CLOSE_TIMEOUT, sink.send(text(&exit_of(exit)))).await;
                 }
-                Some(close::of(&reason))
+                Some(close::of(CloseCode::from(&reason)))
             }
         }
     }

@@ -35,7 +35,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
 pub use ssh_access::SshAccess;
-pub use status_history::{AllocationFailure, StatusEntry};
+pub use status_history::{AllocationFailure, FailureCode, StatusEntry, StatusReason};
 
 /// An allocation and the state of its saga.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -105,7 +105,14 @@ pub struct NodeFault {
 }
 
 /// The six states, each with the data that exists only in it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
+#[strum_discriminants(
+    name(PhaseName),
+    doc = "The name of an allocation's state.",
+    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
+    strum(serialize_all = "snake_case", const_into_str),
+    serde(rename_all = "snake_case")
+)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Phase {
@@ -154,7 +161,14 @@ pub enum ReleaseRetry {
 }
 
 /// The requests to an allocation, and the facts that it receives.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
+#[strum_discriminants(
+    name(CommandName),
+    doc = "The name of a command.",
+    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
+    strum(serialize_all = "snake_case", const_into_str),
+    serde(rename_all = "snake_case")
+)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
@@ -299,7 +313,7 @@ pub enum Rejection {
     #[error("the allocation exists already")]
     Exists,
     #[error("an allocation in state {state} cannot {command}")]
-    WrongState { state: String, command: String },
+    WrongState { state: PhaseName, command: CommandName },
     #[error("gpu_count must be between 1 and {max}")]
     GpuCount { max: u32 },
     #[error("queue_seconds must be between 0 and {max}")]

@@ -21,6 +21,7 @@ mod onboarding;
 mod recovery;
 pub mod report_reasons;
 mod ssh_access;
+mod state_reason;
 mod task_support;
 mod tasks;
 mod tenancy;
@@ -33,9 +34,7 @@ use crate::authz::Action;
 use crate::event::{Event, GpuDevice};
 use crate::hardware::Placement;
 use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TaskId, TerminalSessionId, TokenId};
-use crate::machine::{
-    self, AuditedRefusal, Command as _, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
-};
+use crate::machine::{self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::metadata::{Metadata, MetadataPatch};
 use crate::recording::RecordingTerms;
 use crate::ssh_key::AuthorizedKey;
@@ -50,12 +49,11 @@ pub use agent_contact::{AgentContact, NodeHealth, NodeHealthStatus, ReportedGpu,
 pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials};
 pub use recovery::{IdentityRecovery, Nonce, Reissue};
 pub use ssh_access::{HoldSshAccess, SshKeysTask};
+pub use state_reason::{StateCode, StateReason};
 pub use tasks::{NodeTask, NodeTaskPhase};
 pub use tenancy::{AgentTask, Hold, HoldPhase, PendingTask, TaskKind, TaskOutcome, TenantSlot, user_name};
 pub use terminal_tasks::TerminalTask;
 
-/// Why an enrolled node is not active: its inventory differs from its SKU.
-const INVENTORY_MISMATCH: &str = "inventory_mismatch";
 /// The class of an alert that prevents new allocations on the node while it is active (decisions 7, *Health alert*).
 const PREVENT_ALLOCATION: &str = "prevent_allocation";
 
@@ -132,14 +130,15 @@ pub struct ProbeOutcome {
     pub error: Option<String>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct StateReason {
-    pub code: String,
-    pub message: String,
-}
-
 /// The states of a node.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
+#[strum_discriminants(
+    name(PhaseName),
+    doc = "The name of a node's state.",
+    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
+    strum(serialize_all = "kebab-case", const_into_str),
+    serde(rename_all = "kebab-case")
+)]
 #[strum(serialize_all = "kebab-case", const_into_str)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Phase {
@@ -186,7 +185,14 @@ impl Phase {
 }
 
 /// The commands of a node: requests of administrators, messages of its agent, and facts of the saga.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
+#[strum_discriminants(
+    name(CommandName),
+    doc = "The name of a command.",
+    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
+    strum(serialize_all = "snake_case", const_into_str),
+    serde(rename_all = "snake_case")
+)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
@@ -408,7 +414,7 @@ pub enum Rejection {
     #[error("the node exists already")]
     Exists,
     #[error("a node in state {state} cannot {command}")]
-    WrongState { state: String, command: String },
+    WrongState { state: PhaseName, command: CommandName },
     #[error("allocation {allocation_id} is on the node")]
     InUse { allocation_id: AllocationId },
     #[error("gpus_total is {given}, but the SKU has {promised} GPUs")]
@@ -544,7 +550,7 @@ impl Machine for Node {
             Phase::BootstrapIssued { until } => {
                 Some(Deadline::new(*until, "no agent has enrolled with the issued token"))
             }
-            Phase::Enrolling { until } if self.reason.code == INVENTORY_MISMATCH => {
+            Phase::Enrolling { until } if self.reason.code == StateCode::InventoryMismatch => {
                 Some(Deadline::new(*until, self.reason.message.clone()))
             }
             Phase::Enrolling { until } => Some(Deadline::new(*until, "the agent has not polled with its certificate")),
@@ -661,23 +667,31 @@ impl Node {
     }
 
     /// The node in another state, with the reason and the event of the change.
-    fn change_phase(&self, life: Phase, code: &str, message: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    fn change_phase(
+        &self,
+        life: Phase,
+        code: StateCode,
+        message: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let mut next = self.clone();
         let event = next.enter(life, code, message, ctx);
         next.transition_with_node(message).event(event)
     }
 
-    fn enter(&mut self, life: Phase, code: &str, message: &str, ctx: &TransitionContext<'_>) -> Event {
+    fn enter(&mut self, life: Phase, code: StateCode, message: &str, ctx: &TransitionContext<'_>) -> Event {
         let from = self.life.name().to_owned();
         self.life = life;
         self.entered_at = ctx.now;
-        self.reason = StateReason { code: code.to_owned(), message: message.to_owned() };
-        Event::NodeStateChanged {
-            node_id: self.id,
-            from: Some(from),
-            to: self.life.name().to_owned(),
-            reason: code.to_owned(),
-        }
+        let reason = code.as_str().to_owned();
+        self.reason = StateReason::new(code, message);
+        Event::NodeStateChanged { node_id: self.id, from: Some(from), to: self.life.name().to_owned(), reason }
+    }
+
+    /// The node in quarantine: it returns to its present state once the quarantine is released.
+    fn enter_quarantine(&mut self, code: StateCode, message: &str, ctx: &TransitionContext<'_>) -> Event {
+        let was = Box::new(self.life.clone());
+        self.enter(Phase::Quarantined { was }, code, message, ctx)
     }
 
     /// The transition to this node, with the node as its reply.
@@ -686,8 +700,13 @@ impl Node {
         Transition::to(self, reply, why)
     }
 
-    fn wrong_state(&self, command: &Command) -> Rejection {
-        Rejection::WrongState { state: self.life.name().to_owned(), command: command.name().to_owned() }
+    /// Nothing changes; the reply is the node.
+    fn stay_with_node(&self) -> Transition<Self> {
+        Transition::stay(Reply::Node { node: Box::new(self.clone()) })
+    }
+
+    fn wrong_state(&self, command: CommandName) -> Rejection {
+        Rejection::WrongState { state: PhaseName::from(&self.life), command }
     }
 
     fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {

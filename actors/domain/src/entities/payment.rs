@@ -70,7 +70,15 @@ pub struct Payment {
     pub created_at: Timestamp,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[strum_discriminants(
+    name(PhaseName),
+    doc = "The name of a payment's state.",
+    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
+    strum(serialize_all = "snake_case", const_into_str),
+    serde(rename_all = "snake_case")
+)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Phase {
     /// It is not known whether the processor has it.
@@ -259,13 +267,13 @@ pub enum Rejection {
     #[error("a deposit is between {min} and {max} minor units")]
     Amount { min: i64, max: i64 },
     #[error("a payment that is {state} cannot be opened")]
-    Over { state: String },
+    Over { state: PhaseName },
     #[error("the payment is about {expected}, and this is about {given}")]
     Differs { expected: String, given: String },
     #[error("it was paid as {as_of}, and somebody paid {again} too")]
     PaidTwice { as_of: String, again: String },
     #[error("nothing of it is in the account that could be given back: the payment is {state}")]
-    NotPaid { state: String },
+    NotPaid { state: PhaseName },
     #[error("it was paid longer than {days} days ago")]
     TooLate { days: i64 },
     #[error("of the payment {left} minor units are left")]
@@ -318,15 +326,7 @@ impl Machine for Payment {
     }
 
     fn state(&self) -> &'static str {
-        match self.phase {
-            Phase::Created { .. } => "created",
-            Phase::Open { .. } => "open",
-            Phase::Paid { .. } => "paid",
-            Phase::Deposited { .. } => "deposited",
-            Phase::Refused { .. } => "refused",
-            Phase::Canceled { .. } => "canceled",
-            Phase::Expired { .. } => "expired",
-        }
+        self.phase.into_str()
     }
 
     fn deadline(&self) -> Option<Deadline> {
@@ -428,7 +428,9 @@ impl Payment {
             Phase::Open { .. } | Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. } => {
                 Ok(Transition::stay(self.shown()))
             }
-            Phase::Canceled { .. } | Phase::Expired { .. } => Err(Rejection::Over { state: self.state().to_owned() }),
+            Phase::Canceled { .. } | Phase::Expired { .. } => {
+                Err(Rejection::Over { state: PhaseName::from(&self.phase) })
+            }
         }
     }
 

@@ -53,7 +53,15 @@ pub struct ProcessorEvent {
     pub phase: Phase,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[strum_discriminants(
+    name(PhaseName),
+    doc = "The name of its state.",
+    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
+    strum(serialize_all = "snake_case", const_into_str),
+    serde(rename_all = "snake_case")
+)]
 #[serde(tag = "state", rename_all = "snake_case")]
 pub enum Phase {
     /// Not processed yet.
@@ -176,7 +184,7 @@ pub enum Rejection {
     #[error("another event came under this id before")]
     Differs,
     #[error("an event that is {state} waits for no operator")]
-    WrongState { state: String },
+    WrongState { state: PhaseName },
 }
 
 impl Machine for ProcessorEvent {
@@ -208,13 +216,7 @@ impl Machine for ProcessorEvent {
     }
 
     fn state(&self) -> &'static str {
-        match self.phase {
-            Phase::Received { .. } => "received",
-            Phase::Retrying { .. } => "retrying",
-            Phase::Dead { .. } => "dead",
-            Phase::Processed { .. } => "processed",
-            Phase::Dismissed { .. } => "dismissed",
-        }
+        self.phase.into_str()
     }
 
     fn deadline(&self) -> Option<Deadline> {
@@ -331,7 +333,7 @@ impl ProcessorEvent {
         match self.phase {
             Phase::Retrying { .. } | Phase::Dead { .. } => Ok(()),
             Phase::Received { .. } | Phase::Processed { .. } | Phase::Dismissed { .. } => {
-                Err(Rejection::WrongState { state: self.state().to_owned() })
+                Err(Rejection::WrongState { state: PhaseName::from(&self.phase) })
             }
         }
     }

@@ -26,7 +26,7 @@ use crate::money::Price;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-pub use approval::{ApprovalContext, ApprovalRequest, SkuUsage};
+pub use approval::{ApprovalContext, ApprovalRequest, ReviewText, SkuUsage};
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Sku {
@@ -90,7 +90,7 @@ pub struct PendingChange {
 }
 
 /// A change of status.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::Display, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum StatusChange {
@@ -137,7 +137,7 @@ impl StatusChange {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::Display, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum CatalogStatus {
@@ -197,13 +197,13 @@ pub enum Rejection {
     #[error("the SKU exists already")]
     Exists,
     #[error("a SKU in status {status} cannot {command}")]
-    WrongStatus { status: String, command: String },
+    WrongStatus { status: CatalogStatus, command: StatusChange },
     /// The approver does not hold the role that they name, or neither of the two.
     #[error("the approver does not hold {}", role.map_or("either role", PlatformRole::name))]
     RoleNotHeld { role: Option<PlatformRole> },
     /// The deactivation of a SKU in use requires this text.
     #[error("the SKU is in use, and {field} is missing")]
-    ReviewMissing { field: String },
+    ReviewMissing { field: ReviewText },
     /// The SKU is not at the version at which the approval's context was read.
     #[error("the SKU has changed since it was looked at")]
     Moved,

@@ -116,7 +116,14 @@ pub enum Phase {
 }
 
 /// Why a session was closed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
+#[strum_discriminants(
+    name(CloseCode),
+    doc = "The reason of a close, as a code.",
+    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
+    strum(serialize_all = "snake_case", const_into_str),
+    serde(rename_all = "snake_case")
+)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "why", rename_all = "snake_case")]
 pub enum CloseReason {
@@ -274,7 +281,7 @@ pub enum Rejection {
     #[error("the terminal session exists already")]
     Exists,
     #[error("the terminal session is over: {reason}")]
-    Closed { reason: String },
+    Closed { reason: CloseCode },
     #[error("the terminal session is not detached")]
     NotDetached,
     #[error("the terminal token does not hold: {cause}")]
@@ -589,7 +596,7 @@ impl TerminalSession {
 
     /// Checks that it is not closed. Its deadline may not have been processed yet: a session past its deadline counts as closed.
     fn check_open(&self, ctx: &TransitionContext<'_>) -> Result<(), Rejection> {
-        let over = |reason: &CloseReason| Err(Rejection::Closed { reason: reason.code().to_owned() });
+        let over = |reason: &CloseReason| Err(Rejection::Closed { reason: reason.into() });
         match &self.phase {
             Phase::Closed { reason, .. } => over(reason),
             Phase::Opened { .. } | Phase::Attached { .. } | Phase::Detached { .. } if ctx.now >= self.ends_at => {

@@ -41,7 +41,7 @@ impl RecordingTerms {
         if !policy.is_on(PolicyKey::TerminalRecordingEnabled, scopes, now) {
             return Self::default();
         }
-        let strict = policy.text(PolicyKey::TerminalRecordingMode, scopes, now) == "strict";
+        let strict = policy.text(PolicyKey::TerminalRecordingMode, scopes, now) == RecordingMode::Strict.name();
         let mode = if strict { RecordingMode::Strict } else { RecordingMode::BestEffort };
         let most = policy.int(PolicyKey::TerminalRecordingMaxSession, scopes, now).unsigned_abs();
         Self { mode, most_bytes: most * MIB }

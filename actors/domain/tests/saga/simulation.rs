@@ -718,7 +718,7 @@ impl Simulation {
 
     /// The states of the `n`th allocation, in order.
     pub(crate) fn history(&self, n: usize) -> impl Iterator<Item = &str> {
-        self.allocations.values().nth(n).unwrap().history.iter().map(|entry| entry.state.as_str())
+        self.allocations.values().nth(n).unwrap().history.iter().map(|entry| entry.state.into_str())
     }
 
     pub(crate) fn picture(&self) -> String {

@@ -1,7 +1,7 @@
 //! Every command, reply and rejection of every machine survives the encoding between members.
 
 use super::*;
-use domain::allocation::{self, AllocationFailure, Placement};
+use domain::allocation::{self, AllocationFailure, CommandName, FailureCode, PhaseName, Placement};
 use domain::authz::{CallerIdentity, Grant, PlatformRole};
 use domain::commit::Precondition;
 use domain::event::GpuDevice;
@@ -109,8 +109,12 @@ fn of_an_allocation() {
     let (provisioning, _) = decided(Some(&requested), reserved.clone(), &worker, ALLOCATION);
     let (active, _) = decided(Some(&provisioning), Command::Provisioned { node_id: NODE }, &worker, ALLOCATION);
     let (mut releasing, _) = decided(Some(&active), Command::Release { issue: Some(text()) }, &ann(), ALLOCATION);
-    releasing.failure =
-        Some(AllocationFailure { phase: "active".into(), code: "code".into(), message: text(), retryable: true });
+    releasing.failure = Some(AllocationFailure {
+        phase: PhaseName::Active,
+        code: FailureCode::Reported(text()),
+        message: text(),
+        retryable: true,
+    });
     let commands = vec![
         rent(),
         Command::Release { issue: None },
@@ -138,7 +142,7 @@ fn of_an_allocation() {
     let rejections = [
         Rejection::NotFound,
         Rejection::Exists,
-        Rejection::WrongState { state: "active".into(), command: "request".into() },
+        Rejection::WrongState { state: PhaseName::Active, command: CommandName::Request },
         Rejection::GpuCount { max: 64 },
         Rejection::QueueSeconds { max: i64::MAX },
         Rejection::KeyUnknown { id: SshKeyId(ALLOCATION) },
@@ -277,7 +281,7 @@ fn node_rejections() -> Vec<node::Rejection> {
     let mut rejections = vec![
         Rejection::NotFound,
         Rejection::Exists,
-        Rejection::WrongState { state: "active".into(), command: "retire".into() },
+        Rejection::WrongState { state: node::PhaseName::Active, command: node::CommandName::Retire },
         Rejection::InUse { allocation_id: TENANT },
         Rejection::GpusDiffer { given: 1, promised: 2 },
         Rejection::RegionNotAllowed { region_code: text() },
@@ -398,10 +402,10 @@ fn of_a_sku() {
     let rejections = [
         Rejection::NotFound,
         Rejection::Exists,
-        Rejection::WrongStatus { status: "draft".into(), command: "deactivate".into() },
+        Rejection::WrongStatus { status: sku::CatalogStatus::Draft, command: sku::StatusChange::Deactivate },
         Rejection::RoleNotHeld { role: Some(PlatformRole::InventoryOwner) },
         Rejection::RoleNotHeld { role: None },
-        Rejection::ReviewMissing { field: text() },
+        Rejection::ReviewMissing { field: sku::ReviewText::ImpactReview },
         Rejection::Moved,
     ];
     survives::<Sku>(commands, [reply], rejections);
@@ -562,10 +566,10 @@ fn of_a_payment() {
         Rejection::NotFound,
         Rejection::Exists,
         Rejection::Amount { min: 1, max: 7 },
-        Rejection::Over { state: text() },
+        Rejection::Over { state: domain::payment::PhaseName::Expired },
         Rejection::Differs { expected: text(), given: text() },
         Rejection::PaidTwice { as_of: text(), again: text() },
-        Rejection::NotPaid { state: text() },
+        Rejection::NotPaid { state: domain::payment::PhaseName::Open },
         Rejection::TooLate { days: 7 },
         Rejection::MoreThanLeft { left: 7 },
         Rejection::TooManyRefunds,
@@ -598,7 +602,11 @@ fn of_a_processor_event() {
     ];
     commands.extend(ProcessingOutcome::ALL.map(|outcome| Command::Processed { outcome }));
     let replies = [kept, Reply::Shown { event: Box::new(event) }, Reply::Done];
-    let rejections = [Rejection::NotFound, Rejection::Differs, Rejection::WrongState { state: text() }];
+    let rejections = [
+        Rejection::NotFound,
+        Rejection::Differs,
+        Rejection::WrongState { state: domain::processor_event::PhaseName::Processed },
+    ];
     survives::<ProcessorEvent>(commands, replies, rejections);
 }
 
@@ -752,4 +760,27 @@ fn of_a_service_account_as_principal() {
     assert_eq!(back.by.to_string(), format!("service-account:{ALLOCATION}"));
     // It is still a service account at the other member: its rights did not grow in transit.
     assert!(authorize(&back.by, Action::KeepServiceAccounts).is_err());
+}
+
+#[test]
+fn states_and_commands_in_rejections_are_encoded_by_name() {
+    use domain::{payment, processor_event, terminal_session};
+    let (state, command) = (node::PhaseName::BootstrapIssued, node::CommandName::OrderTask);
+    let of_node = json!(node::Rejection::WrongState { state, command });
+    assert_eq!(of_node, json!({ "rejection": "wrong_state", "state": "bootstrap-issued", "command": "order_task" }));
+    let (state, command) = (PhaseName::ReleaseFailed, CommandName::ChooseLogins);
+    let of_allocation = json!(allocation::Rejection::WrongState { state, command });
+    assert_eq!(of_allocation, json!({ "rejection": "wrong_state", "state": "release_failed", "command": "choose_logins" }));
+    let (status, command) = (sku::CatalogStatus::Draft, sku::StatusChange::Deactivate);
+    let of_sku = json!(sku::Rejection::WrongStatus { status, command });
+    assert_eq!(of_sku, json!({ "rejection": "wrong_status", "status": "draft", "command": "deactivate" }));
+    let of_review = json!(sku::Rejection::ReviewMissing { field: sku::ReviewText::RollbackPlan });
+    assert_eq!(of_review, json!({ "rejection": "review_missing", "field": "rollback_plan" }));
+    let of_payment = json!(payment::Rejection::NotPaid { state: payment::PhaseName::Created });
+    assert_eq!(of_payment, json!({ "rejection": "not_paid", "state": "created" }));
+    let of_event = json!(processor_event::Rejection::WrongState { state: processor_event::PhaseName::Dismissed });
+    assert_eq!(of_event, json!({ "rejection": "wrong_state", "state": "dismissed" }));
+    let reason = terminal_session::CloseCode::DetachedExpired;
+    let of_session = json!(terminal_session::Rejection::Closed { reason });
+    assert_eq!(of_session, json!({ "rejection": "closed", "reason": "detached_expired" }));
 }

@@ -152,17 +152,21 @@ impl AllocationView {
             gpu_count: asked.gpu_count,
             devices: placed.into_iter().flat_map(|placed| &placed.devices).map(device).collect(),
             state: StateName::of(it),
-            state_reason: it.history.last().map(|entry| entry.reason.clone()).unwrap_or_default(),
+            state_reason: it.history.last().map(|entry| entry.reason.as_str().to_owned()).unwrap_or_default(),
             failure: it.failure.as_ref().map(|failure| FailureView {
-                phase: failure.phase.clone(),
-                code: failure.code.clone(),
+                phase: failure.phase.to_string(),
+                code: failure.code.to_string(),
                 message: failure.message.clone(),
                 retryable: failure.retryable,
             }),
             status_history: it
                 .history
                 .iter()
-                .map(|entry| StatusView { state: entry.state.clone(), at: entry.at, reason: entry.reason.clone() })
+                .map(|entry| StatusView {
+                    state: entry.state.to_string(),
+                    at: entry.at,
+                    reason: entry.reason.as_str().to_owned(),
+                })
                 .collect(),
             attempt: it.attempt(),
             isolation_model: asked.isolation_model,

@@ -152,7 +152,10 @@ impl NodeView {
                 OnboardingMode::Maas => Mode::Maas,
             },
             state: StateName::of(node),
-            state_reason: ReasonView { code: node.reason.code.clone(), message: node.reason.message.clone() },
+            state_reason: ReasonView {
+                code: node.reason.code.as_str().to_owned(),
+                message: node.reason.message.clone(),
+            },
             state_entered_at: node.entered_at,
             overdue: deadline.as_ref().is_some_and(|deadline| deadline.at < now),
             state_deadline_at: deadline.map(|deadline| deadline.at),

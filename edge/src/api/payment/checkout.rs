@@ -13,9 +13,9 @@ use chrono::{DateTime, TimeDelta, Utc};
 use domain::authz::{Action, authorize};
 use domain::billing_account::{BillingAccount, Holder, Rejection as AccountRejection};
 use domain::money::Currency;
-use domain::payment::{Command, Payment, Phase, Rejection, Reply};
+use domain::payment::{Command, Payment, Phase, PhaseName, Rejection, Reply};
 use domain::policy::PolicyKey;
-use domain::{BillingAccountId, Machine as _, PaymentId, Principal};
+use domain::{BillingAccountId, PaymentId, Principal};
 use serde::{Deserialize, Serialize};
 use tokio::time::timeout;
 use utoipa::ToSchema;
@@ -255,7 +255,7 @@ fn paid_view(payment: &Payment) -> CheckoutView {
 }
 
 fn closed_error(payment: &Payment) -> ApiError {
-    Rejection::Over { state: payment.state().to_owned() }.explain()
+    Rejection::Over { state: PhaseName::from(&payment.phase) }.explain()
 }
 
 fn payment_in(reply: Reply) -> Result<Payment, ApiError> {

@@ -2,7 +2,7 @@
 
 use crate::websocket::Close;
 pub(in crate::terminal_gateway) use crate::websocket::{REVOKED, TOKEN};
-use domain::terminal_session::CloseReason;
+use domain::terminal_session::CloseCode;
 
 pub(in crate::terminal_gateway) const LIFETIME: Close = (4408, "lifetime");
 pub(in crate::terminal_gateway) const REPLACED: Close = (4409, "replaced");
@@ -15,27 +15,14 @@ const FAILED: Close = (1011, "the node could not run the session, or lost it; op
 pub(in crate::terminal_gateway) const RESTARTS: Close = (1012, "connect again with a new token");
 pub(in crate::terminal_gateway) const AWAY: Close = (1013, "the node cannot be reached; connect again later");
 
-pub(in crate::terminal_gateway) const fn of(reason: &CloseReason) -> Close {
+pub(in crate::terminal_gateway) const fn of(reason: CloseCode) -> Close {
     match reason {
-        CloseReason::Exited { .. } => EXITED,
-        CloseReason::Failed { .. } => FAILED,
-        CloseReason::NeverAttached => TOKEN,
-        CloseReason::Killed | CloseReason::AllocationEnded => REVOKED,
-        CloseReason::Lifetime => LIFETIME,
-        CloseReason::DetachedExpired | CloseReason::Displaced => DETACHED,
-        CloseReason::EndedByUser => ENDED,
-    }
-}
-
-/// As [`of`], of a reason's code.
-pub(in crate::terminal_gateway) fn of_code(code: &str) -> Close {
-    match code {
-        "exited" => EXITED,
-        "failed" => FAILED,
-        "never_attached" => TOKEN,
-        "lifetime" => LIFETIME,
-        "detached_expired" | "displaced" => DETACHED,
-        "ended_by_user" => ENDED,
-        _ => REVOKED,
+        CloseCode::Exited => EXITED,
+        CloseCode::Failed => FAILED,
+        CloseCode::NeverAttached => TOKEN,
+        CloseCode::Killed | CloseCode::AllocationEnded => REVOKED,
+        CloseCode::Lifetime => LIFETIME,
+        CloseCode::DetachedExpired | CloseCode::Displaced => DETACHED,
+        CloseCode::EndedByUser => ENDED,
     }
 }

@@ -1,6 +1,6 @@
 //! What an allocation reports to the account that pays for it, and what it receives from the account.
 
-use super::{Allocation, NodeFault, Phase};
+use super::{Allocation, FailureCode, NodeFault, Phase};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::NodeId;
@@ -50,7 +50,7 @@ impl Allocation {
 
     pub(super) fn unaffordable(&self, message: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
-            Phase::Requested { .. } => self.fail_request("insufficient_balance", message, true, ctx),
+            Phase::Requested { .. } => self.fail_request(FailureCode::InsufficientBalance, message, true, ctx),
             Phase::Provisioning { .. }
             | Phase::Active { .. }
             | Phase::Releasing { .. }
@@ -67,7 +67,7 @@ impl Allocation {
              user-revoke."
         );
         match &self.phase {
-            Phase::Requested { .. } => self.fail_request("isolation_model_unavailable", &message, false, ctx),
+            Phase::Requested { .. } => self.fail_request(FailureCode::IsolationModelUnavailable, &message, false, ctx),
             Phase::Provisioning { .. }
             | Phase::Active { .. }
             | Phase::Releasing { .. }
@@ -111,7 +111,7 @@ impl Allocation {
             }
             Phase::Provisioning { placed, .. } if is_here => {
                 let message = format!("The node has a critical fault ({reason}); ask for another allocation.");
-                self.compensate(node_id, placed, reason, &message, ctx)
+                self.compensate(node_id, placed, FailureCode::Reported(reason.to_owned()), &message, ctx)
             }
             // A reservation that it has not received yet: the node does not set it up.
             Phase::Requested { .. }

@@ -1,6 +1,6 @@
 //! The name and the labels of an allocation. They can be changed until it is released: from then on they stay as a record.
 
-use super::{Allocation, Command, Phase, Rejection};
+use super::{Allocation, CommandName, Phase, Rejection};
 use crate::audit::AuditAction;
 use crate::machine::{Transition, TransitionContext};
 use crate::metadata::{MAX_LABELS, MetadataPatch, TooManyLabels};
@@ -20,7 +20,7 @@ impl Allocation {
             return Err(Rejection::VersionDiffers);
         }
         if let Phase::Released { .. } = self.phase {
-            return Err(self.wrong_state(&Command::Revise { metadata: patch, if_version }));
+            return Err(self.wrong_state(CommandName::Revise));
         }
         let metadata = self.metadata.patched(&patch)?;
         if metadata == self.metadata {

@@ -1,20 +1,17 @@
 //! The saga: which fact leads to which state, and which step undoes one that failed.
 
 use super::{
-    Allocation, AllocationFailure, AllocationRequest, CAPACITY_RETRY_INTERVAL, Command, MAX_GPUS, Phase, Placement,
-    Rejection, ReleaseRetry,
+    Allocation, AllocationFailure, AllocationRequest, CAPACITY_RETRY_INTERVAL, Command, CommandName, FailureCode,
+    MAX_GPUS, Phase, PhaseName, Placement, Rejection, ReleaseRetry, StatusReason,
 };
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::event::Event;
 use crate::id::{AllocationId, EntityKind, EntityRef, NodeId};
-use crate::machine::{Command as _, Transition, TransitionContext};
+use crate::machine::{Transition, TransitionContext};
 use crate::policy::PolicyKey;
 use crate::retry::RetryTimer;
 use chrono::TimeDelta;
 use serde_json::json;
-
-/// The history's reason of a release without proof.
-const FORCED: &str = "forced";
 
 /// The first pause between clean-up attempts; it doubles up to policy `allocation.release_backoff_max_seconds`.
 const FIRST_PAUSE: TimeDelta = TimeDelta::seconds(1);
@@ -52,7 +49,7 @@ impl Allocation {
             refusals: RefusalAudit::default(),
         };
         let phase = requested.phase.clone();
-        let requested = requested.in_phase(phase, ctx.now, "requested");
+        let requested = requested.in_phase(phase, ctx.now, StatusReason::Requested);
         Ok(requested
             .clone()
             .transition("asked for by its user")
@@ -111,7 +108,7 @@ impl Allocation {
         let audit = self.audit(AuditAction::AllocationsRelease, json!({ "issue": issue }));
         match &self.phase {
             Phase::Requested { .. } => {
-                let step = self.finish(None, "cancelled", "cancelled before a node was found", ctx);
+                let step = self.finish(None, StatusReason::Cancelled, "cancelled before a node was found", ctx);
                 Ok(step.event(self.never_used()).audit(audit))
             }
             Phase::Provisioning { node_id, placed, .. } => {
@@ -159,7 +156,7 @@ impl Allocation {
             | Phase::Provisioning { .. }
             | Phase::Active { .. }
             | Phase::Releasing { .. }
-            | Phase::Released { .. } => Err(self.wrong_state(&Command::RetryRelease { reason: String::new() })),
+            | Phase::Released { .. } => Err(self.wrong_state(CommandName::RetryRelease)),
         }
     }
 
@@ -169,7 +166,7 @@ impl Allocation {
                 let forced = Event::ReleaseForced { allocation_id: self.id, node_id: *node_id };
                 let last = Some((*node_id, placed.clone()));
                 Ok(self
-                    .finish(last, FORCED, "released by force, without proof of clean-up", ctx)
+                    .finish(last, StatusReason::Forced, "released by force, without proof of clean-up", ctx)
                     .event(forced)
                     .audit(self.audit(AuditAction::AllocationsForceRelease, json!({ "reason": reason }))))
             }
@@ -177,7 +174,7 @@ impl Allocation {
             | Phase::Provisioning { .. }
             | Phase::Active { .. }
             | Phase::Releasing { .. }
-            | Phase::Released { .. } => Err(self.wrong_state(&Command::ForceRelease { reason: String::new() })),
+            | Phase::Released { .. } => Err(self.wrong_state(CommandName::ForceRelease)),
         }
     }
 
@@ -187,7 +184,7 @@ impl Allocation {
                 let limit = ctx.policy.seconds(PolicyKey::AllocationProvisioningTimeout, &self.scopes(), ctx.now);
                 let until = ctx.now + limit;
                 let phase = Phase::Provisioning { node_id, placed, until };
-                let next = self.in_phase(phase, ctx.now, "devices_reserved");
+                let next = self.in_phase(phase, ctx.now, StatusReason::DevicesReserved);
                 // The node has the keys of its reservation, which may be stale by now.
                 let logins = next.pending_ssh_keys_event();
                 let step = next
@@ -218,10 +215,6 @@ impl Allocation {
         }
     }
 
-    fn was_forced(&self) -> bool {
-        self.history.last().is_some_and(|last| last.reason == FORCED)
-    }
-
     /// The tenant did not receive its end, or it did not receive the tenant's key changes.
     fn still_counted(&self, logins_revision: u64) -> Transition<Self> {
         match &self.phase {
@@ -248,7 +241,7 @@ impl Allocation {
             Phase::Requested { .. } => {
                 let message = suggestion
                     .unwrap_or_else(|| "No node of this SKU has enough free GPUs; try again later.".to_owned());
-                self.fail_request("insufficient_capacity", &message, true, ctx)
+                self.fail_request(FailureCode::InsufficientCapacity, &message, true, ctx)
             }
             Phase::Provisioning { .. }
             | Phase::Active { .. }
@@ -264,7 +257,7 @@ impl Allocation {
         match &self.phase {
             Phase::Requested { .. } => {
                 let message = format!("You hold the {limit} allocations that your quota admits; release one first.");
-                self.fail_request("concurrency_limit_exceeded", &message, true, ctx)
+                self.fail_request(FailureCode::ConcurrencyLimitExceeded, &message, true, ctx)
             }
             Phase::Provisioning { .. }
             | Phase::Active { .. }
@@ -277,8 +270,8 @@ impl Allocation {
     fn provisioned(&self, node_id: NodeId, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
-                let mut next =
-                    self.in_phase(Phase::Active { node_id, placed: placed.clone() }, ctx.now, "tenant_ready");
+                let phase = Phase::Active { node_id, placed: placed.clone() };
+                let mut next = self.in_phase(phase, ctx.now, StatusReason::TenantReady);
                 next.active_at = Some(ctx.now);
                 let usage = next.usage();
                 next.again = next.ssh_access().are_pending().then(|| RetryTimer::first(ctx.now));
@@ -299,7 +292,7 @@ impl Allocation {
         match &self.phase {
             Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
                 let message = format!("The node could not set the allocation up ({reason}); ask for another one.");
-                self.compensate(node_id, placed, reason, &message, ctx)
+                self.compensate(node_id, placed, FailureCode::Reported(reason.to_owned()), &message, ctx)
             }
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
@@ -315,25 +308,23 @@ impl Allocation {
         &self,
         node_id: NodeId,
         placed: &Placement,
-        code: &str,
+        code: FailureCode,
         message: &str,
         ctx: &TransitionContext<'_>,
     ) -> Transition<Self> {
         let mut next = self.clone();
+        let reason = code.to_string();
+        let audit = self.audit(AuditAction::AllocationsFail, json!({ "code": code, "node_id": node_id }));
         next.failure = Some(AllocationFailure {
-            phase: "provisioning".to_owned(),
-            code: code.to_owned(),
+            phase: PhaseName::Provisioning,
+            code,
             message: message.to_owned(),
             retryable: true,
         });
         next.clean_up(node_id, placed, 1, "provisioning failed", ctx)
-            .event(Event::ProvisioningFailed {
-                allocation_id: self.id,
-                node_id: Some(node_id),
-                reason: code.to_owned(),
-            })
+            .event(Event::ProvisioningFailed { allocation_id: self.id, node_id: Some(node_id), reason })
             .event(self.never_used())
-            .audit(self.audit(AuditAction::AllocationsFail, json!({ "code": code, "node_id": node_id })))
+            .audit(audit)
     }
 
     fn cleaned(&self, node_id: NodeId, attempt: u32, ctx: &TransitionContext<'_>) -> Transition<Self> {
@@ -343,7 +334,7 @@ impl Allocation {
                 if *ours == node_id =>
             {
                 let why = format!("node {node_id} proved the clean-up (attempt {attempt})");
-                self.finish(Some((node_id, placed.clone())), "cleaned_up", &why, ctx)
+                self.finish(Some((node_id, placed.clone())), StatusReason::CleanedUp, &why, ctx)
             }
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
@@ -398,7 +389,7 @@ impl Allocation {
         let phase = Phase::ReleaseFailed { node_id, placed: placed.clone(), attempt, reason: reason.to_owned(), next };
         let state_reason = if detail.is_empty() { reason.to_owned() } else { format!("{reason}: {detail}") };
         let step = self
-            .in_phase(phase, ctx.now, &state_reason)
+            .in_phase(phase, ctx.now, state_reason.as_str())
             .transition(format!("clean-up attempt {attempt} failed ({reason})"))
             .event(Event::ReleaseFailed { allocation_id: self.id, node_id, attempt, reason: reason.to_owned() })
             .audit(self.audit(
@@ -412,7 +403,7 @@ impl Allocation {
     fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Requested { until, .. } if ctx.now >= *until => self.fail_request(
-                "insufficient_capacity",
+                FailureCode::InsufficientCapacity,
                 "No node had enough free GPUs in time; try again later.",
                 true,
                 ctx,
@@ -425,9 +416,13 @@ impl Allocation {
                 next.transition("looking for capacity again")
                     .event(Event::AllocationRequested { allocation_id: self.id })
             }
-            Phase::Provisioning { node_id, placed, until } if ctx.now >= *until => {
-                self.compensate(*node_id, placed, "provisioning_timeout", "The node did not confirm in time.", ctx)
-            }
+            Phase::Provisioning { node_id, placed, until } if ctx.now >= *until => self.compensate(
+                *node_id,
+                placed,
+                FailureCode::ProvisioningTimeout,
+                "The node did not confirm in time.",
+                ctx,
+            ),
             Phase::Provisioning { node_id, until, .. } => {
                 let step =
                     self.with_next_resend(ctx).transition("asking the node again").event(Event::ProvisioningStarted {
@@ -498,20 +493,20 @@ impl Allocation {
 
     pub(super) fn fail_request(
         &self,
-        code: &str,
+        code: FailureCode,
         message: &str,
         retryable: bool,
         ctx: &TransitionContext<'_>,
     ) -> Transition<Self> {
         let mut next = self.clone();
         next.failure = Some(AllocationFailure {
-            phase: "requested".to_owned(),
-            code: code.to_owned(),
+            phase: PhaseName::Requested,
+            code: code.clone(),
             message: message.to_owned(),
             retryable,
         });
-        next.finish(None, code, message, ctx)
-            .event(Event::ProvisioningFailed { allocation_id: self.id, node_id: None, reason: code.to_owned() })
+        next.finish(None, &code, message, ctx)
+            .event(Event::ProvisioningFailed { allocation_id: self.id, node_id: None, reason: code.to_string() })
             .event(self.never_used())
             .audit(self.audit(AuditAction::AllocationsFail, json!({ "code": code })))
     }
@@ -519,11 +514,12 @@ impl Allocation {
     fn finish(
         &self,
         last: Option<(NodeId, Placement)>,
-        reason: &str,
+        reason: impl Into<StatusReason>,
         why: &str,
         ctx: &TransitionContext<'_>,
     ) -> Transition<Self> {
-        let ended = self.released_event(last.as_ref(), reason);
+        let reason = reason.into();
+        let ended = self.released_event(last.as_ref(), reason.as_str());
         self.in_phase(Phase::Released { at: ctx.now, last }, ctx.now, reason).transition(why).event(ended)
     }
 
@@ -556,8 +552,8 @@ impl Allocation {
         self.clone().transition(why)
     }
 
-    pub(super) fn wrong_state(&self, command: &Command) -> Rejection {
-        Rejection::WrongState { state: self.phase.name().to_owned(), command: command.name().to_owned() }
+    pub(super) fn wrong_state(&self, command: CommandName) -> Rejection {
+        Rejection::WrongState { state: PhaseName::from(&self.phase), command }
     }
 
     pub(super) fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {

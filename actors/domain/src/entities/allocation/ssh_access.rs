@@ -4,7 +4,7 @@
 //! it is resolved from the tenant at a revision of the tenant's keys: keys resolved at an earlier revision never replace keys resolved at
 //! a later one, however late they arrive. Each change has a revision too, and the node reports which one it has written.
 
-use super::{Allocation, AuthorizedKey, Command, Phase, Rejection};
+use super::{Allocation, AuthorizedKey, Command, CommandName, Phase, Rejection};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::{NodeId, SshKeyId};
@@ -60,10 +60,7 @@ impl Allocation {
             return Err(Rejection::NotFound);
         }
         if !self.admits_logins() {
-            return Err(Rejection::WrongState {
-                state: self.phase.name().to_owned(),
-                command: "choose_logins".to_owned(),
-            });
+            return Err(self.wrong_state(CommandName::ChooseLogins));
         }
         let is_there = |id: &SshKeyId| keys.iter().any(|key| key.id == *id);
         if let Some(id) = chosen.iter().flatten().find(|id| !is_there(id)) {

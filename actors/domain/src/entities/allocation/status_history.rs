@@ -1,27 +1,98 @@
 //! The part of an allocation's history that its user can read.
 
-use super::{Allocation, Phase, ReleaseRetry};
+use super::{Allocation, Phase, PhaseName, ReleaseRetry};
 use crate::machine::Timestamp;
 use crate::retry::RetryTimer;
 use serde::{Deserialize, Serialize};
+use std::fmt;
 
 /// Why an allocation failed (decisions 3, *Allocation*).
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AllocationFailure {
     /// The state in which it failed.
-    pub phase: String,
-    pub code: String,
+    pub phase: PhaseName,
+    pub code: FailureCode,
     pub message: String,
     /// True where a new request may succeed.
     pub retryable: bool,
 }
 
+/// The cause of a failure, as a code.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::AsRefStr)]
+#[strum(serialize_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
+pub enum FailureCode {
+    InsufficientCapacity,
+    ConcurrencyLimitExceeded,
+    InsufficientBalance,
+    IsolationModelUnavailable,
+    ProvisioningTimeout,
+    /// The code of the node's agent, or a code of another release.
+    #[serde(untagged)]
+    #[strum(transparent)]
+    Reported(String),
+}
+
+impl FailureCode {
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        self.as_ref()
+    }
+}
+
+impl fmt::Display for FailureCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
 /// One line of `status_history`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StatusEntry {
-    pub state: String,
+    pub state: PhaseName,
     pub at: Timestamp,
-    pub reason: String,
+    pub reason: StatusReason,
+}
+
+/// The reason of a status, stored as text.
+///
+/// This is the one place where stored text becomes a reason: text that is none of the codes, as of earlier releases, is
+/// [`StatusReason::Text`], and nothing is decided by it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::AsRefStr)]
+#[strum(serialize_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
+pub enum StatusReason {
+    Requested,
+    DevicesReserved,
+    TenantReady,
+    CleanedUp,
+    /// Its user released it before a node was found.
+    Cancelled,
+    /// An administrator released it without proof of clean-up.
+    Forced,
+    /// The code of a failure with its detail, or half a sentence for the user.
+    #[serde(untagged)]
+    #[strum(transparent)]
+    Text(String),
+}
+
+impl StatusReason {
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        self.as_ref()
+    }
+}
+
+impl From<&str> for StatusReason {
+    fn from(text: &str) -> Self {
+        Self::Text(text.to_owned())
+    }
+}
+
+impl From<&FailureCode> for StatusReason {
+    fn from(code: &FailureCode) -> Self {
+        Self::Text(code.as_str().to_owned())
+    }
 }
 
 /// The bound of the entries in a snapshot, which repeated clean-ups would exceed: beyond it, the oldest entry but the first is removed.
@@ -30,15 +101,20 @@ const MAX_ENTRIES: usize = 32;
 
 impl Allocation {
     /// The same allocation in another phase, with an entry in its history.
-    pub(super) fn in_phase(&self, phase: Phase, at: Timestamp, reason: &str) -> Self {
+    pub(super) fn in_phase(&self, phase: Phase, at: Timestamp, reason: impl Into<StatusReason>) -> Self {
         let mut next = self.clone();
-        next.history.push(StatusEntry { state: phase.name().to_owned(), at, reason: reason.to_owned() });
+        next.history.push(StatusEntry { state: PhaseName::from(&phase), at, reason: reason.into() });
         if next.history.len() > MAX_ENTRIES {
             next.history.remove(1);
         }
         next.again = phase.waits_for_reply().then(|| RetryTimer::first(at));
         next.phase = phase;
         next
+    }
+
+    /// Whether it was released by force, where it is released.
+    pub(super) fn was_forced(&self) -> bool {
+        self.history.last().is_some_and(|last| last.reason == StatusReason::Forced)
     }
 }
 
@@ -53,6 +129,36 @@ impl Phase {
             Self::Active { .. }
             | Self::ReleaseFailed { next: ReleaseRetry::RetryAt(_), .. }
             | Self::Released { .. } => false,
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reason_is_stored_as_its_text_and_other_text_is_preserved() {
+        for (reason, text) in [
+            (StatusReason::Forced, "forced"),
+            (StatusReason::CleanedUp, "cleaned_up"),
+            (StatusReason::Text("tenant_remains: a process".to_owned()), "tenant_remains: a process"),
+        ] {
+            assert_eq!(reason.as_str(), text);
+            assert_eq!(serde_json::to_value(&reason).unwrap(), text);
+            assert_eq!(serde_json::from_value::<StatusReason>(text.into()).unwrap(), reason);
+        }
+    }
+
+    #[test]
+    fn failure_code_of_an_agent_is_preserved() {
+        for (code, text) in [
+            (FailureCode::InsufficientCapacity, "insufficient_capacity"),
+            (FailureCode::Reported("disk_full".to_owned()), "disk_full"),
+        ] {
+            assert_eq!((code.as_str(), serde_json::to_value(&code).unwrap()), (text, text.into()));
+            assert_eq!(serde_json::from_value::<FailureCode>(text.into()).unwrap(), code);
         }
     }
 }

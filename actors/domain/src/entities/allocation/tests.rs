@@ -502,7 +502,7 @@ fn failed_provisioning_is_cleaned_up_and_ends_with_its_failure() {
         .cleaned()
         .expect("released");
     let failure = story.allocation.failure.clone().unwrap();
-    assert_eq!((failure.phase.as_str(), failure.code.as_str(), failure.retryable), ("provisioning", "disk_full", true));
+    assert_eq!((failure.phase, failure.code.as_str(), failure.retryable), (PhaseName::Provisioning, "disk_full", true));
     assert_eq!(story.allocation.active_at, None);
 }
 

@@ -1,6 +1,6 @@
 //! The contact with a node's agent: polls, heartbeats, inventory, and silence.
 
-use super::{INVENTORY_MISMATCH, Node, Phase, Rejection, Reply};
+use super::{Node, Phase, Rejection, Reply, StateCode, StateReason};
 use crate::audit::{AuditAction, AuditRecord};
 use crate::event::{Event, GpuDevice};
 use crate::id::AllocationId;
@@ -152,21 +152,15 @@ impl Node {
         next.health = health;
         let faults = next.faults(self, ctx);
         if next.health.status == NodeHealthStatus::Critical && next.may_be_quarantined() {
-            let was = Box::new(next.life.clone());
-            let event = next.enter(
-                Phase::Quarantined { was },
-                "health_critical",
-                "The agent reports critical health; repair the machine, then release the quarantine.",
-                ctx,
-            );
-            let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": "health_critical" }));
+            let message = "The agent reports critical health; repair the machine, then release the quarantine.";
+            let event = next.enter_quarantine(StateCode::HealthCritical, message, ctx);
+            let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": StateCode::HealthCritical }));
             let step = Transition::to(next, reply, "critical health").event(event).audit(audit);
             return faults.into_iter().fold(step, Transition::event);
         }
         if let (Phase::Active | Phase::Offline | Phase::Draining { .. }, Some(why)) = (&next.life, next.mismatch()) {
-            let was = Box::new(next.life.clone());
-            let event = next.enter(Phase::Quarantined { was }, "inventory_drift", &why, ctx);
-            let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": "inventory_drift" }));
+            let event = next.enter_quarantine(StateCode::InventoryDrift, &why, ctx);
+            let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": StateCode::InventoryDrift }));
             let step = Transition::to(next, reply, why).event(event).audit(audit);
             return faults.into_iter().fold(step, Transition::event);
         }
@@ -217,23 +211,24 @@ impl Node {
     fn after_contact(&self, mut next: Self, reply: Reply, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match (&self.life, next.mismatch()) {
             (Phase::Enrolling { .. }, None) => {
-                let event = next.enter(Phase::Active, "first_poll", "The agent polls and the inventory matches.", ctx);
+                let event =
+                    next.enter(Phase::Active, StateCode::FirstPoll, "The agent polls and the inventory matches.", ctx);
                 let audit = self.audit(AuditAction::NodesActivate, json!({}));
                 Transition::to(next, reply, "the agent polled with its certificate").event(event).audit(audit)
             }
             (Phase::Enrolling { .. }, Some(why)) if self.reason.message != why => {
-                next.reason = super::StateReason { code: INVENTORY_MISMATCH.to_owned(), message: why.clone() };
+                next.reason = StateReason::new(StateCode::InventoryMismatch, why.clone());
                 Transition::to(next, reply, why)
             }
             (Phase::Offline, _) => {
                 let boot_of = |node: &Self| node.seen.as_ref().map(|seen| seen.boot_id.clone());
                 let (code, message) = if boot_of(self) == boot_of(&next) {
-                    ("heard_again", "The agent was heard again.")
+                    (StateCode::HeardAgain, "The agent was heard again.")
                 } else {
-                    ("restarted", "The machine was started anew; its allocations are kept.")
+                    (StateCode::Restarted, "The machine was started anew; its allocations are kept.")
                 };
-                let event = next.enter(Phase::Active, code, message, ctx);
                 let audit = self.audit(AuditAction::NodesFind, json!({ "code": code }));
+                let event = next.enter(Phase::Active, code, message, ctx);
                 Transition::to(next, reply, message).event(event).audit(audit)
             }
             (
@@ -324,11 +319,19 @@ impl Node {
                 self.expire_enrollment(ctx)
             }
             Phase::Active if self.seen.as_ref().is_some_and(|seen| ctx.now >= seen.silent_at) => self
-                .change_phase(Phase::Offline, "silent", "The agent was not heard; its allocations are kept.", ctx)
+                .change_phase(
+                    Phase::Offline,
+                    StateCode::Silent,
+                    "The agent was not heard; its allocations are kept.",
+                    ctx,
+                )
                 .audit(self.audit(AuditAction::NodesLose, json!({}))),
-            Phase::Removing { until } if ctx.now >= *until => {
-                self.change_phase(Phase::Removed, "removed", "Removed; the machine can come back as a new node.", ctx)
-            }
+            Phase::Removing { until } if ctx.now >= *until => self.change_phase(
+                Phase::Removed,
+                StateCode::Removed,
+                "Removed; the machine can come back as a new node.",
+                ctx,
+            ),
             Phase::Draining { .. } if self.in_use().is_none() => self.drained(ctx),
             Phase::Registered
             | Phase::BootstrapIssued { .. }

@@ -4,7 +4,7 @@
 //! node is quarantined: one of the two machines is a copy, or reports what is not true. An operator who has removed the other node, or
 //! corrected the hardware, releases the quarantine, and the node claims its UUIDs again.
 
-use super::{Command, Node, Phase, Rejection};
+use super::{Command, Node, Phase, Rejection, StateCode};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::NodeId;
@@ -12,9 +12,6 @@ use crate::machine::{Transition, TransitionContext};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
-
-/// The code of the quarantine of a node that reports another node's GPU.
-pub(super) const GPU_OF_ANOTHER_NODE: &str = "gpu_of_another_node";
 
 /// The claim of a GPU. Its UUID is hexadecimal: case does not distinguish two.
 pub(super) fn gpu_claim(uuid: &str) -> String {
@@ -62,8 +59,8 @@ impl Node {
             step.events.retain(|event| !matches!(event, Event::NodeStateChanged { .. }));
             step.audit.retain(|audit| audit.action != AuditAction::NodesActivate);
         }
-        let event = next.enter(Phase::Quarantined { was }, GPU_OF_ANOTHER_NODE, &why, ctx);
-        let metadata = json!({ "reason": GPU_OF_ANOTHER_NODE, "gpus": next.contested_gpus });
+        let event = next.enter(Phase::Quarantined { was }, StateCode::GpuOfAnotherNode, &why, ctx);
+        let metadata = json!({ "reason": StateCode::GpuOfAnotherNode, "gpus": next.contested_gpus });
         let audit = next.audit(AuditAction::NodesQuarantine, metadata);
         step.why = why;
         Ok(step.event(event).audit(audit))

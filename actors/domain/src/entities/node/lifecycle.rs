@@ -1,6 +1,6 @@
 //! An administrator's actions on a node: retire, reactivate, remove, quarantine.
 
-use super::{Command, HoldPhase, Node, NodeHealthStatus, Phase, Rejection, Reply};
+use super::{CommandName, HoldPhase, Node, NodeHealthStatus, Phase, Rejection, StateCode};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::machine::{Effect, Transition, TransitionContext};
@@ -20,21 +20,19 @@ impl Node {
     ) -> Result<Transition<Self>, Rejection> {
         let audit = self.audit(AuditAction::NodesRetire, json!({ "reason": reason, "drain": drain }));
         match (&self.life, self.in_use()) {
-            (Phase::Retired, _) => Ok(Transition::stay(Reply::Node { node: Box::new(self.clone()) })),
+            (Phase::Retired, _) => Ok(self.stay_with_node()),
             (Phase::Active | Phase::Offline | Phase::Draining { .. }, None) => {
-                Ok(self.change_phase(Phase::Retired, "retired", reason, ctx).audit(audit))
+                Ok(self.change_phase(Phase::Retired, StateCode::Retired, reason, ctx).audit(audit))
             }
             // A machine that is beyond repair is retired this way; what is left on it prevents a reactivation.
             (Phase::Quarantined { was }, None) if !was.has_no_identity() => {
-                Ok(self.change_phase(Phase::Retired, "retired", reason, ctx).audit(audit))
+                Ok(self.change_phase(Phase::Retired, StateCode::Retired, reason, ctx).audit(audit))
             }
             (Phase::Active | Phase::Offline, Some(_)) if drain => {
                 let until = ctx.now + ctx.policy.seconds(PolicyKey::NodeDrainOverdue, &Scopes::global(), ctx.now);
-                Ok(self.change_phase(Phase::Draining { until }, "draining", reason, ctx).audit(audit))
+                Ok(self.change_phase(Phase::Draining { until }, StateCode::Draining, reason, ctx).audit(audit))
             }
-            (Phase::Draining { .. }, Some(_)) if drain => {
-                Ok(Transition::stay(Reply::Node { node: Box::new(self.clone()) }))
-            }
+            (Phase::Draining { .. }, Some(_)) if drain => Ok(self.stay_with_node()),
             (
                 Phase::Active | Phase::Offline | Phase::Draining { .. } | Phase::Quarantined { .. },
                 Some(allocation_id),
@@ -45,30 +43,28 @@ impl Node {
                 None,
             ) => {
                 let mut next = self.clone();
-                next.identity.token = None;
-                next.identity.certificates.clear();
-                let step = next.change_phase(Phase::Retired, "retired", reason, ctx).audit(audit);
+                next.identity.revoke();
+                let step = next.change_phase(Phase::Retired, StateCode::Retired, reason, ctx).audit(audit);
                 Ok(step.effect(Effect::CloseNode(self.id)))
             }
             (Phase::Registered | Phase::BootstrapIssued { .. } | Phase::Enrolling { .. }, Some(allocation_id)) => {
                 Err(Rejection::InUse { allocation_id })
             }
-            (Phase::Removing { .. } | Phase::Removed, _) => {
-                Err(self.wrong_state(&Command::Retire { reason: String::new(), drain }))
-            }
+            (Phase::Removing { .. } | Phase::Removed, _) => Err(self.wrong_state(CommandName::Retire)),
         }
     }
 
     /// The last allocation of a draining node has ended.
     pub(super) fn drained(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
-        self.change_phase(Phase::Retired, "drained", "The last allocation ended; the node is retired.", ctx)
+        self.change_phase(Phase::Retired, StateCode::Drained, "The last allocation ended; the node is retired.", ctx)
             .audit(self.audit(AuditAction::NodesDrained, json!({})))
     }
 
     /// As [`Node::drained`], as part of the transition that ended the last allocation.
     pub(super) fn retire_if_drained(&mut self, ctx: &TransitionContext<'_>) -> Option<Event> {
-        (matches!(self.life, Phase::Draining { .. }) && self.in_use().is_none())
-            .then(|| self.enter(Phase::Retired, "drained", "The last allocation ended; the node is retired.", ctx))
+        (matches!(self.life, Phase::Draining { .. }) && self.in_use().is_none()).then(|| {
+            self.enter(Phase::Retired, StateCode::Drained, "The last allocation ended; the node is retired.", ctx)
+        })
     }
 
     pub(super) fn reactivate(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
@@ -81,7 +77,11 @@ impl Node {
                     return Err(Rejection::NotInOrder { why });
                 }
                 let audit = self.audit(AuditAction::NodesReactivate, json!({ "reason": reason }));
-                Ok(self.clone().reclaim_gpus().change_phase(Phase::Active, "reactivated", reason, ctx).audit(audit))
+                Ok(self
+                    .clone()
+                    .reclaim_gpus()
+                    .change_phase(Phase::Active, StateCode::Reactivated, reason, ctx)
+                    .audit(audit))
             }
             Phase::Registered
             | Phase::BootstrapIssued { .. }
@@ -91,26 +91,27 @@ impl Node {
             | Phase::Draining { .. }
             | Phase::Quarantined { .. }
             | Phase::Removing { .. }
-            | Phase::Removed => Err(self.wrong_state(&Command::Reactivate { reason: String::new() })),
+            | Phase::Removed => Err(self.wrong_state(CommandName::Reactivate)),
         }
     }
 
     pub(super) fn remove(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match (&self.life, self.in_use()) {
-            (Phase::Removing { .. } | Phase::Removed, _) => {
-                Ok(Transition::stay(Reply::Node { node: Box::new(self.clone()) }))
-            }
+            (Phase::Removing { .. } | Phase::Removed, _) => Ok(self.stay_with_node()),
             (Phase::Retired, Some(allocation_id)) => Err(Rejection::InUse { allocation_id }),
             (Phase::Retired, None) => {
                 let mut next = self.clone();
-                next.identity.token = None;
-                next.identity.certificates.clear();
+                next.identity.revoke();
                 next.holds.clear();
                 next.fenced_by.clear();
                 next.tasks.clear();
                 let message = "Its identity is void; its connections are being closed.";
-                let event =
-                    next.enter(Phase::Removing { until: ctx.now + CONNECTION_CLOSE_TIME }, "removing", message, ctx);
+                let event = next.enter(
+                    Phase::Removing { until: ctx.now + CONNECTION_CLOSE_TIME },
+                    StateCode::Removing,
+                    message,
+                    ctx,
+                );
                 let audit = self.audit(AuditAction::NodesRemove, json!({ "reason": reason }));
                 Ok(next.transition_with_node(message).event(event).audit(audit).effect(Effect::CloseNode(self.id)))
             }
@@ -123,20 +124,21 @@ impl Node {
                 | Phase::Draining { .. }
                 | Phase::Quarantined { .. },
                 _,
-            ) => Err(self.wrong_state(&Command::Remove { reason: String::new() })),
+            ) => Err(self.wrong_state(CommandName::Remove)),
         }
     }
 
     pub(super) fn quarantine(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         if matches!(self.life, Phase::Quarantined { .. }) {
-            return Ok(Transition::stay(Reply::Node { node: Box::new(self.clone()) }));
+            return Ok(self.stay_with_node());
         }
         if self.life.is_gone() {
-            return Err(self.wrong_state(&Command::Quarantine { reason: String::new() }));
+            return Err(self.wrong_state(CommandName::Quarantine));
         }
-        let was = Box::new(self.life.clone());
         let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": reason }));
-        Ok(self.change_phase(Phase::Quarantined { was }, "quarantined", reason, ctx).audit(audit))
+        let mut next = self.clone();
+        let event = next.enter_quarantine(StateCode::Quarantined, reason, ctx);
+        Ok(next.transition_with_node(reason).event(event).audit(audit))
     }
 
     pub(super) fn release_quarantine(
@@ -164,7 +166,7 @@ impl Node {
                     | Phase::Removing { .. }
                     | Phase::Removed => {
                         let free = self.clone().reclaim_gpus();
-                        Ok(free.change_phase((**was).clone(), "quarantine_released", reason, ctx).audit(audit))
+                        Ok(free.change_phase((**was).clone(), StateCode::QuarantineReleased, reason, ctx).audit(audit))
                     }
                 }
             }
@@ -176,7 +178,7 @@ impl Node {
             | Phase::Draining { .. }
             | Phase::Retired
             | Phase::Removing { .. }
-            | Phase::Removed => Err(self.wrong_state(&Command::ReleaseQuarantine { reason: String::new() })),
+            | Phase::Removed => Err(self.wrong_state(CommandName::ReleaseQuarantine)),
         }
     }
 

@@ -1,8 +1,8 @@
 //! How a machine becomes a node: registration, the single-use token, and the certificates of its identity.
 
 use super::{
-    Command, EnrollmentTokenFault, Node, NodeHealth, Phase, ProbeOutcome, Registration, Rejection, Reply,
-    ReportedInventory, StateReason,
+    CommandName, EnrollmentTokenFault, Node, NodeHealth, Phase, ProbeOutcome, Registration, Rejection, Reply,
+    ReportedInventory, StateCode, StateReason,
 };
 use crate::audit::{AuditAction, RefusalAudit};
 use crate::event::Event;
@@ -75,6 +75,12 @@ pub struct Enrollment {
 pub(super) const CERTIFICATES: usize = 8;
 
 impl NodeCredentials {
+    /// Neither the token nor a certificate is valid any more.
+    pub(super) fn revoke(&mut self) {
+        self.token = None;
+        self.certificates.clear();
+    }
+
     /// Drops the certificates that expire first, so that one more has room. The certificates that the agent uses stay: the one that it
     /// presents now (`but`), and the one that it presented last. So an agent whose answer was lost renews again with its old one.
     fn drop_superseded_certificates(&mut self, but: &[&str]) {
@@ -112,10 +118,7 @@ impl Node {
             registered_at: ctx.now,
             life: Phase::Registered,
             entered_at: ctx.now,
-            reason: StateReason {
-                code: "registered".into(),
-                message: "Registered; issue an enrollment token next.".into(),
-            },
+            reason: StateReason::new(StateCode::Registered, "Registered; issue an enrollment token next."),
             probe,
             identity: NodeCredentials::default(),
             inventory: None,
@@ -132,7 +135,7 @@ impl Node {
             node_id: node.id,
             from: None,
             to: node.life.name().to_owned(),
-            reason: "registered".to_owned(),
+            reason: node.reason.code.as_str().to_owned(),
         };
         let audit = node.audit(
             AuditAction::NodesCreate,
@@ -153,8 +156,7 @@ impl Node {
             return Err(Rejection::VersionDiffers);
         }
         if self.life.is_gone() {
-            let command = Command::Revise { host, port, ssh_username, probe, metadata, if_version };
-            return Err(self.wrong_state(&command));
+            return Err(self.wrong_state(CommandName::Revise));
         }
         let mut next = self.clone();
         let to = &mut next.registration;
@@ -192,7 +194,7 @@ impl Node {
             | Phase::Retired
             | Phase::Removing { .. }
             | Phase::Removed => {
-                return Err(self.wrong_state(&Command::IssueToken { token_id: id, token_sha256: sha256, ttl_seconds }));
+                return Err(self.wrong_state(CommandName::IssueToken));
             }
         }
         let expires_at = ctx.now + self.token_ttl(ttl_seconds, ctx);
@@ -201,7 +203,7 @@ impl Node {
         next.identity.token = Some(EnrollmentToken { id, sha256, expires_at, consumed_at: None });
         next.identity.certificates.clear();
         let message = "A token was issued; install the bundle on the machine and start the agent.";
-        let event = next.enter(Phase::BootstrapIssued { until: expires_at }, "token_issued", message, ctx);
+        let event = next.enter(Phase::BootstrapIssued { until: expires_at }, StateCode::TokenIssued, message, ctx);
         let audit =
             self.audit(AuditAction::NodesIssueEnrollmentToken, json!({ "token_id": id, "expires_at": expires_at }));
         Ok(Transition::to(next, Reply::TokenIssued { expires_at }, "an enrollment token was issued")
@@ -248,10 +250,7 @@ impl Node {
             json!({ "identity_generation": generation, "agent_version": shown.agent_version }),
         );
         let event = match self.life {
-            Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } => {
-                let message = "The agent has its certificate; waiting for its first poll.";
-                Some(next.enter(Phase::Enrolling { until }, "certificate_issued", message, ctx))
-            }
+            Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } => Some(next.await_first_poll(until, ctx)),
             Phase::Registered
             | Phase::Active
             | Phase::Offline
@@ -265,6 +264,12 @@ impl Node {
         let step = event.into_iter().fold(step, Transition::event);
         let had_one = !self.identity.certificates.is_empty();
         Ok(if had_one { step.effect(Effect::CloseNode(self.id)) } else { step })
+    }
+
+    /// The enrolled node waits for its agent's first poll.
+    pub(super) fn await_first_poll(&mut self, until: Timestamp, ctx: &TransitionContext<'_>) -> Event {
+        let message = "The agent has its certificate; waiting for its first poll.";
+        self.enter(Phase::Enrolling { until }, StateCode::CertificateIssued, message, ctx)
     }
 
     pub(super) fn renew(
@@ -321,7 +326,7 @@ impl Node {
         let (life, code, message) = match &self.life {
             Phase::Enrolling { until } => (
                 Phase::BootstrapIssued { until: *until },
-                "enrollment_expired",
+                StateCode::EnrollmentExpired,
                 "The agent enrolled but did not poll in time; its certificate is void.",
             ),
             Phase::Registered
@@ -334,11 +339,11 @@ impl Node {
             | Phase::Removing { .. }
             | Phase::Removed => {
                 next.identity.token = None;
-                (Phase::Registered, "token_expired", "The enrollment token expired unused; issue another.")
+                (Phase::Registered, StateCode::TokenExpired, "The enrollment token expired unused; issue another.")
             }
         };
-        let event = next.enter(life, code, message, ctx);
         let audit = self.audit(AuditAction::NodesExpireEnrollment, json!({ "code": code }));
+        let event = next.enter(life, code, message, ctx);
         next.transition_with_node(message).event(event).audit(audit).effect(Effect::CloseNode(self.id))
     }
 }

@@ -5,7 +5,9 @@
 //! generated at enrollment and to the identity's generation, which every recovery raises. So of two machines with the same state, the
 //! second to recover presents an old generation: one of them is a clone.
 
-use super::{CertificateRecord, Command, EnrollmentToken, EnrollmentTokenFault, Node, Phase, Rejection, Reply};
+use super::{
+    CertificateRecord, CommandName, EnrollmentToken, EnrollmentTokenFault, Node, Phase, Rejection, Reply, StateCode,
+};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::TokenId;
@@ -121,10 +123,7 @@ impl Node {
             json!({ "identity_generation": generation, "recoveries_left": recoveries_left, "again": again }),
         );
         let event = match &self.life {
-            Phase::BootstrapIssued { until } => {
-                let message = "The agent has its certificate; waiting for its first poll.";
-                Some(next.enter(Phase::Enrolling { until: *until }, "certificate_issued", message, ctx))
-            }
+            Phase::BootstrapIssued { until } => Some(next.await_first_poll(*until, ctx)),
             Phase::Registered
             | Phase::Enrolling { .. }
             | Phase::Active
@@ -149,10 +148,9 @@ impl Node {
         let metadata = json!({ "given": given, "current": self.identity.generation, "boot_id": shown.boot_id });
         let audit = self.audit(AuditAction::NodesCloneSuspected, metadata);
         let event = self.may_be_quarantined().then(|| {
-            let was = Box::new(self.life.clone());
             let message = "An agent recovered with an identity that another had recovered before: find the copy of this machine's \
                            state, then release the quarantine.";
-            next.enter(Phase::Quarantined { was }, "clone_suspected", message, ctx)
+            next.enter_quarantine(StateCode::CloneSuspected, message, ctx)
         });
         let step = Transition::to(next, Reply::CloneSuspected, "an old identity generation was shown").audit(audit);
         event.into_iter().fold(step, Transition::event)
@@ -174,11 +172,11 @@ impl Node {
         let message = "A token was issued anew; run the restart command on the machine.";
         let event = match &self.life {
             Phase::Registered | Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } => {
-                Some(next.enter(Phase::BootstrapIssued { until: expires_at }, "token_issued", message, ctx))
+                Some(next.enter(Phase::BootstrapIssued { until: expires_at }, StateCode::TokenIssued, message, ctx))
             }
             Phase::Active | Phase::Offline | Phase::Quarantined { .. } | Phase::Retired => None,
             Phase::Draining { .. } | Phase::Removing { .. } | Phase::Removed => {
-                return Err(self.wrong_state(&Command::Reissue(Box::new(asked))));
+                return Err(self.wrong_state(CommandName::Reissue));
             }
         };
         // A certificate that was never used is revoked in any case.

@@ -143,6 +143,7 @@ impl Node {
         let mut next = self.clone();
         let hold = next.holds.get_mut(&allocation_id)?;
         let revision = hold.logins.revision;
+        let is_written = matches!(verdict, TaskOutcome::Succeeded { .. });
         let (result, code, why) = match verdict {
             TaskOutcome::Succeeded { .. } => {
                 hold.logins.written = revision;
@@ -165,7 +166,7 @@ impl Node {
         });
         let written = Event::LoginsWritten { node_id: self.id, allocation_id, revision };
         let step = Transition::to(next, Reply::Done, why).audit(self.audit(AuditAction::SshKeysReconcile, metadata));
-        Some(Ok(if result == "ok" { step.event(written) } else { step }))
+        Some(Ok(if is_written { step.event(written) } else { step }))
     }
 
     /// When a task is dispatched again.

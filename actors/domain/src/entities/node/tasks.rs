@@ -3,7 +3,7 @@
 //! A task without a result in time is handled as its type says ([`StaleTaskAction`]). One that must not happen twice waits until an
 //! operator has checked and resumes it, and is shown as overdue.
 
-use super::{AgentTask, Command, Node, PendingTask, Phase, Rejection, Reply, TaskKind, TaskOutcome};
+use super::{AgentTask, CommandName, Node, PendingTask, Rejection, Reply, StateCode, TaskKind, TaskOutcome};
 use crate::audit::AuditAction;
 use crate::id::TaskId;
 use crate::machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
@@ -67,7 +67,7 @@ impl Node {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         if self.life.has_no_identity() || self.life.is_gone() {
-            return Err(self.wrong_state(&Command::OrderTask { task_type, reason: String::new() }));
+            return Err(self.wrong_state(CommandName::OrderTask));
         }
         if !TaskType::ORDERED.contains(&task_type) {
             return Err(Rejection::NotOrdered { task_type });
@@ -151,10 +151,9 @@ impl Node {
         }
         next.forget_old_tasks();
         let Some(unfit) = unfit else { return Ok(Transition::to(next, Reply::Done, why)) };
-        let was = Box::new(self.life.clone());
         let message = format!("The machine is not fit for tenants: {unfit}");
-        let event = next.enter(Phase::Quarantined { was }, "validation_failed", &message, ctx);
-        let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": "validation_failed" }));
+        let event = next.enter_quarantine(StateCode::ValidationFailed, &message, ctx);
+        let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": StateCode::ValidationFailed }));
         Ok(Transition::to(next, Reply::Done, why).event(event).audit(audit))
     }
 

@@ -1,6 +1,6 @@
 //! The allocations on the node's GPUs, and the tasks that set tenants up and clean them up.
 
-use super::{HoldSshAccess, Node, NodeHealth, PREVENT_ALLOCATION, Phase, Rejection, Reply, TerminalTask};
+use super::{HoldSshAccess, Node, NodeHealth, PREVENT_ALLOCATION, Phase, Rejection, Reply, StateCode, TerminalTask};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::hardware::Placement;
@@ -488,13 +488,8 @@ impl Node {
             hold.phase = HoldPhase::Abandoned { work };
         }
         let event = (!closed).then(|| {
-            let was = Box::new(next.life.clone());
-            next.enter(
-                Phase::Quarantined { was },
-                "forced_release",
-                "An allocation was released by force, without proof of clean-up.",
-                ctx,
-            )
+            let message = "An allocation was released by force, without proof of clean-up.";
+            next.enter_quarantine(StateCode::ForcedRelease, message, ctx)
         });
         let step = Transition::to(next, Reply::Done, format!("allocation {allocation_id} was released by force"))
             .effect(Effect::WakeNode(self.id));

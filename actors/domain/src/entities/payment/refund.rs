@@ -1,10 +1,10 @@
 //! Refunds that the payer requests: debited from the account first, then paid by the processor.
 
-use super::{MAX_REFUNDS, Payment, Phase, REFUND_OVERDUE_AFTER, Rejection, Reply, Reversal};
+use super::{MAX_REFUNDS, Payment, Phase, PhaseName, REFUND_OVERDUE_AFTER, Rejection, Reply, Reversal};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::RefundId;
-use crate::machine::{Deadline, Machine as _, Timestamp, Transition, TransitionContext};
+use crate::machine::{Deadline, Timestamp, Transition, TransitionContext};
 use crate::policy::PolicyKey;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -105,7 +105,7 @@ impl Payment {
             return Ok(Transition::stay(self.shown()));
         }
         let Phase::Deposited { paid_at, .. } = self.phase else {
-            return Err(Rejection::NotPaid { state: self.state().to_owned() });
+            return Err(Rejection::NotPaid { state: PhaseName::from(&self.phase) });
         };
         let days = ctx.policy.int(PolicyKey::AllocationRefundWindow, &self.holder.scopes(), ctx.now);
         if ctx.now - paid_at > TimeDelta::days(days) {

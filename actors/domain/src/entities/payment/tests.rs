@@ -290,7 +290,7 @@ fn refused_deposit_is_refunded_to_its_payer() {
     // A repeated message is answered again, without an effect.
     world.send(0, Command::DepositRefused { why: "w".into() }).unwrap();
     world.send(0, Command::Deposited).unwrap();
-    assert_eq!(world.refund(1, None), Err(Rejection::NotPaid { state: "refused".into() }));
+    assert_eq!(world.refund(1, None), Err(Rejection::NotPaid { state: PhaseName::Refused }));
     // The processor is called until it has paid.
     world.pass(TimeDelta::hours(1));
     world.hear_all();
@@ -519,7 +519,7 @@ fn refund_is_debited_before_it_is_paid() {
 #[test]
 fn refund_is_for_the_payer_only_and_within_the_window() {
     let mut world = PaymentHarness::open(5_000);
-    assert_eq!(world.refund(1, None), Err(Rejection::NotPaid { state: "open".into() }));
+    assert_eq!(world.refund(1, None), Err(Rejection::NotPaid { state: PhaseName::Open }));
     world.pay(0);
     world.hear_all();
     let refund = Command::Refund { refund_id: refund_id(1), amount_minor: None, reason: "r".into() };

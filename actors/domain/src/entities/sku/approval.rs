@@ -46,6 +46,15 @@ pub struct SkuUsage {
     pub allocations: u64,
 }
 
+/// A text that the deactivation of a SKU in use requires.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::Display, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(rename_all = "snake_case")]
+pub enum ReviewText {
+    ImpactReview,
+    RollbackPlan,
+}
+
 impl SkuUsage {
     const fn is_free(self) -> bool {
         self.nodes == 0 && self.allocations == 0
@@ -76,8 +85,7 @@ impl Sku {
             return Ok(self.withdraw(&given, ctx));
         }
         if !given.change.may_change_from(self.status) {
-            let (status, command) = (self.status.name().to_owned(), given.change.name().to_owned());
-            return Err(Rejection::WrongStatus { status, command });
+            return Err(Rejection::WrongStatus { status: self.status, command: given.change });
         }
         let first = waits.map(|pending| &pending.first).filter(|first| first.change == given.change);
         // The approval does not count where the approver's role was revoked since.
@@ -159,11 +167,11 @@ fn reviewed(given: &ApprovalRequest, first: Option<&Approval>) -> Result<(), Rej
         return Ok(());
     }
     let texts = [
-        ("impact_review", &given.impact_review, first.map(|first| &first.impact_review)),
-        ("rollback_plan", &given.rollback_plan, first.map(|first| &first.rollback_plan)),
+        (ReviewText::ImpactReview, &given.impact_review, first.map(|first| &first.impact_review)),
+        (ReviewText::RollbackPlan, &given.rollback_plan, first.map(|first| &first.rollback_plan)),
     ];
     let missing = texts.iter().find(|(_, own, before)| own.is_none() && before.is_none_or(Option::is_none));
-    missing.map_or(Ok(()), |(field, ..)| Err(Rejection::ReviewMissing { field: (*field).to_owned() }))
+    missing.map_or(Ok(()), |(field, ..)| Err(Rejection::ReviewMissing { field: *field }))
 }
 
 fn approval(given: ApprovalRequest, role: PlatformRole, ctx: &TransitionContext<'_>) -> Result<Approval, Rejection> {

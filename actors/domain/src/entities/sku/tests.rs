@@ -240,7 +240,7 @@ fn a_sku_in_use_is_deactivated_with_both_texts_from_either() {
     };
     let ann = person("ann", &[OPERATIONS]);
     let missing = |state: &Sku, by: &Principal, given: ApprovalRequest| match approve(state, by, given, 1) {
-        Err(Rejection::ReviewMissing { field }) => field,
+        Err(Rejection::ReviewMissing { field }) => field.to_string(),
         other => outcome(other),
     };
     let active = sku(CatalogStatus::Active);

@@ -164,7 +164,7 @@ fn unattached_or_expired_session_is_closed_at_its_deadline() {
     assert_eq!(story.session.as_ref().unwrap().token.as_ref().unwrap().expires_at, ends_at);
     story.pass(1);
     // Its deadline was not processed yet, and no connection is admitted any more.
-    assert_eq!(story.attach(token(2)).unwrap_err(), Rejection::Closed { reason: "lifetime".into() });
+    assert_eq!(story.attach(token(2)).unwrap_err(), Rejection::Closed { reason: CloseCode::Lifetime });
     story.ask(&gateway(), Command::Tick).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::Lifetime));
 }
@@ -189,7 +189,7 @@ fn detached_session_ends_after_the_policys_time_unless_a_connection_comes_back()
     story.pass(1);
     assert_eq!(
         story.ask(&user("u"), issue(token(3))).unwrap_err(),
-        Rejection::Closed { reason: "detached_expired".into() }
+        Rejection::Closed { reason: CloseCode::DetachedExpired }
     );
     story.ask(&gateway(), Command::Tick).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::DetachedExpired));
@@ -235,8 +235,8 @@ fn closed_session_keeps_its_first_reason() {
         assert!(step.next.is_none() && step.effects.is_empty());
     }
     assert_eq!(story.reason(), Some(&CloseReason::Killed));
-    assert_eq!(story.attach(token(1)).unwrap_err(), Rejection::Closed { reason: "killed".into() });
-    assert_eq!(story.ask(&user("u"), issue(token(2))).unwrap_err(), Rejection::Closed { reason: "killed".into() });
+    assert_eq!(story.attach(token(1)).unwrap_err(), Rejection::Closed { reason: CloseCode::Killed });
+    assert_eq!(story.ask(&user("u"), issue(token(2))).unwrap_err(), Rejection::Closed { reason: CloseCode::Killed });
 }
 
 #[test]
@@ -331,7 +331,7 @@ fn session_lost_with_its_agent_is_closed_by_its_own_node_only() {
     let lost = story.ask(&Principal::Node(NODE), Command::Lose).unwrap();
     assert_eq!(lost.audit[0].metadata["fault"], AGENT_RESTARTED);
     assert_eq!(story.reason(), Some(&CloseReason::Failed { code: AGENT_RESTARTED.to_owned() }));
-    assert_eq!(story.ask(&user("u"), issue(token(2))).unwrap_err(), Rejection::Closed { reason: "failed".to_owned() });
+    assert_eq!(story.ask(&user("u"), issue(token(2))).unwrap_err(), Rejection::Closed { reason: CloseCode::Failed });
 }
 
 mod recorded {

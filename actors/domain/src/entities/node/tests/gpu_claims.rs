@@ -42,7 +42,7 @@ fn node_claims_its_gpus_from_its_first_poll_until_it_is_removed() {
 fn node_that_reports_a_claimed_gpu_is_quarantined_with_the_holders_id() {
     let contested = node().enrolled().contested(1, poll());
     assert_eq!(contested.node.life, Phase::Quarantined { was: Box::new(Phase::Active) });
-    assert_eq!(contested.node.reason.code, "gpu_of_another_node");
+    assert_eq!(contested.node.reason.code.as_str(), "gpu_of_another_node");
     assert!(contested.node.reason.message.contains(&FIRST.to_string()), "{}", contested.node.reason.message);
     assert_eq!(contested.node.claims().len(), 3, "its other GPUs are its own");
     let from_to = contested.said.iter().filter_map(|event| {

@@ -58,7 +58,7 @@ fn expired_enrollment_revokes_its_certificate() {
 #[test]
 fn inventory_mismatch_prevents_activation() {
     let short = node().enrolled().agent(heartbeat(NodeHealthStatus::Ok, inventory(GPUS - 1))).expect("enrolling");
-    assert_eq!(short.node.reason.code, "inventory_mismatch");
+    assert_eq!(short.node.reason.code.as_str(), "inventory_mismatch");
     short.after_heartbeat().expect("active");
 }
 
@@ -174,9 +174,9 @@ fn restarted_machine_keeps_its_tenants_and_is_audited() {
         assert_eq!(next.seen.as_ref().unwrap().boot_id, "boot-2");
     }
     let back = node().active().ready().offline().agent(rebooted());
-    assert_eq!(back.node.reason.code, "restarted");
+    assert_eq!(back.node.reason.code.as_str(), "restarted");
     let same = node().active().ready().offline().after_heartbeat();
-    assert_eq!(same.node.reason.code, "heard_again");
+    assert_eq!(same.node.reason.code.as_str(), "heard_again");
 }
 
 #[test]
@@ -203,7 +203,7 @@ fn critical_health_quarantines_and_release_restores_the_phase() {
     for story in [node().enrolled(), node().active(), node().active().retired()] {
         let was = story.node.state();
         let sick = story.agent(critical()).expect("quarantined");
-        assert_eq!(sick.node.reason.code, "health_critical");
+        assert_eq!(sick.node.reason.code.as_str(), "health_critical");
         let release = Command::ReleaseQuarantine { reason: "repaired".into() };
         assert!(matches!(sick.refuses(&admin(), release.clone()), Rejection::NotInOrder { .. }));
         sick.after_heartbeat().expect("quarantined").admin(release).expect(was);
@@ -214,7 +214,7 @@ fn critical_health_quarantines_and_release_restores_the_phase() {
 fn inventory_drift_quarantines_the_node() {
     let drifted = node().active().ready().agent(heartbeat(NodeHealthStatus::Ok, inventory(GPUS - 1)));
     let drifted = drifted.expect("quarantined");
-    assert_eq!(drifted.node.reason.code, "inventory_drift");
+    assert_eq!(drifted.node.reason.code.as_str(), "inventory_drift");
     assert_eq!(drifted.node.holds.len(), 1);
 }
 

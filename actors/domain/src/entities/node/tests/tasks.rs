@@ -79,7 +79,7 @@ fn failed_validation_quarantines_the_node_with_the_reason() {
     let unfit =
         TaskOutcome::Failed { code: "device_guard".into(), message: "the devices are open to everybody".into() };
     let unfit = story.agent(report(task_id, 1, unfit)).expect("quarantined").says(&["node.state_changed"]);
-    assert_eq!(unfit.node.reason.code, "validation_failed");
+    assert_eq!(unfit.node.reason.code.as_str(), "validation_failed");
     assert!(unfit.node.reason.message.ends_with("the devices are open to everybody"), "{:?}", unfit.node.reason);
     assert_eq!(unfit.node.holds.len(), 1, "its tenants stay");
 }
