@@ -12,7 +12,7 @@ use crate::interfaces::{Remote, RemoteError};
 use crate::rate_cell_table::RateCells;
 use crate::sharding::shard_of;
 use chrono::TimeDelta;
-use domain::kinds::Visitor;
+use domain::Visitor;
 use domain::machine::Command as _;
 use domain::{EntityRef, Machine, Permit, Shard};
 use futures::FutureExt;

@@ -8,10 +8,10 @@ use crate::sharding::{command_id, digest_of};
 use chrono::TimeDelta;
 use domain::authz::{CallerIdentity, TokenRole};
 use domain::commit::{CompletedCommand, Epoch, Snapshot};
+use domain::explanation::Explanation;
 use domain::policy::PolicyBook;
 use domain::{
-    Action, CommandId, Commit, Deadline, Effect, EntityKind, EntityRef, Event, IndexKeys, Machine, NodeId,
-    TransitionContext,
+    Action, CommandId, Commit, Deadline, Effect, EntityKind, EntityRef, Event, Machine, NodeId, TransitionContext,
 };
 use domain::{CommitOutcome, Principal, Shard, SkuId, Timestamp, Transition};
 use futures::FutureExt;
@@ -57,6 +57,8 @@ pub(crate) enum Count {
 }
 
 impl domain::machine::Command for Count {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         match self {
             Self::Add(_) => "add",
@@ -79,6 +81,12 @@ impl domain::machine::Command for Count {
 pub(crate) enum Refusal {
     #[error("ticket {0} was counted")]
     Counted(u64),
+}
+
+impl domain::machine::Rejection for Refusal {
+    fn explain(self) -> Explanation {
+        Explanation::conflict(self.to_string())
+    }
 }
 
 impl Machine for Counter {
@@ -131,14 +139,6 @@ impl Machine for Counter {
 
     fn deadline(&self) -> Option<Deadline> {
         self.waits_until.map(|at| Deadline::new(at, "nobody has counted"))
-    }
-
-    fn keys(&self) -> IndexKeys {
-        IndexKeys::default()
-    }
-
-    fn tick() -> Count {
-        Count::Tick
     }
 }
 

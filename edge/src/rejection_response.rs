@@ -1,14 +1,10 @@
-//! The responses to rejected commands, for users and administrators: one table per state machine, with every rejection spelled out.
-
-mod billing;
-mod nodes_and_allocations;
-mod policies_and_keys;
-mod users;
-
-pub use policies_and_keys::{bounds_of, not_admitted};
+//! The responses to rejected commands, for users and administrators. A state machine explains each of its rejections.
 
 use actors::AskError;
+use domain::explanation::{Explanation, RejectionCode};
 use domain::policy::PolicyKey;
+use domain::policy_values;
+pub use domain::policy_values::bounds_of;
 
 use crate::error::{ApiError, Code};
 use crate::idempotency;
@@ -76,13 +72,31 @@ pub(crate) fn limited_by(refusal: ApiError, key: PolicyKey, limit: impl Into<ser
     refusal.detail("policy_key", key.name()).detail("limit", limit)
 }
 
-fn invalid(message: String, field: &str) -> ApiError {
-    ApiError::invalid_request(message).detail("field", field)
+/// An invalid value of a policy key, and the valid ones.
+pub fn not_admitted(key: PolicyKey, value: &str) -> ApiError {
+    policy_values::not_admitted(key, value).into()
 }
 
-/// A rejection that has no public explanation.
-fn unexpected(rejection: &impl std::error::Error) -> ApiError {
-    ApiError::internal(format!("the machine refused a person with: {rejection}"))
+impl<R: domain::machine::Rejection> Explain for R {
+    fn explain(self) -> ApiError {
+        domain::machine::Rejection::explain(self).into()
+    }
+}
+
+impl From<Explanation> for ApiError {
+    fn from(Explanation { code, message, details }: Explanation) -> Self {
+        let code = match code {
+            RejectionCode::InvalidRequest => Code::InvalidRequest,
+            RejectionCode::PolicyOutOfBounds => Code::PolicyOutOfBounds,
+            RejectionCode::InsufficientBalance => Code::InsufficientBalance,
+            RejectionCode::Forbidden => Code::Forbidden,
+            RejectionCode::NotFound => Code::NotFound,
+            RejectionCode::NodeInUse => Code::NodeInUse,
+            RejectionCode::StateConflict => Code::StateConflict,
+            RejectionCode::Unexpected => return Self::internal(message),
+        };
+        details.into_iter().fold(Self::new(code, message), |error, (key, value)| error.detail(&key, value))
+    }
 }
 
 impl From<persistence::StoreError> for ApiError {

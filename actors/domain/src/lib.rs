@@ -11,17 +11,36 @@
 #![deny(clippy::unused_async, clippy::disallowed_methods, clippy::disallowed_types)]
 
 mod choreography;
-mod entities;
 mod kernel;
 
-pub use choreography::{invariant, kinds, notification, placement, reactions};
+/// The middle floor: one state machine for each kind of entity. An entity uses the kernel and no other entity: what it needs of another one
+/// comes with a command or goes out as an event.
+mod entities {
+    pub mod allocation;
+    pub mod announcement;
+    pub mod billing_account;
+    pub mod key_set;
+    pub mod node;
+    pub mod notification_endpoint;
+    pub mod payment;
+    pub mod policy_values;
+    pub mod processor_event;
+    pub mod role_bindings;
+    pub mod runtime;
+    pub mod service_account;
+    pub mod sku;
+    pub mod tenant;
+    pub mod terminal_session;
+}
+
+pub use choreography::{invariant, notification, placement, reactions};
 pub use entities::{
     allocation, announcement, billing_account, key_set, node, notification_endpoint, payment, policy_values,
     processor_event, role_bindings, runtime, service_account, sku, tenant, terminal_session,
 };
 pub use kernel::{
-    audit, authz, commit, event, hardware, holder, id, key_purpose, ledger, machine, metadata, money, policy,
-    precondition, rate_cell, recording, redact, retry, ssh_key, task_type, time,
+    audit, authz, commit, event, explanation, hardware, history, holder, id, key_purpose, ledger, machine, metadata,
+    money, policy, precondition, rate_cell, recording, redact, retry, ssh_key, task_type, time,
 };
 
 pub use authz::{Action, Permit, Principal};
@@ -34,3 +53,32 @@ pub use id::{
 };
 pub use machine::{Deadline, Effect, IndexKeys, Machine, RequestOrigin, Timestamp, Transition, TransitionContext};
 pub use task_type::TaskType;
+
+/// A function over an entity whose kind is known only at run time. See [`EntityKind::visit`].
+pub trait Visitor {
+    type Output;
+    fn visit<M: Machine>(self) -> Self::Output;
+}
+
+impl EntityKind {
+    /// Calls `visitor` with the kind's state machine.
+    pub fn visit<V: Visitor>(self, visitor: V) -> V::Output {
+        match self {
+            Self::Node => visitor.visit::<node::Node>(),
+            Self::Allocation => visitor.visit::<allocation::Allocation>(),
+            Self::Sku => visitor.visit::<sku::Sku>(),
+            Self::Tenant => visitor.visit::<tenant::Tenant>(),
+            Self::Bindings => visitor.visit::<role_bindings::RoleBindings>(),
+            Self::ServiceAccount => visitor.visit::<service_account::ServiceAccount>(),
+            Self::Policy => visitor.visit::<policy_values::ScopeValues>(),
+            Self::TerminalSession => visitor.visit::<terminal_session::TerminalSession>(),
+            Self::KeySet => visitor.visit::<key_set::KeySet>(),
+            Self::BillingAccount => visitor.visit::<billing_account::BillingAccount>(),
+            Self::Announcement => visitor.visit::<announcement::Announcement>(),
+            Self::Payment => visitor.visit::<payment::Payment>(),
+            Self::ProcessorEvent => visitor.visit::<processor_event::ProcessorEvent>(),
+            Self::NotificationEndpoint => visitor.visit::<notification_endpoint::NotificationEndpoint>(),
+            Self::Runtime => visitor.visit::<runtime::RestartRecord>(),
+        }
+    }
+}

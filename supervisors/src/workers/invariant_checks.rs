@@ -11,14 +11,10 @@ use crate::supervisor::{WorkerTask, task};
 use actors::Host;
 use domain::allocation::Allocation;
 use domain::billing_account::BillingAccount;
-use domain::invariant;
+use domain::invariant::{self, Invariant};
 use domain::machine::Machine;
 use domain::node::Node;
-use domain::payment::Payment;
-use domain::processor_event::ProcessorEvent;
-use domain::service_account::ServiceAccount;
-use domain::terminal_session::TerminalSession;
-use domain::{AllocationId, EntityKind, NodeId, Shard};
+use domain::{AllocationId, EntityKind, NodeId, Shard, Visitor};
 use persistence::queries::{Cursor, InspectedEntity, Inspection};
 use persistence::{Reads, StoreError};
 use prometheus::{IntCounterVec, Opts, Registry};
@@ -108,22 +104,13 @@ impl Auditor {
         let mut inspection = self.reads.inspect().await?;
         let page = inspection.entities(kind, shards, at, PAGE_SIZE).await?;
         page.items.iter().for_each(|row| self.check_record(row));
-        match kind {
-            EntityKind::Node => page.items.iter().for_each(|row| self.check_node(row)),
-            EntityKind::Allocation => self.check_allocations(&page.items, &mut inspection).await?,
-            EntityKind::ServiceAccount => page.items.iter().for_each(|row| self.check_service_account(row)),
-            EntityKind::TerminalSession => page.items.iter().for_each(|row| self.check_terminal_session(row)),
-            EntityKind::BillingAccount => self.check_billing_accounts(&page.items, &mut inspection).await?,
-            EntityKind::Payment => page.items.iter().for_each(|row| self.check_payment(row)),
-            EntityKind::ProcessorEvent => page.items.iter().for_each(|row| self.check_processor_event(row)),
-            EntityKind::Sku
-            | EntityKind::Tenant
-            | EntityKind::Bindings
-            | EntityKind::Policy
-            | EntityKind::Runtime
-            | EntityKind::KeySet
-            | EntityKind::NotificationEndpoint
-            | EntityKind::Announcement => {}
+        page.items.iter().for_each(|row| kind.visit(EntityCheck { auditor: self, row }));
+        // What more than the entity shows.
+        if kind == EntityKind::Allocation {
+            self.check_allocations(&page.items, &mut inspection).await?;
+        }
+        if kind == EntityKind::BillingAccount {
+            self.check_billing_accounts(&page.items, &mut inspection).await?;
         }
         Ok(page.next)
     }
@@ -133,19 +120,6 @@ impl Auditor {
         self.check("I1", row, invariant::i1_nothing_acknowledged_is_lost(&versions, row.version));
         let audited = |step| invariant::i7_actions_of_people_are_audited(row.entity.kind, step);
         self.check("I7", row, row.recorded.iter().all(audited));
-    }
-
-    fn check_node(&self, row: &InspectedEntity) {
-        let Some(node) = decoded::<Node>(row) else { return };
-        self.check("I8", row, has_deadline(row, &node, invariant::node_is_transient(&node)));
-        self.check("I6", row, invariant::i6_a_removed_node_gets_nothing(&node, &row.recorded));
-        let alone = BTreeMap::from([(node.id, node)]);
-        self.check("I2", row, invariant::i2_a_gpu_has_one_tenant(&alone, &BTreeMap::new()));
-    }
-
-    fn check_service_account(&self, row: &InspectedEntity) {
-        let Some(account) = decoded::<ServiceAccount>(row) else { return };
-        self.check("I6", row, invariant::i6_a_deleted_account_has_no_keys(&account));
     }
 
     /// Checks accounts against the sum of their postings. An account with more of them than can be added up in time is skipped: others
@@ -162,27 +136,8 @@ impl Auditor {
                 Err(error) if error.took_too_long() => self.skip("I3", row, &error),
                 Err(error) => return Err(error),
             }
-            self.check("I3", row, invariant::i3_accrual_is_covered(&account));
-            self.check("I8", row, has_deadline(row, &account, invariant::account_is_transient(&account)));
         }
         Ok(())
-    }
-
-    fn check_payment(&self, row: &InspectedEntity) {
-        let Some(payment) = decoded::<Payment>(row) else { return };
-        self.check("I3", row, invariant::i3_no_more_is_refunded_than_was_paid(&payment));
-        self.check("I8", row, has_deadline(row, &payment, invariant::payment_is_transient(&payment)));
-    }
-
-    fn check_processor_event(&self, row: &InspectedEntity) {
-        let Some(event) = decoded::<ProcessorEvent>(row) else { return };
-        self.check("I8", row, has_deadline(row, &event, invariant::processor_event_is_transient(&event)));
-    }
-
-    fn check_terminal_session(&self, row: &InspectedEntity) {
-        let Some(session) = decoded::<TerminalSession>(row) else { return };
-        self.check("I4", row, invariant::i4_spent_terminal_token_is_void(&session));
-        self.check("I8", row, has_deadline(row, &session, invariant::terminal_session_is_transient(&session)));
     }
 
     /// Checks allocations against their nodes.
@@ -193,7 +148,6 @@ impl Auditor {
         let nodes: BTreeMap<NodeId, Node> =
             nodes.iter().filter_map(|body| serde_json::from_str(body).ok()).map(|node: Node| (node.id, node)).collect();
         for (row, allocation) in allocations {
-            self.check("I8", row, has_deadline(row, &allocation, invariant::allocation_is_transient(&allocation)));
             let alone: BTreeMap<AllocationId, _> = BTreeMap::from([(allocation.id, allocation)]);
             self.check("I2", row, invariant::each_allocation_holds_its_gpus(&nodes, &alone));
         }
@@ -218,10 +172,28 @@ impl Auditor {
     }
 }
 
-/// I8: a transient state has a deadline, and the deadline is in the index by which it is found.
-fn has_deadline<M: Machine>(row: &InspectedEntity, entity: &M, transient: bool) -> bool {
-    invariant::i8_transient_states_have_a_deadline(entity, transient)
-        && (entity.deadline().is_none() || row.deadline_is_indexed)
+/// Checks an entity against the invariants that it shows by itself.
+struct EntityCheck<'a> {
+    auditor: &'a Auditor,
+    row: &'a InspectedEntity,
+}
+
+impl Visitor for EntityCheck<'_> {
+    type Output = ();
+
+    fn visit<M: Machine>(self) {
+        let Self { auditor, row } = self;
+        if M::INVARIANTS.is_empty() {
+            return;
+        }
+        let Some(entity) = decoded::<M>(row) else { return };
+        let violations = entity.violations(&row.recorded);
+        // I8: the deadline is in the index by which it is found, too.
+        let is_found = |id| id != Invariant::I8 || entity.deadline().is_none() || row.deadline_is_indexed;
+        for id in M::INVARIANTS {
+            auditor.check(id.name(), row, !violations.contains(id) && is_found(*id));
+        }
+    }
 }
 
 /// The entity, where it can be parsed: one that cannot is parked by its owner, and shown there.

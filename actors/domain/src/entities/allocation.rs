@@ -22,13 +22,15 @@ mod tests;
 
 use crate::audit::RefusalAudit;
 use crate::authz::Action;
+use crate::explanation::Explanation;
 pub use crate::hardware::Placement;
+use crate::history::{HistoryEntry, Invariant};
 use crate::holder::Holder;
 use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
 use crate::machine::{self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
-use crate::metadata::{Metadata, MetadataPatch};
+use crate::metadata::{self, Metadata, MetadataPatch};
 use crate::money::Price;
-use crate::policy::Scopes;
+use crate::policy::{PolicyKey, Scopes};
 use crate::retry::RetryTimer;
 pub use crate::ssh_key::AuthorizedKey;
 use serde::{Deserialize, Serialize};
@@ -267,6 +269,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -334,10 +338,53 @@ pub const MAX_GPUS: u32 = 64;
 /// The interval at which a queued request searches for capacity.
 pub const CAPACITY_RETRY_INTERVAL: chrono::TimeDelta = chrono::TimeDelta::seconds(2);
 
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound => Explanation::not_found("allocation"),
+            Self::Exists => Explanation::conflict("The allocation exists already."),
+            Self::WrongState { state, command: CommandName::ChooseLogins } => Explanation::conflict(format!(
+                "Nobody logs in to an allocation that is {state}; its keys cannot be chosen any more."
+            ))
+            .detail("state", state.into_str()),
+            Self::WrongState { state, command: CommandName::Revise } => Explanation::conflict(format!(
+                "An allocation that is {state} keeps the name and the labels that it had at its end."
+            ))
+            .detail("state", state.into_str()),
+            Self::WrongState { state, command } => {
+                let how = if command == CommandName::ForceRelease { "by force" } else { "by another try" };
+                Explanation::conflict(format!(
+                    "An allocation that is {state} cannot be released {how}; this is a way out of release_failed alone."
+                ))
+                .detail("state", state.into_str())
+            }
+            Self::GpuCount { max } => {
+                Explanation::invalid(format!("`gpu_count` must be a whole number from 1 to {max}."), "gpu_count")
+            }
+            Self::QueueSeconds { max } => Explanation::invalid(
+                format!("`queue_seconds` must be a whole number from 0 to {max}."),
+                "queue_seconds",
+            )
+            .limited_by(PolicyKey::AllocationQueueMax, max),
+            Self::KeyUnknown { id } => Explanation::invalid(
+                format!("{id} is not a key of the allocation's user; GET /api/v1/ssh-keys lists theirs."),
+                "ssh_key_ids",
+            ),
+            Self::KeysMoved => Explanation::conflict("The user's keys change at this moment; ask again."),
+            Self::VersionDiffers => Explanation::conflict(
+                "The allocation has changed since the version in If-Match; read it again and repeat your change on it.",
+            )
+            .detail("field", "If-Match"),
+            Self::TooManyLabels { max } => metadata::too_many_labels("allocation", max),
+        }
+    }
+}
+
 impl Machine for Allocation {
     const KIND: crate::EntityKind = crate::EntityKind::Allocation;
     /// Thirty-two SSH keys (requested and resolved), thirty-two history entries, and thirty-two labels (requested and current).
     const SNAPSHOT_MOST: usize = 160 * 1024;
+    const INVARIANTS: &'static [Invariant] = &[Invariant::I8];
     type Command = Command;
     /// The allocation after the command.
     type Reply = Box<Self>;
@@ -417,8 +464,18 @@ impl Machine for Allocation {
         self.metadata.terms()
     }
 
-    fn tick() -> Command {
-        Command::Tick
+    fn is_transient(&self) -> bool {
+        match self.phase {
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. } => true,
+            Phase::Active { .. } | Phase::Released { .. } => false,
+        }
+    }
+
+    fn violations(&self, _: &[HistoryEntry]) -> Vec<Invariant> {
+        Invariant::violated([(Invariant::I8, self.has_deadline_where_transient())])
     }
 }
 

@@ -4,8 +4,9 @@
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
 use crate::event::Event;
+use crate::explanation::Explanation;
 use crate::id::{AnnouncementId, EntityKind, EntityRef};
-use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::machine::{self, Machine, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -38,6 +39,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -70,6 +73,15 @@ pub enum Rejection {
     Exists,
 }
 
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound => Explanation::not_found("announcement"),
+            Self::Exists => Explanation::conflict("This was announced already."),
+        }
+    }
+}
+
 impl Machine for Announcement {
     const KIND: EntityKind = EntityKind::Announcement;
     type Command = Command;
@@ -99,18 +111,6 @@ impl Machine for Announcement {
 
     fn state(&self) -> &'static str {
         "announced"
-    }
-
-    fn deadline(&self) -> Option<Deadline> {
-        None
-    }
-
-    fn keys(&self) -> IndexKeys {
-        IndexKeys::default()
-    }
-
-    fn tick() -> Command {
-        Command::Tick
     }
 }
 

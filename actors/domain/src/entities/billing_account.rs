@@ -20,6 +20,8 @@ mod tests;
 
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
+use crate::explanation::{Explanation, RejectionCode};
+use crate::history::{HistoryEntry, Invariant};
 use crate::id::{AllocationId, BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId};
 use crate::ledger::PostingKind;
 use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
@@ -153,6 +155,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -202,10 +206,60 @@ pub enum Rejection {
     Moved,
 }
 
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound => Explanation::not_found("billing account"),
+            Self::InsufficientBalance { needed, available } => Explanation::new(
+                RejectionCode::InsufficientBalance,
+                format!(
+                    "{needed} minor units are more than the {available} that are available; take less, \
+                 or pay in first."
+                ),
+            )
+            .detail("needed_micro", needed.get())
+            .detail("available_micro", available.get()),
+            Self::CurrencyDiffers { account, given } => Explanation::conflict(format!(
+                "The account is in {account}, and not in {given}; an account keeps its currency."
+            ))
+            .detail("field", "currency")
+            .detail("currency", account),
+            Self::Amount { max } => Explanation::invalid(
+                format!(
+                    "`amount_minor` must be from -{max} to {max}, and not 0; policy \
+                 `billing.adjustment_max_minor` says so."
+                ),
+                "amount_minor",
+            )
+            .limited_by(PolicyKey::BillingAdjustmentMax, max),
+            Self::Full => Explanation::conflict(format!(
+                "No account holds more than {HIGHEST_BALANCE_MINOR} minor units; give less."
+            )),
+            Self::MoreThanCost { left } => Explanation::conflict(format!(
+                "Of what the allocation has cost {left} minor units are left that were not given \
+                 back; leave `amount_minor` out for all of them."
+            ))
+            .detail("field", "amount_minor")
+            .detail("left_micro", left.get()),
+            Self::TooLate { days } => Explanation::conflict(format!(
+                "The allocation ended longer than {days} days ago; policy \
+                 `allocation.refund_window_days` lets nothing be refunded then."
+            ))
+            .limited_by(PolicyKey::AllocationRefundWindow, days),
+            Self::TooManyRefunds => Explanation::conflict(
+                "Too many pieces of the allocation's cost were given back; give the rest by an \
+                 adjustment.",
+            ),
+            Self::Moved => Explanation::conflict("The allocation begins or ends at this moment; ask again."),
+        }
+    }
+}
+
 impl Machine for BillingAccount {
     const KIND: EntityKind = EntityKind::BillingAccount;
     /// A meter for each allocation of the quota (10,000 at most), and what is remembered of postings and refunds.
     const SNAPSHOT_MOST: usize = 4096 * 1024;
+    const INVARIANTS: &'static [Invariant] = &[Invariant::I3, Invariant::I8];
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -309,8 +363,15 @@ impl Machine for BillingAccount {
         }
     }
 
-    fn tick() -> Command {
-        Command::Tick
+    fn is_transient(&self) -> bool {
+        matches!(self.depletion, Some(Depletion { is_over: false, .. }))
+    }
+
+    fn violations(&self, _: &[HistoryEntry]) -> Vec<Invariant> {
+        Invariant::violated([
+            (Invariant::I3, self.is_covered_until_the_next_charge()),
+            (Invariant::I8, self.has_deadline_where_transient()),
+        ])
     }
 }
 
@@ -362,7 +423,7 @@ impl BillingAccount {
         self.meters.values().map(|meter| meter.reserved(until)).sum()
     }
 
-    /// True where the balance covers what can accrue until the next charge. In the grace period after a depletion, and after it, each
+    /// I3: true where the balance covers what can accrue until the next charge. In the grace period after a depletion, and after it, each
     /// allocation has a cut-off time of its own instead (`MeterRun::cut_at`).
     #[must_use]
     pub fn is_covered_until_the_next_charge(&self) -> bool {

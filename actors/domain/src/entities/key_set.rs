@@ -9,6 +9,7 @@
 //! the public parts are here: the private parts are stored sealed beside, generated and opened at the edge. Where no key was ever rotated
 //! there is no such entity, and the one key that was generated with the cluster is active, in version 0.
 
+use crate::explanation::{Explanation, RejectionCode};
 pub use crate::key_purpose::KeySetPurpose;
 
 use crate::audit::{AuditAction, AuditRecord};
@@ -175,6 +176,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         match self {
             Self::Rotate { change: KeySetChange::Stage { .. }, .. } => "stage",
@@ -228,6 +231,63 @@ pub enum Rejection {
     OtherPurpose,
 }
 
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound { id } => Explanation::new(
+                RejectionCode::NotFound,
+                format!(
+                    "There is no key {id} of this purpose; GET /api/v1/admin/keys lists those there \
+                 are."
+                ),
+            ),
+            Self::AlreadyStaged { id } => {
+                Explanation::conflict(format!("Key {id} is staged already; activate it, or retire it first."))
+                    .detail("key_id", id)
+            }
+            Self::WrongPhase { id, phase } => {
+                let way = match phase {
+                    Phase::Staged => "activate it first",
+                    Phase::Active => "it is in use; to replace it, stage another and activate that one",
+                    Phase::Grace => "it was replaced; stage a new one",
+                    Phase::Retired => "that is its end; stage a new one",
+                };
+                Explanation::conflict(format!("Key {id} is {}: {way}.", phase.name()))
+                    .detail("key_id", id)
+                    .detail("phase", phase.name())
+            }
+            Self::StillActive { id } => Explanation::conflict(format!(
+                "Key {id} is the active one; stage another, activate that one, and then retire this \
+                 one."
+            ))
+            .detail("key_id", id),
+            Self::InGrace { id, until } => Explanation::conflict(format!(
+                "Tasks that key {id} signed may be under way until {until}; ask again then, or with \
+                 \"force\": true where the key has leaked."
+            ))
+            .detail("key_id", id)
+            .detail("until", json!(until)),
+            Self::InUse { id, dependents } => Explanation::conflict(format!(
+                "{dependents} nodes have certificates by authority {id} alone; wait until they have \
+                 renewed, or ask with \"force\": true: those nodes have to recover or to be enrolled \
+                 anew."
+            ))
+            .detail("key_id", id)
+            .detail("dependents", dependents),
+            Self::Moved => {
+                Explanation::conflict("Somebody else rotates these keys at this moment; look at them and ask again.")
+            }
+            Self::OtherPurpose => Explanation::invalid(
+                "Keys of this purpose are not rotated so: those at rest are in the key ring file, \
+                 and `rewrap` puts them to use."
+                    .to_owned(),
+                "purpose",
+            ),
+            rejection @ Self::Exists { .. } => Explanation::unexpected(&rejection),
+        }
+    }
+}
+
 impl Machine for KeySet {
     const KIND: EntityKind = EntityKind::KeySet;
     /// The chain of 512 task key versions.
@@ -274,10 +334,6 @@ impl Machine for KeySet {
 
     fn keys(&self) -> IndexKeys {
         IndexKeys { unique_name: Some(self.purpose.name().to_owned()), ..IndexKeys::default() }
-    }
-
-    fn tick() -> Command {
-        Command::Tick
     }
 }
 

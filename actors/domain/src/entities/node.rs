@@ -15,7 +15,9 @@
 //! the serials of its certificates, and the tasks without a result; the edge handles secrets and signatures.
 
 mod agent_contact;
+mod explanation;
 mod gpu_claims;
+mod invariants;
 mod lifecycle;
 mod onboarding;
 mod recovery;
@@ -33,6 +35,7 @@ use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::authz::Action;
 use crate::event::{Event, GpuDevice};
 use crate::hardware::Placement;
+use crate::history::{HistoryEntry, Invariant};
 use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TaskId, TerminalSessionId, TokenId};
 use crate::machine::{self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::metadata::{Metadata, MetadataPatch};
@@ -111,15 +114,6 @@ pub struct Registration {
 pub enum OnboardingMode {
     Manual,
     Maas,
-}
-
-/// I2, within a node: no GPU is in two holds.
-#[must_use]
-pub fn each_gpu_is_held_once(node: &Node) -> bool {
-    let held: Vec<_> =
-        node.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| device.uuid.as_str()).collect();
-    let distinct: BTreeSet<_> = held.iter().collect();
-    distinct.len() == held.len()
 }
 
 /// The outcome of the reachability probe at creation.
@@ -330,6 +324,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -495,6 +491,7 @@ impl Machine for Node {
     const KIND: EntityKind = EntityKind::Node;
     /// As much as other entities, and thirty-two labels.
     const SNAPSHOT_MOST: usize = 80 * 1024;
+    const INVARIANTS: &'static [Invariant] = &[Invariant::I2, Invariant::I6, Invariant::I8];
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -598,8 +595,27 @@ impl Machine for Node {
         self.registration.metadata.terms()
     }
 
-    fn tick() -> Command {
-        Command::Tick
+    fn is_transient(&self) -> bool {
+        match self.life {
+            Phase::BootstrapIssued { .. }
+            | Phase::Enrolling { .. }
+            | Phase::Draining { .. }
+            | Phase::Removing { .. } => true,
+            Phase::Registered
+            | Phase::Active
+            | Phase::Offline
+            | Phase::Quarantined { .. }
+            | Phase::Retired
+            | Phase::Removed => false,
+        }
+    }
+
+    fn violations(&self, recorded: &[HistoryEntry]) -> Vec<Invariant> {
+        Invariant::violated([
+            (Invariant::I2, self.has_one_tenant_on_each_gpu()),
+            (Invariant::I6, self.gets_nothing_once_removed(recorded)),
+            (Invariant::I8, self.has_deadline_where_transient()),
+        ])
     }
 }
 

@@ -19,9 +19,10 @@ pub use queue::{BODY_MOST, DeliveryAttempt, DeliveryQueue, QueueEntry, QueuedNot
 
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Action, CallerIdentity, Principal};
+use crate::explanation::Explanation;
 use crate::holder::Holder;
 use crate::id::{EntityKind, EntityRef, NotificationEndpointId};
-use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -199,6 +200,8 @@ pub struct DeliveryFailure {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -258,6 +261,29 @@ pub enum Rejection {
     IsDisabled,
     #[error("there is no such dead letter")]
     NoSuchLetter,
+}
+
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound => Explanation::not_found("notification endpoint"),
+            Self::Exists => Explanation::conflict("The notification endpoint exists already."),
+            Self::TooMany { limit } => Explanation::conflict(format!(
+                "You have {limit} notification endpoints, which are the most; delete one first."
+            ))
+            .limited_by(PolicyKey::NotificationEndpoints, limit),
+            Self::PlaceTaken => Explanation::conflict(
+                "Another notification endpoint was made at the same moment; ask again with a new Idempotency-Key.",
+            ),
+            Self::NotAWebhook => {
+                Explanation::invalid("An e-mail address has no URL and no secret; leave `url` out.".to_owned(), "url")
+            }
+            Self::IsDisabled => {
+                Explanation::conflict("The notification endpoint is disabled; enable it first (\"enabled\": true).")
+            }
+            Self::NoSuchLetter => Explanation::not_found("dead letter of this notification endpoint"),
+        }
+    }
 }
 
 impl Machine for NotificationEndpoint {
@@ -332,10 +358,6 @@ impl Machine for NotificationEndpoint {
         }
     }
 
-    fn deadline(&self) -> Option<Deadline> {
-        None
-    }
-
     fn timer(&self) -> Option<Timestamp> {
         match self.phase {
             Phase::Active => self.queue.next_attempt_at(),
@@ -354,10 +376,6 @@ impl Machine for NotificationEndpoint {
             }
             (Phase::Deleted { .. }, _) | (_, None) => BTreeSet::new(),
         }
-    }
-
-    fn tick() -> Command {
-        Command::Tick
     }
 }
 

@@ -19,6 +19,8 @@ mod tests;
 
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Action, Principal};
+use crate::explanation::Explanation;
+use crate::history::{HistoryEntry, Invariant};
 use crate::holder::Holder;
 use crate::id::{BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId};
 use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
@@ -221,6 +223,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -284,10 +288,61 @@ pub enum Rejection {
     RefundUnknown,
 }
 
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound => Explanation::not_found("payment"),
+            Self::Exists => Explanation::conflict("The payment exists already."),
+            // The caller, who knows the amount, reports which of the two applies.
+            Self::Amount { min, max } => Explanation::invalid(
+                format!(
+                    "`amount_minor` must be a whole number from {min} to {max}; policies \
+                 `billing.minimum_deposit_minor` and `billing.maximum_deposit_minor` say so."
+                ),
+                "amount_minor",
+            )
+            .limited_by(PolicyKey::BillingMaximumDeposit, max)
+            .detail("minimum", min),
+            Self::Over { state } => {
+                Explanation::conflict(format!("The payment is {state}; begin another one, with a new Idempotency-Key."))
+                    .detail("state", state.into_str())
+            }
+            Self::NotPaid { state } => Explanation::conflict(format!(
+                "The payment is {state}: nothing of it is in your account that could be given back. \
+                 GET /api/v1/billing/payments/{{id}} shows what becomes of it."
+            ))
+            .detail("state", state.into_str()),
+            Self::TooLate { days } => Explanation::conflict(format!(
+                "It was paid longer than {days} days ago; policy `allocation.refund_window_days` \
+                 lets nothing be refunded then."
+            ))
+            .limited_by(PolicyKey::AllocationRefundWindow, days),
+            Self::MoreThanLeft { left: ..=0 } => Explanation::conflict(
+                "Nothing is left of the payment: all of it was given back, or is on its way back.",
+            ),
+            Self::MoreThanLeft { left } => Explanation::invalid(
+                format!(
+                    "`amount_minor` must be a whole number from 1 to {left}, which is left of the \
+                 payment."
+                ),
+                "amount_minor",
+            )
+            .detail("left_minor", left),
+            Self::TooManyRefunds => Explanation::conflict(
+                "So many refunds were asked of this payment already; ask an administrator for more.",
+            ),
+            rejection @ (Self::Differs { .. } | Self::PaidTwice { .. } | Self::RefundUnknown) => {
+                Explanation::unexpected(&rejection)
+            }
+        }
+    }
+}
+
 impl Machine for Payment {
     const KIND: EntityKind = EntityKind::Payment;
     /// A hundred refunds and a hundred reversals.
     const SNAPSHOT_MOST: usize = 256 * 1024;
+    const INVARIANTS: &'static [Invariant] = &[Invariant::I3, Invariant::I8];
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -354,8 +409,20 @@ impl Machine for Payment {
         IndexKeys { owner: Some(self.holder.to_string()), ..IndexKeys::default() }
     }
 
-    fn tick() -> Command {
-        Command::Tick
+    /// A refund or a reversal of it may be in a transient state too.
+    fn is_transient(&self) -> bool {
+        match self.phase {
+            Phase::Created { .. } | Phase::Open { .. } | Phase::Paid { .. } => true,
+            Phase::Deposited { .. } | Phase::Refused { .. } => !self.is_settled(),
+            Phase::Canceled { .. } | Phase::Expired { .. } => false,
+        }
+    }
+
+    fn violations(&self, _: &[HistoryEntry]) -> Vec<Invariant> {
+        Invariant::violated([
+            (Invariant::I3, self.refunds_no_more_than_was_paid()),
+            (Invariant::I8, self.has_deadline_where_transient()),
+        ])
     }
 }
 
@@ -397,6 +464,14 @@ impl Payment {
             | Command::Reversed { .. }
             | Command::ReversalPosted { .. } => Err(Rejection::NotFound),
         }
+    }
+
+    /// I3: refunds on request never exceed what was paid, and together with what was taken back at the processor they leave at least
+    /// nothing.
+    #[must_use]
+    pub fn refunds_no_more_than_was_paid(&self) -> bool {
+        let asked = self.refunds.values().map(Refund::gone_minor).fold(0, i64::saturating_add);
+        asked <= self.amount_minor && (0..=self.amount_minor).contains(&self.left_minor())
     }
 
     fn create(self, account_id: BillingAccountId, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {

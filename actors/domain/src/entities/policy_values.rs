@@ -5,9 +5,10 @@
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
 use crate::event::Event;
+use crate::explanation::{Explanation, RejectionCode};
 use crate::id::{EntityKind, EntityRef, PolicyId, PolicyValueId};
-use crate::machine::{self, Deadline, Effect, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
-use crate::policy::{CrossingBounds, ORDERED, PolicyBook, PolicyKey, PolicyScope, PolicyValue};
+use crate::machine::{self, Effect, Machine, Timestamp, Transition, TransitionContext};
+use crate::policy::{CrossingBounds, ORDERED, PolicyBook, PolicyKey, PolicyScope, PolicyValue, ValueBounds};
 use chrono::{SubsecRound as _, TimeDelta};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -86,6 +87,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -132,6 +135,111 @@ pub enum Rejection {
     TooManyScopes { limit: usize },
 }
 
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::OutOfBounds { key, value } => not_admitted(key, &value.to_string()),
+            Self::Scope { key, scope } => {
+                let kinds = key.applies_to().scope_kinds();
+                Explanation::invalid_request(format!(
+                    "{} cannot be set in scope `{}`: {}. Set it in one of the scopes {} (`global` is an \
+                 empty `scope`).",
+                    key.name(),
+                    scope.kind(),
+                    key.applies_to().reason(),
+                    kinds.join(", ")
+                ))
+                .detail("field", "scope")
+                .detail("key", key.name())
+                .detail("scopes", json!(kinds))
+            }
+            Self::NotBuilt { key, value } => policy_out_of_bounds(
+                key,
+                format!(
+                    "{value} is not available yet as a value of {}: nothing carries it out. Leave the \
+                 key as it is.",
+                    key.name()
+                ),
+            ),
+            Self::Crosses { key, low, high, crossing } => {
+                let CrossingBounds { at, low: smallest, high: largest, with } = crossing;
+                let (low, high) = (low.name(), high.name());
+                let message = format!(
+                    "With this value {low} ({smallest}) would be over {high} ({largest}) from {at} on, \
+                 for those whom the values of scope {with} concern too; change the other one first."
+                );
+                policy_out_of_bounds(key, message)
+                    .detail("crosses", json!({ low: smallest, high: largest, "at": at, "scope_kind": with.kind() }))
+            }
+            Self::Differs { key, current } => {
+                let now = current.as_ref().map_or_else(|| "not set".to_owned(), ToString::to_string);
+                Explanation::conflict(format!(
+                    "`old_value` is not what {} would be without this write: in this scope it is {now}. \
+                 Look at it again and repeat.",
+                    key.name()
+                ))
+                .detail("field", "old_value")
+                .detail("current_value", json!(current))
+            }
+            Self::NotSet { key } => Explanation::new(
+                RejectionCode::NotFound,
+                format!(
+                    "There is no such value of {} in this scope; GET /api/v1/admin/policy-values lists \
+                 what is set.",
+                    key.name()
+                ),
+            ),
+            Self::Past { now } => Explanation::invalid(
+                format!(
+                    "`effective_at` lies in the past (it is {now}); leave it out to set the value at \
+                 once."
+                ),
+                "effective_at",
+            ),
+            Self::TooFarAhead { latest } => {
+                Explanation::invalid(format!("`effective_at` must be at {latest} at the latest."), "effective_at")
+            }
+            Self::TooManyAhead { limit } => Explanation::conflict(format!(
+                "{limit} values lie ahead, which is the most; wait until one has come to pass, or \
+                 write it anew under its effective_at."
+            )),
+            Self::TooManyScopes { limit } => Explanation::conflict(format!(
+                "{limit} scopes have values of their own, which is the most; set this one for a plan \
+                 or an organisation."
+            )),
+            rejection @ Self::NotFound => Explanation::unexpected(&rejection),
+        }
+    }
+}
+
+/// An invalid value of a policy key, and the valid ones.
+pub fn not_admitted(key: PolicyKey, value: &str) -> Explanation {
+    let takes = match key.bounds() {
+        ValueBounds::Int { min, max, .. } => format!("a whole number from {min} to {max}"),
+        ValueBounds::Enum { of, .. } => format!("one of {}", of.join(", ")),
+        ValueBounds::Bool { .. } => "true or false".to_owned(),
+    };
+    policy_out_of_bounds(key, format!("{value} is no value of {}; it takes {takes}.", key.name()))
+}
+
+fn policy_out_of_bounds(key: PolicyKey, message: String) -> Explanation {
+    Explanation::new(RejectionCode::PolicyOutOfBounds, message)
+        .detail("field", "value")
+        .detail("key", key.name())
+        .detail("bounds", bounds_of(key))
+        .detail("default", json!(key.default_value()))
+}
+
+/// The valid values of a key, in the API's notation.
+#[must_use]
+pub fn bounds_of(key: PolicyKey) -> serde_json::Value {
+    match key.bounds() {
+        ValueBounds::Int { min, max, .. } => json!({ "min": min, "max": max }),
+        ValueBounds::Enum { of, .. } => json!({ "enum": of }),
+        ValueBounds::Bool { .. } => json!({ "enum": [true, false] }),
+    }
+}
+
 impl Machine for ScopeValues {
     const KIND: EntityKind = EntityKind::Policy;
     /// A value in force of each key and 200 future ones, each with its reason.
@@ -161,18 +269,6 @@ impl Machine for ScopeValues {
 
     fn state(&self) -> &'static str {
         "present"
-    }
-
-    fn deadline(&self) -> Option<Deadline> {
-        None
-    }
-
-    fn keys(&self) -> IndexKeys {
-        IndexKeys::default()
-    }
-
-    fn tick() -> Command {
-        Command::Tick
     }
 }
 

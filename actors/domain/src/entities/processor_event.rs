@@ -15,8 +15,10 @@ mod tests;
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
 use crate::event::Event;
+use crate::explanation::Explanation;
+use crate::history::{HistoryEntry, Invariant};
 use crate::id::{EntityKind, EntityRef, ProcessorEventId};
-use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::machine::{self, Deadline, Machine, Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
 use crate::retry::RetryTimer;
 use chrono::TimeDelta;
@@ -149,6 +151,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -187,10 +191,27 @@ pub enum Rejection {
     WrongState { state: PhaseName },
 }
 
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound => Explanation::not_found("event of the payment processor"),
+            Self::Differs => Explanation::invalid_request(
+                "Another event came under this id before, and that one is kept; an event's id is never used twice.",
+            )
+            .detail("field", "id"),
+            Self::WrongState { state } => Explanation::conflict(format!(
+                "The event is {state}: only one that is dead, or retrying, waits for an operator's word."
+            ))
+            .detail("state", state.into_str()),
+        }
+    }
+}
+
 impl Machine for ProcessorEvent {
     const KIND: EntityKind = EntityKind::ProcessorEvent;
     /// The webhook's body of up to 256 KiB, packed and sealed.
     const SNAPSHOT_MOST: usize = 512 * 1024;
+    const INVARIANTS: &'static [Invariant] = &[Invariant::I8];
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -242,12 +263,12 @@ impl Machine for ProcessorEvent {
         }
     }
 
-    fn keys(&self) -> IndexKeys {
-        IndexKeys::default()
+    fn is_transient(&self) -> bool {
+        self.is_open()
     }
 
-    fn tick() -> Command {
-        Command::Tick
+    fn violations(&self, _: &[HistoryEntry]) -> Vec<Invariant> {
+        Invariant::violated([(Invariant::I8, self.has_deadline_where_transient())])
     }
 }
 

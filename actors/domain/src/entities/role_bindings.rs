@@ -6,8 +6,9 @@
 
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Action, Grant, PlatformRole};
+use crate::explanation::{Explanation, RejectionCode};
 use crate::id::{BindingId, EntityKind, EntityRef};
-use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::precondition::Precondition;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -47,6 +48,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -71,6 +74,17 @@ pub enum Reply {
 pub enum Rejection {
     #[error("the role is not bound to this subject")]
     NotBound,
+}
+
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotBound => Explanation::new(
+                RejectionCode::NotFound,
+                "The role is not bound to this subject; GET /api/v1/admin/platform-roles/bindings lists what is.",
+            ),
+        }
+    }
 }
 
 impl Machine for RoleBindings {
@@ -99,16 +113,8 @@ impl Machine for RoleBindings {
         if self.roles.is_empty() { "unbound" } else { "bound" }
     }
 
-    fn deadline(&self) -> Option<Deadline> {
-        None
-    }
-
     fn keys(&self) -> IndexKeys {
         IndexKeys { owner: Some(self.subject.clone()), sku: None, unique_name: None }
-    }
-
-    fn tick() -> Command {
-        Command::Tick
     }
 }
 

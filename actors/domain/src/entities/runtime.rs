@@ -5,8 +5,9 @@
 
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
+use crate::explanation::Explanation;
 use crate::id::{EntityKind, EntityRef, MemberId};
-use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::machine::{self, Machine, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::fmt;
@@ -57,6 +58,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -78,6 +81,15 @@ pub struct Reply;
 pub enum Rejection {
     #[error("this is the record of another part")]
     AnotherPart,
+}
+
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            // The record's id is derived from the part's name.
+            rejection @ Self::AnotherPart => Explanation::unexpected(&rejection),
+        }
+    }
 }
 
 impl Machine for RestartRecord {
@@ -104,18 +116,6 @@ impl Machine for RestartRecord {
 
     fn state(&self) -> &'static str {
         "restarted"
-    }
-
-    fn deadline(&self) -> Option<Deadline> {
-        None
-    }
-
-    fn keys(&self) -> IndexKeys {
-        IndexKeys::default()
-    }
-
-    fn tick() -> Command {
-        Command::Tick
     }
 }
 

@@ -6,9 +6,11 @@
 
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Action, CallerIdentity, Principal, TokenRole};
+use crate::explanation::Explanation;
+use crate::history::{HistoryEntry, Invariant};
 use crate::id::{EntityKind, EntityRef, ServiceAccountId, ServiceAccountKeyId};
-use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
-use crate::policy::{self, Scopes};
+use crate::machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::policy::{PolicyKey, Scopes};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -70,6 +72,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -108,8 +112,27 @@ pub enum Rejection {
     TooManyKeys { limit: i64 },
 }
 
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound => Explanation::not_found("service account"),
+            Self::KeyNotFound => Explanation::not_found("key of this service account"),
+            Self::Exists => Explanation::conflict("The service account exists already."),
+            Self::RolesNotHeld => Explanation::forbidden(
+                "A service account gets no role that you do not have yourself; ask for fewer in `roles`.",
+            )
+            .detail("field", "roles"),
+            Self::TooManyKeys { limit } => Explanation::conflict(format!(
+                "The service account has {limit} keys, which is the most; revoke one that nothing uses."
+            ))
+            .limited_by(PolicyKey::AuthServiceAccountKeysMax, limit),
+        }
+    }
+}
+
 impl Machine for ServiceAccount {
     const KIND: EntityKind = EntityKind::ServiceAccount;
+    const INVARIANTS: &'static [Invariant] = &[Invariant::I6];
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -142,16 +165,13 @@ impl Machine for ServiceAccount {
         if self.is_active() { "active" } else { "deleted" }
     }
 
-    fn deadline(&self) -> Option<Deadline> {
-        None
-    }
-
     fn keys(&self) -> IndexKeys {
         IndexKeys { owner: Some(self.owner.user_id.clone()), ..IndexKeys::default() }
     }
 
-    fn tick() -> Command {
-        Command::Tick
+    /// A deleted service account has no key that could still authenticate.
+    fn violations(&self, _: &[HistoryEntry]) -> Vec<Invariant> {
+        Invariant::violated([(Invariant::I6, self.is_active() || self.keys.is_empty())])
     }
 }
 
@@ -205,7 +225,7 @@ impl ServiceAccount {
     }
 
     fn add_key(&self, sha256: [u8; 32], ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        let limit = ctx.policy.int(policy::PolicyKey::AuthServiceAccountKeysMax, &self.scopes(), ctx.now);
+        let limit = ctx.policy.int(PolicyKey::AuthServiceAccountKeysMax, &self.scopes(), ctx.now);
         if i64::try_from(self.keys.len()).unwrap_or(i64::MAX) >= limit {
             return Err(Rejection::TooManyKeys { limit });
         }

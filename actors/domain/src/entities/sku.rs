@@ -19,6 +19,7 @@ mod tests;
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Action, PlatformRole};
 use crate::event::Event;
+use crate::explanation::Explanation;
 use crate::hardware::PromisedHardware;
 use crate::id::{EntityKind, EntityRef, SkuId};
 use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
@@ -171,6 +172,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         match self {
             Self::Create { .. } => "create",
@@ -209,6 +212,41 @@ pub enum Rejection {
     Moved,
 }
 
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound => Explanation::not_found("SKU"),
+            Self::Exists => Explanation::conflict("The SKU exists already."),
+            Self::WrongStatus { status, command } => {
+                let done = match command {
+                    StatusChange::Deprecate => "deprecated; only an active one can be",
+                    StatusChange::Deactivate => "deactivated; it was never active",
+                    StatusChange::Activate => "changed so",
+                };
+                Explanation::conflict(format!("A SKU that is {status} cannot be {done}."))
+                    .detail("status", status.name())
+            }
+            Self::RoleNotHeld { role: Some(role) } => Explanation::forbidden(format!(
+                "You do not hold the platform role `{role}`; leave `role` out, or ask an \
+                 administrator to bind it to you."
+            ))
+            .detail("field", "role"),
+            Self::RoleNotHeld { role: None } => Explanation::forbidden(
+                "This needs the platform role `platform_operations` or `inventory_owner`; ask an \
+                 administrator to bind it to you.",
+            ),
+            Self::ReviewMissing { field } => Explanation::invalid(
+                format!(
+                    "Nodes or allocations refer to the SKU: say in `{field}` what its end means for \
+                 them."
+                ),
+                field.into_str(),
+            ),
+            Self::Moved => Explanation::conflict("Others decide on the SKU at this moment; look at it and ask again."),
+        }
+    }
+}
+
 impl Machine for Sku {
     const KIND: EntityKind = EntityKind::Sku;
     type Command = Command;
@@ -242,8 +280,8 @@ impl Machine for Sku {
         IndexKeys { owner: None, sku: None, unique_name: Some(self.spec.name.clone()) }
     }
 
-    fn tick() -> Command {
-        Command::Tick
+    fn is_transient(&self) -> bool {
+        self.pending.is_some()
     }
 }
 

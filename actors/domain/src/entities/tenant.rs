@@ -10,9 +10,10 @@ mod terminal_slots;
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::authz::Action;
 use crate::event::Event;
+use crate::explanation::Explanation;
 use crate::id::{AllocationId, EntityKind, EntityRef, ServiceAccountId, SshKeyId, TerminalSessionId};
 use crate::machine::{
-    self, AuditedRefusal, Command as _, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
+    self, AuditedRefusal, Command as _, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
 };
 use crate::policy::{PolicyKey, Scopes};
 use crate::retry::RetryTimer;
@@ -44,7 +45,14 @@ pub struct Tenant {
     pub refusals: RefusalAudit,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
+#[strum_discriminants(
+    name(CommandName),
+    doc = "The name of a command.",
+    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
+    strum(serialize_all = "snake_case", const_into_str),
+    serde(rename_all = "snake_case")
+)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Command {
@@ -109,6 +117,8 @@ pub struct QuotaScopes {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -147,6 +157,33 @@ pub enum Rejection {
     TooManyServiceAccounts { limit: i64 },
     #[error("there are {limit} terminal sessions, which is the most; end one first")]
     TooManyTerminals { limit: i64 },
+}
+
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound => Explanation::not_found("SSH key"),
+            Self::KeyExists { existing } => {
+                Explanation::conflict(format!("You have registered this key already, as {existing}; use that one."))
+                    .detail("ssh_key_id", existing.to_string())
+            }
+            Self::TooManyKeys { limit } => {
+                Explanation::conflict(format!("You have {limit} keys, which is the most; delete one first."))
+                    .limited_by(PolicyKey::SshKeyMaxPerUser, limit)
+            }
+            Self::TooManyServiceAccounts { limit } => Explanation::conflict(format!(
+                "You may have {limit} service accounts; delete one that nothing uses, then try \
+                 again."
+            ))
+            .limited_by(PolicyKey::AuthServiceAccountsPerUser, limit),
+            Self::TooManyTerminals { limit } => Explanation::conflict(format!(
+                "The allocation has {limit} terminal sessions, which is the most; end one, or \
+                 connect to it with `session_id`."
+            ))
+            .limited_by(PolicyKey::TerminalSessionsPerAllocation, limit),
+            rejection @ Self::OverQuota { .. } => Explanation::unexpected(&rejection),
+        }
+    }
 }
 
 impl Machine for Tenant {
@@ -211,20 +248,12 @@ impl Machine for Tenant {
         "present"
     }
 
-    fn deadline(&self) -> Option<Deadline> {
-        None
-    }
-
     fn timer(&self) -> Option<Timestamp> {
         self.again.map(|again| again.at)
     }
 
     fn keys(&self) -> IndexKeys {
         IndexKeys { owner: Some(self.user_id.clone()), sku: None, unique_name: None }
-    }
-
-    fn tick() -> Command {
-        Command::Tick
     }
 }
 

@@ -12,6 +12,8 @@
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::authz::{Action, Principal};
 use crate::event::Event;
+use crate::explanation::Explanation;
+use crate::history::{HistoryEntry, Invariant};
 use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TerminalSessionId};
 use crate::machine::{
     self, AuditedRefusal, Deadline, Effect, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
@@ -21,6 +23,7 @@ use crate::precondition::Precondition;
 use crate::recording::RecordingTerms;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use std::collections::BTreeSet;
 use std::fmt;
 
 mod recording;
@@ -225,6 +228,8 @@ pub enum Command {
 }
 
 impl machine::Command for Command {
+    const TICK: Self = Self::Tick;
+
     fn name(&self) -> &'static str {
         self.into_str()
     }
@@ -300,8 +305,24 @@ pub enum TerminalTokenFault {
     Expired,
 }
 
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound => Explanation::not_found("terminal session"),
+            Self::Exists => Explanation::conflict("The terminal session exists already."),
+            Self::Closed { reason } => {
+                Explanation::conflict("The terminal session is over; leave `session_id` out to open another.")
+                    .detail("reason", reason.into_str())
+            }
+            // No person shows a token here, and a session that is in use makes no room.
+            rejection @ (Self::TokenRefused { .. } | Self::NotDetached) => Explanation::unexpected(&rejection),
+        }
+    }
+}
+
 impl Machine for TerminalSession {
     const KIND: EntityKind = EntityKind::TerminalSession;
+    const INVARIANTS: &'static [Invariant] = &[Invariant::I4, Invariant::I8];
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -353,8 +374,15 @@ impl Machine for TerminalSession {
         IndexKeys { owner: Some(self.owner.user_id.clone()), ..IndexKeys::default() }
     }
 
-    fn tick() -> Command {
-        Command::Tick
+    fn is_transient(&self) -> bool {
+        self.closed().is_none()
+    }
+
+    fn violations(&self, _: &[HistoryEntry]) -> Vec<Invariant> {
+        Invariant::violated([
+            (Invariant::I4, self.spent_each_token_once()),
+            (Invariant::I8, self.has_deadline_where_transient()),
+        ])
     }
 }
 
@@ -375,6 +403,15 @@ impl TerminalSession {
             Phase::Closed { reason, .. } => Some(reason),
             Phase::Opened { .. } | Phase::Attached { .. } | Phase::Detached { .. } => None,
         }
+    }
+
+    /// I4, as far as the state shows it: it has admitted as many connections as tokens were spent, and a spent token is not valid again.
+    #[must_use]
+    pub fn spent_each_token_once(&self) -> bool {
+        let distinct: BTreeSet<_> = self.spent.iter().collect();
+        let remembered = usize::try_from(self.attachments).unwrap_or(usize::MAX).min(SPENT_TOKENS);
+        let is_offered = self.token.as_ref().is_some_and(|token| self.spent.contains(&token.sha256));
+        distinct.len() == self.spent.len() && distinct.len() == remembered && !is_offered
     }
 
     /// The scopes in which its policies are resolved.

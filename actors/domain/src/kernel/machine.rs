@@ -5,6 +5,8 @@ pub use crate::time::Timestamp;
 use crate::audit::AuditRecord;
 use crate::authz::{Action, Principal};
 use crate::event::Event;
+use crate::explanation::Explanation;
+use crate::history::{HistoryEntry, Invariant};
 use crate::id::{EntityKind, NodeId, TerminalSessionId};
 use crate::ledger::Posting;
 use crate::policy::PolicyBook;
@@ -25,7 +27,9 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
     const SNAPSHOT_MOST: usize = 64 * 1024;
     type Command: Command;
     type Reply: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static;
-    type Rejection: std::error::Error + Clone + Serialize + DeserializeOwned + Send + Sync + 'static;
+    type Rejection: Rejection;
+    /// The invariants that [`Machine::violations`] judges.
+    const INVARIANTS: &'static [Invariant] = &[];
 
     /// The transition that `command` causes in `state`.
     ///
@@ -67,7 +71,28 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
     fn state(&self) -> &'static str;
 
     /// Until when this state may last, and what it waits for. `None`: the state may last for ever.
-    fn deadline(&self) -> Option<Deadline>;
+    fn deadline(&self) -> Option<Deadline> {
+        None
+    }
+
+    /// True in a state that has to end (I8).
+    fn is_transient(&self) -> bool {
+        false
+    }
+
+    /// I8: a transient state has a deadline with a reason that an operator can read.
+    fn has_deadline_where_transient(&self) -> bool {
+        match self.deadline() {
+            Some(deadline) => !deadline.reason.is_empty() && deadline.at < Timestamp::MAX_UTC,
+            None => !self.is_transient(),
+        }
+    }
+
+    /// The invariants among [`Machine::INVARIANTS`] that the entity violates. Given its last transitions, in their order.
+    fn violations(&self, recorded: &[HistoryEntry]) -> Vec<Invariant> {
+        let _ = recorded;
+        Vec::new()
+    }
 
     /// When the machine needs its next `Tick`, at the latest at its deadline.
     fn timer(&self) -> Option<Timestamp> {
@@ -75,7 +100,9 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
     }
 
     /// The keys by which the entity is found, beside its id. They are fixed at creation, so that no index slows an update down.
-    fn keys(&self) -> IndexKeys;
+    fn keys(&self) -> IndexKeys {
+        IndexKeys::default()
+    }
 
     /// Values that no other entity of any kind may have while this one has them; each commit keeps them unique. They begin with what they
     /// name, as `gpu/`.
@@ -90,11 +117,15 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
     }
 
     /// The command that makes the machine check its whole state and emit what is missing.
-    fn tick() -> Self::Command;
+    fn tick() -> Self::Command {
+        Self::Command::TICK
+    }
 }
 
 /// A command has a name (for the history) and the action that its sender must be allowed to do.
 pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static {
+    const TICK: Self;
+
     fn name(&self) -> &'static str;
     fn action(&self) -> Action;
 
@@ -102,6 +133,12 @@ pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 's
     fn creates(&self) -> bool {
         false
     }
+}
+
+/// Why a command was refused.
+pub trait Rejection: std::error::Error + Clone + Serialize + DeserializeOwned + Send + Sync + 'static {
+    /// Its code and its remedy, for users and administrators.
+    fn explain(self) -> Explanation;
 }
 
 /// The time by which a state must have been left. A state past its deadline is overdue and is shown to operators.

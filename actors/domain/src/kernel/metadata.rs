@@ -2,6 +2,7 @@
 //!
 //! The edge validates names, keys and values; a state machine bounds the number of labels.
 
+use crate::explanation::Explanation;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -144,6 +145,13 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for PatchValue<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         Ok(Option::deserialize(deserializer)?.map_or(Self::Remove, Self::Set))
     }
+}
+
+/// The explanation of [`TooManyLabels`]; `what` names the resource as the API does.
+#[must_use]
+pub fn too_many_labels(what: &str, max: usize) -> Explanation {
+    let message = format!("The {what} would have more than {max} labels; remove some in the same request.");
+    Explanation::invalid(message, "labels")
 }
 
 #[cfg(test)]

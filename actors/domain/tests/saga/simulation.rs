@@ -652,20 +652,17 @@ impl Simulation {
         assert!(invariant::i2_a_gpu_has_one_tenant(&self.nodes, &self.allocations), "I2\n{}", self.picture());
         assert!(invariant::i4_a_token_is_consumed_once(&self.bought), "I4");
         for node in self.nodes.values() {
-            let transient = invariant::node_is_transient(node);
-            assert!(invariant::i8_transient_states_have_a_deadline(node, transient), "I8 {node:?}");
+            assert!(node.has_deadline_where_transient(), "I8 {node:?}");
         }
         for it in self.allocations.values() {
-            let transient = invariant::allocation_is_transient(it);
-            assert!(invariant::i8_transient_states_have_a_deadline(it, transient), "I8 {it:?}");
+            assert!(it.has_deadline_where_transient(), "I8 {it:?}");
         }
         for (holder, it) in &self.accounts {
             let postings = self.ledger.get(&it.id).map_or(&[][..], Vec::as_slice);
             // All of them are summed when the simulation is idle.
             let last = postings.last().map(|last| (last.number, last.balance)).unwrap_or_default();
             assert_eq!((it.postings, it.balance), last, "I3 {holder}");
-            let transient = invariant::account_is_transient(it);
-            assert!(invariant::i8_transient_states_have_a_deadline(it, transient), "I8 {it:?}");
+            assert!(it.has_deadline_where_transient(), "I8 {it:?}");
         }
         self.failures_close_their_nodes();
         for (id, agent) in &self.agents {

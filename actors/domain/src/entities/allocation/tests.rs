@@ -6,7 +6,6 @@ use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::event::Event;
 use crate::hardware::GpuDevice;
-use crate::invariant;
 use crate::metadata::{MAX_LABELS, PatchValue};
 use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use chrono::TimeDelta;
@@ -313,8 +312,7 @@ fn outcome(from: &Story, step: Result<Transition<Allocation>, Rejection>) -> Str
         Ok(step) => step,
     };
     let Some(next) = step.next else { return "stays".to_owned() };
-    let transient = invariant::allocation_is_transient(&next);
-    assert!(invariant::i8_transient_states_have_a_deadline(&next, transient), "{next:?}");
+    assert_eq!(next.violations(&[]), [], "{next:?}");
     let kept = serde_json::to_string(&next).unwrap();
     assert_eq!(serde_json::from_str::<Allocation>(&kept).unwrap(), next);
     let to = if next == from.allocation { "stays, and says it".to_owned() } else { format!("-> {}", next.state()) };
@@ -618,7 +616,7 @@ fn failed_release_says_in_its_state_reason_what_is_left_and_where() {
     let failed = releasing.after_fact(Command::CleanupFailed { node_id: NODE, attempt: 1, reason, detail });
     let failed = failed.expect("release_failed");
     let state_reason = &failed.allocation.history.last().unwrap().reason;
-    assert_eq!(state_reason, "cleanup_incomplete: Tmp files of uid 70001 in /tmp (/tmp/x: EIO)");
+    assert_eq!(state_reason.as_str(), "cleanup_incomplete: Tmp files of uid 70001 in /tmp (/tmp/x: EIO)");
     // The counted and published reason stays a code.
     let Phase::ReleaseFailed { reason, .. } = &failed.allocation.phase else { panic!("{:?}", failed.allocation) };
     assert_eq!(reason, "cleanup_incomplete");
@@ -683,8 +681,8 @@ fn history_records_every_transition_and_is_bounded() {
     }
     let history = story.cleaned().allocation.history;
     assert!(history.len() <= 32);
-    assert_eq!(history.first().map(|entry| entry.state.as_str()), Some("requested"));
-    assert_eq!(history.last().map(|entry| entry.state.as_str()), Some("released"));
+    assert_eq!(history.first().map(|entry| entry.state), Some(PhaseName::Requested));
+    assert_eq!(history.last().map(|entry| entry.state), Some(PhaseName::Released));
 }
 
 #[test]

@@ -212,7 +212,7 @@ impl Node {
                 terminals: BTreeMap::new(),
             },
         );
-        debug_assert!(super::each_gpu_is_held_once(&next));
+        debug_assert!(next.holds_each_gpu_once());
         let event = Event::DevicesReserved { node_id: self.id, allocation_id, placed: placed.clone() };
         let why = format!("{gpu_count} GPUs reserved for allocation {allocation_id}");
         Ok(Transition::to(next, Reply::Reserved { placed }, why).event(event))

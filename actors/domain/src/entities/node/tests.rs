@@ -12,7 +12,6 @@ mod tenants;
 use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::id::SkuId;
-use crate::invariant;
 use crate::machine::Effect;
 use crate::metadata::{MAX_LABELS, PatchValue};
 use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
@@ -559,11 +558,8 @@ fn outcome(from: &Node, step: Result<Transition<Node>, Rejection>, name: impl Fn
             "stays".to_owned()
         }
         Some(next) => {
-            assert!(
-                invariant::i8_transient_states_have_a_deadline(next, invariant::node_is_transient(next)),
-                "{next:?}"
-            );
-            assert!(invariant::each_gpu_is_held_once(next));
+            assert!(next.has_deadline_where_transient(), "{next:?}");
+            assert!(next.holds_each_gpu_once());
             let kept = serde_json::to_string(next).unwrap();
             assert_eq!(&serde_json::from_str::<Node>(&kept).unwrap(), next);
             match (next == from, name(next) == name(from)) {

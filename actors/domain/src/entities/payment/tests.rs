@@ -112,11 +112,8 @@ impl PaymentHarness {
             assert!(step.events.is_empty(), "what is not written is lost");
             return Ok(());
         };
-        assert!(
-            invariant::i8_transient_states_have_a_deadline(&next, invariant::payment_is_transient(&next)),
-            "{next:#?}"
-        );
-        assert!(invariant::i3_no_more_is_refunded_than_was_paid(&next), "{next:#?}");
+        assert!(next.has_deadline_where_transient(), "{next:#?}");
+        assert!(next.refunds_no_more_than_was_paid(), "{next:#?}");
         self.bus.extend(step.events);
         self.payments.insert(id, next);
         Ok(())

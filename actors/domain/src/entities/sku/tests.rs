@@ -2,7 +2,6 @@
 
 use super::*;
 use crate::authz::{CallerIdentity, Grant, Principal, TokenRole, authorize};
-use crate::invariant::i8_transient_states_have_a_deadline;
 use crate::machine::Command as _;
 use crate::policy::PolicyBook;
 use crate::precondition::Precondition;
@@ -113,7 +112,7 @@ fn outcome(step: Result<Transition<Sku>, Rejection>) -> String {
         Ok(Transition { next: Some(next), events, audit, .. }) => {
             let kept = serde_json::to_string(&next).unwrap();
             assert_eq!(serde_json::from_str::<Sku>(&kept).unwrap(), next);
-            assert!(i8_transient_states_have_a_deadline(&next, next.pending.is_some()));
+            assert!(next.has_deadline_where_transient());
             let said: Vec<_> = events.iter().map(Event::subject).collect();
             let audited: Vec<_> = audit.iter().map(|audit| audit.action.as_str()).collect();
             let waits = next.pending.as_ref().map_or("nothing", |pending| pending.first.change.name());
@@ -331,7 +330,7 @@ proptest! {
                 prop_assert!(second.at - first.at < chrono::TimeDelta::seconds(TTL));
                 prop_assert_eq!(second.change.to(), next.status);
             }
-            prop_assert!(i8_transient_states_have_a_deadline(&next, next.pending.is_some()));
+            prop_assert!(next.has_deadline_where_transient());
             sku = next;
         }
     }

@@ -1,7 +1,7 @@
 //! Onboarding, contact, and the actions of administrators.
 
 use super::*;
-use crate::invariant::{HistoryEntry, i6_a_removed_node_gets_nothing};
+use crate::invariant::HistoryEntry;
 
 #[test]
 fn nonexistent_node_can_only_be_registered() {
@@ -137,12 +137,12 @@ fn removed_node_gets_nothing_after_the_reply() {
         let itself = format!("node:{NODE}");
         let before =
             [step(&itself, "retired", false), step("user:root", "removing", false), step(&itself, "removing", true)];
-        assert!(i6_a_removed_node_gets_nothing(&story.node, &before), "what it did before, and what it was refused");
+        assert!(story.node.gets_nothing_once_removed(&before), "what it did before, and what it was refused");
         let after = [before.as_slice(), &[step(&itself, "removing", false)]].concat();
-        assert!(!i6_a_removed_node_gets_nothing(&story.node, &after));
+        assert!(!story.node.gets_nothing_once_removed(&after));
         let mut known = story.node.clone();
         known.identity.certificates.insert(SERIAL.into(), certificate(SERIAL));
-        assert!(!i6_a_removed_node_gets_nothing(&known, &[]));
+        assert!(!known.gets_nothing_once_removed(&[]));
     }
 }
 

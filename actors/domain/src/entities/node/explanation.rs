@@ -1,0 +1,122 @@
+//! The code and the remedy of a node's rejections.
+
+use super::{CommandName, PhaseName, Rejection};
+use crate::explanation::{Explanation, RejectionCode};
+use crate::{machine, metadata};
+
+impl machine::Rejection for Rejection {
+    fn explain(self) -> Explanation {
+        match self {
+            Self::NotFound => Explanation::not_found("node"),
+            Self::Exists => Explanation::conflict("The node exists already."),
+            Self::WrongState { state, command } => {
+                let (done, way) = node_command(state, command);
+                Explanation::invalid_request(format!("A node that is {state} cannot be {done}; {way}"))
+                    .detail("state", state.into_str())
+            }
+            Self::InUse { allocation_id } => Explanation::new(
+                RejectionCode::NodeInUse,
+                format!(
+                    "Allocation {allocation_id} is on the node; release it first, or retire with \
+                 \"drain\": true."
+                ),
+            )
+            .detail("allocation_id", allocation_id.to_string()),
+            Self::GpusDiffer { given, promised } => Explanation::invalid(
+                format!(
+                    "`gpus_total` is {given}, but a node of this SKU has {promised} GPUs; correct it or \
+                 choose another SKU."
+                ),
+                "gpus_total",
+            ),
+            Self::RegionNotAllowed { region_code } => Explanation::invalid(
+                format!(
+                    "The SKU is not offered in region {region_code}; add the region to the SKU or choose \
+                 another."
+                ),
+                "region_code",
+            ),
+            Self::VersionDiffers => Explanation::conflict(
+                "The node has changed since the version in If-Match; read it again and repeat your \
+                 change on it.",
+            )
+            .detail("field", "If-Match"),
+            Self::TooManyLabels { max } => metadata::too_many_labels("node", max),
+            Self::NotInOrder { why } => Explanation::conflict(format!(
+                "The node is not in order: {}. Repair it, wait for its next heartbeat and ask \
+                 again.",
+                why.trim_end_matches('.')
+            )),
+            Self::NotOrdered { task_type } => Explanation::invalid(
+                format!(
+                    "`type` {task_type} is not ordered by hand; it follows from what is done with \
+                 allocations."
+                ),
+                "type",
+            ),
+            Self::TooManyTasks { limit } => Explanation::conflict(format!(
+                "The node has not reported on {limit} tasks, which is the most; wait for it, or \
+                 resume what waits for you."
+            ))
+            .detail("limit", limit),
+            Self::TaskDoesNotWait { why } => {
+                Explanation::conflict(format!("The task does not wait for an operator: {why}."))
+            }
+            Self::TaskUnknown => Explanation::not_found("task of this node"),
+            rejection @ (Self::TokenRefused { .. }
+            | Self::CertificateUnknown
+            | Self::CertificateExpired
+            | Self::Removed
+            | Self::Fenced { .. }
+            | Self::ForeignNode { .. }
+            | Self::StaleAttempt { .. }
+            | Self::NotSchedulable { .. }
+            | Self::NotEnoughGpus { .. }) => Explanation::unexpected(&rejection),
+        }
+    }
+}
+
+/// The refused operation on a node, and what has to be done first.
+fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'static str) {
+    match command {
+        CommandName::Remove => ("removed", "retire it first."),
+        CommandName::Retire => ("retired", "it is gone. Register the machine as a new node."),
+        CommandName::Reactivate => ("reactivated", "only a retired node can be."),
+        CommandName::ReleaseQuarantine => ("released from quarantine", "only a quarantined node can be."),
+        CommandName::IssueToken => (
+            "given a first enrollment token",
+            "that is for nodes that have not been active. Its identity comes back by \
+                 reissue-enrollment.",
+        ),
+        CommandName::Reissue if state == PhaseName::Draining => {
+            ("given a new token", "wait until its last allocation ends and it is retired, or quarantine it.")
+        }
+        CommandName::OrderTask if !matches!(state, PhaseName::Removing | PhaseName::Removed) => {
+            ("given a task", "its agent has not enrolled yet.")
+        }
+        CommandName::Quarantine => ("quarantined", "it is gone."),
+        CommandName::Register
+        | CommandName::Revise
+        | CommandName::Reissue
+        | CommandName::OrderTask
+        | CommandName::ResumeTask
+        | CommandName::Enroll
+        | CommandName::Recover
+        | CommandName::Renew
+        | CommandName::Poll
+        | CommandName::Heartbeat
+        | CommandName::Report
+        | CommandName::Identify
+        | CommandName::Reserve
+        | CommandName::ReconcileLogins
+        | CommandName::Unreserve
+        | CommandName::Provision
+        | CommandName::Clean
+        | CommandName::MarkReleaseFailed
+        | CommandName::Fence
+        | CommandName::Abandon
+        | CommandName::OpenTerminal
+        | CommandName::ForgetTerminal
+        | CommandName::Tick => ("changed", "it is gone. Register the machine as a new node."),
+    }
+}

@@ -1,0 +1,37 @@
+//! The invariants (design 2) that a node shows by itself.
+
+use super::{HoldPhase, Node, PhaseName};
+use crate::history::HistoryEntry;
+use std::collections::BTreeSet;
+
+impl Node {
+    /// I2: no GPU is in two holds, and a node without the clean-up proof of a tenant has no GPU for another.
+    #[must_use]
+    pub fn has_one_tenant_on_each_gpu(&self) -> bool {
+        let is_unproven =
+            |phase: &HoldPhase| matches!(phase, HoldPhase::ReleaseFailed { .. } | HoldPhase::Abandoned { .. });
+        let has_unproven = self.holds.values().any(|hold| is_unproven(&hold.phase));
+        self.holds_each_gpu_once() && (!has_unproven || self.gpus_free() == 0)
+    }
+
+    pub(super) fn holds_each_gpu_once(&self) -> bool {
+        let held: Vec<_> =
+            self.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| device.uuid.as_str()).collect();
+        let distinct: BTreeSet<_> = held.iter().collect();
+        distinct.len() == held.len()
+    }
+
+    /// I6: a node that is being removed, or is gone, holds nothing and gets nothing. Given its last transitions, in their order.
+    #[must_use]
+    pub fn gets_nothing_once_removed(&self, recorded: &[HistoryEntry]) -> bool {
+        if !self.life.is_gone() {
+            return true;
+        }
+        let gone = [PhaseName::Removing, PhaseName::Removed].map(|name| name.into_str());
+        let itself = format!("node:{}", self.id);
+        let since = recorded.iter().skip_while(|step| !gone.contains(&step.to_state.as_str()));
+        let got_something = since.filter(|step| !step.refused).any(|step| step.actor == itself);
+        let has_identity = self.identity.token.is_some() || !self.identity.certificates.is_empty();
+        !has_identity && self.holds.is_empty() && !got_something
+    }
+}
