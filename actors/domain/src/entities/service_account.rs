@@ -5,7 +5,7 @@
 //! tombstone.
 
 use crate::audit::{AuditAction, AuditRecord};
-use crate::authz::{Action, CallerIdentity, Principal, TokenRole};
+use crate::authz::{Action, CallerIdentity, Owner, Principal, TokenRole};
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{EntityKind, EntityRef, ServiceAccountId, ServiceAccountKeyId};
@@ -19,22 +19,14 @@ use std::collections::{BTreeMap, BTreeSet};
 pub struct ServiceAccount {
     pub id: ServiceAccountId,
     pub name: String,
-    pub owner: ServiceAccountOwner,
+    /// The user for whom it acts.
+    pub owner: Owner,
     pub roles: BTreeSet<TokenRole>,
     /// The valid keys. A revoked one is removed; the audit log has it.
     pub keys: BTreeMap<ServiceAccountKeyId, AccountKey>,
     pub created_by: String,
     pub created_at: Timestamp,
     pub deleted_at: Option<Timestamp>,
-}
-
-/// The user for whom it acts.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ServiceAccountOwner {
-    pub user_id: String,
-    pub org_id: Option<String>,
-    pub project_id: Option<String>,
-    pub plan: Option<String>,
 }
 
 /// What is stored of a key: enough to verify it.
@@ -190,8 +182,7 @@ impl ServiceAccount {
     /// The scopes in which its policy values are resolved: its owner's.
     #[must_use]
     pub fn scopes(&self) -> Scopes {
-        let ServiceAccountOwner { user_id, org_id, project_id, plan } = self.owner.clone();
-        Scopes { user_id: Some(user_id), project_id, org_id, plan }
+        Scopes::from(&self.owner)
     }
 
     fn create(
@@ -206,12 +197,7 @@ impl ServiceAccount {
         let account = Self {
             id: ServiceAccountId(ctx.id),
             name,
-            owner: ServiceAccountOwner {
-                user_id: maker.user_id.clone(),
-                org_id: maker.org_id.clone(),
-                project_id: maker.project_id.clone(),
-                plan: maker.plan.clone(),
-            },
+            owner: Owner::from(maker),
             roles,
             keys: BTreeMap::new(),
             created_by: ctx.by.to_string(),

@@ -10,7 +10,7 @@
 //! that is used once. Each connection gets a number, so that a later one replaces an earlier one.
 
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
-use crate::authz::{Action, Principal};
+use crate::authz::{Action, Owner, Principal};
 use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
@@ -34,7 +34,7 @@ pub struct TerminalSession {
     pub id: TerminalSessionId,
     pub allocation_id: AllocationId,
     pub node_id: NodeId,
-    pub owner: SessionOwner,
+    pub owner: Owner,
     pub opened_at: Timestamp,
     /// When it is closed in any case. Fixed at its start, so that reconnecting does not extend it.
     pub ends_at: Timestamp,
@@ -65,15 +65,6 @@ pub enum RecordingState {
     Used,
     /// Its retention time has passed.
     Forgotten,
-}
-
-/// The owner, with the scopes in which its policies are resolved.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SessionOwner {
-    pub user_id: String,
-    pub org_id: Option<String>,
-    pub project_id: Option<String>,
-    pub plan: Option<String>,
 }
 
 /// The SHA-256 hash of a token.
@@ -417,7 +408,7 @@ impl TerminalSession {
     /// The scopes in which its policies are resolved.
     #[must_use]
     pub fn scopes(&self) -> Scopes {
-        self.owner.scopes()
+        Scopes::from(&self.owner)
     }
 
     fn open(
@@ -428,13 +419,8 @@ impl TerminalSession {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         let Principal::Caller(caller) = ctx.by else { return Err(Rejection::NotFound) };
-        let owner = SessionOwner {
-            user_id: caller.user_id.clone(),
-            org_id: caller.org_id.clone(),
-            project_id: caller.project_id.clone(),
-            plan: caller.plan.clone(),
-        };
-        let scopes = owner.scopes();
+        let owner = Owner::from(caller);
+        let scopes = Scopes::from(&owner);
         let expires_at = ctx.now + ctx.policy.seconds(policy::PolicyKey::TerminalTokenTtl, &scopes, ctx.now);
         let recording = RecordingTerms::from_policy(ctx.policy, &scopes, ctx.now);
         let session = Self {
@@ -677,18 +663,6 @@ impl TerminalSession {
         let mut metadata = json!({ "user_id": self.owner.user_id, "allocation_id": self.allocation_id });
         extend(&mut metadata, more);
         AuditRecord::new(action, EntityRef { kind: EntityKind::TerminalSession, id: self.id.0 }, metadata)
-    }
-}
-
-impl SessionOwner {
-    #[must_use]
-    pub fn scopes(&self) -> Scopes {
-        Scopes {
-            user_id: Some(self.user_id.clone()),
-            project_id: self.project_id.clone(),
-            org_id: self.org_id.clone(),
-            plan: self.plan.clone(),
-        }
     }
 }
 

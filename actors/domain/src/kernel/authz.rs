@@ -66,6 +66,26 @@ pub struct CallerIdentity {
     pub service_account: Option<ServiceAccountId>,
 }
 
+/// The user to whom something belongs, with the scopes of their token in which its policies are resolved.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Owner {
+    pub user_id: String,
+    pub org_id: Option<String>,
+    pub project_id: Option<String>,
+    pub plan: Option<String>,
+}
+
+impl From<&CallerIdentity> for Owner {
+    fn from(caller: &CallerIdentity) -> Self {
+        Self {
+            user_id: caller.user_id.clone(),
+            org_id: caller.org_id.clone(),
+            project_id: caller.project_id.clone(),
+            plan: caller.plan.clone(),
+        }
+    }
+}
+
 /// Who acts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -1,8 +1,9 @@
 use super::output::{Output, undelivered};
 use super::*;
 use crate::websocket::MISUSED;
+use domain::authz::Owner;
 use domain::machine::Timestamp;
-use domain::terminal_session::{Phase, RecordingState, SessionOwner};
+use domain::terminal_session::{Phase, RecordingState};
 use domain::{AllocationId, NodeId, TerminalSessionId};
 use futures::channel::mpsc as wide;
 use serde_json::{Value, json};
@@ -11,7 +12,7 @@ use uuid::Uuid;
 use wire::terminal::{INPUT_WINDOW, TerminalCommand, TerminalEvent};
 
 fn session() -> TerminalSession {
-    let owner = SessionOwner { user_id: "a user".to_owned(), org_id: None, project_id: None, plan: None };
+    let owner = Owner { user_id: "a user".to_owned(), org_id: None, project_id: None, plan: None };
     TerminalSession {
         id: TerminalSessionId(Uuid::from_u128(1)),
         allocation_id: AllocationId(Uuid::from_u128(2)),

@@ -1,7 +1,7 @@
 //! Resolution of policy values by scope and time.
 
 use super::{AppliesTo, PolicyKey, PolicyValue, ValueBounds};
-use crate::authz::{CallerIdentity, Principal};
+use crate::authz::{CallerIdentity, Owner, Principal};
 use crate::time::Timestamp;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -95,14 +95,16 @@ impl Scopes {
     }
 }
 
+impl From<&Owner> for Scopes {
+    fn from(owner: &Owner) -> Self {
+        let Owner { user_id, org_id, project_id, plan } = owner.clone();
+        Self { user_id: Some(user_id), project_id, org_id, plan }
+    }
+}
+
 impl From<&CallerIdentity> for Scopes {
     fn from(caller: &CallerIdentity) -> Self {
-        Self {
-            user_id: Some(caller.user_id.clone()),
-            project_id: caller.project_id.clone(),
-            org_id: caller.org_id.clone(),
-            plan: caller.plan.clone(),
-        }
+        Self::from(&Owner::from(caller))
     }
 }
 
