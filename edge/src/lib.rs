@@ -12,6 +12,7 @@ pub mod bootstrap_bundle;
 pub mod connection_quota;
 pub mod correlation;
 pub mod delivery;
+mod email_address;
 pub mod error;
 pub mod host_address;
 pub mod http_metrics;

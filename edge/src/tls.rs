@@ -14,11 +14,12 @@ use rustls::{
 use thiserror::Error;
 
 use crate::node_certificate::{NodeCertificate, NodeCertificateError, TrustDomain};
-use crate::token_bucket::network_of;
+use client_network::network_of;
 use forwarded::ForwardedCertificateError;
 use ingress::Ingress;
 
 pub mod admission;
+pub(crate) mod client_network;
 pub mod connections;
 pub mod forwarded;
 #[cfg(test)]

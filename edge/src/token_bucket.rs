@@ -3,7 +3,6 @@
 
 use dashmap::DashMap;
 use std::hash::Hash;
-use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -72,14 +71,6 @@ impl Rate {
     }
 }
 
-/// The network of an address: the owner of one IPv6 address has the other 2^64 of its network.
-pub(crate) fn network_of(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V4(address) => IpAddr::V4(address),
-        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX))),
-    }
-}
-
 #[cfg(test)]
 #[allow(clippy::unwrap_used)]
 mod tests {
@@ -114,13 +105,5 @@ mod tests {
         let later = now + SWEEP_INTERVAL;
         buckets.take(70_000, later).unwrap();
         assert_eq!(buckets.full_at.len(), 1, "those that are idle were forgotten");
-    }
-
-    #[test]
-    fn ipv6_network_counts_as_one_address_and_a_mapped_ipv4_address_as_itself() {
-        let [a, b, c] = ["2001:db8::1", "2001:db8::ffff:0:0:1", "2001:db8:0:1::1"].map(|text| text.parse().unwrap());
-        assert_eq!(network_of(a), network_of(b));
-        assert_ne!(network_of(a), network_of(c));
-        assert_eq!(network_of("::ffff:10.0.0.1".parse().unwrap()), "10.0.0.1".parse::<IpAddr>().unwrap());
     }
 }

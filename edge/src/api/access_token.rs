@@ -26,8 +26,9 @@ use crate::rate_limit::LimitedRoute;
 use crate::request_body::Form;
 use crate::services::Services;
 use crate::tls::Peer;
+use crate::tls::client_network::network_of;
 use crate::token::{TokenHash, TokenPurpose, read};
-use crate::token_bucket::{Rate, TokenBuckets, network_of};
+use crate::token_bucket::{Rate, TokenBuckets};
 
 const BASIC: &str = "Basic realm=\"gpuaas\"";
 

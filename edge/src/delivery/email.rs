@@ -26,6 +26,7 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::SendFailure;
+use crate::email_address::{is_plain, recipient, written};
 use text::Notification;
 
 mod text;
@@ -36,8 +37,6 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(15);
 const QUIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Connections of a process to the server at once.
 const MAX_CONNECTIONS: usize = 4;
-/// Bytes of an address (RFC 5321, section 4.5.3.1.3).
-const MAX_ADDRESS: usize = 254;
 
 /// The mail server, and the sender's address.
 #[derive(Clone, Debug)]
@@ -291,29 +290,6 @@ fn client(public_url: &str) -> ClientId {
         Err(_) if host.is_empty() => ClientId::default(),
         Err(_) => ClientId::Domain(host),
     }
-}
-
-/// One address at a domain. Quoted local parts and addresses of machines (`user@[192.0.2.1]`) are refused: no identity provider has verified
-/// one, and the mail server would connect to whatever machine they name.
-fn recipient(text: &str) -> Option<Address> {
-    let address = text.parse::<Address>().ok()?;
-    (text.len() <= MAX_ADDRESS && is_plain(&address)).then_some(address)
-}
-
-/// True of an address that mails can be sent to.
-#[must_use]
-pub fn is_address(text: &str) -> bool {
-    recipient(text).is_some()
-}
-
-fn is_plain(address: &Address) -> bool {
-    let is_machine = address.domain().starts_with('[') || address.domain().parse::<IpAddr>().is_ok();
-    !is_machine
-        && !written(address).contains(|c: char| c.is_control() || c.is_whitespace() || "\"<>,;:\\()".contains(c))
-}
-
-fn written(address: &Address) -> &str {
-    address.as_ref()
 }
 
 /// The meaning of a refusal of the recipient or the message.

@@ -3,7 +3,7 @@
 use super::limited;
 use crate::error::ApiError;
 use crate::tls::Peer;
-use crate::token_bucket::network_of;
+use crate::tls::client_network::network_of;
 use actors::rate_cell_table::RateCells;
 use axum::extract::ConnectInfo;
 use axum::http::Extensions;

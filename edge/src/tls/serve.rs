@@ -38,6 +38,7 @@ use tracing::{debug, info, warn};
 use super::{
     Peer,
     admission::{Admission, ConnectionSlot},
+    client_network::network_of,
     connections::{ConnectionOwner, Connections, RevocableStream},
     http1::Http1Stream,
     ingress::Ingress,
@@ -45,7 +46,6 @@ use super::{
 };
 use crate::malformed_request::MalformedRequest;
 use crate::node_certificate::{NodeCertificate, TrustDomain};
-use crate::token_bucket::network_of;
 
 /// The bounds of a listener.
 #[derive(Clone, Debug)]
