@@ -7,6 +7,7 @@ use persistence::queries::{Cursor, EntityRow, ListFilter};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
+use utoipa::IntoParams;
 use uuid::Uuid;
 
 use crate::error::ApiError;
@@ -158,6 +159,16 @@ impl ChangeWait<'_> {
 pub(crate) fn etag(version: i64) -> [(HeaderName, HeaderValue); 1] {
     let value = HeaderValue::from_str(&format!("\"{version}\"")).unwrap_or(HeaderValue::from_static("\"\""));
     [(header::ETAG, value)]
+}
+
+/// The header of a request that changes what was read before, for the API's description.
+#[derive(IntoParams)]
+#[into_params(parameter_in = Header)]
+pub(crate) struct IfMatch {
+    /// The `ETag` that the change is based on
+    #[param(rename = "If-Match", pattern = r#"^"[0-9]{1,18}"$"#)]
+    #[allow(dead_code)]
+    etag: Option<String>,
 }
 
 /// The version that `If-Match` requires; `None` where any matches.

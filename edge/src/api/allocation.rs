@@ -36,6 +36,7 @@ use super::field::{
     ResourceName, SkuRef, metadata, set_or_none, terms,
 };
 use super::notification_endpoint::introduce;
+use super::reason_command::reason_commands;
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::sku;
 use super::ssh_key::tenant_of;
@@ -181,7 +182,6 @@ pub(super) async fn create(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The allocation's id")),
     responses((status = 200, description = "The allocation.", body = AllocationView)),
 )]
 pub(super) async fn get(
@@ -199,7 +199,6 @@ pub(super) async fn get(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The allocation's id")),
     request_body(content = NewRelease, description = "May be left out."),
     responses((status = 202, description = "The allocation, which is being released.", body = AllocationView)),
 )]
@@ -213,38 +212,14 @@ pub(super) async fn release(
     execute_release(&services, context, id, command).await
 }
 
-/// Tries the clean-up of a failed release again, and lifts the fence that it put around the node.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The allocation's id")),
-    request_body = ReasonBody,
-    responses((status = 202, description = "The allocation.", body = AllocationView)),
-)]
-pub(super) async fn retry_release(
-    AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
-    Path(id): Path<Uuid>,
-    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
-) -> Result<Response, ApiError> {
-    execute_release(&services, context, id, Command::RetryRelease { reason: why.reason.to_string() }).await
-}
+reason_commands! {
+    AdminRequest, execute_release => 202 "The allocation." AllocationView;
 
-/// Ends a failed release without a clean-up proof. The node is quarantined.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The allocation's id")),
-    request_body = ReasonBody,
-    responses((status = 202, description = "The allocation.", body = AllocationView)),
-)]
-pub(super) async fn force_release(
-    AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
-    Path(id): Path<Uuid>,
-    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
-) -> Result<Response, ApiError> {
-    execute_release(&services, context, id, Command::ForceRelease { reason: why.reason.to_string() }).await
+    /// Tries the clean-up of a failed release again, and lifts the fence that it put around the node.
+    retry_release: RetryRelease;
+
+    /// Ends a failed release without a clean-up proof. The node is quarantined.
+    force_release: ForceRelease;
 }
 
 async fn execute_release(
@@ -425,14 +400,4 @@ fn placement_error(allocation: &Allocation) -> Option<ApiError> {
             error(Code::StateConflict).map(|error| error.detail("failure", code.as_str()))
         }
     }
-}
-
-/// The version after which a stream resumes.
-fn last_event_id(headers: &axum::http::HeaderMap) -> Result<i64, ApiError> {
-    let Some(value) = headers.get("last-event-id") else { return Ok(0) };
-    let version = value.to_str().ok().and_then(|text| text.trim().parse().ok()).filter(|version| *version >= 0);
-    version.ok_or_else(|| {
-        ApiError::invalid_request("Header `Last-Event-ID` must be the id of an event of this stream.")
-            .detail("field", "Last-Event-ID")
-    })
 }

@@ -213,7 +213,6 @@ pub(super) async fn open(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The account's id")),
     responses((status = 200, description = "The account.", body = MeteredView)),
 )]
 pub(super) async fn get(
@@ -232,7 +231,7 @@ pub(super) async fn get(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The account's id"), PageQuery, PostingFilter),
+    params(PageQuery, PostingFilter),
     responses((status = 200, description = "A page of postings.", body = Items<LedgerView>)),
 )]
 pub(super) async fn ledger_of(
@@ -250,7 +249,6 @@ pub(super) async fn ledger_of(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The account's id")),
     request_body = NewAdjustment,
     responses((status = 201, description = "The account after it.", body = AccountView)),
 )]

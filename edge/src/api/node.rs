@@ -25,6 +25,7 @@ use super::field::{
     GpuCount, HostName, LabelChanges, LabelSelector, LabelSelectors, Labels, LoginName, Port, PublicKeyText, Reason,
     ReasonBody, RegionCode, ResourceName, SkuRef, metadata, metadata_patch, terms,
 };
+use super::reason_command::reason_commands;
 use super::request_context::{AdminRequest, RequestContext, replayed};
 use super::sku;
 use crate::error::{ApiError, Code};
@@ -32,7 +33,7 @@ use crate::host_address::HostAddress;
 use crate::idempotency::context::Idempotent;
 use crate::node_probe::Reachability;
 use crate::pagination::{Items, Listing, Order, PageQuery};
-use crate::read_model::{self, StoredEntity, etag, find, if_match, wait_until};
+use crate::read_model::{self, IfMatch, StoredEntity, etag, find, if_match, wait_until};
 use crate::rejection_response::not_answered;
 use crate::request_body::{self, Path};
 use crate::services::Services;
@@ -202,7 +203,6 @@ async fn register_command(services: &Services, context: &RequestContext, new: &N
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
     responses((status = 200, description = "The node; its generation is the `ETag` too.", body = NodeView)),
 )]
 pub(super) async fn get(
@@ -218,11 +218,7 @@ pub(super) async fn get(
 #[utoipa::path(
     patch,
     path = "/",
-    params(
-        ("id" = Uuid, Path, description = "The node's id"),
-        ("If-Match" = Option<String>, Header, description = "The `ETag` that the change is based on",
-            pattern = r#"^"[0-9]{1,18}"$"#),
-    ),
+    params(IfMatch),
     request_body = NodeChange,
     responses((status = 200, description = "The node.", body = NodeView)),
 )]
@@ -260,71 +256,32 @@ pub(super) async fn revise(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
     request_body = Retirement,
     responses((status = 200, description = "The node.", body = NodeView)),
 )]
 pub(super) async fn retire(
-    by: AdminRequest,
+    AdminRequest(context): AdminRequest,
     State(services): State<Services>,
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(why)): Idempotent<request_body::Json<Retirement>>,
 ) -> Result<Response, ApiError> {
     let command = Command::Retire { reason: why.reason.to_string(), drain: why.drain };
-    execute(&services, by, id, command).await
+    execute(&services, context, id, command).await
 }
 
-/// Takes a retired node into service again, if it is in order.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
-    request_body = ReasonBody,
-    responses((status = 200, description = "The node.", body = NodeView)),
-)]
-pub(super) async fn reactivate(
-    by: AdminRequest,
-    State(services): State<Services>,
-    Path(id): Path<Uuid>,
-    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
-) -> Result<Response, ApiError> {
-    execute(&services, by, id, Command::Reactivate { reason: why.reason.to_string() }).await
-}
+reason_commands! {
+    AdminRequest, execute => 200 "The node." NodeView;
 
-/// Takes a node out of rent until it is found in order.
-///
-/// Its tenants stay.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
-    request_body = ReasonBody,
-    responses((status = 200, description = "The node.", body = NodeView)),
-)]
-pub(super) async fn quarantine(
-    by: AdminRequest,
-    State(services): State<Services>,
-    Path(id): Path<Uuid>,
-    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
-) -> Result<Response, ApiError> {
-    execute(&services, by, id, Command::Quarantine { reason: why.reason.to_string() }).await
-}
+    /// Takes a retired node into service again, if it is in order.
+    reactivate: Reactivate;
 
-/// Gives a quarantined node its state back, if it is in order.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
-    request_body = ReasonBody,
-    responses((status = 200, description = "The node.", body = NodeView)),
-)]
-pub(super) async fn release_quarantine(
-    by: AdminRequest,
-    State(services): State<Services>,
-    Path(id): Path<Uuid>,
-    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
-) -> Result<Response, ApiError> {
-    execute(&services, by, id, Command::ReleaseQuarantine { reason: why.reason.to_string() }).await
+    /// Takes a node out of rent until it is found in order.
+    ///
+    /// Its tenants stay.
+    quarantine: Quarantine;
+
+    /// Gives a quarantined node its state back, if it is in order.
+    release_quarantine: ReleaseQuarantine;
 }
 
 /// Removes a retired node for good.
@@ -333,7 +290,6 @@ pub(super) async fn release_quarantine(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
     request_body = ReasonBody,
     responses(
         (status = 200, description = "It is removed.", body = NodeView),
@@ -360,7 +316,7 @@ pub(super) async fn remove(
 /// Executes an operator's command, exempt from load shedding, and responds with the node after it.
 async fn execute(
     services: &Services,
-    AdminRequest(context): AdminRequest,
+    context: RequestContext,
     id: Uuid,
     command: Command,
 ) -> Result<Response, ApiError> {

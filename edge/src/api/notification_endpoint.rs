@@ -326,7 +326,6 @@ async fn free_place(services: &Services, holder: &Holder) -> Result<u16, ApiErro
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The endpoint's id")),
     responses((status = 200, description = "The endpoint.", body = EndpointView)),
 )]
 pub(super) async fn get(
@@ -342,7 +341,6 @@ pub(super) async fn get(
 #[utoipa::path(
     patch,
     path = "/",
-    params(("id" = Uuid, Path, description = "The endpoint's id")),
     request_body = NotificationEndpointChange,
     responses((status = 200, description = "The endpoint.", body = EndpointView)),
 )]
@@ -367,7 +365,6 @@ pub(super) async fn revise(
 #[utoipa::path(
     delete,
     path = "/",
-    params(("id" = Uuid, Path, description = "The endpoint's id")),
     responses((status = 204, description = "It is gone.")),
 )]
 pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
@@ -379,7 +376,6 @@ pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uui
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The endpoint's id")),
     responses((status = 200, description = "The secret. `Cache-Control: no-store`.", body = NotificationSecret)),
 )]
 pub(super) async fn secret(
@@ -397,7 +393,6 @@ pub(super) async fn secret(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The endpoint's id")),
     responses((status = 201, description = "The secret. `Cache-Control: no-store`.", body = NotificationSecret)),
 )]
 pub(super) async fn rotate_secret(
@@ -420,7 +415,6 @@ pub(super) async fn rotate_secret(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The endpoint's id")),
     responses((status = 202, description = "The endpoint; the message waits.", body = EndpointView)),
 )]
 pub(super) async fn test(
@@ -439,7 +433,6 @@ pub(super) async fn test(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The endpoint's id")),
     responses((status = 200, description = "The dead letters.", body = Items<DeadLetterView>)),
 )]
 pub(super) async fn dead_letters(
@@ -455,7 +448,6 @@ pub(super) async fn dead_letters(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The endpoint's id")),
     request_body = DeadLetters,
     responses((status = 200, description = "The endpoint.", body = EndpointView)),
 )]
@@ -472,7 +464,6 @@ pub(super) async fn resend(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The endpoint's id")),
     request_body = DeadLetters,
     responses((status = 200, description = "The endpoint.", body = EndpointView)),
 )]

@@ -53,7 +53,6 @@ pub(super) async fn list(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The payment's id")),
     responses((status = 200, description = "The payment.", body = PaymentView)),
 )]
 pub(super) async fn get(
@@ -69,7 +68,7 @@ pub(super) async fn get(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The account's id"), PageQuery, PaymentFilter),
+    params(PageQuery, PaymentFilter),
     responses((status = 200, description = "A page of payments.", body = Items<PaymentView>)),
 )]
 pub(super) async fn list_of(

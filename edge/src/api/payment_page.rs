@@ -68,7 +68,6 @@ static PAGE_FILES: LazyLock<PageFiles> = LazyLock::new(|| PageFiles::built_in(&F
 #[utoipa::path(
     get,
     path = "/",
-    params(("payment_id" = Uuid, Path, description = "The payment's id")),
     responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
 )]
 pub(super) async fn page(State(services): State<Services>, Path(_payment): Path<Uuid>) -> Result<Response, ApiError> {
@@ -93,10 +92,6 @@ pub(super) async fn returned() -> Response {
 #[utoipa::path(
     get,
     path = "/",
-    params(
-        ("payment_id" = Uuid, Path, description = "The payment's id"),
-        ("processor_id" = String, Path, description = "What the processor calls it, as in the page's address", example = "pi_1"),
-    ),
     responses((status = 200, description = "What is to be paid.", body = TermsView)),
 )]
 pub(super) async fn terms(
@@ -124,7 +119,6 @@ pub(super) async fn terms(
 #[utoipa::path(
     get,
     path = "/",
-    params(("name" = String, Path, description = "The file's name, as the page asks for it", example = "main.js")),
     responses(
         (status = 200, description = "The file.", content((String = "text/javascript"), (String = "text/css"))),
         (status = 304, description = "The file is the one that `If-None-Match` names."),

@@ -121,7 +121,6 @@ pub(super) async fn list(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The binding's id")),
     responses((status = 200, description = "The binding.", body = BindingView)),
 )]
 pub(super) async fn get(

@@ -235,7 +235,6 @@ pub(super) async fn list(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The value's id")),
     responses((status = 200, description = "The value.", body = ValueView)),
 )]
 pub(super) async fn get(

@@ -1,9 +1,8 @@
 //! Events of the payment processor, for operators who handle those that failed (decisions 6, *Webhook*).
 
-use actors::CommandReply;
 use axum::Json;
 use axum::extract::State;
-use axum::response::IntoResponse;
+use axum::response::{IntoResponse as _, Response};
 use chrono::{DateTime, Utc};
 use domain::Machine as _;
 use domain::Timestamp;
@@ -14,7 +13,8 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::field::{ProcessorId, ReasonBody};
-use super::request_context::{Authorized, SeeBilling, SettleProcessorEvents, replayed};
+use super::reason_command::reason_commands;
+use super::request_context::{Authorized, RequestContext, SeeBilling, SettleProcessorEvents, replayed};
 use crate::error::ApiError;
 use crate::idempotency::context::Idempotent;
 use crate::pagination::{Items, Listing, Order, PageQuery};
@@ -120,7 +120,6 @@ pub(super) async fn list(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The event's id here")),
     responses((status = 200, description = "The event.", body = EventView)),
 )]
 pub(super) async fn get(
@@ -133,54 +132,32 @@ pub(super) async fn get(
     Ok(Json(EventView::of(&found.it, services.environment.now())))
 }
 
-/// Retries a dead event, or one that waits for its next attempt, at once.
-///
-/// It has as many attempts as a new one.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The event's id here")),
-    request_body = ReasonBody,
-    responses((status = 200, description = "The event.", body = EventView)),
-)]
-pub(super) async fn retry(
-    authorized: Authorized<SettleProcessorEvents>,
-    State(services): State<Services>,
-    Path(id): Path<Uuid>,
-    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
-) -> Result<impl IntoResponse, ApiError> {
-    let command = Command::Retry { reason: why.reason.to_string() };
-    let context = authorized.context.prioritized();
-    shown(&services, context.ask::<ProcessorEvent>(id, command).await?)
+reason_commands! {
+    Authorized<SettleProcessorEvents>, execute => 200 "The event." EventView;
+
+    /// Retries a dead event, or one that waits for its next attempt, at once.
+    ///
+    /// It has as many attempts as a new one.
+    retry: Retry;
+
+    /// Dismisses an event that could not be applied: nothing follows from it.
+    ///
+    /// Correct its effect on the money by other means first, by an adjustment for example. It cannot be undone.
+    dismiss: Dismiss;
 }
 
-/// Dismisses an event that could not be applied: nothing follows from it.
-///
-/// Correct its effect on the money by other means first, by an adjustment for example. It cannot be undone.
-#[utoipa::path(
-    post,
-    path = "/",
-    params(("id" = Uuid, Path, description = "The event's id here")),
-    request_body = ReasonBody,
-    responses((status = 200, description = "The event.", body = EventView)),
-)]
-pub(super) async fn dismiss(
-    authorized: Authorized<SettleProcessorEvents>,
-    State(services): State<Services>,
-    Path(id): Path<Uuid>,
-    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
-) -> Result<impl IntoResponse, ApiError> {
-    let command = Command::Dismiss { reason: why.reason.to_string() };
-    let context = authorized.context.prioritized();
-    shown(&services, context.ask::<ProcessorEvent>(id, command).await?)
-}
-
-fn shown(services: &Services, answered: CommandReply<Reply>) -> Result<impl IntoResponse + use<>, ApiError> {
+async fn execute(
+    services: &Services,
+    context: RequestContext,
+    id: Uuid,
+    command: Command,
+) -> Result<Response, ApiError> {
+    let answered = context.prioritized().ask::<ProcessorEvent>(id, command).await?;
     let replayed = replayed(&answered);
     let Reply::Shown { event } = answered.reply else {
         return Err(ApiError::internal("the machine of the processor's events answered another question"));
     };
-    Ok((replayed, Json(EventView::of(&event, services.environment.now()))))
+    Ok((replayed, Json(EventView::of(&event, services.environment.now()))).into_response())
 }
 
 impl EventView {

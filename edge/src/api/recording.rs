@@ -72,7 +72,7 @@ pub(super) struct Unfiltered {}
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The allocation's id"), PageQuery),
+    params(PageQuery),
     responses((status = 200, description = "A page of recordings.", body = Items<RecordingView>)),
 )]
 pub(super) async fn of_allocation(
@@ -122,7 +122,6 @@ async fn page_of(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The terminal session's id")),
     responses((status = 200, description = "The recording, without what it shows.", body = RecordingView)),
 )]
 pub(super) async fn get(
@@ -141,7 +140,6 @@ pub(super) async fn get(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The terminal session's id")),
     responses((
         status = 200,
         description = "The recording, one JSON value a line. `Cache-Control: no-store`.",

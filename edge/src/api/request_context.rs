@@ -80,6 +80,18 @@ pub(crate) struct RequestContext {
     urgent: bool,
 }
 
+impl From<AdminRequest> for RequestContext {
+    fn from(AdminRequest(context): AdminRequest) -> Self {
+        context
+    }
+}
+
+impl<R> From<Authorized<R>> for RequestContext {
+    fn from(Authorized { context, .. }: Authorized<R>) -> Self {
+        context
+    }
+}
+
 impl FromRequestParts<Services> for UserRequest {
     type Rejection = ApiError;
 

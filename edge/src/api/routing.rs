@@ -15,6 +15,7 @@ use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 use super::allocation;
 use super::document::{PROVIDER, SERVICE_ACCOUNT, add_common_parts, error_responses};
 use super::field::LabelSelector;
+use super::path_parameters::path_parameters;
 use crate::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
 use crate::error::{Code, Envelope};
 use crate::idempotency;
@@ -135,7 +136,7 @@ impl Routes {
         }
     }
 
-    /// Adds a row with its handler. The handler's own description has no path; the row has it.
+    /// Adds a row with its handler. The handler's own description has no path and no parameters in it; the row has them.
     pub(super) fn row(mut self, row: &Row, (schemas, mut paths, handler): UtoipaMethodRouter<Services>) -> Self {
         let described = std::mem::take(&mut paths.paths).into_iter().next().map(|(_, item)| item);
         let mut item = described.unwrap_or_default();
@@ -241,10 +242,14 @@ fn takes_query(operation: &Operation) -> bool {
     parameters.any(|parameter| matches!(parameter, RefOr::T(it) if it.parameter_in == ParameterIn::Query))
 }
 
-/// Adds the security, the error codes and the headers that follow from the row.
+/// Adds the parameters, the security, the error codes and the headers that follow from the row.
 fn describe(operation: &mut Operation, row: &Row) {
     operation.operation_id = Some(row.operation_id.to_owned());
     operation.tags = Some(vec![row.tag.to_owned()]);
+    let in_path = path_parameters(row.path);
+    if !in_path.is_empty() {
+        operation.parameters.get_or_insert_default().splice(..0, in_path);
+    }
     let mut codes = row.refuses.to_vec();
     codes.extend([Code::InternalError, Code::ServiceUnavailable, Code::Overloaded]);
     match row.access {

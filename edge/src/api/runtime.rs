@@ -8,27 +8,15 @@ use domain::runtime::{Command, RestartRecord, RuntimePart};
 use domain::{EntityKind, EntityRef, MemberId};
 use persistence::queries::HistoryRow;
 use serde::{Deserialize, Serialize};
-use utoipa::openapi::{RefOr, Schema};
-use utoipa::{PartialSchema, ToSchema};
+use utoipa::ToSchema;
 use uuid::Uuid;
 
 use crate::api::field::{Reason, WorkerName};
 use crate::api::request_context::{AdminRequest, RequestContext};
 use crate::error::{ApiError, Code};
-use crate::operator_view::{self, ClusterReport, EntityNode, Tree, TreeFilter, kinds};
+use crate::operator_view::{self, ClusterReport, EntityNode, Tree, TreeFilter};
 use crate::request_body::{JsonOrDefault, Path, Query};
 use crate::services::Services;
-
-/// The name of a kind, in a path.
-struct KindName;
-
-impl PartialSchema for KindName {
-    fn schema() -> RefOr<Schema> {
-        kinds().into()
-    }
-}
-
-impl ToSchema for KindName {}
 
 /// How many transitions are shown of an entity.
 const SHOWN_TRANSITIONS: u32 = 50;
@@ -108,10 +96,6 @@ pub(super) async fn cluster(
 #[utoipa::path(
     get,
     path = "/",
-    params(
-        ("kind" = inline(KindName), Path, description = "What kind of entity"),
-        ("id" = Uuid, Path, description = "The entity's id"),
-    ),
     responses((status = 200, description = "The entity.", body = EntityReport)),
 )]
 pub(super) async fn entity(
@@ -130,10 +114,6 @@ pub(super) async fn entity(
 #[utoipa::path(
     post,
     path = "/",
-    params(
-        ("kind" = inline(KindName), Path, description = "What kind of entity"),
-        ("id" = Uuid, Path, description = "The entity's id"),
-    ),
     request_body(content = NewRestart, description = "May be left out."),
     responses((status = 200, description = "Done.", body = RestartView)),
 )]
@@ -154,10 +134,6 @@ pub(super) async fn restart(
 #[utoipa::path(
     post,
     path = "/",
-    params(
-        ("member" = Uuid, Path, description = "The member's id, as the tree names it"),
-        ("worker" = inline(WorkerName), Path, description = "The row's name"),
-    ),
     request_body(content = NewRestart, description = "May be left out."),
     responses((status = 200, description = "Done.", body = RestartView)),
 )]

@@ -197,7 +197,6 @@ async fn reserve_account(services: &Services, context: &RequestContext, id: Uuid
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The service account's id")),
     responses((status = 200, description = "The service account.", body = ServiceAccountView)),
 )]
 pub(super) async fn get(
@@ -215,7 +214,6 @@ pub(super) async fn get(
 #[utoipa::path(
     delete,
     path = "/",
-    params(("id" = Uuid, Path, description = "The service account's id")),
     responses((status = 204, description = "It is gone.")),
 )]
 pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
@@ -229,7 +227,6 @@ pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uui
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The service account's id")),
     responses((status = 201, description = "The key. `Cache-Control: no-store`.", body = IssuedServiceAccountKey)),
 )]
 pub(super) async fn add_key(UserRequest(context): UserRequest, Path(id): Path<Uuid>) -> Result<Response, ApiError> {
@@ -248,10 +245,6 @@ pub(super) async fn add_key(UserRequest(context): UserRequest, Path(id): Path<Uu
 #[utoipa::path(
     delete,
     path = "/",
-    params(
-        ("id" = Uuid, Path, description = "The service account's id"),
-        ("key_id" = Uuid, Path, description = "The key's id"),
-    ),
     responses((status = 204, description = "It is gone.")),
 )]
 pub(super) async fn revoke_key(

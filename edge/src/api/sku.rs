@@ -214,7 +214,6 @@ pub(super) async fn create(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The SKU's id")),
     responses((status = 200, description = "The SKU.", body = SkuView)),
 )]
 pub(super) async fn get(
@@ -230,7 +229,6 @@ pub(super) async fn get(
 #[utoipa::path(
     patch,
     path = "/",
-    params(("id" = Uuid, Path, description = "The SKU's id")),
     request_body = SkuChange,
     responses((status = 200, description = "The SKU.", body = SkuView)),
 )]

@@ -86,7 +86,7 @@ pub(super) async fn list(
 #[utoipa::path(
     get,
     path = "/",
-    params(("user_id" = ClaimId, Path, description = "Whose, as the identity provider names them"), PageQuery),
+    params(PageQuery),
     responses((status = 200, description = "A page of keys.", body = Items<SshKeyView>)),
 )]
 pub(super) async fn list_of_user(
@@ -166,7 +166,6 @@ const fn cause_of(error: &SshPublicKeyError) -> SshKeyFault {
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The key's id")),
     responses((status = 200, description = "The key.", body = SshKeyView)),
 )]
 pub(super) async fn get(
@@ -181,10 +180,6 @@ pub(super) async fn get(
 #[utoipa::path(
     get,
     path = "/",
-    params(
-        ("user_id" = ClaimId, Path, description = "Whose, as the identity provider names them"),
-        ("id" = Uuid, Path, description = "The key's id"),
-    ),
     responses((status = 200, description = "The key.", body = SshKeyView)),
 )]
 pub(super) async fn get_of_user(
@@ -207,7 +202,6 @@ async fn one_key(services: &Services, owner: &str, id: Uuid) -> Result<Json<SshK
 #[utoipa::path(
     delete,
     path = "/",
-    params(("id" = Uuid, Path, description = "The key's id")),
     responses((status = 204, description = "It is gone.")),
 )]
 pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
@@ -221,10 +215,6 @@ pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uui
 #[utoipa::path(
     delete,
     path = "/",
-    params(
-        ("user_id" = ClaimId, Path, description = "Whose, as the identity provider names them"),
-        ("id" = Uuid, Path, description = "The key's id"),
-    ),
     responses((status = 204, description = "It is gone.")),
 )]
 pub(super) async fn delete_of_user(
@@ -243,7 +233,6 @@ async fn delete_key(context: &RequestContext, owner: &str, id: Uuid) -> Result<S
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The key's id")),
     responses((status = 200, description = "The key.", body = SshKeyView)),
 )]
 pub(super) async fn make_default(
@@ -260,10 +249,6 @@ pub(super) async fn make_default(
 #[utoipa::path(
     post,
     path = "/",
-    params(
-        ("user_id" = ClaimId, Path, description = "Whose, as the identity provider names them"),
-        ("id" = Uuid, Path, description = "The key's id"),
-    ),
     responses((status = 200, description = "The key.", body = SshKeyView)),
 )]
 pub(super) async fn make_default_of_user(

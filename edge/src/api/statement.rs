@@ -124,7 +124,6 @@ pub(super) async fn list(
 #[utoipa::path(
     get,
     path = "/",
-    params(("month" = inline(Month), Path, description = "The month, in UTC", example = "2026-11")),
     responses((status = 200, description = "The statement.", body = StatementView)),
 )]
 pub(super) async fn get(
@@ -143,7 +142,6 @@ pub(super) async fn get(
 #[utoipa::path(
     get,
     path = "/",
-    params(("month" = inline(Month), Path, description = "The month, in UTC", example = "2026-11")),
     responses((status = 200, description = "The file.", content_type = "text/csv", body = String)),
 )]
 pub(super) async fn csv(
@@ -158,7 +156,6 @@ pub(super) async fn csv(
 #[utoipa::path(
     get,
     path = "/",
-    params(("month" = inline(Month), Path, description = "The month, in UTC", example = "2026-11")),
     responses((status = 200, description = "The file, PDF/A-2b.", content_type = "application/pdf", body = String)),
 )]
 pub(super) async fn pdf(
@@ -173,7 +170,7 @@ pub(super) async fn pdf(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The account's id"), PageQuery),
+    params(PageQuery),
     responses((status = 200, description = "A page of months.", body = Items<SummaryView>)),
 )]
 pub(super) async fn list_of(
@@ -192,10 +189,6 @@ pub(super) async fn list_of(
 #[utoipa::path(
     get,
     path = "/",
-    params(
-        ("id" = Uuid, Path, description = "The account's id"),
-        ("month" = inline(Month), Path, description = "The month, in UTC", example = "2026-11"),
-    ),
     responses((status = 200, description = "The statement.", body = StatementView)),
 )]
 pub(super) async fn get_of(
@@ -210,10 +203,6 @@ pub(super) async fn get_of(
 #[utoipa::path(
     get,
     path = "/",
-    params(
-        ("id" = Uuid, Path, description = "The account's id"),
-        ("month" = inline(Month), Path, description = "The month, in UTC", example = "2026-11"),
-    ),
     responses((status = 200, description = "The file, as the account's holder gets it.", content_type = "text/csv", body = String)),
 )]
 pub(super) async fn csv_of(
@@ -228,10 +217,6 @@ pub(super) async fn csv_of(
 #[utoipa::path(
     get,
     path = "/",
-    params(
-        ("id" = Uuid, Path, description = "The account's id"),
-        ("month" = inline(Month), Path, description = "The month, in UTC", example = "2026-11"),
-    ),
     responses((status = 200, description = "The file, PDF/A-2b.", content_type = "application/pdf", body = String)),
 )]
 pub(super) async fn pdf_of(

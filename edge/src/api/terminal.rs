@@ -151,7 +151,6 @@ pub(super) struct Unfiltered {}
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The allocation's id")),
     request_body(content = NewTerminalToken, description = "May be left out."),
     responses((status = 201, description = "The token. `Cache-Control: no-store`.", body = IssuedTerminalToken)),
 )]
@@ -326,7 +325,7 @@ const fn list_position(session: &StoredEntity<TerminalSession>) -> (i64, Uuid) {
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The allocation's id"), PageQuery),
+    params(PageQuery),
     responses((status = 200, description = "A page of sessions.", body = Items<TerminalSessionView>)),
 )]
 pub(super) async fn list_open(
@@ -350,10 +349,6 @@ pub(super) async fn list_open(
 #[utoipa::path(
     delete,
     path = "/",
-    params(
-        ("id" = Uuid, Path, description = "The allocation's id"),
-        ("session_id" = Uuid, Path, description = "The session's id"),
-    ),
     responses((status = 200, description = "The session, which is over.", body = TerminalSessionView)),
 )]
 pub(super) async fn end(
@@ -391,7 +386,6 @@ pub(super) async fn list(
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The session's id")),
     responses((status = 200, description = "The session.", body = TerminalSessionView)),
 )]
 pub(super) async fn get(
@@ -410,7 +404,6 @@ pub(super) async fn get(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The session's id")),
     request_body = ReasonBody,
     responses((status = 200, description = "The session, which is over.", body = TerminalSessionView)),
 )]

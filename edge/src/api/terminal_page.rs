@@ -58,7 +58,6 @@ fn content_security_policy(connects: &str, scripts: &str, markup: &str) -> Resul
 #[utoipa::path(
     get,
     path = "/",
-    params(("allocation_id" = Uuid, Path, description = "The allocation's id")),
     responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
 )]
 pub(super) async fn page(
@@ -76,7 +75,6 @@ pub(super) async fn page(
 #[utoipa::path(
     get,
     path = "/",
-    params(("session_id" = Uuid, Path, description = "The terminal session's id")),
     responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
 )]
 pub(super) async fn recording(Path(_session): Path<Uuid>) -> Result<Response, ApiError> {
@@ -88,7 +86,6 @@ pub(super) async fn recording(Path(_session): Path<Uuid>) -> Result<Response, Ap
 #[utoipa::path(
     get,
     path = "/",
-    params(("name" = String, Path, description = "The file's name, as the page asks for it", example = "main.js")),
     responses(
         (status = 200, description = "The file.", content(
             (String = "text/javascript"),

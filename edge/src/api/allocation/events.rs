@@ -13,10 +13,10 @@ use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::time::Duration;
 use tokio::time::Instant;
-use utoipa::ToSchema;
+use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::{last_event_id, visible};
+use super::visible;
 use crate::api::request_context::UserRequest;
 use crate::auth::ActingServiceAccount;
 use crate::connection_quota::{ConnectionKind, QuotaSlot};
@@ -60,6 +60,16 @@ pub(in crate::api) struct Transition {
     reason: String,
 }
 
+/// The header with which a stream resumes, for the API's description.
+#[derive(IntoParams)]
+#[into_params(parameter_in = Header)]
+pub(in crate::api) struct LastEventId {
+    /// The id of the last event that was received
+    #[param(rename = "Last-Event-ID", minimum = 0)]
+    #[allow(dead_code)]
+    id: Option<i64>,
+}
+
 /// The allocation's transitions as server-sent events.
 ///
 /// Past transitions come first, each named `transition`. The stream resumes after `Last-Event-ID`. It ends after `released`, and when the
@@ -67,10 +77,7 @@ pub(in crate::api) struct Transition {
 #[utoipa::path(
     get,
     path = "/",
-    params(
-        ("id" = Uuid, Path, description = "The allocation's id"),
-        ("Last-Event-ID" = Option<i64>, Header, description = "The id of the last event that was received", minimum = 0),
-    ),
+    params(LastEventId),
     responses((
         status = 200,
         description = "The events; the data of each is one `AllocationEvent`.",
@@ -96,6 +103,16 @@ pub(in crate::api) async fn events(
         TransitionStream { services, id, after, end, acting, ready: VecDeque::new(), over: false, _place: place };
     let keep_alive = KeepAlive::new().interval(HEARTBEAT).text("waiting");
     Ok(Sse::new(futures::stream::unfold(transitions, TransitionStream::next)).keep_alive(keep_alive))
+}
+
+/// The version after which a stream resumes.
+fn last_event_id(headers: &HeaderMap) -> Result<i64, ApiError> {
+    let Some(value) = headers.get("last-event-id") else { return Ok(0) };
+    let version = value.to_str().ok().and_then(|text| text.trim().parse().ok()).filter(|version| *version >= 0);
+    version.ok_or_else(|| {
+        ApiError::invalid_request("Header `Last-Event-ID` must be the id of an event of this stream.")
+            .detail("field", "Last-Event-ID")
+    })
 }
 
 struct TransitionStream {

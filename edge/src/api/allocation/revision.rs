@@ -13,7 +13,7 @@ use super::{replayed, response};
 use crate::api::field::{LabelChanges, ResourceName, metadata_patch};
 use crate::api::request_context::UserRequest;
 use crate::error::ApiError;
-use crate::read_model::if_match;
+use crate::read_model::{IfMatch, if_match};
 use crate::request_body::{self, Path};
 use crate::services::Services;
 
@@ -36,11 +36,7 @@ pub(in crate::api) struct AllocationChange {
 #[utoipa::path(
     patch,
     path = "/",
-    params(
-        ("id" = Uuid, Path, description = "The allocation's id"),
-        ("If-Match" = Option<String>, Header, description = "The `ETag` that the change is based on",
-            pattern = r#"^"[0-9]{1,18}"$"#),
-    ),
+    params(IfMatch),
     request_body = AllocationChange,
     responses((status = 200, description = "The allocation.", body = super::view::AllocationView)),
 )]

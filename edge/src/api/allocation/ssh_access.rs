@@ -42,7 +42,6 @@ pub(in crate::api) struct ChosenSshKeys {
 #[utoipa::path(
     put,
     path = "/",
-    params(("id" = Uuid, Path, description = "The allocation's id")),
     request_body = ChosenSshKeys,
     responses((status = 200, description = "The allocation.", body = super::view::AllocationView)),
 )]

@@ -101,7 +101,6 @@ pub(in crate::api) struct BootstrapScript {
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
     request_body(content = NewToken, description = "May be left out."),
     responses((status = 201, description = "The token, in its bundle. `Cache-Control: no-store`.", body = IssuedToken)),
 )]
@@ -131,7 +130,6 @@ pub(in crate::api) async fn issue_token(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
     request_body = NewEnrollment,
     responses((status = 200, description = "The token, in its bundle. `Cache-Control: no-store`.", body = ReissuedToken)),
 )]
@@ -160,7 +158,6 @@ pub(in crate::api) async fn reissue_enrollment(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
     request_body = NewScript,
     responses((status = 200, description = "The script. `Cache-Control: no-store`.", body = BootstrapScript)),
 )]

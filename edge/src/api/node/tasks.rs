@@ -148,7 +148,7 @@ pub(in crate::api) struct ReportView {
 #[utoipa::path(
     get,
     path = "/",
-    params(("id" = Uuid, Path, description = "The node's id"), PageQuery),
+    params(PageQuery),
     responses((status = 200, description = "Its tasks.", body = NodeTasks)),
 )]
 pub(in crate::api) async fn tasks(
@@ -181,7 +181,6 @@ pub(in crate::api) async fn tasks(
 #[utoipa::path(
     post,
     path = "/",
-    params(("id" = Uuid, Path, description = "The node's id")),
     request_body = NewTask,
     responses((status = 201, description = "The task, to be read where the node's tasks are.", body = TaskView)),
 )]
@@ -202,10 +201,6 @@ pub(in crate::api) async fn order_task(
 #[utoipa::path(
     post,
     path = "/",
-    params(
-        ("id" = Uuid, Path, description = "The node's id"),
-        ("task_id" = Uuid, Path, description = "The task's id"),
-    ),
     request_body = ReasonBody,
     responses((status = 200, description = "The task, under a higher attempt.", body = TaskView)),
 )]

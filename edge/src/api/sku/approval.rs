@@ -79,7 +79,6 @@ macro_rules! approvals {
         #[utoipa::path(
             post,
             path = "/",
-            params(("id" = Uuid, Path, description = "The SKU's id")),
             request_body = SkuDecision,
             responses(
                 (status = 200, description = $done, body = SkuView),

@@ -56,6 +56,27 @@ async fn unknown_query_parameter_is_refused_on_every_route() {
 }
 
 #[tokio::test]
+async fn path_parameter_of_another_type_is_refused_on_every_route() {
+    let api = unlimited().await;
+    let mut refused = 0;
+    for (method, path, operation) in operations(&document()) {
+        let parameters = operation["parameters"].as_array().cloned().unwrap_or_default();
+        // Any text is the name of a file or of a processor's object.
+        let is_typed = |it: &&Value| it["in"] == "path" && it["schema"] != json!({"type": "string"});
+        for name in parameters.iter().filter(is_typed).map(|it| it["name"].as_str().unwrap()) {
+            let path = path.replace(&format!("{{{name}}}"), "%20").replace("{month}", "2026-01");
+            let path = path_with_values(&path.replace("{kind}", "node").replace("{worker}", "idle-passivation"));
+            let body = operation["requestBody"]["content"]["application/json"]["example"].clone();
+            let method = Method::from_bytes(method.as_bytes()).unwrap();
+            let answer = api.call(method.clone(), &path).admin().key("k").json(&body).send().await;
+            assert_eq!((answer.status, &answer.body["code"]), (400, &json!("invalid_request")), "{method} {path}");
+            refused += 1;
+        }
+    }
+    assert!(refused > 70, "{refused}");
+}
+
+#[tokio::test]
 async fn blank_reason_is_refused_on_every_route_with_a_reason() {
     let api = unlimited().await;
     let document = document();
