@@ -153,7 +153,6 @@ impl OpenConnections {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

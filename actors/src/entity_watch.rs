@@ -54,7 +54,6 @@ impl Drop for EntityWatch {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use domain::EntityKind;

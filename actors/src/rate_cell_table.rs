@@ -105,7 +105,6 @@ impl RateCells {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

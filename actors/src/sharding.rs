@@ -49,7 +49,6 @@ pub fn digest_of(parts: &[&[u8]]) -> [u8; 32] {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

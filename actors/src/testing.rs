@@ -1,6 +1,5 @@
 //! Test support of this crate: a counter as a small machine, an in-memory store that can fail in every way that a real one can, and an
 //! environment whose clock is tokio's.
-#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use crate::command_context::{CommandContext, CommandKey};
 use crate::interfaces::{Effects, Environment, Store, StoreReadError, Term};

@@ -129,7 +129,6 @@ pub(crate) fn folder_of(path: &Path) -> &Path {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use super::*;
 

@@ -402,7 +402,6 @@ fn ca_bundle(path: &Path, pem: Option<String>, expected: Option<String>) -> Resu
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use clap::CommandFactory as _;
     use wire::bundle::BootstrapBundle;

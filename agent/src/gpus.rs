@@ -187,7 +187,6 @@ fn simulate(node_id: Uuid, simulated: &GpuSimulation) -> Vec<GpuInfo> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use super::*;
 

@@ -403,7 +403,6 @@ fn joined(certificate: &str, chain: &str) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use std::os::unix::fs::PermissionsExt as _;
     use std::path::Path;

@@ -201,7 +201,6 @@ fn assess(
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use chrono::TimeDelta;
 

@@ -363,7 +363,6 @@ fn lock(records: &Mutex<Records>) -> MutexGuard<'_, Records> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use std::fs;
 

@@ -35,7 +35,6 @@ fn host_fields(environment: impl Fn(&str) -> Option<String>, node_id: Option<Uui
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -432,7 +432,6 @@ fn parse_retry_after(text: &str, now: DateTime<Utc>) -> Option<Duration> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use super::*;
 

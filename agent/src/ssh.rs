@@ -340,7 +340,6 @@ fn run(tool: &'static str, command: &mut std::process::Command) -> Result<(), Ss
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use nix::sys::stat::{Mode, umask};

@@ -38,7 +38,6 @@ pub fn plan(attempt: u32, idempotent: bool, record: Option<&TaskRecord>, in_flig
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use proptest::prelude::*;
     use uuid::Uuid;

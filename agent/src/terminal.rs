@@ -257,7 +257,6 @@ fn spawn(shell: &ShellCommand) -> pty_process::Result<(pty_process::Pty, Child)>
 mod skipped;
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use nix::sys::stat::{Mode as Permissions, umask};

@@ -196,7 +196,6 @@ fn no_memory() -> ApiError {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use super::*;
     use crate::correlation::Service as Named;

@@ -195,7 +195,6 @@ impl Drop for LocalSlot {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -402,7 +402,6 @@ pub fn no_store() -> [(HeaderName, HeaderValue); 1] {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use axum::{Router, routing::get};
     use proptest::prelude::*;

@@ -3,7 +3,6 @@
 //!
 //! They run as ordinary tests with random inputs, and under `cargo bolero` with a coverage-guided engine
 //! (`deploy/docs/src/contribute/testing.md`).
-#![allow(clippy::unwrap_used)]
 
 use crate::host_address::HostAddress;
 use crate::ssh_public_key::SshPublicKey;

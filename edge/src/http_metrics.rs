@@ -186,7 +186,6 @@ impl Drop for InFlightRequest {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use uuid::Uuid;

@@ -146,7 +146,6 @@ impl IntoResponseParts for ReplayedResponse {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use serde_json::json;

@@ -147,7 +147,6 @@ fn admit(certificate: NodeCertificate, named: &str, now: DateTime<Utc>) -> Resul
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use chrono::Duration;
 

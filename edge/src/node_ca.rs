@@ -329,7 +329,6 @@ fn check_key(key: &ParsedKey<'_>) -> Result<(), CsrError> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use std::process::Command;
 

@@ -103,7 +103,6 @@ fn authority_of(certificate: &X509Certificate<'_>) -> Option<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

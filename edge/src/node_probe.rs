@@ -239,7 +239,6 @@ fn check_v6(address: Ipv6Addr) -> Result<Option<Ipv4Addr>, DeniedAddress> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use std::{
         collections::BTreeMap,

@@ -197,5 +197,4 @@ impl Drop for Subscription {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests;

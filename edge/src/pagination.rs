@@ -228,7 +228,6 @@ fn open(token: &str, binding: &[u8; 32]) -> Option<Position> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use proptest::prelude::*;
     use serde::Deserialize;

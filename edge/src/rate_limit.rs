@@ -302,5 +302,4 @@ pub(crate) async fn in_group(State(group): State<RateLimitGroup>, mut request: R
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests;

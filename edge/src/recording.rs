@@ -168,7 +168,6 @@ impl RecordingIntake {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use wire::recording::{Frame, RecordingEnd};

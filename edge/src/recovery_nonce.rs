@@ -64,7 +64,6 @@ impl Nonces {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

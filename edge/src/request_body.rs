@@ -506,7 +506,6 @@ fn unknown_parameter(text: &str) -> Option<(&str, &str)> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use axum::{
         Router,

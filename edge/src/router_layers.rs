@@ -123,7 +123,6 @@ fn panicked(payload: Box<dyn Any + Send>) -> Response {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use axum::{
         body::Body,

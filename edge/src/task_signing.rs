@@ -110,7 +110,6 @@ fn devices(place: &TenantSlot) -> Vec<DeviceRef> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use domain::allocation::{AuthorizedKey, Placement};

@@ -1,7 +1,5 @@
 //! Shared fixtures of this crate's tests.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 pub(crate) mod postgres;
 
 use axum::response::Response;

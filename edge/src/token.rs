@@ -101,7 +101,6 @@ impl fmt::Debug for TokenHash {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use std::collections::HashSet;
 

@@ -257,7 +257,6 @@ fn decrypt(key: &[u8; KEY], aad: &[u8], sealed: &[u8]) -> Result<Zeroizing<Vec<u
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -193,7 +193,6 @@ fn is_local(options: &PgConnectOptions) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -232,7 +232,6 @@ fn length(mac: &mut Hmac<Sha256>, length: usize) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use chrono::{TimeDelta, Utc};

@@ -28,7 +28,6 @@ fn status_of(error: &anyhow::Error) -> u8 {
 }
 
 #[cfg(test)]
-#[allow(clippy::expect_used)]
 mod tests {
     use super::*;
     use anyhow::Context as _;

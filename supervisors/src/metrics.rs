@@ -294,7 +294,6 @@ impl EventMetrics {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use domain::commit::Epoch;

@@ -82,7 +82,6 @@ pub fn parse_roles(text: &str) -> anyhow::Result<BTreeSet<ProcessRole>> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -278,7 +278,6 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for SpanCollector {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use telemetry::SpanContext;

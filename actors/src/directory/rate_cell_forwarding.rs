@@ -129,7 +129,6 @@ fn decoded_cell(bytes: &[u8]) -> Option<(Uuid, CellHandover)> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

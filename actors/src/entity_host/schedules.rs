@@ -4,8 +4,6 @@
 //! In every schedule: an entity has one actor in a term, each command is executed once, a command that meets a passivation or an outage
 //! reaches the next activation, and a shard that is closed has answered what it admitted.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use crate::command_context::{AskError, AskResult};
 use crate::entity_shell::{CommandRequest, Input, InputContext, Output, Shell};
 use crate::interfaces::{StoreReadError, Term};

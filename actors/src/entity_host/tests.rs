@@ -1,5 +1,3 @@
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use super::*;
 use crate::command_context::{CommandKey, CommandReply};
 use crate::entity_host::ActivationStatus::{Awake, BackingOff, Parked};

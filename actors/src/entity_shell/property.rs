@@ -1,6 +1,5 @@
 //! Whatever happens in whatever order (I1): what was acknowledged is in the store, nothing is in it twice, and every ask gets
 //! exactly one answer.
-#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use super::*;
 use crate::command_context::CommandKey;

@@ -1,5 +1,3 @@
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use super::*;
 use crate::command_context::CommandKey;
 use crate::testing::{Count, Counter, Refusal, StoredState, context, key, shorten_panic_output, term, user, worker};

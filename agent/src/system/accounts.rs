@@ -448,7 +448,6 @@ fn ids_in_use() -> Result<BTreeSet<u32>, TaskFailure> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use super::*;
 

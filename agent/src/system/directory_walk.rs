@@ -541,7 +541,6 @@ fn is_folder(status: &FileStat) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;

@@ -92,7 +92,6 @@ pub fn describe_errors(errors: &[WalkError]) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::system::directory_walk::WalkErrorCause;

@@ -150,7 +150,6 @@ fn unescaped(field: &[u8]) -> PathBuf {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -215,7 +215,6 @@ fn has_namespace(pam: &Path, service: &str, read: &mut BTreeSet<String>) -> bool
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

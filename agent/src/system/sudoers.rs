@@ -87,7 +87,6 @@ fn render(user_name: &str, commands: &[SudoCommand]) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -449,5 +449,4 @@ fn exit_of(status: Option<ExitStatus>) -> ProgramExit {
 }
 
 #[cfg(test)]
-#[allow(clippy::expect_used, clippy::unwrap_used)]
 mod tests;

@@ -59,7 +59,6 @@ impl HostFields {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -136,7 +136,6 @@ pub struct RecoveryState {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

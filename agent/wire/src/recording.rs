@@ -200,7 +200,6 @@ pub struct ChunkAnswer {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use proptest::prelude::*;

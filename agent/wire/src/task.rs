@@ -300,7 +300,6 @@ pub enum ResultReceipt {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use chrono::TimeDelta;
 

@@ -102,7 +102,6 @@ pub(crate) fn with_times(message: &str) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::failure::Failure;

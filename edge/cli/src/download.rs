@@ -50,7 +50,6 @@ pub(crate) async fn copy(answer: &mut Response, what: &str, into: &mut impl Writ
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::login::Session;

@@ -200,7 +200,6 @@ impl fmt::Display for Failure {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -97,7 +97,6 @@ pub(crate) async fn body(mut answer: Response, max: usize) -> Result<Vec<u8>, Bo
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -9,7 +9,6 @@ pub(crate) fn parse(text: &str) -> Result<DateTime<Utc>, String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

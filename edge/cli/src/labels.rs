@@ -125,7 +125,6 @@ pub(crate) fn with_names(columns: &[Column], page: &Value) -> Vec<Column> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use clap::Parser as _;

@@ -298,7 +298,6 @@ pub(crate) async fn present_nodes(query: &Query<'_>, limit: usize, api: &Api) ->
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -114,7 +114,6 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

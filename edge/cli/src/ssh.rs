@@ -215,7 +215,6 @@ fn matching(lines: &str, fingerprint: &str) -> Option<(String, String)> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use serde_json::json;

@@ -1,5 +1,3 @@
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use std::io::Write as _;
 use std::process::{Command as Process, Stdio};

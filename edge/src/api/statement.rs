@@ -416,7 +416,6 @@ impl From<Line> for LineView {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::sync::mpsc;

@@ -1,5 +1,4 @@
 //! Tests of the public API as it is served: its router over the actors and a real Postgres, with an identity provider on loopback.
-#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod allocations;
 mod audit;

@@ -40,7 +40,6 @@ impl std::fmt::Debug for InternalToken {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use axum::http::header;

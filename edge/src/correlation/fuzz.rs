@@ -1,5 +1,4 @@
 //! Fuzz target for the trace headers and the correlation id of a request. See [`crate::fuzz`].
-#![allow(clippy::unwrap_used)]
 
 use super::{CORRELATION_ID, CorrelationId, TRACEPARENT, TRACESTATE, TRACESTATE_MAX, trace_in, tracestate_in};
 use crate::fuzz::{BUDGET, text_of};

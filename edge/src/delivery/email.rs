@@ -319,5 +319,4 @@ fn refusal(what: &str, error: &smtp::Error) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests;

@@ -284,7 +284,6 @@ fn is_this_machine(url: &Url) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::future::Future;

@@ -60,7 +60,6 @@ impl IdempotencyCounters {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::error::ApiError;

@@ -166,7 +166,6 @@ pub(super) fn replay(text: &str) -> Result<Response, ApiError> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use axum::Json;

@@ -152,7 +152,6 @@ fn refused(field: &str, what: impl std::fmt::Display) -> ApiError {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::node_api::tests::agent::h100s;

@@ -86,7 +86,6 @@ fn unknown_field(sent: &Value, understood: &Value) -> Option<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use serde_json::json;

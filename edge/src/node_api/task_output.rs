@@ -22,7 +22,6 @@ pub(super) fn bounded(output: &Map<String, Value>) -> Option<Value> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

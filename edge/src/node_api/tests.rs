@@ -1,5 +1,4 @@
 //! The node API over real TLS, with real certificates and the real machines; where results are proved, on a real Postgres.
-#![allow(clippy::unwrap_used, clippy::expect_used)]
 
 pub(crate) mod agent;
 mod enrollment;

@@ -1,5 +1,4 @@
 //! Fuzz targets for the payment processor's webhooks: the signature header and the event. See [`crate::fuzz`].
-#![allow(clippy::unwrap_used)]
 
 use super::signature::WebhookSecrets;
 use super::stripe::event::StripeEvent;

@@ -125,7 +125,6 @@ impl<'a> Header<'a> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -1,7 +1,5 @@
 //! The requests are those that Stripe documents, and its documented responses are understood; so are those of compatible services.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use super::stripe::{CheckoutPage, Stripe, StripeError, StripeSettings};
 use super::*;
 use serde_json::{Value, json};

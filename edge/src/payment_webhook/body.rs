@@ -44,7 +44,6 @@ pub fn body_of(ring: &KeyRing, event: &ProcessorEvent) -> Option<Result<SecretSl
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use domain::ProcessorEventId;

@@ -65,7 +65,6 @@ fn cell_of(address: IpAddr) -> Uuid {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::time::Duration;

@@ -1,5 +1,4 @@
 //! Fuzz target for recordings, whose frames a node sends. See [`crate::fuzz`].
-#![allow(clippy::unwrap_used)]
 
 use super::asciicast::Cast;
 use crate::fuzz::BUDGET;

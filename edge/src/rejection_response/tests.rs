@@ -1,7 +1,5 @@
 //! Every refusal, as people read it.
 
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use domain::{
     AllocationId, SshKeyId, allocation, billing_account, node, payment, policy, policy_values, processor_event,

@@ -114,7 +114,6 @@ pub(super) fn in_query(query: &str, name: &str) -> Option<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -61,7 +61,6 @@ fn decimal(number: i64, decimals: usize) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -82,7 +82,6 @@ impl PartialSchema for Month {
 impl ToSchema for Month {}
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

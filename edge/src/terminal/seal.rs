@@ -228,7 +228,6 @@ fn nonce(count: u64) -> Nonce<Aes256Gcm> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

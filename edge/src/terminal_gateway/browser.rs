@@ -214,5 +214,4 @@ async fn drain<T>(mut carry: Pin<&mut impl Future<Output = T>>, progress: &Progr
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests;

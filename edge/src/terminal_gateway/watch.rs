@@ -81,7 +81,6 @@ fn session_end(found: Option<&TerminalSession>, attachment: Option<u32>) -> Opti
 }
 
 #[cfg(test)]
-#[allow(clippy::expect_used)]
 mod tests {
     use super::*;
     use std::future::{pending, ready};

@@ -195,7 +195,6 @@ impl Drop for ConnectionSlot {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use super::*;
     use futures::FutureExt;

@@ -218,7 +218,6 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for RevocableStream<T> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 

@@ -227,7 +227,6 @@ fn from_pem(pem: &str) -> Result<CertificateDer<'static>, ForwardedCertificateEr
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use proptest::prelude::*;
 

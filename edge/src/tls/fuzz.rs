@@ -1,5 +1,4 @@
 //! Fuzz targets for the headers in which proxies name a client and its certificate. See [`crate::fuzz`].
-#![allow(clippy::unwrap_used)]
 
 use super::forwarded::{Forwarding, strip};
 use super::ingress::forwarded_client;

@@ -43,7 +43,6 @@ pub(crate) fn forwarded_client(headers: &HeaderMap, is_proxy: impl Fn(IpAddr) ->
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::tls::Peer;

@@ -130,7 +130,6 @@ impl fmt::Debug for SharedTickets {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use proptest::prelude::*;
 

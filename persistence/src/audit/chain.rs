@@ -231,7 +231,6 @@ fn id_of(key: &VerifyingKey) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -87,7 +87,6 @@ impl Drop for SocketFolder {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use tokio::net::TcpListener;

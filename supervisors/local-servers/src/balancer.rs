@@ -135,7 +135,6 @@ impl Target {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
 

@@ -125,7 +125,6 @@ fn parse_version(text: &str) -> Option<Vec<u32>> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
 

@@ -370,7 +370,6 @@ fn no_such_realm() -> Response {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use jsonwebtoken::{DecodingKey, Validation};
 

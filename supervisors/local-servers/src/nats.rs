@@ -225,7 +225,6 @@ fn find_program() -> anyhow::Result<PathBuf> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use super::*;
 

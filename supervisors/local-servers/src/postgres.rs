@@ -500,7 +500,6 @@ impl Drop for PostgresServer {
 mod skipped;
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use super::*;
 

@@ -253,7 +253,6 @@ pub fn intent_in(page_url: &str) -> anyhow::Result<String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use chrono::Utc;

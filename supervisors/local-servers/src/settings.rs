@@ -114,7 +114,6 @@ impl SavedSettings {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use secrecy::ExposeSecret as _;

@@ -69,7 +69,6 @@ fn stat(pid: i32) -> Option<ProcessStat> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use serde_json::{Value, json};

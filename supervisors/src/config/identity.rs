@@ -91,7 +91,6 @@ fn algorithm(variables: &mut Variables<'_>, name: &str) -> Option<Algorithm> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::config::variables::{ConfigError, read_from};

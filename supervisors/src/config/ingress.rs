@@ -18,7 +18,6 @@ pub(super) fn ingress(variables: &mut Variables<'_>) -> Ingress {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::config::variables::read_from;

@@ -76,7 +76,6 @@ pub(super) fn mail(variables: &mut Variables<'_>, ca: Option<&Path>, public_url:
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::config::variables::{ConfigError, read_from};

@@ -83,7 +83,6 @@ pub(super) fn package(variables: &mut Variables<'_>) -> Package {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::config::variables::{ConfigError, read_from};

@@ -148,7 +148,6 @@ fn reconciles_every(variables: &mut Variables<'_>) -> Duration {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::config::variables::{ConfigError, read_from};

@@ -317,7 +317,6 @@ fn launch(name: &str, settings: &AgentSettings) -> anyhow::Result<Launch> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -186,7 +186,6 @@ pub fn unreachable_state_error(what: &str, resource: &Value) -> anyhow::Error {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use std::sync::{Arc, Mutex};
 

@@ -57,7 +57,6 @@ impl Drop for EnvironmentFile {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use super::*;
 

@@ -194,7 +194,6 @@ pub async fn make_streams(context: &jetstream::Context) -> anyhow::Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use domain::commit::Epoch;

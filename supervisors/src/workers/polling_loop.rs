@@ -133,7 +133,6 @@ impl<K: Ord + Copy> ItemBackoff<K> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::sync::{Arc, Mutex};

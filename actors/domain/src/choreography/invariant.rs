@@ -98,7 +98,6 @@ pub fn i4_terminal_token_admits_one_connection<T: Ord>(session: &TerminalSession
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

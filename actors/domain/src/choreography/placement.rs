@@ -97,7 +97,6 @@ fn instead(candidates: &[Candidate], wanted: &PlacementRequest<'_>) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -115,7 +115,6 @@ impl Machine for Announcement {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::authz::Principal;

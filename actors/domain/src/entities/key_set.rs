@@ -577,5 +577,4 @@ fn seconds(key: policy::PolicyKey, ctx: &TransitionContext<'_>) -> chrono::TimeD
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests;

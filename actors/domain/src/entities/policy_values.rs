@@ -459,5 +459,4 @@ fn effective_instant(asked: Option<Timestamp>, now: Timestamp) -> Result<Timesta
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests;

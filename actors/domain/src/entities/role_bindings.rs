@@ -163,7 +163,6 @@ impl RoleBindings {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::authz::{CallerIdentity, Principal, TokenRole};

@@ -132,7 +132,6 @@ fn audit(part: &RuntimePart, reason: Option<&str>, ctx: &TransitionContext<'_>) 
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::authz::Principal;

@@ -254,5 +254,4 @@ fn holds(maker: &CallerIdentity, role: TokenRole) -> bool {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests;

@@ -349,5 +349,4 @@ const fn audit(action: AuditAction, metadata: serde_json::Value, ctx: &Transitio
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests;

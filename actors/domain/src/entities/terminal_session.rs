@@ -673,5 +673,4 @@ fn extend(metadata: &mut Value, more: &Value) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests;

@@ -162,7 +162,6 @@ impl RefusalAudit {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::collections::BTreeSet;

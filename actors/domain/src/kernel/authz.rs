@@ -322,7 +322,6 @@ pub struct PermissionDenied {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::fmt::Write as _;

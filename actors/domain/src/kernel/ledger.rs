@@ -202,7 +202,6 @@ impl Posting {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::fmt::Write as _;

@@ -319,7 +319,6 @@ pub enum Effect {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -170,7 +170,6 @@ pub enum InvalidPrice {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -253,7 +253,6 @@ impl PolicyKey {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::fmt::Write as _;

@@ -59,7 +59,6 @@ fn redact_text(item: &mut Value) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use proptest::prelude::*;

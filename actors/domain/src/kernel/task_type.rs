@@ -92,7 +92,6 @@ impl fmt::Display for TaskType {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use std::fmt::Write as _;

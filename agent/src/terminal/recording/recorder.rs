@@ -427,7 +427,6 @@ const fn begin_frame((columns, rows): (u16, u16)) -> Frame {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::spool::{NextUpload, Spools};
     use super::*;

@@ -224,7 +224,6 @@ impl Reader<'_> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::expect_used)]
 mod tests {
     use std::process::Command;
 

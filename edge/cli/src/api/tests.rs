@@ -1,5 +1,4 @@
 //! The API client against a scripted server.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::output::OutputFormat;

@@ -177,7 +177,6 @@ pub(crate) fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -100,7 +100,6 @@ fn callback_result(target: &str, state: &str, issuer: &str) -> Option<Result<Str
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

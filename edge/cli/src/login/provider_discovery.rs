@@ -75,7 +75,6 @@ fn read(metadata: Metadata, server: &Url) -> Result<Resource, String> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use axum::routing::get;

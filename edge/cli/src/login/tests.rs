@@ -1,5 +1,4 @@
 //! Logins against a scripted identity provider.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::api::Api;

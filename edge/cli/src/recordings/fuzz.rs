@@ -1,8 +1,6 @@
 //! Fuzz targets for terminal output that a stranger's program wrote, and for foreign texts in tables
 //! (`deploy/docs/src/contribute/testing.md`).
 
-#![allow(clippy::unwrap_used)]
-
 use super::sanitize::Sanitizer;
 use crate::printable::plain;
 use std::time::Duration;

@@ -1,6 +1,5 @@
 //! The table of routes against the API's description: each command runs against a fake API that responds as the description says, and its
 //! request is compared with the description.
-#![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::output::{Output, OutputFormat};

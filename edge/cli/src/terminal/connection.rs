@@ -73,7 +73,6 @@ fn address(websocket_url: &str) -> Result<Url, Failure> {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

@@ -85,7 +85,6 @@ pub(crate) fn size(terminal: impl AsFd) -> (u16, u16) {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};

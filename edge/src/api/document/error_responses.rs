@@ -50,7 +50,6 @@ pub(super) fn error_example(code: Code) -> Example {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
 

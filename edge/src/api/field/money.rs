@@ -17,7 +17,6 @@ numbers! {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::request_body::parse_json;

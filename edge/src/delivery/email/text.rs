@@ -364,5 +364,4 @@ fn wrapped(text: &str) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests;

@@ -1,5 +1,3 @@
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use super::*;
 use chrono::{DateTime, Utc};
 use domain::allocation::Placement;

@@ -1,5 +1,4 @@
 //! Fuzz target for the control messages of a terminal's client. See [`crate::fuzz`].
-#![allow(clippy::unwrap_used)]
 
 use super::control_frames::FromUser;
 use crate::fuzz::{BUDGET, text_of};

@@ -1,5 +1,3 @@
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use axum::{
     extract::{FromRef, ws::WebSocketUpgrade},
     routing::get,

@@ -1,5 +1,3 @@
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::cluster::ClusterState;
 use chrono::Utc;

@@ -245,7 +245,6 @@ fn outcome_of(answer: Result<updates::PaymentReply, domain::payment::Rejection>)
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::testing::{Bench, INTENT, PAYMENT, REFUND};
     use super::*;

@@ -234,7 +234,6 @@ impl From<ProcessorError> for ProcessingError {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::testing::{Bench, INTENT, PAYMENT, eur};
     use super::*;

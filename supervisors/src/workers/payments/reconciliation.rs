@@ -284,7 +284,6 @@ fn status_text(status: &impl Debug) -> String {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::testing::{Bench, INTENT, eur};
     use super::*;

@@ -1,7 +1,5 @@
 //! Test support: one payment in a host of its own, and a fake processor.
 
-#![allow(clippy::unwrap_used)]
-
 use super::updates::PaymentUpdater;
 use actors::interfaces::{Effects, Environment, Remote, RemoteError, Store, StoreReadError, Term};
 use actors::{CommandContext, Directory, Host, HostConfig};

@@ -225,7 +225,6 @@ pub async fn dispute(updater: &PaymentUpdater, dispute: Dispute) -> Result<Updat
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::super::testing::{Bench, INTENT, PAYMENT, REFUND, eur};
     use super::*;

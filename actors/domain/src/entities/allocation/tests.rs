@@ -1,7 +1,5 @@
 //! The allocation's saga as a table, and tests of what the table does not show.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::event::Event;

@@ -71,7 +71,6 @@ impl MeterRun {
 }
 
 #[cfg(test)]
-#[allow(clippy::expect_used)]
 mod tests {
     use super::*;
     use serde_json::{Value, from_value, json, to_value};

@@ -1,8 +1,6 @@
 //! Accounts under adverse conditions: usage of allocations arrives late, twice, out of order or never, clocks go back, policies change. In
 //! the end every allocation has cost its usage, to the millionth.
 
-#![allow(clippy::unwrap_used)]
-
 mod coverage;
 mod refunds;
 

@@ -1,7 +1,5 @@
 //! The node's lifecycle and tenants as tables; tests of what the tables do not show are in the files beside.
 
-#![allow(clippy::unwrap_used, clippy::expect_used)]
-
 mod gpu_claims;
 mod lifecycle;
 mod recovery;

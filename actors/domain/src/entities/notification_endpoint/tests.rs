@@ -1,7 +1,5 @@
 //! An endpoint whose receiver fails, recovers, refuses, is gone, or gets more messages than it can take.
 
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::authz::TokenRole;
 use crate::machine::TraceContext;

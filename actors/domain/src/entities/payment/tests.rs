@@ -1,8 +1,6 @@
 //! Payments under adverse conditions: messages of the processor, and between payment and account, arrive late, twice, out of order or
 //! never. In the end the account has what the processor was paid, less what it paid back.
 
-#![allow(clippy::unwrap_used)]
-
 mod event_order;
 
 use super::*;

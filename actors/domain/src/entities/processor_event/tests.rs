@@ -1,8 +1,6 @@
 //! An event of the processor under adverse conditions: it arrives often, is processed twice, fails, is given up, and is settled by an
 //! operator.
 
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::authz::{CallerIdentity, PlatformRole, Principal, TokenRole};
 use crate::machine::{Command as _, TraceContext};

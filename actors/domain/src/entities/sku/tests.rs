@@ -1,5 +1,3 @@
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::authz::{CallerIdentity, Grant, Principal, TokenRole, authorize};
 use crate::machine::Command as _;

@@ -45,7 +45,6 @@ fn slot_of(account: ServiceAccountId) -> u64 {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::authz::Principal;

@@ -39,7 +39,6 @@ impl Tenant {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::authz::Principal;

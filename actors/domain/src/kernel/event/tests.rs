@@ -1,7 +1,5 @@
 //! The events, with their streams, subjects and reactions: the table that is reviewed.
 
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::machine::Command as _;
 use crate::reactions::Reaction;

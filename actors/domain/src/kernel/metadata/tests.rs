@@ -1,7 +1,5 @@
 //! Merge patches of names and labels, and the search terms.
 
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use proptest::prelude::*;
 use serde_json::{Value, json};

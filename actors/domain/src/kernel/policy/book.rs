@@ -268,7 +268,6 @@ impl PolicyBook {
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use crate::holder::Holder;

@@ -1,7 +1,5 @@
 //! The syntax of names, labels and selectors.
 
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::request_body::{parse_json, parse_query};
 use proptest::prelude::*;

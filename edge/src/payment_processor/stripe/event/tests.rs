@@ -1,7 +1,5 @@
 //! Events in Stripe's shape, and what each of them tells.
 
-#![allow(clippy::unwrap_used)]
-
 use super::*;
 use crate::payment_processor::{DisputeStatus, ProcessorRefundStatus};
 use domain::PaymentId;
