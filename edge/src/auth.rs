@@ -14,15 +14,14 @@ use axum::{
 use chrono::{DateTime, Duration, Utc};
 use domain::{ServiceAccountId, ServiceAccountKeyId};
 
-use crate::{
-    correlation::Scope,
-    error::{ApiError, Code},
-};
+use crate::http::correlation::Scope;
+use crate::http::error::{ApiError, Code};
 
 pub mod claims;
 pub mod internal;
 pub mod jwks;
 pub mod node_log_token;
+pub mod platform_roles;
 pub mod service_token;
 mod signed_jwt;
 
@@ -302,3 +301,4 @@ where
 
 #[cfg(test)]
 mod tests;
+pub mod token;

@@ -4,8 +4,8 @@
 //! They run as ordinary tests with random inputs, and under `cargo bolero` with a coverage-guided engine
 //! (`deploy/docs/src/contribute/testing.md`).
 
-use crate::host_address::HostAddress;
-use crate::ssh_public_key::SshPublicKey;
+use crate::api::field::ssh_public_key::SshPublicKey;
+use crate::outbound::host_address::HostAddress;
 use std::time::Duration;
 
 /// The time of a target in an ordinary run; `BOLERO_RANDOM_TEST_TIME_MS` sets another.

@@ -15,11 +15,11 @@ pub use log_store::{LogStore, LogStoreError, PUSH_PATH};
 
 use crate::auth::node_log_token::NodeLogTokenSubject;
 use crate::auth::{INVALID, bearer, challenge};
-use crate::correlation::{Scope, Service};
-use crate::error::{ApiError, Code};
-use crate::rate_limit::NodeLimit;
-use crate::request_body::{BodyLimit, read_body, reject_query};
-use crate::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::http::correlation::{Scope, Service};
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body::{BodyLimit, read_body, reject_query};
+use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::limits::rate_limit::NodeLimit;
 use crate::services::Services;
 use actors::AskError;
 use axum::extract::{MatchedPath, Request, State};
@@ -138,8 +138,9 @@ fn media_type(headers: &HeaderMap) -> Result<(HeaderValue, PushFormat), ApiError
         return Err(refuse("Send one header Content-Type: application/json or application/x-protobuf."));
     };
     let format = content_type.to_str().ok().and_then(PushFormat::of);
-    let format = format
-        .ok_or_else(|| refuse("Send the batch as application/json, or as application/x-protobuf compressed with snappy."))?;
+    let format = format.ok_or_else(|| {
+        refuse("Send the batch as application/json, or as application/x-protobuf compressed with snappy.")
+    })?;
     let codings = headers.get_all(header::CONTENT_ENCODING).iter();
     let allowed: &[&[u8]] = match format {
         PushFormat::Json => &[b"identity"],
@@ -147,7 +148,9 @@ fn media_type(headers: &HeaderMap) -> Result<(HeaderValue, PushFormat), ApiError
     };
     for coding in codings {
         if !allowed.contains(&coding.as_bytes().to_ascii_lowercase().as_slice()) {
-            return Err(refuse("Send the batch without Content-Encoding: JSON as it is, protobuf compressed with snappy."));
+            return Err(refuse(
+                "Send the batch without Content-Encoding: JSON as it is, protobuf compressed with snappy.",
+            ));
         }
     }
     Ok((content_type.clone(), format))
@@ -155,8 +158,11 @@ fn media_type(headers: &HeaderMap) -> Result<(HeaderValue, PushFormat), ApiError
 
 /// One answer for every fault of a token. The cause goes to the log.
 fn token_refused(cause: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> ApiError {
-    challenge("The token is not valid for this node's logs; get another with POST /internal/v1/nodes/{id}/log-token.", INVALID)
-        .because(cause)
+    challenge(
+        "The token is not valid for this node's logs; get another with POST /internal/v1/nodes/{id}/log-token.",
+        INVALID,
+    )
+    .because(cause)
 }
 
 fn no_log_store() -> ApiError {

@@ -1,8 +1,8 @@
 //! The API that nodes' agents use: one page of routes (decisions 4, *Node onboarding and identity*), one file per noun.
 //!
 //! Enrollment is authenticated by its token, everything else by the node's client certificate: TLS has verified the chain, the extractor
-//! [`NodeIdentity`](crate::identity::NodeIdentity) the expiry and the path, and the node's state machine the serial, the generation and the
-//! node's state, at each request.
+//! [`NodeIdentity`](identity::NodeIdentity) the expiry and the path, and the node's state machine the serial, the generation and the node's
+//! state, at each request.
 
 mod admission;
 mod cleanup_proof;
@@ -10,6 +10,7 @@ mod dispatch;
 mod dispatch_log;
 mod enrollment;
 mod heartbeat;
+pub(crate) mod identity;
 mod inventory;
 mod log_token;
 mod recording;
@@ -19,21 +20,22 @@ mod routes;
 mod strict_json;
 mod task_output;
 mod task_result;
+mod task_signing;
 mod terminal;
 #[cfg(test)]
 mod tests;
 
 pub use routes::{NodeRoute, ROUTES, RequiredCredential};
 
-use crate::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
-use crate::correlation::{Scope, Service, no_store};
-use crate::error::ApiError;
-use crate::keys_in_force::KeysInForce;
-use crate::node_certificate::TrustDomain;
-use crate::rate_limit::AddressLimit;
-use crate::request_body::{BodyLimit, reject_query};
-use crate::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::http::correlation::{Scope, Service, no_store};
+use crate::http::error::ApiError;
+use crate::http::request_body::{BodyLimit, reject_query};
+use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::limits::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
+use crate::limits::rate_limit::AddressLimit;
 use crate::services::Services;
+use crate::trust::keys_in_force::KeysInForce;
+use crate::trust::node_certificate::TrustDomain;
 use actors::{AskError, CommandContext, CommandKey, CommandReply};
 use axum::extract::FromRef;
 use axum::middleware::from_fn;

@@ -4,6 +4,7 @@
 //! queue of a few messages; one whose queue is full is disconnected and delays no other. A message without a subscriber is dropped.
 
 mod connection;
+pub mod delivery;
 mod message;
 
 pub(crate) use connection::{Connection, FULL};

@@ -24,13 +24,13 @@ use serde::Serialize;
 use std::time::Duration;
 use uuid::Uuid;
 
-use crate::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
-use crate::correlation::{Scope, Service};
-use crate::error::{ApiError, Code};
+use crate::http::correlation::{Scope, Service};
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body::read_body;
+use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::limits::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
 use crate::payment_processor::signature::SignatureError;
 use crate::payment_processor::stripe::event::StripeEvent;
-use crate::request_body::read_body;
-use crate::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::services::Services;
 use crate::tls::serve::ListenerLimits;
 

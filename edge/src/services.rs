@@ -1,28 +1,31 @@
 //! The dependencies of the handlers: the actors, the store, and the keys.
 
+pub mod operator_view;
+pub(crate) mod read_model;
+
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
 use crate::auth::node_log_token::NodeLogTokens;
-use crate::connection_quota::ConnectionQuotas;
-use crate::correlation::{ScopeSettings, Service};
-use crate::delivery::NotificationSender;
-use crate::error::{ApiError, Code};
-use crate::http_metrics::EdgeMetrics;
-use crate::keys_in_force::KeysInForce;
+use crate::auth::platform_roles::PlatformRoleCounters;
+use crate::http::correlation::{ScopeSettings, Service};
+use crate::http::error::{ApiError, Code};
+use crate::http::long_poll::LongPolls;
+use crate::http::metrics::EdgeMetrics;
+use crate::http::websocket;
+use crate::limits::connection_quota::ConnectionQuotas;
+use crate::limits::rate_limit::RateLimiter;
 use crate::log_gateway::{BASE_PATH, LogStore};
-use crate::long_poll::LongPolls;
-use crate::node_certificate::TrustDomain;
-use crate::node_probe::Probe;
 use crate::notifications::Notifications;
-use crate::operator_view::Runtime;
+use crate::notifications::delivery::NotificationSender;
+use crate::outbound::node_probe::Probe;
 use crate::payment_processor::Processor;
 use crate::payment_processor::signature::WebhookSecrets;
-use crate::platform_roles::PlatformRoleCounters;
-use crate::rate_limit::RateLimiter;
-use crate::recovery_nonce::Nonces;
+use crate::services::operator_view::Runtime;
 use crate::terminal::Terminals;
 use crate::tls::connections::Connections;
-use crate::websocket;
+use crate::trust::keys_in_force::KeysInForce;
+use crate::trust::node_certificate::TrustDomain;
+use crate::trust::recovery_nonce::Nonces;
 use actors::Directory;
 use actors::interfaces::Environment;
 use axum::extract::FromRef;

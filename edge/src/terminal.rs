@@ -4,12 +4,13 @@
 //! across two processes they are joined over the bus ([`relay`]), sealed. Only the current connections are stored here: the session's state
 //! belongs to its state machine, its output to the agent.
 
+pub(crate) mod recording;
 pub mod relay;
 mod seal;
 
-use crate::long_poll::LongPolls;
-use crate::recording::RecordingIntake;
-use crate::token::{self, TokenHash, TokenPurpose};
+use crate::auth::token::{self, TokenHash, TokenPurpose};
+use crate::http::long_poll::LongPolls;
+use crate::terminal::recording::RecordingIntake;
 use dashmap::DashMap;
 use domain::TerminalSessionId;
 use prometheus::{IntCounter, IntGauge, Registry};

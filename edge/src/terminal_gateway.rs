@@ -6,13 +6,13 @@
 mod browser;
 mod watch;
 
-use crate::correlation::{Scope, Service};
-use crate::error::{ApiError, Code};
-use crate::read_model::find;
-use crate::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::http::correlation::{Scope, Service};
+use crate::http::error::{ApiError, Code};
+use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::http::websocket::{self, Close, close_now, no_upgrade};
 use crate::services::Services;
+use crate::services::read_model::find;
 use crate::terminal::{PROTOCOL, read_token};
-use crate::websocket::{self, Close, close_now, no_upgrade};
 use actors::AskError;
 use axum::Router;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;

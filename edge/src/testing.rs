@@ -12,14 +12,14 @@ pub(crate) async fn body_json(response: Response) -> Value {
 }
 
 /// The outermost layer of a standalone router.
-pub(crate) fn scope_settings(service: crate::correlation::Service) -> crate::correlation::ScopeSettings {
+pub(crate) fn scope_settings(service: crate::http::correlation::Service) -> crate::http::correlation::ScopeSettings {
     let metrics = metrics().for_service(service.name);
-    crate::correlation::ScopeSettings { service, metrics, sampling: telemetry::Sampling::NEVER }
+    crate::http::correlation::ScopeSettings { service, metrics, sampling: telemetry::Sampling::NEVER }
 }
 
 /// Metrics in a registry of their own.
-pub(crate) fn metrics() -> crate::http_metrics::EdgeMetrics {
-    crate::http_metrics::EdgeMetrics::register(&prometheus::Registry::new()).unwrap()
+pub(crate) fn metrics() -> crate::http::metrics::EdgeMetrics {
+    crate::http::metrics::EdgeMetrics::register(&prometheus::Registry::new()).unwrap()
 }
 
 /// The terminals of a standalone replica.
@@ -34,10 +34,16 @@ pub(crate) fn notifications() -> crate::notifications::Notifications {
 }
 
 /// Webhooks to the internet, and no mail server.
-pub(crate) fn delivery() -> crate::delivery::NotificationSender {
+pub(crate) fn delivery() -> crate::notifications::delivery::NotificationSender {
     install_crypto();
-    let webhooks = crate::delivery::webhook::Webhooks::new(crate::delivery::webhook::WebhookSettings::default());
-    crate::delivery::NotificationSender { webhooks: webhooks.unwrap(), mailer: None, at_rest: key_ring() }
+    let webhooks = crate::notifications::delivery::webhook::Webhooks::new(
+        crate::notifications::delivery::webhook::WebhookSettings::default(),
+    );
+    crate::notifications::delivery::NotificationSender {
+        webhooks: webhooks.unwrap(),
+        mailer: None,
+        at_rest: key_ring(),
+    }
 }
 
 /// A key ring of one key.

@@ -13,7 +13,7 @@ use rustls::{
 };
 use thiserror::Error;
 
-use crate::node_certificate::{NodeCertificate, NodeCertificateError, TrustDomain};
+use crate::trust::node_certificate::{NodeCertificate, NodeCertificateError, TrustDomain};
 use client_network::network_of;
 use forwarded::ForwardedCertificateError;
 use ingress::Ingress;

@@ -3,11 +3,11 @@
 use anyhow::Context;
 use domain::Timestamp;
 use ed25519_dalek::SigningKey;
-use edge::keys_in_force::KeysInForce;
-use edge::node_certificate::TrustDomain;
-use edge::recovery_nonce::Nonces;
 use edge::services::Trust;
 use edge::tls::tickets::SharedTickets;
+use edge::trust::keys_in_force::KeysInForce;
+use edge::trust::node_certificate::TrustDomain;
+use edge::trust::recovery_nonce::Nonces;
 use persistence::audit::AuditKey;
 use persistence::envelope_encryption::KeyRing;
 use persistence::{Secrets, SnapshotSealer};

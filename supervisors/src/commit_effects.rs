@@ -4,7 +4,7 @@ use crate::cluster::bus::{Bus, PeerSignal};
 use crate::process_environment::ProcessEnvironment;
 use actors::interfaces::Effects;
 use domain::Effect;
-use edge::long_poll::LongPolls;
+use edge::http::long_poll::LongPolls;
 use edge::terminal::Terminals;
 use edge::tls::connections::Connections;
 use std::sync::Arc;

@@ -9,7 +9,7 @@ use chrono::{DateTime, Utc};
 use domain::event::Stream;
 use domain::key_set::Phase;
 use domain::{Commit, EntityKind, Event};
-use edge::keys_in_force::Keys;
+use edge::trust::keys_in_force::Keys;
 use persistence::queries::{OutboxBacklog, WaitingCounts};
 use prometheus::{
     Encoder, Gauge, GaugeVec, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry, TextEncoder,

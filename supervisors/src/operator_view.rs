@@ -14,13 +14,13 @@ use actors::sharding::shard_of;
 use chrono::{TimeDelta, Utc};
 use domain::runtime::RuntimePart as Restartable;
 use domain::{EntityKind, EntityRef, MemberId};
-use edge::keys_in_force::KeysInForce;
-use edge::long_poll::LongPolls;
-use edge::operator_view::{
+use edge::http::long_poll::LongPolls;
+use edge::services::operator_view::{
     ClusterReport, EntityNode, EntityStatus, MemberNode, MemberReport, Readiness, RestartOutcome, Runtime,
     RuntimeError, Stats, Tree, TreeFilter, WorkerNode,
 };
 use edge::tls::connections::Connections;
+use edge::trust::keys_in_force::KeysInForce;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use persistence::queries::{WaitingEntity, WaitingFilter};

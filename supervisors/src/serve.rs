@@ -61,7 +61,7 @@ pub async fn begin_incarnation() -> anyhow::Result<i64> {
 fn process_registry() -> anyhow::Result<Registry> {
     let registry = Registry::new();
     registry.register(Box::new(ProcessCollector::for_self()))?;
-    edge::idempotency::COUNTERS.register(&registry)?;
+    edge::api::idempotency::COUNTERS.register(&registry)?;
     edge::payment_webhook::COUNTERS.register(&registry)?;
     edge::log_gateway::COUNTERS.register(&registry)?;
     edge::tls::admission::register(&registry)?;

@@ -1,7 +1,7 @@
 //! Notifications by e-mail, to a third-party mail server (aiosmtpd).
 
-use edge::delivery::SendFailure;
-use edge::delivery::email::{Mail, MailConfig, Mailer};
+use edge::notifications::delivery::SendFailure;
+use edge::notifications::delivery::email::{Mail, MailConfig, Mailer};
 use futures::future::join_all;
 use reqwest::Method;
 use secrecy::ExposeSecret as _;
@@ -23,7 +23,7 @@ const ANNOUNCED: &str = r#"{"id":"00000000-0000-0000-0000-000000000009","type":"
 
 const MAIL: Mail<'_> = Mail { message_id: EVENT, endpoint_id: ENDPOINT, body: ANNOUNCED };
 
-/// The timeout of a mail (edge/src/delivery/email.rs), with a margin for a slow machine.
+/// The timeout of a mail (edge/src/notifications/delivery/email.rs), with a margin for a slow machine.
 const GIVEN_UP_WITHIN: Duration = Duration::from_secs(25);
 
 fn mailer_at(url: &str, authorities_pem: Option<&str>) -> Mailer {

@@ -80,7 +80,7 @@ async fn wait_for_version(cluster: &TestCluster, nodes: &[&NodeHandle], version:
 
 /// Sends the request while the replica that owns the key set is killed, and restarts that.
 async fn with_owner_crash(cluster: &mut TestCluster, purpose: &str, path: &str, body: &Value) -> Value {
-    let set = edge::keys_in_force::set_id(if purpose == "node_ca" {
+    let set = edge::trust::keys_in_force::set_id(if purpose == "node_ca" {
         domain::key_set::KeySetPurpose::NodeCa
     } else {
         domain::key_set::KeySetPurpose::TaskSigning

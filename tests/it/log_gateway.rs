@@ -114,12 +114,16 @@ async fn batch_is_kept_by_its_sender_while_the_log_store_is_away_and_dropped_whe
     drop(store);
     node.push(&token, &batch).await.expect_error(503, "service_unavailable");
 
-    let page = reqwest::get(format!("{}/metrics", cluster.replicas[0].operations_url())).await.unwrap().text().await.unwrap();
+    let page =
+        reqwest::get(format!("{}/metrics", cluster.replicas[0].operations_url())).await.unwrap().text().await.unwrap();
     let counted = |name: &str| {
         let line = page.lines().find(|line| line.starts_with(&format!("node_log_gateway_{name}_total "))).unwrap();
         line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()
     };
-    assert_eq!([counted("requests"), counted("entries"), counted("rejected"), counted("upstream_errors")], [5, 1, 2, 2]);
+    assert_eq!(
+        [counted("requests"), counted("entries"), counted("rejected"), counted("upstream_errors")],
+        [5, 1, 2, 2]
+    );
     assert_eq!(counted("bytes"), batch.to_string().len() as u64);
     cluster.allow_error("the log store");
     cluster.shutdown().await;
@@ -150,7 +154,8 @@ async fn hostile_batches_are_refused_and_the_gateway_serves_on() {
     labelled["streams"][0]["stream"]["allocation_id"] = "1".into();
     let refused = node.push(&token, &labelled).await;
     assert_eq!(refused.expect_error(400, "invalid_request").body["details"]["label"], "allocation_id");
-    let slow = tokio::time::timeout(Duration::from_secs(30), node.push(&token, &batch_of(node.node.id, "after all"))).await;
+    let slow =
+        tokio::time::timeout(Duration::from_secs(30), node.push(&token, &batch_of(node.node.id, "after all"))).await;
     assert_eq!(slow.unwrap().status, 204);
     cluster.shutdown().await;
 }

@@ -20,15 +20,15 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use crate::auth::service_token::ServiceTokens;
-use crate::correlation::Scope;
-use crate::error::{ApiError, Code};
-use crate::rate_limit::LimitedRoute;
-use crate::request_body::Form;
+use crate::auth::token::{TokenHash, TokenPurpose, read};
+use crate::http::correlation::Scope;
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body::Form;
+use crate::limits::rate_limit::LimitedRoute;
+use crate::limits::token_bucket::{Rate, TokenBuckets};
 use crate::services::Services;
 use crate::tls::Peer;
 use crate::tls::client_network::network_of;
-use crate::token::{TokenHash, TokenPurpose, read};
-use crate::token_bucket::{Rate, TokenBuckets};
 
 const BASIC: &str = "Basic realm=\"gpuaas\"";
 

@@ -40,13 +40,13 @@ use super::reason_command::reason_commands;
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::sku;
 use super::ssh_key::tenant_of;
-use crate::error::{ApiError, Code};
-use crate::idempotency::ReplayedResponse;
-use crate::idempotency::context::Idempotent;
-use crate::pagination::{Items, Listing, Order, PageQuery};
-use crate::read_model::{self, CurrentEntity, current, etag, wait_until};
-use crate::request_body::{self, JsonOrDefault, Path};
+use crate::api::idempotency::ReplayedResponse;
+use crate::api::idempotency::context::Idempotent;
+use crate::http::error::{ApiError, Code};
+use crate::http::pagination::{Items, Listing, Order, PageQuery};
+use crate::http::request_body::{self, JsonOrDefault, Path};
 use crate::services::Services;
+use crate::services::read_model::{self, CurrentEntity, current, etag, wait_until};
 use view::{AllocationView, StateName};
 
 /// The timeout for the saga's first reply (decisions 5).

@@ -12,8 +12,8 @@ use uuid::Uuid;
 
 use super::field::{ActorName, AuditName};
 use super::request_context::{Authorized, ReadAudit};
-use crate::error::ApiError;
-use crate::pagination::{Items, Listing, Order, PageQuery, Position};
+use crate::http::error::ApiError;
+use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;
 
 /// A filter of the log; absent fields admit all rows.

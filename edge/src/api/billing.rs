@@ -22,12 +22,12 @@ use uuid::Uuid;
 use super::field::{AdjustmentMinor, ClaimId, CurrencyCode, EstimatedSeconds, GpuCount, Reason, SkuRef};
 use super::request_context::{AdjustBilling, Authorized, RequestContext, SeeBilling, UserRequest, replayed};
 use super::sku;
-use crate::error::ApiError;
-use crate::idempotency::context::Idempotent;
-use crate::pagination::{Items, Listing, Order, Page, PageQuery, Position};
-use crate::read_model::{self, current};
-use crate::request_body::{self, Path, Query};
+use crate::api::idempotency::context::Idempotent;
+use crate::http::error::ApiError;
+use crate::http::pagination::{Items, Listing, Order, Page, PageQuery, Position};
+use crate::http::request_body::{self, Path, Query};
 use crate::services::Services;
+use crate::services::read_model::{self, current};
 use view::{AccountView, EstimateView, LedgerView, MeteredView};
 
 /// The parameters of an estimate.

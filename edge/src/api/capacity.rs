@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::request_context::UserRequest;
-use crate::error::ApiError;
+use crate::http::error::ApiError;
 use crate::services::Services;
 
 /// How long a count is cached. Counting reads every node, so each replica does it at most this often.

@@ -17,7 +17,7 @@ use axum::http::{HeaderName, HeaderValue, header};
 use utoipa::openapi::security::{ClientCredentials, Flow, OAuth2, OpenIdConnect, Scopes, SecurityScheme};
 use utoipa::openapi::{OpenApi, Server};
 
-use crate::error::ApiError;
+use crate::http::error::ApiError;
 use crate::services::Services;
 
 /// The description as this installation serves it, serialized once.

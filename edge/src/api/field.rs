@@ -8,8 +8,8 @@ use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use crate::outbound_http::is_secure;
-use crate::secret_detection::holds_a_secret;
+use crate::api::field::secret_detection::holds_a_secret;
+use crate::outbound::http_client::is_secure;
 
 /// Text types of 1 to `max` characters. `pattern` and `fits` are the same condition, for the description and for the check.
 macro_rules! texts {
@@ -89,6 +89,8 @@ macro_rules! numbers {
 // Below the macros, since they use them.
 mod metadata;
 mod money;
+pub(crate) mod secret_detection;
+pub(crate) mod ssh_public_key;
 
 pub(crate) use metadata::{
     LabelChanges, LabelSelector, LabelSelectors, Labels, ResourceName, metadata, metadata_patch, terms,
@@ -295,7 +297,7 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::request_body::parse_json;
+    use crate::http::request_body::parse_json;
 
     #[derive(Debug, Deserialize)]
     #[serde(deny_unknown_fields)]

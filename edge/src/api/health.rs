@@ -8,9 +8,9 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::internal::admitted;
-use crate::error::{ApiError, Code};
-use crate::operator_view::Readiness;
+use crate::http::error::{ApiError, Code};
 use crate::services::Services;
+use crate::services::operator_view::Readiness;
 
 type Metrics = ([(HeaderName, HeaderValue); 1], String);
 

@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 
 use super::internal::admitted;
 use crate::auth::jwks::JwksError;
-use crate::error::{ApiError, Code};
+use crate::http::error::{ApiError, Code};
 use crate::services::Services;
 
 /// The keys that the provider publishes now.

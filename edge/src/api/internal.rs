@@ -5,9 +5,9 @@ use axum::extract::State;
 use axum::http::request::Parts;
 
 use crate::auth::internal::InternalToken;
-use crate::error::ApiError;
-use crate::operator_view::Stats;
+use crate::http::error::ApiError;
 use crate::services::Services;
+use crate::services::operator_view::Stats;
 
 /// Statistics of the process that serves the request, from its memory.
 ///

@@ -20,13 +20,13 @@ use uuid::Uuid;
 
 use super::field::{KeyId, Reason, ReasonBody};
 use super::request_context::{Authorized, RequestContext, RotateKeys, replayed};
-use crate::error::{ApiError, Code};
-use crate::idempotency::context::Idempotent;
-use crate::keys_in_force::{Keys, KeysError, make, set_id, stored};
-use crate::operator_view::TreeFilter;
-use crate::rejection_response::Explain as _;
-use crate::request_body;
+use crate::api::idempotency::context::Idempotent;
+use crate::api::rejection_response::Explain as _;
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body;
 use crate::services::Services;
+use crate::services::operator_view::TreeFilter;
+use crate::trust::keys_in_force::{Keys, KeysError, make, set_id, stored};
 
 /// How long a change waits for the replicas, and how often they are polled.
 const PROPAGATION_TIMEOUT: Duration = Duration::from_secs(5);
@@ -387,7 +387,7 @@ impl KeyRotation {
         let answered = context.try_ask::<KeySet>(set_id(self.purpose.into()), command).await?;
         let answered: CommandReply<Reply> = answered.map_err(|error| match error {
             actors::AskError::Rejected(rejection) => self.with_cut_off_nodes(rejection),
-            other => crate::rejection_response::not_answered(other),
+            other => crate::api::rejection_response::not_answered(other),
         })?;
         let Reply::At { version, id } = &answered.reply else {
             return Err(ApiError::internal("the machine of keys answered another question"));
@@ -455,7 +455,7 @@ async fn wait_until_none(services: &Services, behind: impl Fn(&ReplicaKeys) -> b
 async fn replicas(services: &Services) -> Result<Vec<ReplicaKeys>, ApiError> {
     let tree =
         services.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() }).await?;
-    let answer = |member: crate::operator_view::MemberNode| ReplicaKeys {
+    let answer = |member: crate::services::operator_view::MemberNode| ReplicaKeys {
         name: member.name,
         answers: true,
         versions: member.key_sets,

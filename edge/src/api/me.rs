@@ -11,7 +11,7 @@ use uuid::Uuid;
 use super::platform_role::PlatformRoleName;
 use super::request_context::{UserRequest, grant_of};
 use super::service_account::RoleName;
-use crate::error::ApiError;
+use crate::http::error::ApiError;
 use crate::services::Services;
 
 /// The caller as the access token names them, and their roles.

@@ -1,5 +1,6 @@
 //! Nodes: the inventory, and administrators' actions on a node (decisions 4, *Node onboarding and identity*).
 
+pub(crate) mod bootstrap_bundle;
 mod onboarding;
 mod tasks;
 mod view;
@@ -28,16 +29,16 @@ use super::field::{
 use super::reason_command::reason_commands;
 use super::request_context::{AdminRequest, RequestContext, replayed};
 use super::sku;
-use crate::error::{ApiError, Code};
-use crate::host_address::HostAddress;
-use crate::idempotency::context::Idempotent;
-use crate::node_probe::Reachability;
-use crate::pagination::{Items, Listing, Order, PageQuery};
-use crate::read_model::{self, IfMatch, StoredEntity, etag, find, if_match, wait_until};
-use crate::rejection_response::not_answered;
-use crate::request_body::{self, Path};
+use crate::api::field::ssh_public_key::SshPublicKey;
+use crate::api::idempotency::context::Idempotent;
+use crate::api::rejection_response::not_answered;
+use crate::http::error::{ApiError, Code};
+use crate::http::pagination::{Items, Listing, Order, PageQuery};
+use crate::http::request_body::{self, Path};
+use crate::outbound::host_address::HostAddress;
+use crate::outbound::node_probe::Reachability;
 use crate::services::Services;
-use crate::ssh_public_key::SshPublicKey;
+use crate::services::read_model::{self, IfMatch, StoredEntity, etag, find, if_match, wait_until};
 use view::{NodeView, StateName};
 
 /// The timeout of waiting for a node's removal.

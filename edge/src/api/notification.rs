@@ -18,14 +18,14 @@ use uuid::Uuid;
 
 use super::field::Reason;
 use super::request_context::{AdminRequest, AuthenticatedUser, replayed};
+use crate::api::idempotency::context::Idempotent;
 use crate::auth::{self, Caller};
-use crate::connection_quota::{ConnectionKind, QuotaExceeded};
-use crate::error::{ApiError, Code};
-use crate::idempotency::context::Idempotent;
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body;
+use crate::http::websocket::{Close, REVOKED, TOKEN, close_now, no_upgrade, offered};
+use crate::limits::connection_quota::{ConnectionKind, QuotaExceeded};
 use crate::notifications::{Connection, FULL, NotificationMessage};
-use crate::request_body;
 use crate::services::Services;
-use crate::websocket::{Close, REVOKED, TOKEN, close_now, no_upgrade, offered};
 
 /// The WebSocket subprotocol.
 const PROTOCOL: &str = "gpu.notifications.v1";

@@ -24,14 +24,14 @@ use uuid::Uuid;
 
 use super::field::{ClaimId, EventName, Reason, ReceiverUrl, set_or_none};
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
-use crate::correlation::no_store;
-use crate::delivery::webhook::{new_secret, shown_secret};
-use crate::error::{ApiError, Code};
-use crate::idempotency::context::Idempotent;
-use crate::pagination::{Items, Listing, Order, PageQuery};
-use crate::read_model::{self, current, find};
-use crate::request_body::{self, NoBody, Path};
+use crate::api::idempotency::context::Idempotent;
+use crate::http::correlation::no_store;
+use crate::http::error::{ApiError, Code};
+use crate::http::pagination::{Items, Listing, Order, PageQuery};
+use crate::http::request_body::{self, NoBody, Path};
+use crate::notifications::delivery::webhook::{new_secret, shown_secret};
 use crate::services::Services;
+use crate::services::read_model::{self, current, find};
 
 /// A bound above the number of endpoints that a holder can have.
 const ABOVE_ANY_LIMIT: u32 = 200;

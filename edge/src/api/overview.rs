@@ -9,9 +9,9 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::request_context::AdminRequest;
-use crate::error::ApiError;
-use crate::operator_view::TreeFilter;
+use crate::http::error::ApiError;
 use crate::services::Services;
+use crate::services::operator_view::TreeFilter;
 
 /// Counts of all resources, and what needs an operator.
 #[derive(Debug, Serialize, ToSchema)]

@@ -6,7 +6,7 @@ use utoipa::openapi::{Ref, RefOr, Required, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
 use super::field::{ClaimId, WorkerName};
-use crate::operator_view::kinds;
+use crate::services::operator_view::kinds;
 use crate::statement::Month;
 
 /// A parameter of a path.

@@ -16,11 +16,11 @@ pub(super) use checkout::*;
 
 use super::billing::{holder_of, id_of};
 use super::request_context::{Authorized, RequestContext, SeeBilling, UserRequest};
-use crate::error::ApiError;
-use crate::pagination::{Items, Listing, Order, Page, PageQuery};
-use crate::read_model::{self, CurrentEntity, current};
-use crate::request_body::Path;
+use crate::http::error::ApiError;
+use crate::http::pagination::{Items, Listing, Order, Page, PageQuery};
+use crate::http::request_body::Path;
 use crate::services::Services;
+use crate::services::read_model::{self, CurrentEntity, current};
 use view::{PaymentView, StateName};
 pub(super) use view::{RefundState, RefundView};
 

@@ -16,12 +16,12 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::browser_page::{PageFiles, SCRIPT, STYLE, page_response};
-use crate::correlation::no_store;
-use crate::error::ApiError;
-use crate::read_model::current;
-use crate::request_body::Path;
+use crate::http::correlation::no_store;
+use crate::http::error::ApiError;
+use crate::http::request_body::Path;
+use crate::http::websocket::origin_of;
+use crate::services::read_model::current;
 use crate::services::{PaymentPage, Services};
-use crate::websocket::origin_of;
 
 const PAGE: &str = include_str!("../../payment-page/index.html");
 const RETURNED: &str = include_str!("../../payment-page/returned.html");

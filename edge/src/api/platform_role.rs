@@ -18,10 +18,10 @@ use uuid::Uuid;
 
 use super::field::{ClaimId, Reason};
 use super::request_context::{Authorized, BindPlatformRoles, RequestContext, replayed};
-use crate::error::ApiError;
-use crate::idempotency::context::{HandlerSkipped, Idempotent};
-use crate::pagination::{Items, Listing, Order, PageQuery, Position};
-use crate::request_body::{self, Path, Query};
+use crate::api::idempotency::context::{HandlerSkipped, Idempotent};
+use crate::http::error::ApiError;
+use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
+use crate::http::request_body::{self, Path, Query};
 use crate::services::Services;
 
 /// A platform role to be bound.

@@ -22,11 +22,11 @@ pub(super) use revocation::*;
 
 use super::field::{ClaimId, PolicyKey, Reason, not_null};
 use super::request_context::{AdminRequest, replayed};
-use crate::error::ApiError;
-use crate::idempotency::context::Idempotent;
-use crate::pagination::{Items, Listing, Order, PageQuery, Position};
-use crate::rejection_response::{bounds_of, not_admitted};
-use crate::request_body::{self, Path, Query};
+use crate::api::idempotency::context::Idempotent;
+use crate::api::rejection_response::{bounds_of, not_admitted};
+use crate::http::error::ApiError;
+use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
+use crate::http::request_body::{self, Path, Query};
 use crate::services::Services;
 
 /// A value to be set.

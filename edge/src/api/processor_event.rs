@@ -15,13 +15,13 @@ use uuid::Uuid;
 use super::field::{ProcessorId, ReasonBody};
 use super::reason_command::reason_commands;
 use super::request_context::{Authorized, RequestContext, SeeBilling, SettleProcessorEvents, replayed};
-use crate::error::ApiError;
-use crate::idempotency::context::Idempotent;
-use crate::pagination::{Items, Listing, Order, PageQuery};
+use crate::api::idempotency::context::Idempotent;
+use crate::http::error::ApiError;
+use crate::http::pagination::{Items, Listing, Order, PageQuery};
+use crate::http::request_body::{self, Path};
 use crate::payment_webhook::id_of_event;
-use crate::read_model::{self, current};
-use crate::request_body::{self, Path};
 use crate::services::Services;
+use crate::services::read_model::{self, current};
 
 /// A filter of events.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]

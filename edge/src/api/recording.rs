@@ -20,13 +20,13 @@ use uuid::Uuid;
 use super::allocation::visible;
 use super::field::ClaimId;
 use super::request_context::{AdminRequest, RequestContext, UserRequest};
-use crate::correlation::no_store;
-use crate::error::ApiError;
-use crate::pagination::{Items, Listing, Order, Page, PageQuery, Position};
-use crate::read_model::find;
-use crate::recording::asciicast::{Cast, MEDIA_TYPE};
-use crate::request_body::Path;
+use crate::http::correlation::no_store;
+use crate::http::error::ApiError;
+use crate::http::pagination::{Items, Listing, Order, Page, PageQuery, Position};
+use crate::http::request_body::Path;
 use crate::services::Services;
+use crate::services::read_model::find;
+use crate::terminal::recording::asciicast::{Cast, MEDIA_TYPE};
 
 /// The number of chunks that a download has in memory.
 const CHUNKS_IN_MEMORY: u32 = 4;

@@ -20,12 +20,12 @@ use super::billing::id_of;
 use super::field::{AmountMinor, Reason};
 use super::payment::{RefundState, RefundView};
 use super::request_context::{RequestContext, UserRequest, replayed};
-use crate::error::{ApiError, Code};
-use crate::idempotency::ReplayedResponse;
-use crate::idempotency::context::Idempotent;
-use crate::read_model::{current, wait_until};
-use crate::request_body;
+use crate::api::idempotency::ReplayedResponse;
+use crate::api::idempotency::context::Idempotent;
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body;
 use crate::services::Services;
+use crate::services::read_model::{current, wait_until};
 
 /// The timeout for the account's reply.
 const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(5);

@@ -13,17 +13,17 @@ use domain::{CommandId, EntityKind, Machine, Principal};
 use std::marker::PhantomData;
 use uuid::Uuid;
 
+use crate::api::idempotency::context::IdempotencyContext;
+use crate::api::idempotency::{IdempotencyKey, ReplayedResponse, RequestLine};
+use crate::api::rejection_response::{Explain, not_answered};
 use crate::auth::{ADMIN, ActingServiceAccount, Caller};
-use crate::correlation::Scope;
-use crate::error::{ApiError, Code};
-use crate::idempotency::context::IdempotencyContext;
-use crate::idempotency::{IdempotencyKey, ReplayedResponse, RequestLine};
-use crate::rejection_response::{Explain, not_answered};
-use crate::request_body::refuse_query;
+use crate::http::correlation::Scope;
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body::refuse_query;
 use crate::services::Services;
 
 use super::routing::{KeyRequired, NoQuery};
-use crate::read_model::find;
+use crate::services::read_model::find;
 
 /// How long an entity may take to reply.
 const ASK_TIMEOUT: TimeDelta = TimeDelta::seconds(8);

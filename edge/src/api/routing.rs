@@ -16,13 +16,13 @@ use super::allocation;
 use super::document::{PROVIDER, SERVICE_ACCOUNT, add_common_parts, error_responses};
 use super::field::LabelSelector;
 use super::path_parameters::path_parameters;
-use crate::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
-use crate::error::{Code, Envelope};
-use crate::idempotency;
-use crate::idempotency::context::store_response;
-use crate::rate_limit::{RateLimitGroup, in_group};
-use crate::request_body::reject_query;
-use crate::router_layers::{Concurrency, RequestTimeout, bounded};
+use crate::api::idempotency;
+use crate::api::idempotency::context::store_response;
+use crate::http::error::{Code, Envelope};
+use crate::http::request_body::reject_query;
+use crate::http::router_layers::{Concurrency, RequestTimeout, bounded};
+use crate::limits::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
+use crate::limits::rate_limit::{RateLimitGroup, in_group};
 use crate::services::Services;
 
 /// The security scheme for access tokens in the description.

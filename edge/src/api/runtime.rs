@@ -13,10 +13,10 @@ use uuid::Uuid;
 
 use crate::api::field::{Reason, WorkerName};
 use crate::api::request_context::{AdminRequest, RequestContext};
-use crate::error::{ApiError, Code};
-use crate::operator_view::{self, ClusterReport, EntityNode, Tree, TreeFilter};
-use crate::request_body::{JsonOrDefault, Path, Query};
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body::{JsonOrDefault, Path, Query};
 use crate::services::Services;
+use crate::services::operator_view::{self, ClusterReport, EntityNode, Tree, TreeFilter};
 
 /// How many transitions are shown of an entity.
 const SHOWN_TRANSITIONS: u32 = 50;

@@ -18,14 +18,14 @@ use uuid::Uuid;
 use super::field::{ClaimId, Label, set_or_none};
 use super::request_context::{RequestContext, UserRequest, replayed};
 use super::ssh_key::tenant_of;
-use crate::correlation::no_store;
-use crate::error::ApiError;
-use crate::idempotency::context::Idempotent;
-use crate::pagination::{Items, Listing, Order, PageQuery};
-use crate::read_model::{self, find};
-use crate::request_body::{self, Path};
+use crate::api::idempotency::context::Idempotent;
+use crate::auth::token::{TokenPurpose, mint};
+use crate::http::correlation::no_store;
+use crate::http::error::ApiError;
+use crate::http::pagination::{Items, Listing, Order, PageQuery};
+use crate::http::request_body::{self, Path};
 use crate::services::Services;
-use crate::token::{TokenPurpose, mint};
+use crate::services::read_model::{self, find};
 
 /// The state of accounts that exist for callers.
 const ACTIVE: &str = "active";

@@ -23,12 +23,12 @@ use super::field::{
 };
 use super::request_context::{AdminRequest, Authorized, SeeSkus, UserRequest, replayed};
 use super::ssh_key::NoFilter;
-use crate::error::ApiError;
-use crate::idempotency::context::Idempotent;
-use crate::pagination::{Items, Listing, Order, PageQuery};
-use crate::read_model::{self, StoredEntity, find};
-use crate::request_body::{self, Path};
+use crate::api::idempotency::context::Idempotent;
+use crate::http::error::ApiError;
+use crate::http::pagination::{Items, Listing, Order, PageQuery};
+use crate::http::request_body::{self, Path};
 use crate::services::Services;
+use crate::services::read_model::{self, StoredEntity, find};
 
 /// A kind of machine to be put into the catalog, as a draft.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]

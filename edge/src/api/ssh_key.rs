@@ -14,13 +14,13 @@ use uuid::Uuid;
 
 use super::field::{ClaimId, Label, PublicKeyText};
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
-use crate::error::ApiError;
-use crate::idempotency::context::Idempotent;
-use crate::pagination::{Items, Listing, Order, PageQuery, Position};
-use crate::read_model::find;
-use crate::request_body::{self, NoBody, Path};
+use crate::api::field::ssh_public_key::{SshPublicKey, SshPublicKeyError};
+use crate::api::idempotency::context::Idempotent;
+use crate::http::error::ApiError;
+use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
+use crate::http::request_body::{self, NoBody, Path};
 use crate::services::Services;
-use crate::ssh_public_key::{SshPublicKey, SshPublicKeyError};
+use crate::services::read_model::find;
 
 /// A public key to be registered.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]

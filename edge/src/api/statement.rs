@@ -22,12 +22,12 @@ use uuid::Uuid;
 use super::billing::view::named;
 use super::billing::{holder_of, id_of};
 use super::request_context::{Authorized, RequestContext, SeeBilling, UserRequest};
-use crate::correlation::no_store;
-use crate::error::{ApiError, Code};
-use crate::pagination::{Items, Listing, Order, Page, PageQuery, Position};
-use crate::read_model::{StoredEntity, current};
-use crate::request_body::Path;
+use crate::http::correlation::no_store;
+use crate::http::error::{ApiError, Code};
+use crate::http::pagination::{Items, Listing, Order, Page, PageQuery, Position};
+use crate::http::request_body::Path;
 use crate::services::Services;
+use crate::services::read_model::{StoredEntity, current};
 use crate::statement::{AllocationUsage, CSV, Line, Month, PDF, Rows, Statement, printed};
 
 /// The most lines of a statement by allocation and kind; the rest is summed by kind.

@@ -23,14 +23,14 @@ use super::allocation::visible;
 use super::field::{ClaimId, ReasonBody};
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::ssh_key::tenant_of;
-use crate::correlation::no_store;
-use crate::error::{ApiError, Code};
-use crate::idempotency::context::Idempotent;
-use crate::pagination::{Items, Listing, Order, PageQuery, Position};
-use crate::read_model::{self, StoredEntity, find};
-use crate::rejection_response::not_answered;
-use crate::request_body::{self, JsonOrDefault, Path};
+use crate::api::idempotency::context::Idempotent;
+use crate::api::rejection_response::not_answered;
+use crate::http::correlation::no_store;
+use crate::http::error::{ApiError, Code};
+use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
+use crate::http::request_body::{self, JsonOrDefault, Path};
 use crate::services::Services;
+use crate::services::read_model::{self, StoredEntity, find};
 use crate::terminal::mint;
 
 /// A bound above every limit of live sessions.

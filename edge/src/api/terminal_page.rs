@@ -12,10 +12,10 @@ use axum::response::Response;
 use uuid::Uuid;
 
 use super::browser_page::{PageFiles, SCRIPT, STYLE, page_response};
-use crate::error::ApiError;
-use crate::request_body::Path;
+use crate::http::error::ApiError;
+use crate::http::request_body::Path;
+use crate::http::websocket::origin_of;
 use crate::services::Services;
-use crate::websocket::origin_of;
 
 const TERMINAL: &str = include_str!("../../terminal-page/index.html");
 const RECORDING: &str = include_str!("../../terminal-page/recording.html");

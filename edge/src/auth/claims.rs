@@ -9,7 +9,7 @@ use persistence::StoreError;
 use serde_json::{Map, Value};
 use thiserror::Error;
 
-use crate::email_address::is_address;
+use crate::outbound::email_address::is_address;
 
 use super::{
     Caller, TokenRules,

@@ -5,7 +5,7 @@ use sha2::{Digest, Sha256};
 use subtle::ConstantTimeEq;
 
 use super::{INVALID, bearer, challenge};
-use crate::error::ApiError;
+use crate::http::error::ApiError;
 
 /// The shortest token accepted, in characters: a shorter one can be guessed.
 const MIN_LEN: usize = 32;

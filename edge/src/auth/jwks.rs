@@ -22,7 +22,7 @@ use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use crate::outbound_http::{error_chain, is_secure, read_bounded_body};
+use crate::outbound::http_client::{error_chain, is_secure, read_bounded_body};
 
 const RSA_MIN_BYTES: usize = 256;
 

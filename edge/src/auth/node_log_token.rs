@@ -5,8 +5,8 @@
 
 use super::claims::{TokenFault, UnverifiedToken, read_times};
 use super::signed_jwt::{sign, verify};
-use crate::error::ApiError;
-use crate::keys_in_force::KeysInForce;
+use crate::http::error::ApiError;
+use crate::trust::keys_in_force::KeysInForce;
 use chrono::{DateTime, Duration, Utc};
 use domain::NodeId;
 use secrecy::{ExposeSecret as _, SecretString};

@@ -1,5 +1,5 @@
 //! Access tokens of service accounts: JSON Web Tokens (RFC 9068) that the control plane signs itself, with an Ed25519 key of the
-//! cluster's that operators rotate ([`crate::keys_in_force::ServiceKeys`]).
+//! cluster's that operators rotate ([`crate::trust::keys_in_force::ServiceKeys`]).
 //!
 //! The signature proves that a token was issued, not that it is still valid: each request with one reads its account from Postgres, so that
 //! every replica refuses a revoked key from the moment the revocation was answered. The account's permissions are read from there too.
@@ -16,8 +16,8 @@ use uuid::Uuid;
 use super::claims::{TokenFault, UnverifiedToken, read_times};
 use super::signed_jwt::{sign, verify};
 use super::{ADMIN, ActingServiceAccount, Caller};
-use crate::error::ApiError;
-use crate::keys_in_force::KeysInForce;
+use crate::http::error::ApiError;
+use crate::trust::keys_in_force::KeysInForce;
 
 /// How far the clock of the replica that issued a token may be ahead of this one's.
 const SKEW: Duration = Duration::seconds(10);

@@ -1,8 +1,8 @@
 //! JSON Web Tokens that the control plane signs itself, with the Ed25519 key of service tokens that is in force.
 
 use super::claims::{TokenFault, UnverifiedToken};
-use crate::error::ApiError;
-use crate::keys_in_force::KeysInForce;
+use crate::http::error::ApiError;
+use crate::trust::keys_in_force::KeysInForce;
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use ed25519_dalek::{Signature, Signer};
 use secrecy::SecretString;

@@ -10,10 +10,8 @@ use wiremock::{Mock, MockServer, ResponseTemplate, matchers::path};
 use x509_parser::{prelude::FromDer, public_key::PublicKey, x509::SubjectPublicKeyInfo};
 
 use super::{jwks::JwksSettings, *};
-use crate::{
-    correlation::{RequestScope, Service},
-    testing::{body_json, install_crypto},
-};
+use crate::http::correlation::{RequestScope, Service};
+use crate::testing::{body_json, install_crypto};
 
 /// A key of the provider: what it publishes and what it signs with.
 struct Key {

@@ -25,11 +25,23 @@ impl LogGatewayCounters {
             GenericCounter::with_opts(Opts::new(name, help)).unwrap_or_else(|error| unreachable!("{name}: {error}"))
         };
         Self {
-            requests: counter("node_log_gateway_requests_total", "Batches of log lines that were received, accepted or not."),
+            requests: counter(
+                "node_log_gateway_requests_total",
+                "Batches of log lines that were received, accepted or not.",
+            ),
             entries: counter("node_log_gateway_entries_total", "Log lines that the log store has accepted."),
-            bytes: counter("node_log_gateway_bytes_total", "Bytes of the batches that the log store has accepted, as they were sent."),
-            rejected: counter("node_log_gateway_rejected_total", "Batches that were refused, by the gateway or by the log store."),
-            upstream_errors: counter("node_log_gateway_upstream_errors_total", "Batches that the log store did not answer, or answered with a failure of its own."),
+            bytes: counter(
+                "node_log_gateway_bytes_total",
+                "Bytes of the batches that the log store has accepted, as they were sent.",
+            ),
+            rejected: counter(
+                "node_log_gateway_rejected_total",
+                "Batches that were refused, by the gateway or by the log store.",
+            ),
+            upstream_errors: counter(
+                "node_log_gateway_upstream_errors_total",
+                "Batches that the log store did not answer, or answered with a failure of its own.",
+            ),
         }
     }
 

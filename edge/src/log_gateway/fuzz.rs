@@ -2,14 +2,28 @@
 
 use super::labels;
 use super::push_request::{PushFormat, read};
-use crate::error::Code;
 use crate::fuzz::{BUDGET, text_of};
+use crate::http::error::Code;
 use domain::NodeId;
 use uuid::Uuid;
 
 const TOKENS: [&str; 16] = [
-    "{", "}", "[", "]", "\"", ",", ":", "=", "\\", "streams", "stream", "values", "\"1700000000000000000\"", "{\"streams\":[",
-    "{a=\"b\"}", "node_id",
+    "{",
+    "}",
+    "[",
+    "]",
+    "\"",
+    ",",
+    ":",
+    "=",
+    "\\",
+    "streams",
+    "stream",
+    "values",
+    "\"1700000000000000000\"",
+    "{\"streams\":[",
+    "{a=\"b\"}",
+    "node_id",
 ];
 
 #[test]
@@ -22,7 +36,10 @@ fn fuzz_any_batch_is_read_or_refused_as_invalid() {
             (PushFormat::Json, text.clone()),
             (PushFormat::SnappyProtobuf, input.to_vec()),
             (PushFormat::SnappyProtobuf, compressed),
-            (PushFormat::SnappyProtobuf, snap::raw::Encoder::new().compress_vec(&[&[10, 255][..], &text].concat()).unwrap()),
+            (
+                PushFormat::SnappyProtobuf,
+                snap::raw::Encoder::new().compress_vec(&[&[10, 255][..], &text].concat()).unwrap(),
+            ),
         ];
         for (format, batch) in batches {
             match read(format, &batch) {

@@ -1,7 +1,7 @@
 //! The labels that a stream of a node must have, and those that it must not have (specification, *Observability surface*).
 
 use super::push_request::Labels;
-use crate::error::ApiError;
+use crate::http::error::ApiError;
 use domain::NodeId;
 
 /// The labels of one stream at most: what Loki takes by default.
@@ -26,8 +26,7 @@ const REQUIRED: [(&str, &[&str]); 6] = [
 const NODE_ID: &str = "node_id";
 
 /// Values that differ from line to line: as labels, each would make a stream of its own in the store.
-const HIGH_CARDINALITY: [&str; 6] =
-    ["task_id", "allocation_id", "correlation_id", "session_id", "trace_id", "span_id"];
+const HIGH_CARDINALITY: [&str; 6] = ["task_id", "allocation_id", "correlation_id", "session_id", "trace_id", "span_id"];
 
 /// Checks the labels of one stream of a node.
 ///

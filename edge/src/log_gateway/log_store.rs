@@ -1,7 +1,7 @@
 //! The client of the log store behind the gateway: any service with the push API of Loki.
 
-use crate::error::{ApiError, Code};
-use crate::outbound_http::{error_chain, is_secure, read_bounded_body};
+use crate::http::error::{ApiError, Code};
+use crate::outbound::http_client::{error_chain, is_secure, read_bounded_body};
 use axum::body::Bytes;
 use reqwest::header::{CONTENT_TYPE, HeaderValue};
 use reqwest::{Client, StatusCode, Url, redirect};
@@ -48,8 +48,10 @@ impl LogStore {
         }
         let push = Url::parse(&format!("{base}{PUSH_PATH}")).ok().filter(|_| is_secure(base));
         let push = push.ok_or_else(|| LogStoreError::Insecure(shown()))?;
-        let mut client =
-            Client::builder().timeout(REQUEST_TIMEOUT).connect_timeout(CONNECT_TIMEOUT).redirect(redirect::Policy::none());
+        let mut client = Client::builder()
+            .timeout(REQUEST_TIMEOUT)
+            .connect_timeout(CONNECT_TIMEOUT)
+            .redirect(redirect::Policy::none());
         if let Some(pem) = authorities_pem {
             let authorities = reqwest::Certificate::from_pem_bundle(pem.as_bytes())
                 .map_err(|error| LogStoreError::Client(error.to_string()))?;
@@ -72,7 +74,8 @@ impl LogStore {
         }
         let body = read_bounded_body(response, REFUSAL_BYTES).await.unwrap_or_default();
         let body = String::from_utf8_lossy(&body);
-        let text: String = body.trim().chars().filter(|character| !character.is_control()).take(REFUSAL_SHOWN).collect();
+        let text: String =
+            body.trim().chars().filter(|character| !character.is_control()).take(REFUSAL_SHOWN).collect();
         if status.is_client_error() && status != StatusCode::UNAUTHORIZED && status != StatusCode::FORBIDDEN {
             return Err(PushError::Refused { status, text });
         }
@@ -94,7 +97,8 @@ impl From<PushError> for ApiError {
         match error {
             PushError::Refused { status, text } => refused(status, &text),
             PushError::Failed(why) => {
-                let message = "The log store does not take the batch at the moment; keep it and send it again after Retry-After.";
+                let message =
+                    "The log store does not take the batch at the moment; keep it and send it again after Retry-After.";
                 Self::new(Code::ServiceUnavailable, message).because(why)
             }
         }
@@ -107,7 +111,9 @@ fn refused(status: StatusCode, text: &str) -> ApiError {
         StatusCode::TOO_MANY_REQUESTS => {
             (Code::RateLimited, "The log store takes no more at the moment; send the batch again after Retry-After.")
         }
-        StatusCode::PAYLOAD_TOO_LARGE => (Code::PayloadTooLarge, "The log store refuses the batch as too large; send it in parts."),
+        StatusCode::PAYLOAD_TOO_LARGE => {
+            (Code::PayloadTooLarge, "The log store refuses the batch as too large; send it in parts.")
+        }
         _ => (Code::InvalidRequest, "The log store refuses the batch; drop it, since it will be refused again."),
     };
     ApiError::new(code, message).detail("reason", "log_store_refused").detail("log_store", text.to_owned())

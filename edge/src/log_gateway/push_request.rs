@@ -3,7 +3,7 @@
 //! The lines themselves are passed on as they came. What is read here is what the gateway judges: the labels of each stream, and the number
 //! and the length of its entries. Nothing is allocated for an entry, so that a small body cannot become a large one in memory.
 
-use crate::error::{ApiError, Code};
+use crate::http::error::{ApiError, Code};
 use prost::bytes::Buf;
 use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
 use serde::de::{DeserializeSeed, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -69,7 +69,9 @@ fn decompress(body: &[u8]) -> Result<Vec<u8>, ApiError> {
     let unreadable = |_| malformed("The body cannot be decompressed; compress it with snappy's block format.");
     let declared = snap::raw::decompress_len(body).map_err(unreadable)?;
     if declared > DECODED_BYTES {
-        let message = format!("The batch has {declared} bytes after decompression, {DECODED_BYTES} are the most; send it in parts.");
+        let message = format!(
+            "The batch has {declared} bytes after decompression, {DECODED_BYTES} are the most; send it in parts."
+        );
         return Err(ApiError::new(Code::PayloadTooLarge, message).detail("limit_bytes", DECODED_BYTES));
     }
     snap::raw::Decoder::new().decompress_vec(body).map_err(unreadable)
@@ -314,7 +316,9 @@ fn read_protobuf(body: &[u8]) -> Result<PushSummary, ApiError> {
         }
         let mut labels = None;
         fields(stream, |field, bytes| match field {
-            1 if bytes.len() > LABEL_TEXT_BYTES => Err(format!("the labels of a stream are over {LABEL_TEXT_BYTES} bytes")),
+            1 if bytes.len() > LABEL_TEXT_BYTES => {
+                Err(format!("the labels of a stream are over {LABEL_TEXT_BYTES} bytes"))
+            }
             1 => {
                 let text = std::str::from_utf8(bytes).map_err(|_| "the labels of a stream are not UTF-8".to_owned())?;
                 labels = Some(parse_labels(text)?);

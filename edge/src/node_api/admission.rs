@@ -1,10 +1,10 @@
 //! A rate limit per node for routes that need its certificate, and one per address for those that need none (decisions 4). The latter keeps
 //! unauthenticated clients from spending our processor time on signatures; tokens of 256 bits need no protection against guessing.
 
-use crate::error::ApiError;
-use crate::identity::NodeIdentity;
+use crate::http::error::ApiError;
+use crate::limits::rate_limit::NodeLimit;
 use crate::node_api::NodeApi;
-use crate::rate_limit::NodeLimit;
+use crate::node_api::identity::NodeIdentity;
 use crate::tls::Peer;
 use axum::extract::{ConnectInfo, FromRequestParts, MatchedPath};
 use axum::http::request;

@@ -1,17 +1,17 @@
 //! The wait for work: an agent's request that stays open until there is a task for it.
 //!
 //! A waiting poll is neither an actor nor a task of its own: it is its connection's future and one entry in
-//! [`LongPolls`](crate::long_poll::LongPolls).
+//! [`LongPolls`](crate::http::long_poll::LongPolls).
 
 use super::admission::AuthenticatedNode;
 use super::dispatch_log::{AgentSession, NextDispatch};
 use super::rejection_response::refused;
 use super::{NodeApi, unexpected};
-use crate::correlation::Scope;
-use crate::error::ApiError;
-use crate::identity::{IdentityRefusal, NodeIdentity, refuse};
-use crate::request_body::Query;
-use crate::task_signing;
+use crate::http::correlation::Scope;
+use crate::http::error::ApiError;
+use crate::http::request_body::Query;
+use crate::node_api::identity::{IdentityRefusal, NodeIdentity, refuse};
+use crate::node_api::task_signing;
 use crate::tls::Peer;
 use axum::Json;
 use axum::extract::{ConnectInfo, State};

@@ -1,6 +1,6 @@
 //! Validates what an agent reports of its machine and converts it for the node's state machine.
 
-use crate::error::ApiError;
+use crate::http::error::ApiError;
 use domain::node::{NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory};
 use std::collections::BTreeSet;
 use wire::heartbeat as reported;

@@ -3,11 +3,11 @@
 use super::NodeApi;
 use super::admission::AuthenticatedNode;
 use super::rejection_response::refused;
-use crate::correlation::Scope;
-use crate::error::{ApiError, Code};
-use crate::read_model::current;
-use crate::recording::{ChunkSummary, summary};
-use crate::request_body::{Path, read_body};
+use crate::http::correlation::Scope;
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body::{Path, read_body};
+use crate::services::read_model::current;
+use crate::terminal::recording::{ChunkSummary, summary};
 use axum::Json;
 use axum::extract::{Request, State};
 use axum::http::header;

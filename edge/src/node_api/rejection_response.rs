@@ -1,8 +1,8 @@
 //! The responses to an agent whose command was rejected.
 
 use super::NodeAskError;
-use crate::error::{ApiError, Code};
-use crate::identity::{IdentityRefusal, refuse};
+use crate::http::error::{ApiError, Code};
+use crate::node_api::identity::{IdentityRefusal, refuse};
 use actors::AskError;
 use domain::node::Rejection;
 

@@ -1,6 +1,6 @@
 //! The routes of this API as a table, for documentation and tests.
 
-use crate::error::Code;
+use crate::http::error::Code;
 
 /// The credential that an agent presents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,9 +3,9 @@
 //! The types of `wire` ignore unknown fields, since an agent must understand a response of a newer control plane. In the other direction
 //! nothing is ignored: a client of a supported protocol sends no field that is unknown here.
 
-use crate::error::{ApiError, Code};
-use crate::request_body::integers::from_json;
-use crate::request_body::{parse_json, read_body, require_json};
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body::integers::from_json;
+use crate::http::request_body::{parse_json, read_body, require_json};
 use axum::extract::{FromRequest, Request};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

@@ -3,11 +3,11 @@
 use super::admission::AuthenticatedNode;
 use super::rejection_response::refused;
 use super::{ASK_TIMEOUT, NodeApi};
-use crate::correlation::Scope;
-use crate::error::{ApiError, Code};
-use crate::read_model::current;
-use crate::recording::on_the_wire;
-use crate::request_body::Path;
+use crate::http::correlation::Scope;
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body::Path;
+use crate::services::read_model::current;
+use crate::terminal::recording::on_the_wire;
 use crate::terminal_gateway::until_session_ends;
 use crate::tls::connections::ConnectionGuard;
 use actors::AskError;

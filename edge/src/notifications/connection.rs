@@ -3,10 +3,10 @@
 use super::message::{pong, ready};
 use super::{NotificationMetrics, Subscription};
 use crate::auth::{Authenticator, Caller};
-use crate::connection_quota::QuotaSlot;
-use crate::error::Code;
-use crate::request_body::integers::from_json;
-use crate::websocket::{CLOSE_TIMEOUT, Close, Controls, MISUSED, REVOKED, TOO_BIG, frame, is_too_big};
+use crate::http::error::Code;
+use crate::http::request_body::integers::from_json;
+use crate::http::websocket::{CLOSE_TIMEOUT, Close, Controls, MISUSED, REVOKED, TOO_BIG, frame, is_too_big};
+use crate::limits::connection_quota::QuotaSlot;
 use axum::extract::ws::{Message, Utf8Bytes, WebSocket};
 use chrono::Utc;
 use futures::stream::{SplitSink, SplitStream};

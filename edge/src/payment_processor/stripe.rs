@@ -16,7 +16,7 @@ use super::{
     Checkout, Dispute, OpenedCheckout, PriorCheckout, Processor, ProcessorError, ProcessorFuture, ProcessorListing,
     ProcessorPayment, ProcessorRefundRecord, RefundRequest,
 };
-use crate::outbound_http::{error_chain, is_secure, read_bounded_body};
+use crate::outbound::http_client::{error_chain, is_secure, read_bounded_body};
 use domain::PaymentId;
 use objects::{Charge, Envelope, Failure, Intent, List, ListEntry, Session};
 use serde_json::Value;

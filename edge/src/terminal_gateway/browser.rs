@@ -14,10 +14,10 @@ mod output;
 mod progress;
 
 use super::{SessionEnd, ask, until_session_ends};
-use crate::correlation::Scope;
+use crate::http::correlation::Scope;
+use crate::http::websocket::{CLOSE_TIMEOUT, Close, frame};
 use crate::services::Services;
 use crate::terminal::Link;
-use crate::websocket::{CLOSE_TIMEOUT, Close, frame};
 use axum::extract::ws::{Message, WebSocket};
 use control_frames::{exit_of, text};
 use domain::policy::PolicyKey;

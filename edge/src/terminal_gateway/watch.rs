@@ -1,7 +1,7 @@
 //! When a connection of a session has to be closed: the session is over, or another connection replaced it.
 
-use crate::read_model::current;
 use crate::services::Services;
+use crate::services::read_model::current;
 use domain::TerminalSessionId;
 use domain::machine::Timestamp;
 use domain::terminal_session::{CloseReason, TerminalSession};

@@ -25,7 +25,7 @@ use tokio::{
 use tower::ServiceExt;
 
 use super::Peer;
-use crate::malformed_request::MalformedRequest;
+use crate::http::malformed_request::MalformedRequest;
 
 /// The longest envelope.
 const MAX_BODY: usize = 64 * 1024;

@@ -44,8 +44,8 @@ use super::{
     ingress::Ingress,
     proxies::{Proxies, peer_of},
 };
-use crate::malformed_request::MalformedRequest;
-use crate::node_certificate::{NodeCertificate, TrustDomain};
+use crate::http::malformed_request::MalformedRequest;
+use crate::trust::node_certificate::{NodeCertificate, TrustDomain};
 
 /// The bounds of a listener.
 #[derive(Clone, Debug)]

@@ -3,7 +3,7 @@
 //!
 //! A message carries, in one header, its sender, its receiver where it has one, a number, the shared time at which it was sent, and an
 //! HMAC-SHA256 (RFC 2104) over these, its purpose, its subject, its reply subject and its bytes. The keys are rotated like the others
-//! (`edge::keys_in_force::MemberKeys`). Senders and receivers are processes, with ids that are drawn at each start; a receiver accepts each
+//! (`edge::trust::keys_in_force::MemberKeys`). Senders and receivers are processes, with ids that are drawn at each start; a receiver accepts each
 //! number of a sender once, so that a message that is replayed, or sent to another process, is refused.
 
 mod window;
@@ -11,7 +11,7 @@ mod window;
 use super::ClusterView;
 use chrono::TimeDelta;
 use domain::{MemberId, Timestamp};
-use edge::keys_in_force::{KeysInForce, MacKey};
+use edge::trust::keys_in_force::{KeysInForce, MacKey};
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use prometheus::{IntCounterVec, Opts, Registry};
 use sha2::Sha256;

@@ -2,7 +2,7 @@
 
 use super::variables::Variables;
 use anyhow::Context;
-use edge::delivery::email::{MailConfig, MailConfigError, Mailer};
+use edge::notifications::delivery::email::{MailConfig, MailConfigError, Mailer};
 use secrecy::SecretString;
 use std::path::{Path, PathBuf};
 

@@ -12,7 +12,7 @@ use crate::process_environment::ProcessEnvironment;
 use crate::process_roles::ProcessRole;
 use crate::supervisor::Supervisor;
 use actors::{Directory, Host, HostConfig};
-use edge::long_poll::LongPolls;
+use edge::http::long_poll::LongPolls;
 use edge::terminal::Terminals;
 use edge::tls::connections::Connections;
 use prometheus::Registry;

@@ -3,8 +3,8 @@
 use super::storage::StorageStage;
 use crate::config::Config;
 use anyhow::Context;
-use edge::keys_in_force::{Keys, KeysInForce};
-use edge::node_certificate::TrustDomain;
+use edge::trust::keys_in_force::{Keys, KeysInForce};
+use edge::trust::node_certificate::TrustDomain;
 
 /// The keys in force, and whose identities they certify.
 pub struct KeyStage {

@@ -1,9 +1,9 @@
 //! The TLS acceptor of nodes, which follows the rotation of their authorities without a restart.
 
 use arc_swap::ArcSwap;
-use edge::keys_in_force::Keys;
 use edge::tls::tickets::SharedTickets;
 use edge::tls::{ServerTls, TlsConfigError, server_config};
+use edge::trust::keys_in_force::Keys;
 use rustls::ServerConfig;
 use std::sync::Arc;
 

@@ -15,7 +15,7 @@ use chrono::TimeDelta;
 use domain::authz::authorize;
 use domain::notification_endpoint::{Command, NotificationEndpoint, Target};
 use domain::{Action, EntityKind, EntityRef, Permit, Principal};
-use edge::delivery::NotificationSender;
+use edge::notifications::delivery::NotificationSender;
 use futures::FutureExt;
 use persistence::Reads;
 use persistence::queries::DueTimer;

@@ -16,7 +16,7 @@ use domain::key_set::{Command as ToKeys, KeySet, KeySetPurpose, Phase};
 use domain::notification_endpoint::{Command as ToEndpoint, NotificationEndpoint};
 use domain::processor_event::{Command as ToEvent, ProcessorEvent};
 use domain::{Action, EntityKind, Event, Machine, Permit, Principal};
-use edge::keys_in_force::{set_id, stored};
+use edge::trust::keys_in_force::{set_id, stored};
 use futures::StreamExt;
 use persistence::Reads;
 use persistence::key_rewrap::{OutdatedValue, Rewrap, SEALED_FIELDS, SealedField};

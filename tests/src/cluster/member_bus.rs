@@ -3,8 +3,8 @@
 use super::TestCluster;
 use chrono::Utc;
 use domain::MemberId;
-use edge::keys_in_force::{Keys, KeysInForce};
-use edge::node_certificate::TrustDomain;
+use edge::trust::keys_in_force::{Keys, KeysInForce};
+use edge::trust::node_certificate::TrustDomain;
 use persistence::cluster::Member;
 use persistence::envelope_encryption::KeyRing;
 use persistence::{Reads, Secrets};

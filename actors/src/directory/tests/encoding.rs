@@ -770,7 +770,10 @@ fn states_and_commands_in_rejections_are_encoded_by_name() {
     assert_eq!(of_node, json!({ "rejection": "wrong_state", "state": "bootstrap-issued", "command": "order_task" }));
     let (state, command) = (PhaseName::ReleaseFailed, CommandName::ChooseLogins);
     let of_allocation = json!(allocation::Rejection::WrongState { state, command });
-    assert_eq!(of_allocation, json!({ "rejection": "wrong_state", "state": "release_failed", "command": "choose_logins" }));
+    assert_eq!(
+        of_allocation,
+        json!({ "rejection": "wrong_state", "state": "release_failed", "command": "choose_logins" })
+    );
     let (status, command) = (sku::CatalogStatus::Draft, sku::StatusChange::Deactivate);
     let of_sku = json!(sku::Rejection::WrongStatus { status, command });
     assert_eq!(of_sku, json!({ "rejection": "wrong_status", "status": "draft", "command": "deactivate" }));

@@ -19,11 +19,11 @@ use uuid::Uuid;
 use super::visible;
 use crate::api::request_context::UserRequest;
 use crate::auth::ActingServiceAccount;
-use crate::connection_quota::{ConnectionKind, QuotaSlot};
-use crate::error::ApiError;
-use crate::read_model::EntityChanges;
-use crate::request_body::Path;
+use crate::http::error::ApiError;
+use crate::http::request_body::Path;
+use crate::limits::connection_quota::{ConnectionKind, QuotaSlot};
 use crate::services::Services;
+use crate::services::read_model::EntityChanges;
 
 /// Comments keep idle connections open and show that the stream is alive.
 const HEARTBEAT: Duration = Duration::from_secs(15);

@@ -12,10 +12,10 @@ use uuid::Uuid;
 use super::{replayed, response};
 use crate::api::field::{LabelChanges, ResourceName, metadata_patch};
 use crate::api::request_context::UserRequest;
-use crate::error::ApiError;
-use crate::read_model::{IfMatch, if_match};
-use crate::request_body::{self, Path};
+use crate::http::error::ApiError;
+use crate::http::request_body::{self, Path};
 use crate::services::Services;
+use crate::services::read_model::{IfMatch, if_match};
 
 /// A change of an allocation (RFC 7396). Absent fields stay; give at least one.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]

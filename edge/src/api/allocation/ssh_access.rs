@@ -14,12 +14,12 @@ use uuid::Uuid;
 
 use super::{replayed, response, visible};
 use crate::api::field::set_or_none;
+use crate::api::rejection_response::not_answered;
 use crate::api::request_context::UserRequest;
-use crate::error::ApiError;
-use crate::read_model::find;
-use crate::rejection_response::not_answered;
-use crate::request_body::{self, Path};
+use crate::http::error::ApiError;
+use crate::http::request_body::{self, Path};
 use crate::services::Services;
+use crate::services::read_model::find;
 use actors::AskError;
 
 /// How often the keys are read again when they change concurrently.

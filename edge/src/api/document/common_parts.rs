@@ -13,7 +13,7 @@ use utoipa::openapi::{OpenApi, PathItem, Ref, RefOr, Response};
 
 use super::error_responses::error_example;
 use super::example::{ExampleScope, Schemas};
-use crate::error::Code;
+use crate::http::error::Code;
 
 /// The description of each tag (a file of routes), in the order of the page.
 const TAGS: &[(&str, &str)] = &[

@@ -6,7 +6,7 @@ use utoipa::openapi::example::{Example, ExampleBuilder};
 use utoipa::openapi::extensions::ExtensionsBuilder;
 use utoipa::openapi::{ContentBuilder, Ref, RefOr, ResponseBuilder, Responses, ResponsesBuilder};
 
-use crate::error::Code;
+use crate::http::error::Code;
 
 /// The extension of a response that lists its codes, for programs.
 pub(in crate::api) const CODES: &str = "x-error-codes";

@@ -19,7 +19,7 @@ numbers! {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::request_body::parse_json;
+    use crate::http::request_body::parse_json;
 
     #[derive(Debug, Deserialize)]
     struct Request<T> {

@@ -2,13 +2,13 @@
 
 use super::unexpected;
 use crate::api::field::{Reason, TokenTtl};
+use crate::api::node::bootstrap_bundle::{bootstrap_bundle, bootstrap_script, restart_command};
 use crate::api::request_context::AdminRequest;
-use crate::bootstrap_bundle::{bootstrap_bundle, bootstrap_script, restart_command};
-use crate::correlation::no_store;
-use crate::error::ApiError;
-use crate::request_body::{self, JsonOrDefault, Path};
+use crate::auth::token::{MintedToken, TokenPurpose, mint};
+use crate::http::correlation::no_store;
+use crate::http::error::ApiError;
+use crate::http::request_body::{self, JsonOrDefault, Path};
 use crate::services::Services;
-use crate::token::{MintedToken, TokenPurpose, mint};
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;

@@ -18,14 +18,14 @@ use uuid::Uuid;
 
 use super::unexpected;
 use crate::api::field::{Reason, ReasonBody};
+use crate::api::idempotency::context::Idempotent;
 use crate::api::request_context::{AdminRequest, replayed};
 use crate::api::ssh_key::NoFilter;
-use crate::error::ApiError;
-use crate::idempotency::context::Idempotent;
-use crate::pagination::{Items, Listing, Order, PageQuery, Position};
-use crate::read_model::find;
-use crate::request_body::{self, Path};
+use crate::http::error::ApiError;
+use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
+use crate::http::request_body::{self, Path};
 use crate::services::Services;
+use crate::services::read_model::find;
 
 /// The tasks of the node's agent, and the results that it has reported.
 #[derive(Debug, Serialize, ToSchema)]

@@ -11,7 +11,7 @@ use uuid::Uuid;
 
 use super::Mode;
 use crate::api::field::{Labels, ResourceName};
-use crate::read_model::StoredEntity;
+use crate::services::read_model::StoredEntity;
 
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Node)]

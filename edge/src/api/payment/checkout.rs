@@ -25,15 +25,15 @@ use actors::{AskError, CommandReply};
 
 use crate::api::billing::{holder_of, id_of};
 use crate::api::field::{AmountMinor, CurrencyCode, ReturnUrl};
+use crate::api::idempotency::context::Idempotent;
 use crate::api::notification_endpoint::introduce;
+use crate::api::rejection_response::{Explain as _, limited_by, not_answered};
 use crate::api::request_context::{RequestContext, UserRequest, replayed};
-use crate::correlation::{Scope, no_store};
-use crate::error::{ApiError, Code};
-use crate::idempotency::context::Idempotent;
+use crate::http::correlation::{Scope, no_store};
+use crate::http::error::{ApiError, Code};
+use crate::http::request_body;
 use crate::payment_processor::{Checkout, OpenedCheckout, PriorCheckout, ProcessorError};
-use crate::read_model::{current, wait_until};
-use crate::rejection_response::{Explain as _, limited_by, not_answered};
-use crate::request_body;
+use crate::services::read_model::{current, wait_until};
 use crate::services::{Payments, Services};
 
 /// The principal under which the route records the processor's replies at payments.

@@ -7,7 +7,7 @@ use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
 use crate::api::field::{WITHOUT_CONTROL, without_control};
-use crate::request_body::integers::in_digits;
+use crate::http::request_body::integers::in_digits;
 
 /// The longest text that is read as a value.
 const MAX_TEXT: usize = 255;

@@ -10,8 +10,8 @@ use utoipa::IntoParams;
 use super::{ScopeFields, id_of, known, one_scope};
 use crate::api::field::{ClaimId, PolicyKey, PolicyText, Reason};
 use crate::api::request_context::AdminRequest;
-use crate::error::ApiError;
-use crate::request_body::Query;
+use crate::http::error::ApiError;
+use crate::http::request_body::Query;
 
 /// The value to revoke, by its key and its scope. Give one of the four scopes, or none for the global value.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]

@@ -17,14 +17,14 @@ use uuid::Uuid;
 
 use super::{SkuView, view};
 use crate::api::field::{Reason, Statement};
+use crate::api::idempotency::context::Idempotent;
 use crate::api::platform_role::PlatformRoleName;
+use crate::api::rejection_response::not_answered;
 use crate::api::request_context::{ApproveSkus, Authorized, grant_of, replayed};
-use crate::error::ApiError;
-use crate::idempotency::context::Idempotent;
-use crate::read_model::find;
-use crate::rejection_response::not_answered;
-use crate::request_body::{self, Path};
+use crate::http::error::ApiError;
+use crate::http::request_body::{self, Path};
 use crate::services::Services;
+use crate::services::read_model::find;
 
 /// How often an approval is retried where a concurrent one changes the SKU.
 const MAX_ATTEMPTS: u32 = 5;

@@ -1,7 +1,7 @@
 //! The audit log over the API, and the counters of idempotency keys.
 
 use super::harness::{ANNS_KEY, ApiHarness, node_body, sku_body};
-use crate::idempotency::COUNTERS;
+use crate::api::idempotency::COUNTERS;
 use axum::http::Method;
 use prometheus::Registry;
 use serde_json::{Value, json};

@@ -2,7 +2,7 @@
 
 use super::contract::{document, operations};
 use crate::api::document::CODES;
-use crate::error::Code;
+use crate::http::error::Code;
 use crate::node_api::ROUTES;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;

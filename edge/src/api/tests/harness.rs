@@ -4,24 +4,24 @@ use super::fake_processor::FakeProcessor;
 use crate::api;
 use crate::auth::internal::InternalToken;
 use crate::auth::jwks::{Jwks, JwksSettings};
+use crate::auth::platform_roles::PlatformRoleCounters;
 use crate::auth::service_token::ServiceTokens;
+use crate::auth::token::{TokenPurpose, read};
 use crate::auth::{Authenticator, TokenRules};
-use crate::connection_quota::ConnectionQuotas;
-use crate::keys_in_force::{Keys, KeysInForce};
-use crate::long_poll::LongPolls;
-use crate::node_certificate::TrustDomain;
-use crate::node_probe::{Probe, ProbeTargets, Resolve};
-use crate::operator_view::{
+use crate::http::long_poll::LongPolls;
+use crate::limits::connection_quota::ConnectionQuotas;
+use crate::limits::rate_limit::RateLimiter;
+use crate::outbound::node_probe::{Probe, ProbeTargets, Resolve};
+use crate::services::operator_view::{
     ClusterReport, EntityNode, EntityStatus, Readiness, RestartOutcome, Runtime, RuntimeError, Stats, Tree, TreeFilter,
     WorkerNode, WorkerState,
 };
-use crate::platform_roles::PlatformRoleCounters;
-use crate::rate_limit::RateLimiter;
 use crate::services::{Addresses, Parts, Payments, Services, Trust};
 use crate::testing::install_crypto;
 use crate::testing::postgres::PgTestStore;
 use crate::tls::connections::Connections;
-use crate::token::{TokenPurpose, read};
+use crate::trust::keys_in_force::{Keys, KeysInForce};
+use crate::trust::node_certificate::TrustDomain;
 use actors::interfaces::{Effects, Environment, Remote, RemoteError, Term};
 use actors::sharding::id_of_name;
 use actors::{AskResult, CommandContext, Directory, Host, HostConfig};
@@ -461,8 +461,9 @@ impl ApiHarness {
 
     /// Waits until the condition holds for the entity.
     pub(super) async fn wait_until<M: Machine>(&self, id: Uuid, is_so: impl Fn(&M) -> bool) {
-        let found =
-            crate::read_model::wait_until::<M>(&self.services, id, Duration::from_secs(10), &is_so).await.unwrap();
+        let found = crate::services::read_model::wait_until::<M>(&self.services, id, Duration::from_secs(10), &is_so)
+            .await
+            .unwrap();
         assert!(found.is_some_and(|found| is_so(&found.it)), "it did not come to that");
     }
 
@@ -593,7 +594,7 @@ async fn trust(reads: &Reads, secrets: Secrets) -> Trust {
     Trust {
         domain,
         api_ca_pem: keys.node.bundle_pem(),
-        nonces: crate::recovery_nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
+        nonces: crate::trust::recovery_nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
         at_rest: crate::testing::key_ring(),
         keys: KeysInForce::new(keys),
         secrets,

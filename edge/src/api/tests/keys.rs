@@ -1,7 +1,7 @@
 //! The rotation of the service's own keys by an operator.
 
 use super::harness::{ApiHarness, TestResponse, without_ids};
-use crate::keys_in_force::Keys;
+use crate::trust::keys_in_force::Keys;
 use domain::policy::PolicyKey;
 use serde_json::{Value, json};
 use wire::Verifiers;

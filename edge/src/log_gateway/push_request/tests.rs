@@ -74,7 +74,17 @@ fn both_formats_of_one_batch_have_the_same_summary() {
 #[test]
 fn labels_that_cannot_be_read_are_refused() {
     for text in [
-        "", "{", "}", "a=\"b\"", "{a}", "{a=b}", "{a=\"b}", "{a=\"b\" c=\"d\"}", "{a=\"b\"} x", "{a=\"\\q\"}", "{a=\"\\u12\"}",
+        "",
+        "{",
+        "}",
+        "a=\"b\"",
+        "{a}",
+        "{a=b}",
+        "{a=\"b}",
+        "{a=\"b\" c=\"d\"}",
+        "{a=\"b\"} x",
+        "{a=\"\\q\"}",
+        "{a=\"\\u12\"}",
         "{a=\"b\",a=\"c\"}",
     ] {
         let stream = StreamMessage { labels: text.to_owned(), entries: vec![entry("line")], hash: 0 };
@@ -135,7 +145,9 @@ fn batch_over_a_bound_is_refused_with_the_bound() {
 
 #[test]
 fn truncated_protobuf_is_refused() {
-    let whole = PushRequest { streams: vec![StreamMessage { labels: "{a=\"b\"}".into(), entries: vec![entry("line")], hash: 1 }] };
+    let whole = PushRequest {
+        streams: vec![StreamMessage { labels: "{a=\"b\"}".into(), entries: vec![entry("line")], hash: 1 }],
+    };
     let bytes = whole.encode_to_vec();
     for length in 1..bytes.len() {
         let cut = snap::raw::Encoder::new().compress_vec(&bytes[..length]).unwrap();

@@ -1,7 +1,7 @@
 //! A node's agent, as far as a test needs one.
 
 use super::harness::{NodeApiHarness, TestResponse};
-use crate::node_certificate::NodeCertificate;
+use crate::trust::node_certificate::NodeCertificate;
 use chrono::Utc;
 use ed25519_dalek::SigningKey;
 use rcgen::{CertificateParams, KeyPair};

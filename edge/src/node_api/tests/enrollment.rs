@@ -1,6 +1,6 @@
 use super::agent::{Agent, Applicant, enrollment, enrollment_of, recovery_key};
 use super::harness::{NodeApiHarness, TestResponse, logs};
-use crate::bootstrap_bundle::bootstrap_bundle;
+use crate::api::node::bootstrap_bundle::bootstrap_bundle;
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::NodeId;
 use domain::node::{Command, Phase};

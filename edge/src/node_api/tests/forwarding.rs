@@ -3,9 +3,9 @@
 use super::agent::{Agent, Applicant, enrollment, recovery_key};
 use super::harness::{NodeApiHarness, TestResponse};
 use super::identity::{remove, short_lived};
-use crate::node_ca::NodeCa;
-use crate::node_certificate::TrustDomain;
 use crate::tls::forwarded::Forwarding;
+use crate::trust::node_ca::NodeCa;
+use crate::trust::node_certificate::TrustDomain;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use chrono::{TimeDelta, Utc};

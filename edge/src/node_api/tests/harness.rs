@@ -3,18 +3,16 @@
 use super::agent::{Agent, Applicant, enrollment_of, recovery_key};
 use super::store::MemoryStore;
 use crate::auth::jwks::{Jwks, JwksSettings};
+use crate::auth::platform_roles::PlatformRoleCounters;
+use crate::auth::token::{TokenPurpose, mint};
 use crate::auth::{Authenticator, TokenRules};
-use crate::connection_quota::ConnectionQuotas;
-use crate::keys_in_force::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
-use crate::long_poll::LongPolls;
-use crate::node_ca::NodeCa;
-use crate::node_certificate::TrustDomain;
-use crate::node_probe::{Probe, ProbeTargets, SystemResolver};
-use crate::operator_view::{
+use crate::http::long_poll::LongPolls;
+use crate::limits::connection_quota::ConnectionQuotas;
+use crate::limits::rate_limit::RateLimiter;
+use crate::outbound::node_probe::{Probe, ProbeTargets, SystemResolver};
+use crate::services::operator_view::{
     ClusterReport, EntityNode, Readiness, RestartOutcome, Runtime, RuntimeError, Stats, Tree, TreeFilter, WorkerNode,
 };
-use crate::platform_roles::PlatformRoleCounters;
-use crate::rate_limit::RateLimiter;
 use crate::services::{Addresses, Parts, Services, Trust};
 use crate::testing::install_crypto;
 use crate::testing::postgres::PgTestStore;
@@ -24,7 +22,9 @@ use crate::tls::proxies::Proxies;
 use crate::tls::serve::{ListenerLimits, TlsServer};
 use crate::tls::tickets::SharedTickets;
 use crate::tls::{ServerTls, server_config};
-use crate::token::{TokenPurpose, mint};
+use crate::trust::keys_in_force::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
+use crate::trust::node_ca::NodeCa;
+use crate::trust::node_certificate::TrustDomain;
 use actors::interfaces::{Effects, Environment as Clock, Remote, RemoteError, Store, Term};
 use actors::{AskResult, CommandContext, Directory, Host, HostConfig};
 use arc_swap::ArcSwap;
@@ -219,7 +219,7 @@ impl NodeApiHarness {
                 secrets,
                 bootstrap_verifier_keys: Vec::new(),
                 api_ca_pem: tls.authority_pem,
-                nonces: crate::recovery_nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
+                nonces: crate::trust::recovery_nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
                 at_rest: crate::testing::key_ring(),
             },
             addresses: Addresses {

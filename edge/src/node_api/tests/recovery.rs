@@ -12,7 +12,7 @@ use uuid::Uuid;
 use wire::SecretToken;
 use wire::enroll::RecoverRequest;
 
-use crate::token::{TokenPurpose, mint};
+use crate::auth::token::{TokenPurpose, mint};
 
 /// A machine that is enrolled, with all that its agent remembers.
 struct Machine {

@@ -1,7 +1,7 @@
 //! Close codes (decisions 5), each with a reason phrase.
 
-use crate::websocket::Close;
-pub(in crate::terminal_gateway) use crate::websocket::{REVOKED, TOKEN};
+use crate::http::websocket::Close;
+pub(in crate::terminal_gateway) use crate::http::websocket::{REVOKED, TOKEN};
 use domain::terminal_session::CloseCode;
 
 pub(in crate::terminal_gateway) const LIFETIME: Close = (4408, "lifetime");

@@ -2,7 +2,7 @@
 
 use super::control_frames::FromUser;
 use crate::fuzz::{BUDGET, text_of};
-use crate::request_body::integers::from_json;
+use crate::http::request_body::integers::from_json;
 use serde_json::{Value, json};
 
 /// The message as a client sends it.

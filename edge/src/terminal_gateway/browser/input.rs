@@ -3,8 +3,8 @@
 use super::LinkEnd;
 use super::control_frames::FromUser;
 use super::progress::Progress;
-use crate::request_body::integers::from_json;
-use crate::websocket::{Controls, MISUSED, TOO_BIG, is_too_big};
+use crate::http::request_body::integers::from_json;
+use crate::http::websocket::{Controls, MISUSED, TOO_BIG, is_too_big};
 use axum::extract::ws::Message;
 use futures::{Stream, StreamExt as _};
 use std::sync::atomic::Ordering;

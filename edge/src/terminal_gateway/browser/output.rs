@@ -3,7 +3,7 @@
 use super::control_frames::{ToUser, exit_of, text};
 use super::progress::Progress;
 use super::{LinkEnd, close};
-use crate::websocket::CLOSE_TIMEOUT;
+use crate::http::websocket::CLOSE_TIMEOUT;
 use axum::extract::ws::Message;
 use domain::recording::RecordingMode;
 use domain::terminal_session::{ShellExit, TerminalSession};

@@ -1,6 +1,6 @@
 use super::output::{Output, undelivered};
 use super::*;
-use crate::websocket::MISUSED;
+use crate::http::websocket::MISUSED;
 use domain::authz::Owner;
 use domain::machine::Timestamp;
 use domain::terminal_session::{Phase, RecordingState};

@@ -14,15 +14,13 @@ use tokio_rustls::TlsConnector;
 use uuid::Uuid;
 
 use super::*;
-use crate::{
-    correlation::Service,
-    identity::NodeIdentity,
-    keys_in_force::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys},
-    node_ca::NodeCa,
-    router_layers::with_common_layers,
-    testing::install_crypto,
-    tls::{ServerTls, server_config, tickets::SharedTickets},
-};
+use crate::http::correlation::Service;
+use crate::http::router_layers::with_common_layers;
+use crate::node_api::identity::NodeIdentity;
+use crate::testing::install_crypto;
+use crate::tls::{ServerTls, server_config, tickets::SharedTickets};
+use crate::trust::keys_in_force::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
+use crate::trust::node_ca::NodeCa;
 
 mod hostile;
 
@@ -405,9 +403,9 @@ async fn a_body_of_ten_megabytes_is_answered_over_the_wire() {
     install_crypto();
     let routes = Router::new().route(
         "/",
-        axum::routing::post(|crate::request_body::Json(_): crate::request_body::Json<serde_json::Value>| async {
-            "read"
-        }),
+        axum::routing::post(
+            |crate::http::request_body::Json(_): crate::http::request_body::Json<serde_json::Value>| async { "read" },
+        ),
     );
     let settings = Settings::make();
     let config = server_config(&ServerTls {

@@ -2,9 +2,9 @@ use super::*;
 use crate::cluster::ClusterState;
 use chrono::Utc;
 use ed25519_dalek::SigningKey;
-use edge::keys_in_force::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
-use edge::node_ca::NodeCa;
-use edge::node_certificate::TrustDomain;
+use edge::trust::keys_in_force::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
+use edge::trust::node_ca::NodeCa;
+use edge::trust::node_certificate::TrustDomain;
 use persistence::cluster::{Member, MemberHeartbeat};
 use serde_json::json;
 

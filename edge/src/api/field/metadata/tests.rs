@@ -1,7 +1,7 @@
 //! The syntax of names, labels and selectors.
 
 use super::*;
-use crate::request_body::{parse_json, parse_query};
+use crate::http::request_body::{parse_json, parse_query};
 use proptest::prelude::*;
 use serde_json::json;
 

@@ -1,8 +1,8 @@
 //! Hostile input at the real listener: it costs its sender's connection at most, and affects no other client.
 
 use super::*;
-use crate::request_body::Json;
-use crate::router_layers::{Concurrency, RequestTimeout, bounded};
+use crate::http::request_body::Json;
+use crate::http::router_layers::{Concurrency, RequestTimeout, bounded};
 use axum::routing::post;
 use serde::Deserialize;
 

@@ -1,0 +1,11 @@
+//! HTTP for every listener: errors, bodies, queries and pages, correlation, timeouts, metrics and WebSockets.
+
+pub mod correlation;
+pub mod error;
+pub mod long_poll;
+pub(crate) mod malformed_request;
+pub mod metrics;
+pub mod pagination;
+pub mod request_body;
+pub mod router_layers;
+pub(crate) mod websocket;

@@ -1,0 +1,6 @@
+//! Requests and connections to hosts that others name, and the addresses that are allowed for them.
+
+pub(crate) mod email_address;
+pub mod host_address;
+pub(crate) mod http_client;
+pub mod node_probe;
