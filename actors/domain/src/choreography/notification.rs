@@ -5,7 +5,7 @@
 //! inventory's to operators.
 
 use crate::announcement::Severity;
-use crate::event::{Event, Notice, Stream};
+use crate::event::{Event, NotificationScope, Stream};
 use crate::holder::Holder;
 use crate::id::{AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, TerminalSessionId};
 use crate::machine::Timestamp;
@@ -121,18 +121,18 @@ pub struct Notification {
 /// The subjects of the events that connected clients are notified of, by their stream: the workers subscribe to no others for it.
 #[must_use]
 pub fn live_subjects() -> BTreeMap<Stream, Vec<&'static str>> {
-    subjects(|notice| notice != Notice::None)
+    subjects(|scope| scope != NotificationScope::None)
 }
 
 /// The subjects of the events that are delivered to webhooks and e-mail addresses too, by their stream.
 #[must_use]
 pub fn delivered_subjects() -> BTreeMap<Stream, Vec<&'static str>> {
-    subjects(|notice| notice == Notice::Delivered)
+    subjects(|scope| scope == NotificationScope::Delivered)
 }
 
-fn subjects(among: impl Fn(Notice) -> bool) -> BTreeMap<Stream, Vec<&'static str>> {
+fn subjects(among: impl Fn(NotificationScope) -> bool) -> BTreeMap<Stream, Vec<&'static str>> {
     let mut subjects = BTreeMap::<_, Vec<_>>::new();
-    for row in Event::ROWS.iter().filter(|row| among(row.notice)) {
+    for row in Event::ROWS.iter().filter(|row| among(row.notification)) {
         subjects.entry(row.stream).or_default().push(row.subject);
     }
     subjects
@@ -141,7 +141,7 @@ fn subjects(among: impl Fn(Notice) -> bool) -> BTreeMap<Stream, Vec<&'static str
 /// Whether events of this type can be delivered to a webhook or an e-mail address. Announcements are for connected clients only.
 #[must_use]
 pub fn is_deliverable(event: &str) -> bool {
-    Event::ROWS.iter().any(|row| row.notice == Notice::Delivered && row.subject == event)
+    Event::ROWS.iter().any(|row| row.notification == NotificationScope::Delivered && row.subject == event)
 }
 
 impl NotificationDetails {

@@ -60,7 +60,7 @@ pub enum Reaction {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Consequences {
     pub reaction: Reaction,
-    /// Empty where the row of the event says [`Notice::None`](crate::event::Notice::None).
+    /// Empty where the row of the event says [`NotificationScope::None`](crate::event::NotificationScope::None).
     pub notifications: Vec<Notification>,
 }
 

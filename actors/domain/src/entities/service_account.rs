@@ -5,7 +5,7 @@
 //! tombstone.
 
 use crate::audit::{AuditAction, AuditRecord};
-use crate::authz::{Action, CallerIdentity, Owner, Principal, TokenRole};
+use crate::authz::{Action, CallerIdentity, Principal, ResourceOwner, TokenRole};
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{EntityKind, EntityRef, ServiceAccountId, ServiceAccountKeyId};
@@ -20,7 +20,7 @@ pub struct ServiceAccount {
     pub id: ServiceAccountId,
     pub name: String,
     /// The user for whom it acts.
-    pub owner: Owner,
+    pub owner: ResourceOwner,
     pub roles: BTreeSet<TokenRole>,
     /// The valid keys. A revoked one is removed; the audit log has it.
     pub keys: BTreeMap<ServiceAccountKeyId, AccountKey>,
@@ -197,7 +197,7 @@ impl ServiceAccount {
         let account = Self {
             id: ServiceAccountId(ctx.id),
             name,
-            owner: Owner::from(maker),
+            owner: ResourceOwner::from(maker),
             roles,
             keys: BTreeMap::new(),
             created_by: ctx.by.to_string(),

@@ -10,7 +10,7 @@
 //! that is used once. Each connection gets a number, so that a later one replaces an earlier one.
 
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
-use crate::authz::{Action, Owner, Principal};
+use crate::authz::{Action, Principal, ResourceOwner};
 use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
@@ -34,7 +34,7 @@ pub struct TerminalSession {
     pub id: TerminalSessionId,
     pub allocation_id: AllocationId,
     pub node_id: NodeId,
-    pub owner: Owner,
+    pub owner: ResourceOwner,
     pub opened_at: Timestamp,
     /// When it is closed in any case. Fixed at its start, so that reconnecting does not extend it.
     pub ends_at: Timestamp,
@@ -419,7 +419,7 @@ impl TerminalSession {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         let Principal::Caller(caller) = ctx.by else { return Err(Rejection::NotFound) };
-        let owner = Owner::from(caller);
+        let owner = ResourceOwner::from(caller);
         let scopes = Scopes::from(&owner);
         let expires_at = ctx.now + ctx.policy.seconds(policy::PolicyKey::TerminalTokenTtl, &scopes, ctx.now);
         let recording = RecordingTerms::from_policy(ctx.policy, &scopes, ctx.now);

@@ -68,14 +68,14 @@ pub struct CallerIdentity {
 
 /// The user to whom something belongs, with the scopes of their token in which its policies are resolved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Owner {
+pub struct ResourceOwner {
     pub user_id: String,
     pub org_id: Option<String>,
     pub project_id: Option<String>,
     pub plan: Option<String>,
 }
 
-impl From<&CallerIdentity> for Owner {
+impl From<&CallerIdentity> for ResourceOwner {
     fn from(caller: &CallerIdentity) -> Self {
         Self {
             user_id: caller.user_id.clone(),

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 /// Who is notified of an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Notice {
+pub enum NotificationScope {
     /// No user: the event is an intermediate step, or a message between parts of the system.
     None,
     /// Connected clients.
@@ -40,14 +40,20 @@ pub struct EventRow {
     pub subject: &'static str,
     /// The stream that stores it.
     pub stream: Stream,
-    pub notice: Notice,
+    pub notification: NotificationScope,
 }
 
-/// A row: `Variant: subject in stream, about the entity of that kind with that id, notice to whom { fields }`.
+impl EventRow {
+    const fn new(subject: &'static str, stream: Stream, notification: NotificationScope) -> Self {
+        Self { subject, stream, notification }
+    }
+}
+
+/// A row: `Variant: subject in stream, about the entity of that kind with that id, notification to whom { fields }`.
 macro_rules! events {
     ($(
         $(#[$doc:meta])*
-        $variant:ident: $subject:tt in $stream:ident, about $kind:ident($id:ident), notice $notice:ident {
+        $variant:ident: $subject:tt in $stream:ident, about $kind:ident($id:ident), notification $notification:ident {
             $($(#[$attribute:meta])* $field:ident: $type:ty,)+
         }
     )+) => {
@@ -61,13 +67,13 @@ macro_rules! events {
         impl Event {
             /// The table.
             pub const ROWS: &[EventRow] =
-                &[$(EventRow { subject: $subject, stream: Stream::$stream, notice: Notice::$notice }),+];
+                &[$(EventRow::new($subject, Stream::$stream, NotificationScope::$notification)),+];
 
             #[must_use]
             pub const fn row(&self) -> EventRow {
                 match self {
                     $(Self::$variant { .. } => {
-                        EventRow { subject: $subject, stream: Stream::$stream, notice: Notice::$notice }
+                        EventRow::new($subject, Stream::$stream, NotificationScope::$notification)
                     })+
                 }
             }
@@ -91,49 +97,49 @@ macro_rules! events {
 
 events! {
     // Published by the allocation's saga.
-    AllocationRequested: "provisioning.requested" in Provisioning, about Allocation(allocation_id), notice None {
+    AllocationRequested: "provisioning.requested" in Provisioning, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
     }
-    ProvisioningStarted: "provisioning.started" in Provisioning, about Allocation(allocation_id), notice None {
+    ProvisioningStarted: "provisioning.started" in Provisioning, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
         node_id: NodeId,
         deadline_at: Timestamp,
     }
-    AllocationActive: "provisioning.active" in Provisioning, about Allocation(allocation_id), notice Delivered {
+    AllocationActive: "provisioning.active" in Provisioning, about Allocation(allocation_id), notification Delivered {
         allocation_id: AllocationId,
         node_id: NodeId,
     }
-    ProvisioningFailed: "provisioning.failed" in Provisioning, about Allocation(allocation_id), notice Delivered {
+    ProvisioningFailed: "provisioning.failed" in Provisioning, about Allocation(allocation_id), notification Delivered {
         allocation_id: AllocationId,
         node_id: Option<NodeId>,
         reason: String,
     }
-    ReservationUnwanted: "provisioning.reservation_unwanted" in Provisioning, about Allocation(allocation_id), notice None {
+    ReservationUnwanted: "provisioning.reservation_unwanted" in Provisioning, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
         node_id: NodeId,
     }
-    ReleaseRequested: "provisioning.release_requested" in Provisioning, about Allocation(allocation_id), notice None {
+    ReleaseRequested: "provisioning.release_requested" in Provisioning, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
         node_id: NodeId,
         attempt: u32,
         deadline_at: Timestamp,
     }
-    ReleaseFailed: "provisioning.release_failed" in Provisioning, about Allocation(allocation_id), notice Delivered {
+    ReleaseFailed: "provisioning.release_failed" in Provisioning, about Allocation(allocation_id), notification Delivered {
         allocation_id: AllocationId,
         node_id: NodeId,
         attempt: u32,
         reason: String,
     }
-    ReleaseExhausted: "provisioning.release_exhausted" in Provisioning, about Allocation(allocation_id), notice Delivered {
+    ReleaseExhausted: "provisioning.release_exhausted" in Provisioning, about Allocation(allocation_id), notification Delivered {
         allocation_id: AllocationId,
         node_id: NodeId,
         attempt: u32,
     }
-    ReleaseForced: "provisioning.release_forced" in Provisioning, about Allocation(allocation_id), notice None {
+    ReleaseForced: "provisioning.release_forced" in Provisioning, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
         node_id: NodeId,
     }
-    AllocationReleased: "provisioning.released" in Provisioning, about Allocation(allocation_id), notice Delivered {
+    AllocationReleased: "provisioning.released" in Provisioning, about Allocation(allocation_id), notification Delivered {
         allocation_id: AllocationId,
         user_id: String,
         node_id: Option<NodeId>,
@@ -141,24 +147,24 @@ events! {
     }
 
     /// The SSH keys of the allocation differ from those that its node knows.
-    LoginsChanged: "provisioning.logins_changed" in Provisioning, about Allocation(allocation_id), notice None {
+    LoginsChanged: "provisioning.logins_changed" in Provisioning, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
         node_id: NodeId,
         revision: u64,
     }
     /// The allocation's terminal sessions are to be closed.
-    TerminalsUnwanted: "terminal.unwanted" in Terminals, about Allocation(allocation_id), notice None {
+    TerminalsUnwanted: "terminal.unwanted" in Terminals, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
         user_id: String,
     }
 
     /// The node's certificates were revoked: every terminal session on it is closed.
-    TerminalsCutOff: "terminal.cut_off" in Terminals, about Node(node_id), notice None {
+    TerminalsCutOff: "terminal.cut_off" in Terminals, about Node(node_id), notification None {
         node_id: NodeId,
     }
 
     /// All that is known of the time in which it was used: its start and its end. Only that time may be billed.
-    UsageChanged: "billing.usage_changed" in Billing, about Allocation(allocation_id), notice None {
+    UsageChanged: "billing.usage_changed" in Billing, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
         holder: Holder,
         from: Option<Timestamp>,
@@ -167,30 +173,30 @@ events! {
 
     // Published by the billing account.
     /// The balance has fallen below the threshold.
-    BalanceLow: "billing.balance_low" in Billing, about BillingAccount(account_id), notice Delivered {
+    BalanceLow: "billing.balance_low" in Billing, about BillingAccount(account_id), notification Delivered {
         account_id: BillingAccountId,
         holder: Holder,
     }
     /// The balance does not cover the next window: unless money comes in, what runs is released then.
-    BalanceDepleted: "billing.balance_depleted" in Billing, about BillingAccount(account_id), notice Delivered {
+    BalanceDepleted: "billing.balance_depleted" in Billing, about BillingAccount(account_id), notification Delivered {
         account_id: BillingAccountId,
         holder: Holder,
         release_at: Timestamp,
     }
     /// The grace period has ended.
-    AllocationUncovered: "billing.allocation_uncovered" in Billing, about Allocation(allocation_id), notice None {
+    AllocationUncovered: "billing.allocation_uncovered" in Billing, about Allocation(allocation_id), notification None {
         account_id: BillingAccountId,
         allocation_id: AllocationId,
     }
     /// The account asks for the allocation's state.
-    AllocationMetered: "billing.allocation_metered" in Billing, about Allocation(allocation_id), notice None {
+    AllocationMetered: "billing.allocation_metered" in Billing, about Allocation(allocation_id), notification None {
         account_id: BillingAccountId,
         allocation_id: AllocationId,
         is_running: bool,
     }
 
     /// The payment was credited to the account.
-    PaymentDeposited: "billing.payment_deposited" in Billing, about Payment(payment_id), notice Delivered {
+    PaymentDeposited: "billing.payment_deposited" in Billing, about Payment(payment_id), notification Delivered {
         payment_id: PaymentId,
         account_id: BillingAccountId,
         /// A resent answer, because the payment did not receive the first one. It is no news for other consumers.
@@ -198,7 +204,7 @@ events! {
         is_again: bool,
     }
     /// The payment cannot be credited: the account is in another currency.
-    DepositRefused: "billing.deposit_refused" in Billing, about Payment(payment_id), notice Delivered {
+    DepositRefused: "billing.deposit_refused" in Billing, about Payment(payment_id), notification Delivered {
         payment_id: PaymentId,
         account_id: BillingAccountId,
         reason: String,
@@ -206,13 +212,13 @@ events! {
         is_again: bool,
     }
     /// The amount that is debited for the payer's refund; where the refund is refused, nothing.
-    RefundTaken: "billing.refund_taken" in Billing, about Payment(payment_id), notice None {
+    RefundTaken: "billing.refund_taken" in Billing, about Payment(payment_id), notification None {
         payment_id: PaymentId,
         refund_id: RefundId,
         account_id: BillingAccountId,
         amount_minor: i64,
     }
-    RefundRefused: "billing.refund_refused" in Billing, about Payment(payment_id), notice Delivered {
+    RefundRefused: "billing.refund_refused" in Billing, about Payment(payment_id), notification Delivered {
         payment_id: PaymentId,
         refund_id: RefundId,
         account_id: BillingAccountId,
@@ -221,7 +227,7 @@ events! {
         is_again: bool,
     }
     /// A refund that the processor did not pay is credited again.
-    RefundGivenBack: "billing.refund_given_back" in Billing, about Payment(payment_id), notice Delivered {
+    RefundGivenBack: "billing.refund_given_back" in Billing, about Payment(payment_id), notification Delivered {
         payment_id: PaymentId,
         refund_id: RefundId,
         account_id: BillingAccountId,
@@ -229,7 +235,7 @@ events! {
         is_again: bool,
     }
     /// A reversal at the processor is posted; `is_undone`: and so is its undoing.
-    ReversalPosted: "billing.reversal_posted" in Billing, about Payment(payment_id), notice Delivered {
+    ReversalPosted: "billing.reversal_posted" in Billing, about Payment(payment_id), notification Delivered {
         payment_id: PaymentId,
         reversal_id: String,
         account_id: BillingAccountId,
@@ -240,24 +246,24 @@ events! {
 
     // Published by the payment.
     /// It was created, and it is not known whether the processor has it.
-    PaymentOpeningDue: "billing.payment_opening_due" in Billing, about Payment(payment_id), notice None {
+    PaymentOpeningDue: "billing.payment_opening_due" in Billing, about Payment(payment_id), notification None {
         payment_id: PaymentId,
     }
     /// Its state at the processor is to be read; `is_over`: the time to pay has ended, it is to be canceled.
-    PaymentCheckDue: "billing.payment_check_due" in Billing, about Payment(payment_id), notice None {
+    PaymentCheckDue: "billing.payment_check_due" in Billing, about Payment(payment_id), notification None {
         payment_id: PaymentId,
         processor_id: String,
         is_over: bool,
     }
     /// The processor has the money.
-    PaymentPaid: "billing.payment_paid" in Billing, about Payment(payment_id), notice None {
+    PaymentPaid: "billing.payment_paid" in Billing, about Payment(payment_id), notification None {
         payment_id: PaymentId,
         holder: Holder,
         currency: Currency,
         amount_minor: i64,
     }
     /// Its payer wants money back.
-    RefundRequested: "billing.refund_requested" in Billing, about Payment(payment_id), notice None {
+    RefundRequested: "billing.refund_requested" in Billing, about Payment(payment_id), notification None {
         payment_id: PaymentId,
         refund_id: RefundId,
         holder: Holder,
@@ -265,7 +271,7 @@ events! {
         is_exact: bool,
     }
     /// It was debited from the account, and the processor is to pay it.
-    RefundDue: "billing.refund_due" in Billing, about Payment(payment_id), notice None {
+    RefundDue: "billing.refund_due" in Billing, about Payment(payment_id), notification None {
         payment_id: PaymentId,
         refund_id: RefundId,
         processor_id: String,
@@ -273,19 +279,19 @@ events! {
         currency: Currency,
     }
     /// The processor did not pay it.
-    RefundFailed: "billing.refund_failed" in Billing, about Payment(payment_id), notice None {
+    RefundFailed: "billing.refund_failed" in Billing, about Payment(payment_id), notification None {
         payment_id: PaymentId,
         refund_id: RefundId,
         holder: Holder,
         amount_minor: i64,
     }
     /// The processor has paid it.
-    RefundSucceeded: "billing.refund_succeeded" in Billing, about Payment(payment_id), notice Delivered {
+    RefundSucceeded: "billing.refund_succeeded" in Billing, about Payment(payment_id), notification Delivered {
         payment_id: PaymentId,
         refund_id: RefundId,
     }
     /// Money was taken back at the processor without a request from here.
-    PaymentReversed: "billing.payment_reversed" in Billing, about Payment(payment_id), notice None {
+    PaymentReversed: "billing.payment_reversed" in Billing, about Payment(payment_id), notification None {
         payment_id: PaymentId,
         holder: Holder,
         reversal_id: String,
@@ -293,7 +299,7 @@ events! {
         amount_minor: i64,
     }
     /// Such money came back.
-    ReversalUndone: "billing.reversal_undone" in Billing, about Payment(payment_id), notice None {
+    ReversalUndone: "billing.reversal_undone" in Billing, about Payment(payment_id), notification None {
         payment_id: PaymentId,
         holder: Holder,
         reversal_id: String,
@@ -302,37 +308,37 @@ events! {
     }
 
     /// An event of the payment processor is not processed yet.
-    ProcessorEventDue: "billing.processor_event_due" in Billing, about ProcessorEvent(processor_event_id), notice None {
+    ProcessorEventDue: "billing.processor_event_due" in Billing, about ProcessorEvent(processor_event_id), notification None {
         processor_event_id: ProcessorEventId,
     }
 
     // Published by the node.
-    NodeStateChanged: "node.state_changed" in Nodes, about Node(node_id), notice Delivered {
+    NodeStateChanged: "node.state_changed" in Nodes, about Node(node_id), notification Delivered {
         node_id: NodeId,
         from: Option<String>,
         to: String,
         reason: String,
     }
-    DevicesReserved: "node.devices_reserved" in Nodes, about Node(node_id), notice None {
+    DevicesReserved: "node.devices_reserved" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,
         allocation_id: AllocationId,
         placed: Placement,
     }
-    TenantReady: "node.tenant_ready" in Nodes, about Node(node_id), notice None {
+    TenantReady: "node.tenant_ready" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,
         allocation_id: AllocationId,
     }
-    TenantFailed: "node.tenant_failed" in Nodes, about Node(node_id), notice None {
+    TenantFailed: "node.tenant_failed" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,
         allocation_id: AllocationId,
         reason: String,
     }
-    TenantGone: "node.tenant_gone" in Nodes, about Node(node_id), notice None {
+    TenantGone: "node.tenant_gone" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,
         allocation_id: AllocationId,
         attempt: u32,
     }
-    TenantRemains: "node.tenant_remains" in Nodes, about Node(node_id), notice None {
+    TenantRemains: "node.tenant_remains" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,
         allocation_id: AllocationId,
         attempt: u32,
@@ -343,7 +349,7 @@ events! {
     }
 
     /// A critical fault of the machine, detected at this time.
-    TenantFaulted: "node.tenant_faulted" in Nodes, about Node(node_id), notice Delivered {
+    TenantFaulted: "node.tenant_faulted" in Nodes, about Node(node_id), notification Delivered {
         node_id: NodeId,
         allocation_id: AllocationId,
         at: Timestamp,
@@ -351,20 +357,20 @@ events! {
     }
 
     /// The agent has written the SSH keys that may log in.
-    LoginsWritten: "node.logins_written" in Nodes, about Node(node_id), notice None {
+    LoginsWritten: "node.logins_written" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,
         allocation_id: AllocationId,
         revision: u64,
     }
     /// The agent could not start the session.
-    TerminalFailed: "terminal.failed" in Terminals, about TerminalSession(session_id), notice None {
+    TerminalFailed: "terminal.failed" in Terminals, about TerminalSession(session_id), notification None {
         session_id: TerminalSessionId,
         node_id: NodeId,
         reason: String,
     }
 
     // Published by the terminal session.
-    TerminalOpened: "terminal.opened" in Terminals, about TerminalSession(session_id), notice Delivered {
+    TerminalOpened: "terminal.opened" in Terminals, about TerminalSession(session_id), notification Delivered {
         session_id: TerminalSessionId,
         allocation_id: AllocationId,
         node_id: NodeId,
@@ -375,7 +381,7 @@ events! {
         #[serde(default)]
         recording: RecordingTerms,
     }
-    TerminalClosed: "terminal.closed" in Terminals, about TerminalSession(session_id), notice Delivered {
+    TerminalClosed: "terminal.closed" in Terminals, about TerminalSession(session_id), notification Delivered {
         session_id: TerminalSessionId,
         allocation_id: AllocationId,
         node_id: NodeId,
@@ -383,27 +389,27 @@ events! {
     }
 
     // Published by the tenant.
-    AllocationCounted: "provisioning.counted" in Provisioning, about Allocation(allocation_id), notice None {
+    AllocationCounted: "provisioning.counted" in Provisioning, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
         /// The revision of the tenant's keys.
         #[serde(default)]
         logins_revision: u64,
     }
     /// The SSH keys of the allocation are to be resolved again.
-    LoginsStale: "provisioning.logins_stale" in Provisioning, about Allocation(allocation_id), notice None {
+    LoginsStale: "provisioning.logins_stale" in Provisioning, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
         user_id: String,
     }
 
     // Published by the catalog.
-    SkuStateChanged: "sku.state_changed" in Nodes, about Sku(sku_id), notice None {
+    SkuStateChanged: "sku.state_changed" in Nodes, about Sku(sku_id), notification None {
         sku_id: SkuId,
         from: Option<String>,
         to: String,
     }
 
     // An administrator has written or revoked a value: every process's cached policy is stale.
-    PolicyWritten: "policy.invalidate.>" in Policy, about Policy(policy_id), notice None {
+    PolicyWritten: "policy.invalidate.>" in Policy, about Policy(policy_id), notification None {
         policy_id: PolicyId,
         value_id: PolicyValueId,
         policy: PolicyKey,
@@ -411,14 +417,14 @@ events! {
     }
 
     // An operator has rotated keys: every process's cached keys are stale.
-    TrustChanged: TRUST_CHANGED in Nodes, about KeySet(set_id), notice None {
+    TrustChanged: TRUST_CHANGED in Nodes, about KeySet(set_id), notification None {
         set_id: KeySetId,
         purpose: KeySetPurpose,
         version: u64,
     }
 
     // An operator's announcement to all connected clients.
-    Announced: "notification.announced" in Notifications, about Announcement(announcement_id), notice Live {
+    Announced: "notification.announced" in Notifications, about Announcement(announcement_id), notification Live {
         announcement_id: AnnouncementId,
     }
 }

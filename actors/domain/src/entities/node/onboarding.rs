@@ -250,7 +250,7 @@ impl Node {
             json!({ "identity_generation": generation, "agent_version": shown.agent_version }),
         );
         let event = match self.life {
-            Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } => Some(next.await_first_poll(until, ctx)),
+            Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } => Some(next.expect_first_poll(until, ctx)),
             Phase::Registered
             | Phase::Active
             | Phase::Offline
@@ -267,7 +267,7 @@ impl Node {
     }
 
     /// The enrolled node waits for its agent's first poll.
-    pub(super) fn await_first_poll(&mut self, until: Timestamp, ctx: &TransitionContext<'_>) -> Event {
+    pub(super) fn expect_first_poll(&mut self, until: Timestamp, ctx: &TransitionContext<'_>) -> Event {
         let message = "The agent has its certificate; waiting for its first poll.";
         self.enter(Phase::Enrolling { until }, StateCode::CertificateIssued, message, ctx)
     }

@@ -123,7 +123,7 @@ impl Node {
             json!({ "identity_generation": generation, "recoveries_left": recoveries_left, "again": again }),
         );
         let event = match &self.life {
-            Phase::BootstrapIssued { until } => Some(next.await_first_poll(*until, ctx)),
+            Phase::BootstrapIssued { until } => Some(next.expect_first_poll(*until, ctx)),
             Phase::Registered
             | Phase::Enrolling { .. }
             | Phase::Active

@@ -1,7 +1,7 @@
 //! Resolution of policy values by scope and time.
 
 use super::{AppliesTo, PolicyKey, PolicyValue, ValueBounds};
-use crate::authz::{CallerIdentity, Owner, Principal};
+use crate::authz::{CallerIdentity, Principal, ResourceOwner};
 use crate::time::Timestamp;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -95,16 +95,16 @@ impl Scopes {
     }
 }
 
-impl From<&Owner> for Scopes {
-    fn from(owner: &Owner) -> Self {
-        let Owner { user_id, org_id, project_id, plan } = owner.clone();
+impl From<&ResourceOwner> for Scopes {
+    fn from(owner: &ResourceOwner) -> Self {
+        let ResourceOwner { user_id, org_id, project_id, plan } = owner.clone();
         Self { user_id: Some(user_id), project_id, org_id, plan }
     }
 }
 
 impl From<&CallerIdentity> for Scopes {
     fn from(caller: &CallerIdentity) -> Self {
-        Self::from(&Owner::from(caller))
+        Self::from(&ResourceOwner::from(caller))
     }
 }
 

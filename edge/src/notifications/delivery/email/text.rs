@@ -103,7 +103,7 @@ impl Content {
     }
 }
 
-/// The row to write when an event is added with a [`domain::event::Notice`] to users.
+/// The row to write when an event is added with a [`domain::event::NotificationScope`] to users.
 fn content(notification: &Notification) -> Option<Content> {
     let data = &notification.data;
     let allocation = id_or(data.allocation_id, "ALLOCATION");
