@@ -1,9 +1,28 @@
 //! Shared fixtures of this crate's tests.
 
-pub(crate) mod postgres;
+#![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod runtime;
+
+use crate::auth::Authenticator;
+use crate::auth::platform_roles::PlatformRoleCounters;
+use crate::http::long_poll::LongPolls;
+use crate::limits::connection_quota::ConnectionQuotas;
+use crate::limits::rate_limit::RateLimiter;
+use crate::outbound::node_probe::{Probe, ProbeTargets, SystemResolver};
+use crate::services::{Addresses, Parts, Trust};
+use crate::tls::connections::Connections;
+use crate::trust::keys_in_force::{Keys, KeysInForce};
+use crate::trust::node_certificate::TrustDomain;
+use actors::interfaces::Environment;
 use axum::response::Response;
+use persistence::{Reads, Secrets};
+use prometheus::Registry;
 use serde_json::Value;
+use std::sync::Arc;
+use std::time::Duration;
+use test_host::TestHost;
+use tokio_util::sync::CancellationToken;
 
 /// Reads a response's body, which must be JSON.
 pub(crate) async fn body_json(response: Response) -> Value {
@@ -55,4 +74,57 @@ pub(crate) fn key_ring() -> std::sync::Arc<persistence::envelope_encryption::Key
 /// The one crypto provider, as `main` installs it.
 pub(crate) fn install_crypto() {
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+}
+
+/// The services of a standalone replica over this host, without a payment processor and without internal tokens.
+pub(crate) fn parts(host: &TestHost, reads: Reads, authenticator: Authenticator, trust: Trust) -> Parts {
+    let directory = host.directory.clone();
+    Parts {
+        runtime: Arc::new(runtime::TestRuntime(reads.clone())),
+        delivery: delivery(),
+        connection_quotas: ConnectionQuotas::new(directory.clone()),
+        limiter: RateLimiter::register(directory.clone(), &Registry::new()).unwrap(),
+        directory,
+        reads,
+        environment: Arc::clone(&host.environment) as Arc<dyn Environment>,
+        authenticator: Arc::new(authenticator),
+        jwks_refresh_token: None,
+        probe: Probe::new(ProbeTargets::default(), Arc::new(SystemResolver), Duration::from_secs(1)),
+        polls: LongPolls::default(),
+        terminals: terminals(),
+        notifications: notifications(),
+        connections: Connections::default(),
+        metrics: metrics(),
+        sampling: telemetry::Sampling::NEVER,
+        stats_token: None,
+        platform_roles: PlatformRoleCounters::register(&Registry::new()).unwrap(),
+        trust,
+        addresses: Addresses {
+            public_url: "https://api.gpu.example".into(),
+            node_url: "https://nodes.gpu.example".into(),
+            terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
+            terminal_origins: Vec::new(),
+        },
+        payments: None,
+        package: wire::bundle::Package::default(),
+        log_store: None,
+        stopping: CancellationToken::new(),
+    }
+}
+
+pub(crate) fn trust_domain() -> TrustDomain {
+    TrustDomain::parse("gpu.example").unwrap()
+}
+
+/// Trust in these keys.
+pub(crate) fn trust(keys: Keys, secrets: Secrets, api_ca_pem: String) -> Trust {
+    Trust {
+        domain: trust_domain(),
+        keys: KeysInForce::new(keys),
+        secrets,
+        bootstrap_verifier_keys: Vec::new(),
+        api_ca_pem,
+        nonces: crate::trust::recovery_nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
+        at_rest: key_ring(),
+    }
 }

@@ -9,19 +9,18 @@ use anyhow::{Context, ensure};
 use domain::audit::{AuditAction, AuditRecord};
 use domain::commit::{CommandRecord, Commit, CommitOutcome, Epoch, Timer};
 use domain::event::Event;
-use domain::id::{CommandId, EntityKind, EntityRef, EventId, MemberId, Shard, SkuId};
+use domain::id::{CommandId, EntityKind, EntityRef, EventId, Shard, SkuId};
 use domain::machine::IndexKeys;
 use hdrhistogram::Histogram;
-use persistence::committer::CommitterMetrics;
-use persistence::{Cluster, Committer, CommitterConfig};
+use persistence::Committer;
 use serde_json::json;
 use sqlx::postgres::{PgBindIterExt, PgPool};
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
+use test_host::PgMember;
 use tests::bench::postgres::{self, Postgres};
 use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, median, rounded};
-use tokio::sync::mpsc;
 use uuid::Uuid;
 
 const ENTITIES: u32 = 20_480;
@@ -114,15 +113,9 @@ struct CommitterBench {
 
 impl CommitterBench {
     async fn prepare(pool: PgPool) -> anyhow::Result<Arc<Self>> {
-        let me = MemberId(Uuid::now_v7());
-        let cluster = Cluster::new(pool.clone());
-        cluster.take_over(me, &cluster.shards().await?, &std::collections::BTreeMap::new()).await?;
-        let registry = prometheus::Registry::new();
-        let (publish, mut published) = mpsc::channel(1024);
-        // In place of the relay: published rows are dropped.
-        tokio::spawn(async move { while published.recv().await.is_some() {} });
-        let metrics = CommitterMetrics::register(&registry)?;
-        let committer = Committer::start(&pool, CommitterConfig::new(me), metrics, publish);
+        let member = PgMember::start(&pool).await;
+        let (committer, registry) = (member.committer.clone(), member.registry.clone());
+        member.drop_published();
         let entities = (0..ENTITIES).map(|_| tokio::sync::Mutex::new((0, EventId(Uuid::nil())))).collect();
         let ours = Arc::new(Self { pool, committer, registry, entities });
         let created = (0..64).map(|lane| {

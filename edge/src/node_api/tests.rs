@@ -9,4 +9,3 @@ mod identity;
 mod long_poll;
 mod recovery;
 mod results;
-mod store;

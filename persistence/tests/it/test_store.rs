@@ -6,11 +6,11 @@ use domain::event::Event;
 use domain::id::{CommandId, EntityKind, EntityRef, EventId, MemberId, Shard, SkuId};
 use domain::machine::{IndexKeys, Timestamp};
 use local_servers::test_database::TestDatabase;
-use persistence::committer::CommitterMetrics;
 use persistence::queries::{WaitingEntity, WaitingFilter};
 use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads};
 use sqlx::PgPool;
 use std::time::Duration;
+use test_host::PgMember;
 use tokio::sync::mpsc;
 use uuid::Uuid;
 
@@ -29,16 +29,7 @@ impl TestStore {
     }
 
     pub(crate) async fn with(db: TestDatabase, change: impl FnOnce(&mut CommitterConfig)) -> Self {
-        let me = MemberId(Uuid::new_v4());
-        let cluster = Cluster::new(db.pool.clone());
-        let seen = cluster.shards().await.unwrap();
-        assert_eq!(cluster.take_over(me, &seen, &std::collections::BTreeMap::new()).await.unwrap().len(), 256);
-        let mut config = CommitterConfig::new(me);
-        change(&mut config);
-        let registry = prometheus::Registry::new();
-        let metrics = CommitterMetrics::register(&registry).unwrap();
-        let (publish, published) = mpsc::channel(1000);
-        let committer = Committer::start(&db.pool, config, metrics, publish);
+        let PgMember { id: me, committer, published, registry, .. } = PgMember::with(&db.pool, change).await;
         Self { db, me, committer, published, registry }
     }
 

@@ -1,27 +1,24 @@
 //! The accounts, and the part of a replica that charges them.
 
 use super::OF_ONE;
-use actors::interfaces::{Effects, Environment, Remote, RemoteError, Term};
-use actors::{CommandContext, Directory, Host, HostConfig, sharding};
+use actors::interfaces::Environment;
+use actors::{CommandContext, Host, sharding};
 use anyhow::{Context, ensure};
-use chrono::{DurationRound, TimeDelta, Utc};
+use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
 use domain::billing_account::{BillingAccount, Command, Holder, MeterRun, UsageMeter, Window};
 use domain::commit::{Commit, CommitOutcome, Epoch, Timer};
 use domain::ledger::{Posting, PostingKind};
 use domain::money::{HourlyRate, MicroAmount, Price};
-use domain::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
+use domain::policy::{PolicyKey, PolicyValue};
 use domain::retry::RetryTimer;
 use domain::{
-    Action, AllocationId, BillingAccountId, Effect, EntityKind, EntityRef, Machine, MemberId, PaymentId, Permit,
-    Principal, Shard, Timestamp,
+    Action, AllocationId, BillingAccountId, EntityKind, EntityRef, Machine, PaymentId, Permit, Principal, Timestamp,
 };
-use futures::future::BoxFuture;
-use futures::{FutureExt, StreamExt};
+use futures::StreamExt;
 use hdrhistogram::Histogram;
 use persistence::cluster::Member;
-use persistence::committer::CommitterMetrics;
-use persistence::{Cluster, Committer, CommitterConfig, Loader, Reads};
+use persistence::{Cluster, Committer, Loader, Reads};
 use prometheus::Registry;
 use sqlx::PgPool;
 use std::collections::BTreeMap;
@@ -32,7 +29,8 @@ use supervisors::cluster::ClusterView;
 use supervisors::entity_store::PgStore;
 use supervisors::metrics::EventMetrics;
 use supervisors::workers::accrual::Accrual;
-use tokio::sync::{Notify, mpsc};
+use test_host::{NoEffects, PgMember, TestEnvironment, TestHost};
+use tokio::sync::Notify;
 use uuid::Uuid;
 
 /// Longer than it takes to open a million accounts, so that no window ends by itself; all windows are less than the hour after which an
@@ -54,7 +52,7 @@ pub(crate) struct AccrualBench {
     pool: PgPool,
     committer: Committer,
     host: Arc<Host>,
-    clock: Arc<Clock>,
+    environment: Arc<TestEnvironment>,
     registry: Registry,
     accounts: usize,
     windows: AtomicU64,
@@ -70,70 +68,12 @@ pub(crate) struct WaitTimes {
     pub p99: f64,
 }
 
-/// The machine's clock, set forward by whole windows.
-struct Clock {
-    put_on: AtomicI64,
-    policy: Arc<PolicyBook>,
-}
-
-impl Clock {
-    fn new() -> anyhow::Result<Self> {
-        let mut policy = PolicyBook::default();
-        policy.set(
-            PolicyKey::BillingWindow,
-            PolicyScope::Global,
-            Timestamp::UNIX_EPOCH,
-            PolicyValue::Int(WINDOW_SECONDS),
-        )?;
-        Ok(Self { put_on: AtomicI64::new(0), policy: Arc::new(policy) })
-    }
-
-    fn read(&self) -> Timestamp {
-        let now = Utc::now() + TimeDelta::microseconds(self.put_on.load(Ordering::SeqCst));
-        now.duration_trunc(TimeDelta::microseconds(1)).unwrap_or(now)
-    }
-}
-
-impl Environment for Clock {
-    fn now(&self) -> Timestamp {
-        self.read()
-    }
-
-    fn seed(&self) -> u128 {
-        rand::random()
-    }
-
-    fn policy(&self) -> Arc<PolicyBook> {
-        Arc::clone(&self.policy)
-    }
-}
-
-struct NoEffects;
-
-impl Effects for NoEffects {
-    fn perform(&self, _: Effect) {}
-}
-
-/// This process owns every shard: no command is forwarded.
-struct NoRemote;
-
-impl Remote for NoRemote {
-    fn request(&self, _: Shard, _: Vec<u8>, _: Duration) -> BoxFuture<'_, Result<Vec<u8>, RemoteError>> {
-        async { Err(RemoteError::NoResponders) }.boxed()
-    }
-}
-
 impl AccrualBench {
     pub(crate) async fn prepare(pool: PgPool, accounts: usize) -> anyhow::Result<Self> {
-        let me = MemberId(Uuid::now_v7());
-        let cluster = Cluster::new(pool.clone());
-        let shards = cluster.take_over(me, &cluster.shards().await?, &std::collections::BTreeMap::new()).await?;
-        let registry = Registry::new();
-        let (publish, mut published) = mpsc::channel(1024);
-        // In place of the relay: published rows are dropped.
-        tokio::spawn(async move { while published.recv().await.is_some() {} });
-        let metrics = CommitterMetrics::register(&registry)?;
-        let committer = Committer::start(&pool, CommitterConfig::new(me), metrics, publish);
+        let member = PgMember::start(&pool).await;
+        let (me, registry, committer) = (member.id, member.registry.clone(), member.committer.clone());
+        let terms: Vec<_> = member.terms().collect();
+        member.drop_published();
         let reads = Reads::new(pool.clone());
         let store = PgStore {
             committer: committer.clone(),
@@ -141,16 +81,14 @@ impl AccrualBench {
             loader: Loader::start(&reads),
             fenced: Arc::new(Notify::new()),
             metrics: EventMetrics::register(&registry)?,
-            cluster,
+            cluster: Cluster::new(pool.clone()),
         };
-        let clock = Arc::new(Clock::new()?);
-        let world = Arc::clone(&clock) as Arc<dyn Environment>;
-        let host = Host::new(HostConfig::default(), Arc::new(store), Arc::new(NoEffects), Arc::clone(&world));
-        ensure!(shards.len() == 256, "{} shards were taken", shards.len());
-        for (shard, epoch) in shards {
-            host.open(Term { shard, epoch }, None).await?;
-        }
-        let began_at = clock.read();
+        let environment = Arc::new(TestEnvironment::default());
+        environment.set_policy(PolicyKey::BillingWindow, PolicyValue::Int(WINDOW_SECONDS));
+        let host = TestHost::start(Arc::new(store), terms, Arc::clone(&environment), Arc::new(NoEffects)).await;
+        let directory = host.directory;
+        let host = Arc::clone(directory.host());
+        let began_at = environment.now();
         let mut all = funded(accounts, began_at)?;
         let askers: Vec<_> = funded(ASKERS, began_at)?.into_iter().map(without_meters).collect();
         all.extend(askers.iter().cloned());
@@ -159,14 +97,14 @@ impl AccrualBench {
         opened.into_iter().collect::<anyhow::Result<()>>()?;
         sqlx::query("VACUUM ANALYZE").execute(&pool).await?;
         sqlx::query("CHECKPOINT").execute(&pool).await?;
-        let directory = Directory::new(Arc::clone(&host), Arc::new(NoRemote));
         let member = Member { id: me, name: "bench".into(), started_at: Utc::now(), details: serde_json::Value::Null };
         let view = Arc::new(ClusterView::new(member));
-        let accrual = Accrual::register(&registry, directory, view, reads, world)?;
+        let accrual =
+            Accrual::register(&registry, directory, view, reads, Arc::clone(&environment) as Arc<dyn Environment>)?;
         tokio::spawn(accrual.run());
         let permit = authorize(&Principal::system("bench"), Action::Advance)?;
         let (windows, deposits) = (AtomicU64::new(0), AtomicI64::new(0));
-        Ok(Self { pool, committer, host, clock, registry, accounts, windows, askers, deposits, permit })
+        Ok(Self { pool, committer, host, environment, registry, accounts, windows, askers, deposits, permit })
     }
 
     /// Ends a window and returns the time until the last account is charged.
@@ -174,7 +112,7 @@ impl AccrualBench {
         let windows = self.windows.fetch_add(1, Ordering::SeqCst) + 1;
         let charged = windows * self.accounts as u64;
         let began = Instant::now();
-        self.clock.put_on.fetch_add(WINDOW.num_microseconds().context("it is short")?, Ordering::SeqCst);
+        self.environment.advance(WINDOW);
         while self.count("billing_accrual_late_seconds").0 < charged {
             ensure!(began.elapsed() < WAIT_TIMEOUT, "the window of {} accounts does not end", self.accounts);
             tokio::time::sleep(Duration::from_millis(2)).await;
@@ -230,7 +168,7 @@ impl AccrualBench {
             amount_minor: 1,
         };
         // Measured without the fake clock, which is set forward by a window meanwhile.
-        let until = self.clock.read() + WINDOW + TimeDelta::seconds(10);
+        let until = self.environment.now() + WINDOW + TimeDelta::seconds(10);
         let asked = CommandContext::new(&self.permit, "bench", until);
         self.host.ask::<BillingAccount>(account.id.0, command, asked).await?;
         self.deposits.fetch_add(1, Ordering::Relaxed);

@@ -4,61 +4,41 @@ use super::fake_processor::FakeProcessor;
 use crate::api;
 use crate::auth::internal::InternalToken;
 use crate::auth::jwks::{Jwks, JwksSettings};
-use crate::auth::platform_roles::PlatformRoleCounters;
 use crate::auth::service_token::ServiceTokens;
 use crate::auth::token::{TokenPurpose, read};
 use crate::auth::{Authenticator, TokenRules};
-use crate::http::long_poll::LongPolls;
-use crate::limits::connection_quota::ConnectionQuotas;
-use crate::limits::rate_limit::RateLimiter;
 use crate::outbound::node_probe::{Probe, ProbeTargets, Resolve};
-use crate::services::operator_view::{
-    ClusterReport, EntityNode, EntityStatus, Readiness, RestartOutcome, Runtime, RuntimeError, Stats, Tree, TreeFilter,
-    WorkerNode, WorkerState,
-};
-use crate::services::{Addresses, Parts, Payments, Services, Trust};
+use crate::services::{Parts, Payments, Services, Trust};
 use crate::testing::install_crypto;
-use crate::testing::postgres::PgTestStore;
-use crate::tls::connections::Connections;
 use crate::trust::keys_in_force::{Keys, KeysInForce};
 use crate::trust::node_certificate::TrustDomain;
-use actors::interfaces::{Effects, Environment, Remote, RemoteError, Term};
+use actors::AskResult;
+use actors::interfaces::{Effects, Environment as _};
 use actors::sharding::id_of_name;
-use actors::{AskResult, CommandContext, Directory, Host, HostConfig};
-use arc_swap::{ArcSwap, ArcSwapOption};
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Method, Request};
 use base64::Engine;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
-use chrono::{SubsecRound, TimeDelta, Utc};
+use chrono::{TimeDelta, Utc};
 use domain::allocation::{self, Allocation, Placement};
-use domain::authz::authorize;
 use domain::billing_account::BillingAccount;
 use domain::event::{Event, GpuDevice};
-use domain::machine::Command as _;
 use domain::node::{self, CertificateRecord, Enrollment, Node, ReportedGpu, ReportedInventory};
 use domain::payment::Payment;
-use domain::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
+use domain::policy::{PolicyKey, PolicyValue};
 use domain::reactions::Reaction;
-use domain::runtime::RuntimePart;
-use domain::{
-    AllocationId, Effect, EntityKind, EntityRef, Machine, MemberId, NodeId, PaymentId, Principal, Shard, Timestamp,
-};
-use futures::FutureExt;
-use futures::future::BoxFuture;
+use domain::{AllocationId, Effect, EntityKind, Machine, NodeId, PaymentId, Principal};
 use jsonwebtoken::{Algorithm, EncodingKey};
 use local_servers::test_database::TestDatabase;
-use persistence::committer::CommitterMetrics;
-use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads, Secrets};
+use persistence::{OutboxRow, Reads, Secrets};
 use rcgen::{KeyPair, PKCS_ED25519};
 use secrecy::SecretString;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tokio_util::sync::CancellationToken;
+use test_host::{PgMember, TestEnvironment, TestHost, system};
 use tower::ServiceExt;
 use uuid::Uuid;
 use wiremock::matchers::path;
@@ -230,73 +210,31 @@ impl ApiHarness {
     async fn with(postgres: TestDatabase, targets: ProbeTargets, payments: Option<Payments>) -> Self {
         install_crypto();
         let pool = persistence::pool::open(&postgres.pool_config()).unwrap();
-        let (cluster, me) = (Cluster::new(pool.clone()), MemberId(Uuid::now_v7()));
-        let seen = cluster.shards().await.unwrap();
-        let won = cluster.take_over(me, &seen, &std::collections::BTreeMap::new()).await.unwrap();
-        let metrics = CommitterMetrics::register(&prometheus::Registry::new()).unwrap();
-        let (publish, published) = tokio::sync::mpsc::channel(1000);
-        let committer = Committer::start(&pool, CommitterConfig::new(me), metrics, publish);
+        let member = PgMember::start(&pool).await;
         let (reads, secrets) = (Reads::new(pool.clone()), Secrets::new(pool, crate::testing::key_ring()));
         let trust = trust(&reads, secrets).await;
-        let store = Arc::new(PgTestStore { committer, reads: reads.clone() });
         let environment = Arc::new(TestEnvironment::default());
         let keys = (trust.keys.clone(), trust.secrets.clone(), trust.domain.clone());
         let effects = EffectRunner { reads: reads.clone(), environment: Arc::clone(&environment), keys };
-        let host = Host::new(
-            HostConfig::default(),
-            store,
-            Arc::new(effects),
-            Arc::clone(&environment) as Arc<dyn Environment>,
-        );
-        for (shard, epoch) in won {
-            host.open(Term { shard, epoch }, None).await.unwrap();
-        }
+        let store = Arc::new(member.store(&reads));
+        let host = TestHost::start(store, member.terms(), environment, Arc::new(effects)).await;
         let identities = IdentityProvider::start().await;
-        let directory = Directory::new(host, Arc::new(NoPeers));
         let service_tokens = ServiceTokens::new("https://api.gpu.example", trust.keys.clone(), reads.clone());
         let authenticator = identities.authenticator().with_service_tokens(service_tokens);
         let placement = Arc::new(Mutex::new(PlacementOutcome::Silent));
         let services = Services::new(Parts {
-            runtime: Arc::new(TestRuntime(reads.clone())),
-            delivery: crate::testing::delivery(),
-            connection_quotas: ConnectionQuotas::new(directory.clone()),
-            limiter: RateLimiter::register(directory.clone(), &prometheus::Registry::new()).unwrap(),
-            directory,
-            reads,
-            environment: Arc::clone(&environment) as Arc<dyn Environment>,
-            authenticator: Arc::new(authenticator),
             jwks_refresh_token: InternalToken::new(REFRESH_TOKEN),
             probe: Probe::new(targets, Arc::new(TestResolver), Duration::from_secs(1)),
-            polls: LongPolls::default(),
-            terminals: crate::testing::terminals(),
-            notifications: crate::testing::notifications(),
-            connections: Connections::default(),
-            metrics: crate::testing::metrics(),
-            sampling: telemetry::Sampling::NEVER,
             stats_token: InternalToken::new(STATS_TOKEN),
-            trust,
-            platform_roles: PlatformRoleCounters::register(&prometheus::Registry::new()).unwrap(),
-            addresses: Addresses {
-                public_url: "https://api.gpu.example".into(),
-                node_url: "https://nodes.gpu.example".into(),
-                terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
-                terminal_origins: Vec::new(),
-            },
             payments,
-            package: wire::bundle::Package::default(),
-            log_store: None,
-            stopping: CancellationToken::new(),
+            ..crate::testing::parts(&host, reads, authenticator, trust)
         });
         let router = api::router(services.clone());
         // Rate limits are the subject of their own tests alone: most tests send all requests as one user.
-        let mut book = PolicyBook::default();
-        book.set(PolicyKey::RateLimitApi, PolicyScope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(1_000_000))
-            .unwrap();
-        book.set(PolicyKey::RateLimitFinancial, PolicyScope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(100_000))
-            .unwrap();
-        environment.policy.store(Arc::new(book));
-        tokio::spawn(run_placements(services.clone(), Arc::clone(&placement), published));
-        Self { services, router, identities, placement, environment, postgres }
+        host.environment.set_policy(PolicyKey::RateLimitApi, PolicyValue::Int(1_000_000));
+        host.environment.set_policy(PolicyKey::RateLimitFinancial, PolicyValue::Int(100_000));
+        tokio::spawn(run_placements(services.clone(), Arc::clone(&placement), member.published));
+        Self { services, router, identities, placement, environment: host.environment, postgres }
     }
 
     pub(super) fn call(&self, method: Method, path: &str) -> TestRequest<'_> {
@@ -347,7 +285,7 @@ impl ApiHarness {
 
     /// Stops the service's clock at this instant.
     pub(super) fn stop_clock_at(&self, at: &str) {
-        self.environment.stopped.store(Some(Arc::new(at.parse().unwrap())));
+        self.environment.stop_clock_at(at.parse().unwrap());
     }
 
     pub(super) fn set_switch(&self, key: PolicyKey, on: bool) {
@@ -355,9 +293,7 @@ impl ApiHarness {
     }
 
     pub(super) fn set_value(&self, key: PolicyKey, value: PolicyValue) {
-        let mut book = PolicyBook::clone(&self.environment.policy.load());
-        book.set(key, PolicyScope::Global, Timestamp::UNIX_EPOCH, value).unwrap();
-        self.environment.policy.store(Arc::new(book));
+        self.environment.set_policy(key, value);
     }
 
     /// Stops the identity provider.
@@ -454,9 +390,7 @@ impl ApiHarness {
     }
 
     pub(super) async fn ask<M: Machine>(&self, by: &Principal, id: Uuid, command: M::Command) -> AskResult<M> {
-        let permit = authorize(by, command.action()).unwrap();
-        let asked = CommandContext::new(&permit, "test", self.environment.now() + TimeDelta::seconds(10));
-        self.services.directory.ask::<M>(&permit, id, command, asked).await
+        test_host::ask::<M>(&self.services.directory, self.environment.as_ref(), by, id, command).await
     }
 
     /// Waits until the condition holds for the entity.
@@ -473,7 +407,7 @@ impl ApiHarness {
 
     /// Sends a command with the system as the principal, as the saga's workers do.
     pub(super) async fn ask_as_system<M: Machine>(&self, id: Uuid, command: M::Command) {
-        self.ask::<M>(&Principal::system("test"), id, command).await.unwrap();
+        self.ask::<M>(&system(), id, command).await.unwrap();
     }
 }
 
@@ -545,21 +479,15 @@ async fn run_placements(
                 allocation::Command::Unaffordable { message: "There is nothing to pay it from.".into() }
             }
         };
-        let by = Principal::system("test");
-        let permit = authorize(&by, command.action()).unwrap();
-        let asked = CommandContext::new(&permit, "test", services.environment.now() + TimeDelta::seconds(10));
-        services.directory.ask::<Allocation>(&permit, allocation_id.0, command, asked).await.unwrap();
+        ask_as_system::<Allocation>(&services, allocation_id.0, command).await;
     }
 }
 
 /// Forwards events between payments and their accounts. There is no processor.
 async fn run_payments(services: &Services, event: Event) {
-    let by = Principal::system("test");
-    let permit = authorize(&by, domain::Action::Advance).unwrap();
-    let asked = CommandContext::new(&permit, "test", services.environment.now() + TimeDelta::seconds(10));
     match event.reaction() {
         Reaction::Payment(id, command) => {
-            services.directory.ask::<Payment>(&permit, id.0, command, asked).await.unwrap();
+            ask_as_system::<Payment>(services, id.0, command).await;
         }
         Reaction::Billing { holder, command }
             if matches!(
@@ -571,10 +499,14 @@ async fn run_payments(services: &Services, event: Event) {
             ) =>
         {
             let account = id_of_name(EntityKind::BillingAccount, &holder.to_string());
-            services.directory.ask::<BillingAccount>(&permit, account, command, asked).await.unwrap();
+            ask_as_system::<BillingAccount>(services, account, command).await;
         }
         _ => {}
     }
+}
+
+async fn ask_as_system<M: Machine>(services: &Services, id: Uuid, command: M::Command) {
+    test_host::ask::<M>(&services.directory, services.environment.as_ref(), &system(), id, command).await.unwrap();
 }
 
 fn placed(allocation_id: AllocationId) -> Placement {
@@ -589,17 +521,10 @@ fn placed(allocation_id: AllocationId) -> Placement {
 }
 
 async fn trust(reads: &Reads, secrets: Secrets) -> Trust {
-    let domain = TrustDomain::parse("gpu.example").unwrap();
+    let domain = crate::testing::trust_domain();
     let keys = Keys::read(&secrets, reads, &domain).await.unwrap();
-    Trust {
-        domain,
-        api_ca_pem: keys.node.bundle_pem(),
-        nonces: crate::trust::recovery_nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
-        at_rest: crate::testing::key_ring(),
-        keys: KeysInForce::new(keys),
-        secrets,
-        bootstrap_verifier_keys: Vec::new(),
-    }
+    let api_ca_pem = keys.node.bundle_pem();
+    crate::testing::trust(keys, secrets, api_ca_pem)
 }
 
 /// An identity provider on loopback with one key.
@@ -647,27 +572,6 @@ impl IdentityProvider {
     }
 }
 
-#[derive(Default)]
-struct TestEnvironment {
-    policy: ArcSwap<PolicyBook>,
-    /// The instant at which the clock is stopped; `None` where it runs.
-    stopped: ArcSwapOption<Timestamp>,
-}
-
-impl Environment for TestEnvironment {
-    fn now(&self) -> Timestamp {
-        self.stopped.load().as_deref().copied().unwrap_or_else(|| Utc::now().trunc_subsecs(6))
-    }
-
-    fn seed(&self) -> u128 {
-        rand::random()
-    }
-
-    fn policy(&self) -> Arc<PolicyBook> {
-        self.policy.load_full()
-    }
-}
-
 struct EffectRunner {
     reads: Reads,
     environment: Arc<TestEnvironment>,
@@ -690,14 +594,6 @@ impl Effects for EffectRunner {
     }
 }
 
-struct NoPeers;
-
-impl Remote for NoPeers {
-    fn request(&self, _: Shard, _: Vec<u8>, _: Duration) -> BoxFuture<'_, Result<Vec<u8>, RemoteError>> {
-        async { Err(RemoteError::NoResponders) }.boxed()
-    }
-}
-
 /// `nowhere.example` does not resolve. Every other name resolves to loopback, which may not be probed.
 struct TestResolver;
 
@@ -710,87 +606,5 @@ impl Resolve for TestResolver {
             return Box::pin(async { Err(std::io::Error::other("no such name")) });
         }
         Box::pin(async { Ok(vec![IpAddr::from([127, 0, 0, 1])]) })
-    }
-}
-
-/// The runtime of one process, with entities from the store.
-struct TestRuntime(Reads);
-
-impl Runtime for TestRuntime {
-    fn tree(&self, _: TreeFilter) -> BoxFuture<'_, Result<Tree, RuntimeError>> {
-        let tree = Tree {
-            members: Vec::new(),
-            silent: Vec::new(),
-            entities_by_kind: BTreeMap::new(),
-            overdue: 0,
-            parked: 0,
-            entities: Vec::new(),
-            truncated: false,
-        };
-        async { Ok(tree) }.boxed()
-    }
-
-    fn entity(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<EntityNode>, RuntimeError>> {
-        async move {
-            let Some(row) = self.0.entity(entity).await? else { return Ok(None) };
-            Ok(Some(EntityNode {
-                kind: entity.kind.to_string(),
-                id: entity.id,
-                shard: 0,
-                member: None,
-                member_name: None,
-                status: EntityStatus::Awake,
-                state: Some(row.state),
-                version: row.version,
-                since: None,
-                waits_for: None,
-                deadline_at: None,
-                wakes_at: None,
-                overdue: false,
-                mailbox_depth: 0,
-                restarts: 0,
-                last_error: None,
-            }))
-        }
-        .boxed()
-    }
-
-    fn worker(&self, member: MemberId, name: &str) -> BoxFuture<'_, Result<Option<WorkerNode>, RuntimeError>> {
-        let there = member.0 == Uuid::from_u128(1) && ["timers", "committer-1"].contains(&name);
-        let row = there.then(|| WorkerNode {
-            name: name.to_owned(),
-            under: "root".to_owned(),
-            what: String::new(),
-            state: WorkerState::Running,
-            since: Utc::now(),
-            restarts: 0,
-            last_error: None,
-            restartable: name == "timers",
-            queue: None,
-        });
-        async { Ok(row) }.boxed()
-    }
-
-    fn restart(&self, _: RuntimePart) -> BoxFuture<'_, Result<RestartOutcome, RuntimeError>> {
-        async { Ok(RestartOutcome::Anew) }.boxed()
-    }
-
-    fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {
-        async { Err(RuntimeError("there is no cluster in this test".into())) }.boxed()
-    }
-
-    fn provider_keys_changed(&self) {}
-
-    fn readiness(&self) -> BoxFuture<'_, Readiness> {
-        let checks = [("postgres".to_owned(), "ok".to_owned())].into();
-        async { Readiness { ready: true, checks, starting: false } }.boxed()
-    }
-
-    fn stats(&self) -> Stats {
-        Stats::default()
-    }
-
-    fn metrics(&self) -> String {
-        "provisioning_queue_depth 0\n".to_owned()
     }
 }

@@ -3,57 +3,21 @@
 use super::*;
 use crate::testing::body_json;
 use crate::tls::Peer;
-use actors::interfaces::{Effects, Environment, Remote, RemoteError, Store, StoreReadError, Term};
-use actors::{Host, HostConfig};
+use actors::interfaces::{Remote, RemoteError};
 use axum::body::Body;
 use axum::extract::{ConnectInfo, FromRequestParts};
 use axum::middleware::from_fn_with_state;
 use axum::routing::get;
 use axum::{Router, http};
 use chrono::Utc;
-use domain::commit::{CompletedCommand, Epoch, Snapshot};
+use domain::Shard;
 use domain::policy::{PolicyScope, PolicyValue};
-use domain::{CommandId, Commit, CommitOutcome, Effect, EntityRef, Shard};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use test_host::{MemoryStore, NoEffects, TestHost, first_terms};
 use tower::ServiceExt as _;
-
-/// No entity lives here.
-struct Nothing;
-
-impl Store for Nothing {
-    fn load(&self, _: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreReadError>> {
-        async { Ok(None) }.boxed()
-    }
-
-    fn commit(&self, _: Commit) -> BoxFuture<'_, CommitOutcome> {
-        async { CommitOutcome::NotApplied { reason: "there is no store".into() } }.boxed()
-    }
-
-    fn command(&self, _: CommandId) -> BoxFuture<'_, Result<Option<CompletedCommand>, StoreReadError>> {
-        async { Ok(None) }.boxed()
-    }
-}
-
-impl Effects for Nothing {
-    fn perform(&self, _: Effect) {}
-}
-
-impl Environment for Nothing {
-    fn now(&self) -> Timestamp {
-        Utc::now()
-    }
-
-    fn seed(&self) -> u128 {
-        0
-    }
-
-    fn policy(&self) -> Arc<PolicyBook> {
-        Arc::default()
-    }
-}
 
 /// Leads to the one process that owns everything.
 #[derive(Default)]
@@ -113,13 +77,9 @@ impl FromRequestParts<Services> for Caller {
 }
 
 async fn directory(wire: &Arc<Wire>, owns: bool) -> Directory {
-    let host = Host::new(HostConfig::default(), Arc::new(Nothing), Arc::new(Nothing), Arc::new(Nothing));
-    if owns {
-        for shard in Shard::all() {
-            host.open(Term { shard, epoch: Epoch(1) }, None).await.unwrap();
-        }
-    }
-    Directory::new(host, Arc::new(Bus(Arc::clone(wire))))
+    let terms = first_terms().filter(|_| owns);
+    let (store, peers) = (Arc::new(MemoryStore::default()), Arc::new(Bus(Arc::clone(wire))));
+    TestHost::start_with_peers(store, terms, Arc::default(), Arc::new(NoEffects), peers).await.directory
 }
 
 impl Cluster {

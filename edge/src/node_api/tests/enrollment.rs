@@ -339,11 +339,11 @@ async fn enrollment_with_an_uncertain_commit_completes() {
     let node_id = harness.register().await;
     let token = harness.token(node_id, None).await;
     let (applicant, recovery) = (Applicant::new(), recovery_key());
-    harness.memory.loses_a_response.store(true, std::sync::atomic::Ordering::SeqCst);
+    harness.memory.lose_next_response();
     let answer =
         harness.enroll(node_id, &enrollment_of(node_id, &token, &applicant.csr_pem, &recovery, Uuid::new_v4())).await;
     let certificate = answer.is(201)["certificate_pem"].as_str().unwrap();
-    assert!(!harness.memory.loses_a_response.load(std::sync::atomic::Ordering::SeqCst));
+    assert!(!harness.memory.loses_next_response());
     let agent = Agent::new(&harness, node_id, Uuid::new_v4(), recovery, certificate, &applicant.key);
     agent.wait(&harness, 1).await.is(204);
 }

@@ -1,48 +1,33 @@
 //! The node API as it runs: a TLS listener, the actors behind it, and a store.
 
 use super::agent::{Agent, Applicant, enrollment_of, recovery_key};
-use super::store::MemoryStore;
 use crate::auth::jwks::{Jwks, JwksSettings};
-use crate::auth::platform_roles::PlatformRoleCounters;
 use crate::auth::token::{TokenPurpose, mint};
 use crate::auth::{Authenticator, TokenRules};
 use crate::http::long_poll::LongPolls;
-use crate::limits::connection_quota::ConnectionQuotas;
-use crate::limits::rate_limit::RateLimiter;
 use crate::outbound::node_probe::{Probe, ProbeTargets, SystemResolver};
-use crate::services::operator_view::{
-    ClusterReport, EntityNode, Readiness, RestartOutcome, Runtime, RuntimeError, Stats, Tree, TreeFilter, WorkerNode,
-};
-use crate::services::{Addresses, Parts, Services, Trust};
+use crate::services::{Addresses, Parts, Services};
 use crate::testing::install_crypto;
-use crate::testing::postgres::PgTestStore;
 use crate::tls::connections::Connections;
 use crate::tls::forwarded::Forwarding;
 use crate::tls::proxies::Proxies;
 use crate::tls::serve::{ListenerLimits, TlsServer};
 use crate::tls::tickets::SharedTickets;
 use crate::tls::{ServerTls, server_config};
-use crate::trust::keys_in_force::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
+use crate::trust::keys_in_force::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use crate::trust::node_ca::NodeCa;
-use crate::trust::node_certificate::TrustDomain;
-use actors::interfaces::{Effects, Environment as Clock, Remote, RemoteError, Store, Term};
-use actors::{AskResult, CommandContext, Directory, Host, HostConfig};
+use actors::AskResult;
+use actors::interfaces::{Effects, Environment as _, Store, Term};
 use arc_swap::ArcSwap;
 use chrono::{TimeDelta, Utc};
-use domain::authz::{CallerIdentity, TokenRole, authorize};
-use domain::commit::Epoch;
-use domain::machine::Command as _;
+use domain::authz::TokenRole;
 use domain::node::{Command, Node, OnboardingMode, PromisedHardware, Registration, Reply};
-use domain::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
-use domain::runtime::RuntimePart;
-use domain::{AllocationId, Effect, EntityRef, MemberId, NodeId, Principal, Shard, SkuId, Timestamp, TokenId};
-use futures::FutureExt;
-use futures::future::BoxFuture;
+use domain::policy::{PolicyKey, PolicyValue};
+use domain::{AllocationId, Effect, NodeId, Principal, SkuId, Timestamp, TokenId};
 use ipnet::IpNet;
 use local_servers::test_database::TestDatabase;
-use persistence::committer::CommitterMetrics;
 use persistence::pool::PoolConfig;
-use persistence::{Cluster, Committer, CommitterConfig, Reads, Secrets};
+use persistence::{Reads, Secrets};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use reqwest::Method;
 use rustls::pki_types::pem::PemObject;
@@ -50,12 +35,12 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, RootCertStore};
 use secrecy::{ExposeSecret, SecretSlice};
 use serde_json::Value;
-use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
+use test_host::{MemoryStore, PgMember, TestEnvironment, TestHost, first_terms, system};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
@@ -70,7 +55,7 @@ pub(super) struct NodeApiHarness {
     pub(super) closes: Arc<AtomicBool>,
     /// The store, where it is not Postgres.
     pub(super) memory: Arc<MemoryStore>,
-    clock: Arc<Watch>,
+    environment: Arc<TestEnvironment>,
     server_ca: CertificateDer<'static>,
     tokens: Mutex<Vec<String>>,
     _serving: tokio_util::sync::DropGuard,
@@ -127,10 +112,11 @@ impl NodeApiHarness {
     async fn in_memory(proxies: Option<(Forwarding, Vec<IpNet>)>) -> Self {
         let unreachable = PoolConfig::new("postgres://nobody@127.0.0.1:1/none".into(), None);
         let pool = persistence::pool::open(&unreachable).unwrap();
-        let terms = Shard::all().map(|shard| Term { shard, epoch: Epoch(1) }).collect();
         let memory = Arc::new(MemoryStore::default());
         let store_handles = (Reads::new(pool.clone()), Secrets::new(pool, crate::testing::key_ring()));
-        let mut harness = Self::over(Arc::clone(&memory) as Arc<dyn Store>, store_handles, terms, None, proxies).await;
+        let mut harness =
+            Self::over(Arc::clone(&memory) as Arc<dyn Store>, store_handles, first_terms().collect(), None, proxies)
+                .await;
         harness.memory = memory;
         harness
     }
@@ -138,16 +124,10 @@ impl NodeApiHarness {
     pub(super) async fn on_postgres() -> Self {
         let postgres = TestDatabase::fresh().await;
         let pool = persistence::pool::open(&postgres.pool_config()).unwrap();
-        let (cluster, me) = (Cluster::new(pool.clone()), MemberId(Uuid::now_v7()));
-        let seen = cluster.shards().await.unwrap();
-        let won = cluster.take_over(me, &seen, &std::collections::BTreeMap::new()).await.unwrap();
-        let terms = won.into_iter().map(|(shard, epoch)| Term { shard, epoch }).collect();
-        let metrics = CommitterMetrics::register(&prometheus::Registry::new()).unwrap();
-        let (publish, mut published) = tokio::sync::mpsc::channel(1000);
-        tokio::spawn(async move { while published.recv().await.is_some() {} });
-        let committer = Committer::start(&pool, CommitterConfig::new(me), metrics, publish);
+        let member = PgMember::start(&pool).await;
         let (reads, secrets) = (Reads::new(pool.clone()), Secrets::new(pool, crate::testing::key_ring()));
-        let store = Arc::new(PgTestStore { committer, reads: reads.clone() });
+        let (store, terms) = (Arc::new(member.store(&reads)), member.terms().collect());
+        member.drop_published();
         Self::over(store, (reads, secrets), terms, Some(postgres), None).await
     }
 
@@ -162,76 +142,45 @@ impl NodeApiHarness {
         logs();
         let (polls, connections, closes) =
             (LongPolls::default(), Connections::default(), Arc::new(AtomicBool::new(true)));
-        let clock = Arc::new(Watch::default());
         let effects =
             ImmediateEffects { polls: polls.clone(), connections: connections.clone(), closes: Arc::clone(&closes) };
-        let host = Host::new(HostConfig::default(), store, Arc::new(effects), Arc::clone(&clock) as Arc<dyn Clock>);
-        for term in terms {
-            host.open(term, None).await.unwrap();
-        }
-        let domain = TrustDomain::parse("gpu.example").unwrap();
+        let host = TestHost::start(store, terms, Arc::default(), Arc::new(effects)).await;
+        let domain = crate::testing::trust_domain();
         let now = Utc::now();
         let node_ca = NodeCa::create(domain.clone(), now - TimeDelta::days(1), now + TimeDelta::days(365)).unwrap().ca;
-        let keys = KeysInForce::new(Keys {
+        let keys = Keys {
             task: TaskKeys::with_first_key(recovery_key(), now).unwrap(),
             node: NodeAuthorities::with_first_key(node_ca, now).unwrap(),
             service: ServiceKeys::with_first_key(recovery_key(), now),
             member: MemberKeys::with_first_key(recovery_key(), now),
-        });
+        };
+        let authorities_pem = keys.node.bundle_pem();
         let tls = Tls::make();
+        let trust = crate::testing::trust(keys, secrets, tls.authority_pem);
         let jwks = Jwks::new(JwksSettings::new("http://127.0.0.1:1/realms/none")).unwrap();
         let authenticator = Authenticator::new(TokenRules::new("http://127.0.0.1:1/realms/none", "gpuaas"), jwks);
         let config = server_config(&ServerTls {
             certificate_chain_pem: &tls.chain,
             key_pem: &tls.key,
-            client_authorities_pem: Some(&keys.load().node.bundle_pem()),
+            client_authorities_pem: Some(&authorities_pem),
             tickets: Some(Arc::new(SharedTickets::new(SecretSlice::from(vec![9; 32])).unwrap())),
         })
         .unwrap();
-        let proxies = proxies.map(|(forwarding, networks)| {
-            Arc::new(Proxies::new(forwarding, networks, &keys.load().node.bundle_pem()).unwrap())
-        });
+        let proxies = proxies
+            .map(|(forwarding, networks)| Arc::new(Proxies::new(forwarding, networks, &authorities_pem).unwrap()));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let directory = Directory::new(host, Arc::new(Alone));
         let services = Services::new(Parts {
-            delivery: crate::testing::delivery(),
-            connection_quotas: ConnectionQuotas::new(directory.clone()),
-            limiter: RateLimiter::register(directory.clone(), &prometheus::Registry::new()).unwrap(),
-            directory,
-            reads,
-            environment: Arc::clone(&clock) as Arc<dyn Clock>,
-            runtime: Arc::new(NoRuntime),
-            authenticator: Arc::new(authenticator),
-            jwks_refresh_token: None,
             probe: Probe::new(ProbeTargets { allowed: Vec::new() }, Arc::new(SystemResolver), Duration::from_secs(1)),
             polls,
-            terminals: crate::testing::terminals(),
-            notifications: crate::testing::notifications(),
             connections: connections.clone(),
-            metrics: crate::testing::metrics(),
-            sampling: telemetry::Sampling::NEVER,
-            stats_token: None,
-            platform_roles: PlatformRoleCounters::register(&prometheus::Registry::new()).unwrap(),
-            trust: Trust {
-                domain: domain.clone(),
-                keys,
-                secrets,
-                bootstrap_verifier_keys: Vec::new(),
-                api_ca_pem: tls.authority_pem,
-                nonces: crate::trust::recovery_nonce::Nonces::new(&secrecy::SecretSlice::from(vec![9; 32])).unwrap(),
-                at_rest: crate::testing::key_ring(),
-            },
             addresses: Addresses {
                 public_url: "https://api.gpu.example".into(),
                 node_url: format!("https://localhost:{}", address.port()),
                 terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
                 terminal_origins: Vec::new(),
             },
-            payments: None,
-            package: wire::bundle::Package::default(),
-            log_store: None,
-            stopping: CancellationToken::new(),
+            ..crate::testing::parts(&host, reads, authenticator, trust)
         });
         let stop = CancellationToken::new();
         let server = TlsServer {
@@ -249,7 +198,7 @@ impl NodeApiHarness {
             address,
             closes,
             memory: Arc::default(),
-            clock,
+            environment: host.environment,
             server_ca: tls.authority,
             tokens: Mutex::default(),
             _serving: stop.drop_guard(),
@@ -258,26 +207,22 @@ impl NodeApiHarness {
     }
 
     pub(super) fn now(&self) -> Timestamp {
-        self.clock.now()
+        self.environment.now()
     }
 
     /// Moves the state machines' clock. TLS uses the real one.
     pub(super) fn advance(&self, by: TimeDelta) {
-        self.clock.ahead_ms.fetch_add(by.num_milliseconds(), Ordering::SeqCst);
+        self.environment.advance(by);
     }
 
     pub(super) fn set_policy(&self, key: PolicyKey, value: i64) {
-        let mut book = PolicyBook::clone(&self.clock.policy.load());
-        book.set(key, PolicyScope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(value)).unwrap();
-        self.clock.policy.store(Arc::new(book));
+        self.environment.set_policy(key, PolicyValue::Int(value));
     }
 
     // ---- actions of administrators and of the saga
 
     pub(super) async fn ask(&self, by: &Principal, node_id: Uuid, command: Command) -> AskResult<Node> {
-        let permit = authorize(by, command.action()).unwrap();
-        let asked = CommandContext::new(&permit, "test", self.now() + TimeDelta::seconds(10));
-        self.services.directory.ask::<Node>(&permit, node_id, command, asked).await
+        test_host::ask::<Node>(&self.services.directory, self.environment.as_ref(), by, node_id, command).await
     }
 
     pub(super) async fn admin(&self, node_id: Uuid, command: Command) -> Reply {
@@ -285,7 +230,7 @@ impl NodeApiHarness {
     }
 
     pub(super) async fn tell(&self, node_id: Uuid, command: Command) -> Reply {
-        self.ask(&Principal::system("test"), node_id, command).await.unwrap().reply
+        self.ask(&system(), node_id, command).await.unwrap().reply
     }
 
     /// The node's committed state.
@@ -472,15 +417,7 @@ impl Drop for NodeApiHarness {
 }
 
 pub(super) fn admin() -> Principal {
-    Principal::Caller(CallerIdentity {
-        user_id: "root".into(),
-        roles: [TokenRole::Admin].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-    })
+    test_host::caller("root", TokenRole::Admin)
 }
 
 struct Tls {
@@ -506,27 +443,6 @@ impl Tls {
     }
 }
 
-/// The real time, moved on by a test.
-#[derive(Default)]
-struct Watch {
-    ahead_ms: AtomicI64,
-    policy: ArcSwap<PolicyBook>,
-}
-
-impl Clock for Watch {
-    fn now(&self) -> Timestamp {
-        Utc::now() + TimeDelta::milliseconds(self.ahead_ms.load(Ordering::SeqCst))
-    }
-
-    fn seed(&self) -> u128 {
-        rand::random()
-    }
-
-    fn policy(&self) -> Arc<PolicyBook> {
-        self.policy.load_full()
-    }
-}
-
 struct ImmediateEffects {
     polls: LongPolls,
     connections: Connections,
@@ -545,50 +461,6 @@ impl Effects for ImmediateEffects {
             }
             Effect::CloseNode(_) | Effect::WakeTerminal(_) | Effect::ReadPolicy | Effect::ReadKeys => {}
         }
-    }
-}
-
-struct Alone;
-
-impl Remote for Alone {
-    fn request(&self, _: Shard, _: Vec<u8>, _: Duration) -> BoxFuture<'_, Result<Vec<u8>, RemoteError>> {
-        async { Err(RemoteError::NoResponders) }.boxed()
-    }
-}
-
-struct NoRuntime;
-
-fn none<T>() -> Result<T, RuntimeError> {
-    Err(RuntimeError("there is no runtime in this test".into()))
-}
-
-impl Runtime for NoRuntime {
-    fn tree(&self, _: TreeFilter) -> BoxFuture<'_, Result<Tree, RuntimeError>> {
-        async { none() }.boxed()
-    }
-    fn entity(&self, _: EntityRef) -> BoxFuture<'_, Result<Option<EntityNode>, RuntimeError>> {
-        async { none() }.boxed()
-    }
-    fn worker(&self, _: MemberId, _: &str) -> BoxFuture<'_, Result<Option<WorkerNode>, RuntimeError>> {
-        async { none() }.boxed()
-    }
-    fn restart(&self, _: RuntimePart) -> BoxFuture<'_, Result<RestartOutcome, RuntimeError>> {
-        async { none() }.boxed()
-    }
-    fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {
-        async { none() }.boxed()
-    }
-    fn provider_keys_changed(&self) {}
-
-    fn readiness(&self) -> BoxFuture<'_, Readiness> {
-        async { Readiness { ready: true, checks: BTreeMap::new(), starting: false } }.boxed()
-    }
-    fn stats(&self) -> Stats {
-        Stats::default()
-    }
-
-    fn metrics(&self) -> String {
-        String::new()
     }
 }
 

@@ -1,29 +1,21 @@
 //! Test support: one payment in a host of its own, and a fake processor.
 
 use super::updates::PaymentUpdater;
-use actors::interfaces::{Effects, Environment, Remote, RemoteError, Store, StoreReadError, Term};
-use actors::{CommandContext, Directory, Host, HostConfig};
-use chrono::{DateTime, TimeDelta, Utc};
-use domain::authz::{CallerIdentity, TokenRole, authorize};
+use actors::interfaces::Store as _;
+use chrono::{DateTime, Utc};
+use domain::authz::TokenRole;
 use domain::billing_account::Holder;
-use domain::commit::{CompletedCommand, Epoch, Snapshot};
-use domain::machine::Command as _;
 use domain::money::Currency;
 use domain::payment::{Command, Payment};
-use domain::policy::PolicyBook;
-use domain::{
-    BillingAccountId, CommandId, Commit, CommitOutcome, Effect, EntityKind, EntityRef, PaymentId, Principal, RefundId,
-    Shard, Timestamp,
-};
+use domain::{BillingAccountId, EntityKind, EntityRef, PaymentId, Principal, RefundId};
 use edge::payment_processor::{
     Checkout, CheckoutMethod, Dispute, OpenedCheckout, Processor, ProcessorError, ProcessorFuture, ProcessorListing,
     ProcessorPayment, ProcessorPaymentStatus, ProcessorRefundRecord, ProcessorRefundStatus, RefundRequest,
 };
 use futures::FutureExt as _;
-use futures::future::BoxFuture;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use test_host::{MemoryStore, TestHost, caller, system};
 use uuid::Uuid;
 
 pub(super) const PAYMENT: PaymentId = PaymentId(Uuid::from_u128(7));
@@ -38,25 +30,15 @@ pub(super) fn eur() -> Currency {
 /// A payment of 1000 minor units.
 pub(super) struct Bench {
     pub(super) processor: Arc<FakeProcessor>,
-    pub(super) directory: Directory,
+    host: TestHost,
     store: Arc<MemoryStore>,
 }
 
 impl Bench {
     /// The payment is created, and not known to be open at the processor.
     pub(super) async fn created() -> Self {
-        let store = Arc::new(MemoryStore::default());
-        let host = Host::new(
-            HostConfig::default(),
-            Arc::clone(&store) as Arc<dyn Store>,
-            Arc::new(NoEffects),
-            Arc::new(SystemEnvironment),
-        );
-        for shard in Shard::all() {
-            host.open(Term { shard, epoch: Epoch(1) }, None).await.unwrap();
-        }
-        let bench =
-            Self { processor: Arc::default(), directory: Directory::new(Arc::clone(&host), Arc::new(NoPeers)), store };
+        let (host, store) = TestHost::in_memory().await;
+        let bench = Self { processor: Arc::default(), host, store };
         let create = Command::Create {
             account_id: BillingAccountId(Uuid::from_u128(9)),
             holder: Holder::User("ann".to_owned()),
@@ -99,14 +81,12 @@ impl Bench {
     }
 
     async fn send(&self, by: &Principal, command: Command) {
-        let permit = authorize(by, command.action()).unwrap();
-        let asked = CommandContext::new(&permit, "test", Utc::now() + TimeDelta::seconds(5));
-        self.directory.ask::<Payment>(&permit, PAYMENT.0, command, asked).await.unwrap();
+        self.host.ask::<Payment>(by, PAYMENT.0, command).await.unwrap();
     }
 
     pub(super) fn updater(&self, cause: u128) -> PaymentUpdater {
         let processor = Arc::clone(&self.processor) as Arc<dyn Processor>;
-        PaymentUpdater::new(self.directory.clone(), processor, "test")
+        PaymentUpdater::new(self.host.directory.clone(), processor, "test")
             .unwrap()
             .for_cause(Uuid::from_u128(cause), "test")
     }
@@ -119,20 +99,8 @@ impl Bench {
     }
 }
 
-fn system() -> Principal {
-    Principal::system("test")
-}
-
 fn ann() -> Principal {
-    Principal::Caller(CallerIdentity {
-        user_id: "ann".to_owned(),
-        roles: [TokenRole::User].into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
-        grant: None,
-        service_account: None,
-    })
+    caller("ann", TokenRole::User)
 }
 
 /// A processor with the objects that a test gives it.
@@ -279,68 +247,5 @@ impl Processor for FakeProcessor {
 
     fn disputes_since(&self, _: DateTime<Utc>) -> ProcessorFuture<'_, ProcessorListing<Dispute>> {
         self.answer(|it| Ok(ProcessorListing::of(it.disputes.lock().unwrap().clone())))
-    }
-}
-
-/// The store in memory.
-#[derive(Default)]
-struct MemoryStore {
-    entities: Mutex<BTreeMap<EntityRef, Snapshot>>,
-    commands: Mutex<BTreeMap<CommandId, CompletedCommand>>,
-}
-
-impl Store for MemoryStore {
-    fn load(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<Snapshot>, StoreReadError>> {
-        std::future::ready(Ok(self.entities.lock().unwrap().get(&entity).cloned())).boxed()
-    }
-
-    fn commit(&self, commit: Commit) -> BoxFuture<'_, CommitOutcome> {
-        let (mut entities, mut commands) = (self.entities.lock().unwrap(), self.commands.lock().unwrap());
-        if let Some(command) = &commit.command {
-            if let Some(done) = commands.get(&command.id) {
-                return std::future::ready(CommitOutcome::Duplicate(done.clone())).boxed();
-            }
-            let done =
-                CompletedCommand { entity: commit.entity.id, digest: command.digest, reply: command.reply.clone() };
-            commands.insert(command.id, done);
-        }
-        let version = commit.expected_version + 1;
-        entities.insert(commit.entity, Snapshot { version, body: commit.snapshot.clone() });
-        std::future::ready(CommitOutcome::Applied).boxed()
-    }
-
-    fn command(&self, id: CommandId) -> BoxFuture<'_, Result<Option<CompletedCommand>, StoreReadError>> {
-        std::future::ready(Ok(self.commands.lock().unwrap().get(&id).cloned())).boxed()
-    }
-}
-
-struct NoEffects;
-
-impl Effects for NoEffects {
-    fn perform(&self, _: Effect) {}
-}
-
-struct SystemEnvironment;
-
-impl Environment for SystemEnvironment {
-    fn now(&self) -> Timestamp {
-        Utc::now()
-    }
-
-    fn seed(&self) -> u128 {
-        7
-    }
-
-    fn policy(&self) -> Arc<PolicyBook> {
-        Arc::default()
-    }
-}
-
-/// No other members.
-struct NoPeers;
-
-impl Remote for NoPeers {
-    fn request(&self, _: Shard, _: Vec<u8>, _: Duration) -> BoxFuture<'_, Result<Vec<u8>, RemoteError>> {
-        std::future::ready(Err(RemoteError::NoResponders)).boxed()
     }
 }

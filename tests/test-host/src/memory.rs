@@ -3,23 +3,40 @@
 use actors::interfaces::{Store, StoreReadError};
 use domain::commit::{CompletedCommand, Snapshot};
 use domain::{CommandId, Commit, CommitOutcome, EntityRef};
-use futures::FutureExt;
+use futures::FutureExt as _;
 use futures::future::BoxFuture;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
+/// The duration of a commit, so that concurrent ones overlap.
+const COMMIT_TIME: Duration = Duration::from_millis(2);
+
+/// Snapshots and completed commands, with the rules of the database: one effect for each command id, versions in order.
 #[derive(Default)]
-pub(super) struct MemoryStore {
-    state: Mutex<MemoryState>,
-    /// The response to the next commit is lost.
-    pub(super) loses_a_response: AtomicBool,
+pub struct MemoryStore {
+    state: Mutex<StoredState>,
+    loses_response: AtomicBool,
 }
 
 #[derive(Default)]
-struct MemoryState {
+struct StoredState {
     entities: BTreeMap<EntityRef, Snapshot>,
     commands: BTreeMap<CommandId, CompletedCommand>,
+}
+
+impl MemoryStore {
+    /// Applies the next commit, and loses its response.
+    pub fn lose_next_response(&self) {
+        self.loses_response.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether the next response will be lost.
+    #[must_use]
+    pub fn loses_next_response(&self) -> bool {
+        self.loses_response.load(Ordering::SeqCst)
+    }
 }
 
 impl Store for MemoryStore {
@@ -29,8 +46,7 @@ impl Store for MemoryStore {
 
     fn commit(&self, commit: Commit) -> BoxFuture<'_, CommitOutcome> {
         async move {
-            // As long as a commit takes, so that concurrent ones overlap.
-            tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+            tokio::time::sleep(COMMIT_TIME).await;
             let mut state = self.state.lock().unwrap();
             if let Some(done) = commit.command.as_ref().and_then(|command| state.commands.get(&command.id)) {
                 return CommitOutcome::Duplicate(done.clone());
@@ -44,7 +60,7 @@ impl Store for MemoryStore {
                 state.commands.insert(command.id, done);
             }
             state.entities.insert(commit.entity, Snapshot { version: version + 1, body: commit.snapshot });
-            if self.loses_a_response.swap(false, Ordering::SeqCst) {
+            if self.loses_response.swap(false, Ordering::SeqCst) {
                 return CommitOutcome::Unknown { reason: "the connection broke".to_owned() };
             }
             CommitOutcome::Applied
