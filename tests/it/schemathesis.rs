@@ -41,35 +41,55 @@ fn schemathesis(cluster: &TestCluster, folder: &Path, username: &str) -> Command
     command
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn generated_requests_get_only_responses_of_the_description() {
+/// A cluster with resources to find, so that not every request is answered with 404.
+async fn cluster_with_resources() -> TestCluster {
     // The operators' route needs its token, and payments need a processor.
     let refresh = "refresh-of-a-test-refresh-of-a-test-refresh";
     let builder = TestCluster::builder().with_processor().variable("INTERNAL_JWKS_REFRESH_TOKEN", refresh);
     let mut cluster = builder.start().await;
     cluster.register_secret("the refresh token", refresh);
-    let folder = tempfile::tempdir().unwrap();
-    // Resources to find, so that not every request is answered with 404.
     cluster.node("h100").await;
     let rented = cluster.rent("h100", 1).await;
     rented.expect_state("active").await;
     rented.release().await;
     rented.expect_state("released").await;
+    cluster
+}
 
-    // Single requests, as an administrator and as a user.
-    for (username, phases, examples) in
-        [("admin", "examples,coverage,fuzzing", "10"), ("user", "examples,fuzzing", "5")]
-    {
-        let mut alone = schemathesis(&cluster, folder.path(), username);
-        alone.args(["--phases", phases, "--max-examples", examples]);
-        run(alone).await;
-    }
-    // Sequences, in which each request uses the responses before it. The event stream of an active allocation does not end.
-    let mut sequences = schemathesis(&cluster, folder.path(), "admin");
-    sequences.args(["--phases", "stateful", "--max-examples", "10"]);
-    sequences.args(["--exclude-operation-id", "allocation_events"]);
-    run(sequences).await;
-    // It also removes the node, and an agent whose node is removed logs that and exits.
-    cluster.allow_error("the agent ends");
+/// Sends generated requests of these phases as this user.
+async fn run_phases(cluster: &TestCluster, username: &str, phases: &str, examples: &str, further: &[&str]) {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = schemathesis(cluster, folder.path(), username);
+    command.args(["--phases", phases, "--max-examples", examples]).args(further);
+    run(command).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn single_requests_of_an_administrator_get_only_responses_of_the_description() {
+    let mut cluster = cluster_with_resources().await;
+    run_phases(&cluster, "admin", "examples,coverage,fuzzing", "10", &[]).await;
+    allow_removed_node(&mut cluster);
     cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn single_requests_of_a_user_get_only_responses_of_the_description() {
+    let cluster = cluster_with_resources().await;
+    run_phases(&cluster, "user", "examples,fuzzing", "5", &[]).await;
+    cluster.shutdown().await;
+}
+
+/// Each request of a sequence uses the responses before it.
+#[tokio::test(flavor = "multi_thread")]
+async fn sequences_of_requests_get_only_responses_of_the_description() {
+    let mut cluster = cluster_with_resources().await;
+    // The event stream of an active allocation does not end.
+    run_phases(&cluster, "admin", "stateful", "10", &["--exclude-operation-id", "allocation_events"]).await;
+    allow_removed_node(&mut cluster);
+    cluster.shutdown().await;
+}
+
+/// An administrator's requests also remove the node, and an agent whose node is removed logs that and exits.
+fn allow_removed_node(cluster: &mut TestCluster) {
+    cluster.allow_error("the agent ends");
 }
