@@ -59,7 +59,13 @@ fn metrics() -> Vec<Metric> {
     for file in files {
         let text = std::fs::read_to_string(&file).expect("the file is readable");
         if text.contains("prometheus::") {
-            let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+            let code = text.split("\nmod tests {").next().unwrap_or_default();
+            let unread = unread(code);
+            assert!(
+                unread.is_empty(),
+                "{}: this test cannot read a metric's name and help here: {unread:#?}",
+                file.display()
+            );
             found.extend(declared(code).into_iter().map(|metric| (metric.name.clone(), metric)));
         }
     }
@@ -91,13 +97,62 @@ fn declared(code: &str) -> Vec<Metric> {
     found
 }
 
+/// The constructors that take a name and a help.
+const CONSTRUCTORS: [&str; 8] =
+    ["Opts", "HistogramOpts", "Gauge", "IntGauge", "GenericGauge", "Counter", "IntCounter", "GenericCounter"];
+/// The closures around one of them.
+const HELPERS: [&str; 4] = ["gauge", "gauges", "counter", "counters"];
+
+/// The declarations whose name and help [`declared`] does not read, so that the page would lack them: a constructor or a helper whose
+/// arguments are no literals, outside of a helper.
+fn unread(code: &str) -> Vec<String> {
+    let of_literals = |arguments: &str| {
+        let named = literal(arguments).filter(|(name, _)| is_metric_name(name));
+        named.is_some_and(|(_, after)| after.trim_start().strip_prefix(',').and_then(literal).is_some())
+    };
+    let in_helper = |at: usize, arguments: &str| {
+        let names = ["name,", "format!(\""];
+        let closure = code[..at].rfind("= |name").and_then(|end| code[..end].trim_end().rsplit(' ').next());
+        names.iter().any(|name| arguments.starts_with(name)) && closure.is_some_and(|name| HELPERS.contains(&name))
+    };
+    let mut found = Vec::new();
+    for (at, _) in code.match_indices('(') {
+        let before =
+            code[..at].rsplit(|c: char| !c.is_alphanumeric() && c != '_' && c != ':').next().unwrap_or_default();
+        let is_constructor = before.strip_suffix("::new").is_some_and(|of| CONSTRUCTORS.contains(&of));
+        let is_helper = HELPERS.contains(&before) && code.contains(&format!("let {before} = |name"));
+        let arguments = code[at + 1..].trim_start();
+        let is_read = of_literals(arguments) || is_constructor && in_helper(at, arguments);
+        if (is_constructor || is_helper) && !is_read {
+            found.push(format!("{before}({}", arguments.lines().next().unwrap_or_default()));
+        }
+    }
+    found
+}
+
+#[test]
+fn declaration_that_cannot_be_read_is_reported() {
+    let read = "let gauge = |name: &str, help| IntGauge::new(name, help);\ngauge(\"a_b\", \"What.\")?;\n\
+        IntCounter::new(\n    \"c_d_total\",\n    \"How many.\",\n)?;\nIntCounterVec::new(opts, &[\"kind\"])?;";
+    assert_eq!((unread(read), declared(read).len()), (Vec::new(), 2));
+    for code in [
+        "IntCounter::new(NAME, \"How many.\")",
+        "Opts::new(\"a_b\", HELP)",
+        "HistogramOpts::new(\"seconds\", \"One word.\")",
+        "let made = |name, help| IntGauge::new(name, help);",
+        "let gauge = |name, help| IntGauge::new(name, help);\ngauge(NAME, \"What.\")",
+    ] {
+        assert_eq!(unread(code).len(), 1, "{code}");
+    }
+}
+
 fn is_metric_name(name: &str) -> bool {
     name.contains('_') && name.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_')
 }
 
 /// A constructor of the metrics library, or a closure around one.
 fn declares_metrics(function: &str) -> bool {
-    matches!(function, "gauge" | "gauges" | "counter" | "counters")
+    HELPERS.contains(&function)
         || ["Opts::new", "Gauge::new", "Counter::new"].iter().any(|constructor| function.ends_with(constructor))
 }
 
