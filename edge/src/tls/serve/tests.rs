@@ -314,10 +314,23 @@ async fn closing_a_node_ends_its_requests_and_websockets() {
 
 #[tokio::test]
 async fn stopping_finishes_running_requests_and_accepts_no_more() {
-    let harness = TlsHarness::with(ListenerLimits::default()).await;
+    let began = Arc::new(tokio::sync::Notify::new());
+    let slow = {
+        let began = Arc::clone(&began);
+        move || {
+            let began = Arc::clone(&began);
+            async move {
+                began.notify_one();
+                tokio::time::sleep(Duration::from_millis(300)).await;
+                "slow"
+            }
+        }
+    };
+    let router = Router::new().route("/slow", get(slow));
+    let harness = TlsHarness::serving(ListenerLimits::default(), None, router).await;
     let mut stream = harness.connect(&harness.client(None, H1)).await.unwrap();
     stream.write_all(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    timeout(Duration::from_secs(10), began.notified()).await.expect("the request begins");
     harness.stop.cancel();
     assert_eq!(answer(&mut stream).await.unwrap(), (200, "slow".into()));
     timeout(Duration::from_secs(2), harness.serving).await.unwrap().unwrap().unwrap();
