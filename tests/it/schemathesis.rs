@@ -65,9 +65,17 @@ async fn run_phases(cluster: &TestCluster, username: &str, phases: &str, example
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn single_requests_of_an_administrator_get_only_responses_of_the_description() {
+async fn examples_and_limits_sent_by_an_administrator_get_only_responses_of_the_description() {
     let mut cluster = cluster_with_resources().await;
-    run_phases(&cluster, "admin", "examples,coverage,fuzzing", "10", &[]).await;
+    run_phases(&cluster, "admin", "examples,coverage", "10", &[]).await;
+    allow_removed_node(&mut cluster);
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn random_requests_of_an_administrator_get_only_responses_of_the_description() {
+    let mut cluster = cluster_with_resources().await;
+    run_phases(&cluster, "admin", "fuzzing", "10", &[]).await;
     allow_removed_node(&mut cluster);
     cluster.shutdown().await;
 }
