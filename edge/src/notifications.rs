@@ -90,7 +90,7 @@ impl NotificationMetrics {
             forwarded: counter("ws_notifications_forwarded_messages_total", "Notifications written to a connection.")?,
             write_errors: counter(
                 "ws_notifications_write_errors_total",
-                "Notifications that a connection which was there could not be given: it was cut, or too slow.",
+                "Notifications that could not be written to a connection: it was closed, or too slow.",
             )?,
         })
     }

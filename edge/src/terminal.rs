@@ -65,10 +65,13 @@ impl TerminalMetrics {
             registry.register(Box::new(gauge.clone())).map(|()| gauge)
         };
         Ok(Self {
-            consumed: counter("terminal_token_consumed_ok_total", "Terminal tokens that let a connection in.")?,
+            consumed: counter(
+                "terminal_token_consumed_ok_total",
+                "Terminal tokens that were consumed by a connection.",
+            )?,
             replayed: counter(
                 "terminal_token_replay_rejected_total",
-                "Terminal tokens that had been used before, and were refused.",
+                "Terminal tokens that were refused because they had been consumed before.",
             )?,
             connections: gauge("terminal_connections", "Users' terminal connections to this process.")?,
             streams: gauge("terminal_streams", "Agents' terminal streams to this process.")?,

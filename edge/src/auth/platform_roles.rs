@@ -30,13 +30,16 @@ impl PlatformRoleCounters {
             list_requests: counter("list_requests", "Requests for the list of platform role bindings.")?,
             bind_requests: counter("bind_requests", "Requests to bind a platform role.")?,
             revoke_requests: counter("revoke_requests", "Requests to revoke a platform role.")?,
-            mutation_success: counter("mutation_success", "Platform roles bound or revoked as asked.")?,
+            mutation_success: counter("mutation_success", "Platform roles bound or revoked.")?,
             mutation_failure: counter(
                 "mutation_failure",
                 "Administrators' requests to bind or revoke that were refused.",
             )?,
-            admin_denied: counter("admin_denied", "Callers turned away since they are no administrators.")?,
-            service_unavailable: counter("service_unavailable", "Bindings that could not be read or written.")?,
+            admin_denied: counter("admin_denied", "Requests refused because the caller is not an administrator.")?,
+            service_unavailable: counter(
+                "service_unavailable",
+                "Requests that failed because bindings could not be read or written.",
+            )?,
         })
     }
 

@@ -47,19 +47,16 @@ impl EdgeMetrics {
             requests: IntCounterVec::new(
                 Opts::new(
                     "http_requests_total",
-                    "Requests answered, by route and status class; `dropped`: the caller went away.",
+                    "Responses, by route and status class; `dropped`: the client disconnected.",
                 ),
                 &["service", "route", "method", "status_class"],
             )?,
             seconds: HistogramVec::new(
-                HistogramOpts::new("http_request_duration_seconds", "Time to the answer's head.")
+                HistogramOpts::new("http_request_duration_seconds", "Time to the head of the response.")
                     .buckets(BUCKETS.to_vec()),
                 &["service", "route", "method"],
             )?,
-            in_flight: IntGaugeVec::new(
-                Opts::new("http_requests_in_flight", "Requests being worked on."),
-                &["service"],
-            )?,
+            in_flight: IntGaugeVec::new(Opts::new("http_requests_in_flight", "Requests in progress."), &["service"])?,
             errors: IntCounterVec::new(
                 Opts::new("http_errors_total", "Refused requests, by error code."),
                 &["service", "code"],
@@ -67,7 +64,7 @@ impl EdgeMetrics {
             dispatch: Histogram::with_opts(
                 HistogramOpts::new(
                     "provisioning_dispatch_latency_seconds",
-                    "Time from the request for an allocation to its task in the hands of the node's agent.",
+                    "Time from the request for an allocation to the dispatch of its task to the node's agent.",
                 )
                 .buckets(vec![0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0]),
             )?,

@@ -117,11 +117,14 @@ impl RateLimiter {
     /// Where the registry has metrics of these names already.
     pub fn register(directory: Directory, registry: &Registry) -> prometheus::Result<Self> {
         let decisions = IntCounterVec::new(
-            Opts::new("api_ratelimit_decisions_total", "Requests of limited routes by what the rate limit said"),
+            Opts::new("api_ratelimit_decisions_total", "Requests of limited routes, by decision of the rate limit"),
             &["group", "decision"],
         )?;
         let fail_open = IntCounterVec::new(
-            Opts::new("api_ratelimit_fail_open_total", "Requests whose rate limit could not be asked"),
+            Opts::new(
+                "api_ratelimit_fail_open_total",
+                "Requests admitted because the owner of the rate limit did not answer",
+            ),
             &["group"],
         )?;
         registry.register(Box::new(decisions.clone()))?;

@@ -28,10 +28,10 @@ impl WebhookCounters {
             GenericCounter::with_opts(Opts::new(name, help)).unwrap_or_else(|error| unreachable!("{name}: {error}"))
         };
         Self {
-            received: counter("webhook_events_received_total", "Webhooks that came in, good or bad."),
+            received: counter("webhook_events_received_total", "Webhooks received, valid or not."),
             signature_failures: counter(
                 "webhook_signature_failures_total",
-                "Webhooks that were not believed: without a signature, with a wrong or an old one.",
+                "Webhooks with a missing, wrong or expired signature.",
             ),
             invalid_payload: counter(
                 "webhook_invalid_payload_total",
@@ -39,14 +39,14 @@ impl WebhookCounters {
             ),
             persist_failures: counter(
                 "webhook_persist_failures_total",
-                "Webhooks that could not be stored; the processor sends them again.",
+                "Webhooks that could not be stored; the processor resends them.",
             ),
-            processed_success: counter("webhook_processed_success_total", "Stored events that were heeded."),
+            processed_success: counter("webhook_processed_success_total", "Stored events that were processed."),
             processing_failures: counter(
                 "webhook_processing_failures_total",
-                "Attempts at a stored event that came to nothing; it is tried again, and then waits for an operator.",
+                "Failed attempts to process a stored event; it is retried, and then waits for an operator.",
             ),
-            not_ours: counter("webhook_not_ours_total", "Heeded events that concern nothing that was made here."),
+            not_ours: counter("webhook_not_ours_total", "Processed events that concern no object of this service."),
         }
     }
 

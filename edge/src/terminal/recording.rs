@@ -107,12 +107,12 @@ impl RecordingIntake {
             registry.register(Box::new(counter.clone())).map(|()| counter)
         };
         let metrics = RecordingMetrics {
-            kept: counter("terminal_recording_chunks_total", "Chunks of terminal recordings that were kept.")?,
-            bytes: counter("terminal_recording_bytes_total", "Bytes of terminal recordings that were kept.")?,
+            kept: counter("terminal_recording_chunks_total", "Chunks of terminal recordings that were stored.")?,
+            bytes: counter("terminal_recording_bytes_total", "Bytes of terminal recordings that were stored.")?,
             refused: counter("terminal_recording_refused_total", "Chunks of terminal recordings that were refused.")?,
             no_room: counter(
                 "terminal_recording_no_room_total",
-                "Chunks of terminal recordings for which the policies leave no room.",
+                "Chunks of terminal recordings that were refused because a policy's limit was reached.",
             )?,
         };
         Ok(Self(Arc::new(Parts { all: Mutex::new(None), metrics })))

@@ -27,17 +27,17 @@ impl IdempotencyCounters {
         Self {
             persisted_json: counter(
                 "persisted_body_json",
-                "Answers with a JSON body, refusals among them, that were stored for repetitions, sanitized.",
+                "Responses with a JSON body, errors included, that were stored for repeated requests, sanitized.",
             ),
             skipped_empty: counter(
                 "skipped_body_empty",
-                "Answers to requests with a key that have no body: their status is stored alone.",
+                "Responses without a body to requests with a key: only their status is stored.",
             ),
             skipped_non_json: counter(
                 "skipped_body_non_json",
-                "Answers to requests with a key whose body is not JSON and is not stored.",
+                "Responses to requests with a key whose body is not JSON and is not stored.",
             ),
-            replays_served: counter("replays_served", "Repetitions that got the first answer."),
+            replays_served: counter("replays_served", "Repeated requests that got the stored response."),
         }
     }
 
