@@ -13,7 +13,7 @@ mod push_request;
 pub use counters::{COUNTERS, LogGatewayCounters};
 pub use log_store::{LogStore, LogStoreError, PUSH_PATH};
 
-use crate::auth::node_log_token::NodeLogTokenSubject;
+use crate::auth::node_log_jwt::NodeLogTokenSubject;
 use crate::auth::{INVALID, bearer, challenge};
 use crate::http::correlation::{Scope, Service};
 use crate::http::error::{ApiError, Code};

@@ -13,7 +13,7 @@ use anyhow::Context;
 use edge::auth::Authenticator;
 use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::platform_roles::PlatformRoleCounters;
-use edge::auth::service_token::ServiceTokens;
+use edge::auth::service_account_jwt::ServiceTokens;
 use edge::http::metrics::EdgeMetrics;
 use edge::limits::connection_quota::ConnectionQuotas;
 use edge::limits::rate_limit::RateLimiter;
