@@ -20,10 +20,10 @@ use crate::http::error::{ApiError, Code};
 pub mod claims;
 pub mod internal;
 pub mod jwks;
+mod jwt_signing;
 pub mod node_log_jwt;
 pub mod platform_roles;
 pub mod service_account_jwt;
-mod signed_jwt;
 
 use claims::{ClaimPaths, TokenFault};
 pub use jsonwebtoken::Algorithm;

@@ -7,11 +7,9 @@ mod counters;
 #[cfg(test)]
 mod fuzz;
 mod labels;
-mod log_store;
 mod push_request;
 
 pub use counters::{COUNTERS, LogGatewayCounters};
-pub use log_store::{LogStore, LogStoreError, PUSH_PATH};
 
 use crate::auth::node_log_jwt::NodeLogTokenSubject;
 use crate::auth::{INVALID, bearer, challenge};
@@ -37,10 +35,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tower::ServiceExt as _;
 
-/// The gateway's address below that of the node API. A collector adds [`PUSH_PATH`] itself.
-pub const BASE_PATH: &str = "/internal/v1/node-logs";
-
-/// The gateway's one route.
+/// The gateway's one route: its base path ([`crate::auth::node_log_jwt::GATEWAY_PATH`]) and what a collector adds to it
+/// ([`crate::outbound::log_store::PUSH_PATH`]).
 pub const PATH: &str = "/internal/v1/node-logs/loki/api/v1/push";
 
 /// The largest batch as it is sent, in bytes.

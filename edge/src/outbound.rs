@@ -3,4 +3,5 @@
 pub(crate) mod email_address;
 pub mod host_address;
 pub(crate) mod http_client;
+pub mod log_store;
 pub mod node_probe;

@@ -5,18 +5,18 @@ pub(crate) mod read_model;
 
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
-use crate::auth::node_log_jwt::NodeLogTokens;
+use crate::auth::node_log_jwt::{GATEWAY_PATH, NodeLogTokens};
 use crate::auth::platform_roles::PlatformRoleCounters;
 use crate::http::correlation::{ScopeSettings, Service};
 use crate::http::error::{ApiError, Code};
 use crate::http::long_poll::LongPolls;
-use crate::http::metrics::EdgeMetrics;
+use crate::http::request_metrics::EdgeMetrics;
 use crate::http::websocket;
 use crate::limits::connection_quota::ConnectionQuotas;
 use crate::limits::rate_limit::RateLimiter;
-use crate::log_gateway::{BASE_PATH, LogStore};
 use crate::notifications::Notifications;
 use crate::notifications::delivery::NotificationSender;
+use crate::outbound::log_store::LogStore;
 use crate::outbound::node_probe::Probe;
 use crate::payment_processor::Processor;
 use crate::payment_processor::signature::WebhookSecrets;
@@ -164,7 +164,7 @@ impl Parts {
     /// Issues and verifies the tokens with which nodes push their logs.
     #[must_use]
     pub fn node_log_tokens(&self) -> NodeLogTokens {
-        let gateway = format!("{}{BASE_PATH}", self.addresses.node_url.trim_end_matches('/'));
+        let gateway = format!("{}{GATEWAY_PATH}", self.addresses.node_url.trim_end_matches('/'));
         NodeLogTokens::new(&self.addresses.public_url, &gateway, self.trust.keys.clone())
     }
 

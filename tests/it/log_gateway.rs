@@ -9,7 +9,7 @@ use std::process::Command;
 use std::time::Duration;
 use tests::cluster::client::{ApiResponse, send_request};
 use tests::cluster::fake_agent::{FakeAgent, anonymous};
-use tests::cluster::log_store::LogStore;
+use tests::cluster::fake_log_store::FakeLogStore;
 use tests::cluster::{NodeHandle, TestCluster};
 use uuid::Uuid;
 
@@ -32,8 +32,7 @@ impl CollectingNode {
     }
 
     async fn token(&self) -> String {
-        let path = format!("/internal/v1/nodes/{}/log-token", self.node.id);
-        let answer = self.agent.send(Method::POST, &path, None).await.ok();
+        let answer = self.agent.send(Method::POST, "log-token", None).await.ok();
         answer["token"].as_str().unwrap().to_owned()
     }
 
@@ -57,7 +56,7 @@ fn batch_of(node_id: Uuid, line: &str) -> Value {
     }]})
 }
 
-async fn start(store: &LogStore) -> TestCluster {
+async fn start(store: &FakeLogStore) -> TestCluster {
     let builder = TestCluster::builder().variable("SVC_LOG_STORE_URL", &store.url());
     let mut cluster =
         builder.variable("SVC_LOG_STORE_CA_PATH", &store.authorities_path().display().to_string()).start().await;
@@ -67,7 +66,7 @@ async fn start(store: &LogStore) -> TestCluster {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn node_pushes_lines_of_its_own_alone_until_it_is_removed() {
-    let store = LogStore::start().await;
+    let store = FakeLogStore::start().await;
     let mut cluster = start(&store).await;
     let (one, other) = (CollectingNode::enroll(&mut cluster).await, CollectingNode::enroll(&mut cluster).await);
     let token = one.token().await;
@@ -96,8 +95,8 @@ async fn node_pushes_lines_of_its_own_alone_until_it_is_removed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn batch_is_kept_by_its_sender_while_the_log_store_is_away_and_dropped_where_it_is_refused() {
-    let store = LogStore::start().await;
+async fn log_store_outage_and_refusal_of_a_batch_have_different_responses_and_counters() {
+    let store = FakeLogStore::start().await;
     let mut cluster = start(&store).await;
     let node = CollectingNode::enroll(&mut cluster).await;
     let (token, batch) = (node.token().await, batch_of(node.node.id, "a line"));
@@ -131,7 +130,7 @@ async fn batch_is_kept_by_its_sender_while_the_log_store_is_away_and_dropped_whe
 
 #[tokio::test(flavor = "multi_thread")]
 async fn hostile_batches_are_refused_and_the_gateway_serves_on() {
-    let store = LogStore::start().await;
+    let store = FakeLogStore::start().await;
     let mut cluster = start(&store).await;
     let node = CollectingNode::enroll(&mut cluster).await;
     let token = node.token().await;
@@ -183,7 +182,7 @@ struct Entry {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn third_party_clients_push_json_and_snappy_protobuf() {
-    let store = LogStore::start().await;
+    let store = FakeLogStore::start().await;
     let mut cluster = start(&store).await;
     let node = CollectingNode::enroll(&mut cluster).await;
     let token = node.token().await;

@@ -4,7 +4,7 @@
 //! node's state machine about both at every push, so that removing the node or revoking its certificate ends the token at once.
 
 use super::claims::{TokenFault, UnverifiedToken, read_times};
-use super::signed_jwt::{sign, verify};
+use super::jwt_signing::{sign, verify};
 use crate::http::error::ApiError;
 use crate::trust::keys_in_force::KeysInForce;
 use chrono::{DateTime, Duration, Utc};
@@ -16,6 +16,9 @@ use uuid::Uuid;
 /// The header `typ` of these tokens: no other token of this service is accepted as one of them, nor one of them as another (RFC 8725,
 /// section 3.11).
 const TOKEN_TYPE: &str = "node-log+jwt";
+
+/// The gateway's path below the address of the node API.
+pub const GATEWAY_PATH: &str = "/internal/v1/node-logs";
 
 /// How long a token is valid. Its node gets another one at any time.
 const LIFETIME: Duration = Duration::hours(1);

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
 use super::claims::{TokenFault, UnverifiedToken, read_times};
-use super::signed_jwt::{sign, verify};
+use super::jwt_signing::{sign, verify};
 use super::{ADMIN, ActingServiceAccount, Caller};
 use crate::http::error::ApiError;
 use crate::trust::keys_in_force::KeysInForce;

@@ -2,7 +2,7 @@
 
 use super::variables::Variables;
 use anyhow::Context;
-use edge::log_gateway::LogStore;
+use edge::outbound::log_store::LogStore;
 use std::path::PathBuf;
 
 const URL: &str = "SVC_LOG_STORE_URL";

@@ -1,4 +1,4 @@
-//! The client of the log store behind the gateway: any service with the push API of Loki.
+//! The client of the log store behind the gateway for nodes' logs: any service with the push API of Loki.
 
 use crate::http::error::{ApiError, Code};
 use crate::outbound::http_client::{error_chain, is_secure, read_bounded_body};
@@ -65,7 +65,7 @@ impl LogStore {
     ///
     /// # Errors
     /// As [`refused`] says where the store refuses the batch, `service_unavailable` where it does not answer or fails.
-    pub(super) async fn push(&self, content_type: HeaderValue, batch: Bytes) -> Result<(), PushError> {
+    pub(crate) async fn push(&self, content_type: HeaderValue, batch: Bytes) -> Result<(), PushError> {
         let request = self.client.post(self.push.clone()).header(CONTENT_TYPE, content_type).body(batch);
         let response = request.send().await.map_err(|error| PushError::Failed(error_chain(error)))?;
         let status = response.status();
@@ -85,7 +85,7 @@ impl LogStore {
 
 /// Why a batch was not stored.
 #[derive(Debug)]
-pub(super) enum PushError {
+pub(crate) enum PushError {
     /// It is the batch's fault, or there are too many of them.
     Refused { status: StatusCode, text: String },
     /// The store could not be reached or failed.

@@ -24,7 +24,7 @@ struct StoreState {
 }
 
 /// A running store. Dropping it stops it.
-pub struct LogStore {
+pub struct FakeLogStore {
     port: u16,
     authority: Authority,
     state: Arc<Mutex<StoreState>>,
@@ -32,13 +32,13 @@ pub struct LogStore {
     _folder: tempfile::TempDir,
 }
 
-impl Drop for LogStore {
+impl Drop for FakeLogStore {
     fn drop(&mut self) {
         self.serving.abort();
     }
 }
 
-impl LogStore {
+impl FakeLogStore {
     /// # Panics
     /// If it does not start.
     pub async fn start() -> Self {
