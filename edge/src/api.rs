@@ -1,11 +1,11 @@
 //! The public API: one table of routes, one file per noun (decisions 4, 5 and 7).
 
+mod access_token;
 mod allocation;
 mod audit;
 mod billing;
 mod browser_page;
 mod capacity;
-mod client_credentials;
 mod document;
 pub(crate) mod field;
 mod health;
@@ -66,7 +66,7 @@ pub fn router(services: Services) -> Router {
     let (router, api) = routes();
     let router = router
         .layer(Extension(document::Document::of(&api, &services)))
-        .layer(Extension(client_credentials::FailedAttempts::default()))
+        .layer(Extension(access_token::FailedAttempts::default()))
         .layer(Extension(capacity::CapacityCache::default()))
         .with_state(services);
     with_common_layers(router, scope_settings)
@@ -240,7 +240,7 @@ fn routes() -> (Router<Services>, OpenApi) {
 
         User   Get       "/api/v1/service-accounts"                         => service_account::list;
         User   PostOnce  "/api/v1/service-accounts"                         => service_account::create, StateConflict;
-        Client Post      "/api/v1/service-accounts/token"                   => client_credentials::issue;
+        Client Post      "/api/v1/service-accounts/token"                   => access_token::issue;
         User   Get       "/api/v1/service-accounts/{id}"                    => service_account::get, NotFound;
         User   Delete    "/api/v1/service-accounts/{id}"                    => service_account::delete, NotFound;
         User   Post      "/api/v1/service-accounts/{id}/keys"               => service_account::add_key, NotFound, StateConflict;

@@ -37,8 +37,8 @@ pub(crate) fn scope_settings(service: crate::http::correlation::Service) -> crat
 }
 
 /// Metrics in a registry of their own.
-pub(crate) fn metrics() -> crate::http::metrics::EdgeMetrics {
-    crate::http::metrics::EdgeMetrics::register(&prometheus::Registry::new()).unwrap()
+pub(crate) fn metrics() -> crate::http::request_metrics::EdgeMetrics {
+    crate::http::request_metrics::EdgeMetrics::register(&prometheus::Registry::new()).unwrap()
 }
 
 /// The terminals of a standalone replica.

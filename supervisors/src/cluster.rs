@@ -10,7 +10,7 @@ pub mod failure_detector;
 mod heartbeat;
 pub mod member_queries;
 pub mod nats;
-pub mod permissions;
+pub mod nats_permissions;
 pub mod process_identity;
 pub mod takeover;
 

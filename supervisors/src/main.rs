@@ -3,13 +3,13 @@
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 use supervisors::audit_command::{self, AuditArgs};
-use supervisors::cluster::permissions;
+use supervisors::cluster::nats_permissions;
 use supervisors::config::ConfigError;
 #[cfg(feature = "dev")]
 use supervisors::dev::{self, DevArgs};
 use supervisors::ledger_command::{self, LedgerArgs};
 use supervisors::node_ca_command::{self, NodeCaArgs};
-use supervisors::seal_command::{self, SealArgs};
+use supervisors::snapshot_seal_command::{self, SealArgs};
 use supervisors::{config, exit_status, logging, process_roles, serve};
 
 /// Returns memory after a burst, and touches no page of a buffer before it is written (decisions/0014).
@@ -90,11 +90,11 @@ async fn run(arguments: Arguments) -> anyhow::Result<ExitCode> {
             use std::io::Write;
             writeln!(std::io::stdout(), "incarnation {incarnation}; members may start")?;
         }
-        Command::SealSnapshots(args) => seal_command::run(args).await?,
+        Command::SealSnapshots(args) => snapshot_seal_command::run(args).await?,
         Command::NodeCa(args) => node_ca_command::run(args).await?,
         Command::NatsPermissions { name, roles } => {
             use std::io::Write;
-            let permissions = permissions::for_member(&name, &process_roles::parse_roles(&roles)?);
+            let permissions = nats_permissions::for_member(&name, &process_roles::parse_roles(&roles)?);
             writeln!(std::io::stdout(), "{:#}", permissions.as_config())?;
         }
         Command::Ledger(args) => return Ok(ledger_command::run(args).await),

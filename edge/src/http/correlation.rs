@@ -33,7 +33,7 @@ use tracing::{Instrument, Span, debug, error, error_span, field, info, warn};
 
 use crate::http::error::{ApiError, Code, Envelope, Parts, PendingErrorResponse};
 use crate::http::malformed_request::MalformedRequest;
-use crate::http::metrics::{HttpMetrics, InFlightRequest, UNMATCHED};
+use crate::http::request_metrics::{HttpMetrics, InFlightRequest, UNMATCHED};
 
 /// The header that carries the correlation id, in and out.
 pub const CORRELATION_ID: HeaderName = HeaderName::from_static("x-correlation-id");

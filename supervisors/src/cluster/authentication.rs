@@ -6,7 +6,7 @@
 //! (`edge::trust::keys_in_force::MemberKeys`). Senders and receivers are processes, with ids that are drawn at each start; a receiver accepts each
 //! number of a sender once, so that a message that is replayed, or sent to another process, is refused.
 
-mod window;
+mod replay_window;
 
 use super::ClusterView;
 use chrono::TimeDelta;
@@ -14,6 +14,7 @@ use domain::{MemberId, Timestamp};
 use edge::trust::keys_in_force::{KeysInForce, MacKey};
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use prometheus::{IntCounterVec, Opts, Registry};
+use replay_window::ReplayWindow;
 use sha2::Sha256;
 use std::collections::BTreeMap;
 use std::str::FromStr;
@@ -21,7 +22,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use uuid::Uuid;
-use window::ReplayWindow;
 
 /// The header that carries a [`MessageStamp`].
 pub const HEADER: &str = "gpuaas-mac";

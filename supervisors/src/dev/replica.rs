@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail};
 use secrecy::{ExposeSecret as _, SecretString};
 
-use crate::cluster::permissions;
+use crate::cluster::nats_permissions;
 use crate::process_roles::ProcessRole;
 use local_servers::nats::NatsUser;
 use local_servers::pki::ServerCertificate;
@@ -22,7 +22,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The NATS user of a member with these roles.
 pub fn member(name: &str, roles: &BTreeSet<ProcessRole>) -> NatsUser {
-    NatsUser::limited(name, permissions::for_member(name, roles).as_config())
+    NatsUser::limited(name, nats_permissions::for_member(name, roles).as_config())
 }
 
 /// The settings that all replicas of one environment share.

@@ -14,7 +14,7 @@ use edge::auth::Authenticator;
 use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::platform_roles::PlatformRoleCounters;
 use edge::auth::service_account_jwt::ServiceTokens;
-use edge::http::metrics::EdgeMetrics;
+use edge::http::request_metrics::EdgeMetrics;
 use edge::limits::connection_quota::ConnectionQuotas;
 use edge::limits::rate_limit::RateLimiter;
 use edge::notifications::Notifications;

@@ -89,7 +89,7 @@ impl TestCluster {
     }
 
     /// Asserts that no member published or subscribed to what its roles do not permit. A member that hung for a minute replies late, and
-    /// is refused: the permission to reply to a message expires (`supervisors::cluster::permissions`).
+    /// is refused: the permission to reply to a message expires (`supervisors::cluster::nats_permissions`).
     fn expect_no_permission_missing(&self) {
         let log = std::fs::read_to_string(self.nats.log()).unwrap_or_default();
         let is_late_answer = |line: &str| line.contains("Publish Violation - Subject \"_INBOX.");
