@@ -261,10 +261,13 @@ impl Agent {
         self.append_to_journal(JournalEntry::Reported { task_id, attempt, ended, at: Utc::now() }).await;
     }
 
-    /// A session may have ended before its beginning is reported, keys may have changed again, and the tenant may be gone.
+    /// A session may have ended before its beginning is reported, keys may have changed again, and an allocation may have been released
+    /// while it was provisioned: its release is the node's next task.
     fn may_be_superseded(&self, task_id: Uuid) -> bool {
-        let of_passing = |task: &Task| matches!(task, Task::OpenTerminal(_) | Task::ReconcileSshKeys(_));
-        self.journal.record(task_id).is_some_and(|record| of_passing(&record.payload.task))
+        let ends_early = |task: &Task| {
+            matches!(task, Task::OpenTerminal(_) | Task::ReconcileSshKeys(_) | Task::Provision(_))
+        };
+        self.journal.record(task_id).is_some_and(|record| ends_early(&record.payload.task))
     }
 
     async fn grace_after_stop(&self, length: Duration) {
