@@ -333,7 +333,7 @@ async fn administrators_inspect_and_control_the_service_by_command_line() {
     assert!(gpuctl.run(&["restart", &entity]).await.failed(2).contains("--yes"));
     gpuctl.run(&["restart", &entity, "--reason", "a test wants it", "--yes"]).await.ok();
     let worker = ["restart", "metrics", "--member", "replica-1", "--reason", "a test wants it", "--yes"];
-    assert!(gpuctl.run(&worker).await.ok().contains("started anew"));
+    assert!(gpuctl.run(&worker).await.ok().contains("is restarted"));
     assert!(gpuctl.run(&["entity", &entity]).await.ok().contains("active"));
     assert!(gpuctl.run(&["cluster"]).await.ok().contains("replica-1"));
     assert!(gpuctl.run(&["overview"]).await.ok().contains("h100"));
