@@ -264,9 +264,8 @@ impl Agent {
     /// A session may have ended before its beginning is reported, keys may have changed again, and an allocation may have been released
     /// while it was provisioned: its release is the node's next task.
     fn may_be_superseded(&self, task_id: Uuid) -> bool {
-        let ends_early = |task: &Task| {
-            matches!(task, Task::OpenTerminal(_) | Task::ReconcileSshKeys(_) | Task::Provision(_))
-        };
+        let ends_early =
+            |task: &Task| matches!(task, Task::OpenTerminal(_) | Task::ReconcileSshKeys(_) | Task::Provision(_));
         self.journal.record(task_id).is_some_and(|record| ends_early(&record.payload.task))
     }
 
@@ -397,7 +396,7 @@ fn outcome(
 
 /// The task does not exist any more, or is at a later attempt.
 fn is_superseded(error: &NodeApiError) -> bool {
-    error.status() == Some(StatusCode::NOT_FOUND) || error.code() == "stale_attempt"
+    is_refused_for_good(error) && (error.status() == Some(StatusCode::NOT_FOUND) || error.code() == "stale_attempt")
 }
 
 /// Answers that resending the same result cannot change: the attempt is over, the task is not this node's, or the result is malformed.
