@@ -15,14 +15,14 @@ use futures::{
     future::{BoxFuture, Shared},
 };
 use jsonwebtoken::{Algorithm, AlgorithmFamily, DecodingKey};
-use reqwest::{Client, redirect};
+use reqwest::Client;
 use serde_json::Value;
 use thiserror::Error;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use crate::outbound::http_client::{error_chain, is_secure, read_bounded_body};
+use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body};
 
 const RSA_MIN_BYTES: usize = 256;
 
@@ -129,13 +129,8 @@ impl Jwks {
     /// Where the issuer is not on HTTPS or the authorities cannot be read.
     pub fn new(settings: JwksSettings) -> Result<Self, JwksError> {
         require_https(&settings.issuer)?;
-        let mut client = Client::builder().timeout(settings.timeout).redirect(redirect::Policy::none());
-        if let Some(pem) = &settings.authorities_pem {
-            let authorities = reqwest::Certificate::from_pem_bundle(pem.as_bytes())
-                .map_err(|error| JwksError::Client(error.to_string()))?;
-            client = client.tls_certs_merge(authorities);
-        }
-        let client = client.build().map_err(|error| JwksError::Client(error.to_string()))?;
+        let client = client_builder(settings.authorities_pem.as_deref()).map_err(JwksError::Client)?;
+        let client = client.timeout(settings.timeout).build().map_err(|error| JwksError::Client(error.to_string()))?;
         let waiting = Semaphore::new(settings.max_waiting.min(Semaphore::MAX_PERMITS));
         let (keys, refreshing) = (ArcSwapOption::empty(), Mutex::default());
         Ok(Self(Arc::new(Inner { settings, client, keys, refreshing, waiting })))

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::fmt;
 use std::net::IpAddr;
 
-use reqwest::{Response, Url};
+use reqwest::{Certificate, Client, ClientBuilder, Response, Url, redirect};
 
 /// HTTPS, or HTTP on this machine.
 pub(crate) fn is_secure(address: &str) -> bool {
@@ -13,6 +13,17 @@ pub(crate) fn is_secure(address: &str) -> bool {
     let here = host == "localhost"
         || host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok_and(|address| address.is_loopback());
     url.scheme() == "https" || (url.scheme() == "http" && here)
+}
+
+/// A builder of clients that follow no redirects and trust `authorities_pem` beside the system's.
+///
+/// # Errors
+/// Where the authorities cannot be read.
+pub(crate) fn client_builder(authorities_pem: Option<&str>) -> Result<ClientBuilder, String> {
+    let builder = Client::builder().redirect(redirect::Policy::none());
+    let Some(pem) = authorities_pem else { return Ok(builder) };
+    let authorities = Certificate::from_pem_bundle(pem.as_bytes()).map_err(|error| error.to_string())?;
+    Ok(builder.tls_certs_merge(authorities))
 }
 
 /// The whole body of a response, or why it could not be read.

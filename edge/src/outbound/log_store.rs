@@ -1,10 +1,10 @@
 //! The client of the log store behind the gateway for nodes' logs: any service with the push API of Loki.
 
 use crate::http::error::{ApiError, Code};
-use crate::outbound::http_client::{error_chain, is_secure, read_bounded_body};
+use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body};
 use axum::body::Bytes;
 use reqwest::header::{CONTENT_TYPE, HeaderValue};
-use reqwest::{Client, StatusCode, Url, redirect};
+use reqwest::{Client, StatusCode, Url};
 use std::time::Duration;
 use thiserror::Error;
 
@@ -48,16 +48,9 @@ impl LogStore {
         }
         let push = Url::parse(&format!("{base}{PUSH_PATH}")).ok().filter(|_| is_secure(base));
         let push = push.ok_or_else(|| LogStoreError::Insecure(shown()))?;
-        let mut client = Client::builder()
-            .timeout(REQUEST_TIMEOUT)
-            .connect_timeout(CONNECT_TIMEOUT)
-            .redirect(redirect::Policy::none());
-        if let Some(pem) = authorities_pem {
-            let authorities = reqwest::Certificate::from_pem_bundle(pem.as_bytes())
-                .map_err(|error| LogStoreError::Client(error.to_string()))?;
-            client = client.tls_certs_merge(authorities);
-        }
-        let client = client.build().map_err(|error| LogStoreError::Client(error.to_string()))?;
+        let client = client_builder(authorities_pem).map_err(LogStoreError::Client)?;
+        let client = client.timeout(REQUEST_TIMEOUT).connect_timeout(CONNECT_TIMEOUT).build();
+        let client = client.map_err(|error| LogStoreError::Client(error.to_string()))?;
         Ok(Self { push, client })
     }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use futures::FutureExt as _;
-use reqwest::{Client, Method, StatusCode, Url, redirect};
+use reqwest::{Client, Method, StatusCode, Url};
 use secrecy::{ExposeSecret as _, SecretString};
 use serde::de::DeserializeOwned;
 use thiserror::Error;
@@ -16,7 +16,7 @@ use super::{
     Checkout, Dispute, OpenedCheckout, PriorCheckout, Processor, ProcessorError, ProcessorFuture, ProcessorListing,
     ProcessorPayment, ProcessorRefundRecord, RefundRequest,
 };
-use crate::outbound::http_client::{error_chain, is_secure, read_bounded_body};
+use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body};
 use domain::PaymentId;
 use objects::{Charge, Envelope, Failure, Intent, List, ListEntry, Session};
 use serde_json::Value;
@@ -83,16 +83,9 @@ impl Stripe {
         let base = settings.api_base.trim_end_matches('/');
         let insecure = || StripeError::Insecure(base.chars().take(200).collect());
         let base = Url::parse(base).ok().filter(|_| is_secure(base)).ok_or_else(insecure)?;
-        let mut client = Client::builder()
-            .timeout(REQUEST_TIMEOUT)
-            .connect_timeout(CONNECT_TIMEOUT)
-            .redirect(redirect::Policy::none());
-        if let Some(pem) = &settings.authorities_pem {
-            let authorities = reqwest::Certificate::from_pem_bundle(pem.as_bytes())
-                .map_err(|error| StripeError::Client(error.to_string()))?;
-            client = client.tls_certs_merge(authorities);
-        }
-        let client = client.build().map_err(|error| StripeError::Client(error.to_string()))?;
+        let client = client_builder(settings.authorities_pem.as_deref()).map_err(StripeError::Client)?;
+        let client = client.timeout(REQUEST_TIMEOUT).connect_timeout(CONNECT_TIMEOUT).build();
+        let client = client.map_err(|error| StripeError::Client(error.to_string()))?;
         Ok(Self { base, secret_key: settings.secret_key, checkout: settings.checkout, client })
     }
 

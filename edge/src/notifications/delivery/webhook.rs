@@ -4,7 +4,7 @@
 //! address in the result is checked, and the connection goes to one of these. Redirects are not followed, proxies of the environment are
 //! not used, and only the status and `Retry-After` of a response are read.
 
-use crate::outbound::http_client::error_chain;
+use crate::outbound::http_client::{client_builder, error_chain};
 use crate::outbound::node_probe::{DeniedAddress, Resolve, SystemResolver, embedded_or_same};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -14,7 +14,7 @@ use hmac::{Hmac, KeyInit as _, Mac as _};
 use ipnet::IpNet;
 use rand::RngExt as _;
 use reqwest::dns::{Addrs, Name, Resolving};
-use reqwest::{Client, Response, StatusCode, Url, header, redirect};
+use reqwest::{Client, Response, StatusCode, Url, header};
 use secrecy::{ExposeSecret as _, SecretSlice, SecretString};
 use sha2::Sha256;
 use std::net::{IpAddr, SocketAddr};
@@ -83,19 +83,15 @@ impl Webhooks {
     /// [`WebhookClientError`], where the authorities cannot be read for example.
     pub fn new(settings: WebhookSettings) -> Result<Self, WebhookClientError> {
         let receivers = Receivers { allowed: settings.allowed.into(), resolver: Arc::new(SystemResolver) };
-        let mut client = Client::builder()
+        let client = client_builder(settings.authorities_pem.as_deref()).map_err(WebhookClientError)?;
+        let client = client
             .https_only(true)
             .timeout(ATTEMPT_TIMEOUT)
             .connect_timeout(CONNECT_TIMEOUT)
-            .redirect(redirect::Policy::none())
             .no_proxy()
             .pool_max_idle_per_host(1)
             .user_agent(concat!("gpuaas/", env!("CARGO_PKG_VERSION")))
             .dns_resolver(receivers.clone());
-        if let Some(pem) = &settings.authorities_pem {
-            let authorities = reqwest::Certificate::from_pem_bundle(pem.as_bytes());
-            client = client.tls_certs_merge(authorities.map_err(|error| WebhookClientError(error.to_string()))?);
-        }
         let client = client.build().map_err(|error| WebhookClientError(error_chain(error)))?;
         Ok(Self { client, receivers })
     }
