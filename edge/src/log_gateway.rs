@@ -11,16 +11,18 @@ mod push_request;
 
 pub use counters::{COUNTERS, LogGatewayCounters};
 
-use crate::auth::node_log_jwt::NodeLogTokenSubject;
+use crate::auth::node_log_jwt::{GATEWAY_PATH, NodeLogTokenSubject};
 use crate::auth::{INVALID, bearer, challenge};
 use crate::http::correlation::{Scope, Service};
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body::{BodyLimit, read_body, reject_query};
-use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, mount, with_common_layers};
 use crate::limits::rate_limit::NodeLimit;
+use crate::outbound::log_store::{LogStore, PUSH_PATH, PushError};
 use crate::services::Services;
 use actors::AskError;
-use axum::extract::{MatchedPath, Request, State};
+use axum::body::Bytes;
+use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::from_fn;
 use axum::routing::post;
@@ -33,11 +35,6 @@ use domain::{Action, Principal};
 use push_request::PushFormat;
 use std::sync::Arc;
 use std::time::Duration;
-use tower::ServiceExt as _;
-
-/// The gateway's one route: its base path ([`crate::auth::node_log_jwt::GATEWAY_PATH`]) and what a collector adds to it
-/// ([`crate::outbound::log_store::PUSH_PATH`]).
-pub const PATH: &str = "/internal/v1/node-logs/loki/api/v1/push";
 
 /// The largest batch as it is sent, in bytes.
 const BODY_BYTES: usize = 2 << 20;
@@ -54,12 +51,12 @@ struct LogGateway {
     pushes: Arc<NodeLimit>,
 }
 
-/// The gateway, ready to be served at [`PATH`].
+/// The gateway, ready to be served at [`GATEWAY_PATH`] and what a collector adds to it.
 pub fn router(services: Services) -> Router {
     let scope_settings = services.scope_settings(Service { name: "node-log-gateway", shows_route: true });
     let gateway = LogGateway { services, pushes: Arc::new(NodeLimit::of(PolicyKey::RateLimitNodeLogPushes)) };
     let route = Router::new()
-        .route(PATH, post(push))
+        .route(&path(), post(push))
         .route_layer(from_fn(reject_query))
         .route_layer(Extension(BodyLimit(BODY_BYTES)))
         .with_state(gateway);
@@ -67,29 +64,35 @@ pub fn router(services: Services) -> Router {
     with_common_layers(route, scope_settings)
 }
 
+/// The gateway's one route.
+fn path() -> String {
+    format!("{GATEWAY_PATH}{PUSH_PATH}")
+}
+
 /// Mounts the gateway on the address of the node API. Each keeps its own layers and its own error details.
 pub fn beside(node_api: Router, services: Services) -> Router {
-    let gateway = router(services);
-    let serve = move |mut request: Request| {
-        // The gateway reports the matched route itself.
-        request.extensions_mut().remove::<MatchedPath>();
-        gateway.clone().oneshot(request)
-    };
-    node_api.route_service(PATH, tower::service_fn(serve))
+    mount(node_api, &path(), router(services))
 }
 
 async fn push(State(gateway): State<LogGateway>, scope: Scope, request: Request) -> Result<StatusCode, ApiError> {
     COUNTERS.requests.inc();
-    let pushed = gateway.push(&scope, request).await;
-    if let Err(error) = &pushed {
-        let of_store = error.code() == Code::ServiceUnavailable;
-        if of_store { COUNTERS.upstream_errors.inc() } else { COUNTERS.rejected.inc() }
-    }
-    pushed.map(|()| StatusCode::NO_CONTENT)
+    let (store, content_type, batch, entries) = gateway.admit(&scope, request).await.inspect_err(count_rejected)?;
+    let bytes = batch.len() as u64;
+    store.push(content_type, batch).await.map_err(|error| {
+        match &error {
+            PushError::Refused { .. } => COUNTERS.rejected.inc(),
+            PushError::Failed(_) => COUNTERS.upstream_errors.inc(),
+        }
+        ApiError::from(error)
+    })?;
+    COUNTERS.entries.inc_by(entries as u64);
+    COUNTERS.bytes.inc_by(bytes);
+    Ok(StatusCode::NO_CONTENT)
 }
 
 impl LogGateway {
-    async fn push(&self, scope: &Scope, request: Request) -> Result<(), ApiError> {
+    /// A batch that may be passed on, with its media type, the store, and the number of its entries.
+    async fn admit(&self, scope: &Scope, request: Request) -> Result<(&LogStore, HeaderValue, Bytes, usize), ApiError> {
         let (services, now) = (&self.services, self.services.environment.now());
         let store = services.log_store.as_ref().ok_or_else(no_log_store)?;
         let token = bearer(request.headers())?.to_owned().into();
@@ -99,15 +102,9 @@ impl LogGateway {
         self.identify(scope, &subject).await?;
         let (content_type, format) = media_type(request.headers())?;
         let batch = read_body(request).await?;
-        let bytes = batch.len() as u64;
         let summary = push_request::read(format, &batch)?;
-        for labels in &summary.streams {
-            labels::check(labels, subject.node_id)?;
-        }
-        store.push(content_type, batch).await?;
-        COUNTERS.entries.inc_by(summary.entries as u64);
-        COUNTERS.bytes.inc_by(bytes);
-        Ok(())
+        summary.streams.iter().try_for_each(|stream| labels::check(stream, subject.node_id))?;
+        Ok((store, content_type, batch, summary.entries))
     }
 
     /// Asks the node's state machine whether the certificate is valid for which the token was issued.
@@ -123,6 +120,13 @@ impl LogGateway {
             Err(AskError::Overloaded) => Err(ApiError::overloaded()),
             Err(error) => Err(ApiError::unavailable(error)),
         }
+    }
+}
+
+/// A failure of our own, which the batch's sender cannot help, is neither a refusal nor the log store's.
+fn count_rejected(error: &ApiError) {
+    if !matches!(error.code(), Code::ServiceUnavailable | Code::Overloaded | Code::InternalError) {
+        COUNTERS.rejected.inc();
     }
 }
 

@@ -8,7 +8,7 @@ mod watch;
 
 use crate::http::correlation::{Scope, Service};
 use crate::http::error::{ApiError, Code};
-use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
+use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, mount, with_common_layers};
 use crate::http::websocket::{self, Close, close_now, no_upgrade};
 use crate::services::Services;
 use crate::services::read_model::find;
@@ -16,7 +16,7 @@ use crate::terminal::{PROTOCOL, read_token};
 use actors::AskError;
 use axum::Router;
 use axum::extract::ws::rejection::WebSocketUpgradeRejection;
-use axum::extract::{MatchedPath, Request, State, WebSocketUpgrade};
+use axum::extract::{State, WebSocketUpgrade};
 use axum::http::{HeaderMap, Uri};
 use axum::response::Response;
 use axum::routing::get;
@@ -29,7 +29,6 @@ use domain::{Action, Permit, Principal, TerminalSessionId};
 use secrecy::SecretString;
 use std::time::Duration;
 use tokio::time::Instant;
-use tower::ServiceExt as _;
 use wire::terminal::MESSAGE;
 
 use browser::{Browser, close};
@@ -61,13 +60,7 @@ pub fn router(services: Services) -> Router {
 
 /// Mounts the gateway on the address of the public API. Each keeps its own layers and its own error details.
 pub fn beside(public: Router, services: Services) -> Router {
-    let gateway = router(services);
-    let serve = move |mut request: Request| {
-        // The gateway reports the matched route itself.
-        request.extensions_mut().remove::<MatchedPath>();
-        gateway.clone().oneshot(request)
-    };
-    public.route_service(PATH, tower::service_fn(serve))
+    mount(public, PATH, router(services))
 }
 
 /// The subprotocols that the client offers.

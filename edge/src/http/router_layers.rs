@@ -10,7 +10,7 @@ use std::{
 
 use axum::{
     Router,
-    extract::Request,
+    extract::{MatchedPath, Request},
     response::{IntoResponse, Response},
 };
 use futures::{
@@ -18,7 +18,7 @@ use futures::{
     future::{BoxFuture, ready},
 };
 use tokio::sync::Semaphore;
-use tower::{Service, layer::layer_fn};
+use tower::{Service, ServiceExt as _, layer::layer_fn};
 use tower_http::catch_panic::CatchPanicLayer;
 
 use crate::http::correlation::{RequestScope, ScopeSettings};
@@ -59,6 +59,16 @@ pub fn with_common_layers<S: Clone + Send + Sync + 'static>(
         .method_not_allowed_fallback(wrong_method)
         .layer(CatchPanicLayer::custom(panicked))
         .layer(RequestScope(scope_settings))
+}
+
+/// Mounts a finished router at `path` of another one. Each keeps its own layers and its own error details.
+pub(crate) fn mount(outer: Router, path: &str, inner: Router) -> Router {
+    let serve = move |mut request: Request| {
+        // The inner router reports the matched route itself.
+        request.extensions_mut().remove::<MatchedPath>();
+        inner.clone().oneshot(request)
+    };
+    outer.route_service(path, tower::service_fn(serve))
 }
 
 /// Both bounds in one service, instead of two `from_fn` layers: each layer costs a box in every waiting request, and that of an `async fn`
