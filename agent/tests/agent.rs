@@ -235,6 +235,15 @@ async fn permanently_refused_result_is_dropped_with_an_error_and_not_resent() {
 }
 
 #[tokio::test]
+async fn result_of_a_superseded_provision_is_dropped_without_an_error() {
+    let (fake, _folder, agent) = enrolled(&[]).await;
+    fake.behaviour().results = StatusCode::NOT_FOUND;
+    fake.dispatch(&fake.provision(Uuid::now_v7()));
+    agent.wait_for_message("the task is superseded: its result is discarded").await;
+    assert_eq!(agent.count("the control plane will not take the result; giving it up"), 0);
+}
+
+#[tokio::test]
 async fn lost_enroll_answer_is_requested_with_the_same_csr_also_after_kill_9() {
     let (fake, folder) = (FakeControlPlane::start().await, tempfile::tempdir().unwrap());
     fake.behaviour().lose_enroll_answers = usize::MAX;

@@ -1,9 +1,12 @@
 //! Access tokens of service accounts, which the service signs with keys that operators rotate.
 
 use super::harness::{ApiHarness, TestResponse};
+use crate::auth::claims::TokenFault;
+use crate::auth::node_log_jwt::{NodeLogTokenSubject, NodeLogTokens};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use chrono::{TimeDelta, Utc};
+use domain::NodeId;
 use serde_json::{Value, json};
 use std::time::Duration;
 use uuid::Uuid;
@@ -101,4 +104,25 @@ async fn token_signing_keys_overlap_and_a_retired_one_is_refused_at_once() {
     // A token that is signed with the retired key is refused without a request to the identity provider.
     let forged = format!("{}.{}.AAAA", by_old.split('.').next().unwrap(), by_new.split('.').nth(1).unwrap());
     shown(&api, &forged).await.refused(401, "unauthenticated");
+}
+
+#[tokio::test]
+async fn log_token_of_a_node_and_access_token_are_not_accepted_for_each_other() {
+    let api = ApiHarness::new().await;
+    let account = api.account_with_key("ann", &["user"]).await;
+    let id = |text: &str| text.parse::<Uuid>().unwrap();
+    let (now, hour) = (Utc::now(), TimeDelta::hours(1));
+    let access = api.services.authenticator.service_tokens().unwrap();
+    let access = access.issue(id(&account.id).into(), id(&account.key).into(), now, hour).unwrap();
+    let logs = api.services.node_log_tokens();
+    let subject = || NodeLogTokenSubject { node_id: NodeId(Uuid::from_u128(7)), certificate_serial: "0a".to_owned() };
+    let (token, expires_at) = logs.issue(subject(), now).unwrap();
+
+    assert_eq!(logs.verify(&token, now).unwrap(), subject());
+    assert!(matches!(logs.verify(&token, expires_at + hour), Err(TokenFault::Expired)));
+    assert!(matches!(logs.verify(&access, now), Err(TokenFault::Header)));
+    let elsewhere =
+        NodeLogTokens::new("https://api.gpu.example", "https://other.example", api.services.trust.keys.clone());
+    assert!(matches!(elsewhere.verify(&token, now), Err(TokenFault::Audience)));
+    shown(&api, secrecy::ExposeSecret::expose_secret(&token)).await.refused(401, "unauthenticated");
 }
