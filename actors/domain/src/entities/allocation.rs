@@ -344,7 +344,7 @@ impl machine::Rejection for Rejection {
             Self::NotFound => Explanation::not_found("allocation"),
             Self::Exists => Explanation::conflict("The allocation exists already."),
             Self::WrongState { state, command: CommandName::ChooseLogins } => Explanation::conflict(format!(
-                "Nobody logs in to an allocation that is {state}; its keys cannot be chosen any more."
+                "An allocation that is {state} admits no logins; its keys cannot be changed any more."
             ))
             .detail("state", state.into_str()),
             Self::WrongState { state, command: CommandName::Revise } => Explanation::conflict(format!(

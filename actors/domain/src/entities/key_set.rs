@@ -275,7 +275,7 @@ impl machine::Rejection for Rejection {
             .detail("key_id", id)
             .detail("dependents", dependents),
             Self::Moved => {
-                Explanation::conflict("Somebody else rotates these keys at this moment; look at them and ask again.")
+                Explanation::conflict("Another request has just rotated these keys; read them, then ask again.")
             }
             Self::OtherPurpose => Explanation::invalid(
                 "Keys of this purpose are not rotated so: those at rest are in the key ring file, \
