@@ -2,7 +2,7 @@
 //! claims by default), verified against its published keys.
 //!
 //! A token is verified by a key of the provider under an algorithm of the allowlist, never by what its own header contains (`jwk`, `jku`,
-//! `x5u`, `x5c` are not read). Tokens of service accounts are signed by the control plane itself ([`service_account_jwt`]) and distinguished by
+//! `x5u`, `x5c` are not read). Tokens of service accounts are signed by the control plane itself ([`jwt::service_account`]) and distinguished by
 //! their key id.
 
 use std::{collections::BTreeSet, sync::Arc};
@@ -20,15 +20,13 @@ use crate::http::error::{ApiError, Code};
 pub mod claims;
 pub mod internal;
 pub mod jwks;
-mod jwt_signing;
-pub mod node_log_jwt;
+pub mod jwt;
 pub mod platform_roles;
-pub mod service_account_jwt;
 
 use claims::{ClaimPaths, TokenFault};
 pub use jsonwebtoken::Algorithm;
 use jwks::Jwks;
-use service_account_jwt::ServiceTokens;
+use jwt::service_account::ServiceTokens;
 
 /// The role that administrators have (service specification, "Authentication").
 pub const ADMIN: &str = "admin";

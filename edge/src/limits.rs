@@ -3,4 +3,3 @@
 pub(crate) mod body_admission;
 pub mod connection_quota;
 pub mod rate_limit;
-pub(crate) mod token_bucket;

@@ -7,7 +7,6 @@
 mod admission;
 mod cleanup_proof;
 mod dispatch;
-mod dispatch_log;
 mod enrollment;
 mod heartbeat;
 pub(crate) mod identity;
@@ -54,7 +53,7 @@ use wire::recording::CHUNK_MAX;
 #[derive(Clone)]
 struct NodeApi {
     services: Services,
-    dispatch_log: Arc<dispatch_log::DispatchLog>,
+    dispatch_log: Arc<dispatch::DispatchLog>,
     /// The enrollments of each address.
     enrolling: Arc<AddressLimit>,
     limits: Arc<admission::NodeLimits>,

@@ -5,7 +5,7 @@ pub(crate) mod read_model;
 
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
-use crate::auth::node_log_jwt::{GATEWAY_PATH, NodeLogTokens};
+use crate::auth::jwt::node_log::{GATEWAY_PATH, NodeLogTokens};
 use crate::auth::platform_roles::PlatformRoleCounters;
 use crate::http::correlation::{ScopeSettings, Service};
 use crate::http::error::{ApiError, Code};

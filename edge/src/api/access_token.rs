@@ -19,13 +19,13 @@ use std::time::{Duration, Instant};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use crate::auth::service_account_jwt::ServiceTokens;
+use crate::auth::jwt::service_account::ServiceTokens;
 use crate::auth::token::{TokenHash, TokenPurpose, read};
 use crate::http::correlation::Scope;
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body::Form;
 use crate::limits::rate_limit::LimitedRoute;
-use crate::limits::token_bucket::{Rate, TokenBuckets};
+use crate::limits::rate_limit::bucket::{Rate, TokenBuckets};
 use crate::services::Services;
 use crate::tls::Peer;
 use crate::tls::client_network::network_of;

@@ -5,6 +5,7 @@
 //! groups that have a quota of their own in each process.
 
 mod address;
+pub(crate) mod bucket;
 mod node;
 
 pub use address::AddressLimit;

@@ -3,8 +3,9 @@
 //! A waiting poll is neither an actor nor a task of its own: it is its connection's future and one entry in
 //! [`LongPolls`](crate::http::long_poll::LongPolls).
 
+mod log;
+
 use super::admission::AuthenticatedNode;
-use super::dispatch_log::{AgentSession, NextDispatch};
 use super::rejection_response::refused;
 use super::{NodeApi, unexpected};
 use crate::http::correlation::Scope;
@@ -21,6 +22,8 @@ use domain::NodeId;
 use domain::node::{Command, Reply, TaskKind};
 use futures::FutureExt;
 use futures::future::{BoxFuture, ready};
+pub(super) use log::DispatchLog;
+use log::{AgentSession, NextDispatch};
 use serde::Deserialize;
 use std::time::Duration;
 use telemetry::SpanContext;

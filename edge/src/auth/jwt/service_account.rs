@@ -13,9 +13,9 @@ use secrecy::SecretString;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::claims::{TokenFault, UnverifiedToken, read_times};
-use super::jwt_signing::{sign, verify};
-use super::{ADMIN, ActingServiceAccount, Caller};
+use super::{sign, verify};
+use crate::auth::claims::{TokenFault, UnverifiedToken, read_times};
+use crate::auth::{ADMIN, ActingServiceAccount, Caller};
 use crate::http::error::ApiError;
 use crate::trust::keys_in_force::KeysInForce;
 
@@ -54,7 +54,7 @@ impl ServiceTokens {
     }
 
     /// Whether a token that names this key is to be one of these, whether or not the key is still trusted.
-    pub(super) fn is_own_key(&self, key_id: &str) -> bool {
+    pub(in crate::auth) fn is_own_key(&self, key_id: &str) -> bool {
         self.keys.load().service.is_ours(key_id)
     }
 
@@ -82,7 +82,7 @@ impl ServiceTokens {
         sign(&self.keys, TOKEN_TYPE, &claims)
     }
 
-    pub(super) async fn caller(&self, token: &UnverifiedToken<'_>, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
+    pub(in crate::auth) async fn caller(&self, token: &UnverifiedToken<'_>, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
         verify(&self.keys, token)?;
         let read = token.claims()?;
         let token_expires_at = read_times(&read, SKEW, now)?;
@@ -113,7 +113,7 @@ impl ServiceTokens {
     }
 
     /// The account, where it exists, the key is one of its own, and the token's signing key is trusted.
-    pub(super) async fn account_of(&self, acting: &ActingServiceAccount) -> Result<Option<ServiceAccount>, StoreError> {
+    pub(in crate::auth) async fn account_of(&self, acting: &ActingServiceAccount) -> Result<Option<ServiceAccount>, StoreError> {
         if self.keys.load().service.trusted(&acting.signed_by).is_none() {
             return Ok(None);
         }

@@ -3,8 +3,8 @@
 //! A token names its node and the certificate that it was issued for. It proves no more than that certificate does: the gateway asks the
 //! node's state machine about both at every push, so that removing the node or revoking its certificate ends the token at once.
 
-use super::claims::{TokenFault, UnverifiedToken, read_times};
-use super::jwt_signing::{sign, verify};
+use super::{sign, verify};
+use crate::auth::claims::{TokenFault, UnverifiedToken, read_times};
 use crate::http::error::ApiError;
 use crate::trust::keys_in_force::KeysInForce;
 use chrono::{DateTime, Duration, Utc};

@@ -1,5 +1,8 @@
 //! JSON Web Tokens that the control plane signs itself, with the Ed25519 key of service tokens that is in force.
 
+pub mod node_log;
+pub mod service_account;
+
 use super::claims::{TokenFault, UnverifiedToken};
 use crate::http::error::ApiError;
 use crate::trust::keys_in_force::KeysInForce;
@@ -16,7 +19,7 @@ const ALGORITHM: &str = "EdDSA";
 ///
 /// # Errors
 /// Where there is no signing key, or the claims cannot be serialised.
-pub(super) fn sign(keys: &KeysInForce, typ: &str, claims: &impl Serialize) -> Result<SecretString, ApiError> {
+fn sign(keys: &KeysInForce, typ: &str, claims: &impl Serialize) -> Result<SecretString, ApiError> {
     let keys = keys.load();
     let (key_id, key) = keys.service.signing().ok_or_else(|| ApiError::internal("no key signs tokens"))?;
     let header = json!({ "typ": typ, "alg": ALGORITHM, "kid": key_id }).to_string();
@@ -27,7 +30,7 @@ pub(super) fn sign(keys: &KeysInForce, typ: &str, claims: &impl Serialize) -> Re
 }
 
 /// Verifies that one of the trusted keys has signed the token. Its claims are the caller's to check.
-pub(super) fn verify(keys: &KeysInForce, token: &UnverifiedToken<'_>) -> Result<(), TokenFault> {
+fn verify(keys: &KeysInForce, token: &UnverifiedToken<'_>) -> Result<(), TokenFault> {
     if token.algorithm != ALGORITHM {
         return Err(TokenFault::Algorithm);
     }

@@ -41,7 +41,7 @@ pub(super) enum NextDispatch<'a> {
 }
 
 /// By node: tasks that were dispatched and have no result yet.
-pub(super) struct DispatchLog {
+pub(in crate::node_api) struct DispatchLog {
     by_node: DashMap<NodeId, Vec<DispatchEntry>>,
     swept_at: Mutex<Instant>,
 }
