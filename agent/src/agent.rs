@@ -32,6 +32,7 @@ use crate::inventory::{self, InventoryReading};
 use crate::journal::{Journal, JournalError};
 use crate::node_api_client::{ClientError, NodeApiClient, NodeApiError};
 use crate::sandbox::Sandbox;
+use crate::service_manager::ServiceManager;
 use crate::simulated_faults::{SimulatedExecutor, SimulatedFaults};
 use crate::ssh::{self, SshError, Sshd};
 use crate::system::{self, System, private_tmp};
@@ -117,6 +118,11 @@ impl Fatal {
         })
     }
 
+    /// Whether the same agent may continue when it is started again: the unit does not start it after the other exit codes.
+    fn may_pass(&self) -> bool {
+        self.exit_code() == ExitCode::from(1)
+    }
+
     /// For the log field `error_code`.
     #[must_use]
     pub fn code(&self) -> &'static str {
@@ -154,7 +160,7 @@ impl Fatal {
 ///
 /// # Errors
 /// [`Fatal`], when it cannot continue.
-pub async fn run(config: AgentConfig, stop: CancellationToken) -> Result<(), Fatal> {
+pub async fn run(config: AgentConfig, manager: Arc<ServiceManager>, stop: CancellationToken) -> Result<(), Fatal> {
     atomic_file::private_folder(&config.state_dir)?;
     let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref()));
     match gpus.as_ref() {
@@ -166,7 +172,7 @@ pub async fn run(config: AgentConfig, stop: CancellationToken) -> Result<(), Fat
     if config.system.is_some() {
         private_tmp::warn_of_logins_without();
     }
-    run_with(config, gpus, executor, stop).await
+    run_with(config, gpus, executor, manager, stop).await
 }
 
 fn executor(config: &AgentConfig, gpus: &Arc<Gpus>) -> Result<Arc<dyn Executor>, Fatal> {
@@ -227,6 +233,7 @@ pub async fn run_with(
     config: AgentConfig,
     gpus: Arc<Gpus>,
     executor: Arc<dyn Executor>,
+    manager: Arc<ServiceManager>,
     stop: CancellationToken,
 ) -> Result<(), Fatal> {
     atomic_file::private_folder(&config.state_dir)?;
@@ -243,6 +250,8 @@ pub async fn run_with(
     let inventory = read_inventory(&gpus, executor.kind(), &config.state_dir).await.inventory;
 
     let found = identities.load()?;
+    // A node that cannot reach its control plane has started all the same, and tries again.
+    manager.notify_ready();
     // A request of an earlier process is resent with the same key: the control plane would take another key for a clone of the node.
     let recovers = found.is_some() || identities.is_recovering()?;
     let method = if recovers { enroll::EnrollmentMethod::Recover } else { enroll::EnrollmentMethod::Enroll };
@@ -272,7 +281,8 @@ pub async fn run_with(
     let (tasks, stop) = (TaskTracker::new(), stop.child_token());
     let spools = Spools::new(&config.state_dir, config.recording_spool_bytes);
     let agent = Arc::new(Agent {
-        terminals: TerminalSessions::new(spools, tasks.clone(), stop.clone()),
+        terminals: TerminalSessions::new(spools, Arc::clone(&manager), tasks.clone(), stop.clone()),
+        manager,
         slots: Arc::new(Semaphore::new(config.max_concurrent_tasks)),
         config,
         identities,
@@ -328,6 +338,7 @@ struct Agent {
     renew_within: watch::Sender<Option<Duration>>,
     slots: Arc<Semaphore>,
     terminals: TerminalSessions,
+    manager: Arc<ServiceManager>,
     tasks: TaskTracker,
     stop: CancellationToken,
     fatal: Mutex<Option<Fatal>>,
@@ -341,8 +352,7 @@ struct Session {
 
 impl Agent {
     async fn run_until_stopped(self: Arc<Self>) -> Result<(), Fatal> {
-        self.upload_leftover_recordings();
-        self.report_lost_terminals();
+        self.continue_terminals();
         self.resume();
         tokio::join!(self.poll(), self.send_heartbeats(), self.renew(), self.run_sshd());
         self.tasks.close();
@@ -382,6 +392,9 @@ impl Agent {
 
     /// Stops the agent. The first reason is kept.
     fn fail(&self, fatal: Fatal) {
+        if !fatal.may_pass() {
+            self.manager.ends_for_good();
+        }
         locked(&self.fatal).get_or_insert(fatal);
         self.stop.cancel();
     }

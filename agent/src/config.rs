@@ -92,6 +92,9 @@ pub struct Flags {
     /// Revokes the keyrings of the current user, and exits: the agent runs this as a tenant that it removes
     #[arg(long, hide = true)]
     pub forget_keyrings: bool,
+    /// Holds the program of a terminal session: the agent runs this for each session that is to outlive it
+    #[arg(long, hide = true)]
+    pub hold_terminal: bool,
 }
 
 /// How the agent isolates tenants.

@@ -20,6 +20,7 @@ pub mod node_api_client;
 pub mod process_attributes;
 pub mod reservations;
 pub mod sandbox;
+pub mod service_manager;
 pub mod simulated_faults;
 pub mod ssh;
 pub mod system;

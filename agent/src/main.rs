@@ -1,12 +1,15 @@
 //! `gpuaas-agent`: the node agent as a process.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use agent::agent::Fatal;
 use agent::agent_user::become_user;
 use agent::chain;
 use agent::config::{AgentConfig, AgentConfigError, Flags};
+use agent::service_manager::ServiceManager;
 use agent::system::keyrings::revoke_own;
+use agent::terminal::handover::hold;
 use clap::Parser as _;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -20,6 +23,11 @@ fn main() -> ExitCode {
     if flags.forget_keyrings {
         return if revoke_own().is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     }
+    if flags.hold_terminal {
+        return hold();
+    }
+    // Before anything is started that would inherit a stored descriptor.
+    let manager = Arc::new(ServiceManager::from_environment());
     // Before anything is opened, and before there is a second thread.
     let user = become_user(&flags).map_err(AgentConfigError::from);
     // Fails only if one is installed already, which is this one.
@@ -39,7 +47,7 @@ fn main() -> ExitCode {
             return ExitCode::from(WRONG_CONFIGURATION);
         }
     };
-    let ended = if flags.clean_up { agent::agent::clean_up(&config).map_err(Box::new) } else { run(config) };
+    let ended = if flags.clean_up { agent::agent::clean_up(&config).map_err(Box::new) } else { run(config, manager) };
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(fatal) => {
@@ -53,7 +61,7 @@ fn not_set_up(error: std::io::Error) -> Box<Fatal> {
     Box::new(Fatal::Runtime(error))
 }
 
-fn run(config: AgentConfig) -> Result<(), Box<Fatal>> {
+fn run(config: AgentConfig, manager: Arc<ServiceManager>) -> Result<(), Box<Fatal>> {
     // At least two threads: one may be blocked by a disk for a moment.
     let threads = std::thread::available_parallelism().map_or(2, |cores| cores.get().max(2));
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
@@ -62,13 +70,14 @@ fn run(config: AgentConfig) -> Result<(), Box<Fatal>> {
         let stop = CancellationToken::new();
         let mut terminate = signal(SignalKind::terminate()).map_err(not_set_up)?;
         let mut interrupt = signal(SignalKind::interrupt()).map_err(not_set_up)?;
-        let stop_signal = stop.clone();
+        let (stop_signal, stop_manager) = (stop.clone(), Arc::clone(&manager));
         tokio::spawn(async move {
             tokio::select! {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
             }
             info!("stopping");
+            stop_manager.notify_stopping();
             stop_signal.cancel();
         });
         info!(
@@ -78,7 +87,7 @@ fn run(config: AgentConfig) -> Result<(), Box<Fatal>> {
             state_dir = %config.state_dir.display(),
             "starting"
         );
-        agent::agent::run(config, stop).await.map_err(Box::new)
+        agent::agent::run(config, manager, stop).await.map_err(Box::new)
     });
     // An effect in flight continues from the journal at the next start.
     runtime.shutdown_background();

@@ -30,6 +30,7 @@ use tracing::{info, warn};
 use crate::atomic_file::{self, FileError};
 use crate::backoff::Backoff;
 use crate::process_attributes;
+use crate::service_manager;
 use crate::system::private_tmp;
 
 /// The machine's own host key.
@@ -254,6 +255,10 @@ impl Sshd {
         let mut command = Command::new(shell);
         command.args(words).arg(&self.program).args(["-D", "-e", "-f"]).arg(self.config());
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        // It would notify the service manager of its own start.
+        for name in service_manager::VARIABLES {
+            command.env_remove(name);
+        }
         command
     }
 

@@ -3,15 +3,19 @@
 //!
 //! The shell, its output position and the buffered output live here and nowhere else, so that no replica that fails takes anything of a
 //! session with it. The session ends with its program, on request of the control plane, or at its lifetime, which the agent enforces by
-//! itself. An agent that is stopped reports each session as lost; after a kill, the next agent reports it.
+//! itself. Where a service manager keeps descriptors, a session outlives the agent's process, and the next one continues it
+//! ([`handover`]). Otherwise an agent that is stopped reports each session as lost; after a kill, the next agent reports it.
 
+pub mod handover;
 mod output;
+mod pty;
 mod recording;
 mod session;
 mod stream;
 
-use std::collections::BTreeMap;
-use std::os::fd::AsFd as _;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -25,10 +29,16 @@ use tracing::{Instrument as _, info, warn};
 use uuid::Uuid;
 use wire::recording::RecordMode;
 use wire::task::OpenTerminal;
+use wire::terminal::RETAINED_OUTPUT;
 
 use crate::executor::TaskFailure;
 use crate::process_attributes;
+use crate::service_manager::ServiceManager;
+use handover::{Adopted, OutputLog, SessionStore};
+use output::OutputBuffer;
+use pty::PtyMaster;
 use recording::{Recorder, Upload};
+use session::{Program, ReadBuffer, SessionParts, StoredSession};
 
 pub use recording::Spools;
 pub use stream::{StreamError, TerminalSocket, TerminalTransport, UploadError};
@@ -94,6 +104,7 @@ struct LiveSession {
 pub struct TerminalSessions {
     live: LiveSessions,
     spools: Spools,
+    store: SessionStore,
     sends: Arc<Semaphore>,
     tasks: TaskTracker,
     stop: CancellationToken,
@@ -101,13 +112,59 @@ pub struct TerminalSessions {
 
 impl TerminalSessions {
     #[must_use]
-    pub fn new(spools: Spools, tasks: TaskTracker, stop: CancellationToken) -> Self {
-        Self { live: Arc::default(), spools, sends: Arc::new(Semaphore::new(CONCURRENT_UPLOADS)), tasks, stop }
+    pub fn new(spools: Spools, manager: Arc<ServiceManager>, tasks: TaskTracker, stop: CancellationToken) -> Self {
+        let (store, sends) = (SessionStore::new(manager), Arc::new(Semaphore::new(CONCURRENT_UPLOADS)));
+        Self { live: Arc::default(), spools, store, sends, tasks, stop }
     }
 
-    /// Uploads what an earlier agent has recorded and not uploaded. To be called before any session is started.
-    pub fn upload_leftovers(&self, transport: &Arc<dyn TerminalTransport>) {
-        for session_id in self.spools.leftover_sessions() {
+    /// Continues the sessions that an earlier process of the agent left, and returns which these are. To be called before any session is
+    /// started.
+    pub fn adopt(&self, transport: &Arc<dyn TerminalTransport>) -> BTreeSet<Uuid> {
+        let mut continued = BTreeSet::new();
+        for left in self.store.adopt() {
+            let session_id = left.task.session_id;
+            match self.resume(left, transport) {
+                Ok(()) => {
+                    info!(terminal_session_id = %session_id, "a terminal session from before the restart continues");
+                    continued.insert(session_id);
+                }
+                Err(error) => {
+                    warn!(terminal_session_id = %session_id, error = %error, "a terminal session cannot be continued, and is ended");
+                    self.store.remove(session_id);
+                }
+            }
+        }
+        continued
+    }
+
+    fn resume(&self, left: Adopted, transport: &Arc<dyn TerminalTransport>) -> io::Result<()> {
+        let Adopted { task, pty, program, mut log, record, acknowledged, input, recording } = left;
+        let (spool, committed) = self.spools.adopt(task.session_id, recording.before, recording.after)?;
+        let bounds = (log.read_from(0)?, log.end());
+        let (recorder, from) = Recorder::adopt(Arc::clone(&spool), committed, recording, record.clone(), bounds);
+        log.read_from(from)?;
+        let output = OutputBuffer::over_log(log.tail()?, RETAINED_OUTPUT, from);
+        let stored = StoredSession { session_id: task.session_id, record, store: self.store.clone() };
+        let parts = SessionParts {
+            pty,
+            program: Program::Held(program),
+            recorder,
+            read_buffer: ReadBuffer::new(Some(log)),
+            output,
+            acknowledged: acknowledged.min(from),
+            typed: input.into(),
+            stored: Some(stored),
+        };
+        let upload = Upload::new(spool, Arc::clone(transport), Arc::clone(&self.sends), self.stop.clone());
+        let slot = SessionSlot::take(self, task.session_id, task.allocation_id).map_err(io::Error::other)?;
+        self.run(&task, slot, parts, upload, Arc::clone(transport));
+        Ok(())
+    }
+
+    /// Uploads what an earlier agent has recorded and not uploaded, of sessions that are not `continued`. To be called before any session is
+    /// started.
+    pub fn upload_leftovers(&self, continued: &BTreeSet<Uuid>, transport: &Arc<dyn TerminalTransport>) {
+        for session_id in self.spools.leftover_sessions().into_iter().filter(|it| !continued.contains(it)) {
             let (spools, transport, sends) = (self.spools.clone(), Arc::clone(transport), Arc::clone(&self.sends));
             let stop = self.stop.clone();
             self.tasks.spawn(async move {
@@ -121,6 +178,12 @@ impl TerminalSessions {
         }
     }
 
+    /// Whether the session runs here.
+    #[must_use]
+    pub fn is_live(&self, session_id: Uuid) -> bool {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner).contains_key(&session_id)
+    }
+
     /// Starts a session: its shell runs when this returns.
     ///
     /// # Errors
@@ -131,12 +194,62 @@ impl TerminalSessions {
         shell: &ShellCommand,
         transport: Arc<dyn TerminalTransport>,
     ) -> Result<(), TaskFailure> {
-        let left = (task.ends_at - Utc::now()).to_std();
-        let left = left.map_err(|_| TaskFailure::new("terminal_over", "the session's lifetime is over"))?;
+        if task.ends_at <= Utc::now() {
+            return Err(TaskFailure::new("terminal_over", "the session's lifetime is over"));
+        }
         let slot = SessionSlot::take(self, task.session_id, task.allocation_id)?;
         let (recorder, upload) = self.record(task, &transport).await?;
-        let failed = |error: pty_process::Error| TaskFailure::new("terminal_shell", format!("no shell: {error}"));
-        let (pty, child) = spawn(shell).map_err(failed)?;
+        let parts = if self.store.reserve() {
+            self.start_stored(task, shell, recorder).await
+        } else {
+            start_child(shell, recorder).map_err(|error| error.to_string())
+        };
+        let parts = parts.map_err(|why| TaskFailure::new("terminal_shell", format!("no shell: {why}")))?;
+        self.run(task, slot, parts, upload, transport);
+        info!(terminal_session_id = %task.session_id, "a terminal session begins");
+        Ok(())
+    }
+
+    /// A session that outlives this process of the agent.
+    async fn start_stored(
+        &self,
+        task: &OpenTerminal,
+        shell: &ShellCommand,
+        mut recorder: Recorder,
+    ) -> Result<SessionParts, String> {
+        let (session_id, point) = (task.session_id, recorder.point());
+        let failed = |error: io::Error| {
+            self.store.remove(session_id);
+            error.to_string()
+        };
+        let terminal = open_terminal(shell).map_err(|error| failed(io::Error::other(error)))?;
+        let log = OutputLog::create().map_err(failed)?;
+        let begun = self.store.begin(task, shell, terminal, log, point).await;
+        let begun = begun.map_err(|error| crate::chain(&error))?;
+        recorder.announce_in(begun.record.clone());
+        let output = begun.log.tail().map_err(failed)?;
+        Ok(SessionParts {
+            pty: begun.pty,
+            program: Program::Held(begun.program),
+            recorder,
+            output: OutputBuffer::over_log(output, RETAINED_OUTPUT, 0),
+            read_buffer: ReadBuffer::new(Some(begun.log)),
+            acknowledged: 0,
+            typed: VecDeque::new(),
+            stored: Some(StoredSession { session_id, record: begun.record, store: self.store.clone() }),
+        })
+    }
+
+    /// Runs a session, its stream and its upload.
+    fn run(
+        &self,
+        task: &OpenTerminal,
+        slot: SessionSlot,
+        parts: SessionParts,
+        upload: Upload,
+        transport: Arc<dyn TerminalTransport>,
+    ) {
+        let left = (task.ends_at - Utc::now()).to_std().unwrap_or_default();
         let (to_session, from_stream) = mpsc::channel(INBOUND_QUEUE);
         let (to_stream, from_session) = mpsc::channel(OUTBOUND_QUEUE);
         let over = CancellationToken::new();
@@ -144,7 +257,7 @@ impl TerminalSessions {
             stream::Stream { session_id: task.session_id, transport, to_session, from_session, over: over.clone() };
         let stop = self.stop.clone();
         let ends = session::SessionCancellation { over, stop, released: slot.released.clone() };
-        let session = session::Session::new(pty, child, recorder, from_stream, to_stream, left, ends);
+        let session = session::Session::new(parts, from_stream, to_stream, left, ends);
         self.tasks.spawn(stream.run().in_current_span());
         self.tasks.spawn(upload.run().in_current_span());
         self.tasks.spawn(
@@ -155,8 +268,6 @@ impl TerminalSessions {
             }
             .in_current_span(),
         );
-        info!(terminal_session_id = %task.session_id, "a terminal session begins");
-        Ok(())
     }
 }
 
@@ -232,24 +343,50 @@ impl Drop for SessionSlot {
     }
 }
 
-fn spawn(shell: &ShellCommand) -> pty_process::Result<(pty_process::Pty, Child)> {
-    let (pty, pts) = pty_process::open()?;
-    pty.resize(pty_process::Size::new(ROWS, COLUMNS))?;
+/// A session that ends with this process of the agent.
+fn start_child(shell: &ShellCommand, recorder: Recorder) -> pty_process::Result<SessionParts> {
+    let (pty, child) = spawn(shell)?;
+    Ok(SessionParts {
+        pty,
+        program: Program::Child(child),
+        recorder,
+        read_buffer: ReadBuffer::new(None),
+        output: OutputBuffer::with_capacity(RETAINED_OUTPUT),
+        acknowledged: 0,
+        typed: VecDeque::new(),
+        stored: None,
+    })
+}
+
+fn spawn(shell: &ShellCommand) -> pty_process::Result<(PtyMaster, Child)> {
+    let (pty, pts) = open_pair(shell)?;
     let words = shell.command_line();
-    let (program, arguments) = words.split_first().ok_or_else(|| std::io::Error::other("there is no shell"))?;
+    let (program, arguments) = words.split_first().ok_or_else(|| io::Error::other("there is no shell"))?;
     let command = pty_process::Command::new(program)
         .args(arguments)
         .env_clear()
         .envs(shell.environment.iter().map(|(name, value)| (name, value)))
         .current_dir(&shell.folder)
         .kill_on_drop(true);
+    let child = command.spawn(pts)?;
+    Ok((PtyMaster::new(pty.into())?, child))
+}
+
+/// Both ends of a terminal for a program that another process starts.
+fn open_terminal(shell: &ShellCommand) -> pty_process::Result<(PtyMaster, OwnedFd)> {
+    let (pty, pts) = open_pair(shell)?;
+    Ok((PtyMaster::new(pty.into())?, pts.as_fd().try_clone_to_owned()?))
+}
+
+fn open_pair(shell: &ShellCommand) -> pty_process::Result<(pty_process::Pty, pty_process::Pts)> {
+    let (pty, pts) = pty_process::open()?;
+    pty.resize(pty_process::Size::new(ROWS, COLUMNS))?;
     if let Some(id) = shell.user {
         let owner = (nix::unistd::Uid::from_raw(id), nix::unistd::Gid::from_raw(id));
         // Its programs also open the terminal by name.
-        nix::unistd::fchown(pts.as_fd(), Some(owner.0), Some(owner.1)).map_err(std::io::Error::from)?;
+        nix::unistd::fchown(pts.as_fd(), Some(owner.0), Some(owner.1)).map_err(io::Error::from)?;
     }
-    let child = command.spawn(pts)?;
-    Ok((pty, child))
+    Ok((pty, pts))
 }
 
 #[cfg(test)]
@@ -261,12 +398,11 @@ mod tests {
     use super::*;
     use nix::sys::stat::{Mode as Permissions, umask};
     use nix::unistd::{Gid, Uid, setgroups};
-    use tokio::io::AsyncReadExt as _;
 
     /// The output of a shell that runs this script on its terminal.
     async fn said(shell: &ShellCommand, script: &str) -> String {
         let shell = ShellCommand { arguments: vec!["-c".to_owned(), script.to_owned()], ..shell.clone() };
-        let (mut pty, mut child) = spawn(&shell).unwrap();
+        let (pty, mut child) = spawn(&shell).unwrap();
         let (mut said, mut part) = (Vec::new(), [0; 4096]);
         // EIO: the last process that had the terminal has closed it.
         while let Ok(read @ 1..) = pty.read(&mut part).await {

@@ -1,7 +1,9 @@
 //! The agent as a process against a control plane of this process, over mutual TLS.
 #![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub)]
 
+mod descriptor_store;
 mod fake_control_plane;
+mod handover;
 mod protocol_generations;
 mod skipped;
 

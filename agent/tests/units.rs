@@ -87,6 +87,13 @@ fn irrevocable_restrictions_of_the_agent_unit_are_not_set() {
     assert_eq!(agent_unit_settings(&["LimitCORE", "LimitNPROC", "LimitNOFILE"]), ["0:infinity"]);
 }
 
+#[test]
+fn agent_unit_keeps_as_many_descriptors_as_the_agent_stores() {
+    let settings = agent_unit_settings(&["Type", "FileDescriptorStoreMax", "KillMode"]);
+    let expected = ["notify".to_owned(), "process".to_owned(), agent::service_manager::MAX_DESCRIPTORS.to_string()];
+    assert_eq!(settings, expected);
+}
+
 /// An sshd that admits root with one key, on a port that only root may listen on.
 struct Sshd {
     folder: tempfile::TempDir,

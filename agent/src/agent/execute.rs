@@ -119,10 +119,13 @@ impl Agent {
     pub(super) fn spawn_unknown_outcome(self: &Arc<Self>, payload: TaskPayload, origin: TaskOrigin) {
         let known = match &payload.task {
             Task::Reboot(reboot) => reboot_outcome(reboot, self.boot_id),
+            // It was begun just before the restart, and goes on.
+            Task::OpenTerminal(open) => {
+                self.terminals.is_live(open.session_id).then(|| Ok(Effect::plain(TaskOutput::new())))
+            }
             Task::Provision(_)
             | Task::Release(_)
             | Task::ReconcileSshKeys(_)
-            | Task::OpenTerminal(_)
             | Task::Validate {}
             | Task::Diagnose {} => None,
         };

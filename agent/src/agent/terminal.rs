@@ -36,18 +36,13 @@ impl Agent {
 }
 
 impl Agent {
-    /// Uploads recordings that an earlier agent left.
-    pub(super) fn upload_leftover_recordings(self: &Arc<Self>) {
-        self.terminals.upload_leftovers(&self.transport());
-    }
-
-    fn transport(self: &Arc<Self>) -> Arc<dyn TerminalTransport> {
-        Arc::new(NodeTransport(Arc::clone(self)))
-    }
-
-    /// A shell does not outlive its agent: the sessions of the previous process are lost, and the control plane has not been notified.
-    pub(super) fn report_lost_terminals(self: &Arc<Self>) {
-        let lost = self.journal.terminals_begun(Utc::now());
+    /// Continues the sessions that the previous process left. The others are lost, of which the control plane has not been notified, and
+    /// what is left of their recordings is uploaded.
+    pub(super) fn continue_terminals(self: &Arc<Self>) {
+        let continued = self.terminals.adopt(&self.transport());
+        self.terminals.upload_leftovers(&continued, &self.transport());
+        let mut lost = self.journal.terminals_begun(Utc::now());
+        lost.retain(|session| !continued.contains(&session.session_id));
         if lost.is_empty() {
             return;
         }
@@ -57,6 +52,10 @@ impl Agent {
             let transport = NodeTransport(Arc::clone(&agent));
             agent.terminals.report_lost(lost, &transport).await;
         });
+    }
+
+    fn transport(self: &Arc<Self>) -> Arc<dyn TerminalTransport> {
+        Arc::new(NodeTransport(Arc::clone(self)))
     }
 }
 

@@ -4,6 +4,8 @@
 //! chunk is resent until the control plane has it ([`upload`]). So neither an unavailable control plane nor an agent that is killed loses
 //! a byte that was shown; the next agent uploads what is left.
 
+#[cfg(test)]
+mod kills;
 mod recorder;
 mod spool;
 mod upload;

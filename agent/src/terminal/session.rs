@@ -5,29 +5,27 @@
 //! the output has arrived: messages may have been lost with a connection that is not yet known to be cut.
 
 mod attachment;
+mod program;
 mod read_buffer;
 
 use std::collections::VecDeque;
-use std::os::unix::process::ExitStatusExt as _;
-use std::process::ExitStatus;
 use std::time::Duration;
 
-use nix::sys::signal::{Signal, killpg};
-use nix::unistd::Pid;
-use pty_process::{OwnedReadPty, OwnedWritePty, Pty, Size};
-use tokio::io::AsyncWriteExt as _;
-use tokio::process::Child;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, interval, sleep, sleep_until, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
+use uuid::Uuid;
 use wire::recording::RecordMode;
-use wire::terminal::{INPUT_WINDOW, OUTPUT_WINDOW, ProgramExit, RETAINED_OUTPUT, TerminalCommand, TerminalEvent};
+use wire::terminal::{INPUT_WINDOW, OUTPUT_WINDOW, ProgramExit, TerminalCommand, TerminalEvent};
 
+use super::handover::{RecordFile, SessionStore};
 use super::output::OutputBuffer;
+use super::pty::PtyMaster;
 use super::recording::{Recorder, RecorderEvent};
 use attachment::Attachment;
-use read_buffer::ReadBuffer;
+pub(super) use program::Program;
+pub(super) use read_buffer::ReadBuffer;
 
 /// How long remaining output is awaited after the shell's exit, or after its reader has caught up: a background process may hold the
 /// terminal open.
@@ -45,9 +43,6 @@ const DETACHED_READ_PAUSE: Duration = Duration::from_millis(10);
 const RESEND_INTERVAL: Duration = Duration::from_secs(1);
 /// How long an agent that is being stopped waits for the acknowledgement.
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);
-/// The grace period between SIGHUP and SIGKILL.
-const KILL_GRACE: Duration = Duration::from_secs(2);
-
 /// How long the end of a recording may take to be written.
 const RECORDING_END_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -60,10 +55,9 @@ pub(super) enum StreamMessage {
 }
 
 pub(super) struct Session {
-    reader: OwnedReadPty,
-    writer: OwnedWritePty,
-    child: Child,
-    pid: Option<Pid>,
+    pty: PtyMaster,
+    program: Program,
+    read_buffer: ReadBuffer,
     output: OutputBuffer,
     recorder: Recorder,
     /// The recording mode, if it has changed and the user has not been notified.
@@ -88,6 +82,29 @@ pub(super) struct Session {
     outbox: mpsc::Sender<TerminalEvent>,
     ends_at: Instant,
     ends: SessionCancellation,
+    /// Where the next process of the agent finds it.
+    stored: Option<StoredSession>,
+}
+
+/// What a session is made of.
+pub(super) struct SessionParts {
+    pub(super) pty: PtyMaster,
+    pub(super) program: Program,
+    pub(super) recorder: Recorder,
+    pub(super) read_buffer: ReadBuffer,
+    pub(super) output: OutputBuffer,
+    /// Its output was acknowledged up to here.
+    pub(super) acknowledged: u64,
+    /// Input that its program has not taken.
+    pub(super) typed: VecDeque<u8>,
+    pub(super) stored: Option<StoredSession>,
+}
+
+/// A session in the store.
+pub(super) struct StoredSession {
+    pub(super) session_id: Uuid,
+    pub(super) record: RecordFile,
+    pub(super) store: SessionStore,
 }
 
 /// What ends a session from outside.
@@ -129,30 +146,26 @@ enum SessionEnd {
 
 impl Session {
     pub(super) fn new(
-        pty: Pty,
-        child: Child,
-        recorder: Recorder,
+        parts: SessionParts,
         inbox: mpsc::Receiver<StreamMessage>,
         outbox: mpsc::Sender<TerminalEvent>,
         left: Duration,
         ends: SessionCancellation,
     ) -> Self {
-        let (reader, writer) = pty.into_split();
-        let pid = child.id().and_then(|pid| i32::try_from(pid).ok()).map(Pid::from_raw);
+        let SessionParts { pty, program, recorder, read_buffer, output, acknowledged, typed, stored } = parts;
         let now = Instant::now();
         Self {
-            reader,
-            writer,
-            child,
-            pid,
-            output: OutputBuffer::with_capacity(RETAINED_OUTPUT),
+            pty,
+            program,
+            read_buffer,
+            output,
             recorder,
             recording: None,
             attachment: None,
             last_activity_at: now,
             newest_attachment: 0,
-            acknowledged: 0,
-            typed: VecDeque::new(),
+            acknowledged,
+            typed,
             ended: None,
             is_eof: false,
             reads_since: None,
@@ -161,11 +174,15 @@ impl Session {
             outbox,
             ends_at: now + left,
             ends,
+            stored,
         }
     }
 
     pub(super) async fn run(mut self) {
         let end = self.run_until_end().await;
+        if matches!(end, SessionEnd::Stopped) && self.leaves().await {
+            return;
+        }
         // A disk that hangs does not block the end.
         let _ = timeout(RECORDING_END_TIMEOUT, self.recorder.finish()).await;
         match end {
@@ -186,6 +203,21 @@ impl Session {
         }
         self.ends.over.cancel();
         self.end_processes().await;
+        if let Some(stored) = &self.stored {
+            stored.store.remove(stored.session_id);
+        }
+    }
+
+    /// Whether the session is left to the next process of the agent, which continues it.
+    async fn leaves(&mut self) -> bool {
+        let Some(stored) = &self.stored else { return false };
+        if self.ends.released.is_cancelled() || !stored.store.outlives_stop().await {
+            return false;
+        }
+        self.typed.make_contiguous();
+        stored.record.leave_input(self.typed.as_slices().0);
+        self.recorder.leave();
+        true
     }
 
     /// The control plane sends that the session is over once it knows how it ended. Messages may be lost with a cut stream, so they are
@@ -224,10 +256,9 @@ impl Session {
     }
 
     async fn run_until_end(&mut self) -> SessionEnd {
-        let mut read_buffer = ReadBuffer::new();
         let outbox = self.outbox.clone();
         loop {
-            self.update_read_state(&read_buffer);
+            self.update_read_state();
             if let Some(exit) = self.finished_exit() {
                 return SessionEnd::Exited(exit);
             }
@@ -250,31 +281,31 @@ impl Session {
                     let Ok(permit) = permit else { return SessionEnd::Over };
                     self.send_next(permit);
                 }
-                read = timeout_at(read_until, read_buffer.read(&mut self.reader, read_after)), if may_read => match read {
-                    Ok(Ok(1..)) => self.record_output(read_buffer.take()),
+                read = timeout_at(read_until, self.read_buffer.read(&self.pty, read_after)), if may_read => match read {
+                    Ok(Ok(1..)) => self.record_output(),
                     // EIO: every process of the terminal has closed it.
                     Ok(Ok(0) | Err(_)) => self.is_eof = true,
-                    Err(_) if read_buffer.is_empty() => self.is_eof = true,
-                    Err(_) => self.record_output(read_buffer.take()),
+                    Err(_) if self.read_buffer.is_empty() => self.is_eof = true,
+                    Err(_) => self.record_output(),
                 },
                 event = self.recorder.next_event(), if self.recorder.is_busy() => match event {
                     RecorderEvent::Show(bytes) => self.buffer_output(&bytes),
                     RecorderEvent::Ended => self.recording = Some(RecordMode::Off),
                     RecorderEvent::MustEnd => return SessionEnd::Closed,
                 },
-                written = self.writer.write(self.typed.as_slices().0), if !self.typed.is_empty() => self.consume_input(written.ok()),
-                status = self.child.wait(), if self.ended.is_none() => self.note_exit(status.ok()),
+                written = self.pty.write(self.typed.as_slices().0), if !self.typed.is_empty() => self.consume_input(written.ok()),
+                exit = self.program.wait(), if self.ended.is_none() => self.note_exit(exit),
                 () = sleep(Duration::from_secs(1)), if self.ended.is_some() => {}
             }
         }
     }
 
     /// Updates what changed without a message.
-    fn update_read_state(&mut self, read_buffer: &ReadBuffer) {
+    fn update_read_state(&mut self) {
         self.reads_since = self.may_read().then(|| self.reads_since.unwrap_or_else(Instant::now));
         let is_past_the_rest =
             self.ended.is_some_and(|it| it.read >= PTY_BUFFER_BOUND && it.at.elapsed() >= OUTPUT_IDLE_TIMEOUT);
-        if is_past_the_rest && read_buffer.is_empty() {
+        if is_past_the_rest && self.read_buffer.is_empty() {
             self.is_eof = true;
         }
         if self.is_drained() && !self.typed.is_empty() {
@@ -339,7 +370,7 @@ impl Session {
                 let sent = self.attachment.as_ref().map_or(0, |it| it.next);
                 let position = position.min(sent);
                 if position > self.acknowledged {
-                    self.acknowledged = position;
+                    self.acknowledge(position);
                     self.last_activity_at = Instant::now();
                 }
             }
@@ -351,7 +382,7 @@ impl Session {
             }
             TerminalCommand::Resize { columns, rows } => {
                 let (columns, rows) = (columns.max(1), rows.max(1));
-                let _ = self.writer.resize(Size::new(rows, columns));
+                let _ = self.pty.resize(columns, rows);
                 self.recorder.resize(columns, rows);
             }
             TerminalCommand::Record { terms } => {
@@ -375,11 +406,18 @@ impl Session {
         let wanted = from.unwrap_or(self.acknowledged).min(self.output.end());
         let next = wanted.max(self.output.start());
         self.newest_attachment = attachment;
-        self.acknowledged = next;
+        self.acknowledge(next);
         self.last_activity_at = Instant::now();
         self.attachment = Some(Attachment::new(attachment, wanted, next));
         // A change may have been sent over a connection that was cut just then.
         self.recording = Some(self.recorder.mode());
+    }
+
+    fn acknowledge(&mut self, position: u64) {
+        self.acknowledged = position;
+        if let Some(stored) = &self.stored {
+            stored.record.acknowledge(position);
+        }
     }
 
     fn detach(&mut self) {
@@ -388,7 +426,8 @@ impl Session {
     }
 
     /// Records the program's output; it is shown once it is recorded.
-    fn record_output(&mut self, bytes: &[u8]) {
+    fn record_output(&mut self) {
+        let bytes = self.read_buffer.take();
         if let Some(ended) = &mut self.ended {
             ended.read += bytes.len() as u64;
         }
@@ -411,40 +450,19 @@ impl Session {
         }
     }
 
-    fn note_exit(&mut self, status: Option<ExitStatus>) {
-        self.ended = Some(ExitedProgram::now(exit_of(status)));
+    fn note_exit(&mut self, exit: ProgramExit) {
+        self.ended = Some(ExitedProgram::now(exit));
         // The remaining output is small, and is to be read without a pause.
         self.read_after = Instant::now();
     }
 
-    /// Ends the session's own processes: the shell and its process group. What a user has put into the background of the machine ends
-    /// with the allocation.
     async fn end_processes(&mut self) -> ProgramExit {
         if let Some(ended) = self.ended {
             return ended.exit;
         }
-        let signal = |signal| self.pid.map(|pid| killpg(pid, signal));
-        signal(Signal::SIGHUP);
-        let status = match tokio::time::timeout(KILL_GRACE, self.child.wait()).await {
-            Ok(status) => status,
-            Err(_) => {
-                signal(Signal::SIGKILL);
-                self.child.wait().await
-            }
-        };
-        let exit = exit_of(status.ok());
+        let exit = self.program.end().await;
         self.ended = Some(ExitedProgram::now(exit));
         exit
-    }
-}
-
-fn exit_of(status: Option<ExitStatus>) -> ProgramExit {
-    let how = status.map(|status| (status.code(), status.signal()));
-    match how {
-        Some((Some(code), _)) => ProgramExit::Code(code),
-        Some((None, Some(signal))) => ProgramExit::Signal(signal),
-        // The exit status is unknown.
-        Some((None, None)) | None => ProgramExit::Code(-1),
     }
 }
 

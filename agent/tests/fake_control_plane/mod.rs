@@ -1,6 +1,6 @@
 //! A fake control plane in this process, as far as an agent sees it: real TLS, real client certificates, real signatures.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -10,7 +10,7 @@ use axum::extract::{Path as UrlPath, Request, State};
 use axum::http::StatusCode;
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::{get, post, put};
 use axum::{Extension, Json, Router};
 use chrono::{TimeDelta, Utc};
 use ed25519_dalek::SigningKey;
@@ -38,6 +38,8 @@ use wire::task::{
     TaskResult, sign,
 };
 use wire::{PROTOCOL, PublicKey, SecretToken, VerifierSet};
+
+pub mod terminal;
 
 pub const TOKEN: &str = "token-that-must-not-be-logged";
 
@@ -76,6 +78,8 @@ pub struct RecordedCalls {
     /// Client certificates of task polls, each once, in order.
     pub certificates: Vec<Vec<u8>>,
     tasks: VecDeque<SignedEnvelope>,
+    /// By session.
+    pub terminals: BTreeMap<Uuid, terminal::SeenTerminal>,
 }
 
 /// The configured behaviour of the control plane.
@@ -321,7 +325,7 @@ async fn serve(listener: TcpListener, shared: Arc<Shared>) {
             let peer = stream.get_ref().1.peer_certificates().map(|chain| chain[0].clone().into_owned());
             let service = TowerToHyperService::new(router.layer(Extension(Peer(peer))));
             let server = hyper_util::server::conn::auto::Builder::new(TokioExecutor::new());
-            let _ = server.serve_connection(TokioIo::new(stream), service).await;
+            let _ = server.serve_connection_with_upgrades(TokioIo::new(stream), service).await;
         });
     }
 }
@@ -332,6 +336,8 @@ fn router(shared: Arc<Shared>) -> Router {
         .route("/tasks/{task_id}/result", post(result))
         .route("/heartbeat", post(heartbeat))
         .route("/certificate/renew", post(renew))
+        .route("/terminals/{session_id}/stream", get(terminal::stream))
+        .route("/terminals/{session_id}/recording/{seq}", put(terminal::store_chunk))
         .route_layer(middleware::from_fn_with_state(Arc::clone(&shared), identify));
     let all = with_certificate
         .route("/enroll", post(enroll))
@@ -514,6 +520,13 @@ pub struct SpawnedAgent {
 impl SpawnedAgent {
     /// Starts an agent in `folder` with the bundle's environment file.
     pub fn start(folder: &Path, bundle: &BootstrapBundle, more: &[&str]) -> Self {
+        let mut agent = Command::new(env!("CARGO_BIN_EXE_gpuaas-agent"));
+        agent.env_clear();
+        Self::start_by(agent, folder, bundle, more)
+    }
+
+    /// Starts it by a command, to which the agent's flags are added.
+    pub fn start_by(mut command: Command, folder: &Path, bundle: &BootstrapBundle, more: &[&str]) -> Self {
         let env_file = folder.join("agent.env");
         std::fs::write(&env_file, bundle.to_env_file().unwrap()).unwrap();
         let log = folder.join(format!("{}.log", Uuid::now_v7()));
@@ -524,8 +537,7 @@ impl SpawnedAgent {
         if let Some(nobody) = nobody {
             give_away(folder, &nobody);
         }
-        let child = Command::new(env!("CARGO_BIN_EXE_gpuaas-agent"))
-            .env_clear()
+        let child = command
             .arg("--env-file")
             .arg(&env_file)
             .arg("--state-dir")
@@ -540,8 +552,12 @@ impl SpawnedAgent {
         Self { child, log }
     }
 
+    pub fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap()
+    }
+
     pub fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(i32::try_from(self.child.id()).unwrap()), signal).unwrap();
+        kill(Pid::from_raw(self.pid()), signal).unwrap();
     }
 
     /// Kills it as a power failure would.

@@ -16,6 +16,7 @@ use wire::recording::{CHUNK_FULL, Frame, FrameContent, RecordMode, RecordTerms, 
 use wire::terminal::CHUNK;
 
 use super::spool::{Spool, SpoolError, SpoolWriter};
+use crate::terminal::handover::{CommitPoint, RecordFile, RecordingPoint, RecordingState};
 
 /// A chunk is closed when it is full, or this long after its first frame.
 const CHUNK_MAX_AGE: Duration = Duration::from_secs(2);
@@ -52,16 +53,14 @@ pub(in crate::terminal) struct Recorder {
     try_again: Option<Instant>,
     state: RecordingState,
     end_notified: bool,
-}
-
-/// The state of the recording.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum RecordingState {
-    On,
-    /// It has reached its limit. It continues if the limit is raised.
-    Full,
-    /// The control plane refuses it, or its writer is gone.
-    Over,
+    /// The position of the next output that is shown.
+    shown: u64,
+    /// The last write that succeeded.
+    committed: CommitPoint,
+    /// The write in progress, if it succeeds.
+    intended: CommitPoint,
+    /// Where the next process of the agent finds both.
+    record: Option<RecordFile>,
 }
 
 /// Frames, and the output that is shown once they are written.
@@ -71,6 +70,8 @@ struct Batch {
     /// The newest frame, into which the next one may be merged.
     last: Option<Frame>,
     output: Vec<u8>,
+    /// The terms since the newest frame.
+    terms: Option<RecordTerms>,
 }
 
 impl Batch {
@@ -134,6 +135,8 @@ pub(in crate::terminal) enum RecorderEvent {
 
 impl Recorder {
     pub(in crate::terminal) fn new(spool: Arc<Spool>, terms: RecordTerms, (columns, rows): (u16, u16)) -> Self {
+        let state = RecordingState::On;
+        let committed = CommitPoint { chunk: 0, length: 0, recorded: 0, position: 0, micros: None, terms, state };
         Self {
             writer: Some(SpoolWriter::new(Arc::clone(&spool), 0, terms.most_bytes)),
             spool,
@@ -149,9 +152,92 @@ impl Recorder {
             begun: Instant::now(),
             due: None,
             try_again: None,
-            state: RecordingState::On,
+            state,
             end_notified: false,
+            shown: 0,
+            committed,
+            intended: committed,
+            record: None,
         }
+    }
+
+    /// Continues a recording of an earlier process at `committed`, of a session whose output is there from `start` to `end`. Returns the
+    /// position from which output is to be recorded.
+    pub(in crate::terminal) fn adopt(
+        spool: Arc<Spool>,
+        committed: CommitPoint,
+        point: RecordingPoint,
+        record: RecordFile,
+        (start, end): (u64, u64),
+    ) -> (Self, u64) {
+        let CommitPoint { terms, state, .. } = committed;
+        let mut it = Self::new(Arc::clone(&spool), terms, point.size);
+        // Output that is not recorded may have been shown up to its end.
+        let is_on = state == RecordingState::On && terms.mode != RecordMode::Off;
+        let from = if is_on { committed.position.clamp(start, end) } else { end };
+        let unrecorded = from.saturating_sub(committed.position);
+        match (state, terms.mode) {
+            (_, RecordMode::Off) => {}
+            (RecordingState::On, _) => it.lost = unrecorded,
+            (RecordingState::Full | RecordingState::Over | RecordingState::Ended, _) => it.past_limit = unrecorded,
+        }
+        let next = committed.chunk + u32::from(committed.length > 0);
+        let is_ended = state == RecordingState::Ended;
+        it.writer = (!is_ended).then(|| SpoolWriter::resume(spool, next, committed.recorded, point.most));
+        it.last = committed.micros;
+        it.most = point.most;
+        it.begun = began_at(point.began_micros);
+        it.state = state;
+        it.end_notified = true;
+        it.shown = from;
+        it.committed = committed;
+        it.intended = committed;
+        it.record = Some(record);
+        it.announce();
+        (it, from)
+    }
+
+    /// What the next process of the agent must know.
+    pub(in crate::terminal) fn point(&self) -> RecordingPoint {
+        let began = monotonic().saturating_sub(self.begun.elapsed());
+        RecordingPoint {
+            began_micros: u64::try_from(began.as_micros()).unwrap_or(u64::MAX),
+            size: self.size,
+            most: self.most,
+            before: self.committed,
+            after: self.intended,
+        }
+    }
+
+    /// Has each write announced in the session's record before it happens.
+    pub(in crate::terminal) fn announce_in(&mut self, record: RecordFile) {
+        self.record = Some(record);
+        self.announce();
+    }
+
+    fn announce(&self) {
+        if let Some(record) = &self.record {
+            record.record(self.point());
+        }
+    }
+
+    /// Announces a write of so many bytes, after which the recording is there.
+    fn intend(
+        &mut self,
+        writer: &SpoolWriter,
+        bytes: usize,
+        (position, micros): (u64, Option<u64>),
+        state: RecordingState,
+    ) {
+        let (chunk, length, recorded) = writer.after(bytes);
+        let terms = self.in_flight.terms.unwrap_or(self.committed.terms);
+        self.intended = CommitPoint { chunk, length, recorded, position, micros, terms, state };
+        self.announce();
+    }
+
+    fn show(&mut self, output: Vec<u8>) -> RecorderEvent {
+        self.shown += output.len() as u64;
+        RecorderEvent::Show(output)
     }
 
     /// Starts the recording, if there is to be one. If it cannot start, a session that must be recorded must not start either; another
@@ -163,9 +249,12 @@ impl Recorder {
         let Some(writer) = self.writer.as_mut().filter(|_| self.terms.mode != RecordMode::Off) else { return Ok(()) };
         let mut begin = Vec::new();
         begin_frame(self.size).write(&mut begin);
+        let (chunk, length, recorded) = writer.after(begin.len());
         let begun = writer.write(&begin);
         match &begun {
             Ok(()) => {
+                self.committed = CommitPoint { chunk, length, recorded, micros: Some(0), ..self.committed };
+                self.intended = self.committed;
                 self.last = Some(0);
                 self.due = Some(self.begun + CHUNK_MAX_AGE);
             }
@@ -180,7 +269,7 @@ impl Recorder {
     pub(in crate::terminal) const fn mode(&self) -> RecordMode {
         match self.state {
             RecordingState::On => self.terms.mode,
-            RecordingState::Full | RecordingState::Over => RecordMode::Off,
+            RecordingState::Full | RecordingState::Over | RecordingState::Ended => RecordMode::Off,
         }
     }
 
@@ -205,6 +294,7 @@ impl Recorder {
 
     fn resume(&mut self) {
         self.state = RecordingState::On;
+        self.committed.state = RecordingState::On;
         self.end_notified = false;
         self.lost += take(&mut self.past_limit);
     }
@@ -237,6 +327,7 @@ impl Recorder {
         if self.state == RecordingState::On {
             let micros = self.micros();
             self.next.add(Frame { micros, what });
+            self.next.terms = Some(self.terms);
         }
     }
 
@@ -288,7 +379,8 @@ impl Recorder {
                 if self.next.output.is_empty() {
                     std::future::pending::<()>().await;
                 }
-                return RecorderEvent::Show(take(&mut self.next.output));
+                let output = take(&mut self.next.output);
+                return self.show(output);
             } else if let Some(at) = self.try_again {
                 tokio::select! {
                     () = sleep_until(at) => {}
@@ -300,7 +392,8 @@ impl Recorder {
                     return came;
                 }
             } else if !self.next.output.is_empty() {
-                return RecorderEvent::Show(take(&mut self.next.output));
+                let output = take(&mut self.next.output);
+                return self.show(output);
             } else if let Some(due) = self.due {
                 sleep_until(due).await;
                 self.due = None;
@@ -333,6 +426,9 @@ impl Recorder {
         if let Some(last) = &self.in_flight.last {
             last.write(&mut frames);
         }
+        let position = self.shown + self.in_flight.output.len() as u64;
+        let micros = self.in_flight.last.as_ref().map(|frame| frame.micros);
+        self.intend(&writer, frames.len(), (position, micros), RecordingState::On);
         if let Some(outcome) = writer.write_at_once(&frames) {
             return self.handle_write(writer, outcome);
         }
@@ -354,20 +450,26 @@ impl Recorder {
             Err(SpoolError::Over) if was_raised => return self.handle_write_error(SpoolError::NoRoom),
             Err(why) => return self.handle_write_error(why),
         }
+        self.committed = self.intended;
         let Batch { last, output, .. } = take(&mut self.in_flight);
         (self.lost, self.last) = (0, last.map(|frame| frame.micros));
-        (!output.is_empty()).then_some(RecorderEvent::Show(output))
+        (!output.is_empty()).then(|| self.show(output))
     }
 
     /// In mode strict the output is kept and retried, or never shown; otherwise it is shown, and lost from the recording.
     fn handle_write_error(&mut self, why: SpoolError) -> Option<RecorderEvent> {
+        // Before a chunk is closed: one that was sent would count as complete.
+        self.intended = self.committed;
+        self.announce();
         let is_strict = self.terms.mode == RecordMode::Strict;
         match why {
             SpoolError::Over => self.stop(RecordingState::Full),
             SpoolError::Refused => self.stop(RecordingState::Over),
             SpoolError::NoRoom | SpoolError::Disk(_) => {
-                if let SpoolError::Disk(error) = &why {
-                    warn!(error = %error, "a recording cannot be written to the disk");
+                match (&why, &mut self.writer) {
+                    (SpoolError::Disk(error), _) => warn!(error = %error, "a recording cannot be written to the disk"),
+                    (_, Some(writer)) => writer.close(),
+                    (_, None) => {}
                 }
                 if is_strict {
                     self.try_again = Some(Instant::now() + RETRY_PAUSE);
@@ -380,16 +482,31 @@ impl Recorder {
             return None;
         }
         self.lost += output.len() as u64;
-        (!output.is_empty()).then_some(RecorderEvent::Show(output))
+        (!output.is_empty()).then(|| self.show(output))
     }
 
     fn stop(&mut self, state: RecordingState) {
         self.state = state;
         self.next.drop_frames();
         self.past_limit += self.next.output.len() as u64;
+        self.committed.state = state;
+        self.intended = self.committed;
+        self.announce();
         if let Some(writer) = &mut self.writer {
             writer.close();
         }
+    }
+
+    /// Leaves the recording to the next process of the agent.
+    pub(in crate::terminal) fn leave(&self) {
+        self.spool.leave();
+    }
+
+    /// As if the chunk had reached its age.
+    #[cfg(test)]
+    pub(super) fn close_chunk(&mut self) {
+        self.due = None;
+        self.writer.iter_mut().for_each(SpoolWriter::close);
     }
 
     /// Ends the recording with its session. Output that waits for room was not shown, and is not recorded either.
@@ -412,13 +529,29 @@ impl Recorder {
         let gap = (lost > 0).then_some(Frame { micros, what: FrameContent::Gap { bytes: lost } });
         let end = Frame { micros, what: FrameContent::End(how) };
         let words: Vec<Frame> = begin.into_iter().chain(gap).chain([end]).collect();
-        let ended = tokio::task::spawn_blocking(move || writer.end(&words));
+        let mut bytes = Vec::new();
+        words.iter().for_each(|frame| frame.write(&mut bytes));
+        let position = self.shown + lost.saturating_sub(self.lost);
+        self.intend(&writer, bytes.len(), (position, Some(micros)), RecordingState::Ended);
+        let ended = tokio::task::spawn_blocking(move || writer.end(&bytes));
         match ended.await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => warn!(error = %error, "a recording's end cannot be written"),
             Err(error) => warn!(error = %error, "a recording's end cannot be written"),
         }
     }
+}
+
+/// The machine's monotonic clock, by which the processes of one boot agree.
+fn monotonic() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    Duration::try_from(now).unwrap_or_default()
+}
+
+/// That time of the monotonic clock.
+fn began_at(micros: u64) -> Instant {
+    let ago = monotonic().saturating_sub(Duration::from_micros(micros));
+    Instant::now().checked_sub(ago).unwrap_or_else(Instant::now)
 }
 
 /// The first frame of all.

@@ -11,6 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::terminal::handover::{CommitPoint, RecordingState};
 use tokio::sync::Notify;
 use tracing::warn;
 use uuid::Uuid;
@@ -71,27 +72,72 @@ impl Spools {
         entries.filter_map(|entry| Uuid::try_parse(entry.file_name().to_str()?).ok()).collect()
     }
 
+    /// Continues the spool of a session that an earlier process left, with the write of `after` if that is complete, otherwise as it was
+    /// `before`. Returns which of both it is.
+    ///
+    /// # Errors
+    /// The spool cannot be read or repaired.
+    pub(in crate::terminal) fn adopt(
+        &self,
+        session_id: Uuid,
+        before: CommitPoint,
+        after: CommitPoint,
+    ) -> io::Result<(Arc<Spool>, CommitPoint)> {
+        let folder = self.folder.join(session_id.to_string());
+        let (mut waiting, sent) = match chunks_in(&folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => (Vec::new(), None),
+            found => found?,
+        };
+        let path = |seq: u32| folder.join(format!("{seq:08}.{PENDING}"));
+        let newest = if waiting.contains(&after.chunk) { fs::metadata(path(after.chunk))?.len() } else { 0 };
+        // Where the folder is gone, everything was sent or refused.
+        let is_sent = sent >= Some(after.chunk) || (after.state == RecordingState::Ended && waiting.is_empty());
+        let is_complete = is_sent || newest >= after.length;
+        let point = if is_complete { after } else { before };
+        let next = point.chunk + u32::from(point.length > 0);
+        waiting.retain(|seq| *seq < next);
+        if !is_complete && newest > 0 {
+            // A part of the write is in the file.
+            let whole = if after.chunk == before.chunk { before.length } else { 0 };
+            OpenOptions::new().write(true).open(path(after.chunk))?.set_len(whole)?;
+        }
+        let taken = waiting.first().copied().unwrap_or(next);
+        let state =
+            SpoolState { closed: next, taken, ended: point.state == RecordingState::Ended, ..SpoolState::default() };
+        let spool = Arc::new(Spool::new(self.clone(), session_id, state));
+        for seq in waiting {
+            spool.reserve(fs::metadata(path(seq))?.len(), true);
+        }
+        Ok((spool, point))
+    }
+
     /// Recovers what an earlier agent left of this session: truncated to whole frames, and ended.
     pub(super) fn recover(&self, session_id: Uuid) -> io::Result<Arc<Spool>> {
         let folder = self.folder.join(session_id.to_string());
-        let (mut waiting, mut sent) = (Vec::new(), None);
-        for entry in fs::read_dir(&folder)? {
-            let name = entry?.file_name();
-            let Some((seq, kind)) = name.to_str().and_then(|name| name.split_once('.')) else { continue };
-            let Ok(seq) = seq.parse::<u32>() else { continue };
-            match kind {
-                PENDING => waiting.push(seq),
-                SENT => sent = sent.max(Some(seq)),
-                _ => {}
-            }
-        }
-        waiting.sort_unstable();
+        let (waiting, sent) = chunks_in(&folder)?;
         let taken = waiting.first().copied().or_else(|| sent.map(|seq| seq + 1)).unwrap_or(0);
         let state = SpoolState { closed: taken, taken, ..SpoolState::default() };
         let spool = Arc::new(Spool::new(self.clone(), session_id, state));
         spool.repair(&waiting)?;
         Ok(spool)
     }
+}
+
+/// The chunks of a session that wait, in order, and the last one that was uploaded.
+fn chunks_in(folder: &Path) -> io::Result<(Vec<u32>, Option<u32>)> {
+    let (mut waiting, mut sent) = (Vec::new(), None);
+    for entry in fs::read_dir(folder)? {
+        let name = entry?.file_name();
+        let Some((seq, kind)) = name.to_str().and_then(|name| name.split_once('.')) else { continue };
+        let Ok(seq) = seq.parse::<u32>() else { continue };
+        match kind {
+            PENDING => waiting.push(seq),
+            SENT => sent = sent.max(Some(seq)),
+            _ => {}
+        }
+    }
+    waiting.sort_unstable();
+    Ok((waiting, sent))
 }
 
 /// File extensions: chunks to upload, and the marker of the last uploaded chunk.
@@ -120,6 +166,8 @@ struct SpoolState {
     bytes: u64,
     ended: bool,
     refused: bool,
+    /// The next process of the agent continues.
+    left: bool,
 }
 
 /// The uploader's next step.
@@ -130,6 +178,8 @@ pub(super) enum NextUpload {
     Nothing,
     /// Everything is uploaded, or the control plane refuses it.
     Done,
+    /// The rest is the next process's.
+    Left,
 }
 
 impl Spool {
@@ -188,6 +238,9 @@ impl Spool {
         if state.refused || (state.ended && state.taken == state.closed) {
             return NextUpload::Done;
         }
+        if state.left {
+            return NextUpload::Left;
+        }
         if state.taken < state.closed { NextUpload::Chunk(state.taken) } else { NextUpload::Nothing }
     }
 
@@ -199,8 +252,10 @@ impl Spool {
     pub(super) fn mark_sent(&self, seq: u32) {
         let path = self.path(seq, PENDING);
         let length = fs::metadata(&path).map(|file| file.len()).unwrap_or(0);
-        let emptied = OpenOptions::new().write(true).truncate(true).open(&path).map(drop);
-        let marked = emptied.and_then(|()| fs::rename(&path, self.path(seq, SENT)));
+        let sent = self.path(seq, SENT);
+        // In this order: an empty chunk that is not marked would be taken for one that was never written.
+        let renamed = fs::rename(&path, &sent);
+        let marked = renamed.and_then(|()| OpenOptions::new().write(true).truncate(true).open(&sent).map(drop));
         if let Some(before) = seq.checked_sub(1) {
             let _ = fs::remove_file(self.path(before, SENT));
         }
@@ -217,6 +272,12 @@ impl Spool {
     pub(super) fn refuse(&self) {
         self.state().refused = true;
         self.emptied.notify_one();
+    }
+
+    /// The next process of the agent continues the recording.
+    pub(super) fn leave(&self) {
+        self.state().left = true;
+        self.filled.notify_one();
     }
 
     /// To be called when everything is uploaded or refused.
@@ -253,7 +314,9 @@ impl Spool {
         if !ended {
             let seq = self.state().closed;
             let mut writer = SpoolWriter::new(Arc::clone(self), seq, u64::MAX);
-            writer.end(&[Frame { micros, what: FrameContent::End(RecordingEnd::Agent) }])?;
+            let mut end = Vec::new();
+            Frame { micros, what: FrameContent::End(RecordingEnd::Agent) }.write(&mut end);
+            writer.end(&end)?;
         }
         self.end();
         Ok(())
@@ -277,6 +340,21 @@ impl SpoolWriter {
         Self { spool, seq, file: None, recorded: 0, most }
     }
 
+    /// Continues with a new chunk after `recorded` bytes.
+    pub(super) const fn resume(spool: Arc<Spool>, seq: u32, recorded: u64, most: u64) -> Self {
+        Self { spool, seq, file: None, recorded, most }
+    }
+
+    /// The chunk, its length, and everything that was ever written, after a write of so many bytes.
+    pub(super) fn after(&self, bytes: usize) -> (u32, u64, u64) {
+        let all = self.recorded + bytes as u64;
+        match &self.file {
+            Some((_, length)) if length + bytes <= CHUNK_MAX => (self.seq, (length + bytes) as u64, all),
+            Some(_) => (self.seq + 1, bytes as u64, all + CHUNK_COST),
+            None => (self.seq, bytes as u64, all + CHUNK_COST),
+        }
+    }
+
     /// Sets the limit of the recording.
     pub(super) fn set_limit(&mut self, most: u64) {
         self.most = most;
@@ -286,7 +364,8 @@ impl SpoolWriter {
         self.most
     }
 
-    /// Writes frames, completely or not at all: they go into one chunk, and so are [`CHUNK_MAX`] bytes at most.
+    /// Writes frames, completely or not at all: they go into one chunk, and so are [`CHUNK_MAX`] bytes at most. Where there is no room, the
+    /// caller closes the chunk: unless what is there is uploaded, there will never be any.
     pub(super) fn write(&mut self, frames: &[u8]) -> Result<(), SpoolError> {
         let length = frames.len() as u64;
         if self.spool.is_refused() {
@@ -296,8 +375,6 @@ impl SpoolWriter {
             return Err(SpoolError::Over);
         }
         if !self.spool.reserve(length, false) {
-            // What is there is uploaded first, otherwise there will never be room.
-            self.close();
             return Err(SpoolError::NoRoom);
         }
         self.put(frames).map_err(|error| {
@@ -323,11 +400,9 @@ impl SpoolWriter {
     }
 
     /// Writes the last frames: there is room for them, however full the spool is.
-    pub(super) fn end(&mut self, words: &[Frame]) -> io::Result<()> {
-        let mut bytes = Vec::new();
-        words.iter().for_each(|frame| frame.write(&mut bytes));
-        self.spool.reserve(bytes.len() as u64, true);
-        let put = self.put(&bytes);
+    pub(super) fn end(&mut self, frames: &[u8]) -> io::Result<()> {
+        self.spool.reserve(frames.len() as u64, true);
+        let put = self.put(frames);
         self.close();
         self.spool.end();
         put
@@ -422,7 +497,7 @@ mod tests {
         for _ in 0..10 {
             writer.write(&output(16 * 1024)).unwrap();
         }
-        writer.end(&[Frame { micros: 9, what: FrameContent::End(RecordingEnd::Session) }]).unwrap();
+        writer.end(&frame(9, FrameContent::End(RecordingEnd::Session))).unwrap();
         let sent = send(&spool);
         assert!(sent.len() >= 3 && sent.iter().all(|chunk| chunk.len() <= CHUNK_MAX));
         assert_eq!(last(sent.last().unwrap()), FrameContent::End(RecordingEnd::Session));
@@ -440,6 +515,7 @@ mod tests {
         }
         assert!((8..=12).contains(&written), "{written}");
         assert!(matches!(writer.write(&output(16 * 1024)), Err(SpoolError::NoRoom)));
+        writer.close();
         assert!(!send(&spool).is_empty());
         writer.write(&output(16 * 1024)).unwrap();
         // Another session has its own share, and all of them together no more than there is.
@@ -451,7 +527,7 @@ mod tests {
             }
         }
         assert!(all <= 8 * 200 / 16, "{all}");
-        writer.end(&[Frame { micros: 1, what: FrameContent::End(RecordingEnd::Session) }]).unwrap();
+        writer.end(&frame(1, FrameContent::End(RecordingEnd::Session))).unwrap();
     }
 
     #[test]

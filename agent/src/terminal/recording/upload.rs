@@ -76,6 +76,7 @@ impl Upload {
                     self.spool.filled.notified().await;
                     continue;
                 }
+                NextUpload::Left => return,
                 NextUpload::Done => {
                     let spool = Arc::clone(&self.spool);
                     let _ = tokio::task::spawn_blocking(move || spool.remove()).await;

@@ -1,5 +1,5 @@
 use super::super::recording::Spools;
-use super::super::{ShellCommand, spawn};
+use super::super::{ShellCommand, start_child};
 use super::*;
 use uuid::Uuid;
 use wire::recording::RecordTerms;
@@ -30,7 +30,6 @@ impl TestSession {
             folder: folder.path().to_owned(),
             environment: vec![("PATH".to_owned(), std::env::var("PATH").unwrap())],
         };
-        let (pty, child) = spawn(&shell).unwrap();
         let spool = Spools::new(folder.path(), 1 << 20).begin(Uuid::from_u128(1));
         let recorder = Recorder::new(spool, RecordTerms::default(), (80, 24));
         let (stream, inbox) = mpsc::channel(16);
@@ -41,7 +40,8 @@ impl TestSession {
             stop: CancellationToken::new(),
             released: CancellationToken::new(),
         };
-        tokio::spawn(Session::new(pty, child, recorder, inbox, outbox, Duration::from_secs(3600), ends).run());
+        let parts = start_child(&shell, recorder).unwrap();
+        tokio::spawn(Session::new(parts, inbox, outbox, Duration::from_secs(3600), ends).run());
         Self { stream, events, shown: Vec::new(), over, _folder: folder }
     }
 
