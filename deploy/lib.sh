@@ -214,6 +214,23 @@ ensure_faketime() {
     rm -rf "$folder"
 }
 
+# What the telemetry edge is in front of: netdata out of Debian's packages, without its service.
+ensure_netdata() {
+    local folder=$tools/netdata package
+    [ ! -x "$folder/usr/sbin/netdata" ] || return 0
+    have apt-get || fail "missing: netdata of Debian. Unpack netdata-core, netdata-web and libuv1 into .dev/tools/netdata."
+    say "taking netdata out of Debian's packages into .dev/tools/netdata"
+    mkdir -p "$folder/packages"
+    apt_download "$folder/packages" netdata-core netdata-web libuv1 || {
+        apt ca-certificates && apt_download "$folder/packages" netdata-core netdata-web libuv1
+    } || fail "apt cannot download: netdata-core netdata-web libuv1."
+    # The program last, so that a half-made folder is made again.
+    for package in "$folder"/packages/libuv1*.deb "$folder"/packages/netdata-web*.deb "$folder"/packages/netdata-core*.deb; do
+        dpkg -x "$package" "$folder"
+    done
+    rm -rf "$folder/packages"
+}
+
 # A Debian for systemd-nspawn to boot, in which tests run the units of deploy/systemd: this machine's own release, since it runs the
 # programs that are built here, with systemd and Postgres. systemd-nspawn and mmdebstrap come out of Debian's packages, unpacked and not
 # installed.
@@ -364,6 +381,7 @@ ensure_test_tools() {
     ensure_mail_server
     ensure_processor
     ensure_proxies
+    ensure_netdata
     ensure_faketime
     ensure_machine
     from_npm browser playwright-core "what drives the browser"

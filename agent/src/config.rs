@@ -279,13 +279,16 @@ fn api_url(flags: &Flags, sources: &Sources<'_>) -> Result<String, AgentConfigEr
 }
 
 /// The environment, then the environment file. An empty value counts as missing.
-struct Sources<'a> {
+pub(crate) struct Sources<'a> {
     environment: &'a dyn Fn(&str) -> Option<String>,
     file: Variables,
 }
 
 impl<'a> Sources<'a> {
-    fn open(flags: &Flags, environment: &'a dyn Fn(&str) -> Option<String>) -> Result<Self, AgentConfigError> {
+    pub(crate) fn open(
+        flags: &Flags,
+        environment: &'a dyn Fn(&str) -> Option<String>,
+    ) -> Result<Self, AgentConfigError> {
         let named = flags.env_file.clone().or_else(|| environment(names::ENV_FILE).map(PathBuf::from));
         let Some(path) = named else { return Ok(Self { environment, file: Variables::default() }) };
         let text = atomic_file::read_if_there(&path)?.ok_or_else(|| AgentConfigError::NoEnvFile(path.clone()))?;
@@ -293,7 +296,7 @@ impl<'a> Sources<'a> {
         Ok(Self { environment, file })
     }
 
-    fn get(&self, name: &str) -> Option<String> {
+    pub(crate) fn get(&self, name: &str) -> Option<String> {
         let from_file = || self.file.get(name).map(str::to_owned);
         (self.environment)(name).filter(|value| !value.is_empty()).or_else(from_file).filter(|value| !value.is_empty())
     }

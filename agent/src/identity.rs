@@ -161,6 +161,24 @@ impl IdentityStore {
         Ok(Some(certificate.with(chain, key_pem)))
     }
 
+    /// The identity, for another process than the agent: nothing is written, and a change that the agent has begun is taken as finished.
+    ///
+    /// # Errors
+    /// [`IdentityError`] when the files are inconsistent.
+    pub fn peek(&self) -> Result<Option<AgentIdentity>, IdentityError> {
+        let Some(chain) = atomic_file::read_if_there(&self.cert)? else { return Ok(None) };
+        let certificate =
+            self.parse(&chain).map_err(|why| self.unreadable("the node's certificate", &self.cert, why))?;
+        let fits = |key_pem: &SecretString| spki(key_pem).is_ok_and(|key| key == certificate.public_key);
+        let pending = self.read_pending()?.map(|pending| pending.key_pem).filter(fits);
+        let stored = || Ok::<_, IdentityError>(atomic_file::read_if_there(&self.key)?.map(SecretString::from));
+        match pending.map_or_else(stored, |key_pem| Ok(Some(key_pem)))? {
+            None => Ok(None),
+            Some(key_pem) if fits(&key_pem) => Ok(Some(certificate.with(chain, key_pem))),
+            Some(_) => Err(IdentityError::KeyMismatch { cert: self.cert.clone(), key: self.key.clone() }),
+        }
+    }
+
     /// The key and CSR for a first identity: those that were sent with this token before, otherwise new ones, stored.
     ///
     /// # Errors

@@ -15,6 +15,7 @@ pub mod gpus;
 pub mod identity;
 pub mod inventory;
 pub mod journal;
+pub mod log_collector;
 pub mod logging;
 pub mod node_api_client;
 pub mod process_attributes;
@@ -25,6 +26,7 @@ pub mod simulated_faults;
 pub mod ssh;
 pub mod system;
 pub mod task_plan;
+pub mod telemetry_edge;
 pub mod tenant;
 pub mod terminal;
 

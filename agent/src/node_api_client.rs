@@ -16,6 +16,7 @@ use uuid::Uuid;
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RenewRequest};
 use wire::error::{ErrorEnvelope, INVALID_NODE_IDENTITY, reason};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer};
+use wire::log_token::LogTokenAnswer;
 use wire::recording::ChunkAnswer;
 use wire::task::{ResultAnswer, SignedEnvelope, TaskOrigin, TaskResult};
 
@@ -182,7 +183,7 @@ impl NodeApiClient {
     /// # Errors
     /// [`ClientError`].
     pub fn anonymous(config: &AgentConfig) -> Result<Self, ClientError> {
-        Self::build(config, client_config(config)?.with_no_client_auth())
+        Self::build(config, tls_of(&config.ca_bundle_pem)?)
     }
 
     /// A client that authenticates as the node.
@@ -299,6 +300,14 @@ impl NodeApiClient {
         self.post("heartbeat", heartbeat).await
     }
 
+    /// Requests a token for the log gateway.
+    ///
+    /// # Errors
+    /// [`NodeApiError`].
+    pub async fn log_token(&self) -> Result<LogTokenAnswer, NodeApiError> {
+        read(send(self.request(Method::POST, "log-token")).await?).await
+    }
+
     /// Uploads a chunk of a terminal session's recording.
     ///
     /// # Errors
@@ -337,14 +346,24 @@ pub fn tls_as_node(config: &AgentConfig, identity: &AgentIdentity) -> Result<Cli
         .map_err(|error| ClientError::Identity(error.into()))?;
     let key = PrivateKeyDer::from_pem_slice(identity.key_pem.expose_secret().as_bytes())
         .map_err(|error| ClientError::Identity(error.into()))?;
-    client_config(config)?.with_client_auth_cert(chain, key).map_err(|error| ClientError::Identity(error.into()))
+    client_config(&config.ca_bundle_pem)?
+        .with_client_auth_cert(chain, key)
+        .map_err(|error| ClientError::Identity(error.into()))
+}
+
+/// TLS to these authorities only, without a certificate.
+///
+/// # Errors
+/// [`ClientError`].
+pub fn tls_of(authorities_pem: &str) -> Result<ClientConfig, ClientError> {
+    Ok(client_config(authorities_pem)?.with_no_client_auth())
 }
 
 fn client_config(
-    config: &AgentConfig,
+    authorities_pem: &str,
 ) -> Result<rustls::ConfigBuilder<ClientConfig, rustls::client::WantsClientCert>, ClientError> {
     let mut roots = RootCertStore::empty();
-    for certificate in CertificateDer::pem_slice_iter(config.ca_bundle_pem.as_bytes()) {
+    for certificate in CertificateDer::pem_slice_iter(authorities_pem.as_bytes()) {
         let certificate = certificate.map_err(|_| ClientError::CaBundle(None))?;
         roots.add(certificate).map_err(|error| ClientError::CaBundle(Some(error)))?;
     }
@@ -423,7 +442,7 @@ fn header(headers: &HeaderMap, name: &str) -> Option<String> {
 }
 
 /// RFC 9110 section 10.2.3: seconds or a date.
-fn parse_retry_after(text: &str, now: DateTime<Utc>) -> Option<Duration> {
+pub(crate) fn parse_retry_after(text: &str, now: DateTime<Utc>) -> Option<Duration> {
     if let Ok(seconds) = text.trim().parse() {
         return Some(Duration::from_secs(seconds));
     }

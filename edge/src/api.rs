@@ -36,6 +36,7 @@ mod service_account;
 mod sku;
 mod ssh_key;
 mod statement;
+mod telemetry;
 mod terminal;
 mod terminal_page;
 #[cfg(test)]
@@ -163,6 +164,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         User   Get       "/api/v1/allocations/{id}/events"                  => allocation::events, NotFound;
         User   PostOnce  "/api/v1/allocations/{id}/release"                 => allocation::release, NotFound;
         User   Put       "/api/v1/allocations/{id}/ssh-keys"                => allocation::choose_ssh_keys, NotFound, StateConflict;
+        User   Get       "/api/v1/allocations/{id}/telemetry"               => telemetry::of_allocation, NotFound;
         Admin  PostOnce  "/api/v1/admin/allocations/{id}/retry-release"     => allocation::retry_release, NotFound, StateConflict;
         Admin  PostOnce  "/api/v1/admin/allocations/{id}/force-release"     => allocation::force_release, NotFound, StateConflict;
 
@@ -253,6 +255,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get       "/api/v1/admin/platform-roles/bindings/{id}"       => platform_role::get, NotFound;
 
         Admin  Get       "/api/v1/admin/overview" (AdminOverview)           => overview::overview;
+
+        Admin  Get       "/api/v1/admin/telemetry/fleet"                    => telemetry::fleet;
 
         Admin  Get       "/api/v1/admin/policies"                           => policy::catalog;
         Admin  Get       "/api/v1/admin/policy-values"                      => policy::list;

@@ -7,6 +7,7 @@
 
 pub mod api;
 pub mod auth;
+pub mod fleet_telemetry;
 pub mod http;
 pub mod limits;
 pub mod log_gateway;

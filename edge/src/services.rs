@@ -7,6 +7,7 @@ use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
 use crate::auth::jwt::node_log::{GATEWAY_PATH, NodeLogTokens};
 use crate::auth::platform_roles::PlatformRoleCounters;
+use crate::fleet_telemetry::{self, FleetDirectory, FleetReport, FleetTelemetry};
 use crate::http::correlation::{ScopeSettings, Service};
 use crate::http::error::{ApiError, Code};
 use crate::http::long_poll::LongPolls;
@@ -30,9 +31,11 @@ use actors::Directory;
 use actors::interfaces::Environment;
 use axum::extract::FromRef;
 use axum::http::HeaderMap;
+use chrono::TimeDelta;
 use domain::money::Currency;
+use domain::policy::{PolicyKey, Scopes};
 use persistence::envelope_encryption::KeyRing;
-use persistence::{Reads, Secrets};
+use persistence::{Reads, Secrets, StoreError};
 use std::sync::Arc;
 use telemetry::Sampling;
 
@@ -75,6 +78,10 @@ pub struct Parts {
     pub package: wire::bundle::Package,
     /// Stores the logs of nodes; `None` where none is configured.
     pub log_store: Option<LogStore>,
+    /// The load of the nodes whose heartbeats this process receives.
+    pub fleet: FleetTelemetry,
+    /// SKU and region of all nodes.
+    pub fleet_directory: FleetDirectory,
     /// Cancelled when this process stops: long waits end then.
     pub stopping: tokio_util::sync::CancellationToken,
 }
@@ -166,6 +173,19 @@ impl Parts {
     pub fn node_log_tokens(&self) -> NodeLogTokens {
         let gateway = format!("{}{GATEWAY_PATH}", self.addresses.node_url.trim_end_matches('/'));
         NodeLogTokens::new(&self.addresses.public_url, &gateway, self.trust.keys.clone())
+    }
+
+    /// The load of all nodes by SKU and region, from the memory of the members.
+    ///
+    /// # Errors
+    /// [`StoreError`], where the nodes must be read and cannot be.
+    pub async fn fleet_report(&self) -> Result<FleetReport, StoreError> {
+        let now = self.environment.now();
+        let nodes = self.fleet_directory.nodes(now).await?;
+        let samples = self.runtime.fleet().await;
+        // The state machine of a node asks for a heartbeat in each third of this time.
+        let silent_after = self.environment.policy().int(PolicyKey::NodeOfflineAfter, &Scopes::global(), now);
+        Ok(fleet_telemetry::report(&nodes, &samples, now, TimeDelta::seconds(silent_after)))
     }
 
     /// # Errors

@@ -6,6 +6,7 @@ mod runtime;
 
 use crate::auth::Authenticator;
 use crate::auth::platform_roles::PlatformRoleCounters;
+use crate::fleet_telemetry::{FleetDirectory, FleetTelemetry};
 use crate::http::long_poll::LongPolls;
 use crate::limits::connection_quota::ConnectionQuotas;
 use crate::limits::rate_limit::RateLimiter;
@@ -79,8 +80,11 @@ pub(crate) fn install_crypto() {
 /// The services of a standalone replica over this host, without a payment processor and without internal tokens.
 pub(crate) fn parts(host: &TestHost, reads: Reads, authenticator: Authenticator, trust: Trust) -> Parts {
     let directory = host.directory.clone();
+    let fleet = FleetTelemetry::default();
     Parts {
-        runtime: Arc::new(runtime::TestRuntime(reads.clone())),
+        runtime: Arc::new(runtime::TestRuntime { reads: reads.clone(), fleet: fleet.clone() }),
+        fleet,
+        fleet_directory: FleetDirectory::new(reads.clone()),
         delivery: delivery(),
         connection_quotas: ConnectionQuotas::new(directory.clone()),
         limiter: RateLimiter::register(directory.clone(), &Registry::new()).unwrap(),

@@ -18,7 +18,7 @@ pub use account_statement::{LedgerPosition, LedgerSum, SUM_TIMEOUT};
 pub use audit::{AuditFilter, AuditPosition, AuditRow, AuditRowSeal};
 pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, NodeRow, SkuReferences, StateCount};
 pub use entity_deadlines::{WaitingEntity, WaitingFilter};
-pub use gpus::GpuCount;
+pub use gpus::{FleetNodeRow, GpuCount};
 pub use invariant_checks::{InspectedEntity, Inspection, OutboxBacklog, WaitingCounts};
 pub use keys::DependentNode;
 pub use policy::{PolicyFilter, PolicyRow};

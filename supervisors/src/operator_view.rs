@@ -13,7 +13,8 @@ use actors::entity_host::{self, HostedEntity};
 use actors::sharding::shard_of;
 use chrono::{TimeDelta, Utc};
 use domain::runtime::RuntimePart as Restartable;
-use domain::{EntityKind, EntityRef, MemberId};
+use domain::{EntityKind, EntityRef, MemberId, NodeId};
+use edge::fleet_telemetry::{FleetSamples, FleetTelemetry, NodeSample, NodeSummary};
 use edge::http::long_poll::LongPolls;
 use edge::services::operator_view::{
     ClusterReport, EntityNode, EntityStatus, MemberNode, MemberReport, Readiness, RestartOutcome, Runtime,
@@ -22,7 +23,7 @@ use edge::services::operator_view::{
 use edge::tls::connections::Connections;
 use edge::trust::keys_in_force::KeysInForce;
 use futures::FutureExt;
-use futures::future::BoxFuture;
+use futures::future::{BoxFuture, join_all};
 use persistence::queries::{WaitingEntity, WaitingFilter};
 use persistence::{Cluster, Committer, OutboxRow, Reads};
 use serde::{Deserialize, Serialize};
@@ -38,6 +39,9 @@ const DEFAULT_LIMIT: u32 = 100;
 
 /// A tick that lies further ahead means never.
 const NEVER_AFTER: TimeDelta = TimeDelta::days(3650);
+
+/// In how many answers a member sends what it knows of the fleet: 100,000 nodes are below the 1 MiB of a message of NATS.
+const FLEET_PARTS: u8 = 32;
 
 /// The runtime state of one process, and its access to the rest of the cluster.
 pub struct OperatorView {
@@ -58,6 +62,8 @@ pub struct OperatorView {
     /// The queue of committed events that the relay has not taken yet.
     pub committed: mpsc::Sender<OutboxRow>,
     pub been_ready: AtomicBool,
+    /// The load of the nodes whose heartbeats this process receives.
+    pub fleet: FleetTelemetry,
 }
 
 /// A request from one member to the others.
@@ -77,6 +83,14 @@ enum RuntimeRequest {
         member: MemberId,
         worker: String,
     },
+    /// The load of the nodes in one of `parts` parts.
+    Fleet {
+        part: u8,
+        parts: u8,
+    },
+    NodeLoad {
+        node_id: NodeId,
+    },
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -84,6 +98,8 @@ enum RuntimeRequest {
 enum RuntimeReply {
     Part(Box<MemberRuntime>),
     Restarted(bool),
+    Fleet(Vec<(NodeId, NodeSummary)>),
+    NodeLoad(Option<NodeSample>),
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -107,7 +123,7 @@ impl OperatorView {
         let gathered = ask_all(&self.bus, &self.view, &request, own).await;
         let parts = gathered.answers.into_iter().filter_map(|(id, reply)| match reply {
             RuntimeReply::Part(part) => Some((id, *part)),
-            RuntimeReply::Restarted(_) => None,
+            RuntimeReply::Restarted(_) | RuntimeReply::Fleet(_) | RuntimeReply::NodeLoad(_) => None,
         });
         (parts.collect(), gathered.silent)
     }
@@ -165,6 +181,34 @@ impl OperatorView {
             entities,
             truncated,
         })
+    }
+
+    async fn gather_fleet(&self) -> FleetSamples {
+        let parts = join_all((0..FLEET_PARTS).map(|part| async move {
+            let request = RuntimeRequest::Fleet { part, parts: FLEET_PARTS };
+            ask_all(&self.bus, &self.view, &request, self.reply_to(&request)).await
+        }));
+        let (mut samples, mut silent) = (FleetSamples::default(), BTreeSet::new());
+        for gathered in parts.await {
+            silent.extend(gathered.silent);
+            for reply in gathered.answers.into_values() {
+                if let RuntimeReply::Fleet(summaries) = reply {
+                    samples.merge(summaries);
+                }
+            }
+        }
+        samples.silent_members = silent.into_iter().map(|member| member.0).collect();
+        samples
+    }
+
+    async fn gather_node_load(&self, node_id: NodeId) -> Option<NodeSample> {
+        let request = RuntimeRequest::NodeLoad { node_id };
+        let gathered = ask_all(&self.bus, &self.view, &request, self.reply_to(&request)).await;
+        let loads = gathered.answers.into_values().filter_map(|reply| match reply {
+            RuntimeReply::NodeLoad(load) => load,
+            RuntimeReply::Part(_) | RuntimeReply::Restarted(_) | RuntimeReply::Fleet(_) => None,
+        });
+        loads.max_by_key(|load| load.received_at)
     }
 
     async fn find(&self, entity: EntityRef) -> Result<Option<EntityNode>, RuntimeError> {
@@ -325,6 +369,14 @@ impl Runtime for ClusterRuntime {
 
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {
         self.0.report().boxed()
+    }
+
+    fn fleet(&self) -> BoxFuture<'_, FleetSamples> {
+        self.0.gather_fleet().boxed()
+    }
+
+    fn node_load(&self, node_id: NodeId) -> BoxFuture<'_, Option<NodeSample>> {
+        self.0.gather_node_load(node_id).boxed()
     }
 
     fn provider_keys_changed(&self) {

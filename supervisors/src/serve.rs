@@ -64,6 +64,7 @@ fn process_registry() -> anyhow::Result<Registry> {
     edge::api::idempotency::COUNTERS.register(&registry)?;
     edge::payment_webhook::COUNTERS.register(&registry)?;
     edge::log_gateway::COUNTERS.register(&registry)?;
+    edge::fleet_telemetry::TELEMETRY_COUNTERS.register(&registry)?;
     edge::tls::admission::register(&registry)?;
     Ok(registry)
 }

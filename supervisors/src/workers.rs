@@ -6,6 +6,7 @@ pub mod backlog_metrics;
 mod close_terminals;
 mod committer_and_loader;
 pub mod entity_deadlines;
+pub mod fleet_telemetry;
 pub mod idle_passivation;
 pub mod invariant_checks;
 pub mod key_rotation;
@@ -190,6 +191,8 @@ tree! {
         "HTTPS for webhooks of the payment processor, if one is configured";
     "provider-keys" in "edge", API, ALWAYS, MustNotPark, WithParent, Hidden, Task(listeners::provider_keys) =>
         "fetches the identity provider's keys on request";
+    "fleet-telemetry" in "edge", API, BOUNDED, NotNeeded, WithParent, Hidden, Task(fleet_telemetry::start) =>
+        "adds up the load of the nodes for the metrics, and reads their SKUs and regions";
     "wake-listener" in "edge", POLLED, ALWAYS, MustNotPark, WithParent, Hidden, Task(listeners::wake_listener) =>
         "wakes long polls and terminals after commits of other members";
 }

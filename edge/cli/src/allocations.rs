@@ -59,6 +59,11 @@ pub(crate) enum Command {
         #[command(flatten)]
         confirm: Confirm,
     },
+    /// How busy an allocation's GPUs are.
+    Telemetry {
+        #[arg(add = completion::of(&ALLOCATION))]
+        allocation: Ref,
+    },
     /// What has become of an allocation so far.
     Events {
         #[arg(add = completion::of(&ALLOCATION))]
@@ -190,6 +195,17 @@ const ALONE: [Column; 27] = [
 /// The most entries that are read to find the newest ones, since the API lists the oldest first.
 const READ: usize = 10_000;
 
+const LOAD: [Column; 8] = [
+    ("GPU", "/index"),
+    ("UUID", "/uuid"),
+    ("MODEL", "/model"),
+    ("USE %", "/utilization_percent"),
+    ("MEMORY MIB", "/memory_used_mib"),
+    ("OF", "/memory_total_mib"),
+    ("°C", "/temperature_celsius"),
+    ("WATTS", "/power_watts"),
+];
+
 const HISTORY: [Column; 3] = [("AT", "/at"), ("STATE", "/state"), ("WHY", "/reason")];
 
 pub(crate) fn path(allocation: Uuid) -> String {
@@ -226,6 +242,10 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             confirm.ask(&format!("Give allocation {id} up without the proof that its node is clean?"))?;
             send_action(id, "force-release", &order.reason, api).await
         }
+        Command::Telemetry { allocation } => {
+            let id = resource_ref::allocation(&allocation, api).await?;
+            telemetry(id, api).await
+        }
         Command::Events { allocation, follow: false } => {
             let found = api.get(&path(resource_ref::allocation(&allocation, api).await?), &[]).await?;
             api.out.list(&json!({ "items": found["status_history"], "next_page": null }), &HISTORY)
@@ -234,6 +254,18 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             follow(resource_ref::allocation(&allocation, api).await?, api).await
         }
     }
+}
+
+async fn telemetry(id: Uuid, api: &Api) -> Result<(), Failure> {
+    let found = api.get(&format!("{}/telemetry", path(id)), &[]).await?;
+    if api.out.is_json() {
+        return api.out.json(&found);
+    }
+    api.out.list(&json!({ "items": found["gpus"], "next_page": null }), &LOAD)?;
+    if let Some(at) = found["at"].as_str() {
+        api.out.notice(&format!("As the node reported at {at}."));
+    }
+    Ok(())
 }
 
 async fn send_action(id: Uuid, verb: &str, reason: &str, api: &Api) -> Result<(), Failure> {

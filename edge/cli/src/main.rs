@@ -8,7 +8,7 @@
 //! | `login` · `logout` · `whoami` | the identity provider (OpenID Connect Discovery), and stores the tokens under `$XDG_CONFIG_HOME/gpuctl` |
 //! | `skus list` · `show` · `create` · `update` · `activate` · `deprecate` · `deactivate` | `GET /api/v1/skus`, `/api/v1/admin/skus…` |
 //! | `capacity` | `GET /api/v1/capacity` |
-//! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `events [--follow]` · `retry-release` · `force-release` | `/api/v1/allocations…`, and its stream of events until it is active |
+//! | `allocations create` · `list` · `show` · `release` · `ssh-keys` · `events [--follow]` · `telemetry` · `retry-release` · `force-release` | `/api/v1/allocations…`, and its stream of events until it is active |
 //! | `ssh ALLOCATION [-- COMMAND…]` | the user's own ssh, with the host key that the allocation names |
 //! | `terminal sessions list` · `show` · `end` · `kill` | `/api/v1/allocations/{id}/terminal-sessions…`, `/api/v1/admin/terminal-sessions…` |
 //! | `terminal ALLOCATION` | `POST …/terminal-tokens`, then the WebSocket, with reconnects |
@@ -24,6 +24,7 @@
 //! | `keys list` · `stage` · `activate` · `retire` · `rewrap` | `/api/v1/admin/keys…` |
 //! | `policy catalog` · `list` · `set` · `unset` · `resolve` | `/api/v1/admin/polic…` |
 //! | `audit list` | `GET /api/v1/admin/audit-log` |
+//! | `fleet` | `GET /api/v1/admin/telemetry/fleet` |
 //! | `overview` · `tree` · `cluster` · `entity` · `restart` | `GET /api/v1/admin/overview`, `/api/v1/admin/runtime…` |
 //! | `completions SHELL` | nothing; completion lists candidates from the API |
 //!
@@ -45,6 +46,7 @@ mod confirmation;
 mod download;
 mod duration;
 mod failure;
+mod fleet;
 mod http_client;
 mod instant;
 mod keys;
@@ -186,6 +188,8 @@ enum Command {
     Keys(keys::Command),
     /// Administrators: the service on one screen.
     Overview,
+    /// Administrators: the load of the nodes by SKU and region, and the nodes that do not report.
+    Fleet,
     /// Administrators: the supervision tree of the cluster, and what entities wait for.
     Tree(supervision_tree::TreeArgs),
     /// Administrators: the members of the cluster.
@@ -254,6 +258,7 @@ async fn execute(command: Command, connection: Connection) -> Result<u8, Failure
         Command::Roles(command) => roles::run(command, &connection.api()?).await?,
         Command::Keys(command) => keys::run(command, &connection.api()?).await?,
         Command::Capacity => capacity::run(&connection.api()?).await?,
+        Command::Fleet => fleet::run(&connection.api()?).await?,
         Command::Overview => overview::run(&connection.api()?).await?,
         Command::Tree(args) => supervision_tree::run(args, &connection.api()?).await?,
         Command::Cluster => cluster::cluster(&connection.api()?).await?,

@@ -27,6 +27,7 @@ mod skus;
 mod ssh_keys;
 mod statements;
 mod strictness;
+mod telemetry;
 mod terminal_page;
 mod terminals;
 mod webhooks;

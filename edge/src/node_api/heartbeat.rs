@@ -4,6 +4,7 @@ use super::admission::AuthenticatedNode;
 use super::rejection_response::refused;
 use super::strict_json::StrictJson;
 use super::{NodeApi, inventory, unexpected};
+use crate::fleet_telemetry::NodeSample;
 use crate::http::correlation::Scope;
 use crate::http::error::ApiError;
 use axum::Json;
@@ -32,14 +33,19 @@ pub(super) async fn heartbeat(
         silent_at: now,
         task_types: beat.task_types.map(inventory::task_types).transpose()?,
     };
+    // It is judged by the inventory, and so after the bounds of that were checked.
+    let checked = inventory::inventory(beat.inventory.clone())?;
+    let load = NodeSample::of(&beat.inventory, beat.telemetry, now);
     let command = Command::Heartbeat {
         serial: node.serial,
         seen: Box::new(seen),
-        inventory: Box::new(inventory::inventory(beat.inventory)?),
+        inventory: Box::new(checked),
         health: Box::new(inventory::health(beat.health).map_err(ApiError::internal)?),
     };
     let answered = api.ask(&scope, NodeId(node.node_id), command, |context| context).await.map_err(refused)?;
     let Reply::Heard { next_heartbeat_seconds } = answered.reply else { return Err(unexpected(&answered.reply)) };
+    // Only the load of a heartbeat that the node's state machine accepted.
+    api.services.fleet.record(NodeId(node.node_id), load);
     let authorities = &api.services.trust.keys.load().node;
     let spread = api.services.environment.policy().int(PolicyKey::KeysRenewalSpread, &Scopes::global(), now);
     let spread = u32::try_from(spread).unwrap_or(1);

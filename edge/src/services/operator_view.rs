@@ -1,9 +1,10 @@
 //! An operator's view of the running cluster, and the operations on it. The process that serves the edge implements [`Runtime`]; its data
 //! types are here (decisions 7, *runtime*).
 
+use crate::fleet_telemetry::{FleetSamples, NodeSample};
 use chrono::{DateTime, Utc};
 use domain::runtime::RuntimePart;
-use domain::{EntityKind, EntityRef, MemberId};
+use domain::{EntityKind, EntityRef, MemberId, NodeId};
 use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -23,6 +24,10 @@ pub trait Runtime: Send + Sync + 'static {
     fn restart(&self, part: RuntimePart) -> BoxFuture<'_, Result<RestartOutcome, RuntimeError>>;
     /// The members, and what each owns.
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>>;
+    /// The load of each node, from the memory of all members.
+    fn fleet(&self) -> BoxFuture<'_, FleetSamples>;
+    /// The load of one node, from the memory of the member that received its last heartbeat.
+    fn node_load(&self, node_id: NodeId) -> BoxFuture<'_, Option<NodeSample>>;
     /// Notifies the other members that the identity provider's keys have changed. Best effort: they refresh by themselves at the first
     /// unknown key.
     fn provider_keys_changed(&self);

@@ -1,12 +1,13 @@
 //! The operators' view of a standalone replica.
 
+use crate::fleet_telemetry::{FleetSamples, FleetTelemetry, NodeSample};
 use crate::services::operator_view::{
     ClusterReport, EntityNode, EntityStatus, Readiness, RestartOutcome, Runtime, RuntimeError, Stats, Tree, TreeFilter,
     WorkerNode, WorkerState,
 };
 use chrono::Utc;
 use domain::runtime::RuntimePart;
-use domain::{EntityRef, MemberId};
+use domain::{EntityRef, MemberId, NodeId};
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use persistence::Reads;
@@ -14,7 +15,10 @@ use std::collections::BTreeMap;
 use uuid::Uuid;
 
 /// The runtime of one process, with entities from the store.
-pub(super) struct TestRuntime(pub(super) Reads);
+pub(super) struct TestRuntime {
+    pub(super) reads: Reads,
+    pub(super) fleet: FleetTelemetry,
+}
 
 impl Runtime for TestRuntime {
     fn tree(&self, _: TreeFilter) -> BoxFuture<'_, Result<Tree, RuntimeError>> {
@@ -32,7 +36,7 @@ impl Runtime for TestRuntime {
 
     fn entity(&self, entity: EntityRef) -> BoxFuture<'_, Result<Option<EntityNode>, RuntimeError>> {
         async move {
-            let Some(row) = self.0.entity(entity).await? else { return Ok(None) };
+            let Some(row) = self.reads.entity(entity).await? else { return Ok(None) };
             Ok(Some(EntityNode {
                 kind: entity.kind.to_string(),
                 id: entity.id,
@@ -77,6 +81,17 @@ impl Runtime for TestRuntime {
 
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {
         async { Err(RuntimeError("there is no cluster in this test".into())) }.boxed()
+    }
+
+    fn fleet(&self) -> BoxFuture<'_, FleetSamples> {
+        let mut samples = FleetSamples::default();
+        samples.merge(self.fleet.summaries(0, 1));
+        async { samples }.boxed()
+    }
+
+    fn node_load(&self, node_id: NodeId) -> BoxFuture<'_, Option<NodeSample>> {
+        let sample = self.fleet.sample(node_id);
+        async { sample }.boxed()
     }
 
     fn provider_keys_changed(&self) {}

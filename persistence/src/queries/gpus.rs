@@ -1,8 +1,8 @@
-//! Counts of GPUs, and of those that can be rented.
+//! Counts of GPUs, and of those that can be rented; the nodes by SKU and region.
 
 use super::Reads;
 use crate::error::{OperationContext, StoreError};
-use domain::id::SkuId;
+use domain::id::{NodeId, SkuId};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
@@ -25,7 +25,46 @@ pub struct GpuCount {
     pub is_rentable: bool,
 }
 
+/// A node with what its load is added up by.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FleetNodeRow {
+    pub node: NodeId,
+    pub state: String,
+    pub sku_id: SkuId,
+    pub sku: String,
+    pub region_code: String,
+}
+
 impl Reads {
+    /// All nodes that are neither removed nor being removed, in order of SKU and region.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn fleet_nodes(&self) -> Result<Vec<FleetNodeRow>, StoreError> {
+        let rows = sqlx::query(
+            "SELECT id, state, sku, registration #>> '{sku,name}' AS name, registration ->> 'region_code' AS region
+             FROM (
+             SELECT id, state, sku, body -> 'registration' AS registration
+             FROM entity
+             WHERE kind = 'node' AND state NOT IN ('removing', 'removed') AND sku IS NOT NULL
+             OFFSET 0
+             ) AS node
+             ORDER BY name, region, id",
+        )
+        .fetch_all(&self.pool)
+        .await;
+        let row = |row: &PgRow| {
+            Ok(FleetNodeRow {
+                node: NodeId(row.try_get("id")?),
+                state: row.try_get("state")?,
+                sku_id: SkuId(row.try_get("sku")?),
+                sku: row.try_get("name")?,
+                region_code: row.try_get("region")?,
+            })
+        };
+        rows.and_then(|rows| rows.iter().map(row).collect()).doing("reading the nodes of the fleet")
+    }
+
     /// GPUs by SKU and region, of all nodes that are neither removed nor being removed.
     ///
     /// A node's free GPUs are those that its machine would allocate (`Node::gpus_free`): of an active node, without a tenant whose

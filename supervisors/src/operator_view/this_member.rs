@@ -26,6 +26,8 @@ impl OperatorView {
             RuntimeRequest::RestartWorker { member, worker } => {
                 RuntimeReply::Restarted(*member == self.view.me.id && self.restart_soon(worker))
             }
+            RuntimeRequest::Fleet { part, parts } => RuntimeReply::Fleet(self.fleet.summaries(*part, *parts)),
+            RuntimeRequest::NodeLoad { node_id } => RuntimeReply::NodeLoad(self.fleet.sample(*node_id)),
         }
     }
 

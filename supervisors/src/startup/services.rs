@@ -14,6 +14,7 @@ use edge::auth::Authenticator;
 use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::jwt::service_account::ServiceTokens;
 use edge::auth::platform_roles::PlatformRoleCounters;
+use edge::fleet_telemetry::{FleetDirectory, FleetTelemetry};
 use edge::http::request_metrics::EdgeMetrics;
 use edge::limits::connection_quota::ConnectionQuotas;
 use edge::limits::rate_limit::RateLimiter;
@@ -54,7 +55,8 @@ impl ServiceStage {
         membership: &MembershipStage,
         actors: &ActorStage,
     ) -> anyhow::Result<Self> {
-        let view = operator_view(config, registry, storage, keys, membership, actors)?;
+        let fleet = FleetTelemetry::default();
+        let view = operator_view(config, registry, storage, keys, membership, actors, fleet.clone())?;
         let operator_view = Arc::new(view);
         if let Some(traces) = traces {
             traces.register(registry)?;
@@ -97,6 +99,8 @@ impl ServiceStage {
             payments: config.payments.as_ref().map(PaymentsConfig::open).transpose()?,
             package: config.package.clone(),
             log_store: config.log_store.as_ref().map(LogStoreSettings::open).transpose()?,
+            fleet,
+            fleet_directory: FleetDirectory::new(storage.reads.clone()),
             stopping: CancellationToken::new(),
         });
         Ok(Self { operator_view, services })
@@ -110,6 +114,7 @@ fn operator_view(
     keys: &KeyStage,
     membership: &MembershipStage,
     actors: &ActorStage,
+    fleet: FleetTelemetry,
 ) -> anyhow::Result<OperatorView> {
     let roles = config.roles.iter().map(|role| role.name()).collect::<Vec<_>>().join(",");
     Ok(OperatorView {
@@ -128,6 +133,7 @@ fn operator_view(
         seals_with: storage.ring.active().to_owned(),
         committed: storage.committed.clone(),
         been_ready: AtomicBool::new(false),
+        fleet,
     })
 }
 

@@ -51,6 +51,18 @@ impl Request {
     }
 }
 
+impl Request {
+    /// A batch of log lines for the push API.
+    #[must_use]
+    pub fn push(path: &str, token: &str, body: &str) -> Self {
+        Self(format!(
+            "POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {token}\r\ncontent-type: application/json\r\n\
+             content-length: {}\r\n\r\n{body}",
+            body.len()
+        ))
+    }
+}
+
 impl BenchClient {
     /// Connects to `https://HOST:PORT`, whose certificate the authority in `ca` has signed.
     ///

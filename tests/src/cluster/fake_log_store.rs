@@ -21,6 +21,8 @@ pub struct ReceivedBatch {
 struct StoreState {
     received: Vec<ReceivedBatch>,
     answer: (StatusCode, String),
+    /// A batch with this text is refused with 400.
+    refused: Option<String>,
 }
 
 /// A running store. Dropping it stops it.
@@ -48,7 +50,7 @@ impl FakeLogStore {
         let listener = TlsListener::bind(&certificate.certificate_path, &certificate.key_path).await;
         let listener = listener.expect("there is a port");
         let port = listener.port().expect("it listens");
-        let state = StoreState { received: Vec::new(), answer: (StatusCode::NO_CONTENT, String::new()) };
+        let state = StoreState { received: Vec::new(), answer: (StatusCode::NO_CONTENT, String::new()), refused: None };
         let state = Arc::new(Mutex::new(state));
         let router = Router::new().route("/loki/api/v1/push", post(receive)).with_state(Arc::clone(&state));
         let serving = tokio::spawn(async move { axum::serve(listener, router).await }).abort_handle();
@@ -74,6 +76,11 @@ impl FakeLogStore {
         self.state().answer = (StatusCode::from_u16(status).expect("it is a status"), text.to_owned());
     }
 
+    /// Refuses batches with this text in their body.
+    pub fn refuse_batches_with(&self, text: &str) {
+        self.state().refused = Some(text.to_owned());
+    }
+
     /// The stored batches.
     #[must_use]
     pub fn received(&self) -> Vec<ReceivedBatch> {
@@ -87,6 +94,11 @@ impl FakeLogStore {
 
 async fn receive(State(state): State<Arc<Mutex<StoreState>>>, headers: HeaderMap, body: Bytes) -> (StatusCode, String) {
     let mut state = state.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(text) = &state.refused
+        && String::from_utf8_lossy(&body).contains(text)
+    {
+        return (StatusCode::BAD_REQUEST, "a line is not taken".to_owned());
+    }
     if state.answer.0 == StatusCode::NO_CONTENT {
         let content_type = headers.get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
         state.received.push(ReceivedBatch { content_type: content_type.unwrap_or_default().to_owned(), body });

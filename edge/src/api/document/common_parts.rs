@@ -42,6 +42,7 @@ const TAGS: &[(&str, &str)] = &[
     ("policy", "Business values: their catalog, what is in force for whom, and their changes."),
     ("audit", "Who did what, to what, and when; sealed into chains."),
     ("overview", "The whole service at a glance."),
+    ("telemetry", "The load of the nodes, and of the GPUs of an allocation."),
     ("runtime", "The running cluster: who runs where, what waits, what is stuck."),
     ("identity_keys", "The identity provider's signing keys, for operators."),
     ("internal", "What one process says of itself to those who operate it."),

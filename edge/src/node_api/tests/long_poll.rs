@@ -166,6 +166,36 @@ async fn heartbeat_returns_the_interval_and_the_poll_settings() {
     assert_eq!(harness.node(agent.node_id).await.life.name(), "quarantined");
 }
 
+#[tokio::test]
+async fn load_of_an_accepted_heartbeat_is_stored_and_its_hostile_numbers_are_not() {
+    let harness = NodeApiHarness::new().await;
+    let agent = harness.active().await;
+    let load = || harness.services.fleet.sample(domain::NodeId(agent.node_id));
+    let mut hostile = agent.heartbeat();
+    let uuid = hostile["inventory"]["gpus"][0]["uuid"].clone();
+    hostile["telemetry"]["cpu_percent"] = json!(1e38);
+    let known = json!({"uuid": uuid, "utilization_percent": 4_000_000_000_u32, "temperature_celsius": 61});
+    let mut gpus: Vec<_> = (0..9_000).map(|_| json!({"uuid": "GPU-1"})).collect();
+    gpus.push(known);
+    hostile["telemetry"]["gpus"] = json!(gpus);
+    agent.post(&harness, "heartbeat", &hostile).await.is(200);
+    let stored = load().unwrap();
+    assert_eq!((stored.cpu_percent, stored.gpus.len()), (None, 2));
+    assert_eq!((stored.gpus[0].utilization_percent, stored.gpus[0].temperature_celsius), (None, Some(61)));
+
+    for (field, value) in [("memory_used_mib", json!(-1)), ("cpu_percent", json!("NaN"))] {
+        let mut invalid = agent.heartbeat();
+        invalid["telemetry"][field] = value;
+        agent.post(&harness, "heartbeat", &invalid).await.refused(400, "invalid_request");
+    }
+    let mut crowded = agent.heartbeat();
+    crowded["inventory"]["gpus"] = (0..65)
+        .map(|n| json!({"index": n, "uuid": format!("GPU-{n}"), "vendor": "x", "model": "y", "memory_mib": 1}))
+        .collect();
+    agent.post(&harness, "heartbeat", &crowded).await.refused(400, "invalid_request");
+    assert_eq!(load().unwrap(), stored, "a heartbeat that is refused changes nothing");
+}
+
 /// The memory of a waiting poll besides its connection.
 #[test]
 fn waiting_poll_takes_a_few_kilobytes() {

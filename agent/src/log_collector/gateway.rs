@@ -1,0 +1,167 @@
+//! The log gateway as the collector calls it: the node's token for it, and a push.
+
+use super::settings::PUSH_PATH;
+use super::{CollectorConfig, CollectorError};
+use crate::identity::{AgentIdentity, IdentityStore};
+use crate::node_api_client::{NodeApiClient, NodeApiError, parse_retry_after, tls_of};
+use crate::{chain, config::AgentConfig};
+use chrono::{DateTime, TimeDelta, Utc};
+use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
+use reqwest::{Client, Response, StatusCode};
+use std::time::Duration;
+use wire::error::ErrorEnvelope;
+use wire::log_token::LogTokenAnswer;
+
+/// A token is replaced so long before its end.
+const RENEW_BEFORE: TimeDelta = TimeDelta::minutes(5);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// The gateway waits for its log store for less.
+const PUSH_TIMEOUT: Duration = Duration::from_secs(40);
+/// What is read of an answer that is not a success.
+const ANSWER_BYTES: usize = 64 * 1024;
+/// The longest pause that an answer may ask for.
+const RETRY_AFTER_MAX: Duration = Duration::from_secs(300);
+
+/// What became of a push.
+#[derive(Debug)]
+pub(super) enum PushOutcome {
+    Accepted,
+    /// These lines are not taken, however often they are sent.
+    Refused {
+        status: StatusCode,
+        message: String,
+    },
+    /// They may be taken later.
+    Later {
+        retry_after: Option<Duration>,
+        why: String,
+    },
+}
+
+/// Why there is no token.
+#[derive(Debug)]
+pub(super) enum TokenError {
+    NodeRemoved,
+    Later { retry_after: Option<Duration>, why: String },
+}
+
+pub(super) struct Gateway {
+    client: Client,
+    url: String,
+    agent: AgentConfig,
+    identities: IdentityStore,
+    token: Option<LogTokenAnswer>,
+}
+
+impl Gateway {
+    pub(super) fn new(config: &CollectorConfig) -> Result<Self, CollectorError> {
+        let client = Client::builder()
+            .tls_backend_preconfigured(tls_of(&config.gateway_ca_pem)?)
+            .https_only(true)
+            .no_proxy()
+            .redirect(reqwest::redirect::Policy::none())
+            .connect_timeout(CONNECT_TIMEOUT)
+            .timeout(PUSH_TIMEOUT)
+            .user_agent(concat!("gpuaas-log-collector/", env!("CARGO_PKG_VERSION")))
+            .build()
+            .map_err(CollectorError::Gateway)?;
+        Ok(Self {
+            client,
+            url: format!("{}{PUSH_PATH}", config.endpoint),
+            agent: config.agent.clone(),
+            identities: IdentityStore::new(&config.agent),
+            token: None,
+        })
+    }
+
+    /// Pushes a batch with a token that is valid for long enough.
+    pub(super) async fn push(&mut self, body: Vec<u8>) -> Result<PushOutcome, TokenError> {
+        let authorization = self.authorization(Utc::now()).await?;
+        let request = self.client.post(&self.url).header(AUTHORIZATION, authorization);
+        let sent = request.header(CONTENT_TYPE, "application/json").body(body).send().await;
+        let response = match sent {
+            Ok(response) => response,
+            Err(error) => return Ok(later(None, format!("it cannot be reached: {}", chain(&error.without_url())))),
+        };
+        let status = response.status();
+        if status.is_success() {
+            return Ok(PushOutcome::Accepted);
+        }
+        let retry_after = response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok());
+        let retry_after = retry_after.and_then(|text| parse_retry_after(text, Utc::now()));
+        let retry_after = retry_after.map(|pause| pause.min(RETRY_AFTER_MAX));
+        let message = message(response).await;
+        Ok(match status {
+            StatusCode::BAD_REQUEST | StatusCode::PAYLOAD_TOO_LARGE | StatusCode::UNSUPPORTED_MEDIA_TYPE => {
+                PushOutcome::Refused { status, message }
+            }
+            StatusCode::UNAUTHORIZED => {
+                self.token = None;
+                later(retry_after, format!("it does not take the token: {message}"))
+            }
+            StatusCode::NOT_FOUND => {
+                later(retry_after, format!("there is no gateway at {}; check the endpoint", self.url))
+            }
+            // Also what a proxy in between answers: it says nothing about the lines.
+            _ => later(retry_after, format!("it answers {status}: {message}")),
+        })
+    }
+
+    async fn authorization(&mut self, now: DateTime<Utc>) -> Result<HeaderValue, TokenError> {
+        let token = match self.token.take().filter(|token| token.expires_at - RENEW_BEFORE > now) {
+            Some(token) => token,
+            None => self.fetch_token(now).await?,
+        };
+        let value = HeaderValue::from_str(&format!("Bearer {}", token.token.expose()));
+        let mut value = value.map_err(|_| token_later("the control plane's token is no header".to_owned()))?;
+        value.set_sensitive(true);
+        self.token = Some(token);
+        Ok(value)
+    }
+
+    /// The agent renews the certificate, so it is read each time.
+    async fn fetch_token(&self, now: DateTime<Utc>) -> Result<LogTokenAnswer, TokenError> {
+        let identity = self.identities.peek().map_err(|error| token_later(chain(&error)))?;
+        let identity: Option<AgentIdentity> = identity.filter(|identity| identity.is_in_force(now));
+        let identity = identity.ok_or_else(|| token_later("the node has no valid certificate yet".to_owned()))?;
+        let client = NodeApiClient::with_identity(&self.agent, &identity);
+        let client = client.map_err(|error| token_later(chain(&error)))?;
+        client.log_token().await.map_err(|error| match error {
+            error if error.is_node_removed() => TokenError::NodeRemoved,
+            error => TokenError::Later { retry_after: error.retry_after(), why: token_failure(&error) },
+        })
+    }
+}
+
+fn token_failure(error: &NodeApiError) -> String {
+    format!("there is no token for it: {}", chain(error))
+}
+
+const fn later(retry_after: Option<Duration>, why: String) -> PushOutcome {
+    PushOutcome::Later { retry_after, why }
+}
+
+const fn token_later(why: String) -> TokenError {
+    TokenError::Later { retry_after: None, why }
+}
+
+/// What the gateway says of a failure, within a bound and on one line.
+async fn message(mut response: Response) -> String {
+    let mut bytes = Vec::new();
+    while let Ok(Some(chunk)) = response.chunk().await {
+        let room = ANSWER_BYTES - bytes.len();
+        bytes.extend_from_slice(&chunk[..chunk.len().min(room)]);
+        if bytes.len() >= ANSWER_BYTES {
+            break;
+        }
+    }
+    let envelope: Option<ErrorEnvelope> = serde_json::from_slice(&bytes).ok();
+    let text = envelope.map_or_else(
+        || String::from_utf8_lossy(&bytes).into_owned(),
+        |error| match error.details.get("log_store").and_then(|store| store.as_str()) {
+            Some(store) => format!("{} ({store})", error.message),
+            None => error.message,
+        },
+    );
+    text.chars().filter(|character| !character.is_control()).take(500).collect()
+}
