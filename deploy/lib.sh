@@ -198,6 +198,48 @@ ensure_proxies() {
     ensure_envoy
 }
 
+# The OCI registry of the tests, out of Debian's package, unpacked and not installed: the package would start one for the whole machine.
+ensure_registry() {
+    local program=$tools/debian/usr/bin/docker-registry folder
+    [ ! -x "$program" ] || return 0
+    have apt-get || fail "missing: docker-registry. Put Debian's into $program and start again."
+    say "taking docker-registry out of Debian's package into .dev/tools"
+    folder=$(mktemp -d)
+    chmod 0755 "$folder"
+    apt_download "$folder" docker-registry || { apt ca-certificates && apt_download "$folder" docker-registry; } ||
+        { rm -rf "$folder"; fail "apt cannot download docker-registry."; }
+    dpkg -x "$folder"/docker-registry_*.deb "$folder/unpacked"
+    mkdir -p "${program%/*}"
+    mv -f "$folder/unpacked/usr/bin/docker-registry" "$program"
+    rm -rf "$folder"
+}
+
+# What compiles a program that needs no other file: Rust's target for musl, and a C compiler for it.
+ensure_musl() {
+    local triple
+    triple=$(uname -m)-unknown-linux-musl
+    have musl-gcc || apt musl-tools
+    [ -d "$(rustc --print sysroot)/lib/rustlib/$triple" ] || { have rustup && rustup target add "$triple"; } ||
+        fail "missing: Rust's target $triple. Install with: rustup target add $triple"
+}
+
+# For RUSTFLAGS: no path of this machine is in what is compiled.
+remapped_paths() {
+    printf -- '--remap-path-prefix=%s=/gpuaas --remap-path-prefix=%s=/cargo' "$root" "${CARGO_HOME:-$HOME/.cargo}"
+}
+
+installer_path() { printf '%s/%s-unknown-linux-musl/installer/gpuaas-installer' "${CARGO_TARGET_DIR:-target}" "$(uname -m)"; }
+
+# The static first program of a bare machine, which bootstrap scripts carry.
+compile_installer() {
+    local triple
+    triple=$(uname -m)-unknown-linux-musl
+    say "compiling the static installer"
+    # Only the compiler for C differs, for this one target.
+    env "CC_${triple//-/_}=musl-gcc" RUSTFLAGS="$(remapped_paths)" CARGO_INCREMENTAL=0 \
+        cargo build --locked --profile installer --target "$triple" --package agent-package --bin gpuaas-installer
+}
+
 # A clock that a test can put on and back for one process: out of Debian's package, unpacked and not installed.
 ensure_faketime() {
     local library=libfaketimeMT.so.1 folder
@@ -384,6 +426,8 @@ ensure_test_tools() {
     ensure_netdata
     ensure_faketime
     ensure_machine
+    ensure_registry
+    ensure_musl
     from_npm browser playwright-core "what drives the browser"
     from_npm log-clients winston-loki "two clients of the push API for logs"
     ensure_mdbook

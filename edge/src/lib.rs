@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod agent_package;
 pub mod api;
 pub mod auth;
 pub mod fleet_telemetry;

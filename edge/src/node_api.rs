@@ -12,6 +12,7 @@ mod heartbeat;
 pub(crate) mod identity;
 mod inventory;
 mod log_token;
+mod package;
 mod recording;
 mod recovery;
 mod rejection_response;
@@ -112,6 +113,10 @@ pub fn router(services: Services) -> Router {
     let streams = Router::new()
         .route("/internal/v1/nodes/{id}/terminals/{session_id}/stream", get(terminal::stream))
         .route_layer(from_fn(reject_query));
+    let package = Router::new()
+        .route("/internal/v1/nodes/{id}/package/manifests/{reference}", get(package::manifest))
+        .route("/internal/v1/nodes/{id}/package/blobs/{digest}", get(package::blob))
+        .route_layer(from_fn(reject_query));
     let waits = Router::new().route("/internal/v1/nodes/{id}/tasks/wait", get(dispatch::wait));
 
     let [(name, value)] = no_store();
@@ -122,6 +127,8 @@ pub fn router(services: Services) -> Router {
         .merge(bounded(identified, within, Concurrency::at_most(1024)))
         .merge(bounded(results, within, Concurrency::at_most(1024)))
         .merge(bounded(recording, within, Concurrency::at_most(256)))
+        // Each holds a connection to the registry.
+        .merge(bounded(package, within, Concurrency::at_most(64)))
         .merge(bounded(streams, within, Concurrency::at_most(1024)))
         // A parked wait costs a few kilobytes, so there may be as many as there are connections.
         .merge(bounded(waits, RequestTimeout(WAIT_TIMEOUT), Concurrency::at_most(65_536)))

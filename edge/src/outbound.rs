@@ -5,3 +5,4 @@ pub mod host_address;
 pub(crate) mod http_client;
 pub mod log_store;
 pub mod node_probe;
+pub mod package_registry;

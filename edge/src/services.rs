@@ -3,6 +3,7 @@
 pub mod operator_view;
 pub(crate) mod read_model;
 
+use crate::agent_package::AgentPackage;
 use crate::auth::Authenticator;
 use crate::auth::internal::InternalToken;
 use crate::auth::jwt::node_log::{GATEWAY_PATH, NodeLogTokens};
@@ -74,8 +75,8 @@ pub struct Parts {
     pub addresses: Addresses,
     /// The payment processor; `None` where none is configured.
     pub payments: Option<Payments>,
-    /// The agent's package, as bundles name it.
-    pub package: wire::bundle::Package,
+    /// The agent's package, as far as it is configured.
+    pub agent_package: AgentPackage,
     /// Stores the logs of nodes; `None` where none is configured.
     pub log_store: Option<LogStore>,
     /// The load of the nodes whose heartbeats this process receives.

@@ -4,6 +4,7 @@
 
 mod runtime;
 
+use crate::agent_package::AgentPackage;
 use crate::auth::Authenticator;
 use crate::auth::platform_roles::PlatformRoleCounters;
 use crate::fleet_telemetry::{FleetDirectory, FleetTelemetry};
@@ -110,7 +111,7 @@ pub(crate) fn parts(host: &TestHost, reads: Reads, authenticator: Authenticator,
             terminal_origins: Vec::new(),
         },
         payments: None,
-        package: wire::bundle::Package::default(),
+        agent_package: AgentPackage::default(),
         log_store: None,
         stopping: CancellationToken::new(),
     }

@@ -1,6 +1,7 @@
 //! The configuration of a control-plane process: all of it from environment variables, read and validated at once, so that a mistake is
 //! reported before anything starts.
 
+mod agent_package;
 mod identity;
 mod ingress;
 mod log_store;
@@ -9,6 +10,7 @@ mod node_api;
 mod payments;
 mod variables;
 
+pub use agent_package::AgentPackageSettings;
 pub use identity::IdentityConfig;
 pub use log_store::LogStoreSettings;
 pub use mail::MailSettings;
@@ -25,7 +27,7 @@ use edge::trust::node_certificate::TrustDomain;
 use identity::{identity, internal_token};
 use ingress::ingress;
 use ipnet::IpNet;
-use node_api::{node_proxies, package};
+use node_api::node_proxies;
 use persistence::envelope_encryption::KeyRing;
 use persistence::pool::{self, PoolConfig, PoolError};
 use secrecy::SecretString;
@@ -35,7 +37,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use variables::Variables;
 use wire::VerifierSet;
-use wire::bundle::Package;
 
 /// The settings of `gpuaas serve`, from `SVC_*`.
 #[derive(Debug)]
@@ -76,8 +77,8 @@ pub struct Config {
     pub probe_allowed: Vec<IpNet>,
     /// Ed25519 verifier keys for the bundle; empty: the active one.
     pub bootstrap_verifier_keys: Vec<String>,
-    /// The agent's package, as bundles name it.
-    pub package: Package,
+    /// The agent's package, as far as it is configured.
+    pub agent_package: AgentPackageSettings,
     /// Where the logs of nodes go; `None` where they go nowhere.
     pub log_store: Option<LogStoreSettings>,
     /// The payment processor, where one is configured.
@@ -160,7 +161,7 @@ impl Config {
             member_name: it.optional("SVC_MEMBER_NAME").unwrap_or_else(default_member_name),
             probe_allowed: it.networks("NODE_PROBE_ALLOWED_CIDRS"),
             bootstrap_verifier_keys,
-            package: package(it),
+            agent_package: agent_package::agent_package(it),
             log_store: log_store::log_store(it),
             payments: payments::payments(it),
             roles: it.take(parse_roles(roles).map_err(|error| format!("SVC_ROLES: {error:#}"))),

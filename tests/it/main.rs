@@ -1,6 +1,7 @@
 //! Tests of the whole service, as its users, operators and nodes use it: real processes, Postgres and NATS, agents over mutual TLS.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod agent_package;
 mod agent_restart;
 mod allocation_release;
 mod api_docs_page;

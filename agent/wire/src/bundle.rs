@@ -43,29 +43,41 @@ pub struct BootstrapBundle {
 }
 
 /// The source and the target of the agent's package, as far as the installation configures them: null otherwise.
-#[derive(Debug, Default, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Default, Clone, Serialize, Deserialize)]
 pub struct Package {
     /// Reference in an OCI registry.
     pub oci_ref: Option<String>,
     /// Digest by which it is pulled.
     pub digest: Option<String>,
-    /// How the short-lived pull credential is delivered.
+    /// How the pull credential is delivered: [`crate::package::PullDeliveryMode`].
     pub pull_delivery_mode: Option<String>,
     pub install_root: Option<String>,
     pub env_file_path: Option<String>,
     pub systemd_unit_name: Option<String>,
+    /// Ed25519 public keys of releases, base64, with commas: a package without a signature by one of them is not installed.
+    #[serde(default)]
+    pub release_keys: Option<String>,
+    /// Trust anchor for the registry, where it is not that of the API.
+    #[serde(default)]
+    pub registry_ca_pem: Option<String>,
+    /// `user:password` of an account that may pull, in the delivery mode `bundle`.
+    #[serde(default)]
+    pub pull_account: Option<SecretToken>,
 }
 
 impl Package {
     /// The items under their names in the environment.
-    fn items(&self) -> [(&'static str, &Option<String>); 6] {
+    fn items(&self) -> [(&'static str, Option<&str>); 9] {
         [
-            (names::PACKAGE_OCI_REF, &self.oci_ref),
-            (names::PACKAGE_DIGEST, &self.digest),
-            (names::PACKAGE_PULL_DELIVERY_MODE, &self.pull_delivery_mode),
-            (names::INSTALL_ROOT, &self.install_root),
-            (names::ENV_FILE, &self.env_file_path),
-            (names::SYSTEMD_UNIT, &self.systemd_unit_name),
+            (names::PACKAGE_OCI_REF, self.oci_ref.as_deref()),
+            (names::PACKAGE_DIGEST, self.digest.as_deref()),
+            (names::PACKAGE_PULL_DELIVERY_MODE, self.pull_delivery_mode.as_deref()),
+            (names::INSTALL_ROOT, self.install_root.as_deref()),
+            (names::ENV_FILE, self.env_file_path.as_deref()),
+            (names::SYSTEMD_UNIT, self.systemd_unit_name.as_deref()),
+            (names::PACKAGE_RELEASE_KEYS, self.release_keys.as_deref()),
+            (names::PACKAGE_REGISTRY_CA_PEM, self.registry_ca_pem.as_deref()),
+            (names::PACKAGE_PULL_ACCOUNT, self.pull_account.as_ref().map(SecretToken::expose)),
         ]
     }
 }
@@ -96,6 +108,9 @@ pub mod names {
     pub const PACKAGE_OCI_REF: &str = "SVC_NODE_AGENT_PACKAGE_OCI_REF";
     pub const PACKAGE_DIGEST: &str = "SVC_NODE_AGENT_PACKAGE_DIGEST";
     pub const PACKAGE_PULL_DELIVERY_MODE: &str = "SVC_NODE_AGENT_PACKAGE_PULL_DELIVERY_MODE";
+    pub const PACKAGE_RELEASE_KEYS: &str = "SVC_NODE_AGENT_PACKAGE_RELEASE_KEYS";
+    pub const PACKAGE_REGISTRY_CA_PEM: &str = "SVC_NODE_AGENT_PACKAGE_REGISTRY_CA_PEM";
+    pub const PACKAGE_PULL_ACCOUNT: &str = "SVC_NODE_AGENT_PACKAGE_PULL_ACCOUNT";
     pub const INSTALL_ROOT: &str = "SVC_NODE_AGENT_INSTALL_ROOT";
     pub const ENV_FILE: &str = "SVC_NODE_AGENT_ENV_FILE";
     pub const SYSTEMD_UNIT: &str = "SVC_NODE_AGENT_SYSTEMD_UNIT";
@@ -118,7 +133,7 @@ impl BootstrapBundle {
             (names::CA_BUNDLE_FINGERPRINT, &self.ca_bundle_fingerprint),
             (names::CA_BUNDLE_PEM, &self.ca_bundle_pem),
         ];
-        pairs.extend(self.package.items().into_iter().filter_map(|(name, value)| Some((name, value.as_deref()?))));
+        pairs.extend(self.package.items().into_iter().filter_map(|(name, value)| Some((name, value?))));
         pairs.into_iter().collect()
     }
 
@@ -145,6 +160,9 @@ impl BootstrapBundle {
             install_root: optional(names::INSTALL_ROOT),
             env_file_path: optional(names::ENV_FILE),
             systemd_unit_name: optional(names::SYSTEMD_UNIT),
+            release_keys: optional(names::PACKAGE_RELEASE_KEYS),
+            registry_ca_pem: optional(names::PACKAGE_REGISTRY_CA_PEM),
+            pull_account: optional(names::PACKAGE_PULL_ACCOUNT).map(SecretToken::new),
         };
         Ok(Self {
             node_id: required(names::NODE_ID)?

@@ -16,6 +16,7 @@
 //! | [`terminal`] | the messages of a terminal session |
 //! | [`recording`] | the recording of a terminal session |
 //! | [`log_token`] | the token with which a node pushes its logs |
+//! | [`package`] | the names of the agent's package in a registry |
 //! | [`error`] | the error envelope of every refused request |
 
 mod base64_bytes;
@@ -27,6 +28,7 @@ pub mod heartbeat;
 pub mod inventory;
 pub mod keys;
 pub mod log_token;
+pub mod package;
 pub mod proof;
 pub mod recording;
 pub mod secret;

@@ -362,10 +362,13 @@ fn bundle() -> BootstrapBundle {
         package: Package {
             oci_ref: Some("registry.example.com/gpuaas/agent:1".into()),
             digest: Some("sha256:00".into()),
-            pull_delivery_mode: Some("env".into()),
+            pull_delivery_mode: Some("bundle".into()),
             install_root: Some("/opt/gpuaas".into()),
             env_file_path: Some("/etc/gpuaas/agent.env".into()),
             systemd_unit_name: Some("gpuaas-agent.service".into()),
+            release_keys: Some("AQ==".into()),
+            registry_ca_pem: Some(ca.into()),
+            pull_account: Some(SecretToken::new("puller:another $ecret")),
         },
     }
 }

@@ -11,6 +11,8 @@ pub enum RequiredCredential {
     Token,
     /// The node's certificate, in TLS.
     Certificate,
+    /// Either: the certificate, or an enrollment token in `Authorization`.
+    CertificateOrToken,
 }
 
 /// One route.
@@ -26,13 +28,16 @@ pub struct NodeRoute {
 impl NodeRoute {
     /// Everything that the route may refuse.
     pub fn codes(&self) -> impl Iterator<Item = Code> {
-        let of_identity = match self.shows {
-            RequiredCredential::Nothing => None,
-            RequiredCredential::Token => Some(Code::EnrollmentRejected),
-            RequiredCredential::Certificate => Some(Code::InvalidNodeIdentity),
+        let of_identity: &[Code] = match self.shows {
+            RequiredCredential::Nothing => &[],
+            RequiredCredential::Token => &[Code::EnrollmentRejected],
+            RequiredCredential::Certificate => &[Code::InvalidNodeIdentity],
+            RequiredCredential::CertificateOrToken => {
+                &[Code::InvalidNodeIdentity, Code::EnrollmentRejected, Code::Unauthenticated]
+            }
         };
         // Each route is limited, per node or per address.
-        let of_identity = of_identity.into_iter().chain([Code::RateLimited]);
+        let of_identity = of_identity.iter().copied().chain([Code::RateLimited]);
         let always = [Code::InvalidRequest, Code::InternalError, Code::ServiceUnavailable, Code::Overloaded];
         let with_body = [Code::PayloadTooLarge, Code::UnsupportedMediaType];
         let body = with_body.into_iter().filter(|_| ["POST", "PUT"].contains(&self.method));
@@ -58,6 +63,8 @@ pub const ROUTES: &[NodeRoute] = &[
     route("POST", "/internal/v1/nodes/{id}/certificate/renew", RequiredCredential::Certificate, &[Code::StateConflict]),
     route("POST", "/internal/v1/nodes/{id}/heartbeat", RequiredCredential::Certificate, &[Code::UpgradeRequired]),
     route("POST", "/internal/v1/nodes/{id}/log-token", RequiredCredential::Certificate, &[]),
+    route("GET", "/internal/v1/nodes/{id}/package/manifests/{reference}", RequiredCredential::CertificateOrToken, &[Code::NotFound]),
+    route("GET", "/internal/v1/nodes/{id}/package/blobs/{digest}", RequiredCredential::CertificateOrToken, &[Code::NotFound]),
     route("POST", "/internal/v1/nodes/{id}/tasks/{task_id}/result", RequiredCredential::Certificate, &[Code::NotFound, Code::StaleAttempt, Code::StateConflict]),
     route("GET", "/internal/v1/nodes/{id}/tasks/wait", RequiredCredential::Certificate, &[]),
     route("GET", "/internal/v1/nodes/{id}/terminals/{session_id}/stream", RequiredCredential::Certificate, &[Code::NotFound, Code::StateConflict, Code::UpgradeRequired]),

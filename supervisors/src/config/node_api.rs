@@ -1,9 +1,8 @@
-//! The settings of the node API: the proxies in front of it, and the agent's package in bundles.
+//! The settings of the node API: the proxies in front of it.
 
 use super::variables::Variables;
 use edge::tls::forwarded::Forwarding;
 use ipnet::IpNet;
-use wire::bundle::{Package, names};
 
 const CLIENT_IDENTITY: &str = "SVC_NODE_CLIENT_IDENTITY";
 const NETWORKS: &str = "SVC_NODE_TRUSTED_PROXIES";
@@ -43,45 +42,6 @@ pub(super) fn node_proxies(variables: &mut Variables<'_>) -> Option<NodeProxies>
     Some(NodeProxies { forwarding: forwarding?, networks })
 }
 
-/// Reads the package's settings. A value that is not set is null in the bundle.
-pub(super) fn package(variables: &mut Variables<'_>) -> Package {
-    let mut checked = |name: &str, what: &str, is_one: fn(&str) -> bool| {
-        let value = variables.optional(name)?;
-        if !is_one(&value) {
-            variables.wrong(format!("{name} is {value:?}; it must be {what}"));
-        }
-        Some(value)
-    };
-    let is_word = |text: &str| !text.contains(|character: char| character.is_whitespace() || character.is_control());
-    let is_digest = |text: &str| {
-        text.strip_prefix("sha256:")
-            .is_some_and(|hex| hex.len() == 64 && hex.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f')))
-    };
-    let is_path = |text: &str| text.starts_with('/') && !text.contains(char::is_control);
-    let is_unit = |text: &str| {
-        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b":-_.@\\".contains(&byte);
-        text.ends_with(".service") && !text.starts_with('-') && text.bytes().all(allowed)
-    };
-    let package = Package {
-        oci_ref: checked(names::PACKAGE_OCI_REF, "a reference in an OCI registry", is_word),
-        digest: checked(names::PACKAGE_DIGEST, "sha256: and 64 hexadecimal digits", is_digest),
-        pull_delivery_mode: checked(names::PACKAGE_PULL_DELIVERY_MODE, "one word", is_word),
-        install_root: checked(names::INSTALL_ROOT, "an absolute path", is_path),
-        env_file_path: checked(names::ENV_FILE, "an absolute path", is_path),
-        systemd_unit_name: checked(
-            names::SYSTEMD_UNIT,
-            "the name of a systemd unit, such as gpuaas-agent.service",
-            is_unit,
-        ),
-    };
-    // A reference without a digest depends on the registry's current content.
-    if package.oci_ref.is_some() != package.digest.is_some() {
-        let (reference, digest) = (names::PACKAGE_OCI_REF, names::PACKAGE_DIGEST);
-        variables.wrong(format!("{reference} and {digest} go together: a package is pulled by its digest"));
-    }
-    package
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -107,31 +67,6 @@ mod tests {
         ] {
             let error = proxies_of(&variables).unwrap_err().to_string();
             assert!(error.contains(named), "{error}");
-        }
-    }
-
-    #[test]
-    fn package_is_null_where_unset_and_identified_by_its_digest() {
-        assert_eq!(read_from(&[], package).unwrap(), Package::default());
-        let digest = format!("sha256:{}", "0f".repeat(32));
-        let settings = [
-            (names::PACKAGE_OCI_REF, "registry.example/gpuaas/agent:1"),
-            (names::PACKAGE_DIGEST, digest.as_str()),
-            (names::ENV_FILE, "/srv/agent.env"),
-        ];
-        let read = read_from(&settings, package).unwrap();
-        assert_eq!((read.digest.as_deref(), read.install_root), (Some(digest.as_str()), None));
-        for (name, value) in [
-            (names::PACKAGE_OCI_REF, "registry.example/agent:1"),
-            (names::PACKAGE_DIGEST, "sha256:0f"),
-            (names::PACKAGE_PULL_DELIVERY_MODE, "in a letter"),
-            (names::INSTALL_ROOT, "opt/gpuaas"),
-            (names::ENV_FILE, "/etc/a\nb"),
-            (names::SYSTEMD_UNIT, "--now.service"),
-            (names::SYSTEMD_UNIT, "gpuaas agent.service"),
-        ] {
-            let error = read_from(&[(name, value)], package).unwrap_err().to_string();
-            assert!(error.contains(name), "{error}");
         }
     }
 }

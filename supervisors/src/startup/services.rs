@@ -97,7 +97,7 @@ impl ServiceStage {
                 terminal_origins: config.terminal_origins.clone(),
             },
             payments: config.payments.as_ref().map(PaymentsConfig::open).transpose()?,
-            package: config.package.clone(),
+            agent_package: config.agent_package.open()?,
             log_store: config.log_store.as_ref().map(LogStoreSettings::open).transpose()?,
             fleet,
             fleet_directory: FleetDirectory::new(storage.reads.clone()),

@@ -267,6 +267,10 @@ pub enum Command {
     Identify {
         serial: String,
     },
+    /// A machine without a certificate authenticates for its package. The token is not consumed.
+    PresentToken {
+        token_sha256: [u8; 32],
+    },
 
     // Facts of the saga.
     Reserve {
@@ -349,7 +353,8 @@ impl machine::Command for Command {
             | Self::Poll { .. }
             | Self::Heartbeat { .. }
             | Self::Report { .. }
-            | Self::Identify { .. } => Action::SpeakForNode,
+            | Self::Identify { .. }
+            | Self::PresentToken { .. } => Action::SpeakForNode,
             Self::Reserve { .. }
             | Self::ReconcileLogins { .. }
             | Self::Unreserve { .. }
@@ -651,6 +656,10 @@ impl Node {
             }
             Command::Identify { serial } => {
                 self.check_certificate(&serial, ctx)?;
+                Ok(Transition::stay(Reply::Done))
+            }
+            Command::PresentToken { token_sha256 } => {
+                self.check_token(&token_sha256, ctx)?;
                 Ok(Transition::stay(Reply::Done))
             }
             Command::Reserve { allocation_id, gpu_count, keys, revision } => {

@@ -241,6 +241,7 @@ fn node_commands() -> Vec<node::Command> {
         Command::Enroll(Box::new(enrollment)),
         Command::Renew { serial: "09".into(), issued },
         Command::Poll { serial: "0a".into() },
+        Command::PresentToken { token_sha256: [3; 32] },
         Command::Heartbeat {
             serial: "0a".into(),
             seen: Box::new(seen),

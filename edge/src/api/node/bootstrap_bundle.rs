@@ -3,6 +3,7 @@
 //! It is the only source of what a node needs to enroll. The paths in it are those of an installed agent; a machine with other paths sets
 //! flags of the agent, and does not change the bundle.
 
+use crate::agent_package::FirstProgram;
 use crate::http::error::ApiError;
 use crate::services::Services;
 use domain::NodeId;
@@ -11,14 +12,19 @@ use std::fmt::Write as _;
 use wire::SecretToken;
 use wire::bundle::env_file::quote;
 use wire::bundle::{BootstrapBundle, fingerprint, names};
+use wire::package::{DEFAULT_ENV_FILE, DEFAULT_INSTALL_ROOT, DEFAULT_UNIT};
 
-/// The agent's folder on an installed node, and its environment file and unit unless they are configured (`deploy/systemd`).
+/// The agent's folder on an installed node (`deploy/systemd`).
 const AGENT_FOLDER: &str = "/var/lib/gpuaas-agent";
-const ENV_FILE: &str = "/etc/gpuaas/agent.env";
-const UNIT: &str = "gpuaas-agent.service";
 
-/// The body of the script; its quoted parameters precede it.
+/// The bodies of the scripts; their quoted parameters precede them.
 const SCRIPT: &str = include_str!("bootstrap_bundle/bootstrap.sh");
+const PACKAGE_SCRIPT: &str = include_str!("bootstrap_bundle/package.sh");
+/// Ends the first program in a script; no line of base64 is this one.
+const END_OF_PROGRAM: &str = "END-OF-THE-FIRST-PROGRAM";
+
+/// The largest script with the package, in bytes: a first program, and a bundle.
+pub(in crate::api) const PACKAGE_SCRIPT_BYTES: usize = 6 * 1024 * 1024;
 
 /// The bundle that carries `token`, for the one node that the token was issued to. It is a secret from here on: its answer is not
 /// stored (`Cache-Control: no-store`).
@@ -37,7 +43,7 @@ pub(crate) fn bootstrap_bundle(services: &Services, node_id: NodeId, token: Secr
         key_path: at("node.key"),
         ca_bundle_pem: trust.api_ca_pem.clone(),
         ca_bundle_fingerprint: fingerprint(&trust.api_ca_pem),
-        package: services.package.clone(),
+        package: services.agent_package.bundled.clone(),
     }
 }
 
@@ -46,6 +52,30 @@ pub(crate) fn bootstrap_bundle(services: &Services, node_id: NodeId, token: Secr
 /// # Errors
 /// `internal_error` where a value holds a NUL, which no file of an environment can carry.
 pub(crate) fn bootstrap_script(bundle: &BootstrapBundle) -> Result<String, ApiError> {
+    Ok(with_parameters(SCRIPT, &parameters(bundle)?))
+}
+
+/// A POSIX shell script that also installs the package, on a machine that has nothing but systemd and coreutils.
+///
+/// # Errors
+/// `internal_error` where a value holds a NUL, or the script would be larger than [`PACKAGE_SCRIPT_BYTES`].
+pub(crate) fn package_script(bundle: &BootstrapBundle, program: &FirstProgram) -> Result<String, ApiError> {
+    let install_root = bundle.package.install_root.as_deref().unwrap_or(DEFAULT_INSTALL_ROOT);
+    let mut before = parameters(bundle)?;
+    let more =
+        [("install_root", install_root), ("machine", program.machine), ("first_program_sha256", &program.sha256)];
+    before.push_str(&more.map(parameter).concat());
+    let _ =
+        write!(before, "first_program() {{\n    cat <<'{END_OF_PROGRAM}'\n{}{END_OF_PROGRAM}\n}}\n", program.encoded);
+    let script = with_parameters(PACKAGE_SCRIPT, &before);
+    if script.len() > PACKAGE_SCRIPT_BYTES || install_root.contains('\0') {
+        return Err(ApiError::internal("the script is too large, or its folder holds a NUL"));
+    }
+    Ok(script)
+}
+
+/// The parameters of both scripts.
+fn parameters(bundle: &BootstrapBundle) -> Result<String, ApiError> {
     let (env_file, unit) = target_paths(bundle);
     let environment = bundle.to_env_file().map_err(ApiError::internal)?;
     let values = [
@@ -59,9 +89,18 @@ pub(crate) fn bootstrap_script(bundle: &BootstrapBundle) -> Result<String, ApiEr
         ("cert_path", &bundle.cert_path),
         ("key_path", &bundle.key_path),
     ]
-    .map(|(name, value)| format!("{name}={}\n", quote(value)));
-    let (first, rest) = SCRIPT.split_once('\n').unwrap_or(("", SCRIPT));
-    Ok([first, "\n", &values.concat(), rest].concat())
+    .map(parameter);
+    Ok(values.concat())
+}
+
+fn parameter((name, value): (&str, &str)) -> String {
+    format!("{name}={}\n", quote(value))
+}
+
+/// The script with its parameters below its first line.
+fn with_parameters(script: &str, parameters: &str) -> String {
+    let (first, rest) = script.split_once('\n').unwrap_or(("", script));
+    [first, "\n", parameters, rest].concat()
 }
 
 /// One root shell command for the node's machine: it writes the new token into the agent's environment file, removes the existing
@@ -89,7 +128,10 @@ pub(crate) fn restart_command(bundle: &BootstrapBundle) -> Result<String, ApiErr
 /// The agent's environment file and its unit: those of the package, else those of `deploy/systemd`.
 fn target_paths(bundle: &BootstrapBundle) -> (&str, &str) {
     let package = &bundle.package;
-    (package.env_file_path.as_deref().unwrap_or(ENV_FILE), package.systemd_unit_name.as_deref().unwrap_or(UNIT))
+    (
+        package.env_file_path.as_deref().unwrap_or(DEFAULT_ENV_FILE),
+        package.systemd_unit_name.as_deref().unwrap_or(DEFAULT_UNIT),
+    )
 }
 
 #[cfg(test)]

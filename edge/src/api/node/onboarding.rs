@@ -2,24 +2,26 @@
 
 use super::unexpected;
 use crate::api::field::{Reason, TokenTtl};
-use crate::api::node::bootstrap_bundle::{bootstrap_bundle, bootstrap_script, restart_command};
+use crate::api::node::bootstrap_bundle::{bootstrap_bundle, bootstrap_script, package_script, restart_command};
 use crate::api::request_context::AdminRequest;
 use crate::auth::token::{MintedToken, TokenPurpose, mint};
 use crate::http::correlation::no_store;
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, JsonOrDefault, Path};
 use crate::services::Services;
+use crate::services::read_model::find;
 use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
-use domain::node::{Command, Node, Reissue, Reply};
+use domain::node::{Command, Node, Registration, Reissue, Reply};
 use domain::{NodeId, TokenId};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
+use wire::bundle::env_file::quote;
 
 #[derive(Debug, Default, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
@@ -69,7 +71,7 @@ pub(in crate::api) struct RecoveryBundle {
     restart_command: String,
 }
 
-/// The format of the bundle.
+/// The format of the script.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(in crate::api) struct NewScript {
@@ -79,9 +81,10 @@ pub(in crate::api) struct NewScript {
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, ToSchema)]
 #[serde(rename_all = "snake_case")]
 pub(in crate::api) enum ScriptFormat {
-    /// A POSIX shell script.
+    /// A POSIX shell script for a machine on which the agent is installed.
     Script,
-    /// An installable package. This installation publishes none.
+    /// A POSIX shell script that also installs the agent's package, on a machine with nothing but systemd and coreutils. It carries the
+    /// program that does so, and has some MiB: 6 at most.
     Package,
 }
 
@@ -92,7 +95,10 @@ pub(in crate::api) struct BootstrapScript {
     expires_at: DateTime<Utc>,
     format: ScriptFormat,
     /// To be run on the machine as root, as often as needed. It holds the token: it is shown once and stored nowhere.
+    #[schema(max_length = 6_291_456)]
     script: String,
+    /// A shell command that brings the machine in over SSH, from where the script is saved as `bootstrap.sh`.
+    command: String,
 }
 
 /// Issues a single-use enrollment token, which voids an earlier one.
@@ -154,7 +160,8 @@ pub(in crate::api) async fn reissue_enrollment(
 
 /// Writes the script that sets the node's machine up.
 ///
-/// It holds a fresh token, which voids every older one. The answer is a secret: it is stored nowhere.
+/// It holds a fresh token, which voids every older one. The answer is a secret: it is stored nowhere. In the format `package` it has up to
+/// 6 MiB; where the package is not configured, that format is refused, with the names of the settings.
 #[utoipa::path(
     post,
     path = "/",
@@ -167,16 +174,38 @@ pub(in crate::api) async fn write_script(
     Path(id): Path<Uuid>,
     request_body::Json(asked): request_body::Json<NewScript>,
 ) -> Result<Response, ApiError> {
-    if matches!(asked.format, ScriptFormat::Package) {
-        let message = "This installation publishes no package of the agent; ask for format `script`.";
-        return Err(ApiError::invalid_request(message).detail("field", "format"));
-    }
+    let first_program = match asked.format {
+        ScriptFormat::Script => None,
+        ScriptFormat::Package => Some(services.agent_package.for_scripts().map_err(|missing| not_packaged(&missing))?),
+    };
+    let node = find::<Node>(&services, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
+    let command = remote_command(&node);
     let (token_id, minted) = (Uuid::now_v7(), mint(TokenPurpose::Enrollment));
     let request =
         ReissueRequest { reason: "a bootstrap script was asked for".to_owned(), ttl_seconds: None, revokes: false };
     let expires_at = reissue(by, id, token_id, &minted, request).await?;
-    let script = bootstrap_script(&bootstrap_bundle(&services, NodeId(id), minted.token))?;
-    Ok((no_store(), Json(BootstrapScript { token_id, expires_at, format: asked.format, script })).into_response())
+    let bundle = bootstrap_bundle(&services, NodeId(id), minted.token);
+    let script = match first_program {
+        None => bootstrap_script(&bundle)?,
+        Some(program) => package_script(&bundle, program)?,
+    };
+    let written = BootstrapScript { token_id, expires_at, format: asked.format, script, command };
+    Ok((no_store(), Json(written)).into_response())
+}
+
+fn not_packaged(missing: &[&'static str]) -> ApiError {
+    let message = format!(
+        "This installation publishes no package of the agent; ask for format `script`, or have the operator set {}.",
+        missing.join(", ")
+    );
+    ApiError::invalid_request(message).detail("field", "format").detail("settings", missing.to_vec())
+}
+
+/// Runs the script, from standard input, as root on the node's machine.
+fn remote_command(node: &Node) -> String {
+    let Registration { ssh_username, host, port, .. } = &node.registration;
+    let login = quote(&format!("{ssh_username}@{host}"));
+    format!("ssh -p {port} -- {login} sudo sh -s <bootstrap.sh")
 }
 
 struct ReissueRequest {

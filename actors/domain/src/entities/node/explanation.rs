@@ -107,6 +107,7 @@ fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'stat
         | CommandName::Heartbeat
         | CommandName::Report
         | CommandName::Identify
+        | CommandName::PresentToken
         | CommandName::Reserve
         | CommandName::ReconcileLogins
         | CommandName::Unreserve

@@ -214,22 +214,7 @@ impl Node {
     /// Of any number of enrollments with one token exactly one succeeds: the mailbox processes them one by one, and the first one's commit
     /// consumes the token.
     pub(super) fn enroll(&self, shown: Enrollment, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        self.check_is_own_node(ctx)?;
-        if self.life.is_gone() {
-            return Err(Rejection::Removed);
-        }
-        let refused = |cause| Err(Rejection::TokenRefused { cause });
-        let Some(token) = &self.identity.token else { return refused(EnrollmentTokenFault::NoneIssued) };
-        if !constant_time_eq(&token.sha256, &shown.token_sha256) {
-            return refused(EnrollmentTokenFault::Mismatch);
-        }
-        if token.consumed_at.is_some() {
-            return refused(EnrollmentTokenFault::Consumed);
-        }
-        if ctx.now >= token.expires_at {
-            return refused(EnrollmentTokenFault::Expired);
-        }
-        let until = token.expires_at;
+        let until = self.check_token(&shown.token_sha256, ctx)?;
         let mut next = self.clone();
         if let Some(token) = &mut next.identity.token {
             token.consumed_at = Some(ctx.now);
@@ -264,6 +249,30 @@ impl Node {
         let step = event.into_iter().fold(step, Transition::event);
         let had_one = !self.identity.certificates.is_empty();
         Ok(if had_one { step.effect(Effect::CloseNode(self.id)) } else { step })
+    }
+
+    /// Checks that the presented token admits this node now. Returns when it expires.
+    pub(super) fn check_token(
+        &self,
+        token_sha256: &[u8; 32],
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Timestamp, Rejection> {
+        self.check_is_own_node(ctx)?;
+        if self.life.is_gone() {
+            return Err(Rejection::Removed);
+        }
+        let refused = |cause| Err(Rejection::TokenRefused { cause });
+        let Some(token) = &self.identity.token else { return refused(EnrollmentTokenFault::NoneIssued) };
+        if !constant_time_eq(&token.sha256, token_sha256) {
+            return refused(EnrollmentTokenFault::Mismatch);
+        }
+        if token.consumed_at.is_some() {
+            return refused(EnrollmentTokenFault::Consumed);
+        }
+        if ctx.now >= token.expires_at {
+            return refused(EnrollmentTokenFault::Expired);
+        }
+        Ok(token.expires_at)
     }
 
     /// The enrolled node waits for its agent's first poll.

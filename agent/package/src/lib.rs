@@ -1,0 +1,34 @@
+//! The agent's package: an OCI artifact with a list of its files and a release signature, how it is made, pulled and installed.
+//!
+//! | module | what |
+//! | --- | --- |
+//! | [`contents`] | which programs and units are packaged, as a table |
+//! | [`manifest`] | the artifact's documents: image manifest, list of files |
+//! | [`signature`] | the Ed25519 release signature over the image manifest's digest |
+//! | [`build`] | makes the artifact, reproducibly, as an OCI image layout |
+//! | [`registry`] | the client of a registry: pulls by digest, pushes a layout |
+//! | [`archive`] | the archive of files: written in a fixed order, unpacked against the list |
+//! | [`install`] | puts a verified package in place on a node |
+//! | [`source`] | where a node pulls from, according to its bootstrap bundle |
+
+pub mod archive;
+pub mod build;
+pub mod contents;
+pub mod install;
+pub mod manifest;
+pub mod registry;
+pub mod signature;
+pub mod source;
+
+/// An error with its sources on one line.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(inner) = source {
+        text.push_str(": ");
+        text.push_str(&inner.to_string());
+        source = inner.source();
+    }
+    text
+}
