@@ -337,6 +337,9 @@ ensure_contract_tools() { from_pypi contract deploy/pins/contract-tools.txt "The
 # The mail server that takes notifications in the tests.
 ensure_mail_server() { from_pypi aiosmtpd deploy/pins/aiosmtpd.txt "The tests of e-mail need"; }
 
+# A client of NVIDIA's management library that is not ours, for the library's fake.
+ensure_nvml_client() { from_pypi nvml deploy/pins/nvml.txt "The test of the fake NVML needs"; }
+
 # The payment processor of the tests and of deploy/up. What its source is built with is pinned as well, so nothing is taken beside it.
 ensure_processor() {
     local missing=() source=$root/deploy/pins/localstripe-source.txt folder=$tools/localstripe
@@ -421,6 +424,7 @@ ensure_test_tools() {
     [ "${#missing[@]}" -eq 0 ] || without_daemons apt "${missing[@]}"
     ensure_contract_tools
     ensure_mail_server
+    ensure_nvml_client
     ensure_processor
     ensure_proxies
     ensure_netdata

@@ -18,7 +18,7 @@ use tracing::{info, warn};
 use uuid::Uuid;
 use wire::Verifiers;
 use wire::heartbeat::PollSettings;
-use wire::inventory::{ExecutorKind, NodeInventory};
+use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
 use wire::proof::FindingOutcome;
 
 use crate::atomic_file::{self, FileError};
@@ -28,7 +28,7 @@ use crate::config::AgentConfig;
 use crate::executor::Executor;
 use crate::gpus::Gpus;
 use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
-use crate::inventory::{self, InventoryReading};
+use crate::inventory;
 use crate::journal::{Journal, JournalError};
 use crate::node_api_client::{ClientError, NodeApiClient, NodeApiError};
 use crate::sandbox::Sandbox;
@@ -162,7 +162,7 @@ impl Fatal {
 /// [`Fatal`], when it cannot continue.
 pub async fn run(config: AgentConfig, manager: Arc<ServiceManager>, stop: CancellationToken) -> Result<(), Fatal> {
     atomic_file::private_folder(&config.state_dir)?;
-    let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref()));
+    let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref(), config.gpu_deadline));
     match gpus.as_ref() {
         Gpus::Nvml(_) => info!("GPUs are read through NVML"),
         Gpus::Simulated(gpus) => warn!(gpus = gpus.len(), "GPUs are simulated: this node computes nothing"),
@@ -191,7 +191,7 @@ fn executor(config: &AgentConfig, gpus: &Arc<Gpus>) -> Result<Arc<dyn Executor>,
 pub fn clean_up(config: &AgentConfig) -> Result<(), Fatal> {
     atomic_file::private_folder(&config.state_dir)?;
     let _only_one = lock_state_dir(config)?;
-    let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref()));
+    let gpus = Arc::new(Gpus::detect(config.node_id, config.simulated_gpus.as_ref(), config.gpu_deadline));
     let executor = executor(config, &gpus)?;
     ssh::end_leftover_listener(&config.state_dir);
     let mut left = 0;
@@ -247,7 +247,10 @@ pub async fn run_with(
         Some((settings, listen)) => Some(Sshd::prepare(&config.state_dir, &settings.keys, listen)?),
         None => None,
     };
-    let inventory = read_inventory(&gpus, executor.kind(), &config.state_dir).await.inventory;
+    let (lister, source) = (Arc::clone(&gpus), gpus.source());
+    let listed = tokio::task::spawn_blocking(move || lister.list()).await;
+    let listed = listed.ok().and_then(Result::ok).unwrap_or_default();
+    let inventory = read_inventory(listed, source, executor.kind(), &config.state_dir).await;
 
     let found = identities.load()?;
     // A node that cannot reach its control plane has started all the same, and tries again.
@@ -299,7 +302,7 @@ pub async fn run_with(
         in_flight: Mutex::default(),
         lanes: Mutex::default(),
         poll_settings: watch::Sender::new(PollSettings::default()),
-        heartbeat_now: Notify::new(),
+        heartbeat_now: Arc::new(Notify::new()),
         heartbeats_answered: watch::Sender::new(0),
         renew_within: watch::Sender::new(None),
         tasks,
@@ -331,7 +334,7 @@ struct Agent {
     lanes: Mutex<BTreeMap<Uuid, execute::QueueTail>>,
     poll_settings: watch::Sender<PollSettings>,
     /// Requests a heartbeat ahead of its schedule.
-    heartbeat_now: Notify,
+    heartbeat_now: Arc<Notify>,
     /// The number of answered heartbeats.
     heartbeats_answered: watch::Sender<u64>,
     /// Set when the certificate's authority is retired: the window within which the certificate is to be renewed.
@@ -437,17 +440,23 @@ fn report_failure(error: &NodeApiError, doing: &'static str, pause: Duration) {
     warn!(error_code = error.code(), error = chain(error), pause_ms, "{doing} failed; trying again");
 }
 
-async fn read_inventory(gpus: &Arc<Gpus>, executor: ExecutorKind, state_dir: &Path) -> InventoryReading {
+/// The inventory with these GPUs.
+async fn read_inventory(
+    gpus: Vec<GpuInfo>,
+    source: GpuSource,
+    executor: ExecutorKind,
+    state_dir: &Path,
+) -> NodeInventory {
     let door = match executor {
         // Tenants of the sandbox are not users of the machine.
         ExecutorKind::Sandbox => None,
         ExecutorKind::System => ssh::host_key_fingerprint(state_dir),
     };
-    let (shared, same) = (Arc::clone(gpus), door.clone());
-    match tokio::task::spawn_blocking(move || inventory::read(&shared, executor, same)).await {
-        Ok(look) => look,
+    let (listed, same) = (gpus.clone(), door.clone());
+    match tokio::task::spawn_blocking(move || inventory::read(listed, source, executor, same)).await {
+        Ok(inventory) => inventory,
         // The thread can only have panicked; the same panic surfaces on this thread.
-        Err(_) => inventory::read(gpus, executor, door),
+        Err(_) => inventory::read(gpus, source, executor, door),
     }
 }
 

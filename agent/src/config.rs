@@ -15,6 +15,7 @@ use wire::{SecretToken, VerifierSet};
 use crate::agent_user::RunAsError;
 use crate::atomic_file::{self, FileError};
 use crate::gpus::GpuSimulation;
+use crate::health::kernel_log;
 use crate::simulated_faults::{SimulatedFailure, SimulatedFaults};
 use crate::system::Settings;
 use crate::system::sudoers::SudoCommand;
@@ -89,6 +90,15 @@ pub struct Flags {
     /// Remove every tenant from this machine, which leaves, and end. No agent may run on it
     #[arg(long)]
     pub clean_up: bool,
+    /// Answers requests on standard input with calls of NVIDIA's management library: the agent runs this as a process of its own
+    #[arg(long, hide = true)]
+    pub gpu_probe: bool,
+    /// Seconds after which NVIDIA's driver counts as hung
+    #[arg(long, hide = true, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=60))]
+    pub gpu_deadline_seconds: u64,
+    /// The kernel's log, one record for each read
+    #[arg(long, hide = true, default_value = kernel_log::DEVICE)]
+    pub kernel_log: PathBuf,
     /// Revokes the keyrings of the current user, and exits: the agent runs this as a tenant that it removes
     #[arg(long, hide = true)]
     pub forget_keyrings: bool,
@@ -127,6 +137,9 @@ pub struct AgentConfig {
     pub system: Option<Settings>,
     pub simulated_gpus: Option<GpuSimulation>,
     pub simulated_faults: SimulatedFaults,
+    /// After this time without an answer, the GPU driver counts as hung.
+    pub gpu_deadline: Duration,
+    pub kernel_log: PathBuf,
 }
 
 /// Why the agent cannot start, and what to do about it.
@@ -253,6 +266,8 @@ impl AgentConfig {
                 provision_delay: Duration::from_millis(flags.simulate_provision_delay_ms),
                 failure: flags.simulate_failure,
             },
+            gpu_deadline: Duration::from_secs(flags.gpu_deadline_seconds),
+            kernel_log: flags.kernel_log.clone(),
             state_dir,
         })
     }

@@ -87,6 +87,7 @@ mod tests {
     use uuid::Uuid;
 
     use super::*;
+    use crate::gpu_probe::DEFAULT_DEADLINE;
     use crate::gpus::GpuSimulation;
     use crate::sandbox::Sandbox;
 
@@ -94,7 +95,7 @@ mod tests {
     fn diagnostics_describe_the_machine() {
         let folder = tempfile::tempdir().unwrap();
         let asked = GpuSimulation { count: 2, model: "H100".into(), memory_mib: 81_920 };
-        let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked)));
+        let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked), DEFAULT_DEADLINE));
         let sandbox = Sandbox::open(folder.path(), Arc::clone(&gpus)).unwrap();
         let found = collect(&gpus, &sandbox);
         assert_eq!((&found["fitness"]["fit"], found["gpus"].as_array().unwrap().len()), (&json!(true), 2));

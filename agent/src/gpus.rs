@@ -1,14 +1,12 @@
 //! The node's GPUs: NVIDIA's through NVML, simulated ones, or none.
 
-use nvml_wrapper::Nvml;
-use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
-use nvml_wrapper::error::NvmlError;
+use std::time::Duration;
+
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
-use wire::heartbeat::GpuTelemetry;
 use wire::inventory::{GpuInfo, GpuSource};
 
-const MIB: u64 = 1024 * 1024;
+use crate::gpu_probe::{GpuCondition, GpuError, GpuProbe, GpuSurvey, SurveyedGpu};
 
 /// The simulation that `--simulate-gpus` configures.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,8 +18,8 @@ pub struct GpuSimulation {
 
 /// The source of the list of GPUs.
 pub enum Gpus {
-    /// NVIDIA's driver is installed.
-    Nvml(Box<Nvml>),
+    /// NVIDIA's driver is installed. Its library is called in a process of its own.
+    Nvml(Box<GpuProbe>),
     /// Simulated; they compute nothing, and only the agent's own records show who holds one.
     Simulated(Vec<GpuInfo>),
     /// No driver, and nothing simulated.
@@ -54,15 +52,19 @@ pub enum MemoryUse {
 const OF_THE_DRIVER_MIB: u64 = 1024;
 
 impl Gpus {
-    /// Uses the configured simulation, otherwise the driver if there is one.
+    /// Uses the configured simulation, otherwise the driver if there is one. A driver that does not answer within `deadline` is there.
     #[must_use]
-    pub fn detect(node_id: Uuid, simulated: Option<&GpuSimulation>) -> Self {
+    pub fn detect(node_id: Uuid, simulated: Option<&GpuSimulation>, deadline: Duration) -> Self {
         if let Some(simulated) = simulated {
             return Self::Simulated(simulate(node_id, simulated));
         }
-        match Nvml::init() {
-            Ok(nvml) => Self::Nvml(Box::new(nvml)),
-            Err(error) => Self::Absent { why: error.to_string() },
+        let probe = GpuProbe::of_this_program(deadline);
+        match probe.survey(false) {
+            Err(GpuError::NotInstalled { why }) => Self::Absent { why },
+            Ok(_)
+            | Err(GpuError::NotLoaded | GpuError::Hung { .. } | GpuError::Driver { .. } | GpuError::Process { .. }) => {
+                Self::Nvml(Box::new(probe))
+            }
         }
     }
 
@@ -76,26 +78,35 @@ impl Gpus {
         }
     }
 
-    /// All GPUs, in order of index. A GPU that the driver reports as lost is left out.
+    /// The reading of all GPUs. `xid_events` also reads the driver's events.
     ///
     /// # Errors
-    /// The driver's, when it is installed and does not answer: then nothing is known of any of them.
-    pub fn list(&self) -> Result<Vec<GpuInfo>, NvmlError> {
+    /// [`GpuError`], when the driver is installed and reports nothing at all.
+    pub fn survey(&self, xid_events: bool) -> Result<GpuSurvey, GpuError> {
+        let simulated = |info: &GpuInfo| SurveyedGpu {
+            info: info.clone(),
+            pci_address: None,
+            load: None,
+            condition: GpuCondition::default(),
+        };
         match self {
-            Self::Nvml(nvml) => present((0..nvml.device_count()?).map(|index| read_gpu(nvml, index))),
-            Self::Simulated(gpus) => Ok(gpus.clone()),
-            Self::Absent { .. } => Ok(Vec::new()),
+            Self::Nvml(probe) => probe.survey(xid_events),
+            Self::Simulated(gpus) => {
+                Ok(GpuSurvey { gpus: gpus.iter().map(simulated).collect(), ..GpuSurvey::default() })
+            }
+            Self::Absent { .. } => Ok(GpuSurvey::default()),
         }
     }
 
-    /// Load of each GPU. Simulated GPUs have none.
-    #[must_use]
-    pub fn telemetry(&self) -> Vec<GpuTelemetry> {
-        match self {
-            Self::Nvml(nvml) => {
-                (0..nvml.device_count().unwrap_or(0)).filter_map(|index| read_load(nvml, index).ok()).collect()
-            }
-            Self::Simulated(_) | Self::Absent { .. } => Vec::new(),
+    /// All GPUs, in order of index. A GPU that the driver reports as lost is left out.
+    ///
+    /// # Errors
+    /// [`GpuError`], when the driver does not report each of the others: then a GPU that is not listed may be there.
+    pub fn list(&self) -> Result<Vec<GpuInfo>, GpuError> {
+        let survey = self.survey(false)?;
+        match survey.unreadable.first() {
+            Some(error) => Err(GpuError::Driver { message: error.clone() }),
+            None => Ok(survey.gpus.into_iter().map(|gpu| gpu.info).collect()),
         }
     }
 
@@ -103,9 +114,9 @@ impl Gpus {
     #[must_use]
     pub fn device_use(&self, uuid: &str) -> DeviceUse {
         match self {
-            Self::Nvml(nvml) => match nvml.device_by_uuid(uuid).and_then(|device| device.running_compute_processes()) {
+            Self::Nvml(probe) => match probe.processes(uuid) {
                 Ok(processes) if processes.is_empty() => DeviceUse::Idle,
-                Ok(processes) => DeviceUse::BusyWith(processes.into_iter().map(|process| process.pid).collect()),
+                Ok(processes) => DeviceUse::BusyWith(processes),
                 Err(error) => DeviceUse::Unknown(error.to_string()),
             },
             Self::Simulated(_) | Self::Absent { .. } => DeviceUse::Idle,
@@ -117,9 +128,9 @@ impl Gpus {
     #[must_use]
     pub fn memory_use(&self, uuid: &str) -> MemoryUse {
         match self {
-            Self::Nvml(nvml) => match nvml.device_by_uuid(uuid).and_then(|device| device.memory_info()) {
-                Ok(memory) if memory.used / MIB <= OF_THE_DRIVER_MIB => MemoryUse::DriverOnly,
-                Ok(memory) => MemoryUse::Held { mib: memory.used / MIB },
+            Self::Nvml(probe) => match probe.used_memory_mib(uuid) {
+                Ok(mib) if mib <= OF_THE_DRIVER_MIB => MemoryUse::DriverOnly,
+                Ok(mib) => MemoryUse::Held { mib },
                 Err(error) => MemoryUse::Unknown(error.to_string()),
             },
             Self::Simulated(_) | Self::Absent { .. } => MemoryUse::DriverOnly,
@@ -129,42 +140,14 @@ impl Gpus {
     /// The number in the name of a device's node, `/dev/nvidiaN`. Simulated GPUs are numbered in list order.
     ///
     /// # Errors
-    /// The driver's, when it is installed and does not answer.
-    pub fn minor_of(&self, uuid: &str) -> Result<Option<u32>, NvmlError> {
+    /// [`GpuError`], when the driver is installed and does not answer.
+    pub fn minor_of(&self, uuid: &str) -> Result<Option<u32>, GpuError> {
         match self {
-            Self::Nvml(nvml) => nvml.device_by_uuid(uuid)?.minor_number().map(Some),
+            Self::Nvml(probe) => probe.minor(uuid).map(Some),
             Self::Simulated(gpus) => Ok(gpus.iter().find(|gpu| gpu.uuid == uuid).map(|gpu| gpu.index)),
             Self::Absent { .. } => Ok(None),
         }
     }
-}
-
-/// A GPU that has fallen off its bus is absent, which is a valid answer; any other error is not.
-fn present(read: impl Iterator<Item = Result<GpuInfo, NvmlError>>) -> Result<Vec<GpuInfo>, NvmlError> {
-    read.filter(|gpu| !matches!(gpu, Err(NvmlError::GpuLost))).collect()
-}
-
-fn read_gpu(nvml: &Nvml, index: u32) -> Result<GpuInfo, NvmlError> {
-    let device = nvml.device_by_index(index)?;
-    let name = device.name()?;
-    Ok(GpuInfo {
-        index,
-        uuid: device.uuid()?,
-        vendor: "NVIDIA".to_owned(),
-        model: name.strip_prefix("NVIDIA ").unwrap_or(&name).to_owned(),
-        memory_mib: device.memory_info()?.total / MIB,
-    })
-}
-
-fn read_load(nvml: &Nvml, index: u32) -> Result<GpuTelemetry, NvmlError> {
-    let device = nvml.device_by_index(index)?;
-    Ok(GpuTelemetry {
-        uuid: device.uuid()?,
-        utilization_percent: device.utilization_rates().ok().map(|rates| rates.gpu),
-        memory_used_mib: device.memory_info().ok().map(|memory| memory.used / MIB),
-        temperature_celsius: device.temperature(TemperatureSensor::Gpu).ok(),
-        power_milliwatts: device.power_usage().ok(),
-    })
 }
 
 /// UUIDs are derived from the node's id, so that a restarted agent has the same GPUs and two nodes never share one.
@@ -192,7 +175,7 @@ mod tests {
 
     fn simulated(node: u128) -> Vec<GpuInfo> {
         let asked = GpuSimulation { count: 8, model: "H100".into(), memory_mib: 81_920 };
-        Gpus::detect(Uuid::from_u128(node), Some(&asked)).list().unwrap()
+        Gpus::detect(Uuid::from_u128(node), Some(&asked), crate::gpu_probe::DEFAULT_DEADLINE).list().unwrap()
     }
 
     #[test]
@@ -202,29 +185,5 @@ mod tests {
             [simulated(1), simulated(2)].concat().into_iter().map(|gpu| gpu.uuid).collect();
         assert_eq!(all.len(), 16);
         assert!(all.iter().all(|uuid| uuid.starts_with("GPU-") && uuid.len() == 40));
-    }
-
-    #[test]
-    fn lost_gpu_is_missing_and_unresponsive_driver_is_an_error() {
-        let gpus = || simulated(1).into_iter().map(Ok);
-        let left = present(gpus().take(3).chain([Err(NvmlError::GpuLost)]).chain(gpus().skip(4))).unwrap();
-        assert_eq!(left.len(), 7);
-        assert!(matches!(present(gpus().chain([Err(NvmlError::Timeout)])), Err(NvmlError::Timeout)));
-    }
-
-    #[test]
-    fn detection_lists_gpus_or_says_why_there_are_none() {
-        match Gpus::detect(Uuid::nil(), None) {
-            Gpus::Absent { why } => assert!(!why.is_empty()),
-            gpus @ Gpus::Nvml(_) => {
-                let list = gpus.list().unwrap();
-                assert!(list.iter().all(|gpu| gpu.uuid.starts_with("GPU-") && gpu.memory_mib > 0), "{list:?}");
-                assert_eq!(gpus.telemetry().len(), list.len());
-                for gpu in &list {
-                    assert!(!matches!(gpus.device_use(&gpu.uuid), DeviceUse::Unknown(_)), "{gpu:?}");
-                }
-            }
-            Gpus::Simulated(_) => panic!("nothing was asked to be simulated"),
-        }
     }
 }

@@ -28,6 +28,9 @@ fn main() -> ExitCode {
     }
     // Before anything is started that would inherit a stored descriptor.
     let manager = Arc::new(ServiceManager::from_environment());
+    if flags.gpu_probe {
+        return agent::gpu_probe::serve();
+    }
     // Before anything is opened, and before there is a second thread.
     let user = become_user(&flags).map_err(AgentConfigError::from);
     // Fails only if one is installed already, which is this one.

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use agent::executor::Executor as _;
+use agent::gpu_probe::DEFAULT_DEADLINE;
 use agent::gpus::{GpuSimulation, Gpus};
 use agent::system::{Settings, System};
 use overlay::{FileRecord, View};
@@ -48,7 +49,7 @@ impl Node {
         // Every machine has it from its first change of a user on.
         fs::write("/etc/.pwd.lock", "").unwrap();
         let asked = GpuSimulation { count: 4, model: "H100".into(), memory_mib: 81_920 };
-        let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked)));
+        let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked), DEFAULT_DEADLINE));
         let sudo_commands = vec!["/bin/sleep".parse().unwrap()];
         let (shared, program) = (vec!["/scratch".into()], env!("CARGO_BIN_EXE_gpuaas-agent").into());
         let settings = Settings { sudo_commands, shared, program, ..Settings::default() };

@@ -23,6 +23,7 @@ const ROUTES: &[(&str, &[&str])] = &[
     ("/admin/nodes/{id}/reactivate", &["post"]),
     ("/admin/nodes/{id}/remove", &["post"]),
     ("/admin/nodes/{id}/quarantine", &["post"]),
+    ("/admin/nodes/{id}/findings/{finding_id}/clear", &["post"]),
     ("/admin/nodes/{id}/release-quarantine", &["post"]),
     ("/allocations", &["get", "post"]),
     ("/allocations/{id}", &["get", "patch"]),

@@ -142,8 +142,11 @@ async fn create_resources(cluster: &mut TestCluster) -> Vec<TestResource> {
     let id = |id: Uuid| ("{id}", id.to_string());
     vec![
         one("/api/v1/admin/skus/{id}", sku),
-        // No agent has enrolled, so that the node has no task.
-        both("/api/v1/admin/nodes/{id}", id(node.id), ("{task_id}", Uuid::nil().to_string())),
+        // No agent has enrolled, so that the node has no task and no finding.
+        (
+            "/api/v1/admin/nodes/{id}",
+            vec![id(node.id), ("{task_id}", Uuid::nil().to_string()), ("{finding_id}", Uuid::nil().to_string())],
+        ),
         both("/api/v1/admin/runtime/entities/{kind}/{id}", ("{kind}", "node".to_owned()), id(node.id)),
         both(
             "/api/v1/admin/runtime/members/{member}/workers/{worker}",

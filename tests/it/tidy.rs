@@ -19,6 +19,8 @@ const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 13] = [
     ("agent", &["wire", "telemetry"]),
     // A static program is made of it: as little as possible.
     ("agent-package", &["wire"]),
+    // A library that programs load; the agent's tests control it.
+    ("fake-nvml", &[]),
     // The dependencies of an outside client.
     ("gpuctl", &[]),
     // The test world without processes; other crates have it as a dependency of their tests alone.

@@ -6,6 +6,7 @@ pub mod authz;
 pub mod commit;
 pub mod event;
 pub mod explanation;
+pub mod finding;
 pub mod hardware;
 pub mod history;
 pub mod holder;

@@ -39,16 +39,16 @@ pub use entities::{
     processor_event, role_bindings, runtime, service_account, sku, tenant, terminal_session,
 };
 pub use kernel::{
-    audit, authz, commit, event, explanation, hardware, history, holder, id, key_purpose, ledger, machine, metadata,
-    money, policy, precondition, rate_cell, recording, redact, retry, ssh_key, task_type, time,
+    audit, authz, commit, event, explanation, finding, hardware, history, holder, id, key_purpose, ledger, machine,
+    metadata, money, policy, precondition, rate_cell, recording, redact, retry, ssh_key, task_type, time,
 };
 
 pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, CommitOutcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityKind, EntityRef, EventId, KeySetId,
-    MemberId, NodeId, NotificationEndpointId, PaymentId, PolicyId, PolicyValueId, ProcessorEventId, RefundId,
+    AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityKind, EntityRef, EventId, FindingId,
+    KeySetId, MemberId, NodeId, NotificationEndpointId, PaymentId, PolicyId, PolicyValueId, ProcessorEventId, RefundId,
     ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
 };
 pub use machine::{Deadline, Effect, IndexKeys, Machine, RequestOrigin, Timestamp, Transition, TransitionContext};

@@ -8,13 +8,14 @@ use tracing::{info, warn};
 use wire::PROTOCOL;
 use wire::VerifierSet;
 use wire::bundle::fingerprint;
-use wire::heartbeat::{Heartbeat, HeartbeatAnswer, RunningTask, Telemetry};
+use wire::heartbeat::{GpuTelemetry, Heartbeat, HeartbeatAnswer, RunningTask, Telemetry};
 use wire::task::TASK_TYPES;
 
 use super::execute::AttemptStage;
 use super::{Agent, BACKOFF_BASE, enroll, locked, read_inventory};
 use crate::backoff::Backoff;
-use crate::inventory::{GpuMonitor, LoadMeter};
+use crate::health::HealthMonitor;
+use crate::inventory::LoadMeter;
 
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
 /// A larger clock skew makes tasks expire too early or too late.
@@ -25,11 +26,20 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(200);
 impl Agent {
     pub(super) async fn send_heartbeats(&self) {
         let meter = Arc::new(LoadMeter::default());
-        let mut monitor = GpuMonitor::of(&self.inventory.gpus);
+        let heartbeat_now = Arc::clone(&self.heartbeat_now);
+        let mut monitor = HealthMonitor::start(
+            &self.config,
+            self.boot_id,
+            (self.gpus.source(), &self.inventory.gpus),
+            self.stop.clone(),
+            move || {
+                heartbeat_now.notify_one();
+            },
+        );
         let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
-        let (mut clock_is_off, mut is_in_contact) = (false, false);
+        let (mut clock_skew, mut is_in_contact) = (None, false);
         while !self.stop.is_cancelled() {
-            let heartbeat = self.heartbeat(&meter, &mut monitor).await;
+            let heartbeat = self.heartbeat(&meter, &mut monitor, clock_skew).await;
             let api = self.api();
             let answer = tokio::select! {
                 answer = api.heartbeat(&heartbeat) => answer,
@@ -41,7 +51,7 @@ impl Agent {
                     if !std::mem::replace(&mut is_in_contact, true) {
                         info!("in contact");
                     }
-                    clock_is_off = warn_of_clock_skew(&answer, clock_is_off);
+                    clock_skew = warn_of_clock_skew(&answer, clock_skew.is_some());
                     self.follow_verifiers(&answer.verifier_sets);
                     self.follow_authorities(&answer);
                     self.heartbeats_answered.send_modify(|answers| *answers += 1);
@@ -71,28 +81,29 @@ impl Agent {
         }
     }
 
-    async fn heartbeat(&self, meter: &Arc<LoadMeter>, monitor: &mut GpuMonitor) -> Heartbeat {
-        let reading = read_inventory(&self.gpus, self.executor.kind(), &self.config.state_dir).await;
-        let (inventory, health) = monitor.assess_reading(reading, Utc::now());
+    async fn heartbeat(
+        &self,
+        meter: &Arc<LoadMeter>,
+        monitor: &mut HealthMonitor,
+        clock_skew: Option<i64>,
+    ) -> Heartbeat {
+        let observed = monitor.observe(&self.gpus, clock_skew).await;
+        let (source, executor) = (self.gpus.source(), self.executor.kind());
         Heartbeat {
             boot_id: self.boot_id,
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
             protocol: PROTOCOL,
             sent_at: Utc::now(),
-            inventory,
-            telemetry: self.measure(meter).await,
-            health,
+            inventory: read_inventory(observed.gpus, source, executor, &self.config.state_dir).await,
+            telemetry: measure(meter, observed.load).await,
+            health: observed.health,
             verifier_set_version: locked(&self.verifiers).version(),
             running: self.running(),
             // A bundle that cannot be read is reported as absent, and the control plane sends it again.
             task_types: Some(TASK_TYPES.map(str::to_owned).to_vec()),
             node_ca_bundle_fingerprint: Some(self.identities.node_cas_fingerprint().ok().flatten().unwrap_or_default()),
+            findings: Some(observed.findings),
         }
-    }
-
-    async fn measure(&self, meter: &Arc<LoadMeter>) -> Telemetry {
-        let (meter, gpus) = (Arc::clone(meter), Arc::clone(&self.gpus));
-        tokio::task::spawn_blocking(move || meter.read(&gpus)).await.unwrap_or_default()
     }
 
     fn running(&self) -> Vec<RunningTask> {
@@ -125,12 +136,20 @@ impl Agent {
     }
 }
 
-/// Logs clock skew once when it begins. Returns whether the clock is off.
-fn warn_of_clock_skew(answer: &HeartbeatAnswer, was_off: bool) -> bool {
-    let off = (Utc::now() - answer.server_time).abs();
-    let is_off = off > CLOCK_TOLERANCE;
-    if is_off && !was_off {
-        warn!(error_code = "clock_skew", seconds = off.num_seconds(), "the clocks of node and control plane differ");
+async fn measure(meter: &Arc<LoadMeter>, gpus: Vec<GpuTelemetry>) -> Telemetry {
+    let meter = Arc::clone(meter);
+    tokio::task::spawn_blocking(move || meter.read(gpus)).await.unwrap_or_default()
+}
+
+/// Logs clock skew once when it begins. Returns the seconds, where they are too many.
+fn warn_of_clock_skew(answer: &HeartbeatAnswer, was_off: bool) -> Option<i64> {
+    let skew = Utc::now() - answer.server_time;
+    if skew.abs() <= CLOCK_TOLERANCE {
+        return None;
     }
-    is_off
+    let seconds = skew.num_seconds();
+    if !was_off {
+        warn!(error_code = "clock_skew", seconds, "the clocks of node and control plane differ");
+    }
+    Some(seconds)
 }

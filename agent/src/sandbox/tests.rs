@@ -11,6 +11,7 @@ use wire::inventory::DeviceRef;
 use wire::proof::{CleanupFinding, CleanupReport};
 
 use super::*;
+use crate::gpu_probe::DEFAULT_DEADLINE;
 use crate::gpus::GpuSimulation;
 use crate::tenant::MARKER;
 
@@ -23,7 +24,7 @@ struct Fixture {
 fn fixture() -> Fixture {
     let folder = tempfile::tempdir().unwrap();
     let asked = GpuSimulation { count: 4, model: "H100".into(), memory_mib: 1 };
-    let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked)));
+    let gpus = Arc::new(Gpus::detect(Uuid::nil(), Some(&asked), DEFAULT_DEADLINE));
     let sandbox = Sandbox::open(folder.path(), Arc::clone(&gpus)).unwrap();
     Fixture { folder, sandbox, gpus }
 }

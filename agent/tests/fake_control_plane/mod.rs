@@ -111,6 +111,8 @@ pub struct FakeBehaviour {
     pub newest_protocol: u16,
     /// The agent's protocol is older than any that is supported.
     pub refuse_as_too_old: bool,
+    /// How far its clock is ahead.
+    pub clock_ahead: TimeDelta,
 }
 
 #[derive(Clone)]
@@ -138,6 +140,7 @@ impl FakeControlPlane {
             generation: PROTOCOL,
             newest_protocol: PROTOCOL,
             refuse_as_too_old: false,
+            clock_ahead: TimeDelta::zero(),
         };
         let shared = Arc::new(Shared {
             node_id,
@@ -500,8 +503,9 @@ async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Hear
         let lowest = behaviour.lowest_set.clone();
         (behaviour.verifier_sets.clone(), lowest, behaviour.node_authorities.clone(), behaviour.renew_within_seconds)
     };
+    let clock_ahead = shared.behaviour.lock().unwrap().clock_ahead;
     let answer = HeartbeatAnswer {
-        server_time: Utc::now(),
+        server_time: Utc::now() + clock_ahead,
         next_heartbeat_seconds: 1,
         verifier_sets: sets.into_iter().filter(|set| set.version > known).chain(lowest).collect(),
         poll: PollSettings { timeout_seconds: 5, backoff_max_seconds: 1 },
@@ -520,13 +524,19 @@ pub struct SpawnedAgent {
 impl SpawnedAgent {
     /// Starts an agent in `folder` with the bundle's environment file.
     pub fn start(folder: &Path, bundle: &BootstrapBundle, more: &[&str]) -> Self {
+        let args = [&["--simulate-gpus", "2"], more].concat();
+        Self::start_with(folder, bundle, &args, &[])
+    }
+
+    /// As [`start`](Self::start), without simulated GPUs and in this environment.
+    pub fn start_with(folder: &Path, bundle: &BootstrapBundle, args: &[&str], environment: &[(&str, String)]) -> Self {
         let mut agent = Command::new(env!("CARGO_BIN_EXE_gpuaas-agent"));
-        agent.env_clear();
-        Self::start_by(agent, folder, bundle, more)
+        agent.env_clear().envs(environment.iter().map(|(name, value)| (name, value)));
+        Self::start_by(agent, folder, bundle, args)
     }
 
     /// Starts it by a command, to which the agent's flags are added.
-    pub fn start_by(mut command: Command, folder: &Path, bundle: &BootstrapBundle, more: &[&str]) -> Self {
+    pub fn start_by(mut command: Command, folder: &Path, bundle: &BootstrapBundle, args: &[&str]) -> Self {
         let env_file = folder.join("agent.env");
         std::fs::write(&env_file, bundle.to_env_file().unwrap()).unwrap();
         let log = folder.join(format!("{}.log", Uuid::now_v7()));
@@ -542,9 +552,8 @@ impl SpawnedAgent {
             .arg(&env_file)
             .arg("--state-dir")
             .arg(folder.join("state"))
-            .args(["--simulate-gpus", "2"])
             .args(as_nobody)
-            .args(more)
+            .args(args)
             .stdout(Stdio::null())
             .stderr(std::fs::File::create(&log).unwrap())
             .spawn()

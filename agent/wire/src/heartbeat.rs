@@ -4,6 +4,7 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
+use crate::finding::Finding;
 use crate::inventory::NodeInventory;
 use crate::keys::VerifierSet;
 
@@ -29,6 +30,10 @@ pub struct Heartbeat {
     /// protocol version.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub task_types: Option<Vec<String>>,
+    /// What the health probes found, at most [`MAX_FINDINGS`](crate::finding::MAX_FINDINGS). An agent that sends the field leaves the
+    /// judgement to the control plane, which then does not judge by `health`; an agent that sends none is judged by `health`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub findings: Option<Vec<Finding>>,
 }
 
 /// A task in flight on the node.

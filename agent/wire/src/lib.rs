@@ -10,6 +10,7 @@
 //! | [`enroll`] | first identity and its renewal |
 //! | [`inventory`] | the node's hardware and software |
 //! | [`heartbeat`] | liveness, telemetry, health, and newer verifier sets |
+//! | [`finding`] | what the agent's health probes found |
 //! | [`task`] | signed tasks and their results |
 //! | [`keys`] | the keys whose task signatures an agent accepts, and their rotation |
 //! | [`proof`] | the clean-up proof: the signed report that nothing of a tenant is left |
@@ -24,6 +25,7 @@ pub mod bundle;
 pub mod enroll;
 pub mod envelope;
 pub mod error;
+pub mod finding;
 pub mod heartbeat;
 pub mod inventory;
 pub mod keys;

@@ -11,6 +11,7 @@ use serde_json::json;
 use uuid::Uuid;
 use wire::bundle::{BootstrapBundle, Package, fingerprint};
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RecoveryState, RenewRequest};
+use wire::finding::Finding;
 use wire::heartbeat::{
     Alert, Classification, GpuTelemetry, HealthLevel, HealthReport, Heartbeat, HeartbeatAnswer, PollSettings,
     RunningTask, Telemetry,
@@ -216,6 +217,28 @@ fn heartbeat() {
         running: vec![RunningTask { task_id: id(2), attempt: 1 }],
         task_types: Some(vec!["allocation.provision".into(), "node.validate".into()]),
         node_ca_bundle_fingerprint: Some(fingerprint("-----BEGIN CERTIFICATE-----\n")),
+        findings: Some(vec![
+            Finding {
+                probe: "xid".into(),
+                gpu_uuid: Some(device().uuid),
+                code: "79".into(),
+                count: 2,
+                first_at: at(0),
+                last_at: at(1),
+                boot_id: id(9),
+                detail: "pid='<unknown>', name=<unknown>, GPU has fallen off the bus.".into(),
+            },
+            Finding {
+                probe: "disk".into(),
+                gpu_uuid: None,
+                code: "full".into(),
+                count: 1,
+                first_at: at(0),
+                last_at: at(0),
+                boot_id: id(9),
+                detail: "/var/lib/gpuaas-agent: 12 MiB left".into(),
+            },
+        ]),
     });
 }
 

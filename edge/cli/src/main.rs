@@ -17,7 +17,7 @@
 //! | `billing balance` · `ledger` · `estimate` · `statements` · `statement [--as csv\|pdf]` · `accounts` · `open-account` · `adjust` | `/api/v1/billing…`, and `/api/v1/admin/billing/accounts…` with `--account` |
 //! | `billing top-up [--wait]` · `payments` · `payment` · `refund` | `POST /api/v1/billing/checkout-sessions`, and the page that it names; `/api/v1/billing/payments…`, `POST /api/v1/billing/refunds` |
 //! | `ssh-keys add` · `list` · `delete` · `default` | `/api/v1/ssh-keys…` |
-//! | `nodes list` · `show` · `create` · `update` · `token` · `script` · `reissue` · `tasks` · `run` · `resume` · `retire` · `reactivate` · `remove` · `quarantine` · `release-quarantine` | `/api/v1/admin/nodes…` |
+//! | `nodes list` · `show` · `create` · `update` · `token` · `script` · `reissue` · `tasks` · `run` · `resume` · `retire` · `reactivate` · `remove` · `quarantine` · `release-quarantine` · `clear-finding` | `/api/v1/admin/nodes…` |
 //! | `service-accounts list` · `create` · `show` · `delete` · `add-key` · `revoke-key` | `/api/v1/service-accounts…` |
 //! | `processor-events list` · `show` · `retry` · `dismiss` | `/api/v1/admin/billing/processor-events…` |
 //! | `roles list` · `bind` · `revoke` | `/api/v1/admin/platform-roles/bindings` |

@@ -94,6 +94,16 @@ pub(crate) enum Command {
     Quarantine(NodeAction),
     /// Ends a quarantine.
     ReleaseQuarantine(NodeAction),
+    /// Clears a health finding until it occurs again.
+    ClearFinding {
+        #[arg(add = completion::of(&NODE))]
+        node: Ref,
+        /// The finding's id, or its beginning: `nodes show NODE --json` has it.
+        finding: Ref,
+        /// Why; it stands in the audit log.
+        #[arg(long, value_name = "TEXT")]
+        reason: String,
+    },
 }
 
 #[derive(Debug, clap::Args)]
@@ -158,6 +168,15 @@ const TASK: ResourceKind = ResourceKind {
     path: NODE.path,
     names: &[],
     shown: &["/type", "/state"],
+};
+
+/// A health finding of one node.
+const FINDING: ResourceKind = ResourceKind {
+    noun: "finding",
+    listed_by: "gpuctl nodes show",
+    path: NODE.path,
+    names: &[],
+    shown: &["/probe", "/code", "/gpu"],
 };
 
 const ORDERED: [Column; 6] = [
@@ -273,6 +292,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         }
         Command::Quarantine(order) => send_action(&order, "quarantine", api).await,
         Command::ReleaseQuarantine(order) => send_action(&order, "release-quarantine", api).await,
+        Command::ClearFinding { node, finding, reason } => clear_finding(&node, &finding, &reason, api).await,
     }
 }
 
@@ -304,6 +324,22 @@ async fn tasks(node: &Ref, api: &Api) -> Result<(), Failure> {
         api.out.list(&json!({ "items": found[name], "next_page": null }), columns)?;
     }
     Ok(())
+}
+
+async fn clear_finding(node: &Ref, finding: &Ref, reason: &str, api: &Api) -> Result<(), Failure> {
+    let node = path(node_id(node, api).await?);
+    let id = match finding.to_string().parse() {
+        Ok(id) => id,
+        Err(_) => {
+            let found = api.get(&node, &[]).await?;
+            let findings = found["health"]["findings"].as_array().into_iter().flatten();
+            let findings: Vec<Value> = findings
+                .map(|it| json!({ "id": it["id"], "probe": it["probe"], "code": it["code"], "gpu": it["gpu_uuid"] }))
+                .collect();
+            finding.resolve_among(&FINDING, &findings)?
+        }
+    };
+    api.out.show(&api.post(&format!("{node}/findings/{id}/clear"), &json!({ "reason": reason })).await?, &ALONE)
 }
 
 async fn resume(node: &Ref, task: &Ref, reason: &str, api: &Api) -> Result<(), Failure> {

@@ -10,6 +10,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
+use domain::FindingId;
 use domain::metadata::PatchValue;
 use domain::node::{Command, Node, OnboardingMode, Phase, ProbeOutcome, Registration, Rejection, Reply};
 use domain::policy::PolicyKey;
@@ -283,6 +284,25 @@ reason_commands! {
 
     /// Gives a quarantined node its state back, if it is in order.
     release_quarantine: ReleaseQuarantine;
+}
+
+/// Clears a health finding: it has no consequence until it occurs again.
+///
+/// Look at the GPU or the machine first. The agent may go on reporting what is cleared.
+#[utoipa::path(
+    post,
+    path = "/",
+    request_body = ReasonBody,
+    responses((status = 200, description = "The node.", body = NodeView)),
+)]
+pub(super) async fn clear_finding(
+    AdminRequest(context): AdminRequest,
+    State(services): State<Services>,
+    Path((id, finding_id)): Path<(Uuid, Uuid)>,
+    Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
+) -> Result<Response, ApiError> {
+    let command = Command::ClearFinding { finding_id: FindingId(finding_id), reason: why.reason.to_string() };
+    execute(&services, context, id, command).await
 }
 
 /// Removes a retired node for good.

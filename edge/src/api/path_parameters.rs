@@ -19,9 +19,10 @@ struct PathParameter {
 }
 
 #[rustfmt::skip]
-const PATH_PARAMETERS: [PathParameter; 27] = [
+const PATH_PARAMETERS: [PathParameter; 28] = [
     id("skus/{id}", "The SKU's id"),
     id("nodes/{id}", "The node's id"),
+    id("findings/{finding_id}", "The finding's id"),
     id("tasks/{task_id}", "The task's id"),
     id("allocations/{id}", "The allocation's id"),
     id("terminal/{allocation_id}", "The allocation's id"),

@@ -33,6 +33,7 @@ pub(super) async fn heartbeat(
         silent_at: now,
         task_types: beat.task_types.map(inventory::task_types).transpose()?,
     };
+    let findings = inventory::findings(beat.findings, beat.sent_at);
     // It is judged by the inventory, and so after the bounds of that were checked.
     let checked = inventory::inventory(beat.inventory.clone())?;
     let load = NodeSample::of(&beat.inventory, beat.telemetry, now);
@@ -40,7 +41,7 @@ pub(super) async fn heartbeat(
         serial: node.serial,
         seen: Box::new(seen),
         inventory: Box::new(checked),
-        health: Box::new(inventory::health(beat.health).map_err(ApiError::internal)?),
+        health: Box::new(inventory::health(beat.health, findings).map_err(ApiError::internal)?),
     };
     let answered = api.ask(&scope, NodeId(node.node_id), command, |context| context).await.map_err(refused)?;
     let Reply::Heard { next_heartbeat_seconds } = answered.reply else { return Err(unexpected(&answered.reply)) };

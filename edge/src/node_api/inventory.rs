@@ -1,8 +1,10 @@
 //! Validates what an agent reports of its machine and converts it for the node's state machine.
 
 use crate::http::error::ApiError;
-use domain::node::{NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory};
+use chrono::{DateTime, Utc};
+use domain::node::{FindingReport, NodeHealth, NodeHealthStatus, ReportedFinding, ReportedGpu, ReportedInventory};
 use std::collections::BTreeSet;
+use wire::finding::{Finding, MAX_FINDING_DETAIL, MAX_FINDING_NAME, MAX_FINDINGS};
 use wire::heartbeat as reported;
 use wire::inventory::{ExecutorKind, GpuSource};
 
@@ -97,7 +99,10 @@ pub(super) fn inventory(sent: wire::inventory::NodeInventory) -> Result<Reported
 }
 
 /// A node that reports too much is not treated as silent: what is over the bounds is truncated.
-pub(super) fn health(sent: reported::HealthReport) -> Result<NodeHealth, serde_json::Error> {
+pub(super) fn health(
+    sent: reported::HealthReport,
+    report: Option<FindingReport>,
+) -> Result<NodeHealth, serde_json::Error> {
     let status = match sent.status {
         reported::HealthLevel::Ok => NodeHealthStatus::Ok,
         reported::HealthLevel::Warning => NodeHealthStatus::Warning,
@@ -119,7 +124,25 @@ pub(super) fn health(sent: reported::HealthReport) -> Result<NodeHealth, serde_j
         room = room.saturating_sub(alert.to_string().len());
         room > 0
     };
-    Ok(NodeHealth { status, alerts: alerts.into_iter().take_while(fits).collect() })
+    Ok(NodeHealth { status, alerts: alerts.into_iter().take_while(fits).collect(), report, ..NodeHealth::default() })
+}
+
+/// The findings of a heartbeat, if its agent reports any. What is over the bounds is truncated, as with alerts.
+pub(super) fn findings(sent: Option<Vec<Finding>>, sent_at: DateTime<Utc>) -> Option<FindingReport> {
+    let sent = sent?;
+    let is_truncated = sent.len() >= MAX_FINDINGS;
+    let finding = |finding: Finding| ReportedFinding {
+        probe: truncated(&finding.probe, MAX_FINDING_NAME),
+        gpu_uuid: finding.gpu_uuid.map(|uuid| truncated(&uuid, MAX_GPU_TEXT)),
+        code: truncated(&finding.code, MAX_FINDING_NAME),
+        count: finding.count,
+        first_at: finding.first_at,
+        last_at: finding.last_at,
+        boot_id: finding.boot_id.to_string(),
+        detail: truncated(&finding.detail, MAX_FINDING_DETAIL),
+    };
+    let findings = sent.into_iter().take(MAX_FINDINGS).map(finding).collect();
+    Some(FindingReport { sent_at, findings, is_truncated })
 }
 
 /// Text of an agent's, bounded and without control characters.
@@ -204,11 +227,32 @@ mod tests {
         };
         let small = reported::Alert { message: "m".into(), classifications: Vec::new(), ..alert.clone() };
         let sent = reported::HealthReport { status: reported::HealthLevel::Critical, alerts: vec![small; 1000] };
-        let kept = health(sent).unwrap();
+        let kept = health(sent, None).unwrap();
         assert_eq!((kept.status, kept.alerts.len()), (NodeHealthStatus::Critical, 64));
         let sent = reported::HealthReport { status: reported::HealthLevel::Critical, alerts: vec![alert; 1000] };
-        let kept = health(sent).unwrap();
+        let kept = health(sent, None).unwrap();
         assert!(serde_json::to_string(&kept).unwrap().len() < 17_000);
         assert_eq!(kept.alerts[0]["tenant_message"], "a b");
+    }
+
+    #[test]
+    fn findings_over_the_bounds_are_truncated_and_absent_ones_are_of_an_older_agent() {
+        let at = chrono::DateTime::UNIX_EPOCH;
+        assert_eq!(findings(None, at), None);
+        let finding = Finding {
+            probe: "p".repeat(1000),
+            gpu_uuid: Some("G".repeat(1000)),
+            code: "c\n".repeat(1000),
+            count: u64::MAX,
+            first_at: at,
+            last_at: at,
+            boot_id: uuid::Uuid::nil(),
+            detail: "d".repeat(100_000),
+        };
+        let kept = findings(Some(vec![finding.clone(); 1000]), at).unwrap();
+        assert!(kept.is_truncated && kept.findings.len() == MAX_FINDINGS);
+        assert!(serde_json::to_string(&kept).unwrap().len() < 64 * 1024);
+        assert!(!kept.findings[0].code.contains('\n'));
+        assert!(!findings(Some(vec![finding]), at).unwrap().is_truncated);
     }
 }

@@ -66,6 +66,7 @@ fn rejected(rejection: Rejection) -> ApiError {
         | Rejection::VersionDiffers
         | Rejection::TooManyLabels { .. }
         | Rejection::NotInOrder { .. }
+        | Rejection::FindingUnknown
         | Rejection::NotOrdered { .. }
         | Rejection::TooManyTasks { .. }
         | Rejection::TaskDoesNotWait { .. }

@@ -17,9 +17,11 @@
 mod agent_contact;
 mod explanation;
 mod gpu_claims;
+mod health;
 mod invariants;
 mod lifecycle;
 mod onboarding;
+mod quarantine;
 mod recovery;
 pub mod report_reasons;
 mod ssh_access;
@@ -36,7 +38,7 @@ use crate::authz::Action;
 use crate::event::{Event, GpuDevice};
 use crate::hardware::Placement;
 use crate::history::{HistoryEntry, Invariant};
-use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TaskId, TerminalSessionId, TokenId};
+use crate::id::{AllocationId, EntityKind, EntityRef, FindingId, NodeId, TaskId, TerminalSessionId, TokenId};
 use crate::machine::{self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::metadata::{Metadata, MetadataPatch};
 use crate::recording::RecordingTerms;
@@ -49,7 +51,9 @@ use uuid::Uuid;
 
 pub use crate::hardware::PromisedHardware;
 pub use agent_contact::{AgentContact, NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory};
+pub use health::{ClearedFinding, FindingReport, MAX_STORED_FINDINGS, NodeFinding, ReportedFinding};
 pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials};
+pub use quarantine::{HoldAuthor, QuarantineHold};
 pub use recovery::{IdentityRecovery, Nonce, Reissue};
 pub use ssh_access::{HoldSshAccess, SshKeysTask};
 pub use state_reason::{StateCode, StateReason};
@@ -75,6 +79,12 @@ pub struct Node {
     pub inventory: Option<ReportedInventory>,
     pub seen: Option<AgentContact>,
     pub health: NodeHealth,
+    /// What the agent's health probes found, oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub findings: Vec<NodeFinding>,
+    /// Why it is in quarantine. See [`Node::quarantine_holds`].
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    quarantine_holds: Vec<QuarantineHold>,
     /// The allocations that hold its GPUs.
     pub holds: BTreeMap<AllocationId, Hold>,
     /// The allocations whose failed release fences the node: it gets no tasks.
@@ -228,6 +238,10 @@ pub enum Command {
     ReleaseQuarantine {
         reason: String,
     },
+    ClearFinding {
+        finding_id: FindingId,
+        reason: String,
+    },
     OrderTask {
         task_type: TaskType,
         reason: String,
@@ -345,6 +359,7 @@ impl machine::Command for Command {
             | Self::Remove { .. }
             | Self::Quarantine { .. }
             | Self::ReleaseQuarantine { .. }
+            | Self::ClearFinding { .. }
             | Self::OrderTask { .. }
             | Self::ResumeTask { .. } => Action::ManageNodes,
             Self::Enroll(_)
@@ -444,6 +459,9 @@ pub enum Rejection {
     Fenced { allocation_id: AllocationId },
     #[error("the node speaks for {id} alone")]
     ForeignNode { id: NodeId },
+
+    #[error("the node has no such finding")]
+    FindingUnknown,
 
     // Tasks.
     #[error("the node has no such task")]
@@ -640,6 +658,7 @@ impl Node {
             Command::Remove { reason } => self.remove(&reason, ctx),
             Command::Quarantine { reason } => self.quarantine(&reason, ctx),
             Command::ReleaseQuarantine { reason } => self.release_quarantine(&reason, ctx),
+            Command::ClearFinding { finding_id, reason } => self.clear_finding(finding_id, &reason, ctx),
             Command::OrderTask { task_type, reason } => self.order_task(task_type, &reason, ctx),
             Command::ResumeTask { task_id, reason } => self.resume_task(task_id, &reason, ctx),
             Command::Enroll(enrollment) => self.enroll(*enrollment, ctx),
@@ -706,17 +725,14 @@ impl Node {
 
     fn enter(&mut self, life: Phase, code: StateCode, message: &str, ctx: &TransitionContext<'_>) -> Event {
         let from = self.life.name().to_owned();
+        if !matches!(life, Phase::Quarantined { .. }) {
+            self.quarantine_holds.clear();
+        }
         self.life = life;
         self.entered_at = ctx.now;
         let reason = code.as_str().to_owned();
         self.reason = StateReason::new(code, message);
         Event::NodeStateChanged { node_id: self.id, from: Some(from), to: self.life.name().to_owned(), reason }
-    }
-
-    /// The node in quarantine: it returns to its present state once the quarantine is released.
-    fn enter_quarantine(&mut self, code: StateCode, message: &str, ctx: &TransitionContext<'_>) -> Event {
-        let was = Box::new(self.life.clone());
-        self.enter(Phase::Quarantined { was }, code, message, ctx)
     }
 
     /// The transition to this node, with the node as its reply.
@@ -742,8 +758,14 @@ impl Node {
         EntityRef { kind: EntityKind::Node, id: self.id.0 }
     }
 
-    /// The GPUs without a hold, in the order of their index. Before the agent's first report there are none.
+    /// The GPUs that a new tenant can get, in the order of their index.
     pub fn free_devices(&self) -> impl Iterator<Item = GpuDevice> + '_ {
+        let withheld = self.withheld_gpus();
+        self.unheld_devices().filter(move |device| !withheld.contains(device.uuid.as_str()))
+    }
+
+    /// The GPUs without a hold, in the order of their index. Before the agent's first report there are none.
+    fn unheld_devices(&self) -> impl Iterator<Item = GpuDevice> + '_ {
         let held: BTreeSet<&str> =
             self.holds.values().flat_map(|hold| &hold.placed.devices).map(|device| device.uuid.as_str()).collect();
         self.inventory

@@ -52,7 +52,8 @@ actions! {
     NodesLose "nodes.lose": "an active node was not heard and counts as offline";
     NodesFind "nodes.find": "an offline node was heard again";
     NodesQuarantine "nodes.quarantine": "a node was taken out of rent, by an operator, its health, drift or a clone";
-    NodesReleaseQuarantine "nodes.release_quarantine": "a quarantined node was given its state back";
+    NodesReleaseQuarantine "nodes.release_quarantine": "a quarantined node was given its state back, or what held it there was over: holds, left";
+    NodesClearFinding "nodes.clear_finding": "an administrator cleared a health finding: finding_id, probe, code, gpu_uuid, reason";
     NodesRetire "nodes.retire": "a node was taken out of service, or begins to drain";
     NodesDrained "nodes.drained": "the last allocation of a draining node ended: it is retired";
     NodesReactivate "nodes.reactivate": "a retired node was taken into service again";

@@ -57,6 +57,8 @@ typed_id! {
     TokenId,
     /// A domain event, and the command that is its reaction.
     EventId,
+    /// A health finding of a node.
+    FindingId,
     /// The identity of a command: a repeated command has the same id.
     CommandId,
     /// A replica of the control plane, as the others see it.

@@ -593,7 +593,7 @@ impl Simulation {
                 task_types: None,
             }),
             inventory: Box::new(inventory(id, gpus)),
-            health: Box::new(node::NodeHealth { status, alerts: Vec::new() }),
+            health: Box::new(node::NodeHealth { status, alerts: Vec::new(), ..Default::default() }),
         };
         // A node without an identity is refused; no other command follows.
         let _ = self.tell_node(id, &Principal::Node(id), command);

@@ -8,15 +8,15 @@ use domain::event::GpuDevice;
 use domain::machine::TransitionContext;
 use domain::metadata::{MetadataPatch, PatchValue};
 use domain::node::{
-    self, AgentTask, CertificateRecord, Enrollment, NodeHealth, OnboardingMode, ProbeOutcome, PromisedHardware,
-    ReportedGpu, ReportedInventory,
+    self, AgentTask, CertificateRecord, Enrollment, FindingReport, NodeHealth, OnboardingMode, ProbeOutcome,
+    PromisedHardware, ReportedFinding, ReportedGpu, ReportedInventory,
 };
 use domain::node::{
     AgentContact, EnrollmentTokenFault, NodeTask, NodeTaskPhase, PendingTask, Registration, TaskKind, TaskOutcome,
     TenantSlot,
 };
 use domain::policy::PolicyBook;
-use domain::{AllocationId, NodeId, TaskId, TaskType, Timestamp, TokenId, role_bindings, sku, tenant};
+use domain::{AllocationId, FindingId, NodeId, TaskId, TaskType, Timestamp, TokenId, role_bindings, sku, tenant};
 use domain::{allocation::Allocation, node::Node, role_bindings::RoleBindings, sku::Sku, tenant::Tenant};
 use serde_json::json;
 use std::fmt::Debug;
@@ -216,8 +216,19 @@ fn node_commands() -> Vec<node::Command> {
         silent_at: at(),
         task_types: None,
     };
+    let finding = ReportedFinding {
+        probe: "xid".into(),
+        gpu_uuid: Some(text()),
+        code: "79".into(),
+        count: u64::MAX,
+        first_at: at(),
+        last_at: at(),
+        boot_id: "boot".into(),
+        detail: text(),
+    };
     let health = NodeHealth {
         alerts: vec![json!({ "probe_id": "xid", "n": 1.5, "deep": [null, { "a": -1 }] })],
+        report: Some(FindingReport { sent_at: at(), findings: vec![finding], is_truncated: true }),
         ..NodeHealth::default()
     };
     let probe = ProbeOutcome { reachable: false, checked_at: at(), error: Some(text()) };
@@ -238,6 +249,7 @@ fn node_commands() -> Vec<node::Command> {
         Command::Remove { reason: text() },
         Command::Quarantine { reason: text() },
         Command::ReleaseQuarantine { reason: text() },
+        Command::ClearFinding { finding_id: FindingId(ALLOCATION), reason: text() },
         Command::Enroll(Box::new(enrollment)),
         Command::Renew { serial: "09".into(), issued },
         Command::Poll { serial: "0a".into() },
@@ -294,6 +306,7 @@ fn node_rejections() -> Vec<node::Rejection> {
         Rejection::Removed,
         Rejection::Fenced { allocation_id: TENANT },
         Rejection::ForeignNode { id: NODE },
+        Rejection::FindingUnknown,
         Rejection::TaskUnknown,
         Rejection::NotOrdered { task_type: TaskType::AgentUpdate },
         Rejection::TooManyTasks { limit: 8 },

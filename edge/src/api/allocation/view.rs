@@ -242,8 +242,9 @@ impl HealthView {
                     format!("Its machine has had a fault since {}; it costs nothing since. Release it.", fault.at)
                 });
                 let status = if fault.is_some() { "critical" } else { "warning" };
-                let alerts = node.map(|node| node.tenant_messages(&placed.devices)).unwrap_or_default();
-                let messages: Vec<&str> = fault.as_deref().into_iter().chain(alerts).collect();
+                let alerts =
+                    node.map(|node| node.tenant_messages(&placed.devices, it.requested_at)).unwrap_or_default();
+                let messages: Vec<String> = fault.into_iter().chain(alerts).collect();
                 (!messages.is_empty()).then(|| Self { status, message: messages.join(" ") })
             }
             Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Releasing { .. } | Phase::Released { .. } => {

@@ -1,7 +1,7 @@
 //! The representation of a node in the API (decisions 3, *Node*).
 
 use chrono::{DateTime, Utc};
-use domain::node::{Node, NodeHealthStatus, OnboardingMode};
+use domain::node::{Node, NodeFinding, NodeHealthStatus, OnboardingMode, QuarantineHold};
 use domain::{Machine, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -37,6 +37,9 @@ pub(in crate::api) struct NodeView {
     onboarding_mode: Mode,
     state: StateName,
     state_reason: ReasonView,
+    /// Why it is in quarantine, oldest first: it returns to its former state when the last of these is taken back. `state_reason` is the
+    /// first of them.
+    quarantine_holds: Vec<HoldView>,
     state_entered_at: DateTime<Utc>,
     /// The deadline of the state, or of a task that must not be executed twice; null where neither has one.
     state_deadline_at: Option<DateTime<Utc>>,
@@ -102,8 +105,58 @@ pub(in crate::api) enum ProbeResult {
 #[schema(as = NodeHealth)]
 pub(in crate::api) struct HealthView {
     status: HealthName,
+    /// What an older agent judges itself; of an agent that reports findings, the open ones in the same form.
     #[schema(value_type = Vec<Object>)]
     alerts: Vec<Value>,
+    /// What the agent's probes found, and how the service judges it.
+    findings: Vec<FindingView>,
+}
+
+/// A hold of a quarantine.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = QuarantineHold)]
+pub(in crate::api) struct HoldView {
+    /// `health`, `drift`, `clone`, `release`, `validation` or `administrator`. The first two are taken back when what they are about is
+    /// over, where the agent reports findings.
+    author: &'static str,
+    code: String,
+    message: String,
+    since_at: DateTime<Utc>,
+}
+
+/// A fault that the agent found, on one GPU or on the machine.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeFinding)]
+pub(in crate::api) struct FindingView {
+    id: Uuid,
+    /// Such as `xid`.
+    probe: String,
+    /// Such as `79`.
+    code: String,
+    /// Null: the machine, or a GPU that the agent cannot name.
+    gpu_uuid: Option<String>,
+    /// What follows: `prevent_allocation`, `evacuate`, `billing_credit`, `warn`. Nothing, where it is cleared.
+    classes: Vec<&'static str>,
+    /// `tenant`, `hardware`, `software` or `unknown`.
+    cause: &'static str,
+    /// What repairs it: `none`, `reset`, `reboot` or `operator`.
+    repair: &'static str,
+    meaning: &'static str,
+    /// The latest occurrence, as the agent describes it.
+    detail: String,
+    /// How often it occurred in the boot.
+    count: u64,
+    /// By the machine's clock.
+    first_at: DateTime<Utc>,
+    /// By the machine's clock.
+    last_at: DateTime<Utc>,
+    boot_id: String,
+    /// When it occurred first since it was cleared last, by the service's clock.
+    opened_at: DateTime<Utc>,
+    /// Null where it is open.
+    cleared_at: Option<DateTime<Utc>>,
+    /// The reason of the administrator who cleared it; null where none did.
+    cleared_reason: Option<String>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -156,15 +209,52 @@ impl NodeView {
                 code: node.reason.code.as_str().to_owned(),
                 message: node.reason.message.clone(),
             },
+            quarantine_holds: node.quarantine_holds().into_iter().map(HoldView::of).collect(),
             state_entered_at: node.entered_at,
             overdue: deadline.as_ref().is_some_and(|deadline| deadline.at < now),
             state_deadline_at: deadline.map(|deadline| deadline.at),
             probe: node.probe.as_ref().map(ProbeView::of),
-            health: HealthView { status: node.health.status.into(), alerts: node.health.alerts.clone() },
+            health: HealthView {
+                status: node.health.status.into(),
+                alerts: node.alerts(),
+                findings: node.findings.iter().map(FindingView::of).collect(),
+            },
             agent: AgentView::of(node),
             generation: stored.version,
             created_at: stored.created_at,
             updated_at: stored.updated_at,
+        }
+    }
+}
+
+impl HoldView {
+    fn of(hold: QuarantineHold) -> Self {
+        let (author, code) = (hold.author.into(), hold.code.as_str().to_owned());
+        Self { author, code, message: hold.message, since_at: hold.since_at }
+    }
+}
+
+impl FindingView {
+    fn of(finding: &NodeFinding) -> Self {
+        let (rule, reported) = (finding.rule(), &finding.reported);
+        let classes = if finding.is_open() { finding.classes() } else { Vec::new() };
+        Self {
+            id: finding.id.0,
+            probe: reported.probe.clone(),
+            code: reported.code.clone(),
+            gpu_uuid: reported.gpu_uuid.clone(),
+            classes: classes.into_iter().map(Into::into).collect(),
+            cause: rule.cause.into(),
+            repair: rule.repair.into(),
+            meaning: rule.meaning,
+            detail: reported.detail.clone(),
+            count: reported.count,
+            first_at: reported.first_at,
+            last_at: reported.last_at,
+            boot_id: reported.boot_id.clone(),
+            opened_at: finding.opened_at,
+            cleared_at: finding.cleared.as_ref().map(|cleared| cleared.at),
+            cleared_reason: finding.cleared.as_ref().and_then(|cleared| cleared.reason.clone()),
         }
     }
 }

@@ -343,6 +343,12 @@ impl ApiHarness {
 
     /// A heartbeat of such a node.
     pub(super) async fn heartbeat(&self, id: NodeId, machine: &str, gpus: u32, alerts: Vec<Value>) {
+        let status = node::NodeHealthStatus::Warning;
+        self.heartbeat_with(id, machine, gpus, node::NodeHealth { status, alerts, ..Default::default() }).await;
+    }
+
+    /// A heartbeat of such a node with this health.
+    pub(super) async fn heartbeat_with(&self, id: NodeId, machine: &str, gpus: u32, health: node::NodeHealth) {
         let now = self.environment.now();
         let seen = node::AgentContact {
             boot_id: "boot".into(),
@@ -356,7 +362,7 @@ impl ApiHarness {
             serial: "01".into(),
             seen: Box::new(seen),
             inventory: Box::new(inventory(machine, gpus)),
-            health: Box::new(node::NodeHealth { status: node::NodeHealthStatus::Warning, alerts }),
+            health: Box::new(health),
         };
         self.ask::<Node>(&Principal::Node(id), id.0, command).await.unwrap();
     }

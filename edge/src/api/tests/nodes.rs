@@ -3,7 +3,7 @@
 use super::harness::{ApiHarness, TestResponse, node_body};
 use axum::http::Method;
 use chrono::TimeDelta;
-use domain::node::{Command, Node, Phase, Reply};
+use domain::node::{Command, FindingReport, Node, NodeHealth, Phase, Reply, ReportedFinding};
 use domain::policy::PolicyKey;
 use domain::{AllocationId, Principal};
 use serde_json::{Value, json};
@@ -115,6 +115,77 @@ fn root_caller() -> domain::authz::CallerIdentity {
         grant: None,
         service_account: None,
     }
+}
+
+/// The health of an agent that reports these findings: probe, code and GPU.
+fn findings(found: &[(&str, &str, Option<String>)]) -> NodeHealth {
+    let at = chrono::Utc::now();
+    let finding = |(probe, code, gpu_uuid): &(&str, &str, Option<String>)| ReportedFinding {
+        probe: (*probe).to_owned(),
+        gpu_uuid: gpu_uuid.clone(),
+        code: (*code).to_owned(),
+        count: 1,
+        first_at: at,
+        last_at: at,
+        boot_id: "boot".into(),
+        detail: "detail".into(),
+    };
+    let findings = found.iter().map(finding).collect();
+    NodeHealth { report: Some(FindingReport { sent_at: at, findings, is_truncated: false }), ..NodeHealth::default() }
+}
+
+#[tokio::test]
+async fn finding_is_shown_with_its_consequences_and_cleared_by_an_administrator() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let id = api.enrolled_node("h100x4", 4, "sick").await;
+    api.poll(id).await;
+    let path = format!("/api/v1/admin/nodes/{id}");
+    let show = async || api.get(&path).admin().send().await.is(200).clone();
+    let gpu = "GPU-sick-3".to_owned();
+    api.heartbeat_with(id, "sick", 4, findings(&[("xid", "79", Some(gpu.clone())), ("xid", "31", None)])).await;
+    let node = show().await;
+    assert_eq!((&node["gpus_free"], &node["health"]["status"]), (&json!(3), &json!("critical")));
+    let finding = &node["health"]["findings"][0];
+    assert_eq!(finding["classes"], json!(["prevent_allocation", "evacuate", "billing_credit"]));
+    let judged = ["probe", "code", "cause", "repair"].map(|field| finding[field].as_str().unwrap());
+    assert_eq!((judged, &finding["gpu_uuid"]), (["xid", "79", "hardware", "reboot"], &json!(gpu)));
+    assert_eq!(node["health"]["alerts"][0]["probe_id"], "xid.79", "in the form of before");
+
+    let clear = format!("{path}/findings/{}/clear", finding["id"].as_str().unwrap());
+    api.post(&clear).user("ann").json(&reason_body()).send().await.refused(403, "forbidden");
+    api.post(&clear).admin().json(&json!({})).send().await.refused(400, "invalid_request");
+    let cleared = api.post(&clear).admin().json(&reason_body()).send().await;
+    assert_eq!((&cleared.is(200)["gpus_free"], &cleared.body["health"]["status"]), (&json!(4), &json!("warning")));
+    assert_eq!(cleared.body["health"]["findings"][0]["classes"], json!([]));
+    assert!(cleared.body["health"]["findings"][0]["cleared_reason"].is_string());
+    let unknown = format!("{path}/findings/{}/clear", Uuid::nil());
+    api.post(&unknown).admin().json(&reason_body()).send().await.refused(404, "not_found");
+}
+
+#[tokio::test]
+async fn quarantine_is_shown_with_all_of_its_holds() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    let id = api.enrolled_node("h100x4", 4, "hung").await;
+    api.poll(id).await;
+    let path = format!("/api/v1/admin/nodes/{id}");
+    api.heartbeat_with(id, "hung", 4, findings(&[("driver", "hung", None)])).await;
+    api.post(&format!("{path}/quarantine")).admin().json(&reason_body()).send().await.is(200);
+    let authors = async || {
+        let node = api.get(&path).admin().send().await.is(200).clone();
+        let holds = node["quarantine_holds"].as_array().unwrap().clone();
+        let authors: Vec<_> = holds.iter().map(|hold| hold["author"].as_str().unwrap().to_owned()).collect();
+        (node["state"].as_str().unwrap().to_owned(), node["state_reason"]["code"].as_str().unwrap().to_owned(), authors)
+    };
+    let strings = |texts: &[&str]| texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
+    let both = ("quarantined".to_owned(), "health_critical".to_owned(), strings(&["health", "administrator"]));
+    assert_eq!(authors().await, both);
+    api.heartbeat_with(id, "hung", 4, findings(&[])).await;
+    let left = ("quarantined".to_owned(), "quarantined".to_owned(), strings(&["administrator"]));
+    assert_eq!(authors().await, left, "recovery takes back its own");
+    api.post(&format!("{path}/release-quarantine")).admin().json(&reason_body()).send().await.is(200);
+    assert_eq!(authors().await.2, Vec::<String>::new());
 }
 
 #[tokio::test]

@@ -349,6 +349,26 @@ fn fault_before_activation_ends_the_allocation_unbilled_in_any_order() {
     assert_eq!(then.allocation.billed_to(), then.allocation.active_at);
 }
 
+/// A heartbeat is later than the fault that it reports.
+#[test]
+fn fault_and_release_in_one_second_end_the_meter_at_the_earlier_one() {
+    let active = allocation().active().after(TimeDelta::seconds(60));
+    let fault = |millis| Command::Faulted {
+        node_id: NODE,
+        at: active.now - TimeDelta::milliseconds(millis),
+        reason: "gpu_fault".into(),
+    };
+    let released_at = active.now;
+    let faulted = active.clone().after_fact(fault(300)).released_by_ann();
+    assert_eq!(faulted.allocation.billed_to(), Some(released_at - TimeDelta::milliseconds(300)));
+    // The release was first: it ended the meter, and the account has the end.
+    let released = active.clone().released_by_ann().after_fact(fault(300)).unmoved();
+    assert_eq!(released.allocation.billed_to(), Some(released_at));
+    // Another fault moves nothing.
+    let twice = active.clone().after_fact(fault(300)).after_fact(fault(900)).unmoved();
+    assert_eq!(twice.allocation.billed_to(), Some(released_at - TimeDelta::milliseconds(300)));
+}
+
 #[test]
 fn chosen_keys_override_the_default_and_deleted_keys_are_dropped() {
     let story = allocation().active();

@@ -1,6 +1,6 @@
 //! The contact with a node's agent: polls, heartbeats, inventory, and silence.
 
-use super::{Node, Phase, Rejection, Reply, StateCode, StateReason};
+use super::{FindingReport, HoldAuthor, Node, Phase, Rejection, Reply, StateCode, StateReason};
 use crate::audit::{AuditAction, AuditRecord};
 use crate::event::{Event, GpuDevice};
 use crate::id::AllocationId;
@@ -55,7 +55,14 @@ pub struct ReportedGpu {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeHealth {
     pub status: NodeHealthStatus,
+    /// Of an older agent, which judges its machine itself.
     pub alerts: Vec<serde_json::Value>,
+    /// True where the agent reports findings.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub reports_findings: bool,
+    /// The findings of a heartbeat, in its command alone: the node stores them beside.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub report: Option<FindingReport>,
 }
 
 impl NodeHealth {
@@ -77,19 +84,22 @@ pub enum NodeHealthStatus {
 }
 
 impl Node {
-    /// The alert messages for a tenant of these GPUs. An alert about a GPU of another tenant is not among them.
+    /// The messages for a tenant who has had these GPUs since this time. What is about a GPU of another tenant is not among them.
     #[must_use]
-    pub fn tenant_messages(&self, gpus: &[GpuDevice]) -> Vec<&str> {
+    pub fn tenant_messages(&self, gpus: &[GpuDevice], since: Timestamp) -> Vec<String> {
+        if self.health.reports_findings {
+            return self.tenant_messages_of_findings(gpus, since);
+        }
         let is_foreign = |target: &str| {
             let reported = self.inventory.iter().flat_map(|inventory| &inventory.gpus);
             reported.into_iter().any(|gpu| gpu.uuid == target) && gpus.iter().all(|gpu| gpu.uuid != target)
         };
-        let mut messages: Vec<&str> = Vec::new();
+        let mut messages: Vec<String> = Vec::new();
         for alert in &self.health.alerts {
             let text = |field: &str| alert.get(field).and_then(serde_json::Value::as_str).unwrap_or_default();
             let (target, message) = (text("target"), text("tenant_message"));
-            if !message.is_empty() && !is_foreign(target) && !messages.contains(&message) {
-                messages.push(message);
+            if !message.is_empty() && !is_foreign(target) && !messages.iter().any(|known| known == message) {
+                messages.push(message.to_owned());
             }
         }
         messages
@@ -149,62 +159,106 @@ impl Node {
         let mut next = self.clone();
         next.record_contact(&from.boot_id, &from.agent_version, from.protocol, from.task_types.as_ref(), ctx);
         next.inventory = Some(inventory);
-        next.health = health;
+        self.apply_health(&mut next, health, ctx);
+        let (mut events, mut audits) = next.take_back_recovered_holds(ctx);
         let faults = next.faults(self, ctx);
-        if next.health.status == NodeHealthStatus::Critical && next.may_be_quarantined() {
-            let message = "The agent reports critical health; repair the machine, then release the quarantine.";
-            let event = next.enter_quarantine(StateCode::HealthCritical, message, ctx);
-            let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": StateCode::HealthCritical }));
-            let step = Transition::to(next, reply, "critical health").event(event).audit(audit);
-            return faults.into_iter().fold(step, Transition::event);
+        let mut why = (!audits.is_empty()).then(|| "what held the node in quarantine is over".to_owned());
+        if let Some((code, message)) = next.new_quarantine() {
+            events.extend(next.enter_quarantine(code.clone(), &message, ctx));
+            audits.push(self.audit(AuditAction::NodesQuarantine, json!({ "reason": code })));
+            why = Some(if code == StateCode::HealthCritical { "critical health".to_owned() } else { message });
+        } else if !faults.is_empty() && why.is_none() {
+            why = Some("the machine has a critical fault".to_owned());
         }
-        if let (Phase::Active | Phase::Offline | Phase::Draining { .. }, Some(why)) = (&next.life, next.mismatch()) {
-            let event = next.enter_quarantine(StateCode::InventoryDrift, &why, ctx);
-            let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": StateCode::InventoryDrift }));
-            let step = Transition::to(next, reply, why).event(event).audit(audit);
-            return faults.into_iter().fold(step, Transition::event);
-        }
-        if !faults.is_empty() {
-            return faults
-                .into_iter()
-                .fold(Transition::to(next, reply, "the machine has a critical fault"), Transition::event);
-        }
-        self.after_contact(next, reply, ctx)
+        events.extend(faults);
+        let Some(why) = why else { return self.after_contact(next, reply, ctx) };
+        let step = events.into_iter().fold(Transition::to(next, reply, why), Transition::event);
+        audits.into_iter().fold(step, Transition::audit)
     }
 
-    /// Tenants of a machine with a critical fault do not pay for it, nor does a tenant whose GPU is gone: since now, or since the last
-    /// contact with the machine. The event is published when the fault is detected, and not with every heartbeat.
+    /// The health of a heartbeat. An agent that reports findings leaves the judgement to the table of findings.
+    fn apply_health(&self, next: &mut Self, health: NodeHealth, ctx: &TransitionContext<'_>) {
+        let NodeHealth { status, alerts, report, .. } = health;
+        match report {
+            Some(report) => {
+                next.health =
+                    NodeHealth { reports_findings: true, status: self.health.status, ..NodeHealth::default() };
+                next.note_findings(report, ctx);
+            }
+            None => next.health = NodeHealth { status, alerts, ..NodeHealth::default() },
+        }
+    }
+
+    /// Takes back the holds of what is over, where the agent reports findings. What an older agent reports says less: its holds are an
+    /// operator's to release.
+    pub(super) fn take_back_recovered_holds(&mut self, ctx: &TransitionContext<'_>) -> (Vec<Event>, Vec<AuditRecord>) {
+        let mut over = Vec::new();
+        if self.health.reports_findings && !self.is_machine_critical() {
+            over.push(HoldAuthor::Health);
+        }
+        if self.health.reports_findings && self.mismatch().is_none() {
+            over.push(HoldAuthor::Drift);
+        }
+        match self.take_back_holds(&over, ctx) {
+            Some((events, audit)) => (events, vec![audit]),
+            None => (Vec::new(), Vec::new()),
+        }
+    }
+
+    /// The hold that its health or its inventory adds, with the reason.
+    fn new_quarantine(&self) -> Option<(StateCode, String)> {
+        if self.is_machine_critical() && self.may_be_quarantined() && !self.is_held_by(HoldAuthor::Health) {
+            let message = "The agent reports critical health; repair the machine, then release the quarantine.";
+            return Some((StateCode::HealthCritical, message.to_owned()));
+        }
+        let life = match &self.life {
+            Phase::Quarantined { was } => was,
+            other => other,
+        };
+        let is_in_service = matches!(life, Phase::Active | Phase::Offline | Phase::Draining { .. });
+        let drift = self.mismatch().filter(|_| is_in_service && !self.is_held_by(HoldAuthor::Drift))?;
+        Some((StateCode::InventoryDrift, drift))
+    }
+
+    /// Tenants of a machine with a critical fault do not pay for it, nor does a tenant whose GPU has failed or is gone: since the fault, or
+    /// since the last contact with the machine. The event is published when the fault is detected, and not with every heartbeat.
     fn faults(&self, before: &Self, ctx: &TransitionContext<'_>) -> Vec<Event> {
         let last_heard = before.seen.as_ref().filter(|_| before.life == Phase::Offline).map(|seen| seen.last_seen_at);
-        let at = last_heard.unwrap_or(ctx.now);
-        let fault = |(id, reason): (&AllocationId, &'static str)| Event::TenantFaulted {
-            node_id: self.id,
-            allocation_id: *id,
-            at,
-            reason: reason.to_owned(),
-        };
-        let known: Vec<_> = before.faulted().collect();
-        self.faulted().filter(|found| !known.contains(found)).map(fault).collect()
+        let known: Vec<_> = before.faulted().into_iter().map(|(id, reason, _)| (id, reason)).collect();
+        let new = self.faulted().into_iter().filter(|(id, reason, _)| !known.contains(&(*id, *reason)));
+        let fault =
+            |(allocation_id, reason, at): (AllocationId, &'static str, Option<Timestamp>)| Event::TenantFaulted {
+                node_id: self.id,
+                allocation_id,
+                at: at.or(last_heard).unwrap_or(ctx.now),
+                reason: reason.to_owned(),
+            };
+        new.map(fault).collect()
     }
 
     /// The fault of the machine that concerns this allocation, if any.
     pub(super) fn fault_of(&self, allocation_id: AllocationId) -> Option<&'static str> {
-        self.faulted().find(|(id, _)| **id == allocation_id).map(|(_, reason)| reason)
+        self.faulted().into_iter().find(|(id, ..)| *id == allocation_id).map(|(_, reason, _)| reason)
     }
 
-    /// The allocations that a fault of the machine concerns, with the fault.
-    fn faulted(&self) -> impl Iterator<Item = (&AllocationId, &'static str)> {
-        let is_critical = self.health.status == NodeHealthStatus::Critical;
+    /// The allocations that a fault of the machine concerns, with the fault, and its time where it is known.
+    fn faulted(&self) -> Vec<(AllocationId, &'static str, Option<Timestamp>)> {
+        let by_findings = if self.health.reports_findings { self.faulted_by_findings() } else { Vec::new() };
+        let is_critical = !self.health.reports_findings && self.is_machine_critical();
         let found: BTreeSet<&str> =
             self.inventory.iter().flat_map(|inventory| &inventory.gpus).map(|gpu| gpu.uuid.as_str()).collect();
-        self.holds.iter().filter_map(move |(id, hold)| {
+        let faults = self.holds.iter().filter_map(|(id, hold)| {
+            if let Some((_, reason, at)) = by_findings.iter().find(|(faulted, ..)| faulted == id) {
+                return Some((*id, *reason, Some(*at)));
+            }
             let has_all = hold.placed.devices.iter().all(|device| found.contains(device.uuid.as_str()));
             match (is_critical, has_all) {
-                (true, _) => Some((id, "health_critical")),
-                (false, false) => Some((id, "gpu_lost")),
+                (true, _) => Some((*id, "health_critical", None)),
+                (false, false) => Some((*id, "gpu_lost", None)),
                 (false, true) => None,
             }
-        })
+        });
+        faults.collect()
     }
 
     /// A contact is committed where it changes what others see of the node, or where the last written one is old.
@@ -289,7 +343,7 @@ impl Node {
         let promise = &self.registration.sku;
         let Some(inventory) = &self.inventory else { return Some("No inventory was reported.".to_owned()) };
         let found = u32::try_from(inventory.gpus.len()).unwrap_or(u32::MAX);
-        if found != promise.gpu_count {
+        if found.saturating_add(self.gpus_found_missing()) != promise.gpu_count {
             let promised = promise.gpu_count;
             return Some(format!("The SKU {} has {promised} GPUs, the machine reports {found}.", promise.name));
         }

@@ -47,6 +47,7 @@ impl machine::Rejection for Rejection {
                  again.",
                 why.trim_end_matches('.')
             )),
+            Self::FindingUnknown => Explanation::not_found("finding"),
             Self::NotOrdered { task_type } => Explanation::invalid(
                 format!(
                     "`type` {task_type} is not ordered by hand; it follows from what is done with \
@@ -100,6 +101,7 @@ fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'stat
         | CommandName::Reissue
         | CommandName::OrderTask
         | CommandName::ResumeTask
+        | CommandName::ClearFinding
         | CommandName::Enroll
         | CommandName::Recover
         | CommandName::Renew

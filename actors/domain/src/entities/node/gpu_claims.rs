@@ -52,18 +52,21 @@ impl Node {
         if !matches!(next.life, Phase::Active | Phase::Offline | Phase::Draining { .. }) {
             return Ok(step);
         }
-        let was = Box::new(next.life.clone());
+        let becomes = next.life.clone();
         // It does not become active: the records of the activation are not written.
         if self.life != next.life {
             next.life = self.life.clone();
             step.events.retain(|event| !matches!(event, Event::NodeStateChanged { .. }));
             step.audit.retain(|audit| audit.action != AuditAction::NodesActivate);
         }
-        let event = next.enter(Phase::Quarantined { was }, StateCode::GpuOfAnotherNode, &why, ctx);
+        let event = next.enter_quarantine(StateCode::GpuOfAnotherNode, &why, ctx);
+        if let Phase::Quarantined { was } = &mut next.life {
+            **was = becomes;
+        }
         let metadata = json!({ "reason": StateCode::GpuOfAnotherNode, "gpus": next.contested_gpus });
         let audit = next.audit(AuditAction::NodesQuarantine, metadata);
         step.why = why;
-        Ok(step.event(event).audit(audit))
+        Ok(event.into_iter().fold(step, Transition::event).audit(audit))
     }
 
     /// Claims the node's GPUs except those of `holders`.

@@ -1,6 +1,6 @@
 //! An administrator's actions on a node: retire, reactivate, remove, quarantine.
 
-use super::{CommandName, HoldPhase, Node, NodeHealthStatus, Phase, Rejection, StateCode};
+use super::{CommandName, HoldAuthor, HoldPhase, Node, Phase, Rejection, StateCode};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::machine::{Effect, Transition, TransitionContext};
@@ -129,7 +129,7 @@ impl Node {
     }
 
     pub(super) fn quarantine(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        if matches!(self.life, Phase::Quarantined { .. }) {
+        if self.is_held_by(HoldAuthor::Administrator) {
             return Ok(self.stay_with_node());
         }
         if self.life.is_gone() {
@@ -138,7 +138,8 @@ impl Node {
         let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": reason }));
         let mut next = self.clone();
         let event = next.enter_quarantine(StateCode::Quarantined, reason, ctx);
-        Ok(next.transition_with_node(reason).event(event).audit(audit))
+        let step = next.transition_with_node(reason).audit(audit);
+        Ok(event.into_iter().fold(step, Transition::event))
     }
 
     pub(super) fn release_quarantine(
@@ -192,7 +193,7 @@ impl Node {
         if let Some(why) = self.mismatch() {
             return not(why);
         }
-        if self.health.status == NodeHealthStatus::Critical {
+        if self.is_machine_critical() {
             return not("the agent reports critical health".to_owned());
         }
         match &self.seen {
@@ -202,6 +203,6 @@ impl Node {
     }
 
     pub(super) const fn may_be_quarantined(&self) -> bool {
-        !matches!(self.life, Phase::Quarantined { .. }) && !self.life.is_gone()
+        !self.life.is_gone()
     }
 }

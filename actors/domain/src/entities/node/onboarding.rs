@@ -124,6 +124,8 @@ impl Node {
             inventory: None,
             seen: None,
             health: NodeHealth::default(),
+            findings: Vec::new(),
+            quarantine_holds: Vec::new(),
             holds: BTreeMap::new(),
             fenced_by: BTreeSet::new(),
             tasks: BTreeMap::new(),

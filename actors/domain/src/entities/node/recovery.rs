@@ -147,7 +147,7 @@ impl Node {
         next.spend_nonce(&shown.nonce, ctx);
         let metadata = json!({ "given": given, "current": self.identity.generation, "boot_id": shown.boot_id });
         let audit = self.audit(AuditAction::NodesCloneSuspected, metadata);
-        let event = self.may_be_quarantined().then(|| {
+        let event = self.may_be_quarantined().then_some(()).and_then(|()| {
             let message = "An agent recovered with an identity that another had recovered before: find the copy of this machine's \
                            state, then release the quarantine.";
             next.enter_quarantine(StateCode::CloneSuspected, message, ctx)

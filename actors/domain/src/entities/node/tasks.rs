@@ -154,7 +154,8 @@ impl Node {
         let message = format!("The machine is not fit for tenants: {unfit}");
         let event = next.enter_quarantine(StateCode::ValidationFailed, &message, ctx);
         let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": StateCode::ValidationFailed }));
-        Ok(Transition::to(next, Reply::Done, why).event(event).audit(audit))
+        let step = Transition::to(next, Reply::Done, why).audit(audit);
+        Ok(event.into_iter().fold(step, Transition::event))
     }
 
     /// Handles overdue tasks as their type says, as part of this transition.

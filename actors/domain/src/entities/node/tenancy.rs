@@ -1,6 +1,8 @@
 //! The allocations on the node's GPUs, and the tasks that set tenants up and clean them up.
 
-use super::{HoldSshAccess, Node, NodeHealth, PREVENT_ALLOCATION, Phase, Rejection, Reply, StateCode, TerminalTask};
+use super::{
+    HoldAuthor, HoldSshAccess, Node, NodeHealth, PREVENT_ALLOCATION, Phase, Rejection, Reply, StateCode, TerminalTask,
+};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::hardware::Placement;
@@ -228,7 +230,7 @@ impl Node {
     /// Why it takes no new allocation; `None` where it does.
     #[must_use]
     pub fn not_schedulable(&self) -> Option<String> {
-        self.unfit().or_else(|| self.withheld_by_alert()).or_else(|| self.occupied())
+        self.unfit().or_else(|| self.withheld()).or_else(|| self.occupied())
     }
 
     /// Why no allocation can be placed on it, regardless of its tenants.
@@ -239,7 +241,12 @@ impl Node {
         self.mismatch()
     }
 
-    /// The alert that prevents new allocations.
+    /// What of its health prevents new allocations on all of its GPUs.
+    fn withheld(&self) -> Option<String> {
+        self.withheld_by_finding().or_else(|| self.withheld_by_alert())
+    }
+
+    /// The alert of an older agent that prevents new allocations.
     fn withheld_by_alert(&self) -> Option<String> {
         let alert = self.health.alerts.iter().find(|alert| NodeHealth::is_of_class(alert, PREVENT_ALLOCATION))?;
         let text = |field: &str| alert.get(field).and_then(Value::as_str).unwrap_or_default();
@@ -273,13 +280,15 @@ impl Node {
         u32::try_from(self.free_devices().count()).unwrap_or(0)
     }
 
-    /// How many GPUs a new allocation could get, if no alert of the node's agent prevented it.
+    /// How many more GPUs a new allocation could get, if the node's health did not prevent it.
     #[must_use]
     pub fn gpus_withheld(&self) -> u32 {
-        if self.withheld_by_alert().is_none() || self.unfit().is_some() || self.occupied().is_some() {
+        if self.unfit().is_some() || self.occupied().is_some() {
             return 0;
         }
-        u32::try_from(self.free_devices().count()).unwrap_or(0)
+        let withheld =
+            if self.withheld().is_some() { self.unheld_devices().count() } else { self.withheld_free_gpus() };
+        u32::try_from(withheld).unwrap_or(0)
     }
 
     pub(super) fn unreserve(&self, allocation_id: AllocationId, ctx: &TransitionContext<'_>) -> Transition<Self> {
@@ -477,7 +486,7 @@ impl Node {
     /// Released by force: the node is quarantined until the agent proves that nothing is left.
     pub(super) fn abandon(&self, allocation_id: AllocationId, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let Some(hold) = self.holds.get(&allocation_id) else { return Transition::stay(Reply::Done) };
-        let closed = matches!(self.life, Phase::Quarantined { .. }) || self.life.is_gone();
+        let closed = self.is_held_by(HoldAuthor::Release) || self.life.is_gone();
         if closed && matches!(hold.phase, HoldPhase::Abandoned { .. }) {
             return Transition::stay(Reply::Done);
         }
@@ -487,7 +496,7 @@ impl Node {
         if let Some(hold) = next.holds.get_mut(&allocation_id) {
             hold.phase = HoldPhase::Abandoned { work };
         }
-        let event = (!closed).then(|| {
+        let event = (!closed).then_some(()).and_then(|()| {
             let message = "An allocation was released by force, without proof of clean-up.";
             next.enter_quarantine(StateCode::ForcedRelease, message, ctx)
         });

@@ -1,6 +1,7 @@
 //! The node's lifecycle and tenants as tables; tests of what the tables do not show are in the files beside.
 
 mod gpu_claims;
+mod health;
 mod lifecycle;
 mod recovery;
 mod ssh_access;
@@ -102,7 +103,7 @@ fn heartbeat(status: NodeHealthStatus, inventory: ReportedInventory) -> Command 
         serial: SERIAL.into(),
         seen: seen("boot-1"),
         inventory: Box::new(inventory),
-        health: Box::new(NodeHealth { status, alerts: Vec::new() }),
+        health: Box::new(NodeHealth { status, alerts: Vec::new(), ..Default::default() }),
     }
 }
 

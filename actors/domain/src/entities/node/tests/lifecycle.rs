@@ -287,7 +287,7 @@ fn alert_that_prevents_allocation_stops_placement_while_active() {
         serial: SERIAL.into(),
         seen: seen("boot-1"),
         inventory: Box::new(inventory(GPUS)),
-        health: Box::new(NodeHealth { status, alerts }),
+        health: Box::new(NodeHealth { status, alerts, ..Default::default() }),
     };
     let warned = node().active().ready().agent(beat(NodeHealthStatus::Warning, vec![alert.clone()])).expect("active");
     assert_eq!(warned.node.gpus_free(), 0);
@@ -296,14 +296,14 @@ fn alert_that_prevents_allocation_stops_placement_while_active() {
     assert!(matches!(warned.refuses(&worker(), reserve(OTHER, 1)), Rejection::NotSchedulable { .. }));
     // The tenant has GPU 0: the alert is about another tenant's GPU.
     let of = |index: u32| vec![crate::event::GpuDevice { index, uuid: format!("GPU-{index}") }];
-    assert_eq!(warned.node.tenant_messages(&of(0)), Vec::<&str>::new());
-    assert_eq!(warned.node.tenant_messages(&of(1)), ["A GPU of this node has failed."]);
+    assert_eq!(warned.node.tenant_messages(&of(0), start()), Vec::<String>::new());
+    assert_eq!(warned.node.tenant_messages(&of(1), start()), ["A GPU of this node has failed."]);
     let mut of_all = alert;
     of_all["target"] = "node".into();
     of_all["classifications"] = json!(["warn"]);
     let other = warned.clone().agent(beat(NodeHealthStatus::Ok, vec![of_all.clone(), of_all]));
     assert_eq!(
-        other.node.tenant_messages(&of(0)),
+        other.node.tenant_messages(&of(0), start()),
         ["A GPU of this node has failed."],
         "once, however often it is said"
     );

@@ -81,7 +81,11 @@ fn gpus_are_withheld_where_only_an_alert_prevents_placement() {
         serial: SERIAL.into(),
         seen: seen("boot-1"),
         inventory: Box::new(inventory(GPUS)),
-        health: Box::new(NodeHealth { status: NodeHealthStatus::Warning, alerts: vec![alert.clone()] }),
+        health: Box::new(NodeHealth {
+            status: NodeHealthStatus::Warning,
+            alerts: vec![alert.clone()],
+            ..Default::default()
+        }),
     };
     let counts = |story: &Story| (story.node.gpus_free(), story.node.gpus_withheld());
     let ready = node().active().ready();

@@ -1,0 +1,140 @@
+//! A quarantine is a set of holds, each with an author: what takes a hold back takes back its own alone.
+
+use super::{Node, Phase, StateCode, StateReason};
+use crate::audit::{AuditAction, AuditRecord};
+use crate::event::Event;
+use crate::machine::{Timestamp, TransitionContext};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+/// Why a node is out of rent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct QuarantineHold {
+    pub author: HoldAuthor,
+    /// As [`Node::reason`](super::Node), of which the first hold is the origin.
+    pub code: StateCode,
+    pub message: String,
+    pub since_at: Timestamp,
+}
+
+/// Who holds a node in quarantine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
+pub enum HoldAuthor {
+    /// A finding about the machine, or an older agent's critical health.
+    Health,
+    /// The inventory differs from the SKU.
+    Drift,
+    /// A machine that may be the copy of another.
+    Clone,
+    /// A release without clean-up proof.
+    Release,
+    /// `node.validate`.
+    Validation,
+    Administrator,
+}
+
+impl HoldAuthor {
+    const fn of(code: &StateCode) -> Self {
+        match code {
+            StateCode::HealthCritical => Self::Health,
+            StateCode::InventoryDrift => Self::Drift,
+            StateCode::CloneSuspected | StateCode::GpuOfAnotherNode => Self::Clone,
+            StateCode::ForcedRelease => Self::Release,
+            StateCode::ValidationFailed => Self::Validation,
+            StateCode::Registered
+            | StateCode::TokenIssued
+            | StateCode::TokenExpired
+            | StateCode::CertificateIssued
+            | StateCode::EnrollmentExpired
+            | StateCode::InventoryMismatch
+            | StateCode::FirstPoll
+            | StateCode::Silent
+            | StateCode::HeardAgain
+            | StateCode::Restarted
+            | StateCode::Draining
+            | StateCode::Drained
+            | StateCode::Retired
+            | StateCode::Reactivated
+            | StateCode::Removing
+            | StateCode::Removed
+            | StateCode::Quarantined
+            | StateCode::QuarantineReleased
+            | StateCode::Other(_) => Self::Administrator,
+        }
+    }
+}
+
+impl Node {
+    /// The holds of its quarantine, oldest first. A node that an earlier release quarantined has the one of its reason.
+    #[must_use]
+    pub fn quarantine_holds(&self) -> Vec<QuarantineHold> {
+        if !matches!(self.life, Phase::Quarantined { .. }) {
+            return Vec::new();
+        }
+        if !self.quarantine_holds.is_empty() {
+            return self.quarantine_holds.clone();
+        }
+        let (code, message) = (self.reason.code.clone(), self.reason.message.clone());
+        vec![QuarantineHold { author: HoldAuthor::of(&code), code, message, since_at: self.entered_at }]
+    }
+
+    /// True where this author holds it in quarantine.
+    pub(super) fn is_held_by(&self, author: HoldAuthor) -> bool {
+        self.quarantine_holds().iter().any(|hold| hold.author == author)
+    }
+
+    /// Adds a hold. The first one quarantines the node, which returns to its present state once the last one is taken back.
+    pub(super) fn enter_quarantine(
+        &mut self,
+        code: StateCode,
+        message: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Option<Event> {
+        let author = HoldAuthor::of(&code);
+        let mut holds = self.quarantine_holds();
+        holds.retain(|hold| hold.author != author);
+        holds.push(QuarantineHold { author, code: code.clone(), message: message.to_owned(), since_at: ctx.now });
+        let event = (!matches!(self.life, Phase::Quarantined { .. })).then(|| {
+            let was = Box::new(self.life.clone());
+            self.enter(Phase::Quarantined { was }, code, message, ctx)
+        });
+        self.quarantine_holds = holds;
+        self.show_first_hold();
+        event
+    }
+
+    /// Takes back the holds of these authors. Without any other, the node returns to the state that it had before.
+    pub(super) fn take_back_holds(
+        &mut self,
+        authors: &[HoldAuthor],
+        ctx: &TransitionContext<'_>,
+    ) -> Option<(Vec<Event>, AuditRecord)> {
+        let Phase::Quarantined { was } = &self.life else { return None };
+        let was = Phase::clone(was);
+        let held = self.quarantine_holds();
+        let (over, left): (Vec<_>, Vec<_>) = held.into_iter().partition(|hold| authors.contains(&hold.author));
+        if over.is_empty() {
+            return None;
+        }
+        let names: Vec<&str> = over.iter().map(|hold| hold.author.into()).collect();
+        let audit = self.audit(AuditAction::NodesReleaseQuarantine, json!({ "holds": names, "left": left.len() }));
+        let mut events = Vec::new();
+        if left.is_empty() {
+            const WHY: &str = "What held the node in quarantine is over.";
+            events.push(self.enter(was, StateCode::QuarantineReleased, WHY, ctx));
+            events.extend(self.retire_if_drained(ctx));
+        } else {
+            self.quarantine_holds = left;
+            self.show_first_hold();
+        }
+        Some((events, audit))
+    }
+
+    fn show_first_hold(&mut self) {
+        if let Some(first) = self.quarantine_holds.first() {
+            self.reason = StateReason::new(first.code.clone(), first.message.clone());
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! Health findings, as one table to review: what follows from each, who causes it, and what repairs it (decision 0048).
+//!
+//! Agents report what they found, by probe and code; the judgement is here alone, so that a new row needs no new agent. The rows of Xids
+//! follow NVIDIA's catalog. A finding that no row has is shown, and has no other consequence.
+
+use serde::{Deserialize, Serialize};
+
+/// What a finding has as consequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::IntoStaticStr)]
+#[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
+pub enum FindingClass {
+    /// No new allocation gets the GPU, or the machine.
+    PreventAllocation,
+    /// Its tenant is asked to leave.
+    Evacuate,
+    /// Its tenant pays nothing from the fault on.
+    BillingCredit,
+    /// It is shown.
+    Warn,
+}
+
+/// What can cause a finding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
+pub enum FindingCause {
+    /// The tenant's program can: it never stops a meter and takes nothing out of rent.
+    Tenant,
+    Hardware,
+    /// The driver, or the operating system.
+    Software,
+    /// No row has it.
+    Unknown,
+}
+
+/// What repairs a finding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+#[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case")]
+pub enum Repair {
+    /// It ends by itself.
+    None,
+    /// A reset of the GPU.
+    Reset,
+    /// A reboot of the machine.
+    Reboot,
+    /// Only an operator: the finding stays until one clears it.
+    Operator,
+}
+
+/// What a finding is about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FindingScope {
+    Gpu,
+    Machine,
+}
+
+/// A row of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FindingRule {
+    pub probe: &'static str,
+    pub code: &'static str,
+    pub scope: FindingScope,
+    pub classes: &'static [FindingClass],
+    pub cause: FindingCause,
+    pub repair: Repair,
+    /// For operators.
+    pub meaning: &'static str,
+    /// For the tenant; empty where nothing concerns them.
+    pub tenant_message: &'static str,
+}
+
+impl FindingRule {
+    /// The row of a finding.
+    #[must_use]
+    pub fn of(probe: &str, code: &str) -> &'static Self {
+        let row = TABLE.iter().find(|rule| rule.probe == probe && rule.code == code);
+        row.unwrap_or(if MACHINE_PROBES.contains(&probe) { &UNKNOWN_OF_MACHINE } else { &UNKNOWN_OF_GPU })
+    }
+
+    #[must_use]
+    pub fn has(&self, class: FindingClass) -> bool {
+        self.classes.contains(&class)
+    }
+}
+
+/// The probes whose findings are about the machine.
+const MACHINE_PROBES: &[&str] = &["driver", "disk", "memory", "clock", "kernel_log"];
+
+const UNKNOWN_OF_GPU: FindingRule = unknown(FindingScope::Gpu);
+const UNKNOWN_OF_MACHINE: FindingRule = unknown(FindingScope::Machine);
+
+const fn unknown(scope: FindingScope) -> FindingRule {
+    FindingRule {
+        probe: "",
+        code: "",
+        scope,
+        classes: SHOWN,
+        cause: FindingCause::Unknown,
+        repair: Repair::None,
+        meaning: "not in the table",
+        tenant_message: "",
+    }
+}
+
+const SHOWN: &[FindingClass] = &[FindingClass::Warn];
+/// For no new tenant; the present one is not harmed.
+const WITHHELD: &[FindingClass] = &[FindingClass::PreventAllocation];
+/// The present tenant works on, and is asked to leave.
+const LEAVE: &[FindingClass] = &[FindingClass::PreventAllocation, FindingClass::Evacuate];
+/// Its present tenant cannot work with it.
+const FAILED: &[FindingClass] = &[FindingClass::PreventAllocation, FindingClass::Evacuate, FindingClass::BillingCredit];
+
+const TENANT: FindingCause = FindingCause::Tenant;
+const HARDWARE: FindingCause = FindingCause::Hardware;
+const SOFTWARE: FindingCause = FindingCause::Software;
+
+const GPU_FAILED: &str =
+    "A GPU of your allocation has failed. It costs nothing from the fault on; save what you can and release it.";
+const GPU_TO_LEAVE: &str =
+    "A GPU of your allocation needs maintenance. Save your work and release the allocation soon.";
+const MACHINE_FAILED: &str =
+    "The machine of your allocation has failed. It costs nothing from the fault on; save what you can and release it.";
+const MACHINE_TO_LEAVE: &str =
+    "The machine of your allocation needs maintenance. Save your work and release the allocation soon.";
+const YOUR_PROGRAM: &str = "A program of yours has caused an error on a GPU; the GPU works on.";
+const CONTAINED: &str = "A memory error has ended programs of yours on a GPU. The GPU works on: start them again.";
+const SLOWED: &str = "A GPU of your allocation is slowed down at the moment.";
+
+/// The rows: `probe code: classes, cause, repair, meaning, tenant's message;`, with the scope of each block.
+macro_rules! table {
+    ($($scope:ident { $($probe:literal $code:literal: $classes:ident, $cause:ident, $repair:ident, $meaning:literal, $message:expr;)+ })+) => {
+        /// All rows.
+        pub const TABLE: &[FindingRule] = &[$($(FindingRule {
+            probe: $probe,
+            code: $code,
+            scope: FindingScope::$scope,
+            classes: $classes,
+            cause: $cause,
+            repair: Repair::$repair,
+            meaning: $meaning,
+            tenant_message: $message,
+        },)+)+];
+    };
+}
+
+table! {
+    Gpu {
+        "gpu" "lost": FAILED, HARDWARE, Reboot, "the GPU has fallen off the bus", GPU_FAILED;
+        "gpu" "missing": FAILED, HARDWARE, Reboot, "the driver does not list a GPU that it listed in this boot", GPU_FAILED;
+        "gpu" "unreadable": FAILED, HARDWARE, Reset, "the driver reports nothing of this GPU", GPU_FAILED;
+
+        "xid" "8": SHOWN, TENANT, None, "a program was ended since it took too long", YOUR_PROGRAM;
+        "xid" "13": SHOWN, TENANT, None, "an exception of the graphics engine: usually a program's invalid access", YOUR_PROGRAM;
+        "xid" "31": SHOWN, TENANT, None, "a page fault: a program's invalid address", YOUR_PROGRAM;
+        "xid" "32": SHOWN, SOFTWARE, None, "an invalid or corrupted push buffer", "";
+        "xid" "38": SHOWN, SOFTWARE, None, "an error of the driver's firmware", "";
+        "xid" "43": SHOWN, TENANT, None, "a channel was reset: a program's error", YOUR_PROGRAM;
+        "xid" "44": SHOWN, TENANT, None, "a fault of the graphics engine during a context switch", YOUR_PROGRAM;
+        "xid" "45": SHOWN, TENANT, None, "clean-up after a program has ended or failed", YOUR_PROGRAM;
+        "xid" "46": LEAVE, HARDWARE, Reset, "the GPU has stopped processing", GPU_TO_LEAVE;
+        "xid" "48": FAILED, HARDWARE, Reset, "an uncorrectable memory error (double bit)", GPU_FAILED;
+        "xid" "54": LEAVE, HARDWARE, Operator, "auxiliary power is not connected", GPU_TO_LEAVE;
+        "xid" "61": FAILED, HARDWARE, Reset, "the micro-controller of the GPU has stopped at a breakpoint", GPU_FAILED;
+        "xid" "62": FAILED, HARDWARE, Reset, "the micro-controller of the GPU has halted", GPU_FAILED;
+        "xid" "63": WITHHELD, HARDWARE, Reset, "a memory row is recorded to be remapped at the next reset", "";
+        "xid" "64": FAILED, HARDWARE, Operator, "a memory row could not be recorded to be remapped", GPU_FAILED;
+        "xid" "65": SHOWN, TENANT, None, "an exception of the video processor", YOUR_PROGRAM;
+        "xid" "66": SHOWN, TENANT, None, "an illegal access by a program", YOUR_PROGRAM;
+        "xid" "67": SHOWN, TENANT, None, "an illegal access by a program", YOUR_PROGRAM;
+        "xid" "68": SHOWN, TENANT, None, "an exception of the video decoder", YOUR_PROGRAM;
+        "xid" "69": SHOWN, TENANT, None, "an error of the graphics engine's class", YOUR_PROGRAM;
+        "xid" "74": FAILED, HARDWARE, Reset, "an error of an NVLink", GPU_FAILED;
+        "xid" "79": FAILED, HARDWARE, Reboot, "the GPU has fallen off the bus", GPU_FAILED;
+        "xid" "92": WITHHELD, HARDWARE, Operator, "many correctable memory errors (single bit)", "";
+        "xid" "94": SHOWN, TENANT, None, "a contained memory error: it ended the program that met it", CONTAINED;
+        "xid" "95": FAILED, HARDWARE, Reset, "an uncontained memory error", GPU_FAILED;
+        "xid" "109": LEAVE, HARDWARE, Reset, "a context switch took too long", GPU_TO_LEAVE;
+        "xid" "110": FAILED, HARDWARE, Reboot, "a security fault", GPU_FAILED;
+        "xid" "119": FAILED, HARDWARE, Reset, "the GPU's system processor does not answer", GPU_FAILED;
+        "xid" "120": FAILED, HARDWARE, Reset, "an error of the GPU's system processor", GPU_FAILED;
+        "xid" "121": SHOWN, HARDWARE, None, "a corrected error of the link between chips", "";
+        "xid" "136": LEAVE, HARDWARE, Reset, "an NVLink could not be trained", GPU_TO_LEAVE;
+        "xid" "137": SHOWN, TENANT, None, "a program's illegal access to another GPU's memory", YOUR_PROGRAM;
+        "xid" "140": FAILED, HARDWARE, Reset, "an unrecovered memory error", GPU_FAILED;
+        "xid" "143": FAILED, HARDWARE, Reboot, "the GPU could not be initialised", GPU_FAILED;
+        "xid" "144": LEAVE, HARDWARE, Reset, "an error of an NVLink (SAW)", GPU_TO_LEAVE;
+        "xid" "145": LEAVE, HARDWARE, Reset, "an error of an NVLink (RLW)", GPU_TO_LEAVE;
+        "xid" "146": LEAVE, HARDWARE, Reset, "an error of an NVLink (TLW)", GPU_TO_LEAVE;
+        "xid" "147": LEAVE, HARDWARE, Reset, "an error of an NVLink (TREX)", GPU_TO_LEAVE;
+        "xid" "148": LEAVE, HARDWARE, Reset, "an error of an NVLink (NVLPW)", GPU_TO_LEAVE;
+        "xid" "149": LEAVE, HARDWARE, Reset, "an error of an NVLink (NETIR)", GPU_TO_LEAVE;
+        "xid" "150": LEAVE, HARDWARE, Reset, "an error of an NVLink (MSE)", GPU_TO_LEAVE;
+        "xid" "154": SHOWN, HARDWARE, None, "the action that recovers the GPU has changed: see recovery_action", "";
+        "xid" "156": WITHHELD, HARDWARE, Reset, "a resource of the GPU is recorded to be retired", "";
+        "xid" "157": FAILED, HARDWARE, Operator, "a resource of the GPU could not be recorded to be retired", GPU_FAILED;
+        "xid" "158": FAILED, HARDWARE, Reset, "a fatal time-out of the GPU", GPU_FAILED;
+
+        // Its programs were ended by an Xid of its own; the memory is spared by rows that are remapped.
+        "ecc" "uncorrectable": SHOWN, HARDWARE, None, "uncorrectable memory errors since the driver was loaded", "";
+        "row_remap" "pending": WITHHELD, HARDWARE, Reset, "memory rows are remapped at the next reset", "";
+        "row_remap" "failed": LEAVE, HARDWARE, Operator, "memory rows could not be remapped: the GPU is to be replaced", GPU_TO_LEAVE;
+        "recovery_action" "gpu_reset": LEAVE, HARDWARE, Reset, "the driver asks for a reset of the GPU", GPU_TO_LEAVE;
+        "recovery_action" "node_reboot": LEAVE, HARDWARE, Reboot, "the driver asks for a reboot", GPU_TO_LEAVE;
+        "recovery_action" "drain_p2p": LEAVE, HARDWARE, Reset, "the driver asks to end traffic between GPUs", GPU_TO_LEAVE;
+        "recovery_action" "drain_and_reset": LEAVE, HARDWARE, Reset, "the driver asks to drain the GPU and to reset it", GPU_TO_LEAVE;
+        "slowdown" "thermal": SHOWN, HARDWARE, None, "the clocks are lowered by heat", SLOWED;
+        "slowdown" "power": SHOWN, HARDWARE, None, "the clocks are lowered by the power brake", SLOWED;
+        "nvlink" "down": WITHHELD, HARDWARE, Reset, "NVLinks that were active in this boot are not", "";
+        "pcie" "width": SHOWN, HARDWARE, None, "the PCIe link has fewer lanes than it could have", "";
+    }
+    Machine {
+        "driver" "unresponsive": WITHHELD, SOFTWARE, None, "the driver did not answer lately", "";
+        "driver" "hung": FAILED, SOFTWARE, None, "the driver does not answer", MACHINE_FAILED;
+        "driver" "not_loaded": FAILED, SOFTWARE, None, "the driver is installed and not loaded", MACHINE_FAILED;
+        "driver" "failed": FAILED, SOFTWARE, None, "the driver answers with errors only", MACHINE_FAILED;
+        "disk" "read_only": LEAVE, HARDWARE, None, "the root file system has become read-only", MACHINE_TO_LEAVE;
+        "disk" "full": WITHHELD, SOFTWARE, None, "the agent's state folder has no space left", "";
+        "memory" "uncorrectable": LEAVE, HARDWARE, Reboot, "uncorrectable errors of the machine's memory", MACHINE_TO_LEAVE;
+        "clock" "skew": SHOWN, SOFTWARE, None, "the clock differs from the control plane's", "";
+        "kernel_log" "overrun": SHOWN, SOFTWARE, None, "lines of the kernel's log were lost: a fault may be unknown", "";
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+    use std::fmt::Write as _;
+
+    #[test]
+    fn every_row_is_as_it_was_reviewed() {
+        let mut text = String::new();
+        for rule in TABLE {
+            let classes: Vec<&str> = rule.classes.iter().map(|class| class.into()).collect();
+            let (cause, repair): (&str, &str) = (rule.cause.into(), rule.repair.into());
+            let separator = if rule.tenant_message.is_empty() { "" } else { " | " };
+            writeln!(
+                text,
+                "{}/{} ({:?}): {} | cause {cause} | repair {repair} | {}{separator}{}",
+                rule.probe,
+                rule.code,
+                rule.scope,
+                classes.join(", "),
+                rule.meaning,
+                rule.tenant_message
+            )
+            .unwrap();
+        }
+        insta::assert_snapshot!(text);
+    }
+
+    #[test]
+    fn rows_are_distinct_and_machine_probes_are_listed() {
+        let keys: BTreeSet<_> = TABLE.iter().map(|rule| (rule.probe, rule.code)).collect();
+        assert_eq!(keys.len(), TABLE.len());
+        for rule in TABLE {
+            let is_machine = rule.scope == FindingScope::Machine;
+            assert_eq!(is_machine, MACHINE_PROBES.contains(&rule.probe), "{}", rule.probe);
+            assert!(!rule.classes.is_empty());
+        }
+    }
+
+    #[test]
+    fn what_a_tenant_can_cause_is_shown_and_nothing_else() {
+        for rule in TABLE.iter().filter(|rule| rule.cause == FindingCause::Tenant) {
+            assert_eq!((rule.classes, rule.repair), (SHOWN, Repair::None), "{}/{}", rule.probe, rule.code);
+        }
+        for code in ["13", "31", "43", "45", "94"] {
+            assert_eq!(FindingRule::of("xid", code).cause, FindingCause::Tenant, "{code}");
+        }
+    }
+
+    #[test]
+    fn unknown_findings_are_shown_and_nothing_else() {
+        for (probe, code) in [("xid", "99999"), ("xid", ""), ("quantum", "flux"), ("driver", "sings")] {
+            let rule = FindingRule::of(probe, code);
+            assert_eq!((rule.classes, rule.cause), (SHOWN, FindingCause::Unknown), "{probe}/{code}");
+        }
+        assert_eq!(FindingRule::of("driver", "sings").scope, FindingScope::Machine);
+    }
+
+    #[test]
+    fn tenant_learns_of_every_finding_that_concerns_them() {
+        for rule in TABLE {
+            let concerns = rule.has(FindingClass::Evacuate) || rule.has(FindingClass::BillingCredit);
+            assert!(!concerns || !rule.tenant_message.is_empty(), "{}/{}", rule.probe, rule.code);
+        }
+    }
+}

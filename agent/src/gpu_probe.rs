@@ -1,0 +1,369 @@
+//! NVIDIA's management library in a process of its own.
+//!
+//! A call into a driver that hangs does not return, and may not even be ended by a signal. So the agent never calls the library: a child
+//! process does (`gpuaas-agent --gpu-probe`), one request at a time, each a line of JSON on a socket. A child that does not answer in time
+//! is killed; one that cannot be killed is abandoned, and no other is started before it has ended.
+
+use std::io::{self, BufRead as _, BufReader, ErrorKind, Write as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use wire::heartbeat::GpuTelemetry;
+use wire::inventory::GpuInfo;
+
+mod child;
+
+pub use child::serve;
+
+/// The flag that makes a process the child.
+pub const CHILD_FLAG: &str = "--gpu-probe";
+/// The default time for an answer.
+pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(10);
+/// The first answer of a child takes this much longer: the driver initialises each GPU, where no daemon holds them initialised.
+const START_FACTOR: u32 = 2;
+/// How long a killed child may take to end before it is abandoned.
+const END_TIMEOUT: Duration = Duration::from_millis(200);
+/// No child is started for this long after one did not answer: callers get the same error at once.
+const PAUSE_AFTER_HANG: Duration = Duration::from_secs(5);
+/// The most bytes of an answer.
+const MAX_ANSWER: usize = 1024 * 1024;
+
+/// Why the driver gave no answer.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[serde(tag = "error", rename_all = "snake_case")]
+pub enum GpuError {
+    /// NVIDIA's management library is not installed.
+    #[error("no GPU driver is installed ({why})")]
+    NotInstalled { why: String },
+    /// The library is installed, and the kernel has no driver.
+    #[error("the GPU driver is installed and not loaded; load the kernel module nvidia, or reboot the machine")]
+    NotLoaded,
+    #[error("the GPU driver did not answer within {seconds} s")]
+    Hung { seconds: u64 },
+    #[error("the GPU driver answered: {message}")]
+    Driver { message: String },
+    /// The child process could not be started, or ended.
+    #[error("the process that calls the GPU driver failed: {message}")]
+    Process { message: String },
+}
+
+/// A request to the child.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "request", rename_all = "snake_case")]
+enum Request {
+    /// The reading of every GPU.
+    Survey { xid_events: bool },
+    /// The processes that compute on a GPU.
+    Processes { uuid: String },
+    /// The memory in use on a GPU, in MiB.
+    UsedMemory { uuid: String },
+    /// The number of a GPU's device node.
+    Minor { uuid: String },
+}
+
+/// What the driver reports of all GPUs.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct GpuSurvey {
+    /// Those that could be read, in order of index.
+    pub gpus: Vec<SurveyedGpu>,
+    /// How many the driver reports as lost: they have fallen off the bus.
+    pub lost: u32,
+    /// The driver's errors of GPUs that could be neither read nor are lost.
+    pub unreadable: Vec<String>,
+}
+
+/// What the driver reports of one GPU.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SurveyedGpu {
+    pub info: GpuInfo,
+    /// Its address as the kernel log writes it, `domain:bus:device` in hexadecimal.
+    pub pci_address: Option<String>,
+    /// Simulated GPUs have none.
+    pub load: Option<GpuTelemetry>,
+    pub condition: GpuCondition,
+}
+
+/// The state of a GPU. What the driver does not know, or the GPU does not have, is absent.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct GpuCondition {
+    /// Uncorrectable errors of its memory since the driver was loaded.
+    pub ecc_uncorrectable: Option<u64>,
+    /// Rows wait for a reset to be remapped.
+    pub remap_pending: Option<bool>,
+    pub remap_failed: Option<bool>,
+    /// `nvmlDeviceGpuRecoveryAction_t`.
+    pub recovery_action: Option<u32>,
+    /// `nvmlClocksEventReasons`.
+    pub slowdown_reasons: Option<u64>,
+    /// NVLinks that are active.
+    pub nvlinks_active: Option<Vec<u32>>,
+    /// Lanes of its PCIe link, and how many it could have here.
+    pub pcie_width: Option<(u32, u32)>,
+    /// Xids that the driver reported since the last survey, and how often. Read only where the kernel log cannot be.
+    pub xids: Vec<(u64, u64)>,
+}
+
+/// The client of the child process.
+pub struct GpuProbe {
+    program: PathBuf,
+    deadline: Duration,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    running: Option<Running>,
+    /// A child that could not be killed.
+    abandoned: Option<Child>,
+    hung_at: Option<Instant>,
+}
+
+struct Running {
+    child: Child,
+    stream: BufReader<UnixStream>,
+    has_answered: bool,
+}
+
+impl GpuProbe {
+    /// A probe whose child runs this program.
+    #[must_use]
+    pub fn new(program: PathBuf, deadline: Duration) -> Self {
+        Self { program, deadline, state: Mutex::default() }
+    }
+
+    /// A probe whose child is this process's own program, also after the program's file was replaced.
+    #[must_use]
+    pub fn of_this_program(deadline: Duration) -> Self {
+        Self::new(PathBuf::from("/proc/self/exe"), deadline)
+    }
+
+    /// The state of all GPUs. `xid_events` also reads the driver's events.
+    ///
+    /// # Errors
+    /// [`GpuError`], where the driver reports nothing at all.
+    pub fn survey(&self, xid_events: bool) -> Result<GpuSurvey, GpuError> {
+        self.ask(&Request::Survey { xid_events })
+    }
+
+    /// The processes that compute on a GPU.
+    ///
+    /// # Errors
+    /// [`GpuError`].
+    pub fn processes(&self, uuid: &str) -> Result<Vec<u32>, GpuError> {
+        self.ask(&Request::Processes { uuid: uuid.to_owned() })
+    }
+
+    /// The memory in use on a GPU, in MiB.
+    ///
+    /// # Errors
+    /// [`GpuError`].
+    pub fn used_memory_mib(&self, uuid: &str) -> Result<u64, GpuError> {
+        self.ask(&Request::UsedMemory { uuid: uuid.to_owned() })
+    }
+
+    /// The number in the name of a GPU's device node.
+    ///
+    /// # Errors
+    /// [`GpuError`].
+    pub fn minor(&self, uuid: &str) -> Result<u32, GpuError> {
+        self.ask(&Request::Minor { uuid: uuid.to_owned() })
+    }
+
+    fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<T, GpuError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        self.check_abandoned(&mut state)?;
+        let mut running = match state.running.take() {
+            Some(running) => running,
+            None => self.start()?,
+        };
+        let limit = if running.has_answered { self.deadline } else { self.deadline * START_FACTOR };
+        match exchange(&mut running.stream, request, Instant::now() + limit) {
+            Ok(line) => {
+                running.has_answered = true;
+                state.running = Some(running);
+                state.hung_at = None;
+                let answer: Result<T, GpuError> = serde_json::from_str(&line).map_err(|error| process_error(&error))?;
+                answer
+            }
+            Err(error) if is_timeout(&error) => {
+                state.hung_at = Some(Instant::now());
+                state.abandoned = end(running.child);
+                Err(GpuError::Hung { seconds: limit.as_secs() })
+            }
+            Err(error) => {
+                state.abandoned = end(running.child);
+                Err(process_error(&error))
+            }
+        }
+    }
+
+    /// Fails at once while an abandoned child is left, or the last hang is recent: another child would hang as well.
+    fn check_abandoned(&self, state: &mut State) -> Result<(), GpuError> {
+        let hung = Err(GpuError::Hung { seconds: self.deadline.as_secs() });
+        if let Some(child) = &mut state.abandoned {
+            if matches!(child.try_wait(), Ok(None)) {
+                return hung;
+            }
+            state.abandoned = None;
+        }
+        if state.hung_at.is_some_and(|at| at.elapsed() < PAUSE_AFTER_HANG) { hung } else { Ok(()) }
+    }
+
+    fn start(&self) -> Result<Running, GpuError> {
+        let start = || {
+            let (ours, theirs) = UnixStream::pair()?;
+            let stdin = OwnedFd::from(theirs.try_clone()?);
+            let child = Command::new(&self.program)
+                .arg0("gpuaas-agent")
+                .arg(CHILD_FLAG)
+                .stdin(Stdio::from(stdin))
+                .stdout(Stdio::from(OwnedFd::from(theirs)))
+                .stderr(Stdio::null())
+                .spawn()?;
+            Ok(Running { child, stream: BufReader::new(ours), has_answered: false })
+        };
+        start().map_err(|error: io::Error| process_error(&error))
+    }
+}
+
+impl Drop for GpuProbe {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some(running) = state.running.take() {
+            let _ = end(running.child);
+        }
+    }
+}
+
+/// Sends a request and reads the line that answers it.
+fn exchange(stream: &mut BufReader<UnixStream>, request: &Request, deadline: Instant) -> io::Result<String> {
+    let mut line = serde_json::to_vec(request)?;
+    line.push(b'\n');
+    stream.get_ref().set_write_timeout(Some(remaining(deadline)?))?;
+    stream.get_mut().write_all(&line)?;
+    let mut answer = Vec::new();
+    loop {
+        stream.get_ref().set_read_timeout(Some(remaining(deadline)?))?;
+        let read = stream.fill_buf()?;
+        if read.is_empty() {
+            return Err(ErrorKind::UnexpectedEof.into());
+        }
+        let end = read.iter().position(|byte| *byte == b'\n');
+        let length = end.map_or(read.len(), |end| end + 1);
+        answer.extend_from_slice(&read[..length]);
+        stream.consume(length);
+        if answer.len() > MAX_ANSWER {
+            return Err(io::Error::other("its answer is too long"));
+        }
+        if end.is_some() {
+            return String::from_utf8(answer).map_err(io::Error::other);
+        }
+    }
+}
+
+/// The time that is left. A socket's time-out of zero would be none at all.
+fn remaining(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
+}
+
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(error.kind(), ErrorKind::TimedOut | ErrorKind::WouldBlock)
+}
+
+fn process_error(error: &dyn std::error::Error) -> GpuError {
+    GpuError::Process { message: error.to_string() }
+}
+
+/// Kills a child, and returns it where it does not end. A process in an uninterruptible call of the driver ends with that call.
+fn end(mut child: Child) -> Option<Child> {
+    let _ = child.kill();
+    let begun = Instant::now();
+    while matches!(child.try_wait(), Ok(None)) {
+        if begun.elapsed() > END_TIMEOUT {
+            return Some(child);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+
+    use super::*;
+
+    /// A child that is this shell script.
+    fn scripted(script: &str, deadline: Duration) -> (tempfile::TempDir, GpuProbe) {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("child");
+        std::fs::write(&program, format!("#!/bin/sh\n{script}\n")).unwrap();
+        std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+        (folder, GpuProbe::new(program, deadline))
+    }
+
+    #[test]
+    fn answers_of_one_child_are_read_in_turn() {
+        let (_folder, probe) = scripted(
+            r#"while read line; do case $line in *minor*) echo '{"Ok":3}';; *) echo '{"Err":{"error":"not_loaded"}}';; esac; done"#,
+            Duration::from_secs(5),
+        );
+        assert_eq!(probe.minor("GPU-1"), Ok(3));
+        assert_eq!(probe.survey(false), Err(GpuError::NotLoaded));
+        assert_eq!(probe.minor("GPU-1"), Ok(3));
+    }
+
+    #[test]
+    fn silent_child_is_killed_at_the_deadline_and_the_next_caller_does_not_wait() {
+        let (_folder, probe) = scripted("read line; exec sleep 1000", Duration::from_millis(50));
+        let begun = Instant::now();
+        assert_eq!(probe.survey(false), Err(GpuError::Hung { seconds: 0 }));
+        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+        assert!(probe.state.lock().unwrap().running.is_none());
+        let again = Instant::now();
+        assert!(matches!(probe.survey(false), Err(GpuError::Hung { .. })));
+        assert!(again.elapsed() < Duration::from_millis(50), "{:?}", again.elapsed());
+    }
+
+    #[test]
+    fn no_child_is_started_while_an_abandoned_one_is_left() {
+        let (folder, probe) =
+            scripted(r#"echo started >>"$0.log"; read line; echo '{"Ok":3}'"#, Duration::from_secs(5));
+        // As a child in an uninterruptible call: it is not killed here.
+        probe.state.lock().unwrap().abandoned = Some(Command::new("sleep").arg("1000").spawn().unwrap());
+        assert!(matches!(probe.minor("GPU-1"), Err(GpuError::Hung { .. })));
+        assert!(!folder.path().join("child.log").exists(), "another child was started");
+        let mut child = probe.state.lock().unwrap().abandoned.take().unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        probe.state.lock().unwrap().abandoned = Some(child);
+        assert_eq!(probe.minor("GPU-1"), Ok(3));
+    }
+
+    #[test]
+    fn child_that_ends_is_an_error_and_the_next_request_starts_another() {
+        let (_folder, probe) = scripted(
+            r#"read line; if [ -e "$0.ran" ]; then echo '{"Ok":3}'; fi; touch "$0.ran""#,
+            Duration::from_secs(5),
+        );
+        assert!(matches!(probe.minor("GPU-1"), Err(GpuError::Process { .. })));
+        assert_eq!(probe.minor("GPU-1"), Ok(3));
+    }
+
+    #[test]
+    fn endless_answer_is_cut_off() {
+        let (_folder, probe) =
+            scripted("read line; while :; do echo -n xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done", Duration::from_secs(60));
+        let error = probe.minor("GPU-1").unwrap_err();
+        assert!(matches!(&error, GpuError::Process { message } if message.contains("too long")), "{error}");
+    }
+}

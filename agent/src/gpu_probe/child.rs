@@ -1,0 +1,247 @@
+//! The child process: it answers requests with calls of NVIDIA's management library.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead as _, Write as _};
+use std::process::ExitCode;
+use std::sync::mpsc::{Receiver, channel};
+
+use nix::sys::signal::{Signal, raise};
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enum_wrappers::device::{EccCounter, MemoryError, TemperatureSensor};
+use nvml_wrapper::enums::device::SampleValue;
+use nvml_wrapper::enums::event::XidError;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::event::EventSet;
+use nvml_wrapper::structs::device::FieldId;
+use nvml_wrapper::sys_exports::field_id::{
+    NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, NVML_FI_DEV_REMAPPED_FAILURE, NVML_FI_DEV_REMAPPED_PENDING,
+};
+use nvml_wrapper::{Device, Nvml};
+use serde::Serialize;
+use wire::heartbeat::GpuTelemetry;
+use wire::inventory::GpuInfo;
+
+use super::{GpuCondition, GpuError, GpuSurvey, Request, SurveyedGpu};
+
+/// With the number of its interface: the name without it belongs to development packages.
+const LIBRARY: &str = "libnvidia-ml.so.1";
+const MIB: u64 = 1024 * 1024;
+/// The most GPUs that are read.
+const MAX_GPUS: u32 = 64;
+/// The most NVLinks of a GPU (`NVML_NVLINK_MAX_LINKS`).
+const MAX_NVLINKS: u32 = 18;
+/// The most events that one survey reads.
+const MAX_EVENTS: usize = 1024;
+
+/// Answers requests on standard input until it ends.
+#[must_use]
+pub fn serve() -> ExitCode {
+    let requests = requests();
+    let Some((nvml, first)) = initialised(&requests) else { return ExitCode::FAILURE };
+    let mut session = Session { nvml: &nvml, events: None };
+    for request in std::iter::once(first).chain(requests) {
+        if session.answer(&request).is_err() {
+            break;
+        }
+    }
+    ExitCode::FAILURE
+}
+
+/// The library, with the first request that it can answer. Requests before are answered with the error.
+fn initialised(requests: &Receiver<Request>) -> Option<(Nvml, Request)> {
+    loop {
+        let request = requests.recv().ok()?;
+        match Nvml::builder().lib_path(LIBRARY.as_ref()).init() {
+            Ok(nvml) => return Some((nvml, request)),
+            Err(error) => write_answer(&Err::<(), _>(GpuError::from(error))).ok()?,
+        }
+    }
+}
+
+/// The requests on standard input. At its end the agent is gone, and this process ends although the driver may hang.
+fn requests() -> Receiver<Request> {
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines() {
+            let Some(request) = line.ok().and_then(|line| serde_json::from_str(&line).ok()) else { break };
+            if sender.send(request).is_err() {
+                break;
+            }
+        }
+        let _ = raise(Signal::SIGKILL);
+    });
+    receiver
+}
+
+fn write_answer(answer: &Result<impl Serialize, GpuError>) -> std::io::Result<()> {
+    let mut line = serde_json::to_vec(answer)?;
+    line.push(b'\n');
+    let mut stdout = std::io::stdout().lock();
+    stdout.write_all(&line)?;
+    stdout.flush()
+}
+
+impl From<NvmlError> for GpuError {
+    fn from(error: NvmlError) -> Self {
+        match error {
+            NvmlError::LibloadingError(why) => Self::NotInstalled { why: why.to_string() },
+            NvmlError::LibraryNotFound => {
+                Self::NotInstalled { why: "the library of the driver is not found".to_owned() }
+            }
+            NvmlError::DriverNotLoaded => Self::NotLoaded,
+            other => Self::Driver { message: other.to_string() },
+        }
+    }
+}
+
+struct Session<'nvml> {
+    nvml: &'nvml Nvml,
+    events: Option<EventSet<'nvml>>,
+}
+
+impl Session<'_> {
+    fn answer(&mut self, request: &Request) -> std::io::Result<()> {
+        let device = |uuid: &str| self.nvml.device_by_uuid(uuid);
+        match request {
+            Request::Survey { xid_events } => write_answer(&self.survey(*xid_events).map_err(GpuError::from)),
+            Request::Processes { uuid } => {
+                let processes = device(uuid).and_then(|device| device.running_compute_processes());
+                let pids = processes.map(|processes| processes.iter().map(|process| process.pid).collect::<Vec<_>>());
+                write_answer(&pids.map_err(GpuError::from))
+            }
+            Request::UsedMemory { uuid } => {
+                let memory = device(uuid).and_then(|device| device.memory_info());
+                write_answer(&memory.map(|memory| memory.used / MIB).map_err(GpuError::from))
+            }
+            Request::Minor { uuid } => {
+                write_answer(&device(uuid).and_then(|device| device.minor_number()).map_err(GpuError::from))
+            }
+        }
+    }
+
+    fn survey(&mut self, xid_events: bool) -> Result<GpuSurvey, NvmlError> {
+        let mut survey = GpuSurvey::default();
+        for index in 0..self.nvml.device_count()?.min(MAX_GPUS) {
+            match self.nvml.device_by_index(index).and_then(|device| surveyed(&device, index)) {
+                Ok(gpu) => survey.gpus.push(gpu),
+                Err(NvmlError::GpuLost) => survey.lost += 1,
+                Err(error) => survey.unreadable.push(format!("GPU {index}: {error}")),
+            }
+        }
+        if xid_events {
+            let mut counts = self.xids();
+            for gpu in &mut survey.gpus {
+                gpu.condition.xids = counts.remove(&gpu.info.uuid).unwrap_or_default().into_iter().collect();
+            }
+        }
+        Ok(survey)
+    }
+
+    /// The Xids since the last call, by GPU. The first call only registers for them.
+    fn xids(&mut self) -> BTreeMap<String, BTreeMap<u64, u64>> {
+        let mut counts: BTreeMap<String, BTreeMap<u64, u64>> = BTreeMap::new();
+        if self.events.is_none() {
+            self.events = register(self.nvml).ok();
+        }
+        let Some(events) = &self.events else { return counts };
+        for _ in 0..MAX_EVENTS {
+            let Ok(event) = events.wait(0) else { break };
+            let Ok(uuid) = event.device.uuid() else { continue };
+            if event.event_type.contains(EventTypes::CRITICAL_XID_ERROR) {
+                *counts.entry(uuid).or_default().entry(number(event.event_data)).or_default() += 1;
+            }
+        }
+        counts
+    }
+}
+
+fn number(xid: Option<XidError>) -> u64 {
+    match xid {
+        Some(XidError::Value(number)) => number,
+        Some(XidError::Unknown) | None => 0,
+    }
+}
+
+fn register(nvml: &Nvml) -> Result<EventSet<'_>, NvmlError> {
+    let mut set = nvml.create_event_set()?;
+    for index in 0..nvml.device_count()?.min(MAX_GPUS) {
+        let Ok(device) = nvml.device_by_index(index) else { continue };
+        // The library's wrapper drops the whole set where one GPU does not have the event.
+        if device.supported_event_types().is_ok_and(|types| types.contains(EventTypes::CRITICAL_XID_ERROR)) {
+            set = device.register_events(EventTypes::CRITICAL_XID_ERROR, set).map_err(|error| error.error)?;
+        }
+    }
+    Ok(set)
+}
+
+fn surveyed(device: &Device<'_>, index: u32) -> Result<SurveyedGpu, NvmlError> {
+    let name = device.name()?;
+    let memory = device.memory_info()?;
+    let uuid = device.uuid()?;
+    let load = GpuTelemetry {
+        uuid: uuid.clone(),
+        utilization_percent: device.utilization_rates().ok().map(|rates| rates.gpu),
+        memory_used_mib: Some(memory.used / MIB),
+        temperature_celsius: device.temperature(TemperatureSensor::Gpu).ok(),
+        power_milliwatts: device.power_usage().ok(),
+    };
+    let pci = device.pci_info().ok();
+    let info = GpuInfo {
+        index,
+        uuid,
+        vendor: "NVIDIA".to_owned(),
+        model: name.strip_prefix("NVIDIA ").unwrap_or(&name).to_owned(),
+        memory_mib: memory.total / MIB,
+    };
+    Ok(SurveyedGpu {
+        info,
+        pci_address: pci.map(|pci| format!("{:04x}:{:02x}:{:02x}", pci.domain, pci.bus, pci.device)),
+        load: Some(load),
+        condition: condition(device),
+    })
+}
+
+fn condition(device: &Device<'_>) -> GpuCondition {
+    let [pending, failed, action] = fields(
+        device,
+        [NVML_FI_DEV_REMAPPED_PENDING, NVML_FI_DEV_REMAPPED_FAILURE, NVML_FI_DEV_GET_GPU_RECOVERY_ACTION],
+    );
+    let widths = device.current_pcie_link_width().ok().zip(device.max_pcie_link_width().ok());
+    GpuCondition {
+        ecc_uncorrectable: device.total_ecc_errors(MemoryError::Uncorrected, EccCounter::Volatile).ok(),
+        remap_pending: pending.map(|value| value != 0),
+        remap_failed: failed.map(|value| value != 0),
+        recovery_action: action.and_then(|value| u32::try_from(value).ok()),
+        slowdown_reasons: device.current_throttle_reasons().ok().map(|reasons| reasons.bits()),
+        nvlinks_active: active_nvlinks(device),
+        pcie_width: widths,
+        xids: Vec::new(),
+    }
+}
+
+/// The values of these fields, each where the driver and the GPU have it.
+fn fields<const N: usize>(device: &Device<'_>, ids: [u32; N]) -> [Option<u64>; N] {
+    let mut values = [None; N];
+    let Ok(samples) = device.field_values_for(&ids.map(FieldId)) else { return values };
+    for (value, sample) in values.iter_mut().zip(samples) {
+        *value = sample.and_then(|sample| sample.value).ok().and_then(|sample| match sample {
+            SampleValue::U32(value) => Some(value.into()),
+            SampleValue::U64(value) => Some(value),
+            SampleValue::I64(value) => u64::try_from(value).ok(),
+            SampleValue::F64(_) => None,
+        });
+    }
+    values
+}
+
+/// The NVLinks that are up; `None` where the GPU has none.
+fn active_nvlinks(device: &Device<'_>) -> Option<Vec<u32>> {
+    let states: Vec<_> = (0..MAX_NVLINKS)
+        .map_while(|link| match device.link_wrapper_for(link).is_active() {
+            Ok(is_active) => Some((link, is_active)),
+            Err(_) => None,
+        })
+        .collect();
+    let active = states.iter().filter(|(_, is_active)| *is_active).map(|(link, _)| *link).collect();
+    (!states.is_empty()).then_some(active)
+}

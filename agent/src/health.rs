@@ -1,0 +1,193 @@
+//! The health of the machine: its probes, and the findings that they make. The control plane judges the findings.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use chrono::{DateTime, TimeDelta, Utc};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+use uuid::Uuid;
+use wire::finding::Finding;
+use wire::heartbeat::{GpuTelemetry, HealthLevel, HealthReport};
+use wire::inventory::{GpuInfo, GpuSource};
+
+use crate::atomic_file;
+use crate::config::AgentConfig;
+use crate::gpu_probe::{GpuError, GpuSurvey};
+use crate::gpus::Gpus;
+
+pub mod finding_log;
+pub mod gpu_conditions;
+pub mod gpu_monitor;
+pub mod kernel_log;
+pub mod machine_conditions;
+
+use finding_log::{Condition, FindingKey, FindingLog, Occurred};
+use gpu_monitor::GpuMonitor;
+use kernel_log::{KernelLog, KernelLogReading};
+use machine_conditions::MachineProbe;
+
+/// A heartbeat waits no longer for the driver. What it answers later is in the next one.
+const SURVEY_WAIT: Duration = Duration::from_secs(1);
+
+type SurveyResult = Result<GpuSurvey, GpuError>;
+
+/// The health of the machine, from heartbeat to heartbeat.
+pub struct HealthMonitor {
+    log: FindingLog,
+    gpus: GpuMonitor,
+    machine: MachineProbe,
+    kernel_log: KernelLog,
+    /// A survey that did not end within the heartbeat that began it.
+    in_flight: Option<JoinHandle<SurveyResult>>,
+    last: Observation,
+}
+
+/// What a heartbeat reports.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Observation {
+    pub gpus: Vec<GpuInfo>,
+    pub load: Vec<GpuTelemetry>,
+    /// For control planes that do not read findings.
+    pub health: HealthReport,
+    pub findings: Vec<Finding>,
+}
+
+impl HealthMonitor {
+    /// Starts the probes of a machine with GPUs of this source. `listed` are those that the driver lists at this moment, if it does. `on_new_event` is called when something occurs that should not wait for the next heartbeat.
+    #[must_use]
+    pub fn start(
+        config: &AgentConfig,
+        boot_id: Uuid,
+        (source, listed): (GpuSource, &[GpuInfo]),
+        stop: CancellationToken,
+        on_new_event: impl Fn() + Send + 'static,
+    ) -> Self {
+        let mut log = FindingLog::open(&config.state_dir, boot_id);
+        if log.gpus().is_empty() {
+            log.set_gpus(listed);
+        }
+        let kernel_log = match source {
+            GpuSource::Nvml => KernelLog::follow(&config.kernel_log, log.kernel_log_position(), stop, on_new_event),
+            GpuSource::Simulated | GpuSource::None => KernelLog::off(),
+        };
+        if kernel_log.is_unreadable() {
+            warn!(
+                error_code = "kernel_log",
+                path = %config.kernel_log.display(),
+                "the kernel's log cannot be read; Xids are known from the driver's events only"
+            );
+        }
+        let health = HealthReport { status: HealthLevel::Ok, alerts: Vec::new() };
+        let last = Observation { gpus: log.gpus().to_vec(), load: Vec::new(), health, findings: Vec::new() };
+        let (gpus, machine) = (GpuMonitor::of(log.gpus()), MachineProbe::new(&config.state_dir));
+        Self { log, gpus, machine, kernel_log, in_flight: None, last }
+    }
+
+    /// Observes the machine. Takes no longer than a moment, whatever the driver does.
+    pub async fn observe(&mut self, gpus: &Arc<Gpus>, clock_skew: Option<i64>) -> Observation {
+        let survey = self.survey(gpus).await;
+        let now = Utc::now();
+        let mut conditions = self.machine.observed(clock_skew);
+        if let Some(survey) = &survey {
+            conditions.extend(self.note_survey(survey.as_ref(), now));
+        }
+        // The addresses of GPUs are known from here on.
+        let reading = self.kernel_log.take();
+        self.note_kernel_log(reading, now);
+        let is_unknown = |finding: &Finding| match (&survey, &finding.gpu_uuid) {
+            (None, _) => finding.gpu_uuid.is_some() || finding.probe == "driver",
+            (Some(_), None) => false,
+            (Some(_), Some(_)) if finding.probe == "gpu" => false,
+            (Some(Err(_)), Some(_)) => true,
+            (Some(Ok(survey)), Some(uuid)) => survey.gpus.iter().all(|gpu| gpu.info.uuid != *uuid),
+        };
+        self.log.note_conditions(&conditions, is_unknown, now);
+        self.log.store();
+        self.last.findings = self.log.report();
+        self.last.clone()
+    }
+
+    /// The driver's reading of all GPUs; `None` where it is not there yet.
+    async fn survey(&mut self, gpus: &Arc<Gpus>) -> Option<SurveyResult> {
+        let mut survey = self.in_flight.take().unwrap_or_else(|| {
+            let (gpus, xid_events) = (Arc::clone(gpus), self.kernel_log.is_unreadable());
+            tokio::task::spawn_blocking(move || gpus.survey(xid_events))
+        });
+        match tokio::time::timeout(SURVEY_WAIT, &mut survey).await {
+            Ok(Ok(survey)) => Some(survey),
+            Ok(Err(error)) => Some(Err(GpuError::Process { message: error.to_string() })),
+            Err(_) => {
+                self.in_flight = Some(survey);
+                None
+            }
+        }
+    }
+
+    fn note_survey(&mut self, survey: Result<&GpuSurvey, &GpuError>, now: DateTime<Utc>) -> Vec<Condition> {
+        let presence = self.gpus.assess(survey, now);
+        let mut conditions = presence.conditions;
+        self.last.gpus = presence.gpus;
+        self.last.health = presence.health;
+        self.last.load = Vec::new();
+        if let Ok(survey) = survey {
+            self.last.load = survey.gpus.iter().filter_map(|gpu| gpu.load.clone()).collect();
+            self.note_gpus(survey, now);
+            conditions.extend(gpu_conditions::observed(survey, &mut self.log));
+        }
+        conditions
+    }
+
+    fn note_gpus(&mut self, survey: &GpuSurvey, now: DateTime<Utc>) {
+        for gpu in &survey.gpus {
+            let uuid = &gpu.info.uuid;
+            if let Some(address) = &gpu.pci_address {
+                self.log.set_address(address, uuid);
+            }
+            for (xid, count) in &gpu.condition.xids {
+                let detail = "reported by the driver".to_owned();
+                let occurred = Occurred { count: *count, first_at: now, last_at: now, detail };
+                self.log.note_event(&xid_key(Some(uuid.clone()), *xid), occurred);
+            }
+        }
+        // A GPU that was listed once in this boot is missing when it is not.
+        let known = self.log.gpus().iter().filter(|gpu| survey.gpus.iter().all(|it| it.info.uuid != gpu.uuid));
+        let all: Vec<_> = survey.gpus.iter().map(|gpu| gpu.info.clone()).chain(known.cloned()).collect();
+        self.log.set_gpus(&all);
+    }
+
+    fn note_kernel_log(&mut self, reading: KernelLogReading, now: DateTime<Utc>) {
+        if reading.lost_records > 0 {
+            let detail = "records of the kernel's log were overwritten before they were read".to_owned();
+            let key = FindingKey { probe: "kernel_log", gpu_uuid: None, code: "overrun".to_owned() };
+            let occurred = Occurred { count: reading.lost_records, first_at: now, last_at: now, detail };
+            self.log.note_event(&key, occurred);
+        }
+        let booted_at = if reading.xids.is_empty() { None } else { booted_at(now) };
+        for ((address, xid), seen) in reading.xids {
+            let at = |micros: u64| {
+                let since_boot = i64::try_from(micros).map(TimeDelta::microseconds).ok();
+                booted_at.zip(since_boot).map_or(now, |(booted_at, since_boot)| (booted_at + since_boot).min(now))
+            };
+            let gpu_uuid = self.log.gpu_at(&address).map(str::to_owned);
+            let detail = if gpu_uuid.is_some() { seen.text } else { format!("GPU at {address}: {}", seen.text) };
+            let (first_at, last_at) = (at(seen.first_micros), at(seen.last_micros));
+            let occurred = Occurred { count: seen.count, first_at, last_at, detail };
+            self.log.note_event(&xid_key(gpu_uuid, xid.into()), occurred);
+        }
+        self.log.set_kernel_log_position(reading.position);
+    }
+}
+
+fn xid_key(gpu_uuid: Option<String>, xid: u64) -> FindingKey {
+    FindingKey { probe: "xid", gpu_uuid, code: xid.to_string() }
+}
+
+/// When the machine was booted, by its clock at this moment.
+fn booted_at(now: DateTime<Utc>) -> Option<DateTime<Utc>> {
+    let text = atomic_file::read_if_there(Path::new("/proc/uptime")).ok()??;
+    let seconds: f64 = text.split_whitespace().next()?.parse().ok()?;
+    Some(now - TimeDelta::from_std(Duration::try_from_secs_f64(seconds).ok()?).ok()?)
+}

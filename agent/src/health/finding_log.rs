@@ -1,0 +1,359 @@
+//! The findings of this boot. They outlive the process, so that a restarted agent neither forgets nor counts anything twice.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
+use tracing::warn;
+use uuid::Uuid;
+use wire::finding::{Finding, MAX_FINDING_DETAIL, MAX_FINDINGS};
+use wire::inventory::GpuInfo;
+
+use crate::atomic_file::{self, FileError, PRIVATE};
+use crate::chain;
+
+const FILE: &str = "health.json";
+/// The most findings that are tracked, with conditions that have ended.
+const MAX_TRACKED: usize = 4 * MAX_FINDINGS;
+/// A condition has ended when it is absent from this many observations in a row: one that comes and goes is one finding.
+const ABSENT_OBSERVATIONS: u32 = 3;
+
+/// What identifies a finding within a boot.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct FindingKey {
+    pub probe: &'static str,
+    pub gpu_uuid: Option<String>,
+    pub code: String,
+}
+
+/// A condition that a probe observes at this moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Condition {
+    pub key: FindingKey,
+    pub detail: String,
+}
+
+impl Condition {
+    /// A condition of a GPU.
+    #[must_use]
+    pub fn of_gpu(uuid: &str, probe: &'static str, code: &str, detail: impl Into<String>) -> Self {
+        let key = FindingKey { probe, gpu_uuid: Some(uuid.to_owned()), code: code.to_owned() };
+        Self { key, detail: detail.into() }
+    }
+
+    /// A condition of the machine.
+    #[must_use]
+    pub fn of_machine(probe: &'static str, code: &str, detail: impl Into<String>) -> Self {
+        Self { key: FindingKey { probe, gpu_uuid: None, code: code.to_owned() }, detail: detail.into() }
+    }
+}
+
+/// Occurrences of an event since the last report of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Occurred {
+    pub count: u64,
+    pub first_at: DateTime<Utc>,
+    pub last_at: DateTime<Utc>,
+    pub detail: String,
+}
+
+/// The findings of this boot, and what the probes have to remember.
+pub struct FindingLog {
+    path: PathBuf,
+    state: State,
+    stored: State,
+    /// True while the file cannot be written, which is logged once.
+    is_failing: bool,
+}
+
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+struct State {
+    boot_id: Uuid,
+    kernel_log_position: Option<u64>,
+    /// The GPUs that were listed in this boot.
+    gpus: Vec<GpuInfo>,
+    /// The GPU at each PCI address.
+    addresses: BTreeMap<String, String>,
+    /// NVLinks of each GPU that were active in this boot.
+    nvlinks: BTreeMap<String, BTreeSet<u32>>,
+    findings: Vec<Tracked>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Tracked {
+    finding: Finding,
+    kind: Kind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Kind {
+    /// Reported until the next boot.
+    Event,
+    /// Reported until it was absent for some observations.
+    Condition { absent: u32 },
+}
+
+impl Tracked {
+    const fn is_reported(&self) -> bool {
+        match self.kind {
+            Kind::Event => true,
+            Kind::Condition { absent } => absent < ABSENT_OBSERVATIONS,
+        }
+    }
+
+    fn is(&self, key: &FindingKey) -> bool {
+        let finding = &self.finding;
+        finding.probe == key.probe && finding.gpu_uuid == key.gpu_uuid && finding.code == key.code
+    }
+}
+
+impl FindingLog {
+    /// The findings of this boot that an earlier process has stored. Those of another boot, or of a file that is not understood, are over.
+    #[must_use]
+    pub fn open(state_dir: &Path, boot_id: Uuid) -> Self {
+        let path = state_dir.join(FILE);
+        let text = atomic_file::read_if_there(&path).unwrap_or_default().unwrap_or_default();
+        let stored: State = serde_json::from_str(&text).unwrap_or_default();
+        let state = if stored.boot_id == boot_id { stored.clone() } else { State { boot_id, ..State::default() } };
+        Self { path, state, stored, is_failing: false }
+    }
+
+    /// The position in the kernel's log up to which its events are findings.
+    #[must_use]
+    pub const fn kernel_log_position(&self) -> Option<u64> {
+        self.state.kernel_log_position
+    }
+
+    pub const fn set_kernel_log_position(&mut self, position: Option<u64>) {
+        self.state.kernel_log_position = position;
+    }
+
+    /// The GPUs that were listed in this boot.
+    #[must_use]
+    pub fn gpus(&self) -> &[GpuInfo] {
+        &self.state.gpus
+    }
+
+    pub fn set_gpus(&mut self, gpus: &[GpuInfo]) {
+        if self.state.gpus != gpus {
+            self.state.gpus = gpus.to_vec();
+        }
+    }
+
+    /// The GPU at a PCI address, also where the driver does not list it at the moment.
+    #[must_use]
+    pub fn gpu_at(&self, pci_address: &str) -> Option<&str> {
+        self.state.addresses.get(pci_address).map(String::as_str)
+    }
+
+    pub fn set_address(&mut self, pci_address: &str, uuid: &str) {
+        self.state.addresses.insert(pci_address.to_owned(), uuid.to_owned());
+    }
+
+    /// Notes the active NVLinks of a GPU. Returns those that were active in this boot and are not.
+    pub fn nvlinks_down(&mut self, uuid: &str, active: &[u32]) -> Vec<u32> {
+        let known = self.state.nvlinks.entry(uuid.to_owned()).or_default();
+        known.extend(active);
+        known.iter().filter(|link| !active.contains(link)).copied().collect()
+    }
+
+    /// Notes an event.
+    pub fn note_event(&mut self, key: &FindingKey, occurred: Occurred) {
+        let detail = bounded(&occurred.detail);
+        if let Some(known) = self.state.findings.iter_mut().find(|tracked| tracked.is(key)) {
+            known.finding.count = known.finding.count.saturating_add(occurred.count);
+            known.finding.last_at = occurred.last_at;
+            known.finding.detail = detail;
+            return;
+        }
+        self.track(key, Kind::Event, Occurred { detail, ..occurred });
+    }
+
+    /// Notes all conditions that are observed. `is_unknown` tells of which known conditions nothing is known this time: they stay.
+    pub fn note_conditions(
+        &mut self,
+        observed: &[Condition],
+        is_unknown: impl Fn(&Finding) -> bool,
+        now: DateTime<Utc>,
+    ) {
+        for tracked in &mut self.state.findings {
+            let is_observed = observed.iter().any(|condition| tracked.is(&condition.key));
+            if let Kind::Condition { absent } = &mut tracked.kind
+                && !is_observed
+                && !is_unknown(&tracked.finding)
+            {
+                *absent = absent.saturating_add(1).min(ABSENT_OBSERVATIONS);
+            }
+        }
+        for condition in observed {
+            let known = self.state.findings.iter_mut().find(|tracked| tracked.is(&condition.key));
+            let Some(known) = known else {
+                let (count, detail) = (1, bounded(&condition.detail));
+                let occurred = Occurred { count, first_at: now, last_at: now, detail };
+                self.track(&condition.key, Kind::Condition { absent: 0 }, occurred);
+                continue;
+            };
+            if !known.is_reported() {
+                known.finding.count = known.finding.count.saturating_add(1);
+                known.finding.last_at = now;
+                known.finding.detail = bounded(&condition.detail);
+            }
+            known.kind = Kind::Condition { absent: 0 };
+        }
+    }
+
+    /// The findings for a heartbeat, in a stable order; where there are too many, the latest ones.
+    #[must_use]
+    pub fn report(&self) -> Vec<Finding> {
+        let mut findings: Vec<_> =
+            self.state.findings.iter().filter(|tracked| tracked.is_reported()).map(|it| it.finding.clone()).collect();
+        findings.sort_by_key(|finding| std::cmp::Reverse(finding.last_at));
+        findings.truncate(MAX_FINDINGS);
+        findings.sort_by(|a, b| (&a.probe, &a.gpu_uuid, &a.code).cmp(&(&b.probe, &b.gpu_uuid, &b.code)));
+        findings
+    }
+
+    /// Stores the findings where they changed. A power failure ends the boot and with it what is stored, so nothing is synced.
+    pub fn store(&mut self) {
+        if self.state == self.stored {
+            return;
+        }
+        let stored = serde_json::to_vec(&self.state)
+            .map_err(|error| FileError::at("write", &self.path)(error.into()))
+            .and_then(|text| atomic_file::write_without_sync(&self.path, &text, PRIVATE));
+        match stored {
+            Ok(()) => {
+                self.stored = self.state.clone();
+                self.is_failing = false;
+            }
+            Err(error) if !std::mem::replace(&mut self.is_failing, true) => {
+                warn!(error_code = "node_storage", error = chain(&error), "the health findings cannot be stored");
+            }
+            Err(_) => {}
+        }
+    }
+
+    fn track(&mut self, key: &FindingKey, kind: Kind, occurred: Occurred) {
+        if self.state.findings.len() >= MAX_TRACKED {
+            // A condition that has ended goes first, then what occurred longest ago.
+            let oldest = |tracked: &Tracked| (tracked.is_reported(), tracked.finding.last_at);
+            let oldest = self.state.findings.iter().enumerate().min_by_key(|(_, tracked)| oldest(tracked));
+            if let Some((index, _)) = oldest {
+                self.state.findings.remove(index);
+            }
+        }
+        let finding = Finding {
+            probe: key.probe.to_owned(),
+            gpu_uuid: key.gpu_uuid.clone(),
+            code: key.code.clone(),
+            count: occurred.count,
+            first_at: occurred.first_at,
+            last_at: occurred.last_at,
+            boot_id: self.state.boot_id,
+            detail: occurred.detail,
+        };
+        self.state.findings.push(Tracked { finding, kind });
+    }
+}
+
+/// Text without control characters and of a bounded length.
+fn bounded(text: &str) -> String {
+    let one_line = text.chars().map(|character| if character.is_control() { ' ' } else { character });
+    one_line.take(MAX_FINDING_DETAIL).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use chrono::TimeDelta;
+
+    use super::*;
+
+    const BOOT: Uuid = Uuid::from_u128(1);
+
+    fn at(seconds: i64) -> DateTime<Utc> {
+        DateTime::UNIX_EPOCH + TimeDelta::seconds(seconds)
+    }
+
+    fn xid(code: &str) -> FindingKey {
+        FindingKey { probe: "xid", gpu_uuid: Some("GPU-1".into()), code: code.into() }
+    }
+
+    fn occurred(count: u64, seconds: i64) -> Occurred {
+        Occurred { count, first_at: at(seconds), last_at: at(seconds + 1), detail: "d".into() }
+    }
+
+    #[test]
+    fn restarted_agent_continues_the_counts_of_the_boot_and_a_new_boot_begins_without_any() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = FindingLog::open(folder.path(), BOOT);
+        log.note_event(&xid("79"), occurred(1, 10));
+        log.set_kernel_log_position(Some(7));
+        log.set_address("0000:3b:00", "GPU-1");
+        log.store();
+        let mut again = FindingLog::open(folder.path(), BOOT);
+        assert_eq!((again.kernel_log_position(), again.gpu_at("0000:3b:00")), (Some(7), Some("GPU-1")));
+        again.note_event(&xid("79"), occurred(2, 20));
+        let found = again.report();
+        assert_eq!((found.len(), found[0].count, found[0].first_at, found[0].last_at), (1, 3, at(10), at(21)));
+        let next = FindingLog::open(folder.path(), Uuid::from_u128(2));
+        assert_eq!((next.report(), next.kernel_log_position()), (vec![], None));
+        std::fs::write(folder.path().join(FILE), "{").unwrap();
+        assert_eq!(FindingLog::open(folder.path(), BOOT).report(), vec![]);
+    }
+
+    #[test]
+    fn condition_that_lasts_is_the_same_finding_and_one_that_returns_is_counted() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = FindingLog::open(folder.path(), BOOT);
+        let pending = Condition::of_gpu("GPU-1", "row_remap", "pending", "rows wait");
+        let mut observe = |observed: &[Condition], seconds: i64| {
+            log.note_conditions(observed, |_| false, at(seconds));
+            log.report()
+        };
+        let first = observe(std::slice::from_ref(&pending), 1);
+        assert_eq!(observe(std::slice::from_ref(&pending), 2), first, "nothing to write for the control plane");
+        assert_eq!((observe(&[], 3), observe(&[], 4)), (first.clone(), first.clone()), "absent for a moment");
+        assert_eq!(observe(&[], 5), vec![]);
+        let again = observe(&[pending], 6);
+        assert_eq!((again[0].count, again[0].first_at, again[0].last_at), (2, at(1), at(6)));
+    }
+
+    #[test]
+    fn condition_stays_while_nothing_is_known_of_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = FindingLog::open(folder.path(), BOOT);
+        let gpu = Condition::of_gpu("GPU-1", "row_remap", "pending", "");
+        log.note_conditions(&[gpu, Condition::of_machine("disk", "full", "")], |_| false, at(1));
+        for n in 2..10 {
+            log.note_conditions(&[], |finding| finding.gpu_uuid.is_some(), at(n));
+        }
+        assert_eq!(log.report().iter().map(|finding| finding.probe.as_str()).collect::<Vec<_>>(), ["row_remap"]);
+    }
+
+    #[test]
+    fn findings_are_bounded_and_the_latest_are_reported() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = FindingLog::open(folder.path(), BOOT);
+        for n in 0..1000 {
+            log.note_event(&xid(&n.to_string()), Occurred { detail: "x\n".repeat(1000), ..occurred(1, n) });
+        }
+        let found = log.report();
+        assert_eq!((found.len(), log.state.findings.len()), (MAX_FINDINGS, MAX_TRACKED));
+        assert!(found.iter().any(|finding| finding.code == "999") && found.iter().all(|finding| finding.code != "0"));
+        assert!(
+            found.iter().all(|finding| finding.detail.len() == MAX_FINDING_DETAIL && !finding.detail.contains('\n'))
+        );
+    }
+
+    #[test]
+    fn nvlink_is_down_only_if_it_was_up_in_this_boot() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = FindingLog::open(folder.path(), BOOT);
+        assert_eq!(log.nvlinks_down("GPU-1", &[]), Vec::<u32>::new(), "a GPU without a bridge");
+        assert_eq!(log.nvlinks_down("GPU-1", &[0, 1]), Vec::<u32>::new());
+        assert_eq!(log.nvlinks_down("GPU-1", &[1]), [0]);
+    }
+}

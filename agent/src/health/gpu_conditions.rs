@@ -1,0 +1,135 @@
+//! Conditions of GPUs, as NVIDIA's driver reports them. What it does not know, or a GPU does not have, is no finding.
+
+use crate::gpu_probe::GpuSurvey;
+
+use super::finding_log::{Condition, FindingLog};
+
+/// `nvmlClocksEventReasons`: slowed by heat, by the driver or by the hardware.
+const THERMAL: u64 = 0x20 | 0x40;
+/// Slowed by the power brake: the machine's power supply asks for it.
+const POWER_BRAKE: u64 = 0x80;
+
+/// The conditions of all GPUs of a survey.
+pub fn observed(survey: &GpuSurvey, log: &mut FindingLog) -> Vec<Condition> {
+    let mut found = Vec::new();
+    for gpu in &survey.gpus {
+        let (uuid, condition) = (gpu.info.uuid.as_str(), &gpu.condition);
+        let mut add = |probe, code: &str, detail: String| found.push(Condition::of_gpu(uuid, probe, code, detail));
+        if let Some(errors) = condition.ecc_uncorrectable.filter(|errors| *errors > 0) {
+            add("ecc", "uncorrectable", format!("{errors} uncorrectable memory errors since the driver was loaded"));
+        }
+        if condition.remap_pending == Some(true) {
+            add("row_remap", "pending", "memory rows are remapped at the next reset".to_owned());
+        }
+        if condition.remap_failed == Some(true) {
+            add("row_remap", "failed", "memory rows could not be remapped".to_owned());
+        }
+        if let Some(action) = condition.recovery_action.filter(|action| *action > 0) {
+            add("recovery_action", &recovery_action(action), format!("the driver asks for action {action}"));
+        }
+        let reasons = condition.slowdown_reasons.unwrap_or(0);
+        if reasons & THERMAL != 0 {
+            add("slowdown", "thermal", format!("the clocks are lowered by heat (reasons {reasons:#x})"));
+        }
+        if reasons & POWER_BRAKE != 0 {
+            add("slowdown", "power", format!("the clocks are lowered by the power brake (reasons {reasons:#x})"));
+        }
+        if let Some((width, most)) = condition.pcie_width.filter(|(width, most)| width < most) {
+            add("pcie", "width", format!("{width} of {most} lanes"));
+        }
+        if let Some(active) = &condition.nvlinks_active {
+            let down = log.nvlinks_down(uuid, active);
+            if !down.is_empty() {
+                let links = down.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+                add("nvlink", "down", format!("links that were active in this boot: {links}"));
+            }
+        }
+    }
+    found
+}
+
+/// The names of `nvmlDeviceGpuRecoveryAction_t`. An action of a later driver keeps its number.
+fn recovery_action(action: u32) -> String {
+    match action {
+        1 => "gpu_reset".to_owned(),
+        2 => "node_reboot".to_owned(),
+        3 => "drain_p2p".to_owned(),
+        4 => "drain_and_reset".to_owned(),
+        other => other.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use uuid::Uuid;
+    use wire::inventory::GpuInfo;
+
+    use super::*;
+    use crate::gpu_probe::{GpuCondition, SurveyedGpu};
+
+    fn codes(condition: GpuCondition) -> Vec<String> {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = FindingLog::open(folder.path(), Uuid::nil());
+        log.nvlinks_down("GPU-1", &[0, 1]);
+        let info =
+            GpuInfo { index: 0, uuid: "GPU-1".into(), vendor: "NVIDIA".into(), model: "H100".into(), memory_mib: 1 };
+        let gpu = SurveyedGpu { info, pci_address: None, load: None, condition };
+        let survey = GpuSurvey { gpus: vec![gpu], ..GpuSurvey::default() };
+        let found = observed(&survey, &mut log);
+        found.iter().map(|condition| format!("{}/{}", condition.key.probe, condition.key.code)).collect()
+    }
+
+    #[test]
+    fn what_is_unknown_or_as_it_should_be_is_no_finding() {
+        assert_eq!(codes(GpuCondition::default()), Vec::<String>::new());
+        let good = GpuCondition {
+            ecc_uncorrectable: Some(0),
+            remap_pending: Some(false),
+            remap_failed: Some(false),
+            recovery_action: Some(0),
+            // Idle, set by applications, and the software's power cap: every GPU under load.
+            slowdown_reasons: Some(0x1 | 0x2 | 0x4),
+            nvlinks_active: Some(vec![0, 1]),
+            pcie_width: Some((16, 16)),
+            xids: vec![],
+        };
+        assert_eq!(codes(good), Vec::<String>::new());
+    }
+
+    #[test]
+    fn every_condition_is_a_finding() {
+        let bad = GpuCondition {
+            ecc_uncorrectable: Some(1),
+            remap_pending: Some(true),
+            remap_failed: Some(true),
+            recovery_action: Some(1),
+            slowdown_reasons: Some(0x40 | 0x80),
+            nvlinks_active: Some(vec![1]),
+            pcie_width: Some((8, 16)),
+            xids: vec![],
+        };
+        assert_eq!(
+            codes(bad),
+            [
+                "ecc/uncorrectable",
+                "row_remap/pending",
+                "row_remap/failed",
+                "recovery_action/gpu_reset",
+                "slowdown/thermal",
+                "slowdown/power",
+                "pcie/width",
+                "nvlink/down"
+            ]
+        );
+        let action = |action| codes(GpuCondition { recovery_action: Some(action), ..GpuCondition::default() });
+        assert_eq!(
+            [2, 3, 4, 9].map(action).concat(),
+            [
+                "recovery_action/node_reboot",
+                "recovery_action/drain_p2p",
+                "recovery_action/drain_and_reset",
+                "recovery_action/9"
+            ]
+        );
+    }
+}

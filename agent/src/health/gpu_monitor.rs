@@ -1,0 +1,284 @@
+//! Which GPUs are there, from survey to survey.
+
+use std::collections::BTreeMap;
+
+use chrono::{DateTime, Utc};
+use wire::heartbeat::{Alert, Classification, HealthLevel, HealthReport};
+use wire::inventory::GpuInfo;
+
+use super::finding_log::Condition;
+use crate::gpu_probe::{GpuError, GpuSurvey};
+
+/// This many consecutive surveys without an answer are a fault. Fewer are a transient failure of the driver: as a fault they would stop the
+/// charge of its allocations from then on to their end.
+const UNREADABLE_SURVEYS: u32 = 3;
+
+/// The presence of the GPUs, from survey to survey.
+#[derive(Debug)]
+pub struct GpuMonitor {
+    /// The GPUs that were listed first in this boot.
+    had: Vec<GpuInfo>,
+    /// The list that was read last.
+    last: Vec<GpuInfo>,
+    missing_since: BTreeMap<String, DateTime<Utc>>,
+    unreadable: Option<Unreadable>,
+}
+
+/// What a survey says of the GPUs' presence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Presence {
+    /// Those that are there, as far as it is known.
+    pub gpus: Vec<GpuInfo>,
+    pub conditions: Vec<Condition>,
+    /// For control planes that do not read findings.
+    pub health: HealthReport,
+}
+
+/// Since when GPUs cannot be read, and in how many surveys.
+#[derive(Clone, Copy, Debug)]
+struct Unreadable {
+    since: DateTime<Utc>,
+    surveys: u32,
+}
+
+impl GpuMonitor {
+    /// Monitors the GPUs that the node had before in this boot.
+    #[must_use]
+    pub fn of(had: &[GpuInfo]) -> Self {
+        Self { had: had.to_vec(), last: had.to_vec(), missing_since: BTreeMap::new(), unreadable: None }
+    }
+
+    /// The presence of the GPUs by a survey. GPUs that could not be read are as they were read last.
+    pub fn assess(&mut self, survey: Result<&GpuSurvey, &GpuError>, now: DateTime<Utc>) -> Presence {
+        let (listed, why) = match survey {
+            Ok(survey) => {
+                let listed: Vec<_> = survey.gpus.iter().map(|gpu| gpu.info.clone()).collect();
+                (listed, survey.unreadable.first().cloned())
+            }
+            Err(error) => (Vec::new(), Some(error.to_string())),
+        };
+        let Some(why) = why else {
+            self.unreadable = None;
+            if self.had.is_empty() {
+                self.had.clone_from(&listed);
+            }
+            self.last.clone_from(&listed);
+            let health = missing(&self.had, &listed, &mut self.missing_since, now);
+            let lost = survey.map_or(0, |survey| survey.lost);
+            return Presence { gpus: listed, conditions: missing_conditions(&health, lost), health };
+        };
+        let before = self.unreadable.unwrap_or(Unreadable { since: now, surveys: 0 });
+        let unreadable = Unreadable { surveys: before.surveys.saturating_add(1), ..before };
+        self.unreadable = Some(unreadable);
+        let silent: Vec<_> =
+            self.last.iter().filter(|gpu| listed.iter().all(|read| read.uuid != gpu.uuid)).cloned().collect();
+        let mut health = missing(&self.had, &self.last, &mut self.missing_since, now);
+        let mut conditions = missing_conditions(&health, 0);
+        conditions.extend(unreadable.conditions(survey.err(), &silent, &why));
+        health.status = health.status.max(unreadable.status());
+        health.alerts.push(unreadable.alert(&why));
+        self.last = listed.into_iter().chain(silent).collect();
+        self.last.sort_by_key(|gpu| gpu.index);
+        Presence { gpus: self.last.clone(), conditions, health }
+    }
+}
+
+impl Unreadable {
+    const fn is_fault(self) -> bool {
+        self.surveys >= UNREADABLE_SURVEYS
+    }
+
+    const fn status(self) -> HealthLevel {
+        if self.is_fault() { HealthLevel::Critical } else { HealthLevel::Warning }
+    }
+
+    /// `error` concerns the driver as a whole; without it, only the `silent` GPUs could not be read.
+    fn conditions(self, error: Option<&GpuError>, silent: &[GpuInfo], why: &str) -> Vec<Condition> {
+        let Some(error) = error else {
+            let gpus = silent.iter().filter(|_| self.is_fault());
+            return gpus.map(|gpu| Condition::of_gpu(&gpu.uuid, "gpu", "unreadable", why)).collect();
+        };
+        let code = match error {
+            _ if !self.is_fault() => "unresponsive",
+            GpuError::Hung { .. } => "hung",
+            GpuError::NotLoaded | GpuError::NotInstalled { .. } => "not_loaded",
+            GpuError::Driver { .. } | GpuError::Process { .. } => "failed",
+        };
+        vec![Condition::of_machine("driver", code, why)]
+    }
+
+    fn alert(self, why: &str) -> Alert {
+        let mut classifications = vec![Classification::PreventAllocation];
+        classifications.push(if self.is_fault() { Classification::BillingCredit } else { Classification::Warn });
+        Alert {
+            probe_id: "gpu.unreadable".to_owned(),
+            target: "gpus".to_owned(),
+            since: self.since,
+            classifications,
+            message: format!("the driver does not list the GPUs ({why}); shown are those that it listed last"),
+            tenant_message: "The GPUs of this node cannot be looked at.".to_owned(),
+        }
+    }
+}
+
+/// The GPUs that are missing. `since` remembers when each was first missed.
+fn missing(
+    had: &[GpuInfo],
+    has: &[GpuInfo],
+    since: &mut BTreeMap<String, DateTime<Utc>>,
+    now: DateTime<Utc>,
+) -> HealthReport {
+    let missing = |gpu: &&GpuInfo| !has.iter().any(|other| other.uuid == gpu.uuid);
+    since.retain(|uuid, _| had.iter().filter(missing).any(|gpu| gpu.uuid == *uuid));
+    let alerts: Vec<Alert> = had
+        .iter()
+        .filter(missing)
+        .map(|gpu| Alert {
+            probe_id: "gpu.missing".to_owned(),
+            target: gpu.uuid.clone(),
+            since: *since.entry(gpu.uuid.clone()).or_insert(now),
+            classifications: vec![Classification::PreventAllocation, Classification::BillingCredit],
+            message: format!("the driver no longer lists GPU {} ({})", gpu.index, gpu.model),
+            tenant_message: "A GPU of this node has failed.".to_owned(),
+        })
+        .collect();
+    HealthReport { status: if alerts.is_empty() { HealthLevel::Ok } else { HealthLevel::Critical }, alerts }
+}
+
+/// The missing GPUs as conditions. The driver does not name a GPU that is lost: where as many are lost as are missing, they are these.
+fn missing_conditions(health: &HealthReport, lost: u32) -> Vec<Condition> {
+    let code = if usize::try_from(lost).is_ok_and(|lost| lost == health.alerts.len()) { "lost" } else { "missing" };
+    health.alerts.iter().map(|alert| Condition::of_gpu(&alert.target, "gpu", code, alert.message.as_str())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use chrono::TimeDelta;
+
+    use super::super::finding_log::FindingKey;
+    use super::*;
+    use crate::gpu_probe::{GpuCondition, SurveyedGpu};
+
+    fn gpu(index: u32) -> GpuInfo {
+        GpuInfo { index, uuid: format!("GPU-{index}"), vendor: "NVIDIA".into(), model: "H100".into(), memory_mib: 1 }
+    }
+
+    fn survey(gpus: &[GpuInfo]) -> GpuSurvey {
+        let gpu = |info: &GpuInfo| SurveyedGpu {
+            info: info.clone(),
+            pci_address: None,
+            load: None,
+            condition: GpuCondition::default(),
+        };
+        GpuSurvey { gpus: gpus.iter().map(gpu).collect(), ..GpuSurvey::default() }
+    }
+
+    fn codes(presence: &Presence) -> Vec<String> {
+        let code = |condition: &Condition| {
+            let FindingKey { probe, gpu_uuid, code } = &condition.key;
+            format!("{probe}/{code} {}", gpu_uuid.as_deref().unwrap_or("machine"))
+        };
+        presence.conditions.iter().map(code).collect()
+    }
+
+    const HUNG: GpuError = GpuError::Hung { seconds: 10 };
+
+    #[test]
+    fn vanished_gpu_is_missing_until_it_returns() {
+        let had = [gpu(0), gpu(1)];
+        let (mut monitor, start) = (GpuMonitor::of(&had), Utc::now());
+        assert_eq!(monitor.assess(Ok(&survey(&had)), start).health.status, HealthLevel::Ok);
+        let _ = monitor.assess(Ok(&survey(&had[..1])), start);
+        let found = monitor.assess(Ok(&survey(&had[..1])), start + TimeDelta::minutes(1));
+        assert_eq!((found.health.status, codes(&found)), (HealthLevel::Critical, vec!["gpu/missing GPU-1".to_owned()]));
+        let alert = &found.health.alerts[0];
+        assert_eq!((alert.target.as_str(), alert.since), ("GPU-1", start));
+        assert_eq!(codes(&monitor.assess(Ok(&survey(&had)), start)), Vec::<String>::new());
+        assert!(monitor.missing_since.is_empty());
+    }
+
+    #[test]
+    fn gpu_that_the_driver_reports_as_lost_is_lost() {
+        let had = [gpu(0), gpu(1)];
+        let mut monitor = GpuMonitor::of(&had);
+        let lost = GpuSurvey { lost: 1, ..survey(&had[1..]) };
+        assert_eq!(codes(&monitor.assess(Ok(&lost), Utc::now())), ["gpu/lost GPU-0"]);
+    }
+
+    #[test]
+    fn reordered_gpus_are_the_same() {
+        let had = [gpu(0), gpu(1)];
+        let mut monitor = GpuMonitor::of(&had);
+        let reordered = [GpuInfo { index: 0, ..gpu(1) }, GpuInfo { index: 1, ..gpu(0) }];
+        let found = monitor.assess(Ok(&survey(&reordered)), Utc::now());
+        assert_eq!((codes(&found), &found.gpus[..]), (vec![], &reordered[..]));
+    }
+
+    #[test]
+    fn unresponsive_driver_is_a_fault_only_after_several_surveys() {
+        let had = [gpu(0), gpu(1)];
+        let (mut monitor, start) = (GpuMonitor::of(&had), Utc::now());
+        let at = |n: i64| start + TimeDelta::seconds(30 * n);
+        let wanted = [
+            (HealthLevel::Warning, "driver/unresponsive machine"),
+            (HealthLevel::Warning, "driver/unresponsive machine"),
+            (HealthLevel::Critical, "driver/hung machine"),
+        ];
+        for (n, (status, code)) in (0..).zip(wanted) {
+            let found = monitor.assess(Err(&HUNG), at(n));
+            assert_eq!((found.health.status, &found.gpus[..]), (status, &had[..]), "as it was read last");
+            assert_eq!(codes(&found), [code]);
+            let alert = &found.health.alerts[0];
+            assert_eq!((alert.probe_id.as_str(), alert.since), ("gpu.unreadable", start));
+        }
+        assert_eq!(monitor.assess(Ok(&survey(&had)), at(3)).health.status, HealthLevel::Ok);
+        // The next failure is counted from its own beginning.
+        assert_eq!(codes(&monitor.assess(Err(&HUNG), at(4))), ["driver/unresponsive machine"]);
+    }
+
+    #[test]
+    fn driver_says_why_it_reports_nothing() {
+        let code = |error: GpuError| {
+            let mut monitor = GpuMonitor::of(&[gpu(0)]);
+            let found = (0..3).map(|_| monitor.assess(Err(&error), Utc::now())).last();
+            codes(&found.unwrap()).concat()
+        };
+        assert_eq!(code(GpuError::NotLoaded), "driver/not_loaded machine");
+        assert_eq!(code(GpuError::Driver { message: "x".into() }), "driver/failed machine");
+        assert_eq!(code(GpuError::Process { message: "x".into() }), "driver/failed machine");
+    }
+
+    #[test]
+    fn gpu_that_alone_cannot_be_read_is_a_fault_of_that_gpu() {
+        let had = [gpu(0), gpu(1), gpu(2)];
+        let mut monitor = GpuMonitor::of(&had);
+        let partial = GpuSurvey {
+            unreadable: vec!["GPU 1: an unknown error".into()],
+            ..survey(&[gpu(0), GpuInfo { index: 2, ..gpu(2) }])
+        };
+        for _ in 0..2 {
+            let found = monitor.assess(Ok(&partial), Utc::now());
+            assert_eq!((codes(&found), &found.gpus[..]), (vec![], &had[..]));
+        }
+        let found = monitor.assess(Ok(&partial), Utc::now());
+        assert_eq!((codes(&found), found.gpus.len()), (vec!["gpu/unreadable GPU-1".to_owned()], 3));
+    }
+
+    #[test]
+    fn missing_gpu_stays_missing_while_the_driver_does_not_answer() {
+        let had = [gpu(0), gpu(1)];
+        let (mut monitor, now) = (GpuMonitor::of(&had), Utc::now());
+        assert_eq!(monitor.assess(Ok(&survey(&had[..1])), now).health.status, HealthLevel::Critical);
+        let found = monitor.assess(Err(&HUNG), now);
+        assert_eq!((found.health.status, found.health.alerts.len(), found.gpus.len()), (HealthLevel::Critical, 2, 1));
+        assert_eq!(codes(&found), ["gpu/missing GPU-1", "driver/unresponsive machine"]);
+    }
+
+    #[test]
+    fn first_list_of_a_driver_that_was_unresponsive_at_start_is_the_baseline() {
+        let (mut monitor, now) = (GpuMonitor::of(&[]), Utc::now());
+        let _ = monitor.assess(Err(&HUNG), now);
+        assert_eq!(monitor.assess(Ok(&survey(&[gpu(0)])), now).health.status, HealthLevel::Ok);
+        assert_eq!(monitor.assess(Ok(&survey(&[])), now).health.status, HealthLevel::Critical);
+    }
+}

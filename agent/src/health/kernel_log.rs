@@ -1,0 +1,376 @@
+//! The kernel's log: Xid lines of NVIDIA's driver, from the beginning of the boot.
+//!
+//! `/dev/kmsg` gives one record for each read: `priority,sequence,microseconds,flags;message`. The priority contains the facility, and
+//! the kernel gives a line of user space another facility than its own, so that a forged line is recognised.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::io::{self, ErrorKind, Read};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use nix::libc;
+use tokio_util::sync::CancellationToken;
+
+/// The kernel's log on every machine.
+pub const DEVICE: &str = "/dev/kmsg";
+/// The pause between two readings. The log holds some thousand lines, so that none is lost at 10,000 a second.
+const PAUSE: Duration = Duration::from_millis(200);
+/// The most records of one reading, so that a flood leaves the processor to others.
+const MAX_RECORDS: usize = 20_000;
+/// A record is never longer.
+const MAX_RECORD: usize = 8192;
+/// The most kinds of Xid, by GPU and number, between two calls of [`KernelLog::take`].
+const MAX_KINDS: usize = 256;
+/// The most characters of a line's text.
+const MAX_TEXT: usize = wire::finding::MAX_FINDING_DETAIL;
+
+/// An Xid line of the driver.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct XidLine {
+    /// `domain:bus:device` of the GPU, in lower case.
+    pub pci_address: String,
+    pub xid: u32,
+    /// The rest of the line, bounded.
+    pub text: String,
+}
+
+/// The lines of one Xid on one GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Occurrences {
+    pub count: u64,
+    /// Microseconds since the boot.
+    pub first_micros: u64,
+    pub last_micros: u64,
+    /// The text of the last line.
+    pub text: String,
+}
+
+/// What was read since the last call of [`KernelLog::take`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct KernelLogReading {
+    /// By PCI address and number.
+    pub xids: BTreeMap<(String, u32), Occurrences>,
+    /// Records that were overwritten before they were read.
+    pub lost_records: u64,
+    /// The sequence number of the last record that was read.
+    pub position: Option<u64>,
+    /// Why the log cannot be read.
+    pub unreadable: Option<String>,
+}
+
+/// The kernel's log, read by a thread.
+#[derive(Clone)]
+pub struct KernelLog(Arc<Mutex<KernelLogReading>>);
+
+impl KernelLog {
+    /// Starts the thread. Records up to `position` were read by an earlier process. `on_new_kind` is called when an Xid occurs that has
+    /// not occurred since the last call of [`KernelLog::take`].
+    #[must_use]
+    pub fn follow(
+        path: &Path,
+        position: Option<u64>,
+        stop: CancellationToken,
+        on_new_kind: impl Fn() + Send + 'static,
+    ) -> Self {
+        let shared = Self(Arc::new(Mutex::new(KernelLogReading { position, ..KernelLogReading::default() })));
+        // Opened for one reader: each open file has its own position, which begins at the oldest record.
+        let opened = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+        match opened {
+            Ok(file) => {
+                let followed = shared.clone();
+                let started = std::thread::Builder::new().name("kernel-log".to_owned());
+                let started = started.spawn(move || followed.run(file, &stop, on_new_kind));
+                shared.set_unreadable(started.err().as_ref());
+            }
+            Err(error) => shared.set_unreadable(Some(&error)),
+        }
+        shared
+    }
+
+    /// No log: nothing that it could say is of interest on this machine.
+    #[must_use]
+    pub fn off() -> Self {
+        Self(Arc::default())
+    }
+
+    /// What was read since the last call.
+    #[must_use]
+    pub fn take(&self) -> KernelLogReading {
+        let mut reading = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let next = KernelLogReading {
+            position: reading.position,
+            unreadable: reading.unreadable.clone(),
+            ..KernelLogReading::default()
+        };
+        std::mem::replace(&mut reading, next)
+    }
+
+    /// True where the log cannot be read: the driver's own events replace it.
+    #[must_use]
+    pub fn is_unreadable(&self) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).unreadable.is_some()
+    }
+
+    fn set_unreadable(&self, error: Option<&io::Error>) {
+        let why = error.map(ToString::to_string);
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).unreadable = why;
+    }
+
+    fn run(&self, mut file: File, stop: &CancellationToken, on_new_kind: impl Fn()) {
+        while !stop.is_cancelled() {
+            match read_available(&mut file, &self.0) {
+                Ok(is_new_kind) => {
+                    if is_new_kind {
+                        on_new_kind();
+                    }
+                }
+                Err(error) => return self.set_unreadable(Some(&error)),
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+/// Reads the records that are there. Returns whether an Xid of a new kind was among them.
+fn read_available(log: &mut impl Read, reading: &Mutex<KernelLogReading>) -> io::Result<bool> {
+    let mut buffer = [0; MAX_RECORD];
+    let mut is_new_kind = false;
+    for _ in 0..MAX_RECORDS {
+        match log.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(length) => {
+                let mut reading = reading.lock().unwrap_or_else(PoisonError::into_inner);
+                is_new_kind |= reading.note(&buffer[..length]);
+            }
+            Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+            // EPIPE: the record was overwritten, and the next read continues at the oldest one. EINVAL: it is longer than any that the
+            // kernel documents.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EPIPE | libc::EINVAL | libc::EINTR)) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(is_new_kind)
+}
+
+impl KernelLogReading {
+    /// Notes a record. Returns whether it is an Xid of a new kind.
+    fn note(&mut self, record: &[u8]) -> bool {
+        let Some(record) = Record::parse(record) else { return false };
+        match self.position {
+            Some(position) if record.sequence <= position => return false,
+            Some(position) => self.lost_records += record.sequence - position - 1,
+            None => {}
+        }
+        self.position = Some(record.sequence);
+        let Some(line) = record.is_of_kernel().then(|| XidLine::parse(record.message)).flatten() else { return false };
+        let key = (line.pci_address, line.xid);
+        if let Some(known) = self.xids.get_mut(&key) {
+            known.count += 1;
+            known.last_micros = record.micros;
+            known.text = line.text;
+            return false;
+        }
+        if self.xids.len() >= MAX_KINDS {
+            return false;
+        }
+        let (first_micros, last_micros) = (record.micros, record.micros);
+        self.xids.insert(key, Occurrences { count: 1, first_micros, last_micros, text: line.text });
+        true
+    }
+}
+
+struct Record<'a> {
+    priority: u64,
+    sequence: u64,
+    micros: u64,
+    message: &'a str,
+}
+
+impl<'a> Record<'a> {
+    fn parse(record: &'a [u8]) -> Option<Self> {
+        let separator = record.iter().position(|byte| *byte == b';')?;
+        let prefix = std::str::from_utf8(&record[..separator]).ok()?;
+        let mut fields = prefix.split(',');
+        let mut number = || fields.next()?.parse().ok();
+        let (priority, sequence, micros) = (number()?, number()?, number()?);
+        let message = record[separator + 1..].split(|byte| *byte == b'\n').next()?;
+        Some(Self { priority, sequence, micros, message: std::str::from_utf8(message).unwrap_or_default() })
+    }
+
+    /// The facility is above the three bits of the level. Zero is the kernel's.
+    const fn is_of_kernel(&self) -> bool {
+        self.priority >> 3 == 0
+    }
+}
+
+impl XidLine {
+    /// Parses `NVRM: Xid (PCI:0000:3b:00): 79, …`. Kernel lines may begin with the name of a tenant's process, of up to fifteen
+    /// characters; no such line has the address and the number after it.
+    #[must_use]
+    pub fn parse(message: &str) -> Option<Self> {
+        let rest = message.strip_prefix("NVRM: Xid (")?;
+        let (place, rest) = rest.split_once("): ")?;
+        let pci_address = pci_address(place.strip_prefix("PCI:").unwrap_or(place))?;
+        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        let xid = rest.get(..digits)?.parse().ok()?;
+        let text = rest[digits..].strip_prefix(',')?;
+        let text = text.trim().chars().map(|character| if character.is_control() { ' ' } else { character });
+        Some(Self { pci_address, xid, text: text.take(MAX_TEXT).collect() })
+    }
+}
+
+/// `domain:bus:device` in lower case, of an address that may also name the function, or a GPU instance after a space.
+fn pci_address(text: &str) -> Option<String> {
+    let text = text.split([' ', '.']).next()?;
+    let mut parts = text.split(':');
+    let mut part = |lengths: std::ops::RangeInclusive<usize>| {
+        let part = parts.next()?;
+        (lengths.contains(&part.len()) && part.bytes().all(|byte| byte.is_ascii_hexdigit())).then_some(part)
+    };
+    let (domain, bus, device) = (part(4..=8)?, part(2..=2)?, part(2..=2)?);
+    if parts.next().is_some() {
+        return None;
+    }
+    let domain = u32::from_str_radix(domain, 16).ok()?;
+    Some(format!("{domain:04x}:{}:{}", bus.to_ascii_lowercase(), device.to_ascii_lowercase()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+    use std::time::Instant;
+
+    use super::*;
+
+    /// A log that gives one record for each read, or an error.
+    struct Records(VecDeque<Result<String, i32>>);
+
+    impl Read for Records {
+        fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+            match self.0.pop_front() {
+                None => Err(ErrorKind::WouldBlock.into()),
+                Some(Err(errno)) => Err(io::Error::from_raw_os_error(errno)),
+                Some(Ok(record)) => {
+                    buffer[..record.len()].copy_from_slice(record.as_bytes());
+                    Ok(record.len())
+                }
+            }
+        }
+    }
+
+    const XID_79: &str = "NVRM: Xid (PCI:0000:3b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.";
+
+    fn kernel(sequence: u64, message: &str) -> Result<String, i32> {
+        Ok(format!("4,{sequence},{},-,caller=T1;{message}\n SUBSYSTEM=pci\n", sequence * 1000))
+    }
+
+    fn read(records: impl IntoIterator<Item = Result<String, i32>>) -> KernelLogReading {
+        let reading = Mutex::default();
+        read_available(&mut Records(records.into_iter().collect()), &reading).unwrap();
+        reading.into_inner().unwrap()
+    }
+
+    fn numbers(reading: &KernelLogReading) -> Vec<(&str, u32, u64)> {
+        reading.xids.iter().map(|((address, xid), seen)| (address.as_str(), *xid, seen.count)).collect()
+    }
+
+    #[test]
+    fn xids_are_counted_by_gpu_and_number() {
+        let found = read([
+            kernel(1, "Linux version 6.1"),
+            kernel(5, XID_79),
+            kernel(6, "NVRM: Xid (PCI:0000:5E:00): 31, pid=1, name=python, Ch 00000010"),
+            kernel(7, "NVRM: Xid (PCI:0000:5e:00): 31, pid=2, name=python, Ch 00000011"),
+            kernel(8, "NVRM: Xid (PCI:00000000:5E:00.0 GPU-I:01): 13, Graphics Exception"),
+            kernel(9, "NVRM: Xid (0000:01:00): 45, Ch 00000000"),
+        ]);
+        let wanted = [("0000:01:00", 45, 1), ("0000:3b:00", 79, 1), ("0000:5e:00", 13, 1), ("0000:5e:00", 31, 2)];
+        assert_eq!(numbers(&found), wanted);
+        let seen = &found.xids[&("0000:5e:00".to_owned(), 31)];
+        assert_eq!(
+            (seen.first_micros, seen.last_micros, seen.text.as_str()),
+            (6000, 7000, "pid=2, name=python, Ch 00000011")
+        );
+        assert_eq!(found.position, Some(9));
+    }
+
+    #[test]
+    fn forged_lines_count_for_nothing() {
+        // Written to /dev/kmsg by a program: the kernel gives it the facility of user space (1, and any other that it asks for).
+        let forged = [
+            Ok(format!("12,1,1000,-;{XID_79}\n")),
+            Ok(format!("28,2,1000,-;{XID_79}\n")),
+            // Lines of the kernel that begin with a process's name, or have it within.
+            kernel(3, "NVRM: Xid (PCI:[1234]: segfault at 0 ip 00007f sp 00007f error 4 in x[1000+1000]"),
+            kernel(4, &format!("audit: comm=\"{XID_79}\"")),
+            kernel(5, "traps: NVRM: Xid (PCI[77] trap int3"),
+            // A line break in a name is escaped by the kernel; the second line of a record is no message.
+            Ok(format!("4,6,6000,-;x\\x0a{XID_79}\n {XID_79}\n")),
+            kernel(7, "NVRM: Xid (PCI:0000:3b:00): 79"),
+            kernel(8, "NVRM: Xid (PCI:0000:3b:00): , x"),
+            kernel(9, "NVRM: Xid (PCI:0000:3b:00): 99999999999999999999, x"),
+            kernel(10, "NVRM: Xid (PCI:0000:3b:zz): 79, x"),
+            kernel(11, "NVRM: Xid (PCI:0000:3b:00:01): 79, x"),
+            Ok("garbage".to_owned()),
+            Ok("4,x,1,-;NVRM".to_owned()),
+        ];
+        assert_eq!(numbers(&read(forged)), []);
+        assert_eq!(numbers(&read([kernel(1, XID_79)])).len(), 1, "the same line of the kernel itself");
+    }
+
+    #[test]
+    fn overwritten_records_are_counted_and_reading_continues() {
+        let found =
+            read([kernel(1, "x"), Err(libc::EPIPE), kernel(1001, XID_79), Err(libc::EPIPE), kernel(1502, XID_79)]);
+        assert_eq!((found.lost_records, numbers(&found)), (999 + 500, vec![("0000:3b:00", 79, 2)]));
+    }
+
+    #[test]
+    fn records_that_an_earlier_process_has_read_are_skipped() {
+        let reading = Mutex::new(KernelLogReading { position: Some(5), ..KernelLogReading::default() });
+        let records = [kernel(4, XID_79), kernel(5, XID_79), kernel(6, XID_79)];
+        read_available(&mut Records(records.into()), &reading).unwrap();
+        let reading = reading.into_inner().unwrap();
+        assert_eq!((numbers(&reading), reading.lost_records), (vec![("0000:3b:00", 79, 1)], 0));
+    }
+
+    #[test]
+    fn kinds_are_bounded_and_text_is_short() {
+        let kinds =
+            (0..2000_u64).map(|n| kernel(n + 1, &format!("NVRM: Xid (PCI:0000:3b:00): {n}, {}", "x".repeat(4000))));
+        let found = read(kinds);
+        assert_eq!(found.xids.len(), MAX_KINDS);
+        assert!(found.xids.values().all(|seen| seen.text.len() == MAX_TEXT));
+    }
+
+    #[test]
+    fn a_second_of_ten_thousand_lines_costs_little() {
+        let lines =
+            (0..10_000_u64).map(|n| kernel(n + 1, "usb 1-1: new high-speed USB device number 2 using xhci_hcd"));
+        let mut records = Records(lines.collect());
+        let reading = Mutex::default();
+        let begun = Instant::now();
+        read_available(&mut records, &reading).unwrap();
+        // A hundredth of a core where nothing is optimised would be 10 ms; the bound is for a loaded machine.
+        assert!(begun.elapsed() < Duration::from_millis(500), "{:?}", begun.elapsed());
+        assert_eq!(reading.into_inner().unwrap().position, Some(10_000));
+    }
+
+    #[test]
+    fn log_of_this_machine_is_read_or_the_reason_is_known() {
+        let log = KernelLog::follow(Path::new("/nonexistent/kmsg"), None, CancellationToken::new(), || {});
+        assert!(log.is_unreadable() && log.take().unreadable.unwrap().contains("No such file"));
+        let stop = CancellationToken::new();
+        let log = KernelLog::follow(Path::new(DEVICE), None, stop.clone(), || {});
+        let begun = Instant::now();
+        while log.0.lock().unwrap().position.is_none() && !log.is_unreadable() && begun.elapsed().as_secs() < 5 {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let reading = log.take();
+        assert!(reading.position.is_some() || reading.unreadable.is_some(), "{reading:?}");
+        stop.cancel();
+    }
+}

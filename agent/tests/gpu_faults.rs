@@ -1,0 +1,311 @@
+//! Faults of GPUs, through the agent's own path to the driver: the agent as a process, over a fake of NVIDIA's management library
+//! (`tests/fake-nvml`) and a kernel log that the test writes.
+#![allow(clippy::unwrap_used, clippy::expect_used, unreachable_pub, dead_code)]
+
+mod fake_control_plane;
+mod skipped;
+
+use std::fs::File;
+use std::io::Write as _;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use chrono::Utc;
+use fake_nvml::FakeMachine;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::libc;
+use nix::sys::signal::Signal;
+use nix::sys::stat::Mode;
+use tempfile::TempDir;
+use wire::finding::Finding;
+use wire::heartbeat::Heartbeat;
+use wire::inventory::GpuSource;
+
+use fake_control_plane::{FakeControlPlane, SpawnedAgent, eventually};
+
+/// A machine with NVIDIA's driver, as the agent sees it.
+struct GpuMachine {
+    folder: TempDir,
+    fake: FakeControlPlane,
+    machine: FakeMachine,
+    /// A named pipe: each write is one read of its reader, as with the kernel's log.
+    kernel_log: File,
+}
+
+impl GpuMachine {
+    async fn with_gpus(count: u32) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        fake_nvml::install(folder.path()).unwrap();
+        let path = folder.path().join("kmsg");
+        nix::unistd::mkfifo(&path, Mode::from_bits_truncate(0o600)).unwrap();
+        let kernel_log = File::options().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(&path).unwrap();
+        fcntl(&kernel_log, FcntlArg::F_SETFL(OFlag::O_DIRECT | OFlag::O_NONBLOCK)).unwrap();
+        let machine = FakeMachine::with_gpus(count);
+        let mut this = Self { folder, fake: FakeControlPlane::start().await, machine, kernel_log };
+        this.change(|_| {});
+        this
+    }
+
+    fn file(&self) -> PathBuf {
+        self.folder.path().join("machine.json")
+    }
+
+    fn change(&mut self, change: impl FnOnce(&mut FakeMachine)) {
+        change(&mut self.machine);
+        self.machine.write(&self.file()).unwrap();
+    }
+
+    fn agent(&self, more: &[&str]) -> SpawnedAgent {
+        let bundle = self.fake.bundle(self.folder.path());
+        let log = self.folder.path().join("kmsg").to_str().unwrap().to_owned();
+        let kernel_log = if more.contains(&"--kernel-log") { vec![] } else { vec!["--kernel-log", log.as_str()] };
+        let args = [&kernel_log[..], &["--gpu-deadline-seconds", "1"], more].concat();
+        let library = self.folder.path().to_str().unwrap().to_owned();
+        let file = self.file().to_str().unwrap().to_owned();
+        SpawnedAgent::start_with(
+            self.folder.path(),
+            &bundle,
+            &args,
+            &[("LD_LIBRARY_PATH", library), (fake_nvml::FILE, file)],
+        )
+    }
+
+    /// Writes a record as the kernel's log gives it.
+    fn log(&mut self, priority: u32, sequence: u64, message: &str) {
+        // One write, not one for each part of the text.
+        self.kernel_log.write_all(format!("{priority},{sequence},1000000,-;{message}\n").as_bytes()).unwrap();
+    }
+
+    fn log_xid(&mut self, sequence: u64, gpu: u32, xid: u32) {
+        self.log(4, sequence, &format!("NVRM: Xid (PCI:0000:{:02x}:00): {xid}, pid=7, name=python", 0x10 + gpu));
+    }
+
+    fn heartbeat(&self) -> Option<Heartbeat> {
+        self.fake.calls().heartbeats.last().cloned()
+    }
+
+    /// The findings of the latest heartbeat, once they are these: `probe/code`, and the GPU's number.
+    async fn finds(&self, wanted: &[&str]) -> Vec<Finding> {
+        let begun = Instant::now();
+        loop {
+            let heartbeat = self.heartbeat();
+            let found = heartbeat.and_then(|heartbeat| heartbeat.findings);
+            let mut names: Vec<_> = found.iter().flatten().map(name).collect();
+            names.sort();
+            if names == wanted
+                && let Some(found) = found
+            {
+                return found;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(40), "wanted {wanted:?}, found {names:?}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+}
+
+fn name(finding: &Finding) -> String {
+    let gpu = finding.gpu_uuid.as_ref().map(|uuid| format!(" {}", uuid.chars().last().unwrap())).unwrap_or_default();
+    format!("{}/{}{gpu}", finding.probe, finding.code)
+}
+
+#[tokio::test]
+async fn gpus_are_listed_through_the_shipped_path_and_healthy_ones_have_no_finding() {
+    let node = GpuMachine::with_gpus(8).await;
+    let _agent = node.agent(&[]);
+    let heartbeat = eventually(|| node.heartbeat()).await;
+    assert_eq!((heartbeat.inventory.gpu_source, heartbeat.inventory.gpus.len()), (GpuSource::Nvml, 8));
+    assert_eq!(heartbeat.inventory.gpus[7].model, "H100 80GB HBM3");
+    assert_eq!(heartbeat.telemetry.gpus[3].temperature_celsius, Some(40));
+    assert_eq!(node.finds(&[]).await, vec![]);
+}
+
+#[tokio::test]
+async fn xids_before_and_after_the_start_are_found_once_and_forged_ones_never() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    node.log_xid(10, 1, 79);
+    node.log(12, 11, "NVRM: Xid (PCI:0000:10:00): 79, written by a tenant");
+    let agent = node.agent(&[]);
+    let found = node.finds(&["xid/79 1"]).await;
+    assert_eq!((found[0].count, found[0].boot_id), (1, node.heartbeat().unwrap().boot_id));
+    node.log_xid(12, 0, 31);
+    node.log_xid(13, 0, 31);
+    node.log_xid(14, 1, 79);
+    let found = node.finds(&["xid/31 0", "xid/79 1"]).await;
+    assert_eq!(found.iter().map(|finding| finding.count).collect::<Vec<_>>(), [2, 2]);
+    agent.kill_9();
+    // The next agent reads the same records from the beginning, and one more.
+    node.log_xid(14, 1, 79);
+    node.log_xid(15, 0, 13);
+    let _agent = node.agent(&[]);
+    let found = node.finds(&["xid/13 0", "xid/31 0", "xid/79 1"]).await;
+    assert_eq!(found.iter().map(|finding| finding.count).collect::<Vec<_>>(), [1, 2, 2]);
+}
+
+#[tokio::test]
+async fn lost_and_reordered_gpus_are_distinguished_by_their_uuid() {
+    let mut node = GpuMachine::with_gpus(3).await;
+    let _agent = node.agent(&[]);
+    node.finds(&[]).await;
+    node.change(|machine| machine.gpus.reverse());
+    eventually(|| node.heartbeat().filter(|it| it.inventory.gpus[0].uuid.ends_with('2'))).await;
+    assert_eq!(node.heartbeat().unwrap().findings, Some(vec![]));
+    node.change(|machine| machine.gpus[0].is_lost = true);
+    node.finds(&["gpu/lost 2"]).await;
+    assert_eq!(node.heartbeat().unwrap().inventory.gpus.len(), 2);
+    // Its lines in the kernel's log still are its own.
+    node.log_xid(1, 2, 79);
+    node.finds(&["gpu/lost 2", "xid/79 2"]).await;
+    node.change(|machine| machine.gpus[0].is_lost = false);
+    node.finds(&["xid/79 2"]).await;
+}
+
+#[tokio::test]
+async fn hanging_driver_is_a_finding_and_heartbeats_are_in_time() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    let agent = node.agent(&[]);
+    node.finds(&[]).await;
+    let before = node.fake.calls().heartbeats.len();
+    let begun = Instant::now();
+    node.change(|machine| machine.hangs = true);
+    node.finds(&["driver/hung"]).await;
+    // The control plane asks for one each second; each waits a second for the driver.
+    let sent = node.fake.calls().heartbeats.len() - before;
+    let seconds = usize::try_from(begun.elapsed().as_secs()).unwrap();
+    assert!(sent * 3 >= seconds, "{sent} heartbeats in {seconds} s");
+    assert_eq!(node.heartbeat().unwrap().inventory.gpus.len(), 2, "as they were listed last");
+    // Both continue once the driver answers.
+    node.change(|machine| machine.hangs = false);
+    node.finds(&[]).await;
+    agent.signal(Signal::SIGTERM);
+}
+
+#[tokio::test]
+async fn driver_that_hangs_from_the_start_delays_the_agent_for_a_moment() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    node.change(|machine| machine.hangs = true);
+    let begun = Instant::now();
+    let _agent = node.agent(&[]);
+    eventually(|| node.heartbeat()).await;
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+    node.finds(&["driver/hung"]).await;
+}
+
+#[tokio::test]
+async fn driver_that_is_not_loaded_is_a_finding_until_it_is() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    node.change(|machine| machine.not_loaded = true);
+    let _agent = node.agent(&[]);
+    node.finds(&["driver/not_loaded"]).await;
+    node.change(|machine| machine.not_loaded = false);
+    node.finds(&[]).await;
+    assert_eq!(node.heartbeat().unwrap().inventory.gpus.len(), 2);
+}
+
+#[tokio::test]
+async fn machine_without_the_driver_has_no_gpus_and_no_finding() {
+    let node = GpuMachine::with_gpus(2).await;
+    std::fs::remove_file(node.folder.path().join(fake_nvml::LIBRARY)).unwrap();
+    let _agent = node.agent(&[]);
+    let heartbeat = eventually(|| node.heartbeat()).await;
+    assert_eq!((heartbeat.inventory.gpu_source, heartbeat.inventory.gpus.len()), (GpuSource::None, 0));
+    node.finds(&[]).await;
+}
+
+#[tokio::test]
+async fn conditions_of_the_driver_are_findings_of_their_gpu() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    let _agent = node.agent(&[]);
+    node.finds(&[]).await;
+    node.change(|machine| {
+        let gpu = &mut machine.gpus[1];
+        gpu.ecc_uncorrectable = Some(3);
+        gpu.remap_pending = Some(true);
+        gpu.recovery_action = Some(1);
+        gpu.slowdown_reasons = Some(0x40);
+        gpu.nvlinks = vec![true, false];
+        gpu.pcie_width = Some((8, 16));
+    });
+    node.finds(&[
+        "ecc/uncorrectable 1",
+        "nvlink/down 1",
+        "pcie/width 1",
+        "recovery_action/gpu_reset 1",
+        "row_remap/pending 1",
+        "slowdown/thermal 1",
+    ])
+    .await;
+    // A GPU that does not have them, and a driver that does not know.
+    node.change(|machine| {
+        let gpu = &mut machine.gpus[1];
+        let (uuid, pci_bus) = (gpu.uuid.clone(), gpu.pci_bus);
+        *gpu = fake_nvml::FakeGpu { uuid, pci_bus, name: "NVIDIA T4".into(), memory_mib: 1, ..Default::default() };
+    });
+    node.finds(&[]).await;
+}
+
+#[tokio::test]
+async fn xids_come_from_the_driver_where_the_kernel_log_cannot_be_read() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    let agent = node.agent(&["--kernel-log", "/nonexistent/kmsg"]);
+    agent.wait_for_error_code("kernel_log").await;
+    let sent = |node: &GpuMachine| node.fake.calls().heartbeats.len();
+    let before = sent(&node);
+    eventually(|| (sent(&node) > before + 1).then_some(())).await;
+    let uuid = node.machine.gpus[1].uuid.clone();
+    node.change(|machine| machine.xids = vec![(uuid.clone(), 48), (uuid, 48)]);
+    let found = node.finds(&["xid/48 1"]).await;
+    assert_eq!(found[0].count, 2);
+}
+
+#[tokio::test]
+async fn clock_that_is_off_is_a_finding() {
+    let node = GpuMachine::with_gpus(1).await;
+    node.fake.behaviour().clock_ahead = chrono::TimeDelta::seconds(90);
+    let _agent = node.agent(&[]);
+    let found = node.finds(&["clock/skew"]).await;
+    assert!(found[0].detail.contains("-90 s") || found[0].detail.contains("-89 s"), "{found:?}");
+    assert!(found[0].first_at <= Utc::now());
+}
+
+/// PyPI's client of the library, which operators and monitoring programs use.
+#[test]
+fn other_clients_read_the_same_machine() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(python) = python_with_nvml() else {
+        return skipped::report_skipped("nvidia-ml-py: `deploy/test --tools` installs it");
+    };
+    fake_nvml::install(folder.path()).unwrap();
+    let mut machine = FakeMachine::with_gpus(2);
+    machine.gpus[1].is_lost = true;
+    let file = folder.path().join("machine.json");
+    machine.write(&file).unwrap();
+    let script = "\
+from pynvml import *
+nvmlInit()
+print(nvmlDeviceGetCount(), nvmlSystemGetDriverVersion())
+gpu = nvmlDeviceGetHandleByIndex(0)
+print(nvmlDeviceGetUUID(gpu), nvmlDeviceGetName(gpu), nvmlDeviceGetMemoryInfo(gpu).total // 2**20)
+try:
+    nvmlDeviceGetHandleByIndex(1)
+except NVMLError as error:
+    print(error)
+";
+    let ran = Command::new(python)
+        .args(["-c", script])
+        .env("LD_LIBRARY_PATH", folder.path())
+        .env(fake_nvml::FILE, &file)
+        .output()
+        .unwrap();
+    let printed = String::from_utf8_lossy(&ran.stdout);
+    let wanted = format!("2 570.86.15\n{} NVIDIA H100 80GB HBM3 81559\nGPU is lost\n", machine.gpus[0].uuid);
+    assert_eq!(printed, wanted, "{}", String::from_utf8_lossy(&ran.stderr));
+}
+
+/// The interpreter of the virtual environment in which it is installed.
+fn python_with_nvml() -> Option<PathBuf> {
+    let tools = std::env::var_os("GPUAAS_TOOLS_DIR").map(PathBuf::from);
+    let tools = tools.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../.dev/tools"));
+    Some(tools.join("nvml/bin/python")).filter(|python| python.exists())
+}

@@ -1,0 +1,102 @@
+//! A fake of NVIDIA's management library (`libnvidia-ml.so.1`), so that the agent's own path to the driver runs without a GPU.
+//!
+//! It reports the machine that a JSON file describes ([`FakeMachine`]), which it reads again at each call: a test changes the machine by
+//! replacing the file.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+mod library;
+
+/// The environment variable that names the file.
+pub const FILE: &str = "FAKE_NVML_FILE";
+/// The name under which programs load the library.
+pub const LIBRARY: &str = "libnvidia-ml.so.1";
+
+/// A machine with GPUs.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FakeMachine {
+    /// The kernel has no driver.
+    pub not_loaded: bool,
+    /// No call returns while this is set.
+    pub hangs: bool,
+    pub gpus: Vec<FakeGpu>,
+    /// Xids by GPU, in the order in which they occurred.
+    pub xids: Vec<(String, u64)>,
+}
+
+/// A GPU. What is `None` is not supported by it.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FakeGpu {
+    pub uuid: String,
+    pub name: String,
+    pub memory_mib: u64,
+    /// Its bus; domain and device are 0.
+    pub pci_bus: u32,
+    /// It has fallen off the bus.
+    pub is_lost: bool,
+    /// The driver returns this code when the GPU is opened (`nvmlReturn_t`).
+    pub error: Option<u32>,
+    pub ecc_uncorrectable: Option<u64>,
+    pub remap_pending: Option<bool>,
+    pub remap_failed: Option<bool>,
+    pub recovery_action: Option<u32>,
+    pub slowdown_reasons: Option<u64>,
+    pub nvlinks: Vec<bool>,
+    pub pcie_width: Option<(u32, u32)>,
+}
+
+impl FakeMachine {
+    /// A machine with so many GPUs in order.
+    #[must_use]
+    pub fn with_gpus(count: u32) -> Self {
+        let gpu = |index: u32| FakeGpu {
+            uuid: format!("GPU-00000000-0000-4000-8000-{index:012}"),
+            name: "NVIDIA H100 80GB HBM3".to_owned(),
+            memory_mib: 81_559,
+            pci_bus: 0x10 + index,
+            ecc_uncorrectable: Some(0),
+            remap_pending: Some(false),
+            remap_failed: Some(false),
+            recovery_action: Some(0),
+            slowdown_reasons: Some(0),
+            nvlinks: vec![true, true],
+            pcie_width: Some((16, 16)),
+            ..FakeGpu::default()
+        };
+        Self { gpus: (0..count).map(gpu).collect(), ..Self::default() }
+    }
+
+    /// Replaces the file at once.
+    ///
+    /// # Errors
+    /// That of the file system.
+    pub fn write(&self, file: &Path) -> io::Result<()> {
+        let new = file.with_extension("new");
+        std::fs::write(&new, serde_json::to_vec_pretty(self)?)?;
+        std::fs::rename(new, file)
+    }
+
+    fn read(file: &Path) -> io::Result<Self> {
+        Ok(serde_json::from_slice(&std::fs::read(file)?)?)
+    }
+}
+
+/// Makes the built library loadable by its usual name from `folder`, for `LD_LIBRARY_PATH`. Tests of this workspace find it beside their
+/// own program.
+///
+/// # Errors
+/// The library is not built, or cannot be copied.
+pub fn install(folder: &Path) -> io::Result<()> {
+    let test = std::env::current_exe()?;
+    let deps = test.parent().map_or_else(PathBuf::new, Path::to_path_buf);
+    let built = ["libfake_nvml.so", "../libfake_nvml.so"].map(|name| deps.join(name));
+    let built = built.iter().find(|path| path.exists()).ok_or_else(|| {
+        io::Error::other(format!("libfake_nvml.so is not in {}; build the crate fake-nvml", deps.display()))
+    })?;
+    std::fs::copy(built, folder.join(LIBRARY)).map(|_| ())
+}
