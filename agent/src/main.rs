@@ -26,11 +26,11 @@ fn main() -> ExitCode {
     if flags.hold_terminal {
         return hold();
     }
-    // Before anything is started that would inherit a stored descriptor.
-    let manager = Arc::new(ServiceManager::from_environment());
     if flags.gpu_probe {
         return agent::gpu_probe::serve();
     }
+    // Before anything is started that would inherit a stored descriptor.
+    let manager = Arc::new(ServiceManager::from_environment());
     // Before anything is opened, and before there is a second thread.
     let user = become_user(&flags).map_err(AgentConfigError::from);
     // Fails only if one is installed already, which is this one.

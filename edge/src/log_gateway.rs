@@ -29,7 +29,7 @@ use axum::routing::post;
 use axum::{Extension, Router};
 use chrono::TimeDelta;
 use domain::authz::authorize;
-use domain::node::{Command, Node, Rejection};
+use domain::node::{self, Node, Rejection};
 use domain::policy::PolicyKey;
 use domain::{Action, Principal};
 use push_request::PushFormat;
@@ -111,8 +111,8 @@ impl LogGateway {
     async fn identify(&self, scope: &Scope, subject: &NodeLogTokenSubject) -> Result<(), ApiError> {
         let permit = authorize(&Principal::Node(subject.node_id), Action::SpeakForNode).map_err(ApiError::internal)?;
         let context = scope.command_context(&permit, self.services.environment.now() + ASK_TIMEOUT);
-        let identify = Command::Identify { serial: subject.certificate_serial.clone() };
-        match self.services.directory.ask::<Node>(&permit, subject.node_id.0, identify, context).await {
+        let identify = node::Request::Identify { serial: subject.certificate_serial.clone() };
+        match self.services.directory.ask::<Node>(&permit, subject.node_id.0, identify.into(), context).await {
             Ok(_) => Ok(()),
             // A fenced node is one whose logs its operator wants to read.
             Err(AskError::Rejected(Rejection::Fenced { .. })) => Ok(()),

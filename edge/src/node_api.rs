@@ -43,7 +43,7 @@ use axum::routing::{get, post, put};
 use axum::{Extension, Router};
 use chrono::TimeDelta;
 use domain::authz::authorize;
-use domain::node::{Command, Node, Rejection, Reply};
+use domain::node::{Node, Rejection, Reply, Request};
 use domain::{Action, NodeId, Principal};
 use std::sync::Arc;
 use std::time::Duration;
@@ -138,19 +138,23 @@ pub fn router(services: Services) -> Router {
 }
 
 impl NodeApi {
-    /// Sends a command to the node's state machine, as the node itself.
+    /// Sends a request to the node's state machine, as the node itself.
     async fn ask(
         &self,
         scope: &Scope,
         node_id: NodeId,
-        command: Command,
+        request: Request,
         refine: impl FnOnce(CommandContext) -> CommandContext,
     ) -> Result<CommandReply<Reply>, NodeAskError> {
         let by = Principal::Node(node_id);
         let permit = authorize(&by, Action::SpeakForNode).map_err(|_| NodeAskError::Asking(AskError::Denied))?;
         let deadline = self.services.environment.now() + ASK_TIMEOUT;
         let context = refine(scope.command_context(&permit, deadline));
-        self.services.directory.ask::<Node>(&permit, node_id.0, command, context).await.map_err(NodeAskError::from)
+        self.services
+            .directory
+            .ask::<Node>(&permit, node_id.0, request.into(), context)
+            .await
+            .map_err(NodeAskError::from)
     }
 
     /// As [`NodeApi::ask`]; where it is uncertain whether the command was committed, it is resent with the same command id: an agent that
@@ -159,14 +163,14 @@ impl NodeApi {
         &self,
         scope: &Scope,
         node_id: NodeId,
-        command: Command,
+        request: Request,
         key: CommandKey,
     ) -> Result<CommandReply<Reply>, NodeAskError> {
         let until = tokio::time::Instant::now() + CERTAINTY_TIMEOUT;
         let mut uncertain = false;
         loop {
             let answer =
-                self.ask(scope, node_id, command.clone(), |context| context.with_key(key.clone()).urgent()).await;
+                self.ask(scope, node_id, request.clone(), |context| context.with_key(key.clone()).urgent()).await;
             let again = match &answer {
                 Err(NodeAskError::Asking(AskError::Unknown { .. } | AskError::InProgress)) => {
                     uncertain = true;

@@ -18,7 +18,7 @@ use axum::routing::post;
 use axum::{Json, Router};
 use chrono::TimeDelta;
 use domain::authz::authorize;
-use domain::processor_event::{Command, ProcessorEvent, Rejection};
+use domain::processor_event::{Fact, ProcessorEvent, Rejection};
 use domain::{Action, EntityKind, Principal};
 use serde::Serialize;
 use std::time::Duration;
@@ -118,7 +118,7 @@ async fn store(services: &Services, scope: &Scope, id: Uuid, event: StripeEvent,
     let body_enc =
         seal_body(&services.trust.at_rest, id, body).map_err(|error| store_failed(ApiError::internal(error)))?;
     let nothing_follows = !event.has_effect();
-    let receive = Command::Receive {
+    let receive = Fact::Receive {
         digest: hex::encode(event.digest()),
         object_id: event.object_id(),
         occurred_at: event.occurred_at,
@@ -129,7 +129,7 @@ async fn store(services: &Services, scope: &Scope, id: Uuid, event: StripeEvent,
     };
     let permit = authorize(&Principal::system("webhook"), Action::Advance).map_err(ApiError::internal)?;
     let context = scope.command_context(&permit, services.environment.now() + STORE_TIMEOUT);
-    match services.directory.ask::<ProcessorEvent>(&permit, id, receive, context).await {
+    match services.directory.ask::<ProcessorEvent>(&permit, id, receive.into(), context).await {
         Ok(answered) => {
             if nothing_follows && answered.written {
                 COUNTERS.processed();

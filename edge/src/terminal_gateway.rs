@@ -24,7 +24,7 @@ use chrono::TimeDelta;
 use domain::allocation::{Allocation, Phase};
 use domain::authz::authorize;
 use domain::commit::Precondition;
-use domain::terminal_session::{Command, Rejection, Reply, TerminalSession, TerminalTokenFault, TokenDigest};
+use domain::terminal_session::{Fact, Rejection, Reply, TerminalSession, TerminalTokenFault, TokenDigest};
 use domain::{Action, Permit, Principal, TerminalSessionId};
 use secrecy::SecretString;
 use std::time::Duration;
@@ -149,8 +149,8 @@ async fn admit(
     let active = allocation.filter(|found| matches!(found.it.phase, Phase::Active { .. }));
     let Some(allocation) = active else { return Ok(Err(close::REVOKED)) };
     let active = Precondition { entity: allocation.it.id.0, version: allocation.version };
-    let command = Command::Attach { token_sha256: TokenDigest(hash.to_bytes()), active };
-    match ask(services, scope, id, command).await {
+    let attach = Fact::Attach { token_sha256: TokenDigest(hash.to_bytes()), active };
+    match ask(services, scope, id, attach).await {
         Ok(Reply::Attached { attachment, session }) => {
             services.terminals.metrics().consumed.inc();
             Ok(Ok((attachment, *session)))
@@ -172,16 +172,16 @@ async fn admit(
     }
 }
 
-/// Sends a command to the session's state machine as the gateway.
+/// Sends a fact to the session's state machine as the gateway.
 async fn ask(
     services: &Services,
     scope: &Scope,
     session: TerminalSessionId,
-    command: Command,
+    fact: Fact,
 ) -> Result<Reply, AskError<Rejection>> {
     let permit: Permit = authorize(&Principal::system(GATEWAY), Action::Advance).map_err(|_| AskError::Denied)?;
     let context = scope.command_context(&permit, services.environment.now() + ASK_TIMEOUT).urgent();
-    let answered = services.directory.ask::<TerminalSession>(&permit, session.0, command, context).await?;
+    let answered = services.directory.ask::<TerminalSession>(&permit, session.0, fact.into(), context).await?;
     Ok(answered.reply)
 }
 

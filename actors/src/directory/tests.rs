@@ -4,7 +4,7 @@ use super::*;
 use crate::entity_host::HostConfig;
 use crate::interfaces::Environment;
 use crate::testing::{EffectLog, MemoryStore, StoreFault, TestEnvironment, key, shorten_panic_output, term, user};
-use domain::allocation::{Allocation, AuthorizedKey, Command, Rejection};
+use domain::allocation::{self, Allocation, AuthorizedKey, Command, Rejection};
 use domain::authz::{Action, TokenRole, authorize};
 use domain::commit::Epoch;
 use domain::money::Price;
@@ -46,7 +46,7 @@ pub(crate) fn request() -> domain::allocation::AllocationRequest {
 }
 
 fn rent() -> Command {
-    Command::Request(Box::new(request()))
+    allocation::Request::Create(Box::new(request())).into()
 }
 
 fn ann() -> Principal {
@@ -186,7 +186,7 @@ async fn entity_of_another_member_is_reached_over_the_bus_with_the_same_replies(
     assert_eq!(pair.ask(&ann(), rent(), Some(other)).await, Err(AskError::Reused));
     assert_eq!(pair.ask(&ann(), rent(), None).await, Err(AskError::Rejected(Rejection::Exists)));
     pair.store.inject_faults([StoreFault::ConstraintViolated]);
-    let taken = pair.ask(&ann(), Command::Release { issue: None }, None).await;
+    let taken = pair.ask(&ann(), allocation::Request::Release { issue: None }.into(), None).await;
     assert_eq!(taken, Err(AskError::Taken { constraint: "unique_name".to_owned() }));
     assert_eq!((pair.bus.sent(), pair.commits()), (5, 1));
 }
@@ -209,7 +209,7 @@ async fn owner_checks_the_permission_of_a_forwarded_command() {
     let permit = authorize(&ann(), Action::Rent).unwrap();
     let asked = CommandContext::new(&permit, "c", pair.environment.now() + SECOND);
     let entity = EntityRef { kind: EntityKind::Allocation, id: ALLOCATION };
-    let command = serde_json::to_value(Command::ForceRelease { reason: "mine".into() }).unwrap();
+    let command = serde_json::to_value(allocation::Request::ForceRelease { reason: "mine".into() }).unwrap();
     let forged = serde_json::to_vec(&Request { v: VERSION, entity, asked, remaining_ms: None, command }).unwrap();
     let response: Response = serde_json::from_slice(&pair.there.serve(&forged, Duration::ZERO).await).unwrap();
     assert_eq!(response.answer, Err(AskError::Denied));

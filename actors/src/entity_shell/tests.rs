@@ -549,7 +549,8 @@ fn repeated_request_for_an_allocation_gets_the_first_reply() {
     let mut stored = StoredState::default();
     let permit = authorize(&user("ann", &[TokenRole::User]), domain::Action::Rent).unwrap();
     let context = CommandContext::new(&permit, "c", at(200)).with_key(key("create"));
-    let command = domain::allocation::Command::Request(Box::new(crate::directory::tests::request()));
+    let request = domain::allocation::Request::Create(Box::new(crate::directory::tests::request()));
+    let command = domain::allocation::Command::from(request);
     bench.on(Input::Loaded(Ok(None)));
     let ask = |token| CommandRequest { token, command: command.clone(), context: context.clone() };
     let outputs = bench.raw(Input::Ask(ask(1)));
@@ -570,7 +571,7 @@ fn repeated_request_for_an_allocation_gets_the_first_reply() {
 fn unregistered_node_is_not_found() {
     let mut bench = Bench::<Node>::starting();
     bench.on(Input::Loaded(Ok(None)));
-    assert_eq!(bench.ask(1, domain::node::Command::Tick), ["1: there is no such node"]);
+    assert_eq!(bench.ask(1, domain::node::Command::TICK), ["1: there is no such node"]);
 }
 
 #[test]
@@ -609,13 +610,13 @@ fn wrong_assumption_of_absence_is_found_by_the_commit_or_by_a_load() {
 
 /// A tenant with one key; the command that registers it is refused from then on, and that is audited, once a minute.
 fn tenant() -> (Bench<Tenant>, tenant::Command) {
-    let add = tenant::Command::AddKey {
+    let add = tenant::Command::from(tenant::Request::AddKey {
         user_id: "ann".into(),
         name: "laptop".into(),
         key_type: "ssh-ed25519".into(),
         public_key: "ssh-ed25519 AAAA".into(),
         fingerprint: "SHA256:x".into(),
-    };
+    });
     let mut bench = Bench::<Tenant>::starting();
     assert_eq!(bench.on(Input::Loaded(Ok(None))), NOTHING);
     assert_eq!(bench.ask_as_ann(1, add.clone(), None), ["commit add_key from 0"]);

@@ -49,7 +49,12 @@ impl Machine {
 
     fn start_agent(&mut self, program: &Path) {
         let bundle = self.fake.bundle(self.folder.path());
-        self.agent = Some(SpawnedAgent::start_by(self.store.command(program), self.folder.path(), &bundle, &[]));
+        self.agent = Some(SpawnedAgent::start_by(
+            self.store.command(program),
+            self.folder.path(),
+            &bundle,
+            &["--simulate-gpus", "2"],
+        ));
     }
 
     fn agent(&self) -> &SpawnedAgent {
@@ -276,7 +281,8 @@ async fn service_manager_is_notified_of_the_start_without_a_control_plane() {
     let mut bundle = fake.bundle(folder.path());
     // Nothing listens on the port of `tcpmux`.
     bundle.api_url = "https://127.0.0.1:1".into();
-    let mut agent = SpawnedAgent::start_by(store.command(Path::new(PROGRAM)), folder.path(), &bundle, &[]);
+    let mut agent =
+        SpawnedAgent::start_by(store.command(Path::new(PROGRAM)), folder.path(), &bundle, &["--simulate-gpus", "2"]);
     eventually(|| (store.count("READY=1") == 1).then_some(())).await;
     agent.signal(Signal::SIGTERM);
     assert_eq!(agent.exit().await.code(), Some(0));

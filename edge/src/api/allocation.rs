@@ -13,7 +13,7 @@ use axum::response::{IntoResponse, Response};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use domain::allocation::{
-    Allocation, AllocationFailure, AllocationRequest, AuthorizedKey, Command, FailureCode, Phase, PhaseName,
+    Allocation, AllocationFailure, AllocationRequest, AuthorizedKey, FailureCode, Phase, PhaseName, Request,
 };
 use domain::node::Node;
 use domain::policy::PolicyKey;
@@ -162,7 +162,7 @@ pub(super) async fn create(
             let id = context.new_id();
             let mut request = resolved_request(&services, &context, &new).await?;
             request.scheduler_request_enc = Some(sealed(&services, id, &new)?);
-            context.ask::<Allocation>(id, Command::Request(Box::new(request))).await?
+            context.ask::<Allocation>(id, Request::Create(Box::new(request))).await?
         }
     };
     let is_answered =
@@ -208,8 +208,8 @@ pub(super) async fn release(
     Path(id): Path<Uuid>,
     Idempotent(JsonOrDefault(release)): Idempotent<JsonOrDefault<NewRelease>>,
 ) -> Result<Response, ApiError> {
-    let command = Command::Release { issue: release.issue.as_ref().map(|issue| issue.to_string()) };
-    execute_release(&services, context, id, command).await
+    let request = Request::Release { issue: release.issue.as_ref().map(|issue| issue.to_string()) };
+    execute_release(&services, context, id, request).await
 }
 
 reason_commands! {
@@ -226,10 +226,10 @@ async fn execute_release(
     services: &Services,
     context: RequestContext,
     id: Uuid,
-    command: Command,
+    request: Request,
 ) -> Result<Response, ApiError> {
     let context = context.prioritized();
-    let answered: CommandReply<Box<Allocation>> = context.ask::<Allocation>(id, command).await?;
+    let answered: CommandReply<Box<Allocation>> = context.ask::<Allocation>(id, request).await?;
     let version = context.version_of(id, &answered).await?;
     response(services, StatusCode::ACCEPTED, replayed(&answered), &answered.reply, version).await
 }

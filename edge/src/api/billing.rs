@@ -8,7 +8,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
-use domain::billing_account::{BillingAccount, Command, Holder, Reply};
+use domain::billing_account::{BillingAccount, Holder, Reply, Request};
 use domain::ledger::PostingKind;
 use domain::money::{Currency, HourlyRate};
 use domain::policy::PolicyKey;
@@ -203,7 +203,7 @@ pub(super) async fn open(
 ) -> Result<impl IntoResponse, ApiError> {
     let holder = one_holder(new.user_id.as_ref(), new.org_id.as_ref())?;
     let id = id_of(&holder);
-    let command = Command::Open { holder, currency: currency(&new.currency)? };
+    let command = Request::Open { holder, currency: currency(&new.currency)? };
     let answered = authorized.context.ask::<BillingAccount>(id, command).await?;
     let status = if answered.written || answered.replayed { StatusCode::CREATED } else { StatusCode::OK };
     Ok((status, replayed(&answered), Json(account_view(&services, answered.reply)?)))
@@ -258,7 +258,7 @@ pub(super) async fn adjust(
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewAdjustment>>,
 ) -> Result<impl IntoResponse, ApiError> {
-    let command = Command::Adjust {
+    let command = Request::Adjust {
         amount_minor: new.amount_minor.0,
         currency: currency(&new.currency)?,
         reason: new.reason.to_string(),

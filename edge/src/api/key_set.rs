@@ -9,7 +9,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::key_set::{
-    ChangeBasis, Command, KeyEntry, KeySet, KeySetChange, KeySetPurpose, KeyState, NewKey, Phase, Rejection, Reply,
+    ChangeBasis, KeyEntry, KeySet, KeySetChange, KeySetPurpose, KeyState, NewKey, Phase, Rejection, Reply, Request,
 };
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -335,7 +335,7 @@ pub(super) async fn rewrap(
         .detail("waiting_for", serde_json::json!(others)));
     }
     let outgoing = values.sealed().await?.into_keys().filter(|other| *other != id).collect();
-    let command = Command::Adopt { id, outgoing, reason: asked.reason.to_string() };
+    let command = Request::Adopt { id, outgoing, reason: asked.reason.to_string() };
     let answered = context.ask::<KeySet>(set_id(KeySetPurpose::AtRest), command).await?;
     Ok((StatusCode::ACCEPTED, replayed(&answered), Json(at_rest(&services).await?)).into_response())
 }
@@ -383,7 +383,7 @@ impl KeyRotation {
             },
             Err(rejection) => return Err(self.with_cut_off_nodes(rejection)),
         };
-        let command = Command::Rotate { change: self.change.clone(), on, reason: self.reason.clone() };
+        let command = Request::Rotate { change: self.change.clone(), on, reason: self.reason.clone() };
         let answered = context.try_ask::<KeySet>(set_id(self.purpose.into()), command).await?;
         let answered: CommandReply<Reply> = answered.map_err(|error| match error {
             actors::AskError::Rejected(rejection) => self.with_cut_off_nodes(rejection),

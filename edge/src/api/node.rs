@@ -12,7 +12,7 @@ use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use domain::FindingId;
 use domain::metadata::PatchValue;
-use domain::node::{Command, Node, OnboardingMode, Phase, ProbeOutcome, Registration, Rejection, Reply};
+use domain::node::{Node, OnboardingMode, Phase, ProbeOutcome, Registration, Rejection, Reply, Request};
 use domain::policy::PolicyKey;
 use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
@@ -175,7 +175,7 @@ pub(super) async fn create(
 }
 
 /// The command that registers a node: its SKU resolved and, where the request wants it, its address probed.
-async fn register_command(services: &Services, context: &RequestContext, new: &NewNode) -> Result<Command, ApiError> {
+async fn register_command(services: &Services, context: &RequestContext, new: &NewNode) -> Result<Request, ApiError> {
     let host = HostAddress::parse(&new.host)?;
     let key = SshPublicKey::parse(&new.ssh_public_key).map_err(|error| {
         ApiError::invalid_request(format!("`ssh_public_key` is refused: {error}.")).detail("field", "ssh_public_key")
@@ -198,7 +198,7 @@ async fn register_command(services: &Services, context: &RequestContext, new: &N
         onboarding_mode,
         metadata: metadata(new.name.as_ref(), new.labels.as_ref()),
     };
-    Ok(Command::Register { registration: Box::new(registration), probe })
+    Ok(Request::Register { registration: Box::new(registration), probe })
 }
 
 /// One node.
@@ -240,7 +240,7 @@ pub(super) async fn revise(
     }
     let host = change.host.as_deref().map(HostAddress::parse).transpose()?;
     let probe = revised_probe(&services, id, host.as_ref(), &change).await?;
-    let command = Command::Revise {
+    let command = Request::Revise {
         host: host.map(|host| host.to_string()),
         port: change.port.map(|port| port.0),
         ssh_username: change.ssh_username.as_ref().map(|name| name.to_string()),
@@ -267,7 +267,7 @@ pub(super) async fn retire(
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(why)): Idempotent<request_body::Json<Retirement>>,
 ) -> Result<Response, ApiError> {
-    let command = Command::Retire { reason: why.reason.to_string(), drain: why.drain };
+    let command = Request::Retire { reason: why.reason.to_string(), drain: why.drain };
     execute(&services, context, id, command).await
 }
 
@@ -324,7 +324,7 @@ pub(super) async fn remove(
     Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     let context = context.prioritized();
-    let command = Command::Remove { reason: why.reason.to_string() };
+    let command = Request::Remove { reason: why.reason.to_string() };
     let answered = context.try_ask::<Node>(id, command).await?.map_err(removal_error)?;
     let gone = |node: &Node| node.life == Phase::Removed;
     wait_until(&services, id, REMOVAL_TIMEOUT, gone).await?;
@@ -339,10 +339,10 @@ async fn execute(
     services: &Services,
     context: RequestContext,
     id: Uuid,
-    command: Command,
+    request: Request,
 ) -> Result<Response, ApiError> {
     let context = context.prioritized();
-    let answered = context.ask::<Node>(id, command).await?;
+    let answered = context.ask::<Node>(id, request).await?;
     node_response(services, &context, StatusCode::OK, answered).await
 }
 

@@ -10,8 +10,8 @@ use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::billing_account::Holder;
 use domain::notification_endpoint::{
-    Command, DeliveryAttempt, DisableCause, EndpointChange, NotificationEndpoint, PRESENT, Phase, QueueEntry, Reply,
-    Target,
+    DeliveryAttempt, DisableCause, EndpointChange, Fact, NotificationEndpoint, PRESENT, Phase, QueueEntry, Reply,
+    Request, Target,
 };
 use domain::{EntityKind, Machine as _};
 use persistence::queries::ListFilter;
@@ -293,7 +293,7 @@ async fn create_command(
     context: &RequestContext,
     id: Uuid,
     new: &NewNotificationEndpoint,
-) -> Result<Command, ApiError> {
+) -> Result<Request, ApiError> {
     let holder = holder_of(context, new.holder)?;
     let (target, secret_enc) = match (new.kind, &new.url) {
         (EndpointKind::Webhook, Some(url)) => {
@@ -309,7 +309,7 @@ async fn create_command(
         (EndpointKind::Email, None) => (Target::Email { address: address_of(services, context)? }, None),
     };
     let place = free_place(services, &holder).await?;
-    Ok(Command::Create { holder, target, secret_enc, events: names(new.events.as_deref()), place })
+    Ok(Request::Create { holder, target, secret_enc, events: names(new.events.as_deref()), place })
 }
 
 /// The holder's first slot that no endpoint has. Where two requests take the same slot, the commit admits one.
@@ -358,7 +358,7 @@ pub(super) async fn revise(
     if change == EndpointChange::default() {
         return Err(ApiError::invalid_request("Nothing is to be changed; give `url`, `events` or `enabled`."));
     }
-    shown(context.ask::<NotificationEndpoint>(id, Command::Change { change }).await?).map(Json)
+    shown(context.ask::<NotificationEndpoint>(id, Request::Change { change }).await?).map(Json)
 }
 
 /// Deletes an endpoint, with its queued messages.
@@ -368,7 +368,7 @@ pub(super) async fn revise(
     responses((status = 204, description = "It is gone.")),
 )]
 pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uuid>) -> Result<StatusCode, ApiError> {
-    context.ask::<NotificationEndpoint>(id, Command::Delete).await?;
+    context.ask::<NotificationEndpoint>(id, Request::Delete).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -403,7 +403,7 @@ pub(super) async fn rotate_secret(
 ) -> Result<Response, ApiError> {
     own_as_holder(&services, &context, id).await?;
     let secret_enc = services.delivery.seal(id, &new_secret()).map_err(ApiError::internal)?;
-    let answered = context.ask_unstored::<NotificationEndpoint>(id, Command::RotateSecret { secret_enc }).await?;
+    let answered = context.ask_unstored::<NotificationEndpoint>(id, Request::RotateSecret { secret_enc }).await?;
     let (Reply::Shown { endpoint } | Reply::Letters { endpoint, .. }) = answered.reply else {
         return Err(unexpected());
     };
@@ -424,7 +424,7 @@ pub(super) async fn test(
     _: Idempotent<NoBody>,
 ) -> Result<Response, ApiError> {
     let body = crate::notifications::test_message(id, services.environment.now());
-    let answered = context.ask::<NotificationEndpoint>(id, Command::Test { body }).await?;
+    let answered = context.ask::<NotificationEndpoint>(id, Request::Test { body }).await?;
     let replayed = replayed(&answered);
     Ok((StatusCode::ACCEPTED, replayed, Json(shown(answered)?)).into_response())
 }
@@ -456,7 +456,7 @@ pub(super) async fn resend(
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(which)): Idempotent<request_body::Json<DeadLetters>>,
 ) -> Result<Response, ApiError> {
-    let command = Command::Resend { message_id: which.message_id, reason: which.reason.map(|it| it.to_string()) };
+    let command = Request::Resend { message_id: which.message_id, reason: which.reason.map(|it| it.to_string()) };
     settle(&context, id, command).await
 }
 
@@ -472,12 +472,12 @@ pub(super) async fn dismiss(
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(which)): Idempotent<request_body::Json<DeadLetters>>,
 ) -> Result<Response, ApiError> {
-    let command = Command::Dismiss { message_id: which.message_id, reason: which.reason.map(|it| it.to_string()) };
+    let command = Request::Dismiss { message_id: which.message_id, reason: which.reason.map(|it| it.to_string()) };
     settle(&context, id, command).await
 }
 
-async fn settle(context: &RequestContext, id: Uuid, command: Command) -> Result<Response, ApiError> {
-    let answered = context.ask::<NotificationEndpoint>(id, command).await?;
+async fn settle(context: &RequestContext, id: Uuid, request: Request) -> Result<Response, ApiError> {
+    let answered = context.ask::<NotificationEndpoint>(id, request).await?;
     let replayed = replayed(&answered);
     Ok((replayed, Json(shown(answered)?)).into_response())
 }
@@ -495,7 +495,7 @@ pub(super) async fn introduce(services: &Services, context: &RequestContext) {
     if is_known.await {
         return;
     }
-    let command = Command::Introduce { user_id, address };
+    let command = Fact::Introduce { user_id, address };
     let told = context.ask_as_system::<NotificationEndpoint>("notification-endpoints", id, command);
     if !matches!(tokio::time::timeout(INTRODUCTION_TIMEOUT, told).await, Ok(Ok(_))) {
         tracing::info!(user.id = context.caller.user_id, "an e-mail address could not be introduced yet");

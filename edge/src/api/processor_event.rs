@@ -6,7 +6,7 @@ use axum::response::{IntoResponse as _, Response};
 use chrono::{DateTime, Utc};
 use domain::Machine as _;
 use domain::Timestamp;
-use domain::processor_event::{Command, Phase, ProcessingOutcome, ProcessorEvent, Reply};
+use domain::processor_event::{Phase, ProcessingOutcome, ProcessorEvent, Reply, Request};
 use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -150,9 +150,9 @@ async fn execute(
     services: &Services,
     context: RequestContext,
     id: Uuid,
-    command: Command,
+    request: Request,
 ) -> Result<Response, ApiError> {
-    let answered = context.prioritized().ask::<ProcessorEvent>(id, command).await?;
+    let answered = context.prioritized().ask::<ProcessorEvent>(id, request).await?;
     let replayed = replayed(&answered);
     let Reply::Shown { event } = answered.reply else {
         return Err(ApiError::internal("the machine of the processor's events answered another question"));

@@ -20,8 +20,8 @@ macro_rules! reason_commands {
             Path(id): Path<Uuid>,
             Idempotent(request_body::Json(body)): Idempotent<request_body::Json<ReasonBody>>,
         ) -> Result<Response, ApiError> {
-            let command = Command::$command { reason: body.reason.to_string() };
-            $execute(&services, request.into(), id, command).await
+            let asked = Request::$command { reason: body.reason.to_string() };
+            $execute(&services, request.into(), id, asked).await
         }
     )+};
 }

@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
-use domain::terminal_session::{Command, Reply, TerminalSession};
+use domain::terminal_session::{Reply, Request, TerminalSession};
 use domain::{AllocationId, TerminalSessionId};
 use futures::stream::{self, Stream};
 use persistence::Recordings;
@@ -153,7 +153,7 @@ pub(super) async fn download(
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
     let (session, _) = own(&services, &context, id).await?;
-    let answered = context.ask_unstored::<TerminalSession>(id, Command::ReadRecording).await?;
+    let answered = context.ask_unstored::<TerminalSession>(id, Request::ReadRecording).await?;
     let Reply::Done = answered.reply else {
         return Err(ApiError::internal("the terminal session's machine answered another question"));
     };

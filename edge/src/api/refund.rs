@@ -79,7 +79,7 @@ async fn refund_payment(
     id: PaymentId,
     new: &NewRefund,
 ) -> Result<Response, ApiError> {
-    let command = payment::Command::Refund {
+    let command = payment::Request::Refund {
         refund_id: RefundId(context.new_id()),
         amount_minor: new.amount_minor.map(|amount| amount.0),
         reason: new.reason.to_string(),
@@ -157,11 +157,11 @@ async fn allocation_refund_command(
     account_id: Uuid,
     id: AllocationId,
     new: &NewRefund,
-) -> Result<billing_account::Command, ApiError> {
+) -> Result<billing_account::Request, ApiError> {
     let account = current::<BillingAccount>(services, account_id).await?;
     let is_metered = account.is_some_and(|account| account.it.meters.contains_key(&id));
     let posted = services.reads.allocation_costs(&[id.0]).await?.remove(&id.0);
-    Ok(billing_account::Command::RefundAllocation {
+    Ok(billing_account::Request::RefundAllocation {
         refund_id: RefundId(context.new_id()),
         allocation_id: id,
         // While it is metered, the account has the exact cost.

@@ -317,7 +317,7 @@ impl RequestContext {
     pub(crate) async fn ask<M: Machine>(
         &self,
         id: Uuid,
-        command: M::Command,
+        command: impl Into<M::Command>,
     ) -> Result<CommandReply<M::Reply>, ApiError>
     where
         M::Rejection: Explain,
@@ -329,13 +329,13 @@ impl RequestContext {
     pub(crate) async fn try_ask<M: Machine>(
         &self,
         id: Uuid,
-        command: M::Command,
+        command: impl Into<M::Command>,
     ) -> Result<Result<CommandReply<M::Reply>, AskError<M::Rejection>>, ApiError> {
         if let Some(answered) = self.committed_reply::<M>()? {
             return Ok(Ok(answered));
         }
         let key = self.idempotency.command()?;
-        let answer = self.send::<M>(id, command, |command_context| match key {
+        let answer = self.send::<M>(id, command.into(), |command_context| match key {
             Some(key) => command_context.with_key(key),
             None => command_context,
         });
@@ -350,7 +350,7 @@ impl RequestContext {
     pub(crate) async fn ask_unstored<M: Machine>(
         &self,
         id: Uuid,
-        command: M::Command,
+        command: impl Into<M::Command>,
     ) -> Result<CommandReply<M::Reply>, ApiError>
     where
         M::Rejection: Explain,
@@ -362,12 +362,12 @@ impl RequestContext {
     pub(crate) async fn try_ask_unstored<M: Machine>(
         &self,
         id: Uuid,
-        command: M::Command,
+        command: impl Into<M::Command>,
     ) -> Result<Result<CommandReply<M::Reply>, AskError<M::Rejection>>, ApiError>
     where
         M::Rejection: Explain,
     {
-        self.send::<M>(id, command, |command_context| command_context).await
+        self.send::<M>(id, command.into(), |command_context| command_context).await
     }
 
     /// Sends a command that follows from the request beside the caller's own, with the service's part `part` as the principal.
@@ -375,8 +375,9 @@ impl RequestContext {
         &self,
         part: &str,
         id: Uuid,
-        command: M::Command,
+        command: impl Into<M::Command>,
     ) -> Result<CommandReply<M::Reply>, AskError<M::Rejection>> {
+        let command = command.into();
         let permit = authorize(&Principal::system(part), command.action())
             .map_err(|denied| AskError::Unavailable { reason: denied.to_string() })?;
         let command_context = self.scope.command_context(&permit, self.services.environment.now() + ASK_TIMEOUT);

@@ -180,7 +180,7 @@ async fn reserve_account(services: &Services, context: &RequestContext, id: Uuid
     let owner = Some(caller.user_id.clone());
     let own = ListFilter { owner, states: vec![ACTIVE.to_owned()], ..ListFilter::default() };
     let there = services.reads.list(EntityKind::ServiceAccount, &own, None, ABOVE_ANY_LIMIT).await?.items;
-    let command = tenant::Command::ExpectAccount {
+    let command = tenant::Request::ExpectAccount {
         user_id: caller.user_id.clone(),
         account: ServiceAccountId(id),
         there: there.into_iter().map(|row| ServiceAccountId(row.entity.id)).collect(),

@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
-use domain::tenant::{Command, Reply, SshKey, SshKeyFault, Tenant};
+use domain::tenant::{Reply, Request, SshKey, SshKeyFault, Tenant};
 use domain::{EntityKind, SshKeyId};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -132,12 +132,12 @@ pub(super) async fn add(
         Ok(key) => key,
         Err(error) => {
             let (user_id, cause) = (context.caller.user_id.clone(), cause_of(&error));
-            context.ask_unstored::<Tenant>(tenant_of(&context), Command::RefuseKey { user_id, cause }).await?;
+            context.ask_unstored::<Tenant>(tenant_of(&context), Request::RefuseKey { user_id, cause }).await?;
             let refusal = ApiError::invalid_request(format!("`public_key` is refused: {error}."));
             return Err(refusal.detail("field", "public_key"));
         }
     };
-    let command = Command::AddKey {
+    let command = Request::AddKey {
         user_id: context.caller.user_id.clone(),
         name: new.name.to_string(),
         key_type: key.key_type,
@@ -225,7 +225,7 @@ pub(super) async fn delete_of_user(
 }
 
 async fn delete_key(context: &RequestContext, owner: &str, id: Uuid) -> Result<StatusCode, ApiError> {
-    context.ask::<Tenant>(tenant(owner), Command::DeleteKey { key: SshKeyId(id) }).await?;
+    context.ask::<Tenant>(tenant(owner), Request::DeleteKey { key: SshKeyId(id) }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -260,7 +260,7 @@ pub(super) async fn make_default_of_user(
 }
 
 async fn set_default(context: &RequestContext, owner: &str, id: Uuid) -> Result<impl IntoResponse + use<>, ApiError> {
-    let answered = context.ask::<Tenant>(tenant(owner), Command::MakeDefault { key: SshKeyId(id) }).await?;
+    let answered = context.ask::<Tenant>(tenant(owner), Request::MakeDefault { key: SshKeyId(id) }).await?;
     let replayed = replayed(&answered);
     Ok((replayed, Json(view(key_of(answered.reply)?, owner))))
 }

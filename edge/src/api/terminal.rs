@@ -10,7 +10,7 @@ use domain::allocation::{Allocation, Phase};
 use domain::commit::Precondition;
 use domain::recording::RecordingMode as PolicyMode;
 use domain::tenant::{self, QuotaScopes, Tenant};
-use domain::terminal_session::{self, CloseReason, Command, Reply, ShellExit, TerminalSession, TokenDigest};
+use domain::terminal_session::{self, CloseReason, Reply, Request, ShellExit, TerminalSession, TokenDigest};
 use domain::{AllocationId, EntityKind, Machine as _, TerminalSessionId};
 use persistence::queries::ListFilter;
 use secrecy::ExposeSecret as _;
@@ -177,8 +177,8 @@ pub(super) async fn issue_token(
     let (token, hash) = mint(session);
     let token_sha256 = TokenDigest(hash.to_bytes());
     let command = match new.session_id {
-        Some(_) => Command::IssueToken { token_sha256, active },
-        None => Command::Open { allocation_id: allocation.it.id, node_id, token_sha256, active },
+        Some(_) => Request::IssueToken { token_sha256, active },
+        None => Request::Open { allocation_id: allocation.it.id, node_id, token_sha256, active },
     };
     let answered = context.ask_unstored::<TerminalSession>(session, command).await?;
     let Reply::Issued { expires_at, recording } = answered.reply else { return Err(unexpected()) };
@@ -252,7 +252,7 @@ async fn expect_session(
     let scopes =
         QuotaScopes { org_id: caller.org_id.clone(), project_id: caller.project_id.clone(), plan: caller.plan.clone() };
     let (user_id, there) = (caller.user_id.clone(), there.clone());
-    let command = tenant::Command::ExpectTerminal { user_id, allocation_id, session, there, over, scopes };
+    let command = tenant::Request::ExpectTerminal { user_id, allocation_id, session, there, over, scopes };
     context.ask_unstored::<Tenant>(tenant_of(context), command).await?;
     Ok(())
 }
@@ -284,7 +284,7 @@ async fn displace_oldest(
         open.iter().filter_map(|stored| Some((detached_at(&stored.it)?, stored.it.id))).collect();
     detached.sort_unstable();
     for (_, session) in detached {
-        match context.try_ask_unstored::<TerminalSession>(session.0, Command::Displace).await? {
+        match context.try_ask_unstored::<TerminalSession>(session.0, Request::Displace).await? {
             Ok(_) => return Ok(Some(session)),
             // A client has just connected to it: try the next one.
             Err(AskError::Rejected(terminal_session::Rejection::NotDetached)) => {}
@@ -357,7 +357,7 @@ pub(super) async fn end(
     Path((id, session_id)): Path<(Uuid, Uuid)>,
 ) -> Result<Json<TerminalSessionView>, ApiError> {
     let session = of_allocation(&services, &context, session_id, AllocationId(id)).await?;
-    let answered = context.prioritized().ask_unstored::<TerminalSession>(session, Command::EndByUser).await?;
+    let answered = context.prioritized().ask_unstored::<TerminalSession>(session, Request::EndByUser).await?;
     let Reply::Session { session } = answered.reply else { return Err(unexpected()) };
     Ok(Json(view(&session)))
 }
@@ -412,7 +412,7 @@ pub(super) async fn kill(
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
-    let command = Command::Kill { reason: why.reason.to_string() };
+    let command = Request::Kill { reason: why.reason.to_string() };
     let answered = context.prioritized().ask::<TerminalSession>(id, command).await?;
     let replayed = replayed(&answered);
     let Reply::Session { session } = answered.reply else { return Err(unexpected()) };

@@ -19,7 +19,7 @@ use axum::extract::{ConnectInfo, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use domain::NodeId;
-use domain::node::{Command, Reply, TaskKind};
+use domain::node::{Reply, Request, TaskKind};
 use futures::FutureExt;
 use futures::future::{BoxFuture, ready};
 pub(super) use log::DispatchLog;
@@ -115,7 +115,7 @@ impl NodeApi {
             return Err(refuse(IdentityRefusal::CertificateUnknown).because("its authority is retired"));
         }
         let node_id = NodeId(node.node_id);
-        let command = Command::Poll { serial: node.serial.clone() };
+        let command = Request::Poll { serial: node.serial.clone() };
         let answered = self.ask(scope, node_id, command, |context| context).await.map_err(refused)?;
         let Reply::Work { mut orders } = answered.reply else { return Err(unexpected(&answered.reply)) };
         let now = self.services.environment.now();

@@ -15,7 +15,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::StatusCode;
 use domain::NodeId;
-use domain::node::{CertificateRecord, Command, Enrollment, Reply};
+use domain::node::{CertificateRecord, Enrollment, Reply, Request};
 use domain::policy::{PolicyKey, Scopes};
 use secrecy::SecretString;
 use sha2::{Digest as _, Sha256};
@@ -39,7 +39,7 @@ pub(super) async fn enroll(
     let token = token::read(TokenPurpose::Enrollment, &presented)
         .ok_or_else(|| token_refused("it has not the form of an enrollment token"))?;
     let issued = api.issue(node_id, &request.csr_pem)?;
-    let command = Command::Enroll(Box::new(Enrollment {
+    let command = Request::Enroll(Box::new(Enrollment {
         token_sha256: token.to_bytes(),
         csr_sha256: Sha256::digest(request.csr_pem.as_bytes()).into(),
         issued: certificate(&issued),
@@ -68,7 +68,7 @@ pub(super) async fn renew(
 ) -> Result<Json<EnrollAnswer>, ApiError> {
     let node_id = NodeId(node.node_id);
     let issued = api.issue(node_id, &request.csr_pem)?;
-    let command = Command::Renew { serial: node.serial, issued: certificate(&issued) };
+    let command = Request::Renew { serial: node.serial, issued: certificate(&issued) };
     let answered = api.ask(&scope, node_id, command, |context| context).await.map_err(refused)?;
     // Heartbeats carry rotations: a renewal names no version.
     api.answer(issued, &answered.reply, Vec::new()).map(Json)

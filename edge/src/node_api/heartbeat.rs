@@ -10,7 +10,7 @@ use crate::http::error::ApiError;
 use axum::Json;
 use axum::extract::State;
 use domain::NodeId;
-use domain::node::{AgentContact, Command, Reply};
+use domain::node::{AgentContact, Reply, Request};
 use domain::policy::{PolicyKey, Scopes};
 use wire::bundle::fingerprint;
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
@@ -37,7 +37,7 @@ pub(super) async fn heartbeat(
     // It is judged by the inventory, and so after the bounds of that were checked.
     let checked = inventory::inventory(beat.inventory.clone())?;
     let load = NodeSample::of(&beat.inventory, beat.telemetry, now);
-    let command = Command::Heartbeat {
+    let command = Request::Heartbeat {
         serial: node.serial,
         seen: Box::new(seen),
         inventory: Box::new(checked),

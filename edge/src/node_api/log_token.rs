@@ -10,7 +10,7 @@ use crate::http::request_body::NoBody;
 use axum::Json;
 use axum::extract::State;
 use domain::NodeId;
-use domain::node::Command;
+use domain::node::Request;
 use secrecy::ExposeSecret as _;
 use wire::SecretToken;
 use wire::log_token::LogTokenAnswer;
@@ -23,7 +23,7 @@ pub(super) async fn issue(
     _: NoBody,
 ) -> Result<Json<LogTokenAnswer>, ApiError> {
     let node_id = NodeId(node.node_id);
-    let identify = Command::Identify { serial: node.serial.clone() };
+    let identify = Request::Identify { serial: node.serial.clone() };
     api.ask(&scope, node_id, identify, |context| context).await.map_err(refused)?;
     let subject = NodeLogTokenSubject { node_id, certificate_serial: node.serial };
     let (token, expires_at) = api.services.node_log_tokens().issue(subject, api.services.environment.now())?;

@@ -12,7 +12,7 @@ use axum::Json;
 use axum::extract::{Request, State};
 use axum::http::header;
 use chrono::TimeDelta;
-use domain::node::Command;
+use domain::node;
 use domain::policy::PolicyKey;
 use domain::terminal_session::{Phase, TerminalSession};
 use domain::{NodeId, TerminalSessionId};
@@ -37,7 +37,7 @@ pub(super) async fn store(
 ) -> Result<Json<ChunkAnswer>, ApiError> {
     let (node_id, session_id) = (NodeId(node.node_id), TerminalSessionId(session));
     scope.record_resource(format_args!("terminal_session/{session_id}"));
-    let identify = Command::Identify { serial: node.serial };
+    let identify = node::Request::Identify { serial: node.serial };
     api.ask(&scope, node_id, identify, |context| context).await.map_err(refused)?;
     let media_type = request.headers().get(header::CONTENT_TYPE).and_then(|value| value.to_str().ok());
     if media_type != Some(MEDIA_TYPE) {

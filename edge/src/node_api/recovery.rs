@@ -14,7 +14,7 @@ use actors::sharding::{command_id, digest_of};
 use axum::Json;
 use axum::extract::State;
 use domain::NodeId;
-use domain::node::{Command, IdentityRecovery, Reply};
+use domain::node::{IdentityRecovery, Reply, Request};
 use secrecy::SecretString;
 use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
@@ -58,7 +58,7 @@ pub(super) async fn recover(
         return Err(token_refused("the signature is not of the node's recovery key"));
     }
     let issued = api.issue(node_id, &request.csr_pem)?;
-    let command = Command::Recover(Box::new(IdentityRecovery {
+    let command = Request::Recover(Box::new(IdentityRecovery {
         token_sha256: token.to_bytes(),
         identity_generation: u32::try_from(request.identity_generation).unwrap_or(u32::MAX),
         verified_with: key,

@@ -13,7 +13,7 @@ use actors::sharding::{command_id, digest_of};
 use actors::{AskError, CommandKey};
 use axum::Json;
 use axum::extract::State;
-use domain::node::{Command, Node, TaskOutcome};
+use domain::node::{Node, Request, TaskOutcome};
 use domain::{EntityKind, EntityRef, NodeId, TaskId};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -42,7 +42,7 @@ pub(super) async fn record(
     };
     let verdict = verdict(&result, node_id, task_id, state.as_deref());
     let output = task_output::bounded(&result.output);
-    let command = Command::Report { serial: node.serial, task_id, attempt, verdict: verdict.clone(), output };
+    let command = Request::Report { serial: node.serial, task_id, attempt, verdict: verdict.clone(), output };
     match api.ask_until_certain(&scope, node_id, command, key).await {
         Ok(answered) if answered.replayed => Ok(Json(ResultAnswer { recorded: ResultReceipt::Already })),
         Ok(_) => {

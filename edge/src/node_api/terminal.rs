@@ -17,7 +17,7 @@ use axum::extract::{State, WebSocketUpgrade};
 use axum::response::Response;
 use domain::authz::authorize;
 use domain::machine::Timestamp;
-use domain::node::Command;
+use domain::node::Request;
 use domain::policy::Scopes;
 use domain::recording::RecordingTerms;
 use domain::terminal_session::{self, Rejection, Reply, ShellExit, TerminalSession};
@@ -52,7 +52,7 @@ pub(super) async fn stream(
 ) -> Result<Response, ApiError> {
     let (node_id, session) = (NodeId(node.node_id), TerminalSessionId(session));
     let held = api.services.connections.hold(node.node_id, node.authority);
-    let identify = Command::Identify { serial: node.serial };
+    let identify = Request::Identify { serial: node.serial };
     api.ask(&scope, node_id, identify, |context| context).await.map_err(refused)?;
     let found = current::<TerminalSession>(&api.services, session.0).await?;
     let found = found.filter(|found| found.it.node_id == node_id);
@@ -145,8 +145,8 @@ impl AgentConnection {
         let services = &self.api.services;
         let permit = authorize(&Principal::system(NODE_API), Action::Advance).map_err(|_| AskError::Denied)?;
         let context = self.scope.command_context(&permit, services.environment.now() + ASK_TIMEOUT);
-        let command = terminal_session::Command::HeedPolicy;
-        match services.directory.ask::<TerminalSession>(&permit, self.session.0, command, context).await?.reply {
+        let command = terminal_session::Fact::HeedPolicy;
+        match services.directory.ask::<TerminalSession>(&permit, self.session.0, command.into(), context).await?.reply {
             Reply::Session { session } => Ok(session.recording),
             Reply::Issued { .. } | Reply::Attached { .. } | Reply::Done => Ok(RecordingTerms::default()),
         }
@@ -175,7 +175,7 @@ impl AgentConnection {
             };
             let over = match &event {
                 TerminalEvent::Exited { exit } => Some(end_command(*exit)),
-                TerminalEvent::Lost => Some(terminal_session::Command::Lose),
+                TerminalEvent::Lost => Some(terminal_session::Request::Lose),
                 TerminalEvent::Attached { .. }
                 | TerminalEvent::Output { .. }
                 | TerminalEvent::Taken { .. }
@@ -191,22 +191,24 @@ impl AgentConnection {
     }
 
     /// The agent repeats it until it is notified that the session is over.
-    async fn report_end(&self, command: terminal_session::Command) {
+    async fn report_end(&self, request: terminal_session::Request) {
         let Ok(permit) = authorize(&Principal::Node(self.node_id), Action::SpeakForNode) else { return };
         let services = &self.api.services;
         let context = self.scope.command_context(&permit, services.environment.now() + ASK_TIMEOUT).urgent();
-        if let Err(error) = services.directory.ask::<TerminalSession>(&permit, self.session.0, command, context).await {
+        if let Err(error) =
+            services.directory.ask::<TerminalSession>(&permit, self.session.0, request.into(), context).await
+        {
             debug!(error = %error, "the end of a terminal's program could not be reported");
         }
     }
 }
 
-fn end_command(exit: wire::terminal::ProgramExit) -> terminal_session::Command {
+fn end_command(exit: wire::terminal::ProgramExit) -> terminal_session::Request {
     let exit = match exit {
         wire::terminal::ProgramExit::Code(code) => ShellExit::Code(code),
         wire::terminal::ProgramExit::Signal(signal) => ShellExit::Signal(signal),
     };
-    terminal_session::Command::End { exit }
+    terminal_session::Request::End { exit }
 }
 
 async fn send(sink: &mut SplitSink<WebSocket, Message>, mut downs: mpsc::Receiver<TerminalCommand>) -> String {

@@ -22,7 +22,7 @@ use axum::extract::ws::{Message, WebSocket};
 use control_frames::{exit_of, text};
 use domain::policy::PolicyKey;
 use domain::recording::RecordingMode;
-use domain::terminal_session::{CloseCode, CloseReason, Command, TerminalSession};
+use domain::terminal_session::{CloseCode, CloseReason, Fact, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt as _, StreamExt as _};
 use progress::Progress;
@@ -69,7 +69,7 @@ impl Browser {
         if let Some(why) = why {
             let _ = timeout(CLOSE_TIMEOUT, sink.send(frame(why))).await;
         }
-        let detach = Command::Detach { attachment: self.attachment };
+        let detach = Fact::Detach { attachment: self.attachment };
         if let Err(error) = Box::pin(ask(&self.services, &self.scope, self.session.id, detach)).await {
             tracing::debug!(%error, "a terminal's connection could not be detached");
         }

@@ -3,8 +3,8 @@
 use super::reaction_context::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::command_id;
 use actors::{AskError, CommandKey};
-use domain::machine::Command as _;
-use domain::terminal_session::{Command, Phase, TerminalSession};
+use domain::machine::CommandSort as _;
+use domain::terminal_session::{Fact, Phase, TerminalSession};
 use domain::{AllocationId, EntityKind, NodeId, TerminalSessionId};
 use persistence::StoreError;
 use persistence::queries::ListFilter;
@@ -21,31 +21,31 @@ pub(super) async fn revoke_sessions(
     user_id: &str,
 ) -> Disposition {
     let live = live_sessions(by, Some(user_id), |session| session.allocation_id == allocation).await;
-    close_each(by, delivery, live, &Command::Revoke).await
+    close_each(by, delivery, live, &Fact::Revoke).await
 }
 
 /// The same for a node. A session that is opened from here on starts only where the node has proved its identity again.
 pub(super) async fn cut_sessions(by: &ReactionContext, delivery: &EventDelivery, node: NodeId) -> Disposition {
     let live = live_sessions(by, None, |session| session.node_id == node).await;
-    close_each(by, delivery, live, &Command::CutOff).await
+    close_each(by, delivery, live, &Fact::CutOff).await
 }
 
 async fn close_each(
     by: &ReactionContext,
     delivery: &EventDelivery,
     sessions: Result<Vec<TerminalSessionId>, StoreError>,
-    command: &Command,
+    fact: &Fact,
 ) -> Disposition {
     let sessions = match sessions {
         Ok(sessions) => sessions,
         Err(error) => return Disposition::Later { why: error.to_string() },
     };
     for session in sessions {
-        let id = command_id(&[b"event", delivery.id.0.as_bytes(), command.name().as_bytes(), session.0.as_bytes()]);
+        let id = command_id(&[b"event", delivery.id.0.as_bytes(), fact.tag().as_bytes(), session.0.as_bytes()]);
         // The outbox row is settled after the last of them.
-        let key = CommandKey { id, consumes: None, ..CommandKey::for_event(delivery.id, command.name()) };
+        let key = CommandKey { id, consumes: None, ..CommandKey::for_event(delivery.id, fact.tag()) };
         let context = by.context_for(delivery).with_key(key);
-        match by.directory.ask::<TerminalSession>(&by.permit, session.0, command.clone(), context).await {
+        match by.directory.ask::<TerminalSession>(&by.permit, session.0, fact.clone().into(), context).await {
             Ok(_) | Err(AskError::AlreadyDone) => {}
             Err(AskError::Rejected(rejection)) => tracing::warn!("a terminal session was not closed: {rejection}"),
             Err(error) => return Disposition::Later { why: error.to_string() },

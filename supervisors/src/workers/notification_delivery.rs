@@ -13,7 +13,7 @@ use actors::interfaces::Environment;
 use actors::{CommandContext, Directory};
 use chrono::TimeDelta;
 use domain::authz::authorize;
-use domain::notification_endpoint::{Command, NotificationEndpoint, Target};
+use domain::notification_endpoint::{Fact, NotificationEndpoint, Target};
 use domain::{Action, EntityKind, EntityRef, Permit, Principal};
 use edge::notifications::delivery::NotificationSender;
 use futures::FutureExt;
@@ -158,17 +158,17 @@ impl NotificationDelivery {
         self.seconds.with_label_values(&[kind]).observe(began.elapsed().as_secs_f64());
         let message_id = waiting.message.id;
         let (command, is_delivered) = match outcome {
-            Ok(()) => (Command::Delivered { message_id }, true),
+            Ok(()) => (Fact::Delivered { message_id }, true),
             Err(failure) => {
                 tracing::info!(message.id = %message_id, why = failure.why, "a message could not be delivered");
-                (Command::Failed { message_id, failure }, false)
+                (Fact::Failed { message_id, failure }, false)
             }
         };
         self.attempts.with_label_values(&[kind, if is_delivered { "delivered" } else { "failed" }]).inc();
         let context =
             CommandContext::new(&self.permit, correlation_id.to_owned(), self.environment.now() + COMMAND_TIMEOUT)
                 .patient();
-        self.directory.ask::<NotificationEndpoint>(&self.permit, entity.id, command, context).await?;
+        self.directory.ask::<NotificationEndpoint>(&self.permit, entity.id, command.into(), context).await?;
         Ok(is_delivered)
     }
 }

@@ -16,7 +16,7 @@ use async_nats::jetstream::{self, AckKind, Message};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
 use domain::notification::{Channel, delivered_subjects};
-use domain::notification_endpoint::{self, Command, NotificationEndpoint, PRESENT, Target};
+use domain::notification_endpoint::{self, Fact, NotificationEndpoint, PRESENT, Target};
 use domain::policy::{PolicyKey, Scopes};
 use domain::{Action, EntityKind, EntityRef, Permit, Principal};
 use edge::notifications::encoded;
@@ -167,8 +167,8 @@ impl NotificationQueue {
         let context = CommandContext::new(&self.permit, event.correlationid.clone(), Utc::now() + COMMAND_TIMEOUT)
             .patient()
             .with_key(CommandKey::repeatable(key, digest));
-        let command = Command::Enqueue { message };
-        self.directory.ask::<NotificationEndpoint>(&self.permit, endpoint.id, command, context).await?;
+        let command = Fact::Enqueue { message };
+        self.directory.ask::<NotificationEndpoint>(&self.permit, endpoint.id, command.into(), context).await?;
         Ok(())
     }
 }

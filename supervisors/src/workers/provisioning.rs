@@ -9,7 +9,7 @@ use actors::sharding::{command_id, id_of_name};
 use actors::{AskError, CommandKey};
 use domain::allocation::{self, Allocation, Phase};
 use domain::billing_account::{self, BillingAccount};
-use domain::machine::Command as _;
+use domain::machine::CommandSort as _;
 use domain::node::{self, Node};
 use domain::placement::{self, PlacementRequest};
 use domain::policy::FULL_REIMAGE;
@@ -66,16 +66,16 @@ impl Placer {
             SearchStatus::Over { user_id } => return Ok(release_quota(by, delivery, id, &user_id).await),
             SearchStatus::Placed => return Ok(by.settle(delivery).await),
         };
-        let send = |command| by.send_command::<Allocation>(delivery, id.0, command);
+        let send = |fact: allocation::Fact| by.send_command::<Allocation>(delivery, id.0, fact);
         if allocation.asked.isolation_model == FULL_REIMAGE {
-            return Ok(send(allocation::Command::NotIsolated).await);
+            return Ok(send(allocation::Fact::NotIsolated).await);
         }
         // The account first: whether the first window is covered.
         if let Some(message) = self.unaffordable(by, delivery, &allocation).await? {
-            return Ok(send(allocation::Command::Unaffordable { message }).await);
+            return Ok(send(allocation::Fact::Unaffordable { message }).await);
         }
         if let Some(limit) = self.over_quota(by, delivery, &allocation).await? {
-            return Ok(send(allocation::Command::OverQuota { limit }).await);
+            return Ok(send(allocation::Fact::OverQuota { limit }).await);
         }
         // The allocation may have ended while it was counted: its end may have been processed before its request.
         if let SearchStatus::Over { user_id } = search_status(by, id).await? {
@@ -107,7 +107,7 @@ impl Placer {
         };
         self.refused.inc();
         self.asked.observe(asked);
-        Ok(send(allocation::Command::NoCapacity { suggestion: Some(suggestion) }).await)
+        Ok(send(allocation::Fact::NoCapacity { suggestion: Some(suggestion) }).await)
     }
 
     /// The message to the user, where the account does not cover the first window.
@@ -121,8 +121,8 @@ impl Placer {
         let (holder, price) = (asked.holder(), asked.price.clone());
         let account = id_of_name(EntityKind::BillingAccount, &holder.to_string());
         let (user_id, gpu_count) = (asked.user_id.clone(), asked.gpu_count);
-        let hold = billing_account::Command::Hold { holder, allocation_id: allocation.id, user_id, price, gpu_count };
-        match by.directory.ask::<BillingAccount>(&by.permit, account, hold, by.context_for(delivery)).await {
+        let hold = billing_account::Fact::Hold { holder, allocation_id: allocation.id, user_id, price, gpu_count };
+        match by.directory.ask::<BillingAccount>(&by.permit, account, hold.into(), by.context_for(delivery)).await {
             Ok(_) => Ok(None),
             Err(AskError::Rejected(missing)) => Ok(Some(user_message(&missing, asked.price.currency.as_str()))),
             Err(error) => Err(SearchBlocked(error.to_string())),
@@ -137,7 +137,7 @@ impl Placer {
         allocation: &Allocation,
     ) -> Result<Option<i64>, SearchBlocked> {
         let asked = &allocation.asked;
-        let admit = tenant::Command::Admit {
+        let admit = tenant::Fact::Admit {
             user_id: asked.user_id.clone(),
             allocation_id: allocation.id,
             scopes: QuotaScopes {
@@ -148,7 +148,7 @@ impl Placer {
             logins_revision: allocation.ssh_access().as_of,
         };
         let tenant = id_of_name(EntityKind::Tenant, &asked.user_id);
-        match by.directory.ask::<Tenant>(&by.permit, tenant, admit, by.context_for(delivery)).await {
+        match by.directory.ask::<Tenant>(&by.permit, tenant, admit.into(), by.context_for(delivery)).await {
             Ok(_) => Ok(None),
             Err(AskError::Rejected(tenant::Rejection::OverQuota { limit })) => Ok(Some(limit)),
             Err(error) => Err(SearchBlocked(error.to_string())),
@@ -164,14 +164,14 @@ impl Placer {
         node_id: NodeId,
     ) -> Result<Option<Disposition>, SearchBlocked> {
         let logins = allocation.ssh_access();
-        let reserve = node::Command::Reserve {
+        let reserve = node::Fact::Reserve {
             allocation_id: allocation.id,
             gpu_count: allocation.asked.gpu_count,
             keys: logins.keys,
             revision: logins.revision,
         };
-        let asked = by.context_for(delivery).with_key(reservation_key(delivery.id, node_id, reserve.name()));
-        match by.directory.ask::<Node>(&by.permit, node_id.0, reserve, asked).await {
+        let asked = by.context_for(delivery).with_key(reservation_key(delivery.id, node_id, reserve.tag()));
+        match by.directory.ask::<Node>(&by.permit, node_id.0, reserve.into(), asked).await {
             Ok(answered) if answered.written => Ok(Some(Disposition::Settled)),
             // An earlier attempt reserved, and the node has notified the allocation.
             Ok(_) | Err(AskError::AlreadyDone) => Ok(Some(by.settle(delivery).await)),
@@ -240,7 +240,7 @@ async fn search_status(by: &ReactionContext, id: AllocationId) -> Result<SearchS
 
 /// Removes an allocation that has ended from its tenant's quota, where it was counted.
 async fn release_quota(by: &ReactionContext, delivery: &EventDelivery, id: AllocationId, user_id: &str) -> Disposition {
-    let command = tenant::Command::Forget { allocation_id: id };
+    let command = tenant::Fact::Forget { allocation_id: id };
     by.send_command::<Tenant>(delivery, id_of_name(EntityKind::Tenant, user_id), command).await
 }
 

@@ -54,8 +54,9 @@ impl ReactionContext {
         &self,
         delivery: &EventDelivery,
         id: uuid::Uuid,
-        command: M::Command,
+        command: impl Into<M::Command>,
     ) -> Disposition {
+        let command = command.into();
         let context = self.context_for(delivery).with_key(CommandKey::for_event(delivery.id, command.name()));
         match self.directory.ask::<M>(&self.permit, id, command, context).await {
             Ok(answered) if answered.written => Disposition::Settled,

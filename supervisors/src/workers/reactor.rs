@@ -118,9 +118,9 @@ impl Reactor {
             // The relay deletes the row when the broker has acknowledged the event (`workers::outbox_relay`).
             Reaction::Nothing => Disposition::Settled,
             Reaction::Place(allocation_id) => self.placer.place(context, delivery, allocation_id).await,
-            Reaction::Node(id, command) => context.send_command::<Node>(delivery, id.0, command).await,
-            Reaction::Allocation(id, command) => context.send_command::<Allocation>(delivery, id.0, command).await,
-            Reaction::Terminal(id, command) => context.send_command::<TerminalSession>(delivery, id.0, command).await,
+            Reaction::Node(id, fact) => context.send_command::<Node>(delivery, id.0, fact).await,
+            Reaction::Allocation(id, fact) => context.send_command::<Allocation>(delivery, id.0, fact).await,
+            Reaction::Terminal(id, fact) => context.send_command::<TerminalSession>(delivery, id.0, fact).await,
             Reaction::ResolveSshKeys { allocation_id, user_id } => {
                 super::ssh_access::update_allocation(context, delivery, allocation_id, &user_id).await
             }
@@ -133,11 +133,11 @@ impl Reactor {
             Reaction::CloseNodeTerminals { node_id } => {
                 super::close_terminals::cut_sessions(context, delivery, node_id).await
             }
-            Reaction::Billing { holder, command } => {
+            Reaction::Billing { holder, fact } => {
                 let account = id_of_name(EntityKind::BillingAccount, &holder.to_string());
-                context.send_command::<BillingAccount>(delivery, account, command).await
+                context.send_command::<BillingAccount>(delivery, account, fact).await
             }
-            Reaction::Payment(id, command) => context.send_command::<Payment>(delivery, id.0, command).await,
+            Reaction::Payment(id, fact) => context.send_command::<Payment>(delivery, id.0, fact).await,
             Reaction::CallProcessor(call) => match &self.processor_calls {
                 Some(processor_calls) => processor_calls.run(context, delivery, &call).await,
                 None => self.drop_without_processor(delivery).await,
@@ -146,8 +146,8 @@ impl Reactor {
                 Some(handler) => handler.process(context, delivery, id).await,
                 None => self.drop_without_processor(delivery).await,
             },
-            Reaction::Tenant { user_id, command } => {
-                context.send_command::<Tenant>(delivery, id_of_name(EntityKind::Tenant, &user_id), command).await
+            Reaction::Tenant { user_id, fact } => {
+                context.send_command::<Tenant>(delivery, id_of_name(EntityKind::Tenant, &user_id), fact).await
             }
         }
     }

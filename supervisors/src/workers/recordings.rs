@@ -10,7 +10,7 @@ use actors::{AskError, CommandContext, Directory, Host};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
 use domain::policy::PolicyKey;
-use domain::terminal_session::{Command, Phase, TerminalSession};
+use domain::terminal_session::{Maintenance, Phase, TerminalSession};
 use domain::{Action, EntityKind, EntityRef, Permit, Principal};
 use persistence::queries::Cursor;
 use persistence::recordings::{Recording, RecordingFilter};
@@ -111,7 +111,11 @@ impl RecordingRetention {
             return Ok(false);
         }
         let context = CommandContext::new(&self.permit, Uuid::now_v7().to_string(), Utc::now() + COMMAND_TIMEOUT);
-        match self.directory.ask::<TerminalSession>(&self.permit, entity.id, Command::ForgetRecording, context).await {
+        match self
+            .directory
+            .ask::<TerminalSession>(&self.permit, entity.id, Maintenance::ForgetRecording.into(), context)
+            .await
+        {
             Ok(_) => Ok(true),
             // A parked session keeps its recording, and does not block others.
             Err(AskError::Parked { .. }) => Ok(false),

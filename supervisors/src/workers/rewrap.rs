@@ -10,11 +10,11 @@ use crate::supervisor::{WorkerTask, task};
 use actors::sharding::shard_of;
 use actors::{CommandContext, Directory, Host};
 use chrono::{TimeDelta, Utc};
-use domain::allocation::{Allocation, Command as ToAllocation};
+use domain::allocation::{self, Allocation};
 use domain::authz::authorize;
-use domain::key_set::{Command as ToKeys, KeySet, KeySetPurpose, Phase};
-use domain::notification_endpoint::{Command as ToEndpoint, NotificationEndpoint};
-use domain::processor_event::{Command as ToEvent, ProcessorEvent};
+use domain::key_set::{self, KeySet, KeySetPurpose, Phase};
+use domain::notification_endpoint::{self, NotificationEndpoint};
+use domain::processor_event::{self, ProcessorEvent};
 use domain::{Action, EntityKind, Event, Machine, Permit, Principal};
 use edge::trust::keys_in_force::{set_id, stored};
 use futures::StreamExt;
@@ -118,9 +118,9 @@ impl Rewrapper {
         let left = |id: &str| sealed.get(id).copied().unwrap_or(0);
         self.left.set(of(Phase::Grace).map(|key| left(&key.id)).sum::<u64>().cast_signed());
         for key in of(Phase::Grace).filter(|key| left(&key.id) == 0) {
-            let command = ToKeys::Emptied { id: key.id.clone() };
+            let command = key_set::Fact::Emptied { id: key.id.clone() };
             self.directory
-                .ask::<KeySet>(&self.permit, set_id(KeySetPurpose::AtRest), command, self.command_context())
+                .ask::<KeySet>(&self.permit, set_id(KeySetPurpose::AtRest), command.into(), self.command_context())
                 .await?;
             tracing::info!(key.id, "nothing is sealed under key {} of the key ring any more", key.id);
         }
@@ -146,22 +146,29 @@ impl Rewrapper {
         let anew = self.values.reseal(field, outdated)?;
         match field.kind {
             EntityKind::ProcessorEvent => {
-                self.send_reseal::<ProcessorEvent>(outdated, ToEvent::Reseal { body_enc: anew }).await;
+                self.send_reseal::<ProcessorEvent>(outdated, processor_event::Maintenance::Reseal { body_enc: anew })
+                    .await;
             }
             EntityKind::NotificationEndpoint => {
-                let command = ToEndpoint::Reseal { secret_enc: anew, is_former: field.is_former_secret() };
+                let command = notification_endpoint::Maintenance::Reseal {
+                    secret_enc: anew,
+                    is_former: field.is_former_secret(),
+                };
                 self.send_reseal::<NotificationEndpoint>(outdated, command).await;
             }
             // The only other kind with a sealed field.
-            _ => self.send_reseal::<Allocation>(outdated, ToAllocation::Reseal { scheduler_request_enc: anew }).await,
+            _ => {
+                let command = allocation::Maintenance::Reseal { scheduler_request_enc: anew };
+                self.send_reseal::<Allocation>(outdated, command).await;
+            }
         }
         Ok(())
     }
 
     /// Sends the command. An entity that is parked or moves at this moment is found again in the next round.
-    async fn send_reseal<M: Machine>(&self, outdated: &OutdatedValue, command: M::Command) {
+    async fn send_reseal<M: Machine>(&self, outdated: &OutdatedValue, command: impl Into<M::Command>) {
         if let Err(error) =
-            self.directory.ask::<M>(&self.permit, outdated.entity.id, command, self.command_context()).await
+            self.directory.ask::<M>(&self.permit, outdated.entity.id, command.into(), self.command_context()).await
         {
             tracing::debug!(resource_name = %outdated.entity, ?error, "not sealed anew yet");
         }

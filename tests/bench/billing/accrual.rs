@@ -6,7 +6,7 @@ use actors::{CommandContext, Host, sharding};
 use anyhow::{Context, ensure};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::billing_account::{BillingAccount, Command, Holder, MeterRun, UsageMeter, Window};
+use domain::billing_account::{BillingAccount, Fact, Holder, MeterRun, UsageMeter, Window};
 use domain::commit::{Commit, CommitOutcome, Epoch, Timer};
 use domain::ledger::{Posting, PostingKind};
 use domain::money::{HourlyRate, MicroAmount, Price};
@@ -161,7 +161,7 @@ impl AccrualBench {
     }
 
     async fn deposit(&self, account: &BillingAccount) -> anyhow::Result<()> {
-        let command = Command::Deposit {
+        let command = Fact::Deposit {
             payment_id: PaymentId(Uuid::now_v7()),
             holder: account.holder.clone(),
             currency: account.currency.clone(),
@@ -170,7 +170,7 @@ impl AccrualBench {
         // Measured without the fake clock, which is set forward by a window meanwhile.
         let until = self.environment.now() + WINDOW + TimeDelta::seconds(10);
         let asked = CommandContext::new(&self.permit, "bench", until);
-        self.host.ask::<BillingAccount>(account.id.0, command, asked).await?;
+        self.host.ask::<BillingAccount>(account.id.0, command.into(), asked).await?;
         self.deposits.fetch_add(1, Ordering::Relaxed);
         Ok(())
     }

@@ -12,7 +12,7 @@ use chrono::Utc;
 use domain::billing_account::Holder;
 use domain::machine::TraceContext;
 use domain::money::Currency;
-use domain::payment::{Command, Payment};
+use domain::payment::{self, Fact, Payment};
 use domain::policy::PolicyBook;
 use domain::{BillingAccountId, EntityKind, Machine as _, PaymentId, Principal, TransitionContext};
 use hmac::{Hmac, KeyInit as _, Mac as _};
@@ -158,7 +158,7 @@ impl TestCluster {
     pub async fn insert_open_payment(&self, username: &str, amount_minor: i64, processor_id: &str) -> PaymentId {
         let user_id = self.identity.person(username).expect("the person can log in").id.to_string();
         let id = Uuid::now_v7();
-        let create = Command::Create {
+        let create = payment::Request::Create {
             account_id: BillingAccountId(Uuid::nil()),
             holder: Holder::User(user_id.clone()),
             payer: user_id,
@@ -178,9 +178,9 @@ impl TestCluster {
             id,
             version: 0,
         };
-        let created = Payment::decide(None, create, &ctx).expect("it can be created").next.expect("it is");
-        let opened = Command::Opened { processor_id: processor_id.to_owned() };
-        let open = Payment::decide(Some(&created), opened, &ctx).expect("it can be opened").next.expect("it is");
+        let created = Payment::decide(None, create.into(), &ctx).expect("it can be created").next.expect("it is");
+        let opened = Fact::Opened { processor_id: processor_id.to_owned() };
+        let open = Payment::decide(Some(&created), opened.into(), &ctx).expect("it can be opened").next.expect("it is");
         // In one transaction, as a commit does it: an invariant check in between would find a payment without a deadline.
         let mut at_once = self.pool.begin().await.expect("the database answers");
         sqlx::query(

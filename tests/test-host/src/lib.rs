@@ -67,7 +67,7 @@ impl TestHost {
     }
 
     /// Sends a command as this principal, and waits for its reply.
-    pub async fn ask<M: Machine>(&self, by: &Principal, id: Uuid, command: M::Command) -> AskResult<M> {
+    pub async fn ask<M: Machine>(&self, by: &Principal, id: Uuid, command: impl Into<M::Command>) -> AskResult<M> {
         ask::<M>(&self.directory, self.environment.as_ref(), by, id, command).await
     }
 }
@@ -78,8 +78,9 @@ pub async fn ask<M: Machine>(
     environment: &dyn Environment,
     by: &Principal,
     id: Uuid,
-    command: M::Command,
+    command: impl Into<M::Command>,
 ) -> AskResult<M> {
+    let command = command.into();
     let permit = authorize(by, command.action()).unwrap();
     let context = CommandContext::new(&permit, "test", environment.now() + TimeDelta::seconds(10));
     directory.ask::<M>(&permit, id, command, context).await

@@ -12,21 +12,21 @@ use crate::policy::PolicyKey;
 use crate::tenant;
 use crate::terminal_session;
 
-/// The command that follows from an event.
+/// The command that follows from an event: a fact for another entity, or the call that finds it out.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reaction {
     /// No command follows: the event is for observers.
     Nothing,
     /// The provisioning worker counts the allocation against its tenant's quota and finds a node that reserves the devices.
     Place(AllocationId),
-    Node(NodeId, node::Command),
-    Allocation(AllocationId, allocation::Command),
-    Terminal(TerminalSessionId, terminal_session::Command),
+    Node(NodeId, node::Fact),
+    Allocation(AllocationId, allocation::Fact),
+    Terminal(TerminalSessionId, terminal_session::Fact),
     Billing {
         holder: Holder,
-        command: billing_account::Command,
+        fact: billing_account::Fact,
     },
-    Payment(PaymentId, payment::Command),
+    Payment(PaymentId, payment::Fact),
     /// The payments worker calls the payment processor, and sends the result to the payment.
     CallProcessor(ProcessorCall),
     /// The payments worker reads the payment processor's event, and sends it to the payment that it is about.
@@ -52,7 +52,7 @@ pub enum Reaction {
     },
     Tenant {
         user_id: String,
-        command: tenant::Command,
+        fact: tenant::Fact,
     },
 }
 
@@ -111,16 +111,16 @@ impl Event {
     #[must_use]
     pub fn consequences(&self) -> Consequences {
         use NotificationDetails as Details;
-        use allocation::Command as ToAllocation;
-        use billing_account::Command as ToAccount;
-        use node::Command as ToNode;
-        use payment::Command as ToPayment;
+        use allocation::Fact as ToAllocation;
+        use billing_account::Fact as ToAccount;
+        use node::Fact as ToNode;
+        use payment::Fact as ToPayment;
         let none = Consequences::NONE;
         let command = Consequences::command;
-        let to_node = |node_id, message| command(Reaction::Node(node_id, message));
-        let to_allocation = |allocation_id, message| command(Reaction::Allocation(allocation_id, message));
-        let to_account = |holder, message| command(Reaction::Billing { holder, command: message });
-        let to_payment = |payment_id, message| command(Reaction::Payment(payment_id, message));
+        let to_node = |node_id, fact| command(Reaction::Node(node_id, fact));
+        let to_allocation = |allocation_id, fact| command(Reaction::Allocation(allocation_id, fact));
+        let to_account = |holder, fact| command(Reaction::Billing { holder, fact });
+        let to_payment = |payment_id, fact| command(Reaction::Payment(payment_id, fact));
         match self.clone() {
             // Published by the allocation's saga.
             Self::AllocationRequested { allocation_id } => command(Reaction::Place(allocation_id)),
@@ -157,8 +157,8 @@ impl Event {
             Self::ReleaseForced { allocation_id, node_id } => to_node(node_id, ToNode::Abandon { allocation_id }),
             Self::AllocationReleased { allocation_id, user_id, reason, .. } => {
                 let data = Details { reason: Some(reason), ..Details::in_state("released") };
-                let forget = tenant::Command::Forget { allocation_id };
-                command(Reaction::Tenant { user_id, command: forget }).notify_renter(allocation_id, data)
+                let fact = tenant::Fact::Forget { allocation_id };
+                command(Reaction::Tenant { user_id, fact }).notify_renter(allocation_id, data)
             }
             Self::LoginsChanged { allocation_id, node_id, .. } => {
                 command(Reaction::SendSshKeys { allocation_id, node_id })
@@ -282,8 +282,8 @@ impl Event {
                 to_allocation(allocation_id, ToAllocation::LoginsWritten { node_id, revision })
             }
             Self::TerminalFailed { session_id, node_id, reason } => {
-                let fail = terminal_session::Command::Fail { node_id, code: reason };
-                command(Reaction::Terminal(session_id, fail))
+                let fact = terminal_session::Fact::Fail { node_id, code: reason };
+                command(Reaction::Terminal(session_id, fact))
             }
 
             // Published by the terminal session.

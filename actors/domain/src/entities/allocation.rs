@@ -13,6 +13,8 @@
 //! node itself. `releasing` ends in `released` only on the node's clean-up proof, or by an administrator's force.
 
 mod billing;
+mod fact;
+mod request;
 mod revision;
 mod saga;
 mod ssh_access;
@@ -21,14 +23,13 @@ mod status_history;
 mod tests;
 
 use crate::audit::RefusalAudit;
-use crate::authz::Action;
 use crate::explanation::Explanation;
 pub use crate::hardware::Placement;
 use crate::history::{HistoryEntry, Invariant};
 use crate::holder::Holder;
 use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
 use crate::machine::{self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
-use crate::metadata::{self, Metadata, MetadataPatch};
+use crate::metadata::{self, Metadata};
 use crate::money::Price;
 use crate::policy::{PolicyKey, Scopes};
 use crate::retry::RetryTimer;
@@ -36,6 +37,8 @@ pub use crate::ssh_key::AuthorizedKey;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
+pub use fact::Fact;
+pub use request::{CommandName, Request};
 pub use ssh_access::SshAccess;
 pub use status_history::{AllocationFailure, FailureCode, StatusEntry, StatusReason};
 
@@ -162,105 +165,16 @@ pub enum ReleaseRetry {
     Operator(Timestamp),
 }
 
-/// The requests to an allocation, and the facts that it receives.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
-#[strum_discriminants(
-    name(CommandName),
-    doc = "The name of a command.",
-    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
-    strum(serialize_all = "snake_case", const_into_str),
-    serde(rename_all = "snake_case")
-)]
-#[strum(serialize_all = "snake_case", const_into_str)]
+/// The commands of an allocation.
+pub type Command = machine::AnyCommand<Request, Fact, Maintenance>;
+
+machine::impl_command_from!(Request, Fact, Maintenance);
+
+/// What the service does to an allocation by itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
-pub enum Command {
-    Request(Box<AllocationRequest>),
-    Release {
-        issue: Option<String>,
-    },
-    /// The user or an administrator changes its name or its labels.
-    Revise {
-        metadata: MetadataPatch,
-        if_version: Option<i64>,
-    },
-    RetryRelease {
-        reason: String,
-    },
-    ForceRelease {
-        reason: String,
-    },
-    /// A node has reserved the devices.
-    Reserved {
-        node_id: NodeId,
-        placed: Placement,
-    },
-    /// No node has capacity; `suggestion` names an alternative.
-    NoCapacity {
-        suggestion: Option<String>,
-    },
-    /// The tenant's quota is used up.
-    OverQuota {
-        limit: i64,
-    },
-    /// The account does not cover it; `message` says how much is missing.
-    Unaffordable {
-        message: String,
-    },
-    /// No node offers the clean-up that the allocation's isolation model requires.
-    NotIsolated,
-    /// The account is depleted, and the grace period has ended.
-    Uncover,
-    /// A critical fault of the node was detected at this time.
-    Faulted {
-        node_id: NodeId,
-        at: Timestamp,
-        reason: String,
-    },
-    /// The account has a meter for it, and asks for its state.
-    StillMetered {
-        is_running: bool,
-    },
-    Provisioned {
-        node_id: NodeId,
-    },
-    ProvisionFailed {
-        node_id: NodeId,
-        reason: String,
-    },
-    Cleaned {
-        node_id: NodeId,
-        attempt: u32,
-    },
-    CleanupFailed {
-        node_id: NodeId,
-        attempt: u32,
-        reason: String,
-        #[serde(default)]
-        detail: String,
-    },
-    /// The tenant still counts it against the quota; with the revision of the tenant's keys.
-    StillCounted {
-        #[serde(default)]
-        logins_revision: u64,
-    },
-    /// The user or an administrator chooses the keys that open it; `None`: the user's default key. `keys` are those of them that the user
-    /// has at that revision.
-    ChooseLogins {
-        chosen: Option<Vec<SshKeyId>>,
-        keys: Vec<AuthorizedKey>,
-        logins_revision: u64,
-    },
-    /// The keys that this choice resolves to at this revision of the user's keys.
-    AdoptLogins {
-        chosen: Option<Vec<SshKeyId>>,
-        keys: Vec<AuthorizedKey>,
-        logins_revision: u64,
-    },
-    /// The node has written the SSH keys.
-    LoginsWritten {
-        node_id: NodeId,
-        revision: u64,
-    },
+pub enum Maintenance {
     /// The request as received, sealed under another key.
     Reseal {
         scheduler_request_enc: String,
@@ -268,43 +182,8 @@ pub enum Command {
     Tick,
 }
 
-impl machine::Command for Command {
+impl machine::Maintenance for Maintenance {
     const TICK: Self = Self::Tick;
-
-    fn name(&self) -> &'static str {
-        self.into_str()
-    }
-
-    fn action(&self) -> Action {
-        match self {
-            Self::Request(_) => Action::Rent,
-            Self::Release { .. } => Action::Release,
-            Self::Revise { .. } => Action::ReviseAllocations,
-            Self::ChooseLogins { .. } => Action::KeepKeys,
-            Self::RetryRelease { .. } | Self::ForceRelease { .. } => Action::RescueAllocations,
-            Self::Reserved { .. }
-            | Self::NoCapacity { .. }
-            | Self::OverQuota { .. }
-            | Self::Unaffordable { .. }
-            | Self::NotIsolated
-            | Self::Uncover
-            | Self::Faulted { .. }
-            | Self::StillMetered { .. }
-            | Self::Provisioned { .. }
-            | Self::ProvisionFailed { .. }
-            | Self::Cleaned { .. }
-            | Self::CleanupFailed { .. }
-            | Self::StillCounted { .. }
-            | Self::AdoptLogins { .. }
-            | Self::LoginsWritten { .. }
-            | Self::Reseal { .. }
-            | Self::Tick => Action::Advance,
-        }
-    }
-
-    fn creates(&self) -> bool {
-        matches!(self, Self::Request(_))
-    }
 }
 
 /// Why a command was refused.
@@ -396,10 +275,14 @@ impl Machine for Allocation {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
-            (None, Command::Request(request)) => Self::request(*request, ctx),
-            (Some(_), Command::Request(_)) => Err(Rejection::Exists),
+            (None, Command::Request(Request::Create(request))) => Self::create(*request, ctx),
             (None, _) => Err(Rejection::NotFound),
-            (Some(it), command) => it.advance(command, ctx),
+            (Some(it), Command::Request(request)) => it.execute(request, ctx),
+            (Some(it), Command::Fact(fact)) => Ok(it.apply(fact, ctx)),
+            (Some(it), Command::Maintenance(Maintenance::Reseal { scheduler_request_enc })) => {
+                Ok(it.resealed(scheduler_request_enc))
+            }
+            (Some(it), Command::Maintenance(Maintenance::Tick)) => Ok(it.tick(ctx)),
         }
     }
 

@@ -1,7 +1,7 @@
 //! A billing account: prepaid money, and the meters of what it is spent on (decisions 6; the design is in deploy/decisions/0022).
 //!
 //! It belongs to a user, or to the organization that the user's token names. The allocation's saga first asks it to hold the cost of a
-//! first window; after that it learns of the allocation by [`Command::Usage`] alone, which carries all that is known each time, so that it
+//! first window; after that it learns of the allocation by [`Fact::Usage`] alone, which carries all that is known each time, so that it
 //! may arrive late, twice and in any order. A meter counts from its allocation's start; what is due is the difference to what was charged
 //! before (`HourlyRate::over`), so that nothing is lost and nothing is charged twice, however long the windows are and however late they
 //! are processed.
@@ -13,18 +13,19 @@
 //! ```
 
 mod accrual;
+mod fact;
 mod meter;
 mod payments;
+mod request;
 #[cfg(test)]
 mod tests;
 
 use crate::audit::{AuditAction, AuditRecord};
-use crate::authz::Action;
 use crate::explanation::{Explanation, RejectionCode};
 use crate::history::{HistoryEntry, Invariant};
-use crate::id::{AllocationId, BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId};
+use crate::id::{AllocationId, BillingAccountId, EntityKind, EntityRef};
 use crate::ledger::PostingKind;
-use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR, HourlyRate, MicroAmount, Price};
 use crate::policy::PolicyKey;
 use crate::retry::RetryTimer;
@@ -36,8 +37,10 @@ use std::collections::BTreeMap;
 
 pub use crate::holder::Holder;
 pub use accrual::Window;
+pub use fact::Fact;
 pub use meter::{MeterRun, UsageMeter};
 pub use payments::{PostingRecord, PostingResult, RefundedCost};
+pub use request::Request;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BillingAccount {
@@ -78,103 +81,10 @@ pub struct Depletion {
     pub is_over: bool,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
-#[strum(serialize_all = "snake_case", const_into_str)]
-#[serde(tag = "command", rename_all = "snake_case")]
-pub enum Command {
-    Open {
-        holder: Holder,
-        currency: Currency,
-    },
-    /// Holds the cost of a first window of the allocation, if the account covers it.
-    Hold {
-        holder: Holder,
-        allocation_id: AllocationId,
-        user_id: String,
-        price: Price,
-        gpu_count: u32,
-    },
-    /// All that is known of the allocation's usage. With an end and without a start: it never starts.
-    Usage {
-        allocation_id: AllocationId,
-        from: Option<Timestamp>,
-        until: Option<Timestamp>,
-    },
-    /// An operator credits the account, or debits it with a negative amount.
-    Adjust {
-        amount_minor: i64,
-        currency: Currency,
-        reason: String,
-    },
-    /// A payment is credited. It opens the account, where there is none.
-    Deposit {
-        payment_id: PaymentId,
-        holder: Holder,
-        currency: Currency,
-        amount_minor: i64,
-    },
-    /// Debits a refund that the payer requests, if the account covers it; where it is not exact, a smaller amount is debited.
-    TakeRefund {
-        refund_id: RefundId,
-        payment_id: PaymentId,
-        amount_minor: i64,
-        is_exact: bool,
-    },
-    /// Credits a refund that the processor did not pay.
-    GiveBackRefund {
-        refund_id: RefundId,
-        payment_id: PaymentId,
-        amount_minor: i64,
-    },
-    /// Debits a part of a payment that was taken back at the processor.
-    Reverse {
-        reversal_id: String,
-        payment_id: PaymentId,
-        is_dispute: bool,
-        amount_minor: i64,
-    },
-    /// Credits it again after its undoing.
-    UndoReversal {
-        reversal_id: String,
-        payment_id: PaymentId,
-        is_dispute: bool,
-        amount_minor: i64,
-    },
-    /// An operator refunds an amount of an allocation's cost, or all that is left of it.
-    RefundAllocation {
-        refund_id: RefundId,
-        allocation_id: AllocationId,
-        /// Its cost by the ledger, where it is not metered any more.
-        cost: Option<MicroAmount>,
-        /// When it ended.
-        ended_at: Option<Timestamp>,
-        amount_minor: Option<i64>,
-        reason: String,
-    },
-    Tick,
-}
+/// The commands of a billing account.
+pub type Command = machine::AnyCommand<Request, Fact>;
 
-impl machine::Command for Command {
-    const TICK: Self = Self::Tick;
-
-    fn name(&self) -> &'static str {
-        self.into_str()
-    }
-
-    fn action(&self) -> Action {
-        match self {
-            Self::Open { .. } | Self::Adjust { .. } | Self::RefundAllocation { .. } => Action::AdjustBilling,
-            Self::Hold { .. }
-            | Self::Usage { .. }
-            | Self::Deposit { .. }
-            | Self::TakeRefund { .. }
-            | Self::GiveBackRefund { .. }
-            | Self::Reverse { .. }
-            | Self::UndoReversal { .. }
-            | Self::Tick => Action::Advance,
-        }
-    }
-}
+machine::impl_command_from!(Request, Fact);
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
@@ -270,67 +180,12 @@ impl Machine for BillingAccount {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
-            (None, Command::Open { holder, currency }) => {
-                let account = Self::opened(holder, currency, ctx);
-                let audit = account.audit(AuditAction::BillingOpen, json!({ "currency": account.currency.as_str() }));
-                Ok(AccountUpdate::of(&account).transition_with_account("opened by an operator", ctx).audit(audit))
-            }
-            // An allocation without a price needs no money, but it has a meter.
-            (None, Command::Hold { holder, allocation_id, user_id, price, gpu_count }) => {
-                let account = Self::opened(holder, price.currency.clone(), ctx);
-                account.hold(allocation_id, user_id, &price, gpu_count, ctx)
-            }
-            (None, Command::Deposit { payment_id, holder, currency, amount_minor }) => {
-                let account = Self::opened(holder, currency.clone(), ctx);
-                account.deposit(payment_id, &currency, amount_minor, ctx)
-            }
-            (None, Command::Usage { .. } | Command::Tick) => Ok(Transition::stay(Reply::Done)),
-            (
-                None,
-                Command::Adjust { .. }
-                | Command::TakeRefund { .. }
-                | Command::GiveBackRefund { .. }
-                | Command::Reverse { .. }
-                | Command::UndoReversal { .. }
-                | Command::RefundAllocation { .. },
-            ) => Err(Rejection::NotFound),
-            (Some(account), Command::Open { currency, .. }) => account.reopen(&currency),
-            (Some(account), Command::Hold { holder: _, allocation_id, user_id, price, gpu_count }) => {
-                account.hold(allocation_id, user_id, &price, gpu_count, ctx)
-            }
-            (Some(account), Command::Usage { allocation_id, from, until }) => {
-                Ok(account.usage(allocation_id, from, until, ctx))
-            }
-            (Some(account), Command::Adjust { amount_minor, currency, reason }) => {
-                account.adjust(amount_minor, &currency, reason, ctx)
-            }
-            (Some(account), Command::Deposit { payment_id, holder: _, currency, amount_minor }) => {
-                account.deposit(payment_id, &currency, amount_minor, ctx)
-            }
-            (Some(account), Command::TakeRefund { refund_id, payment_id, amount_minor, is_exact }) => {
-                account.take_refund(refund_id, payment_id, amount_minor, is_exact, ctx)
-            }
-            (Some(account), Command::GiveBackRefund { refund_id, payment_id, amount_minor }) => {
-                account.give_back_refund(refund_id, payment_id, amount_minor, ctx)
-            }
-            (Some(account), Command::Reverse { reversal_id, payment_id, is_dispute, amount_minor }) => {
-                account.reverse(reversal_id, payment_id, is_dispute, amount_minor, ctx)
-            }
-            (Some(account), Command::UndoReversal { reversal_id, payment_id, is_dispute, amount_minor }) => {
-                account.undo_reversal(reversal_id, payment_id, is_dispute, amount_minor, ctx)
-            }
-            (
-                Some(account),
-                Command::RefundAllocation { refund_id, allocation_id, cost, ended_at, amount_minor, reason },
-            ) => account.refund_allocation(
-                refund_id,
-                allocation_id,
-                AllocationCost { cost, ended_at },
-                amount_minor,
-                reason,
-                ctx,
-            ),
-            (Some(account), Command::Tick) => Ok(account.tick(ctx)),
+            (Some(account), Command::Request(request)) => account.execute(request, ctx),
+            (Some(account), Command::Fact(fact)) => account.apply(fact, ctx),
+            (Some(account), Command::Maintenance(TickOnly::Tick)) => Ok(account.tick(ctx)),
+            (None, Command::Request(request)) => Self::open_by_request(request, ctx),
+            (None, Command::Fact(fact)) => Self::open_by_fact(fact, ctx),
+            (None, Command::Maintenance(TickOnly::Tick)) => Ok(Transition::stay(Reply::Done)),
         }
     }
 

@@ -16,7 +16,7 @@ use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
 use crate::event::Event;
 use crate::id::{EntityKind, EntityRef, KeySetId};
-use crate::machine::{self, Deadline, Effect, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::machine::{self, Deadline, Effect, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use crate::policy::{self, Scopes};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -154,9 +154,16 @@ pub struct ChangeBasis {
     pub signatures: Vec<KeySetSignature>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+/// The commands of a key set.
+pub type Command = machine::AnyCommand<Request, Fact>;
+
+machine::impl_command_from!(Request, Fact);
+
+/// What operators ask of a key set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
-pub enum Command {
+pub enum Request {
     Rotate {
         change: KeySetChange,
         on: ChangeBasis,
@@ -168,15 +175,14 @@ pub enum Command {
         outgoing: Vec<String>,
         reason: String,
     },
-    /// No value is sealed under the key any more.
-    Emptied {
-        id: String,
-    },
-    Tick,
 }
 
-impl machine::Command for Command {
-    const TICK: Self = Self::Tick;
+impl machine::Request for Request {
+    fn action(&self) -> Action {
+        match self {
+            Self::Rotate { .. } | Self::Adopt { .. } => Action::RotateKeys,
+        }
+    }
 
     fn name(&self) -> &'static str {
         match self {
@@ -184,17 +190,17 @@ impl machine::Command for Command {
             Self::Rotate { change: KeySetChange::Activate { .. }, .. } => "activate",
             Self::Rotate { change: KeySetChange::Retire { .. }, .. } => "retire",
             Self::Adopt { .. } => "adopt",
-            Self::Emptied { .. } => "emptied",
-            Self::Tick => "tick",
         }
     }
+}
 
-    fn action(&self) -> Action {
-        match self {
-            Self::Rotate { .. } | Self::Adopt { .. } => Action::RotateKeys,
-            Self::Emptied { .. } | Self::Tick => Action::Advance,
-        }
-    }
+/// What the worker that reseals reports to a key set.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Fact {
+    /// No value is sealed under the key any more.
+    Emptied { id: String },
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -302,19 +308,19 @@ impl Machine for KeySet {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         match command {
-            Command::Rotate { change, on, reason } => {
+            Command::Request(Request::Rotate { change, on, reason }) => {
                 let founded = Self::founded(on.purpose, on.founding, on.founded_at);
                 state.unwrap_or(&founded).rotate(&change, on.version, on.signatures, &reason, ctx)
             }
-            Command::Adopt { id, outgoing, reason } => {
+            Command::Request(Request::Adopt { id, outgoing, reason }) => {
                 let empty = Self { purpose: KeySetPurpose::AtRest, version: 0, keys: Vec::new(), chain: Vec::new() };
                 state.unwrap_or(&empty).adopt(&id, &outgoing, &reason, ctx)
             }
-            Command::Emptied { id } => match state {
+            Command::Fact(Fact::Emptied { id }) => match state {
                 Some(set) if set.purpose == KeySetPurpose::AtRest => Ok(set.emptied(&id, ctx)),
                 Some(_) | None => Err(Rejection::OtherPurpose),
             },
-            Command::Tick => Ok(Transition::stay(Reply::Done)),
+            Command::Maintenance(TickOnly::Tick) => Ok(Transition::stay(Reply::Done)),
         }
     }
 

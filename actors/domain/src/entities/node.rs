@@ -16,6 +16,7 @@
 
 mod agent_contact;
 mod explanation;
+mod fact;
 mod gpu_claims;
 mod health;
 mod invariants;
@@ -24,6 +25,7 @@ mod onboarding;
 mod quarantine;
 mod recovery;
 pub mod report_reasons;
+mod request;
 mod ssh_access;
 mod state_reason;
 mod task_support;
@@ -34,27 +36,28 @@ mod terminal_tasks;
 mod tests;
 
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
-use crate::authz::Action;
 use crate::event::{Event, GpuDevice};
 use crate::hardware::Placement;
 use crate::history::{HistoryEntry, Invariant};
-use crate::id::{AllocationId, EntityKind, EntityRef, FindingId, NodeId, TaskId, TerminalSessionId, TokenId};
-use crate::machine::{self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
-use crate::metadata::{Metadata, MetadataPatch};
-use crate::recording::RecordingTerms;
-use crate::ssh_key::AuthorizedKey;
+use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TaskId};
+use crate::machine::{
+    self, AuditedRefusal, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext,
+};
+use crate::metadata::Metadata;
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
 
 pub use crate::hardware::PromisedHardware;
 pub use agent_contact::{AgentContact, NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory};
+pub use fact::Fact;
 pub use health::{ClearedFinding, FindingReport, MAX_STORED_FINDINGS, NodeFinding, ReportedFinding};
 pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials};
 pub use quarantine::{HoldAuthor, QuarantineHold};
 pub use recovery::{IdentityRecovery, Nonce, Reissue};
+pub use request::{CommandName, Request};
 pub use ssh_access::{HoldSshAccess, SshKeysTask};
 pub use state_reason::{StateCode, StateReason};
 pub use tasks::{NodeTask, NodeTaskPhase};
@@ -188,202 +191,10 @@ impl Phase {
     }
 }
 
-/// The commands of a node: requests of administrators, messages of its agent, and facts of the saga.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
-#[strum_discriminants(
-    name(CommandName),
-    doc = "The name of a command.",
-    derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
-    strum(serialize_all = "snake_case", const_into_str),
-    serde(rename_all = "snake_case")
-)]
-#[strum(serialize_all = "snake_case", const_into_str)]
-#[serde(tag = "command", rename_all = "snake_case")]
-pub enum Command {
-    // Requests of administrators.
-    Register {
-        registration: Box<Registration>,
-        probe: Option<ProbeOutcome>,
-    },
-    Revise {
-        host: Option<String>,
-        port: Option<u16>,
-        ssh_username: Option<String>,
-        /// The probe of the new address, where one was requested.
-        #[serde(default)]
-        probe: Option<ProbeOutcome>,
-        #[serde(default, skip_serializing_if = "MetadataPatch::is_empty")]
-        metadata: MetadataPatch,
-        if_version: Option<i64>,
-    },
-    IssueToken {
-        token_id: TokenId,
-        token_sha256: [u8; 32],
-        ttl_seconds: Option<u32>,
-    },
-    Reissue(Box<Reissue>),
-    Retire {
-        reason: String,
-        drain: bool,
-    },
-    Reactivate {
-        reason: String,
-    },
-    Remove {
-        reason: String,
-    },
-    Quarantine {
-        reason: String,
-    },
-    ReleaseQuarantine {
-        reason: String,
-    },
-    ClearFinding {
-        finding_id: FindingId,
-        reason: String,
-    },
-    OrderTask {
-        task_type: TaskType,
-        reason: String,
-    },
-    ResumeTask {
-        task_id: TaskId,
-        reason: String,
-    },
+/// The commands of a node.
+pub type Command = machine::AnyCommand<Request, Fact>;
 
-    // Messages of the agent.
-    Enroll(Box<Enrollment>),
-    Recover(Box<IdentityRecovery>),
-    Renew {
-        serial: String,
-        issued: CertificateRecord,
-    },
-    /// The agent polls for tasks.
-    Poll {
-        serial: String,
-    },
-    Heartbeat {
-        serial: String,
-        seen: Box<AgentContact>,
-        inventory: Box<ReportedInventory>,
-        health: Box<NodeHealth>,
-    },
-    Report {
-        serial: String,
-        task_id: TaskId,
-        attempt: u32,
-        verdict: TaskOutcome,
-        /// The output of a task of the node itself, for the administrator who ordered it.
-        #[serde(default)]
-        output: Option<Value>,
-    },
-    /// The agent authenticates for its side of a terminal connection.
-    Identify {
-        serial: String,
-    },
-    /// A machine without a certificate authenticates for its package. The token is not consumed.
-    PresentToken {
-        token_sha256: [u8; 32],
-    },
-
-    // Facts of the saga.
-    Reserve {
-        allocation_id: AllocationId,
-        gpu_count: u32,
-        keys: Vec<AuthorizedKey>,
-        /// The revision of these keys.
-        #[serde(default)]
-        revision: u64,
-    },
-    /// The SSH keys of an allocation on this node, from this revision on.
-    ReconcileLogins {
-        allocation_id: AllocationId,
-        revision: u64,
-        keys: Vec<AuthorizedKey>,
-    },
-    Unreserve {
-        allocation_id: AllocationId,
-    },
-    Provision {
-        allocation_id: AllocationId,
-        deadline_at: Timestamp,
-    },
-    Clean {
-        allocation_id: AllocationId,
-        attempt: u32,
-        deadline_at: Timestamp,
-    },
-    MarkReleaseFailed {
-        allocation_id: AllocationId,
-        attempt: u32,
-    },
-    Fence {
-        allocation_id: AllocationId,
-        attempt: u32,
-    },
-    Abandon {
-        allocation_id: AllocationId,
-    },
-    /// A terminal session was opened.
-    OpenTerminal {
-        session_id: TerminalSessionId,
-        allocation_id: AllocationId,
-        ends_at: Timestamp,
-        begin_until: Timestamp,
-        #[serde(default)]
-        recording: RecordingTerms,
-    },
-    /// A terminal session was closed.
-    ForgetTerminal {
-        session_id: TerminalSessionId,
-        allocation_id: AllocationId,
-    },
-    Tick,
-}
-
-impl machine::Command for Command {
-    const TICK: Self = Self::Tick;
-
-    fn name(&self) -> &'static str {
-        self.into_str()
-    }
-
-    fn action(&self) -> Action {
-        match self {
-            Self::Register { .. }
-            | Self::Revise { .. }
-            | Self::IssueToken { .. }
-            | Self::Reissue(_)
-            | Self::Retire { .. }
-            | Self::Reactivate { .. }
-            | Self::Remove { .. }
-            | Self::Quarantine { .. }
-            | Self::ReleaseQuarantine { .. }
-            | Self::ClearFinding { .. }
-            | Self::OrderTask { .. }
-            | Self::ResumeTask { .. } => Action::ManageNodes,
-            Self::Enroll(_)
-            | Self::Recover(_)
-            | Self::Renew { .. }
-            | Self::Poll { .. }
-            | Self::Heartbeat { .. }
-            | Self::Report { .. }
-            | Self::Identify { .. }
-            | Self::PresentToken { .. } => Action::SpeakForNode,
-            Self::Reserve { .. }
-            | Self::ReconcileLogins { .. }
-            | Self::Unreserve { .. }
-            | Self::Provision { .. }
-            | Self::Clean { .. }
-            | Self::MarkReleaseFailed { .. }
-            | Self::Fence { .. }
-            | Self::Abandon { .. }
-            | Self::OpenTerminal { .. }
-            | Self::ForgetTerminal { .. }
-            | Self::Tick => Action::Advance,
-        }
-    }
-}
+machine::impl_command_from!(Request, Fact);
 
 /// The reply to a command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -525,8 +336,9 @@ impl Machine for Node {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
-            (None, Command::Register { registration, probe }) => Self::register(*registration, probe, ctx),
-            (Some(_), Command::Register { .. }) => Err(Rejection::Exists),
+            (None, Command::Request(Request::Register { registration, probe })) => {
+                Self::register(*registration, probe, ctx)
+            }
             (None, _) => Err(Rejection::NotFound),
             (Some(node), command) => Ok(node.advance(command, ctx)?.with_claims()),
         }
@@ -551,8 +363,10 @@ impl Machine for Node {
         rejection: &Rejection,
         ctx: &TransitionContext<'_>,
     ) -> Option<AuditedRefusal<Self>> {
-        let (Command::Enroll(_) | Command::Recover(_), Rejection::TokenRefused { .. } | Rejection::Removed) =
-            (command, rejection)
+        let (
+            Command::Request(Request::Enroll(_) | Request::Recover(_)),
+            Rejection::TokenRefused { .. } | Rejection::Removed,
+        ) = (command, rejection)
         else {
             return None;
         };
@@ -645,65 +459,9 @@ impl Machine for Node {
 impl Node {
     fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match command {
-            Command::Register { .. } => Err(Rejection::Exists),
-            Command::Revise { host, port, ssh_username, probe, metadata, if_version } => {
-                self.revise((host, port, ssh_username), probe, metadata, if_version, ctx)
-            }
-            Command::IssueToken { token_id, token_sha256, ttl_seconds } => {
-                self.issue_token(token_id, token_sha256, ttl_seconds, ctx)
-            }
-            Command::Reissue(asked) => self.reissue(*asked, ctx),
-            Command::Retire { reason, drain } => self.retire(&reason, drain, ctx),
-            Command::Reactivate { reason } => self.reactivate(&reason, ctx),
-            Command::Remove { reason } => self.remove(&reason, ctx),
-            Command::Quarantine { reason } => self.quarantine(&reason, ctx),
-            Command::ReleaseQuarantine { reason } => self.release_quarantine(&reason, ctx),
-            Command::ClearFinding { finding_id, reason } => self.clear_finding(finding_id, &reason, ctx),
-            Command::OrderTask { task_type, reason } => self.order_task(task_type, &reason, ctx),
-            Command::ResumeTask { task_id, reason } => self.resume_task(task_id, &reason, ctx),
-            Command::Enroll(enrollment) => self.enroll(*enrollment, ctx),
-            Command::Recover(recovery) => self.recover(*recovery, ctx),
-            Command::Renew { serial, issued } => self.renew(&serial, issued, ctx),
-            Command::Poll { serial } => self.poll(&serial, ctx),
-            Command::Heartbeat { serial, seen, inventory, health } => {
-                self.heartbeat(&serial, *seen, *inventory, *health, ctx)
-            }
-            Command::Report { serial, task_id, attempt, verdict, output } => {
-                let mut step = self.report(&serial, (task_id, attempt), verdict, output, ctx)?;
-                step.why = report_reasons::why(task_id, &step.why);
-                Ok(step)
-            }
-            Command::Identify { serial } => {
-                self.check_certificate(&serial, ctx)?;
-                Ok(Transition::stay(Reply::Done))
-            }
-            Command::PresentToken { token_sha256 } => {
-                self.check_token(&token_sha256, ctx)?;
-                Ok(Transition::stay(Reply::Done))
-            }
-            Command::Reserve { allocation_id, gpu_count, keys, revision } => {
-                self.reserve(allocation_id, gpu_count, keys, revision, ctx)
-            }
-            Command::ReconcileLogins { allocation_id, revision, keys } => {
-                Ok(self.reconcile_logins(allocation_id, revision, keys, ctx))
-            }
-            Command::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
-            Command::Provision { allocation_id, deadline_at } => Ok(self.provision(allocation_id, deadline_at, ctx)),
-            Command::Clean { allocation_id, attempt, deadline_at } => {
-                Ok(self.clean(allocation_id, attempt, deadline_at, ctx))
-            }
-            Command::MarkReleaseFailed { allocation_id, attempt } => {
-                Ok(self.mark_release_failed(allocation_id, attempt, ctx))
-            }
-            Command::Fence { allocation_id, attempt } => Ok(self.fence(allocation_id, attempt, ctx)),
-            Command::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
-            Command::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording } => {
-                Ok(self.open_terminal(session_id, allocation_id, ends_at, begin_until, recording, ctx))
-            }
-            Command::ForgetTerminal { session_id, allocation_id } => {
-                Ok(self.forget_terminal(session_id, allocation_id))
-            }
-            Command::Tick => {
+            Command::Request(request) => self.execute(request, ctx),
+            Command::Fact(fact) => self.apply(fact, ctx),
+            Command::Maintenance(TickOnly::Tick) => {
                 let step = self.expire_stale_tasks(self.confirm_holds(self.tick(ctx), ctx), ctx);
                 Ok(self.retry_stale_ssh_keys(step, ctx))
             }

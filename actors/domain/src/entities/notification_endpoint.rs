@@ -10,15 +10,19 @@
 //! failure, so that a failing receiver gets one request per pause and not one per message. A message that was tried too often, or for too
 //! long, or that finds the queue full, is a dead letter, which its owner or an operator resends or dismisses.
 
+mod fact;
 mod queue;
+mod request;
 
 #[cfg(test)]
 mod tests;
 
+pub use fact::{DeliveryFailure, Fact};
 pub use queue::{BODY_MOST, DeliveryAttempt, DeliveryQueue, QueueEntry, QueuedNotification};
+pub use request::Request;
 
 use crate::audit::{AuditAction, AuditRecord};
-use crate::authz::{Action, CallerIdentity, Principal};
+use crate::authz::{CallerIdentity, Principal};
 use crate::explanation::Explanation;
 use crate::holder::Holder;
 use crate::id::{EntityKind, EntityRef, NotificationEndpointId};
@@ -129,56 +133,16 @@ pub struct EndpointChange {
     pub is_enabled: Option<bool>,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
-#[strum(serialize_all = "snake_case", const_into_str)]
+/// The commands of a notification endpoint.
+pub type Command = machine::AnyCommand<Request, Fact, Maintenance>;
+
+machine::impl_command_from!(Request, Fact, Maintenance);
+
+/// What the service does to a notification endpoint by itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
-pub enum Command {
-    Create {
-        holder: Holder,
-        target: Target,
-        secret_enc: Option<String>,
-        events: Option<BTreeSet<String>>,
-        place: u16,
-    },
-    /// The identity provider has verified this address of the user.
-    Introduce {
-        user_id: String,
-        address: String,
-    },
-    Change {
-        change: EndpointChange,
-    },
-    RotateSecret {
-        secret_enc: String,
-    },
-    Delete,
-    /// A message for the endpoint.
-    Enqueue {
-        message: QueuedNotification,
-    },
-    /// A test by its owner.
-    Test {
-        body: String,
-    },
-    /// The receiver has accepted the message.
-    Delivered {
-        message_id: Uuid,
-    },
-    /// An attempt failed.
-    Failed {
-        message_id: Uuid,
-        failure: DeliveryFailure,
-    },
-    /// Resends dead letters: one, or all.
-    Resend {
-        message_id: Option<Uuid>,
-        reason: Option<String>,
-    },
-    /// Dismisses dead letters: one, or all.
-    Dismiss {
-        message_id: Option<Uuid>,
-        reason: Option<String>,
-    },
+pub enum Maintenance {
     /// The same secret, or the former one, sealed under another key of the key ring.
     Reseal {
         secret_enc: String,
@@ -187,46 +151,8 @@ pub enum Command {
     Tick,
 }
 
-/// Why an attempt failed.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DeliveryFailure {
-    pub why: String,
-    /// Another attempt at this message would fail, too.
-    pub is_final: bool,
-    /// The receiver answers that it is gone.
-    pub is_gone: bool,
-    /// The pause that the receiver asks for.
-    pub retry_after_seconds: Option<u32>,
-}
-
-impl machine::Command for Command {
+impl machine::Maintenance for Maintenance {
     const TICK: Self = Self::Tick;
-
-    fn name(&self) -> &'static str {
-        self.into_str()
-    }
-
-    fn action(&self) -> Action {
-        match self {
-            Self::Create { .. }
-            | Self::Change { .. }
-            | Self::RotateSecret { .. }
-            | Self::Delete
-            | Self::Test { .. }
-            | Self::Resend { .. }
-            | Self::Dismiss { .. } => Action::KeepNotificationEndpoints,
-            Self::Introduce { .. }
-            | Self::Enqueue { .. }
-            | Self::Delivered { .. }
-            | Self::Failed { .. }
-            | Self::Reseal { .. }
-            | Self::Tick => Action::Advance,
-        }
-    }
-
-    fn creates(&self) -> bool {
-        matches!(self, Self::Create { .. })
-    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -299,43 +225,17 @@ impl Machine for NotificationEndpoint {
         command: Command,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        let Some(endpoint) = state else { return Self::begin(command, ctx) };
-        if let Command::Introduce { address, .. } = command {
-            return Ok(endpoint.address_changed(address));
-        }
-        if matches!(endpoint.phase, Phase::Deleted { .. }) {
-            return match command {
-                Command::Create { .. } => Err(Rejection::Exists),
-                Command::Change { .. }
-                | Command::RotateSecret { .. }
-                | Command::Delete
-                | Command::Test { .. }
-                | Command::Resend { .. }
-                | Command::Dismiss { .. } => Err(Rejection::NotFound),
-                Command::Introduce { .. }
-                | Command::Enqueue { .. }
-                | Command::Delivered { .. }
-                | Command::Failed { .. }
-                | Command::Reseal { .. }
-                | Command::Tick => Ok(Transition::stay(Reply::Done)),
-            };
-        }
-        if is_user_command(&command) && !endpoint.is_for(ctx.by) {
-            return Err(Rejection::NotFound);
-        }
-        match command {
-            Command::Create { .. } => Err(Rejection::Exists),
-            Command::Introduce { .. } | Command::Tick => Ok(Transition::stay(Reply::Done)),
-            Command::Change { change } => endpoint.changed(change, ctx),
-            Command::RotateSecret { secret_enc } => endpoint.secret_rotated(secret_enc, ctx),
-            Command::Delete => Ok(endpoint.deleted(ctx)),
-            Command::Enqueue { message } => Ok(endpoint.enqueued(message, ctx)),
-            Command::Test { body } => endpoint.tested(body, ctx),
-            Command::Delivered { message_id } => Ok(endpoint.delivered(message_id, ctx)),
-            Command::Failed { message_id, failure } => Ok(endpoint.failed(message_id, failure, ctx)),
-            Command::Resend { message_id, reason } => endpoint.resent(message_id, reason.as_deref(), ctx),
-            Command::Dismiss { message_id, reason } => endpoint.dismissed(message_id, reason.as_deref(), ctx),
-            Command::Reseal { secret_enc, is_former } => Ok(endpoint.resealed(secret_enc, is_former)),
+        match (state, command) {
+            (Some(endpoint), Command::Request(request)) => endpoint.execute(request, ctx),
+            (Some(endpoint), Command::Fact(fact)) => Ok(endpoint.apply(fact, ctx)),
+            (Some(endpoint), Command::Maintenance(Maintenance::Reseal { secret_enc, is_former }))
+                if endpoint.exists() =>
+            {
+                Ok(endpoint.resealed(secret_enc, is_former))
+            }
+            (None, Command::Request(request)) => Self::begin(request, ctx),
+            (None, Command::Fact(Fact::Introduce { user_id, address })) => Ok(Self::introduced(user_id, address, ctx)),
+            (None, Command::Fact(_)) | (_, Command::Maintenance(_)) => Ok(Transition::stay(Reply::Done)),
         }
     }
 
@@ -384,10 +284,6 @@ fn truncated(why: &str) -> String {
     why.chars().map(|it| if it.is_control() { ' ' } else { it }).take(MAX_REASON_CHARS).collect()
 }
 
-fn is_user_command(command: &Command) -> bool {
-    machine::Command::action(command) == Action::KeepNotificationEndpoints
-}
-
 impl NotificationEndpoint {
     /// True where `who` may see and change it: the user, a user whose token names the organization, or an administrator.
     #[must_use]
@@ -430,9 +326,9 @@ impl NotificationEndpoint {
         self.holder.scopes()
     }
 
-    fn begin(command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match command {
-            Command::Create { holder, target, secret_enc, events, place } => {
+    fn begin(request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match request {
+            Request::Create { holder, target, secret_enc, events, place } => {
                 let limit = ctx.policy.int(PolicyKey::NotificationEndpoints, &holder.scopes(), ctx.now);
                 if i64::from(place) >= limit {
                     return Err(Rejection::TooMany { limit });
@@ -445,24 +341,20 @@ impl NotificationEndpoint {
                 let audit = endpoint.audit(AuditAction::NotificationEndpointsCreate, &json!({}));
                 Ok(Transition::to(endpoint.clone(), endpoint.shown(), "its owner made it").audit(audit))
             }
-            Command::Introduce { user_id, address } => {
-                let events = DEFAULT_EMAIL_EVENTS.iter().map(|event| (*event).to_owned()).collect();
-                let (holder, target) = (Holder::User(user_id), Target::Email { address });
-                let endpoint = Self::new(holder, target, None, Some(events), None, ctx);
-                Ok(Transition::to(endpoint, Reply::Done, "the identity provider has verified the address"))
-            }
-            Command::Change { .. }
-            | Command::RotateSecret { .. }
-            | Command::Delete
-            | Command::Test { .. }
-            | Command::Resend { .. }
-            | Command::Dismiss { .. } => Err(Rejection::NotFound),
-            Command::Enqueue { .. }
-            | Command::Delivered { .. }
-            | Command::Failed { .. }
-            | Command::Reseal { .. }
-            | Command::Tick => Ok(Transition::stay(Reply::Done)),
+            Request::Change { .. }
+            | Request::RotateSecret { .. }
+            | Request::Delete
+            | Request::Test { .. }
+            | Request::Resend { .. }
+            | Request::Dismiss { .. } => Err(Rejection::NotFound),
         }
+    }
+
+    fn introduced(user_id: String, address: String, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let events = DEFAULT_EMAIL_EVENTS.iter().map(|event| (*event).to_owned()).collect();
+        let (holder, target) = (Holder::User(user_id), Target::Email { address });
+        let endpoint = Self::new(holder, target, None, Some(events), None, ctx);
+        Transition::to(endpoint, Reply::Done, "the identity provider has verified the address")
     }
 
     fn new(

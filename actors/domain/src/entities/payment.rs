@@ -11,19 +11,21 @@
 //! depend on the order. What is still owed, to the account or the processor, is derived from the whole state (`processor_calls.rs`) and
 //! resent until it is answered.
 
+mod fact;
 mod processor_calls;
 mod refund;
+mod request;
 mod reversal;
 #[cfg(test)]
 mod tests;
 
 use crate::audit::{AuditAction, AuditRecord};
-use crate::authz::{Action, Principal};
+use crate::authz::Principal;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
 use crate::holder::Holder;
 use crate::id::{BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId};
-use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR};
 use crate::policy::{PolicyKey, Scopes};
 use crate::retry::RetryTimer;
@@ -32,8 +34,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
 
+pub use fact::Fact;
 pub use processor_calls::ProcessorCall;
 pub use refund::{ProcessorRefund, Refund, RefundDebit, RefundStatus};
+pub use request::Request;
 pub use reversal::{Reversal, ReversalOrigin};
 
 /// The time to pay. After that the payment is canceled at the processor.
@@ -141,118 +145,10 @@ pub enum ReversalStep {
     DisputeWon,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
-#[strum(serialize_all = "snake_case", const_into_str)]
-#[serde(tag = "command", rename_all = "snake_case")]
-pub enum Command {
-    Create {
-        account_id: BillingAccountId,
-        holder: Holder,
-        payer: String,
-        amount_minor: i64,
-        currency: Currency,
-        success_url: String,
-        cancel_url: String,
-    },
-    /// The processor has an object for it.
-    Opened {
-        processor_id: String,
-    },
-    /// The processor has no object for it: the payment expires where it may not be opened any more.
-    Lapse {
-        why: String,
-    },
-    /// It was paid in full, under the processor's id for the payment itself.
-    Paid {
-        processor_id: String,
-        amount_minor: i64,
-        currency: Currency,
-        charge_id: Option<String>,
-    },
-    NotPaid {
-        processor_id: String,
-        outcome: PaymentFailure,
-        why: String,
-    },
-    /// The account was credited.
-    Deposited,
-    /// The account cannot be credited.
-    DepositRefused {
-        why: String,
-    },
-    /// The payer requests a refund of an amount, or of all that is left.
-    Refund {
-        refund_id: RefundId,
-        amount_minor: Option<i64>,
-        reason: String,
-    },
-    /// The amount that was debited from the account for it.
-    RefundTaken {
-        refund_id: RefundId,
-        amount_minor: i64,
-    },
-    /// The account does not cover it.
-    RefundRefused {
-        refund_id: RefundId,
-        why: String,
-    },
-    /// The refund's state at the processor.
-    RefundAt {
-        refund_id: RefundId,
-        processor_refund_id: String,
-        status: RefundStatus,
-        amount_minor: i64,
-    },
-    /// A refund that the processor did not pay is credited again.
-    GivenBack {
-        refund_id: RefundId,
-    },
-    /// A reversal at the processor. Its opening and its undoing have one id.
-    Reversed {
-        reversal_id: String,
-        what: ReversalStep,
-        amount_minor: i64,
-        currency: Currency,
-    },
-    /// The account has posted the reversal, or its undoing.
-    ReversalPosted {
-        reversal_id: String,
-        is_undone: bool,
-    },
-    Tick,
-}
+/// The commands of a payment.
+pub type Command = machine::AnyCommand<Request, Fact>;
 
-impl machine::Command for Command {
-    const TICK: Self = Self::Tick;
-
-    fn name(&self) -> &'static str {
-        self.into_str()
-    }
-
-    fn action(&self) -> Action {
-        match self {
-            Self::Create { .. } => Action::Pay,
-            Self::Refund { .. } => Action::AskMoneyBack,
-            Self::Opened { .. }
-            | Self::Lapse { .. }
-            | Self::Paid { .. }
-            | Self::NotPaid { .. }
-            | Self::Deposited
-            | Self::DepositRefused { .. }
-            | Self::RefundTaken { .. }
-            | Self::RefundRefused { .. }
-            | Self::RefundAt { .. }
-            | Self::GivenBack { .. }
-            | Self::Reversed { .. }
-            | Self::ReversalPosted { .. }
-            | Self::Tick => Action::Advance,
-        }
-    }
-
-    fn creates(&self) -> bool {
-        matches!(self, Self::Create { .. })
-    }
-}
+machine::impl_command_from!(Request, Fact);
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
@@ -352,31 +248,13 @@ impl Machine for Payment {
         command: Command,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        let Some(payment) = state else { return Self::begin(command, ctx) };
-        match command {
-            Command::Create { .. } => Err(Rejection::Exists),
-            Command::Opened { processor_id } => payment.opened(processor_id, ctx),
-            Command::Lapse { why } => Ok(payment.lapse(why, ctx)),
-            Command::Paid { processor_id, amount_minor, currency, charge_id } => {
-                payment.paid(processor_id, amount_minor, &currency, charge_id, ctx)
-            }
-            Command::NotPaid { processor_id, outcome, why } => Ok(payment.not_paid(&processor_id, outcome, why, ctx)),
-            Command::Deposited => Ok(payment.deposited(ctx)),
-            Command::DepositRefused { why } => Ok(payment.deposit_refused(why, ctx)),
-            Command::Refund { refund_id, amount_minor, reason } => payment.refund(refund_id, amount_minor, reason, ctx),
-            Command::RefundTaken { refund_id, amount_minor } => payment.refund_taken(refund_id, amount_minor, ctx),
-            Command::RefundRefused { refund_id, why } => payment.refund_refused(refund_id, why, ctx),
-            Command::RefundAt { refund_id, processor_refund_id, status, amount_minor } => {
-                payment.refund_at(refund_id, processor_refund_id, status, amount_minor, ctx)
-            }
-            Command::GivenBack { refund_id } => payment.given_back(refund_id, ctx),
-            Command::Reversed { reversal_id, what, amount_minor, currency } => {
-                payment.reversed(reversal_id, what, amount_minor, &currency, ctx)
-            }
-            Command::ReversalPosted { reversal_id, is_undone } => {
-                Ok(payment.reversal_posted(&reversal_id, is_undone, ctx))
-            }
-            Command::Tick => Ok(payment.tick(ctx)),
+        match (state, command) {
+            (Some(payment), Command::Request(request)) => payment.execute(request, ctx),
+            (Some(payment), Command::Fact(fact)) => payment.apply(fact, ctx),
+            (Some(payment), Command::Maintenance(TickOnly::Tick)) => Ok(payment.tick(ctx)),
+            (None, Command::Request(request)) => Self::begin(request, ctx),
+            (None, Command::Fact(_)) => Err(Rejection::NotFound),
+            (None, Command::Maintenance(TickOnly::Tick)) => Ok(Transition::stay(Reply::Done)),
         }
     }
 
@@ -427,9 +305,9 @@ impl Machine for Payment {
 }
 
 impl Payment {
-    fn begin(command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match command {
-            Command::Create { account_id, holder, payer, amount_minor, currency, success_url, cancel_url } => {
+    fn begin(request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match request {
+            Request::Create { account_id, holder, payer, amount_minor, currency, success_url, cancel_url } => {
                 let payment = Self {
                     id: PaymentId(ctx.id),
                     holder,
@@ -449,20 +327,7 @@ impl Payment {
                 };
                 payment.create(account_id, ctx)
             }
-            Command::Tick => Ok(Transition::stay(Reply::Done)),
-            Command::Opened { .. }
-            | Command::Lapse { .. }
-            | Command::Paid { .. }
-            | Command::NotPaid { .. }
-            | Command::Deposited
-            | Command::DepositRefused { .. }
-            | Command::Refund { .. }
-            | Command::RefundTaken { .. }
-            | Command::RefundRefused { .. }
-            | Command::RefundAt { .. }
-            | Command::GivenBack { .. }
-            | Command::Reversed { .. }
-            | Command::ReversalPosted { .. } => Err(Rejection::NotFound),
+            Request::Refund { .. } => Err(Rejection::NotFound),
         }
     }
 

@@ -111,10 +111,35 @@ impl ProcessingOutcome {
     }
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
-#[strum(serialize_all = "snake_case", const_into_str)]
+/// The commands of a processor event.
+pub type Command = machine::AnyCommand<Request, Fact, Maintenance>;
+
+machine::impl_command_from!(Request, Fact, Maintenance);
+
+/// What operators ask of a processor event.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
-pub enum Command {
+pub enum Request {
+    /// An operator retries it.
+    Retry { reason: String },
+    /// An operator dismisses it.
+    Dismiss { reason: String },
+}
+
+impl machine::Request for Request {
+    fn action(&self) -> Action {
+        match self {
+            Self::Retry { .. } | Self::Dismiss { .. } => Action::SettleProcessorEvents,
+        }
+    }
+}
+
+/// What the webhook and the payments worker report to a processor event.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Fact {
     /// It was received, with a valid signature.
     Receive {
         event_id: String,
@@ -128,21 +153,16 @@ pub enum Command {
         nothing_follows: bool,
     },
     /// It was processed, or it concerns no payment.
-    Processed {
-        outcome: ProcessingOutcome,
-    },
+    Processed { outcome: ProcessingOutcome },
     /// Processing failed.
-    Failed {
-        why: String,
-    },
-    /// An operator retries it.
-    Retry {
-        reason: String,
-    },
-    /// An operator dismisses it.
-    Dismiss {
-        reason: String,
-    },
+    Failed { why: String },
+}
+
+/// What the service does to a processor event by itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Maintenance {
     /// The same body, sealed under another key of the key ring.
     Reseal {
         body_enc: String,
@@ -150,21 +170,8 @@ pub enum Command {
     Tick,
 }
 
-impl machine::Command for Command {
+impl machine::Maintenance for Maintenance {
     const TICK: Self = Self::Tick;
-
-    fn name(&self) -> &'static str {
-        self.into_str()
-    }
-
-    fn action(&self) -> Action {
-        match self {
-            Self::Retry { .. } | Self::Dismiss { .. } => Action::SettleProcessorEvents,
-            Self::Receive { .. } | Self::Processed { .. } | Self::Failed { .. } | Self::Reseal { .. } | Self::Tick => {
-                Action::Advance
-            }
-        }
-    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -221,18 +228,14 @@ impl Machine for ProcessorEvent {
         command: Command,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        let Some(event) = state else { return Self::begin(command, ctx) };
-        match command {
-            Command::Receive { digest, .. } if digest == event.digest => {
-                Ok(Transition::stay(Reply::Kept { is_new: false }))
-            }
-            Command::Receive { .. } => Err(Rejection::Differs),
-            Command::Processed { outcome } => Ok(event.processed(outcome, ctx)),
-            Command::Failed { why } => Ok(event.failed(&why, ctx)),
-            Command::Retry { reason } => event.retry(&reason, ctx),
-            Command::Dismiss { reason } => event.dismiss(reason, ctx),
-            Command::Reseal { body_enc } => Ok(event.resealed(body_enc)),
-            Command::Tick => Ok(event.tick(ctx)),
+        match (state, command) {
+            (Some(event), Command::Request(request)) => event.execute(request, ctx),
+            (Some(event), Command::Fact(fact)) => event.apply(fact, ctx),
+            (Some(event), Command::Maintenance(Maintenance::Reseal { body_enc })) => Ok(event.resealed(body_enc)),
+            (Some(event), Command::Maintenance(Maintenance::Tick)) => Ok(event.tick(ctx)),
+            (None, Command::Fact(fact)) => Self::begin(fact, ctx),
+            (None, Command::Maintenance(Maintenance::Tick)) => Ok(Transition::stay(Reply::Done)),
+            (None, Command::Request(_) | Command::Maintenance(Maintenance::Reseal { .. })) => Err(Rejection::NotFound),
         }
     }
 
@@ -273,9 +276,9 @@ impl Machine for ProcessorEvent {
 }
 
 impl ProcessorEvent {
-    fn begin(command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match command {
-            Command::Receive { event_id, event_type, object_id, occurred_at, digest, body_enc, nothing_follows } => {
+    fn begin(fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match fact {
+            Fact::Receive { event_id, event_type, object_id, occurred_at, digest, body_enc, nothing_follows } => {
                 let phase = match nothing_follows {
                     true => Phase::Processed { at: ctx.now, outcome: ProcessingOutcome::NothingToDo },
                     false => Phase::Received { again: RetryTimer::first(ctx.now) },
@@ -297,12 +300,25 @@ impl ProcessorEvent {
                 let step = Transition::to(event, Reply::Kept { is_new: true }, "the payment processor said it");
                 Ok(due.into_iter().fold(step, Transition::event))
             }
-            Command::Tick => Ok(Transition::stay(Reply::Done)),
-            Command::Processed { .. }
-            | Command::Failed { .. }
-            | Command::Retry { .. }
-            | Command::Dismiss { .. }
-            | Command::Reseal { .. } => Err(Rejection::NotFound),
+            Fact::Processed { .. } | Fact::Failed { .. } => Err(Rejection::NotFound),
+        }
+    }
+
+    fn execute(&self, request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match request {
+            Request::Retry { reason } => self.retry(&reason, ctx),
+            Request::Dismiss { reason } => self.dismiss(reason, ctx),
+        }
+    }
+
+    fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match fact {
+            Fact::Receive { digest, .. } if digest == self.digest => {
+                Ok(Transition::stay(Reply::Kept { is_new: false }))
+            }
+            Fact::Receive { .. } => Err(Rejection::Differs),
+            Fact::Processed { outcome } => Ok(self.processed(outcome, ctx)),
+            Fact::Failed { why } => Ok(self.failed(&why, ctx)),
         }
     }
 

@@ -13,7 +13,7 @@ use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::id::{AllocationId, EntityKind, EntityRef, ServiceAccountId, SshKeyId, TerminalSessionId};
 use crate::machine::{
-    self, AuditedRefusal, Command as _, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
+    self, AuditedRefusal, IndexKeys, Machine, Request as _, TickOnly, Timestamp, Transition, TransitionContext,
 };
 use crate::policy::{PolicyKey, Scopes};
 use crate::retry::RetryTimer;
@@ -45,17 +45,33 @@ pub struct Tenant {
     pub refusals: RefusalAudit,
 }
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::EnumDiscriminants)]
+/// The commands of a tenant.
+pub type Command = machine::AnyCommand<Request, Fact>;
+
+machine::impl_command_from!(Request, Fact);
+
+/// What users ask of their tenant.
+#[derive(
+    Clone,
+    Debug,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    strum::IntoStaticStr,
+    strum::VariantNames,
+    strum::EnumDiscriminants,
+)]
 #[strum_discriminants(
     name(CommandName),
-    doc = "The name of a command.",
+    doc = "The name of a request.",
     derive(Serialize, Deserialize, strum::Display, strum::IntoStaticStr),
     strum(serialize_all = "snake_case", const_into_str),
     serde(rename_all = "snake_case")
 )]
-#[strum(serialize_all = "snake_case", const_into_str)]
+#[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
-pub enum Command {
+pub enum Request {
     AddKey {
         user_id: String,
         name: String,
@@ -73,18 +89,6 @@ pub enum Command {
     },
     MakeDefault {
         key: SshKeyId,
-    },
-    /// Counts an allocation, if the quota admits it.
-    Admit {
-        user_id: String,
-        allocation_id: AllocationId,
-        scopes: QuotaScopes,
-        /// The revision of the keys that the allocation knows.
-        #[serde(default)]
-        logins_revision: u64,
-    },
-    Forget {
-        allocation_id: AllocationId,
     },
     /// Reserves a slot for a service account that is being created, if the limit admits one more beside the existing ones.
     ExpectAccount {
@@ -105,7 +109,37 @@ pub enum Command {
         over: BTreeSet<TerminalSessionId>,
         scopes: QuotaScopes,
     },
-    Tick,
+}
+
+impl machine::Request for Request {
+    fn action(&self) -> Action {
+        match self {
+            Self::AddKey { .. } | Self::RefuseKey { .. } | Self::DeleteKey { .. } | Self::MakeDefault { .. } => {
+                Action::KeepKeys
+            }
+            Self::ExpectAccount { .. } => Action::KeepServiceAccounts,
+            Self::ExpectTerminal { .. } => Action::OpenTerminals,
+        }
+    }
+}
+
+/// What the sagas of allocations report to a tenant.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Fact {
+    /// Counts an allocation, if the quota admits it.
+    Admit {
+        user_id: String,
+        allocation_id: AllocationId,
+        scopes: QuotaScopes,
+        /// The revision of the keys that the allocation knows.
+        #[serde(default)]
+        logins_revision: u64,
+    },
+    Forget {
+        allocation_id: AllocationId,
+    },
 }
 
 /// The scopes in which the quota is resolved: those of the request.
@@ -114,25 +148,6 @@ pub struct QuotaScopes {
     pub org_id: Option<String>,
     pub project_id: Option<String>,
     pub plan: Option<String>,
-}
-
-impl machine::Command for Command {
-    const TICK: Self = Self::Tick;
-
-    fn name(&self) -> &'static str {
-        self.into_str()
-    }
-
-    fn action(&self) -> Action {
-        match self {
-            Self::AddKey { .. } | Self::RefuseKey { .. } | Self::DeleteKey { .. } | Self::MakeDefault { .. } => {
-                Action::KeepKeys
-            }
-            Self::ExpectAccount { .. } => Action::KeepServiceAccounts,
-            Self::ExpectTerminal { .. } => Action::OpenTerminals,
-            Self::Admit { .. } | Self::Forget { .. } | Self::Tick => Action::Advance,
-        }
-    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -199,26 +214,20 @@ impl Machine for Tenant {
         command: Command,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        if let Some(tenant) = state
-            && command.action() == Action::KeepKeys
-            && !tenant.may_manage_keys(ctx.by)
-        {
+        match (state, command) {
             // The reply does not reveal whose key it is.
-            return Err(Rejection::NotFound);
+            (Some(tenant), Command::Request(request))
+                if request.action() == Action::KeepKeys && !tenant.may_manage_keys(ctx.by) =>
+            {
+                Err(Rejection::NotFound)
+            }
+            (Some(tenant), Command::Request(request)) => tenant.execute(request, ctx),
+            (Some(tenant), Command::Fact(fact)) => tenant.apply(fact, ctx),
+            (Some(tenant), Command::Maintenance(TickOnly::Tick)) => Ok(tenant.tick(ctx)),
+            (None, Command::Request(request)) => Self::begin_by_request(request, ctx),
+            (None, Command::Fact(fact)) => Self::begin_by_fact(fact, ctx),
+            (None, Command::Maintenance(TickOnly::Tick)) => Ok(Transition::stay(Reply::Done)),
         }
-        let Some(tenant) = state else {
-            return match &command {
-                // A tenant is created with its first stored data.
-                Command::AddKey { user_id, .. }
-                | Command::RefuseKey { user_id, .. }
-                | Command::Admit { user_id, .. }
-                | Command::ExpectAccount { user_id, .. }
-                | Command::ExpectTerminal { user_id, .. } => Self::new(&user_id.clone()).advance(command.clone(), ctx),
-                Command::DeleteKey { .. } | Command::MakeDefault { .. } => Err(Rejection::NotFound),
-                Command::Forget { .. } | Command::Tick => Ok(Transition::stay(Reply::Done)),
-            };
-        };
-        tenant.advance(command, ctx)
     }
 
     /// Mutations of keys are audited with their result, refusals too (specification, *Audit log entry*).
@@ -228,16 +237,12 @@ impl Machine for Tenant {
         rejection: &Rejection,
         ctx: &TransitionContext<'_>,
     ) -> Option<AuditedRefusal<Self>> {
-        let (action, key) = match command {
-            Command::AddKey { .. } => (AuditAction::SshKeysCreate, None),
-            Command::DeleteKey { key } => (AuditAction::SshKeysDelete, Some(key)),
-            Command::MakeDefault { key } => (AuditAction::SshKeysMakeDefault, Some(key)),
-            Command::RefuseKey { .. }
-            | Command::Admit { .. }
-            | Command::ExpectAccount { .. }
-            | Command::ExpectTerminal { .. }
-            | Command::Forget { .. }
-            | Command::Tick => return None,
+        let Command::Request(request) = command else { return None };
+        let (action, key) = match request {
+            Request::AddKey { .. } => (AuditAction::SshKeysCreate, None),
+            Request::DeleteKey { key } => (AuditAction::SshKeysDelete, Some(key)),
+            Request::MakeDefault { key } => (AuditAction::SshKeysMakeDefault, Some(key)),
+            Request::RefuseKey { .. } | Request::ExpectAccount { .. } | Request::ExpectTerminal { .. } => return None,
         };
         let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };
         let metadata = json!({ "ssh_key_id": key, "result": "refused", "cause": rejection.to_string() });
@@ -271,25 +276,47 @@ impl Tenant {
         }
     }
 
-    fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match command {
-            Command::AddKey { user_id: _, name, key_type, public_key, fingerprint } => {
+    /// A tenant is created with its first stored data.
+    fn begin_by_request(request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match &request {
+            Request::AddKey { user_id, .. }
+            | Request::RefuseKey { user_id, .. }
+            | Request::ExpectAccount { user_id, .. }
+            | Request::ExpectTerminal { user_id, .. } => Self::new(user_id).execute(request.clone(), ctx),
+            Request::DeleteKey { .. } | Request::MakeDefault { .. } => Err(Rejection::NotFound),
+        }
+    }
+
+    fn begin_by_fact(fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match &fact {
+            Fact::Admit { user_id, .. } => Self::new(user_id).apply(fact.clone(), ctx),
+            Fact::Forget { .. } => Ok(Transition::stay(Reply::Done)),
+        }
+    }
+
+    fn execute(&self, request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match request {
+            Request::AddKey { user_id: _, name, key_type, public_key, fingerprint } => {
                 self.add_key(name, key_type, public_key, fingerprint, ctx)
             }
-            Command::RefuseKey { user_id: _, cause } => Ok(self.refuse_key(cause, ctx)),
-            Command::DeleteKey { key } => self.delete_key(key, ctx),
-            Command::MakeDefault { key } => self.make_default(key, ctx),
-            Command::Admit { user_id: _, allocation_id, scopes, logins_revision } => {
-                self.admit(allocation_id, scopes, logins_revision, ctx)
-            }
-            Command::Forget { allocation_id } => Ok(self.forget(allocation_id)),
-            Command::ExpectAccount { user_id: _, account, there, scopes } => {
+            Request::RefuseKey { user_id: _, cause } => Ok(self.refuse_key(cause, ctx)),
+            Request::DeleteKey { key } => self.delete_key(key, ctx),
+            Request::MakeDefault { key } => self.make_default(key, ctx),
+            Request::ExpectAccount { user_id: _, account, there, scopes } => {
                 self.expect_account(account, &there, scopes, ctx)
             }
-            Command::ExpectTerminal { user_id: _, allocation_id, session, there, over, scopes } => {
+            Request::ExpectTerminal { user_id: _, allocation_id, session, there, over, scopes } => {
                 self.expect_terminal(allocation_id, session, &there, &over, scopes, ctx)
             }
-            Command::Tick => Ok(self.tick(ctx)),
+        }
+    }
+
+    fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match fact {
+            Fact::Admit { user_id: _, allocation_id, scopes, logins_revision } => {
+                self.admit(allocation_id, scopes, logins_revision, ctx)
+            }
+            Fact::Forget { allocation_id } => Ok(self.forget(allocation_id)),
         }
     }
 

@@ -10,7 +10,7 @@
 //! that is used once. Each connection gets a number, so that a later one replaces an earlier one.
 
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
-use crate::authz::{Action, Principal, ResourceOwner};
+use crate::authz::{Principal, ResourceOwner};
 use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
@@ -26,7 +26,12 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fmt;
 
+mod fact;
 mod recording;
+mod request;
+
+pub use fact::Fact;
+pub use request::Request;
 
 /// A session, from its first token to its tombstone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -162,89 +167,23 @@ pub const AGENT_RESTARTED: &str = "agent_restarted";
 /// The bound of remembered spent tokens.
 pub const SPENT_TOKENS: usize = 16;
 
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
-#[strum(serialize_all = "snake_case", const_into_str)]
+/// The commands of a terminal session.
+pub type Command = machine::AnyCommand<Request, Fact, Maintenance>;
+
+machine::impl_command_from!(Request, Fact, Maintenance);
+
+/// What the service does to a terminal session by itself.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
-pub enum Command {
-    /// The owner of an active allocation opens a shell. `active`: the allocation's version that was read.
-    Open {
-        allocation_id: AllocationId,
-        node_id: NodeId,
-        token_sha256: TokenDigest,
-        active: Precondition,
-    },
-    /// Its owner requests a token to reconnect.
-    IssueToken {
-        token_sha256: TokenDigest,
-        active: Precondition,
-    },
-    /// A connection presents a token.
-    Attach {
-        token_sha256: TokenDigest,
-        active: Precondition,
-    },
-    /// The connection of that number was closed.
-    Detach {
-        attachment: u32,
-    },
-    /// The node's agent reports that the program ended.
-    End {
-        exit: ShellExit,
-    },
-    /// The node's agent reports that it was stopped or restarted, and the program with it.
-    Lose,
-    /// The node could not start it, or lost it.
-    Fail {
-        node_id: NodeId,
-        code: String,
-    },
-    Kill {
-        reason: String,
-    },
-    /// Its owner ends it.
-    EndByUser,
-    /// Its owner opens a session above the limit. Rejected unless this one is detached.
-    Displace,
-    /// Its allocation is being released.
-    Revoke,
-    /// An administrator has revoked the certificates of its node.
-    CutOff,
-    /// A policy of recordings may have changed.
-    HeedPolicy,
-    /// A caller reads its recording.
-    ReadRecording,
+pub enum Maintenance {
     /// Its recording is past its retention time.
     ForgetRecording,
     Tick,
 }
 
-impl machine::Command for Command {
+impl machine::Maintenance for Maintenance {
     const TICK: Self = Self::Tick;
-
-    fn name(&self) -> &'static str {
-        self.into_str()
-    }
-
-    fn action(&self) -> Action {
-        match self {
-            Self::Open { .. } | Self::IssueToken { .. } | Self::EndByUser | Self::Displace => Action::OpenTerminals,
-            Self::Kill { .. } => Action::OperateTerminals,
-            Self::End { .. } | Self::Lose => Action::SpeakForNode,
-            Self::ReadRecording => Action::ReadRecordings,
-            Self::Attach { .. }
-            | Self::Detach { .. }
-            | Self::Fail { .. }
-            | Self::Revoke
-            | Self::CutOff
-            | Self::HeedPolicy
-            | Self::ForgetRecording
-            | Self::Tick => Action::Advance,
-        }
-    }
-
-    fn creates(&self) -> bool {
-        matches!(self, Self::Open { .. })
-    }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -324,12 +263,14 @@ impl Machine for TerminalSession {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
-            (None, Command::Open { allocation_id, node_id, token_sha256, active }) => {
+            (None, Command::Request(Request::Open { allocation_id, node_id, token_sha256, active })) => {
                 Self::open(allocation_id, node_id, token_sha256, active, ctx)
             }
-            (Some(_), Command::Open { .. }) => Err(Rejection::Exists),
             (None, _) => Err(Rejection::NotFound),
-            (Some(it), command) => it.advance(command, ctx),
+            (Some(it), Command::Request(request)) => it.execute(request, ctx),
+            (Some(it), Command::Fact(fact)) => it.apply(fact, ctx),
+            (Some(it), Command::Maintenance(Maintenance::ForgetRecording)) => Ok(it.forget_recording()),
+            (Some(it), Command::Maintenance(Maintenance::Tick)) => Ok(it.tick(ctx)),
         }
     }
 
@@ -340,7 +281,9 @@ impl Machine for TerminalSession {
         rejection: &Rejection,
         ctx: &TransitionContext<'_>,
     ) -> Option<AuditedRefusal<Self>> {
-        let (Command::Attach { .. }, Rejection::TokenRefused { cause }) = (command, rejection) else { return None };
+        let (Command::Fact(Fact::Attach { .. }), Rejection::TokenRefused { cause }) = (command, rejection) else {
+            return None;
+        };
         let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };
         let metadata = json!({ "cause": cause.to_string(), "result": "refused" });
         Some(AuditedRefusal { next, audit: self.audit(AuditAction::TerminalsRefuseToken, &metadata) })
@@ -452,63 +395,6 @@ impl TerminalSession {
             .event(opened)
             .audit(audit)
             .precondition(active))
-    }
-
-    fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match command {
-            Command::Open { .. } => Err(Rejection::Exists),
-            Command::IssueToken { token_sha256, active } => self.issue_token(token_sha256, active, ctx),
-            Command::Attach { token_sha256, active } => self.attach(token_sha256, active, ctx),
-            Command::Detach { attachment } => Ok(self.detach(attachment, ctx)),
-            Command::End { exit } => {
-                if *ctx.by != Principal::Node(self.node_id) {
-                    return Err(Rejection::NotFound);
-                }
-                Ok(self.close(CloseReason::Exited { exit }, AuditAction::TerminalsClose, &json!({}), ctx))
-            }
-            Command::Lose => {
-                if *ctx.by != Principal::Node(self.node_id) {
-                    return Err(Rejection::NotFound);
-                }
-                let code = AGENT_RESTARTED.to_owned();
-                let metadata = json!({ "fault": code });
-                Ok(self.close(CloseReason::Failed { code }, AuditAction::TerminalsClose, &metadata, ctx))
-            }
-            Command::Fail { node_id, code } if node_id == self.node_id => {
-                let metadata = json!({ "fault": code });
-                Ok(self.close(CloseReason::Failed { code }, AuditAction::TerminalsClose, &metadata, ctx))
-            }
-            Command::Fail { .. } => Ok(Transition::stay(Reply::Done)),
-            Command::Kill { reason } => {
-                let metadata = json!({ "reason": reason });
-                Ok(self.with_session_reply(self.close(CloseReason::Killed, AuditAction::TerminalsKill, &metadata, ctx)))
-            }
-            Command::EndByUser => {
-                let step =
-                    self.by_owner(ctx)?.close(CloseReason::EndedByUser, AuditAction::TerminalsClose, &json!({}), ctx);
-                Ok(self.with_session_reply(step))
-            }
-            Command::Displace => {
-                let it = self.by_owner(ctx)?;
-                match it.phase {
-                    Phase::Detached { .. } | Phase::Closed { .. } => {
-                        Ok(it.close(CloseReason::Displaced, AuditAction::TerminalsClose, &json!({}), ctx))
-                    }
-                    Phase::Opened { .. } | Phase::Attached { .. } => Err(Rejection::NotDetached),
-                }
-            }
-            Command::Revoke => {
-                Ok(self.close(CloseReason::AllocationEnded, AuditAction::TerminalsClose, &json!({}), ctx))
-            }
-            Command::CutOff => {
-                let metadata = json!({ "cause": "node_revoked" });
-                Ok(self.close(CloseReason::Killed, AuditAction::TerminalsClose, &metadata, ctx))
-            }
-            Command::HeedPolicy => Ok(self.apply_recording_policy(ctx)),
-            Command::ReadRecording => self.read_recording(ctx),
-            Command::ForgetRecording => Ok(self.forget_recording()),
-            Command::Tick => Ok(self.tick(ctx)),
-        }
     }
 
     /// The session itself, where the caller is its owner.

@@ -1,9 +1,13 @@
 //! What every entity is: a pure state machine, and the context that it decides in.
 
+mod command;
+
 pub use crate::time::Timestamp;
+pub(crate) use command::impl_command_from;
+pub use command::{AnyCommand, Command, CommandSort, Maintenance, Request, TickOnly};
 
 use crate::audit::AuditRecord;
-use crate::authz::{Action, Principal};
+use crate::authz::Principal;
 use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
@@ -119,19 +123,6 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
     /// The command that makes the machine check its whole state and emit what is missing.
     fn tick() -> Self::Command {
         Self::Command::TICK
-    }
-}
-
-/// A command has a name (for the history) and the action that its sender must be allowed to do.
-pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static {
-    const TICK: Self;
-
-    fn name(&self) -> &'static str;
-    fn action(&self) -> Action;
-
-    /// True of a command that creates the entity: under a new id there is nothing to load first.
-    fn creates(&self) -> bool {
-        false
     }
 }
 

@@ -3,7 +3,7 @@
 use crate::simulation::{Delivery, Simulation};
 use domain::allocation;
 use domain::billing_account;
-use domain::machine::Command as _;
+use domain::machine::CommandSort as _;
 use domain::node;
 use domain::placement::{self, Candidate, PlacementRequest};
 use domain::reactions::Reaction;
@@ -95,21 +95,21 @@ impl Simulation {
             | Reaction::CloseNodeTerminals { .. }
             | Reaction::Terminal(..) => {}
             Reaction::Place(allocation_id) => return self.place(message, allocation_id),
-            Reaction::Node(id, command) => {
+            Reaction::Node(id, fact) => {
                 if self.first(message, id.0, "") {
-                    self.tell_node(id, &worker, command).expect("the saga's orders are never refused");
+                    self.tell_node(id, &worker, fact).expect("the saga's orders are never refused");
                     self.applied.insert((message.id, id.0, ""));
                 }
             }
-            Reaction::Allocation(id, command) => {
+            Reaction::Allocation(id, fact) => {
                 if self.first(message, id.0, "") {
-                    self.tell_allocation(id, &worker, command).expect("the saga's facts are never refused");
+                    self.tell_allocation(id, &worker, fact).expect("the saga's facts are never refused");
                     self.applied.insert((message.id, id.0, ""));
                 }
             }
-            Reaction::Billing { holder, command } => {
+            Reaction::Billing { holder, fact } => {
                 if self.first(message, Uuid::max(), "") {
-                    self.tell_account(&holder, command).expect("the saga's facts are never refused");
+                    self.tell_account(&holder, fact).expect("the saga's facts are never refused");
                     self.applied.insert((message.id, Uuid::max(), ""));
                 }
             }
@@ -117,9 +117,9 @@ impl Simulation {
                 self.resolve_logins(message, allocation_id, &user_id);
             }
             Reaction::SendSshKeys { allocation_id, node_id } => self.tell_logins(message, allocation_id, node_id),
-            Reaction::Tenant { user_id, command } => {
+            Reaction::Tenant { user_id, fact } => {
                 if self.first(message, Uuid::nil(), "") {
-                    self.tell_tenant(&user_id, command).unwrap();
+                    self.tell_tenant(&user_id, fact).unwrap();
                     self.applied.insert((message.id, Uuid::nil(), ""));
                 }
             }
@@ -134,7 +134,7 @@ impl Simulation {
         let logins = self.allocations[&id].ssh_access();
         match &message.placing {
             PlacementProgress::Admit => {
-                let hold = billing_account::Command::Hold {
+                let hold = billing_account::Fact::Hold {
                     holder: asked.holder(),
                     allocation_id: id,
                     user_id: asked.user_id.clone(),
@@ -143,13 +143,9 @@ impl Simulation {
                 };
                 if let Err(refused) = self.tell_account(&asked.holder(), hold) {
                     self.reached.insert("account without money".to_owned());
-                    return self.conclude(
-                        message,
-                        id,
-                        allocation::Command::Unaffordable { message: refused.to_string() },
-                    );
+                    return self.conclude(message, id, allocation::Fact::Unaffordable { message: refused.to_string() });
                 }
-                let command = tenant::Command::Admit {
+                let command = tenant::Fact::Admit {
                     user_id: asked.user_id.clone(),
                     allocation_id: id,
                     scopes: QuotaScopes { org_id: None, project_id: None, plan: None },
@@ -162,7 +158,7 @@ impl Simulation {
                         }
                         Err(tenant::Rejection::OverQuota { limit }) => {
                             self.reached.insert("tenant over quota".to_owned());
-                            return self.conclude(message, id, allocation::Command::OverQuota { limit });
+                            return self.conclude(message, id, allocation::Fact::OverQuota { limit });
                         }
                         Err(other) => panic!("{other}"),
                     }
@@ -179,13 +175,13 @@ impl Simulation {
             PlacementProgress::Ask { nodes, suggestion } => {
                 let Some((first, rest)) = nodes.split_first() else {
                     let suggestion = Some(suggestion.clone());
-                    return self.conclude(message, id, allocation::Command::NoCapacity { suggestion });
+                    return self.conclude(message, id, allocation::Fact::NoCapacity { suggestion });
                 };
                 if !self.first(message, first.0, "reserve") {
                     return ReactionProgress::Wholly;
                 }
                 let (keys, revision) = (logins.keys, logins.revision);
-                let command = node::Command::Reserve { allocation_id: id, gpu_count: asked.gpu_count, keys, revision };
+                let command = node::Fact::Reserve { allocation_id: id, gpu_count: asked.gpu_count, keys, revision };
                 match self.tell_node(*first, &Principal::system("provisioning"), command) {
                     Ok(_) => {
                         self.applied.insert((message.id, first.0, "reserve"));
@@ -206,7 +202,7 @@ impl Simulation {
         let Some(tenant) = self.tenants.get(user_id) else { return };
         let (keys, logins_revision) = (tenant.authorized_keys(chosen.as_deref()), tenant.logins_revision);
         if self.first(message, id.0, "") {
-            let command = allocation::Command::AdoptLogins { chosen, keys, logins_revision };
+            let command = allocation::Fact::AdoptLogins { chosen, keys, logins_revision };
             self.tell_allocation(id, &Principal::system("provisioning"), command).unwrap();
             self.applied.insert((message.id, id.0, ""));
         }
@@ -217,17 +213,17 @@ impl Simulation {
         let logins = self.allocations[&id].ssh_access();
         if self.first(message, node_id.0, "") {
             let command =
-                node::Command::ReconcileLogins { allocation_id: id, revision: logins.revision, keys: logins.keys };
+                node::Fact::ReconcileLogins { allocation_id: id, revision: logins.revision, keys: logins.keys };
             self.tell_node(node_id, &Principal::system("provisioning"), command).unwrap();
             self.applied.insert((message.id, node_id.0, ""));
         }
     }
 
-    fn conclude(&mut self, message: &BusMessage, id: AllocationId, command: allocation::Command) -> ReactionProgress {
+    fn conclude(&mut self, message: &BusMessage, id: AllocationId, fact: allocation::Fact) -> ReactionProgress {
         // Each conclusion has an id of its own: a restarted placement may conclude differently, and must be applied.
-        let name = command.name();
+        let name = fact.tag();
         if self.first(message, id.0, name) {
-            self.tell_allocation(id, &Principal::system("provisioning"), command).unwrap();
+            self.tell_allocation(id, &Principal::system("provisioning"), fact).unwrap();
             self.applied.insert((message.id, id.0, name));
         }
         ReactionProgress::Wholly

@@ -107,7 +107,7 @@ impl Simulation {
             .map(|it| it.id)
             .collect();
         for id in waiting {
-            let retry = allocation::Command::RetryRelease { reason: "repaired".into() };
+            let retry = allocation::Request::RetryRelease { reason: "repaired".into() };
             self.tell_allocation(id, &admin(), retry).unwrap();
         }
     }
@@ -118,12 +118,12 @@ impl Simulation {
         for id in nodes {
             self.healthy(id);
             if matches!(self.nodes[&id].life, NodePhase::Quarantined { .. }) {
-                let release = node::Command::ReleaseQuarantine { reason: "repaired".into() };
+                let release = node::Request::ReleaseQuarantine { reason: "repaired".into() };
                 // A node whose identity expired in quarantine cannot authenticate: it is retired and removed.
                 if let Err(refused) = self.tell_node(id, &admin(), release) {
                     assert!(matches!(refused, node::Rejection::NotInOrder { .. }), "{refused}");
-                    self.tell_node(id, &admin(), node::Command::Retire { reason: "r".into(), drain: false }).unwrap();
-                    self.tell_node(id, &admin(), node::Command::Remove { reason: "r".into() }).unwrap();
+                    self.tell_node(id, &admin(), node::Request::Retire { reason: "r".into(), drain: false }).unwrap();
+                    self.tell_node(id, &admin(), node::Request::Remove { reason: "r".into() }).unwrap();
                 }
             }
             match self.nodes[&id].life {
@@ -135,7 +135,7 @@ impl Simulation {
                     if self.nodes[&id].identity.certificates.is_empty() {
                         self.reinstate(id);
                     }
-                    let _ = self.tell_node(id, &admin(), node::Command::Reactivate { reason: "r".into() });
+                    let _ = self.tell_node(id, &admin(), node::Request::Reactivate { reason: "r".into() });
                 }
                 NodePhase::Active
                 | NodePhase::Offline

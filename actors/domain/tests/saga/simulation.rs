@@ -8,7 +8,7 @@ use domain::allocation::{self, Allocation};
 use domain::authz::{CallerIdentity, TokenRole};
 use domain::billing_account::{self, BillingAccount, Holder};
 use domain::ledger::Posting;
-use domain::machine::{Machine, Timestamp};
+use domain::machine::{Command as _, Machine, Timestamp};
 use domain::metadata::{Metadata, MetadataPatch, PatchValue};
 use domain::money::{Currency, Price};
 use domain::node::{self, HoldPhase, Node, NodeHealthStatus, Phase};
@@ -135,7 +135,7 @@ impl Simulation {
         id: Uuid,
         state: Option<&M>,
         by: &Principal,
-        command: M::Command,
+        command: impl Into<M::Command>,
     ) -> Result<(Option<M>, M::Reply), M::Rejection> {
         let seed = u128::from(self.next()).wrapping_mul(0xD134_2543_DE82_EF95_A0B1_C2D3_E4F5_0617);
         let ctx = TransitionContext {
@@ -148,7 +148,7 @@ impl Simulation {
             id,
             version: i64::from(state.is_some()),
         };
-        let step = M::decide(state, command, &ctx)?;
+        let step = M::decide(state, command.into(), &ctx)?;
         let Transition { next, events, audit, postings, effects: _, requires: _, reply, why } = step;
         let Some(next) = next else {
             let nothing = events.is_empty() && audit.is_empty() && postings.is_empty();
@@ -177,7 +177,7 @@ impl Simulation {
         &mut self,
         id: NodeId,
         by: &Principal,
-        command: node::Command,
+        command: impl Into<node::Command>,
     ) -> Result<node::Reply, node::Rejection> {
         let state = self.nodes.get(&id).cloned();
         let (next, reply) = self.decide(id.0, state.as_ref(), by, command)?;
@@ -206,7 +206,7 @@ impl Simulation {
         &mut self,
         id: AllocationId,
         by: &Principal,
-        command: allocation::Command,
+        command: impl Into<allocation::Command>,
     ) -> Result<(), allocation::Rejection> {
         let state = self.allocations.get(&id).cloned();
         let (next, _) = self.decide(id.0, state.as_ref(), by, command)?;
@@ -216,7 +216,11 @@ impl Simulation {
         Ok(())
     }
 
-    pub(crate) fn tell_tenant(&mut self, user_id: &str, command: tenant::Command) -> Result<(), tenant::Rejection> {
+    pub(crate) fn tell_tenant(
+        &mut self,
+        user_id: &str,
+        command: impl Into<tenant::Command>,
+    ) -> Result<(), tenant::Rejection> {
         let state = self.tenants.get(user_id).cloned();
         let (next, _) = self.decide(Uuid::nil(), state.as_ref(), &Principal::system("worker"), command)?;
         if let Some(next) = next {
@@ -228,7 +232,7 @@ impl Simulation {
     pub(crate) fn tell_account(
         &mut self,
         holder: &Holder,
-        command: billing_account::Command,
+        command: impl Into<billing_account::Command>,
     ) -> Result<(), billing_account::Rejection> {
         let state = self.accounts.get(holder).cloned();
         // As in production, the id is derived from the name.
@@ -243,9 +247,9 @@ impl Simulation {
 
     fn give(&mut self, user: u8, amount_minor: i64) {
         let (holder, currency) = (Holder::User(format!("user-{user}")), Currency::parse("EUR").unwrap());
-        let open = billing_account::Command::Open { holder: holder.clone(), currency: currency.clone() };
+        let open = billing_account::Request::Open { holder: holder.clone(), currency: currency.clone() };
         self.tell_account(&holder, open).unwrap();
-        let give = billing_account::Command::Adjust { amount_minor, currency, reason: "r".into() };
+        let give = billing_account::Request::Adjust { amount_minor, currency, reason: "r".into() };
         self.tell_account(&holder, give).unwrap();
     }
 
@@ -303,26 +307,26 @@ impl Simulation {
             }
             SimulationStep::RetryRelease { which } => {
                 if let Some(id) = self.pick_allocation(which, |it| it.state() == "release_failed") {
-                    self.tell_allocation(id, &admin(), allocation::Command::RetryRelease { reason: "r".into() })
+                    self.tell_allocation(id, &admin(), allocation::Request::RetryRelease { reason: "r".into() })
                         .unwrap();
                 }
             }
             SimulationStep::ForceRelease { which } => {
                 if let Some(id) = self.pick_allocation(which, |it| it.state() == "release_failed") {
-                    self.tell_allocation(id, &admin(), allocation::Command::ForceRelease { reason: "r".into() })
+                    self.tell_allocation(id, &admin(), allocation::Request::ForceRelease { reason: "r".into() })
                         .unwrap();
                 }
             }
             SimulationStep::Invite { node } => self.invite(self.node(node)),
             SimulationStep::Enroll { node, stale } => self.enroll(self.node(node), stale),
             SimulationStep::Retire { node, drain } => {
-                self.admin(node, node::Command::Retire { reason: "r".into(), drain });
+                self.admin(node, node::Request::Retire { reason: "r".into(), drain });
             }
-            SimulationStep::Reactivate { node } => self.admin(node, node::Command::Reactivate { reason: "r".into() }),
-            SimulationStep::Remove { node } => self.admin(node, node::Command::Remove { reason: "r".into() }),
-            SimulationStep::Quarantine { node } => self.admin(node, node::Command::Quarantine { reason: "r".into() }),
+            SimulationStep::Reactivate { node } => self.admin(node, node::Request::Reactivate { reason: "r".into() }),
+            SimulationStep::Remove { node } => self.admin(node, node::Request::Remove { reason: "r".into() }),
+            SimulationStep::Quarantine { node } => self.admin(node, node::Request::Quarantine { reason: "r".into() }),
             SimulationStep::ReleaseQuarantine { node } => {
-                self.admin(node, node::Command::ReleaseQuarantine { reason: "r".into() });
+                self.admin(node, node::Request::ReleaseQuarantine { reason: "r".into() });
             }
             SimulationStep::Poll { node } => self.poll(self.node(node)),
             SimulationStep::Heartbeat { node, mood } => {
@@ -357,7 +361,7 @@ impl Simulation {
         found.get(usize::from(which) % found.len().max(1)).copied()
     }
 
-    fn admin(&mut self, node: u8, command: node::Command) {
+    fn admin(&mut self, node: u8, command: impl Into<node::Command>) {
         let id = self.node(node);
         let before = self.nodes[&id].clone();
         if self.tell_node(id, &admin(), command).is_err() {
@@ -390,7 +394,7 @@ impl Simulation {
             scheduler_request_enc: None,
             metadata: Metadata::default(),
         };
-        let command = allocation::Command::Request(Box::new(request));
+        let command = allocation::Request::Create(Box::new(request));
         self.tell_allocation(id, &person(&user_id, TokenRole::User), command).unwrap();
     }
 
@@ -400,11 +404,11 @@ impl Simulation {
         let keys: Vec<_> = self.tenants.get(&user_id).iter().flat_map(|it| it.keys.keys()).copied().collect();
         let nth = keys.get(usize::from(how / 3) % keys.len().max(1)).copied();
         let command = match (how % 3, nth) {
-            (1, Some(key)) => tenant::Command::DeleteKey { key },
-            (2, Some(key)) => tenant::Command::MakeDefault { key },
+            (1, Some(key)) => tenant::Request::DeleteKey { key },
+            (2, Some(key)) => tenant::Request::MakeDefault { key },
             _ => {
                 let n = self.next();
-                tenant::Command::AddKey {
+                tenant::Request::AddKey {
                     user_id: user_id.clone(),
                     name: format!("key {n}"),
                     key_type: "ssh-ed25519".into(),
@@ -424,7 +428,7 @@ impl Simulation {
         let chosen = (!how.is_multiple_of(4)).then(|| tenant.keys.keys().take(usize::from(how % 4)).copied().collect());
         let chosen: Option<Vec<_>> = chosen;
         let (keys, logins_revision) = (tenant.authorized_keys(chosen.as_deref()), tenant.logins_revision);
-        let command = allocation::Command::ChooseLogins { chosen, keys, logins_revision };
+        let command = allocation::Request::ChooseLogins { chosen, keys, logins_revision };
         match self.tell_allocation(id, &person(&user_id, TokenRole::User), command) {
             Ok(()) | Err(allocation::Rejection::WrongState { .. } | allocation::Rejection::KeysMoved) => {}
             Err(other) => panic!("{other}"),
@@ -439,14 +443,14 @@ impl Simulation {
         let labels = PatchValue::Set([(format!("k{}", how % 3), value)].into());
         let metadata = MetadataPatch { name: PatchValue::Keep, labels };
         let by = person(&before.asked.user_id, TokenRole::User);
-        self.tell_allocation(id, &by, allocation::Command::Revise { metadata, if_version: None }).unwrap();
+        self.tell_allocation(id, &by, allocation::Request::Revise { metadata, if_version: None }).unwrap();
         let after = Allocation { metadata: before.metadata.clone(), ..self.allocations[&id].clone() };
         assert_eq!(after, before, "a label changes nothing else");
     }
 
     pub(crate) fn release(&mut self, id: AllocationId) {
         let user_id = self.allocations[&id].asked.user_id.clone();
-        self.tell_allocation(id, &person(&user_id, TokenRole::User), allocation::Command::Release { issue: None })
+        self.tell_allocation(id, &person(&user_id, TokenRole::User), allocation::Request::Release { issue: None })
             .unwrap();
     }
 
@@ -462,10 +466,10 @@ impl Simulation {
         let due_accounts = self.accounts.iter().filter(|(_, it)| due(it.timer())).map(|(holder, _)| holder.clone());
         let accounts: Vec<_> = due_accounts.collect();
         for user_id in tenants {
-            self.tell_tenant(&user_id, tenant::Command::Tick).unwrap();
+            self.tell_tenant(&user_id, tenant::Command::TICK).unwrap();
         }
         for holder in accounts {
-            self.tell_account(&holder, billing_account::Command::Tick).unwrap();
+            self.tell_account(&holder, billing_account::Command::TICK).unwrap();
         }
         nodes.into_iter().for_each(|id| self.tick_node(id));
         allocations.into_iter().for_each(|id| self.tick_allocation(id));
@@ -480,11 +484,11 @@ impl Simulation {
     }
 
     fn tick_node(&mut self, id: NodeId) {
-        self.tell_node(id, &Principal::system("timer"), node::Command::Tick).unwrap();
+        self.tell_node(id, &Principal::system("timer"), node::Command::TICK).unwrap();
     }
 
     fn tick_allocation(&mut self, id: AllocationId) {
-        self.tell_allocation(id, &Principal::system("timer"), allocation::Command::Tick).unwrap();
+        self.tell_allocation(id, &Principal::system("timer"), allocation::Command::TICK).unwrap();
     }
 
     // ---- Nodes and their agents ----
@@ -509,7 +513,7 @@ impl Simulation {
             onboarding_mode: node::OnboardingMode::Manual,
             metadata: Metadata::default(),
         };
-        let command = node::Command::Register { registration: Box::new(registration), probe: None };
+        let command = node::Request::Register { registration: Box::new(registration), probe: None };
         self.tell_node(id, &admin(), command).unwrap();
     }
 
@@ -523,7 +527,7 @@ impl Simulation {
     pub(crate) fn reinstate(&mut self, id: NodeId) {
         let mut token_sha256 = [0; 32];
         token_sha256[..8].copy_from_slice(&self.next().to_be_bytes());
-        let command = node::Command::Reissue(Box::new(node::Reissue {
+        let command = node::Request::Reissue(Box::new(node::Reissue {
             token_id: TokenId(Uuid::from_u128(self.counter.into())),
             token_sha256,
             ttl_seconds: None,
@@ -540,7 +544,7 @@ impl Simulation {
         let mut token_sha256 = [0; 32];
         token_sha256[..8].copy_from_slice(&self.next().to_be_bytes());
         let token_id = TokenId(Uuid::from_u128(self.counter.into()));
-        let command = node::Command::IssueToken { token_id, token_sha256, ttl_seconds: None };
+        let command = node::Request::IssueToken { token_id, token_sha256, ttl_seconds: None };
         if self.tell_node(id, &admin(), command).is_ok() {
             self.agents.get_mut(&id).unwrap().token = Some(token_sha256);
         }
@@ -550,7 +554,7 @@ impl Simulation {
         let Some(token_sha256) = self.agents[&id].token else { return };
         let token_sha256 = if stale { [9; 32] } else { token_sha256 };
         let serial = format!("{:x}", self.next());
-        let command = node::Command::Enroll(Box::new(node::Enrollment {
+        let command = node::Request::Enroll(Box::new(node::Enrollment {
             token_sha256,
             csr_sha256: [1; 32],
             issued: node::CertificateRecord {
@@ -575,14 +579,14 @@ impl Simulation {
     fn poll(&mut self, id: NodeId) {
         let serial = self.agents[&id].serial.clone();
         if let Ok(node::Reply::Work { orders }) =
-            self.tell_node(id, &Principal::Node(id), node::Command::Poll { serial })
+            self.tell_node(id, &Principal::Node(id), node::Request::Poll { serial })
         {
             self.agents.get_mut(&id).unwrap().take(orders);
         }
     }
 
     pub(crate) fn heartbeat(&mut self, id: NodeId, status: NodeHealthStatus, gpus: u32) {
-        let command = node::Command::Heartbeat {
+        let command = node::Request::Heartbeat {
             serial: self.agents[&id].serial.clone(),
             seen: Box::new(node::AgentContact {
                 boot_id: "boot".into(),
@@ -615,7 +619,7 @@ impl Simulation {
         }
         let serial = agent.serial.clone();
         let before = self.nodes[&id].clone();
-        let command = node::Command::Report { serial, task_id, attempt, verdict, output: None };
+        let command = node::Request::Report { serial, task_id, attempt, verdict, output: None };
         match self.tell_node(id, &Principal::Node(id), command) {
             Ok(_) => {}
             // Reported twice, or too late: the agent drops it in both cases.

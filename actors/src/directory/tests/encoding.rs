@@ -5,7 +5,7 @@ use domain::allocation::{self, AllocationFailure, CommandName, FailureCode, Phas
 use domain::authz::{CallerIdentity, Grant, PlatformRole};
 use domain::commit::Precondition;
 use domain::event::GpuDevice;
-use domain::machine::TransitionContext;
+use domain::machine::{Command as _, TransitionContext};
 use domain::metadata::{MetadataPatch, PatchValue};
 use domain::node::{
     self, AgentTask, CertificateRecord, Enrollment, FindingReport, NodeHealth, OnboardingMode, ProbeOutcome,
@@ -69,7 +69,7 @@ fn survives<M: Machine>(
 }
 
 /// The transition of `state` by `command`.
-fn decided<M: Machine>(state: Option<&M>, command: M::Command, by: &Principal, id: Uuid) -> (M, M::Reply) {
+fn decided<M: Machine>(state: Option<&M>, command: impl Into<M::Command>, by: &Principal, id: Uuid) -> (M, M::Reply) {
     let policy = PolicyBook::default();
     let ctx = TransitionContext {
         now: at(),
@@ -81,7 +81,7 @@ fn decided<M: Machine>(state: Option<&M>, command: M::Command, by: &Principal, i
         id,
         version: 0,
     };
-    let step = M::decide(state, command, &ctx).unwrap();
+    let step = M::decide(state, command.into(), &ctx).unwrap();
     (step.next.unwrap(), step.reply)
 }
 
@@ -102,47 +102,48 @@ fn text() -> String {
 
 #[test]
 fn of_an_allocation() {
-    use allocation::{Command, Rejection};
+    use allocation::{Command, Fact, Rejection, Request};
     let worker = crate::testing::worker();
     let (requested, reply) = decided::<Allocation>(None, rent(), &ann(), ALLOCATION);
-    let reserved = Command::Reserved { node_id: NODE, placed: placed() };
+    let reserved = Fact::Reserved { node_id: NODE, placed: placed() };
     let (provisioning, _) = decided(Some(&requested), reserved.clone(), &worker, ALLOCATION);
-    let (active, _) = decided(Some(&provisioning), Command::Provisioned { node_id: NODE }, &worker, ALLOCATION);
-    let (mut releasing, _) = decided(Some(&active), Command::Release { issue: Some(text()) }, &ann(), ALLOCATION);
+    let (active, _) = decided(Some(&provisioning), Fact::Provisioned { node_id: NODE }, &worker, ALLOCATION);
+    let (mut releasing, _) = decided(Some(&active), Request::Release { issue: Some(text()) }, &ann(), ALLOCATION);
     releasing.failure = Some(AllocationFailure {
         phase: PhaseName::Active,
         code: FailureCode::Reported(text()),
         message: text(),
         retryable: true,
     });
-    let commands = vec![
+    let commands: Vec<Command> = vec![
         rent(),
-        Command::Release { issue: None },
-        Command::Release { issue: Some(text()) },
-        Command::Revise { metadata: revision(), if_version: Some(7) },
-        Command::Revise {
+        Request::Release { issue: None }.into(),
+        Request::Release { issue: Some(text()) }.into(),
+        Request::Revise { metadata: revision(), if_version: Some(7) }.into(),
+        Request::Revise {
             metadata: MetadataPatch { name: PatchValue::Remove, labels: PatchValue::Remove },
             if_version: None,
-        },
-        Command::RetryRelease { reason: text() },
-        Command::ForceRelease { reason: text() },
-        reserved,
-        Command::NoCapacity { suggestion: Some(text()) },
-        Command::OverQuota { limit: -1 },
-        Command::Provisioned { node_id: NODE },
-        Command::ProvisionFailed { node_id: NODE, reason: text() },
-        Command::Cleaned { node_id: NODE, attempt: 3 },
-        Command::CleanupFailed { node_id: NODE, attempt: 3, reason: text(), detail: text() },
-        Command::StillCounted { logins_revision: 3 },
-        Command::ChooseLogins { chosen: None, keys: request().ssh_keys, logins_revision: 1 },
-        Command::AdoptLogins { chosen: Some(vec![SshKeyId(ALLOCATION)]), keys: Vec::new(), logins_revision: 2 },
-        Command::LoginsWritten { node_id: NODE, revision: 2 },
-        Command::Tick,
+        }
+        .into(),
+        Request::RetryRelease { reason: text() }.into(),
+        Request::ForceRelease { reason: text() }.into(),
+        reserved.into(),
+        Fact::NoCapacity { suggestion: Some(text()) }.into(),
+        Fact::OverQuota { limit: -1 }.into(),
+        Fact::Provisioned { node_id: NODE }.into(),
+        Fact::ProvisionFailed { node_id: NODE, reason: text() }.into(),
+        Fact::Cleaned { node_id: NODE, attempt: 3 }.into(),
+        Fact::CleanupFailed { node_id: NODE, attempt: 3, reason: text(), detail: text() }.into(),
+        Fact::StillCounted { logins_revision: 3 }.into(),
+        Request::ChooseLogins { chosen: None, keys: request().ssh_keys, logins_revision: 1 }.into(),
+        Fact::AdoptLogins { chosen: Some(vec![SshKeyId(ALLOCATION)]), keys: Vec::new(), logins_revision: 2 }.into(),
+        Fact::LoginsWritten { node_id: NODE, revision: 2 }.into(),
+        Command::TICK,
     ];
     let rejections = [
         Rejection::NotFound,
         Rejection::Exists,
-        Rejection::WrongState { state: PhaseName::Active, command: CommandName::Request },
+        Rejection::WrongState { state: PhaseName::Active, command: CommandName::Create },
         Rejection::GpuCount { max: 64 },
         Rejection::QueueSeconds { max: i64::MAX },
         Rejection::KeyUnknown { id: SshKeyId(ALLOCATION) },
@@ -196,7 +197,7 @@ fn registration() -> Registration {
 }
 
 fn node_commands() -> Vec<node::Command> {
-    use node::Command;
+    use node::{Command, Fact, Request};
     let issued = CertificateRecord { serial: "0a".into(), not_after: at(), generation: 2, authority: None };
     let enrollment = Enrollment {
         token_sha256: [255; 32],
@@ -234,51 +235,55 @@ fn node_commands() -> Vec<node::Command> {
     let probe = ProbeOutcome { reachable: false, checked_at: at(), error: Some(text()) };
     let failed = TaskOutcome::Failed { code: "code".into(), message: text() };
     vec![
-        Command::Register { registration: Box::new(registration()), probe: Some(probe) },
-        Command::Revise {
+        Request::Register { registration: Box::new(registration()), probe: Some(probe) }.into(),
+        Request::Revise {
             host: Some("b".into()),
             port: Some(u16::MAX),
             ssh_username: None,
             probe: None,
             metadata: revision(),
             if_version: Some(i64::MAX),
-        },
-        Command::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: Some(60) },
-        Command::Retire { reason: text(), drain: true },
-        Command::Reactivate { reason: text() },
-        Command::Remove { reason: text() },
-        Command::Quarantine { reason: text() },
-        Command::ReleaseQuarantine { reason: text() },
-        Command::ClearFinding { finding_id: FindingId(ALLOCATION), reason: text() },
-        Command::Enroll(Box::new(enrollment)),
-        Command::Renew { serial: "09".into(), issued },
-        Command::Poll { serial: "0a".into() },
-        Command::PresentToken { token_sha256: [3; 32] },
-        Command::Heartbeat {
+        }
+        .into(),
+        Request::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: Some(60) }.into(),
+        Request::Retire { reason: text(), drain: true }.into(),
+        Request::Reactivate { reason: text() }.into(),
+        Request::Remove { reason: text() }.into(),
+        Request::Quarantine { reason: text() }.into(),
+        Request::ReleaseQuarantine { reason: text() }.into(),
+        Request::ClearFinding { finding_id: FindingId(ALLOCATION), reason: text() }.into(),
+        Request::Enroll(Box::new(enrollment)).into(),
+        Request::Renew { serial: "09".into(), issued }.into(),
+        Request::Poll { serial: "0a".into() }.into(),
+        Request::PresentToken { token_sha256: [3; 32] }.into(),
+        Request::Heartbeat {
             serial: "0a".into(),
             seen: Box::new(seen),
             inventory: Box::new(inventory()),
             health: Box::new(health),
-        },
-        Command::OrderTask { task_type: TaskType::NodeReboot, reason: text() },
-        Command::ResumeTask { task_id: TaskId(ALLOCATION), reason: text() },
-        Command::Report { serial: "0a".into(), task_id: TaskId(ALLOCATION), attempt: 2, verdict: failed, output: None },
-        Command::Report {
+        }
+        .into(),
+        Request::OrderTask { task_type: TaskType::NodeReboot, reason: text() }.into(),
+        Request::ResumeTask { task_id: TaskId(ALLOCATION), reason: text() }.into(),
+        Request::Report { serial: "0a".into(), task_id: TaskId(ALLOCATION), attempt: 2, verdict: failed, output: None }
+            .into(),
+        Request::Report {
             serial: "0a".into(),
             task_id: TaskId(ALLOCATION),
             attempt: 2,
             verdict: TaskOutcome::Succeeded { proof: Some(TENANT) },
             output: Some(json!({ "deep": [null, { "a": -1.5 }] })),
-        },
-        Command::Reserve { allocation_id: TENANT, gpu_count: 1, keys: request().ssh_keys, revision: 1 },
-        Command::ReconcileLogins { allocation_id: TENANT, revision: 2, keys: request().ssh_keys },
-        Command::Unreserve { allocation_id: TENANT },
-        Command::Provision { allocation_id: TENANT, deadline_at: at() },
-        Command::Clean { allocation_id: TENANT, attempt: 1, deadline_at: at() },
-        Command::MarkReleaseFailed { allocation_id: TENANT, attempt: 1 },
-        Command::Fence { allocation_id: TENANT, attempt: 1 },
-        Command::Abandon { allocation_id: TENANT },
-        Command::Tick,
+        }
+        .into(),
+        Fact::Reserve { allocation_id: TENANT, gpu_count: 1, keys: request().ssh_keys, revision: 1 }.into(),
+        Fact::ReconcileLogins { allocation_id: TENANT, revision: 2, keys: request().ssh_keys }.into(),
+        Fact::Unreserve { allocation_id: TENANT }.into(),
+        Fact::Provision { allocation_id: TENANT, deadline_at: at() }.into(),
+        Fact::Clean { allocation_id: TENANT, attempt: 1, deadline_at: at() }.into(),
+        Fact::MarkReleaseFailed { allocation_id: TENANT, attempt: 1 }.into(),
+        Fact::Fence { allocation_id: TENANT, attempt: 1 }.into(),
+        Fact::Abandon { allocation_id: TENANT }.into(),
+        Command::TICK,
     ]
 }
 
@@ -321,11 +326,11 @@ fn node_rejections() -> Vec<node::Rejection> {
 
 #[test]
 fn of_a_node() {
-    use node::{Command, Reply};
+    use node::{Reply, Request};
     let admin = user("root", &[TokenRole::Admin]);
-    let register = Command::Register { registration: Box::new(registration()), probe: None };
+    let register = Request::Register { registration: Box::new(registration()), probe: None };
     let (registered, reply) = decided::<Node>(None, register, &admin, NODE.0);
-    let token = Command::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: None };
+    let token = Request::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: None };
     let (mut node, _) = decided(Some(&registered), token, &admin, NODE.0);
     node.inventory = Some(inventory());
     let work =
@@ -427,8 +432,8 @@ fn of_a_sku() {
 
 #[test]
 fn of_a_tenant() {
-    use tenant::{Command, QuotaScopes, Rejection, Reply};
-    let add = Command::AddKey {
+    use tenant::{Command, Fact, QuotaScopes, Rejection, Reply, Request};
+    let add = Request::AddKey {
         user_id: "ann".into(),
         name: text(),
         key_type: "ssh-ed25519".into(),
@@ -438,27 +443,29 @@ fn of_a_tenant() {
     let (_, reply) = decided::<Tenant>(None, add.clone(), &ann(), ALLOCATION);
     let ssh_key = SshKeyId(ALLOCATION);
     let scopes = QuotaScopes { org_id: None, project_id: Some("p".into()), plan: Some(text()) };
-    let commands = vec![
-        add,
-        Command::DeleteKey { key: ssh_key },
-        Command::MakeDefault { key: ssh_key },
-        Command::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes: scopes.clone(), logins_revision: 1 },
-        Command::ExpectTerminal {
+    let commands: Vec<Command> = vec![
+        add.into(),
+        Request::DeleteKey { key: ssh_key }.into(),
+        Request::MakeDefault { key: ssh_key }.into(),
+        Fact::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes: scopes.clone(), logins_revision: 1 }.into(),
+        Request::ExpectTerminal {
             user_id: "ann".into(),
             allocation_id: TENANT,
             session: domain::TerminalSessionId(ALLOCATION),
             there: [domain::TerminalSessionId(Uuid::nil())].into(),
             over: [domain::TerminalSessionId(ALLOCATION)].into(),
             scopes,
-        },
-        Command::Forget { allocation_id: TENANT },
-        Command::ExpectAccount {
+        }
+        .into(),
+        Fact::Forget { allocation_id: TENANT }.into(),
+        Request::ExpectAccount {
             user_id: "ann".into(),
             account: domain::ServiceAccountId(ALLOCATION),
             there: [domain::ServiceAccountId(Uuid::nil())].into(),
             scopes: QuotaScopes { org_id: Some(text()), project_id: None, plan: None },
-        },
-        Command::Tick,
+        }
+        .into(),
+        Command::TICK,
     ];
     let rejections = [
         Rejection::NotFound,
@@ -473,43 +480,44 @@ fn of_a_tenant() {
 
 #[test]
 fn of_a_billing_account() {
-    use domain::billing_account::{BillingAccount, Command, Holder, Rejection, Reply};
+    use domain::billing_account::{BillingAccount, Command, Fact, Holder, Rejection, Reply, Request};
     use domain::money::{Currency, MicroAmount};
     let currency = Currency::parse("EUR").unwrap();
     let holder = Holder::Org(text());
     let (payment_id, refund_id) = (domain::PaymentId(ALLOCATION), domain::RefundId(ALLOCATION));
-    let open = Command::Open { holder: holder.clone(), currency: currency.clone() };
+    let open = Request::Open { holder: holder.clone(), currency: currency.clone() };
     let (_, reply) = decided::<BillingAccount>(None, open.clone(), &user("root", &[TokenRole::Admin]), ALLOCATION);
     let price = Price::new("EUR", 250).unwrap();
-    let hold = |holder| Command::Hold {
+    let hold = |holder| Fact::Hold {
         holder,
         allocation_id: TENANT,
         user_id: "ann".into(),
         price: price.clone(),
         gpu_count: 4,
     };
-    let usage = |from, until| Command::Usage { allocation_id: TENANT, from, until };
-    let commands = vec![
-        open,
-        hold(holder),
-        hold(Holder::User("ann".into())),
-        usage(Some(at()), Some(at())),
-        usage(None, None),
-        Command::Adjust { amount_minor: -7, currency: currency.clone(), reason: text() },
-        Command::Deposit { payment_id, holder: Holder::User(text()), currency, amount_minor: 7 },
-        Command::TakeRefund { refund_id, payment_id, amount_minor: 7, is_exact: true },
-        Command::GiveBackRefund { refund_id, payment_id, amount_minor: 7 },
-        Command::Reverse { reversal_id: text(), payment_id, is_dispute: true, amount_minor: i64::MAX },
-        Command::UndoReversal { reversal_id: text(), payment_id, is_dispute: false, amount_minor: 7 },
-        Command::RefundAllocation {
+    let usage = |from, until| Fact::Usage { allocation_id: TENANT, from, until };
+    let commands: Vec<Command> = vec![
+        open.into(),
+        hold(holder).into(),
+        hold(Holder::User("ann".into())).into(),
+        usage(Some(at()), Some(at())).into(),
+        usage(None, None).into(),
+        Request::Adjust { amount_minor: -7, currency: currency.clone(), reason: text() }.into(),
+        Fact::Deposit { payment_id, holder: Holder::User(text()), currency, amount_minor: 7 }.into(),
+        Fact::TakeRefund { refund_id, payment_id, amount_minor: 7, is_exact: true }.into(),
+        Fact::GiveBackRefund { refund_id, payment_id, amount_minor: 7 }.into(),
+        Fact::Reverse { reversal_id: text(), payment_id, is_dispute: true, amount_minor: i64::MAX }.into(),
+        Fact::UndoReversal { reversal_id: text(), payment_id, is_dispute: false, amount_minor: 7 }.into(),
+        Request::RefundAllocation {
             refund_id,
             allocation_id: TENANT,
             cost: Some(MicroAmount::of(7)),
             ended_at: Some(at()),
             amount_minor: Some(7),
             reason: text(),
-        },
-        Command::Tick,
+        }
+        .into(),
+        Command::TICK,
     ];
     let rejections = [
         Rejection::NotFound,
@@ -529,9 +537,11 @@ fn of_a_billing_account() {
 fn of_a_payment() {
     use domain::billing_account::Holder;
     use domain::money::Currency;
-    use domain::payment::{Command, Payment, PaymentFailure, RefundStatus, Rejection, Reply, ReversalStep};
+    use domain::payment::{
+        Command, Fact, Payment, PaymentFailure, RefundStatus, Rejection, Reply, Request, ReversalStep,
+    };
     let (currency, refund_id) = (Currency::parse("EUR").unwrap(), domain::RefundId(ALLOCATION));
-    let create = Command::Create {
+    let create = Request::Create {
         account_id: domain::BillingAccountId(ALLOCATION),
         holder: Holder::Org(text()),
         payer: "ann".into(),
@@ -541,40 +551,41 @@ fn of_a_payment() {
         cancel_url: "https://a.test/back".into(),
     };
     let (_, reply) = decided::<Payment>(None, create.clone(), &ann(), ALLOCATION);
-    let not_paid = |outcome| Command::NotPaid { processor_id: "pi_1".into(), outcome, why: text() };
+    let not_paid = |outcome| Fact::NotPaid { processor_id: "pi_1".into(), outcome, why: text() };
     let reversed =
-        |what| Command::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 7, currency: currency.clone() };
-    let mut commands = vec![
-        create,
-        Command::Opened { processor_id: "pi_1".into() },
-        Command::Lapse { why: text() },
-        Command::Paid {
+        |what| Fact::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 7, currency: currency.clone() };
+    let mut commands: Vec<Command> = vec![
+        create.into(),
+        Fact::Opened { processor_id: "pi_1".into() }.into(),
+        Fact::Lapse { why: text() }.into(),
+        Fact::Paid {
             processor_id: "pi_1".into(),
             amount_minor: i64::MAX,
             currency: currency.clone(),
             charge_id: Some("ch_1".into()),
-        },
-        Command::Deposited,
-        Command::Refund { refund_id, amount_minor: None, reason: text() },
-        Command::DepositRefused { why: text() },
-        Command::RefundTaken { refund_id, amount_minor: 7 },
-        Command::RefundRefused { refund_id, why: text() },
-        Command::GivenBack { refund_id },
-        Command::ReversalPosted { reversal_id: "dp_1".into(), is_undone: true },
-        Command::Tick,
+        }
+        .into(),
+        Fact::Deposited.into(),
+        Request::Refund { refund_id, amount_minor: None, reason: text() }.into(),
+        Fact::DepositRefused { why: text() }.into(),
+        Fact::RefundTaken { refund_id, amount_minor: 7 }.into(),
+        Fact::RefundRefused { refund_id, why: text() }.into(),
+        Fact::GivenBack { refund_id }.into(),
+        Fact::ReversalPosted { reversal_id: "dp_1".into(), is_undone: true }.into(),
+        Command::TICK,
     ];
-    commands.extend([PaymentFailure::Declined, PaymentFailure::Canceled, PaymentFailure::Expired].map(not_paid));
     commands.extend(
-        [ReversalStep::Refund, ReversalStep::RefundFailed, ReversalStep::DisputeOpened, ReversalStep::DisputeWon]
-            .map(reversed),
+        [PaymentFailure::Declined, PaymentFailure::Canceled, PaymentFailure::Expired].map(not_paid).map(Command::from),
     );
     commands.extend(
-        [RefundStatus::Pending, RefundStatus::Succeeded, RefundStatus::Failed].map(|status| Command::RefundAt {
-            refund_id,
-            processor_refund_id: "re_1".into(),
-            status,
-            amount_minor: 7,
-        }),
+        [ReversalStep::Refund, ReversalStep::RefundFailed, ReversalStep::DisputeOpened, ReversalStep::DisputeWon]
+            .map(reversed)
+            .map(Command::from),
+    );
+    commands.extend(
+        [RefundStatus::Pending, RefundStatus::Succeeded, RefundStatus::Failed]
+            .map(|status| Fact::RefundAt { refund_id, processor_refund_id: "re_1".into(), status, amount_minor: 7 })
+            .map(Command::from),
     );
     let rejections = [
         Rejection::NotFound,
@@ -594,8 +605,10 @@ fn of_a_payment() {
 
 #[test]
 fn of_a_processor_event() {
-    use domain::processor_event::{Command, ProcessingOutcome, ProcessorEvent, Rejection, Reply};
-    let receive = Command::Receive {
+    use domain::processor_event::{
+        Command, Fact, Maintenance, ProcessingOutcome, ProcessorEvent, Rejection, Reply, Request,
+    };
+    let receive = Fact::Receive {
         event_id: "evt_1".into(),
         event_type: text(),
         object_id: Some("pi_1".into()),
@@ -606,15 +619,15 @@ fn of_a_processor_event() {
     };
     let worker = crate::testing::worker();
     let (event, kept) = decided::<ProcessorEvent>(None, receive.clone(), &worker, ALLOCATION);
-    let mut commands = vec![
-        receive,
-        Command::Failed { why: text() },
-        Command::Retry { reason: text() },
-        Command::Dismiss { reason: text() },
-        Command::Reseal { body_enc: "AA==".into() },
-        Command::Tick,
+    let mut commands: Vec<Command> = vec![
+        receive.into(),
+        Fact::Failed { why: text() }.into(),
+        Request::Retry { reason: text() }.into(),
+        Request::Dismiss { reason: text() }.into(),
+        Maintenance::Reseal { body_enc: "AA==".into() }.into(),
+        Command::TICK,
     ];
-    commands.extend(ProcessingOutcome::ALL.map(|outcome| Command::Processed { outcome }));
+    commands.extend(ProcessingOutcome::ALL.map(|outcome| Command::from(Fact::Processed { outcome })));
     let replies = [kept, Reply::Shown { event: Box::new(event) }, Reply::Done];
     let rejections = [
         Rejection::NotFound,

@@ -3,7 +3,7 @@
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::Response;
-use domain::allocation::{Allocation, Command};
+use domain::allocation::{Allocation, Request};
 use domain::metadata::PatchValue;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -51,7 +51,7 @@ pub(in crate::api) async fn revise(
     if metadata.is_empty() {
         return Err(ApiError::invalid_request("Nothing is to be changed; give `name` or `labels`."));
     }
-    let command = Command::Revise { metadata, if_version: if_match(&headers)? };
+    let command = Request::Revise { metadata, if_version: if_match(&headers)? };
     let answered = context.ask::<Allocation>(id, command).await?;
     response(&services, StatusCode::OK, replayed(&answered), &answered.reply, answered.version).await
 }

@@ -5,7 +5,7 @@ use actors::sharding::id_of_name;
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
-use domain::allocation::{Allocation, Command, Rejection};
+use domain::allocation::{Allocation, Rejection, Request};
 use domain::tenant::Tenant;
 use domain::{EntityKind, SshKeyId};
 use serde::{Deserialize, Serialize};
@@ -59,7 +59,7 @@ pub(in crate::api) async fn choose_ssh_keys(
         let tenant = find::<Tenant>(&services, id_of_name(EntityKind::Tenant, &user_id)).await?.map(|found| found.it);
         let logins = tenant.map(|tenant| (tenant.authorized_keys(chosen.as_deref()), tenant.logins_revision));
         let (keys, logins_revision) = logins.unwrap_or_default();
-        let command = Command::ChooseLogins { chosen: chosen.clone(), keys, logins_revision };
+        let command = Request::ChooseLogins { chosen: chosen.clone(), keys, logins_revision };
         match context.try_ask::<Allocation>(id, command).await? {
             Ok(answered) => {
                 return response(&services, StatusCode::OK, replayed(&answered), &answered.reply, answered.version)

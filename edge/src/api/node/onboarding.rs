@@ -15,7 +15,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
-use domain::node::{Command, Node, Registration, Reissue, Reply};
+use domain::node::{Node, Registration, Reissue, Reply, Request};
 use domain::{NodeId, TokenId};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -117,7 +117,7 @@ pub(in crate::api) async fn issue_token(
     JsonOrDefault(new): JsonOrDefault<NewToken>,
 ) -> Result<Response, ApiError> {
     let (minted, token_id) = (mint(TokenPurpose::Enrollment), Uuid::now_v7());
-    let command = Command::IssueToken {
+    let command = Request::IssueToken {
         token_id: TokenId(token_id),
         token_sha256: minted.hash.to_bytes(),
         ttl_seconds: new.ttl_seconds.map(|ttl| ttl.0),
@@ -221,7 +221,7 @@ async fn reissue(
     minted: &MintedToken,
     request: ReissueRequest,
 ) -> Result<DateTime<Utc>, ApiError> {
-    let command = Command::Reissue(Box::new(Reissue {
+    let command = Request::Reissue(Box::new(Reissue {
         token_id: TokenId(token_id),
         token_sha256: minted.hash.to_bytes(),
         ttl_seconds: request.ttl_seconds,

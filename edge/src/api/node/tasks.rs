@@ -7,7 +7,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::node::{
-    Command, Hold, HoldPhase, Node, NodeTask, NodeTaskPhase, PendingTask, Reply, TaskOutcome, report_reasons,
+    Hold, HoldPhase, Node, NodeTask, NodeTaskPhase, PendingTask, Reply, Request, TaskOutcome, report_reasons,
 };
 use domain::{AllocationId, TaskId, TaskType, Timestamp};
 use persistence::queries::HistoryRow;
@@ -190,7 +190,7 @@ pub(in crate::api) async fn order_task(
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewTask>>,
 ) -> Result<Response, ApiError> {
-    let command = Command::OrderTask { task_type: new.task_type.into(), reason: new.reason.to_string() };
+    let command = Request::OrderTask { task_type: new.task_type.into(), reason: new.reason.to_string() };
     let answered = context.ask::<Node>(id, command).await?;
     shown(&services, StatusCode::CREATED, &answered)
 }
@@ -210,7 +210,7 @@ pub(in crate::api) async fn resume_task(
     Path((id, task_id)): Path<(Uuid, Uuid)>,
     Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
-    let command = Command::ResumeTask { task_id: TaskId(task_id), reason: why.reason.to_string() };
+    let command = Request::ResumeTask { task_id: TaskId(task_id), reason: why.reason.to_string() };
     let answered = context.prioritized().ask::<Node>(id, command).await?;
     shown(&services, StatusCode::OK, &answered)
 }

@@ -13,7 +13,7 @@ use chrono::{DateTime, TimeDelta, Utc};
 use domain::authz::{Action, authorize};
 use domain::billing_account::{BillingAccount, Holder, Rejection as AccountRejection};
 use domain::money::Currency;
-use domain::payment::{Command, Payment, Phase, PhaseName, Rejection, Reply};
+use domain::payment::{Fact, Payment, Phase, PhaseName, Rejection, Reply, Request};
 use domain::policy::PolicyKey;
 use domain::{BillingAccountId, PaymentId, Principal};
 use serde::{Deserialize, Serialize};
@@ -119,7 +119,7 @@ async fn create_payment(
     let holder = holder_of(context);
     check_open_payments(services, context, &holder).await?;
     let amount_minor = new.amount_minor.0;
-    let command = Command::Create {
+    let command = Request::Create {
         account_id: BillingAccountId(id_of(&holder)),
         currency: currency(services, payments, &holder, new.currency.as_ref()).await?,
         holder,
@@ -162,7 +162,7 @@ impl CheckoutFlow<'_> {
     /// Opens it at the processor, and records that at the payment.
     async fn open(&self, payment: Payment, before: PriorCheckout) -> Result<CheckoutView, ApiError> {
         let opened = self.ask(&payment, before).await?;
-        let recorded = self.record(payment.id, Command::Opened { processor_id: opened.processor_id.clone() }).await;
+        let recorded = self.record(payment.id, Fact::Opened { processor_id: opened.processor_id.clone() }).await;
         let payment = match recorded {
             Ok(reply) => payment_in(reply)?,
             Err(AskError::Rejected(rejection @ Rejection::Over { .. })) => {
@@ -201,10 +201,10 @@ impl CheckoutFlow<'_> {
         }
     }
 
-    async fn record(&self, id: PaymentId, command: Command) -> Result<Reply, AskError<Rejection>> {
+    async fn record(&self, id: PaymentId, fact: Fact) -> Result<Reply, AskError<Rejection>> {
         let permit = authorize(&Principal::system(CHECKOUT), Action::Advance).map_err(|_| AskError::Denied)?;
         let asked = self.scope.command_context(&permit, self.services.environment.now() + RECORD_TIMEOUT).urgent();
-        Ok(self.services.directory.ask::<Payment>(&permit, id.0, command, asked).await?.reply)
+        Ok(self.services.directory.ask::<Payment>(&permit, id.0, fact.into(), asked).await?.reply)
     }
 
     /// Cancels a checkout that no client has seen. Where that fails, it still cannot be paid.

@@ -1,7 +1,7 @@
 //! Allocations, and the errors where none can be placed.
 
 use super::harness::{ANNS_KEY, ApiHarness, PlacementOutcome, TestResponse};
-use domain::allocation::{Allocation, Command};
+use domain::allocation::{Allocation, Fact};
 use domain::policy::PolicyKey;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
@@ -46,7 +46,7 @@ async fn allocation_is_created_followed_and_released() {
 
     let id = id_of(&made);
     let path = format!("/api/v1/allocations/{id}");
-    api.ask_as_system::<Allocation>(id, Command::Provisioned { node_id: node }).await;
+    api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
     let active = api.get(&path).user("ann").send().await;
     assert_eq!((&active.is(200)["state"], &active.headers["etag"].to_str().unwrap()), (&json!("active"), &"\"3\""));
 
@@ -58,7 +58,7 @@ async fn allocation_is_created_followed_and_released() {
     assert_eq!(released.body["generation"], 4);
     let again = api.post(&format!("{path}/release")).user("ann").send().await;
     assert_eq!(again.is(202)["generation"], 4);
-    api.ask_as_system::<Allocation>(id, Command::Cleaned { node_id: node, attempt: 1 }).await;
+    api.ask_as_system::<Allocation>(id, Fact::Cleaned { node_id: node, attempt: 1 }).await;
     // The stream ends after `released`.
     let told = tokio::time::timeout(Duration::from_secs(5), told).await.unwrap().unwrap().unwrap();
     let told = String::from_utf8(told.to_vec()).unwrap();
@@ -183,7 +183,7 @@ async fn failed_release_is_resolved_by_an_administrator() {
     api.post(&admin("force-release")).admin().json(&why).send().await.refused(409, "state_conflict");
     api.post(&format!("/api/v1/allocations/{id}/release")).user("ann").send().await.is(202);
     let failed = json!({"command": "cleanup_failed", "node_id": node, "attempt": 1, "reason": "home_remains", "detail": "a file"});
-    api.ask_as_system::<Allocation>(id, serde_json::from_value(failed.clone()).unwrap()).await;
+    api.ask_as_system::<Allocation>(id, serde_json::from_value::<Fact>(failed.clone()).unwrap()).await;
     let seen = api.get(&format!("/api/v1/allocations/{id}")).user("ann").send().await;
     assert_eq!((&seen.is(200)["state"], &seen.body["attempt"]), (&json!("release_failed"), &json!(1)));
     assert_eq!(seen.body["health"]["status"], "critical");
@@ -192,7 +192,7 @@ async fn failed_release_is_resolved_by_an_administrator() {
     let retried = api.post(&admin("retry-release")).admin().json(&why).send().await;
     assert_eq!((&retried.is(202)["state"], &retried.body["attempt"]), (&json!("releasing"), &json!(2)));
     let failed = json!({"command": "cleanup_failed", "node_id": node, "attempt": 2, "reason": "home_remains", "detail": "a file"});
-    api.ask_as_system::<Allocation>(id, serde_json::from_value(failed).unwrap()).await;
+    api.ask_as_system::<Allocation>(id, serde_json::from_value::<Fact>(failed).unwrap()).await;
     let forced = api.post(&admin("force-release")).admin().json(&why).send().await;
     assert_eq!((&forced.is(202)["state"], &forced.body["state_reason"]), (&json!("released"), &json!("forced")));
 }
@@ -206,7 +206,7 @@ async fn gpu_alert_is_shown_to_the_tenant_of_the_gpu() {
     api.set_placement(PlacementOutcome::On(node));
     let rented = rent(&api, "rented", &allocation_body()).await;
     let id = id_of(&rented);
-    api.ask_as_system::<Allocation>(id, Command::Provisioned { node_id: node }).await;
+    api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
     let path = format!("/api/v1/allocations/{id}");
     assert_eq!(api.get(&path).user("ann").send().await.is(200)["health"], Value::Null);
     let alert = |target: &str, message: &str| {

@@ -1,8 +1,8 @@
 //! Billing accounts: adjustments, balances and ledgers. The callers' tokens name the organisation `acme`, which pays.
 
 use super::harness::{ApiHarness, TestResponse};
-use domain::allocation::{Allocation, Command as ToAllocation};
-use domain::billing_account::{BillingAccount, Command};
+use domain::allocation::{self, Allocation};
+use domain::billing_account::{BillingAccount, Fact};
 use domain::policy::PolicyKey;
 use domain::{AllocationId, Timestamp};
 use serde_json::{Value, json};
@@ -23,7 +23,7 @@ pub(super) async fn adjust(api: &ApiHarness, account: Uuid, key: &str, amount: V
 
 /// Meters an allocation of ann's that costs 3,600 minor units an hour.
 pub(super) async fn metered(api: &ApiHarness, account: Uuid, allocation: AllocationId, from: Timestamp) {
-    let hold = Command::Hold {
+    let hold = Fact::Hold {
         holder: domain::billing_account::Holder::Org("acme".into()),
         allocation_id: allocation,
         user_id: "ann".into(),
@@ -31,7 +31,7 @@ pub(super) async fn metered(api: &ApiHarness, account: Uuid, allocation: Allocat
         gpu_count: 1,
     };
     api.ask_as_system::<BillingAccount>(account, hold).await;
-    let usage = Command::Usage { allocation_id: allocation, from: Some(from), until: None };
+    let usage = Fact::Usage { allocation_id: allocation, from: Some(from), until: None };
     api.ask_as_system::<BillingAccount>(account, usage).await;
 }
 
@@ -134,7 +134,7 @@ async fn running_allocation_shows_its_cost_and_account_how_long_it_lasts() {
     let rented = api.post("/api/v1/allocations").user("ann").key("k").json(&wanted).send().await;
     let id: Uuid = rented.is(201)["id"].as_str().unwrap().parse().unwrap();
     assert_eq!((&rented.body["cost_to_date_minor"], &rented.body["billed_until"]), (&json!(0), &Value::Null));
-    api.ask_as_system::<Allocation>(id, ToAllocation::Provisioned { node_id: node }).await;
+    api.ask_as_system::<Allocation>(id, allocation::Fact::Provisioned { node_id: node }).await;
     let from = chrono::Utc::now() - chrono::TimeDelta::seconds(125);
     metered(&api, account, AllocationId(id), from).await;
 

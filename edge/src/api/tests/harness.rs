@@ -338,7 +338,7 @@ impl ApiHarness {
 
     /// The first poll of the node's agent.
     pub(super) async fn poll(&self, id: NodeId) {
-        self.ask::<Node>(&Principal::Node(id), id.0, node::Command::Poll { serial: "01".into() }).await.unwrap();
+        self.ask::<Node>(&Principal::Node(id), id.0, node::Request::Poll { serial: "01".into() }).await.unwrap();
     }
 
     /// A heartbeat of such a node.
@@ -358,7 +358,7 @@ impl ApiHarness {
             silent_at: now,
             task_types: None,
         };
-        let command = node::Command::Heartbeat {
+        let command = node::Request::Heartbeat {
             serial: "01".into(),
             seen: Box::new(seen),
             inventory: Box::new(inventory(machine, gpus)),
@@ -391,11 +391,16 @@ impl ApiHarness {
             protocol: 3,
             inventory: inventory(machine, gpus),
         };
-        self.ask::<Node>(&agent, id.0, node::Command::Enroll(Box::new(enrollment))).await.unwrap();
+        self.ask::<Node>(&agent, id.0, node::Request::Enroll(Box::new(enrollment))).await.unwrap();
         id
     }
 
-    pub(super) async fn ask<M: Machine>(&self, by: &Principal, id: Uuid, command: M::Command) -> AskResult<M> {
+    pub(super) async fn ask<M: Machine>(
+        &self,
+        by: &Principal,
+        id: Uuid,
+        command: impl Into<M::Command>,
+    ) -> AskResult<M> {
         test_host::ask::<M>(&self.services.directory, self.environment.as_ref(), by, id, command).await
     }
 
@@ -412,7 +417,7 @@ impl ApiHarness {
     }
 
     /// Sends a command with the system as the principal, as the saga's workers do.
-    pub(super) async fn ask_as_system<M: Machine>(&self, id: Uuid, command: M::Command) {
+    pub(super) async fn ask_as_system<M: Machine>(&self, id: Uuid, command: impl Into<M::Command>) {
         self.ask::<M>(&system(), id, command).await.unwrap();
     }
 }
@@ -475,14 +480,14 @@ async fn run_placements(
         let placement = *placement.lock().unwrap();
         let command = match placement {
             PlacementOutcome::Silent => continue,
-            PlacementOutcome::On(node_id) => allocation::Command::Reserved { node_id, placed: placed(allocation_id) },
+            PlacementOutcome::On(node_id) => allocation::Fact::Reserved { node_id, placed: placed(allocation_id) },
             PlacementOutcome::NoCapacity => {
-                allocation::Command::NoCapacity { suggestion: Some("Region us-1 has room for 4 GPUs.".into()) }
+                allocation::Fact::NoCapacity { suggestion: Some("Region us-1 has room for 4 GPUs.".into()) }
             }
-            PlacementOutcome::NotIsolated => allocation::Command::NotIsolated,
-            PlacementOutcome::OverQuota => allocation::Command::OverQuota { limit: 50 },
+            PlacementOutcome::NotIsolated => allocation::Fact::NotIsolated,
+            PlacementOutcome::OverQuota => allocation::Fact::OverQuota { limit: 50 },
             PlacementOutcome::Unaffordable => {
-                allocation::Command::Unaffordable { message: "There is nothing to pay it from.".into() }
+                allocation::Fact::Unaffordable { message: "There is nothing to pay it from.".into() }
             }
         };
         ask_as_system::<Allocation>(&services, allocation_id.0, command).await;
@@ -492,10 +497,10 @@ async fn run_placements(
 /// Forwards events between payments and their accounts. There is no processor.
 async fn run_payments(services: &Services, event: Event) {
     match event.reaction() {
-        Reaction::Payment(id, command) => {
-            ask_as_system::<Payment>(services, id.0, command).await;
+        Reaction::Payment(id, fact) => {
+            ask_as_system::<Payment>(services, id.0, fact).await;
         }
-        Reaction::Billing { holder, command }
+        Reaction::Billing { holder, fact }
             if matches!(
                 event,
                 Event::PaymentPaid { .. }
@@ -505,13 +510,13 @@ async fn run_payments(services: &Services, event: Event) {
             ) =>
         {
             let account = id_of_name(EntityKind::BillingAccount, &holder.to_string());
-            ask_as_system::<BillingAccount>(services, account, command).await;
+            ask_as_system::<BillingAccount>(services, account, fact).await;
         }
         _ => {}
     }
 }
 
-async fn ask_as_system<M: Machine>(services: &Services, id: Uuid, command: M::Command) {
+async fn ask_as_system<M: Machine>(services: &Services, id: Uuid, command: impl Into<M::Command>) {
     test_host::ask::<M>(&services.directory, services.environment.as_ref(), &system(), id, command).await.unwrap();
 }
 

@@ -2,7 +2,7 @@
 
 use super::harness::{ApiHarness, PlacementOutcome, TestResponse, node_body};
 use axum::http::Method;
-use domain::allocation::{Allocation, Command};
+use domain::allocation::{Allocation, Fact};
 use serde_json::{Value, json};
 
 const ALLOCATIONS: &str = "/api/v1/allocations";
@@ -267,7 +267,7 @@ async fn labels_survive_the_allocation_saga() {
     let made = api.post(ALLOCATIONS).user("ann").key("k").json(&body).send().await.is(201).clone();
     let path = path_of(&made);
     let id = made["id"].as_str().unwrap().parse().unwrap();
-    api.ask_as_system::<Allocation>(id, Command::Provisioned { node_id: node }).await;
+    api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
     assert_eq!(patched(&api, &path, "ann", &json!({"name": "train"})).await.is(200)["state"], "active");
     let released = api.post(&format!("{path}/release")).user("ann").send().await;
     assert_eq!((&released.is(202)["name"], &released.body["labels"]), (&json!("train"), &json!({"env": "dev"})));

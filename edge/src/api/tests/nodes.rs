@@ -3,7 +3,8 @@
 use super::harness::{ApiHarness, TestResponse, node_body};
 use axum::http::Method;
 use chrono::TimeDelta;
-use domain::node::{Command, FindingReport, Node, NodeHealth, Phase, Reply, ReportedFinding};
+use domain::machine::Command as _;
+use domain::node::{Command, Fact, FindingReport, Node, NodeHealth, Phase, Reply, ReportedFinding, Request};
 use domain::policy::PolicyKey;
 use domain::{AllocationId, Principal};
 use serde_json::{Value, json};
@@ -94,7 +95,7 @@ async fn enrollment_token_is_shown_once_and_not_stored() {
         issue(Some(json!({"ttl_seconds": ttl}))).await.refused(400, "invalid_request");
     }
     let Reply::Node { node } = api
-        .ask::<Node>(&Principal::Caller(root_caller()), id.0, Command::Quarantine { reason: "x".into() })
+        .ask::<Node>(&Principal::Caller(root_caller()), id.0, Request::Quarantine { reason: "x".into() })
         .await
         .unwrap()
         .reply
@@ -201,10 +202,9 @@ async fn a_node_goes_through_its_life_by_an_administrators_word() {
     assert_eq!(active.body["agent"]["protocol"], 3);
 
     let allocation_id = AllocationId(Uuid::now_v7());
-    api.ask_as_system::<Node>(id.0, Command::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0 })
-        .await;
+    api.ask_as_system::<Node>(id.0, Fact::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0 }).await;
     let deadline_at = chrono::Utc::now() + TimeDelta::minutes(10);
-    api.ask_as_system::<Node>(id.0, Command::Provision { allocation_id, deadline_at }).await;
+    api.ask_as_system::<Node>(id.0, Fact::Provision { allocation_id, deadline_at }).await;
     let in_use = order("retire", reason_body()).await;
     assert_eq!(in_use.refused(409, "node_in_use")["allocation_id"], allocation_id.to_string());
     order("remove", reason_body()).await.refused(400, "invalid_request");
@@ -212,7 +212,7 @@ async fn a_node_goes_through_its_life_by_an_administrators_word() {
     assert_eq!(tasks.is(200)["open"][0]["type"], "allocation.provision");
     assert_eq!(tasks.body["open"][0]["allocation_id"], allocation_id.to_string());
     assert_eq!(order("retire", json!({"reason": "swap", "drain": true})).await.is(200)["state"], "draining");
-    api.ask_as_system::<Node>(id.0, Command::Abandon { allocation_id }).await;
+    api.ask_as_system::<Node>(id.0, Fact::Abandon { allocation_id }).await;
     let mut lines = vec![order("remove", reason_body()).await.line(), order("reactivate", reason_body()).await.line()];
 
     let other = api.active_node("h100x4", 4).await;
@@ -237,10 +237,10 @@ async fn a_node_goes_through_its_life_by_an_administrators_word() {
     let going = order("remove", reason_body()).await;
     assert_eq!(going.is(202)["state"], "removing");
     assert!(began.elapsed() >= std::time::Duration::from_secs(5));
-    let (removed, ()) = tokio::join!(order("remove", reason_body()), api.ask_as_system::<Node>(other.0, Command::Tick));
+    let (removed, ()) = tokio::join!(order("remove", reason_body()), api.ask_as_system::<Node>(other.0, Command::TICK));
     assert_eq!(removed.is(200)["state"], "removed");
     let Reply::Node { node } = api
-        .ask::<Node>(&Principal::Caller(root_caller()), other.0, Command::Remove { reason: "x".into() })
+        .ask::<Node>(&Principal::Caller(root_caller()), other.0, Request::Remove { reason: "x".into() })
         .await
         .unwrap()
         .reply
@@ -353,7 +353,7 @@ async fn node_reports_are_paginated_with_their_tasks() {
     for _ in 0..3 {
         let order = json!({"type": "diagnostics.collect", "reason": "x"});
         let ordered = api.post(&path).admin().json(&order).send().await.is(201).clone();
-        let report = domain::node::Command::Report {
+        let report = domain::node::Request::Report {
             serial: "01".into(),
             task_id: domain::TaskId(ordered["task_id"].as_str().unwrap().parse().unwrap()),
             attempt: u32::try_from(ordered["attempt"].as_u64().unwrap()).unwrap(),

@@ -5,7 +5,7 @@ use axum::http::Method;
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use domain::billing_account::Holder;
-use domain::notification_endpoint::{Command, DeliveryFailure, NotificationEndpoint, QueuedNotification};
+use domain::notification_endpoint::{DeliveryFailure, Fact, NotificationEndpoint, QueuedNotification};
 use domain::policy::PolicyKey;
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -31,14 +31,14 @@ impl ApiHarness {
         let id: Uuid = endpoint["id"].as_str().unwrap().parse().unwrap();
         let message_id = Uuid::from_u128(n);
         let message = QueuedNotification { id: message_id, event: "billing.balance_low".into(), body: "{}".into() };
-        self.ask_as_system::<NotificationEndpoint>(id, Command::Enqueue { message }).await;
+        self.ask_as_system::<NotificationEndpoint>(id, Fact::Enqueue { message }).await;
         let failure = DeliveryFailure {
             why: "it answered 500".into(),
             is_final: true,
             is_gone: false,
             retry_after_seconds: None,
         };
-        self.ask_as_system::<NotificationEndpoint>(id, Command::Failed { message_id, failure }).await;
+        self.ask_as_system::<NotificationEndpoint>(id, Fact::Failed { message_id, failure }).await;
         message_id
     }
 }

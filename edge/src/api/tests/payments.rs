@@ -6,7 +6,7 @@ use super::harness::{ApiHarness, TestResponse};
 use crate::payment_processor::{PriorCheckout, ProcessorError};
 use domain::PaymentId;
 use domain::money::Currency;
-use domain::payment::{Command, Payment, PaymentFailure, ReversalStep};
+use domain::payment::{Fact, Payment, PaymentFailure, ReversalStep};
 use domain::policy::PolicyKey;
 use serde_json::{Value, json};
 use std::time::Duration;
@@ -35,7 +35,7 @@ pub(super) fn id_of(answer: &TestResponse) -> PaymentId {
 pub(super) async fn pay(api: &ApiHarness, processor: &FakeProcessor, id: PaymentId) {
     let (processor_id, amount_minor) = processor.opened_for(id).unwrap();
     let currency = Currency::parse("EUR").unwrap();
-    let paid = Command::Paid { processor_id, amount_minor, currency, charge_id: Some("ch_1".into()) };
+    let paid = Fact::Paid { processor_id, amount_minor, currency, charge_id: Some("ch_1".into()) };
     api.ask_as_system::<Payment>(id.0, paid).await;
     api.wait_until_payment(id, "deposited").await;
 }
@@ -61,11 +61,8 @@ async fn payment_is_created_paid_and_deposited() {
     let balance = api.get("/api/v1/billing/balance").user("ann").send().await;
     assert_eq!(balance.is(200)["currency"], Value::Null, "nothing was paid yet");
 
-    let declined = Command::NotPaid {
-        processor_id: "pi_1".into(),
-        outcome: PaymentFailure::Declined,
-        why: "card_declined".into(),
-    };
+    let declined =
+        Fact::NotPaid { processor_id: "pi_1".into(), outcome: PaymentFailure::Declined, why: "card_declined".into() };
     api.ask_as_system::<Payment>(id.0, declined).await;
     let shown = api.get(&format!("{PAYMENTS}/{id}")).user("ann").send().await;
     assert_eq!((&shown.is(200)["state"], &shown.body["reason"]), (&json!("open"), &json!("card_declined")));
@@ -255,7 +252,7 @@ async fn payment_in_another_currency_is_shown_as_refunded() {
     let gift = json!({"amount_minor": 700, "currency": "USD", "reason": "a gift"});
     let adjustments = format!("{ACCOUNTS}/{}/adjustments", account.as_str().unwrap());
     api.post(&adjustments).user("biller").key("a").json(&gift).send().await.is(201);
-    let paid = Command::Paid {
+    let paid = Fact::Paid {
         processor_id: processor.opened_for(id).unwrap().0,
         amount_minor: 5_000,
         currency: Currency::parse("EUR").unwrap(),
@@ -279,7 +276,7 @@ async fn checkout_of_an_expired_payment_needs_a_new_payment() {
     let api = ApiHarness::with_processor(&processor).await;
     let id = id_of(&checkout(&api, "k", &checkout_body(5_000)).await);
     let canceled =
-        Command::NotPaid { processor_id: "pi_1".into(), outcome: PaymentFailure::Canceled, why: "by ann".into() };
+        Fact::NotPaid { processor_id: "pi_1".into(), outcome: PaymentFailure::Canceled, why: "by ann".into() };
     api.ask_as_system::<Payment>(id.0, canceled).await;
     let again = checkout(&api, "k", &checkout_body(5_000)).await;
     assert_eq!(again.refused(409, "state_conflict")["state"], "canceled");
@@ -325,12 +322,8 @@ async fn dispute_is_shown_at_its_payment() {
     let api = ApiHarness::with_processor(&processor).await;
     let id = deposited(&api, &processor, "k", 5_000).await;
     let currency = Currency::parse("EUR").unwrap();
-    let opened = Command::Reversed {
-        reversal_id: "dp_1".into(),
-        what: ReversalStep::DisputeOpened,
-        amount_minor: 5_000,
-        currency,
-    };
+    let opened =
+        Fact::Reversed { reversal_id: "dp_1".into(), what: ReversalStep::DisputeOpened, amount_minor: 5_000, currency };
     api.ask_as_system::<Payment>(id.0, opened).await;
     let shown = api.get(&format!("{PAYMENTS}/{id}")).user("ann").send().await;
     let mut reversal = shown.is(200)["reversals"][0].clone();

@@ -4,9 +4,9 @@ use super::billing::{ACCOUNTS, adjust, metered, opened};
 use super::fake_processor::FakeProcessor;
 use super::harness::{ApiHarness, PlacementOutcome, TestResponse};
 use super::payments::{PAYMENTS, deposited};
-use domain::allocation::{Allocation, Command as ToAllocation};
-use domain::billing_account::{BillingAccount, Command as ToAccount};
-use domain::payment::{Command, Payment, RefundStatus};
+use domain::allocation::{self, Allocation};
+use domain::billing_account::{self, BillingAccount};
+use domain::payment::{Fact, Payment, RefundStatus};
 use domain::policy::PolicyKey;
 use domain::{AllocationId, RefundId};
 use serde_json::{Value, json};
@@ -50,7 +50,7 @@ async fn payer_is_refunded_the_unspent_amount_once_after_it_left_the_account() {
     insta::assert_json_snapshot!("refund", shown);
 
     let refund_id: RefundId = first.body["id"].as_str().unwrap().parse().unwrap();
-    let succeeded = Command::RefundAt {
+    let succeeded = Fact::RefundAt {
         refund_id,
         processor_refund_id: "re_1".into(),
         status: RefundStatus::Succeeded,
@@ -120,7 +120,7 @@ async fn failed_refund_returns_to_the_account() {
     let id = deposited(&api, &processor, "k", 5_000).await;
     let asked = refund(&api, "ann", "r", json!({"payment_id": id}), None).await;
     let refund_id: RefundId = asked.is(201)["id"].as_str().unwrap().parse().unwrap();
-    let failed = Command::RefundAt {
+    let failed = Fact::RefundAt {
         refund_id,
         processor_refund_id: "re_1".into(),
         status: RefundStatus::Failed,
@@ -150,7 +150,7 @@ async fn allocation_cost_is_refunded_by_billing_operations_alone_and_once() {
     let wanted = json!({"sku": "h100x4", "gpu_count": 1});
     let rented = api.post("/api/v1/allocations").user("ann").key("k").json(&wanted).send().await;
     let id: Uuid = rented.is(201)["id"].as_str().unwrap().parse().unwrap();
-    api.ask_as_system::<Allocation>(id, ToAllocation::Provisioned { node_id: node }).await;
+    api.ask_as_system::<Allocation>(id, allocation::Fact::Provisioned { node_id: node }).await;
     let from = chrono::Utc::now() - chrono::TimeDelta::seconds(125);
     metered(&api, account, AllocationId(id), from).await;
 
@@ -167,7 +167,7 @@ async fn allocation_cost_is_refunded_by_billing_operations_alone_and_once() {
 
     // The allocation ends, and the ledger has the rest of its cost.
     let until = from + chrono::TimeDelta::seconds(125);
-    let usage = ToAccount::Usage { allocation_id: AllocationId(id), from: Some(from), until: Some(until) };
+    let usage = billing_account::Fact::Usage { allocation_id: AllocationId(id), from: Some(from), until: Some(until) };
     api.ask_as_system::<BillingAccount>(account, usage).await;
     let rest = refund(&api, "biller", "t", of.clone(), None).await;
     assert_eq!(rest.is(201)["amount_minor"], 105);

@@ -4,7 +4,7 @@ use super::contract::{document, operations};
 use super::harness::{ANNS_KEY, ApiHarness, PlacementOutcome, TestResponse, node_body, sku_body};
 use axum::http::Method;
 use chrono::{TimeDelta, Utc};
-use domain::allocation::{Allocation, Command, Phase};
+use domain::allocation::{Allocation, Fact, Phase};
 use domain::policy::PolicyKey;
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -68,7 +68,7 @@ async fn allocation_is_replayed_after_its_queue_time_ended() {
     let first = rent().await;
     let id: Uuid = first.is(201)["id"].as_str().unwrap().parse().unwrap();
     api.stop_clock_at(&(Utc::now() + TimeDelta::seconds(90)).to_rfc3339());
-    api.ask_as_system::<Allocation>(id, Command::NoCapacity { suggestion: None }).await;
+    api.ask_as_system::<Allocation>(id, Fact::NoCapacity { suggestion: None }).await;
     api.wait_until::<Allocation>(id, |it| matches!(it.phase, Phase::Released { .. })).await;
     is_replay(&rent().await, &first);
 }

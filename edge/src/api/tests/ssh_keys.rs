@@ -2,7 +2,7 @@
 
 use super::harness::{ANNS_KEY, ApiHarness, PlacementOutcome};
 use axum::http::Method;
-use domain::allocation::{Allocation, Command};
+use domain::allocation::{Allocation, Fact};
 use serde_json::{Value, json};
 
 const SECOND: &str = "ecdsa-sha2-nistp256 AAAAE2VjZHNhLXNoYTItbmlzdHAyNTYAAAAIbmlzdHAyNTYAAABBBBME4DMtcCQzfrvuQU5iY9qIMAkq4TTFoGh0T21WpxVhwbP1FyKF70/N2AKNDD5TSMddiGmDlrhfM0U5a41GC1g=";
@@ -146,14 +146,14 @@ async fn ssh_keys_of_an_allocation_are_chosen_from_the_users_own() {
     let wanted = json!({"sku": "h100x4", "gpu_count": 1});
     let made = api.post("/api/v1/allocations").user("ann").key("k").json(&wanted).send().await;
     let id: uuid::Uuid = made.is(201)["id"].as_str().unwrap().parse().unwrap();
-    api.ask_as_system::<Allocation>(id, Command::Provisioned { node_id: node }).await;
+    api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
     let path = format!("/api/v1/allocations/{id}/ssh-keys");
     let choose = |keys: Value| api.call(Method::PUT, &path).json(&json!({"ssh_key_ids": keys}));
 
     let chosen = choose(json!([second])).user("ann").send().await;
     let ssh = &chosen.is(200)["ssh"];
     assert_eq!((ssh["key_fingerprints"].as_array().unwrap().len(), &ssh["keys_written"]), (1, &json!(false)));
-    let told = Command::LoginsWritten { node_id: node, revision: 1 };
+    let told = Fact::LoginsWritten { node_id: node, revision: 1 };
     api.ask_as_system::<Allocation>(id, told).await;
     let seen = api.get(&format!("/api/v1/allocations/{id}")).user("ann").send().await;
     assert_eq!(seen.is(200)["ssh"]["keys_written"], true);

@@ -3,7 +3,8 @@
 use super::billing::{ACCOUNTS, adjust, metered, opened};
 use super::harness::ApiHarness;
 use domain::AllocationId;
-use domain::billing_account::{BillingAccount, Command};
+use domain::billing_account::{BillingAccount, Command, Fact};
+use domain::machine::Command as _;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use uuid::Uuid;
@@ -20,12 +21,12 @@ async fn two_months(api: &ApiHarness) -> Uuid {
     metered(api, account, AllocationId(Uuid::from_u128(RENTED)), "2026-09-30T23:58:00Z".parse().unwrap()).await;
     for at in ["2026-09-30T23:59:00Z", "2026-10-01T00:00:00Z", "2026-10-01T00:01:30.5Z"] {
         api.stop_clock_at(at);
-        api.ask_as_system::<BillingAccount>(account, Command::Tick).await;
+        api.ask_as_system::<BillingAccount>(account, Command::TICK).await;
     }
     let until = Some("2026-10-01T00:01:10.000001Z".parse().unwrap());
     let from = Some("2026-09-30T23:58:00Z".parse().unwrap());
     let allocation_id = AllocationId(Uuid::from_u128(RENTED));
-    api.ask_as_system::<BillingAccount>(account, Command::Usage { allocation_id, from, until }).await;
+    api.ask_as_system::<BillingAccount>(account, Fact::Usage { allocation_id, from, until }).await;
     api.stop_clock_at("2026-10-31T23:59:59.999999Z");
     let body = json!({"amount_minor": -250, "currency": "EUR", "reason": "=HYPERLINK(\"x\"), a correction"});
     let path = format!("{ACCOUNTS}/{account}/adjustments");
@@ -176,7 +177,7 @@ async fn csv_of_a_long_month_is_complete() {
     }
     for minute in 1..=70 {
         api.stop_clock_at(&(begin + chrono::TimeDelta::minutes(minute)).to_rfc3339());
-        api.ask_as_system::<BillingAccount>(account, Command::Tick).await;
+        api.ask_as_system::<BillingAccount>(account, Command::TICK).await;
     }
     api.stop_clock_at("2026-11-05T12:00:00Z");
     let (_, _, file) = bytes(&api, &format!("{STATEMENTS}/2026-10/csv")).await;

@@ -1,7 +1,7 @@
 //! The terminal sessions of an allocation, as its user lists them.
 
 use super::harness::{ANNS_KEY, ApiHarness, PlacementOutcome};
-use domain::allocation::{Allocation, Command};
+use domain::allocation::{Allocation, Fact};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -15,7 +15,7 @@ async fn rented(api: &ApiHarness) -> String {
     let wanted = json!({"sku": "h100x4", "gpu_count": 1});
     let made = api.post("/api/v1/allocations").user("ann").key("k").json(&wanted).send().await;
     let id: Uuid = made.is(201)["id"].as_str().unwrap().parse().unwrap();
-    api.ask_as_system::<Allocation>(id, Command::Provisioned { node_id: node }).await;
+    api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
     format!("/api/v1/allocations/{id}")
 }
 

@@ -9,7 +9,7 @@ use axum::body::Body;
 use axum::http::{Method, Request};
 use chrono::Utc;
 use domain::policy::PolicyKey;
-use domain::processor_event::{Command, ProcessingOutcome, ProcessorEvent};
+use domain::processor_event::{Fact, ProcessingOutcome, ProcessorEvent};
 use domain::{EntityKind, EntityRef};
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use prometheus::{Registry, TextEncoder};
@@ -250,10 +250,9 @@ async fn operator_retries_or_dismisses_dead_webhook_events() {
         deliver(&api, &event(id, 5_000)).await.is(200);
     }
     for id in ["evt_1", "evt_2"] {
-        api.ask_as_system::<ProcessorEvent>(id_of_event(id), Command::Failed { why: "the amount differs".into() })
-            .await;
+        api.ask_as_system::<ProcessorEvent>(id_of_event(id), Fact::Failed { why: "the amount differs".into() }).await;
     }
-    let done = Command::Processed { outcome: ProcessingOutcome::NotOurs };
+    let done = Fact::Processed { outcome: ProcessingOutcome::NotOurs };
     api.ask_as_system::<ProcessorEvent>(id_of_event("evt_3"), done).await;
     let page = |query: &str| format!("{EVENTS}?{query}");
     let ids = |answer: &TestResponse| {

@@ -82,7 +82,11 @@ impl ServiceTokens {
         sign(&self.keys, TOKEN_TYPE, &claims)
     }
 
-    pub(in crate::auth) async fn caller(&self, token: &UnverifiedToken<'_>, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
+    pub(in crate::auth) async fn caller(
+        &self,
+        token: &UnverifiedToken<'_>,
+        now: DateTime<Utc>,
+    ) -> Result<Caller, TokenFault> {
         verify(&self.keys, token)?;
         let read = token.claims()?;
         let token_expires_at = read_times(&read, SKEW, now)?;
@@ -113,7 +117,10 @@ impl ServiceTokens {
     }
 
     /// The account, where it exists, the key is one of its own, and the token's signing key is trusted.
-    pub(in crate::auth) async fn account_of(&self, acting: &ActingServiceAccount) -> Result<Option<ServiceAccount>, StoreError> {
+    pub(in crate::auth) async fn account_of(
+        &self,
+        acting: &ActingServiceAccount,
+    ) -> Result<Option<ServiceAccount>, StoreError> {
         if self.keys.load().service.trusted(&acting.signed_by).is_none() {
             return Ok(None);
         }

@@ -2,7 +2,7 @@ use super::*;
 use chrono::{DateTime, Utc};
 use domain::allocation::Placement;
 use domain::machine::Machine;
-use domain::node::{AgentContact, Command, OnboardingMode, PendingTask, PromisedHardware, Registration};
+use domain::node::{AgentContact, OnboardingMode, PendingTask, PromisedHardware, Registration, Request};
 use domain::policy::PolicyBook;
 use domain::{Principal, SkuId, Timestamp, TransitionContext};
 use ed25519_dalek::SigningKey;
@@ -53,8 +53,8 @@ fn node() -> Node {
         id: NODE.0,
         version: 0,
     };
-    let register = Command::Register { registration: Box::new(registration), probe: None };
-    let mut node = Node::decide(None, register, &ctx).unwrap().next.unwrap();
+    let register = Request::Register { registration: Box::new(registration), probe: None };
+    let mut node = Node::decide(None, register.into(), &ctx).unwrap().next.unwrap();
     node.identity.recovery_public_key = Some(PublicKey::from(&key()).to_string());
     node.seen = Some(AgentContact {
         boot_id: BOOT.to_string(),

@@ -3,7 +3,7 @@ use super::harness::{NodeApiHarness, TestResponse, logs};
 use crate::api::node::bootstrap_bundle::bootstrap_bundle;
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::NodeId;
-use domain::node::{Command, Phase};
+use domain::node::{Phase, Request};
 use domain::policy::PolicyKey;
 use futures::StreamExt;
 use rcgen::{BasicConstraints, CertificateParams, IsCa, KeyPair, PKCS_RSA_SHA256, RsaKeySize, SanType};
@@ -64,8 +64,8 @@ async fn every_token_fault_has_one_response_and_its_cause_in_the_log() {
     let others = harness.token(other, None).await;
     let replaced = harness.token(other, None).await;
     let of_gone = harness.token(gone, None).await;
-    harness.admin(gone, Command::Retire { reason: "test".into(), drain: false }).await;
-    harness.admin(gone, Command::Remove { reason: "test".into() }).await;
+    harness.admin(gone, Request::Retire { reason: "test".into(), drain: false }).await;
+    harness.admin(gone, Request::Remove { reason: "test".into() }).await;
     harness.advance(TimeDelta::seconds(6));
 
     let unknown = Uuid::now_v7();

@@ -7,7 +7,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 use chrono::TimeDelta;
 use domain::TaskType;
-use domain::node::Command;
+use domain::node::Request;
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -199,7 +199,7 @@ async fn refusals_of_an_older_agent_are_in_the_form_that_it_reads() {
         for order in ["retire", "remove"] {
             let reason = "test".to_owned();
             let command =
-                if order == "retire" { Command::Retire { reason, drain: false } } else { Command::Remove { reason } };
+                if order == "retire" { Request::Retire { reason, drain: false } } else { Request::Remove { reason } };
             harness.admin(agent.node_id, command).await;
         }
         let refused = agent.reconnected(&harness).wait(&harness, 1).await;
@@ -215,7 +215,7 @@ async fn agent_of_an_older_protocol_gets_only_the_task_types_that_it_supports() 
         let (agent, _) = enrolled(generation, &harness).await;
         generation.waits(&harness, &agent).await.is(204);
         let order = async |task_type| {
-            harness.admin(agent.node_id, Command::OrderTask { task_type, reason: "test".to_owned() }).await;
+            harness.admin(agent.node_id, Request::OrderTask { task_type, reason: "test".to_owned() }).await;
         };
         order(TaskType::DiagnosticsCollect).await;
         order(TaskType::NodeReboot).await;

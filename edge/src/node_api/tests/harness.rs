@@ -21,7 +21,7 @@ use actors::interfaces::{Effects, Environment as _, Store, Term};
 use arc_swap::ArcSwap;
 use chrono::{TimeDelta, Utc};
 use domain::authz::TokenRole;
-use domain::node::{Command, Node, OnboardingMode, PromisedHardware, Registration, Reply};
+use domain::node::{Command, Fact, Node, OnboardingMode, PromisedHardware, Registration, Reply, Request};
 use domain::policy::{PolicyKey, PolicyValue};
 use domain::{AllocationId, Effect, NodeId, Principal, SkuId, Timestamp, TokenId};
 use ipnet::IpNet;
@@ -221,21 +221,21 @@ impl NodeApiHarness {
 
     // ---- actions of administrators and of the saga
 
-    pub(super) async fn ask(&self, by: &Principal, node_id: Uuid, command: Command) -> AskResult<Node> {
+    pub(super) async fn ask(&self, by: &Principal, node_id: Uuid, command: impl Into<Command>) -> AskResult<Node> {
         test_host::ask::<Node>(&self.services.directory, self.environment.as_ref(), by, node_id, command).await
     }
 
-    pub(super) async fn admin(&self, node_id: Uuid, command: Command) -> Reply {
+    pub(super) async fn admin(&self, node_id: Uuid, command: impl Into<Command>) -> Reply {
         self.ask(&admin(), node_id, command).await.unwrap().reply
     }
 
-    pub(super) async fn tell(&self, node_id: Uuid, command: Command) -> Reply {
+    pub(super) async fn tell(&self, node_id: Uuid, command: impl Into<Command>) -> Reply {
         self.ask(&system(), node_id, command).await.unwrap().reply
     }
 
     /// The node's committed state.
     pub(super) async fn node(&self, node_id: Uuid) -> Node {
-        let revise = Command::Revise {
+        let revise = Request::Revise {
             host: None,
             port: None,
             ssh_username: None,
@@ -271,7 +271,7 @@ impl NodeApiHarness {
             onboarding_mode: OnboardingMode::Manual,
             metadata: domain::metadata::Metadata::default(),
         };
-        self.admin(node_id, Command::Register { registration: Box::new(registration), probe: None }).await;
+        self.admin(node_id, Request::Register { registration: Box::new(registration), probe: None }).await;
         node_id
     }
 
@@ -280,7 +280,7 @@ impl NodeApiHarness {
         let token = minted.token.expose_secret().to_owned();
         self.tokens.lock().unwrap().push(token.clone());
         let token_sha256 = minted.hash.to_bytes();
-        self.admin(node_id, Command::IssueToken { token_id: TokenId(Uuid::now_v7()), token_sha256, ttl_seconds }).await;
+        self.admin(node_id, Request::IssueToken { token_id: TokenId(Uuid::now_v7()), token_sha256, ttl_seconds }).await;
         token
     }
 
@@ -298,7 +298,7 @@ impl NodeApiHarness {
     /// A node that accepts allocations.
     pub(super) async fn active(&self) -> Agent {
         let agent = self.enrolled().await;
-        let poll = Command::Poll { serial: agent.serial.clone() };
+        let poll = Request::Poll { serial: agent.serial.clone() };
         self.ask(&Principal::Node(NodeId(agent.node_id)), agent.node_id, poll).await.unwrap();
         assert_eq!(self.node(agent.node_id).await.life, domain::node::Phase::Active);
         agent
@@ -307,15 +307,15 @@ impl NodeApiHarness {
     /// Orders a tenant of one GPU.
     pub(super) async fn rent(&self, agent: &Agent) -> AllocationId {
         let allocation_id = AllocationId(Uuid::now_v7());
-        self.tell(agent.node_id, Command::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0 }).await;
+        self.tell(agent.node_id, Fact::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0 }).await;
         let deadline_at = self.now() + TimeDelta::minutes(10);
-        self.tell(agent.node_id, Command::Provision { allocation_id, deadline_at }).await;
+        self.tell(agent.node_id, Fact::Provision { allocation_id, deadline_at }).await;
         allocation_id
     }
 
     pub(super) async fn clean(&self, agent: &Agent, allocation_id: AllocationId, attempt: u32) {
         let deadline_at = self.now() + TimeDelta::minutes(10);
-        self.tell(agent.node_id, Command::Clean { allocation_id, attempt, deadline_at }).await;
+        self.tell(agent.node_id, Fact::Clean { allocation_id, attempt, deadline_at }).await;
     }
 
     /// The next task, opened as an agent opens it.

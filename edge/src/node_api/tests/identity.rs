@@ -3,7 +3,7 @@ use super::harness::NodeApiHarness;
 use chrono::{TimeDelta, Utc};
 use domain::NodeId;
 use domain::Principal;
-use domain::node::{CertificateRecord, Command};
+use domain::node::{CertificateRecord, Request};
 use reqwest::Method;
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, HandshakeKind};
@@ -64,7 +64,7 @@ pub(super) async fn short_lived(harness: &NodeApiHarness, agent: &Agent, life: T
     let (applicant, now) = (Applicant::new(), Utc::now());
     let issued =
         harness.services.trust.keys.load().node.issue(agent.node_id, &applicant.csr_pem, now, now + life).unwrap();
-    let renew = Command::Renew {
+    let renew = Request::Renew {
         serial: agent.serial.clone(),
         issued: CertificateRecord {
             serial: issued.serial.clone(),
@@ -195,6 +195,6 @@ async fn a_certificate_of_an_earlier_identity_is_refused() {
 }
 
 pub(super) async fn remove(harness: &NodeApiHarness, agent: &Agent) {
-    harness.admin(agent.node_id, Command::Retire { reason: "test".into(), drain: false }).await;
-    harness.admin(agent.node_id, Command::Remove { reason: "test".into() }).await;
+    harness.admin(agent.node_id, Request::Retire { reason: "test".into(), drain: false }).await;
+    harness.admin(agent.node_id, Request::Remove { reason: "test".into() }).await;
 }

@@ -2,7 +2,7 @@ use super::agent::{Agent, Applicant, enrollment, enrollment_of, recovery_key};
 use super::harness::{NodeApiHarness, TestResponse, logs};
 use chrono::TimeDelta;
 use domain::TokenId;
-use domain::node::{Command, Phase, Reissue};
+use domain::node::{Phase, Reissue, Request};
 use domain::policy::PolicyKey;
 use ed25519_dalek::SigningKey;
 use reqwest::Method;
@@ -205,8 +205,8 @@ async fn malformed_recovery_is_refused_with_its_field() {
 async fn removed_node_cannot_recover() {
     let harness = NodeApiHarness::on_postgres().await;
     let (machine, _) = Machine::enrolled(&harness).await;
-    harness.admin(machine.node_id, Command::Retire { reason: "r".into(), drain: false }).await;
-    harness.admin(machine.node_id, Command::Remove { reason: "r".into() }).await;
+    harness.admin(machine.node_id, Request::Retire { reason: "r".into(), drain: false }).await;
+    harness.admin(machine.node_id, Request::Remove { reason: "r".into() }).await;
     machine.recover(&harness, &Applicant::new()).await.refused(401, "enrollment_rejected");
 }
 
@@ -222,7 +222,7 @@ async fn reissue_invalidates_the_old_token() {
         reason: "the machine lost its disk".into(),
         revoke_current_certificate: false,
     };
-    harness.admin(machine.node_id, Command::Reissue(Box::new(reissue))).await;
+    harness.admin(machine.node_id, Request::Reissue(Box::new(reissue))).await;
     machine.recover(&harness, &Applicant::new()).await.refused(401, "enrollment_rejected");
     agent.beat(&harness).await.is(200);
     let (applicant, key) = (Applicant::new(), recovery_key());

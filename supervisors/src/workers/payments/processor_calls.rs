@@ -7,7 +7,7 @@ use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
 use crate::workers::reaction_context::{Disposition, EventDelivery, ReactionContext};
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::PaymentId;
-use domain::payment::{Command, OPEN_FOR, PaymentFailure, ProcessorCall, Reply};
+use domain::payment::{Fact, OPEN_FOR, PaymentFailure, ProcessorCall, Reply};
 use edge::payment_processor::{ProcessorError, ProcessorPaymentStatus, ProcessorRefundRecord, RefundRequest};
 use persistence::{Leases, StoreError};
 use std::sync::Arc;
@@ -139,10 +139,10 @@ async fn open(updater: &PaymentUpdater, payment_id: PaymentId) -> Result<UpdateO
     let Some(found) = updater.processor.find_payment(payment_id, created_before(payment_id)).await? else {
         // The payment knows whether a request may still open it.
         let why = "nobody opened it at the payment processor".to_owned();
-        return Ok(outcome_of(updater.ask(payment_id, "open", Command::Lapse { why }).await?));
+        return Ok(outcome_of(updater.ask(payment_id, "open", Fact::Lapse { why }).await?));
     };
     let processor_id = found.processor_id;
-    let opened = Command::Opened { processor_id: processor_id.clone() };
+    let opened = Fact::Opened { processor_id: processor_id.clone() };
     let opens_another = match updater.ask(payment_id, &processor_id, opened).await? {
         Ok(answer) => matches!(&answer.reply, Some(Reply::Payment { payment })
             if payment.is_to_be_paid() && payment.processor_id.as_ref() != Some(&processor_id)),
@@ -179,7 +179,7 @@ async fn check(
             return Ok(UpdateOutcome::Done { is_new: false });
         }
         let why = "the payment processor does not know it".to_owned();
-        let gone = Command::NotPaid { processor_id: processor_id.to_owned(), outcome: PaymentFailure::Expired, why };
+        let gone = Fact::NotPaid { processor_id: processor_id.to_owned(), outcome: PaymentFailure::Expired, why };
         return Ok(outcome_of(updater.ask(payment_id, processor_id, gone).await?));
     };
     if is_over && record.status == ProcessorPaymentStatus::Canceled {
@@ -230,10 +230,10 @@ async fn existing_refunds(
     }
 }
 
-fn failed_refund(wanted: &RefundRequest) -> Command {
+fn failed_refund(wanted: &RefundRequest) -> Fact {
     let RefundRequest { refund_id, amount_minor, .. } = *wanted;
     let (processor_refund_id, status) = (NEVER_MADE.to_owned(), domain::payment::RefundStatus::Failed);
-    Command::RefundAt { refund_id, processor_refund_id, status, amount_minor }
+    Fact::RefundAt { refund_id, processor_refund_id, status, amount_minor }
 }
 
 fn outcome_of(answer: Result<updates::PaymentReply, domain::payment::Rejection>) -> UpdateOutcome {

@@ -7,8 +7,8 @@
 use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
 use crate::workers::reaction_context::{Disposition, EventDelivery, ReactionContext};
 use actors::{AskError, CommandKey};
-use domain::machine::Command as _;
-use domain::processor_event::{Command, ProcessingOutcome, ProcessorEvent};
+use domain::machine::CommandSort as _;
+use domain::processor_event::{Fact, ProcessingOutcome, ProcessorEvent};
 use domain::{EntityKind, EntityRef, EventId, ProcessorEventId};
 use edge::payment_processor::stripe::event::{ProcessorUpdate, StripeEvent};
 use edge::payment_processor::{ProcessorError, ProcessorRefundRecord};
@@ -82,9 +82,9 @@ impl ProcessorEventHandler {
         if !event.is_open() {
             return by.settle(delivery).await;
         }
-        let command = match self.apply(delivery, &event).await {
-            Ok(outcome) => Command::Processed { outcome },
-            Err(ProcessingError::Failed(why)) => Command::Failed { why },
+        let fact = match self.apply(delivery, &event).await {
+            Ok(outcome) => Fact::Processed { outcome },
+            Err(ProcessingError::Failed(why)) => Fact::Failed { why },
             Err(ProcessingError::Later(why)) => {
                 if self.counted_failures.lock().unwrap_or_else(PoisonError::into_inner).is_first(delivery.id) {
                     COUNTERS.processing_failed();
@@ -92,7 +92,7 @@ impl ProcessorEventHandler {
                 return Disposition::Later { why };
             }
         };
-        conclude(by, delivery, &event, command).await
+        conclude(by, delivery, &event, fact).await
     }
 
     /// Applies the event to the payment that it concerns.
@@ -164,16 +164,11 @@ async fn apply_refunds(
 }
 
 /// Records the outcome, in the commit that deletes the outbox row; the member that commits it counts it.
-async fn conclude(
-    by: &ReactionContext,
-    delivery: &EventDelivery,
-    event: &ProcessorEvent,
-    command: Command,
-) -> Disposition {
-    let context = by.context_for(delivery).with_key(CommandKey::for_event(delivery.id, command.name()));
-    match by.directory.ask::<ProcessorEvent>(&by.permit, event.id.0, command.clone(), context).await {
+async fn conclude(by: &ReactionContext, delivery: &EventDelivery, event: &ProcessorEvent, fact: Fact) -> Disposition {
+    let context = by.context_for(delivery).with_key(CommandKey::for_event(delivery.id, fact.tag()));
+    match by.directory.ask::<ProcessorEvent>(&by.permit, event.id.0, fact.clone().into(), context).await {
         Ok(answered) if answered.written => {
-            count(event, &command);
+            count(event, &fact);
             Disposition::Settled
         }
         Ok(_) | Err(AskError::AlreadyDone) => by.settle(delivery).await,
@@ -181,14 +176,14 @@ async fn conclude(
     }
 }
 
-fn count(event: &ProcessorEvent, command: &Command) {
+fn count(event: &ProcessorEvent, fact: &Fact) {
     let (event_id, event_type) = (&event.event_id, &event.event_type);
-    match command {
-        Command::Failed { why } => {
+    match fact {
+        Fact::Failed { why } => {
             COUNTERS.processing_failed();
             tracing::warn!(event_id, event_type, why, "what the payment processor said could not be carried out");
         }
-        Command::Processed { outcome } => {
+        Fact::Processed { outcome } => {
             COUNTERS.processed();
             if *outcome == ProcessingOutcome::NotOurs {
                 COUNTERS.not_ours();
@@ -200,11 +195,7 @@ fn count(event: &ProcessorEvent, command: &Command) {
                 "what the payment processor said was heeded"
             );
         }
-        Command::Receive { .. }
-        | Command::Retry { .. }
-        | Command::Dismiss { .. }
-        | Command::Reseal { .. }
-        | Command::Tick => {}
+        Fact::Receive { .. } => {}
     }
 }
 

@@ -6,7 +6,7 @@ use chrono::{DateTime, Utc};
 use domain::authz::TokenRole;
 use domain::billing_account::Holder;
 use domain::money::Currency;
-use domain::payment::{Command, Payment};
+use domain::payment::{Command, Fact, Payment, Request};
 use domain::{BillingAccountId, EntityKind, EntityRef, PaymentId, Principal, RefundId};
 use edge::payment_processor::{
     Checkout, CheckoutMethod, Dispute, OpenedCheckout, Processor, ProcessorError, ProcessorFuture, ProcessorListing,
@@ -39,7 +39,7 @@ impl Bench {
     pub(super) async fn created() -> Self {
         let (host, store) = TestHost::in_memory().await;
         let bench = Self { processor: Arc::default(), host, store };
-        let create = Command::Create {
+        let create = Request::Create {
             account_id: BillingAccountId(Uuid::from_u128(9)),
             holder: Holder::User("ann".to_owned()),
             payer: "ann".to_owned(),
@@ -55,7 +55,7 @@ impl Bench {
     /// The payment is open: its payer can pay.
     pub(super) async fn open() -> Self {
         let bench = Self::created().await;
-        bench.send(&system(), Command::Opened { processor_id: INTENT.to_owned() }).await;
+        bench.send(&system(), Fact::Opened { processor_id: INTENT.to_owned() }).await;
         bench.processor.set_status(ProcessorPaymentStatus::Open);
         bench
     }
@@ -65,8 +65,8 @@ impl Bench {
         let bench = Self::open().await;
         let charge_id = Some("ch_1".to_owned());
         let processor_id = INTENT.to_owned();
-        bench.send(&system(), Command::Paid { processor_id, amount_minor: 1000, currency: eur(), charge_id }).await;
-        bench.send(&system(), Command::Deposited).await;
+        bench.send(&system(), Fact::Paid { processor_id, amount_minor: 1000, currency: eur(), charge_id }).await;
+        bench.send(&system(), Fact::Deposited).await;
         bench.processor.set_status(ProcessorPaymentStatus::Paid { charge_id: None });
         bench
     }
@@ -75,12 +75,12 @@ impl Bench {
     pub(super) async fn refunding(amount_minor: i64) -> Self {
         let bench = Self::deposited().await;
         let reason = "not needed".to_owned();
-        bench.send(&ann(), Command::Refund { refund_id: REFUND, amount_minor: Some(amount_minor), reason }).await;
-        bench.send(&system(), Command::RefundTaken { refund_id: REFUND, amount_minor }).await;
+        bench.send(&ann(), Request::Refund { refund_id: REFUND, amount_minor: Some(amount_minor), reason }).await;
+        bench.send(&system(), Fact::RefundTaken { refund_id: REFUND, amount_minor }).await;
         bench
     }
 
-    async fn send(&self, by: &Principal, command: Command) {
+    async fn send(&self, by: &Principal, command: impl Into<Command>) {
         self.host.ask::<Payment>(by, PAYMENT.0, command).await.unwrap();
     }
 

@@ -5,8 +5,8 @@ use actors::sharding::command_id;
 use actors::{AskError, CommandContext, CommandKey, Directory};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::machine::Command as _;
-use domain::payment::{self, Command, Payment, PaymentFailure, Rejection, ReversalStep};
+use domain::machine::CommandSort as _;
+use domain::payment::{self, Fact, Payment, PaymentFailure, Rejection, ReversalStep};
 use domain::{Action, PaymentId, Permit, Principal};
 use edge::payment_processor::{
     Dispute, DisputeStatus, Processor, ProcessorError, ProcessorPayment, ProcessorPaymentStatus, ProcessorRefundRecord,
@@ -76,20 +76,20 @@ impl PaymentUpdater {
         self
     }
 
-    /// Sends a command to a payment of ours; `about` is the processor's id of the object it concerns.
+    /// Sends a fact to a payment of ours; `about` is the processor's id of the object it concerns.
     pub(super) async fn ask(
         &self,
         payment_id: PaymentId,
         about: &str,
-        command: Command,
+        fact: Fact,
     ) -> Result<Result<PaymentReply, Rejection>, UpdateError> {
-        let parts = [b"told", self.cause.as_bytes().as_slice(), about.as_bytes(), command.name().as_bytes()];
+        let parts = [b"told", self.cause.as_bytes().as_slice(), about.as_bytes(), fact.tag().as_bytes()];
         let key = CommandKey { id: command_id(&parts), digest: [0; 32], keep_reply: false, consumes: None };
         let context = CommandContext::new(&self.permit, self.correlation_id.clone(), Utc::now() + COMMAND_TIMEOUT)
             .traced(self.traceparent.clone(), self.tracestate.clone())
             .with_key(key)
             .urgent();
-        match self.directory.ask::<Payment>(&self.permit, payment_id.0, command, context).await {
+        match self.directory.ask::<Payment>(&self.permit, payment_id.0, fact.into(), context).await {
             Ok(answered) => Ok(Ok(PaymentReply { is_new: answered.written, reply: Some(answered.reply) })),
             Err(AskError::AlreadyDone) => Ok(Ok(PaymentReply { is_new: false, reply: None })),
             Err(AskError::Rejected(rejection)) => Ok(Err(rejection)),
@@ -97,8 +97,8 @@ impl PaymentUpdater {
         }
     }
 
-    async fn update(&self, payment_id: PaymentId, about: &str, command: Command) -> Result<UpdateOutcome, UpdateError> {
-        Ok(match self.ask(payment_id, about, command).await? {
+    async fn update(&self, payment_id: PaymentId, about: &str, fact: Fact) -> Result<UpdateOutcome, UpdateError> {
+        Ok(match self.ask(payment_id, about, fact).await? {
             Ok(answer) => UpdateOutcome::Done { is_new: answer.is_new },
             Err(rejection) => rejected(payment_id, &rejection),
         })
@@ -144,13 +144,13 @@ pub async fn payment(updater: &PaymentUpdater, record: ProcessorPayment) -> Resu
     let Some(payment_id) = record.payment_id else { return Ok(UpdateOutcome::NotOurs) };
     let ProcessorPayment { processor_id, amount_minor, currency, status, .. } = record;
     let about = processor_id.clone();
-    let not_paid = |outcome, why| Command::NotPaid { processor_id: processor_id.clone(), outcome, why };
+    let not_paid = |outcome, why| Fact::NotPaid { processor_id: processor_id.clone(), outcome, why };
     let command = match status {
         // The request that opens a payment reports that.
         ProcessorPaymentStatus::Open | ProcessorPaymentStatus::Processing => {
             return Ok(UpdateOutcome::Done { is_new: false });
         }
-        ProcessorPaymentStatus::Paid { charge_id } => Command::Paid { processor_id, amount_minor, currency, charge_id },
+        ProcessorPaymentStatus::Paid { charge_id } => Fact::Paid { processor_id, amount_minor, currency, charge_id },
         ProcessorPaymentStatus::Declined { why } => not_paid(PaymentFailure::Declined, why),
         ProcessorPaymentStatus::Canceled => not_paid(PaymentFailure::Canceled, "canceled at the processor".to_owned()),
         ProcessorPaymentStatus::Expired => not_paid(PaymentFailure::Expired, "not paid in time".to_owned()),
@@ -158,7 +158,7 @@ pub async fn payment(updater: &PaymentUpdater, record: ProcessorPayment) -> Resu
     match updater.ask(payment_id, &about, command.clone()).await? {
         Ok(answer) => Ok(UpdateOutcome::Done { is_new: answer.is_new }),
         // No money has moved: it is the business of the service that created it.
-        Err(Rejection::NotFound) if matches!(command, Command::NotPaid { .. }) => Ok(UpdateOutcome::NotOurs),
+        Err(Rejection::NotFound) if matches!(command, Fact::NotPaid { .. }) => Ok(UpdateOutcome::NotOurs),
         Err(rejection) => Ok(rejected(payment_id, &rejection)),
     }
 }
@@ -188,7 +188,7 @@ pub(super) async fn refund_of(
             ProcessorRefundStatus::Failed => payment::RefundStatus::Failed,
         };
         let processor_refund_id = processor_refund_id.clone();
-        let command = Command::RefundAt { refund_id, processor_refund_id, status, amount_minor };
+        let command = Fact::RefundAt { refund_id, processor_refund_id, status, amount_minor };
         match updater.ask(payment_id, &about, command).await? {
             Ok(answer) => return Ok(UpdateOutcome::Done { is_new: answer.is_new }),
             // Our id, but no refund that was requested here, or a second one under it: that money has been paid out as well.
@@ -200,7 +200,7 @@ pub(super) async fn refund_of(
         ProcessorRefundStatus::Pending | ProcessorRefundStatus::Succeeded => ReversalStep::Refund,
         ProcessorRefundStatus::Failed => ReversalStep::RefundFailed,
     };
-    let reversed = Command::Reversed { reversal_id: processor_refund_id, what, amount_minor, currency };
+    let reversed = Fact::Reversed { reversal_id: processor_refund_id, what, amount_minor, currency };
     updater.update(payment_id, &about, reversed).await
 }
 
@@ -220,7 +220,7 @@ pub async fn dispute(updater: &PaymentUpdater, dispute: Dispute) -> Result<Updat
     };
     let Dispute { dispute_id, amount_minor, currency, .. } = dispute;
     let about = dispute_id.clone();
-    let reversed = Command::Reversed { reversal_id: dispute_id, what, amount_minor, currency };
+    let reversed = Fact::Reversed { reversal_id: dispute_id, what, amount_minor, currency };
     updater.update(payment_id, &about, reversed).await
 }
 

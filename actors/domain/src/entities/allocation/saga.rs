@@ -1,8 +1,8 @@
 //! The saga: which fact leads to which state, and which step undoes one that failed.
 
 use super::{
-    Allocation, AllocationFailure, AllocationRequest, CAPACITY_RETRY_INTERVAL, Command, CommandName, FailureCode,
-    MAX_GPUS, Phase, PhaseName, Placement, Rejection, ReleaseRetry, StatusReason,
+    Allocation, AllocationFailure, AllocationRequest, CAPACITY_RETRY_INTERVAL, CommandName, FailureCode, MAX_GPUS,
+    Phase, PhaseName, Placement, Rejection, ReleaseRetry, StatusReason,
 };
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::event::Event;
@@ -17,7 +17,7 @@ use serde_json::json;
 const FIRST_PAUSE: TimeDelta = TimeDelta::seconds(1);
 
 impl Allocation {
-    pub(super) fn request(
+    pub(super) fn create(
         mut request: AllocationRequest,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
@@ -57,42 +57,8 @@ impl Allocation {
             .audit(requested.audit(AuditAction::AllocationsRequest, json!({ "gpu_count": requested.asked.gpu_count }))))
     }
 
-    pub(super) fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match command {
-            Command::Request(_) => Err(Rejection::Exists),
-            Command::Release { issue } => self.release(issue, ctx),
-            Command::Revise { metadata, if_version } => self.revise(metadata, if_version, ctx),
-            Command::RetryRelease { reason } => self.retry_release(&reason, ctx),
-            Command::ForceRelease { reason } => self.force_release(&reason, ctx),
-            Command::Reserved { node_id, placed } => Ok(self.reserved(node_id, placed, ctx)),
-            Command::NoCapacity { suggestion } => Ok(self.no_capacity(suggestion, ctx)),
-            Command::OverQuota { limit } => Ok(self.over_quota(limit, ctx)),
-            Command::Unaffordable { message } => Ok(self.unaffordable(&message, ctx)),
-            Command::NotIsolated => Ok(self.not_isolated(ctx)),
-            Command::Uncover => Ok(self.uncover(ctx)),
-            Command::Faulted { node_id, at, reason } => Ok(self.faulted(node_id, at, &reason, ctx)),
-            Command::StillMetered { is_running } => Ok(self.still_metered(is_running)),
-            Command::Provisioned { node_id } => Ok(self.provisioned(node_id, ctx)),
-            Command::ProvisionFailed { node_id, reason } => Ok(self.provision_failed(node_id, &reason, ctx)),
-            Command::Cleaned { node_id, attempt } => Ok(self.cleaned(node_id, attempt, ctx)),
-            Command::CleanupFailed { node_id, attempt, reason, detail } => {
-                Ok(self.cleanup_failed(node_id, attempt, (&reason, &detail), ctx))
-            }
-            Command::StillCounted { logins_revision } => Ok(self.still_counted(logins_revision)),
-            Command::ChooseLogins { chosen, keys, logins_revision } => {
-                self.choose_logins(chosen, keys, logins_revision, ctx)
-            }
-            Command::AdoptLogins { chosen, keys, logins_revision } => {
-                Ok(self.adopt_logins(&chosen, keys, logins_revision, ctx))
-            }
-            Command::LoginsWritten { node_id, revision } => Ok(self.logins_written(node_id, revision)),
-            Command::Reseal { scheduler_request_enc } => Ok(self.resealed(scheduler_request_enc)),
-            Command::Tick => Ok(self.tick(ctx)),
-        }
-    }
-
     /// Without a stored request there is nothing to reseal.
-    fn resealed(&self, sealed: String) -> Transition<Self> {
+    pub(super) fn resealed(&self, sealed: String) -> Transition<Self> {
         let mut next = self.clone();
         match &mut next.asked.scheduler_request_enc {
             Some(kept) => *kept = sealed,
@@ -101,7 +67,11 @@ impl Allocation {
         next.transition("its request was sealed anew")
     }
 
-    fn release(&self, issue: Option<String>, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+    pub(super) fn release(
+        &self,
+        issue: Option<String>,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.user_id) {
             return Err(Rejection::NotFound);
         }
@@ -147,7 +117,11 @@ impl Allocation {
         next.clean_up(node_id, placed, 1, why, ctx)
     }
 
-    fn retry_release(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+    pub(super) fn retry_release(
+        &self,
+        reason: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match &self.phase {
             Phase::ReleaseFailed { node_id, placed, attempt, .. } => Ok(self
                 .clean_up(*node_id, placed, attempt + 1, "an administrator asked to try the clean-up again", ctx)
@@ -160,7 +134,11 @@ impl Allocation {
         }
     }
 
-    fn force_release(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+    pub(super) fn force_release(
+        &self,
+        reason: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<Transition<Self>, Rejection> {
         match &self.phase {
             Phase::ReleaseFailed { node_id, placed, .. } => {
                 let forced = Event::ReleaseForced { allocation_id: self.id, node_id: *node_id };
@@ -178,7 +156,7 @@ impl Allocation {
         }
     }
 
-    fn reserved(&self, node_id: NodeId, placed: Placement, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    pub(super) fn reserved(&self, node_id: NodeId, placed: Placement, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Requested { .. } => {
                 let limit = ctx.policy.seconds(PolicyKey::AllocationProvisioningTimeout, &self.scopes(), ctx.now);
@@ -216,7 +194,7 @@ impl Allocation {
     }
 
     /// The tenant did not receive its end, or it did not receive the tenant's key changes.
-    fn still_counted(&self, logins_revision: u64) -> Transition<Self> {
+    pub(super) fn still_counted(&self, logins_revision: u64) -> Transition<Self> {
         match &self.phase {
             Phase::Released { last, .. } => self
                 .unchanged("its tenant still counts it after its end")
@@ -231,7 +209,7 @@ impl Allocation {
         }
     }
 
-    fn no_capacity(&self, suggestion: Option<String>, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    pub(super) fn no_capacity(&self, suggestion: Option<String>, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Requested { until, .. } if self.asked.queue_seconds.is_some() && ctx.now < *until => {
                 let mut next = self.clone();
@@ -253,7 +231,7 @@ impl Allocation {
         }
     }
 
-    fn over_quota(&self, limit: i64, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    pub(super) fn over_quota(&self, limit: i64, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Requested { .. } => {
                 let message = format!("You hold the {limit} allocations that your quota admits; release one first.");
@@ -267,7 +245,7 @@ impl Allocation {
         }
     }
 
-    fn provisioned(&self, node_id: NodeId, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    pub(super) fn provisioned(&self, node_id: NodeId, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
                 let phase = Phase::Active { node_id, placed: placed.clone() };
@@ -288,7 +266,12 @@ impl Allocation {
         }
     }
 
-    fn provision_failed(&self, node_id: NodeId, reason: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    pub(super) fn provision_failed(
+        &self,
+        node_id: NodeId,
+        reason: &str,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         match &self.phase {
             Phase::Provisioning { node_id: ours, placed, .. } if *ours == node_id => {
                 let message = format!("The node could not set the allocation up ({reason}); ask for another one.");
@@ -327,7 +310,7 @@ impl Allocation {
             .audit(audit)
     }
 
-    fn cleaned(&self, node_id: NodeId, attempt: u32, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    pub(super) fn cleaned(&self, node_id: NodeId, attempt: u32, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             // A proof that arrives after its attempt was given up is as good as any.
             Phase::Releasing { node_id: ours, placed, .. } | Phase::ReleaseFailed { node_id: ours, placed, .. }
@@ -345,7 +328,7 @@ impl Allocation {
         }
     }
 
-    fn cleanup_failed(
+    pub(super) fn cleanup_failed(
         &self,
         node_id: NodeId,
         attempt: u32,
@@ -400,7 +383,7 @@ impl Allocation {
     }
 
     /// Checks the whole state: past its deadline it changes the state, before it, it resends what may have been lost.
-    fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    pub(super) fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match &self.phase {
             Phase::Requested { until, .. } if ctx.now >= *until => self.fail_request(
                 FailureCode::InsufficientCapacity,

@@ -4,7 +4,7 @@
 //! it is resolved from the tenant at a revision of the tenant's keys: keys resolved at an earlier revision never replace keys resolved at
 //! a later one, however late they arrive. Each change has a revision too, and the node reports which one it has written.
 
-use super::{Allocation, AuthorizedKey, Command, CommandName, Phase, Rejection};
+use super::{Allocation, AuthorizedKey, Command, CommandName, Phase, Rejection, Request};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::{NodeId, SshKeyId};
@@ -89,7 +89,9 @@ impl Allocation {
         rejection: &Rejection,
         ctx: &TransitionContext<'_>,
     ) -> Option<AuditedRefusal<Self>> {
-        let (Command::ChooseLogins { chosen, .. }, false) = (command, *rejection == Rejection::KeysMoved) else {
+        let (Command::Request(Request::ChooseLogins { chosen, .. }), false) =
+            (command, *rejection == Rejection::KeysMoved)
+        else {
             return None;
         };
         let next = Self { refusals: self.refusals.audited(ctx.now)?, ..self.clone() };

@@ -4,6 +4,8 @@ use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::event::Event;
 use crate::hardware::GpuDevice;
+use crate::machine::Command as _;
+use crate::metadata::MetadataPatch;
 use crate::metadata::{MAX_LABELS, PatchValue};
 use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use chrono::TimeDelta;
@@ -52,14 +54,14 @@ fn key(n: u128) -> AuthorizedKey {
     }
 }
 
-fn choose(keys: &[u128]) -> Command {
+fn choose(keys: &[u128]) -> Request {
     let keys: Vec<_> = keys.iter().map(|n| key(*n)).collect();
-    Command::ChooseLogins { chosen: Some(keys.iter().map(|key| key.id).collect()), keys, logins_revision: 0 }
+    Request::ChooseLogins { chosen: Some(keys.iter().map(|key| key.id).collect()), keys, logins_revision: 0 }
 }
 
 /// The keys that the default resolves to.
-fn adopt(keys: &[u128], logins_revision: u64) -> Command {
-    Command::AdoptLogins { chosen: None, keys: keys.iter().map(|n| key(*n)).collect(), logins_revision }
+fn adopt(keys: &[u128], logins_revision: u64) -> Fact {
+    Fact::AdoptLogins { chosen: None, keys: keys.iter().map(|n| key(*n)).collect(), logins_revision }
 }
 
 fn placed() -> Placement {
@@ -125,7 +127,8 @@ fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Transit
 
 fn asked_for(request: AllocationRequest) -> Story {
     let policy = PolicyBook::default();
-    let step = Allocation::decide(None, Command::Request(Box::new(request)), &ctx(start(), &policy, &ann())).unwrap();
+    let step =
+        Allocation::decide(None, Request::Create(Box::new(request)).into(), &ctx(start(), &policy, &ann())).unwrap();
     Story { allocation: step.next.unwrap(), now: start(), policy, said: step.events, why: step.why, wrote: true }
 }
 
@@ -154,11 +157,11 @@ impl Story {
         self
     }
 
-    fn ask(&self, by: &Principal, command: Command) -> Result<Transition<Allocation>, Rejection> {
-        Allocation::decide(Some(&self.allocation), command, &ctx(self.now, &self.policy, by))
+    fn ask(&self, by: &Principal, command: impl Into<Command>) -> Result<Transition<Allocation>, Rejection> {
+        Allocation::decide(Some(&self.allocation), command.into(), &ctx(self.now, &self.policy, by))
     }
 
-    fn by(mut self, by: &Principal, command: Command) -> Self {
+    fn by(mut self, by: &Principal, command: impl Into<Command>) -> Self {
         let step = self.ask(by, command).unwrap();
         self.wrote = step.next.is_some();
         assert!(self.wrote || (step.events.is_empty() && step.audit.is_empty()), "what is not written is lost");
@@ -168,20 +171,20 @@ impl Story {
         self
     }
 
-    fn after_fact(self, command: Command) -> Self {
+    fn after_fact(self, command: impl Into<Command>) -> Self {
         self.by(&worker(), command)
     }
 
     fn ticked(self) -> Self {
-        self.after_fact(Command::Tick)
+        self.after_fact(Command::TICK)
     }
 
     fn reserved(self) -> Self {
-        self.after_fact(Command::Reserved { node_id: NODE, placed: placed() })
+        self.after_fact(Fact::Reserved { node_id: NODE, placed: placed() })
     }
 
     fn provisioned(self) -> Self {
-        self.after_fact(Command::Provisioned { node_id: NODE })
+        self.after_fact(Fact::Provisioned { node_id: NODE })
     }
 
     fn active(self) -> Self {
@@ -189,22 +192,17 @@ impl Story {
     }
 
     fn released_by_ann(self) -> Self {
-        self.by(&ann(), Command::Release { issue: None })
+        self.by(&ann(), Request::Release { issue: None })
     }
 
     fn clean_up_failed(self) -> Self {
         let attempt = self.allocation.attempt();
-        self.after_fact(Command::CleanupFailed {
-            node_id: NODE,
-            attempt,
-            reason: "remains".into(),
-            detail: String::new(),
-        })
+        self.after_fact(Fact::CleanupFailed { node_id: NODE, attempt, reason: "remains".into(), detail: String::new() })
     }
 
     fn cleaned(self) -> Self {
         let attempt = self.allocation.attempt();
-        self.after_fact(Command::Cleaned { node_id: NODE, attempt })
+        self.after_fact(Fact::Cleaned { node_id: NODE, attempt })
     }
 
     fn exhausted(self) -> Self {
@@ -256,51 +254,50 @@ fn labelled(count: usize) -> MetadataPatch {
 }
 
 fn commands(attempt: u32) -> Vec<(&'static str, Principal, Command)> {
-    let failed = |node_id| Command::ProvisionFailed { node_id, reason: "r".into() };
-    let remains =
-        |attempt| Command::CleanupFailed { node_id: NODE, attempt, reason: "r".into(), detail: String::new() };
-    let release = || Command::Release { issue: None };
-    let label = |count, if_version| Command::Revise { metadata: labelled(count), if_version };
+    let failed = |node_id| Fact::ProvisionFailed { node_id, reason: "r".into() };
+    let remains = |attempt| Fact::CleanupFailed { node_id: NODE, attempt, reason: "r".into(), detail: String::new() };
+    let release = || Request::Release { issue: None };
+    let label = |count, if_version| Request::Revise { metadata: labelled(count), if_version };
     vec![
-        ("request", ann(), Command::Request(Box::new(request()))),
-        ("release by its user", ann(), release()),
-        ("release by a stranger", person("bob", TokenRole::User), release()),
-        ("release by an admin", admin(), release()),
-        ("revise by its user", ann(), label(1, None)),
-        ("revise by a stranger", person("bob", TokenRole::User), label(1, None)),
-        ("revise by an admin", admin(), label(1, None)),
-        ("revise another version", ann(), label(1, Some(2))),
-        ("revise, too many labels", ann(), label(MAX_LABELS + 1, None)),
-        ("revise, nothing", ann(), label(0, None)),
-        ("retry_release", admin(), Command::RetryRelease { reason: "r".into() }),
-        ("force_release", admin(), Command::ForceRelease { reason: "r".into() }),
-        ("reserved", worker(), Command::Reserved { node_id: NODE, placed: placed() }),
-        ("reserved elsewhere", worker(), Command::Reserved { node_id: ELSEWHERE, placed: placed() }),
-        ("no_capacity", worker(), Command::NoCapacity { suggestion: None }),
-        ("over_quota", worker(), Command::OverQuota { limit: 1 }),
-        ("provisioned", worker(), Command::Provisioned { node_id: NODE }),
-        ("provisioned elsewhere", worker(), Command::Provisioned { node_id: ELSEWHERE }),
-        ("provision_failed", worker(), failed(NODE)),
-        ("provision_failed elsewhere", worker(), failed(ELSEWHERE)),
-        ("cleaned", worker(), Command::Cleaned { node_id: NODE, attempt }),
-        ("cleaned elsewhere", worker(), Command::Cleaned { node_id: ELSEWHERE, attempt }),
-        ("cleanup_failed", worker(), remains(attempt)),
-        ("cleanup_failed, older attempt", worker(), remains(attempt.wrapping_sub(1))),
-        ("unaffordable", worker(), Command::Unaffordable { message: "m".into() }),
-        ("not_isolated", worker(), Command::NotIsolated),
-        ("uncover", worker(), Command::Uncover),
-        ("faulted", worker(), Command::Faulted { node_id: NODE, at: start(), reason: "r".into() }),
-        ("faulted elsewhere", worker(), Command::Faulted { node_id: ELSEWHERE, at: start(), reason: "r".into() }),
-        ("still_metered, and running", worker(), Command::StillMetered { is_running: true }),
-        ("still_metered, and held", worker(), Command::StillMetered { is_running: false }),
-        ("still_counted", worker(), Command::StillCounted { logins_revision: 0 }),
-        ("still_counted, with other keys", worker(), Command::StillCounted { logins_revision: 1 }),
-        ("choose_logins by its user", ann(), choose(&[KEY])),
-        ("choose_logins by a stranger", person("bob", TokenRole::User), choose(&[KEY])),
-        ("adopt_logins", worker(), adopt(&[KEY], 1)),
-        ("logins_written, never changed", worker(), Command::LoginsWritten { node_id: NODE, revision: 1 }),
-        ("reseal", worker(), Command::Reseal { scheduler_request_enc: "anew".into() }),
-        ("tick before its time", worker(), Command::Tick),
+        ("request", ann(), Request::Create(Box::new(request())).into()),
+        ("release by its user", ann(), release().into()),
+        ("release by a stranger", person("bob", TokenRole::User), release().into()),
+        ("release by an admin", admin(), release().into()),
+        ("revise by its user", ann(), label(1, None).into()),
+        ("revise by a stranger", person("bob", TokenRole::User), label(1, None).into()),
+        ("revise by an admin", admin(), label(1, None).into()),
+        ("revise another version", ann(), label(1, Some(2)).into()),
+        ("revise, too many labels", ann(), label(MAX_LABELS + 1, None).into()),
+        ("revise, nothing", ann(), label(0, None).into()),
+        ("retry_release", admin(), Request::RetryRelease { reason: "r".into() }.into()),
+        ("force_release", admin(), Request::ForceRelease { reason: "r".into() }.into()),
+        ("reserved", worker(), Fact::Reserved { node_id: NODE, placed: placed() }.into()),
+        ("reserved elsewhere", worker(), Fact::Reserved { node_id: ELSEWHERE, placed: placed() }.into()),
+        ("no_capacity", worker(), Fact::NoCapacity { suggestion: None }.into()),
+        ("over_quota", worker(), Fact::OverQuota { limit: 1 }.into()),
+        ("provisioned", worker(), Fact::Provisioned { node_id: NODE }.into()),
+        ("provisioned elsewhere", worker(), Fact::Provisioned { node_id: ELSEWHERE }.into()),
+        ("provision_failed", worker(), failed(NODE).into()),
+        ("provision_failed elsewhere", worker(), failed(ELSEWHERE).into()),
+        ("cleaned", worker(), Fact::Cleaned { node_id: NODE, attempt }.into()),
+        ("cleaned elsewhere", worker(), Fact::Cleaned { node_id: ELSEWHERE, attempt }.into()),
+        ("cleanup_failed", worker(), remains(attempt).into()),
+        ("cleanup_failed, older attempt", worker(), remains(attempt.wrapping_sub(1)).into()),
+        ("unaffordable", worker(), Fact::Unaffordable { message: "m".into() }.into()),
+        ("not_isolated", worker(), Fact::NotIsolated.into()),
+        ("uncover", worker(), Fact::Uncover.into()),
+        ("faulted", worker(), Fact::Faulted { node_id: NODE, at: start(), reason: "r".into() }.into()),
+        ("faulted elsewhere", worker(), Fact::Faulted { node_id: ELSEWHERE, at: start(), reason: "r".into() }.into()),
+        ("still_metered, and running", worker(), Fact::StillMetered { is_running: true }.into()),
+        ("still_metered, and held", worker(), Fact::StillMetered { is_running: false }.into()),
+        ("still_counted", worker(), Fact::StillCounted { logins_revision: 0 }.into()),
+        ("still_counted, with other keys", worker(), Fact::StillCounted { logins_revision: 1 }.into()),
+        ("choose_logins by its user", ann(), choose(&[KEY]).into()),
+        ("choose_logins by a stranger", person("bob", TokenRole::User), choose(&[KEY]).into()),
+        ("adopt_logins", worker(), adopt(&[KEY], 1).into()),
+        ("logins_written, never changed", worker(), Fact::LoginsWritten { node_id: NODE, revision: 1 }.into()),
+        ("reseal", worker(), Maintenance::Reseal { scheduler_request_enc: "anew".into() }.into()),
+        ("tick before its time", worker(), Command::TICK),
     ]
 }
 
@@ -333,13 +330,13 @@ fn later_read_of_the_users_keys_wins_in_any_order() {
     let late = second.after_fact(adopt(&[1], 1)).unmoved();
     assert_eq!(late.allocation.ssh_access().keys, [key(2)]);
     // The same holds for a choice that was made from an earlier read.
-    let chosen = Command::ChooseLogins { chosen: None, keys: vec![key(1)], logins_revision: 1 };
+    let chosen = Request::ChooseLogins { chosen: None, keys: vec![key(1)], logins_revision: 1 };
     assert_eq!(late.ask(&ann(), chosen).unwrap_err(), Rejection::KeysMoved);
 }
 
 #[test]
 fn fault_before_activation_ends_the_allocation_unbilled_in_any_order() {
-    let faulted = || Command::Faulted { node_id: NODE, at: start(), reason: "health_critical".into() };
+    let faulted = || Fact::Faulted { node_id: NODE, at: start(), reason: "health_critical".into() };
     let first = allocation().reserved().after_fact(faulted()).expect("releasing");
     assert_eq!(first.failure_code(), Some("health_critical"));
     let first = first.provisioned().expect("releasing").unmoved().cleaned().expect("released");
@@ -353,7 +350,7 @@ fn fault_before_activation_ends_the_allocation_unbilled_in_any_order() {
 #[test]
 fn fault_and_release_in_one_second_end_the_meter_at_the_earlier_one() {
     let active = allocation().active().after(TimeDelta::seconds(60));
-    let fault = |millis| Command::Faulted {
+    let fault = |millis| Fact::Faulted {
         node_id: NODE,
         at: active.now - TimeDelta::milliseconds(millis),
         reason: "gpu_fault".into(),
@@ -378,19 +375,20 @@ fn chosen_keys_override_the_default_and_deleted_keys_are_dropped() {
     // An allocation that follows the default needs no change.
     let other = chosen.after_fact(adopt(&[3], 1)).says(&["provisioning.logins_stale"]);
     let ids = other.allocation.ssh_access().chosen;
-    let gone = Command::AdoptLogins { chosen: ids, keys: vec![key(2)], logins_revision: 1 };
+    let gone = Fact::AdoptLogins { chosen: ids, keys: vec![key(2)], logins_revision: 1 };
     let gone = other.after_fact(gone).says(&["provisioning.logins_changed"]);
     assert_eq!((gone.allocation.ssh_access().keys, gone.allocation.ssh_access().revision), (vec![key(2)], 2));
     // The same choice changes nothing.
     let same =
-        Command::ChooseLogins { chosen: gone.allocation.ssh_access().chosen, keys: vec![key(2)], logins_revision: 1 };
+        Request::ChooseLogins { chosen: gone.allocation.ssh_access().chosen, keys: vec![key(2)], logins_revision: 1 };
     assert!(gone.ask(&ann(), same).is_err(), "a key that is not there is not chosen");
 }
 
 #[test]
 fn foreign_key_is_rejected_and_audited_once_a_minute() {
     let story = allocation().active();
-    let wrong = Command::ChooseLogins { chosen: Some(vec![key(7).id]), keys: Vec::new(), logins_revision: 0 };
+    let wrong = Request::ChooseLogins { chosen: Some(vec![key(7).id]), keys: Vec::new(), logins_revision: 0 };
+    let wrong = Command::from(wrong);
     let rejection = story.ask(&ann(), wrong.clone()).unwrap_err();
     assert_eq!(rejection, Rejection::KeyUnknown { id: key(7).id });
     let by = ann();
@@ -405,11 +403,11 @@ fn foreign_key_is_rejected_and_audited_once_a_minute() {
 #[test]
 fn active_allocation_resends_its_keys_until_they_are_written() {
     let told = allocation().active().after_fact(adopt(&[1], 1));
-    let again = told.at_its_timer().after_fact(Command::Tick).says(&["provisioning.logins_changed"]);
-    let written = again.after_fact(Command::LoginsWritten { node_id: NODE, revision: 1 });
+    let again = told.at_its_timer().after_fact(Command::TICK).says(&["provisioning.logins_changed"]);
+    let written = again.after_fact(Fact::LoginsWritten { node_id: NODE, revision: 1 });
     assert!(!written.allocation.ssh_access().are_pending());
     assert_eq!(written.allocation.timer(), None);
-    written.after_fact(Command::LoginsWritten { node_id: ELSEWHERE, revision: 1 }).unmoved();
+    written.after_fact(Fact::LoginsWritten { node_id: ELSEWHERE, revision: 1 }).unmoved();
 }
 
 #[test]
@@ -434,12 +432,12 @@ fn every_command_in_every_state_does_what_was_reviewed() {
         }
         if story.allocation.timer().is_some() {
             let due = story.clone().at_its_timer();
-            let ticked = due.ask(&worker(), Command::Tick);
+            let ticked = due.ask(&worker(), Command::TICK);
             writeln!(table, "    tick in time: {}", outcome(&due, ticked)).unwrap();
         }
         if story.allocation.deadline().is_some() {
             let late = story.at_its_deadline();
-            let ticked = late.ask(&worker(), Command::Tick);
+            let ticked = late.ask(&worker(), Command::TICK);
             writeln!(table, "    tick at the deadline: {}", outcome(&late, ticked)).unwrap();
         }
     }
@@ -491,15 +489,16 @@ fn allocation_is_provisioned_and_released() {
 fn other_users_get_not_found() {
     let bob = person("bob", TokenRole::User);
     for (_, story) in states() {
-        assert_eq!(story.ask(&bob, Command::Release { issue: None }).err(), Some(Rejection::NotFound));
+        assert_eq!(story.ask(&bob, Request::Release { issue: None }).err(), Some(Rejection::NotFound));
     }
 }
 
 #[test]
 fn gpu_count_or_queue_time_beyond_the_bounds_is_rejected() {
     let policy = PolicyBook::default();
-    let refused =
-        |request| Allocation::decide(None, Command::Request(Box::new(request)), &ctx(start(), &policy, &ann())).err();
+    let refused = |request| {
+        Allocation::decide(None, Request::Create(Box::new(request)).into(), &ctx(start(), &policy, &ann())).err()
+    };
     for gpu_count in [0, MAX_GPUS + 1, u32::MAX] {
         assert_eq!(refused(AllocationRequest { gpu_count, ..request() }), Some(Rejection::GpuCount { max: MAX_GPUS }));
     }
@@ -512,7 +511,7 @@ fn gpu_count_or_queue_time_beyond_the_bounds_is_rejected() {
 fn failed_provisioning_is_cleaned_up_and_ends_with_its_failure() {
     let story = allocation()
         .reserved()
-        .after_fact(Command::ProvisionFailed { node_id: NODE, reason: "disk_full".into() })
+        .after_fact(Fact::ProvisionFailed { node_id: NODE, reason: "disk_full".into() })
         .expect("releasing")
         .says(&["provisioning.release_requested", "provisioning.failed", "billing.usage_changed"])
         .cleaned()
@@ -536,7 +535,7 @@ fn tenant_ready_after_the_deadline_is_not_activated() {
 
 #[test]
 fn request_without_capacity_fails_at_once_with_a_suggestion() {
-    let story = allocation().after_fact(Command::NoCapacity { suggestion: Some("Region b has room.".into()) });
+    let story = allocation().after_fact(Fact::NoCapacity { suggestion: Some("Region b has room.".into()) });
     let said = ["provisioning.released", "provisioning.failed", "billing.usage_changed"];
     let story = story.expect("released").says(&said);
     let failure = story.allocation.failure.unwrap();
@@ -548,7 +547,7 @@ fn queued_request_retries_until_its_queue_time_ends() {
     let mut story = asked_for(queued());
     let mut looks = 0;
     while story.allocation.state() == "requested" {
-        story = story.after_fact(Command::NoCapacity { suggestion: None });
+        story = story.after_fact(Fact::NoCapacity { suggestion: None });
         if story.allocation.state() == "requested" {
             story = story.at_its_timer().ticked();
             looks += 1;
@@ -561,13 +560,13 @@ fn queued_request_retries_until_its_queue_time_ends() {
 
 #[test]
 fn exhausted_quota_fails_even_a_queued_request() {
-    let story = asked_for(queued()).after_fact(Command::OverQuota { limit: 3 }).expect("released");
+    let story = asked_for(queued()).after_fact(Fact::OverQuota { limit: 3 }).expect("released");
     assert_eq!(story.failure_code(), Some("concurrency_limit_exceeded"));
 }
 
 #[test]
 fn second_reservation_is_rejected() {
-    let second = allocation().reserved().after_fact(Command::Reserved { node_id: ELSEWHERE, placed: placed() });
+    let second = allocation().reserved().after_fact(Fact::Reserved { node_id: ELSEWHERE, placed: placed() });
     let second = second.expect("provisioning").says(&["provisioning.reservation_unwanted"]);
     assert_eq!(second.said[0], Event::ReservationUnwanted { allocation_id: second.allocation.id, node_id: ELSEWHERE });
 }
@@ -576,16 +575,16 @@ fn second_reservation_is_rejected() {
 fn late_placement_frees_the_devices_and_the_quota() {
     let over = allocation().released_by_ann().expect("released");
     over.clone().reserved().expect("released").says(&["provisioning.reservation_unwanted", "provisioning.released"]);
-    over.after_fact(Command::NoCapacity { suggestion: None }).expect("released").says(&["provisioning.released"]);
+    over.after_fact(Fact::NoCapacity { suggestion: None }).expect("released").says(&["provisioning.released"]);
 }
 
 #[test]
 fn allocation_is_released_only_by_its_own_nodes_proof() {
     let releasing = allocation().active().released_by_ann();
-    let stays = releasing.clone().after_fact(Command::Cleaned { node_id: ELSEWHERE, attempt: 1 });
+    let stays = releasing.clone().after_fact(Fact::Cleaned { node_id: ELSEWHERE, attempt: 1 });
     stays.unmoved().expect("releasing");
     let late = releasing.at_its_deadline().ticked().expect("release_failed");
-    late.after_fact(Command::Cleaned { node_id: NODE, attempt: 1 }).expect("released");
+    late.after_fact(Fact::Cleaned { node_id: NODE, attempt: 1 }).expect("released");
 }
 
 #[test]
@@ -610,11 +609,11 @@ fn exhausted_clean_ups_fence_the_node_and_await_an_operator() {
     let days_later = stuck.clone().after(TimeDelta::days(9)).ticked().says(&["provisioning.release_exhausted"]);
     assert_eq!(days_later.allocation.phase, stuck.allocation.phase);
 
-    let retried = stuck.clone().by(&admin(), Command::RetryRelease { reason: "repaired".into() }).expect("releasing");
+    let retried = stuck.clone().by(&admin(), Request::RetryRelease { reason: "repaired".into() }).expect("releasing");
     assert_eq!(retried.allocation.attempt(), 2);
     retried.cleaned().expect("released");
 
-    let forced = stuck.by(&admin(), Command::ForceRelease { reason: "burnt".into() });
+    let forced = stuck.by(&admin(), Request::ForceRelease { reason: "burnt".into() });
     forced.expect("released").says(&["provisioning.released", "provisioning.release_forced"]);
 }
 
@@ -631,7 +630,7 @@ fn clean_up_timeout_is_a_failure() {
 fn failed_release_says_in_its_state_reason_what_is_left_and_where() {
     let releasing = allocation().active().released_by_ann();
     let (reason, detail) = ("cleanup_incomplete".to_owned(), "Tmp files of uid 70001 in /tmp (/tmp/x: EIO)".to_owned());
-    let failed = releasing.after_fact(Command::CleanupFailed { node_id: NODE, attempt: 1, reason, detail });
+    let failed = releasing.after_fact(Fact::CleanupFailed { node_id: NODE, attempt: 1, reason, detail });
     let failed = failed.expect("release_failed");
     let state_reason = &failed.allocation.history.last().unwrap().reason;
     assert_eq!(state_reason.as_str(), "cleanup_incomplete: Tmp files of uid 70001 in /tmp (/tmp/x: EIO)");
@@ -645,7 +644,7 @@ fn failure_of_an_abandoned_attempt_is_ignored() {
     let second = allocation().active().released_by_ann().clean_up_failed().at_its_timer().ticked();
     assert_eq!(second.allocation.attempt(), 2);
     second
-        .after_fact(Command::CleanupFailed { node_id: NODE, attempt: 1, reason: "r".into(), detail: String::new() })
+        .after_fact(Fact::CleanupFailed { node_id: NODE, attempt: 1, reason: "r".into(), detail: String::new() })
         .unmoved()
         .expect("releasing");
 }
@@ -678,7 +677,7 @@ fn unanswered_event_is_resent_with_backoff_before_the_deadline() {
 
 #[test]
 fn tenant_that_still_counts_a_released_allocation_is_notified_again() {
-    let counted = || Command::StillCounted { logins_revision: 0 };
+    let counted = || Fact::StillCounted { logins_revision: 0 };
     allocation().active().after_fact(counted()).unmoved();
     allocation().released_by_ann().after_fact(counted()).says(&["provisioning.released"]);
 }
@@ -686,8 +685,8 @@ fn tenant_that_still_counts_a_released_allocation_is_notified_again() {
 #[test]
 fn forced_release_is_resent_to_a_node_that_missed_it() {
     let forced = allocation().active().released_by_ann().exhausted();
-    let forced = forced.by(&admin(), Command::ForceRelease { reason: "burnt".into() });
-    let asked = forced.after_fact(Command::Reserved { node_id: NODE, placed: placed() });
+    let forced = forced.by(&admin(), Request::ForceRelease { reason: "burnt".into() });
+    let asked = forced.after_fact(Fact::Reserved { node_id: NODE, placed: placed() });
     asked.expect("released").says(&["provisioning.release_forced"]);
 }
 
@@ -713,7 +712,7 @@ fn provisioning_timeout_follows_the_scoped_policy() {
 fn allocation_with_an_unavailable_isolation_model_is_refused() {
     let mut story = allocation();
     story.allocation.asked.isolation_model = "full-reimage".into();
-    let refused = story.by(&worker(), Command::NotIsolated);
+    let refused = story.by(&worker(), Fact::NotIsolated);
     let failure = refused.allocation.failure.as_ref().unwrap();
     assert_eq!(
         (refused.allocation.state(), failure.code.as_str(), failure.retryable),

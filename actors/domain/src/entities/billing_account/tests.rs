@@ -7,8 +7,10 @@ mod refunds;
 use super::*;
 use crate::authz::Principal;
 use crate::event::Event;
+use crate::id::{PaymentId, RefundId};
 use crate::invariant::i3_the_balance_is_the_sum_of_its_entries;
 use crate::ledger::{LedgerAccount, Posting};
+use crate::machine::Command as _;
 use crate::machine::TraceContext;
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use chrono::TimeDelta;
@@ -48,7 +50,7 @@ impl Bench {
     fn with(minor: i64) -> Self {
         let mut bench = Self::new();
         bench.set(PolicyKey::BillingAdjustmentMax, 100_000_000);
-        bench.send(Command::Open { holder: Holder::User("ann".into()), currency: eur() }).unwrap();
+        bench.send(Request::Open { holder: Holder::User("ann".into()), currency: eur() }).unwrap();
         bench.give(minor);
         bench
     }
@@ -57,7 +59,7 @@ impl Bench {
         self.policy.set(key, PolicyScope::Global, Timestamp::UNIX_EPOCH, PolicyValue::Int(value)).unwrap();
     }
 
-    fn send(&mut self, command: Command) -> Result<(), Rejection> {
+    fn send(&mut self, command: impl Into<Command>) -> Result<(), Rejection> {
         let by = Principal::system("test");
         let ctx = TransitionContext {
             now: self.now,
@@ -69,7 +71,7 @@ impl Bench {
             id: Uuid::from_u128(9),
             version: 1,
         };
-        let step = BillingAccount::decide(self.account.as_ref(), command, &ctx)?;
+        let step = BillingAccount::decide(self.account.as_ref(), command.into(), &ctx)?;
         if step.next.is_none() {
             assert!(step.events.is_empty() && step.postings.is_empty(), "what is not written is lost");
             return Ok(());
@@ -86,16 +88,16 @@ impl Bench {
     }
 
     fn give(&mut self, amount_minor: i64) {
-        self.send(Command::Adjust { amount_minor, currency: eur(), reason: "r".into() }).unwrap();
+        self.send(Request::Adjust { amount_minor, currency: eur(), reason: "r".into() }).unwrap();
     }
 
     fn hold(&mut self, n: u64, price: i64, gpu_count: u32) -> Result<(), Rejection> {
         let (holder, price) = (Holder::User("ann".into()), Price::new("EUR", price).unwrap());
-        self.send(Command::Hold { holder, allocation_id: allocation(n), user_id: "ann".into(), price, gpu_count })
+        self.send(Fact::Hold { holder, allocation_id: allocation(n), user_id: "ann".into(), price, gpu_count })
     }
 
     fn use_of(&mut self, n: u64, from: Timestamp, until: Option<Timestamp>) {
-        self.send(Command::Usage { allocation_id: allocation(n), from: Some(from), until }).unwrap();
+        self.send(Fact::Usage { allocation_id: allocation(n), from: Some(from), until }).unwrap();
     }
 
     /// Adds an active allocation of so many GPUs at one unit an hour each.
@@ -106,13 +108,13 @@ impl Bench {
 
     fn pass(&mut self, seconds: i64) {
         self.now += TimeDelta::seconds(seconds);
-        self.send(Command::Tick).unwrap();
+        self.send(Command::TICK).unwrap();
     }
 
     /// Advances the clock to the account's next tick, and sends it.
     fn tick_when_due(&mut self) {
         self.now = self.it().timer().unwrap_or(self.now).max(self.now);
-        self.send(Command::Tick).unwrap();
+        self.send(Command::TICK).unwrap();
     }
 
     fn count(&self, which: impl Fn(&Event) -> bool) -> usize {
@@ -180,11 +182,11 @@ fn allocation_without_cover_is_rejected() {
     bench.hold(1, 300, 1).unwrap();
     bench.hold(2, 300, 1).unwrap();
     assert!(matches!(bench.hold(3, 1, 1), Err(Rejection::InsufficientBalance { .. })), "all of it is held");
-    bench.send(Command::Usage { allocation_id: allocation(1), from: None, until: Some(bench.now) }).unwrap();
+    bench.send(Fact::Usage { allocation_id: allocation(1), from: None, until: Some(bench.now) }).unwrap();
     bench.hold(3, 300, 1).unwrap();
     bench.hold(4, 0, 1).unwrap();
     let dollars = Price::new("USD", 1).unwrap();
-    let command = Command::Hold {
+    let command = Fact::Hold {
         holder: Holder::User("ann".into()),
         allocation_id: allocation(5),
         user_id: "ann".into(),
@@ -336,7 +338,7 @@ fn allocation_covered_again_after_another_ends_continues() {
         }
         let ends = bench.now;
         let from = dear_runs.then(begin);
-        bench.send(Command::Usage { allocation_id: allocation(2), from, until: Some(ends) }).unwrap();
+        bench.send(Fact::Usage { allocation_id: allocation(2), from, until: Some(ends) }).unwrap();
         assert_eq!((bench.it().state(), bench.it().deadline()), ("open", None), "what is left covers the other");
         // It runs past the end of that grace period, until its own money is used up.
         let covered = bench.it().balance.minor() - 1;
@@ -373,13 +375,13 @@ fn late_usage_of_a_timely_release_spares_the_others() {
 
 #[test]
 fn account_without_cost_takes_the_currency_of_the_first_deposit() {
-    let deposit = |currency: &str| Command::Deposit {
+    let deposit = |currency: &str| Fact::Deposit {
         payment_id: PaymentId(Uuid::from_u128(5)),
         holder: Holder::User("ann".into()),
         currency: Currency::parse(currency).unwrap(),
         amount_minor: 1_000,
     };
-    let free = |currency: &str| Command::Hold {
+    let free = |currency: &str| Fact::Hold {
         holder: Holder::User("ann".into()),
         allocation_id: allocation(1),
         user_id: "ann".into(),
@@ -394,7 +396,7 @@ fn account_without_cost_takes_the_currency_of_the_first_deposit() {
     assert_eq!((bench.it().currency.as_str(), bench.it().balance.minor(), bench.ledger.len()), ("EUR", 1_000, 1));
     assert_eq!(bench.ledger[0].currency.as_str(), "EUR");
     // Once it has money, the currency stays.
-    let other = Command::Deposit {
+    let other = Fact::Deposit {
         payment_id: PaymentId(Uuid::from_u128(6)),
         holder: Holder::User("ann".into()),
         currency: Currency::parse("USD").unwrap(),
@@ -415,11 +417,11 @@ fn resent_answer_to_a_payment_notifies_no_user() {
     let (payment_id, refund_id) = (PaymentId(Uuid::from_u128(5)), RefundId(Uuid::from_u128(6)));
     let holder = Holder::User("ann".into());
     let commands = [
-        Command::Deposit { payment_id, holder, currency: eur(), amount_minor: 1_000 },
-        Command::TakeRefund { refund_id, payment_id, amount_minor: 5_000, is_exact: true },
-        Command::GiveBackRefund { refund_id, payment_id, amount_minor: 10 },
-        Command::Reverse { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor: 10 },
-        Command::UndoReversal { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor: 10 },
+        Fact::Deposit { payment_id, holder, currency: eur(), amount_minor: 1_000 },
+        Fact::TakeRefund { refund_id, payment_id, amount_minor: 5_000, is_exact: true },
+        Fact::GiveBackRefund { refund_id, payment_id, amount_minor: 10 },
+        Fact::Reverse { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor: 10 },
+        Fact::UndoReversal { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor: 10 },
     ];
     for command in commands {
         bench.said.clear();
@@ -471,14 +473,14 @@ fn clock_jump_charges_no_period_twice() {
 fn operator_credits_within_bounds_and_debits_available_money() {
     let mut bench = Bench::with(100);
     let adjust = |bench: &mut Bench, amount_minor| {
-        bench.send(Command::Adjust { amount_minor, currency: eur(), reason: "r".into() })
+        bench.send(Request::Adjust { amount_minor, currency: eur(), reason: "r".into() })
     };
     for amount in [0, i64::MIN, i64::MAX, 100_000_001, -100_000_001] {
         assert_eq!(adjust(&mut bench, amount), Err(Rejection::Amount { max: 100_000_000 }), "{amount}");
     }
     assert!(matches!(adjust(&mut bench, -101), Err(Rejection::InsufficientBalance { .. })));
     adjust(&mut bench, -100).unwrap();
-    let dollars = Command::Adjust { amount_minor: 1, currency: Currency::parse("USD").unwrap(), reason: "r".into() };
+    let dollars = Request::Adjust { amount_minor: 1, currency: Currency::parse("USD").unwrap(), reason: "r".into() };
     assert!(matches!(bench.send(dollars), Err(Rejection::CurrencyDiffers { .. })));
     let full = (0..1001).find_map(|_| adjust(&mut bench, 100_000_000).err());
     assert_eq!(full, Some(Rejection::Full));
@@ -592,7 +594,7 @@ impl AccountSimulation {
             return;
         }
         let until = if never { Some(self.bench.now) } else { until };
-        self.bus.push(Command::Usage { allocation_id: allocation(n as u64), from, until });
+        self.bus.push(Fact::Usage { allocation_id: allocation(n as u64), from, until }.into());
     }
 
     fn end(&mut self, n: usize, at: Timestamp) {
@@ -672,14 +674,14 @@ impl AccountSimulation {
             AccountStep::Give { minor } => self.bench.give(minor.into()),
             AccountStep::Take { minor } => {
                 let amount_minor = -i64::from(minor);
-                let taken = self.bench.send(Command::Adjust { amount_minor, currency: eur(), reason: "r".into() });
+                let taken = self.bench.send(Request::Adjust { amount_minor, currency: eur(), reason: "r".into() });
                 assert!(matches!(taken, Ok(()) | Err(Rejection::InsufficientBalance { .. })), "{taken:?}");
             }
             AccountStep::Reverse { minor } => {
                 self.reversals += 1;
                 let (reversal_id, payment_id) = (format!("re_{}", self.reversals), PaymentId(Uuid::from_u128(5)));
                 let amount_minor = minor.into();
-                self.bench.send(Command::Reverse { reversal_id, payment_id, is_dispute: false, amount_minor }).unwrap();
+                self.bench.send(Fact::Reverse { reversal_id, payment_id, is_dispute: false, amount_minor }).unwrap();
             }
         }
         self.obey();

@@ -10,12 +10,16 @@ fn at(seconds: i64) -> Timestamp {
     Timestamp::from_timestamp(1_800_000_000 + seconds, 0).unwrap()
 }
 
-fn decide(state: Option<&KeySet>, command: Command, now: Timestamp) -> Result<Transition<KeySet>, Rejection> {
+fn decide(
+    state: Option<&KeySet>,
+    command: impl Into<Command>,
+    now: Timestamp,
+) -> Result<Transition<KeySet>, Rejection> {
     let (policy, by) = (PolicyBook::default(), Principal::system("test"));
     let (id, trace) = (Uuid::from_u128(5), TraceContext::default());
     KeySet::decide(
         state,
-        command,
+        command.into(),
         &TransitionContext { now, policy: &policy, by: &by, correlation_id: "c", trace, seed: 1, id, version: 0 },
     )
 }
@@ -29,8 +33,8 @@ fn on(purpose: KeySetPurpose, version: u64) -> ChangeBasis {
     ChangeBasis { purpose, version, founding: key("one"), founded_at: at(-60), signatures }
 }
 
-fn rotate(change: KeySetChange, purpose: KeySetPurpose, version: u64) -> Command {
-    Command::Rotate { change, on: on(purpose, version), reason: "a year has passed".into() }
+fn rotate(change: KeySetChange, purpose: KeySetPurpose, version: u64) -> Request {
+    Request::Rotate { change, on: on(purpose, version), reason: "a year has passed".into() }
 }
 
 fn stage(id: &str) -> KeySetChange {
@@ -127,7 +131,7 @@ fn invalid_key_change_is_rejected_with_its_reason() {
     assert_eq!(refused(activate("one"), 1), Some(wrong));
     assert_eq!(refused(retire("one", 0, true), 1), Some(Rejection::StillActive { id: "one".into() }));
     assert_eq!(refused(activate("two"), 0), Some(Rejection::Moved));
-    assert_eq!(decide(Some(&set), Command::Emptied { id: "one".into() }, at(1)).err(), Some(Rejection::OtherPurpose));
+    assert_eq!(decide(Some(&set), Fact::Emptied { id: "one".into() }, at(1)).err(), Some(Rejection::OtherPurpose));
 }
 
 #[test]
@@ -142,7 +146,7 @@ fn pending_rotation_shows_as_overdue() {
 
 #[test]
 fn adopted_key_retires_the_others_once_they_are_empty() {
-    let adopt = |id: &str, outgoing: &[&str]| Command::Adopt {
+    let adopt = |id: &str, outgoing: &[&str]| Request::Adopt {
         id: id.to_owned(),
         outgoing: outgoing.iter().map(|id| (*id).to_owned()).collect(),
         reason: "a year has passed".into(),
@@ -150,9 +154,9 @@ fn adopted_key_retires_the_others_once_they_are_empty() {
     let set = decide(None, adopt("b", &["a"]), at(0)).unwrap().next.unwrap();
     assert_eq!(phases(&set), [("b", Phase::Active), ("a", Phase::Grace)]);
     assert!(decide(Some(&set), adopt("b", &["a"]), at(1)).unwrap().next.is_none(), "asking twice is asking once");
-    let empty = decide(Some(&set), Command::Emptied { id: "a".into() }, at(2)).unwrap().next.unwrap();
+    let empty = decide(Some(&set), Fact::Emptied { id: "a".into() }, at(2)).unwrap().next.unwrap();
     assert_eq!((phases(&empty), empty.state()), (vec![("b", Phase::Active), ("a", Phase::Retired)], "settled"));
-    assert!(decide(Some(&empty), Command::Emptied { id: "b".into() }, at(3)).unwrap().next.is_none());
+    assert!(decide(Some(&empty), Fact::Emptied { id: "b".into() }, at(3)).unwrap().next.is_none());
     let again = decide(Some(&empty), adopt("a", &["b"]), at(4)).unwrap().next.unwrap();
     assert_eq!(phases(&again), [("b", Phase::Grace), ("a", Phase::Active)]);
     let rotated = decide(Some(&set), rotate(stage("c"), KeySetPurpose::AtRest, set.version), at(5));

@@ -109,17 +109,6 @@ fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'stat
         | CommandName::Heartbeat
         | CommandName::Report
         | CommandName::Identify
-        | CommandName::PresentToken
-        | CommandName::Reserve
-        | CommandName::ReconcileLogins
-        | CommandName::Unreserve
-        | CommandName::Provision
-        | CommandName::Clean
-        | CommandName::MarkReleaseFailed
-        | CommandName::Fence
-        | CommandName::Abandon
-        | CommandName::OpenTerminal
-        | CommandName::ForgetTerminal
-        | CommandName::Tick => ("changed", "it is gone. Register the machine as a new node."),
+        | CommandName::PresentToken => ("changed", "it is gone. Register the machine as a new node."),
     }
 }

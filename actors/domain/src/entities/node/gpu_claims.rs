@@ -4,7 +4,7 @@
 //! node is quarantined: one of the two machines is a copy, or reports what is not true. An operator who has removed the other node, or
 //! corrected the hardware, releases the quarantine, and the node claims its UUIDs again.
 
-use super::{Command, Node, Phase, Rejection, StateCode};
+use super::{Command, Fact, Node, Phase, Rejection, Request, StateCode};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::NodeId;
@@ -36,12 +36,12 @@ impl Node {
         holders: &BTreeMap<String, Uuid>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        if matches!(command, Command::Reserve { .. }) {
+        if matches!(command, Command::Fact(Fact::Reserve { .. })) {
             return Err(Rejection::NotSchedulable {
                 why: self.without_gpus_of(holders).gpu_conflict().unwrap_or_default(),
             });
         }
-        let frees = matches!(command, Command::ReleaseQuarantine { .. } | Command::Reactivate { .. });
+        let frees = matches!(command, Command::Request(Request::ReleaseQuarantine { .. } | Request::Reactivate { .. }));
         let mut step = self.advance(command, ctx)?;
         let Some(next) = &mut step.next else { return Ok(step) };
         next.claim(holders);

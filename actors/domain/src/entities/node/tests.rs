@@ -11,10 +11,14 @@ mod tenants;
 use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::id::SkuId;
+use crate::id::{TerminalSessionId, TokenId};
+use crate::machine::Command as _;
 use crate::machine::Effect;
+use crate::metadata::MetadataPatch;
 use crate::metadata::{MAX_LABELS, PatchValue};
 use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use crate::retry;
+use crate::ssh_key::AuthorizedKey;
 use chrono::TimeDelta;
 use std::fmt::Write as _;
 use uuid::Uuid;
@@ -98,8 +102,8 @@ fn seen(boot_id: &str) -> Box<AgentContact> {
     })
 }
 
-fn heartbeat(status: NodeHealthStatus, inventory: ReportedInventory) -> Command {
-    Command::Heartbeat {
+fn heartbeat(status: NodeHealthStatus, inventory: ReportedInventory) -> Request {
+    Request::Heartbeat {
         serial: SERIAL.into(),
         seen: seen("boot-1"),
         inventory: Box::new(inventory),
@@ -116,8 +120,8 @@ fn certificate(serial: &str) -> CertificateRecord {
     }
 }
 
-fn enrollment() -> Command {
-    Command::Enroll(Box::new(Enrollment {
+fn enrollment() -> Request {
+    Request::Enroll(Box::new(Enrollment {
         token_sha256: HASH,
         csr_sha256: [1; 32],
         issued: certificate(SERIAL),
@@ -129,12 +133,12 @@ fn enrollment() -> Command {
     }))
 }
 
-fn issue_token() -> Command {
-    Command::IssueToken { token_id: TokenId(Uuid::from_u128(5)), token_sha256: HASH, ttl_seconds: None }
+fn issue_token() -> Request {
+    Request::IssueToken { token_id: TokenId(Uuid::from_u128(5)), token_sha256: HASH, ttl_seconds: None }
 }
 
-fn reissue(revoke_current_certificate: bool) -> Command {
-    Command::Reissue(Box::new(Reissue {
+fn reissue(revoke_current_certificate: bool) -> Request {
+    Request::Reissue(Box::new(Reissue {
         token_id: TokenId(Uuid::from_u128(6)),
         token_sha256: [8; 32],
         ttl_seconds: None,
@@ -158,24 +162,24 @@ fn recovery(n: u8) -> IdentityRecovery {
     }
 }
 
-fn recover(recovery: IdentityRecovery) -> Command {
-    Command::Recover(Box::new(recovery))
+fn recover(recovery: IdentityRecovery) -> Request {
+    Request::Recover(Box::new(recovery))
 }
 
-fn poll() -> Command {
-    Command::Poll { serial: SERIAL.into() }
+fn poll() -> Request {
+    Request::Poll { serial: SERIAL.into() }
 }
 
-fn reserve(allocation_id: AllocationId, gpu_count: u32) -> Command {
-    Command::Reserve { allocation_id, gpu_count, keys: Vec::new(), revision: 0 }
+fn reserve(allocation_id: AllocationId, gpu_count: u32) -> Fact {
+    Fact::Reserve { allocation_id, gpu_count, keys: Vec::new(), revision: 0 }
 }
 
-fn order_task(task_type: TaskType) -> Command {
-    Command::OrderTask { task_type, reason: "r".into() }
+fn order_task(task_type: TaskType) -> Request {
+    Request::OrderTask { task_type, reason: "r".into() }
 }
 
-fn retire(drain: bool) -> Command {
-    Command::Retire { reason: "r".into(), drain }
+fn retire(drain: bool) -> Request {
+    Request::Retire { reason: "r".into(), drain }
 }
 
 /// A node at an instant, under a policy, with what its last step said.
@@ -205,8 +209,8 @@ fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Transit
 
 fn register(registration: Registration) -> Result<Transition<Node>, Rejection> {
     let policy = PolicyBook::default();
-    let command = Command::Register { registration: Box::new(registration), probe: None };
-    Node::decide(None, command, &ctx(start(), &policy, &admin()))
+    let command = Request::Register { registration: Box::new(registration), probe: None };
+    Node::decide(None, command.into(), &ctx(start(), &policy, &admin()))
 }
 
 /// A registered node.
@@ -239,12 +243,12 @@ impl Story {
         self
     }
 
-    fn ask(&self, by: &Principal, command: Command) -> Result<Transition<Node>, Rejection> {
-        Node::decide(Some(&self.node), command, &ctx(self.now, &self.policy, by))
+    fn ask(&self, by: &Principal, command: impl Into<Command>) -> Result<Transition<Node>, Rejection> {
+        Node::decide(Some(&self.node), command.into(), &ctx(self.now, &self.policy, by))
     }
 
     #[track_caller]
-    fn by(mut self, by: &Principal, command: Command) -> Self {
+    fn by(mut self, by: &Principal, command: impl Into<Command>) -> Self {
         let step = self.ask(by, command).unwrap();
         self.wrote = step.next.is_some();
         assert!(self.wrote || (step.events.is_empty() && step.audit.is_empty()), "what is not written is lost");
@@ -256,22 +260,22 @@ impl Story {
     }
 
     #[track_caller]
-    fn admin(self, command: Command) -> Self {
+    fn admin(self, command: impl Into<Command>) -> Self {
         self.by(&admin(), command)
     }
 
     #[track_caller]
-    fn agent(self, command: Command) -> Self {
+    fn agent(self, command: impl Into<Command>) -> Self {
         self.by(&agent(), command)
     }
 
     #[track_caller]
-    fn after_fact(self, command: Command) -> Self {
+    fn after_fact(self, command: impl Into<Command>) -> Self {
         self.by(&worker(), command)
     }
 
     fn ticked(self) -> Self {
-        self.after_fact(Command::Tick)
+        self.after_fact(Command::TICK)
     }
 
     fn invited(self) -> Self {
@@ -296,7 +300,7 @@ impl Story {
     }
 
     fn quarantined(self) -> Self {
-        self.admin(Command::Quarantine { reason: "r".into() })
+        self.admin(Request::Quarantine { reason: "r".into() })
     }
 
     fn retired(self) -> Self {
@@ -304,7 +308,7 @@ impl Story {
     }
 
     fn removing(self) -> Self {
-        self.admin(Command::Remove { reason: "r".into() })
+        self.admin(Request::Remove { reason: "r".into() })
     }
 
     // The states of a tenant.
@@ -315,7 +319,7 @@ impl Story {
 
     fn provisioning(self) -> Self {
         let deadline_at = self.now + TimeDelta::seconds(600);
-        self.reserved().after_fact(Command::Provision { allocation_id: TENANT, deadline_at })
+        self.reserved().after_fact(Fact::Provision { allocation_id: TENANT, deadline_at })
     }
 
     fn ready(self) -> Self {
@@ -328,7 +332,7 @@ impl Story {
 
     fn cleaning(self, attempt: u32) -> Self {
         let deadline_at = self.now + TimeDelta::seconds(600);
-        self.after_fact(Command::Clean { allocation_id: TENANT, attempt, deadline_at })
+        self.after_fact(Fact::Clean { allocation_id: TENANT, attempt, deadline_at })
     }
 
     fn releasing(self) -> Self {
@@ -340,11 +344,11 @@ impl Story {
     }
 
     fn fenced(self) -> Self {
-        self.release_failed().after_fact(Command::Fence { allocation_id: TENANT, attempt: 1 })
+        self.release_failed().after_fact(Fact::Fence { allocation_id: TENANT, attempt: 1 })
     }
 
     fn abandoned(self) -> Self {
-        self.release_failed().after_fact(Command::Abandon { allocation_id: TENANT })
+        self.release_failed().after_fact(Fact::Abandon { allocation_id: TENANT })
     }
 
     /// The tenant's task and its attempt; an unknown task where there is none.
@@ -361,8 +365,8 @@ impl Story {
         work.map_or((TaskId(Uuid::from_u128(9)), 1), |work| (work.task_id, work.attempt))
     }
 
-    fn report(&self, attempt: u32, verdict: TaskOutcome) -> Command {
-        Command::Report { serial: SERIAL.into(), task_id: self.task().0, attempt, verdict, output: None }
+    fn report(&self, attempt: u32, verdict: TaskOutcome) -> Request {
+        Request::Report { serial: SERIAL.into(), task_id: self.task().0, attempt, verdict, output: None }
     }
 
     #[track_caller]
@@ -391,7 +395,7 @@ impl Story {
     }
 
     #[track_caller]
-    fn refuses(&self, by: &Principal, command: Command) -> Rejection {
+    fn refuses(&self, by: &Principal, command: impl Into<Command>) -> Rejection {
         self.ask(by, command).map(|step| step.why).unwrap_err()
     }
 
@@ -442,7 +446,7 @@ fn labelled(count: usize) -> MetadataPatch {
 }
 
 fn life_commands() -> Vec<(&'static str, Principal, Command)> {
-    let revise = |if_version| Command::Revise {
+    let revise = |if_version| Request::Revise {
         host: Some("b".into()),
         port: None,
         ssh_username: None,
@@ -450,7 +454,7 @@ fn life_commands() -> Vec<(&'static str, Principal, Command)> {
         metadata: MetadataPatch::default(),
         if_version,
     };
-    let label = |count| Command::Revise {
+    let label = |count| Request::Revise {
         host: None,
         port: None,
         ssh_username: None,
@@ -460,34 +464,34 @@ fn life_commands() -> Vec<(&'static str, Principal, Command)> {
     };
     let reason = || "r".to_owned();
     vec![
-        ("register", admin(), Command::Register { registration: Box::new(registration()), probe: None }),
-        ("revise", admin(), revise(None)),
-        ("revise another version", admin(), revise(Some(2))),
-        ("revise its labels", admin(), label(1)),
-        ("revise its labels, too many", admin(), label(MAX_LABELS + 1)),
-        ("issue_token", admin(), issue_token()),
-        ("reissue", admin(), reissue(false)),
-        ("reissue, revoking", admin(), reissue(true)),
-        ("retire", admin(), retire(false)),
-        ("retire, draining", admin(), retire(true)),
-        ("reactivate", admin(), Command::Reactivate { reason: reason() }),
-        ("remove", admin(), Command::Remove { reason: reason() }),
-        ("quarantine", admin(), Command::Quarantine { reason: reason() }),
-        ("release_quarantine", admin(), Command::ReleaseQuarantine { reason: reason() }),
-        ("order_task", admin(), order_task(TaskType::NodeReboot)),
-        ("order_task that follows from something", admin(), order_task(TaskType::AllocationProvision)),
-        ("enroll", agent(), enrollment()),
-        ("enroll by another node", Principal::Node(NodeId(Uuid::from_u128(0xB))), enrollment()),
-        ("recover", agent(), recover(recovery(2))),
-        ("renew", agent(), Command::Renew { serial: SERIAL.into(), issued: certificate("02") }),
-        ("poll", agent(), poll()),
-        ("poll, unknown certificate", agent(), Command::Poll { serial: "ff".into() }),
-        ("heartbeat", agent(), heartbeat(NodeHealthStatus::Ok, inventory(GPUS))),
-        ("heartbeat, critical", agent(), heartbeat(NodeHealthStatus::Critical, inventory(GPUS))),
-        ("heartbeat, a GPU less", agent(), heartbeat(NodeHealthStatus::Ok, inventory(GPUS - 1))),
-        ("reserve", worker(), reserve(OTHER, 1)),
-        ("reserve too many", worker(), reserve(OTHER, GPUS + 1)),
-        ("tick before its time", worker(), Command::Tick),
+        ("register", admin(), Request::Register { registration: Box::new(registration()), probe: None }.into()),
+        ("revise", admin(), revise(None).into()),
+        ("revise another version", admin(), revise(Some(2)).into()),
+        ("revise its labels", admin(), label(1).into()),
+        ("revise its labels, too many", admin(), label(MAX_LABELS + 1).into()),
+        ("issue_token", admin(), issue_token().into()),
+        ("reissue", admin(), reissue(false).into()),
+        ("reissue, revoking", admin(), reissue(true).into()),
+        ("retire", admin(), retire(false).into()),
+        ("retire, draining", admin(), retire(true).into()),
+        ("reactivate", admin(), Request::Reactivate { reason: reason() }.into()),
+        ("remove", admin(), Request::Remove { reason: reason() }.into()),
+        ("quarantine", admin(), Request::Quarantine { reason: reason() }.into()),
+        ("release_quarantine", admin(), Request::ReleaseQuarantine { reason: reason() }.into()),
+        ("order_task", admin(), order_task(TaskType::NodeReboot).into()),
+        ("order_task that follows from something", admin(), order_task(TaskType::AllocationProvision).into()),
+        ("enroll", agent(), enrollment().into()),
+        ("enroll by another node", Principal::Node(NodeId(Uuid::from_u128(0xB))), enrollment().into()),
+        ("recover", agent(), recover(recovery(2)).into()),
+        ("renew", agent(), Request::Renew { serial: SERIAL.into(), issued: certificate("02") }.into()),
+        ("poll", agent(), poll().into()),
+        ("poll, unknown certificate", agent(), Request::Poll { serial: "ff".into() }.into()),
+        ("heartbeat", agent(), heartbeat(NodeHealthStatus::Ok, inventory(GPUS)).into()),
+        ("heartbeat, critical", agent(), heartbeat(NodeHealthStatus::Critical, inventory(GPUS)).into()),
+        ("heartbeat, a GPU less", agent(), heartbeat(NodeHealthStatus::Ok, inventory(GPUS - 1)).into()),
+        ("reserve", worker(), reserve(OTHER, 1).into()),
+        ("reserve too many", worker(), reserve(OTHER, GPUS + 1).into()),
+        ("tick before its time", worker(), Command::TICK),
     ]
 }
 
@@ -511,24 +515,24 @@ fn hold_commands(story: &Story) -> Vec<(String, Principal, Command)> {
     let allocation_id = TENANT;
     let deadline_at = story.now + TimeDelta::seconds(600);
     let mut commands = vec![
-        ("reserve again".to_owned(), worker(), reserve(TENANT, 1)),
-        ("unreserve".to_owned(), worker(), Command::Unreserve { allocation_id }),
-        ("provision".to_owned(), worker(), Command::Provision { allocation_id, deadline_at }),
+        ("reserve again".to_owned(), worker(), Command::from(reserve(TENANT, 1))),
+        ("unreserve".to_owned(), worker(), Fact::Unreserve { allocation_id }.into()),
+        ("provision".to_owned(), worker(), Fact::Provision { allocation_id, deadline_at }.into()),
     ];
     for attempt in 1..=2 {
-        let clean = Command::Clean { allocation_id, attempt, deadline_at };
-        commands.push((format!("clean {attempt}"), worker(), clean));
-        let mark = Command::MarkReleaseFailed { allocation_id, attempt };
-        commands.push((format!("mark_release_failed {attempt}"), worker(), mark));
-        commands.push((format!("fence {attempt}"), worker(), Command::Fence { allocation_id, attempt }));
-        commands.push((format!("report {attempt} failed"), agent(), story.report(attempt, failed())));
+        let clean = Fact::Clean { allocation_id, attempt, deadline_at };
+        commands.push((format!("clean {attempt}"), worker(), clean.into()));
+        let mark = Fact::MarkReleaseFailed { allocation_id, attempt };
+        commands.push((format!("mark_release_failed {attempt}"), worker(), mark.into()));
+        commands.push((format!("fence {attempt}"), worker(), Fact::Fence { allocation_id, attempt }.into()));
+        commands.push((format!("report {attempt} failed"), agent(), story.report(attempt, failed()).into()));
         let unproven = TaskOutcome::Succeeded { proof: None };
-        commands.push((format!("report {attempt} succeeded"), agent(), story.report(attempt, unproven)));
-        commands.push((format!("report {attempt} proved"), agent(), story.report(attempt, PROVED)));
+        commands.push((format!("report {attempt} succeeded"), agent(), story.report(attempt, unproven).into()));
+        commands.push((format!("report {attempt} proved"), agent(), story.report(attempt, PROVED).into()));
         let foreign = TaskOutcome::Succeeded { proof: Some(OTHER) };
-        commands.push((format!("report {attempt} proved another's"), agent(), story.report(attempt, foreign)));
+        commands.push((format!("report {attempt} proved another's"), agent(), story.report(attempt, foreign).into()));
     }
-    commands.push(("abandon".to_owned(), worker(), Command::Abandon { allocation_id }));
+    commands.push(("abandon".to_owned(), worker(), Fact::Abandon { allocation_id }.into()));
     commands
 }
 
@@ -599,12 +603,12 @@ fn every_command_in_every_state_does_what_was_reviewed() {
         }
         if story.node.timer().is_some() {
             let due = story.clone().at_its_timer();
-            let ticked = due.ask(&worker(), Command::Tick);
+            let ticked = due.ask(&worker(), Command::TICK);
             writeln!(table, "    tick in time: {}", outcome(&due.node, ticked, state)).unwrap();
         }
         if let Some(seen) = &story.node.seen {
             let later = Story { now: seen.silent_at, ..story.clone() };
-            let ticked = later.ask(&worker(), Command::Tick);
+            let ticked = later.ask(&worker(), Command::TICK);
             writeln!(table, "    tick when it was silent: {}", outcome(&later.node, ticked, state)).unwrap();
         }
     }
@@ -620,7 +624,7 @@ fn every_order_and_report_in_every_phase_of_a_tenant_does_what_was_reviewed() {
             writeln!(table, "    {said}: {}", outcome(&story.node, story.ask(&by, command), held)).unwrap();
         }
         let later = story.after(retry::FIRST);
-        writeln!(table, "    tick later: {}", outcome(&later.node, later.ask(&worker(), Command::Tick), held)).unwrap();
+        writeln!(table, "    tick later: {}", outcome(&later.node, later.ask(&worker(), Command::TICK), held)).unwrap();
     }
     insta::assert_snapshot!(table);
 }

@@ -33,9 +33,9 @@ fn webhook() -> Target {
     Target::Webhook { url: "https://receiver.example/hooks/7f3a".into() }
 }
 
-fn create(holder: Holder, events: Option<&[&str]>, place: u16) -> Command {
+fn create(holder: Holder, events: Option<&[&str]>, place: u16) -> Request {
     let events = events.map(|events| events.iter().map(|event| (*event).to_owned()).collect());
-    Command::Create { holder, target: webhook(), secret_enc: Some("c2VhbGVk".into()), events, place }
+    Request::Create { holder, target: webhook(), secret_enc: Some("c2VhbGVk".into()), events, place }
 }
 
 fn message(n: u128) -> QueuedNotification {
@@ -51,12 +51,12 @@ fn failure() -> DeliveryFailure {
     }
 }
 
-fn failed(n: u128) -> Command {
-    Command::Failed { message_id: Uuid::from_u128(n), failure: failure() }
+fn failed(n: u128) -> Fact {
+    Fact::Failed { message_id: Uuid::from_u128(n), failure: failure() }
 }
 
-fn delivered(n: u128) -> Command {
-    Command::Delivered { message_id: Uuid::from_u128(n) }
+fn delivered(n: u128) -> Fact {
+    Fact::Delivered { message_id: Uuid::from_u128(n) }
 }
 
 /// One endpoint and the clock.
@@ -80,7 +80,11 @@ impl Story {
         story
     }
 
-    fn by(&mut self, by: &Principal, command: Command) -> Result<Transition<NotificationEndpoint>, Rejection> {
+    fn by(
+        &mut self,
+        by: &Principal,
+        command: impl Into<Command>,
+    ) -> Result<Transition<NotificationEndpoint>, Rejection> {
         let ctx = TransitionContext {
             now: self.now,
             policy: &self.policy,
@@ -91,7 +95,7 @@ impl Story {
             id: ID,
             version: self.version,
         };
-        let step = NotificationEndpoint::decide(self.endpoint.as_ref(), command, &ctx)?;
+        let step = NotificationEndpoint::decide(self.endpoint.as_ref(), command.into(), &ctx)?;
         if let Some(next) = &step.next {
             self.version += 1;
             self.endpoint = Some(next.clone());
@@ -99,12 +103,12 @@ impl Story {
         Ok(step)
     }
 
-    fn send(&mut self, command: Command) -> bool {
+    fn send(&mut self, command: impl Into<Command>) -> bool {
         self.by(&worker(), command).unwrap().next.is_some()
     }
 
     fn enqueue(&mut self, n: u128) -> bool {
-        self.send(Command::Enqueue { message: message(n) })
+        self.send(Fact::Enqueue { message: message(n) })
     }
 
     fn it(&self) -> &NotificationEndpoint {
@@ -197,13 +201,13 @@ fn dead_letters_are_resent_or_dismissed_by_their_owner() {
     }
     assert_eq!(story.it().queue.dead.len(), 3);
     let one = |n| Some(Uuid::from_u128(n));
-    let none = Command::Resend { message_id: one(7), reason: None };
+    let none = Request::Resend { message_id: one(7), reason: None };
     assert_eq!(story.by(&ann, none).unwrap_err(), Rejection::NoSuchLetter);
-    let resend = Command::Resend { message_id: one(2), reason: None };
+    let resend = Request::Resend { message_id: one(2), reason: None };
     assert_eq!(story.by(&ann, resend).unwrap().audit.len(), 1);
     assert_eq!((story.due(), story.it().queue.waiting[0].attempts), (Some(2), 0));
     story.send(delivered(2));
-    story.by(&ann, Command::Dismiss { message_id: None, reason: Some("too late".into()) }).unwrap();
+    story.by(&ann, Request::Dismiss { message_id: None, reason: Some("too late".into()) }).unwrap();
     assert_eq!((story.it().queue.dead.len(), story.it().state()), (0, "active"));
 }
 
@@ -213,11 +217,11 @@ fn gone_or_failing_receiver_is_disabled_and_enabled_by_its_owner() {
     let mut gone = Story::of_ann();
     gone.enqueue(1);
     let failure = DeliveryFailure { is_gone: true, ..failure() };
-    gone.send(Command::Failed { message_id: Uuid::from_u128(1), failure });
+    gone.send(Fact::Failed { message_id: Uuid::from_u128(1), failure });
     assert_eq!(gone.it().phase, Phase::Disabled { since: gone.now, because: DisableCause::Gone });
     assert_eq!((gone.it().state(), gone.it().timer()), ("disabled", None));
     assert!(!gone.enqueue(2), "nothing is queued meanwhile");
-    let enable = Command::Change { change: EndpointChange { is_enabled: Some(true), ..EndpointChange::default() } };
+    let enable = Request::Change { change: EndpointChange { is_enabled: Some(true), ..EndpointChange::default() } };
     gone.by(&ann, enable).unwrap();
     assert_eq!(gone.due(), Some(1), "what waited is tried at once");
 
@@ -241,7 +245,7 @@ fn final_failure_is_a_dead_letter_and_does_not_pause_the_endpoint() {
     story.enqueue(1);
     story.enqueue(2);
     let failure = DeliveryFailure { is_final: true, ..failure() };
-    story.send(Command::Failed { message_id: Uuid::from_u128(1), failure });
+    story.send(Fact::Failed { message_id: Uuid::from_u128(1), failure });
     assert_eq!((story.it().queue.dead.len(), story.due()), (1, Some(2)));
 }
 
@@ -251,7 +255,7 @@ fn retry_after_is_honored_up_to_a_day() {
         let mut story = Story::of_ann();
         story.enqueue(1);
         let failure = DeliveryFailure { retry_after_seconds: Some(asked), ..failure() };
-        story.send(Command::Failed { message_id: Uuid::from_u128(1), failure });
+        story.send(Fact::Failed { message_id: Uuid::from_u128(1), failure });
         assert_eq!(story.wait(), expected);
     }
 }
@@ -262,10 +266,10 @@ fn endpoint_gets_the_events_that_it_selects() {
     let ann = person("ann", None);
     story.by(&ann, create(Holder::User("ann".into()), Some(&["provisioning.failed"]), 0)).unwrap();
     assert!(!story.enqueue(1));
-    story.by(&ann, Command::Test { body: "{}".into() }).unwrap();
+    story.by(&ann, Request::Test { body: "{}".into() }).unwrap();
     assert_eq!(story.it().queue.waiting[0].message.event, TEST);
     let all = EndpointChange { events: Some(None), ..EndpointChange::default() };
-    story.by(&ann, Command::Change { change: all }).unwrap();
+    story.by(&ann, Request::Change { change: all }).unwrap();
     assert!(story.enqueue(1));
 }
 
@@ -277,13 +281,13 @@ fn endpoint_is_visible_to_its_holder_only() {
     assert_eq!(Story::new().by(&ann, others).unwrap_err(), Rejection::NotFound);
     let mut own = Story::of_ann();
     for who in [&bob, &stranger] {
-        assert_eq!(own.by(who, Command::Delete).unwrap_err(), Rejection::NotFound);
+        assert_eq!(own.by(who, Request::Delete).unwrap_err(), Rejection::NotFound);
     }
     let mut org = Story::new();
     org.by(&ann, create(Holder::Org("acme".into()), None, 0)).unwrap();
-    assert_eq!(org.by(&stranger, Command::Delete).unwrap_err(), Rejection::NotFound);
-    org.by(&bob, Command::Delete).unwrap();
-    assert_eq!(org.by(&bob, Command::Delete).unwrap_err(), Rejection::NotFound, "it is gone");
+    assert_eq!(org.by(&stranger, Request::Delete).unwrap_err(), Rejection::NotFound);
+    org.by(&bob, Request::Delete).unwrap();
+    assert_eq!(org.by(&bob, Request::Delete).unwrap_err(), Rejection::NotFound, "it is gone");
     assert_eq!((org.it().claims(), org.it().secret_enc.clone()), (BTreeSet::new(), None));
 }
 
@@ -307,7 +311,7 @@ fn endpoints_are_bounded_by_policy() {
 fn former_secret_signs_for_a_day() {
     let ann = person("ann", None);
     let mut story = Story::of_ann();
-    story.by(&ann, Command::RotateSecret { secret_enc: "bmV3".into() }).unwrap();
+    story.by(&ann, Request::RotateSecret { secret_enc: "bmV3".into() }).unwrap();
     let secrets = |story: &Story| story.it().secrets(story.now).map(str::to_owned).collect::<Vec<_>>();
     assert_eq!(secrets(&story), ["bmV3", "c2VhbGVk"]);
     story.now += TimeDelta::hours(24);
@@ -317,18 +321,18 @@ fn former_secret_signs_for_a_day() {
 #[test]
 fn address_follows_the_token_and_a_deleted_endpoint_stays_deleted() {
     let ann = person("ann", None);
-    let introduce = |address: &str| Command::Introduce { user_id: "ann".into(), address: address.into() };
+    let introduce = |address: &str| Fact::Introduce { user_id: "ann".into(), address: address.into() };
     let mut story = Story::new();
     assert!(story.send(introduce("ann@example.com")));
     assert!(!story.send(introduce("ann@example.com")));
     assert!(story.it().wants("billing.balance_low") && !story.it().wants("terminal.opened"));
     let off = EndpointChange { is_enabled: Some(false), ..EndpointChange::default() };
-    story.by(&ann, Command::Change { change: off }).unwrap();
+    story.by(&ann, Request::Change { change: off }).unwrap();
     assert!(story.send(introduce("ann@example.org")));
     assert!(!story.it().is_enabled(), "another address is the same choice");
     let url = EndpointChange { url: Some("https://example.com".into()), ..EndpointChange::default() };
-    assert_eq!(story.by(&ann, Command::Change { change: url }).unwrap_err(), Rejection::NotAWebhook);
-    story.by(&ann, Command::Delete).unwrap();
+    assert_eq!(story.by(&ann, Request::Change { change: url }).unwrap_err(), Rejection::NotAWebhook);
+    story.by(&ann, Request::Delete).unwrap();
     assert!(!story.send(introduce("ann@example.net")));
 }
 
@@ -368,7 +372,7 @@ proptest! {
             match happening {
                 EndpointStep::Event(bytes) => {
                     let message = QueuedNotification { body: "\"".repeat(bytes), ..message(n as u128 + 1) };
-                    taken += u64::from(story.send(Command::Enqueue { message }));
+                    taken += u64::from(story.send(Fact::Enqueue { message }));
                 }
                 EndpointStep::Delivered => {
                     if let Some(n) = story.due() {
@@ -379,17 +383,17 @@ proptest! {
                 EndpointStep::Failed { is_final } => {
                     if let Some(n) = story.due() {
                         let failure = DeliveryFailure { is_final, why: "\u{1}".repeat(1000), ..failure() };
-                        let was_heard = story.send(Command::Failed { message_id: Uuid::from_u128(n), failure });
+                        let was_heard = story.send(Fact::Failed { message_id: Uuid::from_u128(n), failure });
                         prop_assert!(was_heard);
                     }
                 }
                 EndpointStep::Later(seconds) => story.now += TimeDelta::seconds(seconds),
                 EndpointStep::Resend => {
-                    let _ = story.by(&ann, Command::Resend { message_id: None, reason: None });
+                    let _ = story.by(&ann, Request::Resend { message_id: None, reason: None });
                 }
                 EndpointStep::Switch(is_enabled) => {
                     let change = EndpointChange { is_enabled: Some(is_enabled), ..EndpointChange::default() };
-                    story.by(&ann, Command::Change { change }).unwrap();
+                    story.by(&ann, Request::Change { change }).unwrap();
                 }
             }
             let it = story.it();

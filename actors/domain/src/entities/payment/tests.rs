@@ -103,8 +103,8 @@ impl PaymentHarness {
         }
     }
 
-    fn ask(&mut self, by: &Principal, id: PaymentId, command: Command) -> Result<(), Rejection> {
-        let step = Payment::decide(self.payments.get(&id), command, &self.ctx(by, id.0))?;
+    fn ask(&mut self, by: &Principal, id: PaymentId, command: impl Into<Command>) -> Result<(), Rejection> {
+        let step = Payment::decide(self.payments.get(&id), command.into(), &self.ctx(by, id.0))?;
         assert!(step.postings.is_empty());
         let Some(next) = step.next else {
             assert!(step.events.is_empty(), "what is not written is lost");
@@ -117,13 +117,13 @@ impl PaymentHarness {
         Ok(())
     }
 
-    fn send(&mut self, n: u128, command: Command) -> Result<(), Rejection> {
+    fn send(&mut self, n: u128, command: impl Into<Command>) -> Result<(), Rejection> {
         self.ask(&Principal::system("test"), payment_id(n), command)
     }
 
-    fn tell_account(&mut self, command: billing_account::Command) -> Result<(), billing_account::Rejection> {
+    fn tell_account(&mut self, command: impl Into<billing_account::Command>) -> Result<(), billing_account::Rejection> {
         let by = Principal::system("test");
-        let step = BillingAccount::decide(self.account.as_ref(), command, &self.ctx(&by, Uuid::from_u128(9)))?;
+        let step = BillingAccount::decide(self.account.as_ref(), command.into(), &self.ctx(&by, Uuid::from_u128(9)))?;
         if step.next.is_none() {
             assert!(step.events.is_empty() && step.postings.is_empty(), "what is not written is lost");
             return Ok(());
@@ -137,8 +137,8 @@ impl PaymentHarness {
 
     fn deliver(&mut self, event: &Event) {
         match event.reaction() {
-            Reaction::Payment(id, command) => self.ask(&Principal::system("test"), id, command).unwrap(),
-            Reaction::Billing { command, .. } => self.tell_account(command).unwrap(),
+            Reaction::Payment(id, fact) => self.ask(&Principal::system("test"), id, fact).unwrap(),
+            Reaction::Billing { fact, .. } => self.tell_account(fact).unwrap(),
             Reaction::CallProcessor(errand) => self.errands.push(errand),
             Reaction::Nothing => {}
             // Allocations are not simulated here.
@@ -163,7 +163,7 @@ impl PaymentHarness {
     }
 
     fn create_as(&mut self, n: u128, amount_minor: i64) -> Result<(), Rejection> {
-        let create = Command::Create {
+        let create = Request::Create {
             account_id: BillingAccountId(Uuid::from_u128(9)),
             holder: Holder::User("ann".into()),
             payer: "ann".into(),
@@ -177,12 +177,12 @@ impl PaymentHarness {
 
     fn create(&mut self, n: u128, amount_minor: i64) {
         self.create_as(n, amount_minor).unwrap();
-        self.send(n, Command::Opened { processor_id: intent(payment_id(n)) }).unwrap();
+        self.send(n, Fact::Opened { processor_id: intent(payment_id(n)) }).unwrap();
     }
 
-    fn paid(&self, n: u128) -> Command {
+    fn paid(&self, n: u128) -> Fact {
         let payment = &self.payments[&payment_id(n)];
-        Command::Paid {
+        Fact::Paid {
             processor_id: intent(payment.id),
             amount_minor: payment.amount_minor,
             currency: eur(),
@@ -196,19 +196,19 @@ impl PaymentHarness {
     }
 
     fn refund(&mut self, n: u128, amount_minor: Option<i64>) -> Result<(), Rejection> {
-        let refund = Command::Refund { refund_id: refund_id(n), amount_minor, reason: "r".into() };
+        let refund = Request::Refund { refund_id: refund_id(n), amount_minor, reason: "r".into() };
         self.ask(&ann(), payment_id(0), refund)
     }
 
     fn refund_at(&mut self, n: u128, status: RefundStatus, amount_minor: i64) -> Result<(), Rejection> {
         let processor_refund_id = format!("re_{n}");
-        self.send(0, Command::RefundAt { refund_id: refund_id(n), processor_refund_id, status, amount_minor })
+        self.send(0, Fact::RefundAt { refund_id: refund_id(n), processor_refund_id, status, amount_minor })
     }
 
     /// The money that the account cannot have.
     fn paid_back(&mut self, status: RefundStatus) {
         let id = payment_id(0);
-        let back = Command::RefundAt {
+        let back = Fact::RefundAt {
             refund_id: RefundId(id.0),
             processor_refund_id: "re_0".into(),
             status,
@@ -218,7 +218,7 @@ impl PaymentHarness {
     }
 
     fn reversed(&mut self, id: &str, what: ReversalStep, amount_minor: i64) {
-        let command = Command::Reversed { reversal_id: id.into(), what, amount_minor, currency: eur() };
+        let command = Fact::Reversed { reversal_id: id.into(), what, amount_minor, currency: eur() };
         self.send(0, command).unwrap();
     }
 
@@ -238,19 +238,19 @@ impl PaymentHarness {
         self.now += time;
         let ids: Vec<_> = self.payments.keys().copied().collect();
         for id in ids {
-            self.ask(&Principal::system("test"), id, Command::Tick).unwrap();
+            self.ask(&Principal::system("test"), id, Command::TICK).unwrap();
         }
     }
 
     fn use_up(&mut self, minor: i64) {
         let reason = "used".to_owned();
-        self.tell_account(billing_account::Command::Adjust { amount_minor: -minor, currency: eur(), reason }).unwrap();
+        self.tell_account(billing_account::Request::Adjust { amount_minor: -minor, currency: eur(), reason }).unwrap();
     }
 
     /// Adds an allocation with this cost per hour.
     fn rent(&mut self, n: u128, price: i64) {
         let allocation_id = AllocationId(Uuid::from_u128(n));
-        let hold = billing_account::Command::Hold {
+        let hold = billing_account::Fact::Hold {
             holder: Holder::User("ann".into()),
             allocation_id,
             user_id: "ann".into(),
@@ -259,7 +259,7 @@ impl PaymentHarness {
         };
         self.tell_account(hold).unwrap();
         let from = Some(self.now);
-        self.tell_account(billing_account::Command::Usage { allocation_id, from, until: None }).unwrap();
+        self.tell_account(billing_account::Fact::Usage { allocation_id, from, until: None }).unwrap();
     }
 }
 
@@ -268,9 +268,9 @@ fn refused() -> PaymentHarness {
     let mut world = PaymentHarness::open(5_000);
     let currency = Currency::parse("USD").unwrap();
     let holder = Holder::User("ann".into());
-    world.tell_account(billing_account::Command::Open { holder, currency: currency.clone() }).unwrap();
+    world.tell_account(billing_account::Request::Open { holder, currency: currency.clone() }).unwrap();
     let reason = "a gift".to_owned();
-    world.tell_account(billing_account::Command::Adjust { amount_minor: 100, currency, reason }).unwrap();
+    world.tell_account(billing_account::Request::Adjust { amount_minor: 100, currency, reason }).unwrap();
     world.pay(0);
     world.hear_all();
     world
@@ -283,8 +283,8 @@ fn refused_deposit_is_refunded_to_its_payer() {
     let errand = world.errands.pop();
     assert!(matches!(errand, Some(ProcessorCall::Refund { amount_minor: 5_000, .. })), "{errand:?}");
     // A repeated message is answered again, without an effect.
-    world.send(0, Command::DepositRefused { why: "w".into() }).unwrap();
-    world.send(0, Command::Deposited).unwrap();
+    world.send(0, Fact::DepositRefused { why: "w".into() }).unwrap();
+    world.send(0, Fact::Deposited).unwrap();
     assert_eq!(world.refund(1, None), Err(Rejection::NotPaid { state: PhaseName::Refused }));
     // The processor is called until it has paid.
     world.pass(TimeDelta::hours(1));
@@ -317,8 +317,8 @@ fn undone_reversal_of_a_refused_deposit_awaits_an_operator() {
     let mut world = PaymentHarness::open(5_000);
     world.pay(0);
     world.reversed("dp_1", ReversalStep::DisputeOpened, 2_000);
-    world.send(0, Command::DepositRefused { why: "w".into() }).unwrap();
-    let back = Command::RefundAt {
+    world.send(0, Fact::DepositRefused { why: "w".into() }).unwrap();
+    let back = Fact::RefundAt {
         refund_id: RefundId(payment_id(0).0),
         processor_refund_id: "re_0".into(),
         status: RefundStatus::Succeeded,
@@ -337,13 +337,10 @@ fn payment_is_deposited_and_opens_the_account() {
     let mut world = PaymentHarness::new();
     world.create_as(0, 5_000).unwrap();
     assert_eq!((world.it().state(), world.it().left_minor()), ("created", 0));
-    world.send(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
+    world.send(0, Fact::Opened { processor_id: "pi_100".into() }).unwrap();
     assert_eq!(world.it().state(), "open");
-    let decline = Command::NotPaid {
-        processor_id: "pi_100".into(),
-        outcome: PaymentFailure::Declined,
-        why: "card_declined".into(),
-    };
+    let decline =
+        Fact::NotPaid { processor_id: "pi_100".into(), outcome: PaymentFailure::Declined, why: "card_declined".into() };
     world.send(0, decline).unwrap();
     assert_eq!((world.it().state(), world.it().declined.as_deref()), ("open", Some("card_declined")));
     world.pay(0);
@@ -363,7 +360,7 @@ fn repeated_payment_is_deposited_once() {
     let mut world = PaymentHarness::open(5_000);
     for _ in 0..100 {
         world.pay(0);
-        world.send(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
+        world.send(0, Fact::Opened { processor_id: "pi_100".into() }).unwrap();
     }
     let event = world.bus[0].clone();
     for _ in 0..100 {
@@ -395,7 +392,7 @@ fn a_deposit_lies_within_its_bounds() {
 #[test]
 fn payment_matches_its_request_and_is_paid_once() {
     let mut world = PaymentHarness::open(5_000);
-    let paid = |amount_minor, currency: &str, processor_id: &str| Command::Paid {
+    let paid = |amount_minor, currency: &str, processor_id: &str| Fact::Paid {
         processor_id: processor_id.into(),
         amount_minor,
         currency: Currency::parse(currency).unwrap(),
@@ -414,7 +411,7 @@ fn payment_matches_its_request_and_is_paid_once() {
 
 impl PaymentHarness {
     fn pay_charge(&mut self, processor_id: &str, charge: &str) {
-        let paid = Command::Paid {
+        let paid = Fact::Paid {
             processor_id: processor_id.into(),
             amount_minor: self.it().amount_minor,
             currency: eur(),
@@ -428,7 +425,7 @@ impl PaymentHarness {
 fn payment_after_its_end_counts_as_paid() {
     for outcome in [PaymentFailure::Canceled, PaymentFailure::Expired] {
         let mut world = PaymentHarness::open(5_000);
-        let end = Command::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() };
+        let end = Fact::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() };
         world.send(0, end.clone()).unwrap();
         assert_eq!(world.it().deadline(), None);
         world.pay(0);
@@ -438,7 +435,7 @@ fn payment_after_its_end_counts_as_paid() {
     }
     // The end of another object that was opened by mistake does not concern this one.
     let mut world = PaymentHarness::open(5_000);
-    let other = Command::NotPaid { processor_id: "pi_x".into(), outcome: PaymentFailure::Canceled, why: "w".into() };
+    let other = Fact::NotPaid { processor_id: "pi_x".into(), outcome: PaymentFailure::Canceled, why: "w".into() };
     world.send(0, other).unwrap();
     assert_eq!(world.it().state(), "open");
 }
@@ -450,7 +447,7 @@ fn unanswered_request_is_resent_until_it_is_answered() {
     assert!(world.bus.is_empty(), "whoever created it is opening it");
     world.pass(TimeDelta::seconds(10));
     assert!(matches!(world.bus.pop(), Some(Event::PaymentOpeningDue { .. })));
-    world.send(0, Command::Opened { processor_id: "pi_100".into() }).unwrap();
+    world.send(0, Fact::Opened { processor_id: "pi_100".into() }).unwrap();
     world.pass(TimeDelta::seconds(9));
     assert!(world.bus.is_empty());
     world.pass(TimeDelta::seconds(1));
@@ -470,12 +467,12 @@ fn unanswered_request_is_resent_until_it_is_answered() {
     assert_eq!((world.it().state(), world.balance()), ("deposited", 5_000));
     let mut lapsed = PaymentHarness::new();
     lapsed.create_as(0, 5_000).unwrap();
-    lapsed.send(0, Command::Lapse { why: "not there".into() }).unwrap();
+    lapsed.send(0, Fact::Lapse { why: "not there".into() }).unwrap();
     assert_eq!(lapsed.it().state(), "created", "somebody may still come to open it");
     lapsed.now += OPEN_FOR;
-    lapsed.send(0, Command::Lapse { why: "not there".into() }).unwrap();
+    lapsed.send(0, Fact::Lapse { why: "not there".into() }).unwrap();
     assert_eq!((lapsed.it().state(), lapsed.it().timer()), ("expired", None));
-    let opened = lapsed.send(0, Command::Opened { processor_id: "pi_100".into() });
+    let opened = lapsed.send(0, Fact::Opened { processor_id: "pi_100".into() });
     assert!(matches!(opened, Err(Rejection::Over { .. })), "whoever opened it too late must cancel it");
 }
 
@@ -517,7 +514,7 @@ fn refund_is_for_the_payer_only_and_within_the_window() {
     assert_eq!(world.refund(1, None), Err(Rejection::NotPaid { state: PhaseName::Open }));
     world.pay(0);
     world.hear_all();
-    let refund = Command::Refund { refund_id: refund_id(1), amount_minor: None, reason: "r".into() };
+    let refund = Request::Refund { refund_id: refund_id(1), amount_minor: None, reason: "r".into() };
     for other in [user("bob"), Principal::system("x")] {
         assert_eq!(world.ask(&other, payment_id(0), refund.clone()), Err(Rejection::NotFound));
     }
@@ -645,17 +642,13 @@ fn reversal_that_leaves_cover_ends_no_allocation() {
     let before = world.it().clone();
     for (amount, currency) in [(999, "EUR"), (1_000, "USD")] {
         let currency = Currency::parse(currency).unwrap();
-        let command = Command::Reversed {
-            reversal_id: "re_1".into(),
-            what: ReversalStep::Refund,
-            amount_minor: amount,
-            currency,
-        };
+        let command =
+            Fact::Reversed { reversal_id: "re_1".into(), what: ReversalStep::Refund, amount_minor: amount, currency };
         assert!(matches!(world.send(0, command), Err(Rejection::Differs { .. })));
     }
     for amount_minor in [0, -1, i64::MIN, i64::MAX] {
         let command =
-            Command::Reversed { reversal_id: "re_2".into(), what: ReversalStep::Refund, amount_minor, currency: eur() };
+            Fact::Reversed { reversal_id: "re_2".into(), what: ReversalStep::Refund, amount_minor, currency: eur() };
         assert!(matches!(world.send(0, command), Err(Rejection::Amount { .. })));
     }
     assert_eq!(world.it(), &before);
@@ -685,7 +678,7 @@ fn every_state() -> Vec<(&'static str, PaymentHarness)> {
     paid.pay(0);
     let ended = |outcome| {
         let mut world = PaymentHarness::open(5_000);
-        world.send(0, Command::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() }).unwrap();
+        world.send(0, Fact::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() }).unwrap();
         world
     };
     let asked = || {
@@ -721,35 +714,35 @@ fn every_state() -> Vec<(&'static str, PaymentHarness)> {
 }
 
 fn every_command(world: &PaymentHarness) -> Vec<(&'static str, Command)> {
-    let not_paid = |outcome| Command::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() };
-    let refund_at = |status| Command::RefundAt {
+    let not_paid = |outcome| Fact::NotPaid { processor_id: "pi_100".into(), outcome, why: "w".into() };
+    let refund_at = |status| Fact::RefundAt {
         refund_id: refund_id(1),
         processor_refund_id: "re_1".into(),
         status,
         amount_minor: 2_000,
     };
-    let reversed = |what| Command::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 5_000, currency: eur() };
+    let reversed = |what| Fact::Reversed { reversal_id: "dp_1".into(), what, amount_minor: 5_000, currency: eur() };
     vec![
-        ("opened", Command::Opened { processor_id: "pi_100".into() }),
-        ("lapse", Command::Lapse { why: "w".into() }),
-        ("paid", world.paid(0)),
-        ("declined", not_paid(PaymentFailure::Declined)),
-        ("canceled", not_paid(PaymentFailure::Canceled)),
-        ("expired", not_paid(PaymentFailure::Expired)),
-        ("deposited", Command::Deposited),
-        ("deposit refused", Command::DepositRefused { why: "w".into() }),
-        ("refund", Command::Refund { refund_id: refund_id(2), amount_minor: Some(1_000), reason: "r".into() }),
-        ("refund taken", Command::RefundTaken { refund_id: refund_id(1), amount_minor: 2_000 }),
-        ("refund refused", Command::RefundRefused { refund_id: refund_id(1), why: "w".into() }),
-        ("refund pending", refund_at(RefundStatus::Pending)),
-        ("refund succeeded", refund_at(RefundStatus::Succeeded)),
-        ("refund failed", refund_at(RefundStatus::Failed)),
-        ("given back", Command::GivenBack { refund_id: refund_id(1) }),
-        ("dispute opened", reversed(ReversalStep::DisputeOpened)),
-        ("dispute won", reversed(ReversalStep::DisputeWon)),
-        ("posted", Command::ReversalPosted { reversal_id: "dp_1".into(), is_undone: false }),
-        ("posted back", Command::ReversalPosted { reversal_id: "dp_1".into(), is_undone: true }),
-        ("tick", Command::Tick),
+        ("opened", Fact::Opened { processor_id: "pi_100".into() }.into()),
+        ("lapse", Fact::Lapse { why: "w".into() }.into()),
+        ("paid", world.paid(0).into()),
+        ("declined", not_paid(PaymentFailure::Declined).into()),
+        ("canceled", not_paid(PaymentFailure::Canceled).into()),
+        ("expired", not_paid(PaymentFailure::Expired).into()),
+        ("deposited", Fact::Deposited.into()),
+        ("deposit refused", Fact::DepositRefused { why: "w".into() }.into()),
+        ("refund", Request::Refund { refund_id: refund_id(2), amount_minor: Some(1_000), reason: "r".into() }.into()),
+        ("refund taken", Fact::RefundTaken { refund_id: refund_id(1), amount_minor: 2_000 }.into()),
+        ("refund refused", Fact::RefundRefused { refund_id: refund_id(1), why: "w".into() }.into()),
+        ("refund pending", refund_at(RefundStatus::Pending).into()),
+        ("refund succeeded", refund_at(RefundStatus::Succeeded).into()),
+        ("refund failed", refund_at(RefundStatus::Failed).into()),
+        ("given back", Fact::GivenBack { refund_id: refund_id(1) }.into()),
+        ("dispute opened", reversed(ReversalStep::DisputeOpened).into()),
+        ("dispute won", reversed(ReversalStep::DisputeWon).into()),
+        ("posted", Fact::ReversalPosted { reversal_id: "dp_1".into(), is_undone: false }.into()),
+        ("posted back", Fact::ReversalPosted { reversal_id: "dp_1".into(), is_undone: true }.into()),
+        ("tick", Command::TICK),
     ]
 }
 
@@ -760,7 +753,11 @@ fn every_command_in_every_state_does_what_was_reviewed() {
         world.now += TimeDelta::minutes(1);
         writeln!(table, "{name}").unwrap();
         for (does, command) in every_command(&world) {
-            let by = if matches!(command, Command::Refund { .. }) { ann() } else { Principal::system("test") };
+            let by = if matches!(command, Command::Request(Request::Refund { .. })) {
+                ann()
+            } else {
+                Principal::system("test")
+            };
             assert!(!command.name().is_empty());
             let so = match Payment::decide(Some(world.it()), command, &world.ctx(&by, payment_id(0).0)) {
                 Err(rejection) => format!("refused: {rejection}"),

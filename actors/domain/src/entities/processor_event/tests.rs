@@ -14,8 +14,8 @@ fn start() -> Timestamp {
     Timestamp::from_timestamp(1_800_000_000, 0).unwrap()
 }
 
-fn receive(digest: &str) -> Command {
-    Command::Receive {
+fn receive(digest: &str) -> Fact {
+    Fact::Receive {
         event_id: "evt_1".into(),
         event_type: "payment_intent.succeeded".into(),
         object_id: Some("pi_1".into()),
@@ -26,20 +26,20 @@ fn receive(digest: &str) -> Command {
     }
 }
 
-fn failed() -> Command {
-    Command::Failed { why: "it differs".into() }
+fn failed() -> Fact {
+    Fact::Failed { why: "it differs".into() }
 }
 
-fn retry() -> Command {
-    Command::Retry { reason: "the account is open again".into() }
+fn retry() -> Request {
+    Request::Retry { reason: "the account is open again".into() }
 }
 
-fn dismiss() -> Command {
-    Command::Dismiss { reason: "paid back by hand".into() }
+fn dismiss() -> Request {
+    Request::Dismiss { reason: "paid back by hand".into() }
 }
 
-fn processed() -> Command {
-    Command::Processed { outcome: ProcessingOutcome::Told }
+fn processed() -> Fact {
+    Fact::Processed { outcome: ProcessingOutcome::Told }
 }
 
 fn worker() -> Principal {
@@ -93,7 +93,8 @@ impl Story {
         story
     }
 
-    fn ask(&self, command: Command) -> Result<Transition<ProcessorEvent>, Rejection> {
+    fn ask(&self, command: impl Into<Command>) -> Result<Transition<ProcessorEvent>, Rejection> {
+        let command = command.into();
         let by = if command.action() == Action::Advance { worker() } else { operator() };
         let ctx = TransitionContext {
             now: self.now,
@@ -108,7 +109,7 @@ impl Story {
         ProcessorEvent::decide(self.event.as_ref(), command, &ctx)
     }
 
-    fn send(&mut self, command: Command) -> Transition<ProcessorEvent> {
+    fn send(&mut self, command: impl Into<Command>) -> Transition<ProcessorEvent> {
         let step = self.ask(command).unwrap();
         if let Some(next) = &step.next {
             self.event = Some(next.clone());
@@ -128,9 +129,9 @@ impl Story {
 #[test]
 fn event_without_consequence_is_processed_on_receipt_and_its_body_removed() {
     let mut story = Story::new();
-    let Command::Receive { event_id, object_id, occurred_at, digest, body_enc, .. } = receive("d") else { panic!() };
+    let Fact::Receive { event_id, object_id, occurred_at, digest, body_enc, .. } = receive("d") else { panic!() };
     let event_type = "invoice.updated".to_owned();
-    let step = story.send(Command::Receive {
+    let step = story.send(Fact::Receive {
         event_id,
         event_type,
         object_id,
@@ -144,7 +145,7 @@ fn event_without_consequence_is_processed_on_receipt_and_its_body_removed() {
     assert!(story.send(receive("d")).next.is_none(), "sent again it is the same");
     assert_eq!(story.ask(receive("other")).unwrap_err(), Rejection::Differs);
     story.until_the_timer();
-    assert!(story.send(Command::Tick).next.unwrap().body_enc.is_none());
+    assert!(story.send(Command::TICK).next.unwrap().body_enc.is_none());
 }
 
 #[test]
@@ -169,8 +170,8 @@ fn unprocessed_event_is_resent_with_backoff() {
     for _ in 0..6 {
         story.until_the_timer();
         said.push((story.now - start()).num_seconds());
-        assert_eq!(story.send(Command::Tick).events.len(), 1);
-        assert!(story.send(Command::Tick).next.is_none(), "not twice at once");
+        assert_eq!(story.send(Command::TICK).events.len(), 1);
+        assert!(story.send(Command::TICK).next.is_none(), "not twice at once");
     }
     assert_eq!(said, [10, 20, 40, 80, 160, 320]);
     assert_eq!(story.state(), "received");
@@ -185,7 +186,7 @@ fn failing_event_is_retried_for_hours_and_then_awaits_an_operator() {
         attempts += 1;
         if story.state() == "retrying" {
             story.until_the_timer();
-            assert_eq!(story.send(Command::Tick).events.len(), 1);
+            assert_eq!(story.send(Command::TICK).events.len(), 1);
         }
     }
     let event = story.event.clone().unwrap();
@@ -217,26 +218,26 @@ fn operator_retries_or_dismisses_a_dead_event_and_both_are_audited() {
 
 #[test]
 fn event_body_is_removed_after_its_retention() {
-    for end in [processed(), dismiss()] {
+    for end in [Command::from(processed()), dismiss().into()] {
         let mut story = Story::received();
         story.send(failed());
         story.send(end);
         let over = story.now;
         story.until_the_timer();
         assert_eq!(story.now - over, BODY_KEPT_FOR);
-        story.send(Command::Tick);
+        story.send(Command::TICK);
         let event = story.event.clone().unwrap();
         assert_eq!((event.body_enc.as_deref(), event.timer()), (None, None));
         // Its id stays known.
         assert_eq!(story.send(receive("d")).reply, Reply::Kept { is_new: false });
-        assert!(story.send(Command::Reseal { body_enc: "anew".into() }).next.is_none());
+        assert!(story.send(Maintenance::Reseal { body_enc: "anew".into() }).next.is_none());
     }
 }
 
 #[test]
 fn stored_error_text_is_bounded() {
     let mut story = Story::received();
-    story.send(Command::Failed { why: "ü".repeat(10_000) });
+    story.send(Fact::Failed { why: "ü".repeat(10_000) });
     assert_eq!(story.event.unwrap().last_error.unwrap().chars().count(), 500);
 }
 
@@ -250,21 +251,21 @@ fn every_command_in_every_state_does_what_was_reviewed() {
     let states = [
         ("nothing", Story::new()),
         ("received", Story::received()),
-        ("retrying", story(vec![failed()])),
+        ("retrying", story(vec![failed().into()])),
         ("dead", Story::dead()),
-        ("processed", story(vec![processed()])),
-        ("dismissed", story(vec![failed(), dismiss()])),
+        ("processed", story(vec![processed().into()])),
+        ("dismissed", story(vec![failed().into(), dismiss().into()])),
     ];
     let commands = || {
         [
-            ("receive", receive("d")),
-            ("receive, another under its id", receive("another")),
-            ("processed", processed()),
-            ("failed", failed()),
-            ("retry", retry()),
-            ("dismiss", dismiss()),
-            ("reseal", Command::Reseal { body_enc: "anew".into() }),
-            ("tick before its time", Command::Tick),
+            ("receive", Command::from(receive("d"))),
+            ("receive, another under its id", receive("another").into()),
+            ("processed", processed().into()),
+            ("failed", failed().into()),
+            ("retry", retry().into()),
+            ("dismiss", dismiss().into()),
+            ("reseal", Maintenance::Reseal { body_enc: "anew".into() }.into()),
+            ("tick before its time", Command::TICK),
         ]
     };
     let mut table = String::new();

@@ -50,7 +50,7 @@ mod tests {
     use crate::authz::Principal;
     use crate::machine::{Machine, Timestamp};
     use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
-    use crate::tenant::Command;
+    use crate::tenant::Request;
     use uuid::Uuid;
 
     fn id(n: u128) -> ServiceAccountId {
@@ -82,8 +82,8 @@ mod tests {
         };
         let there = there.iter().map(|n| id(*n)).collect();
         let scopes = QuotaScopes { org_id: None, project_id: None, plan: None };
-        let command = Command::ExpectAccount { user_id: "ann".into(), account: id(account), there, scopes };
-        Tenant::decide(tenant, command, &ctx).map(|step| step.next.unwrap())
+        let command = Request::ExpectAccount { user_id: "ann".into(), account: id(account), there, scopes };
+        Tenant::decide(tenant, command.into(), &ctx).map(|step| step.next.unwrap())
     }
 
     #[test]

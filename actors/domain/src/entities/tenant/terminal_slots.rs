@@ -44,7 +44,7 @@ mod tests {
     use crate::authz::Principal;
     use crate::machine::{Machine, Timestamp, TraceContext};
     use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
-    use crate::tenant::Command;
+    use crate::tenant::Request;
     use uuid::Uuid;
 
     /// A user with a limit of two on each allocation.
@@ -82,7 +82,7 @@ mod tests {
             version: 1,
         };
         let id = |n: &u128| TerminalSessionId(Uuid::from_u128(*n));
-        let command = Command::ExpectTerminal {
+        let command = Request::ExpectTerminal {
             user_id: "ann".into(),
             allocation_id: AllocationId(Uuid::from_u128(allocation)),
             session: id(&session),
@@ -90,7 +90,7 @@ mod tests {
             over: over.iter().map(id).collect(),
             scopes: QuotaScopes { org_id: None, project_id: None, plan: None },
         };
-        Tenant::decide(tenant, command, &ctx).map(|step| step.next.unwrap())
+        Tenant::decide(tenant, command.into(), &ctx).map(|step| step.next.unwrap())
     }
 
     #[test]

@@ -1,5 +1,6 @@
 use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
+use crate::machine::Command as _;
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use proptest::prelude::*;
 use uuid::Uuid;
@@ -23,12 +24,17 @@ fn book(quota: i64) -> PolicyBook {
     book
 }
 
-fn decide(state: Option<&Tenant>, command: Command, seed: u128, quota: i64) -> Result<Transition<Tenant>, Rejection> {
+fn decide(
+    state: Option<&Tenant>,
+    command: impl Into<Command>,
+    seed: u128,
+    quota: i64,
+) -> Result<Transition<Tenant>, Rejection> {
     let (policy, by) = (book(quota), user("ann", TokenRole::User));
     let (now, id) = (Timestamp::UNIX_EPOCH, Uuid::nil());
     Tenant::decide(
         state,
-        command,
+        command.into(),
         &TransitionContext {
             now,
             policy: &policy,
@@ -42,8 +48,8 @@ fn decide(state: Option<&Tenant>, command: Command, seed: u128, quota: i64) -> R
     )
 }
 
-fn add(n: usize) -> Command {
-    Command::AddKey {
+fn add(n: usize) -> Request {
+    Request::AddKey {
         user_id: "ann".into(),
         name: format!("key {n}"),
         key_type: "ssh-ed25519".into(),
@@ -52,14 +58,14 @@ fn add(n: usize) -> Command {
     }
 }
 
-fn admit(n: u128) -> Command {
+fn admit(n: u128) -> Fact {
     let scopes = QuotaScopes { org_id: None, project_id: None, plan: None };
     let allocation_id = AllocationId(Uuid::from_u128(n));
-    Command::Admit { user_id: "ann".into(), allocation_id, scopes, logins_revision: 0 }
+    Fact::Admit { user_id: "ann".into(), allocation_id, scopes, logins_revision: 0 }
 }
 
-fn forget(n: u128) -> Command {
-    Command::Forget { allocation_id: AllocationId(Uuid::from_u128(n)) }
+fn forget(n: u128) -> Fact {
+    Fact::Forget { allocation_id: AllocationId(Uuid::from_u128(n)) }
 }
 
 fn with_keys(count: usize) -> Tenant {
@@ -89,9 +95,9 @@ fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Transit
 fn keys_are_changed_only_by_their_owner_or_an_administrator() {
     let (policy, tenant) = (book(50), with_keys(2));
     let other = tenant.keys.values().find(|key| !key.is_default).unwrap().id;
-    for command in [Command::MakeDefault { key: other }, Command::DeleteKey { key: other }] {
+    for command in [Request::MakeDefault { key: other }, Request::DeleteKey { key: other }] {
         let asked = |by: &Principal| {
-            Tenant::decide(Some(&tenant), command.clone(), &ctx(Timestamp::UNIX_EPOCH, &policy, by))
+            Tenant::decide(Some(&tenant), command.clone().into(), &ctx(Timestamp::UNIX_EPOCH, &policy, by))
                 .map(|step| step.next)
         };
         assert_eq!(asked(&user("bob", TokenRole::User)), Err(Rejection::NotFound));
@@ -109,9 +115,10 @@ fn refused_key_mutations_are_audited_with_their_cause_and_without_input() {
     let nobodys = SshKeyId(Uuid::from_u128(99));
     for (command, action) in [
         (add(0), AuditAction::SshKeysCreate),
-        (Command::DeleteKey { key: nobodys }, AuditAction::SshKeysDelete),
-        (Command::MakeDefault { key: nobodys }, AuditAction::SshKeysMakeDefault),
+        (Request::DeleteKey { key: nobodys }, AuditAction::SshKeysDelete),
+        (Request::MakeDefault { key: nobodys }, AuditAction::SshKeysMakeDefault),
     ] {
+        let command = Command::from(command);
         let rejection = decide(Some(&tenant), command.clone(), 1, 50).unwrap_err();
         let refused = tenant.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).unwrap();
         assert_eq!((refused.audit.action, &refused.audit.metadata["result"]), (action, &json!("refused")));
@@ -119,10 +126,10 @@ fn refused_key_mutations_are_audited_with_their_cause_and_without_input() {
         assert!(refused.next.audit_refusal(&command, &rejection, &ctx(now, &policy, &by)).is_none(), "one a minute");
     }
     let quota = Rejection::OverQuota { limit: 1 };
-    assert!(tenant.audit_refusal(&admit(1), &quota, &ctx(now, &policy, &by)).is_none());
+    assert!(tenant.audit_refusal(&admit(1).into(), &quota, &ctx(now, &policy, &by)).is_none());
 
     // An unreadable key is refused by the edge, also for a user without a tenant entity.
-    let command = Command::RefuseKey { user_id: "ann".into(), cause: SshKeyFault::PrivateKey };
+    let command = Request::RefuseKey { user_id: "ann".into(), cause: SshKeyFault::PrivateKey };
     let step = decide(None, command.clone(), 1, 50).unwrap();
     assert_eq!(step.audit[0].metadata, json!({"result": "refused", "cause": "private_key"}));
     let again = decide(step.next.as_ref(), command, 1, 50).unwrap();
@@ -134,10 +141,10 @@ fn tenant_is_created_with_its_first_stored_data() {
     assert!(decide(None, add(1), 1, 50).unwrap().next.is_some());
     assert!(decide(None, admit(1), 1, 50).unwrap().next.is_some());
     assert!(decide(None, forget(1), 1, 50).unwrap().next.is_none());
-    assert!(decide(None, Command::Tick, 1, 50).unwrap().next.is_none());
+    assert!(decide(None, Command::TICK, 1, 50).unwrap().next.is_none());
     let nobodys = SshKeyId(Uuid::nil());
-    assert_eq!(decide(None, Command::DeleteKey { key: nobodys }, 1, 50).err(), Some(Rejection::NotFound));
-    assert_eq!(decide(None, Command::MakeDefault { key: nobodys }, 1, 50).err(), Some(Rejection::NotFound));
+    assert_eq!(decide(None, Request::DeleteKey { key: nobodys }, 1, 50).err(), Some(Rejection::NotFound));
+    assert_eq!(decide(None, Request::MakeDefault { key: nobodys }, 1, 50).err(), Some(Rejection::NotFound));
     // A quota of zero admits no allocation.
     assert_eq!(decide(None, admit(1), 1, 0).err(), Some(Rejection::OverQuota { limit: 0 }));
 }
@@ -147,7 +154,7 @@ fn the_first_key_is_the_default_and_it_passes_on_when_deleted() {
     let tenant = with_keys(3);
     let first = tenant.default_key().unwrap().clone();
     assert_eq!(first.name, "key 0");
-    let heir = decide(Some(&tenant), Command::DeleteKey { key: first.id }, 1, 50).unwrap().next.unwrap();
+    let heir = decide(Some(&tenant), Request::DeleteKey { key: first.id }, 1, 50).unwrap().next.unwrap();
     assert_eq!(defaults(&heir), 1);
 }
 
@@ -163,7 +170,7 @@ fn keys_are_unique_and_bounded() {
 fn every_change_of_a_key_is_audited() {
     let tenant = with_keys(1);
     let key = tenant.default_key().unwrap().id;
-    for command in [add(9), Command::MakeDefault { key }, Command::DeleteKey { key }] {
+    for command in [add(9), Request::MakeDefault { key }, Request::DeleteKey { key }] {
         let step = decide(Some(&tenant), command, 77, 50).unwrap();
         assert_eq!(step.audit.len(), 1);
         assert_eq!(step.audit[0].metadata["result"], "ok");
@@ -203,8 +210,8 @@ proptest! {
             let key = tenant.keys.keys().nth(which).copied().unwrap_or(SshKeyId(Uuid::nil()));
             let command = match kind {
                 0 => add(which),
-                1 => Command::DeleteKey { key },
-                _ => Command::MakeDefault { key },
+                1 => Request::DeleteKey { key },
+                _ => Request::MakeDefault { key },
             };
             if let Ok(Transition { next: Some(next), .. }) = decide(Some(&tenant), command, (n as u128) << 64, 50) {
                 let kept = serde_json::to_string(&next).unwrap();

@@ -1,7 +1,7 @@
 use super::*;
 use crate::authz::{CallerIdentity, TokenRole};
 use crate::invariant::i4_terminal_token_admits_one_connection;
-use crate::machine::TraceContext;
+use crate::machine::{Command as _, TraceContext};
 use crate::policy::PolicyBook;
 use chrono::TimeDelta;
 use proptest::prelude::*;
@@ -51,7 +51,7 @@ impl Story {
         story
     }
 
-    fn ask(&mut self, by: &Principal, command: Command) -> Result<Transition<TerminalSession>, Rejection> {
+    fn ask(&mut self, by: &Principal, command: impl Into<Command>) -> Result<Transition<TerminalSession>, Rejection> {
         let ctx = TransitionContext {
             now: self.now,
             policy: &self.policy,
@@ -62,7 +62,7 @@ impl Story {
             id: SESSION,
             version: i64::from(self.session.is_some()),
         };
-        let step = TerminalSession::decide(self.session.as_ref(), command, &ctx)?;
+        let step = TerminalSession::decide(self.session.as_ref(), command.into(), &ctx)?;
         if let Some(next) = &step.next {
             self.session = Some(next.clone());
         }
@@ -70,7 +70,7 @@ impl Story {
     }
 
     fn attach(&mut self, shown: TokenDigest) -> Result<Transition<TerminalSession>, Rejection> {
-        self.ask(&gateway(), Command::Attach { token_sha256: shown, active: ACTIVE })
+        self.ask(&gateway(), Fact::Attach { token_sha256: shown, active: ACTIVE })
     }
 
     fn pass(&mut self, seconds: i64) {
@@ -86,12 +86,12 @@ impl Story {
     }
 }
 
-fn open(token_sha256: TokenDigest) -> Command {
-    Command::Open { allocation_id: ALLOCATION, node_id: NODE, token_sha256, active: ACTIVE }
+fn open(token_sha256: TokenDigest) -> Request {
+    Request::Open { allocation_id: ALLOCATION, node_id: NODE, token_sha256, active: ACTIVE }
 }
 
-fn issue(token_sha256: TokenDigest) -> Command {
-    Command::IssueToken { token_sha256, active: ACTIVE }
+fn issue(token_sha256: TokenDigest) -> Request {
+    Request::IssueToken { token_sha256, active: ACTIVE }
 }
 
 fn refused(cause: TerminalTokenFault) -> Rejection {
@@ -108,14 +108,14 @@ fn session_is_opened_attached_detached_reattached_and_ended() {
     let attached = story.attach(token(1)).unwrap();
     assert!(matches!(attached.reply, Reply::Attached { attachment: 1, .. }));
     assert_eq!(attached.audit[0].action, AuditAction::TerminalsAttach);
-    story.ask(&gateway(), Command::Detach { attachment: 1 }).unwrap();
+    story.ask(&gateway(), Fact::Detach { attachment: 1 }).unwrap();
     assert_eq!(story.state(), "detached");
     story.ask(&user("u"), issue(token(2))).unwrap();
     story.attach(token(2)).unwrap();
     // The first connection's end arrives late and does not affect the second.
-    story.ask(&gateway(), Command::Detach { attachment: 1 }).unwrap();
+    story.ask(&gateway(), Fact::Detach { attachment: 1 }).unwrap();
     assert_eq!(story.state(), "attached");
-    let ended = story.ask(&Principal::Node(NODE), Command::End { exit: ShellExit::Code(3) }).unwrap();
+    let ended = story.ask(&Principal::Node(NODE), Request::End { exit: ShellExit::Code(3) }).unwrap();
     assert_eq!(ended.effects, [Effect::WakeTerminal(TerminalSessionId(SESSION))]);
     assert_eq!(story.reason(), Some(&CloseReason::Exited { exit: ShellExit::Code(3) }));
 }
@@ -138,8 +138,8 @@ fn only_the_owner_gets_another_token_and_only_the_node_reports_the_exit() {
     let mut story = Story::opened();
     assert_eq!(story.ask(&user("other"), issue(token(2))).unwrap_err(), Rejection::NotFound);
     let other = Principal::Node(NodeId(Uuid::from_u128(9)));
-    assert_eq!(story.ask(&other, Command::End { exit: ShellExit::Code(0) }).unwrap_err(), Rejection::NotFound);
-    story.ask(&gateway(), Command::Fail { node_id: NodeId(Uuid::from_u128(9)), code: "x".into() }).unwrap();
+    assert_eq!(story.ask(&other, Request::End { exit: ShellExit::Code(0) }).unwrap_err(), Rejection::NotFound);
+    story.ask(&gateway(), Fact::Fail { node_id: NodeId(Uuid::from_u128(9)), code: "x".into() }).unwrap();
     assert_eq!(story.state(), "opened");
 }
 
@@ -147,10 +147,10 @@ fn only_the_owner_gets_another_token_and_only_the_node_reports_the_exit() {
 fn unattached_or_expired_session_is_closed_at_its_deadline() {
     let mut story = Story::opened();
     story.pass(59);
-    story.ask(&gateway(), Command::Tick).unwrap();
+    story.ask(&gateway(), Command::TICK).unwrap();
     assert_eq!(story.state(), "opened");
     story.pass(1);
-    story.ask(&gateway(), Command::Tick).unwrap();
+    story.ask(&gateway(), Command::TICK).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::NeverAttached));
 
     let mut story = Story::opened();
@@ -162,7 +162,7 @@ fn unattached_or_expired_session_is_closed_at_its_deadline() {
     story.pass(1);
     // Its deadline was not processed yet, and no connection is admitted any more.
     assert_eq!(story.attach(token(2)).unwrap_err(), Rejection::Closed { reason: CloseCode::Lifetime });
-    story.ask(&gateway(), Command::Tick).unwrap();
+    story.ask(&gateway(), Command::TICK).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::Lifetime));
 }
 
@@ -170,25 +170,25 @@ fn unattached_or_expired_session_is_closed_at_its_deadline() {
 fn detached_session_ends_after_the_policys_time_unless_a_connection_comes_back() {
     let mut story = Story::opened();
     story.attach(token(1)).unwrap();
-    story.ask(&gateway(), Command::Detach { attachment: 1 }).unwrap();
+    story.ask(&gateway(), Fact::Detach { attachment: 1 }).unwrap();
     let deadline = story.session.as_ref().unwrap().deadline().unwrap().at;
     assert_eq!(deadline, story.now + TimeDelta::seconds(900));
     story.pass(890);
     // A token that was issued in time is valid until its expiry.
     story.ask(&user("u"), issue(token(2))).unwrap();
     story.pass(30);
-    story.ask(&gateway(), Command::Tick).unwrap();
+    story.ask(&gateway(), Command::TICK).unwrap();
     story.attach(token(2)).unwrap();
-    story.ask(&gateway(), Command::Detach { attachment: 2 }).unwrap();
+    story.ask(&gateway(), Fact::Detach { attachment: 2 }).unwrap();
     story.pass(899);
-    story.ask(&gateway(), Command::Tick).unwrap();
+    story.ask(&gateway(), Command::TICK).unwrap();
     assert_eq!(story.state(), "detached");
     story.pass(1);
     assert_eq!(
         story.ask(&user("u"), issue(token(3))).unwrap_err(),
         Rejection::Closed { reason: CloseCode::DetachedExpired }
     );
-    story.ask(&gateway(), Command::Tick).unwrap();
+    story.ask(&gateway(), Command::TICK).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::DetachedExpired));
 }
 
@@ -204,19 +204,19 @@ fn detached_session_of_an_earlier_release_ends_with_its_lifetime() {
 #[test]
 fn owner_alone_ends_a_session_and_only_a_detached_one_makes_room() {
     let mut story = Story::opened();
-    for command in [Command::EndByUser, Command::Displace] {
+    for command in [Request::EndByUser, Request::Displace] {
         assert_eq!(story.ask(&user("other"), command).unwrap_err(), Rejection::NotFound);
     }
-    assert_eq!(story.ask(&user("u"), Command::Displace).unwrap_err(), Rejection::NotDetached);
+    assert_eq!(story.ask(&user("u"), Request::Displace).unwrap_err(), Rejection::NotDetached);
     story.attach(token(1)).unwrap();
-    assert_eq!(story.ask(&user("u"), Command::Displace).unwrap_err(), Rejection::NotDetached);
-    story.ask(&gateway(), Command::Detach { attachment: 1 }).unwrap();
-    story.ask(&user("u"), Command::Displace).unwrap();
+    assert_eq!(story.ask(&user("u"), Request::Displace).unwrap_err(), Rejection::NotDetached);
+    story.ask(&gateway(), Fact::Detach { attachment: 1 }).unwrap();
+    story.ask(&user("u"), Request::Displace).unwrap();
     assert_eq!(story.reason(), Some(&CloseReason::Displaced));
 
     let mut story = Story::opened();
     story.attach(token(1)).unwrap();
-    let ended = story.ask(&user("u"), Command::EndByUser).unwrap();
+    let ended = story.ask(&user("u"), Request::EndByUser).unwrap();
     assert_eq!(ended.effects, [Effect::WakeTerminal(TerminalSessionId(SESSION))]);
     assert!(matches!(ended.reply, Reply::Session { .. }));
     assert_eq!(story.reason(), Some(&CloseReason::EndedByUser));
@@ -225,9 +225,9 @@ fn owner_alone_ends_a_session_and_only_a_detached_one_makes_room() {
 #[test]
 fn closed_session_keeps_its_first_reason() {
     let mut story = Story::opened();
-    let killed = story.ask(&user("admin"), Command::Kill { reason: "abuse".into() }).unwrap();
+    let killed = story.ask(&user("admin"), Request::Kill { reason: "abuse".into() }).unwrap();
     assert_eq!(killed.audit[0].action, AuditAction::TerminalsKill);
-    for command in [Command::Revoke, Command::CutOff, Command::Tick, Command::Detach { attachment: 0 }] {
+    for command in [Fact::Revoke.into(), Fact::CutOff.into(), Command::TICK, Fact::Detach { attachment: 0 }.into()] {
         let step = story.ask(&gateway(), command).unwrap();
         assert!(step.next.is_none() && step.effects.is_empty());
     }
@@ -239,7 +239,7 @@ fn closed_session_keeps_its_first_reason() {
 #[test]
 fn revoking_node_certificates_closes_its_sessions() {
     let mut story = Story::opened();
-    let step = story.ask(&gateway(), Command::CutOff).unwrap();
+    let step = story.ask(&gateway(), Fact::CutOff).unwrap();
     assert_eq!(step.audit[0].metadata["cause"], "node_revoked");
     assert_eq!(story.reason(), Some(&CloseReason::Killed));
 }
@@ -298,12 +298,12 @@ proptest! {
                         *issued.get_mut(&shown).unwrap() += 1;
                     }
                 }
-                SessionStep::Detach(attachment) => drop(story.ask(&gateway(), Command::Detach { attachment })),
+                SessionStep::Detach(attachment) => drop(story.ask(&gateway(), Fact::Detach { attachment })),
                 SessionStep::Pass(seconds) => story.pass(seconds),
-                SessionStep::Tick => drop(story.ask(&gateway(), Command::Tick)),
-                SessionStep::End => drop(story.ask(&Principal::Node(NODE), Command::End { exit: ShellExit::Signal(9) })),
-                SessionStep::Kill => drop(story.ask(&user("a"), Command::Kill { reason: "r".into() })),
-                SessionStep::Revoke => drop(story.ask(&gateway(), Command::Revoke)),
+                SessionStep::Tick => drop(story.ask(&gateway(), Command::TICK)),
+                SessionStep::End => drop(story.ask(&Principal::Node(NODE), Request::End { exit: ShellExit::Signal(9) })),
+                SessionStep::Kill => drop(story.ask(&user("a"), Request::Kill { reason: "r".into() })),
+                SessionStep::Revoke => drop(story.ask(&gateway(), Fact::Revoke)),
             }
             let session = story.session.as_ref().unwrap();
             prop_assert!(i4_terminal_token_admits_one_connection(session, &issued));
@@ -313,7 +313,7 @@ proptest! {
             prop_assert_eq!(&serde_json::from_str::<TerminalSession>(&kept).unwrap(), session);
         }
         story.pass(14_400);
-        story.ask(&gateway(), Command::Tick).unwrap();
+        story.ask(&gateway(), Command::TICK).unwrap();
         prop_assert_eq!(story.state(), "closed");
     }
 }
@@ -323,8 +323,8 @@ fn session_lost_with_its_agent_is_closed_by_its_own_node_only() {
     let mut story = Story::opened();
     story.attach(token(1)).unwrap();
     let stranger = Principal::Node(NodeId(Uuid::from_u128(0xBAD)));
-    assert_eq!(story.ask(&stranger, Command::Lose).unwrap_err(), Rejection::NotFound);
-    let lost = story.ask(&Principal::Node(NODE), Command::Lose).unwrap();
+    assert_eq!(story.ask(&stranger, Request::Lose).unwrap_err(), Rejection::NotFound);
+    let lost = story.ask(&Principal::Node(NODE), Request::Lose).unwrap();
     assert_eq!(lost.audit[0].metadata["fault"], AGENT_RESTARTED);
     assert_eq!(story.reason(), Some(&CloseReason::Failed { code: AGENT_RESTARTED.to_owned() }));
     assert_eq!(story.ask(&user("u"), issue(token(2))).unwrap_err(), Rejection::Closed { reason: CloseCode::Failed });
@@ -360,13 +360,13 @@ mod recorded {
     #[test]
     fn policy_change_updates_an_open_session_once_and_is_audited() {
         let mut story = Story::opened();
-        assert!(story.ask(&gateway(), Command::HeedPolicy).unwrap().next.is_none(), "nothing has changed");
+        assert!(story.ask(&gateway(), Fact::HeedPolicy).unwrap().next.is_none(), "nothing has changed");
         let begun = story.now;
         story
             .policy
             .set(PolicyKey::TerminalRecordingMode, PolicyScope::Global, begun, PolicyValue::Text("strict".into()))
             .unwrap();
-        let changed = story.ask(&gateway(), Command::HeedPolicy).unwrap();
+        let changed = story.ask(&gateway(), Fact::HeedPolicy).unwrap();
         assert_eq!(
             (actions(&changed), mode(&story)),
             (vec![AuditAction::TerminalsChangeRecording], RecordingMode::Strict)
@@ -376,7 +376,7 @@ mod recorded {
             .policy
             .set(PolicyKey::TerminalRecordingEnabled, PolicyScope::Global, begun, PolicyValue::Bool(false))
             .unwrap();
-        story.ask(&gateway(), Command::HeedPolicy).unwrap();
+        story.ask(&gateway(), Fact::HeedPolicy).unwrap();
         assert_eq!(mode(&story), RecordingMode::Off);
         assert!(story.session.as_ref().unwrap().has_recording(), "what was recorded before stays");
     }
@@ -385,22 +385,22 @@ mod recorded {
     fn owner_and_administrators_read_the_recording_audited_and_others_find_nothing() {
         let mut story = Story::opened();
         for by in [user("u"), admin(), admin()] {
-            let read = story.ask(&by, Command::ReadRecording).unwrap();
+            let read = story.ask(&by, Request::ReadRecording).unwrap();
             assert_eq!(actions(&read), [AuditAction::TerminalsReadRecording]);
             assert!(read.next.is_some(), "without a state there is no commit, and no row");
         }
-        assert_eq!(story.ask(&user("stranger"), Command::ReadRecording).unwrap_err(), Rejection::NotFound);
+        assert_eq!(story.ask(&user("stranger"), Request::ReadRecording).unwrap_err(), Rejection::NotFound);
     }
 
     #[test]
     fn recording_is_removed_once_and_only_after_the_session() {
         let mut story = Story::opened();
-        assert!(story.ask(&gateway(), Command::ForgetRecording).unwrap().next.is_none(), "it still grows");
-        story.ask(&gateway(), Command::Revoke).unwrap();
-        let forgotten = story.ask(&gateway(), Command::ForgetRecording).unwrap();
+        assert!(story.ask(&gateway(), Maintenance::ForgetRecording).unwrap().next.is_none(), "it still grows");
+        story.ask(&gateway(), Fact::Revoke).unwrap();
+        let forgotten = story.ask(&gateway(), Maintenance::ForgetRecording).unwrap();
         assert_eq!(actions(&forgotten), [AuditAction::TerminalsForgetRecording]);
-        assert!(story.ask(&gateway(), Command::ForgetRecording).unwrap().next.is_none());
-        assert_eq!(story.ask(&admin(), Command::ReadRecording).unwrap_err(), Rejection::NotFound);
+        assert!(story.ask(&gateway(), Maintenance::ForgetRecording).unwrap().next.is_none());
+        assert_eq!(story.ask(&admin(), Request::ReadRecording).unwrap_err(), Rejection::NotFound);
     }
 
     #[test]

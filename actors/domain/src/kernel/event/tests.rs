@@ -1,7 +1,7 @@
 //! The events, with their streams, subjects and reactions: the table that is reviewed.
 
 use super::*;
-use crate::machine::Command as _;
+use crate::machine::CommandSort as _;
 use crate::reactions::Reaction;
 use crate::recording::RecordingMode;
 use std::collections::BTreeSet;
@@ -88,12 +88,12 @@ fn the_event_table_is_as_reviewed() {
         let follows = match event.reaction() {
             Reaction::Nothing => "nothing".to_owned(),
             Reaction::Place(_) => "place".to_owned(),
-            Reaction::Node(_, command) => format!("node {}", command.name()),
-            Reaction::Allocation(_, command) => format!("allocation {}", command.name()),
-            Reaction::Tenant { command, .. } => format!("tenant {}", command.name()),
-            Reaction::Terminal(_, command) => format!("terminal session {}", command.name()),
-            Reaction::Billing { command, .. } => format!("billing account {}", command.name()),
-            Reaction::Payment(_, command) => format!("payment {}", command.name()),
+            Reaction::Node(_, fact) => format!("node {}", fact.tag()),
+            Reaction::Allocation(_, fact) => format!("allocation {}", fact.tag()),
+            Reaction::Tenant { fact, .. } => format!("tenant {}", fact.tag()),
+            Reaction::Terminal(_, fact) => format!("terminal session {}", fact.tag()),
+            Reaction::Billing { fact, .. } => format!("billing account {}", fact.tag()),
+            Reaction::Payment(_, fact) => format!("payment {}", fact.tag()),
             Reaction::CallProcessor(call) => format!("processor {}", call.name()),
             Reaction::ApplyProcessorEvent(_) => "heed the processor".to_owned(),
             Reaction::ResolveSshKeys { .. } => "resolve logins".to_owned(),

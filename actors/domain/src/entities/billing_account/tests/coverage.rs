@@ -22,7 +22,7 @@ fn with_a_window_running(minor: i64) -> Bench {
 
 fn reverse(bench: &mut Bench, amount_minor: i64) {
     let payment_id = PaymentId(Uuid::from_u128(5));
-    let command = Command::Reverse { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor };
+    let command = Fact::Reverse { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor };
     bench.send(command).unwrap();
 }
 
@@ -83,7 +83,7 @@ fn neither_an_adjustment_nor_a_hold_takes_what_covers_the_rest_of_a_long_window(
     // One window costs 16.67 and is covered; of the rest 3.33 are free.
     let mut bench = with_a_window_running(2_000);
     bench.set(PolicyKey::BillingWindow, 1);
-    let take = Command::Adjust { amount_minor: -334, currency: eur(), reason: "r".into() };
+    let take = Request::Adjust { amount_minor: -334, currency: eur(), reason: "r".into() };
     assert!(matches!(bench.send(take), Err(Rejection::InsufficientBalance { .. })));
     assert!(matches!(bench.hold(2, 334 * 3_600, 1), Err(Rejection::InsufficientBalance { .. })));
     assert_eq!(bench.it().available(bench.now, seconds(1)), MicroAmount::of(333_333_334));

@@ -17,7 +17,7 @@ impl Bench {
         ended_at: Option<Timestamp>,
         amount_minor: Option<i64>,
     ) -> Result<(), Rejection> {
-        self.send(Command::RefundAllocation {
+        self.send(Request::RefundAllocation {
             refund_id: RefundId(Uuid::from_u128(refund)),
             allocation_id: allocation(n),
             cost: spent.map(MicroAmount::of),

@@ -14,12 +14,12 @@ impl Story {
         &self,
         by: &Principal,
         index: u32,
-        command: Command,
+        command: impl Into<Command>,
     ) -> Result<Transition<Node>, Rejection> {
-        Node::decide_without(Some(&self.node), command, &holders(index), &ctx(self.now, &self.policy, by))
+        Node::decide_without(Some(&self.node), command.into(), &holders(index), &ctx(self.now, &self.policy, by))
     }
 
-    fn contested(mut self, index: u32, command: Command) -> Self {
+    fn contested(mut self, index: u32, command: impl Into<Command>) -> Self {
         let step = self.refused_by_the_store(&agent(), index, command).unwrap();
         self.node = step.next.unwrap();
         self.said = step.events;
@@ -72,7 +72,7 @@ fn no_tenant_is_placed_on_a_contested_gpu() {
 #[test]
 fn quarantine_is_released_only_when_no_other_node_has_the_gpu() {
     let contested = node().enrolled().contested(1, poll());
-    let release = Command::ReleaseQuarantine { reason: "r".into() };
+    let release = Request::ReleaseQuarantine { reason: "r".into() };
     let refused = contested.refused_by_the_store(&admin(), 1, release.clone()).unwrap_err();
     let Rejection::NotInOrder { why } = refused else { panic!("{refused}") };
     assert!(why.contains(&FIRST.to_string()), "{why}");

@@ -1,6 +1,7 @@
 //! Health findings: what follows from each row of the table for each GPU, and the holds of a quarantine.
 
 use super::*;
+use crate::id::FindingId;
 use crate::finding::{FindingCause, FindingClass, FindingRule, FindingScope, Repair, TABLE};
 use crate::money::HourlyRate;
 use proptest::prelude::*;
@@ -23,9 +24,9 @@ fn xid(code: u32, gpu: u32) -> ReportedFinding {
     found("xid", &code.to_string(), Some(gpu))
 }
 
-fn report_of(findings: Vec<ReportedFinding>, sent_at: Timestamp, inventory: ReportedInventory) -> Command {
+fn report_of(findings: Vec<ReportedFinding>, sent_at: Timestamp, inventory: ReportedInventory) -> Request {
     let report = Some(FindingReport { sent_at, findings, is_truncated: false });
-    Command::Heartbeat {
+    Request::Heartbeat {
         serial: SERIAL.into(),
         seen: seen("boot-1"),
         inventory: Box::new(inventory),
@@ -55,7 +56,7 @@ impl Story {
 
     fn clears(self, n: usize) -> Self {
         let finding_id = self.finding(n);
-        self.admin(Command::ClearFinding { finding_id, reason: "looked".into() })
+        self.admin(Request::ClearFinding { finding_id, reason: "looked".into() })
     }
 }
 
@@ -139,7 +140,7 @@ fn two_findings_on_one_gpu_and_one_cleared_leave_the_other() {
 #[test]
 fn clearing_is_audited_and_repeatable_and_of_known_findings() {
     let story = node().active().finds(&[xid(79, 3)]);
-    let clear = |finding_id| Command::ClearFinding { finding_id, reason: "r".into() };
+    let clear = |finding_id| Request::ClearFinding { finding_id, reason: "r".into() };
     let step = story.ask(&admin(), clear(story.finding(0))).unwrap();
     assert_eq!(step.audit.iter().map(|it| it.action.as_str()).collect::<Vec<_>>(), ["nodes.clear_finding"]);
     assert_eq!((&step.audit[0].metadata["code"], &step.audit[0].metadata["reason"]), (&"79".into(), &"r".into()));
@@ -163,7 +164,7 @@ fn truncated_report_ends_nothing() {
     let story = node().active().finds(&[xid(79, 3)]);
     let report = Some(FindingReport { sent_at: story.now, findings: vec![], is_truncated: true });
     let health = Box::new(NodeHealth { report, ..NodeHealth::default() });
-    let beat = Command::Heartbeat {
+    let beat = Request::Heartbeat {
         serial: SERIAL.into(),
         seen: seen("boot-1"),
         inventory: Box::new(inventory(GPUS)),
@@ -254,7 +255,7 @@ fn recovery_takes_back_its_own_hold_and_no_other() {
     assert_eq!(authors(&administrators), [HoldAuthor::Administrator, HoldAuthor::Health]);
     let left = administrators.finds(&[]).expect("quarantined");
     assert_eq!(authors(&left), [HoldAuthor::Administrator]);
-    left.admin(Command::ReleaseQuarantine { reason: "r".into() }).expect("active");
+    left.admin(Request::ReleaseQuarantine { reason: "r".into() }).expect("active");
 }
 
 #[test]

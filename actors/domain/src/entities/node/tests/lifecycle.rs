@@ -34,13 +34,13 @@ fn token_enrolls_once() {
     assert_eq!(node().refuses(&agent(), enrollment()), refused(EnrollmentTokenFault::NoneIssued));
     let late = node().invited().at_its_timer();
     assert_eq!(late.refuses(&agent(), enrollment()), refused(EnrollmentTokenFault::Expired));
-    let other = Command::IssueToken { token_id: TokenId(Uuid::nil()), token_sha256: [8; 32], ttl_seconds: None };
+    let other = Request::IssueToken { token_id: TokenId(Uuid::nil()), token_sha256: [8; 32], ttl_seconds: None };
     assert_eq!(node().invited().admin(other).refuses(&agent(), enrollment()), refused(EnrollmentTokenFault::Mismatch));
 }
 
 #[test]
 fn unused_token_expires_after_its_ttl() {
-    let short = Command::IssueToken { token_id: TokenId(Uuid::nil()), token_sha256: HASH, ttl_seconds: Some(5) };
+    let short = Request::IssueToken { token_id: TokenId(Uuid::nil()), token_sha256: HASH, ttl_seconds: Some(5) };
     let story = node().admin(short);
     assert_eq!(story.node.timer(), Some(start() + TimeDelta::seconds(5)));
     let expired = story.at_its_timer().ticked().expect("registered");
@@ -104,16 +104,16 @@ fn certificate_is_valid_for_its_generation_time_and_node_only() {
     let mut cloned = active.clone();
     cloned.node.identity.generation += 1;
     assert_eq!(cloned.refuses(&agent(), poll()), Rejection::CertificateUnknown);
-    let renewed = active.agent(Command::Renew { serial: SERIAL.into(), issued: certificate("02") });
+    let renewed = active.agent(Request::Renew { serial: SERIAL.into(), issued: certificate("02") });
     // The agent uses the old one until the new one is stored.
     assert_eq!(renewed.node.identity.certificates.len(), 2);
     assert_eq!(renewed.node.identity.shown.as_deref(), Some(SERIAL), "what it was given it may never have stored");
-    let polled = renewed.clone().agent(Command::Poll { serial: "02".into() });
+    let polled = renewed.clone().agent(Request::Poll { serial: "02".into() });
     assert_eq!((polled.node.identity.shown.as_deref(), polled.wrote), (Some("02"), true));
-    assert!(!polled.clone().agent(Command::Poll { serial: "02".into() }).wrote);
+    assert!(!polled.clone().agent(Request::Poll { serial: "02".into() }).wrote);
     // It returned to the former one: it crashed before it had stored the other.
     assert_eq!(polled.after_heartbeat().node.identity.shown.as_deref(), Some(SERIAL));
-    renewed.agent(Command::Poll { serial: "02".into() }).agent(poll());
+    renewed.agent(Request::Poll { serial: "02".into() }).agent(poll());
 }
 
 #[test]
@@ -122,7 +122,7 @@ fn removed_node_gets_nothing_after_the_reply() {
     assert_eq!(removing.effects, [Effect::CloseNode(NODE)]);
     let removed = removing.clone().at_its_timer().ticked().expect("removed");
     for story in [removing, removed] {
-        let renew = Command::Renew { serial: SERIAL.into(), issued: certificate("02") };
+        let renew = Request::Renew { serial: SERIAL.into(), issued: certificate("02") };
         for command in [poll(), heartbeat(NodeHealthStatus::Ok, inventory(GPUS)), enrollment(), renew] {
             assert_eq!(story.refuses(&agent(), command), Rejection::Removed);
         }
@@ -159,11 +159,11 @@ fn silent_node_goes_offline_with_its_tenants_and_returns_on_contact() {
 #[test]
 fn restarted_machine_keeps_its_tenants_and_is_audited() {
     let rebooted = || {
-        let Command::Heartbeat { serial, inventory, health, .. } = heartbeat(NodeHealthStatus::Ok, inventory(GPUS))
+        let Request::Heartbeat { serial, inventory, health, .. } = heartbeat(NodeHealthStatus::Ok, inventory(GPUS))
         else {
             panic!("a heartbeat")
         };
-        Command::Heartbeat { serial, seen: seen("boot-2"), inventory, health }
+        Request::Heartbeat { serial, seen: seen("boot-2"), inventory, health }
     };
     for story in [node().active().ready(), node().active().ready().offline()] {
         let step = story.ask(&agent(), rebooted()).unwrap();
@@ -204,7 +204,7 @@ fn critical_health_quarantines_and_release_restores_the_phase() {
         let was = story.node.state();
         let sick = story.agent(critical()).expect("quarantined");
         assert_eq!(sick.node.reason.code.as_str(), "health_critical");
-        let release = Command::ReleaseQuarantine { reason: "repaired".into() };
+        let release = Request::ReleaseQuarantine { reason: "repaired".into() };
         assert!(matches!(sick.refuses(&admin(), release.clone()), Rejection::NotInOrder { .. }));
         sick.after_heartbeat().expect("quarantined").admin(release).expect(was);
     }
@@ -220,18 +220,18 @@ fn inventory_drift_quarantines_the_node() {
 
 #[test]
 fn quarantine_of_a_node_without_enrollment_can_be_released() {
-    let release = Command::ReleaseQuarantine { reason: "r".into() };
+    let release = Request::ReleaseQuarantine { reason: "r".into() };
     node().quarantined().admin(release.clone()).expect("registered");
     node().invited().quarantined().admin(release).expect("bootstrap-issued");
     // It cannot become active from there.
     let retired = node().quarantined().retired().expect("retired");
-    let reactivate = Command::Reactivate { reason: "r".into() };
+    let reactivate = Request::Reactivate { reason: "r".into() };
     assert!(matches!(retired.refuses(&admin(), reactivate), Rejection::NotInOrder { .. }));
 }
 
 #[test]
 fn node_that_never_was_active_is_retired_with_its_token_and_certificate_and_then_removed() {
-    let remove = || Command::Remove { reason: "r".into() };
+    let remove = || Request::Remove { reason: "r".into() };
     for story in [node(), node().invited(), node().enrolled(), node().invited().quarantined()] {
         assert!(matches!(story.refuses(&admin(), remove()), Rejection::WrongState { .. }), "{}", story.node.state());
         let retired = story.retired().expect("retired");
@@ -245,12 +245,12 @@ fn node_that_never_was_active_is_retired_with_its_token_and_certificate_and_then
 
 #[test]
 fn node_retired_before_activation_returns_only_with_a_new_identity() {
-    let reactivate = || Command::Reactivate { reason: "r".into() };
+    let reactivate = || Request::Reactivate { reason: "r".into() };
     let retired = node().enrolled().retired();
     let refused = retired.refuses(&admin(), reactivate());
     assert!(refused.to_string().contains("reissue-enrollment"), "{refused}");
     let mut anew = enrollment();
-    if let Command::Enroll(shown) = &mut anew {
+    if let Request::Enroll(shown) = &mut anew {
         shown.token_sha256 = [8; 32];
     }
     retired.admin(reissue(false)).agent(anew).expect("retired").admin(reactivate()).expect("active");
@@ -263,7 +263,7 @@ fn renewals_keep_few_certificates_and_those_in_use() {
     for n in 0..500 {
         let mut issued = certificate(&format!("n{n}"));
         issued.not_after += TimeDelta::seconds(n);
-        story = story.agent(Command::Renew { serial: SERIAL.into(), issued });
+        story = story.agent(Request::Renew { serial: SERIAL.into(), issued });
         assert!(story.node.identity.certificates.len() <= 8);
         assert!(story.node.identity.certificates.contains_key(SERIAL), "what it shows");
         assert!(story.node.identity.certificates.contains_key(&format!("n{n}")), "what it is given");
@@ -273,7 +273,7 @@ fn renewals_keep_few_certificates_and_those_in_use() {
     let mut issued = certificate("next");
     issued.not_after += TimeDelta::days(1);
     let next =
-        story.agent(Command::Poll { serial: "n499".into() }).agent(Command::Renew { serial: "n499".into(), issued });
+        story.agent(Request::Poll { serial: "n499".into() }).agent(Request::Renew { serial: "n499".into(), issued });
     assert!(next.node.identity.certificates.contains_key("n499"));
 }
 
@@ -283,7 +283,7 @@ fn alert_that_prevents_allocation_stops_placement_while_active() {
         "probe_id": "xid", "target": "GPU-1", "classifications": ["prevent_allocation"],
         "message": "Xid 79", "tenant_message": "A GPU of this node has failed.",
     });
-    let beat = |status, alerts: Vec<serde_json::Value>| Command::Heartbeat {
+    let beat = |status, alerts: Vec<serde_json::Value>| Request::Heartbeat {
         serial: SERIAL.into(),
         seen: seen("boot-1"),
         inventory: Box::new(inventory(GPUS)),
@@ -318,7 +318,7 @@ fn tenant_whose_keys_exceed_the_bound_is_not_placed() {
         public_key: "k".repeat(740),
         fingerprint: "f".repeat(50),
     };
-    let reserve = |allocation_id, keys: u128| Command::Reserve {
+    let reserve = |allocation_id, keys: u128| Fact::Reserve {
         allocation_id,
         gpu_count: 1,
         keys: (0..keys).map(key).collect(),
@@ -332,7 +332,7 @@ fn tenant_whose_keys_exceed_the_bound_is_not_placed() {
 #[test]
 fn change_of_address_drops_the_probe_outcome() {
     let probe = |reachable| Some(ProbeOutcome { reachable, checked_at: start(), error: None });
-    let revise = |host: &str, probe| Command::Revise {
+    let revise = |host: &str, probe| Request::Revise {
         host: Some(host.into()),
         port: None,
         ssh_username: None,
@@ -352,7 +352,7 @@ fn a_quarantined_machine_that_is_beyond_repair_can_be_removed() {
     let used = node().active().ready().quarantined();
     assert_eq!(used.refuses(&admin(), retire(false)), Rejection::InUse { allocation_id: TENANT });
     let dead = node().active().abandoned().expect("quarantined").retired().expect("retired");
-    let refused = dead.refuses(&admin(), Command::Reactivate { reason: "r".into() });
+    let refused = dead.refuses(&admin(), Request::Reactivate { reason: "r".into() });
     assert!(matches!(refused, Rejection::NotInOrder { .. }), "what is left on it keeps it from coming back");
     let gone = dead.removing().at_its_timer().ticked().expect("removed");
     assert!(gone.node.holds.is_empty());
@@ -379,12 +379,12 @@ fn a_node_in_use_is_not_retired_but_drained() {
 fn quarantined_node_that_has_drained_is_retired_on_release() {
     let draining = node().active().ready().admin(retire(true)).quarantined();
     let emptied = draining.cleaning(1).reports(PROVED).expect("quarantined");
-    emptied.admin(Command::ReleaseQuarantine { reason: "r".into() }).expect("retired");
+    emptied.admin(Request::ReleaseQuarantine { reason: "r".into() }).expect("retired");
 }
 
 #[test]
 fn retired_node_is_reactivated_only_when_fit() {
-    let reactivate = || Command::Reactivate { reason: "r".into() };
+    let reactivate = || Request::Reactivate { reason: "r".into() };
     let retired = node().active().retired();
     retired.clone().admin(reactivate()).expect("active");
     let silent = retired.after(TimeDelta::seconds(90));
@@ -395,9 +395,9 @@ fn retired_node_is_reactivated_only_when_fit() {
 #[test]
 fn retired_node_renews_and_gets_no_tasks() {
     let retired = node().active().retired();
-    let renewed = retired.agent(Command::Renew { serial: SERIAL.into(), issued: certificate("02") }).expect("retired");
+    let renewed = retired.agent(Request::Renew { serial: SERIAL.into(), issued: certificate("02") }).expect("retired");
     assert!(renewed.node.identity.certificates.contains_key("02"));
-    let polled = renewed.clone().agent(Command::Poll { serial: "02".into() });
+    let polled = renewed.clone().agent(Request::Poll { serial: "02".into() });
     assert_eq!(polled.reply, Reply::Work { orders: Vec::new() });
     assert!(matches!(renewed.refuses(&worker(), reserve(TENANT, 1)), Rejection::NotSchedulable { .. }));
     assert_eq!(renewed.node.gpus_free(), 0);
@@ -418,7 +418,8 @@ fn refused_enrollment_is_audited_with_its_cause_once_a_minute() {
     let mut kept = Vec::new();
     for second in 0..130 {
         let rejection = story.refuses(&agent(), enrollment());
-        let refused = story.node.audit_refusal(&enrollment(), &rejection, &ctx(story.now, &story.policy, &agent()));
+        let refused =
+            story.node.audit_refusal(&enrollment().into(), &rejection, &ctx(story.now, &story.policy, &agent()));
         if let Some(refused) = refused {
             assert_eq!(refused.audit.action, AuditAction::NodesRefuseEnrollment);
             assert_eq!(refused.audit.metadata["cause"], "the enrollment token does not hold: it was used before");
@@ -433,7 +434,10 @@ fn refused_enrollment_is_audited_with_its_cause_once_a_minute() {
         story = story.after(TimeDelta::seconds(1));
     }
     assert_eq!(kept, [0, 60, 120]);
-    let other =
-        story.node.audit_refusal(&poll(), &Rejection::CertificateUnknown, &ctx(story.now, &story.policy, &agent()));
+    let other = story.node.audit_refusal(
+        &poll().into(),
+        &Rejection::CertificateUnknown,
+        &ctx(story.now, &story.policy, &agent()),
+    );
     assert!(other.is_none(), "a refused poll is in the logs alone");
 }

@@ -6,8 +6,8 @@ fn refused(cause: EnrollmentTokenFault) -> Rejection {
     Rejection::TokenRefused { cause }
 }
 
-fn polled_with(serial: &str) -> Command {
-    Command::Poll { serial: serial.into() }
+fn polled_with(serial: &str) -> Request {
+    Request::Poll { serial: serial.into() }
 }
 
 fn left(story: &Story) -> (u32, u32) {
@@ -108,9 +108,9 @@ fn reissued_token_revokes_the_older_one_and_enrolls() {
     let new = IdentityRecovery { token_sha256: [8; 32], ..recovery(2) };
     assert_eq!(reissued.refuses(&agent(), recover(new)), refused(EnrollmentTokenFault::FirstBoot));
     let reissued = reissued.agent(poll());
-    let Command::Enroll(mut again) = enrollment() else { panic!("an enrollment") };
+    let Request::Enroll(mut again) = enrollment() else { panic!("an enrollment") };
     (again.token_sha256, again.issued) = ([8; 32], certificate("02"));
-    let enrolled = reissued.agent(Command::Enroll(again)).expect("active");
+    let enrolled = reissued.agent(Request::Enroll(again)).expect("active");
     assert_eq!(left(&enrolled), (2, 5));
     assert_eq!(enrolled.refuses(&agent(), poll()), Rejection::CertificateUnknown);
     assert_eq!(enrolled.effects, [Effect::CloseNode(NODE)]);

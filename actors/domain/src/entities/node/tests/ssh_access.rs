@@ -10,17 +10,17 @@ fn key(n: u128) -> AuthorizedKey {
     }
 }
 
-fn wish(revision: u64) -> Command {
-    Command::ReconcileLogins { allocation_id: TENANT, revision, keys: vec![key(revision.into())] }
+fn wish(revision: u64) -> Fact {
+    Fact::ReconcileLogins { allocation_id: TENANT, revision, keys: vec![key(revision.into())] }
 }
 
 fn order(story: &Story) -> SshKeysTask {
     story.node.holds[&TENANT].logins.order.clone().unwrap()
 }
 
-fn report(story: &Story, attempt: u32, verdict: TaskOutcome) -> Command {
+fn report(story: &Story, attempt: u32, verdict: TaskOutcome) -> Request {
     let task_id = order(story).work.task_id;
-    Command::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None }
+    Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None }
 }
 
 const DONE: TaskOutcome = TaskOutcome::Succeeded { proof: None };
@@ -76,7 +76,7 @@ fn key_change_waits_during_set_up_and_joins_the_set_up_before_it() {
     assert_eq!(waits.pending_tasks(), ["provision"]);
     assert_eq!(waits.reports(DONE).says(&["node.tenant_ready"]).pending_tasks(), ["reconcile logins"]);
     let deadline_at = early.now + TimeDelta::seconds(600);
-    let set_up = early.after_fact(Command::Provision { allocation_id: TENANT, deadline_at }).reports(DONE);
+    let set_up = early.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).reports(DONE);
     assert_eq!(set_up.says(&["node.tenant_ready", "node.logins_written"]).pending_tasks(), Vec::<&str>::new());
 }
 

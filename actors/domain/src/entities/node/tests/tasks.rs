@@ -8,13 +8,13 @@ fn ordered(story: Story, task_type: TaskType) -> (Story, TaskId) {
     (story, task_id)
 }
 
-fn report(task_id: TaskId, attempt: u32, verdict: TaskOutcome) -> Command {
+fn report(task_id: TaskId, attempt: u32, verdict: TaskOutcome) -> Request {
     let output = Some(json!({ "n": attempt }));
-    Command::Report { serial: SERIAL.into(), task_id, attempt, verdict, output }
+    Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output }
 }
 
-fn resume(task_id: TaskId) -> Command {
-    Command::ResumeTask { task_id, reason: "looked".into() }
+fn resume(task_id: TaskId) -> Request {
+    Request::ResumeTask { task_id, reason: "looked".into() }
 }
 
 const DONE: TaskOutcome = TaskOutcome::Succeeded { proof: None };
@@ -116,13 +116,13 @@ fn unknown_task_is_neither_resumed_nor_reported() {
 
 /// The story's agent after a heartbeat with `protocol` and these supported task types.
 fn heard_as(story: Story, protocol: u16, task_types: Option<&[&str]>) -> Story {
-    let Command::Heartbeat { serial, mut seen, inventory, health } = heartbeat(NodeHealthStatus::Ok, inventory(GPUS))
+    let Request::Heartbeat { serial, mut seen, inventory, health } = heartbeat(NodeHealthStatus::Ok, inventory(GPUS))
     else {
         unreachable!("a heartbeat is one")
     };
     seen.protocol = protocol;
     seen.task_types = task_types.map(|names| names.iter().map(|name| (*name).to_owned()).collect());
-    story.agent(Command::Heartbeat { serial, seen, inventory, health })
+    story.agent(Request::Heartbeat { serial, seen, inventory, health })
 }
 
 #[test]
@@ -172,7 +172,7 @@ fn unsupported_task_is_dispatched_after_an_upgrade_or_ends_without_one() {
 
 #[test]
 fn terminal_fails_at_once_where_the_agent_does_not_support_it() {
-    let open = |story: &Story| Command::OpenTerminal {
+    let open = |story: &Story| Fact::OpenTerminal {
         session_id: TerminalSessionId(Uuid::from_u128(9)),
         allocation_id: TENANT,
         ends_at: story.now + TimeDelta::hours(4),

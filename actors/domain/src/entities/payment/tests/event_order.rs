@@ -83,19 +83,19 @@ struct FakeProcessor {
     refunds: BTreeMap<RefundId, (PaymentId, i64, RefundStatus)>,
     /// Its other refunds and disputes: payment, amount, step, and whether it was undone.
     reversals: BTreeMap<String, (PaymentId, i64, ReversalStep, bool)>,
-    mail: Vec<(PaymentId, Command)>,
+    mail: Vec<(PaymentId, Fact)>,
 }
 
 impl FakeProcessor {
-    fn refund_says(&self, refund_id: RefundId) -> (PaymentId, Command) {
+    fn refund_says(&self, refund_id: RefundId) -> (PaymentId, Fact) {
         let (payment_id, amount_minor, status) = self.refunds[&refund_id];
         let processor_refund_id = format!("re_{}", refund_id.0.as_u128());
-        (payment_id, Command::RefundAt { refund_id, processor_refund_id, status, amount_minor })
+        (payment_id, Fact::RefundAt { refund_id, processor_refund_id, status, amount_minor })
     }
 
-    fn reversal_says(&self, id: &str, what: ReversalStep) -> (PaymentId, Command) {
+    fn reversal_says(&self, id: &str, what: ReversalStep) -> (PaymentId, Fact) {
         let (payment_id, amount_minor, _, _) = self.reversals[id];
-        (payment_id, Command::Reversed { reversal_id: id.to_owned(), what, amount_minor, currency: eur() })
+        (payment_id, Fact::Reversed { reversal_id: id.to_owned(), what, amount_minor, currency: eur() })
     }
 
     /// The sum of all payments less what went back.
@@ -131,7 +131,7 @@ impl PaymentSimulation {
             PaymentStep::Pay { which } => self.pay(which),
             PaymentStep::End { which, outcome } => {
                 if let Some(id) = self.pick(which).filter(|id| !self.processor.paid.contains_key(id)) {
-                    let said = Command::NotPaid { processor_id: intent(id), outcome, why: "w".into() };
+                    let said = Fact::NotPaid { processor_id: intent(id), outcome, why: "w".into() };
                     self.processor.mail.push((id, said));
                 }
             }
@@ -139,7 +139,7 @@ impl PaymentSimulation {
                 if let Some(id) = self.pick(which) {
                     self.refunds += 1;
                     let refund_id = refund_id(self.refunds);
-                    let refund = Command::Refund { refund_id, amount_minor: amount, reason: "r".into() };
+                    let refund = Request::Refund { refund_id, amount_minor: amount, reason: "r".into() };
                     // More than is left, or too early: a valid rejection.
                     let _ = self.world.ask(&ann(), id, refund);
                 }
@@ -170,7 +170,7 @@ impl PaymentSimulation {
             }
             PaymentStep::Spend { amount } => {
                 let reason = "used".to_owned();
-                let spend = billing_account::Command::Adjust { amount_minor: -amount, currency: eur(), reason };
+                let spend = billing_account::Request::Adjust { amount_minor: -amount, currency: eur(), reason };
                 if self.world.tell_account(spend).is_ok() {
                     self.spent += amount;
                 }
@@ -184,7 +184,7 @@ impl PaymentSimulation {
         let amount_minor = self.world.payments[&id].amount_minor;
         if self.processor.paid.insert(id, amount_minor).is_none() {
             let paid =
-                Command::Paid { processor_id: intent(id), amount_minor, currency: eur(), charge_id: Some("ch".into()) };
+                Fact::Paid { processor_id: intent(id), amount_minor, currency: eur(), charge_id: Some("ch".into()) };
             self.processor.mail.push((id, paid));
         }
     }
@@ -224,8 +224,8 @@ impl PaymentSimulation {
         if *status == RefundStatus::Pending {
             *status = if fails { RefundStatus::Failed } else { RefundStatus::Succeeded };
             let pending = self.processor.refund_says(refund_id);
-            let Command::RefundAt { processor_refund_id, .. } = pending.1.clone() else { unreachable!() };
-            let as_pending = Command::RefundAt {
+            let Fact::RefundAt { processor_refund_id, .. } = pending.1.clone() else { unreachable!() };
+            let as_pending = Fact::RefundAt {
                 refund_id,
                 processor_refund_id: processor_refund_id.clone(),
                 status: RefundStatus::Pending,
@@ -234,7 +234,7 @@ impl PaymentSimulation {
             self.processor.mail.push((payment_id, as_pending));
             // The processor may report it without the refund's id.
             if !fails {
-                let stranger = Command::Reversed {
+                let stranger = Fact::Reversed {
                     reversal_id: processor_refund_id,
                     what: ReversalStep::Refund,
                     amount_minor,
@@ -294,7 +294,7 @@ proptest! {
     fn any_order_of_processor_messages_yields_one_sum(order in Just((0..7).collect::<Vec<usize>>()).prop_shuffle(), times in prop::collection::vec(1_usize..4, 7)) {
         let mut world = PaymentHarness::open(5_000);
         let reversed = |id: &str, what, amount_minor| {
-            Command::Reversed { reversal_id: id.to_owned(), what, amount_minor, currency: eur() }
+            Fact::Reversed { reversal_id: id.to_owned(), what, amount_minor, currency: eur() }
         };
         let said = [
             world.paid(0),
@@ -302,8 +302,8 @@ proptest! {
             reversed("dp_1", ReversalStep::DisputeOpened, 1_000),
             reversed("dp_1", ReversalStep::DisputeWon, 1_000),
             reversed("dp_2", ReversalStep::DisputeOpened, 300),
-            Command::NotPaid { processor_id: intent(payment_id(0)), outcome: PaymentFailure::Canceled, why: "w".into() },
-            Command::NotPaid { processor_id: intent(payment_id(0)), outcome: PaymentFailure::Declined, why: "w".into() },
+            Fact::NotPaid { processor_id: intent(payment_id(0)), outcome: PaymentFailure::Canceled, why: "w".into() },
+            Fact::NotPaid { processor_id: intent(payment_id(0)), outcome: PaymentFailure::Declined, why: "w".into() },
         ];
         for place in order {
             for _ in 0..times[place] {

@@ -1,0 +1,93 @@
+//! What the sagas of allocations and terminal sessions report to a node.
+
+use super::{Node, Rejection};
+use crate::id::{AllocationId, TerminalSessionId};
+use crate::machine::{Timestamp, Transition, TransitionContext};
+use crate::recording::RecordingTerms;
+use crate::ssh_key::AuthorizedKey;
+use serde::{Deserialize, Serialize};
+
+/// What the sagas of allocations and terminal sessions report to a node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Fact {
+    Reserve {
+        allocation_id: AllocationId,
+        gpu_count: u32,
+        keys: Vec<AuthorizedKey>,
+        /// The revision of these keys.
+        #[serde(default)]
+        revision: u64,
+    },
+    /// The SSH keys of an allocation on this node, from this revision on.
+    ReconcileLogins {
+        allocation_id: AllocationId,
+        revision: u64,
+        keys: Vec<AuthorizedKey>,
+    },
+    Unreserve {
+        allocation_id: AllocationId,
+    },
+    Provision {
+        allocation_id: AllocationId,
+        deadline_at: Timestamp,
+    },
+    Clean {
+        allocation_id: AllocationId,
+        attempt: u32,
+        deadline_at: Timestamp,
+    },
+    MarkReleaseFailed {
+        allocation_id: AllocationId,
+        attempt: u32,
+    },
+    Fence {
+        allocation_id: AllocationId,
+        attempt: u32,
+    },
+    Abandon {
+        allocation_id: AllocationId,
+    },
+    /// A terminal session was opened.
+    OpenTerminal {
+        session_id: TerminalSessionId,
+        allocation_id: AllocationId,
+        ends_at: Timestamp,
+        begin_until: Timestamp,
+        #[serde(default)]
+        recording: RecordingTerms,
+    },
+    /// A terminal session was closed.
+    ForgetTerminal {
+        session_id: TerminalSessionId,
+        allocation_id: AllocationId,
+    },
+}
+
+impl Node {
+    pub(super) fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match fact {
+            Fact::Reserve { allocation_id, gpu_count, keys, revision } => {
+                self.reserve(allocation_id, gpu_count, keys, revision, ctx)
+            }
+            Fact::ReconcileLogins { allocation_id, revision, keys } => {
+                Ok(self.reconcile_logins(allocation_id, revision, keys, ctx))
+            }
+            Fact::Unreserve { allocation_id } => Ok(self.unreserve(allocation_id, ctx)),
+            Fact::Provision { allocation_id, deadline_at } => Ok(self.provision(allocation_id, deadline_at, ctx)),
+            Fact::Clean { allocation_id, attempt, deadline_at } => {
+                Ok(self.clean(allocation_id, attempt, deadline_at, ctx))
+            }
+            Fact::MarkReleaseFailed { allocation_id, attempt } => {
+                Ok(self.mark_release_failed(allocation_id, attempt, ctx))
+            }
+            Fact::Fence { allocation_id, attempt } => Ok(self.fence(allocation_id, attempt, ctx)),
+            Fact::Abandon { allocation_id } => Ok(self.abandon(allocation_id, ctx)),
+            Fact::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording } => {
+                Ok(self.open_terminal(session_id, allocation_id, ends_at, begin_until, recording, ctx))
+            }
+            Fact::ForgetTerminal { session_id, allocation_id } => Ok(self.forget_terminal(session_id, allocation_id)),
+        }
+    }
+}

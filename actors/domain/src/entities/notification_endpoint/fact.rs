@@ -1,0 +1,47 @@
+//! What the workers of notifications and the edge report to a notification endpoint.
+
+use super::{NotificationEndpoint, QueuedNotification, Reply};
+use crate::machine::{Transition, TransitionContext};
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+
+/// What the workers of notifications and the edge report to a notification endpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Fact {
+    /// The identity provider has verified this address of the user.
+    Introduce { user_id: String, address: String },
+    /// A message for the endpoint.
+    Enqueue { message: QueuedNotification },
+    /// The receiver has accepted the message.
+    Delivered { message_id: Uuid },
+    /// An attempt failed.
+    Failed { message_id: Uuid, failure: DeliveryFailure },
+}
+
+/// Why an attempt failed.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeliveryFailure {
+    pub why: String,
+    /// Another attempt at this message would fail, too.
+    pub is_final: bool,
+    /// The receiver answers that it is gone.
+    pub is_gone: bool,
+    /// The pause that the receiver asks for.
+    pub retry_after_seconds: Option<u32>,
+}
+
+impl NotificationEndpoint {
+    pub(super) fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        match fact {
+            Fact::Introduce { address, .. } => self.address_changed(address),
+            Fact::Enqueue { .. } | Fact::Delivered { .. } | Fact::Failed { .. } if !self.exists() => {
+                Transition::stay(Reply::Done)
+            }
+            Fact::Enqueue { message } => self.enqueued(message, ctx),
+            Fact::Delivered { message_id } => self.delivered(message_id, ctx),
+            Fact::Failed { message_id, failure } => self.failed(message_id, failure, ctx),
+        }
+    }
+}

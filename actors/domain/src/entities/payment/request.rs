@@ -1,0 +1,49 @@
+//! What the payer asks of a payment.
+
+use super::{Payment, Rejection};
+use crate::authz::Action;
+use crate::holder::Holder;
+use crate::id::{BillingAccountId, RefundId};
+use crate::machine::{self, Transition, TransitionContext};
+use crate::money::Currency;
+use serde::{Deserialize, Serialize};
+
+/// What the payer asks of a payment.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
+#[strum(serialize_all = "snake_case")]
+#[serde(tag = "command", rename_all = "snake_case")]
+pub enum Request {
+    Create {
+        account_id: BillingAccountId,
+        holder: Holder,
+        payer: String,
+        amount_minor: i64,
+        currency: Currency,
+        success_url: String,
+        cancel_url: String,
+    },
+    /// The payer requests a refund of an amount, or of all that is left.
+    Refund { refund_id: RefundId, amount_minor: Option<i64>, reason: String },
+}
+
+impl machine::Request for Request {
+    fn action(&self) -> Action {
+        match self {
+            Self::Create { .. } => Action::Pay,
+            Self::Refund { .. } => Action::AskMoneyBack,
+        }
+    }
+
+    fn creates(&self) -> bool {
+        matches!(self, Self::Create { .. })
+    }
+}
+
+impl Payment {
+    pub(super) fn execute(&self, request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        match request {
+            Request::Create { .. } => Err(Rejection::Exists),
+            Request::Refund { refund_id, amount_minor, reason } => self.refund(refund_id, amount_minor, reason, ctx),
+        }
+    }
+}
