@@ -17,7 +17,7 @@ use crate::archive::{self, ArchiveError};
 use crate::contents::{UNIT_FOLDER, is_agent_unit};
 use crate::manifest::{Descriptor, FileList, ImageManifest, ManifestError};
 use crate::registry::{Registry, RegistryError};
-use crate::signature::{self, SignatureError};
+use crate::signature::{self, ReleaseSignatureError};
 
 const VERSIONS: &str = "versions";
 const CURRENT: &str = "current";
@@ -45,7 +45,7 @@ pub enum InstallError {
     #[error(
         "the package's release signature is refused; sign it with a release key, or give this node's bundle the key"
     )]
-    Signature(#[from] SignatureError),
+    Signature(#[from] ReleaseSignatureError),
     #[error("the disk of {} is full; nothing was installed: make room and run this again", .0.display())]
     DiskFull(PathBuf),
     #[error("the package is for machines of {package}, and this one is {machine}")]
@@ -95,7 +95,7 @@ impl InstallError {
 
 /// Where and as what a package is installed.
 #[derive(Debug)]
-pub struct Target {
+pub struct InstallTarget {
     pub install_root: PathBuf,
     pub env_file: PathBuf,
     /// The name of the agent's unit.
@@ -118,7 +118,7 @@ pub struct Installed {
 ///
 /// # Errors
 /// [`InstallError`]; the version in use has not changed then.
-pub fn install(digest: Digest, registry: &mut Registry, target: &Target) -> Result<Installed, InstallError> {
+pub fn install(digest: Digest, registry: &mut Registry, target: &InstallTarget) -> Result<Installed, InstallError> {
     let versions = target.install_root.join(VERSIONS);
     make_folder(&versions)?;
     let _lock = lock(&target.install_root)?;
@@ -157,7 +157,12 @@ pub fn verify_version(folder: &Path, digest: Digest) -> Result<FileList, String>
 }
 
 /// Pulls and verifies a package, and renames it into place.
-fn pull(digest: Digest, registry: &mut Registry, target: &Target, versions: &Path) -> Result<FileList, InstallError> {
+fn pull(
+    digest: Digest,
+    registry: &mut Registry,
+    target: &InstallTarget,
+    versions: &Path,
+) -> Result<FileList, InstallError> {
     let unfinished = versions.join(format!("{UNFINISHED}{}", std::process::id()));
     let pulled = pull_into(&unfinished, digest, registry, target);
     let placed = pulled.and_then(|list| place(&unfinished, &versions.join(digest.name())).map(|()| list));
@@ -172,7 +177,7 @@ fn pull_into(
     folder: &Path,
     digest: Digest,
     registry: &mut Registry,
-    target: &Target,
+    target: &InstallTarget,
 ) -> Result<FileList, InstallError> {
     let manifest = registry.manifest(digest)?;
     let (_, files, archive) = ImageManifest::parse_package(&manifest)?;
@@ -220,7 +225,7 @@ fn verify_signature(digest: Digest, registry: &mut Registry, keys: &[PublicKey])
             return Ok(());
         }
     }
-    Err(InstallError::Signature(SignatureError::Foreign { signatures, keys: keys.len() }))
+    Err(InstallError::Signature(ReleaseSignatureError::Foreign { signatures, keys: keys.len() }))
 }
 
 /// Renames a whole version into place. An altered one that is there gives way, and its programs run on.
@@ -237,7 +242,7 @@ fn place(unfinished: &Path, folder: &Path) -> Result<(), InstallError> {
 }
 
 /// Writes the package's units into systemd's folder, with the paths of this installation.
-fn install_units(folder: &Path, list: &FileList, target: &Target) -> Result<(), InstallError> {
+fn install_units(folder: &Path, list: &FileList, target: &InstallTarget) -> Result<(), InstallError> {
     make_folder(&target.unit_folder)?;
     let programs = target.install_root.join(CURRENT).join(crate::contents::PROGRAM_FOLDER);
     let prefix = format!("{UNIT_FOLDER}/");

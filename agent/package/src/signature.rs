@@ -60,7 +60,7 @@ pub struct SignatureImage {
 
 /// Why a package counts as not released.
 #[derive(Debug, thiserror::Error)]
-pub enum SignatureError {
+pub enum ReleaseSignatureError {
     #[error("the signature's manifest cannot be read")]
     Manifest(#[source] serde_json::Error),
     #[error("none of its {signatures} signatures is by one of the {keys} release keys of this node")]
@@ -95,9 +95,9 @@ pub fn sign(key: &SigningKey, digest: Digest) -> Result<SignatureImage, serde_js
 /// The signed documents that a signature's manifest names, with their signatures; those that could not be valid are left out.
 ///
 /// # Errors
-/// [`SignatureError::Manifest`].
-pub fn candidates(manifest: &[u8]) -> Result<Vec<(Descriptor, Vec<u8>)>, SignatureError> {
-    let manifest: ImageManifest = serde_json::from_slice(manifest).map_err(SignatureError::Manifest)?;
+/// [`ReleaseSignatureError::Manifest`].
+pub fn candidates(manifest: &[u8]) -> Result<Vec<(Descriptor, Vec<u8>)>, ReleaseSignatureError> {
+    let manifest: ImageManifest = serde_json::from_slice(manifest).map_err(ReleaseSignatureError::Manifest)?;
     let readable = manifest.layers.into_iter().filter_map(|layer| {
         let signature = STANDARD.decode(layer.annotations.get(ANNOTATION)?).ok()?;
         (layer.media_type == PAYLOAD_MEDIA_TYPE && layer.size <= PAYLOAD_BYTES).then_some((layer, signature))

@@ -15,7 +15,7 @@ use axum::http::header::{AUTHORIZATION, CONTENT_TYPE};
 use axum::http::request;
 use axum::response::{IntoResponse, Response};
 use domain::NodeId;
-use domain::node::Command;
+use domain::node::Request;
 use secrecy::SecretString;
 use uuid::Uuid;
 use wire::package::Digest;
@@ -90,11 +90,11 @@ impl NodeApi {
     async fn registry_for(&self, node: &PullingNode, scope: &Scope) -> Result<&PackageRegistry, ApiError> {
         match node {
             PullingNode::Certified { node_id, serial } => {
-                let identify = Command::Identify { serial: serial.clone() };
+                let identify = Request::Identify { serial: serial.clone() };
                 self.ask(scope, *node_id, identify, |context| context).await.map_err(refused)?;
             }
             PullingNode::WithToken { node_id, token } => {
-                let present = Command::PresentToken { token_sha256: token.to_bytes() };
+                let present = Request::PresentToken { token_sha256: token.to_bytes() };
                 self.ask(scope, *node_id, present, |context| context).await.map_err(refused_enrollment)?;
             }
         }

@@ -74,7 +74,7 @@ fn package_of_built_programs() -> PackageLayout {
 
 async fn script(cluster: &mut TestCluster, node: &NodeHandle) -> String {
     let path = format!("{}/bootstrap-script", node.path());
-    let answer = cluster.operator_at(0).post(&path, &json!({ "format": "package" })).await.ok();
+    let answer = cluster.at_replica(0, "admin").post(&path, &json!({ "format": "package" })).await.ok();
     assert!(answer["command"].as_str().unwrap().ends_with("sudo sh -s <bootstrap.sh"), "{answer}");
     let script = answer["script"].as_str().unwrap().to_owned();
     assert!(script.len() < 6 * 1024 * 1024, "{} bytes", script.len());
@@ -105,12 +105,12 @@ async fn bare_machine_becomes_a_node_by_the_script_alone_in_both_delivery_modes(
             mode == "bundle",
             "the registry's account is in bundles of this mode alone"
         );
-        machine.write("/root/bootstrap.sh", 0o600, script.as_bytes());
-        let printed = machine.run("sh -s </root/bootstrap.sh 2>&1");
+        machine.write("/srv/bootstrap.sh", 0o600, script.as_bytes());
+        let printed = machine.run("sh -s </srv/bootstrap.sh 2>&1");
         assert!(printed.contains(&format!("node {} is set up", node.id)), "{printed}");
         // The machine has no GPU: it reports, and its node waits for those of its SKU.
         let reported = cluster
-            .operator_at(0)
+            .at_replica(0, "admin")
             .wait_until(&node.path(), "the agent has reported", |node| {
                 node["state_reason"]["code"] == "inventory_mismatch"
             })
@@ -125,15 +125,15 @@ async fn bare_machine_becomes_a_node_by_the_script_alone_in_both_delivery_modes(
 
         // A later script sets the machine up again, with the version that is there.
         let later = self::script(&mut cluster, &node).await;
-        machine.write("/root/bootstrap.sh", 0o600, later.as_bytes());
-        let printed = machine.run("sh /root/bootstrap.sh 2>&1");
+        machine.write("/srv/bootstrap.sh", 0o600, later.as_bytes());
+        let printed = machine.run("sh /srv/bootstrap.sh 2>&1");
         assert!(printed.contains("was installed in /opt/gpuaas"), "{printed}");
         machine.run(&format!("systemctl stop {AGENT}; rm -rf /var/lib/gpuaas-agent /opt/gpuaas /etc/gpuaas"));
         cluster.shutdown().await;
     }
     // A script that was cut, or altered, installs nothing.
-    machine.run("sed -i 's/^f0VM/f0VN/; s/^H4sI.\\{40\\}/&A/' /root/bootstrap.sh");
-    let refused = machine.attempt("sh -s </root/bootstrap.sh 2>&1").unwrap_err();
+    machine.run("sed -i 's/^f0VM/f0VN/; s/^H4sI.\\{40\\}/&A/' /srv/bootstrap.sh");
+    let refused = machine.attempt("sh -s </srv/bootstrap.sh 2>&1").unwrap_err();
     assert!(refused.contains("first program"), "{refused}");
     assert!(machine.attempt("ls -A /opt/gpuaas | grep .").is_err(), "nothing is left");
 }
@@ -202,7 +202,7 @@ async fn script_with_a_package_that_is_not_configured_is_refused_with_the_settin
     let mut cluster = TestCluster::start().await;
     let node = cluster.register("h100").await;
     let path = format!("{}/bootstrap-script", node.path());
-    let answer = cluster.operator_at(0).post(&path, &json!({ "format": "package" })).await;
+    let answer = cluster.at_replica(0, "admin").post(&path, &json!({ "format": "package" })).await;
     assert_eq!((answer.status, answer.code()), (StatusCode::BAD_REQUEST, "invalid_request"), "{answer}");
     let settings = answer.body["details"]["settings"].as_array().unwrap();
     assert_eq!(settings.len(), 4, "{answer}");

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use agent_package::chain;
-use agent_package::install::{InstallError, Target, install};
+use agent_package::install::{InstallError, InstallTarget, install};
 use agent_package::source::{NodeCredential, PackageSource};
 use clap::Parser;
 use wire::bundle::BootstrapBundle;
@@ -75,7 +75,7 @@ fn read(flags: &Flags) -> Result<PackageSource, String> {
 }
 
 fn run(source: PackageSource, flags: &Flags) -> Result<String, InstallError> {
-    let target = Target {
+    let target = InstallTarget {
         install_root: source.install_root.clone(),
         env_file: source.env_file.clone(),
         unit: source.unit.clone(),

@@ -324,7 +324,17 @@ async fn bundle_contains_all_that_an_agent_needs_to_enroll() {
     assert_eq!(served["SVC_NODE_ID"], node_id.to_string());
     assert_eq!(served["SVC_API_URL"], format!("https://localhost:{}", harness.address.port()));
     let package = served["package"].as_object().unwrap();
-    let items = ["oci_ref", "digest", "pull_delivery_mode", "install_root", "env_file_path", "systemd_unit_name"];
+    let items = [
+        "oci_ref",
+        "digest",
+        "pull_delivery_mode",
+        "install_root",
+        "env_file_path",
+        "systemd_unit_name",
+        "release_keys",
+        "registry_ca_pem",
+        "pull_account",
+    ];
     assert!(package.len() == items.len() && items.iter().all(|item| package[*item].is_null()), "{package:?}");
     // And it is an environment file that leads to a certificate.
     let read = wire::bundle::BootstrapBundle::from_env_file(&bundle.to_env_file().unwrap()).unwrap();

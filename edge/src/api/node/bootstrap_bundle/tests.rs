@@ -164,7 +164,7 @@ fn configured_package_is_in_the_bundle_with_its_target_paths() {
     let folder = tempfile::tempdir().unwrap();
     let plain = bundle(folder.path(), "https://nodes.example", "PEM\n");
     let package = serde_json::to_value(&plain).unwrap()["package"].clone();
-    assert_eq!(package.as_object().unwrap().len(), 6);
+    assert_eq!(package.as_object().unwrap().len(), 9);
     assert!(package.as_object().unwrap().values().all(serde_json::Value::is_null), "{package}");
     let (script, command) = (bootstrap_script(&plain).unwrap(), restart_command(&plain).unwrap());
     assert!(script.contains("env_file='/etc/gpuaas/agent.env'") && command.contains("/etc/gpuaas/agent.env"));
@@ -174,6 +174,81 @@ fn configured_package_is_in_the_bundle_with_its_target_paths() {
     let (script, command) = (bootstrap_script(&configured).unwrap(), restart_command(&configured).unwrap());
     assert!(script.contains("env_file='/srv/agent.env'") && script.contains("unit='rented.service'"));
     assert!(command.contains("/srv/agent.env") && command.contains("rented.service"));
+}
+
+/// A first program that is a shell script, which runs on any machine.
+fn first_program(body: &str) -> FirstProgram {
+    use base64::Engine as _;
+    use std::io::Write as _;
+    let text = format!("#!/bin/sh\n{body}\n");
+    let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::best());
+    gzip.write_all(text.as_bytes()).unwrap();
+    let encoded = base64::engine::general_purpose::STANDARD.encode(gzip.finish().unwrap());
+    let sha256 = hex::encode(<sha2::Sha256 as sha2::Digest>::digest(text.as_bytes()));
+    FirstProgram { encoded: format!("{encoded}\n").into(), sha256, machine: std::env::consts::ARCH }
+}
+
+#[test]
+fn package_script_runs_its_first_program_before_it_touches_anything() {
+    let folder = tempfile::tempdir().unwrap();
+    let env_file = folder.path().join("etc/agent.env");
+    let bundle = bundle(folder.path(), "https://nodes.example", "PEM\n");
+    let mut bundle = installed(bundle, env_file.to_str().unwrap(), "agent.service");
+    let install_root = folder.path().join("opt").display().to_string();
+    bundle.package.install_root = Some(install_root.clone());
+    fs::create_dir(folder.path().join("state")).unwrap();
+    fs::write(&bundle.key_path, "old").unwrap();
+    let is_untouched = |ran: &Output, named: &str| {
+        let printed = String::from_utf8_lossy(&ran.stderr).into_owned();
+        assert!(!ran.status.success() && printed.contains(named), "{named}: {printed}");
+        assert_eq!(fs::read_to_string(&bundle.key_path).unwrap(), "old");
+        assert!(
+            !env_file.exists() && !folder.path().join("asked").exists() && !Path::new(&bundle.ca_bundle_path).exists()
+        );
+        assert_eq!(fs::read_dir(&install_root).map_or(0, Iterator::count), 0, "nothing is left");
+    };
+    let failing = package_script(&bundle, &first_program("echo its reason >&2; exit 1")).unwrap();
+    is_untouched(&run(folder.path(), &failing), "its reason");
+    let good = first_program("cat \"$2\" >seen; echo \"$1 $3\" >>seen; cat >>seen");
+    let altered = FirstProgram { sha256: "0".repeat(64), ..good.clone() };
+    is_untouched(&run(folder.path(), &package_script(&bundle, &altered).unwrap()), "not whole");
+    let half = format!("{}\n", &good.encoded[..good.encoded.len() / 2]);
+    let cut = FirstProgram { encoded: half.into(), ..good.clone() };
+    is_untouched(&run(folder.path(), &package_script(&bundle, &cut).unwrap()), "cannot be unpacked");
+    let whole = package_script(&bundle, &good).unwrap();
+    for lacking in [2, 60, 300, 900] {
+        is_untouched(&run(folder.path(), &whole[..whole.len() - lacking]), "");
+    }
+    let foreign = FirstProgram { machine: "riscv64", ..good.clone() };
+    is_untouched(&run(folder.path(), &package_script(&bundle, &foreign).unwrap()), "riscv64");
+    assert!(!folder.path().join("seen").exists());
+
+    let ran = run(folder.path(), &package_script(&bundle, &good).unwrap());
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    let seen = fs::read_to_string(folder.path().join("seen")).unwrap();
+    assert_eq!(seen, format!("{}--env-file --first-install\n", bundle.to_env_file().unwrap()));
+    assert_eq!(fs::read_to_string(&env_file).unwrap(), bundle.to_env_file().unwrap());
+    assert!(!Path::new(&bundle.key_path).exists());
+    let asked = fs::read_to_string(folder.path().join("asked")).unwrap();
+    assert_eq!(asked, "daemon-reload\nenable --quiet -- agent.service\nrestart -- agent.service\n");
+    assert_eq!(fs::read_dir(&install_root).unwrap().count(), 0, "the first program is removed");
+}
+
+#[test]
+fn values_are_never_executed_in_the_script_with_a_package() {
+    for hostile in HOSTILE {
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join(hostile.replace('/', "_"));
+        let env_file = place.join("etc/agent.env").to_str().unwrap().to_owned();
+        let mut bundle = installed(bundle(&place, hostile, hostile), &env_file, hostile);
+        bundle.package.install_root = Some(place.join("opt").to_str().unwrap().to_owned());
+        bundle.package.release_keys = Some(hostile.to_owned());
+        let ran = run(folder.path(), &package_script(&bundle, &first_program("exit 0")).unwrap());
+        assert!(ran.status.success(), "{hostile:?}: {}", String::from_utf8_lossy(&ran.stderr));
+        assert_eq!(fs::read_to_string(&env_file).unwrap(), bundle.to_env_file().unwrap());
+        let hit = files(folder.path()).into_keys().find(|name| name.ends_with("/HIT"));
+        assert_eq!(hit, None, "{hostile:?}");
+    }
 }
 
 #[test]
