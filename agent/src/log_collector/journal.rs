@@ -184,7 +184,7 @@ impl JournalReader<'_> {
                         break;
                     }
                     Err(error) => {
-                        warn!(error_code = "node_storage", error = chain(&error), "lines cannot be spooled yet")
+                        warn!(error_code = "node_storage", error = chain(&error), "lines cannot be spooled yet");
                     }
                 }
                 sleep(backoff.next(rand::random(), None)).await;

@@ -126,7 +126,7 @@ impl Sender {
             match settled {
                 Ok(()) => return,
                 Err(error) => {
-                    warn!(error_code = "node_storage", error = chain(&error), "the cursor cannot be saved yet")
+                    warn!(error_code = "node_storage", error = chain(&error), "the cursor cannot be saved yet");
                 }
             }
             sleep(backoff.next(rand::random(), None)).await;

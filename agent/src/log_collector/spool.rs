@@ -178,8 +178,8 @@ mod tests {
         assert!(left >= 1 && spool.bytes <= 2000, "{spool:?}");
         assert_eq!(dropped, (10 - left) * 5);
         assert_eq!(oldest(&mut spool).unwrap(), batch(10 - left, 5));
-        // One that is larger than the bound stays until the next comes.
-        assert_eq!(spool.push(&batch(10, 100)).unwrap(), left * 5);
+        // One that is larger than the bound stays until the next comes, and so does the one that is being sent.
+        assert_eq!(spool.push(&batch(10, 100)).unwrap(), (left - 1) * 5);
         assert_eq!(spool.cursor().unwrap().as_deref(), Some("s=10"));
     }
 

@@ -83,6 +83,16 @@ impl DescriptorStore {
         state.notifications.iter().filter(|sent| sent.lines().any(|sent| sent == line)).count()
     }
 
+    /// Waits until everything that was sent is received.
+    pub fn settle(&self) {
+        const LAST: &str = "STATUS=the last one";
+        let before = self.count(LAST);
+        UnixDatagram::unbound().unwrap().send_to(LAST.as_bytes(), &self.path).unwrap();
+        while self.count(LAST) == before {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
+
     /// Calls this at each notification, before anything is stored.
     pub fn on_notification(&self, act: impl FnMut(&str) + Send + 'static) {
         self.state.lock().unwrap().on_notification = Some(Box::new(act));

@@ -66,6 +66,7 @@ impl Machine {
         let mut agent = self.agent.take().unwrap();
         agent.signal(signal);
         agent.exit().await;
+        self.store.settle();
     }
 
     /// Dispatches a session, and returns it with its task.
@@ -200,6 +201,7 @@ async fn agent_killed_as_it_begins_a_session_leaves_it_to_the_next_or_leaves_not
             // Before the session's task is done in the journal.
             *pid.lock().unwrap() = Some(machine.agent().pid());
             machine.agent.as_mut().unwrap().exit().await;
+            machine.store.settle();
         } else {
             machine.agent().wait_for_message("task started").await;
             sleep(Duration::from_millis(round - 4)).await;
@@ -262,7 +264,8 @@ async fn session_of_an_unknown_version_is_lost_and_its_program_ends() {
 async fn program_ends_when_the_service_manager_drops_its_session() {
     let mut machine = Machine::start().await;
     let session_id = machine.open_terminal(RecordMode::Off).await;
-    machine.enter(session_id, "trap '' HUP; echo shell-is $$.\n");
+    // It neither reads the terminal nor heeds that it hangs up.
+    machine.enter(session_id, "trap '' HUP; echo shell-is $$.; exec sleep 1000 < /dev/null > /dev/null 2>&1\n");
     let shell = machine.number(session_id, "shell-is ").await;
     machine.end_agent(Signal::SIGTERM).await;
     sleep(Duration::from_secs(1)).await;

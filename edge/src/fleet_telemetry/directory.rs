@@ -26,8 +26,11 @@ pub struct FleetNode {
 #[derive(Clone)]
 pub struct FleetDirectory {
     reads: Reads,
-    last: Arc<Mutex<Option<(DateTime<Utc>, Arc<[FleetNode]>)>>>,
+    last: Arc<Mutex<Option<ReadNodes>>>,
 }
+
+/// The nodes, and when they were read.
+type ReadNodes = (DateTime<Utc>, Arc<[FleetNode]>);
 
 impl FleetDirectory {
     #[must_use]
