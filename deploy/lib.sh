@@ -461,5 +461,5 @@ from_npm() {
     mv "$to.new" "$to"
 }
 
-# The identity provider that somebody else wrote, for the one test that logs a user in with it.
+# A foreign identity provider, for the one test that logs a user in with it.
 ensure_foreign_provider() { from_npm oidc-provider oidc-provider "the foreign identity provider"; }

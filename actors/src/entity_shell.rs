@@ -553,7 +553,7 @@ impl<M: Machine> Shell<M> {
     }
 
     fn fail_and_reload(&mut self, last: Output<M>, out: &mut Vec<Output<M>>) {
-        let not_asked = "the entity is being loaded anew".to_owned();
+        let not_asked = "the entity is being reloaded".to_owned();
         self.refuse_waiting(&AskError::Unavailable { reason: not_asked }, out);
         self.end(last, out);
     }

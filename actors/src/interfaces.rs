@@ -49,7 +49,7 @@ pub trait Remote: Send + Sync + 'static {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RemoteError {
     /// No member serves the shard at this moment; nothing was delivered.
-    #[error("nobody serves the shard")]
+    #[error("no member serves the shard")]
     NoResponders,
     /// It was sent; the outcome is unknown.
     #[error("no answer in time")]

@@ -18,7 +18,7 @@ const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub struct RateCells {
     cells: DashMap<Uuid, RateCell>,
-    /// Shared by all callers for whom there is no room.
+    /// Shared by all callers without a cell of their own.
     others: Mutex<RateCell>,
     begin: Instant,
     swept_at: Mutex<Instant>,

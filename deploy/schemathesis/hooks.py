@@ -47,7 +47,7 @@ REFUSED_FOR_ITS_MEANING = [
     r"^Field `(success|cancel)_url` cannot be read",
     # Whose events: the token says whether there is an organization.
     r"^Your access token names no organization",
-    # Where a webhook goes: an address that leads to nobody on the internet, or no address at all.
+    # Where a webhook goes: an address that is not reachable on the internet, or no address at all.
     r"^`url` is refused: ",
     r"^A webhook needs a `url`",
     r"^An e-mail goes to the address",
@@ -71,7 +71,7 @@ def one_of_the_listed_codes(ctx, response, case):
     assert len(body["message"]) > 10, "the message says nothing"
     assert body["details"]["service"] == "api"
     described = case.operation.definition.raw["responses"].get(str(response.status_code))
-    # A method that the path does not have is nobody's operation.
+    # A method that the path does not have is no operation.
     if described is None and response.status_code == 405:
         assert body["code"] == "method_not_allowed"
         return

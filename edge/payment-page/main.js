@@ -1,4 +1,4 @@
-// The page on which somebody pays: the processor's script takes the card, this one says how it stands.
+// The page on which a user pays: the processor's script reads the card, this one shows the payment's state.
 
 import { paying } from "./paying.js";
 import { ofTerms, termsOf } from "./terms.js";

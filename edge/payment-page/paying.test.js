@@ -13,7 +13,7 @@ test("what succeeded is paid, and nothing else is", () => {
   }
 });
 
-test("a declined card is said in the processor's words", () => {
+test("a declined card is shown with the processor's message", () => {
   assert.match(meaning({ error: { message: "Your card was declined." } }).words, /^Your card was declined\. You can try again/);
   const failed = { status: "requires_payment_method", last_payment_error: { message: "It failed authentication." } };
   assert.match(meaning({ paymentIntent: failed }).words, /^It failed authentication\./);

@@ -93,7 +93,7 @@ fn fuzz_ssh_public_key_is_one_clean_line() {
         "é",
     ];
     bolero::check!().with_test_time(BUDGET).for_each(|input: &[u8]| {
-        // A valid key with a byte changed, among other words.
+        // A valid key with a byte changed, among other text.
         let (mut key, noise) = (ED25519.as_bytes().to_vec(), text_of(input, &TOKENS));
         if let [at, change, ..] = input {
             let at = usize::from(*at) % (4 * key.len());

@@ -212,7 +212,7 @@ pub enum ProcessorError {
     /// It refused; a retry has no use.
     #[error("the payment processor refused: {why}")]
     Refused {
-        /// In the processor's words.
+        /// As the processor states it.
         code: Option<String>,
         why: String,
     },

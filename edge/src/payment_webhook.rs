@@ -167,7 +167,7 @@ fn signature_refused(error: SignatureError) -> ApiError {
         ),
         SignatureError::TooOld => (
             "signature_too_old",
-            "The signature was made more than five minutes ago; sign it anew, and see to both machines' clocks.",
+            "The signature was made more than five minutes ago; sign it again, and check both machines' clocks.",
         ),
         SignatureError::TooNew => {
             ("signature_too_new", "The signature is more than five minutes ahead; see to both machines' clocks.")

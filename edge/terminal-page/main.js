@@ -9,7 +9,7 @@ import { OFFERS, ofRecording } from "./messages.js";
 const at = (id) => document.getElementById(id);
 const allocation = location.pathname.split("/").at(-1);
 
-// What this tab remembers: the access token, which is nobody else's, and the session, so that a page loaded anew goes on with it.
+// What this tab remembers: the access token, which no other tab sees, and the session, so that a reloaded page continues it.
 const SESSION = `gpuaas.session.${allocation}`;
 const READ_ALOUD = "gpuaas.read-aloud";
 
@@ -90,7 +90,7 @@ function show(state) {
   if (at("state").textContent !== words) {
     at("state").textContent = words;
   }
-  // Beside what is read aloud: nobody wants to hear every second.
+  // Beside what is read aloud: a screen reader must not announce every second.
   at("countdown").textContent = state.name === "waiting" ? `in ${state.seconds} s` : "";
   at("sign-in").hidden = !signedOut;
   for (const id of ["screen", "hint", "forget", "sessions"]) {
@@ -107,7 +107,7 @@ function show(state) {
   }
 }
 
-/** Nobody is recorded without being told. */
+/** A user who is recorded is informed of it. */
 function showRecording(mode) {
   const link = at("recording");
   const { short, long } = ofRecording(mode);

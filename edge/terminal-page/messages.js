@@ -14,7 +14,7 @@ const closed = (why, next = null) => ({ kind: "closed", why, next });
 /**
  * What the end of a WebSocket means (the book, user/terminals.md).
  * @param {number} code
- * @param {{code: number | null, signal: number | null} | null} exit  how the program ended, where that was said
+ * @param {{code: number | null, signal: number | null} | null} exit  how the program ended, where that was reported
  * @returns {Verdict}
  */
 export function ofClose(code, exit) {
@@ -23,7 +23,7 @@ export function ofClose(code, exit) {
       return closed(howItEnded(exit), "new");
     case 1008:
     case 1009:
-      return closed("The service did not understand this page. Load it anew.", "retry");
+      return closed("The service did not understand this page. Reload it.", "retry");
     case 1011:
       return closed("The node could not run the session. Open a new one; if that fails too, ask your operator.", "new");
     case 1012:
@@ -80,7 +80,7 @@ export function ofRefusal(status, body, seconds, resumes) {
 }
 
 /**
- * Whether what a terminal shows is recorded, and by whom.
+ * Whether a terminal's output is recorded, and who records it.
  * @param {string} mode  "off", "best-effort" or "strict"
  * @returns {{short: string, long: string}}
  */

@@ -4,7 +4,7 @@ import { test } from "node:test";
 import { minting, reading } from "./api.js";
 import { OFFERS, ofClose, ofDuration, ofRecording, ofRefusal } from "./messages.js";
 
-test("every close code of the service is said in words, with what can be done", () => {
+test("every close code of the service has a message with the next step", () => {
   for (const code of [1000, 1001, 1006, 1008, 1009, 1011, 1012, 1013, 4401, 4403, 4408, 4409]) {
     const verdict = ofClose(code, null);
     assert.ok(verdict.why.length > 10, String(code));
@@ -22,7 +22,7 @@ test("a refusal says what the service says, and where to ask", () => {
   assert.deepEqual(ofRefusal(429, {}, 20, false), { kind: "again", why: "The service answers 429.", next: null, seconds: 20 });
 });
 
-test("who is recorded is told by whom, by which policy and who can see it", () => {
+test("a recorded user learns who records, by which policy, and who can see it", () => {
   for (const mode of ["best-effort", "strict"]) {
     const { short, long } = ofRecording(mode);
     assert.match(short, /^Recorded/);
@@ -52,7 +52,7 @@ test("the access token goes into a header of one request to this service, and no
   assert.equal(asked.how.redirect, "error");
 });
 
-test("without an access token nobody is asked", async () => {
+test("without an access token no request is sent", async () => {
   const mint = minting("a", () => null, () => assert.fail("asked"));
   await assert.rejects(mint(null), (verdict) => verdict.kind === "sign-in");
 });

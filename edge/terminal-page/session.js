@@ -10,7 +10,7 @@ export const ACKNOWLEDGES_EVERY = 16 * 1024;
 export const INPUT_AT_MOST = 16 * 1024;
 /** Pauses before one more try, in seconds; the last one is kept. */
 const PAUSES = [0, 1, 2, 4, 8, 15];
-/** A connection that lasted so long was a good one: the pauses begin anew. */
+/** A connection that lasted so long was a good one: the pauses start over. */
 const GOOD_AFTER = 10_000;
 /** How long the upgrade, and then the node's first word, is waited for. */
 const OPENS_WITHIN = 20_000;
@@ -18,7 +18,7 @@ const ATTACHES_WITHIN = 75_000;
 /** How often the other end is asked whether it is there, and after how long a silence it counts as gone. */
 const ASKS_EVERY = 10_000;
 const SILENT_AFTER = 30_000;
-/** A page that was loaded anew shows old output again. The questions to the terminal in it were answered when it was new. */
+/** A reloaded page shows old output again. The questions to the terminal in it were answered when it was new. */
 const QUIET_AFTER_REPLAY = 500;
 
 /**
@@ -30,7 +30,7 @@ const QUIET_AFTER_REPLAY = 500;
  *             notice: (text: string) => void}} screen
  * @property {(state: State) => void} tell
  * @property {(mode: string) => void} recorded   how what is shown from here on is recorded: "off", "best-effort" or "strict"
- * @property {(session: string | null) => void} keep   what a page that is loaded anew wants to know
+ * @property {(session: string | null) => void} keep   what a reloaded page needs
  * @property {(run: () => void, ms: number) => unknown} after
  * @property {(timer: unknown) => void} cancel
  * @property {() => number} now
@@ -225,7 +225,7 @@ export class Session {
     }
   }
 
-  /** Everybody comes back a little later than told, and not all at once. */
+  /** Clients reconnect a little later than requested, and not all at once. */
   #wait({ why, seconds }) {
     const pause = PAUSES[Math.min(this.#failures, PAUSES.length - 1)] * (0.5 + this.world.chance());
     this.#failures += 1;

@@ -3,7 +3,7 @@ import { test } from "node:test";
 
 import { ACKNOWLEDGES_EVERY, INPUT_AT_MOST, Session } from "./session.js";
 
-/** A world in which time passes when it is told to, and whose sockets say what they are told to say. */
+/** A fake environment: its clock advances on request, and its sockets send what the test gives them. */
 class World {
   constructor() {
     this.time = 0;
@@ -169,7 +169,7 @@ test("it waits as long as the service says", async () => {
   assert.equal(world.asked.length, 2);
 });
 
-test("a connection that falls silent is given up and made anew", async () => {
+test("a connection that falls silent is closed and replaced", async () => {
   const [world] = await connected();
   await world.passes(15_000);
   assert.ok(world.controls().some((it) => it.type === "ping"));
@@ -224,7 +224,7 @@ test("a token that holds no more asks who is there, and the session is gone on w
   assert.equal(world.asked.at(-1), "s");
 });
 
-test("a page that was loaded anew shows from the beginning, and answers no old questions", async () => {
+test("a reloaded page shows the output from the beginning and answers no old questions", async () => {
   const [world, session] = await connected("s");
   assert.equal(world.socket.protocols[2], "from.0");
   const before = world.socket.sent.length;
@@ -235,7 +235,7 @@ test("a page that was loaded anew shows from the beginning, and answers no old q
   assert.equal(world.socket.sent.length, before + 1);
 });
 
-test("what an earlier connection says late is not heard", async () => {
+test("late messages of an earlier connection are ignored", async () => {
   const [world, session] = await connected();
   const { onclose } = world.socket;
   await session.open();
@@ -244,7 +244,7 @@ test("what an earlier connection says late is not heard", async () => {
   assert.equal(world.state.name, "connected");
 });
 
-test("whoever is recorded is told, at the beginning and when it changes", async () => {
+test("a user is informed of the recording at the beginning and when it changes", async () => {
   const world = new World();
   const session = new Session(world);
   await session.open();

@@ -54,5 +54,5 @@ export function ofSession(session, current, now) {
     return { text: `${opened}, open in another place.`, isCurrent };
   }
   const minutes = Math.max(0, Math.ceil((new Date(session.ends_at) - now) / 60_000));
-  return { text: `${opened}, nobody is connected. It ends in ${minutes} min.`, isCurrent };
+  return { text: `${opened}, no browser is connected. It ends in ${minutes} min.`, isCurrent };
 }

@@ -27,15 +27,15 @@ test("the list and the end of a session are asked for as the user", async () => 
   ]);
 });
 
-test("a refusal is a verdict, also where nobody is signed in", async () => {
+test("a refusal is final, also without a login", async () => {
   await assert.rejects(sessionsOf("rented", () => null).list(), { kind: "sign-in" });
   await assert.rejects(sessionsOf("rented", () => "t", answers(401, {})).list(), { kind: "sign-in" });
   await assert.rejects(sessionsOf("rented", () => "t", answers(404, {})).end("one"), { kind: "closed" });
 });
 
-test("a row says whether somebody is connected and when a detached session ends", () => {
+test("a row says whether a browser is connected and when a detached session ends", () => {
   const now = new Date("2026-01-01T10:10:30Z");
-  assert.match(ofSession(DETACHED, null, now).text, /nobody is connected\. It ends in 10 min\.$/);
+  assert.match(ofSession(DETACHED, null, now).text, /no browser is connected\. It ends in 10 min\.$/);
   assert.match(ofSession({ ...DETACHED, state: "attached" }, null, now).text, /open in another place\.$/);
   assert.deepEqual(ofSession(DETACHED, "one", now).isCurrent, true);
 });

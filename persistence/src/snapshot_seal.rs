@@ -1,6 +1,6 @@
 //! Seals of stored snapshots: a MAC under a key that Postgres holds only sealed binds a snapshot to the member that committed it.
 //!
-//! An attacker who can write rows and has no key ring could otherwise change an entity: whom a node admits, which task its agent gets.
+//! An attacker who can write rows and has no key ring could otherwise change an entity: which token a node admits, which task its agent gets.
 //! A member refuses to decide from such a row, so nothing that follows from it is signed (`deploy/decisions/0033`).
 //!
 //! The MAC is over the snapshot's content, whose form Postgres changes (`jsonb`): members of objects by name, numbers by value.

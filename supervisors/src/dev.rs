@@ -70,7 +70,7 @@ pub struct DevArgs {
     /// Run the main job in a new environment below --dir, which is removed afterwards, and exit: with 0 when it succeeded
     #[arg(long)]
     pub once: bool,
-    /// Begin anew: remove the data, addresses and passwords of earlier starts
+    /// Start over: remove the data, addresses and passwords of earlier starts
     #[arg(long)]
     pub fresh: bool,
     /// Control-plane replicas
@@ -108,7 +108,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<()> {
     };
     match &result {
         Ok(()) if environment.is_resumed => print_line(&format!(
-            "Up with the data, addresses and passwords of the last start, after {:.1} s. To begin anew: --fresh",
+            "Up with the data, addresses and passwords of the last start, after {:.1} s. To start over: --fresh",
             begin.elapsed().as_secs_f32()
         )),
         Ok(()) => print_line(&format!("The main job is done, {:.1} s after the start.", begin.elapsed().as_secs_f32())),
@@ -265,7 +265,7 @@ impl DevEnvironment {
         };
         clock.lap(&match &no_users {
             None => "agents use the executor system: tenants are Linux users of this machine".to_owned(),
-            Some(why) => format!("agents use the executor sandbox, which lets nobody in by SSH: {why}"),
+            Some(why) => format!("agents use the executor sandbox, which admits no SSH login: {why}"),
         });
         Ok(Self {
             env_file,
@@ -344,7 +344,7 @@ impl DevEnvironment {
             let settings = self.agent_settings_of(*number)?;
             let agent = AgentProcess::restore(name, &settings).with_context(|| {
                 format!(
-                    "the agent of {name} cannot start on what it left in {}; begin anew with --fresh",
+                    "the agent of {name} cannot start on what it left in {}; start over with --fresh",
                     settings.folder.display()
                 )
             })?;
@@ -396,7 +396,7 @@ impl DevEnvironment {
     }
 
     async fn api(&self, username: &str) -> anyhow::Result<DevApi> {
-        let person = self.identity.person(username).with_context(|| format!("nobody is called {username}"))?;
+        let person = self.identity.person(username).with_context(|| format!("there is no user {username}"))?;
         let client = (identity::CLIENT_ID, self.identity.client_secret());
         let person = (person.username.as_str(), &person.password);
         let token = api::log_in(self.identity.auth_url(), identity::REALM, client, person).await?;
@@ -525,7 +525,7 @@ pub fn variables(
         ("admin2", "SVC_ADMIN", "_2"),
         ("user2", "SVC_USER", "_2"),
     ] {
-        let person = identity.person(username).with_context(|| format!("nobody is called {username}"))?;
+        let person = identity.person(username).with_context(|| format!("there is no user {username}"))?;
         env.set(format!("{prefix}_SUBJECT{suffix}"), person.id.to_string());
         env.set(format!("{prefix}_USERNAME{suffix}"), person.username);
         env.set(format!("{prefix}_PASSWORD{suffix}"), exposed(&person.password));
@@ -535,7 +535,7 @@ pub fn variables(
 
 /// The `sub` of this user's tokens.
 fn subject(identity: &IdentityProvider, username: &str) -> anyhow::Result<String> {
-    let person = identity.person(username).with_context(|| format!("nobody is called {username}"))?;
+    let person = identity.person(username).with_context(|| format!("there is no user {username}"))?;
     Ok(person.id.to_string())
 }
 

@@ -299,7 +299,7 @@ impl<'a> Baseline<'a> {
         let text = String::from_utf8_lossy(&out.stdout);
         ensure!(out.status.success(), "pgbench: {}\n{text}", String::from_utf8_lossy(&out.stderr));
         let rate = text.lines().find_map(|line| line.strip_prefix("tps = ")?.split_whitespace().next()?.parse().ok());
-        rate.with_context(|| format!("pgbench said no rate:\n{text}"))
+        rate.with_context(|| format!("pgbench printed no rate:\n{text}"))
     }
 
     /// Asserts that it wrote the same rows.

@@ -211,6 +211,6 @@ fn report(seen: &[Measurement], baseline: &Latencies, during: Duration) -> anyho
         .condition("messages_a_second", A_SECOND)
         .condition("sockets_of_a_message", OF_ONE_USER)
         .condition("seconds", during.as_secs_f64())
-        .condition("where", "replica, Postgres, NATS, whoever says and all who listen share the machine")
+        .condition("where", "replica, Postgres, NATS, publishers and subscribers share the machine")
         .condition("connection", "TLS 1.3, one for each who listens, in both"))
 }

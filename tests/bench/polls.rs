@@ -181,7 +181,7 @@ fn report(
             "memory",
             "VmRSS of the process at five counts, slope of the line that fits best; the process is fresh",
         )
-        .condition("connection", "mutual TLS 1.3, a certificate for each node; HTTP/1.1 where not said")
+        .condition("connection", "mutual TLS 1.3, a certificate for each node; HTTP/1.1 unless stated")
         .condition("ours", "one process with the role node-api alone; the nodes' machines are in another")
         .condition("haproxy", "verify required, http-request tarpit, no backend connection"))
 }

@@ -294,7 +294,7 @@ fn report(
         .metric("aim_idle_at_most_24_kib_beside_tls", aim(beside <= IDLE_KIB))
         .condition("idle_sessions", count)
         .condition("file_mib", FILE >> 20)
-        .condition("recording", "on (best-effort), where it is not said to be off")
+        .condition("recording", "on (best-effort), unless stated otherwise")
         .condition("kernel", "a program that reads the pseudo-terminal and does nothing with it")
         .condition("cpu", "of replica and agent together, and of terminado's one process; without the user's end")
         .condition("shell", "bash --noprofile --norc on both ends; a keystroke every 3 ms")

@@ -104,7 +104,7 @@ fn followed(cluster: &TestCluster) -> Followed {
     Followed { folder, _env }
 }
 
-/// Follows a script where the checkout is, and says whether it went well and what it said.
+/// Runs a script in the checkout, and returns whether it succeeded and its output.
 async fn transcript(script: &str, folder: &Path) -> (bool, String) {
     let mut shell = Command::new("bash");
     shell.arg("-c").arg(script).current_dir(folder).stdin(Stdio::null()).kill_on_drop(true);
@@ -166,7 +166,7 @@ async fn the_operators_recipes_hold_word_by_word() {
 #[tokio::test(flavor = "multi_thread")]
 async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_sees_it_again_and_comes_in_by_ssh() {
     let mut cluster = TestCluster::builder().replicas(3).variable(REFRESH.0, REFRESH.1).start().await;
-    // Without root nobody comes in by SSH: that is said, and this left out.
+    // Without root there is no SSH login: the script says so and leaves this out.
     let Some(mut door) = SshNode::open(&mut cluster).await else { return cluster.shutdown().await };
     // The agent reports the host key with its first message.
     tokio::time::sleep(Duration::from_secs(1)).await;

@@ -130,7 +130,7 @@ async fn terminal_of_a_revoked_identity_is_closed_over_a_proxy_connection() {
     terminal.enter("stty -echo; echo be''gun\n").await;
     terminal.expect_output("begun").await;
 
-    let body = json!({ "reason": "somebody has its key", "revoke_current_certificate": true });
+    let body = json!({ "reason": "its key is compromised", "revoke_current_certificate": true });
     let (bundle, _) = cluster.reissue(&node, &body).await;
     terminal.enter("echo after-$((40 + 2))\n").await;
     let until = Instant::now() + Duration::from_secs(5);

@@ -336,7 +336,7 @@ async fn sealed_values_are_rewrapped_under_another_key_and_a_key_in_use_cannot_b
 
     // A key in use may not be dropped, and another key under its name is detected: the start fails, with what to do.
     let stranger = base64::Engine::encode(&base64::engine::general_purpose::STANDARD, rand::random::<[u8; 32]>());
-    cluster.register_secret("a key that nobody needs", &stranger);
+    cluster.register_secret("an unused key", &stranger);
     for (line, words) in [
         (format!("key third {stranger}\nactive third"), "which the key ring lacks: put its line back"),
         (format!("key second {stranger}\nactive second"), "this is another key under the same id"),

@@ -153,12 +153,12 @@ async fn orderly_takeover_of_a_rate_cell_keeps_its_count() {
     let survivor = (owner + 1) % 3;
     let left_over = remaining(&cluster, survivor).await;
     let drained = u32::try_from(began.elapsed().as_secs()).unwrap() + 1;
-    assert!(left_over <= 10 + drained, "{left_over} are left after {drained} s: the quota began anew");
+    assert!(left_over <= 10 + drained, "{left_over} are left after {drained} s: the quota started over");
     cluster.replicas[owner].start_again().await.unwrap();
     cluster.wait_for_balanced_shards().await;
     owner = owner_of_cell(&cluster, cell).await;
     let left_over = remaining(&cluster, owner).await;
     let drained = u32::try_from(began.elapsed().as_secs()).unwrap() + 1;
-    assert!(left_over <= 10 + drained, "{left_over} are left after {drained} s: the quota began anew");
+    assert!(left_over <= 10 + drained, "{left_over} are left after {drained} s: the quota started over");
     cluster.shutdown().await;
 }

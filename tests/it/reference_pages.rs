@@ -24,7 +24,7 @@ fn expect_page(path: &str, text: &str) {
     if std::env::var_os("UPDATE_DOCS").is_some() {
         std::fs::write(root().join(path), text).unwrap_or_else(|error| panic!("{path}: {error}"));
     }
-    assert_eq!(read(path), text, "{path} is not what the source says; UPDATE_DOCS=1 writes it anew");
+    assert_eq!(read(path), text, "{path} is not what the source says; UPDATE_DOCS=1 regenerates it");
 }
 
 /// The Rust files of a folder, without those of tests.
@@ -219,7 +219,7 @@ pub(super) fn metric_names() -> std::collections::BTreeSet<String> {
 fn page_of_metrics_is_what_the_source_declares() {
     let metrics = metrics();
     assert!(metrics.len() > 70, "{metrics:#?}");
-    let mut page = "# Metrics\n\n<!-- Made by the code: `UPDATE_DOCS=1 cargo test -p tests reference_pages` writes it anew. -->\n\n\
+    let mut page = "# Metrics\n\n<!-- Made by the code: `UPDATE_DOCS=1 cargo test -p tests reference_pages` regenerates it. -->\n\n\
         Every process of the control plane exports these at `GET /metrics` in the Prometheus text format\n([how to scrape them](../operator/monitoring.md)); \
         a process has the metrics of its roles. Beside them are the `process_*` metrics of the\nPrometheus client library. A histogram has \
         `_bucket`, `_sum` and `_count`.\n\n| metric | type | labels | meaning |\n| --- | --- | --- | --- |\n"
@@ -308,7 +308,7 @@ fn page_of_task_types_is_what_the_source_declares() {
     let wire = read("agent/wire/src/task.rs");
     let rows = task_types(&read("actors/domain/src/kernel/task_type.rs"));
     let described: Vec<&str> = TASK_TYPES.iter().map(|(name, ..)| *name).collect();
-    let mut page = "# Task types\n\n<!-- Made by the code: `UPDATE_DOCS=1 cargo test -p tests reference_pages` writes it anew. -->\n\n\
+    let mut page = "# Task types\n\n<!-- Made by the code: `UPDATE_DOCS=1 cargo test -p tests reference_pages` regenerates it. -->\n\n\
         A task is signed work for one node ([the agent](../internals/agent.md)). Its `type` is one of these; a node is given only the types \
         that its\nagent reports. `gpuctl nodes tasks` shows the tasks of a node. A result has a `status`, the `output` of the type, and an \
         `error` where the\ntask failed.\n\n\

@@ -531,7 +531,7 @@ async fn reconnection_with_a_new_token_as_policy_demands_loses_nothing() {
     wait_for_prompt(&mut terminal).await;
     terminal.enter("kept=yes; echo sa''id\n").await;
     terminal.expect_output("said").await;
-    assert_eq!(terminal.close_code().await, 1012, "who was let in long ago shows anew that they are");
+    assert_eq!(terminal.close_code().await, 1012, "a long connection must authenticate again");
     // A user with a valid access token reconnects; one without gets no terminal token.
     let gone = cluster.anonymous_client().as_bearer("eyJhbGciOiJub25lIn0.e30.");
     cluster.request_terminal_token(&gone, allocation.id, Some(session)).await.expect_error(401, "unauthenticated");

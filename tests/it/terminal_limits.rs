@@ -115,7 +115,7 @@ async fn kill_or_stop_of_an_agent_ends_its_terminals_and_they_cannot_be_resumed(
             since
         };
         assert_eq!(terminal.close_code().await, 1011, "{:?}", terminal.closed);
-        eprintln!("closed {:?} after its agent was {}", since.elapsed(), if kill { "started anew" } else { "stopped" });
+        eprintln!("closed {:?} after its agent was {}", since.elapsed(), if kill { "restarted" } else { "stopped" });
         let closed = expect_closed(&cluster.admin, session).await;
         assert_eq!(closed["close_reason"], "failed", "{closed}");
         let rows = cluster.audit_of(session).await;

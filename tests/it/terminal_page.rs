@@ -142,7 +142,7 @@ async fn page_lists_open_sessions_resumes_one_and_ends_another() {
     connected(&mut browser, &mut cluster, &allocation).await;
     browser.click("#sessions summary").await;
     browser.expect_text("#sessions-count", "(3)").await;
-    browser.expect_text(&format!("[data-session='{}']", tabs[0]), "nobody is connected. It ends in").await;
+    browser.expect_text(&format!("[data-session='{}']", tabs[0]), "no browser is connected. It ends in").await;
     browser.click(&format!("[data-session='{}'] button:text('End')", tabs[0])).await;
     browser.expect_text("#sessions-count", "(2)").await;
     let ended = cluster.admin.get(&detached(tabs[0])).await.ok();

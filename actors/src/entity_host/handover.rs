@@ -69,7 +69,7 @@ impl<A: Activated> Handover<A> {
         command: Option<CommandId>,
     ) -> Result<Slot, NotAdmitted> {
         let mut slot = Slot::in_shard(&owned.waiting, bound).ok_or(NotAdmitted::Overloaded)?;
-        // Checked after the slot is taken: whoever closes the shard waits for all slots.
+        // Checked after the slot is taken: the task that closes the shard waits for all slots.
         if owned.is_closing() {
             return Err(NotAdmitted::Closing);
         }

@@ -340,7 +340,7 @@ fn unknown_outcome_is_answered_as_unknown_and_ends_the_shell() {
         died,
         [
             "1: the outcome is unknown: broke",
-            "2: unavailable: the entity is being loaded anew",
+            "2: unavailable: the entity is being reloaded",
             "lose: a commit's outcome is unknown: broke"
         ]
     );
@@ -466,7 +466,7 @@ fn panic_of_the_machine_loses_no_reply_to_a_committed_command() {
         [
             "1: 2 written at 6",
             "2: the machine failed: add panicked: poisoned",
-            "3: unavailable: the entity is being loaded anew",
+            "3: unavailable: the entity is being reloaded",
             "die: add panicked: poisoned"
         ]
     );

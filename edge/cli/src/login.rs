@@ -54,7 +54,7 @@ pub(crate) struct LoginArgs {
     /// What to ask for; may be given again.
     #[arg(long = "scope", value_name = "SCOPE", default_values = ["openid", "offline_access"])]
     scopes: Vec<String>,
-    /// What the tokens are to be for, where the provider has to be told (RFC 8707).
+    /// What the tokens are to be for, where the provider requires it (RFC 8707).
     #[arg(long, value_name = "URI")]
     resource: Option<String>,
     /// With the code that is shown, confirmed on any other device.
@@ -97,8 +97,11 @@ pub(crate) async fn login(args: LoginArgs, connection: &Connection) -> Result<()
     connection.store.write(&login)?;
     drop(lock);
     let identity = identity_of(&login, connection.store.profile());
-    let name =
-        [&identity["name"], &identity["user_id"]].into_iter().find_map(Value::as_str).unwrap_or("somebody").to_owned();
+    let name = [&identity["name"], &identity["user_id"]]
+        .into_iter()
+        .find_map(Value::as_str)
+        .unwrap_or("an unnamed user")
+        .to_owned();
     connection.out.done(&identity, &format!("Logged in at {server} as {}.", crate::printable::plain(&name)))
 }
 

@@ -336,7 +336,7 @@ impl Connection {
         }
         let logged_out = |why: String| Failure::new(ExitStatus::LoggedOut, why).next("Log in: gpuctl login");
         let profile = self.store.profile();
-        let login = self.store.read()?.ok_or_else(|| logged_out(format!("nobody is logged in ({profile})")))?;
+        let login = self.store.read()?.ok_or_else(|| logged_out(format!("no user is logged in ({profile})")))?;
         // A token is sent only to the server for which it was issued.
         match &self.server {
             Some(server) if !login::same_server(server, &login.server) => {
@@ -355,7 +355,7 @@ impl Connection {
                 (server, ca_bundle, Session::stored(self.store.clone(), login, self.out))
             }
             (None, Some(token)) => (self.named_server()?, self.ca_bundle()?, Session::AccessToken(token.clone())),
-            (None, None) => return Err(Failure::new(ExitStatus::LoggedOut, "nobody is logged in")),
+            (None, None) => return Err(Failure::new(ExitStatus::LoggedOut, "no user is logged in")),
         };
         Api::new(server, ca_bundle.as_ref(), session, self.key.clone(), self.out)
     }

@@ -196,7 +196,7 @@ const IN_A_LIST: [Column; 8] = [
     ("REGION", "/region_code"),
     ("FREE", "/gpus_free"),
     ("GPUS", "/gpus_total"),
-    ("TAKES NOBODY BECAUSE", "/unschedulable_reason"),
+    ("UNSCHEDULABLE", "/unschedulable_reason"),
 ];
 
 const ALONE: [Column; 23] = [
@@ -213,7 +213,7 @@ const ALONE: [Column; 23] = [
     ("since", "/state_entered_at"),
     ("state ends by", "/state_deadline_at"),
     ("overdue", "/overdue"),
-    ("takes nobody because", "/unschedulable_reason"),
+    ("unschedulable", "/unschedulable_reason"),
     ("SKU", "/sku"),
     ("region", "/region_code"),
     ("GPUs", "/gpus_total"),

@@ -111,7 +111,7 @@ const REVERSALS: [Column; 5] = [
     ("KIND", "/kind"),
     ("AMOUNT", "/amount"),
     ("UNDONE", "/is_undone"),
-    ("HEARD", "/heard_at"),
+    ("RECEIVED", "/heard_at"),
 ];
 
 const REFUND: [Column; 7] = [

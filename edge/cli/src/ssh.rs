@@ -171,7 +171,7 @@ fn pin(target: &SshTarget, fingerprint: &str, alias: &str, known: &Path) -> Resu
                 ExitStatus::Refused,
                 format!(
                     "{host} port {port} has none but other host keys than {fingerprint}, which the \
-                 service names: somebody may be listening in between, and nothing was sent"
+                 service names: a third party may be intercepting the connection, and nothing was sent"
                 ),
             )
             .next("Tell the service's operator."));

@@ -101,7 +101,7 @@ async fn open(args: Terminal, api: &Api) -> Result<u8, Failure> {
     }
 }
 
-/// Whether the session may still run after this failure: the service has not said that it, or its allocation, is gone.
+/// Whether the session may still run after this failure: the service has not answered that it, or its allocation, is gone.
 const fn may_still_run(failure: &Failure) -> bool {
     !matches!(failure.exit_status, ExitStatus::NotFound | ExitStatus::Refused)
 }

@@ -72,7 +72,7 @@ pub(super) struct NewAdjustment {
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct AccountFilter {
-    /// The user whom it belongs to.
+    /// Its user.
     user_id: Option<ClaimId>,
     /// The organisation that it belongs to.
     org_id: Option<ClaimId>,

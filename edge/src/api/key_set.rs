@@ -162,7 +162,7 @@ pub(super) struct KeyChangeView {
     key_id: String,
     /// Replicas that have not applied it yet; none where the status is 200 or 201.
     waiting_for: Vec<String>,
-    /// Nodes that have to recover their identity or to be enrolled anew, at most 100 of them.
+    /// Nodes that must recover their identity or enroll again, at most 100 of them.
     cut_off: Vec<CutOffNode>,
 }
 
@@ -307,7 +307,7 @@ impl KeyStep {
     }
 }
 
-/// Has everything sealed anew under the key of the key ring that is active in its file.
+/// Reseals everything under the key of the key ring that is active in its file.
 ///
 /// It runs in the background and survives crashes; GET of the keys shows what is left under each key. It is refused while a replica seals
 /// with another key.

@@ -301,7 +301,7 @@ pub(super) async fn clear_finding(
     Path((id, finding_id)): Path<(Uuid, Uuid)>,
     Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
-    let command = Command::ClearFinding { finding_id: FindingId(finding_id), reason: why.reason.to_string() };
+    let command = Request::ClearFinding { finding_id: FindingId(finding_id), reason: why.reason.to_string() };
     execute(&services, context, id, command).await
 }
 

@@ -198,7 +198,7 @@ pub(super) struct AnnouncementView {
     post,
     path = "/",
     request_body = NewAnnouncement,
-    responses((status = 201, description = "It is being said.", body = AnnouncementView)),
+    responses((status = 201, description = "The broadcast is accepted.", body = AnnouncementView)),
 )]
 pub(super) async fn broadcast(
     AdminRequest(context): AdminRequest,

@@ -34,7 +34,7 @@ use crate::services::Services;
 #[serde(deny_unknown_fields)]
 pub(super) struct NewPolicyValue {
     key: PolicyKey,
-    /// For whom; left out or empty: for everybody. Null is refused, and so is a field that is null: a client that computes a scope and has
+    /// The scope of the value; left out or empty: all users. Null is refused, and so is a field that is null: a client that computes a scope and has
     /// none must not write a global value by mistake.
     #[serde(default, deserialize_with = "not_null")]
     #[schema(value_type = ScopeFields, required = false)]
@@ -97,7 +97,7 @@ pub(super) enum ScopeKind {
     Plan,
 }
 
-/// For whom a key is resolved: any of the four, as a token names them.
+/// The subject for which a key is resolved: any of the four, as a token names them.
 #[derive(Debug, Deserialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]

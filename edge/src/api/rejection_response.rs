@@ -50,7 +50,7 @@ impl<J> WithoutRejection for AskError<J> {
             Self::Parked { reason } => format!("parked: {reason}"),
             Self::Unavailable { reason } => format!("unavailable: {reason}"),
             Self::Unknown { reason } => format!("the outcome is unknown: {reason}"),
-            Self::NotOwner => "nobody owns the shard".to_owned(),
+            Self::NotOwner => "no member owns the shard".to_owned(),
             Self::Rejected(_)
             | Self::Denied
             | Self::InProgress

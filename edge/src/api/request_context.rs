@@ -39,7 +39,7 @@ pub(crate) struct AuthenticatedUser(pub(crate) Caller);
 /// A request by an administrator.
 pub(crate) struct AdminRequest(pub(crate) RequestContext);
 
-/// A request by a caller whom the table of permissions allows action `R`. Where the token's roles do not suffice, the platform roles of
+/// A request by a caller that the table of permissions allows action `R`. Where the token's roles do not suffice, the platform roles of
 /// the caller are read from Postgres, at every request.
 pub(crate) struct Authorized<R> {
     pub(crate) context: RequestContext,
@@ -308,7 +308,7 @@ impl RequestContext {
         self.idempotency.earlier_reply().is_some()
     }
 
-    /// The response is computed anew at each repetition and never stored, since it is a secret.
+    /// The response is computed again at each repetition and never stored, since it is a secret.
     pub(crate) fn never_store_response(&self) {
         self.idempotency.answer_changes();
     }

@@ -146,7 +146,7 @@ pub(super) async fn restart_worker(
     let (member, worker) = (MemberId(member), worker.to_string());
     let row = services.runtime.worker(member, &worker).await?.ok_or_else(|| ApiError::not_found("worker"))?;
     if !row.restartable {
-        let message = format!("{worker} looks after itself and is not started anew alone; restart the process.");
+        let message = format!("{worker} restarts itself and cannot be restarted alone; restart the process.");
         return Err(ApiError::new(Code::StateConflict, message));
     }
     restart_part(&services, context, RuntimePart::Worker { member, worker }, why).await
@@ -168,7 +168,7 @@ async fn restart_part(
         operator_view::RestartOutcome::Nothing => Ok(Json(RestartView { restarted: false })),
         operator_view::RestartOutcome::Unknown => Err(ApiError::new(
             Code::ServiceUnavailable,
-            "A member did not answer in time, so it is not certain that this was started anew; look at the tree and ask again.",
+            "A member did not answer in time, so it is not certain that this was restarted; read the tree, then ask again.",
         )),
     }
 }

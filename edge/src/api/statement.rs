@@ -66,7 +66,7 @@ pub(super) struct SummaryView {
 #[schema(as = MonthlyStatement)]
 pub(super) struct StatementView {
     account_id: Uuid,
-    /// The user whom the account belongs to; null where it is an organisation's.
+    /// The user of the account; null where it is an organisation's.
     user_id: Option<String>,
     /// The organisation that it belongs to; null where it is a user's.
     org_id: Option<String>,

@@ -516,7 +516,7 @@ mod tests {
         let lines: Vec<Value> = written.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         let [broken, login, starting] = lines.as_slice() else { panic!("{written}") };
         assert_eq!((&broken["level"], &login["level"]), (&"ERROR".into(), &"WARN".into()));
-        assert_eq!(starting["level"], "INFO", "what is as it should be wakes nobody");
+        assert_eq!(starting["level"], "INFO", "an expected failure is no warning");
         assert_eq!(broken["fields"]["cause"], "the secret cause");
         assert_eq!(broken["fields"]["error_code"], "internal_error");
         assert_eq!(broken["span"]["correlation_id"], "c-2");

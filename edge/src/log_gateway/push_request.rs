@@ -81,7 +81,7 @@ fn malformed(message: impl Into<std::borrow::Cow<'static, str>>) -> ApiError {
     ApiError::invalid_request(message)
 }
 
-/// Why a batch is over a bound, in the words of its sender.
+/// Why a batch is over a bound, in the sender's terms.
 fn too_many(what: &str, most: usize) -> String {
     format!("the batch has more than {most} {what}; send it in parts")
 }

@@ -92,7 +92,7 @@ fn check(
         return Err(ProofFault::Foreign("allocation"));
     }
     if booted != Some(report.boot_id.to_string().as_str()) {
-        return Err(ProofFault::Foreign("boot than the one the agent was last heard in"));
+        return Err(ProofFault::Foreign("boot than the one of the agent's last contact"));
     }
     if report.leftovers().next().is_some() {
         return Err(ProofFault::Leftovers(leftovers(&report)));

@@ -65,7 +65,7 @@ impl WebhookCounters {
         all.into_iter().try_for_each(|counter| registry.register(Box::new(counter.clone())))
     }
 
-    /// A stored event was heeded.
+    /// A stored event was processed.
     pub fn processed(&self) {
         self.processed_success.inc();
     }

@@ -49,7 +49,7 @@ impl SharedTickets {
         if (32..=64).contains(&length) { Ok(Self { secret, trust: [0; 32] }) } else { Err(TicketSecretLength(length)) }
     }
 
-    /// The tickets of sessions that were verified under this trust: under another they do not open, and the session is verified anew.
+    /// The tickets of sessions that were verified under this trust: under another they do not open, and the session is verified again.
     #[must_use]
     pub fn under(&self, trust: [u8; 32]) -> Self {
         Self { secret: self.secret.clone(), trust }

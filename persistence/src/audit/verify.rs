@@ -335,7 +335,7 @@ impl<'a> ChainWalk<'a> {
         for head in heads {
             self.check_signature(head)?;
             if head.head.hash != self.hash {
-                let says = "rows and seals up to here were written anew: a signed head of this number says otherwise";
+                let says = "rows and seals up to here were rewritten: a signed head of this number says otherwise";
                 return Err(self.finding(FindingKind::Altered, Some(self.number), Some(head.head.position()), says));
             }
             self.heads += 1;

@@ -153,7 +153,7 @@ impl IdentityProvider {
 
     /// The claims that a login of this user would get now, to be changed and passed to [`Self::mint`].
     pub fn claims_of(&self, username: &str) -> anyhow::Result<Value> {
-        let person = self.person(username).with_context(|| format!("nobody is called {username}"))?;
+        let person = self.person(username).with_context(|| format!("there is no user {username}"))?;
         Ok(self.issuer.claims(&person))
     }
 

@@ -52,7 +52,7 @@ impl Authority {
         let key_path = folder.join("ca.key");
         let there = std::fs::read_to_string(&key_path).ok().zip(std::fs::read_to_string(folder.join("ca.pem")).ok());
         if let Some((key, certificate_pem)) = there {
-            let key = KeyPair::from_pem(&key).context("the authority's key cannot be read; begin anew with --fresh")?;
+            let key = KeyPair::from_pem(&key).context("the authority's key cannot be read; start over with --fresh")?;
             return Self::of(folder, key, certificate_pem);
         }
         let key = KeyPair::generate()?;

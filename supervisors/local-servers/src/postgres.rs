@@ -427,7 +427,7 @@ impl Home {
         let has = files::version_of(&programs.join("postgres")).and_then(|version| version.first().copied());
         if has.is_some_and(|major| is.trim() != major.to_string()) {
             bail!(
-                "the data in {} is of Postgres {}, and the programs in {} are of another version; begin anew with --fresh",
+                "the data in {} is of Postgres {}, and the programs in {} are of another version; start over with --fresh",
                 self.path.display(),
                 is.trim(),
                 programs.display()

@@ -39,7 +39,7 @@ impl SavedSettings {
     pub fn open(path: &Path) -> anyhow::Result<Self> {
         let values = match std::fs::read(path) {
             Ok(bytes) => serde_json::from_slice(&bytes)
-                .with_context(|| format!("{} cannot be read; begin anew with --fresh", path.display()))?,
+                .with_context(|| format!("{} cannot be read; start over with --fresh", path.display()))?,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => BTreeMap::new(),
             Err(error) => return Err(error).with_context(|| format!("{} cannot be read", path.display())),
         };
@@ -87,7 +87,7 @@ impl SavedSettings {
 
     fn port_within(&self, name: &str, limit: Duration) -> anyhow::Result<SavedPort> {
         if let Some(text) = self.get(name) {
-            let number = text.parse().with_context(|| format!("{name} is no port; begin anew with --fresh"))?;
+            let number = text.parse().with_context(|| format!("{name} is no port; start over with --fresh"))?;
             let until = Instant::now() + limit;
             let is_free = || std::net::TcpListener::bind(("127.0.0.1", number)).is_ok();
             while !is_free() && Instant::now() < until {
@@ -95,7 +95,7 @@ impl SavedSettings {
             }
             if !is_free() {
                 bail!(
-                    "port {number}, which this environment has for {name}, is taken by another program: stop that one, or begin anew with \
+                    "port {number}, which this environment has for {name}, is taken by another program: stop that one, or start over with \
                      --fresh"
                 );
             }

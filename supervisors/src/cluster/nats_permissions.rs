@@ -180,7 +180,7 @@ mod tests {
     }
 
     const HEAD: &str = "# What a member's user of NATS may do\n\n\
-        <!-- Made by the code: `UPDATE_DOCS=1 cargo test -p supervisors nats_permissions` writes it anew. -->\n\n\
+        <!-- Made by the code: `UPDATE_DOCS=1 cargo test -p supervisors nats_permissions` regenerates it. -->\n\n\
         Each member has a user of NATS of its own, whose name is `SVC_MEMBER_NAME`. Give it what its roles need and nothing else; \
         `gpuaas nats-permissions --name NAME --roles ROLES` prints `permissions` for the server's configuration, with all that the roles need \
         together. Keep the members' users in an account of their own: users and leaf nodes of other accounts then see none of these \
@@ -214,7 +214,7 @@ mod tests {
         let written = std::fs::read_to_string(path).unwrap_or_default();
         assert!(
             written == page(),
-            "deploy/docs/src/reference/nats-permissions.md is not what the code says; write it anew with UPDATE_DOCS=1"
+            "deploy/docs/src/reference/nats-permissions.md is not what the code says; regenerate it with UPDATE_DOCS=1"
         );
     }
 }

@@ -130,7 +130,7 @@ impl Notifier {
                 Ok(Some((event, notifications))) => self.publish(&message, &event, notifications).await,
                 Ok(None) => AckKind::Term,
                 Err(error) => {
-                    tracing::warn!(%error, subject = %message.subject, "nobody can be told of an event yet");
+                    tracing::warn!(%error, subject = %message.subject, "an event cannot be published to clients yet");
                     AckKind::Nak(Some(RETRY_AFTER))
                 }
             };

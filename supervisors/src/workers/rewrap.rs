@@ -85,7 +85,7 @@ impl Rewrapper {
                 () = self.wake.notified() => {}
             }
             if let Err(error) = self.rewrap_once().await {
-                tracing::warn!(error = format!("{error:#}"), "sealing anew is interrupted, and goes on");
+                tracing::warn!(error = format!("{error:#}"), "resealing is interrupted and continues");
             }
         }
     }
@@ -170,7 +170,7 @@ impl Rewrapper {
         if let Err(error) =
             self.directory.ask::<M>(&self.permit, outdated.entity.id, command.into(), self.command_context()).await
         {
-            tracing::debug!(resource_name = %outdated.entity, ?error, "not sealed anew yet");
+            tracing::debug!(resource_name = %outdated.entity, ?error, "not resealed yet");
         }
     }
 

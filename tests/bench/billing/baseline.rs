@@ -57,7 +57,7 @@ impl<'a> Baseline<'a> {
         ensure!(out.status.success(), "pgbench: {}\n{text}", String::from_utf8_lossy(&out.stderr));
         ensure!(self.sum().await? < before, "pgbench wrote nothing:\n{text}");
         let rate = text.lines().find_map(|line| line.strip_prefix("tps = ")?.split_whitespace().next()?.parse().ok());
-        rate.with_context(|| format!("pgbench said no rate:\n{text}"))
+        rate.with_context(|| format!("pgbench printed no rate:\n{text}"))
     }
 
     async fn sum(&self) -> anyhow::Result<i64> {

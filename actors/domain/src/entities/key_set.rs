@@ -23,7 +23,7 @@ use serde_json::json;
 
 /// The bound of retired keys in the set.
 const MAX_RETIRED: usize = 8;
-/// The bound of links in the chain: an agent that missed more rotations has to be enrolled anew.
+/// The bound of links in the chain: an agent that missed more rotations must enroll again.
 const MAX_LINKS: usize = 512;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

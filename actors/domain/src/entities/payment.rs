@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! created ──the processor has it──▶ open ──paid──▶ paid ──the account has it──▶ deposited
-//!    └──────nobody opened it────────┴──canceled, expired──▶ canceled, expired    └─the account cannot have it──▶ refused
+//!    └────────not opened────────────┴──canceled, expired──▶ canceled, expired    └─the account cannot have it──▶ refused
 //! ```
 //!
 //! Money that arrives after an end counts as any other. Messages of the processor arrive late, twice, in any order or never; each fact is
@@ -170,7 +170,7 @@ pub enum Rejection {
     Over { state: PhaseName },
     #[error("the payment is about {expected}, and this is about {given}")]
     Differs { expected: String, given: String },
-    #[error("it was paid as {as_of}, and somebody paid {again} too")]
+    #[error("it was paid as {as_of}, and {again} was paid too")]
     PaidTwice { as_of: String, again: String },
     #[error("nothing of it is in the account that could be given back: the payment is {state}")]
     NotPaid { state: PhaseName },
@@ -354,7 +354,7 @@ impl Payment {
             json!({ "amount_minor": self.amount_minor, "currency": self.currency.as_str(), "account_id": account_id }),
         );
         let reply = self.shown();
-        Ok(Transition::to(self, reply, "somebody wants to pay").audit(audit))
+        Ok(Transition::to(self, reply, "a user wants to pay").audit(audit))
     }
 
     fn opened(&self, processor_id: String, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
@@ -378,7 +378,7 @@ impl Payment {
         match self.phase {
             Phase::Created { until } if ctx.now >= until => {
                 let next = Self { phase: Phase::Expired { at: ctx.now, why }, ..self.clone() };
-                self.transition(next, "nobody opened it at the processor", ctx)
+                self.transition(next, "it was not opened at the processor", ctx)
             }
             Phase::Created { .. }
             | Phase::Open { .. }

@@ -166,7 +166,7 @@ impl machine::Rejection for Rejection {
                 let (low, high) = (low.name(), high.name());
                 let message = format!(
                     "With this value {low} ({smallest}) would be over {high} ({largest}) from {at} on, \
-                 for those whom the values of scope {with} concern too; change the other one first."
+                 for the users to which the values of scope {with} also apply; change the other one first."
                 );
                 policy_out_of_bounds(key, message)
                     .detail("crosses", json!({ low: smallest, high: largest, "at": at, "scope_kind": with.kind() }))
@@ -201,7 +201,7 @@ impl machine::Rejection for Rejection {
             }
             Self::TooManyAhead { limit } => Explanation::conflict(format!(
                 "{limit} values lie ahead, which is the most; wait until one has come to pass, or \
-                 write it anew under its effective_at."
+                 write it again under its effective_at."
             )),
             Self::TooManyScopes { limit } => Explanation::conflict(format!(
                 "{limit} scopes have values of their own, which is the most; set this one for a plan \

@@ -245,9 +245,10 @@ impl Machine for ProcessorEvent {
 
     fn deadline(&self) -> Option<Deadline> {
         match self.phase {
-            Phase::Received { .. } | Phase::Retrying { .. } => {
-                Some(Deadline::new(self.received_at + OVERDUE_AFTER, "what the payment processor said is to be heeded"))
-            }
+            Phase::Received { .. } | Phase::Retrying { .. } => Some(Deadline::new(
+                self.received_at + OVERDUE_AFTER,
+                "the payment processor's event waits to be processed",
+            )),
             // Overdue from its start on: no retry happens by itself.
             Phase::Dead { since } => {
                 Some(Deadline::new(since, "an operator is to have it tried again or to dismiss it"))
@@ -297,7 +298,7 @@ impl ProcessorEvent {
                     phase,
                 };
                 let due = (!nothing_follows).then(|| event.due());
-                let step = Transition::to(event, Reply::Kept { is_new: true }, "the payment processor said it");
+                let step = Transition::to(event, Reply::Kept { is_new: true }, "the payment processor sent it");
                 Ok(due.into_iter().fold(step, Transition::event))
             }
             Fact::Processed { .. } | Fact::Failed { .. } => Err(Rejection::NotFound),
@@ -386,7 +387,7 @@ impl ProcessorEvent {
     fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let said_again = |phase| {
             let next = Self { phase, ..self.clone() };
-            Transition::to(next, Reply::Done, "nobody has heeded it yet").event(self.due())
+            Transition::to(next, Reply::Done, "it is not processed yet").event(self.due())
         };
         match self.phase {
             Phase::Received { again } if again.is_due(ctx.now) => {
@@ -399,7 +400,7 @@ impl ProcessorEvent {
                 if self.body_enc.is_some() && ctx.now >= at + BODY_KEPT_FOR =>
             {
                 let next = Self { body_enc: None, ..self.clone() };
-                Transition::to(next, Reply::Done, "nobody needs its body any more")
+                Transition::to(next, Reply::Done, "its body is no longer needed")
             }
             Phase::Received { .. }
             | Phase::Retrying { .. }

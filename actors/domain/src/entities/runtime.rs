@@ -108,7 +108,7 @@ impl Machine for RestartRecord {
             return Err(Rejection::AnotherPart);
         }
         let audit = audit(&what, reason.as_deref(), ctx);
-        let why = format!("{what} is to be started anew");
+        let why = format!("{what} is to be restarted");
         let restarts = state.map_or(0, |it| it.restarts).saturating_add(1);
         let last = RestartEntry { by: ctx.by.to_string(), at: ctx.now, reason };
         Ok(Transition::to(Self { part: what, restarts, last }, Reply, why).audit(audit))

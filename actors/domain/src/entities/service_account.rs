@@ -98,7 +98,7 @@ pub enum Rejection {
     KeyNotFound,
     #[error("the service account exists already")]
     Exists,
-    #[error("whoever makes a service account has the roles that it gets")]
+    #[error("the creator of a service account must have the roles that it gets")]
     RolesNotHeld,
     #[error("{limit} keys are valid, which is the most; revoke one first")]
     TooManyKeys { limit: i64 },

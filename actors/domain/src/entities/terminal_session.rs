@@ -295,7 +295,7 @@ impl Machine for TerminalSession {
 
     fn deadline(&self) -> Option<Deadline> {
         match &self.phase {
-            Phase::Opened { until } => Some(Deadline::new(*until, "nobody has connected with the token")),
+            Phase::Opened { until } => Some(Deadline::new(*until, "no client has connected with the token")),
             Phase::Attached { .. } => Some(Deadline::new(self.ends_at, "the session's lifetime")),
             Phase::Detached { until, .. } => {
                 Some(Deadline::new(self.detached_until(*until), "no connection has come back"))

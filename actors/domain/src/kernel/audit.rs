@@ -49,8 +49,8 @@ actions! {
     NodesExpireEnrollment "nodes.expire_enrollment": "a token or an enrollment was not used in time";
     NodesActivate "nodes.activate": "an enrolled agent polled and its inventory matched";
     NodesRenewCertificate "nodes.renew_certificate": "an agent renewed its certificate";
-    NodesLose "nodes.lose": "an active node was not heard and counts as offline";
-    NodesFind "nodes.find": "an offline node was heard again";
+    NodesLose "nodes.lose": "an active node sent nothing in time and counts as offline";
+    NodesFind "nodes.find": "an offline node was in contact again";
     NodesQuarantine "nodes.quarantine": "a node was taken out of rent, by an operator, its health, drift or a clone";
     NodesReleaseQuarantine "nodes.release_quarantine": "a quarantined node was given its state back, or what held it there was over: holds, left";
     NodesClearFinding "nodes.clear_finding": "an administrator cleared a health finding: finding_id, probe, code, gpu_uuid, reason";
@@ -58,7 +58,7 @@ actions! {
     NodesDrained "nodes.drained": "the last allocation of a draining node ended: it is retired";
     NodesReactivate "nodes.reactivate": "a retired node was taken into service again";
     NodesRemove "nodes.remove": "a retired node was removed for good";
-    NodesRestart "nodes.restart": "the machine was started anew: its agent speaks from another boot; its allocations are kept";
+    NodesRestart "nodes.restart": "the machine was restarted: its agent reports another boot; its allocations are kept";
     NodesOrderTask "nodes.order_task": "an administrator ordered a task of the node itself";
     NodesStallTask "nodes.stall_task": "a task that must not happen twice was not reported on in time";
     NodesResumeTask "nodes.resume_task": "an operator looked at such a task and had it offered again";
@@ -81,7 +81,7 @@ actions! {
     TerminalsClose "terminals.close": "a terminal session ended by itself, by its user, with its allocation, or at its time";
     TerminalsKill "terminals.kill": "an administrator closed a terminal session";
     TerminalsChangeRecording "terminals.change_recording": "a policy switched the recording of a living session on or off, or changed its mode or bound";
-    TerminalsReadRecording "terminals.read_recording": "somebody read a session's recording, before the first byte went out";
+    TerminalsReadRecording "terminals.read_recording": "a caller was allowed to read a session's recording, before the first byte was sent";
     TerminalsForgetRecording "terminals.forget_recording": "a session's recording was older than it is kept, and is deleted";
 
     SkusCreate "skus.create": "an administrator made a catalog entry";
@@ -104,11 +104,11 @@ actions! {
     BillingOpen "billing.open": "an operator opened a billing account";
     BillingAdjust "billing.adjust": "an operator gave to an account or took from it: amount_minor, reason";
     BillingRefundAllocation "billing.refund_allocation": "an operator gave back of what an allocation had cost: refund_id, allocation_id, reason";
-    PaymentsCreate "payments.create": "somebody began to pay into an account: amount_minor, currency";
+    PaymentsCreate "payments.create": "a user began to pay into an account: amount_minor, currency";
     PaymentsRefund "payments.refund": "a payer asked money back: refund_id, amount_minor, reason";
     PaymentsReverse "payments.reverse": "a refund or a dispute was made, or undone, at the payment processor: reversal_id, what, amount_minor";
-    ProcessorEventsRetry "processor_events.retry": "an operator had what the payment processor said worked on anew: event_id, event_type, reason";
-    ProcessorEventsDismiss "processor_events.dismiss": "an operator said that nothing follows from what the payment processor said: event_id, event_type, reason";
+    ProcessorEventsRetry "processor_events.retry": "an operator had an event of the payment processor processed again: event_id, event_type, reason";
+    ProcessorEventsDismiss "processor_events.dismiss": "an operator dismissed an event of the payment processor: event_id, event_type, reason";
     PlatformRolesBind "platform_roles.bind": "a platform role was bound to a subject";
     PlatformRolesRevoke "platform_roles.revoke": "a platform role was revoked";
     ServiceAccountsCreate "service_accounts.create": "a service account was made";
@@ -118,15 +118,15 @@ actions! {
     KeysStage "keys.stage": "an operator had a new key trusted: purpose, key_id, version, reason";
     KeysActivate "keys.activate": "an operator put a key to use in place of the one before";
     KeysRetire "keys.retire": "a key is trusted no more; by force, with how many nodes it cut off";
-    NotificationEndpointsCreate "notification_endpoints.create": "somebody made an endpoint that is told of events: holder, kind, host";
+    NotificationEndpointsCreate "notification_endpoints.create": "a user created an endpoint that receives events: holder, kind, host";
     NotificationEndpointsUpdate "notification_endpoints.update": "an endpoint's URL, its events, or whether it is enabled was changed";
     NotificationEndpointsRotateSecret "notification_endpoints.rotate_secret": "an endpoint was given another secret; the one before signs for a day";
     NotificationEndpointsDelete "notification_endpoints.delete": "an endpoint was deleted, with the messages that waited: waiting, dead_letters";
     NotificationEndpointsTest "notification_endpoints.test": "an endpoint was sent a test message";
     NotificationEndpointsResend "notification_endpoints.resend": "dead letters were sent again: message_id, count, reason";
     NotificationEndpointsDismiss "notification_endpoints.dismiss": "dead letters were given up: message_id, count, reason";
-    NotificationsBroadcast "notifications.broadcast": "an operator said something to everybody who listens: severity, message";
-    RuntimeRestart "runtime.restart": "an operator had an entity or a worker started anew";
+    NotificationsBroadcast "notifications.broadcast": "an operator sent a broadcast to all connected clients: severity, message";
+    RuntimeRestart "runtime.restart": "an operator restarted an entity or a worker";
 }
 
 /// One row of the audit log. The shell adds the actor, the time and the correlation id.

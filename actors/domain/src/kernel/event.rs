@@ -49,7 +49,7 @@ impl EventRow {
     }
 }
 
-/// A row: `Variant: subject in stream, about the entity of that kind with that id, notification to whom { fields }`.
+/// A row: `Variant: subject in stream, about the entity of that kind with that id, notification of its audience { fields }`.
 macro_rules! events {
     ($(
         $(#[$doc:meta])*

@@ -121,7 +121,7 @@ policy_keys! {
     BillingOpenPaymentsPerUser = "billing.open_payments_per_user": int(20, 1, 1000), "Payments that may wait for one user to pay them at once.";
     BillingDepletionGrace = "billing.depletion_grace_seconds" for AccountHolder: int(300, 0, 86_400), "How long an uncovered allocation runs on.";
     BillingAdjustmentMax = "billing.adjustment_max_minor" for AccountHolder: int(100_000, 1, 100_000_000), "Most that an operator may give or take at once.";
-    BillingWebhookMaxAttempts = "billing.webhook_max_attempts" for Service: int(16, 1, 100), "Attempts at what the payment processor said before it waits for an operator.";
+    BillingWebhookMaxAttempts = "billing.webhook_max_attempts" for Service: int(16, 1, 100), "Attempts to process an event of the payment processor before it waits for an operator.";
     AllocationMaxConcurrent = "allocation.max_concurrent_per_user": int(50, 0, 10_000), "Allocations that one user may hold at once.";
     AllocationRefundWindow = "allocation.refund_window_days" for AccountHolder: int(30, 0, 365), "Refund eligibility.";
     AllocationIsolationModel = "allocation.isolation_model": one_of("user-revoke", &["user-revoke", FULL_REIMAGE]), "How a node is cleaned after a tenant.";
@@ -142,7 +142,7 @@ policy_keys! {
     RateLimitNodeLogPushes = "rate_limit.node_log_pushes_per_minute" for Service: int(600, 10, 100_000), "Batches of log lines of one node, at each replica.";
     RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute" for Service: int(600, 10, 1_000_000), "Refused access tokens and secrets of payments, per address; who has a good one is never hindered.";
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
-    TerminalDetachedTtl = "terminal.detached_ttl_seconds": int(900, 0, 86_400), "How long a terminal session to which nobody is connected waits for a connection to come back.";
+    TerminalDetachedTtl = "terminal.detached_ttl_seconds": int(900, 0, 86_400), "How long a detached terminal session waits for a new connection.";
     TerminalTokenTtl = "terminal.token_ttl_seconds": int(60, 5, 600), "How long a terminal token can be used.";
     TerminalReauthorize = "terminal.reauthorize_after_seconds": int(0, 0, 86_400), "A connection that is older, give or take 15 s, has to come again with a new token, which takes an access token that holds; 0: none has to.";
     TerminalSessionsPerAllocation = "terminal.sessions_per_allocation": int(10, 1, 50), "Terminal sessions that may be open on one allocation at once.";

@@ -60,7 +60,7 @@ task_types! {
     NodeValidate "node.validate" Requeue: "looks whether the machine is fit for tenants";
     DiagnosticsCollect "diagnostics.collect" Requeue: "says how the machine and its tenants stand";
     TerminalOpen "terminal.open" Expire: "opens a tenant's terminal";
-    NodeReimage "node.reimage" AwaitOperator: "writes the machine's system anew";
+    NodeReimage "node.reimage" AwaitOperator: "reinstalls the machine's system";
     AgentUpdate "agent.update" AwaitOperator: "replaces the agent";
     NodeReboot "node.reboot" AwaitOperator: "restarts the machine";
 }
@@ -114,7 +114,7 @@ mod tests {
         node.validate: requeue; looks whether the machine is fit for tenants (ordered by administrators); 1
         diagnostics.collect: requeue; says how the machine and its tenants stand (ordered by administrators); 3
         terminal.open: expire; opens a tenant's terminal; 3
-        node.reimage: await_operator; writes the machine's system anew; never
+        node.reimage: await_operator; reinstalls the machine's system; never
         agent.update: await_operator; replaces the agent; never
         node.reboot: await_operator; restarts the machine (ordered by administrators); 3
         ");

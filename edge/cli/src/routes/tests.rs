@@ -180,8 +180,8 @@ fn value<'a>(word: &'a str, route: &str, key_file: &'a str) -> &'a str {
         "WORKER" => "outbox-relay",
         "TASK-TYPE" => "node.validate",
         "SKU" if !route.contains("/skus") => "h100x8",
-        "SKU" | "NODE" | "TASK" | "ALLOCATION" | "SESSION" | "RECORDING" | "PAYMENT" | "ACCOUNT" | "EVENT" | "KEY"
-        | "SERVICE-ACCOUNT" | "ENDPOINT" | "MEMBER" | "BINDING" | "POLICY-VALUE" => ID,
+        "SKU" | "NODE" | "TASK" | "FINDING" | "ALLOCATION" | "SESSION" | "RECORDING" | "PAYMENT" | "ACCOUNT"
+        | "EVENT" | "KEY" | "SERVICE-ACCOUNT" | "ENDPOINT" | "MEMBER" | "BINDING" | "POLICY-VALUE" => ID,
         word => word,
     }
 }

@@ -15,7 +15,7 @@ use uuid::Uuid;
 #[schema(as = BillingAccount)]
 pub(in crate::api) struct AccountView {
     id: Uuid,
-    /// The user whom it belongs to; null where it is an organisation's.
+    /// Its user; null where it is an organisation's.
     user_id: Option<String>,
     /// The organisation that it belongs to; null where it is a user's.
     org_id: Option<String>,

@@ -28,7 +28,7 @@ const TEXT_EXAMPLES: &[(&str, &str)] = &[
     ("CurrencyCode", "EUR"),
     ("PolicyKey", "allocation.max_concurrent_per_user"),
     ("Reason", "a fan is to be replaced"),
-    ("Statement", "Two tenants; both have been told, and can move to h200-8."),
+    ("Statement", "Two tenants; both are informed and can move to h200-8."),
     ("Label", "laptop"),
     ("ResourceName", "training-7"),
     ("ReceiverUrl", "https://receiver.example/hooks"),

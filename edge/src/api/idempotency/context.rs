@@ -107,7 +107,7 @@ impl IdempotencyContext {
         self.0.committed.store(true, Ordering::Release);
     }
 
-    /// The response to a committed command is computed anew at each repetition. A refusal that commits nothing is stored all the same.
+    /// The response to a committed command is computed again at each repetition. A refusal that commits nothing is stored all the same.
     pub(crate) fn answer_changes(&self) {
         self.0.answer_changes.store(true, Ordering::Release);
     }

@@ -47,7 +47,7 @@ pub(in crate::api) struct NewEnrollment {
     reason: Reason,
     /// How long the token holds; policy `node.enrollment_token_ttl_seconds` where it is left out.
     ttl_seconds: Option<TokenTtl>,
-    /// The certificate that the node has now is void at once. Without it the node works on with it until it enrolls anew.
+    /// The certificate that the node has now is void at once. Without it the node works on with it until it enrolls again.
     #[serde(default)]
     revoke_current_certificate: bool,
 }

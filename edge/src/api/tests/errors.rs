@@ -81,7 +81,7 @@ fn page() -> String {
 
 const HEAD: &str = r#"# Errors
 
-<!-- Made by the code: `UPDATE_DOCS=1 cargo test -p edge errors_md` writes it anew. -->
+<!-- Made by the code: `UPDATE_DOCS=1 cargo test -p edge errors_md` regenerates it. -->
 
 Every answer that is no success has one shape, on every route of the public API and of the node API:
 
@@ -114,7 +114,7 @@ fn errors_md_matches_the_error_codes() {
     let differs = made.lines().zip(kept.lines()).find(|(made, kept)| made != kept);
     assert!(
         made == kept,
-        "deploy/docs/src/reference/errors.md is not what the code says; write it anew with UPDATE_DOCS=1. First difference: {differs:?}"
+        "deploy/docs/src/reference/errors.md is not what the code says; regenerate it with UPDATE_DOCS=1. First difference: {differs:?}"
     );
 }
 

@@ -4,7 +4,7 @@ use super::harness::{ApiHarness, PlacementOutcome};
 use crate::fleet_telemetry::{GpuSample, NodeSample};
 use chrono::TimeDelta;
 use domain::NodeId;
-use domain::allocation::{Allocation, Command};
+use domain::allocation::{Allocation, Fact};
 use serde_json::{Value, json};
 use uuid::Uuid;
 
@@ -74,7 +74,7 @@ async fn user_sees_the_load_of_their_own_gpus_since_the_allocation_is_active() {
     let before =
         NodeSample { received_at: api.services.environment.now() - TimeDelta::seconds(9), ..sample(&api, &["GPU-0"]) };
     api.services.fleet.record(node, before);
-    api.ask_as_system::<Allocation>(id, Command::Provisioned { node_id: node }).await;
+    api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
     let shown = telemetry().await;
     assert_eq!(
         (&shown["at"], &shown["gpus"][0]["utilization_percent"]),

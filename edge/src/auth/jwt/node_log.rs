@@ -49,7 +49,7 @@ struct Claims {
     jti: Uuid,
 }
 
-/// Whom a valid token names.
+/// The subject of a valid token.
 #[derive(Debug, PartialEq, Eq)]
 pub struct NodeLogTokenSubject {
     pub node_id: NodeId,

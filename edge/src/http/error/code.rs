@@ -165,7 +165,7 @@ impl Code {
                     "The route needs a role that the caller does not have.",
                     "The request names a project or a user that the access token does not speak for.",
                 ],
-                "Ask an administrator for the role, or use a token of somebody who has it. A role that was just given counts from the \
+                "Ask an administrator for the role, or use a token of a user who has it. A role that was just given counts from the \
                  next token on.",
             ),
             Self::NotFound => row(
@@ -174,7 +174,7 @@ impl Code {
                 "there is no such thing, or not for this caller",
                 &[
                     "No resource has this id.",
-                    "The resource is somebody else's: whether it exists is not told.",
+                    "The resource belongs to another user; the answer does not reveal whether it exists.",
                     "The path is no route of this API.",
                 ],
                 "Check the id against the list that it comes from, with a token of its owner, and the path against \
@@ -310,7 +310,7 @@ impl Code {
                      takes a few seconds.",
                     "The process is starting or stopping.",
                     "`onboarding_mode` is maas, and the bare-metal provider is missing, unreachable or failed in its prepare hook.",
-                    "Somebody wants to pay, and the operator has configured no payment processor.",
+                    "The operator has configured no payment processor, so no payment is possible.",
                 ],
                 "Try again after `Retry-After`, with the same `Idempotency-Key`: what was carried out is not carried out again.",
             )

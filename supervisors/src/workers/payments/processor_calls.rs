@@ -78,7 +78,7 @@ impl ProcessorCalls {
         };
         match timeout(CALL_TIMEOUT, self.execute(&updater, call)).await {
             Ok(Ok(UpdateOutcome::Done { .. })) => {}
-            Ok(Ok(UpdateOutcome::NotOurs)) => tracing::warn!("the payment of an errand is not there"),
+            Ok(Ok(UpdateOutcome::NotOurs)) => tracing::warn!("a processor call names an unknown payment"),
             Ok(Ok(UpdateOutcome::Rejected(why))) => {
                 tracing::warn!(why, "the payment processor's word contradicts the payment");
             }
@@ -87,9 +87,9 @@ impl ProcessorCalls {
                 tracing::info!("another member holds the lease of this refund");
             }
             Ok(Err(error)) => {
-                tracing::warn!(error = %error, errand = call.name(), "an errand to the payment processor came to nothing");
+                tracing::warn!(error = %error, call = call.name(), "a call to the payment processor failed");
             }
-            Err(_) => tracing::warn!(errand = call.name(), "an errand to the payment processor took too long"),
+            Err(_) => tracing::warn!(call = call.name(), "a call to the payment processor timed out"),
         }
         by.settle(delivery).await
     }
@@ -138,7 +138,7 @@ impl ProcessorCalls {
 async fn open(updater: &PaymentUpdater, payment_id: PaymentId) -> Result<UpdateOutcome, ProcessorCallError> {
     let Some(found) = updater.processor.find_payment(payment_id, created_before(payment_id)).await? else {
         // The payment knows whether a request may still open it.
-        let why = "nobody opened it at the payment processor".to_owned();
+        let why = "it was not opened at the payment processor".to_owned();
         return Ok(outcome_of(updater.ask(payment_id, "open", Fact::Lapse { why }).await?));
     };
     let processor_id = found.processor_id;

@@ -181,7 +181,7 @@ fn count(event: &ProcessorEvent, fact: &Fact) {
     match fact {
         Fact::Failed { why } => {
             COUNTERS.processing_failed();
-            tracing::warn!(event_id, event_type, why, "what the payment processor said could not be carried out");
+            tracing::warn!(event_id, event_type, why, "an event of the payment processor cannot be applied");
         }
         Fact::Processed { outcome } => {
             COUNTERS.processed();
@@ -192,7 +192,7 @@ fn count(event: &ProcessorEvent, fact: &Fact) {
                 event_id,
                 event_type,
                 outcome = outcome.name(),
-                "what the payment processor said was heeded"
+                "an event of the payment processor was processed"
             );
         }
         Fact::Receive { .. } => {}

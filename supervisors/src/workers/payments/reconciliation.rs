@@ -69,7 +69,7 @@ pub enum ReconciliationError {
     Processor(#[from] ProcessorError),
     #[error(transparent)]
     Store(#[from] StoreError),
-    #[error("{count} could not be told, the last one because: {why}")]
+    #[error("{count} updates could not be delivered, the last one because: {why}")]
     Update { count: usize, why: UpdateError },
 }
 
@@ -136,7 +136,7 @@ impl Reconciler {
     async fn reconcile_once(&self) {
         match self.compare().await {
             Ok(0) => {}
-            Ok(missed) => tracing::warn!(missed, "nobody had told of what the payment processor did"),
+            Ok(missed) => tracing::warn!(missed, "events of the payment processor were missed"),
             Err(error) => {
                 self.failed.inc();
                 tracing::warn!(error = %error, "the payment processor's books could not be compared");
@@ -235,7 +235,11 @@ impl Reconciler {
             Ok(UpdateOutcome::Done { is_new: true }) => {
                 run.missed += 1;
                 self.missed.inc();
-                tracing::warn!(processor.id = id, status, "a {what} at the payment processor that nobody had told of");
+                tracing::warn!(
+                    processor.id = id,
+                    status,
+                    "a {what} at the payment processor of which no event arrived"
+                );
             }
             Ok(UpdateOutcome::Done { is_new: false } | UpdateOutcome::NotOurs) => {}
             Ok(UpdateOutcome::Rejected(why)) => {

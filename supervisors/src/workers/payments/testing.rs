@@ -171,7 +171,7 @@ impl FakeProcessor {
 
 impl Processor for FakeProcessor {
     fn checkout<'a>(&'a self, _: &'a Checkout) -> ProcessorFuture<'a, OpenedCheckout> {
-        self.answer(|_| Err(ProcessorError::Later("nobody opens anything here".to_owned())))
+        self.answer(|_| Err(ProcessorError::Later("this fake opens nothing".to_owned())))
     }
 
     fn find_payment(&self, payment_id: PaymentId, _: DateTime<Utc>) -> ProcessorFuture<'_, Option<OpenedCheckout>> {

@@ -64,7 +64,7 @@ impl Allocation {
             Some(kept) => *kept = sealed,
             None => return Transition::stay(Box::new(next)),
         }
-        next.transition("its request was sealed anew")
+        next.transition("its request was sealed under another key")
     }
 
     pub(super) fn release(

@@ -705,7 +705,7 @@ impl AccountSimulation {
             self.bench.pass(3_600);
             self.obey();
         }
-        assert!(self.bench.it().meters.is_empty(), "somebody is metered for ever: {:#?}", self.bench.it());
+        assert!(self.bench.it().meters.is_empty(), "an allocation is metered for ever: {:#?}", self.bench.it());
         for (n, truth) in self.truths.iter().enumerate() {
             let used = truth.from.zip(truth.until);
             let owed = used.map_or(MicroAmount::ZERO, |(from, until)| truth.rate.over(from, until));

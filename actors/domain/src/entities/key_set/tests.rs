@@ -190,7 +190,7 @@ proptest! {
             prop_assert_eq!((link.version, &link.keys), (next.version, &next.listed()));
             let trusted_before = set.listed();
             let active = next.listed().into_iter().find(|key| key.phase == Phase::Active).unwrap();
-            prop_assert!(trusted_before.iter().any(|key| key.id == active.id), "nobody signs with what was never trusted");
+            prop_assert!(trusted_before.iter().any(|key| key.id == active.id), "no key signs that was never trusted");
             prop_assert_eq!((step.audit.len(), step.events.len()), (1, 1));
             prop_assert!(next.chain.len() <= MAX_LINKS);
             prop_assert_eq!(next.state() == "settled", next.deadline().is_none());

@@ -183,7 +183,7 @@ impl Node {
             Some(report) => {
                 next.health =
                     NodeHealth { reports_findings: true, status: self.health.status, ..NodeHealth::default() };
-                next.note_findings(report, ctx);
+                next.note_findings(report, self.seen.as_ref().map(|seen| seen.last_seen_at), ctx);
             }
             None => next.health = NodeHealth { status, alerts, ..NodeHealth::default() },
         }
@@ -211,10 +211,7 @@ impl Node {
             let message = "The agent reports critical health; repair the machine, then release the quarantine.";
             return Some((StateCode::HealthCritical, message.to_owned()));
         }
-        let life = match &self.life {
-            Phase::Quarantined { was } => was,
-            other => other,
-        };
+        let life = if let Phase::Quarantined { was } = &self.life { was } else { &self.life };
         let is_in_service = matches!(life, Phase::Active | Phase::Offline | Phase::Draining { .. });
         let drift = self.mismatch().filter(|_| is_in_service && !self.is_held_by(HoldAuthor::Drift))?;
         Some((StateCode::InventoryDrift, drift))

@@ -6,6 +6,7 @@ use crate::event::GpuDevice;
 use crate::finding::{FindingCause, FindingClass, FindingRule, FindingScope, Repair};
 use crate::id::{AllocationId, FindingId};
 use crate::machine::{Timestamp, Transition, TransitionContext};
+use crate::policy::{PolicyKey, Scopes};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -108,12 +109,12 @@ impl NodeFinding {
     }
 
     /// Takes over what the agent reports. A cleared finding is open again where it occurred again.
-    fn update(&mut self, reported: ReportedFinding, sent_at: Timestamp, now: Timestamp) {
+    fn update(&mut self, reported: ReportedFinding, clock: &ReportClock) {
         let occurred_again =
             !self.is_reported || reported.boot_id != self.reported.boot_id || reported.count > self.reported.count;
         if occurred_again && !self.is_open() {
             self.cleared = None;
-            self.opened_at = by_our_clock(reported.last_at, sent_at, now);
+            self.opened_at = clock.ours(reported.last_at);
         }
         self.is_reported = true;
         self.reported = reported;
@@ -141,15 +142,34 @@ impl NodeFinding {
     }
 }
 
-/// A time of the node's clock by the control plane's, as long ago as the node says: clocks differ, and a fault is never ahead of its report.
-fn by_our_clock(at: Timestamp, sent_at: Timestamp, now: Timestamp) -> Timestamp {
-    (now - (sent_at - at)).min(now)
+/// The clock of a node against the control plane's.
+struct ReportClock {
+    sent_at: Timestamp,
+    now: Timestamp,
+    /// A time of the node's that is earlier is wrong, or of a fault that could not be known: no meter is stopped before it.
+    earliest: Timestamp,
+}
+
+impl ReportClock {
+    /// A time of the node's clock, as long ago as the node says: clocks differ, and a fault is never ahead of its report.
+    fn ours(&self, at: Timestamp) -> Timestamp {
+        (self.now - (self.sent_at - at)).max(self.earliest).min(self.now)
+    }
 }
 
 impl Node {
-    /// Takes over the report of a heartbeat.
-    pub(super) fn note_findings(&mut self, report: FindingReport, ctx: &TransitionContext<'_>) {
+    /// Takes over the report of a heartbeat. The contact before it was at `last_seen_at`.
+    pub(super) fn note_findings(
+        &mut self,
+        report: FindingReport,
+        last_seen_at: Option<Timestamp>,
+        ctx: &TransitionContext<'_>,
+    ) {
         let FindingReport { sent_at, findings, is_truncated } = report;
+        // The time of the last contact lags by a part of the policy's.
+        let tolerance = ctx.policy.seconds(PolicyKey::NodeOfflineAfter, &Scopes::global(), ctx.now);
+        let earliest = last_seen_at.unwrap_or(self.registered_at) - tolerance;
+        let clock = ReportClock { sent_at, now: ctx.now, earliest };
         for known in self.findings.iter_mut().filter(|known| known.is_reported && !is_truncated) {
             if !findings.iter().any(|reported| known.is_the_same_as(reported)) {
                 known.end(ctx.now);
@@ -157,10 +177,10 @@ impl Node {
         }
         for (n, reported) in (1..).zip(findings) {
             if let Some(known) = self.findings.iter_mut().find(|known| known.is_the_same_as(&reported)) {
-                known.update(reported, sent_at, ctx.now);
+                known.update(reported, &clock);
                 continue;
             }
-            let opened_at = by_our_clock(reported.first_at, sent_at, ctx.now);
+            let opened_at = clock.ours(reported.first_at);
             let id = FindingId(ctx.new_id(n));
             self.findings.push(NodeFinding { id, reported, opened_at, is_reported: true, cleared: None });
         }

@@ -182,7 +182,7 @@ fn retire(drain: bool) -> Request {
     Request::Retire { reason: "r".into(), drain }
 }
 
-/// A node at an instant, under a policy, with what its last step said.
+/// A node at an instant, under a policy, with the events of its last step.
 #[derive(Clone)]
 struct Story {
     node: Node,

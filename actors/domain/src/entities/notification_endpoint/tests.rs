@@ -144,7 +144,7 @@ fn message_is_due_at_once_and_removed_when_delivered() {
     assert!(story.send(delivered(1)));
     assert_eq!((story.due(), story.it().timer()), (None, None));
     assert!(!story.send(delivered(1)), "an answer that is repeated changes nothing");
-    assert!(!story.enqueue(1), "an event that is repeated is not told again");
+    assert!(!story.enqueue(1), "a repeated event is not queued again");
 }
 
 #[test]

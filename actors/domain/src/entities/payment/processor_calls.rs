@@ -56,7 +56,7 @@ impl Payment {
         };
         let resent: Vec<_> = self.outstanding_events().into_iter().chain(self.status_checks(ctx.now)).collect();
         let again = (!resent.is_empty()).then(|| again.next(ctx.now));
-        let step = Transition::to(Self { again, ..self.clone() }, Reply::Done, "what is not answered is said again");
+        let step = Transition::to(Self { again, ..self.clone() }, Reply::Done, "what is not answered is sent again");
         resent.into_iter().fold(step, Transition::event)
     }
 

@@ -347,7 +347,7 @@ fn payment_is_deposited_and_opens_the_account() {
     assert_eq!(world.it().state(), "paid");
     world.hear_all();
     assert_eq!((world.it().state(), world.it().left_minor(), world.balance()), ("deposited", 5_000, 5_000));
-    assert_eq!(world.it().timer(), None, "nobody owes anything");
+    assert_eq!(world.it().timer(), None, "no call is owed");
     let posting = &world.ledger[0];
     assert_eq!(
         (posting.kind, posting.source.as_ref().unwrap().payment_id),
@@ -406,7 +406,7 @@ fn payment_matches_its_request_and_is_paid_once() {
     world.send(0, paid(5_000, "EUR", "pi_7")).unwrap();
     assert!(matches!(world.send(0, paid(5_000, "EUR", "pi_8")), Err(Rejection::PaidTwice { .. })));
     world.pay_charge("pi_7", "ch_7");
-    assert_eq!(world.it().charge_id.as_deref(), Some("ch_7"), "which one it was may be heard later");
+    assert_eq!(world.it().charge_id.as_deref(), Some("ch_7"), "the charge may become known later");
 }
 
 impl PaymentHarness {
@@ -444,7 +444,7 @@ fn payment_after_its_end_counts_as_paid() {
 fn unanswered_request_is_resent_until_it_is_answered() {
     let mut world = PaymentHarness::new();
     world.create_as(0, 5_000).unwrap();
-    assert!(world.bus.is_empty(), "whoever created it is opening it");
+    assert!(world.bus.is_empty(), "its creator is opening it");
     world.pass(TimeDelta::seconds(10));
     assert!(matches!(world.bus.pop(), Some(Event::PaymentOpeningDue { .. })));
     world.send(0, Fact::Opened { processor_id: "pi_100".into() }).unwrap();
@@ -468,12 +468,12 @@ fn unanswered_request_is_resent_until_it_is_answered() {
     let mut lapsed = PaymentHarness::new();
     lapsed.create_as(0, 5_000).unwrap();
     lapsed.send(0, Fact::Lapse { why: "not there".into() }).unwrap();
-    assert_eq!(lapsed.it().state(), "created", "somebody may still come to open it");
+    assert_eq!(lapsed.it().state(), "created", "it may still be opened");
     lapsed.now += OPEN_FOR;
     lapsed.send(0, Fact::Lapse { why: "not there".into() }).unwrap();
     assert_eq!((lapsed.it().state(), lapsed.it().timer()), ("expired", None));
     let opened = lapsed.send(0, Fact::Opened { processor_id: "pi_100".into() });
-    assert!(matches!(opened, Err(Rejection::Over { .. })), "whoever opened it too late must cancel it");
+    assert!(matches!(opened, Err(Rejection::Over { .. })), "a checkout that was opened too late must be canceled");
 }
 
 #[test]
@@ -669,7 +669,7 @@ fn own_refund_received_as_a_reversal_is_debited_once() {
     assert_eq!((world.balance(), world.it().left_minor()), (3_000, 3_000));
 }
 
-/// A payment in each state that is told apart, by name.
+/// A payment in each distinguished state, by name.
 fn every_state() -> Vec<(&'static str, PaymentHarness)> {
     let mut created = PaymentHarness::new();
     created.create_as(0, 5_000).unwrap();

@@ -148,7 +148,7 @@ impl Sku {
         match &self.pending {
             Some(pending) if pending.until <= ctx.now => {
                 let audit = self.audit(AuditAction::SkusExpireApproval, json!({ "expired": pending.first }));
-                self.without_pending("nobody else approved in time".to_owned()).audit(audit)
+                self.without_pending("no second approval arrived in time".to_owned()).audit(audit)
             }
             Some(_) | None => Transition::stay(Box::new(self.clone())),
         }

@@ -28,11 +28,11 @@ pub trait Command: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 's
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum AnyCommand<R, F, M = TickOnly> {
-    /// A caller, an administrator or an agent asks for something.
+    /// What a caller, an administrator or an agent requests.
     Request(R),
-    /// Another part of the service reports what happened, or what follows from it.
+    /// What another part of the service reports, or what follows from that here.
     Fact(F),
-    /// The service maintains the entity.
+    /// What the service does to the entity by itself.
     Maintenance(M),
 }
 
@@ -65,7 +65,7 @@ pub trait Maintenance: CommandSort {
     const TICK: Self;
 }
 
-/// The maintenance of a machine that has nothing but its deadlines to look at.
+/// The maintenance of a machine that has no other than its tick.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
 #[serde(tag = "command", rename_all = "snake_case")]
 #[strum(serialize_all = "snake_case")]
@@ -73,7 +73,7 @@ pub enum TickOnly {
     Tick,
 }
 
-/// A machine's requests and facts, written where its command is wanted.
+/// `From` of the sorts of a module's commands for its `Command`, so that a request or a fact can be given where a command is expected.
 macro_rules! impl_command_from {
     ($($sort:ident),+) => {$(
         impl From<$sort> for Command {

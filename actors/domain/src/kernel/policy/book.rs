@@ -360,7 +360,7 @@ mod tests {
         let mut book = PolicyBook::default();
         book.set(DEPOSITS.0, user.clone(), at(10), PolicyValue::Int(5000)).unwrap();
         book.set(DEPOSITS.1, bob, at(0), PolicyValue::Int(2000)).unwrap();
-        assert_eq!(book.crossing(DEPOSITS, &user, at(0)), None, "nobody is both ann and bob");
+        assert_eq!(book.crossing(DEPOSITS, &user, at(0)), None, "no user is both ann and bob");
         book.set(DEPOSITS.1, org.clone(), at(20), PolicyValue::Int(4000)).unwrap();
         let crossing = CrossingBounds { at: at(20), low: 5000, high: 4000, with: org.clone() };
         assert_eq!(book.crossing(DEPOSITS, &user, at(0)), Some(crossing));

@@ -125,7 +125,7 @@ fn content(notification: &Notification) -> Option<Content> {
         "provisioning.release_failed" => Content::new(
             format!("The release of allocation {allocation} is delayed"),
             "Your allocation is being released, and the machine has not confirmed that everything of yours is removed. The \
-             service or its operators repeat the clean-up, and nobody else gets the GPUs before it has succeeded. Billing ended \
+             service or its operators repeat the clean-up, and no other tenant gets the GPUs before it has succeeded. Billing ended \
              when the release began. You do not have to do anything.",
         )
         .step("To see how it goes on", format!("gpuctl allocations events {allocation}")),

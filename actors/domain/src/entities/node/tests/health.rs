@@ -1,8 +1,8 @@
 //! Health findings: what follows from each row of the table for each GPU, and the holds of a quarantine.
 
 use super::*;
-use crate::id::FindingId;
 use crate::finding::{FindingCause, FindingClass, FindingRule, FindingScope, Repair, TABLE};
+use crate::id::FindingId;
 use crate::money::HourlyRate;
 use proptest::prelude::*;
 
@@ -42,12 +42,13 @@ impl Story {
     }
 
     fn faults(&self) -> Vec<(&str, Timestamp)> {
-        let fault = |event: &'_ Event| match event {
-            Event::TenantFaulted { reason, at, .. } => Some((reason.clone(), *at)),
-            _ => None,
-        };
-        let found: Vec<_> = self.said.iter().filter_map(fault).collect();
-        found.into_iter().map(|(reason, at)| (&*reason.leak(), at)).collect()
+        let mut found = Vec::new();
+        for event in &self.said {
+            if let Event::TenantFaulted { reason, at, .. } = event {
+                found.push((reason.as_str(), *at));
+            }
+        }
+        found
     }
 
     fn finding(&self, n: usize) -> FindingId {
@@ -209,6 +210,20 @@ fn meter_stops_at_the_time_of_the_fault_by_the_control_planes_clock() {
     let ahead = ReportedFinding { first_at: story.now + TimeDelta::hours(1), ..xid(79, TENANTS) };
     let now = story.now;
     assert_eq!(story.finds(&[ahead]).faults(), [("gpu_fault", now)]);
+}
+
+#[test]
+fn fault_that_is_dated_before_the_last_contact_stops_the_meter_no_earlier() {
+    let story = node().active().ready().after(TimeDelta::hours(5)).finds(&[]).after(TimeDelta::seconds(10));
+    let seen_at = story.node.seen.as_ref().unwrap().last_seen_at;
+    let wrong = ReportedFinding { first_at: Timestamp::UNIX_EPOCH, ..xid(79, TENANTS) };
+    let at = story.finds(&[wrong]).faults()[0].1;
+    assert_eq!(seen_at - at, TimeDelta::seconds(90));
+    // After a silence of the agent, all of it may be the fault's.
+    let silent = node().active().ready().after(TimeDelta::hours(5));
+    let fault = ReportedFinding { first_at: silent.now - TimeDelta::hours(4), ..xid(79, TENANTS) };
+    let wanted = silent.now - TimeDelta::hours(4);
+    assert_eq!(silent.finds(&[fault]).faults(), [("gpu_fault", wanted)]);
 }
 
 #[test]

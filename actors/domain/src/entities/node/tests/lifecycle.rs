@@ -39,6 +39,21 @@ fn token_enrolls_once() {
 }
 
 #[test]
+fn presented_token_is_checked_as_for_an_enrollment_and_not_consumed() {
+    let present = || Request::PresentToken { token_sha256: HASH };
+    let invited = node().invited().agent(present()).agent(present()).expect("bootstrap-issued");
+    let enrolled = invited.agent(enrollment()).expect("enrolling");
+    let refused = |cause| Rejection::TokenRefused { cause };
+    assert_eq!(enrolled.refuses(&agent(), present()), refused(EnrollmentTokenFault::Consumed));
+    assert_eq!(node().refuses(&agent(), present()), refused(EnrollmentTokenFault::NoneIssued));
+    assert_eq!(node().invited().at_its_timer().refuses(&agent(), present()), refused(EnrollmentTokenFault::Expired));
+    let wrong = Request::PresentToken { token_sha256: [8; 32] };
+    assert_eq!(node().invited().refuses(&agent(), wrong), refused(EnrollmentTokenFault::Mismatch));
+    let stranger = Principal::Node(NodeId(Uuid::from_u128(77)));
+    assert!(matches!(node().invited().refuses(&stranger, present()), Rejection::ForeignNode { .. }));
+}
+
+#[test]
 fn unused_token_expires_after_its_ttl() {
     let short = Request::IssueToken { token_id: TokenId(Uuid::nil()), token_sha256: HASH, ttl_seconds: Some(5) };
     let story = node().admin(short);
@@ -305,7 +320,7 @@ fn alert_that_prevents_allocation_stops_placement_while_active() {
     assert_eq!(
         other.node.tenant_messages(&of(0), start()),
         ["A GPU of this node has failed."],
-        "once, however often it is said"
+        "once, however often it is reported"
     );
     assert_eq!(other.node.gpus_free(), GPUS - 1, "a warning prevents nothing");
     assert_eq!(warned.after_heartbeat().node.gpus_free(), GPUS - 1);

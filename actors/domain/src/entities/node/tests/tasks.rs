@@ -41,7 +41,7 @@ fn ordered_task_is_dispatched_until_its_result_which_is_stored() {
 #[test]
 fn repeatable_task_without_result_is_requeued_with_a_higher_attempt() {
     let (story, task_id) = ordered(node().active().ready(), TaskType::DiagnosticsCollect);
-    assert_eq!(story.node.deadline(), None, "it needs nobody");
+    assert_eq!(story.node.deadline(), None, "it waits for no operator");
     let mut story = story.after(TimeDelta::seconds(600)).after_heartbeat().ticked();
     assert_eq!(phase(&story, task_id), (2, &NodeTaskPhase::Open));
     assert!(story.effects.contains(&Effect::WakeNode(NODE)));
