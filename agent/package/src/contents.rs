@@ -9,10 +9,14 @@ pub struct Unit {
 }
 
 /// Programs, which are installed in `bin/`.
-pub const PROGRAMS: &[&str] = &["gpuaas-agent", "gpuaas-installer"];
+pub const PROGRAMS: &[&str] = &["gpuaas-agent", "gpuaas-installer", "gpuaas-log-collector", "gpuaas-telemetry-edge"];
 
 /// Units, which are installed in `units/` and copied from there to systemd's folder.
-pub const UNITS: &[Unit] = &[Unit { name: "gpuaas-agent.service", is_agent: true }];
+pub const UNITS: &[Unit] = &[
+    Unit { name: "gpuaas-agent.service", is_agent: true },
+    Unit { name: "gpuaas-log-collector.service", is_agent: false },
+    Unit { name: "gpuaas-telemetry-edge.service", is_agent: false },
+];
 
 /// The folders of the package.
 pub const PROGRAM_FOLDER: &str = "bin";

@@ -122,6 +122,13 @@ async fn bare_machine_becomes_a_node_by_the_script_alone_in_both_delivery_modes(
         assert_eq!(machine.property(AGENT, "UnitFileState"), "enabled");
         assert_eq!(machine.run("ls -A /opt/gpuaas | sort | tr '\\n' ' '").trim(), ".lock current versions");
         assert_eq!(machine.run("stat -c %a /etc/gpuaas/agent.env").trim(), "600");
+        // The other units are there, for an administrator to enable.
+        for other in ["gpuaas-log-collector", "gpuaas-telemetry-edge"] {
+            let unit = machine.run(&format!("systemctl cat {other}"));
+            assert!(unit.contains(&format!("ExecStart=/opt/gpuaas/current/bin/{other}")), "{unit}");
+            machine.run(&format!("/opt/gpuaas/current/bin/{other} --help"));
+            assert_eq!(machine.property(&format!("{other}.service"), "ActiveState"), "inactive");
+        }
 
         // A later script sets the machine up again, with the version that is there.
         let later = self::script(&mut cluster, &node).await;
