@@ -1,6 +1,7 @@
 //! The context of a command, and its results.
 
 use crate::sharding::command_id;
+use domain::machine::RequestOrigin;
 use domain::{CommandId, EventId, Machine, Permit, Principal, Timestamp};
 use serde::{Deserialize, Serialize};
 use telemetry::SpanContext;
@@ -9,11 +10,8 @@ use telemetry::SpanContext;
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CommandContext {
     pub by: Principal,
-    pub correlation_id: String,
-    /// The trace that it belongs to (W3C Trace Context).
-    pub traceparent: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub tracestate: Option<String>,
+    #[serde(flatten)]
+    pub origin: RequestOrigin,
     /// Checked again when the command leaves the mailbox: after the deadline no caller waits. By the clock of this process; a command
     /// that is forwarded carries the remaining time.
     pub deadline: Timestamp,
@@ -26,19 +24,16 @@ pub struct CommandContext {
 }
 
 impl CommandContext {
-    /// A context under `permit`, with a deadline for the reply.
+    /// A context under `permit`, outside of any trace, with a deadline for the reply.
     #[must_use]
     pub fn new(permit: &Permit, correlation_id: impl Into<String>, deadline: Timestamp) -> Self {
-        Self {
-            by: permit.principal().clone(),
-            correlation_id: correlation_id.into(),
-            traceparent: None,
-            tracestate: None,
-            deadline,
-            command: None,
-            urgent: false,
-            patient: false,
-        }
+        Self::from_origin(permit, RequestOrigin::untraced(correlation_id), deadline)
+    }
+
+    /// A context for what `origin` caused.
+    #[must_use]
+    pub fn from_origin(permit: &Permit, origin: RequestOrigin, deadline: Timestamp) -> Self {
+        Self { by: permit.principal().clone(), origin, deadline, command: None, urgent: false, patient: false }
     }
 
     #[must_use]
@@ -59,18 +54,10 @@ impl CommandContext {
         self
     }
 
-    /// Sets the trace; a `tracestate` without a `traceparent` is dropped.
-    #[must_use]
-    pub fn traced(mut self, traceparent: Option<String>, tracestate: Option<String>) -> Self {
-        self.tracestate = tracestate.filter(|_| traceparent.is_some());
-        self.traceparent = traceparent;
-        self
-    }
-
     /// The caller's span, where it is in a trace.
     #[must_use]
     pub fn trace(&self) -> Option<SpanContext> {
-        self.traceparent.as_deref().and_then(SpanContext::parse)
+        self.origin.traceparent.as_deref().and_then(SpanContext::parse)
     }
 }
 

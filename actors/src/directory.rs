@@ -260,11 +260,11 @@ impl<'a> Visitor for RequestHandler<'a> {
 /// The span in which an entity executes a command; its consequences are child spans.
 fn span_of(entity: EntityRef, command: &'static str, context: &mut CommandContext) -> Span {
     let trace = context.trace().map(SpanContext::child);
-    context.traceparent = trace.map(SpanContext::traceparent);
+    context.origin.traceparent = trace.map(SpanContext::traceparent);
     error_span!(
         "command",
         service = "entities",
-        correlation_id = context.correlation_id,
+        correlation_id = context.origin.correlation_id,
         trace_id = trace.map(|trace| field::display(trace.trace_id())),
         span_id = trace.map(|trace| field::display(trace.span_id())),
         otel.parent = trace.and_then(SpanContext::parent_to_export),

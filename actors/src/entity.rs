@@ -179,7 +179,7 @@ impl<M: Machine> ActorState<M> {
 
 /// The span of a commit, where its trace is sampled.
 fn commit_span(above: &Span, commit: &Commit) -> Span {
-    match commit.traceparent.as_deref().and_then(SpanContext::parse) {
+    match commit.origin.traceparent.as_deref().and_then(SpanContext::parse) {
         Some(trace) if trace.is_sampled() => {
             let trace = trace.child();
             error_span!(

@@ -17,7 +17,7 @@ use crate::command_context::{AskError, AskResult, CommandContext, CommandReply};
 use crate::interfaces::{StoreReadError, Term};
 use domain::authz::authorize;
 use domain::commit::{CommandRecord, CompletedCommand, REFUSED, SetChange, Snapshot, Timer};
-use domain::machine::{AuditedRefusal, Command as _, TraceContext};
+use domain::machine::{AuditedRefusal, Command as _};
 use domain::policy::PolicyBook;
 use domain::redact::redact;
 use domain::{
@@ -345,11 +345,8 @@ impl<M: Machine> Shell<M> {
             now: now.at,
             policy: now.policy,
             by: &ask.context.by,
-            correlation_id: &ask.context.correlation_id,
-            trace: TraceContext {
-                parent: ask.context.traceparent.as_deref(),
-                state: ask.context.tracestate.as_deref(),
-            },
+            correlation_id: &ask.context.origin.correlation_id,
+            trace: ask.context.origin.trace(),
             seed: now.seed,
             id: self.id,
             version: self.version,
@@ -440,9 +437,7 @@ impl<M: Machine> Shell<M> {
             command_name: ask.command.name(),
             why: String::new(),
             actor: ask.context.by.to_string(),
-            correlation_id: ask.context.correlation_id.clone(),
-            traceparent: ask.context.traceparent.clone(),
-            tracestate: ask.context.tracestate.clone(),
+            origin: ask.context.origin.clone(),
             audit: Vec::new(),
             outbox: Vec::new(),
             postings: Vec::new(),

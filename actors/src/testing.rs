@@ -147,7 +147,7 @@ pub(crate) fn worker() -> Principal {
 
 pub(crate) fn user(user_id: &str, roles: &[TokenRole]) -> Principal {
     Principal::Caller(CallerIdentity {
-        user_id: user_id.to_owned(),
+        user_id: user_id.into(),
         roles: roles.iter().copied().collect(),
         org_id: None,
         project_id: None,

@@ -12,7 +12,7 @@ use axum::{
     http::{HeaderMap, HeaderValue, header, request},
 };
 use chrono::{DateTime, Duration, Utc};
-use domain::{ServiceAccountId, ServiceAccountKeyId};
+use domain::{OrgId, ProjectId, ServiceAccountId, ServiceAccountKeyId, UserId};
 
 use crate::http::correlation::Scope;
 use crate::http::error::{ApiError, Code};
@@ -46,10 +46,10 @@ pub struct ActingServiceAccount {
 /// The caller of a request, by its token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caller {
-    pub user_id: String,
+    pub user_id: UserId,
     pub roles: BTreeSet<String>,
-    pub org_id: Option<String>,
-    pub project_id: Option<String>,
+    pub org_id: Option<OrgId>,
+    pub project_id: Option<ProjectId>,
     pub plan: Option<String>,
     pub token_expires_at: DateTime<Utc>,
     /// The service account that acts for the user; `None` where the user acts.

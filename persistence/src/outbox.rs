@@ -5,7 +5,7 @@ use crate::error::{OperationContext, StoreError};
 use domain::commit::Epoch;
 use domain::event::Event;
 use domain::id::{EventId, Shard};
-use domain::machine::Timestamp;
+use domain::machine::{RequestOrigin, Timestamp};
 use sqlx::PgPool;
 use uuid::Uuid;
 
@@ -17,9 +17,7 @@ pub struct OutboxRow {
     pub epoch: Epoch,
     pub seq: i64,
     pub event: Event,
-    pub correlation_id: String,
-    pub traceparent: Option<String>,
-    pub tracestate: Option<String>,
+    pub origin: RequestOrigin,
     /// When it happened, by the clock of the member that decided it.
     pub created_at: Timestamp,
 }

@@ -297,7 +297,7 @@ impl EventMetrics {
 mod tests {
     use super::*;
     use domain::commit::Epoch;
-    use domain::machine::IndexKeys;
+    use domain::machine::{IndexKeys, RequestOrigin};
     use domain::{AllocationId, EntityRef, EventId, Shard, Timestamp};
     use uuid::Uuid;
 
@@ -323,9 +323,7 @@ mod tests {
             command_name: "tick",
             why: String::new(),
             actor: String::new(),
-            correlation_id: String::new(),
-            traceparent: None,
-            tracestate: None,
+            origin: RequestOrigin::untraced(""),
             audit: Vec::new(),
             outbox: reasons.iter().map(failed).collect(),
             postings: Vec::new(),

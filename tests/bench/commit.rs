@@ -10,7 +10,7 @@ use domain::audit::{AuditAction, AuditRecord};
 use domain::commit::{CommandRecord, Commit, CommitOutcome, Epoch, Timer};
 use domain::event::Event;
 use domain::id::{CommandId, EntityKind, EntityRef, EventId, Shard, SkuId};
-use domain::machine::IndexKeys;
+use domain::machine::{IndexKeys, RequestOrigin};
 use hdrhistogram::Histogram;
 use persistence::Committer;
 use serde_json::json;
@@ -157,9 +157,7 @@ impl CommitterBench {
             command_name: "activate",
             why: "asked for by an operator".to_owned(),
             actor: "user:018f6d1e".to_owned(),
-            correlation_id: "0af7651916cd43dd8448eb211c80319c".to_owned(),
-            traceparent: None,
-            tracestate: None,
+            origin: RequestOrigin::untraced("0af7651916cd43dd8448eb211c80319c"),
             audit: vec![AuditRecord::new(AuditAction::SkusActivate, id, json!({"reason": "asked for"}))],
             outbox: vec![(event, Event::SkuStateChanged { sku_id: SkuId(id.id), from: None, to: "active".to_owned() })],
             postings: Vec::new(),

@@ -97,7 +97,7 @@ async fn measure(cluster: &TestCluster, sockets: usize, during: Duration) -> any
     listeners.close().await;
 
     let mut plain = NatsSubscribers::at(cluster)?;
-    plain.grow_to(sockets, |n| Channel::User(users[n / OF_ONE_USER].clone()).subject()).await?;
+    plain.grow_to(sockets, |n| Channel::User(users[n / OF_ONE_USER].as_str().into()).subject()).await?;
     tokio::time::sleep(SETTLES_IN).await;
     plain.begin();
     let published = publish(&bus, MessageKind::Notification, during, |n| notification(&users[n % users.len()])).await?;
@@ -153,7 +153,7 @@ async fn publish(
 /// As the relay of the outbox publishes it.
 fn event(user: &str) -> anyhow::Result<(String, String)> {
     let account_id = BillingAccountId(Uuid::new_v4());
-    let event = Event::BalanceLow { account_id, holder: Holder::User(user.to_owned()) };
+    let event = Event::BalanceLow { account_id, holder: Holder::User(user.into()) };
     let message = json!({
         "specversion": "1.0", "id": Uuid::new_v4(), "source": "/gpuaas/shards/0", "type": event.subject(),
         "subject": event.about().to_string(), "time": chrono::Utc::now(), "datacontenttype": "application/json",
@@ -164,7 +164,7 @@ fn event(user: &str) -> anyhow::Result<(String, String)> {
 
 /// As the notification relay publishes it.
 fn notification(user: &str) -> anyhow::Result<(String, String)> {
-    let channel = Channel::User(user.to_owned());
+    let channel = Channel::User(user.into());
     let account_id = BillingAccountId(Uuid::new_v4());
     let about = edge::notifications::EventHeader {
         id: Uuid::new_v4(),

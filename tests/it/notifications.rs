@@ -292,7 +292,7 @@ async fn subscriber_that_does_not_read_is_disconnected_with_a_reason_and_others_
     let mut quick = cluster.subscriber(0, "user").await;
     // As a replica's relay sends it, and longer than any real one.
     let bus = cluster.member_bus().await;
-    let subject = Channel::User(cluster.identity.person("user").unwrap().id.to_string()).subject();
+    let subject = Channel::User(cluster.identity.person("user").unwrap().id.to_string().into()).subject();
     let filling = "x".repeat(7 * 1024);
     let (until, mut published) = (Instant::now() + WAIT_TIMEOUT, 0_u64);
     while metric(&cluster, 0, "ws_notifications_write_errors_total").await == 0 {

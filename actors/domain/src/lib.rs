@@ -48,8 +48,9 @@ pub use commit::{Commit, CommitOutcome};
 pub use event::Event;
 pub use id::{
     AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityKind, EntityRef, EventId, FindingId,
-    KeySetId, MemberId, NodeId, NotificationEndpointId, PaymentId, PolicyId, PolicyValueId, ProcessorEventId, RefundId,
-    ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId,
+    KeySetId, MemberId, NodeId, NotificationEndpointId, OrgId, PaymentId, PolicyId, PolicyValueId, ProcessorEventId,
+    ProjectId, RefundId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId,
+    TokenId, UserId,
 };
 pub use machine::{Deadline, Effect, IndexKeys, Machine, RequestOrigin, Timestamp, Transition, TransitionContext};
 pub use task_type::TaskType;

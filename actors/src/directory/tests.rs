@@ -5,7 +5,7 @@ use crate::entity_host::HostConfig;
 use crate::interfaces::Environment;
 use crate::testing::{EffectLog, MemoryStore, StoreFault, TestEnvironment, key, shorten_panic_output, term, user};
 use domain::allocation::{self, Allocation, AuthorizedKey, Command, Rejection};
-use domain::authz::{Action, TokenRole, authorize};
+use domain::authz::{Action, ResourceOwner, TokenRole, authorize};
 use domain::commit::Epoch;
 use domain::money::Price;
 use domain::{EntityKind, Principal, SkuId, SshKeyId};
@@ -21,10 +21,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// The request of a user.
 pub(crate) fn request() -> domain::allocation::AllocationRequest {
     domain::allocation::AllocationRequest {
-        user_id: "ann".into(),
-        org_id: None,
-        project_id: Some("p".into()),
-        plan: None,
+        owner: ResourceOwner { user_id: "ann".into(), org_id: None, project_id: Some("p".into()), plan: None },
         sku_id: SkuId(Uuid::from_u128(1)),
         sku: "h100".into(),
         region_code: None,

@@ -146,7 +146,8 @@ fn commands_are_answered_in_order_of_arrival() {
 fn commit_contains_all_rows_of_the_transition() {
     let mut bench = Bench::ready();
     let by = worker();
-    let context = CommandContext { traceparent: Some("00-trace".to_owned()), ..context(at(200)) };
+    let mut context = context(at(200));
+    context.origin.traceparent = Some("00-trace".to_owned());
     let event = EventId(Uuid::from_u128(77));
     let ask = CommandRequest {
         token: 1,
@@ -159,8 +160,8 @@ fn commit_contains_all_rows_of_the_transition() {
     assert_eq!((commit.shard, commit.epoch.0, commit.expected_version), (Shard(3), 9, 5));
     assert_eq!((commit.from_state, commit.to_state), (Some("counting"), "counting"));
     assert_eq!((commit.at, commit.why.as_str()), (at(100), "counted"));
-    assert_eq!((commit.actor.clone(), commit.correlation_id.as_str()), (by.to_string(), "correlation"));
-    assert_eq!(commit.traceparent.as_deref(), Some("00-trace"));
+    assert_eq!((commit.actor.clone(), commit.origin.correlation_id.as_str()), (by.to_string(), "correlation"));
+    assert_eq!(commit.origin.traceparent.as_deref(), Some("00-trace"));
     let command = commit.command.as_ref().unwrap();
     assert_eq!(command.id, CommandKey::for_event(event, "add").id);
     assert_eq!((command.consumes, &command.reply), (Some(event), &None));

@@ -288,8 +288,9 @@ pub(super) async fn visible(
     id: Uuid,
 ) -> Result<CurrentEntity<Allocation>, ApiError> {
     let found = current::<Allocation>(services, id).await?;
-    let may_see =
-        |found: &CurrentEntity<Allocation>| context.is_admin() || found.it.asked.user_id == context.caller.user_id;
+    let may_see = |found: &CurrentEntity<Allocation>| {
+        context.is_admin() || found.it.asked.owner.user_id == context.caller.user_id
+    };
     found.filter(may_see).ok_or_else(|| ApiError::not_found("allocation"))
 }
 
@@ -298,10 +299,10 @@ fn visible_owner(context: &RequestContext, wanted: Option<&str>) -> Result<Optio
     let own = &context.caller.user_id;
     match wanted {
         wanted if context.is_admin() => Ok(wanted.map(str::to_owned)),
-        Some(other) if other != own => {
+        Some(other) if *own != *other => {
             Err(ApiError::forbidden("Only administrators see other people's allocations; leave `user_id` out."))
         }
-        Some(_) | None => Ok(Some(own.clone())),
+        Some(_) | None => Ok(Some(own.to_string())),
     }
 }
 
@@ -342,10 +343,7 @@ async fn resolved_request(
         services.environment.now(),
     );
     Ok(AllocationRequest {
-        user_id: caller.user_id.clone(),
-        org_id: caller.org_id.clone(),
-        project_id: caller.project_id.clone(),
-        plan: caller.plan.clone(),
+        owner: caller.into(),
         sku_id: sku.id,
         sku: sku.spec.name,
         region_code: new.region_code.as_ref().map(|region| region.to_string()),

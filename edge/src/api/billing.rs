@@ -269,7 +269,7 @@ pub(super) async fn adjust(
 
 /// The holder of the account that pays for the caller's allocations.
 pub(super) fn holder_of(context: &RequestContext) -> Holder {
-    Holder::paying_for(&context.caller.user_id, context.caller.org_id.as_deref())
+    Holder::paying_for(&context.caller.user_id, context.caller.org_id.as_ref())
 }
 
 pub(super) fn id_of(holder: &Holder) -> Uuid {
@@ -278,8 +278,8 @@ pub(super) fn id_of(holder: &Holder) -> Uuid {
 
 fn one_holder(user_id: Option<&ClaimId>, org_id: Option<&ClaimId>) -> Result<Holder, ApiError> {
     match (user_id, org_id) {
-        (Some(user), None) => Ok(Holder::User(user.to_string())),
-        (None, Some(org)) => Ok(Holder::Org(org.to_string())),
+        (Some(user), None) => Ok(Holder::User(user.to_string().into())),
+        (None, Some(org)) => Ok(Holder::Org(org.to_string().into())),
         (Some(_), Some(_)) | (None, None) => Err(ApiError::invalid_request(
             "An account belongs to a user or to an organisation: give `user_id` or `org_id`, and not both.",
         )

@@ -4,6 +4,7 @@ use axum::Json;
 use axum::extract::State;
 use chrono::{DateTime, Utc};
 use domain::authz::TokenRole;
+use domain::{OrgId, ProjectId};
 use serde::Serialize;
 use utoipa::ToSchema;
 use uuid::Uuid;
@@ -53,13 +54,13 @@ pub(super) async fn get(
         None => grant_of(&services, &caller.user_id).await?,
     };
     Ok(Json(MeView {
-        user_id: caller.user_id.clone(),
+        user_id: caller.user_id.to_string(),
         auth_kind: if caller.service_account.is_some() { AuthKind::ServiceAccount } else { AuthKind::User },
         service_account_id: caller.service_account.map(|account| account.0),
         roles: caller.roles.iter().copied().map(|role: TokenRole| role.into()).collect(),
         platform_roles: bound.into_iter().flat_map(|grant| grant.roles).map(PlatformRoleName::from).collect(),
-        org_id: caller.org_id.clone(),
-        project_id: caller.project_id.clone(),
+        org_id: caller.org_id.as_ref().map(OrgId::to_string),
+        project_id: caller.project_id.as_ref().map(ProjectId::to_string),
         plan: caller.plan.clone(),
         token_expires_at: context.token_expires_at,
     }))

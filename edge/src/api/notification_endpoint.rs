@@ -255,7 +255,7 @@ pub(super) async fn list_all(
 ) -> Result<Json<Items<EndpointView>>, ApiError> {
     let page = listing.page("admin/notification-endpoints", "", Order::OldestFirst)?;
     let filter = ListFilter {
-        owner: listing.filter.user_id.as_deref().map(|id| Holder::User(id.to_owned()).to_string()),
+        owner: listing.filter.user_id.as_deref().map(|id| Holder::User(id.into()).to_string()),
         states: listing.filter.state.map_or_else(existing_states, |state| vec![state.name().to_owned()]),
         ..ListFilter::default()
     };
@@ -498,7 +498,7 @@ pub(super) async fn introduce(services: &Services, context: &RequestContext) {
     let command = Fact::Introduce { user_id, address };
     let told = context.ask_as_system::<NotificationEndpoint>("notification-endpoints", id, command);
     if !matches!(tokio::time::timeout(INTRODUCTION_TIMEOUT, told).await, Ok(Ok(_))) {
-        tracing::info!(user.id = context.caller.user_id, "an e-mail address could not be introduced yet");
+        tracing::info!(user.id = %context.caller.user_id, "an e-mail address could not be introduced yet");
     }
 }
 
@@ -596,8 +596,8 @@ impl EndpointView {
             Target::Email { address } => (EndpointKind::Email, None, Some(address)),
         };
         let (user_id, org_id) = match it.holder.clone() {
-            Holder::User(id) => (Some(id), None),
-            Holder::Org(id) => (None, Some(id)),
+            Holder::User(id) => (Some(id.0), None),
+            Holder::Org(id) => (None, Some(id.0)),
         };
         Some(Self {
             id: it.id.0,

@@ -160,7 +160,8 @@ pub(super) async fn bind(
     let bound = async {
         let new = new?;
         let (subject, role) = (new.subject.to_string(), new.role);
-        let command = Command::Bind { subject: subject.clone(), role: role.into(), reason: new.reason.to_string() };
+        let command =
+            Command::Bind { subject: subject.clone().into(), role: role.into(), reason: new.reason.to_string() };
         let answered = context.ask::<RoleBindings>(id_of_name(EntityKind::Bindings, &subject), command).await?;
         let status = if answered.written || answered.replayed { StatusCode::CREATED } else { StatusCode::OK };
         let replayed = replayed(&answered);

@@ -11,7 +11,7 @@ use axum::response::IntoResponse;
 use chrono::{DateTime, Utc};
 use domain::policy::{PolicyKey as CatalogKey, PolicyScope, PolicyValue, ResolvedPolicy, Scopes, ValueBounds};
 use domain::policy_values::{Command, ExpectedValue, PolicyVersion, PolicyWrite, Reply, ScopeValues};
-use domain::{EntityKind, PolicyId};
+use domain::{EntityKind, OrgId, PolicyId, ProjectId, UserId};
 use persistence::queries::{Cursor, PolicyFilter, PolicyRow};
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
@@ -303,9 +303,9 @@ pub(super) async fn resolve(
     let key = known(&query.key)?;
     let text = |id: Option<ClaimId>| id.map(|id| id.to_string());
     let scopes = Scopes {
-        user_id: text(query.user_id),
-        project_id: text(query.project_id),
-        org_id: text(query.org_id),
+        user_id: text(query.user_id).map(UserId),
+        project_id: text(query.project_id).map(ProjectId),
+        org_id: text(query.org_id).map(OrgId),
         plan: text(query.plan),
     };
     let ResolvedPolicy { value, by } = services.environment.policy().look_up(key, &scopes, services.environment.now());
@@ -329,9 +329,9 @@ fn id_of(scope: &PolicyScope) -> PolicyId {
 fn one_scope(fields: ScopeFields, field: &str) -> Result<PolicyScope, ApiError> {
     let text = |id: ClaimId| id.to_string();
     let named = [
-        fields.user_id.map(text).map(PolicyScope::UserId),
-        fields.project_id.map(text).map(PolicyScope::ProjectId),
-        fields.org_id.map(text).map(PolicyScope::OrgId),
+        fields.user_id.map(|id| PolicyScope::UserId(text(id).into())),
+        fields.project_id.map(|id| PolicyScope::ProjectId(text(id).into())),
+        fields.org_id.map(|id| PolicyScope::OrgId(text(id).into())),
         fields.plan.map(text).map(PolicyScope::Plan),
     ];
     let mut named = named.into_iter().flatten();
@@ -355,9 +355,9 @@ impl From<PolicyScope> for ScopeFields {
     fn from(scope: PolicyScope) -> Self {
         let mut fields = Self::default();
         match scope {
-            PolicyScope::UserId(id) => fields.user_id = Some(ClaimId::from_stored(id)),
-            PolicyScope::ProjectId(id) => fields.project_id = Some(ClaimId::from_stored(id)),
-            PolicyScope::OrgId(id) => fields.org_id = Some(ClaimId::from_stored(id)),
+            PolicyScope::UserId(id) => fields.user_id = Some(ClaimId::from_stored(id.0)),
+            PolicyScope::ProjectId(id) => fields.project_id = Some(ClaimId::from_stored(id.0)),
+            PolicyScope::OrgId(id) => fields.org_id = Some(ClaimId::from_stored(id.0)),
             PolicyScope::Plan(id) => fields.plan = Some(ClaimId::from_stored(id)),
             PolicyScope::Global => {}
         }

@@ -148,7 +148,7 @@ async fn refund_allocation(
 /// The account that paid for an allocation. Allocations are never deleted, and their account does not change.
 async fn account_of(services: &Services, id: AllocationId) -> Result<Uuid, ApiError> {
     let allocation = current::<Allocation>(services, id.0).await?.ok_or_else(|| ApiError::not_found("allocation"))?.it;
-    Ok(id_of(&Holder::paying_for(&allocation.asked.user_id, allocation.asked.org_id.as_deref())))
+    Ok(id_of(&Holder::paying_for(&allocation.asked.owner.user_id, allocation.asked.owner.org_id.as_ref())))
 }
 
 async fn allocation_refund_command(

@@ -130,11 +130,11 @@ pub(super) async fn list(
 ) -> Result<Json<Items<ServiceAccountView>>, ApiError> {
     let owner = match listing.filter.user_id.as_deref() {
         wanted if context.is_admin() => wanted.map(str::to_owned),
-        Some(other) if other != context.caller.user_id => {
+        Some(other) if context.caller.user_id != *other => {
             let message = "Only administrators see other people's service accounts; leave `user_id` out.";
             return Err(ApiError::forbidden(message));
         }
-        Some(_) | None => Some(context.caller.user_id.clone()),
+        Some(_) | None => Some(context.caller.user_id.to_string()),
     };
     let page = listing.page("service-accounts", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
     let filter = ListFilter { owner, states: vec![ACTIVE.to_owned()], ..ListFilter::default() };
@@ -177,7 +177,7 @@ pub(super) async fn create(
 /// Reserves a slot in the owner's quota of accounts, so that concurrent requests do not exceed the limit.
 async fn reserve_account(services: &Services, context: &RequestContext, id: Uuid) -> Result<(), ApiError> {
     let caller = &context.caller;
-    let owner = Some(caller.user_id.clone());
+    let owner = Some(caller.user_id.to_string());
     let own = ListFilter { owner, states: vec![ACTIVE.to_owned()], ..ListFilter::default() };
     let there = services.reads.list(EntityKind::ServiceAccount, &own, None, ABOVE_ANY_LIMIT).await?.items;
     let command = tenant::Request::ExpectAccount {
@@ -269,9 +269,9 @@ fn view(account: ServiceAccount) -> ServiceAccountView {
     ServiceAccountView {
         id: account.id.0,
         name: account.name,
-        owner_user_id: account.owner.user_id,
-        org_id: account.owner.org_id,
-        project_id: account.owner.project_id,
+        owner_user_id: account.owner.user_id.0,
+        org_id: account.owner.org_id.map(|id| id.0),
+        project_id: account.owner.project_id.map(|id| id.0),
         plan: account.owner.plan,
         roles: account.roles.into_iter().map(RoleName::from).collect(),
         keys: keys.collect(),

@@ -294,7 +294,10 @@ async fn rented(services: &Services, ids: &[Uuid]) -> Result<BTreeMap<Uuid, Allo
     let rows = services.reads.entities(EntityKind::Allocation, ids).await?;
     let read = |row: &persistence::queries::EntityRow| {
         let asked = StoredEntity::<Allocation>::of(row).ok()?.it.asked;
-        Some((row.entity.id, AllocationUsage { sku: asked.sku, gpu_count: asked.gpu_count, user_id: asked.user_id }))
+        Some((
+            row.entity.id,
+            AllocationUsage { sku: asked.sku, gpu_count: asked.gpu_count, user_id: asked.owner.user_id.0 },
+        ))
     };
     Ok(rows.iter().filter_map(read).collect())
 }

@@ -162,7 +162,7 @@ pub(super) async fn issue_token(
 ) -> Result<Response, ApiError> {
     // Read from the store: the commit requires the version that is read here.
     let allocation = find::<Allocation>(&services, id).await?;
-    let allocation = allocation.filter(|found| found.it.asked.user_id == context.caller.user_id);
+    let allocation = allocation.filter(|found| found.it.asked.owner.user_id == context.caller.user_id);
     let allocation = allocation.ok_or_else(|| ApiError::not_found("allocation"))?;
     let Phase::Active { node_id, .. } = allocation.it.phase else { return Err(not_active(&allocation)) };
     let active = Precondition { entity: id, version: allocation.version };
@@ -336,7 +336,7 @@ pub(super) async fn list_open(
 ) -> Result<Json<Items<TerminalSessionView>>, ApiError> {
     let allocation = visible(&services, &context, id).await?;
     let page = listing.page("terminal-sessions-of-allocation", &id.to_string(), Order::OldestFirst)?;
-    let mut open = live_sessions(&services, allocation.it.id, &allocation.it.asked.user_id).await?;
+    let mut open = live_sessions(&services, allocation.it.id, &allocation.it.asked.owner.user_id).await?;
     let after = page.after.map(|at| (at.created_at.timestamp_micros(), at.id));
     open.retain(|session| after.is_none_or(|after| list_position(session) > after));
     open.truncate(usize::try_from(page.rows_to_read()).unwrap_or(usize::MAX));
@@ -444,7 +444,7 @@ fn view(session: &TerminalSession) -> TerminalSessionView {
         id: session.id.0,
         allocation_id: session.allocation_id.0,
         node_id: session.node_id.0,
-        user_id: session.owner.user_id.clone(),
+        user_id: session.owner.user_id.to_string(),
         state,
         close_reason: session.closed().map(|reason| reason.code().to_owned()),
         exit,

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
 use chrono::{DateTime, Duration, Utc};
+use domain::{OrgId, ProjectId};
 use jsonwebtoken::Algorithm;
 use persistence::StoreError;
 use serde_json::{Map, Value};
@@ -176,10 +177,10 @@ pub(super) fn read(claims: &Map<String, Value>, rules: &TokenRules, now: DateTim
     let token_expires_at = read_times(claims, rules.leeway, now)?;
     let paths = &rules.claims;
     Ok(Caller {
-        user_id: id(claims, &paths.user_id)?.ok_or_else(|| TokenFault::Claim(paths.user_id.clone()))?,
+        user_id: id(claims, &paths.user_id)?.ok_or_else(|| TokenFault::Claim(paths.user_id.clone()))?.into(),
         roles: roles(claims, &paths.roles)?,
-        org_id: id(claims, &paths.org_id)?,
-        project_id: id(claims, &paths.project_id)?,
+        org_id: id(claims, &paths.org_id)?.map(OrgId),
+        project_id: id(claims, &paths.project_id)?.map(ProjectId),
         plan: id(claims, &paths.plan)?,
         token_expires_at,
         acting: None,

@@ -436,8 +436,8 @@ async fn routes_answer_401_with_a_challenge_and_403_to_callers_without_the_admin
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let app = App(Arc::new(provider.authenticator()));
     let router = Router::new()
-        .route("/me", get(|caller: Caller| async move { caller.user_id }))
-        .route("/admin", get(|Admin(caller): Admin| async move { caller.user_id }))
+        .route("/me", get(|caller: Caller| async move { caller.user_id.0 }))
+        .route("/admin", get(|Admin(caller): Admin| async move { caller.user_id.0 }))
         .with_state(app)
         .layer(RequestScope(crate::testing::scope_settings(Service { name: "api", shows_route: false })));
     let send = |path: &str, authorization: Option<String>| {

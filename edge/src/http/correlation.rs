@@ -21,6 +21,7 @@ use axum::{
     http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, request},
     response::{IntoResponse, Response},
 };
+use domain::machine::RequestOrigin;
 use domain::{Permit, Timestamp};
 use futures::{
     FutureExt, TryFutureExt,
@@ -121,8 +122,9 @@ impl Scope {
     /// The context of a command that this request sends, as part of its trace.
     #[must_use]
     pub fn command_context(&self, permit: &Permit, deadline: Timestamp) -> CommandContext {
-        CommandContext::new(permit, self.correlation_id.as_str(), deadline)
-            .traced(Some(self.trace.traceparent()), self.tracestate.clone())
+        let origin = RequestOrigin::untraced(self.correlation_id.as_str())
+            .traced(Some(self.trace.traceparent()), self.tracestate.clone());
+        CommandContext::from_origin(permit, origin, deadline)
     }
 
     /// Records the caller's organization and project.

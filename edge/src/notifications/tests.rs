@@ -37,11 +37,11 @@ fn hub() -> (Arc<Wire>, Notifications) {
 }
 
 fn user(id: &str) -> Channel {
-    Channel::User(id.to_owned())
+    Channel::User(id.into())
 }
 
 fn org(id: &str) -> Channel {
-    Channel::Org(id.to_owned())
+    Channel::Org(id.into())
 }
 
 async fn received(listening: &mut Subscription) -> Vec<String> {

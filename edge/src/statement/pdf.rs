@@ -198,8 +198,8 @@ impl Layout<'_> {
         self.text(MARGIN, 12.0, Weight::Regular, it.month.display_name());
         self.y += 28.0;
         let (whose, id) = match &it.holder {
-            Holder::User(id) => ("User", id),
-            Holder::Org(id) => ("Organisation", id),
+            Holder::User(id) => ("User", id.as_str()),
+            Holder::Org(id) => ("Organisation", id.as_str()),
         };
         self.field(whose, id);
         self.field("Account", &it.account.to_string());

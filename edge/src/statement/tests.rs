@@ -24,7 +24,7 @@ fn statement(holder: &str, lines: Vec<Line>) -> Statement {
     let opening = LedgerPosition { number: 7, balance: MicroAmount::of(1_000_000_000_001) };
     Statement {
         account: Uuid::from_u128(0xACC0),
-        holder: Holder::Org(holder.to_owned()),
+        holder: Holder::Org(holder.into()),
         currency: Currency::parse("EUR").unwrap(),
         month: Month::of("2026-11-15T00:00:00Z".parse().unwrap()),
         opening,

@@ -64,7 +64,7 @@ impl Job {
     }
 
     fn into_rows(self, rows: &mut Vec<OutboxRow>) {
-        let Commit { outbox, audit, shard, epoch, correlation_id, traceparent, tracestate, at, .. } = self.commit;
+        let Commit { outbox, audit, shard, epoch, origin, at, .. } = self.commit;
         let first = self.seq + 1 + count(audit.len());
         for (n, (id, event)) in outbox.into_iter().enumerate() {
             rows.push(OutboxRow {
@@ -73,9 +73,7 @@ impl Job {
                 epoch,
                 seq: first + count(n),
                 event,
-                correlation_id: correlation_id.clone(),
-                traceparent: traceparent.clone(),
-                tracestate: tracestate.clone(),
+                origin: origin.clone(),
                 created_at: at,
             });
         }
@@ -169,7 +167,7 @@ impl Batch {
 
     /// For the log: the requests that its transitions go back to, the first few of them.
     pub(super) fn correlation_ids(&self) -> String {
-        let ids: BTreeSet<&str> = self.jobs.iter().map(|job| job.commit.correlation_id.as_str()).collect();
+        let ids: BTreeSet<&str> = self.jobs.iter().map(|job| job.commit.origin.correlation_id.as_str()).collect();
         ids.into_iter().take(LOGGED_REQUESTS_MAX).collect::<Vec<_>>().join(" ")
     }
 
@@ -206,8 +204,8 @@ impl Batch {
             .bind(self.column(|job| job.command().and_then(|command| command.consumes).map(|id| id.0)).bind_iter())
             .bind(self.column(|job| job.commit.why.as_str()).bind_iter())
             .bind(self.column(|job| job.commit.actor.as_str()).bind_iter())
-            .bind(self.column(|job| job.commit.correlation_id.as_str()).bind_iter())
-            .bind(self.column(|job| job.commit.traceparent.as_deref()).bind_iter())
+            .bind(self.column(|job| job.commit.origin.correlation_id.as_str()).bind_iter())
+            .bind(self.column(|job| job.commit.origin.traceparent.as_deref()).bind_iter())
             .bind(self.audits().map(|audit| audit.ord).bind_iter())
             .bind(self.audits().map(|audit| audit.seq).bind_iter())
             .bind(self.audits().map(|audit| audit.row.action.as_str()).bind_iter())
@@ -220,7 +218,7 @@ impl Batch {
             .bind(self.events().map(|event| event.row.1.subject()).bind_iter())
             .bind(self.events().map(|event| event.json).bind_iter())
             .bind(self.without_timer().bind_iter())
-            .bind(self.column(|job| job.commit.tracestate.as_deref()).bind_iter())
+            .bind(self.column(|job| job.commit.origin.tracestate.as_deref()).bind_iter())
             .bind(self.preconditions().map(|(ord, _)| ord).bind_iter())
             .bind(self.preconditions().map(|(_, footing)| footing.entity).bind_iter())
             .bind(self.preconditions().map(|(_, footing)| footing.version).bind_iter())

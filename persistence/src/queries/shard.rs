@@ -6,7 +6,7 @@ use crate::error::{OperationContext, StoreError, damaged};
 use crate::outbox::OutboxRow;
 use domain::commit::Epoch;
 use domain::id::{EntityKind, EntityRef, EventId, Shard};
-use domain::machine::Timestamp;
+use domain::machine::{RequestOrigin, Timestamp};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 use std::time::Duration;
@@ -207,9 +207,11 @@ fn outbox_row(row: &PgRow) -> Result<OutboxRow, sqlx::Error> {
         epoch: Epoch(row.try_get("epoch")?),
         seq: row.try_get("seq")?,
         event: serde_json::from_str(row.try_get("event")?).map_err(damaged)?,
-        correlation_id: row.try_get("correlation_id")?,
-        traceparent: row.try_get("traceparent")?,
-        tracestate: row.try_get("tracestate")?,
+        origin: RequestOrigin {
+            correlation_id: row.try_get("correlation_id")?,
+            traceparent: row.try_get("traceparent")?,
+            tracestate: row.try_get("tracestate")?,
+        },
         created_at: row.try_get("created_at")?,
     })
 }

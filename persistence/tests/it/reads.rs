@@ -412,7 +412,7 @@ async fn bindings_are_listed_one_by_one_filtered_and_the_oldest_first() {
         reason: "r".into(),
     };
     let commit = |n: u32, subject: &str, roles: &[(PlatformRole, RoleBinding)]| {
-        let bindings = RoleBindings { subject: subject.to_owned(), roles: roles.iter().cloned().collect() };
+        let bindings = RoleBindings { subject: subject.into(), roles: roles.iter().cloned().collect() };
         let mut commit = Commit {
             snapshot: serde_json::to_string(&bindings).unwrap(),
             keys: IndexKeys { owner: Some(subject.to_owned()), ..IndexKeys::default() },

@@ -4,7 +4,7 @@ use domain::audit::{AuditAction, AuditRecord};
 use domain::commit::{CommandRecord, Commit, CommitOutcome, Epoch, Timer};
 use domain::event::Event;
 use domain::id::{CommandId, EntityKind, EntityRef, EventId, MemberId, Shard, SkuId};
-use domain::machine::{IndexKeys, Timestamp};
+use domain::machine::{IndexKeys, RequestOrigin, Timestamp};
 use local_servers::test_database::TestDatabase;
 use persistence::queries::{WaitingEntity, WaitingFilter};
 use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads};
@@ -143,9 +143,11 @@ pub(crate) fn create(n: u32) -> Commit {
         command_name: "create",
         why: "asked for".to_owned(),
         actor: "user:ann".to_owned(),
-        correlation_id: format!("corr-{n}"),
-        traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned()),
-        tracestate: Some("vendor=1".to_owned()),
+        origin: RequestOrigin {
+            correlation_id: format!("corr-{n}"),
+            traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned()),
+            tracestate: Some("vendor=1".to_owned()),
+        },
         audit: vec![AuditRecord::new(AuditAction::SkusCreate, entity, serde_json::json!({"n": n}))],
         outbox: vec![(EventId(Uuid::now_v7()), event(id))],
         postings: Vec::new(),

@@ -5,7 +5,7 @@ use actors::sharding::command_id;
 use actors::{AskError, CommandKey};
 use domain::machine::CommandSort as _;
 use domain::terminal_session::{Fact, Phase, TerminalSession};
-use domain::{AllocationId, EntityKind, NodeId, TerminalSessionId};
+use domain::{AllocationId, EntityKind, NodeId, TerminalSessionId, UserId};
 use persistence::StoreError;
 use persistence::queries::ListFilter;
 
@@ -18,7 +18,7 @@ pub(super) async fn revoke_sessions(
     by: &ReactionContext,
     delivery: &EventDelivery,
     allocation: AllocationId,
-    user_id: &str,
+    user_id: &UserId,
 ) -> Disposition {
     let live = live_sessions(by, Some(user_id), |session| session.allocation_id == allocation).await;
     close_each(by, delivery, live, &Fact::Revoke).await

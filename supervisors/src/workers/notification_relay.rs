@@ -21,7 +21,7 @@ use domain::notification::{Audience, Channel, Notification, NotificationDetails,
 use domain::payment::Payment;
 use domain::policy::Scopes;
 use domain::terminal_session::TerminalSession;
-use domain::{AllocationId, EntityRef, Event, Machine};
+use domain::{AllocationId, EntityRef, Event, Machine, UserId};
 use edge::notifications::{EventHeader, encoded};
 use futures::StreamExt;
 use futures::stream::select_all;
@@ -179,7 +179,7 @@ impl Notifier {
         data: NotificationDetails,
     ) -> anyhow::Result<Vec<AddressedNotification>> {
         let to_user =
-            |user: String, data: NotificationDetails| AddressedNotification { channel: Channel::User(user), data };
+            |user: UserId, data: NotificationDetails| AddressedNotification { channel: Channel::User(user), data };
         Ok(match audience {
             Audience::Holder(Holder::User(id)) => vec![to_user(id, data)],
             Audience::Holder(Holder::Org(id)) => vec![AddressedNotification { channel: Channel::Org(id), data }],
@@ -204,7 +204,7 @@ impl Notifier {
             }
             Audience::Operators => {
                 let operators = self.operators().await?;
-                operators.into_iter().map(|user| to_user(user, data.clone())).collect()
+                operators.into_iter().map(|user| to_user(user.into(), data.clone())).collect()
             }
             Audience::AllClients(id) => {
                 let announcement = self.read::<Announcement>(id.0).await?;
@@ -221,8 +221,8 @@ impl Notifier {
         })
     }
 
-    async fn renter(&self, allocation: AllocationId) -> anyhow::Result<Option<String>> {
-        Ok(self.read::<Allocation>(allocation.0).await?.map(|allocation| allocation.asked.user_id))
+    async fn renter(&self, allocation: AllocationId) -> anyhow::Result<Option<UserId>> {
+        Ok(self.read::<Allocation>(allocation.0).await?.map(|allocation| allocation.asked.owner.user_id))
     }
 
     /// By the bindings of this moment: a subject whose binding was revoked is not notified any more.

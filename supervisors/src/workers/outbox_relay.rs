@@ -115,7 +115,7 @@ async fn publish(
     let sent = context.publish_with_headers(row.event.subject(), headers, event.into()).await;
     let lost = move |error: &dyn std::fmt::Display, what: &str| {
         tracing::warn!(
-            correlation_id = row.correlation_id, resource_name = %row.event.about(), event.id = %id, %error,
+            correlation_id = row.origin.correlation_id, resource_name = %row.event.about(), event.id = %id, %error,
             "an event was not {what}; the poll finds it"
         );
     };
@@ -142,11 +142,11 @@ async fn publish(
 pub fn headers(row: &OutboxRow) -> HeaderMap {
     let mut headers = HeaderMap::new();
     headers.insert("Nats-Msg-Id", row.id.to_string());
-    headers.insert("x-correlation-id", row.correlation_id.as_str());
-    if let Some(traceparent) = &row.traceparent {
+    headers.insert("x-correlation-id", row.origin.correlation_id.as_str());
+    if let Some(traceparent) = &row.origin.traceparent {
         headers.insert("traceparent", traceparent.as_str());
     }
-    if let Some(tracestate) = &row.tracestate {
+    if let Some(tracestate) = &row.origin.tracestate {
         headers.insert("tracestate", tracestate.as_str());
     }
     headers
@@ -164,7 +164,7 @@ pub fn cloud_event(row: &OutboxRow) -> String {
         "subject": row.event.about().to_string(),
         "time": row.created_at,
         "datacontenttype": "application/json",
-        "correlationid": row.correlation_id,
+        "correlationid": row.origin.correlation_id,
         "epoch": row.epoch,
         "sequence": format!("{:020}", row.seq),
         "data": row.event,
@@ -197,6 +197,7 @@ pub async fn make_streams(context: &jetstream::Context) -> anyhow::Result<()> {
 mod tests {
     use super::*;
     use domain::commit::Epoch;
+    use domain::machine::RequestOrigin;
     use domain::{AllocationId, Event, Timestamp};
     use uuid::Uuid;
 
@@ -208,9 +209,11 @@ mod tests {
             epoch: Epoch(3),
             seq: 42,
             event: Event::AllocationRequested { allocation_id: AllocationId(Uuid::from_u128(2)) },
-            correlation_id: "abc".to_owned(),
-            traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned()),
-            tracestate: Some("vendor=1".to_owned()),
+            origin: RequestOrigin {
+                correlation_id: "abc".to_owned(),
+                traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".to_owned()),
+                tracestate: Some("vendor=1".to_owned()),
+            },
             created_at: Timestamp::UNIX_EPOCH,
         };
         let event: serde_json::Value = serde_json::from_str(&cloud_event(&row)).unwrap();

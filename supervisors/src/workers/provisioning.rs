@@ -14,7 +14,7 @@ use domain::node::{self, Node};
 use domain::placement::{self, PlacementRequest};
 use domain::policy::FULL_REIMAGE;
 use domain::tenant::{self, QuotaScopes, Tenant};
-use domain::{AllocationId, EntityKind, EntityRef, EventId, NodeId};
+use domain::{AllocationId, EntityKind, EntityRef, EventId, NodeId, UserId};
 use node_cache::Fleet;
 use persistence::StoreError;
 use prometheus::{Histogram, HistogramOpts, IntCounter, Registry};
@@ -120,7 +120,7 @@ impl Placer {
         let asked = &allocation.asked;
         let (holder, price) = (asked.holder(), asked.price.clone());
         let account = id_of_name(EntityKind::BillingAccount, &holder.to_string());
-        let (user_id, gpu_count) = (asked.user_id.clone(), asked.gpu_count);
+        let (user_id, gpu_count) = (asked.owner.user_id.clone(), asked.gpu_count);
         let hold = billing_account::Fact::Hold { holder, allocation_id: allocation.id, user_id, price, gpu_count };
         match by.directory.ask::<BillingAccount>(&by.permit, account, hold.into(), by.context_for(delivery)).await {
             Ok(_) => Ok(None),
@@ -138,16 +138,16 @@ impl Placer {
     ) -> Result<Option<i64>, SearchBlocked> {
         let asked = &allocation.asked;
         let admit = tenant::Fact::Admit {
-            user_id: asked.user_id.clone(),
+            user_id: asked.owner.user_id.clone(),
             allocation_id: allocation.id,
             scopes: QuotaScopes {
-                org_id: asked.org_id.clone(),
-                project_id: asked.project_id.clone(),
-                plan: asked.plan.clone(),
+                org_id: asked.owner.org_id.clone(),
+                project_id: asked.owner.project_id.clone(),
+                plan: asked.owner.plan.clone(),
             },
             logins_revision: allocation.ssh_access().as_of,
         };
-        let tenant = id_of_name(EntityKind::Tenant, &asked.user_id);
+        let tenant = id_of_name(EntityKind::Tenant, &asked.owner.user_id);
         match by.directory.ask::<Tenant>(&by.permit, tenant, admit.into(), by.context_for(delivery)).await {
             Ok(_) => Ok(None),
             Err(AskError::Rejected(tenant::Rejection::OverQuota { limit })) => Ok(Some(limit)),
@@ -216,7 +216,7 @@ enum SearchStatus {
     /// It has a node, or is releasing one: an earlier attempt placed it.
     Placed,
     Over {
-        user_id: String,
+        user_id: UserId,
     },
 }
 
@@ -231,7 +231,7 @@ async fn search_status(by: &ReactionContext, id: AllocationId) -> Result<SearchS
     };
     Ok(match &allocation.phase {
         Phase::Requested { .. } => SearchStatus::Requested(allocation),
-        Phase::Released { .. } => SearchStatus::Over { user_id: allocation.asked.user_id.clone() },
+        Phase::Released { .. } => SearchStatus::Over { user_id: allocation.asked.owner.user_id.clone() },
         Phase::Provisioning { .. } | Phase::Active { .. } | Phase::Releasing { .. } | Phase::ReleaseFailed { .. } => {
             SearchStatus::Placed
         }
@@ -239,7 +239,12 @@ async fn search_status(by: &ReactionContext, id: AllocationId) -> Result<SearchS
 }
 
 /// Removes an allocation that has ended from its tenant's quota, where it was counted.
-async fn release_quota(by: &ReactionContext, delivery: &EventDelivery, id: AllocationId, user_id: &str) -> Disposition {
+async fn release_quota(
+    by: &ReactionContext,
+    delivery: &EventDelivery,
+    id: AllocationId,
+    user_id: &UserId,
+) -> Disposition {
     let command = tenant::Fact::Forget { allocation_id: id };
     by.send_command::<Tenant>(delivery, id_of_name(EntityKind::Tenant, user_id), command).await
 }

@@ -3,7 +3,7 @@
 use actors::{AskError, CommandContext, CommandKey, Directory};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::machine::Command as _;
+use domain::machine::{Command as _, RequestOrigin};
 use domain::{Action, Event, EventId, Machine, Permit, Principal};
 use persistence::{Outbox, Reads};
 
@@ -18,9 +18,7 @@ const OWNER_SEARCH_TIMEOUT: TimeDelta = TimeDelta::milliseconds(200);
 pub struct EventDelivery {
     pub id: EventId,
     pub event: Event,
-    pub correlation_id: String,
-    pub traceparent: Option<String>,
-    pub tracestate: Option<String>,
+    pub origin: RequestOrigin,
 }
 
 /// What becomes of a delivered event.
@@ -71,8 +69,7 @@ impl ReactionContext {
     }
 
     pub(super) fn context_for(&self, delivery: &EventDelivery) -> CommandContext {
-        CommandContext::new(&self.permit, delivery.correlation_id.clone(), Utc::now() + COMMAND_TIMEOUT)
-            .traced(delivery.traceparent.clone(), delivery.tracestate.clone())
+        CommandContext::from_origin(&self.permit, delivery.origin.clone(), Utc::now() + COMMAND_TIMEOUT)
             // Running sagas come before new requests: they free capacity.
             .urgent()
     }

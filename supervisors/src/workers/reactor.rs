@@ -20,6 +20,7 @@ use async_nats::jetstream::{self, AckKind, Message};
 use domain::allocation::Allocation;
 use domain::billing_account::BillingAccount;
 use domain::event::Stream;
+use domain::machine::RequestOrigin;
 use domain::node::Node;
 use domain::payment::Payment;
 use domain::reactions::Reaction;
@@ -88,10 +89,10 @@ impl Reactor {
 
     /// Performs the reaction to an event, in the trace of the request that led to it.
     pub async fn react(&self, delivery: &EventDelivery) -> Disposition {
-        let trace = delivery.traceparent.as_deref().and_then(SpanContext::parse).map(SpanContext::child);
+        let trace = delivery.origin.traceparent.as_deref().and_then(SpanContext::parse).map(SpanContext::child);
         let span = error_span!(
             "event",
-            correlation_id = delivery.correlation_id,
+            correlation_id = delivery.origin.correlation_id,
             trace_id = trace.map(|trace| field::display(trace.trace_id())),
             span_id = trace.map(|trace| field::display(trace.span_id())),
             otel.parent = trace.and_then(SpanContext::parent_to_export),
@@ -100,7 +101,8 @@ impl Reactor {
             event.subject = delivery.event.subject(),
         );
         // The commands of the reaction belong below this span.
-        let delivery = EventDelivery { traceparent: trace.map(SpanContext::traceparent), ..delivery.clone() };
+        let origin = RequestOrigin { traceparent: trace.map(SpanContext::traceparent), ..delivery.origin.clone() };
+        let delivery = EventDelivery { origin, ..delivery.clone() };
         async {
             let disposition = self.dispatch(&delivery).await;
             if let Disposition::Later { why } = &disposition {
@@ -264,18 +266,12 @@ impl Reactor {
             }
             return false;
         }
-        let delivery = EventDelivery {
-            id: row.id,
-            event: row.event,
-            correlation_id: row.correlation_id,
-            traceparent: row.traceparent,
-            tracestate: row.tracestate,
-        };
+        let delivery = EventDelivery { id: row.id, event: row.event, origin: row.origin };
         match self.react(&delivery).await {
             Disposition::Settled => true,
             Disposition::Later { why } => {
                 tracing::warn!(
-                    correlation_id = delivery.correlation_id, resource_name = %delivery.event.about(), event.id = %delivery.id,
+                    correlation_id = delivery.origin.correlation_id, resource_name = %delivery.event.about(), event.id = %delivery.id,
                     event.subject = delivery.event.subject(), why, "an event's effect is overdue"
                 );
                 false
@@ -335,8 +331,10 @@ fn parse_delivery(message: &Message) -> Option<EventDelivery> {
     Some(EventDelivery {
         id: event.id,
         event: event.data,
-        correlation_id: event.correlationid,
-        traceparent: header("traceparent"),
-        tracestate: header("tracestate"),
+        origin: RequestOrigin {
+            correlation_id: event.correlationid,
+            traceparent: header("traceparent"),
+            tracestate: header("tracestate"),
+        },
     })
 }

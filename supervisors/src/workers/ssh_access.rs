@@ -6,7 +6,7 @@ use actors::sharding::id_of_name;
 use domain::allocation::{self, Allocation};
 use domain::node::{self, Node};
 use domain::tenant::Tenant;
-use domain::{AllocationId, EntityRef, Machine, NodeId};
+use domain::{AllocationId, EntityRef, Machine, NodeId, UserId};
 use uuid::Uuid;
 
 /// Updates the allocation with the user's keys that open it.
@@ -14,7 +14,7 @@ pub(super) async fn update_allocation(
     by: &ReactionContext,
     delivery: &EventDelivery,
     id: AllocationId,
-    user_id: &str,
+    user_id: &UserId,
 ) -> Disposition {
     let (allocation, tenant) = match read(by, id, user_id).await {
         Ok((Some(allocation), Some(tenant))) => (allocation, tenant),
@@ -31,7 +31,7 @@ pub(super) async fn update_allocation(
 async fn read(
     by: &ReactionContext,
     id: AllocationId,
-    user_id: &str,
+    user_id: &UserId,
 ) -> Result<(Option<Allocation>, Option<Tenant>), String> {
     // The tenant first: the choice that is read afterwards was made at the same revision of the keys, or a later one.
     let tenant = stored::<Tenant>(by, id_of_name(Tenant::KIND, user_id)).await?;

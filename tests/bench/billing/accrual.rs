@@ -9,6 +9,7 @@ use domain::authz::authorize;
 use domain::billing_account::{BillingAccount, Fact, Holder, MeterRun, UsageMeter, Window};
 use domain::commit::{Commit, CommitOutcome, Epoch, Timer};
 use domain::ledger::{Posting, PostingKind};
+use domain::machine::RequestOrigin;
 use domain::money::{HourlyRate, MicroAmount, Price};
 use domain::policy::{PolicyKey, PolicyValue};
 use domain::retry::RetryTimer;
@@ -235,7 +236,7 @@ fn funded(accounts: usize, began_at: Timestamp) -> anyhow::Result<Vec<BillingAcc
         let meters: BTreeMap<_, _> = allocations.into_iter().map(meter).collect();
         BillingAccount {
             id: BillingAccountId(Uuid::new_v4()),
-            holder: Holder::User(Uuid::new_v4().to_string()),
+            holder: Holder::User(Uuid::new_v4().to_string().into()),
             currency: price.currency.clone(),
             balance,
             postings: 1,
@@ -287,9 +288,7 @@ async fn open(committer: &Committer, host: &Host, account: &BillingAccount) -> a
         command_name: "open",
         why: "opened by an operator".to_owned(),
         actor: "system:bench".to_owned(),
-        correlation_id: "bench".to_owned(),
-        traceparent: None,
-        tracestate: None,
+        origin: RequestOrigin::untraced("bench"),
         audit: Vec::new(),
         outbox: Vec::new(),
         postings: vec![given],

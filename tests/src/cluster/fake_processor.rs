@@ -160,8 +160,8 @@ impl TestCluster {
         let id = Uuid::now_v7();
         let create = payment::Request::Create {
             account_id: BillingAccountId(Uuid::nil()),
-            holder: Holder::User(user_id.clone()),
-            payer: user_id,
+            holder: Holder::User(user_id.as_str().into()),
+            payer: user_id.into(),
             amount_minor,
             currency: Currency::parse(CURRENCY).expect("it is one"),
             success_url: "https://shop.example/done".to_owned(),

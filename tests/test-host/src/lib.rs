@@ -101,7 +101,7 @@ pub fn system() -> Principal {
 #[must_use]
 pub fn caller(user_id: &str, role: TokenRole) -> Principal {
     Principal::Caller(CallerIdentity {
-        user_id: user_id.to_owned(),
+        user_id: user_id.into(),
         roles: [role].into(),
         org_id: None,
         project_id: None,

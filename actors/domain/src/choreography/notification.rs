@@ -7,7 +7,9 @@
 use crate::announcement::Severity;
 use crate::event::{Event, NotificationScope, Stream};
 use crate::holder::Holder;
-use crate::id::{AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, TerminalSessionId};
+use crate::id::{
+    AllocationId, AnnouncementId, BillingAccountId, NodeId, OrgId, PaymentId, RefundId, TerminalSessionId, UserId,
+};
 use crate::machine::Timestamp;
 use crate::policy::PolicyKey;
 use serde::Serialize;
@@ -17,8 +19,8 @@ use std::collections::BTreeMap;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, strum::IntoStaticStr)]
 #[strum(serialize_all = "snake_case", const_into_str)]
 pub enum Channel {
-    User(String),
-    Org(String),
+    User(UserId),
+    Org(OrgId),
     Broadcast,
 }
 
@@ -211,11 +213,11 @@ mod tests {
     proptest! {
         #[test]
         fn no_id_is_a_wildcard_and_no_two_share_a_subject(one in "\\PC{0,40}", other in "\\PC{0,40}") {
-            let subject = Channel::User(one.clone()).subject();
+            let subject = Channel::User(one.as_str().into()).subject();
             let word = subject.strip_prefix("notify.user.").unwrap();
             prop_assert!(word.bytes().all(|byte| byte.is_ascii_uppercase() || byte.is_ascii_digit()));
-            prop_assert_eq!(one == other, subject == Channel::User(other.clone()).subject());
-            prop_assert_ne!(Channel::User(one.clone()).subject(), Channel::Org(one).subject());
+            prop_assert_eq!(one == other, subject == Channel::User(other.as_str().into()).subject());
+            prop_assert_ne!(Channel::User(one.as_str().into()).subject(), Channel::Org(one.into()).subject());
         }
     }
 }

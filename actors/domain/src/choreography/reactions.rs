@@ -4,7 +4,7 @@ use crate::allocation;
 use crate::billing_account;
 use crate::event::Event;
 use crate::holder::Holder;
-use crate::id::{AllocationId, NodeId, PaymentId, ProcessorEventId, TerminalSessionId};
+use crate::id::{AllocationId, NodeId, PaymentId, ProcessorEventId, TerminalSessionId, UserId};
 use crate::node;
 use crate::notification::{Audience, Notification, NotificationDetails};
 use crate::payment::{self, ProcessorCall};
@@ -34,7 +34,7 @@ pub enum Reaction {
     /// The provisioning worker reads the user's keys and resolves which of them open the allocation.
     ResolveSshKeys {
         allocation_id: AllocationId,
-        user_id: String,
+        user_id: UserId,
     },
     /// The provisioning worker reads which keys open the allocation and sends them to its node.
     SendSshKeys {
@@ -44,14 +44,14 @@ pub enum Reaction {
     /// The provisioning worker closes the terminal sessions of the user's allocation.
     CloseTerminals {
         allocation_id: AllocationId,
-        user_id: String,
+        user_id: UserId,
     },
     /// The provisioning worker closes the terminal sessions of the node.
     CloseNodeTerminals {
         node_id: NodeId,
     },
     Tenant {
-        user_id: String,
+        user_id: UserId,
         fact: tenant::Fact,
     },
 }

@@ -23,6 +23,7 @@ mod status_history;
 mod tests;
 
 use crate::audit::RefusalAudit;
+use crate::authz::ResourceOwner;
 use crate::explanation::Explanation;
 pub use crate::hardware::Placement;
 use crate::history::{HistoryEntry, Invariant};
@@ -73,10 +74,8 @@ pub struct Allocation {
 /// A user's request, with the price resolved, which must not change later.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AllocationRequest {
-    pub user_id: String,
-    pub org_id: Option<String>,
-    pub project_id: Option<String>,
-    pub plan: Option<String>,
+    #[serde(flatten)]
+    pub owner: ResourceOwner,
     pub sku_id: SkuId,
     pub sku: String,
     pub region_code: Option<String>,
@@ -340,7 +339,11 @@ impl Machine for Allocation {
     }
 
     fn keys(&self) -> IndexKeys {
-        IndexKeys { owner: Some(self.asked.user_id.clone()), sku: Some(self.asked.sku_id.0), unique_name: None }
+        IndexKeys {
+            owner: Some(self.asked.owner.user_id.to_string()),
+            sku: Some(self.asked.sku_id.0),
+            unique_name: None,
+        }
     }
 
     fn terms(&self) -> BTreeSet<String> {
@@ -403,16 +406,11 @@ impl AllocationRequest {
     /// The account holder who pays.
     #[must_use]
     pub fn holder(&self) -> Holder {
-        Holder::paying_for(&self.user_id, self.org_id.as_deref())
+        Holder::paying_for(&self.owner.user_id, self.owner.org_id.as_ref())
     }
 
     #[must_use]
     pub fn scopes(&self) -> Scopes {
-        Scopes {
-            user_id: Some(self.user_id.clone()),
-            project_id: self.project_id.clone(),
-            org_id: self.org_id.clone(),
-            plan: self.plan.clone(),
-        }
+        Scopes::from(&self.owner)
     }
 }

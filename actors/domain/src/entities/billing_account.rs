@@ -23,7 +23,7 @@ mod tests;
 use crate::audit::{AuditAction, AuditRecord};
 use crate::explanation::{Explanation, RejectionCode};
 use crate::history::{HistoryEntry, Invariant};
-use crate::id::{AllocationId, BillingAccountId, EntityKind, EntityRef};
+use crate::id::{AllocationId, BillingAccountId, EntityKind, EntityRef, UserId};
 use crate::ledger::PostingKind;
 use crate::machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR, HourlyRate, MicroAmount, Price};
@@ -213,7 +213,7 @@ impl Machine for BillingAccount {
 
     fn keys(&self) -> IndexKeys {
         match &self.holder {
-            Holder::User(user_id) => IndexKeys { owner: Some(user_id.clone()), ..IndexKeys::default() },
+            Holder::User(user_id) => IndexKeys { owner: Some(user_id.to_string()), ..IndexKeys::default() },
             Holder::Org(_) => IndexKeys::default(),
         }
     }
@@ -315,8 +315,10 @@ impl BillingAccount {
     /// The user who rents the metered allocation.
     #[must_use]
     pub fn renter<'a>(&'a self, meter: &'a UsageMeter) -> &'a str {
-        let (Holder::User(holder) | Holder::Org(holder)) = &self.holder;
-        meter.user_id.as_deref().unwrap_or(holder)
+        match (&meter.user_id, &self.holder) {
+            (Some(user), _) | (None, Holder::User(user)) => user.as_str(),
+            (None, Holder::Org(org)) => org.as_str(),
+        }
     }
 
     /// The meters of active allocations.
@@ -327,7 +329,7 @@ impl BillingAccount {
     fn hold(
         &self,
         allocation_id: AllocationId,
-        user_id: String,
+        user_id: UserId,
         price: &Price,
         gpu_count: u32,
         ctx: &TransitionContext<'_>,

@@ -25,7 +25,7 @@ use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{CallerIdentity, Principal};
 use crate::explanation::Explanation;
 use crate::holder::Holder;
-use crate::id::{EntityKind, EntityRef, NotificationEndpointId};
+use crate::id::{EntityKind, EntityRef, NotificationEndpointId, UserId};
 use crate::machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
 use chrono::TimeDelta;
@@ -350,7 +350,7 @@ impl NotificationEndpoint {
         }
     }
 
-    fn introduced(user_id: String, address: String, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    fn introduced(user_id: UserId, address: String, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let events = DEFAULT_EMAIL_EVENTS.iter().map(|event| (*event).to_owned()).collect();
         let (holder, target) = (Holder::User(user_id), Target::Email { address });
         let endpoint = Self::new(holder, target, None, Some(events), None, ctx);

@@ -24,7 +24,7 @@ use crate::authz::Principal;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
 use crate::holder::Holder;
-use crate::id::{BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId};
+use crate::id::{BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId, UserId};
 use crate::machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR};
 use crate::policy::{PolicyKey, Scopes};
@@ -55,7 +55,7 @@ pub struct Payment {
     /// The holder of the account that it is paid into.
     pub holder: Holder,
     /// The user who pays, and may request a refund.
-    pub payer: String,
+    pub payer: UserId,
     pub amount_minor: i64,
     pub currency: Currency,
     /// Where the payer's browser is sent after payment, and after cancellation.

@@ -7,7 +7,7 @@
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Action, Grant, PlatformRole};
 use crate::explanation::{Explanation, RejectionCode};
-use crate::id::{BindingId, EntityKind, EntityRef};
+use crate::id::{BindingId, EntityKind, EntityRef, UserId};
 use crate::machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::precondition::Precondition;
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RoleBindings {
-    pub subject: String,
+    pub subject: UserId,
     pub roles: BTreeMap<PlatformRole, RoleBinding>,
 }
 
@@ -36,7 +36,7 @@ pub struct RoleBinding {
 pub enum Command {
     /// Binds the role; no effect where it is bound.
     Bind {
-        subject: String,
+        subject: UserId,
         role: PlatformRole,
         reason: String,
     },
@@ -114,7 +114,7 @@ impl Machine for RoleBindings {
     }
 
     fn keys(&self) -> IndexKeys {
-        IndexKeys { owner: Some(self.subject.clone()), sku: None, unique_name: None }
+        IndexKeys { owner: Some(self.subject.to_string()), sku: None, unique_name: None }
     }
 }
 

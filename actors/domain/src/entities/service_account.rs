@@ -158,7 +158,7 @@ impl Machine for ServiceAccount {
     }
 
     fn keys(&self) -> IndexKeys {
-        IndexKeys { owner: Some(self.owner.user_id.clone()), ..IndexKeys::default() }
+        IndexKeys { owner: Some(self.owner.user_id.to_string()), ..IndexKeys::default() }
     }
 
     /// A deleted service account has no key that could still authenticate.

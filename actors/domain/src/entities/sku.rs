@@ -21,7 +21,7 @@ use crate::authz::{Action, PlatformRole};
 use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::hardware::PromisedHardware;
-use crate::id::{EntityKind, EntityRef, SkuId};
+use crate::id::{EntityKind, EntityRef, SkuId, UserId};
 use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::money::Price;
 use serde::{Deserialize, Serialize};
@@ -73,7 +73,7 @@ pub struct Approval {
     pub change: StatusChange,
     pub role: PlatformRole,
     /// The subject who gave it.
-    pub user_id: String,
+    pub user_id: UserId,
     pub at: Timestamp,
     pub reason: String,
     /// For the deactivation of a SKU in use: who is affected, and the way back.

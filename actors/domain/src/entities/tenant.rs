@@ -11,7 +11,9 @@ use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::authz::Action;
 use crate::event::Event;
 use crate::explanation::Explanation;
-use crate::id::{AllocationId, EntityKind, EntityRef, ServiceAccountId, SshKeyId, TerminalSessionId};
+use crate::id::{
+    AllocationId, EntityKind, EntityRef, OrgId, ProjectId, ServiceAccountId, SshKeyId, TerminalSessionId, UserId,
+};
 use crate::machine::{
     self, AuditedRefusal, IndexKeys, Machine, Request as _, TickOnly, Timestamp, Transition, TransitionContext,
 };
@@ -25,7 +27,7 @@ pub use ssh_keys::{SshKey, SshKeyFault};
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tenant {
-    pub user_id: String,
+    pub user_id: UserId,
     pub keys: BTreeMap<SshKeyId, SshKey>,
     /// Raised with each change of the keys, so that of two reads for an allocation the later one counts.
     #[serde(default)]
@@ -73,7 +75,7 @@ machine::impl_command_from!(Request, Fact);
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Request {
     AddKey {
-        user_id: String,
+        user_id: UserId,
         name: String,
         key_type: String,
         public_key: String,
@@ -81,7 +83,7 @@ pub enum Request {
     },
     /// Records that a key was refused before it could be parsed: the audit log has the cause, and nothing of what was sent.
     RefuseKey {
-        user_id: String,
+        user_id: UserId,
         cause: SshKeyFault,
     },
     DeleteKey {
@@ -92,7 +94,7 @@ pub enum Request {
     },
     /// Reserves a slot for a service account that is being created, if the limit admits one more beside the existing ones.
     ExpectAccount {
-        user_id: String,
+        user_id: UserId,
         account: ServiceAccountId,
         /// The existing ones, by a recent read.
         there: BTreeSet<ServiceAccountId>,
@@ -100,7 +102,7 @@ pub enum Request {
     },
     /// Reserves a slot for a terminal session that is being opened, likewise.
     ExpectTerminal {
-        user_id: String,
+        user_id: UserId,
         allocation_id: AllocationId,
         session: TerminalSessionId,
         there: BTreeSet<TerminalSessionId>,
@@ -130,7 +132,7 @@ impl machine::Request for Request {
 pub enum Fact {
     /// Counts an allocation, if the quota admits it.
     Admit {
-        user_id: String,
+        user_id: UserId,
         allocation_id: AllocationId,
         scopes: QuotaScopes,
         /// The revision of the keys that the allocation knows.
@@ -145,8 +147,8 @@ pub enum Fact {
 /// The scopes in which the quota is resolved: those of the request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QuotaScopes {
-    pub org_id: Option<String>,
-    pub project_id: Option<String>,
+    pub org_id: Option<OrgId>,
+    pub project_id: Option<ProjectId>,
     pub plan: Option<String>,
 }
 
@@ -258,14 +260,14 @@ impl Machine for Tenant {
     }
 
     fn keys(&self) -> IndexKeys {
-        IndexKeys { owner: Some(self.user_id.clone()), sku: None, unique_name: None }
+        IndexKeys { owner: Some(self.user_id.to_string()), sku: None, unique_name: None }
     }
 }
 
 impl Tenant {
-    fn new(user_id: &str) -> Self {
+    fn new(user_id: &UserId) -> Self {
         Self {
-            user_id: user_id.to_owned(),
+            user_id: user_id.clone(),
             keys: BTreeMap::new(),
             logins_revision: 0,
             live: BTreeSet::new(),

@@ -305,7 +305,7 @@ impl Machine for TerminalSession {
     }
 
     fn keys(&self) -> IndexKeys {
-        IndexKeys { owner: Some(self.owner.user_id.clone()), ..IndexKeys::default() }
+        IndexKeys { owner: Some(self.owner.user_id.to_string()), ..IndexKeys::default() }
     }
 
     fn is_transient(&self) -> bool {

@@ -1,7 +1,7 @@
 //! Authorization. Only [`authorize`] makes a [`Permit`], and no command can be sent without one. The rules are one table, so that they can
 //! be reviewed as text.
 
-use crate::id::{NodeId, ServiceAccountId};
+use crate::id::{NodeId, OrgId, ProjectId, ServiceAccountId, UserId};
 use crate::precondition::Precondition;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
@@ -53,10 +53,10 @@ pub struct Grant {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CallerIdentity {
     /// The token's `sub`.
-    pub user_id: String,
+    pub user_id: UserId,
     pub roles: BTreeSet<TokenRole>,
-    pub org_id: Option<String>,
-    pub project_id: Option<String>,
+    pub org_id: Option<OrgId>,
+    pub project_id: Option<ProjectId>,
     pub plan: Option<String>,
     /// The platform roles, where the request needed one.
     #[serde(default)]
@@ -69,9 +69,9 @@ pub struct CallerIdentity {
 /// The user to whom something belongs, with the scopes of their token in which its policies are resolved.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ResourceOwner {
-    pub user_id: String,
-    pub org_id: Option<String>,
-    pub project_id: Option<String>,
+    pub user_id: UserId,
+    pub org_id: Option<OrgId>,
+    pub project_id: Option<ProjectId>,
     pub plan: Option<String>,
 }
 
@@ -127,8 +127,8 @@ impl Principal {
 
     /// True where the principal is the user of that id.
     #[must_use]
-    pub fn is_user(&self, user_id: &str) -> bool {
-        matches!(self, Self::Caller(caller) if caller.user_id == user_id)
+    pub fn is_user(&self, user_id: &UserId) -> bool {
+        matches!(self, Self::Caller(caller) if caller.user_id == *user_id)
     }
 }
 
@@ -350,7 +350,7 @@ mod tests {
     fn a_service_account_acts_under_its_own_name_for_its_owner() {
         let account = account(&[TokenRole::User]);
         assert_eq!(account.to_string(), "service-account:00000000-0000-0000-0000-000000000000");
-        assert!(account.is_user("u"));
+        assert!(account.is_user(&"u".into()));
     }
 
     #[test]

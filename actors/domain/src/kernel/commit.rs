@@ -6,7 +6,7 @@ use crate::audit::AuditRecord;
 use crate::event::Event;
 use crate::id::{CommandId, EntityRef, EventId, Shard};
 use crate::ledger::Posting;
-use crate::machine::IndexKeys;
+use crate::machine::{IndexKeys, RequestOrigin};
 use crate::time::Timestamp;
 use std::collections::BTreeMap;
 use uuid::Uuid;
@@ -38,9 +38,7 @@ pub struct Commit {
     pub why: String,
     /// As the audit log names an actor.
     pub actor: String,
-    pub correlation_id: String,
-    pub traceparent: Option<String>,
-    pub tracestate: Option<String>,
+    pub origin: RequestOrigin,
     pub audit: Vec<AuditRecord>,
     pub outbox: Vec<(EventId, Event)>,
     /// Rows of the ledger, for the entity that is a billing account.

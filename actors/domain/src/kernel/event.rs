@@ -13,7 +13,7 @@ use crate::hardware::Placement;
 use crate::holder::Holder;
 use crate::id::{
     AllocationId, AnnouncementId, BillingAccountId, EntityKind, EntityRef, KeySetId, NodeId, PaymentId, PolicyId,
-    PolicyValueId, ProcessorEventId, RefundId, SkuId, TerminalSessionId,
+    PolicyValueId, ProcessorEventId, RefundId, SkuId, TerminalSessionId, UserId,
 };
 use crate::key_purpose::KeySetPurpose;
 use crate::money::Currency;
@@ -141,7 +141,7 @@ events! {
     }
     AllocationReleased: "provisioning.released" in Provisioning, about Allocation(allocation_id), notification Delivered {
         allocation_id: AllocationId,
-        user_id: String,
+        user_id: UserId,
         node_id: Option<NodeId>,
         reason: String,
     }
@@ -155,7 +155,7 @@ events! {
     /// The allocation's terminal sessions are to be closed.
     TerminalsUnwanted: "terminal.unwanted" in Terminals, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
-        user_id: String,
+        user_id: UserId,
     }
 
     /// The node's certificates were revoked: every terminal session on it is closed.
@@ -398,7 +398,7 @@ events! {
     /// The SSH keys of the allocation are to be resolved again.
     LoginsStale: "provisioning.logins_stale" in Provisioning, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
-        user_id: String,
+        user_id: UserId,
     }
 
     // Published by the catalog.

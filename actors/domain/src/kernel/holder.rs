@@ -1,5 +1,6 @@
 //! The holder of a billing account: a user or an organization.
 
+use crate::id::{OrgId, UserId};
 use crate::policy::Scopes;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -8,26 +9,26 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Holder {
-    User(String),
-    Org(String),
+    User(UserId),
+    Org(OrgId),
 }
 
 impl Holder {
     /// The holder who pays for this user's allocations: the organization, where the token names one.
     #[must_use]
-    pub fn paying_for(user_id: &str, org_id: Option<&str>) -> Self {
-        org_id.map_or_else(|| Self::User(user_id.to_owned()), |org| Self::Org(org.to_owned()))
+    pub fn paying_for(user_id: &UserId, org_id: Option<&OrgId>) -> Self {
+        org_id.map_or_else(|| Self::User(user_id.clone()), |org| Self::Org(org.clone()))
     }
 
     /// True where this user is the holder.
     #[must_use]
-    pub fn is_user(&self, user_id: &str) -> bool {
+    pub fn is_user(&self, user_id: &UserId) -> bool {
         matches!(self, Self::User(id) if id == user_id)
     }
 
     /// The organization, where it is the holder.
     #[must_use]
-    pub fn org_id(&self) -> Option<&str> {
+    pub fn org_id(&self) -> Option<&OrgId> {
         match self {
             Self::User(_) => None,
             Self::Org(id) => Some(id),

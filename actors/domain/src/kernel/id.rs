@@ -1,4 +1,5 @@
-//! Typed identifiers. `{id}` is a UUIDv7 in text form (decisions, *preamble*), so that ids sort by the time they were made.
+//! Typed identifiers. `{id}` is a UUIDv7 in text form (decisions, *preamble*), so that ids sort by the time they were made. Users, organizations
+//! and projects are known by the text that the identity provider's token has for them.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -85,6 +86,68 @@ typed_id! {
     ProcessorEventId,
     /// A receiver of notifications outside of the API.
     NotificationEndpointId,
+}
+
+macro_rules! external_id {
+    ($($(#[$doc:meta])* $name:ident),+ $(,)?) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+        #[serde(transparent)]
+        pub struct $name(pub String);
+
+        impl $name {
+            #[must_use]
+            pub fn as_str(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl std::ops::Deref for $name {
+            type Target = str;
+            fn deref(&self) -> &str {
+                &self.0
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(&self.0)
+            }
+        }
+
+        impl From<String> for $name {
+            fn from(id: String) -> Self {
+                Self(id)
+            }
+        }
+
+        impl From<&str> for $name {
+            fn from(id: &str) -> Self {
+                Self(id.to_owned())
+            }
+        }
+
+        impl PartialEq<str> for $name {
+            fn eq(&self, other: &str) -> bool {
+                self.0 == other
+            }
+        }
+
+        impl PartialEq<&str> for $name {
+            fn eq(&self, other: &&str) -> bool {
+                self.0 == *other
+            }
+        }
+    )+};
+}
+
+external_id! {
+    /// A user, by the subject of the identity provider's token.
+    UserId,
+    /// An organization, by the identity provider's name for it.
+    OrgId,
+    /// A project of an organization, by the identity provider's name for it.
+    ProjectId,
 }
 
 macro_rules! kinds {

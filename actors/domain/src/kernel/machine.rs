@@ -149,7 +149,7 @@ impl Deadline {
 /// The index keys of an entity.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct IndexKeys {
-    /// The user who owns it.
+    /// The user who owns it, or the account holder.
     pub owner: Option<String>,
     /// The SKU that it belongs to.
     pub sku: Option<Uuid>,
@@ -183,14 +183,36 @@ pub struct TraceContext<'a> {
     pub state: Option<&'a str>,
 }
 
-/// The request that caused something, stored where its consequences outlive its commands.
+/// The request that caused something: it travels with commands and events, and is stored where its consequences outlive its commands.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, serde::Deserialize)]
 pub struct RequestOrigin {
     pub correlation_id: String,
+    /// The trace that it belongs to (W3C Trace Context).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub traceparent: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tracestate: Option<String>,
+}
+
+impl RequestOrigin {
+    /// A request outside of any trace.
+    #[must_use]
+    pub fn untraced(correlation_id: impl Into<String>) -> Self {
+        Self { correlation_id: correlation_id.into(), traceparent: None, tracestate: None }
+    }
+
+    /// Sets the trace; a `tracestate` without a `traceparent` is dropped.
+    #[must_use]
+    pub fn traced(mut self, traceparent: Option<String>, tracestate: Option<String>) -> Self {
+        self.tracestate = tracestate.filter(|_| traceparent.is_some());
+        self.traceparent = traceparent;
+        self
+    }
+
+    #[must_use]
+    pub fn trace(&self) -> TraceContext<'_> {
+        TraceContext { parent: self.traceparent.as_deref(), state: self.tracestate.as_deref() }
+    }
 }
 
 impl TransitionContext<'_> {

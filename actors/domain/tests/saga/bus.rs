@@ -8,7 +8,7 @@ use domain::node;
 use domain::placement::{self, Candidate, PlacementRequest};
 use domain::reactions::Reaction;
 use domain::tenant::{self, QuotaScopes};
-use domain::{AllocationId, Event, NodeId, Principal};
+use domain::{AllocationId, Event, NodeId, Principal, UserId};
 use uuid::Uuid;
 
 /// A message on its way, and how far its reaction has come.
@@ -137,7 +137,7 @@ impl Simulation {
                 let hold = billing_account::Fact::Hold {
                     holder: asked.holder(),
                     allocation_id: id,
-                    user_id: asked.user_id.clone(),
+                    user_id: asked.owner.user_id.clone(),
                     price: asked.price.clone(),
                     gpu_count: asked.gpu_count,
                 };
@@ -146,13 +146,13 @@ impl Simulation {
                     return self.conclude(message, id, allocation::Fact::Unaffordable { message: refused.to_string() });
                 }
                 let command = tenant::Fact::Admit {
-                    user_id: asked.user_id.clone(),
+                    user_id: asked.owner.user_id.clone(),
                     allocation_id: id,
                     scopes: QuotaScopes { org_id: None, project_id: None, plan: None },
                     logins_revision: logins.as_of,
                 };
                 if self.first(message, Uuid::nil(), "admit") {
-                    match self.tell_tenant(&asked.user_id, command) {
+                    match self.tell_tenant(&asked.owner.user_id, command) {
                         Ok(()) => {
                             self.applied.insert((message.id, Uuid::nil(), "admit"));
                         }
@@ -197,7 +197,7 @@ impl Simulation {
     }
 
     /// The worker reads the tenant and the allocation, and sends the resolved keys to the allocation.
-    fn resolve_logins(&mut self, message: &BusMessage, id: AllocationId, user_id: &str) {
+    fn resolve_logins(&mut self, message: &BusMessage, id: AllocationId, user_id: &UserId) {
         let chosen = self.allocations[&id].ssh_access().chosen;
         let Some(tenant) = self.tenants.get(user_id) else { return };
         let (keys, logins_revision) = (tenant.authorized_keys(chosen.as_deref()), tenant.logins_revision);

@@ -49,7 +49,7 @@ impl Simulation {
     /// The keys on the machine are the user's current and chosen ones.
     fn logins_are_right(&self, allocation: &allocation::Allocation) -> bool {
         let logins = allocation.ssh_access();
-        let tenant = self.tenants.get(&allocation.asked.user_id);
+        let tenant = self.tenants.get(&allocation.asked.owner.user_id);
         let wanted = tenant.map(|it| it.authorized_keys(logins.chosen.as_deref())).unwrap_or_default();
         let written = allocation.placement().and_then(|(node_id, _)| self.agents[&node_id].logins.get(&allocation.id));
         let wanted: Vec<_> = wanted.iter().map(|key| key.id).collect();

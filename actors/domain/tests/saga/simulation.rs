@@ -5,7 +5,7 @@ use crate::bus::{BusMessage, PlacementProgress};
 use crate::steps::SimulationStep;
 use chrono::TimeDelta;
 use domain::allocation::{self, Allocation};
-use domain::authz::{CallerIdentity, TokenRole};
+use domain::authz::{CallerIdentity, ResourceOwner, TokenRole};
 use domain::billing_account::{self, BillingAccount, Holder};
 use domain::ledger::Posting;
 use domain::machine::{Command as _, Machine, Timestamp};
@@ -15,7 +15,8 @@ use domain::node::{self, HoldPhase, Node, NodeHealthStatus, Phase};
 use domain::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use domain::tenant::{self, Tenant};
 use domain::{
-    AllocationId, BillingAccountId, Event, NodeId, Principal, SkuId, TokenId, Transition, TransitionContext, invariant,
+    AllocationId, BillingAccountId, Event, NodeId, Principal, SkuId, TokenId, Transition, TransitionContext, UserId,
+    invariant,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
@@ -42,7 +43,7 @@ pub(crate) struct Simulation {
     pub(crate) delivery: Delivery,
     pub(crate) nodes: BTreeMap<NodeId, Node>,
     pub(crate) allocations: BTreeMap<AllocationId, Allocation>,
-    pub(crate) tenants: BTreeMap<String, Tenant>,
+    pub(crate) tenants: BTreeMap<UserId, Tenant>,
     pub(crate) accounts: BTreeMap<Holder, BillingAccount>,
     ledger: BTreeMap<BillingAccountId, Vec<Posting>>,
     pub(crate) agents: BTreeMap<NodeId, Agent>,
@@ -62,12 +63,12 @@ pub(crate) struct Simulation {
 }
 
 pub(crate) fn admin() -> Principal {
-    person("root", TokenRole::Admin)
+    person(&"root".into(), TokenRole::Admin)
 }
 
-fn person(user_id: &str, role: TokenRole) -> Principal {
+fn person(user_id: &UserId, role: TokenRole) -> Principal {
     Principal::Caller(CallerIdentity {
-        user_id: user_id.to_owned(),
+        user_id: user_id.clone(),
         roles: [role].into(),
         org_id: None,
         project_id: None,
@@ -218,13 +219,13 @@ impl Simulation {
 
     pub(crate) fn tell_tenant(
         &mut self,
-        user_id: &str,
+        user_id: &UserId,
         command: impl Into<tenant::Command>,
     ) -> Result<(), tenant::Rejection> {
         let state = self.tenants.get(user_id).cloned();
         let (next, _) = self.decide(Uuid::nil(), state.as_ref(), &Principal::system("worker"), command)?;
         if let Some(next) = next {
-            self.tenants.insert(user_id.to_owned(), next);
+            self.tenants.insert(user_id.clone(), next);
         }
         Ok(())
     }
@@ -246,7 +247,7 @@ impl Simulation {
     }
 
     fn give(&mut self, user: u8, amount_minor: i64) {
-        let (holder, currency) = (Holder::User(format!("user-{user}")), Currency::parse("EUR").unwrap());
+        let (holder, currency) = (Holder::User(UserId(format!("user-{user}"))), Currency::parse("EUR").unwrap());
         let open = billing_account::Request::Open { holder: holder.clone(), currency: currency.clone() };
         self.tell_account(&holder, open).unwrap();
         let give = billing_account::Request::Adjust { amount_minor, currency, reason: "r".into() };
@@ -373,13 +374,10 @@ impl Simulation {
         if self.allocations.values().filter(|it| it.state() != "released").count() >= MOST_LIVE {
             return;
         }
-        let user_id = format!("user-{}", user % USERS);
+        let user_id = UserId(format!("user-{}", user % USERS));
         let id = AllocationId(Uuid::from_u128(0xA000_0000 + u128::from(self.next())));
         let request = allocation::AllocationRequest {
-            user_id: user_id.clone(),
-            org_id: None,
-            project_id: None,
-            plan: None,
+            owner: ResourceOwner { user_id: user_id.clone(), org_id: None, project_id: None, plan: None },
             sku_id: SkuId(Uuid::nil()),
             sku: "h100x4".into(),
             region_code: (wish % 8 == 7).then(|| "mars".into()),
@@ -400,7 +398,7 @@ impl Simulation {
 
     /// A user adds a key, deletes one, or makes another the default.
     fn change_keys(&mut self, user: u8, how: u8) {
-        let user_id = format!("user-{}", user % USERS);
+        let user_id = UserId(format!("user-{}", user % USERS));
         let keys: Vec<_> = self.tenants.get(&user_id).iter().flat_map(|it| it.keys.keys()).copied().collect();
         let nth = keys.get(usize::from(how / 3) % keys.len().max(1)).copied();
         let command = match (how % 3, nth) {
@@ -423,7 +421,7 @@ impl Simulation {
     /// The user chooses keys for one allocation after a read; a stale read is rejected.
     fn choose_logins(&mut self, which: u8, how: u8) {
         let Some(id) = self.pick_allocation(which, |_| true) else { return };
-        let user_id = self.allocations[&id].asked.user_id.clone();
+        let user_id = self.allocations[&id].asked.owner.user_id.clone();
         let Some(tenant) = self.tenants.get(&user_id) else { return };
         let chosen = (!how.is_multiple_of(4)).then(|| tenant.keys.keys().take(usize::from(how % 4)).copied().collect());
         let chosen: Option<Vec<_>> = chosen;
@@ -442,14 +440,14 @@ impl Simulation {
         let value = how.is_multiple_of(2).then(|| format!("v{}", how % 8));
         let labels = PatchValue::Set([(format!("k{}", how % 3), value)].into());
         let metadata = MetadataPatch { name: PatchValue::Keep, labels };
-        let by = person(&before.asked.user_id, TokenRole::User);
+        let by = person(&before.asked.owner.user_id, TokenRole::User);
         self.tell_allocation(id, &by, allocation::Request::Revise { metadata, if_version: None }).unwrap();
         let after = Allocation { metadata: before.metadata.clone(), ..self.allocations[&id].clone() };
         assert_eq!(after, before, "a label changes nothing else");
     }
 
     pub(crate) fn release(&mut self, id: AllocationId) {
-        let user_id = self.allocations[&id].asked.user_id.clone();
+        let user_id = self.allocations[&id].asked.owner.user_id.clone();
         self.tell_allocation(id, &person(&user_id, TokenRole::User), allocation::Request::Release { issue: None })
             .unwrap();
     }

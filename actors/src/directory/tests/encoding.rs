@@ -5,7 +5,7 @@ use domain::allocation::{self, AllocationFailure, CommandName, FailureCode, Phas
 use domain::authz::{CallerIdentity, Grant, PlatformRole};
 use domain::commit::Precondition;
 use domain::event::GpuDevice;
-use domain::machine::{Command as _, TransitionContext};
+use domain::machine::{Command as _, RequestOrigin, TransitionContext};
 use domain::metadata::{MetadataPatch, PatchValue};
 use domain::node::{
     self, AgentTask, CertificateRecord, Enrollment, FindingReport, NodeHealth, OnboardingMode, ProbeOutcome,
@@ -462,7 +462,7 @@ fn of_a_tenant() {
             user_id: "ann".into(),
             account: domain::ServiceAccountId(ALLOCATION),
             there: [domain::ServiceAccountId(Uuid::nil())].into(),
-            scopes: QuotaScopes { org_id: Some(text()), project_id: None, plan: None },
+            scopes: QuotaScopes { org_id: Some(text().into()), project_id: None, plan: None },
         }
         .into(),
         Command::TICK,
@@ -483,7 +483,7 @@ fn of_a_billing_account() {
     use domain::billing_account::{BillingAccount, Command, Fact, Holder, Rejection, Reply, Request};
     use domain::money::{Currency, MicroAmount};
     let currency = Currency::parse("EUR").unwrap();
-    let holder = Holder::Org(text());
+    let holder = Holder::Org(text().into());
     let (payment_id, refund_id) = (domain::PaymentId(ALLOCATION), domain::RefundId(ALLOCATION));
     let open = Request::Open { holder: holder.clone(), currency: currency.clone() };
     let (_, reply) = decided::<BillingAccount>(None, open.clone(), &user("root", &[TokenRole::Admin]), ALLOCATION);
@@ -503,7 +503,7 @@ fn of_a_billing_account() {
         usage(Some(at()), Some(at())).into(),
         usage(None, None).into(),
         Request::Adjust { amount_minor: -7, currency: currency.clone(), reason: text() }.into(),
-        Fact::Deposit { payment_id, holder: Holder::User(text()), currency, amount_minor: 7 }.into(),
+        Fact::Deposit { payment_id, holder: Holder::User(text().into()), currency, amount_minor: 7 }.into(),
         Fact::TakeRefund { refund_id, payment_id, amount_minor: 7, is_exact: true }.into(),
         Fact::GiveBackRefund { refund_id, payment_id, amount_minor: 7 }.into(),
         Fact::Reverse { reversal_id: text(), payment_id, is_dispute: true, amount_minor: i64::MAX }.into(),
@@ -543,7 +543,7 @@ fn of_a_payment() {
     let (currency, refund_id) = (Currency::parse("EUR").unwrap(), domain::RefundId(ALLOCATION));
     let create = Request::Create {
         account_id: domain::BillingAccountId(ALLOCATION),
-        holder: Holder::Org(text()),
+        holder: Holder::Org(text().into()),
         payer: "ann".into(),
         amount_minor: 5_000,
         currency: currency.clone(),
@@ -747,10 +747,8 @@ fn of_a_principal() {
     let from = Precondition { entity: ALLOCATION, version: 3 };
     let grant = Some(Grant { roles: [PlatformRole::Auditor].into(), from });
     let permit = authorize(&Principal::Caller(CallerIdentity { grant, ..caller }), Action::Rent).unwrap();
-    let asked = CommandContext::new(&permit, "c", at())
-        .with_key(key("k"))
-        .urgent()
-        .traced(Some("00-trace".into()), Some("vendor=1".to_owned()));
+    let origin = RequestOrigin::untraced("c").traced(Some("00-trace".into()), Some("vendor=1".to_owned()));
+    let asked = CommandContext::from_origin(&permit, origin, at()).with_key(key("k")).urgent();
     let bytes = serde_json::to_vec(&asked).unwrap();
     let back: CommandContext = serde_json::from_slice(&bytes).unwrap();
     assert_eq!(format!("{back:?}"), format!("{asked:?}"));

@@ -51,7 +51,7 @@ pub(in crate::api) async fn choose_ssh_keys(
     Path(id): Path<Uuid>,
     request_body::Json(new): request_body::Json<ChosenSshKeys>,
 ) -> Result<Response, ApiError> {
-    let user_id = visible(&services, &context, id).await?.it.asked.user_id.clone();
+    let user_id = visible(&services, &context, id).await?.it.asked.owner.user_id.clone();
     let chosen: Option<Vec<_>> = new.ssh_key_ids.as_ref().map(|ids| ids.iter().copied().map(SshKeyId).collect());
     let mut reads = 0;
     loop {

@@ -233,8 +233,8 @@ impl From<LedgerRow> for LedgerView {
 
 pub(in crate::api) fn named(holder: &Holder) -> (Option<String>, Option<String>) {
     match holder {
-        Holder::User(id) => (Some(id.clone()), None),
-        Holder::Org(id) => (None, Some(id.clone())),
+        Holder::User(id) => (Some(id.to_string()), None),
+        Holder::Org(id) => (None, Some(id.to_string())),
     }
 }
 

@@ -131,7 +131,7 @@ impl PaymentView {
         Self {
             id: it.id.0,
             account_id,
-            payer: it.payer.clone(),
+            payer: it.payer.to_string(),
             amount_minor: it.amount_minor,
             currency: it.currency.as_str().to_owned(),
             state,

@@ -395,7 +395,7 @@ impl std::io::Write for Log {
 async fn a_failed_authentication_is_logged_at_warn_with_its_reason_and_without_the_token() {
     let provider = Provider::with(vec![key("k", Algorithm::EdDSA)]).await;
     let router = Router::new()
-        .route("/me", get(|caller: Caller| async move { caller.user_id }))
+        .route("/me", get(|caller: Caller| async move { caller.user_id.0 }))
         .with_state(App(Arc::new(provider.authenticator())))
         .layer(RequestScope(crate::testing::scope_settings(Service { name: "api", shows_route: false })));
     let expired = provider.token(|claims| claims["exp"] = json!(1));

@@ -71,7 +71,7 @@ impl FromRequestParts<Services> for Caller {
             services.limiter.count_refused_token(parts, &policy, Utc::now())?;
             return Err(ApiError::new(Code::Unauthenticated, "Who are you?"));
         };
-        let scopes = Scopes { user_id: Some(user), org_id: Some("acme".into()), ..Scopes::default() };
+        let scopes = Scopes { user_id: Some(user.into()), org_id: Some("acme".into()), ..Scopes::default() };
         services.limiter.take(parts.extensions.get(), &scopes, &policy, Utc::now()).await.map(|()| Self)
     }
 }

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use wire::terminal::{INPUT_WINDOW, TerminalCommand, TerminalEvent};
 
 fn session() -> TerminalSession {
-    let owner = ResourceOwner { user_id: "a user".to_owned(), org_id: None, project_id: None, plan: None };
+    let owner = ResourceOwner { user_id: "a user".into(), org_id: None, project_id: None, plan: None };
     TerminalSession {
         id: TerminalSessionId(Uuid::from_u128(1)),
         allocation_id: AllocationId(Uuid::from_u128(2)),

@@ -68,10 +68,7 @@ impl ProcessorCalls {
         delivery: &EventDelivery,
         call: &ProcessorCall,
     ) -> Disposition {
-        let updater = self
-            .updater
-            .for_cause(delivery.id.0, delivery.correlation_id.clone())
-            .traced(delivery.traceparent.clone(), delivery.tracestate.clone());
+        let updater = self.updater.for_cause(delivery.id.0, delivery.origin.clone());
         let Ok(Ok(_permit)) = timeout(PERMIT_TIMEOUT, self.permits.acquire()).await else {
             tracing::warn!("the payment processor is asked as much as it may be at once");
             return by.settle(delivery).await;

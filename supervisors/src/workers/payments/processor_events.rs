@@ -106,8 +106,7 @@ impl ProcessorEventHandler {
         let body = body.map_err(|error| ProcessingError::Later(format!("its body cannot be opened: {error}")))?;
         let sent = StripeEvent::read(body.expose_secret());
         let update = sent.and_then(StripeEvent::update).map_err(|error| ProcessingError::Failed(error.to_string()))?;
-        let updater = self.updater.for_cause(event.id.0, delivery.correlation_id.clone());
-        let updater = updater.traced(delivery.traceparent.clone(), delivery.tracestate.clone());
+        let updater = self.updater.for_cause(event.id.0, delivery.origin.clone());
         let outcome = match update {
             ProcessorUpdate::Payment(record) => updates::payment(&updater, record).await?,
             ProcessorUpdate::Dispute(dispute) => {
@@ -232,6 +231,7 @@ mod tests {
     use base64::engine::general_purpose::STANDARD;
     use chrono::Utc;
     use domain::Event;
+    use domain::machine::RequestOrigin;
     use domain::processor_event::Phase;
     use domain::retry::RetryTimer;
     use edge::payment_processor::{ProcessorPaymentStatus, ProcessorRefundStatus};
@@ -267,9 +267,7 @@ mod tests {
         let delivery = EventDelivery {
             id: EventId(Uuid::nil()),
             event: Event::ProcessorEventDue { processor_event_id: event.id },
-            correlation_id: "test".to_owned(),
-            traceparent: None,
-            tracestate: None,
+            origin: RequestOrigin::untraced("test"),
         };
         match ProcessorEventHandler::new(bench.updater(1), ring()).apply(&delivery, event).await {
             Ok(outcome) => outcome.name().to_owned(),

@@ -8,6 +8,7 @@ use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use crate::workers::WorkerParts;
 use chrono::{DateTime, TimeDelta, Utc};
+use domain::machine::RequestOrigin;
 use edge::payment_processor::{ProcessorError, ProcessorListing};
 use persistence::{Leases, StoreError};
 use prometheus::{IntCounter, Registry};
@@ -169,7 +170,7 @@ impl Reconciler {
     /// others.
     async fn reconcile_since(&self, since: DateTime<Utc>, far: DateTime<Utc>) -> Result<u64, ReconciliationError> {
         let cause = Uuid::now_v7();
-        let updater = self.updater.for_cause(cause, cause.to_string());
+        let updater = self.updater.for_cause(cause, RequestOrigin::untraced(cause.to_string()));
         let mut run = ReconciliationRun::default();
         // Payments first: the refunds and disputes of a payment that was not known follow it.
         for record in self.usable_items(&mut run, "payments", updater.processor.payments_since(since).await) {

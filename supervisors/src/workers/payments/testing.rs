@@ -5,6 +5,7 @@ use actors::interfaces::Store as _;
 use chrono::{DateTime, Utc};
 use domain::authz::TokenRole;
 use domain::billing_account::Holder;
+use domain::machine::RequestOrigin;
 use domain::money::Currency;
 use domain::payment::{Command, Fact, Payment, Request};
 use domain::{BillingAccountId, EntityKind, EntityRef, PaymentId, Principal, RefundId};
@@ -41,8 +42,8 @@ impl Bench {
         let bench = Self { processor: Arc::default(), host, store };
         let create = Request::Create {
             account_id: BillingAccountId(Uuid::from_u128(9)),
-            holder: Holder::User("ann".to_owned()),
-            payer: "ann".to_owned(),
+            holder: Holder::User("ann".into()),
+            payer: "ann".into(),
             amount_minor: 1000,
             currency: eur(),
             success_url: "https://a.test/done".to_owned(),
@@ -88,7 +89,7 @@ impl Bench {
         let processor = Arc::clone(&self.processor) as Arc<dyn Processor>;
         PaymentUpdater::new(self.host.directory.clone(), processor, "test")
             .unwrap()
-            .for_cause(Uuid::from_u128(cause), "test")
+            .for_cause(Uuid::from_u128(cause), RequestOrigin::untraced("test"))
     }
 
     /// The payment as it is stored.

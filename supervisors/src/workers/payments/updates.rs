@@ -5,7 +5,7 @@ use actors::sharding::command_id;
 use actors::{AskError, CommandContext, CommandKey, Directory};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::machine::CommandSort as _;
+use domain::machine::{CommandSort as _, RequestOrigin};
 use domain::payment::{self, Fact, Payment, PaymentFailure, Rejection, ReversalStep};
 use domain::{Action, PaymentId, Permit, Principal};
 use edge::payment_processor::{
@@ -27,9 +27,7 @@ pub struct PaymentUpdater {
     permit: Permit,
     /// The id of the source: a command is applied once for each.
     cause: Uuid,
-    correlation_id: String,
-    traceparent: Option<String>,
-    tracestate: Option<String>,
+    origin: RequestOrigin,
 }
 
 /// The outcome of an update.
@@ -59,21 +57,14 @@ impl PaymentUpdater {
     /// Never in practice: a worker may advance the machines.
     pub fn new(directory: Directory, processor: Arc<dyn Processor>, worker: &str) -> anyhow::Result<Self> {
         let permit = authorize(&Principal::system(worker), Action::Advance)?;
-        let (cause, correlation_id) = (Uuid::now_v7(), String::new());
-        Ok(Self { directory, processor, permit, cause, correlation_id, traceparent: None, tracestate: None })
+        let (cause, origin) = (Uuid::now_v7(), RequestOrigin::untraced(""));
+        Ok(Self { directory, processor, permit, cause, origin })
     }
 
     /// For updates from the source `cause`: sent twice, a command is applied once.
     #[must_use]
-    pub fn for_cause(&self, cause: Uuid, correlation_id: impl Into<String>) -> Self {
-        Self { cause, correlation_id: correlation_id.into(), ..self.clone() }
-    }
-
-    /// Within this trace.
-    #[must_use]
-    pub fn traced(mut self, traceparent: Option<String>, tracestate: Option<String>) -> Self {
-        (self.traceparent, self.tracestate) = (traceparent, tracestate);
-        self
+    pub fn for_cause(&self, cause: Uuid, origin: RequestOrigin) -> Self {
+        Self { cause, origin, ..self.clone() }
     }
 
     /// Sends a fact to a payment of ours; `about` is the processor's id of the object it concerns.
@@ -85,8 +76,7 @@ impl PaymentUpdater {
     ) -> Result<Result<PaymentReply, Rejection>, UpdateError> {
         let parts = [b"told", self.cause.as_bytes().as_slice(), about.as_bytes(), fact.tag().as_bytes()];
         let key = CommandKey { id: command_id(&parts), digest: [0; 32], keep_reply: false, consumes: None };
-        let context = CommandContext::new(&self.permit, self.correlation_id.clone(), Utc::now() + COMMAND_TIMEOUT)
-            .traced(self.traceparent.clone(), self.tracestate.clone())
+        let context = CommandContext::from_origin(&self.permit, self.origin.clone(), Utc::now() + COMMAND_TIMEOUT)
             .with_key(key)
             .urgent();
         match self.directory.ask::<Payment>(&self.permit, payment_id.0, fact.into(), context).await {

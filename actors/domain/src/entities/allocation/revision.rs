@@ -13,7 +13,7 @@ impl Allocation {
         if_version: Option<i64>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.user_id) {
+        if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.owner.user_id) {
             return Err(Rejection::NotFound);
         }
         if if_version.is_some_and(|version| version != ctx.version) {

@@ -72,7 +72,7 @@ impl Allocation {
         issue: Option<String>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.user_id) {
+        if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.owner.user_id) {
             return Err(Rejection::NotFound);
         }
         let audit = self.audit(AuditAction::AllocationsRelease, json!({ "issue": issue }));
@@ -100,7 +100,7 @@ impl Allocation {
         placed: &Placement,
         ctx: &TransitionContext<'_>,
     ) -> Transition<Self> {
-        let unwanted = Event::TerminalsUnwanted { allocation_id: self.id, user_id: self.asked.user_id.clone() };
+        let unwanted = Event::TerminalsUnwanted { allocation_id: self.id, user_id: self.asked.owner.user_id.clone() };
         let step = self.begin_release(why, node_id, placed, ctx).event(unwanted);
         let usage = step.reply.usage();
         step.event(usage)
@@ -510,7 +510,7 @@ impl Allocation {
     fn released_event(&self, last: Option<&(NodeId, Placement)>, reason: &str) -> Event {
         Event::AllocationReleased {
             allocation_id: self.id,
-            user_id: self.asked.user_id.clone(),
+            user_id: self.asked.owner.user_id.clone(),
             node_id: last.map(|(node_id, _)| *node_id),
             reason: reason.to_owned(),
         }

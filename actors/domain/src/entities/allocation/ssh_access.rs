@@ -56,7 +56,7 @@ impl Allocation {
         logins_revision: u64,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
-        if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.user_id) {
+        if !ctx.by.is_admin() && !ctx.by.is_user(&self.asked.owner.user_id) {
             return Err(Rejection::NotFound);
         }
         if !self.admits_logins() {
@@ -111,7 +111,7 @@ impl Allocation {
             return self.stay();
         }
         if logins.chosen != *chosen {
-            let stale = Event::LoginsStale { allocation_id: self.id, user_id: self.asked.user_id.clone() };
+            let stale = Event::LoginsStale { allocation_id: self.id, user_id: self.asked.owner.user_id.clone() };
             return self.unchanged("other keys were chosen meanwhile").event(stale);
         }
         self.with_ssh_access(logins, keys, logins_revision, "its user's keys have changed", ctx)
@@ -163,7 +163,7 @@ impl Allocation {
     /// The event to publish where the tenant has newer keys than the allocation.
     pub(super) fn stale_ssh_keys_event(&self, logins_revision: u64) -> Option<Event> {
         let stale = self.admits_logins() && logins_revision > self.ssh_access().as_of;
-        stale.then(|| Event::LoginsStale { allocation_id: self.id, user_id: self.asked.user_id.clone() })
+        stale.then(|| Event::LoginsStale { allocation_id: self.id, user_id: self.asked.owner.user_id.clone() })
     }
 
     const fn admits_logins(&self) -> bool {

@@ -22,7 +22,7 @@ fn start() -> Timestamp {
 
 fn person(user_id: &str, role: TokenRole) -> Principal {
     Principal::Caller(CallerIdentity {
-        user_id: user_id.to_owned(),
+        user_id: user_id.into(),
         roles: [role].into(),
         org_id: None,
         project_id: None,
@@ -77,10 +77,7 @@ fn placed() -> Placement {
 
 fn request() -> AllocationRequest {
     AllocationRequest {
-        user_id: ANN.into(),
-        org_id: None,
-        project_id: None,
-        plan: None,
+        owner: ResourceOwner { user_id: ANN.into(), org_id: None, project_id: None, plan: None },
         sku_id: SkuId(Uuid::from_u128(1)),
         sku: "h100".into(),
         region_code: None,

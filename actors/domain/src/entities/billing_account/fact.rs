@@ -1,7 +1,7 @@
 //! What allocations and payments report to a billing account.
 
 use super::{BillingAccount, Holder, Rejection, Reply};
-use crate::id::{AllocationId, PaymentId, RefundId};
+use crate::id::{AllocationId, PaymentId, RefundId, UserId};
 use crate::machine::{Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, Price};
 use serde::{Deserialize, Serialize};
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Fact {
     /// Holds the cost of a first window of the allocation, if the account covers it.
-    Hold { holder: Holder, allocation_id: AllocationId, user_id: String, price: Price, gpu_count: u32 },
+    Hold { holder: Holder, allocation_id: AllocationId, user_id: UserId, price: Price, gpu_count: u32 },
     /// All that is known of the allocation's usage. With an end and without a start: it never starts.
     Usage { allocation_id: AllocationId, from: Option<Timestamp>, until: Option<Timestamp> },
     /// A payment is credited. It opens the account, where there is none.

@@ -1,5 +1,6 @@
 //! The meter of one allocation: its cost so far.
 
+use crate::id::UserId;
 use crate::machine::Timestamp;
 use crate::money::{HourlyRate, MicroAmount};
 use serde::{Deserialize, Serialize};
@@ -9,7 +10,7 @@ use serde::{Deserialize, Serialize};
 pub struct UsageMeter {
     /// The user who rents it, where that is not the account's holder: an organization's account has many.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub user_id: Option<String>,
+    pub user_id: Option<UserId>,
     /// The rate at its start: later prices apply to other allocations.
     pub rate: HourlyRate,
     /// The hold for a first window, until the allocation is active.
@@ -94,7 +95,7 @@ mod tests {
         let of_before = json!({ "user_id": "ann", "rate": 498, "held": 7, "run": null });
         assert_eq!(
             read(&of_before),
-            UsageMeter { user_id: Some("ann".to_owned()), ..read(&json!({ "rate": 498, "held": 7 })) }
+            UsageMeter { user_id: Some("ann".into()), ..read(&json!({ "rate": 498, "held": 7 })) }
         );
     }
 }

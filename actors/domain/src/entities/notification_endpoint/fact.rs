@@ -1,6 +1,7 @@
 //! What the workers of notifications and the edge report to a notification endpoint.
 
 use super::{NotificationEndpoint, QueuedNotification, Reply};
+use crate::id::UserId;
 use crate::machine::{Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -11,7 +12,7 @@ use uuid::Uuid;
 #[serde(tag = "command", rename_all = "snake_case")]
 pub enum Fact {
     /// The identity provider has verified this address of the user.
-    Introduce { user_id: String, address: String },
+    Introduce { user_id: UserId, address: String },
     /// A message for the endpoint.
     Enqueue { message: QueuedNotification },
     /// The receiver has accepted the message.

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::authz::TokenRole;
+use crate::id::OrgId;
 use crate::machine::TraceContext;
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use proptest::prelude::*;
@@ -21,7 +22,7 @@ fn person(user_id: &str, org_id: Option<&str>) -> Principal {
     Principal::Caller(CallerIdentity {
         user_id: user_id.into(),
         roles: [TokenRole::User].into(),
-        org_id: org_id.map(str::to_owned),
+        org_id: org_id.map(OrgId::from),
         project_id: None,
         plan: None,
         grant: None,

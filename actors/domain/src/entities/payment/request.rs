@@ -3,7 +3,7 @@
 use super::{Payment, Rejection};
 use crate::authz::Action;
 use crate::holder::Holder;
-use crate::id::{BillingAccountId, RefundId};
+use crate::id::{BillingAccountId, RefundId, UserId};
 use crate::machine::{self, Transition, TransitionContext};
 use crate::money::Currency;
 use serde::{Deserialize, Serialize};
@@ -16,7 +16,7 @@ pub enum Request {
     Create {
         account_id: BillingAccountId,
         holder: Holder,
-        payer: String,
+        payer: UserId,
         amount_minor: i64,
         currency: Currency,
         success_url: String,

@@ -27,7 +27,7 @@ fn ann() -> Principal {
 
 fn user(id: &str) -> Principal {
     Principal::Caller(CallerIdentity {
-        user_id: id.to_owned(),
+        user_id: id.into(),
         roles: [TokenRole::User].into(),
         org_id: None,
         project_id: None,

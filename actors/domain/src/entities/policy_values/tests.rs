@@ -243,7 +243,7 @@ fn future_values_are_bounded_and_the_same_instant_counts_once() {
 fn scopes_with_values_are_bounded() {
     let mut book = PolicyBook::default();
     for n in 0..MAX_SCOPES {
-        book.set(KEY, PolicyScope::UserId(format!("user {n}")), at(0), PolicyValue::Int(1)).unwrap();
+        book.set(KEY, PolicyScope::UserId(format!("user {n}").into()), at(0), PolicyValue::Int(1)).unwrap();
     }
     assert_eq!(decide(None, new(1), 0, &book).err(), Some(Rejection::TooManyScopes { limit: MAX_SCOPES }));
     let existing = write(None, new(1), 0).unwrap();

@@ -269,7 +269,7 @@ fn approval_expires_at_its_deadline() {
     assert_eq!((expired.audit[0].action, expired.next.unwrap().pending), (AuditAction::SkusExpireApproval, None));
     // It does not count even where the tick is late: this approval is a first one.
     let late = approve(&first, &person("bob", &[OWNER]), approves(StatusChange::Activate), TTL).unwrap().next.unwrap();
-    assert_eq!((late.state(), late.pending.unwrap().first.user_id), ("draft", "bob".to_owned()));
+    assert_eq!((late.state(), late.pending.unwrap().first.user_id), ("draft", "bob".into()));
 }
 
 #[test]
@@ -282,7 +282,7 @@ fn an_approval_in_a_role_that_was_revoked_does_not_count() {
                 .unwrap();
         assert_eq!(step.audit[0].metadata["replaced"]["user_id"], "ann");
         let next = step.next.unwrap();
-        assert_eq!((next.state(), next.pending.unwrap().first.user_id), ("draft", "bob".to_owned()));
+        assert_eq!((next.state(), next.pending.unwrap().first.user_id), ("draft", "bob".into()));
     }
 }
 

@@ -115,6 +115,6 @@ mod tests {
     #[test]
     fn tenant_snapshot_without_service_accounts_is_read() {
         let old = r#"{"user_id":"ann","keys":{},"live":[]}"#;
-        assert_eq!(serde_json::from_str::<Tenant>(old).unwrap(), Tenant::new("ann"));
+        assert_eq!(serde_json::from_str::<Tenant>(old).unwrap(), Tenant::new(&"ann".into()));
     }
 }

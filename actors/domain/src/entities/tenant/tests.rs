@@ -69,7 +69,7 @@ fn forget(n: u128) -> Fact {
 }
 
 fn with_keys(count: usize) -> Tenant {
-    (0..count).fold(Tenant::new("ann"), |tenant, n| {
+    (0..count).fold(Tenant::new(&"ann".into()), |tenant, n| {
         decide(Some(&tenant), add(n), n as u128 * 0x1_0000_0000_0000_0000, 50).unwrap().next.unwrap()
     })
 }
@@ -181,7 +181,7 @@ fn every_change_of_a_key_is_audited() {
 fn lowered_quota_keeps_existing_allocations() {
     let two = [1, 2]
         .into_iter()
-        .fold(Tenant::new("ann"), |tenant, n| decide(Some(&tenant), admit(n), 1, 50).unwrap().next.unwrap());
+        .fold(Tenant::new(&"ann".into()), |tenant, n| decide(Some(&tenant), admit(n), 1, 50).unwrap().next.unwrap());
     assert_eq!(decide(Some(&two), admit(3), 1, 1).err(), Some(Rejection::OverQuota { limit: 1 }));
     assert!(decide(Some(&two), admit(2), 1, 1).unwrap().next.is_none(), "admitted before");
 }
@@ -191,7 +191,7 @@ proptest! {
     fn the_quota_is_never_exceeded_and_counts_each_allocation_once(
         moves in prop::collection::vec((any::<bool>(), 0u128..8), 0..60), quota in 0i64..5
     ) {
-        let mut tenant = Tenant::new("ann");
+        let mut tenant = Tenant::new(&"ann".into());
         for (comes, n) in moves {
             let command = if comes { admit(n) } else { forget(n) };
             if let Ok(Transition { next: Some(next), .. }) = decide(Some(&tenant), command, 1, quota) {
@@ -205,7 +205,7 @@ proptest! {
     fn of_any_keys_exactly_one_is_the_default(
         moves in prop::collection::vec((0u8..3, 0usize..6), 0..40)
     ) {
-        let mut tenant = Tenant::new("ann");
+        let mut tenant = Tenant::new(&"ann".into());
         for (n, (kind, which)) in moves.into_iter().enumerate() {
             let key = tenant.keys.keys().nth(which).copied().unwrap_or(SshKeyId(Uuid::nil()));
             let command = match kind {

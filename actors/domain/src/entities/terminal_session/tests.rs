@@ -15,7 +15,7 @@ const ACTIVE: Precondition = Precondition { entity: Uuid::from_u128(2), version:
 
 fn user(name: &str) -> Principal {
     Principal::Caller(CallerIdentity {
-        user_id: name.to_owned(),
+        user_id: name.into(),
         roles: [TokenRole::User].into(),
         org_id: None,
         project_id: None,

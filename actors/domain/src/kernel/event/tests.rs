@@ -43,7 +43,8 @@ samples! {
     u32: 1;
     u64: 1;
     i64: 1;
-    Holder: Self::Org(String::sample());
+    UserId: "x".into();
+    Holder: Self::Org("x".into());
     Currency: Self::parse("EUR").unwrap();
     PolicyKey: Self::RateLimitApi;
     KeySetPurpose: Self::NodeCa;

@@ -2,6 +2,7 @@
 
 use super::{AppliesTo, PolicyKey, PolicyValue, ValueBounds};
 use crate::authz::{CallerIdentity, Principal, ResourceOwner};
+use crate::id::{OrgId, ProjectId, UserId};
 use crate::time::Timestamp;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -13,9 +14,9 @@ use std::fmt;
 #[strum(serialize_all = "snake_case", const_into_str)]
 #[serde(rename_all = "snake_case")]
 pub enum PolicyScope {
-    UserId(String),
-    ProjectId(String),
-    OrgId(String),
+    UserId(UserId),
+    ProjectId(ProjectId),
+    OrgId(OrgId),
     Plan(String),
     Global,
 }
@@ -31,7 +32,10 @@ impl PolicyScope {
     #[must_use]
     pub fn id(&self) -> Option<&str> {
         match self {
-            Self::UserId(id) | Self::ProjectId(id) | Self::OrgId(id) | Self::Plan(id) => Some(id),
+            Self::UserId(id) => Some(id.as_str()),
+            Self::ProjectId(id) => Some(id.as_str()),
+            Self::OrgId(id) => Some(id.as_str()),
+            Self::Plan(id) => Some(id),
             Self::Global => None,
         }
     }
@@ -50,9 +54,9 @@ impl fmt::Display for PolicyScope {
 /// The scopes that apply to one request, most specific first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Scopes {
-    pub user_id: Option<String>,
-    pub project_id: Option<String>,
-    pub org_id: Option<String>,
+    pub user_id: Option<UserId>,
+    pub project_id: Option<ProjectId>,
+    pub org_id: Option<OrgId>,
     pub plan: Option<String>,
 }
 
@@ -80,18 +84,16 @@ impl Scopes {
     fn of_both(one: &PolicyScope, other: &PolicyScope) -> Option<Self> {
         let mut scopes = Self::default();
         for scope in [one, other] {
-            let (place, id) = match scope {
-                PolicyScope::UserId(id) => (&mut scopes.user_id, id),
-                PolicyScope::ProjectId(id) => (&mut scopes.project_id, id),
-                PolicyScope::OrgId(id) => (&mut scopes.org_id, id),
-                PolicyScope::Plan(id) => (&mut scopes.plan, id),
-                PolicyScope::Global => continue,
-            };
-            if place.replace(id.clone()).is_some_and(|before| before != *id) {
-                return None;
+            match scope {
+                PolicyScope::UserId(id) => scopes.user_id = Some(id.clone()),
+                PolicyScope::ProjectId(id) => scopes.project_id = Some(id.clone()),
+                PolicyScope::OrgId(id) => scopes.org_id = Some(id.clone()),
+                PolicyScope::Plan(id) => scopes.plan = Some(id.clone()),
+                PolicyScope::Global => {}
             }
         }
-        Some(scopes)
+        // A subject has one id of each kind.
+        (one == other || one.kind() != other.kind()).then_some(scopes)
     }
 }
 
@@ -344,7 +346,7 @@ mod tests {
         let ann = Scopes { user_id: Some("ann".into()), plan: Some("pro".into()), ..Scopes::default() };
         let ann_at_acme = Scopes { org_id: Some("acme".into()), ..ann.clone() };
         for scopes in [&ann, &ann_at_acme] {
-            let holder = Holder::paying_for("ann", scopes.org_id.as_deref());
+            let holder = Holder::paying_for(&"ann".into(), scopes.org_id.as_ref());
             assert_eq!(book.resolve(window, scopes, at(1)), book.resolve(window, &holder.scopes(), at(1)));
         }
         assert_eq!(book.resolve(window, &ann_at_acme, at(1)), (PolicyValue::Int(90), Some(org)));
