@@ -395,7 +395,9 @@ from_cargo() {
     PATH=$PATH:$folder/bin
     ! cargo "$name" --version >/dev/null 2>&1 || return 0
     say "compiling cargo-$name $version into .dev/tools"
-    CARGO_TARGET_DIR=$folder/target cargo install --quiet --locked --root "$folder" --version "$version" "cargo-$name" ||
+    # Compiled for a few runs of seconds: optimization would take longer than it saves.
+    CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 \
+        CARGO_TARGET_DIR=$folder/target cargo install --quiet --locked --root "$folder" --version "$version" "cargo-$name" ||
         fail "cargo-$name cannot be compiled. Put one of version $version or later on PATH."
     rm -rf "$folder/target"
 }
