@@ -7,9 +7,10 @@
 
 use socket2::{SockRef, TcpKeepalive};
 use sqlx::postgres::PgConnectOptions;
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::DirBuilderExt as _;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpStream, UnixListener, UnixStream};
@@ -24,11 +25,11 @@ pub(super) fn through_nodelay_proxy(options: PgConnectOptions) -> io::Result<PgC
     if options.get_socket().is_some() || options.get_host().starts_with('/') {
         return Ok(options);
     }
-    let folder = SocketFolder::make()?;
+    let folder = SocketFolder::make(&std::env::temp_dir())?;
     let server: Arc<str> = options.get_host().trim_matches(['[', ']']).into();
     let port = options.get_port();
-    let listener = UnixListener::bind(folder.0.join(format!(".s.PGSQL.{port}")))?;
-    let options = options.socket(&folder.0);
+    let listener = UnixListener::bind(folder.path.join(format!(".s.PGSQL.{port}")))?;
+    let options = options.socket(&folder.path);
     tokio::spawn(async move {
         // The folder is removed with the task, and the task with the runtime.
         let _folder = folder;
@@ -68,21 +69,47 @@ fn set_socket_options(outside: &TcpStream) -> io::Result<()> {
     socket.set_tcp_keepalive(&asking)
 }
 
-/// A folder that only its owner may enter.
-struct SocketFolder(PathBuf);
+/// The names of the folders, in the temporary directory.
+const FOLDER_PREFIX: &str = "gpuaas-postgres-";
+
+/// A folder that only its owner may enter. Its lock file is locked while its process lives: the kernel unlocks it, however that ends.
+struct SocketFolder {
+    path: PathBuf,
+    lock: File,
+}
 
 impl SocketFolder {
-    fn make() -> io::Result<Self> {
-        let path = std::env::temp_dir().join(format!("gpuaas-{}", Uuid::new_v4().simple()));
-        std::fs::DirBuilder::new().mode(0o700).create(&path)?;
-        Ok(Self(path))
+    fn make(temporary: &Path) -> io::Result<Self> {
+        remove_abandoned(temporary);
+        let id = Uuid::new_v4().simple();
+        // It gets its name when it is locked, so that no other process takes it for an abandoned one.
+        let unlocked = temporary.join(format!("new-{FOLDER_PREFIX}{id}"));
+        std::fs::DirBuilder::new().mode(0o700).create(&unlocked)?;
+        let lock = File::create_new(unlocked.join("lock"))?;
+        lock.lock()?;
+        let path = temporary.join(format!("{FOLDER_PREFIX}{id}"));
+        std::fs::rename(&unlocked, &path)?;
+        Ok(Self { path, lock })
     }
 }
 
 impl Drop for SocketFolder {
     fn drop(&mut self) {
-        // At worst an empty folder stays in the temporary directory.
-        let _ = std::fs::remove_dir_all(&self.0);
+        // At worst it stays until another process starts.
+        let _ = self.lock.unlock();
+        let _ = std::fs::remove_dir_all(&self.path);
+    }
+}
+
+/// Removes the folders of processes that were killed. What cannot be read or removed belongs to another user.
+fn remove_abandoned(temporary: &Path) {
+    for folder in std::fs::read_dir(temporary).into_iter().flatten().flatten() {
+        if folder.file_name().to_string_lossy().starts_with(FOLDER_PREFIX)
+            && let Ok(lock) = File::open(folder.path().join("lock"))
+            && lock.try_lock().is_ok()
+        {
+            let _ = std::fs::remove_dir_all(folder.path());
+        }
     }
 }
 
@@ -90,6 +117,16 @@ impl Drop for SocketFolder {
 mod tests {
     use super::*;
     use tokio::net::TcpListener;
+
+    #[test]
+    fn folder_of_a_killed_process_is_removed_and_that_of_a_living_one_stays() {
+        let temporary = tempfile::tempdir().unwrap();
+        let alive = SocketFolder::make(temporary.path()).unwrap();
+        let killed = SocketFolder::make(temporary.path()).unwrap();
+        killed.lock.unlock().unwrap();
+        let next = SocketFolder::make(temporary.path()).unwrap();
+        assert!(!killed.path.exists() && alive.path.exists() && next.path.exists());
+    }
 
     #[tokio::test]
     async fn unresponsive_server_is_given_up_in_time() {
