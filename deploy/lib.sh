@@ -230,14 +230,14 @@ remapped_paths() {
 
 installer_path() { printf '%s/%s-unknown-linux-musl/installer/gpuaas-installer' "${CARGO_TARGET_DIR:-target}" "$(uname -m)"; }
 
-# The static first program of a bare machine, which bootstrap scripts carry.
+# The static first program of a bare machine, which bootstrap scripts carry, and the finalizer beside it.
 compile_installer() {
     local triple
     triple=$(uname -m)-unknown-linux-musl
     say "compiling the static installer"
     # Only the compiler for C differs, for this one target.
     env "CC_${triple//-/_}=musl-gcc" RUSTFLAGS="$(remapped_paths)" CARGO_INCREMENTAL=0 \
-        cargo build --locked --profile installer --target "$triple" --package agent-package --bin gpuaas-installer
+        cargo build --locked --profile installer --target "$triple" --package agent-package --bin gpuaas-installer --bin gpuaas-finalizer
 }
 
 # A clock that a test can put on and back for one process: out of Debian's package, unpacked and not installed.

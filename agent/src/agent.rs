@@ -21,6 +21,7 @@ use wire::heartbeat::PollSettings;
 use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
 use wire::proof::FindingOutcome;
 
+use crate::agent_update::AgentUpdates;
 use crate::atomic_file::{self, FileError};
 use crate::backoff::Backoff;
 use crate::chain;
@@ -44,6 +45,7 @@ mod heartbeat;
 mod poll;
 mod renew;
 mod terminal;
+mod update;
 
 /// First pause after a failure.
 const BACKOFF_BASE: Duration = Duration::from_millis(250);
@@ -283,11 +285,13 @@ pub async fn run_with(
     let api = NodeApiClient::with_identity(&config, &identity)?;
     let (tasks, stop) = (TaskTracker::new(), stop.child_token());
     let spools = Spools::new(&config.state_dir, config.recording_spool_bytes);
+    let updates = Arc::new(AgentUpdates::of_this_process(&config));
     let agent = Arc::new(Agent {
         terminals: TerminalSessions::new(spools, Arc::clone(&manager), tasks.clone(), stop.clone()),
         manager,
         slots: Arc::new(Semaphore::new(config.max_concurrent_tasks)),
         config,
+        updates,
         identities,
         recovery_key,
         boot_id,
@@ -315,6 +319,7 @@ pub async fn run_with(
 /// The state that the loops of a running agent share.
 struct Agent {
     config: AgentConfig,
+    updates: Arc<AgentUpdates>,
     identities: IdentityStore,
     recovery_key: SigningKey,
     boot_id: Uuid,
@@ -395,7 +400,8 @@ impl Agent {
 
     /// Stops the agent. The first reason is kept.
     fn fail(&self, fatal: Fatal) {
-        if !fatal.may_pass() {
+        // In an update, the unit starts an agent again whatever this one exits with.
+        if !fatal.may_pass() && !self.updates.is_updating() {
             self.manager.ends_for_good();
         }
         locked(&self.fatal).get_or_insert(fatal);

@@ -125,6 +125,8 @@ pub struct AgentConfig {
     pub api_url: String,
     /// Trust anchors for the API's server certificate; no other root counts.
     pub ca_bundle_pem: String,
+    /// The environment file of the bundle, where the configuration came from one.
+    pub env_file: Option<PathBuf>,
     pub node_cert_ca_bundle_path: PathBuf,
     pub cert_path: PathBuf,
     pub key_path: PathBuf,
@@ -246,6 +248,7 @@ impl AgentConfig {
             enrollment_token: sources.get(names::ENROLLMENT_TOKEN).map(SecretToken::new),
             api_url,
             ca_bundle_pem,
+            env_file: sources.env_file.clone(),
             node_cert_ca_bundle_path: path(
                 &flags.node_cert_ca_bundle_path,
                 names::NODE_CERT_CA_BUNDLE_PATH,
@@ -296,6 +299,7 @@ fn api_url(flags: &Flags, sources: &Sources<'_>) -> Result<String, AgentConfigEr
 /// The environment, then the environment file. An empty value counts as missing.
 pub(crate) struct Sources<'a> {
     environment: &'a dyn Fn(&str) -> Option<String>,
+    env_file: Option<PathBuf>,
     file: Variables,
 }
 
@@ -305,10 +309,13 @@ impl<'a> Sources<'a> {
         environment: &'a dyn Fn(&str) -> Option<String>,
     ) -> Result<Self, AgentConfigError> {
         let named = flags.env_file.clone().or_else(|| environment(names::ENV_FILE).map(PathBuf::from));
-        let Some(path) = named else { return Ok(Self { environment, file: Variables::default() }) };
+        let Some(path) = named else {
+            return Ok(Self { environment, env_file: None, file: Variables::default() });
+        };
         let text = atomic_file::read_if_there(&path)?.ok_or_else(|| AgentConfigError::NoEnvFile(path.clone()))?;
-        let file = Variables::parse(&text).map_err(|source| AgentConfigError::EnvFile { path, source })?;
-        Ok(Self { environment, file })
+        let file =
+            Variables::parse(&text).map_err(|source| AgentConfigError::EnvFile { path: path.clone(), source })?;
+        Ok(Self { environment, env_file: Some(path), file })
     }
 
     pub(crate) fn get(&self, name: &str) -> Option<String> {

@@ -5,6 +5,7 @@
 //! ties these together; its configuration is in [`config`].
 
 pub mod agent;
+pub mod agent_update;
 pub mod agent_user;
 pub mod atomic_file;
 pub mod backoff;

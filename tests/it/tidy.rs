@@ -16,7 +16,7 @@ const ALLOWED_DEPENDENCIES: [(&str, &[&str]); 14] = [
     ("supervisors", &["domain", "wire", "telemetry", "actors", "persistence", "edge", "local-servers"]),
     // The servers of `gpuaas dev` and of the tests.
     ("local-servers", &["persistence"]),
-    ("agent", &["wire", "telemetry"]),
+    ("agent", &["wire", "telemetry", "agent-package"]),
     // A static program is made of it: as little as possible.
     ("agent-package", &["wire"]),
     // A library that programs load; the agent's tests control it.

@@ -14,13 +14,12 @@ use wire::PublicKey;
 use wire::package::Digest;
 
 use crate::archive::{self, ArchiveError};
-use crate::contents::{UNIT_FOLDER, is_agent_unit};
+use crate::contents::{self, CURRENT, UNIT_FOLDER};
 use crate::manifest::{Descriptor, FileList, ImageManifest, ManifestError};
 use crate::registry::{Registry, RegistryError};
 use crate::signature::{self, ReleaseSignatureError};
 
-const VERSIONS: &str = "versions";
-const CURRENT: &str = "current";
+pub(crate) const VERSIONS: &str = "versions";
 const LOCK: &str = ".lock";
 /// Beside a version's files.
 const MANIFEST: &str = ".manifest.json";
@@ -30,6 +29,8 @@ const UNFINISHED: &str = ".new-";
 /// The paths in the units of `deploy/systemd`, which an installation replaces by its own.
 const UNIT_PROGRAMS: &str = "/usr/local/bin/";
 const UNIT_BYTES: u64 = 64 * 1024;
+/// Enabled units have a link in this folder beside them (`WantedBy=` in their `[Install]`).
+const WANTS: &str = "multi-user.target.wants";
 
 /// Why nothing was installed.
 #[derive(Debug, thiserror::Error)]
@@ -52,6 +53,10 @@ pub enum InstallError {
     Architecture { package: String, machine: &'static str },
     #[error("another installation is running in {}; wait for its end", .0.display())]
     Locked(PathBuf),
+    #[error("an update of the agent is in progress in {}; it ends by itself: look at gpuaas-finalizer.service", .0.display())]
+    Updating(PathBuf),
+    #[error("version {digest} is not installed, or {altered} in it was altered")]
+    VersionAltered { digest: Digest, altered: String },
     #[error("the package's unit {0} cannot be used")]
     Unit(String),
     #[error("could not {doing} {}", path.display())]
@@ -88,6 +93,8 @@ impl InstallError {
             Self::DiskFull(_) => "disk_full",
             Self::Architecture { .. } => "wrong_architecture",
             Self::Locked(_) => "locked",
+            Self::Updating(_) => "update_in_progress",
+            Self::VersionAltered { .. } => "version_altered",
             Self::Unit(_) => "unit_refused",
         }
     }
@@ -119,20 +126,85 @@ pub struct Installed {
 /// # Errors
 /// [`InstallError`]; the version in use has not changed then.
 pub fn install(digest: Digest, registry: &mut Registry, target: &InstallTarget) -> Result<Installed, InstallError> {
+    if crate::update::UpdateFolder::of(&target.install_root).is_updating() {
+        return Err(InstallError::Updating(target.install_root.clone()));
+    }
+    let (installed, list, _lock) = fetch_locked(digest, registry, target)?;
+    install_units(&version_folder(&target.install_root, digest), &list, target)?;
+    set_link(&target.install_root, CURRENT, digest)?;
+    Ok(installed)
+}
+
+/// Pulls and verifies the package of this digest and puts it beside the version in use, which does not change.
+///
+/// # Errors
+/// [`InstallError`].
+pub fn fetch(digest: Digest, registry: &mut Registry, target: &InstallTarget) -> Result<Installed, InstallError> {
+    fetch_locked(digest, registry, target).map(|(installed, ..)| installed)
+}
+
+/// Makes a version that is there the current one: its units, then the link. Each step may be repeated. Its files are not verified: the
+/// version of before an update must come back whatever was altered in it.
+///
+/// # Errors
+/// [`InstallError`]; the units may be those of the version already.
+pub fn activate(digest: Digest, target: &InstallTarget) -> Result<(), InstallError> {
+    let _lock = lock(&target.install_root)?;
+    let folder = version_folder(&target.install_root, digest);
+    let list = version_files(&folder, digest).map_err(|altered| InstallError::VersionAltered { digest, altered })?;
+    install_units(&folder, &list, target)?;
+    set_link(&target.install_root, CURRENT, digest)
+}
+
+/// Removes all versions but these.
+///
+/// # Errors
+/// [`InstallError`]; some versions may be left.
+pub fn remove_other_versions(root: &Path, but: &[Digest]) -> Result<(), InstallError> {
+    let _lock = lock(root)?;
+    let versions = root.join(VERSIONS);
+    let needed: Vec<String> = but.iter().map(Digest::name).collect();
+    for entry in fs::read_dir(&versions).map_err(file_error("list", &versions))? {
+        let path = entry.map_err(file_error("list", &versions))?.path();
+        let name = path.file_name().and_then(OsStr::to_str).unwrap_or_default();
+        if name.starts_with("sha256-") && !needed.iter().any(|digest| digest == name) {
+            fs::remove_dir_all(&path).map_err(file_error("remove", &path))?;
+        }
+    }
+    Ok(())
+}
+
+/// Makes the finalizer's unit start that of this version.
+///
+/// # Errors
+/// [`InstallError`].
+pub fn link_finalizer(root: &Path, digest: Digest) -> Result<(), InstallError> {
+    set_link(root, contents::FINALIZER_LINK, digest)
+}
+
+/// The folder of a version.
+#[must_use]
+pub fn version_folder(root: &Path, digest: Digest) -> PathBuf {
+    root.join(VERSIONS).join(digest.name())
+}
+
+/// The version is there for as long as the lock is held.
+fn fetch_locked(
+    digest: Digest,
+    registry: &mut Registry,
+    target: &InstallTarget,
+) -> Result<(Installed, FileList, File), InstallError> {
     let versions = target.install_root.join(VERSIONS);
     make_folder(&versions)?;
-    let _lock = lock(&target.install_root)?;
+    let lock = lock(&target.install_root)?;
     remove_unfinished(&versions)?;
-    let folder = versions.join(digest.name());
-    let there = verify_version(&folder, digest).ok();
+    let there = verify_version(&versions.join(digest.name()), digest).ok();
     let was_there = there.is_some();
     let list = match there {
         Some(list) => list,
         None => pull(digest, registry, target, &versions)?,
     };
-    install_units(&folder, &list, target)?;
-    switch(&target.install_root, digest)?;
-    Ok(Installed { version: list.version, was_there })
+    Ok((Installed { version: list.version.clone(), was_there }, list, lock))
 }
 
 /// Whether a version's folder is whole and unaltered: its manifest is the one of the digest, its list that of the manifest, and its files
@@ -141,6 +213,13 @@ pub fn install(digest: Digest, registry: &mut Registry, target: &InstallTarget) 
 /// # Errors
 /// What is missing or differs.
 pub fn verify_version(folder: &Path, digest: Digest) -> Result<FileList, String> {
+    let list = version_files(folder, digest)?;
+    archive::verify(&list, folder)?;
+    Ok(list)
+}
+
+/// The list of files of a version, verified against its digest. The files themselves are not.
+fn version_files(folder: &Path, digest: Digest) -> Result<FileList, String> {
     let read = |name: &str, most: u64| {
         let path = folder.join(name);
         let is_bounded = fs::symlink_metadata(&path).is_ok_and(|found| found.is_file() && found.len() <= most);
@@ -151,9 +230,7 @@ pub fn verify_version(folder: &Path, digest: Digest) -> Result<FileList, String>
     let parsed = ImageManifest::parse_package(&manifest).ok().filter(|_| Digest::of(&manifest) == digest);
     let (_, files, _) = parsed.ok_or_else(|| MANIFEST.to_owned())?;
     let parsed = FileList::parse(&list).ok().filter(|_| Digest::of(&list) == files.digest);
-    let list = parsed.ok_or_else(|| FILE_LIST.to_owned())?;
-    archive::verify(&list, folder)?;
-    Ok(list)
+    parsed.ok_or_else(|| FILE_LIST.to_owned())
 }
 
 /// Pulls and verifies a package, and renames it into place.
@@ -244,7 +321,6 @@ fn place(unfinished: &Path, folder: &Path) -> Result<(), InstallError> {
 /// Writes the package's units into systemd's folder, with the paths of this installation.
 fn install_units(folder: &Path, list: &FileList, target: &InstallTarget) -> Result<(), InstallError> {
     make_folder(&target.unit_folder)?;
-    let programs = target.install_root.join(CURRENT).join(crate::contents::PROGRAM_FOLDER);
     let prefix = format!("{UNIT_FOLDER}/");
     for file in &list.files {
         let Some(name) = file.path.strip_prefix(&prefix) else { continue };
@@ -252,15 +328,34 @@ fn install_units(folder: &Path, list: &FileList, target: &InstallTarget) -> Resu
         if file.size > UNIT_BYTES || name.contains('/') {
             return Err(refused());
         }
+        let known = contents::unit(name);
+        let link = known.map_or(CURRENT, |unit| unit.link);
+        let programs = target.install_root.join(link).join(contents::PROGRAM_FOLDER);
         let path = folder.join(&file.path);
         let text = fs::read_to_string(&path).map_err(|_| refused())?;
         let text = text
+            .replace(wire::package::DEFAULT_INSTALL_ROOT, &target.install_root.display().to_string())
             .replace(UNIT_PROGRAMS, &format!("{}/", programs.display()))
             .replace(wire::package::DEFAULT_ENV_FILE, &target.env_file.display().to_string());
-        let name = if is_agent_unit(name) { target.unit.as_str() } else { name };
+        let name = if known.is_some_and(|unit| unit.is_agent) { target.unit.as_str() } else { name };
         write_unit(&target.unit_folder.join(name), text.as_bytes())?;
+        if known.is_some_and(|unit| unit.is_enabled) {
+            enable_unit(name, target)?;
+        }
     }
     Ok(())
+}
+
+/// As `systemctl enable` does.
+fn enable_unit(name: &str, target: &InstallTarget) -> Result<(), InstallError> {
+    let wants = target.unit_folder.join(WANTS);
+    make_folder(&wants)?;
+    let link = wants.join(name);
+    if fs::symlink_metadata(&link).is_ok() {
+        return Ok(());
+    }
+    symlink(Path::new("..").join(name), &link).map_err(file_error("enable", &link))?;
+    sync_parent(&link)
 }
 
 fn write_unit(path: &Path, text: &[u8]) -> Result<(), InstallError> {
@@ -280,17 +375,21 @@ fn write_unit(path: &Path, text: &[u8]) -> Result<(), InstallError> {
     sync_parent(path)
 }
 
-/// Makes the version of this digest the current one, in one step.
-fn switch(root: &Path, digest: Digest) -> Result<(), InstallError> {
-    let (link, unfinished) = (root.join(CURRENT), root.join(".current.new"));
+/// Makes a link of the installation name the version of this digest, in one step.
+fn set_link(root: &Path, name: &str, digest: Digest) -> Result<(), InstallError> {
+    let (link, unfinished) = (root.join(name), root.join(format!(".{name}.new")));
     let version = Path::new(VERSIONS).join(digest.name());
     if fs::read_link(&link).is_ok_and(|found| found == version) {
         return Ok(());
     }
     remove_if_there(&unfinished)?;
     let switched = symlink(&version, &unfinished).and_then(|()| fs::rename(&unfinished, &link));
-    switched.map_err(file_error("switch", &link))?;
+    switched.map_err(file_error("switch", &link)).map_err(|error| full_disk(error, root))?;
     sync_parent(&link)
+}
+
+fn full_disk(error: InstallError, root: &Path) -> InstallError {
+    if is_full(&error) { InstallError::DiskFull(root.to_owned()) } else { error }
 }
 
 fn lock(root: &Path) -> Result<File, InstallError> {

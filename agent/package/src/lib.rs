@@ -9,6 +9,7 @@
 //! | [`registry`] | the client of a registry: pulls by digest, pushes a layout |
 //! | [`archive`] | the archive of files: written in a fixed order, unpacked against the list |
 //! | [`install`] | puts a verified package in place on a node |
+//! | [`update`] | the update of an installed agent: its record, and the finalizer |
 //! | [`source`] | where a node pulls from, according to its bootstrap bundle |
 
 pub mod archive;
@@ -19,6 +20,7 @@ pub mod manifest;
 pub mod registry;
 pub mod signature;
 pub mod source;
+pub mod update;
 
 /// An error with its sources on one line.
 #[must_use]

@@ -117,6 +117,9 @@ impl Agent {
 
     /// Reports that the outcome of a task that must not be executed twice is unknown.
     pub(super) fn spawn_unknown_outcome(self: &Arc<Self>, payload: TaskPayload, origin: TaskOrigin) {
+        if let Task::UpdateAgent(_) = &payload.task {
+            return self.spawn_update_outcome(payload, origin);
+        }
         let known = match &payload.task {
             Task::Reboot(reboot) => reboot_outcome(reboot, self.boot_id),
             // It was begun just before the restart, and goes on.
@@ -127,7 +130,8 @@ impl Agent {
             | Task::Release(_)
             | Task::ReconcileSshKeys(_)
             | Task::Validate {}
-            | Task::Diagnose {} => None,
+            | Task::Diagnose {}
+            | Task::UpdateAgent(_) => None,
         };
         let unknown = || Err(TaskFailure::new("outcome_unknown", "the agent ended while the task was under way"));
         let now = Utc::now();
@@ -173,7 +177,7 @@ impl Agent {
             return None;
         }
         info!("task started");
-        let done = self.do_task(payload).await;
+        let done = self.do_task(payload).await?;
         let result = outcome(payload, done, started_at, Utc::now());
         if !self.append_to_journal(JournalEntry::Done { task_id, result: result.clone() }).await {
             return None;
@@ -189,16 +193,19 @@ impl Agent {
         Some(result)
     }
 
-    async fn do_task(self: &Arc<Self>, payload: &TaskPayload) -> Result<Effect, TaskFailure> {
+    /// `None` where the task is left open, for the next agent to report.
+    async fn do_task(self: &Arc<Self>, payload: &TaskPayload) -> Option<Result<Effect, TaskFailure>> {
         if let Task::Provision(provision) = &payload.task
             && self.journal.has_released(provision.allocation_id)
         {
-            return Err(TaskFailure::new("allocation_released", "the allocation was cleaned up on this node already"));
+            let message = "the allocation was cleaned up on this node already";
+            return Some(Err(TaskFailure::new("allocation_released", message)));
         }
         if let Task::ReconcileSshKeys(reconcile) = &payload.task
             && self.journal.is_in_clean_up(reconcile.allocation_id)
         {
-            return Err(TaskFailure::new("allocation_released", "the allocation is being cleaned up on this node"));
+            let message = "the allocation is being cleaned up on this node";
+            return Some(Err(TaskFailure::new("allocation_released", message)));
         }
         let (executor, gpus) = (Arc::clone(&self.executor), Arc::clone(&self.gpus));
         let proof_context = ProofContext {
@@ -221,16 +228,18 @@ impl Agent {
                 reboot_outcome(&reboot, proof_context.boot_id).unwrap_or_else(|| Err(executor.reboot()))
             }),
             // A terminal outlives its task and needs more than the executor.
-            Task::OpenTerminal(open) => return self.open_terminal(&open).await.map(Effect::plain),
+            Task::OpenTerminal(open) => return Some(self.open_terminal(&open).await.map(Effect::plain)),
+            Task::UpdateAgent(update) => return self.update_agent(payload.task_id, update).await,
         };
-        tokio::task::spawn_blocking(done).await.unwrap_or_else(|panic| {
+        let done = tokio::task::spawn_blocking(done).await;
+        Some(done.unwrap_or_else(|panic| {
             let message = format!("the executor ended without an answer: {panic}");
             Err(TaskFailure::new("executor_panicked", message))
-        })
+        }))
     }
 
     /// Sends the result until it is recorded, or refused permanently.
-    async fn report(&self, task_id: Uuid, result: TaskResult, origin: &TaskOrigin) {
+    pub(super) async fn report(&self, task_id: Uuid, result: TaskResult, origin: &TaskOrigin) {
         let attempt = result.attempt;
         let mut backoff = Backoff::new(BACKOFF_BASE, REPORT_BACKOFF_MAX);
         let ended = loop {
@@ -278,7 +287,7 @@ impl Agent {
     }
 
     /// An agent that cannot write its journal must not act.
-    async fn append_to_journal(&self, line: JournalEntry) -> bool {
+    pub(super) async fn append_to_journal(&self, line: JournalEntry) -> bool {
         match self.journal.append(line).await {
             Ok(()) => true,
             Err(error) => {
@@ -328,7 +337,7 @@ pub(super) fn unknown_type_result(kind: &str, attempt: u32) -> TaskResult {
 }
 
 /// What a task that did not fail outright produced.
-struct Effect {
+pub(super) struct Effect {
     output: TaskOutput,
     proof: Option<SignedEnvelope>,
     /// Why the outcome falls short of what was requested, although there is a proof.
@@ -336,7 +345,7 @@ struct Effect {
 }
 
 impl Effect {
-    fn plain(output: TaskOutput) -> Self {
+    pub(super) fn plain(output: TaskOutput) -> Self {
         Self { output, proof: None, shortfall: None }
     }
 }
@@ -376,7 +385,7 @@ pub(super) fn describe_finding(finding: &CleanupFinding) -> String {
     format!("{:?} {}{detail}", finding.what, finding.looked_for)
 }
 
-fn outcome(
+pub(super) fn outcome(
     payload: &TaskPayload,
     done: Result<Effect, TaskFailure>,
     started_at: DateTime<Utc>,

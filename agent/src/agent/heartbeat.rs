@@ -51,6 +51,7 @@ impl Agent {
                     if !std::mem::replace(&mut is_in_contact, true) {
                         info!("in contact");
                     }
+                    self.prove_update().await;
                     clock_skew = warn_of_clock_skew(&answer, clock_skew.is_some());
                     self.follow_verifiers(&answer.verifier_sets);
                     self.follow_authorities(&answer);
@@ -92,6 +93,7 @@ impl Agent {
         Heartbeat {
             boot_id: self.boot_id,
             agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            package_digest: self.updates.digest(),
             protocol: PROTOCOL,
             sent_at: Utc::now(),
             inventory: read_inventory(observed.gpus, source, executor, &self.config.state_dir).await,

@@ -7,6 +7,7 @@ use uuid::Uuid;
 use crate::finding::Finding;
 use crate::inventory::NodeInventory;
 use crate::keys::VerifierSet;
+use crate::package::Digest;
 
 /// Body of `POST /internal/v1/nodes/{id}/heartbeat`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -14,6 +15,9 @@ pub struct Heartbeat {
     /// The kernel's boot id. A different one means that the machine was restarted.
     pub boot_id: Uuid,
     pub agent_version: String,
+    /// The digest of the package that the agent is of; absent where no package installed it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub package_digest: Option<Digest>,
     pub protocol: u16,
     pub sent_at: DateTime<Utc>,
     pub inventory: NodeInventory,

@@ -12,6 +12,7 @@ use uuid::Uuid;
 pub use crate::envelope::{EnvelopeSignatureError, KeySignature, SignedEnvelope};
 pub use crate::inventory::DeviceRef;
 pub use crate::keys::{KeyStatus, VerifierKey, VerifierSet, Verifiers};
+use crate::package::Digest;
 
 /// Payload type of tasks.
 pub const TASK_TYPE: &str = "application/vnd.gpuaas.task+json";
@@ -67,6 +68,21 @@ pub enum Task {
     /// Reboot the machine. It must not be executed twice.
     #[serde(rename = "node.reboot")]
     Reboot(Reboot),
+    /// Replace the agent by the version of a package. The agent that runs afterwards reports the result.
+    #[serde(rename = "agent.update")]
+    UpdateAgent(UpdateAgent),
+}
+
+/// Parameters of `agent.update`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct UpdateAgent {
+    /// Of the package, which is pulled from the repository of the node's bundle.
+    pub digest: Digest,
+    /// Also a version that was rolled back on this machine.
+    #[serde(default)]
+    pub force: bool,
+    /// How long the new agent may take to be answered by the control plane, before the one of before is put back.
+    pub commit_seconds: u32,
 }
 
 /// Parameters of `node.reboot`.
@@ -132,6 +148,7 @@ impl Task {
             Self::Validate {} => "node.validate",
             Self::Diagnose {} => "diagnostics.collect",
             Self::Reboot(_) => "node.reboot",
+            Self::UpdateAgent(_) => "agent.update",
         }
     }
 
@@ -143,7 +160,7 @@ impl Task {
             Self::Release(release) => Some(release.allocation_id),
             Self::ReconcileSshKeys(reconcile) => Some(reconcile.allocation_id),
             Self::OpenTerminal(open) => Some(open.allocation_id),
-            Self::Validate {} | Self::Diagnose {} | Self::Reboot(_) => None,
+            Self::Validate {} | Self::Diagnose {} | Self::Reboot(_) | Self::UpdateAgent(_) => None,
         }
     }
 
@@ -156,7 +173,7 @@ impl Task {
             | Self::ReconcileSshKeys(_)
             | Self::Validate {}
             | Self::Diagnose {} => true,
-            Self::OpenTerminal(_) | Self::Reboot(_) => false,
+            Self::OpenTerminal(_) | Self::Reboot(_) | Self::UpdateAgent(_) => false,
         }
     }
 }
@@ -238,7 +255,7 @@ pub fn open(envelope: &SignedEnvelope, verifiers: &Verifiers) -> Result<TaskPayl
 }
 
 /// The types of task that an agent of this build executes. It sends them with its heartbeats, and is given no others.
-pub const TASK_TYPES: [&str; 7] = [
+pub const TASK_TYPES: [&str; 8] = [
     "allocation.provision",
     "allocation.release",
     "ssh_keys.reconcile",
@@ -246,6 +263,7 @@ pub const TASK_TYPES: [&str; 7] = [
     "node.validate",
     "diagnostics.collect",
     "node.reboot",
+    "agent.update",
 ];
 
 fn kind_of(bytes: &[u8]) -> Option<String> {

@@ -187,6 +187,7 @@ fn heartbeat() {
     golden!(Heartbeat {
         boot_id: id(9),
         agent_version: "0.1.0".into(),
+        package_digest: Some(wire::package::Digest::of(b"a manifest")),
         protocol: PROTOCOL,
         sent_at: at(1),
         inventory: inventory(),
@@ -304,6 +305,12 @@ fn diagnose_payload() {
 #[test]
 fn reboot_payload() {
     golden!(payload(Task::Reboot(wire::task::Reboot { boot_id: id(7) })));
+}
+
+#[test]
+fn update_agent_payload() {
+    let digest = wire::package::Digest::of(b"a manifest");
+    golden!(payload(Task::UpdateAgent(wire::task::UpdateAgent { digest, force: false, commit_seconds: 120 })));
 }
 
 #[test]

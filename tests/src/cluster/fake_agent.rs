@@ -234,7 +234,8 @@ impl FakeAgent {
             | Task::OpenTerminal(_)
             | Task::Validate {}
             | Task::Diagnose {}
-            | Task::Reboot(_) => None,
+            | Task::Reboot(_)
+            | Task::UpdateAgent(_) => None,
         };
         let now = Utc::now();
         TaskResult {

@@ -1,0 +1,93 @@
+//! The task `agent.update`: the agent that began it leaves it open when it is restarted, and the one that runs afterwards reports it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use chrono::Utc;
+use tracing::{Instrument as _, info, warn};
+use uuid::Uuid;
+use wire::task::{TaskOrigin, TaskPayload, UpdateAgent};
+
+use super::execute::{AttemptStage, Effect, outcome};
+use super::{Agent, locked};
+use crate::agent_update::{Begun, in_use};
+use crate::chain;
+use crate::executor::TaskFailure;
+use crate::journal::JournalEntry;
+
+/// How often the outcome is looked for.
+const PAUSE: Duration = Duration::from_millis(300);
+
+impl Agent {
+    /// Begins the update and waits for its outcome. `None` where the agent is stopped before: the next one reports it.
+    pub(super) async fn update_agent(&self, task_id: Uuid, task: UpdateAgent) -> Option<Result<Effect, TaskFailure>> {
+        let updates = Arc::clone(&self.updates);
+        let digest = task.digest;
+        let begun = tokio::task::spawn_blocking(move || updates.begin(task_id, &task)).await;
+        match begun {
+            Ok(Ok(Begun::InUse)) => Some(Ok(Effect::plain(in_use(env!("CARGO_PKG_VERSION"), digest)))),
+            Ok(Ok(Begun::Started)) => {
+                info!(%digest, "the finalizer carries the update out");
+                self.update_outcome(task_id).await
+            }
+            Ok(Err(failure)) => Some(Err(failure)),
+            Err(panic) => Some(Err(TaskFailure::new("executor_panicked", panic.to_string()))),
+        }
+    }
+
+    /// Waits for the outcome of the update that an earlier process began, and reports it.
+    pub(super) fn spawn_update_outcome(self: &Arc<Self>, payload: TaskPayload, origin: TaskOrigin) {
+        let agent = Arc::clone(self);
+        let (task_id, attempt) = (payload.task_id, payload.attempt);
+        if locked(&self.in_flight).insert((task_id, attempt), AttemptStage::Executing).is_some() {
+            return;
+        }
+        self.tasks.spawn(
+            async move {
+                let found = agent.update_outcome(task_id).await;
+                if let Some(found) = found {
+                    let now = Utc::now();
+                    let result = outcome(&payload, found, now, now);
+                    match &result.error {
+                        None => info!("the update of the agent is complete"),
+                        Some(error) => {
+                            warn!(error_code = error.code, error = error.message, "the update of the agent has failed");
+                        }
+                    }
+                    if agent.append_to_journal(JournalEntry::Done { task_id, result: result.clone() }).await {
+                        locked(&agent.in_flight).insert((task_id, attempt), AttemptStage::Reporting);
+                        agent.report(task_id, result, &origin).await;
+                    }
+                }
+                locked(&agent.in_flight).remove(&(task_id, attempt));
+            }
+            .instrument(tracing::Span::current()),
+        );
+    }
+
+    /// `None` where the agent is stopped before.
+    async fn update_outcome(&self, task_id: Uuid) -> Option<Result<Effect, TaskFailure>> {
+        loop {
+            match self.updates.outcome(task_id) {
+                Ok(None) => {}
+                Ok(Some(output)) => return Some(Ok(Effect::plain(output))),
+                Err(failure) => return Some(Err(failure)),
+            }
+            if !self.pause(PAUSE).await {
+                return None;
+            }
+        }
+    }
+
+    /// After an answered heartbeat.
+    pub(super) async fn prove_update(&self) {
+        let (updates, boot_id) = (Arc::clone(&self.updates), self.boot_id);
+        match tokio::task::spawn_blocking(move || updates.prove(boot_id)).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => {
+                warn!(error_code = "update_proof", error = chain(&error), "the finalizer gets no proof; trying again");
+            }
+            Err(panic) => warn!(error_code = "update_proof", error = %panic, "the finalizer gets no proof"),
+        }
+    }
+}
