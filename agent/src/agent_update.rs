@@ -236,3 +236,6 @@ impl From<UpdateFileError> for TaskFailure {
         Self::new(code, chain(&error))
     }
 }
+
+#[cfg(test)]
+mod tests;

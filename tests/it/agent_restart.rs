@@ -16,7 +16,7 @@ const SKU: &str = "h100x1";
 const NEXT: &str = "gpuaas-agent-next";
 /// A megabyte a second for 20 s.
 const LINES: usize = 1_200_000;
-const WRITER: &str =
+pub(crate) const WRITER: &str =
     "for k in $(seq 0 199); do seq -f 'line %09.0f' $((k*6000+1)) $((k*6000+6000)); sleep 0.09; done; exit 7\n";
 
 /// A machine whose unit runs the agent, with one simulated GPU.
@@ -73,7 +73,7 @@ impl Machine {
 }
 
 /// Receives for so long.
-async fn receive_for(terminal: &mut Terminal, time: Duration) {
+pub(crate) async fn receive_for(terminal: &mut Terminal, time: Duration) {
     let until = Instant::now() + time;
     while Instant::now() < until {
         terminal.receive(Duration::from_millis(100)).await;
@@ -84,7 +84,7 @@ fn lines(text: &str) -> Vec<&str> {
     text.lines().map(str::trim_end).filter(|line| line.starts_with("line ")).collect()
 }
 
-fn expect_every_line_once(text: &str, what: &str) {
+pub(crate) fn expect_every_line_once(text: &str, what: &str) {
     let lines = lines(text);
     let expected = (1..=LINES).map(|number| format!("line {number:09}"));
     let wrong = lines.iter().zip(expected).position(|(line, expected)| *line != expected);

@@ -3,6 +3,7 @@
 
 mod agent_package;
 mod agent_restart;
+mod agent_update;
 mod allocation_release;
 mod api_docs_page;
 mod audit_log;

@@ -266,7 +266,12 @@ const TASK_TYPES: [(&str, &str, &str, &str); 9] = [
     ),
     ("terminal.open", "OpenTerminal", "nothing", "`terminal.token_ttl_seconds`"),
     ("node.reimage", "", "not executed by a released agent", "`node.task_timeout_seconds`"),
-    ("agent.update", "", "not executed by a released agent", "`node.task_timeout_seconds`"),
+    (
+        "agent.update",
+        "UpdateAgent",
+        "the `version` and the `package_digest` in use",
+        "`node.task_timeout_seconds` and `node.update_commit_seconds`",
+    ),
     ("node.reboot", "Reboot", "the `boot_id` of the new boot", "`node.task_timeout_seconds`"),
 ];
 

@@ -16,6 +16,7 @@ pub mod ledger;
 pub mod machine;
 pub mod metadata;
 pub mod money;
+pub mod package_digest;
 pub mod policy;
 pub mod precondition;
 pub mod rate_cell;

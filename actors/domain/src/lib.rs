@@ -40,7 +40,8 @@ pub use entities::{
 };
 pub use kernel::{
     audit, authz, commit, event, explanation, finding, hardware, history, holder, id, key_purpose, ledger, machine,
-    metadata, money, policy, precondition, rate_cell, recording, redact, retry, ssh_key, task_type, time,
+    metadata, money, package_digest, policy, precondition, rate_cell, recording, redact, retry, ssh_key, task_type,
+    time,
 };
 
 pub use authz::{Action, Permit, Principal};
@@ -53,6 +54,7 @@ pub use id::{
     TokenId, UserId,
 };
 pub use machine::{Deadline, Effect, IndexKeys, Machine, RequestOrigin, Timestamp, Transition, TransitionContext};
+pub use package_digest::PackageDigest;
 pub use task_type::TaskType;
 
 /// A function over an entity whose kind is known only at run time. See [`EntityKind::visit`].

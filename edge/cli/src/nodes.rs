@@ -92,6 +92,20 @@ pub(crate) enum Command {
     },
     /// Places nothing new on it until an operator has looked.
     Quarantine(NodeAction),
+    /// Replaces its agent by another version, which is rolled back unless the control plane answers it.
+    UpdateAgent {
+        #[arg(add = completion::of(&NODE))]
+        node: Ref,
+        /// The package's digest; without it, the one that the installation publishes.
+        #[arg(long, value_name = "SHA256")]
+        digest: Option<String>,
+        /// Try a version again that was rolled back on this node.
+        #[arg(long)]
+        force: bool,
+        /// Why; it stands in the audit log.
+        #[arg(long, value_name = "TEXT")]
+        reason: String,
+    },
     /// Ends a quarantine.
     ReleaseQuarantine(NodeAction),
     /// Clears a health finding until it occurs again.
@@ -199,7 +213,7 @@ const IN_A_LIST: [Column; 8] = [
     ("UNSCHEDULABLE", "/unschedulable_reason"),
 ];
 
-const ALONE: [Column; 23] = [
+const ALONE: [Column; 27] = [
     ("id", "/id"),
     ("name", "/name"),
     ("labels", "/labels"),
@@ -220,6 +234,10 @@ const ALONE: [Column; 23] = [
     ("GPUs free", "/gpus_free"),
     ("health", "/health/status"),
     ("agent", "/agent/version"),
+    ("agent's package", "/agent/package_digest"),
+    ("agent update", "/agent_update/state"),
+    ("agent updates to", "/agent_update/digest"),
+    ("update error", "/agent_update/error/message"),
     ("last seen", "/agent/last_seen_at"),
     ("certificate ends", "/agent/cert_not_after"),
     ("onboarding", "/onboarding_mode"),
@@ -276,6 +294,11 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::Run { node, task, reason } => {
             let body = json!({ "type": task.name(), "reason": reason });
             let path = format!("{}/tasks", path(node_id(&node, api).await?));
+            api.out.show(&api.post(&path, &body).await?, &ORDERED)
+        }
+        Command::UpdateAgent { node, digest, force, reason } => {
+            let body = json!({ "digest": digest, "force": force, "reason": reason });
+            let path = format!("{}/update-agent", path(node_id(&node, api).await?));
             api.out.show(&api.post(&path, &body).await?, &ORDERED)
         }
         Command::Resume { node, task, reason } => resume(&node, &task, &reason, api).await,

@@ -166,6 +166,9 @@ texts! {
     Statement: 4000, "text other than blanks, without control characters other than line ends and without secrets",
         r"^[^\u0000-\u0009\u000b-\u001f\u007f-\u009f]*[^\s\u0000-\u001f\u007f-\u009f][^\u0000-\u0009\u000b-\u001f\u007f-\u009f]*$",
         |text| !text.chars().any(|c| c.is_control() && c != '\n') && !text.trim().is_empty() && !holds_a_secret(text);
+    /// The digest of a package: `sha256:` and 64 lower-case hexadecimal digits.
+    DigestText: 71, "sha256: and 64 lower-case hexadecimal digits", r"^sha256:[0-9a-f]{64}$",
+        |text| text.parse::<domain::PackageDigest>().is_ok();
     /// The name of a SKU, unique in the catalog.
     SkuName: 64, "letters, digits, dots, dashes and underscores, beginning with a letter or digit, and no UUID",
         r"^[A-Za-z0-9][A-Za-z0-9._-]*$", |text| is_code(text) && uuid::Uuid::parse_str(text).is_err();

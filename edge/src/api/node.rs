@@ -1,5 +1,6 @@
 //! Nodes: the inventory, and administrators' actions on a node (decisions 4, *Node onboarding and identity*).
 
+mod agent_update;
 pub(crate) mod bootstrap_bundle;
 mod onboarding;
 mod tasks;
@@ -20,6 +21,7 @@ use std::time::Duration;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
+pub(super) use agent_update::*;
 pub(super) use onboarding::*;
 pub(super) use tasks::*;
 

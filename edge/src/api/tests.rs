@@ -1,5 +1,6 @@
 //! Tests of the public API as it is served: its router over the actors and a real Postgres, with an identity provider on loopback.
 
+mod agent_update;
 mod allocations;
 mod audit;
 mod billing;

@@ -32,6 +32,7 @@ pub(super) async fn heartbeat(
         last_seen_at: now,
         silent_at: now,
         task_types: beat.task_types.map(inventory::task_types).transpose()?,
+        package_digest: beat.package_digest.and_then(|digest| digest.to_string().parse().ok()),
     };
     let findings = inventory::findings(beat.findings, beat.sent_at);
     // It is judged by the inventory, and so after the bounds of that were checked.

@@ -70,6 +70,7 @@ fn rejected(rejection: Rejection) -> ApiError {
         | Rejection::NotOrdered { .. }
         | Rejection::TooManyTasks { .. }
         | Rejection::TaskDoesNotWait { .. }
+        | Rejection::UpdateInProgress { .. }
         | Rejection::NotSchedulable { .. }
         | Rejection::NotEnoughGpus { .. } => ApiError::internal(rejection),
     }

@@ -6,7 +6,9 @@ use domain::TaskType;
 use domain::node::{AgentTask, TaskKind, TenantSlot};
 use domain::{NodeId, Timestamp};
 use wire::inventory::DeviceRef;
-use wire::task::{OpenTerminal, Provision, Reboot, ReconcileSshKeys, Release, SignedEnvelope, Task, TaskPayload};
+use wire::task::{
+    OpenTerminal, Provision, Reboot, ReconcileSshKeys, Release, SignedEnvelope, Task, TaskPayload, UpdateAgent,
+};
 
 /// The longest validity of a signed task: long enough for a clock that is slightly off and a busy agent, short enough that a copy of it
 /// soon expires. The task is offered, newly signed, for as long as it is pending.
@@ -89,7 +91,15 @@ fn task(order: &AgentTask) -> Option<Task> {
         }),
         TaskKind::OfNode { task_type: TaskType::NodeValidate, .. } => Task::Validate {},
         TaskKind::OfNode { task_type: TaskType::DiagnosticsCollect, .. } => Task::Diagnose {},
-        TaskKind::OfNode { task_type: TaskType::NodeReboot, boot_id } => {
+        TaskKind::OfNode { task_type: TaskType::AgentUpdate, update, .. } => {
+            let update = update.as_ref()?;
+            Task::UpdateAgent(UpdateAgent {
+                digest: update.digest.as_str().parse().ok()?,
+                force: update.force,
+                commit_seconds: update.commit_seconds,
+            })
+        }
+        TaskKind::OfNode { task_type: TaskType::NodeReboot, boot_id, .. } => {
             Task::Reboot(Reboot { boot_id: boot_id.as_ref()?.parse().ok()? })
         }
         TaskKind::OfNode {
@@ -98,8 +108,7 @@ fn task(order: &AgentTask) -> Option<Task> {
                 | TaskType::AllocationRelease
                 | TaskType::SshKeysReconcile
                 | TaskType::TerminalOpen
-                | TaskType::NodeReimage
-                | TaskType::AgentUpdate,
+                | TaskType::NodeReimage,
             ..
         } => return None,
     })
@@ -180,16 +189,24 @@ mod tests {
         let recording = RecordingTerms { mode: RecordingMode::Strict, most_bytes: 7 };
         let terminal = TaskKind::OpenTerminal { place: place(), session_id, ends_at: now, recording };
         let reconcile = TaskKind::ReconcileLogins { place: place(), keys: Vec::new() };
-        let orders = [release(), TaskKind::Provision { place: place(), keys: Vec::new() }, reconcile, terminal]
+        let digest = format!("sha256:{}", "0f".repeat(32)).parse().unwrap();
+        let update = Some(domain::node::AgentUpdate { digest, force: true, commit_seconds: 7 });
+        let update = TaskKind::OfNode { task_type: TaskType::AgentUpdate, boot_id: None, update };
+        let orders = [release(), TaskKind::Provision { place: place(), keys: Vec::new() }, reconcile, terminal, update]
             .into_iter()
-            .chain(TaskType::ORDERED.map(|task_type| TaskKind::OfNode { task_type, boot_id: boot_id.clone() }));
+            .chain(TaskType::ORDERED.map(|task_type| TaskKind::OfNode {
+                task_type,
+                boot_id: boot_id.clone(),
+                update: None,
+            }));
         for what in orders {
             let task = payload(NodeId(Uuid::nil()), &order(now, what), now).task;
             let task_type = TaskType::parse(task.kind()).unwrap();
             assert_eq!(task.is_idempotent(), task_type.when_stale() == StaleTaskAction::Requeue, "{task_type}");
         }
         for task_type in TaskType::ALL.iter().filter(|it| !TaskType::ORDERED.contains(it)) {
-            let order = order(now, TaskKind::OfNode { task_type: *task_type, boot_id: boot_id.clone() });
+            let of_node = TaskKind::OfNode { task_type: *task_type, boot_id: boot_id.clone(), update: None };
+            let order = order(now, of_node);
             assert!(super::payload(NodeId(Uuid::nil()), &order, now).is_none(), "{task_type}");
         }
     }

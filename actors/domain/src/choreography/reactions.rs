@@ -258,6 +258,11 @@ impl Event {
                 let all = Details { from_state: from, reason: Some(reason), ..data.clone() };
                 none.notify(Audience::Operators, all).notify(Audience::NodeRenters(node_id), data)
             }
+            Self::AgentUpdated { node_id: _, digest: _ } => none,
+            Self::AgentUpdateFailed { node_id, digest: _, reason } => {
+                let data = Details { node_id: Some(node_id), reason: Some(reason), ..Details::default() };
+                none.notify(Audience::Operators, data)
+            }
             Self::DevicesReserved { node_id, allocation_id, placed } => {
                 to_allocation(allocation_id, ToAllocation::Reserved { node_id, placed })
             }

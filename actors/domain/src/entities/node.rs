@@ -15,6 +15,7 @@
 //! the serials of its certificates, and the tasks without a result; the edge handles secrets and signatures.
 
 mod agent_contact;
+mod agent_update;
 mod explanation;
 mod fact;
 mod gpu_claims;
@@ -52,6 +53,7 @@ use uuid::Uuid;
 
 pub use crate::hardware::PromisedHardware;
 pub use agent_contact::{AgentContact, NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory};
+pub use agent_update::AgentUpdate;
 pub use fact::Fact;
 pub use health::{ClearedFinding, FindingReport, MAX_STORED_FINDINGS, NodeFinding, ReportedFinding};
 pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials};
@@ -279,6 +281,8 @@ pub enum Rejection {
     TaskUnknown,
     #[error("{task_type} is not ordered by administrators")]
     NotOrdered { task_type: TaskType },
+    #[error("task {task_id} updates the agent")]
+    UpdateInProgress { task_id: TaskId },
     #[error("the agent has not reported on {limit} tasks")]
     TooManyTasks { limit: usize },
     #[error("the task does not wait for an operator: {why}")]

@@ -17,6 +17,7 @@ use crate::id::{
 };
 use crate::key_purpose::KeySetPurpose;
 use crate::money::Currency;
+use crate::package_digest::PackageDigest;
 use crate::policy::PolicyKey;
 use crate::recording::RecordingTerms;
 use crate::time::Timestamp;
@@ -317,6 +318,16 @@ events! {
         node_id: NodeId,
         from: Option<String>,
         to: String,
+        reason: String,
+    }
+    AgentUpdated: "node.agent_updated" in Nodes, about Node(node_id), notification None {
+        node_id: NodeId,
+        digest: PackageDigest,
+    }
+    /// It was refused or rolled back: the version of before is in use.
+    AgentUpdateFailed: "node.agent_update_failed" in Nodes, about Node(node_id), notification Delivered {
+        node_id: NodeId,
+        digest: PackageDigest,
         reason: String,
     }
     DevicesReserved: "node.devices_reserved" in Nodes, about Node(node_id), notification None {

@@ -168,6 +168,7 @@ policy_keys! {
     NodeOfflineAfter = "node.offline_after_seconds" for Service: int(90, 10, 3600), "Silence after which a node counts as offline.";
     NodeCertificateTtl = "node.certificate_ttl_seconds" for Service: int(86_400, 30, 2_592_000), "Life of a node certificate.";
     NodeTaskTimeout = "node.task_timeout_seconds" for Service: int(600, 5, 86_400), "How long an agent may take to report on a task of the node itself.";
+    NodeUpdateCommit = "node.update_commit_seconds" for Service: int(120, 10, 3600), "How long a new agent may take to be answered by the control plane, before the one of before is put back.";
     NodeDrainOverdue = "node.drain_overdue_seconds" for Service: int(86_400, 60, 2_592_000), "How long a drain may take before it shows as overdue.";
     KeysTaskGrace = "keys.task_grace_seconds" for Service: int(3600, 5, 2_592_000), "How long a task-signing key is trusted after its successor is active; a task may be begun for 600 s.";
     KeysRenewalSpread = "keys.renewal_spread_seconds" for Service: int(600, 1, 86_400), "Over how long nodes renew their certificates when the authority of these goes.";

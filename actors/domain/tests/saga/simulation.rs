@@ -593,6 +593,7 @@ impl Simulation {
                 last_seen_at: self.now,
                 silent_at: self.now,
                 task_types: None,
+                package_digest: None,
             }),
             inventory: Box::new(inventory(id, gpus)),
             health: Box::new(node::NodeHealth { status, alerts: Vec::new(), ..Default::default() }),

@@ -100,6 +100,14 @@ fn text() -> String {
     "ünïcode \"quoted\" \\ and a line\n".to_owned()
 }
 
+fn digest() -> domain::PackageDigest {
+    format!("sha256:{}", "0f".repeat(32)).parse().unwrap()
+}
+
+fn update() -> node::AgentUpdate {
+    node::AgentUpdate { digest: digest(), force: true, commit_seconds: 120 }
+}
+
 #[test]
 fn of_an_allocation() {
     use allocation::{Command, Fact, Rejection, Request};
@@ -216,6 +224,7 @@ fn node_commands() -> Vec<node::Command> {
         last_seen_at: at(),
         silent_at: at(),
         task_types: None,
+        package_digest: Some(digest()),
     };
     let finding = ReportedFinding {
         probe: "xid".into(),
@@ -265,6 +274,7 @@ fn node_commands() -> Vec<node::Command> {
         .into(),
         Request::OrderTask { task_type: TaskType::NodeReboot, reason: text() }.into(),
         Request::ResumeTask { task_id: TaskId(ALLOCATION), reason: text() }.into(),
+        Request::UpdateAgent { digest: digest(), force: true, reason: text() }.into(),
         Request::Report { serial: "0a".into(), task_id: TaskId(ALLOCATION), attempt: 2, verdict: failed, output: None }
             .into(),
         Request::Report {
@@ -316,6 +326,7 @@ fn node_rejections() -> Vec<node::Rejection> {
         Rejection::NotOrdered { task_type: TaskType::AgentUpdate },
         Rejection::TooManyTasks { limit: 8 },
         Rejection::TaskDoesNotWait { why: text() },
+        Rejection::UpdateInProgress { task_id: TaskId(ALLOCATION) },
         Rejection::StaleAttempt { given: 1, current: 2 },
         Rejection::NotSchedulable { why: text() },
         Rejection::NotEnoughGpus { free: 1, wanted: 2 },
@@ -357,15 +368,20 @@ fn of_a_node() {
     for (n, phase) in
         [NodeTaskPhase::Open, NodeTaskPhase::AwaitsOperator { since: at() }, ended].into_iter().enumerate()
     {
-        let task =
-            NodeTask { task_type: TaskType::NodeReboot, work: work.clone(), boot_id: Some("boot".into()), phase };
+        let task = NodeTask {
+            task_type: TaskType::NodeReboot,
+            work: work.clone(),
+            boot_id: Some("boot".into()),
+            update: Some(update()),
+            phase,
+        };
         node.tasks.insert(TaskId(Uuid::from_u128(n as u128)), task);
     }
     let orders = vec![
         order(TaskKind::Release { place: place() }),
         order(TaskKind::Provision { place: place(), keys: request().ssh_keys }),
         order(TaskKind::ReconcileLogins { place: place(), keys: request().ssh_keys }),
-        order(TaskKind::OfNode { task_type: TaskType::NodeValidate, boot_id: None }),
+        order(TaskKind::OfNode { task_type: TaskType::NodeValidate, boot_id: None, update: Some(update()) }),
     ];
     let replies = [
         reply,

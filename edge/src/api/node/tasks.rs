@@ -93,8 +93,8 @@ pub(in crate::api) struct TaskOutcomeView {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = NodeTaskError)]
 pub(in crate::api) struct OutcomeError {
-    code: String,
-    message: String,
+    pub(super) code: String,
+    pub(super) message: String,
 }
 
 /// A task that an administrator orders, with the reason.
@@ -215,7 +215,11 @@ pub(in crate::api) async fn resume_task(
     shown(&services, StatusCode::OK, &answered)
 }
 
-fn shown(services: &Services, status: StatusCode, answered: &CommandReply<Reply>) -> Result<Response, ApiError> {
+pub(super) fn shown(
+    services: &Services,
+    status: StatusCode,
+    answered: &CommandReply<Reply>,
+) -> Result<Response, ApiError> {
     let Reply::Task { task_id, node } = &answered.reply else { return Err(unexpected()) };
     let task = node.tasks.get(task_id).ok_or_else(unexpected)?;
     let view = TaskView::of_node(node, task, services.environment.now());

@@ -10,6 +10,7 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::Mode;
+use super::agent_update::AgentUpdateView;
 use crate::api::field::{Labels, ResourceName};
 use crate::services::read_model::StoredEntity;
 
@@ -50,6 +51,8 @@ pub(in crate::api) struct NodeView {
     health: HealthView,
     /// Null before the first heartbeat.
     agent: Option<AgentView>,
+    /// The latest update of its agent that is remembered; null where there is none.
+    agent_update: Option<AgentUpdateView>,
     /// Raised by every change; the `ETag` too.
     generation: i64,
     created_at: DateTime<Utc>,
@@ -174,6 +177,8 @@ pub(in crate::api) enum HealthName {
 #[schema(as = NodeAgent)]
 pub(in crate::api) struct AgentView {
     version: String,
+    /// Of the package that the agent is of; null where no package installed it.
+    package_digest: Option<String>,
     protocol: u16,
     /// Lags by up to a third of policy `node.offline_after_seconds`.
     last_seen_at: DateTime<Utc>,
@@ -220,6 +225,7 @@ impl NodeView {
                 findings: node.findings.iter().map(FindingView::of).collect(),
             },
             agent: AgentView::of(node),
+            agent_update: AgentUpdateView::of(node),
             generation: stored.version,
             created_at: stored.created_at,
             updated_at: stored.updated_at,
@@ -297,6 +303,7 @@ impl AgentView {
         let seen = node.seen.as_ref()?;
         Some(Self {
             version: seen.agent_version.clone(),
+            package_digest: seen.package_digest.as_ref().map(ToString::to_string),
             protocol: seen.protocol,
             last_seen_at: seen.last_seen_at,
             boot_id: seen.boot_id.clone(),

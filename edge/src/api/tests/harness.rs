@@ -357,6 +357,7 @@ impl ApiHarness {
             last_seen_at: now,
             silent_at: now,
             task_types: None,
+            package_digest: None,
         };
         let command = node::Request::Heartbeat {
             serial: "01".into(),

@@ -63,6 +63,7 @@ fn node() -> Node {
         last_seen_at: Timestamp::UNIX_EPOCH,
         silent_at: Timestamp::UNIX_EPOCH,
         task_types: None,
+        package_digest: None,
     });
     let work = PendingTask { task_id: TASK, attempt: 7, ordered_at: ctx.now, deadline_at: ctx.now, origin: None };
     let placed = Placement {

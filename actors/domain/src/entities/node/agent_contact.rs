@@ -5,6 +5,7 @@ use crate::audit::{AuditAction, AuditRecord};
 use crate::event::{Event, GpuDevice};
 use crate::id::AllocationId;
 use crate::machine::{Timestamp, Transition, TransitionContext};
+use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyKey, Scopes};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -23,6 +24,9 @@ pub struct AgentContact {
     /// The names of the task types that the agent supports, as it reports. Where it reports none, its protocol determines them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub task_types: Option<BTreeSet<String>>,
+    /// Of the package that the agent is of, as it reports; `None` where no package installed it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub package_digest: Option<PackageDigest>,
 }
 
 /// The machine's inventory as the agent reports it.
@@ -63,6 +67,21 @@ pub struct NodeHealth {
     /// The findings of a heartbeat, in its command alone: the node stores them beside.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub report: Option<FindingReport>,
+}
+
+impl AgentContact {
+    /// The contact of an agent at its enrollment or recovery, which says no more.
+    pub(super) fn new(boot_id: &str, agent_version: &str, protocol: u16, now: Timestamp) -> Self {
+        Self {
+            boot_id: boot_id.to_owned(),
+            agent_version: agent_version.to_owned(),
+            protocol,
+            last_seen_at: now,
+            silent_at: now,
+            task_types: None,
+            package_digest: None,
+        }
+    }
 }
 
 impl NodeHealth {
@@ -113,7 +132,7 @@ impl Node {
         let reply = Reply::Work { orders: self.pending_tasks() };
         let Some(seen) = &self.seen else { return Ok(Transition::stay(reply)) };
         let mut next = self.clone();
-        next.record_contact(&seen.boot_id, &seen.agent_version, seen.protocol, seen.task_types.as_ref(), ctx);
+        next.record_contact(seen.clone(), ctx);
         next.identity.shown = Some(serial.to_owned());
         Ok(self.after_contact(next, reply, ctx))
     }
@@ -157,7 +176,7 @@ impl Node {
         let offline_after = ctx.policy.int(PolicyKey::NodeOfflineAfter, &Scopes::global(), ctx.now);
         let reply = Reply::Heard { next_heartbeat_seconds: u32::try_from(offline_after / 3).unwrap_or(30).max(1) };
         let mut next = self.clone();
-        next.record_contact(&from.boot_id, &from.agent_version, from.protocol, from.task_types.as_ref(), ctx);
+        next.record_contact(from.clone(), ctx);
         next.inventory = Some(inventory);
         self.apply_health(&mut next, health, ctx);
         let (mut events, mut audits) = next.take_back_recovered_holds(ctx);
@@ -303,34 +322,17 @@ impl Node {
         }
     }
 
-    /// Records a contact, unless the last recorded one is recent and from the same agent.
-    pub(super) fn record_contact(
-        &mut self,
-        boot_id: &str,
-        agent_version: &str,
-        protocol: u16,
-        task_types: Option<&BTreeSet<String>>,
-        ctx: &TransitionContext<'_>,
-    ) {
+    /// Records a contact, unless the last recorded one is recent and from the same agent. Its times are set here.
+    pub(super) fn record_contact(&mut self, contact: AgentContact, ctx: &TransitionContext<'_>) {
         let offline_after = ctx.policy.seconds(PolicyKey::NodeOfflineAfter, &Scopes::global(), ctx.now);
         let recent = self.seen.as_ref().is_some_and(|seen| {
-            seen.boot_id == boot_id
-                && seen.agent_version == agent_version
-                && seen.protocol == protocol
-                && seen.task_types.as_ref() == task_types
-                && ctx.now < seen.last_seen_at + offline_after / 3
-                && ctx.now >= seen.last_seen_at
+            let times = (seen.last_seen_at, seen.silent_at);
+            let is_the_same = AgentContact { last_seen_at: times.0, silent_at: times.1, ..contact.clone() } == *seen;
+            is_the_same && ctx.now < seen.last_seen_at + offline_after / 3 && ctx.now >= seen.last_seen_at
         });
         // The contact of an offline node is recorded at once, or its next tick would find it silent again.
         if !recent || self.life == Phase::Offline {
-            self.seen = Some(AgentContact {
-                boot_id: boot_id.to_owned(),
-                agent_version: agent_version.to_owned(),
-                protocol,
-                last_seen_at: ctx.now,
-                silent_at: ctx.now + offline_after,
-                task_types: task_types.cloned(),
-            });
+            self.seen = Some(AgentContact { last_seen_at: ctx.now, silent_at: ctx.now + offline_after, ..contact });
         }
     }
 

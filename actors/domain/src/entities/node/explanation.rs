@@ -60,6 +60,10 @@ impl machine::Rejection for Rejection {
                  resume what waits for you."
             ))
             .detail("limit", limit),
+            Self::UpdateInProgress { task_id } => Explanation::conflict(format!(
+                "Task {task_id} updates the node's agent; wait for its result, or resume it where it waits for you."
+            ))
+            .detail("task_id", task_id.to_string()),
             Self::TaskDoesNotWait { why } => {
                 Explanation::conflict(format!("The task does not wait for an operator: {why}."))
             }
@@ -92,7 +96,9 @@ fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'stat
         CommandName::Reissue if state == PhaseName::Draining => {
             ("given a new token", "wait until its last allocation ends and it is retired, or quarantine it.")
         }
-        CommandName::OrderTask if !matches!(state, PhaseName::Removing | PhaseName::Removed) => {
+        CommandName::OrderTask | CommandName::UpdateAgent
+            if !matches!(state, PhaseName::Removing | PhaseName::Removed) =>
+        {
             ("given a task", "its agent has not enrolled yet.")
         }
         CommandName::Quarantine => ("quarantined", "it is gone."),
@@ -101,6 +107,7 @@ fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'stat
         | CommandName::Reissue
         | CommandName::OrderTask
         | CommandName::ResumeTask
+        | CommandName::UpdateAgent
         | CommandName::ClearFinding
         | CommandName::Enroll
         | CommandName::Recover

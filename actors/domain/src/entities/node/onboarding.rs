@@ -1,8 +1,8 @@
 //! How a machine becomes a node: registration, the single-use token, and the certificates of its identity.
 
 use super::{
-    CommandName, EnrollmentTokenFault, Node, NodeHealth, Phase, ProbeOutcome, Registration, Rejection, Reply,
-    ReportedInventory, StateCode, StateReason,
+    AgentContact, CommandName, EnrollmentTokenFault, Node, NodeHealth, Phase, ProbeOutcome, Registration, Rejection,
+    Reply, ReportedInventory, StateCode, StateReason,
 };
 use crate::audit::{AuditAction, RefusalAudit};
 use crate::event::Event;
@@ -230,7 +230,8 @@ impl Node {
         let certificate = CertificateRecord { generation, ..shown.issued };
         next.identity.certificates = BTreeMap::from([(certificate.serial.clone(), certificate)]);
         next.inventory = Some(shown.inventory);
-        next.record_contact(&shown.boot_id, &shown.agent_version, shown.protocol, None, ctx);
+        let contact = AgentContact::new(&shown.boot_id, &shown.agent_version, shown.protocol, ctx.now);
+        next.record_contact(contact, ctx);
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: next.identity.recoveries_left };
         let audit = self.audit(
             AuditAction::NodesEnroll,

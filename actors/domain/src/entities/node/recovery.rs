@@ -6,7 +6,8 @@
 //! second to recover presents an old generation: one of them is a clone.
 
 use super::{
-    CertificateRecord, CommandName, EnrollmentToken, EnrollmentTokenFault, Node, Phase, Rejection, Reply, StateCode,
+    AgentContact, CertificateRecord, CommandName, EnrollmentToken, EnrollmentTokenFault, Node, Phase, Rejection, Reply,
+    StateCode,
 };
 use crate::audit::AuditAction;
 use crate::event::Event;
@@ -116,7 +117,8 @@ impl Node {
         let certificate = CertificateRecord { generation, ..shown.issued.clone() };
         identity.certificates = BTreeMap::from([(certificate.serial.clone(), certificate)]);
         next.spend_nonce(&shown.nonce, ctx);
-        next.record_contact(&shown.boot_id, &shown.agent_version, shown.protocol, None, ctx);
+        let contact = AgentContact::new(&shown.boot_id, &shown.agent_version, shown.protocol, ctx.now);
+        next.record_contact(contact, ctx);
         let recoveries_left = next.identity.recoveries_left;
         let audit = self.audit(
             AuditAction::NodesRecover,

@@ -8,6 +8,7 @@ use crate::authz::Action;
 use crate::id::{FindingId, TaskId, TokenId};
 use crate::machine::{self, Transition, TransitionContext};
 use crate::metadata::MetadataPatch;
+use crate::package_digest::PackageDigest;
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -84,6 +85,11 @@ pub enum Request {
         task_id: TaskId,
         reason: String,
     },
+    UpdateAgent {
+        digest: PackageDigest,
+        force: bool,
+        reason: String,
+    },
 
     // Messages of the agent.
     Enroll(Box<Enrollment>),
@@ -135,7 +141,8 @@ impl machine::Request for Request {
             | Self::ReleaseQuarantine { .. }
             | Self::ClearFinding { .. }
             | Self::OrderTask { .. }
-            | Self::ResumeTask { .. } => Action::ManageNodes,
+            | Self::ResumeTask { .. }
+            | Self::UpdateAgent { .. } => Action::ManageNodes,
             Self::Enroll(_)
             | Self::Recover(_)
             | Self::Renew { .. }
@@ -167,6 +174,7 @@ impl Node {
             Request::ClearFinding { finding_id, reason } => self.clear_finding(finding_id, &reason, ctx),
             Request::OrderTask { task_type, reason } => self.order_task(task_type, &reason, ctx),
             Request::ResumeTask { task_id, reason } => self.resume_task(task_id, &reason, ctx),
+            Request::UpdateAgent { digest, force, reason } => self.order_update(digest, force, &reason, ctx),
             Request::Enroll(enrollment) => self.enroll(*enrollment, ctx),
             Request::Recover(recovery) => self.recover(*recovery, ctx),
             Request::Renew { serial, issued } => self.renew(&serial, issued, ctx),

@@ -3,7 +3,9 @@
 //! A task without a result in time is handled as its type says ([`StaleTaskAction`]). One that must not happen twice waits until an
 //! operator has checked and resumes it, and is shown as overdue.
 
-use super::{AgentTask, CommandName, Node, PendingTask, Rejection, Reply, StateCode, TaskKind, TaskOutcome};
+use super::{
+    AgentTask, AgentUpdate, CommandName, Node, PendingTask, Rejection, Reply, StateCode, TaskKind, TaskOutcome,
+};
 use crate::audit::AuditAction;
 use crate::id::TaskId;
 use crate::machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
@@ -25,6 +27,9 @@ pub struct NodeTask {
     pub work: PendingTask,
     /// The boot of the machine at the order: a restart is not done twice.
     pub boot_id: Option<String>,
+    /// Of a task `agent.update`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub update: Option<AgentUpdate>,
     pub phase: NodeTaskPhase,
 }
 
@@ -50,7 +55,7 @@ impl NodeTask {
         matches!(self.phase, NodeTaskPhase::Open)
     }
 
-    const fn has_ended(&self) -> bool {
+    pub(super) const fn has_ended(&self) -> bool {
         matches!(self.phase, NodeTaskPhase::Ended { .. })
     }
 
@@ -72,6 +77,19 @@ impl Node {
         if !TaskType::ORDERED.contains(&task_type) {
             return Err(Rejection::NotOrdered { task_type });
         }
+        let (next, task_id) = self.with_task(task_type, None, ctx)?;
+        let metadata = json!({ "task_id": task_id, "type": task_type, "reason": reason });
+        let audit = self.audit(AuditAction::NodesOrderTask, metadata);
+        Ok(next.task_transition(task_id, format!("{task_type} was ordered: {reason}")).audit(audit))
+    }
+
+    /// The node with one more open task of its own.
+    pub(super) fn with_task(
+        &self,
+        task_type: TaskType,
+        update: Option<AgentUpdate>,
+        ctx: &TransitionContext<'_>,
+    ) -> Result<(Self, TaskId), Rejection> {
         if self.tasks.values().filter(|task| !task.has_ended()).count() >= MAX_OPEN {
             return Err(Rejection::TooManyTasks { limit: MAX_OPEN });
         }
@@ -80,16 +98,14 @@ impl Node {
             task_id,
             attempt: 1,
             ordered_at: ctx.now,
-            deadline_at: ctx.now + task_time(ctx),
+            deadline_at: ctx.now + task_time(update.as_ref(), ctx),
             origin: Some(ctx.origin()),
         };
         let boot_id = self.seen.as_ref().map(|seen| seen.boot_id.clone());
         let mut next = self.clone();
-        next.tasks.insert(task_id, NodeTask { task_type, work, boot_id, phase: NodeTaskPhase::Open });
+        next.tasks.insert(task_id, NodeTask { task_type, work, boot_id, update, phase: NodeTaskPhase::Open });
         next.forget_old_tasks();
-        let metadata = json!({ "task_id": task_id, "type": task_type, "reason": reason });
-        let audit = self.audit(AuditAction::NodesOrderTask, metadata);
-        Ok(next.task_transition(task_id, format!("{task_type} was ordered: {reason}")).audit(audit))
+        Ok((next, task_id))
     }
 
     pub(super) fn resume_task(
@@ -115,7 +131,7 @@ impl Node {
         Ok(next.task_transition(task_id, format!("an operator resumed {}: {reason}", task.task_type)).audit(audit))
     }
 
-    fn task_transition(self, task_id: TaskId, why: String) -> Transition<Self> {
+    pub(super) fn task_transition(self, task_id: TaskId, why: String) -> Transition<Self> {
         let wake = Effect::WakeNode(self.id);
         let reply = Reply::Task { task_id, node: Box::new(self.clone()) };
         Transition::to(self, reply, why).effect(wake)
@@ -139,6 +155,7 @@ impl Node {
             TaskOutcome::Succeeded { .. } => format!("the agent did {task_type}"),
             TaskOutcome::Failed { code, message } => format!("{task_type} failed ({code}): {message}"),
         };
+        let of_update = self.update_event(task, &verdict);
         let mut next = self.clone();
         let unfit = match (&verdict, task_type) {
             (TaskOutcome::Failed { message, .. }, TaskType::NodeValidate) if self.may_be_quarantined() => {
@@ -150,7 +167,10 @@ impl Node {
             task.phase = NodeTaskPhase::Ended { at: ctx.now, verdict, output };
         }
         next.forget_old_tasks();
-        let Some(unfit) = unfit else { return Ok(Transition::to(next, Reply::Done, why)) };
+        let Some(unfit) = unfit else {
+            let step = Transition::to(next, Reply::Done, why);
+            return Ok(of_update.into_iter().fold(step, Transition::event));
+        };
         let message = format!("The machine is not fit for tenants: {unfit}");
         let event = next.enter_quarantine(StateCode::ValidationFailed, &message, ctx);
         let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": StateCode::ValidationFailed }));
@@ -203,7 +223,11 @@ impl Node {
         let open = self.tasks.values().filter(|task| task.is_open());
         open.map(|task| AgentTask {
             work: task.work.clone(),
-            what: TaskKind::OfNode { task_type: task.task_type, boot_id: task.boot_id.clone() },
+            what: TaskKind::OfNode {
+                task_type: task.task_type,
+                boot_id: task.boot_id.clone(),
+                update: task.update.clone(),
+            },
         })
     }
 
@@ -247,11 +271,13 @@ impl NodeTask {
     fn requeue(&mut self, ctx: &TransitionContext<'_>) {
         self.work.attempt = self.work.attempt.saturating_add(1);
         self.work.ordered_at = ctx.now;
-        self.work.deadline_at = ctx.now + task_time(ctx);
+        self.work.deadline_at = ctx.now + task_time(self.update.as_ref(), ctx);
         self.phase = NodeTaskPhase::Open;
     }
 }
 
-fn task_time(ctx: &TransitionContext<'_>) -> TimeDelta {
-    ctx.policy.seconds(PolicyKey::NodeTaskTimeout, &Scopes::global(), ctx.now)
+/// An update also waits for the proof of the new agent.
+fn task_time(update: Option<&AgentUpdate>, ctx: &TransitionContext<'_>) -> TimeDelta {
+    let commit = update.map_or(0, |update| update.commit_seconds);
+    ctx.policy.seconds(PolicyKey::NodeTaskTimeout, &Scopes::global(), ctx.now) + TimeDelta::seconds(commit.into())
 }

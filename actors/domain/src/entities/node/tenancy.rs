@@ -1,7 +1,8 @@
 //! The allocations on the node's GPUs, and the tasks that set tenants up and clean them up.
 
 use super::{
-    HoldAuthor, HoldSshAccess, Node, NodeHealth, PREVENT_ALLOCATION, Phase, Rejection, Reply, StateCode, TerminalTask,
+    AgentUpdate, HoldAuthor, HoldSshAccess, Node, NodeHealth, PREVENT_ALLOCATION, Phase, Rejection, Reply, StateCode,
+    TerminalTask,
 };
 use crate::audit::AuditAction;
 use crate::event::Event;
@@ -145,6 +146,8 @@ pub enum TaskKind {
     OfNode {
         task_type: TaskType,
         boot_id: Option<String>,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        update: Option<AgentUpdate>,
     },
     OpenTerminal {
         place: TenantSlot,

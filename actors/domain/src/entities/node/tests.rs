@@ -1,5 +1,6 @@
 //! The node's lifecycle and tenants as tables; tests of what the tables do not show are in the files beside.
 
+mod agent_update;
 mod gpu_claims;
 mod health;
 mod lifecycle;
@@ -16,6 +17,7 @@ use crate::machine::Command as _;
 use crate::machine::Effect;
 use crate::metadata::MetadataPatch;
 use crate::metadata::{MAX_LABELS, PatchValue};
+use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use crate::retry;
 use crate::ssh_key::AuthorizedKey;
@@ -99,6 +101,7 @@ fn seen(boot_id: &str) -> Box<AgentContact> {
         last_seen_at: start(),
         silent_at: start(),
         task_types: None,
+        package_digest: None,
     })
 }
 

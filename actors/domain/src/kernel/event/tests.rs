@@ -48,6 +48,7 @@ samples! {
     Currency: Self::parse("EUR").unwrap();
     PolicyKey: Self::RateLimitApi;
     KeySetPurpose: Self::NodeCa;
+    PackageDigest: format!("sha256:{}", "0f".repeat(32)).parse().unwrap();
     RecordingTerms: Self { mode: RecordingMode::Strict, most_bytes: 1 };
     Placement: Self {
         devices: vec![GpuDevice { index: 0, uuid: String::sample() }],

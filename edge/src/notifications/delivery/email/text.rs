@@ -149,6 +149,17 @@ fn content(notification: &Notification) -> Option<Content> {
         )
         .step("To see what it cost", format!("gpuctl billing ledger --allocation {allocation}")),
         "node.state_changed" => node_state(data, &node),
+        "node.agent_update_failed" => {
+            let why = value_or(&data.reason, "not reported").to_owned();
+            Content::new(
+                format!("Operators: the agent of node {node} was not updated"),
+                format!(
+                    "The agent of before is in use, and the node serves its tenants. The version that was ordered is not tried again there by \
+                     itself. The reason is {why}."
+                ),
+            )
+            .step("To see it", format!("gpuctl nodes show {node}"))
+        }
         "node.tenant_faulted" => Content::new(
             format!("The machine of allocation {allocation} has a fault"),
             "The machine of your allocation has a critical fault. The allocation costs nothing from the fault on. It stays \

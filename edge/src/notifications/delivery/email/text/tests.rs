@@ -34,6 +34,7 @@ fn data_of(kind: &str) -> domain::notification::NotificationDetails {
         "node.state_changed" => {
             reason("heartbeat_missed", node(Data { from_state: Some("active".into()), ..in_state("offline") }))
         }
+        "node.agent_update_failed" => reason("rolled_back", node(Data::default())),
         "node.tenant_faulted" => reason("health_critical", node(allocation(Data::default()))),
         "terminal.opened" => session(in_state("opened")),
         "terminal.closed" => reason("ended_by_user", session(in_state("closed"))),

@@ -1,0 +1,131 @@
+//! What an agent decides by the files of an update.
+
+#![allow(clippy::unwrap_used)]
+
+use agent_package::update::{FailedVersion, RollbackReason};
+
+use super::*;
+
+const TASK: Uuid = Uuid::from_u128(7);
+
+struct Node {
+    _folder: tempfile::TempDir,
+    updates: AgentUpdates,
+    files: UpdateFolder,
+}
+
+fn digest(text: &str) -> Digest {
+    Digest::of(text.as_bytes())
+}
+
+fn node() -> Node {
+    let folder = tempfile::tempdir().unwrap();
+    let installation = Installation { root: folder.path().to_owned(), digest: digest("old") };
+    let files = UpdateFolder::of(folder.path());
+    let updates = AgentUpdates {
+        installation: Some(installation),
+        env_file: None,
+        cert_path: "node.pem".into(),
+        key_path: "node.key".into(),
+        proved: Mutex::default(),
+    };
+    Node { _folder: folder, updates, files }
+}
+
+fn order(to: &str, force: bool) -> UpdateAgent {
+    UpdateAgent { digest: digest(to), force, commit_seconds: 60 }
+}
+
+fn record(to: &str, nonce: u128) -> UpdateRecord {
+    UpdateRecord {
+        nonce: Uuid::from_u128(nonce),
+        task_id: TASK,
+        from: digest("old"),
+        to: digest(to),
+        version: "2".into(),
+        unit: "gpuaas-agent.service".into(),
+        env_file: "/etc/gpuaas/agent.env".into(),
+        commit_seconds: 60,
+        stage: Stage::Prepared,
+    }
+}
+
+fn reason() -> RollbackReason {
+    RollbackReason { code: "no_heartbeat".into(), message: "no answer".into() }
+}
+
+fn refusal(node: &Node, order: &UpdateAgent) -> &'static str {
+    node.updates.begin(TASK, order).unwrap_err().code
+}
+
+#[test]
+fn version_in_use_needs_no_update_and_one_that_failed_needs_force() {
+    let node = node();
+    assert_eq!(node.updates.begin(TASK, &order("old", false)), Ok(Begun::InUse));
+    assert_eq!(refusal(&node, &order("new", false)), "update_unsupported", "there is no bundle");
+    node.files.remember_failed(FailedVersion { digest: digest("new"), reason: reason(), at: 0 }).unwrap();
+    assert_eq!(refusal(&node, &order("new", false)), "failed_before");
+    assert_eq!(refusal(&node, &order("other", false)), "update_unsupported");
+    assert_eq!(refusal(&node, &order("new", true)), "update_unsupported");
+    assert_eq!(node.files.failed().unwrap().len(), 1, "it is forgotten when the update begins");
+}
+
+#[test]
+fn second_update_is_refused_while_one_is_in_progress() {
+    let node = node();
+    node.files.set_record(&record("new", 1)).unwrap();
+    assert!(node.updates.is_updating());
+    assert_eq!(refusal(&node, &order("other", true)), "update_in_progress");
+    node.files.remove_record().unwrap();
+    assert!(!node.updates.is_updating());
+}
+
+#[test]
+fn agent_that_no_package_installed_is_not_updated() {
+    let node = Node { updates: AgentUpdates { installation: None, ..node().updates }, ..node() };
+    assert_eq!(refusal(&node, &order("new", true)), "update_unsupported");
+    assert_eq!((node.updates.digest(), node.updates.is_updating()), (None, false));
+    assert!(node.updates.prove(Uuid::nil()).is_ok());
+}
+
+#[test]
+fn outcome_of_a_task_is_its_own_updates() {
+    let node = node();
+    let code = |node: &Node| node.updates.outcome(TASK).unwrap_err().code;
+    assert_eq!(code(&node), "update_interrupted", "it never began");
+    node.files.set_record(&record("new", 1)).unwrap();
+    assert_eq!(node.updates.outcome(TASK), Ok(None));
+    assert_eq!(node.updates.outcome(Uuid::from_u128(8)).unwrap_err().code, "update_interrupted");
+    let mut last =
+        UpdateOutcome { task_id: TASK, from: digest("old"), to: digest("new"), version: "2".into(), rolled_back: None };
+    node.files.set_last(&last).unwrap();
+    node.files.remove_record().unwrap();
+    let output = node.updates.outcome(TASK).unwrap().unwrap();
+    assert_eq!((&output["version"], &output["package_digest"]), (&"2".into(), &digest("new").to_string().into()));
+    last.rolled_back = Some(reason());
+    node.files.set_last(&last).unwrap();
+    assert_eq!(code(&node), "rolled_back");
+    last.task_id = Uuid::from_u128(8);
+    node.files.set_last(&last).unwrap();
+    assert_eq!(code(&node), "update_interrupted", "the last outcome is another task's");
+}
+
+#[test]
+fn only_the_new_agent_proves_itself_and_once_for_each_update() {
+    let node = node();
+    let boot_id = Uuid::from_u128(3);
+    node.updates.prove(boot_id).unwrap();
+    node.files.set_record(&record("new", 1)).unwrap();
+    node.updates.prove(boot_id).unwrap();
+    assert_eq!(node.files.proof(), None, "this agent is of the version of before");
+    node.files.set_record(&record("old", 2)).unwrap();
+    node.updates.prove(boot_id).unwrap();
+    let proof = node.files.proof().unwrap();
+    assert_eq!((proof.nonce, proof.boot_id, proof.pid), (Uuid::from_u128(2), boot_id, std::process::id()));
+    node.files.set_proof(&Proof { at: 1, ..proof }).unwrap();
+    node.updates.prove(boot_id).unwrap();
+    assert_eq!(node.files.proof().unwrap().at, 1, "it is not written twice");
+    node.files.set_record(&record("old", 4)).unwrap();
+    node.updates.prove(boot_id).unwrap();
+    assert_eq!(node.files.proof().unwrap().nonce, Uuid::from_u128(4));
+}

@@ -1,0 +1,167 @@
+//! The update of an agent that a package installed, on a Debian that systemd has booted.
+
+use crate::agent_restart::{WRITER, expect_every_line_once, receive_for};
+use crate::external_tools::{root, tools};
+use local_servers::files;
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use tests::cluster::terminal::Terminal;
+use tests::cluster::{GPU_MEMORY_MIB, NodeHandle, TestCluster};
+use tests::package_registry::{PASSWORD, PackageLayout, PackageRegistryServer, USER, release_key};
+use tests::systemd_container::SystemdContainer;
+use wire::PublicKey;
+
+const AGENT: &str = "gpuaas-agent.service";
+const SKU: &str = "h100x1";
+const ENDS_WITHIN: Duration = Duration::from_secs(120);
+/// An agent that finds itself too old for its control plane: a status after which its unit is not restarted outside of updates.
+const TOO_OLD: &str = "#!/bin/sh\nexit 6\n";
+
+/// A program that was built for this test, without its symbols.
+fn built(name: &str, folder: &Path) -> PathBuf {
+    let program = files::find_sibling(&std::env::current_exe().unwrap(), name).unwrap();
+    let to = folder.join(name);
+    let done = std::process::Command::new("strip").arg("-o").arg(&to).arg(&program).status().unwrap();
+    assert!(done.success());
+    to
+}
+
+/// A package with this agent or the built one, the built finalizer, and nothing else that works.
+fn package(version: &str, agent: Option<&str>) -> PackageLayout {
+    let folder = tempfile::tempdir().unwrap();
+    let program = |name: &&str| match (*name, agent) {
+        ("gpuaas-agent", None) | ("gpuaas-finalizer", _) => built(name, folder.path()),
+        ("gpuaas-agent", Some(script)) => written(folder.path(), name, script),
+        _ => written(folder.path(), name, "#!/bin/sh\n"),
+    };
+    let programs = agent_package::contents::PROGRAMS.iter().map(program).collect();
+    PackageLayout::of(version, programs, &root().join("deploy/systemd"), Some(&release_key()))
+}
+
+fn written(folder: &Path, name: &str, script: &str) -> PathBuf {
+    let path = folder.join(name);
+    std::fs::write(&path, script).unwrap();
+    path
+}
+
+async fn cluster(registry: &PackageRegistryServer, digest: &str, folder: &Path) -> TestCluster {
+    let account = folder.join("account");
+    std::fs::write(&account, format!("{USER}:{}\n", PASSWORD.0)).unwrap();
+    let settings = [
+        ("SVC_NODE_AGENT_PACKAGE_OCI_REF", registry.reference().to_string()),
+        ("SVC_NODE_AGENT_PACKAGE_DIGEST", digest.to_owned()),
+        ("SVC_NODE_AGENT_PACKAGE_PULL_DELIVERY_MODE", "node-api".to_owned()),
+        ("SVC_NODE_AGENT_PACKAGE_RELEASE_KEYS", PublicKey::from(&release_key()).to_string()),
+        ("SVC_NODE_AGENT_PACKAGE_REGISTRY_CA_PATH", registry.authority.certificate_path().display().to_string()),
+        ("SVC_NODE_AGENT_PACKAGE_PULL_ACCOUNT_PATH", account.display().to_string()),
+    ];
+    let builder = TestCluster::builder().policy("node.update_commit_seconds", 15);
+    settings.iter().fold(builder, |builder, (name, value)| builder.variable(name, value)).start().await
+}
+
+/// A machine on which the published package is installed, with one simulated GPU.
+async fn machine(cluster: &mut TestCluster) -> Option<(SystemdContainer, NodeHandle)> {
+    let installer = files::find_sibling(&std::env::current_exe().unwrap(), "gpuaas-installer").unwrap();
+    let container = SystemdContainer::start(&tools(), &[installer]).expect("the container starts")?;
+    cluster.offer_sku(SKU, 1).await;
+    let node = cluster.register(SKU).await;
+    let bundle = cluster.bundle(&node).await;
+    container
+        .run(&format!("install -d -m 0755 /etc/gpuaas /etc/systemd/system/{AGENT}.d; mknod -m 666 /dev/nvidia0 c 1 3"));
+    container.write("/etc/gpuaas/agent.env", 0o600, bundle.to_env_file().unwrap().as_bytes());
+    let start = format!(
+        "[Service]\nExecStart=\nExecStart=/opt/gpuaas/current/bin/gpuaas-agent --env-file /etc/gpuaas/agent.env --executor system \
+         --simulate-gpus 1 --gpu-memory-mib {GPU_MEMORY_MIB}\n"
+    );
+    container.write(&format!("/etc/systemd/system/{AGENT}.d/program.conf"), 0o644, start.as_bytes());
+    container.run("gpuaas-installer --first-install");
+    container.run(&format!("systemctl daemon-reload; systemctl enable --now {AGENT}"));
+    node.expect_state("active").await;
+    Some((container, node))
+}
+
+async fn order(cluster: &TestCluster, node: &NodeHandle, body: Value) -> Value {
+    cluster.at_replica(0, "admin").post(&format!("{}/update-agent", node.path()), &body).await.created()
+}
+
+/// Waits for the end of the update to this digest, while the terminal is read.
+async fn outcome(container: &SystemdContainer, node: &NodeHandle, digest: &str, terminal: &mut Terminal) -> Value {
+    let until = Instant::now() + ENDS_WITHIN;
+    loop {
+        receive_for(terminal, Duration::from_millis(400)).await;
+        let found = node.get().await;
+        let update = &found["agent_update"];
+        if update["digest"] == digest && !update["ended_at"].is_null() {
+            return found;
+        }
+        assert!(
+            Instant::now() < until,
+            "{found} {} {}",
+            container.journal(AGENT),
+            container.journal("gpuaas-finalizer.service")
+        );
+    }
+}
+
+fn program_in_use(container: &SystemdContainer) -> String {
+    let pid = container.property(AGENT, "MainPID");
+    container.run(&format!("readlink /proc/{pid}/exe")).trim().to_owned()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn update_ends_no_terminal_and_a_bad_package_is_rolled_back_and_not_tried_again() {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let registry = PackageRegistryServer::start(&tools()).await;
+    let packages = [package("1.0.0", None), package("2.0.0", None), package("3.0.0", Some(TOO_OLD))];
+    for package in &packages {
+        registry.push(package.folder.path()).await;
+    }
+    let [first, second, bad] = packages.map(|package| package.digest);
+    let folder = tempfile::tempdir().unwrap();
+    let mut cluster = cluster(&registry, &first.to_string(), folder.path()).await;
+    let Some((container, node)) = machine(&mut cluster).await else { return cluster.shutdown().await };
+    assert_eq!(node.get().await["agent"]["package_digest"], first.to_string());
+    let allocation = cluster.rent(SKU, 1).await;
+    allocation.expect_state("active").await;
+    let (mut terminal, _) = cluster.terminal(allocation.id).await;
+    terminal.enter("PS1=; stty -echo; echo be''gun\n").await;
+    terminal.expect_output("begun").await;
+    terminal.enter(WRITER).await;
+    receive_for(&mut terminal, Duration::from_secs(1)).await;
+
+    order(&cluster, &node, json!({ "digest": second, "reason": "a release" })).await;
+    let updated = outcome(&container, &node, &second.to_string(), &mut terminal).await;
+    assert_eq!(updated["agent_update"]["state"], "succeeded", "{updated} {}", container.journal(AGENT));
+    assert_eq!(updated["agent"]["package_digest"], second.to_string());
+    assert!(program_in_use(&container).contains(&second.name()));
+
+    // An agent that is too old: the terminal goes on, and the version of before is back.
+    order(&cluster, &node, json!({ "digest": bad, "reason": "a bad release" })).await;
+    let failed = outcome(&container, &node, &bad.to_string(), &mut terminal).await;
+    assert_eq!(failed["agent_update"]["error"]["code"], "rolled_back", "{failed}");
+    assert!(program_in_use(&container).contains(&second.name()));
+    assert!(container.journal(AGENT).contains("status=6"), "the bad agent was started: {}", container.journal(AGENT));
+    let starts = container.journal("gpuaas-finalizer.service").matches("rolled back to").count();
+    order(&cluster, &node, json!({ "digest": bad, "reason": "once more" })).await;
+    let refused = outcome(&container, &node, &bad.to_string(), &mut terminal).await;
+    assert_eq!(refused["agent_update"]["error"]["code"], "failed_before", "{refused}");
+    assert_eq!(container.journal("gpuaas-finalizer.service").matches("rolled back to").count(), starts);
+
+    let until = Instant::now() + Duration::from_secs(90);
+    while !terminal.unread.iter().any(|message| message["type"] == "exit") {
+        assert!(
+            terminal.closed.is_none() && Instant::now() < until,
+            "{:?} {}",
+            terminal.closed,
+            container.journal(AGENT)
+        );
+        terminal.receive(Duration::from_millis(200)).await;
+    }
+    assert_eq!(terminal.expect_control("exit").await["code"], 7);
+    expect_every_line_once(&String::from_utf8_lossy(&terminal.shown), "shown");
+    // Nothing of the updates is left but the two versions, and the memory of the bad one.
+    assert_eq!(container.run("ls -A /opt/gpuaas/update | sort | tr '\\n' ' '").trim(), "failed.json last.json");
+    assert_eq!(container.run(&format!("ls /run/systemd/system/{AGENT}.d 2>/dev/null | wc -l")).trim(), "0");
+    cluster.shutdown().await;
+}
