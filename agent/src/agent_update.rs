@@ -25,7 +25,8 @@ use crate::executor::{TaskFailure, TaskOutput};
 
 /// How long the registry may take for a whole package.
 const FETCHED_WITHIN: Duration = Duration::from_secs(600);
-/// Only the bundle names units; systemd's own folder is part of no bundle.
+const FINALIZER: &str = "gpuaas-finalizer";
+/// The finalizer writes units; what the agent fetches stays beside.
 const UNIT_FOLDER: &str = "/etc/systemd/system";
 
 /// Updates of the agent that runs.
@@ -36,6 +37,7 @@ pub struct AgentUpdates {
     env_file: Option<PathBuf>,
     cert_path: PathBuf,
     key_path: PathBuf,
+    systemctl: PathBuf,
     /// The update for which this process has written its proof.
     proved: Mutex<Option<Uuid>>,
 }
@@ -55,7 +57,8 @@ impl AgentUpdates {
     pub fn of_this_process(config: &AgentConfig) -> Self {
         let installation = std::env::current_exe().ok().and_then(|program| Installation::of_agent(&program));
         let (cert_path, key_path) = (config.cert_path.clone(), config.key_path.clone());
-        Self { installation, env_file: config.env_file.clone(), cert_path, key_path, proved: Mutex::default() }
+        let (env_file, systemctl) = (config.env_file.clone(), PathBuf::from("systemctl"));
+        Self { installation, env_file, cert_path, key_path, systemctl, proved: Mutex::default() }
     }
 
     /// The digest of the package that the agent is of.
@@ -106,7 +109,7 @@ impl AgentUpdates {
             commit_seconds: task.commit_seconds,
             stage: Stage::Prepared,
         };
-        start(&folder, installation, &record).inspect_err(|_| {
+        self.start(&folder, installation, &record).inspect_err(|_| {
             // A record without a finalizer would end no update; one that cannot be removed is the next finalizer's.
             let _ = folder.remove_record();
         })?;
@@ -139,6 +142,38 @@ impl AgentUpdates {
             source.open(Instant::now() + FETCHED_WITHIN).map_err(|error| failure(&InstallError::Pull(error)))?;
         let installed = fetch(digest, &mut registry, &target).map_err(|error| failure(&error))?;
         Ok((target, installed))
+    }
+
+    /// Writes the record and starts the finalizer of the version in use.
+    fn start(
+        &self,
+        folder: &UpdateFolder,
+        installation: &Installation,
+        record: &UpdateRecord,
+    ) -> Result<(), TaskFailure> {
+        let program = version_folder(&installation.root, installation.digest).join(PROGRAM_FOLDER).join(FINALIZER);
+        if !program.is_file() {
+            let message = format!("{} is missing: install the version in use again", program.display());
+            return Err(TaskFailure::new("update_unsupported", message));
+        }
+        link_finalizer(&installation.root, installation.digest).map_err(|error| failure(&error))?;
+        folder.take_reserve()?;
+        folder.set_record(record)?;
+        self.start_finalizer()
+    }
+
+    /// Starts the finalizer, unless it runs: an agent that was killed may have left an update without one.
+    ///
+    /// # Errors
+    /// `finalizer_not_started`.
+    pub fn start_finalizer(&self) -> Result<(), TaskFailure> {
+        let not_started = |why: String| TaskFailure::new("finalizer_not_started", format!("systemctl start: {why}"));
+        let ran = Command::new(&self.systemctl).args(["start", "--", FINALIZER_UNIT]).stdin(Stdio::null()).output();
+        let output = ran.map_err(|error| not_started(error.to_string()))?;
+        if output.status.success() {
+            return Ok(());
+        }
+        Err(not_started(String::from_utf8_lossy(&output.stderr).trim().chars().take(1000).collect()))
     }
 
     /// The outcome of the update that a task ordered; `None` while it is in progress.
@@ -204,26 +239,6 @@ fn refuse_failed(folder: &UpdateFolder, digest: Digest) -> Result<(), TaskFailur
         let message = format!("this version was rolled back on this machine: {reason}; `force` tries it again");
         Err(TaskFailure::new("failed_before", message))
     })
-}
-
-/// Writes the record and starts the finalizer of the version in use.
-fn start(folder: &UpdateFolder, installation: &Installation, record: &UpdateRecord) -> Result<(), TaskFailure> {
-    let finalizer =
-        version_folder(&installation.root, installation.digest).join(PROGRAM_FOLDER).join("gpuaas-finalizer");
-    if !finalizer.is_file() {
-        let message = format!("{} is missing: install the version in use again", finalizer.display());
-        return Err(TaskFailure::new("update_unsupported", message));
-    }
-    link_finalizer(&installation.root, installation.digest).map_err(|error| failure(&error))?;
-    folder.take_reserve()?;
-    folder.set_record(record)?;
-    let not_started = |why: String| TaskFailure::new("finalizer_not_started", format!("systemctl start: {why}"));
-    let ran = Command::new("systemctl").args(["start", "--", FINALIZER_UNIT]).stdin(Stdio::null()).output();
-    let output = ran.map_err(|error| not_started(error.to_string()))?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(not_started(String::from_utf8_lossy(&output.stderr).trim().chars().take(1000).collect()))
 }
 
 fn failure(error: &InstallError) -> TaskFailure {

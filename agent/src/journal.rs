@@ -16,7 +16,7 @@ use chrono::{DateTime, TimeDelta, Utc};
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
 use uuid::Uuid;
-use wire::task::{OpenTerminal, Task, TaskPayload, TaskResult, TaskStatus};
+use wire::task::{OpenTerminal, TASK_TYPES, Task, TaskPayload, TaskResult, TaskStatus};
 
 use crate::atomic_file::{self, FileError};
 
@@ -204,10 +204,18 @@ fn read(content: &[u8], path: &Path) -> Result<Records, JournalError> {
     for (index, line) in whole.split_inclusive(|byte| *byte == b'\n').enumerate() {
         match serde_json::from_slice(line) {
             Ok(line) => apply(&mut records, line),
+            Err(_) if is_of_newer_type(line) => {}
             Err(source) => return Err(JournalError::Damaged { line: index + 1, path: path.to_owned(), source }),
         }
     }
     Ok(records)
+}
+
+/// A task of a type that this agent does not know: a newer agent accepted it, before this one was put back.
+fn is_of_newer_type(line: &[u8]) -> bool {
+    let Ok(line) = serde_json::from_slice::<serde_json::Value>(line) else { return false };
+    let kind = line.pointer("/payload/task/type").and_then(serde_json::Value::as_str);
+    line["event"] == "accepted" && kind.is_some_and(|kind| !TASK_TYPES.contains(&kind))
 }
 
 /// A line of an attempt that a later one has replaced changes nothing.
@@ -246,6 +254,8 @@ fn is_needed(record: &TaskRecord, now: DateTime<Utc>) -> bool {
     }
     match record.phase {
         Phase::Done(_) => true,
+        // Its outcome is reported by the agent that runs afterwards, however long that takes.
+        Phase::Started if matches!(record.payload.task, Task::UpdateAgent(_)) => true,
         Phase::Accepted | Phase::Started | Phase::Reported(_) => {
             record.payload.expires_at + REMEMBERED_AFTER_EXPIRY > now
         }
@@ -564,6 +574,48 @@ mod tests {
         assert_eq!(journal.record(Uuid::from_u128(1)), None);
         // Its result was never delivered.
         assert_eq!(phase(&journal, 2), Phase::Done(result(1)));
+    }
+
+    #[tokio::test]
+    async fn update_in_progress_is_remembered_until_its_outcome() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = Journal::open(&path, Utc::now()).unwrap();
+        let digest = wire::package::Digest::of(b"new");
+        let update = Task::UpdateAgent(wire::task::UpdateAgent { digest, force: false, commit_seconds: 3600 });
+        let payload = TaskPayload { task: update, ..payload(1, 1, soon()) };
+        let task_id = payload.task_id;
+        journal.append(JournalEntry::Accepted { payload }).await.unwrap();
+        journal.append(JournalEntry::Started { task_id, attempt: 1, at: Utc::now() }).await.unwrap();
+        drop(journal);
+        let journal = Journal::open(&path, soon() + TimeDelta::days(30)).unwrap();
+        assert_eq!(phase(&journal, 1), Phase::Started);
+    }
+
+    #[tokio::test]
+    async fn tasks_of_a_newer_agent_do_not_stop_the_one_that_is_put_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("journal");
+        let journal = Journal::open(&path, Utc::now()).unwrap();
+        walk(&journal, 1, 1, 2).await;
+        walk(&journal, 2, 1, 2).await;
+        drop(journal);
+        let ours = serde_json::to_string(&Task::Validate {}).unwrap();
+        let text = fs::read_to_string(&path).unwrap();
+        // All of the second task, and none of the first.
+        let newer = |line: &str| match line.contains(&Uuid::from_u128(2).to_string()) {
+            true => line.replace(&ours, r#"{"type":"node.sing","song":7}"#),
+            false => line.to_owned(),
+        };
+        let text: String = text.lines().map(|line| newer(line) + "\n").collect();
+        assert!(text.contains("node.sing"), "{text}");
+        fs::write(&path, &text).unwrap();
+        let journal = Journal::open(&path, Utc::now()).unwrap();
+        assert_eq!((phase(&journal, 1), journal.record(Uuid::from_u128(2))), (Phase::Started, None));
+        drop(journal);
+        // A type that this agent knows is damage all the same.
+        fs::write(&path, text.replace("node.sing", "node.reboot")).unwrap();
+        assert!(matches!(Journal::open(&path, Utc::now()), Err(JournalError::Damaged { .. })));
     }
 
     #[tokio::test]

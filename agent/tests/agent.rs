@@ -20,7 +20,7 @@ use wire::PublicKey;
 use wire::bundle::{BootstrapBundle, fingerprint};
 use wire::inventory::{ExecutorKind, GpuSource};
 use wire::proof::CleanupReport;
-use wire::task::{Reboot, SignedEnvelope, TASK_TYPE, Task, TaskPayload, TaskStatus, sign};
+use wire::task::{Reboot, SignedEnvelope, TASK_TYPE, Task, TaskPayload, TaskStatus, UpdateAgent, sign};
 
 use fake_control_plane::{FakeControlPlane, SpawnedAgent, TOKEN, authority, enrolled, eventually};
 
@@ -137,6 +137,20 @@ async fn machine_is_diagnosed_and_never_rebooted_twice() {
     fake.dispatch(&now);
     assert_eq!(fake.result_of(now.task_id).await.error.unwrap().code, "unsupported");
     assert!(agent.has_code("unsupported"));
+}
+
+#[tokio::test]
+async fn agent_that_no_package_installed_refuses_its_update_and_runs_on() {
+    let (fake, _folder, agent) = enrolled(&[]).await;
+    assert_eq!(fake.calls().heartbeats[0].package_digest, None);
+    let digest = wire::package::Digest::of(b"new");
+    let update = fake.payload(Task::UpdateAgent(UpdateAgent { digest, force: true, commit_seconds: 60 }));
+    fake.dispatch(&update);
+    assert_eq!(fake.result_of(update.task_id).await.error.unwrap().code, "update_unsupported");
+    let next = fake.payload(Task::Validate {});
+    fake.dispatch(&next);
+    assert_eq!(fake.result_of(next.task_id).await.status, TaskStatus::Succeeded);
+    assert!(agent.has_code("update_unsupported"));
 }
 
 #[tokio::test]

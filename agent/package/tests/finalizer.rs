@@ -143,7 +143,7 @@ impl Machine {
         assert_eq!(last.rolled_back.is_none(), digest == self.new, "{what}");
         let failed: Vec<_> = self.updates().failed().unwrap().iter().map(|version| version.digest).collect();
         assert_eq!(failed, if digest == self.new { vec![] } else { vec![self.new] }, "{what}");
-        assert!(!self.path("run").join(format!("{UNIT}.d/50-gpuaas-update.conf")).exists(), "{what}");
+        assert!(!self.path("run").join(format!("{UNIT}.d/zz-gpuaas-update.conf")).exists(), "{what}");
         assert!(!root.join("update/reserve").exists(), "{what}");
     }
 }

@@ -44,6 +44,7 @@ impl Agent {
         }
         self.tasks.spawn(
             async move {
+                agent.continue_update().await;
                 let found = agent.update_outcome(task_id).await;
                 if let Some(found) = found {
                     let now = Utc::now();
@@ -63,6 +64,18 @@ impl Agent {
             }
             .instrument(tracing::Span::current()),
         );
+    }
+
+    /// An agent that was killed may have left a record and no finalizer.
+    async fn continue_update(&self) {
+        let updates = Arc::clone(&self.updates);
+        let started = tokio::task::spawn_blocking(move || match updates.is_updating() {
+            true => updates.start_finalizer(),
+            false => Ok(()),
+        });
+        if let Ok(Err(failure)) = started.await {
+            warn!(error_code = failure.code, error = failure.message, "the update is not continued");
+        }
     }
 
     /// `None` where the agent is stopped before.

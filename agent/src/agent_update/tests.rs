@@ -27,6 +27,7 @@ fn node() -> Node {
         env_file: None,
         cert_path: "node.pem".into(),
         key_path: "node.key".into(),
+        systemctl: folder.path().join("systemctl"),
         proved: Mutex::default(),
     };
     Node { _folder: folder, updates, files }
@@ -86,6 +87,28 @@ fn agent_that_no_package_installed_is_not_updated() {
     assert_eq!(refusal(&node, &order("new", true)), "update_unsupported");
     assert_eq!((node.updates.digest(), node.updates.is_updating()), (None, false));
     assert!(node.updates.prove(Uuid::nil()).is_ok());
+}
+
+#[test]
+fn update_begins_with_its_record_on_the_disk_and_ends_where_no_finalizer_starts() {
+    use std::os::unix::fs::PermissionsExt as _;
+    let node = node();
+    let root = node._folder.path();
+    let program = version_folder(root, digest("old")).join("bin/gpuaas-finalizer");
+    let installation = node.updates.installation.clone().unwrap();
+    let start = || node.updates.start(&node.files, &installation, &record("new", 1)).map_err(|failure| failure.code);
+    assert_eq!(start(), Err("update_unsupported"), "the version in use has no finalizer");
+    std::fs::create_dir_all(program.parent().unwrap()).unwrap();
+    std::fs::write(&program, "").unwrap();
+    assert_eq!(start(), Err("finalizer_not_started"), "there is no systemd");
+    let script =
+        "#!/bin/sh\necho \"$@\" >>\"$(dirname \"$0\")/asked\"\ntest -e \"$(dirname \"$0\")/update/record.json\"\n";
+    std::fs::write(&node.updates.systemctl, script).unwrap();
+    std::fs::set_permissions(&node.updates.systemctl, std::fs::Permissions::from_mode(0o755)).unwrap();
+    assert_eq!(start(), Ok(()));
+    assert_eq!(std::fs::read_to_string(root.join("asked")).unwrap(), "start -- gpuaas-finalizer.service\n");
+    assert_eq!(node.files.record().unwrap(), Some(record("new", 1)));
+    assert!(root.join("update/reserve").exists() && root.join("finalizer/bin/gpuaas-finalizer").exists());
 }
 
 #[test]

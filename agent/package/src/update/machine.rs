@@ -2,7 +2,7 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _};
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -16,10 +16,10 @@ use crate::contents::{AGENT, PROGRAM_FOLDER};
 use crate::install::{InstallTarget, activate, remove_other_versions, verify_version, version_folder};
 
 const LOCK: &str = ".finalizer.lock";
-/// A unit that ends up failed would lose its terminals.
+/// A unit that ends up failed would lose its terminals. Its name is the last one: settings of an administrator do not undo it.
 const HOLD: &str =
     "# Written by gpuaas-finalizer for the time of an update.\n[Service]\nRestart=always\nRestartPreventExitStatus=\n";
-const HOLD_FILE: &str = "50-gpuaas-update.conf";
+const HOLD_FILE: &str = "zz-gpuaas-update.conf";
 
 /// Where systemd reads units.
 #[derive(Debug, Clone)]
@@ -121,9 +121,10 @@ impl UpdateMachine for InstalledMachine {
 
     fn runs(&self, pid: u32, digest: Digest) -> bool {
         let program = version_folder(&self.root, digest).join(PROGRAM_FOLDER).join(AGENT);
-        // The kernel's own path: the installation's folder may be reached through links.
-        let program = fs::canonicalize(program).ok();
-        program.is_some() && fs::read_link(format!("/proc/{pid}/exe")).ok() == program
+        // By its file: paths differ between the mount namespaces of the two.
+        let file_of = |path: PathBuf| fs::metadata(path).ok().map(|found| (found.dev(), found.ino()));
+        let program = file_of(program);
+        program.is_some() && file_of(PathBuf::from(format!("/proc/{pid}/exe"))) == program
     }
 
     fn remember_failed(&mut self, digest: Digest, reason: &RollbackReason) -> Result<(), FinalizeError> {
