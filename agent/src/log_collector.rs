@@ -17,9 +17,11 @@ pub use settings::{CollectorConfig, CollectorConfigError};
 use crate::atomic_file::{self, FileError};
 use crate::node_api_client::ClientError;
 use spool::Spool;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
+use tracing::warn;
 
 /// Why the collector ends by itself.
 #[derive(Debug, thiserror::Error)]
@@ -36,15 +38,25 @@ pub enum CollectorError {
     Runtime(#[source] std::io::Error),
 }
 
-/// The spool, and the signal that it has a batch.
+/// What the reader of the journal and the sender share.
 struct Shared {
     spool: Mutex<Spool>,
+    /// The spool has a batch.
     filled: Notify,
+    /// Lines that were dropped since the start.
+    lost: AtomicU64,
 }
 
 impl Shared {
     fn spool(&self) -> MutexGuard<'_, Spool> {
         self.spool.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn count_lost(&self, lines: u64, why: &str) {
+        if lines > 0 {
+            let lost_since_start = self.lost.fetch_add(lines, Ordering::Relaxed) + lines;
+            warn!(error_code = "log_lines_lost", lines, lost_since_start, why, "lines of the log are dropped");
+        }
     }
 }
 
@@ -55,7 +67,7 @@ impl Shared {
 pub async fn run(config: CollectorConfig, stop: CancellationToken) -> Result<(), CollectorError> {
     atomic_file::private_folder(&config.state_dir)?;
     let spool = Spool::open(&config.state_dir, config.spool_bytes)?;
-    let shared = Arc::new(Shared { spool: Mutex::new(spool), filled: Notify::new() });
+    let shared = Arc::new(Shared { spool: Mutex::new(spool), filled: Notify::new(), lost: AtomicU64::new(0) });
     let sender = sender::Sender::new(&config, Arc::clone(&shared))?;
     tokio::select! {
         () = stop.cancelled() => Ok(()),

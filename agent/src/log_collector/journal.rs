@@ -141,7 +141,7 @@ impl JournalReader<'_> {
                 self.spool(&mut pending).await;
                 return Ok(());
             }
-            let Some(entry) = line.take().and_then(|text| Entry::parse(&text)) else { continue };
+            let Some(entry) = line.take(self.shared).and_then(|text| Entry::parse(&text)) else { continue };
             let is_first = self.lines_read == 0;
             self.lines_read += 1;
             if is_first && self.cursor.is_some() {
@@ -174,13 +174,8 @@ impl JournalReader<'_> {
             loop {
                 let pushed = self.shared.spool().push(pending);
                 match pushed {
-                    Ok(0) => break,
                     Ok(dropped) => {
-                        warn!(
-                            error_code = "log_lines_lost",
-                            lines = dropped,
-                            "the spool is full; the oldest lines are dropped"
-                        );
+                        self.shared.count_lost(dropped, "the spool is full, and the oldest lines go first");
                         break;
                     }
                     Err(error) => {
@@ -232,14 +227,10 @@ impl PrintedLine {
     }
 
     /// The line, once; `None` where it was too long.
-    fn take(&mut self) -> Option<Vec<u8>> {
+    fn take(&mut self, shared: &Shared) -> Option<Vec<u8>> {
         let text = std::mem::take(&mut self.text);
         if std::mem::take(&mut self.is_skipped) {
-            warn!(
-                error_code = "log_lines_lost",
-                lines = 1,
-                "a line of the journal is over {PRINTED_MAX} bytes and is dropped"
-            );
+            shared.count_lost(1, &format!("a line of the journal is over {PRINTED_MAX} bytes"));
             return None;
         }
         self.is_complete.then_some(text)

@@ -22,7 +22,6 @@ pub(super) struct Sender {
     backoff: Backoff,
     /// Since when the gateway takes nothing.
     outage: Option<Instant>,
-    lost: u64,
 }
 
 impl Sender {
@@ -35,7 +34,6 @@ impl Sender {
             labels: NodeLabels { node_id: config.agent.node_id, host_name },
             backoff: Backoff::new(RETRY.0, RETRY.1),
             outage: None,
-            lost: 0,
         })
     }
 
@@ -52,7 +50,7 @@ impl Sender {
                     continue;
                 }
             };
-            self.count_lost(lost, "a file of the spool cannot be read");
+            self.shared.count_lost(lost, "a file of the spool cannot be read");
             let Some((number, batch)) = next else {
                 self.shared.filled.notified().await;
                 continue;
@@ -77,7 +75,8 @@ impl Sender {
                 parts.push_front(second);
                 parts.push_front(first);
             } else {
-                self.count_lost(part.len() as u64, &format!("the log gateway refuses them with {status}: {message}"));
+                let why = format!("the log gateway refuses them with {status}: {message}");
+                self.shared.count_lost(part.len() as u64, &why);
             }
         }
         Ok(())
@@ -130,19 +129,6 @@ impl Sender {
                 }
             }
             sleep(backoff.next(rand::random(), None)).await;
-        }
-    }
-
-    fn count_lost(&mut self, lines: u64, why: &str) {
-        if lines > 0 {
-            self.lost += lines;
-            warn!(
-                error_code = "log_lines_lost",
-                lines,
-                lost_since_start = self.lost,
-                why,
-                "lines of the log are dropped"
-            );
         }
     }
 }

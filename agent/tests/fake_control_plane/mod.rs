@@ -39,6 +39,7 @@ use wire::task::{
 };
 use wire::{PROTOCOL, PublicKey, SecretToken, VerifierSet};
 
+pub mod log_gateway;
 pub mod terminal;
 
 pub const TOKEN: &str = "token-that-must-not-be-logged";
@@ -59,6 +60,7 @@ struct Shared {
     ca_pem: String,
     seen: Mutex<RecordedCalls>,
     behaviour: Mutex<FakeBehaviour>,
+    log_gateway: Mutex<log_gateway::FakeLogGateway>,
 }
 
 /// The agent's requests.
@@ -148,6 +150,7 @@ impl FakeControlPlane {
             ca_pem: ca_pem.clone(),
             seen: Mutex::default(),
             behaviour: Mutex::new(behaviour),
+            log_gateway: Mutex::default(),
         });
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("https://127.0.0.1:{}", listener.local_addr().unwrap().port());
@@ -161,6 +164,10 @@ impl FakeControlPlane {
 
     pub fn behaviour(&self) -> MutexGuard<'_, FakeBehaviour> {
         self.shared.behaviour.lock().unwrap()
+    }
+
+    pub fn log_gateway(&self) -> MutexGuard<'_, log_gateway::FakeLogGateway> {
+        self.shared.log_gateway.lock().unwrap()
     }
 
     pub fn payload(&self, task: Task) -> TaskPayload {
@@ -339,6 +346,7 @@ fn router(shared: Arc<Shared>) -> Router {
         .route("/tasks/{task_id}/result", post(result))
         .route("/heartbeat", post(heartbeat))
         .route("/certificate/renew", post(renew))
+        .route("/log-token", post(log_gateway::token))
         .route("/terminals/{session_id}/stream", get(terminal::stream))
         .route("/terminals/{session_id}/recording/{seq}", put(terminal::store_chunk))
         .route_layer(middleware::from_fn_with_state(Arc::clone(&shared), identify));
@@ -347,7 +355,8 @@ fn router(shared: Arc<Shared>) -> Router {
         .route("/recover/nonce", get(nonce))
         .route("/recover", post(recover))
         .with_state(Arc::clone(&shared));
-    Router::new().nest(&format!("/internal/v1/nodes/{}", shared.node_id), all)
+    let logs = Router::new().route(log_gateway::PATH, post(log_gateway::push)).with_state(Arc::clone(&shared));
+    Router::new().nest(&format!("/internal/v1/nodes/{}", shared.node_id), all).merge(logs)
 }
 
 fn refuse(status: StatusCode, code: &str, reason: &str) -> Response {
