@@ -1,18 +1,22 @@
 //! The node's hardware and its load.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read as _;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use sysinfo::{Disks, System};
 use uuid::Uuid;
 use wire::heartbeat::{GpuTelemetry, Telemetry};
-use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
+use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, IMAGE_DIGEST_FILE, InstalledSystem, NodeInventory};
 
 use crate::atomic_file::{self, FileError};
 
 const MIB: u64 = 1024 * 1024;
 const GIB: u64 = 1024 * MIB;
+/// As much as the control plane accepts of a machine id or an image's digest.
+const MAX_SYSTEM_TEXT: u64 = 128;
 
 /// Reads the node's hardware and software; `gpus` are listed already.
 #[must_use]
@@ -35,7 +39,20 @@ pub fn read(
         gpu_source,
         executor,
         ssh_host_key_fingerprint,
+        system: Some(installed_system(Path::new("/"))),
     }
+}
+
+/// What tells the installation below `root` from another one. What cannot be read is not there.
+fn installed_system(root: &Path) -> InstalledSystem {
+    let first_line = |path: &str| {
+        let file = File::open(root.join(path.trim_start_matches('/'))).ok()?;
+        let mut text = String::new();
+        file.take(MAX_SYSTEM_TEXT).read_to_string(&mut text).ok()?;
+        let line = text.lines().next().unwrap_or_default().trim();
+        (!line.is_empty()).then(|| line.to_owned())
+    };
+    InstalledSystem { machine_id: first_line("/etc/machine-id"), image_digest: first_line(IMAGE_DIGEST_FILE) }
 }
 
 /// The kernel's boot id.
@@ -99,5 +116,18 @@ mod tests {
         let inventory = read(Vec::new(), GpuSource::None, ExecutorKind::Sandbox, None);
         assert!(inventory.cpu_cores > 0 && inventory.memory_mib > 0, "{inventory:?}");
         assert!(boot_id().is_ok());
+    }
+
+    #[test]
+    fn installation_is_told_by_its_machine_id_and_the_digest_that_its_image_carries() {
+        let root = tempfile::tempdir().unwrap();
+        assert_eq!(installed_system(root.path()), InstalledSystem { machine_id: None, image_digest: None });
+        std::fs::create_dir_all(root.path().join("etc/gpuaas")).unwrap();
+        std::fs::write(root.path().join("etc/machine-id"), "0f\n").unwrap();
+        std::fs::write(root.path().join("etc/gpuaas/image-digest"), "sha256:1\nmore\n").unwrap();
+        let system = installed_system(root.path());
+        assert_eq!((system.machine_id.as_deref(), system.image_digest.as_deref()), (Some("0f"), Some("sha256:1")));
+        std::fs::write(root.path().join("etc/machine-id"), "\n").unwrap();
+        assert_eq!(installed_system(root.path()).machine_id, None, "an image without a machine id");
     }
 }

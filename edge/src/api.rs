@@ -151,6 +151,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/remove"                  => node::remove, NotFound;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/quarantine"              => node::quarantine, NotFound;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/release-quarantine"      => node::release_quarantine, NotFound, StateConflict;
+        Admin  PostOnce  "/api/v1/admin/nodes/{id}/reimage"                 => node::reimage, NotFound, StateConflict, NodeInUse;
         Admin  Get       "/api/v1/admin/nodes/{id}/tasks"                   => node::tasks, NotFound;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/tasks"                   => node::order_task, NotFound, StateConflict;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/update-agent"            => node::update_agent, NotFound, StateConflict;

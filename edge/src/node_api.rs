@@ -223,6 +223,7 @@ fn unexpected(reply: &Reply) -> ApiError {
         Reply::TokenIssued { .. } => "token_issued",
         Reply::Enrolled { .. } => "enrolled",
         Reply::CloneSuspected => "clone_suspected",
+        Reply::SystemRefused => "system_refused",
         Reply::Work { .. } => "work",
         Reply::Heard { .. } => "heard",
         Reply::Reserved { .. } => "reserved",

@@ -4,5 +4,6 @@ pub(crate) mod email_address;
 pub mod host_address;
 pub(crate) mod http_client;
 pub mod log_store;
+pub mod maas;
 pub mod node_probe;
 pub mod package_registry;

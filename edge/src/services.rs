@@ -19,6 +19,7 @@ use crate::limits::rate_limit::RateLimiter;
 use crate::notifications::Notifications;
 use crate::notifications::delivery::NotificationSender;
 use crate::outbound::log_store::LogStore;
+use crate::outbound::maas::Maas;
 use crate::outbound::node_probe::Probe;
 use crate::payment_processor::Processor;
 use crate::payment_processor::signature::WebhookSecrets;
@@ -79,6 +80,8 @@ pub struct Parts {
     pub agent_package: AgentPackage,
     /// Stores the logs of nodes; `None` where none is configured.
     pub log_store: Option<LogStore>,
+    /// The bare-metal provider; `None` where none is configured.
+    pub maas: Option<Arc<Maas>>,
     /// The load of the nodes whose heartbeats this process receives.
     pub fleet: FleetTelemetry,
     /// SKU and region of all nodes.

@@ -113,6 +113,7 @@ pub(crate) fn parts(host: &TestHost, reads: Reads, authenticator: Authenticator,
         payments: None,
         agent_package: AgentPackage::default(),
         log_store: None,
+        maas: None,
         stopping: CancellationToken::new(),
     }
 }

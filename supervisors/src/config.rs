@@ -5,6 +5,7 @@ mod agent_package;
 mod identity;
 mod ingress;
 mod log_store;
+mod maas;
 mod mail;
 mod node_api;
 mod payments;
@@ -13,6 +14,7 @@ mod variables;
 pub use agent_package::AgentPackageSettings;
 pub use identity::IdentityConfig;
 pub use log_store::LogStoreSettings;
+pub use maas::MaasConfig;
 pub use mail::MailSettings;
 pub use node_api::NodeProxies;
 pub use payments::PaymentsConfig;
@@ -81,6 +83,8 @@ pub struct Config {
     pub agent_package: AgentPackageSettings,
     /// Where the logs of nodes go; `None` where they go nowhere.
     pub log_store: Option<LogStoreSettings>,
+    /// The bare-metal provider, where one is configured.
+    pub maas: Option<MaasConfig>,
     /// The payment processor, where one is configured.
     pub payments: Option<PaymentsConfig>,
     /// The mail server for notifications, where one is configured.
@@ -163,6 +167,7 @@ impl Config {
             bootstrap_verifier_keys,
             agent_package: agent_package::agent_package(it),
             log_store: log_store::log_store(it),
+            maas: maas::maas(it),
             payments: payments::payments(it),
             roles: it.take(parse_roles(roles).map_err(|error| format!("SVC_ROLES: {error:#}"))),
             unsealed_until: unsealed_until(it),

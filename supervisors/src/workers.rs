@@ -3,6 +3,7 @@
 pub mod accrual;
 pub mod audit_seal;
 pub mod backlog_metrics;
+pub mod bare_metal;
 mod close_terminals;
 mod committer_and_loader;
 pub mod entity_deadlines;

@@ -20,7 +20,24 @@ pub struct NodeInventory {
     /// The SSH host key that tenants see, in OpenSSH's `SHA256:` form; absent if there is no SSH access.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ssh_host_key_fingerprint: Option<String>,
+    /// What tells this installation from another one of the same machine. Agents before it do not report it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub system: Option<InstalledSystem>,
 }
+
+/// The installed system.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct InstalledSystem {
+    /// Of `/etc/machine-id`, which each installation makes for itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine_id: Option<String>,
+    /// What the image carries in [`IMAGE_DIGEST_FILE`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_digest: Option<String>,
+}
+
+/// Where an image carries its digest, or any other text that names its build.
+pub const IMAGE_DIGEST_FILE: &str = "/etc/gpuaas/image-digest";
 
 /// One GPU of a node.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

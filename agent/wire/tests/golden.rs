@@ -71,6 +71,7 @@ fn inventory() -> NodeInventory {
         gpu_source: GpuSource::Simulated,
         executor: ExecutorKind::Sandbox,
         ssh_host_key_fingerprint: None,
+        system: None,
     }
 }
 

@@ -106,6 +106,8 @@ pub(crate) enum Command {
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
+    /// Has the bare-metal provider erase the machine and install it again.
+    Reimage(NodeAction),
     /// Ends a quarantine.
     ReleaseQuarantine(NodeAction),
     /// Clears a health finding until it occurs again.
@@ -314,6 +316,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             send_action(&order, "remove", api).await
         }
         Command::Quarantine(order) => send_action(&order, "quarantine", api).await,
+        Command::Reimage(order) => send_action(&order, "reimage", api).await,
         Command::ReleaseQuarantine(order) => send_action(&order, "release-quarantine", api).await,
         Command::ClearFinding { node, finding, reason } => clear_finding(&node, &finding, &reason, api).await,
     }

@@ -32,6 +32,7 @@ pub(crate) const COMMANDS: &[(&str, &str)] = &[
     ("POST /api/v1/admin/nodes/{id}/quarantine", "nodes quarantine NODE --reason TEXT"),
     ("POST /api/v1/admin/nodes/{id}/release-quarantine", "nodes release-quarantine NODE --reason TEXT"),
     ("POST /api/v1/admin/nodes/{id}/update-agent", "nodes update-agent NODE --reason TEXT"),
+    ("POST /api/v1/admin/nodes/{id}/reimage", "nodes reimage NODE --reason TEXT"),
     ("POST /api/v1/admin/nodes/{id}/findings/{finding_id}/clear", "nodes clear-finding NODE FINDING --reason TEXT"),
     ("GET /api/v1/admin/nodes/{id}/tasks", "nodes tasks NODE"),
     ("POST /api/v1/admin/nodes/{id}/tasks", "nodes run NODE TASK-TYPE --reason TEXT"),

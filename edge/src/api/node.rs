@@ -14,7 +14,6 @@ use axum::response::{IntoResponse, Response};
 use domain::FindingId;
 use domain::metadata::PatchValue;
 use domain::node::{Node, OnboardingMode, Phase, ProbeOutcome, Registration, Rejection, Reply, Request};
-use domain::policy::PolicyKey;
 use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
@@ -35,9 +34,10 @@ use super::sku;
 use crate::api::field::ssh_public_key::SshPublicKey;
 use crate::api::idempotency::context::Idempotent;
 use crate::api::rejection_response::not_answered;
-use crate::http::error::{ApiError, Code};
+use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};
+use crate::machine_provider;
 use crate::outbound::host_address::HostAddress;
 use crate::outbound::node_probe::Reachability;
 use crate::services::Services;
@@ -76,7 +76,7 @@ pub(super) struct NewNode {
 pub(super) enum Mode {
     /// An operator installs the bundle.
     Manual,
-    /// A bare-metal provider injects it.
+    /// A bare-metal provider deploys the machine, whose name there is `host`, with the bundle as its user data.
     Maas,
 }
 
@@ -183,9 +183,12 @@ async fn register_command(services: &Services, context: &RequestContext, new: &N
         ApiError::invalid_request(format!("`ssh_public_key` is refused: {error}.")).detail("field", "ssh_public_key")
     })?;
     let sku = sku::active(services, &new.sku).await?;
-    let onboarding_mode = match new.onboarding_mode {
-        Mode::Manual => OnboardingMode::Manual,
-        Mode::Maas => return Err(no_provider(services, context)),
+    let (onboarding_mode, machine) = match new.onboarding_mode {
+        Mode::Manual => (OnboardingMode::Manual, None),
+        Mode::Maas => {
+            let prepared = machine_provider::prepare(services, &context.scopes(), &host.to_string()).await?;
+            (OnboardingMode::Maas, Some(prepared))
+        }
     };
     let probe = if new.probe { Some(probed(services, &host, new.port.0).await?) } else { None };
     let registration = Registration {
@@ -200,7 +203,7 @@ async fn register_command(services: &Services, context: &RequestContext, new: &N
         onboarding_mode,
         metadata: metadata(new.name.as_ref(), new.labels.as_ref()),
     };
-    Ok(Request::Register { registration: Box::new(registration), probe })
+    Ok(Request::Register { registration: Box::new(registration), probe, machine })
 }
 
 /// One node.
@@ -286,6 +289,12 @@ reason_commands! {
 
     /// Gives a quarantined node its state back, if it is in order.
     release_quarantine: ReleaseQuarantine;
+
+    /// Has the bare-metal provider erase the machine and install it again.
+    ///
+    /// For a node without tenants that the provider has deployed, or could not deploy. Its agent's identity is void at once; the node is in
+    /// quarantine until the new system has enrolled, has shown another machine id and the image's digest, and has passed `node.validate`.
+    reimage: Reimage;
 }
 
 /// Clears a health finding: it has no consequence until it occurs again.
@@ -396,19 +405,6 @@ async fn probed(services: &Services, host: &HostAddress, port: u16) -> Result<Pr
         Reachability::Unreachable(why) => (false, Some(why)),
     };
     Ok(ProbeOutcome { reachable, checked_at: services.environment.now(), error })
-}
-
-/// The error where no bare-metal provider prepares the machine: it is switched off, or none is configured.
-fn no_provider(services: &Services, context: &RequestContext) -> ApiError {
-    let on = services.environment.policy().is_on(PolicyKey::MaasEnabled, &context.scopes(), services.environment.now());
-    let message = if on {
-        "This installation has no bare-metal provider; use onboarding_mode manual."
-    } else {
-        "The bare-metal provider is switched off; use onboarding_mode manual, or set the policy maas.enabled to true."
-    };
-    ApiError::new(Code::ServiceUnavailable, message)
-        .detail("field", "onboarding_mode")
-        .detail("policy_key", PolicyKey::MaasEnabled.name())
 }
 
 fn unexpected() -> ApiError {

@@ -55,6 +55,11 @@ pub(super) async fn enroll(
         digest_of(&[issued.serial.as_bytes()]),
     );
     let answered = api.ask_until_certain(&scope, node_id, command, once).await.map_err(refused_enrollment)?;
+    if answered.reply == Reply::SystemRefused {
+        return Err(token_refused(
+            "the reinstalled machine is not the new system; the node's state_reason has the cause",
+        ));
+    }
     let answer = api.answer(issued, &answered.reply, api.verifier_sets_after(request.verifier_set_version))?;
     Ok((StatusCode::CREATED, Json(answer)))
 }

@@ -2,7 +2,9 @@
 
 use crate::http::error::ApiError;
 use chrono::{DateTime, Utc};
-use domain::node::{FindingReport, NodeHealth, NodeHealthStatus, ReportedFinding, ReportedGpu, ReportedInventory};
+use domain::node::{
+    FindingReport, NodeHealth, NodeHealthStatus, ReportedFinding, ReportedGpu, ReportedInventory, ReportedSystem,
+};
 use std::collections::BTreeSet;
 use wire::finding::{Finding, MAX_FINDING_DETAIL, MAX_FINDING_NAME, MAX_FINDINGS};
 use wire::heartbeat as reported;
@@ -11,6 +13,7 @@ use wire::inventory::{ExecutorKind, GpuSource};
 const MAX_GPUS: usize = 64;
 const MAX_TEXT: usize = 256;
 const MAX_VERSION: usize = 64;
+const MAX_SYSTEM_TEXT: usize = 128;
 const MAX_TASK_TYPES: usize = 64;
 /// Far above every machine, and far below where sums of it could overflow.
 const MAX_AMOUNT: u64 = 1 << 40;
@@ -58,6 +61,11 @@ pub(super) fn inventory(sent: wire::inventory::NodeInventory) -> Result<Reported
     if let Some(fingerprint) = &sent.ssh_host_key_fingerprint {
         text("inventory.ssh_host_key_fingerprint", fingerprint, MAX_TEXT)?;
     }
+    for (field, value) in sent.system.iter().flat_map(|system| {
+        [("inventory.system.machine_id", &system.machine_id), ("inventory.system.image_digest", &system.image_digest)]
+    }) {
+        value.as_ref().map_or(Ok(()), |value| text(field, value, MAX_SYSTEM_TEXT))?;
+    }
     if sent.gpus.len() > MAX_GPUS {
         return Err(refused("inventory.gpus", format!("has more than {MAX_GPUS} entries")));
     }
@@ -95,6 +103,9 @@ pub(super) fn inventory(sent: wire::inventory::NodeInventory) -> Result<Reported
         memory_mib: sent.memory_mib,
         storage_gib: sent.storage_gib,
         host_fingerprint: sent.ssh_host_key_fingerprint,
+        system: sent
+            .system
+            .map(|system| ReportedSystem { machine_id: system.machine_id, image_digest: system.image_digest }),
     })
 }
 

@@ -66,6 +66,8 @@ fn rejected(rejection: Rejection) -> ApiError {
         | Rejection::VersionDiffers
         | Rejection::TooManyLabels { .. }
         | Rejection::NotInOrder { .. }
+        | Rejection::NotProvided
+        | Rejection::MachineTaken { .. }
         | Rejection::FindingUnknown
         | Rejection::NotOrdered { .. }
         | Rejection::TooManyTasks { .. }

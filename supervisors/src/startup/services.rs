@@ -5,7 +5,7 @@ use super::keys::KeyStage;
 use super::membership::MembershipStage;
 use super::storage::StorageStage;
 use crate::cluster_keys;
-use crate::config::{Config, LogStoreSettings, MailSettings, PaymentsConfig};
+use crate::config::{Config, LogStoreSettings, MaasConfig, MailSettings, PaymentsConfig};
 use crate::metrics::ProcessMetrics;
 use crate::operator_view::{ClusterRuntime, OperatorView};
 use crate::traces::TraceExporter;
@@ -98,6 +98,7 @@ impl ServiceStage {
             },
             payments: config.payments.as_ref().map(PaymentsConfig::open).transpose()?,
             agent_package: config.agent_package.open()?,
+            maas: config.maas.as_ref().map(MaasConfig::open).transpose()?,
             log_store: config.log_store.as_ref().map(LogStoreSettings::open).transpose()?,
             fleet,
             fleet_directory: FleetDirectory::new(storage.reads.clone()),

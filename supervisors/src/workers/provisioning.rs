@@ -12,7 +12,6 @@ use domain::billing_account::{self, BillingAccount};
 use domain::machine::CommandSort as _;
 use domain::node::{self, Node};
 use domain::placement::{self, PlacementRequest};
-use domain::policy::FULL_REIMAGE;
 use domain::tenant::{self, QuotaScopes, Tenant};
 use domain::{AllocationId, EntityKind, EntityRef, EventId, NodeId, UserId};
 use node_cache::Fleet;
@@ -67,9 +66,6 @@ impl Placer {
             SearchStatus::Placed => return Ok(by.settle(delivery).await),
         };
         let send = |fact: allocation::Fact| by.send_command::<Allocation>(delivery, id.0, fact);
-        if allocation.asked.isolation_model == FULL_REIMAGE {
-            return Ok(send(allocation::Fact::NotIsolated).await);
-        }
         // The account first: whether the first window is covered.
         if let Some(message) = self.unaffordable(by, delivery, &allocation).await? {
             return Ok(send(allocation::Fact::Unaffordable { message }).await);
@@ -85,6 +81,7 @@ impl Placer {
             node_id: allocation.asked.node_id,
             region_code: allocation.asked.region_code.as_deref(),
             gpu_count: allocation.asked.gpu_count,
+            reimages: allocation.asked.is_reimaged_after(),
         };
         let (began, sku) = (Instant::now(), allocation.asked.sku_id);
         let (mut asked, mut since) = (0.0, None);
@@ -169,6 +166,7 @@ impl Placer {
             gpu_count: allocation.asked.gpu_count,
             keys: logins.keys,
             revision: logins.revision,
+            reimages: allocation.asked.is_reimaged_after(),
         };
         let asked = by.context_for(delivery).with_key(reservation_key(delivery.id, node_id, reserve.tag()));
         match by.directory.ask::<Node>(&by.permit, node_id.0, reserve.into(), asked).await {

@@ -4,6 +4,7 @@
 //! for events whose reaction is overdue, so that a loss of NATS costs nothing but time.
 
 use super::WorkerParts;
+use super::bare_metal::BareMetalWorker;
 use super::outbox_relay::make_streams;
 use super::payments::processor_calls::ProcessorCalls;
 use super::payments::processor_events::ProcessorEventHandler;
@@ -71,6 +72,7 @@ pub(super) fn start_poll(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
 pub struct Reactor {
     context: ReactionContext,
     placer: Arc<Placer>,
+    bare_metal: BareMetalWorker,
     /// `None` where no payment processor is configured.
     processor_calls: Option<ProcessorCalls>,
     processor_events: Option<ProcessorEventHandler>,
@@ -81,10 +83,11 @@ impl Reactor {
     pub const fn new(
         context: ReactionContext,
         placer: Arc<Placer>,
+        bare_metal: BareMetalWorker,
         processor_calls: Option<ProcessorCalls>,
         processor_events: Option<ProcessorEventHandler>,
     ) -> Self {
-        Self { context, placer, processor_calls, processor_events }
+        Self { context, placer, bare_metal, processor_calls, processor_events }
     }
 
     /// Performs the reaction to an event, in the trace of the request that led to it.
@@ -123,6 +126,7 @@ impl Reactor {
             Reaction::Node(id, fact) => context.send_command::<Node>(delivery, id.0, fact).await,
             Reaction::Allocation(id, fact) => context.send_command::<Allocation>(delivery, id.0, fact).await,
             Reaction::Terminal(id, fact) => context.send_command::<TerminalSession>(delivery, id.0, fact).await,
+            Reaction::DriveMachine(node_id) => self.bare_metal.drive(context, delivery, node_id).await,
             Reaction::ResolveSshKeys { allocation_id, user_id } => {
                 super::ssh_access::update_allocation(context, delivery, allocation_id, &user_id).await
             }

@@ -1,6 +1,7 @@
 //! What the workers are made of: the stages of the start, and the parts that several rows of the tree share.
 
 use super::audit_seal::{AuditSeal, SealMetrics};
+use super::bare_metal::BareMetalWorker;
 use super::key_rotation::KeyFollower;
 use super::notification_relay::Notifier;
 use super::payments::processor_calls::ProcessorCalls;
@@ -65,7 +66,9 @@ impl WorkerParts {
             payments.clone().map(|updater| ProcessorEventHandler::new(updater, Arc::clone(&storage.ring)));
         let outbox = Outbox::new(storage.pool.clone());
         let context = ReactionContext::new(&actors.directory, storage.reads.clone(), outbox, "provisioning")?;
-        let reactor = Reactor::new(context, Arc::new(Placer::new(registry)?), processor_calls, processor_events);
+        let bare_metal = BareMetalWorker::new(services.services.clone(), leases.clone());
+        let placer = Arc::new(Placer::new(registry)?);
+        let reactor = Reactor::new(context, placer, bare_metal, processor_calls, processor_events);
         Ok(Self { audit_seal, key_follower, rewrapper, notifier, leases, payments, reactor, stages })
     }
 }

@@ -316,6 +316,7 @@ pub fn inventory(node: Uuid, gpus: u32) -> NodeInventory {
         gpu_source: GpuSource::Simulated,
         executor: ExecutorKind::Sandbox,
         ssh_host_key_fingerprint: None,
+        system: None,
     }
 }
 

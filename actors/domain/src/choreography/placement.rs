@@ -12,6 +12,8 @@ pub struct Candidate {
     pub gpus_free: u32,
     /// GPUs that would be free without an alert of the node's agent that prevents new allocations.
     pub gpus_withheld: u32,
+    /// It is free as a whole, and can be reimaged after a tenant.
+    pub is_reimageable: bool,
     /// It holds devices for this allocation already, from an earlier attempt.
     pub holds_it: bool,
 }
@@ -24,6 +26,7 @@ impl Candidate {
             region_code: node.registration.region_code.clone(),
             gpus_free: node.gpus_free(),
             gpus_withheld: node.gpus_withheld(),
+            is_reimageable: node.is_reimageable_as_a_whole(),
             holds_it: node.holds.contains_key(&allocation_id),
         }
     }
@@ -35,12 +38,15 @@ pub struct PlacementRequest<'a> {
     pub node_id: Option<NodeId>,
     pub region_code: Option<&'a str>,
     pub gpu_count: u32,
+    /// The whole node, which is reimaged afterwards.
+    pub reimages: bool,
 }
 
 impl PlacementRequest<'_> {
     /// Whether the candidate meets the requirements, apart from free GPUs.
     fn fits(&self, candidate: &Candidate) -> bool {
-        self.node_id.is_none_or(|node_id| node_id == candidate.node_id)
+        (candidate.holds_it || !self.reimages || (candidate.is_reimageable && candidate.gpus_free == self.gpu_count))
+            && self.node_id.is_none_or(|node_id| node_id == candidate.node_id)
             && self.region_code.is_none_or(|region| region == candidate.region_code)
     }
 }
@@ -63,6 +69,9 @@ pub fn order(candidates: &[Candidate], wanted: &PlacementRequest<'_>, spread: u1
 /// An alternative, in a sentence for the user, and the GPUs that a fault withholds, in another.
 #[must_use]
 pub fn suggestion(candidates: &[Candidate], wanted: &PlacementRequest<'_>) -> String {
+    if wanted.reimages {
+        return suggestion_of_whole_nodes(candidates);
+    }
     let withheld: u32 = candidates.iter().filter(|it| wanted.fits(it)).map(|it| it.gpus_withheld).sum();
     let instead = instead(candidates, wanted);
     match withheld {
@@ -71,6 +80,21 @@ pub fn suggestion(candidates: &[Candidate], wanted: &PlacementRequest<'_>) -> St
         more => {
             format!("{instead} {more} GPUs would be free, but health alerts of their nodes prevent new allocations.")
         }
+    }
+}
+
+/// The alternative to an allocation that is isolated by reimage.
+fn suggestion_of_whole_nodes(candidates: &[Candidate]) -> String {
+    let whole = candidates.iter().filter(|candidate| candidate.is_reimageable);
+    match whole.max_by_key(|candidate| candidate.gpus_free) {
+        Some(best) => format!(
+            "The policy allocation.isolation_model is full-reimage for you: a whole node is allocated, such as one with {} GPUs in \
+             region {}; ask for that many.",
+            best.gpus_free, best.region_code
+        ),
+        None => "The policy allocation.isolation_model is full-reimage for you, and no node of this SKU that can be reimaged is free as a \
+                 whole; wait with queue_seconds, or have an administrator set the policy to user-revoke."
+            .to_owned(),
     }
 }
 
@@ -108,12 +132,13 @@ mod tests {
             region_code: region.into(),
             gpus_free: free,
             gpus_withheld: 0,
+            is_reimageable: false,
             holds_it: false,
         }
     }
 
     fn wanted(gpu_count: u32) -> PlacementRequest<'static> {
-        PlacementRequest { node_id: None, region_code: None, gpu_count }
+        PlacementRequest { node_id: None, region_code: None, gpu_count, reimages: false }
     }
 
     #[test]

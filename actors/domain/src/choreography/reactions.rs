@@ -41,6 +41,8 @@ pub enum Reaction {
         allocation_id: AllocationId,
         node_id: NodeId,
     },
+    /// The provisioning worker reads the state of the node's machine at the bare-metal provider, and has it do what is next.
+    DriveMachine(NodeId),
     /// The provisioning worker closes the terminal sessions of the user's allocation.
     CloseTerminals {
         allocation_id: AllocationId,
@@ -283,6 +285,7 @@ impl Event {
                 to_allocation(allocation_id, ToAllocation::Faulted { node_id, at, reason })
                     .notify_renter(allocation_id, data)
             }
+            Self::MachineDue { node_id } => command(Reaction::DriveMachine(node_id)),
             Self::LoginsWritten { node_id, allocation_id, revision } => {
                 to_allocation(allocation_id, ToAllocation::LoginsWritten { node_id, revision })
             }

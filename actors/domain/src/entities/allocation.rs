@@ -32,7 +32,7 @@ use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
 use crate::machine::{self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::metadata::{self, Metadata};
 use crate::money::Price;
-use crate::policy::{PolicyKey, Scopes};
+use crate::policy::{FULL_REIMAGE, PolicyKey, Scopes};
 use crate::retry::RetryTimer;
 pub use crate::ssh_key::AuthorizedKey;
 use serde::{Deserialize, Serialize};
@@ -403,6 +403,12 @@ impl Allocation {
 }
 
 impl AllocationRequest {
+    /// It has a whole node, whose machine is reinstalled after it.
+    #[must_use]
+    pub fn is_reimaged_after(&self) -> bool {
+        self.isolation_model == FULL_REIMAGE
+    }
+
     /// The account holder who pays.
     #[must_use]
     pub fn holder(&self) -> Holder {

@@ -23,8 +23,10 @@ mod health;
 mod invariants;
 mod lifecycle;
 mod onboarding;
+mod provided_machine;
 mod quarantine;
 mod recovery;
+mod reimage;
 pub mod report_reasons;
 mod request;
 mod ssh_access;
@@ -52,13 +54,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
 
 pub use crate::hardware::PromisedHardware;
-pub use agent_contact::{AgentContact, NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory};
+pub use agent_contact::{AgentContact, NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory, ReportedSystem};
 pub use agent_update::AgentUpdate;
 pub use fact::Fact;
 pub use health::{ClearedFinding, FindingReport, MAX_STORED_FINDINGS, NodeFinding, ReportedFinding};
-pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials};
+pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials, PreparedMachine};
+pub use provided_machine::{ProvidedMachine, ProviderReport, ProviderStep};
 pub use quarantine::{HoldAuthor, QuarantineHold};
 pub use recovery::{IdentityRecovery, Nonce, Reissue};
+pub use reimage::{Reimage, ReimageStage};
 pub use request::{CommandName, Request};
 pub use ssh_access::{HoldSshAccess, SshKeysTask};
 pub use state_reason::{StateCode, StateReason};
@@ -105,6 +109,12 @@ pub struct Node {
     /// UUIDs of GPUs that the node reports and that another node has claimed.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub contested_gpus: BTreeMap<String, NodeId>,
+    /// Its machine at the bare-metal provider, where one has it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub machine: Option<ProvidedMachine>,
+    /// The reimage that is not over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reimage: Option<Reimage>,
 }
 
 /// A node's data from its administrator.
@@ -220,6 +230,8 @@ pub enum Reply {
     },
     /// To a recovery with a state that another machine has recovered with: it gets no certificate, and the node is quarantined.
     CloneSuspected,
+    /// To an enrollment of a reinstalled machine that is not the new system: it gets no certificate.
+    SystemRefused,
     /// The tasks without a result, oldest first.
     Work {
         orders: Vec<AgentTask>,
@@ -256,6 +268,10 @@ pub enum Rejection {
     TooManyLabels { max: usize },
     #[error("the node is not in order: {why}")]
     NotInOrder { why: String },
+    #[error("the node has no machine at a bare-metal provider")]
+    NotProvided,
+    #[error("the machine is that of node {node_id}")]
+    MachineTaken { node_id: NodeId },
 
     // Enrollment: one public code; the cause is for logs and audit.
     #[error("the enrollment token does not hold: {cause}")]
@@ -340,8 +356,8 @@ impl Machine for Node {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
-            (None, Command::Request(Request::Register { registration, probe })) => {
-                Self::register(*registration, probe, ctx)
+            (None, Command::Request(Request::Register { registration, probe, machine })) => {
+                Self::register(*registration, probe, machine, ctx)
             }
             (None, _) => Err(Rejection::NotFound),
             (Some(node), command) => Ok(node.advance(command, ctx)?.with_claims()),
@@ -356,7 +372,11 @@ impl Machine for Node {
     ) -> Result<Transition<Self>, Rejection> {
         match state {
             Some(node) => node.advance_without(command, holders, ctx),
-            None => Self::decide(state, command, ctx),
+            // A new node claims nothing but its machine.
+            None => match holders.values().next() {
+                Some(holder) => Err(Rejection::MachineTaken { node_id: NodeId(*holder) }),
+                None => Self::decide(state, command, ctx),
+            },
         }
     }
 
@@ -396,6 +416,8 @@ impl Machine for Node {
                 let left = self.holds.len();
                 Some(Deadline::new(*until, format!("{left} allocations have not ended")))
             }
+            // The provider's deadline holds then.
+            Phase::Removing { .. } if self.has_machine() => None,
             Phase::Removing { until } => Some(Deadline::new(*until, "the node's connections are being closed")),
             Phase::Registered
             | Phase::Active
@@ -405,11 +427,15 @@ impl Machine for Node {
             | Phase::Removed => None,
         };
         let others = self.task_deadline().into_iter().chain(self.ssh_keys_deadline());
+        let of_machine = self.machine.as_ref().and_then(ProvidedMachine::deadline);
+        let others = others.chain(of_machine).chain(self.reimage_deadline());
         of_its_life.into_iter().chain(others).min_by_key(|deadline| deadline.at)
     }
 
     fn timer(&self) -> Option<Timestamp> {
         let of_its_life = match &self.life {
+            // The provider's release ends it.
+            Phase::Removing { .. } if self.has_machine() => None,
             Phase::BootstrapIssued { until } | Phase::Enrolling { until } | Phase::Removing { until } => Some(*until),
             Phase::Active => self.seen.as_ref().map(|seen| seen.silent_at),
             // A drain ends with the last allocation, not at a time.
@@ -421,7 +447,8 @@ impl Machine for Node {
             | Phase::Removed => None,
         };
         let of_tenants = self.next_resend_at().into_iter().chain(self.ssh_keys_due_at());
-        of_its_life.into_iter().chain(of_tenants).chain(self.task_due_at()).min()
+        let of_machine = self.machine.as_ref().and_then(|machine| machine.check_at);
+        of_its_life.into_iter().chain(of_tenants).chain(self.task_due_at()).chain(of_machine).min()
     }
 
     fn keys(&self) -> IndexKeys {
@@ -429,7 +456,8 @@ impl Machine for Node {
     }
 
     fn claims(&self) -> BTreeSet<String> {
-        self.claimed_gpus.iter().map(|uuid| gpu_claims::gpu_claim(uuid)).collect()
+        let gpus = self.claimed_gpus.iter().map(|uuid| gpu_claims::gpu_claim(uuid));
+        gpus.chain(self.machine.iter().filter(|it| it.is_held()).map(ProvidedMachine::claim)).collect()
     }
 
     fn terms(&self) -> BTreeSet<String> {
@@ -467,7 +495,7 @@ impl Node {
             Command::Fact(fact) => self.apply(fact, ctx),
             Command::Maintenance(TickOnly::Tick) => {
                 let step = self.expire_stale_tasks(self.confirm_holds(self.tick(ctx), ctx), ctx);
-                Ok(self.retry_stale_ssh_keys(step, ctx))
+                Ok(self.check_machine(self.retry_stale_ssh_keys(step, ctx), ctx))
             }
         }
     }

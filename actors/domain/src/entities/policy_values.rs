@@ -294,9 +294,6 @@ impl ScopeValues {
         if !key.can_be_set_for(&self.scope) {
             return Err(Rejection::Scope { key, scope: self.scope.clone() });
         }
-        if key.is_not_built(&value) {
-            return Err(Rejection::NotBuilt { key, value });
-        }
         let now = self.now(ctx.now);
         let effective_at = effective_instant(effective_at, now)?;
         let old_value = self.of_key_at(key.name(), effective_at).map(|written| written.value.clone());

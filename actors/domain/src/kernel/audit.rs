@@ -54,6 +54,10 @@ actions! {
     NodesQuarantine "nodes.quarantine": "a node was taken out of rent, by an operator, its health, drift or a clone";
     NodesReleaseQuarantine "nodes.release_quarantine": "a quarantined node was given its state back, or what held it there was over: holds, left";
     NodesClearFinding "nodes.clear_finding": "an administrator cleared a health finding: finding_id, probe, code, gpu_uuid, reason";
+    NodesFailDeployment "nodes.fail_deployment": "the bare-metal provider could not deploy a node's machine, with the reason";
+    NodesReimage "nodes.reimage": "a node's machine is reinstalled, ordered by an administrator or after an allocation: reason";
+    NodesRefuseSystem "nodes.refuse_system": "a reinstalled machine came back that is not the new system, with the reason";
+    NodesFinishReimage "nodes.finish_reimage": "the new system of a reinstalled machine was validated: machine_id, machine_id_before";
     NodesRetire "nodes.retire": "a node was taken out of service, or begins to drain";
     NodesDrained "nodes.drained": "the last allocation of a draining node ended: it is retired";
     NodesReactivate "nodes.reactivate": "a retired node was taken into service again";

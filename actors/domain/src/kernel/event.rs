@@ -367,6 +367,11 @@ events! {
         reason: String,
     }
 
+    /// The bare-metal provider has something outstanding for the node's machine.
+    MachineDue: "node.machine_due" in Nodes, about Node(node_id), notification None {
+        node_id: NodeId,
+    }
+
     /// The agent has written the SSH keys that may log in.
     LoginsWritten: "node.logins_written" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,

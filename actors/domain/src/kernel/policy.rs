@@ -163,6 +163,8 @@ policy_keys! {
     AuthServiceAccountKeysMax = "auth.service_account_keys_max": int(5, 2, 20), "Keys that are valid at once for one service account.";
     SshKeyMaxPerUser = "ssh_key.max_per_user": int(100, 1, 1000), "SSH keys that one user may have registered at once.";
     MaasEnabled = "maas.enabled": switch(false), "Bare-metal provider integration.";
+    MaasDeployTimeout = "maas.deploy_timeout_seconds" for Service: int(3600, 5, 86_400), "How long the bare-metal provider may take to deploy a machine, and the new system to enroll and to be validated.";
+    MaasReleaseTimeout = "maas.release_timeout_seconds" for Service: int(21_600, 5, 604_800), "How long the bare-metal provider may take to release a machine and erase its disks before it shows as overdue.";
     NodeEnrollmentTokenTtl = "node.enrollment_token_ttl_seconds" for Service: int(3600, 5, 86_400), "Life of an enrollment token.";
     NodeMaxRecoveries = "node.max_recoveries" for Service: int(5, 0, 1000), "Recoveries of one identity.";
     NodeOfflineAfter = "node.offline_after_seconds" for Service: int(90, 10, 3600), "Silence after which a node counts as offline.";
@@ -232,13 +234,6 @@ impl PolicyKey {
             ValueBounds::Int { max, .. } => max,
             ValueBounds::Enum { .. } | ValueBounds::Bool { .. } => 0,
         }
-    }
-
-    /// True of a value that the key admits and that is not implemented yet: it cannot be written. One that was written before stays in
-    /// force.
-    #[must_use]
-    pub fn is_not_built(self, value: &PolicyValue) -> bool {
-        self == Self::AllocationIsolationModel && *value == PolicyValue::Text(FULL_REIMAGE.to_owned())
     }
 
     /// True where `value` is of the key's type and inside its bounds.

@@ -90,6 +90,7 @@ impl Simulation {
             Reaction::Payment(..) | Reaction::CallProcessor(_) | Reaction::ApplyProcessorEvent(_) => {
                 panic!("no payment was made")
             }
+            Reaction::DriveMachine(_) => panic!("no node has a bare-metal provider"),
             Reaction::Nothing
             | Reaction::CloseTerminals { .. }
             | Reaction::CloseNodeTerminals { .. }
@@ -168,6 +169,7 @@ impl Simulation {
                     node_id: asked.node_id,
                     region_code: asked.region_code.as_deref(),
                     gpu_count: asked.gpu_count,
+                    reimages: false,
                 };
                 let nodes = placement::order(&candidates, &wanted, u128::from(message.id));
                 ReactionProgress::Partly(nodes, placement::suggestion(&candidates, &wanted))
@@ -181,7 +183,8 @@ impl Simulation {
                     return ReactionProgress::Wholly;
                 }
                 let (keys, revision) = (logins.keys, logins.revision);
-                let command = node::Fact::Reserve { allocation_id: id, gpu_count: asked.gpu_count, keys, revision };
+                let (gpu_count, reimages) = (asked.gpu_count, false);
+                let command = node::Fact::Reserve { allocation_id: id, gpu_count, keys, revision, reimages };
                 match self.tell_node(*first, &Principal::system("provisioning"), command) {
                     Ok(_) => {
                         self.applied.insert((message.id, first.0, "reserve"));

@@ -511,7 +511,7 @@ impl Simulation {
             onboarding_mode: node::OnboardingMode::Manual,
             metadata: Metadata::default(),
         };
-        let command = node::Request::Register { registration: Box::new(registration), probe: None };
+        let command = node::Request::Register { registration: Box::new(registration), probe: None, machine: None };
         self.tell_node(id, &admin(), command).unwrap();
     }
 
@@ -759,5 +759,6 @@ fn inventory(id: NodeId, gpus: u32) -> node::ReportedInventory {
         memory_mib: 512_000,
         storage_gib: 4_000,
         host_fingerprint: None,
+        system: None,
     }
 }

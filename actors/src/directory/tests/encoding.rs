@@ -9,7 +9,7 @@ use domain::machine::{Command as _, RequestOrigin, TransitionContext};
 use domain::metadata::{MetadataPatch, PatchValue};
 use domain::node::{
     self, AgentTask, CertificateRecord, Enrollment, FindingReport, NodeHealth, OnboardingMode, ProbeOutcome,
-    PromisedHardware, ReportedFinding, ReportedGpu, ReportedInventory,
+    PromisedHardware, ProviderReport, ReportedFinding, ReportedGpu, ReportedInventory, ReportedSystem,
 };
 use domain::node::{
     AgentContact, EnrollmentTokenFault, NodeTask, NodeTaskPhase, PendingTask, Registration, TaskKind, TaskOutcome,
@@ -143,7 +143,7 @@ fn of_an_allocation() {
         Fact::Cleaned { node_id: NODE, attempt: 3 }.into(),
         Fact::CleanupFailed { node_id: NODE, attempt: 3, reason: text(), detail: text() }.into(),
         Fact::StillCounted { logins_revision: 3 }.into(),
-        Request::ChooseLogins { chosen: None, keys: request().ssh_keys, logins_revision: 1 }.into(),
+        Request::ChooseLogins { chosen: None, keys: request().ssh_keys, logins_revision: 1, reimages: true }.into(),
         Fact::AdoptLogins { chosen: Some(vec![SshKeyId(ALLOCATION)]), keys: Vec::new(), logins_revision: 2 }.into(),
         Fact::LoginsWritten { node_id: NODE, revision: 2 }.into(),
         Command::TICK,
@@ -178,6 +178,7 @@ fn inventory() -> ReportedInventory {
         memory_mib: 64_000,
         storage_gib: 1_000,
         host_fingerprint: None,
+        system: Some(ReportedSystem { machine_id: Some(text()), image_digest: None }),
     }
 }
 
@@ -244,7 +245,7 @@ fn node_commands() -> Vec<node::Command> {
     let probe = ProbeOutcome { reachable: false, checked_at: at(), error: Some(text()) };
     let failed = TaskOutcome::Failed { code: "code".into(), message: text() };
     vec![
-        Request::Register { registration: Box::new(registration()), probe: Some(probe) }.into(),
+        Request::Register { registration: Box::new(registration()), probe: Some(probe), machine: None }.into(),
         Request::Revise {
             host: Some("b".into()),
             port: Some(u16::MAX),
@@ -285,7 +286,8 @@ fn node_commands() -> Vec<node::Command> {
             output: Some(json!({ "deep": [null, { "a": -1.5 }] })),
         }
         .into(),
-        Fact::Reserve { allocation_id: TENANT, gpu_count: 1, keys: request().ssh_keys, revision: 1 }.into(),
+        Fact::Reserve { allocation_id: TENANT, gpu_count: 1, keys: request().ssh_keys, revision: 1, reimages: true }
+            .into(),
         Fact::ReconcileLogins { allocation_id: TENANT, revision: 2, keys: request().ssh_keys }.into(),
         Fact::Unreserve { allocation_id: TENANT }.into(),
         Fact::Provision { allocation_id: TENANT, deadline_at: at() }.into(),
@@ -293,6 +295,12 @@ fn node_commands() -> Vec<node::Command> {
         Fact::MarkReleaseFailed { allocation_id: TENANT, attempt: 1 }.into(),
         Fact::Fence { allocation_id: TENANT, attempt: 1 }.into(),
         Fact::Abandon { allocation_id: TENANT }.into(),
+        Request::Reimage { reason: text() }.into(),
+        Fact::MachineToken { token_id: TokenId(ALLOCATION), token_sha256: [4; 32] }.into(),
+        Fact::MachineReported { since: at(), report: ProviderReport::Done }.into(),
+        Fact::MachineReported { since: at(), report: ProviderReport::Waiting { status: text() } }.into(),
+        Fact::MachineReported { since: at(), report: ProviderReport::Failed { why: text() } }.into(),
+        Fact::MachineReported { since: at(), report: ProviderReport::Lost { why: text() } }.into(),
         Command::TICK,
     ]
 }
@@ -308,6 +316,8 @@ fn node_rejections() -> Vec<node::Rejection> {
     let refused = causes.map(|cause| Rejection::TokenRefused { cause });
     let mut rejections = vec![
         Rejection::NotFound,
+        Rejection::NotProvided,
+        Rejection::MachineTaken { node_id: NODE },
         Rejection::Exists,
         Rejection::WrongState { state: node::PhaseName::Active, command: node::CommandName::Retire },
         Rejection::InUse { allocation_id: TENANT },
@@ -339,7 +349,7 @@ fn node_rejections() -> Vec<node::Rejection> {
 fn of_a_node() {
     use node::{Reply, Request};
     let admin = user("root", &[TokenRole::Admin]);
-    let register = Request::Register { registration: Box::new(registration()), probe: None };
+    let register = Request::Register { registration: Box::new(registration()), probe: None, machine: None };
     let (registered, reply) = decided::<Node>(None, register, &admin, NODE.0);
     let token = Request::IssueToken { token_id: TokenId(ALLOCATION), token_sha256: [7; 32], ttl_seconds: None };
     let (mut node, _) = decided(Some(&registered), token, &admin, NODE.0);
@@ -360,6 +370,7 @@ fn of_a_node() {
         again: None,
         terminals: std::collections::BTreeMap::new(),
         remains: Some(text()),
+        reimages: true,
     };
     node.holds.insert(TENANT, hold);
     node.fenced_by.insert(TENANT);
@@ -463,7 +474,14 @@ fn of_a_tenant() {
         add.into(),
         Request::DeleteKey { key: ssh_key }.into(),
         Request::MakeDefault { key: ssh_key }.into(),
-        Fact::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes: scopes.clone(), logins_revision: 1 }.into(),
+        Fact::Admit {
+            user_id: "ann".into(),
+            allocation_id: TENANT,
+            scopes: scopes.clone(),
+            logins_revision: 1,
+            reimages: true,
+        }
+        .into(),
         Request::ExpectTerminal {
             user_id: "ann".into(),
             allocation_id: TENANT,

@@ -1,7 +1,7 @@
 //! The representation of a node in the API (decisions 3, *Node*).
 
 use chrono::{DateTime, Utc};
-use domain::node::{Node, NodeFinding, NodeHealthStatus, OnboardingMode, QuarantineHold};
+use domain::node::{Node, NodeFinding, NodeHealthStatus, OnboardingMode, ProvidedMachine, QuarantineHold, Reimage};
 use domain::{Machine, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -53,6 +53,10 @@ pub(in crate::api) struct NodeView {
     agent: Option<AgentView>,
     /// The latest update of its agent that is remembered; null where there is none.
     agent_update: Option<AgentUpdateView>,
+    /// Its machine at the bare-metal provider; null where it has none there.
+    machine: Option<MachineView>,
+    /// The reinstallation of its machine that is not over; null where there is none.
+    reimage: Option<ReimageView>,
     /// Raised by every change; the `ETag` too.
     generation: i64,
     created_at: DateTime<Utc>,
@@ -119,7 +123,7 @@ pub(in crate::api) struct HealthView {
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = QuarantineHold)]
 pub(in crate::api) struct HoldView {
-    /// `health`, `drift`, `clone`, `release`, `validation` or `administrator`. The first two are taken back when what they are about is
+    /// `health`, `drift`, `clone`, `release`, `validation`, `reimage`, `provider` or `administrator`. The first two are taken back when what they are about is
     /// over, where the agent reports findings.
     author: &'static str,
     code: String,
@@ -187,6 +191,26 @@ pub(in crate::api) struct AgentView {
     cert_not_after: Option<DateTime<Utc>>,
 }
 
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeMachine)]
+pub(in crate::api) struct MachineView {
+    /// The provider's id.
+    system_id: String,
+    /// `deploying`, `deployed`, `failing`, `failed`, `releasing` or `released`: what the provider has to do, or has done.
+    step: &'static str,
+    step_entered_at: DateTime<Utc>,
+    /// The provider's last status, or why it could not be asked.
+    status: Option<String>,
+}
+
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeReimage)]
+pub(in crate::api) struct ReimageView {
+    ordered_at: DateTime<Utc>,
+    /// `installation`, `validation` or `refused`.
+    stage: &'static str,
+}
+
 impl NodeView {
     pub(in crate::api) fn of(stored: &StoredEntity<Node>, now: Timestamp) -> Self {
         let node = &stored.it;
@@ -226,6 +250,8 @@ impl NodeView {
             },
             agent: AgentView::of(node),
             agent_update: AgentUpdateView::of(node),
+            machine: node.machine.as_ref().map(MachineView::of),
+            reimage: node.reimage.as_ref().map(ReimageView::of),
             generation: stored.version,
             created_at: stored.created_at,
             updated_at: stored.updated_at,
@@ -262,6 +288,23 @@ impl FindingView {
             cleared_at: finding.cleared.as_ref().map(|cleared| cleared.at),
             cleared_reason: finding.cleared.as_ref().and_then(|cleared| cleared.reason.clone()),
         }
+    }
+}
+
+impl MachineView {
+    fn of(machine: &ProvidedMachine) -> Self {
+        Self {
+            system_id: machine.system_id.clone(),
+            step: (&machine.step).into(),
+            step_entered_at: machine.since,
+            status: machine.status.clone(),
+        }
+    }
+}
+
+impl ReimageView {
+    fn of(reimage: &Reimage) -> Self {
+        Self { ordered_at: reimage.ordered_at, stage: (&reimage.stage).into() }
     }
 }
 

@@ -464,6 +464,7 @@ fn inventory(machine: &str, gpus: u32) -> ReportedInventory {
         memory_mib: 512_000,
         storage_gib: 4_000,
         host_fingerprint: None,
+        system: None,
     }
 }
 
@@ -529,6 +530,7 @@ fn placed(allocation_id: AllocationId) -> Placement {
         user_name: node::user_name(allocation_id),
         region_code: "eu-1".into(),
         host_fingerprint: None,
+        system: None,
     }
 }
 

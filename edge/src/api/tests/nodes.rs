@@ -202,7 +202,11 @@ async fn a_node_goes_through_its_life_by_an_administrators_word() {
     assert_eq!(active.body["agent"]["protocol"], 3);
 
     let allocation_id = AllocationId(Uuid::now_v7());
-    api.ask_as_system::<Node>(id.0, Fact::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0 }).await;
+    api.ask_as_system::<Node>(
+        id.0,
+        Fact::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0, reimages: false },
+    )
+    .await;
     let deadline_at = chrono::Utc::now() + TimeDelta::minutes(10);
     api.ask_as_system::<Node>(id.0, Fact::Provision { allocation_id, deadline_at }).await;
     let in_use = order("retire", reason_body()).await;

@@ -28,6 +28,7 @@ async fn overview_counts_entities_and_free_gpus() {
         gpu_count: 1,
         keys: Vec::new(),
         revision: 0,
+        reimages: false,
     };
     api.ask_as_system::<Node>(rented.0, reserve(1)).await;
     api.ask_as_system::<Node>(rented.0, reserve(2)).await;

@@ -264,6 +264,7 @@ async fn sku_in_use_is_deactivated_with_impact_review_and_rollback_plan() {
         gpu_count: 2,
         keys: Vec::new(),
         revision: 0,
+        reimages: false,
     };
     api.ask_as_system::<Node>(node.0, reserve).await;
     assert_eq!(in_use().await, (1, 1));

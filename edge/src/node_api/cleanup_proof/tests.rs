@@ -53,7 +53,7 @@ fn node() -> Node {
         id: NODE.0,
         version: 0,
     };
-    let register = Request::Register { registration: Box::new(registration), probe: None };
+    let register = Request::Register { registration: Box::new(registration), probe: None, machine: None };
     let mut node = Node::decide(None, register.into(), &ctx).unwrap().next.unwrap();
     node.identity.recovery_public_key = Some(PublicKey::from(&key()).to_string());
     node.seen = Some(AgentContact {
@@ -81,6 +81,7 @@ fn node() -> Node {
         phase: HoldPhase::Releasing { work },
         again: None,
         remains: None,
+        reimages: false,
         terminals: BTreeMap::new(),
     };
     node.holds.insert(ALLOCATION, hold);

@@ -40,6 +40,7 @@ pub(crate) fn h100s_of(node_id: Uuid, count: u32) -> NodeInventory {
         gpu_source: GpuSource::Simulated,
         executor: ExecutorKind::Sandbox,
         ssh_host_key_fingerprint: None,
+        system: None,
     }
 }
 

@@ -307,7 +307,11 @@ impl NodeApiHarness {
     /// Orders a tenant of one GPU.
     pub(super) async fn rent(&self, agent: &Agent) -> AllocationId {
         let allocation_id = AllocationId(Uuid::now_v7());
-        self.tell(agent.node_id, Fact::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0 }).await;
+        self.tell(
+            agent.node_id,
+            Fact::Reserve { allocation_id, gpu_count: 1, keys: Vec::new(), revision: 0, reimages: false },
+        )
+        .await;
         let deadline_at = self.now() + TimeDelta::minutes(10);
         self.tell(agent.node_id, Fact::Provision { allocation_id, deadline_at }).await;
         allocation_id

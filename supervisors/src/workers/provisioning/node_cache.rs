@@ -45,6 +45,7 @@ struct NodeCapacity {
     region_code: String,
     gpus_free: u32,
     gpus_withheld: u32,
+    is_reimageable: bool,
     holders: BTreeSet<AllocationId>,
 }
 
@@ -99,6 +100,7 @@ impl SkuNodes {
                     region_code: node.registration.region_code.clone(),
                     gpus_free: node.gpus_free(),
                     gpus_withheld: node.gpus_withheld(),
+                    is_reimageable: node.is_reimageable_as_a_whole(),
                     holders: node.holds.keys().copied().collect(),
                 }),
                 None => before.remove(&node).and_then(|cached| cached.capacity),
@@ -114,6 +116,7 @@ impl SkuNodes {
                 region_code: capacity.region_code.clone(),
                 gpus_free: capacity.gpus_free,
                 gpus_withheld: capacity.gpus_withheld,
+                is_reimageable: capacity.is_reimageable,
                 holds_it: capacity.holders.contains(&allocation),
             })
         };

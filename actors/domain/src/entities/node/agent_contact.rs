@@ -45,6 +45,18 @@ pub struct ReportedInventory {
     /// The host key that tenants see when they connect by SSH, in OpenSSH's `SHA256:` form.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_fingerprint: Option<String>,
+    /// What tells its installation from another; `None` where the agent does not report it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub system: Option<ReportedSystem>,
+}
+
+/// The installed system of the machine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReportedSystem {
+    /// Of `/etc/machine-id`, which each installation makes for itself.
+    pub machine_id: Option<String>,
+    /// The digest of the image, where the image carries it.
+    pub image_digest: Option<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -379,12 +391,11 @@ impl Node {
                     ctx,
                 )
                 .audit(self.audit(AuditAction::NodesLose, json!({}))),
-            Phase::Removing { until } if ctx.now >= *until => self.change_phase(
-                Phase::Removed,
-                StateCode::Removed,
-                "Removed; the machine can come back as a new node.",
-                ctx,
-            ),
+            Phase::Removing { until } if ctx.now >= *until && !self.has_machine() => {
+                let mut next = self.clone();
+                let event = next.enter_removed(ctx);
+                Transition::to(next, Reply::Done, "its connections are closed").event(event)
+            }
             Phase::Draining { .. } if self.in_use().is_none() => self.drained(ctx),
             Phase::Registered
             | Phase::BootstrapIssued { .. }

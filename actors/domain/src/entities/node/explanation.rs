@@ -47,6 +47,13 @@ impl machine::Rejection for Rejection {
                  again.",
                 why.trim_end_matches('.')
             )),
+            Self::NotProvided => Explanation::conflict(
+                "The node has no machine at a bare-metal provider that could reinstall it; only a node of onboarding_mode maas has.",
+            ),
+            Self::MachineTaken { node_id } => Explanation::conflict(format!(
+                "The machine belongs to node {node_id}; retire and remove that node first."
+            ))
+            .detail("node_id", node_id.to_string()),
             Self::FindingUnknown => Explanation::not_found("finding"),
             Self::NotOrdered { task_type } => Explanation::invalid(
                 format!(
@@ -102,6 +109,8 @@ fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'stat
             ("given a task", "its agent has not enrolled yet.")
         }
         CommandName::Quarantine => ("quarantined", "it is gone."),
+        CommandName::Reimage if state == PhaseName::Draining => ("reinstalled", "wait until its last allocation ends."),
+        CommandName::Reimage => ("reinstalled", "it is gone."),
         CommandName::Register
         | CommandName::Revise
         | CommandName::Reissue

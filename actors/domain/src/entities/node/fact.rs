@@ -1,13 +1,13 @@
-//! What the sagas of allocations and terminal sessions report to a node.
+//! What the sagas of allocations and terminal sessions, and the worker for bare-metal machines, report to a node.
 
-use super::{Node, Rejection};
-use crate::id::{AllocationId, TerminalSessionId};
+use super::{Node, ProviderReport, Rejection};
+use crate::id::{AllocationId, TerminalSessionId, TokenId};
 use crate::machine::{Timestamp, Transition, TransitionContext};
 use crate::recording::RecordingTerms;
 use crate::ssh_key::AuthorizedKey;
 use serde::{Deserialize, Serialize};
 
-/// What the sagas of allocations and terminal sessions report to a node.
+/// What the sagas of allocations and terminal sessions, and the worker for bare-metal machines, report to a node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
 #[strum(serialize_all = "snake_case")]
 #[serde(tag = "command", rename_all = "snake_case")]
@@ -19,6 +19,9 @@ pub enum Fact {
         /// The revision of these keys.
         #[serde(default)]
         revision: u64,
+        /// It is to have the whole node, which is reimaged after it.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        reimages: bool,
     },
     /// The SSH keys of an allocation on this node, from this revision on.
     ReconcileLogins {
@@ -63,13 +66,23 @@ pub enum Fact {
         session_id: TerminalSessionId,
         allocation_id: AllocationId,
     },
+    /// The worker is about to have the machine deployed, with this token in its user data.
+    MachineToken {
+        token_id: TokenId,
+        token_sha256: [u8; 32],
+    },
+    /// What the worker found at the bare-metal provider, of the step that began then.
+    MachineReported {
+        since: Timestamp,
+        report: ProviderReport,
+    },
 }
 
 impl Node {
     pub(super) fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match fact {
-            Fact::Reserve { allocation_id, gpu_count, keys, revision } => {
-                self.reserve(allocation_id, gpu_count, keys, revision, ctx)
+            Fact::Reserve { allocation_id, gpu_count, keys, revision, reimages } => {
+                self.reserve((allocation_id, gpu_count), keys, revision, reimages, ctx)
             }
             Fact::ReconcileLogins { allocation_id, revision, keys } => {
                 Ok(self.reconcile_logins(allocation_id, revision, keys, ctx))
@@ -88,6 +101,8 @@ impl Node {
                 Ok(self.open_terminal(session_id, allocation_id, ends_at, begin_until, recording, ctx))
             }
             Fact::ForgetTerminal { session_id, allocation_id } => Ok(self.forget_terminal(session_id, allocation_id)),
+            Fact::MachineToken { token_id, token_sha256 } => self.machine_token(token_id, token_sha256, ctx),
+            Fact::MachineReported { since, report } => Ok(self.machine_reported(since, report, ctx)),
         }
     }
 }

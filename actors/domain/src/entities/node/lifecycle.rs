@@ -1,6 +1,6 @@
 //! An administrator's actions on a node: retire, reactivate, remove, quarantine.
 
-use super::{CommandName, HoldAuthor, HoldPhase, Node, Phase, Rejection, StateCode};
+use super::{CommandName, HoldAuthor, HoldPhase, Node, Phase, ProviderStep, Rejection, StateCode};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::machine::{Effect, Transition, TransitionContext};
@@ -97,6 +97,17 @@ impl Node {
 
     pub(super) fn remove(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match (&self.life, self.in_use()) {
+            // The provider does not take the machine back: an operator gives it up.
+            (Phase::Removing { until }, _) if self.is_release_overdue(ctx) => {
+                let mut next = self.clone();
+                if let Some(machine) = &mut next.machine {
+                    machine.begin(ProviderStep::Released, ctx);
+                }
+                let event = (ctx.now >= *until).then(|| next.enter_removed(ctx));
+                let audit = self.audit(AuditAction::NodesRemove, json!({ "reason": reason, "machine": "given up" }));
+                let step = next.transition_with_node("removed without its machine's release").audit(audit);
+                Ok(event.into_iter().fold(step, Transition::event))
+            }
             (Phase::Removing { .. } | Phase::Removed, _) => Ok(self.stay_with_node()),
             (Phase::Retired, Some(allocation_id)) => Err(Rejection::InUse { allocation_id }),
             (Phase::Retired, None) => {
@@ -105,6 +116,8 @@ impl Node {
                 next.holds.clear();
                 next.fenced_by.clear();
                 next.tasks.clear();
+                next.reimage = None;
+                let due = next.release_machine(false, ctx);
                 let message = "Its identity is void; its connections are being closed.";
                 let event = next.enter(
                     Phase::Removing { until: ctx.now + CONNECTION_CLOSE_TIME },
@@ -113,7 +126,8 @@ impl Node {
                     ctx,
                 );
                 let audit = self.audit(AuditAction::NodesRemove, json!({ "reason": reason }));
-                Ok(next.transition_with_node(message).event(event).audit(audit).effect(Effect::CloseNode(self.id)))
+                let step = next.transition_with_node(message).event(event).audit(audit);
+                Ok(due.into_iter().fold(step, Transition::event).effect(Effect::CloseNode(self.id)))
             }
             (
                 Phase::Registered
@@ -190,6 +204,9 @@ impl Node {
         if let Some((allocation_id, _)) = remains {
             return not(format!("there is no clean-up proof of allocation {allocation_id} yet"));
         }
+        if self.reimage.is_some() {
+            return not("its machine is being reinstalled; retire the node to end that".to_owned());
+        }
         if let Some(why) = self.mismatch() {
             return not(why);
         }
@@ -200,6 +217,10 @@ impl Node {
             Some(seen) if seen.silent_at > ctx.now => Ok(()),
             Some(_) | None => not("the agent was not heard lately; start it and try again".to_owned()),
         }
+    }
+
+    fn is_release_overdue(&self, ctx: &TransitionContext<'_>) -> bool {
+        self.machine.as_ref().is_some_and(|machine| machine.is_held() && machine.until <= ctx.now)
     }
 
     pub(super) const fn may_be_quarantined(&self) -> bool {

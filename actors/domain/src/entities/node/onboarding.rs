@@ -1,8 +1,8 @@
 //! How a machine becomes a node: registration, the single-use token, and the certificates of its identity.
 
 use super::{
-    AgentContact, CommandName, EnrollmentTokenFault, Node, NodeHealth, Phase, ProbeOutcome, Registration, Rejection,
-    Reply, ReportedInventory, StateCode, StateReason,
+    AgentContact, CommandName, EnrollmentTokenFault, Node, NodeHealth, Phase, ProbeOutcome, ProvidedMachine,
+    Registration, Rejection, Reply, ReportedInventory, StateCode, StateReason,
 };
 use crate::audit::{AuditAction, RefusalAudit};
 use crate::event::Event;
@@ -58,6 +58,16 @@ pub struct EnrollmentToken {
     pub consumed_at: Option<Timestamp>,
 }
 
+/// A machine that the bare-metal provider has ready for a new node.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PreparedMachine {
+    /// The provider's id.
+    pub system_id: String,
+    /// The digest that the deployed image shows, where it carries one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_digest: Option<String>,
+}
+
 /// An agent's enrollment, with the certificate that the edge has prepared for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Enrollment {
@@ -102,6 +112,7 @@ impl Node {
     pub(super) fn register(
         mut registration: Registration,
         probe: Option<ProbeOutcome>,
+        machine: Option<PreparedMachine>,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         let promise = &registration.sku;
@@ -112,13 +123,18 @@ impl Node {
             return Err(Rejection::RegionNotAllowed { region_code: registration.region_code });
         }
         registration.metadata = registration.metadata.bounded()?;
+        let machine = machine.map(|it| ProvidedMachine::deploying(it.system_id, it.image_digest, ctx));
+        let message = match &machine {
+            Some(_) => "Registered; the bare-metal provider deploys the machine next.",
+            None => "Registered; issue an enrollment token next.",
+        };
         let node = Self {
             id: NodeId(ctx.id),
             registration,
             registered_at: ctx.now,
             life: Phase::Registered,
             entered_at: ctx.now,
-            reason: StateReason::new(StateCode::Registered, "Registered; issue an enrollment token next."),
+            reason: StateReason::new(StateCode::Registered, message),
             probe,
             identity: NodeCredentials::default(),
             inventory: None,
@@ -132,6 +148,8 @@ impl Node {
             refusals: RefusalAudit::default(),
             claimed_gpus: BTreeSet::new(),
             contested_gpus: BTreeMap::new(),
+            machine,
+            reimage: None,
         };
         let event = Event::NodeStateChanged {
             node_id: node.id,
@@ -143,7 +161,9 @@ impl Node {
             AuditAction::NodesCreate,
             json!({ "host": node.registration.host, "sku": node.registration.sku.name }),
         );
-        Ok(node.transition_with_node("registered by an administrator").event(event).audit(audit))
+        let due = node.machine.is_some().then(|| node.machine_due());
+        let step = node.transition_with_node("registered by an administrator").event(event).audit(audit);
+        Ok(due.into_iter().fold(step, Transition::event))
     }
 
     pub(super) fn revise(
@@ -217,6 +237,9 @@ impl Node {
     /// consumes the token.
     pub(super) fn enroll(&self, shown: Enrollment, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         let until = self.check_token(&shown.token_sha256, ctx)?;
+        if let Some(refused) = self.refuse_old_system(&shown, ctx) {
+            return Ok(refused);
+        }
         let mut next = self.clone();
         if let Some(token) = &mut next.identity.token {
             token.consumed_at = Some(ctx.now);
@@ -232,6 +255,7 @@ impl Node {
         next.inventory = Some(shown.inventory);
         let contact = AgentContact::new(&shown.boot_id, &shown.agent_version, shown.protocol, ctx.now);
         next.record_contact(contact, ctx);
+        next.validate_new_system(ctx);
         let reply = Reply::Enrolled { identity_generation: generation, recoveries_left: next.identity.recoveries_left };
         let audit = self.audit(
             AuditAction::NodesEnroll,

@@ -32,6 +32,10 @@ pub enum HoldAuthor {
     Release,
     /// `node.validate`.
     Validation,
+    /// Its machine is being reinstalled.
+    Reimage,
+    /// Its machine is not the node's any more at the bare-metal provider.
+    Provider,
     Administrator,
 }
 
@@ -43,6 +47,8 @@ impl HoldAuthor {
             StateCode::CloneSuspected | StateCode::GpuOfAnotherNode => Self::Clone,
             StateCode::ForcedRelease => Self::Release,
             StateCode::ValidationFailed => Self::Validation,
+            StateCode::Reimaging | StateCode::SystemRefused => Self::Reimage,
+            StateCode::MachineLost => Self::Provider,
             StateCode::Registered
             | StateCode::TokenIssued
             | StateCode::TokenExpired
@@ -61,6 +67,7 @@ impl HoldAuthor {
             | StateCode::Removed
             | StateCode::Quarantined
             | StateCode::QuarantineReleased
+            | StateCode::DeploymentFailed
             | StateCode::Other(_) => Self::Administrator,
         }
     }

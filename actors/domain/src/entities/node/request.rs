@@ -1,8 +1,8 @@
 //! What administrators and the agent ask of a node.
 
 use super::{
-    AgentContact, CertificateRecord, Enrollment, IdentityRecovery, Node, NodeHealth, ProbeOutcome, Registration,
-    Reissue, Rejection, Reply, ReportedInventory, TaskOutcome, report_reasons,
+    AgentContact, CertificateRecord, Enrollment, IdentityRecovery, Node, NodeHealth, PreparedMachine, ProbeOutcome,
+    Registration, Reissue, Rejection, Reply, ReportedInventory, TaskOutcome, report_reasons,
 };
 use crate::authz::Action;
 use crate::id::{FindingId, TaskId, TokenId};
@@ -39,6 +39,9 @@ pub enum Request {
     Register {
         registration: Box<Registration>,
         probe: Option<ProbeOutcome>,
+        /// Its machine at the bare-metal provider, which is to deploy it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        machine: Option<PreparedMachine>,
     },
     Revise {
         host: Option<String>,
@@ -75,6 +78,10 @@ pub enum Request {
     },
     ClearFinding {
         finding_id: FindingId,
+        reason: String,
+    },
+    /// The bare-metal provider is to reinstall the machine.
+    Reimage {
         reason: String,
     },
     OrderTask {
@@ -140,6 +147,7 @@ impl machine::Request for Request {
             | Self::Quarantine { .. }
             | Self::ReleaseQuarantine { .. }
             | Self::ClearFinding { .. }
+            | Self::Reimage { .. }
             | Self::OrderTask { .. }
             | Self::ResumeTask { .. }
             | Self::UpdateAgent { .. } => Action::ManageNodes,
@@ -172,6 +180,7 @@ impl Node {
             Request::Quarantine { reason } => self.quarantine(&reason, ctx),
             Request::ReleaseQuarantine { reason } => self.release_quarantine(&reason, ctx),
             Request::ClearFinding { finding_id, reason } => self.clear_finding(finding_id, &reason, ctx),
+            Request::Reimage { reason } => self.order_reimage(&reason, ctx),
             Request::OrderTask { task_type, reason } => self.order_task(task_type, &reason, ctx),
             Request::ResumeTask { task_id, reason } => self.resume_task(task_id, &reason, ctx),
             Request::UpdateAgent { digest, force, reason } => self.order_update(digest, force, &reason, ctx),

@@ -46,6 +46,14 @@ pub enum StateCode {
     GpuOfAnotherNode,
     ValidationFailed,
     ForcedRelease,
+    /// The bare-metal provider could not deploy the machine.
+    DeploymentFailed,
+    /// The machine is being reinstalled.
+    Reimaging,
+    /// A reinstalled machine came back that is not the new system.
+    SystemRefused,
+    /// The bare-metal provider has released the machine, or given it to another.
+    MachineLost,
     /// A code that this release does not know, of a node that another release wrote.
     #[serde(untagged)]
     #[strum(transparent)]

@@ -156,6 +156,7 @@ impl Node {
             TaskOutcome::Failed { code, message } => format!("{task_type} failed ({code}): {message}"),
         };
         let of_update = self.update_event(task, &verdict);
+        let is_validated = task_type == TaskType::NodeValidate && matches!(verdict, TaskOutcome::Succeeded { .. });
         let mut next = self.clone();
         let unfit = match (&verdict, task_type) {
             (TaskOutcome::Failed { message, .. }, TaskType::NodeValidate) if self.may_be_quarantined() => {
@@ -168,8 +169,10 @@ impl Node {
         }
         next.forget_old_tasks();
         let Some(unfit) = unfit else {
+            let (events, audits) = if is_validated { next.finish_reimage(ctx) } else { (Vec::new(), Vec::new()) };
             let step = Transition::to(next, Reply::Done, why);
-            return Ok(of_update.into_iter().fold(step, Transition::event));
+            let step = of_update.into_iter().chain(events).fold(step, Transition::event);
+            return Ok(audits.into_iter().fold(step, Transition::audit));
         };
         let message = format!("The machine is not fit for tenants: {unfit}");
         let event = next.enter_quarantine(StateCode::ValidationFailed, &message, ctx);

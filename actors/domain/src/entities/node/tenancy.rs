@@ -41,6 +41,9 @@ pub struct Hold {
     /// What the last clean-up attempt left, as the agent describes it.
     #[serde(default)]
     pub remains: Option<String>,
+    /// The machine is reinstalled after this tenant.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub reimages: bool,
 }
 
 impl Hold {
@@ -175,16 +178,19 @@ pub enum TaskOutcome {
 impl Node {
     pub(super) fn reserve(
         &self,
-        allocation_id: AllocationId,
-        gpu_count: u32,
+        (allocation_id, gpu_count): (AllocationId, u32),
         keys: Vec<AuthorizedKey>,
         revision: u64,
+        reimages: bool,
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         if let Some(hold) = self.holds.get(&allocation_id) {
             return Ok(self.already_reserved(allocation_id, hold));
         }
         if let Some(why) = self.not_schedulable() {
+            return Err(Rejection::NotSchedulable { why });
+        }
+        if let Some(why) = self.not_isolable(gpu_count).filter(|_| reimages) {
             return Err(Rejection::NotSchedulable { why });
         }
         let held = self.holds.values().flat_map(|hold| &hold.keys).chain(&keys);
@@ -215,12 +221,24 @@ impl Node {
                 again,
                 remains: None,
                 terminals: BTreeMap::new(),
+                reimages,
             },
         );
         debug_assert!(next.holds_each_gpu_once());
         let event = Event::DevicesReserved { node_id: self.id, allocation_id, placed: placed.clone() };
         let why = format!("{gpu_count} GPUs reserved for allocation {allocation_id}");
         Ok(Transition::to(next, Reply::Reserved { placed }, why).event(event))
+    }
+
+    /// Why it cannot be one tenant's alone and be reinstalled afterwards; `None` where it can.
+    fn not_isolable(&self, gpu_count: u32) -> Option<String> {
+        if gpu_count != self.registration.gpus_total {
+            return Some(format!(
+                "an allocation that is isolated by reimage has all {} GPUs of a node",
+                self.registration.gpus_total
+            ));
+        }
+        self.not_reimageable()
     }
 
     /// The allocation has the hold already: the event is published again.
@@ -696,8 +714,14 @@ impl Node {
 
     fn release_hold(&self, allocation_id: AllocationId, why: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let mut next = self.clone();
-        next.holds.remove(&allocation_id);
+        let hold = next.holds.remove(&allocation_id);
         next.fenced_by.remove(&allocation_id);
+        // A tenant that was never set up has left nothing.
+        if hold.is_some_and(|hold| hold.reimages && hold.phase != HoldPhase::Reserved) && next.machine.is_some() {
+            let (events, audit) = next.begin_reimage(&format!("allocation {allocation_id} has ended"), ctx);
+            let step = Transition::to(next, Reply::Done, format!("allocation {allocation_id}: {why}")).audit(audit);
+            return events.into_iter().fold(step, Transition::event).effect(Effect::CloseNode(self.id));
+        }
         let retired = next.retire_if_drained(ctx);
         let step = Transition::to(next, Reply::Done, format!("allocation {allocation_id}: {why}"));
         match retired {

@@ -4,7 +4,9 @@ mod agent_update;
 mod gpu_claims;
 mod health;
 mod lifecycle;
+mod provided_machine;
 mod recovery;
+mod reimage;
 mod ssh_access;
 mod tasks;
 mod tenants;
@@ -90,6 +92,7 @@ fn inventory(gpus: u32) -> ReportedInventory {
         memory_mib: 512_000,
         storage_gib: 4_000,
         host_fingerprint: None,
+        system: None,
     }
 }
 
@@ -174,7 +177,7 @@ fn poll() -> Request {
 }
 
 fn reserve(allocation_id: AllocationId, gpu_count: u32) -> Fact {
-    Fact::Reserve { allocation_id, gpu_count, keys: Vec::new(), revision: 0 }
+    Fact::Reserve { allocation_id, gpu_count, keys: Vec::new(), revision: 0, reimages: false }
 }
 
 fn order_task(task_type: TaskType) -> Request {
@@ -212,7 +215,7 @@ fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Transit
 
 fn register(registration: Registration) -> Result<Transition<Node>, Rejection> {
     let policy = PolicyBook::default();
-    let command = Request::Register { registration: Box::new(registration), probe: None };
+    let command = Request::Register { registration: Box::new(registration), probe: None, machine: None };
     Node::decide(None, command.into(), &ctx(start(), &policy, &admin()))
 }
 
@@ -467,7 +470,11 @@ fn life_commands() -> Vec<(&'static str, Principal, Command)> {
     };
     let reason = || "r".to_owned();
     vec![
-        ("register", admin(), Request::Register { registration: Box::new(registration()), probe: None }.into()),
+        (
+            "register",
+            admin(),
+            Request::Register { registration: Box::new(registration()), probe: None, machine: None }.into(),
+        ),
         ("revise", admin(), revise(None).into()),
         ("revise another version", admin(), revise(Some(2)).into()),
         ("revise its labels", admin(), label(1).into()),

@@ -146,6 +146,7 @@ impl PaymentHarness {
             Reaction::Place(_)
             | Reaction::Node(..)
             | Reaction::Terminal(..)
+            | Reaction::DriveMachine(_)
             | Reaction::ResolveSshKeys { .. }
             | Reaction::SendSshKeys { .. }
             | Reaction::CloseTerminals { .. }

@@ -98,6 +98,7 @@ fn the_event_table_is_as_reviewed() {
             Reaction::Payment(_, fact) => format!("payment {}", fact.tag()),
             Reaction::CallProcessor(call) => format!("processor {}", call.name()),
             Reaction::ApplyProcessorEvent(_) => "heed the processor".to_owned(),
+            Reaction::DriveMachine(_) => "drive machine".to_owned(),
             Reaction::ResolveSshKeys { .. } => "resolve logins".to_owned(),
             Reaction::SendSshKeys { .. } => "tell logins".to_owned(),
             Reaction::CloseTerminals { .. } => "close terminals".to_owned(),

@@ -338,6 +338,7 @@ fn tenant_whose_keys_exceed_the_bound_is_not_placed() {
         gpu_count: 1,
         keys: (0..keys).map(key).collect(),
         revision: 0,
+        reimages: false,
     };
     let one = node().active().after_fact(reserve(TENANT, 30));
     assert!(matches!(one.refuses(&worker(), reserve(OTHER, 2)), Rejection::NotSchedulable { .. }));

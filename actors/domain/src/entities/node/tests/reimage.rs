@@ -1,0 +1,158 @@
+//! Nodes whose machine is reinstalled: after a tenant, and on an operator's order.
+
+use super::provided_machine::{provided, provided_enrollment, token};
+use super::*;
+
+fn whole() -> Fact {
+    Fact::Reserve { allocation_id: TENANT, gpu_count: GPUS, keys: Vec::new(), revision: 0, reimages: true }
+}
+
+fn reimage() -> Request {
+    Request::Reimage { reason: "r".into() }
+}
+
+impl Story {
+    /// The tenant of the whole node is set up, released, and proved to be gone.
+    fn after_whole_tenant(self) -> Self {
+        let deadline_at = self.now + TimeDelta::seconds(600);
+        self.after_fact(whole())
+            .after_fact(Fact::Provision { allocation_id: TENANT, deadline_at })
+            .reports(TaskOutcome::Succeeded { proof: None })
+            .cleaning(1)
+            .reports(PROVED)
+    }
+
+    /// The provider has erased it and installs it.
+    fn reinstalled(self) -> Self {
+        self.at_the_provider(ProviderReport::Done).after_fact(token()).at_the_provider(ProviderReport::Done)
+    }
+
+    fn validated(self, verdict: TaskOutcome) -> Self {
+        let open = self.node.tasks.values().find(|task| task.phase == NodeTaskPhase::Open).unwrap();
+        let (task_id, attempt) = (open.work.task_id, open.work.attempt);
+        self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None })
+    }
+}
+
+const FIT: TaskOutcome = TaskOutcome::Succeeded { proof: None };
+
+#[test]
+fn only_whole_nodes_that_can_be_reimaged_are_reserved() {
+    let part =
+        |gpu_count| Fact::Reserve { allocation_id: TENANT, gpu_count, keys: Vec::new(), revision: 0, reimages: true };
+    let is_refused = |story: &Story, fact: Fact| {
+        matches!(story.refuses(&worker(), fact), Rejection::NotSchedulable { .. } | Rejection::NotEnoughGpus { .. })
+    };
+    let ready = provided().deployed();
+    assert!(is_refused(&ready, part(GPUS - 1)));
+    assert!(is_refused(&ready.clone().after_fact(reserve(OTHER, 1)), whole()));
+    assert!(is_refused(&node().active(), whole()), "a machine without a provider");
+    let silent = provided().after_fact(token()).agent(enrollment()).agent(poll());
+    assert!(is_refused(&silent, whole()), "an agent that reports no machine id");
+    ready.after_fact(whole());
+}
+
+#[test]
+fn tenant_is_gone_with_its_proof_and_no_gpu_is_free_before_the_new_system_is_validated() {
+    let held = provided().deployed().after_whole_tenant().expect("quarantined");
+    assert!(held.said.iter().any(|event| event.subject() == "node.tenant_gone"), "the user sees released");
+    assert_eq!((held.node.reason.code.as_str(), held.node.gpus_free()), ("reimaging", 0));
+    assert_eq!(held.refuses(&agent(), poll()), Rejection::CertificateUnknown, "the old system has no identity");
+    let installed = held.reinstalled().agent(provided_enrollment("new")).agent(poll()).expect("quarantined");
+    assert_eq!((installed.pending_tasks(), installed.node.gpus_free()), (vec!["node.validate"], 0));
+    let done = installed.after_heartbeat().validated(FIT).expect("active");
+    assert_eq!((done.node.gpus_free(), done.node.reimage.clone()), (GPUS, None));
+    assert_eq!(done.node.id, NODE);
+}
+
+#[test]
+fn tenant_that_was_never_set_up_needs_no_reimage() {
+    let story = provided().deployed().after_fact(whole()).after_fact(Fact::Unreserve { allocation_id: TENANT });
+    assert_eq!(story.expect("active").node.gpus_free(), GPUS);
+}
+
+#[test]
+fn machine_that_returns_with_the_old_disk_is_refused_and_the_node_stays_held() {
+    let back = provided().deployed().after_whole_tenant().reinstalled().agent(provided_enrollment("old"));
+    assert_eq!(back.reply, Reply::SystemRefused);
+    let back = back.expect("quarantined");
+    assert_eq!(back.node.reason.code.as_str(), "system_refused");
+    assert!(back.node.reason.message.contains("machine id of the system before"), "{}", back.node.reason.message);
+    let again = back.refuses(&agent(), provided_enrollment("new"));
+    assert_eq!(again, Rejection::TokenRefused { cause: EnrollmentTokenFault::NoneIssued }, "its token is void");
+    assert!(back.node.deadline().is_some_and(|deadline| deadline.at <= back.now), "overdue, for an operator");
+    let refused = back.refuses(&admin(), Request::ReleaseQuarantine { reason: "r".into() });
+    assert!(matches!(refused, Rejection::NotInOrder { .. }));
+    // Ordered again, it still may not come back as the system that had the tenant.
+    let second = back.admin(reimage()).reinstalled();
+    let old = second.clone().agent(provided_enrollment("old"));
+    assert_eq!(old.reply, Reply::SystemRefused);
+    second.agent(provided_enrollment("new")).agent(poll()).validated(FIT).expect("active");
+}
+
+#[test]
+fn system_with_another_image_or_without_an_id_is_refused() {
+    let held = provided().deployed().after_whole_tenant().reinstalled();
+    for (machine_id, image_digest) in [(Some("new"), Some("sha256:2")), (Some("new"), None), (None, Some("sha256:1"))] {
+        let Request::Enroll(mut shown) = provided_enrollment("new") else { unreachable!() };
+        shown.inventory.system = Some(ReportedSystem {
+            machine_id: machine_id.map(str::to_owned),
+            image_digest: image_digest.map(str::to_owned),
+        });
+        assert_eq!(
+            held.clone().agent(Request::Enroll(shown)).reply,
+            Reply::SystemRefused,
+            "{machine_id:?} {image_digest:?}"
+        );
+    }
+}
+
+#[test]
+fn new_system_that_is_not_fit_stays_held_until_it_is_validated() {
+    let story =
+        provided().deployed().after_whole_tenant().reinstalled().agent(provided_enrollment("new")).agent(poll());
+    let unfit = story.validated(failed()).expect("quarantined");
+    let task = order_task(TaskType::NodeValidate);
+    let fit = unfit.admin(task).validated(FIT).expect("quarantined");
+    assert_eq!(fit.node.reimage, None);
+    assert_eq!(fit.admin(Request::ReleaseQuarantine { reason: "r".into() }).expect("active").node.gpus_free(), GPUS);
+}
+
+#[test]
+fn operator_orders_the_reimage_of_an_empty_node_alone() {
+    assert_eq!(node().active().refuses(&admin(), reimage()), Rejection::NotProvided);
+    let rented = provided().deployed().after_fact(reserve(TENANT, 1));
+    assert_eq!(rented.refuses(&admin(), reimage()), Rejection::InUse { allocation_id: TENANT });
+    let ordered = provided().deployed().admin(reimage()).expect("quarantined");
+    assert_eq!(ordered.effects, [Effect::CloseNode(NODE)]);
+    ordered.reinstalled().agent(provided_enrollment("new")).agent(poll()).validated(FIT).expect("active");
+}
+
+#[test]
+fn failed_reimage_is_overdue_until_it_is_ordered_again() {
+    let held = provided().deployed().after_whole_tenant().at_the_provider(ProviderReport::Done).after_fact(token());
+    let failed = held.at_the_provider(ProviderReport::Failed { why: "Failed deployment".into() }).expect("quarantined");
+    assert!(failed.node.reason.message.contains("Failed deployment"), "{}", failed.node.reason.message);
+    let marked = failed.at_the_provider(ProviderReport::Done);
+    assert!(marked.node.deadline().is_some_and(|deadline| deadline.at <= marked.now));
+    let again = marked.admin(reimage()).reinstalled().agent(provided_enrollment("new")).agent(poll());
+    again.validated(FIT).expect("active");
+}
+
+#[test]
+fn retired_node_comes_back_only_with_a_new_system() {
+    let retired = provided().deployed().after_whole_tenant().retired().expect("retired");
+    let back = Request::Reactivate { reason: "r".into() };
+    assert!(matches!(retired.refuses(&admin(), back.clone()), Rejection::NotInOrder { .. }));
+    let again = retired.admin(reimage()).reinstalled().agent(provided_enrollment("new")).agent(poll());
+    again.after_heartbeat().validated(FIT).expect("retired").admin(back).expect("active");
+}
+
+#[test]
+fn draining_node_is_retired_once_it_is_reimaged() {
+    let deadline_at = start() + TimeDelta::seconds(600);
+    let story = provided().deployed().after_fact(whole());
+    let story = story.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).reports(FIT);
+    let held = story.admin(retire(true)).expect("draining").cleaning(1).reports(PROVED).expect("quarantined");
+    held.reinstalled().agent(provided_enrollment("new")).agent(poll()).validated(FIT).expect("retired");
+}
