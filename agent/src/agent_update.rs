@@ -10,7 +10,7 @@ use agent_package::contents::{FINALIZER_UNIT, PROGRAM_FOLDER};
 use agent_package::install::{InstallError, InstallTarget, Installed, fetch, link_finalizer, version_folder};
 use agent_package::source::{NodeCredential, PackageSource};
 use agent_package::update::{
-    Installation, Proof, Stage, UpdateFileError, UpdateFolder, UpdateOutcome, UpdateRecord, unix_seconds,
+    AgentUpdateOutcome, Installation, Proof, Stage, UpdateFileError, UpdateFolder, UpdateRecord, unix_seconds,
 };
 use serde_json::Value;
 use uuid::Uuid;
@@ -197,7 +197,7 @@ impl AgentUpdates {
     ///
     /// # Errors
     /// The proof cannot be written; it is tried again after the next heartbeat.
-    pub fn prove(&self, boot_id: Uuid) -> Result<(), UpdateFileError> {
+    pub fn prove(&self) -> Result<(), UpdateFileError> {
         let (Some(folder), Some(digest)) = (self.folder(), self.digest()) else { return Ok(()) };
         let Some(record) = folder.record()?.filter(|record| record.to == digest) else { return Ok(()) };
         let mut proved = self.proved.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -205,7 +205,7 @@ impl AgentUpdates {
             return Ok(());
         }
         let (nonce, pid) = (record.nonce, std::process::id());
-        folder.set_proof(&Proof { nonce, digest, boot_id, pid, at: unix_seconds() })?;
+        folder.set_proof(&Proof { nonce, digest, pid, at: unix_seconds() })?;
         *proved = Some(record.nonce);
         Ok(())
     }
@@ -222,7 +222,7 @@ pub fn in_use(version: &str, digest: Digest) -> TaskOutput {
     output.into_iter().map(|(name, value)| (name.to_owned(), Value::from(value))).collect()
 }
 
-fn reported(last: UpdateOutcome) -> Result<TaskOutput, TaskFailure> {
+fn reported(last: AgentUpdateOutcome) -> Result<TaskOutput, TaskFailure> {
     match last.rolled_back {
         None => Ok(in_use(&last.version, last.to)),
         Some(reason) => {

@@ -89,7 +89,7 @@ pub struct RollbackReason {
 
 /// The outcome of an update.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct UpdateOutcome {
+pub struct AgentUpdateOutcome {
     pub task_id: Uuid,
     pub from: Digest,
     pub to: Digest,
@@ -103,7 +103,6 @@ pub struct UpdateOutcome {
 pub struct Proof {
     pub nonce: Uuid,
     pub digest: Digest,
-    pub boot_id: Uuid,
     pub pid: u32,
     /// Seconds since 1970, for people.
     pub at: u64,

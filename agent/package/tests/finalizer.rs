@@ -30,12 +30,12 @@ echo "$number" >"$W/calls"
 [ "$(cat "$W/kill" 2>/dev/null)" != "$number before" ] || kill -9 "$PPID"
 if [ "$1" = restart ]; then
     [ ! -s "$W/pid" ] || kill -9 "$(cat "$W/pid")" 2>/dev/null
-    version=$(readlink -f "$W/root/current")
+    version=$(readlink -f "$W/opt/current")
     "$version/bin/gpuaas-agent" 600 >/dev/null 2>&1 &
     echo $! >"$W/pid"
     echo "$version" >>"$W/started"
     [ ! -e "$W/proof-of/$(basename "$version")" ] ||
-        sed "s/\"pid\":0/\"pid\":$!/" "$W/proof-of/$(basename "$version")" >"$W/root/update/proof.json"
+        sed "s/\"pid\":0/\"pid\":$!/" "$W/proof-of/$(basename "$version")" >"$W/opt/update/proof.json"
 fi
 [ "$(cat "$W/kill" 2>/dev/null)" != "$number after" ] || kill -9 "$PPID"
 exit 0
@@ -47,15 +47,11 @@ struct Machine {
     new: Digest,
 }
 
-fn boot_id() -> Uuid {
-    fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap().trim().parse().unwrap()
-}
-
 impl Machine {
     /// With the old version in use, and the new one prepared.
     fn new(commit_seconds: u32) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let root = folder.path().join("root");
+        let root = folder.path().join("opt");
         let [old, new] = ["1", "2"].map(|version| put_version(&root, version));
         let it = Self { folder, old, new };
         for name in ["current", "finalizer"] {
@@ -85,8 +81,7 @@ impl Machine {
 
     /// The new agent's heartbeats are answered.
     fn new_agent_is_answered(&self) {
-        let (nonce, boot_id) = (Uuid::from_u128(1), boot_id());
-        let proof = Proof { nonce, digest: self.new, boot_id, pid: 0, at: 0 };
+        let proof = Proof { nonce: Uuid::from_u128(1), digest: self.new, pid: 0, at: 0 };
         fs::write(self.path("proof-of").join(self.new.name()), serde_json::to_vec(&proof).unwrap()).unwrap();
     }
 
@@ -95,7 +90,7 @@ impl Machine {
     }
 
     fn root(&self) -> PathBuf {
-        self.path("root")
+        self.path("opt")
     }
 
     fn updates(&self) -> UpdateFolder {
@@ -209,11 +204,10 @@ fn agent_without_an_answer_is_rolled_back_and_remembered() {
 }
 
 #[test]
-fn proof_of_another_process_update_or_boot_is_none() {
-    let good = Proof { nonce: Uuid::from_u128(1), digest: Digest::of(b""), boot_id: boot_id(), pid: 0, at: 0 };
+fn proof_of_another_process_or_update_is_none() {
+    let good = Proof { nonce: Uuid::from_u128(1), digest: Digest::of(b""), pid: 0, at: 0 };
     for (what, forge) in [
         ("nonce", (|proof| Proof { nonce: Uuid::from_u128(9), ..proof }) as fn(Proof) -> Proof),
-        ("boot", |proof| Proof { boot_id: Uuid::from_u128(9), ..proof }),
         ("version", |proof| Proof { digest: Digest::of(b"other"), ..proof }),
         // A process of another program: this one.
         ("process", |proof| Proof { pid: std::process::id(), ..proof }),
@@ -281,14 +275,14 @@ fn on_a_full_disk(machine: &Machine, has_reserve: bool) -> Option<(bool, String)
         machine.updates().release_reserve().unwrap();
     }
     let script = format!(
-        "set -eu; cd '{folder}'; mv root template; mkdir root; mount -t tmpfs -o size=6m tmpfs root; cp -a template/. root/\n\
-         dd if=/dev/zero of=root/fill bs=4096 2>/dev/null || true\n\
-         ! echo more >root/more 2>/dev/null || [ ! -s root/more ]\n\
-         status=0; PATH='{folder}':$PATH '{finalizer}' --install-root '{folder}/root' --unit-folder '{folder}/units' \\\n\
+        "set -eu; cd '{folder}'; mv opt template; mkdir opt; mount -t tmpfs -o size=6m tmpfs opt; cp -a template/. opt/\n\
+         dd if=/dev/zero of=opt/fill bs=4096 2>/dev/null || true\n\
+         ! echo more >opt/more 2>/dev/null || [ ! -s opt/more ]\n\
+         status=0; PATH='{folder}':$PATH '{finalizer}' --install-root '{folder}/opt' --unit-folder '{folder}/units' \\\n\
          --runtime-unit-folder '{folder}/run' 2>printed || status=$?\n\
-         if [ $status -ne 0 ]; then rm root/fill; PATH='{folder}':$PATH '{finalizer}' --install-root '{folder}/root' \\\n\
+         if [ $status -ne 0 ]; then rm opt/fill; PATH='{folder}':$PATH '{finalizer}' --install-root '{folder}/opt' \\\n\
          --unit-folder '{folder}/units' --runtime-unit-folder '{folder}/run'; fi\n\
-         rm -f root/fill root/more; mkdir after; cp -a root/. after/; umount -l root; rmdir root; mv after root; exit $status\n",
+         rm -f opt/fill opt/more; mkdir after; cp -a opt/. after/; umount -l opt; rmdir opt; mv after opt; exit $status\n",
         folder = machine.folder.path().display(),
         finalizer = env!("CARGO_BIN_EXE_gpuaas-finalizer"),
     );

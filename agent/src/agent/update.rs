@@ -94,8 +94,8 @@ impl Agent {
 
     /// After an answered heartbeat.
     pub(super) async fn prove_update(&self) {
-        let (updates, boot_id) = (Arc::clone(&self.updates), self.boot_id);
-        match tokio::task::spawn_blocking(move || updates.prove(boot_id)).await {
+        let updates = Arc::clone(&self.updates);
+        match tokio::task::spawn_blocking(move || updates.prove()).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
                 warn!(error_code = "update_proof", error = chain(&error), "the finalizer gets no proof; trying again");

@@ -86,7 +86,7 @@ fn agent_that_no_package_installed_is_not_updated() {
     let node = Node { updates: AgentUpdates { installation: None, ..node().updates }, ..node() };
     assert_eq!(refusal(&node, &order("new", true)), "update_unsupported");
     assert_eq!((node.updates.digest(), node.updates.is_updating()), (None, false));
-    assert!(node.updates.prove(Uuid::nil()).is_ok());
+    assert!(node.updates.prove().is_ok());
 }
 
 #[test]
@@ -119,8 +119,13 @@ fn outcome_of_a_task_is_its_own_updates() {
     node.files.set_record(&record("new", 1)).unwrap();
     assert_eq!(node.updates.outcome(TASK), Ok(None));
     assert_eq!(node.updates.outcome(Uuid::from_u128(8)).unwrap_err().code, "update_interrupted");
-    let mut last =
-        UpdateOutcome { task_id: TASK, from: digest("old"), to: digest("new"), version: "2".into(), rolled_back: None };
+    let mut last = AgentUpdateOutcome {
+        task_id: TASK,
+        from: digest("old"),
+        to: digest("new"),
+        version: "2".into(),
+        rolled_back: None,
+    };
     node.files.set_last(&last).unwrap();
     node.files.remove_record().unwrap();
     let output = node.updates.outcome(TASK).unwrap().unwrap();
@@ -136,19 +141,18 @@ fn outcome_of_a_task_is_its_own_updates() {
 #[test]
 fn only_the_new_agent_proves_itself_and_once_for_each_update() {
     let node = node();
-    let boot_id = Uuid::from_u128(3);
-    node.updates.prove(boot_id).unwrap();
+    node.updates.prove().unwrap();
     node.files.set_record(&record("new", 1)).unwrap();
-    node.updates.prove(boot_id).unwrap();
+    node.updates.prove().unwrap();
     assert_eq!(node.files.proof(), None, "this agent is of the version of before");
     node.files.set_record(&record("old", 2)).unwrap();
-    node.updates.prove(boot_id).unwrap();
+    node.updates.prove().unwrap();
     let proof = node.files.proof().unwrap();
-    assert_eq!((proof.nonce, proof.boot_id, proof.pid), (Uuid::from_u128(2), boot_id, std::process::id()));
+    assert_eq!((proof.nonce, proof.pid), (Uuid::from_u128(2), std::process::id()));
     node.files.set_proof(&Proof { at: 1, ..proof }).unwrap();
-    node.updates.prove(boot_id).unwrap();
+    node.updates.prove().unwrap();
     assert_eq!(node.files.proof().unwrap().at, 1, "it is not written twice");
     node.files.set_record(&record("old", 4)).unwrap();
-    node.updates.prove(boot_id).unwrap();
+    node.updates.prove().unwrap();
     assert_eq!(node.files.proof().unwrap().nonce, Uuid::from_u128(4));
 }

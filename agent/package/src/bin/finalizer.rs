@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use agent_package::chain;
-use agent_package::update::{InstalledMachine, SystemFolders, UpdateOutcome, finalize};
+use agent_package::update::{AgentUpdateOutcome, InstalledMachine, SystemFolders, finalize};
 use clap::Parser;
 
 /// Carries the update of the agent that is in progress to its end, and ends at once where there is none.
@@ -43,8 +43,8 @@ fn main() -> ExitCode {
     }
 }
 
-fn describe(outcome: &UpdateOutcome) -> String {
-    let UpdateOutcome { to, version, from, rolled_back, .. } = outcome;
+fn describe(outcome: &AgentUpdateOutcome) -> String {
+    let AgentUpdateOutcome { to, version, from, rolled_back, .. } = outcome;
     match rolled_back {
         None => format!("version {version} ({to}) is in use"),
         Some(reason) => {

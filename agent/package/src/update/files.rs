@@ -9,7 +9,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use wire::package::Digest;
 
-use super::{FailedVersion, Proof, UpdateOutcome, UpdateRecord};
+use super::{AgentUpdateOutcome, FailedVersion, Proof, UpdateRecord};
 
 const FOLDER: &str = "update";
 const RECORD: &str = "record.json";
@@ -77,7 +77,7 @@ impl UpdateFolder {
     /// [`UpdateFileError`].
     pub fn remove_record(&self) -> Result<(), UpdateFileError> {
         self.release_reserve()?;
-        self.remove(PROOF)?;
+        self.remove_proof()?;
         self.remove(RECORD)
     }
 
@@ -93,17 +93,23 @@ impl UpdateFolder {
         self.write(PROOF, proof)
     }
 
+    /// # Errors
+    /// [`UpdateFileError`].
+    pub fn remove_proof(&self) -> Result<(), UpdateFileError> {
+        self.remove(PROOF)
+    }
+
     /// The outcome of the last update.
     ///
     /// # Errors
     /// [`UpdateFileError`].
-    pub fn last(&self) -> Result<Option<UpdateOutcome>, UpdateFileError> {
+    pub fn last(&self) -> Result<Option<AgentUpdateOutcome>, UpdateFileError> {
         self.read(LAST)
     }
 
     /// # Errors
     /// [`UpdateFileError`].
-    pub fn set_last(&self, outcome: &UpdateOutcome) -> Result<(), UpdateFileError> {
+    pub fn set_last(&self, outcome: &AgentUpdateOutcome) -> Result<(), UpdateFileError> {
         self.write(LAST, outcome)
     }
 

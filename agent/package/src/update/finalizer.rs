@@ -5,7 +5,7 @@ use std::time::Duration;
 use uuid::Uuid;
 use wire::package::Digest;
 
-use super::{Proof, RollbackReason, Stage, UpdateFileError, UpdateOutcome, UpdateRecord};
+use super::{AgentUpdateOutcome, Proof, RollbackReason, Stage, UpdateFileError, UpdateRecord};
 use crate::install::InstallError;
 
 /// A machine that restarts again and again does not wait for ever.
@@ -79,6 +79,9 @@ pub trait UpdateMachine {
     /// [`FinalizeError`].
     fn restart(&mut self, unit: &str) -> Result<(), FinalizeError>;
     fn proof(&self) -> Option<Proof>;
+    /// # Errors
+    /// [`FinalizeError`].
+    fn forget_proof(&mut self) -> Result<(), FinalizeError>;
     /// Whether the process of a proof lives, and runs the agent of this version.
     fn runs(&self, pid: u32, digest: Digest) -> bool;
     /// # Errors
@@ -86,7 +89,7 @@ pub trait UpdateMachine {
     fn remember_failed(&mut self, digest: Digest, reason: &RollbackReason) -> Result<(), FinalizeError>;
     /// # Errors
     /// [`FinalizeError`].
-    fn set_last(&mut self, outcome: &UpdateOutcome) -> Result<(), FinalizeError>;
+    fn set_last(&mut self, outcome: &AgentUpdateOutcome) -> Result<(), FinalizeError>;
     /// Removes all versions but these.
     ///
     /// # Errors
@@ -107,7 +110,7 @@ pub trait UpdateMachine {
 ///
 /// # Errors
 /// [`FinalizeError`]; the finalizer is to be started again.
-pub fn finalize(machine: &mut impl UpdateMachine) -> Result<Option<UpdateOutcome>, FinalizeError> {
+pub fn finalize(machine: &mut impl UpdateMachine) -> Result<Option<AgentUpdateOutcome>, FinalizeError> {
     let Some(mut record) = machine.record()? else { return Ok(None) };
     loop {
         let next = match &record.stage {
@@ -152,6 +155,8 @@ fn switch(
     machine.hold_terminals(&record.unit)?;
     machine.activate(record.to, record)?;
     machine.reload()?;
+    // One of an earlier boot says nothing of this one.
+    machine.forget_proof()?;
     machine.restart(&record.unit)?;
     Ok(Stage::Waiting { boot_id, since_uptime, boots })
 }
@@ -175,24 +180,21 @@ fn wait(
     if boot_now != boot_id {
         return Ok(Some(after_boot(boot_now, boots)));
     }
-    let proves = |proof: &Proof| {
-        proof.nonce == record.nonce
-            && proof.digest == record.to
-            && proof.boot_id == boot_now
-            && machine.runs(proof.pid, record.to)
+    let fault = match machine.proof() {
+        None => "",
+        Some(proof) if proof.nonce != record.nonce || proof.digest != record.to => "; the proof is of another update",
+        Some(proof) if !machine.runs(proof.pid, record.to) => "; the process of the proof does not run the new agent",
+        Some(_) => return Ok(Some(Stage::Committing)),
     };
-    if machine.proof().is_some_and(|proof| proves(&proof)) {
-        return Ok(Some(Stage::Committing));
-    }
     let seconds = u64::from(record.commit_seconds);
     if uptime < since_uptime.saturating_add(seconds) {
         return Ok(None);
     }
-    let message = format!("no heartbeat of the new agent was answered by the control plane within {seconds} s");
+    let message = format!("no heartbeat of the new agent was answered by the control plane within {seconds} s{fault}");
     Ok(Some(Stage::RollingBack { reason: RollbackReason { code: "no_heartbeat".to_owned(), message } }))
 }
 
-fn commit(machine: &mut impl UpdateMachine, record: &UpdateRecord) -> Result<UpdateOutcome, FinalizeError> {
+fn commit(machine: &mut impl UpdateMachine, record: &UpdateRecord) -> Result<AgentUpdateOutcome, FinalizeError> {
     machine.end_hold(&record.unit)?;
     machine.reload()?;
     machine.remove_other_versions([record.from, record.to])?;
@@ -203,7 +205,7 @@ fn roll_back(
     machine: &mut impl UpdateMachine,
     record: &UpdateRecord,
     reason: &RollbackReason,
-) -> Result<UpdateOutcome, FinalizeError> {
+) -> Result<AgentUpdateOutcome, FinalizeError> {
     machine.remember_failed(record.to, reason)?;
     machine.hold_terminals(&record.unit)?;
     machine.activate(record.from, record)?;
@@ -219,9 +221,9 @@ fn end(
     machine: &mut impl UpdateMachine,
     record: &UpdateRecord,
     rolled_back: Option<RollbackReason>,
-) -> Result<UpdateOutcome, FinalizeError> {
+) -> Result<AgentUpdateOutcome, FinalizeError> {
     let UpdateRecord { task_id, from, to, version, .. } = record.clone();
-    let outcome = UpdateOutcome { task_id, from, to, version, rolled_back };
+    let outcome = AgentUpdateOutcome { task_id, from, to, version, rolled_back };
     machine.set_last(&outcome)?;
     machine.remove_record()?;
     Ok(outcome)

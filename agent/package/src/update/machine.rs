@@ -11,7 +11,7 @@ use uuid::Uuid;
 use wire::package::Digest;
 
 use super::finalizer::{FinalizeError, UpdateMachine};
-use super::{FailedVersion, Proof, RollbackReason, UpdateFolder, UpdateOutcome, UpdateRecord, unix_seconds};
+use super::{AgentUpdateOutcome, FailedVersion, Proof, RollbackReason, UpdateFolder, UpdateRecord, unix_seconds};
 use crate::contents::{AGENT, PROGRAM_FOLDER};
 use crate::install::{InstallTarget, activate, remove_other_versions, verify_version, version_folder};
 
@@ -119,6 +119,10 @@ impl UpdateMachine for InstalledMachine {
         self.update.proof()
     }
 
+    fn forget_proof(&mut self) -> Result<(), FinalizeError> {
+        Ok(self.update.remove_proof()?)
+    }
+
     fn runs(&self, pid: u32, digest: Digest) -> bool {
         let program = version_folder(&self.root, digest).join(PROGRAM_FOLDER).join(AGENT);
         // By its file: paths differ between the mount namespaces of the two.
@@ -132,7 +136,7 @@ impl UpdateMachine for InstalledMachine {
         self.with_reserve(|| Ok(self.update.remember_failed(version.clone())?))
     }
 
-    fn set_last(&mut self, outcome: &UpdateOutcome) -> Result<(), FinalizeError> {
+    fn set_last(&mut self, outcome: &AgentUpdateOutcome) -> Result<(), FinalizeError> {
         self.with_reserve(|| Ok(self.update.set_last(outcome)?))
     }
 

@@ -36,7 +36,7 @@ enum Death {
 struct World {
     new_agent: NewAgent,
     record: Option<UpdateRecord>,
-    last: Option<UpdateOutcome>,
+    last: Option<AgentUpdateOutcome>,
     failed: BTreeSet<Digest>,
     versions: BTreeSet<Digest>,
     is_altered: bool,
@@ -52,6 +52,8 @@ struct World {
     uptime: u64,
     started_at: u64,
     restarts: u32,
+    /// A proof of before the agent's present process, by its number.
+    has_old_proof: bool,
 }
 
 fn digest(text: &str) -> Digest {
@@ -92,6 +94,7 @@ impl World {
             uptime: 1000,
             started_at: 0,
             restarts: 0,
+            has_old_proof: false,
         }
     }
 
@@ -183,16 +186,20 @@ impl UpdateMachine for Finalizer<'_> {
         })
     }
     fn proof(&self) -> Option<Proof> {
-        let NewAgent::Answered(after) = self.world.new_agent else { return None };
         let uptime = self.world.uptime + self.elapsed.get() / 1000;
-        let (nonce, boot_id) = (Uuid::from_u128(9), Uuid::from_u128(self.world.boot));
-        (self.world.running == Some(digest("new")) && uptime >= self.world.started_at + after).then(|| Proof {
-            nonce,
+        let is_answered = match self.world.new_agent {
+            NewAgent::Answered(after) => uptime >= self.world.started_at + after,
+            NewAgent::Silent | NewAgent::ExitsForGood => self.world.has_old_proof,
+        };
+        (self.world.running == Some(digest("new")) && is_answered).then(|| Proof {
+            nonce: Uuid::from_u128(9),
             digest: digest("new"),
-            boot_id,
             pid: 1,
             at: 0,
         })
+    }
+    fn forget_proof(&mut self) -> Result<(), FinalizeError> {
+        self.effect(|world| world.has_old_proof = false)
     }
     fn runs(&self, pid: u32, digest: Digest) -> bool {
         pid == 1 && self.world.running == Some(digest)
@@ -202,7 +209,7 @@ impl UpdateMachine for Finalizer<'_> {
             world.failed.insert(digest);
         })
     }
-    fn set_last(&mut self, outcome: &UpdateOutcome) -> Result<(), FinalizeError> {
+    fn set_last(&mut self, outcome: &AgentUpdateOutcome) -> Result<(), FinalizeError> {
         let before = self.world.last.clone();
         assert!(before.is_none_or(|last| last == *outcome), "an outcome that an agent may have reported changed");
         self.effect(|world| world.last = Some(outcome.clone()))
@@ -303,6 +310,14 @@ fn machine_that_restarts_again_and_again_is_rolled_back() {
         }
         expect_end(&world, false, &format!("restarted at effect {at}"));
     }
+}
+
+#[test]
+fn proof_of_before_the_last_start_of_the_agent_is_none() {
+    let mut world = World::new(NewAgent::Silent);
+    world.has_old_proof = true;
+    run(&mut world, None);
+    expect_end(&world, false, "an old proof");
 }
 
 #[test]
