@@ -43,7 +43,7 @@ pub fn read(
     }
 }
 
-/// What tells the installation below `root` from another one. What cannot be read is not there.
+/// What distinguishes the installation below `root` from another one. What cannot be read is not there.
 fn installed_system(root: &Path) -> InstalledSystem {
     let first_line = |path: &str| {
         let file = File::open(root.join(path.trim_start_matches('/'))).ok()?;
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn installation_is_told_by_its_machine_id_and_the_digest_that_its_image_carries() {
+    fn installation_is_identified_by_its_machine_id_and_the_digest_that_its_image_carries() {
         let root = tempfile::tempdir().unwrap();
         assert_eq!(installed_system(root.path()), InstalledSystem { machine_id: None, image_digest: None });
         std::fs::create_dir_all(root.path().join("etc/gpuaas")).unwrap();

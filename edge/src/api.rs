@@ -42,6 +42,8 @@ mod terminal_page;
 #[cfg(test)]
 mod tests;
 
+pub use node::machine_provider;
+
 use crate::http::correlation::Service;
 use crate::http::error::Code;
 use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};

@@ -12,7 +12,6 @@ pub mod fleet_telemetry;
 pub mod http;
 pub mod limits;
 pub mod log_gateway;
-pub mod machine_provider;
 pub mod node_api;
 pub mod notifications;
 pub mod outbound;

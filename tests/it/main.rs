@@ -33,6 +33,7 @@ mod input_validation;
 mod key_rotation;
 mod log_collector;
 mod log_gateway;
+mod maas;
 mod main_job;
 mod member_messages;
 mod module_arrows;

@@ -27,6 +27,7 @@ pub mod db_lock;
 pub mod fake_agent;
 pub mod fake_clock;
 pub mod fake_log_store;
+pub mod fake_maas;
 pub mod fake_processor;
 mod final_checks;
 pub mod flaky_link;

@@ -20,7 +20,7 @@ pub struct NodeInventory {
     /// The SSH host key that tenants see, in OpenSSH's `SHA256:` form; absent if there is no SSH access.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ssh_host_key_fingerprint: Option<String>,
-    /// What tells this installation from another one of the same machine. Agents before it do not report it.
+    /// What distinguishes this installation from another one of the same machine. Agents before it do not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system: Option<InstalledSystem>,
 }

@@ -2,6 +2,7 @@
 
 mod agent_update;
 pub(crate) mod bootstrap_bundle;
+pub mod machine_provider;
 mod onboarding;
 mod tasks;
 mod view;
@@ -37,7 +38,6 @@ use crate::api::rejection_response::not_answered;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};
-use crate::machine_provider;
 use crate::outbound::host_address::HostAddress;
 use crate::outbound::node_probe::Reachability;
 use crate::services::Services;

@@ -77,7 +77,7 @@ pub struct Machine {
     pub hostname: String,
     pub fqdn: String,
     pub status: MachineStatus,
-    /// The status in the provider's own words.
+    /// The status by the provider's name for it.
     pub status_name: String,
     pub power: PowerState,
     /// The user who has it allocated.

@@ -10,7 +10,7 @@ use actors::{AskError, CommandKey};
 use domain::machine::CommandSort as _;
 use domain::node::{Fact, Node, ProvidedMachine, ProviderReport, ProviderStep};
 use domain::{EntityKind, EntityRef, NodeId, TokenId};
-use edge::machine_provider::{UserDataError, user_data};
+use edge::api::machine_provider::{UserDataError, user_data};
 use edge::outbound::maas::{Maas, MaasError, Machine, MachineStatus};
 use edge::services::Services;
 use persistence::{Leases, StoreError};
@@ -126,7 +126,7 @@ impl BareMetalWorker {
             Err(error) => return Err(error),
         };
         let Some(report) = report else { return Ok(()) };
-        pass.tell(Fact::MachineReported { since: machine.since, report }).await.map(|_| ())
+        pass.report(Fact::MachineReported { since: machine.since, report }).await.map(|_| ())
     }
 }
 
@@ -170,7 +170,7 @@ impl Pass<'_> {
                 let prepared = user_data(self.services, self.node_id)?;
                 let token_id = TokenId(Uuid::now_v7());
                 // The node knows the token before any machine has it.
-                if !self.tell(Fact::MachineToken { token_id, token_sha256: prepared.token_sha256 }).await? {
+                if !self.report(Fact::MachineToken { token_id, token_sha256: prepared.token_sha256 }).await? {
                     return Ok(waiting(&found));
                 }
                 let deploying = self.maas.deploy(self.system_id, prepared.script.expose_secret().as_bytes()).await?;
@@ -220,7 +220,7 @@ impl Pass<'_> {
     }
 
     /// Whether the node has taken the fact in.
-    async fn tell(&self, fact: Fact) -> Result<bool, PassError> {
+    async fn report(&self, fact: Fact) -> Result<bool, PassError> {
         // One delivery may send several facts, and a repetition of it other ones: each has an id of its own. The outbox row is settled
         // after the pass.
         let id = command_id(&[

@@ -20,6 +20,13 @@ impl NodeHandle {
         Self { id, name, admin }
     }
 
+    /// A node of this answer.
+    #[must_use]
+    pub fn of(answer: &Value, admin: Client) -> Self {
+        let name = answer["host"].as_str().unwrap_or_default().to_owned();
+        Self::new(super::id_of(answer), name, admin)
+    }
+
     #[must_use]
     pub fn path(&self) -> String {
         format!("/api/v1/admin/nodes/{}", self.id)

@@ -119,6 +119,7 @@ pub enum Rejection {
     OutOfBounds { key: PolicyKey, value: PolicyValue },
     #[error("{} has no value for {scope}", key.name())]
     Scope { key: PolicyKey, scope: PolicyScope },
+    /// Of members of the release before, which reimage no node.
     #[error("{} cannot be {value} yet", key.name())]
     NotBuilt { key: PolicyKey, value: PolicyValue },
     #[error("{} would be over {} from {} on", low.name(), high.name(), crossing.at)]

@@ -143,7 +143,7 @@ fn of_an_allocation() {
         Fact::Cleaned { node_id: NODE, attempt: 3 }.into(),
         Fact::CleanupFailed { node_id: NODE, attempt: 3, reason: text(), detail: text() }.into(),
         Fact::StillCounted { logins_revision: 3 }.into(),
-        Request::ChooseLogins { chosen: None, keys: request().ssh_keys, logins_revision: 1, reimages: true }.into(),
+        Request::ChooseLogins { chosen: None, keys: request().ssh_keys, logins_revision: 1 }.into(),
         Fact::AdoptLogins { chosen: Some(vec![SshKeyId(ALLOCATION)]), keys: Vec::new(), logins_revision: 2 }.into(),
         Fact::LoginsWritten { node_id: NODE, revision: 2 }.into(),
         Command::TICK,
@@ -474,14 +474,7 @@ fn of_a_tenant() {
         add.into(),
         Request::DeleteKey { key: ssh_key }.into(),
         Request::MakeDefault { key: ssh_key }.into(),
-        Fact::Admit {
-            user_id: "ann".into(),
-            allocation_id: TENANT,
-            scopes: scopes.clone(),
-            logins_revision: 1,
-            reimages: true,
-        }
-        .into(),
+        Fact::Admit { user_id: "ann".into(), allocation_id: TENANT, scopes: scopes.clone(), logins_revision: 1 }.into(),
         Request::ExpectTerminal {
             user_id: "ann".into(),
             allocation_id: TENANT,

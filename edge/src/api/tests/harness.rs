@@ -530,7 +530,6 @@ fn placed(allocation_id: AllocationId) -> Placement {
         user_name: node::user_name(allocation_id),
         region_code: "eu-1".into(),
         host_fingerprint: None,
-        system: None,
     }
 }
 

@@ -271,7 +271,8 @@ impl NodeApiHarness {
             onboarding_mode: OnboardingMode::Manual,
             metadata: domain::metadata::Metadata::default(),
         };
-        self.admin(node_id, Request::Register { registration: Box::new(registration), probe: None }).await;
+        self.admin(node_id, Request::Register { registration: Box::new(registration), probe: None, machine: None })
+            .await;
         node_id
     }
 

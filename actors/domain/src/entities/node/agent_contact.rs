@@ -45,7 +45,7 @@ pub struct ReportedInventory {
     /// The host key that tenants see when they connect by SSH, in OpenSSH's `SHA256:` form.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_fingerprint: Option<String>,
-    /// What tells its installation from another; `None` where the agent does not report it.
+    /// What distinguishes its installation from another; `None` where the agent does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub system: Option<ReportedSystem>,
 }

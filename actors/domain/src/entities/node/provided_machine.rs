@@ -285,7 +285,7 @@ impl Node {
         event.into_iter().fold(step, Transition::event)
     }
 
-    /// The machine was released, or given to another, by somebody else than this service: whatever runs there is not to be trusted.
+    /// The machine was released, or given to another, by others than this service: what runs there is not to be trusted.
     fn machine_lost(&self, why: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
         if self.is_held_by(HoldAuthor::Provider) || self.life.is_gone() {
             return Transition::stay(Reply::Done);

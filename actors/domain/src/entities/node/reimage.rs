@@ -52,7 +52,9 @@ impl Node {
             return Some("its bare-metal provider has not deployed it".to_owned());
         }
         if self.machine_id().is_none() {
-            return Some("its agent reports no machine id, by which a new system is told from the old one".to_owned());
+            return Some(
+                "its agent reports no machine id, by which a new system is distinguished from the old one".to_owned(),
+            );
         }
         None
     }

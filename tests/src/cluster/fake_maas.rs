@@ -1,0 +1,259 @@
+//! A bare-metal provider for a test, with the parts of MAAS's API 2.0 that the service uses. It has machines in memory, whose deployments
+//! and releases end when the test says so, and fails as the test configures.
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::{Query, State};
+use axum::http::{HeaderMap, Method, StatusCode, Uri, header};
+use axum::response::{IntoResponse as _, Response};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use futures::stream;
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::task::AbortHandle;
+
+/// The API key of the service's user.
+pub const API_KEY: &str = "consumer-of-a-test:token-of-a-test:secret-of-a-test";
+/// The user of that key.
+pub const USER: &str = "gpuaas";
+
+/// How requests fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MaasFault {
+    Status(u16),
+    /// A page of a proxy, with status 200.
+    Page,
+    /// No answer within any timeout.
+    Slow,
+    /// An answer that ends in the middle.
+    Cut,
+}
+
+/// A machine, as the provider has it.
+#[derive(Clone, Debug)]
+pub struct FakeMachine {
+    pub hostname: String,
+    pub status: &'static str,
+    pub power: &'static str,
+    pub owner: String,
+    /// The user data of each deployment.
+    pub deployments: Vec<String>,
+    /// Releases with their disks erased.
+    pub erasures: usize,
+    pub marked_broken: usize,
+}
+
+#[derive(Default)]
+struct ProviderState {
+    machines: BTreeMap<String, FakeMachine>,
+    fault: Option<MaasFault>,
+    /// The next deployment is not answered.
+    holds_answer: bool,
+}
+
+/// A running provider. Dropping it stops it.
+pub struct FakeMaas {
+    address: String,
+    state: Arc<Mutex<ProviderState>>,
+    serving: AbortHandle,
+}
+
+impl Drop for FakeMaas {
+    fn drop(&mut self) {
+        self.serving.abort();
+    }
+}
+
+impl FakeMaas {
+    pub async fn start() -> Self {
+        let state = Arc::new(Mutex::new(ProviderState::default()));
+        let router = Router::new().fallback(answer).with_state(Arc::clone(&state));
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("there is a port");
+        let address = format!("http://{}/MAAS", listener.local_addr().expect("it listens"));
+        let serving = tokio::spawn(async move { axum::serve(listener, router).await }).abort_handle();
+        Self { address, state, serving }
+    }
+
+    /// The value of `MAAS_API_BASE_URL`.
+    #[must_use]
+    pub fn url(&self) -> &str {
+        &self.address
+    }
+
+    /// A machine in the pool, switched off.
+    pub fn add(&self, system_id: &str, hostname: &str) {
+        let machine = FakeMachine {
+            hostname: hostname.to_owned(),
+            status: "Ready",
+            power: "off",
+            owner: String::new(),
+            deployments: Vec::new(),
+            erasures: 0,
+            marked_broken: 0,
+        };
+        self.state().machines.insert(system_id.to_owned(), machine);
+    }
+
+    /// Changes a machine, as the provider or its operators do.
+    pub fn change(&self, system_id: &str, change: impl FnOnce(&mut FakeMachine)) {
+        change(self.state().machines.get_mut(system_id).expect("there is such a machine"));
+    }
+
+    #[must_use]
+    pub fn machine(&self, system_id: &str) -> FakeMachine {
+        self.state().machines[system_id].clone()
+    }
+
+    /// Waits until a machine is so.
+    pub async fn wait_for(&self, system_id: &str, what: &str, wanted: impl Fn(&FakeMachine) -> bool) -> FakeMachine {
+        for _ in 0..1200 {
+            let machine = self.machine(system_id);
+            if wanted(&machine) {
+                return machine;
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+        panic!("not within two minutes: {what}; {:?}", self.machine(system_id))
+    }
+
+    pub fn fail(&self, fault: Option<MaasFault>) {
+        self.state().fault = fault;
+    }
+
+    /// The next deployment begins, and its answer never comes.
+    pub fn hold_next_answer(&self) {
+        self.state().holds_answer = true;
+    }
+
+    fn state(&self) -> MutexGuard<'_, ProviderState> {
+        locked(&self.state)
+    }
+}
+
+fn locked(state: &Mutex<ProviderState>) -> MutexGuard<'_, ProviderState> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+async fn answer(
+    State(state): State<Arc<Mutex<ProviderState>>>,
+    method: Method,
+    uri: Uri,
+    Query(query): Query<HashMap<String, String>>,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Response {
+    let fault = locked(&state).fault;
+    match fault {
+        None => {}
+        Some(MaasFault::Status(status)) => {
+            return (StatusCode::from_u16(status).expect("it is a status"), "not now").into_response();
+        }
+        Some(MaasFault::Page) => {
+            return ([(header::CONTENT_TYPE, "text/html")], "<html>Log in</html>").into_response();
+        }
+        Some(MaasFault::Slow) => std::future::pending().await,
+        Some(MaasFault::Cut) => return cut(),
+    }
+    let signed = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    if !signed.contains("oauth_token=\"token-of-a-test\"")
+        || !signed.contains("oauth_signature=\"%26secret-of-a-test\"")
+    {
+        return (StatusCode::UNAUTHORIZED, "Invalid access token").into_response();
+    }
+    let form = reqwest::Url::parse(&format!("http://form/?{}", String::from_utf8_lossy(&body)));
+    let form: HashMap<_, _> = form.map(|form| form.query_pairs().into_owned().collect()).unwrap_or_default();
+    let op = query.get("op").map(String::as_str);
+    let path = uri.path().strip_prefix("/MAAS/api/2.0/").unwrap_or_default();
+    let (response, holds) = {
+        let mut state = locked(&state);
+        let response = match (method.as_str(), path, op) {
+            ("GET", "users/", Some("whoami")) => axum::Json(json!({ "username": USER })).into_response(),
+            ("GET", "machines/", None) => list(&state, query.get("hostname").map_or("", String::as_str)),
+            ("POST", "machines/", Some("allocate")) => {
+                allocate(&mut state, form.get("system_id").map_or("", String::as_str))
+            }
+            (verb, path, op) => match path.strip_prefix("machines/").and_then(|rest| rest.strip_suffix('/')) {
+                Some(system_id) => on_machine(&mut state, verb, system_id, op, &form),
+                None => StatusCode::NOT_FOUND.into_response(),
+            },
+        };
+        let holds = op == Some("deploy") && std::mem::take(&mut state.holds_answer);
+        (response, holds)
+    };
+    if holds {
+        std::future::pending::<()>().await;
+    }
+    response
+}
+
+/// The beginning of an answer, and then the end of the connection.
+fn cut() -> Response {
+    let beginning = stream::iter([Ok(Bytes::from_static(b"[{\"system_id\": ")), Err(std::io::Error::other("cut"))]);
+    ([(header::CONTENT_TYPE, "application/json")], Body::from_stream(beginning)).into_response()
+}
+
+fn list(state: &ProviderState, hostname: &str) -> Response {
+    let found = state.machines.iter().filter(|(_, machine)| machine.hostname == hostname);
+    axum::Json(found.map(|(id, machine)| record(id, machine)).collect::<Vec<_>>()).into_response()
+}
+
+fn allocate(state: &mut ProviderState, system_id: &str) -> Response {
+    match state.machines.get_mut(system_id) {
+        Some(machine) if machine.status == "Ready" => {
+            (machine.status, machine.owner) = ("Allocated", USER.to_owned());
+            axum::Json(record(system_id, machine)).into_response()
+        }
+        Some(_) | None => (StatusCode::CONFLICT, "No available machine matches constraints").into_response(),
+    }
+}
+
+fn on_machine(
+    state: &mut ProviderState,
+    verb: &str,
+    system_id: &str,
+    op: Option<&str>,
+    form: &HashMap<String, String>,
+) -> Response {
+    let Some(machine) = state.machines.get_mut(system_id) else {
+        return (StatusCode::NOT_FOUND, "Not Found").into_response();
+    };
+    match (verb, op, machine.status) {
+        ("GET", None, _) => {}
+        ("POST", Some("deploy"), "Allocated") => {
+            let user_data = form.get("user_data").and_then(|data| STANDARD.decode(data).ok()).unwrap_or_default();
+            machine.deployments.push(String::from_utf8_lossy(&user_data).into_owned());
+            (machine.status, machine.power) = ("Deploying", "on");
+        }
+        (
+            "POST",
+            Some("release"),
+            "Allocated" | "Deploying" | "Deployed" | "Failed deployment" | "Failed disk erasing",
+        ) => {
+            machine.erasures += usize::from(form.get("erase").is_some_and(|erase| erase == "true"));
+            machine.status = "Disk erasing";
+        }
+        ("POST", Some("mark_broken"), _) => {
+            machine.marked_broken += 1;
+            machine.status = "Broken";
+        }
+        (_, op, status) => {
+            let text = format!("Cannot {} a machine that is {status}", op.unwrap_or("read"));
+            return (StatusCode::CONFLICT, text).into_response();
+        }
+    }
+    axum::Json(record(system_id, machine)).into_response()
+}
+
+fn record(system_id: &str, machine: &FakeMachine) -> Value {
+    json!({
+        "system_id": system_id,
+        "hostname": machine.hostname,
+        "fqdn": format!("{}.maas", machine.hostname),
+        "status_name": machine.status,
+        "power_state": machine.power,
+        "owner": machine.owner,
+    })
+}
