@@ -9,6 +9,7 @@ mod capacity;
 mod document;
 pub(crate) mod field;
 mod health;
+mod health_rule;
 pub mod idempotency;
 mod identity_keys;
 mod internal;
@@ -264,6 +265,10 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get       "/api/v1/admin/telemetry/fleet"                    => telemetry::fleet;
 
         Admin  Get       "/api/v1/admin/policies"                           => policy::catalog;
+        Admin  Get       "/api/v1/admin/health-rules"                       => health_rule::list;
+        Admin  PostOnce  "/api/v1/admin/health-rules"                       => health_rule::write, StateConflict;
+        Admin  Delete    "/api/v1/admin/health-rules"                       => health_rule::take_back, NotFound;
+
         Admin  Get       "/api/v1/admin/policy-values"                      => policy::list;
         Admin  PostOnce  "/api/v1/admin/policy-values"                      => policy::write, PolicyOutOfBounds, StateConflict;
         Admin  Delete    "/api/v1/admin/policy-values"                      => policy::take_back, NotFound, PolicyOutOfBounds, StateConflict;

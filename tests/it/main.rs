@@ -24,6 +24,7 @@ mod final_state_checks;
 mod fleet_telemetry;
 mod generated_client;
 mod gpuctl;
+mod health_findings;
 mod idempotent_replay;
 mod identity_faults;
 mod identity_recovery;

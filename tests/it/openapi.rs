@@ -25,6 +25,7 @@ const ROUTES: &[(&str, &[&str])] = &[
     ("/admin/nodes/{id}/quarantine", &["post"]),
     ("/admin/nodes/{id}/findings/{finding_id}/clear", &["post"]),
     ("/admin/nodes/{id}/release-quarantine", &["post"]),
+    ("/admin/health-rules", &["get", "post", "delete"]),
     ("/allocations", &["get", "post"]),
     ("/allocations/{id}", &["get", "patch"]),
     ("/allocations/{id}/events", &["get"]),

@@ -19,6 +19,7 @@ mod entities {
     pub mod allocation;
     pub mod announcement;
     pub mod billing_account;
+    pub mod health_rules;
     pub mod key_set;
     pub mod node;
     pub mod notification_endpoint;
@@ -35,8 +36,8 @@ mod entities {
 
 pub use choreography::{invariant, notification, placement, reactions};
 pub use entities::{
-    allocation, announcement, billing_account, key_set, node, notification_endpoint, payment, policy_values,
-    processor_event, role_bindings, runtime, service_account, sku, tenant, terminal_session,
+    allocation, announcement, billing_account, health_rules, key_set, node, notification_endpoint, payment,
+    policy_values, processor_event, role_bindings, runtime, service_account, sku, tenant, terminal_session,
 };
 pub use kernel::{
     audit, authz, commit, event, explanation, finding, hardware, history, holder, id, key_purpose, ledger, machine,
@@ -49,9 +50,9 @@ pub use commit::{Commit, CommitOutcome};
 pub use event::Event;
 pub use id::{
     AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityKind, EntityRef, EventId, FindingId,
-    KeySetId, MemberId, NodeId, NotificationEndpointId, OrgId, PaymentId, PolicyId, PolicyValueId, ProcessorEventId,
-    ProjectId, RefundId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId, TerminalSessionId,
-    TokenId, UserId,
+    HealthRulesId, KeySetId, MemberId, NodeId, NotificationEndpointId, OrgId, PaymentId, PolicyId, PolicyValueId,
+    ProcessorEventId, ProjectId, RefundId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId,
+    TerminalSessionId, TokenId, UserId,
 };
 pub use machine::{Deadline, Effect, IndexKeys, Machine, RequestOrigin, Timestamp, Transition, TransitionContext};
 pub use package_digest::PackageDigest;
@@ -74,6 +75,7 @@ impl EntityKind {
             Self::Bindings => visitor.visit::<role_bindings::RoleBindings>(),
             Self::ServiceAccount => visitor.visit::<service_account::ServiceAccount>(),
             Self::Policy => visitor.visit::<policy_values::ScopeValues>(),
+            Self::HealthRules => visitor.visit::<health_rules::HealthRules>(),
             Self::TerminalSession => visitor.visit::<terminal_session::TerminalSession>(),
             Self::KeySet => visitor.visit::<key_set::KeySet>(),
             Self::BillingAccount => visitor.visit::<billing_account::BillingAccount>(),

@@ -18,6 +18,7 @@ mod simulation;
 #[path = "saga/steps.rs"]
 mod steps;
 
+use chrono::TimeDelta;
 use domain::Machine as _;
 use proptest::prelude::*;
 use simulation::{Delivery, Simulation};
@@ -87,6 +88,29 @@ fn key_change_reaches_the_machine_although_events_are_lost() {
         world.make(SimulationStep::ChangeKeys { user: 0, how: 0 });
         world.make(SimulationStep::ChangeKeys { user: 0, how: 5 });
         world.settle_losing(subject);
+    }
+}
+
+#[test]
+fn evacuated_allocation_is_released_although_the_event_is_lost() {
+    for subject in ["node.evacuation_due", "provisioning.release_requested", "node.tenant_gone"] {
+        let mut world = Simulation::new(Delivery::Once);
+        world.make(SimulationStep::Request { user: 0, gpus: 1, queue: 1, wish: 0 });
+        world.make(SimulationStep::DeliverAll);
+        (0..2).for_each(|node| world.make(SimulationStep::Diligent { node, luck: agent::LUCKY }));
+        world.make(SimulationStep::DeliverAll);
+        let nodes: Vec<_> = world.agents.keys().copied().collect();
+        nodes.into_iter().for_each(|id| world.heartbeat_with_finding(id));
+        world.to_be_lost = Some(subject);
+        for _ in 0..40 {
+            world.pass(TimeDelta::seconds(5));
+            world.deliver_but_what_is_lost();
+            (0..2).for_each(|node| world.make(SimulationStep::Diligent { node, luck: agent::LUCKY }));
+            world.deliver_but_what_is_lost();
+        }
+        assert_eq!(world.to_be_lost, None, "nothing of that subject was published");
+        let seen: Vec<_> = world.history(0).collect();
+        assert_eq!(seen, ["requested", "provisioning", "active", "releasing", "released"], "{subject}");
     }
 }
 
@@ -174,6 +198,8 @@ fn random_steps_reach_every_state() {
         "event provisioning.failed",
         "event node.tenant_remains",
         "event node.tenant_faulted",
+        "event node.evacuation_begun",
+        "event node.evacuation_due",
         "event billing.allocation_metered",
         "event billing.allocation_uncovered",
         "event billing.balance_depleted",

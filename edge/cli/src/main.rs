@@ -47,6 +47,7 @@ mod download;
 mod duration;
 mod failure;
 mod fleet;
+mod health_rules;
 mod http_client;
 mod instant;
 mod keys;
@@ -174,6 +175,9 @@ enum Command {
     /// Administrators: the machines.
     #[command(subcommand, alias = "node")]
     Nodes(nodes::Command),
+    /// Administrators: what follows from health findings.
+    #[command(subcommand, alias = "health-rule")]
+    HealthRules(health_rules::Command),
     /// Administrators: limits, lifetimes and switches.
     #[command(subcommand, alias = "policies")]
     Policy(policy::Command),
@@ -253,6 +257,7 @@ async fn execute(command: Command, connection: Connection) -> Result<u8, Failure
         Command::ServiceAccounts(command) => service_accounts::run(command, &connection.api()?).await?,
         Command::ProcessorEvents(command) => processor_events::run(command, &connection.api()?).await?,
         Command::Nodes(command) => nodes::run(command, &connection.api()?).await?,
+        Command::HealthRules(command) => health_rules::run(command, &connection.api()?).await?,
         Command::Policy(command) => policy::run(command, &connection.api()?).await?,
         Command::Audit(command) => audit::run(command, &connection.api()?).await?,
         Command::Roles(command) => roles::run(command, &connection.api()?).await?,

@@ -135,7 +135,7 @@ pub(crate) fn without_control(text: &str) -> bool {
 }
 
 /// The events that webhooks and e-mails deliver.
-const EVENTS: &str = r"^(provisioning\.(active|failed|release_failed|release_exhausted|released)|node\.(state_changed|tenant_faulted)|terminal\.(opened|closed)|billing\.(balance_low|balance_depleted|payment_deposited|deposit_refused|refund_succeeded|refund_refused|refund_given_back|reversal_posted))$";
+const EVENTS: &str = r"^(provisioning\.(active|failed|release_failed|release_exhausted|released)|node\.(state_changed|tenant_faulted|evacuation_begun|evacuation_ended)|terminal\.(opened|closed)|billing\.(balance_low|balance_depleted|payment_deposited|deposit_refused|refund_succeeded|refund_refused|refund_given_back|reversal_posted))$";
 
 /// A text of blanks alone has no content.
 fn is_legible(text: &str) -> bool {
@@ -203,6 +203,12 @@ texts! {
     PolicyKey: 100, "a policy key such as billing.window_seconds", r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+$",
         |text| text.split('.').count() > 1 && text.split('.').all(|part| part.starts_with(|c: char| c.is_ascii_lowercase())
             && part.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_'));
+    /// The health findings that a rule is for: a probe, a slash, and a code, which may end in `*`.
+    FindingPattern: 64, "a pattern such as xid/79 or xid/14*", r"^[a-z][a-z0-9_]*/([A-Za-z0-9._-]+\*?|\*)$",
+        |text| domain::finding::CodePattern::parse(text).is_some();
+    /// What a tenant reads of a fault. What looks like a key, a token or a password is refused.
+    TenantMessage: 300, "text other than blanks, without control characters and without secrets", LEGIBLE,
+        |text| is_legible(text) && !holds_a_secret(text);
     /// An id of the payment processor's.
     ProcessorId: 255, "letters, digits and underscores", r"^[A-Za-z0-9_]+$", |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_');
     /// The id of one of the service's own keys, as GET /api/v1/admin/keys shows it.

@@ -8,6 +8,7 @@ mod contract;
 mod errors;
 mod fake_processor;
 mod harness;
+mod health_rules;
 mod inputs;
 mod keys;
 mod labels;

@@ -2,6 +2,8 @@
 
 use super::{Cursor, Reads, RowPage, one_more};
 use crate::error::{OperationContext, StoreError, damaged};
+use domain::finding::RuleOverrides;
+use domain::health_rules::HealthRules;
 use domain::id::{EntityKind, PolicyId};
 use domain::machine::Timestamp;
 use domain::policy::{PolicyBook, PolicyScope};
@@ -76,7 +78,27 @@ impl Reads {
                 }
             }
         }
+        if let Some(overrides) = self.health_rules().await? {
+            book.set_health_rules(overrides);
+        }
         Ok(book)
+    }
+
+    /// The overrides of health findings; `None` where there are none, or where they cannot be read: the table of this release holds.
+    async fn health_rules(&self) -> Result<Option<RuleOverrides>, StoreError> {
+        let body: Option<String> = sqlx::query_scalar("SELECT body::text FROM entity WHERE kind = $1")
+            .bind(EntityKind::HealthRules.as_str())
+            .fetch_optional(&self.pool)
+            .await
+            .doing("reading the overrides of health findings")?;
+        let Some(body) = body else { return Ok(None) };
+        match serde_json::from_str::<HealthRules>(&body) {
+            Ok(rules) => Ok(Some(rules.overrides)),
+            Err(error) => {
+                tracing::warn!(%error, "the overrides of health findings cannot be read: they hold nowhere");
+                Ok(None)
+            }
+        }
     }
 
     /// The values that are in force at `now` or will be, in the order in which they were written.

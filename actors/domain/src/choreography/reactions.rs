@@ -286,6 +286,16 @@ impl Event {
                     .notify_renter(allocation_id, data)
             }
             Self::MachineDue { node_id } => command(Reaction::DriveMachine(node_id)),
+            Self::EvacuationBegun { node_id, allocation_id, release_at, reason } => {
+                let data = Details { node_id: Some(node_id), reason: Some(reason), ..Details::default() };
+                none.notify_renter(allocation_id, Details { release_at: Some(release_at), ..data })
+            }
+            Self::EvacuationEnded { node_id, allocation_id } => {
+                none.notify_renter(allocation_id, Details { node_id: Some(node_id), ..Details::default() })
+            }
+            Self::EvacuationDue { node_id, allocation_id, reason } => {
+                to_allocation(allocation_id, ToAllocation::Evacuate { node_id, reason })
+            }
             Self::LoginsWritten { node_id, allocation_id, revision } => {
                 to_allocation(allocation_id, ToAllocation::LoginsWritten { node_id, revision })
             }
@@ -324,7 +334,10 @@ impl Event {
             }
 
             // Published by administrators and operators.
-            Self::SkuStateChanged { .. } | Self::PolicyWritten { .. } | Self::TrustChanged { .. } => none,
+            Self::SkuStateChanged { .. }
+            | Self::PolicyWritten { .. }
+            | Self::HealthRulesWritten { .. }
+            | Self::TrustChanged { .. } => none,
             Self::Announced { announcement_id } => {
                 let data = Details { announcement_id: Some(announcement_id), ..Details::default() };
                 none.notify(Audience::AllClients(announcement_id), data)

@@ -16,6 +16,7 @@
 
 mod agent_contact;
 mod agent_update;
+mod evacuation;
 mod explanation;
 mod fact;
 mod gpu_claims;
@@ -27,6 +28,7 @@ mod provided_machine;
 mod quarantine;
 mod recovery;
 mod reimage;
+mod repair;
 pub mod report_reasons;
 mod request;
 mod ssh_access;
@@ -56,6 +58,7 @@ use uuid::Uuid;
 pub use crate::hardware::PromisedHardware;
 pub use agent_contact::{AgentContact, NodeHealth, NodeHealthStatus, ReportedGpu, ReportedInventory, ReportedSystem};
 pub use agent_update::AgentUpdate;
+pub use evacuation::Evacuation;
 pub use fact::Fact;
 pub use health::{ClearedFinding, FindingReport, MAX_STORED_FINDINGS, NodeFinding, ReportedFinding};
 pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials, PreparedMachine};
@@ -63,6 +66,7 @@ pub use provided_machine::{ProvidedMachine, ProviderReport, ProviderStep};
 pub use quarantine::{HoldAuthor, QuarantineHold};
 pub use recovery::{IdentityRecovery, Nonce, Reissue};
 pub use reimage::{Reimage, ReimageStage};
+pub use repair::{NodeRepair, RepairPhase};
 pub use request::{CommandName, Request};
 pub use ssh_access::{HoldSshAccess, SshKeysTask};
 pub use state_reason::{StateCode, StateReason};
@@ -91,6 +95,9 @@ pub struct Node {
     /// What the agent's health probes found, oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub findings: Vec<NodeFinding>,
+    /// The repair of its findings.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub repair: Option<NodeRepair>,
     /// Why it is in quarantine. See [`Node::quarantine_holds`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     quarantine_holds: Vec<QuarantineHold>,
@@ -426,7 +433,7 @@ impl Machine for Node {
             | Phase::Retired
             | Phase::Removed => None,
         };
-        let others = self.task_deadline().into_iter().chain(self.ssh_keys_deadline());
+        let others = self.task_deadline().into_iter().chain(self.ssh_keys_deadline()).chain(self.repair_deadline());
         let of_machine = self.machine.as_ref().and_then(ProvidedMachine::deadline);
         let others = others.chain(of_machine).chain(self.reimage_deadline());
         of_its_life.into_iter().chain(others).min_by_key(|deadline| deadline.at)
@@ -446,7 +453,8 @@ impl Machine for Node {
             | Phase::Retired
             | Phase::Removed => None,
         };
-        let of_tenants = self.next_resend_at().into_iter().chain(self.ssh_keys_due_at());
+        let of_tenants =
+            self.next_resend_at().into_iter().chain(self.ssh_keys_due_at()).chain(self.evacuation_due_at());
         let of_machine = self.machine.as_ref().and_then(|machine| machine.check_at);
         of_its_life.into_iter().chain(of_tenants).chain(self.task_due_at()).chain(of_machine).min()
     }
@@ -495,7 +503,8 @@ impl Node {
             Command::Fact(fact) => self.apply(fact, ctx),
             Command::Maintenance(TickOnly::Tick) => {
                 let step = self.expire_stale_tasks(self.confirm_holds(self.tick(ctx), ctx), ctx);
-                Ok(self.check_machine(self.retry_stale_ssh_keys(step, ctx), ctx))
+                let step = self.advance_evacuations(self.retry_stale_ssh_keys(step, ctx), ctx);
+                Ok(self.check_machine(step, ctx))
             }
         }
     }

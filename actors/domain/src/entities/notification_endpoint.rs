@@ -55,6 +55,7 @@ pub const DEFAULT_EMAIL_EVENTS: &[&str] = &[
     "provisioning.released",
     "provisioning.release_exhausted",
     "node.tenant_faulted",
+    "node.evacuation_begun",
     "node.state_changed",
 ];
 

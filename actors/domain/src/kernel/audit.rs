@@ -58,6 +58,7 @@ actions! {
     NodesReimage "nodes.reimage": "a node's machine is reinstalled, ordered by an administrator or after an allocation: reason";
     NodesRefuseSystem "nodes.refuse_system": "a reinstalled machine came back that is not the new system, with the reason";
     NodesFinishReimage "nodes.finish_reimage": "the new system of a reinstalled machine was validated: machine_id, machine_id_before";
+    NodesRepair "nodes.repair": "a repair of a health finding began, went on, succeeded or needs an operator: step, attempt, finding";
     NodesRetire "nodes.retire": "a node was taken out of service, or begins to drain";
     NodesDrained "nodes.drained": "the last allocation of a draining node ended: it is retired";
     NodesReactivate "nodes.reactivate": "a retired node was taken into service again";
@@ -78,6 +79,7 @@ actions! {
 
     AllocationsUncover "allocations.uncover": "an allocation is released since its account was depleted and the grace over";
     AllocationsFault "allocations.fault": "a critical fault of its node ended an allocation's billing";
+    AllocationsEvacuate "allocations.evacuate": "an allocation is released since its tenant's time to leave a failing GPU or machine has ended: node_id, reason";
 
     TerminalsOpen "terminals.open": "the user of an active allocation opened a terminal session";
     TerminalsIssueToken "terminals.issue_token": "the user asked for a token to connect to a terminal session again";
@@ -106,6 +108,8 @@ actions! {
 
     PoliciesWrite "policies.write": "a policy value was written: policy_key, old_value, new_value, reason";
     PoliciesTakeBack "policies.take_back": "a policy value was taken back, the less specific one holds: policy_key, old_value, reason";
+    HealthRulesWrite "health_rules.write": "an administrator has overridden the table of health findings: pattern, old, new, reason";
+    HealthRulesTakeBack "health_rules.take_back": "an override of the table of health findings was taken back: pattern, old, reason";
     BillingOpen "billing.open": "an operator opened a billing account";
     BillingAdjust "billing.adjust": "an operator gave to an account or took from it: amount_minor, reason";
     BillingRefundAllocation "billing.refund_allocation": "an operator gave back of what an allocation had cost: refund_id, allocation_id, reason";

@@ -12,8 +12,8 @@ pub use stream::Stream;
 use crate::hardware::Placement;
 use crate::holder::Holder;
 use crate::id::{
-    AllocationId, AnnouncementId, BillingAccountId, EntityKind, EntityRef, KeySetId, NodeId, PaymentId, PolicyId,
-    PolicyValueId, ProcessorEventId, RefundId, SkuId, TerminalSessionId, UserId,
+    AllocationId, AnnouncementId, BillingAccountId, EntityKind, EntityRef, HealthRulesId, KeySetId, NodeId, PaymentId,
+    PolicyId, PolicyValueId, ProcessorEventId, RefundId, SkuId, TerminalSessionId, UserId,
 };
 use crate::key_purpose::KeySetPurpose;
 use crate::money::Currency;
@@ -371,6 +371,24 @@ events! {
     MachineDue: "node.machine_due" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,
     }
+    /// A finding about the machine, or about a GPU of the allocation, asks its tenant to leave.
+    EvacuationBegun: "node.evacuation_begun" in Nodes, about Node(node_id), notification Delivered {
+        node_id: NodeId,
+        allocation_id: AllocationId,
+        release_at: Timestamp,
+        reason: String,
+    }
+    /// What asked the tenant to leave is over before the deadline.
+    EvacuationEnded: "node.evacuation_ended" in Nodes, about Node(node_id), notification Delivered {
+        node_id: NodeId,
+        allocation_id: AllocationId,
+    }
+    /// The deadline has passed: the allocation is to be released.
+    EvacuationDue: "node.evacuation_due" in Nodes, about Node(node_id), notification None {
+        node_id: NodeId,
+        allocation_id: AllocationId,
+        reason: String,
+    }
 
     /// The agent has written the SSH keys that may log in.
     LoginsWritten: "node.logins_written" in Nodes, about Node(node_id), notification None {
@@ -430,6 +448,11 @@ events! {
         value_id: PolicyValueId,
         policy: PolicyKey,
         effective_at: Timestamp,
+    }
+
+    // An administrator has changed the overrides of health findings, which every process caches with the policy.
+    HealthRulesWritten: "policy.invalidate.health_rules" in Policy, about HealthRules(rules_id), notification None {
+        rules_id: HealthRulesId,
     }
 
     // An operator has rotated keys: every process's cached keys are stale.

@@ -1,7 +1,11 @@
 //! Health findings, as one table to review: what follows from each, who causes it, and what repairs it (decision 0048).
 //!
 //! Agents report what they found, by probe and code; the judgement is here alone, so that a new row needs no new agent. The rows of Xids
-//! follow NVIDIA's catalog. A finding that no row has is shown, and has no other consequence.
+//! follow NVIDIA's catalog. A finding that no row has is shown, and has no other consequence. Administrators can override a row.
+
+mod overrides;
+
+pub use overrides::{CodePattern, Judgement, NoPattern, OverrideFault, RuleOverride, RuleOverrides};
 
 use serde::{Deserialize, Serialize};
 
@@ -185,16 +189,17 @@ table! {
         "xid" "137": SHOWN, TENANT, None, "a program's illegal access to another GPU's memory", YOUR_PROGRAM;
         "xid" "140": FAILED, HARDWARE, Reset, "an unrecovered memory error", GPU_FAILED;
         "xid" "143": FAILED, HARDWARE, Reboot, "the GPU could not be initialised", GPU_FAILED;
-        "xid" "144": LEAVE, HARDWARE, Reset, "an error of an NVLink (SAW)", GPU_TO_LEAVE;
-        "xid" "145": LEAVE, HARDWARE, Reset, "an error of an NVLink (RLW)", GPU_TO_LEAVE;
-        "xid" "146": LEAVE, HARDWARE, Reset, "an error of an NVLink (TLW)", GPU_TO_LEAVE;
-        "xid" "147": LEAVE, HARDWARE, Reset, "an error of an NVLink (TREX)", GPU_TO_LEAVE;
-        "xid" "148": LEAVE, HARDWARE, Reset, "an error of an NVLink (NVLPW)", GPU_TO_LEAVE;
-        "xid" "149": LEAVE, HARDWARE, Reset, "an error of an NVLink (NETIR)", GPU_TO_LEAVE;
-        "xid" "150": LEAVE, HARDWARE, Reset, "an error of an NVLink (MSE)", GPU_TO_LEAVE;
+        // Many of these are not fatal: where one is, the driver asks for a reset (`recovery_action`), and the tenant is to leave.
+        "xid" "144": WITHHELD, HARDWARE, Reset, "an error of an NVLink (SAW)", "";
+        "xid" "145": WITHHELD, HARDWARE, Reset, "an error of an NVLink (RLW)", "";
+        "xid" "146": WITHHELD, HARDWARE, Reset, "an error of an NVLink (TLW)", "";
+        "xid" "147": WITHHELD, HARDWARE, Reset, "an error of an NVLink (TREX)", "";
+        "xid" "148": WITHHELD, HARDWARE, Reset, "an error of an NVLink (NVLPW)", "";
+        "xid" "149": WITHHELD, HARDWARE, Reset, "an error of an NVLink (NETIR)", "";
+        "xid" "150": WITHHELD, HARDWARE, Reset, "an error of an NVLink (MSE)", "";
         "xid" "154": SHOWN, HARDWARE, None, "the action that recovers the GPU has changed: see recovery_action", "";
         "xid" "156": WITHHELD, HARDWARE, Reset, "a resource of the GPU is recorded to be retired", "";
-        "xid" "157": FAILED, HARDWARE, Operator, "a resource of the GPU could not be recorded to be retired", GPU_FAILED;
+        "xid" "157": WITHHELD, HARDWARE, Operator, "a resource of the GPU could not be recorded to be retired", "";
         "xid" "158": FAILED, HARDWARE, Reset, "a fatal time-out of the GPU", GPU_FAILED;
 
         // Its programs were ended by an Xid of its own; the memory is spared by rows that are remapped.

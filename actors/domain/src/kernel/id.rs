@@ -66,6 +66,8 @@ typed_id! {
     MemberId,
     /// A platform role bound to a subject.
     BindingId,
+    /// The overrides of the table of health findings.
+    HealthRulesId,
     /// The policy values of one scope.
     PolicyId,
     /// One version of a policy value.
@@ -188,6 +190,8 @@ kinds! {
     ServiceAccount = "service_account",
     /// The policy values of one scope.
     Policy = "policy",
+    /// The overrides of the table of health findings.
+    HealthRules = "health_rules",
     /// One shell on an allocation's machine, and its connection.
     TerminalSession = "terminal_session",
     /// The keys of one purpose, and the state of each in its rotation.

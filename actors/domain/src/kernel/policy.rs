@@ -169,6 +169,8 @@ policy_keys! {
     NodeMaxRecoveries = "node.max_recoveries" for Service: int(5, 0, 1000), "Recoveries of one identity.";
     NodeOfflineAfter = "node.offline_after_seconds" for Service: int(90, 10, 3600), "Silence after which a node counts as offline.";
     NodeCertificateTtl = "node.certificate_ttl_seconds" for Service: int(86_400, 30, 2_592_000), "Life of a node certificate.";
+    NodeEvacuate = "node.evacuate_seconds" for Service: int(86_400, 5, 2_592_000), "How long a tenant may stay on a GPU or a machine that a health finding takes out of service.";
+    NodeRepairAttempts = "node.repair_attempts" for Service: int(2, 0, 10), "Reboots within a day by which a node without tenants is repaired before an operator takes over; 0: operators repair.";
     NodeTaskTimeout = "node.task_timeout_seconds" for Service: int(600, 5, 86_400), "How long an agent may take to report on a task of the node itself.";
     NodeUpdateCommit = "node.update_commit_seconds" for Service: int(120, 10, 3600), "How long a new agent may take to be answered by the control plane, before the one of before is put back.";
     NodeDrainOverdue = "node.drain_overdue_seconds" for Service: int(86_400, 60, 2_592_000), "How long a drain may take before it shows as overdue.";

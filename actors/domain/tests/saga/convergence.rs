@@ -73,7 +73,7 @@ impl Simulation {
         panic!("never came to this: {what}\n{}", self.picture());
     }
 
-    fn deliver_but_what_is_lost(&mut self) {
+    pub(crate) fn deliver_but_what_is_lost(&mut self) {
         while !self.bus_is_empty() {
             match self.to_be_lost {
                 None => self.deliver(0, false),

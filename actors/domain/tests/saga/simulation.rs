@@ -88,6 +88,7 @@ impl Simulation {
         let mut policy = PolicyBook::default();
         policy.set(PolicyKey::AllocationMaxConcurrent, PolicyScope::Global, now, PolicyValue::Int(QUOTA)).unwrap();
         policy.set(PolicyKey::AllocationReleaseMaxAttempts, PolicyScope::Global, now, PolicyValue::Int(3)).unwrap();
+        policy.set(PolicyKey::NodeEvacuate, PolicyScope::Global, now, PolicyValue::Int(30)).unwrap();
         policy.set(PolicyKey::BillingLowBalanceThreshold, PolicyScope::Global, now, PolicyValue::Int(8)).unwrap();
         policy.set(PolicyKey::AllocationReleaseTimeout, PolicyScope::Global, now, PolicyValue::Int(120)).unwrap();
         let mut world = Self {
@@ -332,10 +333,12 @@ impl Simulation {
             SimulationStep::Poll { node } => self.poll(self.node(node)),
             SimulationStep::Heartbeat { node, mood } => {
                 let (health, gpus) = match mood {
+                    41..=49 => return self.heartbeat_with_finding(self.node(node)),
+                    50..=65 => return self.heartbeat_with_findings(self.node(node), Vec::new()),
                     0..=9 => (NodeHealthStatus::Critical, GPUS),
                     10..=14 => (NodeHealthStatus::Ok, GPUS - 1),
                     15..=40 => (NodeHealthStatus::Warning, GPUS),
-                    41.. => (NodeHealthStatus::Ok, GPUS),
+                    66.. => (NodeHealthStatus::Ok, GPUS),
                 };
                 self.heartbeat(self.node(node), health, gpus);
             }
@@ -584,6 +587,30 @@ impl Simulation {
     }
 
     pub(crate) fn heartbeat(&mut self, id: NodeId, status: NodeHealthStatus, gpus: u32) {
+        self.heartbeat_with(id, node::NodeHealth { status, ..Default::default() }, gpus);
+    }
+
+    /// A finding whose tenant has to leave the machine.
+    pub(crate) fn heartbeat_with_finding(&mut self, id: NodeId) {
+        let found = node::ReportedFinding {
+            probe: "disk".into(),
+            gpu_uuid: None,
+            code: "read_only".into(),
+            count: 1,
+            first_at: self.now,
+            last_at: self.now,
+            boot_id: "boot".into(),
+            detail: String::new(),
+        };
+        self.heartbeat_with_findings(id, vec![found]);
+    }
+
+    fn heartbeat_with_findings(&mut self, id: NodeId, findings: Vec<node::ReportedFinding>) {
+        let report = node::FindingReport { sent_at: self.now, findings, is_truncated: false };
+        self.heartbeat_with(id, node::NodeHealth { report: Some(report), ..Default::default() }, GPUS);
+    }
+
+    fn heartbeat_with(&mut self, id: NodeId, health: node::NodeHealth, gpus: u32) {
         let command = node::Request::Heartbeat {
             serial: self.agents[&id].serial.clone(),
             seen: Box::new(node::AgentContact {
@@ -596,14 +623,14 @@ impl Simulation {
                 package_digest: None,
             }),
             inventory: Box::new(inventory(id, gpus)),
-            health: Box::new(node::NodeHealth { status, alerts: Vec::new(), ..Default::default() }),
+            health: Box::new(health),
         };
         // A node without an identity is refused; no other command follows.
         let _ = self.tell_node(id, &Principal::Node(id), command);
     }
 
     pub(crate) fn healthy(&mut self, id: NodeId) {
-        self.heartbeat(id, NodeHealthStatus::Ok, GPUS);
+        self.heartbeat_with_findings(id, Vec::new());
         self.diligent(id, LUCKY);
     }
 

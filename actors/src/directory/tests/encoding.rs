@@ -371,6 +371,7 @@ fn of_a_node() {
         terminals: std::collections::BTreeMap::new(),
         remains: Some(text()),
         reimages: true,
+        evacuation: None,
     };
     node.holds.insert(TENANT, hold);
     node.fenced_by.insert(TENANT);
@@ -699,6 +700,35 @@ fn of_a_runtime_part() {
     let restart = |what: RuntimePart| Command::Restart { what, reason: Some(text()) };
     let commands = parts.into_iter().map(restart).chain([Command::Tick]).collect();
     survives::<RestartRecord>(commands, [Reply], [Rejection::AnotherPart]);
+}
+
+#[test]
+fn of_the_health_rules() {
+    use domain::finding::{CodePattern, FindingCause, FindingClass, Judgement, OverrideFault, Repair, RuleOverride};
+    use domain::health_rules::{Command, HealthRules, Rejection, Reply};
+    let pattern = CodePattern::parse("xid/14*").unwrap();
+    let judgement = Judgement {
+        pattern: pattern.clone(),
+        classes: [FindingClass::Evacuate, FindingClass::Warn].into(),
+        cause: FindingCause::Hardware,
+        repair: Repair::Operator,
+        tenant_message: text(),
+    };
+    let written = RuleOverride { judgement: judgement.clone(), reason: text(), written_by: text(), written_at: at() };
+    let commands = vec![
+        Command::Write { judgement: Box::new(judgement), reason: text() },
+        Command::TakeBack { pattern: pattern.clone(), reason: text() },
+        Command::Tick,
+    ];
+    let faults = [
+        OverrideFault::WithoutClass,
+        OverrideFault::CausedByTenants { rows: vec![text()] },
+        OverrideFault::WithoutMessage,
+    ];
+    let refused = faults.into_iter().map(|fault| Rejection::Refused { fault });
+    let others = [Rejection::NotFound, Rejection::NotSet { pattern }, Rejection::TooMany { limit: 100 }];
+    let rejections: Vec<_> = refused.chain(others).collect();
+    survives::<HealthRules>(commands, [Reply::Written { written: Box::new(written) }, Reply::Done], rejections);
 }
 
 #[test]

@@ -124,6 +124,8 @@ pub(in crate::api) struct SshView {
 pub(in crate::api) struct HealthView {
     status: &'static str,
     message: String,
+    /// When the allocation is released because of them; null where it is not.
+    release_at: Option<DateTime<Utc>>,
 }
 
 impl AllocationView {
@@ -236,6 +238,7 @@ impl HealthView {
             Phase::ReleaseFailed { reason, .. } => Some(Self {
                 status: "critical",
                 message: format!("Cleaning up after it failed ({reason}); it is not in use any more."),
+                release_at: None,
             }),
             Phase::Active { placed, .. } => {
                 let fault = it.fault.as_ref().map(|fault| {
@@ -244,8 +247,11 @@ impl HealthView {
                 let status = if fault.is_some() { "critical" } else { "warning" };
                 let alerts =
                     node.map(|node| node.tenant_messages(&placed.devices, it.requested_at)).unwrap_or_default();
-                let messages: Vec<String> = fault.into_iter().chain(alerts).collect();
-                (!messages.is_empty()).then(|| Self { status, message: messages.join(" ") })
+                let release_at =
+                    node.and_then(|node| node.evacuation_of(it.id)).map(|evacuation| evacuation.release_at);
+                let leave = release_at.map(|at| format!("It is released at {at}."));
+                let messages: Vec<String> = fault.into_iter().chain(alerts).chain(leave).collect();
+                (!messages.is_empty()).then(|| Self { status, message: messages.join(" "), release_at })
             }
             Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Releasing { .. } | Phase::Released { .. } => {
                 None

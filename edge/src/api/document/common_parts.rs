@@ -39,6 +39,7 @@ const TAGS: &[(&str, &str)] = &[
     ("node", "The inventory: machines, their way into trust, and what administrators do with them."),
     ("key_set", "The keys of the service itself, and their rotation."),
     ("platform_role", "Roles that are bound here to subjects, beside those of their tokens."),
+    ("health_rule", "What follows from health findings, and the overrides of administrators."),
     ("policy", "Business values: their catalog, what is in force for whom, and their changes."),
     ("audit", "Who did what, to what, and when; sealed into chains."),
     ("overview", "The whole service at a glance."),

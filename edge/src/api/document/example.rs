@@ -27,6 +27,7 @@ const TEXT_EXAMPLES: &[(&str, &str)] = &[
     ("currency", "EUR"),
     ("CurrencyCode", "EUR"),
     ("PolicyKey", "allocation.max_concurrent_per_user"),
+    ("FindingPattern", "xid/79"),
     ("Reason", "a fan is to be replaced"),
     ("Statement", "Two tenants; both are informed and can move to h200-8."),
     ("Label", "laptop"),

@@ -1,7 +1,9 @@
 //! The representation of a node in the API (decisions 3, *Node*).
 
 use chrono::{DateTime, Utc};
-use domain::node::{Node, NodeFinding, NodeHealthStatus, OnboardingMode, ProvidedMachine, QuarantineHold, Reimage};
+use domain::node::{
+    Node, NodeFinding, NodeHealthStatus, NodeRepair, OnboardingMode, ProvidedMachine, QuarantineHold, Reimage,
+};
 use domain::{Machine, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -41,6 +43,8 @@ pub(in crate::api) struct NodeView {
     /// Why it is in quarantine, oldest first: it returns to its former state when the last of these is taken back. `state_reason` is the
     /// first of them.
     quarantine_holds: Vec<HoldView>,
+    /// The last repair by itself; null where there was none.
+    repair: Option<RepairView>,
     state_entered_at: DateTime<Utc>,
     /// The deadline of the state, or of a task that must not be executed twice; null where neither has one.
     state_deadline_at: Option<DateTime<Utc>>,
@@ -149,6 +153,8 @@ pub(in crate::api) struct FindingView {
     /// What repairs it: `none`, `reset`, `reboot` or `operator`.
     repair: &'static str,
     meaning: &'static str,
+    /// The pattern of the administrators' override that judges it in place of the table; null where none does.
+    overridden_by: Option<String>,
     /// The latest occurrence, as the agent describes it.
     detail: String,
     /// How often it occurred in the boot.
@@ -211,6 +217,18 @@ pub(in crate::api) struct ReimageView {
     stage: &'static str,
 }
 
+/// A repair of health findings by the service.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeRepair)]
+pub(in crate::api) struct RepairView {
+    /// `rebooting`, `validating`, `succeeded`, or `awaits_operator` where the attempts of policy `node.repair_attempts` are used up.
+    phase: &'static str,
+    /// Attempts within a day.
+    attempts: u32,
+    /// When the last attempt began.
+    begun_at: DateTime<Utc>,
+}
+
 impl NodeView {
     pub(in crate::api) fn of(stored: &StoredEntity<Node>, now: Timestamp) -> Self {
         let node = &stored.it;
@@ -239,6 +257,7 @@ impl NodeView {
                 message: node.reason.message.clone(),
             },
             quarantine_holds: node.quarantine_holds().into_iter().map(HoldView::of).collect(),
+            repair: node.repair.as_ref().map(RepairView::of),
             state_entered_at: node.entered_at,
             overdue: deadline.as_ref().is_some_and(|deadline| deadline.at < now),
             state_deadline_at: deadline.map(|deadline| deadline.at),
@@ -259,6 +278,12 @@ impl NodeView {
     }
 }
 
+impl RepairView {
+    fn of(repair: &NodeRepair) -> Self {
+        Self { phase: repair.phase.name(), attempts: repair.attempts, begun_at: repair.begun_at }
+    }
+}
+
 impl HoldView {
     fn of(hold: QuarantineHold) -> Self {
         let (author, code) = (hold.author.into(), hold.code.as_str().to_owned());
@@ -276,9 +301,10 @@ impl FindingView {
             code: reported.code.clone(),
             gpu_uuid: reported.gpu_uuid.clone(),
             classes: classes.into_iter().map(Into::into).collect(),
-            cause: rule.cause.into(),
-            repair: rule.repair.into(),
+            cause: finding.cause().into(),
+            repair: finding.repair().into(),
             meaning: rule.meaning,
+            overridden_by: finding.overridden.as_ref().map(|judgement| judgement.pattern.to_string()),
             detail: reported.detail.clone(),
             count: reported.count,
             first_at: reported.first_at,

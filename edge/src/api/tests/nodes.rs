@@ -119,7 +119,7 @@ fn root_caller() -> domain::authz::CallerIdentity {
 }
 
 /// The health of an agent that reports these findings: probe, code and GPU.
-fn findings(found: &[(&str, &str, Option<String>)]) -> NodeHealth {
+pub(super) fn findings(found: &[(&str, &str, Option<String>)]) -> NodeHealth {
     let at = chrono::Utc::now();
     let finding = |(probe, code, gpu_uuid): &(&str, &str, Option<String>)| ReportedFinding {
         probe: (*probe).to_owned(),
@@ -144,14 +144,14 @@ async fn finding_is_shown_with_its_consequences_and_cleared_by_an_administrator(
     let path = format!("/api/v1/admin/nodes/{id}");
     let show = async || api.get(&path).admin().send().await.is(200).clone();
     let gpu = "GPU-sick-3".to_owned();
-    api.heartbeat_with(id, "sick", 4, findings(&[("xid", "79", Some(gpu.clone())), ("xid", "31", None)])).await;
+    api.heartbeat_with(id, "sick", 4, findings(&[("xid", "64", Some(gpu.clone())), ("xid", "31", None)])).await;
     let node = show().await;
     assert_eq!((&node["gpus_free"], &node["health"]["status"]), (&json!(3), &json!("critical")));
     let finding = &node["health"]["findings"][0];
     assert_eq!(finding["classes"], json!(["prevent_allocation", "evacuate", "billing_credit"]));
     let judged = ["probe", "code", "cause", "repair"].map(|field| finding[field].as_str().unwrap());
-    assert_eq!((judged, &finding["gpu_uuid"]), (["xid", "79", "hardware", "reboot"], &json!(gpu)));
-    assert_eq!(node["health"]["alerts"][0]["probe_id"], "xid.79", "in the form of before");
+    assert_eq!((judged, &finding["gpu_uuid"]), (["xid", "64", "hardware", "operator"], &json!(gpu)));
+    assert_eq!(node["health"]["alerts"][0]["probe_id"], "xid.64", "in the form of before");
 
     let clear = format!("{path}/findings/{}/clear", finding["id"].as_str().unwrap());
     api.post(&clear).user("ann").json(&reason_body()).send().await.refused(403, "forbidden");

@@ -110,6 +110,7 @@ async fn blank_reason_is_refused_on_every_route_with_a_reason() {
     let blank = |path: &str| api.call(Method::DELETE, path).admin();
     let deletions = [
         "/api/v1/admin/policy-values?key=billing.window_seconds&reason=%20",
+        "/api/v1/admin/health-rules?pattern=xid/79&reason=%20",
         "/api/v1/admin/platform-roles/bindings?subject=ann&role=auditor&reason=%20",
     ];
     assert_eq!(by_parameter, deletions.len());

@@ -82,6 +82,7 @@ fn node() -> Node {
         again: None,
         remains: None,
         reimages: false,
+        evacuation: None,
         terminals: BTreeMap::new(),
     };
     node.holds.insert(ALLOCATION, hold);

@@ -88,6 +88,26 @@ impl Allocation {
         }
     }
 
+    /// The deadline of its evacuation has passed: it is released as if its user had asked for it.
+    pub(super) fn evacuate(&self, node_id: NodeId, reason: &str, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        const WHY: &str = "its GPU or machine goes out of service, and the time to leave has ended";
+        let is_here = self.placement().is_some_and(|(ours, _)| ours == node_id);
+        match &self.phase {
+            Phase::Active { node_id, placed } if is_here => {
+                let audit =
+                    self.audit(AuditAction::AllocationsEvacuate, json!({ "node_id": node_id, "reason": reason }));
+                self.release_active(WHY, *node_id, placed, ctx).audit(audit)
+            }
+            // The node asks only for a tenant that is set up: it asks again.
+            Phase::Requested { .. }
+            | Phase::Provisioning { .. }
+            | Phase::Active { .. }
+            | Phase::Releasing { .. }
+            | Phase::ReleaseFailed { .. }
+            | Phase::Released { .. } => self.stay(),
+        }
+    }
+
     /// The first fault counts: the user still has to release the allocation, and it costs nothing from then on. On a machine that fails
     /// before the tenant is set up, provisioning is compensated: the fault is reported once, so that a deferred report would be lost.
     pub(super) fn faulted(

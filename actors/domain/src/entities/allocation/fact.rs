@@ -38,6 +38,11 @@ pub enum Fact {
         at: Timestamp,
         reason: String,
     },
+    /// The time of its tenant to leave a GPU or a machine that goes out of service has ended.
+    Evacuate {
+        node_id: NodeId,
+        reason: String,
+    },
     /// The account has a meter for it, and asks for its state.
     StillMetered {
         is_running: bool,
@@ -88,6 +93,7 @@ impl Allocation {
             Fact::NotIsolated => self.not_isolated(ctx),
             Fact::Uncover => self.uncover(ctx),
             Fact::Faulted { node_id, at, reason } => self.faulted(node_id, at, &reason, ctx),
+            Fact::Evacuate { node_id, reason } => self.evacuate(node_id, &reason, ctx),
             Fact::StillMetered { is_running } => self.still_metered(is_running),
             Fact::Provisioned { node_id } => self.provisioned(node_id, ctx),
             Fact::ProvisionFailed { node_id, reason } => self.provision_failed(node_id, &reason, ctx),

@@ -505,6 +505,24 @@ fn gpu_count_or_queue_time_beyond_the_bounds_is_rejected() {
 }
 
 #[test]
+fn evacuated_allocation_is_released_by_the_normal_path_and_only_for_its_own_node() {
+    let evacuate = |node_id| Fact::Evacuate { node_id, reason: "gpu_maintenance".into() };
+    allocation().active().after_fact(evacuate(ELSEWHERE)).unmoved().expect("active");
+    allocation().reserved().after_fact(evacuate(NODE)).unmoved().expect("provisioning");
+    let step = allocation().active().ask(&worker(), evacuate(NODE)).unwrap();
+    assert_eq!(step.audit.iter().map(|it| it.action.as_str()).collect::<Vec<_>>(), ["allocations.evacuate"]);
+    let story = allocation().active().after_fact(evacuate(NODE)).expect("releasing").says(&[
+        "provisioning.release_requested",
+        "terminal.unwanted",
+        "billing.usage_changed",
+    ]);
+    let reason = story.allocation.history.last().unwrap().reason.as_str();
+    assert!(reason.contains("the time to leave has ended"), "{reason}");
+    let again = story.after_fact(evacuate(NODE)).unmoved();
+    again.cleaned().expect("released").after_fact(evacuate(NODE)).unmoved();
+}
+
+#[test]
 fn failed_provisioning_is_cleaned_up_and_ends_with_its_failure() {
     let story = allocation()
         .reserved()

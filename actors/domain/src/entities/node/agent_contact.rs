@@ -4,7 +4,7 @@ use super::{FindingReport, HoldAuthor, Node, Phase, Rejection, Reply, StateCode,
 use crate::audit::{AuditAction, AuditRecord};
 use crate::event::{Event, GpuDevice};
 use crate::id::AllocationId;
-use crate::machine::{Timestamp, Transition, TransitionContext};
+use crate::machine::{Effect, Timestamp, Transition, TransitionContext};
 use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyKey, Scopes};
 use serde::{Deserialize, Serialize};
@@ -201,10 +201,22 @@ impl Node {
         } else if !faults.is_empty() && why.is_none() {
             why = Some("the machine has a critical fault".to_owned());
         }
+        let evacuations = next.update_evacuations(ctx);
+        if !evacuations.is_empty() && why.is_none() {
+            why = Some("the tenants that are asked to leave have changed".to_owned());
+        }
+        let repair = next.advance_repair(ctx);
+        if repair.is_some() && why.is_none() {
+            why = Some("the repair of a health finding goes on".to_owned());
+        }
+        let wake = repair.is_some().then_some(Effect::WakeNode(self.id));
+        audits.extend(repair);
         events.extend(faults);
+        events.extend(evacuations);
         let Some(why) = why else { return self.after_contact(next, reply, ctx) };
         let step = events.into_iter().fold(Transition::to(next, reply, why), Transition::event);
-        audits.into_iter().fold(step, Transition::audit)
+        let step = audits.into_iter().fold(step, Transition::audit);
+        wake.into_iter().fold(step, Transition::effect)
     }
 
     /// The health of a heartbeat. An agent that reports findings leaves the judgement to the table of findings.

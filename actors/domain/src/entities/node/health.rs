@@ -3,7 +3,7 @@
 use super::{Node, NodeHealthStatus, Phase, Rejection};
 use crate::audit::AuditAction;
 use crate::event::GpuDevice;
-use crate::finding::{FindingCause, FindingClass, FindingRule, FindingScope, Repair};
+use crate::finding::{FindingCause, FindingClass, FindingRule, FindingScope, Judgement, Repair, RuleOverrides};
 use crate::id::{AllocationId, FindingId};
 use crate::machine::{Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
@@ -51,6 +51,9 @@ pub struct NodeFinding {
     pub is_reported: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cleared: Option<ClearedFinding>,
+    /// What an administrator's override says of it in place of its row, as of the last heartbeat.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overridden: Option<Box<Judgement>>,
 }
 
 /// Why a finding has no consequence any more.
@@ -70,6 +73,35 @@ impl NodeFinding {
     }
 
     #[must_use]
+    pub fn cause(&self) -> FindingCause {
+        self.overridden.as_ref().map_or(self.rule().cause, |judgement| judgement.cause)
+    }
+
+    #[must_use]
+    pub fn repair(&self) -> Repair {
+        self.overridden.as_ref().map_or(self.rule().repair, |judgement| judgement.repair)
+    }
+
+    fn tenant_message(&self) -> &str {
+        self.overridden.as_ref().map_or(self.rule().tenant_message, |judgement| &judgement.tenant_message)
+    }
+
+    fn all_classes(&self) -> Vec<FindingClass> {
+        match &self.overridden {
+            Some(judgement) => judgement.classes.iter().copied().collect(),
+            None => self.rule().classes.to_vec(),
+        }
+    }
+
+    /// Takes over what the overrides in force say of it.
+    fn judge(&mut self, overrides: &RuleOverrides) {
+        let judgement = overrides.judgement_of(&self.reported.probe, &self.reported.code);
+        if self.overridden.as_deref() != judgement {
+            self.overridden = judgement.cloned().map(Box::new);
+        }
+    }
+
+    #[must_use]
     pub const fn is_open(&self) -> bool {
         self.cleared.is_none()
     }
@@ -77,7 +109,7 @@ impl NodeFinding {
     /// The classes that apply. A GPU that the agent cannot name is withheld with all of its node, and costs its tenant as before.
     #[must_use]
     pub fn classes(&self) -> Vec<FindingClass> {
-        let classes = self.rule().classes.iter().copied();
+        let classes = self.all_classes().into_iter();
         if self.is_unattributed() {
             classes.filter(|class| matches!(class, FindingClass::PreventAllocation | FindingClass::Warn)).collect()
         } else {
@@ -87,6 +119,10 @@ impl NodeFinding {
 
     fn has(&self, class: FindingClass) -> bool {
         self.is_open() && self.classes().contains(&class)
+    }
+
+    pub(super) fn prevents_allocation(&self) -> bool {
+        self.has(FindingClass::PreventAllocation)
     }
 
     fn is_unattributed(&self) -> bool {
@@ -123,7 +159,7 @@ impl NodeFinding {
     /// The last heartbeat does not have it any more.
     fn end(&mut self, now: Timestamp) {
         self.is_reported = false;
-        if self.is_open() && self.rule().repair != Repair::Operator {
+        if self.is_open() && self.repair() != Repair::Operator {
             self.cleared = Some(ClearedFinding { at: now, reason: None });
         }
     }
@@ -137,7 +173,7 @@ impl NodeFinding {
             "since": self.opened_at,
             "classifications": self.classes(),
             "message": format!("{}: {}", rule.meaning, reported.detail),
-            "tenant_message": rule.tenant_message,
+            "tenant_message": self.tenant_message(),
         })
     }
 }
@@ -182,8 +218,10 @@ impl Node {
             }
             let opened_at = clock.ours(reported.first_at);
             let id = FindingId(ctx.new_id(n));
-            self.findings.push(NodeFinding { id, reported, opened_at, is_reported: true, cleared: None });
+            let found = NodeFinding { id, reported, opened_at, is_reported: true, cleared: None, overridden: None };
+            self.findings.push(found);
         }
+        self.findings.iter_mut().for_each(|known| known.judge(ctx.policy.health_rules()));
         self.forget_findings();
         self.health.status = self.status_by_findings();
     }
@@ -192,7 +230,7 @@ impl Node {
     fn forget_findings(&mut self) {
         while self.findings.len() > MAX_STORED_FINDINGS {
             let worth = |known: &NodeFinding| {
-                let is_only_shown = known.rule().classes == [FindingClass::Warn];
+                let is_only_shown = known.all_classes() == [FindingClass::Warn];
                 (known.is_open(), !is_only_shown, known.reported.last_at)
             };
             let least = self.findings.iter().enumerate().min_by_key(|(_, known)| worth(known));
@@ -234,11 +272,13 @@ impl Node {
         });
         let audit = self.audit(AuditAction::NodesClearFinding, metadata);
         let mut next = self.clone();
+        next.findings.iter_mut().for_each(|known| known.judge(ctx.policy.health_rules()));
         for known in next.findings.iter_mut().filter(|known| known.id == finding_id) {
             known.cleared = Some(ClearedFinding { at: ctx.now, reason: Some(reason.to_owned()) });
         }
         next.health.status = next.status_by_findings();
-        let (events, lifted) = next.take_back_recovered_holds(ctx);
+        let (mut events, lifted) = next.take_back_recovered_holds(ctx);
+        events.extend(next.update_evacuations(ctx));
         let step = next.transition_with_node(format!("finding {finding_id} was cleared: {reason}")).audit(audit);
         let step = lifted.into_iter().fold(step, Transition::audit);
         Ok(events.into_iter().fold(step, Transition::event))
@@ -287,6 +327,13 @@ impl Node {
         faults.collect()
     }
 
+    /// Why the tenant of these GPUs is asked to leave; `None` where it is not.
+    pub(super) fn evacuation_reason(&self, gpus: &[GpuDevice]) -> Option<&'static str> {
+        let open: Vec<_> = self.findings.iter().filter(|known| known.has(FindingClass::Evacuate)).collect();
+        let of_machine = open.iter().find(|known| known.is_of_machine()).map(|_| "machine_maintenance");
+        of_machine.or_else(|| open.iter().find(|known| known.concerns(gpus)).map(|_| "gpu_maintenance"))
+    }
+
     /// How many GPUs the agent does not list and has found missing: they are faults, and no drift.
     pub(super) fn gpus_found_missing(&self) -> u32 {
         if matches!(self.life, Phase::Enrolling { .. }) {
@@ -303,9 +350,8 @@ impl Node {
     pub(super) fn tenant_messages_of_findings(&self, gpus: &[GpuDevice], since: Timestamp) -> Vec<String> {
         let mut messages: Vec<String> = Vec::new();
         for known in self.findings.iter().filter(|known| known.is_open() && known.concerns(gpus)) {
-            let rule = known.rule();
-            let is_of_another = rule.cause == FindingCause::Tenant && known.reported.last_at < since;
-            let message = rule.tenant_message;
+            let is_of_another = known.cause() == FindingCause::Tenant && known.reported.last_at < since;
+            let message = known.tenant_message();
             if !message.is_empty()
                 && !is_of_another
                 && !known.is_unattributed()

@@ -141,6 +141,7 @@ impl Node {
             seen: None,
             health: NodeHealth::default(),
             findings: Vec::new(),
+            repair: None,
             quarantine_holds: Vec::new(),
             holds: BTreeMap::new(),
             fenced_by: BTreeSet::new(),

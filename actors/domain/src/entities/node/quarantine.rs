@@ -139,6 +139,14 @@ impl Node {
         Some((events, audit))
     }
 
+    /// Replaces what this author's hold says, where there is one.
+    pub(super) fn explain_hold(&mut self, author: HoldAuthor, message: &str) {
+        for hold in self.quarantine_holds.iter_mut().filter(|hold| hold.author == author) {
+            message.clone_into(&mut hold.message);
+        }
+        self.show_first_hold();
+    }
+
     fn show_first_hold(&mut self) {
         if let Some(first) = self.quarantine_holds.first() {
             self.reason = StateReason::new(first.code.clone(), first.message.clone());

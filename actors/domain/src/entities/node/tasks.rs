@@ -90,8 +90,22 @@ impl Node {
         update: Option<AgentUpdate>,
         ctx: &TransitionContext<'_>,
     ) -> Result<(Self, TaskId), Rejection> {
+        let mut next = self.clone();
+        match next.add_task(task_type, update, ctx) {
+            Some(task_id) => Ok((next, task_id)),
+            None => Err(Rejection::TooManyTasks { limit: MAX_OPEN }),
+        }
+    }
+
+    /// Adds a task for the agent; `None` where too many have no result.
+    pub(super) fn add_task(
+        &mut self,
+        task_type: TaskType,
+        update: Option<AgentUpdate>,
+        ctx: &TransitionContext<'_>,
+    ) -> Option<TaskId> {
         if self.tasks.values().filter(|task| !task.has_ended()).count() >= MAX_OPEN {
-            return Err(Rejection::TooManyTasks { limit: MAX_OPEN });
+            return None;
         }
         let task_id = TaskId(ctx.new_id(0));
         let work = PendingTask {
@@ -102,10 +116,9 @@ impl Node {
             origin: Some(ctx.origin()),
         };
         let boot_id = self.seen.as_ref().map(|seen| seen.boot_id.clone());
-        let mut next = self.clone();
-        next.tasks.insert(task_id, NodeTask { task_type, work, boot_id, update, phase: NodeTaskPhase::Open });
-        next.forget_old_tasks();
-        Ok((next, task_id))
+        self.tasks.insert(task_id, NodeTask { task_type, work, boot_id, update, phase: NodeTaskPhase::Open });
+        self.forget_old_tasks();
+        Some(task_id)
     }
 
     pub(super) fn resume_task(

@@ -1,8 +1,8 @@
 //! The allocations on the node's GPUs, and the tasks that set tenants up and clean them up.
 
 use super::{
-    AgentUpdate, HoldAuthor, HoldSshAccess, Node, NodeHealth, PREVENT_ALLOCATION, Phase, Rejection, Reply, StateCode,
-    TerminalTask,
+    AgentUpdate, Evacuation, HoldAuthor, HoldSshAccess, Node, NodeHealth, PREVENT_ALLOCATION, Phase, Rejection, Reply,
+    StateCode, TerminalTask,
 };
 use crate::audit::AuditAction;
 use crate::event::Event;
@@ -44,6 +44,9 @@ pub struct Hold {
     /// The machine is reinstalled after this tenant.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub reimages: bool,
+    /// Its tenant is asked to leave.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub evacuation: Option<Evacuation>,
 }
 
 impl Hold {
@@ -220,6 +223,7 @@ impl Node {
                 phase: HoldPhase::Reserved,
                 again,
                 remains: None,
+                evacuation: None,
                 terminals: BTreeMap::new(),
                 reimages,
             },
@@ -259,7 +263,7 @@ impl Node {
         if self.life != Phase::Active {
             return Some(format!("it is {}", self.life.name()));
         }
-        self.mismatch()
+        self.mismatch().or_else(|| self.under_repair())
     }
 
     /// What of its health prevents new allocations on all of its GPUs.

@@ -1,12 +1,15 @@
 //! The node's lifecycle and tenants as tables; tests of what the tables do not show are in the files beside.
 
 mod agent_update;
+mod evacuation;
 mod gpu_claims;
 mod health;
+mod health_rules;
 mod lifecycle;
 mod provided_machine;
 mod recovery;
 mod reimage;
+mod repair;
 mod ssh_access;
 mod tasks;
 mod tenants;

@@ -36,6 +36,7 @@ samples! {
     ProcessorEventId: Self(Uuid::from_u128(10));
     KeySetId: Self(Uuid::from_u128(11));
     AnnouncementId: Self(Uuid::from_u128(12));
+    HealthRulesId: Self(Uuid::from_u128(13));
     Timestamp: Self::UNIX_EPOCH;
     String: "x".to_owned();
     // A flag marks an exception, as a resent event.

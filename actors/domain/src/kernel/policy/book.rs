@@ -2,6 +2,7 @@
 
 use super::{AppliesTo, PolicyKey, PolicyValue, ValueBounds};
 use crate::authz::{CallerIdentity, Principal, ResourceOwner};
+use crate::finding::RuleOverrides;
 use crate::id::{OrgId, ProjectId, UserId};
 use crate::time::Timestamp;
 use chrono::TimeDelta;
@@ -146,10 +147,12 @@ pub struct CrossingBounds {
     pub with: PolicyScope,
 }
 
-/// Every value that is or will be in force, by scope, key and effective time.
+/// Every value that is or will be in force, by scope, key and effective time; and the overrides of health findings, which every process
+/// reads with them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PolicyBook {
     values: BTreeMap<PolicyScope, BTreeMap<PolicyKey, BTreeMap<Timestamp, PolicyValue>>>,
+    health_rules: RuleOverrides,
 }
 
 impl PolicyBook {
@@ -172,6 +175,16 @@ impl PolicyBook {
         }
         self.values.entry(scope).or_default().entry(key).or_default().insert(effective_at, value);
         Ok(())
+    }
+
+    /// The overrides of the table of health findings.
+    #[must_use]
+    pub const fn health_rules(&self) -> &RuleOverrides {
+        &self.health_rules
+    }
+
+    pub fn set_health_rules(&mut self, overrides: RuleOverrides) {
+        self.health_rules = overrides;
     }
 
     /// How many scopes have values of their own.
@@ -265,7 +278,8 @@ impl PolicyBook {
             Some(of_keys.collect::<BTreeMap<_, _>>()).filter(|values| !values.is_empty())
         };
         let others = self.values.iter().filter(|(other, _)| *other != scope);
-        Self { values: others.filter_map(|(other, values)| Some((other.clone(), kept(values)?))).collect() }
+        let values = others.filter_map(|(other, values)| Some((other.clone(), kept(values)?))).collect();
+        Self { values, health_rules: RuleOverrides::default() }
     }
 }
 

@@ -167,6 +167,25 @@ fn content(notification: &Notification) -> Option<Content> {
         )
         .step("To save your data", format!("gpuctl ssh {allocation}"))
         .step("To release it", format!("gpuctl allocations release {allocation}")),
+        "node.evacuation_begun" => {
+            let when = data.release_at.map_or_else(|| "soon".to_owned(), |at| format!("at {}", in_utc(at)));
+            Content::new(
+                format!("Allocation {allocation} has to be left"),
+                format!(
+                    "A GPU of your allocation, or its machine, needs maintenance. It works on: save your data, release the \
+                     allocation and rent another one. What is still there {when} is released by the service, and cannot be \
+                     reached any more.",
+                ),
+            )
+            .step("To save your data", format!("gpuctl ssh {allocation}"))
+            .step("To see what is wrong", format!("gpuctl allocations show {allocation}"))
+            .step("To release it", format!("gpuctl allocations release {allocation}"))
+        }
+        "node.evacuation_ended" => Content::new(
+            format!("Allocation {allocation} can stay"),
+            "What was wrong with your allocation's GPU or machine is over. You do not have to leave it any more.",
+        )
+        .step("To see its state", format!("gpuctl allocations show {allocation}")),
         "terminal.opened" => Content::new(
             format!("A terminal was opened on allocation {allocation}"),
             "A terminal was opened on your allocation, in your name. If that was not you, end it, and end your logins at \

@@ -7,7 +7,7 @@ use crate::money::HourlyRate;
 use proptest::prelude::*;
 
 /// A finding on the GPU of that number, or on the machine.
-fn found(probe: &str, code: &str, gpu: Option<u32>) -> ReportedFinding {
+pub(super) fn found(probe: &str, code: &str, gpu: Option<u32>) -> ReportedFinding {
     ReportedFinding {
         probe: probe.into(),
         gpu_uuid: gpu.map(|gpu| format!("GPU-{gpu}")),
@@ -20,11 +20,11 @@ fn found(probe: &str, code: &str, gpu: Option<u32>) -> ReportedFinding {
     }
 }
 
-fn xid(code: u32, gpu: u32) -> ReportedFinding {
+pub(super) fn xid(code: u32, gpu: u32) -> ReportedFinding {
     found("xid", &code.to_string(), Some(gpu))
 }
 
-fn report_of(findings: Vec<ReportedFinding>, sent_at: Timestamp, inventory: ReportedInventory) -> Request {
+pub(super) fn report_of(findings: Vec<ReportedFinding>, sent_at: Timestamp, inventory: ReportedInventory) -> Request {
     let report = Some(FindingReport { sent_at, findings, is_truncated: false });
     Request::Heartbeat {
         serial: SERIAL.into(),
@@ -36,7 +36,7 @@ fn report_of(findings: Vec<ReportedFinding>, sent_at: Timestamp, inventory: Repo
 
 impl Story {
     #[track_caller]
-    fn finds(self, findings: &[ReportedFinding]) -> Self {
+    pub(super) fn finds(self, findings: &[ReportedFinding]) -> Self {
         let sent_at = self.now;
         self.agent(report_of(findings.to_vec(), sent_at, inventory(GPUS)))
     }
@@ -51,14 +51,19 @@ impl Story {
         found
     }
 
-    fn finding(&self, n: usize) -> FindingId {
+    pub(super) fn finding(&self, n: usize) -> FindingId {
         self.node.findings[n].id
     }
 
-    fn clears(self, n: usize) -> Self {
+    pub(super) fn clears(self, n: usize) -> Self {
         let finding_id = self.finding(n);
         self.admin(Request::ClearFinding { finding_id, reason: "looked".into() })
     }
+}
+
+/// A node whose findings operators repair.
+fn without_repair() -> Story {
+    node().policy(PolicyKey::NodeRepairAttempts, 0)
 }
 
 /// The number of the GPU that the tenant has.
@@ -123,7 +128,7 @@ fn heartbeat_with_the_same_findings_writes_nothing() {
 
 #[test]
 fn two_findings_on_one_gpu_and_one_cleared_leave_the_other() {
-    let both = node().active().finds(&[xid(79, 3), xid(95, 3)]);
+    let both = without_repair().active().finds(&[xid(79, 3), xid(95, 3)]);
     assert_eq!(both.node.gpus_free(), GPUS - 1);
     let one = both.clears(0);
     assert_eq!(one.node.gpus_free(), GPUS - 1, "the other one still withholds it");
@@ -153,7 +158,7 @@ fn clearing_is_audited_and_repeatable_and_of_known_findings() {
 fn finding_that_ends_has_no_consequence_unless_only_an_operator_can_repair_it() {
     for rule in TABLE.iter().filter(|rule| rule.has(FindingClass::PreventAllocation)) {
         let gpu = (rule.scope == FindingScope::Gpu).then_some(3);
-        let over = node().active().finds(&[found(rule.probe, rule.code, gpu)]).finds(&[]);
+        let over = without_repair().active().finds(&[found(rule.probe, rule.code, gpu)]).finds(&[]);
         let free = if rule.repair == Repair::Operator { GPUS - 1 } else { GPUS };
         assert_eq!(over.node.gpus_free(), free, "{}/{}", rule.probe, rule.code);
         over.expect("active");
@@ -162,7 +167,7 @@ fn finding_that_ends_has_no_consequence_unless_only_an_operator_can_repair_it() 
 
 #[test]
 fn truncated_report_ends_nothing() {
-    let story = node().active().finds(&[xid(79, 3)]);
+    let story = without_repair().active().finds(&[xid(79, 3)]);
     let report = Some(FindingReport { sent_at: story.now, findings: vec![], is_truncated: true });
     let health = Box::new(NodeHealth { report, ..NodeHealth::default() });
     let beat = Request::Heartbeat {
@@ -230,7 +235,7 @@ fn fault_that_is_dated_before_the_last_contact_stops_the_meter_no_earlier() {
 fn findings_are_bounded_and_those_without_consequences_go_first() {
     let shown = (0..100).map(|n| xid(10_000 + n, 1));
     let all: Vec<_> = std::iter::once(xid(79, 3)).chain(shown).collect();
-    let story = node().active().finds(&all);
+    let story = without_repair().active().finds(&all);
     assert_eq!((story.node.findings.len(), story.node.gpus_free()), (MAX_STORED_FINDINGS, GPUS - 1));
     let size = serde_json::to_string(&story.node).unwrap().len();
     assert!(size < Node::SNAPSHOT_MOST / 2, "{size}");

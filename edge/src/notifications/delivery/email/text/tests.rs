@@ -36,6 +36,11 @@ fn data_of(kind: &str) -> domain::notification::NotificationDetails {
         }
         "node.agent_update_failed" => reason("rolled_back", node(Data::default())),
         "node.tenant_faulted" => reason("health_critical", node(allocation(Data::default()))),
+        "node.evacuation_begun" => Data {
+            release_at: Some(DateTime::UNIX_EPOCH),
+            ..reason("gpu_maintenance", node(allocation(Data::default())))
+        },
+        "node.evacuation_ended" => node(allocation(Data::default())),
         "terminal.opened" => session(in_state("opened")),
         "terminal.closed" => reason("ended_by_user", session(in_state("closed"))),
         "billing.balance_low" => account(Data::default()),

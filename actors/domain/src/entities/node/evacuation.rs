@@ -1,0 +1,127 @@
+//! Tenants whose GPU or machine is about to leave service: the time that they get, and what ends it.
+//!
+//! The node decides at the deadline, since it alone knows whether the finding is still open: a finding that was cleared or has ended before
+//! releases no allocation.
+
+use super::{Hold, HoldPhase, Node};
+use crate::event::Event;
+use crate::id::AllocationId;
+use crate::machine::{Timestamp, Transition, TransitionContext};
+use crate::policy::{PolicyKey, Scopes};
+use crate::retry::RetryTimer;
+use serde::{Deserialize, Serialize};
+
+/// A tenant that is asked to leave.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Evacuation {
+    pub begun_at: Timestamp,
+    /// When its allocation is released. A later change of the policy does not move it.
+    pub release_at: Timestamp,
+    /// `gpu_maintenance` or `machine_maintenance`.
+    pub reason: String,
+    /// When the release is requested again, once it was.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    again: Option<RetryTimer>,
+}
+
+impl Evacuation {
+    fn due_at(&self) -> Timestamp {
+        self.again.map_or(self.release_at, |again| again.at)
+    }
+}
+
+impl Hold {
+    /// True while the tenant can use its GPUs.
+    const fn is_used(&self) -> bool {
+        match self.phase {
+            HoldPhase::Ready => true,
+            HoldPhase::Reserved
+            | HoldPhase::Provisioning { .. }
+            | HoldPhase::SetupFailed { .. }
+            | HoldPhase::Releasing { .. }
+            | HoldPhase::ReleaseFailed { .. }
+            | HoldPhase::Abandoned { .. } => false,
+        }
+    }
+}
+
+impl Node {
+    /// The time that the tenant of an allocation has to leave, where it is asked to.
+    #[must_use]
+    pub fn evacuation_of(&self, allocation_id: AllocationId) -> Option<&Evacuation> {
+        self.holds.get(&allocation_id).filter(|hold| hold.is_used())?.evacuation.as_ref()
+    }
+
+    /// Begins, ends and completes evacuations as the open findings require.
+    pub(super) fn update_evacuations(&mut self, ctx: &TransitionContext<'_>) -> Vec<Event> {
+        let wanted = self.evacuated_by_findings();
+        let limit = ctx.policy.seconds(PolicyKey::NodeEvacuate, &Scopes::global(), ctx.now);
+        let (node_id, now) = (self.id, ctx.now);
+        let mut events = Vec::new();
+        for (allocation_id, hold) in &mut self.holds {
+            let allocation_id = *allocation_id;
+            let reason = wanted.iter().find(|(id, _)| *id == allocation_id).map(|(_, reason)| (*reason).to_owned());
+            if !hold.is_used() {
+                hold.evacuation = None;
+                continue;
+            }
+            match (reason, &mut hold.evacuation) {
+                (Some(reason), None) => {
+                    let release_at = now + limit;
+                    let begun = Evacuation { begun_at: now, release_at, reason: reason.clone(), again: None };
+                    hold.evacuation = Some(begun);
+                    events.push(Event::EvacuationBegun { node_id, allocation_id, release_at, reason });
+                }
+                (Some(_), Some(evacuation)) if now >= evacuation.due_at() => {
+                    evacuation.again = Some(match evacuation.again {
+                        Some(again) => again.next(now),
+                        None => RetryTimer::first(now),
+                    });
+                    let reason = evacuation.reason.clone();
+                    events.push(Event::EvacuationDue { node_id, allocation_id, reason });
+                }
+                (Some(_), Some(_)) | (None, None) => {}
+                // Its release was requested already and cannot be taken back.
+                (None, Some(evacuation)) if evacuation.again.is_some() => {}
+                (None, Some(_)) => {
+                    hold.evacuation = None;
+                    events.push(Event::EvacuationEnded { node_id, allocation_id });
+                }
+            }
+        }
+        events
+    }
+
+    /// As [`Node::update_evacuations`], as part of this transition.
+    pub(super) fn advance_evacuations(&self, step: Transition<Self>, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let mut next = step.next.clone().unwrap_or_else(|| self.clone());
+        let events = next.update_evacuations(ctx);
+        if events.is_empty() {
+            return step;
+        }
+        let why = if step.next.is_some() {
+            step.why.clone()
+        } else {
+            "the time of tenants to leave has begun or ended".to_owned()
+        };
+        events.into_iter().fold(Transition { next: Some(next), why, ..step }, Transition::event)
+    }
+
+    /// When the next evacuation is due.
+    pub(super) fn evacuation_due_at(&self) -> Option<Timestamp> {
+        let used = self.holds.values().filter(|hold| hold.is_used());
+        used.filter_map(|hold| hold.evacuation.as_ref()).map(Evacuation::due_at).min()
+    }
+
+    /// The allocations whose GPU or machine their tenant has to leave, with the reason.
+    fn evacuated_by_findings(&self) -> Vec<(AllocationId, &'static str)> {
+        if !self.health.reports_findings {
+            return Vec::new();
+        }
+        let of_holds = self
+            .holds
+            .iter()
+            .filter_map(|(allocation_id, hold)| Some((*allocation_id, self.evacuation_reason(&hold.placed.devices)?)));
+        of_holds.collect()
+    }
+}
