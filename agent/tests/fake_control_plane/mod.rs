@@ -166,6 +166,7 @@ impl FakeControlPlane {
         self.shared.behaviour.lock().unwrap()
     }
 
+    #[allow(dead_code)]
     pub fn log_gateway(&self) -> MutexGuard<'_, log_gateway::FakeLogGateway> {
         self.shared.log_gateway.lock().unwrap()
     }
