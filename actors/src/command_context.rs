@@ -1,7 +1,7 @@
 //! The context of a command, and its results.
 
 use crate::sharding::command_id;
-use domain::machine::RequestOrigin;
+use domain::state_machine::RequestOrigin;
 use domain::{CommandId, EventId, Machine, Permit, Principal, Timestamp};
 use serde::{Deserialize, Serialize};
 use telemetry::SpanContext;

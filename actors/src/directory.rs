@@ -13,7 +13,7 @@ use crate::rate_cell_table::RateCells;
 use crate::sharding::shard_of;
 use chrono::TimeDelta;
 use domain::Visitor;
-use domain::machine::Command as _;
+use domain::state_machine::Command as _;
 use domain::{EntityRef, Machine, Permit, Shard};
 use futures::FutureExt;
 use futures::future::BoxFuture;

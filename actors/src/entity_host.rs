@@ -2,13 +2,13 @@
 //! every mailbox, and parked where they fail too often.
 
 mod activation;
+mod concurrency_primitives;
 mod failures;
 mod handover;
 #[cfg(test)]
 mod schedules;
 mod shard;
 mod status;
-mod sync;
 #[cfg(test)]
 mod tests;
 
@@ -25,7 +25,7 @@ use crate::interfaces::{Effects, Environment, Store};
 use crate::sharding::shard_of;
 use activation::{ActiveEntity, MailboxHandle, mailbox_handle, passivate};
 use dashmap::DashMap;
-use domain::machine::Command as _;
+use domain::state_machine::Command as _;
 use domain::{EntityRef, Machine};
 use failures::Failures;
 use handover::{Handover, NotAdmitted};

@@ -17,9 +17,9 @@ use crate::command_context::{AskError, AskResult, CommandContext, CommandReply};
 use crate::interfaces::{StoreReadError, Term};
 use domain::authz::authorize;
 use domain::commit::{CommandRecord, CompletedCommand, REFUSED, SetChange, Snapshot, Timer};
-use domain::machine::{AuditedRefusal, Command as _};
 use domain::policy::PolicyBook;
 use domain::redact::redact;
+use domain::state_machine::{AuditedRefusal, Command as _};
 use domain::{
     CommandId, Commit, CommitOutcome, Effect, EntityKind, EntityRef, EventId, Machine, Timestamp, Transition,
     TransitionContext,
@@ -618,6 +618,6 @@ const NEVER: Timestamp = match Timestamp::from_timestamp(253_370_764_800, 0) {
 };
 
 #[cfg(test)]
-mod property;
+mod property_tests;
 #[cfg(test)]
 mod tests;

@@ -55,7 +55,7 @@ pub(crate) enum Count {
     Tick,
 }
 
-impl domain::machine::Command for Count {
+impl domain::state_machine::Command for Count {
     const TICK: Self = Self::Tick;
 
     fn name(&self) -> &'static str {
@@ -82,7 +82,7 @@ pub(crate) enum Refusal {
     Counted(u64),
 }
 
-impl domain::machine::Rejection for Refusal {
+impl domain::state_machine::Rejection for Refusal {
     fn explain(self) -> Explanation {
         Explanation::conflict(self.to_string())
     }

@@ -4,7 +4,7 @@
 //! They run as ordinary tests with random inputs, and under `cargo bolero` with a coverage-guided engine
 //! (`deploy/docs/src/contribute/testing.md`).
 
-use crate::api::field::ssh_public_key::SshPublicKey;
+use crate::api::request_fields::ssh_public_key::SshPublicKey;
 use crate::outbound::host_address::HostAddress;
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
 //! The dependencies of the handlers: the actors, the store, and the keys.
 
-pub mod operator_view;
 pub(crate) mod read_model;
+pub mod runtime_interface;
 
 use crate::agent_package::AgentPackage;
 use crate::auth::Authenticator;
@@ -23,7 +23,7 @@ use crate::outbound::maas::Maas;
 use crate::outbound::node_probe::Probe;
 use crate::payment_processor::Processor;
 use crate::payment_processor::signature::WebhookSecrets;
-use crate::services::operator_view::Runtime;
+use crate::services::runtime_interface::Runtime;
 use crate::terminal::Terminals;
 use crate::tls::connections::Connections;
 use crate::trust::keys_in_force::KeysInForce;

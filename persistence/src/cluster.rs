@@ -4,7 +4,7 @@
 use crate::error::{OperationContext, StoreError, damaged};
 use domain::commit::Epoch;
 use domain::id::{MemberId, Shard};
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use sqlx::postgres::PgRow;
 use sqlx::{PgPool, Row};
 use std::collections::BTreeMap;

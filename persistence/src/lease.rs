@@ -7,7 +7,7 @@
 
 use crate::error::{OperationContext, StoreError};
 use domain::id::MemberId;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use sqlx::{PgPool, Row};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -5,7 +5,7 @@ use crate::error::{OperationContext, StoreError};
 use domain::commit::Epoch;
 use domain::event::Event;
 use domain::id::{EventId, Shard};
-use domain::machine::{RequestOrigin, Timestamp};
+use domain::state_machine::{RequestOrigin, Timestamp};
 use sqlx::PgPool;
 use uuid::Uuid;
 

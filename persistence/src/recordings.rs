@@ -6,7 +6,7 @@
 use crate::envelope_encryption::{DataKey, EnvelopeError, KeyRing, SealContext};
 use crate::error::{OperationContext, StoreError};
 use crate::queries::Cursor;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use domain::{AllocationId, NodeId, TerminalSessionId};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use sqlx::postgres::PgRow;

@@ -5,7 +5,7 @@ use crate::envelope_encryption::{EnvelopeError, KeyRing, SealContext};
 use crate::error::{OperationContext, StoreError};
 use crate::key_rewrap::Rewrap;
 use crate::recordings::Recordings;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use secrecy::{ExposeSecret, SecretSlice};
 use sqlx::postgres::PgRow;
 use sqlx::{PgPool, Row};

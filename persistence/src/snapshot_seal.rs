@@ -6,7 +6,7 @@
 //! The MAC is over the snapshot's content, whose form Postgres changes (`jsonb`): members of objects by name, numbers by value.
 
 use domain::id::EntityRef;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use prometheus::{IntCounterVec, Opts, Registry};
 use secrecy::{ExposeSecret, SecretSlice};

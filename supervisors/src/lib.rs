@@ -2,6 +2,7 @@
 
 pub mod audit_command;
 pub mod cluster;
+pub mod cluster_runtime;
 pub mod commit_effects;
 pub mod config;
 #[cfg(feature = "dev")]
@@ -12,7 +13,6 @@ pub mod ledger_command;
 pub mod logging;
 pub mod metrics;
 pub mod node_ca_command;
-pub mod operator_view;
 pub mod process_environment;
 pub mod process_roles;
 pub mod serve;

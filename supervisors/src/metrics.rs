@@ -297,7 +297,7 @@ impl EventMetrics {
 mod tests {
     use super::*;
     use domain::commit::Epoch;
-    use domain::machine::{IndexKeys, RequestOrigin};
+    use domain::state_machine::{IndexKeys, RequestOrigin};
     use domain::{AllocationId, EntityRef, EventId, Shard, Timestamp};
     use uuid::Uuid;
 

@@ -11,7 +11,7 @@ use crate::startup::membership::MembershipStage;
 use crate::startup::services::ServiceStage;
 use crate::startup::storage::{StorageStage, open_database};
 use crate::traces::TraceExporter;
-use crate::workers::{WorkerParts, start_all};
+use crate::workers::{WorkerDependencies, start_all};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use persistence::Cluster;
 use prometheus::Registry;
@@ -34,7 +34,7 @@ pub async fn serve(config: Config, traces: Option<TraceExporter>) -> anyhow::Res
     let listeners = ListenerStage::bind(&config, &storage, &keys, &actors, &services).await?;
     let traces = traces.map(Arc::new);
     let stages = Stages { config, registry, traces, storage, keys, membership, actors, services, listeners };
-    let workers = WorkerParts::new(stages).await?;
+    let workers = WorkerDependencies::new(stages).await?;
     start_all(&workers)?;
     let me = &workers.stages.membership.view.me;
     tracing::info!(member.id = %me.id, "{} serves", me.name);

@@ -2,14 +2,14 @@
 
 use crate::startup::Stages;
 use crate::supervisor::ShutdownStep;
-use crate::workers::{TREE, WorkerParts};
+use crate::workers::{TREE, WorkerDependencies};
 use std::time::Duration;
 
 /// How long the ordered shutdown may take; a service manager kills a process that takes longer.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(25);
 
 /// Stops the workers step by step.
-pub async fn shut_down(workers: &WorkerParts) {
+pub async fn shut_down(workers: &WorkerDependencies) {
     tracing::info!("stopping");
     if tokio::time::timeout(SHUTDOWN_TIMEOUT, shut_down_in_order(workers)).await.is_err() {
         tracing::warn!("the ordered end took too long; what is left is taken over by others");
@@ -17,7 +17,7 @@ pub async fn shut_down(workers: &WorkerParts) {
     tracing::info!("stopped");
 }
 
-async fn shut_down_in_order(workers: &WorkerParts) {
+async fn shut_down_in_order(workers: &WorkerDependencies) {
     let Stages { storage, actors, listeners, traces, .. } = &workers.stages;
     listeners.shared.stop.cancel();
     listeners.shared.open.close();

@@ -7,7 +7,7 @@ pub use spec::{ALWAYS, BOUNDED, ReadinessRule, RestartPolicy, ShutdownStep, Work
 
 use chrono::Utc;
 use domain::Timestamp;
-use edge::services::operator_view::WorkerState;
+use edge::services::runtime_interface::WorkerState;
 use futures::FutureExt;
 use futures::future::BoxFuture;
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};

@@ -29,9 +29,9 @@ pub mod rewrap;
 mod ssh_access;
 pub mod table_maintenance;
 mod trace_export;
-mod worker_parts;
+mod worker_dependencies;
 
-pub use worker_parts::WorkerParts;
+pub use worker_dependencies::WorkerDependencies;
 
 use crate::process_roles::ProcessRole;
 use crate::supervisor::{ALWAYS, BOUNDED, ReadinessRule, ShutdownStep, WorkerQueue, WorkerSpec, WorkerTask};
@@ -54,9 +54,9 @@ pub struct TreeRow {
 pub enum WorkerStart {
     /// The row only groups others.
     Group,
-    Task(fn(&WorkerParts) -> anyhow::Result<WorkerTask>),
+    Task(fn(&WorkerDependencies) -> anyhow::Result<WorkerTask>),
     /// `None` where the configuration or the roles do not ask for it.
-    Optional(fn(&WorkerParts) -> anyhow::Result<Option<WorkerTask>>),
+    Optional(fn(&WorkerDependencies) -> anyhow::Result<Option<WorkerTask>>),
 }
 
 const EVERY: &[ProcessRole] = &ProcessRole::ALL;
@@ -202,7 +202,7 @@ tree! {
 ///
 /// # Errors
 /// Where a worker cannot be made.
-pub fn start_all(parts: &WorkerParts) -> anyhow::Result<()> {
+pub fn start_all(parts: &WorkerDependencies) -> anyhow::Result<()> {
     let mut tasks = Vec::new();
     for row in TREE {
         tasks.push(match row.start {

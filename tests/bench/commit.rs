@@ -10,7 +10,7 @@ use domain::audit::{AuditAction, AuditRecord};
 use domain::commit::{CommandRecord, Commit, CommitOutcome, Epoch, Timer};
 use domain::event::Event;
 use domain::id::{CommandId, EntityKind, EntityRef, EventId, Shard, SkuId};
-use domain::machine::{IndexKeys, RequestOrigin};
+use domain::state_machine::{IndexKeys, RequestOrigin};
 use hdrhistogram::Histogram;
 use persistence::Committer;
 use serde_json::json;

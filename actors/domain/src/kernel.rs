@@ -1,6 +1,7 @@
 //! The lowest floor: the words of all state machines, as ids, time, money, policies, events and the trait `Machine`. No module here uses an
 //! entity, and its modules form no circle.
 
+pub mod account_holder;
 pub mod audit;
 pub mod authz;
 pub mod commit;
@@ -9,11 +10,9 @@ pub mod explanation;
 pub mod finding;
 pub mod hardware;
 pub mod history;
-pub mod holder;
 pub mod id;
 pub mod key_purpose;
 pub mod ledger;
-pub mod machine;
 pub mod metadata;
 pub mod money;
 pub mod package_digest;
@@ -24,5 +23,6 @@ pub mod recording;
 pub mod redact;
 pub mod retry;
 pub mod ssh_key;
+pub mod state_machine;
 pub mod task_type;
 pub mod time;

@@ -40,9 +40,9 @@ pub use entities::{
     policy_values, processor_event, role_bindings, runtime, service_account, sku, tenant, terminal_session,
 };
 pub use kernel::{
-    audit, authz, commit, event, explanation, finding, hardware, history, holder, id, key_purpose, ledger, machine,
-    metadata, money, package_digest, policy, precondition, rate_cell, recording, redact, retry, ssh_key, task_type,
-    time,
+    account_holder, audit, authz, commit, event, explanation, finding, hardware, history, id, key_purpose, ledger,
+    metadata, money, package_digest, policy, precondition, rate_cell, recording, redact, retry, ssh_key, state_machine,
+    task_type, time,
 };
 
 pub use authz::{Action, Permit, Principal};
@@ -54,8 +54,10 @@ pub use id::{
     ProcessorEventId, ProjectId, RefundId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId,
     TerminalSessionId, TokenId, UserId,
 };
-pub use machine::{Deadline, Effect, IndexKeys, Machine, RequestOrigin, Timestamp, Transition, TransitionContext};
 pub use package_digest::PackageDigest;
+pub use state_machine::{
+    Deadline, Effect, IndexKeys, Machine, RequestOrigin, Timestamp, Transition, TransitionContext,
+};
 pub use task_type::TaskType;
 
 /// A function over an entity whose kind is known only at run time. See [`EntityKind::visit`].

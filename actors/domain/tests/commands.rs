@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use domain::machine::{AnyCommand, Command, CommandSort};
+use domain::state_machine::{AnyCommand, Command, CommandSort};
 use domain::{
     Machine, allocation, billing_account, key_set, node, notification_endpoint, payment, processor_event, tenant,
     terminal_session,

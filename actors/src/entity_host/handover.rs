@@ -3,7 +3,7 @@
 //!
 //! `schedules.rs` compiles this file a second time, with the primitives of shuttle, and runs it under many schedules of threads.
 
-use super::sync::{Arc, AtomicBool, AtomicUsize, Entry, Map, Ordering};
+use super::concurrency_primitives::{Arc, AtomicBool, AtomicUsize, Entry, Map, Ordering};
 use domain::{CommandId, EntityRef, Shard};
 
 /// A shard that this process owns, under one term.

@@ -20,10 +20,10 @@ use shuttle::thread;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use uuid::Uuid;
 
+mod concurrency_primitives;
 #[path = "handover.rs"]
 #[allow(clippy::duplicate_mod, dead_code, unreachable_pub)]
 mod handover;
-mod sync;
 
 const COUNTER: EntityRef = EntityRef { kind: EntityKind::Sku, id: Uuid::from_u128(7) };
 const SHARD: Shard = Shard(3);

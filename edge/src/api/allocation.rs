@@ -31,13 +31,13 @@ pub(super) use events::*;
 pub(super) use revision::*;
 pub(super) use ssh_access::*;
 
-use super::field::{
-    ClaimId, GpuCount, LabelSelector, LabelSelectors, Labels, QueueSeconds, Reason, ReasonBody, RegionCode,
-    ResourceName, SkuRef, metadata, set_or_none, terms,
-};
 use super::notification_endpoint::introduce;
 use super::reason_command::reason_commands;
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
+use super::request_fields::{
+    ClaimId, GpuCount, LabelSelector, LabelSelectors, Labels, QueueSeconds, Reason, ReasonBody, RegionCode,
+    ResourceName, SkuRef, metadata, set_or_none, terms,
+};
 use super::sku;
 use super::ssh_key::tenant_of;
 use crate::api::idempotency::ReplayedResponse;

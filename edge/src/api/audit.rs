@@ -10,8 +10,8 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::field::{ActorName, AuditName};
 use super::request_context::{Authorized, ReadAudit};
+use super::request_fields::{ActorName, AuditName};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::services::Services;

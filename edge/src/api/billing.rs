@@ -19,8 +19,8 @@ use utoipa::openapi::schema::{Object, ObjectBuilder, SchemaType, Type};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::field::{AdjustmentMinor, ClaimId, CurrencyCode, EstimatedSeconds, GpuCount, Reason, SkuRef};
 use super::request_context::{AdjustBilling, Authorized, RequestContext, SeeBilling, UserRequest, replayed};
+use super::request_fields::{AdjustmentMinor, ClaimId, CurrencyCode, EstimatedSeconds, GpuCount, Reason, SkuRef};
 use super::sku;
 use crate::api::idempotency::context::Idempotent;
 use crate::http::error::ApiError;

@@ -10,7 +10,7 @@ use utoipa::ToSchema;
 use super::internal::admitted;
 use crate::http::error::{ApiError, Code};
 use crate::services::Services;
-use crate::services::operator_view::Readiness;
+use crate::services::runtime_interface::Readiness;
 
 type Metrics = ([(HeaderName, HeaderValue); 1], String);
 

@@ -14,8 +14,8 @@ use std::collections::BTreeSet;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::field::{FindingPattern, Reason, TenantMessage};
 use super::request_context::{AdminRequest, replayed};
+use super::request_fields::{FindingPattern, Reason, TenantMessage};
 use crate::api::idempotency::context::Idempotent;
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Query};

@@ -7,7 +7,7 @@ use axum::http::request::Parts;
 use crate::auth::internal::InternalToken;
 use crate::http::error::ApiError;
 use crate::services::Services;
-use crate::services::operator_view::Stats;
+use crate::services::runtime_interface::Stats;
 
 /// Statistics of the process that serves the request, from its memory.
 ///

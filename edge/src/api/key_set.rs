@@ -18,14 +18,14 @@ use tokio::time::{Instant, sleep};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::field::{KeyId, Reason, ReasonBody};
 use super::request_context::{Authorized, RequestContext, RotateKeys, replayed};
+use super::request_fields::{KeyId, Reason, ReasonBody};
 use crate::api::idempotency::context::Idempotent;
 use crate::api::rejection_response::Explain as _;
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body;
 use crate::services::Services;
-use crate::services::operator_view::TreeFilter;
+use crate::services::runtime_interface::TreeFilter;
 use crate::trust::keys_in_force::{Keys, KeysError, make, set_id, stored};
 
 /// How long a change waits for the replicas, and how often they are polled.
@@ -455,7 +455,7 @@ async fn wait_until_none(services: &Services, behind: impl Fn(&ReplicaKeys) -> b
 async fn replicas(services: &Services) -> Result<Vec<ReplicaKeys>, ApiError> {
     let tree =
         services.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() }).await?;
-    let answer = |member: crate::services::operator_view::MemberNode| ReplicaKeys {
+    let answer = |member: crate::services::runtime_interface::MemberNode| ReplicaKeys {
         name: member.name,
         answers: true,
         versions: member.key_sets,

@@ -25,16 +25,16 @@ pub(super) use agent_update::*;
 pub(super) use onboarding::*;
 pub(super) use tasks::*;
 
-use super::field::{
+use super::reason_command::reason_commands;
+use super::request_context::{AdminRequest, RequestContext, replayed};
+use super::request_fields::{
     GpuCount, HostName, LabelChanges, LabelSelector, LabelSelectors, Labels, LoginName, Port, PublicKeyText, Reason,
     ReasonBody, RegionCode, ResourceName, SkuRef, metadata, metadata_patch, terms,
 };
-use super::reason_command::reason_commands;
-use super::request_context::{AdminRequest, RequestContext, replayed};
 use super::sku;
-use crate::api::field::ssh_public_key::SshPublicKey;
 use crate::api::idempotency::context::Idempotent;
 use crate::api::rejection_response::not_answered;
+use crate::api::request_fields::ssh_public_key::SshPublicKey;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};

@@ -16,8 +16,8 @@ use std::sync::Arc;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::field::Reason;
 use super::request_context::{AdminRequest, AuthenticatedUser, replayed};
+use super::request_fields::Reason;
 use crate::api::idempotency::context::Idempotent;
 use crate::auth::{self, Caller};
 use crate::http::error::{ApiError, Code};

@@ -22,8 +22,8 @@ use std::time::Duration;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::field::{ClaimId, EventName, Reason, ReceiverUrl, set_or_none};
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
+use super::request_fields::{ClaimId, EventName, Reason, ReceiverUrl, set_or_none};
 use crate::api::idempotency::context::Idempotent;
 use crate::http::correlation::no_store;
 use crate::http::error::{ApiError, Code};

@@ -11,7 +11,7 @@ use uuid::Uuid;
 use super::request_context::AdminRequest;
 use crate::http::error::ApiError;
 use crate::services::Services;
-use crate::services::operator_view::TreeFilter;
+use crate::services::runtime_interface::TreeFilter;
 
 /// Counts of all resources, and what needs an operator.
 #[derive(Debug, Serialize, ToSchema)]

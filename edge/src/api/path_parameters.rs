@@ -5,8 +5,8 @@ use utoipa::openapi::schema::{KnownFormat, ObjectBuilder, SchemaFormat, SchemaTy
 use utoipa::openapi::{Ref, RefOr, Required, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::field::{ClaimId, WorkerName};
-use crate::services::operator_view::kinds;
+use super::request_fields::{ClaimId, WorkerName};
+use crate::services::runtime_interface::kinds;
 use crate::statement::Month;
 
 /// A parameter of a path.

@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::field::{ClaimId, Reason};
 use super::request_context::{Authorized, BindPlatformRoles, RequestContext, replayed};
+use super::request_fields::{ClaimId, Reason};
 use crate::api::idempotency::context::{HandlerSkipped, Idempotent};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};

@@ -20,8 +20,8 @@ use uuid::Uuid;
 use json_value::{JsonValue, present};
 pub(super) use revocation::*;
 
-use super::field::{ClaimId, PolicyKey, Reason, not_null};
 use super::request_context::{AdminRequest, replayed};
+use super::request_fields::{ClaimId, PolicyKey, Reason, not_null};
 use crate::api::idempotency::context::Idempotent;
 use crate::api::rejection_response::{bounds_of, not_admitted};
 use crate::http::error::ApiError;

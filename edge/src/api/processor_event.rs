@@ -12,9 +12,9 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::field::{ProcessorId, ReasonBody};
 use super::reason_command::reason_commands;
 use super::request_context::{Authorized, RequestContext, SeeBilling, SettleProcessorEvents, replayed};
+use super::request_fields::{ProcessorId, ReasonBody};
 use crate::api::idempotency::context::Idempotent;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};

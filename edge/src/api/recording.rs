@@ -18,8 +18,8 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::allocation::visible;
-use super::field::ClaimId;
 use super::request_context::{AdminRequest, RequestContext, UserRequest};
+use super::request_fields::ClaimId;
 use crate::http::correlation::no_store;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, Page, PageQuery, Position};

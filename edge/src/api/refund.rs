@@ -17,9 +17,9 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::billing::id_of;
-use super::field::{AmountMinor, Reason};
 use super::payment::{RefundState, RefundView};
 use super::request_context::{RequestContext, UserRequest, replayed};
+use super::request_fields::{AmountMinor, Reason};
 use crate::api::idempotency::ReplayedResponse;
 use crate::api::idempotency::context::Idempotent;
 use crate::http::error::{ApiError, Code};

@@ -8,7 +8,7 @@ pub(crate) use domain::policy_values::bounds_of;
 
 use crate::api::idempotency;
 use crate::http::error::{ApiError, Code};
-use crate::services::operator_view::RuntimeError;
+use crate::services::runtime_interface::RuntimeError;
 
 /// The constraint that keeps names unique within a kind.
 const UNIQUE_NAME: &str = "entity_unique_name";
@@ -77,9 +77,9 @@ pub(crate) fn not_admitted(key: PolicyKey, value: &str) -> ApiError {
     policy_values::not_admitted(key, value).into()
 }
 
-impl<R: domain::machine::Rejection> Explain for R {
+impl<R: domain::state_machine::Rejection> Explain for R {
     fn explain(self) -> ApiError {
-        domain::machine::Rejection::explain(self).into()
+        domain::state_machine::Rejection::explain(self).into()
     }
 }
 

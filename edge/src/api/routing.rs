@@ -14,8 +14,8 @@ use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
 use super::allocation;
 use super::document::{PROVIDER, SERVICE_ACCOUNT, add_common_parts, error_responses};
-use super::field::LabelSelector;
 use super::path_parameters::path_parameters;
+use super::request_fields::LabelSelector;
 use crate::api::idempotency;
 use crate::api::idempotency::context::store_response;
 use crate::http::error::{Code, Envelope};

@@ -11,12 +11,12 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use crate::api::field::{Reason, WorkerName};
 use crate::api::request_context::{AdminRequest, RequestContext};
+use crate::api::request_fields::{Reason, WorkerName};
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body::{JsonOrDefault, Path, Query};
 use crate::services::Services;
-use crate::services::operator_view::{self, ClusterReport, EntityNode, Tree, TreeFilter};
+use crate::services::runtime_interface::{self, ClusterReport, EntityNode, Tree, TreeFilter};
 
 /// How many transitions are shown of an entity.
 const SHOWN_TRANSITIONS: u32 = 50;
@@ -164,9 +164,9 @@ async fn restart_part(
     let command = Command::Restart { what: part.clone(), reason: reason.map(|reason| reason.to_string()) };
     context.prioritized().ask_unstored::<RestartRecord>(record, command).await?;
     match services.runtime.restart(part).await? {
-        operator_view::RestartOutcome::Anew => Ok(Json(RestartView { restarted: true })),
-        operator_view::RestartOutcome::Nothing => Ok(Json(RestartView { restarted: false })),
-        operator_view::RestartOutcome::Unknown => Err(ApiError::new(
+        runtime_interface::RestartOutcome::Anew => Ok(Json(RestartView { restarted: true })),
+        runtime_interface::RestartOutcome::Nothing => Ok(Json(RestartView { restarted: false })),
+        runtime_interface::RestartOutcome::Unknown => Err(ApiError::new(
             Code::ServiceUnavailable,
             "A member did not answer in time, so it is not certain that this was restarted; read the tree, then ask again.",
         )),

@@ -15,8 +15,8 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::field::{ClaimId, Label, set_or_none};
 use super::request_context::{RequestContext, UserRequest, replayed};
+use super::request_fields::{ClaimId, Label, set_or_none};
 use super::ssh_key::tenant_of;
 use crate::api::idempotency::context::Idempotent;
 use crate::auth::token::{TokenPurpose, mint};

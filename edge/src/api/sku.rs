@@ -17,11 +17,11 @@ use uuid::Uuid;
 
 pub(super) use approval::*;
 
-use super::field::{
+use super::request_context::{AdminRequest, Authorized, SeeSkus, UserRequest, replayed};
+use super::request_fields::{
     CpuCores, CurrencyCode, GpuCount, Label, MemoryMib, PriceMinor, RegionCode, SkuName, SkuRef, StorageGib, set,
     set_or_none,
 };
-use super::request_context::{AdminRequest, Authorized, SeeSkus, UserRequest, replayed};
 use super::ssh_key::NoFilter;
 use crate::api::idempotency::context::Idempotent;
 use crate::http::error::ApiError;

@@ -12,10 +12,10 @@ use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::field::{ClaimId, Label, PublicKeyText};
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
-use crate::api::field::ssh_public_key::{SshPublicKey, SshPublicKeyError};
+use super::request_fields::{ClaimId, Label, PublicKeyText};
 use crate::api::idempotency::context::Idempotent;
+use crate::api::request_fields::ssh_public_key::{SshPublicKey, SshPublicKeyError};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::http::request_body::{self, NoBody, Path};

@@ -20,8 +20,8 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::allocation::visible;
-use super::field::{ClaimId, ReasonBody};
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
+use super::request_fields::{ClaimId, ReasonBody};
 use super::ssh_key::tenant_of;
 use crate::api::idempotency::context::Idempotent;
 use crate::api::rejection_response::not_answered;

@@ -21,7 +21,7 @@ use axum::{
     http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header, request},
     response::{IntoResponse, Response},
 };
-use domain::machine::RequestOrigin;
+use domain::state_machine::RequestOrigin;
 use domain::{Permit, Timestamp};
 use futures::{
     FutureExt, TryFutureExt,

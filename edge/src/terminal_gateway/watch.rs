@@ -3,7 +3,7 @@
 use crate::services::Services;
 use crate::services::read_model::current;
 use domain::TerminalSessionId;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use domain::terminal_session::{CloseReason, TerminalSession};
 use futures::FutureExt as _;
 use futures::future::BoxFuture;

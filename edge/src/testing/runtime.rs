@@ -1,7 +1,7 @@
 //! The operators' view of a standalone replica.
 
 use crate::fleet_telemetry::{FleetSamples, FleetTelemetry, NodeSample};
-use crate::services::operator_view::{
+use crate::services::runtime_interface::{
     ClusterReport, EntityNode, EntityStatus, Readiness, RestartOutcome, Runtime, RuntimeError, Stats, Tree, TreeFilter,
     WorkerNode, WorkerState,
 };

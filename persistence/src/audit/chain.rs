@@ -2,7 +2,7 @@
 
 use crate::error::damaged;
 use domain::id::Shard;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use ed25519_dalek::{Signature, Signer as _, SigningKey, VerifyingKey};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};

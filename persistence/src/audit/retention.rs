@@ -9,7 +9,7 @@ use crate::error::{OperationContext, StoreError};
 use crate::pool::begin;
 use chrono::{DateTime, Datelike, NaiveDate, Utc};
 use domain::id::Shard;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use serde::{Deserialize, Serialize};
 use sqlx::postgres::PgRow;
 use sqlx::{PgConnection, PgPool, Row};

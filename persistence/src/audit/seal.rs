@@ -9,7 +9,7 @@ use crate::error::{OperationContext, StoreError, damaged};
 use crate::pool::begin_locking;
 use domain::commit::Epoch;
 use domain::id::{MemberId, Shard};
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use sqlx::{PgConnection, PgPool, Row};
 use std::collections::BTreeMap;
 

@@ -8,7 +8,7 @@ use crate::error::{OperationContext, StoreError};
 use crate::pool::begin;
 use chrono::TimeDelta;
 use domain::id::Shard;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use futures::TryStreamExt;
 use serde::Serialize;
 use sqlx::postgres::PgRow;

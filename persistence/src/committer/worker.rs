@@ -5,7 +5,7 @@ use super::queues::Queues;
 use super::{CommitterConfig, CommitterMetrics};
 use crate::outbox::OutboxRow;
 use domain::commit::CommitOutcome;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use rand::RngExt;
 use sqlx::postgres::{PgConnectOptions, PgDatabaseError, PgRow, PgSeverity};
 use sqlx::{Connection, Executor, PgConnection};

@@ -6,7 +6,7 @@ use crate::audit::SignedHead;
 use crate::error::{OperationContext, StoreError};
 use domain::commit::Epoch;
 use domain::id::Shard;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, QueryBuilder, Row};
 use uuid::Uuid;

@@ -4,7 +4,7 @@ use super::{Reads, RowPage, one_more};
 use crate::error::{OperationContext, StoreError, damaged};
 use domain::commit::{CompletedCommand, Epoch, Snapshot};
 use domain::id::{CommandId, EntityKind, EntityRef, NodeId, Shard, SkuId};
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, QueryBuilder, Row};
 use std::collections::{HashMap, HashSet};

@@ -4,7 +4,7 @@ use super::entity::{kind, shard};
 use super::{PAGE_MAX, Reads};
 use crate::error::{OperationContext, StoreError};
 use domain::id::{EntityKind, EntityRef, Shard};
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, QueryBuilder, Row};
 

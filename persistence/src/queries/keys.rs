@@ -3,7 +3,7 @@
 use super::Reads;
 use crate::error::{OperationContext, StoreError};
 use domain::id::NodeId;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use sqlx::Row;
 
 /// A node that would lose access with an authority.

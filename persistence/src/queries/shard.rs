@@ -6,7 +6,7 @@ use crate::error::{OperationContext, StoreError, damaged};
 use crate::outbox::OutboxRow;
 use domain::commit::Epoch;
 use domain::id::{EntityKind, EntityRef, EventId, Shard};
-use domain::machine::{RequestOrigin, Timestamp};
+use domain::state_machine::{RequestOrigin, Timestamp};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 use std::time::Duration;

@@ -2,7 +2,7 @@
 
 use domain::commit::Epoch;
 use domain::id::{EntityKind, EntityRef, MemberId, Shard};
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use local_servers::test_database::TestDatabase;
 use persistence::Cluster;
 use persistence::cluster::Member;

@@ -3,7 +3,7 @@
 use crate::test_store::{TestStore, at, bare, command, create, event, next};
 use domain::commit::{Commit, CommitOutcome, CompletedCommand, Epoch, Precondition, SetChange};
 use domain::id::{EntityKind, EventId, MemberId, Shard};
-use domain::machine::IndexKeys;
+use domain::state_machine::IndexKeys;
 use local_servers::test_database::TestDatabase;
 use persistence::loader::LoadError;
 use persistence::snapshot_seal::SealRefusal;

@@ -3,7 +3,7 @@
 use crate::test_store::{TestStore, bare, command, create, next};
 use domain::commit::{CommandRecord, Commit, CommitOutcome, Epoch};
 use domain::id::EventId;
-use domain::machine::IndexKeys;
+use domain::state_machine::IndexKeys;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use std::collections::{BTreeMap, BTreeSet};

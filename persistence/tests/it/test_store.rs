@@ -4,7 +4,7 @@ use domain::audit::{AuditAction, AuditRecord};
 use domain::commit::{CommandRecord, Commit, CommitOutcome, Epoch, Timer};
 use domain::event::Event;
 use domain::id::{CommandId, EntityKind, EntityRef, EventId, MemberId, Shard, SkuId};
-use domain::machine::{IndexKeys, RequestOrigin, Timestamp};
+use domain::state_machine::{IndexKeys, RequestOrigin, Timestamp};
 use local_servers::test_database::TestDatabase;
 use persistence::queries::{WaitingEntity, WaitingFilter};
 use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads};

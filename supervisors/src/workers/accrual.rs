@@ -4,7 +4,7 @@
 //! Their commits fill whole statements of the committer, behind the commits that callers wait for (`CommandContext::patient`). An account
 //! that was not active before is passivated after its charge.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use super::entity_deadlines::made_progress;
 use super::polling_loop::{self, PollLoopConfig};
 use crate::cluster::ClusterView;
@@ -43,7 +43,7 @@ const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(10);
 /// How long the owner of an account's shard is searched for. An account that is not charged is found again.
 const OWNER_SEARCH_TIMEOUT: TimeDelta = TimeDelta::milliseconds(500);
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { registry, storage, membership, actors, .. } = &parts.stages;
     let environment = Arc::clone(&actors.environment) as Arc<dyn Environment>;
     let (directory, view) = (actors.directory.clone(), Arc::clone(&membership.view));

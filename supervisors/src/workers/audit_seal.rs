@@ -3,7 +3,7 @@
 //! The archive is the JetStream stream `AUDIT`: an attacker who can rewrite Postgres cannot remove a head there, and `gpuaas audit verify`
 //! compares. While NATS cannot be reached the chains still grow, and the newest heads are archived when it is back.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::cluster::bus::Bus;
 use crate::supervisor::{WorkerTask, task};
 use actors::Host;
@@ -29,7 +29,7 @@ const ARCHIVE: &str = "AUDIT";
 /// How long the archive may take to answer.
 const ARCHIVE_TIMEOUT: Duration = Duration::from_secs(2);
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     Ok(task(&parts.audit_seal, |seal| async move { seal.run().await }))
 }
 

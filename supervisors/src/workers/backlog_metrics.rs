@@ -1,6 +1,6 @@
 //! Reads metrics periodically that are too expensive to read at each scrape.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use super::reactor::consumer_name;
 use crate::cluster::bus::Bus;
 use crate::metrics::{ConsumerLag, ProcessMetrics};
@@ -22,7 +22,7 @@ const ROUNDS_PER_LEDGER_CHECK: usize = 12;
 /// How long JetStream may take to answer for a consumer's lag.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { storage, membership, actors, services, .. } = &parts.stages;
     let metrics = Arc::clone(&services.operator_view.metrics);
     let shared = (metrics, Arc::clone(&actors.host), storage.reads.clone(), membership.bus.clone());

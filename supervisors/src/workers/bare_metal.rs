@@ -7,8 +7,8 @@
 use super::reaction_context::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::command_id;
 use actors::{AskError, CommandKey};
-use domain::machine::CommandSort as _;
 use domain::node::{Fact, Node, ProvidedMachine, ProviderReport, ProviderStep};
+use domain::state_machine::CommandSort as _;
 use domain::{EntityKind, EntityRef, NodeId, TokenId};
 use edge::api::machine_provider::{UserDataError, user_data};
 use edge::outbound::maas::{Maas, MaasError, Machine, MachineStatus};

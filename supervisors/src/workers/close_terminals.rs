@@ -3,7 +3,7 @@
 use super::reaction_context::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::command_id;
 use actors::{AskError, CommandKey};
-use domain::machine::CommandSort as _;
+use domain::state_machine::CommandSort as _;
 use domain::terminal_session::{Fact, Phase, TerminalSession};
 use domain::{AllocationId, EntityKind, NodeId, TerminalSessionId, UserId};
 use persistence::StoreError;

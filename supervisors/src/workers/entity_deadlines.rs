@@ -1,7 +1,7 @@
 //! Ticks entities whose timer is due, except billing accounts and notification endpoints. The owner of a shard reads the deadline index, so
 //! that a timer fires without an active actor, and survives any restart.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use super::polling_loop::{self, PollLoopConfig};
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
@@ -27,7 +27,7 @@ const POLL_LOOP: PollLoopConfig = PollLoopConfig {
 
 const PAGE_SIZE: u32 = 512;
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { storage, actors, .. } = &parts.stages;
     let shared = (Arc::clone(&actors.host), storage.reads.clone());
     Ok(task(&shared, |(host, reads)| run(host, reads)))

@@ -1,6 +1,6 @@
 //! Adds up the load of the nodes periodically: for the metrics `fleet_*`, and so that a request for it waits for no query.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use edge::fleet_telemetry::{FleetGroup, FleetReport};
@@ -16,7 +16,7 @@ const INTERVAL: Duration = Duration::from_secs(10);
 const BYTES_PER_MIB: f64 = 1024.0 * 1024.0;
 const BYTES_PER_GIB: f64 = 1024.0 * BYTES_PER_MIB;
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { registry, services, .. } = &parts.stages;
     let metrics = Arc::new(FleetMetrics::register(registry)?);
     let shared = (services.services.clone(), metrics);

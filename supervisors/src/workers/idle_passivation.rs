@@ -1,13 +1,13 @@
 //! Periodic passivation: entities that are idle leave memory.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::supervisor::{WorkerTask, task};
 use actors::Host;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{MissedTickBehavior, interval};
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     Ok(task(&parts.stages.actors.host, run))
 }
 

@@ -5,15 +5,15 @@
 //! of a commit and by the agent's journal, and a violation leaves no trace: a counter for them could not move, and there is none. Of I6 the
 //! database shows that removed entities hold nothing; that they answer no caller is checked by the tests.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use actors::Host;
 use domain::allocation::Allocation;
 use domain::billing_account::BillingAccount;
 use domain::invariant::{self, Invariant};
-use domain::machine::Machine;
 use domain::node::Node;
+use domain::state_machine::Machine;
 use domain::{AllocationId, EntityKind, NodeId, Shard, Visitor};
 use persistence::queries::{Cursor, InspectedEntity, Inspection};
 use persistence::{Reads, StoreError};
@@ -31,7 +31,7 @@ const PAGE_SIZE: u32 = 100;
 
 const CHECKED_INVARIANTS: [&str; 7] = ["I1", "I2", "I3", "I4", "I6", "I7", "I8"];
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { registry, storage, actors, .. } = &parts.stages;
     let auditor = Auditor::register(registry, storage.reads.clone())?;
     let shared = (Arc::new(auditor), Arc::clone(&actors.host));

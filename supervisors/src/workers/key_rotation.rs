@@ -3,7 +3,7 @@
 //! A rotation is published, and every process reads the keys at once. A message can be lost: so they are also read periodically, and
 //! after each reconnection to NATS. Acceptors are updated without a restart.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::cluster::bus::Bus;
 use crate::startup::node_acceptor::NodeAcceptor;
 use crate::supervisor::{WorkerTask, task};
@@ -28,11 +28,11 @@ const MAX_AGE: Duration = Duration::from_secs(5);
 /// How often the connection to NATS is checked.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     Ok(task(&parts.key_follower, |follower| async move { follower.run().await }))
 }
 
-pub(super) fn start_listener(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start_listener(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     Ok(task(&parts.key_follower, |follower| async move { follower.listen().await }))
 }
 

@@ -1,25 +1,25 @@
 //! The workers of the edge: its listeners, and what other members' messages change for its requests.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::startup::listeners::BoundListener;
 use crate::supervisor::{WorkerTask, task};
 use edge::auth::jwks::Jwks;
 use std::sync::Arc;
 
-pub(super) fn operations(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn operations(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     Ok(task(&parts.stages.listeners.operations, |listener| async move { listener.serve().await }))
 }
 
-pub(super) fn public_api(parts: &WorkerParts) -> anyhow::Result<Option<WorkerTask>> {
+pub(super) fn public_api(parts: &WorkerDependencies) -> anyhow::Result<Option<WorkerTask>> {
     Ok(serve(parts.stages.listeners.public_api.as_ref()))
 }
 
-pub(super) fn node_api(parts: &WorkerParts) -> anyhow::Result<Option<WorkerTask>> {
+pub(super) fn node_api(parts: &WorkerDependencies) -> anyhow::Result<Option<WorkerTask>> {
     Ok(serve(parts.stages.listeners.node_api.as_ref()))
 }
 
 /// `None` too where no payment processor is configured.
-pub(super) fn webhook(parts: &WorkerParts) -> anyhow::Result<Option<WorkerTask>> {
+pub(super) fn webhook(parts: &WorkerDependencies) -> anyhow::Result<Option<WorkerTask>> {
     Ok(serve(parts.stages.listeners.webhook.as_ref()))
 }
 
@@ -27,7 +27,7 @@ fn serve(listener: Option<&Arc<BoundListener>>) -> Option<WorkerTask> {
     listener.map(|listener| task(listener, |listener| async move { listener.serve().await }))
 }
 
-pub(super) fn provider_keys(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn provider_keys(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let keys = (parts.stages.membership.bus.clone(), parts.stages.services.services.authenticator.jwks().clone());
     Ok(task(&keys, |(bus, jwks)| async move { bus.on_provider_keys_changed(|| refresh_keys(&jwks)).await }))
 }
@@ -38,7 +38,7 @@ fn refresh_keys(jwks: &Jwks) {
     tokio::spawn(async move { jwks.refresh().await });
 }
 
-pub(super) fn wake_listener(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn wake_listener(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let peers = (parts.stages.membership.bus.clone(), parts.stages.actors.effects.clone());
     Ok(task(&peers, |(bus, effects)| async move { bus.on_signals(|signal| effects.apply(signal)).await }))
 }

@@ -3,7 +3,7 @@
 //!
 //! A message may be sent twice, where a member dies between the attempt and the commit: its receiver recognizes it by its id.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use super::polling_loop::{self, PollLoopConfig};
 use crate::cluster::ClusterView;
 use crate::process_roles::ProcessRole;
@@ -36,7 +36,7 @@ const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(10);
 /// How long the owner of an endpoint's shard is searched for.
 const OWNER_SEARCH_TIMEOUT: TimeDelta = TimeDelta::seconds(2);
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { registry, storage, membership, actors, services, .. } = &parts.stages;
     let environment = Arc::clone(&actors.environment) as Arc<dyn Environment>;
     let (directory, view, reads) = (actors.directory.clone(), Arc::clone(&membership.view), storage.reads.clone());

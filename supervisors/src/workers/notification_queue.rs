@@ -4,7 +4,7 @@
 //!
 //! An operator's announcement to all is for subscribers, and is queued for no endpoint.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use super::notification_relay::{AddressedNotification, Notifier, PublishedEvent, consumer_config, parse_event};
 use super::outbox_relay::make_streams;
 use crate::startup::Stages;
@@ -36,7 +36,7 @@ const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(5);
 /// More endpoints than a holder can have.
 const MAX_ENDPOINTS: u32 = 200;
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { actors, services, .. } = &parts.stages;
     let has_mail = services.services.delivery.mailer.is_some();
     let queue = NotificationQueue::new(parts.notifier.clone(), actors.directory.clone(), has_mail)?;

@@ -2,7 +2,7 @@
 //! with this role, which looks up the audience and publishes on its subjects. Subscribers there receive the notifications
 //! (`edge::notifications`); they are not stored.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use super::outbox_relay::make_streams;
 use crate::cluster::bus::Bus;
 use crate::process_environment::ProcessEnvironment;
@@ -42,7 +42,7 @@ const MAX_EVENT_AGE: TimeDelta = TimeDelta::minutes(5);
 /// Operators in one page of the bindings.
 const PAGE_SIZE: u32 = 200;
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     Ok(task(&parts.notifier, Notifier::run))
 }
 

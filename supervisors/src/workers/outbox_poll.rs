@@ -1,7 +1,7 @@
 //! Feeds the relay with the events of shards whose owners have no relay of their own: where the roles `entities` and `outbox-relay` run
 //! in separate processes. The events are read from Postgres in the order of their commits; such shards are divided among the relays.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::cluster::ClusterView;
 use crate::process_roles::ProcessRole;
 use crate::startup::Stages;
@@ -22,7 +22,7 @@ const EVENTS_PER_SHARD: u32 = 256;
 /// An event without a reaction stays until the broker has acknowledged it: after this time it is published again.
 const REPUBLISH_AFTER: Duration = Duration::from_secs(3);
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { storage, membership, .. } = &parts.stages;
     let (view, reads, relay) = (Arc::clone(&membership.view), storage.reads.clone(), storage.committed.clone());
     Ok(task(&Arc::new(OutboxPoll { view, reads, relay }), |poll| async move { poll.run().await }))

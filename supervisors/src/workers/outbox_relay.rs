@@ -4,7 +4,7 @@
 //! (`workers::reactor`). JetStream acknowledges before it has synced, so that an event with a reaction stays in the outbox until its
 //! reaction is committed; only the others are deleted at the acknowledgement.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::cluster::bus::Bus;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
@@ -30,7 +30,7 @@ const BATCH_SIZE: usize = 128;
 /// How long the streams retain events. Whatever must happen is in the outbox; no consumer lags by a day.
 const STREAM_RETENTION: Duration = Duration::from_secs(24 * 60 * 60);
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { storage, membership, .. } = &parts.stages;
     let (outbox, rows) = (Outbox::new(storage.pool.clone()), Arc::clone(&storage.committed_rows));
     let relay = Arc::new(OutboxRelay::new(membership.bus.clone(), outbox, rows));
@@ -197,7 +197,7 @@ pub async fn make_streams(context: &jetstream::Context) -> anyhow::Result<()> {
 mod tests {
     use super::*;
     use domain::commit::Epoch;
-    use domain::machine::RequestOrigin;
+    use domain::state_machine::RequestOrigin;
     use domain::{AllocationId, Event, Timestamp};
     use uuid::Uuid;
 

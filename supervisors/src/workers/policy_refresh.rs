@@ -4,7 +4,7 @@
 //! are also read periodically, and after each reconnection to NATS. Values for a later time are read with the others and need no message
 //! when they take effect.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::cluster::bus::Bus;
 use crate::process_environment::ProcessEnvironment;
 use crate::startup::Stages;
@@ -24,13 +24,13 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Writes within this time are read together.
 const COALESCE_FOR: Duration = Duration::from_millis(20);
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { storage, membership, actors, .. } = &parts.stages;
     let shared = (Arc::clone(&actors.environment), storage.reads.clone(), membership.bus.clone());
     Ok(task(&shared, |(environment, reads, bus)| run(environment, reads, bus)))
 }
 
-pub(super) fn start_listener(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start_listener(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { membership, actors, .. } = &parts.stages;
     let shared = (Arc::clone(&actors.environment), membership.bus.clone());
     Ok(task(&shared, |(environment, bus)| listen(environment, bus)))

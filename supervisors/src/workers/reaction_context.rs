@@ -3,7 +3,7 @@
 use actors::{AskError, CommandContext, CommandKey, Directory};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;
-use domain::machine::{Command as _, RequestOrigin};
+use domain::state_machine::{Command as _, RequestOrigin};
 use domain::{Action, Event, EventId, Machine, Permit, Principal};
 use persistence::{Outbox, Reads};
 

@@ -3,7 +3,7 @@
 //! Events arrive in two ways. JetStream's durable consumers deliver fresh events to any member; and the owner of a shard polls its outbox
 //! for events whose reaction is overdue, so that a loss of NATS costs nothing but time.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use super::bare_metal::BareMetalWorker;
 use super::outbox_relay::make_streams;
 use super::payments::processor_calls::ProcessorCalls;
@@ -21,10 +21,10 @@ use async_nats::jetstream::{self, AckKind, Message};
 use domain::allocation::Allocation;
 use domain::billing_account::BillingAccount;
 use domain::event::Stream;
-use domain::machine::RequestOrigin;
 use domain::node::Node;
 use domain::payment::Payment;
 use domain::reactions::Reaction;
+use domain::state_machine::RequestOrigin;
 use domain::tenant::Tenant;
 use domain::terminal_session::TerminalSession;
 use domain::{EntityKind, Event, EventId};
@@ -54,13 +54,13 @@ const ORPHANED_AFTER_WITHOUT_NATS: Duration = Duration::from_millis(100);
 const UNREADABLE_RETRY_AFTER: Duration = Duration::from_secs(60);
 
 /// The consumer of a stream.
-pub(super) fn start_consumer(parts: &WorkerParts, stream: Stream) -> anyhow::Result<WorkerTask> {
+pub(super) fn start_consumer(parts: &WorkerDependencies, stream: Stream) -> anyhow::Result<WorkerTask> {
     let shared = (parts.reactor.clone(), parts.stages.membership.bus.clone());
     Ok(task(&shared, move |(reactor, bus)| async move { reactor.consume(&bus, stream).await }))
 }
 
 /// The poll for overdue events.
-pub(super) fn start_poll(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start_poll(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { storage, membership, actors, .. } = &parts.stages;
     let relay = storage.committed.clone();
     let shared = (parts.reactor.clone(), membership.bus.clone(), Arc::clone(&actors.host), relay);

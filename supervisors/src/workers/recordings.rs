@@ -1,7 +1,7 @@
 //! Deletes terminal recordings that are older than policy `terminal.recording_retention_days` allows, each member those of its own shards.
 //! The deletion is committed in the session first, and audited; after a crash in between the rows are found again.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use actors::interfaces::Environment;
@@ -33,7 +33,7 @@ const MIN_RETENTION: TimeDelta = TimeDelta::days(1);
 
 const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(5);
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let Stages { storage, actors, .. } = &parts.stages;
     let environment = Arc::clone(&actors.environment) as Arc<dyn Environment>;
     let (directory, host) = (actors.directory.clone(), Arc::clone(&actors.host));

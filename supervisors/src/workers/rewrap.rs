@@ -4,7 +4,7 @@
 //! its own shards. When nothing is sealed under a key any more, that key is retired. A member whose key ring seals with another key than
 //! the activated one does nothing: it would undo the others' work.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::cluster::bus::Bus;
 use crate::supervisor::{WorkerTask, task};
 use actors::sharding::shard_of;
@@ -36,11 +36,11 @@ const PAGE_SIZE: u32 = 200;
 /// The timeout of a command to an entity.
 const COMMAND_TIMEOUT: TimeDelta = TimeDelta::seconds(5);
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     Ok(task(&parts.rewrapper, |rewrapper| async move { rewrapper.run().await }))
 }
 
-pub(super) fn start_listener(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start_listener(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     let shared = (Arc::clone(&parts.rewrapper), parts.stages.membership.bus.clone());
     Ok(task(&shared, |(rewrapper, bus)| async move { rewrapper.listen(bus).await }))
 }

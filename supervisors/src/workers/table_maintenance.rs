@@ -1,6 +1,6 @@
 //! Periodic maintenance of the database: deletes old command ids, creates partitions ahead, adds up the counts.
 
-use super::WorkerParts;
+use super::WorkerDependencies;
 use crate::supervisor::{WorkerTask, task};
 use persistence::{Cluster, table_maintenance};
 use sqlx::PgPool;
@@ -13,7 +13,7 @@ const BATCH_SIZE: u32 = 5000;
 /// Members without a heartbeat for so long that own nothing are deleted.
 const MEMBER_RETENTION: Duration = Duration::from_secs(600);
 
-pub(super) fn start(parts: &WorkerParts) -> anyhow::Result<WorkerTask> {
+pub(super) fn start(parts: &WorkerDependencies) -> anyhow::Result<WorkerTask> {
     Ok(task(&parts.stages.storage.pool, run))
 }
 

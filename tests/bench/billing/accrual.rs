@@ -9,10 +9,10 @@ use domain::authz::authorize;
 use domain::billing_account::{BillingAccount, Fact, Holder, MeterRun, UsageMeter, Window};
 use domain::commit::{Commit, CommitOutcome, Epoch, Timer};
 use domain::ledger::{Posting, PostingKind};
-use domain::machine::RequestOrigin;
 use domain::money::{HourlyRate, MicroAmount, Price};
 use domain::policy::{PolicyKey, PolicyValue};
 use domain::retry::RetryTimer;
+use domain::state_machine::RequestOrigin;
 use domain::{
     Action, AllocationId, BillingAccountId, EntityKind, EntityRef, Machine, PaymentId, Permit, Principal, Timestamp,
 };

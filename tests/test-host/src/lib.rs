@@ -20,7 +20,7 @@ use actors::{AskResult, CommandContext, Directory, Host, HostConfig};
 use chrono::TimeDelta;
 use domain::authz::{CallerIdentity, TokenRole, authorize};
 use domain::commit::Epoch;
-use domain::machine::Command as _;
+use domain::state_machine::Command as _;
 use domain::{Machine, Principal, Shard};
 use std::sync::Arc;
 use uuid::Uuid;

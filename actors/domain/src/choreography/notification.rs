@@ -4,14 +4,14 @@
 //! Each is sent to those who would find the same data in the API: an allocation's to its renter, an account's to its holder, the
 //! inventory's to operators.
 
+use crate::account_holder::Holder;
 use crate::announcement::Severity;
 use crate::event::{Event, NotificationScope, Stream};
-use crate::holder::Holder;
 use crate::id::{
     AllocationId, AnnouncementId, BillingAccountId, NodeId, OrgId, PaymentId, RefundId, TerminalSessionId, UserId,
 };
-use crate::machine::Timestamp;
 use crate::policy::PolicyKey;
+use crate::state_machine::Timestamp;
 use serde::Serialize;
 use std::collections::BTreeMap;
 

@@ -1,9 +1,9 @@
 //! What follows from each event, on one page: the command of the choreography between the state machines, and the notifications.
 
+use crate::account_holder::Holder;
 use crate::allocation;
 use crate::billing_account;
 use crate::event::Event;
-use crate::holder::Holder;
 use crate::id::{AllocationId, NodeId, PaymentId, ProcessorEventId, TerminalSessionId, UserId};
 use crate::node;
 use crate::notification::{Audience, Notification, NotificationDetails};

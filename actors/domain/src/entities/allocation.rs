@@ -22,19 +22,21 @@ mod status_history;
 #[cfg(test)]
 mod tests;
 
+use crate::account_holder::Holder;
 use crate::audit::RefusalAudit;
 use crate::authz::ResourceOwner;
 use crate::explanation::Explanation;
 pub use crate::hardware::Placement;
 use crate::history::{HistoryEntry, Invariant};
-use crate::holder::Holder;
 use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
-use crate::machine::{self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::metadata::{self, Metadata};
 use crate::money::Price;
 use crate::policy::{FULL_REIMAGE, PolicyKey, Scopes};
 use crate::retry::RetryTimer;
 pub use crate::ssh_key::AuthorizedKey;
+use crate::state_machine::{
+    self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
+};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
@@ -165,9 +167,9 @@ pub enum ReleaseRetry {
 }
 
 /// The commands of an allocation.
-pub type Command = machine::AnyCommand<Request, Fact, Maintenance>;
+pub type Command = state_machine::AnyCommand<Request, Fact, Maintenance>;
 
-machine::impl_command_from!(Request, Fact, Maintenance);
+state_machine::impl_command_from!(Request, Fact, Maintenance);
 
 /// What the service does to an allocation by itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
@@ -181,7 +183,7 @@ pub enum Maintenance {
     Tick,
 }
 
-impl machine::Maintenance for Maintenance {
+impl state_machine::Maintenance for Maintenance {
     const TICK: Self = Self::Tick;
 }
 
@@ -216,7 +218,7 @@ pub const MAX_GPUS: u32 = 64;
 /// The interval at which a queued request searches for capacity.
 pub const CAPACITY_RETRY_INTERVAL: chrono::TimeDelta = chrono::TimeDelta::seconds(2);
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("allocation"),

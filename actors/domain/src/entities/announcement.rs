@@ -6,7 +6,7 @@ use crate::authz::Action;
 use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::id::{AnnouncementId, EntityKind, EntityRef};
-use crate::machine::{self, Machine, Timestamp, Transition, TransitionContext};
+use crate::state_machine::{self, Machine, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -38,7 +38,7 @@ pub enum Command {
     Tick,
 }
 
-impl machine::Command for Command {
+impl state_machine::Command for Command {
     const TICK: Self = Self::Tick;
 
     fn name(&self) -> &'static str {
@@ -73,7 +73,7 @@ pub enum Rejection {
     Exists,
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("announcement"),
@@ -128,7 +128,7 @@ mod tests {
             policy: &policy,
             by: &by,
             correlation_id: "c",
-            trace: machine::TraceContext::default(),
+            trace: state_machine::TraceContext::default(),
             seed: 1,
             id: Uuid::from_u128(9),
             version: 0,

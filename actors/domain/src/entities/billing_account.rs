@@ -25,17 +25,17 @@ use crate::explanation::{Explanation, RejectionCode};
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{AllocationId, BillingAccountId, EntityKind, EntityRef, UserId};
 use crate::ledger::PostingKind;
-use crate::machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR, HourlyRate, MicroAmount, Price};
 use crate::policy::PolicyKey;
 use crate::retry::RetryTimer;
+use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use accrual::AccountUpdate;
 use payments::AllocationCost;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
 
-pub use crate::holder::Holder;
+pub use crate::account_holder::Holder;
 pub use accrual::Window;
 pub use fact::Fact;
 pub use meter::{MeterRun, UsageMeter};
@@ -82,9 +82,9 @@ pub struct Depletion {
 }
 
 /// The commands of a billing account.
-pub type Command = machine::AnyCommand<Request, Fact>;
+pub type Command = state_machine::AnyCommand<Request, Fact>;
 
-machine::impl_command_from!(Request, Fact);
+state_machine::impl_command_from!(Request, Fact);
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
@@ -116,7 +116,7 @@ pub enum Rejection {
     Moved,
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("billing account"),

@@ -6,7 +6,7 @@ use crate::event::Event;
 use crate::explanation::{Explanation, RejectionCode};
 use crate::finding::{CodePattern, Judgement, OverrideFault, RuleOverride, RuleOverrides};
 use crate::id::{EntityKind, EntityRef, HealthRulesId};
-use crate::machine::{self, Effect, Machine, Transition, TransitionContext};
+use crate::state_machine::{self, Effect, Machine, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -38,7 +38,7 @@ pub enum Command {
     Tick,
 }
 
-impl machine::Command for Command {
+impl state_machine::Command for Command {
     const TICK: Self = Self::Tick;
 
     fn name(&self) -> &'static str {
@@ -73,7 +73,7 @@ pub enum Rejection {
     TooMany { limit: usize },
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotSet { pattern } => Explanation::new(
@@ -197,8 +197,8 @@ mod tests {
     use super::*;
     use crate::authz::Principal;
     use crate::finding::{FindingCause, FindingClass, Repair};
-    use crate::machine::Timestamp;
     use crate::policy::PolicyBook;
+    use crate::state_machine::Timestamp;
     use uuid::Uuid;
 
     fn decide(state: Option<&HealthRules>, command: Command) -> Result<Transition<HealthRules>, Rejection> {
@@ -208,7 +208,7 @@ mod tests {
             policy: &policy,
             by: &by,
             correlation_id: "c",
-            trace: machine::TraceContext::default(),
+            trace: state_machine::TraceContext::default(),
             seed: 1,
             id: Uuid::from_u128(9),
             version: 0,
@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn override_of_what_a_tenant_can_cause_is_refused_with_the_rows() {
         let refused = decide(None, write("xid/*", FindingClass::BillingCredit)).err().unwrap();
-        let text = machine::Rejection::explain(refused).message;
+        let text = state_machine::Rejection::explain(refused).message;
         assert!(text.contains("xid/13") && text.contains("never stops a meter"), "{text}");
         assert!(decide(None, write("xid/13", FindingClass::PreventAllocation)).is_err());
         assert!(decide(None, write("xid/13", FindingClass::Warn)).is_ok());

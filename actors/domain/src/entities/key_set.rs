@@ -16,8 +16,10 @@ use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
 use crate::event::Event;
 use crate::id::{EntityKind, EntityRef, KeySetId};
-use crate::machine::{self, Deadline, Effect, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use crate::policy::{self, Scopes};
+use crate::state_machine::{
+    self, Deadline, Effect, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -155,9 +157,9 @@ pub struct ChangeBasis {
 }
 
 /// The commands of a key set.
-pub type Command = machine::AnyCommand<Request, Fact>;
+pub type Command = state_machine::AnyCommand<Request, Fact>;
 
-machine::impl_command_from!(Request, Fact);
+state_machine::impl_command_from!(Request, Fact);
 
 /// What operators ask of a key set.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
@@ -177,7 +179,7 @@ pub enum Request {
     },
 }
 
-impl machine::Request for Request {
+impl state_machine::Request for Request {
     fn action(&self) -> Action {
         match self {
             Self::Rotate { .. } | Self::Adopt { .. } => Action::RotateKeys,
@@ -237,7 +239,7 @@ pub enum Rejection {
     OtherPurpose,
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound { id } => Explanation::new(

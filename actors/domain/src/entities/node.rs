@@ -45,10 +45,10 @@ use crate::event::{Event, GpuDevice};
 use crate::hardware::Placement;
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TaskId};
-use crate::machine::{
+use crate::metadata::Metadata;
+use crate::state_machine::{
     self, AuditedRefusal, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext,
 };
-use crate::metadata::Metadata;
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -211,9 +211,9 @@ impl Phase {
 }
 
 /// The commands of a node.
-pub type Command = machine::AnyCommand<Request, Fact>;
+pub type Command = state_machine::AnyCommand<Request, Fact>;
 
-machine::impl_command_from!(Request, Fact);
+state_machine::impl_command_from!(Request, Fact);
 
 /// The reply to a command.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

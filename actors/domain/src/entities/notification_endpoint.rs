@@ -21,13 +21,13 @@ pub use fact::{DeliveryFailure, Fact};
 pub use queue::{BODY_MOST, DeliveryAttempt, DeliveryQueue, QueueEntry, QueuedNotification};
 pub use request::Request;
 
+use crate::account_holder::Holder;
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{CallerIdentity, Principal};
 use crate::explanation::Explanation;
-use crate::holder::Holder;
 use crate::id::{EntityKind, EntityRef, NotificationEndpointId, UserId};
-use crate::machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
+use crate::state_machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -135,9 +135,9 @@ pub struct EndpointChange {
 }
 
 /// The commands of a notification endpoint.
-pub type Command = machine::AnyCommand<Request, Fact, Maintenance>;
+pub type Command = state_machine::AnyCommand<Request, Fact, Maintenance>;
 
-machine::impl_command_from!(Request, Fact, Maintenance);
+state_machine::impl_command_from!(Request, Fact, Maintenance);
 
 /// What the service does to a notification endpoint by itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
@@ -152,7 +152,7 @@ pub enum Maintenance {
     Tick,
 }
 
-impl machine::Maintenance for Maintenance {
+impl state_machine::Maintenance for Maintenance {
     const TICK: Self = Self::Tick;
 }
 
@@ -190,7 +190,7 @@ pub enum Rejection {
     NoSuchLetter,
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("notification endpoint"),

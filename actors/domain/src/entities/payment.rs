@@ -19,16 +19,16 @@ mod reversal;
 #[cfg(test)]
 mod tests;
 
+use crate::account_holder::Holder;
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Principal;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
-use crate::holder::Holder;
 use crate::id::{BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId, UserId};
-use crate::machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR};
 use crate::policy::{PolicyKey, Scopes};
 use crate::retry::RetryTimer;
+use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -146,9 +146,9 @@ pub enum ReversalStep {
 }
 
 /// The commands of a payment.
-pub type Command = machine::AnyCommand<Request, Fact>;
+pub type Command = state_machine::AnyCommand<Request, Fact>;
 
-machine::impl_command_from!(Request, Fact);
+state_machine::impl_command_from!(Request, Fact);
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "reply", rename_all = "snake_case")]
@@ -184,7 +184,7 @@ pub enum Rejection {
     RefundUnknown,
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("payment"),

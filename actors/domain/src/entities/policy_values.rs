@@ -7,8 +7,8 @@ use crate::authz::Action;
 use crate::event::Event;
 use crate::explanation::{Explanation, RejectionCode};
 use crate::id::{EntityKind, EntityRef, PolicyId, PolicyValueId};
-use crate::machine::{self, Effect, Machine, Timestamp, Transition, TransitionContext};
 use crate::policy::{CrossingBounds, ORDERED, PolicyBook, PolicyKey, PolicyScope, PolicyValue, ValueBounds};
+use crate::state_machine::{self, Effect, Machine, Timestamp, Transition, TransitionContext};
 use chrono::{SubsecRound as _, TimeDelta};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -86,7 +86,7 @@ pub enum Command {
     Tick,
 }
 
-impl machine::Command for Command {
+impl state_machine::Command for Command {
     const TICK: Self = Self::Tick;
 
     fn name(&self) -> &'static str {
@@ -136,7 +136,7 @@ pub enum Rejection {
     TooManyScopes { limit: usize },
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::OutOfBounds { key, value } => not_admitted(key, &value.to_string()),

@@ -18,9 +18,9 @@ use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{EntityKind, EntityRef, ProcessorEventId};
-use crate::machine::{self, Deadline, Machine, Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
 use crate::retry::RetryTimer;
+use crate::state_machine::{self, Deadline, Machine, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -112,9 +112,9 @@ impl ProcessingOutcome {
 }
 
 /// The commands of a processor event.
-pub type Command = machine::AnyCommand<Request, Fact, Maintenance>;
+pub type Command = state_machine::AnyCommand<Request, Fact, Maintenance>;
 
-machine::impl_command_from!(Request, Fact, Maintenance);
+state_machine::impl_command_from!(Request, Fact, Maintenance);
 
 /// What operators ask of a processor event.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
@@ -127,7 +127,7 @@ pub enum Request {
     Dismiss { reason: String },
 }
 
-impl machine::Request for Request {
+impl state_machine::Request for Request {
     fn action(&self) -> Action {
         match self {
             Self::Retry { .. } | Self::Dismiss { .. } => Action::SettleProcessorEvents,
@@ -170,7 +170,7 @@ pub enum Maintenance {
     Tick,
 }
 
-impl machine::Maintenance for Maintenance {
+impl state_machine::Maintenance for Maintenance {
     const TICK: Self = Self::Tick;
 }
 
@@ -198,7 +198,7 @@ pub enum Rejection {
     WrongState { state: PhaseName },
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("event of the payment processor"),

@@ -8,8 +8,8 @@ use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Action, Grant, PlatformRole};
 use crate::explanation::{Explanation, RejectionCode};
 use crate::id::{BindingId, EntityKind, EntityRef, UserId};
-use crate::machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::precondition::Precondition;
+use crate::state_machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -47,7 +47,7 @@ pub enum Command {
     Tick,
 }
 
-impl machine::Command for Command {
+impl state_machine::Command for Command {
     const TICK: Self = Self::Tick;
 
     fn name(&self) -> &'static str {
@@ -76,7 +76,7 @@ pub enum Rejection {
     NotBound,
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotBound => Explanation::new(
@@ -197,7 +197,7 @@ mod tests {
                 seed,
                 id,
                 version,
-                trace: crate::machine::TraceContext::default(),
+                trace: crate::state_machine::TraceContext::default(),
             },
         )
     }

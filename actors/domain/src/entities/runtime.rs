@@ -7,7 +7,7 @@ use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;
 use crate::explanation::Explanation;
 use crate::id::{EntityKind, EntityRef, MemberId};
-use crate::machine::{self, Machine, Timestamp, Transition, TransitionContext};
+use crate::state_machine::{self, Machine, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::fmt;
@@ -57,7 +57,7 @@ pub enum Command {
     Tick,
 }
 
-impl machine::Command for Command {
+impl state_machine::Command for Command {
     const TICK: Self = Self::Tick;
 
     fn name(&self) -> &'static str {
@@ -83,7 +83,7 @@ pub enum Rejection {
     AnotherPart,
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             // The record's id is derived from the part's name.
@@ -147,7 +147,7 @@ mod tests {
             policy: &policy,
             by: &by,
             correlation_id: "c",
-            trace: machine::TraceContext::default(),
+            trace: state_machine::TraceContext::default(),
             seed: 1,
             id: RECORD,
             version: 0,

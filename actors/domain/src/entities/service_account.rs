@@ -9,8 +9,8 @@ use crate::authz::{Action, CallerIdentity, Principal, ResourceOwner, TokenRole};
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{EntityKind, EntityRef, ServiceAccountId, ServiceAccountKeyId};
-use crate::machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
+use crate::state_machine::{self, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
@@ -63,7 +63,7 @@ pub enum Command {
     Tick,
 }
 
-impl machine::Command for Command {
+impl state_machine::Command for Command {
     const TICK: Self = Self::Tick;
 
     fn name(&self) -> &'static str {
@@ -104,7 +104,7 @@ pub enum Rejection {
     TooManyKeys { limit: i64 },
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("service account"),

@@ -22,8 +22,8 @@ use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::hardware::PromisedHardware;
 use crate::id::{EntityKind, EntityRef, SkuId, UserId};
-use crate::machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use crate::money::Price;
+use crate::state_machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -171,7 +171,7 @@ pub enum Command {
     Tick,
 }
 
-impl machine::Command for Command {
+impl state_machine::Command for Command {
     const TICK: Self = Self::Tick;
 
     fn name(&self) -> &'static str {
@@ -212,7 +212,7 @@ pub enum Rejection {
     Moved,
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("SKU"),

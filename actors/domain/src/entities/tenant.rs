@@ -14,11 +14,11 @@ use crate::explanation::Explanation;
 use crate::id::{
     AllocationId, EntityKind, EntityRef, OrgId, ProjectId, ServiceAccountId, SshKeyId, TerminalSessionId, UserId,
 };
-use crate::machine::{
-    self, AuditedRefusal, IndexKeys, Machine, Request as _, TickOnly, Timestamp, Transition, TransitionContext,
-};
 use crate::policy::{PolicyKey, Scopes};
 use crate::retry::RetryTimer;
+use crate::state_machine::{
+    self, AuditedRefusal, IndexKeys, Machine, Request as _, TickOnly, Timestamp, Transition, TransitionContext,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -48,9 +48,9 @@ pub struct Tenant {
 }
 
 /// The commands of a tenant.
-pub type Command = machine::AnyCommand<Request, Fact>;
+pub type Command = state_machine::AnyCommand<Request, Fact>;
 
-machine::impl_command_from!(Request, Fact);
+state_machine::impl_command_from!(Request, Fact);
 
 /// What users ask of their tenant.
 #[derive(
@@ -113,7 +113,7 @@ pub enum Request {
     },
 }
 
-impl machine::Request for Request {
+impl state_machine::Request for Request {
     fn action(&self) -> Action {
         match self {
             Self::AddKey { .. } | Self::RefuseKey { .. } | Self::DeleteKey { .. } | Self::MakeDefault { .. } => {
@@ -176,7 +176,7 @@ pub enum Rejection {
     TooManyTerminals { limit: i64 },
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("SSH key"),

@@ -15,12 +15,12 @@ use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TerminalSessionId};
-use crate::machine::{
-    self, AuditedRefusal, Deadline, Effect, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
-};
 use crate::policy::{self, Scopes};
 use crate::precondition::Precondition;
 use crate::recording::RecordingTerms;
+use crate::state_machine::{
+    self, AuditedRefusal, Deadline, Effect, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -168,9 +168,9 @@ pub const AGENT_RESTARTED: &str = "agent_restarted";
 pub const SPENT_TOKENS: usize = 16;
 
 /// The commands of a terminal session.
-pub type Command = machine::AnyCommand<Request, Fact, Maintenance>;
+pub type Command = state_machine::AnyCommand<Request, Fact, Maintenance>;
 
-machine::impl_command_from!(Request, Fact, Maintenance);
+state_machine::impl_command_from!(Request, Fact, Maintenance);
 
 /// What the service does to a terminal session by itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
@@ -182,7 +182,7 @@ pub enum Maintenance {
     Tick,
 }
 
-impl machine::Maintenance for Maintenance {
+impl state_machine::Maintenance for Maintenance {
     const TICK: Self = Self::Tick;
 }
 
@@ -235,7 +235,7 @@ pub enum TerminalTokenFault {
     Expired,
 }
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("terminal session"),

@@ -6,7 +6,7 @@ use crate::audit::AuditRecord;
 use crate::event::Event;
 use crate::id::{CommandId, EntityRef, EventId, Shard};
 use crate::ledger::Posting;
-use crate::machine::{IndexKeys, RequestOrigin};
+use crate::state_machine::{IndexKeys, RequestOrigin};
 use crate::time::Timestamp;
 use std::collections::BTreeMap;
 use uuid::Uuid;

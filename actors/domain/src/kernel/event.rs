@@ -9,8 +9,8 @@ mod stream;
 pub use crate::hardware::GpuDevice;
 pub use stream::Stream;
 
+use crate::account_holder::Holder;
 use crate::hardware::Placement;
-use crate::holder::Holder;
 use crate::id::{
     AllocationId, AnnouncementId, BillingAccountId, EntityKind, EntityRef, HealthRulesId, KeySetId, NodeId, PaymentId,
     PolicyId, PolicyValueId, ProcessorEventId, RefundId, SkuId, TerminalSessionId, UserId,

@@ -1,7 +1,7 @@
 //! A node's agent and its machine with the real tenants.
 
-use domain::machine::Timestamp;
 use domain::node::{AgentTask, TaskKind, TaskOutcome};
+use domain::state_machine::Timestamp;
 use domain::{AllocationId, SshKeyId, TaskId};
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -4,9 +4,9 @@
 use crate::simulation::{Simulation, admin};
 use chrono::TimeDelta;
 use domain::allocation::{self, Phase, ReleaseRetry};
-use domain::machine::Machine;
 use domain::node::{self, Phase as NodePhase};
 use domain::retry;
+use domain::state_machine::Machine;
 use domain::{AllocationId, NodeId};
 
 /// More rounds than any saga takes: each advances to the next timer.

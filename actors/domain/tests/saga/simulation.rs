@@ -8,11 +8,11 @@ use domain::allocation::{self, Allocation};
 use domain::authz::{CallerIdentity, ResourceOwner, TokenRole};
 use domain::billing_account::{self, BillingAccount, Holder};
 use domain::ledger::Posting;
-use domain::machine::{Command as _, Machine, Timestamp};
 use domain::metadata::{Metadata, MetadataPatch, PatchValue};
 use domain::money::{Currency, Price};
 use domain::node::{self, HoldPhase, Node, NodeHealthStatus, Phase};
 use domain::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
+use domain::state_machine::{Command as _, Machine, Timestamp};
 use domain::tenant::{self, Tenant};
 use domain::{
     AllocationId, BillingAccountId, Event, NodeId, Principal, SkuId, TokenId, Transition, TransitionContext, UserId,
@@ -145,7 +145,7 @@ impl Simulation {
             policy: &self.policy,
             by,
             correlation_id: "saga",
-            trace: domain::machine::TraceContext::default(),
+            trace: domain::state_machine::TraceContext::default(),
             seed,
             id,
             version: i64::from(state.is_some()),

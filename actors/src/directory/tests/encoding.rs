@@ -5,7 +5,6 @@ use domain::allocation::{self, AllocationFailure, CommandName, FailureCode, Phas
 use domain::authz::{CallerIdentity, Grant, PlatformRole};
 use domain::commit::Precondition;
 use domain::event::GpuDevice;
-use domain::machine::{Command as _, RequestOrigin, TransitionContext};
 use domain::metadata::{MetadataPatch, PatchValue};
 use domain::node::{
     self, AgentTask, CertificateRecord, Enrollment, FindingReport, NodeHealth, OnboardingMode, ProbeOutcome,
@@ -16,6 +15,7 @@ use domain::node::{
     TenantSlot,
 };
 use domain::policy::PolicyBook;
+use domain::state_machine::{Command as _, RequestOrigin, TransitionContext};
 use domain::{AllocationId, FindingId, NodeId, TaskId, TaskType, Timestamp, TokenId, role_bindings, sku, tenant};
 use domain::{allocation::Allocation, node::Node, role_bindings::RoleBindings, sku::Sku, tenant::Tenant};
 use serde_json::json;
@@ -76,7 +76,7 @@ fn decided<M: Machine>(state: Option<&M>, command: impl Into<M::Command>, by: &P
         policy: &policy,
         by,
         correlation_id: "c",
-        trace: domain::machine::TraceContext::default(),
+        trace: domain::state_machine::TraceContext::default(),
         seed: 5,
         id,
         version: 0,

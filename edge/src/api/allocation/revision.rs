@@ -10,8 +10,8 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::{replayed, response};
-use crate::api::field::{LabelChanges, ResourceName, metadata_patch};
 use crate::api::request_context::UserRequest;
+use crate::api::request_fields::{LabelChanges, ResourceName, metadata_patch};
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Path};
 use crate::services::Services;

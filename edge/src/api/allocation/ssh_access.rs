@@ -13,9 +13,9 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::{replayed, response, visible};
-use crate::api::field::set_or_none;
 use crate::api::rejection_response::not_answered;
 use crate::api::request_context::UserRequest;
+use crate::api::request_fields::set_or_none;
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Path};
 use crate::services::Services;

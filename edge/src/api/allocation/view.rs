@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use crate::api::field::{Labels, ResourceName};
+use crate::api::request_fields::{Labels, ResourceName};
 use crate::api::sku::PriceView;
 
 #[derive(Debug, Serialize, ToSchema)]

@@ -12,9 +12,9 @@ use uuid::Uuid;
 use wire::bundle::names;
 
 use super::tasks::{OutcomeError, TaskView, shown};
-use crate::api::field::{DigestText, Reason};
 use crate::api::idempotency::context::Idempotent;
 use crate::api::request_context::AdminRequest;
+use crate::api::request_fields::{DigestText, Reason};
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Path};
 use crate::services::Services;

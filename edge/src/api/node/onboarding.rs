@@ -1,9 +1,9 @@
 //! Enrollment tokens, and the bundle and script that set a node's machine up.
 
 use super::unexpected;
-use crate::api::field::{Reason, TokenTtl};
 use crate::api::node::bootstrap_bundle::{bootstrap_bundle, bootstrap_script, package_script, restart_command};
 use crate::api::request_context::AdminRequest;
+use crate::api::request_fields::{Reason, TokenTtl};
 use crate::auth::token::{MintedToken, TokenPurpose, mint};
 use crate::http::correlation::no_store;
 use crate::http::error::ApiError;

@@ -17,9 +17,9 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::unexpected;
-use crate::api::field::{Reason, ReasonBody};
 use crate::api::idempotency::context::Idempotent;
 use crate::api::request_context::{AdminRequest, replayed};
+use crate::api::request_fields::{Reason, ReasonBody};
 use crate::api::ssh_key::NoFilter;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};

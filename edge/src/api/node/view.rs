@@ -13,7 +13,7 @@ use uuid::Uuid;
 
 use super::Mode;
 use super::agent_update::AgentUpdateView;
-use crate::api::field::{Labels, ResourceName};
+use crate::api::request_fields::{Labels, ResourceName};
 use crate::services::read_model::StoredEntity;
 
 #[derive(Debug, Serialize, ToSchema)]

@@ -24,11 +24,11 @@ use uuid::Uuid;
 use actors::{AskError, CommandReply};
 
 use crate::api::billing::{holder_of, id_of};
-use crate::api::field::{AmountMinor, CurrencyCode, ReturnUrl};
 use crate::api::idempotency::context::Idempotent;
 use crate::api::notification_endpoint::introduce;
 use crate::api::rejection_response::{Explain as _, limited_by, not_answered};
 use crate::api::request_context::{RequestContext, UserRequest, replayed};
+use crate::api::request_fields::{AmountMinor, CurrencyCode, ReturnUrl};
 use crate::http::correlation::{Scope, no_store};
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body;

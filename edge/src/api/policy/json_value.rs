@@ -6,7 +6,7 @@ use utoipa::openapi::schema::{ObjectBuilder, OneOfBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use crate::api::field::{WITHOUT_CONTROL, without_control};
+use crate::api::request_fields::{WITHOUT_CONTROL, without_control};
 use crate::http::request_body::integers::in_digits;
 
 /// The longest text that is read as a value.

@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use utoipa::IntoParams;
 
 use super::{ScopeFields, id_of, known, one_scope};
-use crate::api::field::{ClaimId, PolicyKey, PolicyText, Reason};
 use crate::api::request_context::AdminRequest;
+use crate::api::request_fields::{ClaimId, PolicyKey, PolicyText, Reason};
 use crate::http::error::ApiError;
 use crate::http::request_body::Query;
 

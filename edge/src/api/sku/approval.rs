@@ -16,11 +16,11 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::{SkuView, view};
-use crate::api::field::{Reason, Statement};
 use crate::api::idempotency::context::Idempotent;
 use crate::api::platform_role::PlatformRoleName;
 use crate::api::rejection_response::not_answered;
 use crate::api::request_context::{ApproveSkus, Authorized, grant_of, replayed};
+use crate::api::request_fields::{Reason, Statement};
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Path};
 use crate::services::Services;

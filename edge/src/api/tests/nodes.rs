@@ -3,9 +3,9 @@
 use super::harness::{ApiHarness, TestResponse, node_body};
 use axum::http::Method;
 use chrono::TimeDelta;
-use domain::machine::Command as _;
 use domain::node::{Command, Fact, FindingReport, Node, NodeHealth, Phase, Reply, ReportedFinding, Request};
 use domain::policy::PolicyKey;
+use domain::state_machine::Command as _;
 use domain::{AllocationId, Principal};
 use serde_json::{Value, json};
 use uuid::Uuid;

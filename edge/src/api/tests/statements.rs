@@ -4,7 +4,7 @@ use super::billing::{ACCOUNTS, adjust, metered, opened};
 use super::harness::ApiHarness;
 use domain::AllocationId;
 use domain::billing_account::{BillingAccount, Command, Fact};
-use domain::machine::Command as _;
+use domain::state_machine::Command as _;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use uuid::Uuid;

@@ -1,9 +1,9 @@
 use super::*;
 use chrono::{DateTime, Utc};
 use domain::allocation::Placement;
-use domain::machine::Machine;
 use domain::node::{AgentContact, OnboardingMode, PendingTask, PromisedHardware, Registration, Request};
 use domain::policy::PolicyBook;
+use domain::state_machine::Machine;
 use domain::{Principal, SkuId, Timestamp, TransitionContext};
 use ed25519_dalek::SigningKey;
 use serde_json::Map;
@@ -48,7 +48,7 @@ fn node() -> Node {
         policy: &PolicyBook::default(),
         by: &admin,
         correlation_id: "",
-        trace: domain::machine::TraceContext::default(),
+        trace: domain::state_machine::TraceContext::default(),
         seed: 0,
         id: NODE.0,
         version: 0,

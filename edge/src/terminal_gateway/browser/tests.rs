@@ -2,7 +2,7 @@ use super::output::{Output, undelivered};
 use super::*;
 use crate::http::websocket::MISUSED;
 use domain::authz::ResourceOwner;
-use domain::machine::Timestamp;
+use domain::state_machine::Timestamp;
 use domain::terminal_session::{Phase, RecordingState};
 use domain::{AllocationId, NodeId, TerminalSessionId};
 use futures::channel::mpsc as wide;

@@ -7,8 +7,8 @@
 use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
 use crate::workers::reaction_context::{Disposition, EventDelivery, ReactionContext};
 use actors::{AskError, CommandKey};
-use domain::machine::CommandSort as _;
 use domain::processor_event::{Fact, ProcessingOutcome, ProcessorEvent};
+use domain::state_machine::CommandSort as _;
 use domain::{EntityKind, EntityRef, EventId, ProcessorEventId};
 use edge::payment_processor::stripe::event::{ProcessorUpdate, StripeEvent};
 use edge::payment_processor::{ProcessorError, ProcessorRefundRecord};
@@ -231,9 +231,9 @@ mod tests {
     use base64::engine::general_purpose::STANDARD;
     use chrono::Utc;
     use domain::Event;
-    use domain::machine::RequestOrigin;
     use domain::processor_event::Phase;
     use domain::retry::RetryTimer;
+    use domain::state_machine::RequestOrigin;
     use edge::payment_processor::{ProcessorPaymentStatus, ProcessorRefundStatus};
     use edge::payment_webhook::seal_body;
     use serde_json::{Value, json};

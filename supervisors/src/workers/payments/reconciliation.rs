@@ -6,9 +6,9 @@
 use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
-use crate::workers::WorkerParts;
+use crate::workers::WorkerDependencies;
 use chrono::{DateTime, TimeDelta, Utc};
-use domain::machine::RequestOrigin;
+use domain::state_machine::RequestOrigin;
 use edge::payment_processor::{ProcessorError, ProcessorListing};
 use persistence::{Leases, StoreError};
 use prometheus::{IntCounter, Registry};
@@ -37,7 +37,7 @@ const LONG_LOOKBACK_INTERVAL: Duration = Duration::from_secs(6 * 60 * 60);
 const CACHE_CAPACITY: usize = 100_000;
 
 /// `None` where no payment processor is configured.
-pub(in crate::workers) fn start(parts: &WorkerParts) -> anyhow::Result<Option<WorkerTask>> {
+pub(in crate::workers) fn start(parts: &WorkerDependencies) -> anyhow::Result<Option<WorkerTask>> {
     let Stages { config, registry, .. } = &parts.stages;
     let (Some(updater), Some(payments)) = (&parts.payments, &config.payments) else { return Ok(None) };
     let leases = parts.leases.clone();

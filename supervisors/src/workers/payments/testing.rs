@@ -5,9 +5,9 @@ use actors::interfaces::Store as _;
 use chrono::{DateTime, Utc};
 use domain::authz::TokenRole;
 use domain::billing_account::Holder;
-use domain::machine::RequestOrigin;
 use domain::money::Currency;
 use domain::payment::{Command, Fact, Payment, Request};
+use domain::state_machine::RequestOrigin;
 use domain::{BillingAccountId, EntityKind, EntityRef, PaymentId, Principal, RefundId};
 use edge::payment_processor::{
     Checkout, CheckoutMethod, Dispute, OpenedCheckout, Processor, ProcessorError, ProcessorFuture, ProcessorListing,

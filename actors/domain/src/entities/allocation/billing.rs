@@ -4,7 +4,7 @@ use super::{Allocation, FailureCode, NodeFault, Phase};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::NodeId;
-use crate::machine::{Timestamp, Transition, TransitionContext};
+use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde_json::json;
 
 impl Allocation {

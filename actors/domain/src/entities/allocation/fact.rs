@@ -2,8 +2,8 @@
 
 use super::{Allocation, Placement};
 use crate::id::{NodeId, SshKeyId};
-use crate::machine::{Timestamp, Transition, TransitionContext};
 use crate::ssh_key::AuthorizedKey;
+use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
 /// What other parts of the service report to an allocation.

@@ -3,9 +3,9 @@
 use super::{Allocation, AllocationRequest, Rejection};
 use crate::authz::Action;
 use crate::id::SshKeyId;
-use crate::machine::{self, Transition, TransitionContext};
 use crate::metadata::MetadataPatch;
 use crate::ssh_key::AuthorizedKey;
+use crate::state_machine::{self, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
 /// What users and administrators ask of an allocation.
@@ -58,7 +58,7 @@ pub enum Request {
     },
 }
 
-impl machine::Request for Request {
+impl state_machine::Request for Request {
     fn action(&self) -> Action {
         match self {
             Self::Create(_) => Action::Rent,

@@ -2,8 +2,8 @@
 
 use super::{Allocation, CommandName, Phase, Rejection};
 use crate::audit::AuditAction;
-use crate::machine::{Transition, TransitionContext};
 use crate::metadata::{MAX_LABELS, MetadataPatch, TooManyLabels};
+use crate::state_machine::{Transition, TransitionContext};
 use serde_json::json;
 
 impl Allocation {

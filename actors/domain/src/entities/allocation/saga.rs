@@ -7,9 +7,9 @@ use super::{
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::event::Event;
 use crate::id::{AllocationId, EntityKind, EntityRef, NodeId};
-use crate::machine::{Transition, TransitionContext};
 use crate::policy::PolicyKey;
 use crate::retry::RetryTimer;
+use crate::state_machine::{Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde_json::json;
 

@@ -8,8 +8,8 @@ use super::{Allocation, AuthorizedKey, Command, CommandName, Phase, Rejection, R
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::{NodeId, SshKeyId};
-use crate::machine::{AuditedRefusal, Transition, TransitionContext};
 use crate::retry::RetryTimer;
+use crate::state_machine::{AuditedRefusal, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 

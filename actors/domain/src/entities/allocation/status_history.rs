@@ -1,8 +1,8 @@
 //! The part of an allocation's history that its user can read.
 
 use super::{Allocation, Phase, PhaseName, ReleaseRetry};
-use crate::machine::Timestamp;
 use crate::retry::RetryTimer;
+use crate::state_machine::Timestamp;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 

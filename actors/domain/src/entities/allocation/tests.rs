@@ -4,10 +4,10 @@ use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::event::Event;
 use crate::hardware::GpuDevice;
-use crate::machine::Command as _;
 use crate::metadata::MetadataPatch;
 use crate::metadata::{MAX_LABELS, PatchValue};
 use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
+use crate::state_machine::Command as _;
 use chrono::TimeDelta;
 use std::fmt::Write as _;
 use uuid::Uuid;
@@ -115,7 +115,7 @@ fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Transit
         policy,
         by,
         correlation_id: "c",
-        trace: crate::machine::TraceContext::default(),
+        trace: crate::state_machine::TraceContext::default(),
         seed: 7,
         id: Uuid::from_u128(0x1),
         version: 1,

@@ -4,9 +4,9 @@ use super::{BillingAccount, Depletion, Reply};
 use crate::event::Event;
 use crate::id::AllocationId;
 use crate::ledger::{Posting, PostingKind, PostingSource, UsagePeriod};
-use crate::machine::{Timestamp, Transition, TransitionContext};
 use crate::money::MicroAmount;
 use crate::policy::PolicyKey;
+use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use chrono::{SubsecRound, TimeDelta};
 use serde::{Deserialize, Serialize};
 

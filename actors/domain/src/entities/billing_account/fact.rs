@@ -2,8 +2,8 @@
 
 use super::{BillingAccount, Holder, Rejection, Reply};
 use crate::id::{AllocationId, PaymentId, RefundId, UserId};
-use crate::machine::{Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, Price};
+use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
 /// What allocations and payments report to a billing account.

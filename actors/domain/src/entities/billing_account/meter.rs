@@ -1,8 +1,8 @@
 //! The meter of one allocation: its cost so far.
 
 use crate::id::UserId;
-use crate::machine::Timestamp;
 use crate::money::{HourlyRate, MicroAmount};
+use crate::state_machine::Timestamp;
 use serde::{Deserialize, Serialize};
 
 /// An account is written whole at the end of each window, and most of it is meters: fields with default values are left out.

@@ -4,8 +4,8 @@ use super::{AccountUpdate, AllocationCost, BillingAccount, Holder, Rejection};
 use crate::audit::AuditAction;
 use crate::authz::Action;
 use crate::id::{AllocationId, RefundId};
-use crate::machine::{self, Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, MicroAmount};
+use crate::state_machine::{self, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -37,7 +37,7 @@ pub enum Request {
     },
 }
 
-impl machine::Request for Request {
+impl state_machine::Request for Request {
     fn action(&self) -> Action {
         match self {
             Self::Open { .. } | Self::Adjust { .. } | Self::RefundAllocation { .. } => Action::AdjustBilling,

@@ -1,7 +1,7 @@
 use super::*;
 use crate::authz::Principal;
-use crate::machine::TraceContext;
 use crate::policy::{PolicyBook, ValueBounds};
+use crate::state_machine::TraceContext;
 use chrono::TimeDelta;
 use proptest::prelude::*;
 use uuid::Uuid;

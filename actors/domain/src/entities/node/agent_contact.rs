@@ -4,9 +4,9 @@ use super::{FindingReport, HoldAuthor, Node, Phase, Rejection, Reply, StateCode,
 use crate::audit::{AuditAction, AuditRecord};
 use crate::event::{Event, GpuDevice};
 use crate::id::AllocationId;
-use crate::machine::{Effect, Timestamp, Transition, TransitionContext};
 use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyKey, Scopes};
+use crate::state_machine::{Effect, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::BTreeSet;

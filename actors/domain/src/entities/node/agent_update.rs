@@ -3,9 +3,9 @@
 use super::{CommandName, Node, NodeTask, NodeTaskPhase, Rejection, TaskOutcome};
 use crate::audit::AuditAction;
 use crate::event::Event;
-use crate::machine::{Transition, TransitionContext};
 use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyKey, Scopes};
+use crate::state_machine::{Transition, TransitionContext};
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::json;

@@ -6,9 +6,9 @@
 use super::{Hold, HoldPhase, Node};
 use crate::event::Event;
 use crate::id::AllocationId;
-use crate::machine::{Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
 use crate::retry::RetryTimer;
+use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
 /// A tenant that is asked to leave.

@@ -2,9 +2,9 @@
 
 use super::{CommandName, PhaseName, Rejection};
 use crate::explanation::{Explanation, RejectionCode};
-use crate::{machine, metadata};
+use crate::{metadata, state_machine};
 
-impl machine::Rejection for Rejection {
+impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("node"),

@@ -2,9 +2,9 @@
 
 use super::{Node, ProviderReport, Rejection};
 use crate::id::{AllocationId, TerminalSessionId, TokenId};
-use crate::machine::{Timestamp, Transition, TransitionContext};
 use crate::recording::RecordingTerms;
 use crate::ssh_key::AuthorizedKey;
+use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
 /// What the sagas of allocations and terminal sessions, and the worker for bare-metal machines, report to a node.

@@ -8,7 +8,7 @@ use super::{Command, Fact, Node, Phase, Rejection, Request, StateCode};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::NodeId;
-use crate::machine::{Transition, TransitionContext};
+use crate::state_machine::{Transition, TransitionContext};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;

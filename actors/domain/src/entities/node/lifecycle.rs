@@ -3,8 +3,8 @@
 use super::{CommandName, HoldAuthor, HoldPhase, Node, Phase, ProviderStep, Rejection, StateCode};
 use crate::audit::AuditAction;
 use crate::event::Event;
-use crate::machine::{Effect, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
+use crate::state_machine::{Effect, Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde_json::json;
 

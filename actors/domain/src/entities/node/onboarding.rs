@@ -7,9 +7,9 @@ use super::{
 use crate::audit::{AuditAction, RefusalAudit};
 use crate::event::Event;
 use crate::id::{NodeId, TokenId};
-use crate::machine::{Effect, Timestamp, Transition, TransitionContext};
 use crate::metadata::{MAX_LABELS, MetadataPatch, TooManyLabels};
 use crate::policy::{PolicyKey, Scopes};
+use crate::state_machine::{Effect, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};

@@ -3,7 +3,7 @@
 use super::{Node, Phase, StateCode, StateReason};
 use crate::audit::{AuditAction, AuditRecord};
 use crate::event::Event;
-use crate::machine::{Timestamp, TransitionContext};
+use crate::state_machine::{Timestamp, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 

@@ -12,8 +12,8 @@ use super::{
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::TokenId;
-use crate::machine::{Effect, Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
+use crate::state_machine::{Effect, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;

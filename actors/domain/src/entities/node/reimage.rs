@@ -11,8 +11,8 @@ use super::{
 use crate::audit::{AuditAction, AuditRecord};
 use crate::event::Event;
 use crate::id::TaskId;
-use crate::machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
+use crate::state_machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::json;

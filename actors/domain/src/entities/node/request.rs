@@ -6,9 +6,9 @@ use super::{
 };
 use crate::authz::Action;
 use crate::id::{FindingId, TaskId, TokenId};
-use crate::machine::{self, Transition, TransitionContext};
 use crate::metadata::MetadataPatch;
 use crate::package_digest::PackageDigest;
+use crate::state_machine::{self, Transition, TransitionContext};
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -134,7 +134,7 @@ pub enum Request {
     },
 }
 
-impl machine::Request for Request {
+impl state_machine::Request for Request {
     fn action(&self) -> Action {
         match self {
             Self::Register { .. }

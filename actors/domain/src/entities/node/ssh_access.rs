@@ -8,10 +8,10 @@ use super::{AgentTask, Hold, HoldPhase, Node, PendingTask, Rejection, Reply, Tas
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId};
-use crate::machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
 use crate::retry;
 use crate::ssh_key::AuthorizedKey;
+use crate::state_machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
 use serde_json::json;

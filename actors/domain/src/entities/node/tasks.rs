@@ -8,8 +8,8 @@ use super::{
 };
 use crate::audit::AuditAction;
 use crate::id::TaskId;
-use crate::machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
+use crate::state_machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
 use crate::task_type::{StaleTaskAction, TaskType};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};

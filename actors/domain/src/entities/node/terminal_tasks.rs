@@ -4,8 +4,8 @@
 use super::{AgentTask, HoldPhase, Node, PendingTask, Phase, Rejection, Reply, TaskKind, TaskOutcome, TenantSlot};
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId, TerminalSessionId};
-use crate::machine::{Effect, Timestamp, Transition, TransitionContext};
 use crate::recording::RecordingTerms;
+use crate::state_machine::{Effect, Timestamp, Transition, TransitionContext};
 use crate::task_type::TaskType;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};

@@ -18,14 +18,14 @@ use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::id::SkuId;
 use crate::id::{TerminalSessionId, TokenId};
-use crate::machine::Command as _;
-use crate::machine::Effect;
 use crate::metadata::MetadataPatch;
 use crate::metadata::{MAX_LABELS, PatchValue};
 use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use crate::retry;
 use crate::ssh_key::AuthorizedKey;
+use crate::state_machine::Command as _;
+use crate::state_machine::Effect;
 use chrono::TimeDelta;
 use std::fmt::Write as _;
 use uuid::Uuid;
@@ -209,7 +209,7 @@ fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Transit
         policy,
         by,
         correlation_id: "c",
-        trace: crate::machine::TraceContext::default(),
+        trace: crate::state_machine::TraceContext::default(),
         seed: 7,
         id: NODE.0,
         version: 3,

@@ -2,7 +2,7 @@
 
 use super::{NotificationEndpoint, QueuedNotification, Reply};
 use crate::id::UserId;
-use crate::machine::{Transition, TransitionContext};
+use crate::state_machine::{Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 

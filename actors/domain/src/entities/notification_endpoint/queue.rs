@@ -1,7 +1,7 @@
 //! The queue of an endpoint's messages: backoff, bounds, dead letters.
 
 use super::DeliveryFailure;
-use crate::machine::{Timestamp, TransitionContext};
+use crate::state_machine::{Timestamp, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;

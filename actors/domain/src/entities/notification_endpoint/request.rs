@@ -1,9 +1,9 @@
 //! What its owner, or an operator, asks of a notification endpoint.
 
 use super::{EndpointChange, NotificationEndpoint, Rejection, Target};
+use crate::account_holder::Holder;
 use crate::authz::Action;
-use crate::holder::Holder;
-use crate::machine::{self, Transition, TransitionContext};
+use crate::state_machine::{self, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use uuid::Uuid;
@@ -43,7 +43,7 @@ pub enum Request {
     },
 }
 
-impl machine::Request for Request {
+impl state_machine::Request for Request {
     fn action(&self) -> Action {
         match self {
             Self::Create { .. }

@@ -3,8 +3,8 @@
 use super::*;
 use crate::authz::TokenRole;
 use crate::id::OrgId;
-use crate::machine::TraceContext;
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
+use crate::state_machine::TraceContext;
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 

@@ -2,8 +2,8 @@
 
 use super::{Payment, PaymentFailure, RefundStatus, Rejection, ReversalStep};
 use crate::id::RefundId;
-use crate::machine::{Transition, TransitionContext};
 use crate::money::Currency;
+use crate::state_machine::{Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
 /// What the payments worker and the billing account report to a payment.

@@ -3,9 +3,9 @@
 use super::{Payment, Phase, RefundDebit, RefundStatus, Reply, ReversalOrigin};
 use crate::event::Event;
 use crate::id::{PaymentId, RefundId};
-use crate::machine::{Timestamp, Transition, TransitionContext};
 use crate::money::Currency;
 use crate::retry::RetryTimer;
+use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
 /// A request to the payment processor that is owed until it succeeds. The worker reads the state first: the request may have succeeded,
@@ -147,7 +147,12 @@ impl Payment {
 }
 
 impl super::Reversal {
-    fn outstanding_events(&self, payment_id: PaymentId, holder: &crate::holder::Holder, id: &str) -> Option<Event> {
+    fn outstanding_events(
+        &self,
+        payment_id: PaymentId,
+        holder: &crate::account_holder::Holder,
+        id: &str,
+    ) -> Option<Event> {
         let (holder, reversal_id, amount_minor) = (holder.clone(), id.to_owned(), self.amount_minor);
         let is_dispute = self.made == ReversalOrigin::Dispute;
         if self.is_to_be_posted() {

@@ -4,8 +4,8 @@ use super::{MAX_REFUNDS, Payment, Phase, PhaseName, REFUND_OVERDUE_AFTER, Reject
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::RefundId;
-use crate::machine::{Deadline, Timestamp, Transition, TransitionContext};
 use crate::policy::PolicyKey;
+use crate::state_machine::{Deadline, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;

@@ -1,11 +1,11 @@
 //! What the payer asks of a payment.
 
 use super::{Payment, Rejection};
+use crate::account_holder::Holder;
 use crate::authz::Action;
-use crate::holder::Holder;
 use crate::id::{BillingAccountId, RefundId, UserId};
-use crate::machine::{self, Transition, TransitionContext};
 use crate::money::Currency;
+use crate::state_machine::{self, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
 /// What the payer asks of a payment.
@@ -26,7 +26,7 @@ pub enum Request {
     Refund { refund_id: RefundId, amount_minor: Option<i64>, reason: String },
 }
 
-impl machine::Request for Request {
+impl state_machine::Request for Request {
     fn action(&self) -> Action {
         match self {
             Self::Create { .. } => Action::Pay,

@@ -3,8 +3,8 @@
 
 use super::{MAX_REFUNDS, OVERDUE_AFTER, Payment, Rejection, Reply, ReversalStep, is_an_amount};
 use crate::audit::AuditAction;
-use crate::machine::{Deadline, Timestamp, Transition, TransitionContext};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR};
+use crate::state_machine::{Deadline, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 

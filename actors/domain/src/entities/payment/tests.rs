@@ -10,10 +10,10 @@ use crate::event::Event;
 use crate::id::AllocationId;
 use crate::invariant;
 use crate::ledger::{Posting, PostingKind};
-use crate::machine::{Command as _, TraceContext};
 use crate::money::{MicroAmount, Price};
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use crate::reactions::Reaction;
+use crate::state_machine::{Command as _, TraceContext};
 use std::fmt::Write as _;
 use uuid::Uuid;
 

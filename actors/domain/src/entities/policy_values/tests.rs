@@ -45,7 +45,7 @@ fn ask(
         seed: now.unsigned_abs().into(),
         id: Uuid::from_u128(1),
         version: 1,
-        trace: crate::machine::TraceContext::default(),
+        trace: crate::state_machine::TraceContext::default(),
     };
     ScopeValues::decide(state, command, &ctx)
 }

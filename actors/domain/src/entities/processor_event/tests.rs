@@ -3,8 +3,8 @@
 
 use super::*;
 use crate::authz::{CallerIdentity, PlatformRole, Principal, TokenRole};
-use crate::machine::{Command as _, TraceContext};
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
+use crate::state_machine::{Command as _, TraceContext};
 use std::fmt::Write as _;
 use uuid::Uuid;
 

@@ -1,7 +1,7 @@
 use super::*;
 use crate::authz::authorize;
-use crate::machine::Command as _;
 use crate::policy::PolicyBook;
+use crate::state_machine::Command as _;
 use proptest::prelude::*;
 use uuid::Uuid;
 
@@ -29,7 +29,7 @@ fn decide_by(
         policy: &policy,
         by,
         correlation_id: "c",
-        trace: crate::machine::TraceContext::default(),
+        trace: crate::state_machine::TraceContext::default(),
         seed,
         id: Uuid::from_u128(7),
         version: 1,

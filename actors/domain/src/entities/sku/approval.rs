@@ -6,8 +6,8 @@
 use super::{Approval, PendingChange, Rejection, Sku, StatusChange};
 use crate::audit::AuditAction;
 use crate::authz::{Grant, PlatformRole, Principal};
-use crate::machine::{Deadline, Transition, TransitionContext};
 use crate::policy::{PolicyKey, Scopes};
+use crate::state_machine::{Deadline, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 

@@ -1,8 +1,8 @@
 use super::*;
 use crate::authz::{CallerIdentity, Grant, Principal, TokenRole, authorize};
-use crate::machine::Command as _;
 use crate::policy::PolicyBook;
 use crate::precondition::Precondition;
+use crate::state_machine::Command as _;
 use proptest::prelude::*;
 use std::fmt::Write as _;
 use uuid::Uuid;
@@ -48,7 +48,7 @@ fn decide(state: Option<&Sku>, by: &Principal, command: Command, now: i64) -> Re
             seed: 7,
             id,
             version: VERSION,
-            trace: crate::machine::TraceContext::default(),
+            trace: crate::state_machine::TraceContext::default(),
         },
     )
 }

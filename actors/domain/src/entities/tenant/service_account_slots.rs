@@ -3,8 +3,8 @@
 
 use super::{QuotaScopes, Rejection, Reply, Tenant};
 use crate::id::ServiceAccountId;
-use crate::machine::{Transition, TransitionContext};
 use crate::policy::PolicyKey;
+use crate::state_machine::{Transition, TransitionContext};
 use chrono::TimeDelta;
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -48,8 +48,8 @@ fn slot_of(account: ServiceAccountId) -> u64 {
 mod tests {
     use super::*;
     use crate::authz::Principal;
-    use crate::machine::{Machine, Timestamp};
     use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
+    use crate::state_machine::{Machine, Timestamp};
     use crate::tenant::Request;
     use uuid::Uuid;
 
@@ -75,7 +75,7 @@ mod tests {
             policy: &policy,
             by: &by,
             correlation_id: "c",
-            trace: crate::machine::TraceContext::default(),
+            trace: crate::state_machine::TraceContext::default(),
             seed: 1,
             id: Uuid::nil(),
             version: 1,

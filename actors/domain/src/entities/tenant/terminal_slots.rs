@@ -3,8 +3,8 @@
 
 use super::{QuotaScopes, Rejection, Reply, Tenant};
 use crate::id::{AllocationId, TerminalSessionId};
-use crate::machine::{Transition, TransitionContext};
 use crate::policy::PolicyKey;
+use crate::state_machine::{Transition, TransitionContext};
 use chrono::TimeDelta;
 use std::collections::BTreeSet;
 
@@ -42,8 +42,8 @@ impl Tenant {
 mod tests {
     use super::*;
     use crate::authz::Principal;
-    use crate::machine::{Machine, Timestamp, TraceContext};
     use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
+    use crate::state_machine::{Machine, Timestamp, TraceContext};
     use crate::tenant::Request;
     use uuid::Uuid;
 

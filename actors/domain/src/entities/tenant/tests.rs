@@ -1,7 +1,7 @@
 use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
-use crate::machine::Command as _;
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
+use crate::state_machine::Command as _;
 use proptest::prelude::*;
 use uuid::Uuid;
 
@@ -40,7 +40,7 @@ fn decide(
             policy: &policy,
             by: &by,
             correlation_id: "c",
-            trace: crate::machine::TraceContext::default(),
+            trace: crate::state_machine::TraceContext::default(),
             seed,
             id,
             version: 1,
@@ -87,7 +87,7 @@ fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Transit
         seed: 1,
         id: Uuid::nil(),
         version: 1,
-        trace: machine::TraceContext::default(),
+        trace: state_machine::TraceContext::default(),
     }
 }
 

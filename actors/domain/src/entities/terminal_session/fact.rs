@@ -3,8 +3,8 @@
 use super::{CloseReason, Rejection, Reply, TerminalSession, TokenDigest};
 use crate::audit::AuditAction;
 use crate::id::NodeId;
-use crate::machine::{Transition, TransitionContext};
 use crate::precondition::Precondition;
+use crate::state_machine::{Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 

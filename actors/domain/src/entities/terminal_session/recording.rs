@@ -2,8 +2,8 @@
 
 use super::{RecordingState, Rejection, Reply, TerminalSession};
 use crate::audit::AuditAction;
-use crate::machine::{Effect, Transition, TransitionContext};
 use crate::recording::RecordingTerms;
+use crate::state_machine::{Effect, Transition, TransitionContext};
 use serde_json::json;
 
 impl TerminalSession {

@@ -4,8 +4,8 @@ use super::{AGENT_RESTARTED, CloseReason, Phase, Rejection, ShellExit, TerminalS
 use crate::audit::AuditAction;
 use crate::authz::{Action, Principal};
 use crate::id::{AllocationId, NodeId};
-use crate::machine::{self, Transition, TransitionContext};
 use crate::precondition::Precondition;
+use crate::state_machine::{self, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -43,7 +43,7 @@ pub enum Request {
     ReadRecording,
 }
 
-impl machine::Request for Request {
+impl state_machine::Request for Request {
     fn action(&self) -> Action {
         match self {
             Self::Open { .. } | Self::IssueToken { .. } | Self::EndByUser | Self::Displace => Action::OpenTerminals,

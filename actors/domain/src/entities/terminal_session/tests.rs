@@ -1,8 +1,8 @@
 use super::*;
 use crate::authz::{CallerIdentity, TokenRole};
 use crate::invariant::i4_terminal_token_admits_one_connection;
-use crate::machine::{Command as _, TraceContext};
 use crate::policy::PolicyBook;
+use crate::state_machine::{Command as _, TraceContext};
 use chrono::TimeDelta;
 use proptest::prelude::*;
 use std::collections::BTreeMap;

@@ -1,9 +1,9 @@
 //! The events, with their streams, subjects and reactions: the table that is reviewed.
 
 use super::*;
-use crate::machine::CommandSort as _;
 use crate::reactions::Reaction;
 use crate::recording::RecordingMode;
+use crate::state_machine::CommandSort as _;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use uuid::Uuid;

@@ -286,7 +286,7 @@ impl PolicyBook {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::holder::Holder;
+    use crate::account_holder::Holder;
 
     fn at(second: i64) -> Timestamp {
         Timestamp::from_timestamp(second, 0).unwrap()

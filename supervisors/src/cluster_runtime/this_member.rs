@@ -6,7 +6,7 @@ use crate::supervisor::{WorkerQueue, WorkerRow};
 use actors::entity_host::{ActivationStatus, HostedEntity, HostedShard};
 use chrono::Utc;
 use domain::Shard;
-use edge::services::operator_view::{
+use edge::services::runtime_interface::{
     MemberNode, QueueNode, ShardNode, ShardState, Stats, StatsCommitter, StatsEntities, StatsMember, StatsPool,
     WorkerNode, WorkerState,
 };

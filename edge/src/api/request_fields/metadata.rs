@@ -13,7 +13,7 @@ use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
 use super::without_control;
-use crate::api::field::secret_detection::holds_a_secret;
+use crate::api::request_fields::secret_detection::holds_a_secret;
 
 const MAX_NAME_LEN: usize = 63;
 const MAX_KEY_LEN: usize = 253;

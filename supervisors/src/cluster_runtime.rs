@@ -16,7 +16,7 @@ use domain::runtime::RuntimePart as Restartable;
 use domain::{EntityKind, EntityRef, MemberId, NodeId};
 use edge::fleet_telemetry::{FleetSamples, FleetTelemetry, NodeSample, NodeSummary};
 use edge::http::long_poll::LongPolls;
-use edge::services::operator_view::{
+use edge::services::runtime_interface::{
     ClusterReport, EntityNode, EntityStatus, MemberNode, MemberReport, Readiness, RestartOutcome, Runtime,
     RuntimeError, Stats, Tree, TreeFilter, WorkerNode,
 };

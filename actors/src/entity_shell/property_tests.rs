@@ -300,7 +300,7 @@ impl Simulation {
 }
 
 fn command_name(command: &Count) -> &'static [u8] {
-    domain::machine::Command::name(command).as_bytes()
+    domain::state_machine::Command::name(command).as_bytes()
 }
 
 proptest! {

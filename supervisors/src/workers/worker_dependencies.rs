@@ -18,7 +18,7 @@ use persistence::{Leases, Outbox};
 use std::sync::Arc;
 
 /// See the module.
-pub struct WorkerParts {
+pub struct WorkerDependencies {
     pub stages: Stages,
     pub audit_seal: Arc<AuditSeal>,
     pub(super) key_follower: Arc<KeyFollower>,
@@ -30,7 +30,7 @@ pub struct WorkerParts {
     pub(super) reactor: Reactor,
 }
 
-impl WorkerParts {
+impl WorkerDependencies {
     /// # Errors
     /// Where the audit key cannot be opened.
     pub async fn new(stages: Stages) -> anyhow::Result<Self> {

@@ -8,7 +8,7 @@ use utoipa::openapi::schema::{ObjectBuilder, SchemaType, Type};
 use utoipa::openapi::{RefOr, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use crate::api::field::secret_detection::holds_a_secret;
+use crate::api::request_fields::secret_detection::holds_a_secret;
 use crate::outbound::http_client::is_secure;
 
 /// Text types of 1 to `max` characters. `pattern` and `fits` are the same condition, for the description and for the check.
