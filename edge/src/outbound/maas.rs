@@ -72,7 +72,7 @@ pub struct Maas {
 
 /// A machine as the provider describes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Machine {
+pub struct MaasMachine {
     pub system_id: String,
     pub hostname: String,
     pub fqdn: String,
@@ -136,18 +136,18 @@ impl Maas {
     ///
     /// # Errors
     /// [`MaasError`]
-    pub async fn find(&self, host: &str) -> Result<Vec<Machine>, MaasError> {
+    pub async fn find(&self, host: &str) -> Result<Vec<MaasMachine>, MaasError> {
         let label = host.split('.').next().unwrap_or(host);
         let found: Vec<MachineRecord> = self.get("machines/", &[("hostname", label)]).await?;
-        let is_it = |machine: &Machine| machine.hostname == host || machine.fqdn == host;
-        Ok(found.into_iter().map(Machine::from).filter(is_it).collect())
+        let is_it = |machine: &MaasMachine| machine.hostname == host || machine.fqdn == host;
+        Ok(found.into_iter().map(MaasMachine::from).filter(is_it).collect())
     }
 
     /// The machine; `None` where the provider has none with this id.
     ///
     /// # Errors
     /// [`MaasError`]
-    pub async fn machine(&self, system_id: &str) -> Result<Option<Machine>, MaasError> {
+    pub async fn machine(&self, system_id: &str) -> Result<Option<MaasMachine>, MaasError> {
         match self.get::<MachineRecord>(&machine_path(system_id), &[]).await {
             Ok(record) => Ok(Some(record.into())),
             Err(MaasError::NotFound) => Ok(None),
@@ -159,7 +159,7 @@ impl Maas {
     ///
     /// # Errors
     /// [`MaasError`]
-    pub async fn is_ours(&self, machine: &Machine) -> Result<bool, MaasError> {
+    pub async fn is_ours(&self, machine: &MaasMachine) -> Result<bool, MaasError> {
         let user = self.user.get_or_try_init(|| async {
             let user: UserRecord = self.get("users/", &[("op", "whoami")]).await?;
             Ok::<_, MaasError>(user.username)
@@ -171,7 +171,7 @@ impl Maas {
     ///
     /// # Errors
     /// [`MaasError::Conflict`] where it is not ready.
-    pub async fn allocate(&self, system_id: &str, node_id: &str) -> Result<Machine, MaasError> {
+    pub async fn allocate(&self, system_id: &str, node_id: &str) -> Result<MaasMachine, MaasError> {
         let agent_name = format!("{AGENT_NAME}-{node_id}");
         let form = [("system_id", system_id), ("agent_name", &agent_name)];
         let record: MachineRecord = self.post("machines/", "allocate", &form).await?;
@@ -182,7 +182,7 @@ impl Maas {
     ///
     /// # Errors
     /// [`MaasError::Conflict`] where the machine is not allocated.
-    pub async fn deploy(&self, system_id: &str, user_data: &[u8]) -> Result<Machine, MaasError> {
+    pub async fn deploy(&self, system_id: &str, user_data: &[u8]) -> Result<MaasMachine, MaasError> {
         let user_data = STANDARD.encode(user_data);
         let mut form = vec![("user_data", user_data.as_str())];
         form.extend(self.settings.image.as_deref().map(|image| ("distro_series", image)));
@@ -194,7 +194,7 @@ impl Maas {
     ///
     /// # Errors
     /// [`MaasError::Conflict`] where its status does not allow it.
-    pub async fn release(&self, system_id: &str, comment: &str) -> Result<Machine, MaasError> {
+    pub async fn release(&self, system_id: &str, comment: &str) -> Result<MaasMachine, MaasError> {
         let form = [("erase", "true"), ("secure_erase", "true"), ("quick_erase", "true"), ("comment", comment)];
         let record: MachineRecord = self.post(&machine_path(system_id), "release", &form).await?;
         Ok(record.into())
@@ -204,7 +204,7 @@ impl Maas {
     ///
     /// # Errors
     /// [`MaasError`]
-    pub async fn mark_broken(&self, system_id: &str, comment: &str) -> Result<Machine, MaasError> {
+    pub async fn mark_broken(&self, system_id: &str, comment: &str) -> Result<MaasMachine, MaasError> {
         let record: MachineRecord = self.post(&machine_path(system_id), "mark_broken", &[("comment", comment)]).await?;
         Ok(record.into())
     }
@@ -277,7 +277,7 @@ struct MachineRecord {
     owner: Option<String>,
 }
 
-impl From<MachineRecord> for Machine {
+impl From<MachineRecord> for MaasMachine {
     fn from(record: MachineRecord) -> Self {
         Self {
             status: MachineStatus::of(&record.status_name),

@@ -11,7 +11,7 @@ use domain::node::{Fact, Node, ProvidedMachine, ProviderReport, ProviderStep};
 use domain::state_machine::CommandSort as _;
 use domain::{EntityKind, EntityRef, NodeId, TokenId};
 use edge::api::machine_provider::{UserDataError, user_data};
-use edge::outbound::maas::{Maas, MaasError, Machine, MachineStatus};
+use edge::outbound::maas::{Maas, MaasError, MaasMachine, MachineStatus};
 use edge::services::Services;
 use persistence::{Leases, StoreError};
 use secrecy::ExposeSecret as _;
@@ -156,7 +156,7 @@ impl Pass<'_> {
         }
     }
 
-    async fn deploy(&self, mut found: Machine, mut ours: bool) -> Result<ProviderReport, PassError> {
+    async fn deploy(&self, mut found: MaasMachine, mut ours: bool) -> Result<ProviderReport, PassError> {
         if found.status == MachineStatus::Ready {
             found = self.maas.allocate(self.system_id, &self.node_id.to_string()).await?;
             ours = self.maas.is_ours(&found).await?;
@@ -188,7 +188,7 @@ impl Pass<'_> {
     }
 
     /// A machine that is another user's is not touched.
-    async fn mark_broken(&self, found: &Machine, ours: bool, why: &str) -> Result<ProviderReport, PassError> {
+    async fn mark_broken(&self, found: &MaasMachine, ours: bool, why: &str) -> Result<ProviderReport, PassError> {
         let is_anothers = found.owner.is_some() && !ours;
         if found.status != MachineStatus::Broken && !is_anothers {
             self.maas.mark_broken(self.system_id, &format!("gpuaas node {}: {why}", self.node_id)).await?;
@@ -196,7 +196,7 @@ impl Pass<'_> {
         Ok(ProviderReport::Done)
     }
 
-    async fn release(&self, found: &Machine, ours: bool, deploys_again: bool) -> Result<ProviderReport, PassError> {
+    async fn release(&self, found: &MaasMachine, ours: bool, deploys_again: bool) -> Result<ProviderReport, PassError> {
         match found.status {
             MachineStatus::Ready => Ok(ProviderReport::Done),
             // It is in no pool, and an operator of the provider has to repair it.
@@ -242,7 +242,7 @@ impl Pass<'_> {
     }
 }
 
-fn waiting(found: &Machine) -> ProviderReport {
+fn waiting(found: &MaasMachine) -> ProviderReport {
     ProviderReport::Waiting { status: found.status_name.clone() }
 }
 
@@ -259,7 +259,7 @@ fn absent(step: &ProviderStep) -> Option<ProviderReport> {
 }
 
 /// Whether the deployed machine is not the node's any more.
-fn lost(found: &Machine, ours: bool) -> Option<ProviderReport> {
+fn lost(found: &MaasMachine, ours: bool) -> Option<ProviderReport> {
     let status = &found.status_name;
     match found.status {
         MachineStatus::Ready | MachineStatus::Releasing | MachineStatus::FailedReleasing => {

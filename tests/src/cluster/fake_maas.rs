@@ -34,7 +34,7 @@ pub enum MaasFault {
 
 /// A machine, as the provider has it.
 #[derive(Clone, Debug)]
-pub struct FakeMachine {
+pub struct ProviderMachine {
     pub hostname: String,
     pub status: &'static str,
     pub power: &'static str,
@@ -48,7 +48,7 @@ pub struct FakeMachine {
 
 #[derive(Default)]
 struct ProviderState {
-    machines: BTreeMap<String, FakeMachine>,
+    machines: BTreeMap<String, ProviderMachine>,
     fault: Option<MaasFault>,
     /// The next deployment is not answered.
     holds_answer: bool,
@@ -85,7 +85,7 @@ impl FakeMaas {
 
     /// A machine in the pool, switched off.
     pub fn add(&self, system_id: &str, hostname: &str) {
-        let machine = FakeMachine {
+        let machine = ProviderMachine {
             hostname: hostname.to_owned(),
             status: "Ready",
             power: "off",
@@ -98,17 +98,22 @@ impl FakeMaas {
     }
 
     /// Changes a machine, as the provider or its operators do.
-    pub fn change(&self, system_id: &str, change: impl FnOnce(&mut FakeMachine)) {
+    pub fn change(&self, system_id: &str, change: impl FnOnce(&mut ProviderMachine)) {
         change(self.state().machines.get_mut(system_id).expect("there is such a machine"));
     }
 
     #[must_use]
-    pub fn machine(&self, system_id: &str) -> FakeMachine {
+    pub fn machine(&self, system_id: &str) -> ProviderMachine {
         self.state().machines[system_id].clone()
     }
 
     /// Waits until a machine is so.
-    pub async fn wait_for(&self, system_id: &str, what: &str, wanted: impl Fn(&FakeMachine) -> bool) -> FakeMachine {
+    pub async fn wait_for(
+        &self,
+        system_id: &str,
+        what: &str,
+        wanted: impl Fn(&ProviderMachine) -> bool,
+    ) -> ProviderMachine {
         for _ in 0..1200 {
             let machine = self.machine(system_id);
             if wanted(&machine) {
@@ -247,7 +252,7 @@ fn on_machine(
     axum::Json(record(system_id, machine)).into_response()
 }
 
-fn record(system_id: &str, machine: &FakeMachine) -> Value {
+fn record(system_id: &str, machine: &ProviderMachine) -> Value {
     json!({
         "system_id": system_id,
         "hostname": machine.hostname,

@@ -3,7 +3,7 @@
 use crate::api::node::bootstrap_bundle::{bootstrap_bundle, bootstrap_script, package_script};
 use crate::auth::token::{MintedToken, TokenPurpose, mint};
 use crate::http::error::{ApiError, Code};
-use crate::outbound::maas::{Maas, MaasError, Machine, MachineStatus, PowerState};
+use crate::outbound::maas::{Maas, MaasError, MaasMachine, MachineStatus, PowerState};
 use crate::services::Services;
 use domain::NodeId;
 use domain::node::PreparedMachine;
@@ -59,7 +59,7 @@ pub(crate) async fn prepare(services: &Services, scopes: &Scopes, host: &str) ->
     Ok(PreparedMachine { system_id: machine.system_id, image_digest })
 }
 
-async fn the_machine(maas: &Maas, host: &str) -> Result<Machine, ApiError> {
+async fn the_machine(maas: &Maas, host: &str) -> Result<MaasMachine, ApiError> {
     let mut found = maas.find(host).await.map_err(|error| match error {
         MaasError::NotFound => unavailable("The bare-metal provider has no API at its address; correct MAAS_API_BASE_URL."),
         error => unavailable(

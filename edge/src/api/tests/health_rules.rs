@@ -88,7 +88,7 @@ async fn what_is_no_override_is_refused_with_what_to_do() {
         (("tenant_message", json!("x".repeat(301))), "tenant_message"),
         (("reason", json!(" ")), "reason"),
     ] {
-        let refused = api.override_rule(&[change.clone()]).await;
+        let refused = api.override_rule(std::slice::from_ref(&change)).await;
         let details = refused.refused(400, "invalid_request");
         assert!(details["field"] == field || refused.body["message"].as_str().unwrap().contains(field), "{change:?}");
     }

@@ -122,7 +122,7 @@ async fn machine_of_another_user_is_not_ours() {
     let of = |owner: &str| {
         let mut record = machine("Deployed");
         record["owner"] = owner.into();
-        Machine::from(serde_json::from_value::<MachineRecord>(record).unwrap())
+        MaasMachine::from(serde_json::from_value::<MachineRecord>(record).unwrap())
     };
     assert!(maas.is_ours(&of("gpuaas")).await.unwrap());
     assert!(!maas.is_ours(&of("someone")).await.unwrap());
