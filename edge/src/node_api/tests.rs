@@ -7,5 +7,6 @@ mod generations;
 mod harness;
 mod identity;
 mod long_poll;
+mod package;
 mod recovery;
 mod results;

@@ -1,6 +1,11 @@
 //! The client of the OCI registry with the agent's package, which the node API relays: nodes pull as themselves, and the registry's account
 //! stays here. What it delivers is verified by the node, by digest and signature.
 
+#[cfg(test)]
+pub(crate) mod fake;
+#[cfg(test)]
+mod tests;
+
 use crate::http::error::{ApiError, Code};
 use crate::outbound::http_client::{client_builder, error_chain, read_bounded_body};
 use axum::body::Body;
@@ -16,10 +21,6 @@ use tokio::time::{Instant, timeout, timeout_at};
 use wire::package::{Challenge, MANIFEST_BYTES, RealmAnswer, Reference};
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(3);
-const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// For the next piece of a blob, and for all of it.
-const PIECE_TIMEOUT: Duration = Duration::from_secs(30);
-const BLOB_TIMEOUT: Duration = Duration::from_secs(900);
 const REDIRECTS: usize = 3;
 const REALM_ANSWER_BYTES: usize = 64 * 1024;
 const MANIFEST_TYPE: &str = "application/vnd.oci.image.manifest.v1+json";
@@ -42,6 +43,24 @@ pub struct PackageRegistry {
     base: String,
     client: Client,
     account: Option<PullAccount>,
+    limits: TimeLimits,
+}
+
+/// How long the registry may take.
+#[derive(Clone, Copy, Debug)]
+struct TimeLimits {
+    /// For the head of an answer.
+    head: Duration,
+    /// For the next piece of a blob, and for a whole manifest.
+    piece: Duration,
+    /// For a whole blob.
+    blob: Duration,
+}
+
+impl Default for TimeLimits {
+    fn default() -> Self {
+        Self { head: Duration::from_secs(10), piece: Duration::from_secs(30), blob: Duration::from_secs(900) }
+    }
 }
 
 /// Why something could not be relayed; the operator's half.
@@ -88,14 +107,14 @@ impl PackageRegistry {
         let client = client.https_only(true).connect_timeout(CONNECT_TIMEOUT).build();
         let client = client.map_err(|error| PackageRegistryError(error.to_string()))?;
         let base = format!("https://{}/v2/{}", reference.registry, reference.repository);
-        Ok(Self { base, client, account })
+        Ok(Self { base, client, account, limits: TimeLimits::default() })
     }
 
     /// A manifest, by a digest or a tag.
     pub(crate) async fn manifest(&self, name: &str) -> Result<Vec<u8>, RelayError> {
         let response = self.get(&format!("{}/manifests/{name}", self.base), 0).await?;
         let most = usize::try_from(MANIFEST_BYTES).unwrap_or(usize::MAX);
-        let body = timeout(PIECE_TIMEOUT, read_bounded_body(response, most)).await.map_err(|_| RelayError::Slow)?;
+        let body = timeout(self.limits.piece, read_bounded_body(response, most)).await.map_err(|_| RelayError::Slow)?;
         body.map_err(RelayError::Unreachable)
     }
 
@@ -106,9 +125,10 @@ impl PackageRegistry {
         if let Some(length) = response.headers().get(CONTENT_LENGTH) {
             headers.insert(CONTENT_LENGTH, length.clone());
         }
-        let ends_at = Instant::now() + BLOB_TIMEOUT;
+        let TimeLimits { piece, blob, .. } = self.limits;
+        let ends_at = Instant::now() + blob;
         let pieces = stream::try_unfold(response, move |mut response| async move {
-            let next = timeout_at(ends_at.min(Instant::now() + PIECE_TIMEOUT), response.chunk()).await;
+            let next = timeout_at(ends_at.min(Instant::now() + piece), response.chunk()).await;
             let piece = next.map_err(|_| RelayError::Slow)?;
             let piece = piece.map_err(|error| RelayError::Unreachable(error_chain(error)))?;
             Ok::<_, RelayError>(piece.map(|piece| (piece, response)))
@@ -119,9 +139,10 @@ impl PackageRegistry {
     /// A successful response. The account goes to the registry and its realm alone.
     async fn get(&self, url: &str, redirects: usize) -> Result<Response, RelayError> {
         let first = || self.client.get(url).header(ACCEPT, MANIFEST_TYPE);
-        let mut response = send(first()).await?;
+        let mut response = self.send(first()).await?;
         if response.status() == StatusCode::UNAUTHORIZED {
-            response = send(first().header(AUTHORIZATION, self.authorize(&response).await?)).await?;
+            let authorization = self.authorize(&response).await?;
+            response = self.send(first().header(AUTHORIZATION, authorization)).await?;
         }
         let mut followed = 0;
         while response.status().is_redirection() {
@@ -131,7 +152,7 @@ impl PackageRegistry {
             let location = response.headers().get(LOCATION).and_then(|value| value.to_str().ok()).unwrap_or_default();
             let location = Url::parse(location).ok().filter(|url| url.scheme() == "https");
             let location = location.ok_or(RelayError::Redirects("and not to an HTTPS address"))?;
-            response = send(self.client.get(location)).await?;
+            response = self.send(self.client.get(location)).await?;
             followed += 1;
         }
         match response.status() {
@@ -159,11 +180,11 @@ impl PackageRegistry {
                 if let Some(account) = &self.account {
                     request = request.header(AUTHORIZATION, basic(account));
                 }
-                let response = send(request).await?;
+                let response = self.send(request).await?;
                 if !response.status().is_success() {
                     return Err(RelayError::Refused(response.status()));
                 }
-                let body = timeout(HEAD_TIMEOUT, read_bounded_body(response, REALM_ANSWER_BYTES)).await;
+                let body = timeout(self.limits.head, read_bounded_body(response, REALM_ANSWER_BYTES)).await;
                 let body = body.map_err(|_| RelayError::Slow)?.map_err(RelayError::Unreachable)?;
                 let token = serde_json::from_slice::<RealmAnswer>(&body).ok().and_then(RealmAnswer::token);
                 let token = token.ok_or(RelayError::UnknownChallenge)?;
@@ -171,11 +192,11 @@ impl PackageRegistry {
             }
         }
     }
-}
 
-async fn send(request: RequestBuilder) -> Result<Response, RelayError> {
-    let answered = timeout(HEAD_TIMEOUT, request.send()).await.map_err(|_| RelayError::Slow)?;
-    answered.map_err(|error| RelayError::Unreachable(error_chain(error)))
+    async fn send(&self, request: RequestBuilder) -> Result<Response, RelayError> {
+        let answered = timeout(self.limits.head, request.send()).await.map_err(|_| RelayError::Slow)?;
+        answered.map_err(|error| RelayError::Unreachable(error_chain(error)))
+    }
 }
 
 fn basic(account: &PullAccount) -> HeaderValue {

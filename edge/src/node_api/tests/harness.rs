@@ -1,11 +1,13 @@
 //! The node API as it runs: a TLS listener, the actors behind it, and a store.
 
 use super::agent::{Agent, Applicant, enrollment_of, recovery_key};
+use crate::agent_package::AgentPackage;
 use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::token::{TokenPurpose, mint};
 use crate::auth::{Authenticator, TokenRules};
 use crate::http::long_poll::LongPolls;
 use crate::outbound::node_probe::{Probe, ProbeTargets, SystemResolver};
+use crate::outbound::package_registry::PackageRegistry;
 use crate::services::{Addresses, Parts, Services};
 use crate::testing::install_crypto;
 use crate::tls::connections::Connections;
@@ -100,23 +102,27 @@ impl TestResponse {
 
 impl NodeApiHarness {
     pub(super) async fn new() -> Self {
-        Self::in_memory(None).await
+        Self::in_memory(None, AgentPackage::default()).await
     }
 
     /// Behind proxies at `networks`. All clients connect from 127.0.0.1.
     pub(super) async fn behind(forwarding: Forwarding, networks: &[&str]) -> Self {
         let networks = networks.iter().map(|network| network.parse().unwrap()).collect();
-        Self::in_memory(Some((forwarding, networks))).await
+        Self::in_memory(Some((forwarding, networks)), AgentPackage::default()).await
     }
 
-    async fn in_memory(proxies: Option<(Forwarding, Vec<IpNet>)>) -> Self {
+    /// With this registry of the agent's package.
+    pub(super) async fn relaying(registry: PackageRegistry) -> Self {
+        Self::in_memory(None, AgentPackage { registry: Some(registry), ..AgentPackage::default() }).await
+    }
+
+    async fn in_memory(proxies: Option<(Forwarding, Vec<IpNet>)>, agent_package: AgentPackage) -> Self {
         let unreachable = PoolConfig::new("postgres://nobody@127.0.0.1:1/none".into(), None);
         let pool = persistence::pool::open(&unreachable).unwrap();
         let memory = Arc::new(MemoryStore::default());
         let store_handles = (Reads::new(pool.clone()), Secrets::new(pool, crate::testing::key_ring()));
-        let mut harness =
-            Self::over(Arc::clone(&memory) as Arc<dyn Store>, store_handles, first_terms().collect(), None, proxies)
-                .await;
+        let store = (Arc::clone(&memory) as Arc<dyn Store>, first_terms().collect());
+        let mut harness = Self::over(store, store_handles, None, proxies, agent_package).await;
         harness.memory = memory;
         harness
     }
@@ -128,15 +134,15 @@ impl NodeApiHarness {
         let (reads, secrets) = (Reads::new(pool.clone()), Secrets::new(pool, crate::testing::key_ring()));
         let (store, terms) = (Arc::new(member.store(&reads)), member.terms().collect());
         member.drop_published();
-        Self::over(store, (reads, secrets), terms, Some(postgres), None).await
+        Self::over((store, terms), (reads, secrets), Some(postgres), None, AgentPackage::default()).await
     }
 
     async fn over(
-        store: Arc<dyn Store>,
+        (store, terms): (Arc<dyn Store>, Vec<Term>),
         (reads, secrets): (Reads, Secrets),
-        terms: Vec<Term>,
         postgres: Option<TestDatabase>,
         proxies: Option<(Forwarding, Vec<IpNet>)>,
+        agent_package: AgentPackage,
     ) -> Self {
         install_crypto();
         logs();
@@ -180,6 +186,7 @@ impl NodeApiHarness {
                 terminal_url: "wss://api.gpu.example/ws/v1/terminal".into(),
                 terminal_origins: Vec::new(),
             },
+            agent_package,
             ..crate::testing::parts(&host, reads, authenticator, trust)
         });
         let stop = CancellationToken::new();
