@@ -61,7 +61,9 @@ impl GpuMachine {
         let bundle = self.fake.bundle(self.folder.path());
         let log = self.folder.path().join("kmsg").to_str().unwrap().to_owned();
         let kernel_log = if more.contains(&"--kernel-log") { vec![] } else { vec!["--kernel-log", log.as_str()] };
-        let args = [&kernel_log[..], &["--gpu-deadline-seconds", "1"], more].concat();
+        let deadline: &[&str] =
+            if more.contains(&"--gpu-deadline-seconds") { &[] } else { &["--gpu-deadline-seconds", "1"] };
+        let args = [&kernel_log[..], deadline, more].concat();
         let library = self.folder.path().to_str().unwrap().to_owned();
         let file = self.file().to_str().unwrap().to_owned();
         SpawnedAgent::start_with(
@@ -175,10 +177,55 @@ async fn hanging_driver_is_a_finding_and_heartbeats_are_in_time() {
     let seconds = usize::try_from(begun.elapsed().as_secs()).unwrap();
     assert!(sent * 3 >= seconds, "{sent} heartbeats in {seconds} s");
     assert_eq!(node.heartbeat().unwrap().inventory.gpus.len(), 2, "as they were listed last");
+    // A child that does not answer is killed, and another one is tried after a pause.
+    eventually(|| probe_processes(agent.pid()).is_empty().then_some(())).await;
     // Both continue once the driver answers.
     node.change(|machine| machine.hangs = false);
     node.finds(&[]).await;
     agent.signal(Signal::SIGTERM);
+}
+
+#[tokio::test]
+async fn heartbeats_do_not_wait_for_the_deadline_of_a_hanging_driver() {
+    let mut node = GpuMachine::with_gpus(2).await;
+    let agent = node.agent(&["--gpu-deadline-seconds", "60"]);
+    node.finds(&[]).await;
+    node.change(|machine| machine.hangs = true);
+    // One of them may have its survey already.
+    let before = node.fake.calls().heartbeats.len();
+    eventually(|| (node.fake.calls().heartbeats.len() > before + 3).then_some(())).await;
+    let heartbeat = node.heartbeat().unwrap();
+    assert_eq!(heartbeat.findings, Some(vec![]), "the driver may still answer in time");
+    assert_eq!(heartbeat.inventory.gpus.len(), 2, "as they were listed last");
+
+    // The agent is killed: its child does not outlive it, although the driver hangs.
+    let child = eventually(|| probe_processes(agent.pid()).pop()).await;
+    agent.kill_9();
+    eventually(|| (!is_running(child)).then_some(())).await;
+}
+
+/// The processes that call the driver for this agent.
+fn probe_processes(agent: i32) -> Vec<i32> {
+    let pids = std::fs::read_dir("/proc").unwrap().filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+    let is_probe = |pid: &i32| {
+        let command_line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        command_line.split('\0').any(|argument| argument == "--gpu-probe")
+            && parent_and_state(*pid).is_some_and(|it| it.0 == agent)
+    };
+    pids.filter(is_probe).collect()
+}
+
+/// Whether the process has not ended; one that has may wait for its parent.
+fn is_running(pid: i32) -> bool {
+    parent_and_state(pid).is_some_and(|(_, state)| state != "Z")
+}
+
+fn parent_and_state(pid: i32) -> Option<(i32, String)> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name in front, in parentheses, may have spaces.
+    let mut fields = status.rsplit_once(')')?.1.split_whitespace();
+    let state = fields.next()?.to_owned();
+    Some((fields.next()?.parse().ok()?, state))
 }
 
 #[tokio::test]
