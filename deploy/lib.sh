@@ -214,6 +214,25 @@ ensure_registry() {
     rm -rf "$folder"
 }
 
+# A second client of OCI registries, with the libraries that a Debian without it has not, out of Debian's packages, unpacked and not installed.
+ensure_skopeo() {
+    local folder name packages=(skopeo libassuan0 libdevmapper1.02.1 libgpg-error0 libgpgme11)
+    [ ! -x "$tools/skopeo/usr/bin/skopeo" ] || return 0
+    have apt-get || fail "missing: skopeo. Put Debian's into $tools/skopeo/usr/bin and start again."
+    say "taking skopeo out of Debian's package into .dev/tools"
+    folder=$(mktemp -d)
+    chmod 0755 "$folder"
+    apt_download "$folder" "${packages[@]}" || { apt ca-certificates && apt_download "$folder" "${packages[@]}"; } ||
+        { rm -rf "$folder"; fail "apt cannot download skopeo."; }
+    for name in "$folder"/*.deb; do
+        dpkg -x "$name" "$folder/unpacked"
+    done
+    rm -rf "$tools/skopeo"
+    mkdir -p "$tools"
+    mv "$folder/unpacked" "$tools/skopeo"
+    rm -rf "$folder"
+}
+
 # What compiles a program that needs no other file: Rust's target for musl, and a C compiler for it.
 ensure_musl() {
     local triple
@@ -433,6 +452,7 @@ ensure_test_tools() {
     ensure_faketime
     ensure_machine
     ensure_registry
+    ensure_skopeo
     ensure_musl
     from_npm browser playwright-core "what drives the browser"
     from_npm log-clients winston-loki "two clients of the push API for logs"

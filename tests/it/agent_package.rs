@@ -23,6 +23,7 @@ use wire::{PublicKey, SecretToken};
 
 mod bare_machine;
 mod hostile_archive;
+mod second_client;
 
 /// A registry with a package, and a machine's folders.
 struct Fixture {
