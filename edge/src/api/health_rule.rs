@@ -1,4 +1,4 @@
-//! The table of health findings, and the overrides of administrators (decision 0052).
+//! The table of health findings, and the overrides of administrators (decision 0051).
 
 use actors::sharding::id_of_name;
 use axum::Json;

@@ -1,4 +1,4 @@
-//! The overrides of the table of health findings, written by administrators (decision 0052). There is one entity for all of them.
+//! The overrides of the table of health findings, written by administrators (decision 0051). There is one entity for all of them.
 
 use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::Action;

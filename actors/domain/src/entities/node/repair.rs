@@ -1,4 +1,4 @@
-//! Repair by itself: a machine without tenants that has a finding which a reboot repairs is rebooted and validated (decision 0053).
+//! Repair by itself: a machine without tenants that has a finding which a reboot repairs is rebooted and validated (decision 0052).
 //!
 //! Heartbeats drive it: a machine that is not in contact is not repaired. After the attempts of policy `node.repair_attempts` an operator takes
 //! over.

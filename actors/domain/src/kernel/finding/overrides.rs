@@ -1,4 +1,4 @@
-//! Overrides of the table by administrators (decision 0052): a new Xid is classified without a release.
+//! Overrides of the table by administrators (decision 0051): a new Xid is classified without a release.
 
 use super::{FindingCause, FindingClass, FindingRule, Repair, TABLE};
 use crate::time::Timestamp;
