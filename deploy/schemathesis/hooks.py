@@ -52,6 +52,10 @@ REFUSED_FOR_ITS_MEANING = [
     r"^A webhook needs a `url`",
     r"^An e-mail goes to the address",
     r"^Nothing is to be changed; give `url`",
+    # An override of a health finding: which fields it needs follows from its classes, and what it may do from the findings it is for.
+    r"^`tenant_message` is required with",
+    r"^A tenant's program can cause what this override is for",
+    r"^`pattern` must be a probe, a slash and a code",
     # A form that this installation does not have.
     r"^This installation publishes no package",
 ]
