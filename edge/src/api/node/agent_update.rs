@@ -102,9 +102,14 @@ pub(in crate::api) async fn update_agent(
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(order)): Idempotent<request_body::Json<AgentUpdateOrder>>,
 ) -> Result<Response, ApiError> {
-    let digest = package_digest(&services, order.digest.as_ref())?;
-    let command = Request::UpdateAgent { digest, force: order.force, reason: order.reason.to_string() };
-    let answered = context.ask::<Node>(id, command).await?;
+    let answered = match context.committed_reply::<Node>()? {
+        Some(answered) => answered,
+        None => {
+            let digest = package_digest(&services, order.digest.as_ref())?;
+            let command = Request::UpdateAgent { digest, force: order.force, reason: order.reason.to_string() };
+            context.ask::<Node>(id, command).await?
+        }
+    };
     shown(&services, StatusCode::CREATED, &answered)
 }
 
