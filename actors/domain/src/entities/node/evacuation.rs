@@ -72,18 +72,20 @@ impl Node {
                     hold.evacuation = Some(begun);
                     events.push(Event::EvacuationBegun { node_id, allocation_id, release_at, reason });
                 }
-                (Some(_), Some(evacuation)) if now >= evacuation.due_at() => {
-                    evacuation.again = Some(match evacuation.again {
-                        Some(again) => again.next(now),
-                        None => RetryTimer::first(now),
-                    });
-                    let reason = evacuation.reason.clone();
-                    events.push(Event::EvacuationDue { node_id, allocation_id, reason });
+                // A release that was requested cannot be taken back: it is requested again also when the finding is over.
+                (reason, Some(evacuation)) if reason.is_some() || evacuation.again.is_some() => {
+                    if now >= evacuation.due_at() {
+                        evacuation.again = Some(match evacuation.again {
+                            Some(again) => again.next(now),
+                            None => RetryTimer::first(now),
+                        });
+                        let reason = evacuation.reason.clone();
+                        events.push(Event::EvacuationDue { node_id, allocation_id, reason });
+                    }
                 }
-                (Some(_), Some(_)) | (None, None) => {}
-                // Its release was requested already and cannot be taken back.
-                (None, Some(evacuation)) if evacuation.again.is_some() => {}
-                (None, Some(_)) => {
+                (None, None) => {}
+                // The finding is over before the deadline.
+                (_, Some(_)) => {
                     hold.evacuation = None;
                     events.push(Event::EvacuationEnded { node_id, allocation_id });
                 }

@@ -57,6 +57,17 @@ fn tenant_is_notified_once_and_released_at_the_deadline() {
 }
 
 #[test]
+fn lost_release_is_requested_again_also_after_the_finding_has_ended() {
+    let begun = evacuated();
+    let release_at = begun.release_at().unwrap();
+    let ended = begun.at(release_at).ticked().finds(&[]);
+    assert_eq!(ended.release_at(), Some(release_at), "the release is on its way");
+    let again = ended.at_its_timer().ticked();
+    assert!(again.said.iter().any(|event| matches!(event, Event::EvacuationDue { .. })), "{:?}", again.said);
+    assert!(again.node.timer().is_some_and(|at| at > again.now), "a timer in the past would wake the node without end");
+}
+
+#[test]
 fn node_wakes_for_the_deadline_whatever_its_state() {
     let release_at = evacuated().release_at().unwrap();
     let quarantined = evacuated().quarantined();
