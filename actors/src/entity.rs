@@ -3,7 +3,7 @@
 use crate::command_context::{AskError, AskResult};
 use crate::entity_host::{ActorExit, CommittedState, EntityFacts, Host, Slot};
 use crate::entity_shell::{CommandRequest, Input, InputContext, Output, Shell, panic_message};
-use crate::interfaces::{StoreReadError, Term};
+use crate::shell_dependencies::{StoreReadError, Term};
 use domain::{Commit, CommitOutcome, EntityRef, Machine};
 use futures::FutureExt;
 use ractor::{Actor, ActorProcessingErr, ActorRef};

@@ -14,7 +14,7 @@
 //! wait for is ignored.
 
 use crate::command_context::{AskError, AskResult, CommandContext, CommandReply};
-use crate::interfaces::{StoreReadError, Term};
+use crate::shell_dependencies::{StoreReadError, Term};
 use domain::authz::authorize;
 use domain::commit::{CommandRecord, CompletedCommand, REFUSED, SetChange, Snapshot, Timer};
 use domain::policy::PolicyBook;

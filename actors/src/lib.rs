@@ -11,9 +11,9 @@ mod entity;
 pub mod entity_host;
 pub mod entity_shell;
 mod entity_watch;
-pub mod interfaces;
-pub mod rate_cell_table;
+pub mod gcra_table;
 pub mod sharding;
+pub mod shell_dependencies;
 #[cfg(test)]
 mod testing;
 

@@ -2,8 +2,8 @@
 //! environment whose clock is tokio's.
 
 use crate::command_context::{CommandContext, CommandKey};
-use crate::interfaces::{Effects, Environment, Store, StoreReadError, Term};
 use crate::sharding::{command_id, digest_of};
+use crate::shell_dependencies::{Effects, Environment, Store, StoreReadError, Term};
 use chrono::TimeDelta;
 use domain::authz::{CallerIdentity, TokenRole};
 use domain::commit::{CompletedCommand, Epoch, Snapshot};

@@ -30,13 +30,13 @@ use crate::executor::Executor;
 use crate::gpus::Gpus;
 use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
 use crate::inventory;
-use crate::journal::{Journal, JournalError};
 use crate::node_api_client::{ClientError, NodeApiClient, NodeApiError};
 use crate::sandbox::Sandbox;
 use crate::service_manager::ServiceManager;
 use crate::simulated_faults::{SimulatedExecutor, SimulatedFaults};
 use crate::ssh::{self, SshError, Sshd};
 use crate::system::{self, System, private_tmp};
+use crate::task_journal::{Journal, JournalError};
 use crate::terminal::{Spools, TerminalSessions};
 
 mod enroll;

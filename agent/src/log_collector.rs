@@ -7,7 +7,7 @@
 
 mod entry;
 mod gateway;
-mod journal;
+mod journald;
 mod sender;
 mod settings;
 mod spool;
@@ -71,7 +71,7 @@ pub async fn run(config: CollectorConfig, stop: CancellationToken) -> Result<(),
     let sender = sender::Sender::new(&config, Arc::clone(&shared))?;
     tokio::select! {
         () = stop.cancelled() => Ok(()),
-        never = journal::read(&config, &shared) => match never {},
+        never = journald::read(&config, &shared) => match never {},
         ended = sender.run() => ended,
     }
 }

@@ -9,7 +9,7 @@ use agent::chain;
 use agent::config::{AgentConfig, AgentConfigError, Flags};
 use agent::service_manager::ServiceManager;
 use agent::system::keyrings::revoke_own;
-use agent::terminal::handover::hold;
+use agent::terminal::session_handover::hold;
 use clap::Parser as _;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;

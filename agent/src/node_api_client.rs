@@ -16,7 +16,7 @@ use uuid::Uuid;
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RenewRequest};
 use wire::error::{ErrorEnvelope, INVALID_NODE_IDENTITY, reason};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer};
-use wire::log_token::LogTokenAnswer;
+use wire::log_gateway_access::LogTokenAnswer;
 use wire::recording::ChunkAnswer;
 use wire::task::{ResultAnswer, SignedEnvelope, TaskOrigin, TaskResult};
 

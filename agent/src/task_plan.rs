@@ -2,7 +2,7 @@
 
 use wire::task::TaskResult;
 
-use crate::journal::{Phase, TaskRecord};
+use crate::task_journal::{Phase, TaskRecord};
 
 /// The decision.
 #[derive(Debug, Clone, PartialEq)]

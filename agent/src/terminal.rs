@@ -6,11 +6,11 @@
 //! itself. Where a service manager keeps descriptors, a session outlives the agent's process, and the next one continues it
 //! ([`handover`]). Otherwise an agent that is stopped reports each session as lost; after a kill, the next agent reports it.
 
-pub mod handover;
 mod output;
 mod pty;
 mod recording;
 mod session;
+pub mod session_handover;
 mod stream;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -34,11 +34,11 @@ use wire::terminal::RETAINED_OUTPUT;
 use crate::executor::TaskFailure;
 use crate::process_attributes;
 use crate::service_manager::ServiceManager;
-use handover::{Adopted, OutputLog, SessionStore};
 use output::OutputBuffer;
 use pty::PtyMaster;
 use recording::{Recorder, Upload};
 use session::{Program, ReadBuffer, SessionParts, StoredSession};
+use session_handover::{Adopted, OutputLog, SessionStore};
 
 pub use recording::Spools;
 pub use stream::{StreamError, TerminalSocket, TerminalTransport, UploadError};

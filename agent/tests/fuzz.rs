@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use agent::journal::{Journal, JournalEntry, JournalError, ReportOutcome, TaskRecord};
+use agent::task_journal::{Journal, JournalEntry, JournalError, ReportOutcome, TaskRecord};
 use chrono::{DateTime, TimeDelta, Utc};
 use std::path::Path;
 use std::time::Duration;

@@ -18,7 +18,7 @@ use crate::http::correlation::Scope;
 use crate::http::error::{ApiError, Code};
 
 pub mod claims;
-pub mod internal;
+pub mod internal_route_auth;
 pub mod jwks;
 pub mod jwt;
 pub mod platform_roles;

@@ -6,18 +6,18 @@
 
 mod admission;
 mod cleanup_proof;
-mod dispatch;
 mod enrollment;
 mod heartbeat;
 pub(crate) mod identity;
 mod inventory;
-mod log_token;
+mod log_gateway_access;
 mod package;
 mod recording;
 mod recovery;
 mod rejection_response;
 mod routes;
 mod strict_json;
+mod task_dispatch;
 mod task_output;
 mod task_result;
 mod task_signing;
@@ -54,7 +54,7 @@ use wire::recording::CHUNK_MAX;
 #[derive(Clone)]
 struct NodeApi {
     services: Services,
-    dispatch_log: Arc<dispatch::DispatchLog>,
+    dispatch_log: Arc<task_dispatch::DispatchLog>,
     /// The enrollments of each address.
     enrolling: Arc<AddressLimit>,
     limits: Arc<admission::NodeLimits>,
@@ -84,7 +84,7 @@ const RETRY_PAUSE: Duration = Duration::from_millis(50);
 /// Timeout for a request, most of which is the state machine's reply.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 /// The longest wait for a task, and the time for its queries of the state machine.
-const WAIT_TIMEOUT: Duration = Duration::from_secs(dispatch::MAX_WAIT_SECONDS as u64 + 20);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(task_dispatch::MAX_WAIT_SECONDS as u64 + 20);
 
 /// The routes.
 pub fn router(services: Services) -> Router {
@@ -99,7 +99,7 @@ pub fn router(services: Services) -> Router {
     let identified = Router::new()
         .route("/internal/v1/nodes/{id}/certificate/renew", post(enrollment::renew))
         .route("/internal/v1/nodes/{id}/heartbeat", post(heartbeat::heartbeat))
-        .route("/internal/v1/nodes/{id}/log-token", post(log_token::issue))
+        .route("/internal/v1/nodes/{id}/log-token", post(log_gateway_access::issue))
         .route_layer(from_fn(reject_query))
         .route_layer(Extension(BodyLimit(BODY_BYTES)));
     let results = Router::new()
@@ -117,7 +117,7 @@ pub fn router(services: Services) -> Router {
         .route("/internal/v1/nodes/{id}/package/manifests/{reference}", get(package::manifest))
         .route("/internal/v1/nodes/{id}/package/blobs/{digest}", get(package::blob))
         .route_layer(from_fn(reject_query));
-    let waits = Router::new().route("/internal/v1/nodes/{id}/tasks/wait", get(dispatch::wait));
+    let waits = Router::new().route("/internal/v1/nodes/{id}/tasks/wait", get(task_dispatch::wait));
 
     let [(name, value)] = no_store();
     let no_store_header = SetResponseHeaderLayer::overriding(name, value);

@@ -5,7 +5,7 @@ pub mod runtime_interface;
 
 use crate::agent_package::AgentPackage;
 use crate::auth::Authenticator;
-use crate::auth::internal::InternalToken;
+use crate::auth::internal_route_auth::InternalToken;
 use crate::auth::jwt::node_log::{GATEWAY_PATH, NodeLogTokens};
 use crate::auth::platform_roles::PlatformRoleCounters;
 use crate::fleet_telemetry::{self, FleetDirectory, FleetReport, FleetTelemetry};
@@ -30,7 +30,7 @@ use crate::trust::keys_in_force::KeysInForce;
 use crate::trust::node_certificate::TrustDomain;
 use crate::trust::recovery_nonce::Nonces;
 use actors::Directory;
-use actors::interfaces::Environment;
+use actors::shell_dependencies::Environment;
 use axum::extract::FromRef;
 use axum::http::HeaderMap;
 use chrono::TimeDelta;

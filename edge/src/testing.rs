@@ -2,7 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-mod runtime;
+mod test_runtime;
 
 use crate::agent_package::AgentPackage;
 use crate::auth::Authenticator;
@@ -16,7 +16,7 @@ use crate::services::{Addresses, Parts, Trust};
 use crate::tls::connections::Connections;
 use crate::trust::keys_in_force::{Keys, KeysInForce};
 use crate::trust::node_certificate::TrustDomain;
-use actors::interfaces::Environment;
+use actors::shell_dependencies::Environment;
 use axum::response::Response;
 use persistence::{Reads, Secrets};
 use prometheus::Registry;
@@ -83,7 +83,7 @@ pub(crate) fn parts(host: &TestHost, reads: Reads, authenticator: Authenticator,
     let directory = host.directory.clone();
     let fleet = FleetTelemetry::default();
     Parts {
-        runtime: Arc::new(runtime::TestRuntime { reads: reads.clone(), fleet: fleet.clone() }),
+        runtime: Arc::new(test_runtime::TestRuntime { reads: reads.clone(), fleet: fleet.clone() }),
         fleet,
         fleet_directory: FleetDirectory::new(reads.clone()),
         delivery: delivery(),

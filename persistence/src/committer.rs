@@ -19,13 +19,13 @@
 //! | the connection lost, or no response in time | [`CommitOutcome::Unknown`], and the backend is ended before the next batch |
 
 mod batch;
+mod batch_statistics;
 mod in_flight;
-mod metrics;
 mod queues;
 mod sequence;
 mod worker;
 
-pub use metrics::CommitterMetrics;
+pub use batch_statistics::CommitterMetrics;
 pub use sequence::Sequences;
 pub use worker::WorkerStatus;
 

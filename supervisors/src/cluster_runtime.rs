@@ -12,7 +12,7 @@ use actors::Host;
 use actors::entity_host::{self, HostedEntity};
 use actors::sharding::shard_of;
 use chrono::{TimeDelta, Utc};
-use domain::runtime::RuntimePart as Restartable;
+use domain::restart_record::RuntimePart as Restartable;
 use domain::{EntityKind, EntityRef, MemberId, NodeId};
 use edge::fleet_telemetry::{FleetSamples, FleetTelemetry, NodeSample, NodeSummary};
 use edge::http::long_poll::LongPolls;

@@ -2,7 +2,7 @@
 
 use crate::cluster::bus::{Bus, PeerSignal};
 use crate::process_environment::ProcessEnvironment;
-use actors::interfaces::Effects;
+use actors::shell_dependencies::Effects;
 use domain::Effect;
 use edge::http::long_poll::LongPolls;
 use edge::terminal::Terminals;

@@ -22,7 +22,7 @@ pub use variables::{ConfigError, Problem};
 
 use crate::process_roles::{ProcessRole, parse_roles};
 use domain::Timestamp;
-use edge::auth::internal::InternalToken;
+use edge::auth::internal_route_auth::InternalToken;
 use edge::tls::ingress::Ingress;
 use edge::tls::{ServerTls, server_config};
 use edge::trust::node_certificate::TrustDomain;

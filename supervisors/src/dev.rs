@@ -1,4 +1,4 @@
-//! `gpuaas dev`: a whole environment on one machine, of real servers, with the main job run through it.
+//! `gpuaas dev`: a whole environment on one machine, of real servers, with the first rental run through it.
 //!
 //! Its servers are those of [`local_servers`], from which the tests build their clusters too.
 
@@ -19,6 +19,7 @@ use crate::process_roles::ProcessRole;
 use agents::{AgentDirectories, AgentProcess, AgentSettings, SimulatedGpus, SystemAgent};
 use api::DevApi;
 use environment::{EnvironmentFile, EnvironmentVariables};
+use first_rental::{FirstRental, StepListener};
 use local_servers::balancer::Balancer;
 use local_servers::identity::IdentityProvider;
 use local_servers::nats::{NatsServer, NatsUser};
@@ -27,17 +28,16 @@ use local_servers::postgres::PostgresServer;
 use local_servers::processor::PaymentProcessor;
 use local_servers::settings::SavedSettings;
 use local_servers::{files, identity};
-use main_job::{MainJob, StepListener};
 use replica::{ListenAddresses, Replica, ReplicaSettings};
 
 pub mod agents;
 pub mod api;
 pub mod environment;
-pub mod main_job;
+pub mod first_rental;
 pub mod replica;
 
-/// The SKU of the main job, by its name.
-const SKU: &str = "the main job's SKU";
+/// The SKU of the first rental, by its name.
+const SKU: &str = "the first rental's SKU";
 
 /// The setting that enables the forced refresh of the identity provider's keys; it is passed on to the environment's users.
 const REFRESH_TOKEN: &str = "INTERNAL_JWKS_REFRESH_TOKEN";
@@ -54,20 +54,20 @@ const FORWARDED_VARIABLES: [&str; 6] = [
 
 /// The NATS user for clients outside the replicas: `SVC_NATS_URL` of `.dev/env`.
 const OPERATOR: &str = "operator";
-/// An upper bound of the main job's requests about one node.
+/// An upper bound of the first rental's requests about one node.
 const REQUESTS_PER_NODE: i64 = 25;
 /// How long the agents of an earlier start may take until they are in contact again.
 const AGENT_RESUME_TIMEOUT: Duration = Duration::from_secs(30);
 /// The log message of an agent whose heartbeat was accepted.
 const IN_CONTACT: &str = "\"in contact\"";
-/// Saved when the main job is done: data of an earlier start without it is not resumed.
-const DONE: &str = "the main job is done";
+/// Saved when the first rental is done: data of an earlier start without it is not resumed.
+const DONE: &str = "the first rental is done";
 const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Flags of `gpuaas dev`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct DevArgs {
-    /// Run the main job in a new environment below --dir, which is removed afterwards, and exit: with 0 when it succeeded
+    /// Run the first rental in a new environment below --dir, which is removed afterwards, and exit: with 0 when it succeeded
     #[arg(long)]
     pub once: bool,
     /// Start over: remove the data, addresses and passwords of earlier starts
@@ -90,7 +90,7 @@ pub struct DevArgs {
     pub dir: PathBuf,
 }
 
-/// Starts everything, with the data of the last start where there is some, else runs the main job; then stays up until it is interrupted
+/// Starts everything, with the data of the last start where there is some, else runs the first rental; then stays up until it is interrupted
 /// (or ends, with `--once`).
 ///
 /// # Errors
@@ -103,16 +103,18 @@ pub async fn run(args: DevArgs) -> anyhow::Result<()> {
         () = interrupted.wait() => bail!("interrupted while starting"),
     };
     let result = tokio::select! {
-        result = environment.main_job(&args) => result,
-        () = interrupted.wait() => Err(anyhow::anyhow!("interrupted during the main job")),
+        result = environment.first_rental(&args) => result,
+        () = interrupted.wait() => Err(anyhow::anyhow!("interrupted during the first rental")),
     };
     match &result {
         Ok(()) if environment.is_resumed => print_line(&format!(
             "Up with the data, addresses and passwords of the last start, after {:.1} s. To start over: --fresh",
             begin.elapsed().as_secs_f32()
         )),
-        Ok(()) => print_line(&format!("The main job is done, {:.1} s after the start.", begin.elapsed().as_secs_f32())),
-        Err(_) => print_line(&format!("The main job failed. Logs: {}", environment.logs.display())),
+        Ok(()) => {
+            print_line(&format!("The first rental is done, {:.1} s after the start.", begin.elapsed().as_secs_f32()))
+        }
+        Err(_) => print_line(&format!("The first rental failed. Logs: {}", environment.logs.display())),
     }
     if result.is_ok() && !args.once {
         environment.print_addresses();
@@ -234,7 +236,7 @@ impl DevEnvironment {
                 REFRESH_TOKEN.to_owned(),
                 saved.value(REFRESH_TOKEN, || Ok(files::random_hex(32)))?,
             ))
-            .chain(processor.variables(main_job::CURRENCY))
+            .chain(processor.variables(first_rental::CURRENCY))
             .chain(FORWARDED_VARIABLES.iter().filter_map(|name| Some(((*name).to_owned(), std::env::var(name).ok()?))))
             .collect(),
         };
@@ -289,8 +291,8 @@ impl DevEnvironment {
         })
     }
 
-    /// Runs the main job; or, on the data of an earlier start, starts its agents again, and adds nodes where more are requested.
-    async fn main_job(&mut self, args: &DevArgs) -> anyhow::Result<()> {
+    /// Runs the first rental; or, on the data of an earlier start, starts its agents again, and adds nodes where more are requested.
+    async fn first_rental(&mut self, args: &DevArgs) -> anyhow::Result<()> {
         let clock = Stopwatch::default();
         if self.is_resumed {
             self.resume_agents(&clock).await?;
@@ -305,7 +307,7 @@ impl DevEnvironment {
         clock.lap("admin, admin2 and user logged in");
         self.raise_rate_limit(&admin, args.nodes, &clock).await?;
         let admin_subjects = [subject(&self.identity, "admin")?, subject(&self.identity, "admin2")?];
-        let job = MainJob {
+        let job = FirstRental {
             admin: &admin,
             second_admin: &second_admin,
             admin_subjects,
@@ -330,7 +332,7 @@ impl DevEnvironment {
             return Ok(());
         }
         job.pay_in().await?;
-        main_job::top_up(&self.api("user2").await?, "user2", &self.processor, &clock).await?;
+        first_rental::top_up(&self.api("user2").await?, "user2", &self.processor, &clock).await?;
         job.rent_and_release(&sku, self.agent_settings.gpus.count.div_ceil(2)).await?;
         self.saved.set(DONE, "yes")
     }
@@ -387,7 +389,7 @@ impl DevEnvironment {
         }
         let id = self.identity.person("admin").context("there is an administrator")?.id;
         let body = json!({
-            "key": key.name(), "value": needed, "scope": { "user_id": id }, "reason": "the main job onboards many nodes at once",
+            "key": key.name(), "value": needed, "scope": { "user_id": id }, "reason": "the first rental onboards many nodes at once",
         });
         admin.post("/api/v1/admin/policy-values", &body).await?;
         clock

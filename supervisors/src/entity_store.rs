@@ -1,8 +1,8 @@
 //! The adapter between the shell's store and Postgres: entities are loaded and commits are written through the crate `persistence`.
 
 use crate::metrics::EventMetrics;
-use actors::interfaces::{Store, StoreReadError};
 use actors::sharding::shard_of;
+use actors::shell_dependencies::{Store, StoreReadError};
 use domain::commit::{CompletedCommand, Snapshot};
 use domain::{CommandId, Commit, CommitOutcome, EntityRef};
 use futures::FutureExt;

@@ -33,7 +33,7 @@ enum Command {
         #[arg(long, env = "SVC_ROLES", default_value = "all", help = process_roles::roles_help())]
         roles: String,
     },
-    /// Starts a whole environment on this machine and runs the main job in it.
+    /// Starts a whole environment on this machine and runs the first rental in it.
     #[cfg(feature = "dev")]
     Dev(DevArgs),
     /// Starts a new incarnation of a database that was restored from a backup; run it once, while no member runs. What the backup has lost

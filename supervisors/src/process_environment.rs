@@ -1,7 +1,7 @@
 //! The environment of this process's entities: clock, randomness, policy, lease.
 
 use crate::cluster::ClusterView;
-use actors::interfaces::Environment;
+use actors::shell_dependencies::Environment;
 use arc_swap::ArcSwap;
 use chrono::{DurationRound, TimeDelta, Utc};
 use domain::Timestamp;

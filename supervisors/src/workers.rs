@@ -2,11 +2,12 @@
 
 pub mod accrual;
 pub mod audit_seal;
-pub mod backlog_metrics;
+pub mod backlog_sampler;
 pub mod bare_metal;
 mod close_terminals;
 mod committer_and_loader;
 pub mod entity_deadlines;
+pub mod event_delivery;
 pub mod fleet_telemetry;
 pub mod idle_passivation;
 pub mod invariant_checks;
@@ -22,7 +23,6 @@ pub mod payments;
 pub mod policy_refresh;
 pub mod polling_loop;
 pub mod provisioning;
-pub mod reaction_context;
 pub mod reactor;
 pub mod recordings;
 pub mod rewrap;
@@ -150,7 +150,7 @@ tree! {
         "follows the rotation of keys";
     "key-invalidation" in "keys", EVERY, ALWAYS, MustNotPark, WithParent, Hidden, Task(key_rotation::start_listener) =>
         "receives rotations of keys";
-    "metrics" in "root", EVERY, BOUNDED, MustNotPark, Metrics, Hidden, Task(backlog_metrics::start) =>
+    "metrics" in "root", EVERY, BOUNDED, MustNotPark, Metrics, Hidden, Task(backlog_sampler::start) =>
         "periodically reads the metrics that need queries";
     "trace-export" in "root", EVERY, BOUNDED, MustNotPark, TraceExport, Hidden, Optional(trace_export::start) =>
         "sends spans to the collector, if one is configured";

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 use tests::cluster::client::Client;
-use tests::cluster::handles::AllocationHandle;
 use tests::cluster::id_of;
+use tests::cluster::resource_handles::AllocationHandle;
 
 const REPLICAS: usize = 2;
 const NODES: usize = 3;

@@ -8,7 +8,7 @@ use sqlx::{PgPool, Row};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use tests::cluster::db_lock::{DbLock, StatementFate, WRITES};
-use tests::cluster::handles::AllocationHandle;
+use tests::cluster::resource_handles::AllocationHandle;
 use tests::cluster::{CURRENCY, TestCluster, WAIT_TIMEOUT};
 use uuid::Uuid;
 

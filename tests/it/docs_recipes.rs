@@ -18,10 +18,10 @@ use tokio::process::Command;
 type Recipe = (&'static str, &'static str);
 
 const BY_HAND: [Recipe; 4] = [
-    ("start/main-job.md", "Prepare a shell"),
-    ("start/main-job.md", "Offer a SKU"),
-    ("start/main-job.md", "Register a node"),
-    ("start/main-job.md", "Start its agent"),
+    ("start/first-rental.md", "Prepare a shell"),
+    ("start/first-rental.md", "Offer a SKU"),
+    ("start/first-rental.md", "Register a node"),
+    ("start/first-rental.md", "Start its agent"),
 ];
 const TROUBLESHOOTING: [Recipe; 4] = [
     ("operator/troubleshooting.md", "Prepare the shell"),
@@ -31,8 +31,8 @@ const TROUBLESHOOTING: [Recipe; 4] = [
 ];
 const CA_ROTATION: Recipe = ("operator/keys.md", "Rotate the node CA");
 const IN_A_BROWSER: [Recipe; 2] =
-    [("start/main-job.md", "Rent GPUs"), ("start/main-job.md", "Open a terminal in a browser")];
-const BY_SSH: [Recipe; 2] = [("start/main-job.md", "Prepare a shell"), ("start/main-job.md", "Log in by SSH")];
+    [("start/first-rental.md", "Rent GPUs"), ("start/first-rental.md", "Open a terminal in a browser")];
+const BY_SSH: [Recipe; 2] = [("start/first-rental.md", "Prepare a shell"), ("start/first-rental.md", "Log in by SSH")];
 const BY_COMMAND_LINE: [Recipe; 6] = [
     ("user/login.md", "Log in"),
     ("user/renting.md", "Rent"),
@@ -205,7 +205,7 @@ async fn by_command_line_a_user_rents_has_a_terminal_that_outlives_its_replica_s
     assert!(cast.starts_with("{") && cast.contains("line-200"), "{cast:.200}");
 
     cluster.restart_replica(killed).await;
-    // The same without `gpuctl`, where the main job by hand has left its folder.
+    // The same without `gpuctl`, where the first rental by hand has left its folder.
     let script = format!("mkdir -p .dev/run/by-hand\n{}", recipes(&BY_SSH));
     let (went_well, transcript) = transcript(&script, folder.path()).await;
     let came_in = ["\"ssh\":{", "uid=", "(ED25519)", "releasing"].iter().all(|word| transcript.contains(word));

@@ -1,4 +1,4 @@
-//! A client that a public generator makes from the served description runs the main job.
+//! A client that a public generator makes from the served description runs the first rental.
 
 use crate::external_tools::{description, python_program, root, run};
 use secrecy::ExposeSecret as _;
@@ -7,7 +7,7 @@ use std::process::{Child, Command, Stdio};
 use tests::cluster::{TestCluster, ssh_public_key};
 use wire::bundle::BootstrapBundle;
 
-/// The main job, with the generated client alone. It prints its progress line by line, and waits for a line if the test has
+/// The first rental, with the generated client alone. It prints its progress line by line, and waits for a line if the test has
 /// to do something.
 struct Script {
     process: Child,
@@ -40,7 +40,7 @@ impl Drop for Script {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn generated_client_runs_the_main_job() {
+async fn generated_client_runs_the_first_rental() {
     let mut cluster = TestCluster::start().await;
     let folder = tempfile::tempdir().unwrap();
     let described = description(&cluster, folder.path()).await;
@@ -65,7 +65,7 @@ async fn generated_client_runs_the_main_job() {
     let subject = |username: &str| cluster.identity.person(username).unwrap().id.to_string();
     let mut command = Command::new(python_program("python"));
     command
-        .arg(root().join("tests/it/generated_client/main_job.py"))
+        .arg(root().join("tests/it/generated_client/first_rental.py"))
         .env("PYTHONPATH", &client)
         .env("PYTHONUNBUFFERED", "1")
         .env("SVC_BASE_URL", cluster.admin.base())

@@ -1,6 +1,6 @@
 //! Rotation of the service's keys under load: nodes enroll in every phase, one is offline meanwhile, replicas and Postgres are killed.
 
-use crate::service_token_keys::{ServiceAccountClient, statuses_of};
+use crate::service_account_signing_keys::{ServiceAccountClient, statuses_of};
 use nix::sys::signal::Signal;
 use reqwest::{Method, StatusCode};
 use serde_json::{Value, json};

@@ -1,6 +1,6 @@
 //! Notifications: which subscribers receive which events, who is refused, and how connections end.
 
-use crate::service_token_keys::ServiceAccountClient;
+use crate::service_account_signing_keys::ServiceAccountClient;
 use async_nats::HeaderMap;
 use domain::notification::Channel;
 use reqwest::Method;

@@ -23,8 +23,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use tests::cluster::client::{ApiResponse, Client};
 use tests::cluster::fake_processor::event;
-use tests::cluster::handles::AllocationHandle;
 use tests::cluster::payments::{ProcessorClient, RESEND_TIMEOUT, checkout};
+use tests::cluster::resource_handles::AllocationHandle;
 use tests::cluster::{CURRENCY, TestCluster, WAIT_TIMEOUT, id_of};
 use uuid::Uuid;
 

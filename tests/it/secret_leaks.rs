@@ -28,7 +28,7 @@ async fn submitted_secrets_are_stored_and_shown_nowhere() {
     send_in_wrong_fields(&mut cluster).await;
     send_in_enrollment(&mut cluster).await;
     send_in_service_accounts(&mut cluster).await;
-    // The main job, whose secrets are registered by the cluster.
+    // The first rental, whose secrets are registered by the cluster.
     let allocation = cluster.rent("h100", 2).await;
     allocation.expect_state("active").await;
     allocation.release().await;

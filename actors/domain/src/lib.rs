@@ -26,22 +26,22 @@ mod entities {
     pub mod payment;
     pub mod policy_values;
     pub mod processor_event;
+    pub mod restart_record;
     pub mod role_bindings;
-    pub mod runtime;
     pub mod service_account;
     pub mod sku;
     pub mod tenant;
     pub mod terminal_session;
 }
 
-pub use choreography::{invariant, notification, placement, reactions};
+pub use choreography::{cross_entity_invariants, notification, placement, reactions};
 pub use entities::{
     allocation, announcement, billing_account, health_rules, key_set, node, notification_endpoint, payment,
-    policy_values, processor_event, role_bindings, runtime, service_account, sku, tenant, terminal_session,
+    policy_values, processor_event, restart_record, role_bindings, service_account, sku, tenant, terminal_session,
 };
 pub use kernel::{
-    account_holder, audit, authz, commit, event, explanation, finding, hardware, history, id, key_purpose, ledger,
-    metadata, money, package_digest, policy, precondition, rate_cell, recording, redact, retry, ssh_key, state_machine,
+    account_holder, audit, authz, commit, event, explanation, finding, gcra, hardware, history, id, key_purpose,
+    ledger, metadata, money, package_digest, policy, precondition, recording, redact, retry, ssh_key, state_machine,
     task_type, time,
 };
 
@@ -85,7 +85,7 @@ impl EntityKind {
             Self::Payment => visitor.visit::<payment::Payment>(),
             Self::ProcessorEvent => visitor.visit::<processor_event::ProcessorEvent>(),
             Self::NotificationEndpoint => visitor.visit::<notification_endpoint::NotificationEndpoint>(),
-            Self::Runtime => visitor.visit::<runtime::RestartRecord>(),
+            Self::Runtime => visitor.visit::<restart_record::RestartRecord>(),
         }
     }
 }

@@ -2,10 +2,10 @@
 //! limits, a few bytes beside the commands, distinguished by their first byte.
 
 use super::Directory;
-use super::rate_cell_forwarding::QuotaUnavailable;
+use super::gcra_forwarding::QuotaUnavailable;
 use crate::connection_quota::QuotaRequest;
-use crate::interfaces::RemoteError;
 use crate::sharding::shard_of;
+use crate::shell_dependencies::RemoteError;
 use std::time::{Duration, Instant};
 use uuid::Uuid;
 

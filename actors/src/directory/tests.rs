@@ -2,7 +2,7 @@ mod encoding;
 
 use super::*;
 use crate::entity_host::HostConfig;
-use crate::interfaces::Environment;
+use crate::shell_dependencies::Environment;
 use crate::testing::{EffectLog, MemoryStore, StoreFault, TestEnvironment, key, shorten_panic_output, term, user};
 use domain::allocation::{self, Allocation, AuthorizedKey, Command, Rejection};
 use domain::authz::{Action, ResourceOwner, TokenRole, authorize};

@@ -6,7 +6,7 @@
 
 use crate::command_context::{AskError, AskResult};
 use crate::entity_shell::{CommandRequest, Input, InputContext, Output, Shell};
-use crate::interfaces::{StoreReadError, Term};
+use crate::shell_dependencies::{StoreReadError, Term};
 use crate::testing::{Count, Counter, StoredState, context, key, term};
 use domain::commit::Epoch;
 use domain::policy::PolicyBook;
@@ -20,6 +20,7 @@ use shuttle::thread;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use uuid::Uuid;
 
+#[path = "schedules/shuttle_primitives.rs"]
 mod concurrency_primitives;
 #[path = "handover.rs"]
 #[allow(clippy::duplicate_mod, dead_code, unreachable_pub)]

@@ -2,8 +2,8 @@
 
 use super::failures::ActorExit;
 use super::{Host, handover};
-use crate::interfaces::Term;
 use crate::sharding::shard_of;
+use crate::shell_dependencies::Term;
 use domain::{Shard, Timestamp};
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
 use std::sync::Arc;

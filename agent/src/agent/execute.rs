@@ -21,8 +21,8 @@ use crate::backoff::Backoff;
 use crate::chain;
 use crate::diagnostics;
 use crate::executor::{Executor, TaskFailure, TaskOutput};
-use crate::journal::{JournalEntry, Phase, ReportOutcome};
 use crate::node_api_client::NodeApiError;
+use crate::task_journal::{JournalEntry, Phase, ReportOutcome};
 use crate::task_plan::{TaskPlan, plan};
 
 const REPORT_BACKOFF_MAX: Duration = Duration::from_secs(30);

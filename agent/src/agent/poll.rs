@@ -12,8 +12,8 @@ use super::execute::unknown_type_result;
 use super::{Agent, BACKOFF_BASE, Fatal, locked};
 use crate::backoff::Backoff;
 use crate::chain;
-use crate::journal::{JournalEntry, JournalError};
 use crate::node_api_client::ReceivedTask;
+use crate::task_journal::{JournalEntry, JournalError};
 use crate::task_plan::{TaskPlan, plan};
 
 /// "No task" before this time is the answer of a server that does not wait, such as one that is being stopped.

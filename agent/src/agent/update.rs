@@ -13,7 +13,7 @@ use super::{Agent, locked};
 use crate::agent_update::{Begun, in_use};
 use crate::chain;
 use crate::executor::TaskFailure;
-use crate::journal::JournalEntry;
+use crate::task_journal::JournalEntry;
 
 /// How often the outcome is looked for.
 const PAUSE: Duration = Duration::from_millis(300);

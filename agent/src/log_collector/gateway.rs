@@ -10,7 +10,7 @@ use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
 use reqwest::{Client, Response, StatusCode};
 use std::time::Duration;
 use wire::error::ErrorEnvelope;
-use wire::log_token::LogTokenAnswer;
+use wire::log_gateway_access::LogTokenAnswer;
 
 /// A token is replaced so long before its end.
 const RENEW_BEFORE: TimeDelta = TimeDelta::minutes(5);

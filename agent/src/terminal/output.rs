@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::handover::OutputTail;
+use super::session_handover::OutputTail;
 
 /// The last bytes, up to a limit.
 #[derive(Debug)]
@@ -79,7 +79,7 @@ impl OutputBuffer {
 
 #[cfg(test)]
 mod tests {
-    use super::super::handover::OutputLog;
+    use super::super::session_handover::OutputLog;
     use super::*;
     use proptest::prelude::*;
 

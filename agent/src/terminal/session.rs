@@ -19,10 +19,10 @@ use uuid::Uuid;
 use wire::recording::RecordMode;
 use wire::terminal::{INPUT_WINDOW, OUTPUT_WINDOW, ProgramExit, TerminalCommand, TerminalEvent};
 
-use super::handover::{RecordFile, SessionStore};
 use super::output::OutputBuffer;
 use super::pty::PtyMaster;
 use super::recording::{Recorder, RecorderEvent};
+use super::session_handover::{RecordFile, SessionStore};
 use attachment::Attachment;
 pub(super) use program::Program;
 pub(super) use read_buffer::ReadBuffer;

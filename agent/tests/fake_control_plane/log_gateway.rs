@@ -12,7 +12,7 @@ use axum::response::{IntoResponse, Response};
 use chrono::{TimeDelta, Utc};
 use serde_json::Value;
 use wire::SecretToken;
-use wire::log_token::LogTokenAnswer;
+use wire::log_gateway_access::LogTokenAnswer;
 
 use super::{Shared, refuse};
 

@@ -16,7 +16,7 @@
 //! | [`proof`] | the clean-up proof: the signed report that nothing of a tenant is left |
 //! | [`terminal`] | the messages of a terminal session |
 //! | [`recording`] | the recording of a terminal session |
-//! | [`log_token`] | the token with which a node pushes its logs |
+//! | [`log_gateway_access`] | the token with which a node pushes its logs |
 //! | [`package`] | the names of the agent's package in a registry |
 //! | [`error`] | the error envelope of every refused request |
 
@@ -29,7 +29,7 @@ pub mod finding;
 pub mod heartbeat;
 pub mod inventory;
 pub mod keys;
-pub mod log_token;
+pub mod log_gateway_access;
 pub mod package;
 pub mod proof;
 pub mod recording;

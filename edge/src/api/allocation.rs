@@ -41,7 +41,7 @@ use super::request_fields::{
 use super::sku;
 use super::ssh_key::tenant_of;
 use crate::api::idempotency::ReplayedResponse;
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::http::error::{ApiError, Code};
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, JsonOrDefault, Path};

@@ -22,7 +22,7 @@ use uuid::Uuid;
 use super::request_context::{AdjustBilling, Authorized, RequestContext, SeeBilling, UserRequest, replayed};
 use super::request_fields::{AdjustmentMinor, ClaimId, CurrencyCode, EstimatedSeconds, GpuCount, Reason, SkuRef};
 use super::sku;
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::http::request_body::{self, Path, Query};

@@ -16,7 +16,7 @@ use uuid::Uuid;
 
 use super::request_context::{AdminRequest, replayed};
 use super::request_fields::{FindingPattern, Reason, TenantMessage};
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Query};
 use crate::services::Services;

@@ -13,8 +13,8 @@ use std::convert::Infallible;
 
 use crate::http::error::{ApiError, Code};
 
-pub(crate) mod context;
 mod counters;
+pub(crate) mod request_layer;
 mod stored_response;
 
 pub use counters::{COUNTERS, IdempotencyCounters};

@@ -20,7 +20,7 @@ use uuid::Uuid;
 
 use super::request_context::{Authorized, RequestContext, RotateKeys, replayed};
 use super::request_fields::{KeyId, Reason, ReasonBody};
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::rejection_response::Explain as _;
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body;

@@ -32,7 +32,7 @@ use super::request_fields::{
     ReasonBody, RegionCode, ResourceName, SkuRef, metadata, metadata_patch, terms,
 };
 use super::sku;
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::rejection_response::not_answered;
 use crate::api::request_fields::ssh_public_key::SshPublicKey;
 use crate::http::error::ApiError;

@@ -18,7 +18,7 @@ use uuid::Uuid;
 
 use super::request_context::{AdminRequest, AuthenticatedUser, replayed};
 use super::request_fields::Reason;
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::auth::{self, Caller};
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body;

@@ -24,7 +24,7 @@ use uuid::Uuid;
 
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::request_fields::{ClaimId, EventName, Reason, ReceiverUrl, set_or_none};
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::http::correlation::no_store;
 use crate::http::error::{ApiError, Code};
 use crate::http::pagination::{Items, Listing, Order, PageQuery};

@@ -18,7 +18,7 @@ use uuid::Uuid;
 
 use super::request_context::{Authorized, BindPlatformRoles, RequestContext, replayed};
 use super::request_fields::{ClaimId, Reason};
-use crate::api::idempotency::context::{HandlerSkipped, Idempotent};
+use crate::api::idempotency::request_layer::{HandlerSkipped, Idempotent};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::http::request_body::{self, Path, Query};

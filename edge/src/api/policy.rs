@@ -22,7 +22,7 @@ pub(super) use revocation::*;
 
 use super::request_context::{AdminRequest, replayed};
 use super::request_fields::{ClaimId, PolicyKey, Reason, not_null};
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::rejection_response::{bounds_of, not_admitted};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};

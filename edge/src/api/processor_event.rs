@@ -15,7 +15,7 @@ use uuid::Uuid;
 use super::reason_command::reason_commands;
 use super::request_context::{Authorized, RequestContext, SeeBilling, SettleProcessorEvents, replayed};
 use super::request_fields::{ProcessorId, ReasonBody};
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};

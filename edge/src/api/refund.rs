@@ -21,7 +21,7 @@ use super::payment::{RefundState, RefundView};
 use super::request_context::{RequestContext, UserRequest, replayed};
 use super::request_fields::{AmountMinor, Reason};
 use crate::api::idempotency::ReplayedResponse;
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body;
 use crate::services::Services;

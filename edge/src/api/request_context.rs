@@ -13,7 +13,7 @@ use domain::{CommandId, EntityKind, Machine, Principal};
 use std::marker::PhantomData;
 use uuid::Uuid;
 
-use crate::api::idempotency::context::IdempotencyContext;
+use crate::api::idempotency::request_layer::IdempotencyContext;
 use crate::api::idempotency::{IdempotencyKey, ReplayedResponse, RequestLine};
 use crate::api::rejection_response::{Explain, not_answered};
 use crate::auth::{ADMIN, ActingServiceAccount, Caller};

@@ -17,7 +17,7 @@ use super::document::{PROVIDER, SERVICE_ACCOUNT, add_common_parts, error_respons
 use super::path_parameters::path_parameters;
 use super::request_fields::LabelSelector;
 use crate::api::idempotency;
-use crate::api::idempotency::context::store_response;
+use crate::api::idempotency::request_layer::store_response;
 use crate::http::error::{Code, Envelope};
 use crate::http::request_body::reject_query;
 use crate::http::router_layers::{Concurrency, RequestTimeout, bounded};

@@ -18,7 +18,7 @@ use uuid::Uuid;
 use super::request_context::{RequestContext, UserRequest, replayed};
 use super::request_fields::{ClaimId, Label, set_or_none};
 use super::ssh_key::tenant_of;
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::auth::token::{TokenPurpose, mint};
 use crate::http::correlation::no_store;
 use crate::http::error::ApiError;

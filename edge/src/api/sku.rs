@@ -23,7 +23,7 @@ use super::request_fields::{
     set_or_none,
 };
 use super::ssh_key::NoFilter;
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};

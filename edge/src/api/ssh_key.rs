@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::request_fields::{ClaimId, Label, PublicKeyText};
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::request_fields::ssh_public_key::{SshPublicKey, SshPublicKeyError};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};

@@ -23,7 +23,7 @@ use super::allocation::visible;
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::request_fields::{ClaimId, ReasonBody};
 use super::ssh_key::tenant_of;
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::rejection_response::not_answered;
 use crate::http::correlation::no_store;
 use crate::http::error::{ApiError, Code};

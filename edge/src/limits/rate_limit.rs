@@ -12,7 +12,7 @@ pub use address::AddressLimit;
 pub use node::NodeLimit;
 
 use actors::Directory;
-use actors::rate_cell_table::RateCells;
+use actors::gcra_table::RateCells;
 use actors::sharding::command_id;
 use axum::extract::{Request, State};
 use axum::http::{Extensions, HeaderMap, HeaderName, HeaderValue, request};
@@ -20,8 +20,8 @@ use axum::middleware::Next;
 use axum::response::Response;
 use dashmap::DashMap;
 use domain::Timestamp;
+use domain::gcra::{RateDecision, WINDOW};
 use domain::policy::{PolicyBook, PolicyKey, Scopes};
-use domain::rate_cell::{RateDecision, WINDOW};
 use prometheus::{IntCounterVec, Opts, Registry};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};

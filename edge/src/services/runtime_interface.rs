@@ -3,7 +3,7 @@
 
 use crate::fleet_telemetry::{FleetSamples, NodeSample};
 use chrono::{DateTime, Utc};
-use domain::runtime::RuntimePart;
+use domain::restart_record::RuntimePart;
 use domain::{EntityKind, EntityRef, MemberId, NodeId};
 use futures::future::BoxFuture;
 use serde::{Deserialize, Serialize};

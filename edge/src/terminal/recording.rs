@@ -7,7 +7,7 @@ pub(crate) mod asciicast;
 mod fuzz;
 
 use crate::http::error::{ApiError, Code};
-use actors::interfaces::Environment;
+use actors::shell_dependencies::Environment;
 use domain::policy::{PolicyKey, Scopes};
 use domain::recording::{RecordingMode, RecordingTerms};
 use persistence::Recordings;

@@ -3,15 +3,15 @@
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 mod audit;
+mod auditor_reads;
 mod cluster;
 mod commits;
 mod faults;
-mod inspect;
 mod keys;
 mod lease;
 mod ledger;
-mod model;
 mod reads;
 mod recordings;
+mod reference_model;
 mod schema;
 mod test_store;

@@ -3,7 +3,7 @@
 use super::authentication::{HEADER, MacInput, MessageOrigin, MessagePurpose, MessageStamp};
 use super::bus::Bus;
 use actors::Directory;
-use actors::interfaces::{Remote, RemoteError};
+use actors::shell_dependencies::{Remote, RemoteError};
 use anyhow::bail;
 use async_nats::{HeaderMap, StatusCode};
 use dashmap::DashMap;

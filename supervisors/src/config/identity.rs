@@ -1,7 +1,7 @@
 //! The settings of the identity provider and its tokens.
 
 use super::variables::Variables;
-use edge::auth::internal::InternalToken;
+use edge::auth::internal_route_auth::InternalToken;
 use edge::auth::jwks::{Jwks, JwksSettings};
 use edge::auth::{Algorithm, TokenRules};
 use std::path::PathBuf;

@@ -69,7 +69,7 @@ impl ServiceStage {
         let services = Services::new(Parts {
             directory: actors.directory.clone(),
             reads: storage.reads.clone(),
-            environment: Arc::clone(&actors.environment) as Arc<dyn ::actors::interfaces::Environment>,
+            environment: Arc::clone(&actors.environment) as Arc<dyn ::actors::shell_dependencies::Environment>,
             runtime: Arc::new(ClusterRuntime(Arc::clone(&operator_view))),
             authenticator: Arc::new(authenticator),
             limiter: RateLimiter::register(actors.directory.clone(), registry)?,

@@ -11,7 +11,7 @@ use crate::cluster::ClusterView;
 use crate::process_roles::ProcessRole;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
-use actors::interfaces::Environment;
+use actors::shell_dependencies::Environment;
 use actors::{CommandContext, Directory};
 use chrono::TimeDelta;
 use domain::authz::authorize;

@@ -4,7 +4,7 @@
 //! killed before the record of it, is not repeated. A lease lets one worker at a time act for a node, so that two do not deploy it with two
 //! tokens. Calls are not stored here; the node publishes what is outstanding again, with growing pauses, until it is reported as done.
 
-use super::reaction_context::{Disposition, EventDelivery, ReactionContext};
+use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::command_id;
 use actors::{AskError, CommandKey};
 use domain::node::{Fact, Node, ProvidedMachine, ProviderReport, ProviderStep};

@@ -1,6 +1,6 @@
 //! Closes terminal sessions: those of an allocation that is not active, and those of a node whose certificates were revoked.
 
-use super::reaction_context::{Disposition, EventDelivery, ReactionContext};
+use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::command_id;
 use actors::{AskError, CommandKey};
 use domain::state_machine::CommandSort as _;

@@ -9,8 +9,8 @@ use super::notification_relay::{AddressedNotification, Notifier, PublishedEvent,
 use super::outbox_relay::make_streams;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
-use actors::interfaces::Environment as _;
 use actors::sharding::{command_id, digest_of};
+use actors::shell_dependencies::Environment as _;
 use actors::{CommandContext, CommandKey, Directory};
 use async_nats::jetstream::{self, AckKind, Message};
 use chrono::{TimeDelta, Utc};

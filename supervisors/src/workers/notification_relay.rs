@@ -7,7 +7,7 @@ use super::outbox_relay::make_streams;
 use crate::cluster::bus::Bus;
 use crate::process_environment::ProcessEnvironment;
 use crate::supervisor::{WorkerTask, task};
-use actors::interfaces::Environment as _;
+use actors::shell_dependencies::Environment as _;
 use async_nats::HeaderMap;
 use async_nats::jetstream::consumer::{AckPolicy, DeliverPolicy, pull};
 use async_nats::jetstream::{self, AckKind, Message};

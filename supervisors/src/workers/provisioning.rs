@@ -4,7 +4,7 @@
 
 mod node_cache;
 
-use super::reaction_context::{Disposition, EventDelivery, ReactionContext};
+use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::{command_id, id_of_name};
 use actors::{AskError, CommandKey};
 use domain::allocation::{self, Allocation, Phase};

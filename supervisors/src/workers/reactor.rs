@@ -5,12 +5,12 @@
 
 use super::WorkerDependencies;
 use super::bare_metal::BareMetalWorker;
+use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use super::outbox_relay::make_streams;
 use super::payments::processor_calls::ProcessorCalls;
 use super::payments::processor_events::ProcessorEventHandler;
 use super::polling_loop::{self, PollLoopConfig};
 use super::provisioning::Placer;
-use super::reaction_context::{Disposition, EventDelivery, ReactionContext};
 use crate::cluster::bus::Bus;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};

@@ -4,8 +4,8 @@
 use super::WorkerDependencies;
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
-use actors::interfaces::Environment;
 use actors::sharding::shard_of;
+use actors::shell_dependencies::Environment;
 use actors::{AskError, CommandContext, Directory, Host};
 use chrono::{TimeDelta, Utc};
 use domain::authz::authorize;

@@ -1,7 +1,7 @@
 //! SSH access: resolves a user's keys for an allocation, and sends them to its node. This worker holds no state. Both entities are read,
 //! and the result carries the revision of the keys, so that a result that is out of date changes nothing.
 
-use super::reaction_context::{Disposition, EventDelivery, ReactionContext};
+use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use actors::sharding::id_of_name;
 use domain::allocation::{self, Allocation};
 use domain::node::{self, Node};

@@ -2,13 +2,13 @@
 
 use super::audit_seal::{AuditSeal, SealMetrics};
 use super::bare_metal::BareMetalWorker;
+use super::event_delivery::ReactionContext;
 use super::key_rotation::KeyFollower;
 use super::notification_relay::Notifier;
+use super::payments::payment_updater::PaymentUpdater;
 use super::payments::processor_calls::ProcessorCalls;
 use super::payments::processor_events::ProcessorEventHandler;
-use super::payments::updates::PaymentUpdater;
 use super::provisioning::Placer;
-use super::reaction_context::ReactionContext;
 use super::reactor::Reactor;
 use super::rewrap::Rewrapper;
 use crate::cluster_keys;

@@ -1,7 +1,7 @@
 //! The accounts, and the part of a replica that charges them.
 
 use super::OF_ONE;
-use actors::interfaces::Environment;
+use actors::shell_dependencies::Environment;
 use actors::{CommandContext, Host, sharding};
 use anyhow::{Context, ensure};
 use chrono::{TimeDelta, Utc};

@@ -1,4 +1,4 @@
-"""The main job with nothing but the generated client: a SKU, a node and its token, an allocation, its end."""
+"""The first rental with nothing but the generated client: a SKU, a node and its token, an allocation, its end."""
 
 import json
 import os
@@ -82,7 +82,7 @@ new_sku = NewSku(
 sku = expect(Sku, sku_create.sync(client=admin, body=new_sku, idempotency_key=once()))
 roles = [PlatformRoleName.PLATFORM_OPERATIONS, PlatformRoleName.INVENTORY_OWNER]
 for variable, role in zip(["ADMIN_SUBJECT", "ADMIN_SUBJECT_2"], roles):
-    binding = NewBinding(subject=os.environ[variable], role=role, reason="the main job")
+    binding = NewBinding(subject=os.environ[variable], role=role, reason="the first rental")
     expect(PlatformRoleBinding, platform_role_bind.sync(client=admin, body=binding, idempotency_key=once()))
 decision = SkuDecision(reason="offered")
 for approver in [admin, other_admin]:

@@ -2,7 +2,7 @@
 
 use super::{TestCluster, WAIT_TIMEOUT};
 use domain::allocation::Allocation;
-use domain::invariant;
+use domain::cross_entity_invariants;
 use domain::node::Node;
 use domain::{AllocationId, NodeId};
 use reqwest::StatusCode;
@@ -157,7 +157,7 @@ impl TestCluster {
             }
         }
         assert!(
-            invariant::i2_a_gpu_has_one_tenant(&nodes, &allocations),
+            cross_entity_invariants::i2_a_gpu_has_one_tenant(&nodes, &allocations),
             "a GPU is held twice: {nodes:#?} {allocations:#?}"
         );
     }

@@ -1,6 +1,6 @@
 //! The environment of a host in a test: a clock and a policy that the test sets, no peers, and no receivers of effects.
 
-use actors::interfaces::{Effects, Environment, Remote, RemoteError};
+use actors::shell_dependencies::{Effects, Environment, Remote, RemoteError};
 use arc_swap::{ArcSwap, ArcSwapOption};
 use chrono::{SubsecRound as _, TimeDelta, Utc};
 use domain::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};

@@ -15,7 +15,7 @@ pub use environment::{NoEffects, NoPeers, TestEnvironment};
 pub use member::{PgMember, PgTestStore};
 pub use memory::MemoryStore;
 
-use actors::interfaces::{Effects, Environment, Remote, Store, Term};
+use actors::shell_dependencies::{Effects, Environment, Remote, Store, Term};
 use actors::{AskResult, CommandContext, Directory, Host, HostConfig};
 use chrono::TimeDelta;
 use domain::authz::{CallerIdentity, TokenRole, authorize};

@@ -1,6 +1,6 @@
 //! A member that owns every shard of a database, and the shell's store over its committer.
 
-use actors::interfaces::{Store, StoreReadError, Term};
+use actors::shell_dependencies::{Store, StoreReadError, Term};
 use domain::commit::{CompletedCommand, Epoch, Snapshot};
 use domain::{CommandId, Commit, CommitOutcome, EntityRef, MemberId, Shard};
 use futures::FutureExt as _;

@@ -1,6 +1,6 @@
 //! A store in memory, for tests that read nothing but through the machines.
 
-use actors::interfaces::{Store, StoreReadError};
+use actors::shell_dependencies::{Store, StoreReadError};
 use domain::commit::{CompletedCommand, Snapshot};
 use domain::{CommandId, Commit, CommitOutcome, EntityRef};
 use futures::FutureExt as _;

@@ -33,7 +33,7 @@ pub mod report_reasons;
 mod request;
 mod ssh_access;
 mod state_reason;
-mod task_support;
+mod supported_task_types;
 mod tasks;
 mod tenancy;
 mod terminal_tasks;

@@ -16,7 +16,7 @@ use domain::state_machine::{Command as _, Machine, Timestamp};
 use domain::tenant::{self, Tenant};
 use domain::{
     AllocationId, BillingAccountId, Event, NodeId, Principal, SkuId, TokenId, Transition, TransitionContext, UserId,
-    invariant,
+    cross_entity_invariants,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
@@ -673,14 +673,21 @@ impl Simulation {
     pub(crate) fn the_books_add_up(&self) {
         for (holder, it) in &self.accounts {
             let postings = self.ledger.get(&it.id).map_or(&[][..], Vec::as_slice);
-            assert!(invariant::i3_the_balance_is_the_sum_of_its_entries(it, postings), "I3 {holder} {it:?}");
+            assert!(
+                cross_entity_invariants::i3_the_balance_is_the_sum_of_its_entries(it, postings),
+                "I3 {holder} {it:?}"
+            );
         }
     }
 
     #[track_caller]
     pub(crate) fn check(&self) {
-        assert!(invariant::i2_a_gpu_has_one_tenant(&self.nodes, &self.allocations), "I2\n{}", self.picture());
-        assert!(invariant::i4_a_token_is_consumed_once(&self.bought), "I4");
+        assert!(
+            cross_entity_invariants::i2_a_gpu_has_one_tenant(&self.nodes, &self.allocations),
+            "I2\n{}",
+            self.picture()
+        );
+        assert!(cross_entity_invariants::i4_a_token_is_consumed_once(&self.bought), "I4");
         for node in self.nodes.values() {
             assert!(node.has_deadline_where_transient(), "I8 {node:?}");
         }
@@ -696,7 +703,7 @@ impl Simulation {
         }
         self.failures_close_their_nodes();
         for (id, agent) in &self.agents {
-            assert!(invariant::i5_a_task_takes_effect_once(&agent.effects), "I5");
+            assert!(cross_entity_invariants::i5_a_task_takes_effect_once(&agent.effects), "I5");
             let node = &self.nodes[id];
             if node.life.is_gone() {
                 continue;

@@ -693,7 +693,7 @@ fn of_an_announcement() {
 
 #[test]
 fn of_a_runtime_part() {
-    use domain::runtime::{Command, Rejection, Reply, RestartRecord, RuntimePart};
+    use domain::restart_record::{Command, Rejection, Reply, RestartRecord, RuntimePart};
     let entity = EntityRef { kind: domain::EntityKind::Node, id: NODE.0 };
     let member = domain::MemberId(Uuid::from_u128(3));
     let parts = [RuntimePart::Entity { entity }, RuntimePart::Worker { member, worker: text() }];

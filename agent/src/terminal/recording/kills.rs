@@ -14,7 +14,7 @@ use wire::terminal::CHUNK;
 
 use super::recorder::{Recorder, RecorderEvent};
 use super::spool::{NextUpload, Spool, Spools};
-use crate::terminal::handover::{OutputLog, RecordFile};
+use crate::terminal::session_handover::{OutputLog, RecordFile};
 
 const SESSION: Uuid = Uuid::from_u128(1);
 

@@ -6,8 +6,8 @@
 //! Output that waits for the disk is held in batches ([`batch`]) that each fit into a chunk, so that a batch is written completely or not at
 //! all ([`writing`]). A restart of the agent ends no recording ([`handover`]).
 
+mod announced_writes;
 mod batch;
-mod handover;
 #[cfg(test)]
 mod tests;
 mod writing;
@@ -22,7 +22,7 @@ use tokio::time::Instant;
 use wire::recording::{Frame, FrameContent, RecordMode, RecordTerms};
 
 use super::spool::{Spool, SpoolError, SpoolWriter};
-use crate::terminal::handover::{CommitPoint, RecordFile, RecordingState};
+use crate::terminal::session_handover::{CommitPoint, RecordFile, RecordingState};
 
 /// A chunk is closed when it is full, or this long after its first frame.
 const CHUNK_MAX_AGE: Duration = Duration::from_secs(2);

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::terminal::handover::{CommitPoint, RecordingState};
+use crate::terminal::session_handover::{CommitPoint, RecordingState};
 use tokio::sync::Notify;
 use tracing::warn;
 use uuid::Uuid;

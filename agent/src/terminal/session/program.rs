@@ -10,7 +10,7 @@ use tokio::process::Child;
 use tokio::time::timeout;
 use wire::terminal::ProgramExit;
 
-use crate::terminal::handover::{HeldProgram, KILL_GRACE};
+use crate::terminal::session_handover::{HeldProgram, KILL_GRACE};
 
 /// How long a holder may take beyond the grace period of its program.
 const HOLDER_TIMEOUT: Duration = Duration::from_secs(5);

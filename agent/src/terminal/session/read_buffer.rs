@@ -4,8 +4,8 @@ use futures::FutureExt as _;
 use tokio::time::{Instant, sleep_until};
 use wire::terminal::CHUNK;
 
-use crate::terminal::handover::OutputLog;
 use crate::terminal::pty::PtyMaster;
+use crate::terminal::session_handover::OutputLog;
 
 /// Nearly as much as the kernel returns at once.
 const BULK_READ: usize = 3840;

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use wire::bundle::names;
 
 use super::tasks::{OutcomeError, TaskView, shown};
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::request_context::AdminRequest;
 use crate::api::request_fields::{DigestText, Reason};
 use crate::http::error::ApiError;

@@ -17,7 +17,7 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::unexpected;
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::request_context::{AdminRequest, replayed};
 use crate::api::request_fields::{Reason, ReasonBody};
 use crate::api::ssh_key::NoFilter;

@@ -24,7 +24,7 @@ use uuid::Uuid;
 use actors::{AskError, CommandReply};
 
 use crate::api::billing::{holder_of, id_of};
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::notification_endpoint::introduce;
 use crate::api::rejection_response::{Explain as _, limited_by, not_answered};
 use crate::api::request_context::{RequestContext, UserRequest, replayed};

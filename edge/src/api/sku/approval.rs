@@ -16,7 +16,7 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::{SkuView, view};
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::platform_role::PlatformRoleName;
 use crate::api::rejection_response::not_answered;
 use crate::api::request_context::{ApproveSkus, Authorized, grant_of, replayed};

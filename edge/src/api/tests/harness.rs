@@ -2,7 +2,7 @@
 
 use super::fake_processor::FakeProcessor;
 use crate::api;
-use crate::auth::internal::InternalToken;
+use crate::auth::internal_route_auth::InternalToken;
 use crate::auth::jwks::{Jwks, JwksSettings};
 use crate::auth::jwt::service_account::ServiceTokens;
 use crate::auth::token::{TokenPurpose, read};
@@ -13,8 +13,8 @@ use crate::testing::install_crypto;
 use crate::trust::keys_in_force::{Keys, KeysInForce};
 use crate::trust::node_certificate::TrustDomain;
 use actors::AskResult;
-use actors::interfaces::{Effects, Environment as _};
 use actors::sharding::id_of_name;
+use actors::shell_dependencies::{Effects, Environment as _};
 use axum::Router;
 use axum::body::Body;
 use axum::http::{HeaderMap, Method, Request};

@@ -2,7 +2,7 @@
 
 use super::limited;
 use crate::http::error::ApiError;
-use actors::rate_cell_table::RateCells;
+use actors::gcra_table::RateCells;
 use domain::policy::{PolicyBook, PolicyKey, Scopes};
 use domain::{NodeId, Timestamp};
 use std::time::Instant;

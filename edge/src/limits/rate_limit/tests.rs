@@ -3,7 +3,7 @@
 use super::*;
 use crate::testing::body_json;
 use crate::tls::Peer;
-use actors::interfaces::{Remote, RemoteError};
+use actors::shell_dependencies::{Remote, RemoteError};
 use axum::body::Body;
 use axum::extract::{ConnectInfo, FromRequestParts};
 use axum::middleware::from_fn_with_state;

@@ -19,7 +19,7 @@ use crate::tls::{ServerTls, server_config};
 use crate::trust::keys_in_force::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use crate::trust::node_ca::NodeCa;
 use actors::AskResult;
-use actors::interfaces::{Effects, Environment as _, Store, Term};
+use actors::shell_dependencies::{Effects, Environment as _, Store, Term};
 use arc_swap::ArcSwap;
 use chrono::{TimeDelta, Utc};
 use domain::authz::TokenRole;

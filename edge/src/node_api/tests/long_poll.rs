@@ -1,5 +1,5 @@
 use super::harness::NodeApiHarness;
-use crate::node_api::dispatch;
+use crate::node_api::task_dispatch;
 use domain::AllocationId;
 use domain::node::Fact;
 use serde_json::json;
@@ -202,7 +202,7 @@ fn waiting_poll_takes_a_few_kilobytes() {
     fn size_of_answer<A, B, C, D, E, F: Future>(_: impl Fn(A, B, C, D, E) -> F) -> usize {
         size_of::<F>()
     }
-    let size = size_of_answer(dispatch::wait);
+    let size = size_of_answer(task_dispatch::wait);
     assert!(size < 6 * 1024, "{size} bytes");
 }
 

@@ -3,8 +3,8 @@
 //! Calls are not stored here. One that fails is resent by its payment with a growing backoff (`domain::retry`), so that a
 //! processor that is down or slow costs little, and delays only what waits for it.
 
-use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
-use crate::workers::reaction_context::{Disposition, EventDelivery, ReactionContext};
+use super::payment_updater::{self, PaymentUpdater, UpdateError, UpdateOutcome};
+use crate::workers::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::PaymentId;
 use domain::payment::{Fact, OPEN_FOR, PaymentFailure, ProcessorCall, Reply};
@@ -184,7 +184,7 @@ async fn check(
     }
     // It was opened for this payment, whatever its metadata says by now.
     record.payment_id = Some(payment_id);
-    Ok(updates::payment(updater, record).await?)
+    Ok(payment_updater::payment(updater, record).await?)
 }
 
 async fn refund(
@@ -194,7 +194,7 @@ async fn refund(
 ) -> Result<UpdateOutcome, ProcessorCallError> {
     let mut last = None;
     for found in existing_refunds(updater, wanted).await? {
-        last = Some(updates::refund_of(updater, payment_id, found).await?);
+        last = Some(payment_updater::refund_of(updater, payment_id, found).await?);
     }
     if let Some(outcome) = last {
         return Ok(outcome);
@@ -207,7 +207,7 @@ async fn refund(
         }
         Err(error) => return Err(error.into()),
     };
-    Ok(updates::refund_of(updater, payment_id, record).await?)
+    Ok(payment_updater::refund_of(updater, payment_id, record).await?)
 }
 
 /// The refunds at the processor under this refund's id.
@@ -233,7 +233,7 @@ fn failed_refund(wanted: &RefundRequest) -> Fact {
     Fact::RefundAt { refund_id, processor_refund_id, status, amount_minor }
 }
 
-fn outcome_of(answer: Result<updates::PaymentReply, domain::payment::Rejection>) -> UpdateOutcome {
+fn outcome_of(answer: Result<payment_updater::PaymentReply, domain::payment::Rejection>) -> UpdateOutcome {
     match answer {
         Ok(answer) => UpdateOutcome::Done { is_new: answer.is_new },
         Err(domain::payment::Rejection::NotFound) => UpdateOutcome::NotOurs,

@@ -4,8 +4,8 @@
 //! a payment cannot be reached, the event waits for as long as that lasts; where its content is contradicted, it is retried for some
 //! hours, in case it was only early, and then waits for an operator.
 
-use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
-use crate::workers::reaction_context::{Disposition, EventDelivery, ReactionContext};
+use super::payment_updater::{self, PaymentUpdater, UpdateError, UpdateOutcome};
+use crate::workers::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use actors::{AskError, CommandKey};
 use domain::processor_event::{Fact, ProcessingOutcome, ProcessorEvent};
 use domain::state_machine::CommandSort as _;
@@ -108,10 +108,12 @@ impl ProcessorEventHandler {
         let update = sent.and_then(StripeEvent::update).map_err(|error| ProcessingError::Failed(error.to_string()))?;
         let updater = self.updater.for_cause(event.id.0, delivery.origin.clone());
         let outcome = match update {
-            ProcessorUpdate::Payment(record) => updates::payment(&updater, record).await?,
+            ProcessorUpdate::Payment(record) => payment_updater::payment(&updater, record).await?,
             ProcessorUpdate::Dispute(dispute) => {
-                self.with_permit(async { updates::dispute(&updater, dispute).await.map_err(ProcessingError::from) })
-                    .await?
+                self.with_permit(async {
+                    payment_updater::dispute(&updater, dispute).await.map_err(ProcessingError::from)
+                })
+                .await?
             }
             ProcessorUpdate::Refunds(refunds) => self.with_permit(apply_refunds(&updater, refunds)).await?,
             ProcessorUpdate::RefundsOf(of) => {
@@ -150,7 +152,7 @@ async fn apply_refunds(
 ) -> Result<UpdateOutcome, ProcessingError> {
     let mut all = UpdateOutcome::NotOurs;
     for refund in refunds {
-        let outcome = updates::refund(updater, refund).await?;
+        let outcome = payment_updater::refund(updater, refund).await?;
         all = match (all, outcome) {
             (UpdateOutcome::Rejected(why), _) | (_, UpdateOutcome::Rejected(why)) => UpdateOutcome::Rejected(why),
             (UpdateOutcome::Done { is_new: one }, UpdateOutcome::Done { is_new: other }) => {

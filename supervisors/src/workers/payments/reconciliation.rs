@@ -3,7 +3,7 @@
 //! Webhooks are the fast way; whatever they lose is found here. Each run begins where the last successful one of any member ended, less
 //! some overlap for objects in flight; some runs go back far, since a refund may fail, and a dispute be won, months after it was made.
 
-use super::updates::{self, PaymentUpdater, UpdateError, UpdateOutcome};
+use super::payment_updater::{self, PaymentUpdater, UpdateError, UpdateOutcome};
 use crate::startup::Stages;
 use crate::supervisor::{WorkerTask, task};
 use crate::workers::WorkerDependencies;
@@ -175,15 +175,15 @@ impl Reconciler {
         // Payments first: the refunds and disputes of a payment that was not known follow it.
         for record in self.usable_items(&mut run, "payments", updater.processor.payments_since(since).await) {
             let name = (record.processor_id.clone(), status_text(&record.status));
-            self.apply(&mut run, "payment", name, updates::payment(&updater, record)).await;
+            self.apply(&mut run, "payment", name, payment_updater::payment(&updater, record)).await;
         }
         for record in self.usable_items(&mut run, "refunds", updater.processor.refunds_since(far).await) {
             let name = (record.processor_refund_id.clone(), status_text(&record.status));
-            self.apply(&mut run, "refund", name, updates::refund(&updater, record)).await;
+            self.apply(&mut run, "refund", name, payment_updater::refund(&updater, record)).await;
         }
         for dispute in self.usable_items(&mut run, "disputes", updater.processor.disputes_since(far).await) {
             let name = (dispute.dispute_id.clone(), status_text(&dispute.status));
-            self.apply(&mut run, "dispute", name, updates::dispute(&updater, dispute)).await;
+            self.apply(&mut run, "dispute", name, payment_updater::dispute(&updater, dispute)).await;
         }
         match (run.unlisted, run.why) {
             (Some(error), _) => Err(error.into()),

@@ -1,7 +1,7 @@
 //! Test support: one payment in a host of its own, and a fake processor.
 
-use super::updates::PaymentUpdater;
-use actors::interfaces::Store as _;
+use super::payment_updater::PaymentUpdater;
+use actors::shell_dependencies::Store as _;
 use chrono::{DateTime, Utc};
 use domain::authz::TokenRole;
 use domain::billing_account::Holder;

@@ -6,9 +6,9 @@ mod refunds;
 
 use super::*;
 use crate::authz::Principal;
+use crate::cross_entity_invariants::i3_the_balance_is_the_sum_of_its_entries;
 use crate::event::Event;
 use crate::id::{PaymentId, RefundId};
-use crate::invariant::i3_the_balance_is_the_sum_of_its_entries;
 use crate::ledger::{LedgerAccount, Posting};
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
 use crate::state_machine::Command as _;

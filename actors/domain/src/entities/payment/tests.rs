@@ -6,9 +6,9 @@ mod event_order;
 use super::*;
 use crate::authz::{CallerIdentity, TokenRole};
 use crate::billing_account::{self, BillingAccount};
+use crate::cross_entity_invariants;
 use crate::event::Event;
 use crate::id::AllocationId;
-use crate::invariant;
 use crate::ledger::{Posting, PostingKind};
 use crate::money::{MicroAmount, Price};
 use crate::policy::{PolicyBook, PolicyScope, PolicyValue};
@@ -131,7 +131,10 @@ impl PaymentHarness {
         self.ledger.extend(step.postings);
         self.bus.extend(step.events);
         self.account = step.next;
-        assert!(invariant::i3_the_balance_is_the_sum_of_its_entries(self.account.as_ref().unwrap(), &self.ledger));
+        assert!(cross_entity_invariants::i3_the_balance_is_the_sum_of_its_entries(
+            self.account.as_ref().unwrap(),
+            &self.ledger
+        ));
         Ok(())
     }
 

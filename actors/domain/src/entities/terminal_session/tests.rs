@@ -1,6 +1,6 @@
 use super::*;
 use crate::authz::{CallerIdentity, TokenRole};
-use crate::invariant::i4_terminal_token_admits_one_connection;
+use crate::cross_entity_invariants::i4_terminal_token_admits_one_connection;
 use crate::policy::PolicyBook;
 use crate::state_machine::{Command as _, TraceContext};
 use chrono::TimeDelta;

@@ -9,8 +9,8 @@ use wire::recording::{Frame, FrameContent, RecordMode, RecordingEnd};
 
 use super::batch::Batch;
 use super::{CHUNK_MAX_AGE, Recorder, RecorderEvent, begin_frame};
-use crate::terminal::handover::RecordingState;
 use crate::terminal::recording::spool::{SpoolError, SpoolWriter};
+use crate::terminal::session_handover::RecordingState;
 
 /// How soon a failed write is retried, unless the spool announces room before.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);

@@ -1,7 +1,7 @@
 //! Onboarding, contact, and the actions of administrators.
 
 use super::*;
-use crate::invariant::HistoryEntry;
+use crate::cross_entity_invariants::HistoryEntry;
 
 #[test]
 fn nonexistent_node_can_only_be_registered() {

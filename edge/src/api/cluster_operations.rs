@@ -4,7 +4,7 @@ use actors::sharding::id_of_name;
 use axum::Json;
 use axum::extract::State;
 use chrono::{DateTime, Utc};
-use domain::runtime::{Command, RestartRecord, RuntimePart};
+use domain::restart_record::{Command, RestartRecord, RuntimePart};
 use domain::{EntityKind, EntityRef, MemberId};
 use persistence::queries::HistoryRow;
 use serde::{Deserialize, Serialize};

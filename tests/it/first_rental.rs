@@ -1,4 +1,4 @@
-//! The main job: a node is onboarded, rented and released, with all events, audit rows and responses.
+//! The first rental: a node is onboarded, rented and released, with all events, audit rows and responses.
 
 use async_nats::jetstream::{self, Message};
 use futures::StreamExt;

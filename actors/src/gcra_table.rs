@@ -4,7 +4,7 @@
 //! cells. Those of an owner that died are lost, which gives each of its callers one more burst.
 
 use dashmap::DashMap;
-use domain::rate_cell::{CellHandover, RateCell, RateDecision, WINDOW};
+use domain::gcra::{CellHandover, RateCell, RateDecision, WINDOW};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use uuid::Uuid;

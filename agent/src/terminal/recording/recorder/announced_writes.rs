@@ -7,8 +7,8 @@ use tokio::time::Instant;
 use wire::recording::RecordMode;
 
 use super::Recorder;
-use crate::terminal::handover::{CommitPoint, RecordFile, RecordingPoint, RecordingState};
 use crate::terminal::recording::spool::{Spool, SpoolWriter};
+use crate::terminal::session_handover::{CommitPoint, RecordFile, RecordingPoint, RecordingState};
 
 impl Recorder {
     /// Continues a recording of an earlier process at `committed`, of a session whose output is there from `start` to `end`. Returns the

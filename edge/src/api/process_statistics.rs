@@ -4,7 +4,7 @@ use axum::Json;
 use axum::extract::State;
 use axum::http::request::Parts;
 
-use crate::auth::internal::InternalToken;
+use crate::auth::internal_route_auth::InternalToken;
 use crate::http::error::ApiError;
 use crate::services::Services;
 use crate::services::runtime_interface::Stats;

@@ -1,4 +1,4 @@
-//! The main job, through the public API alone: a SKU, an onboarded node, an allocation on it, and its release.
+//! The first rental, through the public API alone: a SKU, an onboarded node, an allocation on it, and its release.
 
 use std::time::{Duration, Instant};
 
@@ -36,8 +36,8 @@ pub trait StepListener {
     fn done(&self, step: &str, took: Duration);
 }
 
-/// The users of the main job, and the listener to its steps.
-pub struct MainJob<'a> {
+/// The users of the first rental, and the listener to its steps.
+pub struct FirstRental<'a> {
     pub admin: &'a DevApi,
     /// A SKU needs the approval of a second administrator.
     pub second_admin: &'a DevApi,
@@ -49,7 +49,7 @@ pub struct MainJob<'a> {
     pub listener: &'a dyn StepListener,
 }
 
-impl MainJob<'_> {
+impl FirstRental<'_> {
     /// Puts a SKU for these agents into the catalog and has it activated by both administrators. Returns its name.
     pub async fn publish_sku(&self, agents: &AgentSettings) -> anyhow::Result<String> {
         let begin = Instant::now();
@@ -73,7 +73,7 @@ impl MainJob<'_> {
         let begin = Instant::now();
         let path = format!("/api/v1/admin/skus/{id}/activate");
         for (approver, role) in [(self.admin, OPERATIONS), (self.second_admin, OWNER)] {
-            let approval = json!({ "reason": "the main job needs it", "role": role });
+            let approval = json!({ "reason": "the first rental needs it", "role": role });
             let sku = approver.post(&path, &approval).await?;
             let status = text(&sku, "status")?;
             self.listener.done(&format!("SKU {name} approved in role {role}: {status}"), begin.elapsed());
@@ -93,7 +93,7 @@ impl MainJob<'_> {
         let [first, second] = &self.admin_subjects;
         for (subject, role) in [(first, OPERATIONS), (second, OWNER), (first, BILLING)] {
             let begin = Instant::now();
-            let binding = json!({ "subject": subject, "role": role, "reason": "the main job needs it" });
+            let binding = json!({ "subject": subject, "role": role, "reason": "the first rental needs it" });
             self.admin.post("/api/v1/admin/platform-roles/bindings", &binding).await?;
             self.listener.done(&format!("platform role {role} bound to {subject}"), begin.elapsed());
         }
@@ -160,7 +160,8 @@ impl MainJob<'_> {
     /// Rents GPUs of the SKU, waits until the allocation is active, releases it, and checks that all GPUs of the node are free again.
     pub async fn rent_and_release(&self, sku: &str, gpu_count: u32) -> anyhow::Result<()> {
         let begin = Instant::now();
-        let key = json!({ "name": format!("main job {}", files::random_hex(3)), "public_key": ssh_public_key("user") });
+        let key =
+            json!({ "name": format!("first rental {}", files::random_hex(3)), "public_key": ssh_public_key("user") });
         let key = self.user.post("/api/v1/ssh-keys", &key).await?;
         let key_id = text(&key, "id")?;
         self.listener.done(&format!("SSH key {} added", key["fingerprint"].as_str().unwrap_or("-")), begin.elapsed());

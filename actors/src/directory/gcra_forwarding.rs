@@ -4,10 +4,10 @@
 //! begins with a brace. A member of a release that does not know them answers something else, and counts as unreachable.
 
 use super::Directory;
-use crate::interfaces::RemoteError;
 use crate::sharding::shard_of;
+use crate::shell_dependencies::RemoteError;
 use domain::Shard;
-use domain::rate_cell::{CellHandover, RateDecision};
+use domain::gcra::{CellHandover, RateDecision};
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 use uuid::Uuid;

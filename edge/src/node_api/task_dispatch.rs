@@ -3,7 +3,7 @@
 //! A waiting poll is neither an actor nor a task of its own: it is its connection's future and one entry in
 //! [`LongPolls`](crate::http::long_poll::LongPolls).
 
-mod log;
+mod dispatch_log;
 
 use super::admission::AuthenticatedNode;
 use super::rejection_response::refused;
@@ -18,12 +18,12 @@ use axum::Json;
 use axum::extract::{ConnectInfo, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
+pub(super) use dispatch_log::DispatchLog;
+use dispatch_log::{AgentSession, NextDispatch};
 use domain::NodeId;
 use domain::node::{Reply, Request, TaskKind};
 use futures::FutureExt;
 use futures::future::{BoxFuture, ready};
-pub(super) use log::DispatchLog;
-use log::{AgentSession, NextDispatch};
 use serde::Deserialize;
 use std::time::Duration;
 use telemetry::SpanContext;

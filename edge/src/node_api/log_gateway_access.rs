@@ -13,7 +13,7 @@ use domain::NodeId;
 use domain::node::Request;
 use secrecy::ExposeSecret as _;
 use wire::SecretToken;
-use wire::log_token::LogTokenAnswer;
+use wire::log_gateway_access::LogTokenAnswer;
 
 /// `POST /internal/v1/nodes/{id}/log-token`.
 pub(super) async fn issue(

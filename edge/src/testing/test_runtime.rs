@@ -6,7 +6,7 @@ use crate::services::runtime_interface::{
     WorkerNode, WorkerState,
 };
 use chrono::Utc;
-use domain::runtime::RuntimePart;
+use domain::restart_record::RuntimePart;
 use domain::{EntityRef, MemberId, NodeId};
 use futures::FutureExt;
 use futures::future::BoxFuture;
