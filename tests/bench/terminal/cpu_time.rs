@@ -18,7 +18,7 @@ pub(crate) async fn of<T>(
     Ok((came, spent.as_secs_f64() * 1e3 / (bytes as f64 / 1e6)))
 }
 
-fn spent(pids: &[u32]) -> anyhow::Result<Duration> {
+pub(crate) fn spent(pids: &[u32]) -> anyhow::Result<Duration> {
     let mut ticks = 0;
     for pid in pids {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
