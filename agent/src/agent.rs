@@ -17,9 +17,9 @@ use tokio_util::task::TaskTracker;
 use tracing::{info, warn};
 use uuid::Uuid;
 use wire::Verifiers;
+use wire::cleanup_proof::FindingOutcome;
 use wire::heartbeat::PollSettings;
 use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
-use wire::proof::FindingOutcome;
 
 use crate::agent_update::AgentUpdates;
 use crate::atomic_file::{self, FileError};

@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::Parser;
 use uuid::Uuid;
 use wire::bundle::{EnvFileError, Variables, fingerprint, names};
-use wire::keys::SetError;
+use wire::verifier_set::SetError;
 use wire::{SecretToken, VerifierSet};
 
 use crate::agent_user::RunAsError;
@@ -433,7 +433,7 @@ fn ca_bundle(path: &Path, pem: Option<String>, expected: Option<String>) -> Resu
 mod tests {
     use clap::CommandFactory as _;
     use wire::bundle::BootstrapBundle;
-    use wire::keys::PublicKey;
+    use wire::verifier_set::PublicKey;
 
     use super::*;
 

@@ -1,8 +1,8 @@
 //! The agent's only interface to the machine.
 
 use serde_json::{Map, Value};
+use wire::cleanup_proof::CleanupFinding;
 use wire::inventory::ExecutorKind;
-use wire::proof::CleanupFinding;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::terminal::ShellCommand;

@@ -18,7 +18,7 @@ use sha2::{Digest as _, Sha256};
 use uuid::Uuid;
 use wire::bundle::fingerprint;
 use wire::enroll::{EnrollAnswer, RecoveryState};
-use wire::keys::SetError;
+use wire::verifier_set::SetError;
 use wire::{SecretToken, VerifierSet, Verifiers};
 use x509_parser::extensions::{GeneralName, ParsedExtension};
 
@@ -538,7 +538,7 @@ mod tests {
 
     #[test]
     fn accepted_verifier_keys_are_stored_until_another_bundle_is_installed() {
-        use wire::keys::{KeyStatus, PublicKey, VerifierKey};
+        use wire::verifier_set::{KeyStatus, PublicKey, VerifierKey};
         let folder = tempfile::tempdir().unwrap();
         let store = store_in(folder.path());
         let set = |seed: u8, version| VerifierSet {

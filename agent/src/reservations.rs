@@ -14,8 +14,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::inventory::DeviceRef;
-use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::task::{Provision, Release};
 
 use crate::atomic_file::{self, FileError};

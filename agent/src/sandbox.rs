@@ -16,8 +16,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use serde_json::json;
+use wire::cleanup_proof::{CleanupCheck, FindingOutcome};
 use wire::inventory::ExecutorKind;
-use wire::proof::{CleanupCheck, FindingOutcome};
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::atomic_file::{self, FileError};

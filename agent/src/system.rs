@@ -22,8 +22,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::json;
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::inventory::ExecutorKind;
-use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::atomic_file::{self, FileError};

@@ -6,8 +6,8 @@ use std::path::Path;
 use serde_json::json;
 use uuid::Uuid;
 use wire::bundle::Variables;
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::inventory::DeviceRef;
-use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 use wire::task::Provision;
 
 use crate::executor::{TaskFailure, TaskOutput};

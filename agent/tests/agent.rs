@@ -18,8 +18,8 @@ use tokio::time::sleep;
 use uuid::Uuid;
 use wire::PublicKey;
 use wire::bundle::{BootstrapBundle, fingerprint};
+use wire::cleanup_proof::CleanupReport;
 use wire::inventory::{ExecutorKind, GpuSource};
-use wire::proof::CleanupReport;
 use wire::task::{Reboot, SignedEnvelope, TASK_TYPE, Task, TaskPayload, TaskStatus, UpdateAgent, sign};
 
 use fake_control_plane::{FakeControlPlane, SpawnedAgent, TOKEN, authority, enrolled, eventually};

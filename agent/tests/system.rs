@@ -22,8 +22,8 @@ use agent::gpus::{GpuSimulation, Gpus};
 use agent::system::{Settings, System};
 use overlay::{FileRecord, View};
 use uuid::Uuid;
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
 use wire::inventory::{DeviceRef, ExecutorKind};
-use wire::proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
 use wire::recording::RecordTerms;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 

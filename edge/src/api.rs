@@ -7,7 +7,7 @@ mod browser_page;
 mod capacity;
 mod client_credentials;
 mod cluster_operations;
-mod document;
+mod commands_with_reason;
 mod health;
 mod health_rule;
 pub mod idempotency;
@@ -17,6 +17,7 @@ mod me;
 pub(crate) mod node;
 mod notification;
 mod notification_endpoint;
+mod openapi_document;
 mod overview;
 mod path_parameters;
 mod payment;
@@ -26,7 +27,6 @@ mod policy;
 mod process_statistics;
 mod processor_event;
 mod protected_resource;
-mod reason_command;
 mod recording;
 mod refund;
 mod rejection_response;
@@ -69,7 +69,7 @@ pub fn router(services: Services) -> Router {
     let scope_settings = services.scope_settings(Service { name: "api", shows_route: false });
     let (router, api) = routes();
     let router = router
-        .layer(Extension(document::Document::of(&api, &services)))
+        .layer(Extension(openapi_document::Document::of(&api, &services)))
         .layer(Extension(client_credentials::FailedAttempts::default()))
         .layer(Extension(capacity::CapacityCache::default()))
         .with_state(services);
@@ -125,9 +125,9 @@ fn routes() -> (Router<Services>, OpenApi) {
         Internal Get     "/api/v1/readyz"                                   => health::readyz;
         Internal Get     "/metrics"                                         => health::metrics;
         Anyone Get       "/.well-known/oauth-protected-resource"            => protected_resource::metadata;
-        Anyone Get       "/api/v1/openapi.json"                             => document::openapi;
-        Anyone Get       "/api/v1/docs"                                     => document::page;
-        Anyone Get       "/api/v1/docs/reader.js"                           => document::reader;
+        Anyone Get       "/api/v1/openapi.json"                             => openapi_document::openapi;
+        Anyone Get       "/api/v1/docs"                                     => openapi_document::page;
+        Anyone Get       "/api/v1/docs/reader.js"                           => openapi_document::reader;
         Internal Get     "/api/v1/internal/stats"                           => process_statistics::stats;
 
         User   Get       "/api/v1/me"                                       => me::get;

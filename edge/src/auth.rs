@@ -2,7 +2,7 @@
 //! claims by default), verified against its published keys.
 //!
 //! A token is verified by a key of the provider under an algorithm of the allowlist, never by what its own header contains (`jwk`, `jku`,
-//! `x5u`, `x5c` are not read). Tokens of service accounts are signed by the control plane itself ([`jwt::service_account`]) and distinguished by
+//! `x5u`, `x5c` are not read). Tokens of service accounts are signed by the control plane itself ([`token::jwt::service_account`]) and distinguished by
 //! their key id.
 
 use std::{collections::BTreeSet, sync::Arc};
@@ -20,13 +20,12 @@ use crate::http::error::{ApiError, Code};
 pub mod claims;
 pub mod internal_route_auth;
 pub mod jwks;
-pub mod jwt;
 pub mod platform_roles;
 
 use claims::{ClaimPaths, TokenFault};
 pub use jsonwebtoken::Algorithm;
 use jwks::Jwks;
-use jwt::service_account::ServiceTokens;
+use token::jwt::service_account::ServiceTokens;
 
 /// The role that administrators have (service specification, "Authentication").
 pub const ADMIN: &str = "admin";

@@ -3,11 +3,11 @@
 //!
 //! Samples are not stored: a member that starts knows nothing, and the next heartbeat of each node brings its load again.
 
-mod directory;
+mod node_directory;
 mod rollup;
 mod sample;
 
-pub use directory::{FleetDirectory, FleetNode};
+pub use node_directory::{FleetDirectory, FleetNode};
 pub use rollup::{
     CpuLoad, DataAge, FleetGroup, FleetReport, GpuLoad, MemoryLoad, SILENT_NODES_SHOWN, SilentNode, SilentNodes,
     StorageLoad, report,

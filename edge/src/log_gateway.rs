@@ -11,7 +11,7 @@ mod push_request;
 
 pub use counters::{COUNTERS, LogGatewayCounters};
 
-use crate::auth::jwt::node_log::{GATEWAY_PATH, NodeLogTokenSubject};
+use crate::auth::token::jwt::node_log::{GATEWAY_PATH, NodeLogTokenSubject};
 use crate::auth::{INVALID, bearer, challenge};
 use crate::http::correlation::{Scope, Service};
 use crate::http::error::{ApiError, Code};

@@ -4,7 +4,7 @@
 //! refused with a close code after the upgrade, since a browser shows its page nothing else.
 
 mod browser;
-mod watch;
+mod session_end;
 
 use crate::http::correlation::{Scope, Service};
 use crate::http::error::{ApiError, Code};
@@ -32,8 +32,8 @@ use tokio::time::Instant;
 use wire::terminal::MESSAGE;
 
 use browser::{Browser, close};
-use watch::SessionEnd;
-pub(crate) use watch::until_session_ends;
+use session_end::SessionEnd;
+pub(crate) use session_end::until_session_ends;
 
 /// The gateway's one route.
 pub const PATH: &str = "/ws/v1/terminal";

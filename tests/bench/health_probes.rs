@@ -5,9 +5,6 @@
 //! The library is the fake of `tests/fake-nvml`, which reads its machine from a file at each call: what it costs counts as the probes' time,
 //! and the time that a real driver spends in the kernel is not measured.
 
-#[path = "terminal/cpu_time.rs"]
-mod cpu_time;
-
 use anyhow::Context;
 use fake_nvml::FakeMachine;
 use nix::sys::stat::Mode;
@@ -17,7 +14,7 @@ use std::os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
-use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, programs, rounded};
+use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, cpu_time, programs, rounded};
 use tests::cluster::{GPUS, TestCluster};
 
 const SKU: &str = "h100";
@@ -62,10 +59,7 @@ async fn measure(cluster: &mut TestCluster, plan: MeasurementPlan, binaries: &Pa
         let share = |spent: Duration, before: Duration| {
             spent.saturating_sub(before).as_secs_f64() / plan.each.as_secs_f64() * 100.0
         };
-        turns.round(
-            share(cpu_time::spent(&pids)?, before.0),
-            share(cpu_time::spent(&[simulated])?, before.2),
-        );
+        turns.round(share(cpu_time::spent(&pids)?, before.0), share(cpu_time::spent(&[simulated])?, before.2));
         probe_process.push(share(cpu_time::spent(&[child])?, before.1));
     }
     let probes = turns.ours() - turns.baseline();
@@ -98,7 +92,8 @@ impl ProbedAgent {
         std::fs::write(&env_file, bundle.to_env_file()?)?;
         let mut command = Command::new(binaries.join("gpuaas-agent"));
         // The sandbox executor does not run as root.
-        if let Some(nobody) = nix::unistd::User::from_name("nobody")?.filter(|_| nix::unistd::Uid::effective().is_root())
+        if let Some(nobody) =
+            nix::unistd::User::from_name("nobody")?.filter(|_| nix::unistd::Uid::effective().is_root())
         {
             std::fs::set_permissions(folder, Permissions::from_mode(0o755))?;
             for path in std::iter::once(folder.to_path_buf()).chain(files_of(folder)?) {

@@ -8,8 +8,6 @@
 
 #[path = "terminal/baselines.rs"]
 mod baselines;
-#[path = "terminal/cpu_time.rs"]
-mod cpu_time;
 #[path = "terminal/idle.rs"]
 mod idle;
 #[path = "terminal/shell.rs"]
@@ -23,7 +21,7 @@ use shell::Shell;
 use std::io::Write as _;
 use std::os::unix::fs::PermissionsExt as _;
 use std::time::{Duration, Instant};
-use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, count_from_env, median, programs, rounded};
+use tests::bench::{BenchReport, MeasurementPlan, PairedSamples, count_from_env, cpu_time, median, programs, rounded};
 use tests::cluster::terminal::Terminal;
 use tests::cluster::{AllocationHandle, GPUS, NodeHandle, TestCluster};
 use tokio::net::TcpStream;
@@ -143,8 +141,9 @@ async fn measure(cluster: &mut TestCluster, plan: MeasurementPlan) -> anyhow::Re
             measured.echo.round(recorded_echo, microseconds(&their, 0.5));
             measured.keystrokes.0.add(&our)?;
             measured.keystrokes.1.add(&their)?;
-            let (our_cat, our_cost) = cpu_time::of(&our_pids, bytes, ours.cat(&path, bytes)).await?;
-            let (their_cat, their_cost) = cpu_time::of(&[terminado.pid()?], bytes, theirs.cat(&path, bytes)).await?;
+            let (our_cat, our_cost) = cpu_time::per_megabyte(&our_pids, bytes, ours.cat(&path, bytes)).await?;
+            let (their_cat, their_cost) =
+                cpu_time::per_megabyte(&[terminado.pid()?], bytes, theirs.cat(&path, bytes)).await?;
             measured.cat.round(our_cat, their_cat);
             measured.cost.round(our_cost, their_cost);
             let by_ssh = sshd.cat(&path, bytes).await?;

@@ -28,7 +28,7 @@ async fn start_payment(cluster: &mut TestCluster, amount: i64) -> (StartedPaymen
     let answer = cluster.user.send(asked.json(&wanted)).await.created();
     let url = answer["url"].as_str().unwrap().to_owned();
     cluster.register_secret("a client secret", url.split_once('#').expect("the page is ours").1);
-    let intent = local_servers::processor::intent_in(&url).unwrap();
+    let intent = local_servers::payment_processor::intent_in(&url).unwrap();
     (StartedPayment { id: id_of(&answer), intent }, url)
 }
 

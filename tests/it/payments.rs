@@ -1,7 +1,7 @@
 //! Payments over the public API, through a third-party payment processor (localstripe): top-ups, charges and refunds, and the ledger is
 //! exact to the millionth.
 
-use local_servers::processor::intent_in;
+use local_servers::payment_processor::intent_in;
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;

@@ -11,7 +11,7 @@ use crate::billing::{
 use chrono::TimeDelta;
 use domain::RefundId;
 use domain::payment::{Payment, RefundDebit, RefundStatus};
-use local_servers::processor::intent_in;
+use local_servers::payment_processor::intent_in;
 use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom as _, SliceRandom as _};
 use rand::{RngExt as _, SeedableRng as _};

@@ -117,7 +117,8 @@ async fn deposit_survives_kill_9_while_it_is_opened_and_while_it_is_paid() {
     let answer = asking.await.unwrap();
     let url = answer["url"].as_str().unwrap().to_owned();
     cluster.register_secret("a client secret", url.split_once('#').unwrap().1);
-    let begun = StartedPayment { id: id_of(&answer), intent: local_servers::processor::intent_in(&url).unwrap() };
+    let begun =
+        StartedPayment { id: id_of(&answer), intent: local_servers::payment_processor::intent_in(&url).unwrap() };
     let is_open =
         |intent: &Value| intent["metadata"]["payment_id"] == begun.id.to_string() && intent["status"] != "canceled";
     assert_eq!(processor_objects(&cluster, "payment_intents", is_open).await.len(), 1, "one can be paid");

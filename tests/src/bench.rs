@@ -1,6 +1,7 @@
 //! The common part of all benchmarks: ours and the baseline in turns within one run, the median of their ratios, a table for people and
 //! `target/bench/NAME.json` for machines.
 
+pub mod cpu_time;
 pub mod http_client;
 pub mod memory;
 pub mod postgres;

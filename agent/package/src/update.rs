@@ -15,11 +15,11 @@
 //!     `-----------^-------------------------^
 //! ```
 
-mod files;
 mod finalizer;
-mod machine;
+mod installed_machine;
 #[cfg(test)]
 mod tests;
+mod update_folder;
 
 use std::path::{Path, PathBuf};
 
@@ -30,9 +30,9 @@ use wire::package::Digest;
 use crate::contents::{AGENT, PROGRAM_FOLDER};
 use crate::install::VERSIONS;
 
-pub use files::{UpdateFileError, UpdateFolder};
 pub use finalizer::{FinalizeError, UpdateMachine, finalize};
-pub use machine::{InstalledMachine, SystemFolders};
+pub use installed_machine::{InstalledMachine, SystemFolders};
+pub use update_folder::{UpdateFileError, UpdateFolder};
 
 /// An update, from the moment when its package is there.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -12,7 +12,7 @@ use reqwest::StatusCode;
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 use tracing::{Instrument as _, error, info, warn};
 use uuid::Uuid;
-use wire::proof::{CleanupFinding, CleanupReport};
+use wire::cleanup_proof::{CleanupFinding, CleanupReport};
 use wire::task::{Reboot, Release, SignedEnvelope, Task, TaskError, TaskOrigin, TaskPayload, TaskResult, TaskStatus};
 
 use super::poll::task_span;

@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 
 use nix::unistd::Uid;
 use uuid::Uuid;
-use wire::proof::{CleanupCheck, CleanupFinding};
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 
 use crate::tenant::finding;
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use uuid::Uuid;
-use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
 use crate::tenant::MARKER;
 

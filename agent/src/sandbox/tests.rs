@@ -7,8 +7,8 @@ use chrono::Utc;
 use tempfile::TempDir;
 use uuid::Uuid;
 use wire::bundle::Variables;
+use wire::cleanup_proof::{CleanupFinding, CleanupReport};
 use wire::inventory::DeviceRef;
-use wire::proof::{CleanupFinding, CleanupReport};
 
 use super::*;
 use crate::gpu_probe::DEFAULT_DEADLINE;

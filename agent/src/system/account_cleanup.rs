@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
-use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
 use super::accounts::TenantAccount;
 use super::directory_walk::{self, SearchScope, WalkEntry};

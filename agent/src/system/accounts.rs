@@ -18,7 +18,7 @@ use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
-use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
 use crate::atomic_file::{self, FileError};
 use crate::executor::TaskFailure;

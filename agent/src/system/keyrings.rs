@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use linux_keyutils::{Key, KeyRing, KeyRingIdentifier, KeySerialId};
 use nix::unistd::getuid;
-use wire::proof::{CleanupCheck, CleanupFinding};
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 
 use super::accounts::TenantAccount;
 use crate::tenant::finding;

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use nix::mount::{MsFlags, mount};
 use tracing::warn;
-use wire::proof::{CleanupCheck, CleanupFinding};
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 
 use super::accounts::TenantAccount;
 use super::directory_walk;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use wire::proof::{CleanupCheck, CleanupFinding, FindingOutcome};
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
 use super::accounts::TenantAccount;
 

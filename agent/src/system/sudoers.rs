@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
 
-use wire::proof::{CleanupCheck, CleanupFinding};
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 
 use crate::atomic_file;
 use crate::executor::TaskFailure;

@@ -32,11 +32,11 @@ use uuid::Uuid;
 use wire::bundle::{BootstrapBundle, fingerprint};
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RecoveryState, RenewRequest};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
-use wire::keys::{KeyStatus, VerifierKey};
 use wire::task::{
     DeviceRef, Provision, Release, ResultAnswer, ResultReceipt, SignedEnvelope, TASK_TYPE, Task, TaskPayload,
     TaskResult, sign,
 };
+use wire::verifier_set::{KeyStatus, VerifierKey};
 use wire::{PROTOCOL, PublicKey, SecretToken, VerifierSet};
 
 pub mod log_gateway;

@@ -8,8 +8,8 @@ use ed25519_dalek::{Signature, Signer as _, SigningKey};
 use sha2::{Digest as _, Sha256};
 
 use crate::inventory::NodeInventory;
-use crate::keys::{PublicKey, VerifierSet};
 use crate::secret::SecretToken;
+use crate::verifier_set::{PublicKey, VerifierSet};
 
 /// The domain separator of a signed recovery, so that its signature is valid for nothing else.
 const RECOVERY_DOMAIN: &[u8] = b"gpuaas-recovery-v1\0";

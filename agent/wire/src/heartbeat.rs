@@ -6,8 +6,8 @@ use uuid::Uuid;
 
 use crate::finding::Finding;
 use crate::inventory::NodeInventory;
-use crate::keys::VerifierSet;
 use crate::package::Digest;
+use crate::verifier_set::VerifierSet;
 
 /// Body of `POST /internal/v1/nodes/{id}/heartbeat`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -12,8 +12,8 @@
 //! | [`heartbeat`] | liveness, telemetry, health, and newer verifier sets |
 //! | [`finding`] | what the agent's health probes found |
 //! | [`task`] | signed tasks and their results |
-//! | [`keys`] | the keys whose task signatures an agent accepts, and their rotation |
-//! | [`proof`] | the clean-up proof: the signed report that nothing of a tenant is left |
+//! | [`verifier_set`] | the keys whose task signatures an agent accepts, and their rotation |
+//! | [`cleanup_proof`] | the clean-up proof: the signed report that nothing of a tenant is left |
 //! | [`terminal`] | the messages of a terminal session |
 //! | [`recording`] | the recording of a terminal session |
 //! | [`log_gateway_access`] | the token with which a node pushes its logs |
@@ -22,24 +22,24 @@
 
 mod base64_bytes;
 pub mod bundle;
+pub mod cleanup_proof;
 pub mod enroll;
 pub mod envelope;
 pub mod error;
 pub mod finding;
 pub mod heartbeat;
 pub mod inventory;
-pub mod keys;
 pub mod log_gateway_access;
 pub mod package;
-pub mod proof;
 pub mod recording;
 pub mod secret;
 pub mod task;
 pub mod terminal;
+pub mod verifier_set;
 
 pub use envelope::SignedEnvelope;
-pub use keys::{PublicKey, VerifierSet, Verifiers};
 pub use secret::SecretToken;
+pub use verifier_set::{PublicKey, VerifierSet, Verifiers};
 
 /// The protocol generation of this crate.
 pub const PROTOCOL: u16 = 3;

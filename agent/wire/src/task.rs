@@ -11,8 +11,8 @@ use uuid::Uuid;
 
 pub use crate::envelope::{EnvelopeSignatureError, KeySignature, SignedEnvelope};
 pub use crate::inventory::DeviceRef;
-pub use crate::keys::{KeyStatus, VerifierKey, VerifierSet, Verifiers};
 use crate::package::Digest;
+pub use crate::verifier_set::{KeyStatus, VerifierKey, VerifierSet, Verifiers};
 
 /// Payload type of tasks.
 pub const TASK_TYPE: &str = "application/vnd.gpuaas.task+json";
@@ -281,7 +281,7 @@ pub struct TaskResult {
     pub output: Map<String, Value>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<TaskError>,
-    /// The signed [`crate::proof::CleanupReport`] of a release.
+    /// The signed [`crate::cleanup_proof::CleanupReport`] of a release.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub proof: Option<SignedEnvelope>,
     pub started_at: DateTime<Utc>,
@@ -322,7 +322,7 @@ mod tests {
     use chrono::TimeDelta;
 
     use super::*;
-    use crate::keys::PublicKey;
+    use crate::verifier_set::PublicKey;
 
     fn key() -> SigningKey {
         SigningKey::from_bytes(&[1; 32])
@@ -384,7 +384,7 @@ mod tests {
     fn another_signed_message_does_not_pass_for_a_task() {
         let id = PublicKey::from(&key()).key_id();
         let bytes = serde_json::to_vec(&payload()).unwrap();
-        let other = SignedEnvelope::sign(&key(), &id, crate::keys::VERIFIER_SET_TYPE, bytes);
+        let other = SignedEnvelope::sign(&key(), &id, crate::verifier_set::VERIFIER_SET_TYPE, bytes);
         assert!(matches!(open(&other, &verifiers()), Err(TaskOpenError::NotATask { .. })));
     }
 

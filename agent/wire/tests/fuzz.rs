@@ -11,7 +11,7 @@ use wire::bundle::{EnvFileError, Variables};
 use wire::recording::{FRAME_MAX, Frame, FrameContent, Frames, MAX_MICROS};
 use wire::task::{SignedEnvelope, TASK_TYPE, open};
 use wire::terminal::{MESSAGE, TerminalCommand, TerminalEvent};
-use wire::{VerifierSet, keys};
+use wire::{VerifierSet, verifier_set};
 
 /// The time of a target in an ordinary run; `BOLERO_RANDOM_TEST_TIME_MS` sets another.
 const BUDGET: Duration = Duration::from_millis(400);
@@ -142,7 +142,7 @@ fn signer() -> SigningKey {
 
 #[test]
 fn fuzz_verifier_keys_of_any_text_read_back() {
-    let key = keys::PublicKey::from(&signer()).to_string();
+    let key = verifier_set::PublicKey::from(&signer()).to_string();
     let tokens = [key.as_str(), ":", ",", "staged", "active", "primary", " ", "=", "AAAA"];
     bolero::check!().with_test_time(BUDGET).for_each(|input: &[u8]| {
         let text = text_of(input, &tokens);
@@ -154,8 +154,8 @@ fn fuzz_verifier_keys_of_any_text_read_back() {
 
 #[test]
 fn fuzz_altered_envelopes_are_refused() {
-    let set = VerifierSet::from_env_value(&format!("k:active:{}", keys::PublicKey::from(&signer()))).unwrap();
-    let verifiers = keys::Verifiers::trusting(set).unwrap();
+    let set = VerifierSet::from_env_value(&format!("k:active:{}", verifier_set::PublicKey::from(&signer()))).unwrap();
+    let verifiers = verifier_set::Verifiers::trusting(set).unwrap();
     let payload = format!(
         r#"{{"node_id":"{id}","task_id":"{id}","attempt":1,"issued_at":"2026-01-01T00:00:00Z","expires_at":"2026-01-01T00:05:00Z","task":{{"type":"node.validate"}}}}"#,
         id = uuid::Uuid::nil()

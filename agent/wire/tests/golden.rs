@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 use uuid::Uuid;
 use wire::bundle::{BootstrapBundle, Package, fingerprint};
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RecoveryState, RenewRequest};
 use wire::finding::Finding;
 use wire::heartbeat::{
@@ -17,13 +18,12 @@ use wire::heartbeat::{
     RunningTask, Telemetry,
 };
 use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
-use wire::keys::{KeyStatus, VerifierKey};
-use wire::proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
 use wire::recording::{RecordMode, RecordTerms};
 use wire::task::{
     DeviceRef, OpenTerminal, Provision, ReconcileSshKeys, Release, ResultAnswer, ResultReceipt, Task, TaskError,
     TaskPayload, TaskResult, TaskStatus,
 };
+use wire::verifier_set::{KeyStatus, VerifierKey};
 use wire::{PROTOCOL, PublicKey, SecretToken, VerifierSet};
 
 /// Serialising, reading back and serialising again gives the same text.

@@ -8,9 +8,9 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use wire::cleanup_proof::CleanupReport;
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RenewRequest};
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer};
-use wire::proof::CleanupReport;
 use wire::task::{ResultAnswer, SignedEnvelope, TaskPayload, TaskResult};
 use wire::{OLDEST_PROTOCOL, PROTOCOL};
 

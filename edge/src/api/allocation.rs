@@ -1,7 +1,7 @@
 //! Allocations: creating, reading, following and releasing them (decisions 5).
 
 mod events;
-mod revision;
+mod name_and_labels;
 mod ssh_access;
 mod view;
 
@@ -28,11 +28,11 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 pub(super) use events::*;
-pub(super) use revision::*;
+pub(super) use name_and_labels::*;
 pub(super) use ssh_access::*;
 
+use super::commands_with_reason::reason_commands;
 use super::notification_endpoint::introduce;
-use super::reason_command::reason_commands;
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::request_fields::{
     ClaimId, GpuCount, LabelSelector, LabelSelectors, Labels, QueueSeconds, Reason, ReasonBody, RegionCode,

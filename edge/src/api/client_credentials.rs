@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use crate::auth::jwt::service_account::ServiceTokens;
+use crate::auth::token::jwt::service_account::ServiceTokens;
 use crate::auth::token::{TokenHash, TokenPurpose, read};
 use crate::http::correlation::Scope;
 use crate::http::error::{ApiError, Code};

@@ -25,7 +25,7 @@ pub(super) use agent_update::*;
 pub(super) use onboarding::*;
 pub(super) use tasks::*;
 
-use super::reason_command::reason_commands;
+use super::commands_with_reason::reason_commands;
 use super::request_context::{AdminRequest, RequestContext, replayed};
 use super::request_fields::{
     GpuCount, HostName, LabelChanges, LabelSelector, LabelSelectors, Labels, LoginName, Port, PublicKeyText, Reason,

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
-use super::reason_command::reason_commands;
+use super::commands_with_reason::reason_commands;
 use super::request_context::{Authorized, RequestContext, SeeBilling, SettleProcessorEvents, replayed};
 use super::request_fields::{ProcessorId, ReasonBody};
 use crate::api::idempotency::request_layer::Idempotent;

@@ -2,6 +2,10 @@
 //! compared in constant time.
 //!
 //! A plain hash is enough: the input is random, so it cannot be guessed. The prefix identifies the token for people and secret scanners.
+//!
+//! Tokens that are signed and not stored are in [`jwt`].
+
+pub mod jwt;
 
 use std::fmt;
 

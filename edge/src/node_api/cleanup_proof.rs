@@ -8,8 +8,8 @@ use std::fmt::Write as _;
 use thiserror::Error;
 use wire::PublicKey;
 use wire::SignedEnvelope;
+use wire::cleanup_proof::{CleanupReport, FindingOutcome, ProofError};
 use wire::inventory::ExecutorKind;
-use wire::proof::{CleanupReport, FindingOutcome, ProofError};
 use wire::task::{TaskResult, TaskStatus};
 
 /// Bounds of a failure's stored code and message; they go into the node's history and into events.

@@ -3,7 +3,7 @@
 use super::NodeApi;
 use super::admission::AuthenticatedNode;
 use super::rejection_response::refused;
-use crate::auth::jwt::node_log::NodeLogTokenSubject;
+use crate::auth::token::jwt::node_log::NodeLogTokenSubject;
 use crate::http::correlation::Scope;
 use crate::http::error::ApiError;
 use crate::http::request_body::NoBody;

@@ -5,13 +5,13 @@
 //! throttles its program by that, and not by its own memory. Input is bounded likewise. Only the client's own end confirms that all output
 //! has arrived, which ends a session whose program ended: bytes written to a socket may never reach a client.
 
+mod byte_positions;
 pub(super) mod close;
 mod control_frames;
 #[cfg(test)]
 mod fuzz;
 mod input;
 mod output;
-mod progress;
 
 use super::{SessionEnd, ask, until_session_ends};
 use crate::http::correlation::Scope;
@@ -19,13 +19,13 @@ use crate::http::websocket::{CLOSE_TIMEOUT, Close, frame};
 use crate::services::Services;
 use crate::terminal::Link;
 use axum::extract::ws::{Message, WebSocket};
+use byte_positions::Progress;
 use control_frames::{exit_of, text};
 use domain::policy::PolicyKey;
 use domain::recording::RecordingMode;
 use domain::terminal_session::{CloseCode, CloseReason, Fact, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt as _, StreamExt as _};
-use progress::Progress;
 use std::pin::{Pin, pin};
 use std::sync::atomic::Ordering;
 use std::time::Duration;

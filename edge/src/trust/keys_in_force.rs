@@ -33,8 +33,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use uuid::Uuid;
 use wire::envelope::KeySignature;
-use wire::keys::{KeyStatus, SetError, VerifierKey};
 use wire::task::{SignedEnvelope, TASK_TYPE, TaskPayload};
+use wire::verifier_set::{KeyStatus, SetError, VerifierKey};
 use wire::{PublicKey, VerifierSet};
 
 /// A node CA lasts ten years; its certificates a day. It is replaced by rotation, not by waiting.

@@ -12,7 +12,7 @@ use wire::bundle::BootstrapBundle;
 use super::agents::{AgentProcess, AgentSettings};
 use super::api::{DevApi, unreachable_state_error};
 use local_servers::files;
-use local_servers::processor::{CARD, PaymentProcessor, intent_in};
+use local_servers::payment_processor::{CARD, PaymentProcessor, intent_in};
 
 const REGION: &str = "dev-1";
 /// The platform roles whose holders approve SKUs together.

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
 use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
-use wire::proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
 use wire::task::{SignedEnvelope, Task, TaskError, TaskPayload, TaskResult, TaskStatus, Verifiers, open};
 use wire::{PublicKey, VerifierSet};
 

@@ -14,8 +14,8 @@
 
 mod billing;
 mod fact;
+mod name_and_labels;
 mod request;
-mod revision;
 mod saga;
 mod ssh_access;
 mod status_history;

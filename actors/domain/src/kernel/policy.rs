@@ -3,10 +3,10 @@
 //! scope, `policy_values::ScopeValues`.
 
 mod applies_to;
-mod book;
+mod resolution;
 
 pub use applies_to::AppliesTo;
-pub use book::{CrossingBounds, PolicyBook, PolicyScope, PolicyValueError, ResolvedPolicy, Scopes};
+pub use resolution::{CrossingBounds, PolicyBook, PolicyScope, PolicyValueError, ResolvedPolicy, Scopes};
 
 use serde::{Deserialize, Serialize};
 use std::fmt;

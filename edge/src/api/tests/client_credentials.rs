@@ -2,7 +2,7 @@
 
 use super::harness::{ApiHarness, TestResponse};
 use crate::auth::claims::TokenFault;
-use crate::auth::jwt::node_log::{NodeLogTokenSubject, NodeLogTokens};
+use crate::auth::token::jwt::node_log::{NodeLogTokenSubject, NodeLogTokens};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use chrono::{TimeDelta, Utc};

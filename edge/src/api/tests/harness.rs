@@ -4,7 +4,7 @@ use super::fake_processor::FakeProcessor;
 use crate::api;
 use crate::auth::internal_route_auth::InternalToken;
 use crate::auth::jwks::{Jwks, JwksSettings};
-use crate::auth::jwt::service_account::ServiceTokens;
+use crate::auth::token::jwt::service_account::ServiceTokens;
 use crate::auth::token::{TokenPurpose, read};
 use crate::auth::{Authenticator, TokenRules};
 use crate::outbound::node_probe::{Probe, ProbeTargets, Resolve};

@@ -5,7 +5,7 @@ use crate::trust::keys_in_force::Keys;
 use domain::policy::PolicyKey;
 use serde_json::{Value, json};
 use wire::Verifiers;
-use wire::keys::{KeyStatus, VerifierSet};
+use wire::verifier_set::{KeyStatus, VerifierSet};
 
 async fn rotate(api: &ApiHarness, step: &str, body: &Value) -> TestResponse {
     api.post(&format!("/api/v1/admin/keys/{step}")).admin().json(body).send().await

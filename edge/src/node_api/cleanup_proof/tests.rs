@@ -9,7 +9,7 @@ use ed25519_dalek::SigningKey;
 use serde_json::Map;
 use std::collections::BTreeMap;
 use uuid::Uuid;
-use wire::proof::{CleanupCheck, CleanupFinding};
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 use wire::task::TaskError;
 
 const NODE: NodeId = NodeId(Uuid::from_u128(1));
@@ -147,7 +147,7 @@ fn report_of_another_subject_is_refused() {
 fn foreign_signature_other_message_or_missing_key_is_refused() {
     let strangers = report().seal(&SigningKey::from_bytes(&[6; 32])).unwrap();
     let another = SignedEnvelope::sign(&key(), "k", "application/json", serde_json::to_vec(&report()).unwrap());
-    let unreadable = SignedEnvelope::sign(&key(), "k", wire::proof::CLEANUP_REPORT_TYPE, b"{}".to_vec());
+    let unreadable = SignedEnvelope::sign(&key(), "k", wire::cleanup_proof::CLEANUP_REPORT_TYPE, b"{}".to_vec());
     for proof in [strangers, another, unreadable] {
         let given = verdict(&result(TaskStatus::Succeeded, Some(proof), None), NODE, TASK, Some(&node()));
         assert_eq!(failure(given).0, "proof_invalid");

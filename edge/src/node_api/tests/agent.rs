@@ -12,8 +12,8 @@ use rustls::pki_types::pem::PemObject;
 use serde_json::{Value, json};
 use std::sync::Arc;
 use uuid::Uuid;
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
 use wire::inventory::{ExecutorKind, GpuInfo, GpuSource, NodeInventory};
-use wire::proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
 use wire::task::TaskPayload;
 
 pub(crate) fn h100s(count: u32) -> NodeInventory {

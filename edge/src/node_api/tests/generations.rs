@@ -12,7 +12,7 @@ use reqwest::Method;
 use serde_json::{Value, json};
 use std::path::Path;
 use uuid::Uuid;
-use wire::proof::{CleanupFinding, CleanupReport, FindingOutcome};
+use wire::cleanup_proof::{CleanupFinding, CleanupReport, FindingOutcome};
 use wire::{OLDEST_PROTOCOL, PROTOCOL, PublicKey};
 
 /// A generation's messages.
@@ -160,7 +160,7 @@ fn proof(generation: Generation, agent: &Agent, task: &Value) -> CleanupReport {
     );
     let mut report: CleanupReport = serde_json::from_value(recorded).unwrap();
     let gone = |what| CleanupFinding { what, looked_for: "/tmp/x".into(), outcome: FindingOutcome::Gone, detail: None };
-    report.findings = wire::proof::CleanupCheck::REQUIRED.into_iter().map(gone).collect();
+    report.findings = wire::cleanup_proof::CleanupCheck::REQUIRED.into_iter().map(gone).collect();
     report.checked_at = chrono::Utc::now();
     report
 }

@@ -3,7 +3,7 @@ use super::harness::NodeApiHarness;
 use domain::node::{HoldPhase, Phase};
 use serde_json::{Value, json};
 use uuid::Uuid;
-use wire::proof::FindingOutcome;
+use wire::cleanup_proof::FindingOutcome;
 use wire::task::TaskPayload;
 
 fn recorded(how: &str) -> Value {

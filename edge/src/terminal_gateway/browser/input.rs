@@ -1,8 +1,8 @@
 //! From the user to the agent.
 
 use super::LinkEnd;
+use super::byte_positions::Progress;
 use super::control_frames::FromUser;
-use super::progress::Progress;
 use crate::http::request_body::integers::from_json;
 use crate::http::websocket::{Controls, MISUSED, TOO_BIG, is_too_big};
 use axum::extract::ws::Message;

@@ -1,7 +1,7 @@
 //! From the agent to the user.
 
+use super::byte_positions::Progress;
 use super::control_frames::{ToUser, exit_of, text};
-use super::progress::Progress;
 use super::{LinkEnd, close};
 use crate::http::websocket::CLOSE_TIMEOUT;
 use axum::extract::ws::Message;

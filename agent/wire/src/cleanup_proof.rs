@@ -9,7 +9,7 @@ use uuid::Uuid;
 
 use crate::envelope::{EnvelopeSignatureError, SignedEnvelope};
 use crate::inventory::ExecutorKind;
-use crate::keys::PublicKey;
+use crate::verifier_set::PublicKey;
 
 /// Payload type of clean-up reports.
 pub const CLEANUP_REPORT_TYPE: &str = "application/vnd.gpuaas.cleanup-report+json";

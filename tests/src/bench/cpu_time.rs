@@ -7,7 +7,10 @@ use std::time::Duration;
 const TICK: Duration = Duration::from_millis(10);
 
 /// The result of `it`, and the CPU milliseconds of these processes per megabyte.
-pub(crate) async fn of<T>(
+///
+/// # Errors
+/// If a process has ended, or that of `it`.
+pub async fn per_megabyte<T>(
     pids: &[u32],
     bytes: u64,
     it: impl Future<Output = anyhow::Result<T>>,
@@ -18,7 +21,11 @@ pub(crate) async fn of<T>(
     Ok((came, spent.as_secs_f64() * 1e3 / (bytes as f64 / 1e6)))
 }
 
-pub(crate) fn spent(pids: &[u32]) -> anyhow::Result<Duration> {
+/// The CPU time that these processes have used so far.
+///
+/// # Errors
+/// If one of them has ended.
+pub fn spent(pids: &[u32]) -> anyhow::Result<Duration> {
     let mut ticks = 0;
     for pid in pids {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;

@@ -3,7 +3,7 @@
 pub mod node_log;
 pub mod service_account;
 
-use super::claims::{TokenFault, UnverifiedToken};
+use crate::auth::claims::{TokenFault, UnverifiedToken};
 use crate::http::error::ApiError;
 use crate::trust::keys_in_force::KeysInForce;
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
