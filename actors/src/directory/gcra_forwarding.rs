@@ -23,9 +23,9 @@ const CELLS_PER_MESSAGE: usize = 16_384;
 /// The owner of the cell is unreachable, or has no room for it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum QuotaUnavailable {
-    #[error("the keeper of the cell cannot be reached")]
+    #[error("the owner of the quota cannot be reached")]
     Unreachable(#[source] RemoteError),
-    #[error("the keeper of the cell does not keep it")]
+    #[error("the owner of the quota has no room for it")]
     NotStored,
 }
 
