@@ -196,6 +196,8 @@ fn fetch_locked(
 ) -> Result<(Installed, FileList, File), InstallError> {
     let versions = target.install_root.join(VERSIONS);
     make_folder(&versions)?;
+    make_traversable(&target.install_root)?;
+    make_traversable(&versions)?;
     let lock = lock(&target.install_root)?;
     remove_unfinished(&versions)?;
     let there = verify_version(&versions.join(digest.name()), digest).ok();
@@ -432,6 +434,15 @@ fn make_folder(path: &Path) -> Result<(), InstallError> {
     })
 }
 
+/// Lets the users of unprivileged units reach the programs below this folder, whatever the mask was under which it was made.
+fn make_traversable(folder: &Path) -> Result<(), InstallError> {
+    let mode = fs::metadata(folder).map_err(file_error("read", folder))?.permissions().mode();
+    if mode & 0o555 == 0o555 {
+        return Ok(());
+    }
+    fs::set_permissions(folder, fs::Permissions::from_mode(0o755)).map_err(file_error("write", folder))
+}
+
 fn write(path: &Path, bytes: &[u8]) -> Result<(), InstallError> {
     let written = OpenOptions::new().write(true).create_new(true).mode(0o644).open(path).and_then(|mut file| {
         file.write_all(bytes)?;
@@ -473,4 +484,17 @@ fn is_full(error: &InstallError) -> bool {
         return false;
     };
     matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folder_made_under_a_strict_mask_is_traversable_for_unprivileged_units() {
+        let root = tempfile::tempdir().unwrap();
+        fs::set_permissions(root.path(), fs::Permissions::from_mode(0o700)).unwrap();
+        make_traversable(root.path()).unwrap();
+        assert_eq!(fs::metadata(root.path()).unwrap().permissions().mode() & 0o777, 0o755);
+    }
 }
