@@ -114,7 +114,7 @@ pub(crate) enum Command {
     ClearFinding {
         #[arg(add = completion::of(&NODE))]
         node: Ref,
-        /// The finding's id, or its beginning: `nodes show NODE --json` has it.
+        /// The finding's id, or its beginning: `nodes show NODE` lists them.
         finding: Ref,
         /// Why; it stands in the audit log.
         #[arg(long, value_name = "TEXT")]
@@ -245,6 +245,16 @@ const ALONE: [Column; 27] = [
     ("onboarding", "/onboarding_mode"),
 ];
 
+const FINDINGS: [Column; 7] = [
+    ("FINDING", "/id"),
+    ("PROBE", "/probe"),
+    ("CODE", "/code"),
+    ("GPU", "/gpu_uuid"),
+    ("REPAIR", "/repair"),
+    ("CLEARED", "/cleared_at"),
+    ("MEANING", "/meaning"),
+];
+
 const OPEN: [Column; 7] = [
     ("ID", "/task_id"),
     ("TYPE", "/type"),
@@ -286,7 +296,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             };
             api.out.list(&page, &with_names(&IN_A_LIST, &page))
         }
-        Command::Show { node } => api.out.show(&api.get(&path(node_id(&node, api).await?), &[]).await?, &ALONE),
+        Command::Show { node } => show(&node, api).await,
         Command::Create(wanted) => onboarding::create(wanted, api).await,
         Command::Update(change) => update(change, api).await,
         Command::Token(wanted) => onboarding::token(wanted, api).await,
@@ -320,6 +330,15 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::ReleaseQuarantine(order) => send_action(&order, "release-quarantine", api).await,
         Command::ClearFinding { node, finding, reason } => clear_finding(&node, &finding, &reason, api).await,
     }
+}
+
+async fn show(node: &Ref, api: &Api) -> Result<(), Failure> {
+    let found = api.get(&path(node_id(node, api).await?), &[]).await?;
+    api.out.show(&found, &ALONE)?;
+    if api.out.is_json() {
+        return Ok(());
+    }
+    api.out.rows_below(&found["health"]["findings"], &FINDINGS)
 }
 
 async fn send_action(order: &NodeAction, verb: &str, api: &Api) -> Result<(), Failure> {
