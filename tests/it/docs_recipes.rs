@@ -44,7 +44,7 @@ const BY_COMMAND_LINE: [Recipe; 6] = [
 const PAYING: [Recipe; 2] = [("user/login.md", "Log in"), ("user/billing.md", "Pay in a development environment")];
 
 /// What `deploy/up` gives its replicas, and tells in `.dev/env`.
-const REFRESH: (&str, &str) =
+pub(crate) const REFRESH: (&str, &str) =
     ("INTERNAL_JWKS_REFRESH_TOKEN", "0707070707070707070707070707070707070707070707070707070707070707");
 
 /// As long as all of it may take.
@@ -78,18 +78,18 @@ fn recipes(recipes: &[Recipe]) -> String {
 }
 
 /// What a checkout in which `deploy/up` runs is to a shell.
-struct Followed {
+pub(crate) struct Followed {
     folder: tempfile::TempDir,
     _env: EnvironmentFile,
 }
 
 impl Followed {
-    fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }
 }
 
-fn followed(cluster: &TestCluster) -> Followed {
+pub(crate) fn followed(cluster: &TestCluster) -> Followed {
     let folder = tempfile::tempdir().unwrap();
     let built = cluster.settings.executable.parent().unwrap().to_owned();
     fs::create_dir_all(folder.path().join("target")).unwrap();
@@ -105,7 +105,7 @@ fn followed(cluster: &TestCluster) -> Followed {
 }
 
 /// Runs a script in the checkout, and returns whether it succeeded and its output.
-async fn transcript(script: &str, folder: &Path) -> (bool, String) {
+pub(crate) async fn transcript(script: &str, folder: &Path) -> (bool, String) {
     let mut shell = Command::new("bash");
     shell.arg("-c").arg(script).current_dir(folder).stdin(Stdio::null()).kill_on_drop(true);
     // Logins of a recipe lie beside it.

@@ -40,6 +40,7 @@ mod maas;
 mod member_messages;
 mod module_arrows;
 mod node_lifecycle;
+mod node_pages;
 mod node_probe;
 mod notification_endpoints;
 mod notifications;

@@ -11,17 +11,30 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Mounts the tree, `$1`, under an overlay at `$2`, and boots it. The mounts are this process's own and end with it.
-const BOOT: &str = r#"
+/// Mounts the tree, `$1`, under an overlay at `$2`. The mounts are this process's own and end with it.
+const DISK: &str = r#"
 set -e
-tree=$1 run=$2 nspawn=$3
-shift 3
+tree=$1 run=$2
 mount -t tmpfs -o mode=0755 tmpfs "$run"
 mkdir "$run/upper" "$run/work" "$run/root"
 mount -t overlay overlay -o "lowerdir=$tree,upperdir=$run/upper,workdir=$run/work" "$run/root"
-exec "$nspawn" --boot --directory="$run/root" --register=no --keep-unit --console=pipe --timezone=off --resolv-conf=off \
-  --machine=gpuaas-test --system-call-filter=bpf --capability=all "$@"
+touch "$run/mounted"
+exec sleep infinity
 "#;
+/// The options of `systemd-nspawn`, besides the directory.
+const BOOT: [&str; 9] = [
+    "--boot",
+    "--register=no",
+    "--keep-unit",
+    "--console=pipe",
+    "--timezone=off",
+    "--resolv-conf=off",
+    "--machine=gpuaas-test",
+    "--system-call-filter=bpf",
+    "--capability=all",
+];
+/// The exit code of `systemd-nspawn` when its machine reboots.
+const REBOOTS: i32 = 133;
 const BOOTS_WITHIN: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -29,7 +42,11 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 pub struct SystemdContainer {
     process: ChildProcess,
     init: u32,
-    _folder: tempfile::TempDir,
+    /// Holds the mounts, from boot to boot.
+    disk: ChildProcess,
+    programs: Vec<PathBuf>,
+    tools: PathBuf,
+    folder: tempfile::TempDir,
 }
 
 impl SystemdContainer {
@@ -50,29 +67,51 @@ impl SystemdContainer {
         let folder = tempfile::tempdir()?;
         let run = folder.path().join("machine");
         std::fs::create_dir(&run)?;
-        let libraries = format!("{}-linux-gnu/systemd", std::env::consts::ARCH);
-        let mut launch = Launch::new("systemd-nspawn", "/usr/bin/unshare", folder.path().join("console.log"))
-            .arguments(["--mount", "--propagation", "private", "sh", "-c", BOOT, "sh"])
+        let disk = Launch::new("the machine's disk", "/usr/bin/unshare", folder.path().join("disk.log"))
+            .arguments(["--mount", "--propagation", "private", "sh", "-c", DISK, "sh"])
             .argument(made.join("tree"))
             .argument(&run)
-            .argument(made.join("programs/usr/bin/systemd-nspawn"))
-            // The unified hierarchy is what enforces the units' device rules.
-            .variable("SYSTEMD_NSPAWN_UNIFIED_HIERARCHY", "1")
-            .variable("LD_LIBRARY_PATH", made.join("programs/usr/lib").join(libraries));
-        for program in programs {
-            let name = program.file_name().context("a program has a name")?.to_string_lossy();
-            launch = launch.argument(format!("--bind-ro={}:/usr/local/bin/{name}", program.display()));
-        }
-        let process = launch.spawn().context("the container cannot be started")?;
-        let mut booted = Self { process, init: 0, _folder: folder };
+            .spawn()
+            .context("the machine's disk cannot be mounted")?;
+        let mounted = PathBuf::from(format!("/proc/{}/root", disk.pid())).join(run.join("mounted").strip_prefix("/")?);
         let until = Instant::now() + BOOTS_WITHIN;
-        while !booted.is_up() {
-            let log = booted.process.log().to_owned();
-            assert!(booted.process.is_running(), "systemd-nspawn ended: {}", tail(&log, 20));
+        while !mounted.exists() {
+            assert!(Instant::now() < until, "the machine's disk is not mounted: {}", disk.log_tail());
+            std::thread::sleep(LOOK_EVERY);
+        }
+        let process = launch(&disk, tools, programs, folder.path())?;
+        let (programs, tools) = (programs.to_vec(), tools.to_owned());
+        let mut booted = Self { process, init: 0, disk, programs, tools, folder };
+        booted.wait_until_up();
+        Ok(Some(booted))
+    }
+
+    fn wait_until_up(&mut self) {
+        let until = Instant::now() + BOOTS_WITHIN;
+        while !self.is_up() {
+            let log = self.process.log().to_owned();
+            assert!(self.process.is_running(), "systemd-nspawn ended: {}", tail(&log, 20));
             assert!(Instant::now() < until, "the machine does not boot: {}", tail(&log, 20));
             std::thread::sleep(LOOK_EVERY);
         }
-        Ok(Some(booted))
+    }
+
+    /// Waits until the machine reboots by itself, and boots it from the same disk.
+    ///
+    /// # Panics
+    /// If it does not reboot, or does not come up.
+    pub async fn boot_again(&mut self) {
+        let until = Instant::now() + BOOTS_WITHIN;
+        let status = loop {
+            match self.process.exit_status() {
+                Some(status) => break status,
+                None => tokio::time::sleep(LOOK_EVERY).await,
+            }
+            assert!(Instant::now() < until, "the machine does not reboot: {}", self.process.log_tail());
+        };
+        assert_eq!(status.code(), Some(REBOOTS), "{}", self.process.log_tail());
+        self.process = launch(&self.disk, &self.tools, &self.programs, self.folder.path()).expect("it boots");
+        self.wait_until_up();
     }
 
     fn is_up(&mut self) -> bool {
@@ -141,4 +180,23 @@ impl SystemdContainer {
     pub fn journal(&self, unit: &str) -> String {
         self.run(&format!("journalctl --no-pager -o cat -u {unit}"))
     }
+}
+
+/// Boots the tree that is mounted by `disk`.
+fn launch(disk: &ChildProcess, tools: &Path, programs: &[PathBuf], folder: &Path) -> anyhow::Result<ChildProcess> {
+    let made = tools.join("machine");
+    let libraries = format!("{}-linux-gnu/systemd", std::env::consts::ARCH);
+    let mut launch = Launch::new("systemd-nspawn", "/usr/bin/nsenter", folder.join("console.log"))
+        .argument(format!("--mount=/proc/{}/ns/mnt", disk.pid()))
+        .argument(made.join("programs/usr/bin/systemd-nspawn"))
+        .argument(format!("--directory={}", folder.join("machine/root").display()))
+        .arguments(BOOT)
+        // The unified hierarchy is what enforces the units' device rules.
+        .variable("SYSTEMD_NSPAWN_UNIFIED_HIERARCHY", "1")
+        .variable("LD_LIBRARY_PATH", made.join("programs/usr/lib").join(libraries));
+    for program in programs {
+        let name = program.file_name().context("a program has a name")?.to_string_lossy();
+        launch = launch.argument(format!("--bind-ro={}:/usr/local/bin/{name}", program.display()));
+    }
+    launch.spawn().context("the container cannot be started")
 }
