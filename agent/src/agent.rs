@@ -252,7 +252,8 @@ pub async fn run_with(
     let (lister, source) = (Arc::clone(&gpus), gpus.source());
     let listed = tokio::task::spawn_blocking(move || lister.list()).await;
     let listed = listed.ok().and_then(Result::ok).unwrap_or_default();
-    let inventory = read_inventory(listed, source, executor.kind(), &config.state_dir).await;
+    // The version of the driver is in the first heartbeat.
+    let inventory = read_inventory(listed, (source, None), executor.kind(), &config.state_dir).await;
 
     let found = identities.load()?;
     // A node that cannot reach its control plane has started all the same, and tries again.
@@ -449,7 +450,7 @@ fn report_failure(error: &NodeApiError, doing: &'static str, pause: Duration) {
 /// The inventory with these GPUs.
 async fn read_inventory(
     gpus: Vec<GpuInfo>,
-    source: GpuSource,
+    (source, driver_version): (GpuSource, Option<String>),
     executor: ExecutorKind,
     state_dir: &Path,
 ) -> NodeInventory {
@@ -458,11 +459,11 @@ async fn read_inventory(
         ExecutorKind::Sandbox => None,
         ExecutorKind::System => ssh::host_key_fingerprint(state_dir),
     };
-    let (listed, same) = (gpus.clone(), door.clone());
-    match tokio::task::spawn_blocking(move || inventory::read(listed, source, executor, same)).await {
+    let (listed, version, same) = (gpus.clone(), driver_version.clone(), door.clone());
+    match tokio::task::spawn_blocking(move || inventory::read(listed, source, version, executor, same)).await {
         Ok(inventory) => inventory,
         // The thread can only have panicked; the same panic surfaces on this thread.
-        Err(_) => inventory::read(gpus, source, executor, door),
+        Err(_) => inventory::read(gpus, source, driver_version, executor, door),
     }
 }
 

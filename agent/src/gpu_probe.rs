@@ -73,6 +73,8 @@ enum Request {
 pub struct GpuSurvey {
     /// Those that could be read, in order of index.
     pub gpus: Vec<SurveyedGpu>,
+    #[serde(default)]
+    pub driver_version: Option<String>,
     /// How many the driver reports as lost: they have fallen off the bus.
     pub lost: u32,
     /// The driver's errors of GPUs that could be neither read nor are lost.

@@ -53,6 +53,8 @@ pub struct Observation {
     /// For control planes that do not read findings.
     pub health: HealthReport,
     pub findings: Vec<Finding>,
+    /// As the driver last reported it.
+    pub driver_version: Option<String>,
 }
 
 impl HealthMonitor {
@@ -81,7 +83,13 @@ impl HealthMonitor {
             );
         }
         let health = HealthReport { status: HealthLevel::Ok, alerts: Vec::new() };
-        let last = Observation { gpus: log.gpus().to_vec(), load: Vec::new(), health, findings: Vec::new() };
+        let last = Observation {
+            gpus: log.gpus().to_vec(),
+            load: Vec::new(),
+            driver_version: None,
+            health,
+            findings: Vec::new(),
+        };
         let (gpus, machine) = (GpuMonitor::of(log.gpus()), MachineProbe::new(&config.state_dir));
         Self { log, gpus, machine, kernel_log, in_flight: None, last }
     }
@@ -152,6 +160,7 @@ impl HealthMonitor {
                 self.log.note_event(&xid_key(Some(uuid.clone()), *xid), occurred);
             }
         }
+            self.last.driver_version.clone_from(&survey.driver_version);
         // A GPU that was listed once in this boot is missing when it is not.
         let known = self.log.gpus().iter().filter(|gpu| survey.gpus.iter().all(|it| it.info.uuid != gpu.uuid));
         let all: Vec<_> = survey.gpus.iter().map(|gpu| gpu.info.clone()).chain(known.cloned()).collect();

@@ -23,6 +23,7 @@ const MAX_SYSTEM_TEXT: u64 = 128;
 pub fn read(
     gpus: Vec<GpuInfo>,
     gpu_source: GpuSource,
+    driver_version: Option<String>,
     executor: ExecutorKind,
     ssh_host_key_fingerprint: Option<String>,
 ) -> NodeInventory {
@@ -37,6 +38,7 @@ pub fn read(
         storage_gib: disk_space().map_or(0, |(total, _)| total / GIB),
         gpus,
         gpu_source,
+        driver_version,
         executor,
         ssh_host_key_fingerprint,
         system: Some(installed_system(Path::new("/"))),
@@ -113,7 +115,7 @@ mod tests {
 
     #[test]
     fn the_inventory_of_this_machine_is_plausible() {
-        let inventory = read(Vec::new(), GpuSource::None, ExecutorKind::Sandbox, None);
+        let inventory = read(Vec::new(), GpuSource::None, None, ExecutorKind::Sandbox, None);
         assert!(inventory.cpu_cores > 0 && inventory.memory_mib > 0, "{inventory:?}");
         assert!(boot_id().is_ok());
     }

@@ -96,7 +96,13 @@ impl Agent {
             package_digest: self.updates.digest(),
             protocol: PROTOCOL,
             sent_at: Utc::now(),
-            inventory: read_inventory(observed.gpus, source, executor, &self.config.state_dir).await,
+            inventory: read_inventory(
+                observed.gpus,
+                (source, observed.driver_version),
+                executor,
+                &self.config.state_dir,
+            )
+            .await,
             telemetry: measure(meter, observed.load).await,
             health: observed.health,
             verifier_set_version: locked(&self.verifiers).version(),

@@ -120,7 +120,8 @@ impl Session<'_> {
     }
 
     fn survey(&mut self, xid_events: bool) -> Result<GpuSurvey, NvmlError> {
-        let mut survey = GpuSurvey::default();
+        let driver_version = self.nvml.sys_driver_version().ok();
+        let mut survey = GpuSurvey { driver_version, ..GpuSurvey::default() };
         for index in 0..self.nvml.device_count()?.min(MAX_GPUS) {
             match self.nvml.device_by_index(index).and_then(|device| surveyed(&device, index)) {
                 Ok(gpu) => survey.gpus.push(gpu),

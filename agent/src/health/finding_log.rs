@@ -255,7 +255,7 @@ impl FindingLog {
             boot_id: self.state.boot_id,
             detail: occurred.detail,
         };
-        self.state.findings.push(Tracked { finding, kind });
+        self.state.findings.push(Tracked { finding, kind, state });
     }
 }
 

@@ -16,6 +16,9 @@ pub struct NodeInventory {
     /// In order of `index`.
     pub gpus: Vec<GpuInfo>,
     pub gpu_source: GpuSource,
+    /// Of the GPUs' driver; absent where there is none, or it has not answered yet.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub driver_version: Option<String>,
     pub executor: ExecutorKind,
     /// The SSH host key that tenants see, in OpenSSH's `SHA256:` form; absent if there is no SSH access.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -69,6 +69,7 @@ fn inventory() -> NodeInventory {
             memory_mib: 81_920,
         }],
         gpu_source: GpuSource::Simulated,
+        driver_version: Some("570.86.15".into()),
         executor: ExecutorKind::Sandbox,
         ssh_host_key_fingerprint: None,
         system: None,

@@ -6,12 +6,17 @@ use clap::{ArgMatches, CommandFactory as _};
 use std::time::Duration;
 
 /// A field, and the long names (or the placeholders) of the arguments that set it. A field that is called as its flag is not here.
-const FIELDS: [(&str, &[&str]); 23] = [
+const FIELDS: [(&str, &[&str]); 28] = [
     ("allocation_id", &["allocation", "ALLOCATION"]),
     ("allowed_regions", &["region"]),
     ("amount_minor", &["amount"]),
     ("cpu.cores", &["cores"]),
     ("cpu.model", &["cpu-model"]),
+    ("expected_hardware.cpu_cores", &["expect-cores"]),
+    ("expected_hardware.cpu_model", &["expect-cpu-model"]),
+    ("expected_hardware.driver_version_min", &["expect-driver-version-min"]),
+    ("expected_hardware.memory_mib", &["expect-memory-mib"]),
+    ("expected_hardware.storage_gib", &["expect-storage-gib"]),
     ("gpu.count", &["gpus"]),
     ("gpu.memory_mib", &["gpu-memory-mib"]),
     ("gpu.model", &["gpu-model"]),

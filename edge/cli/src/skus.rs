@@ -34,7 +34,7 @@ pub(crate) enum Command {
     },
     /// Administrators: makes a draft.
     Create(Create),
-    /// Administrators: changes its price or its regions.
+    /// Administrators: changes its price, its regions, or what its machines must have.
     Update(Update),
     /// Approves that it is offered.
     Activate(Decision),

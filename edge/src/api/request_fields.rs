@@ -169,6 +169,9 @@ texts! {
     /// The digest of a package: `sha256:` and 64 lower-case hexadecimal digits.
     DigestText: 71, "sha256: and 64 lower-case hexadecimal digits", r"^sha256:[0-9a-f]{64}$",
         |text| text.parse::<domain::PackageDigest>().is_ok();
+    /// The version of a GPU driver: one to four numbers with dots between them.
+    DriverVersionText: 19, "a version such as 570.86.15", r"^[0-9]{1,4}(\.[0-9]{1,4}){0,3}$",
+        |text| text.parse::<domain::hardware::DriverVersion>().is_ok();
     /// The name of a SKU, unique in the catalog.
     SkuName: 64, "letters, digits, dots, dashes and underscores, beginning with a letter or digit, and no UUID",
         r"^[A-Za-z0-9][A-Za-z0-9._-]*$", |text| is_code(text) && uuid::Uuid::parse_str(text).is_err();

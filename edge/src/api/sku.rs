@@ -1,6 +1,7 @@
 //! The SKU catalog: kinds of machines, their regions and prices (decisions 3, *SKU*).
 
 mod approval;
+mod expected_hardware;
 
 use axum::Json;
 use axum::extract::State;
@@ -16,6 +17,7 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 pub(super) use approval::*;
+use expected_hardware::{ExpectedHardwareView, NewExpectedHardware};
 
 use super::request_context::{AdminRequest, Authorized, SeeSkus, UserRequest, replayed};
 use super::request_fields::{
@@ -84,6 +86,9 @@ pub(super) struct SkuChange {
     #[serde(default, deserialize_with = "set_or_none::<_, _, 64>")]
     #[schema(max_items = 64)]
     allowed_regions: Option<Vec<RegionCode>>,
+    /// What the inventories of its nodes are compared with from their next contact on, in place of what was expected before. `{}` expects
+    /// nothing.
+    expected_hardware: Option<NewExpectedHardware>,
 }
 
 /// A filter of SKUs.
@@ -109,6 +114,8 @@ pub(super) enum SkuStatus {
 pub(super) struct SkuView {
     #[serde(flatten)]
     entry: OfferedView,
+    /// What the machines of its nodes must have beside their GPUs; null where nothing is expected.
+    expected_hardware: Option<ExpectedHardwareView>,
     /// The two approvals of its status, and a pending one that waits for the second.
     approvals: Vec<ApprovalView>,
 }
@@ -225,7 +232,10 @@ pub(super) async fn get(
     Ok(Json(view(&stored.it)))
 }
 
-/// Changes a SKU's price or regions.
+/// Changes a SKU's price, regions or expected hardware.
+///
+/// Where the inventory of a node differs from the expected hardware, the node is quarantined (`inventory_drift`) until it agrees again; its
+/// tenants run on. Of memory and storage 95 % are enough, and what an agent cannot read is no difference.
 #[utoipa::path(
     patch,
     path = "/",
@@ -237,13 +247,16 @@ pub(super) async fn revise(
     Path(id): Path<Uuid>,
     request_body::Json(change): request_body::Json<SkuChange>,
 ) -> Result<Json<SkuView>, ApiError> {
-    if change.price.is_none() && change.allowed_regions.is_none() {
-        return Err(ApiError::invalid_request("Nothing is to be changed; give `price` or `allowed_regions`."));
+    if change.price.is_none() && change.allowed_regions.is_none() && change.expected_hardware.is_none() {
+        return Err(ApiError::invalid_request(
+            "Nothing is to be changed; give `price`, `allowed_regions` or `expected_hardware`.",
+        ));
     }
     let regions = change.allowed_regions.as_ref();
     let command = Command::Revise {
         price: change.price.as_ref().map(price).transpose()?,
         allowed_regions: regions.map(|regions| regions.iter().map(|region| region.to_string()).collect()),
+        expected_hardware: change.expected_hardware.map(|expected| Box::new(expected.into())),
     };
     Ok(Json(view(&context.ask::<Sku>(id, command).await?.reply)))
 }
@@ -290,6 +303,7 @@ fn spec(new: &NewSku) -> SkuSpec {
         storage_gib: new.storage_gib.0,
         interconnect: new.interconnect.as_ref().map(|label| label.to_string()),
         allowed_regions: new.allowed_regions.iter().map(|region| region.to_string()).collect(),
+        expected_hardware: None,
     }
 }
 
@@ -336,7 +350,8 @@ impl From<&Price> for PriceView {
 }
 
 fn view(sku: &Sku) -> SkuView {
-    SkuView { entry: entry(sku), approvals: approvals(sku) }
+    let expected_hardware = sku.spec.expected_hardware.as_deref().map(ExpectedHardwareView::from);
+    SkuView { entry: entry(sku), expected_hardware, approvals: approvals(sku) }
 }
 
 fn entry(sku: &Sku) -> OfferedView {

@@ -8,6 +8,7 @@ mod client_credentials;
 mod contract;
 mod errors;
 mod fake_processor;
+mod hardware_drift;
 mod harness;
 mod health_rules;
 mod inputs;

@@ -19,6 +19,8 @@ const MAX_TASK_TYPES: usize = 64;
 const MAX_AMOUNT: u64 = 1 << 40;
 /// Of a GPU's UUID and model: the node's snapshot contains both several times.
 const MAX_GPU_TEXT: usize = 96;
+/// What an agent reports where it cannot read a name.
+const UNKNOWN: &str = "unknown";
 /// Alerts that are stored of a heartbeat, characters of each text in them, and bytes of all of them as JSON.
 const MAX_ALERTS: usize = 64;
 const MAX_ALERT_TEXT: usize = 500;
@@ -55,6 +57,9 @@ pub(super) fn inventory(sent: wire::inventory::NodeInventory) -> Result<Reported
     text("inventory.hostname", &sent.hostname, MAX_TEXT)?;
     text("inventory.kernel", &sent.kernel, MAX_TEXT)?;
     text("inventory.cpu_model", &sent.cpu_model, MAX_TEXT)?;
+    if let Some(version) = &sent.driver_version {
+        text("inventory.driver_version", version, MAX_VERSION)?;
+    }
     amount("inventory.cpu_cores", sent.cpu_cores.into())?;
     amount("inventory.memory_mib", sent.memory_mib)?;
     amount("inventory.storage_gib", sent.storage_gib)?;
@@ -99,9 +104,11 @@ pub(super) fn inventory(sent: wire::inventory::NodeInventory) -> Result<Reported
         gpu_source: gpu_source.to_owned(),
         executor: executor.to_owned(),
         isolates_devices,
+        cpu_model: Some(sent.cpu_model).filter(|model| !model.trim().is_empty() && model != UNKNOWN),
         cpu_cores: sent.cpu_cores,
         memory_mib: sent.memory_mib,
         storage_gib: sent.storage_gib,
+        driver_version: sent.driver_version,
         host_fingerprint: sent.ssh_host_key_fingerprint,
         system: sent
             .system
@@ -217,6 +224,7 @@ mod tests {
     }
 
     #[test]
+        assert_eq!(change(|sent| sent.driver_version = Some("5".repeat(65))), "inventory.driver_version");
     fn task_types_are_bounded_names() {
         let names = |names: &[&str]| task_types(names.iter().map(|name| (*name).to_owned()).collect());
         assert_eq!(names(&["node.validate", "node.sing", "node.sing"]).unwrap().len(), 2);

@@ -3,14 +3,16 @@
 use super::{Cursor, Reads, RowPage, one_more};
 use crate::error::{OperationContext, StoreError, damaged};
 use domain::finding::RuleOverrides;
+use domain::hardware::ExpectedHardware;
 use domain::health_rules::HealthRules;
-use domain::id::{EntityKind, PolicyId};
+use domain::id::{EntityKind, PolicyId, SkuId};
 use domain::policy::{PolicyBook, PolicyScope};
 use domain::policy_values::{PolicyVersion, ScopeValues};
 use domain::state_machine::Timestamp;
 use sqlx::postgres::PgRow;
 use sqlx::types::Json;
 use sqlx::{Postgres, QueryBuilder, Row};
+use std::collections::BTreeMap;
 use uuid::Uuid;
 
 /// A filter of values. A field that is `None` admits all.
@@ -81,6 +83,7 @@ impl Reads {
         if let Some(overrides) = self.health_rules().await? {
             book.set_health_rules(overrides);
         }
+        book.set_expected_hardware(self.expected_hardware().await?);
         Ok(book)
     }
 
@@ -99,6 +102,30 @@ impl Reads {
                 Ok(None)
             }
         }
+    }
+
+    /// What the machines of each SKU must have. What cannot be read expects nothing.
+    async fn expected_hardware(&self) -> Result<BTreeMap<SkuId, ExpectedHardware>, StoreError> {
+        let rows: Vec<(Uuid, String)> = sqlx::query_as(
+            "SELECT id, (body -> 'spec' -> 'expected_hardware')::text FROM entity
+             WHERE kind = $1 AND body -> 'spec' ? 'expected_hardware'",
+        )
+        .bind(EntityKind::Sku.as_str())
+        .fetch_all(&self.pool)
+        .await
+        .doing("reading the expected hardware of SKUs")?;
+        let mut expected = BTreeMap::new();
+        for (id, text) in rows {
+            match serde_json::from_str(&text) {
+                Ok(hardware) => {
+                    expected.insert(SkuId(id), hardware);
+                }
+                Err(error) => {
+                    tracing::warn!(%error, sku.id = %id, "the expected hardware of SKU {id} cannot be read: it expects nothing");
+                }
+            }
+        }
+        Ok(expected)
     }
 
     /// The values that are in force at `now` or will be, in the order in which they were written.

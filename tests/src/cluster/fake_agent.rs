@@ -314,6 +314,7 @@ pub fn inventory(node: Uuid, gpus: u32) -> NodeInventory {
         storage_gib: 1000,
         gpus: (0..gpus).map(gpu).collect(),
         gpu_source: GpuSource::Simulated,
+        driver_version: None,
         executor: ExecutorKind::Sandbox,
         ssh_host_key_fingerprint: None,
         system: None,

@@ -337,6 +337,7 @@ impl Event {
             Self::SkuStateChanged { .. }
             | Self::PolicyWritten { .. }
             | Self::HealthRulesWritten { .. }
+            | Self::SkuHardwareExpected { .. }
             | Self::TrustChanged { .. } => none,
             Self::Announced { announcement_id } => {
                 let data = Details { announcement_id: Some(announcement_id), ..Details::default() };

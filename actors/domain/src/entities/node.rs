@@ -20,6 +20,7 @@ mod evacuation;
 mod explanation;
 mod fact;
 mod gpu_claims;
+mod hardware_drift;
 mod health;
 mod invariants;
 mod lifecycle;
@@ -42,7 +43,7 @@ mod tests;
 
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::event::{Event, GpuDevice};
-use crate::hardware::Placement;
+use crate::hardware::{ExpectedHardware, Placement};
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TaskId};
 use crate::metadata::Metadata;
@@ -92,6 +93,9 @@ pub struct Node {
     pub inventory: Option<ReportedInventory>,
     pub seen: Option<AgentContact>,
     pub health: NodeHealth,
+    /// What its SKU expects of its machine, as of the last contact.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected_hardware: Option<Box<ExpectedHardware>>,
     /// What the agent's health probes found, oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub findings: Vec<NodeFinding>,

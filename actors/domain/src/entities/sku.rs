@@ -20,10 +20,10 @@ use crate::audit::{AuditAction, AuditRecord};
 use crate::authz::{Action, PlatformRole};
 use crate::event::Event;
 use crate::explanation::Explanation;
-use crate::hardware::PromisedHardware;
+use crate::hardware::{ExpectedHardware, PromisedHardware};
 use crate::id::{EntityKind, EntityRef, SkuId, UserId};
 use crate::money::Price;
-use crate::state_machine::{self, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::state_machine::{self, Deadline, Effect, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -59,6 +59,9 @@ pub struct SkuSpec {
     pub storage_gib: u64,
     pub interconnect: Option<String>,
     pub allowed_regions: Vec<String>,
+    /// What the inventories of its nodes are compared with, beside their GPUs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected_hardware: Option<Box<ExpectedHardware>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -165,6 +168,9 @@ pub enum Command {
     Revise {
         price: Option<Price>,
         allowed_regions: Option<Vec<String>>,
+        /// In place of what was expected; an empty one expects nothing.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        expected_hardware: Option<Box<ExpectedHardware>>,
     },
     /// One approval of a change of status.
     Approve(Box<ApprovalRequest>),
@@ -262,7 +268,9 @@ impl Machine for Sku {
             (None, Command::Create { spec, price }) => Ok(Self::create(*spec, price, ctx)),
             (Some(_), Command::Create { .. }) => Err(Rejection::Exists),
             (None, _) => Err(Rejection::NotFound),
-            (Some(sku), Command::Revise { price, allowed_regions }) => Ok(sku.revise(price, allowed_regions, ctx)),
+            (Some(sku), Command::Revise { price, allowed_regions, expected_hardware }) => {
+                Ok(sku.revise(price, allowed_regions, expected_hardware, ctx))
+            }
             (Some(sku), Command::Approve(approve)) => sku.approve(*approve, ctx),
             (Some(sku), Command::Tick) => Ok(sku.expire(ctx)),
         }
@@ -323,6 +331,7 @@ impl Sku {
         &self,
         price: Option<Price>,
         allowed_regions: Option<Vec<String>>,
+        expected_hardware: Option<Box<ExpectedHardware>>,
         ctx: &TransitionContext<'_>,
     ) -> Transition<Self> {
         let mut next = self.clone();
@@ -330,6 +339,10 @@ impl Sku {
             next.prices.push(PriceVersion { price, from: ctx.now });
         }
         next.spec.allowed_regions = allowed_regions.unwrap_or(next.spec.allowed_regions);
+        if let Some(expected) = expected_hardware {
+            next.spec.expected_hardware = Some(expected).filter(|expected| !expected.is_empty());
+        }
+        let expects_other_hardware = next.spec.expected_hardware != self.spec.expected_hardware;
         // An approval covers the entry as it was.
         let differs = next != *self;
         let withdrawn = if differs { next.pending.take() } else { None };
@@ -337,11 +350,17 @@ impl Sku {
             AuditAction::SkusUpdate,
             json!({
                 "old_price": self.price(), "new_price": next.price(), "regions": next.spec.allowed_regions,
+                "expected_hardware": next.spec.expected_hardware,
                 "withdrawn": withdrawn.map(|pending| pending.first),
             }),
         );
         let reply = Box::new(next.clone());
-        Transition::to(next, reply, "revised by an administrator").audit(audit)
+        let revised = Transition::to(next, reply, "revised by an administrator").audit(audit);
+        if expects_other_hardware {
+            revised.event(Event::SkuHardwareExpected { sku_id: self.id }).effect(Effect::ReadPolicy)
+        } else {
+            revised
+        }
     }
 
     fn status_changed(self, from: Option<String>, why: &str) -> Transition<Self> {

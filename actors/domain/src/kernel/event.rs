@@ -455,6 +455,11 @@ events! {
         rules_id: HealthRulesId,
     }
 
+    // An administrator expects other hardware of a SKU's machines, which every process caches with the policy.
+    SkuHardwareExpected: "policy.invalidate.sku_hardware" in Policy, about Sku(sku_id), notification None {
+        sku_id: SkuId,
+    }
+
     // An operator has rotated keys: every process's cached keys are stale.
     TrustChanged: TRUST_CHANGED in Nodes, about KeySet(set_id), notification None {
         set_id: KeySetId,

@@ -789,9 +789,11 @@ fn inventory(id: NodeId, gpus: u32) -> node::ReportedInventory {
         executor: "sandbox".into(),
         // One of the machines has no device isolation.
         isolates_devices: id.0.as_u128() != 2,
+        cpu_model: None,
         cpu_cores: 64,
         memory_mib: 512_000,
         storage_gib: 4_000,
+        driver_version: None,
         host_fingerprint: None,
         system: None,
     }

@@ -96,6 +96,16 @@ fn placed() -> Placement {
     }
 }
 
+fn expected_hardware() -> domain::hardware::ExpectedHardware {
+    domain::hardware::ExpectedHardware {
+        cpu_model: Some(text()),
+        cpu_cores: Some(64),
+        memory_mib: Some(512_000),
+        storage_gib: Some(1_000),
+        driver_version_min: "570.86.15".parse().ok(),
+    }
+}
+
 fn text() -> String {
     "ünïcode \"quoted\" \\ and a line\n".to_owned()
 }
@@ -174,9 +184,11 @@ fn inventory() -> ReportedInventory {
         gpu_source: "simulated".into(),
         executor: "sandbox".into(),
         isolates_devices: true,
+        cpu_model: Some(text()),
         cpu_cores: 8,
         memory_mib: 64_000,
         storage_gib: 1_000,
+        driver_version: Some(text()),
         host_fingerprint: None,
         system: Some(ReportedSystem { machine_id: Some(text()), image_digest: None }),
     }
@@ -438,10 +450,15 @@ fn of_a_sku() {
     let price = Price::new("EUR", 250).unwrap();
     let create = Command::Create { spec: Box::new(spec), price: price.clone() };
     let (_, reply) = decided::<Sku>(None, create.clone(), &user("root", &[TokenRole::Admin]), ALLOCATION);
+        expected_hardware: None,
     let commands = vec![
         create,
-        Command::Revise { price: Some(price), allowed_regions: Some(Vec::new()) },
-        Command::Revise { price: None, allowed_regions: None },
+        Command::Revise {
+            price: Some(price),
+            allowed_regions: Some(Vec::new()),
+            expected_hardware: Some(Box::new(expected_hardware())),
+        },
+        Command::Revise { price: None, allowed_regions: None, expected_hardware: None },
         Command::Approve(Box::new(approve(StatusChange::Activate, None))),
         Command::Approve(Box::new(approve(StatusChange::Deprecate, Some(PlatformRole::InventoryOwner)))),
         Command::Tick,

@@ -54,11 +54,52 @@ pub(crate) struct Update {
     #[arg(add = completion::of(&SKU))]
     sku: Ref,
     /// What a GPU costs an hour from now on, with its currency: "2.50 EUR".
-    #[arg(long, value_name = "AMOUNT", required_unless_present = "regions")]
+    #[arg(long, value_name = "AMOUNT", required_unless_present_any = ["regions", "ExpectedHardware", "expect_nothing"])]
     price: Option<Amount>,
     /// A region where nodes of it may be, and again for more, in place of those there are.
     #[arg(long = "region", value_name = "CODE")]
     regions: Vec<String>,
+    #[command(flatten)]
+    expected: ExpectedHardware,
+    /// Nothing is expected of its machines beside their GPUs.
+    #[arg(long, conflicts_with = "ExpectedHardware")]
+    expect_nothing: bool,
+}
+
+/// What its machines must have, in place of all that was expected before; a node that has less is quarantined.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ExpectedHardware {
+    /// A part of the processor's name as the kernel reports it.
+    #[arg(long, value_name = "TEXT")]
+    expect_cpu_model: Option<String>,
+    /// Logical processors, at least.
+    #[arg(long, value_name = "N")]
+    expect_cores: Option<u32>,
+    /// Memory, of which 95 % are enough.
+    #[arg(long, value_name = "MIB")]
+    expect_memory_mib: Option<u64>,
+    /// Storage of all local file systems, of which 95 % are enough.
+    #[arg(long, value_name = "GIB")]
+    expect_storage_gib: Option<u64>,
+    /// The oldest version of the GPU driver.
+    #[arg(long, value_name = "VERSION")]
+    expect_driver_version_min: Option<String>,
+}
+
+impl ExpectedHardware {
+    /// `None` where no argument is given.
+    fn body(self) -> Option<Value> {
+        let given = [
+            ("cpu_model", self.expect_cpu_model.map(Value::from)),
+            ("cpu_cores", self.expect_cores.map(Value::from)),
+            ("memory_mib", self.expect_memory_mib.map(Value::from)),
+            ("storage_gib", self.expect_storage_gib.map(Value::from)),
+            ("driver_version_min", self.expect_driver_version_min.map(Value::from)),
+        ];
+        let body: serde_json::Map<String, Value> =
+            given.into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect();
+        (!body.is_empty()).then_some(Value::Object(body))
+    }
 }
 
 #[derive(Debug, clap::Args)]
@@ -85,7 +126,7 @@ pub(crate) enum ApprovalRole {
     InventoryOwner,
 }
 
-const ALONE: [Column; 13] = [
+const ALONE: [Column; 18] = [
     ("id", "/id"),
     ("name", "/name"),
     ("status", "/status"),
@@ -99,6 +140,11 @@ const ALONE: [Column; 13] = [
     ("MiB", "/memory_mib"),
     ("storage GiB", "/storage_gib"),
     ("interconnect", "/interconnect"),
+    ("expected CPU", "/expected_hardware/cpu_model"),
+    ("expected cores", "/expected_hardware/cpu_cores"),
+    ("expected MiB", "/expected_hardware/memory_mib"),
+    ("expected storage GiB", "/expected_hardware/storage_gib"),
+    ("expected driver", "/expected_hardware/driver_version_min"),
 ];
 
 const APPROVALS: [Column; 6] = [
@@ -161,6 +207,11 @@ pub(super) async fn update(change: Update, api: &Api) -> Result<(), Failure> {
     }
     if !change.regions.is_empty() {
         body["allowed_regions"] = json!(change.regions);
+    }
+    if change.expect_nothing {
+        body["expected_hardware"] = json!({});
+    } else if let Some(expected) = change.expected.body() {
+        body["expected_hardware"] = expected;
     }
     shown(&api.patch(&path(change.sku.id(&SKU, api).await?), &body).await?, api)
 }

@@ -460,9 +460,11 @@ fn inventory(machine: &str, gpus: u32) -> ReportedInventory {
         gpu_source: "simulated".into(),
         executor: "sandbox".into(),
         isolates_devices: true,
+        cpu_model: None,
         cpu_cores: 64,
         memory_mib: 512_000,
         storage_gib: 4_000,
+        driver_version: None,
         host_fingerprint: None,
         system: None,
     }

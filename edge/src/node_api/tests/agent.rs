@@ -38,6 +38,7 @@ pub(crate) fn h100s_of(node_id: Uuid, count: u32) -> NodeInventory {
         storage_gib: 4096,
         gpus: (0..count).map(gpu).collect(),
         gpu_source: GpuSource::Simulated,
+        driver_version: None,
         executor: ExecutorKind::Sandbox,
         ssh_host_key_fingerprint: None,
         system: None,

@@ -39,9 +39,16 @@ pub struct ReportedInventory {
     pub executor: String,
     /// True where the node isolates its tenants' GPUs by enforcement. Where it does not, it takes one tenant at a time (decisions 4).
     pub isolates_devices: bool,
+    /// `None` where the agent cannot read it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_model: Option<String>,
+    /// These three are 0 where the agent cannot read them.
     pub cpu_cores: u32,
     pub memory_mib: u64,
     pub storage_gib: u64,
+    /// Of the GPUs' driver; `None` where the agent does not report it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub driver_version: Option<String>,
     /// The host key that tenants see when they connect by SSH, in OpenSSH's `SHA256:` form.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host_fingerprint: Option<String>,
@@ -145,6 +152,7 @@ impl Node {
         let Some(seen) = &self.seen else { return Ok(Transition::stay(reply)) };
         let mut next = self.clone();
         next.record_contact(seen.clone(), ctx);
+        next.learn_expected_hardware(ctx);
         next.identity.shown = Some(serial.to_owned());
         Ok(self.after_contact(next, reply, ctx))
     }
@@ -190,6 +198,7 @@ impl Node {
         let mut next = self.clone();
         next.record_contact(from.clone(), ctx);
         next.inventory = Some(inventory);
+        next.learn_expected_hardware(ctx);
         self.apply_health(&mut next, health, ctx);
         let (mut events, mut audits) = next.take_back_recovered_holds(ctx);
         let faults = next.faults(self, ctx);
@@ -387,7 +396,7 @@ impl Node {
         if uuids.len() != inventory.gpus.len() {
             return Some("Two of the GPUs report the same UUID.".to_owned());
         }
-        None
+        self.hardware_drift()
     }
 
     pub(super) fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {

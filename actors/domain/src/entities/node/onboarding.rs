@@ -138,6 +138,7 @@ impl Node {
             probe,
             identity: NodeCredentials::default(),
             inventory: None,
+            expected_hardware: None,
             seen: None,
             health: NodeHealth::default(),
             findings: Vec::new(),

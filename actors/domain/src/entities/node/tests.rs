@@ -3,6 +3,7 @@
 mod agent_update;
 mod evacuation;
 mod gpu_claims;
+mod hardware_drift;
 mod health;
 mod health_rules;
 mod lifecycle;
@@ -92,9 +93,11 @@ fn inventory(gpus: u32) -> ReportedInventory {
         executor: "sandbox".into(),
         isolates_devices: true,
         cpu_cores: 64,
+        cpu_model: None,
         memory_mib: 512_000,
         storage_gib: 4_000,
         host_fingerprint: None,
+        driver_version: None,
         system: None,
     }
 }

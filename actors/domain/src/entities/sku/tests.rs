@@ -70,6 +70,7 @@ fn create() -> Command {
         storage_gib: 4_000,
         interconnect: None,
         allowed_regions: vec!["eu".into()],
+        expected_hardware: None,
     };
     Command::Create { spec: Box::new(spec), price: Price::new("EUR", 100).unwrap() }
 }
@@ -79,7 +80,7 @@ fn sku(status: CatalogStatus) -> Sku {
 }
 
 fn dearer() -> Command {
-    Command::Revise { price: Some(Price::new("EUR", 200).unwrap()), allowed_regions: None }
+    Command::Revise { price: Some(Price::new("EUR", 200).unwrap()), allowed_regions: None, expected_hardware: None }
 }
 
 /// An approval of an unused SKU, with the first approver's roles.
@@ -298,7 +299,7 @@ fn a_revision_withdraws_what_was_approved_before_it() {
     let revised = decide(Some(&waiting(CatalogStatus::Draft, StatusChange::Activate)), &admin(), dearer(), 1).unwrap();
     assert_eq!(revised.audit[0].metadata["withdrawn"]["user_id"], "ann");
     assert_eq!(revised.next.unwrap().pending, None);
-    let same = Command::Revise { price: None, allowed_regions: None };
+    let same = Command::Revise { price: None, allowed_regions: None, expected_hardware: None };
     let same = decide(Some(&waiting(CatalogStatus::Draft, StatusChange::Activate)), &admin(), same, 1).unwrap();
     assert!(same.next.unwrap().pending.is_some());
 }
@@ -332,4 +333,29 @@ proptest! {
             sku = next;
         }
     }
+}
+
+#[test]
+fn expected_hardware_is_replaced_as_a_whole_and_every_process_reads_it_again() {
+    use crate::hardware::ExpectedHardware;
+    let expect = |expected: ExpectedHardware| Command::Revise {
+        price: None,
+        allowed_regions: None,
+        expected_hardware: Some(Box::new(expected)),
+    };
+    let cores = ExpectedHardware { cpu_cores: Some(64), ..ExpectedHardware::default() };
+    let memory = ExpectedHardware { memory_mib: Some(512_000), ..ExpectedHardware::default() };
+    let first = decide(Some(&sku(CatalogStatus::Active)), &admin(), expect(cores.clone()), 1).unwrap();
+    assert_eq!(first.events.iter().map(Event::subject).collect::<Vec<_>>(), ["policy.invalidate.sku_hardware"]);
+    assert_eq!(first.effects, [Effect::ReadPolicy]);
+    assert_eq!(first.audit[0].metadata["expected_hardware"]["cpu_cores"], 64);
+    let first = first.next.unwrap();
+    let same = decide(Some(&first), &admin(), expect(cores), 2).unwrap();
+    assert_eq!((same.events.len(), same.effects.len()), (0, 0));
+    let second = decide(Some(&first), &admin(), expect(memory.clone()), 3).unwrap().next.unwrap();
+    assert_eq!(second.spec.expected_hardware.as_deref(), Some(&memory));
+    let none = decide(Some(&second), &admin(), expect(ExpectedHardware::default()), 4).unwrap();
+    assert_eq!(none.next.unwrap().spec.expected_hardware, None);
+    let dearer = decide(Some(&second), &admin(), dearer(), 5).unwrap().next.unwrap();
+    assert_eq!(dearer.spec.expected_hardware.as_deref(), Some(&memory), "what a change does not name stays");
 }

@@ -3,7 +3,8 @@
 use super::{AppliesTo, PolicyKey, PolicyValue, ValueBounds};
 use crate::authz::{CallerIdentity, Principal, ResourceOwner};
 use crate::finding::RuleOverrides;
-use crate::id::{OrgId, ProjectId, UserId};
+use crate::hardware::ExpectedHardware;
+use crate::id::{OrgId, ProjectId, SkuId, UserId};
 use crate::time::Timestamp;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -147,12 +148,13 @@ pub struct CrossingBounds {
     pub with: PolicyScope,
 }
 
-/// Every value that is or will be in force, by scope, key and effective time; and the overrides of health findings, which every process
-/// reads with them.
+/// Every value that is or will be in force, by scope, key and effective time; and the overrides of health findings and the expected hardware
+/// of SKUs, which every process reads with them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PolicyBook {
     values: BTreeMap<PolicyScope, BTreeMap<PolicyKey, BTreeMap<Timestamp, PolicyValue>>>,
     health_rules: RuleOverrides,
+    expected_hardware: BTreeMap<SkuId, ExpectedHardware>,
 }
 
 impl PolicyBook {
@@ -185,6 +187,16 @@ impl PolicyBook {
 
     pub fn set_health_rules(&mut self, overrides: RuleOverrides) {
         self.health_rules = overrides;
+    }
+
+    /// What the machines of a SKU must have; `None` where nothing is expected of them.
+    #[must_use]
+    pub fn expected_hardware(&self, sku: SkuId) -> Option<&ExpectedHardware> {
+        self.expected_hardware.get(&sku)
+    }
+
+    pub fn set_expected_hardware(&mut self, expected: BTreeMap<SkuId, ExpectedHardware>) {
+        self.expected_hardware = expected;
     }
 
     /// How many scopes have values of their own.
@@ -279,7 +291,7 @@ impl PolicyBook {
         };
         let others = self.values.iter().filter(|(other, _)| *other != scope);
         let values = others.filter_map(|(other, values)| Some((other.clone(), kept(values)?))).collect();
-        Self { values, health_rules: RuleOverrides::default() }
+        Self { values, ..Self::default() }
     }
 }
 
