@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
+use agent_package::update::Installation;
 use chrono::Utc;
 use ed25519_dalek::SigningKey;
 use nix::fcntl::{Flock, FlockArg};
@@ -29,6 +30,7 @@ use crate::config::AgentConfig;
 use crate::executor::Executor;
 use crate::gpus::Gpus;
 use crate::identity::{AgentIdentity, IdentityError, IdentityStore};
+use crate::integrity::IntegrityMonitor;
 use crate::inventory;
 use crate::node_api_client::{ClientError, NodeApiClient, NodeApiError};
 use crate::sandbox::Sandbox;
@@ -287,6 +289,8 @@ pub async fn run_with(
     let (tasks, stop) = (TaskTracker::new(), stop.child_token());
     let spools = Spools::new(&config.state_dir, config.recording_spool_bytes);
     let updates = Arc::new(AgentUpdates::of_this_process(&config));
+    let heartbeat_now = Arc::new(Notify::new());
+    let integrity = watch_integrity(&config, &stop, &heartbeat_now);
     let agent = Arc::new(Agent {
         terminals: TerminalSessions::new(spools, Arc::clone(&manager), tasks.clone(), stop.clone()),
         manager,
@@ -296,6 +300,7 @@ pub async fn run_with(
         identities,
         recovery_key,
         boot_id,
+        integrity,
         inventory,
         gpus,
         executor,
@@ -307,7 +312,7 @@ pub async fn run_with(
         in_flight: Mutex::default(),
         lanes: Mutex::default(),
         poll_settings: watch::Sender::new(PollSettings::default()),
-        heartbeat_now: Arc::new(Notify::new()),
+        heartbeat_now,
         heartbeats_answered: watch::Sender::new(0),
         renew_within: watch::Sender::new(None),
         tasks,
@@ -317,6 +322,18 @@ pub async fn run_with(
     agent.run_until_stopped().await
 }
 
+/// Watches what the configuration says; `None` where that is nothing.
+fn watch_integrity(
+    config: &AgentConfig,
+    stop: &CancellationToken,
+    heartbeat_now: &Arc<Notify>,
+) -> Option<Arc<IntegrityMonitor>> {
+    let package = std::env::current_exe().ok().and_then(|program| Installation::of_agent(&program));
+    let settings = config.integrity.as_ref()?;
+    let heartbeat_now = Arc::clone(heartbeat_now);
+    IntegrityMonitor::start(settings.clone(), package, stop.clone(), move || heartbeat_now.notify_one())
+}
+
 /// The state that the loops of a running agent share.
 struct Agent {
     config: AgentConfig,
@@ -324,6 +341,8 @@ struct Agent {
     identities: IdentityStore,
     recovery_key: SigningKey,
     boot_id: Uuid,
+    /// `None` where the machine's integrity is not watched.
+    integrity: Option<Arc<IntegrityMonitor>>,
     /// The inventory at the agent's start.
     inventory: NodeInventory,
     gpus: Arc<Gpus>,

@@ -16,6 +16,8 @@ use crate::agent_user::RunAsError;
 use crate::atomic_file::{self, FileError};
 use crate::gpus::GpuSimulation;
 use crate::health::kernel_log;
+use crate::integrity::listeners::PortRange;
+use crate::integrity::{IntegritySettings, PrivilegeSettings};
 use crate::simulated_faults::{SimulatedFailure, SimulatedFaults};
 use crate::system::Settings;
 use crate::system::sudoers::SudoCommand;
@@ -69,6 +71,15 @@ pub struct Flags {
     /// Disk for recordings of terminals that the control plane does not have yet, in MiB; one session gets an eighth of it
     #[arg(long, env = "SVC_NODE_AGENT_RECORDING_SPOOL_MIB", default_value_t = 512, value_parser = clap::value_parser!(u32).range(8..=1_048_576))]
     pub recording_spool_mib: u32,
+    /// Whether changes of privileges and of the agent's package are reported, which take the machine out of rent
+    #[arg(long, env = "SVC_NODE_AGENT_INTEGRITY_CHECKS", default_value = "on")]
+    pub integrity_checks: IntegrityChecks,
+    /// Ports whose listeners are not compared, such as 32768-60999, separated by commas
+    #[arg(long, env = "SVC_NODE_AGENT_IGNORED_PORTS", value_delimiter = ',')]
+    pub ignored_ports: Vec<PortRange>,
+    /// Seconds between two comparisons of privileges; the file systems are searched after sixty of them
+    #[arg(long, hide = true, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub integrity_interval_seconds: u64,
     /// Filter of log events, in the syntax of RUST_LOG
     #[arg(long, env = "RUST_LOG", default_value = "info")]
     pub log: String,
@@ -115,6 +126,14 @@ pub enum ExecutorChoice {
     System,
 }
 
+/// Whether the integrity of the machine is watched.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum IntegrityChecks {
+    #[default]
+    On,
+    Off,
+}
+
 /// A complete configuration.
 #[derive(Debug, Clone)]
 pub struct AgentConfig {
@@ -142,6 +161,8 @@ pub struct AgentConfig {
     /// After this time without an answer, the GPU driver counts as hung.
     pub gpu_deadline: Duration,
     pub kernel_log: PathBuf,
+    /// `None`: the integrity of the machine is not watched.
+    pub integrity: Option<IntegritySettings>,
 }
 
 /// Why the agent cannot start, and what to do about it.
@@ -243,6 +264,7 @@ impl AgentConfig {
         else {
             return Err(problems.into_error());
         };
+        let integrity = integrity_settings(flags, system.as_ref(), &state_dir);
         Ok(Self {
             node_id,
             enrollment_token: sources.get(names::ENROLLMENT_TOKEN).map(SecretToken::new),
@@ -271,9 +293,26 @@ impl AgentConfig {
             },
             gpu_deadline: Duration::from_secs(flags.gpu_deadline_seconds),
             kernel_log: flags.kernel_log.clone(),
+            integrity,
             state_dir,
         })
     }
+}
+
+/// Privileges are compared on machines that are tenants' alone.
+fn integrity_settings(flags: &Flags, system: Option<&Settings>, state_dir: &Path) -> Option<IntegritySettings> {
+    let privileges = system.map(|system| PrivilegeSettings {
+        root: PathBuf::from("/"),
+        state_dir: state_dir.to_owned(),
+        homes: system.homes.clone(),
+        keys: system.keys.clone(),
+        tenants: system.uids.clone(),
+        sudo_commands: system.sudo_commands.clone(),
+        ssh_listen: system.ssh_listen,
+        ignored_ports: flags.ignored_ports.clone(),
+    });
+    let interval = Duration::from_secs(flags.integrity_interval_seconds);
+    (flags.integrity_checks == IntegrityChecks::On).then_some(IntegritySettings { privileges, interval })
 }
 
 fn node_id(flags: &Flags, sources: &Sources<'_>) -> Result<Uuid, AgentConfigError> {

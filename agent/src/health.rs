@@ -9,7 +9,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 use uuid::Uuid;
-use wire::finding::Finding;
+use wire::finding::{AcceptedFinding, Finding};
 use wire::heartbeat::{GpuTelemetry, HealthLevel, HealthReport};
 use wire::inventory::{GpuInfo, GpuSource};
 
@@ -17,6 +17,7 @@ use crate::atomic_file;
 use crate::config::AgentConfig;
 use crate::gpu_probe::{GpuError, GpuSurvey};
 use crate::gpus::Gpus;
+use crate::integrity::{self, IntegrityMonitor};
 
 pub mod finding_log;
 pub mod gpu_conditions;
@@ -40,6 +41,8 @@ pub struct HealthMonitor {
     gpus: GpuMonitor,
     machine: MachineProbe,
     kernel_log: KernelLog,
+    /// `None` where the machine's integrity is not watched.
+    integrity: Option<Arc<IntegrityMonitor>>,
     /// A survey that did not end within the heartbeat that began it.
     in_flight: Option<JoinHandle<SurveyResult>>,
     last: Observation,
@@ -50,11 +53,11 @@ pub struct HealthMonitor {
 pub struct Observation {
     pub gpus: Vec<GpuInfo>,
     pub load: Vec<GpuTelemetry>,
+    /// As the driver last reported it.
+    pub driver_version: Option<String>,
     /// For control planes that do not read findings.
     pub health: HealthReport,
     pub findings: Vec<Finding>,
-    /// As the driver last reported it.
-    pub driver_version: Option<String>,
 }
 
 impl HealthMonitor {
@@ -64,6 +67,7 @@ impl HealthMonitor {
         config: &AgentConfig,
         boot_id: Uuid,
         (source, listed): (GpuSource, &[GpuInfo]),
+        integrity: Option<Arc<IntegrityMonitor>>,
         stop: CancellationToken,
         on_new_event: impl Fn() + Send + 'static,
     ) -> Self {
@@ -91,7 +95,7 @@ impl HealthMonitor {
             findings: Vec::new(),
         };
         let (gpus, machine) = (GpuMonitor::of(log.gpus()), MachineProbe::new(&config.state_dir));
-        Self { log, gpus, machine, kernel_log, in_flight: None, last }
+        Self { log, gpus, machine, kernel_log, integrity, in_flight: None, last }
     }
 
     /// Observes the machine. Takes no longer than a moment, whatever the driver does.
@@ -99,13 +103,17 @@ impl HealthMonitor {
         let survey = self.survey(gpus).await;
         let now = Utc::now();
         let mut conditions = self.machine.observed(clock_skew);
+        let watched = self.integrity.as_ref().map(|integrity| integrity.conditions());
+        conditions.extend(watched.clone().flatten().unwrap_or_default());
         if let Some(survey) = &survey {
             conditions.extend(self.note_survey(survey.as_ref(), now));
         }
         // The addresses of GPUs are known from here on.
         let reading = self.kernel_log.take();
         self.note_kernel_log(reading, now);
+        let is_unchecked = matches!(watched, Some(None));
         let is_unknown = |finding: &Finding| match (&survey, &finding.gpu_uuid) {
+            (_, None) if integrity::is_of(&finding.probe) => is_unchecked,
             (None, _) => finding.gpu_uuid.is_some() || finding.probe == "driver",
             (Some(_), None) => false,
             (Some(_), Some(_)) if finding.probe == "gpu" => false,
@@ -116,6 +124,17 @@ impl HealthMonitor {
         self.log.store();
         self.last.findings = self.log.report();
         self.last.clone()
+    }
+
+    /// Passes on what an operator has accepted. Another occurrence than the latest is not.
+    pub fn accept(&self, accepted: &[AcceptedFinding]) {
+        let Some(integrity) = &self.integrity else { return };
+        for finding in accepted {
+            let (probe, code) = (&finding.probe, &finding.code);
+            if let Some(state) = self.log.state_of(probe, code, (finding.boot_id, finding.count)) {
+                integrity.accept(code, state);
+            }
+        }
     }
 
     /// The driver's reading of all GPUs; `None` where it is not there yet.
@@ -141,6 +160,7 @@ impl HealthMonitor {
         self.last.health = presence.health;
         self.last.load = Vec::new();
         if let Ok(survey) = survey {
+            self.last.driver_version.clone_from(&survey.driver_version);
             self.last.load = survey.gpus.iter().filter_map(|gpu| gpu.load.clone()).collect();
             self.note_gpus(survey, now);
             conditions.extend(gpu_conditions::observed(survey, &mut self.log));
@@ -160,7 +180,6 @@ impl HealthMonitor {
                 self.log.note_event(&xid_key(Some(uuid.clone()), *xid), occurred);
             }
         }
-            self.last.driver_version.clone_from(&survey.driver_version);
         // A GPU that was listed once in this boot is missing when it is not.
         let known = self.log.gpus().iter().filter(|gpu| survey.gpus.iter().all(|it| it.info.uuid != gpu.uuid));
         let all: Vec<_> = survey.gpus.iter().map(|gpu| gpu.info.clone()).chain(known.cloned()).collect();

@@ -16,6 +16,7 @@ pub mod gpu_probe;
 pub mod gpus;
 pub mod health;
 pub mod identity;
+pub mod integrity;
 pub mod inventory;
 pub mod log_collector;
 pub mod logging;

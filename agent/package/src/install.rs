@@ -221,7 +221,10 @@ pub fn verify_version(folder: &Path, digest: Digest) -> Result<FileList, String>
 }
 
 /// The list of files of a version, verified against its digest. The files themselves are not.
-fn version_files(folder: &Path, digest: Digest) -> Result<FileList, String> {
+///
+/// # Errors
+/// The name of the document that is missing or differs.
+pub fn version_files(folder: &Path, digest: Digest) -> Result<FileList, String> {
     let read = |name: &str, most: u64| {
         let path = folder.join(name);
         let is_bounded = fs::symlink_metadata(&path).is_ok_and(|found| found.is_file() && found.len() <= most);

@@ -182,6 +182,9 @@ impl Agent {
         if !self.append_to_journal(JournalEntry::Done { task_id, result: result.clone() }).await {
             return None;
         }
+        if let (Task::Release(_), None, Some(integrity)) = (&payload.task, &result.error, &self.integrity) {
+            integrity.renew();
+        }
         let duration_ms = (result.finished_at - result.started_at).num_milliseconds();
         match &result.error {
             None => info!(status = "succeeded", duration_ms, "task finished"),

@@ -31,6 +31,7 @@ impl Agent {
             &self.config,
             self.boot_id,
             (self.gpus.source(), &self.inventory.gpus),
+            self.integrity.clone(),
             self.stop.clone(),
             move || {
                 heartbeat_now.notify_one();
@@ -55,6 +56,7 @@ impl Agent {
                     clock_skew = warn_of_clock_skew(&answer, clock_skew.is_some());
                     self.follow_verifiers(&answer.verifier_sets);
                     self.follow_authorities(&answer);
+                    monitor.accept(&answer.accepted_findings);
                     self.heartbeats_answered.send_modify(|answers| *answers += 1);
                     self.poll_settings.send_replace(answer.poll);
                     if !self.wait_for_next_heartbeat(answer.next_heartbeat_seconds).await {

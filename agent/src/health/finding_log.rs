@@ -32,6 +32,8 @@ pub struct FindingKey {
 pub struct Condition {
     pub key: FindingKey,
     pub detail: String,
+    /// What exactly is observed, where that may change while the condition lasts: another state is another occurrence.
+    pub state: Option<String>,
 }
 
 impl Condition {
@@ -39,13 +41,19 @@ impl Condition {
     #[must_use]
     pub fn of_gpu(uuid: &str, probe: &'static str, code: &str, detail: impl Into<String>) -> Self {
         let key = FindingKey { probe, gpu_uuid: Some(uuid.to_owned()), code: code.to_owned() };
-        Self { key, detail: detail.into() }
+        Self { key, detail: detail.into(), state: None }
     }
 
     /// A condition of the machine.
     #[must_use]
     pub fn of_machine(probe: &'static str, code: &str, detail: impl Into<String>) -> Self {
-        Self { key: FindingKey { probe, gpu_uuid: None, code: code.to_owned() }, detail: detail.into() }
+        Self { key: FindingKey { probe, gpu_uuid: None, code: code.to_owned() }, detail: detail.into(), state: None }
+    }
+
+    /// With what exactly is observed.
+    #[must_use]
+    pub fn with_state(self, state: String) -> Self {
+        Self { state: Some(state), ..self }
     }
 }
 
@@ -85,6 +93,9 @@ struct State {
 struct Tracked {
     finding: Finding,
     kind: Kind,
+    /// Of a condition, as of its last occurrence.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    state: Option<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -169,7 +180,7 @@ impl FindingLog {
             known.finding.detail = detail;
             return;
         }
-        self.track(key, Kind::Event, Occurred { detail, ..occurred });
+        self.track(key, Kind::Event, None, Occurred { detail, ..occurred });
     }
 
     /// Notes all conditions that are observed. `is_unknown` tells of which known conditions nothing is known this time: they stay.
@@ -193,10 +204,11 @@ impl FindingLog {
             let Some(known) = known else {
                 let (count, detail) = (1, bounded(&condition.detail));
                 let occurred = Occurred { count, first_at: now, last_at: now, detail };
-                self.track(&condition.key, Kind::Condition { absent: 0 }, occurred);
+                self.track(&condition.key, Kind::Condition { absent: 0 }, condition.state.clone(), occurred);
                 continue;
             };
-            if !known.is_reported() {
+            if !known.is_reported() || known.state != condition.state {
+                known.state.clone_from(&condition.state);
                 known.finding.count = known.finding.count.saturating_add(1);
                 known.finding.last_at = now;
                 known.finding.detail = bounded(&condition.detail);
@@ -214,6 +226,15 @@ impl FindingLog {
         findings.truncate(MAX_FINDINGS);
         findings.sort_by(|a, b| (&a.probe, &a.gpu_uuid, &a.code).cmp(&(&b.probe, &b.gpu_uuid, &b.code)));
         findings
+    }
+
+    /// The state of the occurrence of a condition that a report had with this count, if it is the latest.
+    #[must_use]
+    pub fn state_of(&self, probe: &str, code: &str, (boot_id, count): (Uuid, u64)) -> Option<&str> {
+        let is_it = |finding: &Finding| finding.probe == probe && finding.code == code && finding.gpu_uuid.is_none();
+        let known = self.state.findings.iter().find(|tracked| is_it(&tracked.finding) && tracked.is_reported())?;
+        let is_latest = known.finding.boot_id == boot_id && known.finding.count == count;
+        known.state.as_deref().filter(|_| is_latest)
     }
 
     /// Stores the findings where they changed. A power failure ends the boot and with it what is stored, so nothing is synced.
@@ -236,7 +257,7 @@ impl FindingLog {
         }
     }
 
-    fn track(&mut self, key: &FindingKey, kind: Kind, occurred: Occurred) {
+    fn track(&mut self, key: &FindingKey, kind: Kind, state: Option<String>, occurred: Occurred) {
         if self.state.findings.len() >= MAX_TRACKED {
             // A condition that has ended goes first, then what occurred longest ago.
             let oldest = |tracked: &Tracked| (tracked.is_reported(), tracked.finding.last_at);
@@ -319,6 +340,27 @@ mod tests {
         assert_eq!(observe(&[], 5), vec![]);
         let again = observe(&[pending], 6);
         assert_eq!((again[0].count, again[0].first_at, again[0].last_at), (2, at(1), at(6)));
+    }
+
+    #[test]
+    fn other_state_of_a_condition_is_another_occurrence() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = FindingLog::open(folder.path(), BOOT);
+        let mut observe = |state: &str, seconds: i64| {
+            let condition = Condition::of_machine("privilege", "setuid", state).with_state(state.to_owned());
+            log.note_conditions(&[condition], |_| false, at(seconds));
+            log.store();
+            let found = log.report().remove(0);
+            let latest = log.state_of("privilege", "setuid", (BOOT, found.count)).map(str::to_owned);
+            assert_eq!(log.state_of("privilege", "setuid", (BOOT, found.count + 1)), None);
+            assert_eq!(log.state_of("privilege", "setuid", (Uuid::from_u128(2), found.count)), None);
+            (found.count, found.detail, latest)
+        };
+        assert_eq!(observe("a", 1), (1, "a".to_owned(), Some("a".to_owned())));
+        assert_eq!(observe("a", 2).0, 1);
+        assert_eq!(observe("b", 3), (2, "b".to_owned(), Some("b".to_owned())));
+        let again = FindingLog::open(folder.path(), BOOT);
+        assert_eq!(again.state_of("privilege", "setuid", (BOOT, 2)), Some("b"), "also after a restart");
     }
 
     #[test]

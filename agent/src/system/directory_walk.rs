@@ -31,6 +31,8 @@ const PINNED: usize = 32;
 const MAX_LOST_PATHS: usize = 16;
 /// The kernel's clock for file times may lag behind its clock by this much.
 const CLOCK_LAG: Duration = Duration::from_millis(10);
+/// The most errors that a visit notes.
+const MAX_VISIT_ERRORS: usize = 100;
 /// The length of a path in a message. Tenants nest folders without bound.
 const SHOWN: usize = 256;
 const FOLDER: OFlag = OFlag::O_RDONLY.union(OFlag::O_DIRECTORY).union(OFlag::O_NOFOLLOW).union(OFlag::O_CLOEXEC);
@@ -136,6 +138,46 @@ pub fn owned_by(
         }
     }
     errors
+}
+
+/// Visits every entry below a folder, at any depth, but not in mounts. `visitor` says of each folder whether it is entered, and may end the
+/// walk. Returns the first paths that could not be read.
+pub fn visit(
+    start: &Path,
+    mounts: &Mounts,
+    visitor: impl FnMut(&WalkEntry<'_>, &FileStat) -> ControlFlow<(), bool>,
+) -> Vec<WalkError> {
+    match openat(AT_FDCWD, start, FOLDER.difference(OFlag::O_NOFOLLOW), Mode::empty()) {
+        Ok(opened) => {
+            let mut walk = Walk::of(start, mounts);
+            walk.most_errors = MAX_VISIT_ERRORS;
+            // What vanishes during the walk is not there.
+            let errors = walk.run(opened, &mut Visit { visitor, is_over: false });
+            errors.into_iter().filter(|error| matches!(error.cause, WalkErrorCause::Failed(_))).collect()
+        }
+        Err(Errno::ENOENT | Errno::ENOTDIR) => Vec::new(),
+        Err(errno) => vec![WalkError { path: start.to_owned(), owner: 0, cause: WalkErrorCause::Failed(errno) }],
+    }
+}
+
+struct Visit<F> {
+    visitor: F,
+    is_over: bool,
+}
+
+impl<F: FnMut(&WalkEntry<'_>, &FileStat) -> ControlFlow<(), bool>> Visitor for Visit<F> {
+    fn entry(&mut self, entry: &WalkEntry<'_>, status: &FileStat) -> Result<bool, Errno> {
+        if self.is_over {
+            return Ok(false);
+        }
+        match (self.visitor)(entry, status) {
+            ControlFlow::Continue(enters) => Ok(enters && entry.is_folder),
+            ControlFlow::Break(()) => {
+                self.is_over = true;
+                Ok(false)
+            }
+        }
+    }
 }
 
 struct Search<'a, F> {
@@ -336,6 +378,8 @@ struct Walk<'a> {
     ancestors: Vec<CString>,
     lost_paths: usize,
     errors: Vec<WalkError>,
+    /// Errors beyond are not noted.
+    most_errors: usize,
 }
 
 /// A folder on the current path.
@@ -354,7 +398,16 @@ impl<'a> Walk<'a> {
         let began = SystemTime::now() - CLOCK_LAG;
         let began = began.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let began = (i64::try_from(began.as_secs()).unwrap_or(i64::MAX), i64::from(began.subsec_nanos()));
-        Self { mounts, start, began, levels: Vec::new(), ancestors: Vec::new(), lost_paths: 0, errors: Vec::new() }
+        Self {
+            mounts,
+            start,
+            began,
+            levels: Vec::new(),
+            ancestors: Vec::new(),
+            lost_paths: 0,
+            errors: Vec::new(),
+            most_errors: usize::MAX,
+        }
     }
 
     fn run(mut self, start: OwnedFd, visitor: &mut impl Visitor) -> Vec<WalkError> {
@@ -432,6 +485,9 @@ impl<'a> Walk<'a> {
     }
 
     fn note(&mut self, name: Option<&CStr>, owner: u32, cause: WalkErrorCause) {
+        if self.errors.len() >= self.most_errors {
+            return;
+        }
         let mut path = joined(self.start, &self.ancestors);
         path.extend(name.map(|name| OsStr::from_bytes(name.to_bytes())));
         self.errors.push(WalkError { path, owner, cause });

@@ -37,6 +37,9 @@ const PSEUDO: [&str; 18] = [
     "tracefs",
 ];
 
+/// File systems on the machine's own disks, or in its memory.
+const LOCAL: [&str; 9] = ["bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "tmpfs", "xfs", "zfs"];
+
 /// The mounts of this machine by mount point. Of several on one mount point the last, which is the visible one.
 #[derive(Debug, Default)]
 pub struct Mounts {
@@ -114,6 +117,30 @@ impl Mounts {
         theirs.sort_by_key(|point| std::cmp::Reverse(point.components().count()));
         theirs
     }
+}
+
+/// The mount points of local file systems on which a file can have the rights of its owner. A file system of containers is theirs, and a part
+/// of another file system that is mounted a second time is searched there.
+///
+/// # Errors
+/// The table cannot be read.
+pub fn local_with_setuid() -> io::Result<Vec<PathBuf>> {
+    Ok(local_mounts(&fs::read("/proc/self/mountinfo")?))
+}
+
+fn local_mounts(table: &[u8]) -> Vec<PathBuf> {
+    let point = |line: &[u8]| {
+        let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
+        let (part, point, options) = (fields.get(3)?, unescaped(fields.get(4)?), fields.get(5)?);
+        let dash = fields.iter().skip(6).position(|field| *field == b"-")? + 6;
+        let kind = std::str::from_utf8(fields.get(dash + 1)?).ok()?;
+        let is_root = point == Path::new("/");
+        let is_local = LOCAL.contains(&kind) || is_root;
+        let is_nosuid = options.split(|byte| *byte == b',').any(|option| option == b"nosuid");
+        (is_local && !is_nosuid && (is_root || *part == b"/")).then_some(point)
+    };
+    let points: BTreeSet<PathBuf> = table.split(|byte| *byte == b'\n').filter_map(point).collect();
+    points.into_iter().collect()
 }
 
 /// Unmounts it, without following a link that another user may have placed on the path.

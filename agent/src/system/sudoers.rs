@@ -81,7 +81,9 @@ pub fn check_removed(user_name: &str) -> CleanupFinding {
     check_path_removed(CleanupCheck::SudoersFile, &path_of(user_name))
 }
 
-fn render(user_name: &str, commands: &[SudoCommand]) -> String {
+/// The content of the tenant's file.
+#[must_use]
+pub fn render(user_name: &str, commands: &[SudoCommand]) -> String {
     let commands: Vec<&str> = commands.iter().map(|command| command.0.as_str()).collect();
     format!("{user_name} ALL=(root) NOPASSWD: {}\n", commands.join(", "))
 }

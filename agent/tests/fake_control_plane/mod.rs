@@ -31,6 +31,7 @@ use tokio::net::TcpListener;
 use uuid::Uuid;
 use wire::bundle::{BootstrapBundle, fingerprint};
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RecoveryState, RenewRequest};
+use wire::finding::AcceptedFinding;
 use wire::heartbeat::{Heartbeat, HeartbeatAnswer, PollSettings};
 use wire::task::{
     DeviceRef, Provision, Release, ResultAnswer, ResultReceipt, SignedEnvelope, TASK_TYPE, Task, TaskPayload,
@@ -103,6 +104,8 @@ pub struct FakeBehaviour {
     /// The bundle of node authorities, PEM.
     pub node_authorities: Option<String>,
     pub renew_within_seconds: Option<u32>,
+    /// What an operator has accepted.
+    pub accepted_findings: Vec<AcceptedFinding>,
     /// The first certificate is refused, as a control plane behind a proxy does.
     pub refuse_the_first_certificate: bool,
     /// The authorities in the answer to a nonce request; `None`: as a control plane that does not send them.
@@ -137,6 +140,7 @@ impl FakeControlPlane {
             lowest_set: None,
             node_authorities: None,
             renew_within_seconds: None,
+            accepted_findings: Vec::new(),
             refuse_the_first_certificate: false,
             trusted_authorities: None,
             generation: PROTOCOL,
@@ -521,6 +525,7 @@ async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Hear
         poll: PollSettings { timeout_seconds: 5, backoff_max_seconds: 1 },
         node_ca_bundle_pem: authorities.filter(|pem| kept != Some(fingerprint(pem))),
         renew_within_seconds,
+        accepted_findings: shared.behaviour.lock().unwrap().accepted_findings.clone(),
     };
     said(&shared, "heartbeat_answer", answer).into_response()
 }

@@ -33,3 +33,12 @@ pub struct Finding {
     /// For operators: the latest occurrence, as the probe describes it.
     pub detail: String,
 }
+
+/// A finding that an operator has accepted as it was: it names the occurrence, so that nothing later is accepted with it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AcceptedFinding {
+    pub probe: String,
+    pub code: String,
+    pub boot_id: Uuid,
+    pub count: u64,
+}

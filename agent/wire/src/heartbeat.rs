@@ -4,7 +4,7 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::finding::Finding;
+use crate::finding::{AcceptedFinding, Finding};
 use crate::inventory::NodeInventory;
 use crate::package::Digest;
 use crate::verifier_set::VerifierSet;
@@ -131,6 +131,10 @@ pub struct HeartbeatAnswer {
     /// The authority of the agent's certificate is retired: the certificate is to be renewed at some moment within this time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub renew_within_seconds: Option<u32>,
+    /// Findings about privileges that an operator has accepted: what they are about is the agent's new baseline. Repeated until the agent does
+    /// not report them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub accepted_findings: Vec<AcceptedFinding>,
 }
 
 /// How the agent is to poll for tasks.

@@ -12,7 +12,7 @@ use uuid::Uuid;
 use wire::bundle::{BootstrapBundle, Package, fingerprint};
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding, CleanupReport, FindingOutcome};
 use wire::enroll::{EnrollAnswer, EnrollRequest, NonceAnswer, RecoverRequest, RecoveryState, RenewRequest};
-use wire::finding::Finding;
+use wire::finding::{AcceptedFinding, Finding};
 use wire::heartbeat::{
     Alert, Classification, GpuTelemetry, HealthLevel, HealthReport, Heartbeat, HeartbeatAnswer, PollSettings,
     RunningTask, Telemetry,
@@ -254,6 +254,12 @@ fn heartbeat_answer() {
         poll: PollSettings::default(),
         node_ca_bundle_pem: Some("-----BEGIN CERTIFICATE-----\n".into()),
         renew_within_seconds: Some(600),
+        accepted_findings: vec![AcceptedFinding {
+            probe: "privilege".into(),
+            code: "setuid".into(),
+            boot_id: id(9),
+            count: 2,
+        }],
     });
 }
 

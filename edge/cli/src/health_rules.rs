@@ -18,7 +18,7 @@ pub(crate) enum Command {
     Set {
         /// A probe and a code, such as xid/79 or xid/14*.
         pattern: String,
-        /// What follows: prevent_allocation, evacuate, billing_credit, warn. Repeat it for more than one.
+        /// What follows: prevent_allocation, evacuate, billing_credit, quarantine, warn. Repeat it for more than one.
         #[arg(long = "class", value_name = "CLASS", required = true)]
         classes: Vec<String>,
         /// What can cause it: tenant, hardware, software.

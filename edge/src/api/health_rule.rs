@@ -33,6 +33,8 @@ pub(super) enum ClassName {
     Evacuate,
     /// Its tenant pays nothing from the fault on.
     BillingCredit,
+    /// The node is in quarantine until the finding is over or cleared.
+    Quarantine,
     /// It is shown.
     Warn,
 }
@@ -255,6 +257,7 @@ impl From<ClassName> for FindingClass {
             ClassName::PreventAllocation => Self::PreventAllocation,
             ClassName::Evacuate => Self::Evacuate,
             ClassName::BillingCredit => Self::BillingCredit,
+            ClassName::Quarantine => Self::Quarantine,
             ClassName::Warn => Self::Warn,
         }
     }

@@ -45,7 +45,9 @@ pub(super) async fn heartbeat(
         health: Box::new(inventory::health(beat.health, findings).map_err(ApiError::internal)?),
     };
     let answered = api.ask(&scope, NodeId(node.node_id), command, |context| context).await.map_err(refused)?;
-    let Reply::Heard { next_heartbeat_seconds } = answered.reply else { return Err(unexpected(&answered.reply)) };
+    let Reply::Heard { next_heartbeat_seconds, accepted } = answered.reply else {
+        return Err(unexpected(&answered.reply));
+    };
     // Only the load of a heartbeat that the node's state machine accepted.
     api.services.fleet.record(NodeId(node.node_id), load);
     let authorities = &api.services.trust.keys.load().node;
@@ -60,5 +62,6 @@ pub(super) async fn heartbeat(
         poll: PollSettings::default(),
         node_ca_bundle_pem: (!has_bundle).then_some(bundle_pem),
         renew_within_seconds: authorities.is_outgoing(&node.authority).then_some(spread),
+        accepted_findings: accepted.into_iter().filter_map(inventory::accepted).collect(),
     }))
 }

@@ -6,7 +6,7 @@ use domain::node::{
     FindingReport, NodeHealth, NodeHealthStatus, ReportedFinding, ReportedGpu, ReportedInventory, ReportedSystem,
 };
 use std::collections::BTreeSet;
-use wire::finding::{Finding, MAX_FINDING_DETAIL, MAX_FINDING_NAME, MAX_FINDINGS};
+use wire::finding::{AcceptedFinding, Finding, MAX_FINDING_DETAIL, MAX_FINDING_NAME, MAX_FINDINGS};
 use wire::heartbeat as reported;
 use wire::inventory::{ExecutorKind, GpuSource};
 
@@ -163,6 +163,12 @@ pub(super) fn findings(sent: Option<Vec<Finding>>, sent_at: DateTime<Utc>) -> Op
     Some(FindingReport { sent_at, findings, is_truncated })
 }
 
+/// An accepted finding as its agent knows it; `None` where it was of an agent that names its boots otherwise.
+pub(super) fn accepted(finding: domain::node::AcceptedFinding) -> Option<AcceptedFinding> {
+    let boot_id = finding.boot_id.parse().ok()?;
+    Some(AcceptedFinding { probe: finding.probe, code: finding.code, boot_id, count: finding.count })
+}
+
 /// Text of an agent's, bounded and without control characters.
 pub(super) fn truncated(text: &str, characters: usize) -> String {
     let one_line = text.chars().map(|character| if character.is_control() { ' ' } else { character });
@@ -218,13 +224,13 @@ mod tests {
         assert_eq!(change(|sent| sent.hostname = "x".repeat(257)), "inventory.hostname");
         assert_eq!(change(|sent| sent.kernel = "6.1\n".into()), "inventory.kernel");
         assert_eq!(change(|sent| sent.memory_mib = u64::MAX), "inventory.memory_mib");
+        assert_eq!(change(|sent| sent.driver_version = Some("5".repeat(65))), "inventory.driver_version");
         assert_eq!(change(|sent| sent.gpus = vec![sent.gpus[0].clone(); 65]), "inventory.gpus");
         assert_eq!(change(|sent| sent.gpus[0].uuid.clear()), "inventory.gpus[0].uuid");
         assert_eq!(change(|sent| sent.gpus[0].model = "x".repeat(1000)), "inventory.gpus[0].model");
     }
 
     #[test]
-        assert_eq!(change(|sent| sent.driver_version = Some("5".repeat(65))), "inventory.driver_version");
     fn task_types_are_bounded_names() {
         let names = |names: &[&str]| task_types(names.iter().map(|name| (*name).to_owned()).collect());
         assert_eq!(names(&["node.validate", "node.sing", "node.sing"]).unwrap().len(), 2);

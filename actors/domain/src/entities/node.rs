@@ -22,6 +22,7 @@ mod fact;
 mod gpu_claims;
 mod hardware_drift;
 mod health;
+mod integrity;
 mod invariants;
 mod lifecycle;
 mod onboarding;
@@ -62,6 +63,7 @@ pub use agent_update::AgentUpdate;
 pub use evacuation::Evacuation;
 pub use fact::Fact;
 pub use health::{ClearedFinding, FindingReport, MAX_STORED_FINDINGS, NodeFinding, ReportedFinding};
+pub use integrity::AcceptedFinding;
 pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials, PreparedMachine};
 pub use provided_machine::{ProvidedMachine, ProviderReport, ProviderStep};
 pub use quarantine::{HoldAuthor, QuarantineHold};
@@ -91,11 +93,11 @@ pub struct Node {
     pub probe: Option<ProbeOutcome>,
     pub identity: NodeCredentials,
     pub inventory: Option<ReportedInventory>,
-    pub seen: Option<AgentContact>,
-    pub health: NodeHealth,
     /// What its SKU expects of its machine, as of the last contact.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expected_hardware: Option<Box<ExpectedHardware>>,
+    pub seen: Option<AgentContact>,
+    pub health: NodeHealth,
     /// What the agent's health probes found, oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub findings: Vec<NodeFinding>,
@@ -250,6 +252,9 @@ pub enum Reply {
     /// When the next heartbeat is expected.
     Heard {
         next_heartbeat_seconds: u32,
+        /// The reported findings that an administrator has accepted.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        accepted: Vec<AcceptedFinding>,
     },
     Reserved {
         placed: Placement,

@@ -20,6 +20,8 @@ pub enum FindingClass {
     Evacuate,
     /// Its tenant pays nothing from the fault on.
     BillingCredit,
+    /// The node is in quarantine until the finding is over, or an administrator has cleared it. Its tenants run on.
+    Quarantine,
     /// It is shown.
     Warn,
 }
@@ -90,7 +92,9 @@ impl FindingRule {
 }
 
 /// The probes whose findings are about the machine.
-const MACHINE_PROBES: &[&str] = &["driver", "disk", "memory", "clock", "kernel_log"];
+const MACHINE_PROBES: &[&str] = &["driver", "disk", "memory", "clock", "kernel_log", "package", "privilege"];
+/// The probe whose findings an administrator accepts by clearing them: the agent then compares with what they are about (decision 0057).
+pub const PRIVILEGE_PROBE: &str = "privilege";
 
 const UNKNOWN_OF_GPU: FindingRule = unknown(FindingScope::Gpu);
 const UNKNOWN_OF_MACHINE: FindingRule = unknown(FindingScope::Machine);
@@ -113,6 +117,8 @@ const SHOWN: &[FindingClass] = &[FindingClass::Warn];
 const WITHHELD: &[FindingClass] = &[FindingClass::PreventAllocation];
 /// The present tenant works on, and is asked to leave.
 const LEAVE: &[FindingClass] = &[FindingClass::PreventAllocation, FindingClass::Evacuate];
+/// The machine may have been altered by an intruder.
+const ALTERED: &[FindingClass] = &[FindingClass::PreventAllocation, FindingClass::Quarantine];
 /// Its present tenant cannot work with it.
 const FAILED: &[FindingClass] = &[FindingClass::PreventAllocation, FindingClass::Evacuate, FindingClass::BillingCredit];
 
@@ -225,6 +231,15 @@ table! {
         "memory" "uncorrectable": LEAVE, HARDWARE, Reboot, "uncorrectable errors of the machine's memory", MACHINE_TO_LEAVE;
         "clock" "skew": SHOWN, SOFTWARE, None, "the clock differs from the control plane's", "";
         "kernel_log" "overrun": SHOWN, SOFTWARE, None, "lines of the kernel's log were lost: a fault may be unknown", "";
+
+        "package" "altered": ALTERED, SOFTWARE, None, "files of the agent's package are not those that were signed", "";
+        "privilege" "sudoers": ALTERED, SOFTWARE, None, "rules of sudo were added or changed since the last clean-up", "";
+        "privilege" "setuid": ALTERED, SOFTWARE, None, "files that run with the rights of another user were added or changed", "";
+        "privilege" "uid_zero": ALTERED, SOFTWARE, None, "accounts with the rights of root were added or changed", "";
+        "privilege" "authorized_keys": ALTERED, SOFTWARE, None, "SSH keys of accounts that are no tenant's were added", "";
+        "privilege" "listening_port": ALTERED, SOFTWARE, None, "processes that are no tenant's listen on more ports", "";
+        "privilege" "baseline_damaged": ALTERED, SOFTWARE, None, "the agent's record of the machine's privileges was damaged", "";
+        "privilege" "incomplete": SHOWN, SOFTWARE, None, "a part of the machine's privileges cannot be read", "";
     }
 }
 

@@ -7,8 +7,8 @@ use domain::commit::Precondition;
 use domain::event::GpuDevice;
 use domain::metadata::{MetadataPatch, PatchValue};
 use domain::node::{
-    self, AgentTask, CertificateRecord, Enrollment, FindingReport, NodeHealth, OnboardingMode, ProbeOutcome,
-    PromisedHardware, ProviderReport, ReportedFinding, ReportedGpu, ReportedInventory, ReportedSystem,
+    self, AcceptedFinding, AgentTask, CertificateRecord, Enrollment, FindingReport, NodeHealth, OnboardingMode,
+    ProbeOutcome, PromisedHardware, ProviderReport, ReportedFinding, ReportedGpu, ReportedInventory, ReportedSystem,
 };
 use domain::node::{
     AgentContact, EnrollmentTokenFault, NodeTask, NodeTaskPhase, PendingTask, Registration, TaskKind, TaskOutcome,
@@ -414,7 +414,11 @@ fn of_a_node() {
         Reply::TokenIssued { expires_at: at() },
         Reply::Enrolled { identity_generation: 1, recoveries_left: 5 },
         Reply::Work { orders },
-        Reply::Heard { next_heartbeat_seconds: 30 },
+        Reply::Heard { next_heartbeat_seconds: 30, accepted: Vec::new() },
+        Reply::Heard {
+            next_heartbeat_seconds: 30,
+            accepted: vec![AcceptedFinding { probe: text(), code: text(), boot_id: text(), count: 7 }],
+        },
         Reply::Reserved { placed: placed() },
         Reply::Done,
     ];
@@ -446,11 +450,11 @@ fn of_a_sku() {
         storage_gib: 10_000,
         interconnect: Some("nvlink".into()),
         allowed_regions: vec!["eu".into(), "us".into()],
+        expected_hardware: None,
     };
     let price = Price::new("EUR", 250).unwrap();
     let create = Command::Create { spec: Box::new(spec), price: price.clone() };
     let (_, reply) = decided::<Sku>(None, create.clone(), &user("root", &[TokenRole::Admin]), ALLOCATION);
-        expected_hardware: None,
     let commands = vec![
         create,
         Command::Revise {

@@ -146,7 +146,7 @@ pub(in crate::api) struct FindingView {
     code: String,
     /// Null: the machine, or a GPU that the agent cannot name.
     gpu_uuid: Option<String>,
-    /// What follows: `prevent_allocation`, `evacuate`, `billing_credit`, `warn`. Nothing, where it is cleared.
+    /// What follows: `prevent_allocation`, `evacuate`, `billing_credit`, `quarantine`, `warn`. Nothing, where it is cleared.
     classes: Vec<&'static str>,
     /// `tenant`, `hardware`, `software` or `unknown`.
     cause: &'static str,

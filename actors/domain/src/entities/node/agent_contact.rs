@@ -194,13 +194,20 @@ impl Node {
         ctx: &TransitionContext<'_>,
     ) -> Transition<Self> {
         let offline_after = ctx.policy.int(PolicyKey::NodeOfflineAfter, &Scopes::global(), ctx.now);
-        let reply = Reply::Heard { next_heartbeat_seconds: u32::try_from(offline_after / 3).unwrap_or(30).max(1) };
+        let next_heartbeat_seconds = u32::try_from(offline_after / 3).unwrap_or(30).max(1);
         let mut next = self.clone();
         next.record_contact(from.clone(), ctx);
         next.inventory = Some(inventory);
         next.learn_expected_hardware(ctx);
         self.apply_health(&mut next, health, ctx);
+        let reply = Reply::Heard { next_heartbeat_seconds, accepted: next.accepted_findings() };
         let (mut events, mut audits) = next.take_back_recovered_holds(ctx);
+        if let Some(drift) = next.mismatch() {
+            next.explain_hold(HoldAuthor::Drift, &drift);
+        }
+        if let Some(altered) = next.integrity_fault() {
+            next.explain_hold(HoldAuthor::Integrity, &altered);
+        }
         let faults = next.faults(self, ctx);
         let mut why = (!audits.is_empty()).then(|| "what held the node in quarantine is over".to_owned());
         if let Some((code, message)) = next.new_quarantine() {
@@ -251,6 +258,9 @@ impl Node {
         if self.health.reports_findings && self.mismatch().is_none() {
             over.push(HoldAuthor::Drift);
         }
+        if self.health.reports_findings && self.integrity_fault().is_none() {
+            over.push(HoldAuthor::Integrity);
+        }
         match self.take_back_holds(&over, ctx) {
             Some((events, audit)) => (events, vec![audit]),
             None => (Vec::new(), Vec::new()),
@@ -265,8 +275,10 @@ impl Node {
         }
         let life = if let Phase::Quarantined { was } = &self.life { was } else { &self.life };
         let is_in_service = matches!(life, Phase::Active | Phase::Offline | Phase::Draining { .. });
-        let drift = self.mismatch().filter(|_| is_in_service && !self.is_held_by(HoldAuthor::Drift))?;
-        Some((StateCode::InventoryDrift, drift))
+        let drift = self.mismatch().filter(|_| is_in_service && !self.is_held_by(HoldAuthor::Drift));
+        let altered = || self.integrity_fault().filter(|_| is_in_service && !self.is_held_by(HoldAuthor::Integrity));
+        let drift = drift.map(|drift| (StateCode::InventoryDrift, drift));
+        drift.or_else(|| altered().map(|altered| (StateCode::IntegrityFinding, altered)))
     }
 
     /// Tenants of a machine with a critical fault do not pay for it, nor does a tenant whose GPU has failed or is gone: since the fault, or

@@ -117,7 +117,7 @@ impl NodeFinding {
         }
     }
 
-    fn has(&self, class: FindingClass) -> bool {
+    pub(super) fn has(&self, class: FindingClass) -> bool {
         self.is_open() && self.classes().contains(&class)
     }
 
@@ -241,7 +241,7 @@ impl Node {
 
     fn status_by_findings(&self) -> NodeHealthStatus {
         let any = |class| self.findings.iter().any(|known| known.has(class));
-        if any(FindingClass::BillingCredit) || any(FindingClass::Evacuate) {
+        if any(FindingClass::BillingCredit) || any(FindingClass::Evacuate) || any(FindingClass::Quarantine) {
             NodeHealthStatus::Critical
         } else if any(FindingClass::PreventAllocation) || any(FindingClass::Warn) {
             NodeHealthStatus::Warning

@@ -213,6 +213,9 @@ impl Node {
         if self.is_machine_critical() {
             return not("the agent reports critical health".to_owned());
         }
+        if let Some(altered) = self.integrity_fault() {
+            return not(altered);
+        }
         match &self.seen {
             Some(seen) if seen.silent_at > ctx.now => Ok(()),
             Some(_) | None => not("the agent was not heard lately; start it and try again".to_owned()),

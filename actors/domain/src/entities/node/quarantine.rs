@@ -26,6 +26,8 @@ pub enum HoldAuthor {
     Health,
     /// The inventory differs from the SKU.
     Drift,
+    /// A finding that the machine was altered.
+    Integrity,
     /// A machine that may be the copy of another.
     Clone,
     /// A release without clean-up proof.
@@ -44,6 +46,7 @@ impl HoldAuthor {
         match code {
             StateCode::HealthCritical => Self::Health,
             StateCode::InventoryDrift => Self::Drift,
+            StateCode::IntegrityFinding => Self::Integrity,
             StateCode::CloneSuspected | StateCode::GpuOfAnotherNode => Self::Clone,
             StateCode::ForcedRelease => Self::Release,
             StateCode::ValidationFailed => Self::Validation,

@@ -41,6 +41,8 @@ pub enum StateCode {
     QuarantineReleased,
     HealthCritical,
     InventoryDrift,
+    /// The agent's package or the machine's privileges were altered.
+    IntegrityFinding,
     CloneSuspected,
     /// The node reports a GPU that another node has claimed.
     GpuOfAnotherNode,

@@ -6,6 +6,7 @@ mod gpu_claims;
 mod hardware_drift;
 mod health;
 mod health_rules;
+mod integrity;
 mod lifecycle;
 mod provided_machine;
 mod recovery;
@@ -92,12 +93,12 @@ fn inventory(gpus: u32) -> ReportedInventory {
         gpu_source: "simulated".into(),
         executor: "sandbox".into(),
         isolates_devices: true,
-        cpu_cores: 64,
         cpu_model: None,
+        cpu_cores: 64,
         memory_mib: 512_000,
         storage_gib: 4_000,
-        host_fingerprint: None,
         driver_version: None,
+        host_fingerprint: None,
         system: None,
     }
 }

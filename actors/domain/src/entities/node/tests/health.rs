@@ -89,7 +89,8 @@ fn every_row_has_its_consequences_for_its_gpu_and_for_no_other() {
             (true, true) => GPUS - 1,
         };
         assert_eq!(of_other.node.gpus_free(), GPUS - 1 - withheld, "{name}");
-        let state = if is_machine && is_credited { "quarantined" } else { "active" };
+        let is_quarantined = is_machine && is_credited || rule.has(FindingClass::Quarantine);
+        let state = if is_quarantined { "quarantined" } else { "active" };
         assert_eq!(of_other.node.state(), state, "{name}");
         let free: Vec<_> = of_other.node.free_devices().map(|gpu| gpu.index).collect();
         let is_gpu_withheld = !is_machine && withheld > 0;

@@ -423,7 +423,7 @@ fn retired_node_renews_and_gets_no_tasks() {
 fn offline_timeout_is_a_policy() {
     let story = node().policy(PolicyKey::NodeOfflineAfter, 10).active();
     assert_eq!(story.node.timer(), Some(start() + TimeDelta::seconds(10)));
-    let Reply::Heard { next_heartbeat_seconds } = story.after_heartbeat().reply else { panic!("no answer") };
+    let Reply::Heard { next_heartbeat_seconds, .. } = story.after_heartbeat().reply else { panic!("no answer") };
     assert_eq!(next_heartbeat_seconds, 3);
 }
 

@@ -1,0 +1,285 @@
+//! Compares the machine with its baseline. It only reads: what follows from a difference is the control plane's to decide.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use chrono::Utc;
+use tracing::{info, warn};
+
+use super::accounts::{MachineAccounts, key_files};
+use super::baseline::{Baseline, BaselineFile, StoredBaseline};
+use super::listeners::{self, PortRange};
+use super::privileges::{Entries, Observed, PROBE, PrivilegeKind, Privileges, condition, differences, state_of};
+use super::setuid::{SearchedFolders, SetuidSearch};
+use super::sudo_rules;
+use crate::chain;
+use crate::health::finding_log::Condition;
+use crate::system::sudoers::SudoCommand;
+
+/// The code of the finding that the baseline cannot be read.
+const BASELINE_DAMAGED: &str = "baseline_damaged";
+/// The code of the finding that something could not be compared.
+const INCOMPLETE: &str = "incomplete";
+/// A difference is one if it is still there after this time: accounts and their files are not made in one step.
+const CONFIRMED_AFTER: Duration = Duration::from_secs(1);
+
+/// Where privileges are looked for, and what is the agent's own.
+#[derive(Debug, Clone)]
+pub struct PrivilegeSettings {
+    /// The machine's root folder.
+    pub root: PathBuf,
+    pub state_dir: PathBuf,
+    pub homes: PathBuf,
+    /// The folder of tenants' keys.
+    pub keys: PathBuf,
+    pub tenants: RangeInclusive<u32>,
+    pub sudo_commands: Vec<SudoCommand>,
+    /// Where the agent's own sshd listens.
+    pub ssh_listen: Option<SocketAddr>,
+    pub ignored_ports: Vec<PortRange>,
+}
+
+/// How much is compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Depth {
+    /// Everything but the search for setuid files, of which the known differences are looked at.
+    Quick,
+    Full,
+}
+
+/// The privileges of the machine against their baseline.
+pub struct PrivilegeChecker {
+    settings: PrivilegeSettings,
+    file: BaselineFile,
+    baseline: BaselineState,
+    search: SetuidSearch,
+    /// What was observed last.
+    observed: Privileges,
+    /// Why the last observation of a kind was not complete.
+    incomplete: BTreeMap<PrivilegeKind, String>,
+    differences: Privileges,
+}
+
+enum BaselineState {
+    /// None was recorded yet: nothing is known of any difference.
+    None,
+    Of(Baseline),
+    Damaged {
+        why: String,
+    },
+    /// Of a later release, which is not overwritten.
+    Foreign,
+}
+
+impl PrivilegeChecker {
+    /// With the baseline that is stored.
+    #[must_use]
+    pub fn open(settings: PrivilegeSettings) -> Self {
+        let file = BaselineFile::in_folder(&settings.state_dir);
+        let baseline = match file.load() {
+            StoredBaseline::None => BaselineState::None,
+            StoredBaseline::Of(baseline) => BaselineState::Of(baseline),
+            StoredBaseline::Damaged { why } => BaselineState::Damaged { why },
+            StoredBaseline::Foreign { version } => {
+                warn!(
+                    error_code = "baseline",
+                    version, "a later release has written the baseline of privileges: nothing is compared"
+                );
+                BaselineState::Foreign
+            }
+        };
+        Self {
+            settings,
+            file,
+            baseline,
+            search: SetuidSearch::default(),
+            observed: Privileges::new(),
+            incomplete: BTreeMap::new(),
+            differences: Privileges::new(),
+        }
+    }
+
+    /// Whether the first baseline is yet to be recorded.
+    #[must_use]
+    pub(super) const fn has_no_baseline(&self) -> bool {
+        matches!(self.baseline, BaselineState::None)
+    }
+
+    /// Compares. `goes_on` is asked from time to time, and may end the comparison, which then returns false: what was known before holds.
+    pub fn check(&mut self, depth: Depth, mut goes_on: impl FnMut() -> bool) -> bool {
+        self.observe(depth, &mut goes_on);
+        let mut found = self.found();
+        let is_new = |(kind, entries): (&PrivilegeKind, &Entries)| {
+            entries.iter().any(|(name, state)| self.differences.get(kind).and_then(|it| it.get(name)) != Some(state))
+        };
+        if found.iter().any(is_new) {
+            std::thread::sleep(CONFIRMED_AFTER);
+            self.observe(Depth::Quick, &mut goes_on);
+            let again = self.found();
+            for (kind, entries) in &mut found {
+                let again = again.get(kind);
+                entries.retain(|name, state| again.and_then(|it| it.get(name)) == Some(state));
+            }
+        }
+        if !goes_on() {
+            return false;
+        }
+        found.retain(|_, entries| !entries.is_empty());
+        self.differences = found;
+        true
+    }
+
+    /// Records the first baseline, where there is none and no tenant is on the machine. A full check must have been made.
+    pub fn record_first(&mut self) {
+        let accounts = MachineAccounts::read(&self.settings.root);
+        if self.has_no_baseline() && accounts.has_no_tenant(&self.settings.tenants) {
+            self.record(self.observed.clone(), "the privileges of the machine are recorded");
+        }
+    }
+
+    /// After a clean-up proof: what is gone is forgotten, so that it is a difference when it comes back. While there is any difference the
+    /// baseline stays as it is: a tenant who has gained privileges must not leave them as accepted.
+    pub fn renew(&mut self) {
+        match &self.baseline {
+            BaselineState::None => self.record_first(),
+            BaselineState::Of(baseline) if self.differences.is_empty() => {
+                let mut renewed = baseline.privileges.clone();
+                let complete = self.observed.iter().filter(|(kind, _)| !self.incomplete.contains_key(kind));
+                renewed.extend(complete.map(|(kind, entries)| (*kind, entries.clone())));
+                if renewed != baseline.privileges {
+                    self.record(renewed, "the recorded privileges are renewed after a clean-up");
+                }
+            }
+            BaselineState::Of(_) | BaselineState::Damaged { .. } | BaselineState::Foreign => {}
+        }
+    }
+
+    /// An operator has accepted the differences that the finding of this code had. Others than those are not accepted.
+    pub fn accept(&mut self, code: &str, state: &str) {
+        if code == BASELINE_DAMAGED {
+            let is_searched = self.observed.contains_key(&PrivilegeKind::Setuid);
+            if matches!(self.baseline, BaselineState::Damaged { .. }) && is_searched {
+                self.record(self.observed.clone(), "an operator has accepted the privileges of the machine");
+            }
+            return;
+        }
+        let BaselineState::Of(baseline) = &self.baseline else { return };
+        let Some(kind) = PrivilegeKind::ALL.into_iter().find(|kind| kind.code() == code) else { return };
+        let accepted = self.differences.get(&kind).filter(|differences| state_of(differences) == state);
+        let Some(accepted) = accepted.cloned() else { return };
+        let mut privileges = baseline.privileges.clone();
+        privileges.entry(kind).or_default().extend(accepted);
+        if self.record(privileges, "an operator has accepted a difference of privileges") {
+            self.differences.remove(&kind);
+        }
+    }
+
+    /// The findings.
+    #[must_use]
+    pub fn conditions(&self) -> Vec<Condition> {
+        let mut found: Vec<Condition> =
+            self.differences.iter().map(|(kind, differences)| condition(*kind, differences)).collect();
+        if let BaselineState::Damaged { why } = &self.baseline {
+            found.push(Condition::of_machine(PROBE, BASELINE_DAMAGED, why.clone()).with_state(String::new()));
+        }
+        if let Some((kind, why)) = self.incomplete.first_key_value() {
+            found.push(Condition::of_machine(PROBE, INCOMPLETE, format!("{}: {why}", kind.code())));
+        }
+        found
+    }
+
+    fn record(&mut self, privileges: Privileges, what: &'static str) -> bool {
+        let baseline = Baseline { recorded_at: Utc::now(), privileges };
+        match self.file.store(&baseline) {
+            Ok(()) => {
+                let entries: usize = baseline.privileges.values().map(Entries::len).sum();
+                info!(entries, "{what}");
+                self.baseline = BaselineState::Of(baseline);
+                true
+            }
+            Err(error) => {
+                warn!(
+                    error_code = "node_storage",
+                    error = chain(&error),
+                    "the baseline of privileges cannot be stored"
+                );
+                false
+            }
+        }
+    }
+
+    fn observe(&mut self, depth: Depth, goes_on: &mut impl FnMut() -> bool) {
+        let settings = &self.settings;
+        // Before the accounts: a tenant's account is made before its keys, and removed after them.
+        let listed = key_files(&settings.root, &settings.keys);
+        let accounts = MachineAccounts::read(&settings.root);
+        let tenants = accounts.tenants(&settings.tenants);
+        let quick = [
+            (PrivilegeKind::Sudoers, sudo_rules::observe(&settings.root, &tenants, &settings.sudo_commands)),
+            (PrivilegeKind::UidZero, accounts.with_uid_zero()),
+            (
+                PrivilegeKind::AuthorizedKeys,
+                accounts.authorized_keys(&settings.root, (&settings.keys, &listed), &settings.tenants),
+            ),
+            (
+                PrivilegeKind::ListeningPort,
+                listeners::observe(&settings.root, &settings.tenants, &settings.ignored_ports, settings.ssh_listen),
+            ),
+        ];
+        if depth == Depth::Full {
+            let (root, homes, tenants) = (settings.root.clone(), settings.homes.clone(), settings.tenants.clone());
+            let found = self.search.search(&SearchedFolders { root, homes, tenants }, goes_on);
+            self.take(PrivilegeKind::Setuid, found);
+        } else {
+            self.look_at_setuid_differences();
+        }
+        for (kind, found) in quick {
+            self.take(kind, found);
+        }
+    }
+
+    fn take(&mut self, kind: PrivilegeKind, found: Observed) {
+        match found.incomplete {
+            None => {
+                self.incomplete.remove(&kind);
+                self.observed.insert(kind, found.entries);
+            }
+            Some(why) => {
+                // What is not there this time may be where nothing could be read.
+                self.observed.entry(kind).or_default().extend(found.entries);
+                self.incomplete.insert(kind, why);
+            }
+        }
+    }
+
+    /// A corrected file shows before the next search.
+    fn look_at_setuid_differences(&mut self) {
+        let kind = PrivilegeKind::Setuid;
+        let BaselineState::Of(baseline) = &self.baseline else { return };
+        let Some(observed) = self.observed.get_mut(&kind) else { return };
+        let none = Entries::new();
+        for name in differences(baseline.privileges.get(&kind).unwrap_or(&none), observed).into_keys() {
+            match self.search.state_of(&name, &self.settings.tenants) {
+                Some(state) => observed.insert(name, state),
+                None => observed.remove(&name),
+            };
+        }
+    }
+
+    fn found(&self) -> Privileges {
+        let BaselineState::Of(baseline) = &self.baseline else { return Privileges::new() };
+        let none = Entries::new();
+        let of = |kind: PrivilegeKind| {
+            let observed = self.observed.get(&kind)?;
+            let found = differences(baseline.privileges.get(&kind).unwrap_or(&none), observed);
+            (!found.is_empty()).then_some((kind, found))
+        };
+        PrivilegeKind::ALL.into_iter().filter_map(of).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,217 @@
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use super::*;
+
+const HEADER: &str =
+    "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n";
+
+/// A machine in a folder.
+struct Machine {
+    folder: tempfile::TempDir,
+}
+
+impl Machine {
+    fn new() -> Self {
+        let machine = Self { folder: tempfile::tempdir().unwrap() };
+        machine.write("etc/passwd", "root:x:0:0::/root:/bin/sh\n", 0o644);
+        machine.write("etc/sudoers", "root ALL=(ALL) ALL\n", 0o440);
+        machine.write("root/.ssh/authorized_keys", "ssh-x of an operator\n", 0o600);
+        machine.write("usr/bin/su", "su", 0o4755);
+        machine.write("proc/net/tcp", &(HEADER.to_owned() + &listener("00000000:0016", 0)), 0o444);
+        machine
+    }
+
+    fn write(&self, path: &str, content: &str, mode: u32) {
+        let path = self.folder.path().join("root").join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(&path, content).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+
+    fn append(&self, path: &str, more: &str) {
+        let path = self.folder.path().join("root").join(path);
+        fs::write(&path, fs::read_to_string(&path).unwrap() + more).unwrap();
+    }
+
+    fn remove(&self, path: &str) {
+        fs::remove_file(self.folder.path().join("root").join(path)).unwrap();
+    }
+
+    fn state_dir(&self) -> PathBuf {
+        self.folder.path().join("state")
+    }
+
+    fn open(&self) -> PrivilegeChecker {
+        PrivilegeChecker::open(PrivilegeSettings {
+            root: self.folder.path().join("root"),
+            state_dir: self.state_dir(),
+            homes: "/home".into(),
+            keys: "/etc/ssh/gpuaas-keys".into(),
+            tenants: 4_000_000_000..=4_000_000_009,
+            sudo_commands: Vec::new(),
+            ssh_listen: None,
+            ignored_ports: Vec::new(),
+        })
+    }
+
+    /// A checker with the baseline of the machine as it is.
+    fn recorded(&self) -> PrivilegeChecker {
+        let mut checker = self.open();
+        assert!(checker.check(Depth::Full, || true));
+        checker.record_first();
+        assert!(!checker.has_no_baseline());
+        checker
+    }
+}
+
+fn listener(address: &str, uid: u32) -> String {
+    format!("   0: {address} 00000000:0000 0A 00000000:00000000 00:00000000 00000000 {uid:>5}        0 1 1 0 100\n")
+}
+
+fn found(checker: &mut PrivilegeChecker, depth: Depth) -> Vec<String> {
+    assert!(checker.check(depth, || true));
+    checker.conditions().into_iter().map(|condition| condition.key.code).collect()
+}
+
+/// What an intruder with the rights of root leaves, with the code of its finding.
+const INTRUSIONS: [(&str, fn(&Machine)); 5] = [
+    ("sudoers", |it| it.append("etc/sudoers", "eve ALL=(ALL) NOPASSWD: ALL\n")),
+    ("setuid", |it| it.write("var/lib/.x", "sh", 0o4755)),
+    ("uid_zero", |it| it.append("etc/passwd", "toor:x:0:0::/:/bin/sh\n")),
+    ("authorized_keys", |it| it.append("root/.ssh/authorized_keys", "ssh-x of eve\n")),
+    ("listening_port", |it| it.append("proc/net/tcp", &listener("00000000:1337", 0))),
+];
+
+#[test]
+fn each_gained_privilege_is_a_finding_of_its_own_and_ends_when_it_is_taken_away() {
+    for (code, intrude) in INTRUSIONS {
+        let machine = Machine::new();
+        let mut checker = machine.recorded();
+        assert_eq!(found(&mut checker, Depth::Full), Vec::<String>::new(), "{code}");
+        intrude(&machine);
+        assert_eq!(found(&mut checker, Depth::Full), [code]);
+        // A restarted agent compares with the same baseline.
+        let mut again = machine.open();
+        assert_eq!(found(&mut again, Depth::Full), [code]);
+        let clean = Machine::new();
+        for path in ["etc/sudoers", "etc/passwd", "root/.ssh/authorized_keys", "proc/net/tcp"] {
+            let content = fs::read_to_string(clean.folder.path().join("root").join(path)).unwrap();
+            machine.write(path, &content, if path == "etc/sudoers" { 0o440 } else { 0o644 });
+        }
+        if code == "setuid" {
+            machine.remove("var/lib/.x");
+        }
+        assert_eq!(found(&mut again, Depth::Quick), Vec::<String>::new(), "{code} shows as corrected without a search");
+    }
+}
+
+#[test]
+fn clean_up_does_not_accept_what_a_tenant_has_gained() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    machine.write("var/lib/.x", "sh", 0o4755);
+    assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
+    checker.renew();
+    assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
+    assert_eq!(found(&mut machine.open(), Depth::Full), ["setuid"]);
+}
+
+#[test]
+fn clean_up_forgets_what_is_gone() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    machine.remove("usr/bin/su");
+    assert_eq!(found(&mut checker, Depth::Full), Vec::<String>::new(), "what is gone gives no rights");
+    checker.renew();
+    machine.write("usr/bin/su", "su", 0o4755);
+    assert_eq!(found(&mut checker, Depth::Full), ["setuid"], "it came back after the clean-up");
+}
+
+#[test]
+fn operator_accepts_exactly_the_differences_that_were_reported() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    machine.write("var/lib/.x", "sh", 0o4755);
+    assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
+    let seen = checker.conditions()[0].state.clone().unwrap();
+    machine.write("var/lib/.y", "sh", 0o4755);
+    assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
+    checker.accept("setuid", &seen);
+    assert_eq!(found(&mut checker, Depth::Full), ["setuid"], "another file came in between");
+    let both = checker.conditions()[0].state.clone().unwrap();
+    checker.accept("sudoers", &both);
+    checker.accept("singing", &both);
+    checker.accept("setuid", &both);
+    assert!(checker.conditions().is_empty());
+    assert_eq!(found(&mut machine.open(), Depth::Full), Vec::<String>::new(), "it is stored");
+}
+
+#[test]
+fn nothing_is_recorded_while_a_tenant_is_there_for_the_first_time() {
+    let machine = Machine::new();
+    machine.append("etc/passwd", "tena:x:4000000001:4000000001::/home/tena:/bin/sh\n");
+    let mut checker = machine.open();
+    assert!(checker.check(Depth::Full, || true));
+    checker.renew();
+    assert!(checker.has_no_baseline() && checker.conditions().is_empty(), "nothing is known of any difference");
+    machine.write("etc/passwd", "root:x:0:0::/root:/bin/sh\n", 0o644);
+    checker.renew();
+    assert!(!checker.has_no_baseline());
+}
+
+#[test]
+fn damaged_baseline_is_a_finding_until_an_operator_accepts_the_machine() {
+    let machine = Machine::new();
+    drop(machine.recorded());
+    let file = machine.state_dir().join("privileges.json");
+    fs::write(&file, fs::read_to_string(&file).unwrap().replace("/usr/bin/su", "/usr/bin/sv")).unwrap();
+    let mut checker = machine.open();
+    checker.accept(BASELINE_DAMAGED, "");
+    assert_eq!(found(&mut checker, Depth::Full), [BASELINE_DAMAGED], "nothing was observed yet");
+    checker.renew();
+    checker.record_first();
+    assert_eq!(found(&mut checker, Depth::Full), [BASELINE_DAMAGED]);
+    checker.accept(BASELINE_DAMAGED, "");
+    assert_eq!(found(&mut checker, Depth::Full), Vec::<String>::new());
+    machine.write("var/lib/.x", "sh", 0o4755);
+    assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
+}
+
+#[test]
+fn difference_that_lasts_for_less_than_a_moment_is_none() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    machine.append("etc/passwd", "toor:x:0:0::/:/bin/sh\n");
+    let folder = machine.folder.path().join("root/etc/passwd");
+    let restore = std::thread::spawn(move || {
+        std::thread::sleep(CONFIRMED_AFTER / 2);
+        fs::write(folder, "root:x:0:0::/root:/bin/sh\n").unwrap();
+    });
+    assert_eq!(found(&mut checker, Depth::Quick), Vec::<String>::new());
+    restore.join().unwrap();
+}
+
+#[test]
+fn what_cannot_be_read_is_shown_and_ends_no_finding() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    machine.append("etc/passwd", "toor:x:0:0::/:/bin/sh\n");
+    assert_eq!(found(&mut checker, Depth::Quick), ["uid_zero"]);
+    let passwd: &Path = &machine.folder.path().join("root/etc/passwd");
+    fs::rename(passwd, passwd.with_extension("away")).unwrap();
+    let codes = found(&mut checker, Depth::Quick);
+    assert!(codes.contains(&"uid_zero".to_owned()) && codes.contains(&INCOMPLETE.to_owned()), "{codes:?}");
+    fs::rename(passwd.with_extension("away"), passwd).unwrap();
+    assert_eq!(found(&mut checker, Depth::Quick), ["uid_zero"]);
+}
+
+#[test]
+fn ended_comparison_changes_nothing() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    machine.write("var/lib/.x", "sh", 0o4755);
+    assert!(!checker.check(Depth::Full, || false));
+    assert!(checker.conditions().iter().all(|condition| condition.key.code != "setuid"));
+}
