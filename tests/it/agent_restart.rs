@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::time::{Duration, Instant};
 use tests::cluster::terminal::Terminal;
 use tests::cluster::{GPU_MEMORY_MIB, NodeHandle, TestCluster, WAIT_TIMEOUT};
-use tests::systemd_container::SystemdContainer;
+use tests::systemd_container::{OTHERS_PORTS, SystemdContainer};
 use uuid::Uuid;
 
 const AGENT: &str = "gpuaas-agent.service";
@@ -49,7 +49,7 @@ impl Machine {
     /// Restarts the unit with this program.
     fn run_program(&self, program: &str) {
         let start = format!(
-            "[Service]\nExecStart=\nExecStart=/usr/local/bin/{program} --env-file /etc/gpuaas/agent.env --executor system \
+            "[Service]\n{OTHERS_PORTS}\nExecStart=\nExecStart=/usr/local/bin/{program} --env-file /etc/gpuaas/agent.env --executor system \
              --simulate-gpus 1 --gpu-memory-mib {GPU_MEMORY_MIB}\n"
         );
         self.container.run(&format!("install -d /etc/systemd/system/{AGENT}.d"));

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tests::cluster::terminal::Terminal;
 use tests::cluster::{GPU_MEMORY_MIB, NodeHandle, TestCluster};
 use tests::package_registry::{PASSWORD, PackageLayout, PackageRegistryServer, USER, release_key};
-use tests::systemd_container::SystemdContainer;
+use tests::systemd_container::{OTHERS_PORTS, SystemdContainer};
 use wire::PublicKey;
 
 const AGENT: &str = "gpuaas-agent.service";
@@ -71,7 +71,7 @@ async fn machine(cluster: &mut TestCluster) -> Option<(SystemdContainer, NodeHan
         .run(&format!("install -d -m 0755 /etc/gpuaas /etc/systemd/system/{AGENT}.d; mknod -m 666 /dev/nvidia0 c 1 3"));
     container.write("/etc/gpuaas/agent.env", 0o600, bundle.to_env_file().unwrap().as_bytes());
     let start = format!(
-        "[Service]\nExecStart=\nExecStart=/opt/gpuaas/current/bin/gpuaas-agent --env-file /etc/gpuaas/agent.env --executor system \
+        "[Service]\n{OTHERS_PORTS}\nExecStart=\nExecStart=/opt/gpuaas/current/bin/gpuaas-agent --env-file /etc/gpuaas/agent.env --executor system \
          --simulate-gpus 1 --gpu-memory-mib {GPU_MEMORY_MIB}\n"
     );
     container.write(&format!("/etc/systemd/system/{AGENT}.d/program.conf"), 0o644, start.as_bytes());

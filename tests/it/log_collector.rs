@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 use tests::cluster::fake_log_store::FakeLogStore;
 use tests::cluster::{NodeHandle, TestCluster};
-use tests::systemd_container::SystemdContainer;
+use tests::systemd_container::{OTHERS_PORTS, SystemdContainer};
 
 const AGENT: &str = "gpuaas-agent.service";
 const COLLECTOR: &str = "gpuaas-log-collector.service";
@@ -46,8 +46,10 @@ impl CollectingMachine {
             machine.write(&format!("/etc/systemd/system/{unit}"), 0o644, &text);
         }
         // The machine has no GPU.
-        let simulated = "[Service]\nExecStart=\nExecStart=/usr/local/bin/gpuaas-agent --env-file /etc/gpuaas/agent.env --executor system \
-                         --simulate-gpus 1\n";
+        let simulated = format!(
+            "[Service]\n{OTHERS_PORTS}\nExecStart=\nExecStart=/usr/local/bin/gpuaas-agent --env-file /etc/gpuaas/agent.env \
+             --executor system --simulate-gpus 1\n"
+        );
         machine.run(&format!("install -d /etc/systemd/system/{AGENT}.d"));
         machine.write(&format!("/etc/systemd/system/{AGENT}.d/gpus.conf"), 0o644, simulated.as_bytes());
         // journald takes no part of a burst away.

@@ -1,6 +1,7 @@
 //! Nodes whose machines a bare-metal provider deploys, releases and reinstalls, and allocations that are isolated by that.
 
 mod real_machine;
+mod reimage_crashes;
 
 use reqwest::Method;
 use serde_json::{Value, json};
@@ -51,12 +52,18 @@ async fn register(cluster: &TestCluster) -> NodeHandle {
 async fn delivered_bundle(cluster: &mut TestCluster, maas: &FakeMaas, node_id: Uuid) -> BootstrapBundle {
     let other = cluster.register("h100").await;
     let any = cluster.bundle(&other).await;
+    let bundle = bundle_with_delivered_token(maas, node_id, any);
+    cluster.register_secret("the token in the user data", bundle.enrollment_token.expose());
+    bundle
+}
+
+/// This bundle with the node and the token that are in the user data of the machine's last deployment.
+fn bundle_with_delivered_token(maas: &FakeMaas, node_id: Uuid, any: BootstrapBundle) -> BootstrapBundle {
     let user_data = maas.machine(MACHINE).deployments.last().cloned().expect("it was deployed");
     assert!(user_data.starts_with("#!/bin/sh") && user_data.contains(&node_id.to_string()), "{user_data}");
     let rest = user_data.split("SVC_ENROLLMENT_TOKEN=").nth(1).expect("it has a token");
     let is_of_token = |character: &char| character.is_ascii_alphanumeric() || matches!(character, '-' | '_');
     let token: String = rest.chars().skip_while(|it| !is_of_token(it)).take_while(is_of_token).collect();
-    cluster.register_secret("the token in the user data", &token);
     BootstrapBundle { node_id, enrollment_token: wire::SecretToken::new(&token), ..any }
 }
 

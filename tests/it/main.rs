@@ -33,6 +33,7 @@ mod identity_recovery;
 mod ingress;
 mod ingress_rotation;
 mod input_validation;
+mod integrity;
 mod key_rotation;
 mod log_collector;
 mod log_gateway;

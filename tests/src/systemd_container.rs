@@ -35,6 +35,8 @@ const BOOT: [&str; 9] = [
 ];
 /// The exit code of `systemd-nspawn` when its machine reboots.
 const REBOOTS: i32 = 133;
+/// The line of a unit by which its agent ignores listeners: those of the host's network are of other tests.
+pub const OTHERS_PORTS: &str = "Environment=SVC_NODE_AGENT_IGNORED_PORTS=1-65535";
 const BOOTS_WITHIN: Duration = Duration::from_secs(60);
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 

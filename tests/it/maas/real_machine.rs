@@ -6,7 +6,7 @@ use local_servers::files;
 use serde_json::json;
 use tests::cluster::fake_maas::FakeMaas;
 use tests::cluster::{AllocationHandle, GPU_MEMORY_MIB, NodeHandle, REGION, TestCluster, id_of, node_body};
-use tests::systemd_container::SystemdContainer;
+use tests::systemd_container::{OTHERS_PORTS, SystemdContainer};
 
 const AGENT: &str = "gpuaas-agent.service";
 const SKU: &str = "h100x1";
@@ -22,7 +22,7 @@ fn boot() -> Option<SystemdContainer> {
     machine.run(&format!("install -d /etc/gpuaas /etc/systemd/system/{AGENT}.d; mknod -m 666 /dev/nvidia0 c 1 3"));
     machine.write("/etc/gpuaas/image-digest", 0o644, format!("{IMAGE}\n").as_bytes());
     let start = format!(
-        "[Service]\nExecStart=\nExecStart=/usr/local/bin/gpuaas-agent --env-file /etc/gpuaas/agent.env --executor system \
+        "[Service]\n{OTHERS_PORTS}\nExecStart=\nExecStart=/usr/local/bin/gpuaas-agent --env-file /etc/gpuaas/agent.env --executor system \
          --simulate-gpus 1 --gpu-memory-mib {GPU_MEMORY_MIB}\n"
     );
     machine.write(&format!("/etc/systemd/system/{AGENT}.d/program.conf"), 0o644, start.as_bytes());

@@ -87,6 +87,15 @@ impl DbLock {
         self.expect_blocked_count(statement, 1).await;
     }
 
+    /// The same, for what a lease of a dead worker may hold up.
+    pub async fn expect_blocked_within(&self, statement: &str, limit: Duration) {
+        let until = Instant::now() + limit;
+        while self.blocked_backends(statement).await.is_empty() {
+            assert!(Instant::now() < until, "none waits with {statement} within {limit:?}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
     /// Waits until this many statements are blocked.
     pub async fn expect_blocked_count(&self, statement: &str, many: usize) {
         let until = Instant::now() + WAIT_TIMEOUT;
