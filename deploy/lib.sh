@@ -359,6 +359,9 @@ ensure_mail_server() { from_pypi aiosmtpd deploy/pins/aiosmtpd.txt "The tests of
 # A client of NVIDIA's management library that is not ours, for the library's fake.
 ensure_nvml_client() { from_pypi nvml deploy/pins/nvml.txt "The test of the fake NVML needs"; }
 
+# A client of MAAS that is not ours, for the provider's fake.
+ensure_maas_client() { from_pypi libmaas deploy/pins/libmaas.txt "The test of the fake MAAS needs"; }
+
 # The payment processor of the tests and of deploy/up. What its source is built with is pinned as well, so nothing is taken beside it.
 ensure_processor() {
     local missing=() source=$root/deploy/pins/localstripe-source.txt folder=$tools/localstripe
@@ -446,6 +449,7 @@ ensure_test_tools() {
     ensure_contract_tools
     ensure_mail_server
     ensure_nvml_client
+    ensure_maas_client
     ensure_processor
     ensure_proxies
     ensure_netdata

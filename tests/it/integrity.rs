@@ -142,10 +142,11 @@ async fn privileges_that_an_intruder_gains_quarantine_the_node_until_they_are_ta
 
     // A listener that an operator accepts stays accepted, also by a restarted agent.
     let listen = format!(
-        "systemd-run --unit=listener perl -MIO::Socket::INET -e \
-         'IO::Socket::INET->new(LocalAddr => \"127.0.0.1:{PORT}\", Listen => 1) or die; sleep 600'"
+        "setsid perl -MIO::Socket::INET -e \
+         '$l = IO::Socket::INET->new(LocalAddr => \"127.0.0.1\", LocalPort => {PORT}, Listen => 1) or die; sleep 600' \
+         >/run/listener.log 2>&1 & sleep 1; cat /run/listener.log"
     );
-    container.run(&listen);
+    assert_eq!(container.run(&listen), "", "the listener runs");
     let altered = machine.expect_findings(&cluster, &["listening_port"]).await;
     assert!(altered["state_reason"]["message"].as_str().unwrap().contains(&format!("127.0.0.1:{PORT}")), "{altered}");
     let findings = altered["health"]["findings"].as_array().unwrap();

@@ -1,5 +1,6 @@
 //! Nodes whose machines a bare-metal provider deploys, releases and reinstalls, and allocations that are isolated by that.
 
+mod other_client;
 mod real_machine;
 mod reimage_crashes;
 

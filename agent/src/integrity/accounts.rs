@@ -157,10 +157,10 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let etc = root.path().join("etc");
         fs::create_dir_all(&etc).unwrap();
-        let passwd = "root:x:0:0:root:/root:/bin/bash\nbroken line\nops:x:1000:1000::/home/ops:/bin/sh\n\
+        let passwd = "root:x:0:0:root:/admin:/bin/bash\nbroken line\nops:x:1000:1000::/home/ops:/bin/sh\n\
                       tena:x:70001:70001::/home/tena:/bin/sh\nnobody:x:65534:65534::/nonexistent:/bin/false\n";
         fs::write(etc.join("passwd"), passwd).unwrap();
-        for home in ["root", "home/ops", "home/tena"] {
+        for home in ["admin", "home/ops", "home/tena"] {
             fs::create_dir_all(root.path().join(home).join(".ssh")).unwrap();
             fs::write(root.path().join(home).join(".ssh/authorized_keys"), format!("# none\n\nssh-x {home}\n"))
                 .unwrap();
@@ -181,7 +181,7 @@ mod tests {
         assert_eq!(before.entries.keys().collect::<Vec<_>>(), ["root"]);
         let passwd = root.path().join("etc/passwd");
         let text = fs::read_to_string(&passwd).unwrap();
-        fs::write(&passwd, text.replace("/root:/bin/bash", "/root:/bin/dash") + "toor::0:0::/:/bin/sh\n").unwrap();
+        fs::write(&passwd, text.replace("/admin:/bin/bash", "/admin:/bin/dash") + "toor::0:0::/:/bin/sh\n").unwrap();
         let after = MachineAccounts::read(root.path()).with_uid_zero();
         assert_eq!(after.entries.keys().collect::<Vec<_>>(), ["root", "toor"]);
         assert_ne!(after.entries["root"], before.entries["root"]);
@@ -197,20 +197,19 @@ mod tests {
             observed.entries.keys().map(path).collect::<Vec<_>>()
         };
         let before = keys(root.path());
-        assert_eq!(names(&before), ["/home/ops/.ssh/authorized_keys", "/root/.ssh/authorized_keys"]);
+        assert_eq!(names(&before), ["/admin/.ssh/authorized_keys", "/home/ops/.ssh/authorized_keys"]);
         fs::write(root.path().join("keys/tena"), "ssh-x of the tenant\n").unwrap();
         fs::write(root.path().join("keys/.tena.new"), "ssh-x being written\n").unwrap();
         assert_eq!(keys(root.path()), before);
         // sshd of tenants would admit root with it.
         fs::write(root.path().join("keys/root"), "ssh-x of an intruder\n").unwrap();
-        assert_eq!(names(&keys(root.path())).last().unwrap(), "/root/.ssh/authorized_keys");
-        assert_eq!(names(&keys(root.path()))[1], "/keys/root");
+        assert_eq!(names(&keys(root.path())).last().unwrap(), "/keys/root");
     }
 
     #[test]
     fn named_pipe_and_endless_file_in_the_place_of_keys_end_the_reading() {
         let root = machine();
-        let file = root.path().join("root/.ssh/authorized_keys");
+        let file = root.path().join("admin/.ssh/authorized_keys");
         fs::remove_file(&file).unwrap();
         nix::unistd::mkfifo(&file, nix::sys::stat::Mode::S_IRWXU).unwrap();
         assert!(keys(root.path()).incomplete.unwrap().contains("no regular file"));

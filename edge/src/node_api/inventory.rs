@@ -164,7 +164,7 @@ pub(super) fn findings(sent: Option<Vec<Finding>>, sent_at: DateTime<Utc>) -> Op
 }
 
 /// An accepted finding as its agent knows it; `None` where it was of an agent that names its boots otherwise.
-pub(super) fn accepted(finding: domain::node::AcceptedFinding) -> Option<AcceptedFinding> {
+pub(super) fn accepted(finding: domain::node::FindingAcceptance) -> Option<AcceptedFinding> {
     let boot_id = finding.boot_id.parse().ok()?;
     Some(AcceptedFinding { probe: finding.probe, code: finding.code, boot_id, count: finding.count })
 }

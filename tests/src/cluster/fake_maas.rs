@@ -1,6 +1,9 @@
 //! A bare-metal provider for a test, with the parts of MAAS's API 2.0 that the service uses. It has machines in memory, whose deployments
 //! and releases end when the test says so, and fails as the test configures.
 
+mod description;
+mod form;
+
 use axum::Router;
 use axum::body::{Body, Bytes};
 use axum::extract::{Query, State};
@@ -162,14 +165,18 @@ async fn answer(
         Some(MaasFault::Slow) => std::future::pending().await,
         Some(MaasFault::Cut) => return cut(),
     }
+    let host = headers.get(header::HOST).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    // Clients read it without a key.
+    if uri.path() == "/MAAS/api/2.0/describe/" {
+        return axum::Json(description::describe(&format!("http://{host}/MAAS"))).into_response();
+    }
     let signed = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).unwrap_or_default();
     if !signed.contains("oauth_token=\"token-of-a-test\"")
         || !signed.contains("oauth_signature=\"%26secret-of-a-test\"")
     {
         return (StatusCode::UNAUTHORIZED, "Invalid access token").into_response();
     }
-    let form = reqwest::Url::parse(&format!("http://form/?{}", String::from_utf8_lossy(&body)));
-    let form: HashMap<_, _> = form.map(|form| form.query_pairs().into_owned().collect()).unwrap_or_default();
+    let form = form::fields(&headers, &body);
     let op = query.get("op").map(String::as_str);
     let path = uri.path().strip_prefix("/MAAS/api/2.0/").unwrap_or_default();
     let (response, holds) = {

@@ -63,7 +63,7 @@ pub use agent_update::AgentUpdate;
 pub use evacuation::Evacuation;
 pub use fact::Fact;
 pub use health::{ClearedFinding, FindingReport, MAX_STORED_FINDINGS, NodeFinding, ReportedFinding};
-pub use integrity::AcceptedFinding;
+pub use integrity::FindingAcceptance;
 pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials, PreparedMachine};
 pub use provided_machine::{ProvidedMachine, ProviderReport, ProviderStep};
 pub use quarantine::{HoldAuthor, QuarantineHold};
@@ -254,7 +254,7 @@ pub enum Reply {
         next_heartbeat_seconds: u32,
         /// The reported findings that an administrator has accepted.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
-        accepted: Vec<AcceptedFinding>,
+        accepted: Vec<FindingAcceptance>,
     },
     Reserved {
         placed: Placement,

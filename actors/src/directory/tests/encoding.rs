@@ -7,7 +7,7 @@ use domain::commit::Precondition;
 use domain::event::GpuDevice;
 use domain::metadata::{MetadataPatch, PatchValue};
 use domain::node::{
-    self, AcceptedFinding, AgentTask, CertificateRecord, Enrollment, FindingReport, NodeHealth, OnboardingMode,
+    self, AgentTask, CertificateRecord, Enrollment, FindingAcceptance, FindingReport, NodeHealth, OnboardingMode,
     ProbeOutcome, PromisedHardware, ProviderReport, ReportedFinding, ReportedGpu, ReportedInventory, ReportedSystem,
 };
 use domain::node::{
@@ -417,7 +417,7 @@ fn of_a_node() {
         Reply::Heard { next_heartbeat_seconds: 30, accepted: Vec::new() },
         Reply::Heard {
             next_heartbeat_seconds: 30,
-            accepted: vec![AcceptedFinding { probe: text(), code: text(), boot_id: text(), count: 7 }],
+            accepted: vec![FindingAcceptance { probe: text(), code: text(), boot_id: text(), count: 7 }],
         },
         Reply::Reserved { placed: placed() },
         Reply::Done,

@@ -9,7 +9,7 @@ const NAMED: usize = 8;
 
 /// An occurrence of a finding that an administrator has accepted by clearing it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct AcceptedFinding {
+pub struct FindingAcceptance {
     pub probe: String,
     pub code: String,
     pub boot_id: String,
@@ -30,12 +30,12 @@ impl Node {
     }
 
     /// What the agent is to compare with from here on. The agent reports a finding until it has learned that.
-    pub(super) fn accepted_findings(&self) -> Vec<AcceptedFinding> {
+    pub(super) fn accepted_findings(&self) -> Vec<FindingAcceptance> {
         let is_accepted = |known: &&NodeFinding| {
             let is_cleared = known.cleared.as_ref().is_some_and(|cleared| cleared.reason.is_some());
             known.is_reported && is_cleared && known.reported.probe == PRIVILEGE_PROBE
         };
-        let accepted = |known: &NodeFinding| AcceptedFinding {
+        let accepted = |known: &NodeFinding| FindingAcceptance {
             probe: known.reported.probe.clone(),
             code: known.reported.code.clone(),
             boot_id: known.reported.boot_id.clone(),
