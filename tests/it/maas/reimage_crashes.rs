@@ -7,10 +7,11 @@ use serde_json::{Value, json};
 use sqlx::{PgPool, Row as _};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tests::cluster::client::send_request;
+use tests::cluster::client::{ApiResponse, send_request};
 use tests::cluster::db_lock::{StatementFate, WRITES};
 use tests::cluster::fake_agent::{EnrollmentAttempt, FakeAgent, anonymous};
 use tests::cluster::fake_maas::FakeMaas;
+use tests::cluster::recovery_attempt::RecoveryAttempt;
 use tests::cluster::{NodeHandle, TestCluster};
 use uuid::Uuid;
 use wire::bundle::BootstrapBundle;
@@ -122,8 +123,18 @@ async fn be_the_machine(
     let mut body = attempt.body();
     body["inventory"]["system"] = json!({ "machine_id": format!("system {system}"), "image_digest": IMAGE });
     let url = format!("{}/internal/v1/nodes/{node_id}/enroll", bundle.api_url);
-    let answer = until_ok("enroll", || anonymous(&bundle).post(&url).json(&body)).await;
-    let agent = FakeAgent::with_identity(&attempt, &key, &answer);
+    let agent = match until_final("enroll", || anonymous(&bundle).post(&url).json(&body)).await {
+        Ok(answer) => FakeAgent::with_identity(&attempt, &key, &answer),
+        // The answer was lost with the replica: the token is used, and recovers the identity of which the agent knows nothing.
+        Err(refused) => {
+            assert_eq!(refused.status, StatusCode::UNAUTHORIZED, "{refused}");
+            let (bundle, token) = (bundle.clone(), bundle.enrollment_token.clone());
+            let (recovery, boot_id) = (attempt.recovery.clone(), attempt.boot_id);
+            let (csr_pem, generation) = (attempt.csr_pem.clone(), 1);
+            let lost = RecoveryAttempt { bundle, token, key: recovery, generation, csr_pem, boot_id };
+            FakeAgent::with_identity(&attempt, &key, &lost.execute().await.ok())
+        }
+    };
     // A task stays in the queue until its result is recorded.
     let until = Instant::now() + LONG;
     while !agent.poll(2).await.is_ok_and(|answer| answer.status == StatusCode::OK) {
@@ -133,7 +144,8 @@ async fn be_the_machine(
     let validate = agent.next_task().await;
     let result = serde_json::to_value(agent.success(&validate)).unwrap();
     let path = format!("tasks/{}/result", validate.task_id);
-    until_ok("report", || agent.request(Method::POST, &path).json(&result)).await;
+    let reported = until_final("report", || agent.request(Method::POST, &path).json(&result)).await;
+    reported.unwrap_or_else(|refused| panic!("{refused}"));
     bundle.enrollment_token.expose().to_owned()
 }
 
@@ -145,12 +157,13 @@ async fn wait_long(maas: &FakeMaas, what: &str, wanted: impl Fn(&tests::cluster:
     }
 }
 
-/// Sends a request until it succeeds.
-async fn until_ok(what: &str, request: impl Fn() -> reqwest::RequestBuilder) -> Value {
+/// Sends a request until it succeeds or is refused for good.
+async fn until_final(what: &str, request: impl Fn() -> reqwest::RequestBuilder) -> Result<Value, ApiResponse> {
     let until = Instant::now() + LONG;
     loop {
         let last = match send_request(request()).await {
-            Ok(answer) if answer.status.is_success() => return answer.body,
+            Ok(answer) if answer.status.is_success() => return Ok(answer.body),
+            Ok(answer) if !answer.is_transient() => return Err(answer),
             Ok(answer) => format!("{answer}"),
             Err(error) => format!("{error:?}"),
         };

@@ -19,6 +19,9 @@ use std::collections::{BTreeMap, BTreeSet};
 pub struct NodeCredentials {
     /// Raised by every enrollment; 0 before the first.
     pub generation: u32,
+    /// The generation of the last enrollment; 0 where an earlier release recorded it.
+    #[serde(default)]
+    pub enrolled_generation: u32,
     pub recoveries_left: u32,
     /// The agent's Ed25519 key, base64: it signs clean-up proofs and recoveries.
     pub recovery_public_key: Option<String>,
@@ -249,6 +252,7 @@ impl Node {
         let generation = next.identity.generation + 1;
         let recoveries = ctx.policy.int(PolicyKey::NodeMaxRecoveries, &Scopes::global(), ctx.now);
         next.identity.generation = generation;
+        next.identity.enrolled_generation = generation;
         next.identity.recoveries_left = u32::try_from(recoveries).unwrap_or(0);
         next.identity.recovery_public_key = Some(shown.recovery_public_key);
         next.identity.last_request = Some(shown.csr_sha256);

@@ -56,6 +56,9 @@ pub struct Reissue {
     pub revoke_current_certificate: bool,
 }
 
+/// Of an identity whose agent has had no answer yet.
+const FIRST_GENERATION: u32 = 1;
+
 impl Node {
     /// Of any number of recoveries in one generation exactly one succeeds: it raises the generation.
     pub(super) fn recover(
@@ -70,7 +73,13 @@ impl Node {
         self.check_recovery(&shown, ctx)?;
         let generation = self.identity.generation;
         let lost_answer = self.identity.last_request == Some(shown.csr_sha256);
-        match shown.identity_generation {
+        // An agent that never had an answer takes its identity for one of the first generation. Token and key are those of the last enrollment,
+        // which may be a later one: the machine was reinstalled, or its enrollment was reissued.
+        let shown_generation = match shown.identity_generation {
+            FIRST_GENERATION => self.identity.enrolled_generation.max(FIRST_GENERATION),
+            given => given,
+        };
+        match shown_generation {
             given if given == generation && self.identity.recoveries_left == 0 => {
                 Err(Rejection::TokenRefused { cause: EnrollmentTokenFault::RecoveriesUsedUp })
             }

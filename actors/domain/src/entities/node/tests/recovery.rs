@@ -43,6 +43,38 @@ fn enrollment_with_a_lost_answer_is_recovered_from_its_first_generation() {
 }
 
 #[test]
+fn later_enrollment_with_a_lost_answer_is_recovered_too_and_is_no_clone() {
+    let again = |story: Story| {
+        let enrolled = Request::Enroll(Box::new(Enrollment {
+            token_sha256: [8; 32],
+            csr_sha256: [9; 32],
+            issued: certificate("e2"),
+            recovery_public_key: "k2".into(),
+            boot_id: "boot-2".into(),
+            agent_version: "1".into(),
+            protocol: 3,
+            inventory: inventory(GPUS),
+        }));
+        story.admin(reissue(true)).agent(enrolled)
+    };
+    // Its agent knows of no generation: it says the first.
+    let of_new = |n: u8| IdentityRecovery { token_sha256: [8; 32], verified_with: "k2".into(), ..recovery(n) };
+    let enrolled = again(node().active());
+    assert_eq!(enrolled.node.identity.generation, 2);
+    let recovered = enrolled.agent(recover(of_new(3))).expect("active");
+    assert_eq!(
+        (left(&recovered).0, &recovered.reply),
+        (3, &Reply::Enrolled { identity_generation: 3, recoveries_left: 4 })
+    );
+    // The answer to the recovery was lost as well.
+    let nonce = recovery(4).nonce;
+    let recovered = recovered.agent(recover(IdentityRecovery { nonce, ..of_new(3) })).expect("active");
+    assert_eq!(left(&recovered), (3, 4));
+    let cloned = recovered.agent(recover(of_new(5))).expect("quarantined");
+    assert_eq!(cloned.reply, Reply::CloneSuspected, "another machine with this state");
+}
+
+#[test]
 fn old_generation_with_valid_token_and_signature_is_a_suspected_clone() {
     let recovered = node().active().agent(recover(recovery(2)));
     let cloned = recovered.agent(recover(recovery(3))).expect("quarantined");
