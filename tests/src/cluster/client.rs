@@ -154,7 +154,8 @@ pub async fn send_request(request: reqwest::RequestBuilder) -> Result<ApiRespons
 
 impl ApiResponse {
     /// Whether a retry of the same request may be answered otherwise.
-    fn is_transient(&self) -> bool {
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
         matches!(self.status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
             || self.body["code"] == "idempotency_in_progress"
     }
