@@ -264,6 +264,10 @@ async fn request_status(by: &Client, operation: &Operation, path: &str) -> u16 {
         if *method == Method::PUT && path.ends_with("/ssh-keys") {
             body = json!({ "ssh_key_ids": [] });
         }
+        // No machine of a test has what the example expects of it.
+        if *method == Method::PATCH && path.contains("/skus/") {
+            body["expected_hardware"] = json!({});
+        }
         request = request.json(&body);
     } else if !form.is_null() {
         request = request.form(&form["example"]);

@@ -83,7 +83,7 @@ impl SetuidSearch {
                 let gives_rights = gives_rights(status.st_mode, (status.st_uid, status.st_gid), &folders.tenants);
                 if kind == SFlag::S_IFREG.bits() && gives_rights {
                     let path = entry.path();
-                    self.note(&folders.root, path.clone(), &mut observed);
+                    self.note(folders, path.clone(), &mut observed);
                     seen.insert(path);
                 }
                 let is_folder = kind == SFlag::S_IFDIR.bits();
@@ -107,10 +107,10 @@ impl SetuidSearch {
         self.state(&path, tenants).ok().flatten()
     }
 
-    fn note(&mut self, root: &Path, path: PathBuf, observed: &mut Observed) {
-        let shown = path.strip_prefix(root).map_or_else(|_| path.clone(), |rest| Path::new("/").join(rest));
+    fn note(&mut self, folders: &SearchedFolders, path: PathBuf, observed: &mut Observed) {
+        let shown = path.strip_prefix(&folders.root).map_or_else(|_| path.clone(), |rest| Path::new("/").join(rest));
         let name = name_of(&shown);
-        match self.state(&path, &(1..=0)) {
+        match self.state(&path, &folders.tenants) {
             Ok(Some(state)) => {
                 self.paths.insert(name.clone(), path);
                 observed.add(name, state);

@@ -75,8 +75,10 @@ fn found(checker: &mut PrivilegeChecker, depth: Depth) -> Vec<String> {
     checker.conditions().into_iter().map(|condition| condition.key.code).collect()
 }
 
+type Intrusion = fn(&Machine);
+
 /// What an intruder with the rights of root leaves, with the code of its finding.
-const INTRUSIONS: [(&str, fn(&Machine)); 5] = [
+const INTRUSIONS: [(&str, Intrusion); 5] = [
     ("sudoers", |it| it.append("etc/sudoers", "eve ALL=(ALL) NOPASSWD: ALL\n")),
     ("setuid", |it| it.write("var/lib/.x", "sh", 0o4755)),
     ("uid_zero", |it| it.append("etc/passwd", "toor:x:0:0::/:/bin/sh\n")),

@@ -23,6 +23,8 @@ const TEXT_EXAMPLES: &[(&str, &str)] = &[
     ("allowed_regions", "eu-west-1"),
     ("vendor", "NVIDIA"),
     ("model", "H100"),
+    ("cpu_model", "EPYC 9654"),
+    ("driver_version_min", "570.86.15"),
     ("interconnect", "nvlink"),
     ("currency", "EUR"),
     ("CurrencyCode", "EUR"),
