@@ -28,6 +28,7 @@ mod entities {
     pub mod processor_event;
     pub mod restart_record;
     pub mod role_bindings;
+    pub mod rollout;
     pub mod service_account;
     pub mod sku;
     pub mod tenant;
@@ -37,12 +38,13 @@ mod entities {
 pub use choreography::{cross_entity_invariants, notification, placement, reactions};
 pub use entities::{
     allocation, announcement, billing_account, health_rules, key_set, node, notification_endpoint, payment,
-    policy_values, processor_event, restart_record, role_bindings, service_account, sku, tenant, terminal_session,
+    policy_values, processor_event, restart_record, role_bindings, rollout, service_account, sku, tenant,
+    terminal_session,
 };
 pub use kernel::{
     account_holder, audit, authz, commit, event, explanation, finding, gcra, hardware, history, id, key_purpose,
-    ledger, metadata, money, package_digest, policy, precondition, recording, redact, retry, ssh_key, state_machine,
-    task_type, time,
+    ledger, metadata, money, package_digest, policy, precondition, recording, redact, retry, rollout_outcome, ssh_key,
+    state_machine, task_type, time,
 };
 
 pub use authz::{Action, Permit, Principal};
@@ -51,8 +53,8 @@ pub use event::Event;
 pub use id::{
     AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityKind, EntityRef, EventId, FindingId,
     HealthRulesId, KeySetId, MemberId, NodeId, NotificationEndpointId, OrgId, PaymentId, PolicyId, PolicyValueId,
-    ProcessorEventId, ProjectId, RefundId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId, TaskId,
-    TerminalSessionId, TokenId, UserId,
+    ProcessorEventId, ProjectId, RefundId, RolloutId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId,
+    TaskId, TerminalSessionId, TokenId, UserId,
 };
 pub use package_digest::PackageDigest;
 pub use state_machine::{
@@ -78,6 +80,7 @@ impl EntityKind {
             Self::ServiceAccount => visitor.visit::<service_account::ServiceAccount>(),
             Self::Policy => visitor.visit::<policy_values::ScopeValues>(),
             Self::HealthRules => visitor.visit::<health_rules::HealthRules>(),
+            Self::Rollout => visitor.visit::<rollout::Rollout>(),
             Self::TerminalSession => visitor.visit::<terminal_session::TerminalSession>(),
             Self::KeySet => visitor.visit::<key_set::KeySet>(),
             Self::BillingAccount => visitor.visit::<billing_account::BillingAccount>(),

@@ -4,7 +4,7 @@
 
 use domain::state_machine::{AnyCommand, Command, CommandSort};
 use domain::{
-    Machine, allocation, billing_account, key_set, node, notification_endpoint, payment, processor_event, tenant,
+    Machine, allocation, billing_account, key_set, node, notification_endpoint, payment, processor_event, rollout, tenant,
     terminal_session,
 };
 use serde_json::{Value, json};
@@ -44,6 +44,7 @@ fn commands_by_sort_are_as_reviewed() {
         rows::<processor_event::ProcessorEvent, _, _, _>(),
         rows::<payment::Payment, _, _, _>(),
         rows::<notification_endpoint::NotificationEndpoint, _, _, _>(),
+        rows::<rollout::Rollout, _, _, _>(),
     ];
     insta::assert_snapshot!(table.join("\n"));
 }

@@ -8,7 +8,8 @@ use crate::account_holder::Holder;
 use crate::announcement::Severity;
 use crate::event::{Event, NotificationScope, Stream};
 use crate::id::{
-    AllocationId, AnnouncementId, BillingAccountId, NodeId, OrgId, PaymentId, RefundId, TerminalSessionId, UserId,
+    AllocationId, AnnouncementId, BillingAccountId, NodeId, OrgId, PaymentId, RefundId, RolloutId, TerminalSessionId,
+    UserId,
 };
 use crate::policy::PolicyKey;
 use crate::state_machine::Timestamp;
@@ -89,6 +90,8 @@ pub struct NotificationDetails {
     pub payment_id: Option<PaymentId>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub refund_id: Option<RefundId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rollout_id: Option<RolloutId>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub announcement_id: Option<AnnouncementId>,
     #[serde(skip_serializing_if = "Option::is_none")]

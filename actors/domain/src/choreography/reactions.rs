@@ -4,13 +4,15 @@ use crate::account_holder::Holder;
 use crate::allocation;
 use crate::billing_account;
 use crate::event::Event;
-use crate::id::{AllocationId, NodeId, PaymentId, ProcessorEventId, TerminalSessionId, UserId};
+use crate::id::{AllocationId, NodeId, PaymentId, ProcessorEventId, RolloutId, TerminalSessionId, UserId};
 use crate::node;
 use crate::notification::{Audience, Notification, NotificationDetails};
 use crate::payment::{self, ProcessorCall};
 use crate::policy::PolicyKey;
+use crate::rollout;
 use crate::tenant;
 use crate::terminal_session;
+use crate::update_outcome::UpdateOutcome;
 
 /// The command that follows from an event: a fact for another entity, or the call that finds it out.
 #[derive(Clone, Debug, PartialEq)]
@@ -56,6 +58,9 @@ pub enum Reaction {
         user_id: UserId,
         fact: tenant::Fact,
     },
+    Rollout(RolloutId, rollout::Fact),
+    /// The provisioning worker reads the next nodes of the rollout's selector and sends them to it.
+    FindRolloutNodes(RolloutId),
 }
 
 /// What follows from an event.
@@ -122,6 +127,9 @@ impl Event {
         let to_node = |node_id, fact| command(Reaction::Node(node_id, fact));
         let to_allocation = |allocation_id, fact| command(Reaction::Allocation(allocation_id, fact));
         let to_account = |holder, fact| command(Reaction::Billing { holder, fact });
+        let to_rollout = |rollout_id, node_id, outcome| {
+            command(Reaction::Rollout(rollout_id, rollout::Fact::NodeEnded { node_id, outcome }))
+        };
         let to_payment = |payment_id, fact| command(Reaction::Payment(payment_id, fact));
         match self.clone() {
             // Published by the allocation's saga.
@@ -260,11 +268,17 @@ impl Event {
                 let all = Details { from_state: from, reason: Some(reason), ..data.clone() };
                 none.notify(Audience::Operators, all).notify(Audience::NodeRenters(node_id), data)
             }
-            Self::AgentUpdated { node_id: _, digest: _ } => none,
-            Self::AgentUpdateFailed { node_id, digest: _, reason } => {
-                let data = Details { node_id: Some(node_id), reason: Some(reason), ..Details::default() };
-                none.notify(Audience::Operators, data)
+            Self::AgentUpdated { rollout_id: None, .. } => none,
+            Self::AgentUpdated { node_id, rollout_id: Some(rollout_id), .. } => {
+                to_rollout(rollout_id, node_id, UpdateOutcome::Updated)
             }
+            Self::AgentUpdateFailed { node_id, digest: _, reason, rollout_id } => {
+                let outcome = UpdateOutcome::Failed { reason: reason.clone() };
+                let follows = rollout_id.map_or(none, |rollout_id| to_rollout(rollout_id, node_id, outcome));
+                let data = Details { node_id: Some(node_id), reason: Some(reason), ..Details::default() };
+                follows.notify(Audience::Operators, data)
+            }
+            Self::RolloutNodeEnded { node_id, rollout_id, outcome } => to_rollout(rollout_id, node_id, outcome),
             Self::DevicesReserved { node_id, allocation_id, placed } => {
                 to_allocation(allocation_id, ToAllocation::Reserved { node_id, placed })
             }
@@ -332,6 +346,25 @@ impl Event {
             Self::LoginsStale { allocation_id, user_id } => {
                 command(Reaction::ResolveSshKeys { allocation_id, user_id })
             }
+
+            // Published by the rollout.
+            Self::RolloutNodesDue { rollout_id } => command(Reaction::FindRolloutNodes(rollout_id)),
+            Self::RolloutUpdateDue { rollout_id, node_id, digest } => {
+                to_node(node_id, ToNode::UpdateForRollout { rollout_id, digest })
+            }
+            Self::RolloutStopped { rollout_id, node_id, reason } => {
+                let state = Details::in_state("stopped");
+                let data = Details { node_id: Some(node_id), reason: Some(reason), ..state };
+                none.notify(Audience::Operators, Details { rollout_id: Some(rollout_id), ..data })
+            }
+            Self::RolloutCompleted { rollout_id } => {
+                let data = Details { rollout_id: Some(rollout_id), ..Details::in_state("completed") };
+                none.notify(Audience::Operators, data)
+            }
+            Self::RolloutStarted { .. }
+            | Self::RolloutPaused { .. }
+            | Self::RolloutResumed { .. }
+            | Self::RolloutAborted { .. } => none,
 
             // Published by administrators and operators.
             Self::SkuStateChanged { .. }

@@ -33,6 +33,7 @@ mod reimage;
 mod repair;
 pub mod report_reasons;
 mod request;
+mod rollout_update;
 mod ssh_access;
 mod state_reason;
 mod supported_task_types;
@@ -71,6 +72,7 @@ pub use recovery::{IdentityRecovery, Nonce, Reissue};
 pub use reimage::{Reimage, ReimageStage};
 pub use repair::{NodeRepair, RepairPhase};
 pub use request::{CommandName, Request};
+pub use rollout_update::NodeRollout;
 pub use ssh_access::{HoldSshAccess, SshKeysTask};
 pub use state_reason::{StateCode, StateReason};
 pub use tasks::{NodeTask, NodeTaskPhase};
@@ -128,6 +130,9 @@ pub struct Node {
     /// The reimage that is not over.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reimage: Option<Reimage>,
+    /// The last rollouts that have ordered an update of its agent, oldest first.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub rollouts: Vec<NodeRollout>,
 }
 
 /// A node's data from its administrator.

@@ -65,7 +65,7 @@ actions! {
     NodesRemove "nodes.remove": "a retired node was removed for good";
     NodesRestart "nodes.restart": "the machine was restarted: its agent reports another boot; its allocations are kept";
     NodesOrderTask "nodes.order_task": "an administrator ordered a task of the node itself";
-    NodesUpdateAgent "nodes.update_agent": "an administrator ordered another version of the node's agent: task_id, digest, force, reason";
+    NodesUpdateAgent "nodes.update_agent": "an administrator ordered another version of the node's agent, or a rollout did: task_id, digest, force, reason or rollout_id";
     NodesStallTask "nodes.stall_task": "a task that must not happen twice was not reported on in time";
     NodesResumeTask "nodes.resume_task": "an operator looked at such a task and had it offered again";
 
@@ -110,6 +110,11 @@ actions! {
     PoliciesTakeBack "policies.take_back": "a policy value was taken back, the less specific one holds: policy_key, old_value, reason";
     HealthRulesWrite "health_rules.write": "an administrator has overridden the table of health findings: pattern, old, new, reason";
     HealthRulesTakeBack "health_rules.take_back": "an override of the table of health findings was taken back: pattern, old, reason";
+    RolloutsCreate "rollouts.create": "an administrator began a rollout of an agent's package: digest, canary, max_unavailable, selector, reason";
+    RolloutsPause "rollouts.pause": "an administrator paused a rollout: reason";
+    RolloutsResume "rollouts.resume": "an administrator resumed a rollout that was paused or had stopped: reason";
+    RolloutsAbort "rollouts.abort": "an administrator aborted a rollout: reason";
+    RolloutsStop "rollouts.stop": "a rollout stopped since the update of a node had failed: node_id, reason";
     BillingOpen "billing.open": "an operator opened a billing account";
     BillingAdjust "billing.adjust": "an operator gave to an account or took from it: amount_minor, reason";
     BillingRefundAllocation "billing.refund_allocation": "an operator gave back of what an allocation had cost: refund_id, allocation_id, reason";

@@ -13,7 +13,7 @@ use crate::account_holder::Holder;
 use crate::hardware::Placement;
 use crate::id::{
     AllocationId, AnnouncementId, BillingAccountId, EntityKind, EntityRef, HealthRulesId, KeySetId, NodeId, PaymentId,
-    PolicyId, PolicyValueId, ProcessorEventId, RefundId, SkuId, TerminalSessionId, UserId,
+    PolicyId, PolicyValueId, ProcessorEventId, RefundId, RolloutId, SkuId, TerminalSessionId, UserId,
 };
 use crate::key_purpose::KeySetPurpose;
 use crate::money::Currency;
@@ -21,6 +21,7 @@ use crate::package_digest::PackageDigest;
 use crate::policy::PolicyKey;
 use crate::recording::RecordingTerms;
 use crate::time::Timestamp;
+use crate::update_outcome::UpdateOutcome;
 use serde::{Deserialize, Serialize};
 
 /// Who is notified of an event.
@@ -323,12 +324,23 @@ events! {
     AgentUpdated: "node.agent_updated" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,
         digest: PackageDigest,
+        /// The rollout that ordered it; absent where an administrator did.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        rollout_id: Option<RolloutId>,
     }
     /// It was refused or rolled back: the version of before is in use.
     AgentUpdateFailed: "node.agent_update_failed" in Nodes, about Node(node_id), notification Delivered {
         node_id: NodeId,
         digest: PackageDigest,
         reason: String,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        rollout_id: Option<RolloutId>,
+    }
+    /// To its rollout: how the node's part ended, where no other event says it.
+    RolloutNodeEnded: "node.rollout_node_ended" in Nodes, about Node(node_id), notification None {
+        node_id: NodeId,
+        rollout_id: RolloutId,
+        outcome: UpdateOutcome,
     }
     DevicesReserved: "node.devices_reserved" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,
@@ -458,6 +470,40 @@ events! {
     // An administrator expects other hardware of a SKU's machines, which every process caches with the policy.
     SkuHardwareExpected: "policy.invalidate.sku_hardware" in Policy, about Sku(sku_id), notification None {
         sku_id: SkuId,
+    }
+
+    // Published by the rollout. The subjects are the node's, so that the streams of a running cluster store them.
+    RolloutStarted: "node.rollout_started" in Nodes, about Rollout(rollout_id), notification None {
+        rollout_id: RolloutId,
+        digest: PackageDigest,
+    }
+    /// It needs more nodes of its selector.
+    RolloutNodesDue: "node.rollout_nodes_due" in Nodes, about Rollout(rollout_id), notification None {
+        rollout_id: RolloutId,
+    }
+    /// The node's agent is to be updated.
+    RolloutUpdateDue: "node.rollout_update_due" in Nodes, about Rollout(rollout_id), notification None {
+        rollout_id: RolloutId,
+        node_id: NodeId,
+        digest: PackageDigest,
+    }
+    RolloutPaused: "node.rollout_paused" in Nodes, about Rollout(rollout_id), notification None {
+        rollout_id: RolloutId,
+    }
+    RolloutResumed: "node.rollout_resumed" in Nodes, about Rollout(rollout_id), notification None {
+        rollout_id: RolloutId,
+    }
+    /// The update of this node failed or was rolled back; no other one begins until an administrator resumes the rollout.
+    RolloutStopped: "node.rollout_stopped" in Nodes, about Rollout(rollout_id), notification Delivered {
+        rollout_id: RolloutId,
+        node_id: NodeId,
+        reason: String,
+    }
+    RolloutCompleted: "node.rollout_completed" in Nodes, about Rollout(rollout_id), notification Delivered {
+        rollout_id: RolloutId,
+    }
+    RolloutAborted: "node.rollout_aborted" in Nodes, about Rollout(rollout_id), notification None {
+        rollout_id: RolloutId,
     }
 
     // An operator has rotated keys: every process's cached keys are stale.

@@ -68,6 +68,8 @@ typed_id! {
     BindingId,
     /// The overrides of the table of health findings.
     HealthRulesId,
+    /// An update of the agents of many nodes.
+    RolloutId,
     /// The policy values of one scope.
     PolicyId,
     /// One version of a policy value.
@@ -192,6 +194,8 @@ kinds! {
     Policy = "policy",
     /// The overrides of the table of health findings.
     HealthRules = "health_rules",
+    /// An update of the agents of many nodes.
+    Rollout = "rollout",
     /// One shell on an allocation's machine, and its connection.
     TerminalSession = "terminal_session",
     /// The keys of one purpose, and the state of each in its rotation.

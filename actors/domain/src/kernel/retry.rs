@@ -31,6 +31,12 @@ impl RetryTimer {
         Self { at: now + (now - self.since).clamp(FIRST, LONGEST), ..self }
     }
 
+    /// When the wait began.
+    #[must_use]
+    pub const fn since(self) -> Timestamp {
+        self.since
+    }
+
     #[must_use]
     pub fn is_due(self, now: Timestamp) -> bool {
         now >= self.at

@@ -91,6 +91,7 @@ impl Simulation {
                 panic!("no payment was made")
             }
             Reaction::DriveMachine(_) => panic!("no node has a bare-metal provider"),
+            Reaction::Rollout(..) | Reaction::FindRolloutNodes(_) => panic!("no rollout was ordered"),
             Reaction::Nothing
             | Reaction::CloseTerminals { .. }
             | Reaction::CloseNodeTerminals { .. }

@@ -3,6 +3,7 @@
 use super::{CommandName, Node, NodeTask, NodeTaskPhase, Rejection, TaskOutcome};
 use crate::audit::AuditAction;
 use crate::event::Event;
+use crate::id::RolloutId;
 use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyKey, Scopes};
 use crate::state_machine::{Transition, TransitionContext};
@@ -18,6 +19,9 @@ pub struct AgentUpdate {
     pub force: bool,
     /// Policy `node.update_commit_seconds` at the order.
     pub commit_seconds: u32,
+    /// The rollout that ordered it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rollout_id: Option<RolloutId>,
 }
 
 impl Node {
@@ -36,7 +40,7 @@ impl Node {
         }
         let commit = ctx.policy.int(PolicyKey::NodeUpdateCommit, &Scopes::global(), ctx.now);
         let commit_seconds = u32::try_from(commit).unwrap_or(u32::MAX);
-        let update = AgentUpdate { digest: digest.clone(), force, commit_seconds };
+        let update = AgentUpdate { digest: digest.clone(), force, commit_seconds, rollout_id: None };
         let (next, task_id) = self.with_task(TaskType::AgentUpdate, Some(update), ctx)?;
         let metadata = json!({ "task_id": task_id, "digest": digest, "force": force, "reason": reason });
         let audit = self.audit(AuditAction::NodesUpdateAgent, metadata);
@@ -52,10 +56,13 @@ impl Node {
 
     /// What follows from the result of an update.
     pub(super) fn update_event(&self, task: &NodeTask, verdict: &TaskOutcome) -> Option<Event> {
-        let (node_id, digest) = (self.id, task.update.as_ref()?.digest.clone());
+        let AgentUpdate { digest, rollout_id, .. } = task.update.clone()?;
+        let node_id = self.id;
         Some(match verdict {
-            TaskOutcome::Succeeded { .. } => Event::AgentUpdated { node_id, digest },
-            TaskOutcome::Failed { code, .. } => Event::AgentUpdateFailed { node_id, digest, reason: code.clone() },
+            TaskOutcome::Succeeded { .. } => Event::AgentUpdated { node_id, digest, rollout_id },
+            TaskOutcome::Failed { code, .. } => {
+                Event::AgentUpdateFailed { node_id, digest, reason: code.clone(), rollout_id }
+            }
         })
     }
 }

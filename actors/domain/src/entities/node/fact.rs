@@ -1,7 +1,8 @@
 //! What the sagas of allocations and terminal sessions, and the worker for bare-metal machines, report to a node.
 
 use super::{Node, ProviderReport, Rejection};
-use crate::id::{AllocationId, TerminalSessionId, TokenId};
+use crate::id::{AllocationId, RolloutId, TerminalSessionId, TokenId};
+use crate::package_digest::PackageDigest;
 use crate::recording::RecordingTerms;
 use crate::ssh_key::AuthorizedKey;
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
@@ -76,6 +77,11 @@ pub enum Fact {
         since: Timestamp,
         report: ProviderReport,
     },
+    /// A rollout orders an update of the agent, perhaps once more.
+    UpdateForRollout {
+        rollout_id: RolloutId,
+        digest: PackageDigest,
+    },
 }
 
 impl Node {
@@ -103,6 +109,7 @@ impl Node {
             Fact::ForgetTerminal { session_id, allocation_id } => Ok(self.forget_terminal(session_id, allocation_id)),
             Fact::MachineToken { token_id, token_sha256 } => self.machine_token(token_id, token_sha256, ctx),
             Fact::MachineReported { since, report } => Ok(self.machine_reported(since, report, ctx)),
+            Fact::UpdateForRollout { rollout_id, digest } => Ok(self.update_for_rollout(rollout_id, digest, ctx)),
         }
     }
 }

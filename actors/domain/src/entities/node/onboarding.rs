@@ -155,6 +155,7 @@ impl Node {
             contested_gpus: BTreeMap::new(),
             machine,
             reimage: None,
+            rollouts: Vec::new(),
         };
         let event = Event::NodeStateChanged {
             node_id: node.id,

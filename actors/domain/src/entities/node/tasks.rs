@@ -177,6 +177,7 @@ impl Node {
             }
             _ => None,
         };
+        next.end_rollout_update(task_id, &verdict);
         if let Some(task) = next.tasks.get_mut(&task_id) {
             task.phase = NodeTaskPhase::Ended { at: ctx.now, verdict, output };
         }
@@ -222,8 +223,10 @@ impl Node {
         if stale.is_empty() {
             return step;
         }
+        let stalled = stale.iter().filter(|(_, _, action)| *action == StaleTaskAction::AwaitOperator);
+        let of_rollouts: Vec<_> = stalled.filter_map(|(task_id, ..)| next.stall_rollout_update(*task_id)).collect();
         let why = if step.next.is_some() { step.why.clone() } else { "tasks were not reported on in time".to_owned() };
-        let step = Transition { next: Some(next), why, ..step };
+        let step = of_rollouts.into_iter().fold(Transition { next: Some(next), why, ..step }, Transition::event);
         stale.into_iter().fold(step, |step, (task_id, task_type, when_stale)| match when_stale {
             StaleTaskAction::Requeue => step.effect(Effect::WakeNode(self.id)),
             StaleTaskAction::AwaitOperator => {

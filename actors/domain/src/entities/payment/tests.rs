@@ -155,6 +155,8 @@ impl PaymentHarness {
             | Reaction::CloseTerminals { .. }
             | Reaction::CloseNodeTerminals { .. }
             | Reaction::ApplyProcessorEvent(_)
+            | Reaction::Rollout(..)
+            | Reaction::FindRolloutNodes(_)
             | Reaction::Tenant { .. } => panic!("not of this world: {event:?}"),
         }
     }

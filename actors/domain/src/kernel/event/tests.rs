@@ -37,6 +37,7 @@ samples! {
     KeySetId: Self(Uuid::from_u128(11));
     AnnouncementId: Self(Uuid::from_u128(12));
     HealthRulesId: Self(Uuid::from_u128(13));
+    RolloutId: Self(Uuid::from_u128(14));
     Timestamp: Self::UNIX_EPOCH;
     String: "x".to_owned();
     // A flag marks an exception, as a resent event.
@@ -50,6 +51,7 @@ samples! {
     PolicyKey: Self::RateLimitApi;
     KeySetPurpose: Self::NodeCa;
     PackageDigest: format!("sha256:{}", "0f".repeat(32)).parse().unwrap();
+    UpdateOutcome: Self::Failed { reason: String::sample() };
     RecordingTerms: Self { mode: RecordingMode::Strict, most_bytes: 1 };
     Placement: Self {
         devices: vec![GpuDevice { index: 0, uuid: String::sample() }],
@@ -104,6 +106,8 @@ fn the_event_table_is_as_reviewed() {
             Reaction::SendSshKeys { .. } => "tell logins".to_owned(),
             Reaction::CloseTerminals { .. } => "close terminals".to_owned(),
             Reaction::CloseNodeTerminals { .. } => "cut terminals".to_owned(),
+            Reaction::Rollout(_, fact) => format!("rollout {}", fact.tag()),
+            Reaction::FindRolloutNodes(_) => "find rollout nodes".to_owned(),
         };
         let fact = json["fact"].as_str().unwrap();
         let (subject, stream) = (event.subject(), event.row().stream);

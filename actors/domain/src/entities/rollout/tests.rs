@@ -1,0 +1,276 @@
+//! A rollout, step by step. Any order, loss and repetition of its messages is in `tests/rollout.rs`.
+
+use super::*;
+use crate::authz::Principal;
+use crate::event::Event;
+use crate::policy::PolicyBook;
+use crate::state_machine::{Command as _, Rejection as _};
+use crate::update_outcome::{SkipReason, UpdateOutcome};
+
+const ROLLOUT: RolloutId = RolloutId(Uuid::from_u128(0xB));
+
+fn start() -> Timestamp {
+    Timestamp::from_timestamp(1_800_000_000, 0).unwrap()
+}
+
+fn node(n: usize) -> NodeId {
+    NodeId(Uuid::from_u128(0x100 + n as u128))
+}
+
+fn order(canary: u32, max_unavailable: u32) -> Request {
+    Request::Create {
+        order: Box::new(RolloutOrder {
+            digest: format!("sha256:{}", "a".repeat(64)).parse().unwrap(),
+            canary,
+            max_unavailable,
+            selector: NodeSelector::default(),
+            reason: "a release".into(),
+        }),
+    }
+}
+
+fn decide_at(now: Timestamp, state: Option<&Rollout>, command: Command) -> Result<Transition<Rollout>, Rejection> {
+    let (policy, by) = (PolicyBook::default(), Principal::system("an administrator"));
+    let ctx = TransitionContext {
+        now,
+        policy: &policy,
+        by: &by,
+        correlation_id: "c",
+        trace: state_machine::TraceContext::default(),
+        seed: 1,
+        id: ROLLOUT.0,
+        version: 0,
+    };
+    Rollout::decide(state, command, &ctx)
+}
+
+/// A rollout and the events of its last step.
+#[derive(Clone)]
+struct Story {
+    rollout: Rollout,
+    said: Vec<Event>,
+    audited: Vec<&'static str>,
+    now: Timestamp,
+}
+
+impl Story {
+    fn of(canary: u32, max_unavailable: u32) -> Self {
+        let step = decide_at(start(), None, order(canary, max_unavailable).into()).unwrap();
+        Self { rollout: step.next.unwrap(), said: step.events, audited: names(&step.audit), now: start() }
+    }
+
+    #[track_caller]
+    fn then(mut self, command: impl Into<Command>) -> Self {
+        let step = decide_at(self.now, Some(&self.rollout), command.into()).unwrap();
+        assert!(step.next.is_some() || step.events.is_empty(), "what is not written is lost");
+        self.rollout = step.next.unwrap_or(self.rollout);
+        (self.said, self.audited) = (step.events, names(&step.audit));
+        assert!(self.rollout.has_deadline_where_transient(), "{:?}", self.rollout);
+        self
+    }
+
+    fn found(self, nodes: std::ops::Range<usize>, is_last: bool) -> Self {
+        let position = |n: usize| FeedPosition { created_at: start(), node_id: node(n) };
+        let after = self.rollout.feed.after;
+        let next = (!is_last).then(|| position(nodes.end));
+        let nodes = nodes.map(|n| Candidate { node_id: node(n), skip: None }).collect();
+        self.then(Fact::NodesFound { page: Box::new(NodesPage { after, nodes, next }) })
+    }
+
+    fn ended(self, n: usize, outcome: UpdateOutcome) -> Self {
+        self.then(Fact::NodeEnded { node_id: node(n), outcome })
+    }
+
+    fn updated(self, n: usize) -> Self {
+        self.ended(n, UpdateOutcome::Updated)
+    }
+
+    fn failed(self, n: usize) -> Self {
+        self.ended(n, UpdateOutcome::Failed { reason: "rolled_back".into() })
+    }
+
+    /// The nodes whose update the last step ordered.
+    fn ordered(&self) -> Vec<usize> {
+        let of = |event: &Event| {
+            let Event::RolloutUpdateDue { node_id, .. } = event else { return None };
+            (0..1000).find(|n| node(*n) == *node_id)
+        };
+        self.said.iter().filter_map(of).collect()
+    }
+
+    #[track_caller]
+    fn expect(self, state: &str, ordered: &[usize]) -> Self {
+        assert_eq!((self.rollout.state(), self.ordered()), (state, ordered.to_vec()));
+        self
+    }
+
+    fn says(&self, subject: &str) -> bool {
+        self.said.iter().any(|event| event.subject() == subject)
+    }
+}
+
+fn names(audit: &[AuditRecord]) -> Vec<&'static str> {
+    audit.iter().map(|record| record.action.as_str()).collect()
+}
+
+fn pause() -> Request {
+    Request::Pause { reason: "wait".into() }
+}
+
+fn resume() -> Request {
+    Request::Resume { reason: "go on".into() }
+}
+
+fn abort() -> Request {
+    Request::Abort { reason: "enough".into() }
+}
+
+#[test]
+fn canaries_succeed_before_the_others_begin_and_the_bound_holds() {
+    let story = Story::of(2, 3);
+    assert!(story.says("node.rollout_started") && story.says("node.rollout_nodes_due"));
+    assert_eq!(story.audited, ["rollouts.create"]);
+    let story = story.found(0..8, true).expect("running", &[0, 1]);
+    let story = story.updated(0).expect("running", &[]).updated(1).expect("running", &[2, 3, 4]);
+    let story = story.updated(3).expect("running", &[5]).updated(2).expect("running", &[6]);
+    let story = story.updated(4).updated(5).updated(6).expect("running", &[]).updated(7).expect("completed", &[]);
+    assert!(story.says("node.rollout_completed"));
+    assert_eq!((story.rollout.updated, story.rollout.timer(), story.rollout.deadline()), (8, None, None));
+}
+
+#[test]
+fn skipped_canary_is_replaced_and_is_named() {
+    let offline = UpdateOutcome::Skipped { reason: SkipReason::Offline };
+    let story = Story::of(1, 2).found(0..3, true).expect("running", &[0]).ended(0, offline).expect("running", &[1]);
+    let expected = EndedNode { node_id: node(0), reason: "offline".into() };
+    assert_eq!((story.rollout.skipped, &story.rollout.skips), (1, &vec![expected]));
+    story.updated(1).expect("running", &[2]).updated(2).expect("completed", &[]);
+}
+
+#[test]
+fn first_failure_stops_it_and_resume_goes_on_with_the_others() {
+    let story = Story::of(0, 2).found(0..5, true).expect("running", &[0, 1]).failed(1).expect("stopped", &[]);
+    assert!(story.says("node.rollout_stopped"));
+    assert_eq!(story.audited, ["rollouts.stop"]);
+    // It is overdue at once: only an administrator moves it on.
+    assert_eq!(story.rollout.deadline().map(|deadline| deadline.at), Some(story.now));
+    // What was in flight ends and starts nothing; its failure is counted and changes nothing.
+    let story = story.failed(0).expect("stopped", &[]);
+    assert!(!story.says("node.rollout_stopped"));
+    let refused = decide_at(start(), Some(&story.rollout), pause().into()).unwrap_err();
+    assert_eq!(refused, Rejection::WrongState { state: PhaseName::Stopped, command: CommandName::Pause });
+    let story = story.then(resume()).expect("running", &[2, 3]).updated(2).updated(3).updated(4);
+    let rollout = story.expect("completed", &[]).rollout;
+    assert_eq!((rollout.updated, rollout.failed, rollout.failures.len()), (3, 2, 2));
+}
+
+#[test]
+fn failure_of_the_last_node_waits_for_an_administrator() {
+    let story = Story::of(1, 1).found(0..1, true).failed(0).expect("stopped", &[]);
+    story.clone().then(resume()).expect("completed", &[]);
+    story.then(abort()).expect("aborted", &[]);
+}
+
+#[test]
+fn paused_one_starts_nothing_and_stops_where_an_update_in_flight_fails() {
+    let story = Story::of(0, 2).found(0..5, true).then(pause()).expect("paused", &[]);
+    assert_eq!(story.audited, ["rollouts.pause"]);
+    let story = story.updated(0).expect("paused", &[]);
+    story.clone().then(resume()).expect("running", &[2]);
+    story.failed(1).expect("stopped", &[]);
+}
+
+#[test]
+fn aborted_one_ends_with_the_updates_in_flight() {
+    let story = Story::of(0, 2).found(0..5, true).then(abort()).expect("aborting", &[]);
+    assert_eq!(story.audited, ["rollouts.abort"]);
+    let refused = decide_at(start(), Some(&story.rollout), resume().into()).unwrap_err();
+    assert!(refused.clone().explain().message.contains("cannot be resumed"), "{refused}");
+    let story = story.failed(0).expect("aborting", &[]).updated(1).expect("aborted", &[]);
+    assert!(story.says("node.rollout_aborted") && story.rollout.claims().is_empty());
+    assert!(decide_at(start(), Some(&story.rollout), resume().into()).is_err());
+}
+
+#[test]
+fn late_and_repeated_messages_change_nothing() {
+    let story = Story::of(0, 1).found(0..3, true).updated(0).expect("running", &[1]);
+    let again = story.clone().updated(0).expect("running", &[]);
+    assert_eq!(again.rollout, story.rollout);
+    // A page that was resent comes twice.
+    let first = Story::of(0, 1).found(0..2, false);
+    let page = NodesPage { after: None, nodes: vec![Candidate { node_id: node(0), skip: None }], next: None };
+    let again = first.clone().then(Fact::NodesFound { page: Box::new(page) });
+    assert_eq!(again.rollout, first.rollout);
+}
+
+#[test]
+fn orders_and_pages_are_resent_until_they_are_answered() {
+    let mut story = Story::of(0, 2);
+    story.now = story.rollout.timer().unwrap();
+    let mut story = story.then(Command::TICK);
+    assert!(story.says("node.rollout_nodes_due"));
+    story = story.found(0..2, true).expect("running", &[0, 1]);
+    // Also while it is paused: the node may have the order.
+    story = story.then(pause());
+    story.now = story.rollout.timer().unwrap();
+    let story = story.then(Command::TICK).expect("paused", &[0, 1]).then(Command::TICK).expect("paused", &[]);
+    let deadline = story.rollout.deadline().unwrap();
+    // Policies `node.task_timeout_seconds` and `node.update_commit_seconds`, and two minutes.
+    assert_eq!(deadline.at - start(), TimeDelta::seconds(600 + 120 + 120) + crate::retry::FIRST);
+}
+
+#[test]
+fn one_rollout_at_a_time_has_not_ended() {
+    let first = Story::of(1, 1);
+    assert_eq!(first.rollout.claims().len(), 1);
+    let holders = [(CLAIM.to_owned(), ROLLOUT.0)].into();
+    let (policy, by) = (PolicyBook::default(), Principal::system("an administrator"));
+    let ctx = TransitionContext {
+        now: start(),
+        policy: &policy,
+        by: &by,
+        correlation_id: "c",
+        trace: state_machine::TraceContext::default(),
+        seed: 1,
+        id: Uuid::from_u128(0xC),
+        version: 0,
+    };
+    let refused = Rollout::decide_without(None, order(1, 1).into(), &holders, &ctx).err().unwrap();
+    assert_eq!(refused, Rejection::OtherUnfinished { rollout_id: ROLLOUT });
+    assert!(refused.explain().message.contains("abort it"));
+}
+
+#[test]
+fn snapshot_is_bounded_with_ten_thousand_nodes() {
+    let selector = NodeSelector {
+        sku_id: Some(SkuId(ROLLOUT.0)),
+        region_code: Some("r".repeat(64)),
+        node_ids: Some((0..MAX_NODE_IDS).map(node).collect()),
+    };
+    let Request::Create { mut order } = order(0, MAX_UNAVAILABLE) else { unreachable!() };
+    (order.selector, order.reason) = (selector, "ä".repeat(500));
+    let step = decide_at(start(), None, Request::Create { order }.into()).unwrap();
+    let mut story = Story { rollout: step.next.unwrap(), said: step.events, audited: Vec::new(), now: start() };
+    let (mut most, mut next_end) = (0, 0);
+    for n in 0..100 {
+        while story.rollout.feed.due.is_some() && !story.rollout.feed.is_exhausted {
+            let from = story.rollout.feed.after.map_or(0, |after| (after.node_id.0.as_u128() - 0x100) as usize);
+            let (to, is_last) = (from + PAGE, from + PAGE >= 10_000);
+            story = story.found(from..to, is_last);
+        }
+        most = most.max(serde_json::to_string(&story.rollout).unwrap().len());
+        // Failures stop it, and it is resumed, so that as many as possible are named.
+        for _ in 0..100 {
+            story = if n % 2 == 0 {
+                story.failed(next_end).then(resume())
+            } else {
+                story.ended(next_end, UpdateOutcome::Skipped { reason: SkipReason::UpdateInProgress })
+            };
+            next_end += 1;
+        }
+    }
+    let rollout = story.expect("completed", &[]).rollout;
+    assert_eq!((rollout.failed, rollout.skipped), (5_000, 5_000));
+    assert_eq!((rollout.failures.len(), rollout.skips.len()), (MAX_NAMED, MAX_NAMED));
+    assert!(most < Rollout::SNAPSHOT_MOST * 3 / 4, "{most}");
+}

@@ -1,0 +1,65 @@
+//! How a node's part in a rollout ended.
+
+use serde::{Deserialize, Serialize};
+
+/// How a node's part in a rollout ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "result", rename_all = "snake_case")]
+pub enum UpdateOutcome {
+    /// The version is in use.
+    Updated,
+    /// The agent refused it, rolled it back, or did not report on it: the agent's code, or one of [`failure`].
+    Failed { reason: String },
+    /// No update began.
+    Skipped { reason: SkipReason },
+}
+
+/// Codes of failures that no agent reports.
+pub mod failure {
+    /// No result in time: it is unknown which version is in use.
+    pub const NO_RESULT: &str = "no_result";
+}
+
+/// Why a rollout does not update a node.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Serialize,
+    Deserialize,
+    strum::IntoStaticStr,
+    strum::VariantArray,
+)]
+#[strum(serialize_all = "snake_case", const_into_str)]
+#[serde(rename_all = "snake_case")]
+pub enum SkipReason {
+    /// Its agent reports this version.
+    UpToDate,
+    /// It was never active.
+    NotActive,
+    Offline,
+    Draining,
+    Quarantined,
+    Retired,
+    Removed,
+    /// Another update has no result.
+    UpdateInProgress,
+    /// As many tasks as a node may have are without a result.
+    TooManyTasks,
+    /// Its agent has no task for updates.
+    Unsupported,
+}
+
+impl SkipReason {
+    pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
+
+    /// The code, as the API shows it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        self.into_str()
+    }
+}

@@ -1,0 +1,379 @@
+//! A rollout with real nodes: any order, loss and repetition of the messages between them.
+
+#![allow(clippy::unwrap_used)]
+
+use domain::authz::Principal;
+use domain::event::Event;
+use domain::hardware::PromisedHardware;
+use domain::node::{
+    self, AgentContact, CertificateRecord, Enrollment, Node, NodeHealth, NodeTaskPhase, OnboardingMode, Registration,
+    ReportedInventory, TaskOutcome,
+};
+use domain::policy::PolicyBook;
+use domain::reactions::Reaction;
+use domain::rollout::{Candidate, Fact, FeedPosition, NodeSelector, NodesPage, Phase, Request, Rollout, RolloutOrder};
+use domain::state_machine::{Command as _, TraceContext, TransitionContext};
+use domain::{Machine, NodeId, PackageDigest, RolloutId, SkuId, Timestamp, TokenId, Transition};
+use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+use uuid::Uuid;
+
+const ROLLOUT: RolloutId = RolloutId(Uuid::from_u128(0xB));
+const SERIAL: &str = "01";
+/// Small, so that a few nodes are several pages.
+const PAGE: usize = 3;
+
+fn start() -> Timestamp {
+    Timestamp::from_timestamp(1_800_000_000, 0).unwrap()
+}
+
+fn digest() -> PackageDigest {
+    format!("sha256:{}", "a".repeat(64)).parse().unwrap()
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    /// A message arrives; `again`: it stays, for another delivery.
+    Deliver {
+        which: usize,
+        again: bool,
+    },
+    Lose {
+        which: usize,
+    },
+    /// An agent reports on its update.
+    Report {
+        which: usize,
+        succeeds: bool,
+    },
+    Pause,
+    Resume,
+    Abort,
+    Retire {
+        which: usize,
+    },
+    Pass {
+        seconds: i64,
+    },
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step = prop_oneof![
+        8 => (any::<usize>(), any::<bool>()).prop_map(|(which, again)| Step::Deliver { which, again }),
+        1 => any::<usize>().prop_map(|which| Step::Lose { which }),
+        5 => (any::<usize>(), prop::bool::weighted(0.85))
+            .prop_map(|(which, succeeds)| Step::Report { which, succeeds }),
+        1 => Just(Step::Pause),
+        2 => Just(Step::Resume),
+        1 => prop::bool::weighted(0.2).prop_map(|abort| if abort { Step::Abort } else { Step::Resume }),
+        1 => any::<usize>().prop_map(|which| Step::Retire { which }),
+        2 => (1_i64..60).prop_map(|seconds| Step::Pass { seconds }),
+        1 => Just(Step::Pass { seconds: 700 }),
+    ];
+    prop::collection::vec(step, 0..120)
+}
+
+struct World {
+    rollout: Rollout,
+    nodes: BTreeMap<NodeId, Node>,
+    /// Messages in transit.
+    bus: Vec<Event>,
+    now: Timestamp,
+    /// How often each node has begun an update.
+    begun: BTreeMap<NodeId, u32>,
+    seed: u128,
+}
+
+fn decide<M: Machine>(
+    state: Option<&M>,
+    command: M::Command,
+    (now, id, seed): (Timestamp, Uuid, u128),
+    by: &Principal,
+) -> Result<Transition<M>, M::Rejection> {
+    let policy = PolicyBook::default();
+    let trace = TraceContext::default();
+    M::decide(
+        state,
+        command,
+        &TransitionContext { now, policy: &policy, by, correlation_id: "c", trace, seed, id, version: 1 },
+    )
+}
+
+fn worker() -> Principal {
+    Principal::system("provisioning")
+}
+
+impl World {
+    fn new(nodes: usize, canary: u32, max_unavailable: u32) -> Self {
+        let order = RolloutOrder {
+            digest: digest(),
+            canary,
+            max_unavailable,
+            selector: NodeSelector::default(),
+            reason: "r".into(),
+        };
+        let create = Request::Create { order: Box::new(order) };
+        let step = decide::<Rollout>(None, create.into(), (start(), ROLLOUT.0, 1), &worker()).unwrap();
+        let nodes = (0..nodes).map(|n| active_node(NodeId(Uuid::from_u128(0x100 + n as u128))));
+        Self {
+            rollout: step.next.unwrap(),
+            nodes: nodes.map(|node| (node.id, node)).collect(),
+            bus: step.events,
+            now: start(),
+            begun: BTreeMap::new(),
+            seed: 1,
+        }
+    }
+
+    fn tell_rollout(&mut self, command: impl Into<domain::rollout::Command>) {
+        self.seed += 1;
+        let Ok(step) = decide(Some(&self.rollout), command.into(), (self.now, ROLLOUT.0, self.seed), &worker()) else {
+            return;
+        };
+        let Some(next) = step.next else { return };
+        let before: BTreeSet<_> = self.rollout.in_flight.keys().copied().collect();
+        let started = next.in_flight.keys().filter(|node_id| !before.contains(node_id)).count();
+        assert!(
+            started == 0 || next.phase == Phase::Running,
+            "{started} updates were ordered while it is {}",
+            next.state()
+        );
+        let most = if next.is_in_canary() { next.order.canary - next.updated } else { u32::MAX };
+        let most = most.min(next.order.max_unavailable) as usize;
+        assert!(started == 0 || next.in_flight.len() <= most, "{} in flight, {most} may be", next.in_flight.len());
+        assert!(next.violations(&[]).is_empty(), "{next:?}");
+        self.rollout = next;
+        self.bus.extend(step.events);
+    }
+
+    fn tell_node(&mut self, id: NodeId, by: &Principal, command: impl Into<node::Command>) {
+        self.seed += 1;
+        let Ok(step) = decide(Some(&self.nodes[&id]), command.into(), (self.now, id.0, self.seed), by) else { return };
+        let Some(next) = step.next else { return };
+        let began = step.audit.iter().filter(|record| record.action.as_str() == "nodes.update_agent").count();
+        *self.begun.entry(id).or_default() += u32::try_from(began).unwrap();
+        self.nodes.insert(id, next);
+        self.bus.extend(step.events);
+        let under_update = self.nodes.keys().filter(|id| self.open_update(**id).is_some()).count();
+        assert!(under_update <= self.rollout.order.max_unavailable as usize, "{under_update} nodes are under update");
+        assert!(self.begun.values().all(|count| *count <= 1), "a node began twice: {:?}", self.begun);
+    }
+
+    fn open_update(&self, id: NodeId) -> Option<(domain::TaskId, u32)> {
+        let tasks = self.nodes[&id].tasks.values();
+        let task = tasks.filter(|task| matches!(task.phase, NodeTaskPhase::Open)).find(|task| task.update.is_some())?;
+        Some((task.work.task_id, task.work.attempt))
+    }
+
+    fn take(&mut self, step: Step) {
+        match step {
+            Step::Deliver { which, again } if !self.bus.is_empty() => {
+                let index = which % self.bus.len();
+                let event = if again { self.bus[index].clone() } else { self.bus.swap_remove(index) };
+                self.deliver(&event);
+            }
+            Step::Lose { which } if !self.bus.is_empty() => {
+                self.bus.swap_remove(which % self.bus.len());
+            }
+            Step::Report { which, succeeds } => {
+                let ids: Vec<_> = self.nodes.keys().copied().filter(|id| self.open_update(*id).is_some()).collect();
+                if !ids.is_empty() {
+                    self.report(ids[which % ids.len()], succeeds);
+                }
+            }
+            Step::Pause => self.tell_rollout(Request::Pause { reason: "r".into() }),
+            Step::Resume => self.tell_rollout(Request::Resume { reason: "r".into() }),
+            Step::Abort => self.tell_rollout(Request::Abort { reason: "r".into() }),
+            Step::Retire { which } if !self.nodes.is_empty() => {
+                let id = *self.nodes.keys().nth(which % self.nodes.len()).unwrap();
+                self.tell_node(id, &administrator(), node::Request::Retire { reason: "r".into(), drain: false });
+            }
+            Step::Pass { seconds } => {
+                self.now += chrono::TimeDelta::seconds(seconds);
+                self.tick();
+            }
+            Step::Deliver { .. } | Step::Lose { .. } | Step::Retire { .. } => {}
+        }
+    }
+
+    fn tick(&mut self) {
+        if self.rollout.timer().is_some_and(|at| at <= self.now) {
+            self.tell_rollout(domain::rollout::Command::TICK);
+        }
+        for id in self.nodes.keys().copied().collect::<Vec<_>>() {
+            if self.nodes[&id].timer().is_some_and(|at| at <= self.now) {
+                self.tell_node(id, &worker(), node::Command::TICK);
+            }
+        }
+    }
+
+    fn report(&mut self, id: NodeId, succeeds: bool) {
+        let Some((task_id, attempt)) = self.open_update(id) else { return };
+        let verdict = if succeeds {
+            TaskOutcome::Succeeded { proof: None }
+        } else {
+            TaskOutcome::Failed { code: "rolled_back".into(), message: "m".into() }
+        };
+        let report = node::Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None };
+        self.tell_node(id, &Principal::Node(id), report);
+    }
+
+    fn deliver(&mut self, event: &Event) {
+        match event.reaction() {
+            Reaction::Node(id, fact) => self.tell_node(id, &worker(), fact),
+            Reaction::Rollout(_, fact) => self.tell_rollout(fact),
+            Reaction::FindRolloutNodes(_) => {
+                let page = self.page();
+                self.tell_rollout(Fact::NodesFound { page: Box::new(page) });
+            }
+            Reaction::Nothing => {}
+            other => panic!("not of this world: {other:?}"),
+        }
+    }
+
+    /// As the worker reads it.
+    fn page(&self) -> NodesPage {
+        let after = self.rollout.feed.after;
+        let rest: Vec<_> =
+            self.nodes.values().filter(|node| after.is_none_or(|after| node.id > after.node_id)).collect();
+        let page = &rest[..rest.len().min(PAGE)];
+        let position = |node: &&Node| FeedPosition { created_at: start(), node_id: node.id };
+        NodesPage {
+            after,
+            nodes: page.iter().map(|node| Candidate { node_id: node.id, skip: node.rollout_skip(&digest()) }).collect(),
+            next: if rest.len() > PAGE { page.last().map(position) } else { None },
+        }
+    }
+
+    /// Everything works from now on: the rollout ends.
+    fn converge(&mut self) {
+        for _ in 0..400 {
+            if self.rollout.has_ended() {
+                return;
+            }
+            for event in std::mem::take(&mut self.bus) {
+                self.deliver(&event);
+            }
+            for id in self.nodes.keys().copied().collect::<Vec<_>>() {
+                self.report(id, true);
+            }
+            self.tell_rollout(Request::Resume { reason: "r".into() });
+            if self.bus.is_empty()
+                && let Some(at) = self.rollout.timer()
+            {
+                self.now = self.now.max(at);
+                self.tick();
+            }
+        }
+        panic!("it does not end: {:?}", self.rollout);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn rollout_updates_each_node_once_within_its_bound_and_ends(
+        steps in steps(), nodes in 0_usize..12, canary in 0_u32..4, max_unavailable in 1_u32..5,
+    ) {
+        let mut world = World::new(nodes, canary, max_unavailable);
+        for step in steps {
+            world.take(step);
+        }
+        world.converge();
+        let rollout = &world.rollout;
+        let ended = (rollout.updated + rollout.failed + rollout.skipped) as usize;
+        match rollout.phase {
+            Phase::Completed => prop_assert_eq!(ended, nodes, "{:?}", rollout),
+            _ => prop_assert!(ended <= nodes && rollout.in_flight.is_empty(), "{:?}", rollout),
+        }
+        // What comes late changes nothing.
+        for event in std::mem::take(&mut world.bus) {
+            world.deliver(&event);
+        }
+        prop_assert!(world.rollout.has_ended());
+    }
+}
+
+fn administrator() -> Principal {
+    let user = r#"{"caller":{"user_id":"u","roles":["admin"],"org_id":null,"project_id":null,"plan":null}}"#;
+    serde_json::from_str(user).unwrap()
+}
+
+/// An active node whose agent can be updated, and is heard for a year.
+fn active_node(id: NodeId) -> Node {
+    let registration = Registration {
+        host: "node-a".into(),
+        port: 22,
+        ssh_username: "ops".into(),
+        ssh_public_key: "ssh-ed25519 AAAA".into(),
+        ssh_key_fingerprint: "SHA256:x".into(),
+        sku: PromisedHardware {
+            sku_id: SkuId(Uuid::from_u128(1)),
+            name: "h100x1".into(),
+            gpu_model: "H100".into(),
+            gpu_memory_mib: 80_000,
+            gpu_count: 0,
+            allowed_regions: vec!["eu".into()],
+        },
+        region_code: "eu".into(),
+        gpus_total: 0,
+        onboarding_mode: OnboardingMode::Manual,
+        metadata: domain::metadata::Metadata::default(),
+    };
+    let inventory = ReportedInventory {
+        gpus: Vec::new(),
+        gpu_source: "simulated".into(),
+        executor: "sandbox".into(),
+        isolates_devices: true,
+        cpu_cores: 64,
+        memory_mib: 512_000,
+        storage_gib: 4_000,
+        host_fingerprint: None,
+        system: None,
+    };
+    let year = start() + chrono::TimeDelta::days(365);
+    let issued = CertificateRecord { serial: SERIAL.into(), not_after: year, generation: 0, authority: None };
+    let register = node::Request::Register { registration: Box::new(registration), probe: None, machine: None };
+    let token = node::Request::IssueToken { token_id: TokenId(id.0), token_sha256: [7; 32], ttl_seconds: None };
+    let enroll = node::Request::Enroll(Box::new(Enrollment {
+        token_sha256: [7; 32],
+        csr_sha256: [1; 32],
+        issued,
+        recovery_public_key: "k".into(),
+        boot_id: "boot-1".into(),
+        agent_version: "1".into(),
+        protocol: 3,
+        inventory: inventory.clone(),
+    }));
+    let seen = AgentContact {
+        boot_id: "boot-1".into(),
+        agent_version: "1".into(),
+        protocol: 3,
+        last_seen_at: start(),
+        silent_at: year,
+        task_types: Some(["agent.update".to_owned()].into()),
+        package_digest: None,
+    };
+    let heartbeat = node::Request::Heartbeat {
+        serial: SERIAL.into(),
+        seen: Box::new(seen),
+        inventory: Box::new(inventory),
+        health: Box::new(NodeHealth::default()),
+    };
+    let (admin, agent) = (administrator(), Principal::Node(id));
+    let poll = node::Request::Poll { serial: SERIAL.into() };
+    let commands = [(&admin, register), (&admin, token), (&agent, enroll), (&agent, poll), (&agent, heartbeat)];
+    let mut node: Option<Node> = None;
+    for (by, request) in commands {
+        let step = decide(node.as_ref(), request.into(), (start(), id.0, 3), by).unwrap();
+        node = step.next.or(node);
+    }
+    let mut node = node.unwrap();
+    // The heartbeat's time is set by the machine.
+    if let Some(seen) = &mut node.seen {
+        seen.silent_at = year;
+    }
+    assert_eq!(node.state(), "active");
+    node
+}
