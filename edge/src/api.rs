@@ -32,6 +32,7 @@ mod refund;
 mod rejection_response;
 mod request_context;
 pub(crate) mod request_fields;
+mod rollout;
 mod routing;
 mod service_account;
 mod sku;
@@ -160,6 +161,14 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/update-agent"            => node::update_agent, NotFound, StateConflict;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/findings/{finding_id}/clear" => node::clear_finding, NotFound;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/tasks/{task_id}/resume"  => node::resume_task, NotFound, StateConflict;
+
+        Admin  Get       "/api/v1/admin/rollouts"                           => rollout::list;
+        Admin  PostOnce  "/api/v1/admin/rollouts"                           => rollout::create, StateConflict;
+        Admin  Get       "/api/v1/admin/rollouts/{id}"                      => rollout::get, NotFound;
+        Admin  Get       "/api/v1/admin/rollouts/{id}/nodes"                => rollout::nodes, NotFound;
+        Admin  PostOnce  "/api/v1/admin/rollouts/{id}/pause"                => rollout::pause, NotFound, StateConflict;
+        Admin  PostOnce  "/api/v1/admin/rollouts/{id}/resume"               => rollout::resume, NotFound, StateConflict;
+        Admin  PostOnce  "/api/v1/admin/rollouts/{id}/abort"                => rollout::abort, NotFound, StateConflict;
 
         Admin  Get       "/api/v1/admin/audit-log"                          => audit::log;
 

@@ -1,6 +1,7 @@
 //! The dependencies of the handlers: the actors, the store, and the keys.
 
 pub(crate) mod read_model;
+pub mod rollout_nodes;
 pub mod runtime_interface;
 
 use crate::agent_package::AgentPackage;

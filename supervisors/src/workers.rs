@@ -26,6 +26,7 @@ pub mod provisioning;
 pub mod reactor;
 pub mod recordings;
 pub mod rewrap;
+mod rollout_nodes;
 mod ssh_access;
 pub mod table_maintenance;
 mod trace_export;

@@ -62,6 +62,7 @@ mod recording;
 mod recording_page;
 mod reference_pages;
 mod rental_crashes;
+mod rollouts;
 mod schemathesis;
 mod secret_leaks;
 mod service_account_signing_keys;

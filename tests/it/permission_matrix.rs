@@ -154,6 +154,8 @@ async fn create_resources(cluster: &mut TestCluster) -> Vec<TestResource> {
             ("{worker}", "idle-passivation".to_owned()),
         ),
         one("/api/v1/admin/allocations/{id}", id_of(&allocation)),
+        // No rollout has this id.
+        one("/api/v1/admin/rollouts/{id}", Uuid::nil()),
         // No binding and no value has this id.
         one("/api/v1/admin/platform-roles/bindings/{id}", Uuid::nil()),
         one("/api/v1/admin/policy-values/{id}", Uuid::nil()),

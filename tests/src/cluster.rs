@@ -43,6 +43,7 @@ pub mod resource_handles;
 mod storage_dump;
 pub mod terminal;
 pub mod test_machine;
+pub mod updatable_agent;
 pub mod webhook_receiver;
 
 pub use builder::TestClusterBuilder;

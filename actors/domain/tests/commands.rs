@@ -4,8 +4,8 @@
 
 use domain::state_machine::{AnyCommand, Command, CommandSort};
 use domain::{
-    Machine, allocation, billing_account, key_set, node, notification_endpoint, payment, processor_event, rollout, tenant,
-    terminal_session,
+    Machine, allocation, billing_account, key_set, node, notification_endpoint, payment, processor_event, rollout,
+    tenant, terminal_session,
 };
 use serde_json::{Value, json};
 use std::collections::BTreeSet;

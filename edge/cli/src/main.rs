@@ -66,6 +66,7 @@ mod progress;
 mod recordings;
 mod resource_ref;
 mod roles;
+mod rollouts;
 mod routes;
 mod service_accounts;
 mod skus;
@@ -175,6 +176,9 @@ enum Command {
     /// Administrators: the machines.
     #[command(subcommand, alias = "node")]
     Nodes(nodes::Command),
+    /// Administrators: updates of the agents of many nodes.
+    #[command(subcommand, alias = "rollout")]
+    Rollouts(rollouts::Command),
     /// Administrators: what follows from health findings.
     #[command(subcommand, alias = "health-rule")]
     HealthRules(health_rules::Command),
@@ -257,6 +261,7 @@ async fn execute(command: Command, connection: Connection) -> Result<u8, Failure
         Command::ServiceAccounts(command) => service_accounts::run(command, &connection.api()?).await?,
         Command::ProcessorEvents(command) => processor_events::run(command, &connection.api()?).await?,
         Command::Nodes(command) => nodes::run(command, &connection.api()?).await?,
+        Command::Rollouts(command) => rollouts::run(command, &connection.api()?).await?,
         Command::HealthRules(command) => health_rules::run(command, &connection.api()?).await?,
         Command::Policy(command) => policy::run(command, &connection.api()?).await?,
         Command::Audit(command) => audit::run(command, &connection.api()?).await?,

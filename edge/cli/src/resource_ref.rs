@@ -48,6 +48,13 @@ pub(crate) const NODE: ResourceKind = ResourceKind {
     names: &["/name", "/host"],
     shown: &["/name", "/host", "/state"],
 };
+pub(crate) const ROLLOUT: ResourceKind = ResourceKind {
+    noun: "rollout",
+    listed_by: "gpuctl rollouts list",
+    path: "/api/v1/admin/rollouts",
+    names: &[],
+    shown: &["/state", "/digest"],
+};
 pub(crate) const SKU: ResourceKind = ResourceKind {
     noun: "SKU",
     listed_by: "gpuctl skus list --all",

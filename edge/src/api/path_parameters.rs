@@ -19,10 +19,11 @@ struct PathParameter {
 }
 
 #[rustfmt::skip]
-const PATH_PARAMETERS: [PathParameter; 28] = [
+const PATH_PARAMETERS: [PathParameter; 29] = [
     id("skus/{id}", "The SKU's id"),
     id("nodes/{id}", "The node's id"),
     id("findings/{finding_id}", "The finding's id"),
+    id("rollouts/{id}", "The rollout's id"),
     id("tasks/{task_id}", "The task's id"),
     id("allocations/{id}", "The allocation's id"),
     id("terminal/{allocation_id}", "The allocation's id"),

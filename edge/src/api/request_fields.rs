@@ -256,6 +256,10 @@ numbers! {
     QueueSeconds: u32, 0 to 604800;
     /// How long something is rented, in seconds.
     EstimatedSeconds: u32, 1 to 31622400;
+    /// How many nodes have to succeed before the others of a rollout begin; 0: none.
+    CanaryCount: u32, 0 to 200;
+    /// How many nodes of a rollout may be under update at once.
+    MaxUnavailable: u32, 1 to 200;
     /// Minor units of the currency (cents) per GPU and hour.
     PriceMinor: i64, 0 to 10000000;
 }

@@ -25,6 +25,7 @@ mod policies;
 mod refunds;
 mod repetitions;
 mod replays;
+mod rollouts;
 mod service_accounts;
 mod skus;
 mod ssh_keys;

@@ -190,7 +190,7 @@ mod tests {
         let terminal = TaskKind::OpenTerminal { place: place(), session_id, ends_at: now, recording };
         let reconcile = TaskKind::ReconcileLogins { place: place(), keys: Vec::new() };
         let digest = format!("sha256:{}", "0f".repeat(32)).parse().unwrap();
-        let update = Some(domain::node::AgentUpdate { digest, force: true, commit_seconds: 7 });
+        let update = Some(domain::node::AgentUpdate { digest, force: true, commit_seconds: 7, rollout_id: None });
         let update = TaskKind::OfNode { task_type: TaskType::AgentUpdate, boot_id: None, update };
         let orders = [release(), TaskKind::Provision { place: place(), keys: Vec::new() }, reconcile, terminal, update]
             .into_iter()

@@ -70,6 +70,7 @@ pub struct NotificationData {
     /// The payment, or the one that is refunded.
     payment_id: Option<Uuid>,
     refund_id: Option<Uuid>,
+    rollout_id: Option<Uuid>,
     announcement_id: Option<Uuid>,
     from_state: Option<String>,
     state: Option<String>,
@@ -161,7 +162,9 @@ pub(super) fn pong(now: DateTime<Utc>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use domain::{AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, TerminalSessionId};
+    use domain::{
+        AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, RolloutId, TerminalSessionId,
+    };
     use serde_json::{Value, json};
     use std::collections::BTreeSet;
     use utoipa::PartialSchema as _;
@@ -175,6 +178,7 @@ mod tests {
             account_id: Some(BillingAccountId(id)),
             payment_id: Some(PaymentId(id)),
             refund_id: Some(RefundId(id)),
+            rollout_id: Some(RolloutId(id)),
             announcement_id: Some(AnnouncementId(id)),
             from_state: text(),
             state: text(),

@@ -24,6 +24,7 @@ use domain::event::Stream;
 use domain::node::Node;
 use domain::payment::Payment;
 use domain::reactions::Reaction;
+use domain::rollout::Rollout;
 use domain::state_machine::RequestOrigin;
 use domain::tenant::Tenant;
 use domain::terminal_session::TerminalSession;
@@ -152,6 +153,8 @@ impl Reactor {
                 Some(handler) => handler.process(context, delivery, id).await,
                 None => self.drop_without_processor(delivery).await,
             },
+            Reaction::Rollout(id, fact) => context.send_command::<Rollout>(delivery, id.0, fact).await,
+            Reaction::FindRolloutNodes(id) => super::rollout_nodes::find(context, delivery, id).await,
             Reaction::Tenant { user_id, fact } => {
                 context.send_command::<Tenant>(delivery, id_of_name(EntityKind::Tenant, &user_id), fact).await
             }

@@ -184,8 +184,14 @@ impl FakeAgent {
         if answer.status == StatusCode::NO_CONTENT {
             return None;
         }
+        Some(self.opened(answer))
+    }
+
+    /// The task in the response to a poll, with its signature verified.
+    #[must_use]
+    pub fn opened(&self, answer: ApiResponse) -> TaskPayload {
         let envelope: SignedEnvelope = serde_json::from_value(answer.ok()).expect("a task is an envelope");
-        Some(open(&envelope, &self.verifiers).expect("a task is signed by a key of the bundle"))
+        open(&envelope, &self.verifiers).expect("a task is signed by a key of the bundle")
     }
 
     /// The next task; fails if there is none.

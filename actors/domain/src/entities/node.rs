@@ -72,7 +72,7 @@ pub use recovery::{IdentityRecovery, Nonce, Reissue};
 pub use reimage::{Reimage, ReimageStage};
 pub use repair::{NodeRepair, RepairPhase};
 pub use request::{CommandName, Request};
-pub use rollout_update::NodeRollout;
+pub use rollout_update::{NodeRollout, rollout_term};
 pub use ssh_access::{HoldSshAccess, SshKeysTask};
 pub use state_reason::{StateCode, StateReason};
 pub use tasks::{NodeTask, NodeTaskPhase};
@@ -483,7 +483,8 @@ impl Machine for Node {
     }
 
     fn terms(&self) -> BTreeSet<String> {
-        self.registration.metadata.terms()
+        let rollouts = self.rollouts.iter().map(|known| rollout_update::rollout_term(known.rollout_id));
+        self.registration.metadata.terms().into_iter().chain(rollouts).collect()
     }
 
     fn is_transient(&self) -> bool {

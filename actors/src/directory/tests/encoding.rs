@@ -22,6 +22,7 @@ use serde_json::json;
 use std::fmt::Debug;
 
 const NODE: NodeId = NodeId(Uuid::from_u128(0x10));
+const ROLLOUT: domain::RolloutId = domain::RolloutId(Uuid::from_u128(0x20));
 const TENANT: AllocationId = AllocationId(ALLOCATION);
 
 fn at() -> Timestamp {
@@ -115,7 +116,7 @@ fn digest() -> domain::PackageDigest {
 }
 
 fn update() -> node::AgentUpdate {
-    node::AgentUpdate { digest: digest(), force: true, commit_seconds: 120 }
+    node::AgentUpdate { digest: digest(), force: true, commit_seconds: 120, rollout_id: Some(ROLLOUT) }
 }
 
 #[test]
@@ -288,6 +289,7 @@ fn node_commands() -> Vec<node::Command> {
         Request::OrderTask { task_type: TaskType::NodeReboot, reason: text() }.into(),
         Request::ResumeTask { task_id: TaskId(ALLOCATION), reason: text() }.into(),
         Request::UpdateAgent { digest: digest(), force: true, reason: text() }.into(),
+        node::Fact::UpdateForRollout { rollout_id: ROLLOUT, digest: digest() }.into(),
         Request::Report { serial: "0a".into(), task_id: TaskId(ALLOCATION), attempt: 2, verdict: failed, output: None }
             .into(),
         Request::Report {
@@ -750,6 +752,57 @@ fn of_the_health_rules() {
     let others = [Rejection::NotFound, Rejection::NotSet { pattern }, Rejection::TooMany { limit: 100 }];
     let rejections: Vec<_> = refused.chain(others).collect();
     survives::<HealthRules>(commands, [Reply::Written { written: Box::new(written) }, Reply::Done], rejections);
+}
+
+#[test]
+fn of_a_rollout() {
+    use domain::rollout::{
+        Candidate, Command, CommandName, Fact, FeedPosition, NodeSelector, NodesPage, PhaseName, Rejection, Reply,
+        Request, Rollout, RolloutOrder,
+    };
+    use domain::update_outcome::{SkipReason, UpdateOutcome};
+    let order = RolloutOrder {
+        digest: digest(),
+        canary: 1,
+        max_unavailable: 2,
+        selector: NodeSelector {
+            sku_id: Some(domain::SkuId(ALLOCATION)),
+            region_code: Some(text()),
+            node_ids: Some([NODE].into()),
+        },
+        reason: text(),
+    };
+    let create = Request::Create { order: Box::new(order) };
+    let (created, reply) = decided::<Rollout>(None, create.clone(), &ann(), ROLLOUT.0);
+    let position = FeedPosition { created_at: at(), node_id: NODE };
+    let nodes =
+        vec![Candidate { node_id: NODE, skip: None }, Candidate { node_id: NODE, skip: Some(SkipReason::Offline) }];
+    let page = |after, next| Fact::NodesFound { page: Box::new(NodesPage { after, nodes: nodes.clone(), next }) };
+    let (running, _) = decided(Some(&created), page(None, Some(position)), &crate::testing::worker(), ROLLOUT.0);
+    let stop = Fact::NodeEnded { node_id: NODE, outcome: UpdateOutcome::Failed { reason: text() } };
+    let (stopped, _) = decided(Some(&running), stop.clone(), &crate::testing::worker(), ROLLOUT.0);
+    let skips = SkipReason::ALL.iter().map(|reason| UpdateOutcome::Skipped { reason: *reason });
+    let ended = skips.chain([UpdateOutcome::Updated]).map(|outcome| Fact::NodeEnded { node_id: NODE, outcome });
+    let others = [
+        create,
+        Request::Pause { reason: text() },
+        Request::Resume { reason: text() },
+        Request::Abort { reason: text() },
+    ];
+    let commands: Vec<Command> = ended
+        .chain([page(None, Some(position)), page(Some(position), None), stop])
+        .map(Command::from)
+        .chain(others.map(Command::from))
+        .chain([Command::TICK])
+        .collect();
+    let replies = [reply, Reply::Rollout { rollout: Box::new(stopped) }, Reply::Done];
+    let rejections = [
+        Rejection::NotFound,
+        Rejection::Exists,
+        Rejection::OtherUnfinished { rollout_id: ROLLOUT },
+        Rejection::WrongState { state: PhaseName::Stopped, command: CommandName::Pause },
+    ];
+    survives::<Rollout>(commands, replies, rejections);
 }
 
 #[test]

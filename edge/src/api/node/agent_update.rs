@@ -46,6 +46,9 @@ pub(super) struct AgentUpdateView {
     ended_at: Option<DateTime<Utc>>,
     /// Why the version of before is in use. Null where it is not.
     error: Option<OutcomeError>,
+    /// The rollout that ordered it; absent where an administrator did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rollout_id: Option<Uuid>,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -81,6 +84,7 @@ impl AgentUpdateView {
             deadline_at: task.work.deadline_at,
             ended_at,
             error,
+            rollout_id: task.update.as_ref()?.rollout_id.map(|id| id.0),
         })
     }
 }
@@ -114,7 +118,10 @@ pub(in crate::api) async fn update_agent(
 }
 
 /// The package's digest that was given, or else the one that the installation publishes.
-fn package_digest(services: &Services, given: Option<&DigestText>) -> Result<PackageDigest, ApiError> {
+pub(in crate::api) fn package_digest(
+    services: &Services,
+    given: Option<&DigestText>,
+) -> Result<PackageDigest, ApiError> {
     let published = services.agent_package.bundled.digest.as_deref();
     let digest = given.map(|digest| &**digest).or(published).ok_or_else(|| {
         let message = format!(

@@ -37,6 +37,7 @@ const TAGS: &[(&str, &str)] = &[
     ("access_token", "Access tokens for service accounts, by OAuth 2.0 client credentials."),
     ("protected_resource", "Where to log in (RFC 9728)."),
     ("node", "The inventory: machines, their way into trust, and what administrators do with them."),
+    ("rollout", "Updates of the agents of many nodes: canaries first, then waves."),
     ("key_set", "The keys of the service itself, and their rotation."),
     ("platform_role", "Roles that are bound here to subjects, beside those of their tokens."),
     ("health_rule", "What follows from health findings, and the overrides of administrators."),

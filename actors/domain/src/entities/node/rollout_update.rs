@@ -24,6 +24,12 @@ pub struct NodeRollout {
     pub outcome: Option<UpdateOutcome>,
 }
 
+/// The term of every node that a rollout has ordered an update of.
+#[must_use]
+pub fn rollout_term(rollout_id: RolloutId) -> String {
+    format!("rollout/{rollout_id}")
+}
+
 impl Node {
     /// Why a rollout of this version does not update the node; `None` where it does.
     #[must_use]

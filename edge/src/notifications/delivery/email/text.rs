@@ -35,6 +35,7 @@ struct Data {
     account_id: Option<Uuid>,
     payment_id: Option<Uuid>,
     refund_id: Option<Uuid>,
+    rollout_id: Option<Uuid>,
     announcement_id: Option<Uuid>,
     from_state: Option<Value>,
     state: Option<Value>,
@@ -159,6 +160,27 @@ fn content(notification: &Notification) -> Option<Content> {
                 ),
             )
             .step("To see it", format!("gpuctl nodes show {node}"))
+        }
+        "node.rollout_stopped" => {
+            let (rollout, why) = (id_or(data.rollout_id, "ROLLOUT"), value_or(&data.reason, "not reported").to_owned());
+            Content::new(
+                format!("Operators: rollout {rollout} has stopped"),
+                format!(
+                    "The update of the agent of node {node} failed. Updates that were in flight go on; no other one begins. The reason is \
+                     {why}."
+                ),
+            )
+            .step("To see it", format!("gpuctl rollouts show {rollout}"))
+            .step("To go on with the other nodes", format!("gpuctl rollouts resume {rollout} --reason TEXT"))
+            .step("To end it", format!("gpuctl rollouts abort {rollout} --reason TEXT"))
+        }
+        "node.rollout_completed" => {
+            let rollout = id_or(data.rollout_id, "ROLLOUT");
+            Content::new(
+                format!("Operators: rollout {rollout} is complete"),
+                "Every node of the rollout was updated, has failed or was skipped.",
+            )
+            .step("To see them", format!("gpuctl rollouts show {rollout}"))
         }
         "node.tenant_faulted" => Content::new(
             format!("The machine of allocation {allocation} has a fault"),
@@ -337,6 +359,7 @@ fn facts(notification: &Notification, public_url: &str) -> Vec<(&'static str, St
         ("Billing account", data.account_id),
         ("Payment", data.payment_id),
         ("Refund", data.refund_id),
+        ("Rollout", data.rollout_id),
         ("Announcement", data.announcement_id),
     ];
     let ids = ids.into_iter().filter_map(|(name, id)| Some((name, id?.to_string())));

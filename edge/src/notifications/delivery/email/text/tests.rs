@@ -2,7 +2,9 @@ use super::*;
 use crate::notifications::{EventHeader, encoded};
 use domain::announcement::Severity;
 use domain::notification::{Channel, live_subjects};
-use domain::{AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, TerminalSessionId};
+use domain::{
+    AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, RolloutId, TerminalSessionId,
+};
 use serde_json::json;
 
 const ENDPOINT: &str = "00000000-0000-0000-0000-0000000000ee";
@@ -23,6 +25,7 @@ fn data_of(kind: &str) -> domain::notification::NotificationDetails {
     let account = |data: Data| Data { account_id: Some(BillingAccountId(id(4))), ..data };
     let payment = |data: Data| account(Data { payment_id: Some(PaymentId(id(5))), ..data });
     let refund = |data: Data| payment(Data { refund_id: Some(RefundId(id(6))), ..data });
+    let rollout = |data: Data| Data { rollout_id: Some(RolloutId(id(8))), ..data };
     match kind {
         "provisioning.active" => node(allocation(in_state("active"))),
         "provisioning.failed" => reason("insufficient_capacity", allocation(Data::default())),
@@ -35,6 +38,8 @@ fn data_of(kind: &str) -> domain::notification::NotificationDetails {
             reason("heartbeat_missed", node(Data { from_state: Some("active".into()), ..in_state("offline") }))
         }
         "node.agent_update_failed" => reason("rolled_back", node(Data::default())),
+        "node.rollout_stopped" => rollout(reason("rolled_back", node(in_state("stopped")))),
+        "node.rollout_completed" => rollout(in_state("completed")),
         "node.tenant_faulted" => reason("health_critical", node(allocation(Data::default()))),
         "node.evacuation_begun" => Data {
             release_at: Some(DateTime::UNIX_EPOCH),
