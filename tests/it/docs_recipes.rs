@@ -11,6 +11,7 @@ use std::process::Stdio;
 use std::time::Duration;
 use supervisors::dev::environment::EnvironmentFile;
 use tests::cluster::gpuctl::PtySession;
+use tests::cluster::updatable_agent::{UpdatableFleet, digest};
 use tests::cluster::{TestCluster, WAIT_TIMEOUT};
 use tokio::process::Command;
 
@@ -41,6 +42,8 @@ const BY_COMMAND_LINE: [Recipe; 6] = [
     ("user/ssh-keys.md", "Log in"),
     ("operator/administration.md", "By command line"),
 ];
+const ROLLING_OUT: [Recipe; 2] =
+    [("operator/updates.md", "Roll out an update"), ("operator/updates.md", "Pause, resume, abort")];
 const PAYING: [Recipe; 2] = [("user/login.md", "Log in"), ("user/billing.md", "Pay in a development environment")];
 
 /// What `deploy/up` gives its replicas, and tells in `.dev/env`.
@@ -227,6 +230,26 @@ async fn by_command_line_a_user_pays_in_and_has_a_part_of_it_back() {
     assert_eq!(cluster.balance_micro().await, 1_500_000_000);
     let secret = cluster.processor_client().all("payment_intents").await[0]["client_secret"].clone();
     cluster.register_secret("a client secret", secret.as_str().unwrap());
+    tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn by_command_line_an_operator_rolls_out_an_update_pauses_it_resumes_it_and_aborts_it() {
+    let mut cluster = TestCluster::builder().variable(REFRESH.0, REFRESH.1).start().await;
+    let fleet = UpdatableFleet::start(&mut cluster, "h100", 3, 0).await;
+    let folder = followed(&cluster);
+    let log_in =
+        "printf '%s\\n' \"$SVC_ADMIN_PASSWORD\" | gpuctl login --username \"$SVC_ADMIN_USERNAME\" --password-stdin";
+    let given = format!(". .dev/env\nPATH=$PWD/target/debug:$PATH\nDIGEST={} SKU=h100\n{log_in}", digest('a'));
+    let script = format!("set -eu\n{given}\n{}", recipes(&ROLLING_OUT));
+    let (went_well, transcript) = transcript(&script, folder.path()).await;
+    assert!(went_well, "{transcript}");
+    expect_no_failure(&transcript);
+    assert!(transcript.contains("paused") && transcript.contains("abort"), "{transcript}");
+    fleet.shared.finish(3);
+    let is_aborted = |list: &serde_json::Value| list["items"][0]["state"] == "aborted";
+    let list = cluster.admin.wait_until("/api/v1/admin/rollouts", "it is aborted", is_aborted).await;
+    assert!(list["items"][0]["updated"].as_u64() < Some(2), "no more than the canary: {list}");
     tokio::time::timeout(WAIT_TIMEOUT, cluster.shutdown()).await.unwrap();
 }
 

@@ -1,5 +1,5 @@
-//! Fake agents that update themselves: each executes `agent.update` as a test wants it, and counts what it was ordered. Without certificates
-//! in a package or a finalizer, it is the cheapest node of a rollout, of which benchmarks run many.
+//! Fake agents that update themselves: each executes `agent.update` as a test wants it, and counts what it was ordered. Without a package or a
+//! finalizer, it is the cheapest node of a rollout, of which benchmarks run many.
 
 use super::client::send_request;
 use super::fake_agent::FakeAgent;
@@ -7,7 +7,7 @@ use super::{NodeHandle, TestCluster, WAIT_TIMEOUT};
 use reqwest::Method;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
@@ -40,7 +40,9 @@ pub struct FleetBehavior {
     begun: Mutex<Vec<Uuid>>,
     in_flight: AtomicUsize,
     most_in_flight: AtomicUsize,
-    is_silent: AtomicBool,
+    ended: AtomicUsize,
+    /// How long an update takes beside its wait for a permit.
+    takes_ms: AtomicU64,
 }
 
 impl FleetBehavior {
@@ -51,7 +53,8 @@ impl FleetBehavior {
             begun: Mutex::default(),
             in_flight: AtomicUsize::new(0),
             most_in_flight: AtomicUsize::new(0),
-            is_silent: AtomicBool::new(false),
+            ended: AtomicUsize::new(0),
+            takes_ms: AtomicU64::new(0),
         }
     }
 
@@ -68,6 +71,16 @@ impl FleetBehavior {
     /// The nodes whose updates began, in their order.
     pub fn begun(&self) -> Vec<Uuid> {
         self.begun.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Each update takes so long.
+    pub fn take_for_each(&self, time: Duration) {
+        self.takes_ms.store(u64::try_from(time.as_millis()).unwrap_or(u64::MAX), Ordering::SeqCst);
+    }
+
+    /// The updates whose result was answered.
+    pub fn ended(&self) -> usize {
+        self.ended.load(Ordering::SeqCst)
     }
 
     /// The most updates that were in progress at once.
@@ -115,11 +128,6 @@ impl UpdatableFleet {
             running.spawn(agent.serve(Arc::clone(&shared)));
         }
         Self { nodes, shared, _running: running }
-    }
-
-    /// The agents send nothing from now on.
-    pub fn silence(&self) {
-        self.shared.is_silent.store(true, Ordering::SeqCst);
     }
 }
 
@@ -172,9 +180,7 @@ impl UpdatableAgent {
             loop {
                 // Spread out, as the heartbeats of machines are.
                 tokio::time::sleep(HEARTBEAT_INTERVAL.mul_f64(0.5 + rand::random::<f64>() / 2.0)).await;
-                if !shared.is_silent.load(Ordering::SeqCst) {
-                    this.heartbeat().await;
-                }
+                this.heartbeat().await;
             }
         };
         let tasks = async {
@@ -203,6 +209,9 @@ impl UpdatableAgent {
         };
         let body = serde_json::to_value(&result).unwrap();
         self.send_until_answered(&format!("tasks/{}/result", task.task_id), &body).await;
+        if matches!(task.task, Task::UpdateAgent(_)) {
+            shared.ended.fetch_add(1, Ordering::SeqCst);
+        }
     }
 
     async fn update(&self, task: &TaskPayload, to: &str, shared: &FleetBehavior) -> TaskResult {
@@ -211,6 +220,7 @@ impl UpdatableAgent {
         let in_flight = shared.in_flight.fetch_add(1, Ordering::SeqCst) + 1;
         shared.most_in_flight.fetch_max(in_flight, Ordering::SeqCst);
         shared.gate.acquire().await.unwrap().forget();
+        tokio::time::sleep(Duration::from_millis(shared.takes_ms.load(Ordering::SeqCst))).await;
         let fails = lock(&shared.fails).contains(&node);
         let result = if fails {
             self.agent.failure(task)
