@@ -58,6 +58,10 @@ REFUSED_FOR_ITS_MEANING = [
     r"^`pattern` must be a probe, a slash and a code",
     # A form that this installation does not have.
     r"^This installation publishes no package",
+    # Whether a rollout has nodes follows from the inventory.
+    r"^`selector` matches no node",
+    r"^`selector\.sku` is not the name or id of a SKU",
+    r"^`selector\.node_ids` has ",
 ]
 
 # The same, where a code of its own says so: what an address leads to, and what the one key admits that a value is for.
