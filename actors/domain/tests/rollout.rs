@@ -11,7 +11,9 @@ use domain::node::{
 };
 use domain::policy::PolicyBook;
 use domain::reactions::Reaction;
-use domain::rollout::{Candidate, Fact, FeedPosition, NodeSelector, NodesPage, Phase, Request, Rollout, RolloutOrder};
+use domain::rollout::{
+    Fact, FeedPosition, NodeSelector, NodesPage, Phase, Request, Rollout, RolloutCandidate, RolloutOrder,
+};
 use domain::state_machine::{Command as _, TraceContext, TransitionContext};
 use domain::{Machine, NodeId, PackageDigest, RolloutId, SkuId, Timestamp, TokenId, Transition};
 use proptest::prelude::*;
@@ -240,7 +242,10 @@ impl World {
         let position = |node: &&Node| FeedPosition { created_at: start(), node_id: node.id };
         NodesPage {
             after,
-            nodes: page.iter().map(|node| Candidate { node_id: node.id, skip: node.rollout_skip(&digest()) }).collect(),
+            nodes: page
+                .iter()
+                .map(|node| RolloutCandidate { node_id: node.id, skip: node.rollout_skip(&digest()) })
+                .collect(),
             next: if rest.len() > PAGE { page.last().map(position) } else { None },
         }
     }

@@ -7,7 +7,7 @@ use axum::response::{IntoResponse as _, Response};
 use chrono::{DateTime, Utc};
 use domain::node::{Node, rollout_term};
 use domain::rollout::{EndedNode, NodeSelector, Phase, Reply, Request, Rollout, RolloutOrder};
-use domain::update_outcome::UpdateOutcome;
+use domain::rollout_outcome::RolloutOutcome;
 use domain::{EntityKind, Machine as _, NodeId, RolloutId, SkuId, Timestamp};
 use persistence::queries::ListFilter;
 use serde::{Deserialize, Serialize};
@@ -412,9 +412,9 @@ impl RolloutNodeView {
         let part = node.rollouts.iter().find(|known| known.rollout_id == rollout_id);
         let (outcome, reason) = match part.and_then(|known| known.outcome.as_ref()) {
             None => (RolloutNodeOutcome::Open, None),
-            Some(UpdateOutcome::Updated) => (RolloutNodeOutcome::Updated, None),
-            Some(UpdateOutcome::Failed { reason }) => (RolloutNodeOutcome::Failed, Some(reason.clone())),
-            Some(UpdateOutcome::Skipped { reason }) => (RolloutNodeOutcome::Skipped, Some(reason.name().to_owned())),
+            Some(RolloutOutcome::Updated) => (RolloutNodeOutcome::Updated, None),
+            Some(RolloutOutcome::Failed { reason }) => (RolloutNodeOutcome::Failed, Some(reason.clone())),
+            Some(RolloutOutcome::Skipped { reason }) => (RolloutNodeOutcome::Skipped, Some(reason.name().to_owned())),
         };
         Self { node_id: node.id.0, host: node.registration.host.clone(), outcome, reason }
     }

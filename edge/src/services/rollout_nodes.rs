@@ -1,7 +1,7 @@
 //! The nodes of a rollout, read in pages in the order of their creation.
 
 use domain::node::{Node, PhaseName};
-use domain::rollout::{Candidate, FeedPosition, NodeSelector, NodesPage, PAGE};
+use domain::rollout::{FeedPosition, NodeSelector, NodesPage, PAGE, RolloutCandidate};
 use domain::{EntityKind, NodeId, PackageDigest, Timestamp};
 use persistence::queries::{Cursor, EntityRow, ListFilter};
 use persistence::{Reads, StoreError};
@@ -63,7 +63,7 @@ impl RolloutScope<'_> {
     }
 
     /// `None` where the node does not match, or cannot be read: its owner has parked it.
-    fn candidate(&self, row: &EntityRow) -> Option<Candidate> {
+    fn candidate(&self, row: &EntityRow) -> Option<RolloutCandidate> {
         let node: Node = serde_json::from_str(&row.body)
             .inspect_err(|error| {
                 tracing::warn!(entity.id = %row.entity.id, %error, "an unreadable node is left out of a rollout");
@@ -71,7 +71,7 @@ impl RolloutScope<'_> {
             .ok()?;
         let is_sku = self.selector.sku_id.is_none_or(|sku_id| sku_id == node.registration.sku.sku_id);
         let is_region = self.selector.region_code.as_ref().is_none_or(|code| *code == node.registration.region_code);
-        (is_sku && is_region).then(|| Candidate { node_id: node.id, skip: node.rollout_skip(self.digest) })
+        (is_sku && is_region).then(|| RolloutCandidate { node_id: node.id, skip: node.rollout_skip(self.digest) })
     }
 }
 

@@ -10,9 +10,9 @@ use crate::notification::{Audience, Notification, NotificationDetails};
 use crate::payment::{self, ProcessorCall};
 use crate::policy::PolicyKey;
 use crate::rollout;
+use crate::rollout_outcome::RolloutOutcome;
 use crate::tenant;
 use crate::terminal_session;
-use crate::update_outcome::UpdateOutcome;
 
 /// The command that follows from an event: a fact for another entity, or the call that finds it out.
 #[derive(Clone, Debug, PartialEq)]
@@ -270,10 +270,10 @@ impl Event {
             }
             Self::AgentUpdated { rollout_id: None, .. } => none,
             Self::AgentUpdated { node_id, rollout_id: Some(rollout_id), .. } => {
-                to_rollout(rollout_id, node_id, UpdateOutcome::Updated)
+                to_rollout(rollout_id, node_id, RolloutOutcome::Updated)
             }
             Self::AgentUpdateFailed { node_id, digest: _, reason, rollout_id } => {
-                let outcome = UpdateOutcome::Failed { reason: reason.clone() };
+                let outcome = RolloutOutcome::Failed { reason: reason.clone() };
                 let follows = rollout_id.map_or(none, |rollout_id| to_rollout(rollout_id, node_id, outcome));
                 let data = Details { node_id: Some(node_id), reason: Some(reason), ..Details::default() };
                 follows.notify(Audience::Operators, data)

@@ -30,7 +30,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use uuid::Uuid;
 
-pub use fact::{Candidate, Fact, NodesPage};
+pub use fact::{Fact, NodesPage, RolloutCandidate};
 pub use request::{CommandName, Request};
 
 /// The bound of nodes under update at once.

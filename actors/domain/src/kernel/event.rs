@@ -20,8 +20,8 @@ use crate::money::Currency;
 use crate::package_digest::PackageDigest;
 use crate::policy::PolicyKey;
 use crate::recording::RecordingTerms;
+use crate::rollout_outcome::RolloutOutcome;
 use crate::time::Timestamp;
-use crate::update_outcome::UpdateOutcome;
 use serde::{Deserialize, Serialize};
 
 /// Who is notified of an event.
@@ -340,7 +340,7 @@ events! {
     RolloutNodeEnded: "node.rollout_node_ended" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,
         rollout_id: RolloutId,
-        outcome: UpdateOutcome,
+        outcome: RolloutOutcome,
     }
     DevicesReserved: "node.devices_reserved" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// How a node's part in a rollout ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "result", rename_all = "snake_case")]
-pub enum UpdateOutcome {
+pub enum RolloutOutcome {
     /// The version is in use.
     Updated,
     /// The agent refused it, rolled it back, or did not report on it: the agent's code, or one of [`failure`].

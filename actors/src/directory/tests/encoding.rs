@@ -757,10 +757,10 @@ fn of_the_health_rules() {
 #[test]
 fn of_a_rollout() {
     use domain::rollout::{
-        Candidate, Command, CommandName, Fact, FeedPosition, NodeSelector, NodesPage, PhaseName, Rejection, Reply,
-        Request, Rollout, RolloutOrder,
+        Command, CommandName, Fact, FeedPosition, NodeSelector, NodesPage, PhaseName, Rejection, Reply, Request,
+        Rollout, RolloutCandidate, RolloutOrder,
     };
-    use domain::update_outcome::{SkipReason, UpdateOutcome};
+    use domain::rollout_outcome::{RolloutOutcome, SkipReason};
     let order = RolloutOrder {
         digest: digest(),
         canary: 1,
@@ -775,14 +775,16 @@ fn of_a_rollout() {
     let create = Request::Create { order: Box::new(order) };
     let (created, reply) = decided::<Rollout>(None, create.clone(), &ann(), ROLLOUT.0);
     let position = FeedPosition { created_at: at(), node_id: NODE };
-    let nodes =
-        vec![Candidate { node_id: NODE, skip: None }, Candidate { node_id: NODE, skip: Some(SkipReason::Offline) }];
+    let nodes = vec![
+        RolloutCandidate { node_id: NODE, skip: None },
+        RolloutCandidate { node_id: NODE, skip: Some(SkipReason::Offline) },
+    ];
     let page = |after, next| Fact::NodesFound { page: Box::new(NodesPage { after, nodes: nodes.clone(), next }) };
     let (running, _) = decided(Some(&created), page(None, Some(position)), &crate::testing::worker(), ROLLOUT.0);
-    let stop = Fact::NodeEnded { node_id: NODE, outcome: UpdateOutcome::Failed { reason: text() } };
+    let stop = Fact::NodeEnded { node_id: NODE, outcome: RolloutOutcome::Failed { reason: text() } };
     let (stopped, _) = decided(Some(&running), stop.clone(), &crate::testing::worker(), ROLLOUT.0);
-    let skips = SkipReason::ALL.iter().map(|reason| UpdateOutcome::Skipped { reason: *reason });
-    let ended = skips.chain([UpdateOutcome::Updated]).map(|outcome| Fact::NodeEnded { node_id: NODE, outcome });
+    let skips = SkipReason::ALL.iter().map(|reason| RolloutOutcome::Skipped { reason: *reason });
+    let ended = skips.chain([RolloutOutcome::Updated]).map(|outcome| Fact::NodeEnded { node_id: NODE, outcome });
     let others = [
         create,
         Request::Pause { reason: text() },

@@ -181,7 +181,7 @@ fn value<'a>(word: &'a str, route: &str, key_file: &'a str) -> &'a str {
         "TASK-TYPE" => "node.validate",
         "SKU" if !route.contains("/skus") => "h100x8",
         "SKU" | "NODE" | "TASK" | "FINDING" | "ALLOCATION" | "SESSION" | "RECORDING" | "PAYMENT" | "ACCOUNT"
-        | "EVENT" | "KEY" | "SERVICE-ACCOUNT" | "ENDPOINT" | "MEMBER" | "BINDING" | "POLICY-VALUE" => ID,
+        | "EVENT" | "KEY" | "SERVICE-ACCOUNT" | "ENDPOINT" | "MEMBER" | "BINDING" | "POLICY-VALUE" | "ROLLOUT" => ID,
         word => word,
     }
 }

@@ -6,9 +6,9 @@ use crate::event::Event;
 use crate::id::{RolloutId, TaskId};
 use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyKey, Scopes};
+use crate::rollout_outcome::{RolloutOutcome, SkipReason, failure};
 use crate::state_machine::{Effect, Transition, TransitionContext};
 use crate::task_type::TaskType;
-use crate::update_outcome::{SkipReason, UpdateOutcome, failure};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -21,7 +21,7 @@ pub struct NodeRollout {
     pub rollout_id: RolloutId,
     /// `None` while the update has no result.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub outcome: Option<UpdateOutcome>,
+    pub outcome: Option<RolloutOutcome>,
 }
 
 /// The term of every node that a rollout has ordered an update of.
@@ -70,8 +70,8 @@ impl Node {
             // The task is gone without a result.
             Some(NodeRollout { outcome: None, .. }) => {
                 let outcome = match self.rollout_skip(&digest) {
-                    Some(reason @ SkipReason::Removed) => UpdateOutcome::Skipped { reason },
-                    Some(_) | None => UpdateOutcome::Failed { reason: failure::NO_RESULT.to_owned() },
+                    Some(reason @ SkipReason::Removed) => RolloutOutcome::Skipped { reason },
+                    Some(_) | None => RolloutOutcome::Failed { reason: failure::NO_RESULT.to_owned() },
                 };
                 let mut next = self.clone();
                 next.record_rollout(rollout_id, Some(outcome.clone()));
@@ -103,7 +103,7 @@ impl Node {
             Ok(task_id) => task_id,
             Err(reason) => {
                 // It is remembered, so that a late repetition of the order begins nothing.
-                let outcome = UpdateOutcome::Skipped { reason };
+                let outcome = RolloutOutcome::Skipped { reason };
                 next.record_rollout(rollout_id, Some(outcome.clone()));
                 return next.answer_rollout(rollout_id, outcome);
             }
@@ -119,8 +119,8 @@ impl Node {
     pub(super) fn end_rollout_update(&mut self, task_id: TaskId, verdict: &TaskOutcome) {
         let Some(rollout_id) = self.rollout_of(task_id) else { return };
         let outcome = match verdict {
-            TaskOutcome::Succeeded { .. } => UpdateOutcome::Updated,
-            TaskOutcome::Failed { code, .. } => UpdateOutcome::Failed { reason: code.clone() },
+            TaskOutcome::Succeeded { .. } => RolloutOutcome::Updated,
+            TaskOutcome::Failed { code, .. } => RolloutOutcome::Failed { reason: code.clone() },
         };
         self.record_rollout(rollout_id, Some(outcome));
     }
@@ -128,7 +128,7 @@ impl Node {
     /// A task has no result in time: its rollout counts it as failed.
     pub(super) fn stall_rollout_update(&mut self, task_id: TaskId) -> Option<Event> {
         let rollout_id = self.rollout_of(task_id)?;
-        let outcome = UpdateOutcome::Failed { reason: failure::NO_RESULT.to_owned() };
+        let outcome = RolloutOutcome::Failed { reason: failure::NO_RESULT.to_owned() };
         self.record_rollout(rollout_id, Some(outcome.clone()));
         Some(Event::RolloutNodeEnded { node_id: self.id, rollout_id, outcome })
     }
@@ -144,7 +144,7 @@ impl Node {
         })
     }
 
-    fn record_rollout(&mut self, rollout_id: RolloutId, outcome: Option<UpdateOutcome>) {
+    fn record_rollout(&mut self, rollout_id: RolloutId, outcome: Option<RolloutOutcome>) {
         match self.rollouts.iter_mut().find(|known| known.rollout_id == rollout_id) {
             Some(known) => known.outcome = outcome,
             None => self.rollouts.push(NodeRollout { rollout_id, outcome }),
@@ -153,7 +153,7 @@ impl Node {
         self.rollouts.drain(..surplus);
     }
 
-    fn answer_rollout(&self, rollout_id: RolloutId, outcome: UpdateOutcome) -> Transition<Self> {
+    fn answer_rollout(&self, rollout_id: RolloutId, outcome: RolloutOutcome) -> Transition<Self> {
         let event = Event::RolloutNodeEnded { node_id: self.id, rollout_id, outcome };
         Transition::to(self.clone(), Reply::Done, format!("rollout {rollout_id} was answered")).event(event)
     }

@@ -4,8 +4,8 @@ use super::{EndedNode, FeedPosition, MAX_NAMED, Phase, Reply, Rollout};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::NodeId;
+use crate::rollout_outcome::{RolloutOutcome, SkipReason};
 use crate::state_machine::{Transition, TransitionContext};
-use crate::update_outcome::{SkipReason, UpdateOutcome};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -20,7 +20,7 @@ pub enum Fact {
     /// The next nodes of its selector.
     NodesFound { page: Box<NodesPage> },
     /// A node's part has ended.
-    NodeEnded { node_id: NodeId, outcome: UpdateOutcome },
+    NodeEnded { node_id: NodeId, outcome: RolloutOutcome },
 }
 
 /// A page of the nodes of a selector, in the order of their places.
@@ -28,13 +28,13 @@ pub enum Fact {
 pub struct NodesPage {
     /// The place after which the page begins.
     pub after: Option<FeedPosition>,
-    pub nodes: Vec<Candidate>,
+    pub nodes: Vec<RolloutCandidate>,
     /// Where the next page begins; `None` where there is none.
     pub next: Option<FeedPosition>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Candidate {
+pub struct RolloutCandidate {
     pub node_id: NodeId,
     /// Why it need not be asked: it was in this state when the page was read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -60,7 +60,7 @@ impl Rollout {
         next.feed.is_exhausted = page.next.is_none();
         next.feed.after = page.next.or(page.after);
         let found = page.nodes.len();
-        for Candidate { node_id, skip } in page.nodes {
+        for RolloutCandidate { node_id, skip } in page.nodes {
             match skip {
                 Some(reason) => next.count_skipped(node_id, reason),
                 None => next.waiting.push_back(node_id),
@@ -71,7 +71,7 @@ impl Rollout {
         follows.into_iter().fold(step, Transition::event)
     }
 
-    fn node_ended(&self, node_id: NodeId, outcome: UpdateOutcome, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    fn node_ended(&self, node_id: NodeId, outcome: RolloutOutcome, ctx: &TransitionContext<'_>) -> Transition<Self> {
         let mut next = self.clone();
         // A repeated message, or the late result of an update that has counted as failed.
         if next.in_flight.remove(&node_id).is_none() {
@@ -79,15 +79,15 @@ impl Rollout {
         }
         let (mut events, mut audit) = (Vec::new(), None);
         let why = match outcome {
-            UpdateOutcome::Updated => {
+            RolloutOutcome::Updated => {
                 next.updated += 1;
                 format!("node {node_id} was updated")
             }
-            UpdateOutcome::Skipped { reason } => {
+            RolloutOutcome::Skipped { reason } => {
                 next.count_skipped(node_id, reason);
                 format!("node {node_id} was skipped: {}", reason.name())
             }
-            UpdateOutcome::Failed { reason } => {
+            RolloutOutcome::Failed { reason } => {
                 let reason: String = reason.chars().take(MAX_REASON_CHARS).collect();
                 next.failed += 1;
                 if next.failures.len() < MAX_NAMED {

@@ -4,8 +4,8 @@ use super::*;
 use crate::authz::Principal;
 use crate::event::Event;
 use crate::policy::PolicyBook;
+use crate::rollout_outcome::{RolloutOutcome, SkipReason};
 use crate::state_machine::{Command as _, Rejection as _};
-use crate::update_outcome::{SkipReason, UpdateOutcome};
 
 const ROLLOUT: RolloutId = RolloutId(Uuid::from_u128(0xB));
 
@@ -73,20 +73,20 @@ impl Story {
         let position = |n: usize| FeedPosition { created_at: start(), node_id: node(n) };
         let after = self.rollout.feed.after;
         let next = (!is_last).then(|| position(nodes.end));
-        let nodes = nodes.map(|n| Candidate { node_id: node(n), skip: None }).collect();
+        let nodes = nodes.map(|n| RolloutCandidate { node_id: node(n), skip: None }).collect();
         self.then(Fact::NodesFound { page: Box::new(NodesPage { after, nodes, next }) })
     }
 
-    fn ended(self, n: usize, outcome: UpdateOutcome) -> Self {
+    fn ended(self, n: usize, outcome: RolloutOutcome) -> Self {
         self.then(Fact::NodeEnded { node_id: node(n), outcome })
     }
 
     fn updated(self, n: usize) -> Self {
-        self.ended(n, UpdateOutcome::Updated)
+        self.ended(n, RolloutOutcome::Updated)
     }
 
     fn failed(self, n: usize) -> Self {
-        self.ended(n, UpdateOutcome::Failed { reason: "rolled_back".into() })
+        self.ended(n, RolloutOutcome::Failed { reason: "rolled_back".into() })
     }
 
     /// The nodes whose update the last step ordered.
@@ -140,7 +140,7 @@ fn canaries_succeed_before_the_others_begin_and_the_bound_holds() {
 
 #[test]
 fn skipped_canary_is_replaced_and_is_named() {
-    let offline = UpdateOutcome::Skipped { reason: SkipReason::Offline };
+    let offline = RolloutOutcome::Skipped { reason: SkipReason::Offline };
     let story = Story::of(1, 2).found(0..3, true).expect("running", &[0]).ended(0, offline).expect("running", &[1]);
     let expected = EndedNode { node_id: node(0), reason: "offline".into() };
     assert_eq!((story.rollout.skipped, &story.rollout.skips), (1, &vec![expected]));
@@ -198,7 +198,7 @@ fn late_and_repeated_messages_change_nothing() {
     assert_eq!(again.rollout, story.rollout);
     // A page that was resent comes twice.
     let first = Story::of(0, 1).found(0..2, false);
-    let page = NodesPage { after: None, nodes: vec![Candidate { node_id: node(0), skip: None }], next: None };
+    let page = NodesPage { after: None, nodes: vec![RolloutCandidate { node_id: node(0), skip: None }], next: None };
     let again = first.clone().then(Fact::NodesFound { page: Box::new(page) });
     assert_eq!(again.rollout, first.rollout);
 }
@@ -264,7 +264,7 @@ fn snapshot_is_bounded_with_ten_thousand_nodes() {
             story = if n % 2 == 0 {
                 story.failed(next_end).then(resume())
             } else {
-                story.ended(next_end, UpdateOutcome::Skipped { reason: SkipReason::UpdateInProgress })
+                story.ended(next_end, RolloutOutcome::Skipped { reason: SkipReason::UpdateInProgress })
             };
             next_end += 1;
         }

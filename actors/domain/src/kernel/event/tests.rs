@@ -51,7 +51,7 @@ samples! {
     PolicyKey: Self::RateLimitApi;
     KeySetPurpose: Self::NodeCa;
     PackageDigest: format!("sha256:{}", "0f".repeat(32)).parse().unwrap();
-    UpdateOutcome: Self::Failed { reason: String::sample() };
+    RolloutOutcome: Self::Failed { reason: String::sample() };
     RecordingTerms: Self { mode: RecordingMode::Strict, most_bytes: 1 };
     Placement: Self {
         devices: vec![GpuDevice { index: 0, uuid: String::sample() }],

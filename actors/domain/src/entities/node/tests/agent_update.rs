@@ -4,7 +4,7 @@ use super::*;
 use crate::id::RolloutId;
 use crate::reactions::Reaction;
 use crate::rollout;
-use crate::update_outcome::{SkipReason, UpdateOutcome};
+use crate::rollout_outcome::{RolloutOutcome, SkipReason};
 
 const DONE: TaskOutcome = TaskOutcome::Succeeded { proof: None };
 
@@ -108,7 +108,7 @@ fn updatable() -> Story {
     node().active().agent(Request::Heartbeat { serial, seen, inventory, health })
 }
 
-fn outcome(story: &Story) -> Option<UpdateOutcome> {
+fn outcome(story: &Story) -> Option<RolloutOutcome> {
     story.said.iter().find_map(|event| {
         let Reaction::Rollout(ROLLOUT, rollout::Fact::NodeEnded { outcome, .. }) = event.reaction() else {
             return None;
@@ -124,10 +124,10 @@ fn rollout_orders_one_update_however_often_it_repeats_itself() {
     assert_eq!(story.effects, vec![Effect::WakeNode(NODE)]);
     let story = story.after_fact(of_rollout(ROLLOUT, 'a')).unmoved();
     let story = story.agent(report(task_id, 1, DONE)).says(&["node.agent_updated"]);
-    assert_eq!(outcome(&story), Some(UpdateOutcome::Updated));
+    assert_eq!(outcome(&story), Some(RolloutOutcome::Updated));
     // The answer was lost: the order comes again.
     let story = story.after_fact(of_rollout(ROLLOUT, 'a')).says(&["node.rollout_node_ended"]);
-    assert_eq!((outcome(&story), story.node.tasks.len()), (Some(UpdateOutcome::Updated), 1));
+    assert_eq!((outcome(&story), story.node.tasks.len()), (Some(RolloutOutcome::Updated), 1));
     // Another rollout has updated it since then: a late order of the first begins nothing.
     let other = RolloutId(uuid::Uuid::from_u128(0xA));
     let story = story.after(TimeDelta::seconds(1)).after_fact(of_rollout(other, 'b'));
@@ -139,7 +139,7 @@ fn rollout_orders_one_update_however_often_it_repeats_itself() {
 fn rollout_skips_what_it_cannot_update_and_remembers_that() {
     let skipped = |story: Story, digit: char| {
         let story = story.after_fact(of_rollout(ROLLOUT, digit)).says(&["node.rollout_node_ended"]);
-        let Some(UpdateOutcome::Skipped { reason }) = outcome(&story) else { panic!("{:?}", story.said) };
+        let Some(RolloutOutcome::Skipped { reason }) = outcome(&story) else { panic!("{:?}", story.said) };
         (story, reason.name())
     };
     assert_eq!(skipped(node(), 'a').1, "not_active");
@@ -164,12 +164,12 @@ fn rolled_back_and_stalled_updates_are_failures_of_the_rollout() {
     let task_id = story.node.latest_update().unwrap().work.task_id;
     let verdict = TaskOutcome::Failed { code: "rolled_back".into(), message: "m".into() };
     let failed = story.clone().agent(report(task_id, 1, verdict)).says(&["node.agent_update_failed"]);
-    assert_eq!(outcome(&failed), Some(UpdateOutcome::Failed { reason: "rolled_back".into() }));
+    assert_eq!(outcome(&failed), Some(RolloutOutcome::Failed { reason: "rolled_back".into() }));
     let stalled = story.clone().after(TimeDelta::seconds(720)).after_heartbeat().ticked();
-    let no_result = Some(UpdateOutcome::Failed { reason: "no_result".into() });
+    let no_result = Some(RolloutOutcome::Failed { reason: "no_result".into() });
     assert_eq!(outcome(&stalled), no_result);
     assert_eq!(outcome(&stalled.after_fact(of_rollout(ROLLOUT, 'a'))), no_result, "the message was lost");
     // The node is removed in the meantime, and its task with it.
     let removed = story.retired().removing().after_fact(of_rollout(ROLLOUT, 'a'));
-    assert_eq!(outcome(&removed), Some(UpdateOutcome::Skipped { reason: SkipReason::Removed }));
+    assert_eq!(outcome(&removed), Some(RolloutOutcome::Skipped { reason: SkipReason::Removed }));
 }
