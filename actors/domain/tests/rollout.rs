@@ -305,7 +305,7 @@ fn administrator() -> Principal {
     serde_json::from_str(user).unwrap()
 }
 
-/// An active node whose agent can be updated, and is heard for a year.
+/// An active node whose agent can be updated, and that is in contact for a year.
 fn active_node(id: NodeId) -> Node {
     let registration = Registration {
         host: "node-a".into(),

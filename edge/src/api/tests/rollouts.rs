@@ -1,8 +1,9 @@
 //! Rollouts, as administrators order, see and steer them.
 
 use super::harness::{ApiHarness, TestResponse};
+use crate::services::rollout_nodes::RolloutScope;
 use domain::node::{Fact as NodeFact, Node};
-use domain::rollout::{Fact, FeedPosition, NodesPage, Rollout, RolloutCandidate};
+use domain::rollout::{Fact, FeedPosition, NodeSelector, NodesPage, PAGE, Rollout, RolloutCandidate};
 use domain::rollout_outcome::{RolloutOutcome, SkipReason};
 use domain::{NodeId, RolloutId};
 use serde_json::{Value, json};
@@ -157,4 +158,50 @@ async fn nodes_of_a_rollout_are_listed_with_their_outcomes() {
     assert_eq!(item["reason"], "unsupported");
     let other = Uuid::from_u128(1);
     api.get(&format!("{PATH}/{other}/nodes")).admin().send().await.refused(404, "not_found");
+}
+
+#[tokio::test]
+async fn selected_nodes_are_read_in_pages_without_removed_and_later_ones() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    api.sku("a100x4", 4).await;
+    let removed = api.node("h100x4", 4).await;
+    for verb in ["retire", "remove"] {
+        let path = format!("/api/v1/admin/nodes/{removed}/{verb}");
+        api.post(&path).admin().json(&json!({ "reason": "r" })).send().await;
+    }
+    api.wait_until::<Node>(removed.0, |node| node.life.is_gone()).await;
+    api.active_node("a100x4", 4).await;
+    let mut nodes = Vec::new();
+    for _ in 0..PAGE + 2 {
+        nodes.push(api.node("h100x4", 4).await);
+    }
+    let created = create(&api, &with("selector", json!({ "sku": "h100x4" }))).await.is(201).clone();
+    let later = api.node("h100x4", 4).await;
+    let (selector, digest) = (selector_of(&created), digest('a').parse().unwrap());
+    let created_at = created["created_at"].as_str().unwrap().parse().unwrap();
+    let scope = RolloutScope { selector: &selector, digest: &digest, created_at };
+    let reads = &api.services.reads;
+
+    let first = scope.page(reads, None).await.unwrap();
+    assert_eq!(first.nodes.len(), PAGE);
+    let second = scope.page(reads, first.next).await.unwrap();
+    assert_eq!((second.nodes.len(), second.next), (2, None), "the last page, without {later}");
+    let found: Vec<_> = first.nodes.iter().chain(&second.nodes).map(|candidate| candidate.node_id).collect();
+    assert_eq!(found, nodes);
+    assert!(first.nodes.iter().all(|candidate| candidate.skip == Some(SkipReason::NotActive)));
+
+    // By their ids also removed ones, which are skipped, in the same order and as many at once.
+    let ids = nodes.iter().copied().chain([removed, later]).collect();
+    let selector = NodeSelector { node_ids: Some(ids), ..NodeSelector::default() };
+    let scope = RolloutScope { selector: &selector, ..scope };
+    let first = scope.page(reads, None).await.unwrap();
+    assert_eq!(first.nodes[0], RolloutCandidate { node_id: removed, skip: Some(SkipReason::Removed) });
+    let second = scope.page(reads, first.next).await.unwrap();
+    assert_eq!((first.nodes.len(), second.nodes.len(), second.next), (PAGE, 3, None), "without {later}");
+}
+
+fn selector_of(created: &Value) -> NodeSelector {
+    let sku_id = created["selector"]["sku_id"].as_str().unwrap().parse().unwrap();
+    NodeSelector { sku_id: Some(sku_id), ..NodeSelector::default() }
 }

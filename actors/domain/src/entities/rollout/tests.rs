@@ -48,7 +48,7 @@ fn decide_at(now: Timestamp, state: Option<&Rollout>, command: Command) -> Resul
 #[derive(Clone)]
 struct Story {
     rollout: Rollout,
-    said: Vec<Event>,
+    events: Vec<Event>,
     audited: Vec<&'static str>,
     now: Timestamp,
 }
@@ -56,7 +56,7 @@ struct Story {
 impl Story {
     fn of(canary: u32, max_unavailable: u32) -> Self {
         let step = decide_at(start(), None, order(canary, max_unavailable).into()).unwrap();
-        Self { rollout: step.next.unwrap(), said: step.events, audited: names(&step.audit), now: start() }
+        Self { rollout: step.next.unwrap(), events: step.events, audited: names(&step.audit), now: start() }
     }
 
     #[track_caller]
@@ -64,7 +64,7 @@ impl Story {
         let step = decide_at(self.now, Some(&self.rollout), command.into()).unwrap();
         assert!(step.next.is_some() || step.events.is_empty(), "what is not written is lost");
         self.rollout = step.next.unwrap_or(self.rollout);
-        (self.said, self.audited) = (step.events, names(&step.audit));
+        (self.events, self.audited) = (step.events, names(&step.audit));
         assert!(self.rollout.has_deadline_where_transient(), "{:?}", self.rollout);
         self
     }
@@ -95,7 +95,7 @@ impl Story {
             let Event::RolloutUpdateDue { node_id, .. } = event else { return None };
             (0..1000).find(|n| node(*n) == *node_id)
         };
-        self.said.iter().filter_map(of).collect()
+        self.events.iter().filter_map(of).collect()
     }
 
     #[track_caller]
@@ -105,7 +105,7 @@ impl Story {
     }
 
     fn says(&self, subject: &str) -> bool {
-        self.said.iter().any(|event| event.subject() == subject)
+        self.events.iter().any(|event| event.subject() == subject)
     }
 }
 
@@ -250,7 +250,7 @@ fn snapshot_is_bounded_with_ten_thousand_nodes() {
     let Request::Create { mut order } = order(0, MAX_UNAVAILABLE) else { unreachable!() };
     (order.selector, order.reason) = (selector, "ä".repeat(500));
     let step = decide_at(start(), None, Request::Create { order }.into()).unwrap();
-    let mut story = Story { rollout: step.next.unwrap(), said: step.events, audited: Vec::new(), now: start() };
+    let mut story = Story { rollout: step.next.unwrap(), events: step.events, audited: Vec::new(), now: start() };
     let (mut most, mut next_end) = (0, 0);
     for n in 0..100 {
         while story.rollout.feed.due.is_some() && !story.rollout.feed.is_exhausted {
