@@ -165,3 +165,46 @@ async fn update_ends_no_terminal_and_a_bad_package_is_rolled_back_and_not_tried_
     assert_eq!(container.run(&format!("ls /run/systemd/system/{AGENT}.d 2>/dev/null | wc -l")).trim(), "0");
     cluster.shutdown().await;
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn update_is_rolled_back_where_the_control_plane_is_down_throughout_and_force_tries_it_again() {
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    let registry = PackageRegistryServer::start(&tools()).await;
+    let packages = [package("1.0.0", None), package("2.0.0", None)];
+    for package in &packages {
+        registry.push(package.folder.path()).await;
+    }
+    let [first, second] = packages.map(|package| package.digest);
+    let folder = tempfile::tempdir().unwrap();
+    let mut cluster = cluster(&registry, &first.to_string(), folder.path()).await;
+    let Some((container, node)) = machine(&mut cluster).await else { return cluster.shutdown().await };
+
+    order(&cluster, &node, json!({ "digest": second, "reason": "a release" })).await;
+    // The package comes through the control plane; the new agent is started after the record is written.
+    container.run("until [ -e /opt/gpuaas/update/record.json ]; do sleep 0.01; done");
+    cluster.kill9_replica(0);
+    let until = Instant::now() + ENDS_WITHIN;
+    while !container.journal("gpuaas-finalizer.service").contains("rolled back to") {
+        assert!(Instant::now() < until, "{}", container.journal("gpuaas-finalizer.service"));
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
+    assert!(program_in_use(&container).contains(&first.name()), "while the control plane is down");
+    cluster.restart_replica(0).await;
+    let failed = ended(&cluster, &node).await;
+    assert_eq!(failed["error"]["code"], "rolled_back", "{failed}");
+
+    order(&cluster, &node, json!({ "digest": second, "reason": "it is back" })).await;
+    assert_eq!(ended(&cluster, &node).await["error"]["code"], "failed_before");
+    order(&cluster, &node, json!({ "digest": second, "force": true, "reason": "it is back" })).await;
+    let updated = ended(&cluster, &node).await;
+    assert_eq!(updated["state"], "succeeded", "{updated} {}", container.journal(AGENT));
+    assert!(program_in_use(&container).contains(&second.name()));
+    cluster.shutdown().await;
+}
+
+/// The latest update of the node's agent, once it has ended.
+async fn ended(cluster: &TestCluster, node: &NodeHandle) -> Value {
+    let is_ended = |node: &Value| !node["agent_update"]["ended_at"].is_null();
+    let found = cluster.admin.wait_within(ENDS_WITHIN, &node.path(), "the update has ended", is_ended).await;
+    found["agent_update"].clone()
+}
