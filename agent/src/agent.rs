@@ -40,6 +40,7 @@ use crate::ssh::{self, SshError, Sshd};
 use crate::system::{self, System, private_tmp};
 use crate::task_journal::{Journal, JournalError};
 use crate::terminal::{Spools, TerminalSessions};
+use crate::validation::Validator;
 
 mod enroll;
 mod execute;
@@ -242,6 +243,7 @@ pub async fn run_with(
 ) -> Result<(), Fatal> {
     atomic_file::private_folder(&config.state_dir)?;
     let _only_one = lock_state_dir(&config)?;
+    let validator = Validator::new(config.validation_tools.clone(), config.validation_folder.clone());
     let journal = Journal::open(&config.state_dir.join("journal.jsonl"), Utc::now())?;
     let identities = IdentityStore::new(&config);
     let recovery_key = identities.recovery_key()?;
@@ -304,6 +306,7 @@ pub async fn run_with(
         inventory,
         gpus,
         executor,
+        validator: Arc::new(validator),
         sshd,
         journal,
         session: RwLock::new(Session { api, identity, since: Instant::now() }),
@@ -347,6 +350,7 @@ struct Agent {
     inventory: NodeInventory,
     gpus: Arc<Gpus>,
     executor: Arc<dyn Executor>,
+    validator: Arc<Validator>,
     sshd: Option<Sshd>,
     journal: Journal,
     session: RwLock<Session>,

@@ -21,6 +21,7 @@ use crate::integrity::{IntegritySettings, PrivilegeSettings};
 use crate::simulated_faults::{SimulatedFailure, SimulatedFaults};
 use crate::system::Settings;
 use crate::system::sudoers::SudoCommand;
+use crate::validation::DEFAULT_PROGRAMS;
 
 const STATE_DIR: &str = "SVC_NODE_AGENT_STATE_DIR";
 const DEFAULT_STATE_DIR: &str = "/var/lib/gpuaas-agent";
@@ -80,6 +81,12 @@ pub struct Flags {
     /// Seconds between two comparisons of privileges; the file systems are searched after sixty of them
     #[arg(long, hide = true, default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub integrity_interval_seconds: u64,
+    /// Folder of stress-ng and fio, which `node.validate` runs where they are installed [SVC_NODE_AGENT_VALIDATION_TOOLS]
+    #[arg(long, env = "SVC_NODE_AGENT_VALIDATION_TOOLS", default_value = DEFAULT_PROGRAMS)]
+    pub validation_tools: PathBuf,
+    /// Folder in which `node.validate` tests the disk, of root alone [SVC_NODE_AGENT_VALIDATION_FOLDER, default the state's]
+    #[arg(long, env = "SVC_NODE_AGENT_VALIDATION_FOLDER")]
+    pub validation_folder: Option<PathBuf>,
     /// Filter of log events, in the syntax of RUST_LOG
     #[arg(long, env = "RUST_LOG", default_value = "info")]
     pub log: String,
@@ -152,6 +159,10 @@ pub struct AgentConfig {
     /// The bundle's verifier keys, version 0.
     pub verifier_set: VerifierSet,
     pub state_dir: PathBuf,
+    /// Folder of the tools of `node.validate`.
+    pub validation_tools: PathBuf,
+    /// Where it tests the disk.
+    pub validation_folder: PathBuf,
     pub max_concurrent_tasks: usize,
     pub recording_spool_bytes: u64,
     /// Settings of the `system` executor; `None` for `sandbox`.
@@ -294,6 +305,8 @@ impl AgentConfig {
             gpu_deadline: Duration::from_secs(flags.gpu_deadline_seconds),
             kernel_log: flags.kernel_log.clone(),
             integrity,
+            validation_tools: flags.validation_tools.clone(),
+            validation_folder: flags.validation_folder.clone().unwrap_or_else(|| state_dir.clone()),
             state_dir,
         })
     }

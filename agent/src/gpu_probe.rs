@@ -19,6 +19,7 @@ use wire::heartbeat::GpuTelemetry;
 use wire::inventory::GpuInfo;
 
 mod child;
+mod cuda;
 
 pub use child::serve;
 
@@ -66,6 +67,33 @@ enum Request {
     UsedMemory { uuid: String },
     /// The number of a GPU's device node.
     Minor { uuid: String },
+    /// A load on a GPU, for about this long.
+    Test { uuid: String, milliseconds: u64, is_deep: bool },
+}
+
+/// What a load on a GPU has shown.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct GpuTest {
+    /// Lanes of its PCIe link.
+    pub pcie_lanes: Option<u32>,
+    /// Read after a load only: an idle link is slow to save power.
+    pub pcie_generation: Option<u32>,
+    /// Uncorrectable errors of its memory since the test began.
+    pub new_ecc_errors: Option<u64>,
+    /// `nvmlDeviceGpuRecoveryAction_t`.
+    pub recovery_action: Option<u32>,
+    pub cuda: Result<CudaTest, GpuError>,
+}
+
+/// The pattern and bandwidth test of a GPU's memory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CudaTest {
+    /// Copied within its memory.
+    pub memory_mib_per_second: u64,
+    pub from_host_mib_per_second: u64,
+    pub to_host_mib_per_second: u64,
+    pub tested_mib: u64,
+    pub wrong_words: u64,
 }
 
 /// What the driver reports of all GPUs.
@@ -179,14 +207,33 @@ impl GpuProbe {
         self.ask(&Request::Minor { uuid: uuid.to_owned() })
     }
 
+    /// A probe with a child of its own.
+    #[must_use]
+    pub fn another(&self) -> Self {
+        Self::new(self.program.clone(), self.deadline)
+    }
+
+    /// Applies a load to a GPU for about this long. The deadline of the answer is as much later.
+    ///
+    /// # Errors
+    /// [`GpuError`].
+    pub fn test(&self, uuid: &str, time: Duration, is_deep: bool) -> Result<GpuTest, GpuError> {
+        let milliseconds = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        self.ask_within(&Request::Test { uuid: uuid.to_owned(), milliseconds, is_deep }, self.deadline + time * 2)
+    }
+
     fn ask<T: DeserializeOwned>(&self, request: &Request) -> Result<T, GpuError> {
+        self.ask_within(request, self.deadline)
+    }
+
+    fn ask_within<T: DeserializeOwned>(&self, request: &Request, deadline: Duration) -> Result<T, GpuError> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         self.check_abandoned(&mut state)?;
         let mut running = match state.running.take() {
             Some(running) => running,
             None => self.start()?,
         };
-        let limit = if running.has_answered { self.deadline } else { self.deadline * START_FACTOR };
+        let limit = if running.has_answered { deadline } else { deadline * START_FACTOR };
         match exchange(&mut running.stream, request, Instant::now() + limit) {
             Ok(line) => {
                 running.has_answered = true;

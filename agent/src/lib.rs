@@ -33,6 +33,7 @@ pub mod task_plan;
 pub mod telemetry_edge;
 pub mod tenant;
 pub mod terminal;
+pub mod validation;
 
 /// An error and its causes on one line, for a log field.
 #[must_use]

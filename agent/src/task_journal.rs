@@ -388,7 +388,7 @@ mod tests {
             issued_at: expires_at - TimeDelta::minutes(5),
             expires_at,
             origin: None,
-            task: Task::Validate {},
+            task: Task::Validate { load: None },
         }
     }
 
@@ -600,7 +600,7 @@ mod tests {
         walk(&journal, 1, 1, 2).await;
         walk(&journal, 2, 1, 2).await;
         drop(journal);
-        let ours = serde_json::to_string(&Task::Validate {}).unwrap();
+        let ours = serde_json::to_string(&Task::Validate { load: None }).unwrap();
         let text = fs::read_to_string(&path).unwrap();
         // All of the second task, and none of the first.
         let newer = |line: &str| match line.contains(&Uuid::from_u128(2).to_string()) {

@@ -65,7 +65,7 @@ mod tests {
             issued_at: chrono::DateTime::UNIX_EPOCH,
             expires_at: chrono::DateTime::UNIX_EPOCH,
             origin: None,
-            task: Task::Validate {},
+            task: Task::Validate { load: None },
         };
         TaskRecord { attempt, payload, phase }
     }

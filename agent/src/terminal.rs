@@ -391,7 +391,7 @@ fn open_pair(shell: &ShellCommand) -> pty_process::Result<(pty_process::Pty, pty
 
 #[cfg(test)]
 #[path = "../tests/skipped/mod.rs"]
-mod skipped;
+pub(crate) mod skipped;
 
 #[cfg(test)]
 mod tests {

@@ -74,7 +74,7 @@ async fn node_enrolls_provisions_and_proves_the_clean_up() {
 #[tokio::test]
 async fn altered_forged_expired_or_foreign_task_is_refused_and_the_next_executed() {
     let (fake, _folder, agent) = enrolled(&[]).await;
-    let good = || fake.payload(Task::Validate {});
+    let good = || fake.payload(Task::Validate { load: None });
     let mut altered = fake.sign(&good());
     let position = altered.payload.len() / 2;
     altered.payload[position] ^= 1;
@@ -99,7 +99,7 @@ async fn altered_forged_expired_or_foreign_task_is_refused_and_the_next_executed
 #[tokio::test]
 async fn task_of_an_unknown_type_is_answered_with_the_remedy() {
     let (fake, _folder, agent) = enrolled(&[]).await;
-    let known = fake.payload(Task::Validate {});
+    let known = fake.payload(Task::Validate { load: None });
     let mut value = serde_json::to_value(&known).unwrap();
     value["task"] = json!({ "type": "node.sing", "loud": true });
     let id = PublicKey::from(&fake.signer).key_id();
@@ -147,7 +147,7 @@ async fn agent_that_no_package_installed_refuses_its_update_and_runs_on() {
     let update = fake.payload(Task::UpdateAgent(UpdateAgent { digest, force: true, commit_seconds: 60 }));
     fake.dispatch(&update);
     assert_eq!(fake.result_of(update.task_id).await.error.unwrap().code, "update_unsupported");
-    let next = fake.payload(Task::Validate {});
+    let next = fake.payload(Task::Validate { load: None });
     fake.dispatch(&next);
     assert_eq!(fake.result_of(next.task_id).await.status, TaskStatus::Succeeded);
     assert!(agent.has_code("update_unsupported"));
@@ -156,7 +156,7 @@ async fn agent_that_no_package_installed_refuses_its_update_and_runs_on() {
 #[tokio::test]
 async fn replayed_task_gets_the_stored_result_and_a_higher_attempt_is_executed() {
     let (fake, _folder, agent) = enrolled(&[]).await;
-    let task = fake.payload(Task::Validate {});
+    let task = fake.payload(Task::Validate { load: None });
     fake.dispatch(&task);
     let first = fake.result_of(task.task_id).await;
     fake.dispatch(&task);
@@ -204,7 +204,7 @@ async fn polling_and_other_tasks_continue_during_a_long_task() {
     let (fake, _folder, _agent) = enrolled(&["--simulate-provision-delay-ms", "60000"]).await;
     let slow = fake.provision(Uuid::now_v7());
     fake.dispatch(&slow);
-    let quick = fake.payload(Task::Validate {});
+    let quick = fake.payload(Task::Validate { load: None });
     fake.dispatch(&quick);
     fake.result_of(quick.task_id).await;
     let running = eventually(|| fake.calls().heartbeats.last()?.running.first().copied()).await;
@@ -239,7 +239,7 @@ async fn machine_failure_is_reported_with_its_code() {
 async fn permanently_refused_result_is_dropped_with_an_error_and_not_resent() {
     let (fake, folder, agent) = enrolled(&[]).await;
     fake.behaviour().results = StatusCode::CONFLICT;
-    let task = fake.payload(Task::Validate {});
+    let task = fake.payload(Task::Validate { load: None });
     fake.dispatch(&task);
     agent.wait_for_error_code("stale_attempt").await;
     sleep(Duration::from_millis(100)).await;
@@ -321,7 +321,7 @@ async fn certificate_is_renewed_in_its_second_half_and_then_used() {
     eventually(|| (fake.calls().certificates.len() >= 2).then_some(())).await;
     assert!(fake.calls().renewals >= 1);
     assert!(!agent.has_code("certificate_expired"));
-    let task = fake.payload(Task::Validate {});
+    let task = fake.payload(Task::Validate { load: None });
     fake.dispatch(&task);
     fake.result_of(task.task_id).await;
 }
@@ -334,7 +334,7 @@ async fn certificate_backdated_beyond_its_lifetime_is_not_renewed_immediately() 
     let agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
     agent.wait_for_message("polling").await;
     for _ in 0..3 {
-        let task = fake.payload(Task::Validate {});
+        let task = fake.payload(Task::Validate { load: None });
         fake.dispatch(&task);
         fake.result_of(task.task_id).await;
     }
@@ -366,7 +366,7 @@ async fn certificate_by_an_untrusted_authority_is_replaced_also_behind_a_proxy()
     fake.behaviour().trusted_authorities = Some(vec!["00".into()]);
     fake.behaviour().refuse_the_first_certificate = true;
     agent.wait_for_message("recovered").await;
-    let task = fake.payload(Task::Validate {});
+    let task = fake.payload(Task::Validate { load: None });
     fake.dispatch(&task);
     fake.result_of(task.task_id).await;
     let seen = fake.calls();
@@ -384,7 +384,7 @@ async fn trusted_certificate_refused_by_a_proxy_spends_no_recovery() {
     sleep(Duration::from_secs(1)).await;
     assert_eq!(fake.calls().recoveries.len(), 0);
     fake.behaviour().refuse_the_first_certificate = false;
-    let task = fake.payload(Task::Validate {});
+    let task = fake.payload(Task::Validate { load: None });
     fake.dispatch(&task);
     fake.result_of(task.task_id).await;
     assert_eq!(fake.calls().generation, 1);
@@ -409,7 +409,7 @@ async fn task_by_a_freshly_rotated_key_is_executed() {
     let second = SigningKey::from_bytes(&[2; 32]);
     fake.behaviour().verifier_sets = vec![FakeControlPlane::rotation(1, &second, &fake.signer)];
     fake.signer = second;
-    let task = fake.payload(Task::Validate {});
+    let task = fake.payload(Task::Validate { load: None });
     fake.dispatch(&task);
     assert_eq!(fake.result_of(task.task_id).await.status, TaskStatus::Succeeded);
     assert!(
@@ -467,7 +467,7 @@ async fn rotated_task_keys_are_followed_through_the_heartbeat_and_remembered() {
     let agent = SpawnedAgent::start(folder.path(), &bundle, &[]);
     // By then the killed agent's poll, which could receive the task, is gone too.
     agent.wait_for_message("polling").await;
-    let task = fake.payload(Task::Validate {});
+    let task = fake.payload(Task::Validate { load: None });
     fake.dispatch(&task);
     fake.result_of(task.task_id).await;
     eventually(|| (fake.calls().heartbeats.last()?.verifier_set_version == 2).then_some(())).await;

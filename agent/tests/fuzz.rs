@@ -26,7 +26,7 @@ fn payload(task_id: Uuid, attempt: u32) -> TaskPayload {
         issued_at: now(),
         expires_at: now() + TimeDelta::minutes(5),
         origin: None,
-        task: Task::Validate {},
+        task: Task::Validate { load: None },
     }
 }
 

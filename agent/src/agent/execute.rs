@@ -129,7 +129,7 @@ impl Agent {
             Task::Provision(_)
             | Task::Release(_)
             | Task::ReconcileSshKeys(_)
-            | Task::Validate {}
+            | Task::Validate { .. }
             | Task::Diagnose {}
             | Task::UpdateAgent(_) => None,
         };
@@ -225,7 +225,11 @@ impl Agent {
                 Box::new(move || proof_context.release(executor.as_ref(), &release))
             }
             Task::ReconcileSshKeys(task) => Box::new(move || executor.reconcile_keys(&task).map(Effect::plain)),
-            Task::Validate {} => Box::new(move || executor.validate().map(Effect::plain)),
+            Task::Validate { load: None } => Box::new(move || executor.validate().map(Effect::plain)),
+            Task::Validate { load: Some(load) } => {
+                let validator = Arc::clone(&self.validator);
+                Box::new(move || validator.run(&load, executor.validate()?, &gpus).map(Effect::plain))
+            }
             Task::Diagnose {} => Box::new(move || Ok(Effect::plain(diagnostics::collect(&gpus, executor.as_ref())))),
             Task::Reboot(reboot) => Box::new(move || {
                 reboot_outcome(&reboot, proof_context.boot_id).unwrap_or_else(|| Err(executor.reboot()))

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
 
 use nix::sys::signal::{Signal, raise};
 use nvml_wrapper::bitmasks::event::EventTypes;
@@ -21,7 +22,7 @@ use serde::Serialize;
 use wire::heartbeat::GpuTelemetry;
 use wire::inventory::GpuInfo;
 
-use super::{GpuCondition, GpuError, GpuSurvey, Request, SurveyedGpu};
+use super::{GpuCondition, GpuError, GpuSurvey, GpuTest, Request, SurveyedGpu, cuda};
 
 /// With the number of its interface: the name without it belongs to development packages.
 const LIBRARY: &str = "libnvidia-ml.so.1";
@@ -115,6 +116,10 @@ impl Session<'_> {
             }
             Request::Minor { uuid } => {
                 write_answer(&device(uuid).and_then(|device| device.minor_number()).map_err(GpuError::from))
+            }
+            Request::Test { uuid, milliseconds, is_deep } => {
+                let time = Duration::from_millis(*milliseconds);
+                write_answer(&device(uuid).map(|device| tested(&device, uuid, time, *is_deep)).map_err(GpuError::from))
             }
         }
     }
@@ -217,6 +222,20 @@ fn condition(device: &Device<'_>) -> GpuCondition {
         nvlinks_active: active_nvlinks(device),
         pcie_width: widths,
         xids: Vec::new(),
+    }
+}
+
+/// What a load on the GPU shows, between two readings of its error counters.
+fn tested(device: &Device<'_>, uuid: &str, time: Duration, is_deep: bool) -> GpuTest {
+    let before = condition(device).ecc_uncorrectable;
+    let cuda = cuda::test(uuid, time, is_deep);
+    let after = condition(device);
+    GpuTest {
+        pcie_lanes: after.pcie_width.map(|(lanes, _)| lanes),
+        pcie_generation: device.current_pcie_link_gen().ok().filter(|_| cuda.is_ok()),
+        new_ecc_errors: after.ecc_uncorrectable.zip(before).map(|(after, before)| after.saturating_sub(before)),
+        recovery_action: after.recovery_action,
+        cuda,
     }
 }
 

@@ -35,6 +35,7 @@ pub mod recording;
 pub mod secret;
 pub mod task;
 pub mod terminal;
+pub mod validation;
 pub mod verifier_set;
 
 pub use envelope::SignedEnvelope;

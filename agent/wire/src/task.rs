@@ -12,6 +12,7 @@ use uuid::Uuid;
 pub use crate::envelope::{EnvelopeSignatureError, KeySignature, SignedEnvelope};
 pub use crate::inventory::DeviceRef;
 use crate::package::Digest;
+use crate::validation::ValidationLoad;
 pub use crate::verifier_set::{KeyStatus, VerifierKey, VerifierSet, Verifiers};
 
 /// Payload type of tasks.
@@ -61,7 +62,11 @@ pub enum Task {
     OpenTerminal(OpenTerminal),
     /// Check whether the node is fit for tenants. Idempotent.
     #[serde(rename = "node.validate")]
-    Validate {},
+    Validate {
+        /// Absent: no load is applied, as control planes want that do not know of any.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        load: Option<ValidationLoad>,
+    },
     /// Collect diagnostics of the node and its tenants. Idempotent.
     #[serde(rename = "diagnostics.collect")]
     Diagnose {},
@@ -145,7 +150,7 @@ impl Task {
             Self::Release(_) => "allocation.release",
             Self::ReconcileSshKeys(_) => "ssh_keys.reconcile",
             Self::OpenTerminal(_) => "terminal.open",
-            Self::Validate {} => "node.validate",
+            Self::Validate { .. } => "node.validate",
             Self::Diagnose {} => "diagnostics.collect",
             Self::Reboot(_) => "node.reboot",
             Self::UpdateAgent(_) => "agent.update",
@@ -160,7 +165,7 @@ impl Task {
             Self::Release(release) => Some(release.allocation_id),
             Self::ReconcileSshKeys(reconcile) => Some(reconcile.allocation_id),
             Self::OpenTerminal(open) => Some(open.allocation_id),
-            Self::Validate {} | Self::Diagnose {} | Self::Reboot(_) | Self::UpdateAgent(_) => None,
+            Self::Validate { .. } | Self::Diagnose {} | Self::Reboot(_) | Self::UpdateAgent(_) => None,
         }
     }
 
@@ -171,7 +176,7 @@ impl Task {
             Self::Provision(_)
             | Self::Release(_)
             | Self::ReconcileSshKeys(_)
-            | Self::Validate {}
+            | Self::Validate { .. }
             | Self::Diagnose {} => true,
             Self::OpenTerminal(_) | Self::Reboot(_) | Self::UpdateAgent(_) => false,
         }
@@ -342,7 +347,7 @@ mod tests {
             issued_at,
             expires_at: issued_at + TimeDelta::minutes(10),
             origin: None,
-            task: Task::Validate {},
+            task: Task::Validate { load: None },
         }
     }
 
@@ -427,7 +432,7 @@ mod tests {
 
     #[test]
     fn every_kind_is_listed_under_its_name() {
-        for task in [Task::Validate {}, Task::Diagnose {}, Task::Reboot(Reboot { boot_id: Uuid::nil() })] {
+        for task in [Task::Validate { load: None }, Task::Diagnose {}, Task::Reboot(Reboot { boot_id: Uuid::nil() })] {
             let value = serde_json::to_value(&task).unwrap();
             assert_eq!(value["type"], task.kind());
             assert!(TASK_TYPES.contains(&task.kind()));

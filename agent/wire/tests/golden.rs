@@ -291,7 +291,13 @@ fn reconcile_ssh_keys_payload() {
 
 #[test]
 fn validate_payload() {
-    golden!(payload(Task::Validate {}));
+    golden!(payload(Task::Validate { load: None }));
+}
+
+#[test]
+fn validate_with_load_payload() {
+    let load = wire::validation::ValidationLoad { level: wire::validation::LoadLevel::Deep, load_seconds: 300 };
+    golden!(payload(Task::Validate { load: Some(load) }));
 }
 
 #[test]
@@ -328,12 +334,14 @@ fn payload_with_its_origin() {
         traceparent: Some("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".into()),
         tracestate: Some("vendor=1".into()),
     };
-    golden!(TaskPayload { origin: Some(origin), ..payload(Task::Validate {}) });
+    golden!(TaskPayload { origin: Some(origin), ..payload(Task::Validate { load: None }) });
 }
 
 #[test]
 fn task_envelope() {
-    golden!(wire::task::sign(&key(1), &PublicKey::from(&key(1)).key_id(), &payload(Task::Validate {})).unwrap());
+    golden!(
+        wire::task::sign(&key(1), &PublicKey::from(&key(1)).key_id(), &payload(Task::Validate { load: None })).unwrap()
+    );
 }
 
 #[test]

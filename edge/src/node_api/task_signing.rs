@@ -89,7 +89,7 @@ fn task(order: &AgentTask) -> Option<Task> {
             ends_at: *ends_at,
             recording: crate::terminal::recording::on_the_wire(*recording),
         }),
-        TaskKind::OfNode { task_type: TaskType::NodeValidate, .. } => Task::Validate {},
+        TaskKind::OfNode { task_type: TaskType::NodeValidate, .. } => Task::Validate { load: None },
         TaskKind::OfNode { task_type: TaskType::DiagnosticsCollect, .. } => Task::Diagnose {},
         TaskKind::OfNode { task_type: TaskType::AgentUpdate, update, .. } => {
             let update = update.as_ref()?;

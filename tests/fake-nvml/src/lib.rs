@@ -1,4 +1,5 @@
-//! A fake of NVIDIA's management library (`libnvidia-ml.so.1`), so that the agent's own path to the driver runs without a GPU.
+//! A fake of NVIDIA's management library (`libnvidia-ml.so.1`) and of CUDA's driver library (`libcuda.so.1`), so that the agent's own path to
+//! the driver runs without a GPU. One file has the functions of both.
 //!
 //! It reports the machine that a JSON file describes ([`FakeMachine`]), which it reads again at each call: a test changes the machine by
 //! replacing the file.
@@ -8,12 +9,15 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+mod cuda;
 mod library;
 
 /// The environment variable that names the file.
 pub const FILE: &str = "FAKE_NVML_FILE";
 /// The name under which programs load the library.
 pub const LIBRARY: &str = "libnvidia-ml.so.1";
+/// The name under which they load CUDA's.
+pub const CUDA_LIBRARY: &str = "libcuda.so.1";
 
 /// A machine with GPUs.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -26,6 +30,21 @@ pub struct FakeMachine {
     pub gpus: Vec<FakeGpu>,
     /// Xids by GPU, in the order in which they occurred.
     pub xids: Vec<(String, u64)>,
+    /// `None`: the GPUs are not for programs.
+    pub cuda: Option<FakeCuda>,
+}
+
+/// How CUDA behaves on all GPUs.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FakeCuda {
+    pub memory_mib: usize,
+    /// So many words of each region that is filled have one wrong bit.
+    pub wrong_words: usize,
+    /// Every call gives this code (`CUresult`).
+    pub error: Option<i32>,
+    /// No call returns while this is set.
+    pub hangs: bool,
 }
 
 /// A GPU. What is `None` is not supported by it.
@@ -99,4 +118,13 @@ pub fn install(folder: &Path) -> io::Result<()> {
         io::Error::other(format!("libfake_nvml.so is not in {}; build the crate fake-nvml", deps.display()))
     })?;
     std::fs::copy(built, folder.join(LIBRARY)).map(|_| ())
+}
+
+/// The same for CUDA's library.
+///
+/// # Errors
+/// As of [`install`].
+pub fn install_cuda(folder: &Path) -> io::Result<()> {
+    install(folder)?;
+    std::fs::copy(folder.join(LIBRARY), folder.join(CUDA_LIBRARY)).map(|_| ())
 }

@@ -238,7 +238,7 @@ impl FakeAgent {
             Task::Provision(_)
             | Task::ReconcileSshKeys(_)
             | Task::OpenTerminal(_)
-            | Task::Validate {}
+            | Task::Validate { .. }
             | Task::Diagnose {}
             | Task::Reboot(_)
             | Task::UpdateAgent(_) => None,
