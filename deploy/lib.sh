@@ -233,6 +233,55 @@ ensure_skopeo() {
     rm -rf "$folder"
 }
 
+# The loads of a node's validation: stress-ng and fio out of Debian's packages, with the libraries that this machine lacks, unpacked and not
+# installed. Their libraries are beside them, so each is started by a script of its name.
+ensure_loads() {
+    local folder name packages
+    [ ! -x "$tools/loads/bin/fio" ] || return 0
+    if [ -x /usr/bin/stress-ng ] && [ -x /usr/bin/fio ]; then
+        mkdir -p "$tools/loads/bin"
+        ln -s /usr/bin/stress-ng /usr/bin/fio "$tools/loads/bin"
+        return
+    fi
+    have apt-get || fail "missing: stress-ng and fio. Put both into $tools/loads/bin and start again."
+    say "taking stress-ng and fio out of Debian's packages into .dev/tools"
+    folder=$(mktemp -d)
+    chmod 0755 "$folder"
+    # A machine that never asked its archive knows of no packages.
+    packages=$(missing_for stress-ng fio)
+    [ -n "$packages" ] || { apt ca-certificates && packages=$(missing_for stress-ng fio); }
+    # shellcheck disable=SC2086
+    { [ -n "$packages" ] && apt_download "$folder" $packages; } ||
+        { rm -rf "$folder"; fail "apt cannot download stress-ng and fio."; }
+    mkdir -p "$folder/unpacked/bin"
+    for name in "$folder"/*.deb; do
+        dpkg -x "$name" "$folder/unpacked"
+    done
+    for name in stress-ng fio; do
+        cat >"$folder/unpacked/bin/$name" <<SCRIPT
+#!/bin/sh
+here=\$(dirname "\$(dirname "\$(readlink -f "\$0")")")
+for folder in "\$here"/usr/lib/*-linux-gnu "\$here"/lib/*-linux-gnu "\$here"/usr/lib/*-linux-gnu/ceph; do
+    LD_LIBRARY_PATH=\${LD_LIBRARY_PATH:+\$LD_LIBRARY_PATH:}\$folder
+done
+export LD_LIBRARY_PATH
+program=\$here/usr/bin/$name
+[ -x "\$program" ] || program=/usr/bin/$name
+exec "\$program" "\$@"
+SCRIPT
+        chmod 0755 "$folder/unpacked/bin/$name"
+    done
+    rm -rf "$tools/loads"
+    mkdir -p "$tools"
+    mv "$folder/unpacked" "$tools/loads"
+    rm -rf "$folder"
+}
+
+# missing_for PACKAGE...: prints these packages and the ones that they need, without those that are installed.
+missing_for() {
+    { apt-get install -s --no-install-recommends "$@" 2>/dev/null | awk '/^Inst/ { print $2 }'; } || true
+}
+
 # What compiles a program that needs no other file: Rust's target for musl, and a C compiler for it.
 ensure_musl() {
     local triple
@@ -457,6 +506,7 @@ ensure_test_tools() {
     ensure_machine
     ensure_registry
     ensure_skopeo
+    ensure_loads
     ensure_musl
     from_npm browser playwright-core "what drives the browser"
     from_npm log-clients winston-loki "two clients of the push API for logs"
