@@ -158,6 +158,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/reimage"                 => node::reimage, NotFound, StateConflict, NodeInUse;
         Admin  Get       "/api/v1/admin/nodes/{id}/tasks"                   => node::tasks, NotFound;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/tasks"                   => node::order_task, NotFound, StateConflict;
+        Admin  PostOnce  "/api/v1/admin/nodes/{id}/validate"                => node::validate, NotFound, NodeInUse, StateConflict;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/update-agent"            => node::update_agent, NotFound, StateConflict;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/findings/{finding_id}/clear" => node::clear_finding, NotFound;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/tasks/{task_id}/resume"  => node::resume_task, NotFound, StateConflict;

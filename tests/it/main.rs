@@ -78,3 +78,4 @@ mod terminal;
 mod terminal_limits;
 mod terminal_page;
 mod tidy;
+mod validation;

@@ -255,8 +255,8 @@ const TASK_TYPES: [(&str, &str, &str, &str); 9] = [
     (
         "node.validate",
         "",
-        "the UUIDs of its `gpus` and the ids of its `allocations`; with the `system` executor also `uids_left` and `isolation`",
-        "`node.task_timeout_seconds`",
+        "the UUIDs of its `gpus` and the ids of its `allocations`; with the `system` executor also `uids_left` and `isolation`; with a load also `level`, `measurements`, `not_tested`, `failed` and `by_gpu`",
+        "`node.task_timeout_seconds`, with a deep load and `node.deep_validation_seconds`",
     ),
     (
         "diagnostics.collect",

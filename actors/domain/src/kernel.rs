@@ -27,3 +27,4 @@ pub mod ssh_key;
 pub mod state_machine;
 pub mod task_type;
 pub mod time;
+pub mod validation;

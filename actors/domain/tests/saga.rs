@@ -161,7 +161,7 @@ fn late_placement_and_task_leave_no_tenant_behind() {
 #[test]
 fn random_steps_reach_every_state() {
     let mut reached = std::collections::BTreeSet::new();
-    for seed in 0..24 {
+    for seed in 0..48 {
         let delivery = if seed % 2 == 0 { Delivery::Once } else { Delivery::Again };
         let moves: Vec<_> = RandomSteps::from_seed(seed).take(400).collect();
         reached.extend(live(delivery, &moves).reached);
@@ -184,6 +184,7 @@ fn random_steps_reach_every_state() {
         "node removing",
         "node removed",
         "node fenced",
+        "node validated",
         "tenant over quota",
         "hold reserved",
         "hold provisioning",

@@ -106,6 +106,17 @@ pub(crate) enum Command {
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
+    /// Tests the machine under load; it must have no allocations.
+    Validate {
+        #[arg(add = completion::of(&NODE))]
+        node: Ref,
+        /// How thoroughly: quick takes about ten seconds, deep minutes.
+        #[arg(long, value_enum, default_value = "quick")]
+        level: ValidationLevel,
+        /// Why; it stands in the audit log.
+        #[arg(long, value_name = "TEXT")]
+        reason: String,
+    },
     /// Has the bare-metal provider erase the machine and install it again.
     Reimage(NodeAction),
     /// Ends a quarantine.
@@ -151,6 +162,22 @@ pub(crate) struct Update {
     probe: bool,
     #[command(flatten)]
     change: MetadataChange,
+}
+
+/// How thoroughly a machine is tested.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum ValidationLevel {
+    Quick,
+    Deep,
+}
+
+impl ValidationLevel {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Quick => "quick",
+            Self::Deep => "deep",
+        }
+    }
 }
 
 /// The tasks that an operator may order.
@@ -215,7 +242,7 @@ const IN_A_LIST: [Column; 8] = [
     ("UNSCHEDULABLE", "/unschedulable_reason"),
 ];
 
-const ALONE: [Column; 27] = [
+const ALONE: [Column; 31] = [
     ("id", "/id"),
     ("name", "/name"),
     ("labels", "/labels"),
@@ -240,6 +267,10 @@ const ALONE: [Column; 27] = [
     ("agent update", "/agent_update/state"),
     ("agent updates to", "/agent_update/digest"),
     ("update error", "/agent_update/error/message"),
+    ("validated", "/validation/ended_at"),
+    ("validation", "/validation/level"),
+    ("passed", "/validation/passed"),
+    ("measured", "/validation/measurements"),
     ("last seen", "/agent/last_seen_at"),
     ("certificate ends", "/agent/cert_not_after"),
     ("onboarding", "/onboarding_mode"),
@@ -306,6 +337,11 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::Run { node, task, reason } => {
             let body = json!({ "type": task.name(), "reason": reason });
             let path = format!("{}/tasks", path(node_id(&node, api).await?));
+            api.out.show(&api.post(&path, &body).await?, &ORDERED)
+        }
+        Command::Validate { node, level, reason } => {
+            let body = json!({ "level": level.name(), "reason": reason });
+            let path = format!("{}/validate", path(node_id(&node, api).await?));
             api.out.show(&api.post(&path, &body).await?, &ORDERED)
         }
         Command::UpdateAgent { node, digest, force, reason } => {

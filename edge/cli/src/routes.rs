@@ -31,6 +31,7 @@ pub(crate) const COMMANDS: &[(&str, &str)] = &[
     ("POST /api/v1/admin/nodes/{id}/remove", "nodes remove NODE --reason TEXT"),
     ("POST /api/v1/admin/nodes/{id}/quarantine", "nodes quarantine NODE --reason TEXT"),
     ("POST /api/v1/admin/nodes/{id}/release-quarantine", "nodes release-quarantine NODE --reason TEXT"),
+    ("POST /api/v1/admin/nodes/{id}/validate", "nodes validate NODE --reason TEXT"),
     ("POST /api/v1/admin/nodes/{id}/update-agent", "nodes update-agent NODE --reason TEXT"),
     ("POST /api/v1/admin/nodes/{id}/reimage", "nodes reimage NODE --reason TEXT"),
     ("POST /api/v1/admin/nodes/{id}/findings/{finding_id}/clear", "nodes clear-finding NODE FINDING --reason TEXT"),

@@ -5,6 +5,7 @@ pub(crate) mod bootstrap_bundle;
 pub mod machine_provider;
 mod onboarding;
 mod tasks;
+mod validation;
 mod view;
 
 use actors::{AskError, CommandReply};
@@ -24,6 +25,7 @@ use uuid::Uuid;
 pub(super) use agent_update::*;
 pub(super) use onboarding::*;
 pub(super) use tasks::*;
+pub(super) use validation::*;
 
 use super::commands_with_reason::reason_commands;
 use super::request_context::{AdminRequest, RequestContext, replayed};

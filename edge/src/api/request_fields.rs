@@ -250,6 +250,8 @@ numbers! {
     StorageGib: u64, 0 to 1073741824;
     /// How many cores.
     CpuCores: u32, 1 to 65536;
+    /// The least that a machine has to reach, in the unit of the measurement.
+    MeasurementMinimum: u64, 1 to 1000000000;
     /// How long an enrollment token holds, in seconds.
     TokenTtl: u32, 5 to 86400;
     /// How long to wait for capacity, in seconds; policy `allocation.queue_max_seconds` may allow less.

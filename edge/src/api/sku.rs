@@ -2,6 +2,7 @@
 
 mod approval;
 mod expected_hardware;
+mod validation;
 
 use axum::Json;
 use axum::extract::State;
@@ -18,6 +19,7 @@ use uuid::Uuid;
 
 pub(super) use approval::*;
 use expected_hardware::{ExpectedHardwareView, NewExpectedHardware};
+use validation::SkuMinimums;
 
 use super::request_context::{AdminRequest, Authorized, SeeSkus, UserRequest, replayed};
 use super::request_fields::{
@@ -47,6 +49,8 @@ pub(super) struct NewSku {
     #[schema(max_items = 64)]
     allowed_regions: Vec<RegionCode>,
     price: NewPrice,
+    #[serde(default)]
+    validation: SkuMinimums,
 }
 
 /// The GPUs of one machine.
@@ -89,6 +93,8 @@ pub(super) struct SkuChange {
     /// What the inventories of its nodes are compared with from their next contact on, in place of what was expected before. `{}` expects
     /// nothing.
     expected_hardware: Option<NewExpectedHardware>,
+    /// In place of all minimums that there are; `{}`: there are none any more. The next validation of a node is judged by them.
+    validation: Option<SkuMinimums>,
 }
 
 /// A filter of SKUs.
@@ -116,6 +122,7 @@ pub(super) struct SkuView {
     entry: OfferedView,
     /// What the machines of its nodes must have beside their GPUs; null where nothing is expected.
     expected_hardware: Option<ExpectedHardwareView>,
+    validation: SkuMinimums,
     /// The two approvals of its status, and a pending one that waits for the second.
     approvals: Vec<ApprovalView>,
 }
@@ -212,7 +219,8 @@ pub(super) async fn create(
     AdminRequest(context): AdminRequest,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewSku>>,
 ) -> Result<impl IntoResponse, ApiError> {
-    let command = Command::Create { spec: Box::new(spec(&new)), price: price(&new.price)? };
+    let command =
+        Command::Create { spec: Box::new(spec(&new)), price: price(&new.price)?, validation: (&new.validation).into() };
     let answered = context.ask::<Sku>(context.new_id(), command).await?;
     Ok((StatusCode::CREATED, replayed(&answered), Json(view(&answered.reply))))
 }
@@ -232,7 +240,7 @@ pub(super) async fn get(
     Ok(Json(view(&stored.it)))
 }
 
-/// Changes a SKU's price, regions or expected hardware.
+/// Changes a SKU's price, its regions, its expected hardware, or what it wants of a validation.
 ///
 /// Where the inventory of a node differs from the expected hardware, the node is quarantined (`inventory_drift`) until it agrees again; its
 /// tenants run on. Of memory and storage 95 % are enough, and what an agent cannot read is no difference.
@@ -247,9 +255,13 @@ pub(super) async fn revise(
     Path(id): Path<Uuid>,
     request_body::Json(change): request_body::Json<SkuChange>,
 ) -> Result<Json<SkuView>, ApiError> {
-    if change.price.is_none() && change.allowed_regions.is_none() && change.expected_hardware.is_none() {
+    let is_empty = change.price.is_none()
+        && change.allowed_regions.is_none()
+        && change.expected_hardware.is_none()
+        && change.validation.is_none();
+    if is_empty {
         return Err(ApiError::invalid_request(
-            "Nothing is to be changed; give `price`, `allowed_regions` or `expected_hardware`.",
+            "Nothing is to be changed; give `price`, `allowed_regions`, `expected_hardware` or `validation`.",
         ));
     }
     let regions = change.allowed_regions.as_ref();
@@ -257,6 +269,7 @@ pub(super) async fn revise(
         price: change.price.as_ref().map(price).transpose()?,
         allowed_regions: regions.map(|regions| regions.iter().map(|region| region.to_string()).collect()),
         expected_hardware: change.expected_hardware.map(|expected| Box::new(expected.into())),
+        validation: change.validation.as_ref().map(Into::into),
     };
     Ok(Json(view(&context.ask::<Sku>(id, command).await?.reply)))
 }
@@ -351,7 +364,7 @@ impl From<&Price> for PriceView {
 
 fn view(sku: &Sku) -> SkuView {
     let expected_hardware = sku.spec.expected_hardware.as_deref().map(ExpectedHardwareView::from);
-    SkuView { entry: entry(sku), expected_hardware, approvals: approvals(sku) }
+    SkuView { entry: entry(sku), expected_hardware, validation: (&sku.validation).into(), approvals: approvals(sku) }
 }
 
 fn entry(sku: &Sku) -> OfferedView {

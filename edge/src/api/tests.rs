@@ -34,4 +34,5 @@ mod strictness;
 mod telemetry;
 mod terminal_page;
 mod terminals;
+mod validations;
 mod webhooks;

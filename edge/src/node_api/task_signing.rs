@@ -3,12 +3,14 @@
 use crate::trust::keys_in_force::KeysInForce;
 use chrono::TimeDelta;
 use domain::TaskType;
-use domain::node::{AgentTask, TaskKind, TenantSlot};
+use domain::node::{AgentTask, TaskKind, TenantSlot, ValidationOrder};
+use domain::validation::ValidationLevel;
 use domain::{NodeId, Timestamp};
 use wire::inventory::DeviceRef;
 use wire::task::{
     OpenTerminal, Provision, Reboot, ReconcileSshKeys, Release, SignedEnvelope, Task, TaskPayload, UpdateAgent,
 };
+use wire::validation::{LoadLevel, ValidationLoad};
 
 /// The longest validity of a signed task: long enough for a clock that is slightly off and a busy agent, short enough that a copy of it
 /// soon expires. The task is offered, newly signed, for as long as it is pending.
@@ -89,7 +91,9 @@ fn task(order: &AgentTask) -> Option<Task> {
             ends_at: *ends_at,
             recording: crate::terminal::recording::on_the_wire(*recording),
         }),
-        TaskKind::OfNode { task_type: TaskType::NodeValidate, .. } => Task::Validate { load: None },
+        TaskKind::OfNode { task_type: TaskType::NodeValidate, validation, .. } => {
+            Task::Validate { load: validation.as_ref().map(load) }
+        }
         TaskKind::OfNode { task_type: TaskType::DiagnosticsCollect, .. } => Task::Diagnose {},
         TaskKind::OfNode { task_type: TaskType::AgentUpdate, update, .. } => {
             let update = update.as_ref()?;
@@ -112,6 +116,14 @@ fn task(order: &AgentTask) -> Option<Task> {
             ..
         } => return None,
     })
+}
+
+fn load(order: &ValidationOrder) -> ValidationLoad {
+    let level = match order.level {
+        ValidationLevel::Quick => LoadLevel::Quick,
+        ValidationLevel::Deep => LoadLevel::Deep,
+    };
+    ValidationLoad { level, load_seconds: order.load_seconds }
 }
 
 fn devices(place: &TenantSlot) -> Vec<DeviceRef> {
@@ -191,13 +203,14 @@ mod tests {
         let reconcile = TaskKind::ReconcileLogins { place: place(), keys: Vec::new() };
         let digest = format!("sha256:{}", "0f".repeat(32)).parse().unwrap();
         let update = Some(domain::node::AgentUpdate { digest, force: true, commit_seconds: 7, rollout_id: None });
-        let update = TaskKind::OfNode { task_type: TaskType::AgentUpdate, boot_id: None, update };
+        let update = TaskKind::OfNode { task_type: TaskType::AgentUpdate, boot_id: None, update, validation: None };
         let orders = [release(), TaskKind::Provision { place: place(), keys: Vec::new() }, reconcile, terminal, update]
             .into_iter()
             .chain(TaskType::ORDERED.map(|task_type| TaskKind::OfNode {
                 task_type,
                 boot_id: boot_id.clone(),
                 update: None,
+                validation: None,
             }));
         for what in orders {
             let task = payload(NodeId(Uuid::nil()), &order(now, what), now).task;
@@ -205,7 +218,8 @@ mod tests {
             assert_eq!(task.is_idempotent(), task_type.when_stale() == StaleTaskAction::Requeue, "{task_type}");
         }
         for task_type in TaskType::ALL.iter().filter(|it| !TaskType::ORDERED.contains(it)) {
-            let of_node = TaskKind::OfNode { task_type: *task_type, boot_id: boot_id.clone(), update: None };
+            let of_node =
+                TaskKind::OfNode { task_type: *task_type, boot_id: boot_id.clone(), update: None, validation: None };
             let order = order(now, of_node);
             assert!(super::payload(NodeId(Uuid::nil()), &order, now).is_none(), "{task_type}");
         }

@@ -9,6 +9,7 @@ use domain::id::{EntityKind, PolicyId, SkuId};
 use domain::policy::{PolicyBook, PolicyScope};
 use domain::policy_values::{PolicyVersion, ScopeValues};
 use domain::state_machine::Timestamp;
+use domain::validation::ValidationMinimums;
 use sqlx::postgres::PgRow;
 use sqlx::types::Json;
 use sqlx::{Postgres, QueryBuilder, Row};
@@ -84,6 +85,9 @@ impl Reads {
             book.set_health_rules(overrides);
         }
         book.set_expected_hardware(self.expected_hardware().await?);
+        for (sku_id, minimums) in self.minimums().await? {
+            book.set_minimums(sku_id, minimums);
+        }
         Ok(book)
     }
 
@@ -126,6 +130,25 @@ impl Reads {
             }
         }
         Ok(expected)
+    }
+
+    /// What each SKU that has minimums wants of a validation. Those that cannot be read hold nowhere.
+    async fn minimums(&self) -> Result<Vec<(SkuId, ValidationMinimums)>, StoreError> {
+        let found: Vec<(Uuid, String)> = sqlx::query_as(
+            "SELECT id, (body -> 'validation')::text FROM entity WHERE kind = $1 AND body ? 'validation'",
+        )
+        .bind(EntityKind::Sku.as_str())
+        .fetch_all(&self.pool)
+        .await
+        .doing("reading the minimums of SKUs")?;
+        let read = |(id, text): (Uuid, String)| match serde_json::from_str(&text) {
+            Ok(minimums) => Some((SkuId(id), minimums)),
+            Err(error) => {
+                tracing::warn!(%error, "the minimums of SKU {id} cannot be read: they hold nowhere");
+                None
+            }
+        };
+        Ok(found.into_iter().filter_map(read).collect())
     }
 
     /// The values that are in force at `now` or will be, in the order in which they were written.

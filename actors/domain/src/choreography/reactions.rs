@@ -371,6 +371,7 @@ impl Event {
             | Self::PolicyWritten { .. }
             | Self::HealthRulesWritten { .. }
             | Self::SkuHardwareExpected { .. }
+            | Self::SkuMinimumsWritten { .. }
             | Self::TrustChanged { .. } => none,
             Self::Announced { announcement_id } => {
                 let data = Details { announcement_id: Some(announcement_id), ..Details::default() };

@@ -42,6 +42,7 @@ mod tenancy;
 mod terminal_tasks;
 #[cfg(test)]
 mod tests;
+mod validation;
 
 use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::event::{Event, GpuDevice};
@@ -78,6 +79,7 @@ pub use state_reason::{StateCode, StateReason};
 pub use tasks::{NodeTask, NodeTaskPhase};
 pub use tenancy::{AgentTask, Hold, HoldPhase, PendingTask, TaskKind, TaskOutcome, TenantSlot, user_name};
 pub use terminal_tasks::TerminalTask;
+pub use validation::{NodeValidation, ValidationOrder};
 
 /// The class of an alert that prevents new allocations on the node while it is active (decisions 7, *Health alert*).
 const PREVENT_ALLOCATION: &str = "prevent_allocation";
@@ -133,6 +135,9 @@ pub struct Node {
     /// The last rollouts that have ordered an update of its agent, oldest first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub rollouts: Vec<NodeRollout>,
+    /// The last validation with load.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation: Option<Box<NodeValidation>>,
 }
 
 /// A node's data from its administrator.
@@ -432,7 +437,7 @@ impl Machine for Node {
             Phase::Enrolling { until } if self.reason.code == StateCode::InventoryMismatch => {
                 Some(Deadline::new(*until, self.reason.message.clone()))
             }
-            Phase::Enrolling { until } => Some(Deadline::new(*until, "the agent has not polled with its certificate")),
+            Phase::Enrolling { until } => Some(Deadline::new(*until, self.enrollment_waits_for())),
             Phase::Draining { until } => {
                 let left = self.holds.len();
                 Some(Deadline::new(*until, format!("{left} allocations have not ended")))

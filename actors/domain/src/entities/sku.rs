@@ -24,6 +24,7 @@ use crate::hardware::{ExpectedHardware, PromisedHardware};
 use crate::id::{EntityKind, EntityRef, SkuId, UserId};
 use crate::money::Price;
 use crate::state_machine::{self, Deadline, Effect, IndexKeys, Machine, Timestamp, Transition, TransitionContext};
+use crate::validation::ValidationMinimums;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -41,6 +42,9 @@ pub struct Sku {
     /// The change that waits for a second approval.
     #[serde(default)]
     pub pending: Option<PendingChange>,
+    /// What a validation of its machines has to reach.
+    #[serde(default, skip_serializing_if = "ValidationMinimums::is_empty")]
+    pub validation: ValidationMinimums,
     pub created_at: Timestamp,
 }
 
@@ -164,6 +168,8 @@ pub enum Command {
     Create {
         spec: Box<SkuSpec>,
         price: Price,
+        #[serde(default, skip_serializing_if = "ValidationMinimums::is_empty")]
+        validation: ValidationMinimums,
     },
     Revise {
         price: Option<Price>,
@@ -171,6 +177,8 @@ pub enum Command {
         /// In place of what was expected; an empty one expects nothing.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         expected_hardware: Option<Box<ExpectedHardware>>,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        validation: Option<ValidationMinimums>,
     },
     /// One approval of a change of status.
     Approve(Box<ApprovalRequest>),
@@ -265,11 +273,11 @@ impl Machine for Sku {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         match (state, command) {
-            (None, Command::Create { spec, price }) => Ok(Self::create(*spec, price, ctx)),
+            (None, Command::Create { spec, price, validation }) => Ok(Self::create(*spec, price, validation, ctx)),
             (Some(_), Command::Create { .. }) => Err(Rejection::Exists),
             (None, _) => Err(Rejection::NotFound),
-            (Some(sku), Command::Revise { price, allowed_regions, expected_hardware }) => {
-                Ok(sku.revise(price, allowed_regions, expected_hardware, ctx))
+            (Some(sku), Command::Revise { price, allowed_regions, expected_hardware, validation }) => {
+                Ok(sku.revise(price, allowed_regions, expected_hardware, validation, ctx))
             }
             (Some(sku), Command::Approve(approve)) => sku.approve(*approve, ctx),
             (Some(sku), Command::Tick) => Ok(sku.expire(ctx)),
@@ -313,7 +321,12 @@ impl Sku {
         }
     }
 
-    fn create(spec: SkuSpec, price: Price, ctx: &TransitionContext<'_>) -> Transition<Self> {
+    fn create(
+        spec: SkuSpec,
+        price: Price,
+        validation: ValidationMinimums,
+        ctx: &TransitionContext<'_>,
+    ) -> Transition<Self> {
         let sku = Self {
             id: SkuId(ctx.id),
             spec,
@@ -321,10 +334,12 @@ impl Sku {
             prices: vec![PriceVersion { price, from: ctx.now }],
             approvals: Vec::new(),
             pending: None,
+            validation,
             created_at: ctx.now,
         };
         let audit = sku.audit(AuditAction::SkusCreate, json!({ "name": sku.spec.name }));
-        sku.clone().status_changed(None, "created by an administrator").audit(audit)
+        let step = sku.clone().status_changed(None, "created by an administrator").audit(audit);
+        sku.publish_minimums(&ValidationMinimums::default(), step)
     }
 
     fn revise(
@@ -332,6 +347,7 @@ impl Sku {
         price: Option<Price>,
         allowed_regions: Option<Vec<String>>,
         expected_hardware: Option<Box<ExpectedHardware>>,
+        validation: Option<ValidationMinimums>,
         ctx: &TransitionContext<'_>,
     ) -> Transition<Self> {
         let mut next = self.clone();
@@ -343,6 +359,7 @@ impl Sku {
             next.spec.expected_hardware = Some(expected).filter(|expected| !expected.is_empty());
         }
         let expects_other_hardware = next.spec.expected_hardware != self.spec.expected_hardware;
+        next.validation = validation.unwrap_or(next.validation);
         // An approval covers the entry as it was.
         let differs = next != *self;
         let withdrawn = if differs { next.pending.take() } else { None };
@@ -351,16 +368,26 @@ impl Sku {
             json!({
                 "old_price": self.price(), "new_price": next.price(), "regions": next.spec.allowed_regions,
                 "expected_hardware": next.spec.expected_hardware,
+                "old_validation": self.validation, "new_validation": next.validation,
                 "withdrawn": withdrawn.map(|pending| pending.first),
             }),
         );
         let reply = Box::new(next.clone());
-        let revised = Transition::to(next, reply, "revised by an administrator").audit(audit);
-        if expects_other_hardware {
-            revised.event(Event::SkuHardwareExpected { sku_id: self.id }).effect(Effect::ReadPolicy)
+        let step = Transition::to(next.clone(), reply, "revised by an administrator").audit(audit);
+        let step = if expects_other_hardware {
+            step.event(Event::SkuHardwareExpected { sku_id: self.id }).effect(Effect::ReadPolicy)
         } else {
-            revised
+            step
+        };
+        next.publish_minimums(&self.validation, step)
+    }
+
+    /// Every process reads changed minimums, with which nodes judge their validations.
+    fn publish_minimums(&self, before: &ValidationMinimums, step: Transition<Self>) -> Transition<Self> {
+        if self.validation == *before {
+            return step;
         }
+        step.event(Event::SkuMinimumsWritten { sku_id: self.id }).effect(Effect::ReadPolicy)
     }
 
     fn status_changed(self, from: Option<String>, why: &str) -> Transition<Self> {

@@ -66,6 +66,7 @@ actions! {
     NodesRestart "nodes.restart": "the machine was restarted: its agent reports another boot; its allocations are kept";
     NodesOrderTask "nodes.order_task": "an administrator ordered a task of the node itself";
     NodesUpdateAgent "nodes.update_agent": "an administrator ordered another version of the node's agent, or a rollout did: task_id, digest, force, reason or rollout_id";
+    NodesValidate "nodes.validate": "an administrator ordered a validation of a node with load: task_id, level, reason";
     NodesStallTask "nodes.stall_task": "a task that must not happen twice was not reported on in time";
     NodesResumeTask "nodes.resume_task": "an operator looked at such a task and had it offered again";
 

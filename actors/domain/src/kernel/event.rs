@@ -506,6 +506,11 @@ events! {
         rollout_id: RolloutId,
     }
 
+    // An administrator has changed what a SKU wants of a validation, which every process caches with the policy.
+    SkuMinimumsWritten: "policy.invalidate.sku_minimums" in Policy, about Sku(sku_id), notification None {
+        sku_id: SkuId,
+    }
+
     // An operator has rotated keys: every process's cached keys are stale.
     TrustChanged: TRUST_CHANGED in Nodes, about KeySet(set_id), notification None {
         set_id: KeySetId,

@@ -172,6 +172,7 @@ policy_keys! {
     NodeEvacuate = "node.evacuate_seconds" for Service: int(86_400, 5, 2_592_000), "How long a tenant may stay on a GPU or a machine that a health finding takes out of service.";
     NodeRepairAttempts = "node.repair_attempts" for Service: int(2, 0, 10), "Reboots within a day by which a node without tenants is repaired before an operator takes over; 0: operators repair.";
     NodeTaskTimeout = "node.task_timeout_seconds" for Service: int(600, 5, 86_400), "How long an agent may take to report on a task of the node itself.";
+    NodeDeepValidation = "node.deep_validation_seconds" for Service: int(300, 30, 3600), "How long the loads of a deep validation of a node may take together.";
     NodeUpdateCommit = "node.update_commit_seconds" for Service: int(120, 10, 3600), "How long a new agent may take to be answered by the control plane, before the one of before is put back.";
     NodeDrainOverdue = "node.drain_overdue_seconds" for Service: int(86_400, 60, 2_592_000), "How long a drain may take before it shows as overdue.";
     KeysTaskGrace = "keys.task_grace_seconds" for Service: int(3600, 5, 2_592_000), "How long a task-signing key is trusted after its successor is active; a task may be begun for 600 s.";

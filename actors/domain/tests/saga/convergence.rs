@@ -22,6 +22,7 @@ impl Simulation {
 
     pub(crate) fn settle(&mut self) {
         self.find_all();
+        self.want_at_least(0);
         self.come_to_rest("every allocation is had, or is over", |world| {
             world.allocations.values().all(|it| matches!(it.phase, Phase::Active { .. } | Phase::Released { .. }))
         });

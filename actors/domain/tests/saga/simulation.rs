@@ -14,10 +14,12 @@ use domain::node::{self, HoldPhase, Node, NodeHealthStatus, Phase};
 use domain::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
 use domain::state_machine::{Command as _, Machine, Timestamp};
 use domain::tenant::{self, Tenant};
+use domain::validation::{Measurement, ValidationLevel, ValidationMinimums};
 use domain::{
     AllocationId, BillingAccountId, Event, NodeId, Principal, SkuId, TokenId, Transition, TransitionContext, UserId,
     cross_entity_invariants,
 };
+use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use uuid::Uuid;
 
@@ -184,6 +186,13 @@ impl Simulation {
         let state = self.nodes.get(&id).cloned();
         let (next, reply) = self.decide(id.0, state.as_ref(), by, command)?;
         if let Some(next) = next {
+            let is_validated = state.as_ref().is_some_and(|node| node.tasks.values().any(is_open_load));
+            let has_another =
+                next.holds.keys().any(|it| state.as_ref().is_none_or(|node| !node.holds.contains_key(it)));
+            assert!(!(is_validated && has_another), "a tenant came while a load was applied: {next:?}");
+            if is_validated {
+                self.reached.insert("node validated".to_owned());
+            }
             for hold in next.holds.values() {
                 let phase = match hold.phase {
                     HoldPhase::Reserved => "reserved",
@@ -330,6 +339,11 @@ impl Simulation {
             SimulationStep::ReleaseQuarantine { node } => {
                 self.admin(node, node::Request::ReleaseQuarantine { reason: "r".into() });
             }
+            SimulationStep::Validate { node, deep } => {
+                let level = if deep { ValidationLevel::Deep } else { ValidationLevel::Quick };
+                self.admin(node, node::Request::Validate { level, reason: "r".into() });
+            }
+            SimulationStep::WantAtLeast { minimum } => self.want_at_least(minimum),
             SimulationStep::Poll { node } => self.poll(self.node(node)),
             SimulationStep::Heartbeat { node, mood } => {
                 let (health, gpus) = match mood {
@@ -586,6 +600,11 @@ impl Simulation {
         }
     }
 
+    pub(crate) fn want_at_least(&mut self, minimum: u8) {
+        let wanted = (minimum > 0).then(|| (Measurement::Cpu, minimum.into()));
+        self.policy.set_minimums(SkuId(Uuid::nil()), ValidationMinimums(wanted.into_iter().collect()));
+    }
+
     pub(crate) fn heartbeat(&mut self, id: NodeId, status: NodeHealthStatus, gpus: u32) {
         self.heartbeat_with(id, node::NodeHealth { status, ..Default::default() }, gpus);
     }
@@ -645,11 +664,19 @@ impl Simulation {
         }
         let serial = agent.serial.clone();
         let before = self.nodes[&id].clone();
-        let command = node::Request::Report { serial, task_id, attempt, verdict, output: None };
+        // What a validation measures is below the minimum now and then.
+        let output = Some(json!({ "measurements": { "cpu_bogo_ops_per_second": self.counter % 16 } }));
+        let command = node::Request::Report { serial, task_id, attempt, verdict, output };
         match self.tell_node(id, &Principal::Node(id), command) {
             Ok(_) => {}
             // Reported twice, or too late: the agent drops it in both cases.
-            Err(node::Rejection::TaskUnknown | node::Rejection::StaleAttempt { .. } | node::Rejection::Removed) => {
+            // An enrollment that expires during the first validation voids the certificate.
+            Err(
+                node::Rejection::TaskUnknown
+                | node::Rejection::StaleAttempt { .. }
+                | node::Rejection::Removed
+                | node::Rejection::CertificateUnknown,
+            ) => {
                 assert_eq!(self.nodes[&id], before, "a rejection changes nothing");
             }
             Err(other) => panic!("{other}"),
@@ -773,6 +800,10 @@ impl Simulation {
         let bus = self.bus.iter().map(|message| format!("{:?}", message.event));
         nodes.chain(allocations).chain(bus).collect::<Vec<_>>().join("\n")
     }
+}
+
+fn is_open_load(task: &node::NodeTask) -> bool {
+    task.validation.is_some() && task.phase == node::NodeTaskPhase::Open
 }
 
 fn inventory(id: NodeId, gpus: u32) -> node::ReportedInventory {

@@ -91,6 +91,15 @@ pub(crate) enum SimulationStep {
     ReleaseQuarantine {
         node: u8,
     },
+    /// An administrator orders a validation with load.
+    Validate {
+        node: u8,
+        deep: bool,
+    },
+    /// The SKU wants at least so much of a validation from now on; 0: nothing.
+    WantAtLeast {
+        minimum: u8,
+    },
 
     Poll {
         node: u8,
@@ -134,7 +143,7 @@ impl SimulationStep {
         one_of(
             kind,
             &[
-                (26, &|| Self::Deliver { which: a, again: b < 64 }),
+                (23, &|| Self::Deliver { which: a, again: b < 64 }),
                 (2, &|| Self::Label { which: a, how: b }),
                 (15, &|| Self::DeliverAll),
                 (8, &|| Self::Strand { which: a }),
@@ -157,6 +166,8 @@ impl SimulationStep {
                 (2, &|| Self::Remove { node: a }),
                 (2, &|| Self::Quarantine { node: a }),
                 (5, &|| Self::ReleaseQuarantine { node: a }),
+                (2, &|| Self::Validate { node: a, deep: b < 64 }),
+                (1, &|| Self::WantAtLeast { minimum: a % 4 }),
                 (14, &|| Self::Poll { node: a }),
                 (12, &|| Self::Heartbeat { node: a, mood: b }),
                 (20, &|| Self::Work { node: a, which: b, luck: c }),

@@ -16,6 +16,7 @@ use domain::node::{
 };
 use domain::policy::PolicyBook;
 use domain::state_machine::{Command as _, RequestOrigin, TransitionContext};
+use domain::validation::{ValidationLevel, ValidationMinimums};
 use domain::{AllocationId, FindingId, NodeId, TaskId, TaskType, Timestamp, TokenId, role_bindings, sku, tenant};
 use domain::{allocation::Allocation, node::Node, role_bindings::RoleBindings, sku::Sku, tenant::Tenant};
 use serde_json::json;
@@ -288,6 +289,7 @@ fn node_commands() -> Vec<node::Command> {
         .into(),
         Request::OrderTask { task_type: TaskType::NodeReboot, reason: text() }.into(),
         Request::ResumeTask { task_id: TaskId(ALLOCATION), reason: text() }.into(),
+        Request::Validate { level: ValidationLevel::Deep, reason: text() }.into(),
         Request::UpdateAgent { digest: digest(), force: true, reason: text() }.into(),
         node::Fact::UpdateForRollout { rollout_id: ROLLOUT, digest: digest() }.into(),
         Request::Report { serial: "0a".into(), task_id: TaskId(ALLOCATION), attempt: 2, verdict: failed, output: None }
@@ -399,6 +401,7 @@ fn of_a_node() {
             work: work.clone(),
             boot_id: Some("boot".into()),
             update: Some(update()),
+            validation: None,
             phase,
         };
         node.tasks.insert(TaskId(Uuid::from_u128(n as u128)), task);
@@ -407,7 +410,12 @@ fn of_a_node() {
         order(TaskKind::Release { place: place() }),
         order(TaskKind::Provision { place: place(), keys: request().ssh_keys }),
         order(TaskKind::ReconcileLogins { place: place(), keys: request().ssh_keys }),
-        order(TaskKind::OfNode { task_type: TaskType::NodeValidate, boot_id: None, update: Some(update()) }),
+        order(TaskKind::OfNode {
+            task_type: TaskType::NodeValidate,
+            boot_id: None,
+            update: Some(update()),
+            validation: None,
+        }),
     ];
     let replies = [
         reply,
@@ -455,7 +463,8 @@ fn of_a_sku() {
         expected_hardware: None,
     };
     let price = Price::new("EUR", 250).unwrap();
-    let create = Command::Create { spec: Box::new(spec), price: price.clone() };
+    let create =
+        Command::Create { spec: Box::new(spec), price: price.clone(), validation: ValidationMinimums::default() };
     let (_, reply) = decided::<Sku>(None, create.clone(), &user("root", &[TokenRole::Admin]), ALLOCATION);
     let commands = vec![
         create,
@@ -463,8 +472,9 @@ fn of_a_sku() {
             price: Some(price),
             allowed_regions: Some(Vec::new()),
             expected_hardware: Some(Box::new(expected_hardware())),
+            validation: Some(ValidationMinimums::default()),
         },
-        Command::Revise { price: None, allowed_regions: None, expected_hardware: None },
+        Command::Revise { price: None, allowed_regions: None, expected_hardware: None, validation: None },
         Command::Approve(Box::new(approve(StatusChange::Activate, None))),
         Command::Approve(Box::new(approve(StatusChange::Deprecate, Some(PlatformRole::InventoryOwner)))),
         Command::Tick,

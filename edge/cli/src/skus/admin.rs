@@ -54,7 +54,7 @@ pub(crate) struct Update {
     #[arg(add = completion::of(&SKU))]
     sku: Ref,
     /// What a GPU costs an hour from now on, with its currency: "2.50 EUR".
-    #[arg(long, value_name = "AMOUNT", required_unless_present_any = ["regions", "ExpectedHardware", "expect_nothing"])]
+    #[arg(long, value_name = "AMOUNT", required_unless_present_any = ["regions", "ExpectedHardware", "expect_nothing", "minimums", "no_minimums"])]
     price: Option<Amount>,
     /// A region where nodes of it may be, and again for more, in place of those there are.
     #[arg(long = "region", value_name = "CODE")]
@@ -64,6 +64,12 @@ pub(crate) struct Update {
     /// Nothing is expected of its machines beside their GPUs.
     #[arg(long, conflicts_with = "ExpectedHardware")]
     expect_nothing: bool,
+    /// What a validation of its nodes has to reach, and again for more, in place of those there are: disk_read_mib_per_second=500.
+    #[arg(long = "minimum", value_name = "MEASUREMENT=N", value_parser = minimum)]
+    minimums: Vec<(String, u64)>,
+    /// A validation has to reach nothing any more.
+    #[arg(long, conflicts_with = "minimums")]
+    no_minimums: bool,
 }
 
 /// What its machines must have, in place of all that was expected before; a node that has less is quarantined.
@@ -126,7 +132,7 @@ pub(crate) enum ApprovalRole {
     InventoryOwner,
 }
 
-const ALONE: [Column; 18] = [
+const ALONE: [Column; 19] = [
     ("id", "/id"),
     ("name", "/name"),
     ("status", "/status"),
@@ -145,6 +151,7 @@ const ALONE: [Column; 18] = [
     ("expected MiB", "/expected_hardware/memory_mib"),
     ("expected storage GiB", "/expected_hardware/storage_gib"),
     ("expected driver", "/expected_hardware/driver_version_min"),
+    ("minimums", "/validation"),
 ];
 
 const APPROVALS: [Column; 6] = [
@@ -213,6 +220,9 @@ pub(super) async fn update(change: Update, api: &Api) -> Result<(), Failure> {
     } else if let Some(expected) = change.expected.body() {
         body["expected_hardware"] = expected;
     }
+    if change.no_minimums || !change.minimums.is_empty() {
+        body["validation"] = change.minimums.into_iter().map(|(name, least)| (name, Value::from(least))).collect();
+    }
     shown(&api.patch(&path(change.sku.id(&SKU, api).await?), &body).await?, api)
 }
 
@@ -230,6 +240,11 @@ pub(super) async fn decide(decision: Decision, verb: &str, api: &Api) -> Result<
     let body: Value =
         given.into_iter().filter_map(|(name, value)| Some((name.to_owned(), Value::from(value?)))).collect();
     shown(&api.post(&format!("{}/{verb}", path(decision.sku.id(&SKU, api).await?)), &body).await?, api)
+}
+
+fn minimum(text: &str) -> Result<(String, u64), String> {
+    let parsed = text.split_once('=').and_then(|(name, least)| Some((name.to_owned(), least.parse().ok()?)));
+    parsed.ok_or_else(|| "write it as MEASUREMENT=N, such as disk_read_mib_per_second=500".to_owned())
 }
 
 /// A price must name its currency, since there is no account to take it from.

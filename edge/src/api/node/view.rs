@@ -13,6 +13,7 @@ use uuid::Uuid;
 
 use super::Mode;
 use super::agent_update::AgentUpdateView;
+use super::validation::ValidationView;
 use crate::api::request_fields::{Labels, ResourceName};
 use crate::services::read_model::StoredEntity;
 
@@ -61,6 +62,8 @@ pub(in crate::api) struct NodeView {
     machine: Option<MachineView>,
     /// The reinstallation of its machine that is not over; null where there is none.
     reimage: Option<ReimageView>,
+    /// The last validation with load; null where there was none.
+    validation: Option<ValidationView>,
     /// Raised by every change; the `ETag` too.
     generation: i64,
     created_at: DateTime<Utc>,
@@ -128,7 +131,7 @@ pub(in crate::api) struct HealthView {
 #[schema(as = QuarantineHold)]
 pub(in crate::api) struct HoldView {
     /// `health`, `drift`, `clone`, `release`, `validation`, `reimage`, `provider` or `administrator`. The first two are taken back when what they are about is
-    /// over, where the agent reports findings.
+    /// over, where the agent reports findings; `validation` when the machine passes a later one.
     author: &'static str,
     code: String,
     message: String,
@@ -271,6 +274,7 @@ impl NodeView {
             agent_update: AgentUpdateView::of(node),
             machine: node.machine.as_ref().map(MachineView::of),
             reimage: node.reimage.as_ref().map(ReimageView::of),
+            validation: node.validation.as_deref().map(ValidationView::of),
             generation: stored.version,
             created_at: stored.created_at,
             updated_at: stored.updated_at,

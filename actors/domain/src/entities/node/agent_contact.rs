@@ -325,6 +325,9 @@ impl Node {
     /// A contact is committed where it changes what others see of the node, or where the last written one is old.
     fn after_contact(&self, mut next: Self, reply: Reply, ctx: &TransitionContext<'_>) -> Transition<Self> {
         match (&self.life, next.mismatch()) {
+            (Phase::Enrolling { .. }, None) if next.lacks_first_validation(ctx) => {
+                self.begin_first_validation(next, reply, ctx)
+            }
             (Phase::Enrolling { .. }, None) => {
                 let event =
                     next.enter(Phase::Active, StateCode::FirstPoll, "The agent polls and the inventory matches.", ctx);

@@ -103,7 +103,7 @@ fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'stat
         CommandName::Reissue if state == PhaseName::Draining => {
             ("given a new token", "wait until its last allocation ends and it is retired, or quarantine it.")
         }
-        CommandName::OrderTask | CommandName::UpdateAgent
+        CommandName::OrderTask | CommandName::UpdateAgent | CommandName::Validate
             if !matches!(state, PhaseName::Removing | PhaseName::Removed) =>
         {
             ("given a task", "its agent has not enrolled yet.")
@@ -116,6 +116,7 @@ fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'stat
         | CommandName::Reissue
         | CommandName::OrderTask
         | CommandName::ResumeTask
+        | CommandName::Validate
         | CommandName::UpdateAgent
         | CommandName::ClearFinding
         | CommandName::Enroll

@@ -180,8 +180,11 @@ impl Node {
                     | Phase::Retired
                     | Phase::Removing { .. }
                     | Phase::Removed => {
-                        let free = self.clone().reclaim_gpus();
-                        Ok(free.change_phase((**was).clone(), StateCode::QuarantineReleased, reason, ctx).audit(audit))
+                        let mut free = self.clone().reclaim_gpus();
+                        let to = free.validate_released(was, ctx)?;
+                        let is_validated = free.under_validation().is_some();
+                        let step = free.change_phase(to, StateCode::QuarantineReleased, reason, ctx).audit(audit);
+                        Ok(if is_validated { step.effect(Effect::WakeNode(self.id)) } else { step })
                     }
                 }
             }

@@ -156,6 +156,7 @@ impl Node {
             machine,
             reimage: None,
             rollouts: Vec::new(),
+            validation: None,
         };
         let event = Event::NodeStateChanged {
             node_id: node.id,
@@ -311,6 +312,8 @@ impl Node {
 
     /// The enrolled node waits for its agent's first poll.
     pub(super) fn expect_first_poll(&mut self, until: Timestamp, ctx: &TransitionContext<'_>) -> Event {
+        // It may be another machine than the one that was validated.
+        self.validation = None;
         let message = "The agent has its certificate; waiting for its first poll.";
         self.enter(Phase::Enrolling { until }, StateCode::CertificateIssued, message, ctx)
     }

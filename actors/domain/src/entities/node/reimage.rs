@@ -14,6 +14,7 @@ use crate::id::TaskId;
 use crate::policy::{PolicyKey, Scopes};
 use crate::state_machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
 use crate::task_type::TaskType;
+use crate::validation::ValidationLevel;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -182,8 +183,14 @@ impl Node {
         let deadline_at = ctx.now + ctx.policy.seconds(PolicyKey::NodeTaskTimeout, &Scopes::global(), ctx.now);
         let work = PendingTask { task_id, attempt: 1, ordered_at: ctx.now, deadline_at, origin: Some(ctx.origin()) };
         let boot_id = self.seen.as_ref().map(|seen| seen.boot_id.clone());
-        let task =
-            NodeTask { task_type: TaskType::NodeValidate, work, boot_id, phase: NodeTaskPhase::Open, update: None };
+        let task = NodeTask {
+            task_type: TaskType::NodeValidate,
+            work,
+            boot_id,
+            phase: NodeTaskPhase::Open,
+            update: None,
+            validation: Some(Self::validation_order(ValidationLevel::Quick, ctx)),
+        };
         self.tasks.insert(task_id, task);
     }
 

@@ -10,6 +10,7 @@ use crate::id::TaskId;
 use crate::policy::{PolicyKey, Scopes};
 use crate::state_machine::{Deadline, Timestamp, TransitionContext};
 use crate::task_type::TaskType;
+use crate::validation::ValidationLevel;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -147,7 +148,7 @@ impl Node {
     }
 
     fn validate_repair(&mut self, ctx: &TransitionContext<'_>) -> Option<AuditRecord> {
-        let task_id = self.add_task(TaskType::NodeValidate, None, ctx)?;
+        let task_id = self.add_validation(ValidationLevel::Quick, ctx)?;
         self.enter_repair_phase(RepairPhase::Validating { task_id })
     }
 

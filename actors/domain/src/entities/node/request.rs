@@ -10,6 +10,7 @@ use crate::metadata::MetadataPatch;
 use crate::package_digest::PackageDigest;
 use crate::state_machine::{self, Transition, TransitionContext};
 use crate::task_type::TaskType;
+use crate::validation::ValidationLevel;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -92,6 +93,11 @@ pub enum Request {
         task_id: TaskId,
         reason: String,
     },
+    /// A validation of the machine with load.
+    Validate {
+        level: ValidationLevel,
+        reason: String,
+    },
     UpdateAgent {
         digest: PackageDigest,
         force: bool,
@@ -150,6 +156,7 @@ impl state_machine::Request for Request {
             | Self::Reimage { .. }
             | Self::OrderTask { .. }
             | Self::ResumeTask { .. }
+            | Self::Validate { .. }
             | Self::UpdateAgent { .. } => Action::ManageNodes,
             Self::Enroll(_)
             | Self::Recover(_)
@@ -183,6 +190,7 @@ impl Node {
             Request::Reimage { reason } => self.order_reimage(&reason, ctx),
             Request::OrderTask { task_type, reason } => self.order_task(task_type, &reason, ctx),
             Request::ResumeTask { task_id, reason } => self.resume_task(task_id, &reason, ctx),
+            Request::Validate { level, reason } => self.order_validation(level, &reason, ctx),
             Request::UpdateAgent { digest, force, reason } => self.order_update(digest, force, &reason, ctx),
             Request::Enroll(enrollment) => self.enroll(*enrollment, ctx),
             Request::Recover(recovery) => self.recover(*recovery, ctx),

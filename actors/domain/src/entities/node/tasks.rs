@@ -5,6 +5,7 @@
 
 use super::{
     AgentTask, AgentUpdate, CommandName, Node, PendingTask, Rejection, Reply, StateCode, TaskKind, TaskOutcome,
+    ValidationOrder,
 };
 use crate::audit::AuditAction;
 use crate::id::TaskId;
@@ -30,6 +31,9 @@ pub struct NodeTask {
     /// Of a task `agent.update`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub update: Option<AgentUpdate>,
+    /// The load of a task `node.validate`; `None`: a check without load.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub validation: Option<ValidationOrder>,
     pub phase: NodeTaskPhase,
 }
 
@@ -93,8 +97,12 @@ impl Node {
         let mut next = self.clone();
         match next.add_task(task_type, update, ctx) {
             Some(task_id) => Ok((next, task_id)),
-            None => Err(Rejection::TooManyTasks { limit: MAX_OPEN }),
+            None => Err(Self::too_many_tasks()),
         }
+    }
+
+    pub(super) const fn too_many_tasks() -> Rejection {
+        Rejection::TooManyTasks { limit: MAX_OPEN }
     }
 
     /// Adds a task for the agent; `None` where too many have no result.
@@ -116,7 +124,10 @@ impl Node {
             origin: Some(ctx.origin()),
         };
         let boot_id = self.seen.as_ref().map(|seen| seen.boot_id.clone());
-        self.tasks.insert(task_id, NodeTask { task_type, work, boot_id, update, phase: NodeTaskPhase::Open });
+        self.tasks.insert(
+            task_id,
+            NodeTask { task_type, work, boot_id, update, validation: None, phase: NodeTaskPhase::Open },
+        );
         self.forget_old_tasks();
         Some(task_id)
     }
@@ -164,13 +175,17 @@ impl Node {
             return Err(Rejection::StaleAttempt { given: attempt, current: task.work.attempt });
         }
         let task_type = task.task_type;
+        let (verdict, validation) = self.judged(task, verdict, output.as_ref(), ctx);
         let why = match &verdict {
             TaskOutcome::Succeeded { .. } => format!("the agent did {task_type}"),
             TaskOutcome::Failed { code, message } => format!("{task_type} failed ({code}): {message}"),
         };
         let of_update = self.update_event(task, &verdict);
-        let is_validated = task_type == TaskType::NodeValidate && matches!(verdict, TaskOutcome::Succeeded { .. });
+        let is_validated = self.is_validated_by(task, &verdict, ctx);
         let mut next = self.clone();
+        if let Some(validation) = validation {
+            next.validation = Some(Box::new(validation));
+        }
         let unfit = match (&verdict, task_type) {
             (TaskOutcome::Failed { message, .. }, TaskType::NodeValidate) if self.may_be_quarantined() => {
                 Some(message.clone())
@@ -183,7 +198,7 @@ impl Node {
         }
         next.forget_old_tasks();
         let Some(unfit) = unfit else {
-            let (events, audits) = if is_validated { next.finish_reimage(ctx) } else { (Vec::new(), Vec::new()) };
+            let (events, audits) = if is_validated { next.follow_validation(ctx) } else { (Vec::new(), Vec::new()) };
             let step = Transition::to(next, Reply::Done, why);
             let step = of_update.into_iter().chain(events).fold(step, Transition::event);
             return Ok(audits.into_iter().fold(step, Transition::audit));
@@ -246,6 +261,7 @@ impl Node {
                 task_type: task.task_type,
                 boot_id: task.boot_id.clone(),
                 update: task.update.clone(),
+                validation: task.validation,
             },
         })
     }
@@ -290,7 +306,8 @@ impl NodeTask {
     fn requeue(&mut self, ctx: &TransitionContext<'_>) {
         self.work.attempt = self.work.attempt.saturating_add(1);
         self.work.ordered_at = ctx.now;
-        self.work.deadline_at = ctx.now + task_time(self.update.as_ref(), ctx);
+        let load_time = self.validation.as_ref().map_or_else(TimeDelta::zero, ValidationOrder::load_time);
+        self.work.deadline_at = ctx.now + task_time(self.update.as_ref(), ctx) + load_time;
         self.phase = NodeTaskPhase::Open;
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{
     AgentUpdate, Evacuation, HoldAuthor, HoldSshAccess, Node, NodeHealth, PREVENT_ALLOCATION, Phase, Rejection, Reply,
-    StateCode, TerminalTask,
+    StateCode, TerminalTask, ValidationOrder,
 };
 use crate::audit::AuditAction;
 use crate::event::Event;
@@ -154,6 +154,8 @@ pub enum TaskKind {
         boot_id: Option<String>,
         #[serde(default, skip_serializing_if = "Option::is_none")]
         update: Option<AgentUpdate>,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        validation: Option<ValidationOrder>,
     },
     OpenTerminal {
         place: TenantSlot,
@@ -263,7 +265,7 @@ impl Node {
         if self.life != Phase::Active {
             return Some(format!("it is {}", self.life.name()));
         }
-        self.mismatch().or_else(|| self.under_repair())
+        self.mismatch().or_else(|| self.under_repair()).or_else(|| self.under_validation())
     }
 
     /// What of its health prevents new allocations on all of its GPUs.

@@ -15,6 +15,7 @@ mod repair;
 mod ssh_access;
 mod tasks;
 mod tenants;
+mod validation;
 
 use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
@@ -495,6 +496,11 @@ fn life_commands() -> Vec<(&'static str, Principal, Command)> {
         ("remove", admin(), Request::Remove { reason: reason() }.into()),
         ("quarantine", admin(), Request::Quarantine { reason: reason() }.into()),
         ("release_quarantine", admin(), Request::ReleaseQuarantine { reason: reason() }.into()),
+        (
+            "validate",
+            admin(),
+            Request::Validate { level: crate::validation::ValidationLevel::Quick, reason: reason() }.into(),
+        ),
         ("order_task", admin(), order_task(TaskType::NodeReboot).into()),
         ("order_task that follows from something", admin(), order_task(TaskType::AllocationProvision).into()),
         ("enroll", agent(), enrollment().into()),

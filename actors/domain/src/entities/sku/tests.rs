@@ -72,7 +72,11 @@ fn create() -> Command {
         allowed_regions: vec!["eu".into()],
         expected_hardware: None,
     };
-    Command::Create { spec: Box::new(spec), price: Price::new("EUR", 100).unwrap() }
+    Command::Create {
+        spec: Box::new(spec),
+        price: Price::new("EUR", 100).unwrap(),
+        validation: ValidationMinimums::default(),
+    }
 }
 
 fn sku(status: CatalogStatus) -> Sku {
@@ -80,7 +84,12 @@ fn sku(status: CatalogStatus) -> Sku {
 }
 
 fn dearer() -> Command {
-    Command::Revise { price: Some(Price::new("EUR", 200).unwrap()), allowed_regions: None, expected_hardware: None }
+    Command::Revise {
+        price: Some(Price::new("EUR", 200).unwrap()),
+        allowed_regions: None,
+        expected_hardware: None,
+        validation: None,
+    }
 }
 
 /// An approval of an unused SKU, with the first approver's roles.
@@ -299,7 +308,7 @@ fn a_revision_withdraws_what_was_approved_before_it() {
     let revised = decide(Some(&waiting(CatalogStatus::Draft, StatusChange::Activate)), &admin(), dearer(), 1).unwrap();
     assert_eq!(revised.audit[0].metadata["withdrawn"]["user_id"], "ann");
     assert_eq!(revised.next.unwrap().pending, None);
-    let same = Command::Revise { price: None, allowed_regions: None, expected_hardware: None };
+    let same = Command::Revise { price: None, allowed_regions: None, expected_hardware: None, validation: None };
     let same = decide(Some(&waiting(CatalogStatus::Draft, StatusChange::Activate)), &admin(), same, 1).unwrap();
     assert!(same.next.unwrap().pending.is_some());
 }
@@ -342,6 +351,7 @@ fn expected_hardware_is_replaced_as_a_whole_and_every_process_reads_it_again() {
         price: None,
         allowed_regions: None,
         expected_hardware: Some(Box::new(expected)),
+        validation: None,
     };
     let cores = ExpectedHardware { cpu_cores: Some(64), ..ExpectedHardware::default() };
     let memory = ExpectedHardware { memory_mib: Some(512_000), ..ExpectedHardware::default() };
@@ -358,4 +368,26 @@ fn expected_hardware_is_replaced_as_a_whole_and_every_process_reads_it_again() {
     assert_eq!(none.next.unwrap().spec.expected_hardware, None);
     let dearer = decide(Some(&second), &admin(), dearer(), 5).unwrap().next.unwrap();
     assert_eq!(dearer.spec.expected_hardware.as_deref(), Some(&memory), "what a change does not name stays");
+}
+
+#[test]
+fn changed_minimums_are_published_to_every_process_and_audited_and_the_same_ones_are_not() {
+    let minimums = ValidationMinimums([(crate::validation::Measurement::Memory, 9)].into());
+    let revise = |validation| Command::Revise {
+        price: None,
+        allowed_regions: None,
+        expected_hardware: None,
+        validation: Some(validation),
+    };
+    let draft = sku(CatalogStatus::Draft);
+    let step = decide(Some(&draft), &admin(), revise(minimums.clone()), 1).unwrap();
+    assert_eq!(step.events.iter().map(Event::subject).collect::<Vec<_>>(), ["policy.invalidate.sku_minimums"]);
+    assert_eq!(step.effects, [Effect::ReadPolicy]);
+    assert_eq!(step.audit[0].metadata["new_validation"], json!({ "memory_mib_per_second": 9 }));
+    let set = step.next.unwrap();
+    let same = decide(Some(&set), &admin(), revise(minimums.clone()), 2).unwrap();
+    assert_eq!((same.events, same.effects), (vec![], vec![]));
+    assert_eq!(decide(Some(&set), &admin(), dearer(), 3).unwrap().next.unwrap().validation, minimums, "it stays");
+    let removed = decide(Some(&set), &admin(), revise(ValidationMinimums::default()), 4).unwrap();
+    assert_eq!((removed.events.len(), removed.next.unwrap().validation.is_empty()), (1, true));
 }

@@ -6,6 +6,7 @@ use crate::finding::RuleOverrides;
 use crate::hardware::ExpectedHardware;
 use crate::id::{OrgId, ProjectId, SkuId, UserId};
 use crate::time::Timestamp;
+use crate::validation::ValidationMinimums;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -148,13 +149,14 @@ pub struct CrossingBounds {
     pub with: PolicyScope,
 }
 
-/// Every value that is or will be in force, by scope, key and effective time; and the overrides of health findings and the expected hardware
-/// of SKUs, which every process reads with them.
+/// Every value that is or will be in force, by scope, key and effective time; and the overrides of health findings, the expected hardware and
+/// the minimums of SKUs, which every process reads with them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PolicyBook {
     values: BTreeMap<PolicyScope, BTreeMap<PolicyKey, BTreeMap<Timestamp, PolicyValue>>>,
     health_rules: RuleOverrides,
     expected_hardware: BTreeMap<SkuId, ExpectedHardware>,
+    minimums: BTreeMap<SkuId, ValidationMinimums>,
 }
 
 impl PolicyBook {
@@ -197,6 +199,17 @@ impl PolicyBook {
 
     pub fn set_expected_hardware(&mut self, expected: BTreeMap<SkuId, ExpectedHardware>) {
         self.expected_hardware = expected;
+    }
+
+    /// What a validation of a machine of this SKU has to reach.
+    #[must_use]
+    pub fn minimums(&self, sku_id: SkuId) -> &ValidationMinimums {
+        static NONE: ValidationMinimums = ValidationMinimums(BTreeMap::new());
+        self.minimums.get(&sku_id).unwrap_or(&NONE)
+    }
+
+    pub fn set_minimums(&mut self, sku_id: SkuId, minimums: ValidationMinimums) {
+        self.minimums.insert(sku_id, minimums);
     }
 
     /// How many scopes have values of their own.

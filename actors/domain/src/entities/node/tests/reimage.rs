@@ -113,9 +113,8 @@ fn new_system_that_is_not_fit_stays_held_until_it_is_validated() {
         provided().deployed().after_whole_tenant().reinstalled().agent(provided_enrollment("new")).agent(poll());
     let unfit = story.validated(failed()).expect("quarantined");
     let task = order_task(TaskType::NodeValidate);
-    let fit = unfit.admin(task).validated(FIT).expect("quarantined");
-    assert_eq!(fit.node.reimage, None);
-    assert_eq!(fit.admin(Request::ReleaseQuarantine { reason: "r".into() }).expect("active").node.gpus_free(), GPUS);
+    let fit = unfit.admin(task).validated(FIT).expect("active");
+    assert_eq!((fit.node.reimage.clone(), fit.node.gpus_free()), (None, GPUS));
 }
 
 #[test]

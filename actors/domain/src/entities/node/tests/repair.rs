@@ -10,7 +10,7 @@ const LOST: u32 = 79;
 impl Story {
     /// A heartbeat of this boot.
     #[track_caller]
-    fn beats(self, boot_id: &str, findings: &[ReportedFinding]) -> Self {
+    pub(super) fn beats(self, boot_id: &str, findings: &[ReportedFinding]) -> Self {
         let findings = findings.iter().map(|it| ReportedFinding { boot_id: boot_id.into(), ..it.clone() }).collect();
         let report = Some(FindingReport { sent_at: self.now, findings, is_truncated: false });
         self.agent(Request::Heartbeat {
@@ -23,7 +23,7 @@ impl Story {
 
     /// The agent reports on the open task of this type.
     #[track_caller]
-    fn ends(self, task_type: TaskType, verdict: TaskOutcome) -> Self {
+    pub(super) fn ends(self, task_type: TaskType, verdict: TaskOutcome) -> Self {
         let is_it = |task: &&NodeTask| task.task_type == task_type && task.phase == NodeTaskPhase::Open;
         let work = self.node.tasks.values().find(is_it).expect("such a task is open").work.clone();
         let (task_id, attempt) = (work.task_id, work.attempt);
