@@ -143,9 +143,9 @@ mod tests {
         assert_eq!(step.events, [Event::Announced { announcement_id: AnnouncementId(Uuid::from_u128(9)) }]);
         assert_eq!(step.audit[0].action, AuditAction::NotificationsBroadcast);
         assert_eq!(step.audit[0].metadata, json!({ "severity": "warning", "message": "Maintenance at noon." }));
-        let said = step.next.unwrap();
-        assert_eq!(decide(Some(&said), announce()).unwrap_err(), Rejection::Exists);
-        assert!(decide(Some(&said), Command::Tick).unwrap().next.is_none());
+        let published = step.next.unwrap();
+        assert_eq!(decide(Some(&published), announce()).unwrap_err(), Rejection::Exists);
+        assert!(decide(Some(&published), Command::Tick).unwrap().next.is_none());
         assert_eq!(decide(None, Command::Tick).unwrap_err(), Rejection::NotFound);
     }
 }

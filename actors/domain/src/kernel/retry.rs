@@ -51,11 +51,11 @@ mod tests {
     fn the_pauses_double_up_to_the_longest() {
         let begin = Timestamp::UNIX_EPOCH;
         let mut again = RetryTimer::first(begin);
-        let mut said = Vec::new();
+        let mut published = Vec::new();
         for _ in 0..11 {
-            said.push((again.at - begin).num_seconds());
+            published.push((again.at - begin).num_seconds());
             again = again.next(again.at);
         }
-        assert_eq!(said, [10, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120, 8720]);
+        assert_eq!(published, [10, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120, 8720]);
     }
 }

@@ -104,7 +104,7 @@ struct Story {
     allocation: Allocation,
     now: Timestamp,
     policy: PolicyBook,
-    said: Vec<Event>,
+    published: Vec<Event>,
     why: String,
     wrote: bool,
 }
@@ -126,7 +126,7 @@ fn asked_for(request: AllocationRequest) -> Story {
     let policy = PolicyBook::default();
     let step =
         Allocation::decide(None, Request::Create(Box::new(request)).into(), &ctx(start(), &policy, &ann())).unwrap();
-    Story { allocation: step.next.unwrap(), now: start(), policy, said: step.events, why: step.why, wrote: true }
+    Story { allocation: step.next.unwrap(), now: start(), policy, published: step.events, why: step.why, wrote: true }
 }
 
 fn allocation() -> Story {
@@ -163,7 +163,7 @@ impl Story {
         self.wrote = step.next.is_some();
         assert!(self.wrote || (step.events.is_empty() && step.audit.is_empty()), "what is not written is lost");
         self.allocation = step.next.unwrap_or(self.allocation);
-        self.said = step.events;
+        self.published = step.events;
         self.why = step.why;
         self
     }
@@ -213,9 +213,9 @@ impl Story {
     }
 
     #[track_caller]
-    fn says(self, subjects: &[&str]) -> Self {
-        let said: Vec<_> = self.said.iter().map(Event::subject).collect();
-        assert_eq!(said, subjects);
+    fn publishes(self, subjects: &[&str]) -> Self {
+        let published: Vec<_> = self.published.iter().map(Event::subject).collect();
+        assert_eq!(published, subjects);
         self
     }
 
@@ -307,12 +307,12 @@ fn outcome(from: &Story, step: Result<Transition<Allocation>, Rejection>) -> Str
     assert_eq!(next.violations(&[]), [], "{next:?}");
     let kept = serde_json::to_string(&next).unwrap();
     assert_eq!(serde_json::from_str::<Allocation>(&kept).unwrap(), next);
-    let to = if next == from.allocation { "stays, and says it".to_owned() } else { format!("-> {}", next.state()) };
-    let said: Vec<_> = step.events.iter().map(Event::subject).collect();
+    let to = if next == from.allocation { "stays, and publishes".to_owned() } else { format!("-> {}", next.state()) };
+    let published: Vec<_> = step.events.iter().map(Event::subject).collect();
     let audited: Vec<_> = step.audit.iter().map(|audit| audit.action).collect();
     let mut line = to;
-    if !said.is_empty() {
-        write!(line, " | {}", said.join(", ")).unwrap();
+    if !published.is_empty() {
+        write!(line, " | {}", published.join(", ")).unwrap();
     }
     if !audited.is_empty() {
         write!(line, " | audit {}", audited.iter().map(|action| action.as_str()).collect::<Vec<_>>().join(", "))
@@ -323,7 +323,7 @@ fn outcome(from: &Story, step: Result<Transition<Allocation>, Rejection>) -> Str
 
 #[test]
 fn later_read_of_the_users_keys_wins_in_any_order() {
-    let second = allocation().active().after_fact(adopt(&[2], 2)).says(&["provisioning.logins_changed"]);
+    let second = allocation().active().after_fact(adopt(&[2], 2)).publishes(&["provisioning.logins_changed"]);
     let late = second.after_fact(adopt(&[1], 1)).unmoved();
     assert_eq!(late.allocation.ssh_access().keys, [key(2)]);
     // The same holds for a choice that was made from an earlier read.
@@ -368,12 +368,12 @@ fn chosen_keys_override_the_default_and_deleted_keys_are_dropped() {
     let story = allocation().active();
     let step = story.ask(&ann(), choose(&[1, 2])).unwrap();
     assert_eq!(step.audit[0].metadata["result"], "ok");
-    let chosen = story.by(&ann(), choose(&[1, 2])).says(&["provisioning.logins_changed"]);
+    let chosen = story.by(&ann(), choose(&[1, 2])).publishes(&["provisioning.logins_changed"]);
     // An allocation that follows the default needs no change.
-    let other = chosen.after_fact(adopt(&[3], 1)).says(&["provisioning.logins_stale"]);
+    let other = chosen.after_fact(adopt(&[3], 1)).publishes(&["provisioning.logins_stale"]);
     let ids = other.allocation.ssh_access().chosen;
     let gone = Fact::AdoptLogins { chosen: ids, keys: vec![key(2)], logins_revision: 1 };
-    let gone = other.after_fact(gone).says(&["provisioning.logins_changed"]);
+    let gone = other.after_fact(gone).publishes(&["provisioning.logins_changed"]);
     assert_eq!((gone.allocation.ssh_access().keys, gone.allocation.ssh_access().revision), (vec![key(2)], 2));
     // The same choice changes nothing.
     let same =
@@ -400,7 +400,7 @@ fn foreign_key_is_rejected_and_audited_once_a_minute() {
 #[test]
 fn active_allocation_resends_its_keys_until_they_are_written() {
     let told = allocation().active().after_fact(adopt(&[1], 1));
-    let again = told.at_its_timer().after_fact(Command::TICK).says(&["provisioning.logins_changed"]);
+    let again = told.at_its_timer().after_fact(Command::TICK).publishes(&["provisioning.logins_changed"]);
     let written = again.after_fact(Fact::LoginsWritten { node_id: NODE, revision: 1 });
     assert!(!written.allocation.ssh_access().are_pending());
     assert_eq!(written.allocation.timer(), None);
@@ -424,8 +424,8 @@ fn every_command_in_every_state_does_what_was_reviewed() {
     let mut table = String::new();
     for (name, story) in states() {
         writeln!(table, "{name}").unwrap();
-        for (said, by, command) in commands(story.allocation.attempt()) {
-            writeln!(table, "    {said}: {}", outcome(&story, story.ask(&by, command))).unwrap();
+        for (case, by, command) in commands(story.allocation.attempt()) {
+            writeln!(table, "    {case}: {}", outcome(&story, story.ask(&by, command))).unwrap();
         }
         if story.allocation.timer().is_some() {
             let due = story.clone().at_its_timer();
@@ -457,9 +457,9 @@ fn every_state_that_must_end_says_until_when_and_why() {
 #[test]
 fn nonexistent_allocation_can_only_be_requested() {
     let policy = PolicyBook::default();
-    for (said, by, command) in commands(1).into_iter().skip(1) {
+    for (case, by, command) in commands(1).into_iter().skip(1) {
         let answer = Allocation::decide(None, command, &ctx(start(), &policy, &by));
-        assert_eq!(answer.err(), Some(Rejection::NotFound), "{said}");
+        assert_eq!(answer.err(), Some(Rejection::NotFound), "{case}");
     }
 }
 
@@ -467,19 +467,19 @@ fn nonexistent_allocation_can_only_be_requested() {
 fn allocation_is_provisioned_and_released() {
     allocation()
         .expect("requested")
-        .says(&["provisioning.requested"])
+        .publishes(&["provisioning.requested"])
         .reserved()
         .expect("provisioning")
-        .says(&["provisioning.started"])
+        .publishes(&["provisioning.started"])
         .provisioned()
         .expect("active")
-        .says(&["provisioning.active", "billing.usage_changed"])
+        .publishes(&["provisioning.active", "billing.usage_changed"])
         .released_by_ann()
         .expect("releasing")
-        .says(&["provisioning.release_requested", "terminal.unwanted", "billing.usage_changed"])
+        .publishes(&["provisioning.release_requested", "terminal.unwanted", "billing.usage_changed"])
         .cleaned()
         .expect("released")
-        .says(&["provisioning.released"]);
+        .publishes(&["provisioning.released"]);
 }
 
 #[test]
@@ -511,7 +511,7 @@ fn evacuated_allocation_is_released_by_the_normal_path_and_only_for_its_own_node
     allocation().reserved().after_fact(evacuate(NODE)).unmoved().expect("provisioning");
     let step = allocation().active().ask(&worker(), evacuate(NODE)).unwrap();
     assert_eq!(step.audit.iter().map(|it| it.action.as_str()).collect::<Vec<_>>(), ["allocations.evacuate"]);
-    let story = allocation().active().after_fact(evacuate(NODE)).expect("releasing").says(&[
+    let story = allocation().active().after_fact(evacuate(NODE)).expect("releasing").publishes(&[
         "provisioning.release_requested",
         "terminal.unwanted",
         "billing.usage_changed",
@@ -528,7 +528,7 @@ fn failed_provisioning_is_cleaned_up_and_ends_with_its_failure() {
         .reserved()
         .after_fact(Fact::ProvisionFailed { node_id: NODE, reason: "disk_full".into() })
         .expect("releasing")
-        .says(&["provisioning.release_requested", "provisioning.failed", "billing.usage_changed"])
+        .publishes(&["provisioning.release_requested", "provisioning.failed", "billing.usage_changed"])
         .cleaned()
         .expect("released");
     let failure = story.allocation.failure.clone().unwrap();
@@ -551,8 +551,8 @@ fn tenant_ready_after_the_deadline_is_not_activated() {
 #[test]
 fn request_without_capacity_fails_at_once_with_a_suggestion() {
     let story = allocation().after_fact(Fact::NoCapacity { suggestion: Some("Region b has room.".into()) });
-    let said = ["provisioning.released", "provisioning.failed", "billing.usage_changed"];
-    let story = story.expect("released").says(&said);
+    let published = ["provisioning.released", "provisioning.failed", "billing.usage_changed"];
+    let story = story.expect("released").publishes(&published);
     let failure = story.allocation.failure.unwrap();
     assert_eq!((failure.code.as_str(), failure.message.as_str()), ("insufficient_capacity", "Region b has room."));
 }
@@ -582,15 +582,21 @@ fn exhausted_quota_fails_even_a_queued_request() {
 #[test]
 fn second_reservation_is_rejected() {
     let second = allocation().reserved().after_fact(Fact::Reserved { node_id: ELSEWHERE, placed: placed() });
-    let second = second.expect("provisioning").says(&["provisioning.reservation_unwanted"]);
-    assert_eq!(second.said[0], Event::ReservationUnwanted { allocation_id: second.allocation.id, node_id: ELSEWHERE });
+    let second = second.expect("provisioning").publishes(&["provisioning.reservation_unwanted"]);
+    assert_eq!(
+        second.published[0],
+        Event::ReservationUnwanted { allocation_id: second.allocation.id, node_id: ELSEWHERE }
+    );
 }
 
 #[test]
 fn late_placement_frees_the_devices_and_the_quota() {
     let over = allocation().released_by_ann().expect("released");
-    over.clone().reserved().expect("released").says(&["provisioning.reservation_unwanted", "provisioning.released"]);
-    over.after_fact(Fact::NoCapacity { suggestion: None }).expect("released").says(&["provisioning.released"]);
+    over.clone()
+        .reserved()
+        .expect("released")
+        .publishes(&["provisioning.reservation_unwanted", "provisioning.released"]);
+    over.after_fact(Fact::NoCapacity { suggestion: None }).expect("released").publishes(&["provisioning.released"]);
 }
 
 #[test]
@@ -608,9 +614,9 @@ fn failed_clean_up_is_retried_with_capped_backoff() {
     let mut pauses = Vec::new();
     for attempt in 1..=5 {
         assert_eq!(story.allocation.attempt(), attempt);
-        story = story.clean_up_failed().expect("release_failed").says(&["provisioning.release_failed"]);
+        story = story.clean_up_failed().expect("release_failed").publishes(&["provisioning.release_failed"]);
         pauses.push((story.allocation.timer().unwrap() - story.now).num_seconds());
-        story = story.at_its_timer().ticked().expect("releasing").says(&["provisioning.release_requested"]);
+        story = story.at_its_timer().ticked().expect("releasing").publishes(&["provisioning.release_requested"]);
     }
     assert_eq!(pauses, [1, 2, 4, 5, 5]);
 }
@@ -618,10 +624,10 @@ fn failed_clean_up_is_retried_with_capped_backoff() {
 #[test]
 fn exhausted_clean_ups_fence_the_node_and_await_an_operator() {
     let stuck = allocation().active().released_by_ann().exhausted().expect("release_failed");
-    let stuck = stuck.says(&["provisioning.release_failed", "provisioning.release_exhausted"]);
+    let stuck = stuck.publishes(&["provisioning.release_failed", "provisioning.release_exhausted"]);
     assert!(stuck.allocation.deadline().unwrap().reason.contains("retry-release or force-release"));
     // Only an operator ends this state; the fence is resent, in case it was lost.
-    let days_later = stuck.clone().after(TimeDelta::days(9)).ticked().says(&["provisioning.release_exhausted"]);
+    let days_later = stuck.clone().after(TimeDelta::days(9)).ticked().publishes(&["provisioning.release_exhausted"]);
     assert_eq!(days_later.allocation.phase, stuck.allocation.phase);
 
     let retried = stuck.clone().by(&admin(), Request::RetryRelease { reason: "repaired".into() }).expect("releasing");
@@ -629,7 +635,7 @@ fn exhausted_clean_ups_fence_the_node_and_await_an_operator() {
     retried.cleaned().expect("released");
 
     let forced = stuck.by(&admin(), Request::ForceRelease { reason: "burnt".into() });
-    forced.expect("released").says(&["provisioning.released", "provisioning.release_forced"]);
+    forced.expect("released").publishes(&["provisioning.released", "provisioning.release_forced"]);
 }
 
 #[test]
@@ -671,9 +677,9 @@ fn repeated_release_has_no_effect() {
 
 #[test]
 fn early_tick_resends_what_may_have_been_lost() {
-    allocation().ticked().says(&["provisioning.requested"]);
-    allocation().reserved().ticked().says(&["provisioning.started"]);
-    allocation().active().released_by_ann().ticked().says(&["provisioning.release_requested"]);
+    allocation().ticked().publishes(&["provisioning.requested"]);
+    allocation().reserved().ticked().publishes(&["provisioning.started"]);
+    allocation().active().released_by_ann().ticked().publishes(&["provisioning.release_requested"]);
     allocation().active().ticked().unmoved();
 }
 
@@ -681,12 +687,12 @@ fn early_tick_resends_what_may_have_been_lost() {
 fn unanswered_event_is_resent_with_backoff_before_the_deadline() {
     let mut story = allocation().reserved();
     let begin = story.now;
-    let mut said = Vec::new();
+    let mut published = Vec::new();
     while story.allocation.state() == "provisioning" {
         story = story.at_its_timer().ticked();
-        said.push((story.now - begin).num_seconds());
+        published.push((story.now - begin).num_seconds());
     }
-    assert_eq!(said, [10, 20, 40, 80, 160, 320, 600]);
+    assert_eq!(published, [10, 20, 40, 80, 160, 320, 600]);
     story.expect("releasing");
 }
 
@@ -694,7 +700,7 @@ fn unanswered_event_is_resent_with_backoff_before_the_deadline() {
 fn tenant_that_still_counts_a_released_allocation_is_notified_again() {
     let counted = || Fact::StillCounted { logins_revision: 0 };
     allocation().active().after_fact(counted()).unmoved();
-    allocation().released_by_ann().after_fact(counted()).says(&["provisioning.released"]);
+    allocation().released_by_ann().after_fact(counted()).publishes(&["provisioning.released"]);
 }
 
 #[test]
@@ -702,7 +708,7 @@ fn forced_release_is_resent_to_a_node_that_missed_it() {
     let forced = allocation().active().released_by_ann().exhausted();
     let forced = forced.by(&admin(), Request::ForceRelease { reason: "burnt".into() });
     let asked = forced.after_fact(Fact::Reserved { node_id: NODE, placed: placed() });
-    asked.expect("released").says(&["provisioning.release_forced"]);
+    asked.expect("released").publishes(&["provisioning.release_forced"]);
 }
 
 #[test]

@@ -35,7 +35,7 @@ fn allocation(n: u64) -> AllocationId {
 struct Bench {
     account: Option<BillingAccount>,
     ledger: Vec<Posting>,
-    said: Vec<Event>,
+    published: Vec<Event>,
     policy: PolicyBook,
     now: Timestamp,
 }
@@ -44,7 +44,7 @@ impl Bench {
     /// Without an account. A window lasts a minute.
     fn new() -> Self {
         let (policy, now) = (PolicyBook::default(), begin());
-        Self { account: None, ledger: Vec::new(), said: Vec::new(), policy, now }
+        Self { account: None, ledger: Vec::new(), published: Vec::new(), policy, now }
     }
 
     fn with(minor: i64) -> Self {
@@ -77,7 +77,7 @@ impl Bench {
             return Ok(());
         }
         self.ledger.extend(step.postings);
-        self.said.extend(step.events);
+        self.published.extend(step.events);
         self.account = step.next;
         assert!(self.it().is_covered_until_the_next_charge(), "I3 at {}: {:#?}", self.now, self.it());
         Ok(())
@@ -118,7 +118,7 @@ impl Bench {
     }
 
     fn count(&self, which: impl Fn(&Event) -> bool) -> usize {
-        self.said.iter().filter(|event| which(event)).count()
+        self.published.iter().filter(|event| which(event)).count()
     }
 
     fn depletions(&self) -> usize {
@@ -403,9 +403,9 @@ fn account_without_cost_takes_the_currency_of_the_first_deposit() {
         amount_minor: 1_000,
     };
     for is_again in [false, true] {
-        bench.said.clear();
+        bench.published.clear();
         bench.send(other.clone()).unwrap();
-        assert!(matches!(&bench.said[..], [Event::DepositRefused { is_again: again, .. }] if *again == is_again));
+        assert!(matches!(&bench.published[..], [Event::DepositRefused { is_again: again, .. }] if *again == is_again));
     }
     assert_eq!((bench.it().balance.minor(), bench.ledger.len()), (1_000, 1));
     bench.check();
@@ -424,14 +424,14 @@ fn resent_answer_to_a_payment_notifies_no_user() {
         Fact::UndoReversal { reversal_id: "re_1".into(), payment_id, is_dispute: false, amount_minor: 10 },
     ];
     for command in commands {
-        bench.said.clear();
+        bench.published.clear();
         for told in [1, 0, 0] {
-            bench.said.clear();
+            bench.published.clear();
             bench.send(command.clone()).unwrap();
             // The payment gets an answer each time.
-            assert_eq!(bench.said.len(), 1, "{command:?}");
-            let notices = bench.said.iter().flat_map(Event::notifications).count();
-            assert_eq!(notices, told, "{:?}", bench.said);
+            assert_eq!(bench.published.len(), 1, "{command:?}");
+            let notices = bench.published.iter().flat_map(Event::notifications).count();
+            assert_eq!(notices, told, "{:?}", bench.published);
         }
     }
 }
@@ -611,8 +611,8 @@ impl AccountSimulation {
 
     /// The allocations react to the account's events.
     fn obey(&mut self) {
-        let news: Vec<_> = self.bench.said[self.heard..].to_vec();
-        self.heard = self.bench.said.len();
+        let news: Vec<_> = self.bench.published[self.heard..].to_vec();
+        self.heard = self.bench.published.len();
         for event in news {
             let place = |id: AllocationId| usize::try_from(id.0.as_u128() - 1).unwrap();
             if let Event::AllocationUncovered { allocation_id, .. } = &event {

@@ -202,7 +202,7 @@ struct Story {
     node: Node,
     now: Timestamp,
     policy: PolicyBook,
-    said: Vec<Event>,
+    published: Vec<Event>,
     effects: Vec<Effect>,
     reply: Reply,
     wrote: bool,
@@ -234,7 +234,7 @@ fn node() -> Story {
         node: step.next.unwrap(),
         now: start(),
         policy: PolicyBook::default(),
-        said: step.events,
+        published: step.events,
         effects: step.effects,
         reply: step.reply,
         wrote: true,
@@ -267,7 +267,7 @@ impl Story {
         self.wrote = step.next.is_some();
         assert!(self.wrote || (step.events.is_empty() && step.audit.is_empty()), "what is not written is lost");
         self.node = step.next.unwrap_or(self.node);
-        self.said = step.events;
+        self.published = step.events;
         self.effects = step.effects;
         self.reply = step.reply;
         self
@@ -396,9 +396,9 @@ impl Story {
     }
 
     #[track_caller]
-    fn says(self, subjects: &[&str]) -> Self {
-        let said: Vec<_> = self.said.iter().map(Event::subject).collect();
-        assert_eq!(said, subjects);
+    fn publishes(self, subjects: &[&str]) -> Self {
+        let published: Vec<_> = self.published.iter().map(Event::subject).collect();
+        assert_eq!(published, subjects);
         self
     }
 
@@ -589,15 +589,15 @@ fn outcome(from: &Node, step: Result<Transition<Node>, Rejection>, name: impl Fn
             let kept = serde_json::to_string(next).unwrap();
             assert_eq!(&serde_json::from_str::<Node>(&kept).unwrap(), next);
             match (next == from, name(next) == name(from)) {
-                (true, _) => "stays, and says it".to_owned(),
+                (true, _) => "stays, and publishes".to_owned(),
                 (false, true) => "noted".to_owned(),
                 (false, false) => format!("-> {}", name(next)),
             }
         }
     };
-    let said: Vec<_> = step.events.iter().map(Event::subject).collect();
+    let published: Vec<_> = step.events.iter().map(Event::subject).collect();
     let audited: Vec<_> = step.audit.iter().map(|audit| audit.action.as_str()).collect();
-    for (what, list) in [("", said), ("audit ", audited)] {
+    for (what, list) in [("", published), ("audit ", audited)] {
         if !list.is_empty() {
             write!(line, " | {what}{}", list.join(", ")).unwrap();
         }
@@ -621,8 +621,8 @@ fn every_command_in_every_state_does_what_was_reviewed() {
     let state = |node: &Node| node.state().to_owned();
     for (name, story) in lives() {
         writeln!(table, "{name}").unwrap();
-        for (said, by, command) in life_commands() {
-            writeln!(table, "    {said}: {}", outcome(&story.node, story.ask(&by, command), state)).unwrap();
+        for (case, by, command) in life_commands() {
+            writeln!(table, "    {case}: {}", outcome(&story.node, story.ask(&by, command), state)).unwrap();
         }
         if story.node.timer().is_some() {
             let due = story.clone().at_its_timer();
@@ -643,8 +643,8 @@ fn every_order_and_report_in_every_phase_of_a_tenant_does_what_was_reviewed() {
     let mut table = String::new();
     for (name, story) in holds() {
         writeln!(table, "{name}").unwrap();
-        for (said, by, command) in hold_commands(&story) {
-            writeln!(table, "    {said}: {}", outcome(&story.node, story.ask(&by, command), held)).unwrap();
+        for (case, by, command) in hold_commands(&story) {
+            writeln!(table, "    {case}: {}", outcome(&story.node, story.ask(&by, command), held)).unwrap();
         }
         let later = story.after(retry::FIRST);
         writeln!(table, "    tick later: {}", outcome(&later.node, later.ask(&worker(), Command::TICK), held)).unwrap();

@@ -769,10 +769,16 @@ fn every_command_in_every_state_does_what_was_reviewed() {
                 Err(rejection) => format!("refused: {rejection}"),
                 Ok(Transition { next: None, .. }) => "nothing".to_owned(),
                 Ok(step) => {
-                    let said: Vec<_> = step.events.iter().map(Event::subject).collect();
+                    let published: Vec<_> = step.events.iter().map(Event::subject).collect();
                     let audited: Vec<_> = step.audit.iter().map(|audit| audit.action.as_str()).collect();
                     let next = step.next.unwrap();
-                    format!("{}, left {} {} {}", next.state(), next.left_minor(), said.join(" "), audited.join(" "))
+                    format!(
+                        "{}, left {} {} {}",
+                        next.state(),
+                        next.left_minor(),
+                        published.join(" "),
+                        audited.join(" ")
+                    )
                 }
             };
             writeln!(table, "  {does}: {}", so.trim_end()).unwrap();

@@ -166,14 +166,14 @@ fn repeated_event_is_stored_and_published_once() {
 #[test]
 fn unprocessed_event_is_resent_with_backoff() {
     let mut story = Story::received();
-    let mut said = Vec::new();
+    let mut published = Vec::new();
     for _ in 0..6 {
         story.until_the_timer();
-        said.push((story.now - start()).num_seconds());
+        published.push((story.now - start()).num_seconds());
         assert_eq!(story.send(Command::TICK).events.len(), 1);
         assert!(story.send(Command::TICK).next.is_none(), "not twice at once");
     }
-    assert_eq!(said, [10, 20, 40, 80, 160, 320]);
+    assert_eq!(published, [10, 20, 40, 80, 160, 320]);
     assert_eq!(story.state(), "received");
 }
 
@@ -287,11 +287,11 @@ fn outcome(step: Result<Transition<ProcessorEvent>, Rejection>) -> String {
     assert!(next.violations(&[]).is_empty(), "{next:?}");
     let kept = serde_json::to_string(&next).unwrap();
     assert_eq!(serde_json::from_str::<ProcessorEvent>(&kept).unwrap(), next);
-    let said: Vec<_> = step.events.iter().map(Event::subject).collect();
+    let published: Vec<_> = step.events.iter().map(Event::subject).collect();
     let audited: Vec<_> = step.audit.iter().map(|audit| audit.action.as_str()).collect();
     let mut line = format!("-> {}", next.state());
-    if !said.is_empty() {
-        write!(line, " | {}", said.join(", ")).unwrap();
+    if !published.is_empty() {
+        write!(line, " | {}", published.join(", ")).unwrap();
     }
     if !audited.is_empty() {
         write!(line, " | audit {}", audited.join(", ")).unwrap();

@@ -104,7 +104,7 @@ impl Story {
         self
     }
 
-    fn says(&self, subject: &str) -> bool {
+    fn publishes(&self, subject: &str) -> bool {
         self.events.iter().any(|event| event.subject() == subject)
     }
 }
@@ -128,13 +128,13 @@ fn abort() -> Request {
 #[test]
 fn canaries_succeed_before_the_others_begin_and_the_bound_holds() {
     let story = Story::of(2, 3);
-    assert!(story.says("node.rollout_started") && story.says("node.rollout_nodes_due"));
+    assert!(story.publishes("node.rollout_started") && story.publishes("node.rollout_nodes_due"));
     assert_eq!(story.audited, ["rollouts.create"]);
     let story = story.found(0..8, true).expect("running", &[0, 1]);
     let story = story.updated(0).expect("running", &[]).updated(1).expect("running", &[2, 3, 4]);
     let story = story.updated(3).expect("running", &[5]).updated(2).expect("running", &[6]);
     let story = story.updated(4).updated(5).updated(6).expect("running", &[]).updated(7).expect("completed", &[]);
-    assert!(story.says("node.rollout_completed"));
+    assert!(story.publishes("node.rollout_completed"));
     assert_eq!((story.rollout.updated, story.rollout.timer(), story.rollout.deadline()), (8, None, None));
 }
 
@@ -150,13 +150,13 @@ fn skipped_canary_is_replaced_and_is_named() {
 #[test]
 fn first_failure_stops_it_and_resume_goes_on_with_the_others() {
     let story = Story::of(0, 2).found(0..5, true).expect("running", &[0, 1]).failed(1).expect("stopped", &[]);
-    assert!(story.says("node.rollout_stopped"));
+    assert!(story.publishes("node.rollout_stopped"));
     assert_eq!(story.audited, ["rollouts.stop"]);
     // It is overdue at once: only an administrator moves it on.
     assert_eq!(story.rollout.deadline().map(|deadline| deadline.at), Some(story.now));
     // What was in flight ends and starts nothing; its failure is counted and changes nothing.
     let story = story.failed(0).expect("stopped", &[]);
-    assert!(!story.says("node.rollout_stopped"));
+    assert!(!story.publishes("node.rollout_stopped"));
     let refused = decide_at(start(), Some(&story.rollout), pause().into()).unwrap_err();
     assert_eq!(refused, Rejection::WrongState { state: PhaseName::Stopped, command: CommandName::Pause });
     let story = story.then(resume()).expect("running", &[2, 3]).updated(2).updated(3).updated(4);
@@ -187,7 +187,7 @@ fn aborted_one_ends_with_the_updates_in_flight() {
     let refused = decide_at(start(), Some(&story.rollout), resume().into()).unwrap_err();
     assert!(refused.clone().explain().message.contains("cannot be resumed"), "{refused}");
     let story = story.failed(0).expect("aborting", &[]).updated(1).expect("aborted", &[]);
-    assert!(story.says("node.rollout_aborted") && story.rollout.claims().is_empty());
+    assert!(story.publishes("node.rollout_aborted") && story.rollout.claims().is_empty());
     assert!(decide_at(start(), Some(&story.rollout), resume().into()).is_err());
 }
 
@@ -208,7 +208,7 @@ fn orders_and_pages_are_resent_until_they_are_answered() {
     let mut story = Story::of(0, 2);
     story.now = story.rollout.timer().unwrap();
     let mut story = story.then(Command::TICK);
-    assert!(story.says("node.rollout_nodes_due"));
+    assert!(story.publishes("node.rollout_nodes_due"));
     story = story.found(0..2, true).expect("running", &[0, 1]);
     // Also while it is paused: the node may have the order.
     story = story.then(pause());

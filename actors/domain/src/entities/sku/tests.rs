@@ -121,10 +121,10 @@ fn outcome(step: Result<Transition<Sku>, Rejection>) -> String {
             let kept = serde_json::to_string(&next).unwrap();
             assert_eq!(serde_json::from_str::<Sku>(&kept).unwrap(), next);
             assert!(next.has_deadline_where_transient());
-            let said: Vec<_> = events.iter().map(Event::subject).collect();
+            let published: Vec<_> = events.iter().map(Event::subject).collect();
             let audited: Vec<_> = audit.iter().map(|audit| audit.action.as_str()).collect();
             let waits = next.pending.as_ref().map_or("nothing", |pending| pending.first.change.name());
-            format!("-> {}, waits for {waits} | {} | audit {}", next.state(), said.join(", "), audited.join(", "))
+            format!("-> {}, waits for {waits} | {} | audit {}", next.state(), published.join(", "), audited.join(", "))
         }
     }
 }

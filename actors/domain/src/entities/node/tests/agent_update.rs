@@ -40,10 +40,10 @@ fn update_carries_its_digest_and_time_and_ends_with_an_event() {
     assert_eq!(story.node.tasks[&task_id].update, Some(expected));
     // The wait for the proof is added to the time of other tasks.
     assert_eq!(story.node.deadline().unwrap().at, start() + TimeDelta::seconds(720));
-    let done = story.clone().agent(report(task_id, 1, DONE)).says(&["node.agent_updated"]);
+    let done = story.clone().agent(report(task_id, 1, DONE)).publishes(&["node.agent_updated"]);
     assert!(done.node.latest_update().unwrap().failure().is_none());
     let verdict = TaskOutcome::Failed { code: "rolled_back".into(), message: "no heartbeat".into() };
-    let failed = story.agent(report(task_id, 1, verdict)).says(&["node.agent_update_failed"]).expect("active");
+    let failed = story.agent(report(task_id, 1, verdict)).publishes(&["node.agent_update_failed"]).expect("active");
     assert_eq!(failed.node.latest_update().unwrap().failure(), Some(("rolled_back", "no heartbeat")));
 }
 
@@ -109,7 +109,7 @@ fn updatable() -> Story {
 }
 
 fn outcome(story: &Story) -> Option<RolloutOutcome> {
-    story.said.iter().find_map(|event| {
+    story.published.iter().find_map(|event| {
         let Reaction::Rollout(ROLLOUT, rollout::Fact::NodeEnded { outcome, .. }) = event.reaction() else {
             return None;
         };
@@ -123,23 +123,23 @@ fn rollout_orders_one_update_however_often_it_repeats_itself() {
     let task_id = story.node.latest_update().unwrap().work.task_id;
     assert_eq!(story.effects, vec![Effect::WakeNode(NODE)]);
     let story = story.after_fact(of_rollout(ROLLOUT, 'a')).unmoved();
-    let story = story.agent(report(task_id, 1, DONE)).says(&["node.agent_updated"]);
+    let story = story.agent(report(task_id, 1, DONE)).publishes(&["node.agent_updated"]);
     assert_eq!(outcome(&story), Some(RolloutOutcome::Updated));
     // The answer was lost: the order comes again.
-    let story = story.after_fact(of_rollout(ROLLOUT, 'a')).says(&["node.rollout_node_ended"]);
+    let story = story.after_fact(of_rollout(ROLLOUT, 'a')).publishes(&["node.rollout_node_ended"]);
     assert_eq!((outcome(&story), story.node.tasks.len()), (Some(RolloutOutcome::Updated), 1));
     // Another rollout has updated it since then: a late order of the first begins nothing.
     let other = RolloutId(uuid::Uuid::from_u128(0xA));
     let story = story.after(TimeDelta::seconds(1)).after_fact(of_rollout(other, 'b'));
-    let story = story.after_fact(of_rollout(ROLLOUT, 'a')).says(&["node.rollout_node_ended"]);
+    let story = story.after_fact(of_rollout(ROLLOUT, 'a')).publishes(&["node.rollout_node_ended"]);
     assert_eq!(story.node.tasks.len(), 2);
 }
 
 #[test]
 fn rollout_skips_what_it_cannot_update_and_remembers_that() {
     let skipped = |story: Story, digit: char| {
-        let story = story.after_fact(of_rollout(ROLLOUT, digit)).says(&["node.rollout_node_ended"]);
-        let Some(RolloutOutcome::Skipped { reason }) = outcome(&story) else { panic!("{:?}", story.said) };
+        let story = story.after_fact(of_rollout(ROLLOUT, digit)).publishes(&["node.rollout_node_ended"]);
+        let Some(RolloutOutcome::Skipped { reason }) = outcome(&story) else { panic!("{:?}", story.published) };
         (story, reason.name())
     };
     assert_eq!(skipped(node(), 'a').1, "not_active");
@@ -163,7 +163,7 @@ fn rolled_back_and_stalled_updates_are_failures_of_the_rollout() {
     let story = updatable().after_fact(of_rollout(ROLLOUT, 'a'));
     let task_id = story.node.latest_update().unwrap().work.task_id;
     let verdict = TaskOutcome::Failed { code: "rolled_back".into(), message: "m".into() };
-    let failed = story.clone().agent(report(task_id, 1, verdict)).says(&["node.agent_update_failed"]);
+    let failed = story.clone().agent(report(task_id, 1, verdict)).publishes(&["node.agent_update_failed"]);
     assert_eq!(outcome(&failed), Some(RolloutOutcome::Failed { reason: "rolled_back".into() }));
     let stalled = story.clone().after(TimeDelta::seconds(720)).after_heartbeat().ticked();
     let no_result = Some(RolloutOutcome::Failed { reason: "no_result".into() });

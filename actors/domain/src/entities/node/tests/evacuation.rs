@@ -39,14 +39,14 @@ fn every_row_that_evacuates_gives_its_tenant_the_time_of_the_policy_and_no_other
 
 #[test]
 fn tenant_is_notified_once_and_released_at_the_deadline() {
-    let begun = evacuated().says(&["node.evacuation_begun"]);
+    let begun = evacuated().publishes(&["node.evacuation_begun"]);
     let release_at = begun.release_at().unwrap();
-    let later = begun.after(TimeDelta::hours(1)).finds(&[xid(TO_LEAVE, 0)]).says(&[]);
+    let later = begun.after(TimeDelta::hours(1)).finds(&[xid(TO_LEAVE, 0)]).publishes(&[]);
     assert_eq!(later.release_at(), Some(release_at), "another heartbeat moves no deadline");
     let early = later.clone().at(release_at - TimeDelta::seconds(1)).ticked();
-    assert!(!early.said.iter().any(|event| matches!(event, Event::EvacuationDue { .. })));
+    assert!(!early.published.iter().any(|event| matches!(event, Event::EvacuationDue { .. })));
     let due = later.at(release_at).ticked();
-    let is_due = |story: &Story| story.said.iter().any(|event| matches!(event, Event::EvacuationDue { .. }));
+    let is_due = |story: &Story| story.published.iter().any(|event| matches!(event, Event::EvacuationDue { .. }));
     assert!(is_due(&due));
     // The release may have been lost: it is requested again, ever more rarely, until the clean-up begins.
     let again = due.at_its_timer().ticked();
@@ -63,7 +63,7 @@ fn lost_release_is_requested_again_also_after_the_finding_has_ended() {
     let ended = begun.at(release_at).ticked().finds(&[]);
     assert_eq!(ended.release_at(), Some(release_at), "the release is on its way");
     let again = ended.at_its_timer().ticked();
-    assert!(again.said.iter().any(|event| matches!(event, Event::EvacuationDue { .. })), "{:?}", again.said);
+    assert!(again.published.iter().any(|event| matches!(event, Event::EvacuationDue { .. })), "{:?}", again.published);
     assert!(again.node.timer().is_some_and(|at| at > again.now), "a timer in the past would wake the node without end");
 }
 
@@ -79,29 +79,33 @@ fn node_wakes_for_the_deadline_whatever_its_state() {
     .collect();
     let last = due.last().unwrap();
     assert_eq!(last.now, release_at);
-    assert!(last.said.iter().any(|event| matches!(event, Event::EvacuationDue { .. })));
+    assert!(last.published.iter().any(|event| matches!(event, Event::EvacuationDue { .. })));
 }
 
 #[test]
 fn finding_that_ends_or_is_cleared_before_the_deadline_releases_nothing() {
     let release_at = evacuated().release_at().unwrap();
-    let cleared = evacuated().clears(0).says(&["node.evacuation_ended"]);
-    let ended = evacuated().finds(&[]).says(&["node.evacuation_ended"]);
+    let cleared = evacuated().clears(0).publishes(&["node.evacuation_ended"]);
+    let ended = evacuated().finds(&[]).publishes(&["node.evacuation_ended"]);
     for story in [cleared, ended] {
         assert_eq!(story.release_at(), None);
         let over = story.at(release_at + LIMIT).ticked();
-        assert!(!over.said.iter().any(|event| matches!(event, Event::EvacuationDue { .. })), "{:?}", over.said);
+        assert!(
+            !over.published.iter().any(|event| matches!(event, Event::EvacuationDue { .. })),
+            "{:?}",
+            over.published
+        );
     }
     // One of two that ends leaves the other one.
-    let one = node().active().ready().finds(&[xid(TO_LEAVE, 0), xid(109, 0)]).finds(&[xid(109, 0)]).says(&[]);
+    let one = node().active().ready().finds(&[xid(TO_LEAVE, 0), xid(109, 0)]).finds(&[xid(109, 0)]).publishes(&[]);
     assert_eq!(one.release_at(), Some(release_at));
 }
 
 #[test]
 fn tenant_that_is_set_up_later_is_asked_to_leave_by_the_next_heartbeat() {
-    let provisioning = node().active().provisioning().finds(&[xid(TO_LEAVE, 0)]).says(&[]);
+    let provisioning = node().active().provisioning().finds(&[xid(TO_LEAVE, 0)]).publishes(&[]);
     let ready = provisioning.reports(TaskOutcome::Succeeded { proof: None });
-    ready.finds(&[xid(TO_LEAVE, 0)]).says(&["node.evacuation_begun"]);
+    ready.finds(&[xid(TO_LEAVE, 0)]).publishes(&["node.evacuation_begun"]);
 }
 
 #[test]

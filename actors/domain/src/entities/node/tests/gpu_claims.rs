@@ -22,7 +22,7 @@ impl Story {
     fn contested(mut self, index: u32, command: impl Into<Command>) -> Self {
         let step = self.refused_by_the_store(&agent(), index, command).unwrap();
         self.node = step.next.unwrap();
-        self.said = step.events;
+        self.published = step.events;
         self
     }
 }
@@ -45,7 +45,7 @@ fn node_that_reports_a_claimed_gpu_is_quarantined_with_the_holders_id() {
     assert_eq!(contested.node.reason.code.as_str(), "gpu_of_another_node");
     assert!(contested.node.reason.message.contains(&FIRST.to_string()), "{}", contested.node.reason.message);
     assert_eq!(contested.node.claims().len(), 3, "its other GPUs are its own");
-    let from_to = contested.said.iter().filter_map(|event| {
+    let from_to = contested.published.iter().filter_map(|event| {
         if let Event::NodeStateChanged { from, to, .. } = event { Some((from.as_deref(), to.as_str())) } else { None }
     });
     let from_to: Vec<_> = from_to.collect();

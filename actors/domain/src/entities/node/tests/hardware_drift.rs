@@ -84,7 +84,7 @@ fn drift_takes_no_new_tenant_and_is_over_when_the_inventory_agrees_again() {
     let small = ReportedInventory { memory_mib: 1000, ..as_expected() };
     let smaller = ReportedInventory { cpu_cores: 8, ..small.clone() };
     let story = node().active().ready().expects(Some(expected())).shows(as_expected()).expect("active");
-    let drifted = story.shows(small).expect("quarantined").says(&["node.state_changed"]);
+    let drifted = story.shows(small).expect("quarantined").publishes(&["node.state_changed"]);
     assert_eq!(drifted.node.reason.code, StateCode::InventoryDrift);
     assert!(matches!(drifted.node.holds[&TENANT].phase, HoldPhase::Ready), "the tenant runs on");
     let refused = drifted.refuses(&worker(), reserve(AllocationId(Uuid::from_u128(77)), 1));

@@ -43,7 +43,7 @@ impl Story {
 
     fn faults(&self) -> Vec<(&str, Timestamp)> {
         let mut found = Vec::new();
-        for event in &self.said {
+        for event in &self.published {
             if let Event::TenantFaulted { reason, at, .. } = event {
                 found.push((reason.as_str(), *at));
             }
@@ -264,7 +264,7 @@ fn hung() -> ReportedFinding {
 fn recovery_takes_back_its_own_hold_and_no_other() {
     let hung_node = node().active().finds(&[hung()]).expect("quarantined");
     assert_eq!(authors(&hung_node), [HoldAuthor::Health]);
-    let recovered = hung_node.clone().finds(&[]).expect("active").says(&["node.state_changed"]);
+    let recovered = hung_node.clone().finds(&[]).expect("active").publishes(&["node.state_changed"]);
     assert_eq!((authors(&recovered), recovered.node.gpus_free()), (vec![], GPUS));
     // An administrator's hold stays, whichever came first.
     let both = hung_node.quarantined().expect("quarantined");

@@ -29,7 +29,7 @@ impl Story {
     }
 
     fn is_credited(&self) -> bool {
-        self.said.iter().any(|event| matches!(event, Event::TenantFaulted { .. }))
+        self.published.iter().any(|event| matches!(event, Event::TenantFaulted { .. }))
     }
 }
 
@@ -46,7 +46,7 @@ fn new_xid_is_classified_for_findings_that_are_stored_already() {
     assert_eq!(failed.node.tenant_messages(devices, start()), ["Leave the GPU."]);
     assert_eq!(failed.node.findings[0].repair(), Repair::Operator);
     // Taken back: the row holds again, and the tenant may stay.
-    let over = failed.overridden(&[]).finds(&[xid(NEW, 0)]).says(&["node.evacuation_ended"]);
+    let over = failed.overridden(&[]).finds(&[xid(NEW, 0)]).publishes(&["node.evacuation_ended"]);
     assert_eq!(over.node.alerts()[0]["classifications"], serde_json::json!(["warn"]));
 }
 

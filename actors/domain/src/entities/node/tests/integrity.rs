@@ -20,7 +20,7 @@ fn altered_machine_takes_no_new_tenant_and_the_present_one_runs_on_and_pays() {
         assert_eq!(altered.node.reason.code, StateCode::IntegrityFinding, "{}", rule.code);
         assert!(altered.node.reason.message.contains(rule.code), "{}", altered.node.reason.message);
         assert!(matches!(altered.node.holds[&TENANT].phase, HoldPhase::Ready));
-        assert!(!altered.said.iter().any(|event| matches!(event, Event::TenantFaulted { .. })), "{}", rule.code);
+        assert!(!altered.published.iter().any(|event| matches!(event, Event::TenantFaulted { .. })), "{}", rule.code);
         assert!(matches!(altered.refuses(&worker(), reserve(OTHER, 1)), Rejection::NotSchedulable { .. }));
         let refused = altered.refuses(&admin(), Request::ReleaseQuarantine { reason: "r".into() });
         assert!(matches!(refused, Rejection::NotInOrder { .. }), "{refused}");

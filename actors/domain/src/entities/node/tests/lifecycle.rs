@@ -6,8 +6,8 @@ use crate::cross_entity_invariants::HistoryEntry;
 #[test]
 fn nonexistent_node_can_only_be_registered() {
     let policy = PolicyBook::default();
-    for (said, by, command) in life_commands().into_iter().skip(1) {
-        assert_eq!(Node::decide(None, command, &ctx(start(), &policy, &by)).err(), Some(Rejection::NotFound), "{said}");
+    for (case, by, command) in life_commands().into_iter().skip(1) {
+        assert_eq!(Node::decide(None, command, &ctx(start(), &policy, &by)).err(), Some(Rejection::NotFound), "{case}");
     }
 }
 
@@ -22,7 +22,7 @@ fn a_registration_must_agree_with_its_sku() {
 #[test]
 fn a_node_is_onboarded() {
     let active = node().expect("registered").invited().expect("bootstrap-issued").agent(enrollment());
-    let active = active.expect("enrolling").agent(poll()).expect("active").says(&["node.state_changed"]);
+    let active = active.expect("enrolling").agent(poll()).expect("active").publishes(&["node.state_changed"]);
     assert_eq!(active.node.gpus_free(), GPUS);
 }
 
@@ -388,7 +388,7 @@ fn a_node_in_use_is_not_retired_but_drained() {
         assert_eq!(draining.node.gpus_free(), 0);
     }
     let last = node().active().ready().admin(retire(true)).cleaning(1).reports(PROVED);
-    last.expect("retired").says(&["node.state_changed", "node.tenant_gone"]);
+    last.expect("retired").publishes(&["node.state_changed", "node.tenant_gone"]);
 }
 
 #[test]

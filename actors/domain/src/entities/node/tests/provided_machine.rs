@@ -16,7 +16,7 @@ pub(super) fn provided() -> Story {
         node: step.next.unwrap(),
         now: start(),
         policy,
-        said: step.events,
+        published: step.events,
         effects: step.effects,
         reply: step.reply,
         wrote: true,
@@ -62,7 +62,7 @@ fn lost() -> ProviderReport {
 
 #[test]
 fn registered_node_has_its_machine_deployed_until_its_agent_polls() {
-    let registered = provided().says(&["node.state_changed", "node.machine_due"]).expect("registered");
+    let registered = provided().publishes(&["node.state_changed", "node.machine_due"]).expect("registered");
     assert!(Node::claims(&registered.node).contains("machine/abc123"));
     let asked = registered.after_fact(token()).expect("bootstrap-issued");
     let deployed = asked.agent(provided_enrollment("old")).at_the_provider(ProviderReport::Done).agent(poll());
@@ -75,7 +75,7 @@ fn what_is_outstanding_is_published_again_with_growing_pauses_up_to_a_minute() {
     let mut pauses = Vec::new();
     for _ in 0..7 {
         let before = story.now;
-        story = story.at_its_timer().ticked().says(&["node.machine_due"]);
+        story = story.at_its_timer().ticked().publishes(&["node.machine_due"]);
         pauses.push((story.now - before).num_seconds());
     }
     assert_eq!(pauses, [5, 5, 10, 20, 40, 60, 60]);
@@ -98,14 +98,14 @@ fn failed_deployment_marks_the_machine_as_broken_and_shows_why() {
     let failing = provided().after_fact(token()).at_the_provider(failed_at_provider()).expect("registered");
     assert_eq!(failing.node.reason.code.as_str(), "deployment_failed");
     assert!(failing.node.reason.message.contains("Failed deployment"), "{}", failing.node.reason.message);
-    assert!(failing.said.contains(&Event::MachineDue { node_id: NODE }), "it is to be marked as broken");
+    assert!(failing.published.contains(&Event::MachineDue { node_id: NODE }), "it is to be marked as broken");
     assert!(failing.node.identity.token.is_none(), "the token of the failed deployment is void");
     let marked = failing.at_the_provider(ProviderReport::Done);
     assert!(matches!(&marked.machine().step, ProviderStep::Failed { why } if why == "Failed deployment"));
     assert_eq!(marked.node.timer(), None, "nothing is outstanding");
     let again = marked.admin(Request::Reimage { reason: "repaired".into() }).expect("registered");
     assert_eq!(again.machine().step, ProviderStep::Releasing { then_deploy: true });
-    let again = again.at_the_provider(ProviderReport::Done).says(&["node.machine_due"]).deployed();
+    let again = again.at_the_provider(ProviderReport::Done).publishes(&["node.machine_due"]).deployed();
     again.expect("active");
 }
 
@@ -155,7 +155,7 @@ fn machine_that_was_released_by_others_quarantines_its_node() {
 fn removed_node_is_gone_when_the_provider_has_released_its_machine() {
     let removing = provided().deployed().retired().removing();
     assert_eq!(removing.machine().step, ProviderStep::Releasing { then_deploy: false });
-    assert!(removing.said.contains(&Event::MachineDue { node_id: NODE }));
+    assert!(removing.published.contains(&Event::MachineDue { node_id: NODE }));
     let waits = removing.after(TimeDelta::seconds(10)).ticked().expect("removing");
     assert!(Node::claims(&waits.node).contains("machine/abc123"), "no other node gets the machine yet");
     let released = waits.at_the_provider(ProviderReport::Done).expect("removed");

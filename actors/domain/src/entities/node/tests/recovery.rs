@@ -150,7 +150,7 @@ fn reissued_token_revokes_the_older_one_and_enrolls() {
 
 #[test]
 fn reissue_revokes_the_certificate_on_request() {
-    let revoked = node().active().admin(reissue(true)).expect("active").says(&["terminal.cut_off"]);
+    let revoked = node().active().admin(reissue(true)).expect("active").publishes(&["terminal.cut_off"]);
     assert_eq!(revoked.refuses(&agent(), poll()), Rejection::CertificateUnknown);
     assert_eq!(revoked.effects, [Effect::CloseNode(NODE)]);
 }

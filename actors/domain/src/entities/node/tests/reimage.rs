@@ -55,7 +55,7 @@ fn only_whole_nodes_that_can_be_reimaged_are_reserved() {
 #[test]
 fn tenant_is_gone_with_its_proof_and_no_gpu_is_free_before_the_new_system_is_validated() {
     let held = provided().deployed().after_whole_tenant().expect("quarantined");
-    assert!(held.said.iter().any(|event| event.subject() == "node.tenant_gone"), "the user sees released");
+    assert!(held.published.iter().any(|event| event.subject() == "node.tenant_gone"), "the user sees released");
     assert_eq!((held.node.reason.code.as_str(), held.node.gpus_free()), ("reimaging", 0));
     assert_eq!(held.refuses(&agent(), poll()), Rejection::CertificateUnknown, "the old system has no identity");
     let installed = held.reinstalled().agent(provided_enrollment("new")).agent(poll()).expect("quarantined");

@@ -49,10 +49,10 @@ fn key_change_becomes_a_task_and_its_result_is_published() {
         (step.audit[0].action.as_str(), &step.audit[0].metadata["result"]),
         ("ssh_keys.reconcile", &json!("ok"))
     );
-    let done = told.agent(done).says(&["node.logins_written"]);
+    let done = told.agent(done).publishes(&["node.logins_written"]);
     assert_eq!(done.pending_tasks(), Vec::<&str>::new());
     // A repeated request is confirmed again; an older revision is ignored.
-    done.clone().after_fact(wish(1)).says(&["node.logins_written"]);
+    done.clone().after_fact(wish(1)).publishes(&["node.logins_written"]);
     assert_eq!(done.after_fact(wish(0)).pending_tasks(), Vec::<&str>::new());
 }
 
@@ -74,10 +74,10 @@ fn key_change_waits_during_set_up_and_joins_the_set_up_before_it() {
     assert!(early.node.holds[&TENANT].logins.order.is_none());
     let waits = node().active().provisioning().after(TimeDelta::seconds(1)).after_fact(wish(1));
     assert_eq!(waits.pending_tasks(), ["provision"]);
-    assert_eq!(waits.reports(DONE).says(&["node.tenant_ready"]).pending_tasks(), ["reconcile logins"]);
+    assert_eq!(waits.reports(DONE).publishes(&["node.tenant_ready"]).pending_tasks(), ["reconcile logins"]);
     let deadline_at = early.now + TimeDelta::seconds(600);
     let set_up = early.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).reports(DONE);
-    assert_eq!(set_up.says(&["node.tenant_ready", "node.logins_written"]).pending_tasks(), Vec::<&str>::new());
+    assert_eq!(set_up.publishes(&["node.tenant_ready", "node.logins_written"]).pending_tasks(), Vec::<&str>::new());
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn releasing_tenant_gets_no_key_task_and_its_late_result_is_accepted() {
     let leaving = told.cleaning(1);
     assert_eq!(leaving.pending_tasks(), ["release"]);
     leaving.clone().after_fact(wish(2)).unmoved();
-    leaving.agent(late).reports(PROVED).says(&["node.tenant_gone"]);
+    leaving.agent(late).reports(PROVED).publishes(&["node.tenant_gone"]);
 }
 
 #[test]

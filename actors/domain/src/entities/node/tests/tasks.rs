@@ -78,7 +78,7 @@ fn failed_validation_quarantines_the_node_with_the_reason() {
     let (story, task_id) = ordered(node().active().ready(), TaskType::NodeValidate);
     let unfit =
         TaskOutcome::Failed { code: "device_guard".into(), message: "the devices are open to everybody".into() };
-    let unfit = story.agent(report(task_id, 1, unfit)).expect("quarantined").says(&["node.state_changed"]);
+    let unfit = story.agent(report(task_id, 1, unfit)).expect("quarantined").publishes(&["node.state_changed"]);
     assert_eq!(unfit.node.reason.code.as_str(), "validation_failed");
     assert!(unfit.node.reason.message.ends_with("the devices are open to everybody"), "{:?}", unfit.node.reason);
     assert_eq!(unfit.node.holds.len(), 1, "its tenants stay");
@@ -184,6 +184,6 @@ fn terminal_fails_at_once_where_the_agent_does_not_support_it() {
     assert_eq!(opened.pending_tasks(), ["open terminal"]);
     let old = heard_as(ready, 2, None);
     let failed = old.clone().after_fact(open(&old));
-    assert!(matches!(&failed.said[..], [Event::TerminalFailed { reason, .. }] if reason == "agent_outdated"));
+    assert!(matches!(&failed.published[..], [Event::TerminalFailed { reason, .. }] if reason == "agent_outdated"));
     assert_eq!(failed.pending_tasks(), Vec::<&str>::new());
 }

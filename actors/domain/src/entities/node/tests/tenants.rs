@@ -19,7 +19,7 @@ fn repeated_reservation_returns_the_same_devices() {
     let again = first.clone().reserved();
     assert_eq!(first.reply, again.reply);
     assert_eq!(first.node, again.node);
-    again.says(&["node.devices_reserved"]);
+    again.publishes(&["node.devices_reserved"]);
 }
 
 #[test]
@@ -31,9 +31,9 @@ fn node_without_device_isolation_takes_one_tenant_at_a_time() {
 
 #[test]
 fn failed_set_up_never_publishes_tenant_ready() {
-    let failed = node().active().setup_failed().says(&["node.tenant_failed"]);
+    let failed = node().active().setup_failed().publishes(&["node.tenant_failed"]);
     let deadline_at = failed.now + TimeDelta::seconds(600);
-    failed.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).says(&["node.tenant_failed"]);
+    failed.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).publishes(&["node.tenant_failed"]);
 }
 
 #[test]
@@ -41,28 +41,29 @@ fn tenant_on_a_machine_with_a_fault_is_not_admitted() {
     let succeeded = || TaskOutcome::Succeeded { proof: None };
     let ordered = node().active().provisioning();
     let broken = ordered.clone().agent(heartbeat(NodeHealthStatus::Critical, inventory(GPUS)));
-    let broken = broken.says(&["node.state_changed", "node.tenant_faulted"]).reports(succeeded());
-    let broken = broken.says(&["node.tenant_failed"]);
-    assert!(matches!(&broken.said[0], Event::TenantFailed { reason, .. } if reason == "health_critical"));
+    let broken = broken.publishes(&["node.state_changed", "node.tenant_faulted"]).reports(succeeded());
+    let broken = broken.publishes(&["node.tenant_failed"]);
+    assert!(matches!(&broken.published[0], Event::TenantFailed { reason, .. } if reason == "health_critical"));
     // The answer may be lost, and the request repeated.
     let deadline_at = broken.now + TimeDelta::seconds(600);
-    broken.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).says(&["node.tenant_failed"]);
+    broken.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).publishes(&["node.tenant_failed"]);
     // Ready, and then faulty before the allocation received either event.
-    let ready = ordered.clone().reports(succeeded()).says(&["node.tenant_ready"]);
+    let ready = ordered.clone().reports(succeeded()).publishes(&["node.tenant_ready"]);
     let lost = ready.agent(heartbeat(NodeHealthStatus::Ok, inventory(0)));
-    lost.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).says(&["node.tenant_failed"]);
+    lost.after_fact(Fact::Provision { allocation_id: TENANT, deadline_at }).publishes(&["node.tenant_failed"]);
     // A fault that was repaired in time does not count.
     let repaired = ordered.agent(heartbeat(NodeHealthStatus::Critical, inventory(GPUS))).after_heartbeat();
-    repaired.reports(succeeded()).says(&["node.tenant_ready"]);
+    repaired.reports(succeeded()).publishes(&["node.tenant_ready"]);
 }
 
 #[test]
 fn gpus_are_freed_only_with_the_clean_up_proof() {
     let releasing = node().active().releasing();
     assert_eq!(releasing.pending_tasks(), ["release"]);
-    let unproven = releasing.clone().reports(TaskOutcome::Succeeded { proof: None }).says(&["node.tenant_remains"]);
+    let unproven =
+        releasing.clone().reports(TaskOutcome::Succeeded { proof: None }).publishes(&["node.tenant_remains"]);
     assert_eq!(unproven.node.gpus_free(), 0);
-    let proved = releasing.reports(PROVED).says(&["node.tenant_gone"]);
+    let proved = releasing.reports(PROVED).publishes(&["node.tenant_gone"]);
     assert_eq!(proved.node.gpus_free(), GPUS);
 }
 
@@ -113,7 +114,7 @@ fn fenced_node_gets_no_tasks_and_may_do_everything_else() {
     assert_eq!(fenced.refuses(&agent(), poll()), Rejection::Fenced { allocation_id: TENANT });
     let heard = fenced.after_heartbeat().agent(Request::Renew { serial: SERIAL.into(), issued: certificate("02") });
     // An outstanding result is still accepted.
-    let proved = heard.clone().reports(PROVED).says(&["node.tenant_gone"]);
+    let proved = heard.clone().reports(PROVED).publishes(&["node.tenant_gone"]);
     assert!(proved.node.fenced_by.is_empty());
     // So is the operator's retry.
     assert_eq!(heard.cleaning(2).pending_tasks(), ["release"]);
@@ -128,7 +129,7 @@ fn facts_of_an_earlier_attempt_are_ignored() {
     assert_eq!(second.refuses(&agent(), stale), Rejection::StaleAttempt { given: 1, current: 2 });
     // A proof is valid from any attempt.
     let proof = second.report(1, PROVED);
-    second.agent(proof).says(&["node.tenant_gone"]);
+    second.agent(proof).publishes(&["node.tenant_gone"]);
 }
 
 #[test]
@@ -137,10 +138,10 @@ fn late_clean_up_request_does_not_reopen_the_node() {
     let failed = ready.after_fact(Fact::Fence { allocation_id: TENANT, attempt: 1 });
     assert_eq!(held(&failed.node), "release_failed 1, fenced");
     // It is not restarted; the failure is published again, in case the allocation missed it.
-    let late = failed.cleaning(1).says(&["node.tenant_remains"]);
+    let late = failed.cleaning(1).publishes(&["node.tenant_remains"]);
     assert_eq!(held(&late.node), "release_failed 1, fenced");
     assert_eq!(late.node.gpus_free(), 0);
-    late.cleaning(2).reports(PROVED).says(&["node.tenant_gone"]);
+    late.cleaning(2).reports(PROVED).publishes(&["node.tenant_gone"]);
 }
 
 #[test]

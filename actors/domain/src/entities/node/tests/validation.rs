@@ -137,7 +137,7 @@ fn node_of_a_sku_with_minimums_is_active_only_after_it_passed() {
     assert_eq!(enrolled.node.deadline().unwrap().reason, "the machine has not passed its first validation");
     let same = enrolled.clone().agent(poll()).after_heartbeat().expect("enrolling");
     assert_eq!(same.pending_tasks(), ["node.validate"], "one, not one for each contact");
-    enrolled.clone().measures(MINIMUM).says(&["node.state_changed"]).expect("active").expect_free();
+    enrolled.clone().measures(MINIMUM).publishes(&["node.state_changed"]).expect("active").expect_free();
     let held = enrolled.measures(1).expect("quarantined").agent(poll()).after_heartbeat().expect("quarantined");
     held.quick().measures(MINIMUM).expect("active").expect_free();
     // No minimum: active at once, as before there were any.

@@ -131,8 +131,8 @@ impl PaymentSimulation {
             PaymentStep::Pay { which } => self.pay(which),
             PaymentStep::End { which, outcome } => {
                 if let Some(id) = self.pick(which).filter(|id| !self.processor.paid.contains_key(id)) {
-                    let said = Fact::NotPaid { processor_id: intent(id), outcome, why: "w".into() };
-                    self.processor.mail.push((id, said));
+                    let published = Fact::NotPaid { processor_id: intent(id), outcome, why: "w".into() };
+                    self.processor.mail.push((id, published));
                 }
             }
             PaymentStep::Refund { which, amount } => {
@@ -150,8 +150,8 @@ impl PaymentSimulation {
                 let mail = &mut self.processor.mail;
                 if !mail.is_empty() {
                     let place = usize::from(which) % mail.len();
-                    let (id, said) = if again { mail[place].clone() } else { mail.remove(place) };
-                    self.world.ask(&Principal::system("test"), id, said).unwrap();
+                    let (id, published) = if again { mail[place].clone() } else { mail.remove(place) };
+                    self.world.ask(&Principal::system("test"), id, published).unwrap();
                 }
             }
             PaymentStep::Hear { which, again } => {
@@ -207,8 +207,8 @@ impl PaymentSimulation {
                 (name, what)
             }
         };
-        let said = self.processor.reversal_says(&name, what);
-        self.processor.mail.push(said);
+        let published = self.processor.reversal_says(&name, what);
+        self.processor.mail.push(published);
     }
 
     fn work(&mut self, which: u8, fails: bool) {
@@ -243,15 +243,15 @@ impl PaymentSimulation {
                 self.processor.mail.push((payment_id, stranger));
             }
         }
-        let said = self.processor.refund_says(refund_id);
-        self.processor.mail.push(said);
+        let published = self.processor.refund_says(refund_id);
+        self.processor.mail.push(published);
     }
 
     /// All messages are delivered, and the processor handles all requests.
     fn settle(&mut self) {
         for _ in 0..60 {
-            while let Some((id, said)) = self.processor.mail.pop() {
-                self.world.ask(&Principal::system("test"), id, said).unwrap();
+            while let Some((id, published)) = self.processor.mail.pop() {
+                self.world.ask(&Principal::system("test"), id, published).unwrap();
             }
             self.world.hear_all();
             while !self.world.errands.is_empty() {
@@ -296,7 +296,7 @@ proptest! {
         let reversed = |id: &str, what, amount_minor| {
             Fact::Reversed { reversal_id: id.to_owned(), what, amount_minor, currency: eur() }
         };
-        let said = [
+        let published = [
             world.paid(0),
             reversed("re_1", ReversalStep::Refund, 700),
             reversed("dp_1", ReversalStep::DisputeOpened, 1_000),
@@ -307,7 +307,7 @@ proptest! {
         ];
         for place in order {
             for _ in 0..times[place] {
-                world.send(0, said[place].clone()).unwrap();
+                world.send(0, published[place].clone()).unwrap();
             }
             if times[place] > 1 {
                 world.hear_all();
