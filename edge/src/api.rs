@@ -1,30 +1,29 @@
 //! The public API: one table of routes, one file per noun (decisions 4, 5 and 7).
 
+mod access_token;
 mod allocation;
 mod audit;
 mod billing;
 mod browser_page;
 mod capacity;
-mod client_credentials;
-mod cluster_operations;
 mod commands_with_reason;
+mod document;
 mod health;
 mod health_rule;
 pub mod idempotency;
 mod identity_keys;
+mod internal;
 mod key_set;
 mod me;
 pub(crate) mod node;
 mod notification;
 mod notification_endpoint;
-mod openapi_document;
 mod overview;
 mod path_parameters;
 mod payment;
 mod payment_page;
 mod platform_role;
 mod policy;
-mod process_statistics;
 mod processor_event;
 mod protected_resource;
 mod recording;
@@ -34,6 +33,7 @@ mod request_context;
 pub(crate) mod request_fields;
 mod rollout;
 mod routing;
+mod runtime;
 mod service_account;
 mod sku;
 mod ssh_key;
@@ -70,8 +70,8 @@ pub fn router(services: Services) -> Router {
     let scope_settings = services.scope_settings(Service { name: "api", shows_route: false });
     let (router, api) = routes();
     let router = router
-        .layer(Extension(openapi_document::Document::of(&api, &services)))
-        .layer(Extension(client_credentials::FailedAttempts::default()))
+        .layer(Extension(document::Document::of(&api, &services)))
+        .layer(Extension(access_token::FailedAttempts::default()))
         .layer(Extension(capacity::CapacityCache::default()))
         .with_state(services);
     with_common_layers(router, scope_settings)
@@ -85,7 +85,7 @@ pub fn operations(services: Services) -> Router {
         .route("/metrics", get(health::metrics_page))
         .route("/api/v1/healthz", get(health::healthz))
         .route("/api/v1/readyz", get(health::readiness))
-        .route("/api/v1/internal/stats", get(process_statistics::stats));
+        .route("/api/v1/internal/stats", get(internal::stats));
     let router =
         bounded(router, RequestTimeout(REQUEST_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT_OPERATOR_REQUESTS));
     with_common_layers(router.with_state(services), scope_settings)
@@ -126,10 +126,10 @@ fn routes() -> (Router<Services>, OpenApi) {
         Internal Get     "/api/v1/readyz"                                   => health::readyz;
         Internal Get     "/metrics"                                         => health::metrics;
         Anyone Get       "/.well-known/oauth-protected-resource"            => protected_resource::metadata;
-        Anyone Get       "/api/v1/openapi.json"                             => openapi_document::openapi;
-        Anyone Get       "/api/v1/docs"                                     => openapi_document::page;
-        Anyone Get       "/api/v1/docs/reader.js"                           => openapi_document::reader;
-        Internal Get     "/api/v1/internal/stats"                           => process_statistics::stats;
+        Anyone Get       "/api/v1/openapi.json"                             => document::openapi;
+        Anyone Get       "/api/v1/docs"                                     => document::page;
+        Anyone Get       "/api/v1/docs/reader.js"                           => document::reader;
+        Internal Get     "/api/v1/internal/stats"                           => internal::stats;
 
         User   Get       "/api/v1/me"                                       => me::get;
 
@@ -258,7 +258,7 @@ fn routes() -> (Router<Services>, OpenApi) {
 
         User   Get       "/api/v1/service-accounts"                         => service_account::list;
         User   PostOnce  "/api/v1/service-accounts"                         => service_account::create, StateConflict;
-        Client Post      "/api/v1/service-accounts/token"                   => client_credentials::issue;
+        Client Post      "/api/v1/service-accounts/token"                   => access_token::issue;
         User   Get       "/api/v1/service-accounts/{id}"                    => service_account::get, NotFound;
         User   Delete    "/api/v1/service-accounts/{id}"                    => service_account::delete, NotFound;
         User   Post      "/api/v1/service-accounts/{id}/keys"               => service_account::add_key, NotFound, StateConflict;
@@ -291,11 +291,11 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce  "/api/v1/admin/keys/retire"                        => key_set::retire, NotFound, StateConflict;
         Admin  PostOnce  "/api/v1/admin/keys/rewrap"                        => key_set::rewrap, StateConflict;
 
-        Admin  Get       "/api/v1/admin/runtime/tree"                       => cluster_operations::tree;
-        Admin  Get       "/api/v1/admin/runtime/cluster"                    => cluster_operations::cluster;
-        Admin  Get       "/api/v1/admin/runtime/entities/{kind}/{id}"       => cluster_operations::entity, NotFound;
-        Admin  Post      "/api/v1/admin/runtime/entities/{kind}/{id}/restart" => cluster_operations::restart, NotFound;
-        Admin  Post      "/api/v1/admin/runtime/members/{member}/workers/{worker}/restart" => cluster_operations::restart_worker, NotFound, StateConflict;
+        Admin  Get       "/api/v1/admin/runtime/tree"                       => runtime::tree;
+        Admin  Get       "/api/v1/admin/runtime/cluster"                    => runtime::cluster;
+        Admin  Get       "/api/v1/admin/runtime/entities/{kind}/{id}"       => runtime::entity, NotFound;
+        Admin  Post      "/api/v1/admin/runtime/entities/{kind}/{id}/restart" => runtime::restart, NotFound;
+        Admin  Post      "/api/v1/admin/runtime/members/{member}/workers/{worker}/restart" => runtime::restart_worker, NotFound, StateConflict;
     }
     .finish(RequestTimeout(REQUEST_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT_REQUESTS))
 }

@@ -16,7 +16,7 @@ use tests::cluster::fake_log_store::FakeLogStore;
 use tests::cluster::{GPU_MEMORY_MIB, GPU_MODEL, NodeHandle, TestCluster};
 use tests::package_registry::{PASSWORD, PackageLayout, PackageRegistryServer, USER, release_key};
 use tests::skipped::report_skipped;
-use tests::systemd_container::SystemdContainer;
+use tests::systemd_container::{OTHERS_PORTS, SystemdContainer};
 use wire::PublicKey;
 
 const AGENT: &str = "gpuaas-agent.service";
@@ -119,7 +119,8 @@ impl Site {
         // The driver's rules make the device's node at each boot.
         self.machine.write("/etc/tmpfiles.d/nvidia.conf", 0o644, b"c /dev/nvidia0 0666 - - - 1:3\n");
         self.machine.run("systemd-tmpfiles --create nvidia.conf");
-        let driver = format!("[Service]\nEnvironment=LD_LIBRARY_PATH={LIBRARIES} {}={GPUS}\n", fake_nvml::FILE);
+        let driver =
+            format!("[Service]\nEnvironment=LD_LIBRARY_PATH={LIBRARIES} {}={GPUS}\n{OTHERS_PORTS}\n", fake_nvml::FILE);
         self.machine.write(&format!("/etc/systemd/system/{AGENT}.d/driver.conf"), 0o644, driver.as_bytes());
         self.has_gpu(&[]);
     }
@@ -143,7 +144,7 @@ impl Site {
         for (shell, code) in blocks(page, title) {
             let (went_well, text) = match shell {
                 Shell::Administrator => self.administrator(&code).await,
-                Shell::Node => match self.machine.attempt(&format!("cd /root; set -e; {{ {code} }} 2>&1")) {
+                Shell::Node => match self.machine.attempt(&format!("cd /srv; set -e; {{ {code} }} 2>&1")) {
                     Ok(text) => (true, text),
                     Err(text) => (false, text),
                 },
@@ -233,8 +234,8 @@ async fn pages_about_nodes_hold_word_by_word_on_a_bare_machine() {
     let text = String::from_utf8_lossy(&script);
     let token = text.lines().find_map(|line| line.split_once("SVC_ENROLLMENT_TOKEN='\\''")).unwrap().1;
     site.cluster.register_secret("an enrollment token", token.split('\'').next().unwrap().trim_end_matches('\\'));
-    site.machine.write("/root/bootstrap.sh", 0o600, &script);
-    site.machine.run(&format!("cd /root; {run}"));
+    site.machine.write("/srv/bootstrap.sh", 0o600, &script);
+    site.machine.run(&format!("cd /srv; {run}"));
     site.wait_until("active", |node| node["state"] == "active").await;
     site.in_use(&site.first).await;
     site.follow("packages.md", "On the machine").await;

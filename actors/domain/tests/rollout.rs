@@ -327,6 +327,8 @@ fn active_node(id: NodeId) -> Node {
         metadata: domain::metadata::Metadata::default(),
     };
     let inventory = ReportedInventory {
+        cpu_model: None,
+        driver_version: None,
         gpus: Vec::new(),
         gpu_source: "simulated".into(),
         executor: "sandbox".into(),

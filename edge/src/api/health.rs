@@ -7,7 +7,7 @@ use axum::http::{HeaderName, HeaderValue, header};
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::process_statistics::admitted;
+use super::internal::admitted;
 use crate::http::error::{ApiError, Code};
 use crate::services::Services;
 use crate::services::runtime_interface::Readiness;

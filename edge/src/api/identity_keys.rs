@@ -6,7 +6,7 @@ use axum::http::request::Parts;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::process_statistics::admitted;
+use super::internal::admitted;
 use crate::auth::jwks::JwksError;
 use crate::http::error::{ApiError, Code};
 use crate::services::Services;

@@ -15,13 +15,13 @@ use std::collections::BTreeSet;
 use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
+use super::commands_with_reason::reason_commands;
 use super::node::package_digest;
-use super::reason_command::reason_commands;
 use super::request_context::{AdminRequest, RequestContext, replayed};
 use super::request_fields::{
     CanaryCount, DigestText, MaxUnavailable, Reason, ReasonBody, RegionCode, SkuRef, set_or_none,
 };
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};

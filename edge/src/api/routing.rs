@@ -13,7 +13,7 @@ use utoipa::{OpenApi as _, PartialSchema as _, ToSchema as _};
 use utoipa_axum::router::{OpenApiRouter, UtoipaMethodRouter};
 
 use super::allocation;
-use super::openapi_document::{PROVIDER, SERVICE_ACCOUNT, add_common_parts, error_responses};
+use super::document::{PROVIDER, SERVICE_ACCOUNT, add_common_parts, error_responses};
 use super::path_parameters::path_parameters;
 use super::request_fields::LabelSelector;
 use crate::api::idempotency;

@@ -2,7 +2,7 @@
 //!
 //! Nothing is stored here: the rollout asks again where it is not answered, and counts a page that comes twice once.
 
-use super::reaction_context::{Disposition, EventDelivery, ReactionContext};
+use super::event_delivery::{Disposition, EventDelivery, ReactionContext};
 use domain::rollout::{Fact, Rollout};
 use domain::{EntityKind, EntityRef, RolloutId};
 use edge::services::rollout_nodes::RolloutScope;

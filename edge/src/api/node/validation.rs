@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::tasks::{TaskView, shown};
-use crate::api::idempotency::context::Idempotent;
+use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::request_context::AdminRequest;
 use crate::api::request_fields::Reason;
 use crate::http::error::ApiError;

@@ -1,7 +1,7 @@
 //! The contract: the OpenAPI document, and that the service matches it.
 
 use super::harness::ApiHarness;
-use crate::api::openapi_document::CODES;
+use crate::api::document::CODES;
 use crate::api::routes;
 use axum::http::Method;
 use serde_json::Value;

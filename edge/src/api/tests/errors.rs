@@ -1,7 +1,7 @@
 //! `deploy/docs/src/reference/errors.md` matches the error codes. Where it does not, the test names the command that regenerates it.
 
 use super::contract::{document, operations};
-use crate::api::openapi_document::CODES;
+use crate::api::document::CODES;
 use crate::http::error::Code;
 use crate::node_api::ROUTES;
 use std::collections::BTreeSet;

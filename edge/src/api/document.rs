@@ -62,7 +62,7 @@ pub(super) async fn openapi(Extension(Document(text)): Extension<Document>) -> (
 
 /// The page is the API reference viewer's (Scalar), with all requests to other hosts switched off. It has no script of its own: the viewer
 /// mounts itself on the element `api-reference`.
-const PAGE: &str = include_str!("openapi_document/page.html");
+const PAGE: &str = include_str!("document/page.html");
 
 /// The page's content security policy: it runs the viewer and fetches from its own origin, and nothing else. The viewer writes its own
 /// style sheet.
