@@ -112,7 +112,7 @@ pub async fn run(args: DevArgs) -> anyhow::Result<()> {
             begin.elapsed().as_secs_f32()
         )),
         Ok(()) => {
-            print_line(&format!("The first rental is done, {:.1} s after the start.", begin.elapsed().as_secs_f32()))
+            print_line(&format!("The first rental is done, {:.1} s after the start.", begin.elapsed().as_secs_f32()));
         }
         Err(_) => print_line(&format!("The first rental failed. Logs: {}", environment.logs.display())),
     }

@@ -253,7 +253,8 @@ async fn pages_about_nodes_hold_word_by_word_on_a_bare_machine() {
     site.in_use(&site.second).await;
 
     site.has_gpu(&[XID]);
-    let found = |node: &Value| node["health"]["findings"][0]["code"] == XID.to_string();
+    let code = XID.to_string();
+    let found = |node: &Value| node["health"]["findings"][0]["code"] == code.as_str();
     let sick = site.wait_until("found to be sick", found).await;
     assert_eq!(sick["gpus_free"], 0, "{sick}");
     site.follow("troubleshooting.md", "A GPU with a fault").await;

@@ -112,7 +112,8 @@ impl SystemdContainer {
             assert!(Instant::now() < until, "the machine does not reboot: {}", self.process.log_tail());
         };
         assert_eq!(status.code(), Some(REBOOTS), "{}", self.process.log_tail());
-        self.process = launch(&self.disk, &self.tools, &self.programs, self.folder.path()).expect("it boots");
+        self.process = launch(&self.disk, &self.tools, &self.programs, self.folder.path())
+            .unwrap_or_else(|error| panic!("the machine does not boot again: {error:#}"));
         self.wait_until_up();
     }
 
