@@ -179,7 +179,7 @@ impl Watched {
             if !privileges.check(depth, goes_on) {
                 return None;
             }
-            if privileges.has_no_baseline() && depth == Depth::Full {
+            if privileges.has_unrecorded() && depth == Depth::Full {
                 privileges.record_first();
             }
             if orders.renews {

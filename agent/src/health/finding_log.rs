@@ -12,6 +12,7 @@ use wire::inventory::GpuInfo;
 
 use crate::atomic_file::{self, FileError, PRIVATE};
 use crate::chain;
+use crate::integrity;
 
 const FILE: &str = "health.json";
 /// The most findings that are tracked, with conditions that have ended.
@@ -121,14 +122,26 @@ impl Tracked {
     }
 }
 
+impl State {
+    /// The findings that outlive a boot.
+    fn altered_machine(&self) -> impl Iterator<Item = &Tracked> {
+        self.findings.iter().filter(|tracked| tracked.is_reported() && integrity::is_of(&tracked.finding.probe))
+    }
+}
+
 impl FindingLog {
-    /// The findings of this boot that an earlier process has stored. Those of another boot, or of a file that is not understood, are over.
+    /// The findings of this boot that an earlier process has stored. Those of another boot, or of a file that is not understood, are over,
+    /// but for those of an altered machine: a boot takes back nothing of what was altered, and it takes a while to look.
     #[must_use]
     pub fn open(state_dir: &Path, boot_id: Uuid) -> Self {
         let path = state_dir.join(FILE);
         let text = atomic_file::read_if_there(&path).unwrap_or_default().unwrap_or_default();
         let stored: State = serde_json::from_str(&text).unwrap_or_default();
-        let state = if stored.boot_id == boot_id { stored.clone() } else { State { boot_id, ..State::default() } };
+        let state = if stored.boot_id == boot_id {
+            stored.clone()
+        } else {
+            State { boot_id, findings: stored.altered_machine().cloned().collect(), ..State::default() }
+        };
         Self { path, state, stored, is_failing: false }
     }
 
@@ -237,14 +250,18 @@ impl FindingLog {
         known.state.as_deref().filter(|_| is_latest)
     }
 
-    /// Stores the findings where they changed. A power failure ends the boot and with it what is stored, so nothing is synced.
+    /// Stores the findings where they changed. A power failure ends the boot and with it most of what is stored: only what outlives it is
+    /// synced.
     pub fn store(&mut self) {
         if self.state == self.stored {
             return;
         }
         let stored = serde_json::to_vec(&self.state)
             .map_err(|error| FileError::at("write", &self.path)(error.into()))
-            .and_then(|text| atomic_file::write_without_sync(&self.path, &text, PRIVATE));
+            .and_then(|text| match self.state.altered_machine().eq(self.stored.altered_machine()) {
+                true => atomic_file::write_without_sync(&self.path, &text, PRIVATE),
+                false => atomic_file::write_atomically(&self.path, &text, PRIVATE),
+            });
         match stored {
             Ok(()) => {
                 self.stored = self.state.clone();
@@ -323,6 +340,25 @@ mod tests {
         assert_eq!((next.report(), next.kernel_log_position()), (vec![], None));
         std::fs::write(folder.path().join(FILE), "{").unwrap();
         assert_eq!(FindingLog::open(folder.path(), BOOT).report(), vec![]);
+    }
+
+    #[test]
+    fn finding_of_an_altered_machine_outlives_a_boot_until_it_is_known_to_be_over() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut log = FindingLog::open(folder.path(), BOOT);
+        let altered = Condition::of_machine("privilege", "sudoers", "a rule of eve").with_state("s".to_owned());
+        let disk = Condition::of_machine("disk", "full", "no room");
+        log.note_conditions(&[altered.clone(), disk], |_| false, at(1));
+        log.store();
+        let mut next = FindingLog::open(folder.path(), Uuid::from_u128(2));
+        assert_eq!(next.report().iter().map(|it| it.probe.as_str()).collect::<Vec<_>>(), ["privilege"]);
+        // Nothing was compared yet in this boot.
+        (2..9).for_each(|second| next.note_conditions(&[], |_| true, at(second)));
+        assert_eq!(next.report().len(), 1);
+        (9..19).for_each(|second| next.note_conditions(&[], |_| false, at(second)));
+        assert_eq!(next.report(), vec![]);
+        next.store();
+        assert_eq!(FindingLog::open(folder.path(), Uuid::from_u128(3)).report(), vec![]);
     }
 
     #[test]

@@ -102,10 +102,16 @@ impl PrivilegeChecker {
         }
     }
 
-    /// Whether the first baseline is yet to be recorded.
+    /// Whether a kind of privileges was not recorded yet: all of them before the first baseline, and those that could not be observed whole.
     #[must_use]
-    pub(super) const fn has_no_baseline(&self) -> bool {
-        matches!(self.baseline, BaselineState::None)
+    pub(super) fn has_unrecorded(&self) -> bool {
+        match &self.baseline {
+            BaselineState::None => true,
+            BaselineState::Of(baseline) => {
+                PrivilegeKind::ALL.iter().any(|kind| !baseline.privileges.contains_key(kind))
+            }
+            BaselineState::Damaged { .. } | BaselineState::Foreign => false,
+        }
     }
 
     /// Compares. `goes_on` is asked from time to time, and may end the comparison, which then returns false: what was known before holds.
@@ -121,7 +127,14 @@ impl PrivilegeChecker {
             let again = self.found();
             for (kind, entries) in &mut found {
                 let again = again.get(kind);
-                entries.retain(|name, state| again.and_then(|it| it.get(name)) == Some(state));
+                // By name: what changes from look to look is a difference as well.
+                entries.retain(|name, state| match again.and_then(|it| it.get(name)) {
+                    Some(seen) => {
+                        state.clone_from(seen);
+                        true
+                    }
+                    None => false,
+                });
             }
         }
         if !goes_on() {
@@ -132,12 +145,27 @@ impl PrivilegeChecker {
         true
     }
 
-    /// Records the first baseline, where there is none and no tenant is on the machine. A full check must have been made.
+    /// Records the kinds that the baseline does not have, where no tenant is on the machine. A full check must have been made.
     pub fn record_first(&mut self) {
-        let accounts = MachineAccounts::read(&self.settings.root);
-        if self.has_no_baseline() && accounts.has_no_tenant(&self.settings.tenants) {
-            self.record(self.observed.clone(), "the privileges of the machine are recorded");
+        let recorded = match &self.baseline {
+            BaselineState::None => Privileges::new(),
+            BaselineState::Of(baseline) => baseline.privileges.clone(),
+            BaselineState::Damaged { .. } | BaselineState::Foreign => return,
+        };
+        let mut privileges = recorded.clone();
+        for (kind, entries) in self.complete() {
+            privileges.entry(kind).or_insert(entries);
         }
+        let accounts = MachineAccounts::read(&self.settings.root);
+        if privileges.len() > recorded.len() && accounts.has_no_tenant(&self.settings.tenants) {
+            self.record(privileges, "the privileges of the machine are recorded");
+        }
+    }
+
+    /// What was observed whole. A part must not be recorded: the rest would be a difference once it is seen.
+    fn complete(&self) -> Privileges {
+        let is_whole = |(kind, _): &(&PrivilegeKind, &Entries)| !self.incomplete.contains_key(kind);
+        self.observed.iter().filter(is_whole).map(|(kind, entries)| (*kind, entries.clone())).collect()
     }
 
     /// After a clean-up proof: what is gone is forgotten, so that it is a difference when it comes back. While there is any difference the
@@ -145,10 +173,10 @@ impl PrivilegeChecker {
     pub fn renew(&mut self) {
         match &self.baseline {
             BaselineState::None => self.record_first(),
-            BaselineState::Of(baseline) if self.differences.is_empty() => {
+            // Also what is no finding yet, or no more by the second look, is not accepted.
+            BaselineState::Of(baseline) if self.differences.is_empty() && self.found().is_empty() => {
                 let mut renewed = baseline.privileges.clone();
-                let complete = self.observed.iter().filter(|(kind, _)| !self.incomplete.contains_key(kind));
-                renewed.extend(complete.map(|(kind, entries)| (*kind, entries.clone())));
+                renewed.extend(self.complete());
                 if renewed != baseline.privileges {
                     self.record(renewed, "the recorded privileges are renewed after a clean-up");
                 }
@@ -162,7 +190,7 @@ impl PrivilegeChecker {
         if code == BASELINE_DAMAGED {
             let is_searched = self.observed.contains_key(&PrivilegeKind::Setuid);
             if matches!(self.baseline, BaselineState::Damaged { .. }) && is_searched {
-                self.record(self.observed.clone(), "an operator has accepted the privileges of the machine");
+                self.record(self.complete(), "an operator has accepted the privileges of the machine");
             }
             return;
         }
@@ -260,8 +288,8 @@ impl PrivilegeChecker {
         let kind = PrivilegeKind::Setuid;
         let BaselineState::Of(baseline) = &self.baseline else { return };
         let Some(observed) = self.observed.get_mut(&kind) else { return };
-        let none = Entries::new();
-        for name in differences(baseline.privileges.get(&kind).unwrap_or(&none), observed).into_keys() {
+        let Some(recorded) = baseline.privileges.get(&kind) else { return };
+        for name in differences(recorded, observed).into_keys() {
             match self.search.state_of(&name, &self.settings.tenants) {
                 Some(state) => observed.insert(name, state),
                 None => observed.remove(&name),
@@ -271,10 +299,10 @@ impl PrivilegeChecker {
 
     fn found(&self) -> Privileges {
         let BaselineState::Of(baseline) = &self.baseline else { return Privileges::new() };
-        let none = Entries::new();
+        // A kind that was not recorded is not compared.
         let of = |kind: PrivilegeKind| {
-            let observed = self.observed.get(&kind)?;
-            let found = differences(baseline.privileges.get(&kind).unwrap_or(&none), observed);
+            let (recorded, observed) = (baseline.privileges.get(&kind)?, self.observed.get(&kind)?);
+            let found = differences(recorded, observed);
             (!found.is_empty()).then_some((kind, found))
         };
         PrivilegeKind::ALL.into_iter().filter_map(of).collect()

@@ -29,6 +29,7 @@ const LIMIT: Duration = Duration::from_secs(20 * 60);
 const HASHED: u64 = 64 * 1024 * 1024;
 const SETUID: u32 = 0o4000;
 const SETGID: u32 = 0o2000;
+const GROUP_EXECUTES: u32 = 0o0010;
 
 /// Searches for such files. What was hashed is remembered.
 #[derive(Default)]
@@ -147,8 +148,9 @@ impl SetuidSearch {
 
 /// Whether the file gives more rights than those of a tenant, who may do so with files of its own.
 fn gives_rights(mode: u32, (owner, group): (u32, u32), tenants: &RangeInclusive<u32>) -> bool {
-    let of = |bit: u32, id: u32| mode & bit != 0 && !tenants.contains(&id);
-    of(SETUID, owner) || of(SETGID, group)
+    let of = |bit: u32, id: u32| mode & bit == bit && !tenants.contains(&id);
+    // Without the right to execute it for the group, the bit gives a program no group. Everyone can make such a file in a setgid folder.
+    of(SETUID, owner) || of(SETGID | GROUP_EXECUTES, group)
 }
 
 #[cfg(test)]
@@ -181,6 +183,8 @@ mod tests {
         write(&at("usr/bin/su"), "su", 0o4755);
         write(&at("usr/bin/wall"), "wall", 0o2755);
         write(&at("usr/bin/plain"), "plain", 0o755);
+        // What everyone can make in a setgid folder that is open to all.
+        write(&at("scratch/data"), "data", 0o2644);
         write(&at("home/eve/a b\n\u{1b}"), "hidden", 0o4755);
         let deep = format!("home/eve/{}", ["d"; 200].join("/"));
         write(&at(&format!("{deep}/x")), "deep", 0o4711);

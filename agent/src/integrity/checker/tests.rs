@@ -61,7 +61,7 @@ impl Machine {
         let mut checker = self.open();
         assert!(checker.check(Depth::Full, || true));
         checker.record_first();
-        assert!(!checker.has_no_baseline());
+        assert!(!checker.has_unrecorded());
         checker
     }
 }
@@ -157,10 +157,10 @@ fn nothing_is_recorded_while_a_tenant_is_there_for_the_first_time() {
     let mut checker = machine.open();
     assert!(checker.check(Depth::Full, || true));
     checker.renew();
-    assert!(checker.has_no_baseline() && checker.conditions().is_empty(), "nothing is known of any difference");
+    assert!(checker.has_unrecorded() && checker.conditions().is_empty(), "nothing is known of any difference");
     machine.write("etc/passwd", "root:x:0:0::/root:/bin/sh\n", 0o644);
     checker.renew();
-    assert!(!checker.has_no_baseline());
+    assert!(!checker.has_unrecorded());
 }
 
 #[test]
@@ -216,4 +216,46 @@ fn ended_comparison_changes_nothing() {
     machine.write("var/lib/.x", "sh", 0o4755);
     assert!(!checker.check(Depth::Full, || false));
     assert!(checker.conditions().iter().all(|condition| condition.key.code != "setuid"));
+}
+
+#[test]
+fn state_that_changes_from_look_to_look_is_a_difference_and_no_clean_up_accepts_it() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    let file = machine.folder.path().join("root/etc/sudoers.d/x");
+    machine.write("etc/sudoers.d/x", "eve ALL=(ALL) NOPASSWD: ALL # 0\n", 0o440);
+    let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let (stopped, written) = (std::sync::Arc::clone(&stop), file.clone());
+    let intruder = std::thread::spawn(move || {
+        for n in 1_u32.. {
+            if stopped.load(std::sync::atomic::Ordering::Relaxed) {
+                break;
+            }
+            let new = written.with_file_name(".new");
+            fs::write(&new, format!("eve ALL=(ALL) NOPASSWD: ALL # {n}\n")).unwrap();
+            fs::rename(&new, &written).unwrap();
+            std::thread::sleep(CONFIRMED_AFTER / 20);
+        }
+    });
+    assert_eq!(found(&mut checker, Depth::Quick), ["sudoers"]);
+    checker.renew();
+    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    intruder.join().unwrap();
+    assert_eq!(found(&mut machine.open(), Depth::Full), ["sudoers"], "nothing of it was accepted");
+}
+
+#[test]
+fn kind_that_was_not_observed_whole_is_recorded_later_and_not_compared_before() {
+    let machine = Machine::new();
+    let mut checker = machine.open();
+    assert!(checker.check(Depth::Full, || true));
+    checker.incomplete.insert(PrivilegeKind::Setuid, "the search took too long".into());
+    checker.record_first();
+    assert!(checker.has_unrecorded());
+    machine.write("var/lib/late", "sh", 0o4755);
+    assert_eq!(found(&mut checker, Depth::Full), Vec::<String>::new());
+    checker.record_first();
+    assert!(!checker.has_unrecorded());
+    machine.write("var/lib/later", "sh", 0o4755);
+    assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
 }
