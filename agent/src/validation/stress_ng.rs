@@ -40,9 +40,10 @@ pub(super) fn memory(tools: &Tools<'_>, budget: &Budget) -> Result<u64, ToolErro
 /// # Errors
 /// [`ToolError`]; a word that was read back wrong is one.
 pub(super) fn memory_pattern(tools: &Tools<'_>, budget: &Budget, bytes: u64) -> Result<(), ToolError> {
-    let each = format!("{}b", bytes / u64::from(budget.workers));
+    // Of all workers together: stress-ng divides it among them.
+    let all = format!("{bytes}b");
     let args =
-        ["--vm".into(), budget.workers.to_string(), "--vm-bytes".into(), each, "--vm-keep".into(), "--verify".into()];
+        ["--vm".into(), budget.workers.to_string(), "--vm-bytes".into(), all, "--vm-keep".into(), "--verify".into()];
     tools.stress(args, "vm", budget.memory_pattern).map(|_| ())
 }
 

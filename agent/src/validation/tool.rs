@@ -23,6 +23,8 @@ const MAX_OUTPUT: u64 = 256 * 1024;
 /// The most characters of its error output in a message.
 const MAX_MESSAGE: usize = 300;
 const POLL: Duration = Duration::from_millis(10);
+/// What is killed ends at once, unless it hangs in the kernel.
+const END_TIMEOUT: Duration = Duration::from_secs(5);
 /// What starts the tool: its programs are in every Debian, and replace one another in the same process.
 const LOW_PRIORITY: [&str; 9] =
     ["/usr/bin/setpriv", "--pdeathsig", "KILL", "/usr/bin/nice", "-n", "5", "/usr/bin/ionice", "-n", "7"];
@@ -73,7 +75,8 @@ pub(super) fn run(folder: &Path, tool: &str, args: &[OsString], limit: Duration)
     let waited = wait(&child, &stdout, deadline);
     // Also what the tool has started and left behind: it would hold the pipes open. The tool is not reaped yet, so that its id is no other's.
     end_group(&child);
-    let status = child.wait().map_err(|error| not_run(&error))?;
+    let hung = || ToolError::Hung { tool: tool.to_owned(), seconds: limit.as_secs() };
+    let status = reap(child, END_TIMEOUT).map_err(|error| not_run(&error))?.ok_or_else(hung)?;
     match waited {
         Waited::Ended => {
             let (output, message) = (stdout.text(), stderr.text());
@@ -84,7 +87,7 @@ pub(super) fn run(folder: &Path, tool: &str, args: &[OsString], limit: Duration)
             Ok(output)
         }
         Waited::TooMuchOutput => Err(ToolError::TooMuchOutput { tool: tool.to_owned() }),
-        Waited::TimedOut => Err(ToolError::Hung { tool: tool.to_owned(), seconds: limit.as_secs() }),
+        Waited::TimedOut => Err(hung()),
     }
 }
 
@@ -117,6 +120,22 @@ fn has_ended(child: &Child) -> bool {
 
 fn end_group(child: &Child) {
     let _ = killpg(process_id(child), Signal::SIGKILL);
+}
+
+/// The status of a tool that has ended or was killed. `None` where it cannot end, as in a call of a disk that hangs: it is left to itself, so
+/// that the agent goes on.
+fn reap(mut child: Child, timeout: Duration) -> std::io::Result<Option<ExitStatus>> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        if Instant::now() >= deadline {
+            std::thread::spawn(move || child.wait());
+            return Ok(None);
+        }
+        std::thread::sleep(POLL);
+    }
 }
 
 fn process_id(child: &Child) -> Pid {
@@ -255,5 +274,13 @@ mod tests {
     fn failure_says_what_the_tool_wrote_last() {
         let error = ran("echo fine; echo 'no   space left' >&2; exit 3", LIMIT).unwrap_err();
         assert_eq!(error.to_string(), "tool ended with status 3: no space left");
+    }
+
+    #[test]
+    fn tool_that_cannot_end_is_left_to_itself() {
+        let child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let id = process_id(&child);
+        assert_eq!(reap(child, Duration::from_millis(50)).unwrap(), None);
+        nix::sys::signal::kill(id, Signal::SIGKILL).unwrap();
     }
 }
