@@ -77,7 +77,11 @@ pub(super) async fn tree(
     if filter.limit.is_some_and(|limit| !(1..=1000).contains(&limit)) {
         return invalid("limit", "must be a whole number from 1 to 1000".to_owned());
     }
-    if filter.state.as_ref().is_some_and(|state| state.len() > MAX_STATE_LEN || state.chars().any(char::is_control)) {
+    if filter
+        .state
+        .as_ref()
+        .is_some_and(|state| state.chars().count() > MAX_STATE_LEN || state.chars().any(char::is_control))
+    {
         return invalid("state", format!("must be a state's name, at most {MAX_STATE_LEN} characters"));
     }
     Ok(Json(services.runtime.tree(filter).await?))

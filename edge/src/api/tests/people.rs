@@ -64,6 +64,9 @@ async fn operators_see_where_an_entity_is_and_its_history() {
         api.get("/api/v1/admin/runtime/tree?limit=-1").admin().send().await,
         api.get("/api/v1/admin/runtime/tree?state=%07").admin().send().await,
         api.get("/api/v1/admin/runtime/tree?colour=red").admin().send().await,
+        // Characters are counted, not bytes.
+        api.get(&format!("/api/v1/admin/runtime/tree?state={}", "%C3%A9".repeat(64))).admin().send().await,
+        api.get(&format!("/api/v1/admin/runtime/tree?state={}", "e".repeat(65))).admin().send().await,
         api.get("/api/v1/admin/runtime/cluster").admin().send().await,
     ]
     .map(|answer| answer.line());
