@@ -21,6 +21,7 @@ pub mod policy;
 pub mod precondition;
 pub mod recording;
 pub mod redact;
+pub mod resend_timer;
 pub mod retry;
 pub mod rollout_outcome;
 pub mod ssh_key;

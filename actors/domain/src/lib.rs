@@ -10,7 +10,7 @@
 // No decision awaits anything, so nothing here is `async`.
 #![deny(clippy::unused_async, clippy::disallowed_methods, clippy::disallowed_types)]
 
-mod choreography;
+mod cross_entity;
 mod kernel;
 
 /// The middle floor: one state machine for each kind of entity. An entity uses the kernel and no other entity: what it needs of another one
@@ -19,6 +19,7 @@ mod entities {
     pub mod allocation;
     pub mod announcement;
     pub mod billing_account;
+    pub mod browser_session;
     pub mod health_rules;
     pub mod key_set;
     pub mod node;
@@ -35,26 +36,26 @@ mod entities {
     pub mod terminal_session;
 }
 
-pub use choreography::{cross_entity_invariants, notification, placement, reactions};
+pub use cross_entity::{invariants, notification, placement, reactions};
 pub use entities::{
-    allocation, announcement, billing_account, health_rules, key_set, node, notification_endpoint, payment,
-    policy_values, processor_event, restart_record, role_bindings, rollout, service_account, sku, tenant,
+    allocation, announcement, billing_account, browser_session, health_rules, key_set, node, notification_endpoint,
+    payment, policy_values, processor_event, restart_record, role_bindings, rollout, service_account, sku, tenant,
     terminal_session,
 };
 pub use kernel::{
     account_holder, audit, authz, commit, event, explanation, finding, gcra, hardware, history, id, key_purpose,
-    ledger, metadata, money, package_digest, policy, precondition, recording, redact, retry, rollout_outcome, ssh_key,
-    state_machine, task_type, time, validation,
+    ledger, metadata, money, package_digest, policy, precondition, recording, redact, resend_timer, retry,
+    rollout_outcome, ssh_key, state_machine, task_type, time, validation,
 };
 
 pub use authz::{Action, Permit, Principal};
 pub use commit::{Commit, CommitOutcome};
 pub use event::Event;
 pub use id::{
-    AllocationId, AnnouncementId, BillingAccountId, BindingId, CommandId, EntityKind, EntityRef, EventId, FindingId,
-    HealthRulesId, KeySetId, MemberId, NodeId, NotificationEndpointId, OrgId, PaymentId, PolicyId, PolicyValueId,
-    ProcessorEventId, ProjectId, RefundId, RolloutId, ServiceAccountId, ServiceAccountKeyId, Shard, SkuId, SshKeyId,
-    TaskId, TerminalSessionId, TokenId, UserId,
+    AllocationId, AnnouncementId, BillingAccountId, BindingId, BrowserSessionId, CommandId, EntityKind, EntityRef,
+    EventId, FindingId, HealthRulesId, KeySetId, MemberId, NodeId, NotificationEndpointId, OrgId, PaymentId, PolicyId,
+    PolicyValueId, ProcessorEventId, ProjectId, RefundId, RolloutId, ServiceAccountId, ServiceAccountKeyId, Shard,
+    SkuId, SshKeyId, TaskId, TerminalSessionId, TokenId, UserId,
 };
 pub use package_digest::PackageDigest;
 pub use state_machine::{
@@ -82,6 +83,7 @@ impl EntityKind {
             Self::HealthRules => visitor.visit::<health_rules::HealthRules>(),
             Self::Rollout => visitor.visit::<rollout::Rollout>(),
             Self::TerminalSession => visitor.visit::<terminal_session::TerminalSession>(),
+            Self::BrowserSession => visitor.visit::<browser_session::BrowserSession>(),
             Self::KeySet => visitor.visit::<key_set::KeySet>(),
             Self::BillingAccount => visitor.visit::<billing_account::BillingAccount>(),
             Self::Announcement => visitor.visit::<announcement::Announcement>(),
@@ -90,5 +92,17 @@ impl EntityKind {
             Self::NotificationEndpoint => visitor.visit::<notification_endpoint::NotificationEndpoint>(),
             Self::Runtime => visitor.visit::<restart_record::RestartRecord>(),
         }
+    }
+    /// The states of the kind that nothing follows, as [`Machine::ENDED_STATES`] names them.
+    #[must_use]
+    pub fn ended_states(self) -> &'static [&'static str] {
+        struct EndedStates;
+        impl Visitor for EndedStates {
+            type Output = &'static [&'static str];
+            fn visit<M: Machine>(self) -> Self::Output {
+                M::ENDED_STATES
+            }
+        }
+        self.visit(EndedStates)
     }
 }

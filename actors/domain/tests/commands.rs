@@ -4,8 +4,8 @@
 
 use domain::state_machine::{AnyCommand, Command, CommandSort};
 use domain::{
-    Machine, allocation, billing_account, key_set, node, notification_endpoint, payment, processor_event, rollout,
-    tenant, terminal_session,
+    Machine, allocation, billing_account, browser_session, key_set, node, notification_endpoint, payment,
+    processor_event, rollout, tenant, terminal_session,
 };
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -39,6 +39,7 @@ fn commands_by_sort_are_as_reviewed() {
         rows::<allocation::Allocation, _, _, _>(),
         rows::<tenant::Tenant, _, _, _>(),
         rows::<terminal_session::TerminalSession, _, _, _>(),
+        rows::<browser_session::BrowserSession, _, _, _>(),
         rows::<key_set::KeySet, _, _, _>(),
         rows::<billing_account::BillingAccount, _, _, _>(),
         rows::<processor_event::ProcessorEvent, _, _, _>(),

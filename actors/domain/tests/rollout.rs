@@ -6,8 +6,8 @@ use domain::authz::Principal;
 use domain::event::Event;
 use domain::hardware::PromisedHardware;
 use domain::node::{
-    self, AgentContact, CertificateRecord, Enrollment, Node, NodeHealth, NodeTaskPhase, OnboardingMode, Registration,
-    ReportedInventory, TaskOutcome,
+    self, AgentContact, CertificateRecord, Enrollment, FindingReport, Node, NodeHealth, NodeTaskPhase, OnboardingMode,
+    Registration, ReportedFinding, ReportedInventory, TaskOutcome,
 };
 use domain::policy::PolicyBook;
 use domain::reactions::Reaction;
@@ -54,6 +54,12 @@ enum Step {
     Retire {
         which: usize,
     },
+    /// A node that has the version shows a fault.
+    Alter {
+        which: usize,
+    },
+    /// The rollout's owner crashes, and another member reads the snapshot.
+    Restart,
     Pass {
         seconds: i64,
     },
@@ -69,6 +75,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         2 => Just(Step::Resume),
         1 => prop::bool::weighted(0.2).prop_map(|abort| if abort { Step::Abort } else { Step::Resume }),
         1 => any::<usize>().prop_map(|which| Step::Retire { which }),
+        1 => any::<usize>().prop_map(|which| Step::Alter { which }),
+        1 => Just(Step::Restart),
         2 => (1_i64..60).prop_map(|seconds| Step::Pass { seconds }),
         1 => Just(Step::Pass { seconds: 700 }),
     ];
@@ -83,6 +91,10 @@ struct World {
     now: Timestamp,
     /// How often each node has begun an update.
     begun: BTreeMap<NodeId, u32>,
+    /// When the soak of the last wave began.
+    soaks_since: Option<Timestamp>,
+    /// When each node showed a fault.
+    altered: BTreeMap<NodeId, Timestamp>,
     seed: u128,
 }
 
@@ -106,11 +118,13 @@ fn worker() -> Principal {
 }
 
 impl World {
-    fn new(nodes: usize, canary: u32, max_unavailable: u32) -> Self {
+    fn new(nodes: usize, canary: u32, max_unavailable: u32, soak_seconds: u32) -> Self {
         let order = RolloutOrder {
             digest: digest(),
             canary,
             max_unavailable,
+            soak_seconds,
+            includes_held: false,
             selector: NodeSelector::default(),
             reason: "r".into(),
         };
@@ -123,6 +137,8 @@ impl World {
             bus: step.events,
             now: start(),
             begun: BTreeMap::new(),
+            soaks_since: None,
+            altered: BTreeMap::new(),
             seed: 1,
         }
     }
@@ -143,9 +159,30 @@ impl World {
         let most = if next.is_in_canary() { next.order.canary - next.updated } else { u32::MAX };
         let most = most.min(next.order.max_unavailable) as usize;
         assert!(started == 0 || next.in_flight.len() <= most, "{} in flight, {most} may be", next.in_flight.len());
+        if started > 0 {
+            self.check_soak_has_ended(&next);
+        }
+        // The last node of the wave that was watched has failed.
+        if next.soak.is_none() && next.soaking.is_empty() && matches!(next.phase, Phase::Stopped { .. }) {
+            self.soaks_since = None;
+        }
+        if next.soaks_until().is_some() && self.rollout.soaks_until().is_none() {
+            self.soaks_since = Some(self.now);
+        }
         assert!(next.violations(&[]).is_empty(), "{next:?}");
         self.rollout = next;
         self.bus.extend(step.events);
+    }
+
+    /// Nothing begins before the nodes of the last wave were watched for the time, and those that showed a fault in it have stopped the rollout.
+    fn check_soak_has_ended(&self, next: &Rollout) {
+        assert!(next.soak.is_none(), "an update began in a soak: {next:?}");
+        let Some(since) = self.soaks_since else { return };
+        let until = since + chrono::TimeDelta::seconds(next.order.soak_seconds.into());
+        assert!(self.now >= until, "an update began {} before the end of the soak", until - self.now);
+        let named: BTreeSet<_> = next.failures.iter().map(|ended| ended.node_id).collect();
+        let unseen = self.altered.iter().find(|(id, at)| **at < until && !named.contains(*id));
+        assert!(unseen.is_none(), "{unseen:?} showed a fault in the soak, and the next wave began");
     }
 
     fn tell_node(&mut self, id: NodeId, by: &Principal, command: impl Into<node::Command>) {
@@ -190,6 +227,16 @@ impl World {
                 let id = *self.nodes.keys().nth(which % self.nodes.len()).unwrap();
                 self.tell_node(id, &administrator(), node::Request::Retire { reason: "r".into(), drain: false });
             }
+            Step::Alter { which } => {
+                let soaking: Vec<_> = self.rollout.soaking.iter().copied().collect();
+                if !soaking.is_empty() {
+                    self.alter(soaking[which % soaking.len()]);
+                }
+            }
+            Step::Restart => {
+                let snapshot = serde_json::to_string(&self.rollout).unwrap();
+                self.rollout = serde_json::from_str(&snapshot).unwrap();
+            }
             Step::Pass { seconds } => {
                 self.now += chrono::TimeDelta::seconds(seconds);
                 self.tick();
@@ -206,6 +253,33 @@ impl World {
             if self.nodes[&id].timer().is_some_and(|at| at <= self.now) {
                 self.tell_node(id, &worker(), node::Command::TICK);
             }
+        }
+    }
+
+    /// A heartbeat with a finding that the machine was altered.
+    fn alter(&mut self, id: NodeId) {
+        let is_watched = self.nodes[&id].rollouts.iter().any(|known| known.soak.is_some());
+        let found = ReportedFinding {
+            probe: "privilege".into(),
+            code: "setuid".into(),
+            gpu_uuid: None,
+            count: 1,
+            first_at: self.now,
+            last_at: self.now,
+            boot_id: "boot-1".into(),
+            detail: "a file".into(),
+        };
+        let report = FindingReport { sent_at: self.now, findings: vec![found], is_truncated: false };
+        let node = &self.nodes[&id];
+        let heartbeat = node::Request::Heartbeat {
+            serial: SERIAL.into(),
+            seen: Box::new(node.seen.clone().unwrap()),
+            inventory: Box::new(node.inventory.clone().unwrap()),
+            health: Box::new(NodeHealth { report: Some(report), ..NodeHealth::default() }),
+        };
+        self.tell_node(id, &Principal::Node(id), heartbeat);
+        if is_watched && self.nodes[&id].state() == "quarantined" {
+            self.altered.entry(id).or_insert(self.now);
         }
     }
 
@@ -244,7 +318,10 @@ impl World {
             after,
             nodes: page
                 .iter()
-                .map(|node| RolloutCandidate { node_id: node.id, skip: node.rollout_skip(&digest()) })
+                .map(|node| RolloutCandidate {
+                    node_id: node.id,
+                    skip: node.rollout_skip(&digest(), self.rollout.order.includes_held),
+                })
                 .collect(),
             next: if rest.len() > PAGE { page.last().map(position) } else { None },
         }
@@ -280,8 +357,9 @@ proptest! {
     #[test]
     fn rollout_updates_each_node_once_within_its_bound_and_ends(
         steps in steps(), nodes in 0_usize..12, canary in 0_u32..4, max_unavailable in 1_u32..5,
+        soak_seconds in prop_oneof![Just(0), Just(30), Just(300)],
     ) {
-        let mut world = World::new(nodes, canary, max_unavailable);
+        let mut world = World::new(nodes, canary, max_unavailable, soak_seconds);
         for step in steps {
             world.take(step);
         }

@@ -32,7 +32,7 @@ use crate::id::{AllocationId, NodeId, SkuId, SshKeyId};
 use crate::metadata::{self, Metadata};
 use crate::money::Price;
 use crate::policy::{FULL_REIMAGE, PolicyKey, Scopes};
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
 pub use crate::ssh_key::AuthorizedKey;
 use crate::state_machine::{
     self, AuditedRefusal, Deadline, IndexKeys, Machine, Timestamp, Transition, TransitionContext,
@@ -62,7 +62,7 @@ pub struct Allocation {
     pub fault: Option<NodeFault>,
     /// When it resends what was not answered.
     #[serde(default)]
-    pub again: Option<RetryTimer>,
+    pub again: Option<ResendTimer>,
     /// The SSH keys that open it, once they differ from those of the request.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub logins: Option<SshAccess>,
@@ -210,6 +210,8 @@ pub enum Rejection {
     VersionDiffers,
     #[error("an allocation has at most {max} labels")]
     TooManyLabels { max: usize },
+    #[error("the keys that open an allocation have at most {max} bytes together")]
+    KeysTooLong { max: usize },
 }
 
 /// The most GPUs that one allocation may ask for: more than any machine holds.
@@ -256,6 +258,11 @@ impl state_machine::Rejection for Rejection {
             )
             .detail("field", "If-Match"),
             Self::TooManyLabels { max } => metadata::too_many_labels("allocation", max),
+            Self::KeysTooLong { max } => Explanation::invalid(
+                format!("The keys have more than {max} bytes together; choose fewer, or keys of type ssh-ed25519, which are short."),
+                "ssh_key_ids",
+            )
+            .detail("limit_bytes", max),
         }
     }
 }
@@ -265,6 +272,7 @@ impl Machine for Allocation {
     /// Thirty-two SSH keys (requested and resolved), thirty-two history entries, and thirty-two labels (requested and current).
     const SNAPSHOT_MOST: usize = 160 * 1024;
     const INVARIANTS: &'static [Invariant] = &[Invariant::I8];
+    const ENDED_STATES: &'static [&'static str] = &["released"];
     type Command = Command;
     /// The allocation after the command.
     type Reply = Box<Self>;

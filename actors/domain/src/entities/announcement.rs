@@ -84,6 +84,7 @@ impl state_machine::Rejection for Rejection {
 
 impl Machine for Announcement {
     const KIND: EntityKind = EntityKind::Announcement;
+    const ENDED_STATES: &'static [&'static str] = &["announced"];
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;

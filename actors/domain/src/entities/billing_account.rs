@@ -13,6 +13,7 @@
 //! ```
 
 mod accrual;
+mod credit;
 mod fact;
 mod meter;
 mod payments;
@@ -27,7 +28,7 @@ use crate::id::{AllocationId, BillingAccountId, EntityKind, EntityRef, UserId};
 use crate::ledger::PostingKind;
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR, HourlyRate, MicroAmount, Price};
 use crate::policy::PolicyKey;
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
 use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use accrual::AccountUpdate;
 use payments::AllocationCost;
@@ -49,6 +50,12 @@ pub struct BillingAccount {
     pub currency: Currency,
     /// Its balance in the ledger's `prepaid` account: the sum of its entries.
     pub balance: MicroAmount,
+    /// Credit by operators that is not spent. No payment is refunded from it.
+    #[serde(default, skip_serializing_if = "MicroAmount::is_zero")]
+    pub credit_left: MicroAmount,
+    /// Credit by operators that usage has spent.
+    #[serde(default, skip_serializing_if = "MicroAmount::is_zero")]
+    pub credit_spent: MicroAmount,
     /// How many postings it has.
     pub postings: i64,
     pub meters: BTreeMap<AllocationId, UsageMeter>,
@@ -60,7 +67,7 @@ pub struct BillingAccount {
     pub is_low: bool,
     pub depletion: Option<Depletion>,
     /// When it asks its allocations for their state again.
-    pub again: Option<RetryTimer>,
+    pub again: Option<ResendTimer>,
     /// The recent postings of payments: a repeated command is answered again and not posted again.
     #[serde(default)]
     pub moved: BTreeMap<String, PostingRecord>,
@@ -99,32 +106,49 @@ pub enum Rejection {
     #[error("there is no such billing account")]
     NotFound,
     #[error("{needed} minor units are needed, and {available} are available")]
-    InsufficientBalance { needed: MicroAmount, available: MicroAmount },
+    InsufficientBalance {
+        needed: MicroAmount,
+        available: MicroAmount,
+        /// The account's; `None` from a member of an earlier release.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        currency: Option<Currency>,
+    },
     #[error("the account is in {account}, and this is in {given}")]
     CurrencyDiffers { account: String, given: String },
     #[error("an adjustment is at most {max} minor units, and not zero")]
     Amount { max: i64 },
     #[error("an account holds at most {HIGHEST_BALANCE_MINOR} minor units")]
     Full,
-    #[error("of what the allocation has cost {left} minor units are left")]
-    MoreThanCost { left: MicroAmount },
+    #[error("{left} minor units of the allocation's cost can be credited")]
+    MoreThanCost {
+        left: MicroAmount,
+        /// The account's; `None` from a member of an earlier release.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        currency: Option<Currency>,
+    },
     #[error("the allocation ended longer than {days} days ago")]
     TooLate { days: i64 },
-    #[error("so much was given back of the allocation in too many pieces")]
+    #[error("the allocation has too many credits; credit no further part of it")]
     TooManyRefunds,
     #[error("the allocation has just ended or begun")]
     Moved,
+}
+
+/// The amount for people: in the currency, where that is known.
+fn text_of(amount: MicroAmount, currency: Option<&Currency>) -> String {
+    currency.map_or_else(|| format!("{amount} minor units"), |currency| amount.in_currency(currency))
 }
 
 impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
             Self::NotFound => Explanation::not_found("billing account"),
-            Self::InsufficientBalance { needed, available } => Explanation::new(
+            Self::InsufficientBalance { needed, available, currency } => Explanation::new(
                 RejectionCode::InsufficientBalance,
                 format!(
-                    "{needed} minor units are more than the {available} that are available; take less, \
-                 or pay in first."
+                    "{} are more than the {} that are available; take less, or pay in first.",
+                    text_of(needed, currency.as_ref()),
+                    text_of(available, currency.as_ref())
                 ),
             )
             .detail("needed_micro", needed.get())
@@ -145,9 +169,9 @@ impl state_machine::Rejection for Rejection {
             Self::Full => Explanation::conflict(format!(
                 "No account holds more than {HIGHEST_BALANCE_MINOR} minor units; give less."
             )),
-            Self::MoreThanCost { left } => Explanation::conflict(format!(
-                "Of what the allocation has cost {left} minor units are left that were not given \
-                 back; leave `amount_minor` out for all of them."
+            Self::MoreThanCost { left, currency } => Explanation::conflict(format!(
+                "Of what the allocation has cost {} are left that were not given back; leave `amount_minor` out for all of it.",
+                text_of(left, currency.as_ref())
             ))
             .detail("field", "amount_minor")
             .detail("left_micro", left.get()),
@@ -237,6 +261,8 @@ impl BillingAccount {
             holder,
             currency,
             balance: MicroAmount::ZERO,
+            credit_left: MicroAmount::ZERO,
+            credit_spent: MicroAmount::ZERO,
             postings: 0,
             meters: BTreeMap::new(),
             ended: BTreeMap::new(),
@@ -254,6 +280,10 @@ impl BillingAccount {
     fn reopen(&self, currency: &Currency) -> Result<Transition<Self>, Rejection> {
         self.in_currency(currency)?;
         Ok(Transition::stay(Reply::Account { account: Box::new(self.clone()) }))
+    }
+
+    fn insufficient_balance(&self, needed: MicroAmount, available: MicroAmount) -> Rejection {
+        Rejection::InsufficientBalance { needed, available, currency: Some(self.currency.clone()) }
     }
 
     fn in_currency(&self, given: &Currency) -> Result<(), Rejection> {
@@ -298,6 +328,13 @@ impl BillingAccount {
     #[must_use]
     pub fn held(&self) -> MicroAmount {
         self.meters.values().filter(|meter| meter.run.is_none()).map(|meter| meter.held).sum()
+    }
+
+    /// The part of the balance that running allocations may use until the next charge, and for a window from `now`. With what is held and
+    /// what is available it is the whole balance.
+    #[must_use]
+    pub fn reserved_for_running(&self, now: Timestamp, window: chrono::TimeDelta) -> MicroAmount {
+        self.balance.minus(self.available(now, window)).minus(self.held())
     }
 
     /// The cost of the running allocations per hour, in minor units.
@@ -346,7 +383,7 @@ impl BillingAccount {
             self.in_currency(&price.currency)?;
             let available = draft.account.available(ctx.now, window);
             if available < needed || available <= MicroAmount::ZERO {
-                return Err(Rejection::InsufficientBalance { needed, available });
+                return Err(self.insufficient_balance(needed, available));
             }
             // The account is open again with its remaining balance.
             draft.account.depletion = draft.account.depletion.filter(|depletion| !depletion.is_over);
@@ -354,7 +391,7 @@ impl BillingAccount {
         let user_id = Some(user_id).filter(|user_id| !self.holder.is_user(user_id));
         let meter = UsageMeter { user_id, rate, held: needed, run: None };
         draft.account.meters.insert(allocation_id, meter);
-        draft.account.again = Some(RetryTimer::first(ctx.now));
+        draft.account.again = Some(ResendTimer::first(ctx.now));
         Ok(draft.transition(format!("a window of allocation {allocation_id} is held"), ctx))
     }
 
@@ -417,7 +454,7 @@ impl BillingAccount {
             let window = ctx.policy.seconds(PolicyKey::BillingWindow, &self.holder.scopes(), ctx.now);
             let (needed, available) = (MicroAmount::ZERO.minus(amount), draft.account.available(ctx.now, window));
             if available < needed {
-                return Err(Rejection::InsufficientBalance { needed, available });
+                return Err(self.insufficient_balance(needed, available));
             }
             draft.post(PostingKind::Debit, needed, None, Some(reason));
         }

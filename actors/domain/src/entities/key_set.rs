@@ -221,7 +221,7 @@ pub enum Reply {
 pub enum Rejection {
     #[error("there is no key {id}")]
     NotFound { id: String },
-    #[error("key {id} was here before")]
+    #[error("key {id} was in the set before")]
     Exists { id: String },
     #[error("key {id} is staged already")]
     AlreadyStaged { id: String },
@@ -235,7 +235,7 @@ pub enum Rejection {
     InUse { id: String, dependents: u64 },
     #[error("the set has changed since this was prepared")]
     Moved,
-    #[error("keys of this purpose are not rotated so")]
+    #[error("keys of this purpose do not rotate this way")]
     OtherPurpose,
 }
 
@@ -270,24 +270,24 @@ impl state_machine::Rejection for Rejection {
             ))
             .detail("key_id", id),
             Self::InGrace { id, until } => Explanation::conflict(format!(
-                "Tasks that key {id} signed may be under way until {until}; ask again then, or with \
-                 \"force\": true where the key has leaked."
+                "What key {id} signed may be in use until {until}; retire it then, or by force \
+                 (\"force\": true) where the key has leaked."
             ))
             .detail("key_id", id)
             .detail("until", json!(until)),
             Self::InUse { id, dependents } => Explanation::conflict(format!(
                 "{dependents} nodes have certificates by authority {id} alone; wait until they have \
-                 renewed, or ask with \"force\": true: those nodes have to recover or to be enrolled \
-                 anew."
+                 renewed, or retire it by force (\"force\": true): those nodes have to recover or to be \
+                 enrolled again."
             ))
             .detail("key_id", id)
             .detail("dependents", dependents),
             Self::Moved => {
-                Explanation::conflict("Another request has just rotated these keys; read them, then ask again.")
+                Explanation::conflict("Another request has just rotated these keys; read them, then try again.")
             }
             Self::OtherPurpose => Explanation::invalid(
-                "Keys of this purpose are not rotated so: those at rest are in the key ring file, \
-                 and `rewrap` puts them to use."
+                "Keys of this purpose do not rotate this way: those at rest are in the key ring file, and `rewrap` seals everything \
+                 with the active one."
                     .to_owned(),
                 "purpose",
             ),

@@ -20,6 +20,8 @@ mod evacuation;
 mod explanation;
 mod fact;
 mod gpu_claims;
+mod gpu_reset;
+mod hardware_comparison;
 mod hardware_drift;
 mod health;
 mod integrity;
@@ -33,6 +35,7 @@ mod reimage;
 mod repair;
 pub mod report_reasons;
 mod request;
+mod rollout_soak;
 mod rollout_update;
 mod ssh_access;
 mod state_reason;
@@ -54,6 +57,7 @@ use crate::state_machine::{
     self, AuditedRefusal, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext,
 };
 use crate::task_type::TaskType;
+use crate::validation::ValidationLevel;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
@@ -64,6 +68,8 @@ pub use agent_contact::{AgentContact, NodeHealth, NodeHealthStatus, ReportedGpu,
 pub use agent_update::AgentUpdate;
 pub use evacuation::Evacuation;
 pub use fact::Fact;
+pub use gpu_reset::{GpuReset, GpuResetPhase};
+pub use hardware_comparison::HardwareComparison;
 pub use health::{ClearedFinding, FindingReport, MAX_STORED_FINDINGS, NodeFinding, ReportedFinding};
 pub use integrity::FindingAcceptance;
 pub use onboarding::{CertificateRecord, Enrollment, EnrollmentToken, NodeCredentials, PreparedMachine};
@@ -73,6 +79,7 @@ pub use recovery::{IdentityRecovery, Nonce, Reissue};
 pub use reimage::{Reimage, ReimageStage};
 pub use repair::{NodeRepair, RepairPhase};
 pub use request::{CommandName, Request};
+pub use rollout_soak::NodeSoak;
 pub use rollout_update::{NodeRollout, rollout_term};
 pub use ssh_access::{HoldSshAccess, SshKeysTask};
 pub use state_reason::{StateCode, StateReason};
@@ -108,6 +115,9 @@ pub struct Node {
     /// The repair of its findings.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub repair: Option<NodeRepair>,
+    /// The last reset of each GPU, by UUID.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub gpu_resets: BTreeMap<String, GpuReset>,
     /// Why it is in quarantine. See [`Node::quarantine_holds`].
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     quarantine_holds: Vec<QuarantineHold>,
@@ -138,6 +148,9 @@ pub struct Node {
     /// The last validation with load.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<Box<NodeValidation>>,
+    /// The strictest level that it has failed and not passed since. See [`Node::failed_level`].
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    failed_validation: Option<ValidationLevel>,
 }
 
 /// A node's data from its administrator.
@@ -260,7 +273,8 @@ pub enum Reply {
         orders: Vec<AgentTask>,
     },
     /// When the next heartbeat is expected.
-    Heard {
+    #[serde(rename = "heard")]
+    HeartbeatAccepted {
         next_heartbeat_seconds: u32,
         /// The reported findings that an administrator has accepted.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -317,6 +331,10 @@ pub enum Rejection {
 
     #[error("the node has no such finding")]
     FindingUnknown,
+    #[error("the node has no GPU {gpu_uuid}")]
+    GpuUnknown { gpu_uuid: String, reported: Vec<String> },
+    #[error("GPU {gpu_uuid} cannot be reset: {why}")]
+    GpuNotReset { gpu_uuid: String, why: String },
 
     // Tasks.
     #[error("the node has no such task")]
@@ -363,14 +381,14 @@ pub enum EnrollmentTokenFault {
     GenerationUnknown,
     #[error("no recovery of this identity is left")]
     RecoveriesUsedUp,
-    #[error("so many recoveries were tried lately that one more is not remembered")]
+    #[error("too many recoveries were tried lately; try again in some minutes")]
     TooManyNonces,
 }
 
 impl Machine for Node {
     const KIND: EntityKind = EntityKind::Node;
-    /// As much as other entities, and thirty-two labels.
-    const SNAPSHOT_MOST: usize = 80 * 1024;
+    /// As much as other entities, thirty-two labels, and the keys and the terminals of a tenant for each of sixty-four GPUs.
+    const SNAPSHOT_MOST: usize = 80 * 1024 + 64 * 128 * 1024;
     const INVARIANTS: &'static [Invariant] = &[Invariant::I2, Invariant::I6, Invariant::I8];
     type Command = Command;
     type Reply = Reply;
@@ -474,6 +492,7 @@ impl Machine for Node {
         };
         let of_tenants =
             self.next_resend_at().into_iter().chain(self.ssh_keys_due_at()).chain(self.evacuation_due_at());
+        let of_tenants = of_tenants.chain(self.terminals_due_at());
         let of_machine = self.machine.as_ref().and_then(|machine| machine.check_at);
         of_its_life.into_iter().chain(of_tenants).chain(self.task_due_at()).chain(of_machine).min()
     }
@@ -518,15 +537,17 @@ impl Machine for Node {
 
 impl Node {
     fn advance(&self, command: Command, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
-        match command {
-            Command::Request(request) => self.execute(request, ctx),
-            Command::Fact(fact) => self.apply(fact, ctx),
+        let step = match command {
+            Command::Request(request) => self.execute(request, ctx)?,
+            Command::Fact(fact) => self.apply(fact, ctx)?,
             Command::Maintenance(TickOnly::Tick) => {
                 let step = self.expire_stale_tasks(self.confirm_holds(self.tick(ctx), ctx), ctx);
                 let step = self.advance_evacuations(self.retry_stale_ssh_keys(step, ctx), ctx);
-                Ok(self.check_machine(step, ctx))
+                let step = self.fail_stale_terminals(step, ctx);
+                self.check_machine(step, ctx)
             }
-        }
+        };
+        Ok(self.watched_for_rollout(step, ctx))
     }
 
     /// The node in another state, with the reason and the event of the change.

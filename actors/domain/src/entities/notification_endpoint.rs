@@ -1,5 +1,5 @@
-//! A notification endpoint: a webhook's URL or an e-mail address of a user or an organization, and the queue of messages for it (issue 16,
-//! *First use*; the design is in deploy/decisions/0031).
+//! A notification endpoint: a webhook's URL or an e-mail address of a user or an organization, and the queue of messages for it
+//! (decision 0031).
 //!
 //! ```text
 //! active ──an attempt fails, or messages are dead──▶ failing ──an attempt succeeds, none is dead──▶ active
@@ -534,14 +534,14 @@ impl NotificationEndpoint {
         Ok(Transition::to(next, reply, format!("{count} dead letters were settled")).audit(audit))
     }
 
-    fn resealed(&self, anew: String, is_former: bool) -> Transition<Self> {
+    fn resealed(&self, rewrapped: String, is_former: bool) -> Transition<Self> {
         let mut next = self.clone();
         let sealed = match is_former {
             true => next.former_secret.as_mut().map(|former| &mut former.secret_enc),
             false => next.secret_enc.as_mut(),
         };
         let Some(sealed) = sealed else { return Transition::stay(Reply::Done) };
-        *sealed = anew;
+        *sealed = rewrapped;
         Transition::to(next, Reply::Done, "the key at rest was rotated")
     }
 

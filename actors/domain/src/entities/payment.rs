@@ -27,7 +27,7 @@ use crate::history::{HistoryEntry, Invariant};
 use crate::id::{BillingAccountId, EntityKind, EntityRef, PaymentId, RefundId, UserId};
 use crate::money::{Currency, HIGHEST_BALANCE_MINOR};
 use crate::policy::{PolicyKey, Scopes};
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
 use crate::state_machine::{self, Deadline, IndexKeys, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -72,7 +72,7 @@ pub struct Payment {
     /// The reversals at the processor, by the processor's ids.
     pub reversals: BTreeMap<String, Reversal>,
     /// When outstanding requests are resent.
-    pub again: Option<RetryTimer>,
+    pub again: Option<ResendTimer>,
     pub created_at: Timestamp,
 }
 
@@ -172,13 +172,17 @@ pub enum Rejection {
     Differs { expected: String, given: String },
     #[error("it was paid as {as_of}, and {again} was paid too")]
     PaidTwice { as_of: String, again: String },
-    #[error("nothing of it is in the account that could be given back: the payment is {state}")]
+    #[error("a payment that is {state} cannot be canceled")]
+    AlreadyPaid { state: PhaseName },
+    #[error("a checkout of the payment is open that was not closed")]
+    StillOpen,
+    #[error("nothing of the payment can be refunded: it is {state}")]
     NotPaid { state: PhaseName },
     #[error("it was paid longer than {days} days ago")]
     TooLate { days: i64 },
-    #[error("of the payment {left} minor units are left")]
+    #[error("{left} minor units of the payment can be refunded")]
     MoreThanLeft { left: i64 },
-    #[error("so many refunds were asked of it already: {MAX_REFUNDS}")]
+    #[error("the payment has {MAX_REFUNDS} refunds, which is the most")]
     TooManyRefunds,
     #[error("the payment has no such refund, or nothing was taken for it")]
     RefundUnknown,
@@ -203,6 +207,14 @@ impl state_machine::Rejection for Rejection {
                 Explanation::conflict(format!("The payment is {state}; begin another one, with a new Idempotency-Key."))
                     .detail("state", state.into_str())
             }
+            Self::AlreadyPaid { state } => Explanation::conflict(format!(
+                "The payment is {state} and cannot be canceled. POST /api/v1/billing/refunds gives back what is in your account."
+            ))
+            .detail("state", state.into_str()),
+            Self::StillOpen => Explanation::conflict(
+                "Another request opened the payment a moment ago, so it can be paid; cancel it again, \
+                 with a new Idempotency-Key.",
+            ),
             Self::NotPaid { state } => Explanation::conflict(format!(
                 "The payment is {state}: nothing of it is in your account that could be given back. \
                  GET /api/v1/billing/payments/{{id}} shows what becomes of it."
@@ -237,7 +249,7 @@ impl state_machine::Rejection for Rejection {
 impl Machine for Payment {
     const KIND: EntityKind = EntityKind::Payment;
     /// A hundred refunds and a hundred reversals.
-    const SNAPSHOT_MOST: usize = 256 * 1024;
+    const SNAPSHOT_MOST: usize = 384 * 1024;
     const INVARIANTS: &'static [Invariant] = &[Invariant::I3, Invariant::I8];
     type Command = Command;
     type Reply = Reply;
@@ -322,12 +334,12 @@ impl Payment {
                     declined: None,
                     refunds: BTreeMap::new(),
                     reversals: BTreeMap::new(),
-                    again: Some(RetryTimer::first(ctx.now)),
+                    again: Some(ResendTimer::first(ctx.now)),
                     created_at: ctx.now,
                 };
                 payment.create(account_id, ctx)
             }
-            Request::Refund { .. } => Err(Rejection::NotFound),
+            Request::Cancel { .. } | Request::Refund { .. } => Err(Rejection::NotFound),
         }
     }
 
@@ -370,6 +382,30 @@ impl Payment {
             }
             Phase::Canceled { .. } | Phase::Expired { .. } => {
                 Err(Rejection::Over { state: PhaseName::from(&self.phase) })
+            }
+        }
+    }
+
+    /// A checkout that another request opens after this finds the payment over, and is canceled at the processor. One that was opened
+    /// before this and is not `closed` has an address, which its payer may have. Money that arrives all the same counts as after any other
+    /// end.
+    fn cancel(&self, closed: Option<&str>, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        // For other callers it does not exist.
+        if !ctx.by.is_user(&self.payer) {
+            return Err(Rejection::NotFound);
+        }
+        let is_still_open = self.processor_id.is_some() && self.processor_id.as_deref() != closed;
+        match self.phase {
+            Phase::Created { .. } | Phase::Open { .. } if is_still_open => Err(Rejection::StillOpen),
+            Phase::Created { .. } | Phase::Open { .. } => {
+                let why = "canceled by its payer";
+                let phase = Phase::Canceled { at: ctx.now, why: why.to_owned() };
+                let audit = self.audit(AuditAction::PaymentsCancel, json!({}));
+                Ok(self.transition(Self { phase, ..self.clone() }, why, ctx).audit(audit))
+            }
+            Phase::Canceled { .. } | Phase::Expired { .. } => Ok(Transition::stay(self.shown())),
+            Phase::Paid { .. } | Phase::Deposited { .. } | Phase::Refused { .. } => {
+                Err(Rejection::AlreadyPaid { state: PhaseName::from(&self.phase) })
             }
         }
     }

@@ -157,8 +157,8 @@ impl state_machine::Rejection for Rejection {
             Self::NotBuilt { key, value } => policy_out_of_bounds(
                 key,
                 format!(
-                    "{value} is not available yet as a value of {}: nothing carries it out. Leave the \
-                 key as it is.",
+                    "{value} is not available yet as a value of {}: nothing implements it. Leave the \
+                     key as it is.",
                     key.name()
                 ),
             ),
@@ -201,8 +201,8 @@ impl state_machine::Rejection for Rejection {
                 Explanation::invalid(format!("`effective_at` must be at {latest} at the latest."), "effective_at")
             }
             Self::TooManyAhead { limit } => Explanation::conflict(format!(
-                "{limit} values lie ahead, which is the most; wait until one has come to pass, or \
-                 write it again under its effective_at."
+                "{limit} values lie ahead, which is the most; wait until one is in force, or \
+                 overwrite one under its effective_at."
             )),
             Self::TooManyScopes { limit } => Explanation::conflict(format!(
                 "{limit} scopes have values of their own, which is the most; set this one for a plan \

@@ -19,7 +19,7 @@ use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{EntityKind, EntityRef, ProcessorEventId};
 use crate::policy::{PolicyKey, Scopes};
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
 use crate::state_machine::{self, Deadline, Machine, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -68,11 +68,11 @@ pub struct ProcessorEvent {
 pub enum Phase {
     /// Not processed yet.
     Received {
-        again: RetryTimer,
+        again: ResendTimer,
     },
     /// Processing failed, and is retried.
     Retrying {
-        again: RetryTimer,
+        again: ResendTimer,
     },
     /// Processing failed too often: an operator has to retry or dismiss it.
     Dead {
@@ -95,7 +95,8 @@ pub enum Phase {
 #[serde(rename_all = "snake_case")]
 pub enum ProcessingOutcome {
     /// A payment of the service received it.
-    Told,
+    #[serde(rename = "told")]
+    Applied,
     /// It concerns an object that was not created by the service.
     NotOurs,
     /// Nothing follows from events of its type.
@@ -103,7 +104,7 @@ pub enum ProcessingOutcome {
 }
 
 impl ProcessingOutcome {
-    pub const ALL: [Self; 3] = [Self::Told, Self::NotOurs, Self::NothingToDo];
+    pub const ALL: [Self; 3] = [Self::Applied, Self::NotOurs, Self::NothingToDo];
 
     #[must_use]
     pub const fn name(self) -> &'static str {
@@ -178,7 +179,8 @@ impl state_machine::Maintenance for Maintenance {
 #[serde(tag = "reply", rename_all = "snake_case")]
 pub enum Reply {
     /// It is stored; `is_new`: by this command.
-    Kept {
+    #[serde(rename = "kept")]
+    Stored {
         is_new: bool,
     },
     Shown {
@@ -190,9 +192,9 @@ pub enum Reply {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(tag = "rejection", rename_all = "snake_case")]
 pub enum Rejection {
-    #[error("there is no such event of the processor's")]
+    #[error("there is no such event of the payment processor")]
     NotFound,
-    #[error("another event came under this id before")]
+    #[error("another event with this id is stored")]
     Differs,
     #[error("an event that is {state} waits for no operator")]
     WrongState { state: PhaseName },
@@ -203,7 +205,7 @@ impl state_machine::Rejection for Rejection {
         match self {
             Self::NotFound => Explanation::not_found("event of the payment processor"),
             Self::Differs => Explanation::invalid_request(
-                "Another event came under this id before, and that one is kept; an event's id is never used twice.",
+                "Another event with this id is stored already; an event's id is never used twice.",
             )
             .detail("field", "id"),
             Self::WrongState { state } => Explanation::conflict(format!(
@@ -219,6 +221,7 @@ impl Machine for ProcessorEvent {
     /// The webhook's body of up to 256 KiB, packed and sealed.
     const SNAPSHOT_MOST: usize = 512 * 1024;
     const INVARIANTS: &'static [Invariant] = &[Invariant::I8];
+    const ENDED_STATES: &'static [&'static str] = &["processed", "dismissed"];
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -282,7 +285,7 @@ impl ProcessorEvent {
             Fact::Receive { event_id, event_type, object_id, occurred_at, digest, body_enc, nothing_follows } => {
                 let phase = match nothing_follows {
                     true => Phase::Processed { at: ctx.now, outcome: ProcessingOutcome::NothingToDo },
-                    false => Phase::Received { again: RetryTimer::first(ctx.now) },
+                    false => Phase::Received { again: ResendTimer::first(ctx.now) },
                 };
                 let event = Self {
                     id: ProcessorEventId(ctx.id),
@@ -298,7 +301,7 @@ impl ProcessorEvent {
                     phase,
                 };
                 let due = (!nothing_follows).then(|| event.due());
-                let step = Transition::to(event, Reply::Kept { is_new: true }, "the payment processor sent it");
+                let step = Transition::to(event, Reply::Stored { is_new: true }, "the payment processor sent it");
                 Ok(due.into_iter().fold(step, Transition::event))
             }
             Fact::Processed { .. } | Fact::Failed { .. } => Err(Rejection::NotFound),
@@ -315,7 +318,7 @@ impl ProcessorEvent {
     fn apply(&self, fact: Fact, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match fact {
             Fact::Receive { digest, .. } if digest == self.digest => {
-                Ok(Transition::stay(Reply::Kept { is_new: false }))
+                Ok(Transition::stay(Reply::Stored { is_new: false }))
             }
             Fact::Receive { .. } => Err(Rejection::Differs),
             Fact::Processed { outcome } => Ok(self.processed(outcome, ctx)),
@@ -351,7 +354,7 @@ impl ProcessorEvent {
 
     fn retry(&self, reason: &str, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         self.check_awaits_operator()?;
-        let again = RetryTimer::first(ctx.now);
+        let again = ResendTimer::first(ctx.now);
         let next = Self { phase: Phase::Retrying { again }, attempts: 0, ..self.clone() };
         let reply = next.shown();
         Ok(Transition::to(next, reply, "an operator has it tried again")

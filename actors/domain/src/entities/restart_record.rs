@@ -190,10 +190,10 @@ mod tests {
     fn one_record_is_of_one_part() {
         let [one, other] = parts();
         assert_ne!(one.to_string(), other.to_string());
-        let kept = decide(None, restart(&one)).unwrap().next.unwrap();
-        assert_eq!(decide(Some(&kept), restart(&other)).err(), Some(Rejection::AnotherPart));
-        let written = serde_json::to_string(&kept).unwrap();
-        assert_eq!(serde_json::from_str::<RestartRecord>(&written).unwrap(), kept);
-        assert!(decide(Some(&kept), Command::Tick).unwrap().next.is_none());
+        let stored = decide(None, restart(&one)).unwrap().next.unwrap();
+        assert_eq!(decide(Some(&stored), restart(&other)).err(), Some(Rejection::AnotherPart));
+        let written = serde_json::to_string(&stored).unwrap();
+        assert_eq!(serde_json::from_str::<RestartRecord>(&written).unwrap(), stored);
+        assert!(decide(Some(&stored), Command::Tick).unwrap().next.is_none());
     }
 }

@@ -184,6 +184,7 @@ mod tests {
             plan: None,
             grant: None,
             service_account: None,
+            browser_session: None,
         });
         let (now, id, seed) = (Timestamp::UNIX_EPOCH, Uuid::from_u128(5), version.cast_unsigned().into());
         RoleBindings::decide(
@@ -248,8 +249,8 @@ mod tests {
                 let (next, audits) = step.map_or((None, 0), |step| (step.next, step.audit.len()));
                 prop_assert_eq!((next.is_some(), audits), (changes, usize::from(changes)));
                 if let Some(next) = next {
-                    let kept = serde_json::to_string(&next).unwrap();
-                    prop_assert_eq!(&serde_json::from_str::<RoleBindings>(&kept).unwrap(), &next);
+                    let stored = serde_json::to_string(&next).unwrap();
+                    prop_assert_eq!(&serde_json::from_str::<RoleBindings>(&stored).unwrap(), &next);
                     bindings = Some(next);
                     version += 1;
                 }

@@ -1,7 +1,7 @@
 //! A rollout: one version of the agent's package for many nodes, first for the canaries, then for the others (decision 0055).
 //!
 //! ```text
-//! running ⇄ paused          running, paused ──an update fails──▶ stopped ──resume──▶ running
+//! running ⇄ paused          running, paused ──a node fails──▶ stopped ──resume──▶ running
 //!    ├─ every node has ended ──▶ completed
 //!    └─ abort (paused and stopped ones too) ──▶ aborting ── those in flight have ended ──▶ aborted
 //! ```
@@ -10,11 +10,14 @@
 //! the nodes in flight, counters, and the first nodes that failed or were skipped. Each order and each page is resent until it is answered; the
 //! node starts one update for a rollout, however often it is ordered.
 //!
+//! After the canaries, and after each wave, the nodes that have the version are watched for a time before the next ones begin ([`soak`]).
+//!
 //! At most one rollout has not ended. Its claim enforces that.
 
 mod fact;
 mod progress;
 mod request;
+mod soak;
 #[cfg(test)]
 mod tests;
 
@@ -23,7 +26,7 @@ use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
 use crate::id::{EntityKind, EntityRef, NodeId, RolloutId, SkuId};
 use crate::package_digest::PackageDigest;
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
 use crate::state_machine::{self, Deadline, Machine, TickOnly, Timestamp, Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -32,6 +35,7 @@ use uuid::Uuid;
 
 pub use fact::{Fact, NodesPage, RolloutCandidate};
 pub use request::{CommandName, Request};
+pub use soak::Soak;
 
 /// The bound of nodes under update at once.
 pub const MAX_UNAVAILABLE: u32 = 200;
@@ -39,6 +43,8 @@ pub const MAX_UNAVAILABLE: u32 = 200;
 pub const MAX_CANARIES: u32 = 200;
 /// The bound of nodes that are selected by their ids.
 pub const MAX_NODE_IDS: usize = 500;
+/// The longest soak, in seconds: a week.
+pub const MAX_SOAK_SECONDS: u32 = 604_800;
 /// The bound of nodes in one page.
 pub const PAGE: usize = 100;
 /// The bound of failed nodes that are named, and of skipped ones.
@@ -65,7 +71,7 @@ pub struct Rollout {
     /// Nodes of the selector whose update was not ordered yet.
     pub waiting: VecDeque<NodeId>,
     /// Nodes whose update was ordered and has no result, and when each is ordered again.
-    pub in_flight: BTreeMap<NodeId, RetryTimer>,
+    pub in_flight: BTreeMap<NodeId, ResendTimer>,
     pub updated: u32,
     pub failed: u32,
     pub skipped: u32,
@@ -73,6 +79,12 @@ pub struct Rollout {
     pub failures: Vec<EndedNode>,
     /// The first nodes that were skipped.
     pub skips: Vec<EndedNode>,
+    /// The nodes of the present wave that have the version. They are watched until its soak has ended. Without soaks there are none.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub soaking: BTreeSet<NodeId>,
+    /// The soak of the last wave: nothing begins meanwhile.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub soak: Option<Soak>,
 }
 
 /// What an administrator orders.
@@ -83,6 +95,12 @@ pub struct RolloutOrder {
     pub canary: u32,
     /// The bound of nodes under update at once.
     pub max_unavailable: u32,
+    /// How long the nodes of a wave are watched before the next wave begins; 0: not at all, and there are no waves.
+    #[serde(default)]
+    pub soak_seconds: u32,
+    /// Also nodes in quarantine, where a finding, drift or a validation holds them and nothing else.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub includes_held: bool,
     pub selector: NodeSelector,
     pub reason: String,
 }
@@ -112,7 +130,7 @@ pub enum Phase {
     Running,
     /// By an administrator. Updates in flight go on.
     Paused,
-    /// Since the update of this node failed. Updates in flight go on.
+    /// Since this node failed: its update, or the node in the soak after it. Updates in flight go on.
     Stopped {
         node_id: NodeId,
         reason: String,
@@ -130,7 +148,7 @@ pub struct Feed {
     pub after: Option<FeedPosition>,
     pub is_exhausted: bool,
     /// A page that was asked for.
-    pub due: Option<RetryTimer>,
+    pub due: Option<ResendTimer>,
 }
 
 /// A node's place in the order in which nodes are read.
@@ -201,6 +219,7 @@ impl Machine for Rollout {
     /// The most node ids, nodes in flight, waiting and named ones.
     const SNAPSHOT_MOST: usize = 128 * 1024;
     const INVARIANTS: &'static [Invariant] = &[Invariant::I8];
+    const ENDED_STATES: &'static [&'static str] = &["completed", "aborted"];
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -250,16 +269,16 @@ impl Machine for Rollout {
             // Overdue from its start on: only an administrator moves it on.
             Phase::Stopped { node_id, reason } => Some(Deadline::new(
                 self.entered_at,
-                format!("the update of node {node_id} failed ({reason}): resume the rollout or abort it"),
+                format!("node {node_id} failed ({reason}): resume the rollout or abort it"),
             )),
             Phase::Running | Phase::Paused | Phase::Aborting | Phase::Aborted | Phase::Completed => None,
         };
-        [of_update, of_page, of_phase].into_iter().flatten().min_by_key(|deadline| deadline.at)
+        [of_update, of_page, of_phase, self.soak_deadline()].into_iter().flatten().min_by_key(|deadline| deadline.at)
     }
 
     fn timer(&self) -> Option<Timestamp> {
         let of_updates = self.in_flight.values().map(|timer| timer.at);
-        of_updates.chain(self.page_due().map(|timer| timer.at)).min()
+        of_updates.chain(self.page_due().map(|timer| timer.at)).chain(self.soak_timer()).min()
     }
 
     fn claims(&self) -> BTreeSet<String> {
@@ -282,12 +301,6 @@ impl Rollout {
     #[must_use]
     pub const fn has_ended(&self) -> bool {
         matches!(self.phase, Phase::Aborted | Phase::Completed)
-    }
-
-    /// True until the canaries have succeeded.
-    #[must_use]
-    pub const fn is_in_canary(&self) -> bool {
-        self.updated < self.order.canary
     }
 
     fn shown(&self) -> Reply {

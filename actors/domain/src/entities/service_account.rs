@@ -100,6 +100,8 @@ pub enum Rejection {
     Exists,
     #[error("the creator of a service account must have the roles that it gets")]
     RolesNotHeld,
+    #[error("the owner of the service account does not have all of its roles any more")]
+    RolesLost,
     #[error("{limit} keys are valid, which is the most; revoke one first")]
     TooManyKeys { limit: i64 },
 }
@@ -114,6 +116,10 @@ impl state_machine::Rejection for Rejection {
                 "A service account gets no role that you do not have yourself; ask for fewer in `roles`.",
             )
             .detail("field", "roles"),
+            Self::RolesLost => Explanation::forbidden(
+                "The service account has a role that you do not have any more, and gets no further key; delete it, and create one with \
+                 roles of yours.",
+            ),
             Self::TooManyKeys { limit } => Explanation::conflict(format!(
                 "The service account has {limit} keys, which is the most; revoke one that nothing uses."
             ))
@@ -147,6 +153,8 @@ impl Machine for ServiceAccount {
             Command::AddKey { .. } | Command::RevokeKey { .. } | Command::Delete if !account.is_for(ctx.by) => {
                 Err(Rejection::NotFound)
             }
+            // A key acts as the owner: an administrator makes none for others.
+            Command::AddKey { .. } if !ctx.by.is_user(&account.owner.user_id) => Err(Rejection::NotFound),
             Command::AddKey { sha256 } => account.add_key(sha256, ctx),
             Command::RevokeKey { key } => account.revoke_key(key, ctx),
             Command::Delete => Ok(account.delete(ctx)),
@@ -211,6 +219,11 @@ impl ServiceAccount {
     }
 
     fn add_key(&self, sha256: [u8; 32], ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
+        // A role that the owner has lost at the identity provider is not gained back by a new key.
+        let Principal::Caller(owner) = ctx.by else { return Err(Rejection::NotFound) };
+        if !self.roles.iter().all(|role| holds(owner, *role)) {
+            return Err(Rejection::RolesLost);
+        }
         let limit = ctx.policy.int(PolicyKey::AuthServiceAccountKeysMax, &self.scopes(), ctx.now);
         if i64::try_from(self.keys.len()).unwrap_or(i64::MAX) >= limit {
             return Err(Rejection::TooManyKeys { limit });

@@ -35,7 +35,7 @@ pub struct Sku {
     pub id: SkuId,
     pub spec: SkuSpec,
     pub status: CatalogStatus,
-    /// All of its prices, oldest first; the last one applies to new allocations.
+    /// Its last prices, oldest first; the last one applies to new allocations. The history and the audit log have the earlier ones.
     pub prices: Vec<PriceVersion>,
     /// The approvals of its status: none of a draft, else two.
     pub approvals: Vec<Approval>,
@@ -67,6 +67,9 @@ pub struct SkuSpec {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expected_hardware: Option<Box<ExpectedHardware>>,
 }
+
+/// The bound of prices in the state: an entry whose price follows the market would grow without end.
+const MAX_PRICES: usize = 100;
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PriceVersion {
@@ -263,6 +266,8 @@ impl state_machine::Rejection for Rejection {
 
 impl Machine for Sku {
     const KIND: EntityKind = EntityKind::Sku;
+    /// Three approvals with two texts each, and the prices.
+    const SNAPSHOT_MOST: usize = 192 * 1024;
     type Command = Command;
     type Reply = Box<Self>;
     type Rejection = Rejection;
@@ -353,6 +358,8 @@ impl Sku {
         let mut next = self.clone();
         if let Some(price) = price.filter(|price| Some(price) != self.price()) {
             next.prices.push(PriceVersion { price, from: ctx.now });
+            let surplus = next.prices.len().saturating_sub(MAX_PRICES);
+            next.prices.drain(..surplus);
         }
         next.spec.allowed_regions = allowed_regions.unwrap_or(next.spec.allowed_regions);
         if let Some(expected) = expected_hardware {

@@ -15,7 +15,7 @@ use crate::id::{
     AllocationId, EntityKind, EntityRef, OrgId, ProjectId, ServiceAccountId, SshKeyId, TerminalSessionId, UserId,
 };
 use crate::policy::{PolicyKey, Scopes};
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
 use crate::state_machine::{
     self, AuditedRefusal, IndexKeys, Machine, Request as _, TickOnly, Timestamp, Transition, TransitionContext,
 };
@@ -36,7 +36,7 @@ pub struct Tenant {
     pub live: BTreeSet<AllocationId>,
     /// When it asks again whether they have ended.
     #[serde(default)]
-    pub again: Option<RetryTimer>,
+    pub again: Option<ResendTimer>,
     /// Service accounts that were admitted recently, by the part of the id that a repeated creation shares, and since when.
     #[serde(default)]
     pub expected_accounts: BTreeMap<u64, Timestamp>,
@@ -205,8 +205,8 @@ impl state_machine::Rejection for Rejection {
 
 impl Machine for Tenant {
     const KIND: EntityKind = EntityKind::Tenant;
-    /// As many SSH keys (1,000) and allocations (10,000) as the largest policies admit.
-    const SNAPSHOT_MOST: usize = 2048 * 1024;
+    /// As many SSH keys (1,000, of up to 3 KiB) and allocations (10,000) as the largest policies admit.
+    const SNAPSHOT_MOST: usize = 5120 * 1024;
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -330,7 +330,7 @@ impl Tenant {
         let next = Self { again: Some(again.next(ctx.now)), ..self.clone() };
         let logins_revision = self.logins_revision;
         let asked = self.live.iter().map(|id| Event::AllocationCounted { allocation_id: *id, logins_revision });
-        asked.fold(Transition::to(next, Reply::Done, "asking which of its allocations are over"), Transition::event)
+        asked.fold(Transition::to(next, Reply::Done, "asking which of its allocations have ended"), Transition::event)
     }
 
     fn admit(
@@ -349,7 +349,7 @@ impl Tenant {
         }
         let mut next = self.clone();
         next.live.insert(allocation_id);
-        next.again = Some(RetryTimer::first(ctx.now));
+        next.again = Some(ResendTimer::first(ctx.now));
         let step = Transition::to(next, Reply::Done, format!("allocation {allocation_id} counts against the quota"));
         // It was not notified of changes between its request and now, because it was not counted yet.
         let knows = logins_revision >= self.logins_revision;

@@ -14,7 +14,7 @@ use crate::authz::{Principal, ResourceOwner};
 use crate::event::Event;
 use crate::explanation::Explanation;
 use crate::history::{HistoryEntry, Invariant};
-use crate::id::{AllocationId, EntityKind, EntityRef, NodeId, TerminalSessionId};
+use crate::id::{AllocationId, BrowserSessionId, EntityKind, EntityRef, NodeId, TerminalSessionId};
 use crate::policy::{self, Scopes};
 use crate::precondition::Precondition;
 use crate::recording::RecordingTerms;
@@ -40,6 +40,10 @@ pub struct TerminalSession {
     pub allocation_id: AllocationId,
     pub node_id: NodeId,
     pub owner: ResourceOwner,
+    /// The browser session by which its last connection's token was requested, or its first token before there is a connection: the
+    /// terminal session ends with it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub browser_session: Option<BrowserSessionId>,
     pub opened_at: Timestamp,
     /// When it is closed in any case. Fixed at its start, so that reconnecting does not extend it.
     pub ends_at: Timestamp,
@@ -88,6 +92,9 @@ impl fmt::Debug for TokenDigest {
 pub struct SessionToken {
     pub sha256: TokenDigest,
     pub expires_at: Timestamp,
+    /// The browser session by which it was requested: the token is void when that ends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub browser_session: Option<BrowserSessionId>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
@@ -144,6 +151,8 @@ pub enum CloseReason {
     Displaced,
     /// Its user ended it.
     EndedByUser,
+    /// The browser session that it was opened by has ended.
+    LoggedOut,
 }
 
 impl CloseReason {
@@ -253,6 +262,7 @@ impl state_machine::Rejection for Rejection {
 impl Machine for TerminalSession {
     const KIND: EntityKind = EntityKind::TerminalSession;
     const INVARIANTS: &'static [Invariant] = &[Invariant::I4, Invariant::I8];
+    const ENDED_STATES: &'static [&'static str] = &["closed"];
     type Command = Command;
     type Reply = Reply;
     type Rejection = Rejection;
@@ -362,7 +372,7 @@ impl TerminalSession {
         ctx: &TransitionContext<'_>,
     ) -> Result<Transition<Self>, Rejection> {
         let Principal::Caller(caller) = ctx.by else { return Err(Rejection::NotFound) };
-        let owner = ResourceOwner::from(caller);
+        let (owner, browser_session) = (ResourceOwner::from(caller), caller.browser_session);
         let scopes = Scopes::from(&owner);
         let expires_at = ctx.now + ctx.policy.seconds(policy::PolicyKey::TerminalTokenTtl, &scopes, ctx.now);
         let recording = RecordingTerms::from_policy(ctx.policy, &scopes, ctx.now);
@@ -371,11 +381,12 @@ impl TerminalSession {
             allocation_id,
             node_id,
             owner,
+            browser_session,
             opened_at: ctx.now,
             ends_at: ctx.now + ctx.policy.seconds(policy::PolicyKey::TerminalSessionMaxTtl, &scopes, ctx.now),
             phase: Phase::Opened { until: expires_at },
             attachments: 0,
-            token: Some(SessionToken { sha256: token_sha256, expires_at }),
+            token: Some(SessionToken { sha256: token_sha256, expires_at, browser_session }),
             spent: Vec::new(),
             refusals: RefusalAudit::default(),
             recording,
@@ -424,9 +435,16 @@ impl TerminalSession {
         let ttl = ctx.policy.seconds(policy::PolicyKey::TerminalTokenTtl, &self.scopes(), ctx.now);
         let expires_at = (ctx.now + ttl).min(self.ends_at);
         let mut next = self.clone();
-        next.token = Some(SessionToken { sha256: token_sha256, expires_at });
+        let browser_session = match ctx.by {
+            Principal::Caller(caller) => caller.browser_session,
+            Principal::Node(_) | Principal::System(_) => None,
+        };
+        next.token = Some(SessionToken { sha256: token_sha256, expires_at, browser_session });
         match &mut next.phase {
-            Phase::Opened { until } => *until = expires_at,
+            Phase::Opened { until } => {
+                *until = expires_at;
+                next.browser_session = browser_session;
+            }
             // The token admits a connection until its expiry.
             Phase::Detached { until: Some(until), .. } => *until = expires_at.max(*until),
             Phase::Detached { until: None, .. } | Phase::Attached { .. } | Phase::Closed { .. } => {}
@@ -459,6 +477,7 @@ impl TerminalSession {
         }
         let mut next = self.clone();
         next.token = None;
+        next.browser_session = self.login_of_token();
         next.spent.push(shown);
         if next.spent.len() > SPENT_TOKENS {
             next.spent.remove(0);
@@ -487,6 +506,36 @@ impl TerminalSession {
                 Transition::stay(Reply::Done)
             }
         }
+    }
+
+    /// A browser session has ended. It ends the connection that it has made, or voids the token that it has requested.
+    fn log_out(&self, ended: BrowserSessionId, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        if self.browser_session == Some(ended) {
+            return self.close(CloseReason::LoggedOut, AuditAction::TerminalsClose, &json!({}), ctx);
+        }
+        if self.login_of_token() == Some(ended) {
+            let next = Self { token: None, ..self.clone() };
+            return Transition::to(next, Reply::Done, "the browser session that requested its token has ended");
+        }
+        Transition::stay(Reply::Done)
+    }
+
+    /// The browser session by which the token for the next connection was requested.
+    #[must_use]
+    pub fn login_of_token(&self) -> Option<BrowserSessionId> {
+        match &self.phase {
+            // Also in snapshots of earlier releases, whose tokens do not say it.
+            Phase::Opened { .. } => self.browser_session,
+            Phase::Attached { .. } | Phase::Detached { .. } | Phase::Closed { .. } => {
+                self.token.as_ref()?.browser_session
+            }
+        }
+    }
+
+    /// Whether the end of this browser session concerns it.
+    #[must_use]
+    pub fn is_of_login(&self, browser_session: BrowserSessionId) -> bool {
+        [self.browser_session, self.login_of_token()].contains(&Some(browser_session))
     }
 
     fn tick(&self, ctx: &TransitionContext<'_>) -> Transition<Self> {

@@ -52,7 +52,7 @@ actions! {
     NodesLose "nodes.lose": "an active node sent nothing in time and counts as offline";
     NodesFind "nodes.find": "an offline node was in contact again";
     NodesQuarantine "nodes.quarantine": "a node was taken out of rent, by an operator, its health, drift or a clone";
-    NodesReleaseQuarantine "nodes.release_quarantine": "a quarantined node was given its state back, or what held it there was over: holds, left";
+    NodesReleaseQuarantine "nodes.release_quarantine": "a quarantine was released by an operator, or its cause was over: holds, left";
     NodesClearFinding "nodes.clear_finding": "an administrator cleared a health finding: finding_id, probe, code, gpu_uuid, reason";
     NodesFailDeployment "nodes.fail_deployment": "the bare-metal provider could not deploy a node's machine, with the reason";
     NodesReimage "nodes.reimage": "a node's machine is reinstalled, ordered by an administrator or after an allocation: reason";
@@ -67,15 +67,16 @@ actions! {
     NodesOrderTask "nodes.order_task": "an administrator ordered a task of the node itself";
     NodesUpdateAgent "nodes.update_agent": "an administrator ordered another version of the node's agent, or a rollout did: task_id, digest, force, reason or rollout_id";
     NodesValidate "nodes.validate": "an administrator ordered a validation of a node with load: task_id, level, reason";
-    NodesStallTask "nodes.stall_task": "a task that must not happen twice was not reported on in time";
-    NodesResumeTask "nodes.resume_task": "an operator looked at such a task and had it offered again";
+    NodesResetGpu "nodes.reset_gpu": "an administrator ordered the reset of a GPU that no tenant holds: task_id, gpu_uuid, reason";
+    NodesStallTask "nodes.stall_task": "a task that must not be executed twice had no result in time";
+    NodesResumeTask "nodes.resume_task": "an operator resumed such a task: it is dispatched again";
 
     AllocationsRequest "allocations.request": "a user asked for GPUs";
     AllocationsFail "allocations.fail": "a request was refused or its provisioning failed, with the code";
     AllocationsUpdate "allocations.update": "the name or the labels of an allocation were changed: name, labels; null is what was removed";
     AllocationsRelease "allocations.release": "an allocation was given back, or cancelled";
     AllocationsFailRelease "allocations.fail_release": "a clean-up attempt failed, with the reason";
-    AllocationsRetryRelease "allocations.retry_release": "an operator had a failed clean-up tried again";
+    AllocationsRetryRelease "allocations.retry_release": "an operator ordered another attempt at a failed clean-up";
     AllocationsForceRelease "allocations.force_release": "an operator ended an allocation without proof of clean-up";
 
     AllocationsUncover "allocations.uncover": "an allocation is released since its account was depleted and the grace over";
@@ -84,13 +85,13 @@ actions! {
 
     TerminalsOpen "terminals.open": "the user of an active allocation opened a terminal session";
     TerminalsIssueToken "terminals.issue_token": "the user asked for a token to connect to a terminal session again";
-    TerminalsAttach "terminals.attach": "a connection was let in with a token, before its upgrade";
+    TerminalsAttach "terminals.attach": "a connection was admitted with a token, before its upgrade";
     TerminalsRefuseToken "terminals.refuse_token": "a terminal token was refused, with its true cause; at most one row a minute and session";
-    TerminalsClose "terminals.close": "a terminal session ended by itself, by its user, with its allocation, or at its time";
+    TerminalsClose "terminals.close": "a terminal session ended by itself, by its user, with its allocation, or at the end of its lifetime";
     TerminalsKill "terminals.kill": "an administrator closed a terminal session";
     TerminalsChangeRecording "terminals.change_recording": "a policy switched the recording of a living session on or off, or changed its mode or bound";
-    TerminalsReadRecording "terminals.read_recording": "a caller was allowed to read a session's recording, before the first byte was sent";
-    TerminalsForgetRecording "terminals.forget_recording": "a session's recording was older than it is kept, and is deleted";
+    TerminalsReadRecording "terminals.read_recording": "a caller read a session's recording; the row is written before the first byte is sent";
+    TerminalsForgetRecording "terminals.forget_recording": "a session's recording was deleted at the end of its retention";
 
     SkusCreate "skus.create": "an administrator made a catalog entry";
     SkusUpdate "skus.update": "an administrator revised a catalog entry";
@@ -99,7 +100,7 @@ actions! {
     SkusDeprecate "skus.deprecate": "both had approved: a catalog entry was deprecated";
     SkusDeactivate "skus.deactivate": "both had approved: a catalog entry was deactivated";
     SkusWithdrawApproval "skus.withdraw_approval": "an approval that waited was withdrawn by the opposite request";
-    SkusExpireApproval "skus.expire_approval": "an approval waited in vain for the second";
+    SkusExpireApproval "skus.expire_approval": "an approval expired without the second one";
 
     SshKeysCreate "ssh_keys.create": "a user registered a public key, or was refused";
     SshKeysDelete "ssh_keys.delete": "a user deleted a key, or an administrator did, or that was refused";
@@ -117,29 +118,32 @@ actions! {
     RolloutsAbort "rollouts.abort": "an administrator aborted a rollout: reason";
     RolloutsStop "rollouts.stop": "a rollout stopped since the update of a node had failed: node_id, reason";
     BillingOpen "billing.open": "an operator opened a billing account";
-    BillingAdjust "billing.adjust": "an operator gave to an account or took from it: amount_minor, reason";
-    BillingRefundAllocation "billing.refund_allocation": "an operator gave back of what an allocation had cost: refund_id, allocation_id, reason";
+    BillingAdjust "billing.adjust": "an operator credited or debited an account: amount_minor, reason";
+    BillingRefundAllocation "billing.refund_allocation": "an operator credited a part of an allocation's cost: refund_id, allocation_id, reason";
     PaymentsCreate "payments.create": "a user began to pay into an account: amount_minor, currency";
-    PaymentsRefund "payments.refund": "a payer asked money back: refund_id, amount_minor, reason";
+    PaymentsCancel "payments.cancel": "a payer canceled a payment that was not paid";
+    PaymentsRefund "payments.refund": "a payer requested a refund: refund_id, amount_minor, reason";
     PaymentsReverse "payments.reverse": "a refund or a dispute was made, or undone, at the payment processor: reversal_id, what, amount_minor";
     ProcessorEventsRetry "processor_events.retry": "an operator had an event of the payment processor processed again: event_id, event_type, reason";
     ProcessorEventsDismiss "processor_events.dismiss": "an operator dismissed an event of the payment processor: event_id, event_type, reason";
     PlatformRolesBind "platform_roles.bind": "a platform role was bound to a subject";
     PlatformRolesRevoke "platform_roles.revoke": "a platform role was revoked";
+    BrowserSessionsOpen "browser_sessions.open": "a user logged in to the web console: user_id, address, user_agent";
+    BrowserSessionsEnd "browser_sessions.end": "a login to the web console ended: user_id, code; an administrator's reason, the provider's error";
     ServiceAccountsCreate "service_accounts.create": "a service account was made";
-    ServiceAccountsAddKey "service_accounts.add_key": "a service account was given another key";
+    ServiceAccountsAddKey "service_accounts.add_key": "a key was added to a service account";
     ServiceAccountsRevokeKey "service_accounts.revoke_key": "a key of a service account was revoked";
     ServiceAccountsDelete "service_accounts.delete": "a service account and its keys were revoked";
-    KeysStage "keys.stage": "an operator had a new key trusted: purpose, key_id, version, reason";
-    KeysActivate "keys.activate": "an operator put a key to use in place of the one before";
-    KeysRetire "keys.retire": "a key is trusted no more; by force, with how many nodes it cut off";
+    KeysStage "keys.stage": "an operator staged a key: purpose, key_id, version, reason";
+    KeysActivate "keys.activate": "an operator activated a key in place of the previous one";
+    KeysRetire "keys.retire": "a key was retired; by force, with the number of nodes that it cut off";
     NotificationEndpointsCreate "notification_endpoints.create": "a user created an endpoint that receives events: holder, kind, host";
     NotificationEndpointsUpdate "notification_endpoints.update": "an endpoint's URL, its events, or whether it is enabled was changed";
-    NotificationEndpointsRotateSecret "notification_endpoints.rotate_secret": "an endpoint was given another secret; the one before signs for a day";
+    NotificationEndpointsRotateSecret "notification_endpoints.rotate_secret": "an endpoint's secret was rotated; the previous one signs for another day";
     NotificationEndpointsDelete "notification_endpoints.delete": "an endpoint was deleted, with the messages that waited: waiting, dead_letters";
     NotificationEndpointsTest "notification_endpoints.test": "an endpoint was sent a test message";
     NotificationEndpointsResend "notification_endpoints.resend": "dead letters were sent again: message_id, count, reason";
-    NotificationEndpointsDismiss "notification_endpoints.dismiss": "dead letters were given up: message_id, count, reason";
+    NotificationEndpointsDismiss "notification_endpoints.dismiss": "dead letters were discarded: message_id, count, reason";
     NotificationsBroadcast "notifications.broadcast": "an operator sent a broadcast to all connected clients: severity, message";
     RuntimeRestart "runtime.restart": "an operator restarted an entity or a worker";
 }

@@ -1,13 +1,13 @@
 //! Authorization. Only [`authorize`] makes a [`Permit`], and no command can be sent without one. The rules are one table, so that they can
 //! be reviewed as text.
 
-use crate::id::{NodeId, OrgId, ProjectId, ServiceAccountId, UserId};
+use crate::id::{BrowserSessionId, NodeId, OrgId, ProjectId, ServiceAccountId, UserId};
 use crate::precondition::Precondition;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// A role from the identity provider's token (decisions, *Scopes*).
+/// A role from the identity provider's token (decisions 3, *Scopes*).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenRole {
@@ -64,6 +64,9 @@ pub struct CallerIdentity {
     /// The service account that acts for the user, where the caller is one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub service_account: Option<ServiceAccountId>,
+    /// The browser session by whose cookie the caller was authenticated, where it was by one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub browser_session: Option<BrowserSessionId>,
 }
 
 /// The user to whom something belongs, with the scopes of their token in which its policies are resolved.
@@ -145,8 +148,21 @@ impl fmt::Display for Principal {
 }
 
 /// The actions that are authorized.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::VariantArray)]
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Serialize,
+    Deserialize,
+    strum::VariantArray,
+    strum::IntoStaticStr,
+)]
 #[serde(rename_all = "snake_case")]
+#[strum(serialize_all = "snake_case", const_into_str)]
 pub enum Action {
     /// Register, change, enroll, retire and remove nodes.
     ManageNodes,
@@ -195,9 +211,13 @@ pub enum Action {
     AskMoneyBack,
     /// Manage one's own SSH keys.
     KeepKeys,
-    /// Create, change and delete one's own service accounts; an administrator changes and deletes anyone's. A service account creates and
-    /// changes none. The state machine checks the owner.
+    /// Create, change and delete one's own service accounts; an administrator deletes anyone's, and their keys, and makes no key for others. A
+    /// service account creates and changes none. The state machine checks the owner.
     KeepServiceAccounts,
+    /// Log in to the web console, see one's own logins and end them. A service account has none. The state machine checks the owner.
+    KeepBrowserSessions,
+    /// See all logins to the web console, and end them.
+    OperateBrowserSessions,
     /// Manage one's own notification endpoints, and one's organization's; an administrator anyone's. The state machine checks the owner.
     KeepNotificationEndpoints,
     /// Commands of a node's agent, for its own node alone. The state machine checks which.
@@ -209,6 +229,12 @@ pub enum Action {
 impl Action {
     pub const ALL: &[Self] = <Self as strum::VariantArray>::VARIANTS;
 
+    /// Its name in the API.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        self.into_str()
+    }
+
     /// The rule of each action.
     const fn rule(self) -> Rule {
         use PlatformRole::{Auditor, BillingOperations, InventoryOwner, PlatformOperations};
@@ -218,6 +244,7 @@ impl Action {
             | Self::OperateRuntime
             | Self::RescueAllocations
             | Self::OperateTerminals
+            | Self::OperateBrowserSessions
             | Self::Announce
             | Self::ManagePolicy => Rule::Admin,
             Self::BindPlatformRoles | Self::RotateKeys => Rule::AdminInPerson,
@@ -232,7 +259,11 @@ impl Action {
             | Self::Pay
             | Self::KeepKeys
             | Self::KeepNotificationEndpoints => Rule::AnyRole,
-            Self::KeepServiceAccounts | Self::OpenTerminals | Self::ReadRecordings | Self::AskMoneyBack => Rule::Person,
+            Self::KeepServiceAccounts
+            | Self::KeepBrowserSessions
+            | Self::OpenTerminals
+            | Self::ReadRecordings
+            | Self::AskMoneyBack => Rule::Person,
             Self::SpeakForNode => Rule::Node,
             Self::Advance => Rule::System,
         }
@@ -337,6 +368,7 @@ mod tests {
             plan: None,
             grant: Some(Grant { roles: platform.iter().copied().collect(), from: precondition }),
             service_account: None,
+            browser_session: None,
         })
     }
 

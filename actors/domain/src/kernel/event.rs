@@ -12,8 +12,9 @@ pub use stream::Stream;
 use crate::account_holder::Holder;
 use crate::hardware::Placement;
 use crate::id::{
-    AllocationId, AnnouncementId, BillingAccountId, EntityKind, EntityRef, HealthRulesId, KeySetId, NodeId, PaymentId,
-    PolicyId, PolicyValueId, ProcessorEventId, RefundId, RolloutId, SkuId, TerminalSessionId, UserId,
+    AllocationId, AnnouncementId, BillingAccountId, BrowserSessionId, EntityKind, EntityRef, HealthRulesId, KeySetId,
+    NodeId, PaymentId, PolicyId, PolicyValueId, ProcessorEventId, RefundId, RolloutId, SkuId, TerminalSessionId,
+    UserId,
 };
 use crate::key_purpose::KeySetPurpose;
 use crate::money::Currency;
@@ -99,10 +100,10 @@ macro_rules! events {
 
 events! {
     // Published by the allocation's saga.
-    AllocationRequested: "provisioning.requested" in Provisioning, about Allocation(allocation_id), notification None {
+    AllocationRequested: "provisioning.requested" in Provisioning, about Allocation(allocation_id), notification Live {
         allocation_id: AllocationId,
     }
-    ProvisioningStarted: "provisioning.started" in Provisioning, about Allocation(allocation_id), notification None {
+    ProvisioningStarted: "provisioning.started" in Provisioning, about Allocation(allocation_id), notification Live {
         allocation_id: AllocationId,
         node_id: NodeId,
         deadline_at: Timestamp,
@@ -120,7 +121,7 @@ events! {
         allocation_id: AllocationId,
         node_id: NodeId,
     }
-    ReleaseRequested: "provisioning.release_requested" in Provisioning, about Allocation(allocation_id), notification None {
+    ReleaseRequested: "provisioning.release_requested" in Provisioning, about Allocation(allocation_id), notification Live {
         allocation_id: AllocationId,
         node_id: NodeId,
         attempt: u32,
@@ -328,7 +329,7 @@ events! {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         rollout_id: Option<RolloutId>,
     }
-    /// It was refused or rolled back: the version of before is in use.
+    /// It was refused or rolled back: the previous version is in use.
     AgentUpdateFailed: "node.agent_update_failed" in Nodes, about Node(node_id), notification Delivered {
         node_id: NodeId,
         digest: PackageDigest,
@@ -341,6 +342,13 @@ events! {
         node_id: NodeId,
         rollout_id: RolloutId,
         outcome: RolloutOutcome,
+    }
+    /// To its rollout: what the node has shown in the soak after its update, a fault or that it is in order.
+    RolloutNodeSoaked: "node.rollout_node_soaked" in Nodes, about Node(node_id), notification None {
+        node_id: NodeId,
+        rollout_id: RolloutId,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        fault: Option<String>,
     }
     DevicesReserved: "node.devices_reserved" in Nodes, about Node(node_id), notification None {
         node_id: NodeId,
@@ -434,6 +442,14 @@ events! {
         reason: String,
     }
 
+    // Published by the browser session.
+    /// Its terminals and connections end with it.
+    BrowserSessionEnded: "terminal.browser_session_ended" in Terminals, about BrowserSession(browser_session_id), notification Live {
+        browser_session_id: BrowserSessionId,
+        user_id: UserId,
+        reason: String,
+    }
+
     // Published by the tenant.
     AllocationCounted: "provisioning.counted" in Provisioning, about Allocation(allocation_id), notification None {
         allocation_id: AllocationId,
@@ -486,6 +502,17 @@ events! {
         rollout_id: RolloutId,
         node_id: NodeId,
         digest: PackageDigest,
+        /// The rollout watches the node after its update.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        soaks: bool,
+        /// Also while a fault holds the node in quarantine.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        includes_held: bool,
+    }
+    /// The soak is over: the node is asked whether it is in order.
+    RolloutCheckDue: "node.rollout_check_due" in Nodes, about Rollout(rollout_id), notification None {
+        rollout_id: RolloutId,
+        node_id: NodeId,
     }
     RolloutPaused: "node.rollout_paused" in Nodes, about Rollout(rollout_id), notification None {
         rollout_id: RolloutId,
@@ -493,7 +520,7 @@ events! {
     RolloutResumed: "node.rollout_resumed" in Nodes, about Rollout(rollout_id), notification None {
         rollout_id: RolloutId,
     }
-    /// The update of this node failed or was rolled back; no other one begins until an administrator resumes the rollout.
+    /// The update of this node failed or was rolled back, or the node is not in order after it; no other one begins until an administrator resumes the rollout.
     RolloutStopped: "node.rollout_stopped" in Nodes, about Rollout(rollout_id), notification Delivered {
         rollout_id: RolloutId,
         node_id: NodeId,

@@ -92,7 +92,7 @@ impl FindingRule {
 }
 
 /// The probes whose findings are about the machine.
-const MACHINE_PROBES: &[&str] = &["driver", "disk", "memory", "clock", "kernel_log", "package", "privilege"];
+const MACHINE_PROBES: &[&str] = &["driver", "fabric", "disk", "memory", "clock", "kernel_log", "package", "privilege"];
 /// The probe whose findings an administrator accepts by clearing them: the agent then compares with what they are about (decision 0057).
 pub const PRIVILEGE_PROBE: &str = "privilege";
 
@@ -219,6 +219,16 @@ table! {
         "slowdown" "thermal": SHOWN, HARDWARE, None, "the clocks are lowered by heat", SLOWED;
         "slowdown" "power": SHOWN, HARDWARE, None, "the clocks are lowered by the power brake", SLOWED;
         "nvlink" "down": WITHHELD, HARDWARE, Reset, "NVLinks that were active in this boot are not", "";
+        // Its present tenant may need no other GPU: nothing of the fabric asks it to leave.
+        "gpu_fabric" "not_started": WITHHELD, HARDWARE, None, "the GPU has not begun to join the NVSwitch fabric; others have joined it", "";
+        "gpu_fabric" "in_progress": WITHHELD, HARDWARE, None, "the GPU is still joining the NVSwitch fabric; others have joined it", "";
+        "gpu_fabric" "failed": WITHHELD, HARDWARE, Reset, "the GPU could not join the NVSwitch fabric", "";
+        "gpu_fabric" "degraded_bandwidth": WITHHELD, HARDWARE, Reset, "the GPU has less bandwidth to the NVSwitch fabric", "";
+        "gpu_fabric" "route_recovery": WITHHELD, HARDWARE, None, "a route of the GPU through the NVSwitch fabric is being recovered", "";
+        "gpu_fabric" "route_unhealthy": WITHHELD, HARDWARE, Reset, "a route of the GPU through the NVSwitch fabric has failed", "";
+        "gpu_fabric" "access_timeout_recovery": WITHHELD, HARDWARE, None, "the GPU recovers from accesses to the fabric that timed out", "";
+        "gpu_fabric" "incorrect_configuration": WITHHELD, HARDWARE, None, "the fabric is not wired or configured as this GPU needs it", "";
+        "gpu_fabric" "unhealthy": WITHHELD, HARDWARE, Reset, "the driver reports the GPU's part in the fabric as unhealthy", "";
         "pcie" "width": SHOWN, HARDWARE, None, "the PCIe link has fewer lanes than it could have", "";
     }
     Machine {
@@ -226,6 +236,10 @@ table! {
         "driver" "hung": FAILED, SOFTWARE, None, "the driver does not answer", MACHINE_FAILED;
         "driver" "not_loaded": FAILED, SOFTWARE, None, "the driver is installed and not loaded", MACHINE_FAILED;
         "driver" "failed": FAILED, SOFTWARE, None, "the driver answers with errors only", MACHINE_FAILED;
+        "driver" "device_files": WITHHELD, SOFTWARE, None, "the driver's libraries may open the GPUs of one tenant to another: ModifyDeviceFiles is not 0", "";
+        // The GPUs of a machine are of one fabric. It is set up after each boot: a reboot would begin that again.
+        "fabric" "not_started": WITHHELD, SOFTWARE, None, "no GPU has begun to join the NVSwitch fabric: is the fabric manager running?", "";
+        "fabric" "in_progress": WITHHELD, SOFTWARE, None, "the GPUs are still joining the NVSwitch fabric: see the fabric manager's log", "";
         "disk" "read_only": LEAVE, HARDWARE, None, "the root file system has become read-only", MACHINE_TO_LEAVE;
         "disk" "full": WITHHELD, SOFTWARE, None, "the agent's state folder has no space left", "";
         "memory" "uncorrectable": LEAVE, HARDWARE, Reboot, "uncorrectable errors of the machine's memory", MACHINE_TO_LEAVE;
@@ -235,10 +249,15 @@ table! {
         "package" "altered": ALTERED, SOFTWARE, None, "files of the agent's package are not those that were signed", "";
         "privilege" "sudoers": ALTERED, SOFTWARE, None, "rules of sudo were added or changed since the last clean-up", "";
         "privilege" "setuid": ALTERED, SOFTWARE, None, "files that run with the rights of another user were added or changed", "";
+        "privilege" "file_capability": ALTERED, SOFTWARE, None, "programs with capabilities were added or changed", "";
         "privilege" "uid_zero": ALTERED, SOFTWARE, None, "accounts with the rights of root were added or changed", "";
+        "privilege" "account": ALTERED, SOFTWARE, None, "accounts that are no tenant's, or passwords, were added or changed", "";
+        "privilege" "group_member": ALTERED, SOFTWARE, None, "accounts have become members of groups", "";
         "privilege" "authorized_keys": ALTERED, SOFTWARE, None, "SSH keys of accounts that are no tenant's were added", "";
         "privilege" "listening_port": ALTERED, SOFTWARE, None, "processes that are no tenant's listen on more ports", "";
+        "privilege" "autostart": ALTERED, SOFTWARE, None, "files by which programs run as root, or logins are admitted, were added or changed", "";
         "privilege" "baseline_damaged": ALTERED, SOFTWARE, None, "the agent's record of the machine's privileges was damaged", "";
+        "privilege" "baseline_newer": SHOWN, SOFTWARE, None, "a later release has written the agent's record of the machine's privileges", "";
         "privilege" "incomplete": SHOWN, SOFTWARE, None, "a part of the machine's privileges cannot be read", "";
     }
 }

@@ -1,4 +1,4 @@
-//! Typed identifiers. `{id}` is a UUIDv7 in text form (decisions, *preamble*), so that ids sort by the time they were made. Users, organizations
+//! Typed identifiers. `{id}` is a UUIDv7 in text form (decisions 2, *Formats*), so that ids sort by the time they were made. Users, organizations
 //! and projects are known by the text that the identity provider's token has for them.
 
 use serde::{Deserialize, Serialize};
@@ -76,6 +76,8 @@ typed_id! {
     PolicyValueId,
     /// One shell on an allocation's machine.
     TerminalSessionId,
+    /// A person's login to the web console.
+    BrowserSessionId,
     /// The keys of one purpose.
     KeySetId,
     /// The billing account of a user or an organization.
@@ -198,6 +200,8 @@ kinds! {
     Rollout = "rollout",
     /// One shell on an allocation's machine, and its connection.
     TerminalSession = "terminal_session",
+    /// A person's login to the web console.
+    BrowserSession = "browser_session",
     /// The keys of one purpose, and the state of each in its rotation.
     KeySet = "key_set",
     /// The prepaid money of a user or an organization, and the meters of the allocations that spend it.

@@ -26,7 +26,51 @@ impl Currency {
     pub fn as_str(&self) -> &str {
         &self.0
     }
+
+    /// How many decimals the minor unit has (ISO 4217); two for a code that the standard does not list.
+    #[must_use]
+    pub fn decimals(&self) -> usize {
+        DECIMALS.iter().find(|(code, _)| *code == self.as_str()).map_or(2, |(_, decimals)| *decimals)
+    }
+
+    /// Payments and refunds are multiples of so many minor units: of three decimals, card payments carry two (Stripe, *Three-decimal
+    /// currencies*).
+    #[must_use]
+    pub fn payment_step_minor(&self) -> i64 {
+        if self.decimals() == 3 { 10 } else { 1 }
+    }
 }
+
+/// The currencies whose minor unit has other than two decimals (ISO 4217).
+const DECIMALS: [(&str, usize); 27] = [
+    ("BHD", 3),
+    ("BIF", 0),
+    ("CLF", 4),
+    ("CLP", 0),
+    ("DJF", 0),
+    ("GNF", 0),
+    ("IQD", 3),
+    ("ISK", 0),
+    ("JOD", 3),
+    ("JPY", 0),
+    ("KMF", 0),
+    ("KRW", 0),
+    ("KWD", 3),
+    ("LYD", 3),
+    ("OMR", 3),
+    ("PYG", 0),
+    ("RWF", 0),
+    ("TND", 3),
+    ("UGX", 0),
+    ("UYI", 0),
+    ("UYW", 4),
+    ("VND", 0),
+    ("VUV", 0),
+    ("XAF", 0),
+    ("XOF", 0),
+    ("XPF", 0),
+    ("XXX", 0),
+];
 
 /// What an hour of one GPU costs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,6 +102,9 @@ pub struct MicroAmount(i64);
 
 /// Millionths in one minor unit.
 pub const MICRO_PER_MINOR: i64 = 1_000_000;
+
+/// The decimals of a minor unit in an exact amount.
+pub const MICRO_DECIMALS: usize = 6;
 
 impl MicroAmount {
     pub const ZERO: Self = Self(0);
@@ -91,6 +138,18 @@ impl MicroAmount {
         self.0.div_euclid(MICRO_PER_MINOR)
     }
 
+    /// The amount as people read it, exact: `12.34 EUR`, `0.04166666 EUR`. Decimals beyond those of the currency are left out where they
+    /// are zero.
+    #[must_use]
+    pub fn in_currency(self, currency: &Currency) -> String {
+        let fixed = currency.decimals();
+        let exact = decimal(self.0, fixed + MICRO_DECIMALS);
+        let (number, finer) = exact.split_at(exact.len() - MICRO_DECIMALS);
+        // Without decimals of its own, the point stands before the finer ones.
+        let number = format!("{number}{}", finer.trim_end_matches('0'));
+        format!("{} {}", number.trim_end_matches('.'), currency.as_str())
+    }
+
     /// The nearest representable amount. Balances are far from where that differs ([`HIGHEST_BALANCE_MINOR`]).
     fn nearest(micro: i128) -> Self {
         Self(i64::try_from(micro).unwrap_or(if micro < 0 { i64::MIN } else { i64::MAX }))
@@ -111,6 +170,18 @@ impl std::iter::Sum for MicroAmount {
     fn sum<I: Iterator<Item = Self>>(amounts: I) -> Self {
         Self::nearest(amounts.map(|amount| i128::from(amount.0)).sum())
     }
+}
+
+/// `number` × 10^-`decimals`, with all decimals: `-12.34567890`.
+#[must_use]
+pub fn decimal(number: i64, decimals: usize) -> String {
+    let (sign, digits) = (if number < 0 { "-" } else { "" }, number.unsigned_abs().to_string());
+    if decimals == 0 {
+        return format!("{sign}{digits}");
+    }
+    let digits = format!("{digits:0>width$}", width = decimals + 1);
+    let (whole, rest) = digits.split_at(digits.len() - decimals);
+    format!("{sign}{whole}.{rest}")
 }
 
 /// In minor units, with six decimal places.
@@ -204,6 +275,23 @@ mod tests {
         assert_eq!(MicroAmount::of(i64::MAX).plus(MicroAmount::of(1)), MicroAmount::of(i64::MAX));
     }
 
+    #[test]
+    fn amount_is_read_exactly_in_its_currency() {
+        for (micro, code, text) in [
+            (0, "EUR", "0.00 EUR"),
+            (4_166_666, "EUR", "0.04166666 EUR"),
+            (1_234_000_000, "EUR", "12.34 EUR"),
+            (12_500_000, "EUR", "0.125 EUR"),
+            (-1, "EUR", "-0.00000001 EUR"),
+            (1_500_000, "JPY", "1.5 JPY"),
+            (20_000_000, "JPY", "20 JPY"),
+            (1_234_000_000, "KWD", "1.234 KWD"),
+            (i64::MIN, "EUR", "-92233720368.54775808 EUR"),
+        ] {
+            assert_eq!(MicroAmount::of(micro).in_currency(&Currency::parse(code).unwrap()), text);
+        }
+    }
+
     proptest! {
         #[test]
         fn an_hour_costs_its_price_however_it_is_divided(
@@ -240,8 +328,8 @@ mod tests {
         #[test]
         fn a_price_decodes_to_itself(code in "[A-Z]{3}", amount in 0..=HIGHEST_PRICE_MINOR) {
             let price = Price::new(&code, amount).unwrap();
-            let kept = serde_json::to_string(&price).unwrap();
-            prop_assert_eq!(serde_json::from_str::<Price>(&kept).unwrap(), price);
+            let stored = serde_json::to_string(&price).unwrap();
+            prop_assert_eq!(serde_json::from_str::<Price>(&stored).unwrap(), price);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The digest by which a package of the agent is pulled (decision 46).
+//! The digest by which a package of the agent is pulled (decision 0046).
 
 use serde::{Deserialize, Serialize};
 use std::fmt;

@@ -116,14 +116,14 @@ const fn switch(default: bool) -> ValueBounds {
 policy_keys! {
     BillingLowBalanceThreshold = "billing.low_balance_threshold_minor" for AccountHolder: int(500, 0, 10_000_000), "Minor units below which a warning fires.";
     BillingWindow = "billing.window_seconds" for AccountHolder: int(60, 1, 3600), "Length of a billing window.";
-    BillingMinimumDeposit = "billing.minimum_deposit_minor": int(1000, 50, 1_000_000), "Smallest checkout amount.";
-    BillingMaximumDeposit = "billing.maximum_deposit_minor": int(100_000, 100, 100_000_000), "Largest checkout amount.";
-    BillingOpenPaymentsPerUser = "billing.open_payments_per_user": int(20, 1, 1000), "Payments that may wait for one user to pay them at once.";
-    BillingDepletionGrace = "billing.depletion_grace_seconds" for AccountHolder: int(300, 0, 86_400), "How long an uncovered allocation runs on.";
-    BillingAdjustmentMax = "billing.adjustment_max_minor" for AccountHolder: int(100_000, 1, 100_000_000), "Most that an operator may give or take at once.";
+    BillingMinimumDeposit = "billing.minimum_deposit_minor": int(1000, 50, 1_000_000), "Smallest amount of one payment.";
+    BillingMaximumDeposit = "billing.maximum_deposit_minor": int(100_000, 100, 100_000_000), "Largest amount of one payment.";
+    BillingOpenPaymentsPerUser = "billing.open_payments_per_user": int(20, 1, 1000), "Open payments that one user may have at once.";
+    BillingDepletionGrace = "billing.depletion_grace_seconds" for AccountHolder: int(300, 0, 86_400), "How long allocations run on after the balance is used up.";
+    BillingAdjustmentMax = "billing.adjustment_max_minor" for AccountHolder: int(100_000, 1, 100_000_000), "Largest amount that an operator may credit or debit at once.";
     BillingWebhookMaxAttempts = "billing.webhook_max_attempts" for Service: int(16, 1, 100), "Attempts to process an event of the payment processor before it waits for an operator.";
     AllocationMaxConcurrent = "allocation.max_concurrent_per_user": int(50, 0, 10_000), "Allocations that one user may hold at once.";
-    AllocationRefundWindow = "allocation.refund_window_days" for AccountHolder: int(30, 0, 365), "Refund eligibility.";
+    AllocationRefundWindow = "allocation.refund_window_days" for AccountHolder: int(30, 0, 365), "How long after a payment, or the end of an allocation, a refund is possible.";
     AllocationIsolationModel = "allocation.isolation_model": one_of("user-revoke", &["user-revoke", FULL_REIMAGE]), "How a node is cleaned after a tenant.";
     AllocationProvisioningTimeout = "allocation.provisioning_timeout_seconds": int(600, 5, 86_400), "How long provisioning may take.";
     AllocationReleaseTimeout = "allocation.release_timeout_seconds": int(600, 5, 86_400), "How long one clean-up attempt may take.";
@@ -140,29 +140,32 @@ policy_keys! {
     RateLimitNodeRenewals = "rate_limit.node_renewals_per_minute" for Service: int(20, 4, 1000), "Certificate renewals of one node, at each replica.";
     RateLimitNodeRecordings = "rate_limit.node_recording_requests_per_minute" for Service: int(12_000, 600, 1_000_000), "Chunks of terminal recordings of one node, at each replica.";
     RateLimitNodeLogPushes = "rate_limit.node_log_pushes_per_minute" for Service: int(600, 10, 100_000), "Batches of log lines of one node, at each replica.";
-    RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute" for Service: int(600, 10, 1_000_000), "Refused access tokens and secrets of payments, per address; who has a good one is never hindered.";
+    RateLimitAuthenticationFailures = "rate_limit.authentication_failures_per_minute" for Service: int(600, 10, 1_000_000), "Refused access tokens and secrets of payments, per address; callers with a valid one are not limited.";
     TerminalSessionMaxTtl = "terminal.session_max_ttl_seconds": int(14_400, 60, 86_400), "Longest terminal session.";
     TerminalDetachedTtl = "terminal.detached_ttl_seconds": int(900, 0, 86_400), "How long a detached terminal session waits for a new connection.";
     TerminalTokenTtl = "terminal.token_ttl_seconds": int(60, 5, 600), "How long a terminal token can be used.";
-    TerminalReauthorize = "terminal.reauthorize_after_seconds": int(0, 0, 86_400), "A connection that is older, give or take 15 s, has to come again with a new token, which takes an access token that holds; 0: none has to.";
+    TerminalReauthorize = "terminal.reauthorize_after_seconds": int(0, 0, 86_400), "Age at which a connection is closed, give or take 15 s, so that its user reconnects with a valid access token; 0: never.";
     TerminalSessionsPerAllocation = "terminal.sessions_per_allocation": int(10, 1, 50), "Terminal sessions that may be open on one allocation at once.";
-    TerminalRecordingEnabled = "terminal.recording_enabled": switch(true), "Terminal sessions are recorded: what is shown, never what is typed.";
-    TerminalRecordingMode = "terminal.recording_mode": one_of("best-effort", &["best-effort", "strict"]), "What happens when recording fails: the session goes on and the recording says what is missing, or nothing is shown that is not recorded.";
+    TerminalRecordingEnabled = "terminal.recording_enabled": switch(true), "Whether the output of terminal sessions is recorded; the input never is.";
+    TerminalRecordingMode = "terminal.recording_mode": one_of("best-effort", &["best-effort", "strict"]), "When recording fails: the session continues and the recording says what is missing (best-effort), or nothing is shown that is not recorded (strict).";
     TerminalRecordingMaxSession = "terminal.recording_max_session_mib": int(64, 1, 4096), "Longest recording of one session.";
-    TerminalRecordingMaxUser = "terminal.recording_max_user_mib": int(4096, 1, 1_048_576), "Recordings that are kept of one user; over it recording fails.";
-    TerminalRecordingMaxTotal = "terminal.recording_max_total_mib": int(65_536, 1, 16_777_216), "Recordings that are kept altogether; over it recording fails.";
+    TerminalRecordingMaxUser = "terminal.recording_max_user_mib": int(4096, 1, 1_048_576), "Stored recordings of one user; over it recording fails.";
+    TerminalRecordingMaxTotal = "terminal.recording_max_total_mib": int(65_536, 1, 16_777_216), "Stored recordings of all users; over it recording fails.";
     TerminalRecordingRetention = "terminal.recording_retention_days": int(30, 1, 3650), "How long a recording is kept after its session.";
-    NotificationLowBalance = "notification.low_balance_enabled" for AccountHolder: switch(true), "Low-balance alerts.";
-    NotificationBalanceDepleted = "notification.balance_depleted_enabled" for AccountHolder: switch(true), "Depletion alerts.";
+    NotificationLowBalance = "notification.low_balance_enabled" for AccountHolder: switch(true), "Whether users are notified of a low balance.";
+    NotificationBalanceDepleted = "notification.balance_depleted_enabled" for AccountHolder: switch(true), "Whether users are notified of a depleted balance.";
     NotificationEndpoints = "notification.endpoints_per_holder" for AccountHolder: int(5, 0, 50), "Webhooks and e-mail addresses that a user, or an organization, may have beside the address of the access token.";
-    NotificationEmail = "notification.email_enabled" for AccountHolder: switch(true), "E-mail about money that ends and machines that are lost.";
+    NotificationEmail = "notification.email_enabled" for AccountHolder: switch(true), "E-mail about balances that run low and machines that fail.";
     NotificationDeliveryMaxAttempts = "notification.delivery_max_attempts" for AccountHolder: int(8, 1, 10), "Attempts at one message to a webhook or an e-mail address before it is a dead letter.";
     NotificationConnections = "notification.connections_per_user": int(32, 1, 1000), "Connections for notifications that one user may have open.";
     AuthServiceAccountTokenTtl = "auth.service_account_token_ttl_seconds": int(900, 60, 86_400), "Life of a service account's access token.";
     AuthServiceAccountsPerUser = "auth.service_accounts_per_user": int(20, 0, 500), "Service accounts that one user may have.";
     AuthServiceAccountKeysMax = "auth.service_account_keys_max": int(5, 2, 20), "Keys that are valid at once for one service account.";
+    AuthBrowserSessionIdle = "auth.browser_session_idle_seconds": int(28_800, 60, 604_800), "How long a login to the web console lasts without a request.";
+    AuthBrowserSessionMaxTtl = "auth.browser_session_max_ttl_seconds": int(86_400, 60, 2_592_000), "Longest login to the web console.";
+    AuthBrowserSessionsPerUser = "auth.browser_sessions_per_user": int(20, 1, 500), "Logins to the web console that one user may have at once; the next one ends the oldest.";
     SshKeyMaxPerUser = "ssh_key.max_per_user": int(100, 1, 1000), "SSH keys that one user may have registered at once.";
-    MaasEnabled = "maas.enabled": switch(false), "Bare-metal provider integration.";
+    MaasEnabled = "maas.enabled": switch(false), "Whether machines of the bare-metal provider can be registered.";
     MaasDeployTimeout = "maas.deploy_timeout_seconds" for Service: int(3600, 5, 86_400), "How long the bare-metal provider may take to deploy a machine, and the new system to enroll and to be validated.";
     MaasReleaseTimeout = "maas.release_timeout_seconds" for Service: int(21_600, 5, 604_800), "How long the bare-metal provider may take to release a machine and erase its disks before it shows as overdue.";
     NodeEnrollmentTokenTtl = "node.enrollment_token_ttl_seconds" for Service: int(3600, 5, 86_400), "Life of an enrollment token.";
@@ -171,13 +174,16 @@ policy_keys! {
     NodeCertificateTtl = "node.certificate_ttl_seconds" for Service: int(86_400, 30, 2_592_000), "Life of a node certificate.";
     NodeEvacuate = "node.evacuate_seconds" for Service: int(86_400, 5, 2_592_000), "How long a tenant may stay on a GPU or a machine that a health finding takes out of service.";
     NodeRepairAttempts = "node.repair_attempts" for Service: int(2, 0, 10), "Reboots within a day by which a node without tenants is repaired before an operator takes over; 0: operators repair.";
-    NodeTaskTimeout = "node.task_timeout_seconds" for Service: int(600, 5, 86_400), "How long an agent may take to report on a task of the node itself.";
-    NodeDeepValidation = "node.deep_validation_seconds" for Service: int(300, 30, 3600), "How long the loads of a deep validation of a node may take together.";
-    NodeUpdateCommit = "node.update_commit_seconds" for Service: int(120, 10, 3600), "How long a new agent may take to be answered by the control plane, before the one of before is put back.";
+    NodeTaskTimeout = "node.task_timeout_seconds" for Service: int(600, 5, 86_400), "How long an agent may take to report the result of a task of the node itself.";
+    NodeDeepValidation = "node.deep_validation_seconds" for Service: int(300, 30, 3600), "How long all tests of a deep validation may take together.";
+    NodeUpdateCommit = "node.update_commit_seconds" for Service: int(120, 10, 3600), "How long an updated agent may take until the control plane answers it; then the previous version is restored.";
     NodeDrainOverdue = "node.drain_overdue_seconds" for Service: int(86_400, 60, 2_592_000), "How long a drain may take before it shows as overdue.";
     KeysTaskGrace = "keys.task_grace_seconds" for Service: int(3600, 5, 2_592_000), "How long a task-signing key is trusted after its successor is active; a task may be begun for 600 s.";
-    KeysRenewalSpread = "keys.renewal_spread_seconds" for Service: int(600, 1, 86_400), "Over how long nodes renew their certificates when the authority of these goes.";
+    KeysRenewalSpread = "keys.renewal_spread_seconds" for Service: int(600, 1, 86_400), "Over how long nodes spread the renewal of their certificates when their authority is retired.";
     KeysRotationOverdue = "keys.rotation_overdue_seconds" for Service: int(604_800, 60, 31_536_000), "How long a key may wait for the next step of its rotation before it shows as overdue.";
+    RetentionHistory = "retention.history_months" for Service: int(13, 2, 1200), "Months for which the transitions of entities are kept.";
+    RetentionAudit = "retention.audit_months" for Service: int(24, 2, 1200), "Months for which the audit log is kept.";
+    RetentionEndedEntities = "retention.ended_entities_months" for Service: int(13, 13, 1200), "Months for which allocations, sessions, rollouts and events that have ended are kept; longer than a refund may be asked for.";
     SkuApprovalTtl = "sku.approval_ttl_seconds" for Service: int(86_400, 5, 2_592_000), "How long one approval of a SKU's change waits for the second.";
 }
 
@@ -256,11 +262,23 @@ mod tests {
     use super::*;
     use std::fmt::Write as _;
 
+    /// The rows of the table in `deploy/docs/src/reference/policies.md`.
     #[test]
     fn the_catalog_is_as_reviewed() {
         let mut table = String::new();
         for key in PolicyKey::ALL {
-            writeln!(table, "{} {:?} {:?}", key.name(), key.applies_to(), key.bounds()).unwrap();
+            let values = match key.bounds() {
+                ValueBounds::Int { min, max, .. } => format!("{min} to {max}"),
+                ValueBounds::Enum { of, .. } => of.join(", "),
+                ValueBounds::Bool { .. } => "true, false".to_owned(),
+            };
+            let subject = match key.applies_to() {
+                AppliesTo::Caller => "caller",
+                AppliesTo::AccountHolder => "holder",
+                AppliesTo::Service => "service",
+            };
+            let default = key.default_value().to_string().replace('"', "");
+            writeln!(table, "| `{}` | {default} | {values} | {subject} | {} |", key.name(), key.meaning()).unwrap();
         }
         insta::assert_snapshot!(table);
     }

@@ -1,46 +1,26 @@
-//! When a message without an acknowledgement is resent. A message may be lost, so it is resent long before the deadline of the state that
-//! waits for it. The pauses double, so that a long wait costs little. The receiver handles a repeated message once.
+//! Exponential backoff: the pause after a first failure doubles with each further one in a row, up to a longest pause. It has no jitter;
+//! callers whose peers fail together add their own.
 
-use crate::time::Timestamp;
 use chrono::TimeDelta;
-use serde::{Deserialize, Serialize};
+use std::time::Duration;
 
-/// The first pause. A message that was not lost has long had its effect by then.
-pub const FIRST: TimeDelta = TimeDelta::seconds(10);
+/// A pause doubles this often at most, whatever the longest one is, so that no number of failures overflows.
+const MAX_DOUBLINGS: u32 = 16;
 
-/// The longest pause.
-pub const LONGEST: TimeDelta = TimeDelta::hours(1);
-
-/// When a message is resent next.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RetryTimer {
-    since: Timestamp,
-    pub at: Timestamp,
+/// The pause after this many failures in a row, in a process.
+#[must_use]
+pub fn pause(first: Duration, failures: u32, longest: Duration) -> Duration {
+    first.saturating_mul(1_u32 << doublings(failures)).min(longest)
 }
 
-impl RetryTimer {
-    /// The timer of a new wait.
-    #[must_use]
-    pub fn first(now: Timestamp) -> Self {
-        Self { since: now, at: now + FIRST }
-    }
+/// The pause after this many failures in a row, in the state of a machine.
+#[must_use]
+pub fn delay(first: TimeDelta, failures: u32, longest: TimeDelta) -> TimeDelta {
+    first.checked_mul(1_i32 << doublings(failures)).unwrap_or(longest).min(longest)
+}
 
-    /// The timer after a resend: it is due again when the wait has lasted as long once more.
-    #[must_use]
-    pub fn next(self, now: Timestamp) -> Self {
-        Self { at: now + (now - self.since).clamp(FIRST, LONGEST), ..self }
-    }
-
-    /// When the wait began.
-    #[must_use]
-    pub const fn since(self) -> Timestamp {
-        self.since
-    }
-
-    #[must_use]
-    pub fn is_due(self, now: Timestamp) -> bool {
-        now >= self.at
-    }
+fn doublings(failures: u32) -> u32 {
+    failures.saturating_sub(1).min(MAX_DOUBLINGS)
 }
 
 #[cfg(test)]
@@ -48,14 +28,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_pauses_double_up_to_the_longest() {
-        let begin = Timestamp::UNIX_EPOCH;
-        let mut again = RetryTimer::first(begin);
-        let mut published = Vec::new();
-        for _ in 0..11 {
-            published.push((again.at - begin).num_seconds());
-            again = again.next(again.at);
+    fn pause_doubles_with_each_failure_up_to_the_longest() {
+        let (first, longest) = (Duration::from_millis(500), Duration::from_secs(10));
+        let pauses = (1..=7).map(|failures| pause(first, failures, longest).as_millis());
+        assert_eq!(pauses.collect::<Vec<_>>(), [500, 1000, 2000, 4000, 8000, 10_000, 10_000]);
+        let (first, longest) = (TimeDelta::seconds(5), TimeDelta::seconds(900));
+        let delays = (1..=9).map(|failures| delay(first, failures, longest).num_seconds());
+        assert_eq!(delays.collect::<Vec<_>>(), [5, 10, 20, 40, 80, 160, 320, 640, 900]);
+    }
+
+    #[test]
+    fn no_number_of_failures_overflows_and_none_is_the_first() {
+        for failures in [17, 31, 32, 64, u32::MAX] {
+            assert_eq!(pause(Duration::from_secs(1), failures, Duration::MAX), Duration::from_secs(65_536));
+            assert_eq!(pause(Duration::MAX, failures, Duration::MAX), Duration::MAX);
+            assert_eq!(delay(TimeDelta::seconds(1), failures, TimeDelta::MAX), TimeDelta::seconds(65_536));
+            assert_eq!(delay(TimeDelta::MAX, failures, TimeDelta::days(1)), TimeDelta::days(1));
         }
-        assert_eq!(published, [10, 20, 40, 80, 160, 320, 640, 1280, 2560, 5120, 8720]);
+        assert_eq!(pause(Duration::from_secs(1), 0, Duration::MAX), Duration::from_secs(1));
+        assert_eq!(delay(TimeDelta::seconds(1), 0, TimeDelta::MAX), TimeDelta::seconds(1));
     }
 }

@@ -18,6 +18,8 @@ pub enum RolloutOutcome {
 pub mod failure {
     /// No result in time: it is unknown which version is in use.
     pub const NO_RESULT: &str = "no_result";
+    /// The node was silent for too long in the soak after its update.
+    pub const OFFLINE: &str = "offline";
 }
 
 /// Why a rollout does not update a node.

@@ -29,6 +29,9 @@ pub trait Machine: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + Sy
     /// The bound of the entity's snapshot as JSON, in bytes. A transition to a larger snapshot is not carried out. The machine bounds what
     /// grows in it by itself, so that this bound is never reached.
     const SNAPSHOT_MOST: usize = 64 * 1024;
+    /// The states that nothing follows. An entity that has long been in one of them is removed (policy `retention.ended_entities_months`).
+    /// Empty where entities of the kind stay.
+    const ENDED_STATES: &'static [&'static str] = &[];
     type Command: Command;
     type Reply: Clone + fmt::Debug + Serialize + DeserializeOwned + Send + 'static;
     type Rejection: Rejection;

@@ -1,5 +1,5 @@
 //! Every task type of agents, as one table: its name on the wire, and what happens with a dispatched task that has no result in time
-//! (decisions 4, *Task types*; specification, *Stale dispatched node tasks*).
+//! (decisions 4, *Task types*; specification, *Limits*).
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -63,6 +63,7 @@ task_types! {
     NodeReimage "node.reimage" AwaitOperator: "reinstalls the machine's system";
     AgentUpdate "agent.update" AwaitOperator: "replaces the agent";
     NodeReboot "node.reboot" AwaitOperator: "restarts the machine";
+    NodeGpuReset "node.gpu_reset" Requeue: "resets a GPU that no tenant holds";
 }
 
 impl TaskType {
@@ -72,7 +73,7 @@ impl TaskType {
         match self {
             Self::AllocationProvision | Self::AllocationRelease | Self::NodeValidate => Some(1),
             Self::DiagnosticsCollect | Self::TerminalOpen | Self::NodeReboot | Self::SshKeysReconcile => Some(3),
-            Self::NodeReimage | Self::AgentUpdate => None,
+            Self::NodeReimage | Self::AgentUpdate | Self::NodeGpuReset => None,
         }
     }
 
@@ -117,6 +118,7 @@ mod tests {
         node.reimage: await_operator; reinstalls the machine's system; never
         agent.update: await_operator; replaces the agent; never
         node.reboot: await_operator; restarts the machine (ordered by administrators); 3
+        node.gpu_reset: requeue; resets a GPU that no tenant holds; never
         ");
     }
 }

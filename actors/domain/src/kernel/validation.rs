@@ -11,8 +11,8 @@ const MAX_TEXT: usize = 200;
 /// The most characters of a judgement.
 const MAX_REASON: usize = 1000;
 
-/// How thoroughly a machine is tested.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr)]
+/// How thoroughly a machine is tested, the stricter one later.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, strum::IntoStaticStr)]
 #[serde(rename_all = "snake_case")]
 #[strum(serialize_all = "snake_case", const_into_str)]
 pub enum ValidationLevel {
@@ -54,8 +54,36 @@ macro_rules! measurements {
     };
 }
 
+impl Measurement {
+    const fn is_of_gpu(self) -> bool {
+        match self {
+            Self::GpuMemory | Self::GpuFromHost | Self::GpuToHost | Self::GpuPcieLanes | Self::GpuPcieGeneration => {
+                true
+            }
+            Self::Cpu | Self::AllCpus | Self::Memory | Self::DiskWrite | Self::DiskRead => false,
+        }
+    }
+
+    /// The levels that measure it: this one and stricter ones. What both measure is the same quantity, so that one minimum holds for both.
+    const fn lowest_level(self) -> ValidationLevel {
+        match self {
+            Self::AllCpus => ValidationLevel::Deep,
+            Self::Cpu
+            | Self::Memory
+            | Self::DiskWrite
+            | Self::DiskRead
+            | Self::GpuMemory
+            | Self::GpuFromHost
+            | Self::GpuToHost
+            | Self::GpuPcieLanes
+            | Self::GpuPcieGeneration => ValidationLevel::Quick,
+        }
+    }
+}
+
 measurements! {
-    Cpu "cpu_bogo_ops_per_second": "operations of stress-ng on one CPU";
+    Cpu "cpu_bogo_ops_per_second": "operations of stress-ng on one CPU while the others are idle";
+    AllCpus "all_cpus_bogo_ops_per_second": "operations of stress-ng on all CPUs together, by a deep validation alone";
     Memory "memory_mib_per_second": "reading or writing the memory by one CPU, the lower of both";
     DiskWrite "disk_write_mib_per_second": "writing a file in order, past the page cache";
     DiskRead "disk_read_mib_per_second": "reading that file";
@@ -81,6 +109,12 @@ impl ValidationMinimums {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// Those of measurements of GPUs.
+    #[must_use]
+    pub fn of_gpus(&self) -> Self {
+        Self(self.0.iter().filter(|(it, _)| it.is_of_gpu()).map(|(it, minimum)| (*it, *minimum)).collect())
     }
 }
 
@@ -109,11 +143,30 @@ impl ValidationReport {
         }
     }
 
-    /// Why the machine is not fit for tenants; empty where it is.
+    /// Why it shows nothing about the machine; `None` where it has an answer for every test of the level. A test that was not made has a reason.
     #[must_use]
-    pub fn shortfalls(&self, minimums: &ValidationMinimums) -> Vec<String> {
+    pub fn gap(&self, level: ValidationLevel) -> Option<String> {
+        // The agent tests no further behind some failures.
+        if !self.failed.is_empty() {
+            return None;
+        }
+        let is_answered =
+            |it: &&Measurement| self.measurements.contains_key(it) || self.not_tested.contains_key(it.name());
+        // Agents of earlier releases do not know what was added since: that is a shortfall where the SKU has a minimum, and no gap.
+        let expected = Measurement::ALL.iter().filter(|it| !matches!(it, Measurement::AllCpus));
+        let missing: Vec<_> = expected.filter(|it| !is_answered(it)).map(|it| it.name()).collect();
+        (!missing.is_empty()).then(|| {
+            let (level, missing) = (level.name(), missing.join(", "));
+            format!("the report of the {level} validation has nothing about {missing}: look at the log of the agent, and update an older one")
+        })
+    }
+
+    /// Why the machine is not fit for tenants; empty where it is. Minimums of what the level does not measure do not apply.
+    #[must_use]
+    pub fn shortfalls(&self, level: ValidationLevel, minimums: &ValidationMinimums) -> Vec<String> {
         let failed = self.failed.iter().map(|(test, why)| format!("{test}: {why}"));
-        let short = minimums.0.iter().filter_map(|(it, minimum)| match self.measurements.get(it) {
+        let wanted = minimums.0.iter().filter(|(it, _)| it.lowest_level() <= level);
+        let short = wanted.filter_map(|(it, minimum)| match self.measurements.get(it) {
             Some(measured) if measured >= minimum => None,
             Some(measured) => Some(format!("{it} is {measured}, and the SKU wants at least {minimum}")),
             // The failure is among those above.
@@ -149,6 +202,8 @@ mod tests {
     use serde_json::json;
     use std::fmt::Write as _;
 
+    const QUICK: ValidationLevel = ValidationLevel::Quick;
+
     fn minimums(of: &[(Measurement, u64)]) -> ValidationMinimums {
         ValidationMinimums(of.iter().copied().collect())
     }
@@ -161,7 +216,8 @@ mod tests {
             assert_eq!(serde_json::to_string(it).unwrap(), format!("{:?}", it.name()));
         }
         insta::assert_snapshot!(table, @r"
-        cpu_bogo_ops_per_second: operations of stress-ng on one CPU
+        cpu_bogo_ops_per_second: operations of stress-ng on one CPU while the others are idle
+        all_cpus_bogo_ops_per_second: operations of stress-ng on all CPUs together, by a deep validation alone
         memory_mib_per_second: reading or writing the memory by one CPU, the lower of both
         disk_write_mib_per_second: writing a file in order, past the page cache
         disk_read_mib_per_second: reading that file
@@ -176,7 +232,7 @@ mod tests {
     #[test]
     fn machine_is_fit_from_its_minimum_on() {
         let report = ValidationReport::read(Some(&json!({ "measurements": { "disk_read_mib_per_second": 500 } })));
-        let of = |minimum| report.shortfalls(&minimums(&[(Measurement::DiskRead, minimum)]));
+        let of = |minimum| report.shortfalls(QUICK, &minimums(&[(Measurement::DiskRead, minimum)]));
         assert_eq!((of(499), of(500)), (vec![], vec![]));
         assert_eq!(of(501), ["disk_read_mib_per_second is 500, and the SKU wants at least 501"]);
     }
@@ -184,18 +240,37 @@ mod tests {
     #[test]
     fn what_was_not_tested_is_a_shortfall_only_where_the_sku_wants_it() {
         let report = ValidationReport::read(Some(&json!({ "not_tested": { "cpu_bogo_ops_per_second": "no tool" } })));
-        assert_eq!(report.shortfalls(&ValidationMinimums::default()), Vec::<String>::new());
-        let wanted = report.shortfalls(&minimums(&[(Measurement::Cpu, 1), (Measurement::Memory, 1)]));
+        assert_eq!(report.shortfalls(QUICK, &ValidationMinimums::default()), Vec::<String>::new());
+        let wanted = report.shortfalls(QUICK, &minimums(&[(Measurement::Cpu, 1), (Measurement::Memory, 1)]));
         assert!(wanted[0].contains("was not tested (no tool)"), "{wanted:?}");
         assert!(wanted[1].contains("the agent did not report it"), "{wanted:?}");
+    }
+
+    #[test]
+    fn minimum_of_all_cpus_counts_for_deep_validations_alone() {
+        let wanted = minimums(&[(Measurement::AllCpus, 90)]);
+        let report = ValidationReport::read(Some(&json!({ "measurements": { "all_cpus_bogo_ops_per_second": 89 } })));
+        let short = ["all_cpus_bogo_ops_per_second is 89, and the SKU wants at least 90"];
+        assert_eq!(report.shortfalls(ValidationLevel::Deep, &wanted), short);
+        assert_eq!(report.shortfalls(QUICK, &wanted), Vec::<String>::new());
+        // An agent of an earlier release does not measure it.
+        let others = Measurement::ALL.iter().filter(|it| **it != Measurement::AllCpus);
+        let not_tested: Map<_, _> = others.map(|it| (it.name().to_owned(), json!("no tool"))).collect();
+        let earlier = ValidationReport::read(Some(&json!({ "not_tested": not_tested })));
+        for level in [QUICK, ValidationLevel::Deep] {
+            assert_eq!(earlier.gap(level), None);
+        }
+        let short = earlier.shortfalls(ValidationLevel::Deep, &wanted);
+        assert!(short[0].contains("the agent did not report it"), "{short:?}");
+        assert_eq!(earlier.shortfalls(QUICK, &wanted), Vec::<String>::new());
     }
 
     #[test]
     fn failed_test_is_a_shortfall_without_any_minimum_and_named_once() {
         let report = ValidationReport::read(Some(&json!({ "failed": { "cpu_bogo_ops_per_second": "it hung" } })));
         let wanted = minimums(&[(Measurement::Cpu, 1)]);
-        assert_eq!(report.shortfalls(&ValidationMinimums::default()), ["cpu_bogo_ops_per_second: it hung"]);
-        assert_eq!(report.shortfalls(&wanted), ["cpu_bogo_ops_per_second: it hung"]);
+        assert_eq!(report.shortfalls(QUICK, &ValidationMinimums::default()), ["cpu_bogo_ops_per_second: it hung"]);
+        assert_eq!(report.shortfalls(QUICK, &wanted), ["cpu_bogo_ops_per_second: it hung"]);
     }
 
     #[test]
@@ -208,7 +283,7 @@ mod tests {
         });
         let report = ValidationReport::read(Some(&output));
         assert_eq!((report.measurements.len(), report.failed.len(), report.not_tested.len()), (0, MAX_TESTS, 0));
-        let reason = reason(&report.shortfalls(&ValidationMinimums::default()));
+        let reason = reason(&report.shortfalls(QUICK, &ValidationMinimums::default()));
         assert_eq!(reason.chars().count(), MAX_REASON);
         assert_eq!(ValidationReport::read(Some(&json!({ "cut_off": true }))), ValidationReport::default());
         assert_eq!(ValidationReport::read(None), ValidationReport::default());

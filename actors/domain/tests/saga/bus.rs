@@ -95,6 +95,7 @@ impl Simulation {
             Reaction::Nothing
             | Reaction::CloseTerminals { .. }
             | Reaction::CloseNodeTerminals { .. }
+            | Reaction::CloseBrowserTerminals { .. }
             | Reaction::Terminal(..) => {}
             Reaction::Place(allocation_id) => return self.place(message, allocation_id),
             Reaction::Node(id, fact) => {

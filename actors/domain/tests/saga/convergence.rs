@@ -5,7 +5,7 @@ use crate::simulation::{Simulation, admin};
 use chrono::TimeDelta;
 use domain::allocation::{self, Phase, ReleaseRetry};
 use domain::node::{self, Phase as NodePhase};
-use domain::retry;
+use domain::resend_timer;
 use domain::state_machine::Machine;
 use domain::{AllocationId, NodeId};
 
@@ -17,7 +17,7 @@ impl Simulation {
     pub(crate) fn settle_losing(&mut self, subject: &'static str) {
         self.to_be_lost = Some(subject);
         self.settle();
-        assert_eq!(self.to_be_lost, None, "nothing of that subject was said");
+        assert_eq!(self.to_be_lost, None, "no event of that subject was published");
     }
 
     pub(crate) fn settle(&mut self) {
@@ -41,7 +41,7 @@ impl Simulation {
                 && world.accounts.values().all(|account| account.meters.is_empty())
         });
         for (id, agent) in &self.agents {
-            assert!(agent.tenants.is_empty() || self.nodes[id].life.is_gone(), "somebody is left on {id}");
+            assert!(agent.tenants.is_empty() || self.nodes[id].life.is_gone(), "a tenant is left on {id}");
         }
         self.the_books_add_up();
         self.come_back();
@@ -94,7 +94,7 @@ impl Simulation {
         let under_way = self.allocations.values().filter_map(Machine::timer).min();
         let (next, longest) = match under_way {
             Some(at) => (Some(at), TimeDelta::seconds(30)),
-            None => (self.next_timer(), retry::LONGEST),
+            None => (self.next_timer(), resend_timer::LONGEST),
         };
         next.map_or(TimeDelta::zero(), |at| at - self.now).clamp(TimeDelta::seconds(1), longest)
     }
@@ -144,6 +144,10 @@ impl Simulation {
                 | NodePhase::Quarantined { .. }
                 | NodePhase::Removing { .. }
                 | NodePhase::Removed => {}
+            }
+            // Its hold ended without another validation, such as by its retirement.
+            if let Some(level) = self.nodes[&id].failed_level().filter(|_| self.nodes[&id].life == NodePhase::Active) {
+                let _ = self.tell_node(id, &admin(), node::Request::Validate { level, reason: "r".into() });
             }
             self.healthy(id);
             let node = &self.nodes[&id];

@@ -44,7 +44,7 @@ impl Allocation {
         };
         match news {
             None => self.stay(),
-            Some(news) => self.unchanged("its account has not acknowledged all of its use").event(news),
+            Some(news) => self.unchanged("its billing account has not acknowledged all of its use").event(news),
         }
     }
 

@@ -8,7 +8,9 @@ use crate::audit::{AuditAction, AuditRecord, RefusalAudit};
 use crate::event::Event;
 use crate::id::{AllocationId, EntityKind, EntityRef, NodeId};
 use crate::policy::PolicyKey;
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
+use crate::retry;
+use crate::ssh_key;
 use crate::state_machine::{Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde_json::json;
@@ -23,6 +25,9 @@ impl Allocation {
     ) -> Result<Transition<Self>, Rejection> {
         if !(1..=MAX_GPUS).contains(&request.gpu_count) {
             return Err(Rejection::GpuCount { max: MAX_GPUS });
+        }
+        if !ssh_key::are_within_bound(&request.ssh_keys) {
+            return Err(Rejection::KeysTooLong { max: ssh_key::MAX_LOGIN_BYTES });
         }
         let scopes = request.scopes();
         let longest = ctx.policy.int(PolicyKey::AllocationQueueMax, &scopes, ctx.now);
@@ -52,7 +57,7 @@ impl Allocation {
         let requested = requested.in_phase(phase, ctx.now, StatusReason::Requested);
         Ok(requested
             .clone()
-            .transition("asked for by its user")
+            .transition("requested by its user")
             .event(Event::AllocationRequested { allocation_id: id })
             .audit(requested.audit(AuditAction::AllocationsRequest, json!({ "gpu_count": requested.asked.gpu_count }))))
     }
@@ -124,7 +129,7 @@ impl Allocation {
     ) -> Result<Transition<Self>, Rejection> {
         match &self.phase {
             Phase::ReleaseFailed { node_id, placed, attempt, .. } => Ok(self
-                .clean_up(*node_id, placed, attempt + 1, "an administrator asked to try the clean-up again", ctx)
+                .clean_up(*node_id, placed, attempt + 1, "an administrator ordered another clean-up attempt", ctx)
                 .audit(self.audit(AuditAction::AllocationsRetryRelease, json!({ "reason": reason })))),
             Phase::Requested { .. }
             | Phase::Provisioning { .. }
@@ -201,7 +206,7 @@ impl Allocation {
                 .event(self.released_event(last.as_ref(), "still_counted")),
             Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Active { .. } => {
                 match self.stale_ssh_keys_event(logins_revision) {
-                    Some(stale) => self.unchanged("its user has other keys than it knows of").event(stale),
+                    Some(stale) => self.unchanged("its user's SSH keys have changed").event(stale),
                     None => self.stay(),
                 }
             }
@@ -226,7 +231,7 @@ impl Allocation {
             | Phase::Releasing { .. }
             | Phase::ReleaseFailed { .. } => self.stay(),
             Phase::Released { last, .. } => self
-                .unchanged("a node was looked for after the end")
+                .unchanged("a placement was made after its end")
                 .event(self.released_event(last.as_ref(), "placed_too_late")),
         }
     }
@@ -252,7 +257,7 @@ impl Allocation {
                 let mut next = self.in_phase(phase, ctx.now, StatusReason::TenantReady);
                 next.active_at = Some(ctx.now);
                 let usage = next.usage();
-                next.again = next.ssh_access().are_pending().then(|| RetryTimer::first(ctx.now));
+                next.again = next.ssh_access().are_pending().then(|| ResendTimer::first(ctx.now));
                 next.transition(format!("node {node_id} set the tenant up"))
                     .event(Event::AllocationActive { allocation_id: self.id, node_id })
                     .event(usage)
@@ -365,9 +370,8 @@ impl Allocation {
         let next = if exhausted {
             ReleaseRetry::Operator(ctx.now)
         } else {
-            ReleaseRetry::RetryAt(
-                ctx.now + pause(attempt, ctx.policy.seconds(PolicyKey::AllocationReleaseBackoffMax, &scopes, ctx.now)),
-            )
+            let longest = ctx.policy.seconds(PolicyKey::AllocationReleaseBackoffMax, &scopes, ctx.now);
+            ReleaseRetry::RetryAt(ctx.now + retry::delay(FIRST_PAUSE, attempt, longest))
         };
         let phase = Phase::ReleaseFailed { node_id, placed: placed.clone(), attempt, reason: reason.to_owned(), next };
         let state_reason = if detail.is_empty() { reason.to_owned() } else { format!("{reason}: {detail}") };
@@ -434,14 +438,14 @@ impl Allocation {
             // Either message may have been lost: the fence to the node, or the node's report to the allocation.
             Phase::ReleaseFailed { node_id, attempt, next: ReleaseRetry::Operator(_), .. } => self
                 .with_next_resend(ctx)
-                .transition("telling the node again that its clean-up has failed")
+                .transition("resending the failed clean-up to the node")
                 .event(Event::ReleaseExhausted { allocation_id: self.id, node_id: *node_id, attempt: *attempt }),
             Phase::Active { .. } => match self.pending_ssh_keys_event() {
                 Some(logins) => {
-                    self.with_next_resend(ctx).transition("telling the node again who may log in").event(logins)
+                    self.with_next_resend(ctx).transition("resending the SSH keys to the node").event(logins)
                 }
                 None if self.again.is_some() => {
-                    Self { again: None, ..self.clone() }.transition("there is nothing to say again")
+                    Self { again: None, ..self.clone() }.transition("there is nothing to resend")
                 }
                 None => self.stay(),
             },
@@ -451,7 +455,7 @@ impl Allocation {
 
     /// The same allocation, with its next resend scheduled.
     fn with_next_resend(&self, ctx: &TransitionContext<'_>) -> Self {
-        let again = self.again.unwrap_or_else(|| RetryTimer::first(ctx.now)).next(ctx.now);
+        let again = self.again.unwrap_or_else(|| ResendTimer::first(ctx.now)).next(ctx.now);
         Self { again: Some(again), ..self.clone() }
     }
 
@@ -542,10 +546,4 @@ impl Allocation {
     pub(super) fn audit(&self, action: AuditAction, metadata: serde_json::Value) -> AuditRecord {
         AuditRecord::new(action, EntityRef { kind: EntityKind::Allocation, id: self.id.0 }, metadata)
     }
-}
-
-/// Doubling from [`FIRST_PAUSE`], never beyond `cap`.
-fn pause(attempt: u32, cap: TimeDelta) -> TimeDelta {
-    let doublings = attempt.saturating_sub(1).min(16);
-    (FIRST_PAUSE * (1 << doublings)).min(cap)
 }

@@ -8,7 +8,8 @@ use super::{Allocation, AuthorizedKey, Command, CommandName, Phase, Rejection, R
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::{NodeId, SshKeyId};
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
+use crate::ssh_key;
 use crate::state_machine::{AuditedRefusal, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -66,6 +67,9 @@ impl Allocation {
         if let Some(id) = chosen.iter().flatten().find(|id| !is_there(id)) {
             return Err(Rejection::KeyUnknown { id: *id });
         }
+        if !ssh_key::are_within_bound(&keys) {
+            return Err(Rejection::KeysTooLong { max: ssh_key::MAX_LOGIN_BYTES });
+        }
         let logins = self.ssh_access();
         if logins_revision < logins.as_of {
             return Err(Rejection::KeysMoved);
@@ -80,7 +84,7 @@ impl Allocation {
         });
         let audit = self.audit(AuditAction::SshKeysChoose, metadata);
         let logins = SshAccess { chosen, ..logins };
-        Ok(self.with_ssh_access(logins, keys, logins_revision, "who may log in was chosen", ctx).audit(audit))
+        Ok(self.with_ssh_access(logins, keys, logins_revision, "its SSH keys were chosen", ctx).audit(audit))
     }
 
     pub(super) fn audit_refused_choice(
@@ -112,7 +116,7 @@ impl Allocation {
         }
         if logins.chosen != *chosen {
             let stale = Event::LoginsStale { allocation_id: self.id, user_id: self.asked.owner.user_id.clone() };
-            return self.unchanged("other keys were chosen meanwhile").event(stale);
+            return self.unchanged("other SSH keys were chosen meanwhile").event(stale);
         }
         self.with_ssh_access(logins, keys, logins_revision, "its user's keys have changed", ctx)
     }
@@ -131,7 +135,7 @@ impl Allocation {
         next.logins = Some(SshAccess { keys, as_of, revision, ..logins });
         match self.node_with_tenant().filter(|_| differ) {
             Some(node_id) => {
-                next.again = Some(RetryTimer::first(ctx.now));
+                next.again = Some(ResendTimer::first(ctx.now));
                 next.transition(why).event(Event::LoginsChanged { allocation_id: self.id, node_id, revision })
             }
             None => next.transition(why),
@@ -150,7 +154,7 @@ impl Allocation {
             next.again = None;
         }
         next.logins = Some(logins);
-        next.transition(format!("node {node_id} has written who may log in (revision {revision})"))
+        next.transition(format!("node {node_id} has applied the SSH keys (revision {revision})"))
     }
 
     /// The event to resend while the node has not confirmed the keys; `None` where it has written everything.

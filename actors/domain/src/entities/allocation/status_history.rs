@@ -1,7 +1,7 @@
 //! The part of an allocation's history that its user can read.
 
 use super::{Allocation, Phase, PhaseName, ReleaseRetry};
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
 use crate::state_machine::Timestamp;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -107,7 +107,7 @@ impl Allocation {
         if next.history.len() > MAX_ENTRIES {
             next.history.remove(1);
         }
-        next.again = phase.waits_for_reply().then(|| RetryTimer::first(at));
+        next.again = phase.waits_for_reply().then(|| ResendTimer::first(at));
         next.phase = phase;
         next
     }

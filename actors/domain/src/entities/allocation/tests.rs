@@ -1,5 +1,8 @@
 //! The allocation's saga as a table, and tests of what the table does not show.
 
+mod release;
+mod ssh_keys;
+
 use super::*;
 use crate::authz::{CallerIdentity, Principal, TokenRole};
 use crate::event::Event;
@@ -29,6 +32,7 @@ fn person(user_id: &str, role: TokenRole) -> Principal {
         plan: None,
         grant: None,
         service_account: None,
+        browser_session: None,
     })
 }
 
@@ -52,6 +56,11 @@ fn key(n: u128) -> AuthorizedKey {
         public_key: format!("ssh-ed25519 {n}"),
         fingerprint: format!("SHA256:{n}"),
     }
+}
+
+/// A key of RSA with 16,384 bits, the longest that is registered.
+fn long_key(n: u128) -> AuthorizedKey {
+    AuthorizedKey { public_key: format!("ssh-rsa {n:02764}"), fingerprint: format!("SHA256:{n:043}"), ..key(n) }
 }
 
 fn choose(keys: &[u128]) -> Request {
@@ -305,8 +314,8 @@ fn outcome(from: &Story, step: Result<Transition<Allocation>, Rejection>) -> Str
     };
     let Some(next) = step.next else { return "stays".to_owned() };
     assert_eq!(next.violations(&[]), [], "{next:?}");
-    let kept = serde_json::to_string(&next).unwrap();
-    assert_eq!(serde_json::from_str::<Allocation>(&kept).unwrap(), next);
+    let stored = serde_json::to_string(&next).unwrap();
+    assert_eq!(serde_json::from_str::<Allocation>(&stored).unwrap(), next);
     let to = if next == from.allocation { "stays, and publishes".to_owned() } else { format!("-> {}", next.state()) };
     let published: Vec<_> = step.events.iter().map(Event::subject).collect();
     let audited: Vec<_> = step.audit.iter().map(|audit| audit.action).collect();
@@ -361,62 +370,6 @@ fn fault_and_release_in_one_second_end_the_meter_at_the_earlier_one() {
     // Another fault moves nothing.
     let twice = active.clone().after_fact(fault(300)).after_fact(fault(900)).unmoved();
     assert_eq!(twice.allocation.billed_to(), Some(released_at - TimeDelta::milliseconds(300)));
-}
-
-#[test]
-fn chosen_keys_override_the_default_and_deleted_keys_are_dropped() {
-    let story = allocation().active();
-    let step = story.ask(&ann(), choose(&[1, 2])).unwrap();
-    assert_eq!(step.audit[0].metadata["result"], "ok");
-    let chosen = story.by(&ann(), choose(&[1, 2])).publishes(&["provisioning.logins_changed"]);
-    // An allocation that follows the default needs no change.
-    let other = chosen.after_fact(adopt(&[3], 1)).publishes(&["provisioning.logins_stale"]);
-    let ids = other.allocation.ssh_access().chosen;
-    let gone = Fact::AdoptLogins { chosen: ids, keys: vec![key(2)], logins_revision: 1 };
-    let gone = other.after_fact(gone).publishes(&["provisioning.logins_changed"]);
-    assert_eq!((gone.allocation.ssh_access().keys, gone.allocation.ssh_access().revision), (vec![key(2)], 2));
-    // The same choice changes nothing.
-    let same =
-        Request::ChooseLogins { chosen: gone.allocation.ssh_access().chosen, keys: vec![key(2)], logins_revision: 1 };
-    assert!(gone.ask(&ann(), same).is_err(), "a key that is not there is not chosen");
-}
-
-#[test]
-fn foreign_key_is_rejected_and_audited_once_a_minute() {
-    let story = allocation().active();
-    let wrong = Request::ChooseLogins { chosen: Some(vec![key(7).id]), keys: Vec::new(), logins_revision: 0 };
-    let wrong = Command::from(wrong);
-    let rejection = story.ask(&ann(), wrong.clone()).unwrap_err();
-    assert_eq!(rejection, Rejection::KeyUnknown { id: key(7).id });
-    let by = ann();
-    let refused = story.allocation.audit_refusal(&wrong, &rejection, &ctx(story.now, &story.policy, &by)).unwrap();
-    assert_eq!(
-        (refused.audit.action.as_str(), &refused.audit.metadata["result"]),
-        ("ssh_keys.choose", &"refused".into())
-    );
-    assert!(refused.next.audit_refusal(&wrong, &rejection, &ctx(story.now, &story.policy, &by)).is_none());
-}
-
-#[test]
-fn active_allocation_resends_its_keys_until_they_are_written() {
-    let told = allocation().active().after_fact(adopt(&[1], 1));
-    let again = told.at_its_timer().after_fact(Command::TICK).publishes(&["provisioning.logins_changed"]);
-    let written = again.after_fact(Fact::LoginsWritten { node_id: NODE, revision: 1 });
-    assert!(!written.allocation.ssh_access().are_pending());
-    assert_eq!(written.allocation.timer(), None);
-    written.after_fact(Fact::LoginsWritten { node_id: ELSEWHERE, revision: 1 }).unmoved();
-}
-
-#[test]
-fn allocation_of_the_previous_release_keeps_its_requested_keys() {
-    let mut kept = serde_json::to_value(allocation().active().allocation).unwrap();
-    let asked = kept["asked"].as_object_mut().unwrap();
-    asked.remove("follows_default");
-    asked.remove("logins_revision");
-    asked.insert("ssh_keys".into(), serde_json::to_value([key(1)]).unwrap());
-    let read: Allocation = serde_json::from_value(kept).unwrap();
-    let logins = read.ssh_access();
-    assert_eq!((logins.chosen, logins.keys, logins.revision), (Some(vec![key(1).id]), vec![key(1)], 0));
 }
 
 #[test]
@@ -518,8 +471,8 @@ fn evacuated_allocation_is_released_by_the_normal_path_and_only_for_its_own_node
     ]);
     let reason = story.allocation.history.last().unwrap().reason.as_str();
     assert!(reason.contains("the time to leave has ended"), "{reason}");
-    let again = story.after_fact(evacuate(NODE)).unmoved();
-    again.cleaned().expect("released").after_fact(evacuate(NODE)).unmoved();
+    let repeated = story.after_fact(evacuate(NODE)).unmoved();
+    repeated.cleaned().expect("released").after_fact(evacuate(NODE)).unmoved();
 }
 
 #[test]
@@ -597,118 +550,6 @@ fn late_placement_frees_the_devices_and_the_quota() {
         .expect("released")
         .publishes(&["provisioning.reservation_unwanted", "provisioning.released"]);
     over.after_fact(Fact::NoCapacity { suggestion: None }).expect("released").publishes(&["provisioning.released"]);
-}
-
-#[test]
-fn allocation_is_released_only_by_its_own_nodes_proof() {
-    let releasing = allocation().active().released_by_ann();
-    let stays = releasing.clone().after_fact(Fact::Cleaned { node_id: ELSEWHERE, attempt: 1 });
-    stays.unmoved().expect("releasing");
-    let late = releasing.at_its_deadline().ticked().expect("release_failed");
-    late.after_fact(Fact::Cleaned { node_id: NODE, attempt: 1 }).expect("released");
-}
-
-#[test]
-fn failed_clean_up_is_retried_with_capped_backoff() {
-    let mut story = allocation().active().released_by_ann().policy(PolicyKey::AllocationReleaseBackoffMax, 5);
-    let mut pauses = Vec::new();
-    for attempt in 1..=5 {
-        assert_eq!(story.allocation.attempt(), attempt);
-        story = story.clean_up_failed().expect("release_failed").publishes(&["provisioning.release_failed"]);
-        pauses.push((story.allocation.timer().unwrap() - story.now).num_seconds());
-        story = story.at_its_timer().ticked().expect("releasing").publishes(&["provisioning.release_requested"]);
-    }
-    assert_eq!(pauses, [1, 2, 4, 5, 5]);
-}
-
-#[test]
-fn exhausted_clean_ups_fence_the_node_and_await_an_operator() {
-    let stuck = allocation().active().released_by_ann().exhausted().expect("release_failed");
-    let stuck = stuck.publishes(&["provisioning.release_failed", "provisioning.release_exhausted"]);
-    assert!(stuck.allocation.deadline().unwrap().reason.contains("retry-release or force-release"));
-    // Only an operator ends this state; the fence is resent, in case it was lost.
-    let days_later = stuck.clone().after(TimeDelta::days(9)).ticked().publishes(&["provisioning.release_exhausted"]);
-    assert_eq!(days_later.allocation.phase, stuck.allocation.phase);
-
-    let retried = stuck.clone().by(&admin(), Request::RetryRelease { reason: "repaired".into() }).expect("releasing");
-    assert_eq!(retried.allocation.attempt(), 2);
-    retried.cleaned().expect("released");
-
-    let forced = stuck.by(&admin(), Request::ForceRelease { reason: "burnt".into() });
-    forced.expect("released").publishes(&["provisioning.released", "provisioning.release_forced"]);
-}
-
-#[test]
-fn clean_up_timeout_is_a_failure() {
-    let late = allocation().active().released_by_ann().at_its_deadline().ticked().expect("release_failed");
-    let Phase::ReleaseFailed { reason, .. } = &late.allocation.phase else {
-        panic!("{late:?}", late = late.allocation)
-    };
-    assert_eq!(reason, "release_timeout");
-}
-
-#[test]
-fn failed_release_says_in_its_state_reason_what_is_left_and_where() {
-    let releasing = allocation().active().released_by_ann();
-    let (reason, detail) = ("cleanup_incomplete".to_owned(), "Tmp files of uid 70001 in /tmp (/tmp/x: EIO)".to_owned());
-    let failed = releasing.after_fact(Fact::CleanupFailed { node_id: NODE, attempt: 1, reason, detail });
-    let failed = failed.expect("release_failed");
-    let state_reason = &failed.allocation.history.last().unwrap().reason;
-    assert_eq!(state_reason.as_str(), "cleanup_incomplete: Tmp files of uid 70001 in /tmp (/tmp/x: EIO)");
-    // The counted and published reason stays a code.
-    let Phase::ReleaseFailed { reason, .. } = &failed.allocation.phase else { panic!("{:?}", failed.allocation) };
-    assert_eq!(reason, "cleanup_incomplete");
-}
-
-#[test]
-fn failure_of_an_abandoned_attempt_is_ignored() {
-    let second = allocation().active().released_by_ann().clean_up_failed().at_its_timer().ticked();
-    assert_eq!(second.allocation.attempt(), 2);
-    second
-        .after_fact(Fact::CleanupFailed { node_id: NODE, attempt: 1, reason: "r".into(), detail: String::new() })
-        .unmoved()
-        .expect("releasing");
-}
-
-#[test]
-fn repeated_release_has_no_effect() {
-    allocation().active().released_by_ann().released_by_ann().unmoved().expect("releasing");
-}
-
-#[test]
-fn early_tick_resends_what_may_have_been_lost() {
-    allocation().ticked().publishes(&["provisioning.requested"]);
-    allocation().reserved().ticked().publishes(&["provisioning.started"]);
-    allocation().active().released_by_ann().ticked().publishes(&["provisioning.release_requested"]);
-    allocation().active().ticked().unmoved();
-}
-
-#[test]
-fn unanswered_event_is_resent_with_backoff_before_the_deadline() {
-    let mut story = allocation().reserved();
-    let begin = story.now;
-    let mut published = Vec::new();
-    while story.allocation.state() == "provisioning" {
-        story = story.at_its_timer().ticked();
-        published.push((story.now - begin).num_seconds());
-    }
-    assert_eq!(published, [10, 20, 40, 80, 160, 320, 600]);
-    story.expect("releasing");
-}
-
-#[test]
-fn tenant_that_still_counts_a_released_allocation_is_notified_again() {
-    let counted = || Fact::StillCounted { logins_revision: 0 };
-    allocation().active().after_fact(counted()).unmoved();
-    allocation().released_by_ann().after_fact(counted()).publishes(&["provisioning.released"]);
-}
-
-#[test]
-fn forced_release_is_resent_to_a_node_that_missed_it() {
-    let forced = allocation().active().released_by_ann().exhausted();
-    let forced = forced.by(&admin(), Request::ForceRelease { reason: "burnt".into() });
-    let asked = forced.after_fact(Fact::Reserved { node_id: NODE, placed: placed() });
-    asked.expect("released").publishes(&["provisioning.release_forced"]);
 }
 
 #[test]

@@ -100,6 +100,7 @@ impl AccountUpdate {
             reason,
         };
         account.balance = account.balance.plus(posting.effect());
+        account.track_credit(kind, amount);
         posting.balance = account.balance;
         self.postings.push(posting);
     }

@@ -89,7 +89,7 @@ impl BillingAccount {
             PostingResult::Posted { .. } => Event::PaymentDeposited { payment_id, account_id, is_again },
             PostingResult::Refused { why } => Event::DepositRefused { payment_id, account_id, reason: why, is_again },
         });
-        Ok(draft.transition("a payment came in", ctx))
+        Ok(draft.transition("a payment was received", ctx))
     }
 
     /// Debited before the processor is called: so it cannot be spent in the meantime.
@@ -121,7 +121,7 @@ impl BillingAccount {
                 Event::RefundRefused { payment_id, refund_id, account_id, reason: why, is_again }
             }
         });
-        Ok(draft.transition("a payer wants money back", ctx))
+        Ok(draft.transition("a payer requested a refund", ctx))
     }
 
     pub(super) fn give_back_refund(
@@ -163,7 +163,7 @@ impl BillingAccount {
         }
         let account_id = self.id;
         draft.publish(Event::ReversalPosted { payment_id, reversal_id, account_id, is_undone: false, is_again });
-        Ok(draft.transition("of a payment something was taken back at the processor", ctx))
+        Ok(draft.transition("the payment processor took a payment back, in whole or in part", ctx))
     }
 
     pub(super) fn undo_reversal(
@@ -185,7 +185,7 @@ impl BillingAccount {
         }
         let account_id = self.id;
         draft.publish(Event::ReversalPosted { payment_id, reversal_id, account_id, is_undone: true, is_again });
-        Ok(draft.transition("what was taken back is there again", ctx))
+        Ok(draft.transition("the payment processor returned what it had taken back", ctx))
     }
 
     pub(super) fn refund_allocation(
@@ -219,7 +219,7 @@ impl BillingAccount {
         let left = draft.refundable(allocation_id, cost);
         let amount = amount_minor.map_or(Some(left), MicroAmount::of_minor);
         let amount = amount.filter(|amount| *amount > MicroAmount::ZERO && *amount <= left);
-        let amount = amount.ok_or(Rejection::MoreThanCost { left })?;
+        let amount = amount.ok_or_else(|| Rejection::MoreThanCost { left, currency: Some(self.currency.clone()) })?;
         let audit = self.audit(
             AuditAction::BillingRefundAllocation,
             json!({
@@ -232,7 +232,7 @@ impl BillingAccount {
         draft.write(PostingKind::AllocationRefund, amount, usage, source, Some(reason));
         draft.remember_refund(allocation_id, refund_id, amount, ctx);
         draft.after_credit(ctx);
-        Ok(draft.transition_with_account("an operator gave back of an allocation's cost", ctx).audit(audit))
+        Ok(draft.transition_with_account("an operator credited a part of an allocation's cost", ctx).audit(audit))
     }
 }
 
@@ -298,15 +298,25 @@ impl AccountUpdate {
         ctx: &TransitionContext<'_>,
     ) -> PostingResult {
         let window = ctx.policy.seconds(PolicyKey::BillingWindow, &self.account.holder.scopes(), ctx.now);
-        let there = self.account.available(ctx.now, window).minor();
-        let takes = if is_exact { amount_minor } else { amount_minor.min(there) };
+        let (available, paid) = (self.account.available(ctx.now, window), self.account.paid());
+        let there = available.min(paid).minor();
+        let most = amount_minor.min(there);
+        let takes = if is_exact { amount_minor } else { most - most % self.account.currency.payment_step_minor() };
         match checked_amount(takes) {
             Ok(amount) if takes <= there => {
                 self.move_money(PostingKind::Refund, payment_id, refund_id.to_string(), amount);
                 PostingResult::Posted { amount_minor: takes }
             }
             Ok(_) | Err(_) => {
-                PostingResult::Refused { why: format!("{} minor units are not spent or held", there.max(0)) }
+                let there = MicroAmount::of_minor(there.max(0)).unwrap_or_default();
+                let there = there.in_currency(&self.account.currency);
+                let why = match paid < available {
+                    true => {
+                        format!("{there} were paid in and are not spent; the rest is credit, which is not paid out")
+                    }
+                    false => format!("{there} are not spent or held"),
+                };
+                PostingResult::Refused { why }
             }
         }
     }

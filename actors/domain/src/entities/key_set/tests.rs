@@ -157,8 +157,8 @@ fn adopted_key_retires_the_others_once_they_are_empty() {
     let empty = decide(Some(&set), Fact::Emptied { id: "a".into() }, at(2)).unwrap().next.unwrap();
     assert_eq!((phases(&empty), empty.state()), (vec![("b", Phase::Active), ("a", Phase::Retired)], "settled"));
     assert!(decide(Some(&empty), Fact::Emptied { id: "b".into() }, at(3)).unwrap().next.is_none());
-    let again = decide(Some(&empty), adopt("a", &["b"]), at(4)).unwrap().next.unwrap();
-    assert_eq!(phases(&again), [("b", Phase::Grace), ("a", Phase::Active)]);
+    let repeated = decide(Some(&empty), adopt("a", &["b"]), at(4)).unwrap().next.unwrap();
+    assert_eq!(phases(&repeated), [("b", Phase::Grace), ("a", Phase::Active)]);
     let rotated = decide(Some(&set), rotate(stage("c"), KeySetPurpose::AtRest, set.version), at(5));
     assert_eq!(rotated.err(), Some(Rejection::OtherPurpose));
 }
@@ -194,8 +194,8 @@ proptest! {
             prop_assert_eq!((step.audit.len(), step.events.len()), (1, 1));
             prop_assert!(next.chain.len() <= MAX_LINKS);
             prop_assert_eq!(next.state() == "settled", next.deadline().is_none());
-            let kept = serde_json::to_string(&next).unwrap();
-            prop_assert_eq!(&serde_json::from_str::<KeySet>(&kept).unwrap(), &next);
+            let stored = serde_json::to_string(&next).unwrap();
+            prop_assert_eq!(&serde_json::from_str::<KeySet>(&stored).unwrap(), &next);
             set = next;
         }
     }

@@ -122,6 +122,12 @@ pub enum NodeHealthStatus {
 }
 
 impl Node {
+    /// The last contact, where the agent has been silent for longer than policy `node.offline_after_seconds`, whatever the node's state.
+    #[must_use]
+    pub fn silent_since(&self, now: Timestamp) -> Option<Timestamp> {
+        self.seen.as_ref().filter(|seen| now >= seen.silent_at).map(|seen| seen.last_seen_at)
+    }
+
     /// The messages for a tenant who has had these GPUs since this time. What is about a GPU of another tenant is not among them.
     #[must_use]
     pub fn tenant_messages(&self, gpus: &[GpuDevice], since: Timestamp) -> Vec<String> {
@@ -200,7 +206,7 @@ impl Node {
         next.inventory = Some(inventory);
         next.learn_expected_hardware(ctx);
         self.apply_health(&mut next, health, ctx);
-        let reply = Reply::Heard { next_heartbeat_seconds, accepted: next.accepted_findings() };
+        let reply = Reply::HeartbeatAccepted { next_heartbeat_seconds, accepted: next.accepted_findings() };
         let (mut events, mut audits) = next.take_back_recovered_holds(ctx);
         if let Some(drift) = next.mismatch() {
             next.explain_hold(HoldAuthor::Drift, &drift);
@@ -209,7 +215,7 @@ impl Node {
             next.explain_hold(HoldAuthor::Integrity, &altered);
         }
         let faults = next.faults(self, ctx);
-        let mut why = (!audits.is_empty()).then(|| "what held the node in quarantine is over".to_owned());
+        let mut why = (!audits.is_empty()).then(|| "the cause of the quarantine is over".to_owned());
         if let Some((code, message)) = next.new_quarantine() {
             events.extend(next.enter_quarantine(code.clone(), &message, ctx));
             audits.push(self.audit(AuditAction::NodesQuarantine, json!({ "reason": code })));
@@ -221,11 +227,13 @@ impl Node {
         if !evacuations.is_empty() && why.is_none() {
             why = Some("the tenants that are asked to leave have changed".to_owned());
         }
-        let repair = next.advance_repair(ctx);
-        if repair.is_some() && why.is_none() {
+        let mut repair = next.end_gpu_resets(ctx);
+        repair.extend(next.advance_repair(ctx));
+        repair.extend(next.begin_gpu_reset(ctx));
+        if !repair.is_empty() && why.is_none() {
             why = Some("the repair of a health finding goes on".to_owned());
         }
-        let wake = repair.is_some().then_some(Effect::WakeNode(self.id));
+        let wake = (!repair.is_empty()).then_some(Effect::WakeNode(self.id));
         audits.extend(repair);
         events.extend(faults);
         events.extend(evacuations);
@@ -341,9 +349,9 @@ impl Node {
             (Phase::Offline, _) => {
                 let boot_of = |node: &Self| node.seen.as_ref().map(|seen| seen.boot_id.clone());
                 let (code, message) = if boot_of(self) == boot_of(&next) {
-                    (StateCode::HeardAgain, "The agent was heard again.")
+                    (StateCode::HeardAgain, "The agent is in contact again.")
                 } else {
-                    (StateCode::Restarted, "The machine was started anew; its allocations are kept.")
+                    (StateCode::Restarted, "The machine was restarted; its allocations stay.")
                 };
                 let audit = self.audit(AuditAction::NodesFind, json!({ "code": code }));
                 let event = next.enter(Phase::Active, code, message, ctx);
@@ -364,7 +372,7 @@ impl Node {
                 if next == *self {
                     Transition::stay(reply)
                 } else {
-                    Transition::to(next, reply, "heard of the agent")
+                    Transition::to(next, reply, "the agent was in contact")
                 }
             }
         }
@@ -420,12 +428,7 @@ impl Node {
                 self.expire_enrollment(ctx)
             }
             Phase::Active if self.seen.as_ref().is_some_and(|seen| ctx.now >= seen.silent_at) => self
-                .change_phase(
-                    Phase::Offline,
-                    StateCode::Silent,
-                    "The agent was not heard; its allocations are kept.",
-                    ctx,
-                )
+                .change_phase(Phase::Offline, StateCode::Silent, "The agent is silent; its allocations stay.", ctx)
                 .audit(self.audit(AuditAction::NodesLose, json!({}))),
             Phase::Removing { until } if ctx.now >= *until && !self.has_machine() => {
                 let mut next = self.clone();

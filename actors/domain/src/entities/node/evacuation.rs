@@ -7,7 +7,7 @@ use super::{Hold, HoldPhase, Node};
 use crate::event::Event;
 use crate::id::AllocationId;
 use crate::policy::{PolicyKey, Scopes};
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
@@ -21,7 +21,7 @@ pub struct Evacuation {
     pub reason: String,
     /// When the release is requested again, once it was.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    again: Option<RetryTimer>,
+    again: Option<ResendTimer>,
 }
 
 impl Evacuation {
@@ -77,7 +77,7 @@ impl Node {
                     if now >= evacuation.due_at() {
                         evacuation.again = Some(match evacuation.again {
                             Some(again) => again.next(now),
-                            None => RetryTimer::first(now),
+                            None => ResendTimer::first(now),
                         });
                         let reason = evacuation.reason.clone();
                         events.push(Event::EvacuationDue { node_id, allocation_id, reason });

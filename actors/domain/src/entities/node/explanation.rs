@@ -4,6 +4,9 @@ use super::{CommandName, PhaseName, Rejection};
 use crate::explanation::{Explanation, RejectionCode};
 use crate::{metadata, state_machine};
 
+/// The GPUs that a message names.
+const MAX_LISTED: usize = 16;
+
 impl state_machine::Rejection for Rejection {
     fn explain(self) -> Explanation {
         match self {
@@ -55,20 +58,24 @@ impl state_machine::Rejection for Rejection {
             ))
             .detail("node_id", node_id.to_string()),
             Self::FindingUnknown => Explanation::not_found("finding"),
+            Self::GpuUnknown { gpu_uuid, reported } => Explanation::new(
+                RejectionCode::NotFound,
+                format!("The node has no GPU {gpu_uuid}; its agent reports {}.", listed(&reported)),
+            ),
+            Self::GpuNotReset { gpu_uuid, why } => {
+                Explanation::conflict(format!("GPU {gpu_uuid} is not reset: {why}.")).detail("gpu_uuid", gpu_uuid)
+            }
             Self::NotOrdered { task_type } => Explanation::invalid(
-                format!(
-                    "`type` {task_type} is not ordered by hand; it follows from what is done with \
-                 allocations."
-                ),
+                format!("`type` {task_type} cannot be ordered; such tasks follow from requests for allocations."),
                 "type",
             ),
             Self::TooManyTasks { limit } => Explanation::conflict(format!(
-                "The node has not reported on {limit} tasks, which is the most; wait for it, or \
-                 resume what waits for you."
+                "The node has {limit} tasks without a result, which is the most; wait for it, or resume the tasks that wait for \
+                 an operator."
             ))
             .detail("limit", limit),
             Self::UpdateInProgress { task_id } => Explanation::conflict(format!(
-                "Task {task_id} updates the node's agent; wait for its result, or resume it where it waits for you."
+                "Task {task_id} updates the node's agent; wait for its result, or resume it where it waits for an operator."
             ))
             .detail("task_id", task_id.to_string()),
             Self::TaskDoesNotWait { why } => {
@@ -88,6 +95,15 @@ impl state_machine::Rejection for Rejection {
     }
 }
 
+/// The GPUs of a node, as many as fit into a sentence.
+fn listed(uuids: &[String]) -> String {
+    match uuids {
+        [] => "none".to_owned(),
+        few if few.len() <= MAX_LISTED => few.join(", "),
+        many => format!("{} and {} more", many[..MAX_LISTED].join(", "), many.len() - MAX_LISTED),
+    }
+}
+
 /// The refused operation on a node, and what has to be done first.
 fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'static str) {
     match command {
@@ -103,7 +119,7 @@ fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'stat
         CommandName::Reissue if state == PhaseName::Draining => {
             ("given a new token", "wait until its last allocation ends and it is retired, or quarantine it.")
         }
-        CommandName::OrderTask | CommandName::UpdateAgent | CommandName::Validate
+        CommandName::OrderTask | CommandName::UpdateAgent | CommandName::Validate | CommandName::ResetGpu
             if !matches!(state, PhaseName::Removing | PhaseName::Removed) =>
         {
             ("given a task", "its agent has not enrolled yet.")
@@ -118,6 +134,7 @@ fn node_command(state: PhaseName, command: CommandName) -> (&'static str, &'stat
         | CommandName::ResumeTask
         | CommandName::Validate
         | CommandName::UpdateAgent
+        | CommandName::ResetGpu
         | CommandName::ClearFinding
         | CommandName::Enroll
         | CommandName::Recover

@@ -1,5 +1,6 @@
 //! What the sagas of allocations and terminal sessions, and the worker for bare-metal machines, report to a node.
 
+use super::rollout_update::RolloutUpdate;
 use super::{Node, ProviderReport, Rejection};
 use crate::id::{AllocationId, RolloutId, TerminalSessionId, TokenId};
 use crate::package_digest::PackageDigest;
@@ -81,6 +82,16 @@ pub enum Fact {
     UpdateForRollout {
         rollout_id: RolloutId,
         digest: PackageDigest,
+        /// The rollout watches the node after its update.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        soaks: bool,
+        /// Also while a fault holds the node in quarantine.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        includes_held: bool,
+    },
+    /// The soak of a rollout is over: it asks whether the node is in order, perhaps once more.
+    CheckForRollout {
+        rollout_id: RolloutId,
     },
 }
 
@@ -109,7 +120,10 @@ impl Node {
             Fact::ForgetTerminal { session_id, allocation_id } => Ok(self.forget_terminal(session_id, allocation_id)),
             Fact::MachineToken { token_id, token_sha256 } => self.machine_token(token_id, token_sha256, ctx),
             Fact::MachineReported { since, report } => Ok(self.machine_reported(since, report, ctx)),
-            Fact::UpdateForRollout { rollout_id, digest } => Ok(self.update_for_rollout(rollout_id, digest, ctx)),
+            Fact::UpdateForRollout { rollout_id, digest, soaks, includes_held } => {
+                Ok(self.update_for_rollout(&RolloutUpdate { rollout_id, digest, soaks, includes_held }, ctx))
+            }
+            Fact::CheckForRollout { rollout_id } => Ok(self.check_for_rollout(rollout_id, ctx)),
         }
     }
 }

@@ -5,7 +5,7 @@ use crate::hardware::{DriverVersion, ExpectedHardware};
 use crate::state_machine::TransitionContext;
 
 /// The kernel, firmware and file systems reserve a part of memory and storage: so much of what is expected is enough.
-const ENOUGH_PERCENT: u64 = 95;
+pub(super) const ENOUGH_PERCENT: u64 = 95;
 
 impl Node {
     /// Takes over what its SKU expects at this moment.
@@ -53,6 +53,6 @@ fn too_little((expected, found): (Option<u64>, u64), percent: u64, what: &str) -
 }
 
 /// Without regard to case and to the number of blanks.
-fn folded(text: &str) -> String {
+pub(super) fn folded(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ").to_lowercase()
 }

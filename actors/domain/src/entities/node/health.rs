@@ -295,7 +295,8 @@ impl Node {
     /// The GPUs that get no new tenant, by UUID.
     pub(super) fn withheld_gpus(&self) -> BTreeSet<&str> {
         let withheld = self.findings.iter().filter(|known| known.has(FindingClass::PreventAllocation));
-        withheld.filter_map(|known| known.reported.gpu_uuid.as_deref()).collect()
+        let of_findings = withheld.filter_map(|known| known.reported.gpu_uuid.as_deref());
+        of_findings.chain(self.gpus_withheld_by_reset()).collect()
     }
 
     /// The finding about the machine that prevents new allocations, in a sentence for an operator.

@@ -116,6 +116,7 @@ impl Node {
                 next.holds.clear();
                 next.fenced_by.clear();
                 next.tasks.clear();
+                next.gpu_resets.clear();
                 next.reimage = None;
                 let due = next.release_machine(false, ctx);
                 let message = "Its identity is void; its connections are being closed.";
@@ -221,7 +222,7 @@ impl Node {
         }
         match &self.seen {
             Some(seen) if seen.silent_at > ctx.now => Ok(()),
-            Some(_) | None => not("the agent was not heard lately; start it and try again".to_owned()),
+            Some(_) | None => not("the agent has been silent; start it and try again".to_owned()),
         }
     }
 

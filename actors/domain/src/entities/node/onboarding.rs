@@ -146,6 +146,7 @@ impl Node {
             health: NodeHealth::default(),
             findings: Vec::new(),
             repair: None,
+            gpu_resets: BTreeMap::new(),
             quarantine_holds: Vec::new(),
             holds: BTreeMap::new(),
             fenced_by: BTreeSet::new(),
@@ -157,6 +158,7 @@ impl Node {
             reimage: None,
             rollouts: Vec::new(),
             validation: None,
+            failed_validation: None,
         };
         let event = Event::NodeStateChanged {
             node_id: node.id,
@@ -312,7 +314,8 @@ impl Node {
 
     /// The enrolled node waits for its agent's first poll.
     pub(super) fn expect_first_poll(&mut self, until: Timestamp, ctx: &TransitionContext<'_>) -> Event {
-        // It may be another machine than the one that was validated.
+        // It may be another machine than the one that was validated. One that failed has to pass whatever it is.
+        self.failed_validation = self.failed_level();
         self.validation = None;
         let message = "The agent has its certificate; waiting for its first poll.";
         self.enter(Phase::Enrolling { until }, StateCode::CertificateIssued, message, ctx)

@@ -343,7 +343,7 @@ impl Node {
         };
         if machine.step == ProviderStep::Deploying && machine.until <= ctx.now && !node.has_used_its_token() {
             let status = machine.status.as_deref().unwrap_or("the provider was not asked");
-            let failed = node.deployment_failed(&format!("it was not deployed in time ({status})"), ctx);
+            let failed = node.deployment_failed(&format!("the machine was not deployed in time ({status})"), ctx);
             return Transition {
                 events: step.events.into_iter().chain(failed.events).collect(),
                 audit: step.audit.into_iter().chain(failed.audit).collect(),

@@ -76,6 +76,16 @@ impl HoldAuthor {
     }
 }
 
+impl HoldAuthor {
+    /// True where the hold is about what the agent reports of its machine: another version of the agent may end it, or may have caused it.
+    pub(super) const fn is_of_a_fault(self) -> bool {
+        match self {
+            Self::Health | Self::Drift | Self::Integrity | Self::Validation => true,
+            Self::Clone | Self::Release | Self::Reimage | Self::Provider | Self::Administrator => false,
+        }
+    }
+}
+
 impl Node {
     /// The holds of its quarantine, oldest first. A node that an earlier release quarantined has the one of its reason.
     #[must_use]
@@ -132,7 +142,7 @@ impl Node {
         let audit = self.audit(AuditAction::NodesReleaseQuarantine, json!({ "holds": names, "left": left.len() }));
         let mut events = Vec::new();
         if left.is_empty() {
-            const WHY: &str = "What held the node in quarantine is over.";
+            const WHY: &str = "The cause of the quarantine is over.";
             events.push(self.enter(was, StateCode::QuarantineReleased, WHY, ctx));
             events.extend(self.retire_if_drained(ctx));
         } else {

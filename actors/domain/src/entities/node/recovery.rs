@@ -180,7 +180,7 @@ impl Node {
         let mut next = self.clone();
         next.identity.token =
             Some(EnrollmentToken { id: asked.token_id, sha256: asked.token_sha256, expires_at, consumed_at: None });
-        let message = "A token was issued anew; run the restart command on the machine.";
+        let message = "A new token was issued; run the restart command on the machine.";
         let event = match &self.life {
             Phase::Registered | Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } => {
                 Some(next.enter(Phase::BootstrapIssued { until: expires_at }, StateCode::TokenIssued, message, ctx))

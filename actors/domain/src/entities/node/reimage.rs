@@ -2,7 +2,7 @@
 //!
 //! The provider erases and installs the machine. Until the new system has enrolled with a fresh token, shown another machine id than the
 //! old one and the image's digest, and passed `node.validate`, a hold of the quarantine has the node out of rent, so that none of its GPUs
-//! is free. What is retried, and by whom: an operator orders the reimage again, or retires the node.
+//! is free. Retries: an operator orders the reimage again, or retires the node.
 
 use super::{
     CommandName, Enrollment, HoldAuthor, Node, NodeTask, NodeTaskPhase, PendingTask, Phase, ProviderStep, Rejection,
@@ -14,7 +14,6 @@ use crate::id::TaskId;
 use crate::policy::{PolicyKey, Scopes};
 use crate::state_machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
 use crate::task_type::TaskType;
-use crate::validation::ValidationLevel;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -175,12 +174,13 @@ impl Node {
 
     /// The new system has enrolled: it is validated before a GPU is free, as part of this transition.
     pub(super) fn validate_new_system(&mut self, ctx: &TransitionContext<'_>) {
-        let until = ctx.now + ctx.policy.seconds(PolicyKey::MaasDeployTimeout, &Scopes::global(), ctx.now);
+        let order = Self::validation_order(self.required_level(), ctx);
+        let within = |key| ctx.now + ctx.policy.seconds(key, &Scopes::global(), ctx.now) + order.load_time();
         let Some(reimage) = &mut self.reimage else { return };
         reimage.stage = ReimageStage::Validation;
-        reimage.until = until;
+        reimage.until = within(PolicyKey::MaasDeployTimeout);
         let task_id = TaskId(ctx.new_id(1));
-        let deadline_at = ctx.now + ctx.policy.seconds(PolicyKey::NodeTaskTimeout, &Scopes::global(), ctx.now);
+        let deadline_at = within(PolicyKey::NodeTaskTimeout);
         let work = PendingTask { task_id, attempt: 1, ordered_at: ctx.now, deadline_at, origin: Some(ctx.origin()) };
         let boot_id = self.seen.as_ref().map(|seen| seen.boot_id.clone());
         let task = NodeTask {
@@ -189,7 +189,8 @@ impl Node {
             boot_id,
             phase: NodeTaskPhase::Open,
             update: None,
-            validation: Some(Self::validation_order(ValidationLevel::Quick, ctx)),
+            gpu_uuid: None,
+            validation: Some(order),
         };
         self.tasks.insert(task_id, task);
     }

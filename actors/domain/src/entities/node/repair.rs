@@ -1,4 +1,5 @@
-//! Repair by itself: a machine without tenants that has a finding which a reboot repairs is rebooted and validated (decision 0052).
+//! Repair by itself: a machine without tenants that has a finding which a reboot repairs is rebooted and validated (decision 0052). What a
+//! reset of its GPU repairs is left to that first (decision 0060).
 //!
 //! Heartbeats drive it: a machine that is not in contact is not repaired. After the attempts of policy `node.repair_attempts` an operator takes
 //! over.
@@ -10,7 +11,6 @@ use crate::id::TaskId;
 use crate::policy::{PolicyKey, Scopes};
 use crate::state_machine::{Deadline, Timestamp, TransitionContext};
 use crate::task_type::TaskType;
-use crate::validation::ValidationLevel;
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
@@ -110,12 +110,16 @@ impl Node {
         }
     }
 
-    /// The open finding that takes it or a GPU out of rent and that a reboot repairs.
+    /// What takes it or a GPU out of rent and is for a reboot to repair.
     fn repairable(&self) -> Option<String> {
+        if let Some(uuid) = self.unfit_gpu() {
+            return Some(format!("the failed validation of {uuid} after its reset"));
+        }
         let known = self
             .findings
             .iter()
-            .find(|known| matches!(known.repair(), Repair::Reset | Repair::Reboot) && known.prevents_allocation())?;
+            .filter(|known| matches!(known.repair(), Repair::Reset | Repair::Reboot) && known.prevents_allocation())
+            .find(|known| !self.is_left_to_a_reset(known))?;
         Some(format!("{}/{}", known.reported.probe, known.reported.code))
     }
 
@@ -123,10 +127,11 @@ impl Node {
     fn may_be_repaired(&self) -> bool {
         let life = if let Phase::Quarantined { was } = &self.life { was } else { &self.life };
         let open = self.tasks.values().any(|task| {
-            matches!(task.task_type, TaskType::NodeReboot | TaskType::NodeValidate)
+            matches!(task.task_type, TaskType::NodeReboot | TaskType::NodeValidate | TaskType::NodeGpuReset)
                 && !matches!(task.phase, NodeTaskPhase::Ended { .. })
         });
-        *life == Phase::Active && self.holds.is_empty() && !open && self.lacks_task_type(TaskType::NodeReboot).is_none()
+        let is_free = self.holds.is_empty() && self.gpus_in_reset().next().is_none();
+        *life == Phase::Active && is_free && !open && self.lacks_task_type(TaskType::NodeReboot).is_none()
     }
 
     fn begin_or_give_up(&mut self, ctx: &TransitionContext<'_>) -> Option<AuditRecord> {
@@ -148,7 +153,7 @@ impl Node {
     }
 
     fn validate_repair(&mut self, ctx: &TransitionContext<'_>) -> Option<AuditRecord> {
-        let task_id = self.add_validation(ValidationLevel::Quick, ctx)?;
+        let task_id = self.add_validation(self.required_level(), ctx)?;
         self.enter_repair_phase(RepairPhase::Validating { task_id })
     }
 

@@ -103,6 +103,11 @@ pub enum Request {
         force: bool,
         reason: String,
     },
+    /// A reset of one GPU that no tenant holds, and its validation.
+    ResetGpu {
+        gpu_uuid: String,
+        reason: String,
+    },
 
     // Messages of the agent.
     Enroll(Box<Enrollment>),
@@ -157,7 +162,8 @@ impl state_machine::Request for Request {
             | Self::OrderTask { .. }
             | Self::ResumeTask { .. }
             | Self::Validate { .. }
-            | Self::UpdateAgent { .. } => Action::ManageNodes,
+            | Self::UpdateAgent { .. }
+            | Self::ResetGpu { .. } => Action::ManageNodes,
             Self::Enroll(_)
             | Self::Recover(_)
             | Self::Renew { .. }
@@ -192,6 +198,7 @@ impl Node {
             Request::ResumeTask { task_id, reason } => self.resume_task(task_id, &reason, ctx),
             Request::Validate { level, reason } => self.order_validation(level, &reason, ctx),
             Request::UpdateAgent { digest, force, reason } => self.order_update(digest, force, &reason, ctx),
+            Request::ResetGpu { gpu_uuid, reason } => self.order_gpu_reset(&gpu_uuid, &reason, ctx),
             Request::Enroll(enrollment) => self.enroll(*enrollment, ctx),
             Request::Recover(recovery) => self.recover(*recovery, ctx),
             Request::Renew { serial, issued } => self.renew(&serial, issued, ctx),

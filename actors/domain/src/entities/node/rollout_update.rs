@@ -1,6 +1,6 @@
 //! The node's part in a rollout: one update, however often it is ordered, and an answer to every order.
 
-use super::{AgentUpdate, Node, NodeTaskPhase, Phase, Reply, TaskOutcome};
+use super::{AgentUpdate, Node, NodeSoak, NodeTaskPhase, Phase, Reply, TaskOutcome};
 use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::{RolloutId, TaskId};
@@ -22,6 +22,17 @@ pub struct NodeRollout {
     /// `None` while the update has no result.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub outcome: Option<RolloutOutcome>,
+    /// While the rollout watches the node.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub soak: Option<NodeSoak>,
+}
+
+/// What a rollout orders of a node.
+pub(super) struct RolloutUpdate {
+    pub(super) rollout_id: RolloutId,
+    pub(super) digest: PackageDigest,
+    pub(super) soaks: bool,
+    pub(super) includes_held: bool,
 }
 
 /// The term of every node that a rollout has ordered an update of.
@@ -31,11 +42,16 @@ pub fn rollout_term(rollout_id: RolloutId) -> String {
 }
 
 impl Node {
-    /// Why a rollout of this version does not update the node; `None` where it does.
+    /// Why a rollout of this version does not update the node; `None` where it does. Silence of a held node shows only at the order.
     #[must_use]
-    pub fn rollout_skip(&self, digest: &PackageDigest) -> Option<SkipReason> {
+    pub fn rollout_skip(&self, digest: &PackageDigest, includes_held: bool) -> Option<SkipReason> {
         match &self.life {
             Phase::Active => {}
+            // It was held while it was offline, and no state shows that it is back.
+            Phase::Quarantined { was }
+                if includes_held
+                    && self.is_held_by_faults_alone()
+                    && matches!(**was, Phase::Active | Phase::Offline) => {}
             Phase::Registered | Phase::BootstrapIssued { .. } | Phase::Enrolling { .. } => {
                 return Some(SkipReason::NotActive);
             }
@@ -55,13 +71,14 @@ impl Node {
         self.lacks_task_type(TaskType::AgentUpdate).map(|_| SkipReason::Unsupported)
     }
 
+    /// True where every hold is of an author whose fault another version of the agent may end, or may have caused.
+    fn is_held_by_faults_alone(&self) -> bool {
+        self.quarantine_holds().iter().all(|hold| hold.author.is_of_a_fault())
+    }
+
     /// An order of a rollout, perhaps a repeated one.
-    pub(super) fn update_for_rollout(
-        &self,
-        rollout_id: RolloutId,
-        digest: PackageDigest,
-        ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
+    pub(super) fn update_for_rollout(&self, order: &RolloutUpdate, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let rollout_id = order.rollout_id;
         match self.rollouts.iter().find(|known| known.rollout_id == rollout_id) {
             Some(NodeRollout { outcome: Some(outcome), .. }) => self.answer_rollout(rollout_id, outcome.clone()),
             Some(NodeRollout { outcome: None, .. }) if self.has_open_update(rollout_id) => {
@@ -69,7 +86,7 @@ impl Node {
             }
             // The task is gone without a result.
             Some(NodeRollout { outcome: None, .. }) => {
-                let outcome = match self.rollout_skip(&digest) {
+                let outcome = match self.rollout_skip(&order.digest, order.includes_held) {
                     Some(reason @ SkipReason::Removed) => RolloutOutcome::Skipped { reason },
                     Some(_) | None => RolloutOutcome::Failed { reason: failure::NO_RESULT.to_owned() },
                 };
@@ -77,16 +94,12 @@ impl Node {
                 next.record_rollout(rollout_id, Some(outcome.clone()));
                 next.answer_rollout(rollout_id, outcome)
             }
-            None => self.begin_rollout_update(rollout_id, digest, ctx),
+            None => self.begin_rollout_update(order, ctx),
         }
     }
 
-    fn begin_rollout_update(
-        &self,
-        rollout_id: RolloutId,
-        digest: PackageDigest,
-        ctx: &TransitionContext<'_>,
-    ) -> Transition<Self> {
+    fn begin_rollout_update(&self, order: &RolloutUpdate, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let RolloutUpdate { rollout_id, ref digest, soaks, includes_held } = *order;
         let mut next = self.clone();
         let commit = ctx.policy.int(PolicyKey::NodeUpdateCommit, &Scopes::global(), ctx.now);
         let update = AgentUpdate {
@@ -95,8 +108,12 @@ impl Node {
             commit_seconds: u32::try_from(commit).unwrap_or(u32::MAX),
             rollout_id: Some(rollout_id),
         };
-        let begun = match self.rollout_skip(&digest) {
+        let is_held = matches!(self.life, Phase::Quarantined { .. });
+        let is_silent = || self.seen.as_ref().is_none_or(|seen| seen.silent_at <= ctx.now);
+        let begun = match self.rollout_skip(digest, includes_held) {
             Some(reason) => Err(reason),
+            // No timer watches the contact of a node in quarantine.
+            None if is_held && is_silent() => Err(SkipReason::Offline),
             None => next.add_task(TaskType::AgentUpdate, Some(update), ctx).ok_or(SkipReason::TooManyTasks),
         };
         let task_id = match begun {
@@ -109,6 +126,9 @@ impl Node {
             }
         };
         next.record_rollout(rollout_id, None);
+        if let Some(known) = next.rollouts.last_mut().filter(|_| soaks) {
+            known.soak = Some(NodeSoak { since: ctx.now, fault: None });
+        }
         let metadata = json!({ "task_id": task_id, "digest": digest, "force": false, "rollout_id": rollout_id });
         let audit = self.audit(AuditAction::NodesUpdateAgent, metadata);
         let why = format!("rollout {rollout_id} ordered the update of its agent");
@@ -147,7 +167,7 @@ impl Node {
     fn record_rollout(&mut self, rollout_id: RolloutId, outcome: Option<RolloutOutcome>) {
         match self.rollouts.iter_mut().find(|known| known.rollout_id == rollout_id) {
             Some(known) => known.outcome = outcome,
-            None => self.rollouts.push(NodeRollout { rollout_id, outcome }),
+            None => self.rollouts.push(NodeRollout { rollout_id, outcome, soak: None }),
         }
         let surplus = self.rollouts.len().saturating_sub(MAX_REMEMBERED);
         self.rollouts.drain(..surplus);

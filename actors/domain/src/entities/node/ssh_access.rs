@@ -9,8 +9,8 @@ use crate::audit::AuditAction;
 use crate::event::Event;
 use crate::id::{AllocationId, TaskId};
 use crate::policy::{PolicyKey, Scopes};
-use crate::retry;
-use crate::ssh_key::AuthorizedKey;
+use crate::resend_timer;
+use crate::ssh_key::{self, AuthorizedKey};
 use crate::state_machine::{Deadline, Effect, Timestamp, Transition, TransitionContext};
 use crate::task_type::TaskType;
 use serde::{Deserialize, Serialize};
@@ -75,14 +75,14 @@ impl Node {
         let known = &hold.logins;
         if revision <= known.revision {
             return match known.written == revision {
-                true => Transition::to(self.clone(), Reply::Done, "asked again for keys that are written")
+                true => Transition::to(self.clone(), Reply::Done, "the applied keys were requested again")
                     .event(Event::LoginsWritten { node_id: self.id, allocation_id, revision }),
                 false => Transition::stay(Reply::Done).effect(Effect::WakeNode(self.id)),
             };
         }
         let mut next = self.clone();
         if let Some(hold) = next.holds.get_mut(&allocation_id) {
-            hold.keys = keys;
+            hold.keys = ssh_key::within_bound(keys);
             hold.logins.revision = revision;
             if is_set_up {
                 hold.logins.order = Some(replacement_task(hold.logins.order.as_ref(), ctx));
@@ -91,7 +91,7 @@ impl Node {
         Transition::to(
             next,
             Reply::Done,
-            format!("allocation {allocation_id}: who may log in has changed (revision {revision})"),
+            format!("allocation {allocation_id}: its SSH keys have changed (revision {revision})"),
         )
         .effect(Effect::WakeNode(self.id))
     }
@@ -151,12 +151,12 @@ impl Node {
                 (
                     "ok",
                     None,
-                    format!("allocation {allocation_id}: the agent wrote who may log in (revision {revision})"),
+                    format!("allocation {allocation_id}: the agent applied its SSH keys (revision {revision})"),
                 )
             }
             TaskOutcome::Failed { code, message } => {
                 hold.logins.order = Some(order.backed_off(ctx.now));
-                let why = format!("allocation {allocation_id}: the agent could not write who may log in: {message}");
+                let why = format!("allocation {allocation_id}: the agent could not apply its SSH keys: {message}");
                 ("failed", Some(super::tenancy::reason_code(code)), why)
             }
         };
@@ -225,7 +225,7 @@ impl SshKeysTask {
 
     /// The longer it has failed, the longer it pauses.
     fn backed_off(&self, now: Timestamp) -> Self {
-        let pause = (now - self.since).clamp(retry::FIRST, retry::LONGEST);
+        let pause = (now - self.since).clamp(resend_timer::FIRST, resend_timer::LONGEST);
         Self { rests_until: Some(now + pause), ..self.clone() }
     }
 }

@@ -34,6 +34,9 @@ pub struct NodeTask {
     /// The load of a task `node.validate`; `None`: a check without load.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub validation: Option<ValidationOrder>,
+    /// The one GPU of a task `node.gpu_reset`, and of the task `node.validate` that follows it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_uuid: Option<String>,
     pub phase: NodeTaskPhase,
 }
 
@@ -124,10 +127,9 @@ impl Node {
             origin: Some(ctx.origin()),
         };
         let boot_id = self.seen.as_ref().map(|seen| seen.boot_id.clone());
-        self.tasks.insert(
-            task_id,
-            NodeTask { task_type, work, boot_id, update, validation: None, phase: NodeTaskPhase::Open },
-        );
+        let phase = NodeTaskPhase::Open;
+        let task = NodeTask { task_type, work, boot_id, update, validation: None, gpu_uuid: None, phase };
+        self.tasks.insert(task_id, task);
         self.forget_old_tasks();
         Some(task_id)
     }
@@ -183,11 +185,16 @@ impl Node {
         let of_update = self.update_event(task, &verdict);
         let is_validated = self.is_validated_by(task, &verdict, ctx);
         let mut next = self.clone();
+        if is_validated && task.validation.is_some() {
+            next.forget_unfit_gpus();
+        }
         if let Some(validation) = validation {
-            next.validation = Some(Box::new(validation));
+            next.note_validation(validation);
         }
         let unfit = match (&verdict, task_type) {
-            (TaskOutcome::Failed { message, .. }, TaskType::NodeValidate) if self.may_be_quarantined() => {
+            (TaskOutcome::Failed { message, .. }, TaskType::NodeValidate)
+                if task.gpu_uuid.is_none() && self.may_be_quarantined() =>
+            {
                 Some(message.clone())
             }
             _ => None,
@@ -203,7 +210,7 @@ impl Node {
             let step = of_update.into_iter().chain(events).fold(step, Transition::event);
             return Ok(audits.into_iter().fold(step, Transition::audit));
         };
-        let message = format!("The machine is not fit for tenants: {unfit}");
+        let message = next.unfit_message(&unfit);
         let event = next.enter_quarantine(StateCode::ValidationFailed, &message, ctx);
         let audit = self.audit(AuditAction::NodesQuarantine, json!({ "reason": StateCode::ValidationFailed }));
         let step = Transition::to(next, Reply::Done, why).audit(audit);
@@ -262,6 +269,7 @@ impl Node {
                 boot_id: task.boot_id.clone(),
                 update: task.update.clone(),
                 validation: task.validation,
+                gpu_uuid: task.gpu_uuid.clone(),
             },
         })
     }

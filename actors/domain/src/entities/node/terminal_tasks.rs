@@ -16,6 +16,9 @@ const MAX_TASKS: usize = 64;
 /// How long a task that is over is remembered, so that a late result is recognised.
 const TASK_RETENTION: TimeDelta = TimeDelta::minutes(10);
 
+/// How long after its deadline a task without a result counts as not begun: an agent that began it in time has reported it by then.
+const REPORT_GRACE: TimeDelta = TimeDelta::minutes(1);
+
 /// A task to start a session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TerminalTask {
@@ -26,6 +29,13 @@ pub struct TerminalTask {
     pub recording: RecordingTerms,
     /// False once the session is over.
     pub wanted: bool,
+}
+
+impl TerminalTask {
+    /// `None` where the session is over.
+    fn due_at(&self) -> Option<Timestamp> {
+        self.wanted.then(|| self.work.deadline_at + REPORT_GRACE)
+    }
 }
 
 impl Node {
@@ -90,6 +100,39 @@ impl Node {
             }
             Some(_) | None => Transition::stay(Reply::Done),
         }
+    }
+
+    /// When a task without a result counts as not begun.
+    pub(super) fn terminals_due_at(&self) -> Option<Timestamp> {
+        let ready = self.holds.values().filter(|hold| matches!(hold.phase, HoldPhase::Ready));
+        ready.flat_map(|hold| hold.terminals.values()).filter_map(TerminalTask::due_at).min()
+    }
+
+    /// Fails the sessions that no agent has begun in time, as part of this transition. Their user would wait for them until the end of
+    /// their lifetime, although the agent may be back.
+    pub(super) fn fail_stale_terminals(&self, step: Transition<Self>, ctx: &TransitionContext<'_>) -> Transition<Self> {
+        let mut next = step.next.clone().unwrap_or_else(|| self.clone());
+        let mut failed = Vec::new();
+        let ready = next.holds.values_mut().filter(|hold| matches!(hold.phase, HoldPhase::Ready));
+        for (session_id, order) in ready.flat_map(|hold| &mut hold.terminals) {
+            if order.due_at().is_some_and(|due_at| due_at <= ctx.now) {
+                order.wanted = false;
+                failed.push(*session_id);
+            }
+        }
+        if failed.is_empty() {
+            return step;
+        }
+        let why = match step.next {
+            Some(_) => step.why.clone(),
+            None => "the agent has not begun a terminal session in time".to_owned(),
+        };
+        let events = failed.into_iter().map(|session_id| Event::TerminalFailed {
+            session_id,
+            node_id: self.id,
+            reason: "not_begun".to_owned(),
+        });
+        events.fold(Transition { next: Some(next), why, ..step }, Transition::event)
     }
 
     pub(super) fn terminal_tasks(&self) -> impl Iterator<Item = AgentTask> + '_ {

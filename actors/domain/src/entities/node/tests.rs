@@ -3,6 +3,7 @@
 mod agent_update;
 mod evacuation;
 mod gpu_claims;
+mod gpu_reset;
 mod hardware_drift;
 mod health;
 mod health_rules;
@@ -25,7 +26,7 @@ use crate::metadata::MetadataPatch;
 use crate::metadata::{MAX_LABELS, PatchValue};
 use crate::package_digest::PackageDigest;
 use crate::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue};
-use crate::retry;
+use crate::resend_timer;
 use crate::ssh_key::AuthorizedKey;
 use crate::state_machine::Command as _;
 use crate::state_machine::Effect;
@@ -53,6 +54,7 @@ fn admin() -> Principal {
         plan: None,
         grant: None,
         service_account: None,
+        browser_session: None,
     })
 }
 
@@ -586,8 +588,8 @@ fn outcome(from: &Node, step: Result<Transition<Node>, Rejection>, name: impl Fn
         Some(next) => {
             assert!(next.has_deadline_where_transient(), "{next:?}");
             assert!(next.holds_each_gpu_once());
-            let kept = serde_json::to_string(next).unwrap();
-            assert_eq!(&serde_json::from_str::<Node>(&kept).unwrap(), next);
+            let stored = serde_json::to_string(next).unwrap();
+            assert_eq!(&serde_json::from_str::<Node>(&stored).unwrap(), next);
             match (next == from, name(next) == name(from)) {
                 (true, _) => "stays, and publishes".to_owned(),
                 (false, true) => "noted".to_owned(),
@@ -646,7 +648,7 @@ fn every_order_and_report_in_every_phase_of_a_tenant_does_what_was_reviewed() {
         for (case, by, command) in hold_commands(&story) {
             writeln!(table, "    {case}: {}", outcome(&story.node, story.ask(&by, command), held)).unwrap();
         }
-        let later = story.after(retry::FIRST);
+        let later = story.after(resend_timer::FIRST);
         writeln!(table, "    tick later: {}", outcome(&later.node, later.ask(&worker(), Command::TICK), held)).unwrap();
     }
     insta::assert_snapshot!(table);

@@ -1,6 +1,7 @@
 //! The queue of an endpoint's messages: backoff, bounds, dead letters.
 
 use super::DeliveryFailure;
+use crate::retry;
 use crate::state_machine::{Timestamp, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
@@ -147,8 +148,8 @@ impl DeliveryQueue {
         // A final failure concerns the message, and not the receiver.
         if !failure.is_final {
             self.failing_since.get_or_insert(now);
-            self.paused_until = Some(now + pause_of_endpoint(self.failures));
             self.failures = self.failures.saturating_add(1);
+            self.paused_until = Some(now + retry::delay(FIRST_PAUSE, self.failures, LONGEST_PAUSE));
         }
         true
     }
@@ -225,8 +226,4 @@ fn pause(attempts: u32, failure: &DeliveryFailure, seed: u128) -> TimeDelta {
     let paused = TimeDelta::milliseconds(milliseconds + milliseconds * jitter / 1000);
     let asked = i64::from(failure.retry_after_seconds.unwrap_or(0)).min(MAX_RETRY_AFTER);
     paused.max(TimeDelta::seconds(asked))
-}
-
-fn pause_of_endpoint(failures: u32) -> TimeDelta {
-    (FIRST_PAUSE * 2_i32.pow(failures.min(12))).min(LONGEST_PAUSE)
 }

@@ -27,6 +27,7 @@ fn person(user_id: &str, org_id: Option<&str>) -> Principal {
         plan: None,
         grant: None,
         service_account: None,
+        browser_session: None,
     })
 }
 

@@ -4,7 +4,7 @@ use super::{Payment, Phase, RefundDebit, RefundStatus, Reply, ReversalOrigin};
 use crate::event::Event;
 use crate::id::{PaymentId, RefundId};
 use crate::money::Currency;
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
 use crate::state_machine::{Timestamp, Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
 
@@ -43,7 +43,7 @@ impl Payment {
         let begins = !news.is_empty() || self.phase != next.phase;
         let again = match self.again {
             Some(again) if waits && !begins => Some(again),
-            Some(_) | None => waits.then(|| RetryTimer::first(ctx.now)),
+            Some(_) | None => waits.then(|| ResendTimer::first(ctx.now)),
         };
         let next = Self { again, ..next };
         let reply = next.shown();
@@ -56,7 +56,7 @@ impl Payment {
         };
         let resent: Vec<_> = self.outstanding_events().into_iter().chain(self.status_checks(ctx.now)).collect();
         let again = (!resent.is_empty()).then(|| again.next(ctx.now));
-        let step = Transition::to(Self { again, ..self.clone() }, Reply::Done, "what is not answered is sent again");
+        let step = Transition::to(Self { again, ..self.clone() }, Reply::Done, "calls without an answer are repeated");
         resent.into_iter().fold(step, Transition::event)
     }
 

@@ -81,7 +81,9 @@ impl Refund {
         let waits_for = match (&self.taking, self.status()) {
             (RefundDebit::Asked { .. }, _) => "a refund is to be taken from the account",
             (RefundDebit::Taken { .. }, None | Some(RefundStatus::Pending)) => "the processor is to pay a refund",
-            (RefundDebit::Taken { .. }, Some(RefundStatus::Failed)) => "a refund that failed is to be given back",
+            (RefundDebit::Taken { .. }, Some(RefundStatus::Failed)) => {
+                "a failed refund is to be credited to the account"
+            }
             (RefundDebit::Taken { .. }, Some(RefundStatus::Succeeded))
             | (RefundDebit::Refused { .. } | RefundDebit::GivenBack { .. }, _) => return None,
         };
@@ -127,7 +129,7 @@ impl Payment {
         let refund = Refund { reason, asked_at: ctx.now, taking, at_processor: None };
         let mut next = self.clone();
         next.refunds.insert(refund_id, refund);
-        Ok(self.transition(next, "the payer wants money back", ctx).audit(audit))
+        Ok(self.transition(next, "the payer requested a refund", ctx).audit(audit))
     }
 
     pub(super) fn refund_taken(
@@ -190,7 +192,7 @@ impl Payment {
         if let Some(refund) = next.refunds.get_mut(&refund_id) {
             refund.at_processor = Some(ProcessorRefund { processor_refund_id, status });
         }
-        let step = self.transition(next, "the processor speaks of a refund", ctx);
+        let step = self.transition(next, "the payment processor reports a refund", ctx);
         // The event has no reaction: it is for notifications.
         let is_paid = status == RefundStatus::Succeeded;
         Ok(if is_paid { step.event(Event::RefundSucceeded { payment_id: self.id, refund_id }) } else { step })
@@ -224,7 +226,7 @@ impl Payment {
         }
         let paid_back = self.refunds.values().filter(|refund| refund.status() == Some(RefundStatus::Succeeded));
         let back = paid_back.map(Refund::gone_minor).chain(self.reversals.values().map(Reversal::gone_minor));
-        let waits_for = "what no account can have is to be paid back at the processor, by an operator";
+        let waits_for = "no account can take the payment: an operator has to refund it at the payment processor";
         (back.fold(0, i64::saturating_add) < self.amount_minor).then(|| Deadline::new(at, waits_for))
     }
 

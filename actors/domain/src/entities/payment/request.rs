@@ -22,6 +22,9 @@ pub enum Request {
         success_url: String,
         cancel_url: String,
     },
+    /// The payer does not want to pay. `closed` is the processor's id of the checkout that was closed there before, so that it cannot be
+    /// paid any more; `None` where the processor had none.
+    Cancel { closed: Option<String> },
     /// The payer requests a refund of an amount, or of all that is left.
     Refund { refund_id: RefundId, amount_minor: Option<i64>, reason: String },
 }
@@ -29,7 +32,7 @@ pub enum Request {
 impl state_machine::Request for Request {
     fn action(&self) -> Action {
         match self {
-            Self::Create { .. } => Action::Pay,
+            Self::Create { .. } | Self::Cancel { .. } => Action::Pay,
             Self::Refund { .. } => Action::AskMoneyBack,
         }
     }
@@ -43,6 +46,7 @@ impl Payment {
     pub(super) fn execute(&self, request: Request, ctx: &TransitionContext<'_>) -> Result<Transition<Self>, Rejection> {
         match request {
             Request::Create { .. } => Err(Rejection::Exists),
+            Request::Cancel { closed } => self.cancel(closed.as_deref(), ctx),
             Request::Refund { refund_id, amount_minor, reason } => self.refund(refund_id, amount_minor, reason, ctx),
         }
     }

@@ -115,7 +115,7 @@ impl Payment {
         });
         reversal.is_undone |= what.undoes();
         reversal.heard_at = ctx.now;
-        Ok(self.transition(next, "something was done at the processor", ctx).audit(audit))
+        Ok(self.transition(next, "the payment processor reported a reversal", ctx).audit(audit))
     }
 
     pub(super) fn reversal_posted(

@@ -93,7 +93,7 @@ fn later_write_wins_although_its_members_clock_is_behind() {
     assert_eq!((holds_at(&second, 30), holds_at(&second, 90)), (PolicyValue::Int(20), PolicyValue::Int(20)));
     let gone = revoke(&second, in_force(), 27).unwrap();
     assert_eq!(holds_at(&gone, 90), KEY.default_value());
-    // A clock that was wrong by more than that holds nobody up.
+    // A clock that was wrong by more than that delays no writer.
     let astray = write(None, new(10), 5000).unwrap();
     assert_eq!(holds_at(&write(Some(&astray), new(20), 30).unwrap(), 30), PolicyValue::Int(20));
 }
@@ -148,8 +148,8 @@ fn effective_at_beyond_the_tolerances_is_rejected() {
     assert!(write(None, when(latest), 0).is_ok());
     assert_eq!(write(None, when(latest + TimeDelta::seconds(1)), 0), Err(Rejection::TooFarAhead { latest }));
     let fine = at(5) + TimeDelta::nanoseconds(1_234_567);
-    let kept = write(None, when(fine), 0).unwrap().values[0].effective_at;
-    assert_eq!(kept, at(5) + TimeDelta::microseconds(1234));
+    let stored = write(None, when(fine), 0).unwrap().values[0].effective_at;
+    assert_eq!(stored, at(5) + TimeDelta::microseconds(1234));
 }
 
 #[test]
@@ -286,8 +286,8 @@ fn values_of_another_release_are_stored_and_left_out_of_the_book() {
     let mut values = write(None, new(5), 0).unwrap();
     let foreign = PolicyVersion { key: "of.another_release".into(), ..values.values[0].clone() };
     values.values.push(PolicyVersion { id: PolicyValueId(Uuid::from_u128(9)), ..foreign });
-    let kept = serde_json::to_string(&values).unwrap();
-    let read: ScopeValues = serde_json::from_str(&kept).unwrap();
+    let stored = serde_json::to_string(&values).unwrap();
+    let read: ScopeValues = serde_json::from_str(&stored).unwrap();
     assert_eq!(read, values);
     assert_eq!(read.enter(&mut PolicyBook::default()), ["of.another_release"]);
     assert_eq!(write(Some(&read), new(6), 9).unwrap().values.len(), 2);

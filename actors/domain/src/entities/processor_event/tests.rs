@@ -39,7 +39,7 @@ fn dismiss() -> Request {
 }
 
 fn processed() -> Fact {
-    Fact::Processed { outcome: ProcessingOutcome::Told }
+    Fact::Processed { outcome: ProcessingOutcome::Applied }
 }
 
 fn worker() -> Principal {
@@ -58,6 +58,7 @@ fn operator() -> Principal {
             from: crate::precondition::Precondition { entity: ID, version: 1 },
         }),
         service_account: None,
+        browser_session: None,
     })
 }
 
@@ -152,15 +153,18 @@ fn event_without_consequence_is_processed_on_receipt_and_its_body_removed() {
 fn repeated_event_is_stored_and_published_once() {
     let mut story = Story::new();
     let first = story.send(receive("d"));
-    assert_eq!(first.reply, Reply::Kept { is_new: true });
+    assert_eq!(first.reply, Reply::Stored { is_new: true });
     assert_eq!(first.events, [Event::ProcessorEventDue { processor_event_id: ProcessorEventId(ID) }]);
     for _ in 0..100 {
-        let again = story.send(receive("d"));
-        assert_eq!((again.reply, again.next, again.events), (Reply::Kept { is_new: false }, None, Vec::new()));
+        let repeated = story.send(receive("d"));
+        assert_eq!(
+            (repeated.reply, repeated.next, repeated.events),
+            (Reply::Stored { is_new: false }, None, Vec::new())
+        );
     }
     assert_eq!(story.ask(receive("another")).unwrap_err(), Rejection::Differs);
     story.send(processed());
-    assert_eq!(story.send(receive("d")).reply, Reply::Kept { is_new: false });
+    assert_eq!(story.send(receive("d")).reply, Reply::Stored { is_new: false });
 }
 
 #[test]
@@ -229,7 +233,7 @@ fn event_body_is_removed_after_its_retention() {
         let event = story.event.clone().unwrap();
         assert_eq!((event.body_enc.as_deref(), event.timer()), (None, None));
         // Its id stays known.
-        assert_eq!(story.send(receive("d")).reply, Reply::Kept { is_new: false });
+        assert_eq!(story.send(receive("d")).reply, Reply::Stored { is_new: false });
         assert!(story.send(Maintenance::Reseal { body_enc: "anew".into() }).next.is_none());
     }
 }
@@ -285,8 +289,8 @@ fn outcome(step: Result<Transition<ProcessorEvent>, Rejection>) -> String {
     };
     let Some(next) = step.next else { return "stays".to_owned() };
     assert!(next.violations(&[]).is_empty(), "{next:?}");
-    let kept = serde_json::to_string(&next).unwrap();
-    assert_eq!(serde_json::from_str::<ProcessorEvent>(&kept).unwrap(), next);
+    let stored = serde_json::to_string(&next).unwrap();
+    assert_eq!(serde_json::from_str::<ProcessorEvent>(&stored).unwrap(), next);
     let published: Vec<_> = step.events.iter().map(Event::subject).collect();
     let audited: Vec<_> = step.audit.iter().map(|audit| audit.action.as_str()).collect();
     let mut line = format!("-> {}", next.state());

@@ -1,16 +1,10 @@
 //! What the provisioning worker and the nodes report to a rollout.
 
 use super::{EndedNode, FeedPosition, MAX_NAMED, Phase, Reply, Rollout};
-use crate::audit::AuditAction;
-use crate::event::Event;
 use crate::id::NodeId;
 use crate::rollout_outcome::{RolloutOutcome, SkipReason};
 use crate::state_machine::{Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
-use serde_json::json;
-
-/// The bound of a stored code, in characters.
-const MAX_REASON_CHARS: usize = 64;
 
 /// What the provisioning worker and the nodes report to a rollout.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, strum::IntoStaticStr, strum::VariantNames)]
@@ -21,6 +15,12 @@ pub enum Fact {
     NodesFound { page: Box<NodesPage> },
     /// A node's part has ended.
     NodeEnded { node_id: NodeId, outcome: RolloutOutcome },
+    /// What a node has shown after its update: a fault, as soon as it has one; or, when it was asked, that it is in order.
+    NodeSoaked {
+        node_id: NodeId,
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        fault: Option<String>,
+    },
 }
 
 /// A page of the nodes of a selector, in the order of their places.
@@ -46,6 +46,7 @@ impl Rollout {
         match fact {
             Fact::NodesFound { page } => self.nodes_found(*page, ctx),
             Fact::NodeEnded { node_id, outcome } => self.node_ended(node_id, outcome, ctx),
+            Fact::NodeSoaked { node_id, fault } => self.node_soaked(node_id, fault, ctx),
         }
     }
 
@@ -81,6 +82,9 @@ impl Rollout {
         let why = match outcome {
             RolloutOutcome::Updated => {
                 next.updated += 1;
+                if next.order.soak_seconds > 0 {
+                    next.soaking.insert(node_id);
+                }
                 format!("node {node_id} was updated")
             }
             RolloutOutcome::Skipped { reason } => {
@@ -88,19 +92,7 @@ impl Rollout {
                 format!("node {node_id} was skipped: {}", reason.name())
             }
             RolloutOutcome::Failed { reason } => {
-                let reason: String = reason.chars().take(MAX_REASON_CHARS).collect();
-                next.failed += 1;
-                if next.failures.len() < MAX_NAMED {
-                    next.failures.push(EndedNode { node_id, reason: reason.clone() });
-                }
-                if matches!(next.phase, Phase::Running | Phase::Paused) {
-                    next.enter(Phase::Stopped { node_id, reason: reason.clone() }, ctx);
-                    let (rollout_id, reason) = (self.id, reason.clone());
-                    audit = Some(
-                        self.audit(AuditAction::RolloutsStop, json!({ "node_id": node_id, "reason": reason.clone() })),
-                    );
-                    events.push(Event::RolloutStopped { rollout_id, node_id, reason });
-                }
+                (events, audit) = next.count_failed(node_id, &reason, ctx);
                 format!("the update of node {node_id} failed: {reason}")
             }
         };

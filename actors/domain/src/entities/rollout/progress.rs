@@ -3,7 +3,7 @@
 use super::{PAGE, Phase, Reply, Rollout};
 use crate::event::Event;
 use crate::id::NodeId;
-use crate::retry::RetryTimer;
+use crate::resend_timer::ResendTimer;
 use crate::state_machine::{Transition, TransitionContext};
 
 impl Rollout {
@@ -19,6 +19,8 @@ impl Rollout {
             Phase::Aborting if self.in_flight.is_empty() => {
                 self.enter(Phase::Aborted, ctx);
                 self.waiting.clear();
+                self.soaking.clear();
+                self.soak = None;
                 vec![Event::RolloutAborted { rollout_id: self.id }]
             }
             Phase::Paused | Phase::Stopped { .. } | Phase::Aborting | Phase::Aborted | Phase::Completed => Vec::new(),
@@ -30,26 +32,26 @@ impl Rollout {
         while self.in_flight.len() < self.most_in_flight()
             && let Some(node_id) = self.waiting.pop_front()
         {
-            self.in_flight.insert(node_id, RetryTimer::first(ctx.now));
+            self.in_flight.insert(node_id, ResendTimer::first(ctx.now));
             events.push(self.update_due(node_id));
         }
+        self.begin_soak_after_wave(ctx);
         if self.feed.is_exhausted {
-            if self.waiting.is_empty() && self.in_flight.is_empty() {
+            if self.waiting.is_empty() && self.in_flight.is_empty() && self.soaking.is_empty() {
                 self.enter(Phase::Completed, ctx);
                 events.push(Event::RolloutCompleted { rollout_id: self.id });
             }
         } else if self.feed.due.is_none() && self.waiting.len() < PAGE.min(self.most_in_flight().max(1)) {
             // The next page is read while the nodes of this one are updated.
-            self.feed.due = Some(RetryTimer::first(ctx.now));
+            self.feed.due = Some(ResendTimer::first(ctx.now));
             events.push(Event::RolloutNodesDue { rollout_id: self.id });
         }
         events
     }
 
-    /// The canaries first: until they have succeeded, as many updates as successes that are missing.
+    /// As many updates as successes that are missing in the wave, of which the canaries are the first. None during a soak.
     fn most_in_flight(&self) -> usize {
-        let missing = self.order.canary.saturating_sub(self.updated);
-        let most = if missing > 0 { missing.min(self.order.max_unavailable) } else { self.order.max_unavailable };
+        let most = if self.soak.is_some() { 0 } else { self.missing_in_wave().min(self.order.max_unavailable) };
         usize::try_from(most).unwrap_or(usize::MAX)
     }
 
@@ -65,19 +67,27 @@ impl Rollout {
             next.feed.due = Some(timer.next(ctx.now));
             events.push(Event::RolloutNodesDue { rollout_id: self.id });
         }
+        events.extend(next.ask_soaked_nodes(ctx));
         if events.is_empty() {
             return Transition::stay(Reply::Done);
         }
-        let step = Transition::to(next, Reply::Done, "what has no answer is resent");
+        let step = Transition::to(next, Reply::Done, "updates without an answer are resent");
         events.into_iter().fold(step, Transition::event)
     }
 
     /// When the page that was asked for is asked for again. Only a running rollout needs one.
-    pub(super) fn page_due(&self) -> Option<RetryTimer> {
+    pub(super) fn page_due(&self) -> Option<ResendTimer> {
         self.feed.due.filter(|_| self.phase == Phase::Running)
     }
 
     fn update_due(&self, node_id: NodeId) -> Event {
-        Event::RolloutUpdateDue { rollout_id: self.id, node_id, digest: self.order.digest.clone() }
+        let (soaks, includes_held) = (self.order.soak_seconds > 0, self.order.includes_held);
+        Event::RolloutUpdateDue {
+            rollout_id: self.id,
+            node_id,
+            digest: self.order.digest.clone(),
+            soaks,
+            includes_held,
+        }
     }
 }

@@ -10,7 +10,7 @@ use crate::state_machine::{self, Transition, TransitionContext};
 use chrono::TimeDelta;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// A message between a node and its rollout may be resent once before a rollout counts as overdue.
 const ON_THE_WAY: TimeDelta = TimeDelta::minutes(2);
@@ -72,6 +72,8 @@ impl Rollout {
             "digest": order.digest,
             "canary": order.canary,
             "max_unavailable": order.max_unavailable,
+            "soak_seconds": order.soak_seconds,
+            "include_held": order.includes_held,
             "selector": order.selector,
             "reason": order.reason,
         });
@@ -92,6 +94,8 @@ impl Rollout {
             skipped: 0,
             failures: Vec::new(),
             skips: Vec::new(),
+            soaking: BTreeSet::new(),
+            soak: None,
         };
         let follows = rollout.advance(ctx);
         let audit = rollout.audit(AuditAction::RolloutsCreate, metadata);

@@ -14,6 +14,7 @@ fn person(user_id: &str, roles: &[TokenRole]) -> Principal {
         plan: Some("gold".into()),
         grant: None,
         service_account: None,
+        browser_session: None,
     })
 }
 
@@ -106,7 +107,10 @@ fn accounts_of_other_users_are_not_found_except_by_administrators() {
     for command in change() {
         let denied = decide_by(&person("bob", &[TokenRole::User]), Some(&account), command.clone(), 1);
         assert_eq!(denied.err(), Some(Rejection::NotFound), "{command:?}");
-        decide_by(&person("root", &[TokenRole::Admin]), Some(&account), command, 1).unwrap();
+        // A key acts as the owner, so that an administrator makes none.
+        let is_key = matches!(command, Command::AddKey { .. });
+        let by_admin = decide_by(&person("root", &[TokenRole::Admin]), Some(&account), command.clone(), 1);
+        assert_eq!(by_admin.err(), is_key.then_some(Rejection::NotFound), "{command:?}");
     }
     let gone = decide_by(&ann(), Some(&account), Command::Delete, 1).unwrap().next.unwrap();
     assert!(gone.keys.is_empty() && gone.state() == "deleted");
@@ -114,6 +118,19 @@ fn accounts_of_other_users_are_not_found_except_by_administrators() {
         assert_eq!(decide_by(&ann(), Some(&gone), command, 1).err(), Some(Rejection::NotFound));
     }
     assert_eq!(decide_by(&ann(), Some(&gone), create(&[TokenRole::User]), 1).err(), Some(Rejection::Exists));
+}
+
+#[test]
+fn owner_who_has_lost_a_role_gets_no_key_with_it() {
+    let root = person("root", &[TokenRole::Admin]);
+    let account = decide_by(&root, None, create(&[TokenRole::Admin]), 1).unwrap().next.unwrap();
+    let add = || Command::AddKey { sha256: [9; 32] };
+    let account = decide_by(&root, Some(&account), add(), 1).unwrap().next.unwrap();
+    let demoted = person("root", &[TokenRole::User]);
+    assert_eq!(decide_by(&demoted, Some(&account), add(), 2).err(), Some(Rejection::RolesLost));
+    let key = *account.keys.keys().next().unwrap();
+    decide_by(&demoted, Some(&account), Command::RevokeKey { key }, 3).unwrap();
+    decide_by(&demoted, Some(&account), Command::Delete, 3).unwrap();
 }
 
 #[test]
@@ -169,8 +186,8 @@ proptest! {
                 _ => Command::Tick,
             };
             if let Ok(Transition { next: Some(next), .. }) = decide_by(&ann(), Some(&account), command, (n as u128 + 1) << 64) {
-                let kept = serde_json::to_string(&next).unwrap();
-                prop_assert_eq!(&serde_json::from_str::<ServiceAccount>(&kept).unwrap(), &next);
+                let stored = serde_json::to_string(&next).unwrap();
+                prop_assert_eq!(&serde_json::from_str::<ServiceAccount>(&stored).unwrap(), &next);
                 account = next;
             }
             prop_assert!(account.keys.len() <= 5);

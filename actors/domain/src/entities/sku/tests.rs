@@ -31,6 +31,7 @@ fn person(name: &str, roles: &[PlatformRole]) -> Principal {
         plan: None,
         grant: Some(grant(roles)),
         service_account: None,
+        browser_session: None,
     })
 }
 
@@ -118,8 +119,8 @@ fn outcome(step: Result<Transition<Sku>, Rejection>) -> String {
         Err(rejection) => format!("refused: {rejection}"),
         Ok(Transition { next: None, .. }) => "stays".to_owned(),
         Ok(Transition { next: Some(next), events, audit, .. }) => {
-            let kept = serde_json::to_string(&next).unwrap();
-            assert_eq!(serde_json::from_str::<Sku>(&kept).unwrap(), next);
+            let stored = serde_json::to_string(&next).unwrap();
+            assert_eq!(serde_json::from_str::<Sku>(&stored).unwrap(), next);
             assert!(next.has_deadline_where_transient());
             let published: Vec<_> = events.iter().map(Event::subject).collect();
             let audited: Vec<_> = audit.iter().map(|audit| audit.action.as_str()).collect();
@@ -171,8 +172,42 @@ fn a_new_price_is_a_new_version_and_the_same_price_is_none() {
     let versions: Vec<_> =
         revised.prices.iter().map(|version| (version.price.amount_minor_per_gpu_hour, version.from)).collect();
     assert_eq!(versions, [(100, at(0)), (200, at(5))]);
-    let again = decide(Some(&revised), &admin(), dearer(), 9).unwrap().next.unwrap();
-    assert_eq!(again.prices, revised.prices);
+    let repeated = decide(Some(&revised), &admin(), dearer(), 9).unwrap().next.unwrap();
+    assert_eq!(repeated.prices, revised.prices);
+}
+
+#[test]
+fn prices_and_approvals_of_a_sku_are_bounded() {
+    let mut sku = sku(CatalogStatus::Active);
+    for n in 1..=1000_i64 {
+        let revise = Command::Revise {
+            price: Some(Price::new("EUR", n + 1000).unwrap()),
+            allowed_regions: None,
+            expected_hardware: None,
+            validation: None,
+        };
+        sku = decide(Some(&sku), &admin(), revise, n).unwrap().next.unwrap();
+    }
+    assert_eq!((sku.prices.len(), sku.price().unwrap().amount_minor_per_gpu_hour), (100, 2000));
+    // The longest texts, in the longest characters.
+    let texts = |role| ApprovalRequest {
+        role: Some(role),
+        impact_review: Some("\u{1f511}".repeat(4000)),
+        rollback_plan: Some("\u{1f511}".repeat(4000)),
+        reason: "\u{1f511}".repeat(500),
+        ..approves(StatusChange::Deactivate)
+    };
+    for (name, role, change) in [
+        ("ann", OPERATIONS, StatusChange::Deactivate),
+        ("bob", OWNER, StatusChange::Deactivate),
+        ("ann", OPERATIONS, StatusChange::Activate),
+    ] {
+        let given = ApprovalRequest { change, ..texts(role) };
+        sku = approve(&sku, &person(name, BOTH), given, 2000).unwrap().next.unwrap();
+    }
+    assert_eq!((sku.approvals.len(), sku.pending.is_some()), (2, true));
+    let size = serde_json::to_string(&sku).unwrap().len();
+    assert!(size < Sku::SNAPSHOT_MOST / 4 * 3, "{size}");
 }
 
 #[test]
@@ -197,8 +232,9 @@ fn one_person_gives_one_approval_in_any_role() {
             approve(&sku(CatalogStatus::Draft), &ann, ApprovalRequest { role, ..approves(StatusChange::Activate) }, 0);
         let first = first.unwrap().next.unwrap();
         for role in [None, Some(OPERATIONS), Some(OWNER)] {
-            let again = approve(&first, &ann, ApprovalRequest { role, ..approves(StatusChange::Activate) }, 1).unwrap();
-            assert!(again.next.is_none() && again.reply.pending.is_some(), "{role:?}");
+            let repeated =
+                approve(&first, &ann, ApprovalRequest { role, ..approves(StatusChange::Activate) }, 1).unwrap();
+            assert!(repeated.next.is_none() && repeated.reply.pending.is_some(), "{role:?}");
         }
     }
 }

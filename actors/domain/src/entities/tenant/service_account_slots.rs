@@ -35,7 +35,7 @@ impl Tenant {
         expected.insert(slot_of(account), ctx.now);
         let mut next = self.clone();
         next.expected_accounts = expected;
-        Ok(Transition::to(next, Reply::Done, format!("a place is kept for service account {account}")))
+        Ok(Transition::to(next, Reply::Done, format!("a slot is reserved for service account {account}")))
     }
 }
 

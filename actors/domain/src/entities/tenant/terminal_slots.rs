@@ -34,7 +34,7 @@ impl Tenant {
             return Err(Rejection::TooManyTerminals { limit });
         }
         expected.insert(session, ctx.now);
-        Ok(Transition::to(next, Reply::Done, format!("a place is kept for terminal session {session}")))
+        Ok(Transition::to(next, Reply::Done, format!("a slot is reserved for terminal session {session}")))
     }
 }
 

@@ -14,6 +14,7 @@ fn user(user_id: &str, role: TokenRole) -> Principal {
         plan: None,
         grant: None,
         service_account: None,
+        browser_session: None,
     })
 }
 
@@ -92,6 +93,30 @@ fn ctx<'a>(now: Timestamp, policy: &'a PolicyBook, by: &'a Principal) -> Transit
 }
 
 #[test]
+fn tenant_with_all_keys_and_allocations_that_policies_admit_is_within_its_bound() {
+    let most = |key: PolicyKey| usize::try_from(key.most()).unwrap();
+    let mut tenant = Tenant::new(&"u".repeat(255).into());
+    for n in 0..most(PolicyKey::SshKeyMaxPerUser) {
+        let id = SshKeyId(Uuid::from_u128(n as u128));
+        let key = SshKey {
+            id,
+            name: "\u{1f511}".repeat(100),
+            key_type: "sk-ecdsa-sha2-nistp256@openssh.com".into(),
+            public_key: "k".repeat(3 * 1024),
+            fingerprint: "f".repeat(50),
+            is_default: false,
+            created_by: format!("user:{}", "u".repeat(255)),
+            created_at: Timestamp::UNIX_EPOCH,
+        };
+        tenant.keys.insert(id, key);
+    }
+    tenant.live =
+        (0..most(PolicyKey::AllocationMaxConcurrent)).map(|n| AllocationId(Uuid::from_u128(n as u128))).collect();
+    let size = serde_json::to_string(&tenant).unwrap().len();
+    assert!(size < Tenant::SNAPSHOT_MOST, "{size}");
+}
+
+#[test]
 fn keys_are_changed_only_by_their_owner_or_an_administrator() {
     let (policy, tenant) = (book(50), with_keys(2));
     let other = tenant.keys.values().find(|key| !key.is_default).unwrap().id;
@@ -132,8 +157,8 @@ fn refused_key_mutations_are_audited_with_their_cause_and_without_input() {
     let command = Request::RefuseKey { user_id: "ann".into(), cause: SshKeyFault::PrivateKey };
     let step = decide(None, command.clone(), 1, 50).unwrap();
     assert_eq!(step.audit[0].metadata, json!({"result": "refused", "cause": "private_key"}));
-    let again = decide(step.next.as_ref(), command, 1, 50).unwrap();
-    assert!(again.next.is_none() && again.audit.is_empty());
+    let repeated = decide(step.next.as_ref(), command, 1, 50).unwrap();
+    assert!(repeated.next.is_none() && repeated.audit.is_empty());
 }
 
 #[test]
@@ -214,8 +239,8 @@ proptest! {
                 _ => Request::MakeDefault { key },
             };
             if let Ok(Transition { next: Some(next), .. }) = decide(Some(&tenant), command, (n as u128) << 64, 50) {
-                let kept = serde_json::to_string(&next).unwrap();
-                prop_assert_eq!(&serde_json::from_str::<Tenant>(&kept).unwrap(), &next);
+                let stored = serde_json::to_string(&next).unwrap();
+                prop_assert_eq!(&serde_json::from_str::<Tenant>(&stored).unwrap(), &next);
                 tenant = next;
             }
             prop_assert_eq!(defaults(&tenant), usize::from(!tenant.keys.is_empty()));

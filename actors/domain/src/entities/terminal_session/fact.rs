@@ -2,7 +2,7 @@
 
 use super::{CloseReason, Rejection, Reply, TerminalSession, TokenDigest};
 use crate::audit::AuditAction;
-use crate::id::NodeId;
+use crate::id::{AllocationId, BrowserSessionId, NodeId};
 use crate::precondition::Precondition;
 use crate::state_machine::{Transition, TransitionContext};
 use serde::{Deserialize, Serialize};
@@ -19,10 +19,18 @@ pub enum Fact {
     Detach { attachment: u32 },
     /// The node could not start it, or lost it.
     Fail { node_id: NodeId, code: String },
-    /// Its allocation is being released.
-    Revoke,
-    /// An administrator has revoked the certificates of its node.
-    CutOff,
+    /// Its allocation is being released. It is named where the sender could not read whether it is the session's.
+    Revoke {
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        allocation_id: Option<AllocationId>,
+    },
+    /// An administrator has revoked the certificates of its node. It is named where the sender could not read whether it is the session's.
+    CutOff {
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        node_id: Option<NodeId>,
+    },
+    /// A browser session has ended.
+    LogOut { browser_session_id: BrowserSessionId },
     /// A policy of recordings may have changed.
     HeedPolicy,
 }
@@ -37,11 +45,20 @@ impl TerminalSession {
                 Ok(self.close(CloseReason::Failed { code }, AuditAction::TerminalsClose, &metadata, ctx))
             }
             Fact::Fail { .. } => Ok(Transition::stay(Reply::Done)),
-            Fact::Revoke => Ok(self.close(CloseReason::AllocationEnded, AuditAction::TerminalsClose, &json!({}), ctx)),
-            Fact::CutOff => {
+            Fact::Revoke { allocation_id } if allocation_id.is_some_and(|named| named != self.allocation_id) => {
+                Ok(Transition::stay(Reply::Done))
+            }
+            Fact::Revoke { .. } => {
+                Ok(self.close(CloseReason::AllocationEnded, AuditAction::TerminalsClose, &json!({}), ctx))
+            }
+            Fact::CutOff { node_id } if node_id.is_some_and(|named| named != self.node_id) => {
+                Ok(Transition::stay(Reply::Done))
+            }
+            Fact::CutOff { .. } => {
                 let metadata = json!({ "cause": "node_revoked" });
                 Ok(self.close(CloseReason::Killed, AuditAction::TerminalsClose, &metadata, ctx))
             }
+            Fact::LogOut { browser_session_id } => Ok(self.log_out(browser_session_id, ctx)),
             Fact::HeedPolicy => Ok(self.apply_recording_policy(ctx)),
         }
     }

@@ -47,6 +47,6 @@ impl TerminalSession {
         }
         let audit = self.audit(AuditAction::TerminalsForgetRecording, &json!({}));
         let next = Self { tape: RecordingState::Forgotten, ..self.clone() };
-        Transition::to(next, Reply::Done, "its recording is older than it is kept").audit(audit)
+        Transition::to(next, Reply::Done, "its recording is past its retention").audit(audit)
     }
 }

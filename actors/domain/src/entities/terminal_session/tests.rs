@@ -1,6 +1,6 @@
 use super::*;
 use crate::authz::{CallerIdentity, TokenRole};
-use crate::cross_entity_invariants::i4_terminal_token_admits_one_connection;
+use crate::invariants::i4_terminal_token_admits_one_connection;
 use crate::policy::PolicyBook;
 use crate::state_machine::{Command as _, TraceContext};
 use chrono::TimeDelta;
@@ -11,6 +11,8 @@ use uuid::Uuid;
 const SESSION: Uuid = Uuid::from_u128(1);
 const ALLOCATION: AllocationId = AllocationId(Uuid::from_u128(2));
 const NODE: NodeId = NodeId(Uuid::from_u128(3));
+const REVOKE: Fact = Fact::Revoke { allocation_id: None };
+const CUT_OFF: Fact = Fact::CutOff { node_id: None };
 const ACTIVE: Precondition = Precondition { entity: Uuid::from_u128(2), version: 4 };
 
 fn user(name: &str) -> Principal {
@@ -22,6 +24,7 @@ fn user(name: &str) -> Principal {
         plan: None,
         grant: None,
         service_account: None,
+        browser_session: None,
     })
 }
 
@@ -227,7 +230,7 @@ fn closed_session_keeps_its_first_reason() {
     let mut story = Story::opened();
     let killed = story.ask(&user("admin"), Request::Kill { reason: "abuse".into() }).unwrap();
     assert_eq!(killed.audit[0].action, AuditAction::TerminalsKill);
-    for command in [Fact::Revoke.into(), Fact::CutOff.into(), Command::TICK, Fact::Detach { attachment: 0 }.into()] {
+    for command in [REVOKE.into(), CUT_OFF.into(), Command::TICK, Fact::Detach { attachment: 0 }.into()] {
         let step = story.ask(&gateway(), command).unwrap();
         assert!(step.next.is_none() && step.effects.is_empty());
     }
@@ -237,11 +240,87 @@ fn closed_session_keeps_its_first_reason() {
 }
 
 #[test]
+fn revocation_that_names_an_allocation_or_node_closes_its_session_alone() {
+    let (other_allocation, other_node) = (AllocationId(Uuid::from_u128(0xBAD)), NodeId(Uuid::from_u128(0xBAD)));
+    let mut story = Story::opened();
+    for others in [Fact::Revoke { allocation_id: Some(other_allocation) }, Fact::CutOff { node_id: Some(other_node) }] {
+        let step = story.ask(&gateway(), others).unwrap();
+        assert!(step.next.is_none() && step.effects.is_empty());
+    }
+    let session = story.session.clone().unwrap();
+    story.ask(&gateway(), Fact::Revoke { allocation_id: Some(session.allocation_id) }).unwrap();
+    assert_eq!(story.reason(), Some(&CloseReason::AllocationEnded));
+    let mut story = Story::opened();
+    story.ask(&gateway(), Fact::CutOff { node_id: Some(session.node_id) }).unwrap();
+    assert_eq!(story.reason(), Some(&CloseReason::Killed));
+}
+
+#[test]
+fn revocation_that_names_nothing_is_the_command_of_the_previous_release() {
+    for (fact, command) in [(REVOKE, json!({ "command": "revoke" })), (CUT_OFF, json!({ "command": "cut_off" }))] {
+        assert_eq!(serde_json::to_value(&fact).unwrap(), command);
+        assert_eq!(serde_json::from_value::<Fact>(command).unwrap(), fact);
+    }
+}
+
+#[test]
 fn revoking_node_certificates_closes_its_sessions() {
     let mut story = Story::opened();
-    let step = story.ask(&gateway(), Fact::CutOff).unwrap();
+    let step = story.ask(&gateway(), CUT_OFF).unwrap();
     assert_eq!(step.audit[0].metadata["cause"], "node_revoked");
     assert_eq!(story.reason(), Some(&CloseReason::Killed));
+}
+
+/// The user by the browser session of this number.
+fn logged_in(n: u128) -> Principal {
+    let Principal::Caller(caller) = user("u") else { unreachable!() };
+    Principal::Caller(CallerIdentity { browser_session: Some(BrowserSessionId(Uuid::from_u128(n))), ..caller })
+}
+
+/// A session with a connection of the browser session 1, and a token that another login has requested.
+fn with_token_of(other: &Principal) -> Story {
+    let mut story = Story::new();
+    story.ask(&logged_in(1), open(token(1))).unwrap();
+    story.attach(token(1)).unwrap();
+    story.ask(other, issue(token(2))).unwrap();
+    story
+}
+
+fn log_out(story: &mut Story, n: u128) -> Transition<TerminalSession> {
+    let fact = Fact::LogOut { browser_session_id: BrowserSessionId(Uuid::from_u128(n)) };
+    story.ask(&gateway(), fact).unwrap()
+}
+
+#[test]
+fn terminal_ends_with_the_login_that_connected_it_although_another_requested_a_token() {
+    for other in [logged_in(1), logged_in(2), user("u")] {
+        let mut story = with_token_of(&other);
+        let closed = log_out(&mut story, 1);
+        assert_eq!(closed.effects, [Effect::WakeTerminal(TerminalSessionId(SESSION))]);
+        assert_eq!(story.reason(), Some(&CloseReason::LoggedOut));
+    }
+    // One without a connection ends with the login that would connect it.
+    let mut story = Story::opened();
+    story.ask(&logged_in(2), issue(token(2))).unwrap();
+    log_out(&mut story, 2);
+    assert_eq!(story.reason(), Some(&CloseReason::LoggedOut));
+}
+
+#[test]
+fn login_that_only_requested_a_token_takes_the_token_with_it_and_not_the_terminal() {
+    let mut story = with_token_of(&logged_in(2));
+    assert!(story.session.as_ref().unwrap().is_of_login(BrowserSessionId(Uuid::from_u128(2))));
+    log_out(&mut story, 2);
+    assert_eq!(story.state(), "attached");
+    assert_eq!(story.attach(token(2)).unwrap_err(), refused(TerminalTokenFault::Mismatch));
+    assert!(log_out(&mut story, 2).next.is_none(), "it is over");
+
+    // The login that connects last is the one that counts.
+    let mut story = with_token_of(&logged_in(2));
+    story.attach(token(2)).unwrap();
+    assert!(log_out(&mut story, 1).next.is_none(), "its connection was replaced");
+    log_out(&mut story, 2);
+    assert_eq!(story.reason(), Some(&CloseReason::LoggedOut));
 }
 
 #[test]
@@ -303,14 +382,14 @@ proptest! {
                 SessionStep::Tick => drop(story.ask(&gateway(), Command::TICK)),
                 SessionStep::End => drop(story.ask(&Principal::Node(NODE), Request::End { exit: ShellExit::Signal(9) })),
                 SessionStep::Kill => drop(story.ask(&user("a"), Request::Kill { reason: "r".into() })),
-                SessionStep::Revoke => drop(story.ask(&gateway(), Fact::Revoke)),
+                SessionStep::Revoke => drop(story.ask(&gateway(), REVOKE)),
             }
             let session = story.session.as_ref().unwrap();
             prop_assert!(i4_terminal_token_admits_one_connection(session, &issued));
             prop_assert_eq!(session.violations(&[]), []);
             prop_assert!(!was_closed || story.state() == "closed");
-            let kept = serde_json::to_string(session).unwrap();
-            prop_assert_eq!(&serde_json::from_str::<TerminalSession>(&kept).unwrap(), session);
+            let stored = serde_json::to_string(session).unwrap();
+            prop_assert_eq!(&serde_json::from_str::<TerminalSession>(&stored).unwrap(), session);
         }
         story.pass(14_400);
         story.ask(&gateway(), Command::TICK).unwrap();
@@ -396,7 +475,7 @@ mod recorded {
     fn recording_is_removed_once_and_only_after_the_session() {
         let mut story = Story::opened();
         assert!(story.ask(&gateway(), Maintenance::ForgetRecording).unwrap().next.is_none(), "it still grows");
-        story.ask(&gateway(), Fact::Revoke).unwrap();
+        story.ask(&gateway(), REVOKE).unwrap();
         let forgotten = story.ask(&gateway(), Maintenance::ForgetRecording).unwrap();
         assert_eq!(actions(&forgotten), [AuditAction::TerminalsForgetRecording]);
         assert!(story.ask(&gateway(), Maintenance::ForgetRecording).unwrap().next.is_none());
@@ -405,9 +484,9 @@ mod recorded {
 
     #[test]
     fn session_of_the_previous_release_is_read_without_recording() {
-        let mut kept = serde_json::to_value(Story::opened().session.unwrap()).unwrap();
-        kept.as_object_mut().unwrap().retain(|field, _| !["recording", "tape"].contains(&field.as_str()));
-        let session: TerminalSession = serde_json::from_value(kept).unwrap();
+        let mut stored = serde_json::to_value(Story::opened().session.unwrap()).unwrap();
+        stored.as_object_mut().unwrap().retain(|field, _| !["recording", "tape"].contains(&field.as_str()));
+        let session: TerminalSession = serde_json::from_value(stored).unwrap();
         assert!(!session.has_recording() && !session.recording.is_on());
     }
 }

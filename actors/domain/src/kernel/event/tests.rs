@@ -35,6 +35,7 @@ samples! {
     RefundId: Self(Uuid::from_u128(9));
     ProcessorEventId: Self(Uuid::from_u128(10));
     KeySetId: Self(Uuid::from_u128(11));
+    BrowserSessionId: Self(Uuid::from_u128(12));
     AnnouncementId: Self(Uuid::from_u128(12));
     HealthRulesId: Self(Uuid::from_u128(13));
     RolloutId: Self(Uuid::from_u128(14));
@@ -106,6 +107,7 @@ fn the_event_table_is_as_reviewed() {
             Reaction::SendSshKeys { .. } => "tell logins".to_owned(),
             Reaction::CloseTerminals { .. } => "close terminals".to_owned(),
             Reaction::CloseNodeTerminals { .. } => "cut terminals".to_owned(),
+            Reaction::CloseBrowserTerminals { .. } => "log terminals out".to_owned(),
             Reaction::Rollout(_, fact) => format!("rollout {}", fact.tag()),
             Reaction::FindRolloutNodes(_) => "find rollout nodes".to_owned(),
         };
@@ -132,8 +134,8 @@ fn every_subject_is_stored_by_exactly_its_own_stream() {
         stream.subjects().iter().any(|pattern| subject.starts_with(pattern.trim_end_matches('>')))
     };
     for event in Event::samples() {
-        let kept: Vec<_> = Stream::ALL.into_iter().filter(|stream| keeps(stream, event.subject())).collect();
-        assert_eq!(kept, [event.row().stream], "{}", event.subject());
+        let stored: Vec<_> = Stream::ALL.into_iter().filter(|stream| keeps(stream, event.subject())).collect();
+        assert_eq!(stored, [event.row().stream], "{}", event.subject());
     }
 }
 
@@ -153,7 +155,7 @@ fn no_event_has_a_field_that_could_hold_a_secret() {
 #[test]
 fn an_event_decodes_to_itself() {
     for event in Event::samples() {
-        let kept = serde_json::to_string(&event).unwrap();
-        assert_eq!(serde_json::from_str::<Event>(&kept).unwrap(), event);
+        let stored = serde_json::to_string(&event).unwrap();
+        assert_eq!(serde_json::from_str::<Event>(&stored).unwrap(), event);
     }
 }

@@ -1,7 +1,9 @@
 //! The balance covers what can accrue until the next charge, whatever changes within a window. `Bench::send` checks the invariant after
 //! each command; here are sequences that once violated it, and their effect on the balance.
 
+use super::simulation::{AccountSimulation, AccountStep, moves};
 use super::*;
+use proptest::prelude::*;
 
 fn seconds(seconds: i64) -> TimeDelta {
     TimeDelta::seconds(seconds)

@@ -93,8 +93,45 @@ fn version_of_the_agent_is_recorded_at_once() {
 
 const ROLLOUT: RolloutId = RolloutId(uuid::Uuid::from_u128(0xB));
 
+/// The order of a rollout that watches the node afterwards.
+fn of_soaking_rollout(digit: char) -> Fact {
+    Fact::UpdateForRollout { rollout_id: ROLLOUT, digest: digest(digit), soaks: true, includes_held: false }
+}
+
+fn check() -> Fact {
+    Fact::CheckForRollout { rollout_id: ROLLOUT }
+}
+
+/// What the node has reported of the soak.
+fn soaked(story: &Story) -> Option<Option<String>> {
+    story.published.iter().find_map(|event| {
+        let Reaction::Rollout(ROLLOUT, rollout::Fact::NodeSoaked { fault, .. }) = event.reaction() else { return None };
+        Some(fault)
+    })
+}
+
+/// A heartbeat of an agent that can be updated, with this finding.
+fn beats_updatable(story: Story, finding: &ReportedFinding) -> Story {
+    let Request::Heartbeat { serial, mut seen, inventory, health } =
+        health::report_of(vec![finding.clone()], story.now, inventory(GPUS))
+    else {
+        unreachable!("a heartbeat is one")
+    };
+    seen.task_types = Some(["agent.update".to_owned()].into());
+    story.agent(Request::Heartbeat { serial, seen, inventory, health })
+}
+
+/// A node that has the version of a rollout, which watches it.
+fn soaking() -> Story {
+    let story = updatable().after_fact(of_soaking_rollout('a'));
+    let task_id = story.node.latest_update().unwrap().work.task_id;
+    let story = story.after(TimeDelta::seconds(5)).agent(report(task_id, 1, DONE));
+    assert_eq!((outcome(&story), soaked(&story)), (Some(RolloutOutcome::Updated), None));
+    story
+}
+
 fn of_rollout(rollout_id: RolloutId, digit: char) -> Fact {
-    Fact::UpdateForRollout { rollout_id, digest: digest(digit) }
+    Fact::UpdateForRollout { rollout_id, digest: digest(digit), soaks: false, includes_held: false }
 }
 
 /// An active node whose agent can be updated.
@@ -158,6 +195,54 @@ fn rollout_skips_what_it_cannot_update_and_remembers_that() {
     assert_eq!((reason, story.node.tasks.len()), ("offline", 0));
 }
 
+/// The order of a rollout that includes held nodes.
+fn of_rollout_with_held(digit: char) -> Fact {
+    Fact::UpdateForRollout { rollout_id: ROLLOUT, digest: digest(digit), soaks: true, includes_held: true }
+}
+
+/// A node that can be updated, in quarantine for a setuid file that the agent found.
+fn altered() -> Story {
+    let story = updatable();
+    let setuid =
+        ReportedFinding { first_at: story.now, last_at: story.now, ..health::found("privilege", "setuid", None) };
+    beats_updatable(story, &setuid).expect("quarantined").after(TimeDelta::seconds(5))
+}
+
+#[test]
+fn rollout_updates_a_node_that_a_fault_holds_where_held_nodes_are_included() {
+    let skipped = altered().after_fact(of_rollout(ROLLOUT, 'a'));
+    assert_eq!(outcome(&skipped), Some(RolloutOutcome::Skipped { reason: SkipReason::Quarantined }));
+    let ordered = altered().after_fact(of_rollout_with_held('a')).expect("quarantined");
+    let task_id = ordered.node.latest_update().expect("it is updated").work.task_id;
+    assert_eq!(ordered.pending_tasks(), ["agent.update"]);
+    let updated = ordered.agent(report(task_id, 1, DONE)).expect("quarantined");
+    assert_eq!(outcome(&updated), Some(RolloutOutcome::Updated));
+    // What held it before the update is no fault of the soak, and the version that does not find it ends the hold.
+    assert_eq!(soaked(&updated.clone().after_fact(check())), Some(None));
+    let cured = updated.after(TimeDelta::seconds(30)).finds(&[]).expect("active");
+    assert_eq!(soaked(&cured.after_fact(check())), Some(None));
+}
+
+#[test]
+fn rollout_skips_held_nodes_that_an_update_cannot_cure_or_that_are_silent() {
+    let reason = |story: Story| {
+        let story = story.after_fact(of_rollout_with_held('a'));
+        assert!(story.node.latest_update().is_none(), "no update begins");
+        let Some(RolloutOutcome::Skipped { reason }) = outcome(&story) else { panic!("{:?}", story.published) };
+        reason.name()
+    };
+    assert_eq!(reason(updatable().quarantined()), "quarantined", "an administrator holds it");
+    assert_eq!(reason(altered().quarantined()), "quarantined", "and of several holds one is an administrator's");
+    assert_eq!(reason(altered().after(TimeDelta::hours(1))), "offline");
+    assert_eq!(reason(altered().admin(retire(false))), "retired");
+    // It was offline when it was held, and is back.
+    let back = updatable().offline();
+    let setuid =
+        ReportedFinding { first_at: back.now, last_at: back.now, ..health::found("privilege", "setuid", None) };
+    let back = beats_updatable(back, &setuid).expect("quarantined").after_fact(of_rollout_with_held('a'));
+    assert_eq!(back.pending_tasks(), ["agent.update"]);
+}
+
 #[test]
 fn rolled_back_and_stalled_updates_are_failures_of_the_rollout() {
     let story = updatable().after_fact(of_rollout(ROLLOUT, 'a'));
@@ -172,4 +257,77 @@ fn rolled_back_and_stalled_updates_are_failures_of_the_rollout() {
     // The node is removed in the meantime, and its task with it.
     let removed = story.retired().removing().after_fact(of_rollout(ROLLOUT, 'a'));
     assert_eq!(outcome(&removed), Some(RolloutOutcome::Skipped { reason: SkipReason::Removed }));
+}
+
+#[test]
+fn node_that_is_offline_in_the_soak_reports_that_once_and_when_it_is_asked() {
+    let offline = soaking().offline().expect("offline");
+    assert_eq!(soaked(&offline), Some(Some("offline".into())));
+    let back = offline.after_heartbeat().expect("active");
+    assert_eq!(soaked(&back), None, "once");
+    // The report was lost, and the node is back: its answer has it still, as often as it is asked.
+    let asked = back.after_fact(check());
+    assert_eq!(soaked(&asked), Some(Some("offline".into())));
+    assert_eq!(soaked(&asked.after_fact(check())), Some(Some("offline".into())));
+}
+
+#[test]
+fn new_findings_of_the_stopping_classes_are_faults_of_the_soak_and_others_are_none() {
+    let found = |probe: &str, code: &str, gpu: Option<u32>| {
+        let story = soaking().after(TimeDelta::seconds(5));
+        let now = story.now;
+        story.finds(&[ReportedFinding { first_at: now, last_at: now, ..health::found(probe, code, gpu) }])
+    };
+    let altered = found("privilege", "setuid", None).expect("quarantined");
+    assert_eq!(soaked(&altered), Some(Some("privilege/setuid".into())));
+    assert_eq!(soaked(&found("privilege", "incomplete", None)), None, "it is only shown");
+    assert_eq!(soaked(&found("xid", "79", Some(0))), Some(Some("xid/79".into())));
+    assert_eq!(soaked(&found("xid", "13", Some(0))), None, "a tenant's program");
+}
+
+#[test]
+fn finding_from_before_the_update_is_no_fault_of_the_soak() {
+    let story = updatable();
+    let evacuates = ReportedFinding { first_at: story.now, last_at: story.now, ..health::xid(79, 0) };
+    let story = beats_updatable(story.policy(PolicyKey::NodeRepairAttempts, 0), &evacuates);
+    let story = story.after(TimeDelta::seconds(30)).after_fact(of_soaking_rollout('a'));
+    let task_id = story.node.latest_update().expect("it is updated").work.task_id;
+    let story = beats_updatable(story.agent(report(task_id, 1, DONE)), &evacuates);
+    assert_eq!(soaked(&story), None);
+    assert_eq!(soaked(&story.after_fact(check())), Some(None));
+}
+
+#[test]
+fn node_that_is_in_order_is_watched_no_longer_after_its_answer() {
+    let asked = soaking().after_heartbeat().after_fact(check());
+    assert_eq!(soaked(&asked), Some(None));
+    assert_eq!(soaked(&asked.clone().after_fact(check())), Some(None), "its answer was lost");
+    assert_eq!(soaked(&asked.offline()), None);
+    // A rollout without a soak gets no reports.
+    let story = updatable().after_fact(of_rollout(ROLLOUT, 'a'));
+    let task_id = story.node.latest_update().unwrap().work.task_id;
+    assert_eq!(soaked(&story.agent(report(task_id, 1, DONE)).offline()), None);
+    // An administrator took it out of service.
+    assert_eq!(soaked(&soaking().quarantined()), None);
+    assert_eq!(soaked(&soaking().retired().after_fact(check())), Some(None));
+}
+
+#[test]
+fn silence_shows_at_the_check_also_where_no_timer_watches_the_node() {
+    let draining = soaking().quarantined().after(TimeDelta::hours(1)).after_fact(check());
+    assert_eq!(soaked(&draining), Some(Some("offline".into())));
+}
+
+#[test]
+fn late_result_of_an_update_without_one_changes_nothing_for_the_rollout() {
+    let story = updatable().after_fact(of_soaking_rollout('a'));
+    let task_id = story.node.latest_update().unwrap().work.task_id;
+    let stalled = story.after(TimeDelta::seconds(720)).after_heartbeat().ticked();
+    assert_eq!(outcome(&stalled), Some(RolloutOutcome::Failed { reason: "no_result".into() }));
+    // It is offline meanwhile, and its result comes late.
+    let offline = stalled.offline();
+    assert_eq!(soaked(&offline), None, "it has failed already");
+    let late = offline.agent(report(task_id, 1, DONE));
+    let recorded = late.node.rollouts.last().unwrap().outcome.clone();
+    assert_eq!(recorded, Some(RolloutOutcome::Updated), "the node's own record");
 }

@@ -49,9 +49,9 @@ fn tenant_is_notified_once_and_released_at_the_deadline() {
     let is_due = |story: &Story| story.published.iter().any(|event| matches!(event, Event::EvacuationDue { .. }));
     assert!(is_due(&due));
     // The release may have been lost: it is requested again, ever more rarely, until the clean-up begins.
-    let again = due.at_its_timer().ticked();
-    assert!(is_due(&again) && again.now > release_at);
-    let releasing = again.cleaning(1);
+    let repeated = due.at_its_timer().ticked();
+    assert!(is_due(&repeated) && repeated.now > release_at);
+    let releasing = repeated.cleaning(1);
     assert_eq!(releasing.release_at(), None);
     assert!(!is_due(&releasing.after(LIMIT).ticked()));
 }
@@ -62,9 +62,16 @@ fn lost_release_is_requested_again_also_after_the_finding_has_ended() {
     let release_at = begun.release_at().unwrap();
     let ended = begun.at(release_at).ticked().finds(&[]);
     assert_eq!(ended.release_at(), Some(release_at), "the release is on its way");
-    let again = ended.at_its_timer().ticked();
-    assert!(again.published.iter().any(|event| matches!(event, Event::EvacuationDue { .. })), "{:?}", again.published);
-    assert!(again.node.timer().is_some_and(|at| at > again.now), "a timer in the past would wake the node without end");
+    let repeated = ended.at_its_timer().ticked();
+    assert!(
+        repeated.published.iter().any(|event| matches!(event, Event::EvacuationDue { .. })),
+        "{:?}",
+        repeated.published
+    );
+    assert!(
+        repeated.node.timer().is_some_and(|at| at > repeated.now),
+        "a timer in the past would wake the node without end"
+    );
 }
 
 #[test]

@@ -46,6 +46,35 @@ impl Story {
 }
 
 #[test]
+fn comparison_line_by_line_finds_what_quarantines_the_node() {
+    let story = node().active().expects(Some(expected()));
+    let cases: [(Change, &[&str]); 9] = [
+        (&|_| (), &[]),
+        (&|it| it.gpus.truncate(1), &["GPUs"]),
+        (&|it| it.gpus[0].model = "A100".into(), &["model of the GPUs"]),
+        (&|it| it.gpus[1].memory_mib = 1, &["memory of each GPU"]),
+        (&|it| it.cpu_model = Some("AMD EPYC 9554".into()), &["processor"]),
+        (&|it| it.cpu_cores = 63, &["logical processors"]),
+        (&|it| (it.memory_mib, it.storage_gib) = (486_399, 3_799), &["memory", "storage"]),
+        (&|it| it.driver_version = Some("570.9.99".into()), &["driver"]),
+        (&|it| (it.cpu_model, it.driver_version, it.memory_mib) = (None, Some("of tomorrow".into()), 0), &[]),
+    ];
+    for (change, items) in cases {
+        let mut inventory = as_expected();
+        change(&mut inventory);
+        let shown = story.clone().shows(inventory);
+        let lines = shown.node.compared_hardware();
+        assert_eq!(lines.len(), 8);
+        let short: Vec<_> = lines.iter().filter(|line| line.is_enough == Some(false)).map(|line| line.item).collect();
+        assert_eq!(short, items);
+        assert_eq!(shown.node.mismatch().is_some(), !items.is_empty());
+    }
+    let mut unseen = story.node.clone();
+    unseen.inventory = None;
+    assert!(unseen.compared_hardware().iter().all(|line| line.found.is_none() && line.is_enough.is_none()));
+}
+
+#[test]
 fn each_difference_is_named_and_what_is_unknown_is_none() {
     let story = node().active().expects(Some(expected()));
     let shown = |change: &dyn Fn(&mut ReportedInventory)| {
@@ -89,8 +118,12 @@ fn drift_takes_no_new_tenant_and_is_over_when_the_inventory_agrees_again() {
     assert!(matches!(drifted.node.holds[&TENANT].phase, HoldPhase::Ready), "the tenant runs on");
     let refused = drifted.refuses(&worker(), reserve(AllocationId(Uuid::from_u128(77)), 1));
     assert!(matches!(refused, Rejection::NotSchedulable { .. }), "{refused}");
+    let released = drifted.refuses(&admin(), Request::ReleaseQuarantine { reason: "r".into() });
+    assert!(matches!(released, Rejection::NotInOrder { .. }), "{released}");
     let more = drifted.shows(smaller);
     assert!(more.drift().unwrap().contains("8 logical processors"), "the hold names the new difference");
+    let more =
+        more.publishes(&[]).shows(ReportedInventory { cpu_cores: 8, memory_mib: 1000, ..as_expected() }).unmoved();
     more.shows(as_expected()).expect("active");
 }
 

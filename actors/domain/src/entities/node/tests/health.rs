@@ -123,8 +123,8 @@ fn heartbeat_with_the_same_findings_writes_nothing() {
     let findings = [xid(79, 3), xid(31, TENANTS)];
     let first = node().active().finds(&findings);
     assert!(first.wrote);
-    let again = first.after(TimeDelta::seconds(5)).finds(&findings);
-    assert!(!again.wrote, "a fleet's databases would be busy with it");
+    let repeated = first.after(TimeDelta::seconds(5)).finds(&findings);
+    assert!(!repeated.wrote, "a fleet's databases would be busy with it");
 }
 
 #[test]
@@ -136,9 +136,9 @@ fn two_findings_on_one_gpu_and_one_cleared_leave_the_other() {
     let none = one.clears(1);
     assert_eq!((none.node.gpus_free(), none.node.health.status), (GPUS, NodeHealthStatus::Ok));
     // The agent goes on reporting what was cleared.
-    let again = none.finds(&[xid(79, 3), xid(95, 3)]);
-    assert_eq!(again.node.gpus_free(), GPUS);
-    let occurred = again.finds(&[ReportedFinding { count: 2, ..xid(79, 3) }, xid(95, 3)]);
+    let repeated = none.finds(&[xid(79, 3), xid(95, 3)]);
+    assert_eq!(repeated.node.gpus_free(), GPUS);
+    let occurred = repeated.finds(&[ReportedFinding { count: 2, ..xid(79, 3) }, xid(95, 3)]);
     assert_eq!(occurred.node.gpus_free(), GPUS - 1, "it occurred again");
     let rebooted = occurred.clears(0).finds(&[ReportedFinding { boot_id: "boot-2".into(), ..xid(79, 3) }]);
     assert_eq!(rebooted.node.gpus_free(), GPUS - 1, "it occurred in another boot");

@@ -9,7 +9,7 @@ fn setuid(count: u64) -> ReportedFinding {
 }
 
 fn accepted(story: &Story) -> Vec<(String, u64)> {
-    let Reply::Heard { accepted, .. } = &story.reply else { panic!("no answer to a heartbeat") };
+    let Reply::HeartbeatAccepted { accepted, .. } = &story.reply else { panic!("no answer to a heartbeat") };
     accepted.iter().map(|finding| (finding.code.clone(), finding.count)).collect()
 }
 
@@ -34,13 +34,15 @@ fn cleared_finding_is_accepted_as_it_was_reported_until_the_agent_has_learned_th
     assert_eq!(accepted(&altered), []);
     let cleared = altered.clears(0).expect("active").finds(&[setuid(1)]).expect("active");
     assert_eq!(accepted(&cleared), [("setuid".to_owned(), 1)]);
-    let again = cleared.clone().finds(&[setuid(1)]);
-    assert_eq!(accepted(&again), [("setuid".to_owned(), 1)], "the answer may be lost");
-    let learned = again.finds(&[]).expect("active");
+    let repeated = cleared.clone().finds(&[setuid(1)]);
+    assert_eq!(accepted(&repeated), [("setuid".to_owned(), 1)], "the answer may be lost");
+    let learned = repeated.finds(&[]).expect("active");
     assert_eq!(accepted(&learned), []);
     // Another occurrence was not looked at.
     let other = cleared.finds(&[setuid(2)]).expect("quarantined");
     assert_eq!(accepted(&other), []);
+    let both = other.clears(0).expect("active").finds(&[setuid(2)]);
+    assert_eq!(accepted(&both), [("setuid".to_owned(), 2)]);
 }
 
 #[test]
@@ -81,4 +83,20 @@ fn override_weakens_a_row_for_a_fleet_whose_ports_change() {
     let written = RuleOverride { judgement: judgement.clone(), reason, written_by, written_at: start() };
     story.policy.set_health_rules(RuleOverrides([(judgement.pattern, written)].into()));
     story.finds(&[found("privilege", "listening_port", None)]).expect("active");
+}
+
+#[test]
+fn hold_names_eight_findings_at_most() {
+    let altered = TABLE.iter().filter(|rule| rule.has(FindingClass::Quarantine));
+    let all: Vec<_> = altered.map(|rule| found(rule.probe, rule.code, None)).collect();
+    let held = node().active().finds(&all).expect("quarantined");
+    let named = |message: &str| all.iter().filter(|it| message.contains(&format!("{}/{},", it.probe, it.code))).count();
+    assert!(all.len() > 8);
+    assert_eq!(named(&held.node.reason.message), 8, "{}", held.node.reason.message);
+}
+
+#[test]
+fn hold_that_lasts_is_the_same_one_from_report_to_report() {
+    let altered = node().active().finds(&[setuid(1)]).expect("quarantined").publishes(&["node.state_changed"]);
+    altered.finds(&[setuid(1)]).expect("quarantined").unmoved();
 }

@@ -1,7 +1,7 @@
 //! Onboarding, contact, and the actions of administrators.
 
 use super::*;
-use crate::cross_entity_invariants::HistoryEntry;
+use crate::invariants::HistoryEntry;
 
 #[test]
 fn nonexistent_node_can_only_be_registered() {
@@ -264,11 +264,11 @@ fn node_retired_before_activation_returns_only_with_a_new_identity() {
     let retired = node().enrolled().retired();
     let refused = retired.refuses(&admin(), reactivate());
     assert!(refused.to_string().contains("reissue-enrollment"), "{refused}");
-    let mut anew = enrollment();
-    if let Request::Enroll(shown) = &mut anew {
+    let mut enrolled_once_more = enrollment();
+    if let Request::Enroll(shown) = &mut enrolled_once_more {
         shown.token_sha256 = [8; 32];
     }
-    retired.admin(reissue(false)).agent(anew).expect("retired").admin(reactivate()).expect("active");
+    retired.admin(reissue(false)).agent(enrolled_once_more).expect("retired").admin(reactivate()).expect("active");
 }
 
 #[test]
@@ -327,25 +327,6 @@ fn alert_that_prevents_allocation_stops_placement_while_active() {
 }
 
 #[test]
-fn tenant_whose_keys_exceed_the_bound_is_not_placed() {
-    let key = |n: u128| AuthorizedKey {
-        id: crate::SshKeyId(Uuid::from_u128(n)),
-        public_key: "k".repeat(740),
-        fingerprint: "f".repeat(50),
-    };
-    let reserve = |allocation_id, keys: u128| Fact::Reserve {
-        allocation_id,
-        gpu_count: 1,
-        keys: (0..keys).map(key).collect(),
-        revision: 0,
-        reimages: false,
-    };
-    let one = node().active().after_fact(reserve(TENANT, 30));
-    assert!(matches!(one.refuses(&worker(), reserve(OTHER, 2)), Rejection::NotSchedulable { .. }));
-    one.after_fact(reserve(OTHER, 1));
-}
-
-#[test]
 fn change_of_address_drops_the_probe_outcome() {
     let probe = |reachable| Some(ProbeOutcome { reachable, checked_at: start(), error: None });
     let revise = |host: &str, probe| Request::Revise {
@@ -399,6 +380,20 @@ fn quarantined_node_that_has_drained_is_retired_on_release() {
 }
 
 #[test]
+fn silent_node_has_the_time_of_its_last_contact_in_every_state() {
+    let active = node().active();
+    let last = Some(active.node.seen.as_ref().unwrap().last_seen_at);
+    assert_eq!(active.node.silent_since(active.now), None);
+    let offline = active.clone().offline().expect("offline");
+    assert_eq!(offline.node.silent_since(offline.now), last);
+    // A quarantined node does not become offline.
+    let quarantined = active.quarantined().after(TimeDelta::seconds(90));
+    assert_eq!(quarantined.node.silent_since(quarantined.now), last);
+    let back = quarantined.after_heartbeat().expect("quarantined");
+    assert_eq!(back.node.silent_since(back.now), None);
+}
+
+#[test]
 fn retired_node_is_reactivated_only_when_fit() {
     let reactivate = || Request::Reactivate { reason: "r".into() };
     let retired = node().active().retired();
@@ -423,7 +418,9 @@ fn retired_node_renews_and_gets_no_tasks() {
 fn offline_timeout_is_a_policy() {
     let story = node().policy(PolicyKey::NodeOfflineAfter, 10).active();
     assert_eq!(story.node.timer(), Some(start() + TimeDelta::seconds(10)));
-    let Reply::Heard { next_heartbeat_seconds, .. } = story.after_heartbeat().reply else { panic!("no answer") };
+    let Reply::HeartbeatAccepted { next_heartbeat_seconds, .. } = story.after_heartbeat().reply else {
+        panic!("no answer")
+    };
     assert_eq!(next_heartbeat_seconds, 3);
 }
 
@@ -431,7 +428,7 @@ fn offline_timeout_is_a_policy() {
 #[test]
 fn refused_enrollment_is_audited_with_its_cause_once_a_minute() {
     let mut story = node().invited().by(&agent(), enrollment());
-    let mut kept = Vec::new();
+    let mut stored = Vec::new();
     for second in 0..130 {
         let rejection = story.refuses(&agent(), enrollment());
         let refused =
@@ -445,11 +442,11 @@ fn refused_enrollment_is_audited_with_its_cause_once_a_minute() {
                 "nothing else changes"
             );
             story.node = refused.next;
-            kept.push(second);
+            stored.push(second);
         }
         story = story.after(TimeDelta::seconds(1));
     }
-    assert_eq!(kept, [0, 60, 120]);
+    assert_eq!(stored, [0, 60, 120]);
     let other = story.node.audit_refusal(
         &poll().into(),
         &Rejection::CertificateUnknown,

@@ -87,10 +87,22 @@ fn token_holds_for_the_deployment_and_the_time_of_any_other() {
     let expires_at = story.node.identity.token.as_ref().unwrap().expires_at;
     assert_eq!(expires_at, start() + DEPLOY + TimeDelta::seconds(3600));
     // A second one, after a kill between both, voids the first.
-    let again = Fact::MachineToken { token_id: TokenId(Uuid::from_u128(6)), token_sha256: [9; 32] };
-    let again = story.after_fact(again);
-    let refused = again.refuses(&agent(), provided_enrollment("old"));
+    let repeated = Fact::MachineToken { token_id: TokenId(Uuid::from_u128(6)), token_sha256: [9; 32] };
+    let repeated = story.after_fact(repeated);
+    let refused = repeated.refuses(&agent(), provided_enrollment("old"));
     assert_eq!(refused, Rejection::TokenRefused { cause: EnrollmentTokenFault::Mismatch });
+}
+
+#[test]
+fn token_of_a_machine_that_is_not_to_be_deployed_is_refused() {
+    let failing = provided().after_fact(token()).at_the_provider(failed_at_provider());
+    let failed = failing.clone().at_the_provider(ProviderReport::Done);
+    let releasing = failed.clone().admin(Request::Reimage { reason: "repaired".into() });
+    for story in [failing, failed, releasing] {
+        let story = story.expect("registered");
+        let refused = story.refuses(&worker(), token());
+        assert!(matches!(refused, Rejection::WrongState { .. }), "{:?}: {refused:?}", story.machine().step);
+    }
 }
 
 #[test]
@@ -103,10 +115,10 @@ fn failed_deployment_marks_the_machine_as_broken_and_shows_why() {
     let marked = failing.at_the_provider(ProviderReport::Done);
     assert!(matches!(&marked.machine().step, ProviderStep::Failed { why } if why == "Failed deployment"));
     assert_eq!(marked.node.timer(), None, "nothing is outstanding");
-    let again = marked.admin(Request::Reimage { reason: "repaired".into() }).expect("registered");
-    assert_eq!(again.machine().step, ProviderStep::Releasing { then_deploy: true });
-    let again = again.at_the_provider(ProviderReport::Done).publishes(&["node.machine_due"]).deployed();
-    again.expect("active");
+    let repeated = marked.admin(Request::Reimage { reason: "repaired".into() }).expect("registered");
+    assert_eq!(repeated.machine().step, ProviderStep::Releasing { then_deploy: true });
+    let repeated = repeated.at_the_provider(ProviderReport::Done).publishes(&["node.machine_due"]).deployed();
+    repeated.expect("active");
 }
 
 #[test]
@@ -147,8 +159,8 @@ fn machine_that_was_released_by_others_quarantines_its_node() {
     let story = provided().deployed().at_the_provider(lost()).expect("quarantined");
     assert_eq!(story.node.reason.code.as_str(), "machine_lost");
     assert_eq!(story.node.gpus_free(), 0);
-    let again = story.at_the_provider(lost()).unmoved();
-    again.after_heartbeat().expect("quarantined");
+    let repeated = story.at_the_provider(lost()).unmoved();
+    repeated.after_heartbeat().expect("quarantined");
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 use super::provided_machine::{provided, provided_enrollment, token};
 use super::*;
+use crate::validation::ValidationLevel;
 
 fn whole() -> Fact {
     Fact::Reserve { allocation_id: TENANT, gpu_count: GPUS, keys: Vec::new(), revision: 0, reimages: true }
@@ -9,6 +10,10 @@ fn whole() -> Fact {
 
 fn reimage() -> Request {
     Request::Reimage { reason: "r".into() }
+}
+
+fn validate(level: ValidationLevel) -> Request {
+    Request::Validate { level, reason: "r".into() }
 }
 
 impl Story {
@@ -30,7 +35,8 @@ impl Story {
     fn validated(self, verdict: TaskOutcome) -> Self {
         let open = self.node.tasks.values().find(|task| task.phase == NodeTaskPhase::Open).unwrap();
         let (task_id, attempt) = (open.work.task_id, open.work.attempt);
-        self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None })
+        let output = Some(super::validation::report(1));
+        self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output })
     }
 }
 
@@ -78,8 +84,8 @@ fn machine_that_returns_with_the_old_disk_is_refused_and_the_node_stays_held() {
     let back = back.expect("quarantined");
     assert_eq!(back.node.reason.code.as_str(), "system_refused");
     assert!(back.node.reason.message.contains("machine id of the system before"), "{}", back.node.reason.message);
-    let again = back.refuses(&agent(), provided_enrollment("new"));
-    assert_eq!(again, Rejection::TokenRefused { cause: EnrollmentTokenFault::NoneIssued }, "its token is void");
+    let repeated = back.refuses(&agent(), provided_enrollment("new"));
+    assert_eq!(repeated, Rejection::TokenRefused { cause: EnrollmentTokenFault::NoneIssued }, "its token is void");
     assert!(back.node.deadline().is_some_and(|deadline| deadline.at <= back.now), "overdue, for an operator");
     let refused = back.refuses(&admin(), Request::ReleaseQuarantine { reason: "r".into() });
     assert!(matches!(refused, Rejection::NotInOrder { .. }));
@@ -112,8 +118,23 @@ fn new_system_that_is_not_fit_stays_held_until_it_is_validated() {
     let story =
         provided().deployed().after_whole_tenant().reinstalled().agent(provided_enrollment("new")).agent(poll());
     let unfit = story.validated(failed()).expect("quarantined");
-    let task = order_task(TaskType::NodeValidate);
-    let fit = unfit.admin(task).validated(FIT).expect("active");
+    let unfit = unfit.admin(order_task(TaskType::NodeValidate)).validated(FIT).expect("quarantined");
+    let fit = unfit.admin(validate(ValidationLevel::Quick)).validated(FIT).expect("active");
+    assert_eq!((fit.node.reimage.clone(), fit.node.gpus_free()), (None, GPUS));
+}
+
+#[test]
+fn new_system_of_a_machine_that_failed_a_deep_validation_has_to_pass_one() {
+    let failed = provided().deployed().admin(validate(ValidationLevel::Deep)).validated(failed()).expect("quarantined");
+    let story = failed.admin(reimage()).reinstalled().agent(provided_enrollment("new")).agent(poll());
+    let deep = story.node.tasks.values().find_map(|task| task.validation.filter(|_| !task.has_ended())).unwrap();
+    assert_eq!(deep.level, ValidationLevel::Deep);
+    let (level, load) = (deep.level, deep.load_time());
+    assert!(story.node.deadline().unwrap().at >= story.now + load, "{level:?}");
+    // A quick one ends neither the reimage nor the hold.
+    let quick = story.admin(validate(ValidationLevel::Quick)).ends_validation(ValidationLevel::Quick, 1);
+    assert!(quick.node.reimage.is_some());
+    let fit = quick.expect("quarantined").validated(FIT).expect("active");
     assert_eq!((fit.node.reimage.clone(), fit.node.gpus_free()), (None, GPUS));
 }
 
@@ -134,8 +155,8 @@ fn failed_reimage_is_overdue_until_it_is_ordered_again() {
     assert!(failed.node.reason.message.contains("Failed deployment"), "{}", failed.node.reason.message);
     let marked = failed.at_the_provider(ProviderReport::Done);
     assert!(marked.node.deadline().is_some_and(|deadline| deadline.at <= marked.now));
-    let again = marked.admin(reimage()).reinstalled().agent(provided_enrollment("new")).agent(poll());
-    again.validated(FIT).expect("active");
+    let repeated = marked.admin(reimage()).reinstalled().agent(provided_enrollment("new")).agent(poll());
+    repeated.validated(FIT).expect("active");
 }
 
 #[test]
@@ -143,8 +164,8 @@ fn retired_node_comes_back_only_with_a_new_system() {
     let retired = provided().deployed().after_whole_tenant().retired().expect("retired");
     let back = Request::Reactivate { reason: "r".into() };
     assert!(matches!(retired.refuses(&admin(), back.clone()), Rejection::NotInOrder { .. }));
-    let again = retired.admin(reimage()).reinstalled().agent(provided_enrollment("new")).agent(poll());
-    again.after_heartbeat().validated(FIT).expect("retired").admin(back).expect("active");
+    let repeated = retired.admin(reimage()).reinstalled().agent(provided_enrollment("new")).agent(poll());
+    repeated.after_heartbeat().validated(FIT).expect("retired").admin(back).expect("active");
 }
 
 #[test]

@@ -27,7 +27,8 @@ impl Story {
         let is_it = |task: &&NodeTask| task.task_type == task_type && task.phase == NodeTaskPhase::Open;
         let work = self.node.tasks.values().find(is_it).expect("such a task is open").work.clone();
         let (task_id, attempt) = (work.task_id, work.attempt);
-        self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output: None })
+        let output = (task_type == TaskType::NodeValidate).then(|| super::validation::report(1));
+        self.agent(Request::Report { serial: SERIAL.into(), task_id, attempt, verdict, output })
     }
 
     /// A reboot after which the agent reports these findings, and a validation.
@@ -97,9 +98,9 @@ fn operator_takes_over_after_the_attempts_and_gets_no_further_reboot() {
 #[test]
 fn fault_that_returns_within_a_day_counts_as_the_same_and_later_as_another() {
     let repaired = node().active().beats("boot-1", &[xid(LOST, 3)]).reboots("boot-2", &[]);
-    let again = repaired.clone().after(TimeDelta::hours(2)).beats("boot-2", &[xid(LOST, 3)]);
-    assert_eq!(again.node.repair.as_ref().unwrap().attempts, 2);
-    let third = again.reboots("boot-3", &[]).after(TimeDelta::hours(2)).beats("boot-3", &[xid(LOST, 3)]);
+    let repeated = repaired.clone().after(TimeDelta::hours(2)).beats("boot-2", &[xid(LOST, 3)]);
+    assert_eq!(repeated.node.repair.as_ref().unwrap().attempts, 2);
+    let third = repeated.reboots("boot-3", &[]).after(TimeDelta::hours(2)).beats("boot-3", &[xid(LOST, 3)]);
     assert_eq!((third.pending_tasks(), third.repair_phase()), (vec![], "awaits_operator"));
     let later = repaired.after(TimeDelta::hours(25)).beats("boot-2", &[xid(LOST, 3)]);
     assert_eq!(later.node.repair.as_ref().unwrap().attempts, 1);

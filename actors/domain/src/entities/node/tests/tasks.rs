@@ -170,20 +170,53 @@ fn unsupported_task_is_dispatched_after_an_upgrade_or_ends_without_one() {
     assert!(stalled.node.deadline().unwrap().reason.ends_with("upgrade it"));
 }
 
-#[test]
-fn terminal_fails_at_once_where_the_agent_does_not_support_it() {
-    let open = |story: &Story| Fact::OpenTerminal {
+/// A session's first token was issued.
+fn open_terminal(story: Story) -> Story {
+    let open = Fact::OpenTerminal {
         session_id: TerminalSessionId(Uuid::from_u128(9)),
         allocation_id: TENANT,
         ends_at: story.now + TimeDelta::hours(4),
         begin_until: story.now + TimeDelta::seconds(60),
         recording: crate::recording::RecordingTerms::default(),
     };
+    story.after_fact(open)
+}
+
+#[test]
+fn terminal_that_no_agent_begins_in_time_fails_once() {
+    let is_failure = |event: &&Event| matches!(event, Event::TerminalFailed { reason, .. } if reason == "not_begun");
+    let failures = |story: &Story| story.published.iter().filter(is_failure).count();
+    let opened = open_terminal(node().active().ready().after_heartbeat());
+    let task_id = opened.node.holds[&TENANT].terminals.values().next().unwrap().work.task_id;
+    // Its agent may report a session that it began at the last moment.
+    let late = opened.clone().after(TimeDelta::seconds(61)).after_heartbeat().ticked();
+    assert_eq!(failures(&late), 0);
+    let reported = late.agent(report(task_id, 1, DONE));
+    assert_eq!(failures(&reported.after(TimeDelta::minutes(2)).after_heartbeat().ticked()), 0);
+
+    let failed = opened.clone().after(TimeDelta::seconds(120)).after_heartbeat().ticked();
+    assert_eq!((failures(&failed), failed.pending_tasks()), (1, Vec::<&str>::new()));
+    assert_eq!(failures(&failed.clone().after(TimeDelta::seconds(1)).after_heartbeat().ticked()), 0);
+    // A late result is accepted: the agent would send it again.
+    failed.agent(report(task_id, 1, DONE));
+
+    // The timer brings it about where the agent stays away.
+    let (due_at, mut away, mut count) = (opened.now + TimeDelta::seconds(120), opened, 0);
+    for _ in 0..20 {
+        if away.now < due_at {
+            away = away.at_its_timer().ticked();
+            count += failures(&away);
+        }
+    }
+    assert_eq!(count, 1);
+}
+
+#[test]
+fn terminal_fails_at_once_where_the_agent_does_not_support_it() {
     let ready = node().active().ready();
-    let opened = ready.clone().after_fact(open(&ready));
+    let opened = open_terminal(ready.clone());
     assert_eq!(opened.pending_tasks(), ["open terminal"]);
-    let old = heard_as(ready, 2, None);
-    let failed = old.clone().after_fact(open(&old));
+    let failed = open_terminal(heard_as(ready, 2, None));
     assert!(matches!(&failed.published[..], [Event::TerminalFailed { reason, .. }] if reason == "agent_outdated"));
     assert_eq!(failed.pending_tasks(), Vec::<&str>::new());
 }

@@ -16,10 +16,10 @@ fn gpus_are_reserved_by_uuid_and_never_twice() {
 #[test]
 fn repeated_reservation_returns_the_same_devices() {
     let first = node().active().reserved();
-    let again = first.clone().reserved();
-    assert_eq!(first.reply, again.reply);
-    assert_eq!(first.node, again.node);
-    again.publishes(&["node.devices_reserved"]);
+    let repeated = first.clone().reserved();
+    assert_eq!(first.reply, repeated.reply);
+    assert_eq!(first.node, repeated.node);
+    repeated.publishes(&["node.devices_reserved"]);
 }
 
 #[test]
@@ -112,12 +112,12 @@ fn a_node_with_an_unproven_clean_up_gets_every_task_but_provision() {
 fn fenced_node_gets_no_tasks_and_may_do_everything_else() {
     let fenced = node().active().fenced();
     assert_eq!(fenced.refuses(&agent(), poll()), Rejection::Fenced { allocation_id: TENANT });
-    let heard = fenced.after_heartbeat().agent(Request::Renew { serial: SERIAL.into(), issued: certificate("02") });
+    let renewed = fenced.after_heartbeat().agent(Request::Renew { serial: SERIAL.into(), issued: certificate("02") });
     // An outstanding result is still accepted.
-    let proved = heard.clone().reports(PROVED).publishes(&["node.tenant_gone"]);
+    let proved = renewed.clone().reports(PROVED).publishes(&["node.tenant_gone"]);
     assert!(proved.node.fenced_by.is_empty());
     // So is the operator's retry.
-    assert_eq!(heard.cleaning(2).pending_tasks(), ["release"]);
+    assert_eq!(renewed.cleaning(2).pending_tasks(), ["release"]);
 }
 
 #[test]

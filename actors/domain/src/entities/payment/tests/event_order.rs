@@ -212,12 +212,12 @@ impl PaymentSimulation {
     }
 
     fn work(&mut self, which: u8, fails: bool) {
-        if self.world.errands.is_empty() {
+        if self.world.calls.is_empty() {
             return;
         }
-        let place = usize::from(which) % self.world.errands.len();
-        let errand = self.world.errands.remove(place);
-        let ProcessorCall::Refund { payment_id, refund_id, amount_minor, .. } = errand else { return };
+        let place = usize::from(which) % self.world.calls.len();
+        let call = self.world.calls.remove(place);
+        let ProcessorCall::Refund { payment_id, refund_id, amount_minor, .. } = call else { return };
         let (_, amount, status) =
             self.processor.refunds.entry(refund_id).or_insert((payment_id, amount_minor, RefundStatus::Pending));
         assert_eq!(*amount, amount_minor, "asked again it is the same");
@@ -254,7 +254,7 @@ impl PaymentSimulation {
                 self.world.ask(&Principal::system("test"), id, published).unwrap();
             }
             self.world.hear_all();
-            while !self.world.errands.is_empty() {
+            while !self.world.calls.is_empty() {
                 self.work(0, false);
             }
             self.world.pass(TimeDelta::hours(1));
@@ -266,9 +266,9 @@ impl PaymentSimulation {
         let paid: BTreeSet<_> = self.processor.paid.keys().collect();
         for (id, payment) in &self.world.payments {
             assert_eq!(payment.state() == "deposited", paid.contains(id), "{payment:#?}");
-            assert!(payment.is_settled(), "somebody owes something for ever: {payment:#?}");
-            let kept = serde_json::to_string(payment).unwrap();
-            assert_eq!(&serde_json::from_str::<Payment>(&kept).unwrap(), payment);
+            assert!(payment.is_settled(), "a call is owed for ever: {payment:#?}");
+            let stored = serde_json::to_string(payment).unwrap();
+            assert_eq!(&serde_json::from_str::<Payment>(&stored).unwrap(), payment);
         }
         let balance = self.world.account.as_ref().map_or(0, |account| account.balance.get());
         assert_eq!(balance, (self.processor.has() - self.spent) * 1_000_000);

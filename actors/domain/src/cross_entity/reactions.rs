@@ -4,7 +4,9 @@ use crate::account_holder::Holder;
 use crate::allocation;
 use crate::billing_account;
 use crate::event::Event;
-use crate::id::{AllocationId, NodeId, PaymentId, ProcessorEventId, RolloutId, TerminalSessionId, UserId};
+use crate::id::{
+    AllocationId, BrowserSessionId, NodeId, PaymentId, ProcessorEventId, RolloutId, TerminalSessionId, UserId,
+};
 use crate::node;
 use crate::notification::{Audience, Notification, NotificationDetails};
 use crate::payment::{self, ProcessorCall};
@@ -48,6 +50,11 @@ pub enum Reaction {
     /// The provisioning worker closes the terminal sessions of the user's allocation.
     CloseTerminals {
         allocation_id: AllocationId,
+        user_id: UserId,
+    },
+    /// The provisioning worker closes the terminal sessions that were opened by the user's browser session.
+    CloseBrowserTerminals {
+        browser_session_id: BrowserSessionId,
         user_id: UserId,
     },
     /// The provisioning worker closes the terminal sessions of the node.
@@ -133,9 +140,12 @@ impl Event {
         let to_payment = |payment_id, fact| command(Reaction::Payment(payment_id, fact));
         match self.clone() {
             // Published by the allocation's saga.
-            Self::AllocationRequested { allocation_id } => command(Reaction::Place(allocation_id)),
+            Self::AllocationRequested { allocation_id } => {
+                command(Reaction::Place(allocation_id)).notify_renter(allocation_id, Details::in_state("requested"))
+            }
             Self::ProvisioningStarted { allocation_id, node_id, deadline_at } => {
                 to_node(node_id, ToNode::Provision { allocation_id, deadline_at })
+                    .notify_renter(allocation_id, Details::in_state("provisioning"))
             }
             Self::AllocationActive { allocation_id, node_id } => {
                 none.notify_renter(allocation_id, Details { node_id: Some(node_id), ..Details::in_state("active") })
@@ -148,6 +158,7 @@ impl Event {
             }
             Self::ReleaseRequested { allocation_id, node_id, attempt, deadline_at } => {
                 to_node(node_id, ToNode::Clean { allocation_id, attempt, deadline_at })
+                    .notify_renter(allocation_id, Details::in_state("releasing"))
             }
             Self::ReleaseFailed { allocation_id, node_id, attempt, reason } => {
                 let state = Details::in_state("release_failed");
@@ -279,6 +290,9 @@ impl Event {
                 follows.notify(Audience::Operators, data)
             }
             Self::RolloutNodeEnded { node_id, rollout_id, outcome } => to_rollout(rollout_id, node_id, outcome),
+            Self::RolloutNodeSoaked { node_id, rollout_id, fault } => {
+                command(Reaction::Rollout(rollout_id, rollout::Fact::NodeSoaked { node_id, fault }))
+            }
             Self::DevicesReserved { node_id, allocation_id, placed } => {
                 to_allocation(allocation_id, ToAllocation::Reserved { node_id, placed })
             }
@@ -328,6 +342,15 @@ impl Event {
                 to_node(node_id, ToNode::OpenTerminal { session_id, allocation_id, ends_at, begin_until, recording })
                     .notify(Audience::SessionUser(session_id), data)
             }
+            Self::BrowserSessionEnded { browser_session_id, user_id, reason } => {
+                let data = Details {
+                    browser_session_id: Some(browser_session_id),
+                    reason: Some(reason),
+                    ..Details::in_state("ended")
+                };
+                command(Reaction::CloseBrowserTerminals { browser_session_id, user_id: user_id.clone() })
+                    .notify(Audience::User(user_id), data)
+            }
             Self::TerminalClosed { session_id, allocation_id, node_id, reason } => {
                 let data = Details {
                     session_id: Some(session_id),
@@ -349,9 +372,10 @@ impl Event {
 
             // Published by the rollout.
             Self::RolloutNodesDue { rollout_id } => command(Reaction::FindRolloutNodes(rollout_id)),
-            Self::RolloutUpdateDue { rollout_id, node_id, digest } => {
-                to_node(node_id, ToNode::UpdateForRollout { rollout_id, digest })
+            Self::RolloutUpdateDue { rollout_id, node_id, digest, soaks, includes_held } => {
+                to_node(node_id, ToNode::UpdateForRollout { rollout_id, digest, soaks, includes_held })
             }
+            Self::RolloutCheckDue { rollout_id, node_id } => to_node(node_id, ToNode::CheckForRollout { rollout_id }),
             Self::RolloutStopped { rollout_id, node_id, reason } => {
                 let state = Details::in_state("stopped");
                 let data = Details { node_id: Some(node_id), reason: Some(reason), ..state };

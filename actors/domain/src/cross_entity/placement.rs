@@ -106,9 +106,15 @@ fn instead(candidates: &[Candidate], wanted: &PlacementRequest<'_>) -> String {
         && let Some(elsewhere) =
             most(&|candidate| candidate.region_code != region && candidate.gpus_free >= wanted.gpu_count)
     {
-        return format!("Region {} has room for {} GPUs of this SKU.", elsewhere.region_code, wanted.gpu_count);
+        return format!("Region {} has room for {} of this SKU.", elsewhere.region_code, gpus(wanted.gpu_count));
     }
     match most(&|_| true) {
+        // The node has taken another tenant since, or is out of service.
+        Some(best) if best.gpus_free >= wanted.gpu_count && wanted.fits(best) => format!(
+            "A node of this SKU in region {} has {} free, which could not be reserved at this moment; try again.",
+            best.region_code,
+            gpus(best.gpus_free)
+        ),
         Some(best) if wanted.node_id.is_some() && best.gpus_free >= wanted.gpu_count => {
             "Another node of this SKU has room; leave node_id out.".to_owned()
         }
@@ -118,6 +124,10 @@ fn instead(candidates: &[Candidate], wanted: &PlacementRequest<'_>) -> String {
         ),
         None => "No GPU of this SKU is free; wait with queue_seconds, or try again later.".to_owned(),
     }
+}
+
+fn gpus(count: u32) -> String {
+    if count == 1 { "1 GPU".to_owned() } else { format!("{count} GPUs") }
 }
 
 #[cfg(test)]
@@ -167,6 +177,25 @@ mod tests {
         let candidates = [node(1, "a", 1), node(2, "b", 8)];
         let here = PlacementRequest { region_code: Some("a"), ..wanted(4) };
         assert!(suggestion(&candidates, &here).contains("Region b"));
+    }
+
+    #[test]
+    fn the_suggestion_never_asks_for_fewer_than_are_free() {
+        let candidates = [node(1, "a", 8), node(2, "b", 2)];
+        // The node had room at the snapshot, and has refused.
+        let text = suggestion(&candidates, &wanted(3));
+        let expected =
+            "A node of this SKU in region a has 8 GPUs free, which could not be reserved at this moment; try again.";
+        assert_eq!(text, expected);
+        let named = PlacementRequest { node_id: Some(candidates[1].node_id), ..wanted(3) };
+        assert_eq!(suggestion(&candidates, &named), "Another node of this SKU has room; leave node_id out.");
+        let same = PlacementRequest { node_id: Some(candidates[0].node_id), ..wanted(3) };
+        assert!(suggestion(&candidates, &same).contains("try again"), "{}", suggestion(&candidates, &same));
+        let more = suggestion(&candidates, &wanted(9));
+        assert!(
+            more.starts_with("The largest block of free GPUs of this SKU is 8, in region a; ask for fewer"),
+            "{more}"
+        );
     }
 
     #[test]

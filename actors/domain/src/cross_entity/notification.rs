@@ -8,13 +8,16 @@ use crate::account_holder::Holder;
 use crate::announcement::Severity;
 use crate::event::{Event, NotificationScope, Stream};
 use crate::id::{
-    AllocationId, AnnouncementId, BillingAccountId, NodeId, OrgId, PaymentId, RefundId, RolloutId, TerminalSessionId,
-    UserId,
+    AllocationId, AnnouncementId, BillingAccountId, BrowserSessionId, NodeId, OrgId, PaymentId, RefundId, RolloutId,
+    TerminalSessionId, UserId,
 };
 use crate::policy::PolicyKey;
 use crate::state_machine::Timestamp;
 use serde::Serialize;
 use std::collections::BTreeMap;
+
+/// The subject of [`Channel::Operations`].
+pub const OPERATIONS_SUBJECT: &str = "notify.operations";
 
 /// The channel on which subscribers receive it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, strum::IntoStaticStr)]
@@ -23,10 +26,12 @@ pub enum Channel {
     User(UserId),
     Org(OrgId),
     Broadcast,
+    /// Which entities change, for operators.
+    Operations,
 }
 
 impl Channel {
-    /// `user`, `org` or `broadcast`.
+    /// `user`, `org`, `broadcast` or `operations`.
     #[must_use]
     pub const fn name(&self) -> &'static str {
         self.into_str()
@@ -39,6 +44,7 @@ impl Channel {
             Self::User(id) => format!("notify.user.{}", base32(id.as_bytes())),
             Self::Org(id) => format!("notify.org.{}", base32(id.as_bytes())),
             Self::Broadcast => "notify.broadcast".to_owned(),
+            Self::Operations => OPERATIONS_SUBJECT.to_owned(),
         }
     }
 }
@@ -67,6 +73,7 @@ pub enum Audience {
     Renter(AllocationId),
     /// The users who rent on the node.
     NodeRenters(NodeId),
+    User(UserId),
     /// The user of the terminal session.
     SessionUser(TerminalSessionId),
     /// The users in platform role `platform_operations`.
@@ -84,6 +91,8 @@ pub struct NotificationDetails {
     pub node_id: Option<NodeId>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub session_id: Option<TerminalSessionId>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub browser_session_id: Option<BrowserSessionId>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub account_id: Option<BillingAccountId>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -166,11 +175,12 @@ mod tests {
         let mut table = String::new();
         for event in Event::samples() {
             for notification in event.notifications() {
-                let whom = match &notification.audience {
+                let audience = match &notification.audience {
                     Audience::Holder(_) => "the account's holder",
                     Audience::PaymentHolder(_) => "the holder of the account it was paid into",
                     Audience::Renter(_) => "who rents the allocation",
                     Audience::NodeRenters(_) => "who rents on the node",
+                    Audience::User(_) => "the user",
                     Audience::SessionUser(_) => "whose terminal it is",
                     Audience::Operators => "platform_operations",
                     Audience::AllClients(_) => "everybody",
@@ -178,7 +188,7 @@ mod tests {
                 let data = serde_json::to_value(&notification.data).unwrap();
                 let fields: Vec<_> = data.as_object().unwrap().keys().map(String::as_str).collect();
                 let switch = notification.switch.map(|key| format!(", by {}", key.name())).unwrap_or_default();
-                writeln!(table, "{} -> {whom}{switch}: {}", event.subject(), fields.join(" ")).unwrap();
+                writeln!(table, "{} -> {audience}{switch}: {}", event.subject(), fields.join(" ")).unwrap();
             }
         }
         insta::assert_snapshot!(table);
@@ -190,7 +200,14 @@ mod tests {
             let (subject, stream) = (event.subject(), event.row().stream);
             let live = live_subjects().get(&stream).is_some_and(|subjects| subjects.contains(&subject));
             assert_eq!(live, !event.notifications().is_empty(), "{subject}");
-            assert_eq!(is_deliverable(subject), live && stream != Stream::Notifications, "{subject}");
+            const STEPS: [&str; 4] = [
+                "terminal.browser_session_ended",
+                "provisioning.requested",
+                "provisioning.started",
+                "provisioning.release_requested",
+            ];
+            let is_for_clients_only = stream == Stream::Notifications || STEPS.contains(&subject);
+            assert_eq!(is_deliverable(subject), live && !is_for_clients_only, "{subject}");
             let delivered = delivered_subjects().get(&stream).is_some_and(|subjects| subjects.contains(&subject));
             assert_eq!(is_deliverable(subject), delivered, "{subject}");
         }

@@ -1,0 +1,59 @@
+//! Deposits that the account refuses: the money goes back to its payer.
+
+use super::*;
+
+#[test]
+fn refused_deposit_is_refunded_to_its_payer() {
+    let mut world = refused();
+    assert_eq!((world.it().state(), world.it().left_minor(), world.balance()), ("refused", 0, 100));
+    let call = world.calls.pop();
+    assert!(matches!(call, Some(ProcessorCall::Refund { amount_minor: 5_000, .. })), "{call:?}");
+    // A repeated message is answered again, without an effect.
+    world.send(0, Fact::DepositRefused { why: "w".into() }).unwrap();
+    world.send(0, Fact::Deposited).unwrap();
+    assert_eq!(world.refund(1, None), Err(Rejection::NotPaid { state: PhaseName::Refused }));
+    // The processor is called until it has paid.
+    world.pass(TimeDelta::hours(1));
+    world.hear_all();
+    assert_eq!(world.calls.len(), 1);
+    world.paid_back(RefundStatus::Succeeded);
+    world.hear_all();
+    assert!(world.it().is_settled());
+    assert_eq!((world.balance(), world.ledger.len()), (100, 1), "the account had nothing of it");
+}
+
+#[test]
+fn failed_refund_of_a_refused_deposit_awaits_an_operator_and_credits_no_account() {
+    let mut world = refused();
+    world.paid_back(RefundStatus::Failed);
+    world.pass(TimeDelta::hours(1));
+    world.hear_all();
+    let deadline = world.it().deadline().unwrap();
+    assert!(deadline.at < world.now && deadline.reason.contains("operator"), "{deadline:?}");
+    assert!(!world.it().is_settled());
+    // A refund at the processor settles it.
+    world.reversed("re_by_hand", ReversalStep::Refund, 5_000);
+    world.hear_all();
+    assert!(world.it().is_settled() && world.it().deadline().is_none());
+    assert_eq!((world.balance(), world.ledger.len()), (100, 1));
+}
+
+#[test]
+fn undone_reversal_of_a_refused_deposit_awaits_an_operator() {
+    let mut world = PaymentHarness::open(5_000);
+    world.pay(0);
+    world.reversed("dp_1", ReversalStep::DisputeOpened, 2_000);
+    world.send(0, Fact::DepositRefused { why: "w".into() }).unwrap();
+    let back = Fact::RefundAt {
+        refund_id: RefundId(payment_id(0).0),
+        processor_refund_id: "re_0".into(),
+        status: RefundStatus::Succeeded,
+        amount_minor: 3_000,
+    };
+    world.send(0, back).unwrap();
+    assert!(world.it().deadline().is_none(), "the bank has 2,000, and the payer the rest");
+    world.reversed("dp_1", ReversalStep::DisputeWon, 2_000);
+    assert!(world.it().deadline().unwrap().reason.contains("operator"));
+    world.reversed("re_by_hand", ReversalStep::Refund, 2_000);
+    assert!(world.it().deadline().is_none() && world.it().left_minor() == 0);
+}
