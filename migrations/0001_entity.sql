@@ -1,3 +1,4 @@
+-- migration: expand
 -- Every thing that is written is an entity: one row with its last snapshot, and, where it waits for something, one row in
 -- the deadline index. Pages keep room (fillfactor) and nothing that changes is indexed, so that an update stays heap-only.
 CREATE TABLE entity (

@@ -1,3 +1,4 @@
+-- migration: expand
 -- What happened to whom, in the order of commits: (shard, epoch, seq). Both logs are partitioned by time, so that old months
 -- leave as whole tables; a default partition takes what no month was made for.
 CREATE TABLE history (

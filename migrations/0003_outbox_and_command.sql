@@ -1,3 +1,4 @@
+-- migration: expand
 -- Domain events that are not yet settled. A row goes in the commit of its event's effect; where nothing follows from the
 -- event, when the broker has acknowledged it. So what lies here is what still has to happen, whatever the broker forgot.
 CREATE TABLE outbox (

@@ -1,3 +1,4 @@
+-- migration: expand
 -- Who owns which shard. The epoch is the fence: every commit names the one that it was decided under, every change of owner
 -- raises it, and nothing lowers it.
 CREATE TABLE shard (

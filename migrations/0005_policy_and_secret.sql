@@ -1,3 +1,4 @@
+-- migration: expand
 -- Business values by key, scope and the instant from which they hold. Nothing is overwritten: a later row wins.
 CREATE TABLE policy_value (
     key          text        NOT NULL,

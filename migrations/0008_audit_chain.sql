@@ -1,3 +1,4 @@
+-- migration: expand
 -- The audit log cannot be rewritten unseen. Its rows are sealed, a moment after their commit, into one hash chain per shard;
 -- signed heads are kept apart from rows and seals (deploy/decisions/0008-the-audit-chain.md says who can hide what).
 ALTER TABLE audit ADD CONSTRAINT audit_shard CHECK (shard BETWEEN 0 AND 255);

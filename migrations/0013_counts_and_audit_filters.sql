@@ -1,3 +1,4 @@
+-- migration: expand
 -- How many entities there are of each kind in each state, as changes that add up: a commit only appends, so that no commit waits for
 -- another, and a sweep adds up. What the release before commits beside this one is not in it; each member counts anew when it starts.
 CREATE TABLE entity_count (

@@ -1,3 +1,4 @@
+-- migration: expand
 -- What terminals showed: bulk, not state. A session's machine says who may have it; here it lies, in the order in which it came.
 
 CREATE TABLE recording (

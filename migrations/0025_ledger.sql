@@ -1,3 +1,4 @@
+-- migration: expand
 -- The ledger (deploy/decisions/0025). A row is one posting: an amount that one named book gives and another gets, so that a
 -- posting that does not sum to zero has no form here. Rows are written by the commit of the transition that decided them, and never changed.
 CREATE TABLE ledger (

@@ -1,3 +1,4 @@
+-- migration: expand
 -- What a posting goes back to (deploy/decisions/0026): a payment, a refund, or what was done at the payment processor. The release before
 -- writes neither column.
 ALTER TABLE ledger ADD COLUMN payment uuid, ADD COLUMN reference text;

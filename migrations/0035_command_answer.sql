@@ -1,3 +1,4 @@
+-- migration: expand
 -- The answer of a request with an Idempotency-Key, as it was first given: a JSON text with status, headers and body, or the refusal.
 -- A row with an answer and no entity (its id is all zeros) belongs to a request that committed nothing: a refusal, or a request
 -- that had nothing to change. The primary key decides between such a row and a commit under the same id: whichever is written first

@@ -1,3 +1,4 @@
+-- migration: expand
 -- What binds a snapshot to the member that committed it: the version that it was made for (8 bytes), and HMAC-SHA256 over kind, id, version
 -- and snapshot. Null, or of an older version: written by a release that does not seal.
 ALTER TABLE entity ADD COLUMN seal bytea;

@@ -17,25 +17,32 @@
 //! | any other error, the connection alive | rolled back: [`CommitOutcome::NotApplied`] (deadlocks are retried first) |
 //! | no connection, queue full, shutting down | not sent: [`CommitOutcome::NotApplied`] |
 //! | the connection lost, or no response in time | [`CommitOutcome::Unknown`], and the backend is ended before the next batch |
+//!
+//! A commit waits for the synchronous standby, which no timeout of the server ends. One that is given up is *unknown*, and stays in doubt
+//! until the server has committed another one with its standby: ending the backend makes the transition visible, not durable.
 
+mod acknowledged_commits;
 mod batch;
 mod batch_statistics;
 mod in_flight;
+mod lane;
 mod queues;
 mod sequence;
-mod worker;
 
+pub use acknowledged_commits::LostCommit;
 pub use batch_statistics::CommitterMetrics;
+pub use lane::LaneStatus;
 pub use sequence::Sequences;
-pub use worker::WorkerStatus;
 
 use crate::outbox::OutboxRow;
 use crate::snapshot_seal::SnapshotSealer;
+use acknowledged_commits::LostCommits;
 use batch::Job;
 use domain::commit::{Commit, CommitOutcome};
 use domain::id::{MemberId, Shard};
 use futures::FutureExt;
 use in_flight::InFlightCommits;
+use lane::Worker;
 use queues::{QueueSenders, Queues};
 use sqlx::PgPool;
 use std::panic::AssertUnwindSafe;
@@ -44,7 +51,6 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::{Instant, sleep};
 use uuid::Uuid;
-use worker::Worker;
 
 /// How long a load waits for commits in flight.
 const SETTLE_TIMEOUT: Duration = Duration::from_secs(2);
@@ -100,6 +106,7 @@ pub struct Committer {
 struct Inner {
     lanes: Vec<Lane>,
     in_flight: InFlightCommits,
+    lost: Arc<LostCommits>,
     seals: Option<SnapshotSealer>,
     metrics: CommitterMetrics,
     stop: watch::Sender<bool>,
@@ -107,7 +114,7 @@ struct Inner {
 
 struct Lane {
     jobs: QueueSenders,
-    status: Arc<Mutex<WorkerStatus>>,
+    status: Arc<Mutex<LaneStatus>>,
     /// Outlives the task that runs it.
     worker: Arc<tokio::sync::Mutex<(Worker, Queues)>>,
 }
@@ -139,17 +146,17 @@ impl Committer {
         published: mpsc::Sender<OutboxRow>,
     ) -> Self {
         let (stop, _) = watch::channel(false);
-        let options = pool.connect_options();
+        let lost = Arc::new(LostCommits::default());
         let mut lanes = Vec::new();
         for number in 0..config.workers.max(1) {
             let (jobs, queues) = queues::queues(&config);
-            let status = Arc::new(Mutex::new(WorkerStatus::default()));
-            let worker =
-                Worker::new(number, &options, config.clone(), metrics.clone(), published.clone(), Arc::clone(&status));
+            let status = Arc::new(Mutex::new(LaneStatus::default()));
+            let shared = (Arc::clone(&status), Arc::clone(&lost));
+            let worker = Worker::new(number, pool, config.clone(), metrics.clone(), published.clone(), shared);
             lanes.push(Lane { jobs, status, worker: Arc::new(tokio::sync::Mutex::new((worker, queues))) });
         }
         let in_flight = InFlightCommits::default();
-        Self { inner: Arc::new(Inner { lanes, in_flight, seals: config.seals, metrics, stop }) }
+        Self { inner: Arc::new(Inner { lanes, in_flight, lost, seals: config.seals, metrics, stop }) }
     }
 
     /// Runs one worker until [`Committer::close`]; a running one is awaited first. When it is dropped or panics, it can be restarted:
@@ -182,12 +189,13 @@ impl Committer {
         outcome
     }
 
-    /// Waits until no commit of the entity is in flight from here, and no batch of its lane has an unknown outcome. Returns `false`
+    /// Waits until no commit of the entity is in flight from here, and no batch of its lane has an unknown outcome, and none of its commits was
+    /// lost. Returns `false`
     /// where that takes too long. To be called before a load of the entity for a decision: a commit may outlive its caller.
     pub async fn wait_settled(&self, entity: Uuid, shard: Shard) -> bool {
         let in_doubt = || self.lane(shard).status.lock().unwrap_or_else(PoisonError::into_inner).in_doubt;
         let until = Instant::now() + SETTLE_TIMEOUT;
-        while self.inner.in_flight.has(entity) || in_doubt() {
+        while self.inner.in_flight.has(entity) || in_doubt() || self.inner.lost.has(entity) {
             if Instant::now() >= until {
                 return false;
             }
@@ -196,9 +204,20 @@ impl Committer {
         true
     }
 
+    /// Waits for entities whose acknowledged transitions the database does not have, after a failover that lost commits. Until
+    /// [`Committer::resolve_lost`] none of them is loaded or committed.
+    pub async fn wait_lost(&self) -> Vec<LostCommit> {
+        self.inner.lost.wait().await
+    }
+
+    /// The entity is parked: from here on the host refuses its commands, until an operator has decided.
+    pub fn resolve_lost(&self, entity: Uuid) {
+        self.inner.lost.resolve(entity);
+    }
+
     /// The status of each worker, for the supervision tree.
     #[must_use]
-    pub fn workers(&self) -> Vec<WorkerStatus> {
+    pub fn workers(&self) -> Vec<LaneStatus> {
         let read = |lane: &Lane| {
             let mut status = lane.status.lock().unwrap_or_else(PoisonError::into_inner).clone();
             (status.waiting, status.bound) = lane.jobs.depth();

@@ -19,6 +19,7 @@ use aes_gcm::{Aes256Gcm, Key};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use secrecy::{ExposeSecret, SecretSlice};
+use sha2::{Digest as _, Sha256};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::io::{self, Write};
@@ -106,8 +107,9 @@ impl KeyRing {
         {
             use std::os::unix::fs::PermissionsExt;
             let mode = std::fs::metadata(path).map_err(file)?.permissions().mode();
-            if mode & 0o077 != 0 {
-                tracing::warn!(path = %path.display(), "the key ring file can be read by others than its owner");
+            // In a pod it is root's, and the service reads it by its group.
+            if mode & 0o037 != 0 {
+                tracing::warn!(path = %path.display(), "the key ring file can be read by others than its owner and group");
             }
         }
         Self::parse(&text)
@@ -180,6 +182,16 @@ impl KeyRing {
     #[must_use]
     pub fn has(&self, id: &str) -> bool {
         self.keys.contains_key(id)
+    }
+
+    /// A fingerprint of each key, by its id: two files with the same fingerprints hold the same keys. It says nothing of a key's bytes.
+    #[must_use]
+    pub fn fingerprints(&self) -> BTreeMap<&str, String> {
+        let of = |key: &Zeroizing<[u8; KEY]>| {
+            let digest = Sha256::new().chain_update(b"gpuaas key ring fingerprint v1\0").chain_update(key.as_slice());
+            hex::encode(&digest.finalize()[..8])
+        };
+        self.keys.iter().map(|(id, key)| (id.as_str(), of(key))).collect()
     }
 
     /// The first bytes of every value that the active key has sealed.
@@ -295,9 +307,9 @@ mod tests {
         let sealed = ring("a", &[("a", 1)]).seal(&CONTEXT, b"x").unwrap();
         let rotated = ring("b", &[("a", 1), ("b", 2)]);
         assert_eq!(rotated.open(&CONTEXT, &sealed).unwrap().expose_secret(), b"x");
-        let anew = rotated.seal(&CONTEXT, b"x").unwrap();
+        let rewrapped = rotated.seal(&CONTEXT, b"x").unwrap();
         let old = ring("a", &[("a", 1)]);
-        assert_eq!(old.open(&CONTEXT, &anew).unwrap_err(), EnvelopeError::UnknownKey("b".to_owned()));
+        assert_eq!(old.open(&CONTEXT, &rewrapped).unwrap_err(), EnvelopeError::UnknownKey("b".to_owned()));
     }
 
     #[test]

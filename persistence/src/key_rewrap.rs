@@ -30,13 +30,14 @@ pub struct SealedField {
     path: &'static [&'static str],
 }
 
-/// The sealed fields of entities: of allocations the original request, of processor events the original body, and the secrets that sign
-/// webhooks.
-pub const SEALED_FIELDS: [SealedField; 4] = [
+/// The sealed fields of entities: of allocations the original request, of processor events the original body, the secrets that sign
+/// webhooks, and the identity provider's tokens of browser sessions.
+pub const SEALED_FIELDS: [SealedField; 5] = [
     SealedField { kind: EntityKind::Allocation, path: &["asked", "scheduler_request_enc"] },
     SealedField { kind: EntityKind::ProcessorEvent, path: &["body_enc"] },
     SealedField { kind: EntityKind::NotificationEndpoint, path: &["secret_enc"] },
     SealedField { kind: EntityKind::NotificationEndpoint, path: FORMER_SECRET },
+    SealedField { kind: EntityKind::BrowserSession, path: &["tokens_enc"] },
 ];
 
 const FORMER_SECRET: &[&str] = &["former_secret", "secret_enc"];
@@ -63,6 +64,12 @@ pub const fn body_context(row: &str) -> SealContext<'_> {
 #[must_use]
 pub const fn webhook_secret_context(row: &str) -> SealContext<'_> {
     SealContext { table: "entity", column: "secret_enc", row }
+}
+
+/// The seal context of the identity provider's tokens, by the browser session's id.
+#[must_use]
+pub const fn session_tokens_context(row: &str) -> SealContext<'_> {
+    SealContext { table: "entity", column: "tokens_enc", row }
 }
 
 /// The number of sealed values by key.
@@ -125,21 +132,15 @@ impl Rewrap {
                  UNION ALL
                  SELECT convert_from(substring(bytes FROM 3 FOR get_byte(bytes, 1)), 'UTF8')
                  FROM (
-                     SELECT decode(left(body #>> '{asked,scheduler_request_enc}', $1), 'base64') AS bytes FROM entity
-                     WHERE kind = 'allocation' AND body #>> '{asked,scheduler_request_enc}' IS NOT NULL
-                     UNION ALL
-                     SELECT decode(left(body #>> '{body_enc}', $1), 'base64') FROM entity
-                     WHERE kind = 'processor_event' AND body #>> '{body_enc}' IS NOT NULL
-                     UNION ALL
-                     SELECT decode(left(body #>> '{secret_enc}', $1), 'base64') FROM entity
-                     WHERE kind = 'notification_endpoint' AND body #>> '{secret_enc}' IS NOT NULL
-                     UNION ALL
-                     SELECT decode(left(body #>> '{former_secret,secret_enc}', $1), 'base64') FROM entity
-                     WHERE kind = 'notification_endpoint' AND body #>> '{former_secret,secret_enc}' IS NOT NULL
+                     SELECT decode(left(entity.body #>> field.path::text[], $1), 'base64') AS bytes
+                     FROM entity JOIN unnest($2::text[], $3::text[]) AS field (kind, path) ON entity.kind = field.kind
                  ) AS in_entities
+                 WHERE bytes IS NOT NULL
              ) AS sealed GROUP BY key_id",
         )
         .bind(PREFIX_CHARS)
+        .bind(SEALED_FIELDS.map(|field| field.kind.as_str()))
+        .bind(SEALED_FIELDS.map(|field| format!("{{{}}}", field.path.join(","))))
         .fetch_all(&self.pool)
         .await
         .doing("counting sealed values")?;
@@ -180,23 +181,23 @@ impl Rewrap {
             .fetch_all(&self.pool)
             .await
             .doing(DOING)?;
-        let mut sealed_anew = 0;
+        let mut rewrapped_rows = 0;
         for row in rows {
             let (name, sealed): (String, Vec<u8>) =
                 (row.try_get("name").doing(DOING)?, row.try_get("sealed").doing(DOING)?);
-            let anew = self.ring.reseal(&secret_context(&name), &sealed);
-            let anew = anew.map_err(|source| SecretError::Sealed { name: name.clone(), source })?;
+            let rewrapped = self.ring.reseal(&secret_context(&name), &sealed);
+            let rewrapped = rewrapped.map_err(|source| SecretError::Sealed { name: name.clone(), source })?;
             let written = sqlx::query("UPDATE secret SET sealed = $1, key_id = $2 WHERE name = $3 AND sealed = $4")
-                .bind(anew)
+                .bind(rewrapped)
                 .bind(self.ring.active())
                 .bind(&name)
                 .bind(sealed)
                 .execute(&self.pool)
                 .await
                 .doing(DOING)?;
-            sealed_anew += written.rows_affected();
+            rewrapped_rows += written.rows_affected();
         }
-        Ok(sealed_anew)
+        Ok(rewrapped_rows)
     }
 
     /// Rewraps the keys of recordings that are sealed under another key than the active one, in batches. Returns how many there were.
@@ -205,7 +206,7 @@ impl Rewrap {
     /// [`SecretError`]; what was rewrapped before stays so.
     pub async fn recordings(&self) -> Result<u64, SecretError> {
         const DOING: &str = "rewrapping the keys of recordings";
-        let (mut sealed_anew, mut after) = (0, Uuid::nil());
+        let (mut rewrapped_rows, mut after) = (0, Uuid::nil());
         loop {
             let rows = sqlx::query(
                 "SELECT session_id, key_enc FROM recording WHERE key_id <> $1 AND session_id > $2 ORDER BY session_id LIMIT $3",
@@ -217,25 +218,26 @@ impl Rewrap {
             .await
             .doing(DOING)?;
             if rows.is_empty() {
-                return Ok(sealed_anew);
+                return Ok(rewrapped_rows);
             }
             for row in rows {
                 let (session, sealed): (Uuid, Vec<u8>) =
                     (row.try_get("session_id").doing(DOING)?, row.try_get("key_enc").doing(DOING)?);
                 let name = session.to_string();
-                let anew = self.ring.reseal(&key_context(&name), &sealed);
-                let anew = anew.map_err(|source| SecretError::Sealed { name: format!("recording {name}"), source })?;
+                let rewrapped = self.ring.reseal(&key_context(&name), &sealed);
+                let rewrapped =
+                    rewrapped.map_err(|source| SecretError::Sealed { name: format!("recording {name}"), source })?;
                 let written = sqlx::query(
                     "UPDATE recording SET key_enc = $1, key_id = $2 WHERE session_id = $3 AND key_enc = $4",
                 )
-                .bind(anew)
+                .bind(rewrapped)
                 .bind(self.ring.active())
                 .bind(session)
                 .bind(sealed)
                 .execute(&self.pool)
                 .await
                 .doing(DOING)?;
-                sealed_anew += written.rows_affected();
+                rewrapped_rows += written.rows_affected();
                 after = session;
             }
         }

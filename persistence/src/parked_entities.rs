@@ -1,8 +1,8 @@
 //! Parked entities: no owner of their shard activates them until an operator restarts them. A mark beside the state of the entity, not
 //! a part of it.
 
-use crate::cluster::Cluster;
 use crate::error::{OperationContext, StoreError, damaged};
+use crate::membership::Cluster;
 use domain::id::{EntityKind, EntityRef, Shard};
 use sqlx::Row;
 use uuid::Uuid;

@@ -1,15 +1,19 @@
 //! Connections of this process to Postgres.
 
+mod hosts;
 mod nodelay_proxy;
+mod primary_monitor;
 mod read_pool;
 
-use nodelay_proxy::through_nodelay_proxy;
+use hosts::options_of_hosts;
+use nodelay_proxy::{Route, through_nodelay_proxy};
+use primary_monitor::PrimaryMonitor;
 pub(crate) use read_pool::ReadPool;
-use secrecy::{ExposeSecret, SecretString};
-use sqlx::postgres::{PgConnectOptions, PgPool, PgPoolOptions, PgSslMode};
-use sqlx::{ConnectOptions as _, Connection as _, Postgres, Transaction};
+use secrecy::SecretString;
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgPoolOptions};
+use sqlx::{ConnectOptions as _, Connection as _, Executor as _, Postgres, Row as _, Transaction};
 use std::path::PathBuf;
-use std::str::FromStr;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 /// A connection that was idle for longer is pinged before a statement is sent on it.
@@ -23,7 +27,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 #[derive(Clone, Debug)]
 pub struct PoolConfig {
     /// `postgres://user:password@host:port/database`; client certificates by `sslcert` and `sslkey`; a socket's folder by
-    /// `?host=/folder`.
+    /// `?host=/folder`. Several servers as `host1:port,host2:port`: the one that takes writes is used.
     pub url: SecretString,
     /// The authority that signed the server's certificate. With it the connection is TLS and the server's name is verified. Without it
     /// only a socket or a loopback address is accepted, since everything would pass in clear.
@@ -56,8 +60,14 @@ pub enum PoolError {
     // The source is omitted: it may quote the URL, and with it the password.
     #[error("the database URL cannot be read: it should look like postgres://user:password@host:5432/database")]
     Url,
-    #[error("the way to the database cannot be laid")]
+    #[error("the local proxy to the database cannot be started")]
     Proxy(#[source] std::io::Error),
+    #[error("the database URL names {count} servers: at most 8 are read")]
+    Hosts { count: usize },
+    #[error(
+        "target_session_attrs={target} is not read here: only a server that takes writes is used, which is read-write"
+    )]
+    Target { target: String },
     #[error("the database at {host} is not local and no certificate authority is configured to know it by")]
     Unverified { host: String },
 }
@@ -67,10 +77,22 @@ pub enum PoolError {
 /// # Errors
 /// [`PoolError`] where the URL is malformed, or names a remote host that could not be verified.
 pub fn open(config: &PoolConfig) -> Result<PgPool, PoolError> {
-    let milliseconds = config.statement_timeout.as_millis().to_string();
-    let options = connect_options(config)?.options([("statement_timeout", milliseconds.as_str())]);
-    let options = through_nodelay_proxy(options).map_err(PoolError::Proxy)?;
-    Ok(PgPoolOptions::new()
+    let options = pooled_options(config)?;
+    let [alone] = options.as_slice() else { return open_routed(config, options) };
+    Ok(pool_of(config, through_nodelay_proxy(alone.clone()).map_err(PoolError::Proxy)?))
+}
+
+/// A pool on the server of several that takes writes, followed where that changes.
+fn open_routed(config: &PoolConfig, servers: Vec<PgConnectOptions>) -> Result<PgPool, PoolError> {
+    let routes = servers.into_iter().map(Route::create).collect::<Result<Vec<_>, _>>().map_err(PoolError::Proxy)?;
+    let first = routes.first().map(|route| route.options().clone()).ok_or(PoolError::Url)?;
+    let pool = pool_of(config, first);
+    PrimaryMonitor::start(pool.clone(), routes);
+    Ok(pool)
+}
+
+fn pool_of(config: &PoolConfig, options: PgConnectOptions) -> PgPool {
+    PgPoolOptions::new()
         .max_connections(config.connections)
         .acquire_timeout(config.acquire_timeout)
         .idle_timeout(Duration::from_secs(300))
@@ -78,13 +100,62 @@ pub fn open(config: &PoolConfig) -> Result<PgPool, PoolError> {
         .test_before_acquire(false)
         .before_acquire(|connection, rested| {
             Box::pin(async move {
-                if rested.idle_for > IDLE {
-                    connection.ping().await?;
-                }
-                Ok(true)
+                // One whose server has become a standby is closed.
+                Ok(rested.idle_for <= IDLE || takes_writes(connection).await?)
             })
         })
-        .connect_lazy_with(options))
+        .connect_lazy_with(options)
+}
+
+fn pooled_options(config: &PoolConfig) -> Result<Vec<PgConnectOptions>, PoolError> {
+    let milliseconds = config.statement_timeout.as_millis().to_string();
+    let with_timeout = |options: PgConnectOptions| options.options([("statement_timeout", milliseconds.as_str())]);
+    Ok(options_of_hosts(config)?.into_iter().map(with_timeout).collect())
+}
+
+/// Whether the server takes writes: a standby does not. Takes one round trip, as a ping does.
+pub(crate) async fn takes_writes(connection: &mut PgConnection) -> Result<bool, sqlx::Error> {
+    let row = connection.fetch_one(sqlx::raw_sql("SHOW transaction_read_only")).await?;
+    Ok(row.try_get::<String, _>(0)? == "off")
+}
+
+/// Opens the pool's further connections, and those of its committer and of its reads, as the user and with the password of `renewed`. Open
+/// connections stay. `current` are the settings that the pool was opened with: the database must be the same.
+///
+/// # Errors
+/// [`ConnectionError`] where the database does not accept them, or is another one; nothing is changed then.
+pub async fn renew_credentials(
+    pool: &PgPool,
+    current: &PoolConfig,
+    renewed: &PoolConfig,
+) -> Result<(), ConnectionError> {
+    let (options, before) = (pooled_options(renewed)?, options_of_hosts(current)?);
+    let (new, current) = (addresses(&options), addresses(&before));
+    if new != current {
+        return Err(ConnectionError::AnotherDatabase { new, current });
+    }
+    check_connection(renewed).await?;
+    if let Some(renewed) = options.first() {
+        change_connect_options(pool, |options| of_user(renewed, options));
+    }
+    Ok(())
+}
+
+/// Replaces the options of the pool's further connections by what `change` makes of the present ones.
+fn change_connect_options(pool: &PgPool, change: impl FnOnce(&PgConnectOptions) -> PgConnectOptions) {
+    // Two changes at a time would undo each other.
+    static CHANGES: Mutex<()> = Mutex::new(());
+    let _one = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
+    pool.set_connect_options(change(&pool.connect_options()));
+}
+
+/// The user, the password and the settings of one, at the address of the other.
+fn of_user(settings: &PgConnectOptions, address: &PgConnectOptions) -> PgConnectOptions {
+    let options = settings.clone().host(address.get_host()).port(address.get_port());
+    match address.get_socket() {
+        Some(socket) => options.socket(socket),
+        None => options,
+    }
 }
 
 /// Whether a pool could be opened with these settings, without connecting.
@@ -92,7 +163,7 @@ pub fn open(config: &PoolConfig) -> Result<PgPool, PoolError> {
 /// # Errors
 /// As [`open`].
 pub fn check(config: &PoolConfig) -> Result<(), PoolError> {
-    connect_options(config).map(|_| ())
+    options_of_hosts(config).map(|_| ())
 }
 
 /// Why there is no connection to the database.
@@ -112,24 +183,54 @@ pub enum ConnectionError {
         #[source]
         source: sqlx::Error,
     },
+    /// It answers, and is a standby or set to read-only.
+    #[error("the database at {at} takes no writes: name its primary, or all its servers (host1:5432,host2:5432)")]
+    ReadOnly { at: String },
+    #[error("the database at {new} is another one than that at {current}, which this process uses: restart it")]
+    AnotherDatabase { new: String, current: String },
     #[error(transparent)]
     Pool(#[from] PoolError),
 }
 
-/// Opens one connection and closes it, so that its error is reported: a pool only reports a timeout.
+/// Opens one connection to a server that takes writes and closes it, so that the error is reported: a pool only reports a timeout.
 ///
 /// # Errors
-/// [`ConnectionError`] with the server's own message as the source.
+/// [`ConnectionError`] with the server's own message as the source; of several servers, that of the one that came nearest.
 pub async fn check_connection(config: &PoolConfig) -> Result<(), ConnectionError> {
-    let options = connect_options(config)?;
-    let at = address(&options);
-    let connecting = tokio::time::timeout(CONNECT_TIMEOUT, options.connect());
-    let failed = match connecting.await {
-        Ok(Ok(connection)) => {
-            // It was reached; how the connection closes does not matter.
-            let _ = connection.close().await;
-            return Ok(());
+    let mut failed = None;
+    for options in options_of_hosts(config)? {
+        match check_server(&options).await {
+            Ok(()) => return Ok(()),
+            Err(error) if failed.as_ref().is_none_or(|failed| nearness(&error) > nearness(failed)) => {
+                failed = Some(error);
+            }
+            Err(_) => {}
         }
+    }
+    Err(failed.unwrap_or(ConnectionError::Pool(PoolError::Url)))
+}
+
+/// A server that refuses says more than one that is down.
+const fn nearness(error: &ConnectionError) -> u8 {
+    match error {
+        ConnectionError::Down { .. } => 0,
+        ConnectionError::ReadOnly { .. } => 1,
+        ConnectionError::Refused { .. } | ConnectionError::AnotherDatabase { .. } | ConnectionError::Pool(_) => 2,
+    }
+}
+
+async fn check_server(options: &PgConnectOptions) -> Result<(), ConnectionError> {
+    let at = address(options);
+    let connecting = async {
+        let mut connection = options.connect().await?;
+        let takes_writes = takes_writes(&mut connection).await?;
+        // It was reached; how the connection closes does not matter.
+        let _ = connection.close().await;
+        Ok(takes_writes)
+    };
+    let failed = match tokio::time::timeout(CONNECT_TIMEOUT, connecting).await {
+        Ok(Ok(true)) => return Ok(()),
+        Ok(Ok(false)) => return Err(ConnectionError::ReadOnly { at }),
         Ok(Err(error)) => error,
         Err(_) => sqlx::Error::Io(std::io::ErrorKind::TimedOut.into()),
     };
@@ -138,6 +239,10 @@ pub async fn check_connection(config: &PoolConfig) -> Result<(), ConnectionError
     } else {
         ConnectionError::Down { at, source: failed }
     })
+}
+
+fn addresses(servers: &[PgConnectOptions]) -> String {
+    servers.iter().map(address).collect::<Vec<_>>().join(",")
 }
 
 /// The database's address, without user and password.
@@ -171,53 +276,4 @@ pub(crate) async fn begin(
 /// transaction would otherwise block its shards for every member.
 pub(crate) async fn begin_locking(pool: &PgPool) -> Result<Transaction<'static, Postgres>, sqlx::Error> {
     begin(pool, "BEGIN; SET LOCAL idle_in_transaction_session_timeout = '3s'").await
-}
-
-fn connect_options(config: &PoolConfig) -> Result<PgConnectOptions, PoolError> {
-    let options = PgConnectOptions::from_str(config.url.expose_secret()).map_err(|_| PoolError::Url)?;
-    let options = options.application_name(&config.application_name);
-    match &config.ca {
-        Some(ca) => Ok(options.ssl_mode(PgSslMode::VerifyFull).ssl_root_cert(ca)),
-        None if is_local(&options) => Ok(options),
-        None => Err(PoolError::Unverified { host: options.get_host().to_owned() }),
-    }
-}
-
-fn is_local(options: &PgConnectOptions) -> bool {
-    let host = options.get_host();
-    let address = host.trim_matches(['[', ']']).parse::<std::net::IpAddr>();
-    options.get_socket().is_some()
-        || host.starts_with('/')
-        || host == "localhost"
-        || address.is_ok_and(|address| address.is_loopback())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn reach(url: &str, ca: Option<&str>) -> Result<PgConnectOptions, PoolError> {
-        connect_options(&PoolConfig::new(url.into(), ca.map(PathBuf::from)))
-    }
-
-    #[test]
-    fn remote_host_without_tls_is_refused() {
-        let refused = reach("postgres://u:secret@db.example/x?sslmode=disable", None).unwrap_err();
-        assert!(matches!(&refused, PoolError::Unverified { host } if host == "db.example"));
-        let verified = reach("postgres://u:secret@db.example/x?sslmode=disable", Some("/ca.pem")).unwrap();
-        assert!(matches!(verified.get_ssl_mode(), PgSslMode::VerifyFull));
-    }
-
-    #[test]
-    fn socket_and_loopback_need_no_certificate_authority() {
-        for url in ["postgres://u@127.0.0.1/x", "postgres://u@[::1]/x", "postgres:///x?host=/run/postgresql"] {
-            assert!(reach(url, None).is_ok(), "{url}");
-        }
-    }
-
-    #[test]
-    fn a_bad_url_is_refused_without_quoting_it() {
-        let error = reach("postgres//u:hunter2@x", None).unwrap_err();
-        assert!(!format!("{error} {error:?}").contains("hunter2"));
-    }
 }

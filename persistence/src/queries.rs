@@ -4,25 +4,33 @@
 
 mod account_statement;
 mod audit;
+mod backups;
+mod billing_reads;
+mod capacity;
 mod entity;
 mod entity_deadlines;
-mod gpus;
+mod entity_totals;
 mod invariant_checks;
 mod keys;
 mod policy;
-mod postings;
+mod replication;
+mod restored_position;
 mod role_bindings;
 mod shard;
 
 pub use account_statement::{LedgerPosition, LedgerSum, SUM_TIMEOUT};
 pub use audit::{AuditFilter, AuditPosition, AuditRow, AuditRowSeal};
-pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, NodeRow, SkuReferences, StateCount};
-pub use entity_deadlines::{WaitingEntity, WaitingFilter};
-pub use gpus::{FleetNodeRow, GpuCount};
+pub use backups::BackupTimes;
+pub use billing_reads::{AllocationCost, LedgerDiscrepancy, LedgerFilter, LedgerReport, LedgerRow, PrepaidTotal};
+pub use capacity::{FleetNodeRow, GpuCount};
+pub use entity::{Cursor, EntityRow, HistoryRow, ListFilter, ListedEntity, NodeRow, SkuReferences, StateCount};
+pub use entity_deadlines::{WaitingEntity, WaitingFilter, WaitingPosition};
+pub use entity_totals::{AccountSum, GpuUse, NodeConcerns, RENEWAL_OVERDUE_SECONDS};
 pub use invariant_checks::{InspectedEntity, Inspection, OutboxBacklog, WaitingCounts};
 pub use keys::DependentNode;
 pub use policy::{PolicyFilter, PolicyRow};
-pub use postings::{AllocationCost, LedgerDiscrepancy, LedgerFilter, LedgerReport, LedgerRow, PrepaidTotal};
+pub use replication::ReplicationStatus;
+pub use restored_position::LastCommit;
 pub use role_bindings::{BindingFilter, BindingRow};
 pub use shard::{DueTimer, OutboxCursor, OverdueEntities, UnsettledEvents};
 

@@ -69,7 +69,7 @@ pub enum ChunkOutcome {
 /// Why a chunk is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChunkRejected {
-    #[error("another chunk {seq} is kept")]
+    #[error("another chunk {seq} is stored")]
     Differs { seq: u32 },
     #[error("chunk {next} comes next")]
     OutOfOrder { next: u32 },
@@ -238,9 +238,9 @@ impl Recordings {
         key: &DataKey,
         chunk: &Chunk<'_>,
     ) -> Result<ChunkOutcome, RecordingError> {
-        let kept = self.open_chunks(session, key, chunk.seq, 1).await?;
-        match kept.first() {
-            Some(kept) if kept.expose_secret() == chunk.frames => Ok(ChunkOutcome::Duplicate),
+        let stored = self.open_chunks(session, key, chunk.seq, 1).await?;
+        match stored.first() {
+            Some(stored) if stored.expose_secret() == chunk.frames => Ok(ChunkOutcome::Duplicate),
             Some(_) | None => Err(ChunkRejected::Differs { seq: chunk.seq }.into()),
         }
     }

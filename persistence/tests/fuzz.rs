@@ -46,10 +46,10 @@ fn fuzz_sealed_value_opens_as_it_was_and_any_other_bytes_do_not() {
 
         let (key, key_enc) = ring.make_data_key(&CONTEXT).unwrap();
         let part = key.seal(&CONTEXT, plain).unwrap();
-        let again = ring.open_data_key(&CONTEXT, &key_enc).unwrap();
-        assert_eq!(again.open(&CONTEXT, &part).unwrap().expose_secret(), plain);
+        let repeated = ring.open_data_key(&CONTEXT, &key_enc).unwrap();
+        assert_eq!(repeated.open(&CONTEXT, &part).unwrap().expose_secret(), plain);
         if let Some(altered) = altered(&part, change) {
-            assert!(again.open(&CONTEXT, &altered).is_err(), "{change:?}");
+            assert!(repeated.open(&CONTEXT, &altered).is_err(), "{change:?}");
         }
     });
 }

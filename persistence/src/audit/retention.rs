@@ -1,4 +1,4 @@
-//! Removes an old month: a signed checkpoint says where each chain continues, then the month's partition is dropped as a whole.
+//! Removes an old month: a signed checkpoint says where each chain continues, the month is detached with it, and then dropped as a whole.
 //!
 //! Rows are partitioned by the clock of the member that decided them, and chained by the order of commits: at the edge of a month the
 //! two differ by moments. Rows that were sealed before the last one of the month, and are in a later partition, are listed in the
@@ -7,7 +7,7 @@
 use super::chain::{AuditKey, AuditKeys, COLUMNS, Hash, HashedRow, RowPosition, array};
 use crate::error::{OperationContext, StoreError};
 use crate::pool::begin;
-use chrono::{DateTime, Datelike, NaiveDate, Utc};
+use crate::retention::{self, Month, MonthRemoval, MonthlyLog};
 use domain::id::Shard;
 use domain::state_machine::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -34,6 +34,10 @@ pub enum DropMonthError {
     NoPartition(String),
     #[error("{0} rows of the month are not sealed; they are sealed while a member runs")]
     Unsealed(i64),
+    #[error(
+        "month {0} is in use by a long transaction (pg_stat_activity has its xact_start); try again when that has ended"
+    )]
+    InUse(String),
     #[error("the seal of the month's last row in shard {0} is missing: verify the audit log first")]
     NoSeal(Shard),
 }
@@ -113,28 +117,45 @@ impl Checkpoint {
     }
 }
 
-/// Drops the audit log's partition of `month` (`2026-03`), after signing where each chain continues.
+/// Removes `month` (`2026-03`) from the audit log, after signing where each chain continues. A month that was detached before, by a process
+/// that was killed, is dropped alone.
 ///
 /// # Errors
-/// [`DropMonthError`]; nothing was dropped then.
+/// [`DropMonthError`]; the chains are intact then.
 pub async fn drop_month(
     pool: &PgPool,
     key: &AuditKey,
     month: &str,
     now: Timestamp,
 ) -> Result<DroppedMonth, DropMonthError> {
-    const DOING: &str = "dropping a month of the audit log";
-    let (partition, end) = partition_of(month, now)?;
+    let no_month = || DropMonthError::NoMonth(month.to_owned());
+    let month = Month::parse(month).ok_or_else(no_month)?;
+    let end = month.end().ok_or_else(no_month)?;
+    if now < end {
+        return Err(DropMonthError::NotPast(month.to_string()));
+    }
+    let partitions = retention::partitions(pool).await?;
+    let found = partitions.iter().find(|it| it.log == MonthlyLog::Audit && it.month == month);
+    let found = found.ok_or_else(|| DropMonthError::NoPartition(month.to_string()))?;
+    let shards = if found.is_attached { detach(pool, key, month, end, now).await? } else { 0 };
+    match retention::drop_detached(pool, MonthlyLog::Audit, month).await? {
+        MonthRemoval::Removed => Ok(DroppedMonth { month: month.to_string(), shards }),
+        MonthRemoval::InUse => Err(DropMonthError::InUse(month.to_string())),
+    }
+}
+
+/// Signs the checkpoints and detaches the month, all or nothing. Returns the number of checkpoints.
+async fn detach(
+    pool: &PgPool,
+    key: &AuditKey,
+    month: Month,
+    end: Timestamp,
+    now: Timestamp,
+) -> Result<u64, DropMonthError> {
+    const DOING: &str = "detaching a month of the audit log";
+    let partition = MonthlyLog::Audit.partition(month);
     let mut transaction = begin(pool, "BEGIN").await.doing(DOING)?;
     sqlx::query("SET LOCAL statement_timeout = 0").execute(&mut *transaction).await.doing(DOING)?;
-    let is_there: bool = sqlx::query_scalar("SELECT to_regclass($1) IS NOT NULL")
-        .bind(&partition)
-        .fetch_one(&mut *transaction)
-        .await
-        .doing(DOING)?;
-    if !is_there {
-        return Err(DropMonthError::NoPartition(month.to_owned()));
-    }
     let query = format!(
         "SELECT count(*) FROM {partition} AS month WHERE NOT EXISTS (
              SELECT 1 FROM audit_seal WHERE (audit_seal.shard, audit_seal.epoch, audit_seal.seq)
@@ -152,26 +173,12 @@ pub async fn drop_month(
             shards += 1;
         }
     }
-    // Last: from here on writers of the parent table wait, for as long as dropping a table takes.
-    let drop = format!("DROP TABLE {partition}");
-    sqlx::query(sqlx::AssertSqlSafe(drop)).execute(&mut *transaction).await.doing(DOING)?;
+    // Last: from here on writers of the log wait, for as long as a commit takes.
+    if !retention::detach_within(&mut transaction, MonthlyLog::Audit, month).await.doing(DOING)? {
+        return Err(DropMonthError::InUse(month.to_string()));
+    }
     transaction.commit().await.doing(DOING)?;
-    Ok(DroppedMonth { month: month.to_owned(), shards })
-}
-
-/// The month's table and its end.
-fn partition_of(month: &str, now: Timestamp) -> Result<(String, Timestamp), DropMonthError> {
-    let no_month = || DropMonthError::NoMonth(month.to_owned());
-    let first = NaiveDate::parse_from_str(&format!("{month}-01"), "%Y-%m-%d").map_err(|_| no_month())?;
-    if format!("{}", first.format("%Y-%m")) != month {
-        return Err(no_month());
-    }
-    let end = first.checked_add_months(chrono::Months::new(1)).ok_or_else(no_month)?;
-    let end: DateTime<Utc> = end.and_time(chrono::NaiveTime::MIN).and_utc();
-    if now < end {
-        return Err(DropMonthError::NotPast(month.to_owned()));
-    }
-    Ok((format!("audit_{:04}_{:02}", first.year(), first.month()), end))
+    Ok(shards)
 }
 
 /// The checkpoint of the shard without the month; `None` where it had no row in it.

@@ -102,7 +102,7 @@ async fn verify_shard(
     report: &mut AuditReport,
 ) -> Result<Result<(), AuditFinding>, sqlx::Error> {
     let checkpoint = Checkpoint::last(connection, shard).await?;
-    let kept = heads_of(connection, shard).await?;
+    let stored = heads_of(connection, shard).await?;
     if let Some(checkpoint) = &checkpoint
         && let Err(finding) = verify_checkpoint(connection, shard, checkpoint, verification, report).await?
     {
@@ -111,7 +111,7 @@ async fn verify_shard(
     let start = checkpoint.map_or((0, RowPosition { epoch: -1, seq: -1 }, genesis(shard)), |at| {
         (at.number, RowPosition { epoch: at.epoch, seq: at.seq }, at.hash)
     });
-    let mut walk = ChainWalk::new(shard, start, &kept, verification);
+    let mut walk = ChainWalk::new(shard, start, &stored, verification);
     let query = format!(
         "SELECT coalesce(seal.epoch, written.epoch) AS epoch, coalesce(seal.seq, written.seq) AS seq, seal.number, seal.hash,
                 written.shard, written.actor, written.action, written.target_kind, written.target_id,
@@ -133,7 +133,7 @@ async fn verify_shard(
         }
     }
     drop(rows);
-    let end = walk.finish(kept.last());
+    let end = walk.finish(stored.last());
     report.verified += walk.verified;
     report.unsealed += walk.unsealed;
     if end.is_ok() {

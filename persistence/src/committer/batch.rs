@@ -1,6 +1,7 @@
 //! The transitions of one statement, and the reading of its result.
 
 use super::Sequences;
+use super::acknowledged_commits::{AcknowledgedCommits, Acknowledgement, LostCommits};
 use super::in_flight::{InFlightCommit, InFlightCommits};
 use crate::outbox::OutboxRow;
 use crate::snapshot_seal::SnapshotSealer;
@@ -57,6 +58,11 @@ impl Job {
     pub(super) fn answer(self, outcome: CommitOutcome) {
         // The caller may have stopped waiting.
         let _ = self.answer.send(outcome);
+    }
+
+    fn acknowledgement(&self) -> Acknowledgement {
+        let Commit { entity, shard, expected_version, epoch, at, .. } = self.commit;
+        Acknowledgement { entity, shard, version: expected_version + 1, epoch, seq: self.seq, at }
     }
 
     fn command(&self) -> Option<&CommandRecord> {
@@ -288,8 +294,23 @@ impl Batch {
         (1..).zip(&self.jobs).flat_map(|(ord, job)| job.commit.postings.iter().map(move |posting| (ord, posting)))
     }
 
+    /// Without the transitions of entities whose commits were lost: these were decided from a state that the database does not have.
+    pub(super) fn without_lost(self, lost: &LostCommits) -> Self {
+        let mut jobs = Vec::with_capacity(self.jobs.len());
+        for job in self.jobs {
+            if lost.has(job.commit.entity.id) {
+                let reason =
+                    "commits of this entity were lost in a failover; an operator decides how it goes on".to_owned();
+                job.answer(CommitOutcome::NotApplied { reason });
+            } else {
+                jobs.push(job);
+            }
+        }
+        Self { jobs }
+    }
+
     /// Sends every caller its outcome, and returns the events to be published.
-    pub(super) fn settle(self, answer: &[PgRow]) -> Vec<OutboxRow> {
+    pub(super) fn settle(self, answer: &[PgRow], acknowledged: &mut AcknowledgedCommits) -> Vec<OutboxRow> {
         let mut outcomes: Vec<Option<CommitOutcome>> = vec![None; self.jobs.len()];
         for row in answer {
             let read = read(row).unwrap_or_else(|error| {
@@ -306,7 +327,10 @@ impl Batch {
         let mut published = Vec::new();
         for (job, outcome) in self.jobs.into_iter().zip(outcomes) {
             match outcome {
-                Some(CommitOutcome::Applied) => job.into_rows(&mut published),
+                Some(CommitOutcome::Applied) => {
+                    acknowledged.record(job.acknowledgement());
+                    job.into_rows(&mut published);
+                }
                 Some(outcome) => job.answer(outcome),
                 None => job.answer(CommitOutcome::Unknown { reason: "the store's answer cannot be read".to_owned() }),
             }
@@ -322,6 +346,7 @@ fn read(row: &PgRow) -> Result<Vec<(i64, CommitOutcome)>, sqlx::Error> {
     }
     // Without applied transitions that row is empty.
     let Some(ord) = row.try_get::<Option<i64>, _>(1)? else { return Ok(Vec::new()) };
+    // Of `fencing_check` in the statement.
     let outcome = if !row.try_get::<bool, _>(2)? {
         CommitOutcome::Fenced
     } else if let Some(entity) = row.try_get::<Option<Uuid>, _>(3)? {

@@ -1,7 +1,7 @@
--- One batch of transitions, all or nothing of each. Every branch hangs on `held`, the locked shards whose owner and epoch
+-- One batch of transitions, all or nothing of each. Every branch hangs on `fencing_check`, the locked shards whose owner and epoch
 -- still are what the batch was decided under; what is written beside the snapshot hangs on `passed`.
 --
--- The planner is given no choice here (see `session` in worker.rs): joins of what the batch brought are hash joins, tables are
+-- The planner is given no choice here (see `session` in lane.rs): joins of what the batch brought are hash joins, tables are
 -- reached by index through `= ANY(array)`. That is why the arrays appear beside the joins which already say the same.
 WITH item AS MATERIALIZED (
     SELECT *
@@ -17,7 +17,8 @@ WITH item AS MATERIALIZED (
         correlation_id, traceparent, tracestate, seal, ord
     )
 ),
-held AS MATERIALIZED (
+-- Fencing: a transition of a shard that another member owns by now, or of an older epoch, is not written (`Fenced`).
+fencing_check AS MATERIALIZED (
     SELECT id, epoch FROM shard WHERE id = ANY ($2::smallint[]) AND owner = $1 ORDER BY id FOR SHARE
 ),
 done AS MATERIALIZED (
@@ -50,7 +51,7 @@ foreign_claim AS MATERIALIZED (
 ready AS MATERIALIZED (
     SELECT item.*
     FROM item
-    JOIN held ON held.id = item.shard AND held.epoch = item.epoch
+    JOIN fencing_check ON fencing_check.id = item.shard AND fencing_check.epoch = item.epoch
     LEFT JOIN done ON done.id = item.command_id
     WHERE done.id IS NULL AND NOT EXISTS (SELECT FROM void WHERE void.ord = item.ord)
       AND NOT EXISTS (SELECT FROM foreign_claim WHERE foreign_claim.ord = item.ord)
@@ -117,19 +118,19 @@ counted AS (
 ),
 audit_row AS (
     INSERT INTO audit (shard, epoch, seq, actor, action, target_kind, target_id, correlation_id, metadata, at)
-    SELECT passed.shard, passed.epoch, said.seq, passed.actor, said.action, said.target_kind, said.target_id,
-           passed.correlation_id, said.metadata::jsonb, passed.at
+    SELECT passed.shard, passed.epoch, recorded.seq, passed.actor, recorded.action, recorded.target_kind, recorded.target_id,
+           passed.correlation_id, recorded.metadata::jsonb, passed.at
     FROM unnest($28::bigint[], $29::bigint[], $30::text[], $31::text[], $32::uuid[], $33::text[])
-         AS said (ord, seq, action, target_kind, target_id, metadata)
-    JOIN passed ON passed.ord = said.ord
+         AS recorded (ord, seq, action, target_kind, target_id, metadata)
+    JOIN passed ON passed.ord = recorded.ord
 ),
 outbox_row AS (
     INSERT INTO outbox (id, shard, epoch, seq, subject, event, correlation_id, traceparent, tracestate, created_at)
-    SELECT told.id, passed.shard, passed.epoch, told.seq, told.subject, told.event::jsonb, passed.correlation_id,
+    SELECT published.id, passed.shard, passed.epoch, published.seq, published.subject, published.event::jsonb, passed.correlation_id,
            passed.traceparent, passed.tracestate, passed.at
     FROM unnest($34::bigint[], $35::uuid[], $36::bigint[], $37::text[], $38::text[])
-         AS told (ord, id, seq, subject, event)
-    JOIN passed ON passed.ord = told.ord
+         AS published (ord, id, seq, subject, event)
+    JOIN passed ON passed.ord = published.ord
 ),
 ledger_row AS (
     INSERT INTO ledger (account, number, version, kind, debit, credit, amount, currency, balance, allocation, used_from,
@@ -164,14 +165,14 @@ resting AS (
     WHERE deadline.entity = ANY ($39::uuid[]) AND deadline.entity = passed.id AND passed.wake_at IS NULL
 )
 -- One row with the places of all that passed, and one for each that did not.
-SELECT array_agg(ord) AS applied, NULL::bigint AS ord, NULL::boolean AS held, NULL::uuid AS entity, NULL::bytea AS digest,
+SELECT array_agg(ord) AS applied, NULL::bigint AS ord, NULL::boolean AS owned, NULL::uuid AS entity, NULL::bytea AS digest,
        NULL::text AS reply, NULL::text[] AS names, NULL::uuid[] AS holders
 FROM passed
 UNION ALL
-SELECT NULL, item.ord, held.id IS NOT NULL, done.entity, done.digest, done.reply::text,
+SELECT NULL, item.ord, fencing_check.id IS NOT NULL, done.entity, done.digest, done.reply::text,
        foreign_claim.names, foreign_claim.holders
 FROM item
-LEFT JOIN held ON held.id = item.shard AND held.epoch = item.epoch
+LEFT JOIN fencing_check ON fencing_check.id = item.shard AND fencing_check.epoch = item.epoch
 LEFT JOIN done ON done.id = item.command_id
 LEFT JOIN foreign_claim ON foreign_claim.ord = item.ord
 LEFT JOIN passed ON passed.ord = item.ord

@@ -13,6 +13,7 @@ pub struct CommitterMetrics {
     pub(super) bisections: IntCounter,
     pub(super) connections: IntCounter,
     pub(super) unpublished: IntCounter,
+    pub(super) lost: IntCounter,
 }
 
 impl CommitterMetrics {
@@ -42,6 +43,10 @@ impl CommitterMetrics {
                 "commit_unpublished_events_total",
                 "Events left to the poll for orphans, since the relay was behind.",
             )?,
+            lost: IntCounter::new(
+                "commit_lost_transitions_total",
+                "Entities whose last acknowledged transition the database did not have at a new connection: a failover lost it.",
+            )?,
         };
         registry.register(Box::new(metrics.outcomes.clone()))?;
         registry.register(Box::new(metrics.batch.clone()))?;
@@ -50,6 +55,7 @@ impl CommitterMetrics {
         registry.register(Box::new(metrics.bisections.clone()))?;
         registry.register(Box::new(metrics.connections.clone()))?;
         registry.register(Box::new(metrics.unpublished.clone()))?;
+        registry.register(Box::new(metrics.lost.clone()))?;
         Ok(metrics)
     }
 

@@ -71,9 +71,9 @@ mod tests {
         let (key, kept) = old.make_data_key(&KEY_CONTEXT).unwrap();
         let part = key.seal(&PART_0, b"shown").unwrap();
         assert_ne!(part, key.seal(&PART_0, b"shown").unwrap());
-        let anew = new.open_data_key(&KEY_CONTEXT, &new.reseal(&KEY_CONTEXT, &kept).unwrap()).unwrap();
-        assert_eq!(anew.open(&PART_0, &part).unwrap().expose_secret(), b"shown");
-        assert_eq!(anew.open(&SealContext { row: "1/1", ..PART_0 }, &part).unwrap_err(), EnvelopeError::Refused);
+        let rewrapped = new.open_data_key(&KEY_CONTEXT, &new.reseal(&KEY_CONTEXT, &kept).unwrap()).unwrap();
+        assert_eq!(rewrapped.open(&PART_0, &part).unwrap().expose_secret(), b"shown");
+        assert_eq!(rewrapped.open(&SealContext { row: "1/1", ..PART_0 }, &part).unwrap_err(), EnvelopeError::Refused);
         let (other, _) = old.make_data_key(&KEY_CONTEXT).unwrap();
         assert_eq!(other.open(&PART_0, &part).unwrap_err(), EnvelopeError::Refused);
     }

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpStream, UnixListener, UnixStream};
+use tokio::task::JoinSet;
 use uuid::Uuid;
 
 /// A server that is unreachable without a reset (its machine has lost power, its address has moved) is given up after so long. Without
@@ -25,26 +26,104 @@ pub(super) fn through_nodelay_proxy(options: PgConnectOptions) -> io::Result<PgC
     if options.get_socket().is_some() || options.get_host().starts_with('/') {
         return Ok(options);
     }
-    let folder = SocketFolder::make(&std::env::temp_dir())?;
-    let server: Arc<str> = options.get_host().trim_matches(['[', ']']).into();
-    let port = options.get_port();
-    let listener = UnixListener::bind(folder.path.join(format!(".s.PGSQL.{port}")))?;
-    let options = options.socket(&folder.path);
+    let mut route = Route::create(options)?;
+    route.open()?;
+    let options = route.options().clone();
+    // For as long as the runtime runs; the folder is removed with it.
     tokio::spawn(async move {
-        // The folder is removed with the task, and the task with the runtime.
-        let _folder = folder;
-        loop {
-            match listener.accept().await {
-                Ok((inside, _)) => {
-                    let server = Arc::clone(&server);
-                    tokio::spawn(async move { forward(inside, &server, port).await });
-                }
-                // Out of file descriptors: some will be closed.
-                Err(_) => tokio::time::sleep(std::time::Duration::from_millis(100)).await,
-            }
-        }
+        let _route = route;
+        std::future::pending::<()>().await;
     });
     Ok(options)
+}
+
+/// One server's proxy. While it is closed, connections are refused, which the library takes for a server that is starting.
+pub(super) struct Route {
+    folder: SocketFolder,
+    options: PgConnectOptions,
+    server: Arc<str>,
+    port: u16,
+    /// The listener and its connections; dropped, they are closed.
+    forwarding: Option<JoinSet<()>>,
+    /// The same of the second socket, for the monitor. It is never closed.
+    watching: Option<JoinSet<()>>,
+}
+
+impl Route {
+    /// A closed proxy to the server that the options name.
+    pub(super) fn create(options: PgConnectOptions) -> io::Result<Self> {
+        let folder = SocketFolder::make_in_first(&[&std::env::temp_dir(), Path::new(SHARED_MEMORY)])?;
+        let server: Arc<str> = options.get_host().trim_matches(['[', ']']).into();
+        let port = options.get_port();
+        let options = options.socket(&folder.path);
+        let route = Self { folder, options, server, port, forwarding: None, watching: None };
+        // A socket without a listener refuses connections; where there is none, the library gives up at once.
+        drop(UnixListener::bind(route.socket())?);
+        Ok(route)
+    }
+
+    /// The options of a connection through it.
+    pub(super) const fn options(&self) -> &PgConnectOptions {
+        &self.options
+    }
+
+    pub(super) fn is_open(&self) -> bool {
+        self.forwarding.is_some()
+    }
+
+    /// Accepts connections from here on.
+    pub(super) fn open(&mut self) -> io::Result<()> {
+        if !self.is_open() {
+            std::fs::remove_file(self.socket())?;
+            self.forwarding = Some(self.listen(&self.socket())?);
+        }
+        Ok(())
+    }
+
+    /// The options of a connection that is forwarded whether or not the proxy is open.
+    pub(super) fn watch(&mut self) -> io::Result<PgConnectOptions> {
+        let folder = self.folder.path.join("monitor");
+        if self.watching.is_none() {
+            std::fs::DirBuilder::new().mode(0o700).create(&folder)?;
+            self.watching = Some(self.listen(&folder.join(socket_name(self.port)))?);
+        }
+        Ok(self.options.clone().socket(folder))
+    }
+
+    fn listen(&self, socket: &Path) -> io::Result<JoinSet<()>> {
+        let listener = UnixListener::bind(socket)?;
+        let (server, port) = (Arc::clone(&self.server), self.port);
+        let mut forwarding = JoinSet::new();
+        forwarding.spawn(async move {
+            // Dropped with this task, and so with its connections.
+            let mut connections = JoinSet::new();
+            loop {
+                while connections.try_join_next().is_some() {}
+                match listener.accept().await {
+                    Ok((inside, _)) => {
+                        let server = Arc::clone(&server);
+                        connections.spawn(async move { forward(inside, &server, port).await });
+                    }
+                    // Out of file descriptors: some will be closed.
+                    Err(_) => tokio::time::sleep(Duration::from_millis(100)).await,
+                }
+            }
+        });
+        Ok(forwarding)
+    }
+
+    /// Closes the listener and every connection.
+    pub(super) fn close(&mut self) {
+        self.forwarding = None;
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.path.join(socket_name(self.port))
+    }
+}
+
+fn socket_name(port: u16) -> String {
+    format!(".s.PGSQL.{port}")
 }
 
 /// Copies until either side closes. The end of one side ends the other, which is all that the library has to know.
@@ -69,6 +148,9 @@ fn set_socket_options(outside: &TcpStream) -> io::Result<()> {
     socket.set_tcp_keepalive(&asking)
 }
 
+/// Where a container has a file system of its own that can be written, even if it has no temporary folder.
+const SHARED_MEMORY: &str = "/dev/shm";
+
 /// The names of the folders, in the temporary directory.
 const FOLDER_PREFIX: &str = "gpuaas-postgres-";
 
@@ -79,6 +161,21 @@ struct SocketFolder {
 }
 
 impl SocketFolder {
+    /// In the first of these folders that can be used.
+    fn make_in_first(folders: &[&Path]) -> io::Result<Self> {
+        let mut refused = Vec::new();
+        for folder in folders {
+            match Self::make(folder) {
+                Ok(made) => return Ok(made),
+                Err(error) => refused.push(format!("{}: {error}", folder.display())),
+            }
+        }
+        let refused = refused.join("; ");
+        Err(io::Error::other(format!(
+            "there is no folder for its socket ({refused}): mount one, and name it in TMPDIR"
+        )))
+    }
+
     fn make(temporary: &Path) -> io::Result<Self> {
         remove_abandoned(temporary);
         let id = Uuid::new_v4().simple();
@@ -126,6 +223,15 @@ mod tests {
         killed.lock.unlock().unwrap();
         let next = SocketFolder::make(temporary.path()).unwrap();
         assert!(!killed.path.exists() && alive.path.exists() && next.path.exists());
+    }
+
+    #[test]
+    fn without_a_temporary_folder_the_socket_is_in_the_next_one() {
+        let (next, absent) = (tempfile::tempdir().unwrap(), Path::new("/proc/absent"));
+        let made = SocketFolder::make_in_first(&[absent, next.path()]).unwrap();
+        assert!(made.path.starts_with(next.path()));
+        let error = SocketFolder::make_in_first(&[absent]).err().unwrap().to_string();
+        assert!(error.contains("/proc/absent: ") && error.contains("TMPDIR"), "{error}");
     }
 
     #[tokio::test]

@@ -6,7 +6,7 @@
 //! returned meanwhile; one whose opener was dropped is opened all the same, for the next reader. Otherwise an overloaded machine would
 //! begin handshakes and give them up, and never have a connection.
 
-use sqlx::postgres::{PgConnectOptions, PgConnection, PgPool, PgRow};
+use sqlx::postgres::{PgConnection, PgPool, PgRow};
 use sqlx::{Connection as _, Execute, Executor as _, Postgres};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -23,7 +23,8 @@ const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Clones share the connections.
 #[derive(Clone, Debug)]
 pub(crate) struct ReadPool {
-    options: Arc<PgConnectOptions>,
+    /// Its options are those of a connection that is opened.
+    source: PgPool,
     permits: Arc<Semaphore>,
     openings: Arc<Semaphore>,
     acquire_timeout: Duration,
@@ -50,7 +51,7 @@ impl ReadPool {
     pub(crate) fn like(pool: &PgPool) -> Self {
         let bounds = pool.options();
         Self {
-            options: pool.connect_options(),
+            source: pool.clone(),
             permits: Arc::new(Semaphore::new(bounds.get_max_connections() as usize)),
             openings: Arc::new(Semaphore::new(CONCURRENT_OPENS)),
             acquire_timeout: bounds.get_acquire_timeout(),
@@ -108,7 +109,7 @@ impl ReadPool {
         let (opened, waits) = oneshot::channel();
         let pool = self.clone();
         tokio::spawn(async move {
-            let opening = timeout(OPEN_TIMEOUT, PgConnection::connect_with(&pool.options)).await;
+            let opening = timeout(OPEN_TIMEOUT, PgConnection::connect_with(&pool.source.connect_options())).await;
             drop(open_permit);
             let pooled = opening
                 .unwrap_or(Err(sqlx::Error::PoolTimedOut))

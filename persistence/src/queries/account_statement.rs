@@ -1,6 +1,6 @@
 //! Reads for account statements: the account's position in the ledger at an instant, and the sums of a range of postings.
 
-use super::postings::EFFECT;
+use super::billing_reads::EFFECT;
 use super::{LedgerRow, Reads};
 use crate::error::{OperationContext, StoreError};
 use crate::pool::begin;

@@ -2,6 +2,7 @@
 
 use super::{Reads, RowPage, one_more};
 use crate::error::{OperationContext, StoreError, damaged};
+use crate::snapshot_seal::SealRefusal;
 use domain::commit::{CompletedCommand, Epoch, Snapshot};
 use domain::id::{CommandId, EntityKind, EntityRef, NodeId, Shard, SkuId};
 use domain::state_machine::Timestamp;
@@ -23,6 +24,15 @@ pub struct EntityRow {
     pub unique_name: Option<String>,
     pub created_at: Timestamp,
     pub updated_at: Timestamp,
+}
+
+/// One entity of a list. Its place in the list does not depend on its seal, so that the pages are the same with a refused row among them.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ListedEntity {
+    pub entity: EntityRef,
+    pub created_at: Timestamp,
+    /// Its row, where the seal holds. A refusal is logged and counted.
+    pub row: Result<EntityRow, SealRefusal>,
 }
 
 /// A node, as placement reads it.
@@ -89,7 +99,7 @@ pub struct SkuReferences {
 }
 
 const COLUMNS: &str =
-    "SELECT id, kind, version, state, body::text, owner, sku, unique_name, created_at, updated_at FROM entity";
+    "SELECT id, kind, version, state, body::text, owner, sku, unique_name, created_at, updated_at, seal FROM entity";
 
 impl Reads {
     /// The snapshots that shells load, of the entities that exist.
@@ -145,16 +155,58 @@ impl Reads {
         row.and_then(|row| row.map(snapshot).transpose()).doing("loading an entity")
     }
 
+    /// The snapshots of a kind, of the entities that satisfy `condition`, for a cache that decisions are made from. One whose seal does
+    /// not hold is left out: an attacker who can alter a row can delete it as well.
+    pub(super) async fn intact_bodies(
+        &self,
+        kind: EntityKind,
+        condition: &str,
+        doing: &'static str,
+    ) -> Result<Vec<(Uuid, String)>, StoreError> {
+        let mut query =
+            QueryBuilder::<Postgres>::new("SELECT id, kind, version, body::text, seal FROM entity WHERE kind = ");
+        query.push_bind(kind.as_str()).push(condition);
+        let rows = query.build().fetch_all(&self.pool).await.doing(doing)?;
+        let mut intact = Vec::with_capacity(rows.len());
+        for row in &rows {
+            let (entity, snapshot) = snapshot_row(row).doing(doing)?;
+            if let Some(entity) = entity
+                && self.check(entity, &snapshot, row.try_get(4)).is_ok()
+            {
+                intact.push((entity.id, snapshot.body));
+            }
+        }
+        Ok(intact)
+    }
+
+    /// The entity as it was last committed. Its seal is checked, since decisions are made from it.
+    ///
     /// # Errors
     /// [`StoreError`]
     pub async fn entity(&self, entity: EntityRef) -> Result<Option<EntityRow>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
         query.push(" WHERE id = ").push_bind(entity.id).push(" AND kind = ").push_bind(entity.kind.as_str());
         let row = self.read_pool.fetch_optional(query.build()).await;
-        row.and_then(|row| row.as_ref().map(entity_row).transpose()).doing("reading an entity")
+        row.and_then(|row| row.as_ref().map(|row| self.checked_row(row)).transpose()).doing("reading an entity")
     }
 
-    /// The entities of one kind that exist, unordered.
+    fn checked_row(&self, row: &PgRow) -> Result<EntityRow, sqlx::Error> {
+        let found = entity_row(row)?;
+        let snapshot = Snapshot { version: found.version, body: found.body };
+        self.check(found.entity, &snapshot, row.try_get("seal"))?;
+        Ok(EntityRow { body: snapshot.body, ..found })
+    }
+
+    fn listed_row(&self, row: &PgRow) -> Result<ListedEntity, sqlx::Error> {
+        let found = entity_row(row)?;
+        let seal: Option<Vec<u8>> = row.try_get("seal")?;
+        let checked =
+            self.seals.as_ref().map(|seals| seals.check(found.entity, found.version, &found.body, seal.as_deref()));
+        let (entity, created_at) = (found.entity, found.created_at);
+        Ok(ListedEntity { entity, created_at, row: checked.unwrap_or(Ok(())).map(|()| found) })
+    }
+
+    /// The entities of one kind that exist, unordered. One whose seal does not hold is left out.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -162,10 +214,21 @@ impl Reads {
         let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
         query.push(" WHERE id = ANY (").push_bind(ids).push(") AND kind = ").push_bind(kind.as_str());
         let rows = query.build().fetch_all(&self.pool).await;
-        rows.and_then(|rows| rows.iter().map(entity_row).collect()).doing("reading entities")
+        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(|row| self.listed_row(row)).collect());
+        Ok(rows.doing("reading entities")?.into_iter().filter_map(|listed| listed.row.ok()).collect())
     }
 
-    /// Entities of a kind, oldest first.
+    /// Those of these entities whose seals hold.
+    pub(super) async fn intact(&self, kind: EntityKind, ids: &HashSet<Uuid>) -> Result<HashSet<Uuid>, StoreError> {
+        if self.seals.is_none() || ids.is_empty() {
+            return Ok(ids.clone());
+        }
+        let ids: Vec<Uuid> = ids.iter().copied().collect();
+        Ok(self.entities(kind, &ids).await?.into_iter().map(|row| row.entity.id).collect())
+    }
+
+    /// Entities of a kind, oldest first, with their seals checked. The columns that a filter selects by are not sealed: who can write rows
+    /// can hide an entity from a list, as by deleting it.
     ///
     /// # Errors
     /// [`StoreError`]
@@ -175,7 +238,7 @@ impl Reads {
         filter: &ListFilter,
         after: Option<Cursor>,
         limit: u32,
-    ) -> Result<RowPage<EntityRow, Cursor>, StoreError> {
+    ) -> Result<RowPage<ListedEntity, Cursor>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
         query.push(" WHERE kind = ").push_bind(kind.as_str());
         if let Some(owner) = &filter.owner {
@@ -200,8 +263,8 @@ impl Reads {
         }
         query.push(" ORDER BY created_at, id LIMIT ").push_bind(one_more(limit));
         let rows = self.read_pool.fetch_all(query.build()).await;
-        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(entity_row).collect());
-        let place = |row: &EntityRow| Cursor { created_at: row.created_at, id: row.entity.id };
+        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(|row| self.listed_row(row)).collect());
+        let place = |row: &ListedEntity| Cursor { created_at: row.created_at, id: row.entity.id };
         Ok(RowPage::of(rows.doing("listing entities")?, limit, place))
     }
 
@@ -256,7 +319,8 @@ impl Reads {
         Ok(SkuReferences { nodes: nodes.unsigned_abs(), allocations: (held + waiting).unsigned_abs() })
     }
 
-    /// The entity of a kind with this unique name, or this id in text form (a node's or allocation's `sku` is either).
+    /// The entity of a kind with this unique name, or this id in text form (a node's or allocation's `sku` is either). Its seal is checked
+    /// as by [`Self::entity`].
     ///
     /// # Errors
     /// [`StoreError`]
@@ -269,7 +333,7 @@ impl Reads {
         let mut query = QueryBuilder::<Postgres>::new(COLUMNS);
         query.push(" WHERE kind = ").push_bind(kind.as_str()).push(" AND unique_name = ").push_bind(name_or_id);
         let row = self.read_pool.fetch_optional(query.build()).await;
-        row.and_then(|row| row.as_ref().map(entity_row).transpose()).doing("reading an entity by name")
+        row.and_then(|row| row.as_ref().map(|row| self.checked_row(row)).transpose()).doing("reading an entity by name")
     }
 
     /// The transitions of an entity, newest first; `before` is the version after which the page begins.

@@ -22,6 +22,13 @@ pub struct WaitingEntity {
     pub reason: Option<String>,
 }
 
+/// The position of an entity in their order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WaitingPosition {
+    pub deadline_at: Option<Timestamp>,
+    pub id: uuid::Uuid,
+}
+
 /// A filter of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WaitingFilter {
@@ -31,6 +38,8 @@ pub struct WaitingFilter {
     pub overdue_at: Option<Timestamp>,
     /// These, with or without a deadline.
     pub ids: Option<Vec<uuid::Uuid>>,
+    /// Those that follow this one.
+    pub after: Option<WaitingPosition>,
 }
 
 impl Reads {
@@ -60,8 +69,19 @@ impl Reads {
         } else if filter.kind.is_none() && filter.state.is_none() && filter.ids.is_none() {
             query.push(" AND deadline.deadline_at IS NOT NULL");
         }
+        match filter.after {
+            Some(WaitingPosition { deadline_at: Some(at), id }) => {
+                query.push(" AND ((deadline.deadline_at, entity.id) > (").push_bind(at).push(", ").push_bind(id);
+                query.push(") OR deadline.deadline_at IS NULL)");
+            }
+            Some(WaitingPosition { deadline_at: None, id }) => {
+                query.push(" AND deadline.deadline_at IS NULL AND entity.id > ").push_bind(id);
+            }
+            None => {}
+        }
         query.push(" ORDER BY deadline.deadline_at NULLS LAST, entity.id LIMIT ");
-        query.push_bind(i64::from(limit.clamp(1, PAGE_MAX)));
+        // One more than a page shows whether there is another page.
+        query.push_bind(i64::from(limit.clamp(1, PAGE_MAX + 1)));
         let rows = query.build().fetch_all(&self.pool).await;
         rows.and_then(|rows| rows.iter().map(waiting).collect()).doing("reading what waits")
     }

@@ -10,6 +10,7 @@ use sqlx::Row;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DependentNode {
     pub node: NodeId,
+    pub name: Option<String>,
     pub host: String,
     /// The end of its last certificate by this authority.
     pub not_after: Timestamp,
@@ -30,7 +31,8 @@ impl Reads {
         limit: u32,
     ) -> Result<(Vec<DependentNode>, u64), StoreError> {
         let rows = sqlx::query(
-            "SELECT entity.id, body #>> '{registration,host}' AS host, live.not_after, count(*) OVER () AS count
+            "SELECT entity.id, body #>> '{registration,metadata,name}' AS name, body #>> '{registration,host}' AS host,
+                    live.not_after, count(*) OVER () AS count
              FROM entity
              CROSS JOIN LATERAL (
                  SELECT max(one.not_after) AS not_after, bool_and(one.by_this) AS by_this_alone
@@ -58,6 +60,7 @@ impl Reads {
         let dependent = |row: &sqlx::postgres::PgRow| {
             Ok(DependentNode {
                 node: NodeId(row.try_get("id")?),
+                name: row.try_get("name")?,
                 host: row.try_get("host")?,
                 not_after: row.try_get("not_after")?,
             })

@@ -10,6 +10,8 @@ use domain::policy::{PolicyBook, PolicyScope};
 use domain::policy_values::{PolicyVersion, ScopeValues};
 use domain::state_machine::Timestamp;
 use domain::validation::ValidationMinimums;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
 use sqlx::postgres::PgRow;
 use sqlx::types::Json;
 use sqlx::{Postgres, QueryBuilder, Row};
@@ -33,12 +35,14 @@ pub struct PolicyFilter {
 pub struct PolicyRow {
     pub scope: PolicyScope,
     pub written: PolicyVersion,
+    /// The seal of the scope's row holds: otherwise the value is not one that was committed, and not in force.
+    pub is_intact: bool,
 }
 
-/// Every value that is not superseded at an instant, which goes between the two halves. A malformed body is left out here; the book
-/// warns of it.
-const VALUES: [&str; 2] = ["
-    SELECT scope, value, written_at, id FROM (
+/// Every value that is not superseded at an instant, which goes before the second part; a condition on the entities goes before the third.
+/// A malformed body is left out here; the book warns of it.
+const VALUES: [&str; 3] = ["
+    SELECT entity, scope, value, written_at, id FROM (
         SELECT entity.id AS entity, entity.body -> 'scope' AS scope, value, value ->> 'key' AS key,
                (value ->> 'effective_at')::timestamptz AS effective_at, (value ->> 'written_at')::timestamptz AS written_at,
                (value ->> 'id')::uuid AS id,
@@ -49,7 +53,7 @@ const VALUES: [&str; 2] = ["
         CROSS JOIN LATERAL jsonb_array_elements(
             CASE jsonb_typeof(entity.body -> 'values') WHEN 'array' THEN entity.body -> 'values' ELSE '[]' END
         ) AS value
-        WHERE entity.kind = 'policy'
+        WHERE entity.kind = 'policy'", "
     ) AS values
     WHERE effective_at >= coalesce(in_force_since, effective_at)"];
 
@@ -60,95 +64,64 @@ impl Reads {
     /// # Errors
     /// [`StoreError`]
     pub async fn policy_book(&self) -> Result<PolicyBook, StoreError> {
-        let bodies: Vec<String> = sqlx::query_scalar("SELECT body::text FROM entity WHERE kind = $1")
-            .bind(EntityKind::Policy.as_str())
-            .fetch_all(&self.pool)
-            .await
-            .doing("reading policy values")?;
+        let scopes = self.intact_bodies(EntityKind::Policy, "", "reading policy values").await?;
         let mut book = PolicyBook::default();
-        for body in bodies {
+        for (_, body) in scopes {
             match serde_json::from_str::<ScopeValues>(&body) {
                 Ok(values) => {
                     for key in values.enter(&mut book) {
                         tracing::warn!(
                             policy.key = key,
-                            "a policy value of {key} is not admitted by this release: it holds nowhere"
+                            "a policy value of {key} is not admitted by this release, and is ignored"
                         );
                     }
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "the policy values of one scope cannot be read: they hold nowhere");
+                    tracing::warn!(%error, "the policy values of one scope cannot be read, and are ignored");
                 }
             }
         }
         if let Some(overrides) = self.health_rules().await? {
             book.set_health_rules(overrides);
         }
-        book.set_expected_hardware(self.expected_hardware().await?);
-        for (sku_id, minimums) in self.minimums().await? {
-            book.set_minimums(sku_id, minimums);
-        }
+        self.enter_sku_requirements(&mut book).await?;
         Ok(book)
     }
 
     /// The overrides of health findings; `None` where there are none, or where they cannot be read: the table of this release holds.
     async fn health_rules(&self) -> Result<Option<RuleOverrides>, StoreError> {
-        let body: Option<String> = sqlx::query_scalar("SELECT body::text FROM entity WHERE kind = $1")
-            .bind(EntityKind::HealthRules.as_str())
-            .fetch_optional(&self.pool)
-            .await
-            .doing("reading the overrides of health findings")?;
-        let Some(body) = body else { return Ok(None) };
+        let mut found =
+            self.intact_bodies(EntityKind::HealthRules, "", "reading the overrides of health findings").await?;
+        let Some((_, body)) = found.pop() else { return Ok(None) };
         match serde_json::from_str::<HealthRules>(&body) {
             Ok(rules) => Ok(Some(rules.overrides)),
             Err(error) => {
-                tracing::warn!(%error, "the overrides of health findings cannot be read: they hold nowhere");
+                tracing::warn!(%error, "the overrides of health findings cannot be read, and are ignored");
                 Ok(None)
             }
         }
     }
 
-    /// What the machines of each SKU must have. What cannot be read expects nothing.
-    async fn expected_hardware(&self) -> Result<BTreeMap<SkuId, ExpectedHardware>, StoreError> {
-        let rows: Vec<(Uuid, String)> = sqlx::query_as(
-            "SELECT id, (body -> 'spec' -> 'expected_hardware')::text FROM entity
-             WHERE kind = $1 AND body -> 'spec' ? 'expected_hardware'",
-        )
-        .bind(EntityKind::Sku.as_str())
-        .fetch_all(&self.pool)
-        .await
-        .doing("reading the expected hardware of SKUs")?;
-        let mut expected = BTreeMap::new();
-        for (id, text) in rows {
-            match serde_json::from_str(&text) {
-                Ok(hardware) => {
-                    expected.insert(SkuId(id), hardware);
-                }
-                Err(error) => {
-                    tracing::warn!(%error, sku.id = %id, "the expected hardware of SKU {id} cannot be read: it expects nothing");
-                }
+    /// What the machines of each SKU must have, and what a validation must measure on them. A requirement that cannot be read is ignored.
+    async fn enter_sku_requirements(&self, book: &mut PolicyBook) -> Result<(), StoreError> {
+        const WITH_REQUIREMENTS: &str = " AND (body -> 'spec' ? 'expected_hardware' OR body ? 'validation')";
+        let skus = self.intact_bodies(EntityKind::Sku, WITH_REQUIREMENTS, "reading the requirements of SKUs").await?;
+        let mut all_expected = BTreeMap::new();
+        for (id, body) in skus {
+            let body: Value = serde_json::from_str(&body).map_err(damaged).doing("reading the requirements of SKUs")?;
+            let (expected, minimums) = (body.pointer("/spec/expected_hardware"), body.get("validation"));
+            if let Some(expected) =
+                expected.and_then(|value| requirement::<ExpectedHardware>(id, "expected hardware", value))
+            {
+                all_expected.insert(SkuId(id), expected);
+            }
+            if let Some(minimums) = minimums.and_then(|value| requirement::<ValidationMinimums>(id, "minimums", value))
+            {
+                book.set_minimums(SkuId(id), minimums);
             }
         }
-        Ok(expected)
-    }
-
-    /// What each SKU that has minimums wants of a validation. Those that cannot be read hold nowhere.
-    async fn minimums(&self) -> Result<Vec<(SkuId, ValidationMinimums)>, StoreError> {
-        let found: Vec<(Uuid, String)> = sqlx::query_as(
-            "SELECT id, (body -> 'validation')::text FROM entity WHERE kind = $1 AND body ? 'validation'",
-        )
-        .bind(EntityKind::Sku.as_str())
-        .fetch_all(&self.pool)
-        .await
-        .doing("reading the minimums of SKUs")?;
-        let read = |(id, text): (Uuid, String)| match serde_json::from_str(&text) {
-            Ok(minimums) => Some((SkuId(id), minimums)),
-            Err(error) => {
-                tracing::warn!(%error, "the minimums of SKU {id} cannot be read: they hold nowhere");
-                None
-            }
-        };
-        Ok(found.into_iter().filter_map(read).collect())
+        book.set_expected_hardware(all_expected);
+        Ok(())
     }
 
     /// The values that are in force at `now` or will be, in the order in which they were written.
@@ -162,8 +135,36 @@ impl Reads {
         after: Option<Cursor>,
         limit: u32,
     ) -> Result<RowPage<PolicyRow, Cursor>, StoreError> {
+        let rows = match self.policy_rows(filter, now, after, limit, None).await {
+            // An altered row may fail the whole statement; of those whose seals hold none does.
+            Err(error) if !error.is_unavailable() => {
+                let intact = self.intact_bodies(EntityKind::Policy, "", "listing policy values").await?;
+                let intact: Vec<Uuid> = intact.into_iter().map(|(entity, _)| entity).collect();
+                self.policy_rows(filter, now, after, limit, Some(&intact)).await?
+            }
+            rows => rows?,
+        };
+        let intact = self.intact(EntityKind::Policy, &rows.iter().map(|(entity, _)| *entity).collect()).await?;
+        let checked = |(entity, row): (Uuid, PolicyRow)| PolicyRow { is_intact: intact.contains(&entity), ..row };
+        let place = |row: &PolicyRow| Cursor { created_at: row.written.written_at, id: row.written.id.0 };
+        Ok(RowPage::of(rows.into_iter().map(checked).collect(), limit, place))
+    }
+
+    /// The values, of these entities or of all.
+    async fn policy_rows(
+        &self,
+        filter: &PolicyFilter,
+        now: Timestamp,
+        after: Option<Cursor>,
+        limit: u32,
+        entities: Option<&[Uuid]>,
+    ) -> Result<Vec<(Uuid, PolicyRow)>, StoreError> {
         let mut query = QueryBuilder::<Postgres>::new(VALUES[0]);
         query.push_bind(now).push(VALUES[1]);
+        if let Some(entities) = entities {
+            query.push(" AND entity.id = ANY (").push_bind(entities).push(")");
+        }
+        query.push(VALUES[2]);
         if let Some(id) = filter.id {
             query.push(" AND id = ").push_bind(id);
         }
@@ -182,15 +183,21 @@ impl Reads {
         }
         query.push(" ORDER BY written_at, id LIMIT ").push_bind(one_more(limit));
         let rows = query.build().fetch_all(&self.pool).await;
-        let rows: Result<Vec<_>, _> = rows.and_then(|rows| rows.iter().map(policy_row).collect());
-        let place = |row: &PolicyRow| Cursor { created_at: row.written.written_at, id: row.written.id.0 };
-        Ok(RowPage::of(rows.doing("listing policy values")?, limit, place))
+        rows.and_then(|rows| rows.iter().map(policy_row).collect()).doing("listing policy values")
     }
 }
 
-fn policy_row(row: &PgRow) -> Result<PolicyRow, sqlx::Error> {
-    let (Json(scope), Json(value)): (Json<serde_json::Value>, Json<serde_json::Value>) =
-        (row.try_get("scope")?, row.try_get("value")?);
+fn requirement<T: DeserializeOwned>(sku_id: Uuid, what: &str, value: &Value) -> Option<T> {
+    let read = T::deserialize(value);
+    read.inspect_err(|error| {
+        tracing::warn!(%error, sku.id = %sku_id, "the {what} of SKU {sku_id} cannot be read, and is ignored");
+    })
+    .ok()
+}
+
+fn policy_row(row: &PgRow) -> Result<(Uuid, PolicyRow), sqlx::Error> {
+    let (Json(scope), Json(value)): (Json<Value>, Json<Value>) = (row.try_get("scope")?, row.try_get("value")?);
     let scope = serde_json::from_value(scope).map_err(damaged)?;
-    Ok(PolicyRow { scope, written: serde_json::from_value(value).map_err(damaged)? })
+    let written = serde_json::from_value(value).map_err(damaged)?;
+    Ok((row.try_get("entity")?, PolicyRow { scope, written, is_intact: false }))
 }

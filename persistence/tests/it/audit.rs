@@ -64,7 +64,7 @@ async fn verified_with(store: &TestStore, heads: &[SignedHead]) -> AuditReport {
         shards: (0..=255).map(Shard).collect(),
         keys: AuditKeys::of(&key()),
         heads: heads.to_vec(),
-        unsealed_after: TimeDelta::seconds(10),
+        unsealed_after: TimeDelta::minutes(5),
         now: Utc::now(),
     };
     verify(store.pool(), &what).await.unwrap()
@@ -266,7 +266,7 @@ async fn only_or_all(store: &TestStore) -> FindingKind {
 #[tokio::test]
 async fn row_without_a_seal_is_found_after_the_limit() {
     let store = TestStore::new().await;
-    let old = Commit { at: Utc::now() - TimeDelta::seconds(30), ..nth(0) };
+    let old = Commit { at: Utc::now() - TimeDelta::minutes(6), ..nth(0) };
     assert_eq!(store.commit(&old).await, CommitOutcome::Applied);
     let finding = only_finding(&store, &[]).await;
     assert_eq!((finding.shard, finding.kind), (SHARD, FindingKind::UnsealedTooLong));

@@ -6,6 +6,7 @@ use domain::id::{EntityKind, EventId, MemberId, Shard};
 use domain::state_machine::IndexKeys;
 use local_servers::test_database::TestDatabase;
 use persistence::loader::LoadError;
+use persistence::queries::{WaitingFilter, WaitingPosition};
 use persistence::snapshot_seal::SealRefusal;
 use persistence::{CommitterConfig, Loader, SnapshotSealer};
 use secrecy::SecretSlice;
@@ -69,13 +70,40 @@ async fn the_next_transition_raises_the_version_and_moves_the_deadline() {
 }
 
 #[tokio::test]
+async fn pages_of_waiting_entities_have_each_once_the_nearest_deadline_first() {
+    let store = TestStore::new().await;
+    let commits: Vec<_> = (1..=9).map(create).collect();
+    let [soon, later, last] = [98, 99, 100].map(|deadline| Some(at(deadline)));
+    let deadlines = [last, last, later, later, soon, soon, None, None, None];
+    for (commit, deadline_at) in commits.iter().zip(deadlines) {
+        let timer = commit.timer.clone().map(|timer| domain::commit::Timer { deadline_at, ..timer });
+        assert_eq!(store.commit(&Commit { timer, ..commit.clone() }).await, CommitOutcome::Applied);
+    }
+    let kind = Some(commits[0].entity.kind);
+    let whole = store.reads().waiting(&WaitingFilter { kind, ..WaitingFilter::default() }, 100).await.unwrap();
+    let listed: Vec<_> = whole.iter().map(|row| row.deadline_at).collect();
+    assert_eq!(listed, [soon, soon, later, later, last, last, None, None, None]);
+    for size in 1..=4 {
+        let (mut paged, mut after) = (Vec::new(), None);
+        loop {
+            let page =
+                store.reads().waiting(&WaitingFilter { kind, after, ..WaitingFilter::default() }, size).await.unwrap();
+            let Some(row) = page.last() else { break };
+            after = Some(WaitingPosition { deadline_at: row.deadline_at, id: row.entity.id });
+            paged.extend(page);
+        }
+        assert_eq!(paged, whole, "pages of {size}");
+    }
+}
+
+#[tokio::test]
 async fn another_version_is_a_conflict_and_writes_nothing() {
     let store = TestStore::new().await;
     let first = create(1);
     store.commit(&first).await;
     let before = store.rows().await;
-    let again = Commit { command: Some(command(None)), ..first.clone() };
-    assert_eq!(store.commit(&again).await, CommitOutcome::Conflict, "created twice");
+    let repeated = Commit { command: Some(command(None)), ..first.clone() };
+    assert_eq!(store.commit(&repeated).await, CommitOutcome::Conflict, "created twice");
     let stale = Commit { expected_version: 7, ..next(&first) };
     assert_eq!(store.commit(&stale).await, CommitOutcome::Conflict);
     let nowhere = Commit { expected_version: 1, ..next(&create(2)) };
@@ -115,7 +143,8 @@ fn seals() -> SnapshotSealer {
 async fn altered_row_is_not_loaded_for_a_decision() {
     let store = TestStore::with(TestDatabase::fresh().await, |config| config.seals = Some(seals())).await;
     let snapshot = r#"{"keys": ["a"], "share": 2.50, "big": 1e16, "tiny": 1e-7, "text": "\u00e4 \" \\"}"#.to_owned();
-    let (first, other) = (Commit { snapshot, ..create(1) }, create(2));
+    let keys = IndexKeys { unique_name: Some("h100".to_owned()), ..IndexKeys::default() };
+    let (first, other) = (Commit { snapshot, keys, ..create(1) }, create(2));
     assert_eq!(
         store.commit_all(&[first.clone(), other.clone()]).await,
         [CommitOutcome::Applied, CommitOutcome::Applied]
@@ -138,6 +167,11 @@ async fn altered_row_is_not_loaded_for_a_decision() {
                 .unwrap();
         sqlx::query(altered).bind(first.entity.id).execute(store.pool()).await.unwrap();
         assert_eq!(reads.snapshot(first.entity).await.unwrap_err().seal_refused(), Some(why), "{altered}");
+        assert_eq!(reads.entity(first.entity).await.unwrap_err().seal_refused(), Some(why), "{altered}");
+        for key in ["h100", &first.entity.id.to_string()] {
+            let found = reads.find_by_name(first.entity.kind, key).await;
+            assert_eq!(found.unwrap_err().seal_refused(), Some(why), "{altered}");
+        }
         // No other load of the same query fails.
         let loader = Loader::start(&reads);
         let (refused, read) = tokio::join!(loader.load(first.entity), loader.load(other.entity));
@@ -213,8 +247,8 @@ async fn terms_of_an_entity_are_those_that_its_commits_added_and_did_not_drop() 
     assert_ne!(store.commit(&stale).await, CommitOutcome::Applied);
     let renamed = Commit { terms: change(&["name/b"], &["name/a", "label/never"]), ..next(&first) };
     assert_eq!(store.commit(&renamed).await, CommitOutcome::Applied);
-    let again = Commit { terms: change(&["label/env"], &[]), ..next(&second) };
-    assert_eq!(store.commit(&again).await, CommitOutcome::Applied, "what is there already");
+    let repeated = Commit { terms: change(&["label/env"], &[]), ..next(&second) };
+    assert_eq!(store.commit(&repeated).await, CommitOutcome::Applied, "what is there already");
     let terms: Vec<(Uuid, String)> =
         sqlx::query_as("SELECT entity, term FROM term ORDER BY entity, term").fetch_all(store.pool()).await.unwrap();
     let expected = [(&first, "label/env"), (&first, "name/b"), (&second, "label/env")];
@@ -235,8 +269,8 @@ async fn claims_of_one_name_at_once_leave_one_holder() {
         let won: Vec<_> = (0..8).filter(|n| outcomes[*n] == CommitOutcome::Applied).collect();
         let [winner] = won.as_slice() else { panic!("{outcomes:?}") };
         let holders = [(name, commits[*winner].entity.id)].into();
-        let told = CommitOutcome::Claimed { holders };
-        assert!((0..8).all(|n| n == *winner || outcomes[n] == told), "{outcomes:?}");
+        let notified = CommitOutcome::Claimed { holders };
+        assert!((0..8).all(|n| n == *winner || outcomes[n] == notified), "{outcomes:?}");
     }
 }
 

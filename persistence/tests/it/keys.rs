@@ -7,7 +7,9 @@ use domain::commit::Commit;
 use domain::id::{EntityKind, EntityRef};
 use persistence::Secrets;
 use persistence::envelope_encryption::{KeyRing, SealContext};
-use persistence::key_rewrap::{KeyRingMismatch, SEALED_FIELDS, body_context, webhook_secret_context};
+use persistence::key_rewrap::{
+    KeyRingMismatch, SEALED_FIELDS, body_context, session_tokens_context, webhook_secret_context,
+};
 use secrecy::{ExposeSecret as _, SecretSlice};
 use serde_json::json;
 use std::sync::Arc;
@@ -31,7 +33,7 @@ fn node(n: u32, state: &'static str, certificates: &[(&str, Option<&str>, i64, u
         })
         .collect();
     let body = json!({
-        "registration": { "host": format!("host-{n}") },
+        "registration": { "host": format!("host-{n}"), "metadata": { "name": format!("name-{n}") } },
         "identity": { "generation": 2, "certificates": certificates },
     });
     let entity = EntityRef { kind: EntityKind::Node, ..base.entity };
@@ -64,6 +66,8 @@ async fn certificate_counts_once_its_agent_has_presented_it() {
     }
     let of = async |id: &str| {
         let (nodes, count) = store.reads().dependents(id, false, at(0), 9).await.unwrap();
+        let name_of = |host: &str| host.replace("host", "name");
+        assert!(nodes.iter().all(|node| node.name == Some(name_of(&node.host))), "{nodes:?}");
         let mut hosts: Vec<_> = nodes.into_iter().map(|node| node.host).collect();
         hosts.sort();
         assert_eq!(hosts.len() as u64, count);
@@ -127,6 +131,15 @@ fn processor_event(n: u32, ring: &KeyRing) -> Commit {
     Commit { entity, snapshot: json!({ "body_enc": STANDARD.encode(sealed) }).to_string(), ..base }
 }
 
+/// A login to the web console.
+fn browser_session(n: u32, ring: &KeyRing) -> Commit {
+    let base = create(n);
+    let place = base.entity.id.to_string();
+    let sealed = ring.seal(&session_tokens_context(&place), b"tokens").unwrap();
+    let entity = EntityRef { kind: EntityKind::BrowserSession, ..base.entity };
+    Commit { entity, snapshot: json!({ "tokens_enc": STANDARD.encode(sealed) }).to_string(), ..base }
+}
+
 #[tokio::test]
 async fn sealed_values_of_all_tables_are_found_counted_and_rewrapped() {
     let store = TestStore::new().await;
@@ -141,37 +154,42 @@ async fn sealed_values_of_all_tables_are_found_counted_and_rewrapped() {
     for commit in [allocation(1, &old), allocation(2, &both), allocation(3, &old), none] {
         store.commit(&commit).await;
     }
-    for commit in [processor_event(4, &old), processor_event(5, &both), webhook(6, &old)] {
+    for commit in [processor_event(4, &old), processor_event(5, &both), webhook(6, &old), browser_session(7, &old)] {
         store.commit(&commit).await;
     }
     let secrets = Secrets::new(store.pool().clone(), Arc::clone(&both));
     let rewrap = secrets.rewrap();
     rewrap.check().await.unwrap();
-    assert_eq!(rewrap.sealed().await.unwrap(), [("a".to_owned(), 7), ("bb".to_owned(), 2)].into());
+    assert_eq!(rewrap.sealed().await.unwrap(), [("a".to_owned(), 8), ("bb".to_owned(), 2)].into());
     assert_eq!((rewrap.secrets().await.unwrap(), rewrap.secrets().await.unwrap()), (2, 0));
     assert_eq!(secrets.get("two").await.unwrap().unwrap().value.expose_secret(), b"two");
 
-    let [requests, bodies, present, former] = SEALED_FIELDS;
+    let [requests, bodies, present, former, tokens] = SEALED_FIELDS;
     let outdated = rewrap.outdated(requests, None, 9).await.unwrap();
     let of = |n: u32| create(n).entity.id;
     assert_eq!(outdated.iter().map(|it| it.entity.id).collect::<Vec<_>>(), [of(1), of(3)]);
     assert_eq!(rewrap.outdated(requests, Some(of(1)), 9).await.unwrap(), outdated[1..]);
-    let anew = STANDARD.decode(rewrap.reseal(requests, &outdated[0]).unwrap()).unwrap();
+    let rewrapped = STANDARD.decode(rewrap.reseal(requests, &outdated[0]).unwrap()).unwrap();
     let id = outdated[0].entity.id.to_string();
     let place = SealContext { table: "entity", column: "scheduler_request_enc", row: &id };
-    assert_eq!(ring(&[("bb", 2)]).open(&place, &anew).unwrap().expose_secret(), b"request 1");
+    assert_eq!(ring(&[("bb", 2)]).open(&place, &rewrapped).unwrap().expose_secret(), b"request 1");
     let outdated = rewrap.outdated(bodies, None, 9).await.unwrap();
     assert_eq!(outdated.iter().map(|it| it.entity.id).collect::<Vec<_>>(), [of(4)]);
-    let anew = STANDARD.decode(rewrap.reseal(bodies, &outdated[0]).unwrap()).unwrap();
-    let opened = ring(&[("bb", 2)]).open(&body_context(&of(4).to_string()), &anew).unwrap();
+    let rewrapped = STANDARD.decode(rewrap.reseal(bodies, &outdated[0]).unwrap()).unwrap();
+    let opened = ring(&[("bb", 2)]).open(&body_context(&of(4).to_string()), &rewrapped).unwrap();
     assert_eq!(opened.expose_secret(), "body 4 ".repeat(100).as_bytes());
     for (field, secret) in [(present, b"present".as_slice()), (former, b"former")] {
         let outdated = rewrap.outdated(field, None, 9).await.unwrap();
         assert_eq!(outdated.iter().map(|it| it.entity.id).collect::<Vec<_>>(), [of(6)]);
-        let anew = STANDARD.decode(rewrap.reseal(field, &outdated[0]).unwrap()).unwrap();
-        let opened = ring(&[("bb", 2)]).open(&webhook_secret_context(&of(6).to_string()), &anew).unwrap();
+        let rewrapped = STANDARD.decode(rewrap.reseal(field, &outdated[0]).unwrap()).unwrap();
+        let opened = ring(&[("bb", 2)]).open(&webhook_secret_context(&of(6).to_string()), &rewrapped).unwrap();
         assert_eq!(opened.expose_secret(), secret);
     }
+    let outdated = rewrap.outdated(tokens, None, 9).await.unwrap();
+    assert_eq!(outdated.iter().map(|it| it.entity.id).collect::<Vec<_>>(), [of(7)]);
+    let rewrapped = STANDARD.decode(rewrap.reseal(tokens, &outdated[0]).unwrap()).unwrap();
+    let opened = ring(&[("bb", 2)]).open(&session_tokens_context(&of(7).to_string()), &rewrapped).unwrap();
+    assert_eq!(opened.expose_secret(), b"tokens");
     secrets.destroy("one").await.unwrap();
     secrets.destroy("one").await.unwrap();
     assert!(secrets.get("one").await.unwrap().is_none());

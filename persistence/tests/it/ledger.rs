@@ -110,8 +110,8 @@ async fn window_that_is_charged_twice_is_refused_alone() {
     let store = TestStore::new().await;
     let first = account(1, -100, vec![usage(1, 100, -100, 1, 0)]);
     assert_eq!(store.commit(&first).await, CommitOutcome::Applied);
-    let again = then(&first, -200, 2, vec![usage(2, 100, -200, 1, 0)]);
-    let (twice, other) = tokio::join!(store.commit(&again), async {
+    let repeated = then(&first, -200, 2, vec![usage(2, 100, -200, 1, 0)]);
+    let (twice, other) = tokio::join!(store.commit(&repeated), async {
         let other = account(2, -7, vec![usage(1, 7, -7, 2, 0)]);
         store.commit(&other).await
     });
@@ -171,7 +171,7 @@ async fn ledger_discrepancy_is_found() {
 
 /// The same database, with a short timeout for reads.
 fn reads_with_short_timeout(store: &TestStore) -> Reads {
-    let options = PgConnectOptions::clone(&store.pool().connect_options()).options([("statement_timeout", "200")]);
+    let options = PgConnectOptions::clone(&store.pool().connect_options()).options([("statement_timeout", "1000")]);
     Reads::new(PgPoolOptions::new().max_connections(4).connect_lazy_with(options))
 }
 
@@ -206,7 +206,14 @@ async fn account_whose_sum_times_out_does_not_end_the_inspection() {
     let mut inspection = reads.inspect().await.unwrap();
     assert!(inspection.sum_of_entries(id).await.unwrap_err().took_too_long());
     held.rollback().await.unwrap();
-    assert_eq!(inspection.sum_of_entries(id).await.unwrap(), (MicroAmount::of(100), 1));
+    let sum = loop {
+        match inspection.sum_of_entries(id).await {
+            Ok(sum) => break sum,
+            // On a busy machine also where no lock is in its way.
+            Err(error) => assert!(error.took_too_long(), "{error:?}"),
+        }
+    };
+    assert_eq!(sum, (MicroAmount::of(100), 1));
 }
 
 #[tokio::test]

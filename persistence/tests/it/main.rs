@@ -2,16 +2,21 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
+mod altered_rows;
 mod audit;
 mod auditor_reads;
-mod cluster;
 mod commits;
+mod entity_totals;
 mod faults;
 mod keys;
-mod lease;
 mod ledger;
+mod membership;
+mod migrate;
+mod pool;
 mod reads;
 mod recordings;
 mod reference_model;
+mod retention;
 mod schema;
 mod test_store;
+mod work_lease;

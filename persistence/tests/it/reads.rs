@@ -2,13 +2,15 @@
 
 use crate::test_store::{TestStore, at, bare, create, event, next};
 use domain::authz::PlatformRole;
-use domain::commit::{Commit, SetChange, Snapshot, Timer};
+use domain::commit::{Commit, CommitOutcome, SetChange, Snapshot, Timer};
 use domain::id::{BindingId, EntityKind, EntityRef, EventId, NodeId, PolicyId, Shard, SkuId};
-use domain::policy::{PolicyKey, PolicyScope, PolicyValue, Scopes};
+use domain::policy::{PolicyBook, PolicyKey, PolicyScope, PolicyValue, Scopes};
 use domain::role_bindings::{RoleBinding, RoleBindings};
 use domain::state_machine::IndexKeys;
+use local_servers::test_database::TestDatabase;
 use persistence::queries::{AuditFilter, BindingFilter, Cursor, ListFilter, PolicyFilter};
-use persistence::{Loader, Reads, table_maintenance};
+use persistence::{Loader, Reads, SnapshotSealer, table_maintenance};
+use secrecy::SecretSlice;
 use sqlx::postgres::PgPoolOptions;
 use std::time::Duration;
 use uuid::Uuid;
@@ -70,11 +72,12 @@ async fn a_list_is_filtered_by_owner_state_and_sku() {
 #[tokio::test]
 async fn list_by_terms_has_the_entities_with_all_of_them() {
     let store = TestStore::new().await;
+    let when = at(0);
     let commits: Vec<Commit> = (0..30)
         .map(|n| {
             let added = ["label/env".to_owned(), format!("label/env={}", n % 3), format!("name/it's {n}%")];
             let terms = SetChange { added: added.into(), dropped: Vec::new() };
-            Commit { at: at(0) + chrono::TimeDelta::milliseconds(i64::from(n)), terms, ..create(n) }
+            Commit { at: when + chrono::TimeDelta::milliseconds(i64::from(n)), terms, ..create(n) }
         })
         .collect();
     store.commit_all(&commits).await;
@@ -165,8 +168,8 @@ async fn placement_lists_the_active_nodes_of_a_sku_and_reads_changed_ones_only()
     let versions: Vec<_> = rows.iter().map(|row| (row.node, row.version)).collect();
     assert!(rows.len() == 2 && rows.iter().all(|row| row.version == 1 && row.body.is_some()));
     assert_eq!(seen(SkuId(Uuid::new_v4()), &[]).await, []);
-    let again = seen(sku, &versions).await;
-    assert!(again.len() == 2 && again.iter().all(|row| row.body.is_none()), "what is known is not read again");
+    let repeated = seen(sku, &versions).await;
+    assert!(repeated.len() == 2 && repeated.iter().all(|row| row.body.is_none()), "what is known is not read again");
     let older = seen(sku, &[(versions[0].0, 0), versions[1]]).await;
     assert!(older[0].body.is_some() && older[1].body.is_none(), "what has changed is");
 }
@@ -322,7 +325,7 @@ async fn the_audit_log_is_filtered_and_pages_from_the_newest_back() {
 }
 
 /// The values of a scope as an entity, to be created.
-fn policies(n: u32, scope: PolicyScope, values: &[(&str, serde_json::Value, i64)]) -> Commit {
+pub(crate) fn policies(n: u32, scope: PolicyScope, values: &[(&str, serde_json::Value, i64)]) -> Commit {
     let base = create(n);
     let written = values.iter().enumerate().map(|(at_, (key, value, effective_at))| {
         serde_json::json!({
@@ -362,6 +365,32 @@ async fn policy_book_has_the_admitted_values() {
     assert_eq!(book.resolve(PolicyKey::AllocationMaxConcurrent, &scopes, at(0)), (PolicyValue::Int(7), Some(ann)));
     assert_eq!(book.resolve(PolicyKey::MaasEnabled, &scopes, at(0)).0, PolicyValue::Bool(true));
     assert_eq!(book.resolve(PolicyKey::NodeDrainOverdue, &scopes, at(0)).1, None);
+}
+
+#[tokio::test]
+async fn altered_policy_value_and_requirement_of_a_sku_hold_nowhere() {
+    let seals = SnapshotSealer::new(&SecretSlice::from(vec![7; 32]), None).unwrap();
+    let store = TestStore::with(TestDatabase::fresh().await, |config| config.seals = Some(seals.clone())).await;
+    let value = ("node.offline_after_seconds", serde_json::json!(30), -1000);
+    let sku = Commit { snapshot: r#"{"spec": {"expected_hardware": {"cpu_cores": 8}}}"#.into(), ..create(2) };
+    for commit in [&policies(1, PolicyScope::Global, &[value]), &sku] {
+        assert_eq!(store.commit(commit).await, CommitOutcome::Applied);
+    }
+    let reads = store.reads().sealed(seals);
+    let in_force = async || {
+        let book = reads.policy_book().await.unwrap();
+        let seconds = book.int(PolicyKey::NodeOfflineAfter, &Scopes::default(), at(0));
+        (seconds, book.expected_hardware(SkuId(sku.entity.id)).is_some())
+    };
+    assert_eq!(in_force().await, (30, true));
+    for altered in [
+        "UPDATE entity SET body = jsonb_set(body, '{values,0,value}', '31') WHERE kind = 'policy'",
+        "UPDATE entity SET body = jsonb_set(body, '{spec,expected_hardware,cpu_cores}', '9') WHERE kind = 'sku'",
+    ] {
+        assert_eq!(sqlx::query(altered).execute(store.pool()).await.unwrap().rows_affected(), 1);
+    }
+    let default = PolicyBook::default().int(PolicyKey::NodeOfflineAfter, &Scopes::default(), at(0));
+    assert_eq!(in_force().await, (default, false));
 }
 
 #[tokio::test]
@@ -405,10 +434,11 @@ async fn policy_values_are_listed_by_key_and_scope_without_superseded_ones() {
 #[tokio::test]
 async fn bindings_are_listed_one_by_one_filtered_and_the_oldest_first() {
     let store = TestStore::new().await;
+    let now = at(0);
     let binding = |n: u128, ms: i64| RoleBinding {
         id: BindingId(Uuid::from_u128(n)),
         bound_by: "user:root".into(),
-        bound_at: at(ms),
+        bound_at: now + chrono::TimeDelta::milliseconds(ms),
         reason: "r".into(),
     };
     let commit = |n: u32, subject: &str, roles: &[(PlatformRole, RoleBinding)]| {
@@ -471,5 +501,5 @@ async fn connection_of_a_dropped_reader_serves_the_next() {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(30), found).await.expect("a reader finds a connection");
+    tokio::time::timeout(Duration::from_secs(90), found).await.expect("a reader finds a connection");
 }

@@ -60,9 +60,9 @@ async fn chunk_is_stored_once_in_order_and_none_after_the_last() {
     assert_eq!(keep(&last, MOST).await.unwrap(), ChunkOutcome::New);
     assert_eq!(rejection(keep(&chunk(2, b"more"), MOST).await), ChunkRejected::Ended);
     assert_eq!(keep(&last, MOST).await.unwrap(), ChunkOutcome::Duplicate, "its answer may have been lost");
-    let kept = recordings.get(session(1)).await.unwrap().unwrap();
-    assert_eq!((kept.chunks, kept.bytes, kept.micros, kept.ended), (2, 7 + 2 * 128, 10, true));
-    assert_eq!(kept.lost_bytes, 1 << 53);
+    let stored = recordings.get(session(1)).await.unwrap().unwrap();
+    assert_eq!((stored.chunks, stored.bytes, stored.micros, stored.ended), (2, 7 + 2 * 128, 10, true));
+    assert_eq!(stored.lost_bytes, 1 << 53);
     let read = recordings.read(session(1), 0, 10).await.unwrap();
     assert_eq!(read.iter().map(|part| part.expose_secret()).collect::<Vec<_>>(), [b"zero".as_slice(), b"one"]);
     assert_eq!(recordings.read(session(1), 1, 10).await.unwrap().len(), 1);
@@ -75,8 +75,8 @@ async fn concurrent_uploads_of_a_chunk_store_it_once() {
         let recordings = recordings.clone();
         tokio::spawn(async move { recordings.store_chunk(&of(1, "ann"), &chunk(0, b"zero"), MOST).await.unwrap() })
     });
-    let kept = futures::future::join_all(sending.collect::<Vec<_>>()).await;
-    let new = kept.into_iter().filter(|kept| *kept.as_ref().unwrap() == ChunkOutcome::New).count();
+    let stored = futures::future::join_all(sending.collect::<Vec<_>>()).await;
+    let new = stored.into_iter().filter(|stored| *stored.as_ref().unwrap() == ChunkOutcome::New).count();
     let rows: i64 = sqlx::query_scalar("SELECT count(*) FROM recording_chunk").fetch_one(&db.pool).await.unwrap();
     assert_eq!((new, rows, recordings.get(session(1)).await.unwrap().unwrap().chunks), (1, 1, 1));
 }

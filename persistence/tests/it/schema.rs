@@ -5,33 +5,10 @@ use domain::commit::{Commit, CommitOutcome};
 use local_servers::test_database::TestDatabase;
 use persistence::Secrets;
 use persistence::envelope_encryption::KeyRing;
-use persistence::migrate::{self, SchemaError};
 use persistence::secrets::SecretError;
 use persistence::table_maintenance;
 use secrecy::{ExposeSecret, SecretSlice};
 use std::sync::Arc;
-
-#[tokio::test]
-async fn members_that_start_together_migrate_once() {
-    let db = TestDatabase::fresh().await;
-    sqlx::query("CREATE SCHEMA other").execute(&db.pool).await.unwrap();
-    let runs = futures::future::join_all((0..4).map(|_| migrate::run(&db.pool))).await;
-    assert!(runs.iter().all(Result::is_ok), "{runs:?}");
-}
-
-#[tokio::test]
-async fn a_newer_schema_is_refused_by_name() {
-    let db = TestDatabase::fresh().await;
-    sqlx::query(
-        "INSERT INTO _sqlx_migrations (version, description, success, checksum, execution_time)
-         VALUES (9999, 'from the future', true, '', 0)",
-    )
-    .execute(&db.pool)
-    .await
-    .unwrap();
-    let error = migrate::run(&db.pool).await.unwrap_err();
-    assert!(matches!(error, SchemaError::Newer { found: 9999, known } if known == migrate::known()), "{error}");
-}
 
 #[tokio::test]
 async fn partitions_are_made_ahead_and_once() {
@@ -187,7 +164,7 @@ async fn claims_are_filled_from_existing_nodes_and_the_older_one_of_two_has_the_
     ];
     store.commit_all(&nodes).await;
     sqlx::raw_sql("DROP TABLE claim").execute(store.pool()).await.unwrap();
-    sqlx::raw_sql(include_str!("../../../migrations/0036_claim.sql")).execute(store.pool()).await.unwrap();
+    sqlx::raw_sql(include_str!("../../../migrations/0036_unique_name_claims.sql")).execute(store.pool()).await.unwrap();
     let claims: Vec<(String, uuid::Uuid)> =
         sqlx::query_as("SELECT name, entity FROM claim ORDER BY name").fetch_all(store.pool()).await.unwrap();
     let [one, two] = [nodes[0].entity.id, nodes[1].entity.id];

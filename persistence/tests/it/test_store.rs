@@ -9,7 +9,7 @@ use local_servers::test_database::TestDatabase;
 use persistence::queries::{WaitingEntity, WaitingFilter};
 use persistence::{Cluster, Committer, CommitterConfig, OutboxRow, Reads};
 use sqlx::PgPool;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use test_host::PgMember;
 use tokio::sync::mpsc;
 use uuid::Uuid;
@@ -28,8 +28,13 @@ impl TestStore {
         Self::with(TestDatabase::fresh().await, |_| {}).await
     }
 
+    /// A statement has a minute, unless the test changes it: the seconds of a replica are over where a busy machine stands still.
     pub(crate) async fn with(db: TestDatabase, change: impl FnOnce(&mut CommitterConfig)) -> Self {
-        let PgMember { id: me, committer, published, registry, .. } = PgMember::with(&db.pool, change).await;
+        let settings = |config: &mut CommitterConfig| {
+            config.statement_timeout = Duration::from_secs(60);
+            change(config);
+        };
+        let PgMember { id: me, committer, published, registry, .. } = PgMember::with(&db.pool, settings).await;
         Self { db, me, committer, published, registry }
     }
 
@@ -100,7 +105,8 @@ impl TestStore {
 
     /// Waits until so many of the committer's statements wait for a lock.
     pub(crate) async fn until_blocked(&self, statements: i64) {
-        for _ in 0..500 {
+        let began = Instant::now();
+        loop {
             let blocked: i64 = sqlx::query_scalar(
                 "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE '%committer%' AND wait_event_type = 'Lock'
                  AND datname = current_database()",
@@ -111,9 +117,9 @@ impl TestStore {
             if blocked >= statements {
                 return;
             }
+            assert!(began.elapsed() < Duration::from_secs(50), "{blocked} of {statements} statements are blocked");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        panic!("no statement is blocked");
     }
 }
 

@@ -1,3 +1,4 @@
+-- migration: expand
 -- Names that one entity at a time may have, beside its own unique name: those that change in its life, as the UUIDs of a node's GPUs.
 -- The commit that claims a name inserts it, and the commit that gives it up deletes it.
 CREATE TABLE claim (

@@ -1,13 +1,15 @@
-//! One worker: its queues, a connection of its own, and the classification of errors.
+//! A lane: the worker that empties its queues, a connection of its own, and the classification of errors.
 
+use super::acknowledged_commits::{AcknowledgedCommits, LostCommit, LostCommits};
 use super::batch::{BATCH, Batch};
 use super::queues::Queues;
 use super::{CommitterConfig, CommitterMetrics};
 use crate::outbox::OutboxRow;
+use crate::pool::takes_writes;
 use domain::commit::CommitOutcome;
 use domain::state_machine::Timestamp;
 use rand::RngExt;
-use sqlx::postgres::{PgConnectOptions, PgDatabaseError, PgRow, PgSeverity};
+use sqlx::postgres::{PgConnectOptions, PgDatabaseError, PgPool, PgRow, PgSeverity};
 use sqlx::{Connection, Executor, PgConnection};
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,17 +22,21 @@ use tokio::time::{Instant, sleep_until, timeout};
 const CONNECT: Duration = Duration::from_secs(3);
 /// The pause after the first failed connection attempt; it doubles up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_millis(50);
-const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// A connection that was idle for longer is pinged before a batch is sent on it: a batch that dies in flight is *unknown*.
+const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// A connection that was idle for longer is checked before a batch is sent on it: a batch that dies in flight is *unknown*.
 const IDLE: Duration = Duration::from_millis(500);
+/// How often an idle worker checks its connection.
+const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// How long the client waits for a response beyond the server's own timeout.
 const GRACE: Duration = Duration::from_secs(1);
+/// The SQLSTATE of a write on a server that takes none.
+const READ_ONLY: &str = "25006";
 /// How often a batch that lost a deadlock is retried.
 const RETRIES: u32 = 5;
 
-/// The status of a worker.
+/// The status of a lane.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct WorkerStatus {
+pub struct LaneStatus {
     pub connected: bool,
     /// Transitions in its queues, and the bound.
     pub waiting: usize,
@@ -43,18 +49,31 @@ pub struct WorkerStatus {
 }
 
 pub(super) struct Worker {
+    number: usize,
     config: CommitterConfig,
-    options: PgConnectOptions,
+    /// A connection is opened with its options.
+    pool: PgPool,
     metrics: CommitterMetrics,
     published: mpsc::Sender<OutboxRow>,
-    status: Arc<Mutex<WorkerStatus>>,
+    status: Arc<Mutex<LaneStatus>>,
+    acknowledged: AcknowledgedCommits,
+    lost: Arc<LostCommits>,
     link: ConnectionState,
 }
 
 /// The connection, or the time of the next attempt.
 enum ConnectionState {
-    Connected { connection: PgConnection, backend: Backend, used_at: Instant },
-    Disconnected { until: Instant, pause: Duration, doubtful: Option<Backend> },
+    Connected {
+        connection: PgConnection,
+        backend: Backend,
+        used_at: Instant,
+    },
+    /// `doubtful` may still commit what was sent to them.
+    Disconnected {
+        until: Instant,
+        pause: Duration,
+        doubtful: Vec<Backend>,
+    },
 }
 
 /// A server process; its start time distinguishes it from a later one with the same process id.
@@ -66,7 +85,7 @@ struct Backend {
 
 /// A sent batch. Dropped without a response, by a panic or a stop, it is in doubt before any caller sees an outcome.
 struct SentBatch<'a> {
-    status: &'a Mutex<WorkerStatus>,
+    status: &'a Mutex<LaneStatus>,
     is_answered: bool,
 }
 
@@ -104,6 +123,8 @@ enum BatchError {
     Retryable(String),
     /// Rolled back; the connection is alive.
     RolledBack(String),
+    /// Rolled back by a server that takes no writes: another one is the primary.
+    ReadOnly(String),
     /// No answer.
     Unknown(String),
 }
@@ -111,15 +132,15 @@ enum BatchError {
 impl Worker {
     pub(super) fn new(
         number: usize,
-        options: &PgConnectOptions,
+        pool: &PgPool,
         config: CommitterConfig,
         metrics: CommitterMetrics,
         published: mpsc::Sender<OutboxRow>,
-        status: Arc<Mutex<WorkerStatus>>,
+        (status, lost): (Arc<Mutex<LaneStatus>>, Arc<LostCommits>),
     ) -> Self {
-        let link = ConnectionState::Disconnected { until: Instant::now(), pause: PAUSE_MIN, doubtful: None };
-        let options = session(options, number, config.statement_timeout);
-        Self { config, options, metrics, published, status, link }
+        let acknowledged = AcknowledgedCommits::default();
+        let link = disconnected(Vec::new());
+        Self { number, config, pool: pool.clone(), metrics, published, status, acknowledged, lost, link }
     }
 
     /// Runs until `stop` is set and the queues are empty. Restarted after a panic, it continues with the queues.
@@ -130,7 +151,7 @@ impl Worker {
                 let resolves_at = self.resolves_at();
                 let more = tokio::select! {
                     biased;
-                    // The outcome of the last batch is resolved even when no further batch comes.
+                    // The outcome of the last batch is resolved, and a lost one is found, even when no further batch comes.
                     () = sleep_until(resolves_at.unwrap_or_else(Instant::now)), if resolves_at.is_some() => None,
                     _ = stop.wait_for(|stop| *stop), if !queues.are_closed() => {
                         queues.close();
@@ -150,8 +171,9 @@ impl Worker {
                 WaitingGuard { waiting: self.metrics.waiting.clone(), count: i64::try_from(taken).unwrap_or(0) };
             self.commit(batch).await;
         }
-        let down = ConnectionState::Disconnected { until: Instant::now(), pause: PAUSE_MIN, doubtful: None };
-        if let ConnectionState::Connected { connection, .. } = std::mem::replace(&mut self.link, down) {
+        if let ConnectionState::Connected { connection, .. } =
+            std::mem::replace(&mut self.link, disconnected(Vec::new()))
+        {
             // The server notices a closed socket as well.
             let _ = timeout(GRACE, connection.close()).await;
         }
@@ -164,8 +186,7 @@ impl Worker {
         if let ConnectionState::Connected { backend, .. } = &self.link
             && in_doubt
         {
-            let doubtful = Some(backend.clone());
-            self.link = ConnectionState::Disconnected { until: Instant::now(), pause: PAUSE_MIN, doubtful };
+            self.link = disconnected(vec![backend.clone()]);
             self.failed("the worker ended while it wrote a batch");
         }
     }
@@ -177,9 +198,18 @@ impl Worker {
             if part.len() == 0 {
                 continue;
             }
+            if let Err(reason) = self.connect().await {
+                part.answer(&CommitOutcome::NotApplied { reason });
+                continue;
+            }
+            // A new connection is what finds them.
+            let part = part.without_lost(&self.lost);
+            if part.len() == 0 {
+                continue;
+            }
             match self.write(&part).await {
                 Ok(answer) => {
-                    let rows = part.settle(&answer);
+                    let rows = part.settle(&answer, &mut self.acknowledged);
                     self.publish(rows);
                 }
                 Err(BatchError::Constraint(rule)) if part.len() > 1 => {
@@ -200,7 +230,7 @@ impl Worker {
                     tracing::debug!(reason, "a batch is tried again");
                     parts.push_front((part, tries + 1));
                 }
-                Err(BatchError::Retryable(reason) | BatchError::RolledBack(reason)) => {
+                Err(BatchError::Retryable(reason) | BatchError::RolledBack(reason) | BatchError::ReadOnly(reason)) => {
                     part.answer(&CommitOutcome::NotApplied { reason });
                 }
                 Err(BatchError::Unknown(reason)) => part.answer(&CommitOutcome::Unknown { reason }),
@@ -216,7 +246,6 @@ impl Worker {
     }
 
     async fn write(&mut self, batch: &Batch) -> Result<Vec<PgRow>, BatchError> {
-        self.connect().await.map_err(BatchError::RolledBack)?;
         let ConnectionState::Connected { connection, used_at, backend } = &mut self.link else {
             return Err(BatchError::RolledBack("the database is not connected".to_owned()));
         };
@@ -256,22 +285,32 @@ impl Worker {
                     reason,
                     transitions = batch.len(),
                     correlation_ids = batch.correlation_ids(),
-                    "the fate of a batch is unknown"
+                    "the outcome of a batch is unknown"
                 );
-                let doubtful = Some(backend.clone());
-                self.link = ConnectionState::Disconnected { until: Instant::now(), pause: PAUSE_MIN, doubtful };
+                self.link = disconnected(vec![backend.clone()]);
                 self.note(|status| status.in_doubt = true);
+                self.failed(&reason);
+            }
+            BatchError::ReadOnly(reason) => {
+                let reason = reason.clone();
+                tracing::warn!(reason, "the committer's server takes no writes; its connection is closed");
+                self.link = disconnected(Vec::new());
                 self.failed(&reason);
             }
         }
         Err(batch_error)
     }
 
-    /// The time of the next attempt to end the backend of a batch with an unknown outcome, where there is one.
+    /// When an idle worker looks at its connection: to end the backend of a batch with an unknown outcome, and to find acknowledged transitions
+    /// that a failover lost before their entities are answered for from memory.
     fn resolves_at(&self) -> Option<Instant> {
         match &self.link {
-            ConnectionState::Disconnected { until, doubtful: Some(_), .. } => Some(*until),
-            ConnectionState::Disconnected { doubtful: None, .. } | ConnectionState::Connected { .. } => None,
+            ConnectionState::Disconnected { until, doubtful, .. } => {
+                (!doubtful.is_empty() || !self.acknowledged.is_empty()).then_some(*until)
+            }
+            ConnectionState::Connected { used_at, .. } => {
+                (!self.acknowledged.is_empty()).then_some(*used_at + IDLE_CHECK_INTERVAL)
+            }
         }
     }
 
@@ -281,21 +320,24 @@ impl Worker {
             && used_at.elapsed() > IDLE
         {
             // No batch is in flight on it, so nothing is lost with it.
-            if !matches!(timeout(CONNECT, connection.ping()).await, Ok(Ok(()))) {
-                let doubtful = Some(backend.clone());
-                self.link = ConnectionState::Disconnected { until: Instant::now(), pause: PAUSE_MIN, doubtful };
+            if matches!(timeout(CONNECT, takes_writes(connection)).await, Ok(Ok(true))) {
+                *used_at = Instant::now();
+            } else {
+                self.link = disconnected(vec![backend.clone()]);
             }
         }
-        let (until, pause, doubtful) = match &self.link {
+        let (until, pause, mut doubtful) = match &self.link {
             ConnectionState::Connected { .. } => return Ok(()),
             ConnectionState::Disconnected { until, pause, doubtful } => (*until, *pause, doubtful.clone()),
         };
         if Instant::now() < until {
             return Err("the database cannot be reached".to_owned());
         }
-        let opened = timeout(CONNECT, open(&self.options, doubtful.as_ref())).await;
+        let options = session(&self.pool.connect_options(), self.number, self.config.statement_timeout);
+        let opened = timeout(CONNECT, open(&options, &mut doubtful, &mut self.acknowledged)).await;
         let error = match opened {
-            Ok(Ok((connection, backend))) => {
+            Ok(Ok((connection, backend, lost))) => {
+                self.report_lost(&lost);
                 self.metrics.connections.inc();
                 self.link = ConnectionState::Connected { connection, backend, used_at: Instant::now() };
                 self.note(|status| (status.connected, status.in_doubt) = (true, false));
@@ -313,6 +355,21 @@ impl Worker {
         Err(error)
     }
 
+    /// Before any further batch of the entities, and before any of them is loaded.
+    fn report_lost(&self, lost: &[LostCommit]) {
+        self.lost.add(lost);
+        self.metrics.lost.inc_by(lost.len() as u64);
+        for LostCommit { entity, acknowledged, stored, .. } in lost {
+            tracing::error!(
+                resource_name = %entity,
+                error_code = "commit_lost",
+                acknowledged,
+                stored,
+                "an acknowledged transition of {entity} is not in the database"
+            );
+        }
+    }
+
     fn failed(&self, reason: &str) {
         let connected = matches!(self.link, ConnectionState::Connected { .. });
         self.note(|status| {
@@ -322,7 +379,7 @@ impl Worker {
         });
     }
 
-    fn note(&self, change: impl FnOnce(&mut WorkerStatus)) {
+    fn note(&self, change: impl FnOnce(&mut LaneStatus)) {
         change(&mut self.status.lock().unwrap_or_else(PoisonError::into_inner));
     }
 }
@@ -345,28 +402,57 @@ fn session(options: &PgConnectOptions, number: usize, statement_timeout: Duratio
     ])
 }
 
-/// Opens a connection, with the statement prepared. First the backend of the lost connection is ended: its batch is then either
-/// committed or never will be, and cannot follow what is sent from here on.
-async fn open(options: &PgConnectOptions, doubtful: Option<&Backend>) -> Result<(PgConnection, Backend), sqlx::Error> {
+/// Not connected, with an attempt at once.
+fn disconnected(doubtful: Vec<Backend>) -> ConnectionState {
+    ConnectionState::Disconnected { until: Instant::now(), pause: PAUSE_MIN, doubtful }
+}
+
+/// Opens a connection, with the statement prepared. First the backends of lost connections are ended: their batches are then either
+/// committed or never will be, and cannot follow what is sent from here on. Also returns what the database has lost.
+async fn open(
+    options: &PgConnectOptions,
+    doubtful: &mut Vec<Backend>,
+    acknowledged: &mut AcknowledgedCommits,
+) -> Result<(PgConnection, Backend, Vec<LostCommit>), sqlx::Error> {
     let mut connection = PgConnection::connect_with(options).await?;
-    if let Some(backend) = doubtful {
+    if !takes_writes(&mut connection).await? {
+        return Err(sqlx::Error::Protocol("the server takes no writes: it is a standby".to_owned()));
+    }
+    let (pids, starts): (Vec<i32>, Vec<&str>) =
+        doubtful.iter().map(|backend| (backend.pid, backend.started_at.as_str())).unzip();
+    if !doubtful.is_empty() {
         let ended: Option<bool> = sqlx::query_scalar(
-            "SELECT pg_terminate_backend(pid, 2000) FROM pg_stat_activity WHERE pid = $1 AND backend_start::text = $2",
+            "SELECT bool_and(pg_terminate_backend(activity.pid, 2000)) FROM pg_stat_activity AS activity
+             JOIN unnest($1::int[], $2::text[]) AS doubtful (pid, started_at)
+               ON doubtful.pid = activity.pid AND doubtful.started_at = activity.backend_start::text",
         )
-        .bind(backend.pid)
-        .bind(&backend.started_at)
-        .fetch_optional(&mut connection)
+        .bind(pids)
+        .bind(starts)
+        .fetch_one(&mut connection)
         .await?;
         if ended == Some(false) {
-            return Err(sqlx::Error::Protocol(format!("backend {} of the last connection does not end", backend.pid)));
+            return Err(sqlx::Error::Protocol("a backend of the last connection does not end".to_owned()));
         }
     }
     let (pid, started_at) =
         sqlx::query_as("SELECT pid, backend_start::text FROM pg_stat_activity WHERE pid = pg_backend_pid()")
             .fetch_one(&mut connection)
             .await?;
+    let backend = Backend { pid, started_at };
+    if !doubtful.is_empty() {
+        // Given up while it waits, this one is ended by the next attempt: there are never more than two.
+        *doubtful = vec![backend.clone()];
+        wait_replicated(&mut connection).await?;
+    }
+    let lost = acknowledged.take_lost(&mut connection).await?;
     connection.prepare(sqlx::SqlSafeStr::into_sql_str(BATCH)).await?;
-    Ok((connection, Backend { pid, started_at }))
+    Ok((connection, backend, lost))
+}
+
+/// Commits a transaction that changes nothing, and so waits until all earlier ones are with the synchronous standby. A transition whose
+/// backend was ended while it waited is visible, and would be lost with the primary.
+async fn wait_replicated(connection: &mut PgConnection) -> Result<(), sqlx::Error> {
+    connection.execute("SELECT pg_logical_emit_message(true, 'gpuaas', '')").await.map(drop)
 }
 
 #[expect(clippy::wildcard_enum_match_arm, reason = "not our enum: whatever is new there is unknown here")]
@@ -391,6 +477,7 @@ fn classify(error: &sqlx::Error) -> BatchError {
                         BatchError::Constraint(postgres.constraint().map_or(reason, str::to_owned))
                     }
                     Some("40") => BatchError::Retryable(reason),
+                    _ if postgres.code() == READ_ONLY => BatchError::ReadOnly(reason),
                     _ => BatchError::RolledBack(reason),
                 },
             }

@@ -1,3 +1,4 @@
+-- migration: expand
 -- Whose turn it is to do what nobody else may do meanwhile, by the database's clock: whoever dies loses the turn when its time is up.
 CREATE TABLE turn (
     name  text PRIMARY KEY,

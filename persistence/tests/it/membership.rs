@@ -5,19 +5,20 @@ use domain::id::{EntityKind, EntityRef, MemberId, Shard};
 use domain::state_machine::Timestamp;
 use local_servers::test_database::TestDatabase;
 use persistence::Cluster;
-use persistence::cluster::Member;
+use persistence::membership::Member;
 use std::collections::BTreeMap;
 use std::time::Duration;
 use uuid::Uuid;
 
-const SECOND: Duration = Duration::from_secs(1);
+/// Longer than a test is interrupted on a busy machine.
+const HOUR: Duration = Duration::from_secs(3600);
 
 /// No member has been watched.
 static UNWATCHED: BTreeMap<MemberId, Timestamp> = BTreeMap::new();
 
 /// Each member's last heartbeat.
 async fn heartbeats(cluster: &Cluster) -> BTreeMap<MemberId, Timestamp> {
-    cluster.members().await.unwrap().into_iter().map(|heard| (heard.member.id, heard.heartbeat_at)).collect()
+    cluster.members().await.unwrap().into_iter().map(|member| (member.member.id, member.heartbeat_at)).collect()
 }
 
 async fn cluster() -> (TestDatabase, Cluster) {
@@ -43,18 +44,18 @@ async fn member_is_alive_while_it_sends_heartbeats() {
     cluster.heartbeat(&ann).await.unwrap();
     cluster.heartbeat(&ann).await.unwrap();
     cluster.heartbeat(&bob).await.unwrap();
-    sqlx::query("UPDATE member SET beat_at = beat_at - interval '10 seconds' WHERE name = 'bob'")
+    sqlx::query("UPDATE member SET beat_at = beat_at - interval '5 hours' WHERE name = 'bob'")
         .execute(&db.pool)
         .await
         .unwrap();
-    let living = cluster.alive(3 * SECOND).await.unwrap();
-    assert_eq!(living.len(), 1);
+    let living = cluster.alive(HOUR).await.unwrap();
+    assert_eq!(living.len(), 1, "{living:?}");
     assert_eq!(living[0].member, ann);
-    assert!(living[0].silent_for < 3 * SECOND);
-    assert_eq!(cluster.alive(60 * SECOND).await.unwrap().len(), 2);
-    assert_eq!(cluster.remove_silent(5 * SECOND).await.unwrap(), 1);
+    assert!(living[0].silent_for < HOUR);
+    assert_eq!(cluster.alive(9 * HOUR).await.unwrap().len(), 2);
+    assert_eq!(cluster.remove_silent(HOUR).await.unwrap(), 1);
     cluster.remove(ann.id).await.unwrap();
-    assert_eq!(cluster.alive(60 * SECOND).await.unwrap(), []);
+    assert_eq!(cluster.alive(9 * HOUR).await.unwrap(), []);
 }
 
 #[tokio::test]
@@ -95,8 +96,8 @@ async fn silent_member_without_shards_is_deleted() {
     cluster.heartbeat(&ann).await.unwrap();
     cluster.heartbeat(&bob).await.unwrap();
     cluster.take_over(ann.id, &cluster.shards().await.unwrap()[..1], &UNWATCHED).await.unwrap();
-    sqlx::query("UPDATE member SET beat_at = beat_at - interval '10 seconds'").execute(&db.pool).await.unwrap();
-    assert_eq!(cluster.remove_silent(5 * SECOND).await.unwrap(), 1, "ann owns a shard");
+    sqlx::query("UPDATE member SET beat_at = beat_at - interval '5 hours'").execute(&db.pool).await.unwrap();
+    assert_eq!(cluster.remove_silent(HOUR).await.unwrap(), 1, "ann owns a shard");
 }
 
 #[tokio::test]
@@ -109,7 +110,7 @@ async fn a_restart_under_the_same_name_frees_the_shards_of_an_ended_process_at_o
     let seen = cluster.shards().await.unwrap();
     let after = member("ann");
     cluster.join(&after, |ended| ended.id == before.id).await.unwrap();
-    let living: Vec<_> = cluster.alive(3 * SECOND).await.unwrap().into_iter().map(|it| it.member.id).collect();
+    let living: Vec<_> = cluster.alive(HOUR).await.unwrap().into_iter().map(|it| it.member.id).collect();
     assert!(living.len() == 2 && living.contains(&after.id) && living.contains(&bob.id), "{living:?}");
     assert_eq!(cluster.take_over(bob.id, &seen[..2], &UNWATCHED).await.unwrap().len(), 2);
 }
@@ -148,11 +149,12 @@ async fn new_incarnation_raises_every_epoch_and_frees_every_shard() {
     let ann = member("ann").id;
     cluster.take_over(ann, &cluster.shards().await.unwrap(), &UNWATCHED).await.unwrap();
     assert_eq!(cluster.incarnation().await.unwrap(), 0);
-    let first = cluster.begin_incarnation().await.unwrap();
+    let first = cluster.begin_incarnation(0).await.unwrap().position.incarnation;
     assert_eq!(cluster.incarnation().await.unwrap(), first);
     let shards = cluster.shards().await.unwrap();
     assert!(shards.iter().all(|shard| shard.owner.is_none() && shard.epoch == Epoch(first << 32)));
-    assert!(cluster.begin_incarnation().await.unwrap() > first);
+    let second = cluster.begin_incarnation(first + 5).await.unwrap().position.incarnation;
+    assert_eq!(second, first + 6, "above what is known elsewhere: of a restore of the same backup in the same minute");
     let won = cluster.take_over(ann, &cluster.shards().await.unwrap(), &UNWATCHED).await.unwrap();
     assert!(won.values().all(|epoch| *epoch > Epoch(first << 32)));
 }

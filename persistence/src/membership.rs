@@ -12,7 +12,7 @@ use std::time::Duration;
 use uuid::Uuid;
 
 /// The bits of an epoch below its incarnation.
-const TERM_BITS: u32 = 32;
+pub(crate) const TERM_BITS: u32 = 32;
 
 /// The incarnation of the cluster in which an epoch began.
 #[must_use]
@@ -77,6 +77,23 @@ impl Cluster {
         .fetch_one(&self.pool)
         .await
         .doing("beating")
+    }
+
+    /// Ends statements of this process that were given up while their commit waits for a synchronous standby: the server notices neither that nor
+    /// a timeout, and each would occupy a connection until there is a standby. Whether they committed stays unknown.
+    ///
+    /// # Errors
+    /// [`StoreError`]
+    pub async fn end_abandoned_commits(&self) -> Result<u64, StoreError> {
+        sqlx::query(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+             WHERE application_name = current_setting('application_name') AND usename = current_user AND pid <> pg_backend_pid()
+               AND wait_event = 'SyncRep' AND query_start < clock_timestamp() - interval '10 seconds'",
+        )
+        .execute(&self.pool)
+        .await
+        .map(|done| done.rows_affected())
+        .doing("ending abandoned commits")
     }
 
     /// A process's first heartbeat. Earlier processes of its name that have certainly ended are deleted, so that no member has to wait
@@ -261,29 +278,6 @@ impl Cluster {
     pub async fn incarnation(&self) -> Result<i64, StoreError> {
         let incarnation = sqlx::query_scalar("SELECT incarnation FROM cluster").fetch_one(&self.pool).await;
         incarnation.doing("reading the incarnation")
-    }
-
-    /// To be called once on a database that was restored from a backup, while no member runs: takes every shard from its owner and
-    /// raises all epochs above any that the lost time can have seen. Returns the new incarnation.
-    ///
-    /// # Errors
-    /// [`StoreError`]; nothing has changed then.
-    pub async fn begin_incarnation(&self) -> Result<i64, StoreError> {
-        sqlx::query_scalar(
-            "WITH begun AS (
-                 UPDATE cluster
-                 SET incarnation = greatest(incarnation + 1, (extract(epoch FROM clock_timestamp()) / 60)::bigint)
-                 RETURNING incarnation
-             ),
-             lifted AS (
-                 UPDATE shard SET owner = NULL, epoch = greatest(shard.epoch + 1, begun.incarnation << $1) FROM begun
-             )
-             SELECT incarnation FROM begun",
-        )
-        .bind(TERM_BITS.cast_signed())
-        .fetch_one(&self.pool)
-        .await
-        .doing("beginning an incarnation")
     }
 }
 
