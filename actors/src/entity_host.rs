@@ -5,9 +5,9 @@ mod activation;
 mod concurrency_primitives;
 mod failures;
 mod handover;
-#[cfg(test)]
-mod schedules;
 mod shard;
+#[cfg(test)]
+mod shuttle_tests;
 mod status;
 #[cfg(test)]
 mod tests;
@@ -21,6 +21,7 @@ use crate::command_context::{AskError, AskResult, CommandContext};
 use crate::entity::{ActorArguments, EntityActor, EntityMessage, Waiter};
 use crate::entity_shell::CommandRequest;
 use crate::entity_watch::{EntityWatch, WatchRegistry};
+use crate::recent_changes::RecentChanges;
 use crate::sharding::shard_of;
 use crate::shell_dependencies::{Effects, Environment, Store};
 use activation::{ActiveEntity, MailboxHandle, mailbox_handle, passivate};
@@ -79,6 +80,7 @@ pub struct Host {
     handover: Handover<ActiveEntity>,
     failures: DashMap<EntityRef, Failures>,
     watches: WatchRegistry,
+    recent_changes: RecentChanges,
     tokens: AtomicU64,
     restarts: AtomicU64,
 }
@@ -99,6 +101,7 @@ impl Host {
             handover: Handover::new(),
             failures: DashMap::new(),
             watches: WatchRegistry::default(),
+            recent_changes: RecentChanges::default(),
             tokens: AtomicU64::new(0),
             restarts: AtomicU64::new(0),
         })
@@ -122,8 +125,15 @@ impl Host {
         self.watches.watch(entity)
     }
 
+    /// The entities of this member that changed lately.
+    #[must_use]
+    pub const fn recent_changes(&self) -> &RecentChanges {
+        &self.recent_changes
+    }
+
     pub(crate) fn changed(&self, entity: EntityRef) {
         self.watches.changed(entity);
+        self.recent_changes.note(entity);
     }
 
     /// Sends a command to an entity of this member.

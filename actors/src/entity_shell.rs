@@ -563,7 +563,7 @@ impl<M: Machine> Shell<M> {
 /// Why the next state cannot be committed.
 #[derive(Debug, thiserror::Error)]
 enum CommitBlocked {
-    #[error("the next state cannot be written down: {0}")]
+    #[error("the next state cannot be serialized: {0}")]
     Json(#[from] serde_json::Error),
     #[error("the next state of the {kind} has {bytes} bytes, over its bound of {most}")]
     TooLarge { kind: EntityKind, bytes: usize, most: usize },
@@ -607,7 +607,7 @@ pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> &str {
     match (panic.downcast_ref::<String>(), panic.downcast_ref::<&str>()) {
         (Some(message), _) => message,
         (None, Some(message)) => message,
-        (None, None) => "without words",
+        (None, None) => "with a value that is not text",
     }
 }
 

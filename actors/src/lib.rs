@@ -12,6 +12,7 @@ pub mod entity_host;
 pub mod entity_shell;
 mod entity_watch;
 pub mod gcra_table;
+mod recent_changes;
 pub mod sharding;
 pub mod shell_dependencies;
 #[cfg(test)]
@@ -21,3 +22,4 @@ pub use command_context::{AskError, AskResult, CommandContext, CommandKey, Comma
 pub use directory::Directory;
 pub use entity_host::{Host, HostConfig};
 pub use entity_watch::EntityWatch;
+pub use recent_changes::{ChangedEntities, RecentChanges};

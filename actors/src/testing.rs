@@ -137,7 +137,7 @@ impl Machine for Counter {
     }
 
     fn deadline(&self) -> Option<Deadline> {
-        self.waits_until.map(|at| Deadline::new(at, "nobody has counted"))
+        self.waits_until.map(|at| Deadline::new(at, "no member has counted"))
     }
 }
 
@@ -154,6 +154,7 @@ pub(crate) fn user(user_id: &str, roles: &[TokenRole]) -> Principal {
         plan: None,
         grant: None,
         service_account: None,
+        browser_session: None,
     })
 }
 
@@ -392,7 +393,7 @@ pub(crate) fn shorten_panic_output() {
     HOOK.call_once(|| {
         std::panic::set_hook(Box::new(|panic| {
             let place = panic.location().map(ToString::to_string).unwrap_or_default();
-            eprintln!("panicked at {place}: {}", panic.payload_as_str().unwrap_or("without words"));
+            eprintln!("panicked at {place}: {}", panic.payload_as_str().unwrap_or("a value that is not text"));
         }));
     });
 }

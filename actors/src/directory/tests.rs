@@ -177,8 +177,8 @@ async fn entity_of_another_member_is_reached_over_the_bus_with_the_same_replies(
     let pair = Pair::owned_there().await;
     let first = pair.ask(&ann(), rent(), Some(key("k"))).await.unwrap();
     assert_eq!((first.reply.asked.clone(), first.replayed, first.version), (request(), false, 1));
-    let again = pair.ask(&ann(), rent(), Some(key("k"))).await.unwrap();
-    assert_eq!((again.reply, again.replayed, again.written), (first.reply, true, false));
+    let repeated = pair.ask(&ann(), rent(), Some(key("k"))).await.unwrap();
+    assert_eq!((repeated.reply, repeated.replayed, repeated.written), (first.reply, true, false));
     let other = CommandKey { digest: [9; 32], ..key("k") };
     assert_eq!(pair.ask(&ann(), rent(), Some(other)).await, Err(AskError::Reused));
     assert_eq!(pair.ask(&ann(), rent(), None).await, Err(AskError::Rejected(Rejection::Exists)));

@@ -1,4 +1,4 @@
-//! The primitives of the hand-over. `schedules.rs` has those of shuttle under the same names.
+//! The primitives of the hand-over. `shuttle_tests.rs` has those of shuttle under the same names.
 
 pub(super) use dashmap::{DashMap as Map, Entry};
 pub(super) use std::sync::Arc;

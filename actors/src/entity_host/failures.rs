@@ -4,7 +4,7 @@ use super::status::{ActivationStatus, HostedEntity};
 use super::{Host, HostConfig};
 use crate::command_context::AskError;
 use crate::sharding::shard_of;
-use domain::{EntityRef, Timestamp};
+use domain::{EntityRef, Timestamp, retry};
 use ractor::ActorId;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -65,7 +65,7 @@ impl Host {
             ActorExit::StoreOutage { reason } => self.record_store_outage(entity, reason),
             ActorExit::Crashed { reason } => self.record_crash(entity, reason),
             ActorExit::Parked { reason } => {
-                self.record_failure(entity, reason, |failures, reason| self.park(entity, failures, reason));
+                self.record_failure(entity, reason, |failures, reason| self.set_parked(entity, failures, reason));
             }
         }
         self.handover.remove(entity, &actor);
@@ -88,7 +88,7 @@ impl Host {
             failures.recent.retain(|at| at.elapsed() < window);
             failures.recent.push_back(Instant::now());
             if failures.recent.len() >= self.config.intensity {
-                self.park(entity, failures, reason);
+                self.set_parked(entity, failures, reason);
             } else {
                 tracing::warn!(resource_name = %entity, error_code = "entity_failed", error = %reason, "{entity} failed");
             }
@@ -105,13 +105,26 @@ impl Host {
         failures.last_error = reason;
     }
 
-    fn park(&self, entity: EntityRef, failures: &mut Failures, reason: &str) {
+    /// Parks the entity, and stops its actor if it has one: what it has in memory is not what the store has.
+    pub fn park(&self, entity: EntityRef, reason: String) {
+        // Recorded before it leaves the directory, so that no command activates it in between.
+        self.record_failure(entity, reason, |failures, reason| self.set_parked(entity, failures, reason));
+        if let Some((_, activation)) = self.handover.active.remove(&entity) {
+            activation.cell.stop(Some("parked".to_owned()));
+        }
+    }
+
+    fn set_parked(&self, entity: EntityRef, failures: &mut Failures, reason: &str) {
         tracing::error!(resource_name = %entity, error_code = "entity_parked", error = %reason, "{entity} is parked");
         failures.parked = Some(reason.to_owned());
         let (store, reason) = (Arc::clone(&self.store), reason.to_owned());
         tokio::spawn(async move {
             if let Err(error) = store.park(entity, reason).await {
-                tracing::warn!(resource_name = %entity, %error, "that the entity is parked is known here alone");
+                tracing::warn!(
+                    resource_name = %entity,
+                    %error,
+                    "the entity is parked, and its mark could not be stored: other members do not know it"
+                );
             }
         });
     }
@@ -145,8 +158,7 @@ impl Failures {
         } else {
             u32::try_from(self.recent.len()).unwrap_or(u32::MAX)
         };
-        let doublings = in_a_row.saturating_sub(1).min(10);
-        (config.backoff * 2_u32.pow(doublings)).min(config.longest_backoff)
+        retry::pause(config.backoff, in_a_row, config.longest_backoff)
     }
 
     /// Parked, or failed within `window`.

@@ -1,7 +1,7 @@
 //! The hand-over of entities: between the actors of one entity as it is passivated, fails and is activated again, and between owners as a
 //! shard is opened, closed and lost. No actor, task or clock: the host adds them.
 //!
-//! `schedules.rs` compiles this file a second time, with the primitives of shuttle, and runs it under many schedules of threads.
+//! `shuttle_tests.rs` compiles this file a second time, with the primitives of shuttle, and runs it under many schedules of threads.
 
 use super::concurrency_primitives::{Arc, AtomicBool, AtomicUsize, Entry, Map, Ordering};
 use domain::{CommandId, EntityRef, Shard};

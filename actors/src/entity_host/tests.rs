@@ -93,7 +93,7 @@ async fn eventually(what: impl Fn() -> bool) {
             sleep(Duration::from_millis(1)).await;
         }
     };
-    timeout(10 * SECOND, seen).await.expect("it never came to be");
+    timeout(60 * SECOND, seen).await.expect("it never came to be");
 }
 
 /// Two entities of one shard.
@@ -169,8 +169,10 @@ async fn concurrent_activations_share_one_actor() {
     let ids: Vec<_> = (0..20).map(Uuid::from_u128).collect();
     let bench = Bench::of(HostConfig::default(), ids.clone()).await;
     let mut asking = JoinSet::new();
+    // In real time, here alone.
+    let until = bench.environment.now() + 100 * SECOND;
     for (id, ticket) in ids.iter().flat_map(|id| (0..10).map(move |ticket| (*id, ticket))) {
-        asking.spawn(bench.asking(id, Count::Add(ticket), |context| context));
+        asking.spawn(bench.asking(id, Count::Add(ticket), |_| context(until)));
     }
     while let Some(answer) = asking.join_next().await {
         answer.unwrap().unwrap().unwrap();
@@ -229,8 +231,8 @@ async fn repeated_command_is_in_progress_until_the_first_is_answered_and_a_repla
     assert_eq!(bench.ask_once(COUNTER, Count::Add(1), key("k")).await, Err(AskError::InProgress));
     drop(held);
     assert_eq!(asking.await.unwrap(), Ok(first(1)));
-    let again = CommandReply { replayed: true, written: false, ..first(1) };
-    assert_eq!(bench.ask_once(COUNTER, Count::Add(1), key("k")).await, Ok(again));
+    let repeated = CommandReply { replayed: true, written: false, ..first(1) };
+    assert_eq!(bench.ask_once(COUNTER, Count::Add(1), key("k")).await, Ok(repeated));
     assert!(bench.is_idle());
 }
 
@@ -387,6 +389,19 @@ async fn entity_parked_by_an_earlier_owner_stays_parked_until_an_operator_restar
 }
 
 #[tokio::test(start_paused = true)]
+async fn entity_whose_commits_were_lost_is_parked_and_its_actor_is_gone() {
+    let bench = Bench::ready().await;
+    bench.ask(COUNTER, Count::Add(1)).await.unwrap();
+    bench.host.park(counter(COUNTER), "a failover lost it".to_owned());
+    assert!(!bench.host.is_active(counter(COUNTER)));
+    assert_eq!(bench.host.committed_state::<Counter>(COUNTER).map(|(_, version)| version), None);
+    let parked = Err(AskError::Parked { reason: "a failover lost it".to_owned() });
+    assert_eq!(bench.ask(COUNTER, Count::Read).await, parked);
+    assert!(bench.host.restart(counter(COUNTER)));
+    assert_eq!(bench.ask(COUNTER, Count::Read).await.unwrap().reply, 1, "as the store has it");
+}
+
+#[tokio::test(start_paused = true)]
 async fn panic_of_the_store_leaves_no_entity_waiting() {
     let bench = Bench::ready().await;
     bench.ask(COUNTER, Count::Add(1)).await.unwrap();
@@ -447,8 +462,8 @@ async fn unknown_outcome_is_resolved_by_resending_the_command() {
         assert!(matches!(answer, Err(AskError::Unknown { .. })), "{answer:?}");
         assert_eq!(bench.status(COUNTER), Some(BackingOff));
         sleep(SECOND).await;
-        let again = bench.ask_once(COUNTER, Count::Add(1), key("k")).await.unwrap();
-        assert_eq!((again.reply, again.replayed), (1, replayed));
+        let repeated = bench.ask_once(COUNTER, Count::Add(1), key("k")).await.unwrap();
+        assert_eq!((repeated.reply, repeated.replayed), (1, replayed));
         assert_eq!(bench.store.stored.lock().unwrap().counter(COUNTER).tickets, [1]);
         assert!(bench.is_idle());
     }
@@ -513,7 +528,7 @@ async fn operator_sees_the_deadline_of_an_entity_and_its_reason() {
     let until = bench.environment.now() + 60 * SECOND;
     bench.ask(COUNTER, Count::Wait(until)).await.unwrap();
     let row = bench.row(COUNTER);
-    assert_eq!((row.deadline_at, row.waits_for.as_deref()), (Some(until), Some("nobody has counted")));
+    assert_eq!((row.deadline_at, row.waits_for.as_deref()), (Some(until), Some("no member has counted")));
     assert_eq!(bench.host.entities().len(), 1);
     assert_eq!((row.shard, row.mailbox_depth, row.restarts), (shard_of(COUNTER), 0, 0));
 }

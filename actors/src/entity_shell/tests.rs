@@ -186,7 +186,7 @@ fn timer_row_has_the_wake_up_time_and_the_deadline_with_its_reason() {
     let ask = CommandRequest { token: 1, command: Count::Wait(at(500)), context: context(at(200)) };
     let outputs = bench.raw(Input::Ask(ask));
     let [Output::Commit(commit)] = outputs.as_slice() else { panic!("{outputs:?}") };
-    let reason = "nobody has counted".to_owned();
+    let reason = "no member has counted".to_owned();
     assert_eq!(commit.timer, Some(Timer { wake_at: at(500), deadline_at: Some(at(500)), reason }));
 }
 
@@ -195,8 +195,8 @@ fn snapshot_that_no_member_committed_parks_the_entity() {
     let mut bench = Bench::<Counter>::starting();
     assert_eq!(bench.ask(1, Count::Read), NOTHING);
     let altered = StoreReadError { reason: "the row was altered".to_owned(), is_altered: true };
-    let said = bench.on(Input::Loaded(Err(altered)));
-    assert_eq!(said, ["1: parked: the row was altered", "park: the row was altered"]);
+    let output = bench.on(Input::Loaded(Err(altered)));
+    assert_eq!(output, ["1: parked: the row was altered", "park: the row was altered"]);
 }
 
 #[test]
@@ -476,7 +476,7 @@ fn panic_of_the_machine_loses_no_reply_to_a_committed_command() {
 #[test]
 fn next_state_that_cannot_be_encoded_is_refused() {
     let mut bench = Bench::ready();
-    assert_eq!(bench.ask(1, Count::Spoil), ["1: the machine failed: the next state cannot be written down: spoiled"]);
+    assert_eq!(bench.ask(1, Count::Spoil), ["1: the machine failed: the next state cannot be serialized: spoiled"]);
     assert_eq!(bench.ask(2, Count::Add(3)), ["commit add from 5"]);
 }
 
@@ -664,20 +664,20 @@ fn refused_repetition_of_an_executed_command_gets_its_first_reply() {
 #[test]
 fn audited_refusal_without_a_commit_is_not_answered_as_refused() {
     let (mut bench, add) = tenant();
-    for (outcome, told) in [
+    for (outcome, expected) in [
         (CommitOutcome::NotApplied { reason: "down".into() }, "2: unavailable: down"),
         (CommitOutcome::Unknown { reason: "cut".into() }, "2: the outcome is unknown: cut"),
     ] {
         assert_eq!(bench.ask_as_ann(2, add.clone(), None), ["commit add_key from 1"]);
-        assert_eq!(bench.on(Input::Committed(outcome))[0], told);
+        assert_eq!(bench.on(Input::Committed(outcome))[0], expected);
     }
 }
 
 /// Secret fields of a reply are not stored, whatever machine they come from.
 #[test]
 fn stored_reply_has_no_secrets() {
-    let kept =
+    let stored =
         redacted_reply(&serde_json::json!({"node": {"token": {"secret": "S"}, "name": "n"}, "access_token": "S"}))
             .unwrap();
-    assert!(!kept.contains("\"S\"") && kept.contains("[redacted]") && kept.contains("\"n\""), "{kept}");
+    assert!(!stored.contains("\"S\"") && stored.contains("[redacted]") && stored.contains("\"n\""), "{stored}");
 }

@@ -20,7 +20,7 @@ use shuttle::thread;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use uuid::Uuid;
 
-#[path = "schedules/shuttle_primitives.rs"]
+#[path = "shuttle_tests/shuttle_primitives.rs"]
 mod concurrency_primitives;
 #[path = "handover.rs"]
 #[allow(clippy::duplicate_mod, dead_code, unreachable_pub)]
