@@ -14,13 +14,15 @@ use wire::{SecretToken, VerifierSet};
 
 use crate::agent_user::RunAsError;
 use crate::atomic_file::{self, FileError};
+use crate::doctor::AgentDoctorArgs;
+use crate::gpu_reset;
 use crate::gpus::GpuSimulation;
 use crate::health::kernel_log;
 use crate::integrity::listeners::PortRange;
 use crate::integrity::{IntegritySettings, PrivilegeSettings};
 use crate::simulated_faults::{SimulatedFailure, SimulatedFaults};
-use crate::system::Settings;
-use crate::system::sudoers::SudoCommand;
+use crate::system_executor::Settings;
+use crate::system_executor::sudoers::SudoCommand;
 use crate::validation::DEFAULT_PROGRAMS;
 
 const STATE_DIR: &str = "SVC_NODE_AGENT_STATE_DIR";
@@ -28,13 +30,15 @@ const DEFAULT_STATE_DIR: &str = "/var/lib/gpuaas-agent";
 
 /// Agent of a GPU node: enrolls with the node's bootstrap bundle, polls for signed tasks and executes them.
 ///
-/// Each SVC_ variable may stand in the environment or in the environment file of the bundle. The enrollment token
+/// Each SVC_ variable may be set in the environment or in the environment file of the bundle. The enrollment token
 /// (SVC_ENROLLMENT_TOKEN) is read from there alone.
 #[derive(Debug, Default, Parser)]
 #[command(name = "gpuaas-agent", version)]
 pub struct Flags {
+    #[command(subcommand)]
+    pub command: Option<AgentCommand>,
     /// Environment file of the bootstrap bundle [SVC_NODE_AGENT_ENV_FILE]
-    #[arg(long)]
+    #[arg(long, global = true)]
     pub env_file: Option<PathBuf>,
     /// Node id [SVC_NODE_ID]
     #[arg(long)]
@@ -61,9 +65,9 @@ pub struct Flags {
     #[arg(long)]
     pub state_dir: Option<PathBuf>,
     /// How tenants are kept apart: `system` makes Linux users and needs root, `sandbox` enforces nothing
-    #[arg(long, env = "SVC_NODE_AGENT_EXECUTOR", default_value = "sandbox")]
+    #[arg(long, env = "SVC_NODE_AGENT_EXECUTOR", default_value = "sandbox", global = true)]
     pub executor: ExecutorChoice,
-    /// Whom the agent becomes, where root starts it with the executor `sandbox` [SVC_NODE_AGENT_USER]
+    /// The user that the agent becomes where root starts it with the executor `sandbox` [SVC_NODE_AGENT_USER]
     #[arg(long, env = "SVC_NODE_AGENT_USER")]
     pub user: Option<String>,
     /// Tasks executed at once
@@ -72,7 +76,7 @@ pub struct Flags {
     /// Disk for recordings of terminals that the control plane does not have yet, in MiB; one session gets an eighth of it
     #[arg(long, env = "SVC_NODE_AGENT_RECORDING_SPOOL_MIB", default_value_t = 512, value_parser = clap::value_parser!(u32).range(8..=1_048_576))]
     pub recording_spool_mib: u32,
-    /// Whether changes of privileges and of the agent's package are reported, which take the machine out of rent
+    /// Whether changes of privileges and of the agent's package are reported; such findings take the machine out of rent
     #[arg(long, env = "SVC_NODE_AGENT_INTEGRITY_CHECKS", default_value = "on")]
     pub integrity_checks: IntegrityChecks,
     /// Ports whose listeners are not compared, such as 32768-60999, separated by commas
@@ -87,16 +91,19 @@ pub struct Flags {
     /// Folder in which `node.validate` tests the disk, of root alone [SVC_NODE_AGENT_VALIDATION_FOLDER, default the state's]
     #[arg(long, env = "SVC_NODE_AGENT_VALIDATION_FOLDER")]
     pub validation_folder: Option<PathBuf>,
+    /// Folder of nvidia-smi, which `node.gpu_reset` runs [SVC_NODE_AGENT_DRIVER_TOOLS]
+    #[arg(long, env = "SVC_NODE_AGENT_DRIVER_TOOLS", default_value = gpu_reset::DEFAULT_PROGRAMS)]
+    pub driver_tools: PathBuf,
     /// Filter of log events, in the syntax of RUST_LOG
     #[arg(long, env = "RUST_LOG", default_value = "info")]
     pub log: String,
-    /// Make up this many GPUs where there are none
+    /// Simulate this many GPUs
     #[arg(long)]
     pub simulate_gpus: Option<u32>,
-    /// Model of the made-up GPUs
+    /// Model of the simulated GPUs
     #[arg(long, default_value = "H100", requires = "simulate_gpus")]
     pub gpu_model: String,
-    /// Memory of each made-up GPU
+    /// Memory of each simulated GPU
     #[arg(long, default_value_t = 81_920, requires = "simulate_gpus")]
     pub gpu_memory_mib: u64,
     /// Simulated hardware that takes this long to provision
@@ -105,7 +112,7 @@ pub struct Flags {
     /// Simulated hardware that fails one kind of task
     #[arg(long, requires = "simulate_gpus")]
     pub simulate_failure: Option<SimulatedFailure>,
-    /// Remove every tenant from this machine, which leaves, and end. No agent may run on it
+    /// Remove every tenant from this machine, which leaves the service, and end. No agent may run on it
     #[arg(long)]
     pub clean_up: bool,
     /// Answers requests on standard input with calls of NVIDIA's management library: the agent runs this as a process of its own
@@ -123,6 +130,14 @@ pub struct Flags {
     /// Holds the program of a terminal session: the agent runs this for each session that is to outlive it
     #[arg(long, hide = true)]
     pub hold_terminal: bool,
+}
+
+/// What the program does in place of the agent's work.
+#[derive(Debug, Clone, clap::Subcommand)]
+pub enum AgentCommand {
+    /// Looks at everything that the agent needs (settings, certificates, control plane, clock, driver, cgroups, disks), and says what to do
+    /// about what is wrong. Changes nothing. Exits with 0 where nothing is wrong, with 1 for warnings, with 2 for errors
+    Doctor(AgentDoctorArgs),
 }
 
 /// How the agent isolates tenants.
@@ -159,6 +174,8 @@ pub struct AgentConfig {
     /// The bundle's verifier keys, version 0.
     pub verifier_set: VerifierSet,
     pub state_dir: PathBuf,
+    /// Folder of `nvidia-smi`.
+    pub driver_tools: PathBuf,
     /// Folder of the tools of `node.validate`.
     pub validation_tools: PathBuf,
     /// Where it tests the disk.
@@ -248,7 +265,23 @@ impl AgentConfig {
     /// # Errors
     /// [`AgentConfigError`] lists everything that is missing or wrong, and what to do.
     pub fn gather(flags: &Flags, environment: impl Fn(&str) -> Option<String>) -> Result<Self, AgentConfigError> {
-        let sources = Sources::open(flags, &environment)?;
+        Self::assemble(flags, &environment, true)
+    }
+
+    /// The same, and nothing is written.
+    ///
+    /// # Errors
+    /// As [`Self::gather`].
+    pub fn peek(flags: &Flags, environment: impl Fn(&str) -> Option<String>) -> Result<Self, AgentConfigError> {
+        Self::assemble(flags, &environment, false)
+    }
+
+    fn assemble(
+        flags: &Flags,
+        environment: &dyn Fn(&str) -> Option<String>,
+        writes: bool,
+    ) -> Result<Self, AgentConfigError> {
+        let sources = Sources::open(flags, environment)?;
         let state_dir = flags
             .state_dir
             .clone()
@@ -265,7 +298,7 @@ impl AgentConfig {
         };
         let ca_bundle_path = path(&flags.ca_bundle_path, names::CA_BUNDLE_PATH, "ca.pem");
         let (pem, expected) = (sources.get(names::CA_BUNDLE_PEM), sources.get(names::CA_BUNDLE_FINGERPRINT));
-        let ca_bundle_pem = problems.note(ca_bundle(&ca_bundle_path, pem, expected));
+        let ca_bundle_pem = problems.note(ca_bundle(&ca_bundle_path, pem, expected, writes));
         let system = match flags.executor {
             ExecutorChoice::Sandbox => Some(None),
             ExecutorChoice::System => system_settings(&sources, &mut problems).map(Some),
@@ -305,6 +338,7 @@ impl AgentConfig {
             gpu_deadline: Duration::from_secs(flags.gpu_deadline_seconds),
             kernel_log: flags.kernel_log.clone(),
             integrity,
+            driver_tools: flags.driver_tools.clone(),
             validation_tools: flags.validation_tools.clone(),
             validation_folder: flags.validation_folder.clone().unwrap_or_else(|| state_dir.clone()),
             state_dir,
@@ -319,8 +353,6 @@ fn integrity_settings(flags: &Flags, system: Option<&Settings>, state_dir: &Path
         state_dir: state_dir.to_owned(),
         homes: system.homes.clone(),
         keys: system.keys.clone(),
-        tenants: system.uids.clone(),
-        sudo_commands: system.sudo_commands.clone(),
         ssh_listen: system.ssh_listen,
         ignored_ports: flags.ignored_ports.clone(),
     });
@@ -391,6 +423,9 @@ const SUDO_COMMANDS: &str = "SVC_NODE_AGENT_SUDO_COMMANDS";
 const SHARED: &str = "SVC_NODE_AGENT_SHARED_FOLDERS";
 const DEVICES: &str = "SVC_NODE_AGENT_DEVICES";
 const SSH_LISTEN: &str = "SVC_NODE_AGENT_SSH_LISTEN";
+
+/// The variables that are no flags and not of the bundle.
+pub(crate) const OWN_VARIABLES: [&str; 8] = [STATE_DIR, UIDS, HOMES, KEYS, SUDO_COMMANDS, SHARED, DEVICES, SSH_LISTEN];
 
 /// The settings of tenants' accounts from the environment; the rest is as in [`Settings::default`]. `None` if something is wrong, which
 /// is noted.
@@ -465,7 +500,12 @@ fn uid_range(text: &str) -> Option<std::ops::RangeInclusive<u32>> {
     (first >= 1000 && first <= last && last < u32::MAX - 1).then_some(first..=last)
 }
 
-fn ca_bundle(path: &Path, pem: Option<String>, expected: Option<String>) -> Result<String, AgentConfigError> {
+fn ca_bundle(
+    path: &Path,
+    pem: Option<String>,
+    expected: Option<String>,
+    writes: bool,
+) -> Result<String, AgentConfigError> {
     let (found, is_new) = match atomic_file::read_if_there(path)? {
         Some(text) => (text, false),
         None => (pem.ok_or_else(|| AgentConfigError::NoCaBundle(path.to_owned()))?, true),
@@ -475,7 +515,7 @@ fn ca_bundle(path: &Path, pem: Option<String>, expected: Option<String>) -> Resu
     {
         return Err(AgentConfigError::Fingerprint { path: path.to_owned(), found: fingerprint(&found), expected });
     }
-    if is_new {
+    if is_new && writes {
         atomic_file::write_atomically(path, found.as_bytes(), atomic_file::PUBLIC)?;
     }
     Ok(found)
@@ -567,7 +607,7 @@ mod tests {
             (DEVICES, "../dev"),
         ] {
             assert!(
-                matches!(gather(name, value), Err(AgentConfigError::Value { name: told, .. }) if told == name),
+                matches!(gather(name, value), Err(AgentConfigError::Value { name: found, .. }) if found == name),
                 "{value}"
             );
         }
@@ -625,8 +665,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let whole = bundle(folder.path()).to_env_file().unwrap();
         let without = |name: &str| {
-            let kept: Vec<&str> = whole.lines().filter(|line| !line.starts_with(&format!("{name}="))).collect();
-            kept.join("\n")
+            let stored: Vec<&str> = whole.lines().filter(|line| !line.starts_with(&format!("{name}="))).collect();
+            stored.join("\n")
         };
         for name in ["SVC_NODE_ID", "SVC_API_URL", "SVC_TASK_SIGNING_PUBKEYS"] {
             let error = gather(folder.path(), &without(name)).unwrap_err().to_string();

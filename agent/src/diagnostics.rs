@@ -6,9 +6,8 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::executor::{Executor, TaskOutput};
+use crate::executor::{Executor, TaskOutput, output};
 use crate::gpus::{DeviceUse, Gpus, MemoryUse};
-use crate::tenant::output;
 
 /// The most kernel log lines that are shown.
 const LINES: usize = 20;

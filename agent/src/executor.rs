@@ -1,11 +1,15 @@
 //! The agent's only interface to the machine.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use wire::cleanup_proof::CleanupFinding;
-use wire::inventory::ExecutorKind;
+use wire::inventory::{DeviceRef, ExecutorKind};
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
+use crate::reservations::WithheldGpu;
 use crate::terminal::ShellCommand;
+
+pub mod cleanup_checks;
+pub mod tenant_setup;
 
 /// The output of a task, as it goes into its result.
 pub type TaskOutput = Map<String, Value>;
@@ -43,6 +47,12 @@ pub trait Executor: Send + Sync + 'static {
 
     /// The tenants that are set up on the machine, as release tasks.
     fn tenants(&self) -> Vec<Release>;
+
+    /// Withholds a GPU from tenants until the answer is dropped.
+    ///
+    /// # Errors
+    /// `device_in_use` where a tenant has it.
+    fn withhold_gpu(&self, uuid: &str) -> Result<WithheldGpu<'_>, TaskFailure>;
 
     /// Whether the machine is fit for tenants.
     ///
@@ -82,4 +92,15 @@ impl From<crate::atomic_file::FileError> for TaskFailure {
     fn from(error: crate::atomic_file::FileError) -> Self {
         Self::new("node_storage", crate::chain(&error))
     }
+}
+
+/// An output with these fields.
+pub fn output<const N: usize>(pairs: [(&str, Value); N]) -> TaskOutput {
+    pairs.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
+}
+
+/// The UUIDs of devices, as in an output.
+#[must_use]
+pub fn uuids(devices: &[DeviceRef]) -> Value {
+    json!(devices.iter().map(|device| device.uuid.as_str()).collect::<Vec<_>>())
 }

@@ -20,6 +20,7 @@ use wire::inventory::GpuInfo;
 
 mod child;
 mod cuda;
+mod fabric;
 
 pub use child::serve;
 
@@ -50,6 +51,9 @@ pub enum GpuError {
     Hung { seconds: u64 },
     #[error("the GPU driver answered: {message}")]
     Driver { message: String },
+    /// CUDA cannot be used yet: the machine's fabric manager starts after the driver.
+    #[error("the GPU driver is not ready: {message}")]
+    NotReady { message: String },
     /// The child process could not be started, or ended.
     #[error("the process that calls the GPU driver failed: {message}")]
     Process { message: String },
@@ -61,7 +65,7 @@ pub enum GpuError {
 enum Request {
     /// The reading of every GPU.
     Survey { xid_events: bool },
-    /// The processes that compute on a GPU.
+    /// The processes that compute or draw on a GPU.
     Processes { uuid: String },
     /// The memory in use on a GPU, in MiB.
     UsedMemory { uuid: String },
@@ -135,10 +139,24 @@ pub struct GpuCondition {
     pub slowdown_reasons: Option<u64>,
     /// NVLinks that are active.
     pub nvlinks_active: Option<Vec<u32>>,
+    pub fabric: Option<GpuFabric>,
     /// Lanes of its PCIe link, and how many it could have here.
     pub pcie_width: Option<(u32, u32)>,
     /// Xids that the driver reported since the last survey, and how often. Read only where the kernel log cannot be.
     pub xids: Vec<(u64, u64)>,
+}
+
+/// A GPU's registration with an NVSwitch fabric.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuFabric {
+    /// `NVML_GPU_FABRIC_STATE_*`.
+    pub state: u32,
+    /// Why the registration has failed.
+    pub error: Option<String>,
+    /// `NVML_GPU_FABRIC_HEALTH_MASK_*`: a field that is 0 is not supported.
+    pub health_mask: u32,
+    /// `NVML_GPU_FABRIC_HEALTH_SUMMARY_*`.
+    pub health_summary: u32,
 }
 
 /// The client of the child process.
@@ -183,7 +201,7 @@ impl GpuProbe {
         self.ask(&Request::Survey { xid_events })
     }
 
-    /// The processes that compute on a GPU.
+    /// The processes that compute or draw on a GPU.
     ///
     /// # Errors
     /// [`GpuError`].
@@ -211,6 +229,19 @@ impl GpuProbe {
     #[must_use]
     pub fn another(&self) -> Self {
         Self::new(self.program.clone(), self.deadline)
+    }
+
+    /// Does something while no child has the driver open. Requests wait for it.
+    ///
+    /// # Errors
+    /// [`GpuError`] where a child cannot be ended: its call into the driver does not return.
+    pub fn without_child<T>(&self, action: impl FnOnce() -> T) -> Result<T, GpuError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(running) = state.running.take() {
+            state.abandoned = end(running.child);
+        }
+        self.check_abandoned(&mut state)?;
+        Ok(action())
     }
 
     /// Applies a load to a GPU for about this long. The deadline of the answer is as much later.
@@ -283,6 +314,21 @@ impl GpuProbe {
     }
 }
 
+#[cfg(test)]
+impl GpuProbe {
+    /// This child counts as one that cannot be killed.
+    pub(crate) fn abandon(&self, child: Child) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).abandoned = Some(child);
+    }
+
+    pub(crate) fn end_abandoned(&self) {
+        if let Some(child) = &mut self.state.lock().unwrap_or_else(PoisonError::into_inner).abandoned {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
+}
+
 impl Drop for GpuProbe {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -351,6 +397,9 @@ mod tests {
 
     use super::*;
 
+    /// Longer than anything takes here that does not hang.
+    const HANGS_AFTER: Duration = Duration::from_secs(60);
+
     /// A child that is this shell script.
     fn scripted(script: &str, deadline: Duration) -> (tempfile::TempDir, GpuProbe) {
         let folder = tempfile::tempdir().unwrap();
@@ -364,7 +413,7 @@ mod tests {
     fn answers_of_one_child_are_read_in_turn() {
         let (_folder, probe) = scripted(
             r#"while read line; do case $line in *minor*) echo '{"Ok":3}';; *) echo '{"Err":{"error":"not_loaded"}}';; esac; done"#,
-            Duration::from_secs(5),
+            HANGS_AFTER,
         );
         assert_eq!(probe.minor("GPU-1"), Ok(3));
         assert_eq!(probe.survey(false), Err(GpuError::NotLoaded));
@@ -373,27 +422,31 @@ mod tests {
 
     #[test]
     fn silent_child_is_killed_at_the_deadline_and_the_next_caller_does_not_wait() {
-        let (_folder, probe) = scripted("read line; exec sleep 1000", Duration::from_millis(50));
+        let script = r#"echo started >>"$(dirname "$0")/starts"; read line; exec sleep 1000"#;
+        let (folder, probe) = scripted(script, Duration::from_millis(50));
         let begun = Instant::now();
         assert_eq!(probe.survey(false), Err(GpuError::Hung { seconds: 0 }));
-        assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < HANGS_AFTER, "{:?}", begun.elapsed());
         assert!(probe.state.lock().unwrap().running.is_none());
         // Where it took longer to end than it is waited for, it has been killed all the same.
         if let Some(mut child) = probe.state.lock().unwrap().abandoned.take() {
             while child.try_wait().unwrap().is_none() {
-                assert!(begun.elapsed() < Duration::from_secs(20), "the child was not killed");
+                assert!(begun.elapsed() < HANGS_AFTER, "the child was not killed");
                 std::thread::sleep(Duration::from_millis(5));
             }
         }
-        let again = Instant::now();
+        let starts = || std::fs::read_to_string(folder.path().join("starts")).unwrap_or_default();
+        let before = starts();
+        // As recent as it was, however long this test was interrupted.
+        assert!(probe.state.lock().unwrap().hung_at.replace(Instant::now()).is_some());
         assert!(matches!(probe.survey(false), Err(GpuError::Hung { .. })));
-        assert!(again.elapsed() < Duration::from_millis(50), "{:?}", again.elapsed());
+        assert!(probe.state.lock().unwrap().running.is_none());
+        assert_eq!(starts(), before, "a second child was started");
     }
 
     #[test]
     fn no_child_is_started_while_an_abandoned_one_is_left() {
-        let (folder, probe) =
-            scripted(r#"echo started >>"$0.log"; read line; echo '{"Ok":3}'"#, Duration::from_secs(5));
+        let (folder, probe) = scripted(r#"echo started >>"$0.log"; read line; echo '{"Ok":3}'"#, HANGS_AFTER);
         // As a child in an uninterruptible call: it is not killed here.
         probe.state.lock().unwrap().abandoned = Some(Command::new("sleep").arg("1000").spawn().unwrap());
         assert!(matches!(probe.minor("GPU-1"), Err(GpuError::Hung { .. })));
@@ -407,10 +460,8 @@ mod tests {
 
     #[test]
     fn child_that_ends_is_an_error_and_the_next_request_starts_another() {
-        let (_folder, probe) = scripted(
-            r#"read line; if [ -e "$0.ran" ]; then echo '{"Ok":3}'; fi; touch "$0.ran""#,
-            Duration::from_secs(5),
-        );
+        let (_folder, probe) =
+            scripted(r#"read line; if [ -e "$0.ran" ]; then echo '{"Ok":3}'; fi; touch "$0.ran""#, HANGS_AFTER);
         assert!(matches!(probe.minor("GPU-1"), Err(GpuError::Process { .. })));
         assert_eq!(probe.minor("GPU-1"), Ok(3));
     }
@@ -418,7 +469,7 @@ mod tests {
     #[test]
     fn endless_answer_is_cut_off() {
         let (_folder, probe) =
-            scripted("read line; while :; do echo -n xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done", Duration::from_secs(60));
+            scripted("read line; while :; do echo -n xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx; done", HANGS_AFTER);
         let error = probe.minor("GPU-1").unwrap_err();
         assert!(matches!(&error, GpuError::Process { message } if message.contains("too long")), "{error}");
     }

@@ -1,6 +1,6 @@
 //! The health of the machine: its probes, and the findings that they make. The control plane judges the findings.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,7 +18,9 @@ use crate::config::AgentConfig;
 use crate::gpu_probe::{GpuError, GpuSurvey};
 use crate::gpus::Gpus;
 use crate::integrity::{self, IntegrityMonitor};
+use crate::system_executor::{Settings, device_guard};
 
+pub mod fabric_conditions;
 pub mod finding_log;
 pub mod gpu_conditions;
 pub mod gpu_monitor;
@@ -43,6 +45,8 @@ pub struct HealthMonitor {
     kernel_log: KernelLog,
     /// `None` where the machine's integrity is not watched.
     integrity: Option<Arc<IntegrityMonitor>>,
+    /// The root folder of a machine on which the owners of device files keep tenants from each other's GPUs.
+    guarded_root: Option<PathBuf>,
     /// A survey that did not end within the heartbeat that began it.
     in_flight: Option<JoinHandle<SurveyResult>>,
     last: Observation,
@@ -95,7 +99,8 @@ impl HealthMonitor {
             findings: Vec::new(),
         };
         let (gpus, machine) = (GpuMonitor::of(log.gpus()), MachineProbe::new(&config.state_dir));
-        Self { log, gpus, machine, kernel_log, integrity, in_flight: None, last }
+        let guarded_root = guards_device_files(config.system.as_ref(), source).then(|| PathBuf::from("/"));
+        Self { log, gpus, machine, kernel_log, integrity, guarded_root, in_flight: None, last }
     }
 
     /// Observes the machine. Takes no longer than a moment, whatever the driver does.
@@ -114,8 +119,9 @@ impl HealthMonitor {
         let is_unchecked = matches!(watched, Some(None));
         let is_unknown = |finding: &Finding| match (&survey, &finding.gpu_uuid) {
             (_, None) if integrity::is_of(&finding.probe) => is_unchecked,
-            (None, _) => finding.gpu_uuid.is_some() || finding.probe == "driver",
-            (Some(_), None) => false,
+            (None, _) => finding.gpu_uuid.is_some() || finding.probe == "driver" || is_of_fabric(finding),
+            (Some(Ok(survey)), None) => is_of_fabric(finding) && survey.gpus.is_empty(),
+            (Some(Err(_)), None) => is_of_fabric(finding),
             (Some(_), Some(_)) if finding.probe == "gpu" => false,
             (Some(Err(_)), Some(_)) => true,
             (Some(Ok(survey)), Some(uuid)) => survey.gpus.iter().all(|gpu| gpu.info.uuid != *uuid),
@@ -160,6 +166,7 @@ impl HealthMonitor {
         self.last.health = presence.health;
         self.last.load = Vec::new();
         if let Ok(survey) = survey {
+            conditions.extend(self.guarded_root.as_deref().and_then(opened_device_files));
             self.last.driver_version.clone_from(&survey.driver_version);
             self.last.load = survey.gpus.iter().filter_map(|gpu| gpu.load.clone()).collect();
             self.note_gpus(survey, now);
@@ -209,6 +216,22 @@ impl HealthMonitor {
     }
 }
 
+/// Whether the finding is about the fabric of all GPUs, which the driver alone knows.
+fn is_of_fabric(finding: &Finding) -> bool {
+    finding.probe == fabric_conditions::FABRIC
+}
+
+/// Whether tenants are isolated by the owners of NVIDIA's device files.
+fn guards_device_files(system: Option<&Settings>, source: GpuSource) -> bool {
+    system.is_some() && source == GpuSource::Nvml
+}
+
+/// No tenant can be set up: what a driver's library opens it opens to all tenants.
+fn opened_device_files(root: &Path) -> Option<Condition> {
+    let fault = device_guard::check_driver_parameters(root).err()?;
+    Some(Condition::of_machine("driver", "device_files", fault.with_remedy()))
+}
+
 fn xid_key(gpu_uuid: Option<String>, xid: u64) -> FindingKey {
     FindingKey { probe: "xid", gpu_uuid, code: xid.to_string() }
 }
@@ -218,4 +241,100 @@ fn booted_at(now: DateTime<Utc>) -> Option<DateTime<Utc>> {
     let text = atomic_file::read_if_there(Path::new("/proc/uptime")).ok()??;
     let seconds: f64 = text.split_whitespace().next()?.parse().ok()?;
     Some(now - TimeDelta::from_std(Duration::try_from_secs_f64(seconds).ok()?).ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    const BOOT: Uuid = Uuid::from_u128(1);
+
+    /// A monitor of a machine without GPUs.
+    fn monitor(state_dir: &Path, integrity: Option<Arc<IntegrityMonitor>>) -> HealthMonitor {
+        HealthMonitor {
+            log: FindingLog::open(state_dir, BOOT),
+            gpus: GpuMonitor::of(&[]),
+            machine: MachineProbe::new(state_dir),
+            kernel_log: KernelLog::off(),
+            integrity,
+            guarded_root: None,
+            in_flight: None,
+            last: Observation {
+                gpus: Vec::new(),
+                load: Vec::new(),
+                driver_version: None,
+                health: HealthReport { status: HealthLevel::Ok, alerts: Vec::new() },
+                findings: Vec::new(),
+            },
+        }
+    }
+
+    fn no_gpus() -> Arc<Gpus> {
+        Arc::new(Gpus::Absent { why: String::new() })
+    }
+
+    #[tokio::test]
+    async fn findings_about_the_machine_and_its_package_stay_until_they_were_looked_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let altered = [("privilege", "sudoers"), ("package", "altered")];
+        let found = altered.map(|(probe, code)| Condition::of_machine(probe, code, "").with_state(String::new()));
+        let compared = monitor(folder.path(), Some(IntegrityMonitor::with_conditions(Some(found.to_vec()))));
+        let reported = |observed: Observation| observed.findings.into_iter().map(|it| it.code).collect::<Vec<_>>();
+        let mut monitored = compared;
+        assert_eq!(reported(monitored.observe(&no_gpus(), None).await), ["altered", "sudoers"]);
+        // The next agent, whose first comparison takes longer than its heartbeats.
+        let mut next = monitor(folder.path(), Some(IntegrityMonitor::with_conditions(None)));
+        for _ in 0..9 {
+            assert_eq!(reported(next.observe(&no_gpus(), None).await), ["altered", "sudoers"]);
+        }
+        next.integrity = Some(IntegrityMonitor::with_conditions(Some(Vec::new())));
+        for _ in 0..9 {
+            next.observe(&no_gpus(), None).await;
+        }
+        assert_eq!(reported(next.observe(&no_gpus(), None).await), Vec::<String>::new());
+    }
+
+    #[tokio::test]
+    async fn only_the_latest_occurrence_is_passed_on_as_accepted() {
+        let folder = tempfile::tempdir().unwrap();
+        let occurred = |state: &str| {
+            let found = Condition::of_machine("privilege", "setuid", state).with_state(state.to_owned());
+            IntegrityMonitor::with_conditions(Some(vec![found]))
+        };
+        let mut monitored = monitor(folder.path(), Some(occurred("first")));
+        monitored.observe(&no_gpus(), None).await;
+        let second = occurred("second");
+        monitored.integrity = Some(Arc::clone(&second));
+        monitored.observe(&no_gpus(), None).await;
+        let accepted = |boot_id: Uuid, count: u64| AcceptedFinding {
+            probe: "privilege".into(),
+            code: "setuid".into(),
+            boot_id,
+            count,
+        };
+        monitored.accept(&[accepted(BOOT, 1), accepted(Uuid::from_u128(2), 2)]);
+        assert_eq!(second.accepted(), vec![]);
+        monitored.accept(&[accepted(BOOT, 2)]);
+        assert_eq!(second.accepted(), [("setuid".to_owned(), "second".to_owned())]);
+    }
+
+    #[test]
+    fn device_files_that_the_driver_opens_to_all_users_are_a_finding_where_they_isolate_tenants() {
+        let root = tempfile::tempdir().unwrap();
+        let params = root.path().join("proc/driver/nvidia/params");
+        fs::create_dir_all(params.parent().unwrap()).unwrap();
+        fs::write(&params, "ModifyDeviceFiles: 1\n").unwrap();
+        let found = opened_device_files(root.path()).unwrap();
+        assert_eq!((found.key.probe, found.key.code.as_str()), ("driver", "device_files"));
+        assert!(found.detail.contains("NVreg_ModifyDeviceFiles=0"), "{}", found.detail);
+        assert!(found.detail.len() <= wire::finding::MAX_FINDING_DETAIL, "{}", found.detail);
+        fs::write(&params, "ModifyDeviceFiles: 0\n").unwrap();
+        assert_eq!(opened_device_files(root.path()), None);
+        let system = Settings::default();
+        assert!(guards_device_files(Some(&system), GpuSource::Nvml));
+        assert!(!guards_device_files(None, GpuSource::Nvml), "the sandbox isolates nothing");
+        assert!(!guards_device_files(Some(&system), GpuSource::Simulated));
+    }
 }

@@ -18,11 +18,16 @@ pub mod accounts;
 pub mod baseline;
 pub mod bounded_file;
 pub mod checker;
+pub mod groups;
 pub mod listeners;
 pub mod package_files;
 pub mod privileges;
+pub mod recorded_tenants;
 pub mod setuid;
+pub mod startup_files;
 pub mod sudo_rules;
+#[cfg(test)]
+mod tests;
 
 pub use checker::PrivilegeSettings;
 use checker::{Depth, PrivilegeChecker};
@@ -129,6 +134,18 @@ impl IntegrityMonitor {
         }
         drop(shared);
         self.ordered.notify_one();
+    }
+
+    /// What a comparison found, for tests; none is made.
+    #[cfg(test)]
+    pub(crate) fn with_conditions(conditions: Option<Vec<Condition>>) -> Arc<Self> {
+        Arc::new(Self { shared: Mutex::new(Shared { conditions, orders: Orders::default() }), ordered: Condvar::new() })
+    }
+
+    /// Codes and states that are to be accepted at the next comparison, for tests.
+    #[cfg(test)]
+    pub(crate) fn accepted(&self) -> Vec<(String, String)> {
+        self.shared().orders.accepted.clone()
     }
 
     fn shared(&self) -> MutexGuard<'_, Shared> {

@@ -1,18 +1,20 @@
 //! The node agent: the part of the control plane that runs on a node.
 //!
-//! It gets an identity with a single-use token ([`identity`]), long-polls for signed tasks, decides what to do with each ([`plan`],
-//! pure), journals what it is about to do and did ([`journal`]), and does it through one trait over the machine ([`executor`]). [`agent`]
-//! ties these together; its configuration is in [`config`].
+//! It gets an identity with a single-use token ([`identity`]), long-polls for signed tasks, decides what to do with each ([`task_plan`],
+//! pure), journals what it is about to do and did ([`task_journal`]), and does it through one trait over the machine ([`executor`]).
+//! [`daemon`] ties these together; its configuration is in [`config`].
 
-pub mod agent;
 pub mod agent_update;
 pub mod agent_user;
 pub mod atomic_file;
-pub mod backoff;
 pub mod config;
+pub mod daemon;
 pub mod diagnostics;
+pub mod doctor;
 pub mod executor;
+pub mod full_jitter;
 pub mod gpu_probe;
+pub mod gpu_reset;
 pub mod gpus;
 pub mod health;
 pub mod identity;
@@ -27,11 +29,10 @@ pub mod sandbox;
 pub mod service_manager;
 pub mod simulated_faults;
 pub mod ssh;
-pub mod system;
+pub mod system_executor;
 pub mod task_journal;
 pub mod task_plan;
 pub mod telemetry_edge;
-pub mod tenant;
 pub mod terminal;
 pub mod validation;
 

@@ -86,3 +86,17 @@ fn run(config: CollectorConfig) -> Result<(), CollectorError> {
         log_collector::run(config, stop).await
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+    use std::path::Path;
+
+    #[test]
+    fn manual_page_of_the_package_is_that_of_the_flags() {
+        let files = manual_pages::pages(Arguments::command(), "8").unwrap();
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/debian/gpuaas-agent");
+        manual_pages::compare(&folder, "gpuaas-log-collector", &files).unwrap();
+    }
+}

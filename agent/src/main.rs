@@ -3,12 +3,12 @@
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use agent::agent::Fatal;
 use agent::agent_user::become_user;
 use agent::chain;
-use agent::config::{AgentConfig, AgentConfigError, Flags};
+use agent::config::{AgentCommand, AgentConfig, AgentConfigError, Flags};
+use agent::daemon::Fatal;
 use agent::service_manager::ServiceManager;
-use agent::system::keyrings::revoke_own;
+use agent::system_executor::keyrings::revoke_own;
 use agent::terminal::session_handover::hold;
 use clap::Parser as _;
 use tokio::signal::unix::{SignalKind, signal};
@@ -28,6 +28,9 @@ fn main() -> ExitCode {
     }
     if flags.gpu_probe {
         return agent::gpu_probe::serve();
+    }
+    if let Some(AgentCommand::Doctor(args)) = flags.command.clone() {
+        return agent::doctor::run(&args, flags);
     }
     // Before anything is started that would inherit a stored descriptor.
     let manager = Arc::new(ServiceManager::from_environment());
@@ -50,7 +53,7 @@ fn main() -> ExitCode {
             return ExitCode::from(WRONG_CONFIGURATION);
         }
     };
-    let ended = if flags.clean_up { agent::agent::clean_up(&config).map_err(Box::new) } else { run(config, manager) };
+    let ended = if flags.clean_up { agent::daemon::clean_up(&config).map_err(Box::new) } else { run(config, manager) };
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(fatal) => {
@@ -70,6 +73,7 @@ fn run(config: AgentConfig, manager: Arc<ServiceManager>) -> Result<(), Box<Fata
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
     let runtime = runtime.map_err(not_set_up)?;
     let ended = runtime.block_on(async {
+        manager.spawn_watchdog();
         let stop = CancellationToken::new();
         let mut terminate = signal(SignalKind::terminate()).map_err(not_set_up)?;
         let mut interrupt = signal(SignalKind::interrupt()).map_err(not_set_up)?;
@@ -90,9 +94,24 @@ fn run(config: AgentConfig, manager: Arc<ServiceManager>) -> Result<(), Box<Fata
             state_dir = %config.state_dir.display(),
             "starting"
         );
-        agent::agent::run(config, manager, stop).await.map_err(Box::new)
+        agent::daemon::run(config, manager, stop).await.map_err(Box::new)
     });
     // An effect in flight continues from the journal at the next start.
     runtime.shutdown_background();
     ended
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+    use std::path::Path;
+
+    #[test]
+    fn manual_page_and_completions_of_the_package_are_those_of_the_flags() {
+        let mut files = manual_pages::pages(Flags::command(), "8").unwrap();
+        files.extend(manual_pages::completions(Flags::command(), "gpuaas-agent"));
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../deploy/debian/gpuaas-agent");
+        manual_pages::compare(&folder, "gpuaas-agent", &files).unwrap();
+    }
 }

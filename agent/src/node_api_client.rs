@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
-use reqwest::header::{CONTENT_TYPE, HeaderMap, RETRY_AFTER};
+use reqwest::header::{CONTENT_TYPE, DATE, HeaderMap, RETRY_AFTER};
 use reqwest::{Client, Method, RequestBuilder, Response, StatusCode};
 use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -23,7 +23,8 @@ use wire::task::{ResultAnswer, SignedEnvelope, TaskOrigin, TaskResult};
 use crate::config::AgentConfig;
 use crate::identity::AgentIdentity;
 
-const CORRELATION_ID: &str = "x-correlation-id";
+/// Every response of the control plane has it.
+pub const CORRELATION_ID: &str = "x-correlation-id";
 const TRACEPARENT: &str = "traceparent";
 const TRACESTATE: &str = "tracestate";
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -148,6 +149,12 @@ impl NodeApiError {
         matches!(self, Self::Refused { error: Some(_), .. })
     }
 
+    /// Whether the control plane has refused the request with one of these statuses. The page of a proxy in between is none of its refusals.
+    #[must_use]
+    pub fn is_refused_with(&self, statuses: &[StatusCode]) -> bool {
+        self.is_from_control_plane() && self.status().is_some_and(|status| statuses.contains(&status))
+    }
+
     /// Whether the node was removed from the inventory permanently.
     #[must_use]
     pub fn is_node_removed(&self) -> bool {
@@ -251,6 +258,17 @@ impl NodeApiClient {
     /// [`NodeApiError`].
     pub async fn renew(&self, request: &RenewRequest) -> Result<EnrollAnswer, NodeApiError> {
         self.post("certificate/renew", request).await
+    }
+
+    /// The time of whatever answers, by the header `Date` of its response to a path that does not exist, which changes nothing. `None`: the
+    /// response has no time.
+    ///
+    /// # Errors
+    /// [`NodeApiError`] where there is no response.
+    pub async fn server_time(&self) -> Result<Option<DateTime<Utc>>, NodeApiError> {
+        let response = self.client.get(&self.base).send().await.map_err(transport_error)?;
+        let time = header(response.headers(), DATE.as_str());
+        Ok(time.and_then(|time| Some(DateTime::parse_from_rfc2822(&time).ok()?.with_timezone(&Utc))))
     }
 
     /// Long-polls up to `timeout_seconds` (1 to 55) for a task. `session` identifies this process: a task that was dispatched to it is

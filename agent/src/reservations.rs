@@ -39,6 +39,25 @@ pub struct Reservation {
 pub struct Reservations {
     folder: PathBuf,
     held: Mutex<BTreeMap<Uuid, Reservation>>,
+    /// GPUs that no allocation can get at this moment, and how many tasks withhold each. Locked after `held`.
+    withheld: Mutex<BTreeMap<String, usize>>,
+}
+
+/// A GPU that no allocation gets while this lives.
+#[must_use]
+pub struct WithheldGpu<'a> {
+    withheld: &'a Mutex<BTreeMap<String, usize>>,
+    uuid: String,
+}
+
+impl Drop for WithheldGpu<'_> {
+    fn drop(&mut self) {
+        let mut withheld = self.withheld.lock().unwrap_or_else(PoisonError::into_inner);
+        match withheld.get_mut(&self.uuid) {
+            Some(tasks) if *tasks > 1 => *tasks -= 1,
+            Some(_) | None => drop(withheld.remove(&self.uuid)),
+        }
+    }
 }
 
 impl Reservations {
@@ -50,7 +69,7 @@ impl Reservations {
         let folder = state_dir.join("allocations");
         atomic_file::private_folder(&folder)?;
         let held = Mutex::new(read(&folder)?);
-        Ok(Self { folder, held })
+        Ok(Self { folder, held, withheld: Mutex::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<Uuid, Reservation>> {
@@ -110,6 +129,10 @@ impl Reservations {
                 let message = format!("GPU {} is held by allocation {holder}", device.uuid);
                 return Err(TaskFailure::new("device_in_use", message));
             }
+            if self.withheld().contains_key(&device.uuid) {
+                let message = format!("GPU {} is being reset or tested", device.uuid);
+                return Err(TaskFailure::new("device_in_use", message));
+            }
         }
         let provisioned_at = match held.get(&task.allocation_id) {
             Some(before) if before.devices != task.devices || before.user_name != task.user_name => {
@@ -137,6 +160,25 @@ impl Reservations {
             held.insert(task.allocation_id, reservation);
         }
         Ok(())
+    }
+
+    /// Withholds a GPU from allocations, unless one holds it.
+    ///
+    /// # Errors
+    /// `device_in_use`.
+    pub fn withhold(&self, uuid: &str) -> Result<WithheldGpu<'_>, TaskFailure> {
+        let held = self.lock();
+        let holder = held.values().find(|held| held.devices.iter().any(|device| device.uuid == uuid));
+        if let Some(holder) = holder {
+            let message = format!("GPU {uuid} is held by allocation {}", holder.allocation_id);
+            return Err(TaskFailure::new("device_in_use", message));
+        }
+        *self.withheld().entry(uuid.to_owned()).or_default() += 1;
+        Ok(WithheldGpu { withheld: &self.withheld, uuid: uuid.to_owned() })
+    }
+
+    fn withheld(&self) -> MutexGuard<'_, BTreeMap<String, usize>> {
+        self.withheld.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Frees the devices, which requires a node without leftovers of the tenant.

@@ -21,10 +21,9 @@ use wire::inventory::ExecutorKind;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
 
 use crate::atomic_file::{self, FileError};
-use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
+use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput, cleanup_checks, output, tenant_setup, uuids};
 use crate::gpus::Gpus;
-use crate::reservations::{RECORD, Reservations};
-use crate::tenant::{self, output};
+use crate::reservations::{RECORD, Reservations, WithheldGpu};
 use crate::terminal::ShellCommand;
 
 pub mod folder_cleanup;
@@ -58,15 +57,15 @@ impl Sandbox {
                 .create(&path)
                 .map_err(|error| TaskFailure::from(FileError::at("create", &path)(error)))?;
         }
-        let keys = tenant::authorized_keys(&task.authorized_keys);
+        let keys = tenant_setup::authorized_keys(&task.authorized_keys);
         atomic_file::write_without_sync(&folder.join("authorized_keys"), keys.as_bytes(), atomic_file::PUBLIC)?;
         let at = |name: &str| folder.join(name).to_string_lossy().into_owned();
         let environment =
-            tenant::environment(task.allocation_id, &task.user_name, &task.devices, &at("home"), &at("tmp"))
+            tenant_setup::environment(task.allocation_id, &task.user_name, &task.devices, &at("home"), &at("tmp"))
                 .render()
                 .map_err(|error| {
-                TaskFailure::new("invalid_task", format!("the tenant's environment cannot be written: {error}"))
-            })?;
+                    TaskFailure::new("invalid_task", format!("the tenant's environment cannot be written: {error}"))
+                })?;
         Ok(atomic_file::write_without_sync(&folder.join("environment"), environment.as_bytes(), atomic_file::PUBLIC)?)
     }
 
@@ -86,7 +85,7 @@ impl Executor for Sandbox {
     }
 
     fn provision(&self, task: &Provision) -> Result<TaskOutput, TaskFailure> {
-        tenant::check(task)?;
+        tenant_setup::check(task)?;
         self.reservations.reserve(task, &self.gpus)?;
         let folder = self.reservations.folder_of(task.allocation_id);
         self.furnish(task, &folder)?;
@@ -94,18 +93,18 @@ impl Executor for Sandbox {
             ("user_name", json!(task.user_name)),
             ("home", json!(folder.join("home"))),
             ("authorized_keys_path", json!(folder.join("authorized_keys"))),
-            ("devices", tenant::uuids(&task.devices)),
+            ("devices", uuids(&task.devices)),
             ("isolation", json!("none")),
         ]))
     }
 
     fn reconcile_keys(&self, task: &ReconcileSshKeys) -> Result<TaskOutput, TaskFailure> {
-        tenant::check_authorized_keys(&task.authorized_keys)?;
+        tenant_setup::check_authorized_keys(&task.authorized_keys)?;
         let tenant = self.reservations.of_tenant(task.allocation_id, &task.user_name)?;
         let path = self.reservations.folder_of(tenant.allocation_id).join("authorized_keys");
         atomic_file::write_atomically(
             &path,
-            tenant::authorized_keys(&task.authorized_keys).as_bytes(),
+            tenant_setup::authorized_keys(&task.authorized_keys).as_bytes(),
             atomic_file::PUBLIC,
         )?;
         Ok(output([("authorized_keys_path", json!(path)), ("keys", json!(task.authorized_keys.len()))]))
@@ -117,15 +116,16 @@ impl Executor for Sandbox {
         let leftovers = SandboxLeftovers::of(task.allocation_id, ended.seen.clone());
         self.clear(&folder);
         leftovers.remove();
+        self.gpus.wait_until_freed(task.devices.iter().map(|device| device.uuid.as_str()));
 
         // From here on everything is checked, independently of the removal's results.
         let mut findings = vec![
             self.processes.check_removed(task.allocation_id, &folder, &ended),
-            tenant::check_path_removed(CleanupCheck::Home, &folder.join("home")),
-            tenant::check_path_removed(CleanupCheck::AuthorizedKeys, &folder.join("authorized_keys")),
+            cleanup_checks::check_path_removed(CleanupCheck::Home, &folder.join("home")),
+            cleanup_checks::check_path_removed(CleanupCheck::AuthorizedKeys, &folder.join("authorized_keys")),
         ];
         findings.extend(leftovers.check_removed());
-        findings.push(tenant::check_device_processes(&self.gpus, &task.devices));
+        findings.push(cleanup_checks::check_device_processes(&self.gpus, &task.devices));
         if findings.iter().all(|finding| finding.outcome == FindingOutcome::Gone) {
             self.reservations.free(task.allocation_id)?;
         }
@@ -144,12 +144,17 @@ impl Executor for Sandbox {
         let folder = self.reservations.folder_of(task.allocation_id);
         let (home, tmp) = (folder.join("home"), folder.join("tmp"));
         let (home_text, tmp) = (home.to_string_lossy(), tmp.to_string_lossy());
-        let environment = tenant::environment(task.allocation_id, &tenant.user_name, &tenant.devices, &home_text, &tmp);
-        Ok(tenant::login_shell(&environment, &home, None))
+        let environment =
+            tenant_setup::environment(task.allocation_id, &tenant.user_name, &tenant.devices, &home_text, &tmp);
+        Ok(tenant_setup::login_shell(&environment, &home, None))
     }
 
     fn tenants(&self) -> Vec<Release> {
         self.reservations.tenants()
+    }
+
+    fn withhold_gpu(&self, uuid: &str) -> Result<WithheldGpu<'_>, TaskFailure> {
+        self.reservations.withhold(uuid)
     }
 
     fn validate(&self) -> Result<TaskOutput, TaskFailure> {

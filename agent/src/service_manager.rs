@@ -1,16 +1,18 @@
 //! The service manager that started the agent (systemd.service(5), `Type=notify`): it is notified of the start, and keeps descriptors that
-//! the next process of the agent gets back (`FileDescriptorStoreMax=`, sd_pid_notify_with_fds(3)).
+//! the next process of the agent gets back (`FileDescriptorStoreMax=`, sd_pid_notify_with_fds(3)). It restarts an agent whose runtime makes
+//! no progress (`WatchdogSec=`).
 //!
 //! Without `NOTIFY_SOCKET` there is none: nothing is sent, nothing is stored.
 
 use std::os::fd::{BorrowedFd, FromRawFd as _, OwnedFd};
 use std::process::Stdio;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use sd_notify::NotifyState;
 use tokio::process::Command;
 use tokio::sync::OnceCell;
+use tokio::time::{MissedTickBehavior, interval};
 use tracing::{info, warn};
 
 /// The descriptors that the agent's unit has the service manager keep (`FileDescriptorStoreMax=`). Their names must fit into one variable of
@@ -24,7 +26,8 @@ const NOT_POLLED: NotifyState<'static> = NotifyState::Custom("FDPOLL=0");
 const JOBS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The variables of the protocol, which are not for the agent's children.
-pub const VARIABLES: [&str; 4] = [NOTIFY_SOCKET, "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
+pub const VARIABLES: [&str; 6] =
+    [NOTIFY_SOCKET, "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID", "WATCHDOG_USEC"];
 
 /// A descriptor that an earlier process of the agent stored, with its name.
 #[derive(Debug)]
@@ -69,6 +72,21 @@ impl ServiceManager {
 
     pub fn notify_stopping(&self) {
         self.notify(&[NotifyState::Stopping], &[]);
+    }
+
+    /// Notifies the watchdog three times in each of its periods: by an ordinary task of the runtime, which runs no more where all its
+    /// threads are blocked.
+    pub fn spawn_watchdog(self: &Arc<Self>) {
+        let Some(period) = sd_notify::watchdog_enabled().filter(|_| self.is_present) else { return };
+        let manager = Arc::clone(self);
+        tokio::spawn(async move {
+            let mut ticker = interval((period / 3).max(Duration::from_millis(1)));
+            ticker.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            loop {
+                ticker.tick().await;
+                manager.notify(&[NotifyState::Watchdog], &[]);
+            }
+        });
     }
 
     /// Stores descriptors under a name, until they are removed or the service is stopped. What exceeds the store's size is closed by the

@@ -4,15 +4,21 @@ use std::time::Duration;
 
 use wire::inventory::ExecutorKind;
 use wire::task::{OpenTerminal, Provision, ReconcileSshKeys, Release};
+use wire::{OLDEST_PROTOCOL, PROTOCOL};
 
 use crate::executor::{Executor, ReleaseOutcome, TaskFailure, TaskOutput};
+use crate::reservations::WithheldGpu;
 use crate::terminal::ShellCommand;
 
-/// The kind of task that fails on simulated hardware.
+/// What fails on simulated hardware.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum SimulatedFailure {
+    /// Tasks that provision.
     Provision,
+    /// Tasks that release.
     Release,
+    /// Heartbeats: they are of a protocol that no control plane supports.
+    Protocol,
 }
 
 /// The configured faults and delays.
@@ -20,6 +26,14 @@ pub enum SimulatedFailure {
 pub struct SimulatedFaults {
     pub provision_delay: Duration,
     pub failure: Option<SimulatedFailure>,
+}
+
+impl SimulatedFaults {
+    /// The protocol that heartbeats are sent with.
+    #[must_use]
+    pub fn protocol(&self) -> u16 {
+        if self.failure == Some(SimulatedFailure::Protocol) { OLDEST_PROTOCOL - 1 } else { PROTOCOL }
+    }
 }
 
 /// An executor on simulated hardware with faults.
@@ -69,6 +83,10 @@ impl<E: Executor> Executor for SimulatedExecutor<E> {
 
     fn tenants(&self) -> Vec<Release> {
         self.inner.tenants()
+    }
+
+    fn withhold_gpu(&self, uuid: &str) -> Result<WithheldGpu<'_>, TaskFailure> {
+        self.inner.withhold_gpu(uuid)
     }
 
     fn validate(&self) -> Result<TaskOutput, TaskFailure> {

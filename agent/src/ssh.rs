@@ -28,10 +28,10 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::atomic_file::{self, FileError};
-use crate::backoff::Backoff;
+use crate::full_jitter::Backoff;
 use crate::process_attributes;
 use crate::service_manager;
-use crate::system::private_tmp;
+use crate::system_executor::private_tmp;
 
 /// The machine's own host key.
 const MACHINE_HOST_KEY: &str = "/etc/ssh/ssh_host_ed25519_key.pub";
@@ -41,6 +41,8 @@ const RUN_FOLDER: &str = "/run/sshd";
 const RUN_FOLDER_MARKER: &str = "run-folder-made";
 /// The folder of PAM's service configurations.
 const PAM: &str = "/etc/pam.d";
+/// The beginning of the names of agents' services.
+const PAM_SERVICE: &str = "gpuaas-sshd-";
 const PROGRAMS: [&str; 3] = ["/usr/sbin/sshd", "/usr/local/sbin/sshd", "/usr/bin/sshd"];
 const BACKOFF_BASE: Duration = Duration::from_millis(500);
 const BACKOFF_MAX: Duration = Duration::from_secs(30);
@@ -82,7 +84,7 @@ impl PamService {
 
     fn name(state_dir: &Path) -> String {
         let digest = hex::encode(Sha256::digest(state_dir.as_os_str().as_encoded_bytes()));
-        format!("gpuaas-sshd-{}", &digest[..8])
+        format!("{PAM_SERVICE}{}", &digest[..8])
     }
 
     fn path(name: &str) -> PathBuf {
@@ -91,17 +93,29 @@ impl PamService {
 
     /// Only keys authenticate, which sshd decides. With systemd, the machine's own service puts logins into their users' slices.
     fn write(&self, systemd: bool) -> Result<(), FileError> {
-        let machines = if systemd && Self::path("sshd").exists() {
+        let text = Self::text(systemd && Self::path("sshd").exists());
+        atomic_file::write_without_sync(&Self::path(&self.name), text.as_bytes(), atomic_file::PUBLIC)
+    }
+
+    fn text(includes_machines: bool) -> String {
+        let machines = if includes_machines {
             "account include sshd\nsession include sshd\n"
         } else {
             "account required pam_unix.so\n"
         };
-        let text = format!(
+        format!(
             "# Written by the node agent at each start.\nauth required pam_deny.so\n{machines}\
              session required pam_namespace.so mount_private ignore_config_error\n"
-        );
-        atomic_file::write_without_sync(&Self::path(&self.name), text.as_bytes(), atomic_file::PUBLIC)
+        )
     }
+}
+
+/// Whether this is what an agent writes as the PAM service of its sshd.
+#[must_use]
+pub fn is_own_pam_service(path: &Path, content: &[u8]) -> bool {
+    let is_named_so = path.parent() == Some(Path::new(PAM))
+        && path.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(PAM_SERVICE.as_bytes()));
+    is_named_so && [true, false].map(PamService::text).iter().any(|text| text.as_bytes() == content)
 }
 
 impl Sshd {
@@ -216,7 +230,7 @@ impl Sshd {
         while !stop.is_cancelled() {
             let ended = match self.command().spawn() {
                 Ok(mut sshd) => {
-                    info!("tenants can come in by SSH");
+                    info!("tenants can log in by SSH");
                     if let Some(stderr) = sshd.stderr.take() {
                         // Reads until the last holder has closed it: the connections outlive the listener.
                         tokio::spawn(log(stderr));
@@ -242,7 +256,7 @@ impl Sshd {
             };
             let why = ended.unwrap_or_else(|error| error.to_string());
             let pause = backoff.next(rand::random(), None);
-            warn!(error_code = "sshd_ended", error = why, "no tenant can come in by SSH; trying again");
+            warn!(error_code = "sshd_ended", error = why, "tenants cannot log in by SSH; trying again");
             tokio::select! {
                 () = tokio::time::sleep(pause) => {}
                 () = stop.cancelled() => return,
@@ -272,7 +286,7 @@ impl Sshd {
 async fn log(stderr: impl AsyncRead + Unpin) {
     let mut stderr = BufReader::new(stderr);
     while let Some(line) = line(&mut stderr).await {
-        info!(said = line, "sshd");
+        info!(line, "sshd");
     }
 }
 

@@ -1,4 +1,4 @@
-//! The telemetry edge of a node (specification, *Interface surface*): a reverse proxy in front of the machine's own telemetry agent, which
+//! The telemetry edge of a node (specification, *Endpoints*): a reverse proxy in front of the machine's own telemetry agent, which
 //! listens on the loopback alone. It passes on GET requests and nothing that could identify a person or change the agent.
 
 mod proxy;

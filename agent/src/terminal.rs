@@ -390,8 +390,8 @@ fn open_pair(shell: &ShellCommand) -> pty_process::Result<(pty_process::Pty, pty
 }
 
 #[cfg(test)]
-#[path = "../tests/skipped/mod.rs"]
-pub(crate) mod skipped;
+#[path = "../tests/skipped_tests/mod.rs"]
+pub(crate) mod skipped_tests;
 
 #[cfg(test)]
 mod tests {
@@ -400,16 +400,16 @@ mod tests {
     use nix::unistd::{Gid, Uid, setgroups};
 
     /// The output of a shell that runs this script on its terminal.
-    async fn said(shell: &ShellCommand, script: &str) -> String {
+    async fn shell_output(shell: &ShellCommand, script: &str) -> String {
         let shell = ShellCommand { arguments: vec!["-c".to_owned(), script.to_owned()], ..shell.clone() };
         let (pty, mut child) = spawn(&shell).unwrap();
-        let (mut said, mut part) = (Vec::new(), [0; 4096]);
+        let (mut output, mut part) = (Vec::new(), [0; 4096]);
         // EIO: the last process that had the terminal has closed it.
         while let Ok(read @ 1..) = pty.read(&mut part).await {
-            said.extend_from_slice(&part[..read]);
+            output.extend_from_slice(&part[..read]);
         }
         assert!(child.wait().await.unwrap().success());
-        String::from_utf8(said).unwrap()
+        String::from_utf8(output).unwrap()
     }
 
     fn shell(user: Option<u32>) -> ShellCommand {
@@ -429,23 +429,24 @@ mod tests {
     async fn shell_has_login_umask_and_oom_score_not_the_agents() {
         umask(Permissions::from_bits_truncate(0o077));
         std::fs::write("/proc/self/oom_score_adj", "500").unwrap();
-        let said = said(&shell(None), "umask; cat /proc/self/oom_score_adj").await;
-        assert_eq!(said.split_whitespace().collect::<Vec<_>>(), ["0022", "0"]);
+        let output = shell_output(&shell(None), "umask; cat /proc/self/oom_score_adj").await;
+        assert_eq!(output.split_whitespace().collect::<Vec<_>>(), ["0022", "0"]);
     }
 
     #[tokio::test]
     async fn launched_shell_and_terminal_belong_to_the_tenant_without_root_groups() {
         if !Uid::effective().is_root() {
-            return skipped::report_skipped("it needs root, to begin the shell of another user");
+            return skipped_tests::report_skipped("it needs root, to begin the shell of another user");
         }
         setgroups(&[Gid::from_raw(4), Gid::from_raw(0)]).unwrap();
         let launched = ["env", "IN_SLICE=yes"].map(str::to_owned).into();
         for (launcher, in_slice) in [(Vec::new(), "no"), (launched, "yes")] {
             let shell = ShellCommand { launcher, ..shell(Some(70_001)) };
-            let said = said(&shell, "id -u; id -G; stat -c %u:%g $(tty); echo ${IN_SLICE:-no}; tty > $(tty)").await;
-            let said: Vec<&str> = said.split_whitespace().collect();
-            assert_eq!(&said[..4], ["70001", "70001", "70001:70001", in_slice]);
-            assert!(said[4].starts_with("/dev/pts/"), "it opens its terminal by name: {said:?}");
+            let output =
+                shell_output(&shell, "id -u; id -G; stat -c %u:%g $(tty); echo ${IN_SLICE:-no}; tty > $(tty)").await;
+            let output: Vec<&str> = output.split_whitespace().collect();
+            assert_eq!(&output[..4], ["70001", "70001", "70001:70001", in_slice]);
+            assert!(output[4].starts_with("/dev/pts/"), "it opens its terminal by name: {output:?}");
         }
     }
 }

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use serde_json::Value;
@@ -18,7 +18,7 @@ use crate::gpus::Gpus;
 mod fio;
 mod gpu;
 mod stress_ng;
-mod tool;
+pub(crate) mod tool;
 
 use tool::ToolError;
 
@@ -27,6 +27,8 @@ pub const DEFAULT_PROGRAMS: &str = "/usr/bin";
 /// The file of the disk test. It is removed after the test, and by the next agent where this one was killed.
 const DATA_FILE: &str = "gpuaas-validation.data";
 const MIB: u64 = 1024 * 1024;
+/// How long one CPU is measured.
+const ONE_CPU: Duration = Duration::from_secs(1);
 /// The bounds of a deep validation's load.
 const DEEP_SECONDS: std::ops::RangeInclusive<u32> = 30..=3600;
 /// The GPUs whose measurements are reported one by one. The control plane bounds the output of a task.
@@ -37,7 +39,10 @@ const MAX_REPORTED_GPUS: usize = 16;
 struct Budget {
     /// Processes of a test that can have several.
     workers: u32,
+    /// Of one CPU: the same at both levels, so that both measure the same.
     cpu: Duration,
+    /// Zero where it is not made.
+    all_cpus: Duration,
     memory: Duration,
     memory_pattern: Duration,
     /// For each direction.
@@ -53,7 +58,8 @@ impl Budget {
         match load.level {
             LoadLevel::Quick => Self {
                 workers: 1,
-                cpu: Duration::from_secs(1),
+                cpu: ONE_CPU,
+                all_cpus: Duration::ZERO,
                 memory: Duration::from_secs(2),
                 memory_pattern: Duration::ZERO,
                 disk: Duration::from_secs(1),
@@ -67,7 +73,8 @@ impl Budget {
                 let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
                 Self {
                     workers: u32::try_from(cpus).unwrap_or(1),
-                    cpu: share(2),
+                    cpu: ONE_CPU,
+                    all_cpus: share(2).saturating_sub(ONE_CPU),
                     memory: share(1),
                     memory_pattern: share(2),
                     disk: share(1),
@@ -112,14 +119,14 @@ impl Validator {
     /// Applies the load, and adds what it found to the output of the check without load.
     ///
     /// # Errors
-    /// `tenants_present`: a load would disturb them.
+    /// `tenants_present`: a load would disturb them. The load on one GPU disturbs no tenant of another.
     pub fn run(&self, load: &ValidationLoad, checked: TaskOutput, gpus: &Gpus) -> Result<TaskOutput, TaskFailure> {
         let has_tenants = checked.get("allocations").and_then(Value::as_array).is_some_and(|it| !it.is_empty());
-        if has_tenants {
-            let message = "a tenant is on the machine, whom the load of a validation would disturb";
+        if has_tenants && load.gpu_uuid.is_none() {
+            let message = "a tenant is on the machine, and the load of a validation would disturb it";
             return Err(TaskFailure::new("tenants_present", message));
         }
-        let _one_at_a_time = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        let _one_at_a_time = self.alone();
         let report = self.report(load, gpus);
         let report = serde_json::to_value(report).map_err(|error| TaskFailure::new("report", error.to_string()))?;
         let mut output = checked;
@@ -129,13 +136,24 @@ impl Validator {
         Ok(output)
     }
 
+    /// No validation runs while this lives.
+    pub fn alone(&self) -> MutexGuard<'_, ()> {
+        self.running.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn report(&self, load: &ValidationLoad, gpus: &Gpus) -> LoadReport {
         let budget = Budget::of(load);
+        if let Some(uuid) = &load.gpu_uuid {
+            let mut tests = Tests::default();
+            let by_gpu = gpu::test(gpus, Some(uuid), &budget, &mut tests);
+            return tests.report(load.level, by_gpu);
+        }
         let tools = Tools { programs: &self.programs, folder: &self.folder };
         let mut tests = Tests::default();
         tests.add("cpu_bogo_ops_per_second", stress_ng::cpu(&tools, &budget));
         tests.add("memory_mib_per_second", stress_ng::memory(&tools, &budget));
         if budget.is_deep {
+            tests.add("all_cpus_bogo_ops_per_second", stress_ng::all_cpus(&tools, &budget));
             let tested = half_of_free_memory();
             tests.check("memory_pattern", stress_ng::memory_pattern(&tools, &budget, tested));
         }
@@ -143,9 +161,8 @@ impl Validator {
         tests.add("disk_write_mib_per_second", fio::write(&tools, &budget));
         tests.add("disk_read_mib_per_second", fio::read(&tools, &budget));
         self.remove_data();
-        let by_gpu = gpu::test(gpus, &budget, &mut tests);
-        let Tests { measurements, not_tested, failed } = tests;
-        LoadReport { level: load.level, measurements, not_tested, failed, by_gpu }
+        let by_gpu = gpu::test(gpus, None, &budget, &mut tests);
+        tests.report(load.level, by_gpu)
     }
 
     fn remove_data(&self) {
@@ -172,6 +189,11 @@ impl Tests {
             }
             Err(error) => self.check(name, Err(error)),
         }
+    }
+
+    fn report(self, level: LoadLevel, by_gpu: Vec<GpuMeasurements>) -> LoadReport {
+        let Self { measurements, not_tested, failed } = self;
+        LoadReport { level, measurements, not_tested, failed, by_gpu }
     }
 
     fn check(&mut self, name: &str, result: Result<(), ToolError>) {

@@ -7,7 +7,7 @@ use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-mod skipped;
+mod skipped_tests;
 
 /// The units in the package.
 fn units() -> Vec<PathBuf> {
@@ -37,8 +37,8 @@ fn bounding_set() -> String {
 
 fn analyze(args: &[&str], unit: &Path) -> (bool, String) {
     let ran = Command::new("systemd-analyze").args(args).arg(unit).output().expect("systemd-analyze is installed");
-    let said = [ran.stdout, ran.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat();
-    (ran.status.success(), said)
+    let output = [ran.stdout, ran.stderr].map(|output| String::from_utf8_lossy(&output).into_owned()).concat();
+    (ran.status.success(), output)
 }
 
 #[test]
@@ -46,10 +46,10 @@ fn systemd_reads_every_unit_without_a_complaint() {
     let units = units();
     assert_eq!(units.len(), 5);
     for unit in units {
-        let (_, said) = analyze(&["verify"], &unit);
+        let (_, output) = analyze(&["verify"], &unit);
         // The programs are not installed here. That they start under the units is tested on a booted machine
         // (tests/it/systemd_installation.rs).
-        let complaints: Vec<_> = said.lines().filter(|line| !line.contains("/usr/local/bin/gpuaas")).collect();
+        let complaints: Vec<_> = output.lines().filter(|line| !line.contains("/usr/local/bin/gpuaas")).collect();
         assert!(complaints.is_empty(), "{}: {complaints:#?}", unit.display());
     }
 }
@@ -66,8 +66,8 @@ fn unit_exposure_stays_within_its_bound() {
             "gpuaas-finalizer.service" => "25",
             _ => "87",
         };
-        let (ok, said) = analyze(&["security", "--offline=yes", &format!("--threshold={limit}")], &unit);
-        assert!(ok, "{}", said.lines().last().unwrap_or_default());
+        let (ok, output) = analyze(&["security", "--offline=yes", &format!("--threshold={limit}")], &unit);
+        assert!(ok, "{}", output.lines().last().unwrap_or_default());
     }
 }
 
@@ -142,7 +142,7 @@ impl Sshd {
             "-o",
             "UserKnownHostsFile=/dev/null",
         ]);
-        ssh.args(["-o", "ConnectionAttempts=20", "-o", "IdentitiesOnly=yes", "-p", &self.port.to_string(), "-i"]);
+        ssh.args(["-o", "ConnectionAttempts=60", "-o", "IdentitiesOnly=yes", "-p", &self.port.to_string(), "-i"]);
         ssh.arg(self.folder.path().join("key")).args(["root@127.0.0.1", command]).status().unwrap().success()
     }
 }
@@ -150,12 +150,12 @@ impl Sshd {
 #[test]
 fn agent_unit_capabilities_suffice_for_sshd_logins() {
     if !nix::unistd::Uid::effective().is_root() || !Path::new("/usr/sbin/sshd").exists() {
-        return skipped::report_skipped("it needs root and openssh-server");
+        return skipped_tests::report_skipped("it needs root and openssh-server");
     }
     let _ = fs::create_dir("/run/sshd");
     let mut sshd = Sshd::start();
     let is_in = sshd.runs("true");
     sshd.running.kill().unwrap();
-    let said = sshd.running.wait_with_output().unwrap().stderr;
-    assert!(is_in, "{}", String::from_utf8_lossy(&said));
+    let output = sshd.running.wait_with_output().unwrap().stderr;
+    assert!(is_in, "{}", String::from_utf8_lossy(&output));
 }

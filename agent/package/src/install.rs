@@ -144,7 +144,7 @@ pub fn fetch(digest: Digest, registry: &mut Registry, target: &InstallTarget) ->
 }
 
 /// Makes a version that is there the current one: its units, then the link. Each step may be repeated. Its files are not verified: the
-/// version of before an update must come back whatever was altered in it.
+/// previous version must come back whatever was altered in it.
 ///
 /// # Errors
 /// [`InstallError`]; the units may be those of the version already.
@@ -272,7 +272,7 @@ fn pull_into(
         let (package, machine) = (parsed.architecture, std::env::consts::ARCH);
         return Err(InstallError::Architecture { package, machine });
     }
-    // Programs must be readable for the users as whom they run.
+    // Programs must be readable for the users that run them.
     DirBuilder::new().mode(0o755).create(folder).map_err(file_error("make", folder))?;
     let pulled = pull_archive(&folder.join(".archive"), registry, &archive)?;
     archive::unpack(BufReader::new(pulled), &parsed, folder).map_err(InstallError::Archive)?;

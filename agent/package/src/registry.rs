@@ -66,7 +66,7 @@ pub enum RegistryError {
     NotFound { host: String, what: String },
     #[error("{host} answers {status} for {what}: {text}")]
     Refused { host: String, status: StatusCode, what: String, text: String },
-    #[error("{what} is not what its digest says: it has {found}; somebody has altered it, or the registry's disk has")]
+    #[error("{what} is not what its digest says: it has {found}; it was altered, or the registry's disk has a fault")]
     DigestMismatch { what: String, found: Digest },
     #[error("{what} ends after {found} of {declared} bytes; run this again, or push the package again")]
     Truncated { what: String, found: u64, declared: u64 },
@@ -270,7 +270,7 @@ impl Registry {
         }
     }
 
-    /// A token of the realm that the registry trusts, for the account, or for anybody.
+    /// A token of the realm that the registry trusts, for the account, or for any client.
     fn exchange(
         &self,
         realm: &str,

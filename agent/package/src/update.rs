@@ -75,7 +75,7 @@ pub enum Stage {
     },
     /// The new agent has proved itself. This does not change any more.
     Committing,
-    /// The version of before is being put back. This does not change any more.
+    /// The previous version is being put back. This does not change any more.
     RollingBack { reason: RollbackReason },
 }
 

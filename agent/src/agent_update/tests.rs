@@ -144,7 +144,7 @@ fn only_the_new_agent_proves_itself_and_once_for_each_update() {
     node.updates.prove().unwrap();
     node.files.set_record(&record("new", 1)).unwrap();
     node.updates.prove().unwrap();
-    assert_eq!(node.files.proof(), None, "this agent is of the version of before");
+    assert_eq!(node.files.proof(), None, "this agent is of the previous version");
     node.files.set_record(&record("old", 2)).unwrap();
     node.updates.prove().unwrap();
     let proof = node.files.proof().unwrap();

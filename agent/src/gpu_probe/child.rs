@@ -1,6 +1,6 @@
 //! The child process: it answers requests with calls of NVIDIA's management library.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead as _, Write as _};
 use std::process::ExitCode;
 use std::sync::mpsc::{Receiver, channel};
@@ -22,6 +22,7 @@ use serde::Serialize;
 use wire::heartbeat::GpuTelemetry;
 use wire::inventory::GpuInfo;
 
+use super::fabric::FabricFunctions;
 use super::{GpuCondition, GpuError, GpuSurvey, GpuTest, Request, SurveyedGpu, cuda};
 
 /// With the number of its interface: the name without it belongs to development packages.
@@ -39,7 +40,7 @@ const MAX_EVENTS: usize = 1024;
 pub fn serve() -> ExitCode {
     let requests = requests();
     let Some((nvml, first)) = initialised(&requests) else { return ExitCode::FAILURE };
-    let mut session = Session { nvml: &nvml, events: None };
+    let mut session = Session { nvml: &nvml, events: None, fabric: FabricFunctions::load(LIBRARY) };
     for request in std::iter::once(first).chain(requests) {
         if session.answer(&request).is_err() {
             break;
@@ -98,6 +99,7 @@ impl From<NvmlError> for GpuError {
 struct Session<'nvml> {
     nvml: &'nvml Nvml,
     events: Option<EventSet<'nvml>>,
+    fabric: FabricFunctions,
 }
 
 impl Session<'_> {
@@ -106,9 +108,7 @@ impl Session<'_> {
         match request {
             Request::Survey { xid_events } => write_answer(&self.survey(*xid_events).map_err(GpuError::from)),
             Request::Processes { uuid } => {
-                let processes = device(uuid).and_then(|device| device.running_compute_processes());
-                let pids = processes.map(|processes| processes.iter().map(|process| process.pid).collect::<Vec<_>>());
-                write_answer(&pids.map_err(GpuError::from))
+                write_answer(&device(uuid).and_then(|device| processes(&device)).map_err(GpuError::from))
             }
             Request::UsedMemory { uuid } => {
                 let memory = device(uuid).and_then(|device| device.memory_info());
@@ -128,7 +128,7 @@ impl Session<'_> {
         let driver_version = self.nvml.sys_driver_version().ok();
         let mut survey = GpuSurvey { driver_version, ..GpuSurvey::default() };
         for index in 0..self.nvml.device_count()?.min(MAX_GPUS) {
-            match self.nvml.device_by_index(index).and_then(|device| surveyed(&device, index)) {
+            match self.nvml.device_by_index(index).and_then(|device| surveyed(&device, index, &self.fabric)) {
                 Ok(gpu) => survey.gpus.push(gpu),
                 Err(NvmlError::GpuLost) => survey.lost += 1,
                 Err(error) => survey.unreadable.push(format!("GPU {index}: {error}")),
@@ -180,7 +180,7 @@ fn register(nvml: &Nvml) -> Result<EventSet<'_>, NvmlError> {
     Ok(set)
 }
 
-fn surveyed(device: &Device<'_>, index: u32) -> Result<SurveyedGpu, NvmlError> {
+fn surveyed(device: &Device<'_>, index: u32, fabric: &FabricFunctions) -> Result<SurveyedGpu, NvmlError> {
     let name = device.name()?;
     let memory = device.memory_info()?;
     let uuid = device.uuid()?;
@@ -203,10 +203,11 @@ fn surveyed(device: &Device<'_>, index: u32) -> Result<SurveyedGpu, NvmlError> {
         info,
         pci_address: pci.map(|pci| format!("{:04x}:{:02x}:{:02x}", pci.domain, pci.bus, pci.device)),
         load: Some(load),
-        condition: condition(device),
+        condition: GpuCondition { fabric: fabric.read(device), ..condition(device) },
     })
 }
 
+/// All but the fabric, which the library's wrapper cannot read.
 fn condition(device: &Device<'_>) -> GpuCondition {
     let [pending, failed, action] = fields(
         device,
@@ -220,9 +221,20 @@ fn condition(device: &Device<'_>) -> GpuCondition {
         recovery_action: action.and_then(|value| u32::try_from(value).ok()),
         slowdown_reasons: device.current_throttle_reasons().ok().map(|reasons| reasons.bits()),
         nvlinks_active: active_nvlinks(device),
+        fabric: None,
         pcie_width: widths,
         xids: Vec::new(),
     }
+}
+
+/// The processes with the GPU open for computing or drawing: the library lists each kind apart, and one process may be of both.
+fn processes(device: &Device<'_>) -> Result<BTreeSet<u32>, NvmlError> {
+    let computing = device.running_compute_processes()?;
+    let drawing = match device.running_graphics_processes() {
+        Err(NvmlError::NotSupported) => Vec::new(),
+        listed => listed?,
+    };
+    Ok(computing.iter().chain(&drawing).map(|process| process.pid).collect())
 }
 
 /// What a load on the GPU shows, between two readings of its error counters.

@@ -3,7 +3,7 @@
 //! The names and types are those of `cuda.h`. The library may hang or crash, so only the child process calls it.
 #![allow(unsafe_code)]
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::time::{Duration, Instant};
 
 use libloading::{Library, Symbol};
@@ -14,16 +14,34 @@ const LIBRARY: &str = "libcuda.so.1";
 const MIB: usize = 1024 * 1024;
 /// The memory of one step, on the GPU and of the buffer in the host.
 const STEP: usize = 64 * MIB;
+/// The size of a copy within the GPU's memory: several times that of its caches.
+const COPIED: usize = 256 * MIB;
+/// So many copies at once take at least this long, if no more than [`MOST_AT_ONCE`] are needed for it.
+const SHORTEST_ROUND: Duration = Duration::from_millis(5);
+const MOST_AT_ONCE: u64 = 256;
 /// The memory of a quick test.
 const QUICK: usize = 4 * STEP;
 /// A deep test leaves this much of the GPU's memory to the driver.
 const SPARED: usize = 1024 * MIB;
+const PAGE_WORDS: usize = 1024;
 /// Every bit is 0 once and 1 once, next to equal bits and next to others.
 const PATTERNS: [u32; 4] = [0x5555_5555, 0xaaaa_aaaa, 0x0000_0000, 0xffff_ffff];
+
+/// `CUDA_ERROR_SYSTEM_NOT_READY`.
+const SYSTEM_NOT_READY: Status = 802;
 
 type Status = c_int;
 type DevicePointer = u64;
 type Context = *mut c_void;
+type Module = *mut c_void;
+type Function = *mut c_void;
+type Stream = *mut c_void;
+
+/// Counts the 32-bit words that differ from the pattern. PTX, which the driver compiles for the GPU of the machine.
+const COMPARISON: &str = concat!(include_str!("count_wrong.ptx"), "\0");
+/// Enough threads for every GPU to have all of its memory busy.
+const COMPARISON_BLOCKS: c_uint = 2048;
+const COMPARISON_THREADS: c_uint = 256;
 
 /// The functions that are used.
 struct Cuda<'lib> {
@@ -43,30 +61,63 @@ struct Cuda<'lib> {
     to_host: Symbol<'lib, unsafe extern "C" fn(*mut c_void, DevicePointer, usize) -> Status>,
     from_host: Symbol<'lib, unsafe extern "C" fn(DevicePointer, *const c_void, usize) -> Status>,
     within: Symbol<'lib, unsafe extern "C" fn(DevicePointer, DevicePointer, usize) -> Status>,
+    load_module: Symbol<'lib, unsafe extern "C" fn(*mut Module, *const c_void) -> Status>,
+    function: Symbol<'lib, unsafe extern "C" fn(*mut Function, Module, *const c_char) -> Status>,
+    launch: Symbol<'lib, Launch>,
 }
+
+/// `cuLaunchKernel`: the function, the grid, the threads of a block, shared memory, the stream, the parameters.
+type Launch = unsafe extern "C" fn(
+    Function,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    c_uint,
+    Stream,
+    *mut *const c_void,
+    *mut *mut c_void,
+) -> Status;
 
 /// Tests the GPU for about this long.
 ///
 /// # Errors
-/// `NotInstalled` where the machine has no such library; otherwise what the driver answered.
+/// `NotInstalled` where the machine has no such library, `NotReady` where a later process may succeed; otherwise what the driver answered.
 pub(super) fn test(uuid: &str, time: Duration, is_deep: bool) -> Result<CudaTest, GpuError> {
     let missing = |error: libloading::Error| GpuError::NotInstalled { why: format!("CUDA is not installed: {error}") };
     // SAFETY: the library is NVIDIA's, whose initialisation may run in a process that is there for that alone.
     let library = unsafe { Library::new(LIBRARY) }.map_err(missing)?;
-    let cuda = Cuda::load(&library).map_err(missing)?;
+    let (cuda, initialized) = Cuda::load(&library).map_err(missing)?;
+    answered("cuInit", initialized)?;
     let device = cuda.device_of(uuid)?;
     let context = PrimaryContext::of(&cuda, device)?;
-    let memory = Memory::allocate(&context, is_deep)?;
-    memory.test(time)
+    let cuda = context.cuda;
+    let host = HostMemory::allocate(cuda)?;
+    let Bandwidths { within, from_host, to_host } = bandwidths(cuda, &host, time / 4)?;
+    let (tested_mib, wrong_words) = PatternTest::allocate(cuda, host, is_deep)?.run(time * 3 / 4)?;
+    Ok(CudaTest {
+        memory_mib_per_second: within,
+        from_host_mib_per_second: from_host,
+        to_host_mib_per_second: to_host,
+        tested_mib,
+        wrong_words,
+    })
 }
 
 /// What the driver answered, as an error of this step.
 fn answered(step: &str, status: Status) -> Result<(), GpuError> {
-    if status == 0 { Ok(()) } else { Err(GpuError::Driver { message: format!("{step} answered {status}") }) }
+    let message = || format!("{step} answered {status}");
+    match status {
+        0 => Ok(()),
+        SYSTEM_NOT_READY => Err(GpuError::NotReady { message: message() }),
+        _ => Err(GpuError::Driver { message: message() }),
+    }
 }
 
 impl<'lib> Cuda<'lib> {
-    fn load(library: &'lib Library) -> Result<Self, libloading::Error> {
+    fn load(library: &'lib Library) -> Result<(Self, Status), libloading::Error> {
         // SAFETY: the types are those of `cuda.h` for functions of these names, whose versions are part of the names.
         unsafe {
             let init: Symbol<'_, unsafe extern "C" fn(c_uint) -> Status> = library.get(b"cuInit\0")?;
@@ -87,10 +138,11 @@ impl<'lib> Cuda<'lib> {
                 to_host: library.get(b"cuMemcpyDtoH_v2\0")?,
                 from_host: library.get(b"cuMemcpyHtoD_v2\0")?,
                 within: library.get(b"cuMemcpyDtoD_v2\0")?,
+                load_module: library.get(b"cuModuleLoadData\0")?,
+                function: library.get(b"cuModuleGetFunction\0")?,
+                launch: library.get(b"cuLaunchKernel\0")?,
             };
-            // Its error is that of every later call, too, and is reported there.
-            let _ = init(0);
-            Ok(cuda)
+            Ok((cuda, init(0)))
         }
     }
 
@@ -138,105 +190,228 @@ impl Drop for PrimaryContext<'_> {
     }
 }
 
-/// What is tested: blocks of [`STEP`] on the GPU, and a buffer of the same size in the host, which the GPU reaches by itself.
-struct Memory<'cuda> {
+/// Memory of the GPU.
+struct DeviceMemory<'cuda> {
     cuda: &'cuda Cuda<'cuda>,
-    blocks: Vec<DevicePointer>,
-    host: *mut c_void,
+    address: DevicePointer,
 }
 
-impl<'cuda> Memory<'cuda> {
-    fn allocate(context: &'cuda PrimaryContext<'cuda>, is_deep: bool) -> Result<Self, GpuError> {
-        let cuda = context.cuda;
+impl<'cuda> DeviceMemory<'cuda> {
+    fn allocate(cuda: &'cuda Cuda<'cuda>, bytes: usize) -> Result<Self, GpuError> {
+        let mut address = 0;
+        // SAFETY: the place is of the function's type. What was allocated is freed when the returned value is dropped.
+        answered("cuMemAlloc", unsafe { (cuda.allocate)(&raw mut address, bytes) })?;
+        Ok(Self { cuda, address })
+    }
+
+    /// Sets the first `words` words. The memory has at least that many.
+    fn fill(&self, pattern: u32, words: usize) -> Result<(), GpuError> {
+        // SAFETY: the memory has at least `words` words.
+        answered("cuMemsetD32", unsafe { (self.cuda.fill)(self.address, pattern, words) })
+    }
+}
+
+impl Drop for DeviceMemory<'_> {
+    fn drop(&mut self) {
+        // SAFETY: it was allocated and is freed once.
+        unsafe { (self.cuda.free)(self.address) };
+    }
+}
+
+/// A buffer of [`STEP`] bytes in the host, which the GPU reaches by itself.
+struct HostMemory<'cuda> {
+    cuda: &'cuda Cuda<'cuda>,
+    address: *mut c_void,
+}
+
+impl<'cuda> HostMemory<'cuda> {
+    fn allocate(cuda: &'cuda Cuda<'cuda>) -> Result<Self, GpuError> {
+        let mut address = std::ptr::null_mut();
+        // SAFETY: the place is of the function's type. What was allocated is freed when the returned value is dropped.
+        answered("cuMemAllocHost", unsafe { (cuda.allocate_host)(&raw mut address, STEP) })?;
+        Ok(Self { cuda, address })
+    }
+}
+
+impl Drop for HostMemory<'_> {
+    fn drop(&mut self) {
+        // SAFETY: it was allocated and is freed once.
+        unsafe { (self.cuda.free_host)(self.address) };
+    }
+}
+
+/// The speeds of copies, in MiB per second.
+struct Bandwidths {
+    within: u64,
+    from_host: u64,
+    to_host: u64,
+}
+
+/// Measures each for a third of the time.
+fn bandwidths(cuda: &Cuda<'_>, host: &HostMemory<'_>, time: Duration) -> Result<Bandwidths, GpuError> {
+    let (first, second) = (DeviceMemory::allocate(cuda, COPIED)?, DeviceMemory::allocate(cuda, COPIED)?);
+    // SAFETY: both have so many bytes.
+    let within = || unsafe { (cuda.within)(second.address, first.address, COPIED) };
+    // SAFETY: both have STEP bytes, here and below.
+    let from_host = || unsafe { (cuda.from_host)(first.address, host.address, STEP) };
+    // SAFETY: as above.
+    let to_host = || unsafe { (cuda.to_host)(host.address, first.address, STEP) };
+    let each = time / 3;
+    Ok(Bandwidths {
+        within: bandwidth(cuda, each, COPIED, "cuMemcpyDtoD", within)?,
+        from_host: bandwidth(cuda, each, STEP, "cuMemcpyHtoD", from_host)?,
+        to_host: bandwidth(cuda, each, STEP, "cuMemcpyDtoH", to_host)?,
+    })
+}
+
+/// Repeats a copy of so many bytes for this long, and at least once. As many are begun at once as take a few milliseconds together, so that
+/// the memory is measured, and not the beginning of a copy.
+fn bandwidth(
+    cuda: &Cuda<'_>,
+    time: Duration,
+    bytes: usize,
+    step: &str,
+    copy: impl Fn() -> Status,
+) -> Result<u64, GpuError> {
+    let end = Instant::now() + time;
+    let (mut begun, mut copies, mut at_once) = (Instant::now(), 0_u64, 1_u64);
+    while copies == 0 || Instant::now() < end {
+        let round = Instant::now();
+        for _ in 0..at_once {
+            answered(step, copy())?;
+        }
+        // SAFETY: it has no arguments. Copies within the GPU are not finished when the call of the copy returns.
+        answered("cuCtxSynchronize", unsafe { (cuda.synchronize)() })?;
+        copies += at_once;
+        if round.elapsed() < SHORTEST_ROUND && at_once < MOST_AT_ONCE && Instant::now() < end {
+            at_once *= 2;
+            (begun, copies) = (Instant::now(), 0);
+        }
+    }
+    let micros = begun.elapsed().as_micros().max(1);
+    let mib = u128::from(copies) * (bytes / MIB) as u128;
+    Ok(u64::try_from(mib * 1_000_000 / micros).unwrap_or(u64::MAX))
+}
+
+/// The program that counts the words of a block that differ from what was written.
+enum Comparison<'cuda> {
+    /// Compiled by the driver: the whole memory is read in less than a second.
+    OnTheGpu { function: Function, wrong: DeviceMemory<'cuda> },
+    /// The driver has no compiler: blocks are copied to the host.
+    InTheHost,
+}
+
+impl<'cuda> Comparison<'cuda> {
+    fn load(cuda: &'cuda Cuda<'cuda>) -> Result<Self, GpuError> {
+        let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the program ends with a zero, and the place is of the function's type. The module is unloaded with its context.
+        if unsafe { (cuda.load_module)(&raw mut module, COMPARISON.as_ptr().cast()) } != 0 {
+            return Ok(Self::InTheHost);
+        }
+        // SAFETY: the module is loaded, and the name ends with a zero.
+        let found = unsafe { (cuda.function)(&raw mut function, module, c"count_wrong".as_ptr()) };
+        answered("cuModuleGetFunction", found)?;
+        Ok(Self::OnTheGpu { function, wrong: DeviceMemory::allocate(cuda, 8)? })
+    }
+}
+
+/// Blocks of [`STEP`] bytes on the GPU that are written and read back.
+struct PatternTest<'cuda> {
+    cuda: &'cuda Cuda<'cuda>,
+    blocks: Vec<DeviceMemory<'cuda>>,
+    host: HostMemory<'cuda>,
+    comparison: Comparison<'cuda>,
+}
+
+impl<'cuda> PatternTest<'cuda> {
+    fn allocate(cuda: &'cuda Cuda<'cuda>, host: HostMemory<'cuda>, is_deep: bool) -> Result<Self, GpuError> {
+        let comparison = Comparison::load(cuda)?;
         let (mut free, mut total) = (0, 0);
         // SAFETY: the places are of the function's types.
         answered("cuMemGetInfo", unsafe { (cuda.memory_info)(&raw mut free, &raw mut total) })?;
         let wanted = if is_deep { free.saturating_sub(SPARED).max(QUICK) } else { QUICK };
-        let mut memory = Self { cuda, blocks: Vec::new(), host: std::ptr::null_mut() };
-        // SAFETY: as above. What was allocated is freed when `memory` is dropped.
-        answered("cuMemAllocHost", unsafe { (cuda.allocate_host)(&raw mut memory.host, STEP) })?;
-        while memory.blocks.len() * STEP < wanted {
-            let mut block = 0;
-            // SAFETY: as above.
-            match unsafe { (cuda.allocate)(&raw mut block, STEP) } {
-                0 => memory.blocks.push(block),
-                // Less is free than it said.
-                _ if memory.blocks.len() * STEP >= QUICK => break,
-                status => answered("cuMemAlloc", status)?,
+        let mut blocks = Vec::new();
+        while blocks.len() * STEP < wanted {
+            match DeviceMemory::allocate(cuda, STEP) {
+                Ok(block) => blocks.push(block),
+                // Less is free than CUDA reported.
+                Err(_) if blocks.len() * STEP >= QUICK => break,
+                Err(error) => return Err(error),
             }
         }
-        Ok(memory)
+        Ok(Self { cuda, blocks, host, comparison })
     }
 
-    /// First the bandwidths, in a quarter of the time; then patterns, each in as many blocks as the rest of the time allows.
-    fn test(&self, time: Duration) -> Result<CudaTest, GpuError> {
+    /// Writes each pattern into all blocks and reads them, again and again for this long. Where that is too short for all blocks, each
+    /// pattern is read at least from the memory of a quick test. Returns how many MiB were read, and how many words were wrong.
+    fn run(&self, time: Duration) -> Result<(u64, u64), GpuError> {
         let begun = Instant::now();
-        let (first, second) = (self.blocks[0], self.blocks[1]);
-        let each = time / 12;
-        // SAFETY: the blocks and the buffer have STEP bytes each, here and below.
-        let within = || unsafe { (self.cuda.within)(second, first, STEP) };
-        // SAFETY: as above.
-        let from_host = || unsafe { (self.cuda.from_host)(first, self.host, STEP) };
-        // SAFETY: as above.
-        let to_host = || unsafe { (self.cuda.to_host)(self.host, first, STEP) };
-        let memory_mib_per_second = self.bandwidth(each, "cuMemcpyDtoD", within)?;
-        let from_host_mib_per_second = self.bandwidth(each, "cuMemcpyHtoD", from_host)?;
-        let to_host_mib_per_second = self.bandwidth(each, "cuMemcpyDtoH", to_host)?;
         let (mut tested_mib, mut wrong_words) = (0, 0);
-        'patterns: for pattern in PATTERNS {
-            for block in &self.blocks {
-                // SAFETY: the block has STEP bytes.
-                answered("cuMemsetD32", unsafe { (self.cuda.fill)(*block, pattern, STEP / 4) })?;
-            }
-            for block in &self.blocks {
-                wrong_words += self.wrong_words(*block, pattern)?;
-                tested_mib += (STEP / MIB) as u64;
-                if begun.elapsed() > time && tested_mib >= (QUICK / MIB) as u64 {
-                    break 'patterns;
+        while tested_mib == 0 || begun.elapsed() < time {
+            for pattern in PATTERNS {
+                for block in &self.blocks {
+                    block.fill(pattern, STEP / 4)?;
                 }
+                let mut read = 0;
+                for block in &self.blocks {
+                    wrong_words += self.wrong_words(block, pattern)?;
+                    read += STEP;
+                    if read >= QUICK && begun.elapsed() > time {
+                        break;
+                    }
+                }
+                tested_mib += (read / MIB) as u64;
             }
         }
-        Ok(CudaTest {
-            memory_mib_per_second,
-            from_host_mib_per_second,
-            to_host_mib_per_second,
-            tested_mib,
-            wrong_words,
-        })
+        Ok((tested_mib, wrong_words))
     }
 
-    /// Repeats a copy of one step for this long, and at least once.
-    fn bandwidth(&self, time: Duration, step: &str, copy: impl Fn() -> Status) -> Result<u64, GpuError> {
-        let begun = Instant::now();
-        let mut copied = 0_u64;
-        while copied == 0 || begun.elapsed() < time {
-            answered(step, copy())?;
-            // SAFETY: it has no arguments. Copies within the GPU are not finished when the call returns.
-            answered("cuCtxSynchronize", unsafe { (self.cuda.synchronize)() })?;
-            copied += (STEP / MIB) as u64;
+    fn wrong_words(&self, block: &DeviceMemory<'_>, pattern: u32) -> Result<u64, GpuError> {
+        match &self.comparison {
+            Comparison::OnTheGpu { function, wrong } => self.wrong_words_on_the_gpu(*function, wrong, block, pattern),
+            Comparison::InTheHost => {
+                self.copy_to_host(block, STEP)?;
+                // SAFETY: the buffer has STEP bytes, is aligned to pages, and nothing writes to it while the slice is there: the copy has ended.
+                let words = unsafe { std::slice::from_raw_parts(self.host.address.cast::<u32>(), STEP / 4) };
+                // Whole pages first, which is many times as fast.
+                let page = [pattern; PAGE_WORDS];
+                let wrong_pages = words.chunks(PAGE_WORDS).filter(|words| **words != page[..]);
+                Ok(wrong_pages.flatten().filter(|word| **word != pattern).count() as u64)
+            }
         }
-        let micros = u64::try_from(begun.elapsed().as_micros()).unwrap_or(u64::MAX).max(1);
-        Ok(copied.saturating_mul(1_000_000) / micros)
     }
 
-    fn wrong_words(&self, block: DevicePointer, pattern: u32) -> Result<u64, GpuError> {
-        // SAFETY: block and buffer have STEP bytes.
-        answered("cuMemcpyDtoH", unsafe { (self.cuda.to_host)(self.host, block, STEP) })?;
-        // SAFETY: the buffer has STEP bytes, is aligned to pages, and nothing writes to it while the slice is there: the copy has ended.
-        let words = unsafe { std::slice::from_raw_parts(self.host.cast::<u32>(), STEP / 4) };
-        Ok(words.iter().filter(|word| **word != pattern).count() as u64)
+    fn wrong_words_on_the_gpu(
+        &self,
+        function: Function,
+        wrong: &DeviceMemory<'_>,
+        block: &DeviceMemory<'_>,
+        pattern: u32,
+    ) -> Result<u64, GpuError> {
+        wrong.fill(0, 2)?;
+        let (words, count, pattern, result) = (block.address, (STEP / 4) as u64, pattern, wrong.address);
+        let mut parameters: [*const c_void; 4] = [
+            (&raw const words).cast(),
+            (&raw const count).cast(),
+            (&raw const pattern).cast(),
+            (&raw const result).cast(),
+        ];
+        // SAFETY: the function is loaded and takes four parameters of these types, which the call copies.
+        let launched = unsafe {
+            let (grid, threads) = (COMPARISON_BLOCKS, COMPARISON_THREADS);
+            let (stream, extra) = (std::ptr::null_mut(), std::ptr::null_mut());
+            (self.cuda.launch)(function, grid, 1, 1, threads, 1, 1, 0, stream, parameters.as_mut_ptr(), extra)
+        };
+        answered("cuLaunchKernel", launched)?;
+        // The copy begins when the program has ended.
+        self.copy_to_host(wrong, 8)?;
+        // SAFETY: the buffer has eight bytes and more, is aligned to pages, and the copy has ended.
+        Ok(unsafe { self.host.address.cast::<u64>().read() })
     }
-}
 
-impl Drop for Memory<'_> {
-    fn drop(&mut self) {
-        for block in &self.blocks {
-            // SAFETY: it was allocated and is freed once.
-            unsafe { (self.cuda.free)(*block) };
-        }
-        if !self.host.is_null() {
-            // SAFETY: as above.
-            unsafe { (self.cuda.free_host)(self.host) };
-        }
+    /// So many bytes of its beginning, no more than [`STEP`].
+    fn copy_to_host(&self, memory: &DeviceMemory<'_>, bytes: usize) -> Result<(), GpuError> {
+        // SAFETY: the memory and the buffer have so many bytes.
+        answered("cuMemcpyDtoH", unsafe { (self.cuda.to_host)(self.host.address, memory.address, bytes) })
     }
 }

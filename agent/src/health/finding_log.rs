@@ -87,6 +87,8 @@ struct State {
     addresses: BTreeMap<String, String>,
     /// NVLinks of each GPU that were active in this boot.
     nvlinks: BTreeMap<String, BTreeSet<u32>>,
+    /// The GPUs that had not joined their fabric at the last survey.
+    outside_fabric: BTreeSet<String>,
     findings: Vec<Tracked>,
 }
 
@@ -182,6 +184,12 @@ impl FindingLog {
         let known = self.state.nvlinks.entry(uuid.to_owned()).or_default();
         known.extend(active);
         known.iter().filter(|link| !active.contains(link)).copied().collect()
+    }
+
+    /// Notes the GPUs that have not joined their fabric. Returns those that had not at the survey before either.
+    pub fn still_outside_fabric(&mut self, gpus: BTreeSet<String>) -> BTreeSet<String> {
+        let before = std::mem::replace(&mut self.state.outside_fabric, gpus);
+        before.intersection(&self.state.outside_fabric).cloned().collect()
     }
 
     /// Notes an event.
@@ -331,10 +339,10 @@ mod tests {
         log.set_kernel_log_position(Some(7));
         log.set_address("0000:3b:00", "GPU-1");
         log.store();
-        let mut again = FindingLog::open(folder.path(), BOOT);
-        assert_eq!((again.kernel_log_position(), again.gpu_at("0000:3b:00")), (Some(7), Some("GPU-1")));
-        again.note_event(&xid("79"), occurred(2, 20));
-        let found = again.report();
+        let mut repeated = FindingLog::open(folder.path(), BOOT);
+        assert_eq!((repeated.kernel_log_position(), repeated.gpu_at("0000:3b:00")), (Some(7), Some("GPU-1")));
+        repeated.note_event(&xid("79"), occurred(2, 20));
+        let found = repeated.report();
         assert_eq!((found.len(), found[0].count, found[0].first_at, found[0].last_at), (1, 3, at(10), at(21)));
         let next = FindingLog::open(folder.path(), Uuid::from_u128(2));
         assert_eq!((next.report(), next.kernel_log_position()), (vec![], None));
@@ -374,8 +382,8 @@ mod tests {
         assert_eq!(observe(std::slice::from_ref(&pending), 2), first, "nothing to write for the control plane");
         assert_eq!((observe(&[], 3), observe(&[], 4)), (first.clone(), first.clone()), "absent for a moment");
         assert_eq!(observe(&[], 5), vec![]);
-        let again = observe(&[pending], 6);
-        assert_eq!((again[0].count, again[0].first_at, again[0].last_at), (2, at(1), at(6)));
+        let repeated = observe(&[pending], 6);
+        assert_eq!((repeated[0].count, repeated[0].first_at, repeated[0].last_at), (2, at(1), at(6)));
     }
 
     #[test]
@@ -395,8 +403,8 @@ mod tests {
         assert_eq!(observe("a", 1), (1, "a".to_owned(), Some("a".to_owned())));
         assert_eq!(observe("a", 2).0, 1);
         assert_eq!(observe("b", 3), (2, "b".to_owned(), Some("b".to_owned())));
-        let again = FindingLog::open(folder.path(), BOOT);
-        assert_eq!(again.state_of("privilege", "setuid", (BOOT, 2)), Some("b"), "also after a restart");
+        let repeated = FindingLog::open(folder.path(), BOOT);
+        assert_eq!(repeated.state_of("privilege", "setuid", (BOOT, 2)), Some("b"), "also after a restart");
     }
 
     #[test]

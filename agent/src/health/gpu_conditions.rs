@@ -2,6 +2,7 @@
 
 use crate::gpu_probe::GpuSurvey;
 
+use super::fabric_conditions;
 use super::finding_log::{Condition, FindingLog};
 
 /// `nvmlClocksEventReasons`: slowed by heat, by the driver or by the hardware.
@@ -45,6 +46,7 @@ pub fn observed(survey: &GpuSurvey, log: &mut FindingLog) -> Vec<Condition> {
             }
         }
     }
+    found.extend(fabric_conditions::observed(survey, log));
     found
 }
 
@@ -65,7 +67,7 @@ mod tests {
     use wire::inventory::GpuInfo;
 
     use super::*;
-    use crate::gpu_probe::{GpuCondition, SurveyedGpu};
+    use crate::gpu_probe::{GpuCondition, GpuFabric, SurveyedGpu};
 
     fn codes(condition: GpuCondition) -> Vec<String> {
         let folder = tempfile::tempdir().unwrap();
@@ -80,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unknown_or_as_it_should_be_is_no_finding() {
+    fn unknown_and_normal_readings_are_not_findings() {
         assert_eq!(codes(GpuCondition::default()), Vec::<String>::new());
         let good = GpuCondition {
             ecc_uncorrectable: Some(0),
@@ -90,6 +92,7 @@ mod tests {
             // Idle, set by applications, and the software's power cap: every GPU under load.
             slowdown_reasons: Some(0x1 | 0x2 | 0x4),
             nvlinks_active: Some(vec![0, 1]),
+            fabric: Some(GpuFabric { state: 3, error: None, health_mask: 0x1aa, health_summary: 1 }),
             pcie_width: Some((16, 16)),
             xids: vec![],
         };
@@ -105,6 +108,7 @@ mod tests {
             recovery_action: Some(1),
             slowdown_reasons: Some(0x40 | 0x80),
             nvlinks_active: Some(vec![1]),
+            fabric: Some(GpuFabric { state: 3, error: None, health_mask: 0x1a9, health_summary: 3 }),
             pcie_width: Some((8, 16)),
             xids: vec![],
         };
@@ -118,7 +122,8 @@ mod tests {
                 "slowdown/thermal",
                 "slowdown/power",
                 "pcie/width",
-                "nvlink/down"
+                "nvlink/down",
+                "gpu_fabric/degraded_bandwidth"
             ]
         );
         let action = |action| codes(GpuCondition { recovery_action: Some(action), ..GpuCondition::default() });

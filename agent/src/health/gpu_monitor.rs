@@ -102,7 +102,7 @@ impl Unreadable {
             _ if !self.is_fault() => "unresponsive",
             GpuError::Hung { .. } => "hung",
             GpuError::NotLoaded | GpuError::NotInstalled { .. } => "not_loaded",
-            GpuError::Driver { .. } | GpuError::Process { .. } => "failed",
+            GpuError::Driver { .. } | GpuError::NotReady { .. } | GpuError::Process { .. } => "failed",
         };
         vec![Condition::of_machine("driver", code, why)]
     }

@@ -277,6 +277,25 @@ mod tests {
         reading.xids.iter().map(|((address, xid), seen)| (address.as_str(), *xid, seen.count)).collect()
     }
 
+    /// What driver 580 writes when a program has written where it has no memory.
+    #[test]
+    fn record_of_a_real_fault_is_parsed() {
+        let record = b"4,360,105238075,c;NVRM: Xid (PCI:0000:00:06): 31, pid=760, name=python3, channel 0x0000000a, \
+            intr 00000000. MMU Fault: ENGINE GRAPHICS GPC1 GPCCLIENT_T1_8 faulted @ 0x834d_57e00000. Fault is of type \
+            FAULT_PDE ACCESS_TYPE_VIRT_WRITE\n";
+        let mut reading = KernelLogReading::default();
+        let others = [
+            "4,358,105238066,c;NVRM: GPU at PCI:0000:00:06: GPU-00000000-0000-4000-8000-000000000000\n",
+            "4,359,105238074,c;NVRM: GPU Board Serial Number: 0\n",
+        ];
+        assert_eq!(others.map(|other| reading.note(other.as_bytes())), [false, false]);
+        assert!(reading.note(record));
+        assert_eq!(numbers(&reading), [("0000:00:06", 31, 1)]);
+        let seen = &reading.xids[&("0000:00:06".to_owned(), 31)];
+        assert!(seen.text.starts_with("pid=760, name=python3, channel 0x0000000a"), "{seen:?}");
+        assert_eq!(seen.first_micros, 105_238_075);
+    }
+
     #[test]
     fn xids_are_counted_by_gpu_and_number() {
         let found = read([
@@ -347,16 +366,43 @@ mod tests {
     }
 
     #[test]
-    fn a_second_of_ten_thousand_lines_costs_little() {
+    fn ten_thousand_lines_of_others_are_read_to_the_end_and_leave_nothing() {
         let lines =
             (0..10_000_u64).map(|n| kernel(n + 1, "usb 1-1: new high-speed USB device number 2 using xhci_hcd"));
         let mut records = Records(lines.collect());
         let reading = Mutex::default();
-        let begun = Instant::now();
         read_available(&mut records, &reading).unwrap();
-        // A hundredth of a core where nothing is optimised would be 10 ms; the bound is for a loaded machine.
-        assert!(begun.elapsed() < Duration::from_millis(500), "{:?}", begun.elapsed());
-        assert_eq!(reading.into_inner().unwrap().position, Some(10_000));
+        let reading = reading.into_inner().unwrap();
+        assert_eq!((reading.position, reading.lost_records), (Some(10_000), 0));
+        assert!(reading.xids.is_empty());
+    }
+
+    #[test]
+    fn every_xid_among_ten_thousand_lines_is_counted_though_more_kinds_come_than_are_stored() {
+        const LINES: usize = 10_000;
+        let gpus: Vec<String> = (0..8).map(|gpu| format!("0000:{gpu}b:00")).collect();
+        let mut wanted: BTreeMap<(String, u32), u64> = BTreeMap::new();
+        let mut lines = Vec::new();
+        for n in 0..LINES {
+            let message = match n % 4 {
+                1 => {
+                    let (gpu, xid) = (&gpus[n / 4 % gpus.len()], [13, 31, 43, 45, 79, 94][n / 32 % 6]);
+                    *wanted.entry((gpu.clone(), xid)).or_default() += 1;
+                    format!("NVRM: Xid (PCI:{gpu}): {xid}, pid={n}, name=python, Ch 00000010")
+                }
+                // A kind of its own each.
+                3 if n > LINES / 2 => format!("NVRM: Xid (PCI:0000:af:00): {n}, x"),
+                _ => "usb 1-1: new high-speed USB device number 2 using xhci_hcd".to_owned(),
+            };
+            lines.push(kernel(n as u64 + 1, &message));
+        }
+        let found = read(lines);
+        let counted = |key: &(String, u32)| found.xids.get(key).map(|seen| seen.count);
+        for (key, count) in &wanted {
+            assert_eq!(counted(key), Some(*count), "{key:?}");
+        }
+        assert_eq!((found.position, found.lost_records), (Some(LINES as u64), 0));
+        assert_eq!((wanted.len(), found.xids.len()), (48, MAX_KINDS));
     }
 
     #[test]
@@ -366,7 +412,7 @@ mod tests {
         let stop = CancellationToken::new();
         let log = KernelLog::follow(Path::new(DEVICE), None, stop.clone(), || {});
         let begun = Instant::now();
-        while log.0.lock().unwrap().position.is_none() && !log.is_unreadable() && begun.elapsed().as_secs() < 5 {
+        while log.0.lock().unwrap().position.is_none() && !log.is_unreadable() && begun.elapsed().as_secs() < 60 {
             std::thread::sleep(Duration::from_millis(5));
         }
         let reading = log.take();

@@ -56,14 +56,20 @@ pub fn read(path: &Path, most: u64) -> io::Result<Option<(Vec<u8>, Metadata)>> {
     };
     let metadata = file.metadata()?;
     if !metadata.is_file() {
-        return Err(io::Error::other("it is no regular file"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no regular file"));
     }
     let mut content = Vec::new();
     file.take(most.saturating_add(1)).read_to_end(&mut content)?;
     if content.len() as u64 > most {
-        return Err(io::Error::other(format!("it has more than {most} bytes")));
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("it has more than {most} bytes")));
     }
     Ok(Some((content, metadata)))
+}
+
+/// Whether a file was not read because of what it is: an intruder may have made it so, and other programs may read it.
+#[must_use]
+pub fn is_unfit(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::FileTooLarge)
 }
 
 /// A named pipe is opened without waiting for its other end.

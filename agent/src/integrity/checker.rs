@@ -1,8 +1,7 @@
 //! Compares the machine with its baseline. It only reads: what follows from a difference is the control plane's to decide.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
-use std::ops::RangeInclusive;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -11,16 +10,22 @@ use tracing::{info, warn};
 
 use super::accounts::{MachineAccounts, key_files};
 use super::baseline::{Baseline, BaselineFile, StoredBaseline};
+use super::groups;
 use super::listeners::{self, PortRange};
 use super::privileges::{Entries, Observed, PROBE, PrivilegeKind, Privileges, condition, differences, state_of};
+use super::recorded_tenants::RecordedTenants;
 use super::setuid::{SearchedFolders, SetuidSearch};
+use super::startup_files;
 use super::sudo_rules;
 use crate::chain;
 use crate::health::finding_log::Condition;
-use crate::system::sudoers::SudoCommand;
 
 /// The code of the finding that the baseline cannot be read.
 const BASELINE_DAMAGED: &str = "baseline_damaged";
+/// The code of the finding that a later release has written the baseline, or a part of it.
+const BASELINE_NEWER: &str = "baseline_newer";
+/// What a search of the file systems finds.
+const SEARCHED: [PrivilegeKind; 2] = [PrivilegeKind::Setuid, PrivilegeKind::FileCapability];
 /// The code of the finding that something could not be compared.
 const INCOMPLETE: &str = "incomplete";
 /// A difference is one if it is still there after this time: accounts and their files are not made in one step.
@@ -31,12 +36,11 @@ const CONFIRMED_AFTER: Duration = Duration::from_secs(1);
 pub struct PrivilegeSettings {
     /// The machine's root folder.
     pub root: PathBuf,
+    /// The agent's state folder, with its account records.
     pub state_dir: PathBuf,
     pub homes: PathBuf,
     /// The folder of tenants' keys.
     pub keys: PathBuf,
-    pub tenants: RangeInclusive<u32>,
-    pub sudo_commands: Vec<SudoCommand>,
     /// Where the agent's own sshd listens.
     pub ssh_listen: Option<SocketAddr>,
     pub ignored_ports: Vec<PortRange>,
@@ -45,7 +49,7 @@ pub struct PrivilegeSettings {
 /// How much is compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Depth {
-    /// Everything but the search for setuid files, of which the known differences are looked at.
+    /// Everything but the search of file systems, of which the known differences are looked at.
     Quick,
     Full,
 }
@@ -61,6 +65,9 @@ pub struct PrivilegeChecker {
     /// Why the last observation of a kind was not complete.
     incomplete: BTreeMap<PrivilegeKind, String>,
     differences: Privileges,
+    /// A change of the machine between the next two looks at a difference.
+    #[cfg(test)]
+    between_looks: Option<Box<dyn FnOnce() + Send>>,
 }
 
 enum BaselineState {
@@ -70,8 +77,10 @@ enum BaselineState {
     Damaged {
         why: String,
     },
-    /// Of a later release, which is not overwritten.
-    Foreign,
+    /// Of a later release: kept until the next clean-up proof, for when that release is back.
+    Newer {
+        version: u32,
+    },
 }
 
 impl PrivilegeChecker {
@@ -83,12 +92,12 @@ impl PrivilegeChecker {
             StoredBaseline::None => BaselineState::None,
             StoredBaseline::Of(baseline) => BaselineState::Of(baseline),
             StoredBaseline::Damaged { why } => BaselineState::Damaged { why },
-            StoredBaseline::Foreign { version } => {
+            StoredBaseline::Newer { version } => {
                 warn!(
                     error_code = "baseline",
                     version, "a later release has written the baseline of privileges: nothing is compared"
                 );
-                BaselineState::Foreign
+                BaselineState::Newer { version }
             }
         };
         Self {
@@ -99,6 +108,8 @@ impl PrivilegeChecker {
             observed: Privileges::new(),
             incomplete: BTreeMap::new(),
             differences: Privileges::new(),
+            #[cfg(test)]
+            between_looks: None,
         }
     }
 
@@ -110,7 +121,7 @@ impl PrivilegeChecker {
             BaselineState::Of(baseline) => {
                 PrivilegeKind::ALL.iter().any(|kind| !baseline.privileges.contains_key(kind))
             }
-            BaselineState::Damaged { .. } | BaselineState::Foreign => false,
+            BaselineState::Damaged { .. } | BaselineState::Newer { .. } => false,
         }
     }
 
@@ -123,12 +134,14 @@ impl PrivilegeChecker {
         };
         if found.iter().any(is_new) {
             std::thread::sleep(CONFIRMED_AFTER);
+            #[cfg(test)]
+            self.between_looks.take().into_iter().for_each(|change| change());
             self.observe(Depth::Quick, &mut goes_on);
-            let again = self.found();
+            let repeated = self.found();
             for (kind, entries) in &mut found {
-                let again = again.get(kind);
+                let repeated = repeated.get(kind);
                 // By name: what changes from look to look is a difference as well.
-                entries.retain(|name, state| match again.and_then(|it| it.get(name)) {
+                entries.retain(|name, state| match repeated.and_then(|it| it.get(name)) {
                     Some(seen) => {
                         state.clone_from(seen);
                         true
@@ -150,16 +163,19 @@ impl PrivilegeChecker {
         let recorded = match &self.baseline {
             BaselineState::None => Privileges::new(),
             BaselineState::Of(baseline) => baseline.privileges.clone(),
-            BaselineState::Damaged { .. } | BaselineState::Foreign => return,
+            BaselineState::Damaged { .. } | BaselineState::Newer { .. } => return,
         };
         let mut privileges = recorded.clone();
         for (kind, entries) in self.complete() {
             privileges.entry(kind).or_insert(entries);
         }
-        let accounts = MachineAccounts::read(&self.settings.root);
-        if privileges.len() > recorded.len() && accounts.has_no_tenant(&self.settings.tenants) {
+        if privileges.len() > recorded.len() && self.tenants().is_certainly_empty() {
             self.record(privileges, "the privileges of the machine are recorded");
         }
+    }
+
+    fn tenants(&self) -> RecordedTenants {
+        RecordedTenants::read(&self.settings.root, &self.settings.state_dir)
     }
 
     /// What was observed whole. A part must not be recorded: the rest would be a difference once it is seen.
@@ -177,25 +193,34 @@ impl PrivilegeChecker {
             BaselineState::Of(baseline) if self.differences.is_empty() && self.found().is_empty() => {
                 let mut renewed = baseline.privileges.clone();
                 renewed.extend(self.complete());
-                if renewed != baseline.privileges {
-                    self.record(renewed, "the recorded privileges are renewed after a clean-up");
+                if renewed != baseline.privileges || !baseline.newer.is_empty() {
+                    self.record_without_newer(renewed, "the recorded privileges are renewed after a clean-up");
                 }
             }
-            BaselineState::Of(_) | BaselineState::Damaged { .. } | BaselineState::Foreign => {}
+            // As a first one, since nothing was compared.
+            BaselineState::Newer { .. } if self.tenants().is_certainly_empty() => {
+                self.record(
+                    self.complete(),
+                    "the privileges of the machine are recorded in place of a later release's",
+                );
+            }
+            BaselineState::Newer { .. } => {}
+            BaselineState::Of(_) | BaselineState::Damaged { .. } => {}
         }
     }
 
     /// An operator has accepted the differences that the finding of this code had. Others than those are not accepted.
     pub fn accept(&mut self, code: &str, state: &str) {
-        if code == BASELINE_DAMAGED {
-            let is_searched = self.observed.contains_key(&PrivilegeKind::Setuid);
-            if matches!(self.baseline, BaselineState::Damaged { .. }) && is_searched {
-                self.record(self.complete(), "an operator has accepted the privileges of the machine");
-            }
-            return;
+        let is_unknown = match &self.baseline {
+            BaselineState::Damaged { .. } => code == BASELINE_DAMAGED,
+            BaselineState::Newer { .. } => code == BASELINE_NEWER,
+            BaselineState::None | BaselineState::Of(_) => false,
+        };
+        if is_unknown && self.observed.contains_key(&PrivilegeKind::Setuid) {
+            self.record(self.complete(), "an operator has accepted the privileges of the machine");
         }
         let BaselineState::Of(baseline) = &self.baseline else { return };
-        let Some(kind) = PrivilegeKind::ALL.into_iter().find(|kind| kind.code() == code) else { return };
+        let Some(kind) = PrivilegeKind::of(code) else { return };
         let accepted = self.differences.get(&kind).filter(|differences| state_of(differences) == state);
         let Some(accepted) = accepted.cloned() else { return };
         let mut privileges = baseline.privileges.clone();
@@ -210,8 +235,19 @@ impl PrivilegeChecker {
     pub fn conditions(&self) -> Vec<Condition> {
         let mut found: Vec<Condition> =
             self.differences.iter().map(|(kind, differences)| condition(*kind, differences)).collect();
-        if let BaselineState::Damaged { why } = &self.baseline {
-            found.push(Condition::of_machine(PROBE, BASELINE_DAMAGED, why.clone()).with_state(String::new()));
+        let of_baseline = match &self.baseline {
+            BaselineState::Damaged { why } => Some((BASELINE_DAMAGED, why.clone())),
+            BaselineState::Newer { version } => {
+                Some((BASELINE_NEWER, format!("version {version}: nothing is compared until the next clean-up")))
+            }
+            BaselineState::Of(baseline) if !baseline.newer.is_empty() => {
+                let codes: Vec<&str> = baseline.newer.keys().map(String::as_str).collect();
+                Some((BASELINE_NEWER, format!("not compared until the agent is updated: {}", codes.join(", "))))
+            }
+            BaselineState::None | BaselineState::Of(_) => None,
+        };
+        if let Some((code, detail)) = of_baseline {
+            found.push(Condition::of_machine(PROBE, code, detail).with_state(String::new()));
         }
         if let Some((kind, why)) = self.incomplete.first_key_value() {
             found.push(Condition::of_machine(PROBE, INCOMPLETE, format!("{}: {why}", kind.code())));
@@ -220,7 +256,18 @@ impl PrivilegeChecker {
     }
 
     fn record(&mut self, privileges: Privileges, what: &'static str) -> bool {
-        let baseline = Baseline { recorded_at: Utc::now(), privileges };
+        let newer = match &self.baseline {
+            BaselineState::Of(baseline) => baseline.newer.clone(),
+            BaselineState::None | BaselineState::Damaged { .. } | BaselineState::Newer { .. } => BTreeMap::new(),
+        };
+        self.store(Baseline { recorded_at: Utc::now(), privileges, newer }, what)
+    }
+
+    fn record_without_newer(&mut self, privileges: Privileges, what: &'static str) -> bool {
+        self.store(Baseline { recorded_at: Utc::now(), privileges, newer: BTreeMap::new() }, what)
+    }
+
+    fn store(&mut self, baseline: Baseline, what: &'static str) -> bool {
         match self.file.store(&baseline) {
             Ok(()) => {
                 let entries: usize = baseline.privileges.values().map(Entries::len).sum();
@@ -243,26 +290,28 @@ impl PrivilegeChecker {
         let settings = &self.settings;
         // Before the accounts: a tenant's account is made before its keys, and removed after them.
         let listed = key_files(&settings.root, &settings.keys);
-        let accounts = MachineAccounts::read(&settings.root);
-        let tenants = accounts.tenants(&settings.tenants);
+        let tenants = self.tenants();
+        let accounts = MachineAccounts::read(&settings.root, &tenants);
+        let uids = tenants.uids();
         let quick = [
-            (PrivilegeKind::Sudoers, sudo_rules::observe(&settings.root, &tenants, &settings.sudo_commands)),
+            (PrivilegeKind::Sudoers, sudo_rules::observe(&settings.root, &tenants)),
             (PrivilegeKind::UidZero, accounts.with_uid_zero()),
-            (
-                PrivilegeKind::AuthorizedKeys,
-                accounts.authorized_keys(&settings.root, (&settings.keys, &listed), &settings.tenants),
-            ),
+            (PrivilegeKind::Account, accounts.without_uid_zero()),
+            (PrivilegeKind::GroupMember, groups::observe(&settings.root, &accounts)),
+            (PrivilegeKind::AuthorizedKeys, accounts.authorized_keys((&settings.keys, &listed))),
             (
                 PrivilegeKind::ListeningPort,
-                listeners::observe(&settings.root, &settings.tenants, &settings.ignored_ports, settings.ssh_listen),
+                listeners::observe(&settings.root, &uids, &settings.ignored_ports, settings.ssh_listen),
             ),
+            (PrivilegeKind::Autostart, startup_files::observe(&settings.root, &tenants)),
         ];
         if depth == Depth::Full {
-            let (root, homes, tenants) = (settings.root.clone(), settings.homes.clone(), settings.tenants.clone());
-            let found = self.search.search(&SearchedFolders { root, homes, tenants }, goes_on);
-            self.take(PrivilegeKind::Setuid, found);
+            let (root, homes) = (settings.root.clone(), settings.homes.clone());
+            let found = self.search.search(&SearchedFolders { root, homes, tenants: uids }, goes_on);
+            self.take(PrivilegeKind::Setuid, found.setuid);
+            self.take(PrivilegeKind::FileCapability, found.capabilities);
         } else {
-            self.look_at_setuid_differences();
+            SEARCHED.into_iter().for_each(|kind| self.look_at_searched_differences(kind, &uids));
         }
         for (kind, found) in quick {
             self.take(kind, found);
@@ -284,16 +333,21 @@ impl PrivilegeChecker {
     }
 
     /// A corrected file shows before the next search.
-    fn look_at_setuid_differences(&mut self) {
-        let kind = PrivilegeKind::Setuid;
+    fn look_at_searched_differences(&mut self, kind: PrivilegeKind, tenants: &BTreeSet<u32>) {
         let BaselineState::Of(baseline) = &self.baseline else { return };
         let Some(observed) = self.observed.get_mut(&kind) else { return };
         let Some(recorded) = baseline.privileges.get(&kind) else { return };
         for name in differences(recorded, observed).into_keys() {
-            match self.search.state_of(&name, &self.settings.tenants) {
-                Some(state) => observed.insert(name, state),
-                None => observed.remove(&name),
-            };
+            match self.search.state_of(kind, &name, tenants) {
+                Ok(Some(state)) => {
+                    observed.insert(name, state);
+                }
+                Ok(None) => {
+                    observed.remove(&name);
+                }
+                // It may be as it was.
+                Err(_) => {}
+            }
         }
     }
 

@@ -1,5 +1,6 @@
 //! Listening TCP ports of processes that are no tenant's.
 
+use std::collections::BTreeSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -36,7 +37,7 @@ impl FromStr for PortRange {
 
 /// The listeners of the machine's network, without those of tenants, those of ignored ports, and the agent's own.
 #[must_use]
-pub fn observe(root: &Path, tenants: &RangeInclusive<u32>, ignored: &[PortRange], own: Option<SocketAddr>) -> Observed {
+pub fn observe(root: &Path, tenants: &BTreeSet<u32>, ignored: &[PortRange], own: Option<SocketAddr>) -> Observed {
     let mut observed = Observed::default();
     for table in ["proc/net/tcp", "proc/net/tcp6"] {
         match bounded_file::read(&root.join(table), TABLE_BYTES) {
@@ -44,7 +45,9 @@ pub fn observe(root: &Path, tenants: &RangeInclusive<u32>, ignored: &[PortRange]
                 let text = String::from_utf8_lossy(&text);
                 for (address, uid) in text.lines().skip(1).filter_map(listener) {
                     let is_ignored = ignored.iter().any(|range| range.0.contains(&address.port()));
-                    if !tenants.contains(&uid) && !is_ignored && own != Some(address) {
+                    // The agent's own sshd is root's.
+                    let is_own = uid == 0 && own == Some(address);
+                    if !tenants.contains(&uid) && !is_ignored && !is_own {
                         observed.add(format!("{address} of uid {uid}"), String::new());
                     }
                 }
@@ -105,6 +108,9 @@ mod tests {
         text += &line("0100007F:0017", "01", 0);
         text += &line("00000000:C000", "0A", 0);
         text += &line("00000000:08AE", "0A", 0);
+        // In the range of tenants and no tenant's, and another process at the address of the agent's sshd.
+        text += &line("00000000:1F90", "0A", 70_001);
+        text += &line("00000000:08AE", "0A", 33);
         fs::write(root.path().join("proc/net/tcp"), &text).unwrap();
         fs::write(
             root.path().join("proc/net/tcp6"),
@@ -113,19 +119,21 @@ mod tests {
         .unwrap();
         let found = observe(
             root.path(),
-            &(70_000..=79_999),
+            &BTreeSet::from([70_000]),
             &["49152-65535".parse().unwrap()],
             Some("0.0.0.0:2222".parse().unwrap()),
         );
         let names: Vec<_> = found.entries.keys().map(String::as_str).collect();
-        assert_eq!((names, found.incomplete), (vec!["127.0.0.1:22 of uid 0", "[::1]:80 of uid 33"], None));
+        let expected =
+            vec!["0.0.0.0:2222 of uid 33", "0.0.0.0:8080 of uid 70001", "127.0.0.1:22 of uid 0", "[::1]:80 of uid 33"];
+        assert_eq!((names, found.incomplete), (expected, None));
     }
 
     #[test]
     fn listener_of_this_process_is_observed() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let name = format!("{} of uid {}", listener.local_addr().unwrap(), nix::unistd::Uid::effective());
-        let find = || observe(Path::new("/"), &(u32::MAX..=u32::MAX), &[], None).entries.contains_key(&name);
+        let find = || observe(Path::new("/"), &BTreeSet::new(), &[], None).entries.contains_key(&name);
         assert!(find(), "{name}");
         drop(listener);
         assert!(!find(), "{name}");
@@ -137,5 +145,13 @@ mod tests {
             assert!(bad.parse::<PortRange>().is_err(), "{bad}");
         }
         assert_eq!("1024-65535".parse::<PortRange>().unwrap(), PortRange(1024..=65535));
+    }
+
+    #[test]
+    fn table_that_cannot_be_read_is_incomplete() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir_all(root.path().join("proc/net/tcp6")).unwrap();
+        let found = observe(root.path(), &BTreeSet::new(), &[], None);
+        assert!(found.incomplete.is_some_and(|why| why.starts_with("/proc/net/tcp6: ")));
     }
 }

@@ -1,12 +1,11 @@
 //! What gives rights on a machine: the observed state, and how it differs from the baseline.
 
 use std::collections::BTreeMap;
+use std::io;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
-
-use super::bounded_file::digest;
+use super::bounded_file::{digest, is_unfit};
 use crate::health::finding_log::Condition;
 
 /// The probe of findings about privileges.
@@ -19,19 +18,38 @@ const NAMED: usize = 8;
 const SHOWN_DIGITS: usize = 12;
 
 /// A kind of privilege. Its name is the code of its findings.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PrivilegeKind {
     Sudoers,
     Setuid,
+    FileCapability,
     UidZero,
+    Account,
+    GroupMember,
     AuthorizedKeys,
     ListeningPort,
+    Autostart,
 }
 
 impl PrivilegeKind {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Sudoers, Self::Setuid, Self::UidZero, Self::AuthorizedKeys, Self::ListeningPort];
+    pub const ALL: [Self; 9] = [
+        Self::Sudoers,
+        Self::Setuid,
+        Self::FileCapability,
+        Self::UidZero,
+        Self::Account,
+        Self::GroupMember,
+        Self::AuthorizedKeys,
+        Self::ListeningPort,
+        Self::Autostart,
+    ];
+
+    /// The kind with this code.
+    #[must_use]
+    pub fn of(code: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.code() == code)
+    }
 
     /// The code of its findings.
     #[must_use]
@@ -39,9 +57,13 @@ impl PrivilegeKind {
         match self {
             Self::Sudoers => "sudoers",
             Self::Setuid => "setuid",
+            Self::FileCapability => "file_capability",
             Self::UidZero => "uid_zero",
+            Self::Account => "account",
+            Self::GroupMember => "group_member",
             Self::AuthorizedKeys => "authorized_keys",
             Self::ListeningPort => "listening_port",
+            Self::Autostart => "autostart",
         }
     }
 }
@@ -67,6 +89,26 @@ impl Observed {
             self.entries.insert(name, state);
         } else {
             self.fail(|| format!("there are more than {MAX_ENTRIES} entries"));
+        }
+    }
+
+    /// Adds a line of a file. Several lines with one name count in their order: which of them a program reads is its own affair.
+    pub fn add_line(&mut self, name: String, state: String) {
+        match self.entries.get_mut(&name) {
+            Some(before) => {
+                before.push('|');
+                before.push_str(&state);
+            }
+            None => self.add(name, state),
+        }
+    }
+
+    /// Notes that a file was not read. One that is too large or no regular file is an entry: padding must not hide what is in it.
+    pub fn unread(&mut self, name: &str, error: &io::Error) {
+        if is_unfit(error) {
+            self.add(format!("{name}: {error}"), String::new());
+        } else {
+            self.fail(|| format!("{name}: {error}"));
         }
     }
 

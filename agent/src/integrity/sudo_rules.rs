@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use super::accounts::below;
 use super::bounded_file::{self, CONFIGURATION_BYTES, digest};
 use super::privileges::{Observed, name_of};
-use crate::system::sudoers::{self, SudoCommand};
+use super::recorded_tenants::RecordedTenants;
+use crate::system_executor::account_records::content_digest;
+use crate::system_executor::sudoers;
 
 const FIRST: &str = "/etc/sudoers";
 /// sudo reads it where its first file includes it, as Debian's does. It is compared in any case.
@@ -19,8 +21,8 @@ const MAX_FILES: usize = 256;
 
 /// The rules of sudo, without what the agent has written for these tenants.
 #[must_use]
-pub fn observe(root: &Path, tenants: &BTreeSet<&str>, commands: &[SudoCommand]) -> Observed {
-    let mut reading = Reading { root, tenants, commands, observed: Observed::default(), seen: BTreeSet::new() };
+pub fn observe(root: &Path, tenants: &RecordedTenants) -> Observed {
+    let mut reading = Reading { root, tenants, observed: Observed::default(), seen: BTreeSet::new() };
     reading.read_file(Path::new(FIRST));
     reading.read_folder(Path::new(FOLDER));
     reading.observed
@@ -28,8 +30,7 @@ pub fn observe(root: &Path, tenants: &BTreeSet<&str>, commands: &[SudoCommand]) 
 
 struct Reading<'a> {
     root: &'a Path,
-    tenants: &'a BTreeSet<&'a str>,
-    commands: &'a [SudoCommand],
+    tenants: &'a RecordedTenants,
     observed: Observed,
     /// Files that include each other are read once.
     seen: BTreeSet<PathBuf>,
@@ -47,7 +48,7 @@ impl Reading<'_> {
         let (content, metadata) = match bounded_file::read(&below(self.root, path), CONFIGURATION_BYTES) {
             Ok(Some(read)) => read,
             Ok(None) => return,
-            Err(error) => return self.observed.fail(|| format!("{}: {error}", name_of(path))),
+            Err(error) => return self.observed.unread(&name_of(path), &error),
         };
         if !self.is_of_tenant(path, &content) {
             let owner = format!("{}:{} {:04o}", metadata.uid(), metadata.gid(), metadata.mode() & 0o7777);
@@ -77,12 +78,10 @@ impl Reading<'_> {
         }
     }
 
-    /// Exactly what the agent writes for a tenant that is there.
+    /// Exactly what the agent has written for a tenant that is there, whatever it would write for the next one.
     fn is_of_tenant(&self, path: &Path, content: &[u8]) -> bool {
-        let of = |tenant: &&&str| {
-            sudoers::path_of(tenant) == path && content == sudoers::render(tenant, self.commands).as_bytes()
-        };
-        self.tenants.iter().any(|tenant| of(&tenant))
+        let written = self.tenants.all().find(|(name, _)| sudoers::path_of(name) == path);
+        written.is_some_and(|(_, tenant)| tenant.written.sudo_rules == Some(content_digest(content)))
     }
 }
 
@@ -111,6 +110,8 @@ fn included(text: &str, file: &Path) -> Vec<Included> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::integrity::privileges::differences;
+    use crate::system_executor::account_records::WrittenFiles;
 
     fn machine() -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
@@ -124,8 +125,7 @@ mod tests {
     #[test]
     fn added_line_file_and_included_file_show() {
         let root = machine();
-        let none = BTreeSet::new();
-        let look = || observe(root.path(), &none, &[]);
+        let look = || observe(root.path(), &RecordedTenants::default());
         let names = |observed: &Observed| observed.entries.keys().cloned().collect::<Vec<_>>();
         let before = look();
         assert_eq!(names(&before), ["/etc/sudoers", "/etc/sudoers.more"]);
@@ -143,17 +143,31 @@ mod tests {
     #[test]
     fn file_of_a_tenant_is_compared_only_where_it_is_not_what_the_agent_wrote() {
         let root = machine();
-        let commands: Vec<SudoCommand> = vec!["/usr/bin/nvidia-smi".parse().unwrap()];
+        let rule = "tena ALL=(root) NOPASSWD: /usr/bin/nvidia-smi\n";
         let file = root.path().join("etc/sudoers.d/gpuaas-tena");
-        fs::write(&file, "tena ALL=(root) NOPASSWD: /usr/bin/nvidia-smi\n").unwrap();
-        let names = |tenants: &BTreeSet<&str>| {
-            let observed = observe(root.path(), tenants, &commands);
-            observed.entries.keys().any(|name| name.ends_with("gpuaas-tena"))
+        fs::write(&file, rule).unwrap();
+        let shows = |sudo_rules: Option<&str>, name: &str| {
+            let sudo_rules = sudo_rules.map(|rules| content_digest(rules.as_bytes()));
+            let tenants =
+                RecordedTenants::of(&[(name, 70_001, WrittenFiles { sudo_rules, ..WrittenFiles::default() })]);
+            observe(root.path(), &tenants).entries.contains_key("/etc/sudoers.d/gpuaas-tena")
         };
-        assert!(!names(&BTreeSet::from(["tena"])));
-        assert!(names(&BTreeSet::new()), "no such tenant is there");
+        assert!(!shows(Some(rule), "tena"));
+        assert!(shows(Some(rule), "tenb"), "no such tenant is there");
+        assert!(shows(None, "tena"), "the tenant was given no rule");
         fs::write(&file, "tena ALL=(root) NOPASSWD: ALL\n").unwrap();
-        assert!(names(&BTreeSet::from(["tena"])), "another rule");
+        assert!(shows(Some(rule), "tena"), "another rule");
+    }
+
+    #[test]
+    fn rule_in_a_file_that_is_too_large_to_be_read_shows() {
+        let root = machine();
+        let before = observe(root.path(), &RecordedTenants::default());
+        let padding = "#\n".repeat(usize::try_from(CONFIGURATION_BYTES / 2).unwrap());
+        let rules = fs::read_to_string(root.path().join("etc/sudoers")).unwrap();
+        fs::write(root.path().join("etc/sudoers"), rules + &padding + "eve ALL=(ALL) NOPASSWD: ALL\n").unwrap();
+        let after = observe(root.path(), &RecordedTenants::default());
+        assert!(!differences(&before.entries, &after.entries).is_empty(), "{after:?}");
     }
 
     #[test]
@@ -162,8 +176,41 @@ mod tests {
         for n in 0..=MAX_FILES {
             fs::write(root.path().join(format!("etc/sudoers.d/{n}")), "@include /etc/sudoers\n").unwrap();
         }
-        let observed = observe(root.path(), &BTreeSet::new(), &[]);
+        let observed = observe(root.path(), &RecordedTenants::default());
         assert!(observed.incomplete.unwrap().contains("more than 256"));
         assert_eq!(observed.entries.len(), MAX_FILES);
+    }
+
+    #[test]
+    fn owner_and_mode_of_a_file_of_rules_count() {
+        use std::os::unix::fs::PermissionsExt as _;
+        let root = machine();
+        let before = observe(root.path(), &RecordedTenants::default());
+        let file = root.path().join("etc/sudoers.more");
+        fs::set_permissions(&file, fs::Permissions::from_mode(0o666)).unwrap();
+        let found = differences(&before.entries, &observe(root.path(), &RecordedTenants::default()).entries);
+        assert_eq!(found.keys().collect::<Vec<_>>(), ["/etc/sudoers.more"], "everyone may write to it");
+    }
+
+    #[test]
+    fn folder_is_compared_without_an_include_and_includes_may_be_quoted_or_escaped() {
+        let root = machine();
+        let etc = root.path().join("etc");
+        fs::write(etc.join("sudoers"), "@include \"/etc/my rules\"\n@include /etc/other\\ rules\n").unwrap();
+        for file in ["my rules", "other rules", "sudoers.d/zz"] {
+            fs::write(etc.join(file), "eve ALL=(ALL) ALL\n").unwrap();
+        }
+        let found = observe(root.path(), &RecordedTenants::default());
+        let names: Vec<_> = found.entries.keys().map(String::as_str).collect();
+        assert_eq!(names, ["/etc/my rules", "/etc/other rules", "/etc/sudoers", "/etc/sudoers.d/zz"]);
+    }
+
+    #[test]
+    fn folder_that_cannot_be_listed_is_incomplete() {
+        let root = machine();
+        fs::remove_dir(root.path().join("etc/sudoers.d")).unwrap();
+        fs::write(root.path().join("etc/sudoers.d"), "").unwrap();
+        let found = observe(root.path(), &RecordedTenants::default());
+        assert!(found.incomplete.is_some_and(|why| why.starts_with("/etc/sudoers.d: ")));
     }
 }

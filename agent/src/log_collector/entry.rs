@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_journalctl_never_prints_is_no_entry() {
+    fn text_that_journalctl_never_prints_is_not_an_entry() {
         for bad in ["", "[]", "{}", "not json", "{\"__CURSOR\":\"s=1\"}"] {
             assert_eq!(Entry::parse(bad.as_bytes()), None, "{bad}");
         }

@@ -90,11 +90,13 @@ impl Gateway {
         let retry_after = response.headers().get(RETRY_AFTER).and_then(|value| value.to_str().ok());
         let retry_after = retry_after.and_then(|text| parse_retry_after(text, Utc::now()));
         let retry_after = retry_after.map(|pause| pause.min(RETRY_AFTER_MAX));
-        let message = message(response).await;
+        let (is_from_gateway, message) = message(response).await;
         Ok(match status {
-            StatusCode::BAD_REQUEST | StatusCode::PAYLOAD_TOO_LARGE | StatusCode::UNSUPPORTED_MEDIA_TYPE => {
+            StatusCode::BAD_REQUEST | StatusCode::UNSUPPORTED_MEDIA_TYPE if is_from_gateway => {
                 PushOutcome::Refused { status, message }
             }
+            // Whatever is in between and has this bound: fewer lines at once may pass it.
+            StatusCode::PAYLOAD_TOO_LARGE => PushOutcome::Refused { status, message },
             StatusCode::UNAUTHORIZED => {
                 self.token = None;
                 later(retry_after, format!("it does not take the token: {message}"))
@@ -145,8 +147,8 @@ const fn token_later(why: String) -> TokenError {
     TokenError::Later { retry_after: None, why }
 }
 
-/// What the gateway says of a failure, within a bound and on one line.
-async fn message(mut response: Response) -> String {
+/// Whether a failure is the gateway's own, and what its message is, within a bound and on one line.
+async fn message(mut response: Response) -> (bool, String) {
     let mut bytes = Vec::new();
     while let Ok(Some(chunk)) = response.chunk().await {
         let room = ANSWER_BYTES - bytes.len();
@@ -156,6 +158,7 @@ async fn message(mut response: Response) -> String {
         }
     }
     let envelope: Option<ErrorEnvelope> = serde_json::from_slice(&bytes).ok();
+    let is_from_gateway = envelope.is_some();
     let text = envelope.map_or_else(
         || String::from_utf8_lossy(&bytes).into_owned(),
         |error| match error.details.get("log_store").and_then(|store| store.as_str()) {
@@ -163,5 +166,5 @@ async fn message(mut response: Response) -> String {
             None => error.message,
         },
     );
-    text.chars().filter(|character| !character.is_control()).take(500).collect()
+    (is_from_gateway, text.chars().filter(|character| !character.is_control()).take(500).collect())
 }

@@ -6,8 +6,8 @@
 use super::entry::{Entry, FIELDS, UNITS};
 use super::spool::Batch;
 use super::{CollectorConfig, Shared};
-use crate::backoff::Backoff;
 use crate::chain;
+use crate::full_jitter::Backoff;
 use std::convert::Infallible;
 use std::process::Stdio;
 use std::time::Duration;

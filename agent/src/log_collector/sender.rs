@@ -3,8 +3,8 @@
 use super::entry::{Line, NodeLabels, push_body};
 use super::gateway::{Gateway, PushOutcome, TokenError};
 use super::{CollectorConfig, CollectorError, Shared};
-use crate::backoff::Backoff;
 use crate::chain;
+use crate::full_jitter::Backoff;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;

@@ -14,7 +14,7 @@ use nix::unistd::Uid;
 use uuid::Uuid;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding};
 
-use crate::tenant::finding;
+use crate::executor::cleanup_checks::finding;
 
 /// The leftovers of one allocation.
 pub struct SandboxLeftovers {

@@ -11,7 +11,8 @@ use nix::unistd::Pid;
 use uuid::Uuid;
 use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
 
-use crate::tenant::MARKER;
+use crate::executor::tenant_setup::MARKER;
+use crate::process_attributes::live_thread;
 
 /// How long a process may take to exit after SIGTERM.
 const GRACE: Duration = Duration::from_secs(1);
@@ -148,9 +149,13 @@ fn read_process(path: &Path, pid: i32, mark: &[u8], folder: &Path) -> Option<Pro
     let parent = fields.next()?.parse().ok()?;
     let _group = fields.next()?;
     let session = fields.next()?.parse().ok()?;
-    if is_dead {
+    // As proc(5) counts: `session` is field 6, `num_threads` field 20.
+    let threads = fields.nth(13).and_then(|count| count.parse().ok()).unwrap_or(1);
+    // A program whose main thread has ended looks as if it were dead, and the rest of it runs.
+    if is_dead && threads <= 1 {
         return None;
     }
+    let path = live_thread(path, is_dead).ok()?;
     // Not readable for processes of other users, which cannot be a tenant's here: the executor gives no root.
     let environment = fs::read(path.join("environ")).unwrap_or_default();
     let marked = environment.split(|byte| *byte == 0).any(|variable| variable == mark)

@@ -11,9 +11,9 @@ use wire::cleanup_proof::{CleanupFinding, CleanupReport};
 use wire::inventory::DeviceRef;
 
 use super::*;
+use crate::executor::tenant_setup::MARKER;
 use crate::gpu_probe::DEFAULT_DEADLINE;
 use crate::gpus::GpuSimulation;
-use crate::tenant::MARKER;
 
 struct Fixture {
     folder: TempDir,
@@ -79,7 +79,7 @@ fn tenant(allocation_id: Uuid, script: &str) -> Child {
 
 fn eventually(what: impl Fn() -> bool) -> bool {
     let begun = Instant::now();
-    while begun.elapsed() < Duration::from_secs(5) {
+    while begun.elapsed() < Duration::from_secs(60) {
         if what() {
             return true;
         }
@@ -297,4 +297,20 @@ fn keys_are_written_for_a_present_tenant_only() {
     fixture.sandbox.release(&fixture.release(id, &[0])).unwrap();
     assert_eq!(code(&task(id, "tenant", &["ssh-ed25519 AAAA"])), "tenant_unknown");
     assert!(!file.exists());
+}
+
+#[test]
+fn gpu_is_withheld_from_tenants_until_the_last_task_about_it_is_over() {
+    let fixture = fixture();
+    let uuid = fixture.device(1).uuid;
+    let (reset, test) = (fixture.sandbox.withhold_gpu(&uuid).unwrap(), fixture.sandbox.withhold_gpu(&uuid).unwrap());
+    let refused = |devices: &[usize]| fixture.sandbox.provision(&fixture.provision(Uuid::now_v7(), devices));
+    assert_eq!(refused(&[0, 1]).unwrap_err().code, "device_in_use");
+    refused(&[2]).unwrap();
+    drop(reset);
+    assert_eq!(refused(&[1]).unwrap_err().code, "device_in_use");
+    drop(test);
+    refused(&[1]).unwrap();
+    assert_eq!(fixture.sandbox.withhold_gpu(&uuid).map(drop).unwrap_err().code, "device_in_use");
+    fixture.sandbox.withhold_gpu(&fixture.device(0).uuid).map(drop).unwrap();
 }

@@ -5,7 +5,7 @@
 //! a byte that was shown; the next agent uploads what is left.
 
 #[cfg(test)]
-mod kills;
+mod kill_tests;
 mod recorder;
 mod spool;
 mod upload;

@@ -39,6 +39,9 @@ const CONFIRM_TIMEOUT: Duration = Duration::from_secs(60);
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(600);
 /// Without an attachment and with a full buffer, output is read at this interval, so that an endless writer costs little.
 const DETACHED_READ_PAUSE: Duration = Duration::from_millis(10);
+/// How long a program waits with a full window for a user whose stream was cut, or whose agent was restarted: such a user attaches again at
+/// once, and misses no output. A user who detaches lets the program go on.
+const REATTACH_TIMEOUT: Duration = Duration::from_secs(30);
 /// How often the exit is resent until it is acknowledged.
 const RESEND_INTERVAL: Duration = Duration::from_secs(1);
 /// How long an agent that is being stopped waits for the acknowledgement.
@@ -78,6 +81,8 @@ pub(super) struct Session {
     reads_since: Option<Instant>,
     /// Until then output is not read, because no user is attached.
     read_after: Instant,
+    /// Until then a user who is not attached is expected, and output waits for the acknowledgement.
+    expects_user_until: Instant,
     inbox: mpsc::Receiver<StreamMessage>,
     outbox: mpsc::Sender<TerminalEvent>,
     ends_at: Instant,
@@ -170,6 +175,7 @@ impl Session {
             is_eof: false,
             reads_since: None,
             read_after: now,
+            expects_user_until: now + REATTACH_TIMEOUT,
             inbox,
             outbox,
             ends_at: now + left,
@@ -231,7 +237,7 @@ impl Session {
                     Some(StreamMessage::Received(TerminalCommand::Close)) | None => return,
                     // A user who attaches again receives the missing output, and the exit after it.
                     Some(StreamMessage::Received(command)) => self.handle(command),
-                    Some(StreamMessage::Cut) => self.detach(),
+                    Some(StreamMessage::Cut) => self.lose_stream(),
                 },
                 permit = outbox.reserve(), if self.has_pending_message() => {
                     let Ok(permit) = permit else { return };
@@ -275,7 +281,7 @@ impl Session {
                     Some(StreamMessage::Received(TerminalCommand::Close)) => return SessionEnd::Closed,
                     None => return SessionEnd::Over,
                     Some(StreamMessage::Received(command)) => self.handle(command),
-                    Some(StreamMessage::Cut) => self.detach(),
+                    Some(StreamMessage::Cut) => self.lose_stream(),
                 },
                 permit = outbox.reserve(), if self.has_pending_message() => {
                     let Ok(permit) = permit else { return SessionEnd::Over };
@@ -296,6 +302,7 @@ impl Session {
                 written = self.pty.write(self.typed.as_slices().0), if !self.typed.is_empty() => self.consume_input(written.ok()),
                 exit = self.program.wait(), if self.ended.is_none() => self.note_exit(exit),
                 () = sleep(Duration::from_secs(1)), if self.ended.is_some() => {}
+                () = sleep_until(self.expects_user_until), if self.expects_user() => {}
             }
         }
     }
@@ -316,7 +323,15 @@ impl Session {
     fn may_read(&self) -> bool {
         !self.is_eof
             && self.recorder.has_room()
-            && (self.attachment.is_none() || self.output.end() - self.acknowledged < OUTPUT_WINDOW)
+            && (!self.waits_for_acknowledgement() || self.output.end() - self.acknowledged < OUTPUT_WINDOW)
+    }
+
+    fn waits_for_acknowledgement(&self) -> bool {
+        self.attachment.is_some() || self.expects_user()
+    }
+
+    fn expects_user(&self) -> bool {
+        self.attachment.is_none() && Instant::now() < self.expects_user_until
     }
 
     /// When a read without output ends.
@@ -359,7 +374,10 @@ impl Session {
             TerminalCommand::Attach { attachment, from } if attachment >= self.newest_attachment => {
                 self.attach(attachment, from);
             }
-            TerminalCommand::Detach { attachment } if self.is_connected(attachment) => self.detach(),
+            TerminalCommand::Detach { attachment } if self.is_connected(attachment) => {
+                self.detach();
+                self.expects_user_until = self.last_activity_at;
+            }
             TerminalCommand::Input { attachment, bytes } if self.is_connected(attachment) => {
                 // A client that sends more than its window violates the protocol.
                 if (self.typed.len() + bytes.len()) as u64 <= 2 * INPUT_WINDOW {
@@ -418,6 +436,14 @@ impl Session {
         if let Some(stored) = &self.stored {
             stored.record.acknowledge(position);
         }
+    }
+
+    /// The stream is cut: the user is still there, and attaches again over the next one.
+    fn lose_stream(&mut self) {
+        if self.attachment.is_some() {
+            self.expects_user_until = Instant::now() + REATTACH_TIMEOUT;
+        }
+        self.detach();
     }
 
     fn detach(&mut self) {

@@ -17,7 +17,7 @@ use uuid::Uuid;
 use wire::terminal::{KEEPALIVE_SECONDS, SILENCE_TIMEOUT_SECONDS, TerminalCommand, TerminalEvent};
 
 use super::session::StreamMessage;
-use crate::backoff::Backoff;
+use crate::full_jitter::Backoff;
 
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);

@@ -12,15 +12,25 @@ const MARGIN: Duration = Duration::from_secs(15);
 /// The buffer of the bandwidth test: above most caches.
 const BANDWIDTH_BYTES: u64 = 128 * 1024 * 1024;
 
-/// Operations per second and worker: comparable between a quick validation, with one worker, and a deep one, with a worker for each CPU.
+/// Operations per second of one worker, with the machine to itself.
 ///
 /// # Errors
 /// [`ToolError`]
 pub(super) fn cpu(tools: &Tools<'_>, budget: &Budget) -> Result<u64, ToolError> {
-    let workers = budget.workers;
-    let metrics = tools.stress(["--cpu".into(), workers.to_string(), "--verify".into()], "cpu", budget.cpu)?;
-    let all = metric(&metrics, "cpu", "bogo-ops-per-second-real-time")?;
-    Ok(whole(all / f64::from(workers)))
+    cpus(tools, 1, budget.cpu)
+}
+
+/// Operations per second of a worker for each CPU, all together: less for each than one alone reaches, since they share power and cache.
+///
+/// # Errors
+/// [`ToolError`]
+pub(super) fn all_cpus(tools: &Tools<'_>, budget: &Budget) -> Result<u64, ToolError> {
+    cpus(tools, budget.workers, budget.all_cpus)
+}
+
+fn cpus(tools: &Tools<'_>, workers: u32, time: Duration) -> Result<u64, ToolError> {
+    let metrics = tools.stress(["--cpu".into(), workers.to_string(), "--verify".into()], "cpu", time)?;
+    Ok(whole(metric(&metrics, "cpu", "bogo-ops-per-second-real-time")?))
 }
 
 /// The bandwidth of the memory: the lower one of reading and writing 64-bit words.

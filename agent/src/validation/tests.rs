@@ -8,9 +8,9 @@ use uuid::Uuid;
 use super::*;
 use crate::gpu_probe::DEFAULT_DEADLINE;
 use crate::gpus::GpuSimulation;
-use crate::terminal::skipped;
+use crate::terminal::skipped_tests;
 
-const QUICK: ValidationLoad = ValidationLoad { level: LoadLevel::Quick, load_seconds: 0 };
+const QUICK: ValidationLoad = ValidationLoad { level: LoadLevel::Quick, load_seconds: 0, gpu_uuid: None };
 
 /// A machine with these tools, each a shell script.
 struct Bench {
@@ -46,7 +46,7 @@ fn real_tools() -> Option<PathBuf> {
 #[test]
 fn real_tools_measure_cpu_memory_and_disk_and_leave_no_file() {
     let Some(programs) = real_tools() else {
-        return skipped::report_skipped("stress-ng and fio are not in GPUAAS_TOOLS_DIR");
+        return skipped_tests::report_skipped("stress-ng and fio are not in GPUAAS_TOOLS_DIR");
     };
     // Not in memory: that is no disk.
     let folder = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap();
@@ -54,7 +54,8 @@ fn real_tools_measure_cpu_memory_and_disk_and_leave_no_file() {
     // A machine that is busy with other tests does not finish each test in time.
     let reports = (0..5).map(|_| validator.report(&QUICK, &Gpus::Absent { why: "none here".into() }));
     let is_done = |report: &LoadReport| report.measurements.len() == 4 || !report.failed.is_empty();
-    let report = reports.into_iter().find(is_done).expect("a validation is finished in five attempts");
+    let mut reports = reports.inspect(|report| eprintln!("{report:?}"));
+    let report = reports.find(is_done).expect("a validation is finished in five attempts");
     assert_eq!(report.failed, BTreeMap::new());
     for name in
         ["cpu_bogo_ops_per_second", "memory_mib_per_second", "disk_write_mib_per_second", "disk_read_mib_per_second"]
@@ -68,12 +69,12 @@ fn real_tools_measure_cpu_memory_and_disk_and_leave_no_file() {
 #[test]
 fn disk_that_is_nearly_full_is_not_tested_and_one_that_fills_up_meanwhile_is_a_failure() {
     let Some(programs) = real_tools() else {
-        return skipped::report_skipped("stress-ng and fio are not in GPUAAS_TOOLS_DIR");
+        return skipped_tests::report_skipped("stress-ng and fio are not in GPUAAS_TOOLS_DIR");
     };
     let folder = tempfile::tempdir().unwrap();
     let small = MsFlags::empty();
     if mount(Some("none"), folder.path(), Some("tmpfs"), small, Some("size=16m")).is_err() {
-        return skipped::report_skipped("it needs root, for a small file system of its own");
+        return skipped_tests::report_skipped("it needs root, for a small file system of its own");
     }
     let tools = Tools { programs: &programs, folder: folder.path() };
     let budget = Budget::of(&QUICK);
@@ -150,10 +151,42 @@ fn two_validations_run_one_after_the_other() {
 
 #[test]
 fn deep_validation_is_bounded_and_uses_every_cpu() {
-    let deep = |load_seconds| Budget::of(&ValidationLoad { level: LoadLevel::Deep, load_seconds });
-    let all = |it: &Budget| it.cpu + it.memory + it.memory_pattern + it.disk * 2 + it.gpus;
+    let deep = |load_seconds| Budget::of(&ValidationLoad { level: LoadLevel::Deep, load_seconds, gpu_uuid: None });
+    let all = |it: &Budget| it.cpu + it.all_cpus + it.memory + it.memory_pattern + it.disk * 2 + it.gpus;
     assert_eq!(all(&deep(100)), Duration::from_secs(100));
     assert!(all(&deep(u32::MAX)) <= Duration::from_secs(3600));
     assert!(all(&Budget::of(&QUICK)) < Duration::from_secs(10));
     assert_eq!(Budget::of(&QUICK).workers, 1);
+    assert_eq!(deep(3600).cpu, Budget::of(&QUICK).cpu, "one minimum holds for both levels");
+}
+
+#[test]
+fn one_cpu_is_measured_alike_at_both_levels_and_all_of_them_by_a_deep_one() {
+    // A stress-ng whose operations per second are 100 for each worker, and 90 where they have company. It notes how it was called.
+    let script = r#"folder=$(dirname "$0"); echo "$*" >>"$folder/calls"
+        case $1 in
+            --cpu) [ "$2" -gt 1 ] && ops=$(($2 * 90)) || ops=100
+                printf 'metrics:\n    - stressor: cpu\n      bogo-ops: 1\n      bogo-ops-per-second-real-time: %s.5\n' "$ops" ;;
+            *) exit 1 ;;
+        esac"#;
+    let bench = Bench::with(&[("stress-ng", script)]);
+    let calls = || fs::read_to_string(bench.folder.path().join("calls")).unwrap();
+    let of_cpus =
+        |calls: &str| calls.lines().filter(|it| it.starts_with("--cpu")).map(str::to_owned).collect::<Vec<_>>();
+    let quick = bench.report();
+    let in_quick = of_cpus(&calls());
+    fs::remove_file(bench.folder.path().join("calls")).unwrap();
+    let load = ValidationLoad { level: LoadLevel::Deep, load_seconds: 30, gpu_uuid: None };
+    let deep = bench.validator().report(&load, &Gpus::Absent { why: "none here".into() });
+    let in_deep = of_cpus(&calls());
+    assert_eq!(
+        (quick.measurements["cpu_bogo_ops_per_second"], deep.measurements["cpu_bogo_ops_per_second"]),
+        (100, 100)
+    );
+    assert_eq!((in_quick.len(), in_deep.len()), (1, 2), "{in_deep:?}");
+    assert_eq!(in_deep[0], in_quick[0]);
+    assert!(!quick.measurements.contains_key("all_cpus_bogo_ops_per_second"), "{quick:?}");
+    let cpus = std::thread::available_parallelism().unwrap().get() as u64;
+    let together = if cpus > 1 { cpus * 90 } else { 100 };
+    assert_eq!(deep.measurements["all_cpus_bogo_ops_per_second"], together);
 }

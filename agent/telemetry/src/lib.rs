@@ -1,5 +1,6 @@
-//! Telemetry that all our processes share: the trace context of work, and log lines.
+//! Telemetry that all our processes share: the trace context of work, log lines, and diagnoses.
 
+pub mod diagnosis;
 mod host;
 mod log_lines;
 mod trace;

@@ -33,9 +33,9 @@ fn fuzz_traceparent_is_continued_in_its_own_trace() {
             assert_eq!(sent.len(), PARENT.len());
             assert!(sent.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f' | b'-')), "{sent}");
             assert_eq!(sent[3..52], text[3..52], "trace and span are those of the caller");
-            let again = SpanContext::parse(&sent).unwrap();
-            assert_eq!((again.trace_id(), again.span_id()), (trace.trace_id(), trace.span_id()));
-            assert_eq!((again.is_sampled(), again.traceparent()), (trace.is_sampled(), sent));
+            let repeated = SpanContext::parse(&sent).unwrap();
+            assert_eq!((repeated.trace_id(), repeated.span_id()), (trace.trace_id(), trace.span_id()));
+            assert_eq!((repeated.is_sampled(), repeated.traceparent()), (trace.is_sampled(), sent));
             assert_eq!(trace.child().trace_id(), trace.trace_id());
         }
     });

@@ -8,7 +8,7 @@ use std::time::Instant;
 use axum::Json;
 use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode, header};
-use axum::response::{IntoResponse, Response};
+use axum::response::{Html, IntoResponse, Response};
 use chrono::{TimeDelta, Utc};
 use serde_json::Value;
 use wire::SecretToken;
@@ -35,6 +35,8 @@ pub struct FakeLogGateway {
     pub tokens: usize,
     /// Without one, every push is accepted.
     pub answer: Option<Answer>,
+    /// A proxy in front makes the answers to refused pushes: pages.
+    pub refuses_with_pages: bool,
 }
 
 impl FakeLogGateway {
@@ -68,7 +70,11 @@ pub(super) async fn push(State(shared): State<Arc<Shared>>, headers: HeaderMap, 
         None => (StatusCode::NO_CONTENT, None),
     };
     gateway.pushes.push(Push { at: Instant::now(), lines, status });
-    let mut response = if status.is_success() { status.into_response() } else { refuse(status, "refused", "") };
+    let mut response = match status.is_success() {
+        true => status.into_response(),
+        false if gateway.refuses_with_pages => (status, Html("<html></html>")).into_response(),
+        false => refuse(status, "refused", ""),
+    };
     if let Some(seconds) = retry_after {
         response.headers_mut().insert(header::RETRY_AFTER, seconds.into());
     }

@@ -1,6 +1,7 @@
 //! A fake control plane in this process, as far as an agent sees it: real TLS, real client certificates, real signatures.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::panic::Location;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 use axum::extract::{Path as UrlPath, Request, State};
 use axum::http::StatusCode;
 use axum::middleware::{self, Next};
-use axum::response::{IntoResponse, Response};
+use axum::response::{Html, IntoResponse, Response};
 use axum::routing::{get, post, put};
 use axum::{Extension, Json, Router};
 use chrono::{TimeDelta, Utc};
@@ -44,6 +45,9 @@ pub mod log_gateway;
 pub mod terminal;
 
 pub const TOKEN: &str = "token-that-must-not-be-logged";
+
+/// Longer than a busy machine, and the longest pause between two attempts of an agent, take.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The control plane of one node.
 pub struct FakeControlPlane {
@@ -83,6 +87,8 @@ pub struct RecordedCalls {
     tasks: VecDeque<SignedEnvelope>,
     /// By session.
     pub terminals: BTreeMap<Uuid, terminal::SeenTerminal>,
+    /// The paths of requests that the proxy in front has answered.
+    pub pages: Vec<String>,
 }
 
 /// The configured behaviour of the control plane.
@@ -118,6 +124,8 @@ pub struct FakeBehaviour {
     pub refuse_as_too_old: bool,
     /// How far its clock is ahead.
     pub clock_ahead: TimeDelta,
+    /// A proxy in front answers every request with a page of its own and this status, and cuts terminals' streams.
+    pub page: Option<StatusCode>,
 }
 
 #[derive(Clone)]
@@ -147,6 +155,7 @@ impl FakeControlPlane {
             newest_protocol: PROTOCOL,
             refuse_as_too_old: false,
             clock_ahead: TimeDelta::zero(),
+            page: None,
         };
         let shared = Arc::new(Shared {
             node_id,
@@ -220,8 +229,8 @@ impl FakeControlPlane {
 
     /// Dispatches the task as a control plane of that generation signs it; `name` is its payload's recorded message.
     pub fn dispatch_as(&self, generation: u16, name: &str, payload: &TaskPayload) {
-        let said = as_answered_by(generation, name, serde_json::to_value(payload).unwrap());
-        let (bytes, key_id) = (serde_json::to_vec(&said).unwrap(), PublicKey::from(&self.signer).key_id());
+        let output = as_answered_by(generation, name, serde_json::to_value(payload).unwrap());
+        let (bytes, key_id) = (serde_json::to_vec(&output).unwrap(), PublicKey::from(&self.signer).key_id());
         self.dispatch_envelope(SignedEnvelope::sign(&self.signer, &key_id, TASK_TYPE, bytes));
     }
 
@@ -230,12 +239,12 @@ impl FakeControlPlane {
     }
 
     /// The first result of the task that was answered with 200.
-    pub async fn result_of(&self, task_id: Uuid) -> TaskResult {
-        let found = || {
+    #[track_caller]
+    pub fn result_of(&self, task_id: Uuid) -> impl Future<Output = TaskResult> {
+        eventually(move || {
             let seen = self.calls();
             seen.results.iter().find(|result| result.0 == task_id && result.2 == 200).map(|result| result.1.clone())
-        };
-        eventually(found).await
+        })
     }
 
     pub fn bundle(&self, folder: &Path) -> BootstrapBundle {
@@ -253,6 +262,21 @@ impl FakeControlPlane {
             ca_bundle_fingerprint: fingerprint(&self.ca_pem),
             package: Default::default(),
         }
+    }
+
+    /// Puts a certificate in the place of a stopped agent's: it is for the same key, and its time is over.
+    pub fn expire_certificate(&self, bundle: &BootstrapBundle) {
+        let csr_pem = self.calls().csrs.last().unwrap().clone();
+        let set = |(life, backdated_by)| {
+            let mut behaviour = self.behaviour();
+            let before = (behaviour.certificate_life, behaviour.backdated_by);
+            (behaviour.certificate_life, behaviour.backdated_by) = (life, backdated_by);
+            before
+        };
+        let before = set((TimeDelta::seconds(-1), TimeDelta::hours(24)));
+        let answer = certify(&self.shared, &csr_pem);
+        set(before);
+        std::fs::write(&bundle.cert_path, answer.certificate_pem + &answer.chain_pem).unwrap();
     }
 
     /// A set of one active key that `by` signs.
@@ -276,9 +300,9 @@ pub fn as_answered_by(generation: u16, name: &str, answer: Value) -> Value {
 fn pruned(answer: Value, known: &Value) -> Value {
     match (answer, known) {
         (Value::Object(answer), Value::Object(known)) => {
-            let kept =
+            let stored =
                 answer.into_iter().filter_map(|(key, value)| Some((key.clone(), pruned(value, known.get(&key)?))));
-            Value::Object(kept.collect())
+            Value::Object(stored.collect())
         }
         (Value::Array(answer), Value::Array(known)) if !known.is_empty() => {
             Value::Array(answer.into_iter().map(|answer| pruned(answer, &known[0])).collect())
@@ -296,13 +320,13 @@ fn reject_unsupported_protocol(shared: &Shared, protocol: u16) -> Option<Respons
     let oldest = newest.saturating_sub(2);
     (!(oldest..=newest).contains(&protocol)).then(|| {
         let details = json!({"newest_protocol": newest, "oldest_protocol": oldest});
-        let message = format!("Protocol {protocol} is not spoken here, {oldest} to {newest} are.");
+        let message = format!("Protocol {protocol} is not supported, {oldest} to {newest} are.");
         let body = json!({"code": "upgrade_required", "message": message, "correlation_id": "c", "details": details});
         (StatusCode::UPGRADE_REQUIRED, Json(body)).into_response()
     })
 }
 
-fn said(shared: &Shared, name: &str, answer: impl serde::Serialize) -> Json<Value> {
+fn record(shared: &Shared, name: &str, answer: impl serde::Serialize) -> Json<Value> {
     let generation = shared.behaviour.lock().unwrap().generation;
     Json(as_answered_by(generation, name, serde_json::to_value(answer).unwrap()))
 }
@@ -359,6 +383,7 @@ fn router(shared: Arc<Shared>) -> Router {
         .route("/enroll", post(enroll))
         .route("/recover/nonce", get(nonce))
         .route("/recover", post(recover))
+        .route_layer(middleware::from_fn_with_state(Arc::clone(&shared), answer_with_a_page))
         .with_state(Arc::clone(&shared));
     let logs = Router::new().route(log_gateway::PATH, post(log_gateway::push)).with_state(Arc::clone(&shared));
     Router::new().nest(&format!("/internal/v1/nodes/{}", shared.node_id), all).merge(logs)
@@ -366,7 +391,14 @@ fn router(shared: Arc<Shared>) -> Router {
 
 fn refuse(status: StatusCode, code: &str, reason: &str) -> Response {
     let body = json!({"code": code, "message": "no", "correlation_id": "c", "details": {"reason": reason}});
-    (status, Json(body)).into_response()
+    (status, [("x-correlation-id", "c")], Json(body)).into_response()
+}
+
+/// The proxy in front.
+async fn answer_with_a_page(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
+    let Some(status) = shared.behaviour.lock().unwrap().page else { return next.run(request).await };
+    shared.seen.lock().unwrap().pages.push(request.uri().path().to_owned());
+    (status, Html("<html><body>nothing of the control plane</body></html>")).into_response()
 }
 
 async fn identify(State(shared): State<Arc<Shared>>, peer: Extension<Peer>, request: Request, next: Next) -> Response {
@@ -428,10 +460,10 @@ async fn recover(State(shared): State<Arc<Shared>>, Json(request): Json<RecoverR
         let key = seen.recovery_key.as_ref();
         let signed = key.is_some_and(|key| request.is_signed_by(shared.node_id, key));
         let fresh = seen.nonces.last() == Some(&request.nonce);
-        let again =
+        let repeated =
             seen.recoveries.last() == Some(&request.csr_pem) && request.identity_generation + 1 == seen.generation;
         let next = request.identity_generation == seen.generation && seen.generation > 0;
-        if !signed || !fresh || request.enrollment_token.expose() != TOKEN || !(again || next) {
+        if !signed || !fresh || request.enrollment_token.expose() != TOKEN || !(repeated || next) {
             return refuse(StatusCode::UNAUTHORIZED, "enrollment_rejected", "");
         }
         seen.nonces.clear();
@@ -444,7 +476,7 @@ async fn recover(State(shared): State<Arc<Shared>>, Json(request): Json<RecoverR
     if lost {
         return refuse(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", "");
     }
-    said(&shared, "enroll_answer", certify(&shared, &request.csr_pem)).into_response()
+    record(&shared, "enroll_answer", certify(&shared, &request.csr_pem)).into_response()
 }
 
 async fn enroll(State(shared): State<Arc<Shared>>, Json(request): Json<EnrollRequest>) -> Response {
@@ -467,18 +499,18 @@ async fn enroll(State(shared): State<Arc<Shared>>, Json(request): Json<EnrollReq
         return refuse(StatusCode::SERVICE_UNAVAILABLE, "service_unavailable", "");
     }
     shared.seen.lock().unwrap().generation += 1;
-    (StatusCode::CREATED, said(&shared, "enroll_answer", certify(&shared, &request.csr_pem))).into_response()
+    (StatusCode::CREATED, record(&shared, "enroll_answer", certify(&shared, &request.csr_pem))).into_response()
 }
 
 async fn renew(State(shared): State<Arc<Shared>>, Json(request): Json<RenewRequest>) -> Response {
     shared.seen.lock().unwrap().renewals += 1;
-    said(&shared, "enroll_answer", certify(&shared, &request.csr_pem)).into_response()
+    record(&shared, "enroll_answer", certify(&shared, &request.csr_pem)).into_response()
 }
 
 async fn wait(State(shared): State<Arc<Shared>>) -> Response {
     for _ in 0..100 {
         if let Some(envelope) = shared.seen.lock().unwrap().tasks.pop_front() {
-            return said(&shared, "task_envelope", envelope).into_response();
+            return record(&shared, "task_envelope", envelope).into_response();
         }
         if shared.behaviour.lock().unwrap().node_removed {
             return refuse(StatusCode::UNAUTHORIZED, "invalid_node_identity", "node_removed");
@@ -502,12 +534,12 @@ async fn result(
     }
     drop(seen);
     let answer = ResultAnswer { recorded: if known { ResultReceipt::Already } else { ResultReceipt::New } };
-    Json(said(&shared, "result_answers", [answer]).0[0].clone()).into_response()
+    Json(record(&shared, "result_answers", [answer]).0[0].clone()).into_response()
 }
 
 async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Heartbeat>) -> Response {
     let (known, protocol) = (heartbeat.verifier_set_version, heartbeat.protocol);
-    let kept = heartbeat.node_ca_bundle_fingerprint.clone();
+    let stored = heartbeat.node_ca_bundle_fingerprint.clone();
     shared.seen.lock().unwrap().heartbeats.push(heartbeat);
     if let Some(refused) = reject_unsupported_protocol(&shared, protocol) {
         return refused;
@@ -523,11 +555,11 @@ async fn heartbeat(State(shared): State<Arc<Shared>>, Json(heartbeat): Json<Hear
         next_heartbeat_seconds: 1,
         verifier_sets: sets.into_iter().filter(|set| set.version > known).chain(lowest).collect(),
         poll: PollSettings { timeout_seconds: 5, backoff_max_seconds: 1 },
-        node_ca_bundle_pem: authorities.filter(|pem| kept != Some(fingerprint(pem))),
+        node_ca_bundle_pem: authorities.filter(|pem| stored != Some(fingerprint(pem))),
         renew_within_seconds,
         accepted_findings: shared.behaviour.lock().unwrap().accepted_findings.clone(),
     };
-    said(&shared, "heartbeat_answer", answer).into_response()
+    record(&shared, "heartbeat_answer", answer).into_response()
 }
 
 /// The agent as a process, over a folder that outlives it.
@@ -609,12 +641,14 @@ impl SpawnedAgent {
         self.lines().iter().any(|line| line["error_code"] == error_code)
     }
 
-    pub async fn wait_for_message(&self, message: &str) {
-        eventually(|| (self.count(message) > 0).then_some(())).await;
+    #[track_caller]
+    pub fn wait_for_message(&self, message: &str) -> impl Future<Output = ()> {
+        eventually(move || (self.count(message) > 0).then_some(()))
     }
 
-    pub async fn wait_for_error_code(&self, error_code: &str) {
-        eventually(|| self.has_code(error_code).then_some(())).await;
+    #[track_caller]
+    pub fn wait_for_error_code(&self, error_code: &str) -> impl Future<Output = ()> {
+        eventually(move || self.has_code(error_code).then_some(()))
     }
 }
 
@@ -643,13 +677,17 @@ fn give_away(path: &Path, user: &nix::unistd::User) {
     }
 }
 
-pub async fn eventually<T>(mut look: impl FnMut() -> Option<T>) -> T {
-    let begun = Instant::now();
-    loop {
-        if let Some(found) = look() {
-            return found;
+/// What `look` finds, once it does. Where it does not, the caller is named.
+#[track_caller]
+pub fn eventually<T>(mut look: impl FnMut() -> Option<T>) -> impl Future<Output = T> {
+    let (caller, begun) = (Location::caller(), Instant::now());
+    async move {
+        loop {
+            if let Some(found) = look() {
+                return found;
+            }
+            assert!(begun.elapsed() < WAIT_TIMEOUT, "what is waited for at {caller} has not come about");
+            tokio::time::sleep(Duration::from_millis(10)).await;
         }
-        assert!(begun.elapsed() < Duration::from_secs(20), "waited too long");
-        tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

@@ -84,6 +84,9 @@ async fn carry(shared: &Shared, session_id: Uuid, mut socket: WebSocket) -> Resu
         let message = tokio::select! {
             message = socket.recv() => message,
             _ = look.tick() => {
+                if shared.behaviour.lock().unwrap().page.is_some() {
+                    return Ok(());
+                }
                 while let Some(bytes) = with(shared, session_id, |seen| seen.input.pop_front()) {
                     socket.send(send(TerminalCommand::Input { attachment, bytes })).await?;
                 }

@@ -172,11 +172,15 @@ async fn program_that_ends_without_an_agent_reports_its_own_exit() {
     let mut machine = Machine::start().await;
     let session_id = machine.open_terminal(RecordMode::Strict).await;
     let signalled = machine.open_terminal(RecordMode::Strict).await;
-    machine.enter(session_id, "sleep 0.5; echo after; exit 5\n");
-    machine.enter(signalled, "sleep 0.5; kill -SEGV $$\n");
-    sleep(Duration::from_millis(200)).await;
+    // They end once there is no agent.
+    let gate = machine.folder.path().join("go");
+    let waits = format!("echo shell-is $$.; while [ ! -e {} ]; do sleep 0.05; done", gate.display());
+    machine.enter(session_id, &format!("{waits}; echo af''ter; exit 5\n"));
+    machine.enter(signalled, &format!("{waits}; kill -SEGV $$\n"));
+    let shells = [machine.number(session_id, "shell-is ").await, machine.number(signalled, "shell-is ").await];
     machine.end_agent(Signal::SIGKILL).await;
-    sleep(Duration::from_millis(800)).await;
+    std::fs::write(&gate, "").unwrap();
+    eventually(|| shells.iter().all(|shell| !is_alive(*shell)).then_some(())).await;
     machine.start_agent(Path::new(PROGRAM));
     assert_eq!(machine.wait_for(session_id, |seen| seen.exit).await, ProgramExit::Code(5));
     assert_eq!(machine.wait_for(signalled, |seen| seen.exit).await, ProgramExit::Signal(11));
@@ -257,7 +261,7 @@ async fn session_of_an_unknown_version_is_lost_and_its_program_ends() {
     machine.enter(known, "echo still-here $((6*7)).\n");
     assert_eq!(machine.number(known, "still-here ").await, 42);
     assert!(is_alive(known_shell));
-    assert_eq!(machine.store.len(), 4);
+    eventually(|| (machine.store.len() == 4).then_some(())).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -289,5 +293,34 @@ async fn service_manager_is_notified_of_the_start_without_a_control_plane() {
     eventually(|| (store.count("READY=1") == 1).then_some(())).await;
     agent.signal(Signal::SIGTERM);
     assert_eq!(agent.exit().await.code(), Some(0));
+    store.settle();
     assert_eq!(store.count("STOPPING=1"), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn watchdog_of_the_service_manager_is_fed_while_the_agent_makes_progress() {
+    let folder = tempfile::tempdir().unwrap();
+    let fake = FakeControlPlane::start().await;
+    let store = DescriptorStore::start(folder.path());
+    let mut program = store.command(Path::new(PROGRAM));
+    program.env("WATCHDOG_USEC", "300000");
+    let bundle = fake.bundle(folder.path());
+    let mut agent = SpawnedAgent::start_by(program, folder.path(), &bundle, &["--simulate-gpus", "2"]);
+    let fed = |least| {
+        let store = &store;
+        move || (store.count("WATCHDOG=1") >= least).then_some(())
+    };
+    eventually(fed(5)).await;
+    agent.signal(Signal::SIGSTOP);
+    let status = format!("/proc/{}/status", agent.pid());
+    eventually(|| std::fs::read_to_string(&status).unwrap().contains("State:\tT").then_some(())).await;
+    store.settle();
+    let before = store.count("WATCHDOG=1");
+    sleep(Duration::from_millis(500)).await;
+    store.settle();
+    assert_eq!(store.count("WATCHDOG=1"), before);
+    agent.signal(Signal::SIGCONT);
+    eventually(fed(before + 1)).await;
+    agent.signal(Signal::SIGTERM);
+    assert_eq!(agent.exit().await.code(), Some(0));
 }

@@ -37,7 +37,7 @@ fn nothing_is_left_of(name: &str) {
 
 #[test]
 fn terminal_has_a_private_tmp_that_does_not_outlive_the_release() {
-    overlay::alone("private_tmp::terminal_has_a_private_tmp_that_does_not_outlive_the_release", || {
+    overlay_machine::alone("private_tmp::terminal_has_a_private_tmp_that_does_not_outlive_the_release", || {
         let node = Node::start();
         let state = [Path::new(STATE), Path::new(UIDS)];
         let before = snapshot(&state);
@@ -81,7 +81,7 @@ fn terminal_has_a_private_tmp_that_does_not_outlive_the_release() {
 
 #[test]
 fn terminal_without_a_private_tmp_does_not_start() {
-    overlay::alone("private_tmp::terminal_without_a_private_tmp_does_not_start", || {
+    overlay_machine::alone("private_tmp::terminal_without_a_private_tmp_does_not_start", || {
         let node = Node::start();
         let id = Uuid::from_u128(1);
         node.make(id, NAME, &[0]);
@@ -92,10 +92,10 @@ fn terminal_without_a_private_tmp_does_not_start() {
 
 #[test]
 fn pam_login_has_a_private_tmp_when_the_profile_is_installed() {
-    if !agent::system::private_tmp::is_known_to_pam() || !Path::new("/usr/sbin/pam-auth-update").exists() {
-        return skipped::report_skipped("it needs pam_namespace and pam-auth-update");
+    if !agent::system_executor::private_tmp::is_known_to_pam() || !Path::new("/usr/sbin/pam-auth-update").exists() {
+        return skipped_tests::report_skipped("it needs pam_namespace and pam-auth-update");
     }
-    overlay::alone("private_tmp::pam_login_has_a_private_tmp_when_the_profile_is_installed", || {
+    overlay_machine::alone("private_tmp::pam_login_has_a_private_tmp_when_the_profile_is_installed", || {
         let node = Node::start();
         let profile = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("deploy/pam/gpuaas-tenants");
         fs::copy(profile, "/usr/share/pam-configs/gpuaas-tenants").unwrap();

@@ -61,5 +61,5 @@ async fn agent_too_old_for_the_control_plane_ends_with_the_remedy() {
     fake.behaviour().refuse_as_too_old = true;
     let mut agent = SpawnedAgent::start(folder.path(), &fake.bundle(folder.path()), &[]);
     assert_eq!(agent.exit().await.code(), Some(6));
-    assert!(std::fs::read_to_string(&agent.log).unwrap().contains("Upgrade the agent"));
+    assert!(std::fs::read_to_string(&agent.log).unwrap().contains("upgrade the agent"));
 }

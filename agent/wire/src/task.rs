@@ -73,6 +73,9 @@ pub enum Task {
     /// Reboot the machine. It must not be executed twice.
     #[serde(rename = "node.reboot")]
     Reboot(Reboot),
+    /// Reset a GPU that no tenant holds. Idempotent.
+    #[serde(rename = "node.gpu_reset")]
+    ResetGpu(ResetGpu),
     /// Replace the agent by the version of a package. The agent that runs afterwards reports the result.
     #[serde(rename = "agent.update")]
     UpdateAgent(UpdateAgent),
@@ -95,6 +98,13 @@ pub struct UpdateAgent {
 pub struct Reboot {
     /// The boot that is to end. In any other boot the machine was rebooted already.
     pub boot_id: Uuid,
+}
+
+/// Parameters of `node.gpu_reset`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ResetGpu {
+    /// As NVIDIA's driver names it.
+    pub gpu_uuid: String,
 }
 
 /// Parameters of `allocation.provision`.
@@ -153,6 +163,7 @@ impl Task {
             Self::Validate { .. } => "node.validate",
             Self::Diagnose {} => "diagnostics.collect",
             Self::Reboot(_) => "node.reboot",
+            Self::ResetGpu(_) => "node.gpu_reset",
             Self::UpdateAgent(_) => "agent.update",
         }
     }
@@ -165,7 +176,9 @@ impl Task {
             Self::Release(release) => Some(release.allocation_id),
             Self::ReconcileSshKeys(reconcile) => Some(reconcile.allocation_id),
             Self::OpenTerminal(open) => Some(open.allocation_id),
-            Self::Validate { .. } | Self::Diagnose {} | Self::Reboot(_) | Self::UpdateAgent(_) => None,
+            Self::Validate { .. } | Self::Diagnose {} | Self::Reboot(_) | Self::ResetGpu(_) | Self::UpdateAgent(_) => {
+                None
+            }
         }
     }
 
@@ -177,7 +190,8 @@ impl Task {
             | Self::Release(_)
             | Self::ReconcileSshKeys(_)
             | Self::Validate { .. }
-            | Self::Diagnose {} => true,
+            | Self::Diagnose {}
+            | Self::ResetGpu(_) => true,
             Self::OpenTerminal(_) | Self::Reboot(_) | Self::UpdateAgent(_) => false,
         }
     }
@@ -260,7 +274,7 @@ pub fn open(envelope: &SignedEnvelope, verifiers: &Verifiers) -> Result<TaskPayl
 }
 
 /// The types of task that an agent of this build executes. It sends them with its heartbeats, and is given no others.
-pub const TASK_TYPES: [&str; 8] = [
+pub const TASK_TYPES: [&str; 9] = [
     "allocation.provision",
     "allocation.release",
     "ssh_keys.reconcile",
@@ -268,6 +282,7 @@ pub const TASK_TYPES: [&str; 8] = [
     "node.validate",
     "diagnostics.collect",
     "node.reboot",
+    "node.gpu_reset",
     "agent.update",
 ];
 

@@ -15,12 +15,15 @@ pub enum LoadLevel {
 }
 
 /// The load of a validation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ValidationLoad {
     pub level: LoadLevel,
     /// How long all loads may take together. Only of a deep validation; a quick one takes a second for each load.
     #[serde(default)]
     pub load_seconds: u32,
+    /// Only this GPU is tested, also beside the tenants of others, and nothing else of the machine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_uuid: Option<String>,
 }
 
 /// What a validation with load found: fields of the task's output, beside those of a check without load. The control plane judges it.

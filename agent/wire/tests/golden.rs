@@ -29,8 +29,8 @@ use wire::{PROTOCOL, PublicKey, SecretToken, VerifierSet};
 /// Serialising, reading back and serialising again gives the same text.
 fn round_trips<T: Serialize + DeserializeOwned>(message: &T) {
     let text = serde_json::to_string(message).unwrap();
-    let again: T = serde_json::from_str(&text).unwrap();
-    assert_eq!(serde_json::to_string(&again).unwrap(), text);
+    let repeated: T = serde_json::from_str(&text).unwrap();
+    assert_eq!(serde_json::to_string(&repeated).unwrap(), text);
 }
 
 macro_rules! golden {
@@ -296,7 +296,11 @@ fn validate_payload() {
 
 #[test]
 fn validate_with_load_payload() {
-    let load = wire::validation::ValidationLoad { level: wire::validation::LoadLevel::Deep, load_seconds: 300 };
+    let load = wire::validation::ValidationLoad {
+        level: wire::validation::LoadLevel::Deep,
+        load_seconds: 300,
+        gpu_uuid: None,
+    };
     golden!(payload(Task::Validate { load: Some(load) }));
 }
 
@@ -319,6 +323,18 @@ fn diagnose_payload() {
 #[test]
 fn reboot_payload() {
     golden!(payload(Task::Reboot(wire::task::Reboot { boot_id: id(7) })));
+}
+
+#[test]
+fn reset_gpu_payload() {
+    golden!(payload(Task::ResetGpu(wire::task::ResetGpu { gpu_uuid: "GPU-1".into() })));
+}
+
+#[test]
+fn validate_gpu_payload() {
+    let level = wire::validation::LoadLevel::Quick;
+    let load = wire::validation::ValidationLoad { level, load_seconds: 0, gpu_uuid: Some("GPU-1".into()) };
+    golden!(payload(Task::Validate { load: Some(load) }));
 }
 
 #[test]
@@ -432,8 +448,8 @@ fn bootstrap_bundle_without_a_package() {
 #[test]
 fn bundle_env_file() {
     for bundle in [bundle(), BootstrapBundle { package: Package::default(), ..bundle() }] {
-        let again = BootstrapBundle::from_env_file(&bundle.to_env_file().unwrap()).unwrap();
-        assert_eq!(serde_json::to_value(&again).unwrap(), serde_json::to_value(&bundle).unwrap());
+        let repeated = BootstrapBundle::from_env_file(&bundle.to_env_file().unwrap()).unwrap();
+        assert_eq!(serde_json::to_value(&repeated).unwrap(), serde_json::to_value(&bundle).unwrap());
     }
     insta::assert_snapshot!(bundle().to_env_file().unwrap());
 }

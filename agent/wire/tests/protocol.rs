@@ -106,8 +106,8 @@ fn the_two_generations_before_are_recorded_and_no_others() {
     assert_eq!(PROTOCOL - OLDEST_PROTOCOL, 2);
     for generation in found {
         for (name, message) in recorded(generation) {
-            let told = message.get("protocol").and_then(Value::as_u64);
-            assert!(told.is_none_or(|told| told == u64::from(generation)), "{generation}/{name}");
+            let notified = message.get("protocol").and_then(Value::as_u64);
+            assert!(notified.is_none_or(|notified| notified == u64::from(generation)), "{generation}/{name}");
         }
     }
 }

@@ -4,7 +4,7 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::BTreeMap;
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -15,6 +15,10 @@ const SUCCESS: c_int = 0;
 const INVALID_VALUE: c_int = 1;
 const OUT_OF_MEMORY: c_int = 2;
 const NO_DEVICE: c_int = 100;
+const INVALID_PROGRAM: c_int = 218;
+const NO_COMPILER: c_int = 221;
+const NOT_FOUND: c_int = 500;
+const PAGE: usize = 4096;
 
 /// What was allocated: address and size.
 static ALLOCATED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
@@ -48,7 +52,7 @@ fn give<T>(out: *mut T, found: Result<T, c_int>) -> c_int {
 }
 
 fn layout(size: usize) -> Result<Layout, c_int> {
-    Layout::from_size_align(size.max(1), 4096).map_err(|_| INVALID_VALUE)
+    Layout::from_size_align(size.max(1), PAGE).map_err(|_| INVALID_VALUE)
 }
 
 fn allocate(size: usize) -> Result<usize, c_int> {
@@ -165,10 +169,14 @@ extern "C" fn cuMemsetD32_v2(address: u64, value: c_uint, words: usize) -> c_int
     if !is_allocated(address, words * 4) {
         return INVALID_VALUE;
     }
-    let wrong = machine().map_or(0, |(_, cuda)| cuda.wrong_words);
+    // A counter of a program is no memory under test.
+    let wrong = machine().map_or(0, |(_, cuda)| cuda.wrong_words).min(words.saturating_sub(PAGE));
     // SAFETY: so many words were allocated by this library, aligned to a page.
     let memory = unsafe { std::slice::from_raw_parts_mut(address as *mut u32, words) };
-    memory.fill(value);
+    let page = [value; PAGE / 4];
+    for part in memory.chunks_mut(page.len()) {
+        part.copy_from_slice(&page[..part.len()]);
+    }
     memory.iter_mut().take(wrong).for_each(|word| *word ^= 1);
     SUCCESS
 }
@@ -189,4 +197,78 @@ extern "C" fn cuMemcpyDtoD_v2(to: u64, from: u64, bytes: usize) -> c_int {
         (Ok(to), Ok(from)) => copy(to, from, bytes),
         _ => INVALID_VALUE,
     }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuModuleLoadData(out: *mut *mut c_void, program: *const c_char) -> c_int {
+    let load = |(_, cuda): (FakeMachine, FakeCuda)| {
+        if cuda.has_no_compiler {
+            return Err(NO_COMPILER);
+        }
+        if program.is_null() {
+            return Err(INVALID_VALUE);
+        }
+        // SAFETY: by the library's interface it is a C string.
+        let text = unsafe { CStr::from_ptr(program) }.to_string_lossy();
+        if text.contains(".entry count_wrong(") {
+            Ok(std::ptr::without_provenance_mut(1))
+        } else {
+            Err(INVALID_PROGRAM)
+        }
+    };
+    give(out, machine().and_then(load))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn cuModuleGetFunction(out: *mut *mut c_void, _module: *mut c_void, name: *const c_char) -> c_int {
+    if name.is_null() {
+        return INVALID_VALUE;
+    }
+    // SAFETY: by the library's interface it is a C string.
+    let is_known = unsafe { CStr::from_ptr(name) } == c"count_wrong";
+    give(out, if is_known { Ok(std::ptr::without_provenance_mut(2)) } else { Err(NOT_FOUND) })
+}
+
+/// Does what the one program that is known does: counts the words that are not the pattern.
+#[unsafe(no_mangle)]
+extern "C" fn cuLaunchKernel(
+    _function: *mut c_void,
+    _grid_x: c_uint,
+    _grid_y: c_uint,
+    _grid_z: c_uint,
+    _block_x: c_uint,
+    _block_y: c_uint,
+    _block_z: c_uint,
+    _shared: c_uint,
+    _stream: *mut c_void,
+    parameters: *mut *const c_void,
+    _extra: *mut *mut c_void,
+) -> c_int {
+    if parameters.is_null() {
+        return INVALID_VALUE;
+    }
+    // SAFETY: the program has four parameters of these types.
+    let (words, count, pattern, wrong) = unsafe {
+        let parameter = |index| *parameters.add(index);
+        (
+            *parameter(0).cast::<u64>(),
+            *parameter(1).cast::<u64>(),
+            *parameter(2).cast::<u32>(),
+            *parameter(3).cast::<u64>(),
+        )
+    };
+    let (Ok(words), Ok(count), Ok(wrong)) = (usize::try_from(words), usize::try_from(count), usize::try_from(wrong))
+    else {
+        return INVALID_VALUE;
+    };
+    if !is_allocated(words, count * 4) || !is_allocated(wrong, 8) {
+        return INVALID_VALUE;
+    }
+    // SAFETY: both were allocated by this library, aligned to a page, and are different allocations.
+    let (words, wrong) = unsafe { (std::slice::from_raw_parts(words as *const u32, count), &mut *(wrong as *mut u64)) };
+    let page = [pattern; PAGE / 4];
+    for part in words.chunks(page.len()).filter(|part| *part != &page[..part.len()]) {
+        *wrong += part.iter().filter(|word| **word != pattern).count() as u64;
+    }
+    machine().map_or_else(|code| code, |_| SUCCESS)
 }

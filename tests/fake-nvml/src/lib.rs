@@ -1,10 +1,13 @@
 //! A fake of NVIDIA's management library (`libnvidia-ml.so.1`) and of CUDA's driver library (`libcuda.so.1`), so that the agent's own path to
 //! the driver runs without a GPU. One file has the functions of both.
 //!
+//! A script stands for `nvidia-smi`, as far as the reset of a GPU needs it, and answers as the real one does.
+//!
 //! It reports the machine that a JSON file describes ([`FakeMachine`]), which it reads again at each call: a test changes the machine by
 //! replacing the file.
 
 use std::io;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -32,6 +35,60 @@ pub struct FakeMachine {
     pub xids: Vec<(String, u64)>,
     /// `None`: the GPUs are not for programs.
     pub cuda: Option<FakeCuda>,
+    pub reset: FakeReset,
+    pub fabric_version: FakeFabricVersion,
+}
+
+/// What the driver knows to report of the fabric.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FakeFabricVersion {
+    /// The registration alone.
+    First,
+    /// The health mask, too.
+    Second,
+    /// And the summary.
+    #[default]
+    Third,
+}
+
+/// A GPU's registration with an NVSwitch fabric. By default it is completed, and its health is not supported.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FakeFabric {
+    /// `NVML_GPU_FABRIC_STATE_*`.
+    pub fabric_state: u8,
+    /// `nvmlReturn_t`.
+    pub status: u32,
+    /// `NVML_GPU_FABRIC_HEALTH_MASK_*`.
+    pub health_mask: u32,
+    /// `NVML_GPU_FABRIC_HEALTH_SUMMARY_*`.
+    pub health_summary: u8,
+}
+
+impl Default for FakeFabric {
+    fn default() -> Self {
+        Self { fabric_state: 3, status: 0, health_mask: 0, health_summary: 0 }
+    }
+}
+
+/// What `nvidia-smi --gpu-reset` does.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum FakeReset {
+    /// It resets a GPU that no process has open: its rows are remapped, and the driver asks for no action.
+    #[default]
+    Works,
+    /// It resets a GPU, and the fault is still there.
+    HasNoEffect,
+    /// Another process has the GPU open.
+    Busy,
+    /// This GPU cannot be reset alone.
+    NotSupported,
+    /// It is the GPU of the display.
+    Primary,
+    Fails,
+    Hangs,
 }
 
 /// How CUDA behaves on all GPUs.
@@ -41,19 +98,27 @@ pub struct FakeCuda {
     pub memory_mib: usize,
     /// So many words of each region that is filled have one wrong bit.
     pub wrong_words: usize,
+    /// The driver cannot compile programs.
+    pub has_no_compiler: bool,
     /// Every call gives this code (`CUresult`).
     pub error: Option<i32>,
     /// No call returns while this is set.
     pub hangs: bool,
 }
 
-/// A GPU. What is `None` is not supported by it.
+/// A GPU. What is `None` is not supported by it. By default it answers as an H100 with driver 580 does that nothing uses.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct FakeGpu {
     pub uuid: String,
     pub name: String,
     pub memory_mib: u64,
+    /// Of its memory, in use beside what the driver reserves.
+    pub used_mib: u64,
+    /// The processes that compute on it.
+    pub computing: Vec<u32>,
+    /// The processes that draw on it; `None` as on a GPU that cannot.
+    pub drawing: Option<Vec<u32>>,
     /// Its bus; domain and device are 0.
     pub pci_bus: u32,
     /// It has fallen off the bus.
@@ -66,7 +131,10 @@ pub struct FakeGpu {
     pub recovery_action: Option<u32>,
     pub slowdown_reasons: Option<u64>,
     pub nvlinks: Vec<bool>,
+    pub fabric: Option<FakeFabric>,
     pub pcie_width: Option<(u32, u32)>,
+    /// The driver holds it initialised, which is a client of it.
+    pub persistence_mode: bool,
 }
 
 impl FakeMachine {
@@ -82,8 +150,11 @@ impl FakeMachine {
             remap_pending: Some(false),
             remap_failed: Some(false),
             recovery_action: Some(0),
-            slowdown_reasons: Some(0),
+            // Its clocks are low while nothing uses it.
+            slowdown_reasons: Some(0x1),
+            drawing: Some(Vec::new()),
             nvlinks: vec![true, true],
+            fabric: Some(FakeFabric::default()),
             pcie_width: Some((16, 16)),
             ..FakeGpu::default()
         };
@@ -127,4 +198,25 @@ pub fn install(folder: &Path) -> io::Result<()> {
 pub fn install_cuda(folder: &Path) -> io::Result<()> {
     install(folder)?;
     std::fs::copy(folder.join(LIBRARY), folder.join(CUDA_LIBRARY)).map(|_| ())
+}
+
+/// Writes `nvidia-smi` into the folder `tools`, for the machine of `file`. Processes that have loaded the library from `library` have its GPUs
+/// open. Each call is a line of [`calls_of_smi`].
+///
+/// # Errors
+/// That of the file system.
+pub fn install_smi(tools: &Path, library: &Path, file: &Path) -> io::Result<()> {
+    let text = |path: &Path| path.display().to_string();
+    let script = include_str!("nvidia-smi.sh").replace("@LIBRARY@", &text(library)).replace("@MACHINE@", &text(file));
+    std::fs::create_dir_all(tools)?;
+    let program = tools.join("nvidia-smi");
+    std::fs::write(&program, script)?;
+    std::fs::set_permissions(program, std::fs::Permissions::from_mode(0o755))
+}
+
+/// The arguments of the calls of `nvidia-smi` on the machine of `file` so far.
+#[must_use]
+pub fn calls_of_smi(file: &Path) -> Vec<String> {
+    let calls = std::fs::read_to_string(file.with_extension("calls")).unwrap_or_default();
+    calls.lines().map(str::to_owned).collect()
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use nvml_wrapper_sys::bindings as nvml;
 use nvml_wrapper_sys::bindings::{nvmlDevice_t, nvmlEventSet_t, nvmlReturn_t};
 
-use crate::{FILE, FakeGpu, FakeMachine};
+use crate::{FILE, FakeFabric, FakeFabricVersion, FakeGpu, FakeMachine};
 
 const SUCCESS: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_SUCCESS;
 const INVALID: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_INVALID_ARGUMENT;
@@ -19,8 +19,13 @@ const NOT_SUPPORTED: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_NOT_SUPPORT
 const LOST: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_GPU_IS_LOST;
 const TIMEOUT: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_TIMEOUT;
 const TOO_SMALL: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_SIZE;
+const WRONG_VERSION: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+const FUNCTION_NOT_FOUND: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_FUNCTION_NOT_FOUND;
+const NO_RESOURCES: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_INSUFFICIENT_RESOURCES;
 const UNKNOWN: nvmlReturn_t = nvml::nvmlReturn_enum_NVML_ERROR_UNKNOWN;
 const MIB: u64 = 1024 * 1024;
+/// What the driver has of a GPU's memory for itself.
+const RESERVED: u64 = 480 * MIB;
 
 /// The UUIDs of the devices that were opened. A device's handle is its place here, from 1: it stays when the order of the GPUs changes.
 static HANDLES: Mutex<Vec<String>> = Mutex::new(Vec::new());
@@ -112,12 +117,13 @@ macro_rules! of_device {
 
 of_device! {
     nvmlDeviceGetMemoryInfo -> nvml::nvmlMemory_t = |_index, gpu| {
-        let (total, used) = (gpu.memory_mib * MIB, 600 * MIB);
+        // The first version of the structure counts what the driver reserves as used.
+        let (total, used) = (gpu.memory_mib * MIB, RESERVED + gpu.used_mib * MIB);
         Ok(nvml::nvmlMemory_t { total, used, free: total.saturating_sub(used) })
     };
     nvmlDeviceGetMemoryInfo_v2 -> nvml::nvmlMemory_v2_t = |_index, gpu| {
-        let (total, used, reserved) = (gpu.memory_mib * MIB, 0, 600 * MIB);
-        Ok(nvml::nvmlMemory_v2_t { version: 0, total, reserved, used, free: total.saturating_sub(reserved) })
+        let (total, used, reserved) = (gpu.memory_mib * MIB, gpu.used_mib * MIB, RESERVED);
+        Ok(nvml::nvmlMemory_v2_t { version: 0, total, reserved, used, free: total.saturating_sub(reserved + used) })
     };
     nvmlDeviceGetUtilizationRates -> nvml::nvmlUtilization_t = |_index, _gpu| {
         Ok(nvml::nvmlUtilization_t { gpu: 0, memory: 0 })
@@ -173,6 +179,7 @@ extern "C" fn nvmlErrorString(code: nvmlReturn_t) -> *const c_char {
         NOT_LOADED => c"Driver Not Loaded",
         LOST => c"GPU is lost",
         NOT_SUPPORTED => c"Not Supported",
+        NO_RESOURCES => c"Insufficient Resources",
         _ => c"Unknown Error",
     };
     text.as_ptr()
@@ -180,7 +187,7 @@ extern "C" fn nvmlErrorString(code: nvmlReturn_t) -> *const c_char {
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlSystemGetDriverVersion(version: *mut c_char, length: c_uint) -> nvmlReturn_t {
-    give_text(version, length, machine().map(|_| "570.86.15".to_owned()))
+    give_text(version, length, machine().map(|_| "580.159.04".to_owned()))
 }
 
 #[unsafe(no_mangle)]
@@ -234,9 +241,46 @@ extern "C" fn nvmlDeviceGetTemperature(
 extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
     device: nvmlDevice_t,
     count: *mut c_uint,
-    _infos: *mut nvml::nvmlProcessInfo_t,
+    infos: *mut nvml::nvmlProcessInfo_t,
 ) -> nvmlReturn_t {
-    give(count, gpu(device).map(|_| 0))
+    give_processes(count, infos, gpu(device).map(|(_, gpu)| gpu.computing))
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlDeviceGetGraphicsRunningProcesses_v3(
+    device: nvmlDevice_t,
+    count: *mut c_uint,
+    infos: *mut nvml::nvmlProcessInfo_t,
+) -> nvmlReturn_t {
+    give_processes(count, infos, gpu(device).and_then(|(_, gpu)| gpu.drawing.ok_or(NOT_SUPPORTED)))
+}
+
+/// Without room for all of them, it gives how many there are.
+fn give_processes(
+    count: *mut c_uint,
+    infos: *mut nvml::nvmlProcessInfo_t,
+    found: Result<Vec<u32>, nvmlReturn_t>,
+) -> nvmlReturn_t {
+    let pids = match found {
+        Ok(pids) => pids,
+        Err(code) => return code,
+    };
+    let Ok(found) = c_uint::try_from(pids.len()) else { return UNKNOWN };
+    if count.is_null() {
+        return INVALID;
+    }
+    // SAFETY: by the library's interface the place has the number of entries at `infos`, and gets the number of those that were written.
+    let room = unsafe { count.replace(found) };
+    if found > room || (infos.is_null() && found > 0) {
+        return TOO_SMALL;
+    }
+    for (index, pid) in pids.into_iter().enumerate() {
+        let (gpuInstanceId, computeInstanceId) = (u32::MAX, u32::MAX);
+        let info = nvml::nvmlProcessInfo_t { pid, usedGpuMemory: 526 * MIB, gpuInstanceId, computeInstanceId };
+        // SAFETY: there are so many entries.
+        unsafe { infos.add(index).write(info) };
+    }
+    SUCCESS
 }
 
 #[unsafe(no_mangle)]
@@ -257,6 +301,60 @@ extern "C" fn nvmlDeviceGetNvLinkState(device: nvmlDevice_t, link: c_uint, is_ac
     give(is_active, gpu(device).and_then(|(_, gpu)| state(gpu).ok_or(NOT_SUPPORTED)))
 }
 
+/// Sets the fields of a structure of the caller, and leaves the bytes between them as they are: some clients read a longer field than there is.
+fn fill<T>(out: *mut T, device: nvmlDevice_t, set: impl FnOnce(&mut T, FakeFabric)) -> nvmlReturn_t {
+    match gpu(device).and_then(|(_, gpu)| gpu.fabric.ok_or(NOT_SUPPORTED)) {
+        Ok(_) if out.is_null() => INVALID,
+        Ok(fabric) => {
+            // SAFETY: by the library's interface the caller gives a structure, whose fields are numbers.
+            set(unsafe { &mut *out }, fabric);
+            SUCCESS
+        }
+        Err(code) => code,
+    }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlDeviceGetGpuFabricInfo(device: nvmlDevice_t, out: *mut nvml::nvmlGpuFabricInfo_t) -> nvmlReturn_t {
+    fill(out, device, |info, fabric| {
+        (info.clusterUuid, info.cliqueId) = ([0; 16], 0);
+        (info.status, info.state) = (fabric.status, fabric.fabric_state);
+    })
+}
+
+/// The version of the structure is in its first field, in the highest byte.
+#[unsafe(no_mangle)]
+extern "C" fn nvmlDeviceGetGpuFabricInfoV(device: nvmlDevice_t, out: *mut nvml::nvmlGpuFabricInfoV_t) -> nvmlReturn_t {
+    if out.is_null() {
+        return INVALID;
+    }
+    // SAFETY: by the library's interface the caller has set the version.
+    let version = unsafe { (&raw const (*out).version).read() };
+    let latest = match machine() {
+        Ok(machine) => machine.fabric_version,
+        Err(code) => return code,
+    };
+    let size = c_uint::try_from(size_of::<nvml::nvmlGpuFabricInfo_v3_t>()).unwrap_or_default();
+    let size_before = c_uint::try_from(size_of::<nvml::nvmlGpuFabricInfo_v2_t>()).unwrap_or_default();
+    match latest {
+        FakeFabricVersion::First => FUNCTION_NOT_FOUND,
+        FakeFabricVersion::Third if version == size | (3 << 24) => {
+            fill(out, device, |info: &mut nvml::nvmlGpuFabricInfo_v3_t, fabric| {
+                (info.clusterUuid, info.cliqueId) = ([0; 16], 0);
+                (info.status, info.state) = (fabric.status, fabric.fabric_state);
+                (info.healthMask, info.healthSummary) = (fabric.health_mask, fabric.health_summary);
+            })
+        }
+        FakeFabricVersion::Second | FakeFabricVersion::Third if version == size_before | (2 << 24) => {
+            fill(out.cast(), device, |info: &mut nvml::nvmlGpuFabricInfo_v2_t, fabric| {
+                (info.clusterUuid, info.cliqueId) = ([0; 16], 0);
+                (info.status, info.state, info.healthMask) = (fabric.status, fabric.fabric_state, fabric.health_mask);
+            })
+        }
+        FakeFabricVersion::Second | FakeFabricVersion::Third => WRONG_VERSION,
+    }
+}
+
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetFieldValues(
     device: nvmlDevice_t,
@@ -273,15 +371,20 @@ extern "C" fn nvmlDeviceGetFieldValues(
     }
     // SAFETY: by the library's interface there are `count` values.
     for value in unsafe { std::slice::from_raw_parts_mut(values, count) } {
+        // The types are those that driver 580 gives.
+        let long = |found: u32| (nvml::nvmlValueType_enum_NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, found);
         let found = match value.fieldId {
-            nvml::field_id::NVML_FI_DEV_REMAPPED_PENDING => gpu.remap_pending.map(u32::from),
-            nvml::field_id::NVML_FI_DEV_REMAPPED_FAILURE => gpu.remap_failed.map(u32::from),
-            nvml::field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION => gpu.recovery_action,
+            nvml::field_id::NVML_FI_DEV_REMAPPED_PENDING => gpu.remap_pending.map(u32::from).map(long),
+            nvml::field_id::NVML_FI_DEV_REMAPPED_FAILURE => gpu.remap_failed.map(u32::from).map(long),
+            nvml::field_id::NVML_FI_DEV_GET_GPU_RECOVERY_ACTION => {
+                gpu.recovery_action.map(|action| (nvml::nvmlValueType_enum_NVML_VALUE_TYPE_UNSIGNED_INT, action))
+            }
             _ => None,
         };
-        value.valueType = nvml::nvmlValueType_enum_NVML_VALUE_TYPE_UNSIGNED_INT;
         value.nvmlReturn = if found.is_some() { SUCCESS } else { NOT_SUPPORTED };
-        value.value = nvml::nvmlValue_t { uiVal: found.unwrap_or(0) };
+        let (value_type, found) = found.unwrap_or((nvml::nvmlValueType_enum_NVML_VALUE_TYPE_UNSIGNED_INT, 0));
+        value.valueType = value_type;
+        value.value = nvml::nvmlValue_t { ullVal: found.into() };
     }
     SUCCESS
 }

@@ -1,4 +1,4 @@
-//! `gpuaas-finalizer`: carries the update of the agent to its end, from the version of before the update.
+//! `gpuaas-finalizer`: carries the update of the agent to its end, from the previous version.
 
 use std::io::Write as _;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use clap::Parser;
 /// Carries the update of the agent that is in progress to its end, and ends at once where there is none.
 ///
 /// It makes the new version the current one, restarts the agent, and waits until the control plane has answered a heartbeat of the new
-/// agent. Without that in time it puts the version of before back, and remembers the new one as failed. It may be killed at any point and
+/// agent. Without that in time it puts the previous version back, and remembers the new one as failed. It may be killed at any point and
 /// started again.
 #[derive(Debug, Parser)]
 #[command(name = "gpuaas-finalizer", version)]

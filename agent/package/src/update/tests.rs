@@ -251,8 +251,8 @@ fn expect_end(world: &World, is_committed: bool, what: &str) {
     let last = world.last.as_ref().unwrap();
     assert_eq!((last.task_id, last.rolled_back.is_none()), (Uuid::from_u128(7), is_committed), "{what}");
     assert_eq!(world.failed.contains(&digest("new")), !is_committed, "{what}");
-    let kept = world.versions.contains(&digest("old")) && world.versions.contains(&digest("new"));
-    assert!(kept && world.versions.contains(&digest("older")) != is_committed, "{what}: {:?}", world.versions);
+    let stored = world.versions.contains(&digest("old")) && world.versions.contains(&digest("new"));
+    assert!(stored && world.versions.contains(&digest("older")) != is_committed, "{what}: {:?}", world.versions);
 }
 
 #[test]
@@ -313,7 +313,7 @@ fn machine_that_restarts_again_and_again_is_rolled_back() {
 }
 
 #[test]
-fn proof_of_before_the_last_start_of_the_agent_is_none() {
+fn proof_from_before_the_agents_last_start_is_refused() {
     let mut world = World::new(NewAgent::Silent);
     world.has_old_proof = true;
     run(&mut world, None);

@@ -16,6 +16,7 @@ impl Machine {
     fn new() -> Self {
         let machine = Self { folder: tempfile::tempdir().unwrap() };
         machine.write("etc/passwd", "root:x:0:0::/root:/bin/sh\n", 0o644);
+        machine.write("etc/group", "root:x:0:\nsudo:x:27:\n", 0o644);
         machine.write("etc/sudoers", "root ALL=(ALL) ALL\n", 0o440);
         machine.write("root/.ssh/authorized_keys", "ssh-x of an operator\n", 0o600);
         machine.write("usr/bin/su", "su", 0o4755);
@@ -39,6 +40,20 @@ impl Machine {
         fs::remove_file(self.folder.path().join("root").join(path)).unwrap();
     }
 
+    /// A tenant, as the agent records and makes it.
+    fn rent(&self) {
+        let records =
+            r#"{"last_uid":70001,"accounts":{"00000000-0000-0000-0000-000000000001":{"name":"tena","uid":70001}}}"#;
+        fs::create_dir_all(self.state_dir()).unwrap();
+        fs::write(self.state_dir().join("accounts.json"), records).unwrap();
+        self.append("etc/passwd", "tena:x:70001:70001::/home/tena:/bin/sh\n");
+    }
+
+    fn release(&self) {
+        self.write("etc/passwd", "root:x:0:0::/root:/bin/sh\n", 0o644);
+        fs::write(self.state_dir().join("accounts.json"), r#"{"last_uid":70001,"accounts":{}}"#).unwrap();
+    }
+
     fn state_dir(&self) -> PathBuf {
         self.folder.path().join("state")
     }
@@ -49,8 +64,6 @@ impl Machine {
             state_dir: self.state_dir(),
             homes: "/home".into(),
             keys: "/etc/ssh/gpuaas-keys".into(),
-            tenants: 4_000_000_000..=4_000_000_009,
-            sudo_commands: Vec::new(),
             ssh_listen: None,
             ignored_ports: Vec::new(),
         })
@@ -78,10 +91,14 @@ fn found(checker: &mut PrivilegeChecker, depth: Depth) -> Vec<String> {
 type Intrusion = fn(&Machine);
 
 /// What an intruder with the rights of root leaves, with the code of its finding.
-const INTRUSIONS: [(&str, Intrusion); 5] = [
+const INTRUSIONS: [(&str, Intrusion); 9] = [
     ("sudoers", |it| it.append("etc/sudoers", "eve ALL=(ALL) NOPASSWD: ALL\n")),
     ("setuid", |it| it.write("var/lib/.x", "sh", 0o4755)),
     ("uid_zero", |it| it.append("etc/passwd", "toor:x:0:0::/:/bin/sh\n")),
+    ("account", |it| it.append("etc/passwd", "eve:x:70001:70001::/:/bin/sh\n")),
+    ("group_member", |it| it.write("etc/group", "root:x:0:\nsudo:x:27:tena\n", 0o644)),
+    ("autostart", |it| it.write("etc/ld.so.preload", "/lib/evil.so\n", 0o644)),
+    ("listening_port", |it| it.append("proc/net/tcp", &listener("00000000:1338", 70_001))),
     ("authorized_keys", |it| it.append("root/.ssh/authorized_keys", "ssh-x of eve\n")),
     ("listening_port", |it| it.append("proc/net/tcp", &listener("00000000:1337", 0))),
 ];
@@ -95,17 +112,23 @@ fn each_gained_privilege_is_a_finding_of_its_own_and_ends_when_it_is_taken_away(
         intrude(&machine);
         assert_eq!(found(&mut checker, Depth::Full), [code]);
         // A restarted agent compares with the same baseline.
-        let mut again = machine.open();
-        assert_eq!(found(&mut again, Depth::Full), [code]);
+        let mut repeated = machine.open();
+        assert_eq!(found(&mut repeated, Depth::Full), [code]);
         let clean = Machine::new();
-        for path in ["etc/sudoers", "etc/passwd", "root/.ssh/authorized_keys", "proc/net/tcp"] {
+        for path in ["etc/sudoers", "etc/passwd", "etc/group", "root/.ssh/authorized_keys", "proc/net/tcp"] {
             let content = fs::read_to_string(clean.folder.path().join("root").join(path)).unwrap();
             machine.write(path, &content, if path == "etc/sudoers" { 0o440 } else { 0o644 });
         }
-        if code == "setuid" {
-            machine.remove("var/lib/.x");
+        match code {
+            "setuid" => machine.remove("var/lib/.x"),
+            "autostart" => machine.remove("etc/ld.so.preload"),
+            _ => {}
         }
-        assert_eq!(found(&mut again, Depth::Quick), Vec::<String>::new(), "{code} shows as corrected without a search");
+        assert_eq!(
+            found(&mut repeated, Depth::Quick),
+            Vec::<String>::new(),
+            "{code} shows as corrected without a search"
+        );
     }
 }
 
@@ -153,12 +176,12 @@ fn operator_accepts_exactly_the_differences_that_were_reported() {
 #[test]
 fn nothing_is_recorded_while_a_tenant_is_there_for_the_first_time() {
     let machine = Machine::new();
-    machine.append("etc/passwd", "tena:x:4000000001:4000000001::/home/tena:/bin/sh\n");
+    machine.rent();
     let mut checker = machine.open();
     assert!(checker.check(Depth::Full, || true));
     checker.renew();
     assert!(checker.has_unrecorded() && checker.conditions().is_empty(), "nothing is known of any difference");
-    machine.write("etc/passwd", "root:x:0:0::/root:/bin/sh\n", 0o644);
+    machine.release();
     checker.renew();
     assert!(!checker.has_unrecorded());
 }
@@ -175,6 +198,9 @@ fn damaged_baseline_is_a_finding_until_an_operator_accepts_the_machine() {
     checker.renew();
     checker.record_first();
     assert_eq!(found(&mut checker, Depth::Full), [BASELINE_DAMAGED]);
+    checker.accept("setuid", "");
+    checker.accept(BASELINE_NEWER, "");
+    assert_eq!(found(&mut checker, Depth::Full), [BASELINE_DAMAGED], "another finding was accepted");
     checker.accept(BASELINE_DAMAGED, "");
     assert_eq!(found(&mut checker, Depth::Full), Vec::<String>::new());
     machine.write("var/lib/.x", "sh", 0o4755);
@@ -187,16 +213,13 @@ fn difference_that_lasts_for_less_than_a_moment_is_none() {
     let mut checker = machine.recorded();
     machine.append("etc/passwd", "toor:x:0:0::/:/bin/sh\n");
     let folder = machine.folder.path().join("root/etc/passwd");
-    let restore = std::thread::spawn(move || {
-        std::thread::sleep(CONFIRMED_AFTER / 2);
-        fs::write(folder, "root:x:0:0::/root:/bin/sh\n").unwrap();
-    });
+    checker.between_looks = Some(Box::new(move || fs::write(folder, "root:x:0:0::/root:/bin/sh\n").unwrap()));
     assert_eq!(found(&mut checker, Depth::Quick), Vec::<String>::new());
-    restore.join().unwrap();
+    assert!(checker.between_looks.is_none(), "it looked once");
 }
 
 #[test]
-fn what_cannot_be_read_is_shown_and_ends_no_finding() {
+fn unreadable_part_is_shown_and_ends_no_finding() {
     let machine = Machine::new();
     let mut checker = machine.recorded();
     machine.append("etc/passwd", "toor:x:0:0::/:/bin/sh\n");
@@ -258,4 +281,138 @@ fn kind_that_was_not_observed_whole_is_recorded_later_and_not_compared_before() 
     assert!(!checker.has_unrecorded());
     machine.write("var/lib/later", "sh", 0o4755);
     assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
+}
+
+#[test]
+fn recorded_tenant_is_no_difference_and_what_it_is_given_by_others_is() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    machine.rent();
+    machine.append("proc/net/tcp", &listener("00000000:1F90", 70_001));
+    assert_eq!(found(&mut checker, Depth::Full), Vec::<String>::new());
+    machine.write("etc/group", "root:x:0:\nsudo:x:27:tena\n", 0o644);
+    assert_eq!(found(&mut checker, Depth::Quick), ["group_member"]);
+    machine.write("etc/group", "root:x:0:\nsudo:x:27:\n", 0o644);
+    // The record is what makes a tenant.
+    fs::write(machine.state_dir().join("accounts.json"), "{").unwrap();
+    let codes = found(&mut checker, Depth::Quick);
+    for code in ["account", "listening_port", INCOMPLETE] {
+        assert!(codes.iter().any(|found| found == code), "{code}: {codes:?}");
+    }
+}
+
+#[test]
+fn baseline_of_a_later_version_stays_and_shows_until_the_last_tenant_is_gone() {
+    let machine = Machine::new();
+    drop(machine.recorded());
+    machine.rent();
+    let file = machine.state_dir().join("privileges.json");
+    let later = r#"{"version":99,"entries":{}}"#;
+    fs::write(&file, later).unwrap();
+    let mut checker = machine.open();
+    machine.write("var/lib/.x", "sh", 0o4755);
+    assert_eq!(found(&mut checker, Depth::Full), [BASELINE_NEWER]);
+    checker.record_first();
+    checker.renew();
+    assert_eq!(fs::read_to_string(&file).unwrap(), later, "another tenant is there");
+    machine.release();
+    checker.record_first();
+    assert_eq!(fs::read_to_string(&file).unwrap(), later, "there was no clean-up");
+    checker.renew();
+    assert_eq!(found(&mut checker, Depth::Full), Vec::<String>::new());
+    machine.write("var/lib/.y", "sh", 0o4755);
+    assert_eq!(found(&mut machine.open(), Depth::Full), ["setuid"], "it is compared from here on");
+}
+
+#[test]
+fn unknown_kind_of_a_later_release_stays_until_the_next_clean_up_and_the_others_are_compared() {
+    let machine = Machine::new();
+    drop(machine.recorded());
+    let file = BaselineFile::in_folder(&machine.state_dir());
+    let StoredBaseline::Of(mut baseline) = file.load() else { panic!("there is a baseline") };
+    baseline.newer.insert("boot".to_owned(), serde_json::json!({ "/boot/vmlinuz": "a" }));
+    file.store(&baseline).unwrap();
+    let mut checker = machine.open();
+    assert_eq!(found(&mut checker, Depth::Full), [BASELINE_NEWER]);
+    machine.write("var/lib/.x", "sh", 0o4755);
+    assert_eq!(found(&mut checker, Depth::Full), ["setuid", BASELINE_NEWER]);
+    let accepted = checker.conditions()[0].state.clone().unwrap();
+    checker.accept("setuid", &accepted);
+    let StoredBaseline::Of(stored) = file.load() else { panic!("there is a baseline") };
+    assert_eq!(stored.newer, baseline.newer, "an accepted difference leaves it as it is");
+    checker.renew();
+    assert_eq!(found(&mut checker, Depth::Full), Vec::<String>::new());
+    assert_eq!(found(&mut machine.open(), Depth::Full), Vec::<String>::new());
+}
+
+#[test]
+fn difference_that_moves_between_two_looks_is_no_finding_yet_and_no_clean_up_accepts_it() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    let folder = machine.folder.path().join("root/etc/sudoers.d");
+    machine.write("etc/sudoers.d/a", "eve ALL=(ALL) NOPASSWD: ALL\n", 0o440);
+    checker.between_looks = Some(Box::new(move || fs::rename(folder.join("a"), folder.join("b")).unwrap()));
+    assert_eq!(found(&mut checker, Depth::Quick), Vec::<String>::new());
+    assert!(checker.between_looks.is_none(), "it looked once");
+    checker.renew();
+    assert_eq!(found(&mut machine.open(), Depth::Full), ["sudoers"]);
+}
+
+#[test]
+fn kind_that_is_recorded_later_takes_nothing_of_the_others_over() {
+    let machine = Machine::new();
+    let mut checker = machine.open();
+    assert!(checker.check(Depth::Full, || true));
+    checker.incomplete.insert(PrivilegeKind::Setuid, "the search took too long".into());
+    checker.record_first();
+    machine.append("etc/sudoers", "eve ALL=(ALL) NOPASSWD: ALL\n");
+    assert_eq!(found(&mut checker, Depth::Full), ["sudoers"]);
+    checker.record_first();
+    assert!(!checker.has_unrecorded());
+    assert_eq!(found(&mut checker, Depth::Full), ["sudoers"]);
+}
+
+#[test]
+fn accepted_difference_that_cannot_be_stored_stays_a_finding() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    machine.write("var/lib/.x", "sh", 0o4755);
+    assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
+    let state = checker.conditions()[0].state.clone().unwrap();
+    // What cannot be replaced by a file.
+    let file = machine.state_dir().join("privileges.json");
+    fs::remove_file(&file).unwrap();
+    fs::create_dir_all(file.join("full")).unwrap();
+    checker.accept("setuid", &state);
+    assert_eq!(checker.conditions()[0].key.code, "setuid");
+    fs::remove_dir_all(&file).unwrap();
+    checker.accept("setuid", &state);
+    assert!(checker.conditions().is_empty());
+    assert_eq!(found(&mut machine.open(), Depth::Full), Vec::<String>::new());
+}
+
+#[test]
+fn searched_file_that_cannot_be_opened_ends_no_finding_before_the_next_search() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    machine.write("var/lib/.x", "sh", 0o4755);
+    assert_eq!(found(&mut checker, Depth::Full), ["setuid"]);
+    machine.remove("var/lib/.x");
+    let socket = std::os::unix::net::UnixListener::bind(machine.folder.path().join("root/var/lib/.x")).unwrap();
+    assert_eq!(found(&mut checker, Depth::Quick), ["setuid"]);
+    assert_eq!(found(&mut checker, Depth::Full), Vec::<String>::new());
+    drop(socket);
+}
+
+#[test]
+fn file_that_changes_after_the_report_is_not_accepted_with_it() {
+    let machine = Machine::new();
+    let mut checker = machine.recorded();
+    machine.write("etc/sudoers.d/x", "ops ALL=(ALL) /usr/bin/systemctl\n", 0o440);
+    assert_eq!(found(&mut checker, Depth::Quick), ["sudoers"]);
+    let reported = checker.conditions()[0].state.clone().unwrap();
+    machine.write("etc/sudoers.d/x", "ops ALL=(ALL) NOPASSWD: ALL\n", 0o440);
+    assert_eq!(found(&mut checker, Depth::Quick), ["sudoers"]);
+    checker.accept("sudoers", &reported);
+    assert_eq!(found(&mut checker, Depth::Quick), ["sudoers"]);
 }

@@ -129,3 +129,20 @@ fn update_in_progress_is_no_difference() {
     fs::write(installed.root.path().join("update/record.json"), "{}").unwrap();
     assert_eq!(altered(&mut watched), None);
 }
+
+#[test]
+fn other_altered_files_are_another_occurrence() {
+    let installed = Installed::new();
+    let mut watched = installed.watched();
+    let mut state = || watched.check(false).map(|condition| condition.state.unwrap());
+    installed.write("units/a", "UNIT");
+    let first = state();
+    assert_eq!(state(), first);
+    installed.write("bin/gpuaas-agent", "AGENT");
+    let second = state();
+    assert!(first.is_some() && second.is_some() && first != second);
+    // As many files as before.
+    installed.write("units/a", "unit");
+    installed.write("bin/gpuaas-finalizer", "FINALIZER");
+    assert_ne!(state(), second);
+}

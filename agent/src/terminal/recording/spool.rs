@@ -45,7 +45,7 @@ pub(in crate::terminal) enum SpoolError {
     /// There will be room when the control plane has accepted some chunks.
     #[error("there is no room in the spool")]
     NoRoom,
-    #[error("the disk does not take it: {0}")]
+    #[error("it cannot be written to the disk: {0}")]
     Disk(#[source] io::Error),
     #[error("the recording is as long as it may be")]
     Over,
@@ -203,11 +203,11 @@ impl Spool {
     /// Reserves room. `end`: for the frames that end the recording, which have a reserve of their own.
     fn reserve(&self, bytes: u64, end: bool) -> bool {
         let mut state = self.state();
-        let kept = if end { 0 } else { END_RESERVE };
-        if !end && state.bytes + bytes + kept > self.spools.most / SESSION_SHARE {
+        let stored = if end { 0 } else { END_RESERVE };
+        if !end && state.bytes + bytes + stored > self.spools.most / SESSION_SHARE {
             return false;
         }
-        let fits = |used: u64| (end || used + bytes + kept <= self.spools.most).then_some(used + bytes);
+        let fits = |used: u64| (end || used + bytes + stored <= self.spools.most).then_some(used + bytes);
         let reserved = self.spools.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_ok();
         if reserved {
             state.bytes += bytes;

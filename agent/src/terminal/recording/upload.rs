@@ -10,7 +10,7 @@ use tracing::{info, warn};
 use uuid::Uuid;
 
 use super::spool::{NextUpload, Spool, Spools};
-use crate::backoff::Backoff;
+use crate::full_jitter::Backoff;
 use crate::terminal::{TerminalTransport, UploadError};
 
 const FIRST_PAUSE: Duration = Duration::from_millis(500);

@@ -13,7 +13,10 @@ use super::{CHUNK_MAX_AGE, Recorder, RecorderEvent};
 use crate::terminal::recording::spool::{NextUpload, Spool, SpoolError, SpoolWriter, Spools};
 
 const MIB: u64 = 1 << 20;
+/// Long enough for what must not happen.
 const SOON: Duration = Duration::from_millis(100);
+/// Longer than any write takes, also on another thread.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 struct TestRecorder {
     _folder: tempfile::TempDir,
@@ -51,7 +54,7 @@ fn fill(spools: &Spools) -> Vec<Arc<Spool>> {
 impl TestRecorder {
     async fn record(&mut self, text: &str) -> Option<RecorderEvent> {
         self.recorder.output(text.as_bytes());
-        timeout(SOON, self.recorder.next_event()).await.ok()
+        timeout(TIMEOUT, self.recorder.next_event()).await.ok()
     }
 
     /// Takes what can be uploaded, as chunks that the control plane would accept, and returns its frames.
@@ -120,17 +123,33 @@ async fn chunk_is_closed_after_its_maximum_age() {
     let mut stage = stage(RecordMode::BestEffort, MIB, MIB);
     stage.record("one").await.unwrap();
     assert!(stage.recorder.is_busy() && stage.send().is_empty());
-    let _ = timeout(CHUNK_MAX_AGE + SOON, stage.recorder.next_event()).await;
-    assert_eq!(stage.send().len(), 2);
+    let closed = async {
+        loop {
+            let _ = timeout(SOON, stage.recorder.next_event()).await;
+            let sent = stage.send();
+            if !sent.is_empty() {
+                return sent;
+            }
+        }
+    };
+    let sent = timeout(CHUNK_MAX_AGE + TIMEOUT, closed).await.expect("the chunk is closed");
+    assert_eq!(sent.len(), 2);
     assert!(!stage.recorder.is_busy());
 }
 
 #[tokio::test]
 async fn adjacent_output_is_merged_into_one_frame() {
-    let mut stage = stage(RecordMode::BestEffort, MIB, MIB);
-    for word in ["a", "b", "c"] {
-        stage.recorder.output(word.as_bytes());
-    }
+    // One in which the words came within the window: this test may be interrupted between them.
+    let mut stage = loop {
+        let mut stage = stage(RecordMode::BestEffort, MIB, MIB);
+        let begun = std::time::Instant::now();
+        for word in ["a", "b", "c"] {
+            stage.recorder.output(word.as_bytes());
+        }
+        if begun.elapsed() < MERGE_WINDOW {
+            break stage;
+        }
+    };
     std::thread::sleep(2 * MERGE_WINDOW);
     stage.recorder.output(b"later");
     stage.recorder.finish().await;

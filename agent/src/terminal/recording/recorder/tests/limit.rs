@@ -24,7 +24,7 @@ async fn full_or_refused_recording_ends_and_ends_a_strict_session() {
             assert_eq!(stage.record("more").await, shown("more"));
         }
         assert_eq!(stage.recorder.mode(), RecordMode::Off);
-        timeout(RECORDING_ENDS, stage.recorder.finish()).await.unwrap();
+        timeout(TIMEOUT, stage.recorder.finish()).await.unwrap();
         let lost = if mode == RecordMode::Strict { None } else { Some(FrameContent::Gap { bytes: 5000 }) };
         let end =
             [Some(FrameContent::Begin { columns: 80, rows: 24 }), lost, Some(FrameContent::End(RecordingEnd::Full))];
@@ -32,8 +32,6 @@ async fn full_or_refused_recording_ends_and_ends_a_strict_session() {
         assert_eq!(stage.send(), expected, "{mode:?}");
     }
 }
-
-const RECORDING_ENDS: Duration = Duration::from_secs(1);
 
 /// A best-effort recording that has reached its limit, and has reported it.
 async fn full() -> TestRecorder {

@@ -1,0 +1,164 @@
+//! Heartbeats, at the interval that the control plane sets.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use chrono::{TimeDelta, Utc};
+use tracing::{info, warn};
+use wire::VerifierSet;
+use wire::bundle::fingerprint;
+use wire::heartbeat::{GpuTelemetry, Heartbeat, HeartbeatAnswer, RunningTask, Telemetry};
+use wire::task::TASK_TYPES;
+
+use super::execute::AttemptStage;
+use super::{Agent, BACKOFF_BASE, enroll, locked, read_inventory};
+use crate::full_jitter::Backoff;
+use crate::health::HealthMonitor;
+use crate::inventory::LoadMeter;
+
+const BACKOFF_MAX: Duration = Duration::from_secs(30);
+/// A larger clock skew makes tasks expire too early or too late.
+const CLOCK_TOLERANCE: TimeDelta = TimeDelta::seconds(10);
+/// The lower bound of the interval that the control plane sets.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(200);
+
+impl Agent {
+    pub(super) async fn send_heartbeats(&self) {
+        let meter = Arc::new(LoadMeter::default());
+        let heartbeat_now = Arc::clone(&self.heartbeat_now);
+        let mut monitor = HealthMonitor::start(
+            &self.config,
+            self.boot_id,
+            (self.gpus.source(), &self.inventory.gpus),
+            self.integrity.clone(),
+            self.stop.clone(),
+            move || {
+                heartbeat_now.notify_one();
+            },
+        );
+        let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
+        let (mut clock_skew, mut is_in_contact) = (None, false);
+        while !self.stop.is_cancelled() {
+            let heartbeat = self.heartbeat(&meter, &mut monitor, clock_skew).await;
+            let api = self.api();
+            let answer = tokio::select! {
+                answer = api.heartbeat(&heartbeat) => answer,
+                () = self.stop.cancelled() => return,
+            };
+            match answer {
+                Ok(answer) => {
+                    backoff.reset();
+                    if !std::mem::replace(&mut is_in_contact, true) {
+                        info!("in contact");
+                    }
+                    self.prove_update().await;
+                    clock_skew = warn_of_clock_skew(&answer, clock_skew.is_some());
+                    self.follow_verifiers(&answer.verifier_sets);
+                    self.follow_authorities(&answer);
+                    monitor.accept(&answer.accepted_findings);
+                    self.heartbeats_answered.send_modify(|answers| *answers += 1);
+                    self.poll_settings.send_replace(answer.poll);
+                    if !self.wait_for_next_heartbeat(answer.next_heartbeat_seconds).await {
+                        return;
+                    }
+                }
+                Err(error) => {
+                    is_in_contact = false;
+                    if !self.retry_after_failure(&api, error, "the heartbeat", &mut backoff).await {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Jitter of a tenth on either side keeps a fleet from sending heartbeats in step.
+    async fn wait_for_next_heartbeat(&self, seconds: u32) -> bool {
+        let pause =
+            Duration::from_secs(u64::from(seconds)).mul_f64(0.9 + 0.2 * rand::random::<f64>()).max(SHORTEST_PAUSE);
+        tokio::select! {
+            () = tokio::time::sleep(pause) => true,
+            () = self.heartbeat_now.notified() => self.pause(SHORTEST_PAUSE).await,
+            () = self.stop.cancelled() => false,
+        }
+    }
+
+    async fn heartbeat(
+        &self,
+        meter: &Arc<LoadMeter>,
+        monitor: &mut HealthMonitor,
+        clock_skew: Option<i64>,
+    ) -> Heartbeat {
+        let observed = monitor.observe(&self.gpus, clock_skew).await;
+        let (source, executor) = (self.gpus.source(), self.executor.kind());
+        Heartbeat {
+            boot_id: self.boot_id,
+            agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+            package_digest: self.updates.digest(),
+            protocol: self.config.simulated_faults.protocol(),
+            sent_at: Utc::now(),
+            inventory: read_inventory(
+                observed.gpus,
+                (source, observed.driver_version),
+                executor,
+                &self.config.state_dir,
+            )
+            .await,
+            telemetry: measure(meter, observed.load).await,
+            health: observed.health,
+            verifier_set_version: locked(&self.verifiers).version(),
+            running: self.running(),
+            // A bundle that cannot be read is reported as absent, and the control plane sends it again.
+            task_types: Some(TASK_TYPES.map(str::to_owned).to_vec()),
+            node_ca_bundle_fingerprint: Some(self.identities.node_cas_fingerprint().ok().flatten().unwrap_or_default()),
+            findings: Some(observed.findings),
+        }
+    }
+
+    fn running(&self) -> Vec<RunningTask> {
+        locked(&self.in_flight)
+            .iter()
+            .filter(|(_, stage)| **stage == AttemptStage::Executing)
+            .map(|((task_id, attempt), _)| RunningTask { task_id: *task_id, attempt: *attempt })
+            .collect()
+    }
+
+    pub(super) fn follow_verifiers(&self, sets: &[VerifierSet]) {
+        let mut verifiers = locked(&self.verifiers);
+        let followed = enroll::follow_verifier_sets(&self.identities, &self.config.verifier_set, &mut verifiers, sets);
+        drop(verifiers);
+        if let Err(fatal) = followed {
+            self.fail(fatal);
+        }
+    }
+
+    fn follow_authorities(&self, answer: &HeartbeatAnswer) {
+        if let Some(bundle) = &answer.node_ca_bundle_pem {
+            match self.identities.store_node_cas(bundle) {
+                Ok(()) => info!(fingerprint = fingerprint(bundle), "the authorities of nodes changed"),
+                Err(error) => return self.fail(error.into()),
+            }
+        }
+        if let Some(seconds) = answer.renew_within_seconds {
+            self.renew_within.send_replace(Some(Duration::from_secs(seconds.into())));
+        }
+    }
+}
+
+async fn measure(meter: &Arc<LoadMeter>, gpus: Vec<GpuTelemetry>) -> Telemetry {
+    let meter = Arc::clone(meter);
+    tokio::task::spawn_blocking(move || meter.read(gpus)).await.unwrap_or_default()
+}
+
+/// Logs clock skew once when it begins. Returns the seconds, where they are too many.
+fn warn_of_clock_skew(answer: &HeartbeatAnswer, was_off: bool) -> Option<i64> {
+    let skew = Utc::now() - answer.server_time;
+    if skew.abs() <= CLOCK_TOLERANCE {
+        return None;
+    }
+    let seconds = skew.num_seconds();
+    if !was_off {
+        warn!(error_code = "clock_skew", seconds, "the clocks of node and control plane differ");
+    }
+    Some(seconds)
+}

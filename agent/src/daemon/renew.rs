@@ -1,0 +1,212 @@
+//! The certificate's renewal, from half of its lifetime on.
+
+use std::sync::PoisonError;
+use std::time::{Duration, Instant};
+
+use chrono::{DateTime, Utc};
+use tracing::{info, warn};
+use wire::enroll::{NonceAnswer, RenewRequest};
+
+use super::enroll::{Applicant, EnrollmentMethod};
+use super::{Agent, BACKOFF_BASE, Fatal};
+use crate::full_jitter::Backoff;
+use crate::identity::AgentIdentity;
+use crate::node_api_client::{NodeApiClient, NodeApiError};
+
+const BACKOFF_MAX: Duration = Duration::from_secs(60);
+
+/// A session younger than this is not abandoned because of one refused certificate.
+const SESSION_SETTLE_TIME: Duration = Duration::from_secs(2);
+
+/// How soon the control plane is asked again about a refused certificate.
+const RECHECK_INTERVAL: Duration = Duration::from_secs(5);
+
+/// Why there is no new certificate yet.
+enum RenewalError {
+    Call(NodeApiError),
+    Fatal(Fatal),
+}
+
+impl From<Fatal> for RenewalError {
+    fn from(fatal: Fatal) -> Self {
+        Self::Fatal(fatal)
+    }
+}
+
+impl Agent {
+    pub(super) async fn renew(&self) {
+        loop {
+            let identity = self.identity();
+            let wait = (identity.renew_at(rand::random()) - Utc::now()).to_std().unwrap_or(Duration::ZERO);
+            tokio::select! {
+                () = tokio::time::sleep(wait) => {}
+                () = self.early_renewal_due() => {}
+                () = self.stop.cancelled() => return,
+            }
+            self.renew_within.send_replace(None);
+            if !self.renew_once().await {
+                return;
+            }
+        }
+    }
+
+    /// Resolves when the control plane wants the certificate renewed early, after a random part of the window that it grants the fleet.
+    async fn early_renewal_due(&self) {
+        let mut wanted = self.renew_within.subscribe();
+        let Ok(within) = wanted.wait_for(Option::is_some).await.map(|within| within.unwrap_or_default()) else {
+            return std::future::pending().await;
+        };
+        info!(within_seconds = within.as_secs(), "the certificate's authority goes: renewing");
+        tokio::time::sleep(within.mul_f64(rand::random())).await;
+    }
+
+    /// Retries until there is a new certificate. Returns whether the agent continues.
+    async fn renew_once(&self) -> bool {
+        let mut backoff = Backoff::new(BACKOFF_BASE, BACKOFF_MAX);
+        loop {
+            let not_after = self.identity().not_after;
+            if !self.ensure_valid_certificate().await {
+                return false;
+            }
+            if self.identity().not_after != not_after {
+                // It expired and was recovered in between.
+                return true;
+            }
+            let api = self.api();
+            let renewed = tokio::select! {
+                renewed = self.request_renewal(&api) => renewed,
+                // The key stays on disk for the next start.
+                () = self.stop.cancelled() => return false,
+            };
+            match renewed {
+                Ok(identity) => {
+                    info!(certificate_not_after = %identity.not_after, "certificate renewed");
+                    return true;
+                }
+                Err(RenewalError::Call(error)) => {
+                    if !self.retry_after_failure(&api, error, "renewing the certificate", &mut backoff).await {
+                        return false;
+                    }
+                }
+                Err(RenewalError::Fatal(fatal)) => {
+                    self.fail(fatal);
+                    return false;
+                }
+            }
+        }
+    }
+
+    async fn request_renewal(&self, api: &NodeApiClient) -> Result<AgentIdentity, RenewalError> {
+        let pending = self.identities.pending_renewal().map_err(Fatal::from)?;
+        let request = RenewRequest { csr_pem: pending.csr_pem.clone() };
+        let answer = api.renew(&request).await.map_err(RenewalError::Call)?;
+        let identity = self.identities.commit(&pending, &answer).map_err(Fatal::from)?;
+        self.replace_identity(identity.clone()).map_err(Fatal::from)?;
+        self.follow_verifiers(&answer.verifier_sets);
+        Ok(identity)
+    }
+
+    /// Checks the certificate's expiry before it is presented, and recovers an expired identity. Returns whether the agent continues.
+    pub(super) async fn ensure_valid_certificate(&self) -> bool {
+        if !self.identity().is_expired(Utc::now()) {
+            return true;
+        }
+        let _alone = self.recovering.lock().await;
+        let identity = self.identity();
+        if !identity.is_expired(Utc::now()) {
+            return true;
+        }
+        let recovered = tokio::select! {
+            recovered = self.recover(identity.not_after) => recovered,
+            () = self.stop.cancelled() => return false,
+        };
+        self.handle_recovery(recovered)
+    }
+
+    /// A peer refused the certificate that `api` presents. If the control plane itself would refuse it, because its authority is not
+    /// trusted any more or it is not valid by the control plane's clock, the identity is recovered like an expired one: it cannot be
+    /// renewed. Returns whether the agent continues.
+    pub(super) async fn replace_refused_certificate(&self, api: &NodeApiClient, refused: &NodeApiError) -> bool {
+        let mut last_check = self.recovering.lock().await;
+        let (identity, is_in_use, age) = {
+            let session = self.session.read().unwrap_or_else(PoisonError::into_inner);
+            (session.identity.clone(), session.api.has_same_certificate(api), session.since.elapsed())
+        };
+        // The refused certificate is the previous one, or a replica does not know the new authority yet: resending the request decides
+        // it.
+        if self.config.enrollment_token.is_none() || !is_in_use || age < SESSION_SETTLE_TIME {
+            return true;
+        }
+        if last_check.is_some_and(|at| at.elapsed() < RECHECK_INTERVAL) {
+            return true;
+        }
+        *last_check = Some(Instant::now());
+        let answer = match NodeApiClient::anonymous(&self.config) {
+            Ok(anonymous) => tokio::select! {
+                answer = anonymous.nonce() => answer,
+                () = self.stop.cancelled() => return false,
+            },
+            Err(error) => return self.handle_recovery(Err(error.into())),
+        };
+        match answer {
+            Ok(answer) if is_accepted(&identity, &answer, refused) => {
+                warn!(
+                    error_code = "certificate_not_replaced",
+                    "the control plane trusts the certificate's authority, so that recovering would not help: either the certificate was \
+                     revoked, and the node's enrollment is to be reissued, or a proxy in front does not know the authority, and is to \
+                     be given what `gpuaas node-ca` prints"
+                );
+                true
+            }
+            Ok(_) => {
+                warn!(
+                    certificate_not_after = %identity.not_after,
+                    "the control plane refuses the certificate: its authority is not trusted, or it has expired or is not valid yet"
+                );
+                let recovered = tokio::select! {
+                    recovered = self.recover(identity.not_after) => recovered,
+                    () = self.stop.cancelled() => return false,
+                };
+                self.handle_recovery(recovered)
+            }
+            // The refused call is retried, and then this check runs again.
+            Err(_) => true,
+        }
+    }
+
+    fn handle_recovery(&self, recovered: Result<(), Fatal>) -> bool {
+        recovered.map_err(|fatal| self.fail(fatal)).is_ok()
+    }
+
+    async fn recover(&self, not_after: DateTime<Utc>) -> Result<(), Fatal> {
+        if self.config.enrollment_token.is_none() {
+            return Err(Fatal::CertificateExpired { not_after });
+        }
+        warn!(certificate_not_after = %not_after, "recovering the identity");
+        let applicant = Applicant {
+            config: &self.config,
+            identities: &self.identities,
+            recovery_key: &self.recovery_key,
+            boot_id: self.boot_id,
+            inventory: self.inventory.clone(),
+            verifier_set_version: super::locked(&self.verifiers).version(),
+        };
+        let issued = applicant.apply(EnrollmentMethod::Recover).await?;
+        self.replace_identity(issued.identity)?;
+        self.follow_verifiers(&issued.verifier_sets);
+        Ok(())
+    }
+}
+
+/// Whether the control plane would accept the certificate, as far as its authority and validity go. A certificate that was issued while a
+/// clock was ahead is not valid yet.
+fn is_accepted(identity: &AgentIdentity, answer: &NonceAnswer, refused: &NodeApiError) -> bool {
+    if answer.server_time.is_some_and(|now| !identity.is_in_force(now)) {
+        return false;
+    }
+    match (&answer.node_authorities, &identity.authority) {
+        (Some(trusted), Some(authority)) => trusted.contains(authority),
+        // A control plane older than proxy support does not send its authorities: an alert is its own.
+        (Some(_) | None, _) => !matches!(refused, NodeApiError::CertificateRefused(_)),
+    }
+}

@@ -1,0 +1,231 @@
+//! The machine: driver, control groups, programs, limits, disks.
+
+use super::variable;
+use crate::config::{AgentConfig, ExecutorChoice, Flags};
+use crate::gpu_probe::{GpuError, GpuProbe, GpuSurvey};
+use crate::system_executor::device_guard::{DeviceFilesFault, check_driver_parameters};
+use nix::sys::resource::{Resource, getrlimit};
+use std::io::ErrorKind;
+use std::net::{SocketAddr, TcpListener};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use telemetry::diagnosis::{DiagnosticFinding, machine};
+
+/// What systemd needs to bound units: memory of the log collector, processes of tenants' sessions.
+const CONTROLLERS: [&str; 3] = ["cpu", "memory", "pids"];
+/// Four descriptors for each terminal session, of which 128 are stored, and those of polls and tasks.
+const LEAST_OPEN_FILES: u64 = 1024;
+
+pub(super) fn driver(flags: &Flags) -> Vec<DiagnosticFinding> {
+    let deadline = Duration::from_secs(flags.gpu_deadline_seconds);
+    let survey = GpuProbe::of_this_program(deadline).survey(false);
+    let mut findings = judge_driver(&survey);
+    // The sandbox guards no device.
+    if flags.executor == ExecutorChoice::System && survey.is_ok_and(|survey| !survey.gpus.is_empty()) {
+        findings.push(judge_device_files(check_driver_parameters(Path::new("/")).err().as_ref()));
+    }
+    findings
+}
+
+fn judge_device_files(fault: Option<&DeviceFilesFault>) -> DiagnosticFinding {
+    match fault {
+        None => DiagnosticFinding::ok("the driver leaves the owners of device files alone"),
+        Some(fault) => DiagnosticFinding::error(
+            format!("no tenant can be set up: {}", crate::chain(fault)),
+            "echo 'options nvidia NVreg_ModifyDeviceFiles=0' >/etc/modprobe.d/gpuaas.conf; update-initramfs -u; then reboot",
+        ),
+    }
+}
+
+fn judge_driver(survey: &Result<GpuSurvey, GpuError>) -> Vec<DiagnosticFinding> {
+    let reboot =
+        "look at the kernel's log for Xids (`journalctl -k`), then reboot the machine; see Troubleshooting nodes";
+    let survey = match survey {
+        Ok(survey) => survey,
+        Err(error) => {
+            let action = match error {
+                GpuError::NotInstalled { .. } => {
+                    let action = "install the driver with its libraries (nvidia-driver, libnvidia-ml1); without it the node has no GPU";
+                    return vec![DiagnosticFinding::warning(error.to_string(), action)];
+                }
+                GpuError::NotLoaded => "modprobe nvidia; after an upgrade of the kernel or the driver, reboot",
+                GpuError::NotReady { .. } => "start nvidia-fabricmanager in the driver's own version",
+                GpuError::Hung { .. } | GpuError::Driver { .. } | GpuError::Process { .. } => reboot,
+            };
+            return vec![DiagnosticFinding::error(error.to_string(), action)];
+        }
+    };
+    let version = survey.driver_version.as_deref().unwrap_or("unknown");
+    let mut findings = Vec::new();
+    if survey.lost > 0 {
+        findings.push(DiagnosticFinding::error(format!("{} GPUs have fallen off the bus", survey.lost), reboot));
+    }
+    findings.extend(
+        survey.unreadable.iter().map(|why| DiagnosticFinding::error(format!("a GPU cannot be read: {why}"), reboot)),
+    );
+    let broken = survey.gpus.iter().filter(|gpu| gpu.condition.remap_failed == Some(true)).count();
+    if broken > 0 {
+        let summary = format!("{broken} GPUs could not remap a row of their memory");
+        findings.push(DiagnosticFinding::error(summary, "have them replaced"));
+    }
+    findings.push(match survey.gpus.len() {
+        0 => DiagnosticFinding::warning(
+            format!("the driver {version} reports no GPU"),
+            "lspci | grep -i nvidia: is it there?",
+        ),
+        1 => DiagnosticFinding::ok(format!("driver {version}, 1 GPU")),
+        count => DiagnosticFinding::ok(format!("driver {version}, {count} GPUs")),
+    });
+    findings
+}
+
+pub(super) fn cgroups(_: &Flags) -> Vec<DiagnosticFinding> {
+    vec![judge_cgroups(std::fs::read_to_string("/sys/fs/cgroup/cgroup.controllers").ok().as_deref())]
+}
+
+fn judge_cgroups(controllers: Option<&str>) -> DiagnosticFinding {
+    let Some(controllers) = controllers else {
+        return DiagnosticFinding::warning(
+            "the machine has no unified control groups (version 2)",
+            "boot with systemd.unified_cgroup_hierarchy=1: the bounds of units do not hold otherwise",
+        );
+    };
+    let there: Vec<_> = controllers.split_whitespace().collect();
+    let missing: Vec<_> = CONTROLLERS.into_iter().filter(|name| !there.contains(name)).collect();
+    match missing.is_empty() {
+        true => DiagnosticFinding::ok(format!("control groups of version 2 with {}", CONTROLLERS.join(", "))),
+        false => DiagnosticFinding::warning(
+            format!("control groups lack {}", missing.join(", ")),
+            "remove cgroup_disable from the kernel's command line, or give this container its controllers",
+        ),
+    }
+}
+
+pub(super) fn tools(flags: &Flags) -> Vec<DiagnosticFinding> {
+    let sshd = PathBuf::from("/usr/sbin/sshd");
+    let mut needed = vec![
+        (
+            flags.driver_tools.join("nvidia-smi"),
+            "node.gpu_reset fails",
+            "install nvidia-smi, or set SVC_NODE_AGENT_DRIVER_TOOLS",
+        ),
+        (flags.validation_tools.join("stress-ng"), "node.validate loads no processor", "apt install stress-ng"),
+        (flags.validation_tools.join("fio"), "node.validate tests no disk", "apt install fio"),
+    ];
+    if flags.executor == ExecutorChoice::System {
+        needed.push((sshd, "tenants cannot log in by SSH", "apt install openssh-server"));
+    }
+    needed
+        .into_iter()
+        .map(|(path, consequence, action)| judge_tool(&path, path.exists(), consequence, action))
+        .collect()
+}
+
+fn judge_tool(path: &Path, is_there: bool, consequence: &str, action: &str) -> DiagnosticFinding {
+    let at = path.display();
+    match is_there {
+        true => DiagnosticFinding::ok(format!("{at} is there")),
+        false => DiagnosticFinding::warning(format!("{at} is not there: {consequence}"), action),
+    }
+}
+
+pub(super) fn ssh_port(flags: &Flags) -> Vec<DiagnosticFinding> {
+    let config = AgentConfig::peek(flags, variable).ok();
+    let address = config.and_then(|config| config.system).and_then(|system| system.ssh_listen);
+    vec![match address {
+        None => {
+            DiagnosticFinding::ok("the agent runs no sshd of its own (SVC_NODE_AGENT_SSH_LISTEN, --executor system)")
+        }
+        Some(address) => judge_port(address, TcpListener::bind(address).map(drop).map_err(|error| error.kind())),
+    }]
+}
+
+fn judge_port(address: SocketAddr, bound: Result<(), ErrorKind>) -> DiagnosticFinding {
+    match bound {
+        Ok(()) => DiagnosticFinding::ok(format!("{address} is free (the agent does not run)")),
+        Err(ErrorKind::AddrInUse) => {
+            DiagnosticFinding::ok(format!("{address} is held, as it is while the agent runs; `ss -ltnp` shows by whom"))
+        }
+        Err(ErrorKind::AddrNotAvailable) => DiagnosticFinding::error(
+            format!("this machine has no address {}", address.ip()),
+            "set SVC_NODE_AGENT_SSH_LISTEN to one of its addresses",
+        ),
+        Err(kind) => DiagnosticFinding::error(
+            format!("cannot listen on {address}: {kind}"),
+            "run the agent as root, or take another port",
+        ),
+    }
+}
+
+pub(super) fn open_files(_: &Flags) -> Vec<DiagnosticFinding> {
+    vec![judge_open_files(getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(_, hard)| hard))]
+}
+
+fn judge_open_files(limit: u64) -> DiagnosticFinding {
+    let summary = format!("this command, and so an agent started from here, may have {limit} files open");
+    match limit < LEAST_OPEN_FILES {
+        true => {
+            DiagnosticFinding::warning(summary, "set LimitNOFILE=65536 in the unit (`systemctl edit gpuaas-agent`)")
+        }
+        false => DiagnosticFinding::ok(summary),
+    }
+}
+
+pub(super) fn disks(flags: &Flags) -> Vec<DiagnosticFinding> {
+    use std::os::unix::fs::MetadataExt as _;
+    let state = AgentConfig::peek(flags, variable).ok().map(|config| config.state_dir);
+    let folders = [Some(PathBuf::from("/")), Some(PathBuf::from("/var/log")), Some(PathBuf::from("/tmp")), state];
+    let mut seen = std::collections::BTreeSet::new();
+    let is_new = |folder: &PathBuf| std::fs::metadata(folder).is_ok_and(|it| seen.insert(it.dev()));
+    folders
+        .into_iter()
+        .flatten()
+        .filter(is_new)
+        .collect::<Vec<_>>()
+        .iter()
+        .map(|folder| machine::disk(folder))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use telemetry::diagnosis::DiagnosticLevel::{Error, Ok as Fine, Warning};
+
+    #[test]
+    fn each_fault_of_the_driver_is_named_with_its_remedy() {
+        let judge = |survey: Result<GpuSurvey, GpuError>| judge_driver(&survey).remove(0);
+        assert_eq!(judge(Err(GpuError::NotInstalled { why: "no library".to_owned() })).level, Warning);
+        let not_loaded = judge(Err(GpuError::NotLoaded));
+        assert!(not_loaded.level == Error && not_loaded.action.unwrap().starts_with("modprobe nvidia"));
+        assert!(judge(Err(GpuError::Hung { seconds: 10 })).action.unwrap().contains("reboot"));
+        assert_eq!(judge(Ok(GpuSurvey { lost: 1, ..GpuSurvey::default() })).level, Error);
+        assert_eq!(judge(Ok(GpuSurvey::default())).level, Warning, "no GPU");
+    }
+
+    #[test]
+    fn driver_that_opens_device_files_to_all_users_is_an_error() {
+        assert_eq!(judge_device_files(None).level, Fine);
+        let opens = judge_device_files(Some(&DeviceFilesFault::Modified { value: "1".to_owned() }));
+        assert!(opens.level == Error && opens.action.unwrap().contains("NVreg_ModifyDeviceFiles=0"));
+        assert!(!opens.summary.contains("NVreg"), "the remedy is shown once: {}", opens.summary);
+    }
+
+    #[test]
+    fn control_groups_need_their_controllers() {
+        assert_eq!(judge_cgroups(Some("cpuset cpu io memory pids\n")).level, Fine);
+        let lacking = judge_cgroups(Some("cpu io"));
+        assert!(lacking.level == Warning && lacking.summary.ends_with("memory, pids"), "{lacking:?}");
+        assert_eq!(judge_cgroups(None).level, Warning);
+    }
+
+    #[test]
+    fn missing_program_and_low_limit_are_warnings() {
+        assert_eq!(judge_tool(Path::new("/usr/bin/fio"), false, "no test", "apt install fio").level, Warning);
+        assert_eq!(judge_open_files(512).level, Warning);
+        assert_eq!(judge_open_files(65_536).level, Fine);
+        let address: SocketAddr = "192.0.2.1:2222".parse().unwrap();
+        assert_eq!(judge_port(address, Err(ErrorKind::AddrNotAvailable)).level, Error);
+        assert_eq!(judge_port(address, Err(ErrorKind::AddrInUse)).level, Fine);
+    }
+}

@@ -1,0 +1,258 @@
+//! Prevents tenants from opening GPUs that are not theirs.
+//!
+//! The kernel enforces who opens a device node: the node of a free device is root's alone, the node of a held one belongs to its tenant's
+//! group. With systemd, the tenant's slice allows those devices and no other, so that a node whose mode was changed by another program
+//! opens nothing either. NVIDIA's libraries must be configured to leave the nodes' owners alone (`NVreg_ModifyDeviceFiles=0`); otherwise
+//! they would undo the guard, so such a node is not fit for tenants.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{FileTypeExt as _, PermissionsExt as _, chown};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use wire::inventory::DeviceRef;
+
+use super::accounts::TenantAccount;
+use crate::atomic_file;
+use crate::executor::TaskFailure;
+use crate::gpus::Gpus;
+use crate::terminal::ShellCommand;
+
+const OF_NOBODY: u32 = 0o600;
+const OF_A_TENANT: u32 = 0o660;
+
+/// The parameters of the kernel module, as the driver shows them. Its libraries read them here, too.
+const DRIVER_PARAMETERS: &str = "/proc/driver/nvidia/params";
+/// Whether the libraries, and nvidia-modprobe, which they run, set owner and mode of the device files. A module without it in its configuration has 1.
+const MODIFY_DEVICE_FILES: &str = "ModifyDeviceFiles";
+/// The longest value of it that is shown.
+const SHOWN_VALUE: usize = 16;
+
+/// The device nodes that every GPU program opens beside its GPU.
+const SHARED: [&str; 4] = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset"];
+
+/// See the module's documentation.
+pub struct DeviceGuard {
+    /// The folder of the device nodes; `/dev`, except in tests.
+    pub devices: PathBuf,
+    /// The folder of slice configuration until the next boot; only present if systemd runs.
+    pub slices: Option<PathBuf>,
+}
+
+impl DeviceGuard {
+    /// The guard of this machine.
+    #[must_use]
+    pub fn of_this_machine(devices: PathBuf) -> Self {
+        // As sd_booted(3) checks.
+        let slices = Path::new("/run/systemd/system").is_dir().then(|| PathBuf::from("/run/systemd/system"));
+        Self { devices, slices }
+    }
+
+    /// The mechanism that enforces it, as named in an output.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        if self.slices.is_some() { "device-ownership+slice" } else { "device-ownership" }
+    }
+
+    /// Opens the devices to the tenant only.
+    ///
+    /// # Errors
+    /// `device_guard`.
+    pub fn open(&self, gpus: &Gpus, devices: &[DeviceRef], account: &TenantAccount) -> Result<(), TaskFailure> {
+        let nodes = self.nodes(gpus, devices)?;
+        for node in &nodes {
+            set_owner(node, account.uid, OF_A_TENANT).map_err(guard_error(node))?;
+        }
+        self.write_slice(account, &nodes)
+    }
+
+    /// Closes the devices to all users but root.
+    ///
+    /// # Errors
+    /// `device_guard`.
+    pub fn close(&self, gpus: &Gpus, devices: &[DeviceRef]) -> Result<(), TaskFailure> {
+        for node in self.nodes(gpus, devices)? {
+            set_owner(&node, 0, OF_NOBODY).map_err(guard_error(&node))?;
+        }
+        Ok(())
+    }
+
+    /// The shell inside of the tenant's slice, if there are slices: devices of other tenants are closed to it.
+    #[must_use]
+    pub fn in_slice(&self, account: &TenantAccount, shell: ShellCommand) -> ShellCommand {
+        if self.slices.is_none() {
+            return shell;
+        }
+        let uid = account.uid;
+        // Not `--uid`, which would leave root's groups to the tenant.
+        let launcher = ["systemd-run", "--quiet", "--scope", "--collect", &format!("--slice=user-{uid}.slice"), "--"];
+        ShellCommand { launcher: launcher.map(str::to_owned).into(), ..shell }
+    }
+
+    /// Removes the tenant's slice.
+    pub fn forget_slice(&self, account: &TenantAccount) {
+        if let Some(folder) = self.slice_of(account) {
+            let _ = fs::remove_dir_all(folder);
+            let _ = reload();
+        }
+    }
+
+    /// Whether something on this machine would undo the guard.
+    ///
+    /// # Errors
+    /// `device_guard`, with what to change.
+    pub fn check(&self, gpus: &Gpus) -> Result<(), TaskFailure> {
+        if !matches!(gpus, Gpus::Nvml(_)) {
+            return Ok(());
+        }
+        check_driver_parameters(Path::new("/")).map_err(|fault| TaskFailure::new("device_guard", fault.with_remedy()))
+    }
+
+    /// The nodes of these devices that this machine has. Simulated devices have none, unless a test made them.
+    fn nodes(&self, gpus: &Gpus, devices: &[DeviceRef]) -> Result<Vec<PathBuf>, TaskFailure> {
+        let mut nodes = Vec::new();
+        for device in devices {
+            let minor =
+                gpus.minor_of(&device.uuid).map_err(|error| TaskFailure::new("gpu_driver", error.to_string()))?;
+            let Some(minor) = minor else { continue };
+            let node = self.devices.join(format!("nvidia{minor}"));
+            match fs::symlink_metadata(&node) {
+                Ok(metadata) if metadata.file_type().is_char_device() => nodes.push(node),
+                Ok(_) => {
+                    let message = format!("{} is no character device", node.display());
+                    return Err(TaskFailure::new("device_guard", message));
+                }
+                Err(error) if error.kind() == io::ErrorKind::NotFound && matches!(gpus, Gpus::Simulated(_)) => {}
+                Err(error) => return Err(guard_error(&node)(error)),
+            }
+        }
+        Ok(nodes)
+    }
+
+    fn slice_of(&self, account: &TenantAccount) -> Option<PathBuf> {
+        self.slices.as_ref().map(|folder| folder.join(format!("user-{}.slice.d", account.uid)))
+    }
+
+    fn write_slice(&self, account: &TenantAccount, nodes: &[PathBuf]) -> Result<(), TaskFailure> {
+        let Some(folder) = self.slice_of(account) else { return Ok(()) };
+        let shared = SHARED.iter().map(|name| self.devices.join(name)).filter(|node| node.exists());
+        let nodes: Vec<PathBuf> = nodes.iter().cloned().chain(shared).collect();
+        atomic_file::write_without_sync(&folder.join("50-gpuaas.conf"), slice(&nodes).as_bytes(), atomic_file::PUBLIC)?;
+        reload()
+            .map_err(|error| TaskFailure::new("device_guard", format!("systemd could not reload its units: {error}")))
+    }
+}
+
+/// A drop-in for the slice of one user's sessions: the usual pseudo-devices (`closed`), and these.
+fn slice(nodes: &[PathBuf]) -> String {
+    let allowed: String = nodes.iter().map(|node| format!("DeviceAllow={} rw\n", node.display())).collect();
+    format!("[Slice]\nDevicePolicy=closed\nDeviceAllow=char-pts rw\n{allowed}")
+}
+
+fn reload() -> io::Result<()> {
+    let ran = Command::new("systemctl").arg("daemon-reload").output()?;
+    if ran.status.success() { Ok(()) } else { Err(io::Error::other(String::from_utf8_lossy(&ran.stderr).into_owned())) }
+}
+
+fn set_owner(node: &Path, gid: u32, mode: u32) -> io::Result<()> {
+    // Closed before its owner changes, so that both tenants never have access at once.
+    fs::set_permissions(node, fs::Permissions::from_mode(OF_NOBODY))?;
+    chown(node, Some(0), Some(gid))?;
+    fs::set_permissions(node, fs::Permissions::from_mode(mode))
+}
+
+fn guard_error(node: &Path) -> impl FnOnce(io::Error) -> TaskFailure {
+    let node = node.display().to_string();
+    move |error| TaskFailure::new("device_guard", format!("{node} cannot be guarded: {error}"))
+}
+
+/// Why the owners of device files isolate no tenants.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceFilesFault {
+    #[error("NVIDIA's libraries give every user access to the device files ({name} is {value})", name = MODIFY_DEVICE_FILES)]
+    Modified { value: String },
+    #[error("{path} has no {name}", path = DRIVER_PARAMETERS, name = MODIFY_DEVICE_FILES)]
+    Unnamed,
+    #[error("{path} cannot be read", path = DRIVER_PARAMETERS)]
+    Unreadable(#[source] io::Error),
+}
+
+impl DeviceFilesFault {
+    /// For an operator.
+    #[must_use]
+    pub fn with_remedy(&self) -> String {
+        let fault = crate::chain(self);
+        format!("{fault}; set NVreg_{MODIFY_DEVICE_FILES}=0 for the kernel module nvidia, and reboot")
+    }
+}
+
+/// Whether NVIDIA's libraries leave the device files as they are, on the machine with this root folder.
+///
+/// # Errors
+/// [`DeviceFilesFault`].
+pub fn check_driver_parameters(root: &Path) -> Result<(), DeviceFilesFault> {
+    let path = root.join(DRIVER_PARAMETERS.trim_start_matches('/'));
+    let params = fs::read_to_string(path).map_err(DeviceFilesFault::Unreadable)?;
+    let value = params.lines().find_map(|line| {
+        let (name, value) = line.split_once(':')?;
+        (name.trim() == MODIFY_DEVICE_FILES).then(|| value.trim())
+    });
+    match value {
+        Some("0") => Ok(()),
+        Some(value) => Err(DeviceFilesFault::Modified { value: value.chars().take(SHOWN_VALUE).collect() }),
+        None => Err(DeviceFilesFault::Unnamed),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn driver_whose_libraries_do_not_certainly_leave_device_files_alone_is_detected() {
+        let root = tempfile::tempdir().unwrap();
+        let check = || check_driver_parameters(root.path());
+        assert!(matches!(check(), Err(DeviceFilesFault::Unreadable(_))));
+        let params = root.path().join("proc/driver/nvidia/params");
+        fs::create_dir_all(params.parent().unwrap()).unwrap();
+        // As driver 580 writes them.
+        let written =
+            "ResmanDebugLevel: 4294967295\nRmLogonRC: 1\nModifyDeviceFiles: 1\nDeviceFileUID: 0\nDeviceFileMode: 438\n";
+        fs::write(&params, written).unwrap();
+        let fault = check().unwrap_err().with_remedy();
+        assert!(fault.contains("(ModifyDeviceFiles is 1); set NVreg_ModifyDeviceFiles=0"), "{fault}");
+        fs::write(&params, written.replace("ModifyDeviceFiles: 1", "ModifyDeviceFiles: 0")).unwrap();
+        assert!(check().is_ok());
+        fs::write(&params, "DeviceFileUID: 0\n").unwrap();
+        assert!(matches!(check(), Err(DeviceFilesFault::Unnamed)));
+    }
+
+    #[test]
+    fn shell_starts_in_the_tenant_slice_as_the_tenant() {
+        let account = TenantAccount { name: "gpu-1".into(), uid: 70_001 };
+        let shell = ShellCommand {
+            program: "/bin/bash".into(),
+            arguments: vec!["-l".into()],
+            launcher: Vec::new(),
+            user: Some(70_001),
+            folder: "/home/gpu-1".into(),
+            environment: Vec::new(),
+        };
+        let mut guard = DeviceGuard { devices: "/dev".into(), slices: None };
+        assert_eq!(guard.in_slice(&account, shell.clone()), shell);
+        guard.slices = Some("/run/systemd/system".into());
+        let begun = guard.in_slice(&account, shell.clone());
+        assert_eq!(begun.launcher.join(" "), "systemd-run --quiet --scope --collect --slice=user-70001.slice --");
+        assert_eq!(begun, ShellCommand { launcher: begun.launcher.clone(), ..shell });
+    }
+
+    #[test]
+    fn slice_allows_only_the_tenant_devices() {
+        let text = slice(&[PathBuf::from("/dev/nvidia3"), PathBuf::from("/dev/nvidiactl")]);
+        assert_eq!(
+            text,
+            "[Slice]\nDevicePolicy=closed\nDeviceAllow=char-pts rw\nDeviceAllow=/dev/nvidia3 rw\nDeviceAllow=/dev/nvidiactl rw\n"
+        );
+    }
+}

@@ -1,0 +1,112 @@
+//! Removal of entries with their content, also of those that are immutable or that other users keep filling.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, openat};
+use nix::sys::stat::{FileStat, Mode, fchmod, fstatat};
+use nix::unistd::{UnlinkatFlags, fchown, unlinkat};
+
+use super::{FOLDER, Visitor, Walk, WalkEntry, id_of, is_folder, open_below, path_in};
+use crate::system_executor::mounts::Mounts;
+
+/// Removes the entry at a path with its content, also if it was made immutable. The folders of the path must be root's alone.
+///
+/// # Errors
+/// Some of it is left.
+pub fn remove_at(path: &Path, mounts: &Mounts, owner: u32) -> io::Result<()> {
+    let (Some(parent), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(io::Error::from(io::ErrorKind::InvalidInput));
+    };
+    let folder = match openat(AT_FDCWD, parent, FOLDER.difference(OFlag::O_NOFOLLOW), Mode::empty()) {
+        Ok(folder) => folder,
+        Err(Errno::ENOENT) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    let status = match fstatat(&folder, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
+        Ok(status) => status,
+        Err(Errno::ENOENT) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    let id = (status.st_dev, status.st_ino);
+    let entry =
+        WalkEntry { folder: folder.as_fd(), name, start: parent, ancestors: &[], is_folder: is_folder(&status), id };
+    entry.remove(mounts, owner)
+}
+
+/// Removes everything in the folder at a path, which stays. The folders of the path must be root's alone.
+pub fn empty(path: &Path, owner: u32) {
+    if let Ok(opened) = openat(AT_FDCWD, path, FOLDER, Mode::empty()) {
+        Walk::of(path, &Mounts::default()).run(opened, &mut Removal { owner });
+    }
+}
+
+impl WalkEntry<'_> {
+    /// Removes it with its content, following no link, also if it was made immutable. Its folders are given to `owner` and closed to all
+    /// other users first, so that no other account keeps filling them.
+    ///
+    /// # Errors
+    /// Some of it is left.
+    pub fn remove(&self, mounts: &Mounts, owner: u32) -> io::Result<()> {
+        let path = self.path();
+        // A mounted file system is not the tenant's.
+        if mounts.has(&path) {
+            return Err(io::Error::from(io::ErrorKind::ResourceBusy));
+        }
+        if !self.is_folder {
+            return Ok(unlink(self.folder, self.name, UnlinkatFlags::NoRemoveDir)?);
+        }
+        let opened = open_below(self.folder, self.name)?;
+        // Another folder may have been put in its place.
+        if id_of(&opened) != Some(self.id) {
+            return Err(Errno::ESTALE.into());
+        }
+        let errors = Walk::of(&path, mounts).run(opened, &mut Removal { owner });
+        match unlink(self.folder, self.name, UnlinkatFlags::RemoveDir) {
+            Ok(()) | Err(Errno::ENOENT) => Ok(()),
+            Err(errno) => Err(errors.first().map_or_else(|| errno.into(), |why| io::Error::other(why.to_string()))),
+        }
+    }
+}
+
+pub(super) struct Removal {
+    pub(super) owner: u32,
+}
+
+impl Visitor for Removal {
+    fn open(&mut self, folder: BorrowedFd<'_>, status: &FileStat) {
+        if status.st_uid != self.owner || status.st_mode & 0o777 != 0o700 {
+            // A failure to change shows when the entry is removed.
+            let _ = fchown(folder, Some(self.owner.into()), Some(self.owner.into()));
+            let _ = fchmod(folder, Mode::S_IRWXU);
+        }
+    }
+
+    fn entry(&mut self, entry: &WalkEntry<'_>, _: &FileStat) -> Result<bool, Errno> {
+        if !entry.is_folder {
+            unlink(entry.folder, entry.name, UnlinkatFlags::NoRemoveDir)?;
+        }
+        Ok(entry.is_folder)
+    }
+
+    fn leave(&mut self, folder: BorrowedFd<'_>, name: &OsStr) -> Result<(), Errno> {
+        unlink(folder, name, UnlinkatFlags::RemoveDir)
+    }
+}
+
+/// Removes one name from a folder, also if either was made immutable.
+fn unlink(folder: BorrowedFd<'_>, name: &OsStr, flag: UnlinkatFlags) -> Result<(), Errno> {
+    match unlinkat(folder, name, flag) {
+        Err(Errno::EPERM) => {
+            let mut chattr = Command::new("chattr");
+            chattr.args(["-f", "-i", "-a", "--"]).arg(path_in(folder, OsStr::new("."))).arg(path_in(folder, name));
+            let _ = chattr.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+            unlinkat(folder, name, flag)
+        }
+        done => done,
+    }
+}

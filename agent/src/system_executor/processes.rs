@@ -1,0 +1,96 @@
+//! Ends every process of a uid, even if it forks endlessly, and the processes that it started as root through sudo.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use wire::cleanup_proof::{CleanupCheck, CleanupFinding, FindingOutcome};
+
+use super::accounts::TenantAccount;
+use crate::process_attributes::live_thread;
+
+const GIVE_UP_AFTER: Duration = Duration::from_secs(10);
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Kills until two scans in a row find nothing, and returns how many processes were found.
+pub fn end_all(account: &TenantAccount) -> usize {
+    let (begun, mut seen, mut quiet) = (Instant::now(), BTreeSet::new(), false);
+    while begun.elapsed() < GIVE_UP_AFTER {
+        let Ok(found) = find(account.uid) else { break };
+        if found.is_empty() {
+            if quiet {
+                break;
+            }
+            quiet = true;
+        } else {
+            quiet = false;
+            kill_everything_of(account.uid);
+            for pid in &found {
+                let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
+            }
+            seen.extend(found);
+            thread::sleep(PAUSE);
+        }
+    }
+    seen.len()
+}
+
+/// Checks that no process is left.
+#[must_use]
+pub fn check_removed(account: &TenantAccount) -> CleanupFinding {
+    let (outcome, detail) = match find(account.uid) {
+        Ok(pids) if pids.is_empty() => (FindingOutcome::Gone, None),
+        Ok(pids) => (FindingOutcome::Present, Some(format!("processes {pids:?}"))),
+        Err(error) => (FindingOutcome::Unknown, Some(error.to_string())),
+    };
+    CleanupFinding { what: CleanupCheck::Processes, looked_for: format!("uid {}", account.uid), outcome, detail }
+}
+
+/// Sends one signal to all processes of the uid at once, from a process that is one of them: the kernel delivers it to each of them
+/// before another fork can complete, which no scan of the process table can guarantee.
+fn kill_everything_of(uid: u32) {
+    // The shell's built-in `kill`: it needs no program that the tenant's limits could prevent from starting.
+    let mut shell = Command::new("/bin/sh");
+    shell.args(["-c", "kill -s KILL -- -1"]).uid(uid).gid(uid).current_dir("/").env_clear();
+    let _ = shell.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).status();
+}
+
+/// Every process with the uid in any of its four uid fields, and what it started through sudo.
+fn find(uid: u32) -> io::Result<BTreeSet<i32>> {
+    let mark = format!("SUDO_UID={uid}");
+    let mut found = BTreeSet::new();
+    for entry in fs::read_dir("/proc")? {
+        let entry = entry?;
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+        // It may exit while it is read.
+        if is_of(&entry.path(), uid, mark.as_bytes()).unwrap_or(false) {
+            found.insert(pid);
+        }
+    }
+    found.remove(&Pid::this().as_raw());
+    Ok(found)
+}
+
+fn is_of(process: &Path, uid: u32, mark: &[u8]) -> io::Result<bool> {
+    let status = fs::read_to_string(process.join("status"))?;
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name));
+    let is_ended = field("State:").is_some_and(|state| state.trim_start().starts_with(['Z', 'X']));
+    let threads: u32 = field("Threads:").and_then(|threads| threads.trim().parse().ok()).unwrap_or(0);
+    // A zombie runs nothing and holds nothing. One with other threads is a program whose main thread has ended: the rest of it runs.
+    if is_ended && threads <= 1 {
+        return Ok(false);
+    }
+    let uids = field("Uid:").unwrap_or_default();
+    if uids.split_whitespace().any(|field| field.parse() == Ok(uid)) {
+        return Ok(true);
+    }
+    let environment = fs::read(live_thread(process, is_ended)?.join("environ"))?;
+    Ok(environment.split(|byte| *byte == 0).any(|variable| variable == mark))
+}

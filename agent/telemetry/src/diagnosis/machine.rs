@@ -1,0 +1,91 @@
+//! Findings of any machine: free space, and who may read files with secrets.
+
+use super::DiagnosticFinding;
+use nix::sys::statvfs::statvfs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+const MEBIBYTE: u64 = 1024 * 1024;
+
+/// The free space of the file system that the folder is on.
+#[must_use]
+pub fn disk(folder: &Path) -> DiagnosticFinding {
+    match statvfs(folder) {
+        Ok(stat) => {
+            let bytes = |blocks: u64| blocks.saturating_mul(stat.fragment_size());
+            // A file system without a table of inodes has none free and none at all.
+            let free_files = if stat.files() == 0 { 100 } else { stat.files_available() * 100 / stat.files() };
+            judge_disk(folder, bytes(stat.blocks_available()), bytes(stat.blocks()), free_files)
+        }
+        Err(error) => {
+            let summary = format!("{}: the free space is not known: {error}", folder.display());
+            DiagnosticFinding::warning(summary, "look at it with df")
+        }
+    }
+}
+
+fn judge_disk(folder: &Path, free: u64, total: u64, free_files_percent: u64) -> DiagnosticFinding {
+    let summary = format!("{}: {} MiB of {} MiB are free", folder.display(), free / MEBIBYTE, total / MEBIBYTE);
+    let action = "remove what is not needed (journalctl --vacuum-size, old packages), or enlarge the disk";
+    if free < 100 * MEBIBYTE {
+        return DiagnosticFinding::error(summary, action);
+    }
+    if free < 1024 * MEBIBYTE || free < total / 20 {
+        return DiagnosticFinding::warning(summary, action);
+    }
+    if free_files_percent < 5 {
+        let summary = format!("{}: {free_files_percent} % of its inodes are free", folder.display());
+        return DiagnosticFinding::warning(summary, "find the folder with many small files, and remove them");
+    }
+    DiagnosticFinding::ok(summary)
+}
+
+/// Whether others than its owner may read the file `name`, which has secrets. `None` where nothing is wrong.
+#[must_use]
+pub fn secret_file(name: &str, path: &Path) -> Option<DiagnosticFinding> {
+    judge_mode(name, path, std::fs::metadata(path).map(|metadata| metadata.permissions().mode()))
+}
+
+fn judge_mode(name: &str, path: &Path, mode: std::io::Result<u32>) -> Option<DiagnosticFinding> {
+    let at = path.display();
+    match mode {
+        Ok(mode) if mode & 0o077 == 0 => None,
+        Ok(mode) => Some(DiagnosticFinding::warning(
+            format!("{name}: {at} is readable by others than its owner (mode {:03o})", mode & 0o777),
+            format!("chmod go= {at}; if others could read it before, replace the secrets in it"),
+        )),
+        Err(error) => Some(DiagnosticFinding::error(
+            format!("{name}: {at} cannot be read: {error}"),
+            "run this command as root, or put the file where the setting says it is",
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::diagnosis::DiagnosticLevel::{Error, Ok as Fine, Warning};
+
+    #[test]
+    fn disk_is_judged_by_free_bytes_share_and_inodes() {
+        const GIB: u64 = 1 << 30;
+        let judge = |free, total, files| judge_disk(Path::new("/"), free, total, files).level;
+        assert_eq!(judge(20 * GIB, 100 * GIB, 50), Fine);
+        assert_eq!(judge(4 * GIB, 100 * GIB, 50), Warning);
+        assert_eq!(judge(GIB / 2, 4 * GIB, 50), Warning);
+        assert_eq!(judge(GIB / 20, 4 * GIB, 50), Error);
+        assert_eq!(judge(20 * GIB, 100 * GIB, 1), Warning);
+    }
+
+    #[test]
+    fn files_with_secrets_belong_to_their_owner_alone() {
+        let judge = |mode| judge_mode("SVC_KEK_FILE", Path::new("/etc/gpuaas/kek"), mode);
+        assert_eq!(judge(Ok(0o100_600)), None);
+        let open = judge(Ok(0o100_640)).unwrap_or_else(|| DiagnosticFinding::ok(""));
+        assert_eq!(open.level, Warning);
+        assert!(open.summary.contains("mode 640"), "{open:?}");
+        assert!(open.action.is_some_and(|action| action.starts_with("chmod go= /etc/gpuaas/kek")));
+        let absent = judge(Err(std::io::ErrorKind::NotFound.into()));
+        assert!(absent.is_some_and(|finding| finding.level == Error));
+    }
+}
