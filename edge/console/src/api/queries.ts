@@ -1,0 +1,134 @@
+// The reads that more than one page has.
+import { keepPreviousData, queryOptions } from "@tanstack/react-query";
+import { api, dataOf, type Schemas } from "./client.ts";
+import { freshFor, POLL_MS, POLL_SOON_MS, pollEvery } from "./query-client.ts";
+import { rememberRented } from "../live/messages.ts";
+import { queryOf, type Address } from "../ui/use-address.ts";
+
+export type Allocation = Schemas["Allocation"];
+
+/** How often a balance is read again. */
+export const BALANCE_MS = 60_000;
+
+/** The interval of what each window of what runs changes, which no event reports. */
+export const pollMoney = () => Math.min(pollEvery(POLL_MS)(), BALANCE_MS);
+
+export const balanceQuery = queryOptions({
+  queryKey: ["balance"],
+  queryFn: () => dataOf(api.GET("/api/v1/billing/balance")),
+  refetchInterval: pollMoney,
+  // Several pages show it: with a stream, going from one to the next reads it no oftener than it is polled.
+  staleTime: () => Math.min(freshFor(), BALANCE_MS),
+});
+
+export const catalogQuery = queryOptions({
+  queryKey: ["catalog"],
+  queryFn: () => dataOf(api.GET("/api/v1/skus", { params: { query: { limit: 200 } } })),
+  // Prices are not reported to users.
+  refetchInterval: 60_000,
+});
+
+export const capacityQuery = queryOptions({
+  queryKey: ["capacity"],
+  queryFn: () => dataOf(api.GET("/api/v1/capacity")),
+  // What others rent is not reported to users.
+  refetchInterval: POLL_MS,
+});
+
+/** At most this many keys of a user are offered in a form. */
+const MOST_KEYS = 1000;
+
+/** The keys of all pages: keys that are revoked stay in the list, so that the usable ones may be on a later page. */
+export const usableSshKeysQuery = queryOptions({
+  queryKey: ["ssh-keys", "usable"],
+  queryFn: async () => {
+    const { items, isPartial } = await everyPage(MOST_KEYS, (page_token) => dataOf(api.GET("/api/v1/ssh-keys", { params: { query: { limit: 200, ...(page_token ? { page_token } : {}) } } })));
+    return { keys: items.filter(({ revoked_at }) => !revoked_at), isPartial };
+  },
+  refetchInterval: pollEvery(60_000),
+});
+
+export const sshKeysQuery = (page?: string) =>
+  queryOptions({
+    queryKey: ["ssh-keys", page],
+    queryFn: () => dataOf(api.GET("/api/v1/ssh-keys", { params: { query: page ? { page_token: page } : {} } })),
+    placeholderData: keepPreviousData,
+    refetchInterval: pollEvery(60_000),
+  });
+
+const CHANGING = new Set<Allocation["state"]>(["requested", "provisioning", "releasing"]);
+
+/** Whether its next state is seconds away. */
+export function isChanging(allocation: Allocation): boolean {
+  return CHANGING.has(allocation.state);
+}
+
+export const allocationsQuery = (address: Address) =>
+  queryOptions({
+    queryKey: ["allocations", address],
+    queryFn: () => {
+      const { label, ...query } = queryOf(address, ["state", "sku", "name", "label", "user_id"]);
+      const filter = { ...query, ...(label ? { label: [label] } : {}) } as { state?: Allocation["state"] };
+      return dataOf(api.GET("/api/v1/allocations", { params: { query: filter } }));
+    },
+    placeholderData: keepPreviousData,
+    refetchInterval: (query) => pollEvery(query.state.data?.items.some(isChanging) ? POLL_SOON_MS : POLL_MS)(),
+  });
+
+/** The states of what is rented. */
+const RENTED: readonly Allocation["state"][] = ["requested", "provisioning", "active", "releasing", "release_failed"];
+
+/** What a user rents at the moment, the newest first. The list of the API begins with the oldest, and takes one state at a time. */
+export async function readRented(user_id: string): Promise<{ items: Allocation[]; isPartial: boolean }> {
+  const pages = await Promise.all(RENTED.map((state) => dataOf(api.GET("/api/v1/allocations", { params: { query: { state, user_id } } }))));
+  const items = pages.flatMap((page) => page.items).sort((a, b) => b.requested_at.localeCompare(a.requested_at));
+  return { items, isPartial: pages.some(({ next_page }) => next_page) };
+}
+
+export const rentedQuery = (user_id: string) =>
+  queryOptions({
+    queryKey: ["allocations", "rented", user_id],
+    queryFn: async () => {
+      const rented = await readRented(user_id);
+      rememberRented(rented.items.map(({ id }) => id));
+      return rented;
+    },
+    refetchInterval: (query) => pollEvery(query.state.data?.items.some(isChanging) ? POLL_SOON_MS : POLL_MS)(),
+  });
+
+export const allocationQuery = (id: string) =>
+  queryOptions({
+    queryKey: ["allocation", id],
+    queryFn: () => dataOf(api.GET("/api/v1/allocations/{id}", { params: { path: { id } } })),
+    refetchInterval: (query) => {
+      const allocation = query.state.data;
+      if (allocation?.state === "released") return false;
+      return pollEvery(allocation && isChanging(allocation) ? POLL_SOON_MS : POLL_MS)();
+    },
+  });
+
+/** Of this many nodes at most are all pages read; a larger fleet is narrowed by a filter. */
+const MOST_NODES = 2000;
+
+/** The nodes of all pages, at most 2,000. */
+export async function allNodes(filter: { sku?: string; state?: Schemas["NodeState"] }): Promise<{ items: Schemas["Node"][]; isPartial: boolean }> {
+  return everyPage(MOST_NODES, (page_token) => dataOf(api.GET("/api/v1/admin/nodes", { params: { query: { ...filter, limit: 200, ...(page_token ? { page_token } : {}) } } })));
+}
+
+/** The items of all pages up to a bound, the newest first; the list of the API begins with the oldest. */
+export async function newestFirst<T>(most: number, read: (token: string | undefined) => Promise<{ items: T[]; next_page?: string | null }>): Promise<{ items: T[]; isPartial: boolean }> {
+  const { items, isPartial } = await everyPage(most, read);
+  return { items: items.reverse(), isPartial };
+}
+
+/** The items of all pages up to a bound. */
+export async function everyPage<T>(most: number, read: (token: string | undefined) => Promise<{ items: T[]; next_page?: string | null }>): Promise<{ items: T[]; isPartial: boolean }> {
+  const items: T[] = [];
+  let token: string | undefined;
+  do {
+    const page = await read(token);
+    items.push(...page.items);
+    token = page.next_page ?? undefined;
+  } while (token && items.length < most);
+  return { items, isPartial: token !== undefined };
+}

@@ -1,0 +1,86 @@
+// The audit log: who did what to what, and why.
+import { keepPreviousData, useQuery } from "@tanstack/react-query";
+import { Link } from "@tanstack/react-router";
+import { api, dataOf } from "../api/client.ts";
+import { gpuctl, shortId } from "../format/text.ts";
+import { useMay } from "../session/me.ts";
+import { Guard } from "../ui/action.tsx";
+import { Filters } from "../ui/filters.tsx";
+import { Head } from "../ui/layout.tsx";
+import { Age } from "../ui/loaded.tsx";
+import { Nothing } from "../ui/nothing.tsx";
+import { CommandLine, Plain } from "../ui/text.tsx";
+import { FullTime } from "../ui/time.tsx";
+import { PagedTable } from "../ui/table.tsx";
+import { queryOf, useAddress } from "../ui/use-address.ts";
+
+const FILTERS = ["actor", "action", "target_kind", "target_id", "correlation_id", "from", "until"] as const;
+
+export default function AuditPage() {
+  const [address, set] = useAddress();
+  const mayOpen = useMay()("operate_runtime");
+  const entries = useQuery({
+    queryKey: ["audit", address],
+    queryFn: () => dataOf(api.GET("/api/v1/admin/audit-log", { params: { query: queryOf(address, FILTERS) } })),
+    placeholderData: keepPreviousData,
+    // No event reports what is audited.
+    refetchInterval: 30_000,
+  });
+  return (
+    <Guard needs="read_audit">
+      <Head title="Audit log" age={<Age query={entries} polled />} />
+      <Filters
+        of={[
+          { name: "actor", label: "Who", hint: "user:…" },
+          { name: "action", label: "Action", hint: "nodes.retire" },
+          { name: "target_kind", label: "Kind", hint: "node" },
+          { name: "target_id", label: "Target", hint: "its id" },
+          { name: "correlation_id", label: "Request", hint: "correlation id" },
+          { name: "from", label: "From", hint: "2026-11-21T12:00:00Z" },
+          { name: "until", label: "Until", hint: "2026-11-21T12:00:00Z" },
+        ]}
+        address={address}
+        set={set}
+      />
+      <PagedTable
+        label="Audit log"
+        query={entries}
+        page={address["page"]}
+        open={(page) => set({ page })}
+        keyOf={(entry) => `${entry.chain.epoch}:${entry.chain.shard}:${entry.chain.seq}`}
+        none={<Nothing address={address}>Nothing is recorded yet. Each change appears here.</Nothing>}
+        columns={[
+          { title: "At", cell: (entry) => <FullTime at={entry.at} /> },
+          { title: "Who", cell: (entry) => <Plain>{entry.actor}</Plain> },
+          { title: "Action", cell: (entry) => <code>{entry.action}</code> },
+          {
+            title: "Target",
+            cell: ({ target }) =>
+              mayOpen ? (
+                <Link to="/entities/$kind/$id" params={target}>
+                  {target.kind} <code title={target.id}>{shortId(target.id)}</code>
+                </Link>
+              ) : (
+                <>
+                  {target.kind} <code title={target.id}>{shortId(target.id)}</code>
+                </>
+              ),
+          },
+          { title: "Reason", cell: (entry) => <Plain>{reasonOf(entry.metadata)}</Plain> },
+          { title: "Request", cell: (entry) => <code title={entry.correlation_id}>{shortId(entry.correlation_id)}</code> },
+        ]}
+      />
+      <CommandLine
+        line={gpuctl(
+          "audit", "list", ["--actor", address["actor"]], ["--action", address["action"]], ["--target-kind", address["target_kind"]], ["--target", address["target_id"]],
+          ["--correlation-id", address["correlation_id"]], ["--from", address["from"]], ["--until", address["until"]],
+        )}
+      />
+    </Guard>
+  );
+}
+
+function reasonOf(metadata: Record<string, unknown>): string | null {
+  const { reason } = metadata;
+  return typeof reason === "string" ? reason : null;
+}

@@ -1,0 +1,238 @@
+// One node: its state and why, its findings, its tasks, and what an administrator does with it.
+import { keepPreviousData, useQuery } from "@tanstack/react-query";
+import { api, dataOf, keyed, type Schemas } from "../api/client.ts";
+import { POLL_MS, POLL_SOON_MS, pollEvery } from "../api/query-client.ts";
+import { everyPage } from "../api/queries.ts";
+import { count, gpuctl, readable } from "../format/text.ts";
+import { useMay } from "../session/me.ts";
+import { Action, Guard, REASON } from "../ui/action.tsx";
+import { GuardedLink } from "../ui/guarded-link.tsx";
+import { Card, Facts, Head } from "../ui/layout.tsx";
+import { Age, Loaded } from "../ui/loaded.tsx";
+import { State } from "../ui/state.tsx";
+import { Id, Labels, Plain } from "../ui/text.tsx";
+import { FullTime, When } from "../ui/time.tsx";
+import { GrowingTable, Table } from "../ui/table.tsx";
+import { usePart } from "../ui/use-address.ts";
+import { actionsOf, isGone, isToEnroll, isToReissue, reviseNode } from "./node-actions.ts";
+import { NodeFindings } from "./node-findings.tsx";
+import { Machine } from "./node-machine.tsx";
+import { Onboarding, Reissue, SetUp } from "./node-onboarding.tsx";
+import { terminalColumns } from "./terminals.tsx";
+
+type Node = Schemas["Node"];
+
+export default function NodePage() {
+  const id = usePart("id");
+  const node = useQuery({
+    queryKey: ["node", id],
+    queryFn: () => dataOf(api.GET("/api/v1/admin/nodes/{id}", { params: { path: { id } } })),
+    refetchInterval: (query) => pollEvery(query.state.data && isToEnroll(query.state.data) ? POLL_SOON_MS : POLL_MS)(),
+  });
+  return (
+    <Guard needs="manage_nodes">
+      <Loaded query={node}>
+        {(data) => (
+          <>
+            <Head title={data.name ?? data.host} age={<Age query={node} />}>
+              {isToEnroll(data) && <SetUp of={data} />}
+              {!isGone(data) && <Action spec={reviseNode(data)} />}
+              {isToReissue(data) && <Reissue of={data} />}
+              {actionsOf(data).map((spec) => (
+                <Action key={`${spec.id}:${data.state}`} spec={spec} />
+              ))}
+            </Head>
+            <p className="why">
+              <State of={data.state} overdue={data.overdue} /> <span className="soft">·</span> <Plain>{data.state_reason.message}</Plain>
+              {data.state_deadline_at && (
+                <span className="soft">
+                  {" "}
+                  · deadline <When at={data.state_deadline_at} />
+                </span>
+              )}
+            </p>
+            {data.unschedulable_reason && (
+              <p className="soft page-note">
+                It takes no allocation: <Plain>{data.unschedulable_reason}</Plain>
+              </p>
+            )}
+            <div className="columns">
+              <div>
+                {isToEnroll(data) && <Onboarding of={data} />}
+                <Machine of={data} />
+                <NodeFindings of={data} />
+                <Tasks id={data.id} />
+                <Terminals id={data.id} />
+              </div>
+              <aside>
+                <Summary of={data} />
+                <Holds of={data} />
+              </aside>
+            </div>
+          </>
+        )}
+      </Loaded>
+    </Guard>
+  );
+}
+
+function Tasks({ id }: { id: string }) {
+  const tasks = useQuery({
+    queryKey: ["tasks", id],
+    queryFn: () => dataOf(api.GET("/api/v1/admin/nodes/{id}/tasks", { params: { path: { id } } })),
+    placeholderData: keepPreviousData,
+    refetchInterval: pollEvery(POLL_MS),
+  });
+  return (
+    <Card title="Tasks" actions={<Age query={tasks} />}>
+      <Loaded query={tasks}>
+        {({ open, ended, next_page }) => (
+          <>
+            <Table
+              label="Open tasks"
+              rows={open}
+              keyOf={(task) => task.task_id}
+              none={<p>No task is open.</p>}
+              columns={[
+                { title: "Task", cell: (task) => task.type },
+                { title: "State", cell: (task) => <State of={task.state} overdue={task.overdue} /> },
+                { title: "Withheld", cell: (task) => <Plain>{task.withheld_because}</Plain> },
+                { title: "Attempt", number: true, cell: (task) => task.attempt },
+                { title: "Deadline", cell: (task) => <When at={task.deadline_at} /> },
+                { title: "Actions", cell: (task) => <Resume node={id} of={task} /> },
+              ]}
+            />
+            <Table
+              label="Ended tasks"
+              rows={ended}
+              keyOf={(task) => `${task.task_id}:${task.attempt}`}
+              none={null}
+              columns={[
+                { title: "Task", cell: (task) => task.type },
+                { title: "Result", cell: (task) => <State of={task.succeeded ? "succeeded" : "failed"} /> },
+                { title: "Error", cell: (task) => <Plain>{task.error?.message}</Plain> },
+                { title: "Ended", cell: (task) => <When at={task.ended_at} /> },
+              ]}
+            />
+            {next_page && <p className="soft">Older tasks: {gpuctl("nodes", "tasks", id)}</p>}
+          </>
+        )}
+      </Loaded>
+    </Card>
+  );
+}
+
+const OPEN: readonly Schemas["TerminalSessionState"][] = ["opened", "attached", "detached"];
+/** Of each state at most so many terminals are read. */
+const MOST_TERMINALS = 1000;
+
+/** The terminals of all nodes that are open. The API filters them by one state, and by their user: those of a node are chosen here. */
+async function openTerminals(): Promise<{ items: Schemas["TerminalSession"][]; isPartial: boolean }> {
+  const lists = await Promise.all(
+    OPEN.map((state) =>
+      everyPage(MOST_TERMINALS, (page_token) => dataOf(api.GET("/api/v1/admin/terminal-sessions", { params: { query: { state, limit: 200, ...(page_token ? { page_token } : {}) } } }))),
+    ),
+  );
+  return { items: lists.flatMap(({ items }) => items), isPartial: lists.some(({ isPartial }) => isPartial) };
+}
+
+function Terminals({ id }: { id: string }) {
+  const mayOperate = useMay()("operate_terminals");
+  const sessions = useQuery({
+    queryKey: ["terminals", "of-all-nodes"],
+    queryFn: openTerminals,
+    enabled: mayOperate,
+    refetchInterval: pollEvery(POLL_MS),
+  });
+  if (!mayOperate) return null;
+  return (
+    <Card title="Terminals" actions={<Age query={sessions} />}>
+      <Loaded query={sessions}>
+        {({ items, isPartial }) => (
+          <>
+            <GrowingTable
+              label="Terminals"
+              rows={items.filter(({ node_id }) => node_id === id)}
+              keyOf={(session) => session.id}
+              none={<p>No terminal is open.</p>}
+              columns={terminalColumns.filter(({ title }) => title !== "Node" && title !== "Ended because")}
+            />
+            {isPartial && <p className="soft">Only some of the open terminals were read; the list of terminals has the others.</p>}
+          </>
+        )}
+      </Loaded>
+    </Card>
+  );
+}
+
+function Resume({ node, of: task }: { node: string; of: Schemas["NodeTask"] }) {
+  if (task.state !== "awaits_operator") return null;
+  return (
+    <Action
+      quiet
+      spec={{
+        id: `resume:${task.task_id}`,
+        label: "Resume…",
+        title: "Order the task again",
+        consequences: <p>The task is dispatched to the agent again, with as many attempts as a new one.</p>,
+        fields: [REASON],
+        command: (values) => gpuctl("nodes", "resume", node, task.task_id, ["--reason", values["reason"]]),
+        send: (values, key) =>
+          dataOf(
+            api.POST("/api/v1/admin/nodes/{id}/tasks/{task_id}/resume", {
+              params: { path: { id: node, task_id: task.task_id }, ...keyed(key) },
+              body: { reason: values["reason"] ?? "" },
+            }),
+          ),
+        refreshes: ["tasks", "node"],
+      }}
+    />
+  );
+}
+
+function Summary({ of: node }: { of: Node }) {
+  return (
+    <Card title="Summary">
+      <Facts
+        of={[
+          ["Host", <Plain key="h">{`${node.host}:${node.port}`}</Plain>],
+          ["SKU", <Plain key="s">{node.sku}</Plain>],
+          ["Region", <Plain key="r">{node.region_code}</Plain>],
+          ["GPUs", `${count(node.gpus_free)} of ${count(node.gpus_total)} free`],
+          ["Agent", node.agent ? `${node.agent.version}` : "none yet"],
+          node.agent ? ["Last report", <When key="l" at={node.agent.last_seen_at} />] : null,
+          node.agent?.cert_not_after ? ["Certificate ends", <When key="c" at={node.agent.cert_not_after} />] : null,
+          node.agent_update ? ["Agent's update", <State key="u" of={node.agent_update.state} />] : null,
+          node.repair ? ["Repair", <State key="y" of={node.repair.phase} />] : null,
+          node.machine ? ["At the provider", <State key="m" of={node.machine.step} />] : null,
+          node.probe ? ["SSH port", <State key="p" of={node.probe.result} />] : null,
+          node.validation ? ["Validation", <State key="v" of={node.validation.passed ? "passed" : "failed"} />] : null,
+          node.validation && node.validation.shortfalls.length > 0 ? ["Shortfalls", node.validation.shortfalls.join("; ")] : null,
+          ["Onboarding", node.onboarding_mode],
+          ["Labels", <Labels key="b" of={node.labels} />],
+          ["Registered", <FullTime key="t" at={node.created_at} />],
+          ["Id", <Id key="i">{node.id}</Id>],
+          ["History", <GuardedLink key="e" needs="operate_runtime" to="/entities/$kind/$id" params={{ kind: "node", id: node.id }}>of its state machine</GuardedLink>],
+        ]}
+      />
+    </Card>
+  );
+}
+
+function Holds({ of: { quarantine_holds } }: { of: Node }) {
+  if (quarantine_holds.length === 0) return null;
+  return (
+    <Card title="Held in quarantine by">
+      <ul className="plain-list">
+        {quarantine_holds.map((hold) => (
+          <li key={`${hold.code}:${hold.since_at}`}>
+            <strong>{readable(hold.code)}</strong> <Plain>{hold.message}</Plain>{" "}
+            <span className="soft">
+              {hold.author}, <When at={hold.since_at} />
+            </span>
+          </li>
+        ))}
+      </ul>
+    </Card>
+  );
+}

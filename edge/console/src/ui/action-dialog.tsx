@@ -1,0 +1,104 @@
+// The dialog of an action.
+import { Form } from "react-aria-components";
+import { ApiFailure } from "../api/failure.ts";
+import type { ActionSpec } from "./action.tsx";
+import { Banners } from "../layout/banners.tsx";
+import { ChangedValues, useChangedValues } from "./changed-values.tsx";
+import { DialogFrame } from "./dialog.tsx";
+import { Fields } from "./fields.tsx";
+import { Problem } from "./problem.tsx";
+import { CommandLine } from "./text.tsx";
+import { useDraft } from "./use-draft.ts";
+import { useSend } from "./use-send.ts";
+import { Waiting } from "./waiting.tsx";
+
+export default function ActionDialog({ spec, close }: { spec: ActionSpec<unknown>; close: () => void }) {
+  const fields = spec.fields ?? [];
+  const draft = useDraft(spec.id, Object.fromEntries(fields.map((field) => [field.name, field.initial ?? ""])));
+  const { changed, seen } = useChangedValues(fields, draft.values);
+  const sending = useSend({
+    name: spec.id,
+    send: spec.send,
+    refreshes: spec.refreshes,
+    done: (result) => {
+      draft.discard();
+      spec.done?.(result);
+      if (!spec.result) close();
+    },
+  });
+  const conflict = sending.error instanceof ApiFailure ? spec.conflict?.(sending.error, draft.values) : null;
+  const leave = () => {
+    if (sending.isSending) return;
+    draft.discard();
+    close();
+  };
+  return (
+    <DialogFrame title={spec.title} close={leave} isBusy={sending.isSending}>
+      {/* What is outside a dialog cannot be reached while it is open. */}
+      <Banners />
+      {sending.isDone && spec.result ? (
+        <>
+          <div className="result">{spec.result(sending.result)}</div>
+          <div className="buttons">
+            <button type="button" className="primary" onClick={close} autoFocus>
+              Close
+            </button>
+          </div>
+        </>
+      ) : (
+        <Form
+          onSubmit={(event) => {
+            event.preventDefault();
+            if (changed.length === 0) sending.submit(draft.values);
+          }}
+        >
+          <div className="consequences">{typeof spec.consequences === "function" ? spec.consequences(draft.values) : spec.consequences}</div>
+          <Fields
+            of={fields}
+            values={draft.values}
+            set={(name, value) => {
+              draft.set(name, value);
+              sending.changed();
+            }}
+          />
+          {changed.length > 0 && !sending.isSending && (
+            <ChangedValues
+              of={changed}
+              keep={seen}
+              take={() => {
+                changed.forEach(({ field, now }) => draft.set(field.name, now));
+                sending.changed();
+                seen();
+              }}
+            />
+          )}
+          <Waiting isSending={sending.isSending} />
+          {sending.error && <Problem error={sending.error} fields={fields} />}
+          {conflict && (
+            <div className="conflict">
+              {conflict.note}
+              <button
+                type="button"
+                onClick={() => {
+                  Object.entries(conflict.values).forEach(([name, value]) => draft.set(name, value));
+                  sending.changed();
+                }}
+              >
+                {conflict.label}
+              </button>
+            </div>
+          )}
+          <CommandLine line={spec.command(draft.values)} />
+          <div className="buttons">
+            <button type="button" onClick={leave} disabled={sending.isSending}>
+              Cancel
+            </button>
+            <button type="submit" className={spec.danger ? "danger" : "primary"} disabled={sending.isSending || changed.length > 0}>
+              {sending.isSending ? "Sending…" : sending.error ? "Send again" : spec.label.replace(/…$/, "")}
+            </button>
+          </div>
+        </Form>
+      )}
+    </DialogFrame>
+  );
+}

@@ -1,0 +1,56 @@
+// Filters of a list. A choice is applied at once, a text by Enter or the button.
+import { useEffect, useState } from "react";
+import type { Address } from "./use-address.ts";
+
+export interface Filter {
+  name: string;
+  label: string;
+  options?: readonly string[];
+  hint?: string;
+}
+
+export function Filters({ of, address, set }: { of: readonly Filter[]; address: Address; set: (change: Address) => void }) {
+  const [typed, setTyped] = useState<Address>(address);
+  useEffect(() => setTyped(address), [address]);
+  const any = of.some((filter) => address[filter.name]);
+  return (
+    <form
+      className="filters"
+      role="search"
+      onSubmit={(event) => {
+        event.preventDefault();
+        set(Object.fromEntries(of.map((filter) => [filter.name, typed[filter.name]?.trim()])));
+      }}
+    >
+      {of.map((filter) => (
+        <label key={filter.name}>
+          <span>{filter.label}</span>
+          {filter.options ? (
+            <select value={address[filter.name] ?? ""} onChange={(event) => set({ [filter.name]: event.target.value })}>
+              <option value="">any</option>
+              {filter.options.map((option) => (
+                <option key={option} value={option}>
+                  {option.replaceAll("_", " ")}
+                </option>
+              ))}
+            </select>
+          ) : (
+            <input
+              type="search"
+              value={typed[filter.name] ?? ""}
+              placeholder={filter.hint}
+              maxLength={320}
+              onChange={(event) => setTyped({ ...typed, [filter.name]: event.target.value })}
+            />
+          )}
+        </label>
+      ))}
+      <button type="submit">Apply</button>
+      {any && (
+        <button type="button" className="quiet" onClick={() => set(Object.fromEntries(of.map((filter) => [filter.name, undefined])))}>
+          Clear
+        </button>
+      )}
+    </form>
+  );
+}
