@@ -44,13 +44,16 @@ pub(crate) enum Command {
         #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
         /// A key that opens it, and again for more.
-        #[arg(long = "ssh-key", value_name = "ID|NAME", required_unless_present = "default", add = completion::of(&SSH_KEY))]
+        #[arg(long = "ssh-key", value_name = "ID|NAME", required_unless_present_any = ["default", "none"], add = completion::of(&SSH_KEY))]
         ssh_keys: Vec<Ref>,
         /// Your default key, whichever that is.
         #[arg(long, conflicts_with = "ssh_keys")]
         default: bool,
+        /// No key: it is reached by `gpuctl terminal` alone.
+        #[arg(long, conflicts_with_all = ["ssh_keys", "default"])]
+        none: bool,
     },
-    /// Administrators: tries a release again that failed.
+    /// Administrators: repeats a failed release.
     RetryRelease(AllocationAction),
     /// Administrators: gives an allocation up whose node cannot prove that it is clean. The node is fenced.
     ForceRelease {
@@ -64,7 +67,7 @@ pub(crate) enum Command {
         #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
     },
-    /// What has become of an allocation so far.
+    /// The history of an allocation.
     Events {
         #[arg(add = completion::of(&ALLOCATION))]
         allocation: Ref,
@@ -78,7 +81,7 @@ pub(crate) enum Command {
 pub(crate) struct AllocationAction {
     #[arg(add = completion::of(&ALLOCATION))]
     allocation: Ref,
-    /// Why; it stands in the audit log.
+    /// Why; it is recorded in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }
@@ -94,7 +97,7 @@ pub(crate) struct Set {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Create {
-    /// What kind of machine: `gpuctl skus list` shows them.
+    /// The kind of machine: `gpuctl skus list` shows them.
     #[arg(long, add = completion::sku_names())]
     sku: String,
     /// How many GPUs, all on one node.
@@ -112,7 +115,7 @@ pub(crate) struct Create {
     /// A key that opens it, and again for more; your default key where it is left out.
     #[arg(long = "ssh-key", value_name = "ID|NAME", add = completion::of(&SSH_KEY))]
     ssh_keys: Vec<Ref>,
-    /// Wait in line for so long where there is no capacity (`90s`, `10m`).
+    /// How long to wait for capacity where there is none (`90s`, `10m`).
     #[arg(long, value_name = "TIME", value_parser = duration::parse)]
     queue: Option<Duration>,
     #[command(flatten)]
@@ -123,7 +126,7 @@ pub(crate) struct Create {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Wait {
-    /// Do not wait for what comes of it.
+    /// Return at once, without waiting for the result.
     #[arg(long)]
     no_wait: bool,
     /// How long to wait (`90s`, `10m`).
@@ -147,7 +150,7 @@ pub(crate) struct List {
     user: Option<String>,
     #[command(flatten)]
     selector: Selector,
-    /// At most so many, the newest.
+    /// Show at most this many, the newest.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
     limit: u16,
 }
@@ -181,7 +184,7 @@ const ALONE: [Column; 27] = [
     ("ssh user", "/ssh/username"),
     ("ssh host key", "/ssh/host_key_fingerprint"),
     ("opened by", "/ssh/key_fingerprints"),
-    ("keys are there", "/ssh/keys_written"),
+    ("keys written", "/ssh/keys_written"),
     ("requested", "/requested_at"),
     ("active since", "/active_at"),
     ("released", "/released_at"),
@@ -227,7 +230,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let id = resource_ref::allocation(&set.allocation, api).await?;
             api.out.show(&api.patch(&path(id), &Value::Object(set.change.patch()?)).await?, &ALONE)
         }
-        Command::SshKeys { allocation, ssh_keys, default } => {
+        Command::SshKeys { allocation, ssh_keys, default, none: _ } => {
             let id = resource_ref::allocation(&allocation, api).await?;
             let chosen = ids(&ssh_keys, &SSH_KEY, api).await?;
             let body = json!({ "ssh_key_ids": (!default).then_some(chosen) });
@@ -285,7 +288,37 @@ async fn list(which: List, api: &Api) -> Result<(), Failure> {
         false => resource_ref::live_allocations(&query, READ, api).await?,
     };
     let newest = newest(&page, which.limit.into());
-    api.out.list(&newest, &with_names(&IN_A_LIST, &newest))
+    if !every && items(&newest).is_empty() && !api.out.is_json() {
+        api.out.notice("There are none; --all also shows those that have ended.");
+        return Ok(());
+    }
+    if api.out.is_json() {
+        return api.out.json(&newest);
+    }
+    let mut columns = with_health(with_names(&IN_A_LIST, &newest), &newest);
+    if !items(&newest).is_empty() {
+        let me = api.get("/api/v1/me", &[]).await?;
+        columns = with_users(columns, &newest, &me["user_id"]);
+    }
+    api.out.list(&newest, &columns)
+}
+
+/// With a column of health behind the state, where any entry has a known problem.
+fn with_health(mut columns: Vec<Column>, page: &Value) -> Vec<Column> {
+    if items(page).iter().any(|item| item["health"].is_object()) {
+        let state = columns.iter().position(|(title, _)| *title == "STATE").unwrap_or(columns.len());
+        columns.insert(columns.len().min(state + 1), ("HEALTH", "/health/status"));
+    }
+    columns
+}
+
+/// With a column of users before the state, where any entry is another user's than the caller's.
+fn with_users(mut columns: Vec<Column>, page: &Value, caller: &Value) -> Vec<Column> {
+    if items(page).iter().any(|item| item["user_id"] != *caller) {
+        let state = columns.iter().position(|(title, _)| *title == "STATE").unwrap_or(columns.len());
+        columns.insert(state, ("USER", "/user_id"));
+    }
+    columns
 }
 
 /// The newest entries, newest first. `next_page` is the token of those that were not read.
@@ -409,6 +442,30 @@ fn id_of(made: &Value) -> Result<Uuid, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn list_has_a_column_of_users_where_any_allocation_is_another_users() {
+        let page = json!({ "items": [{ "id": 1, "user_id": "ann" }, { "id": 2, "user_id": "bob" }] });
+        let titles = |page: &Value, caller: &str| {
+            let columns = with_users(with_names(&IN_A_LIST, page), page, &json!(caller));
+            columns.into_iter().map(|(title, _)| title).take(3).collect::<Vec<_>>()
+        };
+        assert_eq!(titles(&page, "ann"), ["ID", "USER", "STATE"]);
+        let own = json!({ "items": [{ "id": 1, "user_id": "ann", "name": "train" }] });
+        assert_eq!(titles(&own, "ann"), ["ID", "NAME", "STATE"]);
+        assert_eq!(titles(&own, "root"), ["ID", "NAME", "USER"], "an administrator without any");
+    }
+
+    #[test]
+    fn list_has_a_column_of_health_where_any_allocation_has_a_problem() {
+        let titles = |page: &Value| {
+            let columns = with_health(with_names(&IN_A_LIST, page), page);
+            columns.into_iter().map(|(title, _)| title).take(3).collect::<Vec<_>>()
+        };
+        assert_eq!(titles(&json!({ "items": [{ "id": 1, "health": null }] })), ["ID", "STATE", "SKU"]);
+        let silent = json!({ "items": [{ "id": 1, "health": null }, { "id": 2, "health": { "status": "warning" } }] });
+        assert_eq!(titles(&silent), ["ID", "STATE", "HEALTH"]);
+    }
 
     #[test]
     fn newest_allocations_are_listed_first_and_the_oldest_are_cut() {

@@ -90,14 +90,18 @@ pub(crate) const MINOR_UNITS: &str = " minor units";
 /// The message with its amounts in minor units as text: `2000 minor units` and `2000.000000` are `20.00 USD`.
 pub(crate) fn amounts_in_message(message: &str, currency: &str) -> String {
     let message = message.replace(MINOR_UNITS, "").replace("a whole number from ", "from ");
-    let words = message.split(' ').map(|word| {
+    let mut words = message.split(' ').peekable();
+    let mut shown_words = Vec::new();
+    while let Some(word) = words.next() {
         let number = word.trim_end_matches([',', ';', '.', ':']);
-        match micro(number) {
+        // An amount with its currency is one already.
+        let has_currency = words.peek().is_some_and(|next| next.trim_end_matches([',', ';', '.', ':']) == currency);
+        shown_words.push(match micro(number).filter(|_| !has_currency) {
             Some(micro) => format!("{}{}", shown(micro, MICRO_DIGITS, currency), &word[number.len()..]),
             None => word.to_owned(),
-        }
-    });
-    words.collect::<Vec<_>>().join(" ")
+        });
+    }
+    shown_words.join(" ")
 }
 
 /// Minor units with up to six decimals, in millionths.
@@ -245,6 +249,10 @@ mod tests {
                 "`amount_minor` must be from 0.01 USD to 5.00 USD, which is left.",
             ),
             ("Of the cost 12.500000 minor units are left.", "Of the cost 0.125 USD are left."),
+            (
+                "20.00 USD are more than the 5.00 USD, which are there.",
+                "20.00 USD are more than the 5.00 USD, which are there.",
+            ),
         ] {
             assert_eq!(amounts_in_message(message, "USD"), shown);
         }

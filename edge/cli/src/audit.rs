@@ -16,7 +16,7 @@ pub(crate) enum Command {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct AuditFilter {
-    /// Who did it: user:…, node:…, service_account:… or system:….
+    /// Who did it: user:…, node:…, service-account:… or system:….
     #[arg(long)]
     actor: Option<String>,
     /// What was done, such as nodes.retire.
@@ -37,7 +37,7 @@ pub(crate) struct AuditFilter {
     /// Before this instant.
     #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
     until: Option<DateTime<Utc>>,
-    /// At most so many.
+    /// Show at most this many.
     #[arg(long, value_name = "N", default_value_t = 50, value_parser = clap::value_parser!(u16).range(1..=10000))]
     limit: u16,
 }

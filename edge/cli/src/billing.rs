@@ -8,7 +8,7 @@ use crate::completion;
 use crate::failure::Failure;
 use crate::output::Column;
 use crate::resource_ref::{self, ACCOUNT, ALLOCATION, PAYMENT, Ref};
-use crate::{download, duration, instant, payments};
+use crate::{download, duration, instant, payments, skus};
 use chrono::{DateTime, Utc};
 use serde_json::{Value, json};
 use std::path::PathBuf;
@@ -16,16 +16,16 @@ use std::time::Duration;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// What there is, how fast it is spent and how long it lasts.
+    /// The balance, how fast it is spent and how long it lasts.
     Balance {
         #[command(flatten)]
         of: AccountSelector,
     },
-    /// What it went to and came from, newest first.
+    /// The postings of the account, newest first.
     Ledger(Ledger),
     /// What something would cost, and whether your balance covers it.
     Estimate {
-        /// What kind of machine: `gpuctl skus list` shows them.
+        /// The kind of machine: `gpuctl skus list` shows them.
         #[arg(long, add = completion::sku_names())]
         sku: String,
         /// How many GPUs, all on one node.
@@ -39,22 +39,29 @@ pub(crate) enum Command {
     Statements {
         #[command(flatten)]
         of: AccountSelector,
-        /// At most so many.
+        /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
-    /// What a month came to; with --as as a file.
+    /// The statement of a month; with --as as a file.
     Statement(Statement),
-    /// Pays in: opens the page on which you do.
+    /// Pays in: opens the page of the payment.
     TopUp(payments::TopUp),
     /// What was paid in, oldest first.
     Payments(payments::Payments),
-    /// One payment, and what went back of it.
+    /// One payment, with its refunds.
     Payment {
         #[arg(add = completion::of(&PAYMENT))]
         payment: Ref,
     },
-    /// Asks a payment back, or gives back of what an allocation has cost.
+    /// Opens the page of a payment that was begun and is not paid.
+    Pay(payments::Pay),
+    /// Cancels a payment that is not paid.
+    CancelPayment {
+        #[arg(add = completion::of(&PAYMENT))]
+        payment: Ref,
+    },
+    /// Refunds a payment, or credits what an allocation has cost.
     Refund(payments::Refund),
     /// Administrators: all accounts, oldest first.
     Accounts(accounts::Accounts),
@@ -88,7 +95,7 @@ pub(crate) struct Ledger {
     /// Posted before this instant.
     #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
     until: Option<DateTime<Utc>>,
-    /// At most so many.
+    /// Show at most this many.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
     limit: u16,
 }
@@ -100,7 +107,7 @@ pub(crate) struct Statement {
     month: String,
     #[command(flatten)]
     of: AccountSelector,
-    /// In a file: every posting for a spreadsheet, or pages to file.
+    /// As a file: csv has every posting, pdf is for people.
     #[arg(long = "as", value_enum, value_name = "FORM")]
     form: Option<Form>,
     /// The file, which must not be there; `-` is standard output. statement-MONTH.csv or .pdf where it is left out.
@@ -128,7 +135,7 @@ impl Form {
     }
 }
 
-const BALANCE: [Column; 16] = [
+const BALANCE: [Column; 17] = [
     ("account", "/id"),
     ("user", "/user_id"),
     ("organisation", "/org_id"),
@@ -137,6 +144,7 @@ const BALANCE: [Column; 16] = [
     ("balance", "/balance"),
     ("accrued since", "/accrued"),
     ("set aside", "/held"),
+    ("next window", "/next_window"),
     ("available", "/available"),
     ("low", "/is_low"),
     ("spent an hour", "/burn_per_hour"),
@@ -174,7 +182,7 @@ const ESTIMATE: [Column; 8] = [
     ("together", "/cost"),
     ("needed to begin", "/needed"),
     ("available", "/available"),
-    ("can begin", "/is_covered"),
+    ("balance covers the start", "/is_covered"),
     ("covered to the end", "/whole_time"),
     ("lasts", "/lasts"),
 ];
@@ -240,6 +248,8 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::TopUp(wanted) => payments::top_up(wanted, api).await,
         Command::Payments(which) => payments::list(which, api).await,
         Command::Payment { payment } => payments::show(&payment, api).await,
+        Command::Pay(wanted) => payments::pay(wanted, api).await,
+        Command::CancelPayment { payment } => payments::cancel(&payment, api).await,
         Command::Refund(wanted) => payments::refund(wanted, api).await,
         Command::Accounts(which) => accounts::list(which, api).await,
         Command::OpenAccount(wanted) => accounts::open(wanted, api).await,
@@ -249,6 +259,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
 
 /// For people the output also says how long the balance lasts, including what runs already. Scripts get the service's response.
 async fn estimate(sku: String, gpus: u16, time: Option<Duration>, api: &Api) -> Result<(), Failure> {
+    skus::expect_fits_one_node(&sku, gpus, api).await?;
     let mut query: Query<'_> = vec![("sku", sku), ("gpu_count", gpus.to_string())];
     query.extend(time.map(|time| ("seconds", time.as_secs().to_string())));
     let mut found = api.get("/api/v1/billing/estimate", &query).await?;
@@ -298,8 +309,33 @@ async fn ledger(which: Ledger, api: &Api) -> Result<(), Failure> {
         ("until", which.until.map(|at| at.to_rfc3339())),
     ];
     let query: Query<'_> = given.into_iter().filter_map(|(name, value)| Some((name, value?))).collect();
-    let page = api.list(&which.of.path("ledger", api).await?, &query, which.limit.into()).await?;
-    api.out.list(&page, &POSTINGS)
+    let mut page = api.list(&which.of.path("ledger", api).await?, &query, which.limit.into()).await?;
+    if api.out.is_json() {
+        return api.out.json(&page);
+    }
+    let columns = with_write_offs(&POSTINGS, &mut page["items"]);
+    api.out.list(&page, &columns)
+}
+
+/// With a column of what was written off, where any row is about that: it changes no balance.
+fn with_write_offs(columns: &[Column], rows: &mut Value) -> Vec<Column> {
+    let mut columns = columns.to_vec();
+    let mut any = false;
+    for row in rows.as_array_mut().into_iter().flatten() {
+        let amount = row["amount_micro"].as_i64().unwrap_or_default();
+        row["written_off_micro"] = match row["kind"].as_str() {
+            Some("write_off") => amount.into(),
+            Some("write_off_reversal") => amount.saturating_neg().into(),
+            Some(_) | None => continue,
+        };
+        row["change_micro"] = Value::Null;
+        any = true;
+    }
+    if any {
+        let change = columns.iter().position(|(title, _)| *title == "CHANGE").unwrap_or(columns.len());
+        columns.insert(columns.len().min(change + 1), ("WRITTEN OFF", "/written_off"));
+    }
+    columns
 }
 
 async fn show_statement(month: &str, of: &AccountSelector, api: &Api) -> Result<(), Failure> {
@@ -313,7 +349,8 @@ async fn show_statement(month: &str, of: &AccountSelector, api: &Api) -> Result<
         line["currency"] = currency.clone();
     }
     api.out.show(&found, &MONTH)?;
-    api.out.rows_below(&found["lines"], &LINES)
+    let columns = with_write_offs(&LINES, &mut found["lines"]);
+    api.out.rows_below(&found["lines"], &columns)
 }
 
 fn month(text: &str) -> Result<String, String> {
@@ -336,6 +373,25 @@ mod tests {
         assert_eq!(coverage_text(800_000_000, 100), "no, for 4h, beside what runs now");
         assert_eq!(coverage_text(1_600_000_000, 100), "yes, beside what runs now");
         assert_eq!(coverage_text(-5, 0), "no");
+    }
+
+    #[test]
+    fn write_offs_have_a_column_of_their_own_and_no_change_of_nothing() {
+        let row = |kind: &str, change: i64, amount: i64| json!({ "kind": kind, "currency": "EUR", "change_micro": change, "amount_micro": amount });
+        let mut rows = json!([
+            row("usage", -4_166_666, 4_166_666),
+            row("write_off", 0, 1_000_000),
+            row("write_off_reversal", 0, 500_000)
+        ]);
+        let columns = with_write_offs(&[("KIND", "/kind"), ("CHANGE", "/change"), ("WHY", "/reason")], &mut rows);
+        insta::assert_snapshot!(crate::output::table_text(rows.as_array().unwrap(), &columns), @r"
+         KIND                CHANGE           WRITTEN OFF  WHY
+         usage               -0.04166666 EUR  -            -
+         write_off           -                0.01 EUR     -
+         write_off_reversal  -                -0.005 EUR   -
+        ");
+        let mut usage = json!([row("usage", -1_000_000, 1_000_000)]);
+        assert_eq!(with_write_offs(&POSTINGS, &mut usage), POSTINGS);
     }
 
     #[test]

@@ -65,7 +65,7 @@ impl EntityRef {
 }
 
 /// The most entities that the API's tree shows.
-const MAX_TREE_LEN: u32 = 1000;
+pub(crate) const MAX_TREE_LEN: u32 = 1000;
 
 /// An entity of any kind.
 const ENTITY_KIND: ResourceKind = ResourceKind {
@@ -90,7 +90,7 @@ pub(crate) struct RestartArgs {
     /// The member whose worker it is, by name or id.
     #[arg(long, value_name = "NAME|ID")]
     member: Option<String>,
-    /// Why; it stands in the audit log.
+    /// Why; it is recorded in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: Option<String>,
     #[command(flatten)]
@@ -113,7 +113,7 @@ const ENTITY: [Column; 13] = [
     ("state", "/state"),
     ("since", "/since"),
     ("status", "/status"),
-    ("lives at", "/member_name"),
+    ("member", "/member_name"),
     ("shard", "/shard"),
     ("version", "/version"),
     ("waits for", "/waits_for"),

@@ -8,7 +8,7 @@ const LONGEST: u64 = 64;
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Confirm {
-    /// Do not ask whether it is meant.
+    /// Do not ask for a confirmation.
     #[arg(long, short)]
     yes: bool,
 }

@@ -83,8 +83,8 @@ mod tests {
         assert!(!file.exists(), "half a file is none");
         save(&api, "/whole", "text/csv", "the statement", &file).await.unwrap();
         assert_eq!(std::fs::read_to_string(&file).unwrap(), "one,two,three");
-        let again = save(&api, "/whole", "text/csv", "the statement", &file).await.unwrap_err();
-        assert_eq!(again.exit_status, ExitStatus::Usage, "what is there stays");
+        let repeated = save(&api, "/whole", "text/csv", "the statement", &file).await.unwrap_err();
+        assert_eq!(repeated.exit_status, ExitStatus::Usage, "what is there stays");
         let nothing = save(&api, "/nothing", "text/csv", "the statement", &folder.path().join("no")).await;
         assert!(nothing.is_err() && !folder.path().join("no").exists());
     }

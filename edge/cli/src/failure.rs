@@ -160,7 +160,9 @@ impl Failure {
 fn remedy(response: &ErrorResponse) -> Option<&'static str> {
     Some(match response.code.as_str() {
         "unauthenticated" => "Log in again: gpuctl login",
-        "forbidden" => "`gpuctl whoami` shows who you are and your roles; an administrator can give you another one.",
+        "forbidden" => {
+            "`gpuctl whoami` shows who you are and your roles; an administrator gives roles of the platform, the identity provider the role admin."
+        }
         "not_found" => "Look the id up: `gpuctl <noun> list` shows what there is for you.",
         "insufficient_capacity" => "Ask for fewer GPUs or another region, or wait in line with --queue 10m.",
         "concurrency_limit_exceeded" => "Release one first: gpuctl allocations list --state active",
@@ -176,9 +178,9 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {
-        let said = cause.to_string();
-        if !text.contains(&said) {
-            let _ = write!(text, ": {said}");
+        let output = cause.to_string();
+        if !text.contains(&output) {
+            let _ = write!(text, ": {output}");
         }
         source = cause.source();
     }

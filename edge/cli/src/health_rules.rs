@@ -30,14 +30,14 @@ pub(crate) enum Command {
         /// What the tenant reads; required with evacuate or billing_credit.
         #[arg(long, value_name = "TEXT")]
         tenant_message: Option<String>,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
     /// Takes an override back: the row of the table holds again.
     Unset {
         pattern: String,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },

@@ -19,7 +19,7 @@ pub(crate) fn address(text: &str) -> Result<Url, Failure> {
         _ if !url.username().is_empty() || url.password().is_some() => Err(wrong("it must hold no credentials")),
         "https" => Ok(url),
         "http" if is_local(&url) => Ok(url),
-        "http" => Err(wrong("over http anybody on the way could read your token; use https")),
+        "http" => Err(wrong("over http your token could be read on the network; use https")),
         _ => Err(wrong("it must begin with https://")),
     }
 }
@@ -62,7 +62,11 @@ pub(crate) fn build(client: ClientBuilder) -> Result<reqwest::Client, Failure> {
 }
 
 fn authorities(path: &Path) -> Result<Vec<Certificate>, Failure> {
-    let wrong = |why: String| Failure::usage(format!("the authorities in {} cannot be used: {why}", path.display()));
+    let wrong = |why: String| {
+        Failure::usage(format!("the authorities in {} cannot be used: {why}", path.display())).next(
+            "Give the file with the authority of the server's certificate: --ca-bundle FILE (or SVC_CA_BUNDLE_PATH)",
+        )
+    };
     let length = fs::metadata(path).map_err(|error| wrong(error.to_string()))?.len();
     if length > MAX_BUNDLE_BYTES {
         return Err(wrong(format!("the file is over {MAX_BUNDLE_BYTES} bytes")));

@@ -58,7 +58,7 @@ pub(crate) struct KeyAction {
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct KeyStep {
-    /// Why; it stands in the audit log.
+    /// Why; it is recorded in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
     #[command(flatten)]
@@ -138,8 +138,9 @@ async fn take_step(step: &str, body: &Value, api: &Api) -> Result<(), Failure> {
         api.out.notice(&format!("Not yet known to: {members}; `gpuctl keys list` shows when it is."));
     }
     for node in changed["cut_off"].as_array().into_iter().flatten() {
-        let [id, host, until] = ["node_id", "host", "certificate_not_after"].map(|name| cell(&node[name]));
-        api.out.notice(&format!("Cut off: node {id} ({host}), whose certificate was good until {until}."));
+        let shown = if node["name"].is_string() { "name" } else { "host" };
+        let [id, shown, until] = ["node_id", shown, "certificate_not_after"].map(|name| cell(&node[name]));
+        api.out.notice(&format!("Cut off: node {id} ({shown}), whose certificate was good until {until}."));
     }
     Ok(())
 }

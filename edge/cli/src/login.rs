@@ -39,22 +39,37 @@ const IDENTITY: [Column; 12] = [
     ("is renewed", "/renewable"),
 ];
 
+/// Of a service account: it acts for the user, its owner.
+const SERVICE_ACCOUNT_IDENTITY: [Column; 11] = [
+    ("server", "/server"),
+    ("issuer", "/issuer"),
+    ("profile", "/profile"),
+    ("service account", "/service_account_id"),
+    ("acts for", "/user_id"),
+    ("roles", "/roles"),
+    ("organisation", "/org_id"),
+    ("project", "/project_id"),
+    ("plan", "/plan"),
+    ("token ends", "/token_expires_at"),
+    ("is renewed", "/renewable"),
+];
+
 /// How to log in.
 #[derive(Debug, clap::Args)]
 pub(crate) struct LoginArgs {
     /// The identity provider, exactly as it names itself; the server's own where it is left out. [env: SVC_OIDC_ISSUER]
     #[arg(long, value_name = "URL")]
     issuer: Option<String>,
-    /// As which of the provider's clients; the one that the server names where it is left out. [env: SVC_CLIENT_ID]
+    /// The client id at the provider; the one that the server names where it is left out. [env: SVC_CLIENT_ID]
     #[arg(long, value_name = "ID")]
     client_id: Option<String>,
     /// The client's secret, where it has one. [env: SVC_CLIENT_SECRET]
     #[arg(long, value_name = "SECRET")]
     client_secret: Option<SecretString>,
-    /// What to ask for; may be given again.
+    /// A scope to request; may be given again.
     #[arg(long = "scope", value_name = "SCOPE", default_values = ["openid", "offline_access"])]
     scopes: Vec<String>,
-    /// What the tokens are to be for, where the provider requires it (RFC 8707).
+    /// The resource that the tokens are for, where the provider requires it (RFC 8707).
     #[arg(long, value_name = "URI")]
     resource: Option<String>,
     /// With the code that is shown, confirmed on any other device.
@@ -276,10 +291,16 @@ pub(crate) async fn whoami(connection: &Connection) -> Result<(), Failure> {
         }
     };
     // What the service says of the caller takes precedence over the token's claims.
-    for field in ["user_id", "roles", "platform_roles", "auth_kind", "org_id", "project_id", "plan"] {
+    for field in
+        ["user_id", "roles", "platform_roles", "auth_kind", "service_account_id", "org_id", "project_id", "plan"]
+    {
         identity[field] = me[field].clone();
     }
-    connection.out.show(&identity, &IDENTITY)
+    connection.out.show(&identity, identity_columns(&identity))
+}
+
+fn identity_columns(identity: &Value) -> &'static [Column] {
+    if identity["service_account_id"].is_string() { &SERVICE_ACCOUNT_IDENTITY } else { &IDENTITY }
 }
 
 fn identity_of(login: &Login, profile: &str) -> Value {

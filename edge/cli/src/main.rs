@@ -20,10 +20,12 @@
 //! | `nodes list` · `show` · `create` · `update` · `token` · `script` · `reissue` · `tasks` · `run` · `resume` · `retire` · `reactivate` · `remove` · `quarantine` · `release-quarantine` · `clear-finding` | `/api/v1/admin/nodes…` |
 //! | `service-accounts list` · `create` · `show` · `delete` · `add-key` · `revoke-key` | `/api/v1/service-accounts…` |
 //! | `processor-events list` · `show` · `retry` · `dismiss` | `/api/v1/admin/billing/processor-events…` |
+//! | `sessions list [--all]` · `end` · `kill` | `/api/v1/me/sessions…`, `/api/v1/admin/browser-sessions…` |
 //! | `roles list` · `bind` · `revoke` | `/api/v1/admin/platform-roles/bindings` |
 //! | `keys list` · `stage` · `activate` · `retire` · `rewrap` | `/api/v1/admin/keys…` |
 //! | `policy catalog` · `list` · `set` · `unset` · `resolve` | `/api/v1/admin/polic…` |
 //! | `audit list` | `GET /api/v1/admin/audit-log` |
+//! | `alerts` | `GET /api/v1/admin/alerts` |
 //! | `fleet` | `GET /api/v1/admin/telemetry/fleet` |
 //! | `overview` · `tree` · `cluster` · `entity` · `restart` | `GET /api/v1/admin/overview`, `/api/v1/admin/runtime…` |
 //! | `completions SHELL` | nothing; completion lists candidates from the API |
@@ -32,6 +34,7 @@
 //!
 //! A new noun is a file here, a variant of [`Command`], an arm of [`execute`] and its routes in [`routes::COMMANDS`].
 
+mod alerts;
 mod allocation_events;
 mod allocations;
 mod amount;
@@ -69,6 +72,7 @@ mod roles;
 mod rollouts;
 mod routes;
 mod service_accounts;
+mod sessions;
 mod skus;
 mod ssh;
 mod ssh_keys;
@@ -100,7 +104,7 @@ struct Arguments {
 }
 
 const AFTER_HELP: &str = "\
-Exit codes: 0 done, 1 failed here, 2 usage, 3 not logged in, 4 forbidden, 5 not found, 6 refused as things stand, 7 too many requests, \
+Exit codes: 0 done, 1 failed here, 2 usage, 3 not logged in, 4 forbidden, 5 not found, 6 refused in this state, 7 too many requests, \
 8 the service failed, 9 unreachable, 10 too late. `ssh` and `terminal` end as the program there does.
 
 Everything of the service is its public API; its description is at /api/v1/docs of the server.";
@@ -115,7 +119,7 @@ struct Common {
     /// The authorities of the service's certificate, PEM, where they are not the system's. [env: SVC_CA_BUNDLE_PATH]
     #[arg(long, global = true, value_name = "FILE")]
     ca_bundle: Option<PathBuf>,
-    /// Which of your logins, each in a file of its own; `default` where it is left out. [env: SVC_PROFILE]
+    /// The login to use; each is a file of its own; `default` where it is left out. [env: SVC_PROFILE]
     #[arg(long, global = true, value_name = "NAME")]
     profile: Option<String>,
     /// An access token to be used as it is, in place of a login. [env: SVC_ACCESS_TOKEN]
@@ -127,7 +131,7 @@ struct Common {
     /// Print results and errors, and nothing else.
     #[arg(long, short, global = true)]
     quiet: bool,
-    /// Your own key for the change that is asked for: a repetition with it is done once.
+    /// Your own Idempotency-Key for the change: a repetition with it has no second effect.
     #[arg(long, global = true, value_name = "KEY", value_parser = idempotency_key)]
     idempotency_key: Option<String>,
 }
@@ -152,7 +156,7 @@ enum Command {
     Ssh(ssh::SshArgs),
     /// Opens a terminal on an allocation, or shows and ends those there are.
     Terminal(terminal::TerminalArgs),
-    /// What happens to what is yours, as it happens.
+    /// Notifications of what happens to your resources.
     #[command(subcommand, alias = "notification")]
     Notifications(notifications::Command),
     /// Webhooks and e-mail addresses that are notified of events.
@@ -170,6 +174,9 @@ enum Command {
     /// Accounts for programs that act for you.
     #[command(subcommand, alias = "service-account")]
     ServiceAccounts(service_accounts::Command),
+    /// Where you are logged in to the web console.
+    #[command(subcommand, alias = "session")]
+    Sessions(sessions::Command),
     /// Billing operators: what the payment processor sent.
     #[command(subcommand, alias = "processor-event")]
     ProcessorEvents(processor_events::Command),
@@ -196,6 +203,8 @@ enum Command {
     Keys(keys::Command),
     /// Administrators: the service on one screen.
     Overview,
+    /// Administrators: the alerts that fire in the monitoring of the service.
+    Alerts,
     /// Administrators: the load of the nodes by SKU and region, and the nodes that do not report.
     Fleet,
     /// Administrators: the supervision tree of the cluster, and what entities wait for.
@@ -206,7 +215,7 @@ enum Command {
     Entity(cluster::EntityArgs),
     /// Administrators: restarts an entity or a worker.
     Restart(cluster::RestartArgs),
-    /// Prints what makes a shell complete commands, ids, names and policy keys.
+    /// Prints the completion script of a shell: commands, ids, names and policy keys.
     Completions { shell: Shell },
 }
 
@@ -259,6 +268,7 @@ async fn execute(command: Command, connection: Connection) -> Result<u8, Failure
         Command::Billing(command) => billing::run(command, &connection.api()?).await?,
         Command::SshKeys(command) => ssh_keys::run(command, &connection.api()?).await?,
         Command::ServiceAccounts(command) => service_accounts::run(command, &connection.api()?).await?,
+        Command::Sessions(command) => sessions::run(command, &connection.api()?).await?,
         Command::ProcessorEvents(command) => processor_events::run(command, &connection.api()?).await?,
         Command::Nodes(command) => nodes::run(command, &connection.api()?).await?,
         Command::Rollouts(command) => rollouts::run(command, &connection.api()?).await?,
@@ -268,6 +278,7 @@ async fn execute(command: Command, connection: Connection) -> Result<u8, Failure
         Command::Roles(command) => roles::run(command, &connection.api()?).await?,
         Command::Keys(command) => keys::run(command, &connection.api()?).await?,
         Command::Capacity => capacity::run(&connection.api()?).await?,
+        Command::Alerts => alerts::run(&connection.api()?).await?,
         Command::Fleet => fleet::run(&connection.api()?).await?,
         Command::Overview => overview::run(&connection.api()?).await?,
         Command::Tree(args) => supervision_tree::run(args, &connection.api()?).await?,
@@ -293,7 +304,12 @@ fn completion_script(shell: Shell) -> Result<String, Failure> {
     let completer = completer.ok_or_else(|| Failure::usage(format!("there are no completions for {shell}")))?;
     let written = completer.write_registration(COMPLETE, "gpuctl", "gpuctl", "gpuctl", &mut script);
     written.map_err(|error| Failure::new(ExitStatus::Failed, error.to_string()))?;
-    Ok(String::from_utf8_lossy(&script).into_owned())
+    let mut script = String::from_utf8_lossy(&script).into_owned();
+    if shell == Shell::Zsh {
+        // As a file of `$fpath`, it is run at the first completion of a session, which wants its candidates.
+        script.push_str("[[ ${funcstack[1]} != _gpuctl ]] || _clap_dynamic_completer_gpuctl\n");
+    }
+    Ok(script)
 }
 
 /// An environment variable. Empty counts as unset. Clap does not read these: variables that it reads appear in every usage line.

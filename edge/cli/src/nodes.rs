@@ -15,7 +15,7 @@ use uuid::Uuid;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
-    /// The machines, without those that were removed.
+    /// The nodes, without those that were removed.
     #[command(visible_alias = "ls")]
     List {
         /// Those in this state, such as active, offline or quarantined.
@@ -29,7 +29,7 @@ pub(crate) enum Command {
         sku: Option<String>,
         #[command(flatten)]
         selector: Selector,
-        /// At most so many.
+        /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
@@ -38,7 +38,7 @@ pub(crate) enum Command {
         #[arg(add = completion::of(&NODE))]
         node: Ref,
     },
-    /// Makes a machine known; its agent is installed with `script` or `token`.
+    /// Registers a machine; its agent is installed with `script` or `token`.
     Create(onboarding::Create),
     /// Changes its name, its labels, its address or the operator's login on it.
     #[command(visible_alias = "set")]
@@ -49,7 +49,7 @@ pub(crate) enum Command {
     Script(onboarding::Script),
     /// Issues a token for a node that has lost its certificate.
     Reissue(onboarding::Reissue),
-    /// Its tasks: open ones, and what became of others.
+    /// Its tasks: open ones, and those that have ended.
     Tasks {
         #[arg(add = completion::of(&NODE))]
         node: Ref,
@@ -59,17 +59,17 @@ pub(crate) enum Command {
         #[arg(add = completion::of(&NODE))]
         node: Ref,
         task: TaskType,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
-    /// Goes on with a task that was withheld.
+    /// Resumes a task that waits for an operator.
     Resume {
         #[arg(add = completion::of(&NODE))]
         node: Ref,
         /// The task's id, or its beginning.
         task: Ref,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
@@ -102,7 +102,7 @@ pub(crate) enum Command {
         /// Try a version again that was rolled back on this node.
         #[arg(long)]
         force: bool,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
@@ -113,7 +113,17 @@ pub(crate) enum Command {
         /// How thoroughly: quick takes about ten seconds, deep minutes.
         #[arg(long, value_enum, default_value = "quick")]
         level: ValidationLevel,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
+        #[arg(long, value_name = "TEXT")]
+        reason: String,
+    },
+    /// Resets one GPU that no allocation holds, and validates it. Allocations of the other GPUs stay.
+    ResetGpu {
+        #[arg(add = completion::of(&NODE))]
+        node: Ref,
+        /// The GPU's UUID, as `nvidia-smi -L` on the machine prints it.
+        gpu: String,
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
@@ -127,7 +137,7 @@ pub(crate) enum Command {
         node: Ref,
         /// The finding's id, or its beginning: `nodes show NODE` lists them.
         finding: Ref,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
@@ -137,7 +147,7 @@ pub(crate) enum Command {
 pub(crate) struct NodeAction {
     #[arg(add = completion::of(&NODE))]
     node: Ref,
-    /// Why; it stands in the audit log.
+    /// Why; it is recorded in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }
@@ -242,7 +252,7 @@ const IN_A_LIST: [Column; 8] = [
     ("UNSCHEDULABLE", "/unschedulable_reason"),
 ];
 
-const ALONE: [Column; 31] = [
+const ALONE: [Column; 36] = [
     ("id", "/id"),
     ("name", "/name"),
     ("labels", "/labels"),
@@ -270,11 +280,19 @@ const ALONE: [Column; 31] = [
     ("validated", "/validation/ended_at"),
     ("validation", "/validation/level"),
     ("passed", "/validation/passed"),
+    ("must pass", "/failed_validation_level"),
     ("measured", "/validation/measurements"),
     ("last seen", "/agent/last_seen_at"),
     ("certificate ends", "/agent/cert_not_after"),
     ("onboarding", "/onboarding_mode"),
+    ("machine", "/machine/system_id"),
+    ("machine step", "/machine/step"),
+    ("provider says", "/machine/status"),
+    ("reimage stage", "/reimage/stage"),
 ];
+
+const GPU_RESETS: [Column; 4] =
+    [("RESET OF GPU", "/gpu_uuid"), ("PHASE", "/phase"), ("BEGUN", "/begun_at"), ("ERROR", "/error")];
 
 const FINDINGS: [Column; 7] = [
     ("FINDING", "/id"),
@@ -349,6 +367,7 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let path = format!("{}/update-agent", path(node_id(&node, api).await?));
             api.out.show(&api.post(&path, &body).await?, &ORDERED)
         }
+        Command::ResetGpu { node, gpu, reason } => reset_gpu(&node, &gpu, &reason, api).await,
         Command::Resume { node, task, reason } => resume(&node, &task, &reason, api).await,
         Command::Retire { order, drain } => {
             let body = json!({ "reason": order.reason, "drain": drain });
@@ -374,6 +393,7 @@ async fn show(node: &Ref, api: &Api) -> Result<(), Failure> {
     if api.out.is_json() {
         return Ok(());
     }
+    api.out.rows_below(&found["gpu_resets"], &GPU_RESETS)?;
     api.out.rows_below(&found["health"]["findings"], &FINDINGS)
 }
 
@@ -421,6 +441,15 @@ async fn clear_finding(node: &Ref, finding: &Ref, reason: &str, api: &Api) -> Re
         }
     };
     api.out.show(&api.post(&format!("{node}/findings/{id}/clear"), &json!({ "reason": reason })).await?, &ALONE)
+}
+
+async fn reset_gpu(node: &Ref, gpu: &str, reason: &str, api: &Api) -> Result<(), Failure> {
+    // It is a part of the address.
+    if gpu.is_empty() || !gpu.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte)) {
+        return Err(Failure::usage(format!("{gpu:?} is no UUID of a GPU; `nvidia-smi -L` on the machine prints them")));
+    }
+    let path = format!("{}/gpus/{gpu}/reset", path(node_id(node, api).await?));
+    api.out.show(&api.post(&path, &json!({ "reason": reason })).await?, &ORDERED)
 }
 
 async fn resume(node: &Ref, task: &Ref, reason: &str, api: &Api) -> Result<(), Failure> {

@@ -23,7 +23,7 @@ pub(crate) enum Command {
         /// Administrators: those in this state.
         #[arg(long, requires = "all", value_parser = ["active", "failing", "disabled"])]
         state: Option<String>,
-        /// At most so many.
+        /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
@@ -59,14 +59,14 @@ pub(crate) enum Command {
         #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
         endpoint: Ref,
     },
-    /// Messages that were tried in vain too often.
+    /// Messages that could not be delivered (dead letters).
     DeadLetters {
         #[arg(value_name = "ENDPOINT", add = completion::of(&NOTIFICATION_ENDPOINT))]
         endpoint: Ref,
     },
     /// Sends dead letters again.
     Resend(Letters),
-    /// Gives dead letters up.
+    /// Discards dead letters.
     Dismiss(Letters),
 }
 
@@ -104,7 +104,7 @@ pub(crate) struct Set {
     /// What waits is sent at once.
     #[arg(long, group = "change")]
     enable: bool,
-    /// Nothing is sent, and nothing is kept to be sent.
+    /// Nothing is sent, and nothing is stored to be sent later.
     #[arg(long, group = "change", conflicts_with = "enable")]
     disable: bool,
 }
@@ -116,7 +116,7 @@ pub(crate) struct Letters {
     /// This message alone.
     #[arg(long, value_name = "ID")]
     message: Option<Uuid>,
-    /// Why; it stands in the audit log.
+    /// Why; it is recorded in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: Option<String>,
 }

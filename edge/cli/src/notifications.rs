@@ -157,7 +157,9 @@ impl NotificationWatcher<'_> {
             4401 | 4408 => Ok(StreamEnd::Stale(
                 Failure::new(ExitStatus::LoggedOut, "your access token has ended").next("Log in again: gpuctl login"),
             )),
-            4403 => Err(Failure::new(ExitStatus::Forbidden, format!("you may not listen any more: {reason}"))),
+            4403 => {
+                Err(Failure::new(ExitStatus::Forbidden, format!("your access to notifications has ended: {reason}")))
+            }
             4429 => {
                 Err(Failure::new(ExitStatus::Refused, "you have as many connections for notifications as one may have")
                     .next("Close another one first."))

@@ -8,6 +8,7 @@ use crate::completion;
 use crate::duration;
 use crate::failure::{ExitStatus, Failure};
 use crate::output::{Column, print_notice};
+use crate::printable::plain;
 use crate::progress::Progress;
 use crate::resource_ref::{self, ACCOUNT, ALLOCATION, PAYMENT as PAYMENT_KIND, Ref};
 use serde_json::{Value, json};
@@ -28,7 +29,7 @@ pub(crate) struct TopUp {
     /// Where your browser goes once it is paid; a page that says so where it is left out.
     #[arg(long, value_name = "URL")]
     success_url: Option<String>,
-    /// Where it goes if you turn back.
+    /// Where your browser goes if you cancel.
     #[arg(long, value_name = "URL")]
     cancel_url: Option<String>,
     /// Print the address at which to pay, and open no browser.
@@ -43,6 +44,16 @@ pub(crate) struct TopUp {
 }
 
 #[derive(Debug, clap::Args)]
+pub(crate) struct Pay {
+    /// A payment that you began.
+    #[arg(add = completion::of(&PAYMENT_KIND))]
+    payment: Ref,
+    /// Print the address at which to pay, and open no browser.
+    #[arg(long)]
+    no_open: bool,
+}
+
+#[derive(Debug, clap::Args)]
 pub(crate) struct Payments {
     /// Administrators: those into this account.
     #[arg(long, value_name = "ID|USER", add = completion::of(&ACCOUNT))]
@@ -50,7 +61,7 @@ pub(crate) struct Payments {
     /// Those in this state: created, open, paid, deposited, refused, canceled, expired.
     #[arg(long)]
     state: Option<String>,
-    /// At most so many.
+    /// Show at most this many.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
     limit: u16,
 }
@@ -60,10 +71,10 @@ pub(crate) struct Refund {
     /// A payment that you made.
     #[arg(long, value_name = "ID", required_unless_present = "allocation", conflicts_with = "allocation", add = completion::of(&PAYMENT_KIND))]
     payment: Option<Ref>,
-    /// Billing operators: an allocation, of whose cost is given back.
+    /// Billing operators: an allocation whose cost is credited.
     #[arg(long, value_name = "ID", add = completion::of(&ALLOCATION))]
     allocation: Option<Ref>,
-    /// How much: 5.00, or "5.00 USD"; all there is where it is left out.
+    /// How much: 5.00, or "5.00 USD"; all of it where it is left out.
     #[arg(long)]
     amount: Option<Amount>,
     /// Why.
@@ -152,10 +163,28 @@ pub(crate) async fn top_up(wanted: TopUp, api: &Api) -> Result<(), Failure> {
     } else {
         api.out.show(&begun, &CHECKOUT)?;
     }
-    if !wanted.no_open && open::that_detached(url).is_err() {
+    open_page(url, wanted.no_open);
+    if wanted.wait { wait_until_deposited(id, wanted.timeout, api).await } else { Ok(()) }
+}
+
+pub(crate) async fn pay(wanted: Pay, api: &Api) -> Result<(), Failure> {
+    let id = wanted.payment.id(&PAYMENT_KIND, api).await?;
+    let checkout = api.post_empty(&format!("{}/checkout-session", path(id))).await?;
+    let (_, url) = checkout_of(&checkout)?;
+    api.out.show(&checkout, &CHECKOUT)?;
+    open_page(url, wanted.no_open);
+    Ok(())
+}
+
+pub(crate) async fn cancel(payment: &Ref, api: &Api) -> Result<(), Failure> {
+    let id = payment.id(&PAYMENT_KIND, api).await?;
+    api.out.show(&api.post_empty(&format!("{}/cancel", path(id))).await?, &PAYMENT)
+}
+
+fn open_page(url: &str, no_open: bool) {
+    if !no_open && open::that_detached(url).is_err() {
         print_notice("No browser could be opened here; open that address yourself.");
     }
-    if wanted.wait { wait_until_deposited(id, wanted.timeout, api).await } else { Ok(()) }
 }
 
 pub(crate) async fn list(which: Payments, api: &Api) -> Result<(), Failure> {
@@ -179,7 +208,14 @@ pub(crate) async fn show(payment: &Ref, api: &Api) -> Result<(), Failure> {
     }
     api.out.show(&found, &PAYMENT)?;
     api.out.rows_below(&found["refunds"], &REFUNDS)?;
-    api.out.rows_below(&found["reversals"], &REVERSALS)
+    api.out.rows_below(&found["reversals"], &REVERSALS)?;
+    if let (Some("created" | "open"), Some(id)) = (found["state"].as_str(), found["id"].as_str()) {
+        api.out.notice(&format!(
+            "Its payer can pay it: gpuctl billing pay {id}\nor cancel it: gpuctl billing cancel-payment {id}",
+            id = plain(id)
+        ));
+    }
+    Ok(())
 }
 
 pub(crate) async fn refund(wanted: Refund, api: &Api) -> Result<(), Failure> {
@@ -192,37 +228,37 @@ pub(crate) async fn refund(wanted: Refund, api: &Api) -> Result<(), Failure> {
         Some(allocation) => Some(resource_ref::allocation(allocation, api).await?),
         None => None,
     };
-    let amount = match &wanted.amount {
-        Some(amount) => Some(refund_minor_units(amount, payment, allocation, api).await?),
+    // The API takes no currency for a refund, so the amount's own must be that of the payment.
+    let given = match wanted.amount {
+        Some(amount) => Some((amount, refund_currency(payment, allocation, api).await?)),
         None => None,
     };
-    let given = [
+    let amount = given.as_ref().map(|(amount, currency)| amount.minor(currency)).transpose().map_err(Failure::usage)?;
+    let fields = [
         ("payment_id", payment.map(|id| Value::from(id.to_string()))),
         ("allocation_id", allocation.map(|id| Value::from(id.to_string()))),
         ("amount_minor", amount.map(Value::from)),
     ];
-    for (name, value) in given {
+    for (name, value) in fields {
         if let Some(value) = value {
             body[name] = value;
         }
     }
-    api.out.show(&api.post("/api/v1/billing/refunds", &body).await?, &REFUND)
+    let refunded = api.post("/api/v1/billing/refunds", &body).await;
+    let refunded = refunded.map_err(|failure| match &given {
+        Some((_, currency)) => failure.in_currency(currency),
+        None => failure,
+    });
+    api.out.show(&refunded?, &REFUND)
 }
 
-/// The amount of a refund, in minor units of the payment's currency. The API takes no currency for a refund, so the amount's own must be
-/// the same.
-async fn refund_minor_units(
-    amount: &Amount,
-    payment: Option<Uuid>,
-    allocation: Option<Uuid>,
-    api: &Api,
-) -> Result<i64, Failure> {
-    let currency = match (payment, allocation) {
-        (Some(payment), _) => currency_of(&api.get(&path(payment), &[]).await?)?,
-        (None, Some(allocation)) => currency_of(&api.get(&crate::allocations::path(allocation), &[]).await?["price"])?,
-        (None, None) => return Err(Failure::usage("neither a payment nor an allocation was named")),
-    };
-    amount.minor(&currency).map_err(Failure::usage)
+/// The currency of what is refunded.
+async fn refund_currency(payment: Option<Uuid>, allocation: Option<Uuid>, api: &Api) -> Result<String, Failure> {
+    match (payment, allocation) {
+        (Some(payment), _) => currency_of(&api.get(&path(payment), &[]).await?),
+        (None, Some(allocation)) => currency_of(&api.get(&crate::allocations::path(allocation), &[]).await?["price"]),
+        (None, None) => Err(Failure::usage("neither a payment nor an allocation was named")),
+    }
 }
 
 /// Waits until the payment is deposited, or has failed.

@@ -21,7 +21,7 @@ pub(crate) enum Command {
         key: Option<String>,
         #[command(flatten)]
         scope: Scope,
-        /// At most so many.
+        /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
@@ -34,11 +34,11 @@ pub(crate) enum Command {
     Set {
         #[arg(add = completion::policy_keys())]
         key: String,
-        /// A number, true, false, or a word.
+        /// A number, true, false, or one of the key's choices.
         value: String,
         #[command(flatten)]
         scope: Scope,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
         /// From when on (2026-11-22T12:00:00Z); at once where it is left out.
@@ -48,15 +48,21 @@ pub(crate) enum Command {
         #[arg(long, value_name = "VALUE")]
         old_value: Option<String>,
     },
-    /// Takes a value back: the less specific one holds again.
+    /// Takes a value back: the less specific one holds again, or one that lies ahead never comes into force.
     Unset {
         #[arg(add = completion::policy_keys())]
         key: String,
         #[command(flatten)]
         scope: Scope,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
+        /// The instant of one that lies ahead, as the list shows it; the one in force where it is left out.
+        #[arg(long, value_name = "INSTANT", value_parser = instant::parse)]
+        effective_at: Option<DateTime<Utc>>,
+        /// What is to be taken back; where it is another, nothing is.
+        #[arg(long, value_name = "VALUE")]
+        old_value: Option<String>,
     },
     /// The value that applies to a caller, and its source.
     Resolve {
@@ -149,9 +155,11 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
             let written = api.post(PATH, &body).await?;
             api.out.list(&json!({ "items": [written], "next_page": null }), &VALUES)
         }
-        Command::Unset { key, scope, reason } => {
+        Command::Unset { key, scope, reason, effective_at, old_value } => {
             let mut query: Query<'_> = scope.fields().collect();
             query.extend([("key", key.clone()), ("reason", reason)]);
+            query.extend(effective_at.map(|at| ("effective_at", at.to_rfc3339())));
+            query.extend(old_value.map(|old| ("old_value", old)));
             let taken = api.delete(PATH, &query).await?;
             api.out.done(&taken, &format!("{key} is taken back; `gpuctl policy resolve {key}` shows what holds."))
         }

@@ -18,7 +18,7 @@ pub(crate) enum Command {
         /// The one with this id at the processor (`evt_…`).
         #[arg(long, value_name = "ID")]
         event: Option<String>,
-        /// At most so many.
+        /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
@@ -37,7 +37,7 @@ pub(crate) enum Command {
 pub(crate) struct EventAction {
     #[arg(add = completion::of(&PROCESSOR_EVENT))]
     event: Ref,
-    /// Why; it stands in the audit log.
+    /// Why; it is recorded in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }

@@ -27,12 +27,12 @@ pub(crate) enum Command {
     /// The recordings of an allocation's terminals.
     #[command(visible_alias = "ls")]
     List(TerminalSelector),
-    /// What there is of one; its id is the session's.
+    /// One recording; its id is the session's.
     Show {
         #[arg(add = completion::of(&RECORDING))]
         recording: Ref,
     },
-    /// Keeps one in a file that asciinema and its players read (asciicast v2).
+    /// Saves a recording in a file that asciinema and its players read (asciicast v2).
     Download {
         #[arg(add = completion::of(&RECORDING))]
         recording: Ref,

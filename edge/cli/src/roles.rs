@@ -18,7 +18,7 @@ pub(crate) enum Command {
         /// This role alone.
         #[arg(long, value_enum)]
         role: Option<Role>,
-        /// At most so many.
+        /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
@@ -29,10 +29,10 @@ pub(crate) enum Command {
     },
     /// Gives a user a role.
     Bind {
-        /// The user's id at the identity provider; `gpuctl whoami` shows one's own.
+        /// The user's id at the identity provider, not their name; `gpuctl whoami` shows one's own.
         user: String,
         role: Role,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
@@ -41,7 +41,7 @@ pub(crate) enum Command {
         /// The user's id at the identity provider.
         user: String,
         role: Role,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: Option<String>,
     },
@@ -102,7 +102,13 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
         Command::Bind { user, role, reason } => {
             let body = json!({ "subject": user, "role": role.name(), "reason": reason });
             let bound = api.post(PATH, &body).await?;
-            api.out.done(&bound, &format!("{user} has the role {}.", role.name()))
+            api.out.done(&bound, &format!("{user} has the role {}.", role.name()))?;
+            // The identity provider has the users, and the service sees them by their tokens alone.
+            api.out.notice(
+                "Whether there is a user with this id is not checked: `gpuctl whoami` shows users their own as `user id`; `gpuctl roles \
+                 revoke` takes the role back.",
+            );
+            Ok(())
         }
         Command::Revoke { user, role, reason } => {
             let mut query: Query<'_> = vec![("subject", user.clone()), ("role", role.name().to_owned())];

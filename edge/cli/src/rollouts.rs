@@ -3,9 +3,10 @@
 use crate::api::{Api, Query};
 use crate::completion;
 use crate::failure::Failure;
+use crate::labels::with_names;
 use crate::output::Column;
 use crate::resource_ref::{NODE, ROLLOUT, Ref};
-use serde_json::json;
+use serde_json::{Value, json};
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -15,7 +16,7 @@ pub(crate) enum Command {
         /// Those in this state: running, paused, stopped, aborting, aborted, completed.
         #[arg(long)]
         state: Option<String>,
-        /// At most so many.
+        /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
@@ -28,7 +29,7 @@ pub(crate) enum Command {
     Nodes {
         #[arg(add = completion::of(&ROLLOUT))]
         rollout: Ref,
-        /// At most so many.
+        /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },
@@ -47,12 +48,18 @@ pub(crate) struct NewRollout {
     /// The package's digest; without it, the one that the installation publishes.
     #[arg(long, value_name = "SHA256")]
     digest: Option<String>,
-    /// So many nodes have to succeed before the others begin; without it, one.
+    /// How many nodes have to succeed before the others begin; one where it is left out.
     #[arg(long, value_name = "N")]
     canary: Option<u32>,
-    /// At most so many nodes are under update at once.
+    /// How many nodes may be under update at once.
     #[arg(long, value_name = "N")]
     max_unavailable: u32,
+    /// How long the nodes of a wave are watched before the next one begins, in seconds; 600 where it is left out; 0: not at all.
+    #[arg(long, value_name = "N")]
+    soak_seconds: Option<u32>,
+    /// Also nodes in quarantine that only findings, drift or a validation hold there.
+    #[arg(long)]
+    include_held: bool,
     /// Nodes of this SKU.
     #[arg(long)]
     sku: Option<String>,
@@ -62,7 +69,7 @@ pub(crate) struct NewRollout {
     /// This node. Repeat it for more than one.
     #[arg(long = "node", value_name = "NODE", add = completion::of(&NODE))]
     nodes: Vec<Ref>,
-    /// Why; it stands in the audit log.
+    /// Why; it is recorded in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }
@@ -71,7 +78,7 @@ pub(crate) struct NewRollout {
 pub(crate) struct RolloutAction {
     #[arg(add = completion::of(&ROLLOUT))]
     rollout: Ref,
-    /// Why; it stands in the audit log.
+    /// Why; it is recorded in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }
@@ -86,7 +93,7 @@ const IN_A_LIST: [Column; 7] = [
     ("CREATED", "/created_at"),
 ];
 
-const ALONE: [Column; 18] = [
+const ALONE: [Column; 21] = [
     ("id", "/id"),
     ("package", "/digest"),
     ("state", "/state"),
@@ -96,6 +103,9 @@ const ALONE: [Column; 18] = [
     ("stage", "/stage"),
     ("canaries", "/canary"),
     ("at once", "/max_unavailable"),
+    ("soak seconds", "/soak_seconds"),
+    ("soaks until", "/soaks_until"),
+    ("with held nodes", "/include_held"),
     ("updated", "/updated"),
     ("failed", "/failed"),
     ("skipped", "/skipped"),
@@ -125,17 +135,38 @@ pub(crate) async fn run(command: Command, api: &Api) -> Result<(), Failure> {
                 return Ok(());
             }
             api.out.rows_below(&found["failures"], &FAILED)?;
-            api.out.rows_below(&found["skips"], &SKIPPED)
+            api.out.rows_below(&found["skips"], &SKIPPED)?;
+            if let Some(notice) = held_notice(&found) {
+                api.out.notice(notice);
+            }
+            Ok(())
         }
         Command::Nodes { rollout, limit } => {
             let id = rollout.id(&ROLLOUT, api).await?;
             let nodes = api.list(&format!("{}/{id}/nodes", ROLLOUT.path), &Query::default(), limit.into()).await?;
-            api.out.list(&nodes, &NODES)
+            api.out.list(&nodes, &with_names(&NODES, &nodes))
         }
         Command::Create(new) => create(new, api).await,
         Command::Pause(order) => send_action(&order, "pause", api).await,
         Command::Resume(order) => send_action(&order, "resume", api).await,
         Command::Abort(order) => send_action(&order, "abort", api).await,
+    }
+}
+
+/// What to do about nodes that were skipped because they are in quarantine.
+fn held_notice(rollout: &Value) -> Option<&'static str> {
+    let mut skips = rollout["skips"].as_array().into_iter().flatten();
+    let is_held = skips.any(|skip| skip["reason"] == "quarantined");
+    match (is_held, rollout["include_held"] == true) {
+        (false, _) => None,
+        (true, false) => Some(
+            "Nodes in quarantine were skipped. `gpuctl rollouts create --include-held` updates those that only findings, drift or a \
+             validation hold; `gpuctl nodes update-agent NODE` updates any.",
+        ),
+        (true, true) => Some(
+            "Nodes in quarantine were skipped that something else than findings, drift and validations holds; `gpuctl nodes show NODE` shows \
+             what, and `gpuctl nodes update-agent NODE` updates any.",
+        ),
     }
 }
 
@@ -158,6 +189,12 @@ async fn create(new: NewRollout, api: &Api) -> Result<(), Failure> {
     if let Some(canary) = new.canary {
         body["canary"] = json!(canary);
     }
+    if let Some(seconds) = new.soak_seconds {
+        body["soak_seconds"] = json!(seconds);
+    }
+    if new.include_held {
+        body["include_held"] = json!(true);
+    }
     api.out.show(&api.post(ROLLOUT.path, &body).await?, &ALONE)
 }
 
@@ -165,4 +202,19 @@ async fn send_action(order: &RolloutAction, verb: &str, api: &Api) -> Result<(),
     let id = order.rollout.id(&ROLLOUT, api).await?;
     let body = json!({ "reason": order.reason });
     api.out.show(&api.post(&format!("{}/{id}/{verb}", ROLLOUT.path), &body).await?, &ALONE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn skipped_nodes_in_quarantine_are_named_with_a_way_to_update_them() {
+        let rollout = |reason: &str, include_held: bool| {
+            held_notice(&json!({ "include_held": include_held, "skips": [{ "node_id": "0198", "reason": reason }] }))
+        };
+        assert_eq!(rollout("offline", false), None);
+        assert!(rollout("quarantined", false).unwrap().contains("--include-held"));
+        assert!(rollout("quarantined", true).unwrap().contains("nodes update-agent"));
+    }
 }

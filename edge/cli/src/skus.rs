@@ -23,7 +23,7 @@ pub(crate) enum Command {
         /// Administrators: those in this status: draft, active, deprecated, inactive.
         #[arg(long, value_name = "STATUS", requires = "all")]
         status: Option<String>,
-        /// At most so many.
+        /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },

@@ -17,6 +17,7 @@ use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
+use uuid::Uuid;
 
 /// How long a new tenant's SSH access may take to appear on the node.
 const HOST_KEY_TIMEOUT: Duration = Duration::from_secs(20);
@@ -28,10 +29,10 @@ const MAX_SCAN_BYTES: usize = 64 * 1024;
 pub(crate) struct SshArgs {
     #[arg(add = completion::of(&ALLOCATION))]
     allocation: Ref,
-    /// The private key to come in with, as `ssh -i` has it.
+    /// The private key to log in with, as for `ssh -i`.
     #[arg(long, short, value_name = "FILE")]
     identity: Option<PathBuf>,
-    /// Hand this on to ssh, and again for more, such as --ssh-arg=-L8080:localhost:8080.
+    /// Pass this argument to ssh; may be given again: --ssh-arg=-L8080:localhost:8080.
     #[arg(long = "ssh-arg", value_name = "ARG", allow_hyphen_values = true)]
     ssh_args: Vec<OsString>,
     /// Print a Host block for ~/.ssh/config, for scp, rsync and editors, and connect nowhere.
@@ -66,10 +67,7 @@ pub(crate) async fn run(args: SshArgs, connection: &Connection) -> Result<u8, Fa
             "yes"
         }
         None if args.accept_unknown_host_key => "accept-new",
-        None => {
-            return Err(Failure::new(ExitStatus::Refused, "the service does not know this node's host key")
-                .next("Compare it yourself when ssh shows it: --accept-unknown-host-key"));
-        }
+        None => return Err(without_host_key(allocation)),
     };
     if args.print_config {
         // The block is used from another folder, so the path must be absolute.
@@ -143,6 +141,18 @@ impl SshTarget {
         );
         lines.join("\n")
     }
+}
+
+/// An agent that admits tenants by SSH reports the host key; one that keeps them in its sandbox has none.
+fn without_host_key(allocation: Uuid) -> Failure {
+    Failure::new(
+        ExitStatus::Refused,
+        "this node's agent has reported no SSH host key: an agent that runs tenants in its sandbox admits none by SSH",
+    )
+    .next(format!(
+        "Open a terminal: gpuctl terminal {allocation}. Only where the operator says that the node has an SSH server, compare its key \
+         yourself when ssh shows it: --accept-unknown-host-key"
+    ))
 }
 
 /// Whether a text is a valid host or user, and cannot be taken for an option, a command or a second argument of ssh.
@@ -257,6 +267,14 @@ mod tests {
         }
         let early = SshTarget::of(&json!({ "state": "provisioning", "ssh": null }));
         assert_eq!(early.err().map(|failure| failure.exit_status), Some(ExitStatus::Refused));
+    }
+
+    #[test]
+    fn node_without_a_host_key_is_entered_by_a_terminal() {
+        let id = Uuid::from_u128(7);
+        let failure = without_host_key(id);
+        assert_eq!(failure.exit_status, ExitStatus::Refused);
+        assert!(failure.next.unwrap().starts_with(&format!("Open a terminal: gpuctl terminal {id}.")));
     }
 
     #[test]

@@ -21,7 +21,7 @@ pub(crate) enum Command {
     List {
         #[command(flatten)]
         of: UserSelector,
-        /// At most so many.
+        /// Show at most this many.
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
         limit: u16,
     },

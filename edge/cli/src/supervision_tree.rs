@@ -1,10 +1,12 @@
 //! The supervision tree of the cluster, for administrators.
 
 use crate::api::{Api, Query};
-use crate::failure::Failure;
+use crate::cluster::MAX_TREE_LEN;
+use crate::failure::{ExitStatus, Failure};
 use crate::output::{Column, table_text};
 use crate::printable::{cell, plain};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 /// The deepest level of workers that is shown; a deeper tree is truncated.
@@ -27,6 +29,9 @@ pub(crate) struct TreeArgs {
     /// With every member's shards one by one.
     #[arg(long)]
     shards: bool,
+    /// The most entities to print.
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    limit: u32,
 }
 
 const ENTITIES: [Column; 9] = [
@@ -48,7 +53,7 @@ pub(crate) async fn run(args: TreeArgs, api: &Api) -> Result<(), Failure> {
     for (name, wanted) in [("overdue", args.overdue), ("parked", args.parked), ("shards", args.shards)] {
         query.extend(wanted.then(|| (name, "true".to_owned())));
     }
-    let tree = api.get("/api/v1/admin/runtime/tree", &query).await?;
+    let tree = read(&query, args.limit as usize, api).await?;
     if api.out.is_json() {
         return api.out.json(&tree);
     }
@@ -59,6 +64,38 @@ pub(crate) async fn run(args: TreeArgs, api: &Api) -> Result<(), Failure> {
         (true, true) => entities_alone(&tree, "overdue and parked"),
     };
     api.out.line(text.trim_end())
+}
+
+/// The tree with up to `limit` entities, page by page.
+async fn read(query: &Query<'_>, limit: usize, api: &Api) -> Result<Value, Failure> {
+    let page = async |after: Option<&str>, limit: usize| {
+        let mut query = query.clone();
+        query.push(("limit", limit.min(MAX_TREE_LEN as usize).to_string()));
+        query.extend(after.map(|token| ("page_token", token.to_owned())));
+        api.get("/api/v1/admin/runtime/tree", &query).await
+    };
+    let mut tree = page(None, limit).await?;
+    while let Some(next) = tree["next_page"].as_str() {
+        let listed = items(&tree, "entities").len();
+        if listed >= limit {
+            break;
+        }
+        let mut more = page(Some(next), limit - listed).await?;
+        tree["next_page"] = more["next_page"].take();
+        tree["truncated"] = more["truncated"].take();
+        match (tree["entities"].as_array_mut(), more["entities"].as_array_mut()) {
+            (Some(entities), Some(more)) => append_page(entities, std::mem::take(more)),
+            _ => return Err(Failure::new(ExitStatus::Server, "the server's answer has no entities")),
+        }
+    }
+    Ok(tree)
+}
+
+/// Adds the entities of the next page. Those that the first page has out of order, since they are parked, are not added again.
+fn append_page(entities: &mut Vec<Value>, more: Vec<Value>) {
+    let known: BTreeSet<String> =
+        entities.iter().filter_map(|entity| entity["id"].as_str().map(str::to_owned)).collect();
+    entities.extend(more.into_iter().filter(|entity| entity["id"].as_str().is_none_or(|id| !known.contains(id))));
 }
 
 /// The selected entities without the tree, or a line where there are none.
@@ -76,7 +113,7 @@ fn entities_alone(tree: &Value, which: &str) -> String {
 
 fn more_notice(text: &mut String, tree: &Value) {
     if tree["truncated"] == true {
-        text.push_str("There are more; narrow the selection with --kind and --state.\n");
+        text.push_str("There are more; narrow the selection with --kind and --state, or raise --limit.\n");
     }
 }
 
@@ -153,6 +190,14 @@ fn queue(queue: &Value) -> String {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn parked_entity_of_the_first_page_is_listed_once() {
+        let page = |ids: &[&str]| ids.iter().map(|id| json!({ "id": id })).collect::<Vec<_>>();
+        let mut entities = page(&["a", "b", "parked"]);
+        append_page(&mut entities, page(&["c", "parked", "d"]));
+        assert_eq!(entities, page(&["a", "b", "parked", "c", "d"]));
+    }
 
     #[test]
     fn a_tree_hangs_everything_where_it_belongs() {

@@ -32,7 +32,7 @@ pub(crate) struct TerminalArgs {
     /// How long to look for a way back when the connection is lost (`90s`, `10m`).
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = duration::parse)]
     reconnect_for: Duration,
-    /// Hand every `~` on to the shell.
+    /// Send every `~` to the shell.
     #[arg(long)]
     no_escape: bool,
 }
@@ -79,8 +79,9 @@ pub(crate) async fn run(args: TerminalArgs, api: &Api) -> Result<u8, Failure> {
 async fn open(args: Terminal, api: &Api) -> Result<u8, Failure> {
     let allocation = args.allocation;
     if !io::stdin().is_terminal() {
-        return Err(Failure::usage("standard input is no terminal")
-            .next(format!("Run a command without one: gpuctl ssh {allocation} -- COMMAND")));
+        return Err(Failure::usage("standard input is no terminal").next(format!(
+            "Run a command without one, where the node admits SSH: gpuctl ssh {allocation} -- COMMAND"
+        )));
     }
     let mut session = Session::begin(args, api)?;
     let end = session.run().await;

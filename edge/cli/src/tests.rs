@@ -1,9 +1,13 @@
+#[path = "../../../agent/tests/skipped_tests/mod.rs"]
+mod skipped_tests;
+
 use super::*;
 use std::io::Write as _;
+use std::path::Path;
 use std::process::{Command as Process, Stdio};
 
 #[test]
-fn the_commands_are_what_they_were() {
+fn commands_are_as_reviewed() {
     Arguments::command().debug_assert();
     fn page(command: &clap::Command, path: &str, text: &mut String) {
         for sub in command.get_subcommands().filter(|sub| sub.get_name() != "help") {
@@ -49,6 +53,7 @@ fn invalid_command_line_exits_with_2() {
         "gpuctl billing statement 2026-11 --as docx",
         "gpuctl billing ledger --from yesterday",
         "gpuctl policy set billing.window_seconds 60 --reason r --effective-at tomorrow",
+        "gpuctl policy unset billing.window_seconds --reason r --effective-at tomorrow",
         "gpuctl billing top-up --amount 20,00",
         "gpuctl billing top-up --amount 1e3",
         "gpuctl billing refund --amount 1.00 --reason r",
@@ -58,6 +63,28 @@ fn invalid_command_line_exits_with_2() {
         let error = Arguments::try_parse_from(bad.split(' ')).unwrap_err();
         assert_eq!(error.exit_code(), i32::from(ExitStatus::Usage.code()), "{bad}");
     }
+}
+
+#[test]
+fn every_line_that_the_console_shows_is_a_command() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../console/test/gpuctl-lines");
+    let files = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().path());
+    let texts: Vec<_> = files.map(|path| std::fs::read_to_string(path).unwrap()).collect();
+    let lines: Vec<_> = texts.iter().flat_map(|text| text.lines()).collect();
+    assert!(lines.len() > 100, "only {} lines were found", lines.len());
+    let refusal = |line: &str| Some(format!("{line}\n{}", Arguments::try_parse_from(arguments_of(line)).err()?));
+    let refused: Vec<_> = lines.iter().filter_map(|line| refusal(line)).collect();
+    assert!(refused.is_empty(), "{}", refused.join("\n"));
+}
+
+/// What a shell makes of the line. It expands nothing in it.
+fn arguments_of(line: &str) -> Vec<String> {
+    let mut shell = Process::new("bash");
+    let ran = shell.args(["-c", &format!(r"printf '%s\0' {line}")]).env("HOME", "expanded").output().unwrap();
+    assert!(ran.status.success() && ran.stderr.is_empty(), "{line}: {}", String::from_utf8_lossy(&ran.stderr));
+    let arguments: Vec<_> = String::from_utf8(ran.stdout).unwrap().split_terminator('\0').map(str::to_owned).collect();
+    assert!(!arguments.iter().any(|argument| argument.contains("expanded")), "{line}");
+    arguments
 }
 
 #[test]
@@ -111,10 +138,22 @@ fn completion_scripts_are_valid_for_their_shells() {
         let checks = Process::new(&program).arg("-n").stdin(Stdio::piped()).spawn();
         let Ok(mut checks) = checks else {
             assert_ne!(shell, Shell::Bash, "there is a bash everywhere");
-            eprintln!("left out: {program} is not installed");
+            skipped_tests::report_skipped(&format!("{program} is not installed, so its completions are not checked"));
             continue;
         };
         checks.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();
         assert!(checks.wait().unwrap().success(), "{program} -n");
     }
+}
+
+#[test]
+fn manual_pages_and_completions_of_the_package_are_those_of_the_commands() {
+    let mut files = manual_pages::pages(Arguments::command(), "1").unwrap();
+    for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+        // As `gpuctl completions` prints it.
+        let script = format!("{}\n", completion_script(shell).unwrap().trim_end());
+        files.insert(manual_pages::completion_path(shell, "gpuctl"), script.into_bytes());
+    }
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/debian/gpuctl");
+    manual_pages::compare(&folder, "gpuctl", &files).unwrap();
 }

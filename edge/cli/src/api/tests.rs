@@ -109,7 +109,8 @@ async fn unreachable_server_is_reported_soon_and_the_request_is_repeatable() {
     let failure = Api::new(nobody, None, session(), None, OUT).unwrap().get("/x", &[]).await.unwrap_err();
     assert_eq!(failure.exit_status, ExitStatus::Network);
     assert!(failure.message.contains("cannot be reached: ") && !failure.message.contains("/x"), "{failure}");
-    assert!(began.elapsed() < 2 * CONNECT_RETRY_FOR);
+    // Before the end of the 30 s for which requests to a busy server are retried.
+    assert!(began.elapsed() < 5 * CONNECT_RETRY_FOR, "{:?}", began.elapsed());
 
     // The server closes the connection in the middle, so that the outcome is unknown.
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -18,7 +18,7 @@ pub(crate) struct Accounts {
     /// This organisation's.
     #[arg(long, value_name = "ID")]
     org: Option<String>,
-    /// At most so many.
+    /// Show at most this many.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
     limit: u16,
 }
@@ -44,7 +44,7 @@ pub(crate) struct Adjust {
     /// What is credited, or debited where it is negative: 20.00, "-5.00 EUR".
     #[arg(long, allow_hyphen_values = true)]
     amount: Amount,
-    /// Why; it stands in the ledger and in the audit log.
+    /// Why; it is recorded in the ledger and in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
 }

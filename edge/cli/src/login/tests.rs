@@ -57,6 +57,16 @@ async fn things(State(Rotating(count)): State<Rotating>, headers: HeaderMap) -> 
     (StatusCode::UNAUTHORIZED, Json(refused)).into_response()
 }
 
+#[test]
+fn service_account_is_shown_with_the_user_that_it_acts_for() {
+    let titles = |me: Value| identity_columns(&me).iter().map(|(title, _)| *title).collect::<Vec<_>>();
+    let person = titles(json!({ "user_id": "ann", "service_account_id": null }));
+    assert!(person.contains(&"user id") && !person.contains(&"service account"), "{person:?}");
+    let program = titles(json!({ "user_id": "ann", "service_account_id": "0198" }));
+    assert!(program.contains(&"service account") && program.contains(&"acts for"), "{program:?}");
+    assert!(!program.contains(&"user id") && !program.contains(&"platform roles"), "{program:?}");
+}
+
 fn stored_session(folder: &Path, server: &str, expires_in: i64) -> (Store, Login) {
     let store = Store::new(folder.to_owned(), "default").unwrap();
     let login = Login {

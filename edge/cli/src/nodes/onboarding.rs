@@ -7,7 +7,7 @@ use crate::duration;
 use crate::failure::{ExitStatus, Failure};
 use crate::labels::Metadata;
 use crate::printable::cell;
-use crate::resource_ref::{NODE, Ref};
+use crate::resource_ref::{self, NODE, Ref, items};
 use crate::ssh_keys::public_key;
 use clap::ValueEnum;
 use serde_json::{Value, json};
@@ -17,6 +17,9 @@ use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+/// The most nodes with which the address of a new one is compared.
+const MAX_COMPARED: usize = 10_000;
+
 #[derive(Debug, clap::Args)]
 pub(crate) struct Create {
     /// Its address: a name or an IP address.
@@ -24,7 +27,7 @@ pub(crate) struct Create {
     /// The port of its SSH server.
     #[arg(long, default_value_t = 22)]
     port: u16,
-    /// What kind of machine: `gpuctl skus list` shows them.
+    /// The kind of machine: `gpuctl skus list` shows them.
     #[arg(long, add = completion::sku_names())]
     sku: String,
     /// The region where it is.
@@ -39,10 +42,10 @@ pub(crate) struct Create {
     /// The operator's public key, in OpenSSH's form; `-` reads standard input.
     #[arg(long, value_name = "FILE")]
     ssh_public_key: PathBuf,
-    /// How its agent comes onto it.
+    /// How its agent is installed.
     #[arg(long, value_enum, default_value_t)]
     onboarding: Onboarding,
-    /// Do not try its address first.
+    /// Do not probe its address first.
     #[arg(long)]
     no_probe: bool,
     #[command(flatten)]
@@ -74,7 +77,7 @@ pub(crate) struct Token {
 pub(crate) struct Reissue {
     #[command(flatten)]
     token: Token,
-    /// Why; it stands in the audit log.
+    /// Why; it is recorded in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
     /// Revoke the certificate that the node has now.
@@ -86,7 +89,7 @@ pub(crate) struct Reissue {
 pub(crate) struct Script {
     #[arg(add = completion::of(&NODE))]
     node: Ref,
-    /// Wrapped for this way of installing.
+    /// The form of the script.
     #[arg(long = "as", value_enum, value_name = "FORM", default_value_t)]
     form: Form,
     /// The file for the script, which must not be there; standard output where it is left out.
@@ -96,10 +99,10 @@ pub(crate) struct Script {
 
 #[derive(Clone, Copy, Debug, Default, ValueEnum)]
 pub(crate) enum Form {
-    /// To be run as root.
+    /// A script to run as root; the agent is installed already.
     #[default]
     Script,
-    /// For a package's first start.
+    /// A script to run as root that installs the agent's package, too.
     Package,
 }
 
@@ -124,18 +127,49 @@ pub(crate) async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
     api.out.show(&made, &ALONE)?;
     let id = cell(&made["id"]);
     api.out.notice(&probe_notice(&made, &id));
-    api.out.notice(&format!("Install its agent with: gpuctl nodes script {id} --to install.sh"));
+    // The node is made, whether or not the list can be read.
+    let nodes = resource_ref::present_nodes(&Vec::new(), MAX_COMPARED, api).await.unwrap_or_default();
+    if let Some(notice) = same_address_notice(&made, items(&nodes)) {
+        api.out.notice(&notice);
+    }
+    api.out.notice(&next_step(wanted.onboarding, &id));
     Ok(())
+}
+
+/// Names the nodes that have the address of a new one already. Several agents on one machine, and machines behind one address, are allowed.
+fn same_address_notice(made: &Value, nodes: &[Value]) -> Option<String> {
+    let has_its_address =
+        |node: &&Value| node["id"] != made["id"] && node["host"] == made["host"] && node["port"] == made["port"];
+    let others: Vec<String> = nodes.iter().filter(has_its_address).map(|node| cell(&node["id"])).collect();
+    let (first, count) = (others.first()?, others.len());
+    let more = if count > 1 { format!(" and {} more", count - 1) } else { String::new() };
+    Some(format!(
+        "Warning: {} port {} is the address of node {first}{more} already. If it is the same machine, use that node, and remove this one \
+         (gpuctl nodes retire, gpuctl nodes remove): a GPU is given to one node alone.",
+        cell(&made["host"]),
+        cell(&made["port"]),
+    ))
+}
+
+/// How the agent comes onto a new node.
+fn next_step(onboarding: Onboarding, id: &str) -> String {
+    match onboarding {
+        Onboarding::Manual => format!("Install its agent with: gpuctl nodes script {id} --to install.sh"),
+        Onboarding::Maas => format!(
+            "MAAS deploys the machine and installs its agent; there is nothing to run on it. `machine step` shows how far it is: \
+             gpuctl nodes show {id}"
+        ),
+    }
 }
 
 /// The outcome of the probe of a new node's address, or how to ask for one.
 fn probe_notice(node: &Value, id: &str) -> String {
-    let again = format!("gpuctl nodes update {id} --probe");
+    let repeated = format!("gpuctl nodes update {id} --probe");
     let address = format!("{} port {}", cell(&node["host"]), cell(&node["port"]));
     match (&node["probe"]["result"], &node["probe"]["error"]) {
-        (Value::Null, _) => format!("{address} was not probed; probe it with: {again}"),
+        (Value::Null, _) => format!("{address} was not probed; probe it with: {repeated}"),
         (result, Value::Null) => format!("{address} is {}.", cell(result)),
-        (result, error) => format!("{address} is {}: {}. Probe it again with: {again}", cell(result), cell(error)),
+        (result, error) => format!("{address} is {}: {}. Probe it again with: {repeated}", cell(result), cell(error)),
     }
 }
 
@@ -203,6 +237,30 @@ fn secret(answer: &Value, text: &str, to: Option<&Path>, api: &Api) -> Result<()
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn new_node_says_who_installs_its_agent() {
+        let manual = next_step(Onboarding::Manual, "0198");
+        assert_eq!(manual, "Install its agent with: gpuctl nodes script 0198 --to install.sh");
+        let maas = next_step(Onboarding::Maas, "0198");
+        assert!(maas.contains("MAAS deploys") && maas.ends_with("gpuctl nodes show 0198"), "{maas}");
+        assert!(!maas.contains("script"), "{maas}");
+    }
+
+    #[test]
+    fn new_node_with_the_address_of_another_one_is_warned_of() {
+        let node = |id: &str, host: &str, port: u16| json!({ "id": id, "host": host, "port": port, "state": "active" });
+        let made = node("new", "gpu-1.example", 22);
+        let notice = |others: &[Value]| same_address_notice(&made, &[others, std::slice::from_ref(&made)].concat());
+        assert_eq!(notice(&[node("a", "gpu-2.example", 22), node("b", "gpu-1.example", 2222)]), None);
+        let one = notice(&[node("a", "gpu-1.example", 22)]).unwrap();
+        assert!(
+            one.contains("gpu-1.example port 22 is the address of node a already") && one.contains("nodes remove"),
+            "{one}"
+        );
+        let two = notice(&[node("a", "gpu-1.example", 22), node("b", "gpu-1.example", 22)]).unwrap();
+        assert!(two.contains("node a and 1 more already"), "{two}");
+    }
 
     #[test]
     fn new_node_reports_its_probe_or_how_to_ask_for_one() {

@@ -30,7 +30,7 @@ const CTRL_C: u8 = 3;
 pub(crate) struct PlayArgs {
     #[arg(add = completion::of(&RECORDING))]
     recording: Ref,
-    /// So many times as fast.
+    /// The speed, as a multiple of the recorded one.
     #[arg(long, value_name = "TIMES", default_value = "1", value_parser = speed)]
     speed: f64,
     /// Wait no longer than this where nothing happens (`2s`).

@@ -238,9 +238,9 @@ mod tests {
             let through = input.chunks(at_once).flat_map(|piece| sanitizer.sanitize_bytes(piece)).collect();
             String::from_utf8(through).unwrap_or_default()
         };
-        let kept = "€\x1b[?1049h\x1b[?1h\x1b=\x1b[?2004h\x1b[?1000;1006h\x1b[>4;2m\x1b[>1u\x1b[<u\x1b[!p\x1b[1mtext";
+        let stored = "€\x1b[?1049h\x1b[?1h\x1b=\x1b[?2004h\x1b[?1000;1006h\x1b[>4;2m\x1b[>1u\x1b[<u\x1b[!p\x1b[1mtext";
         for at_once in [1, 2, 100] {
-            assert_eq!(own(kept.as_bytes(), at_once), kept, "by {at_once}");
+            assert_eq!(own(stored.as_bytes(), at_once), stored, "by {at_once}");
             let asks = b"a\x1b[6n\x1b[c\x1b[>c\x1b[=c\x1b]11;?\x07\x1b[?4m\x1b[?u\x1b[14t\x1b[?1$p\x1b[?1004h\x1bP+q\x1b\\\x05b";
             assert_eq!(own(asks, at_once), "ab", "by {at_once}");
             assert_eq!(own(b"a\xff\xe2\x82b", at_once), "a\u{fffd}\u{fffd}b", "by {at_once}");

@@ -5,6 +5,7 @@ use crate::api::Api;
 use crate::completion;
 use crate::failure::Failure;
 use crate::output::Column;
+use crate::printable::cell;
 use crate::resource_ref::{Ref, SKU};
 use clap::ValueEnum;
 use serde_json::{Value, json};
@@ -17,7 +18,7 @@ pub(crate) struct Create {
     /// What a GPU costs an hour, with its currency: "2.50 EUR".
     #[arg(long, value_name = "AMOUNT")]
     price: Amount,
-    /// A region where nodes of it may be, and again for more.
+    /// A region where its nodes may be; may be given again.
     #[arg(long = "region", value_name = "CODE", required = true)]
     regions: Vec<String>,
     /// Who makes the GPU.
@@ -56,7 +57,7 @@ pub(crate) struct Update {
     /// What a GPU costs an hour from now on, with its currency: "2.50 EUR".
     #[arg(long, value_name = "AMOUNT", required_unless_present_any = ["regions", "ExpectedHardware", "expect_nothing", "minimums", "no_minimums"])]
     price: Option<Amount>,
-    /// A region where nodes of it may be, and again for more, in place of those there are.
+    /// A region where its nodes may be; may be given again; replaces the regions there are.
     #[arg(long = "region", value_name = "CODE")]
     regions: Vec<String>,
     #[command(flatten)]
@@ -112,7 +113,7 @@ impl ExpectedHardware {
 pub(crate) struct Decision {
     #[arg(add = completion::of(&SKU))]
     sku: Ref,
-    /// Why; it stands in the audit log.
+    /// Why; it is recorded in the audit log.
     #[arg(long, value_name = "TEXT")]
     reason: String,
     /// In which of your roles you approve, where you have both.
@@ -200,10 +201,7 @@ pub(super) async fn create(wanted: Create, api: &Api) -> Result<(), Failure> {
     }
     let made = api.post(SKU.path, &body).await?;
     shown(&made, api)?;
-    api.out.notice(&format!(
-        "It is a draft. Offer it with: gpuctl skus activate {} --reason …",
-        crate::printable::cell(&made["name"])
-    ));
+    api.out.notice(&format!("It is a draft. Offer it with: gpuctl skus activate {} --reason …", cell(&made["name"])));
     Ok(())
 }
 
@@ -239,7 +237,28 @@ pub(super) async fn decide(decision: Decision, verb: &str, api: &Api) -> Result<
     ];
     let body: Value =
         given.into_iter().filter_map(|(name, value)| Some((name.to_owned(), Value::from(value?)))).collect();
-    shown(&api.post(&format!("{}/{verb}", path(decision.sku.id(&SKU, api).await?)), &body).await?, api)
+    let decided = api.post(&format!("{}/{verb}", path(decision.sku.id(&SKU, api).await?)), &body).await?;
+    shown(&decided, api)?;
+    if let Some(notice) = missing_approval(&decided, verb) {
+        api.out.notice(&notice);
+    }
+    Ok(())
+}
+
+/// Who has to approve next, where the approval for this change is the first one.
+fn missing_approval(sku: &Value, verb: &str) -> Option<String> {
+    let approvals = sku["approvals"].as_array()?;
+    let first = approvals.iter().find(|given| given["change"] == verb && given["expires_at"].is_string())?;
+    let role = match first["role"].as_str()? {
+        "inventory_owner" => "platform_operations",
+        _ => "inventory_owner",
+    };
+    Some(format!(
+        "It is {} as before: until {} a second person, in role {role}, has to run: gpuctl skus {verb} {} --reason …",
+        cell(&sku["status"]),
+        cell(&first["expires_at"]),
+        cell(&sku["name"])
+    ))
 }
 
 fn minimum(text: &str) -> Result<(String, u64), String> {
@@ -254,4 +273,29 @@ fn price(amount: &Amount) -> Result<Value, Failure> {
     };
     let minor = amount.minor(currency).map_err(Failure::usage)?;
     Ok(json!({ "currency": currency, "amount_minor_per_gpu_hour": minor }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_approval_names_the_role_of_the_second_one() {
+        let approval =
+            |change: &str, role: &str, until: Value| json!({ "change": change, "role": role, "expires_at": until });
+        let sku = |approvals: &[Value]| json!({ "name": "h100x8", "status": "draft", "approvals": approvals });
+        let first = |role| sku(&[approval("activate", role, json!("2026-11-27T00:00:00Z"))]);
+        let notice = missing_approval(&first("platform_operations"), "activate").unwrap();
+        assert!(notice.starts_with("It is draft as before: until 2026-11-27"), "{notice}");
+        assert!(
+            notice.ends_with("in role inventory_owner, has to run: gpuctl skus activate h100x8 --reason …"),
+            "{notice}"
+        );
+        let notice = missing_approval(&first("inventory_owner"), "activate").unwrap();
+        assert!(notice.contains("in role platform_operations"), "{notice}");
+        // Both approvals are there; the pending one is for another change.
+        let both = sku(&[approval("activate", "platform_operations", Value::Null)]);
+        assert_eq!(missing_approval(&both, "activate"), None);
+        assert_eq!(missing_approval(&first("inventory_owner"), "deactivate"), None);
+    }
 }

@@ -95,8 +95,27 @@ enum ServerMessage {
         code: Option<i32>,
         signal: Option<i32>,
     },
+    /// The node is not in contact; `Attached` follows once it is.
+    WaitingForNode,
     #[serde(other)]
     Other,
+}
+
+/// A wait for the node on one connection, which is reported once where it is long.
+struct NodeWait {
+    since: Instant,
+    is_reported: bool,
+}
+
+impl NodeWait {
+    fn begin() -> Self {
+        Self { since: Instant::now(), is_reported: false }
+    }
+
+    /// The time until it is to be reported; `None` where it was.
+    fn until_report(&self) -> Option<Duration> {
+        (!self.is_reported).then(|| NOTICE_AFTER.saturating_sub(self.since.elapsed()))
+    }
 }
 
 pub(super) struct Session<'a> {
@@ -107,6 +126,8 @@ pub(super) struct Session<'a> {
     position: Option<u64>,
     /// Whether this program was attached at least once.
     attached: bool,
+    /// `None` while the node is attached to the connection.
+    node_wait: Option<NodeWait>,
     /// Whether a connection was made, so that the session may run on without this program.
     was_connected: bool,
     /// The filter of the replayed scrollback, until it is complete.
@@ -137,6 +158,7 @@ impl<'a> Session<'a> {
             // A reconnect begins with the scrollback.
             position: args.session.map(|_| 0),
             attached: false,
+            node_wait: None,
             was_connected: args.session.is_some(),
             scrollback: args.session.map(|_| ScrollbackFilter::new()),
             exit: None,
@@ -276,9 +298,8 @@ impl<'a> Session<'a> {
         let (outgoing, to_send) = mpsc::channel(OUTGOING_QUEUE);
         let sending = send(sink, to_send);
         tokio::pin!(sending);
-        let began = Instant::now();
-        let mut last_message_at = began;
-        let mut noticed = false;
+        let mut last_message_at = Instant::now();
+        self.node_wait = Some(NodeWait::begin());
         if let Some(scrollback) = &mut self.scrollback {
             scrollback.on_disconnect();
         }
@@ -290,7 +311,7 @@ impl<'a> Session<'a> {
             let _ = outgoing.try_send(Message::Binary(std::mem::take(&mut self.pending).into()));
         }
         loop {
-            let silent = NOTICE_AFTER.saturating_sub(began.elapsed());
+            let report_in = self.node_wait.as_ref().and_then(NodeWait::until_report);
             let quiet_left = self.scrollback.as_ref().and_then(ScrollbackFilter::quiet_left);
             tokio::select! {
                 // The last messages may still be unread, such as the exit of the program.
@@ -315,10 +336,7 @@ impl<'a> Session<'a> {
                 }
                 () = tokio::time::sleep(quiet_left.unwrap_or_default()),
                     if quiet_left.is_some() && self.screen.undrawn() < MAX_UNDRAWN_BYTES => self.scrollback = None,
-                () = tokio::time::sleep(silent), if !self.attached && !noticed => {
-                    noticed = true;
-                    self.notice("waiting for the node (Ctrl-C leaves)");
-                }
+                () = tokio::time::sleep(report_in.unwrap_or_default()), if report_in.is_some() => self.report_node_wait(),
                 typed = self.input.recv(), if can_send && outgoing.capacity() > OUTGOING_QUEUE / 2 => {
                     let Some(typed) = typed else { return ConnectionEnd::Session(SessionEnd::Left) };
                     if let Some(end) = self.handle_input(&typed, &outgoing) {
@@ -370,6 +388,10 @@ impl<'a> Session<'a> {
                         scrollback.on_attach(position);
                     }
                     self.position = Some(position);
+                    if self.attached && self.node_wait.take().is_some_and(|wait| wait.is_reported) {
+                        self.notice("the node is in contact again");
+                    }
+                    self.node_wait = None;
                     self.attached = true;
                     self.acknowledged = 0;
                     self.acknowledge(outgoing, 0);
@@ -377,6 +399,10 @@ impl<'a> Session<'a> {
                 }
                 ServerMessage::Exit { code, signal } => {
                     self.exit = Some(SessionEnd::Exited { code, signal });
+                    None
+                }
+                ServerMessage::WaitingForNode => {
+                    self.node_wait.get_or_insert_with(NodeWait::begin);
                     None
                 }
                 ServerMessage::Other => None,
@@ -451,6 +477,16 @@ impl<'a> Session<'a> {
         }
         self.acknowledged = drawn;
         let _ = outgoing.try_send(Message::Text(json!({ "type": "ack", "position": drawn }).to_string().into()));
+    }
+
+    fn report_node_wait(&mut self) {
+        if let Some(wait) = &mut self.node_wait {
+            wait.is_reported = true;
+        }
+        self.notice(match self.attached {
+            true => "the node is not in contact; waiting for it (~. leaves)",
+            false => "waiting for the node (Ctrl-C leaves)",
+        });
     }
 
     fn notice(&self, text: &str) {

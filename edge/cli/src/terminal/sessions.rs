@@ -39,7 +39,7 @@ pub(crate) enum Command {
     Kill {
         #[arg(add = completion::of(&TERMINAL_SESSION))]
         session: Ref,
-        /// Why; it stands in the audit log.
+        /// Why; it is recorded in the audit log.
         #[arg(long, value_name = "TEXT")]
         reason: String,
     },
@@ -56,7 +56,7 @@ pub(crate) struct TerminalSelector {
     /// Administrators: those of this user.
     #[arg(long, value_name = "ID", requires = "all")]
     pub(crate) user: Option<String>,
-    /// At most so many.
+    /// Show at most this many.
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u16).range(1..=10000))]
     pub(crate) limit: u16,
 }
