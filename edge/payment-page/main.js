@@ -1,7 +1,7 @@
 // The page on which a user pays: the processor's script reads the card, this one shows the payment's state.
 
-import { paying } from "./paying.js";
-import { ofTerms, termsOf } from "./terms.js";
+import { paying } from "./card_payment.js";
+import { ofTerms, termsOf } from "./checkout_terms.js";
 
 const at = (id) => document.getElementById(id);
 

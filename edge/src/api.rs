@@ -1,12 +1,17 @@
 //! The public API: one table of routes, one file per noun (decisions 4, 5 and 7).
 
 mod access_token;
+mod alert;
 mod allocation;
 mod audit;
 mod billing;
 mod browser_page;
+mod browser_session;
+mod cached_read;
 mod capacity;
 mod commands_with_reason;
+#[cfg(feature = "console")]
+mod console_files;
 mod document;
 mod health;
 mod health_rule;
@@ -46,11 +51,11 @@ mod tests;
 
 pub use node::machine_provider;
 
+use crate::app_state::AppState;
 use crate::http::correlation::Service;
 use crate::http::error::Code;
 use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::limits::rate_limit::RateLimitGroup;
-use crate::services::Services;
 use axum::routing::get;
 use axum::{Extension, Router};
 use routing::{Access, RouteKind, Routes, Row};
@@ -66,21 +71,24 @@ const MAX_CONCURRENT_REQUESTS: usize = 1024;
 const MAX_CONCURRENT_OPERATOR_REQUESTS: usize = 64;
 
 /// The public API, ready to be served.
-pub fn router(services: Services) -> Router {
-    let scope_settings = services.scope_settings(Service { name: "api", shows_route: false });
+pub fn router(app: AppState) -> Router {
+    let scope_settings = app.scope_settings(Service { name: "api", shows_route: false });
     let (router, api) = routes();
+    #[cfg(feature = "console")]
+    let router = router.merge(console_files::router());
     let router = router
-        .layer(Extension(document::Document::of(&api, &services)))
+        .layer(Extension(document::Document::of(&api, &app)))
         .layer(Extension(access_token::FailedAttempts::default()))
         .layer(Extension(capacity::CapacityCache::default()))
-        .with_state(services);
+        .layer(Extension(alert::AlertCache::default()))
+        .with_state(app);
     with_common_layers(router, scope_settings)
 }
 
 /// The operators' listener of a process, whatever its roles: metrics, health, stats. It is served in clear text, on an address that only
 /// the operator reaches.
-pub fn operations(services: Services) -> Router {
-    let scope_settings = services.scope_settings(Service { name: "operations", shows_route: false });
+pub fn operations(app: AppState) -> Router {
+    let scope_settings = app.scope_settings(Service { name: "operations", shows_route: false });
     let router = Router::new()
         .route("/metrics", get(health::metrics_page))
         .route("/api/v1/healthz", get(health::healthz))
@@ -88,7 +96,7 @@ pub fn operations(services: Services) -> Router {
         .route("/api/v1/internal/stats", get(internal::stats));
     let router =
         bounded(router, RequestTimeout(REQUEST_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT_OPERATOR_REQUESTS));
-    with_common_layers(router.with_state(services), scope_settings)
+    with_common_layers(router.with_state(app), scope_settings)
 }
 
 /// A row: the access, the kind, the path (and the rate-limit group, where it is not `Api`) => the handler, and the error codes beside
@@ -120,7 +128,7 @@ macro_rules! group {
 }
 
 #[rustfmt::skip]
-fn routes() -> (Router<Services>, OpenApi) {
+fn routes() -> (Router<AppState>, OpenApi) {
     route_table! {
         Anyone Get       "/api/v1/healthz"                                  => health::healthz;
         Internal Get     "/api/v1/readyz"                                   => health::readyz;
@@ -132,6 +140,10 @@ fn routes() -> (Router<Services>, OpenApi) {
         Internal Get     "/api/v1/internal/stats"                           => internal::stats;
 
         User   Get       "/api/v1/me"                                       => me::get;
+        User   Get       "/api/v1/me/sessions"                              => browser_session::list_own;
+        User   PostOnce  "/api/v1/me/sessions/{id}/end"                     => browser_session::end_own, NotFound;
+        Admin  Get       "/api/v1/admin/browser-sessions"                   => browser_session::list;
+        Admin  PostOnce  "/api/v1/admin/browser-sessions/{id}/end"          => browser_session::end, NotFound;
 
         User   Get       "/api/v1/skus"                                     => sku::offered;
         User   Get       "/api/v1/capacity"                                 => capacity::free;
@@ -160,6 +172,7 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/tasks"                   => node::order_task, NotFound, StateConflict;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/validate"                => node::validate, NotFound, NodeInUse, StateConflict;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/update-agent"            => node::update_agent, NotFound, StateConflict;
+        Admin  PostOnce  "/api/v1/admin/nodes/{id}/gpus/{gpu_uuid}/reset"   => node::reset_gpu, NotFound, NodeInUse, StateConflict;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/findings/{finding_id}/clear" => node::clear_finding, NotFound;
         Admin  PostOnce  "/api/v1/admin/nodes/{id}/tasks/{task_id}/resume"  => node::resume_task, NotFound, StateConflict;
 
@@ -200,8 +213,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get       "/api/v1/admin/recordings"                         => recording::list;
 
         User   Get       "/api/v1/billing/balance" (Financial)              => billing::balance;
-        User   Get       "/api/v1/billing/ledger" (Financial)               => billing::ledger;
-        User   Get       "/api/v1/billing/estimate" (Financial)             => billing::estimate;
+        User   Get       "/api/v1/billing/ledger"                           => billing::ledger;
+        User   Get       "/api/v1/billing/estimate"                         => billing::estimate;
         User   PostKeyed "/api/v1/billing/checkout-sessions" (Financial)    => payment::checkout, NotFound, StateConflict, UpstreamError;
         Anyone Get       "/billing/checkout/{payment_id}"                   => payment_page::page, NotFound;
         Anyone Get       "/billing/checkout/{payment_id}/terms/{processor_id}" => payment_page::terms, NotFound, RateLimited;
@@ -209,11 +222,13 @@ fn routes() -> (Router<Services>, OpenApi) {
         Anyone Get       "/billing/assets/{name}"                           => payment_page::asset, NotFound;
         User   Get       "/api/v1/billing/payments" (Financial)             => payment::list;
         User   Get       "/api/v1/billing/payments/{id}" (Financial)        => payment::get, NotFound;
+        User   Post      "/api/v1/billing/payments/{id}/checkout-session" (Financial) => payment::resume, NotFound, StateConflict, UpstreamError;
+        User   PostOnce  "/api/v1/billing/payments/{id}/cancel" (Financial) => payment::cancel, NotFound, StateConflict, UpstreamError;
         User   PostKeyed "/api/v1/billing/refunds" (Financial)              => refund::create, NotFound, StateConflict, InsufficientBalance;
         Admin  Get       "/api/v1/admin/billing/accounts" (Financial)       => billing::list;
         Bound  PostOnce  "/api/v1/admin/billing/accounts" (Financial)       => billing::open, StateConflict;
         Admin  Get       "/api/v1/admin/billing/accounts/{id}" (Financial)  => billing::get, NotFound;
-        Admin  Get       "/api/v1/admin/billing/accounts/{id}/ledger" (Financial) => billing::ledger_of, NotFound;
+        Admin  Get       "/api/v1/admin/billing/accounts/{id}/ledger"       => billing::ledger_of, NotFound;
         Admin  Get       "/api/v1/admin/billing/accounts/{id}/payments" (Financial) => payment::list_of, NotFound;
         Bound  PostKeyed "/api/v1/admin/billing/accounts/{id}/adjustments" (Financial) => billing::adjust, NotFound, StateConflict, InsufficientBalance;
 
@@ -222,11 +237,11 @@ fn routes() -> (Router<Services>, OpenApi) {
         Bound  PostOnce  "/api/v1/admin/billing/processor-events/{id}/retry" (Financial) => processor_event::retry, NotFound, StateConflict;
         Bound  PostOnce  "/api/v1/admin/billing/processor-events/{id}/dismiss" (Financial) => processor_event::dismiss, NotFound, StateConflict;
 
-        User   Get       "/api/v1/billing/statements" (Financial)           => statement::list;
+        User   Get       "/api/v1/billing/statements"                       => statement::list;
         User   GetLong   "/api/v1/billing/statements/{month}" (Financial)   => statement::get, NotFound;
         User   GetLong   "/api/v1/billing/statements/{month}/csv" (Financial) => statement::csv, NotFound;
         User   GetLong   "/api/v1/billing/statements/{month}/pdf" (Financial) => statement::pdf, NotFound;
-        Admin  Get       "/api/v1/admin/billing/accounts/{id}/statements" (Financial) => statement::list_of, NotFound;
+        Admin  Get       "/api/v1/admin/billing/accounts/{id}/statements"   => statement::list_of, NotFound;
         Admin  GetLong   "/api/v1/admin/billing/accounts/{id}/statements/{month}" (Financial) => statement::get_of, NotFound;
         Admin  GetLong   "/api/v1/admin/billing/accounts/{id}/statements/{month}/csv" (Financial) => statement::csv_of, NotFound;
         Admin  GetLong   "/api/v1/admin/billing/accounts/{id}/statements/{month}/pdf" (Financial) => statement::pdf_of, NotFound;
@@ -271,6 +286,8 @@ fn routes() -> (Router<Services>, OpenApi) {
         Admin  Get       "/api/v1/admin/platform-roles/bindings/{id}"       => platform_role::get, NotFound;
 
         Admin  Get       "/api/v1/admin/overview" (AdminOverview)           => overview::overview;
+
+        Admin  Get       "/api/v1/admin/alerts"                             => alert::list, UpstreamError;
 
         Admin  Get       "/api/v1/admin/telemetry/fleet"                    => telemetry::fleet;
 

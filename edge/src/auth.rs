@@ -2,8 +2,8 @@
 //! claims by default), verified against its published keys.
 //!
 //! A token is verified by a key of the provider under an algorithm of the allowlist, never by what its own header contains (`jwk`, `jku`,
-//! `x5u`, `x5c` are not read). Tokens of service accounts are signed by the control plane itself ([`token::jwt::service_account`]) and distinguished by
-//! their key id.
+//! `x5u`, `x5c` are not read). Tokens of service accounts are signed by the control plane itself
+//! ([`signed_tokens::service_account`]) and distinguished by their key id.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -12,20 +12,28 @@ use axum::{
     http::{HeaderMap, HeaderValue, header, request},
 };
 use chrono::{DateTime, Duration, Utc};
-use domain::{OrgId, ProjectId, ServiceAccountId, ServiceAccountKeyId, UserId};
+use domain::authz::{CallerIdentity, TokenRole};
+use domain::{BrowserSessionId, OrgId, ProjectId, ServiceAccountId, ServiceAccountKeyId, UserId};
 
 use crate::http::correlation::Scope;
 use crate::http::error::{ApiError, Code};
 
+pub mod browser_session;
 pub mod claims;
 pub mod internal_route_auth;
 pub mod jwks;
-pub mod platform_roles;
+pub mod opaque_token;
+pub(crate) mod openid_claims;
+pub mod openid_provider;
+pub mod platform_role_metrics;
+pub mod signed_tokens;
+mod token_verification;
 
-use claims::{ClaimPaths, TokenFault};
+use browser_session::SessionReader;
+use claims::ClaimPaths;
 pub use jsonwebtoken::Algorithm;
 use jwks::Jwks;
-use token::jwt::service_account::ServiceTokens;
+use signed_tokens::service_account::ServiceTokens;
 
 /// The role that administrators have (service specification, "Authentication").
 pub const ADMIN: &str = "admin";
@@ -42,6 +50,13 @@ pub struct ActingServiceAccount {
     pub signed_by: String,
 }
 
+/// A login that can be revoked before its token ends.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RevocableLogin {
+    ServiceAccount(ActingServiceAccount),
+    BrowserSession(BrowserSessionId),
+}
+
 /// The caller of a request, by its token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caller {
@@ -53,6 +68,10 @@ pub struct Caller {
     pub token_expires_at: DateTime<Utc>,
     /// The service account that acts for the user; `None` where the user acts.
     pub acting: Option<ActingServiceAccount>,
+    /// The browser session by whose cookie the caller was authenticated; `None` where it was by a bearer token.
+    pub browser_session: Option<BrowserSessionId>,
+    /// The name under which the user logs in, where the provider says it.
+    pub username: Option<String>,
     /// The user's e-mail address, where the provider has verified it.
     pub verified_email: Option<String>,
 }
@@ -61,6 +80,33 @@ impl Caller {
     #[must_use]
     pub fn is_admin(&self) -> bool {
         self.roles.contains(ADMIN)
+    }
+
+    /// The caller as the domain knows callers: of the roles in the token, those that this service defines.
+    #[must_use]
+    pub fn into_identity(self) -> CallerIdentity {
+        let role = |name: &String| match name.as_str() {
+            ADMIN => Some(TokenRole::Admin),
+            "user" => Some(TokenRole::User),
+            _ => None,
+        };
+        CallerIdentity {
+            roles: self.roles.iter().filter_map(role).collect(),
+            user_id: self.user_id,
+            org_id: self.org_id,
+            project_id: self.project_id,
+            plan: self.plan,
+            grant: None,
+            service_account: self.acting.as_ref().map(|acting| acting.account),
+            browser_session: self.browser_session,
+        }
+    }
+
+    /// The login to check again while a connection of the caller's is open; `None` where it cannot be revoked before its token ends.
+    #[must_use]
+    pub fn revocable_login(&self) -> Option<RevocableLogin> {
+        let acting = self.acting.clone().map(RevocableLogin::ServiceAccount);
+        acting.or(self.browser_session.map(RevocableLogin::BrowserSession))
     }
 
     /// # Errors
@@ -117,23 +163,38 @@ impl TokenRules {
     }
 }
 
-/// Verifies tokens.
+/// Verifies tokens (`token_verification.rs`).
 pub struct Authenticator {
     rules: TokenRules,
     jwks: Jwks,
     service_tokens: Option<ServiceTokens>,
+    browser_sessions: Option<SessionReader>,
 }
 
 impl Authenticator {
     #[must_use]
     pub fn new(rules: TokenRules, jwks: Jwks) -> Self {
-        Self { rules, jwks, service_tokens: None }
+        Self { rules, jwks, service_tokens: None, browser_sessions: None }
     }
 
     /// Accepts the tokens that the control plane signs for service accounts, too.
     #[must_use]
     pub fn with_service_tokens(self, service_tokens: ServiceTokens) -> Self {
         Self { service_tokens: Some(service_tokens), ..self }
+    }
+
+    /// Accepts browser sessions, too.
+    #[must_use]
+    pub fn with_browser_sessions(self, sessions: SessionReader) -> Self {
+        Self { browser_sessions: Some(sessions), ..self }
+    }
+
+    /// What reads the browser sessions.
+    ///
+    /// # Errors
+    /// Where this process has none.
+    pub(crate) fn browser_sessions(&self) -> Result<&SessionReader, ApiError> {
+        self.browser_sessions.as_ref().ok_or_else(|| ApiError::internal("this process reads no browser sessions"))
     }
 
     /// What signs the tokens of service accounts.
@@ -168,72 +229,22 @@ impl Authenticator {
         self.verify_token(bearer(headers)?).await
     }
 
-    /// The caller that an access token names at this moment.
-    ///
-    /// # Errors
-    /// As [`Authenticator::authenticate`].
-    pub async fn verify_token(&self, token: &str) -> Result<Caller, ApiError> {
-        self.verify(token, Utc::now()).await.map_err(|fault| {
-            let error = match &fault {
-                TokenFault::NoKeys(_) | TokenFault::Store(_) => return ApiError::unavailable(fault),
-                TokenFault::Expired => challenge("The access token has expired; get a new one.", EXPIRED),
-                TokenFault::Revoked => challenge(
-                    "The service account or the key that this access token was got with is gone; get one with another key.",
-                    INVALID,
-                ),
-                TokenFault::Retired => challenge(
-                    "The key that this access token was signed with is retired; get a new token with the service account's key.",
-                    INVALID,
-                ),
-                TokenFault::Malformed
-                | TokenFault::Algorithm
-                | TokenFault::KeyId
-                | TokenFault::Header
-                | TokenFault::UnknownKey
-                | TokenFault::Signature
-                | TokenFault::Issuer
-                | TokenFault::Audience
-                | TokenFault::NotYet
-                | TokenFault::TooLong
-                | TokenFault::Claim(_) => {
-                    challenge("The access token is not accepted here; get one from the identity provider.", INVALID)
-                }
-            };
-            error.because(fault)
-        })
-    }
-
-    /// Whether the service account and key of a verified token are still valid: for connections that outlast a request.
+    /// Whether the service account and key of a verified token, or the browser session, are still valid: for connections that outlast a
+    /// request.
     ///
     /// # Errors
     /// Where Postgres cannot be read.
-    pub async fn is_still_authorized(&self, acting: &ActingServiceAccount) -> Result<bool, ApiError> {
-        match &self.service_tokens {
-            Some(tokens) => Ok(tokens.account_of(acting).await?.is_some()),
-            None => Ok(false),
+    pub async fn is_still_authorized(&self, login: &RevocableLogin) -> Result<bool, ApiError> {
+        match (login, &self.service_tokens) {
+            (RevocableLogin::ServiceAccount(acting), Some(tokens)) => Ok(tokens.account_of(acting).await?.is_some()),
+            (RevocableLogin::ServiceAccount(_), None) => Ok(false),
+            (RevocableLogin::BrowserSession(id), _) => Ok(self.browser_sessions()?.is_active(*id, Utc::now()).await?),
         }
-    }
-
-    async fn verify(&self, token: &str, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
-        let token = claims::UnverifiedToken::parse(token)?;
-        if let Some(tokens) = self.service_tokens.as_ref().filter(|tokens| tokens.is_own_key(&token.kid)) {
-            return tokens.caller(&token, now).await;
-        }
-        let algorithm = token.algorithm(&self.rules.algorithms)?;
-        let keys = self.jwks.keys_for(&token.kid, algorithm).await.map_err(TokenFault::NoKeys)?;
-        if keys.is_empty() {
-            return Err(TokenFault::UnknownKey);
-        }
-        if !keys.iter().any(|key| token.is_signed_by(key, algorithm)) {
-            return Err(TokenFault::Signature);
-        }
-        claims::read(&token.claims()?, &self.rules, now)
     }
 }
 
 pub(crate) const MISSING: &str = "Bearer realm=\"gpuaas\"";
 pub(crate) const INVALID: &str = "Bearer realm=\"gpuaas\", error=\"invalid_token\"";
-const EXPIRED: &str = "Bearer realm=\"gpuaas\", error=\"invalid_token\", error_description=\"expired\"";
 const SCOPE: &str = "Bearer realm=\"gpuaas\", error=\"insufficient_scope\"";
 
 pub(crate) fn challenge(message: &'static str, challenge: &'static str) -> ApiError {
@@ -298,4 +309,3 @@ where
 
 #[cfg(test)]
 mod tests;
-pub mod token;

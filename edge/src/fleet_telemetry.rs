@@ -1,4 +1,4 @@
-//! The load of the nodes (specification, *fleet telemetry*): the last sample of each node in the memory of the member that received its
+//! The load of the nodes (specification, *Endpoints*): the last sample of each node in the memory of the member that received its
 //! heartbeat, and what an operator sees of all of them.
 //!
 //! Samples are not stored: a member that starts knows nothing, and the next heartbeat of each node brings its load again.

@@ -1,5 +1,5 @@
-//! Fuzz targets for what strangers send: host names and SSH keys here, and in the folders of their parsers `identity/fuzz.rs`,
-//! `correlation/fuzz.rs`, `processor/fuzz.rs`, `terminal/browser/fuzz.rs`, `recording/fuzz.rs` and `log_gateway/fuzz.rs`.
+//! Fuzz targets for what strangers send: host names and SSH keys here, and each other one beside its parser, in a file `fuzz.rs`
+//! (`http/correlation`, `log_gateway`, `payment_processor`, `terminal/recording`, `terminal_gateway/browser`, `tls`).
 //!
 //! They run as ordinary tests with random inputs, and under `cargo bolero` with a coverage-guided engine
 //! (`deploy/docs/src/contribute/testing.md`).

@@ -6,6 +6,6 @@ pub mod long_poll;
 pub(crate) mod malformed_request;
 pub mod pagination;
 pub mod request_body;
-pub mod request_metrics;
+pub mod request_rates;
 pub mod router_layers;
 pub(crate) mod websocket;

@@ -1,5 +1,5 @@
 //! The gateway for the logs of nodes: collectors push batches to it with a node's bearer token, and it passes them on to the log store
-//! (specification, *Interface surface*; decisions, *Log gateway*).
+//! (specification, *Endpoints*; decisions 7, *Log gateway*).
 //!
 //! Nothing of a batch is changed or stored here. It is read within bounds and judged by its labels: a node writes under its own id alone.
 
@@ -11,7 +11,8 @@ mod push_request;
 
 pub use counters::{COUNTERS, LogGatewayCounters};
 
-use crate::auth::token::jwt::node_log::{GATEWAY_PATH, NodeLogTokenSubject};
+use crate::app_state::AppState;
+use crate::auth::signed_tokens::node_log::{GATEWAY_PATH, NodeLogTokenSubject};
 use crate::auth::{INVALID, bearer, challenge};
 use crate::http::correlation::{Scope, Service};
 use crate::http::error::{ApiError, Code};
@@ -19,7 +20,6 @@ use crate::http::request_body::{BodyLimit, read_body, reject_query};
 use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, mount, with_common_layers};
 use crate::limits::rate_limit::NodeLimit;
 use crate::outbound::log_store::{LogStore, PUSH_PATH, PushError};
-use crate::services::Services;
 use actors::AskError;
 use axum::body::Bytes;
 use axum::extract::{Request, State};
@@ -47,14 +47,14 @@ const ASK_TIMEOUT: TimeDelta = TimeDelta::seconds(5);
 
 #[derive(Clone)]
 struct LogGateway {
-    services: Services,
+    app: AppState,
     pushes: Arc<NodeLimit>,
 }
 
 /// The gateway, ready to be served at [`GATEWAY_PATH`] and what a collector adds to it.
-pub fn router(services: Services) -> Router {
-    let scope_settings = services.scope_settings(Service { name: "node-log-gateway", shows_route: true });
-    let gateway = LogGateway { services, pushes: Arc::new(NodeLimit::of(PolicyKey::RateLimitNodeLogPushes)) };
+pub fn router(app: AppState) -> Router {
+    let scope_settings = app.scope_settings(Service { name: "node-log-gateway", shows_route: true });
+    let gateway = LogGateway { app, pushes: Arc::new(NodeLimit::of(PolicyKey::RateLimitNodeLogPushes)) };
     let route = Router::new()
         .route(&path(), post(push))
         .route_layer(from_fn(reject_query))
@@ -70,8 +70,8 @@ fn path() -> String {
 }
 
 /// Mounts the gateway on the address of the node API. Each keeps its own layers and its own error details.
-pub fn beside(node_api: Router, services: Services) -> Router {
-    mount(node_api, &path(), router(services))
+pub fn beside(node_api: Router, app: AppState) -> Router {
+    mount(node_api, &path(), router(app))
 }
 
 async fn push(State(gateway): State<LogGateway>, scope: Scope, request: Request) -> Result<StatusCode, ApiError> {
@@ -93,12 +93,12 @@ async fn push(State(gateway): State<LogGateway>, scope: Scope, request: Request)
 impl LogGateway {
     /// A batch that may be passed on, with its media type, the store, and the number of its entries.
     async fn admit(&self, scope: &Scope, request: Request) -> Result<(&LogStore, HeaderValue, Bytes, usize), ApiError> {
-        let (services, now) = (&self.services, self.services.environment.now());
-        let store = services.log_store.as_ref().ok_or_else(no_log_store)?;
+        let (app, now) = (&self.app, self.app.environment.now());
+        let store = app.log_store.as_ref().ok_or_else(no_log_store)?;
         let token = bearer(request.headers())?.to_owned().into();
-        let subject = services.node_log_tokens().verify(&token, now).map_err(token_refused)?;
+        let subject = app.node_log_tokens().verify(&token, now).map_err(token_refused)?;
         scope.record_resource(format_args!("node/{}", subject.node_id));
-        self.pushes.admit(subject.node_id, &services.environment.policy(), now)?;
+        self.pushes.admit(subject.node_id, &app.environment.policy(), now)?;
         self.identify(scope, &subject).await?;
         let (content_type, format) = media_type(request.headers())?;
         let batch = read_body(request).await?;
@@ -110,9 +110,9 @@ impl LogGateway {
     /// Asks the node's state machine whether the certificate is valid for which the token was issued.
     async fn identify(&self, scope: &Scope, subject: &NodeLogTokenSubject) -> Result<(), ApiError> {
         let permit = authorize(&Principal::Node(subject.node_id), Action::SpeakForNode).map_err(ApiError::internal)?;
-        let context = scope.command_context(&permit, self.services.environment.now() + ASK_TIMEOUT);
+        let context = scope.command_context(&permit, self.app.environment.now() + ASK_TIMEOUT);
         let identify = node::Request::Identify { serial: subject.certificate_serial.clone() };
-        match self.services.directory.ask::<Node>(&permit, subject.node_id.0, identify.into(), context).await {
+        match self.app.directory.ask::<Node>(&permit, subject.node_id.0, identify.into(), context).await {
             Ok(_) => Ok(()),
             // A fenced node is one whose logs its operator wants to read.
             Err(AskError::Rejected(Rejection::Fenced { .. })) => Ok(()),

@@ -1,4 +1,4 @@
-//! The API that nodes' agents use: one page of routes (decisions 4, *Node onboarding and identity*), one file per noun.
+//! The API that nodes' agents use: one page of routes (decisions 4), one file per noun.
 //!
 //! Enrollment is authenticated by its token, everything else by the node's client certificate: TLS has verified the chain, the extractor
 //! [`NodeIdentity`](identity::NodeIdentity) the expiry and the path, and the node's state machine the serial, the generation and the node's
@@ -27,14 +27,14 @@ mod tests;
 
 pub use routes::{NodeRoute, ROUTES, RequiredCredential};
 
+use crate::app_state::AppState;
 use crate::http::correlation::{Scope, Service, no_store};
 use crate::http::error::ApiError;
 use crate::http::request_body::{BodyLimit, reject_query};
 use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, with_common_layers};
 use crate::limits::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
 use crate::limits::rate_limit::AddressLimit;
-use crate::services::Services;
-use crate::trust::keys_in_force::KeysInForce;
+use crate::trust::current_keys::CurrentKeys;
 use crate::trust::node_certificate::TrustDomain;
 use actors::{AskError, CommandContext, CommandKey, CommandReply};
 use axum::extract::FromRef;
@@ -50,25 +50,25 @@ use std::time::Duration;
 use tower_http::set_header::SetResponseHeaderLayer;
 use wire::recording::CHUNK_MAX;
 
-/// What the agent-facing routes share besides the [`Services`].
+/// What the agent-facing routes share besides the [`AppState`].
 #[derive(Clone)]
 struct NodeApi {
-    services: Services,
+    app: AppState,
     dispatch_log: Arc<task_dispatch::DispatchLog>,
     /// The enrollments of each address.
     enrolling: Arc<AddressLimit>,
     limits: Arc<admission::NodeLimits>,
 }
 
-impl FromRef<NodeApi> for KeysInForce {
+impl FromRef<NodeApi> for CurrentKeys {
     fn from_ref(api: &NodeApi) -> Self {
-        api.services.trust.keys.clone()
+        api.app.trust.keys.clone()
     }
 }
 
 impl FromRef<NodeApi> for TrustDomain {
     fn from_ref(api: &NodeApi) -> Self {
-        api.services.trust.domain.clone()
+        api.app.trust.domain.clone()
     }
 }
 
@@ -87,9 +87,9 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(20);
 const WAIT_TIMEOUT: Duration = Duration::from_secs(task_dispatch::MAX_WAIT_SECONDS as u64 + 20);
 
 /// The routes.
-pub fn router(services: Services) -> Router {
-    let scope_settings = services.scope_settings(Service { name: "node-api", shows_route: false });
-    let api = NodeApi { services, dispatch_log: Arc::default(), enrolling: Arc::default(), limits: Arc::default() };
+pub fn router(app: AppState) -> Router {
+    let scope_settings = app.scope_settings(Service { name: "node-api", shows_route: false });
+    let api = NodeApi { app, dispatch_log: Arc::default(), enrolling: Arc::default(), limits: Arc::default() };
     // Without a certificate: bounded per address, too.
     let enrolling = Router::new()
         .route("/internal/v1/nodes/{id}/enroll", post(enrollment::enroll))
@@ -148,13 +148,9 @@ impl NodeApi {
     ) -> Result<CommandReply<Reply>, NodeAskError> {
         let by = Principal::Node(node_id);
         let permit = authorize(&by, Action::SpeakForNode).map_err(|_| NodeAskError::Asking(AskError::Denied))?;
-        let deadline = self.services.environment.now() + ASK_TIMEOUT;
+        let deadline = self.app.environment.now() + ASK_TIMEOUT;
         let context = refine(scope.command_context(&permit, deadline));
-        self.services
-            .directory
-            .ask::<Node>(&permit, node_id.0, request.into(), context)
-            .await
-            .map_err(NodeAskError::from)
+        self.app.directory.ask::<Node>(&permit, node_id.0, request.into(), context).await.map_err(NodeAskError::from)
     }
 
     /// As [`NodeApi::ask`]; where it is uncertain whether the command was committed, it is resent with the same command id: an agent that
@@ -171,7 +167,7 @@ impl NodeApi {
         loop {
             let answer =
                 self.ask(scope, node_id, request.clone(), |context| context.with_key(key.clone()).urgent()).await;
-            let again = match &answer {
+            let repeated = match &answer {
                 Err(NodeAskError::Asking(AskError::Unknown { .. } | AskError::InProgress)) => {
                     uncertain = true;
                     true
@@ -180,7 +176,7 @@ impl NodeApi {
                 Err(NodeAskError::Asking(AskError::Unavailable { .. } | AskError::Overloaded)) => uncertain,
                 Ok(_) | Err(_) => false,
             };
-            if !again || tokio::time::Instant::now() >= until {
+            if !repeated || tokio::time::Instant::now() >= until {
                 return answer;
             }
             tokio::time::sleep(RETRY_PAUSE).await;
@@ -225,7 +221,7 @@ fn unexpected(reply: &Reply) -> ApiError {
         Reply::CloneSuspected => "clone_suspected",
         Reply::SystemRefused => "system_refused",
         Reply::Work { .. } => "work",
-        Reply::Heard { .. } => "heard",
+        Reply::HeartbeatAccepted { .. } => "heartbeat_accepted",
         Reply::Reserved { .. } => "reserved",
         Reply::Done => "done",
     };

@@ -7,8 +7,10 @@ mod connection;
 pub mod delivery;
 mod message;
 
-pub(crate) use connection::{Connection, FULL};
-pub use message::{EventHeader, NotificationData, NotificationMessage, encoded, test_message};
+pub(crate) use connection::{Connection, Credential, FULL};
+pub use message::{
+    ChangedEntity, EventHeader, NotificationData, NotificationMessage, changes_message, encoded, test_message,
+};
 
 use axum::extract::ws::Utf8Bytes;
 use dashmap::DashMap;
@@ -162,7 +164,7 @@ impl Notifications {
     fn broadcast(&self, channel: &Channel, message: Vec<u8>) {
         let length = message.len();
         let Some(text) = Utf8Bytes::try_from(message).ok().filter(|_| length <= MAX_MESSAGE) else {
-            return tracing::warn!(length, "a message on a notification's subject is none");
+            return tracing::warn!(length, "a message on a notification's subject is not a notification");
         };
         let Some(listeners) = self.0.channels.get(channel) else { return };
         for subscriber in listeners.subscribers.values() {
@@ -187,6 +189,13 @@ pub(crate) struct Subscription {
     messages: mpsc::Receiver<Utf8Bytes>,
     /// Its queue overflowed.
     slow: CancellationToken,
+}
+
+impl Subscription {
+    /// Waits for a notification, at most for `limit`.
+    pub(crate) async fn notified_within(&mut self, limit: Duration) {
+        let _ = tokio::time::timeout(limit, self.messages.recv()).await;
+    }
 }
 
 impl Drop for Subscription {

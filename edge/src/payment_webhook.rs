@@ -24,6 +24,7 @@ use serde::Serialize;
 use std::time::Duration;
 use uuid::Uuid;
 
+use crate::app_state::AppState;
 use crate::http::correlation::{Scope, Service};
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body::read_body;
@@ -31,7 +32,6 @@ use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, with_comm
 use crate::limits::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
 use crate::payment_processor::signature::SignatureError;
 use crate::payment_processor::stripe::event::StripeEvent;
-use crate::services::Services;
 use crate::tls::serve::ListenerLimits;
 
 /// The path that the processor sends its events to.
@@ -57,15 +57,15 @@ struct WebhookReceipt {
 }
 
 /// The route, ready to be served.
-pub fn router(services: Services) -> Router {
-    let scope_settings = services.scope_settings(Service { name: "webhook", shows_route: false });
+pub fn router(app: AppState) -> Router {
+    let scope_settings = app.scope_settings(Service { name: "webhook", shows_route: false });
     let route = Router::new().route(PATH, post(receive));
     let route = bounded(route, RequestTimeout(REQUEST_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT));
     let admission = BodyAdmission::new(BodyAdmissionLimits::of_bodies_up_to(BODY_BYTES)).counting_refusals(|| {
         COUNTERS.received.inc();
         COUNTERS.invalid_payload.inc();
     });
-    with_common_layers(admit_bodies(route, admission).with_state(services), scope_settings)
+    with_common_layers(admit_bodies(route, admission).with_state(app), scope_settings)
 }
 
 /// The bounds of its listener: it is open to the internet, for one client that needs little.
@@ -82,22 +82,22 @@ pub fn listener_limits() -> ListenerLimits {
 }
 
 async fn receive(
-    State(services): State<Services>,
+    State(app): State<AppState>,
     scope: Scope,
     request: Request,
 ) -> Result<Json<WebhookReceipt>, ApiError> {
     COUNTERS.received.inc();
-    let secrets = &services.payments()?.webhook_secrets;
+    let secrets = &app.payments()?.webhook_secrets;
     let signature = signature(request.headers());
     let body = read_body(request).await.inspect_err(|_| COUNTERS.invalid_payload.inc())?;
     signature
-        .and_then(|signature| secrets.verify(&signature, &body, services.environment.now()))
+        .and_then(|signature| secrets.verify(&signature, &body, app.environment.now()))
         .map_err(signature_refused)?;
     let event = StripeEvent::read(&body)
         .map_err(|error| payload_refused(ApiError::invalid_request(format!("The body is signed, but {error}."))))?;
     let id = id_of_event(&event.id);
     scope.record_resource(format_args!("{}/{id}", EntityKind::ProcessorEvent));
-    store(&services, &scope, id, event, &body).await?;
+    store(&app, &scope, id, event, &body).await?;
     Ok(Json(WebhookReceipt { received: true }))
 }
 
@@ -114,9 +114,8 @@ fn signature(headers: &HeaderMap) -> Result<String, SignatureError> {
 }
 
 /// Stores the event once, however many deliveries arrive at this moment; an event without effect ends here.
-async fn store(services: &Services, scope: &Scope, id: Uuid, event: StripeEvent, body: &[u8]) -> Result<(), ApiError> {
-    let body_enc =
-        seal_body(&services.trust.at_rest, id, body).map_err(|error| store_failed(ApiError::internal(error)))?;
+async fn store(app: &AppState, scope: &Scope, id: Uuid, event: StripeEvent, body: &[u8]) -> Result<(), ApiError> {
+    let body_enc = seal_body(&app.trust.at_rest, id, body).map_err(|error| store_failed(ApiError::internal(error)))?;
     let nothing_follows = !event.has_effect();
     let receive = Fact::Receive {
         digest: hex::encode(event.digest()),
@@ -128,8 +127,8 @@ async fn store(services: &Services, scope: &Scope, id: Uuid, event: StripeEvent,
         nothing_follows,
     };
     let permit = authorize(&Principal::system("webhook"), Action::Advance).map_err(ApiError::internal)?;
-    let context = scope.command_context(&permit, services.environment.now() + STORE_TIMEOUT);
-    match services.directory.ask::<ProcessorEvent>(&permit, id, receive.into(), context).await {
+    let context = scope.command_context(&permit, app.environment.now() + STORE_TIMEOUT);
+    match app.directory.ask::<ProcessorEvent>(&permit, id, receive.into(), context).await {
         Ok(answered) => {
             if nothing_follows && answered.written {
                 COUNTERS.processed();
@@ -137,8 +136,7 @@ async fn store(services: &Services, scope: &Scope, id: Uuid, event: StripeEvent,
             Ok(())
         }
         Err(AskError::Rejected(Rejection::Differs)) => {
-            let message =
-                "Another event came under this id before, and that one is kept; an event's id is never used twice.";
+            let message = "Another event with this id is stored already; an event's id is never used twice.";
             Err(payload_refused(ApiError::invalid_request(message).detail("field", "id")))
         }
         Err(AskError::Overloaded) => Err(store_failed(ApiError::overloaded())),

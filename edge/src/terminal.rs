@@ -6,9 +6,9 @@
 
 pub(crate) mod recording;
 pub mod relay;
-mod seal;
+mod relay_encryption;
 
-use crate::auth::token::{self, TokenHash, TokenPurpose};
+use crate::auth::opaque_token::{self, TokenHash, TokenPurpose};
 use crate::http::long_poll::LongPolls;
 use crate::terminal::recording::RecordingIntake;
 use dashmap::DashMap;
@@ -290,7 +290,7 @@ pub(crate) struct Link {
 
 /// A token as it is issued: the secret, and the session that it is for.
 pub(crate) fn mint(session: Uuid) -> (SecretString, TokenHash) {
-    let minted = token::mint(TokenPurpose::Terminal);
+    let minted = opaque_token::mint(TokenPurpose::Terminal);
     (format!("{}.{}", minted.token.expose_secret(), session.simple()).into(), minted.hash)
 }
 
@@ -299,7 +299,7 @@ pub(crate) fn read_token(presented: &SecretString) -> Option<(TerminalSessionId,
     let (secret, session) = presented.expose_secret().rsplit_once('.')?;
     let well_formed = session.len() == 32 && session.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'));
     let session = Uuid::try_parse(session).ok().filter(|_| well_formed)?;
-    Some((TerminalSessionId(session), token::read(TokenPurpose::Terminal, &secret.to_owned().into())?))
+    Some((TerminalSessionId(session), opaque_token::read(TokenPurpose::Terminal, &secret.to_owned().into())?))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {

@@ -6,12 +6,13 @@
 mod browser;
 mod session_end;
 
+use crate::app_state::AppState;
+use crate::app_state::read_model::find;
+use crate::auth::RevocableLogin;
 use crate::http::correlation::{Scope, Service};
 use crate::http::error::{ApiError, Code};
 use crate::http::router_layers::{Concurrency, RequestTimeout, bounded, mount, with_common_layers};
 use crate::http::websocket::{self, Close, close_now, no_upgrade};
-use crate::services::Services;
-use crate::services::read_model::find;
 use crate::terminal::{PROTOCOL, read_token};
 use actors::AskError;
 use axum::Router;
@@ -49,9 +50,9 @@ const ASK_TIMEOUT: TimeDelta = TimeDelta::seconds(8);
 const MAX_USER_MESSAGE: usize = 64 * 1024;
 
 /// The gateway, ready to be served at [`PATH`].
-pub fn router(services: Services) -> Router {
-    let scope_settings = services.scope_settings(Service { name: "terminal-gateway", shows_route: true });
-    let router = Router::new().route(PATH, get(connect)).with_state(services);
+pub fn router(app: AppState) -> Router {
+    let scope_settings = app.scope_settings(Service { name: "terminal-gateway", shows_route: true });
+    let router = Router::new().route(PATH, get(connect)).with_state(app);
     with_common_layers(
         bounded(router, RequestTimeout(UPGRADE_TIMEOUT), Concurrency::at_most(MAX_CONCURRENT_UPGRADES)),
         scope_settings,
@@ -59,8 +60,8 @@ pub fn router(services: Services) -> Router {
 }
 
 /// Mounts the gateway on the address of the public API. Each keeps its own layers and its own error details.
-pub fn beside(public: Router, services: Services) -> Router {
-    mount(public, PATH, router(services))
+pub fn beside(public: Router, app: AppState) -> Router {
+    mount(public, PATH, router(app))
 }
 
 /// The subprotocols that the client offers.
@@ -73,7 +74,7 @@ struct OfferedProtocols {
 }
 
 async fn connect(
-    State(services): State<Services>,
+    State(app): State<AppState>,
     scope: Scope,
     uri: Uri,
     headers: HeaderMap,
@@ -86,7 +87,7 @@ async fn connect(
              spent.",
         ));
     }
-    services.addresses.check_origin(&headers)?;
+    app.addresses.check_origin(&headers)?;
     let upgrade = upgrade.map_err(no_upgrade)?;
     let offered = offered(&headers)?;
     if !offered.has_protocol {
@@ -98,7 +99,7 @@ async fn connect(
             "Offer a terminal token as the subprotocol `token.<token>`; POST /api/v1/allocations/{id}/terminal-tokens makes one.",
         ));
     };
-    let admitted = admit(&services, &scope, &token).await?;
+    let admitted = admit(&app, &scope, &token).await?;
     let upgrade = upgrade
         .protocols([PROTOCOL])
         .max_message_size(MAX_USER_MESSAGE)
@@ -110,7 +111,7 @@ async fn connect(
     Ok(match admitted {
         Ok((attachment, session)) => upgrade.on_upgrade(move |socket| {
             let (from, since) = (offered.from, Instant::now());
-            async move { Browser { services, scope, session, attachment, from, since }.run(socket).await }
+            async move { Browser { app, scope, session, attachment, from, since }.run(socket).await }
         }),
         Err(why) => upgrade.on_upgrade(move |mut socket| async move { close_now(&mut socket, why).await }),
     })
@@ -137,22 +138,29 @@ fn offered(headers: &HeaderMap) -> Result<OfferedProtocols, ApiError> {
 
 /// Spends the token. A permanent refusal is a close code; a temporary one is an error.
 async fn admit(
-    services: &Services,
+    app: &AppState,
     scope: &Scope,
     token: &SecretString,
 ) -> Result<Result<(u32, TerminalSession), Close>, ApiError> {
     let Some((id, hash)) = read_token(token) else { return Ok(Err(close::TOKEN)) };
-    let Some(session) = find::<TerminalSession>(services, id.0).await? else { return Ok(Err(close::TOKEN)) };
+    let Some(session) = find::<TerminalSession>(app, id.0).await? else { return Ok(Err(close::TOKEN)) };
     scope.record_resource(format_args!("terminal_session/{id}"));
+    // A session that was opened while the browser session ended is not in the list that its end closes.
+    if let Some(browser_session) = session.it.login_of_token() {
+        let login = RevocableLogin::BrowserSession(browser_session);
+        if !app.authenticator.is_still_authorized(&login).await? {
+            return Ok(Err(close::REVOKED));
+        }
+    }
     // As it is now: the commit rests on it.
-    let allocation = find::<Allocation>(services, session.it.allocation_id.0).await?;
+    let allocation = find::<Allocation>(app, session.it.allocation_id.0).await?;
     let active = allocation.filter(|found| matches!(found.it.phase, Phase::Active { .. }));
     let Some(allocation) = active else { return Ok(Err(close::REVOKED)) };
     let active = Precondition { entity: allocation.it.id.0, version: allocation.version };
     let attach = Fact::Attach { token_sha256: TokenDigest(hash.to_bytes()), active };
-    match ask(services, scope, id, attach).await {
+    match ask(app, scope, id, attach).await {
         Ok(Reply::Attached { attachment, session }) => {
-            services.terminals.metrics().consumed.inc();
+            app.terminals.metrics().consumed.inc();
             Ok(Ok((attachment, *session)))
         }
         Ok(Reply::Issued { .. } | Reply::Session { .. } | Reply::Done) => {
@@ -160,7 +168,7 @@ async fn admit(
         }
         Err(AskError::Rejected(Rejection::TokenRefused { cause })) => {
             if cause == TerminalTokenFault::Spent {
-                services.terminals.metrics().replayed.inc();
+                app.terminals.metrics().replayed.inc();
             }
             tracing::warn!(error_code = "token_invalid", cause = %cause, "a terminal token was refused");
             Ok(Err(close::TOKEN))
@@ -174,14 +182,14 @@ async fn admit(
 
 /// Sends a fact to the session's state machine as the gateway.
 async fn ask(
-    services: &Services,
+    app: &AppState,
     scope: &Scope,
     session: TerminalSessionId,
     fact: Fact,
 ) -> Result<Reply, AskError<Rejection>> {
     let permit: Permit = authorize(&Principal::system(GATEWAY), Action::Advance).map_err(|_| AskError::Denied)?;
-    let context = scope.command_context(&permit, services.environment.now() + ASK_TIMEOUT).urgent();
-    let answered = services.directory.ask::<TerminalSession>(&permit, session.0, fact.into(), context).await?;
+    let context = scope.command_context(&permit, app.environment.now() + ASK_TIMEOUT).urgent();
+    let answered = app.directory.ask::<TerminalSession>(&permit, session.0, fact.into(), context).await?;
     Ok(answered.reply)
 }
 

@@ -5,16 +5,16 @@
 mod test_runtime;
 
 use crate::agent_package::AgentPackage;
+use crate::app_state::{Addresses, Parts, Trust};
 use crate::auth::Authenticator;
-use crate::auth::platform_roles::PlatformRoleCounters;
+use crate::auth::platform_role_metrics::PlatformRoleCounters;
 use crate::fleet_telemetry::{FleetDirectory, FleetTelemetry};
 use crate::http::long_poll::LongPolls;
 use crate::limits::connection_quota::ConnectionQuotas;
 use crate::limits::rate_limit::RateLimiter;
 use crate::outbound::node_probe::{Probe, ProbeTargets, SystemResolver};
-use crate::services::{Addresses, Parts, Trust};
 use crate::tls::connections::Connections;
-use crate::trust::keys_in_force::{Keys, KeysInForce};
+use crate::trust::current_keys::{CurrentKeys, Keys};
 use crate::trust::node_certificate::TrustDomain;
 use actors::shell_dependencies::Environment;
 use axum::response::Response;
@@ -39,8 +39,8 @@ pub(crate) fn scope_settings(service: crate::http::correlation::Service) -> crat
 }
 
 /// Metrics in a registry of their own.
-pub(crate) fn metrics() -> crate::http::request_metrics::EdgeMetrics {
-    crate::http::request_metrics::EdgeMetrics::register(&prometheus::Registry::new()).unwrap()
+pub(crate) fn metrics() -> crate::http::request_rates::EdgeMetrics {
+    crate::http::request_rates::EdgeMetrics::register(&prometheus::Registry::new()).unwrap()
 }
 
 /// The terminals of a standalone replica.
@@ -57,8 +57,8 @@ pub(crate) fn notifications() -> crate::notifications::Notifications {
 /// Webhooks to the internet, and no mail server.
 pub(crate) fn delivery() -> crate::notifications::delivery::NotificationSender {
     install_crypto();
-    let webhooks = crate::notifications::delivery::webhook::Webhooks::new(
-        crate::notifications::delivery::webhook::WebhookSettings::default(),
+    let webhooks = crate::notifications::delivery::outbound_webhook::Webhooks::new(
+        crate::notifications::delivery::outbound_webhook::WebhookSettings::default(),
     );
     crate::notifications::delivery::NotificationSender {
         webhooks: webhooks.unwrap(),
@@ -113,6 +113,8 @@ pub(crate) fn parts(host: &TestHost, reads: Reads, authenticator: Authenticator,
         payments: None,
         agent_package: AgentPackage::default(),
         log_store: None,
+        alertmanager: None,
+        console_provider: None,
         maas: None,
         stopping: CancellationToken::new(),
     }
@@ -126,7 +128,7 @@ pub(crate) fn trust_domain() -> TrustDomain {
 pub(crate) fn trust(keys: Keys, secrets: Secrets, api_ca_pem: String) -> Trust {
     Trust {
         domain: trust_domain(),
-        keys: KeysInForce::new(keys),
+        keys: CurrentKeys::new(keys),
         secrets,
         bootstrap_verifier_keys: Vec::new(),
         api_ca_pem,

@@ -1,11 +1,12 @@
 //! TLS termination: the configuration here, the listener in [`serve`], session tickets in [`tickets`], and the open connections in
-//! [`connections`]. What proxies and balancers in front of it pass on is in [`ingress`], [`proxies`] and [`forwarded`].
+//! [`connections`]. What proxies and balancers in front of it pass on is in [`ingress`], [`proxies`] and [`forwarded_client_certificate`].
 
 use std::{
     net::{IpAddr, SocketAddr},
     sync::Arc,
 };
 
+use chrono::{DateTime, Utc};
 use rustls::{
     RootCertStore, ServerConfig,
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
@@ -15,13 +16,14 @@ use thiserror::Error;
 
 use crate::trust::node_certificate::{NodeCertificate, NodeCertificateError, TrustDomain};
 use client_network::network_of;
-use forwarded::ForwardedCertificateError;
+use forwarded_client_certificate::ForwardedCertificateError;
 use ingress::Ingress;
 
 pub mod admission;
+pub mod certificate_validity;
 pub(crate) mod client_network;
 pub mod connections;
-pub mod forwarded;
+pub mod forwarded_client_certificate;
 #[cfg(test)]
 mod fuzz;
 mod http1;
@@ -103,9 +105,9 @@ impl Peer {
     ) -> Result<Option<Result<NodeCertificate, NodeCertificateError>>, &ForwardedCertificateError> {
         match &self.shown {
             CertificateSource::InTls(certificate) => Ok(certificate.as_deref().cloned()),
-            CertificateSource::ToAProxy(told) => {
-                let told = told.as_ref()?;
-                Ok(told.as_ref().map(|certificate| NodeCertificate::parse(certificate, trust_domain)))
+            CertificateSource::ToAProxy(forwarded) => {
+                let forwarded = forwarded.as_ref()?;
+                Ok(forwarded.as_ref().map(|certificate| NodeCertificate::parse(certificate, trust_domain)))
             }
         }
     }
@@ -120,6 +122,8 @@ pub enum TlsConfigError {
     Key(#[source] rustls::pki_types::pem::Error),
     #[error("the authorities for client certificates cannot be read")]
     ClientAuthorities(#[source] rustls::pki_types::pem::Error),
+    #[error("a certificate cannot be read, or its end is not a valid time")]
+    Unreadable,
     #[error("the PEM text has no certificate")]
     NoCertificate,
     #[error("the client certificate verifier cannot be set up")]
@@ -164,6 +168,20 @@ pub fn server_config(settings: &ServerTls<'_>) -> Result<ServerConfig, TlsConfig
         None => config.send_tls13_tickets = 0,
     }
     Ok(config)
+}
+
+/// When the first certificate of a chain ends: the leaf or one of its intermediates.
+///
+/// # Errors
+/// Where a certificate of the chain cannot be read.
+pub fn chain_end(certificate_chain_pem: &str) -> Result<DateTime<Utc>, TlsConfigError> {
+    let chain = certificates(certificate_chain_pem, TlsConfigError::Certificates)?;
+    let end_of = |certificate: &CertificateDer<'_>| {
+        let (_, read) = x509_parser::parse_x509_certificate(certificate).map_err(|_| TlsConfigError::Unreadable)?;
+        DateTime::from_timestamp(read.validity().not_after.timestamp(), 0).ok_or(TlsConfigError::Unreadable)
+    };
+    let ends: Vec<_> = chain.iter().map(end_of).collect::<Result<_, _>>()?;
+    ends.into_iter().min().ok_or(TlsConfigError::NoCertificate)
 }
 
 /// The verifier of client certificates against these authorities, PEM. A client without a certificate is accepted.

@@ -1,6 +1,6 @@
 // The page: who is asked for, what is shown, and which button does what.
 
-import { BEARER, minting } from "./api.js";
+import { bearer, logOut, minting } from "./api.js";
 import { Screen } from "./screen.js";
 import { Session } from "./session.js";
 import { ofSession, sessionsOf } from "./sessions.js";
@@ -9,7 +9,7 @@ import { OFFERS, ofRecording } from "./messages.js";
 const at = (id) => document.getElementById(id);
 const allocation = location.pathname.split("/").at(-1);
 
-// What this tab remembers: the access token, which no other tab sees, and the session, so that a reloaded page continues it.
+// What this tab remembers: the session, so that a reloaded page continues it. It opens nothing without its user.
 const SESSION = `gpuaas.session.${allocation}`;
 const READ_ALOUD = "gpuaas.read-aloud";
 
@@ -23,7 +23,7 @@ const screen = new Screen(at("screen"), {
 
 const session = new Session(
   {
-    mint: minting(allocation, () => sessionStorage.getItem(BEARER)),
+    mint: minting(allocation, bearer.token),
     connect: (url, protocols) => new WebSocket(url, protocols),
     screen,
     tell: show,
@@ -37,7 +37,7 @@ const session = new Session(
   sessionStorage.getItem(SESSION),
 );
 
-const open = sessionsOf(allocation, () => sessionStorage.getItem(BEARER));
+const open = sessionsOf(allocation, bearer.token);
 
 /** Reads the user's open sessions and lists them. */
 async function listSessions() {
@@ -103,7 +103,7 @@ function show(state) {
   offer(state);
   screen.takesInput(state.name === "connected");
   if (signedOut) {
-    at("token").focus();
+    at("log-in").focus();
   }
 }
 
@@ -168,18 +168,21 @@ const ACTS = {
 const short = allocation.slice(0, 8);
 at("allocation").textContent = short;
 at("allocation").title = `allocation ${allocation}`;
-document.title = `Terminal ${short}`;
+document.title = `Terminal ${short} · gpuaas`;
+at("log-in").href = `/console/login?${new URLSearchParams({ return_to: location.pathname })}`;
 at("next").addEventListener("click", () => ACTS[at("next").dataset.offers]?.());
 at("end").addEventListener("click", () => session.end());
 at("forget").addEventListener("click", () => {
   session.leave();
+  const isConsoleLogin = bearer.token() === null;
   sessionStorage.clear();
   // Nothing of what was shown is left for who sits here next.
-  location.reload();
+  const leave = (url) => (url === null ? location.reload() : location.assign(url));
+  isConsoleLogin ? logOut().then(leave, () => leave(null)) : leave(null);
 });
 at("sign-in").addEventListener("submit", (event) => {
   event.preventDefault();
-  remember(sessionStorage, BEARER, at("token").value.trim());
+  bearer.give(at("token").value.trim());
   at("token").value = "";
   begin();
 });
@@ -192,8 +195,5 @@ screen.readAloud(at("read-aloud").checked);
 at("sessions").addEventListener("toggle", () => at("sessions").open && listSessions());
 addEventListener("online", () => session.hurry());
 
-if (sessionStorage.getItem(BEARER) === null) {
-  show({ name: "signed-out", why: "" });
-} else {
-  begin();
-}
+// With the login to the web console, if there is one; else the page asks who it is.
+begin();

@@ -33,7 +33,7 @@ export function ofClose(code, exit) {
     case 4401:
       return again("The connection came too late.");
     case 4403:
-      return closed("The allocation was released, or an administrator closed the session.", "retry");
+      return closed("The allocation was released, your login has ended, or an administrator closed the session.", "retry");
     case 4408:
       return closed("The session has reached its longest lifetime.", "new");
     case 4409:
@@ -64,6 +64,9 @@ export function ofRefusal(status, body, seconds, resumes) {
   if (status === 0) {
     return again("The service cannot be reached.");
   }
+  if (status === 401 && body.code === "session_ended") {
+    return { kind: "sign-in", why: "Your login has ended.", next: null };
+  }
   if (status === 401) {
     return { kind: "sign-in", why: "The access token does not hold, or not any more.", next: null };
   }
@@ -74,7 +77,7 @@ export function ofRefusal(status, body, seconds, resumes) {
     return closed("The session is over.", "new");
   }
   if (status === 404) {
-    return closed("You have no such allocation. Look at the address, and at who you are signed in as.", "retry");
+    return closed("You have no such allocation. Look at the address, and at who you are logged in as.", "retry");
   }
   return closed(why, "retry");
 }

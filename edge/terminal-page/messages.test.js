@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
-import { minting, reading } from "./api.js";
+import { logOut, minting, reading } from "./api.js";
 import { OFFERS, ofClose, ofDuration, ofRecording, ofRefusal } from "./messages.js";
 
 test("every close code of the service has a message with the next step", () => {
@@ -11,6 +11,7 @@ test("every close code of the service has a message with the next step", () => {
     assert.ok(verdict.kind === "again" || verdict.next in OFFERS, String(code));
   }
   assert.equal(ofClose(1000, { code: null, signal: 9 }).why, "The program was ended by signal 9.");
+  assert.match(ofClose(4403, null).why, /your login has ended/);
   assert.equal(ofClose(1000, { code: 0, signal: null }).why, "The program ended with 0.");
 });
 
@@ -48,13 +49,33 @@ test("the access token goes into a header of one request to this service, and no
   assert.equal((await mint("s")).token, "t");
   assert.equal(asked.path, "/api/v1/allocations/a/terminal-tokens");
   assert.equal(asked.how.headers.authorization, "Bearer secret");
+  assert.equal(asked.how.credentials, "omit");
   assert.equal(asked.how.body, '{"session_id":"s"}');
   assert.equal(asked.how.redirect, "error");
 });
 
-test("without an access token no request is sent", async () => {
-  const mint = minting("a", () => null, () => assert.fail("asked"));
-  await assert.rejects(mint(null), (verdict) => verdict.kind === "sign-in");
+test("without an access token the login to the web console is used, and without either the page asks who it is", async () => {
+  let asked;
+  const mint = (status, body) =>
+    minting("a", () => null, async (_, how) => {
+      asked = how;
+      return answer(status, body);
+    })(null);
+  assert.equal((await mint(201, { token: "t", session_id: "s", websocket_url: "wss://x" })).token, "t");
+  assert.equal(asked.credentials, "same-origin");
+  assert.equal(asked.headers.authorization, undefined);
+  await assert.rejects(mint(401, { code: "unauthorized" }), { kind: "sign-in", why: "" });
+  await assert.rejects(mint(401, { code: "session_ended" }), { kind: "sign-in", why: "Your login has ended." });
+});
+
+test("the end of a login to the web console names the path that leads to the identity provider's own", async () => {
+  const asked = [];
+  const answered = await logOut(async (path, how) => {
+    asked.push(path, how.method, how.credentials);
+    return answer(200, { logout_url: "/console/logout" });
+  });
+  assert.deepEqual([answered, ...asked], ["/console/logout", "/console/logout", "POST", "same-origin"]);
+  assert.equal(await logOut(async () => answer(401, {})), null);
 });
 
 test("an answer that is none, and a rubbish one, are tried again or said", async () => {

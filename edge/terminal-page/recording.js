@@ -1,12 +1,12 @@
 // The page that plays a recording back: who is asked for, what there is of it, and asciinema's player.
 
-import { BEARER, reading } from "./api.js";
+import { bearer, logOut, reading } from "./api.js";
 import { onlyShows } from "./markup.js";
 import { ofDuration } from "./messages.js";
 
 const at = (id) => document.getElementById(id);
 const session = location.pathname.split("/").at(-1);
-const ask = reading(session, () => sessionStorage.getItem(BEARER));
+const ask = reading(session, bearer.token);
 
 // The player makes its buttons out of markup of its own, and nothing of a recording ever is markup: what is not of the player is refused.
 window.trustedTypes?.createPolicy("default", { createHTML: (markup) => (onlyShows(markup) ? markup : null) });
@@ -23,11 +23,11 @@ function judge(verdict) {
     say(verdict.why ?? "The recording cannot be played back.", "closed");
     return;
   }
-  sessionStorage.removeItem(BEARER);
+  bearer.give(null);
   say(verdict.why, "signed-out");
   only("sign-in");
   at("forget").hidden = true;
-  at("token").focus();
+  at("log-in").focus();
 }
 
 async function look() {
@@ -81,21 +81,22 @@ async function play() {
 
 at("session").textContent = session.slice(0, 8);
 at("session").title = `session ${session}`;
+document.title = `Recording ${session.slice(0, 8)} · gpuaas`;
 document.title = `Recording ${session.slice(0, 8)}`;
+at("log-in").href = `/console/login?${new URLSearchParams({ return_to: location.pathname })}`;
 at("play").addEventListener("click", play);
 at("forget").addEventListener("click", () => {
+  const isConsoleLogin = bearer.token() === null;
   sessionStorage.clear();
-  location.reload();
+  const leave = (url) => (url === null ? location.reload() : location.assign(url));
+  isConsoleLogin ? logOut().then(leave, () => leave(null)) : leave(null);
 });
 at("sign-in").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem(BEARER, at("token").value.trim());
+  bearer.give(at("token").value.trim());
   at("token").value = "";
   look();
 });
 
-if (sessionStorage.getItem(BEARER) === null) {
-  judge({ kind: "sign-in", why: "" });
-} else {
-  look();
-}
+// With the login to the web console, if there is one; else the page asks who it is.
+look();

@@ -36,7 +36,7 @@ const QUIET_AFTER_REPLAY = 500;
  * @property {() => number} now
  * @property {() => number} chance
  *
- * @typedef {{name: "connecting" | "connected"} | {name: "waiting", seconds: number, why: string}
+ * @typedef {{name: "connecting" | "connected"} | {name: "away", why: string} | {name: "waiting", seconds: number, why: string}
  *          | {name: "closed", why: string, next: string | null} | {name: "signed-out", why: string}} State
  */
 export class Session {
@@ -159,6 +159,10 @@ export class Session {
       this.#attach(said);
     } else if (said.type === "recording") {
       this.world.recorded(said.mode);
+    } else if (said.type === "waiting_for_node") {
+      // What is typed meanwhile is not taken: the node would show it only when it is back.
+      this.#attached = false;
+      this.world.tell({ name: "away", why: "The node is not in contact; waiting for it." });
     } else if (said.type === "exit") {
       this.#exit = { code: said.code, signal: said.signal };
     }

@@ -244,6 +244,19 @@ test("late messages of an earlier connection are ignored", async () => {
   assert.equal(world.state.name, "connected");
 });
 
+test("a node that is not in contact is shown, and takes no input until it is back", async () => {
+  const [world, session] = await connected();
+  world.says({ type: "waiting_for_node" });
+  assert.deepEqual(world.state, { name: "away", why: "The node is not in contact; waiting for it." });
+  const before = world.socket.sent.length;
+  session.type(new Uint8Array([1]));
+  assert.equal(world.socket.sent.length, before);
+  world.attaches();
+  assert.equal(world.state.name, "connected");
+  session.type(new Uint8Array([1]));
+  assert.ok(world.socket.sent.length > before);
+});
+
 test("a user is informed of the recording at the beginning and when it changes", async () => {
   const world = new World();
   const session = new Session(world);

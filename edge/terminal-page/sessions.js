@@ -1,5 +1,6 @@
 // The user's open sessions on the allocation: what there is, and how one is ended.
 
+import { identifying, refusalOf } from "./api.js";
 import { ofRefusal } from "./messages.js";
 
 /**
@@ -15,19 +16,15 @@ export function sessionsOf(allocation, bearer, ask = fetch) {
   const base = `/api/v1/allocations/${allocation}/terminal-sessions`;
   const request = async (method, path) => {
     const token = bearer();
-    if (token === null) {
-      throw { kind: "sign-in", why: "", next: null };
-    }
     let answer;
     try {
-      const headers = { authorization: `Bearer ${token}` };
-      answer = await ask(path, { method, headers, cache: "no-store", credentials: "omit", redirect: "error" });
+      answer = await ask(path, { method, ...identifying(token), cache: "no-store", redirect: "error" });
     } catch {
       throw ofRefusal(0, {}, 0, false);
     }
     const body = await answer.json().catch(() => ({}));
     if (answer.status !== 200) {
-      throw ofRefusal(answer.status, body, Number(answer.headers.get("retry-after")) || 0, true);
+      throw refusalOf(token, answer.status, body, Number(answer.headers.get("retry-after")) || 0, true);
     }
     return body;
   };

@@ -28,7 +28,7 @@ test("the list and the end of a session are asked for as the user", async () => 
 });
 
 test("a refusal is final, also without a login", async () => {
-  await assert.rejects(sessionsOf("rented", () => null).list(), { kind: "sign-in" });
+  await assert.rejects(sessionsOf("rented", () => null, answers(401, {})).list(), { kind: "sign-in", why: "" });
   await assert.rejects(sessionsOf("rented", () => "t", answers(401, {})).list(), { kind: "sign-in" });
   await assert.rejects(sessionsOf("rented", () => "t", answers(404, {})).end("one"), { kind: "closed" });
 });

@@ -19,14 +19,14 @@ use std::time::{Duration, Instant};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use crate::auth::token::jwt::service_account::ServiceTokens;
-use crate::auth::token::{TokenHash, TokenPurpose, read};
+use crate::app_state::AppState;
+use crate::auth::opaque_token::{TokenHash, TokenPurpose, read};
+use crate::auth::signed_tokens::service_account::ServiceTokens;
 use crate::http::correlation::Scope;
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body::Form;
 use crate::limits::rate_limit::LimitedRoute;
-use crate::limits::rate_limit::bucket::{Rate, TokenBuckets};
-use crate::services::Services;
+use crate::limits::rate_limit::token_bucket::{Rate, TokenBuckets};
 use crate::tls::Peer;
 use crate::tls::client_network::network_of;
 
@@ -109,9 +109,10 @@ pub(super) struct AccessToken {
     path = "/",
     request_body(content = AccessTokenRequest, content_type = "application/x-www-form-urlencoded"),
     responses((status = 200, description = "The token. `Cache-Control: no-store`.", body = AccessToken)),
+    extensions(("x-without-console" = json!("for programs: OAuth's client credentials"))),
 )]
 pub(super) async fn issue(
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Extension(failures): Extension<FailedAttempts>,
     peer: Option<Extension<ConnectInfo<Peer>>>,
     limited: Option<Extension<LimitedRoute>>,
@@ -134,14 +135,14 @@ pub(super) async fn issue(
     }
     let Credentials { client_id, secret, by_header } = credentials;
     scope.record_resource(format_args!("service_account/{client_id}"));
-    let tokens = services.authenticator.service_tokens();
+    let tokens = app.authenticator.service_tokens();
     let tokens = tokens.ok_or_else(|| ApiError::internal("this process signs no tokens"))?;
     let (account, key) = authenticate(tokens, client_id, &secret)
         .await?
         .map_err(|why| failures.record(Some(client_id), address, unauthenticated(by_header, why)))?;
-    let (policy, now) = (services.environment.policy(), services.environment.now());
+    let (policy, now) = (app.environment.policy(), app.environment.now());
     // It counts against the owner's rate limit.
-    services.limiter.take(limited.as_deref(), &account.scopes(), &policy, now).await?;
+    app.limiter.take(limited.as_deref(), &account.scopes(), &policy, now).await?;
     let life = policy.int(PolicyKey::AuthServiceAccountTokenTtl, &account.scopes(), now);
     let token = tokens.issue(account.id, key, now, TimeDelta::seconds(life))?;
     tracing::info!(service_account.id = %account.id, key.id = %key, "service account {} got an access token", account.id);

@@ -42,15 +42,15 @@ use super::sku;
 use super::ssh_key::tenant_of;
 use crate::api::idempotency::ReplayedResponse;
 use crate::api::idempotency::request_layer::Idempotent;
+use crate::app_state::AppState;
+use crate::app_state::read_model::{self, CurrentEntity, current, etag, wait_until};
 use crate::http::error::{ApiError, Code};
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, JsonOrDefault, Path};
-use crate::services::Services;
-use crate::services::read_model::{self, CurrentEntity, current, etag, wait_until};
 use view::{AllocationView, StateName};
 
 /// The timeout for the saga's first reply (decisions 5).
-const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
+pub(super) const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// An allocation to be created.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -111,14 +111,14 @@ pub(super) struct AllocationFilter {
 )]
 pub(super) async fn list(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<AllocationFilter>,
 ) -> Result<Json<Items<AllocationView>>, ApiError> {
     let filter = &listing.filter;
     let owner = visible_owner(&context, filter.user_id.as_deref())?;
     let page = listing.page("allocations", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
     let sku = match &filter.sku {
-        Some(sku) => Some(sku::id_in_filter(&services, sku).await?),
+        Some(sku) => Some(sku::id_in_filter(&app, sku).await?),
         None => None,
     };
     let filter = ListFilter {
@@ -127,11 +127,11 @@ pub(super) async fn list(
         sku,
         terms: terms(filter.name.as_ref(), &filter.label),
     };
-    let rows = read_model::list::<Allocation>(&services, &filter, &page).await?;
-    let now = services.environment.now();
+    let rows = read_model::list::<Allocation>(&app, &filter, &page).await?;
+    let now = app.environment.now();
     let ids: Vec<_> = rows.iter().map(|(position, _)| position.id).collect();
-    let costs = services.reads.allocation_costs(&ids).await?;
-    let nodes = nodes_of(&services, rows.iter().filter_map(|(_, stored)| Some(&stored.as_ref()?.it))).await?;
+    let costs = app.reads.allocation_costs(&ids).await?;
+    let nodes = nodes_of(&app, rows.iter().filter_map(|(_, stored)| Some(&stored.as_ref()?.it))).await?;
     let show = |stored: read_model::StoredEntity<Allocation>| {
         let (it, node) = (&stored.it, node_of(&stored.it));
         let node = node.and_then(|id| nodes.get(&id));
@@ -152,16 +152,16 @@ pub(super) async fn list(
 )]
 pub(super) async fn create(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewAllocation>>,
 ) -> Result<Response, ApiError> {
     let answered = match context.committed_reply::<Allocation>()? {
         Some(answered) => answered,
         None => {
-            introduce(&services, &context).await;
+            introduce(&app, &context).await;
             let id = context.new_id();
-            let mut request = resolved_request(&services, &context, &new).await?;
-            request.scheduler_request_enc = Some(sealed(&services, id, &new)?);
+            let mut request = resolved_request(&app, &context, &new).await?;
+            request.scheduler_request_enc = Some(sealed(&app, id, &new)?);
             context.ask::<Allocation>(id, Request::Create(Box::new(request))).await?
         }
     };
@@ -169,12 +169,12 @@ pub(super) async fn create(
         |allocation: &Allocation| !matches!(allocation.phase, Phase::Requested { look_again_at: None, .. });
     // A repetition is answered with the allocation that the first request created.
     let id = answered.reply.id.0;
-    let found = wait_until(&services, id, FIRST_REPLY_TIMEOUT, is_answered).await?;
+    let found = wait_until(&app, id, FIRST_REPLY_TIMEOUT, is_answered).await?;
     let CurrentEntity { it, version } = found.ok_or_else(|| ApiError::not_found("allocation"))?;
     let replayed = replayed(&answered);
     match placement_error(&it) {
         Some(error) => Err(replayed.refused(error)),
-        None => response(&services, StatusCode::CREATED, replayed, &it, version).await,
+        None => response(&app, StatusCode::CREATED, replayed, &it, version).await,
     }
 }
 
@@ -186,11 +186,11 @@ pub(super) async fn create(
 )]
 pub(super) async fn get(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
-    let CurrentEntity { it, version } = visible(&services, &context, id).await?;
-    response(&services, StatusCode::OK, ReplayedResponse(false), &it, version).await
+    let CurrentEntity { it, version } = visible(&app, &context, id).await?;
+    response(&app, StatusCode::OK, ReplayedResponse(false), &it, version).await
 }
 
 /// Gives an allocation back, or cancels it.
@@ -204,12 +204,12 @@ pub(super) async fn get(
 )]
 pub(super) async fn release(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     Idempotent(JsonOrDefault(release)): Idempotent<JsonOrDefault<NewRelease>>,
 ) -> Result<Response, ApiError> {
     let request = Request::Release { issue: release.issue.as_ref().map(|issue| issue.to_string()) };
-    execute_release(&services, context, id, request).await
+    execute_release(&app, context, id, request).await
 }
 
 reason_commands! {
@@ -223,7 +223,7 @@ reason_commands! {
 }
 
 async fn execute_release(
-    services: &Services,
+    app: &AppState,
     context: RequestContext,
     id: Uuid,
     request: Request,
@@ -231,11 +231,11 @@ async fn execute_release(
     let context = context.prioritized();
     let answered: CommandReply<Box<Allocation>> = context.ask::<Allocation>(id, request).await?;
     let version = context.version_of(id, &answered).await?;
-    response(services, StatusCode::ACCEPTED, replayed(&answered), &answered.reply, version).await
+    response(app, StatusCode::ACCEPTED, replayed(&answered), &answered.reply, version).await
 }
 
 async fn response(
-    services: &Services,
+    app: &AppState,
     status: StatusCode,
     replayed: ReplayedResponse,
     it: &Allocation,
@@ -243,12 +243,12 @@ async fn response(
 ) -> Result<Response, ApiError> {
     // An allocation that was never active has no cost.
     let costs = match it.active_at {
-        Some(_) => services.reads.allocation_costs(&[it.id.0]).await?,
+        Some(_) => app.reads.allocation_costs(&[it.id.0]).await?,
         None => BTreeMap::new(),
     };
-    let nodes = nodes_of(services, std::iter::once(it)).await?;
+    let nodes = nodes_of(app, std::iter::once(it)).await?;
     let node = node_of(it).and_then(|id| nodes.get(&id));
-    let view = AllocationView::of(it, node, version, costs.get(&it.id.0), services.environment.now());
+    let view = AllocationView::of(it, node, version, costs.get(&it.id.0), app.environment.now());
     Ok((status, replayed, etag(version), Json(view)).into_response())
 }
 
@@ -264,9 +264,9 @@ const fn node_of(it: &Allocation) -> Option<NodeId> {
     }
 }
 
-/// The nodes of active allocations, by one query.
+/// The nodes of active allocations, by one query. One that cannot be read is left out: it hides no allocation.
 async fn nodes_of<'a>(
-    services: &Services,
+    app: &AppState,
     allocations: impl Iterator<Item = &'a Allocation>,
 ) -> Result<BTreeMap<NodeId, Node>, ApiError> {
     let ids: BTreeSet<Uuid> = allocations.filter_map(node_of).map(|id| id.0).collect();
@@ -274,20 +274,24 @@ async fn nodes_of<'a>(
         return Ok(BTreeMap::new());
     }
     let ids: Vec<_> = ids.into_iter().collect();
-    let rows = services.reads.entities(EntityKind::Node, &ids).await?;
+    let rows = app.reads.entities(EntityKind::Node, &ids).await?;
     let node = |row: &persistence::queries::EntityRow| {
-        serde_json::from_str::<Node>(&row.body).map(|node| (node.id, node)).map_err(ApiError::internal)
+        let node = serde_json::from_str::<Node>(&row.body).inspect_err(|error| {
+            let node_id = row.entity.id;
+            tracing::warn!(node.id = %node_id, %error, "node {node_id} cannot be read; its allocations are shown without it");
+        });
+        node.ok().map(|node| (node.id, node))
     };
-    rows.iter().map(node).collect()
+    Ok(rows.iter().filter_map(node).collect())
 }
 
 /// The allocation, where the caller may see it. Other users' allocations are `not_found`.
 pub(super) async fn visible(
-    services: &Services,
+    app: &AppState,
     context: &RequestContext,
     id: Uuid,
 ) -> Result<CurrentEntity<Allocation>, ApiError> {
-    let found = current::<Allocation>(services, id).await?;
+    let found = current::<Allocation>(app, id).await?;
     let may_see = |found: &CurrentEntity<Allocation>| {
         context.is_admin() || found.it.asked.owner.user_id == context.caller.user_id
     };
@@ -307,17 +311,17 @@ fn visible_owner(context: &RequestContext, wanted: Option<&str>) -> Result<Optio
 }
 
 /// The request as it was received, sealed for this allocation alone.
-fn sealed(services: &Services, id: Uuid, new: &NewAllocation) -> Result<String, ApiError> {
+fn sealed(app: &AppState, id: Uuid, new: &NewAllocation) -> Result<String, ApiError> {
     let row = id.to_string();
     let place = SealContext { table: "entity", column: "scheduler_request_enc", row: &row };
     let plain = serde_json::to_vec(new).map_err(ApiError::internal)?;
-    let sealed = services.trust.at_rest.seal(&place, &plain).map_err(ApiError::internal)?;
+    let sealed = app.trust.at_rest.seal(&place, &plain).map_err(ApiError::internal)?;
     Ok(STANDARD.encode(sealed))
 }
 
 /// The request with its references resolved: SKU, price and keys, so that they do not change for this allocation later.
 async fn resolved_request(
-    services: &Services,
+    app: &AppState,
     context: &RequestContext,
     new: &NewAllocation,
 ) -> Result<AllocationRequest, ApiError> {
@@ -328,7 +332,7 @@ async fn resolved_request(
         ));
     }
     let (sku, (ssh_keys, logins_revision)) =
-        tokio::try_join!(sku::rentable(services, &new.sku), ssh_keys(services, context, new.ssh_key_ids.as_deref()))?;
+        tokio::try_join!(sku::rentable(app, &new.sku), ssh_keys(app, context, new.ssh_key_ids.as_deref()))?;
     if let Some(region) = &new.region_code
         && !sku.spec.allowed_regions.iter().any(|allowed| **allowed == **region)
     {
@@ -337,11 +341,8 @@ async fn resolved_request(
             .detail("field", "region_code"));
     }
     let price = sku.price().cloned().ok_or_else(|| ApiError::internal("a SKU that can be rented has no price"))?;
-    let isolation_model = services.environment.policy().text(
-        PolicyKey::AllocationIsolationModel,
-        &context.scopes(),
-        services.environment.now(),
-    );
+    let isolation_model =
+        app.environment.policy().text(PolicyKey::AllocationIsolationModel, &context.scopes(), app.environment.now());
     Ok(AllocationRequest {
         owner: caller.into(),
         sku_id: sku.id,
@@ -363,12 +364,12 @@ async fn resolved_request(
 /// The named keys, or the default one, and the revision at which they were read. An allocation of a user without keys is reachable by
 /// terminal alone.
 async fn ssh_keys(
-    services: &Services,
+    app: &AppState,
     context: &RequestContext,
     ids: Option<&[Uuid]>,
 ) -> Result<(Vec<AuthorizedKey>, u64), ApiError> {
     let chosen: Option<Vec<_>> = ids.map(|ids| ids.iter().copied().map(SshKeyId).collect());
-    let tenant = current::<Tenant>(services, tenant_of(context)).await?.map(|found| found.it);
+    let tenant = current::<Tenant>(app, tenant_of(context)).await?.map(|found| found.it);
     let logins = tenant.as_ref().map(|tenant| (tenant.authorized_keys(chosen.as_deref()), tenant.logins_revision));
     let (keys, revision) = logins.unwrap_or_default();
     if chosen.is_some_and(|chosen| chosen.len() != keys.len()) {

@@ -11,17 +11,17 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::request_context::{Authorized, ReadAudit};
-use super::request_fields::{ActorName, AuditName};
+use super::request_fields::{ActorName, AuditName, instant_or_none};
+use crate::app_state::AppState;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
-use crate::services::Services;
 
 /// A filter of the log; absent fields admit all rows.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
 #[into_params(parameter_in = Query)]
 pub(super) struct AuditLogFilter {
-    /// Who did it: `user:…`, `node:…`, `service_account:…` or `system:…`.
+    /// Who did it: `user:…`, `node:…`, `service-account:…` or `system:…`.
     #[param(inline)]
     actor: Option<ActorName>,
     /// What was done, such as `nodes.retire`.
@@ -36,15 +36,17 @@ pub(super) struct AuditLogFilter {
     #[param(inline)]
     correlation_id: Option<AuditName>,
     /// From this instant on.
+    #[serde(default, deserialize_with = "instant_or_none")]
     from: Option<DateTime<Utc>>,
     /// Before this instant.
+    #[serde(default, deserialize_with = "instant_or_none")]
     until: Option<DateTime<Utc>>,
 }
 
 /// One row.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct AuditEntry {
-    /// `user:…`, `node:…`, `service_account:…` or `system:…`.
+    /// `user:…`, `node:…`, `service-account:…` or `system:…`.
     actor: String,
     action: String,
     target: AuditTarget,
@@ -84,7 +86,7 @@ pub(super) struct ChainPosition {
 )]
 pub(super) async fn log(
     _: Authorized<ReadAudit>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<AuditLogFilter>,
 ) -> Result<Json<Items<AuditEntry>>, ApiError> {
     let page = listing.page("audit-log", "", Order::NewestFirst)?;
@@ -99,7 +101,7 @@ pub(super) async fn log(
         until: given.until,
     };
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
-    let found = services.reads.audit(&filter, page.after.map(place), rows).await?;
+    let found = app.reads.audit(&filter, page.after.map(place), rows).await?;
     Ok(Json(page.answer(found.items, |row| position(row.place), entry)))
 }
 

@@ -20,14 +20,16 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 use super::request_context::{AdjustBilling, Authorized, RequestContext, SeeBilling, UserRequest, replayed};
-use super::request_fields::{AdjustmentMinor, ClaimId, CurrencyCode, EstimatedSeconds, GpuCount, Reason, SkuRef};
+use super::request_fields::{
+    AdjustmentMinor, ClaimId, CurrencyCode, EstimatedSeconds, GpuCount, Reason, SkuRef, instant_or_none,
+};
 use super::sku;
 use crate::api::idempotency::request_layer::Idempotent;
+use crate::app_state::AppState;
+use crate::app_state::read_model::{self, current};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::http::request_body::{self, Path, Query};
-use crate::services::Services;
-use crate::services::read_model::{self, current};
 use view::{AccountView, EstimateView, LedgerView, MeteredView};
 
 /// The parameters of an estimate.
@@ -89,8 +91,10 @@ pub(super) struct PostingFilter {
     /// For this allocation.
     allocation_id: Option<Uuid>,
     /// Posted at this instant or later.
+    #[serde(default, deserialize_with = "instant_or_none")]
     from: Option<DateTime<Utc>>,
     /// Posted before this instant.
+    #[serde(default, deserialize_with = "instant_or_none")]
     until: Option<DateTime<Utc>>,
 }
 
@@ -103,12 +107,12 @@ fn kinds() -> Object {
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The account.", body = AccountView)))]
 pub(super) async fn balance(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
 ) -> Result<Json<AccountView>, ApiError> {
     let holder = holder_of(&context);
-    let account = current::<BillingAccount>(&services, id_of(&holder)).await?;
-    let now = services.environment.now();
-    let window = services.environment.policy().seconds(PolicyKey::BillingWindow, &holder.scopes(), now);
+    let account = current::<BillingAccount>(&app, id_of(&holder)).await?;
+    let now = app.environment.now();
+    let window = app.environment.policy().seconds(PolicyKey::BillingWindow, &holder.scopes(), now);
     Ok(Json(match account {
         Some(found) => AccountView::of(&found.it, now, window),
         None => AccountView::empty(id_of(&holder), &holder, now),
@@ -124,12 +128,12 @@ pub(super) async fn balance(
 )]
 pub(super) async fn ledger(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<PostingFilter>,
 ) -> Result<Json<Items<LedgerView>>, ApiError> {
     let account = id_of(&holder_of(&context));
     let page = listing.page("billing/ledger", &account.to_string(), Order::NewestFirst)?;
-    postings(&services, account, &listing.filter, &page).await
+    postings(&app, account, &listing.filter, &page).await
 }
 
 /// The estimated cost of an allocation, and whether your account covers its first window.
@@ -141,15 +145,15 @@ pub(super) async fn ledger(
 )]
 pub(super) async fn estimate(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Query(query): Query<EstimateQuery>,
 ) -> Result<Json<EstimateView>, ApiError> {
-    let sku = sku::rentable(&services, &query.sku).await?;
+    let sku = sku::rentable(&app, &query.sku).await?;
     let price = sku.price().ok_or_else(|| ApiError::internal("a SKU that can be rented has no price"))?;
     let holder = holder_of(&context);
-    let account = current::<BillingAccount>(&services, id_of(&holder)).await?.map(|found| found.it);
-    let now = services.environment.now();
-    let window = services.environment.policy().seconds(PolicyKey::BillingWindow, &holder.scopes(), now);
+    let account = current::<BillingAccount>(&app, id_of(&holder)).await?.map(|found| found.it);
+    let now = app.environment.now();
+    let window = app.environment.policy().seconds(PolicyKey::BillingWindow, &holder.scopes(), now);
     let rate = HourlyRate::of(price, query.gpu_count.0);
     let seconds = query.seconds.map(|seconds| seconds.0);
     Ok(Json(EstimateView::of(price, rate, seconds, account.as_deref(), now, window)))
@@ -164,23 +168,23 @@ pub(super) async fn estimate(
 )]
 pub(super) async fn list(
     _: Authorized<SeeBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<AccountFilter>,
 ) -> Result<Json<Items<AccountView>>, ApiError> {
     let page = listing.page("admin/billing/accounts", "", Order::OldestFirst)?;
     let filter = &listing.filter;
-    let now = services.environment.now();
-    let policy = services.environment.policy();
+    let now = app.environment.now();
+    let policy = app.environment.policy();
     let show = |it: &BillingAccount| {
         AccountView::of(it, now, policy.seconds(PolicyKey::BillingWindow, &it.holder.scopes(), now))
     };
     if filter.user_id.is_some() || filter.org_id.is_some() {
         let holder = one_holder(filter.user_id.as_ref(), filter.org_id.as_ref())?;
-        let found = current::<BillingAccount>(&services, id_of(&holder)).await?;
+        let found = current::<BillingAccount>(&app, id_of(&holder)).await?;
         let items = found.iter().map(|found| show(&found.it)).collect();
         return Ok(Json(Items { items, next_page: None }));
     }
-    let rows = read_model::list::<BillingAccount>(&services, &ListFilter::default(), &page).await?;
+    let rows = read_model::list::<BillingAccount>(&app, &ListFilter::default(), &page).await?;
     Ok(Json(read_model::to_page(&page, rows, |stored| show(&stored.it))))
 }
 
@@ -198,7 +202,7 @@ pub(super) async fn list(
 )]
 pub(super) async fn open(
     authorized: Authorized<AdjustBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewAccount>>,
 ) -> Result<impl IntoResponse, ApiError> {
     let holder = one_holder(new.user_id.as_ref(), new.org_id.as_ref())?;
@@ -206,7 +210,7 @@ pub(super) async fn open(
     let command = Request::Open { holder, currency: currency(&new.currency)? };
     let answered = authorized.context.ask::<BillingAccount>(id, command).await?;
     let status = if answered.written || answered.replayed { StatusCode::CREATED } else { StatusCode::OK };
-    Ok((status, replayed(&answered), Json(account_view(&services, answered.reply)?)))
+    Ok((status, replayed(&answered), Json(account_view(&app, answered.reply)?)))
 }
 
 /// One account, with what it pays for at this moment.
@@ -217,13 +221,13 @@ pub(super) async fn open(
 )]
 pub(super) async fn get(
     _: Authorized<SeeBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<MeteredView>, ApiError> {
-    let found = current::<BillingAccount>(&services, id).await?;
+    let found = current::<BillingAccount>(&app, id).await?;
     let found = found.ok_or_else(|| ApiError::not_found("billing account"))?;
-    let now = services.environment.now();
-    let window = services.environment.policy().seconds(PolicyKey::BillingWindow, &found.it.holder.scopes(), now);
+    let now = app.environment.now();
+    let window = app.environment.policy().seconds(PolicyKey::BillingWindow, &found.it.holder.scopes(), now);
     Ok(Json(MeteredView::of(&found.it, now, window)))
 }
 
@@ -236,13 +240,13 @@ pub(super) async fn get(
 )]
 pub(super) async fn ledger_of(
     _: Authorized<SeeBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     listing: Listing<PostingFilter>,
 ) -> Result<Json<Items<LedgerView>>, ApiError> {
-    current::<BillingAccount>(&services, id).await?.ok_or_else(|| ApiError::not_found("billing account"))?;
+    current::<BillingAccount>(&app, id).await?.ok_or_else(|| ApiError::not_found("billing account"))?;
     let page = listing.page("admin/billing/ledger", &id.to_string(), Order::NewestFirst)?;
-    postings(&services, id, &listing.filter, &page).await
+    postings(&app, id, &listing.filter, &page).await
 }
 
 /// Gives to an account, or takes from it what is there, for a reason.
@@ -254,7 +258,7 @@ pub(super) async fn ledger_of(
 )]
 pub(super) async fn adjust(
     authorized: Authorized<AdjustBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewAdjustment>>,
 ) -> Result<impl IntoResponse, ApiError> {
@@ -264,7 +268,7 @@ pub(super) async fn adjust(
         reason: new.reason.to_string(),
     };
     let answered = authorized.context.ask::<BillingAccount>(id, command).await?;
-    Ok((StatusCode::CREATED, replayed(&answered), Json(account_view(&services, answered.reply)?)))
+    Ok((StatusCode::CREATED, replayed(&answered), Json(account_view(&app, answered.reply)?)))
 }
 
 /// The holder of the account that pays for the caller's allocations.
@@ -291,17 +295,17 @@ fn currency(code: &CurrencyCode) -> Result<Currency, ApiError> {
     Currency::parse(code).map_err(|error| ApiError::invalid_request(format!("{error}.")).detail("field", "currency"))
 }
 
-fn account_view(services: &Services, reply: Reply) -> Result<AccountView, ApiError> {
+fn account_view(app: &AppState, reply: Reply) -> Result<AccountView, ApiError> {
     let Reply::Account { account } = reply else {
         return Err(ApiError::internal("the billing account answered another question"));
     };
-    let now = services.environment.now();
-    let window = services.environment.policy().seconds(PolicyKey::BillingWindow, &account.holder.scopes(), now);
+    let now = app.environment.now();
+    let window = app.environment.policy().seconds(PolicyKey::BillingWindow, &account.holder.scopes(), now);
     Ok(AccountView::of(&account, now, window))
 }
 
 async fn postings(
-    services: &Services,
+    app: &AppState,
     account: Uuid,
     given: &PostingFilter,
     page: &Page,
@@ -310,12 +314,12 @@ async fn postings(
     let filter = LedgerFilter {
         kind: given.kind,
         allocation: given.allocation_id.map(AllocationId),
-        after: number_before(services, account, given.from).await?,
-        until: number_before(services, account, given.until).await?,
+        after: number_before(app, account, given.from).await?,
+        until: number_before(app, account, given.until).await?,
     };
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
     let before = page.after.and_then(|at| i64::try_from(at.id.as_u128()).ok());
-    let found = services.reads.ledger(account, &filter, before, rows).await?;
+    let found = app.reads.ledger(account, &filter, before, rows).await?;
     // The position of a posting has its number in place of an id.
     let place =
         |row: &LedgerRow| Position { created_at: row.at, id: Uuid::from_u128(u128::from(row.number.unsigned_abs())) };
@@ -324,10 +328,10 @@ async fn postings(
 
 /// The number of the last posting before that instant, where an instant was given.
 async fn number_before(
-    services: &Services,
+    app: &AppState,
     account: BillingAccountId,
     at: Option<DateTime<Utc>>,
 ) -> Result<Option<i64>, ApiError> {
     let Some(at) = at else { return Ok(None) };
-    Ok(services.reads.ledger_positions(account, &[at]).await?.first().map(|place| place.number))
+    Ok(app.reads.ledger_positions(account, &[at]).await?.first().map(|place| place.number))
 }

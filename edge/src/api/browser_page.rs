@@ -3,12 +3,21 @@
 use axum::body::Bytes;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD;
+use rand::Rng as _;
 use sha2::{Digest as _, Sha256};
 
 use crate::http::error::ApiError;
 
 pub(super) const SCRIPT: &str = "text/javascript; charset=utf-8";
 pub(super) const STYLE: &str = "text/css; charset=utf-8";
+
+/// Lets the libraries of a page make styles under a policy without `unsafe-inline`.
+pub(super) const PAGE_STYLES: &str = include_str!("browser_page/page-styles.js");
+
+/// Where a page, and its policy, have the nonce of the response.
+const NONCE: &str = "{{nonce}}";
 
 /// The asset files of pages.
 pub(super) struct PageFiles(Vec<PageFile>);
@@ -51,6 +60,22 @@ impl PageFiles {
         }
         Ok((headers.clone(), bytes.clone()).into_response())
     }
+}
+
+/// The response with a page whose libraries make styles. `html` and `csp` name the nonce, which is another one in each response.
+///
+/// # Errors
+/// Where `csp` is no header's text.
+pub(super) fn page_with_styles(html: &str, csp: &str) -> Result<Response, ApiError> {
+    let mut random = [0_u8; 16];
+    rand::rng().fill_bytes(&mut random);
+    let nonce = STANDARD.encode(random);
+    let csp = HeaderValue::from_str(&csp.replace(NONCE, &nonce))
+        .map_err(|_| ApiError::internal("an address in a page's policy is no header's text"))?;
+    let mut response = page_response(html.replace(NONCE, &nonce), csp);
+    // A nonce is used once.
+    response.headers_mut().insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    Ok(response)
 }
 
 /// The response with a page and its `Content-Security-Policy`.

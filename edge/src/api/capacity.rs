@@ -3,17 +3,16 @@
 use axum::extract::State;
 use axum::{Extension, Json};
 use chrono::{DateTime, Utc};
+use persistence::StoreError;
 use serde::Serialize;
-use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::Mutex;
-use tokio::time::Instant;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
+use super::cached_read::CachedRead;
 use super::request_context::UserRequest;
+use crate::app_state::AppState;
 use crate::http::error::ApiError;
-use crate::services::Services;
 
 /// How long a count is cached. Counting reads every node, so each replica does it at most this often.
 const CACHE_TTL: Duration = Duration::from_secs(5);
@@ -39,8 +38,14 @@ pub(super) struct FreeGpus {
 }
 
 /// The cached count of this replica.
-#[derive(Clone, Default)]
-pub(super) struct CapacityCache(Arc<Mutex<Option<(Instant, Capacity)>>>);
+#[derive(Clone)]
+pub(super) struct CapacityCache(CachedRead<Capacity, StoreError>);
+
+impl Default for CapacityCache {
+    fn default() -> Self {
+        Self(CachedRead::with_ttl(CACHE_TTL))
+    }
+}
 
 /// How many GPUs are free, by SKU and region.
 ///
@@ -48,24 +53,15 @@ pub(super) struct CapacityCache(Arc<Mutex<Option<(Instant, Capacity)>>>);
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The free GPUs.", body = Capacity)))]
 pub(super) async fn free(
     _: UserRequest,
-    State(services): State<Services>,
-    Extension(CapacityCache(last)): Extension<CapacityCache>,
+    State(app): State<AppState>,
+    Extension(CapacityCache(counted)): Extension<CapacityCache>,
 ) -> Result<Json<Capacity>, ApiError> {
-    // Concurrent requests wait for the same count.
-    let mut last = last.lock().await;
-    if let Some((counted_at, capacity)) = &*last
-        && counted_at.elapsed() < CACHE_TTL
-    {
-        return Ok(Json(capacity.clone()));
-    }
-    let capacity = count_free_gpus(&services).await?;
-    *last = Some((Instant::now(), capacity.clone()));
-    Ok(Json(capacity))
+    Ok(Json(counted.get(count_free_gpus(&app)).await?))
 }
 
-async fn count_free_gpus(services: &Services) -> Result<Capacity, ApiError> {
-    let at = services.environment.now();
-    let gpus = services.reads.gpus().await?;
+async fn count_free_gpus(app: &AppState) -> Result<Capacity, StoreError> {
+    let at = app.environment.now();
+    let gpus = app.reads.gpus().await?;
     let shown = |of: persistence::queries::GpuCount| FreeGpus {
         sku_id: of.sku_id.0,
         sku: of.sku,

@@ -16,12 +16,12 @@ macro_rules! reason_commands {
         )]
         pub(super) async fn $name(
             request: $request,
-            State(services): State<Services>,
+            State(app): State<AppState>,
             Path(id): Path<Uuid>,
             Idempotent(request_body::Json(body)): Idempotent<request_body::Json<ReasonBody>>,
         ) -> Result<Response, ApiError> {
             let asked = Request::$command { reason: body.reason.to_string() };
-            $execute(&services, request.into(), id, asked).await
+            $execute(&app, request.into(), id, asked).await
         }
     )+};
 }

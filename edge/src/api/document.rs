@@ -14,25 +14,27 @@ use std::sync::LazyLock;
 use axum::Extension;
 use axum::body::Bytes;
 use axum::http::{HeaderName, HeaderValue, header};
+use axum::response::Response;
 use utoipa::openapi::security::{ClientCredentials, Flow, OAuth2, OpenIdConnect, Scopes, SecurityScheme};
 use utoipa::openapi::{OpenApi, Server};
 
+use super::browser_page::{PAGE_STYLES, page_with_styles};
+use crate::app_state::AppState;
 use crate::http::error::ApiError;
-use crate::services::Services;
 
 /// The description as this installation serves it, serialized once.
 #[derive(Clone)]
 pub(super) struct Document(Bytes);
 
 impl Document {
-    pub(super) fn of(api: &OpenApi, services: &Services) -> Self {
+    pub(super) fn of(api: &OpenApi, app: &AppState) -> Self {
         let mut api = api.clone();
-        let public_url = services.addresses.public_url.trim_end_matches('/');
+        let public_url = app.addresses.public_url.trim_end_matches('/');
         api.servers = Some(vec![Server::new(public_url)]);
-        let issuer = services.authenticator.issuer().trim_end_matches('/');
+        let issuer = app.authenticator.issuer().trim_end_matches('/');
         let provider = OpenIdConnect::with_description(
             format!("{issuer}/.well-known/openid-configuration"),
-            "Where access tokens come from: the token URL stands in the provider's discovery document.".to_owned(),
+            "Where access tokens come from: the token URL is in the provider's discovery document.".to_owned(),
         );
         let token_url = format!("{public_url}/api/v1/service-accounts/token");
         let client = OAuth2::with_description(
@@ -55,22 +57,33 @@ pub(super) const SERVICE_ACCOUNT: &str = "client_credentials";
     get,
     path = "/",
     responses((status = 200, description = "The description.", content_type = "application/json", body = Object)),
+    extensions(
+        ("x-without-gpuctl" = json!("the description itself")),
+        ("x-without-console" = json!("the description itself")),
+    ),
 )]
 pub(super) async fn openapi(Extension(Document(text)): Extension<Document>) -> ([(HeaderName, HeaderValue); 1], Bytes) {
     ([(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))], text)
 }
 
-/// The page is the API reference viewer's (Scalar), with all requests to other hosts switched off. It has no script of its own: the viewer
-/// mounts itself on the element `api-reference`.
+/// The page is the API reference viewer's (Scalar), with all requests to other hosts switched off. The viewer mounts itself on the element
+/// `api-reference`.
 const PAGE: &str = include_str!("document/page.html");
 
-/// The page's content security policy: it runs the viewer and fetches from its own origin, and nothing else. The viewer writes its own
-/// style sheet.
-const PAGE_CSP: &str = "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; img-src data:; font-src data:; \
+/// The page's content security policy: it runs the viewer and fetches from its own origin, and nothing else. The viewer's style sheets have
+/// the nonce.
+const PAGE_CSP: &str = "default-src 'none'; script-src 'self'; style-src 'nonce-{{nonce}}'; img-src data:; font-src data:; \
                         connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-static READER: LazyLock<Option<Bytes>> =
-    LazyLock::new(|| scalar_api_reference::get_asset("scalar.js").map(Bytes::from));
+/// The one style attribute in the viewer's markup, of line numbers: `page.html` says their width.
+const LINE_NUMBERS: &str = r#" style="--line-count: ${s}; --line-digits: ${s.toString().length};""#;
+
+/// The viewer, after the script that lets it make styles.
+static READER: LazyLock<Option<Bytes>> = LazyLock::new(|| {
+    let viewer = scalar_api_reference::get_asset("scalar.js")?;
+    let viewer = String::from_utf8_lossy(&viewer).replacen(LINE_NUMBERS, "", 1);
+    Some(format!("{PAGE_STYLES}{viewer}").into())
+});
 
 type Asset<const N: usize> = ([(HeaderName, HeaderValue); N], Bytes);
 
@@ -81,15 +94,13 @@ type Asset<const N: usize> = ([(HeaderName, HeaderValue); N], Bytes);
     get,
     path = "/",
     responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
+    extensions(
+        ("x-without-gpuctl" = json!("a page")),
+        ("x-without-console" = json!("a document of its own, with its own content security policy")),
+    ),
 )]
-pub(super) async fn page() -> Asset<4> {
-    let headers = [
-        (header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8")),
-        (header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(PAGE_CSP)),
-        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
-        (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
-    ];
-    (headers, Bytes::from_static(PAGE.as_bytes()))
+pub(super) async fn page() -> Result<Response, ApiError> {
+    page_with_styles(PAGE, PAGE_CSP)
 }
 
 /// The script of the page.
@@ -97,6 +108,10 @@ pub(super) async fn page() -> Asset<4> {
     get,
     path = "/",
     responses((status = 200, description = "The script.", content_type = "text/javascript", body = String)),
+    extensions(
+        ("x-without-gpuctl" = json!("a part of a page")),
+        ("x-without-console" = json!("a part of a document")),
+    ),
 )]
 pub(super) async fn reader() -> Result<Asset<3>, ApiError> {
     let script = READER.clone().ok_or_else(|| ApiError::internal("the reader of the description is not built in"))?;

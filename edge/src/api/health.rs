@@ -8,9 +8,9 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::internal::admitted;
+use crate::app_state::AppState;
+use crate::app_state::runtime_interface::Readiness;
 use crate::http::error::{ApiError, Code};
-use crate::services::Services;
-use crate::services::runtime_interface::Readiness;
 
 type Metrics = ([(HeaderName, HeaderValue); 1], String);
 
@@ -23,7 +23,15 @@ pub(super) struct Health {
 }
 
 /// Whether the process lives.
-#[utoipa::path(get, path = "/", responses((status = 200, description = "It lives.", body = Health)))]
+#[utoipa::path(
+    get,
+    path = "/",
+    responses((status = 200, description = "It lives.", body = Health)),
+    extensions(
+        ("x-without-gpuctl" = json!("for probes")),
+        ("x-without-console" = json!("for load balancers")),
+    ),
+)]
 pub(super) async fn healthz() -> Json<Health> {
     Json(Health { status: "ok", version: env!("CARGO_PKG_VERSION") })
 }
@@ -32,16 +40,24 @@ pub(super) async fn healthz() -> Json<Health> {
 ///
 /// For load balancers and the operator's tools. While it cannot serve, the response is an error with the checks in its details. Without
 /// `INTERNAL_STATS_TOKEN` the route does not exist; on the operators' listener it needs no token.
-#[utoipa::path(get, path = "/", responses((status = 200, description = "It can serve.", body = Readiness)))]
-pub(super) async fn readyz(State(services): State<Services>, parts: Parts) -> Result<Json<Readiness>, ApiError> {
-    admitted(&services, services.stats_token.as_ref(), &parts)?;
-    readiness(State(services)).await
+#[utoipa::path(
+    get,
+    path = "/",
+    responses((status = 200, description = "It can serve.", body = Readiness)),
+    extensions(
+        ("x-without-gpuctl" = json!("for probes")),
+        ("x-without-console" = json!("for the operators' listener, which browsers do not reach")),
+    ),
+)]
+pub(super) async fn readyz(State(app): State<AppState>, parts: Parts) -> Result<Json<Readiness>, ApiError> {
+    admitted(&app, app.stats_token.as_ref(), &parts)?;
+    readiness(State(app)).await
 }
 
 /// As [`readyz`], on the operators' listener.
-pub(super) async fn readiness(State(services): State<Services>) -> Result<Json<Readiness>, ApiError> {
-    let readiness = services.runtime.readiness().await;
-    if services.stopping.is_cancelled() {
+pub(super) async fn readiness(State(app): State<AppState>) -> Result<Json<Readiness>, ApiError> {
+    let readiness = app.runtime.readiness().await;
+    if app.stopping.is_cancelled() {
         return Err(ApiError::new(Code::ServiceUnavailable, "This process is stopping; ask another.").expected());
     }
     if readiness.ready {
@@ -62,15 +78,19 @@ pub(super) async fn readiness(State(services): State<Services>) -> Result<Json<R
 #[utoipa::path(
     get,
     path = "/",
-    responses((status = 200, description = "The figures.", content_type = "text/plain", body = String)),
+    responses((status = 200, description = "The metrics.", content_type = "text/plain", body = String)),
+    extensions(
+        ("x-without-gpuctl" = json!("for Prometheus")),
+        ("x-without-console" = json!("for the operators' listener, which browsers do not reach")),
+    ),
 )]
-pub(super) async fn metrics(State(services): State<Services>, parts: Parts) -> Result<Metrics, ApiError> {
-    admitted(&services, services.stats_token.as_ref(), &parts)?;
-    Ok(metrics_page(State(services)).await)
+pub(super) async fn metrics(State(app): State<AppState>, parts: Parts) -> Result<Metrics, ApiError> {
+    admitted(&app, app.stats_token.as_ref(), &parts)?;
+    Ok(metrics_page(State(app)).await)
 }
 
 /// As [`metrics`], on the operators' listener.
-pub(super) async fn metrics_page(State(services): State<Services>) -> Metrics {
+pub(super) async fn metrics_page(State(app): State<AppState>) -> Metrics {
     let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
-    ([(header::CONTENT_TYPE, kind)], services.runtime.metrics())
+    ([(header::CONTENT_TYPE, kind)], app.runtime.metrics())
 }

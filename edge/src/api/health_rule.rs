@@ -17,10 +17,10 @@ use uuid::Uuid;
 use super::request_context::{AdminRequest, replayed};
 use super::request_fields::{FindingPattern, Reason, TenantMessage};
 use crate::api::idempotency::request_layer::Idempotent;
+use crate::app_state::AppState;
+use crate::app_state::read_model;
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Query};
-use crate::services::Services;
-use crate::services::read_model;
 
 /// A class of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize, Serialize, ToSchema)]
@@ -147,8 +147,8 @@ pub(super) struct OverrideView {
 
 /// The table of health findings with its overrides: what follows from each, what causes it, what repairs it.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The table.", body = HealthRulesView)))]
-pub(super) async fn list(_: AdminRequest, State(services): State<Services>) -> Result<Json<HealthRulesView>, ApiError> {
-    let stored = read_model::current::<HealthRules>(&services, rules_id()).await?;
+pub(super) async fn list(_: AdminRequest, State(app): State<AppState>) -> Result<Json<HealthRulesView>, ApiError> {
+    let stored = read_model::current::<HealthRules>(&app, rules_id()).await?;
     let overrides = stored.map(|stored| stored.it.overrides.clone()).unwrap_or_default();
     let items = TABLE.iter().map(|rule| {
         let judgement = overrides.judgement_of(rule.probe, rule.code);

@@ -1,7 +1,7 @@
 //! `Idempotency-Key` (IETF draft-ietf-httpapi-idempotency-key-header-07): what identifies a repeated request.
 //!
 //! The command id is a hash of principal, method, route and key; with it goes a digest of method, path and body. Both are stored with the
-//! command's commit, for a day, and the response beside them before it is sent ([`context`]). A repetition gets that response on any
+//! command's commit, for a day, and the response beside them before it is sent ([`request_layer`]). A repetition gets that response on any
 //! replica, before anything of the request is resolved; a different request under the same key is refused.
 
 use actors::sharding::{command_id, digest_of};
@@ -109,17 +109,14 @@ pub fn key_reused() -> ApiError {
 pub fn in_progress() -> ApiError {
     ApiError::new(
         Code::IdempotencyInProgress,
-        "The first request with this Idempotency-Key is still running; ask again in a moment.",
+        "The first request with this Idempotency-Key is still running; try again in a moment.",
     )
 }
 
 /// The refusal of a repetition whose first response was not stored.
 #[must_use]
 pub fn answer_not_stored() -> ApiError {
-    ApiError::new(
-        Code::StateConflict,
-        "This was carried out before, and its answer was not kept; look at the resource.",
-    )
+    ApiError::new(Code::StateConflict, "This was carried out before, and its answer is not stored; read the resource.")
 }
 
 /// Marks a response as replayed in its headers.

@@ -7,9 +7,9 @@ use serde::Serialize;
 use utoipa::ToSchema;
 
 use super::internal::admitted;
+use crate::app_state::AppState;
 use crate::auth::jwks::JwksError;
 use crate::http::error::{ApiError, Code};
-use crate::services::Services;
 
 /// The keys that the provider publishes now.
 #[derive(Serialize, ToSchema)]
@@ -26,22 +26,26 @@ pub(super) struct RefreshedKeys {
     post,
     path = "/",
     responses((status = 200, description = "They were fetched.", body = RefreshedKeys)),
+    extensions(
+        ("x-without-gpuctl" = json!("for the identity provider, which has a token of its own")),
+        ("x-without-console" = json!("for the identity provider, which has a token of its own")),
+    ),
 )]
-pub(super) async fn refresh(State(services): State<Services>, parts: Parts) -> Result<Json<RefreshedKeys>, ApiError> {
-    admitted(&services, services.jwks_refresh_token.as_ref(), &parts)?;
-    let refreshed = services.authenticator.jwks().refresh().await;
+pub(super) async fn refresh(State(app): State<AppState>, parts: Parts) -> Result<Json<RefreshedKeys>, ApiError> {
+    admitted(&app, app.jwks_refresh_token.as_ref(), &parts)?;
+    let refreshed = app.authenticator.jwks().refresh().await;
     if !matches!(refreshed, Err(JwksError::TooSoon)) {
-        services.runtime.provider_keys_changed();
+        app.runtime.provider_keys_changed();
     }
     match refreshed {
         Ok(keys) => Ok(Json(RefreshedKeys { keys })),
         Err(error @ JwksError::TooSoon) => {
-            let message = "The keys were fetched a moment ago; try again after Retry-After.";
+            let message = "The keys were fetched a moment ago; try again after the time in Retry-After.";
             Err(ApiError::new(Code::RateLimited, message).because(error))
         }
         Err(error) => {
             let message =
-                "The identity provider's keys could not be fetched; those from before stay. Look at the provider.";
+                "The identity provider's keys could not be fetched; the previous ones stay in use. Check the provider.";
             Err(ApiError::new(Code::UpstreamError, message).because(error))
         }
     }

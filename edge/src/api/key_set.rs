@@ -22,11 +22,11 @@ use super::request_context::{Authorized, RequestContext, RotateKeys, replayed};
 use super::request_fields::{KeyId, Reason, ReasonBody};
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::rejection_response::Explain as _;
+use crate::app_state::AppState;
+use crate::app_state::runtime_interface::TreeFilter;
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body;
-use crate::services::Services;
-use crate::services::runtime_interface::TreeFilter;
-use crate::trust::keys_in_force::{Keys, KeysError, make, set_id, stored};
+use crate::trust::current_keys::{Keys, KeysError, make, set_id, stored};
 
 /// How long a change waits for the replicas, and how often they are polled.
 const PROPAGATION_TIMEOUT: Duration = Duration::from_secs(5);
@@ -171,6 +171,9 @@ pub(super) struct KeyChangeView {
 #[schema(as = CutOff)]
 pub(super) struct CutOffNode {
     node_id: Uuid,
+    // Answers that an earlier release has stored have none.
+    #[serde(default)]
+    name: Option<String>,
     host: String,
     /// When the certificate that it has would have ended.
     certificate_not_after: DateTime<Utc>,
@@ -178,17 +181,14 @@ pub(super) struct CutOffNode {
 
 /// The service's own keys, and the phase of each in its rotation.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The keys.", body = AllKeys)))]
-pub(super) async fn list(
-    _: Authorized<RotateKeys>,
-    State(services): State<Services>,
-) -> Result<Json<AllKeys>, ApiError> {
-    let keys = read(&services).await?;
+pub(super) async fn list(_: Authorized<RotateKeys>, State(app): State<AppState>) -> Result<Json<AllKeys>, ApiError> {
+    let keys = read(&app).await?;
     let mut sets = Vec::new();
     for purpose in KeyPurpose::ALL {
-        sets.push(view(&services, &keys, purpose).await?);
+        sets.push(view(&app, &keys, purpose).await?);
     }
-    let at_rest = at_rest(&services).await?;
-    Ok(Json(AllKeys { sets, at_rest, replicas: replicas(&services).await? }))
+    let at_rest = at_rest(&app).await?;
+    Ok(Json(AllKeys { sets, at_rest, replicas: replicas(&app).await? }))
 }
 
 /// Makes a key and has it trusted everywhere. Nothing uses it yet.
@@ -203,19 +203,19 @@ pub(super) async fn list(
 )]
 pub(super) async fn stage(
     Authorized { context, .. }: Authorized<RotateKeys>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Idempotent(request_body::Json(asked)): Idempotent<request_body::Json<NewStagedKey>>,
 ) -> Result<Response, ApiError> {
     let purpose = asked.purpose;
     // A second staged key would be refused, so no key is generated for it. A replay still gets the first reply.
-    let keys = read(&services).await?;
+    let keys = read(&app).await?;
     let staged = set_of(&keys, purpose).keys.iter().find(|key| key.standing.phase() == Phase::Staged);
     let key = if context.is_replay() {
         NO_KEY
     } else if let Some(staged) = staged {
         return Err(Rejection::AlreadyStaged { id: staged.id.clone() }.explain());
     } else {
-        make(&services.trust.secrets, &services.trust.domain, purpose.into()).await?
+        make(&app.trust.secrets, &app.trust.domain, purpose.into()).await?
     };
     let rotation = KeyRotation {
         purpose,
@@ -223,7 +223,7 @@ pub(super) async fn stage(
         reason: asked.reason.to_string(),
         cut_off: Vec::new(),
     };
-    rotation.execute(&context, &services, StatusCode::CREATED).await
+    rotation.execute(&context, &app, StatusCode::CREATED).await
 }
 
 /// A route for each step of a key's rotation: its name, the descriptions of the statuses 200 and 202, and its own description.
@@ -241,11 +241,11 @@ macro_rules! steps {
         )]
         pub(super) async fn $name(
             Authorized { context, .. }: Authorized<RotateKeys>,
-            State(services): State<Services>,
+            State(app): State<AppState>,
             Idempotent(request_body::Json(asked)): Idempotent<request_body::Json<KeyStep>>,
         ) -> Result<Response, ApiError> {
-            let (context, rotation) = asked.$prepared(context, &services).await?;
-            rotation.execute(&context, &services, StatusCode::OK).await
+            let (context, rotation) = asked.$prepared(context, &app).await?;
+            rotation.execute(&context, &app, StatusCode::OK).await
         }
     )+};
 }
@@ -267,11 +267,11 @@ impl KeyStep {
     async fn prepare_activation(
         &self,
         context: RequestContext,
-        services: &Services,
+        app: &AppState,
     ) -> Result<(RequestContext, KeyRotation), ApiError> {
         if !self.force && !context.is_replay() {
-            let version = set_of(&read(services).await?, self.purpose).version;
-            let behind = wait_for_version(services, self.purpose, version).await?;
+            let version = set_of(&read(app).await?, self.purpose).version;
+            let behind = wait_for_version(app, self.purpose, version).await?;
             if !behind.is_empty() {
                 let names = behind.join(", ");
                 return Err(ApiError::new(
@@ -292,12 +292,12 @@ impl KeyStep {
     async fn prepare_retirement(
         &self,
         context: RequestContext,
-        services: &Services,
+        app: &AppState,
     ) -> Result<(RequestContext, KeyRotation), ApiError> {
         let id = self.key_id.to_string();
-        let keys = read(services).await?;
+        let keys = read(app).await?;
         let (cut_off, dependents) = match self.purpose {
-            KeyPurpose::NodeCa => dependents(services, &keys, &id, MAX_NAMED_NODES).await?,
+            KeyPurpose::NodeCa => dependents(app, &keys, &id, MAX_NAMED_NODES).await?,
             KeyPurpose::TaskSigning | KeyPurpose::ServiceTokens | KeyPurpose::MemberMessages => (Vec::new(), 0),
         };
         let change = KeySetChange::Retire { id, dependents, force: self.force };
@@ -319,12 +319,12 @@ impl KeyStep {
 )]
 pub(super) async fn rewrap(
     Authorized { context, .. }: Authorized<RotateKeys>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Idempotent(request_body::Json(asked)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
-    let values = services.trust.secrets.rewrap();
+    let values = app.trust.secrets.rewrap();
     let id = values.active().to_owned();
-    let others = wait_until_none(&services, |replica| replica.seals_with.as_ref() != Some(&id)).await?;
+    let others = wait_until_none(&app, |replica| replica.seals_with.as_ref() != Some(&id)).await?;
     if !others.is_empty() && !context.is_replay() {
         let names = others.join(", ");
         return Err(ApiError::new(
@@ -337,12 +337,12 @@ pub(super) async fn rewrap(
     let outgoing = values.sealed().await?.into_keys().filter(|other| *other != id).collect();
     let command = Request::Adopt { id, outgoing, reason: asked.reason.to_string() };
     let answered = context.ask::<KeySet>(set_id(KeySetPurpose::AtRest), command).await?;
-    Ok((StatusCode::ACCEPTED, replayed(&answered), Json(at_rest(&services).await?)).into_response())
+    Ok((StatusCode::ACCEPTED, replayed(&answered), Json(at_rest(&app).await?)).into_response())
 }
 
-async fn at_rest(services: &Services) -> Result<AtRestView, ApiError> {
-    let mut sealed = services.trust.secrets.rewrap().sealed().await?;
-    let set = stored(&services.reads, KeySetPurpose::AtRest).await?;
+async fn at_rest(app: &AppState) -> Result<AtRestView, ApiError> {
+    let mut sealed = app.trust.secrets.rewrap().sealed().await?;
+    let set = stored(&app.reads, KeySetPurpose::AtRest).await?;
     let known = |key: &KeyEntry| AtRestKey {
         key_id: key.id.clone(),
         phase: Some(KeyPhase::of(key.standing.phase())),
@@ -364,13 +364,8 @@ struct KeyRotation {
 }
 
 impl KeyRotation {
-    async fn execute(
-        self,
-        context: &RequestContext,
-        services: &Services,
-        done: StatusCode,
-    ) -> Result<Response, ApiError> {
-        let keys = read(services).await?;
+    async fn execute(self, context: &RequestContext, app: &AppState, done: StatusCode) -> Result<Response, ApiError> {
+        let keys = read(app).await?;
         let on = match keys.prepare(self.purpose.into(), &self.change)? {
             Ok(on) => on,
             // A step that was committed before would be refused now; a replay gets its outcome.
@@ -378,7 +373,7 @@ impl KeyRotation {
                 purpose: self.purpose.into(),
                 version: set_of(&keys, self.purpose).version,
                 founding: NO_KEY,
-                founded_at: services.environment.now(),
+                founded_at: app.environment.now(),
                 signatures: Vec::new(),
             },
             Err(rejection) => return Err(self.with_cut_off_nodes(rejection)),
@@ -392,9 +387,9 @@ impl KeyRotation {
         let Reply::At { version, id } = &answered.reply else {
             return Err(ApiError::internal("the machine of keys answered another question"));
         };
-        let waiting_for = wait_for_version(services, self.purpose, *version).await?;
+        let waiting_for = wait_for_version(app, self.purpose, *version).await?;
         let status = if waiting_for.is_empty() { done } else { StatusCode::ACCEPTED };
-        let set = view(services, &read(services).await?, self.purpose).await?;
+        let set = view(app, &read(app).await?, self.purpose).await?;
         let changed = KeyChangeView { set, key_id: id.clone(), waiting_for, cut_off: self.cut_off };
         Ok((status, replayed(&answered), Json(changed)).into_response())
     }
@@ -405,9 +400,9 @@ impl KeyRotation {
     }
 }
 
-async fn read(services: &Services) -> Result<Keys, ApiError> {
-    let trust = &services.trust;
-    Ok(Keys::read(&trust.secrets, &services.reads, &trust.domain).await?)
+async fn read(app: &AppState) -> Result<Keys, ApiError> {
+    let trust = &app.trust;
+    Ok(Keys::read(&trust.secrets, &app.reads, &trust.domain).await?)
 }
 
 const fn set_of(keys: &Keys, purpose: KeyPurpose) -> &KeySet {
@@ -419,16 +414,12 @@ const fn set_of(keys: &Keys, purpose: KeyPurpose) -> &KeySet {
     }
 }
 
-async fn dependents(
-    services: &Services,
-    keys: &Keys,
-    id: &str,
-    named: u32,
-) -> Result<(Vec<CutOffNode>, u64), ApiError> {
+async fn dependents(app: &AppState, keys: &Keys, id: &str, named: u32) -> Result<(Vec<CutOffNode>, u64), ApiError> {
     let founding = keys.node.founding == id;
-    let (nodes, count) = services.reads.dependents(id, founding, services.environment.now(), named).await?;
+    let (nodes, count) = app.reads.dependents(id, founding, app.environment.now(), named).await?;
     let cut_off = |of: persistence::queries::DependentNode| CutOffNode {
         node_id: of.node.0,
+        name: of.name,
         host: of.host,
         certificate_not_after: of.not_after,
     };
@@ -436,15 +427,15 @@ async fn dependents(
 }
 
 /// Waits until every live replica has applied this version, and returns those that have not.
-async fn wait_for_version(services: &Services, purpose: KeyPurpose, version: u64) -> Result<Vec<String>, ApiError> {
-    wait_until_none(services, |replica| replica.versions.get(purpose.name()).is_none_or(|it| *it < version)).await
+async fn wait_for_version(app: &AppState, purpose: KeyPurpose, version: u64) -> Result<Vec<String>, ApiError> {
+    wait_until_none(app, |replica| replica.versions.get(purpose.name()).is_none_or(|it| *it < version)).await
 }
 
 /// Waits until no replica is `behind`, and returns those that are. A replica that died a moment ago counts until its death is detected.
-async fn wait_until_none(services: &Services, behind: impl Fn(&ReplicaKeys) -> bool) -> Result<Vec<String>, ApiError> {
+async fn wait_until_none(app: &AppState, behind: impl Fn(&ReplicaKeys) -> bool) -> Result<Vec<String>, ApiError> {
     let end = Instant::now() + PROPAGATION_TIMEOUT;
     loop {
-        let found: Vec<_> = replicas(services).await?.into_iter().filter(|replica| behind(replica)).collect();
+        let found: Vec<_> = replicas(app).await?.into_iter().filter(|replica| behind(replica)).collect();
         if found.is_empty() || Instant::now() >= end {
             return Ok(found.into_iter().map(|replica| replica.name).collect());
         }
@@ -452,10 +443,9 @@ async fn wait_until_none(services: &Services, behind: impl Fn(&ReplicaKeys) -> b
     }
 }
 
-async fn replicas(services: &Services) -> Result<Vec<ReplicaKeys>, ApiError> {
-    let tree =
-        services.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() }).await?;
-    let answer = |member: crate::services::runtime_interface::MemberNode| ReplicaKeys {
+async fn replicas(app: &AppState) -> Result<Vec<ReplicaKeys>, ApiError> {
+    let tree = app.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() }).await?;
+    let answer = |member: crate::app_state::runtime_interface::MemberNode| ReplicaKeys {
         name: member.name,
         answers: true,
         versions: member.key_sets,
@@ -466,12 +456,12 @@ async fn replicas(services: &Services) -> Result<Vec<ReplicaKeys>, ApiError> {
     Ok(tree.members.into_iter().map(answer).chain(tree.silent.into_iter().map(silent)).collect())
 }
 
-async fn view(services: &Services, keys: &Keys, purpose: KeyPurpose) -> Result<KeySetView, ApiError> {
+async fn view(app: &AppState, keys: &Keys, purpose: KeyPurpose) -> Result<KeySetView, ApiError> {
     let set = set_of(keys, purpose);
     let mut views = Vec::new();
     for key in &set.keys {
         let counted = purpose == KeyPurpose::NodeCa && key.standing.phase() != Phase::Retired;
-        let dependents = if counted { Some(dependents(services, keys, &key.id, 1).await?.1) } else { None };
+        let dependents = if counted { Some(dependents(app, keys, &key.id, 1).await?.1) } else { None };
         views.push(KeyView::of(key, dependents));
     }
     Ok(KeySetView { purpose, version: set.version, keys: views })

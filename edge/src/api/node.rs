@@ -1,9 +1,10 @@
-//! Nodes: the inventory, and administrators' actions on a node (decisions 4, *Node onboarding and identity*).
+//! Nodes: the inventory, and administrators' actions on a node (decisions 4).
 
 mod agent_update;
 pub(crate) mod bootstrap_bundle;
+mod enrollment_token;
+mod gpu_reset;
 pub mod machine_provider;
-mod onboarding;
 mod tasks;
 mod validation;
 mod view;
@@ -23,7 +24,8 @@ use utoipa::{IntoParams, ToSchema};
 use uuid::Uuid;
 
 pub(super) use agent_update::*;
-pub(super) use onboarding::*;
+pub(super) use enrollment_token::*;
+pub(super) use gpu_reset::*;
 pub(super) use tasks::*;
 pub(super) use validation::*;
 
@@ -37,13 +39,13 @@ use super::sku;
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::rejection_response::not_answered;
 use crate::api::request_fields::ssh_public_key::SshPublicKey;
+use crate::app_state::AppState;
+use crate::app_state::read_model::{self, IfMatch, StoredEntity, etag, find, if_match, wait_until};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};
 use crate::outbound::host_address::HostAddress;
 use crate::outbound::node_probe::Reachability;
-use crate::services::Services;
-use crate::services::read_model::{self, IfMatch, StoredEntity, etag, find, if_match, wait_until};
 use view::{NodeView, StateName};
 
 /// The timeout of waiting for a node's removal.
@@ -137,13 +139,13 @@ pub(super) struct NodeFilter {
 )]
 pub(super) async fn list(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<NodeFilter>,
 ) -> Result<Json<Items<NodeView>>, ApiError> {
     let page = listing.page("admin/nodes", "", Order::OldestFirst)?;
     let filter = &listing.filter;
     let sku = match &filter.sku {
-        Some(sku) => Some(sku::id_in_filter(&services, sku).await?),
+        Some(sku) => Some(sku::id_in_filter(&app, sku).await?),
         None => None,
     };
     let filter = ListFilter {
@@ -152,8 +154,8 @@ pub(super) async fn list(
         sku,
         terms: terms(filter.name.as_ref(), &filter.label),
     };
-    let rows = read_model::list::<Node>(&services, &filter, &page).await?;
-    let now = services.environment.now();
+    let rows = read_model::list::<Node>(&app, &filter, &page).await?;
+    let now = app.environment.now();
     Ok(Json(read_model::to_page(&page, rows, |stored| NodeView::of(&stored, now))))
 }
 
@@ -168,31 +170,31 @@ pub(super) async fn list(
 )]
 pub(super) async fn create(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewNode>>,
 ) -> Result<Response, ApiError> {
     let answered = match context.committed_reply::<Node>()? {
         Some(answered) => answered,
-        None => context.ask::<Node>(context.new_id(), register_command(&services, &context, &new).await?).await?,
+        None => context.ask::<Node>(context.new_id(), register_command(&app, &context, &new).await?).await?,
     };
-    node_response(&services, &context, StatusCode::CREATED, answered).await
+    node_response(&app, &context, StatusCode::CREATED, answered).await
 }
 
 /// The command that registers a node: its SKU resolved and, where the request wants it, its address probed.
-async fn register_command(services: &Services, context: &RequestContext, new: &NewNode) -> Result<Request, ApiError> {
+async fn register_command(app: &AppState, context: &RequestContext, new: &NewNode) -> Result<Request, ApiError> {
     let host = HostAddress::parse(&new.host)?;
     let key = SshPublicKey::parse(&new.ssh_public_key).map_err(|error| {
         ApiError::invalid_request(format!("`ssh_public_key` is refused: {error}.")).detail("field", "ssh_public_key")
     })?;
-    let sku = sku::active(services, &new.sku).await?;
+    let sku = sku::active(app, &new.sku).await?;
     let (onboarding_mode, machine) = match new.onboarding_mode {
         Mode::Manual => (OnboardingMode::Manual, None),
         Mode::Maas => {
-            let prepared = machine_provider::prepare(services, &context.scopes(), &host.to_string()).await?;
+            let prepared = machine_provider::prepare(app, &context.scopes(), &host.to_string()).await?;
             (OnboardingMode::Maas, Some(prepared))
         }
     };
-    let probe = if new.probe { Some(probed(services, &host, new.port.0).await?) } else { None };
+    let probe = if new.probe { Some(probed(app, &host, new.port.0).await?) } else { None };
     let registration = Registration {
         host: host.to_string(),
         port: new.port.0,
@@ -216,11 +218,11 @@ async fn register_command(services: &Services, context: &RequestContext, new: &N
 )]
 pub(super) async fn get(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
-    let stored = find::<Node>(&services, id).await?.ok_or_else(|| ApiError::not_found("node"))?;
-    Ok((etag(stored.version), Json(NodeView::of(&stored, services.environment.now()))).into_response())
+    let stored = find::<Node>(&app, id).await?.ok_or_else(|| ApiError::not_found("node"))?;
+    Ok((etag(stored.version), Json(NodeView::of(&stored, app.environment.now()))).into_response())
 }
 
 /// Changes how a node is reached, its name and its labels.
@@ -233,7 +235,7 @@ pub(super) async fn get(
 )]
 pub(super) async fn revise(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     headers: HeaderMap,
     request_body::Json(change): request_body::Json<NodeChange>,
@@ -246,7 +248,7 @@ pub(super) async fn revise(
         ));
     }
     let host = change.host.as_deref().map(HostAddress::parse).transpose()?;
-    let probe = revised_probe(&services, id, host.as_ref(), &change).await?;
+    let probe = revised_probe(&app, id, host.as_ref(), &change).await?;
     let command = Request::Revise {
         host: host.map(|host| host.to_string()),
         port: change.port.map(|port| port.0),
@@ -256,7 +258,7 @@ pub(super) async fn revise(
         if_version: if_match(&headers)?,
     };
     let answered = context.ask::<Node>(id, command).await?;
-    node_response(&services, &context, StatusCode::OK, answered).await
+    node_response(&app, &context, StatusCode::OK, answered).await
 }
 
 /// Takes a node out of service.
@@ -270,12 +272,12 @@ pub(super) async fn revise(
 )]
 pub(super) async fn retire(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(why)): Idempotent<request_body::Json<Retirement>>,
 ) -> Result<Response, ApiError> {
     let command = Request::Retire { reason: why.reason.to_string(), drain: why.drain };
-    execute(&services, context, id, command).await
+    execute(&app, context, id, command).await
 }
 
 reason_commands! {
@@ -310,12 +312,12 @@ reason_commands! {
 )]
 pub(super) async fn clear_finding(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path((id, finding_id)): Path<(Uuid, Uuid)>,
     Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     let command = Request::ClearFinding { finding_id: FindingId(finding_id), reason: why.reason.to_string() };
-    execute(&services, context, id, command).await
+    execute(&app, context, id, command).await
 }
 
 /// Removes a retired node for good.
@@ -332,7 +334,7 @@ pub(super) async fn clear_finding(
 )]
 pub(super) async fn remove(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
@@ -340,27 +342,22 @@ pub(super) async fn remove(
     let command = Request::Remove { reason: why.reason.to_string() };
     let answered = context.try_ask::<Node>(id, command).await?.map_err(removal_error)?;
     let gone = |node: &Node| node.life == Phase::Removed;
-    wait_until(&services, id, REMOVAL_TIMEOUT, gone).await?;
-    let stored = find::<Node>(&services, id).await?.ok_or_else(unexpected)?;
+    wait_until(&app, id, REMOVAL_TIMEOUT, gone).await?;
+    let stored = find::<Node>(&app, id).await?.ok_or_else(unexpected)?;
     let status = if gone(&stored.it) { StatusCode::OK } else { StatusCode::ACCEPTED };
-    let view = NodeView::of(&stored, services.environment.now());
+    let view = NodeView::of(&stored, app.environment.now());
     Ok((status, replayed(&answered), etag(stored.version), Json(view)).into_response())
 }
 
 /// Executes an operator's command, exempt from load shedding, and responds with the node after it.
-async fn execute(
-    services: &Services,
-    context: RequestContext,
-    id: Uuid,
-    request: Request,
-) -> Result<Response, ApiError> {
+async fn execute(app: &AppState, context: RequestContext, id: Uuid, request: Request) -> Result<Response, ApiError> {
     let context = context.prioritized();
     let answered = context.ask::<Node>(id, request).await?;
-    node_response(services, &context, StatusCode::OK, answered).await
+    node_response(app, &context, StatusCode::OK, answered).await
 }
 
 async fn node_response(
-    services: &Services,
+    app: &AppState,
     context: &RequestContext,
     status: StatusCode,
     answered: CommandReply<Reply>,
@@ -369,7 +366,7 @@ async fn node_response(
     let Reply::Node { node } = &answered.reply else { return Err(unexpected()) };
     let (version, updated_at) = context.transition_of(node.id.0, &answered).await?;
     let stored = StoredEntity { created_at: node.registered_at, it: Node::clone(node), version, updated_at };
-    Ok((status, replayed, etag(version), Json(NodeView::of(&stored, services.environment.now()))).into_response())
+    Ok((status, replayed, etag(version), Json(NodeView::of(&stored, app.environment.now()))).into_response())
 }
 
 /// The error of a refused removal states its precondition (specification, *Errors*).
@@ -385,12 +382,12 @@ fn removal_error(error: AskError<Rejection>) -> ApiError {
 
 /// The probe of the changed address, where one is wanted.
 async fn revised_probe(
-    services: &Services,
+    app: &AppState,
     id: Uuid,
     host: Option<&HostAddress>,
     change: &NodeChange,
 ) -> Result<Option<ProbeOutcome>, ApiError> {
-    let node = find::<Node>(services, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
+    let node = find::<Node>(app, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
     let host = match host {
         Some(host) => host.clone(),
         None => HostAddress::parse(&node.registration.host)?,
@@ -398,15 +395,15 @@ async fn revised_probe(
     let port = change.port.as_ref().map_or(node.registration.port, |port| port.0);
     let is_elsewhere = host.to_string() != node.registration.host || port != node.registration.port;
     let wanted = change.probe.unwrap_or(is_elsewhere && node.probe.is_some());
-    if wanted { Ok(Some(probed(services, &host, port).await?)) } else { Ok(None) }
+    if wanted { Ok(Some(probed(app, &host, port).await?)) } else { Ok(None) }
 }
 
-async fn probed(services: &Services, host: &HostAddress, port: u16) -> Result<ProbeOutcome, ApiError> {
-    let (reachable, error) = match services.probe.probe(host, port).await? {
+async fn probed(app: &AppState, host: &HostAddress, port: u16) -> Result<ProbeOutcome, ApiError> {
+    let (reachable, error) = match app.probe.probe(host, port).await? {
         Reachability::Reachable => (true, None),
         Reachability::Unreachable(why) => (false, Some(why)),
     };
-    Ok(ProbeOutcome { reachable, checked_at: services.environment.now(), error })
+    Ok(ProbeOutcome { reachable, checked_at: app.environment.now(), error })
 }
 
 fn unexpected() -> ApiError {

@@ -9,6 +9,7 @@ use axum::http::{HeaderValue, StatusCode, header, request};
 use axum::response::{IntoResponse, Response};
 use chrono::{DateTime, Utc};
 use domain::announcement::{self, Announcement, Command, Reply};
+use domain::authz::{Action, Principal, authorize};
 use domain::notification::Channel;
 use secrecy::{ExposeSecret as _, SecretString};
 use serde::{Deserialize, Serialize};
@@ -19,16 +20,19 @@ use uuid::Uuid;
 use super::request_context::{AdminRequest, AuthenticatedUser, replayed};
 use super::request_fields::Reason;
 use crate::api::idempotency::request_layer::Idempotent;
+use crate::app_state::AppState;
+use crate::auth::browser_session::has_session_cookie;
 use crate::auth::{self, Caller};
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body;
 use crate::http::websocket::{Close, REVOKED, TOKEN, close_now, no_upgrade, offered};
 use crate::limits::connection_quota::{ConnectionKind, QuotaExceeded};
-use crate::notifications::{Connection, FULL, NotificationMessage};
-use crate::services::Services;
+use crate::notifications::{Connection, Credential, FULL, NotificationMessage};
 
 /// The WebSocket subprotocol.
 const PROTOCOL: &str = "gpu.notifications.v1";
+/// Offered beside it by a client that shows operators what changes. It is never chosen as the protocol.
+const OPERATIONS: &str = "gpu.notifications.operations";
 
 /// The longest message of a client, which sends pings alone.
 const CLIENT_MESSAGE: usize = 1024;
@@ -37,16 +41,17 @@ const CLIENT_MESSAGE: usize = 1024;
 pub(super) struct SubscribeRequest {
     caller: Result<Caller, ApiError>,
     token: Option<SecretString>,
-    /// The token came as a subprotocol, as browsers send it. A browser page sees close codes and no HTTP errors.
+    /// The token came as a subprotocol or in a cookie, as browsers send it. A browser page sees close codes and no HTTP errors.
     is_page: bool,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
     has_protocol: bool,
+    wants_operations: bool,
 }
 
-impl FromRequestParts<Services> for SubscribeRequest {
+impl FromRequestParts<AppState> for SubscribeRequest {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
+    async fn from_request_parts(parts: &mut request::Parts, app: &AppState) -> Result<Self, ApiError> {
         // Proxies log URLs, so a token in a query is no secret.
         if parts.uri.query().is_some() {
             return Err(ApiError::invalid_request(
@@ -54,9 +59,9 @@ impl FromRequestParts<Services> for SubscribeRequest {
                  a URL as known to others.",
             ));
         }
-        services.addresses.check_origin(&parts.headers)?;
+        app.addresses.check_origin(&parts.headers)?;
         let offered = offered(&parts.headers)?;
-        let has_protocol = offered.contains(&PROTOCOL);
+        let (has_protocol, wants_operations) = (offered.contains(&PROTOCOL), offered.contains(&OPERATIONS));
         let mut tokens = offered.iter().filter_map(|protocol| protocol.strip_prefix("bearer."));
         let (token, second) = (tokens.next().map(|token| SecretString::from(token.to_owned())), tokens.next());
         let is_page = token.is_some();
@@ -73,17 +78,18 @@ impl FromRequestParts<Services> for SubscribeRequest {
             parts.headers.insert(header::AUTHORIZATION, value);
         }
         let token = auth::bearer(&parts.headers).ok().map(|token| SecretString::from(token.to_owned()));
-        let caller =
-            AuthenticatedUser::from_request_parts(parts, services).await.map(|AuthenticatedUser(caller)| caller);
-        let upgrade = WebSocketUpgrade::from_request_parts(parts, services).await;
-        Ok(Self { caller, token, is_page, upgrade, has_protocol })
+        // A cookie adds nothing to a token.
+        let is_page = is_page || (token.is_none() && has_session_cookie(&parts.headers));
+        let caller = AuthenticatedUser::from_request_parts(parts, app).await.map(|AuthenticatedUser(caller)| caller);
+        let upgrade = WebSocketUpgrade::from_request_parts(parts, app).await;
+        Ok(Self { caller, token, is_page, upgrade, has_protocol, wants_operations })
     }
 }
 
 /// Subscribes to notifications about your resources.
 ///
 /// A WebSocket (RFC 6455, over HTTP/1.1). Offer the subprotocols `gpu.notifications.v1` and `bearer.<access token>`, or send the token in
-/// the header `Authorization`. You receive the channels `user`, `org` where the token names one, and `broadcast`; each text message is one
+/// the header `Authorization`; a browser that is logged in to the web console sends its cookie. You receive the channels `user`, `org` where the token names one, and `broadcast`. A client that offers `gpu.notifications.operations` too, and may operate the runtime, receives `operations`: up to four messages a second from each member, `runtime.changed`, which name the entities that changed. Each text message is one
 /// `Notification`, the first one `notifications.ready`. Nothing is stored for you: read the current state after you have connected. The
 /// connection ends with the access token. Close codes: 4401 the token is not accepted, 4403 it was revoked, or has no role here, 4408 it
 /// has ended, 4413 you were too slow, 4429 you have too many connections (policy `notification.connections_per_user`), 1008 your message
@@ -92,9 +98,10 @@ impl FromRequestParts<Services> for SubscribeRequest {
     get,
     path = "/",
     responses((status = 101, description = "From here on messages come: each is one `Notification`.", body = NotificationMessage)),
+    extensions(("x-without-console" = json!("no request: all tabs share one connection to it"))),
 )]
-pub(super) async fn listen(State(services): State<Services>, request: SubscribeRequest) -> Result<Response, ApiError> {
-    let SubscribeRequest { caller, token, is_page, upgrade, has_protocol } = request;
+pub(super) async fn listen(State(app): State<AppState>, request: SubscribeRequest) -> Result<Response, ApiError> {
+    let SubscribeRequest { caller, token, is_page, upgrade, has_protocol, wants_operations } = request;
     let caller = match caller {
         Ok(caller) => caller,
         Err(error) => {
@@ -108,21 +115,25 @@ pub(super) async fn listen(State(services): State<Services>, request: SubscribeR
     if !has_protocol {
         return Err(ApiError::invalid_request(format!("Offer the subprotocol `{PROTOCOL}`.")));
     }
-    let token = token.ok_or_else(|| ApiError::internal("a caller was known without a token"))?;
-    let most = services.environment.policy().int(
-        ConnectionKind::Notifications.key(),
-        &scopes_of(&caller),
-        services.environment.now(),
-    );
-    let slot = match services.connection_quotas.acquire(ConnectionKind::Notifications, &caller.user_id, most).await {
+    let credential = match (caller.browser_session, token) {
+        (Some(session), _) => Credential::BrowserSession(session),
+        (None, Some(token)) => Credential::Token(token),
+        (None, None) => return Err(ApiError::internal("a caller was known without a token")),
+    };
+    let most =
+        app.environment.policy().int(ConnectionKind::Notifications.key(), &scopes_of(&caller), app.environment.now());
+    let slot = match app.connection_quotas.acquire(ConnectionKind::Notifications, &caller.user_id, most).await {
         Ok(slot) => slot,
         Err(QuotaExceeded::PerUser { .. }) => return Ok(closed(upgrade, FULL)),
         Err(full @ QuotaExceeded::PerProcess) => return Err(full.into()),
     };
-    // The token alone, and nothing that the client sends, decides on the channels.
+    // The token decides on the channels; a client can only leave out the one for operators.
     let mut channels = vec![Channel::User(caller.user_id.clone())];
     channels.extend(caller.org_id.clone().map(Channel::Org));
     channels.push(Channel::Broadcast);
+    if wants_operations && may_operate(&caller) {
+        channels.push(Channel::Operations);
+    }
     let upgrade = upgrade
         .protocols([PROTOCOL])
         .max_message_size(CLIENT_MESSAGE)
@@ -131,11 +142,17 @@ pub(super) async fn listen(State(services): State<Services>, request: SubscribeR
         .write_buffer_size(0)
         .max_write_buffer_size(64 * 1024);
     Ok(upgrade.on_upgrade(async move |socket| {
-        let subscription = services.notifications.listen(channels).await;
-        let authenticator = Arc::clone(&services.authenticator);
-        let (metrics, stopping) = (services.notifications.metrics().clone(), services.stopping.clone());
-        Connection { authenticator, metrics, stopping, subscription, token, caller, slot }.run(socket).await;
+        let subscription = app.notifications.listen(channels).await;
+        let authenticator = Arc::clone(&app.authenticator);
+        let (metrics, stopping) = (app.notifications.metrics().clone(), app.stopping.clone());
+        Connection { authenticator, metrics, stopping, subscription, credential, caller, slot }.run(socket).await;
     }))
+}
+
+/// Whether the caller may see which entities change.
+fn may_operate(caller: &Caller) -> bool {
+    let principal = Principal::Caller(caller.clone().into_identity());
+    authorize(&principal, Action::OperateRuntime).is_ok()
 }
 
 fn scopes_of(caller: &Caller) -> domain::policy::Scopes {
@@ -150,7 +167,7 @@ fn scopes_of(caller: &Caller) -> domain::policy::Scopes {
 /// The close code for a refusal that is permanent, for a browser page.
 fn close_code_of(error: &ApiError) -> Option<Close> {
     match error.code() {
-        Code::Unauthenticated => Some(TOKEN),
+        Code::Unauthenticated | Code::SessionEnded => Some(TOKEN),
         Code::Forbidden => Some(REVOKED),
         _ => None,
     }

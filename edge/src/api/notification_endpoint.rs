@@ -25,13 +25,13 @@ use uuid::Uuid;
 use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed};
 use super::request_fields::{ClaimId, EventName, Reason, ReceiverUrl, set_or_none};
 use crate::api::idempotency::request_layer::Idempotent;
+use crate::app_state::AppState;
+use crate::app_state::read_model::{self, current, find};
 use crate::http::correlation::no_store;
 use crate::http::error::{ApiError, Code};
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, NoBody, Path};
-use crate::notifications::delivery::webhook::{new_secret, shown_secret};
-use crate::services::Services;
-use crate::services::read_model::{self, current, find};
+use crate::notifications::delivery::outbound_webhook::{new_secret, shown_secret};
 
 /// A bound above the number of endpoints that a holder can have.
 const ABOVE_ANY_LIMIT: u32 = 200;
@@ -229,14 +229,14 @@ pub(super) struct NotificationSecret {
 )]
 pub(super) async fn list(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<OwnEndpointFilter>,
 ) -> Result<Json<Items<EndpointView>>, ApiError> {
-    introduce(&services, &context).await;
+    introduce(&app, &context).await;
     let holder = holder_of(&context, listing.filter.holder.unwrap_or_default())?.to_string();
     let page = listing.page("notification-endpoints", &holder, Order::OldestFirst)?;
     let filter = ListFilter { owner: Some(holder), states: existing_states(), ..ListFilter::default() };
-    let rows = read_model::list::<NotificationEndpoint>(&services, &filter, &page).await?;
+    let rows = read_model::list::<NotificationEndpoint>(&app, &filter, &page).await?;
     let Items { items, next_page } = read_model::to_page(&page, rows, |stored| EndpointView::of(&stored.it));
     Ok(Json(Items { items: items.into_iter().flatten().collect(), next_page }))
 }
@@ -250,7 +250,7 @@ pub(super) async fn list(
 )]
 pub(super) async fn list_all(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<EndpointFilter>,
 ) -> Result<Json<Items<EndpointView>>, ApiError> {
     let page = listing.page("admin/notification-endpoints", "", Order::OldestFirst)?;
@@ -259,7 +259,7 @@ pub(super) async fn list_all(
         states: listing.filter.state.map_or_else(existing_states, |state| vec![state.name().to_owned()]),
         ..ListFilter::default()
     };
-    let rows = read_model::list::<NotificationEndpoint>(&services, &filter, &page).await?;
+    let rows = read_model::list::<NotificationEndpoint>(&app, &filter, &page).await?;
     let Items { items, next_page } = read_model::to_page(&page, rows, |stored| EndpointView::of(&stored.it));
     Ok(Json(Items { items: items.into_iter().flatten().collect(), next_page }))
 }
@@ -276,20 +276,20 @@ pub(super) async fn list_all(
 )]
 pub(super) async fn create(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewNotificationEndpoint>>,
 ) -> Result<Response, ApiError> {
     let id = context.new_id();
     let answered = match context.committed_reply::<NotificationEndpoint>()? {
         Some(answered) => answered,
-        None => context.ask::<NotificationEndpoint>(id, create_command(&services, &context, id, &new).await?).await?,
+        None => context.ask::<NotificationEndpoint>(id, create_command(&app, &context, id, &new).await?).await?,
     };
     let replayed = replayed(&answered);
     Ok((StatusCode::CREATED, replayed, Json(shown(answered)?)).into_response())
 }
 
 async fn create_command(
-    services: &Services,
+    app: &AppState,
     context: &RequestContext,
     id: Uuid,
     new: &NewNotificationEndpoint,
@@ -297,8 +297,8 @@ async fn create_command(
     let holder = holder_of(context, new.holder)?;
     let (target, secret_enc) = match (new.kind, &new.url) {
         (EndpointKind::Webhook, Some(url)) => {
-            let url = receiver(services, url)?;
-            let sealed = services.delivery.seal(id, &new_secret()).map_err(ApiError::internal)?;
+            let url = receiver(app, url)?;
+            let sealed = app.delivery.seal(id, &new_secret()).map_err(ApiError::internal)?;
             (Target::Webhook { url }, Some(sealed))
         }
         (EndpointKind::Webhook, None) => return Err(invalid("A webhook needs a `url`.", "url")),
@@ -306,18 +306,19 @@ async fn create_command(
             let message = "An e-mail goes to the address that your identity provider has verified; leave `url` out.";
             return Err(invalid(message, "url"));
         }
-        (EndpointKind::Email, None) => (Target::Email { address: address_of(services, context)? }, None),
+        (EndpointKind::Email, None) => (Target::Email { address: address_of(app, context)? }, None),
     };
-    let place = free_place(services, &holder).await?;
+    let place = free_place(app, &holder).await?;
     Ok(Request::Create { holder, target, secret_enc, events: names(new.events.as_deref()), place })
 }
 
 /// The holder's first slot that no endpoint has. Where two requests take the same slot, the commit admits one.
-async fn free_place(services: &Services, holder: &Holder) -> Result<u16, ApiError> {
+async fn free_place(app: &AppState, holder: &Holder) -> Result<u16, ApiError> {
     let mut taken = BTreeSet::new();
     let filter = ListFilter { owner: Some(holder.to_string()), states: existing_states(), ..ListFilter::default() };
-    for row in &services.reads.list(EntityKind::NotificationEndpoint, &filter, None, ABOVE_ANY_LIMIT).await?.items {
-        taken.extend(read_model::StoredEntity::<NotificationEndpoint>::of(row)?.it.place);
+    for listed in app.reads.list(EntityKind::NotificationEndpoint, &filter, None, ABOVE_ANY_LIMIT).await?.items {
+        let row = listed.row.map_err(ApiError::unavailable)?;
+        taken.extend(read_model::StoredEntity::<NotificationEndpoint>::of(&row)?.it.place);
     }
     Ok((0..u16::MAX).find(|place| !taken.contains(place)).unwrap_or(u16::MAX))
 }
@@ -327,13 +328,14 @@ async fn free_place(services: &Services, holder: &Holder) -> Result<u16, ApiErro
     get,
     path = "/",
     responses((status = 200, description = "The endpoint.", body = EndpointView)),
+    extensions(("x-without-console" = json!("the list has the same fields"))),
 )]
 pub(super) async fn get(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<EndpointView>, ApiError> {
-    let endpoint = own(&services, &context, id).await?;
+    let endpoint = own(&app, &context, id).await?;
     EndpointView::of(&endpoint).map(Json).ok_or_else(not_found)
 }
 
@@ -346,12 +348,12 @@ pub(super) async fn get(
 )]
 pub(super) async fn revise(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     request_body::Json(change): request_body::Json<NotificationEndpointChange>,
 ) -> Result<Json<EndpointView>, ApiError> {
     let change = EndpointChange {
-        url: change.url.as_ref().map(|url| receiver(&services, url)).transpose()?,
+        url: change.url.as_ref().map(|url| receiver(&app, url)).transpose()?,
         events: change.events.map(|events| names(events.as_deref())),
         is_enabled: change.enabled,
     };
@@ -380,11 +382,11 @@ pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uui
 )]
 pub(super) async fn secret(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
-    let endpoint = own_as_holder(&services, &context, id).await?;
-    secret_of(&services, &endpoint)
+    let endpoint = own_as_holder(&app, &context, id).await?;
+    secret_of(&app, &endpoint)
 }
 
 /// Gives a webhook another secret.
@@ -397,17 +399,17 @@ pub(super) async fn secret(
 )]
 pub(super) async fn rotate_secret(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     _: NoBody,
 ) -> Result<Response, ApiError> {
-    own_as_holder(&services, &context, id).await?;
-    let secret_enc = services.delivery.seal(id, &new_secret()).map_err(ApiError::internal)?;
+    own_as_holder(&app, &context, id).await?;
+    let secret_enc = app.delivery.seal(id, &new_secret()).map_err(ApiError::internal)?;
     let answered = context.ask_unstored::<NotificationEndpoint>(id, Request::RotateSecret { secret_enc }).await?;
     let (Reply::Shown { endpoint } | Reply::Letters { endpoint, .. }) = answered.reply else {
         return Err(unexpected());
     };
-    let response = secret_of(&services, &endpoint)?;
+    let response = secret_of(&app, &endpoint)?;
     Ok((StatusCode::CREATED, response).into_response())
 }
 
@@ -419,11 +421,11 @@ pub(super) async fn rotate_secret(
 )]
 pub(super) async fn test(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     _: Idempotent<NoBody>,
 ) -> Result<Response, ApiError> {
-    let body = crate::notifications::test_message(id, services.environment.now());
+    let body = crate::notifications::test_message(id, app.environment.now());
     let answered = context.ask::<NotificationEndpoint>(id, Request::Test { body }).await?;
     let replayed = replayed(&answered);
     Ok((StatusCode::ACCEPTED, replayed, Json(shown(answered)?)).into_response())
@@ -437,10 +439,10 @@ pub(super) async fn test(
 )]
 pub(super) async fn dead_letters(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<Items<DeadLetterView>>, ApiError> {
-    let endpoint = own(&services, &context, id).await?;
+    let endpoint = own(&app, &context, id).await?;
     Ok(Json(Items { items: endpoint.queue.dead.iter().map(DeadLetterView::of).collect(), next_page: None }))
 }
 
@@ -484,21 +486,21 @@ async fn settle(context: &RequestContext, id: Uuid, request: Request) -> Result<
 
 /// Sets the address that the identity provider has verified at the caller's own e-mail endpoint, so that users who rent or pay are warned
 /// without setting it up. Where that fails, the next request retries it.
-pub(super) async fn introduce(services: &Services, context: &RequestContext) {
-    let (Some(address), true) = (context.verified_email.clone(), services.delivery.mailer.is_some()) else { return };
+pub(super) async fn introduce(app: &AppState, context: &RequestContext) {
+    let (Some(address), true) = (context.verified_email.clone(), app.delivery.mailer.is_some()) else { return };
     let user_id = context.caller.user_id.clone();
     let id = id_of_name(EntityKind::NotificationEndpoint, &format!("email:{user_id}"));
     let is_known = async {
-        let found = find::<NotificationEndpoint>(services, id).await.ok().flatten();
+        let found = find::<NotificationEndpoint>(app, id).await.ok().flatten();
         found.is_some_and(|stored| stored.it.is_at(&address) || !stored.it.exists())
     };
     if is_known.await {
         return;
     }
     let command = Fact::Introduce { user_id, address };
-    let told = context.ask_as_system::<NotificationEndpoint>("notification-endpoints", id, command);
-    if !matches!(tokio::time::timeout(INTRODUCTION_TIMEOUT, told).await, Ok(Ok(_))) {
-        tracing::info!(user.id = %context.caller.user_id, "an e-mail address could not be introduced yet");
+    let notified = context.ask_as_system::<NotificationEndpoint>("notification-endpoints", id, command);
+    if !matches!(tokio::time::timeout(INTRODUCTION_TIMEOUT, notified).await, Ok(Ok(_))) {
+        tracing::info!(user.id = %context.caller.user_id, "the first e-mail to an address could not be sent yet");
     }
 }
 
@@ -507,19 +509,15 @@ fn existing_states() -> Vec<String> {
     PRESENT.map(str::to_owned).into()
 }
 
-async fn own(services: &Services, context: &RequestContext, id: Uuid) -> Result<NotificationEndpoint, ApiError> {
-    let found = current::<NotificationEndpoint>(services, id).await?;
+async fn own(app: &AppState, context: &RequestContext, id: Uuid) -> Result<NotificationEndpoint, ApiError> {
+    let found = current::<NotificationEndpoint>(app, id).await?;
     let found = found.filter(|found| found.it.is_for(&context.principal()));
     found.map(|found| NotificationEndpoint::clone(&found.it)).ok_or_else(not_found)
 }
 
 /// The caller's endpoint, or their organization's. Secrets are shown to no other caller, administrators included.
-async fn own_as_holder(
-    services: &Services,
-    context: &RequestContext,
-    id: Uuid,
-) -> Result<NotificationEndpoint, ApiError> {
-    let endpoint = own(services, context, id).await?;
+async fn own_as_holder(app: &AppState, context: &RequestContext, id: Uuid) -> Result<NotificationEndpoint, ApiError> {
+    let endpoint = own(app, context, id).await?;
     let is_theirs = match &endpoint.holder {
         Holder::User(id) => *id == context.caller.user_id,
         Holder::Org(id) => context.caller.org_id.as_ref() == Some(id),
@@ -527,8 +525,8 @@ async fn own_as_holder(
     is_theirs.then_some(endpoint).ok_or_else(|| ApiError::not_found("secret of yours"))
 }
 
-fn secret_of(services: &Services, endpoint: &NotificationEndpoint) -> Result<Response, ApiError> {
-    let secrets = services.delivery.secrets(endpoint, services.environment.now()).map_err(ApiError::internal)?;
+fn secret_of(app: &AppState, endpoint: &NotificationEndpoint) -> Result<Response, ApiError> {
+    let secrets = app.delivery.secrets(endpoint, app.environment.now()).map_err(ApiError::internal)?;
     let Some(newest) = secrets.first() else {
         return Err(invalid("An e-mail address has no secret.", "id"));
     };
@@ -546,13 +544,13 @@ fn holder_of(context: &RequestContext, kind: HolderKind) -> Result<Holder, ApiEr
     }
 }
 
-fn receiver(services: &Services, url: &ReceiverUrl) -> Result<String, ApiError> {
-    let checked = services.delivery.webhooks.check(url);
+fn receiver(app: &AppState, url: &ReceiverUrl) -> Result<String, ApiError> {
+    let checked = app.delivery.webhooks.check(url);
     checked.map(|()| url.to_string()).map_err(|why| invalid(&format!("`url` is refused: {why}."), "url"))
 }
 
-fn address_of(services: &Services, context: &RequestContext) -> Result<String, ApiError> {
-    if services.delivery.mailer.is_none() {
+fn address_of(app: &AppState, context: &RequestContext) -> Result<String, ApiError> {
+    if app.delivery.mailer.is_none() {
         let message = "No mail server is configured; the operator sets SVC_SMTP_URL (see the book, operator/email.md).";
         return Err(ApiError::new(Code::StateConflict, message));
     }

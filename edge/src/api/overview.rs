@@ -1,4 +1,4 @@
-//! The whole service at a glance (decisions 7, *overview*).
+//! The whole service at a glance (decisions 7, *Overview*).
 
 use axum::Json;
 use axum::extract::State;
@@ -9,9 +9,9 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::request_context::AdminRequest;
+use crate::app_state::AppState;
+use crate::app_state::runtime_interface::TreeFilter;
 use crate::http::error::ApiError;
-use crate::services::Services;
-use crate::services::runtime_interface::TreeFilter;
 
 /// Counts of all resources, and what needs an operator.
 #[derive(Debug, Serialize, ToSchema)]
@@ -58,10 +58,10 @@ pub(super) struct MoneyOverview {
 
 /// The whole service at a glance.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The overview.", body = Overview)))]
-pub(super) async fn overview(_: AdminRequest, State(services): State<Services>) -> Result<Json<Overview>, ApiError> {
-    let summary = services.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() });
-    let gpus = async { services.reads.gpus().await.map_err(ApiError::from) };
-    let money = async { services.reads.prepaid_totals().await.map_err(ApiError::from) };
+pub(super) async fn overview(_: AdminRequest, State(app): State<AppState>) -> Result<Json<Overview>, ApiError> {
+    let summary = app.runtime.tree(TreeFilter { parked: Some(true), limit: Some(1), ..TreeFilter::default() });
+    let gpus = async { app.reads.gpus().await.map_err(ApiError::from) };
+    let money = async { app.reads.prepaid_totals().await.map_err(ApiError::from) };
     let (summary, gpus, money) = tokio::try_join!(async { summary.await.map_err(ApiError::from) }, gpus, money)?;
     let in_one = |of: persistence::queries::PrepaidTotal| MoneyOverview {
         currency: of.currency,
@@ -79,7 +79,7 @@ pub(super) async fn overview(_: AdminRequest, State(services): State<Services>) 
         gpus_free: of.free,
     };
     Ok(Json(Overview {
-        at: services.environment.now(),
+        at: app.environment.now(),
         entities_by_kind: summary.entities_by_kind,
         gpus: gpus.into_iter().map(shown).collect(),
         money: money.into_iter().map(in_one).collect(),

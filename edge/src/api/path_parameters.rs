@@ -5,8 +5,8 @@ use utoipa::openapi::schema::{KnownFormat, ObjectBuilder, SchemaFormat, SchemaTy
 use utoipa::openapi::{Ref, RefOr, Required, Schema};
 use utoipa::{PartialSchema, ToSchema};
 
-use super::request_fields::{ClaimId, WorkerName};
-use crate::services::runtime_interface::kinds;
+use super::request_fields::{ClaimId, GpuUuid, WorkerName};
+use crate::app_state::runtime_interface::kinds;
 use crate::statement::Month;
 
 /// A parameter of a path.
@@ -19,16 +19,19 @@ struct PathParameter {
 }
 
 #[rustfmt::skip]
-const PATH_PARAMETERS: [PathParameter; 29] = [
+const PATH_PARAMETERS: [PathParameter; 32] = [
     id("skus/{id}", "The SKU's id"),
     id("nodes/{id}", "The node's id"),
     id("findings/{finding_id}", "The finding's id"),
+    of("gpus/{gpu_uuid}", GpuUuid::schema, "The GPU's UUID, as the driver and the node's agent name it"),
     id("rollouts/{id}", "The rollout's id"),
     id("tasks/{task_id}", "The task's id"),
     id("allocations/{id}", "The allocation's id"),
     id("terminal/{allocation_id}", "The allocation's id"),
     id("terminal-sessions/{id}", "The session's id"),
     id("terminal-sessions/{session_id}", "The session's id"),
+    id("sessions/{id}", "The session's id"),
+    id("browser-sessions/{id}", "The session's id"),
     id("recordings/{id}", "The terminal session's id"),
     id("recordings/{session_id}", "The terminal session's id"),
     id("payments/{id}", "The payment's id"),

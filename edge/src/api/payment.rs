@@ -16,11 +16,11 @@ pub(super) use checkout::*;
 
 use super::billing::{holder_of, id_of};
 use super::request_context::{Authorized, RequestContext, SeeBilling, UserRequest};
+use crate::app_state::AppState;
+use crate::app_state::read_model::{self, CurrentEntity, current};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, Page, PageQuery};
 use crate::http::request_body::Path;
-use crate::services::Services;
-use crate::services::read_model::{self, CurrentEntity, current};
 use view::{PaymentView, StateName};
 pub(super) use view::{RefundState, RefundView};
 
@@ -41,12 +41,12 @@ pub(super) struct PaymentFilter {
 )]
 pub(super) async fn list(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<PaymentFilter>,
 ) -> Result<Json<Items<PaymentView>>, ApiError> {
     let holder = holder_of(&context);
     let page = listing.page("billing/payments", &holder.to_string(), Order::OldestFirst)?;
-    payments_of(&services, &holder, &listing.filter, &page).await
+    payments_of(&app, &holder, &listing.filter, &page).await
 }
 
 /// One payment, with what goes back of it.
@@ -54,13 +54,14 @@ pub(super) async fn list(
     get,
     path = "/",
     responses((status = 200, description = "The payment.", body = PaymentView)),
+    extensions(("x-without-console" = json!("the list has the same fields; the document of the payment reads it"))),
 )]
 pub(super) async fn get(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<PaymentView>, ApiError> {
-    let found = visible(&services, &context, id).await?;
+    let found = visible(&app, &context, id).await?;
     Ok(Json(PaymentView::of(&found.it, id_of(&found.it.holder))))
 }
 
@@ -73,19 +74,19 @@ pub(super) async fn get(
 )]
 pub(super) async fn list_of(
     _: Authorized<SeeBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     listing: Listing<PaymentFilter>,
 ) -> Result<Json<Items<PaymentView>>, ApiError> {
-    let account = current::<BillingAccount>(&services, id).await?;
+    let account = current::<BillingAccount>(&app, id).await?;
     let holder = account.ok_or_else(|| ApiError::not_found("billing account"))?.it.holder.clone();
     let page = listing.page("admin/billing/payments", &id.to_string(), Order::OldestFirst)?;
-    payments_of(&services, &holder, &listing.filter, &page).await
+    payments_of(&app, &holder, &listing.filter, &page).await
 }
 
 /// The payment, where the caller may see it: the holder of its account, its payer, or an administrator.
-async fn visible(services: &Services, context: &RequestContext, id: Uuid) -> Result<CurrentEntity<Payment>, ApiError> {
-    let found = current::<Payment>(services, id).await?;
+async fn visible(app: &AppState, context: &RequestContext, id: Uuid) -> Result<CurrentEntity<Payment>, ApiError> {
+    let found = current::<Payment>(app, id).await?;
     let may_see = |found: &CurrentEntity<Payment>| {
         context.is_admin() || found.it.payer == context.caller.user_id || found.it.holder == holder_of(context)
     };
@@ -93,14 +94,14 @@ async fn visible(services: &Services, context: &RequestContext, id: Uuid) -> Res
 }
 
 async fn payments_of(
-    services: &Services,
+    app: &AppState,
     holder: &Holder,
     given: &PaymentFilter,
     page: &Page,
 ) -> Result<Json<Items<PaymentView>>, ApiError> {
     let states = given.state.map(|state| state.name().to_owned()).into_iter().collect();
     let filter = ListFilter { owner: Some(holder.to_string()), states, ..ListFilter::default() };
-    let rows = read_model::list::<Payment>(services, &filter, page).await?;
+    let rows = read_model::list::<Payment>(app, &filter, page).await?;
     let account = id_of(holder);
     Ok(Json(read_model::to_page(page, rows, |stored| PaymentView::of(&stored.it, account))))
 }

@@ -15,22 +15,23 @@ use serde::Serialize;
 use utoipa::ToSchema;
 use uuid::Uuid;
 
-use super::browser_page::{PageFiles, SCRIPT, STYLE, page_response};
+use super::browser_page::{PAGE_STYLES, PageFiles, SCRIPT, STYLE, page_response, page_with_styles};
+use crate::app_state::read_model::current;
+use crate::app_state::{AppState, PaymentPage};
 use crate::http::correlation::no_store;
 use crate::http::error::ApiError;
 use crate::http::request_body::Path;
 use crate::http::websocket::origin_of;
-use crate::services::read_model::current;
-use crate::services::{PaymentPage, Services};
 
 const PAGE: &str = include_str!("../../payment-page/index.html");
 const RETURNED: &str = include_str!("../../payment-page/returned.html");
 
 /// The page's own assets.
-const FILES: [(&str, &str, &str); 4] = [
+const FILES: [(&str, &str, &str); 5] = [
+    ("page-styles.js", SCRIPT, PAGE_STYLES),
     ("main.js", SCRIPT, include_str!("../../payment-page/main.js")),
-    ("paying.js", SCRIPT, include_str!("../../payment-page/paying.js")),
-    ("terms.js", SCRIPT, include_str!("../../payment-page/terms.js")),
+    ("card_payment.js", SCRIPT, include_str!("../../payment-page/card_payment.js")),
+    ("checkout_terms.js", SCRIPT, include_str!("../../payment-page/checkout_terms.js")),
     ("style.css", STYLE, include_str!("../../payment-page/style.css")),
 ];
 
@@ -69,13 +70,17 @@ static PAGE_FILES: LazyLock<PageFiles> = LazyLock::new(|| PageFiles::built_in(&F
     get,
     path = "/",
     responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
+    extensions(
+        ("x-without-gpuctl" = json!("a page; `billing top-up` opens it")),
+        ("x-without-console" = json!("a document of its own, to which a payment leads")),
+    ),
 )]
-pub(super) async fn page(State(services): State<Services>, Path(_payment): Path<Uuid>) -> Result<Response, ApiError> {
-    let page = page_of(&services)?;
+pub(super) async fn page(State(app): State<AppState>, Path(_payment): Path<Uuid>) -> Result<Response, ApiError> {
+    let page = page_of(&app)?;
     let html = PAGE
         .replace("{{script_url}}", &escaped(&page.script_url))
         .replace("{{publishable_key}}", &escaped(&page.publishable_key));
-    Ok(page_response(html, content_security_policy(page)?))
+    page_with_styles(&html, &content_security_policy(page))
 }
 
 /// The page after paying or canceling, for payers without a page of their own.
@@ -83,6 +88,10 @@ pub(super) async fn page(State(services): State<Services>, Path(_payment): Path<
     get,
     path = "/",
     responses((status = 200, description = "The page.", content_type = "text/html", body = String)),
+    extensions(
+        ("x-without-gpuctl" = json!("a page")),
+        ("x-without-console" = json!("a document of its own, to which the payment processor returns")),
+    ),
 )]
 pub(super) async fn returned() -> Response {
     page_response(RETURNED, HeaderValue::from_static(RETURNED_CSP))
@@ -93,16 +102,20 @@ pub(super) async fn returned() -> Response {
     get,
     path = "/",
     responses((status = 200, description = "What is to be paid.", body = TermsView)),
+    extensions(
+        ("x-without-gpuctl" = json!("for the page of a payment")),
+        ("x-without-console" = json!("the document of the payment reads it")),
+    ),
 )]
 pub(super) async fn terms(
-    State(services): State<Services>,
+    State(app): State<AppState>,
     connection: Extensions,
     Path((payment, processor_id)): Path<(Uuid, String)>,
 ) -> Result<impl IntoResponse, ApiError> {
-    page_of(&services)?;
-    services.limiter.admit_unauthenticated(&connection, &services.environment.policy(), services.environment.now())?;
+    page_of(&app)?;
+    app.limiter.admit_unauthenticated(&connection, &app.environment.policy(), app.environment.now())?;
     let found =
-        if processor_id.len() <= MAX_PROCESSOR_ID_LEN { current::<Payment>(&services, payment).await? } else { None };
+        if processor_id.len() <= MAX_PROCESSOR_ID_LEN { current::<Payment>(&app, payment).await? } else { None };
     let found = found.filter(|found| found.it.processor_id.as_deref() == Some(processor_id.as_str()));
     let it = found.ok_or_else(|| ApiError::not_found("payment"))?.it;
     let view = TermsView {
@@ -123,29 +136,31 @@ pub(super) async fn terms(
         (status = 200, description = "The file.", content((String = "text/javascript"), (String = "text/css"))),
         (status = 304, description = "The file is the one that `If-None-Match` names."),
     ),
+    extensions(
+        ("x-without-gpuctl" = json!("a part of a page")),
+        ("x-without-console" = json!("a part of a document")),
+    ),
 )]
 pub(super) async fn asset(Path(name): Path<String>, request_headers: HeaderMap) -> Result<Response, ApiError> {
     PAGE_FILES.response(&name, &request_headers)
 }
 
-fn page_of(services: &Services) -> Result<&PaymentPage, ApiError> {
-    let page = services.payments.as_ref().and_then(|payments| payments.page.as_ref());
+fn page_of(app: &AppState) -> Result<&PaymentPage, ApiError> {
+    let page = app.payments.as_ref().and_then(|payments| payments.page.as_ref());
     page.ok_or_else(|| ApiError::not_found("page: the payment processor has one of its own, or none is configured"))
 }
 
 /// The policy of the payment page: it runs its own script and the processor's, shows the processor's frames, and connects to both.
-fn content_security_policy(page: &PaymentPage) -> Result<HeaderValue, ApiError> {
+fn content_security_policy(page: &PaymentPage) -> String {
     let script = origin_of(&page.script_url);
     let [scripts, frames] = if script == STRIPE { STRIPE_EXTRA_SOURCES } else { [""; 2] };
     let api = &page.api_origin;
     // It may connect to its own origin, too.
     let api = if *api == script { api.clone() } else { format!("{api} {script}") };
-    let policy = format!(
+    format!(
         "default-src 'none'; script-src 'self' {script}{scripts}; connect-src 'self' {api}; frame-src {script}{frames}; \
-         style-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    );
-    HeaderValue::from_str(&policy)
-        .map_err(|_| ApiError::internal("the payment processor's address is no header's text"))
+         style-src 'self' 'nonce-{{{{nonce}}}}'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
 }
 
 /// Escapes the text for an attribute's value.

@@ -19,10 +19,10 @@ use uuid::Uuid;
 use super::request_context::{Authorized, BindPlatformRoles, RequestContext, replayed};
 use super::request_fields::{ClaimId, Reason};
 use crate::api::idempotency::request_layer::{HandlerSkipped, Idempotent};
+use crate::app_state::AppState;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::http::request_body::{self, Path, Query};
-use crate::services::Services;
 
 /// A platform role to be bound.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -79,14 +79,13 @@ pub(super) struct BindingView {
 /// An administrator's request about platform roles, with its metrics.
 pub(super) struct PlatformRoleRequest(RequestContext);
 
-impl FromRequestParts<Services> for PlatformRoleRequest {
+impl FromRequestParts<AppState> for PlatformRoleRequest {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
-        services.platform_roles.count_request(&parts.method);
-        let authorized = Authorized::<BindPlatformRoles>::from_request_parts(parts, services).await;
-        let Authorized { context, .. } =
-            authorized.inspect_err(|error| services.platform_roles.count_refused(error))?;
+    async fn from_request_parts(parts: &mut request::Parts, app: &AppState) -> Result<Self, ApiError> {
+        app.platform_roles.count_request(&parts.method);
+        let authorized = Authorized::<BindPlatformRoles>::from_request_parts(parts, app).await;
+        let Authorized { context, .. } = authorized.inspect_err(|error| app.platform_roles.count_refused(error))?;
         Ok(Self(context))
     }
 }
@@ -100,7 +99,7 @@ impl FromRequestParts<Services> for PlatformRoleRequest {
 )]
 pub(super) async fn list(
     _: PlatformRoleRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<BindingQuery>,
 ) -> Result<Json<Items<BindingView>>, ApiError> {
     let page = listing.page("platform-roles/bindings", "", Order::OldestFirst)?;
@@ -111,10 +110,13 @@ pub(super) async fn list(
     };
     let after = page.after.map(|at| Cursor { created_at: at.created_at, id: at.id });
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
-    let found = services.reads.bindings(&filter, after, rows).await.map_err(ApiError::from);
-    let found = found.inspect_err(|error| services.platform_roles.count_unavailable(error))?;
+    let found = app.reads.bindings(&filter, after, rows).await.map_err(ApiError::from);
+    let found = found.inspect_err(|error| app.platform_roles.count_unavailable(error))?;
     let place = |row: &BindingRow| Position { created_at: row.binding.bound_at, id: row.binding.id.0 };
-    Ok(Json(page.answer(found.items, place, |row| view(row.subject, row.role.into(), row.binding))))
+    // One whose seal does not hold is left out: it is effective nowhere.
+    let show = |row: BindingRow| row.is_intact.then(|| view(row.subject, row.role.into(), row.binding));
+    let Items { items, next_page } = page.answer(found.items, place, show);
+    Ok(Json(Items { items: items.into_iter().flatten().collect(), next_page }))
 }
 
 /// One binding.
@@ -122,16 +124,20 @@ pub(super) async fn list(
     get,
     path = "/",
     responses((status = 200, description = "The binding.", body = BindingView)),
+    extensions(("x-without-console" = json!("the list has the same fields"))),
 )]
 pub(super) async fn get(
     _: PlatformRoleRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<BindingView>, ApiError> {
     let filter = BindingFilter { id: Some(BindingId(id)), ..BindingFilter::default() };
-    let found = services.reads.bindings(&filter, None, 1).await.map_err(ApiError::from);
-    let found = found.inspect_err(|error| services.platform_roles.count_unavailable(error))?.items.pop();
+    let found = app.reads.bindings(&filter, None, 1).await.map_err(ApiError::from);
+    let found = found.inspect_err(|error| app.platform_roles.count_unavailable(error))?.items.pop();
     let row = found.ok_or_else(|| ApiError::not_found("platform role binding"))?;
+    if !row.is_intact {
+        return Err(ApiError::unavailable("the stored platform role binding is not one that a member committed"));
+    }
     Ok(Json(view(row.subject, row.role.into(), row.binding)))
 }
 
@@ -149,7 +155,7 @@ pub(super) async fn get(
 )]
 pub(super) async fn bind(
     PlatformRoleRequest(context): PlatformRoleRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     new: Result<Idempotent<request_body::Json<NewBinding>>, HandlerSkipped>,
 ) -> Result<Response, ApiError> {
     let new = match new {
@@ -171,7 +177,7 @@ pub(super) async fn bind(
         Ok((status, replayed, Json(view(subject, role, binding))).into_response())
     };
     let bound = bound.await;
-    services.platform_roles.count_change(&bound);
+    app.platform_roles.count_change(&bound);
     bound
 }
 
@@ -186,7 +192,7 @@ pub(super) async fn bind(
 )]
 pub(super) async fn revoke(
     PlatformRoleRequest(context): PlatformRoleRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     revoked: Result<Query<RevokedBinding>, ApiError>,
 ) -> Result<StatusCode, ApiError> {
     let revoked = async {
@@ -197,7 +203,7 @@ pub(super) async fn revoke(
         Ok(StatusCode::NO_CONTENT)
     };
     let revoked = revoked.await;
-    services.platform_roles.count_change(&revoked);
+    app.platform_roles.count_change(&revoked);
     revoked
 }
 

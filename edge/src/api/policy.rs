@@ -24,10 +24,10 @@ use super::request_context::{AdminRequest, replayed};
 use super::request_fields::{ClaimId, PolicyKey, Reason, not_null};
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::rejection_response::{bounds_of, not_admitted};
+use crate::app_state::AppState;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::http::request_body::{self, Path, Query};
-use crate::services::Services;
 
 /// A value to be set.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -208,7 +208,7 @@ pub(super) async fn catalog(_: AdminRequest) -> Json<Catalog> {
 )]
 pub(super) async fn list(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<PolicyValueFilter>,
 ) -> Result<Json<Items<ValueView>>, ApiError> {
     let page = listing.page("admin/policy-values", "", Order::OldestFirst)?;
@@ -226,9 +226,12 @@ pub(super) async fn list(
     };
     let after = page.after.map(|at| Cursor { created_at: at.created_at, id: at.id });
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
-    let found = services.reads.policy_values(&filter, services.environment.now(), after, rows).await?;
+    let found = app.reads.policy_values(&filter, app.environment.now(), after, rows).await?;
     let place = |row: &PolicyRow| Position { created_at: row.written.written_at, id: row.written.id.0 };
-    Ok(Json(page.answer(found.items, place, |row| view(row.scope, row.written))))
+    // One whose seal does not hold is left out: it is in force nowhere.
+    let show = |row: PolicyRow| row.is_intact.then(|| view(row.scope, row.written));
+    let Items { items, next_page } = page.answer(found.items, place, show);
+    Ok(Json(Items { items: items.into_iter().flatten().collect(), next_page }))
 }
 
 /// One value, while it is in force or lies ahead.
@@ -236,15 +239,20 @@ pub(super) async fn list(
     get,
     path = "/",
     responses((status = 200, description = "The value.", body = ValueView)),
+    extensions(("x-without-console" = json!("the list has the same fields"))),
 )]
 pub(super) async fn get(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<ValueView>, ApiError> {
     let filter = PolicyFilter { id: Some(id), ..PolicyFilter::default() };
-    let found = services.reads.policy_values(&filter, services.environment.now(), None, 1).await?.items.pop();
-    found.map(|row| Json(view(row.scope, row.written))).ok_or_else(|| ApiError::not_found("policy value"))
+    let found = app.reads.policy_values(&filter, app.environment.now(), None, 1).await?.items.pop();
+    let row = found.ok_or_else(|| ApiError::not_found("policy value"))?;
+    if !row.is_intact {
+        return Err(ApiError::unavailable("the stored policy value is not one that a member committed"));
+    }
+    Ok(Json(view(row.scope, row.written)))
 }
 
 /// Sets a value for a scope, at once or from an instant on.
@@ -297,7 +305,7 @@ pub(super) async fn write(
 )]
 pub(super) async fn resolve(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Query(query): Query<ResolveQuery>,
 ) -> Result<Json<ResolvedView>, ApiError> {
     let key = known(&query.key)?;
@@ -308,7 +316,7 @@ pub(super) async fn resolve(
         org_id: text(query.org_id).map(OrgId),
         plan: text(query.plan),
     };
-    let ResolvedPolicy { value, by } = services.environment.policy().look_up(key, &scopes, services.environment.now());
+    let ResolvedPolicy { value, by } = app.environment.policy().look_up(key, &scopes, app.environment.now());
     let source = by.as_ref().map_or("default", |(scope, _)| scope.kind());
     let effective_at = by.as_ref().map(|(_, since)| *since);
     Ok(Json(ResolvedView { key: key.name(), value, source, scope: by.map(|(scope, _)| scope.into()), effective_at }))
@@ -339,7 +347,7 @@ fn one_scope(fields: ScopeFields, field: &str) -> Result<PolicyScope, ApiError> 
     match named.next() {
         None => Ok(scope),
         Some(_) => Err(ApiError::invalid_request(
-            "A value has one scope: give one of `user_id`, `project_id`, `org_id` and `plan`, or none for everybody.",
+            "A value has one scope: give one of `user_id`, `project_id`, `org_id` and `plan`, or none for all users.",
         )
         .detail("field", field)),
     }

@@ -16,12 +16,12 @@ use super::commands_with_reason::reason_commands;
 use super::request_context::{Authorized, RequestContext, SeeBilling, SettleProcessorEvents, replayed};
 use super::request_fields::{ProcessorId, ReasonBody};
 use crate::api::idempotency::request_layer::Idempotent;
+use crate::app_state::AppState;
+use crate::app_state::read_model::{self, current};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};
 use crate::payment_webhook::id_of_event;
-use crate::services::Services;
-use crate::services::read_model::{self, current};
 
 /// A filter of events.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
@@ -52,7 +52,9 @@ pub(super) enum EventState {
 #[schema(as = ProcessorEventOutcome)]
 #[serde(rename_all = "snake_case")]
 enum EventOutcome {
-    Told,
+    // The name of release 0.1.0, which its clients read.
+    #[serde(rename = "told")]
+    Applied,
     NotOurs,
     NothingToDo,
 }
@@ -99,20 +101,20 @@ pub(super) struct EventView {
 )]
 pub(super) async fn list(
     _: Authorized<SeeBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<EventFilter>,
 ) -> Result<Json<Items<EventView>>, ApiError> {
     let page = listing.page("admin/billing/processor-events", "", Order::OldestFirst)?;
-    let (filter, now) = (&listing.filter, services.environment.now());
+    let (filter, now) = (&listing.filter, app.environment.now());
     if let Some(event_id) = &filter.event_id {
-        let found = current::<ProcessorEvent>(&services, id_of_event(event_id)).await?;
+        let found = current::<ProcessorEvent>(&app, id_of_event(event_id)).await?;
         let views = found.iter().map(|found| EventView::of(&found.it, now));
         let items = views.filter(|view| filter.state.is_none_or(|state| state == view.state)).collect();
         return Ok(Json(Items { items, next_page: None }));
     }
     let states = filter.state.map(|state| state.name().to_owned()).into_iter().collect();
     let filter = ListFilter { states, ..ListFilter::default() };
-    let rows = read_model::list::<ProcessorEvent>(&services, &filter, &page).await?;
+    let rows = read_model::list::<ProcessorEvent>(&app, &filter, &page).await?;
     Ok(Json(read_model::to_page(&page, rows, |stored| EventView::of(&stored.it, now))))
 }
 
@@ -121,15 +123,16 @@ pub(super) async fn list(
     get,
     path = "/",
     responses((status = 200, description = "The event.", body = EventView)),
+    extensions(("x-without-console" = json!("the list has the same fields"))),
 )]
 pub(super) async fn get(
     _: Authorized<SeeBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<EventView>, ApiError> {
-    let found = current::<ProcessorEvent>(&services, id).await?;
+    let found = current::<ProcessorEvent>(&app, id).await?;
     let found = found.ok_or_else(|| ApiError::not_found("event of the payment processor"))?;
-    Ok(Json(EventView::of(&found.it, services.environment.now())))
+    Ok(Json(EventView::of(&found.it, app.environment.now())))
 }
 
 reason_commands! {
@@ -146,18 +149,13 @@ reason_commands! {
     dismiss: Dismiss;
 }
 
-async fn execute(
-    services: &Services,
-    context: RequestContext,
-    id: Uuid,
-    request: Request,
-) -> Result<Response, ApiError> {
+async fn execute(app: &AppState, context: RequestContext, id: Uuid, request: Request) -> Result<Response, ApiError> {
     let answered = context.prioritized().ask::<ProcessorEvent>(id, request).await?;
     let replayed = replayed(&answered);
     let Reply::Shown { event } = answered.reply else {
         return Err(ApiError::internal("the machine of the processor's events answered another question"));
     };
-    Ok((replayed, Json(EventView::of(&event, services.environment.now()))).into_response())
+    Ok((replayed, Json(EventView::of(&event, app.environment.now()))).into_response())
 }
 
 impl EventView {
@@ -208,9 +206,20 @@ impl EventState {
 impl EventOutcome {
     const fn of(outcome: ProcessingOutcome) -> Self {
         match outcome {
-            ProcessingOutcome::Told => Self::Told,
+            ProcessingOutcome::Applied => Self::Applied,
             ProcessingOutcome::NotOurs => Self::NotOurs,
             ProcessingOutcome::NothingToDo => Self::NothingToDo,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outcomes_have_the_names_of_the_first_release() {
+        let names = ProcessingOutcome::ALL.map(|outcome| serde_json::to_value(EventOutcome::of(outcome)).unwrap());
+        assert_eq!(names, ["told", "not_ours", "nothing_to_do"]);
     }
 }

@@ -5,7 +5,7 @@ use axum::extract::State;
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use crate::services::Services;
+use crate::app_state::AppState;
 
 /// The metadata of this API as a protected resource (RFC 9728, section 2).
 #[derive(Serialize, ToSchema)]
@@ -24,14 +24,22 @@ pub(super) struct ProtectedResource {
 /// Where to log in.
 ///
 /// It names the issuer of access tokens and the client of the command line, so that an address of this API is all that a user needs.
-#[utoipa::path(get, path = "/", responses((status = 200, description = "The metadata.", body = ProtectedResource)))]
-pub(super) async fn metadata(State(services): State<Services>) -> Json<ProtectedResource> {
-    let resource = services.addresses.public_url.trim_end_matches('/').to_owned();
+#[utoipa::path(
+    get,
+    path = "/",
+    responses((status = 200, description = "The metadata.", body = ProtectedResource)),
+    extensions(
+        ("x-without-gpuctl" = json!("`login` calls it before there is a login")),
+        ("x-without-console" = json!("for OAuth clients, which find the identity provider by it")),
+    ),
+)]
+pub(super) async fn metadata(State(app): State<AppState>) -> Json<ProtectedResource> {
+    let resource = app.addresses.public_url.trim_end_matches('/').to_owned();
     Json(ProtectedResource {
-        authorization_servers: [services.authenticator.issuer().to_owned()],
+        authorization_servers: [app.authenticator.issuer().to_owned()],
         bearer_methods_supported: ["header"],
         resource_documentation: format!("{resource}/api/v1/docs"),
-        gpuctl_client_id: services.authenticator.client_id().to_owned(),
+        gpuctl_client_id: app.authenticator.client_id().to_owned(),
         resource,
     })
 }

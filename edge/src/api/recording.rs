@@ -20,12 +20,12 @@ use uuid::Uuid;
 use super::allocation::visible;
 use super::request_context::{AdminRequest, RequestContext, UserRequest};
 use super::request_fields::ClaimId;
+use crate::app_state::AppState;
+use crate::app_state::read_model::find;
 use crate::http::correlation::no_store;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::http::request_body::Path;
-use crate::services::Services;
-use crate::services::read_model::find;
 use crate::terminal::recording::asciicast::{Cast, MEDIA_TYPE};
 
 /// The number of chunks that a download has in memory.
@@ -77,14 +77,14 @@ pub(super) struct Unfiltered {}
 )]
 pub(super) async fn of_allocation(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     listing: Listing<Unfiltered>,
 ) -> Result<Json<Items<RecordingView>>, ApiError> {
-    visible(&services, &context, id).await?;
+    visible(&app, &context, id).await?;
     let page = listing.page("recordings-of-allocation", &id.to_string(), Order::OldestFirst)?;
     let filter = RecordingFilter { owner: None, allocation: Some(AllocationId(id)) };
-    page_of(&services, &filter, &page).await
+    page_of(&app, &filter, &page).await
 }
 
 /// Everybody's recordings, oldest first.
@@ -96,7 +96,7 @@ pub(super) async fn of_allocation(
 )]
 pub(super) async fn list(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<RecordingQuery>,
 ) -> Result<Json<Items<RecordingView>>, ApiError> {
     let page = listing.page("recordings", "", Order::OldestFirst)?;
@@ -104,16 +104,16 @@ pub(super) async fn list(
         owner: listing.filter.user_id.as_deref().map(str::to_owned),
         allocation: listing.filter.allocation_id.map(AllocationId),
     };
-    page_of(&services, &filter, &page).await
+    page_of(&app, &filter, &page).await
 }
 
 async fn page_of(
-    services: &Services,
+    app: &AppState,
     filter: &RecordingFilter,
     page: &Page,
 ) -> Result<Json<Items<RecordingView>>, ApiError> {
     let after = page.after.map(|at| Cursor { created_at: at.created_at, id: at.id });
-    let rows = services.trust.secrets.recordings().list(filter, after, page.rows_to_read()).await?;
+    let rows = app.trust.secrets.recordings().list(filter, after, page.rows_to_read()).await?;
     let position = |row: &Recording| Position { created_at: row.created_at, id: row.session.0 };
     Ok(Json(page.answer(rows, position, view)))
 }
@@ -123,13 +123,14 @@ async fn page_of(
     get,
     path = "/",
     responses((status = 200, description = "The recording, without what it shows.", body = RecordingView)),
+    extensions(("x-without-console" = json!("the document of the recording reads it"))),
 )]
 pub(super) async fn get(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<RecordingView>, ApiError> {
-    let (_, recording) = own(&services, &context, id).await?;
+    let (_, recording) = own(&app, &context, id).await?;
     Ok(Json(view(recording)))
 }
 
@@ -146,20 +147,21 @@ pub(super) async fn get(
         content_type = "application/x-asciicast",
         body = String,
     )),
+    extensions(("x-without-console" = json!("the document of the recording reads it"))),
 )]
 pub(super) async fn download(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Response, ApiError> {
-    let (session, _) = own(&services, &context, id).await?;
+    let (session, _) = own(&app, &context, id).await?;
     let answered = context.ask_unstored::<TerminalSession>(id, Request::ReadRecording).await?;
     let Reply::Done = answered.reply else {
         return Err(ApiError::internal("the terminal session's machine answered another question"));
     };
     let title = format!("terminal session {id} on allocation {}", session.allocation_id);
     let download_state = RecordingDownload {
-        recordings: services.trust.secrets.recordings(),
+        recordings: app.trust.secrets.recordings(),
         session: session.id,
         next: 0,
         cast: Some(Cast::new(session.opened_at, title)),
@@ -172,17 +174,13 @@ pub(super) async fn download(
 }
 
 /// The recording, where it is the caller's own or the caller is an administrator; `not_found` otherwise.
-async fn own(
-    services: &Services,
-    context: &RequestContext,
-    id: Uuid,
-) -> Result<(TerminalSession, Recording), ApiError> {
+async fn own(app: &AppState, context: &RequestContext, id: Uuid) -> Result<(TerminalSession, Recording), ApiError> {
     let none = || ApiError::not_found("recording");
-    let found = find::<TerminalSession>(services, id).await?;
+    let found = find::<TerminalSession>(app, id).await?;
     let may = |session: &TerminalSession| context.is_admin() || session.owner.user_id == context.caller.user_id;
     let session = found.map(|stored| stored.it).filter(|session| may(session) && session.has_recording());
     let session = session.ok_or_else(none)?;
-    let recording = services.trust.secrets.recordings().get(TerminalSessionId(id)).await?.ok_or_else(none)?;
+    let recording = app.trust.secrets.recordings().get(TerminalSessionId(id)).await?.ok_or_else(none)?;
     Ok((session, recording))
 }
 

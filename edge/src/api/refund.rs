@@ -17,15 +17,15 @@ use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::billing::id_of;
-use super::payment::{RefundState, RefundView};
+use super::payment::{RefundState, RefundView, check_payment_step};
 use super::request_context::{RequestContext, UserRequest, replayed};
 use super::request_fields::{AmountMinor, Reason};
 use crate::api::idempotency::ReplayedResponse;
 use crate::api::idempotency::request_layer::Idempotent;
+use crate::app_state::AppState;
+use crate::app_state::read_model::{current, wait_until};
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body;
-use crate::services::Services;
-use crate::services::read_model::{current, wait_until};
 
 /// The timeout for the account's reply.
 const FIRST_REPLY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -57,14 +57,14 @@ pub(super) struct NewRefund {
 )]
 pub(super) async fn create(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewRefund>>,
 ) -> Result<Response, ApiError> {
     match (new.payment_id, new.allocation_id) {
-        (Some(payment), None) => refund_payment(&services, &context, PaymentId(payment), &new).await,
+        (Some(payment), None) => refund_payment(&app, &context, PaymentId(payment), &new).await,
         (None, Some(allocation)) => {
             let context = context.permitted(Action::AdjustBilling).await?;
-            refund_allocation(&services, &context, AllocationId(allocation), &new).await
+            refund_allocation(&app, &context, AllocationId(allocation), &new).await
         }
         (Some(_), Some(_)) | (None, None) => Err(ApiError::invalid_request(
             "A refund is of a payment or of an allocation: give `payment_id` or `allocation_id`, and not both.",
@@ -74,11 +74,20 @@ pub(super) async fn create(
 }
 
 async fn refund_payment(
-    services: &Services,
+    app: &AppState,
     context: &RequestContext,
     id: PaymentId,
     new: &NewRefund,
 ) -> Result<Response, ApiError> {
+    if let Some(amount) = new.amount_minor
+        && !context.is_replay()
+    {
+        // For others than its payer the payment does not exist, whatever the amount.
+        let found = current::<Payment>(app, id.0).await?;
+        if let Some(own) = found.filter(|found| found.it.payer == context.caller.user_id) {
+            check_payment_step(amount.0, &own.it.currency)?;
+        }
+    }
     let command = payment::Request::Refund {
         refund_id: RefundId(context.new_id()),
         amount_minor: new.amount_minor.map(|amount| amount.0),
@@ -93,7 +102,7 @@ async fn refund_payment(
     let is_answered = |payment: &Payment| {
         payment.refunds.get(&refund_id).is_some_and(|refund| !matches!(refund.taking, RefundDebit::Asked { .. }))
     };
-    let found = wait_until::<Payment>(services, id.0, FIRST_REPLY_TIMEOUT, is_answered).await?;
+    let found = wait_until::<Payment>(app, id.0, FIRST_REPLY_TIMEOUT, is_answered).await?;
     let payment = found.ok_or_else(|| ApiError::not_found("payment"))?.it;
     let refund = payment.refunds.get(&refund_id).ok_or_else(|| ApiError::not_found("refund"))?;
     match refusal_of(refund) {
@@ -103,20 +112,17 @@ async fn refund_payment(
 }
 
 async fn refund_allocation(
-    services: &Services,
+    app: &AppState,
     context: &RequestContext,
     id: AllocationId,
     new: &NewRefund,
 ) -> Result<Response, ApiError> {
-    let account_id = account_of(services, id).await?;
+    let account_id = account_of(app, id).await?;
     let answered = match context.committed_reply::<BillingAccount>()? {
         Some(answered) => answered,
         None => {
             context
-                .ask::<BillingAccount>(
-                    account_id,
-                    allocation_refund_command(services, context, account_id, id, new).await?,
-                )
+                .ask::<BillingAccount>(account_id, allocation_refund_command(app, context, account_id, id, new).await?)
                 .await?
         }
     };
@@ -146,21 +152,21 @@ async fn refund_allocation(
 }
 
 /// The account that paid for an allocation. Allocations are never deleted, and their account does not change.
-async fn account_of(services: &Services, id: AllocationId) -> Result<Uuid, ApiError> {
-    let allocation = current::<Allocation>(services, id.0).await?.ok_or_else(|| ApiError::not_found("allocation"))?.it;
+async fn account_of(app: &AppState, id: AllocationId) -> Result<Uuid, ApiError> {
+    let allocation = current::<Allocation>(app, id.0).await?.ok_or_else(|| ApiError::not_found("allocation"))?.it;
     Ok(id_of(&Holder::paying_for(&allocation.asked.owner.user_id, allocation.asked.owner.org_id.as_ref())))
 }
 
 async fn allocation_refund_command(
-    services: &Services,
+    app: &AppState,
     context: &RequestContext,
     account_id: Uuid,
     id: AllocationId,
     new: &NewRefund,
 ) -> Result<billing_account::Request, ApiError> {
-    let account = current::<BillingAccount>(services, account_id).await?;
+    let account = current::<BillingAccount>(app, account_id).await?;
     let is_metered = account.is_some_and(|account| account.it.meters.contains_key(&id));
-    let posted = services.reads.allocation_costs(&[id.0]).await?.remove(&id.0);
+    let posted = app.reads.allocation_costs(&[id.0]).await?.remove(&id.0);
     Ok(billing_account::Request::RefundAllocation {
         refund_id: RefundId(context.new_id()),
         allocation_id: id,

@@ -5,10 +5,11 @@ use domain::explanation::{Explanation, RejectionCode};
 use domain::policy::PolicyKey;
 use domain::policy_values;
 pub(crate) use domain::policy_values::bounds_of;
+use std::sync::Arc;
 
 use crate::api::idempotency;
+use crate::app_state::runtime_interface::RuntimeError;
 use crate::http::error::{ApiError, Code};
-use crate::services::runtime_interface::RuntimeError;
 
 /// The constraint that keeps names unique within a kind.
 const UNIQUE_NAME: &str = "entity_unique_name";
@@ -101,7 +102,15 @@ impl From<Explanation> for ApiError {
 
 impl From<persistence::StoreError> for ApiError {
     fn from(error: persistence::StoreError) -> Self {
-        if error.is_unavailable() { Self::unavailable(error) } else { Self::internal(error) }
+        Self::from(Arc::new(error))
+    }
+}
+
+impl From<Arc<persistence::StoreError>> for ApiError {
+    fn from(error: Arc<persistence::StoreError>) -> Self {
+        // An altered snapshot is restored by an operator; the request is right.
+        let may_succeed_later = error.is_unavailable() || error.seal_refused().is_some();
+        if may_succeed_later { Self::unavailable(error) } else { Self::internal(error) }
     }
 }
 

@@ -3,7 +3,7 @@
 use actors::sharding::{id_created_by, id_of_name};
 use actors::{AskError, CommandContext, CommandReply};
 use axum::extract::{FromRequestParts, MatchedPath};
-use axum::http::{Method, request};
+use axum::http::{Method, header, request};
 use chrono::{DateTime, TimeDelta, Utc};
 use domain::authz::{self, Action, Grant, TokenRole, authorize};
 use domain::policy::Scopes;
@@ -16,14 +16,16 @@ use uuid::Uuid;
 use crate::api::idempotency::request_layer::IdempotencyContext;
 use crate::api::idempotency::{IdempotencyKey, ReplayedResponse, RequestLine};
 use crate::api::rejection_response::{Explain, not_answered};
-use crate::auth::{ADMIN, ActingServiceAccount, Caller};
+use crate::app_state::AppState;
+use crate::auth::browser_session::has_session_cookie;
+use crate::auth::{ActingServiceAccount, Caller, RevocableLogin};
+use crate::console_session::session_caller;
 use crate::http::correlation::Scope;
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body::refuse_query;
-use crate::services::Services;
 
 use super::routing::{KeyRequired, NoQuery};
-use crate::services::read_model::find;
+use crate::app_state::read_model::find;
 
 /// How long an entity may take to reply.
 const ASK_TIMEOUT: TimeDelta = TimeDelta::seconds(8);
@@ -69,9 +71,13 @@ pub(crate) struct RequestContext {
     pub(crate) token_expires_at: DateTime<Utc>,
     /// The service account, where the caller is one.
     pub(crate) acting: Option<ActingServiceAccount>,
+    /// The login to check again while a connection of this request is open.
+    pub(crate) revocable: Option<RevocableLogin>,
+    /// The name under which the user logs in; none for a service account.
+    pub(crate) username: Option<String>,
     /// The user's verified e-mail address; none for a service account.
     pub(crate) verified_email: Option<String>,
-    services: Services,
+    app: AppState,
     scope: Scope,
     key: Option<IdempotencyKey>,
     /// Derived from the idempotency key, or new where the client gave none.
@@ -92,23 +98,23 @@ impl<R> From<Authorized<R>> for RequestContext {
     }
 }
 
-impl FromRequestParts<Services> for UserRequest {
+impl FromRequestParts<AppState> for UserRequest {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
-        let caller = rate_limited_caller(parts, services).await?;
-        let context = RequestContext::of(caller, parts, services).await?;
+    async fn from_request_parts(parts: &mut request::Parts, app: &AppState) -> Result<Self, ApiError> {
+        let caller = rate_limited_caller(parts, app).await?;
+        let context = RequestContext::of(caller, parts, app).await?;
         require_role(&context.caller)?;
         context.with_required_key(parts).map(Self)
     }
 }
 
-impl FromRequestParts<Services> for AuthenticatedUser {
+impl FromRequestParts<AppState> for AuthenticatedUser {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
-        let caller = rate_limited_caller(parts, services).await?;
-        require_role(&domain_caller(caller.clone()))?;
+    async fn from_request_parts(parts: &mut request::Parts, app: &AppState) -> Result<Self, ApiError> {
+        let caller = rate_limited_caller(parts, app).await?;
+        require_role(&caller.clone().into_identity())?;
         Ok(Self(caller))
     }
 }
@@ -122,30 +128,30 @@ fn require_role(caller: &authz::CallerIdentity) -> Result<(), ApiError> {
     Ok(())
 }
 
-impl FromRequestParts<Services> for AdminRequest {
+impl FromRequestParts<AppState> for AdminRequest {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
-        let crate::auth::Admin(caller) = rate_limited_caller(parts, services).await?.into_admin()?;
-        RequestContext::of(caller, parts, services).await?.with_required_key(parts).map(Self)
+    async fn from_request_parts(parts: &mut request::Parts, app: &AppState) -> Result<Self, ApiError> {
+        let crate::auth::Admin(caller) = rate_limited_caller(parts, app).await?.into_admin()?;
+        RequestContext::of(caller, parts, app).await?.with_required_key(parts).map(Self)
     }
 }
 
-impl<R: RequiredAction> FromRequestParts<Services> for Authorized<R> {
+impl<R: RequiredAction> FromRequestParts<AppState> for Authorized<R> {
     type Rejection = ApiError;
 
-    async fn from_request_parts(parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
-        let caller = rate_limited_caller(parts, services).await?;
+    async fn from_request_parts(parts: &mut request::Parts, app: &AppState) -> Result<Self, ApiError> {
+        let caller = rate_limited_caller(parts, app).await?;
         let context =
-            RequestContext::of(caller, parts, services).await?.permitted(R::ACTION).await?.with_required_key(parts)?;
+            RequestContext::of(caller, parts, app).await?.permitted(R::ACTION).await?.with_required_key(parts)?;
         Ok(Self { context, action: PhantomData })
     }
 }
 
 /// The platform roles of a subject, as Postgres has them now; `None` where the subject never had any.
-pub(super) async fn grant_of(services: &Services, subject: &str) -> Result<Option<Grant>, ApiError> {
+pub(super) async fn grant_of(app: &AppState, subject: &str) -> Result<Option<Grant>, ApiError> {
     let id = id_of_name(EntityKind::Bindings, subject);
-    Ok(find::<RoleBindings>(services, id).await?.map(|stored| stored.it.grant(id, stored.version)))
+    Ok(find::<RoleBindings>(app, id).await?.map(|stored| stored.it.grant(id, stored.version)))
 }
 
 /// The refusal, with the roles that would suffice.
@@ -162,13 +168,13 @@ fn missing_role(action: Action) -> ApiError {
 }
 
 /// The caller, authenticated by the token and within the rate limit of the route's group.
-async fn rate_limited_caller(parts: &mut request::Parts, services: &Services) -> Result<Caller, ApiError> {
-    let (policy, now) = (services.environment.policy(), services.environment.now());
-    let caller = match Caller::from_request_parts(parts, services).await {
+async fn rate_limited_caller(parts: &mut request::Parts, app: &AppState) -> Result<Caller, ApiError> {
+    let (policy, now) = (app.environment.policy(), app.environment.now());
+    let caller = match authenticated_caller(parts, app).await {
         Ok(caller) => caller,
         Err(error) => {
-            if error.code() == Code::Unauthenticated {
-                services.limiter.count_refused_token(parts, &policy, now)?;
+            if matches!(error.code(), Code::Unauthenticated | Code::SessionEnded) {
+                app.limiter.count_refused_token(parts, &policy, now)?;
             }
             return Err(error);
         }
@@ -179,29 +185,23 @@ async fn rate_limited_caller(parts: &mut request::Parts, services: &Services) ->
         org_id: caller.org_id.clone(),
         plan: caller.plan.clone(),
     };
-    services.limiter.take(parts.extensions.get(), &scopes, &policy, now).await?;
+    app.limiter.take(parts.extensions.get(), &scopes, &policy, now).await?;
     if parts.extensions.get::<NoQuery>().is_some() {
         refuse_query(&parts.uri)?;
     }
     Ok(caller)
 }
 
-/// The caller as the domain knows callers: of the roles in the token, those that this service defines.
-fn domain_caller(caller: Caller) -> authz::CallerIdentity {
-    let role = |name: &String| match name.as_str() {
-        ADMIN => Some(TokenRole::Admin),
-        "user" => Some(TokenRole::User),
-        _ => None,
-    };
-    authz::CallerIdentity {
-        roles: caller.roles.iter().filter_map(role).collect(),
-        user_id: caller.user_id,
-        org_id: caller.org_id,
-        project_id: caller.project_id,
-        plan: caller.plan,
-        grant: None,
-        service_account: caller.acting.as_ref().map(|acting| acting.account),
+/// The caller that the request's bearer token names; without one, that of the browser session of its cookie.
+async fn authenticated_caller(parts: &mut request::Parts, app: &AppState) -> Result<Caller, ApiError> {
+    if parts.headers.contains_key(header::AUTHORIZATION) || !has_session_cookie(&parts.headers) {
+        return Caller::from_request_parts(parts, app).await;
     }
+    let caller = session_caller(app, parts).await?;
+    if let Some(scope) = parts.extensions.get::<Scope>() {
+        scope.record_caller(caller.org_id.as_deref(), caller.project_id.as_deref());
+    }
+    Ok(caller)
 }
 
 impl RequestContext {
@@ -214,7 +214,7 @@ impl RequestContext {
         Ok(self)
     }
 
-    async fn of(caller: Caller, parts: &mut request::Parts, services: &Services) -> Result<Self, ApiError> {
+    async fn of(caller: Caller, parts: &mut request::Parts, app: &AppState) -> Result<Self, ApiError> {
         let route = parts.extensions.get::<MatchedPath>().map(|path| path.as_str().to_owned());
         let line = RequestLine {
             method: parts.method.clone(),
@@ -223,22 +223,25 @@ impl RequestContext {
         };
         let key = if parts.method == Method::POST { IdempotencyKey::of(&parts.headers)? } else { None };
         let (token_expires_at, acting) = (caller.token_expires_at, caller.acting.clone());
-        let verified_email = caller.verified_email.clone();
-        let caller = domain_caller(caller);
+        let (verified_email, username) = (caller.verified_email.clone(), caller.username.clone());
+        let revocable = caller.revocable_login();
+        let caller = caller.into_identity();
         let by = Principal::Caller(caller.clone());
         let command_id = key.as_ref().map_or_else(|| CommandId(Uuid::new_v4()), |key| line.command_id(&by, key));
         let idempotency = parts.extensions.get::<IdempotencyContext>().cloned().unwrap_or_default();
         if key.is_some() {
-            idempotency.set_caller(command_id, line, services);
+            idempotency.set_caller(command_id, line, app);
         }
         Ok(Self {
             token_expires_at,
             acting,
+            revocable,
+            username,
             verified_email,
             key,
             caller,
-            services: services.clone(),
-            scope: Scope::from_request_parts(parts, services).await?,
+            app: app.clone(),
+            scope: Scope::from_request_parts(parts, app).await?,
             command_id,
             idempotency,
             urgent: false,
@@ -253,7 +256,7 @@ impl RequestContext {
         let suffices = |context: &Self| authorize(&context.principal(), action);
         if suffices(&self).is_err() {
             if !action.platform_roles().is_empty() && self.caller.service_account.is_none() {
-                self.caller.grant = grant_of(&self.services, &self.caller.user_id).await?;
+                self.caller.grant = grant_of(&self.app, &self.caller.user_id).await?;
             }
             suffices(&self).map_err(|denied| missing_role(action).because(denied))?;
         }
@@ -280,7 +283,7 @@ impl RequestContext {
 
     /// The id of what this request creates. A repetition gets another id in the same shard, where its command meets the first one's.
     pub(crate) fn new_id(&self) -> Uuid {
-        id_created_by(self.command_id, self.services.environment.now())
+        id_created_by(self.command_id, self.app.environment.now())
     }
 
     /// True of an id that this request, or the request that it repeats, has created.
@@ -380,8 +383,8 @@ impl RequestContext {
         let command = command.into();
         let permit = authorize(&Principal::system(part), command.action())
             .map_err(|denied| AskError::Unavailable { reason: denied.to_string() })?;
-        let command_context = self.scope.command_context(&permit, self.services.environment.now() + ASK_TIMEOUT);
-        self.services.directory.ask::<M>(&permit, id, command, command_context).await
+        let command_context = self.scope.command_context(&permit, self.app.environment.now() + ASK_TIMEOUT);
+        self.app.directory.ask::<M>(&permit, id, command, command_context).await
     }
 
     async fn send<M: Machine>(
@@ -398,10 +401,10 @@ impl RequestContext {
             };
             ApiError::forbidden(message).because(denied)
         })?;
-        let deadline = self.services.environment.now() + ASK_TIMEOUT;
+        let deadline = self.app.environment.now() + ASK_TIMEOUT;
         let command_context = once(self.scope.command_context(&permit, deadline));
         let command_context = if self.urgent { command_context.urgent() } else { command_context };
-        Ok(self.services.directory.ask::<M>(&permit, id, command, command_context).await)
+        Ok(self.app.directory.ask::<M>(&permit, id, command, command_context).await)
     }
 
     /// The version that the command led to and its time: for a replayed command those of the first execution.
@@ -410,7 +413,7 @@ impl RequestContext {
         id: Uuid,
         answered: &CommandReply<R>,
     ) -> Result<(i64, DateTime<Utc>), ApiError> {
-        let reads = &self.services.reads;
+        let reads = &self.app.reads;
         let found = if answered.replayed {
             let id_of_command = self.command_id;
             let rows = reads.history(id, None, HISTORY_SEARCHED).await?.items;
@@ -418,7 +421,7 @@ impl RequestContext {
         } else {
             reads.history(id, Some(answered.version.saturating_add(1)), 1).await?.items.pop()
         };
-        Ok(found.map_or_else(|| (answered.version, self.services.environment.now()), |row| (row.version, row.at)))
+        Ok(found.map_or_else(|| (answered.version, self.app.environment.now()), |row| (row.version, row.at)))
     }
 
     /// The version alone. The reply to a first request has it, so that nothing is read.

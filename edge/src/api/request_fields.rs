@@ -1,5 +1,6 @@
 //! The fields of requests. Each is parsed once, into a type that has its bounds for both the validation and the API's description.
 
+use chrono::{DateTime, Datelike as _, Utc};
 use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::fmt;
@@ -202,6 +203,9 @@ texts! {
     WorkerName: 64, "lower-case letters, digits and dashes, beginning with a letter", r"^[a-z][a-z0-9-]*$",
         |text| text.starts_with(|first: char| first.is_ascii_lowercase())
             && text.bytes().all(|byte| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'-');
+    /// The UUID of a GPU, as the driver and the node's agent name it.
+    GpuUuid: 96, "letters, digits, dots, dashes and underscores, as in GPU-6d0b0b0e-5a1f-0000-0000-000000000001", r"^[A-Za-z0-9._-]+$",
+        |text| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
     /// The name of a policy key; GET /api/v1/admin/policies lists those there are.
     PolicyKey: 100, "a policy key such as billing.window_seconds", r"^[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)+$",
         |text| text.split('.').count() > 1 && text.split('.').all(|part| part.starts_with(|c: char| c.is_ascii_lowercase())
@@ -262,6 +266,8 @@ numbers! {
     CanaryCount: u32, 0 to 200;
     /// How many nodes of a rollout may be under update at once.
     MaxUnavailable: u32, 1 to 200;
+    /// How long the nodes of a wave of a rollout are watched before the next wave begins, in seconds; 0: not at all.
+    SoakSeconds: u32, 0 to 604800;
     /// Minor units of the currency (cents) per GPU and hour.
     PriceMinor: i64, 0 to 10000000;
 }
@@ -272,6 +278,15 @@ numbers! {
 #[schema(as = Because)]
 pub(crate) struct ReasonBody {
     pub(crate) reason: Reason,
+}
+
+/// Reads an instant of the years 1 to 9999, where one is given: RFC 3339 has no others, and the database compares none beyond its own range.
+pub(crate) fn instant_or_none<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<DateTime<Utc>>, D::Error> {
+    let given = Option::<DateTime<Utc>>::deserialize(deserializer)?;
+    if given.is_some_and(|at| !(1..=9999).contains(&at.year())) {
+        return Err(D::Error::custom("expected an instant of the years 1 to 9999, such as 2026-11-26T13:00:00Z"));
+    }
+    Ok(given)
 }
 
 /// Reads a field that may be left out and may not be null.
@@ -350,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_is_refused_by_the_name_of_its_field_without_its_value() {
+    fn invalid_field_is_refused_by_its_name_without_its_value() {
         let long = format!(r#"{{"text":"{}"}}"#, "a".repeat(101));
         let refusals: Vec<String> = [
             r#"{"text":""}"#,

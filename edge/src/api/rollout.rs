@@ -19,15 +19,15 @@ use super::commands_with_reason::reason_commands;
 use super::node::package_digest;
 use super::request_context::{AdminRequest, RequestContext, replayed};
 use super::request_fields::{
-    CanaryCount, DigestText, MaxUnavailable, Reason, ReasonBody, RegionCode, SkuRef, set_or_none,
+    CanaryCount, DigestText, MaxUnavailable, Reason, ReasonBody, RegionCode, SkuRef, SoakSeconds, set_or_none,
 };
 use crate::api::idempotency::request_layer::Idempotent;
+use crate::app_state::AppState;
+use crate::app_state::read_model::{self, current};
+use crate::app_state::rollout_nodes::RolloutScope;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};
-use crate::services::Services;
-use crate::services::read_model::{self, current};
-use crate::services::rollout_nodes::RolloutScope;
 
 /// A version of the agent's package for many nodes.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -38,6 +38,12 @@ pub(super) struct NewRollout {
     /// Left out: 1.
     canary: Option<CanaryCount>,
     max_unavailable: MaxUnavailable,
+    /// Left out: 600.
+    soak_seconds: Option<SoakSeconds>,
+    /// Also nodes in quarantine that only findings, drift or a validation hold there, since another version may be what ends that. Left out:
+    /// false, and all nodes in quarantine are skipped.
+    #[serde(default)]
+    include_held: bool,
     /// Left out: all nodes.
     #[serde(default)]
     selector: SelectorFields,
@@ -56,6 +62,9 @@ pub(super) struct SelectorFields {
     node_ids: Option<Vec<Uuid>>,
 }
 
+/// Longer than the silence after which a node is offline, and than a search of the file systems of most machines.
+const DEFAULT_SOAK_SECONDS: u32 = 600;
+
 /// A filter of rollouts.
 #[derive(Debug, Deserialize, Serialize, IntoParams)]
 #[serde(deny_unknown_fields)]
@@ -71,7 +80,7 @@ pub(super) enum RolloutState {
     Running,
     /// By an administrator. Updates in flight go on.
     Paused,
-    /// The update of a node failed or was rolled back. Updates in flight go on; resume or abort it.
+    /// The update of a node failed or was rolled back, or the node had a fault in the soak after it. Updates in flight go on; resume or abort it.
     Stopped,
     /// Aborted, while updates are in flight.
     Aborting,
@@ -99,6 +108,11 @@ pub(super) struct RolloutView {
     stage: RolloutStage,
     canary: u32,
     max_unavailable: u32,
+    soak_seconds: u32,
+    /// True where nodes in quarantine are updated that only findings, drift or a validation hold there.
+    include_held: bool,
+    /// Until when the nodes of the last wave are watched, while nothing begins; null where they are not.
+    soaks_until: Option<DateTime<Utc>>,
     selector: RolloutSelectorView,
     reason: String,
     created_by: String,
@@ -107,9 +121,9 @@ pub(super) struct RolloutView {
     state_since: DateTime<Utc>,
     /// The node that stopped it; null where it is not stopped.
     stopped_by: Option<EndedNodeView>,
-    /// Nodes that have the version.
+    /// Nodes that have the version, without those that had a fault in the soak after it.
     updated: u32,
-    /// Nodes whose update failed, was rolled back or has no result.
+    /// Nodes whose update failed, was rolled back or has no result, and those that had a fault in the soak after it.
     failed: u32,
     /// Nodes that it did not update.
     skipped: u32,
@@ -145,7 +159,8 @@ pub(super) struct RolloutSelectorView {
 #[schema(as = RolloutEndedNode)]
 pub(super) struct EndedNodeView {
     node_id: Uuid,
-    /// A code: of a failure the agent's own, or `no_result`; of a skip `up_to_date`, `not_active`, `offline`, `draining`, `quarantined`,
+    /// A code: of a failure the agent's own, or `no_result`, or the fault in the soak: `offline`, or a health finding such as
+    /// `privilege/setuid`; of a skip `up_to_date`, `not_active`, `offline`, `draining`, `quarantined`,
     /// `retired`, `removed`, `update_in_progress`, `too_many_tasks` or `unsupported`.
     reason: String,
 }
@@ -155,6 +170,7 @@ pub(super) struct EndedNodeView {
 #[schema(as = RolloutNode)]
 pub(super) struct RolloutNodeView {
     node_id: Uuid,
+    name: Option<String>,
     host: String,
     outcome: RolloutNodeOutcome,
     /// Why it failed or was skipped: a code.
@@ -180,21 +196,23 @@ enum RolloutNodeOutcome {
 )]
 pub(super) async fn list(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<RolloutFilter>,
 ) -> Result<Json<Items<RolloutView>>, ApiError> {
     let page = listing.page("admin/rollouts", "", Order::OldestFirst)?;
     let states = listing.filter.state.map(|state| state.name().to_owned()).into_iter().collect();
     let filter = ListFilter { states, ..ListFilter::default() };
-    let rows = read_model::list::<Rollout>(&services, &filter, &page).await?;
-    let now = services.environment.now();
+    let rows = read_model::list::<Rollout>(&app, &filter, &page).await?;
+    let now = app.environment.now();
     Ok(Json(read_model::to_page(&page, rows, |stored| RolloutView::of(&stored.it, now))))
 }
 
 /// Updates the agents of many nodes: canaries first, then the others with at most `max_unavailable` under update at once.
 ///
-/// It stops by itself at the first node whose update fails or is rolled back. Nodes that are not active, that have the version, or that another
-/// update is in progress on are skipped. One rollout at a time: another one is refused until this one has completed or was aborted.
+/// After the canaries, and after each wave of `max_unavailable` nodes, nothing begins for `soak_seconds`. It stops by itself at the first node
+/// whose update fails or is rolled back, or that is offline or has a health finding of class `evacuate`, `billing_credit` or `quarantine` in the
+/// soak after it. Nodes that are not active, that have the version, or that another
+/// update is in progress on are skipped; with `include_held` nodes in quarantine for a fault are not. One rollout at a time: another one is refused until this one has completed or was aborted.
 #[utoipa::path(
     post,
     path = "/",
@@ -203,34 +221,37 @@ pub(super) async fn list(
 )]
 pub(super) async fn create(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewRollout>>,
 ) -> Result<Response, ApiError> {
     let answered = match context.committed_reply::<Rollout>()? {
         Some(answered) => answered,
         None => {
-            let order = Box::new(order(&services, &new).await?);
+            let order = Box::new(order(&app, &new).await?);
             context.ask::<Rollout>(context.new_id(), Request::Create { order }).await?
         }
     };
     let headers = replayed(&answered);
-    let view = shown(&services, answered.reply)?;
+    let view = shown(&app, answered.reply)?;
     Ok((StatusCode::CREATED, headers, Json(view)).into_response())
 }
 
-async fn order(services: &Services, new: &NewRollout) -> Result<RolloutOrder, ApiError> {
+async fn order(app: &AppState, new: &NewRollout) -> Result<RolloutOrder, ApiError> {
     let order = RolloutOrder {
-        digest: package_digest(services, new.digest.as_ref())?,
+        digest: package_digest(app, new.digest.as_ref())?,
         canary: new.canary.map_or(1, |count| count.0),
         max_unavailable: new.max_unavailable.0,
-        selector: selector(services, &new.selector).await?,
+        soak_seconds: new.soak_seconds.map_or(DEFAULT_SOAK_SECONDS, |seconds| seconds.0),
+        includes_held: new.include_held,
+        selector: selector(app, &new.selector).await?,
         reason: new.reason.to_string(),
     };
-    let created_at = services.environment.now();
-    let scope = RolloutScope { selector: &order.selector, digest: &order.digest, created_at };
+    let created_at = app.environment.now();
+    let includes_held = order.includes_held;
+    let scope = RolloutScope { selector: &order.selector, digest: &order.digest, includes_held, created_at };
     let mut after = None;
     loop {
-        let page = scope.page(&services.reads, after).await?;
+        let page = scope.page(&app.reads, after).await?;
         match (page.nodes.is_empty(), page.next) {
             (false, _) => return Ok(order),
             (true, Some(next)) => after = Some(next),
@@ -243,10 +264,10 @@ async fn order(services: &Services, new: &NewRollout) -> Result<RolloutOrder, Ap
     }
 }
 
-async fn selector(services: &Services, fields: &SelectorFields) -> Result<NodeSelector, ApiError> {
+async fn selector(app: &AppState, fields: &SelectorFields) -> Result<NodeSelector, ApiError> {
     let sku_id = match &fields.sku {
         Some(sku) => {
-            let row = services.reads.find_by_name(EntityKind::Sku, sku).await?;
+            let row = app.reads.find_by_name(EntityKind::Sku, sku).await?;
             let row = row.ok_or_else(|| {
                 ApiError::invalid_request("`selector.sku` is not the name or id of a SKU.")
                     .detail("field", "selector.sku")
@@ -256,7 +277,7 @@ async fn selector(services: &Services, fields: &SelectorFields) -> Result<NodeSe
         None => None,
     };
     if let Some(ids) = &fields.node_ids {
-        let found = services.reads.entities(EntityKind::Node, ids).await?;
+        let found = app.reads.entities(EntityKind::Node, ids).await?;
         let found: BTreeSet<Uuid> = found.iter().map(|row| row.entity.id).collect();
         if let Some(unknown) = ids.iter().find(|id| !found.contains(id)) {
             let message = format!("`selector.node_ids` has {unknown}, which is no node; leave it out.");
@@ -275,11 +296,11 @@ async fn selector(services: &Services, fields: &SelectorFields) -> Result<NodeSe
 )]
 pub(super) async fn get(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<RolloutView>, ApiError> {
-    let found = current::<Rollout>(&services, id).await?.ok_or_else(|| ApiError::not_found("rollout"))?;
-    Ok(Json(RolloutView::of(&found.it, services.environment.now())))
+    let found = current::<Rollout>(&app, id).await?.ok_or_else(|| ApiError::not_found("rollout"))?;
+    Ok(Json(RolloutView::of(&found.it, app.environment.now())))
 }
 
 /// The nodes whose update a rollout has ordered, oldest first, with the outcome of each.
@@ -293,15 +314,15 @@ pub(super) async fn get(
 )]
 pub(super) async fn nodes(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     listing: Listing<NoFilter>,
 ) -> Result<Json<Items<RolloutNodeView>>, ApiError> {
     let page = listing.page("admin/rollouts/nodes", &id.to_string(), Order::OldestFirst)?;
-    current::<Rollout>(&services, id).await?.ok_or_else(|| ApiError::not_found("rollout"))?;
+    current::<Rollout>(&app, id).await?.ok_or_else(|| ApiError::not_found("rollout"))?;
     let rollout_id = RolloutId(id);
     let filter = ListFilter { terms: vec![rollout_term(rollout_id)], ..ListFilter::default() };
-    let rows = read_model::list::<Node>(&services, &filter, &page).await?;
+    let rows = read_model::list::<Node>(&app, &filter, &page).await?;
     Ok(Json(read_model::to_page(&page, rows, |stored| RolloutNodeView::of(&stored.it, rollout_id))))
 }
 
@@ -327,20 +348,15 @@ reason_commands! {
     abort: Abort;
 }
 
-async fn execute(
-    services: &Services,
-    context: RequestContext,
-    id: Uuid,
-    request: Request,
-) -> Result<Response, ApiError> {
+async fn execute(app: &AppState, context: RequestContext, id: Uuid, request: Request) -> Result<Response, ApiError> {
     let answered = context.prioritized().ask::<Rollout>(id, request).await?;
     let headers = replayed(&answered);
-    Ok((headers, Json(shown(services, answered.reply)?)).into_response())
+    Ok((headers, Json(shown(app, answered.reply)?)).into_response())
 }
 
-fn shown(services: &Services, reply: Reply) -> Result<RolloutView, ApiError> {
+fn shown(app: &AppState, reply: Reply) -> Result<RolloutView, ApiError> {
     match reply {
-        Reply::Rollout { rollout } => Ok(RolloutView::of(&rollout, services.environment.now())),
+        Reply::Rollout { rollout } => Ok(RolloutView::of(&rollout, app.environment.now())),
         Reply::Done => Err(ApiError::internal("the machine of the rollouts answered another question")),
     }
 }
@@ -359,6 +375,9 @@ impl RolloutView {
             stage: if it.is_in_canary() { RolloutStage::Canary } else { RolloutStage::Waves },
             canary: order.canary,
             max_unavailable: order.max_unavailable,
+            soak_seconds: order.soak_seconds,
+            include_held: order.includes_held,
+            soaks_until: it.soaks_until(),
             selector: RolloutSelectorView {
                 sku_id: order.selector.sku_id.map(|id| id.0),
                 region_code: order.selector.region_code.clone(),
@@ -410,12 +429,16 @@ impl EndedNodeView {
 impl RolloutNodeView {
     fn of(node: &Node, rollout_id: RolloutId) -> Self {
         let part = node.rollouts.iter().find(|known| known.rollout_id == rollout_id);
+        let fault = part.and_then(|known| known.soak.as_ref()?.fault.clone());
         let (outcome, reason) = match part.and_then(|known| known.outcome.as_ref()) {
+            Some(RolloutOutcome::Updated) if fault.is_some() => (RolloutNodeOutcome::Failed, fault),
             None => (RolloutNodeOutcome::Open, None),
             Some(RolloutOutcome::Updated) => (RolloutNodeOutcome::Updated, None),
             Some(RolloutOutcome::Failed { reason }) => (RolloutNodeOutcome::Failed, Some(reason.clone())),
             Some(RolloutOutcome::Skipped { reason }) => (RolloutNodeOutcome::Skipped, Some(reason.name().to_owned())),
         };
-        Self { node_id: node.id.0, host: node.registration.host.clone(), outcome, reason }
+        let registration = &node.registration;
+        let (name, host) = (registration.metadata.name.clone(), registration.host.clone());
+        Self { node_id: node.id.0, name, host, outcome, reason }
     }
 }

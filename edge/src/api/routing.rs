@@ -18,12 +18,12 @@ use super::path_parameters::path_parameters;
 use super::request_fields::LabelSelector;
 use crate::api::idempotency;
 use crate::api::idempotency::request_layer::store_response;
+use crate::app_state::AppState;
 use crate::http::error::{Code, Envelope};
 use crate::http::request_body::reject_query;
 use crate::http::router_layers::{Concurrency, RequestTimeout, bounded};
 use crate::limits::body_admission::{BodyAdmission, BodyAdmissionLimits, admit_bodies};
 use crate::limits::rate_limit::{RateLimitGroup, in_group};
-use crate::services::Services;
 
 /// The security scheme for access tokens in the description.
 const BEARER: &str = "bearer";
@@ -117,11 +117,11 @@ pub(super) struct NoQuery;
 
 /// A builder of the router and its description.
 pub(super) struct Routes {
-    open: Router<Services>,
-    guarded: Router<Services>,
-    long: Router<Services>,
+    open: Router<AppState>,
+    guarded: Router<AppState>,
+    long: Router<AppState>,
     /// Routes that authenticate the caller by credentials in the body.
-    form_credentials: Router<Services>,
+    form_credentials: Router<AppState>,
     api: OpenApi,
 }
 
@@ -137,7 +137,7 @@ impl Routes {
     }
 
     /// Adds a row with its handler. The handler's own description has no path and no parameters in it; the row has them.
-    pub(super) fn row(mut self, row: &Row, (schemas, mut paths, handler): UtoipaMethodRouter<Services>) -> Self {
+    pub(super) fn row(mut self, row: &Row, (schemas, mut paths, handler): UtoipaMethodRouter<AppState>) -> Self {
         let described = std::mem::take(&mut paths.paths).into_iter().next().map(|(_, item)| item);
         let mut item = described.unwrap_or_default();
         let operation = operation_mut(&mut item, row.kind);
@@ -180,7 +180,7 @@ impl Routes {
     }
 
     /// The router and its description. Health checks are answered however loaded the other routes are.
-    pub(super) fn finish(mut self, timeout: RequestTimeout, concurrency: Concurrency) -> (Router<Services>, OpenApi) {
+    pub(super) fn finish(mut self, timeout: RequestTimeout, concurrency: Concurrency) -> (Router<AppState>, OpenApi) {
         add_common_parts(&mut self.api);
         let open = bounded(self.open, timeout, Concurrency::at_most(256));
         let long =
@@ -264,7 +264,7 @@ fn describe(operation: &mut Operation, row: &Row) {
             operation.security = Some(vec![requirement(INTERNAL)]);
         }
         Access::User | Access::Admin | Access::Bound => {
-            codes.extend([Code::Unauthenticated, Code::Forbidden, Code::RateLimited]);
+            codes.extend([Code::Unauthenticated, Code::SessionEnded, Code::Forbidden, Code::RateLimited]);
             operation.responses.responses.values_mut().for_each(describe_limit);
             operation.security = Some([BEARER, PROVIDER, SERVICE_ACCOUNT].map(requirement).to_vec());
         }

@@ -13,10 +13,10 @@ use uuid::Uuid;
 
 use crate::api::request_context::{AdminRequest, RequestContext};
 use crate::api::request_fields::{Reason, WorkerName};
+use crate::app_state::AppState;
+use crate::app_state::runtime_interface::{self, ClusterReport, EntityNode, Tree, TreeFilter};
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body::{JsonOrDefault, Path, Query};
-use crate::services::Services;
-use crate::services::runtime_interface::{self, ClusterReport, EntityNode, Tree, TreeFilter};
 
 /// How many transitions are shown of an entity.
 const SHOWN_TRANSITIONS: u32 = 50;
@@ -28,6 +28,8 @@ pub(super) struct EntityReport {
     entity: EntityNode,
     /// Its last 50 transitions, newest first.
     history: Vec<Transition>,
+    /// True where transitions before the shown ones were removed, since they were older than policy `retention.history_months`.
+    earlier_history_removed: bool,
 }
 
 #[derive(Debug, Serialize, ToSchema)]
@@ -65,7 +67,7 @@ pub(super) struct RestartView {
 #[utoipa::path(get, path = "/", params(TreeFilter), responses((status = 200, description = "The tree.", body = Tree)))]
 pub(super) async fn tree(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Query(filter): Query<TreeFilter>,
 ) -> Result<Json<Tree>, ApiError> {
     let invalid = |field: &str, why: String| {
@@ -84,16 +86,13 @@ pub(super) async fn tree(
     {
         return invalid("state", format!("must be a state's name, at most {MAX_STATE_LEN} characters"));
     }
-    Ok(Json(services.runtime.tree(filter).await?))
+    Ok(Json(app.runtime.tree(filter).await?))
 }
 
 /// The members of the cluster and what each owns.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The members.", body = ClusterReport)))]
-pub(super) async fn cluster(
-    _: AdminRequest,
-    State(services): State<Services>,
-) -> Result<Json<ClusterReport>, ApiError> {
-    Ok(Json(services.runtime.cluster().await?))
+pub(super) async fn cluster(_: AdminRequest, State(app): State<AppState>) -> Result<Json<ClusterReport>, ApiError> {
+    Ok(Json(app.runtime.cluster().await?))
 }
 
 /// One entity with its history and the reason it waits.
@@ -104,12 +103,15 @@ pub(super) async fn cluster(
 )]
 pub(super) async fn entity(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path((kind, id)): Path<(String, Uuid)>,
 ) -> Result<Json<EntityReport>, ApiError> {
-    let entity = find_entity(&services, &kind, id).await?;
-    let history = services.reads.history(id, None, SHOWN_TRANSITIONS).await?;
-    Ok(Json(EntityReport { entity, history: history.items.into_iter().map(Transition::from).collect() }))
+    let entity = find_entity(&app, &kind, id).await?;
+    let history = app.reads.history(id, None, SHOWN_TRANSITIONS).await?;
+    // Versions begin at 1.
+    let is_complete = history.next.is_some() || history.items.last().map_or(entity.version, |row| row.version - 1) == 0;
+    let history = history.items.into_iter().map(Transition::from).collect();
+    Ok(Json(EntityReport { entity, history, earlier_history_removed: !is_complete }))
 }
 
 /// Clears an entity's failures and restarts it, on whichever member owns it.
@@ -123,13 +125,13 @@ pub(super) async fn entity(
 )]
 pub(super) async fn restart(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path((kind, id)): Path<(String, Uuid)>,
     JsonOrDefault(why): JsonOrDefault<NewRestart>,
 ) -> Result<Json<RestartView>, ApiError> {
-    find_entity(&services, &kind, id).await?;
+    find_entity(&app, &kind, id).await?;
     let entity = EntityRef { kind: kind_of(&kind, "Path parameter")?, id };
-    restart_part(&services, context, RuntimePart::Entity { entity }, why).await
+    restart_part(&app, context, RuntimePart::Entity { entity }, why).await
 }
 
 /// Restarts a row of one member's supervision tree, with everything below it, whatever it was doing.
@@ -143,23 +145,23 @@ pub(super) async fn restart(
 )]
 pub(super) async fn restart_worker(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path((member, worker)): Path<(Uuid, WorkerName)>,
     JsonOrDefault(why): JsonOrDefault<NewRestart>,
 ) -> Result<Json<RestartView>, ApiError> {
     let (member, worker) = (MemberId(member), worker.to_string());
-    let row = services.runtime.worker(member, &worker).await?.ok_or_else(|| ApiError::not_found("worker"))?;
+    let row = app.runtime.worker(member, &worker).await?.ok_or_else(|| ApiError::not_found("worker"))?;
     if !row.restartable {
         let message = format!("{worker} restarts itself and cannot be restarted alone; restart the process.");
         return Err(ApiError::new(Code::StateConflict, message));
     }
-    restart_part(&services, context, RuntimePart::Worker { member, worker }, why).await
+    restart_part(&app, context, RuntimePart::Worker { member, worker }, why).await
 }
 
 /// The restart is committed to the audit log first and executed then: an unaudited restart must not happen, and one that was audited and
 /// not executed is requested again.
 async fn restart_part(
-    services: &Services,
+    app: &AppState,
     context: RequestContext,
     part: RuntimePart,
     NewRestart { reason }: NewRestart,
@@ -167,8 +169,8 @@ async fn restart_part(
     let record = id_of_name(EntityKind::Runtime, &part.to_string());
     let command = Command::Restart { what: part.clone(), reason: reason.map(|reason| reason.to_string()) };
     context.prioritized().ask_unstored::<RestartRecord>(record, command).await?;
-    match services.runtime.restart(part).await? {
-        runtime_interface::RestartOutcome::Anew => Ok(Json(RestartView { restarted: true })),
+    match app.runtime.restart(part).await? {
+        runtime_interface::RestartOutcome::Restarted => Ok(Json(RestartView { restarted: true })),
         runtime_interface::RestartOutcome::Nothing => Ok(Json(RestartView { restarted: false })),
         runtime_interface::RestartOutcome::Unknown => Err(ApiError::new(
             Code::ServiceUnavailable,
@@ -177,9 +179,9 @@ async fn restart_part(
     }
 }
 
-async fn find_entity(services: &Services, kind: &str, id: Uuid) -> Result<EntityNode, ApiError> {
+async fn find_entity(app: &AppState, kind: &str, id: Uuid) -> Result<EntityNode, ApiError> {
     let kind = kind_of(kind, "Path parameter")?;
-    services.runtime.entity(EntityRef { kind, id }).await?.ok_or_else(|| ApiError::not_found(kind.as_str()))
+    app.runtime.entity(EntityRef { kind, id }).await?.ok_or_else(|| ApiError::not_found(kind.as_str()))
 }
 
 fn kind_of(name: &str, what: &str) -> Result<EntityKind, ApiError> {

@@ -19,13 +19,13 @@ use super::request_context::{RequestContext, UserRequest, replayed};
 use super::request_fields::{ClaimId, Label, set_or_none};
 use super::ssh_key::tenant_of;
 use crate::api::idempotency::request_layer::Idempotent;
-use crate::auth::token::{TokenPurpose, mint};
+use crate::app_state::AppState;
+use crate::app_state::read_model::{self, find};
+use crate::auth::opaque_token::{TokenPurpose, mint};
 use crate::http::correlation::no_store;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};
-use crate::services::Services;
-use crate::services::read_model::{self, find};
 
 /// The state of accounts that exist for callers.
 const ACTIVE: &str = "active";
@@ -125,7 +125,7 @@ pub(super) struct ServiceAccountFilter {
 )]
 pub(super) async fn list(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<ServiceAccountFilter>,
 ) -> Result<Json<Items<ServiceAccountView>>, ApiError> {
     let owner = match listing.filter.user_id.as_deref() {
@@ -138,7 +138,7 @@ pub(super) async fn list(
     };
     let page = listing.page("service-accounts", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
     let filter = ListFilter { owner, states: vec![ACTIVE.to_owned()], ..ListFilter::default() };
-    let rows = read_model::list::<ServiceAccount>(&services, &filter, &page).await?;
+    let rows = read_model::list::<ServiceAccount>(&app, &filter, &page).await?;
     Ok(Json(read_model::to_page(&page, rows, |stored| view(stored.it))))
 }
 
@@ -154,7 +154,7 @@ pub(super) async fn list(
 )]
 pub(super) async fn create(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewServiceAccount>>,
 ) -> Result<Response, ApiError> {
     let roles = new.roles.as_deref().unwrap_or(&[RoleName::User]);
@@ -164,7 +164,7 @@ pub(super) async fn create(
     }
     let id = context.new_id();
     if !context.is_replay() {
-        reserve_account(&services, &context, id).await?;
+        reserve_account(&app, &context, id).await?;
     }
     let roles = roles.iter().map(|role| (*role).into()).collect();
     let command = Command::Create { name: new.name.to_string(), roles };
@@ -175,11 +175,11 @@ pub(super) async fn create(
 }
 
 /// Reserves a slot in the owner's quota of accounts, so that concurrent requests do not exceed the limit.
-async fn reserve_account(services: &Services, context: &RequestContext, id: Uuid) -> Result<(), ApiError> {
+async fn reserve_account(app: &AppState, context: &RequestContext, id: Uuid) -> Result<(), ApiError> {
     let caller = &context.caller;
     let owner = Some(caller.user_id.to_string());
     let own = ListFilter { owner, states: vec![ACTIVE.to_owned()], ..ListFilter::default() };
-    let there = services.reads.list(EntityKind::ServiceAccount, &own, None, ABOVE_ANY_LIMIT).await?.items;
+    let there = app.reads.list(EntityKind::ServiceAccount, &own, None, ABOVE_ANY_LIMIT).await?.items;
     let command = tenant::Request::ExpectAccount {
         user_id: caller.user_id.clone(),
         account: ServiceAccountId(id),
@@ -198,13 +198,14 @@ async fn reserve_account(services: &Services, context: &RequestContext, id: Uuid
     get,
     path = "/",
     responses((status = 200, description = "The service account.", body = ServiceAccountView)),
+    extensions(("x-without-console" = json!("the list has the same fields"))),
 )]
 pub(super) async fn get(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<ServiceAccountView>, ApiError> {
-    let found = find::<ServiceAccount>(&services, id).await?.filter(|stored| stored.it.is_for(&context.principal()));
+    let found = find::<ServiceAccount>(&app, id).await?.filter(|stored| stored.it.is_for(&context.principal()));
     found.map(|stored| Json(view(stored.it))).ok_or_else(|| ApiError::not_found("service account"))
 }
 
@@ -221,9 +222,10 @@ pub(super) async fn delete(UserRequest(context): UserRequest, Path(id): Path<Uui
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Makes a key, valid beside those that there are.
+/// Makes a key of your own service account, valid beside those that there are.
 ///
-/// The answer is a secret: it is stored nowhere, so a repetition makes another key whatever its `Idempotency-Key`.
+/// You need the roles of the account. The answer is a secret: it is stored nowhere, so a repetition makes another key
+/// whatever its `Idempotency-Key`.
 #[utoipa::path(
     post,
     path = "/",

@@ -28,11 +28,11 @@ use super::request_fields::{
 };
 use super::ssh_key::NoFilter;
 use crate::api::idempotency::request_layer::Idempotent;
+use crate::app_state::AppState;
+use crate::app_state::read_model::{self, StoredEntity, find};
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery};
 use crate::http::request_body::{self, Path};
-use crate::services::Services;
-use crate::services::read_model::{self, StoredEntity, find};
 
 /// A kind of machine to be put into the catalog, as a draft.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -179,12 +179,12 @@ pub(super) struct PriceView {
 )]
 pub(super) async fn offered(
     _: UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<NoFilter>,
 ) -> Result<Json<Items<OfferedView>>, ApiError> {
     let page = listing.page("skus", "", Order::OldestFirst)?;
     let filter = ListFilter { states: vec![CatalogStatus::Active.name().to_owned()], ..ListFilter::default() };
-    let rows = read_model::list::<Sku>(&services, &filter, &page).await?;
+    let rows = read_model::list::<Sku>(&app, &filter, &page).await?;
     Ok(Json(read_model::to_page(&page, rows, |stored| entry(&stored.it))))
 }
 
@@ -197,12 +197,12 @@ pub(super) async fn offered(
 )]
 pub(super) async fn list(
     _: Authorized<SeeSkus>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<SkuFilter>,
 ) -> Result<Json<Items<SkuView>>, ApiError> {
     let page = listing.page("admin/skus", "", Order::OldestFirst)?;
     let states = listing.filter.status.map(|status| status.name().to_owned()).into_iter().collect();
-    let rows = read_model::list::<Sku>(&services, &ListFilter { states, ..ListFilter::default() }, &page).await?;
+    let rows = read_model::list::<Sku>(&app, &ListFilter { states, ..ListFilter::default() }, &page).await?;
     Ok(Json(read_model::to_page(&page, rows, |stored| view(&stored.it))))
 }
 
@@ -230,13 +230,14 @@ pub(super) async fn create(
     get,
     path = "/",
     responses((status = 200, description = "The SKU.", body = SkuView)),
+    extensions(("x-without-console" = json!("the list has the same fields"))),
 )]
 pub(super) async fn get(
     _: Authorized<SeeSkus>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<SkuView>, ApiError> {
-    let stored = find::<Sku>(&services, id).await?.ok_or_else(|| ApiError::not_found("SKU"))?;
+    let stored = find::<Sku>(&app, id).await?.ok_or_else(|| ApiError::not_found("SKU"))?;
     Ok(Json(view(&stored.it)))
 }
 
@@ -275,17 +276,17 @@ pub(super) async fn revise(
 }
 
 /// The active SKU that a request refers to by name or id.
-pub(super) async fn active(services: &Services, name_or_id: &SkuRef) -> Result<Sku, ApiError> {
-    sku_in_status(services, name_or_id, &[CatalogStatus::Active]).await
+pub(super) async fn active(app: &AppState, name_or_id: &SkuRef) -> Result<Sku, ApiError> {
+    sku_in_status(app, name_or_id, &[CatalogStatus::Active]).await
 }
 
 /// The same for a request to rent, where a deprecated SKU is valid too, as long as it has nodes.
-pub(super) async fn rentable(services: &Services, name_or_id: &SkuRef) -> Result<Sku, ApiError> {
-    sku_in_status(services, name_or_id, &[CatalogStatus::Active, CatalogStatus::Deprecated]).await
+pub(super) async fn rentable(app: &AppState, name_or_id: &SkuRef) -> Result<Sku, ApiError> {
+    sku_in_status(app, name_or_id, &[CatalogStatus::Active, CatalogStatus::Deprecated]).await
 }
 
-async fn sku_in_status(services: &Services, name_or_id: &SkuRef, admitted: &[CatalogStatus]) -> Result<Sku, ApiError> {
-    let row = services.reads.find_by_name(EntityKind::Sku, name_or_id).await?;
+async fn sku_in_status(app: &AppState, name_or_id: &SkuRef, admitted: &[CatalogStatus]) -> Result<Sku, ApiError> {
+    let row = app.reads.find_by_name(EntityKind::Sku, name_or_id).await?;
     let sku = row.as_ref().map(StoredEntity::<Sku>::of).transpose()?.map(|stored| stored.it);
     sku.filter(|sku| admitted.contains(&sku.status)).ok_or_else(|| {
         ApiError::invalid_request(
@@ -296,8 +297,8 @@ async fn sku_in_status(services: &Services, name_or_id: &SkuRef, admitted: &[Cat
 }
 
 /// The id of the SKU that a list's filter refers to, active or not.
-pub(super) async fn id_in_filter(services: &Services, name_or_id: &SkuRef) -> Result<Uuid, ApiError> {
-    let row = services.reads.find_by_name(EntityKind::Sku, name_or_id).await?;
+pub(super) async fn id_in_filter(app: &AppState, name_or_id: &SkuRef) -> Result<Uuid, ApiError> {
+    let row = app.reads.find_by_name(EntityKind::Sku, name_or_id).await?;
     row.map(|row| row.entity.id).ok_or_else(|| {
         ApiError::invalid_request("Query parameter `sku` is not the name or id of a SKU.").detail("field", "sku")
     })

@@ -16,11 +16,11 @@ use super::request_context::{AdminRequest, RequestContext, UserRequest, replayed
 use super::request_fields::{ClaimId, Label, PublicKeyText};
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::request_fields::ssh_public_key::{SshPublicKey, SshPublicKeyError};
+use crate::app_state::AppState;
+use crate::app_state::read_model::find;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::http::request_body::{self, NoBody, Path};
-use crate::services::Services;
-use crate::services::read_model::find;
 
 /// A public key to be registered.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -76,10 +76,10 @@ fn tenant(user_id: &str) -> Uuid {
 )]
 pub(super) async fn list(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<NoFilter>,
 ) -> Result<Json<Items<SshKeyView>>, ApiError> {
-    page_of(&services, &context.caller.user_id, &listing).await
+    page_of(&app, &context.caller.user_id, &listing).await
 }
 
 /// A user's keys, oldest first.
@@ -91,20 +91,20 @@ pub(super) async fn list(
 )]
 pub(super) async fn list_of_user(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(user_id): Path<ClaimId>,
     listing: Listing<NoFilter>,
 ) -> Result<Json<Items<SshKeyView>>, ApiError> {
-    page_of(&services, &user_id, &listing).await
+    page_of(&app, &user_id, &listing).await
 }
 
 async fn page_of(
-    services: &Services,
+    app: &AppState,
     owner: &str,
     listing: &Listing<NoFilter>,
 ) -> Result<Json<Items<SshKeyView>>, ApiError> {
     let page = listing.page("ssh-keys", owner, Order::OldestFirst)?;
-    let tenant = find::<Tenant>(services, tenant(owner)).await?;
+    let tenant = find::<Tenant>(app, tenant(owner)).await?;
     let mut keys: Vec<_> = tenant.into_iter().flat_map(|stored| stored.it.keys.into_values()).collect();
     keys.sort_by_key(|key| (key.created_at, key.id));
     // Page tokens have microseconds.
@@ -157,6 +157,7 @@ const fn cause_of(error: &SshPublicKeyError) -> SshKeyFault {
         SshPublicKeyError::NoType => SshKeyFault::Options,
         SshPublicKeyError::Empty
         | SshPublicKeyError::TooLong
+        | SshPublicKeyError::KeyTooLong
         | SshPublicKeyError::NotOneLine
         | SshPublicKeyError::Malformed => SshKeyFault::Unreadable,
     }
@@ -167,13 +168,14 @@ const fn cause_of(error: &SshPublicKeyError) -> SshKeyFault {
     get,
     path = "/",
     responses((status = 200, description = "The key.", body = SshKeyView)),
+    extensions(("x-without-console" = json!("the list has the same fields"))),
 )]
 pub(super) async fn get(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<SshKeyView>, ApiError> {
-    one_key(&services, &context.caller.user_id, id).await
+    one_key(&app, &context.caller.user_id, id).await
 }
 
 /// One of a user's keys.
@@ -181,17 +183,18 @@ pub(super) async fn get(
     get,
     path = "/",
     responses((status = 200, description = "The key.", body = SshKeyView)),
+    extensions(("x-without-console" = json!("the list has the same fields"))),
 )]
 pub(super) async fn get_of_user(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path((user_id, id)): Path<(ClaimId, Uuid)>,
 ) -> Result<Json<SshKeyView>, ApiError> {
-    one_key(&services, &user_id, id).await
+    one_key(&app, &user_id, id).await
 }
 
-async fn one_key(services: &Services, owner: &str, id: Uuid) -> Result<Json<SshKeyView>, ApiError> {
-    let tenant = find::<Tenant>(services, tenant(owner)).await?;
+async fn one_key(app: &AppState, owner: &str, id: Uuid) -> Result<Json<SshKeyView>, ApiError> {
+    let tenant = find::<Tenant>(app, tenant(owner)).await?;
     let key = tenant.and_then(|mut stored| stored.it.keys.remove(&SshKeyId(id)));
     key.map(|key| Json(view(key, owner))).ok_or_else(|| ApiError::not_found("SSH key"))
 }

@@ -22,12 +22,12 @@ use uuid::Uuid;
 use super::billing::view::named;
 use super::billing::{holder_of, id_of};
 use super::request_context::{Authorized, RequestContext, SeeBilling, UserRequest};
+use crate::app_state::AppState;
+use crate::app_state::read_model::{StoredEntity, current};
 use crate::http::correlation::no_store;
 use crate::http::error::{ApiError, Code};
 use crate::http::pagination::{Items, Listing, Order, Page, PageQuery, Position};
 use crate::http::request_body::Path;
-use crate::services::Services;
-use crate::services::read_model::{StoredEntity, current};
 use crate::statement::{AllocationUsage, CSV, Line, Month, PDF, Rows, Statement, printed};
 
 /// The most lines of a statement by allocation and kind; the rest is summed by kind.
@@ -109,13 +109,13 @@ pub(super) struct LineView {
 )]
 pub(super) async fn list(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<Unfiltered>,
 ) -> Result<Json<Items<SummaryView>>, ApiError> {
     let id = id_of(&holder_of(&context));
     let page = listing.page("billing/statements", &id.to_string(), Order::NewestFirst)?;
-    match current::<BillingAccount>(&services, id).await? {
-        Some(found) => months(&services, &found.it, &page).await,
+    match current::<BillingAccount>(&app, id).await? {
+        Some(found) => months(&app, &found.it, &page).await,
         None => Ok(Json(Items { items: Vec::new(), next_page: None })),
     }
 }
@@ -128,10 +128,10 @@ pub(super) async fn list(
 )]
 pub(super) async fn get(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(month): Path<Month>,
 ) -> Result<Json<StatementView>, ApiError> {
-    Ok(Json(StatementView::of(own_statement(&services, &context, month).await?)))
+    Ok(Json(StatementView::of(own_statement(&app, &context, month).await?)))
 }
 
 /// The same as CSV, with every posting.
@@ -143,13 +143,14 @@ pub(super) async fn get(
     get,
     path = "/",
     responses((status = 200, description = "The file.", content_type = "text/csv", body = String)),
+    extensions(("x-without-console" = json!("a link on the page of statements"))),
 )]
 pub(super) async fn csv(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(month): Path<Month>,
 ) -> Result<Response, ApiError> {
-    csv_response(&services, own_statement(&services, &context, month).await?)
+    csv_response(&app, own_statement(&app, &context, month).await?)
 }
 
 /// The same as PDF, to read and to file.
@@ -157,13 +158,14 @@ pub(super) async fn csv(
     get,
     path = "/",
     responses((status = 200, description = "The file, PDF/A-2b.", content_type = "application/pdf", body = String)),
+    extensions(("x-without-console" = json!("a link on the page of statements"))),
 )]
 pub(super) async fn pdf(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(month): Path<Month>,
 ) -> Result<Response, ApiError> {
-    pdf_response(own_statement(&services, &context, month).await?).await
+    pdf_response(own_statement(&app, &context, month).await?).await
 }
 
 /// The months of an account, latest first.
@@ -175,14 +177,14 @@ pub(super) async fn pdf(
 )]
 pub(super) async fn list_of(
     _: Authorized<SeeBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     listing: Listing<Unfiltered>,
 ) -> Result<Json<Items<SummaryView>>, ApiError> {
-    let found = current::<BillingAccount>(&services, id).await?;
+    let found = current::<BillingAccount>(&app, id).await?;
     let found = found.ok_or_else(|| ApiError::not_found("billing account"))?;
     let page = listing.page("admin/billing/statements", &id.to_string(), Order::NewestFirst)?;
-    months(&services, &found.it, &page).await
+    months(&app, &found.it, &page).await
 }
 
 /// The statement of an account for a month, by allocation and kind of posting.
@@ -193,10 +195,10 @@ pub(super) async fn list_of(
 )]
 pub(super) async fn get_of(
     _: Authorized<SeeBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path((id, month)): Path<(Uuid, Month)>,
 ) -> Result<Json<StatementView>, ApiError> {
-    Ok(Json(StatementView::of(build_statement(&services, id, month).await?)))
+    Ok(Json(StatementView::of(build_statement(&app, id, month).await?)))
 }
 
 /// The same as CSV, with every posting.
@@ -204,13 +206,14 @@ pub(super) async fn get_of(
     get,
     path = "/",
     responses((status = 200, description = "The file, as the account's holder gets it.", content_type = "text/csv", body = String)),
+    extensions(("x-without-console" = json!("a link on the page of statements"))),
 )]
 pub(super) async fn csv_of(
     _: Authorized<SeeBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path((id, month)): Path<(Uuid, Month)>,
 ) -> Result<Response, ApiError> {
-    csv_response(&services, build_statement(&services, id, month).await?)
+    csv_response(&app, build_statement(&app, id, month).await?)
 }
 
 /// The same as PDF, to read and to file.
@@ -218,17 +221,18 @@ pub(super) async fn csv_of(
     get,
     path = "/",
     responses((status = 200, description = "The file, PDF/A-2b.", content_type = "application/pdf", body = String)),
+    extensions(("x-without-console" = json!("a link on the page of statements"))),
 )]
 pub(super) async fn pdf_of(
     _: Authorized<SeeBilling>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path((id, month)): Path<(Uuid, Month)>,
 ) -> Result<Response, ApiError> {
-    pdf_response(build_statement(&services, id, month).await?).await
+    pdf_response(build_statement(&app, id, month).await?).await
 }
 
-async fn own_statement(services: &Services, context: &RequestContext, month: Month) -> Result<Statement, ApiError> {
-    build_statement(services, id_of(&holder_of(context)), month).await
+async fn own_statement(app: &AppState, context: &RequestContext, month: Month) -> Result<Statement, ApiError> {
+    build_statement(app, id_of(&holder_of(context)), month).await
 }
 
 /// Whether the account has a statement for the month: from the month in which it was opened to the current one.
@@ -236,15 +240,15 @@ fn has_statement(account: &BillingAccount, month: Month, now: DateTime<Utc>) -> 
     (Month::of(account.opened_at)..=Month::of(now)).contains(&month)
 }
 
-async fn build_statement(services: &Services, id: Uuid, month: Month) -> Result<Statement, ApiError> {
-    let now = services.environment.now();
-    let found = current::<BillingAccount>(services, id).await?.filter(|found| has_statement(&found.it, month, now));
+async fn build_statement(app: &AppState, id: Uuid, month: Month) -> Result<Statement, ApiError> {
+    let now = app.environment.now();
+    let found = current::<BillingAccount>(app, id).await?.filter(|found| has_statement(&found.it, month, now));
     let account = found.ok_or_else(|| ApiError::not_found("statement"))?.it;
-    let ends = ledger_positions(services, &account, &[month.begins(), month.ends()]).await?;
+    let ends = ledger_positions(app, &account, &[month.begins(), month.ends()]).await?;
     let [opening, closing] = ends[..] else { return Err(ApiError::internal("the ledger has not found two instants")) };
-    let sums = posting_sums(services, &account, opening, closing).await?;
+    let sums = posting_sums(app, &account, opening, closing).await?;
     let ids: Vec<Uuid> = sums.iter().filter_map(|sum| sum.allocation.map(|id| id.0)).collect();
-    let rented = rented(services, &ids).await?;
+    let rented = rented(app, &ids).await?;
     let line = |sum: LedgerSum| Line { rented: sum.allocation.and_then(|id| rented.get(&id.0).cloned()), sum };
     let statement = Statement {
         account: account.id.0,
@@ -263,13 +267,13 @@ async fn build_statement(services: &Services, id: Uuid, month: Month) -> Result<
 }
 
 async fn posting_sums(
-    services: &Services,
+    app: &AppState,
     account: &BillingAccount,
     opening: LedgerPosition,
     closing: LedgerPosition,
 ) -> Result<Vec<LedgerSum>, ApiError> {
     let _permit = SUM_PERMITS.acquire().await.map_err(ApiError::internal)?;
-    let sums = services.reads.ledger_sums(account.id, opening.number, closing.number, MAX_LINES).await;
+    let sums = app.reads.ledger_sums(account.id, opening.number, closing.number, MAX_LINES).await;
     sums.map_err(|error| if error.took_too_long() { too_large(error) } else { error.into() })
 }
 
@@ -282,16 +286,16 @@ fn too_large(error: StoreError) -> ApiError {
 }
 
 async fn ledger_positions(
-    services: &Services,
+    app: &AppState,
     account: &BillingAccount,
     instants: &[DateTime<Utc>],
 ) -> Result<Vec<LedgerPosition>, ApiError> {
-    Ok(services.reads.ledger_positions(account.id, instants).await?)
+    Ok(app.reads.ledger_positions(account.id, instants).await?)
 }
 
 /// The SKU, size and user of these allocations. One that cannot be decoded is left out: its postings are listed without them.
-async fn rented(services: &Services, ids: &[Uuid]) -> Result<BTreeMap<Uuid, AllocationUsage>, ApiError> {
-    let rows = services.reads.entities(EntityKind::Allocation, ids).await?;
+async fn rented(app: &AppState, ids: &[Uuid]) -> Result<BTreeMap<Uuid, AllocationUsage>, ApiError> {
+    let rows = app.reads.entities(EntityKind::Allocation, ids).await?;
     let read = |row: &persistence::queries::EntityRow| {
         let asked = StoredEntity::<Allocation>::of(row).ok()?.it.asked;
         Some((
@@ -302,12 +306,8 @@ async fn rented(services: &Services, ids: &[Uuid]) -> Result<BTreeMap<Uuid, Allo
     Ok(rows.iter().filter_map(read).collect())
 }
 
-async fn months(
-    services: &Services,
-    account: &BillingAccount,
-    page: &Page,
-) -> Result<Json<Items<SummaryView>>, ApiError> {
-    let now = services.environment.now();
+async fn months(app: &AppState, account: &BillingAccount, page: &Page) -> Result<Json<Items<SummaryView>>, ApiError> {
+    let now = app.environment.now();
     let last = page.after.map_or(now, |after| after.created_at);
     // A page token has the last month that was shown: the next page begins with the month before it.
     let shown = usize::from(page.after.is_some());
@@ -319,7 +319,7 @@ async fn months(
         .take(most)
         .collect();
     let instants: Vec<_> = months.iter().flat_map(|month| [month.begins(), month.ends()]).collect();
-    let ends = ledger_positions(services, account, &instants).await?;
+    let ends = ledger_positions(app, account, &instants).await?;
     let rows = months.into_iter().zip(ends.chunks_exact(2)).map(|(month, ends)| {
         let (opening, closing) = (ends[0], ends[1]);
         SummaryView::of(account.currency.as_str(), month, opening, closing, now >= month.ends())
@@ -328,9 +328,9 @@ async fn months(
     Ok(Json(page.answer(rows.collect(), place, |row| row)))
 }
 
-fn csv_response(services: &Services, statement: Statement) -> Result<Response, ApiError> {
+fn csv_response(app: &AppState, statement: Statement) -> Result<Response, ApiError> {
     let headers = file_headers(CSV, &statement.file_name("csv"))?;
-    let rows = Rows::of(services.reads.clone(), statement);
+    let rows = Rows::of(app.reads.clone(), statement);
     Ok((headers, no_store(), Body::from_stream(rows.stream())).into_response())
 }
 

@@ -10,11 +10,11 @@ use uuid::Uuid;
 
 use super::allocation::visible;
 use super::request_context::{AdminRequest, UserRequest};
+use crate::app_state::AppState;
+use crate::app_state::read_model::CurrentEntity;
 use crate::fleet_telemetry::{FleetReport, NodeSample};
 use crate::http::error::ApiError;
 use crate::http::request_body::Path;
-use crate::services::Services;
-use crate::services::read_model::CurrentEntity;
 
 /// The load of an allocation's GPUs.
 #[derive(Debug, Serialize, ToSchema)]
@@ -45,18 +45,18 @@ pub(super) struct GpuTelemetryView {
 ///
 /// It is of the last heartbeats that the members of the cluster have received, and is not stored.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The load.", body = FleetReport)))]
-pub(super) async fn fleet(_: AdminRequest, State(services): State<Services>) -> Result<Json<FleetReport>, ApiError> {
-    Ok(Json(services.fleet_report().await?))
+pub(super) async fn fleet(_: AdminRequest, State(app): State<AppState>) -> Result<Json<FleetReport>, ApiError> {
+    Ok(Json(app.fleet_report().await?))
 }
 
 /// The load of your allocation's GPUs, as its node reported it last.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The load.", body = AllocationTelemetry)))]
 pub(super) async fn of_allocation(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<AllocationTelemetry>, ApiError> {
-    let CurrentEntity { it, .. } = visible(&services, &context, id).await?;
+    let CurrentEntity { it, .. } = visible(&app, &context, id).await?;
     let (node_id, placed) = match &it.phase {
         Phase::Active { node_id, placed } => (*node_id, placed),
         Phase::Requested { .. }
@@ -67,7 +67,7 @@ pub(super) async fn of_allocation(
             return Ok(Json(AllocationTelemetry { allocation_id: id, at: None, gpus: Vec::new() }));
         }
     };
-    let load = services.runtime.node_load(node_id).await;
+    let load = app.runtime.node_load(node_id).await;
     // What was measured before is of another tenant.
     let load = load.filter(|load| it.active_at.is_some_and(|active_at| load.received_at >= active_at));
     let gpus = placed.devices.iter().map(|device| gpu_view(device.index, &device.uuid, load.as_ref()));

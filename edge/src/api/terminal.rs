@@ -25,12 +25,12 @@ use super::request_fields::{ClaimId, ReasonBody};
 use super::ssh_key::tenant_of;
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::rejection_response::not_answered;
+use crate::app_state::AppState;
+use crate::app_state::read_model::{self, StoredEntity, find};
 use crate::http::correlation::no_store;
 use crate::http::error::{ApiError, Code};
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::http::request_body::{self, JsonOrDefault, Path};
-use crate::services::Services;
-use crate::services::read_model::{self, StoredEntity, find};
 use crate::terminal::mint;
 
 /// A bound above every limit of live sessions.
@@ -104,8 +104,8 @@ pub(super) struct TerminalSessionView {
     node_id: Uuid,
     user_id: String,
     state: StateName,
-    /// Why it is closed: `exited`, `failed`, `never_attached`, `killed`, `allocation_ended`, `lifetime`, `detached_expired`, `displaced`
-    /// or `ended_by_user`; null while it is not.
+    /// Why it is closed: `exited`, `failed`, `never_attached`, `killed`, `allocation_ended`, `lifetime`, `detached_expired`, `displaced`,
+    /// `ended_by_user` or `logged_out`; null while it is not.
     close_reason: Option<String>,
     /// How its program ended; null where it did not by itself.
     exit: Option<TerminalExitView>,
@@ -153,24 +153,25 @@ pub(super) struct Unfiltered {}
     path = "/",
     request_body(content = NewTerminalToken, description = "May be left out."),
     responses((status = 201, description = "The token. `Cache-Control: no-store`.", body = IssuedTerminalToken)),
+    extensions(("x-without-console" = json!("the document of the terminal asks for its tokens"))),
 )]
 pub(super) async fn issue_token(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     JsonOrDefault(new): JsonOrDefault<NewTerminalToken>,
 ) -> Result<Response, ApiError> {
     // Read from the store: the commit requires the version that is read here.
-    let allocation = find::<Allocation>(&services, id).await?;
+    let allocation = find::<Allocation>(&app, id).await?;
     let allocation = allocation.filter(|found| found.it.asked.owner.user_id == context.caller.user_id);
     let allocation = allocation.ok_or_else(|| ApiError::not_found("allocation"))?;
     let Phase::Active { node_id, .. } = allocation.it.phase else { return Err(not_active(&allocation)) };
     let active = Precondition { entity: id, version: allocation.version };
     let session = match new.session_id {
-        Some(session) => of_allocation(&services, &context, session, allocation.it.id).await?,
+        Some(session) => of_allocation(&app, &context, session, allocation.it.id).await?,
         None => {
             let session = context.new_id();
-            reserve_session(&services, &context, allocation.it.id, TerminalSessionId(session)).await?;
+            reserve_session(&app, &context, allocation.it.id, TerminalSessionId(session)).await?;
             session
         }
     };
@@ -186,7 +187,7 @@ pub(super) async fn issue_token(
         token: token.expose_secret().to_owned(),
         session_id: session,
         expires_at,
-        websocket_url: services.addresses.terminal_url.clone(),
+        websocket_url: app.addresses.terminal_url.clone(),
         recording: recording.mode.into(),
     };
     Ok((StatusCode::CREATED, no_store(), Json(issued)).into_response())
@@ -203,12 +204,12 @@ fn not_active(allocation: &StoredEntity<Allocation>) -> ApiError {
 
 /// The session, where it belongs to the caller and to this allocation.
 async fn of_allocation(
-    services: &Services,
+    app: &AppState,
     context: &RequestContext,
     session: Uuid,
     allocation: AllocationId,
 ) -> Result<Uuid, ApiError> {
-    let found = find::<TerminalSession>(services, session).await?;
+    let found = find::<TerminalSession>(app, session).await?;
     let own = |found: &StoredEntity<TerminalSession>| {
         found.it.allocation_id == allocation && found.it.owner.user_id == context.caller.user_id
     };
@@ -219,12 +220,12 @@ async fn of_allocation(
 /// Reserves a slot in the quota of policy `terminal.sessions_per_allocation`. Open sessions are read here; the tenant entity knows those
 /// that are being opened, and it decides. Where no slot is free, the session that has been detached for longest is displaced.
 async fn reserve_session(
-    services: &Services,
+    app: &AppState,
     context: &RequestContext,
     allocation_id: AllocationId,
     session: TerminalSessionId,
 ) -> Result<(), ApiError> {
-    let open = live_sessions(services, allocation_id, &context.caller.user_id).await?;
+    let open = live_sessions(app, allocation_id, &context.caller.user_id).await?;
     let mut there: BTreeSet<_> = open.iter().map(|stored| stored.it.id).collect();
     let Err(refused) = expect_session(context, allocation_id, session, &there, BTreeSet::new()).await else {
         return Ok(());
@@ -233,7 +234,7 @@ async fn reserve_session(
         return Err(refused);
     }
     // The tenant holds a slot for a minute for each session that was opened, also for one that has closed since.
-    let mut over = expected_but_closed(services, context, allocation_id).await?;
+    let mut over = expected_but_closed(app, context, allocation_id).await?;
     if over.is_empty() {
         over.extend(displace_oldest(context, &open).await?);
         there.retain(|id| !over.contains(id));
@@ -259,15 +260,15 @@ async fn expect_session(
 
 /// The sessions for which the caller's tenant still holds a slot although they are closed.
 async fn expected_but_closed(
-    services: &Services,
+    app: &AppState,
     context: &RequestContext,
     allocation_id: AllocationId,
 ) -> Result<BTreeSet<TerminalSessionId>, ApiError> {
     let mut over = BTreeSet::new();
-    let tenant = find::<Tenant>(services, tenant_of(context)).await?;
+    let tenant = find::<Tenant>(app, tenant_of(context)).await?;
     let expected = tenant.and_then(|mut tenant| tenant.it.expected_terminals.remove(&allocation_id));
     for session in expected.unwrap_or_default().into_keys() {
-        let found = find::<TerminalSession>(services, session.0).await?;
+        let found = find::<TerminalSession>(app, session.0).await?;
         if found.is_some_and(|found| found.it.closed().is_some()) {
             over.insert(session);
         }
@@ -305,14 +306,14 @@ const fn detached_at(session: &TerminalSession) -> Option<DateTime<Utc>> {
 
 /// An allocation's live sessions, oldest first. Its user has opened all of them.
 async fn live_sessions(
-    services: &Services,
+    app: &AppState,
     allocation: AllocationId,
     owner: &str,
 ) -> Result<Vec<StoredEntity<TerminalSession>>, ApiError> {
     let states = terminal_session::Phase::LIVE.map(str::to_owned).into();
     let own = ListFilter { owner: Some(owner.to_owned()), states, ..ListFilter::default() };
-    let rows = services.reads.list(EntityKind::TerminalSession, &own, None, ABOVE_ANY_LIMIT).await?.items;
-    let sessions = rows.iter().filter_map(|row| StoredEntity::<TerminalSession>::of(row).ok());
+    let rows = app.reads.list(EntityKind::TerminalSession, &own, None, ABOVE_ANY_LIMIT).await?.items;
+    let sessions = rows.iter().filter_map(StoredEntity::<TerminalSession>::of_listed);
     Ok(sessions.filter(|stored| stored.it.allocation_id == allocation).collect())
 }
 
@@ -330,13 +331,13 @@ const fn list_position(session: &StoredEntity<TerminalSession>) -> (i64, Uuid) {
 )]
 pub(super) async fn list_open(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     listing: Listing<Unfiltered>,
 ) -> Result<Json<Items<TerminalSessionView>>, ApiError> {
-    let allocation = visible(&services, &context, id).await?;
+    let allocation = visible(&app, &context, id).await?;
     let page = listing.page("terminal-sessions-of-allocation", &id.to_string(), Order::OldestFirst)?;
-    let mut open = live_sessions(&services, allocation.it.id, &allocation.it.asked.owner.user_id).await?;
+    let mut open = live_sessions(&app, allocation.it.id, &allocation.it.asked.owner.user_id).await?;
     let after = page.after.map(|at| (at.created_at.timestamp_micros(), at.id));
     open.retain(|session| after.is_none_or(|after| list_position(session) > after));
     open.truncate(usize::try_from(page.rows_to_read()).unwrap_or(usize::MAX));
@@ -353,10 +354,10 @@ pub(super) async fn list_open(
 )]
 pub(super) async fn end(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path((id, session_id)): Path<(Uuid, Uuid)>,
 ) -> Result<Json<TerminalSessionView>, ApiError> {
-    let session = of_allocation(&services, &context, session_id, AllocationId(id)).await?;
+    let session = of_allocation(&app, &context, session_id, AllocationId(id)).await?;
     let answered = context.prioritized().ask_unstored::<TerminalSession>(session, Request::EndByUser).await?;
     let Reply::Session { session } = answered.reply else { return Err(unexpected()) };
     Ok(Json(view(&session)))
@@ -371,14 +372,14 @@ pub(super) async fn end(
 )]
 pub(super) async fn list(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     listing: Listing<TerminalSessionFilter>,
 ) -> Result<Json<Items<TerminalSessionView>>, ApiError> {
     let owner = listing.filter.user_id.as_deref().map(str::to_owned);
     let page = listing.page("terminal-sessions", owner.as_deref().unwrap_or_default(), Order::OldestFirst)?;
     let states = listing.filter.state.map(|state| state.name().to_owned()).into_iter().collect();
     let filter = ListFilter { owner, states, ..ListFilter::default() };
-    let rows = read_model::list::<TerminalSession>(&services, &filter, &page).await?;
+    let rows = read_model::list::<TerminalSession>(&app, &filter, &page).await?;
     Ok(Json(read_model::to_page(&page, rows, |stored| view(&stored.it))))
 }
 
@@ -387,13 +388,14 @@ pub(super) async fn list(
     get,
     path = "/",
     responses((status = 200, description = "The session.", body = TerminalSessionView)),
+    extensions(("x-without-console" = json!("the list has the same fields"))),
 )]
 pub(super) async fn get(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
 ) -> Result<Json<TerminalSessionView>, ApiError> {
-    let found = find::<TerminalSession>(&services, id).await?;
+    let found = find::<TerminalSession>(&app, id).await?;
     found.map(|stored| Json(view(&stored.it))).ok_or_else(|| ApiError::not_found("terminal session"))
 }
 

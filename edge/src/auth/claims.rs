@@ -77,7 +77,7 @@ pub enum TokenFault {
     Revoked,
     #[error("the service's own key that signed the token is retired")]
     Retired,
-    #[error("the provider's keys have not been had")]
+    #[error("the identity provider's keys have not been fetched")]
     NoKeys(#[source] JwksError),
     #[error("the service account cannot be read")]
     Store(#[source] StoreError),
@@ -177,15 +177,22 @@ pub(super) fn read(claims: &Map<String, Value>, rules: &TokenRules, now: DateTim
     let token_expires_at = read_times(claims, rules.leeway, now)?;
     let paths = &rules.claims;
     Ok(Caller {
-        user_id: id(claims, &paths.user_id)?.ok_or_else(|| TokenFault::Claim(paths.user_id.clone()))?.into(),
+        user_id: text(claims, &paths.user_id)?.ok_or_else(|| TokenFault::Claim(paths.user_id.clone()))?.into(),
         roles: roles(claims, &paths.roles)?,
-        org_id: id(claims, &paths.org_id)?.map(OrgId),
-        project_id: id(claims, &paths.project_id)?.map(ProjectId),
-        plan: id(claims, &paths.plan)?,
+        org_id: text(claims, &paths.org_id)?.map(OrgId),
+        project_id: text(claims, &paths.project_id)?.map(ProjectId),
+        plan: text(claims, &paths.plan)?,
         token_expires_at,
         acting: None,
+        browser_session: None,
+        username: username(claims),
         verified_email: verified_email(claims),
     })
+}
+
+/// OpenID Connect's claim `preferred_username`. An invalid value is no reason to refuse a token.
+fn username(claims: &Map<String, Value>) -> Option<String> {
+    claims.get("preferred_username").and_then(Value::as_str).filter(|name| is_plain(name)).map(str::to_owned)
 }
 
 /// The address of OpenID Connect's claims `email` and `email_verified`. An invalid value is no reason to refuse a token.
@@ -200,12 +207,12 @@ pub(super) fn read_times(
     leeway: Duration,
     now: DateTime<Utc>,
 ) -> Result<DateTime<Utc>, TokenFault> {
-    let expires_at = time(claims, "exp")?.ok_or_else(|| TokenFault::Claim("exp".into()))?;
+    let expires_at = read_seconds(claims, "exp")?.ok_or_else(|| TokenFault::Claim("exp".into()))?;
     if expires_at <= now {
         return Err(TokenFault::Expired);
     }
-    let issued_at = time(claims, "iat")?;
-    if time(claims, "nbf")?.is_some_and(|not_before| not_before > now + leeway)
+    let issued_at = read_seconds(claims, "iat")?;
+    if read_seconds(claims, "nbf")?.is_some_and(|not_before| not_before > now + leeway)
         || issued_at.is_some_and(|at| at > now + leeway)
     {
         return Err(TokenFault::NotYet);
@@ -218,8 +225,8 @@ pub(super) fn read_times(
     Ok(expires_at)
 }
 
-/// A NumericDate (RFC 7519, section 2): seconds, perhaps with a fraction, never text.
-fn time(claims: &Map<String, Value>, name: &str) -> Result<Option<DateTime<Utc>>, TokenFault> {
+/// A NumericDate (RFC 7519, section 2): seconds, perhaps with a fraction, never text. `None` where the claim is missing.
+pub(super) fn read_seconds(claims: &Map<String, Value>, name: &str) -> Result<Option<DateTime<Utc>>, TokenFault> {
     let Some(value) = claims.get(name) else { return Ok(None) };
     let fault = || TokenFault::Claim(name.to_owned());
     let millis = match value.as_i64() {
@@ -254,7 +261,7 @@ fn at<'a>(claims: &'a Map<String, Value>, path: &str) -> Option<&'a Value> {
     Some(value)
 }
 
-fn id(claims: &Map<String, Value>, path: &str) -> Result<Option<String>, TokenFault> {
+pub(super) fn text(claims: &Map<String, Value>, path: &str) -> Result<Option<String>, TokenFault> {
     match at(claims, path) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) if is_plain(text) => Ok(Some(text.clone())),

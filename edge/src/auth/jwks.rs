@@ -79,7 +79,7 @@ pub enum JwksError {
     ForeignIssuer(String),
     #[error("{0} has no usable keys")]
     NoKeys(String),
-    #[error("the keys were asked for a moment ago")]
+    #[error("the keys were fetched a moment ago")]
     TooSoon,
     #[error("too many requests wait for the provider's keys")]
     TooManyWait,
@@ -274,7 +274,7 @@ fn read_keys(published: &Value, max_keys: usize) -> KeySet {
     let mut keys = KeySet::new();
     let listed = published.get("keys").and_then(Value::as_array).map(Vec::as_slice).unwrap_or_default();
     if listed.len() > max_keys {
-        warn!(listed = listed.len(), max_keys, "the identity provider publishes more keys than are taken");
+        warn!(listed = listed.len(), max_keys, "the identity provider publishes more keys than are accepted");
     }
     for (kid, key) in listed.iter().take(max_keys).filter_map(read_key) {
         keys.entry(kid).or_default().push(Arc::new(key));

@@ -1,4 +1,5 @@
 mod hostile;
+mod openid;
 
 use axum::{Router, body::Body, extract::Request, routing::get};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
@@ -146,6 +147,11 @@ impl Provider {
             .filter(|request| request.url.path().ends_with("/certs"))
             .count()
     }
+}
+
+/// The most fetches that a gap allows since then: the first one, and one after each gap.
+fn allowed_fetches(began: std::time::Instant, gap: std::time::Duration) -> usize {
+    1 + usize::try_from(began.elapsed().as_millis() / gap.as_millis()).unwrap()
 }
 
 async fn verdict(authenticator: &Authenticator, token: &str) -> Result<Caller, String> {
@@ -337,6 +343,7 @@ async fn unknown_key_is_fetched_once_per_gap_for_all_requests() {
     let token = sign(&header_of(&new), &provider.claims(), &new);
     tokio::time::sleep(std::time::Duration::from_millis(250)).await;
     provider.publish(vec![provider.keys[0].jwk.clone(), new.jwk.clone()]).await;
+    let began = std::time::Instant::now();
     let many: Vec<_> = (0..50)
         .map(|_| {
             let (authenticator, token) = (Arc::clone(&authenticator), token.clone());
@@ -351,7 +358,9 @@ async fn unknown_key_is_fetched_once_per_gap_for_all_requests() {
     for _ in 0..20 {
         assert!(verdict(&authenticator, &sign(&header_of(&bogus), &provider.claims(), &bogus)).await.is_err());
     }
-    assert_eq!(provider.fetches().await, 1, "the gap holds");
+    // One alone, unless the machine was paused for longer than the gap.
+    let (fetches, allowed) = (provider.fetches().await, allowed_fetches(began, provider.settings().min_refresh_gap));
+    assert!((1..=allowed).contains(&fetches), "the gap allows {allowed} fetches, and there were {fetches}");
 }
 
 #[tokio::test]

@@ -34,7 +34,7 @@ use tracing::{Instrument, Span, debug, error, error_span, field, info, warn};
 
 use crate::http::error::{ApiError, Code, Envelope, Parts, PendingErrorResponse};
 use crate::http::malformed_request::MalformedRequest;
-use crate::http::request_metrics::{HttpMetrics, InFlightRequest, UNMATCHED};
+use crate::http::request_rates::{HttpMetrics, InFlightRequest, UNMATCHED};
 
 /// The header that carries the correlation id, in and out.
 pub const CORRELATION_ID: HeaderName = HeaderName::from_static("x-correlation-id");
@@ -313,6 +313,12 @@ impl FinishedRequest<'_> {
     }
 
     fn render(&self, parts: &Parts, response: Response) -> Response {
+        if let Some(html) = &parts.page {
+            let (mut head, _) = response.into_parts();
+            head.headers.remove(header::CONTENT_LENGTH);
+            head.headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"));
+            return Response::from_parts(head, Body::from(html.clone()));
+        }
         let mut details = parts.details.clone();
         details.insert("service".into(), self.service.name.into());
         details.insert("trace_id".into(), self.scope.trace.trace_id().to_string().into());
@@ -360,6 +366,7 @@ impl FinishedRequest<'_> {
             }
             // Login failures need attention, whatever their number (service specification, "Errors").
             Code::Unauthenticated
+            | Code::SessionEnded
             | Code::InvalidNodeIdentity
             | Code::TokenInvalid
             | Code::EnrollmentRejected
@@ -435,8 +442,8 @@ mod tests {
 
     #[tokio::test]
     async fn valid_correlation_id_is_echoed_and_an_invalid_one_is_replaced() {
-        let kept = get_with("/fine", &[("x-correlation-id", "job-17.retry_2")], API).await;
-        assert_eq!(kept.headers()["x-correlation-id"], "job-17.retry_2");
+        let stored = get_with("/fine", &[("x-correlation-id", "job-17.retry_2")], API).await;
+        assert_eq!(stored.headers()["x-correlation-id"], "job-17.retry_2");
         let too_long = "a".repeat(129);
         for bad in ["", "with space", "semi;colon", "new\tline", too_long.as_str()] {
             let replaced = get_with("/fine", &[("x-correlation-id", bad)], API).await;

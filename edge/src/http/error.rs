@@ -45,6 +45,8 @@ pub(crate) struct Parts {
     headers: Vec<(header::HeaderName, HeaderValue)>,
     cause: Option<Box<dyn Error + Send + Sync>>,
     pub(crate) expected: bool,
+    /// The page that is answered in place of the envelope.
+    pub(crate) page: Option<String>,
 }
 
 /// The parts that [`ApiError::into_response`] leaves for the request scope to render and log.
@@ -63,6 +65,7 @@ impl ApiError {
             headers: Vec::new(),
             cause: None,
             expected: false,
+            page: None,
         }))
     }
 
@@ -136,6 +139,13 @@ impl ApiError {
     #[must_use]
     pub fn expected(mut self) -> Self {
         self.0.expected = true;
+        self
+    }
+
+    /// For a person whose browser navigates here: a page in place of the envelope.
+    #[must_use]
+    pub(crate) fn with_page(mut self, html: String) -> Self {
+        self.0.page = Some(html);
         self
     }
 

@@ -9,7 +9,7 @@ use axum::{
     http::request,
 };
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, Datelike as _, Utc};
 use serde::{Serialize, de::DeserializeOwned};
 use sha2::{Digest, Sha256};
 use std::borrow::Cow;
@@ -225,11 +225,14 @@ fn open(token: &str, binding: &[u8; 32]) -> Option<Position> {
         return None;
     }
     let micros = i64::from_be_bytes(position[1..9].try_into().ok()?);
-    Some(Position { created_at: DateTime::from_timestamp_micros(micros)?, id: Uuid::from_slice(&position[9..]).ok()? })
+    // The tag is no secret: whoever makes a token of their own must not reach beyond the database's range of times.
+    let created_at = DateTime::from_timestamp_micros(micros).filter(|at| (0..=9999).contains(&at.year()))?;
+    Some(Position { created_at, id: Uuid::from_slice(&position[9..]).ok()? })
 }
 
 #[cfg(test)]
 mod tests {
+    use chrono::TimeZone as _;
     use proptest::prelude::*;
     use serde::Deserialize;
 
@@ -306,6 +309,19 @@ mod tests {
             }
         }
         assert_eq!(seen, all);
+    }
+
+    #[test]
+    fn token_of_a_time_that_the_database_does_not_have_is_refused() {
+        let page = listing("").unwrap().page("nodes", "", Order::OldestFirst).unwrap();
+        let token = |year| {
+            let created_at = Utc.with_ymd_and_hms(year, 1, 1, 0, 0, 0).unwrap();
+            seal(&Position { created_at, id: Uuid::nil() }, &page.binding)
+        };
+        assert!(open(&token(2026), &page.binding).is_some());
+        for year in [-5000, -1, 10_000] {
+            assert!(open(&token(year), &page.binding).is_none(), "{year}");
+        }
     }
 
     #[test]

@@ -110,7 +110,8 @@ where
     }
 }
 
-async fn unknown_route() -> ApiError {
+/// The answer to a path that is no route.
+pub(crate) async fn unknown_route() -> ApiError {
     ApiError::new(Code::NotFound, "There is no such route; see /api/v1/openapi.json for those there are.")
 }
 
@@ -191,7 +192,7 @@ mod tests {
         assert_eq!(body_json(response).await["code"], "service_unavailable");
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn requests_over_the_concurrency_bound_are_refused_and_under_it_served() {
         let release = Arc::new(Notify::new());
         let router = router(Arc::clone(&release));

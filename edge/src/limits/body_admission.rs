@@ -243,7 +243,7 @@ mod tests {
         }
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn slow_bodies_of_many_addresses_leave_request_slots_free() {
         let router = router(limits(64 * 1024));
         for n in 0..100_u8 {
@@ -254,7 +254,7 @@ mod tests {
         assert_eq!(send(&router, "198.51.100.1", Body::from("whole")).await, 200);
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn address_over_its_bound_is_refused_until_its_bodies_time_out() {
         let router = router(limits(64 * 1024));
         stuck(&router, "2001:db8::1", 64, 10).await;
@@ -264,7 +264,7 @@ mod tests {
         assert_eq!(send(&router, "2001:db8::ffff", Body::from("whole")).await, 200);
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn bodies_hold_memory_for_received_bytes_only() {
         let limits = BodyAdmissionLimits { memory_bytes: 100 * 1024, ..limits(64 * 1024) };
         let router = router(limits);

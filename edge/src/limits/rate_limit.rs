@@ -5,8 +5,8 @@
 //! groups that have a quota of their own in each process.
 
 mod address;
-pub(crate) mod bucket;
 mod node;
+pub(crate) mod token_bucket;
 
 pub use address::AddressLimit;
 pub use node::NodeLimit;

@@ -21,7 +21,7 @@ impl FromRequestParts<NodeApi> for AdmittedAddress {
         if parts.extensions.get::<ConnectInfo<Peer>>().is_none() {
             return Err(ApiError::internal("a node route is served without TLS"));
         }
-        let environment = &api.services.environment;
+        let environment = &api.app.environment;
         api.enrolling
             .admit(&parts.extensions, PolicyKey::RateLimitEnrollment, &environment.policy(), environment.now())
             .map(|()| Self)
@@ -45,7 +45,7 @@ impl FromRequestParts<NodeApi> for AuthenticatedNode {
         } else {
             &api.limits.requests
         };
-        let environment = &api.services.environment;
+        let environment = &api.app.environment;
         limit.admit(NodeId(node.node_id), &environment.policy(), environment.now())?;
         Ok(Self(node))
     }

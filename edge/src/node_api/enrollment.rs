@@ -4,7 +4,7 @@ use super::admission::{AdmittedAddress, AuthenticatedNode};
 use super::rejection_response::{refused, refused_enrollment, token_refused};
 use super::strict_json::StrictJson;
 use super::{NodeApi, inventory, unexpected};
-use crate::auth::token::{self, TokenPurpose};
+use crate::auth::opaque_token::{self, TokenPurpose};
 use crate::http::correlation::Scope;
 use crate::http::error::ApiError;
 use crate::http::request_body::Path;
@@ -36,7 +36,7 @@ pub(super) async fn enroll(
     let agent_version = inventory::agent_version(&request.agent_version)?;
     let inventory = inventory::inventory(request.inventory)?;
     let presented = SecretString::from(request.enrollment_token.expose());
-    let token = token::read(TokenPurpose::Enrollment, &presented)
+    let token = opaque_token::read(TokenPurpose::Enrollment, &presented)
         .ok_or_else(|| token_refused("it has not the form of an enrollment token"))?;
     let issued = api.issue(node_id, &request.csr_pem)?;
     let command = Request::Enroll(Box::new(Enrollment {
@@ -81,10 +81,10 @@ pub(super) async fn renew(
 
 impl NodeApi {
     pub(super) fn issue(&self, node_id: NodeId, csr_pem: &str) -> Result<IssuedCertificate, ApiError> {
-        let environment = &self.services.environment;
+        let environment = &self.app.environment;
         let now = environment.now();
         let ttl = environment.policy().seconds(PolicyKey::NodeCertificateTtl, &Scopes::global(), now);
-        let authorities = &self.services.trust.keys.load().node;
+        let authorities = &self.app.trust.keys.load().node;
         authorities.issue(node_id.0, csr_pem, now, now + ttl).map_err(|error| match error {
             IssueError::Request(csr) => {
                 ApiError::invalid_request(format!("The certificate request cannot be used: {csr}."))
@@ -96,7 +96,7 @@ impl NodeApi {
 
     /// The verifier sets that an agent with the newest version `version` lacks.
     pub(super) fn verifier_sets_after(&self, version: u64) -> Vec<VerifierSet> {
-        self.services.trust.keys.load().task.sets_after(version)
+        self.app.trust.keys.load().task.sets_after(version)
     }
 
     pub(super) fn answer(
@@ -115,7 +115,7 @@ impl NodeApi {
                 remaining: *recoveries_left,
             },
             verifier_sets,
-            node_ca_bundle_pem: Some(self.services.trust.keys.load().node.bundle_pem()),
+            node_ca_bundle_pem: Some(self.app.trust.keys.load().node.bundle_pem()),
         })
     }
 }

@@ -23,7 +23,7 @@ pub(super) async fn heartbeat(
     scope: Scope,
     StrictJson(beat): StrictJson<Heartbeat>,
 ) -> Result<Json<HeartbeatAnswer>, ApiError> {
-    let now = api.services.environment.now();
+    let now = api.app.environment.now();
     let seen = AgentContact {
         boot_id: beat.boot_id.to_string(),
         agent_version: inventory::agent_version(&beat.agent_version)?,
@@ -45,18 +45,18 @@ pub(super) async fn heartbeat(
         health: Box::new(inventory::health(beat.health, findings).map_err(ApiError::internal)?),
     };
     let answered = api.ask(&scope, NodeId(node.node_id), command, |context| context).await.map_err(refused)?;
-    let Reply::Heard { next_heartbeat_seconds, accepted } = answered.reply else {
+    let Reply::HeartbeatAccepted { next_heartbeat_seconds, accepted } = answered.reply else {
         return Err(unexpected(&answered.reply));
     };
     // Only the load of a heartbeat that the node's state machine accepted.
-    api.services.fleet.record(NodeId(node.node_id), load);
-    let authorities = &api.services.trust.keys.load().node;
-    let spread = api.services.environment.policy().int(PolicyKey::KeysRenewalSpread, &Scopes::global(), now);
+    api.app.fleet.record(NodeId(node.node_id), load);
+    let authorities = &api.app.trust.keys.load().node;
+    let spread = api.app.environment.policy().int(PolicyKey::KeysRenewalSpread, &Scopes::global(), now);
     let spread = u32::try_from(spread).unwrap_or(1);
     let bundle_pem = authorities.bundle_pem();
     let has_bundle = beat.node_ca_bundle_fingerprint.is_none_or(|known| known == fingerprint(&bundle_pem));
     Ok(Json(HeartbeatAnswer {
-        server_time: api.services.environment.now(),
+        server_time: api.app.environment.now(),
         next_heartbeat_seconds,
         verifier_sets: api.verifier_sets_after(beat.verifier_set_version),
         poll: PollSettings::default(),

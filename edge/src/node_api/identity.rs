@@ -15,8 +15,8 @@ use wire::error::reason;
 
 use crate::http::correlation::Scope;
 use crate::http::error::{ApiError, Code};
-use crate::tls::{Peer, forwarded::ForwardedCertificateError};
-use crate::trust::keys_in_force::KeysInForce;
+use crate::tls::{Peer, forwarded_client_certificate::ForwardedCertificateError};
+use crate::trust::current_keys::CurrentKeys;
 use crate::trust::node_certificate::{NodeCertificate, TrustDomain};
 
 /// Why a node's request is refused with `invalid_node_identity`; `details.reason` of the answer.
@@ -99,7 +99,7 @@ impl<S> FromRequestParts<S> for NodeIdentity
 where
     S: Send + Sync,
     TrustDomain: FromRef<S>,
-    KeysInForce: FromRef<S>,
+    CurrentKeys: FromRef<S>,
 {
     type Rejection = ApiError;
 
@@ -115,7 +115,7 @@ where
         let named = params.iter().find(|(key, _)| matches!(*key, "id" | "node_id")).map(|(_, value)| value.to_owned());
         let named = named.ok_or_else(|| ApiError::internal("a node route names no node"))?;
         // A session that began while its authority was trusted is not verified again.
-        if !KeysInForce::from_ref(state).load().node.trusts(&certificate.authority) {
+        if !CurrentKeys::from_ref(state).load().node.trusts(&certificate.authority) {
             return Err(refuse(IdentityRefusal::CertificateUnknown).because("its authority is retired"));
         }
         let identity = admit(certificate, &named, Utc::now())?;

@@ -172,12 +172,12 @@ pub(super) fn accepted(finding: domain::node::FindingAcceptance) -> Option<Accep
 /// Text of an agent's, bounded and without control characters.
 pub(super) fn truncated(text: &str, characters: usize) -> String {
     let one_line = text.chars().map(|character| if character.is_control() { ' ' } else { character });
-    let mut kept: String = one_line.take(characters).collect();
+    let mut stored: String = one_line.take(characters).collect();
     if text.chars().nth(characters).is_some() {
-        kept.pop();
-        kept.push('…');
+        stored.pop();
+        stored.push('…');
     }
-    kept
+    stored
 }
 
 fn text(field: &str, text: &str, characters: usize) -> Result<(), ApiError> {
@@ -206,10 +206,10 @@ mod tests {
     #[test]
     fn only_the_system_executor_isolates_devices() {
         let mut sent = h100s(2);
-        let kept = inventory(sent.clone()).unwrap();
-        assert_eq!((kept.executor.as_str(), kept.isolates_devices), ("sandbox", false));
-        assert_eq!((kept.gpu_source.as_str(), kept.gpus.len()), ("simulated", 2));
-        assert_eq!(kept.gpus[1].uuid, sent.gpus[1].uuid);
+        let stored = inventory(sent.clone()).unwrap();
+        assert_eq!((stored.executor.as_str(), stored.isolates_devices), ("sandbox", false));
+        assert_eq!((stored.gpu_source.as_str(), stored.gpus.len()), ("simulated", 2));
+        assert_eq!(stored.gpus[1].uuid, sent.gpus[1].uuid);
         sent.executor = ExecutorKind::System;
         assert!(inventory(sent).unwrap().isolates_devices);
     }
@@ -252,12 +252,12 @@ mod tests {
         };
         let small = reported::Alert { message: "m".into(), classifications: Vec::new(), ..alert.clone() };
         let sent = reported::HealthReport { status: reported::HealthLevel::Critical, alerts: vec![small; 1000] };
-        let kept = health(sent, None).unwrap();
-        assert_eq!((kept.status, kept.alerts.len()), (NodeHealthStatus::Critical, 64));
+        let stored = health(sent, None).unwrap();
+        assert_eq!((stored.status, stored.alerts.len()), (NodeHealthStatus::Critical, 64));
         let sent = reported::HealthReport { status: reported::HealthLevel::Critical, alerts: vec![alert; 1000] };
-        let kept = health(sent, None).unwrap();
-        assert!(serde_json::to_string(&kept).unwrap().len() < 17_000);
-        assert_eq!(kept.alerts[0]["tenant_message"], "a b");
+        let stored = health(sent, None).unwrap();
+        assert!(serde_json::to_string(&stored).unwrap().len() < 17_000);
+        assert_eq!(stored.alerts[0]["tenant_message"], "a b");
     }
 
     #[test]
@@ -274,10 +274,10 @@ mod tests {
             boot_id: uuid::Uuid::nil(),
             detail: "d".repeat(100_000),
         };
-        let kept = findings(Some(vec![finding.clone(); 1000]), at).unwrap();
-        assert!(kept.is_truncated && kept.findings.len() == MAX_FINDINGS);
-        assert!(serde_json::to_string(&kept).unwrap().len() < 64 * 1024);
-        assert!(!kept.findings[0].code.contains('\n'));
+        let stored = findings(Some(vec![finding.clone(); 1000]), at).unwrap();
+        assert!(stored.is_truncated && stored.findings.len() == MAX_FINDINGS);
+        assert!(serde_json::to_string(&stored).unwrap().len() < 64 * 1024);
+        assert!(!stored.findings[0].code.contains('\n'));
         assert!(!findings(Some(vec![finding]), at).unwrap().is_truncated);
     }
 }

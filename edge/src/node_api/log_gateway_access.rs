@@ -3,7 +3,7 @@
 use super::NodeApi;
 use super::admission::AuthenticatedNode;
 use super::rejection_response::refused;
-use crate::auth::token::jwt::node_log::NodeLogTokenSubject;
+use crate::auth::signed_tokens::node_log::NodeLogTokenSubject;
 use crate::http::correlation::Scope;
 use crate::http::error::ApiError;
 use crate::http::request_body::NoBody;
@@ -26,6 +26,6 @@ pub(super) async fn issue(
     let identify = Request::Identify { serial: node.serial.clone() };
     api.ask(&scope, node_id, identify, |context| context).await.map_err(refused)?;
     let subject = NodeLogTokenSubject { node_id, certificate_serial: node.serial };
-    let (token, expires_at) = api.services.node_log_tokens().issue(subject, api.services.environment.now())?;
+    let (token, expires_at) = api.app.node_log_tokens().issue(subject, api.app.environment.now())?;
     Ok(Json(LogTokenAnswer { token: SecretToken::new(token.expose_secret()), expires_at }))
 }

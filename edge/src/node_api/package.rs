@@ -5,7 +5,7 @@ use super::NodeApi;
 use super::admission::{AdmittedAddress, AuthenticatedNode};
 use super::rejection_response::{refused, refused_enrollment, token_refused};
 use crate::auth::bearer;
-use crate::auth::token::{self, TokenHash, TokenPurpose};
+use crate::auth::opaque_token::{self, TokenHash, TokenPurpose};
 use crate::http::correlation::Scope;
 use crate::http::error::ApiError;
 use crate::http::request_body::Path;
@@ -47,7 +47,7 @@ impl FromRequestParts<NodeApi> for PullingNode {
         if let Some(scope) = parts.extensions.get::<Scope>() {
             scope.record_resource(format_args!("node/{id}"));
         }
-        let token = token::read(TokenPurpose::Enrollment, &presented)
+        let token = opaque_token::read(TokenPurpose::Enrollment, &presented)
             .ok_or_else(|| token_refused("it has not the form of an enrollment token"))?;
         Ok(Self::WithToken { node_id: NodeId(id), token })
     }
@@ -98,6 +98,6 @@ impl NodeApi {
                 self.ask(scope, *node_id, present, |context| context).await.map_err(refused_enrollment)?;
             }
         }
-        self.services.agent_package.registry.as_ref().ok_or_else(|| ApiError::not_found("part of a package"))
+        self.app.agent_package.registry.as_ref().ok_or_else(|| ApiError::not_found("part of a package"))
     }
 }

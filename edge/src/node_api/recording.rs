@@ -3,10 +3,10 @@
 use super::NodeApi;
 use super::admission::AuthenticatedNode;
 use super::rejection_response::refused;
+use crate::app_state::read_model::current;
 use crate::http::correlation::Scope;
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body::{Path, read_body};
-use crate::services::read_model::current;
 use crate::terminal::recording::{ChunkSummary, summary};
 use axum::Json;
 use axum::extract::{Request, State};
@@ -43,14 +43,14 @@ pub(super) async fn store(
     if media_type != Some(MEDIA_TYPE) {
         return Err(ApiError::new(Code::UnsupportedMediaType, format!("Send the chunk as {MEDIA_TYPE}.")));
     }
-    let recording_intake = api.services.terminals.recording_intake().clone();
-    let kept = api.store(session_id, node_id, seq, request).await;
-    match &kept {
+    let recording_intake = api.app.terminals.recording_intake().clone();
+    let stored = api.store(session_id, node_id, seq, request).await;
+    match &stored {
         Ok((ChunkOutcome::New, bytes)) => recording_intake.count_stored(*bytes),
         Ok((ChunkOutcome::Duplicate, _)) => {}
         Err(_) => recording_intake.count_refused(),
     }
-    kept.map(|(kept, _)| match kept {
+    stored.map(|(stored, _)| match stored {
         ChunkOutcome::New => Json(ChunkAnswer { recorded: ResultReceipt::New }),
         ChunkOutcome::Duplicate => Json(ChunkAnswer { recorded: ResultReceipt::Already }),
     })
@@ -64,8 +64,8 @@ impl NodeApi {
         seq: u32,
         request: Request,
     ) -> Result<(ChunkOutcome, usize), ApiError> {
-        let services = &self.services;
-        let found = current::<TerminalSession>(services, session_id.0).await?;
+        let app = &self.app;
+        let found = current::<TerminalSession>(app, session_id.0).await?;
         let found = found.filter(|found| found.it.node_id == node_id);
         let session = found.ok_or_else(|| {
             // By the detail an agent distinguishes this from a replica that has no such route.
@@ -76,24 +76,16 @@ impl NodeApi {
             return Err(conflict("This session is not recorded; delete what there is of it."));
         }
         if let Phase::Closed { at, .. } = &session.phase
-            && services.environment.now() > *at + UPLOAD_DEADLINE
+            && app.environment.now() > *at + UPLOAD_DEADLINE
         {
             return Err(conflict("The session has been over for too long; delete what there is of its recording."));
         }
         let frames = read_body(request).await?;
         let ChunkSummary { lost_bytes, micros, ends } = summary(seq, &frames)?;
         let scopes = session.scopes();
-        let (environment, recordings) = (services.environment.as_ref(), services.trust.secrets.recordings());
-        services
-            .terminals
-            .recording_intake()
-            .check_room(environment, &recordings, &session.owner.user_id, &scopes)
-            .await?;
-        let most = services.environment.policy().int(
-            PolicyKey::TerminalRecordingMaxSession,
-            &scopes,
-            services.environment.now(),
-        );
+        let (environment, recordings) = (app.environment.as_ref(), app.trust.secrets.recordings());
+        app.terminals.recording_intake().check_room(environment, &recordings, &session.owner.user_id, &scopes).await?;
+        let most = app.environment.policy().int(PolicyKey::TerminalRecordingMaxSession, &scopes, app.environment.now());
         let most = most.unsigned_abs() * 1024 * 1024;
         let of = ChunkOwner {
             session: session_id,
@@ -102,7 +94,7 @@ impl NodeApi {
             node: node_id,
         };
         let chunk = Chunk { seq, frames: &frames, lost_bytes, micros, ends };
-        match services.trust.secrets.recordings().store_chunk(&of, &chunk, most).await {
+        match app.trust.secrets.recordings().store_chunk(&of, &chunk, most).await {
             Ok(kept) => Ok((kept, frames.len())),
             Err(RecordingError::Rejected(why)) => Err(chunk_refused(why)),
             Err(RecordingError::Store(error)) if error.is_unavailable() => Err(ApiError::unavailable(error)),
@@ -115,7 +107,7 @@ impl NodeApi {
 fn chunk_refused(why: ChunkRejected) -> ApiError {
     match why {
         ChunkRejected::Differs { seq } => {
-            conflict("Another chunk of this number is kept; it stands, and this one was not taken.").detail("seq", seq)
+            conflict("Another chunk of this number is stored already; this one was refused.").detail("seq", seq)
         }
         ChunkRejected::OutOfOrder { next } => {
             conflict("The chunks before this one are not there; send them first, each once.").detail("next_seq", next)

@@ -5,7 +5,7 @@ use super::enrollment::certificate;
 use super::rejection_response::{refused_enrollment, token_refused};
 use super::strict_json::StrictJson;
 use super::{NodeApi, inventory};
-use crate::auth::token::{self, TokenPurpose};
+use crate::auth::opaque_token::{self, TokenPurpose};
 use crate::http::correlation::Scope;
 use crate::http::error::ApiError;
 use crate::http::request_body::Path;
@@ -24,7 +24,7 @@ use wire::enroll::{EnrollAnswer, NonceAnswer, RecoverRequest};
 /// `GET /internal/v1/nodes/{id}/recover/nonce`. It reveals nothing of the node, not even whether it exists. The authorities that nodes are
 /// verified by are not secret: every handshake names them.
 pub(super) async fn nonce(State(api): State<NodeApi>, _: AdmittedAddress, Path(id): Path<Uuid>) -> Json<NonceAnswer> {
-    let (trust, now) = (&api.services.trust, api.services.environment.now());
+    let (trust, now) = (&api.app.trust, api.app.environment.now());
     let minted = trust.nonces.mint(id, now);
     Json(NonceAnswer {
         nonce: minted.value,
@@ -46,9 +46,9 @@ pub(super) async fn recover(
     let node_id = NodeId(id);
     let agent_version = inventory::agent_version(&request.agent_version)?;
     let presented = SecretString::from(request.enrollment_token.expose());
-    let token = token::read(TokenPurpose::Enrollment, &presented)
+    let token = opaque_token::read(TokenPurpose::Enrollment, &presented)
         .ok_or_else(|| token_refused("it has not the form of an enrollment token"))?;
-    let nonce = api.services.trust.nonces.read(id, &request.nonce);
+    let nonce = api.app.trust.nonces.read(id, &request.nonce);
     let nonce = nonce.ok_or_else(|| token_refused("the nonce was not given out here for this node"))?;
     let node = api.node(node_id).await?.ok_or_else(|| token_refused("there is no such node"))?;
     let key = node.identity.recovery_public_key.clone();

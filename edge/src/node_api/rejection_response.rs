@@ -69,6 +69,8 @@ fn rejected(rejection: Rejection) -> ApiError {
         | Rejection::NotProvided
         | Rejection::MachineTaken { .. }
         | Rejection::FindingUnknown
+        | Rejection::GpuUnknown { .. }
+        | Rejection::GpuNotReset { .. }
         | Rejection::NotOrdered { .. }
         | Rejection::TooManyTasks { .. }
         | Rejection::TaskDoesNotWait { .. }
@@ -88,11 +90,10 @@ fn not_answered(error: AskError<Rejection>) -> ApiError {
         | AskError::Unavailable { .. }
         | AskError::Unknown { .. }
         | AskError::NotOwner => ApiError::unavailable(error),
-        AskError::AlreadyDone | AskError::Reused => ApiError::new(
-            Code::StateConflict,
-            "Something else was recorded for this before; it stands, and this was not taken.",
-        )
-        .because(error),
+        AskError::AlreadyDone | AskError::Reused => {
+            ApiError::new(Code::StateConflict, "Something else is recorded for this already; this request was refused.")
+                .because(error)
+        }
         AskError::Denied | AskError::Taken { .. } | AskError::Broken { .. } => ApiError::internal(error),
     }
 }

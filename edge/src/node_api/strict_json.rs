@@ -57,7 +57,7 @@ fn check_protocol(protocol: u64) -> Result<(), ApiError> {
     let what = if protocol < u64::from(oldest) { "agent" } else { "control plane" };
     Err(ApiError::new(
         Code::UpgradeRequired,
-        format!("Protocol {protocol} is not spoken here, {oldest} to {newest} are; upgrade the {what}."),
+        format!("Protocol {protocol} is not supported, {oldest} to {newest} are; upgrade the {what}."),
     )
     .detail("oldest_protocol", oldest)
     .detail("newest_protocol", newest))

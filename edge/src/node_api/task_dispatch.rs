@@ -75,7 +75,7 @@ async fn long_poll(
     session: AgentSession,
     until: Instant,
 ) -> Result<Response, ApiError> {
-    let poll = api.services.polls.park(NodeId(node.node_id));
+    let poll = api.app.polls.park(NodeId(node.node_id));
     loop {
         // Registered before the query: work that arrives meanwhile is not missed.
         let woken = poll.woken();
@@ -88,7 +88,7 @@ async fn long_poll(
         tokio::select! {
             () = woken => {}
             () = tokio::time::sleep_until(look_again_at) => {}
-            () = api.services.stopping.cancelled() => return Ok(StatusCode::NO_CONTENT.into_response()),
+            () = api.app.stopping.cancelled() => return Ok(StatusCode::NO_CONTENT.into_response()),
         }
         if Instant::now() >= until {
             return Ok(StatusCode::NO_CONTENT.into_response());
@@ -111,19 +111,19 @@ impl NodeApi {
         session: AgentSession,
     ) -> Result<PollOutcome, ApiError> {
         // It may have been retired while this waited; behind a proxy no connection is cut for that.
-        if !self.services.trust.keys.load().node.trusts(&node.authority) {
+        if !self.app.trust.keys.load().node.trusts(&node.authority) {
             return Err(refuse(IdentityRefusal::CertificateUnknown).because("its authority is retired"));
         }
         let node_id = NodeId(node.node_id);
         let command = Request::Poll { serial: node.serial.clone() };
         let answered = self.ask(scope, node_id, command, |context| context).await.map_err(refused)?;
         let Reply::Work { mut orders } = answered.reply else { return Err(unexpected(&answered.reply)) };
-        let now = self.services.environment.now();
+        let now = self.app.environment.now();
         orders.retain(|order| task_signing::is_in_time(order, now));
         match self.dispatch_log.next(node_id, session, &orders, std::time::Instant::now()) {
             NextDispatch::Hand { order, again } => {
                 let task =
-                    task_signing::signed(&self.services.trust.keys, node_id, order, now).map_err(ApiError::internal)?;
+                    task_signing::signed(&self.app.trust.keys, node_id, order, now).map_err(ApiError::internal)?;
                 let (task_id, attempt) = (order.work.task_id, order.work.attempt);
                 let correlation_id = order.work.origin.as_ref().map(|origin| origin.correlation_id.as_str());
                 let trace = order.work.origin.as_ref().and_then(|it| SpanContext::parse(it.traceparent.as_deref()?));
@@ -143,7 +143,7 @@ impl NodeApi {
                     && !again
                     && attempt == 1
                 {
-                    self.services.metrics.observe_dispatch(place.allocation_id, now);
+                    self.app.metrics.observe_dispatch(place.allocation_id, now);
                 }
                 Ok(PollOutcome::Task(task))
             }

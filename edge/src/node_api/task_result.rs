@@ -58,7 +58,7 @@ pub(super) async fn record(
         Err(NodeAskError::Asking(AskError::AlreadyDone)) => Ok(Json(ResultAnswer { recorded: ResultReceipt::Already })),
         Err(NodeAskError::Asking(AskError::Reused)) => Err(ApiError::new(
             Code::StateConflict,
-            format!("Another result of attempt {attempt} is recorded; it stands, and this one was not taken."),
+            format!("Another result of attempt {attempt} is recorded already; this one was refused."),
         )),
         Err(why) => Err(refused(why)),
     }
@@ -67,11 +67,11 @@ pub(super) async fn record(
 impl NodeApi {
     /// The node as it was committed last.
     pub(super) async fn node(&self, node_id: NodeId) -> Result<Option<Arc<Node>>, ApiError> {
-        if let Some((node, _)) = self.services.directory.host().committed_state::<Node>(node_id.0) {
+        if let Some((node, _)) = self.app.directory.host().committed_state::<Node>(node_id.0) {
             return Ok(Some(node));
         }
         let entity = EntityRef { kind: EntityKind::Node, id: node_id.0 };
-        let snapshot = self.services.reads.snapshot(entity).await.map_err(ApiError::unavailable)?;
+        let snapshot = self.app.reads.snapshot(entity).await.map_err(ApiError::unavailable)?;
         let node = snapshot.map(|snapshot| serde_json::from_str(&snapshot.body)).transpose();
         Ok(node.map_err(ApiError::internal)?.map(Arc::new))
     }

@@ -1,6 +1,6 @@
 //! Work of the node machine, as the agent receives it: a task, signed over the exact bytes that travel (decisions 4, *Tasks*).
 
-use crate::trust::keys_in_force::KeysInForce;
+use crate::trust::current_keys::CurrentKeys;
 use chrono::TimeDelta;
 use domain::TaskType;
 use domain::node::{AgentTask, TaskKind, TenantSlot, ValidationOrder};
@@ -8,7 +8,8 @@ use domain::validation::ValidationLevel;
 use domain::{NodeId, Timestamp};
 use wire::inventory::DeviceRef;
 use wire::task::{
-    OpenTerminal, Provision, Reboot, ReconcileSshKeys, Release, SignedEnvelope, Task, TaskPayload, UpdateAgent,
+    OpenTerminal, Provision, Reboot, ReconcileSshKeys, Release, ResetGpu, SignedEnvelope, Task, TaskPayload,
+    UpdateAgent,
 };
 use wire::validation::{LoadLevel, ValidationLoad};
 
@@ -46,7 +47,7 @@ pub(crate) fn payload(node_id: NodeId, order: &AgentTask, now: Timestamp) -> Opt
 /// # Errors
 /// The order is of a type that agents do not have, which no machine orders.
 pub(crate) fn signed(
-    keys: &KeysInForce,
+    keys: &CurrentKeys,
     node_id: NodeId,
     order: &AgentTask,
     now: Timestamp,
@@ -91,8 +92,8 @@ fn task(order: &AgentTask) -> Option<Task> {
             ends_at: *ends_at,
             recording: crate::terminal::recording::on_the_wire(*recording),
         }),
-        TaskKind::OfNode { task_type: TaskType::NodeValidate, validation, .. } => {
-            Task::Validate { load: validation.as_ref().map(load) }
+        TaskKind::OfNode { task_type: TaskType::NodeValidate, validation, gpu_uuid, .. } => {
+            Task::Validate { load: validation.as_ref().map(|order| load(order, gpu_uuid.clone())) }
         }
         TaskKind::OfNode { task_type: TaskType::DiagnosticsCollect, .. } => Task::Diagnose {},
         TaskKind::OfNode { task_type: TaskType::AgentUpdate, update, .. } => {
@@ -102,6 +103,9 @@ fn task(order: &AgentTask) -> Option<Task> {
                 force: update.force,
                 commit_seconds: update.commit_seconds,
             })
+        }
+        TaskKind::OfNode { task_type: TaskType::NodeGpuReset, gpu_uuid, .. } => {
+            Task::ResetGpu(ResetGpu { gpu_uuid: gpu_uuid.clone()? })
         }
         TaskKind::OfNode { task_type: TaskType::NodeReboot, boot_id, .. } => {
             Task::Reboot(Reboot { boot_id: boot_id.as_ref()?.parse().ok()? })
@@ -118,12 +122,12 @@ fn task(order: &AgentTask) -> Option<Task> {
     })
 }
 
-fn load(order: &ValidationOrder) -> ValidationLoad {
+fn load(order: &ValidationOrder, gpu_uuid: Option<String>) -> ValidationLoad {
     let level = match order.level {
         ValidationLevel::Quick => LoadLevel::Quick,
         ValidationLevel::Deep => LoadLevel::Deep,
     };
-    ValidationLoad { level, load_seconds: order.load_seconds }
+    ValidationLoad { level, load_seconds: order.load_seconds, gpu_uuid }
 }
 
 fn devices(place: &TenantSlot) -> Vec<DeviceRef> {
@@ -203,24 +207,23 @@ mod tests {
         let reconcile = TaskKind::ReconcileLogins { place: place(), keys: Vec::new() };
         let digest = format!("sha256:{}", "0f".repeat(32)).parse().unwrap();
         let update = Some(domain::node::AgentUpdate { digest, force: true, commit_seconds: 7, rollout_id: None });
-        let update = TaskKind::OfNode { task_type: TaskType::AgentUpdate, boot_id: None, update, validation: None };
-        let orders = [release(), TaskKind::Provision { place: place(), keys: Vec::new() }, reconcile, terminal, update]
+        let of_node = |task_type, update, gpu_uuid| {
+            let boot_id = boot_id.clone();
+            TaskKind::OfNode { task_type, boot_id, update, validation: None, gpu_uuid }
+        };
+        let update = of_node(TaskType::AgentUpdate, update, None);
+        let reset = of_node(TaskType::NodeGpuReset, None, Some("GPU-1".to_owned()));
+        let provision = TaskKind::Provision { place: place(), keys: Vec::new() };
+        let orders = [release(), provision, reconcile, terminal, update, reset]
             .into_iter()
-            .chain(TaskType::ORDERED.map(|task_type| TaskKind::OfNode {
-                task_type,
-                boot_id: boot_id.clone(),
-                update: None,
-                validation: None,
-            }));
+            .chain(TaskType::ORDERED.map(|task_type| of_node(task_type, None, None)));
         for what in orders {
             let task = payload(NodeId(Uuid::nil()), &order(now, what), now).task;
             let task_type = TaskType::parse(task.kind()).unwrap();
             assert_eq!(task.is_idempotent(), task_type.when_stale() == StaleTaskAction::Requeue, "{task_type}");
         }
         for task_type in TaskType::ALL.iter().filter(|it| !TaskType::ORDERED.contains(it)) {
-            let of_node =
-                TaskKind::OfNode { task_type: *task_type, boot_id: boot_id.clone(), update: None, validation: None };
-            let order = order(now, of_node);
+            let order = order(now, of_node(*task_type, None, None));
             assert!(super::payload(NodeId(Uuid::nil()), &order, now).is_none(), "{task_type}");
         }
     }

@@ -3,10 +3,10 @@
 use super::admission::AuthenticatedNode;
 use super::rejection_response::refused;
 use super::{ASK_TIMEOUT, NodeApi};
+use crate::app_state::read_model::current;
 use crate::http::correlation::Scope;
 use crate::http::error::{ApiError, Code};
 use crate::http::request_body::Path;
-use crate::services::read_model::current;
 use crate::terminal::recording::on_the_wire;
 use crate::terminal_gateway::until_session_ends;
 use crate::tls::connections::ConnectionGuard;
@@ -51,10 +51,10 @@ pub(super) async fn stream(
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, ApiError> {
     let (node_id, session) = (NodeId(node.node_id), TerminalSessionId(session));
-    let held = api.services.connections.hold(node.node_id, node.authority);
+    let held = api.app.connections.hold(node.node_id, node.authority);
     let identify = Request::Identify { serial: node.serial };
     api.ask(&scope, node_id, identify, |context| context).await.map_err(refused)?;
-    let found = current::<TerminalSession>(&api.services, session.0).await?;
+    let found = current::<TerminalSession>(&api.app, session.0).await?;
     let found = found.filter(|found| found.it.node_id == node_id);
     let found = found.ok_or_else(|| ApiError::not_found("terminal session"))?;
     if let Some(reason) = found.it.closed() {
@@ -93,18 +93,18 @@ pub(super) struct AgentConnection {
 
 impl AgentConnection {
     pub(super) async fn run(self, socket: WebSocket) {
-        let services = self.api.services.clone();
+        let app = self.api.app.clone();
         let (mut sink, stream) = socket.split();
         let (down, downs) = mpsc::channel(QUEUE);
-        let agent_stream = services.terminals.register_stream(self.session, down.clone());
+        let agent_stream = app.terminals.register_stream(self.session, down.clone());
         let is_over = tokio::select! {
             why = self.receive(stream, &agent_stream) => { debug!(why, "an agent's terminal stream ended"); false }
             () = self.follow_recording_policy(&down) => false,
             why = send(&mut sink, downs) => { debug!(why, "an agent's terminal stream ended"); false }
             () = agent_stream.replaced() => false,
             () = self.held.cut() => false,
-            () = services.stopping.cancelled() => false,
-            _ = until_session_ends(&services, self.session, self.ends_at, None) => true,
+            () = app.stopping.cancelled() => false,
+            _ = until_session_ends(&app, self.session, self.ends_at, None) => true,
         };
         if is_over {
             let close = Message::Binary(TerminalCommand::Close.encode().into());
@@ -116,14 +116,13 @@ impl AgentConnection {
     /// Compares the policies with the session's terms every second, and has its state machine apply them where they differ. As long as they
     /// are equal, no command is sent. It never ends.
     async fn follow_recording_policy(&self, down: &mpsc::Sender<TerminalCommand>) {
-        let services = &self.api.services;
+        let app = &self.api.app;
         let mut sent_terms: Option<RecordingTerms> = None;
         let mut check = interval(POLICY_CHECK_INTERVAL);
         check.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             check.tick().await;
-            let by_policy =
-                RecordingTerms::from_policy(&services.environment.policy(), &self.scopes, services.environment.now());
+            let by_policy = RecordingTerms::from_policy(&app.environment.policy(), &self.scopes, app.environment.now());
             if sent_terms == Some(by_policy) {
                 continue;
             }
@@ -142,11 +141,11 @@ impl AgentConnection {
 
     /// The terms as its machine has them then.
     async fn apply_policy(&self) -> Result<RecordingTerms, AskError<Rejection>> {
-        let services = &self.api.services;
+        let app = &self.api.app;
         let permit = authorize(&Principal::system(NODE_API), Action::Advance).map_err(|_| AskError::Denied)?;
-        let context = self.scope.command_context(&permit, services.environment.now() + ASK_TIMEOUT);
+        let context = self.scope.command_context(&permit, app.environment.now() + ASK_TIMEOUT);
         let command = terminal_session::Fact::HeedPolicy;
-        match services.directory.ask::<TerminalSession>(&permit, self.session.0, command.into(), context).await?.reply {
+        match app.directory.ask::<TerminalSession>(&permit, self.session.0, command.into(), context).await?.reply {
             Reply::Session { session } => Ok(session.recording),
             Reply::Issued { .. } | Reply::Attached { .. } | Reply::Done => Ok(RecordingTerms::default()),
         }
@@ -193,10 +192,9 @@ impl AgentConnection {
     /// The agent repeats it until it is notified that the session is over.
     async fn report_end(&self, request: terminal_session::Request) {
         let Ok(permit) = authorize(&Principal::Node(self.node_id), Action::SpeakForNode) else { return };
-        let services = &self.api.services;
-        let context = self.scope.command_context(&permit, services.environment.now() + ASK_TIMEOUT).urgent();
-        if let Err(error) =
-            services.directory.ask::<TerminalSession>(&permit, self.session.0, request.into(), context).await
+        let app = &self.api.app;
+        let context = self.scope.command_context(&permit, app.environment.now() + ASK_TIMEOUT).urgent();
+        if let Err(error) = app.directory.ask::<TerminalSession>(&permit, self.session.0, request.into(), context).await
         {
             debug!(error = %error, "the end of a terminal's program could not be reported");
         }

@@ -2,13 +2,14 @@
 
 use super::message::{pong, ready};
 use super::{NotificationMetrics, Subscription};
-use crate::auth::{Authenticator, Caller};
+use crate::auth::{Authenticator, Caller, RevocableLogin};
 use crate::http::error::Code;
 use crate::http::request_body::integers::from_json;
 use crate::http::websocket::{CLOSE_TIMEOUT, Close, Controls, MISUSED, REVOKED, TOO_BIG, frame, is_too_big};
 use crate::limits::connection_quota::QuotaSlot;
 use axum::extract::ws::{Message, Utf8Bytes, WebSocket};
 use chrono::Utc;
+use domain::BrowserSessionId;
 use futures::stream::{SplitSink, SplitStream};
 use futures::{SinkExt as _, StreamExt as _};
 use secrecy::{ExposeSecret as _, SecretString};
@@ -25,7 +26,7 @@ const EXPIRED: Close = (4408, "token_expired");
 pub(crate) const FULL: Close = (4429, "too_many_connections");
 const SLOW: Close = (4413, "too_slow: messages were lost");
 const RESTARTS: Close = (1012, "connect again");
-const AWAY: Close = (1013, "the service cannot say whether you may listen; connect again later");
+const AWAY: Close = (1013, "the service cannot check your access at the moment; connect again later");
 
 /// How often the client is pinged and its access token is rechecked; and after which silence the connection counts as dead.
 const PING_INTERVAL: Duration = Duration::from_secs(15);
@@ -41,6 +42,12 @@ enum FromUser {
     Ping {},
 }
 
+/// What authenticated the caller of a connection.
+pub(crate) enum Credential {
+    Token(SecretString),
+    BrowserSession(BrowserSessionId),
+}
+
 /// An admitted connection.
 pub(crate) struct Connection {
     pub(crate) authenticator: Arc<Authenticator>,
@@ -48,8 +55,8 @@ pub(crate) struct Connection {
     /// Cancelled when this process stops.
     pub(crate) stopping: CancellationToken,
     pub(crate) subscription: Subscription,
-    /// The token that the caller was authenticated by; it is rechecked periodically.
-    pub(crate) token: SecretString,
+    /// What the caller was authenticated by; it is rechecked periodically.
+    pub(crate) credential: Credential,
     pub(crate) caller: Caller,
     pub(crate) slot: QuotaSlot,
 }
@@ -105,9 +112,10 @@ impl Connection {
         loop {
             tokio::select! {
                 count = self.subscription.messages.recv_many(&mut messages, WRITE_BATCH) => {
-                    // A key of a service account is void from the moment in which it was revoked.
-                    if let Some(acting) = &self.caller.acting {
-                        match self.authenticator.is_still_authorized(acting).await {
+                    // A key of a service account is void from the moment in which it was revoked, and so is a browser session that has
+                    // ended, which is announced here.
+                    if let Some(login) = self.caller.revocable_login() {
+                        match self.authenticator.is_still_authorized(&login).await {
                             Ok(true) => {}
                             Ok(false) => return Some(REVOKED),
                             Err(_) => return Some(AWAY),
@@ -140,7 +148,20 @@ impl Connection {
     /// The provider may have withdrawn the key that signed the token, or the account may have been revoked. Where that cannot be
     /// determined, the last known state holds until the token expires.
     async fn recheck_token(&self) -> Option<Close> {
-        match self.authenticator.verify_token(self.token.expose_secret()).await {
+        let token = match &self.credential {
+            Credential::Token(token) => token,
+            Credential::BrowserSession(id) => {
+                let session = RevocableLogin::BrowserSession(*id);
+                return match self.authenticator.is_still_authorized(&session).await {
+                    Ok(is_active) => (!is_active).then_some(REVOKED),
+                    Err(error) => {
+                        tracing::debug!(%error, "a subscriber's session could not be rechecked");
+                        None
+                    }
+                };
+            }
+        };
+        match self.authenticator.verify_token(token.expose_secret()).await {
             Ok(caller) if caller == self.caller => None,
             // The token names another caller now: a new connection subscribes to that caller's channels.
             Ok(_) => Some(REVOKED),

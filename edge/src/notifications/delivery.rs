@@ -2,20 +2,20 @@
 //! up.
 
 pub mod email;
-pub mod webhook;
+pub mod outbound_webhook;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
 use chrono::{DateTime, Utc};
 use domain::notification_endpoint::{DeliveryFailure, NotificationEndpoint, QueuedNotification, Target};
 use email::{Mail, Mailer};
+use outbound_webhook::{SignedWebhook, Webhooks};
 use persistence::envelope_encryption::{EnvelopeError, KeyRing};
 use persistence::key_rewrap::webhook_secret_context;
 use secrecy::{ExposeSecret as _, SecretSlice};
 use std::sync::Arc;
 use thiserror::Error;
 use uuid::Uuid;
-use webhook::{SignedWebhook, Webhooks};
 
 /// An attempt to deliver a notification that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]

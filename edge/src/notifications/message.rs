@@ -1,7 +1,9 @@
 //! A notification as it is sent: a CloudEvent (1.0, JSON format), version 1 of its data. What is added to it later is added beside what
 //! there is.
 
+use actors::ChangedEntities;
 use chrono::{DateTime, Utc};
+use domain::EntityRef;
 use domain::announcement::Severity;
 use domain::notification::{Channel, NotificationDetails};
 use serde::Serialize;
@@ -14,7 +16,7 @@ const SOURCE: &str = "/gpuaas/notifications";
 /// A message of a notification connection: a CloudEvent.
 ///
 /// `provisioning.*`, `node.*`, `terminal.*`, `billing.*`, `notification.announced`: something happened.
-/// `notifications.ready`: you are subscribed. `notifications.pong`: the answer to your `{"type":"ping"}`.
+/// `runtime.changed`: entities changed, on the channel `operations`. `notifications.ready`: you are subscribed. `notifications.pong`: the answer to your `{"type":"ping"}`.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Notification)]
 pub struct NotificationMessage<'a> {
@@ -42,7 +44,7 @@ pub struct NotificationMessage<'a> {
     /// The request that caused it.
     #[serde(skip_serializing_if = "Option::is_none")]
     correlationid: Option<&'a str>,
-    /// `user`, `org` or `broadcast`; none for messages about the connection.
+    /// `user`, `org`, `broadcast` or `operations`; none for messages about the connection.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(example = "user")]
     channel: Option<&'static str>,
@@ -54,8 +56,24 @@ pub struct NotificationMessage<'a> {
 #[serde(untagged)]
 enum MessageData<'a> {
     Event(&'a NotificationDetails),
-    Ready { channels: Vec<&'static str>, expires_at: DateTime<Utc> },
+    Ready {
+        channels: Vec<&'static str>,
+        expires_at: DateTime<Utc>,
+    },
+    Changed {
+        kinds: Vec<&'static str>,
+        #[serde(skip_serializing_if = "Option::is_none")]
+        entities: Option<Vec<ChangedEntity>>,
+    },
     Nothing {},
+}
+
+/// An entity that changed.
+#[derive(Debug, Serialize, ToSchema)]
+pub struct ChangedEntity {
+    #[schema(example = "node")]
+    kind: &'static str,
+    id: Uuid,
 }
 
 /// Identifiers, states and codes; the fields depend on `type`.
@@ -65,6 +83,8 @@ pub struct NotificationData {
     node_id: Option<Uuid>,
     /// A terminal session's.
     session_id: Option<Uuid>,
+    /// A login's to the web console.
+    browser_session_id: Option<Uuid>,
     /// A billing account's.
     account_id: Option<Uuid>,
     /// The payment, or the one that is refunded.
@@ -87,6 +107,10 @@ pub struct NotificationData {
     message: Option<String>,
     /// Of `notifications.ready`: the subscribed channels.
     channels: Option<Vec<String>>,
+    /// Of `runtime.changed`: the kinds of the entities that changed.
+    kinds: Option<Vec<String>>,
+    /// Of `runtime.changed`: the entities that changed; absent where they are more than 64.
+    entities: Option<Vec<ChangedEntity>>,
     /// Of `notifications.ready`: when the access token ends, and the connection with it.
     expires_at: Option<DateTime<Utc>>,
 }
@@ -148,6 +172,21 @@ pub fn test_message(endpoint: Uuid, now: DateTime<Utc>) -> String {
     message.encode()
 }
 
+/// The message for operators about entities that changed.
+#[must_use]
+pub fn changes_message(changed: &ChangedEntities, now: DateTime<Utc>) -> String {
+    let named = |entity: &EntityRef| ChangedEntity { kind: entity.kind.as_str(), id: entity.id };
+    let data = MessageData::Changed {
+        kinds: changed.kinds.iter().map(|kind| kind.as_str()).collect(),
+        entities: changed.entities.as_ref().map(|entities| entities.iter().map(named).collect()),
+    };
+    let message = NotificationMessage {
+        channel: Some(Channel::Operations.name()),
+        ..NotificationMessage::new(Uuid::new_v4(), "runtime.changed", now, data)
+    };
+    message.encode()
+}
+
 /// The first message: from here on, events of these channels are received.
 pub(super) fn ready(channels: &[Channel], expires_at: DateTime<Utc>, now: DateTime<Utc>) -> String {
     let channels = channels.iter().map(Channel::name).collect();
@@ -163,7 +202,8 @@ pub(super) fn pong(now: DateTime<Utc>) -> String {
 mod tests {
     use super::*;
     use domain::{
-        AllocationId, AnnouncementId, BillingAccountId, NodeId, PaymentId, RefundId, RolloutId, TerminalSessionId,
+        AllocationId, AnnouncementId, BillingAccountId, BrowserSessionId, NodeId, PaymentId, RefundId, RolloutId,
+        TerminalSessionId,
     };
     use serde_json::{Value, json};
     use std::collections::BTreeSet;
@@ -175,6 +215,7 @@ mod tests {
             allocation_id: Some(AllocationId(id)),
             node_id: Some(NodeId(id)),
             session_id: Some(TerminalSessionId(id)),
+            browser_session_id: Some(BrowserSessionId(id)),
             account_id: Some(BillingAccountId(id)),
             payment_id: Some(PaymentId(id)),
             refund_id: Some(RefundId(id)),
@@ -223,14 +264,18 @@ mod tests {
         let described = keys(&schema["properties"]);
         let ready: Value = serde_json::from_str(&ready(&channels, now, now)).unwrap();
         let pong: Value = serde_json::from_str(&pong(now)).unwrap();
-        let said: BTreeSet<_> = [&serde_json::to_value(everything()).unwrap(), &ready["data"], &pong["data"]]
-            .into_iter()
-            .flat_map(keys)
-            .collect();
-        assert_eq!(said, described);
+        let node = EntityRef { kind: domain::EntityKind::Node, id: Uuid::nil() };
+        let changed = ChangedEntities { kinds: [node.kind].into(), entities: Some([node].into()) };
+        let changed: Value = serde_json::from_str(&changes_message(&changed, now)).unwrap();
+        assert_eq!(changed["data"]["entities"], json!([{ "kind": "node", "id": Uuid::nil() }]));
+        let everything = serde_json::to_value(everything()).unwrap();
+        let output: BTreeSet<_> =
+            [&everything, &ready["data"], &pong["data"], &changed["data"]].into_iter().flat_map(keys).collect();
+        assert_eq!(output, described);
         let schema = serde_json::to_value(NotificationMessage::schema()).unwrap();
         let about = EventHeader { id: Uuid::nil(), kind: "k", subject: "s", time: now, correlation_id: "c" };
-        let sent: Value = serde_json::from_str(&encoded(&about, &Channel::Broadcast, &everything())).unwrap();
+        let sent: Value =
+            serde_json::from_str(&encoded(&about, &Channel::Broadcast, &NotificationDetails::default())).unwrap();
         assert_eq!(keys(&sent), keys(&schema["properties"]));
     }
 

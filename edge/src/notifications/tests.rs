@@ -107,9 +107,9 @@ async fn bus_subscription_ends_with_the_last_subscriber_and_restarts_with_the_ne
     assert!(hub.0.channels.is_empty());
     tokio::time::sleep(Duration::from_millis(20)).await;
     assert_eq!(wire.publish(&user("ann").subject(), "x"), 0, "nobody here listens any more");
-    let mut again = hub.listen(vec![user("ann")]).await;
+    let mut repeated = hub.listen(vec![user("ann")]).await;
     assert_eq!(wire.publish(&user("ann").subject(), "y"), 1);
-    assert_eq!(received(&mut again).await, ["y"]);
+    assert_eq!(received(&mut repeated).await, ["y"]);
 }
 
 #[tokio::test]

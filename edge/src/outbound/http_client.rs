@@ -15,13 +15,18 @@ pub(crate) fn is_secure(address: &str) -> bool {
     url.scheme() == "https" || (url.scheme() == "http" && here)
 }
 
-/// A builder of clients that follow no redirects and trust `authorities_pem` beside the system's.
+/// A builder of clients that follow no redirects and trust `authorities_pem` beside the system's. Without either a client verifies no server, and
+/// reaches those without TLS alone: a container may have no authorities, and need none.
 ///
 /// # Errors
 /// Where the authorities cannot be read.
-pub(crate) fn client_builder(authorities_pem: Option<&str>) -> Result<ClientBuilder, String> {
+pub fn client_builder(authorities_pem: Option<&str>) -> Result<ClientBuilder, String> {
     let builder = Client::builder().redirect(redirect::Policy::none());
-    let Some(pem) = authorities_pem else { return Ok(builder) };
+    let Some(pem) = authorities_pem else {
+        // The library makes no client for an empty list of the system's.
+        let has_system_authorities = !rustls_native_certs::load_native_certs().certs.is_empty();
+        return Ok(if has_system_authorities { builder } else { builder.tls_certs_only([]) });
+    };
     let authorities = Certificate::from_pem_bundle(pem.as_bytes()).map_err(|error| error.to_string())?;
     Ok(builder.tls_certs_merge(authorities))
 }

@@ -160,11 +160,19 @@ impl Maas {
     /// # Errors
     /// [`MaasError`]
     pub async fn is_ours(&self, machine: &MaasMachine) -> Result<bool, MaasError> {
+        Ok(machine.owner.as_deref() == Some(self.user().await?))
+    }
+
+    /// The user of the API key, as the provider names it.
+    ///
+    /// # Errors
+    /// [`MaasError`]
+    pub async fn user(&self) -> Result<&str, MaasError> {
         let user = self.user.get_or_try_init(|| async {
             let user: UserRecord = self.get("users/", &[("op", "whoami")]).await?;
             Ok::<_, MaasError>(user.username)
         });
-        Ok(machine.owner.as_ref() == Some(user.await?))
+        user.await.map(String::as_str)
     }
 
     /// Allocates the machine to the user of the API key.

@@ -181,11 +181,14 @@ fn fuzz_processor_event_is_bounded_and_its_digest_is_that_of_its_content() {
             let Ok(mut sent) = serde_json::from_slice::<Value>(&body) else { continue };
             sent.sort_all_objects();
             sent["pending_webhooks"] = 99.into();
-            let again = StripeEvent::read(sent.to_string().as_bytes()).unwrap();
-            assert_eq!((&again.id, again.digest(), again.occurred_at), (&event.id, event.digest(), event.occurred_at));
+            let repeated = StripeEvent::read(sent.to_string().as_bytes()).unwrap();
+            assert_eq!(
+                (&repeated.id, repeated.digest(), repeated.occurred_at),
+                (&event.id, event.digest(), event.occurred_at)
+            );
             sent["data"]["object"]["more"] = 1.into();
             assert_ne!(StripeEvent::read(sent.to_string().as_bytes()).unwrap().digest(), event.digest());
-            let (update, expected) = (again.update(), event.update());
+            let (update, expected) = (repeated.update(), event.update());
             assert_eq!(update, expected);
         }
     });

@@ -25,7 +25,7 @@ pub struct WebhookSecrets(Vec<Hmac<Sha256>>);
 /// Why a webhook is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum SignatureError {
-    #[error("the header Stripe-Signature is missing or stands twice")]
+    #[error("the header Stripe-Signature is missing or given twice")]
     NoHeader,
     #[error("the header Stripe-Signature cannot be read")]
     Unreadable,

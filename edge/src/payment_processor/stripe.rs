@@ -18,6 +18,7 @@ use super::{
 };
 use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body};
 use domain::PaymentId;
+use domain::money::Currency;
 use objects::{Charge, Envelope, Failure, Intent, List, ListEntry, Session};
 use serde_json::Value;
 
@@ -38,6 +39,10 @@ const MAX_BYTES: usize = 4 * 1024 * 1024;
 const PAGE: &str = "100";
 /// The bound on one listing: a hundred thousand objects.
 const MAX_PAGES: usize = 1_000;
+
+/// Currencies without decimals (ISO 4217) whose amounts the API takes with two, for compatibility: what is shown as 5000 would be charged
+/// as 50.
+const OTHER_DECIMALS: [&str; 2] = ["ISK", "UGX"];
 
 /// Where and how payments are made.
 #[derive(Clone, Debug)]
@@ -115,6 +120,9 @@ impl Stripe {
     async fn create_checkout(&self, wanted: &Checkout) -> Result<OpenedCheckout, ProcessorError> {
         let (payment_id, amount) = (wanted.payment_id.to_string(), wanted.amount_minor.to_string());
         let currency = wanted.currency.as_str().to_lowercase();
+        if !takes_amounts_in(&wanted.currency) {
+            return Err(refused(None, format!("its amounts in {currency} have other decimals than those of ISO 4217")));
+        }
         // Repeated within a day, the same object is answered.
         let once = format!("payment-{payment_id}");
         match self.checkout {
@@ -125,7 +133,7 @@ impl Stripe {
                     ("payment_method_types[0]", "card"),
                     ("metadata[payment_id]", &payment_id),
                 ];
-                self.post::<Intent>("/v1/payment_intents", &form, &once).await?.into_checkout()
+                self.post::<Intent>("/v1/payment_intents", &form, Some(&once)).await?.into_checkout()
             }
             CheckoutPage::Sessions => {
                 let form = [
@@ -140,7 +148,7 @@ impl Stripe {
                     ("metadata[payment_id]", &payment_id),
                     ("payment_intent_data[metadata][payment_id]", &payment_id),
                 ];
-                self.post::<Session>("/v1/checkout/sessions", &form, &once).await?.into_checkout()
+                self.post::<Session>("/v1/checkout/sessions", &form, Some(&once)).await?.into_checkout()
             }
         }
     }
@@ -189,7 +197,9 @@ impl Stripe {
             ("/v1/payment_intents", "cancel")
         };
         let path = format!("{of}/{}/{how}", segment(processor_id)?);
-        match self.post::<serde_json::Value>(&path, &[], &format!("{how}-{processor_id}")).await {
+        // No key: the request has the same effect however often it arrives, and under a key a refusal would be answered again for a day,
+        // although the payment can be canceled by then.
+        match self.post::<serde_json::Value>(&path, &[], None).await {
             // It may be paid, or ended before: its state is fetched.
             Ok(_) | Err(ProcessorError::Refused { .. }) => self.fetch_payment(processor_id).await,
             Err(error) => Err(error),
@@ -213,7 +223,8 @@ impl Stripe {
         let intent = self.intent_of(&wanted.processor_id).await?;
         // No reason: the processor has its own list of them, and ours may be anything.
         let form = [("payment_intent", intent.as_str()), ("amount", &amount), ("metadata[refund_id]", &refund_id)];
-        let refund = self.post::<objects::Refund>("/v1/refunds", &form, &format!("refund-{refund_id}")).await?;
+        let once = format!("refund-{refund_id}");
+        let refund = self.post::<objects::Refund>("/v1/refunds", &form, Some(&once)).await?;
         refund.into_record()
     }
 
@@ -299,9 +310,13 @@ impl Stripe {
         &self,
         path: &str,
         form: &[(&str, &str)],
-        once: &str,
+        once: Option<&str>,
     ) -> Result<T, ProcessorError> {
-        let request = self.request(Method::POST, path).header("idempotency-key", once).form(form);
+        let request = self.request(Method::POST, path).form(form);
+        let request = match once {
+            Some(once) => request.header("idempotency-key", once),
+            None => request,
+        };
         self.send(request, true).await
     }
 
@@ -383,6 +398,12 @@ const NO_SUCH_ROUTE: &str = "no_such_route";
 
 fn refused(code: Option<String>, why: String) -> ProcessorError {
     ProcessorError::Refused { code, why }
+}
+
+/// Whether an amount in minor units (ISO 4217) is one of the API, too.
+#[must_use]
+pub fn takes_amounts_in(currency: &Currency) -> bool {
+    !OTHER_DECIMALS.contains(&currency.as_str())
 }
 
 /// The processor's message, for a log line: bounded, on one line.

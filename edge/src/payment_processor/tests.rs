@@ -91,6 +91,19 @@ async fn an_intent_is_opened_as_documented_with_our_id_and_a_key() {
 }
 
 #[tokio::test]
+async fn payment_in_a_currency_of_other_decimals_is_not_opened() {
+    let server = MockServer::start().await;
+    answers(&server, "POST", "/v1/payment_intents", 200, &intent("pi_1", "requires_payment_method")).await;
+    // A charge of 2500 would be 25 of them, and 2500 in the account.
+    for code in ["ISK", "UGX"] {
+        let wanted = Checkout { currency: Currency::parse(code).unwrap(), ..wanted() };
+        let refused = client(&server, CheckoutPage::Ours).checkout(&wanted).await.unwrap_err();
+        assert!(matches!(&refused, ProcessorError::Refused { why, .. } if why.contains("decimals")), "{refused}");
+    }
+    assert_eq!(server.received_requests().await.unwrap().len(), 0);
+}
+
+#[tokio::test]
 async fn session_is_opened_as_documented_and_its_intent_has_our_id() {
     let server = MockServer::start().await;
     // As Stripe's reference shows the answer to *Create a Session*, shortened.
@@ -301,6 +314,9 @@ async fn payment_that_ended_otherwise_is_reported_and_not_cancelled() {
     answers(&server, "GET", "/v1/payment_intents/pi_1", 200, &intent("pi_1", "succeeded")).await;
     let standing = client(&server, CheckoutPage::Ours).cancel("pi_1").await.unwrap().unwrap();
     assert_eq!(standing.status, ProcessorPaymentStatus::Paid { charge_id: None });
+    // Under a key, a payment that becomes cancelable is refused for a day.
+    let requests = server.received_requests().await.unwrap();
+    assert!(requests.iter().all(|request| !request.headers.contains_key("idempotency-key")), "{requests:?}");
 }
 
 #[tokio::test]
@@ -388,7 +404,7 @@ async fn endless_list_and_unreadable_entries_do_not_hide_the_rest() {
 
 #[tokio::test]
 async fn uncertain_outcome_is_distinguished_from_a_failed_request() {
-    let said = |text: &str| json!({"error": {"message": text, "type": "api_error"}});
+    let error_body = |text: &str| json!({"error": {"message": text, "type": "api_error"}});
     let (refused, later, unknown) = ("refused", "later", "unknown");
     let kind = |error: &ProcessorError| match error {
         ProcessorError::Refused { .. } => refused,
@@ -411,7 +427,7 @@ async fn uncertain_outcome_is_distinguished_from_a_failed_request() {
         (503, unknown, later),
     ] {
         let server = MockServer::start().await;
-        let answer = ResponseTemplate::new(status).set_body_json(said("no\nline of its own"));
+        let answer = ResponseTemplate::new(status).set_body_json(error_body("no\nline of its own"));
         Mock::given(wiremock::matchers::any()).respond_with(answer).mount(&server).await;
         let client = client(&server, CheckoutPage::Ours);
         let posted = client.checkout(&wanted()).await.unwrap_err();
@@ -431,8 +447,7 @@ async fn uncertain_outcome_is_distinguished_from_a_failed_request() {
         assert_eq!(kind(&error), unknown, "{error}");
     }
     // No server there: nothing was carried out.
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let client = client_at(&format!("http://{nobody}"), CheckoutPage::Ours);
+    let client = client_at("http://127.0.0.1:1", CheckoutPage::Ours);
     assert_eq!(kind(&client.checkout(&wanted()).await.unwrap_err()), later);
 }
 

@@ -48,7 +48,7 @@ mod tests {
     use super::*;
     use domain::ProcessorEventId;
     use domain::processor_event::Phase;
-    use domain::retry::RetryTimer;
+    use domain::resend_timer::ResendTimer;
 
     fn ring() -> KeyRing {
         KeyRing::parse(&format!("key a {}\nactive a\n", STANDARD.encode([7; 32]))).unwrap()
@@ -67,7 +67,7 @@ mod tests {
             body_enc: Some(body_enc),
             attempts: 0,
             last_error: None,
-            phase: Phase::Received { again: RetryTimer::first(now) },
+            phase: Phase::Received { again: ResendTimer::first(now) },
         }
     }
 
@@ -76,9 +76,9 @@ mod tests {
         let line = r#"{"id":"il_1","amount":1000,"currency":"usd","description":"one of a dozen lines"},"#;
         for body in ["{}".to_owned(), line.repeat(12), line.repeat(3000)] {
             let id = Uuid::from_u128(1);
-            let kept = seal_body(&ring(), id, body.as_bytes()).unwrap();
-            assert!(body.len() < 100 || kept.len() < body.len() / 3, "{} of {}", kept.len(), body.len());
-            let back = body_of(&ring(), &event(id, kept)).unwrap().unwrap();
+            let stored = seal_body(&ring(), id, body.as_bytes()).unwrap();
+            assert!(body.len() < 100 || stored.len() < body.len() / 3, "{} of {}", stored.len(), body.len());
+            let back = body_of(&ring(), &event(id, stored)).unwrap().unwrap();
             assert_eq!(back.expose_secret(), body.as_bytes());
         }
     }

@@ -58,11 +58,11 @@ enum CsvPosition {
 /// Why a file was cut off: the client sees a broken connection, and not a file that seems complete.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CsvError {
-    #[error("the ledger cannot be read on")]
+    #[error("the next part of the ledger cannot be read")]
     Read(#[from] persistence::StoreError),
     #[error("a line cannot be written")]
     Write(#[from] csv::Error),
-    #[error("the lines written cannot be had")]
+    #[error("the written lines cannot be read back")]
     Flush(#[from] io::Error),
     #[error("the postings do not lead to the balance that the statement closes with")]
     DoesNotAddUp,

@@ -36,13 +36,13 @@ const COLUMNS: [f32; 3] = [MARGIN, 178.0, 398.0];
 /// Why the PDF cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PdfError {
-    #[error("the letters that are built in are no fonts")]
+    #[error("the built-in fonts cannot be read")]
     Letters,
     #[error("a page has no size")]
     Page,
-    #[error("this kind of PDF is not to be had: {0:?}")]
+    #[error("this kind of PDF cannot be made: {0:?}")]
     Kind(krilla::configure::ConfigurationError),
-    #[error("the document is none: {0:?}")]
+    #[error("the PDF document is refused: {0:?}")]
     Document(krilla::error::KrillaError),
 }
 

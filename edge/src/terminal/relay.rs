@@ -7,7 +7,7 @@
 //! hello cannot. The session, both replicas and the link are part of every seal: a hello or a message that is redirected to another session
 //! does not open there.
 
-use super::seal::{ClusterSecret, LinkScope, MessageOpener, MessageSealer};
+use super::relay_encryption::{ClusterSecret, LinkScope, MessageOpener, MessageSealer};
 use super::{AgentEnd, Link, Parts, QUEUE, Terminals};
 use domain::TerminalSessionId;
 use futures::future::BoxFuture;

@@ -13,7 +13,7 @@ const SESSION: TerminalSessionId = TerminalSessionId(Uuid::from_u128(5));
 /// A bus in this process that records every message.
 #[derive(Clone)]
 struct FakeBus {
-    said: broadcast::Sender<(String, Vec<u8>, Option<String>)>,
+    messages: broadcast::Sender<(String, Vec<u8>, Option<String>)>,
     member: &'static str,
     cut: CancellationToken,
     /// Hellos for the first session arrive as hellos for the second: an attacker on the bus redirects them.
@@ -22,7 +22,7 @@ struct FakeBus {
 
 impl FakeBus {
     fn new() -> Self {
-        Self { said: broadcast::Sender::new(1024), member: "a", cut: CancellationToken::new(), redirect: None }
+        Self { messages: broadcast::Sender::new(1024), member: "a", cut: CancellationToken::new(), redirect: None }
     }
 
     fn redirected(&self, payload: Vec<u8>) -> Vec<u8> {
@@ -37,14 +37,14 @@ impl FakeBus {
 
 impl TerminalBus for FakeBus {
     fn publish(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, bool> {
-        async move { !self.cut.is_cancelled() && self.said.send((subject, payload, None)).is_ok() }.boxed()
+        async move { !self.cut.is_cancelled() && self.messages.send((subject, payload, None)).is_ok() }.boxed()
     }
 
     fn request(&self, subject: String, payload: Vec<u8>) -> BoxFuture<'_, Option<Vec<u8>>> {
         async move {
             let reply = format!("reply.{}", Uuid::new_v4());
             let mut answers = self.subscribe(reply.clone()).await?;
-            let _ = self.said.send((subject, self.redirected(payload), Some(reply)));
+            let _ = self.messages.send((subject, self.redirected(payload), Some(reply)));
             let answer = tokio::time::timeout(Duration::from_millis(300), answers.next()).await.ok()??;
             Some(answer.payload)
         }
@@ -52,10 +52,10 @@ impl TerminalBus for FakeBus {
     }
 
     fn subscribe(&self, subject: String) -> BoxFuture<'_, Option<BoxStream<'static, BusMessage>>> {
-        let messages = tokio_stream(self.said.subscribe());
+        let messages = tokio_stream(self.messages.subscribe());
         let of_subject = messages.filter_map(move |(on, payload, reply)| {
-            let heard = (on == subject).then_some(BusMessage { payload, reply });
-            async move { heard }
+            let renewed = (on == subject).then_some(BusMessage { payload, reply });
+            async move { renewed }
         });
         async move { Some(of_subject.boxed()) }.boxed()
     }
@@ -69,8 +69,8 @@ type RecordedMessage = (String, Vec<u8>, Option<String>);
 
 fn tokio_stream(receiver: broadcast::Receiver<RecordedMessage>) -> BoxStream<'static, RecordedMessage> {
     futures::stream::unfold(receiver, |mut receiver| async move {
-        let said = receiver.recv().await.ok()?;
-        Some((said, receiver))
+        let output = receiver.recv().await.ok()?;
+        Some((output, receiver))
     })
     .boxed()
 }
@@ -129,12 +129,12 @@ async fn later_connection_replaces_an_earlier_one_and_never_the_reverse() {
     assert_eq!(second.up.recv().await.unwrap(), output(2, b"new"));
     // A replaced user does not detach its successor.
     drop(second);
-    let mut said = Vec::new();
+    let mut output = Vec::new();
     while let Ok(Some(down)) = tokio::time::timeout(Duration::from_millis(50), downs.recv()).await {
-        said.push(down);
+        output.push(down);
     }
     let attach = |attachment| TerminalCommand::Attach { attachment, from: None };
-    assert_eq!(said, [attach(1), attach(2), TerminalCommand::Detach { attachment: 2 }]);
+    assert_eq!(output, [attach(1), attach(2), TerminalCommand::Detach { attachment: 2 }]);
 }
 
 #[tokio::test]
@@ -143,17 +143,17 @@ async fn rejoined_connection_is_not_detached_by_its_own_delayed_detach() {
     let (_stream, mut downs) = stream_at(&alone);
     drop(alone.link(SESSION, 1, None).await.unwrap());
     let _again = alone.link(SESSION, 1, Some(7)).await.unwrap();
-    let mut said = Vec::new();
+    let mut output = Vec::new();
     while let Ok(Some(down)) = tokio::time::timeout(Duration::from_millis(50), downs.recv()).await {
-        said.push(down);
+        output.push(down);
     }
-    assert_eq!(said.last(), Some(&TerminalCommand::Attach { attachment: 1, from: Some(7) }), "{said:?}");
+    assert_eq!(output.last(), Some(&TerminalCommand::Attach { attachment: 1, from: Some(7) }), "{output:?}");
 }
 
 #[tokio::test]
 async fn user_and_agent_on_two_replicas_exchange_messages_that_the_bus_cannot_read() {
     let room = FakeBus::new();
-    let mut overheard = room.said.subscribe();
+    let mut received = room.messages.subscribe();
     let (here, there) = (replica(&room, 1), replica(&room, 1));
     let (stream, mut downs) = stream_at(&there);
     let mut link = linked(&here, 3, Some(9)).await;
@@ -171,32 +171,32 @@ async fn user_and_agent_on_two_replicas_exchange_messages_that_the_bus_cannot_re
     assert_eq!(link.up.recv().await.unwrap(), TerminalEvent::Exited { exit: ProgramExit::Code(0) });
     drop(link);
     assert_eq!(downs.recv().await.unwrap(), TerminalCommand::Detach { attachment: 3 });
-    while let Ok((_, payload, _)) = overheard.try_recv() {
+    while let Ok((_, payload, _)) = received.try_recv() {
         assert!(!payload.windows(6).any(|part| part == b"secret"), "it can be read on the bus");
     }
 }
 
 /// The commands that an agent receives within a while.
 async fn received_commands(downs: &mut mpsc::Receiver<TerminalCommand>) -> Vec<TerminalCommand> {
-    let mut told = Vec::new();
+    let mut notified = Vec::new();
     while let Ok(Some(down)) = tokio::time::timeout(Duration::from_millis(200), downs.recv()).await {
-        told.push(down);
+        notified.push(down);
     }
-    told
+    notified
 }
 
 #[tokio::test]
 async fn replayed_hello_and_input_reach_no_program() {
     let room = FakeBus::new();
-    let mut overheard = room.said.subscribe();
+    let mut received = room.messages.subscribe();
     let (here, there) = (replica(&room, 1), replica(&room, 1));
     let (stream, mut downs) = stream_at(&there);
     let mut link = linked(&here, 3, None).await;
     link.down.send(TerminalCommand::Input { attachment: 3, bytes: b"rm -r work\n".to_vec() }).await.unwrap();
     assert_eq!(received_commands(&mut downs).await.len(), 2, "it is joined, and types");
     let mut recorded = Vec::new();
-    while let Ok(said) = overheard.try_recv() {
-        recorded.push(said);
+    while let Ok(message) = received.try_recv() {
+        recorded.push(message);
     }
     let (hellos, rest): (Vec<RecordedMessage>, Vec<RecordedMessage>) =
         recorded.into_iter().partition(|(_, _, reply)| reply.is_some());
@@ -238,7 +238,7 @@ async fn hello_redirected_to_another_session_joins_no_user() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     assert!(own.is_some() && received_commands(&mut downs).await.len() == 1);
-    assert!(here.link(SESSION, 2, None).await.is_none(), "the user is attached to a session of somebody else");
+    assert!(here.link(SESSION, 2, None).await.is_none(), "the user is attached to a session of another user");
     assert_eq!(received_commands(&mut downs).await, []);
 }
 
@@ -246,7 +246,7 @@ async fn hello_redirected_to_another_session_joins_no_user() {
 async fn messages_redirected_to_another_session_reach_no_program() {
     const OTHERS: TerminalSessionId = TerminalSessionId(Uuid::from_u128(6));
     let room = FakeBus::new();
-    let mut overheard = room.said.subscribe();
+    let mut received = room.messages.subscribe();
     let (here, there) = (replica(&room, 1), replica(&room, 1));
     let (_stream, mut downs) = stream_at(&there);
     let (down, mut others) = mpsc::channel(16);
@@ -254,7 +254,7 @@ async fn messages_redirected_to_another_session_reach_no_program() {
     let link = linked(&here, 1, None).await;
     link.down.send(TerminalCommand::Input { attachment: 1, bytes: b"rm -r work\n".to_vec() }).await.unwrap();
     assert_eq!(received_commands(&mut downs).await.len(), 2);
-    let typed: Vec<RecordedMessage> = std::iter::from_fn(|| overheard.try_recv().ok()).collect();
+    let typed: Vec<RecordedMessage> = std::iter::from_fn(|| received.try_recv().ok()).collect();
     let on_link = |(subject, ..): &&RecordedMessage| subject.starts_with("gpuaas.terminal.link.");
 
     let mut users = None;
@@ -267,9 +267,9 @@ async fn messages_redirected_to_another_session_reach_no_program() {
     }
     let mut users = users.unwrap();
     assert_eq!(received_commands(&mut others).await.len(), 1);
-    let fresh: Vec<RecordedMessage> = std::iter::from_fn(|| overheard.try_recv().ok()).collect();
+    let fresh: Vec<RecordedMessage> = std::iter::from_fn(|| received.try_recv().ok()).collect();
     let (subject, ..) = fresh.iter().find(on_link).unwrap().clone();
-    for (_, payload, _) in typed.into_iter().filter(|said| on_link(&said)) {
+    for (_, payload, _) in typed.into_iter().filter(|message| on_link(&message)) {
         room.publish(subject.clone(), payload).await;
     }
     assert!(users.up.recv().await.is_none(), "the link ends");
@@ -288,7 +288,7 @@ async fn closed_stream_and_stream_of_another_cluster_do_not_answer() {
     let mut link = linked(&here, 1, None).await;
     assert!(downs.recv().await.is_some());
     drop(stream);
-    assert!(link.up.recv().await.is_none(), "the user's end is told");
+    assert!(link.up.recv().await.is_none(), "the user's connection is closed");
     assert!(here.link(SESSION, 1, None).await.is_none());
 }
 

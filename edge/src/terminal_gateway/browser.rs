@@ -14,18 +14,18 @@ mod input;
 mod output;
 
 use super::{SessionEnd, ask, until_session_ends};
+use crate::app_state::AppState;
 use crate::http::correlation::Scope;
 use crate::http::websocket::{CLOSE_TIMEOUT, Close, frame};
-use crate::services::Services;
 use crate::terminal::Link;
 use axum::extract::ws::{Message, WebSocket};
 use byte_positions::Progress;
-use control_frames::{exit_of, text};
+use control_frames::{ToUser, exit_of, text};
 use domain::policy::PolicyKey;
 use domain::recording::RecordingMode;
 use domain::terminal_session::{CloseCode, CloseReason, Fact, TerminalSession};
 use futures::stream::{SplitSink, SplitStream};
-use futures::{SinkExt as _, StreamExt as _};
+use futures::{Sink, SinkExt as _, StreamExt as _};
 use std::pin::{Pin, pin};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -35,13 +35,15 @@ use tokio::time::{Instant, sleep, timeout};
 /// replica wakes the search.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 const RECONNECT_INTERVAL: Duration = Duration::from_millis(100);
+/// A shorter search is not reported to the client.
+const NOTICE_AFTER: Duration = Duration::from_secs(1);
 /// How long the remaining output of an ended session is kept for a client that reads nothing, and for one that reads very slowly.
 const DRAIN_PAUSE: Duration = Duration::from_secs(5);
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// An admitted user's connection. It mostly waits: rare calls are boxed, so that they leave no room reserved.
 pub(super) struct Browser {
-    pub(super) services: Services,
+    pub(super) app: AppState,
     pub(super) scope: Scope,
     pub(super) session: TerminalSession,
     pub(super) attachment: u32,
@@ -62,7 +64,7 @@ enum LinkEnd {
 
 impl Browser {
     pub(super) async fn run(self, socket: WebSocket) {
-        let metrics = self.services.terminals.metrics().clone();
+        let metrics = self.app.terminals.metrics().clone();
         metrics.connections.inc();
         let (mut sink, mut stream) = socket.split();
         let why = self.serve(&mut sink, &mut stream).await;
@@ -70,7 +72,7 @@ impl Browser {
             let _ = timeout(CLOSE_TIMEOUT, sink.send(frame(why))).await;
         }
         let detach = Fact::Detach { attachment: self.attachment };
-        if let Err(error) = Box::pin(ask(&self.services, &self.scope, self.session.id, detach)).await {
+        if let Err(error) = Box::pin(ask(&self.app, &self.scope, self.session.id, detach)).await {
             tracing::debug!(%error, "a terminal's connection could not be detached");
         }
         metrics.connections.dec();
@@ -82,8 +84,8 @@ impl Browser {
         stream: &mut SplitStream<WebSocket>,
     ) -> Option<Close> {
         let progress = Progress::default();
-        let over = until_session_ends(&self.services, self.session.id, self.session.ends_at, Some(self.attachment));
-        let stopping = self.services.stopping.cancelled();
+        let over = until_session_ends(&self.app, self.session.id, self.session.ends_at, Some(self.attachment));
+        let stopping = self.app.stopping.cancelled();
         let ending = {
             let relaying = self.relay_links(&progress, sink, stream);
             tokio::pin!(relaying);
@@ -115,7 +117,7 @@ impl Browser {
 
     /// Where this process slept past the session's end, a silent user is not a lost one.
     fn is_past_lifetime(&self) -> Option<Close> {
-        (self.services.environment.now() >= self.session.ends_at).then_some(close::LIFETIME)
+        (self.app.environment.now() >= self.session.ends_at).then_some(close::LIFETIME)
     }
 
     /// Over one link after another, as long as there is one.
@@ -127,7 +129,8 @@ impl Browser {
     ) -> Option<Close> {
         let mut recording_mode = None;
         loop {
-            let Some(link) = Box::pin(self.link(progress)).await else { return Some(close::AWAY) };
+            let searching = Box::pin(with_notice(self.link(progress), sink));
+            let Some(link) = searching.await else { return Some(close::AWAY) };
             let began = Instant::now();
             match self.relay_link(link, progress, &mut recording_mode, sink, stream).await {
                 LinkEnd::Link => {
@@ -151,13 +154,13 @@ impl Browser {
         } else {
             self.from
         };
-        let wait = self.services.terminals.waits().park(self.session.id);
+        let wait = self.app.terminals.waits().park(self.session.id);
         loop {
             // Registered before the search: a stream that arrives meanwhile is not missed, and a slow query of other replicas does not
             // delay it.
             let mut woken = pin!(wait.woken());
             let linked = tokio::select! {
-                linked = self.services.terminals.link(self.session.id, self.attachment, from) => linked,
+                linked = self.app.terminals.link(self.session.id, self.attachment, from) => linked,
                 () = &mut woken => continue,
             };
             if linked.is_some() {
@@ -193,10 +196,21 @@ impl Browser {
     /// Whether the user must authenticate again: a new token needs a valid access token, which a user who was disabled at the identity
     /// provider does not get for long.
     fn must_reauthorize(&self) -> bool {
-        let environment = &self.services.environment;
+        let environment = &self.app.environment;
         let after = environment.policy().int(PolicyKey::TerminalReauthorize, &self.session.scopes(), environment.now());
         u64::try_from(after).is_ok_and(|after| after > 0 && self.since.elapsed() >= Duration::from_secs(after))
     }
+}
+
+/// The result of the search for the node's stream. A client waits for it, and is informed of that where it takes long.
+async fn with_notice<T>(search: impl Future<Output = T>, sink: &mut (impl Sink<Message> + Unpin)) -> T {
+    let mut search = pin!(search);
+    if let Ok(found) = timeout(NOTICE_AFTER, &mut search).await {
+        return found;
+    }
+    // A client that is gone is noticed by the link.
+    let _ = timeout(CLOSE_TIMEOUT, sink.send(text(&ToUser::WaitingForNode))).await;
+    search.await
 }
 
 /// Continues for as long as the client reads any of what is left. `None` where it does not.

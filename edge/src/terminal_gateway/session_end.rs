@@ -1,7 +1,7 @@
 //! When a connection of a session has to be closed: the session is over, or another connection replaced it.
 
-use crate::services::Services;
-use crate::services::read_model::current;
+use crate::app_state::AppState;
+use crate::app_state::read_model::current;
 use domain::TerminalSessionId;
 use domain::state_machine::Timestamp;
 use domain::terminal_session::{CloseReason, TerminalSession};
@@ -25,18 +25,18 @@ pub(crate) enum SessionEnd {
 /// Completes when the session is over, or has admitted a later connection than `attachment`. The session's fixed lifetime is enforced here,
 /// also while the session's entity or the store cannot be reached.
 pub(crate) async fn until_session_ends(
-    services: &Services,
+    app: &AppState,
     session: TerminalSessionId,
     ends_at: Timestamp,
     attachment: Option<u32>,
 ) -> SessionEnd {
-    let wait = services.terminals.waits().park(session);
+    let wait = app.terminals.waits().park(session);
     let load = || {
         // Boxed: most of the time nothing is loaded, and the wait is long.
-        let found = current::<TerminalSession>(services, session.0);
+        let found = current::<TerminalSession>(app, session.0);
         found.map(|found| found.map(|found| found.map(|found| found.it))).boxed()
     };
-    watch(ends_at, attachment, || services.environment.now(), || wait.woken(), load).await
+    watch(ends_at, attachment, || app.environment.now(), || wait.woken(), load).await
 }
 
 async fn watch<'a, W: Future<Output = ()>, E: Display>(
@@ -99,7 +99,7 @@ mod tests {
         (ending, began.elapsed())
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn lifetime_ends_a_session_that_cannot_be_loaded() {
         let (refused, after) = watched(|| ready(Err("the database is away")).boxed()).await;
         assert_eq!(refused, SessionEnd::Closed(CloseReason::Lifetime));
@@ -108,7 +108,7 @@ mod tests {
         assert_eq!(hanging, SessionEnd::Closed(CloseReason::Lifetime));
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn session_missing_after_a_restore_ends_at_once() {
         let (ending, after) = watched(|| ready(Ok(None)).boxed()).await;
         assert_eq!(ending, SessionEnd::Closed(CloseReason::Failed { code: "unknown".to_owned() }));

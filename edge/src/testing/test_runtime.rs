@@ -1,10 +1,10 @@
 //! The operators' view of a standalone replica.
 
-use crate::fleet_telemetry::{FleetSamples, FleetTelemetry, NodeSample};
-use crate::services::runtime_interface::{
+use crate::app_state::runtime_interface::{
     ClusterReport, EntityNode, EntityStatus, Readiness, RestartOutcome, Runtime, RuntimeError, Stats, Tree, TreeFilter,
     WorkerNode, WorkerState,
 };
+use crate::fleet_telemetry::{FleetSamples, FleetTelemetry, NodeSample};
 use chrono::Utc;
 use domain::restart_record::RuntimePart;
 use domain::{EntityRef, MemberId, NodeId};
@@ -30,6 +30,7 @@ impl Runtime for TestRuntime {
             parked: 0,
             entities: Vec::new(),
             truncated: false,
+            next_page: None,
         };
         async { Ok(tree) }.boxed()
     }
@@ -76,7 +77,7 @@ impl Runtime for TestRuntime {
     }
 
     fn restart(&self, _: RuntimePart) -> BoxFuture<'_, Result<RestartOutcome, RuntimeError>> {
-        async { Ok(RestartOutcome::Anew) }.boxed()
+        async { Ok(RestartOutcome::Restarted) }.boxed()
     }
 
     fn cluster(&self) -> BoxFuture<'_, Result<ClusterReport, RuntimeError>> {

@@ -252,7 +252,7 @@ mod tests {
         let (_far_a, near_a) = duplex(64);
         let (mut far_b, near_b) = duplex(64);
         let mut cut = connections.watch(of(removed, "a"), near_a, slot());
-        let mut kept = connections.watch(of(other, "a"), near_b, slot());
+        let mut stored = connections.watch(of(other, "a"), near_b, slot());
         assert_eq!((connections.count(removed), connections.count(other)), (1, 1));
         let waiting = tokio::spawn(async move {
             let first = cut.read_u8().await.map_err(|error| error.kind());
@@ -264,7 +264,7 @@ mod tests {
         let aborted = io::ErrorKind::ConnectionAborted;
         assert_eq!(waiting.await.unwrap(), (Err(aborted), Err(aborted), Err(aborted)));
         far_b.write_u8(7).await.unwrap();
-        assert_eq!(kept.read_u8().await.unwrap(), 7);
+        assert_eq!(stored.read_u8().await.unwrap(), 7);
         assert_eq!(connections.close_node(removed), 0);
     }
 

@@ -1,6 +1,6 @@
 //! Fuzz targets for the headers in which proxies name a client and its certificate. See [`crate::fuzz`].
 
-use super::forwarded::{Forwarding, strip};
+use super::forwarded_client_certificate::{Forwarding, strip};
 use super::ingress::forwarded_client;
 use crate::fuzz::{BUDGET, text_of};
 use axum::http::{HeaderMap, HeaderValue};

@@ -11,7 +11,7 @@ use rustls::{
     server::danger::ClientCertVerifier,
 };
 
-use super::forwarded::{ForwardedCertificateError, Forwarding, strip};
+use super::forwarded_client_certificate::{ForwardedCertificateError, Forwarding, strip};
 use super::ingress::{Ingress, forwarded_client, is_within};
 use crate::tls::{Peer, TlsConfigError, client_verifier};
 
@@ -50,7 +50,7 @@ impl Proxies {
 
     /// The peer of a request with these headers over the connection of `peer`.
     fn trusted_identity(&self, peer: &Peer, headers: &HeaderMap) -> Peer {
-        let certificate = self.forwarding.read(headers).and_then(|told| match told {
+        let certificate = self.forwarding.read(headers).and_then(|forwarded| match forwarded {
             Some(certificate) => self.verify(&certificate).map(|()| Some(certificate)),
             None => Ok(None),
         });
@@ -80,7 +80,7 @@ impl Proxies {
 /// removed.
 pub(crate) fn peer_of(proxies: Option<&Proxies>, ingress: &Ingress, peer: &Peer, headers: &mut HeaderMap) -> Peer {
     let address = peer.address.ip();
-    let told = match proxies {
+    let notified = match proxies {
         Some(proxies) if proxies.trusts(address) => proxies.trusted_identity(peer, headers),
         Some(_) | None if ingress.is_proxy(address) => {
             peer.forwarded_for(forwarded_client(headers, |address| ingress.is_proxy(address)))
@@ -88,5 +88,5 @@ pub(crate) fn peer_of(proxies: Option<&Proxies>, ingress: &Ingress, peer: &Peer,
         Some(_) | None => peer.clone(),
     };
     strip(headers);
-    told
+    notified
 }

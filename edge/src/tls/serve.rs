@@ -283,6 +283,8 @@ async fn drive<C: Future<Output = hyper::Result<()>>>(
     let (mut draining, mut awaiting_first) = (false, true);
     let result = loop {
         tokio::select! {
+            // The connection first: a request that has arrived counts, although its deadline was reached before it was read.
+            biased;
             result = connection.as_mut() => break result,
             () = stop.cancelled(), if !draining => {
                 draining = true;

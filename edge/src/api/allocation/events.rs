@@ -5,6 +5,7 @@ use axum::http::HeaderMap;
 use axum::response::sse::{Event, KeepAlive, Sse};
 use chrono::{DateTime, Utc};
 use domain::allocation::Allocation;
+use domain::notification::Channel;
 use domain::{EntityKind, EntityRef};
 use futures::Stream;
 use persistence::queries::HistoryRow;
@@ -18,12 +19,13 @@ use uuid::Uuid;
 
 use super::visible;
 use crate::api::request_context::UserRequest;
-use crate::auth::ActingServiceAccount;
+use crate::app_state::AppState;
+use crate::app_state::read_model::EntityChanges;
+use crate::auth::RevocableLogin;
 use crate::http::error::ApiError;
 use crate::http::request_body::Path;
 use crate::limits::connection_quota::{ConnectionKind, QuotaSlot};
-use crate::services::Services;
-use crate::services::read_model::EntityChanges;
+use crate::notifications::Subscription;
 
 /// Comments keep idle connections open and show that the stream is alive.
 const HEARTBEAT: Duration = Duration::from_secs(15);
@@ -38,10 +40,11 @@ pub(in crate::api) struct StreamedEvent {
     /// The allocation's generation; `Last-Event-ID` of the next request.
     #[schema(example = "3")]
     id: String,
-    /// Always `transition`.
+    /// `transition`, or `history_removed`, which has no id.
     #[schema(example = "transition")]
     event: String,
-    /// One `AllocationEvent` as JSON.
+    /// One `AllocationEvent` as JSON; of `history_removed` the allocation's id, and the generation `kept_from` of the first transition that is
+    /// kept.
     #[schema(content_media_type = "application/json")]
     data: String,
 }
@@ -72,8 +75,9 @@ pub(in crate::api) struct LastEventId {
 
 /// The allocation's transitions as server-sent events.
 ///
-/// Past transitions come first, each named `transition`. The stream resumes after `Last-Event-ID`. It ends after `released`, and when the
-/// access token ends or is revoked.
+/// Past transitions come first, each named `transition`. The stream resumes after `Last-Event-ID`. Where transitions after that one were
+/// removed, since they were older than policy `retention.history_months`, it begins with an event named `history_removed`. It ends after
+/// `released`, and when the access token ends or is revoked.
 #[utoipa::path(
     get,
     path = "/",
@@ -84,23 +88,40 @@ pub(in crate::api) struct LastEventId {
         content_type = "text/event-stream",
         body = StreamedEvent,
     )),
+    extensions(("x-without-console" = json!("the shared stream reports changes of all allocations; the page shows the same history"))),
 )]
 pub(in crate::api) async fn events(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     headers: HeaderMap,
 ) -> Result<Sse<impl Stream<Item = Result<Event, Infallible>>>, ApiError> {
-    visible(&services, &context, id).await?;
+    visible(&app, &context, id).await?;
     let after = last_event_id(&headers)?;
-    let most =
-        services.environment.policy().int(ConnectionKind::Events.key(), &context.scopes(), services.environment.now());
-    let place = services.connection_quotas.acquire(ConnectionKind::Events, &context.caller.user_id, most).await?;
+    let most = app.environment.policy().int(ConnectionKind::Events.key(), &context.scopes(), app.environment.now());
+    let place = app.connection_quotas.acquire(ConnectionKind::Events, &context.caller.user_id, most).await?;
     let left = (context.token_expires_at - Utc::now()).to_std().unwrap_or_default();
     let end = Instant::now() + left;
-    let acting = context.acting;
-    let transitions =
-        TransitionStream { services, id, after, end, acting, ready: VecDeque::new(), over: false, _place: place };
+    let login = context.revocable;
+    // The end of a browser session is announced to its user, so that the stream ends with it.
+    let ends = match login {
+        Some(RevocableLogin::BrowserSession(_)) => {
+            Some(app.notifications.listen(vec![Channel::User(context.caller.user_id.clone())]).await)
+        }
+        Some(RevocableLogin::ServiceAccount(_)) | None => None,
+    };
+    let transitions = TransitionStream {
+        app,
+        id,
+        after,
+        end,
+        login,
+        ends,
+        ready: VecDeque::new(),
+        kept_from: None,
+        over: false,
+        _place: place,
+    };
     let keep_alive = KeepAlive::new().interval(HEARTBEAT).text("waiting");
     Ok(Sse::new(futures::stream::unfold(transitions, TransitionStream::next)).keep_alive(keep_alive))
 }
@@ -116,24 +137,32 @@ fn last_event_id(headers: &HeaderMap) -> Result<i64, ApiError> {
 }
 
 struct TransitionStream {
-    services: Services,
+    app: AppState,
     id: Uuid,
     /// The version that was sent last.
     after: i64,
     end: Instant,
-    /// Checked again before each event: the key may have been revoked since.
-    acting: Option<ActingServiceAccount>,
+    /// Checked again before each event: it may have been revoked since.
+    login: Option<RevocableLogin>,
+    /// The notifications of the user of a browser session.
+    ends: Option<Subscription>,
     ready: VecDeque<HistoryRow>,
+    /// The first generation that is kept, where earlier ones that the client does not have were removed.
+    kept_from: Option<i64>,
     over: bool,
     _place: QuotaSlot,
 }
 
 impl TransitionStream {
     async fn next(mut self) -> Option<(Result<Event, Infallible>, Self)> {
-        let services = self.services.clone();
+        let app = self.app.clone();
         let entity = EntityRef { kind: EntityKind::Allocation, id: self.id };
-        let mut changes = EntityChanges::of(&services, entity).with_longest_pause(LONGEST_POLL_PAUSE);
+        let mut changes = EntityChanges::of(&app, entity).with_longest_pause(LONGEST_POLL_PAUSE);
         loop {
+            if let Some(kept_from) = self.kept_from.take() {
+                let data = serde_json::json!({ "allocation_id": self.id, "kept_from": kept_from });
+                return Some((Ok(Event::default().event("history_removed").data(data.to_string())), self));
+            }
             if let Some(row) = self.ready.pop_front() {
                 self.over = row.to_state == "released";
                 return Some((Ok(self.event(row)), self));
@@ -148,50 +177,87 @@ impl TransitionStream {
                 .await
                 .inspect_err(|error| tracing::warn!(%error, "an event stream ends"))
                 .ok()?;
-            if !self.ready.is_empty() && !self.is_still_authorized().await {
+            let has_news = !self.ready.is_empty() || self.kept_from.is_some();
+            if has_news && !self.is_still_authorized().await {
                 return None;
             }
-            if self.ready.is_empty() {
+            if !has_news && !self.over {
+                let notified = async {
+                    match &mut self.ends {
+                        Some(subscription) => subscription.notified_within(HEARTBEAT).await,
+                        None => std::future::pending().await,
+                    }
+                };
                 tokio::select! {
                     () = change.wait(self.end) => {}
-                    () = services.stopping.cancelled() => return None,
+                    () = notified => {
+                        if !self.is_still_authorized().await {
+                            return None;
+                        }
+                    }
+                    () = app.stopping.cancelled() => return None,
                 }
             }
         }
     }
 
     async fn is_still_authorized(&self) -> bool {
-        match &self.acting {
-            Some(acting) => self.services.authenticator.is_still_authorized(acting).await.unwrap_or(false),
+        match &self.login {
+            Some(login) => self.app.authenticator.is_still_authorized(login).await.unwrap_or(false),
             None => true,
         }
     }
 
     /// The changes of state after the last event, oldest first.
     async fn read_new_transitions(&mut self) -> Result<VecDeque<HistoryRow>, ApiError> {
-        let remembered = self.services.directory.host().committed_state::<Allocation>(self.id);
+        let remembered = self.app.directory.host().committed_state::<Allocation>(self.id);
         if remembered.is_some_and(|(_, version)| version <= self.after) {
             return Ok(VecDeque::new());
         }
         let (mut fresh, mut before, mut newest) = (VecDeque::new(), None, self.after);
+        let mut oldest = None;
         loop {
-            let page = self.services.reads.history(self.id, before, ROWS_PER_READ).await?;
+            let page = self.app.reads.history(self.id, before, ROWS_PER_READ).await?;
             for row in page.items {
                 if row.version <= self.after {
                     self.after = newest;
                     return Ok(fresh);
                 }
                 newest = newest.max(row.version);
+                oldest = Some(row.version);
                 if row.from_state.as_deref() != Some(row.to_state.as_str()) {
                     fresh.push_front(row);
                 }
             }
             before = page.next;
             if before.is_none() {
-                self.after = newest;
+                self.note_removed(oldest, newest).await?;
                 return Ok(fresh);
             }
         }
+    }
+
+    /// Each version has one transition: where the one after the last that was sent is missing, it was removed. `oldest` is the first that is
+    /// kept; without any, the stream goes on after the present version.
+    async fn note_removed(&mut self, oldest: Option<i64>, newest: i64) -> Result<(), ApiError> {
+        let sent = std::mem::replace(&mut self.after, newest);
+        let kept_from = match oldest {
+            Some(oldest) => oldest,
+            None => {
+                let entity = EntityRef { kind: EntityKind::Allocation, id: self.id };
+                let Some(row) = self.app.reads.entity(entity).await? else { return Ok(()) };
+                // What is committed meanwhile was not removed: the next read has it.
+                if !self.app.reads.history(self.id, None, 1).await?.items.is_empty() {
+                    self.after = sent;
+                    return Ok(());
+                }
+                self.over = row.state == "released" && row.version > sent;
+                self.after = newest.max(row.version);
+                row.version + 1
+            }
+        };
+        self.kept_from = (kept_from > sent + 1).then_some(kept_from);
+        Ok(())
     }
 
     fn event(&self, row: HistoryRow) -> Event {

@@ -12,10 +12,10 @@ use uuid::Uuid;
 use super::{replayed, response};
 use crate::api::request_context::UserRequest;
 use crate::api::request_fields::{LabelChanges, ResourceName, metadata_patch};
+use crate::app_state::AppState;
+use crate::app_state::read_model::{IfMatch, if_match};
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Path};
-use crate::services::Services;
-use crate::services::read_model::{IfMatch, if_match};
 
 /// A change of an allocation (RFC 7396). Absent fields stay; give at least one.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -42,7 +42,7 @@ pub(in crate::api) struct AllocationChange {
 )]
 pub(in crate::api) async fn revise(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     headers: HeaderMap,
     request_body::Json(change): request_body::Json<AllocationChange>,
@@ -53,5 +53,5 @@ pub(in crate::api) async fn revise(
     }
     let command = Request::Revise { metadata, if_version: if_match(&headers)? };
     let answered = context.ask::<Allocation>(id, command).await?;
-    response(&services, StatusCode::OK, replayed(&answered), &answered.reply, answered.version).await
+    response(&app, StatusCode::OK, replayed(&answered), &answered.reply, answered.version).await
 }

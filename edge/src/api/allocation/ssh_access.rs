@@ -16,10 +16,10 @@ use super::{replayed, response, visible};
 use crate::api::rejection_response::not_answered;
 use crate::api::request_context::UserRequest;
 use crate::api::request_fields::set_or_none;
+use crate::app_state::AppState;
+use crate::app_state::read_model::find;
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Path};
-use crate::services::Services;
-use crate::services::read_model::find;
 use actors::AskError;
 
 /// How often the keys are read again when they change concurrently.
@@ -47,23 +47,22 @@ pub(in crate::api) struct ChosenSshKeys {
 )]
 pub(in crate::api) async fn choose_ssh_keys(
     UserRequest(context): UserRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     request_body::Json(new): request_body::Json<ChosenSshKeys>,
 ) -> Result<Response, ApiError> {
-    let user_id = visible(&services, &context, id).await?.it.asked.owner.user_id.clone();
+    let user_id = visible(&app, &context, id).await?.it.asked.owner.user_id.clone();
     let chosen: Option<Vec<_>> = new.ssh_key_ids.as_ref().map(|ids| ids.iter().copied().map(SshKeyId).collect());
     let mut reads = 0;
     loop {
         reads += 1;
-        let tenant = find::<Tenant>(&services, id_of_name(EntityKind::Tenant, &user_id)).await?.map(|found| found.it);
+        let tenant = find::<Tenant>(&app, id_of_name(EntityKind::Tenant, &user_id)).await?.map(|found| found.it);
         let logins = tenant.map(|tenant| (tenant.authorized_keys(chosen.as_deref()), tenant.logins_revision));
         let (keys, logins_revision) = logins.unwrap_or_default();
         let command = Request::ChooseLogins { chosen: chosen.clone(), keys, logins_revision };
         match context.try_ask::<Allocation>(id, command).await? {
             Ok(answered) => {
-                return response(&services, StatusCode::OK, replayed(&answered), &answered.reply, answered.version)
-                    .await;
+                return response(&app, StatusCode::OK, replayed(&answered), &answered.reply, answered.version).await;
             }
             // The allocation knows a later revision of the keys than was read.
             Err(AskError::Rejected(Rejection::KeysMoved)) if reads < MAX_READS => {}

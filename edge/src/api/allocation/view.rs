@@ -50,7 +50,7 @@ pub(in crate::api) struct AllocationView {
     cost_to_date_minor: i64,
     /// Where to log in; null while there is nothing to log in to.
     ssh: Option<SshView>,
-    /// Known problems with it; null where there are none.
+    /// Known problems with it, such as a machine that is not in contact; null where there are none.
     health: Option<HealthView>,
     /// The deadline of its state; null where the state has none.
     deadline_at: Option<DateTime<Utc>>,
@@ -176,7 +176,7 @@ impl AllocationView {
             billed_until: cost.and_then(|cost| cost.billed_until),
             cost_to_date_minor: cost.map_or(0, |cost| cost.cost.minor()),
             ssh: SshView::of(it),
-            health: HealthView::of(it, node),
+            health: HealthView::of(it, node, now),
             overdue: deadline.as_ref().is_some_and(|deadline| deadline.at < now),
             deadline_at: deadline.map(|deadline| deadline.at),
             requested_at: it.requested_at,
@@ -233,7 +233,7 @@ impl SshView {
 }
 
 impl HealthView {
-    fn of(it: &Allocation, node: Option<&Node>) -> Option<Self> {
+    fn of(it: &Allocation, node: Option<&Node>, now: Timestamp) -> Option<Self> {
         match &it.phase {
             Phase::ReleaseFailed { reason, .. } => Some(Self {
                 status: "critical",
@@ -245,12 +245,21 @@ impl HealthView {
                     format!("Its machine has had a fault since {}; it costs nothing since. Release it.", fault.at)
                 });
                 let status = if fault.is_some() { "critical" } else { "warning" };
+                let silent_since = node.and_then(|node| node.silent_since(now));
+                let silence = silent_since.map(|at| {
+                    let charged = if fault.is_some() { "" } else { " It is charged until you release it." };
+                    format!(
+                        "Its machine is offline: the service has not been in contact with it since {}. Its programs may still run; \
+                         terminals and logins wait until it is back.{charged}",
+                        at.format("%Y-%m-%d %H:%M:%S UTC")
+                    )
+                });
                 let alerts =
                     node.map(|node| node.tenant_messages(&placed.devices, it.requested_at)).unwrap_or_default();
                 let release_at =
                     node.and_then(|node| node.evacuation_of(it.id)).map(|evacuation| evacuation.release_at);
                 let leave = release_at.map(|at| format!("It is released at {at}."));
-                let messages: Vec<String> = fault.into_iter().chain(alerts).chain(leave).collect();
+                let messages: Vec<String> = fault.into_iter().chain(silence).chain(alerts).chain(leave).collect();
                 (!messages.is_empty()).then(|| Self { status, message: messages.join(" "), release_at })
             }
             Phase::Requested { .. } | Phase::Provisioning { .. } | Phase::Releasing { .. } | Phase::Released { .. } => {

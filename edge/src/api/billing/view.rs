@@ -31,6 +31,9 @@ pub(in crate::api) struct AccountView {
     accrued_minor: i64,
     /// The amount held for allocations that are not active yet, in minor units, rounded down.
     held_minor: i64,
+    /// The amount that running allocations may use until the next charge and for a window from now, in millionths of a minor unit. With
+    /// what is held and what is available it is the balance.
+    next_window_micro: i64,
     /// The amount that a new allocation can use: the balance without holds and without the next window of running allocations.
     available_minor: i64,
     /// True where it is below the threshold of the warning.
@@ -115,7 +118,7 @@ pub(in crate::api) struct EstimateView {
     needed_micro: i64,
     /// The available amount, in millionths of a minor unit.
     available_micro: i64,
-    /// True where it could begin now.
+    /// True where the account covers the first window. GET /api/v1/capacity says whether GPUs are free.
     is_covered: bool,
     /// How long what is available would last for it alone; null where it costs nothing.
     lasts_seconds: Option<i64>,
@@ -135,6 +138,7 @@ impl AccountView {
             balance_micro: it.balance.get(),
             accrued_minor: it.accrued(now).minor(),
             held_minor: it.held().minor(),
+            next_window_micro: it.reserved_for_running(now, window).get(),
             available_minor: it.available(now, window).minor(),
             is_low: it.is_low,
             burn_minor_per_hour: it.burn_minor_per_hour(),
@@ -158,6 +162,7 @@ impl AccountView {
             balance_micro: 0,
             accrued_minor: 0,
             held_minor: 0,
+            next_window_micro: 0,
             available_minor: 0,
             is_low: true,
             burn_minor_per_hour: 0,

@@ -22,9 +22,9 @@ use std::sync::{Arc, OnceLock};
 
 use super::stored_response::{self, is_final, read};
 use super::{COUNTERS, IDEMPOTENCY_REPLAYED, RequestLine, answer_not_stored, in_progress, key_reused};
+use crate::app_state::AppState;
 use crate::http::error::ApiError;
 use crate::http::request_body::{Json, JsonOrDefault, NoBody};
-use crate::services::Services;
 
 /// The state that the layer, the extractors and the handler of one request share. Empty where the request has no key.
 #[derive(Clone, Default)]
@@ -53,9 +53,9 @@ struct KeyedCommand {
 }
 
 impl IdempotencyContext {
-    pub(crate) fn set_caller(&self, id: CommandId, line: RequestLine, services: &Services) {
+    pub(crate) fn set_caller(&self, id: CommandId, line: RequestLine, app: &AppState) {
         // A request has one caller.
-        let _ = self.0.caller.set(CallerKey { id, line, answers: services.reads.idempotency_records() });
+        let _ = self.0.caller.set(CallerKey { id, line, answers: app.reads.idempotency_records() });
     }
 
     /// The digest of the request; `None` where it has no key.
@@ -199,15 +199,15 @@ impl IntoResponse for HandlerSkipped {
     }
 }
 
-impl<E> FromRequest<Services> for Idempotent<E>
+impl<E> FromRequest<AppState> for Idempotent<E>
 where
-    E: FromRequest<Services, Rejection = ApiError> + Content + Send,
+    E: FromRequest<AppState, Rejection = ApiError> + Content + Send,
 {
     type Rejection = HandlerSkipped;
 
-    async fn from_request(request: Request, services: &Services) -> Result<Self, HandlerSkipped> {
+    async fn from_request(request: Request, app: &AppState) -> Result<Self, HandlerSkipped> {
         let context = request.extensions().get::<IdempotencyContext>().cloned().unwrap_or_default();
-        let body = E::from_request(request, services).await.map_err(HandlerSkipped::Refused)?;
+        let body = E::from_request(request, app).await.map_err(HandlerSkipped::Refused)?;
         let digest = context.digest(body.content()).map_err(HandlerSkipped::Refused)?;
         match context.start(digest).await {
             Ok(None) => Ok(Self(body)),

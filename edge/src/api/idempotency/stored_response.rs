@@ -54,12 +54,12 @@ pub(super) struct BufferedResponse {
     pub(super) response: Response,
 }
 
-/// Whether repetitions get this response too. A refusal that does not depend on the request itself (a rate limit, no valid token, a
-/// temporary failure, or the first request still running) is not final.
+/// Whether repetitions get this response too. A refusal that does not depend on the request itself (a rate limit, no valid token, a missing
+/// permission, a temporary failure, or the first request still running) is not final.
 pub(super) fn is_final(response: &Response) -> bool {
     let status = response.status();
-    let passing =
-        matches!(status, StatusCode::UNAUTHORIZED | StatusCode::TOO_MANY_REQUESTS) || status.is_server_error();
+    let passing = matches!(status, StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN | StatusCode::TOO_MANY_REQUESTS)
+        || status.is_server_error();
     let of_the_key = refusal_code(response)
         .is_some_and(|code| matches!(code, Code::IdempotencyInProgress | Code::IdempotencyKeyReused));
     !passing && !of_the_key
@@ -224,6 +224,7 @@ mod tests {
         let is_final = |code| is_final(&ApiError::new(code, "").into_response());
         let passing = [
             Code::Unauthenticated,
+            Code::Forbidden,
             Code::RateLimited,
             Code::InternalError,
             Code::UpstreamError,

@@ -15,9 +15,9 @@ use super::tasks::{OutcomeError, TaskView, shown};
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::request_context::AdminRequest;
 use crate::api::request_fields::{DigestText, Reason};
+use crate::app_state::AppState;
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Path};
-use crate::services::Services;
 
 /// Another version of a node's agent.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -44,7 +44,7 @@ pub(super) struct AgentUpdateView {
     deadline_at: DateTime<Utc>,
     /// Null before its result.
     ended_at: Option<DateTime<Utc>>,
-    /// Why the version of before is in use. Null where it is not.
+    /// Why the previous version is in use. Null where it is not.
     error: Option<OutcomeError>,
     /// The rollout that ordered it; absent where an administrator did.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -91,7 +91,7 @@ impl AgentUpdateView {
 
 /// Replaces a node's agent by another version of its package.
 ///
-/// The version of before is put back where the control plane has not answered the new agent within policy `node.update_commit_seconds`, and
+/// The previous version is put back where the control plane has not answered the new agent within policy `node.update_commit_seconds`, and
 /// that digest is then refused on this node unless `force` is set. Terminal sessions go on. A task that is not reported in time waits for
 /// `resume`.
 #[utoipa::path(
@@ -102,27 +102,24 @@ impl AgentUpdateView {
 )]
 pub(in crate::api) async fn update_agent(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(order)): Idempotent<request_body::Json<AgentUpdateOrder>>,
 ) -> Result<Response, ApiError> {
     let answered = match context.committed_reply::<Node>()? {
         Some(answered) => answered,
         None => {
-            let digest = package_digest(&services, order.digest.as_ref())?;
+            let digest = package_digest(&app, order.digest.as_ref())?;
             let command = Request::UpdateAgent { digest, force: order.force, reason: order.reason.to_string() };
             context.ask::<Node>(id, command).await?
         }
     };
-    shown(&services, StatusCode::CREATED, &answered)
+    shown(&app, StatusCode::CREATED, &answered)
 }
 
 /// The package's digest that was given, or else the one that the installation publishes.
-pub(in crate::api) fn package_digest(
-    services: &Services,
-    given: Option<&DigestText>,
-) -> Result<PackageDigest, ApiError> {
-    let published = services.agent_package.bundled.digest.as_deref();
+pub(in crate::api) fn package_digest(app: &AppState, given: Option<&DigestText>) -> Result<PackageDigest, ApiError> {
+    let published = app.agent_package.bundled.digest.as_deref();
     let digest = given.map(|digest| &**digest).or(published).ok_or_else(|| {
         let message = format!(
             "This installation publishes no package of the agent; name a `digest`, or have the operator set {}.",

@@ -4,8 +4,8 @@
 //! flags of the agent, and does not change the bundle.
 
 use crate::agent_package::FirstProgram;
+use crate::app_state::AppState;
 use crate::http::error::ApiError;
-use crate::services::Services;
 use domain::NodeId;
 use secrecy::{ExposeSecret, SecretString};
 use std::fmt::Write as _;
@@ -29,13 +29,13 @@ pub(in crate::api) const PACKAGE_SCRIPT_BYTES: usize = 6 * 1024 * 1024;
 /// The bundle that carries `token`, for the one node that the token was issued to. It is a secret from here on: its answer is not
 /// stored (`Cache-Control: no-store`).
 #[must_use]
-pub(crate) fn bootstrap_bundle(services: &Services, node_id: NodeId, token: SecretString) -> BootstrapBundle {
+pub(crate) fn bootstrap_bundle(app: &AppState, node_id: NodeId, token: SecretString) -> BootstrapBundle {
     let at = |name: &str| format!("{AGENT_FOLDER}/{name}");
-    let trust = &services.trust;
+    let trust = &app.trust;
     BootstrapBundle {
         node_id: node_id.0,
         enrollment_token: SecretToken::new(token.expose_secret()),
-        api_url: services.addresses.node_url.clone(),
+        api_url: app.addresses.node_url.clone(),
         task_signing_pubkeys: trust.bundled_verifier_keys(),
         ca_bundle_path: at("ca.pem"),
         node_cert_ca_bundle_path: at("node-ca.pem"),
@@ -43,7 +43,7 @@ pub(crate) fn bootstrap_bundle(services: &Services, node_id: NodeId, token: Secr
         key_path: at("node.key"),
         ca_bundle_pem: trust.api_ca_pem.clone(),
         ca_bundle_fingerprint: fingerprint(&trust.api_ca_pem),
-        package: services.agent_package.bundled.clone(),
+        package: app.agent_package.bundled.clone(),
     }
 }
 

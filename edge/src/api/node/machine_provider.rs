@@ -1,10 +1,10 @@
 //! What a node of a bare-metal provider is made with: the hook that prepares its registration, and the user data of its deployment.
 
 use crate::api::node::bootstrap_bundle::{bootstrap_bundle, bootstrap_script, package_script};
-use crate::auth::token::{MintedToken, TokenPurpose, mint};
+use crate::app_state::AppState;
+use crate::auth::opaque_token::{MintedToken, TokenPurpose, mint};
 use crate::http::error::{ApiError, Code};
 use crate::outbound::maas::{Maas, MaasError, MaasMachine, MachineStatus, PowerState};
-use crate::services::Services;
 use domain::NodeId;
 use domain::node::PreparedMachine;
 use domain::policy::{PolicyKey, Scopes};
@@ -27,10 +27,10 @@ pub struct UserDataError(String);
 ///
 /// # Errors
 /// Where a value cannot be carried by a script.
-pub fn user_data(services: &Services, node_id: NodeId) -> Result<UserData, UserDataError> {
+pub fn user_data(app: &AppState, node_id: NodeId) -> Result<UserData, UserDataError> {
     let MintedToken { hash, token } = mint(TokenPurpose::Enrollment);
-    let bundle = bootstrap_bundle(services, node_id, token);
-    let script = match services.agent_package.for_scripts() {
+    let bundle = bootstrap_bundle(app, node_id, token);
+    let script = match app.agent_package.for_scripts() {
         Ok(program) => package_script(&bundle, program),
         Err(_) => bootstrap_script(&bundle),
     };
@@ -42,13 +42,13 @@ pub fn user_data(services: &Services, node_id: NodeId) -> Result<UserData, UserD
 ///
 /// # Errors
 /// `service_unavailable` where that is not so, or the provider is switched off, missing or does not answer.
-pub(crate) async fn prepare(services: &Services, scopes: &Scopes, host: &str) -> Result<PreparedMachine, ApiError> {
-    if !services.environment.policy().is_on(PolicyKey::MaasEnabled, scopes, services.environment.now()) {
+pub(crate) async fn prepare(app: &AppState, scopes: &Scopes, host: &str) -> Result<PreparedMachine, ApiError> {
+    if !app.environment.policy().is_on(PolicyKey::MaasEnabled, scopes, app.environment.now()) {
         return Err(unavailable(
             "The bare-metal provider is switched off; use onboarding_mode manual, or set the policy maas.enabled to true.",
         ));
     }
-    let Some(maas) = services.maas.as_deref() else {
+    let Some(maas) = app.maas.as_deref() else {
         return Err(unavailable(
             "This installation has no bare-metal provider; use onboarding_mode manual, or have the operator set MAAS_API_BASE_URL and \
              MAAS_API_TOKEN.",

@@ -21,11 +21,11 @@ use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::request_context::{AdminRequest, replayed};
 use crate::api::request_fields::{Reason, ReasonBody};
 use crate::api::ssh_key::NoFilter;
+use crate::app_state::AppState;
+use crate::app_state::read_model::find;
 use crate::http::error::ApiError;
 use crate::http::pagination::{Items, Listing, Order, PageQuery, Position};
 use crate::http::request_body::{self, Path};
-use crate::services::Services;
-use crate::services::read_model::find;
 
 /// The tasks of the node's agent, and the results that it has reported.
 #[derive(Debug, Serialize, ToSchema)]
@@ -153,13 +153,13 @@ pub(in crate::api) struct ReportView {
 )]
 pub(in crate::api) async fn tasks(
     _: AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     listing: Listing<NoFilter>,
 ) -> Result<Json<NodeTasks>, ApiError> {
     let page = listing.page("admin/nodes/tasks", &id.to_string(), Order::NewestFirst)?;
-    let node = find::<Node>(&services, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
-    let now = services.environment.now();
+    let node = find::<Node>(&app, id).await?.ok_or_else(|| ApiError::not_found("node"))?.it;
+    let now = app.environment.now();
     let of_tenants = node.holds.iter().filter_map(|(id, hold)| TaskView::of(&node, *id, hold, now));
     let own = node.tasks.values().filter(|task| !matches!(task.phase, NodeTaskPhase::Ended { .. }));
     let mut open: Vec<_> = of_tenants.chain(own.map(|task| TaskView::of_node(&node, task, now))).collect();
@@ -167,7 +167,7 @@ pub(in crate::api) async fn tasks(
     open.sort_by_key(|task| (task.ordered_at, task.task_id));
     let before = page.after.and_then(|at| i64::try_from(at.id.as_u128()).ok());
     let rows = u32::try_from(page.rows_to_read()).unwrap_or(u32::MAX);
-    let history = services.reads.history_of_command(id, "report", before, rows).await?.items;
+    let history = app.reads.history_of_command(id, "report", before, rows).await?.items;
     // The position of a transition has its version in place of an id.
     let place =
         |row: &HistoryRow| Position { created_at: row.at, id: Uuid::from_u128(u128::from(row.version.unsigned_abs())) };
@@ -186,13 +186,13 @@ pub(in crate::api) async fn tasks(
 )]
 pub(in crate::api) async fn order_task(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewTask>>,
 ) -> Result<Response, ApiError> {
     let command = Request::OrderTask { task_type: new.task_type.into(), reason: new.reason.to_string() };
     let answered = context.ask::<Node>(id, command).await?;
-    shown(&services, StatusCode::CREATED, &answered)
+    shown(&app, StatusCode::CREATED, &answered)
 }
 
 /// Dispatches a task again that was not reported and must not be executed twice.
@@ -206,23 +206,19 @@ pub(in crate::api) async fn order_task(
 )]
 pub(in crate::api) async fn resume_task(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path((id, task_id)): Path<(Uuid, Uuid)>,
     Idempotent(request_body::Json(why)): Idempotent<request_body::Json<ReasonBody>>,
 ) -> Result<Response, ApiError> {
     let command = Request::ResumeTask { task_id: TaskId(task_id), reason: why.reason.to_string() };
     let answered = context.prioritized().ask::<Node>(id, command).await?;
-    shown(&services, StatusCode::OK, &answered)
+    shown(&app, StatusCode::OK, &answered)
 }
 
-pub(super) fn shown(
-    services: &Services,
-    status: StatusCode,
-    answered: &CommandReply<Reply>,
-) -> Result<Response, ApiError> {
+pub(super) fn shown(app: &AppState, status: StatusCode, answered: &CommandReply<Reply>) -> Result<Response, ApiError> {
     let Reply::Task { task_id, node } = &answered.reply else { return Err(unexpected()) };
     let task = node.tasks.get(task_id).ok_or_else(unexpected)?;
-    let view = TaskView::of_node(node, task, services.environment.now());
+    let view = TaskView::of_node(node, task, app.environment.now());
     Ok((status, replayed(answered), Json(view)).into_response())
 }
 

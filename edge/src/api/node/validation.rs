@@ -15,9 +15,9 @@ use super::tasks::{TaskView, shown};
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::request_context::AdminRequest;
 use crate::api::request_fields::Reason;
+use crate::app_state::AppState;
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Path};
-use crate::services::Services;
 
 /// A validation with load.
 #[derive(Debug, Deserialize, Serialize, ToSchema)]
@@ -62,14 +62,20 @@ impl From<Level> for ValidationLevel {
     }
 }
 
+impl Level {
+    pub(super) const fn of(level: ValidationLevel) -> Self {
+        match level {
+            ValidationLevel::Quick => Self::Quick,
+            ValidationLevel::Deep => Self::Deep,
+        }
+    }
+}
+
 impl ValidationView {
     pub(super) fn of(validation: &NodeValidation) -> Self {
         Self {
             task_id: validation.task_id.0,
-            level: match validation.level {
-                ValidationLevel::Quick => Level::Quick,
-                ValidationLevel::Deep => Level::Deep,
-            },
+            level: Level::of(validation.level),
             ended_at: validation.ended_at,
             passed: validation.is_passed(),
             measurements: validation.measurements.iter().map(|(it, value)| (it.name(), *value)).collect(),
@@ -82,7 +88,7 @@ impl ValidationView {
 /// Tests a node's machine under load.
 ///
 /// For a node without allocations, which gets none before the validation ends. A machine below a minimum of its SKU, or with a failed test, is
-/// quarantined until it passes a later one.
+/// quarantined until it passes a later one that is at least as strict.
 #[utoipa::path(
     post,
     path = "/",
@@ -91,11 +97,11 @@ impl ValidationView {
 )]
 pub(in crate::api) async fn validate(
     AdminRequest(context): AdminRequest,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(order)): Idempotent<request_body::Json<ValidationOrder>>,
 ) -> Result<Response, ApiError> {
     let command = Request::Validate { level: order.level.into(), reason: order.reason.to_string() };
     let answered = context.ask::<Node>(id, command).await?;
-    shown(&services, StatusCode::CREATED, &answered)
+    shown(&app, StatusCode::CREATED, &answered)
 }

@@ -2,20 +2,21 @@
 
 use chrono::{DateTime, Utc};
 use domain::node::{
-    Node, NodeFinding, NodeHealthStatus, NodeRepair, OnboardingMode, ProvidedMachine, QuarantineHold, Reimage,
+    GpuReset, HardwareComparison, Node, NodeFinding, NodeHealthStatus, NodeRepair, OnboardingMode, ProvidedMachine,
+    QuarantineHold, Reimage, ReportedGpu,
 };
 use domain::{Machine, Timestamp};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use utoipa::ToSchema;
 use uuid::Uuid;
 
 use super::Mode;
 use super::agent_update::AgentUpdateView;
-use super::validation::ValidationView;
+use super::validation::{Level, ValidationView};
 use crate::api::request_fields::{Labels, ResourceName};
-use crate::services::read_model::StoredEntity;
+use crate::app_state::read_model::StoredEntity;
 
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = Node)]
@@ -46,6 +47,8 @@ pub(in crate::api) struct NodeView {
     quarantine_holds: Vec<HoldView>,
     /// The last repair by itself; null where there was none.
     repair: Option<RepairView>,
+    /// The last reset of each GPU that the service has reset lately.
+    gpu_resets: Vec<GpuResetView>,
     state_entered_at: DateTime<Utc>,
     /// The deadline of the state, or of a task that must not be executed twice; null where neither has one.
     state_deadline_at: Option<DateTime<Utc>>,
@@ -54,6 +57,10 @@ pub(in crate::api) struct NodeView {
     /// Null where no probe was asked for.
     probe: Option<ProbeView>,
     health: HealthView,
+    /// The machine as the agent reports it; null before the first heartbeat.
+    inventory: Option<InventoryView>,
+    /// What the SKU promises of the GPUs and expects of the rest of the machine, beside what was found.
+    hardware: Vec<HardwareComparisonView>,
     /// Null before the first heartbeat.
     agent: Option<AgentView>,
     /// The latest update of its agent that is remembered; null where there is none.
@@ -64,6 +71,8 @@ pub(in crate::api) struct NodeView {
     reimage: Option<ReimageView>,
     /// The last validation with load; null where there was none.
     validation: Option<ValidationView>,
+    /// The level of the validation that it has to pass, since it failed one of that level; null where it has to pass none.
+    failed_validation_level: Option<Level>,
     /// Raised by every change; the `ETag` too.
     generation: i64,
     created_at: DateTime<Utc>,
@@ -126,12 +135,56 @@ pub(in crate::api) struct HealthView {
     findings: Vec<FindingView>,
 }
 
+/// What the agent reports of the machine.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeInventory)]
+pub(in crate::api) struct InventoryView {
+    gpus: Vec<GpuView>,
+    /// Where the data of the GPUs is from: `nvml`, `simulated` or `none`.
+    gpu_source: String,
+    /// True where the node takes several tenants at a time, each with the GPUs of its own alone.
+    isolates_devices: bool,
+    cpu_model: Option<String>,
+    /// Logical processors. This, the memory and the storage are 0 where the agent cannot read them.
+    cpu_cores: u32,
+    memory_mib: u64,
+    storage_gib: u64,
+    driver_version: Option<String>,
+}
+
+/// A GPU of the machine.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeGpu)]
+pub(in crate::api) struct GpuView {
+    index: u32,
+    uuid: String,
+    model: String,
+    memory_mib: u64,
+    /// The allocation that holds it.
+    allocation_id: Option<Uuid>,
+    /// True where no allocation holds it and nothing withholds it. The node has to take allocations, too.
+    is_free: bool,
+}
+
+/// A part of the machine beside what is expected of it.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeHardwareComparison)]
+pub(in crate::api) struct HardwareComparisonView {
+    #[schema(example = "memory of each GPU")]
+    item: &'static str,
+    expected: String,
+    /// Null: the agent has not reported it.
+    found: Option<String>,
+    /// Null: it cannot be compared.
+    is_enough: Option<bool>,
+}
+
 /// A hold of a quarantine.
 #[derive(Debug, Serialize, ToSchema)]
 #[schema(as = QuarantineHold)]
 pub(in crate::api) struct HoldView {
     /// `health`, `drift`, `clone`, `release`, `validation`, `reimage`, `provider` or `administrator`. The first two are taken back when what they are about is
-    /// over, where the agent reports findings; `validation` when the machine passes a later one.
+    /// over, where the agent reports findings; `validation` when the machine passes a later one that is as strict.
     author: &'static str,
     code: String,
     message: String,
@@ -232,6 +285,19 @@ pub(in crate::api) struct RepairView {
     begun_at: DateTime<Utc>,
 }
 
+/// A reset of one GPU by the service.
+#[derive(Debug, Serialize, ToSchema)]
+#[schema(as = NodeGpuReset)]
+pub(in crate::api) struct GpuResetView {
+    gpu_uuid: String,
+    /// `resetting`, `validating`, `succeeded`; `failed` where it was not reset or a fault is there again; `unfit` where it failed its validation
+    /// afterwards. After the last two the machine is rebooted, once no tenant is on it.
+    phase: &'static str,
+    begun_at: DateTime<Utc>,
+    /// Why it failed; null where it did not.
+    error: Option<String>,
+}
+
 impl NodeView {
     pub(in crate::api) fn of(stored: &StoredEntity<Node>, now: Timestamp) -> Self {
         let node = &stored.it;
@@ -261,6 +327,7 @@ impl NodeView {
             },
             quarantine_holds: node.quarantine_holds().into_iter().map(HoldView::of).collect(),
             repair: node.repair.as_ref().map(RepairView::of),
+            gpu_resets: node.gpu_resets.iter().map(|(uuid, reset)| GpuResetView::of(uuid, reset)).collect(),
             state_entered_at: node.entered_at,
             overdue: deadline.as_ref().is_some_and(|deadline| deadline.at < now),
             state_deadline_at: deadline.map(|deadline| deadline.at),
@@ -270,15 +337,61 @@ impl NodeView {
                 alerts: node.alerts(),
                 findings: node.findings.iter().map(FindingView::of).collect(),
             },
+            inventory: InventoryView::of(node),
+            hardware: node.compared_hardware().into_iter().map(HardwareComparisonView::of).collect(),
             agent: AgentView::of(node),
             agent_update: AgentUpdateView::of(node),
             machine: node.machine.as_ref().map(MachineView::of),
             reimage: node.reimage.as_ref().map(ReimageView::of),
             validation: node.validation.as_deref().map(ValidationView::of),
+            failed_validation_level: node.failed_level().map(Level::of),
             generation: stored.version,
             created_at: stored.created_at,
             updated_at: stored.updated_at,
         }
+    }
+}
+
+impl InventoryView {
+    fn of(node: &Node) -> Option<Self> {
+        let inventory = node.inventory.as_ref()?;
+        let free: BTreeSet<_> = node.free_devices().map(|device| device.uuid).collect();
+        let holders: BTreeMap<_, _> = node
+            .holds
+            .iter()
+            .flat_map(|(allocation, hold)| hold.placed.devices.iter().map(|device| (&device.uuid, allocation.0)))
+            .collect();
+        let gpu = |gpu: &ReportedGpu| GpuView {
+            index: gpu.index,
+            uuid: gpu.uuid.clone(),
+            model: gpu.model.clone(),
+            memory_mib: gpu.memory_mib,
+            allocation_id: holders.get(&gpu.uuid).copied(),
+            is_free: free.contains(&gpu.uuid),
+        };
+        Some(Self {
+            gpus: inventory.gpus.iter().map(gpu).collect(),
+            gpu_source: inventory.gpu_source.clone(),
+            isolates_devices: inventory.isolates_devices,
+            cpu_model: inventory.cpu_model.clone(),
+            cpu_cores: inventory.cpu_cores,
+            memory_mib: inventory.memory_mib,
+            storage_gib: inventory.storage_gib,
+            driver_version: inventory.driver_version.clone(),
+        })
+    }
+}
+
+impl HardwareComparisonView {
+    fn of(HardwareComparison { item, expected, found, is_enough }: HardwareComparison) -> Self {
+        Self { item, expected, found, is_enough }
+    }
+}
+
+impl GpuResetView {
+    fn of(gpu_uuid: &str, reset: &GpuReset) -> Self {
+        let (phase, error) = (reset.phase.name(), reset.phase.error().map(str::to_owned));
+        Self { gpu_uuid: gpu_uuid.to_owned(), phase, begun_at: reset.begun_at, error }
     }
 }
 

@@ -23,18 +23,19 @@ use uuid::Uuid;
 
 use actors::{AskError, CommandReply};
 
+use super::view::PaymentView;
 use crate::api::billing::{holder_of, id_of};
 use crate::api::idempotency::request_layer::Idempotent;
 use crate::api::notification_endpoint::introduce;
 use crate::api::rejection_response::{Explain as _, limited_by, not_answered};
 use crate::api::request_context::{RequestContext, UserRequest, replayed};
 use crate::api::request_fields::{AmountMinor, CurrencyCode, ReturnUrl};
+use crate::app_state::read_model::{CurrentEntity, current, wait_until};
+use crate::app_state::{AppState, Payments};
 use crate::http::correlation::{Scope, no_store};
 use crate::http::error::{ApiError, Code};
-use crate::http::request_body;
-use crate::payment_processor::{Checkout, OpenedCheckout, PriorCheckout, ProcessorError};
-use crate::services::read_model::{current, wait_until};
-use crate::services::{Payments, Services};
+use crate::http::request_body::{self, NoBody, Path};
+use crate::payment_processor::{Checkout, OpenedCheckout, PriorCheckout, ProcessorError, ProcessorPaymentStatus};
 
 /// The principal under which the route records the processor's replies at payments.
 const CHECKOUT: &str = "checkout";
@@ -89,20 +90,20 @@ pub(in crate::api) struct CheckoutView {
 pub(in crate::api) async fn checkout(
     UserRequest(context): UserRequest,
     scope: Scope,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Idempotent(request_body::Json(new)): Idempotent<request_body::Json<NewCheckout>>,
 ) -> Result<impl IntoResponse, ApiError> {
-    let payments = services.payments()?;
+    let payments = app.payments()?;
     context.never_store_response();
     let answered = match context.committed_reply::<Payment>()? {
         Some(answered) => answered,
         None => {
-            introduce(&services, &context).await;
-            create_payment(&services, payments, &context, &new).await?
+            introduce(&app, &context).await;
+            create_payment(&app, payments, &context, &new).await?
         }
     };
     let replayed = replayed(&answered);
-    let flow = CheckoutFlow { services: &services, payments, scope: &scope };
+    let flow = CheckoutFlow { app: &app, payments, scope: &scope };
     let payment = payment_in(answered.reply)?;
     let view_or_error =
         if replayed.0 { flow.existing(&payment).await } else { flow.open(payment, PriorCheckout::Nothing).await };
@@ -110,18 +111,79 @@ pub(in crate::api) async fn checkout(
     Ok((StatusCode::CREATED, no_store(), replayed, Json(view)))
 }
 
+/// Where to pay a payment that you began, as long as it can be paid.
+///
+/// The address is requested from the payment processor again: it is not stored. For a payment that was made in the meantime it is its
+/// `success_url`.
+#[utoipa::path(
+    post,
+    path = "/",
+    responses((status = 200, description = "Where to pay. `Cache-Control: no-store`.", body = CheckoutView)),
+)]
+pub(in crate::api) async fn resume(
+    UserRequest(context): UserRequest,
+    scope: Scope,
+    State(app): State<AppState>,
+    Path(id): Path<Uuid>,
+    _: NoBody,
+) -> Result<impl IntoResponse, ApiError> {
+    let found = own_payment(&app, &context, id).await?;
+    let flow = CheckoutFlow { app: &app, payments: app.payments()?, scope: &scope };
+    let view = flow.existing(&found.it).await?;
+    Ok((no_store(), Json(view)))
+}
+
+/// Cancels a payment of yours that is not paid.
+///
+/// It is canceled at the payment processor first: from the answer on it cannot be paid. One that is canceled or expired stays as it is.
+/// What was paid is given back by a refund.
+#[utoipa::path(
+    post,
+    path = "/",
+    responses((status = 200, description = "The payment, which cannot be paid.", body = PaymentView)),
+)]
+pub(in crate::api) async fn cancel(
+    UserRequest(context): UserRequest,
+    scope: Scope,
+    State(app): State<AppState>,
+    Path(id): Path<Uuid>,
+    _: Idempotent<NoBody>,
+) -> Result<impl IntoResponse, ApiError> {
+    let mut closed = None;
+    if !context.is_replay() {
+        let found = own_payment(&app, &context, id).await?;
+        if found.it.is_to_be_paid() {
+            let flow = CheckoutFlow { app: &app, payments: app.payments()?, scope: &scope };
+            closed = flow.close(&found.it).await?;
+        }
+    }
+    let answered = context.ask::<Payment>(id, Request::Cancel { closed }).await?;
+    let replayed = replayed(&answered);
+    let payment = payment_in(answered.reply)?;
+    Ok((replayed, Json(PaymentView::of(&payment, id_of(&payment.holder)))))
+}
+
+/// The payment, where the caller is its payer.
+async fn own_payment(app: &AppState, context: &RequestContext, id: Uuid) -> Result<CurrentEntity<Payment>, ApiError> {
+    let found = current::<Payment>(app, id).await?;
+    let found = found.filter(|found| found.it.payer == context.caller.user_id);
+    found.ok_or_else(|| ApiError::not_found("payment"))
+}
+
 async fn create_payment(
-    services: &Services,
+    app: &AppState,
     payments: &Payments,
     context: &RequestContext,
     new: &NewCheckout,
 ) -> Result<CommandReply<Reply>, ApiError> {
     let holder = holder_of(context);
-    check_open_payments(services, context, &holder).await?;
+    check_open_payments(app, context, &holder).await?;
     let amount_minor = new.amount_minor.0;
+    let currency = currency(app, payments, &holder, new.currency.as_ref()).await?;
+    check_payment_step(amount_minor, &currency)?;
     let command = Request::Create {
         account_id: BillingAccountId(id_of(&holder)),
-        currency: currency(services, payments, &holder, new.currency.as_ref()).await?,
+        currency,
         holder,
         payer: context.caller.user_id.clone(),
         amount_minor,
@@ -134,7 +196,7 @@ async fn create_payment(
 
 /// The calls to the processor for one payment.
 struct CheckoutFlow<'a> {
-    services: &'a Services,
+    app: &'a AppState,
     payments: &'a Payments,
     scope: &'a Scope,
 }
@@ -143,7 +205,7 @@ impl CheckoutFlow<'_> {
     /// The address to pay at for a payment that an earlier request created.
     async fn existing(&self, created: &Payment) -> Result<CheckoutView, ApiError> {
         let is_opened = |it: &Payment| !matches!(it.phase, Phase::Created { .. });
-        let found = wait_until::<Payment>(self.services, created.id.0, OTHER_REQUEST_TIMEOUT, is_opened).await?;
+        let found = wait_until::<Payment>(self.app, created.id.0, OTHER_REQUEST_TIMEOUT, is_opened).await?;
         let payment = found.ok_or_else(|| ApiError::not_found("payment"))?.it;
         match (&payment.phase, &payment.processor_id) {
             (Phase::Open { .. }, Some(processor_id)) => {
@@ -192,19 +254,45 @@ impl CheckoutFlow<'_> {
             cancel_url: payment.cancel_url.clone(),
             before,
         };
-        match timeout(PROCESSOR_TIMEOUT, self.payments.processor.checkout(&wanted)).await {
-            Ok(Ok(opened)) => Ok(opened),
-            Ok(Err(error)) => Err(upstream(error)),
-            Err(_) => {
-                Err(upstream(ProcessorError::Unknown(format!("no answer within {} s", PROCESSOR_TIMEOUT.as_secs()))))
+        let opened = timeout(PROCESSOR_TIMEOUT, self.payments.processor.checkout(&wanted)).await;
+        opened.unwrap_or_else(|_| Err(no_answer())).map_err(upstream)
+    }
+
+    /// Closes an unpaid payment at the processor, so that it cannot be paid any more. Returns the processor's id of what was closed.
+    async fn close(&self, payment: &Payment) -> Result<Option<String>, ApiError> {
+        let processor = &self.payments.processor;
+        let closing = async {
+            let processor_id = match &payment.processor_id {
+                Some(processor_id) => Some(processor_id.clone()),
+                // It may be open there, and the response lost.
+                None => {
+                    let since = payment.created_at - MAX_CLOCK_SKEW;
+                    processor.find_payment(payment.id, since).await?.map(|opened| opened.processor_id)
+                }
+            };
+            let record = match &processor_id {
+                Some(processor_id) => processor.cancel(processor_id).await?,
+                None => None,
+            };
+            Ok::<_, ProcessorError>((processor_id, record))
+        };
+        let closed = timeout(PROCESSOR_TIMEOUT, closing).await.unwrap_or_else(|_| Err(no_answer()));
+        let (processor_id, record) = closed.map_err(upstream)?;
+        match record.map(|record| record.status) {
+            Some(ProcessorPaymentStatus::Canceled | ProcessorPaymentStatus::Expired) | None => Ok(processor_id),
+            Some(ProcessorPaymentStatus::Paid { .. } | ProcessorPaymentStatus::Processing) => {
+                Err(paid_just_now(payment))
+            }
+            Some(ProcessorPaymentStatus::Open | ProcessorPaymentStatus::Declined { .. }) => {
+                Err(upstream(ProcessorError::Later("the payment is open although it was canceled".to_owned())))
             }
         }
     }
 
     async fn record(&self, id: PaymentId, fact: Fact) -> Result<Reply, AskError<Rejection>> {
         let permit = authorize(&Principal::system(CHECKOUT), Action::Advance).map_err(|_| AskError::Denied)?;
-        let asked = self.scope.command_context(&permit, self.services.environment.now() + RECORD_TIMEOUT).urgent();
-        Ok(self.services.directory.ask::<Payment>(&permit, id.0, fact.into(), asked).await?.reply)
+        let asked = self.scope.command_context(&permit, self.app.environment.now() + RECORD_TIMEOUT).urgent();
+        Ok(self.app.directory.ask::<Payment>(&permit, id.0, fact.into(), asked).await?.reply)
     }
 
     /// Cancels a checkout that no client has seen. Where that fails, it still cannot be paid.
@@ -213,7 +301,7 @@ impl CheckoutFlow<'_> {
             tracing::warn!(
                 processor_id = opened.processor_id,
                 %error,
-                "what was opened at the payment processor beside another could not be canceled"
+                "a surplus session at the payment processor could not be canceled"
             );
         }
     }
@@ -227,7 +315,7 @@ impl CheckoutFlow<'_> {
             | Phase::Canceled { .. }
             | Phase::Expired { .. } => None,
         };
-        match opened.url(&self.services.addresses.public_url, payment.id) {
+        match opened.url(&self.app.addresses.public_url, payment.id) {
             Some(url) => Ok(CheckoutView { id: payment.id.0, url, expires_at }),
             None => self.view_of_closed(payment).await,
         }
@@ -236,7 +324,7 @@ impl CheckoutFlow<'_> {
     /// A checkout that is closed at the processor was paid or canceled a moment ago: the webhook that says which is about to arrive.
     async fn view_of_closed(&self, payment: &Payment) -> Result<CheckoutView, ApiError> {
         let is_settled = |it: &Payment| !matches!(it.phase, Phase::Created { .. } | Phase::Open { .. });
-        let found = wait_until::<Payment>(self.services, payment.id.0, OTHER_REQUEST_TIMEOUT, is_settled).await?;
+        let found = wait_until::<Payment>(self.app, payment.id.0, OTHER_REQUEST_TIMEOUT, is_settled).await?;
         let payment = found.ok_or_else(|| ApiError::not_found("payment"))?.it;
         match payment.phase {
             Phase::Paid { .. } | Phase::Deposited { .. } => Ok(paid_view(&payment)),
@@ -248,6 +336,16 @@ impl CheckoutFlow<'_> {
             }
         }
     }
+}
+
+fn no_answer() -> ProcessorError {
+    ProcessorError::Unknown(format!("no answer within {} s", PROCESSOR_TIMEOUT.as_secs()))
+}
+
+fn paid_just_now(payment: &Payment) -> ApiError {
+    let message = "The payment was paid a moment ago and cannot be canceled. GET /api/v1/billing/payments/{id} shows when your account has \
+                   it; POST /api/v1/billing/refunds gives it back then.";
+    ApiError::new(Code::StateConflict, message).detail("payment_id", payment.id.to_string())
 }
 
 fn paid_view(payment: &Payment) -> CheckoutView {
@@ -277,29 +375,28 @@ fn not_created(error: AskError<Rejection>, amount_minor: i64) -> ApiError {
 
 /// Each payment that waits is looked after at the processor for a day, so there is a bound. Those that begin at the same moment do not see
 /// each other, and may pass it together.
-async fn check_open_payments(services: &Services, context: &RequestContext, holder: &Holder) -> Result<(), ApiError> {
-    let limit = services.environment.policy().int(
-        PolicyKey::BillingOpenPaymentsPerUser,
-        &context.scopes(),
-        services.environment.now(),
-    );
-    let open = services.reads.open_payments(&holder.to_string(), &context.caller.user_id).await?;
+async fn check_open_payments(app: &AppState, context: &RequestContext, holder: &Holder) -> Result<(), ApiError> {
+    let limit =
+        app.environment.policy().int(PolicyKey::BillingOpenPaymentsPerUser, &context.scopes(), app.environment.now());
+    let open = app.reads.open_payments(&holder.to_string(), &context.caller.user_id).await?;
     if open < limit {
         return Ok(());
     }
-    let message =
-        format!("{limit} payments wait for you to pay them, which is the most; pay one, or wait until one expires.");
+    let message = format!(
+        "{limit} payments wait for you to pay them, which is the most. GET /api/v1/billing/payments shows them: pay or cancel one, or wait \
+         until one expires."
+    );
     Err(limited_by(ApiError::new(Code::StateConflict, message), PolicyKey::BillingOpenPaymentsPerUser, limit))
 }
 
 /// The currency of the payment: the account's, or the service's where there is no account yet.
 async fn currency(
-    services: &Services,
+    app: &AppState,
     payments: &Payments,
     holder: &Holder,
     given: Option<&CurrencyCode>,
 ) -> Result<Currency, ApiError> {
-    let account = current::<BillingAccount>(services, id_of(holder)).await?;
+    let account = current::<BillingAccount>(app, id_of(holder)).await?;
     let own = account.map_or_else(|| payments.currency.clone(), |account| account.it.currency.clone());
     match given {
         Some(given) if **given != *own.as_str() => {
@@ -310,10 +407,26 @@ async fn currency(
     }
 }
 
+/// Refuses an amount that no card payment carries.
+pub(in crate::api) fn check_payment_step(amount_minor: i64, currency: &Currency) -> Result<(), ApiError> {
+    let step = currency.payment_step_minor();
+    let beyond = amount_minor % step;
+    if beyond == 0 {
+        return Ok(());
+    }
+    let message = format!(
+        "Field `amount_minor` must be a multiple of {step}: payments in {} have two decimals, of the three that the currency has. Send {}, \
+         for example.",
+        currency.as_str(),
+        (amount_minor - beyond).saturating_add(step)
+    );
+    Err(ApiError::invalid_request(message).detail("field", "amount_minor"))
+}
+
 fn upstream(error: ProcessorError) -> ApiError {
     let message = match &error {
         ProcessorError::Refused { .. } => {
-            "The payment processor does not take this payment; quote the correlation id to the operator."
+            "The payment processor refuses this payment; quote the correlation id to the operator."
         }
         ProcessorError::Later(_) | ProcessorError::Unknown(_) => {
             "The payment processor gives no answer; try again in a moment, with the same Idempotency-Key: it stays one payment."

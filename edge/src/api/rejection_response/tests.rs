@@ -116,11 +116,21 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         billing_account::Rejection::InsufficientBalance {
             needed: domain::money::MicroAmount::of(2_500_000),
             available: domain::money::MicroAmount::of(-1),
+            currency: domain::money::Currency::parse("EUR").ok(),
+        },
+        // As a member of release 0.1.0 sends it.
+        billing_account::Rejection::InsufficientBalance {
+            needed: domain::money::MicroAmount::of(2_500_000),
+            available: domain::money::MicroAmount::of(-1),
+            currency: None,
         },
         billing_account::Rejection::CurrencyDiffers { account: "EUR".into(), given: "USD".into() },
         billing_account::Rejection::Amount { max: 7 },
         billing_account::Rejection::Full,
-        billing_account::Rejection::MoreThanCost { left: domain::money::MicroAmount::of(7) },
+        billing_account::Rejection::MoreThanCost {
+            left: domain::money::MicroAmount::of(7),
+            currency: domain::money::Currency::parse("EUR").ok(),
+        },
         billing_account::Rejection::TooLate { days: 30 },
         billing_account::Rejection::TooManyRefunds,
         billing_account::Rejection::Moved,
@@ -132,6 +142,8 @@ fn every_refusal_of_a_machine_says_what_to_do_next() {
         payment::Rejection::Exists,
         payment::Rejection::Amount { min: 1_000, max: 100_000 },
         payment::Rejection::Over { state: payment::PhaseName::Expired },
+        payment::Rejection::AlreadyPaid { state: payment::PhaseName::Paid },
+        payment::Rejection::StillOpen,
         payment::Rejection::NotPaid { state: payment::PhaseName::Open },
         payment::Rejection::TooLate { days: 30 },
         payment::Rejection::MoreThanLeft { left: 7 },

@@ -1,7 +1,7 @@
 //! Detection of texts that look like secrets. Reasons and names are stored and shown as written; a secret that was pasted there would stay
 //! forever, so it is refused at the edge.
 
-use crate::auth::token::TokenPurpose;
+use crate::auth::opaque_token::TokenPurpose;
 
 /// The minimum length, in characters, of a suspected secret.
 const LEAST: usize = 16;

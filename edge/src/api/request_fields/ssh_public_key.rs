@@ -9,6 +9,9 @@ use thiserror::Error;
 const MAX_LEN: usize = 8 * 1024;
 const RSA_MIN_BITS: u32 = 2048;
 const RSA_MAX_BITS: u32 = 16_384;
+/// The longest key that is stored, in bytes: with an exponent, or with the name of an application, of any length a key could be longer than
+/// the longest modulus.
+const MAX_KEY_LEN: usize = 3 * 1024;
 
 /// A public key that may be written to an `authorized_keys` file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -28,7 +31,7 @@ pub(crate) enum SshPublicKeyError {
     Empty,
     #[error("the key is longer than {MAX_LEN} bytes")]
     TooLong,
-    #[error("this is a private key; never send it to anybody, make a new pair and send the .pub file")]
+    #[error("this is a private key; never send it anywhere; make a new pair and send the .pub file")]
     PrivateKey,
     #[error("a public key is one line without control characters")]
     NotOneLine,
@@ -38,6 +41,8 @@ pub(crate) enum SshPublicKeyError {
     UnsupportedType(String),
     #[error("an RSA key needs {RSA_MIN_BITS} to {RSA_MAX_BITS} bits, this one has {0}")]
     RsaSize(u32),
+    #[error("the key without its comment is longer than {MAX_KEY_LEN} bytes; use ssh-ed25519")]
+    KeyTooLong,
     #[error("the text after the type is not a public key of that type")]
     Malformed,
 }
@@ -92,9 +97,13 @@ impl SshPublicKey {
                 return Err(E::RsaSize(bits));
             }
         }
+        let public_key = key.to_openssh().map_err(|_| E::Malformed)?;
+        if public_key.len() > MAX_KEY_LEN {
+            return Err(E::KeyTooLong);
+        }
         Ok(Self {
             key_type: key_type.to_owned(),
-            public_key: key.to_openssh().map_err(|_| E::Malformed)?,
+            public_key,
             fingerprint: key.fingerprint(HashAlg::Sha256).to_string(),
         })
     }
@@ -108,6 +117,8 @@ fn rsa_bits(modulus: &[u8]) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use base64::Engine as _;
+    use base64::engine::general_purpose::STANDARD;
     use proptest::prelude::*;
 
     use super::{SshPublicKeyError as E, *};
@@ -173,6 +184,40 @@ mod tests {
             let text = format!("-----BEGIN {label}-----\nAAAA\n-----END {label}-----\n");
             assert_eq!(SshPublicKey::parse(&text), Err(E::PrivateKey));
         }
+    }
+
+    /// An RSA key with a modulus and an exponent of so many bytes (RFC 4253, section 6.6).
+    fn rsa(modulus: usize, exponent: usize) -> String {
+        let mut blob = Vec::new();
+        let mut write = |bytes: &[u8]| {
+            blob.extend(u32::try_from(bytes.len()).unwrap().to_be_bytes());
+            blob.extend(bytes);
+        };
+        write(b"ssh-rsa");
+        write(&vec![1; exponent]);
+        write(&[&[0][..], &vec![0xff; modulus]].concat());
+        format!("ssh-rsa {}", STANDARD.encode(blob))
+    }
+
+    /// A key of a device, for an application with a name of so many bytes.
+    fn of_device(application: usize) -> String {
+        let kind = "sk-ssh-ed25519@openssh.com";
+        let mut blob = Vec::new();
+        for part in [kind.as_bytes(), &[1; 32], &vec![b'a'; application]] {
+            blob.extend(u32::try_from(part.len()).unwrap().to_be_bytes());
+            blob.extend(part);
+        }
+        format!("{kind} {}", STANDARD.encode(blob))
+    }
+
+    #[test]
+    fn longest_rsa_key_is_read_and_a_longer_key_of_any_kind_is_refused() {
+        let longest = SshPublicKey::parse(&rsa(2048, 3)).unwrap();
+        assert_eq!(longest.public_key.len(), 2772);
+        assert_eq!(SshPublicKey::parse(&rsa(2049, 3)), Err(E::RsaSize(16_392)));
+        assert_eq!(SshPublicKey::parse(&rsa(2048, 600)), Err(E::KeyTooLong));
+        SshPublicKey::parse(&of_device(4)).unwrap();
+        assert_eq!(SshPublicKey::parse(&of_device(4000)), Err(E::KeyTooLong));
     }
 
     #[test]

@@ -21,10 +21,10 @@ use crate::api::platform_role::PlatformRoleName;
 use crate::api::rejection_response::not_answered;
 use crate::api::request_context::{ApproveSkus, Authorized, grant_of, replayed};
 use crate::api::request_fields::{Reason, Statement};
+use crate::app_state::AppState;
+use crate::app_state::read_model::find;
 use crate::http::error::ApiError;
 use crate::http::request_body::{self, Path};
-use crate::services::Services;
-use crate::services::read_model::find;
 
 /// How often an approval is retried where a concurrent one changes the SKU.
 const MAX_ATTEMPTS: u32 = 5;
@@ -87,11 +87,11 @@ macro_rules! approvals {
         )]
         pub(in crate::api) async fn $name(
             authorized: Authorized<ApproveSkus>,
-            services: State<Services>,
+            app: State<AppState>,
             id: Path<Uuid>,
             decision: Idempotent<request_body::Json<SkuDecision>>,
         ) -> Result<impl IntoResponse, ApiError> {
-            approve(StatusChange::$change, authorized, services, id, decision).await
+            approve(StatusChange::$change, authorized, app, id, decision).await
         }
     )+};
 }
@@ -120,7 +120,7 @@ approvals! {
 async fn approve(
     change: StatusChange,
     Authorized { context, .. }: Authorized<ApproveSkus>,
-    State(services): State<Services>,
+    State(app): State<AppState>,
     Path(id): Path<Uuid>,
     Idempotent(request_body::Json(decision)): Idempotent<request_body::Json<SkuDecision>>,
 ) -> Result<impl IntoResponse, ApiError> {
@@ -136,7 +136,7 @@ async fn approve(
             role: decision.role.map(PlatformRole::from),
             impact_review: decision.impact_review.as_ref().map(|text| text.to_string()),
             rollback_plan: decision.rollback_plan.as_ref().map(|text| text.to_string()),
-            seen: observe(&services, id).await?,
+            seen: observe(&app, id).await?,
         };
         match context.try_ask::<Sku>(id, Command::Approve(Box::new(given))).await? {
             Err(AskError::Rejected(Rejection::Moved)) if attempts < MAX_ATTEMPTS => {}
@@ -145,13 +145,13 @@ async fn approve(
     }
 }
 
-async fn observe(services: &Services, id: Uuid) -> Result<ApprovalContext, ApiError> {
-    let sku = find::<Sku>(services, id).await?.ok_or_else(|| ApiError::not_found("SKU"))?;
+async fn observe(app: &AppState, id: Uuid) -> Result<ApprovalContext, ApiError> {
+    let sku = find::<Sku>(app, id).await?.ok_or_else(|| ApiError::not_found("SKU"))?;
     let first = match &sku.it.pending {
-        Some(pending) => grant_of(services, &pending.first.user_id).await?,
+        Some(pending) => grant_of(app, &pending.first.user_id).await?,
         None => None,
     };
-    let in_use = services.reads.sku_references(SkuId(id)).await?;
+    let in_use = app.reads.sku_references(SkuId(id)).await?;
     Ok(ApprovalContext {
         version: sku.version,
         in_use: SkuUsage { nodes: in_use.nodes, allocations: in_use.allocations },

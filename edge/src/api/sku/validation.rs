@@ -10,9 +10,12 @@ use crate::api::request_fields::MeasurementMinimum;
 #[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize, Serialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub(in crate::api) struct SkuMinimums {
-    /// Operations of stress-ng on one CPU.
+    /// Operations of stress-ng on one CPU while the others are idle.
     #[serde(skip_serializing_if = "Option::is_none")]
     cpu_bogo_ops_per_second: Option<MeasurementMinimum>,
+    /// Operations of stress-ng on all CPUs together. Deep validations alone measure it, and quick ones are not judged by it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    all_cpus_bogo_ops_per_second: Option<MeasurementMinimum>,
     /// Reading or writing the memory by one CPU, the lower of both.
     #[serde(skip_serializing_if = "Option::is_none")]
     memory_mib_per_second: Option<MeasurementMinimum>,
@@ -43,6 +46,7 @@ impl SkuMinimums {
     fn field(&mut self, measurement: Measurement) -> &mut Option<MeasurementMinimum> {
         match measurement {
             Measurement::Cpu => &mut self.cpu_bogo_ops_per_second,
+            Measurement::AllCpus => &mut self.all_cpus_bogo_ops_per_second,
             Measurement::Memory => &mut self.memory_mib_per_second,
             Measurement::DiskWrite => &mut self.disk_write_mib_per_second,
             Measurement::DiskRead => &mut self.disk_read_mib_per_second,

@@ -46,8 +46,8 @@ async fn account_is_opened_once_and_shows_its_adjustments() {
     );
     let account = opened(&api).await;
     assert_eq!(nothing["id"], json!(account), "it has the same id before it is opened");
-    let again = api.post(ACCOUNTS).user("biller").json(&json!({"org_id": "acme", "currency": "EUR"})).send().await;
-    assert_eq!(again.is(200)["id"], json!(account));
+    let second = api.post(ACCOUNTS).user("biller").json(&json!({"org_id": "acme", "currency": "EUR"})).send().await;
+    assert_eq!(second.is(200)["id"], json!(account));
     let dollars = api.post(ACCOUNTS).user("biller").json(&json!({"org_id": "acme", "currency": "USD"})).send().await;
     dollars.refused(409, "state_conflict");
     for body in [
@@ -178,4 +178,42 @@ async fn uncovered_allocation_is_refused_with_the_missing_amount() {
         (&released.is(200)["state"], &released.body["failure"]["code"]),
         (&json!("released"), &json!("insufficient_balance"))
     );
+}
+
+#[tokio::test]
+async fn instant_that_the_database_does_not_have_is_refused_in_every_filter_by_time() {
+    let api = ApiHarness::new().await;
+    let read = async |query: &str| {
+        let ledger = api.get(&format!("/api/v1/billing/ledger?{query}")).user("ann").send().await;
+        [ledger, api.get(&format!("/api/v1/admin/audit-log?{query}")).admin().send().await]
+    };
+    for field in ["from", "until"] {
+        for at in ["-5000-01-01T00:00:00Z", "0000-12-31T23:59:59Z", "%2B10000-01-01T00:00:00Z"] {
+            for answer in read(&format!("{field}={at}")).await {
+                assert_eq!(answer.refused(400, "invalid_request")["field"], field, "{at}");
+            }
+        }
+        for at in ["0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z"] {
+            for answer in read(&format!("{field}={at}")).await {
+                answer.is(200);
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn page_of_ones_own_money_is_reloaded_seven_times_in_a_minute() {
+    let api = ApiHarness::new().await;
+    opened(&api).await;
+    api.set_policy(PolicyKey::RateLimitFinancial, 30);
+    api.set_policy(PolicyKey::RateLimitApi, 120);
+    for load in 1..=7 {
+        // A page reads all of it again once its connection for notifications is there.
+        for _ in 0..2 {
+            for read in ["balance", "payments", "ledger", "ledger?kind=usage&limit=200", "statements"] {
+                let answer = api.get(&format!("/api/v1/billing/{read}")).user("ann").send().await;
+                assert_eq!(answer.status, 200, "{read} of load {load}: {}", answer.body);
+            }
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::harness::{ApiHarness, TestResponse};
 use crate::auth::claims::TokenFault;
-use crate::auth::token::jwt::node_log::{NodeLogTokenSubject, NodeLogTokens};
+use crate::auth::signed_tokens::node_log::{NodeLogTokenSubject, NodeLogTokens};
 use base64::Engine as _;
 use base64::engine::general_purpose::URL_SAFE_NO_PAD;
 use chrono::{TimeDelta, Utc};
@@ -35,7 +35,7 @@ async fn shown(api: &ApiHarness, token: &str) -> TestResponse {
 async fn service_token_expires() {
     let api = ApiHarness::new().await;
     let account = api.account_with_key("ann", &["user"]).await;
-    let tokens = api.services.authenticator.service_tokens().unwrap();
+    let tokens = api.app.authenticator.service_tokens().unwrap();
     let id = |text: &str| text.parse::<Uuid>().unwrap();
     let made = |age: i64, life: i64| {
         let issued = Utc::now() - TimeDelta::seconds(age);
@@ -112,17 +112,16 @@ async fn log_token_of_a_node_and_access_token_are_not_accepted_for_each_other() 
     let account = api.account_with_key("ann", &["user"]).await;
     let id = |text: &str| text.parse::<Uuid>().unwrap();
     let (now, hour) = (Utc::now(), TimeDelta::hours(1));
-    let access = api.services.authenticator.service_tokens().unwrap();
+    let access = api.app.authenticator.service_tokens().unwrap();
     let access = access.issue(id(&account.id).into(), id(&account.key).into(), now, hour).unwrap();
-    let logs = api.services.node_log_tokens();
+    let logs = api.app.node_log_tokens();
     let subject = || NodeLogTokenSubject { node_id: NodeId(Uuid::from_u128(7)), certificate_serial: "0a".to_owned() };
     let (token, expires_at) = logs.issue(subject(), now).unwrap();
 
     assert_eq!(logs.verify(&token, now).unwrap(), subject());
     assert!(matches!(logs.verify(&token, expires_at + hour), Err(TokenFault::Expired)));
     assert!(matches!(logs.verify(&access, now), Err(TokenFault::Header)));
-    let elsewhere =
-        NodeLogTokens::new("https://api.gpu.example", "https://other.example", api.services.trust.keys.clone());
+    let elsewhere = NodeLogTokens::new("https://api.gpu.example", "https://other.example", api.app.trust.keys.clone());
     assert!(matches!(elsewhere.verify(&token, now), Err(TokenFault::Audience)));
     shown(&api, secrecy::ExposeSecret::expose_secret(&token)).await.refused(401, "unauthenticated");
 }

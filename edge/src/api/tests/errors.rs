@@ -110,10 +110,10 @@ fn errors_md_matches_the_error_codes() {
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
         std::fs::write(&path, &made).unwrap();
     }
-    let kept = std::fs::read_to_string(&path).unwrap_or_default();
-    let differs = made.lines().zip(kept.lines()).find(|(made, kept)| made != kept);
+    let stored = std::fs::read_to_string(&path).unwrap_or_default();
+    let differs = made.lines().zip(stored.lines()).find(|(made, stored)| made != stored);
     assert!(
-        made == kept,
+        made == stored,
         "deploy/docs/src/reference/errors.md is not what the code says; regenerate it with UPDATE_DOCS=1. First difference: {differs:?}"
     );
 }

@@ -1,11 +1,11 @@
 //! A fake payment processor: it opens checkouts, and fails as the test wants.
 
+use crate::app_state::{PaymentPage, Payments};
 use crate::payment_processor::signature::WebhookSecrets;
 use crate::payment_processor::{
     Checkout, CheckoutMethod, Dispute, OpenedCheckout, PriorCheckout, Processor, ProcessorError, ProcessorFuture,
-    ProcessorListing, ProcessorPayment, ProcessorRefundRecord, RefundRequest,
+    ProcessorListing, ProcessorPayment, ProcessorPaymentStatus, ProcessorRefundRecord, RefundRequest,
 };
-use crate::services::{PaymentPage, Payments};
 use chrono::{DateTime, Utc};
 use domain::PaymentId;
 use domain::money::Currency;
@@ -148,8 +148,24 @@ impl Processor for FakeProcessor {
 
     fn cancel<'a>(&'a self, processor_id: &'a str) -> ProcessorFuture<'a, Option<ProcessorPayment>> {
         async {
-            self.0.lock().unwrap().opened.get_mut(processor_id).unwrap().is_canceled = true;
-            Ok(None)
+            let mut state = self.0.lock().unwrap();
+            if let Some(Failure::Error(error)) = state.failures.pop_front() {
+                return Err(error);
+            }
+            let object = state.opened.get_mut(processor_id).unwrap();
+            let status = if object.is_closed {
+                ProcessorPaymentStatus::Paid { charge_id: None }
+            } else {
+                object.is_canceled = true;
+                ProcessorPaymentStatus::Canceled
+            };
+            Ok(Some(ProcessorPayment {
+                processor_id: processor_id.to_owned(),
+                payment_id: Some(object.of),
+                amount_minor: object.amount_minor,
+                currency: Currency::parse("EUR").unwrap(),
+                status,
+            }))
         }
         .boxed()
     }

@@ -1,10 +1,9 @@
 //! What a SKU expects of its machines, and nodes that differ from it.
 
-use super::harness::{ApiHarness, TestResponse};
+use super::harness::{ApiHarness, POLLS, TestResponse, pause_before_poll};
 use super::nodes::findings;
 use axum::http::Method;
 use serde_json::{Value, json};
-use std::time::Duration;
 
 impl ApiHarness {
     async fn expect_hardware(&self, expected: Value) -> TestResponse {
@@ -21,23 +20,34 @@ async fn node_with_less_hardware_than_its_sku_expects_is_quarantined_until_it_ag
     let id = api.enrolled_node("h100x4", 4, "few").await;
     api.poll(id).await;
     let becomes = async |state: &str| {
-        for _ in 0..100 {
+        let mut last = Value::Null;
+        for n in 0..POLLS {
             api.heartbeat_with(id, "few", 4, findings(&[])).await;
             let node = api.get(&format!("/api/v1/admin/nodes/{id}")).admin().send().await.is(200).clone();
             if node["state"] == state {
                 return node;
             }
-            tokio::time::sleep(Duration::from_millis(20)).await;
+            last = node;
+            tokio::time::sleep(pause_before_poll(n)).await;
         }
-        panic!("the node does not become {state}");
+        panic!("the node does not become {state}: {last}");
     };
     becomes("active").await;
+    let machine = becomes("active").await;
+    let gpu = &machine["inventory"]["gpus"][3];
+    assert_eq!((&gpu["index"], &gpu["is_free"], &gpu["allocation_id"]), (&json!(3), &json!(true), &Value::Null));
+    let enough = |node: &Value| {
+        let lines = node["hardware"].as_array().unwrap().clone();
+        lines.into_iter().map(|line| (line["item"].clone(), line["is_enough"].clone())).collect::<Vec<_>>()
+    };
+    assert!(enough(&machine).iter().all(|(_, is_enough)| *is_enough == true), "{}", machine["hardware"]);
     let expected = json!({ "cpu_cores": 65, "memory_mib": 500_000, "driver_version_min": "570.86.15" });
     let revised = api.expect_hardware(expected).await;
     assert_eq!(revised.is(200)["expected_hardware"]["driver_version_min"], "570.86.15");
     assert_eq!(revised.body["expected_hardware"]["storage_gib"], Value::Null);
     let drifted = becomes("quarantined").await;
     assert_eq!(drifted["state_reason"]["code"], "inventory_drift");
+    assert!(enough(&drifted).contains(&(json!("logical processors"), json!(false))), "{}", drifted["hardware"]);
     let message = drifted["state_reason"]["message"].as_str().unwrap();
     assert!(message.contains("64 logical processors, expected are 65") && !message.contains("MiB"), "{message}");
     assert_eq!(api.expect_hardware(json!({})).await.is(200)["expected_hardware"], Value::Null);

@@ -1,6 +1,6 @@
 //! Overrides of the table of health findings.
 
-use super::harness::{ApiHarness, TestResponse};
+use super::harness::{ApiHarness, POLLS, TestResponse, pause_before_poll};
 use super::nodes::findings;
 use axum::http::Method;
 use serde_json::{Value, json};
@@ -35,14 +35,16 @@ async fn new_xid_is_classified_without_a_release_and_taken_back() {
     };
     /// Every process reads the overrides again within a second.
     async fn becomes(beat: impl AsyncFn() -> Value, free: u32) -> Value {
-        for _ in 0..100 {
+        let mut last = Value::Null;
+        for n in 0..POLLS {
             let node = beat().await;
             if node["gpus_free"] == free {
                 return node;
             }
-            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+            last = node;
+            tokio::time::sleep(pause_before_poll(n)).await;
         }
-        panic!("gpus_free does not become {free}");
+        panic!("gpus_free does not become {free}: {last}");
     }
     assert_eq!(becomes(&beat, 4).await["health"]["findings"][0]["classes"], json!(["warn"]));
     let written = api.override_rule(&[]).await;
@@ -77,7 +79,7 @@ async fn table_is_shown_with_its_overrides_and_their_authors() {
 }
 
 #[tokio::test]
-async fn what_is_no_override_is_refused_with_what_to_do() {
+async fn invalid_override_is_refused_with_its_remedy() {
     let api = ApiHarness::new().await;
     for (change, field) in [
         (("pattern", json!("79")), "pattern"),

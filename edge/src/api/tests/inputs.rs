@@ -5,7 +5,7 @@ use axum::http::Method;
 use serde_json::json;
 
 #[tokio::test]
-async fn what_is_no_request_gets_the_envelope() {
+async fn malformed_request_gets_the_error_envelope() {
     let api = ApiHarness::new().await;
     let skus = || api.post("/api/v1/admin/skus").admin();
     let answers = [

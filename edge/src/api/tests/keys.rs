@@ -1,7 +1,7 @@
 //! The rotation of the service's own keys by an operator.
 
 use super::harness::{ApiHarness, TestResponse, without_ids};
-use crate::trust::keys_in_force::Keys;
+use crate::trust::current_keys::Keys;
 use domain::policy::PolicyKey;
 use serde_json::{Value, json};
 use wire::Verifiers;
@@ -31,14 +31,14 @@ async fn phases(api: &ApiHarness, purpose: &str) -> Vec<(String, String)> {
 
 /// The keys as another replica reads them.
 async fn read(api: &ApiHarness) -> Keys {
-    let trust = &api.services.trust;
-    Keys::read(&trust.secrets, &api.services.reads, &trust.domain).await.unwrap()
+    let trust = &api.app.trust;
+    Keys::read(&trust.secrets, &api.app.reads, &trust.domain).await.unwrap()
 }
 
 #[tokio::test]
 async fn task_key_passes_its_phases_and_an_agent_that_missed_them_follows_the_chain() {
     let api = ApiHarness::new().await;
-    let bundled = VerifierSet::from_env_value(&api.services.trust.bundled_verifier_keys()).unwrap();
+    let bundled = VerifierSet::from_env_value(&api.app.trust.bundled_verifier_keys()).unwrap();
     let [(first, phase)] = phases(&api, "task_signing").await.try_into().unwrap();
     assert_eq!(phase, "active");
     let mut active = first.clone();
@@ -63,9 +63,9 @@ async fn task_key_passes_its_phases_and_an_agent_that_missed_them_follows_the_ch
     assert!(young.follow(&sets).is_ok());
     // The private halves of retired keys are destroyed.
     for name in keys.orphaned_secrets(chrono::Utc::now()) {
-        api.services.trust.secrets.destroy(&name).await.unwrap();
+        api.app.trust.secrets.destroy(&name).await.unwrap();
     }
-    assert_eq!(api.services.trust.secrets.list("task_signing/").await.unwrap().len(), 1);
+    assert_eq!(api.app.trust.secrets.list("task_signing/").await.unwrap().len(), 1);
     assert_eq!(read(&api).await.task.sets_after(8).len(), 1, "it is read without them");
 }
 
@@ -103,7 +103,7 @@ async fn repeated_rotation_is_executed_and_audited_once() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_done_with_a_key_says_what_can() {
+async fn refused_key_operation_names_the_possible_ones() {
     let api = ApiHarness::new().await;
     api.set_policy(PolicyKey::KeysTaskGrace, 3600);
     let [(first, _)] = phases(&api, "task_signing").await.try_into().unwrap();

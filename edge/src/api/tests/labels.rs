@@ -56,8 +56,8 @@ async fn allocation_is_named_and_labelled_at_creation_and_changed_by_a_merge_pat
     let generation = changed.body["generation"].as_i64().unwrap();
     assert_eq!(generation, made["generation"].as_i64().unwrap() + 1);
     assert_eq!(changed.headers["etag"].to_str().unwrap(), format!("\"{generation}\""));
-    let again = patched(&api, &path, "ann", &change).await;
-    assert_eq!(again.is(200)["generation"], generation, "a repetition changes nothing");
+    let repeated = patched(&api, &path, "ann", &change).await;
+    assert_eq!(repeated.is(200)["generation"], generation, "a repetition changes nothing");
 
     let unnamed = patched(&api, &path, "ann", &json!({"name": null})).await;
     assert_eq!(

@@ -50,8 +50,8 @@ async fn webhook_is_created_once_and_its_secret_is_shown_to_its_holder_alone() {
     let made = create().send().await;
     assert_eq!((&made.is(201)["url"], &made.body["state"]), (&json!(URL), &json!("active")));
     assert_eq!((&made.body["events"], &made.body["user_id"]), (&Value::Null, &json!("ann")));
-    let again = create().send().await;
-    assert_eq!((again.is(201), again.is_replayed()), (&made.body, true));
+    let repeated = create().send().await;
+    assert_eq!((repeated.is(201), repeated.is_replayed()), (&made.body, true));
     let of_secret = format!("{}/secret", path(&made.body));
     let shown = api.get(&of_secret).user("ann").send().await;
     let secret = shown.is(200)["secret"].as_str().unwrap().to_owned();
@@ -160,8 +160,8 @@ async fn dead_letters_are_listed_resent_and_dismissed() {
     assert_eq!(failing.is(200)["items"][0]["dead_letters"], 2);
     assert!(!failing.body.to_string().contains("whsec_"));
     let resend = |body: Value| api.post(&format!("{letters}/resend")).json(&body);
-    let again = resend(json!({ "message_id": one, "reason": "it is mended" })).admin().send().await;
-    assert_eq!((&again.is(200)["dead_letters"], &again.body["waiting"]), (&json!(1), &json!(1)));
+    let repeated = resend(json!({ "message_id": one, "reason": "it is mended" })).admin().send().await;
+    assert_eq!((&repeated.is(200)["dead_letters"], &repeated.body["waiting"]), (&json!(1), &json!(1)));
     resend(json!({ "message_id": one })).user("ann").send().await.refused(404, "not_found");
     resend(json!({ "reason": " " })).user("ann").send().await.refused(400, "invalid_request");
     let given_up = api.post(&format!("{letters}/dismiss")).user("ann").json(&json!({ "message_id": two })).send().await;

@@ -57,6 +57,21 @@ async fn overview_counts_entities_and_free_gpus() {
     assert_eq!(own, 6);
 }
 
+#[tokio::test]
+async fn node_that_cannot_be_read_fails_neither_the_overview_nor_the_free_gpus() {
+    let api = ApiHarness::new().await;
+    api.sku("h100x4", 4).await;
+    api.active_node("h100x4", 4).await;
+    api.make_nodes_unreadable().await;
+    api.active_node("h100x4", 4).await;
+    let overview = api.get("/api/v1/admin/overview").admin().send().await;
+    let gpus = &overview.is(200)["gpus"];
+    assert_eq!((&gpus[0]["nodes"], &gpus[0]["gpus_free"], &gpus[1]), (&json!(1), &json!(4), &Value::Null));
+    let capacity = api.get("/api/v1/capacity").user("ann").send().await;
+    let items = &capacity.is(200)["items"];
+    assert_eq!((&items[0]["gpus_free"], &items[1]), (&json!(4), &Value::Null));
+}
+
 fn without_id(mut row: Value) -> Value {
     assert!(row.as_object_mut().unwrap().remove("sku_id").is_some_and(|id| id.is_string()));
     row
@@ -64,5 +79,5 @@ fn without_id(mut row: Value) -> Value {
 
 async fn node(api: &ApiHarness, id: NodeId) -> Node {
     let entity = domain::EntityRef { kind: Node::KIND, id: id.0 };
-    serde_json::from_str(&api.services.reads.entity(entity).await.unwrap().unwrap().body).unwrap()
+    serde_json::from_str(&api.app.reads.entity(entity).await.unwrap().unwrap().body).unwrap()
 }

@@ -30,8 +30,8 @@ async fn role_is_bound_listed_used_and_revoked() {
     let first = api.bind("ann", "inventory_owner").await;
     assert_eq!((first.is(201)["subject"].as_str(), first.body["bound_by"].as_str()), (Some("ann"), Some("user:root")));
     ann().await.is(200);
-    let again = api.bind("ann", "inventory_owner").await;
-    assert_eq!(again.is(200), &first.body, "binding twice is binding once");
+    let repeated = api.bind("ann", "inventory_owner").await;
+    assert_eq!(repeated.is(200), &first.body, "binding twice is binding once");
     for (subject, role) in [("ann", "auditor"), ("bob", "auditor"), ("root", "platform_operations")] {
         api.bind(subject, role).await.is(201);
     }
@@ -61,8 +61,8 @@ async fn role_is_bound_listed_used_and_revoked() {
     api.bind("ann", "inventory_owner").await.is(201);
     ann().await.is(200);
 
-    let audited = api.services.reads.audit(&persistence::queries::AuditFilter::default(), None, 100).await.unwrap();
-    let said: Vec<_> = audited
+    let audited = api.app.reads.audit(&persistence::queries::AuditFilter::default(), None, 100).await.unwrap();
+    let output: Vec<_> = audited
         .items
         .iter()
         .rev()
@@ -71,7 +71,7 @@ async fn role_is_bound_listed_used_and_revoked() {
             format!("{} {} {role} {} {own}", row.actor, row.action, row.metadata["subject"].as_str().unwrap())
         })
         .collect();
-    insta::assert_snapshot!(said.join("\n"), @r"
+    insta::assert_snapshot!(output.join("\n"), @r"
     user:root platform_roles.bind inventory_owner ann false
     user:root platform_roles.bind auditor ann false
     user:root platform_roles.bind auditor bob false
@@ -99,7 +99,7 @@ async fn concurrent_bindings_make_one() {
     let of_all = ["auditor", "inventory_owner", "platform_operations", "billing_operations"];
     let answers = futures::future::join_all((0..20).map(|n| api.bind("bob", of_all[n % 4]))).await;
     assert_eq!(answers.iter().filter(|answer| answer.status == 201).count(), 4);
-    let audited = api.services.reads.audit(&persistence::queries::AuditFilter::default(), None, 100).await.unwrap();
+    let audited = api.app.reads.audit(&persistence::queries::AuditFilter::default(), None, 100).await.unwrap();
     assert_eq!(audited.items.len(), 5);
 }
 
@@ -139,7 +139,7 @@ async fn subject_is_an_opaque_text_within_bounds() {
     for query in ["?role=king", "?subject=", "?limit=0", "?page_token=x", "?colour=red"] {
         lines.push(api.get(&format!("{BINDINGS}{query}")).admin().send().await.line());
     }
-    insta::assert_snapshot!("what_is_no_binding_is_refused", lines.join("\n"));
+    insta::assert_snapshot!("invalid_binding_is_refused", lines.join("\n"));
 }
 
 #[tokio::test]
@@ -154,7 +154,7 @@ async fn platform_role_requests_are_counted() {
     api.post(BINDINGS).user("ann").json(&json!({})).send().await.is(403);
     api.call(Method::DELETE, BINDINGS).send().await.is(401);
     let counted = || {
-        let of = &api.services.platform_roles;
+        let of = &api.app.platform_roles;
         let counters = [
             &of.list_requests,
             &of.bind_requests,

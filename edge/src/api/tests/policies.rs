@@ -1,6 +1,6 @@
 //! Policy values: bounds, scopes, concurrent writes and resolution.
 
-use super::harness::{ApiHarness, PlacementOutcome, TestResponse};
+use super::harness::{ApiHarness, POLLS, PlacementOutcome, TestResponse, pause_before_poll};
 use axum::http::Method;
 use domain::policy::{PolicyKey, PolicyValue};
 use serde_json::{Value, json};
@@ -20,14 +20,16 @@ impl ApiHarness {
     /// Waits until the key resolves to this value, and checks its source.
     async fn resolves(&self, query: &str, value: &Value, source: &str) -> Value {
         let path = format!("{VALUES}/resolve?key={QUOTA}{query}");
-        for _ in 0..100 {
+        let mut last = Value::Null;
+        for n in 0..POLLS {
             let resolved = self.get(&path).admin().send().await.is(200).clone();
             if resolved["value"] == *value && resolved["source"] == source {
                 return resolved;
             }
-            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+            last = resolved;
+            tokio::time::sleep(pause_before_poll(n)).await;
         }
-        panic!("{path} does not become {value} by {source}");
+        panic!("{path} does not become {value} by {source}: {last}");
     }
 }
 
@@ -85,14 +87,16 @@ async fn value_in_a_scope_of_the_wrong_kind_is_refused_with_the_valid_kinds() {
     api.write(&window(json!({ "user_id": "ann" }))).await.is(201);
     api.write(&[window(json!({ "org_id": "acme" })).to_vec(), vec![("value", json!(90))]].concat()).await.is(201);
     let path = format!("{VALUES}/resolve?key=billing.window_seconds&user_id=ann&org_id=acme&plan=gold");
-    for _ in 0..100 {
+    let mut last = Value::Null;
+    for n in 0..POLLS {
         let resolved = api.get(&path).admin().send().await.is(200).clone();
         if (&resolved["value"], &resolved["scope"]) == (&json!(90), &json!({ "org_id": "acme" })) {
             return;
         }
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        last = resolved;
+        tokio::time::sleep(pause_before_poll(n)).await;
     }
-    panic!("the organization's value does not win");
+    panic!("the organization's value does not win: {last}");
 }
 
 #[tokio::test]
@@ -119,7 +123,7 @@ async fn policy_write_is_listed_and_audited_with_old_and_new_value_and_reason() 
     assert_eq!(page, [second_id]);
     assert_eq!(list(&format!("limit=1&page_token={}", next.as_str().unwrap())).await.0, [ahead_id]);
 
-    let rows = api.services.reads.audit(&Default::default(), None, 10).await.unwrap().items;
+    let rows = api.app.reads.audit(&Default::default(), None, 10).await.unwrap().items;
     let row = rows.iter().find(|row| row.metadata["reason"] == "more").unwrap();
     assert_eq!((row.action.as_str(), row.actor.as_str()), ("policies.write", "user:root"));
     assert_eq!(row.metadata["policy_key"], QUOTA);
@@ -152,7 +156,7 @@ async fn revoked_override_restores_the_less_specific_value() {
     take_back("&reason=r").await.is(204);
     api.resolves("", &json!(50), "default").await;
 
-    let rows = api.services.reads.audit(&Default::default(), None, 10).await.unwrap().items;
+    let rows = api.app.reads.audit(&Default::default(), None, 10).await.unwrap().items;
     let row = rows.iter().find(|row| row.metadata["reason"] == "trial over").unwrap();
     assert_eq!((row.action.as_str(), row.actor.as_str()), ("policies.take_back", "user:root"));
 
@@ -242,9 +246,9 @@ async fn repeated_policy_write_is_executed_once() {
     let send = async |body: &Value| api.post(VALUES).admin().key("k-1").json(body).send().await;
     let first = send(&body).await;
     first.is(201);
-    let again = send(&body).await;
-    assert!(again.is_replayed());
-    assert_eq!(again.is(201), &first.body);
+    let repeated = send(&body).await;
+    assert!(repeated.is_replayed());
+    assert_eq!(repeated.is(201), &first.body);
     send(&json!({ "key": QUOTA, "value": 10, "reason": "a test" })).await.refused(422, "idempotency_key_reused");
 }
 
@@ -297,7 +301,7 @@ async fn value_out_of_bounds_is_refused_with_the_bounds_and_default() {
 }
 
 #[tokio::test]
-async fn what_no_key_no_scope_and_no_time_is_gets_an_answer_that_says_why() {
+async fn invalid_policy_key_scope_or_time_is_refused_with_its_reason() {
     let api = ApiHarness::new().await;
     let long = "x".repeat(10_000);
     let two = json!({ "user_id": "ann", "org_id": "acme" });

@@ -39,8 +39,8 @@ async fn payer_is_refunded_the_unspent_amount_once_after_it_left_the_account() {
         (&json!("pending"), 3_000),
         "the processor is asked after it"
     );
-    let again = refund(&api, "ann", "r", of.clone(), Some(2_000)).await;
-    assert!(again.is_replayed() && again.is(201)["id"] == first.body["id"]);
+    let repeated = refund(&api, "ann", "r", of.clone(), Some(2_000)).await;
+    assert!(repeated.is_replayed() && repeated.is(201)["id"] == first.body["id"]);
     refund(&api, "ann", "r", of.clone(), Some(2_001)).await.refused(422, "idempotency_key_reused");
     assert_eq!(balance().await, 3_000);
     let mut shown = first.body.clone();
@@ -103,9 +103,14 @@ async fn invalid_refund_is_refused_by_field_name() {
     let spent = refund(&api, "ann", "r", of.clone(), Some(4_001)).await;
     assert!(spent.refused(402, "insufficient_balance")["refund_id"].is_string());
     note("spent", &spent);
-    let again = refund(&api, "ann", "r", of.clone(), Some(4_001)).await;
-    again.refused(402, "insufficient_balance");
-    assert!(again.is_replayed(), "a refusal of the account stays one");
+    let repeated = refund(&api, "ann", "r", of.clone(), Some(4_001)).await;
+    repeated.refused(402, "insufficient_balance");
+    assert!(repeated.is_replayed(), "a refusal of the account stays one");
+    // Credit of an operator is not refundable either.
+    adjust(&api, account, "b", json!(2_000)).await.is(201);
+    let credit = refund(&api, "ann", "credit", of.clone(), Some(4_001)).await;
+    credit.refused(402, "insufficient_balance");
+    note("credit", &credit);
     api.set_policy(PolicyKey::AllocationRefundWindow, 0);
     let late = refund(&api, "ann", "s", of, None).await;
     assert_eq!(late.refused(409, "state_conflict")["policy_key"], "allocation.refund_window_days");
@@ -160,8 +165,8 @@ async fn allocation_cost_is_refunded_by_billing_operations_alone_and_once() {
     }
     let given = refund(&api, "biller", "r", of.clone(), Some(20)).await;
     assert_eq!((&given.is(201)["amount_minor"], &given.body["state"]), (&json!(20), &json!("succeeded")));
-    let again = refund(&api, "biller", "r", of.clone(), Some(20)).await;
-    assert!(again.is_replayed() && again.is(201)["id"] == given.body["id"]);
+    let repeated = refund(&api, "biller", "r", of.clone(), Some(20)).await;
+    assert!(repeated.is_replayed() && repeated.is(201)["id"] == given.body["id"]);
     let over = refund(&api, "biller", "s", of.clone(), Some(200)).await;
     assert_eq!(over.refused(409, "state_conflict")["field"], "amount_minor");
 

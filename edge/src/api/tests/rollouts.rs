@@ -1,7 +1,8 @@
 //! Rollouts, as administrators order, see and steer them.
 
 use super::harness::{ApiHarness, TestResponse};
-use crate::services::rollout_nodes::RolloutScope;
+use crate::app_state::rollout_nodes::RolloutScope;
+use axum::http::Method;
 use domain::node::{Fact as NodeFact, Node};
 use domain::rollout::{Fact, FeedPosition, NodeSelector, NodesPage, PAGE, Rollout, RolloutCandidate};
 use domain::rollout_outcome::{RolloutOutcome, SkipReason};
@@ -55,6 +56,7 @@ async fn rollout_is_ordered_shown_and_steered() {
     let shown = async || api.get(&path).admin().send().await.is(200).clone();
     let first = shown().await;
     assert_eq!((&first["state"], &first["stage"], &first["canary"]), (&json!("running"), &json!("canary"), &json!(1)));
+    assert_eq!((&first["soak_seconds"], &first["soaks_until"]), (&json!(600), &Value::Null));
     assert_eq!((&first["digest"], &first["all_nodes_read"]), (&json!(digest('a')), &json!(false)));
 
     let offline = RolloutCandidate { node_id: NodeId(Uuid::from_u128(7)), skip: Some(SkipReason::Offline) };
@@ -118,6 +120,8 @@ async fn order_that_cannot_be_carried_out_is_refused_with_its_field() {
         ("max_unavailable", json!(201)),
         ("canary", json!(-1)),
         ("canary", json!(201)),
+        ("soak_seconds", json!(-1)),
+        ("soak_seconds", json!(604_801)),
         ("reason", json!(" ")),
         ("selector", json!({ "node_ids": too_many })),
         ("selector", json!({ "state": "active" })),
@@ -140,8 +144,8 @@ async fn repeated_order_is_answered_as_the_first_time() {
     api.active_node("h100x4", 4).await;
     let send = async || api.post(PATH).admin().key("once").json(&order()).send().await;
     let first = send().await.is(201).clone();
-    let again = send().await;
-    assert_eq!((again.is_replayed(), &again.is(201)["id"]), (true, &first["id"]));
+    let repeated = send().await;
+    assert_eq!((repeated.is_replayed(), &repeated.is(201)["id"]), (true, &first["id"]));
 }
 
 #[tokio::test]
@@ -149,13 +153,17 @@ async fn nodes_of_a_rollout_are_listed_with_their_outcomes() {
     let (api, node, rollout) = begun().await;
     let path = format!("{PATH}/{rollout}/nodes");
     assert_eq!(api.get(&path).admin().send().await.is(200)["items"], json!([]));
-    let order = NodeFact::UpdateForRollout { rollout_id: RolloutId(rollout), digest: digest('a').parse().unwrap() };
+    let digest = digest('a').parse().unwrap();
+    let order =
+        NodeFact::UpdateForRollout { rollout_id: RolloutId(rollout), digest, soaks: true, includes_held: false };
     api.ask_as_system::<Node>(node.0, order).await;
+    let rename = api.call(Method::PATCH, &format!("/api/v1/admin/nodes/{node}")).admin();
+    rename.json(&json!({ "name": "rack-7" })).send().await.is(200);
     let listed = api.get(&path).admin().send().await.is(200).clone();
     let item = &listed["items"][0];
     // The harness's agent has no task for updates.
     assert_eq!((&item["node_id"], &item["outcome"]), (&json!(node), &json!("skipped")));
-    assert_eq!(item["reason"], "unsupported");
+    assert_eq!((&item["reason"], &item["name"]), (&json!("unsupported"), &json!("rack-7")));
     let other = Uuid::from_u128(1);
     api.get(&format!("{PATH}/{other}/nodes")).admin().send().await.refused(404, "not_found");
 }
@@ -180,8 +188,8 @@ async fn selected_nodes_are_read_in_pages_without_removed_and_later_ones() {
     let later = api.node("h100x4", 4).await;
     let (selector, digest) = (selector_of(&created), digest('a').parse().unwrap());
     let created_at = created["created_at"].as_str().unwrap().parse().unwrap();
-    let scope = RolloutScope { selector: &selector, digest: &digest, created_at };
-    let reads = &api.services.reads;
+    let scope = RolloutScope { selector: &selector, digest: &digest, includes_held: false, created_at };
+    let reads = &api.app.reads;
 
     let first = scope.page(reads, None).await.unwrap();
     assert_eq!(first.nodes.len(), PAGE);

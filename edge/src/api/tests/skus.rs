@@ -46,7 +46,7 @@ async fn sku_is_drafted_activated_repriced_and_deactivated() {
 }
 
 #[tokio::test]
-async fn what_is_no_sku_is_refused() {
+async fn invalid_sku_is_refused() {
     let api = ApiHarness::new().await;
     api.post("/api/v1/admin/skus").admin().json(&sku_body("taken", 4)).send().await.is(201);
     let draft =
@@ -123,8 +123,8 @@ async fn status_change_requires_two_people() {
     assert!(first.body["approvals"][0]["expires_at"].is_string());
     // The same person again, in any role.
     for role in ["platform_operations", "inventory_owner"] {
-        let again = api.post(&activate).user("eve").json(&json!({"reason": "again", "role": role})).send().await;
-        assert_eq!(again.is(202), &first.body);
+        let repeated = api.post(&activate).user("eve").json(&json!({"reason": "again", "role": role})).send().await;
+        assert_eq!(repeated.is(202), &first.body);
     }
     // Another person in the same role.
     assert_eq!(approve(&api, &activate, "ann").await.is(202), &first.body);
@@ -151,7 +151,7 @@ async fn concurrent_approvals_change_the_status_once() {
     let id = path.rsplit('/').next().unwrap().parse().unwrap();
     let activated = async || {
         let filter = AuditFilter { action: Some("skus.activate".into()), target: Some(id), ..AuditFilter::default() };
-        api.services.reads.audit(&filter, None, 10).await.unwrap().items
+        api.app.reads.audit(&filter, None, 10).await.unwrap().items
     };
     approve(&api, &activate, "ann").await;
     approve(&api, &activate, "bob").await.is(200);
@@ -169,11 +169,7 @@ async fn approval_is_withdrawn_by_the_opposite_change_and_void_after_role_revoca
     let (activate, deactivate) = (format!("{path}/activate"), format!("{path}/deactivate"));
     approve(&api, &deactivate, "ann").await.refused(409, "state_conflict");
     approve(&api, &activate, "ann").await.is(202);
-    assert_eq!(
-        approve(&api, &deactivate, "bob").await.is(200)["approvals"],
-        json!([]),
-        "a draft again that nobody wants"
-    );
+    assert_eq!(approve(&api, &deactivate, "bob").await.is(200)["approvals"], json!([]), "a draft that is not needed");
     approve(&api, &activate, "ann").await.is(202);
     let revoke = "/api/v1/admin/platform-roles/bindings?subject=ann&role=platform_operations";
     api.call(Method::DELETE, revoke).admin().send().await.is(204);
@@ -197,7 +193,7 @@ async fn command_in_a_role_is_not_committed_after_its_revocation() {
     let path = draft(&api).await;
     let id: Uuid = path.rsplit('/').next().unwrap().parse().unwrap();
     let bindings = id_of_name(EntityKind::Bindings, "ann");
-    let row = api.services.reads.entity(EntityRef { kind: EntityKind::Bindings, id: bindings }).await.unwrap().unwrap();
+    let row = api.app.reads.entity(EntityRef { kind: EntityKind::Bindings, id: bindings }).await.unwrap().unwrap();
     let grant = serde_json::from_str::<RoleBindings>(&row.body).unwrap().grant(bindings, row.version);
     let ann = Principal::Caller(domain::authz::CallerIdentity {
         user_id: "ann".into(),
@@ -207,6 +203,7 @@ async fn command_in_a_role_is_not_committed_after_its_revocation() {
         plan: None,
         grant: Some(grant),
         service_account: None,
+        browser_session: None,
     });
     let late = |version| {
         let seen = ApprovalContext { version, in_use: SkuUsage::default(), first: None };
@@ -239,7 +236,7 @@ async fn sku_in_use_is_deactivated_with_impact_review_and_rollback_plan() {
     let deactivate = format!("{path}/deactivate");
     let id = sku.parse().unwrap();
     let in_use = async || {
-        let found = api.services.reads.sku_references(SkuId(id)).await.unwrap();
+        let found = api.app.reads.sku_references(SkuId(id)).await.unwrap();
         (found.nodes, found.allocations)
     };
     assert_eq!(in_use().await, (0, 0));
@@ -287,9 +284,9 @@ async fn sku_in_use_is_deactivated_with_impact_review_and_rollback_plan() {
     assert_eq!(both.body["approvals"][0]["impact_review"], "ann waits for one");
     api.post("/api/v1/allocations").user("ann").key("i").json(&wanted).send().await.refused(400, "invalid_request");
     let filter = AuditFilter { action: Some("skus.approve".into()), target: Some(id), ..AuditFilter::default() };
-    let audited = api.services.reads.audit(&filter, None, 1).await.unwrap();
-    let said = &audited.items[0].metadata["approval"];
-    assert_eq!((&said["rollback_plan"], &said["in_use"]["nodes"]), (&json!("activate it again"), &json!(1)));
+    let audited = api.app.reads.audit(&filter, None, 1).await.unwrap();
+    let output = &audited.items[0].metadata["approval"];
+    assert_eq!((&output["rollback_plan"], &output["in_use"]["nodes"]), (&json!("activate it again"), &json!(1)));
 }
 
 #[tokio::test]

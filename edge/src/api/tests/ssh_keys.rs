@@ -12,7 +12,7 @@ async fn keys(api: &ApiHarness, query: &str) -> Value {
 }
 
 #[tokio::test]
-async fn a_user_keeps_keys_and_has_one_default() {
+async fn user_registers_keys_and_has_one_default() {
     let api = ApiHarness::new().await;
     let add = |name: &str, key: &str| {
         api.post("/api/v1/ssh-keys").user("ann").json(&json!({"name": name, "public_key": key}))
@@ -126,10 +126,10 @@ async fn malformed_weak_and_private_ssh_keys_are_refused_by_cause() {
         let answer =
             api.post("/api/v1/ssh-keys").user("ann").json(&json!({"name": "k", "public_key": key})).send().await;
         answer.refused(400, "invalid_request");
-        let said = answer.body["message"].as_str().unwrap();
+        let output = answer.body["message"].as_str().unwrap();
         // A NUL is refused before the key is looked up.
-        assert!(said.contains("public_key") || what == "a NUL", "{what}: {said}");
-        assert!(!answer.body.to_string().contains("b3BlbnNzaA"), "{what}: {said}");
+        assert!(output.contains("public_key") || what == "a NUL", "{what}: {output}");
+        assert!(!answer.body.to_string().contains("b3BlbnNzaA"), "{what}: {output}");
     }
     assert_eq!(keys(&api, "").await["items"], json!([]));
 }
@@ -153,14 +153,14 @@ async fn ssh_keys_of_an_allocation_are_chosen_from_the_users_own() {
     let chosen = choose(json!([second])).user("ann").send().await;
     let ssh = &chosen.is(200)["ssh"];
     assert_eq!((ssh["key_fingerprints"].as_array().unwrap().len(), &ssh["keys_written"]), (1, &json!(false)));
-    let told = Fact::LoginsWritten { node_id: node, revision: 1 };
-    api.ask_as_system::<Allocation>(id, told).await;
+    let notified = Fact::LoginsWritten { node_id: node, revision: 1 };
+    api.ask_as_system::<Allocation>(id, notified).await;
     let seen = api.get(&format!("/api/v1/allocations/{id}")).user("ann").send().await;
     assert_eq!(seen.is(200)["ssh"]["keys_written"], true);
     // The same choice again changes nothing.
-    let again = choose(json!([second])).user("ann").send().await;
+    let repeated = choose(json!([second])).user("ann").send().await;
     assert_eq!(
-        (again.is(200)["generation"].clone(), &again.body["ssh"]["keys_written"]),
+        (repeated.is(200)["generation"].clone(), &repeated.body["ssh"]["keys_written"]),
         (seen.body["generation"].clone(), &json!(true))
     );
     assert_eq!(

@@ -98,8 +98,8 @@ async fn statement_leads_from_opening_to_closing_balance_in_every_format() {
     let (status, headers, file) = bytes(&api, &format!("{STATEMENTS}/2026-10/pdf")).await;
     assert_eq!((status, headers["content-type"].as_str()), (200, "application/pdf"));
     let text = pdf_extract::extract_text_from_mem(&file).unwrap();
-    for said in ["October 2026", "acme", &of("opening")[0]["balance"], &of("closing")[0]["balance"]] {
-        assert!(text.contains(said), "{said} is not in:\n{text}");
+    for expected in ["October 2026", "acme", &of("opening")[0]["balance"], &of("closing")[0]["balance"]] {
+        assert!(text.contains(expected), "{expected} is not in:\n{text}");
     }
     for row in of("total") {
         assert!(text.contains(&row["change"]), "{row:?} is not in:\n{text}");

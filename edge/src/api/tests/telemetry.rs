@@ -20,7 +20,7 @@ fn sample(api: &ApiHarness, gpus: &[&str]) -> NodeSample {
         power_milliwatts: Some(350_500),
     };
     NodeSample {
-        received_at: api.services.environment.now(),
+        received_at: api.app.environment.now(),
         cpu_cores: 64,
         cpu_percent: Some(12.5),
         memory_mib: 512_000,
@@ -41,9 +41,9 @@ async fn fleet_is_rolled_up_by_sku_and_region_for_administrators_alone() {
     let silent = api.active_node("h100x4", 4).await;
     // Its agent never came.
     api.node("h100x4", 4).await;
-    api.services.fleet.record(reporting, sample(&api, &["GPU-0", "GPU-1"]));
+    api.app.fleet.record(reporting, sample(&api, &["GPU-0", "GPU-1"]));
     // Of a node that this service does not have.
-    api.services.fleet.record(NodeId(Uuid::new_v4()), sample(&api, &["GPU-9"]));
+    api.app.fleet.record(NodeId(Uuid::new_v4()), sample(&api, &["GPU-9"]));
 
     let mut shown = fleet().await;
     assert_eq!(shown["silent_nodes"]["nodes"][0]["node_id"], json!(silent.0));
@@ -72,8 +72,8 @@ async fn user_sees_the_load_of_their_own_gpus_since_the_allocation_is_active() {
     assert_eq!(telemetry().await, json!({"allocation_id": id, "at": null, "gpus": []}), "it is not active yet");
 
     let before =
-        NodeSample { received_at: api.services.environment.now() - TimeDelta::seconds(9), ..sample(&api, &["GPU-0"]) };
-    api.services.fleet.record(node, before);
+        NodeSample { received_at: api.app.environment.now() - TimeDelta::seconds(9), ..sample(&api, &["GPU-0"]) };
+    api.app.fleet.record(node, before);
     api.ask_as_system::<Allocation>(id, Fact::Provisioned { node_id: node }).await;
     let shown = telemetry().await;
     assert_eq!(
@@ -83,7 +83,7 @@ async fn user_sees_the_load_of_their_own_gpus_since_the_allocation_is_active() {
     );
 
     // The allocation has GPU-0 alone; the neighbour's load is not its user's business.
-    api.services.fleet.record(node, sample(&api, &["GPU-7", "GPU-0"]));
+    api.app.fleet.record(node, sample(&api, &["GPU-7", "GPU-0"]));
     let mut shown = telemetry().await;
     assert!(shown["at"].is_string());
     shown["at"] = Value::Null;

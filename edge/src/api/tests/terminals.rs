@@ -1,8 +1,23 @@
 //! The terminal sessions of an allocation, as its user lists them.
 
 use super::harness::{ANNS_KEY, ApiHarness, PlacementOutcome};
-use domain::allocation::{Allocation, Fact};
+use crate::app_state::read_model::find;
+use crate::terminal::mint;
+use crate::terminal_gateway;
+use domain::allocation::{Allocation, Fact, Phase};
+use domain::authz::{CallerIdentity, TokenRole};
+use domain::browser_session::{self, BrowserSession, Opening, Place, SecretDigest};
+use domain::commit::Precondition;
+use domain::terminal_session::{Request, TerminalSession, TokenDigest};
+use domain::{BrowserSessionId, Principal};
+use futures::StreamExt as _;
+use secrecy::ExposeSecret as _;
 use serde_json::{Value, json};
+use std::net::SocketAddr;
+use tokio::net::{TcpListener, TcpStream};
+use tokio_tungstenite::client_async;
+use tokio_tungstenite::tungstenite::Message;
+use tokio_tungstenite::tungstenite::client::IntoClientRequest as _;
 use uuid::Uuid;
 
 /// An active allocation of ann's.
@@ -53,4 +68,96 @@ async fn open_terminal_sessions_are_listed_for_the_allocations_user_alone() {
     let kill = format!("/api/v1/admin/terminal-sessions/{first}/kill");
     api.post(&kill).admin().json(&json!({"reason": "a test"})).send().await.is(200);
     assert_eq!(ids(api.get(&path).user("ann").send().await.is(200)), [&second]);
+}
+
+/// The gateway of terminals, on a socket.
+async fn gateway(api: &ApiHarness) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let router = terminal_gateway::router(api.app.clone());
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    address
+}
+
+/// Connects with the token. The code with which the gateway closes the connection; `None` where it admits the connection.
+async fn connect(api: &ApiHarness, gateway: SocketAddr, session: Uuid, token: &str) -> Option<u16> {
+    let attachments = find::<TerminalSession>(&api.app, session).await.unwrap().unwrap().it.attachments;
+    let mut request = format!("ws://{gateway}{}", terminal_gateway::PATH).into_client_request().unwrap();
+    let offered = format!("{}, token.{token}", crate::terminal::PROTOCOL);
+    request.headers_mut().insert("sec-websocket-protocol", offered.parse().unwrap());
+    let stream = TcpStream::connect(gateway).await.unwrap();
+    let (mut socket, _) = client_async(request, stream).await.unwrap();
+    let closed = async {
+        while let Some(Ok(message)) = socket.next().await {
+            if let Message::Close(frame) = message {
+                return Some(u16::from(frame.unwrap().code));
+            }
+        }
+        panic!("the connection broke off");
+    };
+    // There is no agent: an admitted connection waits for it.
+    let admitted = api.wait_until::<TerminalSession>(session, |session| session.attachments > attachments);
+    tokio::select! {
+        code = closed => code,
+        () = admitted => None,
+    }
+}
+
+/// Ann, by the browser session.
+fn ann_by(login: Uuid) -> Principal {
+    Principal::Caller(CallerIdentity {
+        user_id: "ann".into(),
+        roles: [TokenRole::User].into(),
+        org_id: Some("acme".into()),
+        project_id: None,
+        plan: None,
+        grant: None,
+        service_account: None,
+        browser_session: Some(BrowserSessionId(login)),
+    })
+}
+
+/// Ann logs in to the console.
+async fn log_in(api: &ApiHarness) -> Uuid {
+    let login = Uuid::now_v7();
+    let opening = Opening {
+        secret_sha256: SecretDigest([0; 32]),
+        subject: "ann".to_owned(),
+        provider_session: None,
+        authenticated_at: chrono::Utc::now(),
+        place: Place { address: "192.0.2.1".to_owned(), user_agent: "a browser".to_owned() },
+        tokens_enc: "c2VhbGVk".to_owned(),
+        token_ends_at: chrono::Utc::now() + chrono::TimeDelta::hours(1),
+    };
+    api.ask::<BrowserSession>(&ann_by(login), login, browser_session::Request::Open(Box::new(opening))).await.unwrap();
+    login
+}
+
+#[tokio::test]
+async fn token_of_a_login_that_has_ended_admits_no_connection() {
+    let api = ApiHarness::new().await;
+    let allocation: Uuid = rented(&api).await.rsplit_once('/').unwrap().1.parse().unwrap();
+    let gateway = gateway(&api).await;
+    let (first, second) = (log_in(&api).await, log_in(&api).await);
+    let rented = find::<Allocation>(&api.app, allocation).await.unwrap().unwrap();
+    let Phase::Active { node_id, .. } = rented.it.phase else { panic!("{:?}", rented.it.phase) };
+    let active = Precondition { entity: allocation, version: rented.version };
+    let session = Uuid::now_v7();
+    let (token, hash) = mint(session);
+    let allocation_id = rented.it.id;
+    let open = Request::Open { allocation_id, node_id, token_sha256: TokenDigest(hash.to_bytes()), active };
+    api.ask::<TerminalSession>(&ann_by(first), session, open).await.unwrap();
+    assert_eq!(connect(&api, gateway, session, token.expose_secret()).await, None, "the login is active");
+
+    // What the event of the end does is not part of this: here it arrives too late.
+    let issued = async |login: Uuid| {
+        let (token, hash) = mint(session);
+        let issue = Request::IssueToken { token_sha256: TokenDigest(hash.to_bytes()), active };
+        api.ask::<TerminalSession>(&ann_by(login), session, issue).await.unwrap();
+        token
+    };
+    let token = issued(second).await;
+    api.ask::<BrowserSession>(&ann_by(second), second, browser_session::Request::EndByUser).await.unwrap();
+    assert_eq!(connect(&api, gateway, session, token.expose_secret()).await, Some(4403));
+    assert_eq!(connect(&api, gateway, session, issued(first).await.expose_secret()).await, None, "that one is active");
 }

@@ -1,8 +1,9 @@
 //! Validations with load, and what a SKU wants of them.
 
-use super::harness::{ApiHarness, TestResponse, sku_body};
+use super::harness::{ApiHarness, POLLS, TestResponse, pause_before_poll, sku_body};
 use axum::http::Method;
 use domain::node::{Fact, Node, Request, TaskOutcome};
+use domain::validation::Measurement;
 use domain::{AllocationId, NodeId, Principal, TaskId};
 use serde_json::{Value, json};
 use uuid::Uuid;
@@ -15,14 +16,21 @@ impl ApiHarness {
 
     /// Validates the node, whose agent reports that it has measured this of the disk. The node afterwards.
     async fn measured(&self, id: NodeId, disk_read: u64) -> Value {
-        let ordered = self.validate(id, "quick").await;
+        self.measured_by(id, "quick", disk_read).await
+    }
+
+    async fn measured_by(&self, id: NodeId, level: &str, disk_read: u64) -> Value {
+        let others = Measurement::ALL.iter().filter(|it| **it != Measurement::DiskRead);
+        let not_tested: serde_json::Map<_, _> = others.map(|it| (it.name().to_owned(), json!("no tool"))).collect();
+        let measurements = json!({ "disk_read_mib_per_second": disk_read });
+        let ordered = self.validate(id, level).await;
         let task_id = TaskId(ordered.is(201)["task_id"].as_str().unwrap().parse().unwrap());
         let report = Request::Report {
             serial: "01".into(),
             task_id,
             attempt: 1,
             verdict: TaskOutcome::Succeeded { proof: None },
-            output: Some(json!({ "level": "quick", "measurements": { "disk_read_mib_per_second": disk_read } })),
+            output: Some(json!({ "level": level, "measurements": measurements, "not_tested": not_tested })),
         };
         self.ask::<Node>(&Principal::Node(id), id.0, report).await.unwrap();
         self.get(&format!("/api/v1/admin/nodes/{id}")).admin().send().await.is(200).clone()
@@ -48,14 +56,15 @@ async fn minimums_of_a_sku_are_in_force_for_the_next_validation_of_its_nodes() {
     assert_eq!(api.change_sku(sku, &wants).await.is(200)["validation"], wants["validation"]);
     // Every process reads them again within a second.
     let mut node = api.measured(id, 100).await;
-    for _ in 0..100 {
+    for n in 0..POLLS {
         if node["state"] == "quarantined" {
             break;
         }
-        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        tokio::time::sleep(pause_before_poll(n)).await;
         node = api.measured(id, 100).await;
     }
-    assert_eq!((&node["state"], &node["quarantine_holds"][0]["author"]), (&json!("quarantined"), &json!("validation")));
+    let held = (&node["state"], &node["quarantine_holds"][0]["author"]);
+    assert_eq!(held, (&json!("quarantined"), &json!("validation")), "{node}");
     let shown = &node["validation"];
     let wanted = json!(["disk_read_mib_per_second is 100, and the SKU wants at least 500"]);
     assert_eq!((&shown["passed"], &shown["level"], &shown["shortfalls"]), (&json!(false), &json!("quick"), &wanted));
@@ -63,6 +72,14 @@ async fn minimums_of_a_sku_are_in_force_for_the_next_validation_of_its_nodes() {
 
     let passed = api.measured(id, 500).await;
     assert_eq!((&passed["state"], &passed["validation"]["passed"]), (&json!("active"), &json!(true)));
+    assert_eq!(passed["failed_validation_level"], Value::Null);
+
+    let failed = api.measured_by(id, "deep", 100).await;
+    assert_eq!((&failed["state"], &failed["failed_validation_level"]), (&json!("quarantined"), &json!("deep")));
+    let quick = api.measured(id, 500).await;
+    assert_eq!((&quick["state"], &quick["validation"]["passed"]), (&json!("quarantined"), &json!(true)));
+    assert_eq!(quick["failed_validation_level"], "deep");
+    assert_eq!(api.measured_by(id, "deep", 500).await["state"], "active");
     assert_eq!(api.change_sku(sku, &json!({ "validation": {} })).await.is(200)["validation"], json!({}));
 }
 

@@ -12,6 +12,7 @@ pub enum Code {
     ProbeTargetDenied,
     PolicyOutOfBounds,
     Unauthenticated,
+    SessionEnded,
     InvalidNodeIdentity,
     TokenInvalid,
     EnrollmentRejected,
@@ -119,6 +120,20 @@ impl Code {
                 "Get a fresh access token from the identity provider and send it as `Authorization: Bearer <token>`. The header \
                  `WWW-Authenticate` says whether a token was missing, invalid or expired.",
             ),
+            Self::SessionEnded => row(
+                "session_ended",
+                S::UNAUTHORIZED,
+                "the login of this browser has ended; see details.reason",
+                &[
+                    "`logged_out`, `ended_by_user`, `ended_by_administrator`, `displaced`: the login was ended, here or from another browser.",
+                    "`idle`, `lifetime`: it lasted as long as policies `auth.browser_session_idle_seconds` and \
+                     `auth.browser_session_max_ttl_seconds` allow.",
+                    "`provider_logout`, `provider_refused`, `token_refused`: the identity provider ended it, or its tokens are not accepted \
+                     any more.",
+                    "`unknown`: the cookie is of no login of this service.",
+                ],
+                "Log in again at `/console/login`.",
+            ),
             Self::InvalidNodeIdentity => row(
                 "invalid_node_identity",
                 S::UNAUTHORIZED,
@@ -145,8 +160,8 @@ impl Code {
                 S::UNAUTHORIZED,
                 "the enrollment token is not accepted",
                 &[
-                    "The token was used before, has ended, was replaced by a later one, or is another node's. Which of these it was \
-                     stands in the audit log and the service's log alone.",
+                    "The token was used before, has ended, was replaced by a later one, or is another node's. Only the audit log \
+                     and the service's log say which of these it was.",
                 ],
                 "Issue a new enrollment token for the node (or reissue its enrollment), and start the agent with the new bundle.",
             ),
@@ -207,7 +222,7 @@ impl Code {
             Self::UpgradeRequired => row(
                 "upgrade_required",
                 S::UPGRADE_REQUIRED,
-                "the protocol spoken is not supported",
+                "the agent's protocol version is not supported",
                 &["The agent's protocol number is newer than this control plane's, or more than two older."],
                 "Update the agent to the release of the control plane; `details` names the protocols that are understood.",
             ),
@@ -410,7 +425,7 @@ mod tests {
             table,
             [
                 "400 invalid_request probe_target_denied policy_out_of_bounds",
-                "401 unauthenticated invalid_node_identity token_invalid enrollment_rejected",
+                "401 unauthenticated session_ended invalid_node_identity token_invalid enrollment_rejected",
                 "402 insufficient_balance",
                 "403 forbidden",
                 "404 not_found",

@@ -182,8 +182,8 @@ mod tests {
         let orders = [order(1, 1), order(2, 1)];
         assert_eq!(log.next(NODE, ONE, &orders, now), dispatched(&orders[0]));
         assert_eq!(log.next(NODE, ONE, &orders, now), dispatched(&orders[1]));
-        let again = [order(1, 2), order(2, 1)];
-        assert_eq!(log.next(NODE, ONE, &again, now), dispatched(&again[0]));
+        let repeated = [order(1, 2), order(2, 1)];
+        assert_eq!(log.next(NODE, ONE, &repeated, now), dispatched(&repeated[0]));
     }
 
     #[test]

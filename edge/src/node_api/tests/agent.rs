@@ -118,7 +118,7 @@ impl Agent {
         let (certificate_pem, key_pem) = &identity;
         let tls = harness.tls(Some((certificate_pem, key_pem)));
         let der = CertificateDer::from_pem_slice(certificate_pem.as_bytes()).unwrap();
-        let certificate = NodeCertificate::parse(&der, &harness.services.trust.domain).unwrap();
+        let certificate = NodeCertificate::parse(&der, &harness.app.trust.domain).unwrap();
         Self { node_id, boot_id, recovery, serial: certificate.serial, client: harness.client(&tls), tls, identity }
     }
 

@@ -2,21 +2,21 @@
 
 use super::agent::{Agent, Applicant, enrollment_of, recovery_key};
 use crate::agent_package::AgentPackage;
+use crate::app_state::{Addresses, AppState, Parts};
 use crate::auth::jwks::{Jwks, JwksSettings};
-use crate::auth::token::{TokenPurpose, mint};
+use crate::auth::opaque_token::{TokenPurpose, mint};
 use crate::auth::{Authenticator, TokenRules};
 use crate::http::long_poll::LongPolls;
 use crate::outbound::node_probe::{Probe, ProbeTargets, SystemResolver};
 use crate::outbound::package_registry::PackageRegistry;
-use crate::services::{Addresses, Parts, Services};
 use crate::testing::install_crypto;
 use crate::tls::connections::Connections;
-use crate::tls::forwarded::Forwarding;
+use crate::tls::forwarded_client_certificate::Forwarding;
 use crate::tls::proxies::Proxies;
 use crate::tls::serve::{ListenerLimits, TlsServer};
 use crate::tls::tickets::SharedTickets;
 use crate::tls::{ServerTls, server_config};
-use crate::trust::keys_in_force::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
+use crate::trust::current_keys::{Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use crate::trust::node_ca::NodeCa;
 use actors::AskResult;
 use actors::shell_dependencies::{Effects, Environment as _, Store, Term};
@@ -41,7 +41,7 @@ use std::io::Write;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use test_host::{MemoryStore, PgMember, TestEnvironment, TestHost, first_terms, system};
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -51,7 +51,7 @@ use wire::task::{TaskPayload, open};
 use wire::{VerifierSet, Verifiers};
 
 pub(super) struct NodeApiHarness {
-    pub(super) services: Services,
+    pub(super) app: AppState,
     pub(super) address: SocketAddr,
     /// While false, removed nodes keep their connections: then the machine's refusal shows on them.
     pub(super) closes: Arc<AtomicBool>,
@@ -176,7 +176,7 @@ impl NodeApiHarness {
             .map(|(forwarding, networks)| Arc::new(Proxies::new(forwarding, networks, &authorities_pem).unwrap()));
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let services = Services::new(Parts {
+        let app = AppState::new(Parts {
             probe: Probe::new(ProbeTargets { allowed: Vec::new() }, Arc::new(SystemResolver), Duration::from_secs(1)),
             polls,
             connections: connections.clone(),
@@ -192,7 +192,7 @@ impl NodeApiHarness {
         let stop = CancellationToken::new();
         let server = TlsServer {
             tls: Arc::new(ArcSwap::from_pointee(config)),
-            router: crate::node_api::router(services.clone()),
+            router: crate::node_api::router(app.clone()),
             limits: ListenerLimits { drain: Duration::from_millis(100), ..ListenerLimits::default() },
             connections,
             trust_domain: Some(domain),
@@ -201,7 +201,7 @@ impl NodeApiHarness {
         };
         tokio::spawn(server.serve(listener, stop.clone()));
         Self {
-            services,
+            app,
             address,
             closes,
             memory: Arc::default(),
@@ -226,10 +226,20 @@ impl NodeApiHarness {
         self.environment.set_policy(key, PolicyValue::Int(value));
     }
 
+    /// Waits until polls of so many nodes wait.
+    pub(super) async fn until_polled(&self, nodes: usize) {
+        let end = Instant::now() + Duration::from_secs(60);
+        while self.app.polls.nodes() < nodes {
+            let waiting = self.app.polls.nodes();
+            assert!(Instant::now() < end, "polls of {waiting} nodes wait after 60 s, and not of {nodes}");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     // ---- actions of administrators and of the saga
 
     pub(super) async fn ask(&self, by: &Principal, node_id: Uuid, command: impl Into<Command>) -> AskResult<Node> {
-        test_host::ask::<Node>(&self.services.directory, self.environment.as_ref(), by, node_id, command).await
+        test_host::ask::<Node>(&self.app.directory, self.environment.as_ref(), by, node_id, command).await
     }
 
     pub(super) async fn admin(&self, node_id: Uuid, command: impl Into<Command>) -> Reply {
@@ -338,7 +348,7 @@ impl NodeApiHarness {
     #[track_caller]
     pub(super) fn opened(&self, answer: &TestResponse) -> TaskPayload {
         let envelope = serde_json::from_value(answer.is(200).clone()).unwrap();
-        let keys = VerifierSet::from_env_value(&self.services.trust.bundled_verifier_keys()).unwrap();
+        let keys = VerifierSet::from_env_value(&self.app.trust.bundled_verifier_keys()).unwrap();
         open(&envelope, &Verifiers::trusting(keys).unwrap()).unwrap()
     }
 

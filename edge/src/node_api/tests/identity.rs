@@ -62,8 +62,7 @@ fn http1(tls: &Arc<ClientConfig>) -> Arc<ClientConfig> {
 /// A certificate of the node that ends soon, known to its machine.
 pub(super) async fn short_lived(harness: &NodeApiHarness, agent: &Agent, life: TimeDelta) -> Agent {
     let (applicant, now) = (Applicant::new(), Utc::now());
-    let issued =
-        harness.services.trust.keys.load().node.issue(agent.node_id, &applicant.csr_pem, now, now + life).unwrap();
+    let issued = harness.app.trust.keys.load().node.issue(agent.node_id, &applicant.csr_pem, now, now + life).unwrap();
     let renew = Request::Renew {
         serial: agent.serial.clone(),
         issued: CertificateRecord {
@@ -103,7 +102,7 @@ async fn verified_certificate_unknown_to_the_node_is_refused() {
     // Signed by the authority, and never committed.
     let (applicant, now) = (Applicant::new(), Utc::now());
     let issued = harness
-        .services
+        .app
         .trust
         .keys
         .load()
@@ -116,14 +115,8 @@ async fn verified_certificate_unknown_to_the_node_is_refused() {
     stray.renew(&harness).await.is_refused_as("certificate_unknown");
     // A node that the database has forgotten.
     let nobody = Uuid::now_v7();
-    let issued = harness
-        .services
-        .trust
-        .keys
-        .load()
-        .node
-        .issue(nobody, &applicant.csr_pem, now, now + TimeDelta::hours(1))
-        .unwrap();
+    let issued =
+        harness.app.trust.keys.load().node.issue(nobody, &applicant.csr_pem, now, now + TimeDelta::hours(1)).unwrap();
     let nobody =
         Agent::new(&harness, nobody, agent.boot_id, agent.recovery.clone(), &issued.certificate_pem, &applicant.key);
     nobody.wait(&harness, 1).await.is_refused_as("certificate_unknown");
@@ -133,11 +126,12 @@ async fn verified_certificate_unknown_to_the_node_is_refused() {
 async fn an_expired_certificate_is_refused_on_a_fresh_a_live_and_a_resumed_connection() {
     let harness = NodeApiHarness::new().await;
     let node = harness.active().await;
-    let agent = short_lived(&harness, &node, TimeDelta::milliseconds(3_500)).await;
+    // The first request is to arrive while it is valid.
+    let agent = short_lived(&harness, &node, TimeDelta::milliseconds(8_000)).await;
     let (tls, path) = (http1(&agent.tls), agent.at("tasks/wait?timeout_seconds=1"));
     let mut live = HttpsConnection::open(&harness, &tls).await.unwrap();
     assert_eq!(live.get(&path).await.unwrap().0, 204);
-    tokio::time::sleep(Duration::from_millis(3_000)).await;
+    tokio::time::sleep(Duration::from_millis(7_500)).await;
     HttpsConnection::is_refused_as(live.get(&path).await.unwrap(), "certificate_expired");
     let mut resumed = HttpsConnection::open(&harness, &tls).await.unwrap();
     assert!(resumed.is_resumed());
@@ -179,9 +173,9 @@ async fn removing_a_node_closes_its_waiting_poll() {
     let mut line = HttpsConnection::open(&harness, &http1(&agent.tls)).await.unwrap();
     let path = agent.at("tasks/wait?timeout_seconds=30");
     let waiting = tokio::spawn(async move { line.get(&path).await });
-    tokio::time::sleep(Duration::from_millis(100)).await;
+    harness.until_polled(1).await;
     remove(&harness, &agent).await;
-    let ended = tokio::time::timeout(Duration::from_secs(2), waiting).await.expect("the wait is cut").unwrap();
+    let ended = tokio::time::timeout(Duration::from_secs(60), waiting).await.expect("the wait is cut").unwrap();
     assert!(ended.is_err());
 }
 
@@ -189,7 +183,7 @@ async fn removing_a_node_closes_its_waiting_poll() {
 async fn a_certificate_of_an_earlier_identity_is_refused() {
     let harness = NodeApiHarness::new().await;
     let agent = harness.enrolled().await;
-    // Enrolled anew, since the first response was of no use.
+    // Enrolled once more, since the first response was of no use.
     harness.token(agent.node_id, None).await;
     agent.wait(&harness, 1).await.is_refused_as("certificate_unknown");
 }

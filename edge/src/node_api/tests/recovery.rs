@@ -12,7 +12,7 @@ use uuid::Uuid;
 use wire::SecretToken;
 use wire::enroll::RecoverRequest;
 
-use crate::auth::token::{TokenPurpose, mint};
+use crate::auth::opaque_token::{TokenPurpose, mint};
 
 /// A machine that is enrolled, with all that its agent remembers.
 struct Machine {
@@ -96,9 +96,13 @@ async fn recovery_with_a_lost_response_is_repeated_with_the_same_request() {
     let (machine, agent) = Machine::enrolled(&harness).await;
     let applicant = Applicant::new();
     machine.recover(&harness, &applicant).await.is(200);
-    let again = machine.recover(&harness, &applicant).await;
-    assert_eq!(again.is(200)["recovery"], json!({"identity_generation": 2, "remaining": 4}));
-    agent.with(&harness, again.body["certificate_pem"].as_str().unwrap(), &applicant.key).beat(&harness).await.is(200);
+    let repeated = machine.recover(&harness, &applicant).await;
+    assert_eq!(repeated.is(200)["recovery"], json!({"identity_generation": 2, "remaining": 4}));
+    agent
+        .with(&harness, repeated.body["certificate_pem"].as_str().unwrap(), &applicant.key)
+        .beat(&harness)
+        .await
+        .is(200);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

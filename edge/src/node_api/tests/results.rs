@@ -137,7 +137,7 @@ async fn release_succeeds_only_with_a_proof_by_the_nodes_own_key() {
     let rebooted = rebooted.seal(&agent.recovery).unwrap();
     agent.report(&harness, &task, &proved(task.attempt, &rebooted)).await.is(200);
 
-    let whys: Vec<_> = harness.services.reads.history(agent.node_id, None, 100).await.unwrap().items;
+    let whys: Vec<_> = harness.app.reads.history(agent.node_id, None, 100).await.unwrap().items;
     let outcomes = whys.iter().rev().map(|row| domain::node::report_reasons::read(&row.why).1);
     let failures: Vec<_> = outcomes.filter(|outcome| outcome.starts_with("clean-up attempt")).collect();
     assert_eq!(failures.len(), 4, "{failures:?}");

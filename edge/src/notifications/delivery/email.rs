@@ -148,6 +148,16 @@ impl Mailer {
             }
         }
     }
+
+    /// Connects as for a mail, with TLS and the user's password, and sends none.
+    ///
+    /// # Errors
+    /// Why no mail could be sent.
+    pub async fn check_connection(&self) -> Result<(), SendFailure> {
+        let mut connection = self.0.server.connect().await?;
+        let _ = timeout(QUIT_TIMEOUT, connection.quit()).await;
+        Ok(())
+    }
 }
 
 impl Submission {
@@ -184,7 +194,7 @@ impl Submission {
         let mut parameters = Vec::new();
         if !message.is_ascii() || !written(to).is_ascii() {
             if !connection.server_info().supports_feature(Extension::SmtpUtfEight) {
-                return Err(SendFailure::permanent("the mail server takes no address that is not in ASCII"));
+                return Err(SendFailure::permanent("the mail server accepts addresses in ASCII only"));
             }
             // RFC 6531, section 3.6.
             parameters = vec![MailParameter::SmtpUtfEight, MailParameter::Body(MailBodyParameter::EightBitMime)];
@@ -254,7 +264,7 @@ impl Server {
             let admitted = connection.auth(&[Mechanism::Plain, Mechanism::Login], credentials).await;
             admitted.map_err(|error| {
                 let code = error.status().map(|code| format!(" ({code})")).unwrap_or_default();
-                SendFailure::temporary(&format!("the mail server does not admit the service{code}"))
+                SendFailure::temporary(&format!("the mail server refuses the login{code}"))
             })?;
         }
         Ok(connection)

@@ -9,11 +9,16 @@ use wiremock::matchers::{method, path, query_param};
 use wiremock::{Mock, MockServer, Request, ResponseTemplate};
 
 fn maas_at(address: &str) -> Maas {
+    // Longer than any pause of the machine.
+    maas_within(address, Duration::from_secs(60))
+}
+
+fn maas_within(address: &str, timeout: Duration) -> Maas {
     crate::testing::install_crypto();
     Maas::new(MaasSettings {
         base_url: format!("{address}/MAAS/"),
         key: ApiKey::parse(&"consumer:token:s&cret".into()).unwrap(),
-        timeout: Duration::from_millis(500),
+        timeout,
         authorities_pem: None,
         image: Some("custom/gpu-1".into()),
         image_digest: None,
@@ -144,11 +149,14 @@ async fn each_wrong_answer_has_an_error_of_its_own() {
         (text(400), MaasError::Status { status: status(400), text: "No machine available.".into() }),
         (page, MaasError::Page),
         (redirect, MaasError::Redirects(status(302))),
-        (ResponseTemplate::new(200).set_delay(Duration::from_secs(5)).set_body_json(machine("Ready")), MaasError::Slow),
     ] {
         let (_server, maas) = answering(answer).await;
         assert_eq!(maas.machine("abc123").await.unwrap_err(), error);
     }
+    let late = ResponseTemplate::new(200).set_delay(Duration::from_secs(5)).set_body_json(machine("Ready"));
+    let (server, _) = answering(late).await;
+    let hasty = maas_within(&server.uri(), Duration::from_millis(500));
+    assert_eq!(hasty.machine("abc123").await.unwrap_err(), MaasError::Slow);
     let (_server, maas) = answering(ResponseTemplate::new(200).set_body_string("{}")).await;
     assert!(matches!(maas.machine("abc123").await, Err(MaasError::Unreadable(_))));
     let (_server, maas) = answering(text(404)).await;

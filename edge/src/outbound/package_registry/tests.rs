@@ -24,13 +24,23 @@ impl Fixture {
         FakeRegistry::start(&self.authority, answer).await
     }
 
-    /// The relay's client of a registry, with an account and short limits.
+    /// The relay's client of a registry, with an account and limits that are longer than any pause of the machine.
     fn client(&self, registry: &FakeRegistry) -> PackageRegistry {
+        let long = Duration::from_secs(60);
+        self.client_within(registry, TimeLimits { head: long, piece: long, blob: long })
+    }
+
+    /// The same with short limits.
+    fn hasty_client(&self, registry: &FakeRegistry) -> PackageRegistry {
+        let second = Duration::from_secs(1);
+        self.client_within(registry, TimeLimits { head: 3 * second, piece: second, blob: 3 * second })
+    }
+
+    fn client_within(&self, registry: &FakeRegistry, limits: TimeLimits) -> PackageRegistry {
         let reference = format!("localhost:{}/gpuaas/agent", registry.port).parse().unwrap();
         let account = PullAccount { user: "puller".into(), password: SecretString::from("pull-secret") };
         let client = PackageRegistry::new(&reference, Some(self.authority.certificate_pem()), Some(account)).unwrap();
-        let second = Duration::from_secs(1);
-        PackageRegistry { limits: TimeLimits { head: 3 * second, piece: second, blob: 3 * second }, ..client }
+        PackageRegistry { limits, ..client }
     }
 }
 
@@ -105,15 +115,15 @@ async fn account_gets_a_token_from_the_realm_and_the_registry_gets_the_token_alo
 async fn registry_that_is_silent_ends_the_request_in_time() {
     let it = Fixture::new();
     let registry = it.registry(|_, _| endless()).await;
-    let client = it.client(&registry);
-    let within = Duration::from_secs(20);
+    let client = it.hasty_client(&registry);
+    let within = Duration::from_secs(60);
     let manifest = timeout(within, client.manifest(NAME)).await.expect("a manifest has a limit");
     assert!(matches!(manifest, Err(RelayError::Slow)), "{manifest:?}");
     let cut = timeout(within, blob(&client)).await.expect("each piece of a blob has a limit");
     assert!(cut.is_err(), "a part of a blob is not all of it: {cut:?}");
 
     let registry = it.registry(|_, _| silence()).await;
-    let answer = timeout(within, it.client(&registry).manifest(NAME)).await.expect("an answer has a limit");
+    let answer = timeout(within, it.hasty_client(&registry).manifest(NAME)).await.expect("an answer has a limit");
     assert!(matches!(answer, Err(RelayError::Slow)), "{answer:?}");
 }
 
@@ -129,7 +139,8 @@ async fn blob_that_never_ends_is_cut_off_although_its_pieces_are_in_time() {
             Body::from_stream(stream::unfold((), move |()| piece())).into_response()
         })
         .await;
-    let cut = timeout(Duration::from_secs(20), blob(&it.client(&registry))).await.expect("a blob has a limit");
+    let client = it.hasty_client(&registry);
+    let cut = timeout(Duration::from_secs(60), blob(&client)).await.expect("a blob has a limit");
     assert!(cut.is_err(), "{cut:?}");
 }
 

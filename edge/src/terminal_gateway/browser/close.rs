@@ -20,7 +20,7 @@ pub(in crate::terminal_gateway) const fn of(reason: CloseCode) -> Close {
         CloseCode::Exited => EXITED,
         CloseCode::Failed => FAILED,
         CloseCode::NeverAttached => TOKEN,
-        CloseCode::Killed | CloseCode::AllocationEnded => REVOKED,
+        CloseCode::Killed | CloseCode::AllocationEnded | CloseCode::LoggedOut => REVOKED,
         CloseCode::Lifetime => LIFETIME,
         CloseCode::DetachedExpired | CloseCode::Displaced => DETACHED,
         CloseCode::EndedByUser => ENDED,

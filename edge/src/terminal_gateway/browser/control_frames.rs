@@ -42,6 +42,8 @@ pub(super) enum ToUser {
     Recording {
         mode: &'static str,
     },
+    /// The node is not in contact, or has not begun the session: what is typed and shown waits for it, until `Attached` follows.
+    WaitingForNode,
     Pong,
     /// The program ended.
     Exit {

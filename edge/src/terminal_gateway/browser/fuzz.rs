@@ -42,9 +42,9 @@ fn fuzz_control_message_has_known_fields_alone() {
     bolero::check!().with_test_time(BUDGET).for_each(|input: &[u8]| {
         for text in [text_of(input, &TOKENS), String::from_utf8_lossy(input).into_owned()] {
             let Ok(message) = from_json::<FromUser>(text.as_bytes()) else { continue };
-            let again = written(&message);
-            let read = from_json::<FromUser>(again.to_string().as_bytes()).unwrap();
-            assert_eq!(written(&read), again, "{text:?}");
+            let repeated = written(&message);
+            let read = from_json::<FromUser>(repeated.to_string().as_bytes()).unwrap();
+            assert_eq!(written(&read), repeated, "{text:?}");
             assert!(!text.contains("more"), "an unknown field is refused: {text:?}");
         }
     });

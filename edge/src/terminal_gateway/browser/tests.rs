@@ -18,6 +18,7 @@ fn session() -> TerminalSession {
         allocation_id: AllocationId(Uuid::from_u128(2)),
         node_id: NodeId(Uuid::from_u128(3)),
         owner,
+        browser_session: None,
         opened_at: Timestamp::UNIX_EPOCH,
         ends_at: Timestamp::UNIX_EPOCH,
         phase: Phase::Opened { until: Timestamp::UNIX_EPOCH },
@@ -144,6 +145,18 @@ async fn recording_mode_is_sent_when_it_changes_and_not_with_every_link() {
     assert_eq!(texts(&shown).iter().map(|text| &text["recording"]).collect::<Vec<_>>(), ["strict"]);
 }
 
+#[tokio::test(start_paused = true)]
+async fn client_is_informed_of_a_long_search_for_its_node_and_not_of_a_short_one() {
+    let search = async |lasts: Duration| {
+        let (mut sink, shown) = wide::unbounded();
+        with_notice(sleep(lasts), &mut sink).await;
+        drop(sink);
+        texts(&shown.collect::<Vec<_>>().await)
+    };
+    assert_eq!(search(NOTICE_AFTER / 2).await, Vec::<Value>::new());
+    assert_eq!(search(NOTICE_AFTER * 9).await, [json!({ "type": "waiting_for_node" })]);
+}
+
 #[tokio::test]
 async fn new_acknowledgements_are_forwarded_and_repeated_ones_count_as_control_messages() {
     let mut user = User::default();
@@ -177,7 +190,7 @@ async fn acknowledgements_apply_on_a_new_link_after_stuck_input_on_the_old_one()
     assert!(user.progress.waits_for_client());
 }
 
-#[tokio::test]
+#[tokio::test(start_paused = true)]
 async fn remaining_output_is_drained_while_the_client_reads() {
     let pause = Duration::from_millis(500);
     let progress = Progress::default();

@@ -19,15 +19,20 @@ use crate::http::router_layers::with_common_layers;
 use crate::node_api::identity::NodeIdentity;
 use crate::testing::install_crypto;
 use crate::tls::{ServerTls, server_config, tickets::SharedTickets};
-use crate::trust::keys_in_force::{Keys, KeysInForce, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
+use crate::trust::current_keys::{CurrentKeys, Keys, MemberKeys, NodeAuthorities, ServiceKeys, TaskKeys};
 use crate::trust::node_ca::NodeCa;
 
 mod hostile;
 
-#[derive(Clone)]
-struct App(TrustDomain, KeysInForce);
+/// For what comes at once, on a machine that may pause: a hang, and no measurement.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+/// For a limit that must not end what a test is in the middle of.
+const LONG: Duration = Duration::from_secs(600);
 
-impl FromRef<App> for KeysInForce {
+#[derive(Clone)]
+struct App(TrustDomain, CurrentKeys);
+
+impl FromRef<App> for CurrentKeys {
     fn from_ref(app: &App) -> Self {
         app.1.clone()
     }
@@ -70,7 +75,7 @@ fn router(ca: NodeCa) -> Router {
         .route(
             "/slow",
             get(|| async {
-                tokio::time::sleep(Duration::from_millis(300)).await;
+                tokio::time::sleep(LONG).await;
                 "slow"
             }),
         )
@@ -81,7 +86,7 @@ fn router(ca: NodeCa) -> Router {
                 upgrade.on_upgrade(|mut socket| async move { while socket.recv().await.is_some() {} })
             }),
         )
-        .with_state(App(domain(), KeysInForce::new(keys)));
+        .with_state(App(domain(), CurrentKeys::new(keys)));
     with_common_layers(routes, crate::testing::scope_settings(Service { name: "node-api", shows_route: false }))
 }
 
@@ -255,11 +260,12 @@ async fn a_certificate_of_another_authority_does_not_pass_the_handshake() {
 async fn expired_certificate_is_refused_on_live_and_resumed_connections() {
     let harness = TlsHarness::with(ListenerLimits::default()).await;
     let node_id = Uuid::now_v7();
-    let identity = harness.certified(node_id, Days::milliseconds(2_500));
+    // The first request is to arrive while it is valid.
+    let identity = harness.certified(node_id, Days::milliseconds(8_000));
     let config = harness.client(Some(&identity), H1);
     let mut live = harness.connect(&config).await.unwrap();
     assert_eq!(ask(&mut live, &hello(node_id)).await.unwrap().0, 200);
-    tokio::time::sleep(Duration::from_millis(2_600)).await;
+    tokio::time::sleep(Duration::from_millis(8_100)).await;
     let (status, body) = ask(&mut live, &hello(node_id)).await.unwrap();
     assert_eq!(status, 401);
     assert!(body.contains("certificate_expired"), "{body}");
@@ -305,7 +311,7 @@ async fn closing_a_node_ends_its_requests_and_websockets() {
     assert_eq!(harness.connections.count(node_id), 3);
     assert_eq!(harness.connections.close_node(node_id), 3);
     for stream in [&mut idle, &mut busy, &mut socket] {
-        let ended = timeout(Duration::from_secs(2), stream.read_u8()).await.expect("the connection is cut");
+        let ended = timeout(WAIT_TIMEOUT, stream.read_u8()).await.expect("the connection is cut");
         assert!(ended.is_err());
     }
     assert_eq!(ask(&mut unconcerned, "/open").await.unwrap().0, 200);
@@ -330,34 +336,43 @@ async fn stopping_finishes_running_requests_and_accepts_no_more() {
     let harness = TlsHarness::serving(ListenerLimits::default(), None, router).await;
     let mut stream = harness.connect(&harness.client(None, H1)).await.unwrap();
     stream.write_all(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
-    timeout(Duration::from_secs(10), began.notified()).await.expect("the request begins");
+    timeout(WAIT_TIMEOUT, began.notified()).await.expect("the request begins");
     harness.stop.cancel();
     assert_eq!(answer(&mut stream).await.unwrap(), (200, "slow".into()));
-    timeout(Duration::from_secs(2), harness.serving).await.unwrap().unwrap().unwrap();
+    timeout(WAIT_TIMEOUT, harness.serving).await.unwrap().unwrap().unwrap();
     assert!(TcpStream::connect(harness.address).await.is_err());
 }
 
 #[tokio::test]
 async fn unfinished_request_is_closed_at_the_end_of_the_drain_time() {
-    let harness =
-        TlsHarness::with(ListenerLimits { drain: Duration::from_millis(50), ..ListenerLimits::default() }).await;
+    let began = Arc::new(tokio::sync::Notify::new());
+    let endless = {
+        let began = Arc::clone(&began);
+        move || async move {
+            began.notify_one();
+            std::future::pending::<()>().await;
+        }
+    };
+    let limits = ListenerLimits { drain: Duration::from_millis(50), ..ListenerLimits::default() };
+    let harness = TlsHarness::serving(limits, None, Router::new().route("/endless", get(endless))).await;
     let mut stream = harness.connect(&harness.client(None, H1)).await.unwrap();
-    stream.write_all(b"GET /slow HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
-    tokio::time::sleep(Duration::from_millis(20)).await;
+    stream.write_all(b"GET /endless HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
+    timeout(WAIT_TIMEOUT, began.notified()).await.expect("the request begins");
     harness.stop.cancel();
-    timeout(Duration::from_millis(250), harness.serving).await.unwrap().unwrap().unwrap();
+    timeout(WAIT_TIMEOUT, harness.serving).await.expect("it ends").unwrap().unwrap();
     assert!(answer(&mut stream).await.is_err());
 }
 
 #[tokio::test]
 async fn missing_handshake_times_out_and_blocks_no_client() {
-    let limits = ListenerLimits { handshake_timeout: Duration::from_millis(200), ..ListenerLimits::default() };
+    // Long enough for the client that is served.
+    let limits = ListenerLimits { handshake_timeout: Duration::from_secs(3), ..ListenerLimits::default() };
     let harness = TlsHarness::with(limits).await;
     let mut silent = TcpStream::connect(harness.address).await.unwrap();
     let mut served = harness.connect(&harness.client(None, H1)).await.unwrap();
     assert_eq!(ask(&mut served, "/open").await.unwrap().0, 200);
     let mut byte = [0];
-    let ended = timeout(Duration::from_secs(2), silent.read(&mut byte)).await.expect("the connection is closed");
+    let ended = timeout(WAIT_TIMEOUT, silent.read(&mut byte)).await.expect("the connection is closed");
     assert!(matches!(ended, Ok(0) | Err(_)));
 }
 
@@ -374,12 +389,12 @@ async fn idle_client_is_closed_over_both_protocols() {
             let mut bytes = [0; 256];
             while stream.read(&mut bytes).await.is_ok_and(|read| read > 0) {}
         };
-        timeout(Duration::from_secs(2), reading).await.expect("the connection is closed");
+        timeout(WAIT_TIMEOUT, reading).await.expect("the connection is closed");
     }
     let mut slow = harness.connect(&harness.client(None, H1)).await.unwrap();
     slow.write_all(b"GET /open HTTP/1.1\r\nx: ").await.unwrap();
     let mut rest = Vec::new();
-    timeout(Duration::from_secs(2), slow.read_to_end(&mut rest)).await.expect("the connection is closed").ok();
+    timeout(WAIT_TIMEOUT, slow.read_to_end(&mut rest)).await.expect("the connection is closed").ok();
 }
 
 #[tokio::test]

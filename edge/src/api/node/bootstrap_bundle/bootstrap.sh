@@ -1,5 +1,5 @@
 #!/bin/sh
-# Sets this machine up as the node of the bundle that stands above. Run it as root, as often as needed. It holds the node's enrollment
+# Sets this machine up as the node of the bundle above. Run it as root, as often as needed. It holds the node's enrollment
 # token: keep it to yourself, and remove it afterwards.
 set -eu
 umask 077

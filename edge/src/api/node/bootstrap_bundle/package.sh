@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs the agent on this machine and sets it up as the node of the bundle that stands above. Run it as root, as often as needed. It
+# Installs the agent on this machine and sets it up as the node of the bundle above. Run it as root, as often as needed. It
 # needs systemd, coreutils and gzip alone: it carries the program that pulls and verifies the package. It holds the node's enrollment
 # token: keep it to yourself, and remove it afterwards.
 set -eu

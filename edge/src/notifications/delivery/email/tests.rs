@@ -191,15 +191,15 @@ async fn unwritable_mail_fails_permanently_without_a_connection() {
 #[test]
 fn notification_content_never_becomes_a_mail_header() {
     let hostile = "x\r\nBcc: victim@example.com\r\n\r\ninjected";
-    let said = serde_json::json!({
+    let output = serde_json::json!({
         "id": hostile, "type": hostile, "time": "2026-11-23T08:00:00Z",
         "data": { "reason": hostile, "message": format!("{hostile} größer"), "state": hostile },
     });
     for kind in [hostile, "notification.announced", "node.state_changed"] {
         let body = serde_json::Value::Object({
-            let mut said = said.as_object().unwrap().clone();
-            said.insert("type".to_owned(), kind.into());
-            said
+            let mut output = output.as_object().unwrap().clone();
+            output.insert("type".to_owned(), kind.into());
+            output
         });
         let mail = Mail { message_id: hostile, endpoint_id: hostile, body: &body.to_string() };
         let mail = formatted(&mailer(), "ann@example.org", &mail);

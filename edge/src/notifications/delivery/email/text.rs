@@ -111,6 +111,21 @@ fn content(notification: &Notification) -> Option<Content> {
     let node = id_or(data.node_id, "NODE");
     let payment = id_or(data.payment_id, "PAYMENT");
     Some(match notification.kind.0.as_str() {
+        "provisioning.requested" => Content::new(
+            format!("Allocation {allocation} is requested"),
+            "Your request for GPUs is accepted, and the service looks for a machine. It costs nothing before it is active.",
+        )
+        .step("To see how it goes on", format!("gpuctl allocations events {allocation}")),
+        "provisioning.started" => Content::new(
+            format!("Allocation {allocation} is being set up"),
+            "A machine has been found for your allocation, and sets it up. It costs nothing before it is active.",
+        )
+        .step("To see how it goes on", format!("gpuctl allocations events {allocation}")),
+        "provisioning.release_requested" => Content::new(
+            format!("Allocation {allocation} is being released"),
+            "Your allocation is being released: what runs on it is ended, and what you stored there is removed. It is billed no longer.",
+        )
+        .step("To see how it goes on", format!("gpuctl allocations events {allocation}")),
         "provisioning.active" => Content::new(
             format!("Allocation {allocation} is active"),
             "Your allocation is active: its GPUs are yours, and you can log in. It is billed from now until you release it.",
@@ -166,8 +181,8 @@ fn content(notification: &Notification) -> Option<Content> {
             Content::new(
                 format!("Operators: rollout {rollout} has stopped"),
                 format!(
-                    "The update of the agent of node {node} failed. Updates that were in flight go on; no other one begins. The reason is \
-                     {why}."
+                    "Node {node} failed: {why}. Its update failed, or it has a fault after it. Updates that were in flight go on; no other \
+                     one begins."
                 ),
             )
             .step("To see it", format!("gpuctl rollouts show {rollout}"))
@@ -220,6 +235,11 @@ fn content(notification: &Notification) -> Option<Content> {
             "A terminal on your allocation has ended, with the programs that ran in it. The allocation goes on.",
         )
         .step("To open another one", format!("gpuctl terminal {allocation}")),
+        "terminal.browser_session_ended" => Content::new(
+            "A login to the web console has ended",
+            "Your login to the web console has ended, and its terminals with it.",
+        )
+        .step("To see what runs", "gpuctl allocations list"),
         "billing.balance_low" => Content::new(
             "Your balance is low",
             "The balance of your billing account has fallen below the threshold. When it is used up, what runs on it is \
@@ -344,7 +364,7 @@ fn unknown(kind: &str) -> Content {
     } else {
         format!("Notification {}", one_line(kind, MAX_KIND))
     };
-    Content::new(subject, "Something happened that concerns you. What is known of it stands below.")
+    Content::new(subject, "Something happened that concerns you. These are its details.")
         .step("To see what runs", "gpuctl allocations list")
         .step("To see the balance", "gpuctl billing balance")
 }

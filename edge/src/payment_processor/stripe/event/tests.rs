@@ -82,23 +82,29 @@ fn payment_event_carries_the_state_of_that_time() {
 
 #[test]
 fn checkout_is_paid_under_its_intent_and_ended_under_its_own_id() {
-    let told = |event_type: &str, object| update(&format!("checkout.session.{event_type}"), object);
+    let session_update = |event_type: &str, object| update(&format!("checkout.session.{event_type}"), object);
     let paid = || ProcessorPaymentStatus::Paid { charge_id: None };
-    assert_eq!(told("completed", session("complete", "paid")), standing("pi_1", paid()));
-    assert_eq!(told("async_payment_succeeded", session("complete", "paid")), standing("pi_1", paid()));
+    assert_eq!(session_update("completed", session("complete", "paid")), standing("pi_1", paid()));
+    assert_eq!(session_update("async_payment_succeeded", session("complete", "paid")), standing("pi_1", paid()));
     // A bank takes days.
-    assert_eq!(told("completed", session("complete", "unpaid")), standing("cs_1", ProcessorPaymentStatus::Processing));
     assert_eq!(
-        told("async_payment_failed", session("complete", "unpaid")),
+        session_update("completed", session("complete", "unpaid")),
+        standing("cs_1", ProcessorPaymentStatus::Processing)
+    );
+    assert_eq!(
+        session_update("async_payment_failed", session("complete", "unpaid")),
         standing("cs_1", ProcessorPaymentStatus::Canceled)
     );
-    assert_eq!(told("expired", session("expired", "unpaid")), standing("cs_1", ProcessorPaymentStatus::Expired));
+    assert_eq!(
+        session_update("expired", session("expired", "unpaid")),
+        standing("cs_1", ProcessorPaymentStatus::Expired)
+    );
 }
 
 #[test]
 fn refunds_are_read_from_the_event_or_looked_up() {
     let currency = Currency::parse("EUR").unwrap();
-    let told = |status| {
+    let refund_update = |status| {
         ProcessorUpdate::Refunds(vec![ProcessorRefundRecord {
             processor_refund_id: "re_1".into(),
             refund_id: None,
@@ -108,14 +114,14 @@ fn refunds_are_read_from_the_event_or_looked_up() {
             status,
         }])
     };
-    assert_eq!(update("refund.created", refund("pending")), told(ProcessorRefundStatus::Pending));
-    assert_eq!(update("refund.updated", refund("succeeded")), told(ProcessorRefundStatus::Succeeded));
-    assert_eq!(update("charge.refund.updated", refund("succeeded")), told(ProcessorRefundStatus::Succeeded));
-    assert_eq!(update("refund.failed", refund("failed")), told(ProcessorRefundStatus::Failed));
+    assert_eq!(update("refund.created", refund("pending")), refund_update(ProcessorRefundStatus::Pending));
+    assert_eq!(update("refund.updated", refund("succeeded")), refund_update(ProcessorRefundStatus::Succeeded));
+    assert_eq!(update("charge.refund.updated", refund("succeeded")), refund_update(ProcessorRefundStatus::Succeeded));
+    assert_eq!(update("refund.failed", refund("failed")), refund_update(ProcessorRefundStatus::Failed));
     let mut charge = json!({ "id": "ch_1", "object": "charge", "amount_refunded": 500, "payment_intent": "pi_1" });
     assert_eq!(update("charge.refunded", charge.clone()), ProcessorUpdate::RefundsOf("pi_1".into()));
     charge["refunds"] = json!({ "object": "list", "has_more": false, "data": [refund("succeeded")] });
-    assert_eq!(update("charge.refunded", charge.clone()), told(ProcessorRefundStatus::Succeeded));
+    assert_eq!(update("charge.refunded", charge.clone()), refund_update(ProcessorRefundStatus::Succeeded));
     charge["refunds"]["has_more"] = json!(true);
     assert_eq!(update("charge.refunded", charge.clone()), ProcessorUpdate::RefundsOf("pi_1".into()));
     // One that was made without an intent.
@@ -137,11 +143,11 @@ fn dispute_status_follows_the_money() {
         ("closed", "won", DisputeStatus::Won),
         ("funds_reinstated", "won", DisputeStatus::Won),
     ] {
-        let ProcessorUpdate::Dispute(told) = update(&format!("charge.dispute.{event_type}"), dispute(status)) else {
+        let ProcessorUpdate::Dispute(dispute) = update(&format!("charge.dispute.{event_type}"), dispute(status)) else {
             panic!()
         };
         assert_eq!(
-            (told.status, told.of.as_deref(), told.amount_minor),
+            (dispute.status, dispute.of.as_deref(), dispute.amount_minor),
             (expected, Some("pi_1"), 5_000),
             "{event_type}"
         );
@@ -176,9 +182,9 @@ fn unexpected_object_is_reported_without_its_content() {
 #[test]
 fn event_digest_is_stable_across_deliveries() {
     let first = event("refund.created", refund("pending")).digest();
-    let again = r#"{"type": "refund.created", "pending_webhooks": 3, "id": "evt_1", "data": {"object": {"status": "pending",
+    let repeated = r#"{"type": "refund.created", "pending_webhooks": 3, "id": "evt_1", "data": {"object": {"status": "pending",
         "payment_intent": "pi_1", "metadata": {}, "object": "refund", "id": "re_1", "amount": 500, "currency": "eur", "charge": "ch_1"}}}"#;
-    assert_eq!(StripeEvent::read(again.as_bytes()).unwrap().digest(), first);
+    assert_eq!(StripeEvent::read(repeated.as_bytes()).unwrap().digest(), first);
     assert_ne!(event("refund.updated", refund("pending")).digest(), first);
     assert_ne!(event("refund.created", refund("succeeded")).digest(), first);
     let of = event("refund.created", refund("pending"));

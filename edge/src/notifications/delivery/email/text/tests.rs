@@ -27,6 +27,9 @@ fn data_of(kind: &str) -> domain::notification::NotificationDetails {
     let refund = |data: Data| payment(Data { refund_id: Some(RefundId(id(6))), ..data });
     let rollout = |data: Data| Data { rollout_id: Some(RolloutId(id(8))), ..data };
     match kind {
+        "provisioning.requested" => allocation(in_state("requested")),
+        "provisioning.started" => allocation(in_state("provisioning")),
+        "provisioning.release_requested" => allocation(in_state("releasing")),
         "provisioning.active" => node(allocation(in_state("active"))),
         "provisioning.failed" => reason("insufficient_capacity", allocation(Data::default())),
         "provisioning.released" => reason("user_request", allocation(in_state("released"))),
@@ -76,8 +79,7 @@ fn letter_in(body: &str) -> Letter {
 }
 
 /// The commands of gpuctl with their flags, as its own test has them.
-const COMMANDS: &str =
-    include_str!("../../../../../cli/src/snapshots/gpuctl__tests__the_commands_are_what_they_were.snap");
+const COMMANDS: &str = include_str!("../../../../../cli/src/snapshots/gpuctl__tests__commands_are_as_reviewed.snap");
 
 /// The words of a command without its values, and its flags.
 fn command(line: &str) -> (Vec<&str>, Vec<&str>) {

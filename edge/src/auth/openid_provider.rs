@@ -1,0 +1,201 @@
+//! The identity provider as a client of it sees it: its metadata (OpenID Connect Discovery 1.0), the authorization code (RFC 6749, section
+//! 4.1, with PKCE, RFC 7636) and refresh tokens (section 6).
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use reqwest::{Client, RequestBuilder};
+use secrecy::{ExposeSecret as _, SecretString};
+use serde::Deserialize;
+use thiserror::Error;
+use tokio::time::Instant;
+use url::Url;
+
+use crate::outbound::http_client::{client_builder, error_chain, is_secure, read_bounded_body};
+
+/// The timeout of each request: less than the lease of a refresh ([`domain::browser_session::REFRESH_LEASE`]).
+const TIMEOUT: Duration = Duration::from_secs(10);
+const MAX_BYTES: usize = 256 * 1024;
+/// After which the metadata is read again.
+const METADATA_MAX_AGE: Duration = Duration::from_secs(300);
+/// The longest error code that is taken from the provider.
+const MAX_ERROR: usize = 64;
+
+/// As what the control plane logs people in to the web console.
+#[derive(Clone, Debug)]
+pub struct LoginSettings {
+    pub client_id: String,
+    /// None for a public client, which has PKCE alone.
+    pub client_secret: Option<SecretString>,
+    /// The scopes that are asked for, with spaces.
+    pub scope: String,
+    /// The resource for which the access token is asked for (RFC 8707), where the provider needs it.
+    pub resource: Option<String>,
+}
+
+/// The provider's metadata, as far as it is used.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct ProviderMetadata {
+    issuer: String,
+    pub(crate) authorization_endpoint: Url,
+    token_endpoint: Url,
+    pub(crate) end_session_endpoint: Option<Url>,
+    #[serde(default)]
+    pub(crate) authorization_response_iss_parameter_supported: bool,
+    #[serde(default)]
+    token_endpoint_auth_methods_supported: Option<Vec<String>>,
+}
+
+/// Issued tokens (RFC 6749, section 5.1).
+#[derive(Deserialize)]
+pub(crate) struct IssuedTokens {
+    pub(crate) access_token: SecretString,
+    pub(crate) refresh_token: Option<SecretString>,
+    pub(crate) id_token: Option<SecretString>,
+    pub(crate) expires_in: Option<u32>,
+}
+
+/// Why the provider issued no tokens.
+#[derive(Debug, Error)]
+pub(crate) enum ProviderFault {
+    /// Its decision: the same request is refused again.
+    #[error("the identity provider refused: {0}")]
+    Refused(String),
+    /// It cannot be reached, or its answer cannot be used.
+    #[error("the identity provider cannot be used: {0}")]
+    Away(String),
+}
+
+/// The provider, with its metadata of the last minutes.
+pub struct OpenIdProvider {
+    issuer: String,
+    pub(crate) settings: LoginSettings,
+    redirect_uri: String,
+    client: Client,
+    metadata: Mutex<Option<(Instant, Arc<ProviderMetadata>)>>,
+}
+
+/// The body of a refusal (RFC 6749, section 5.2).
+#[derive(Deserialize)]
+struct Refusal {
+    error: String,
+}
+
+impl OpenIdProvider {
+    /// # Errors
+    /// Where the authorities cannot be read.
+    pub fn new(
+        issuer: impl Into<String>,
+        redirect_uri: impl Into<String>,
+        authorities_pem: Option<&str>,
+        settings: LoginSettings,
+    ) -> Result<Self, String> {
+        let client = client_builder(authorities_pem)?.timeout(TIMEOUT).build().map_err(error_chain)?;
+        let (issuer, redirect_uri) = (issuer.into(), redirect_uri.into());
+        Ok(Self { issuer, settings, redirect_uri, client, metadata: Mutex::default() })
+    }
+
+    /// Where the provider sends the browser back to.
+    pub(crate) fn redirect_uri(&self) -> &str {
+        &self.redirect_uri
+    }
+
+    /// # Errors
+    /// [`ProviderFault::Away`]. Metadata that was read before is used for as long as the provider is away.
+    pub(crate) async fn metadata(&self) -> Result<Arc<ProviderMetadata>, ProviderFault> {
+        let known = self.metadata.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some((_, metadata)) = known.as_ref().filter(|(at, _)| at.elapsed() < METADATA_MAX_AGE) {
+            return Ok(Arc::clone(metadata));
+        }
+        match self.fetch_metadata().await {
+            Ok(metadata) => {
+                let metadata = Arc::new(metadata);
+                let fetched = Some((Instant::now(), Arc::clone(&metadata)));
+                *self.metadata.lock().unwrap_or_else(PoisonError::into_inner) = fetched;
+                Ok(metadata)
+            }
+            Err(fault) => known.map(|(_, metadata)| metadata).ok_or(fault),
+        }
+    }
+
+    async fn fetch_metadata(&self) -> Result<ProviderMetadata, ProviderFault> {
+        let url = format!("{}/.well-known/openid-configuration", self.issuer.trim_end_matches('/'));
+        let (status, body) = send(self.client.get(url)).await?;
+        if status != 200 {
+            return Err(ProviderFault::Away(format!("its discovery document is answered {status}")));
+        }
+        let metadata: ProviderMetadata = serde_json::from_slice(&body)
+            .map_err(|error| ProviderFault::Away(format!("its discovery document cannot be read: {error}")))?;
+        if metadata.issuer != self.issuer {
+            return Err(ProviderFault::Away("its discovery document is of another issuer".to_owned()));
+        }
+        let used = [&metadata.authorization_endpoint, &metadata.token_endpoint];
+        if let Some(address) =
+            used.into_iter().chain(&metadata.end_session_endpoint).find(|address| !is_secure(address.as_str()))
+        {
+            return Err(ProviderFault::Away(format!("{address} is no https address (http only on this machine)")));
+        }
+        Ok(metadata)
+    }
+
+    /// Exchanges the authorization code.
+    pub(crate) async fn exchange(&self, code: &str, verifier: &str) -> Result<IssuedTokens, ProviderFault> {
+        let form = [
+            ("grant_type", "authorization_code"),
+            ("code", code),
+            ("redirect_uri", self.redirect_uri.as_str()),
+            ("code_verifier", verifier),
+        ];
+        self.tokens(&form).await
+    }
+
+    pub(crate) async fn refresh(&self, refresh_token: &SecretString) -> Result<IssuedTokens, ProviderFault> {
+        self.tokens(&[("grant_type", "refresh_token"), ("refresh_token", refresh_token.expose_secret())]).await
+    }
+
+    async fn tokens(&self, form: &[(&str, &str)]) -> Result<IssuedTokens, ProviderFault> {
+        let metadata = self.metadata().await?;
+        let mut form = form.to_vec();
+        form.extend(self.settings.resource.as_deref().map(|resource| ("resource", resource)));
+        let mut request = self.client.post(metadata.token_endpoint.clone());
+        let client_id = self.settings.client_id.as_str();
+        match &self.settings.client_secret {
+            None => form.push(("client_id", client_id)),
+            Some(secret) if metadata.takes_basic() => {
+                // Both are form-encoded before they are joined (RFC 6749, section 2.3.1).
+                request = request.basic_auth(form_encoded(client_id), Some(form_encoded(secret.expose_secret())));
+            }
+            Some(secret) => form.extend([("client_id", client_id), ("client_secret", secret.expose_secret())]),
+        }
+        let (status, body) = send(request.form(&form)).await?;
+        match status {
+            200 => serde_json::from_slice(&body)
+                .map_err(|_| ProviderFault::Away("its answer with tokens cannot be read".to_owned())),
+            // The client itself is refused: that is the operator's to correct, and no decision on this user.
+            400 => match serde_json::from_slice::<Refusal>(&body) {
+                Ok(Refusal { error }) if error == "invalid_grant" => Err(ProviderFault::Refused(error)),
+                Ok(Refusal { error }) => Err(ProviderFault::Away(error.chars().take(MAX_ERROR).collect())),
+                Err(_) => Err(ProviderFault::Away("its refusal cannot be read".to_owned())),
+            },
+            other => Err(ProviderFault::Away(format!("its token endpoint answered {other}"))),
+        }
+    }
+}
+
+impl ProviderMetadata {
+    /// The default, where the provider does not say it (OpenID Connect Discovery 1.0, section 3).
+    fn takes_basic(&self) -> bool {
+        let methods = self.token_endpoint_auth_methods_supported.as_ref();
+        methods.is_none_or(|methods| methods.iter().any(|method| method == "client_secret_basic"))
+    }
+}
+
+fn form_encoded(text: &str) -> String {
+    percent_encoding::utf8_percent_encode(text, percent_encoding::NON_ALPHANUMERIC).to_string()
+}
+
+async fn send(request: RequestBuilder) -> Result<(u16, Vec<u8>), ProviderFault> {
+    let response = request.send().await.map_err(|error| ProviderFault::Away(error_chain(error)))?;
+    let status = response.status().as_u16();
+    Ok((status, read_bounded_body(response, MAX_BYTES).await.map_err(ProviderFault::Away)?))
+}

@@ -1,0 +1,120 @@
+//! The verification of tokens: access tokens of the identity provider and of service accounts, and the provider's ID and logout tokens.
+//!
+//! A token of the provider is signed with one of its published keys ([`super::jwks`]) under an algorithm of the allowlist; its claims are
+//! checked in [`super::claims`] and [`super::openid_claims`]. Tokens of service accounts verify themselves
+//! ([`super::signed_tokens::service_account`]).
+
+use super::claims::{self, TokenFault, UnverifiedToken};
+use super::openid_claims::{Expected, IdToken, LogoutToken, OpenIdFault};
+use super::{Authenticator, Caller, INVALID, MAX_TOKEN_LEN, challenge};
+use crate::http::error::ApiError;
+use chrono::{DateTime, Utc};
+use serde_json::{Map, Value};
+
+const EXPIRED: &str = "Bearer realm=\"gpuaas\", error=\"invalid_token\", error_description=\"expired\"";
+
+impl Authenticator {
+    /// The caller that an access token names at this moment.
+    ///
+    /// # Errors
+    /// As [`Authenticator::authenticate`].
+    pub async fn verify_token(&self, token: &str) -> Result<Caller, ApiError> {
+        self.verify(token, Utc::now()).await.map_err(|fault| {
+            let error = match &fault {
+                TokenFault::NoKeys(_) | TokenFault::Store(_) => return ApiError::unavailable(fault),
+                TokenFault::Expired => challenge("The access token has expired; get a new one.", EXPIRED),
+                TokenFault::Revoked => challenge(
+                    "The service account or the key that this access token was got with is gone; get one with another key.",
+                    INVALID,
+                ),
+                TokenFault::Retired => challenge(
+                    "The key that this access token was signed with is retired; get a new token with the service account's key.",
+                    INVALID,
+                ),
+                TokenFault::Malformed
+                | TokenFault::Algorithm
+                | TokenFault::KeyId
+                | TokenFault::Header
+                | TokenFault::UnknownKey
+                | TokenFault::Signature
+                | TokenFault::Issuer
+                | TokenFault::Audience
+                | TokenFault::NotYet
+                | TokenFault::TooLong
+                | TokenFault::Claim(_) => {
+                    challenge("The access token is not accepted here; get one from the identity provider.", INVALID)
+                }
+            };
+            error.because(fault)
+        })
+    }
+
+    /// The login that an ID token confirms (OpenID Connect Core 1.0, section 3.1.3.7).
+    pub(crate) async fn verify_id_token(
+        &self,
+        token: &str,
+        client_id: &str,
+        nonce: &str,
+        now: DateTime<Utc>,
+    ) -> Result<IdToken, OpenIdFault> {
+        let claims = self.provider_claims(token, |kind| kind.is_none_or(|kind| kind == "jwt")).await?;
+        self.expected(client_id, now).id_token(&claims, nonce)
+    }
+
+    /// What a logout token says (OpenID Connect Back-Channel Logout 1.0, section 2.6).
+    pub(crate) async fn verify_logout_token(
+        &self,
+        token: &str,
+        client_id: &str,
+        now: DateTime<Utc>,
+    ) -> Result<LogoutToken, OpenIdFault> {
+        let is_type = |kind: Option<&str>| {
+            kind.is_none_or(|kind| ["jwt", "logout+jwt", "application/logout+jwt"].contains(&kind))
+        };
+        let claims = self.provider_claims(token, is_type).await?;
+        self.expected(client_id, now).logout_token(&claims)
+    }
+
+    /// Whether the caller of an access token is the subject of an ID token. Where a claim of its own has the user's id, the two tokens come
+    /// from one response of the provider alone.
+    pub(crate) fn is_of_subject(&self, caller: &Caller, subject: &str) -> bool {
+        self.rules.claims.user_id != "sub" || caller.user_id == *subject
+    }
+
+    fn expected<'a>(&'a self, client_id: &'a str, now: DateTime<Utc>) -> Expected<'a> {
+        Expected { issuer: &self.rules.issuer, client_id, leeway: self.rules.leeway, now }
+    }
+
+    /// The claims of a token that the provider has signed. They are the caller's to check.
+    async fn provider_claims(
+        &self,
+        token: &str,
+        is_type: impl Fn(Option<&str>) -> bool,
+    ) -> Result<Map<String, Value>, TokenFault> {
+        if token.len() > MAX_TOKEN_LEN {
+            return Err(TokenFault::Malformed);
+        }
+        let token = UnverifiedToken::parse_typed(token, is_type)?;
+        self.verify_provider_signature(&token).await?;
+        token.claims()
+    }
+
+    pub(super) async fn verify(&self, token: &str, now: DateTime<Utc>) -> Result<Caller, TokenFault> {
+        let token = UnverifiedToken::parse(token)?;
+        if let Some(tokens) = self.service_tokens.as_ref().filter(|tokens| tokens.is_own_key(&token.kid)) {
+            return tokens.caller(&token, now).await;
+        }
+        self.verify_provider_signature(&token).await?;
+        claims::read(&token.claims()?, &self.rules, now)
+    }
+
+    async fn verify_provider_signature(&self, token: &UnverifiedToken<'_>) -> Result<(), TokenFault> {
+        let algorithm = token.algorithm(&self.rules.algorithms)?;
+        let keys = self.jwks.keys_for(&token.kid, algorithm).await.map_err(TokenFault::NoKeys)?;
+        if keys.is_empty() {
+            return Err(TokenFault::UnknownKey);
+        }
+        let is_signed = keys.iter().any(|key| token.is_signed_by(key, algorithm));
+        if is_signed { Ok(()) } else { Err(TokenFault::Signature) }
+    }
+}

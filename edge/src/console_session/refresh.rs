@@ -1,0 +1,140 @@
+//! The refresh of a session's tokens: one call to the identity provider for all tabs and replicas, by the holder of the lease that the
+//! session's entity gives.
+
+use chrono::{DateTime, TimeDelta, Utc};
+use domain::browser_session::{BrowserSession, Fact, RefreshState, Reply};
+use secrecy::ExposeSecret as _;
+use std::time::Duration;
+use tokio::time::Instant;
+
+use super::tell;
+use crate::app_state::AppState;
+use crate::app_state::read_model::wait_until;
+use crate::auth::browser_session::{SessionTokens, session_ended};
+use crate::auth::openid_provider::{IssuedTokens, ProviderFault};
+use crate::http::error::{ApiError, Code};
+
+/// How long a request waits for a refresh that another one has begun: longer than its call may take.
+const WAIT: Duration = Duration::from_secs(12);
+const STEP: Duration = Duration::from_millis(500);
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// The life of an access token that does not say it, and cannot be verified at the moment.
+const UNKNOWN_LIFE: u32 = 60;
+
+/// Refreshes the tokens beside the request, which goes on with those that it has.
+pub(super) fn spawn_ahead(app: &AppState, session: &BrowserSession) {
+    let (app, session) = (app.clone(), session.clone());
+    tokio::spawn(async move {
+        match begin(&app, &session).await {
+            Ok(Reply::Leased { attempt, session }) => {
+                if let Err(error) = run(app, attempt, *session).await {
+                    tracing::info!(%error, "a browser session was not refreshed ahead");
+                }
+            }
+            Ok(Reply::Session { .. } | Reply::Wait | Reply::Done) => {}
+            Err(error) => tracing::debug!(%error, "a refresh could not begin"),
+        }
+    });
+}
+
+/// The session with fresh tokens.
+///
+/// # Errors
+/// `session_ended` where the provider refuses; `service_unavailable` where it cannot be reached.
+pub(super) async fn refreshed(app: &AppState, session: BrowserSession) -> Result<BrowserSession, ApiError> {
+    let end = Instant::now() + WAIT;
+    let seen = session.token_ends_at;
+    loop {
+        match begin(app, &session).await? {
+            Reply::Session { session } => return Ok(*session),
+            Reply::Leased { attempt, session } => {
+                // In a task of its own: the tokens, which the provider issues once, are not lost with a client that goes away.
+                let refresh = tokio::spawn(run(app.clone(), attempt, *session));
+                return refresh.await.map_err(ApiError::internal)?;
+            }
+            Reply::Wait | Reply::Done if Instant::now() >= end => return Err(away(seen)),
+            Reply::Wait | Reply::Done => {
+                let changed = |it: &BrowserSession| {
+                    it.token_ends_at != seen || !it.is_active() || matches!(it.refresh, RefreshState::Idle { .. })
+                };
+                wait_until(app, session.id.0, STEP, changed).await?;
+                tokio::time::sleep(PAUSE).await;
+            }
+        }
+    }
+}
+
+async fn begin(app: &AppState, session: &BrowserSession) -> Result<Reply, ApiError> {
+    tell(app, session.id, Fact::BeginRefresh { token_ends_at: session.token_ends_at }).await
+}
+
+/// Calls the provider as the holder of the lease, and reports its answer.
+async fn run(app: AppState, attempt: u32, session: BrowserSession) -> Result<BrowserSession, ApiError> {
+    let fact = match request_tokens(&app, &session).await? {
+        Ok((tokens_enc, token_ends_at)) => Fact::FinishRefresh { attempt, tokens_enc, token_ends_at },
+        Err(ProviderFault::Refused(error)) => Fact::RefuseRefresh { attempt, error },
+        Err(fault @ ProviderFault::Away(_)) => {
+            tracing::warn!(error = %fault, session.id = %session.id, "a browser session's tokens could not be refreshed");
+            Fact::FailRefresh { attempt }
+        }
+    };
+    match tell(&app, session.id, fact).await? {
+        Reply::Session { session } => match &session.ended {
+            None => Ok(*session),
+            Some(end) => Err(session_ended(end.reason.code())),
+        },
+        Reply::Done | Reply::Wait | Reply::Leased { .. } => Err(away(session.token_ends_at)),
+    }
+}
+
+/// The fresh tokens, sealed, and when the access token ends.
+async fn request_tokens(
+    app: &AppState,
+    session: &BrowserSession,
+) -> Result<Result<(String, DateTime<Utc>), ProviderFault>, ApiError> {
+    let (provider, reader) = (app.console_provider()?, app.authenticator.browser_sessions()?);
+    let tokens = reader.open(session)?;
+    let Some(refresh_token) = &tokens.refresh else {
+        return Ok(Err(ProviderFault::Refused("no_refresh_token".to_owned())));
+    };
+    let issued = match provider.refresh(refresh_token).await {
+        Ok(issued) => issued,
+        Err(fault) => return Ok(Err(fault)),
+    };
+    let token_ends_at = match accepted(app, session, &issued).await {
+        Ok(token_ends_at) => token_ends_at,
+        Err(why) => return Ok(Err(ProviderFault::Refused(why.to_owned()))),
+    };
+    let fresh = SessionTokens {
+        access: issued.access_token,
+        // A provider that does not rotate refresh tokens issues none.
+        refresh: issued.refresh_token.or(tokens.refresh),
+        id_token: tokens.id_token,
+    };
+    Ok(Ok((reader.seal(session.id, &fresh)?, token_ends_at)))
+}
+
+/// When the issued access token ends, where it is accepted here and of the same user.
+async fn accepted(
+    app: &AppState,
+    session: &BrowserSession,
+    issued: &IssuedTokens,
+) -> Result<DateTime<Utc>, &'static str> {
+    match app.authenticator.verify_token(issued.access_token.expose_secret()).await {
+        Ok(caller) if caller.user_id == session.owner.user_id => Ok(caller.token_expires_at),
+        Ok(_) => Err("another_user"),
+        Err(error) if error.code() == Code::Unauthenticated => Err("token_refused"),
+        // The provider's keys cannot be had at the moment; each request verifies the token.
+        Err(_) => Ok(Utc::now() + TimeDelta::seconds(issued.expires_in.unwrap_or(UNKNOWN_LIFE).into())),
+    }
+}
+
+fn away(token_ended_at: DateTime<Utc>) -> ApiError {
+    let message = "The identity provider cannot be reached, and the access token of your login has ended. Your login is not lost: try again \
+                   in a moment.";
+    ApiError::new(Code::ServiceUnavailable, message)
+        .detail("reason", "identity_provider_away")
+        .detail("token_ended_at", token_ended_at.to_rfc3339())
+        .expected()
+}
